@@ -21,13 +21,11 @@ from commands import ROOT, Warm, commands, readmes
 from wrong_configs import groups_looked_up_once  # noqa: F401  (a fixture)
 
 from experiments import train
-from experiments.bench import __main__ as bench
-from experiments.chaos import config as chaos
+from experiments.bench import command as bench
 from experiments.cli.validation import validate
 from experiments.data.tokenizer import byte_tokenizer
 from experiments.explain import config as explain
 from experiments.finetune import job as finetune
-from experiments.memory import config as memory
 from experiments.tokenize import config as tokenize
 
 
@@ -52,12 +50,9 @@ class Row:
 
 SPECS = {
     "experiments.train": train.SPEC,
-    "experiments.micro.loader_speed": train.SPEC,
     "experiments.finetune": finetune.JOB.spec,
     "experiments.explain": explain.SPEC,
     "experiments.bench": bench.SPEC,
-    "experiments.memory": memory.SPEC,
-    "experiments.chaos": chaos.SPEC,
     "experiments.tokenize": tokenize.SPEC,
 }
 SMALL = "model.width=16 model.layers=1 model.context=16 data.held_out_rows=4 run.backend=eager"
@@ -76,11 +71,9 @@ TINY = Row(
     ),
 )
 PAPER = Row("model.layers=2")
-TWICE = Row(
-    "size=tiny rounds=1 backend=eager contenders=[full_shard,ddp] losses=1 memory=0 phases=false length=16"
+SAMPLE = Row(
+    "size=tiny length=16 rounds=1 steps=1 warmup=1 losses=1 memory=1 backend=eager contenders=[ddp,full_shard]"
 )
-PARTS = Row("size=tiny backend=eager length=16 rounds=0 worlds=[2] measured_worlds=[2] models=[1b] ranks=[8]")
-KILLS = Row("kills=1 ranks=1 steps=6 save_every=2 held_out_every=6")
 INSTALL, SLURM = "an installation", "SLURM"
 
 TABLE = {
@@ -183,8 +176,6 @@ TABLE = {
     # -- data
     "python -m experiments.tokenize out=shards": Row("files=/text", quick=True),
     "python -m experiments.tokenize out=shards files=[/text,'/more/*.jsonl'] tokenizer=/models/llama": Row(),
-    "python -m experiments.micro.loader_speed data=shards data.root=shards model.vocab=264": Row(SMALL, quick=True),
-    "python -m experiments.micro.loader_speed data=shards data.root=shards model.vocab=264 model=5m": Row(SMALL),
     # -- on paper
     "python -m experiments.explain model=7b mesh.shard=64 hardware=h100": Row("model.layers=2", quick=True),
     "python -m experiments.explain model=70b strategy=full_shard mesh.shard=1024 hardware=h100": PAPER,
@@ -193,50 +184,18 @@ TABLE = {
     "python -m experiments.explain model=7b strategy=no_shard fit=true hardware.price_per_hour=3": PAPER,
     "python -m experiments.explain model=7b strategy=auto mesh.shard=8 data.rows=32 run.device_gb=24 hardware=a100": PAPER,
     # -- measuring
-    "python -m experiments.micro.watch_overhead": (
-        Row("ranks=1 rounds=2 block=1 backend=eager trackers=tensorboard", quick=True)
-    ),
-    "python -m experiments.micro.watch_overhead model=5m": Row("rounds=2 block=1 backend=eager"),
-    "python -m experiments.bench": Row(TWICE.short, quick=True),
-    "python -m experiments.bench size=85m dtype=bf16 rounds=20": TWICE,
+    "python -m experiments.bench": SAMPLE,
+    "python -m experiments.bench size=85m dtype=bf16 rounds=20": SAMPLE,
     "python -m experiments.bench device=cuda": Row("device=cpu", needs="a GPU"),
-    "python -m experiments.gpu": Row("--device cpu --parts versions"),
-    "python -m experiments.gpu --parts profile bench-2-full_shard --again profile": (
-        Row("--device cpu --parts versions")
+    "python -m experiments.bench case=memory": replace(SAMPLE, short=f"{SAMPLE.short} plans=[full_shard]"),
+    "python -m experiments.bench case=predict clock=cpu": Row("rounds=1 ranks=1 backend=eager plans=[5m-full_shard]"),
+    "python -m experiments.bench case=checkpoint rounds=21": SAMPLE,
+    "python -m experiments.bench case=starts checkout=../before rounds=5": Row("rounds=1", needs="another checkout"),
+    "python -m experiments.bench case=gpu": Row("parts=[versions]", quick=True),
+    "python -m experiments.bench case=gpu device=cuda": Row("device=cpu", needs="a GPU"),
+    "python -m experiments.bench case=gpu device=cuda 'parts=[profile,bench-2-full_shard]' 'again=[profile]'": (
+        Row("device=cpu", needs="a GPU")
     ),
-    "python -m experiments.gpu --device cpu --size tiny": Row("--parts versions", quick=True),
-    "python -m experiments.memory": Row(f"{PARTS.short} measured_worlds=[]"),
-    "python -m experiments.memory part=zero": PARTS,
-    "python -m experiments.memory part=recipe": PARTS,
-    "python -m experiments.memory part=sizes": PARTS,
-    "python -m experiments.memory part=targets": Row(f"{PARTS.short} rounds=1"),
-    "python -m experiments.memory --multirun part=zero,recipe,sizes,targets": Row(f"{PARTS.short} rounds=1"),
-    "python -m experiments.micro.collectives": Row("--world 2 --mb 0.01 --dtype float32 --repeats 1", quick=True),
-    "python -m experiments.micro.chunked_loss": Row("--tokens 64 --width 16 --vocabulary 512 --repeats 1", quick=True),
-    "python -m experiments.micro.lengths": (
-        Row("--lengths 3 --steps 4 --longest 120 --width 16 --layers 1 --backend eager", quick=True)
-    ),
-    "python -m experiments.micro.long_run": Row("steps=800 saves=20"),
-    "python -m experiments.micro.manifests": Row("--ranks 4 --leaves 3", quick=True),
-    "python -m experiments.micro.starts": Row("--rounds 1 run.steps=1 " + SMALL),
-    "python -m experiments.micro.executor": Row("--blocks 2 --repeats 2", quick=True),
-    "python -m experiments.micro.executor --blocks 12": Row("--repeats 2"),
-    "python -m experiments.checkpoint": Row("--size tiny --rounds 1 --ranks 1 --backend eager"),
-    "python -m experiments.checkpoint --part throughput --rounds 21": Row("--size tiny --rounds 1"),
-    "python -m experiments.checkpoint --part async --ranks 2 --steps 4 --every 1 --rounds 9": (
-        Row("--size tiny --rounds 1 --length 16 --backend eager")
-    ),
-    "python -m experiments.predict": Row("--rounds 1 --ranks 1 --backend eager --plans '5m full_shard f32'"),
-    "python -m experiments.predict --rounds 7": (
-        Row("--rounds 1 --ranks 1 --backend eager --plans '5m full_shard f32'")
-    ),
-    "python -m experiments.predict --clock cpu": Row("--rounds 1 --backend eager --plans '5m full_shard f32'"),
-    "python -m experiments.chaos": Row(KILLS.short),
-    "python -m experiments.chaos --multirun kills=60 ranks=1,2 async_save=false,true": (
-        Row("kills=1 ranks=1,2 steps=6 save_every=2 held_out_every=6")
-    ),
-    "python -m experiments.chaos replicas=1 max_restarts=1000 kills=200": Row("kills=1 nodes=1 steps=6 held_out_every=6"),
-    "python -m experiments.chaos modes=[kill_launcher] moments=[save] kills=50 seed=1": KILLS,
 }  # fmt: skip
 SHOWN = {command: path for path in readmes() for command in commands(path.read_text(encoding="utf-8"))}
 

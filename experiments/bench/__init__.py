@@ -1,1 +1,1 @@
-"""The bench: fnshard beside what torch itself ships, in one launch. `python -m experiments.bench`."""
+"""The bench: a registry of cases, each of which measures one thing. `python -m experiments.bench case=...`"""

@@ -1,40 +1,53 @@
-"""`python -m experiments.bench`: start the ranks and wait for them."""
+"""`python -m experiments.bench case=NAME`: run one case and print its table."""
 
 from __future__ import annotations
 
-import dataclasses
+import importlib.util
+import json
+import sys
 from pathlib import Path
 
-from experiments import ranks
-from experiments.bench.config import BenchConfig, complete
-from experiments.cli.command_spec import CommandSpec, Help
-from experiments.cli.main import answer
-
-HELP = Help(
-    about="Step time and bytes of fnshard beside DDP, FSDP2 and others, in interleaved rounds.",
-    options={
-        "device": "cpu: gloo ranks of one thread each; cuda: one GPU",
-        "ranks": "how many; null: 2 on the CPU, 1 GPU",
-        "size": "a file of conf/model; null: 25m, or 1b on a GPU",
-        "dtype": "of compute: fp32 or bf16",
-        "rounds": "timed samples of each contender, of `steps` steps",
-        "contenders": "who takes part",
-    },
-    examples={
-        "python -m experiments.bench": "everything, as this machine can",
-        "python -m experiments.bench size=5m rounds=5 losses=0": "a short look",
-        "python -m experiments.bench size=5m dtype=bf16 rows=4": "other sizes, in bf16",
-    },
-)
-SPEC = CommandSpec("bench", BenchConfig, HELP, complete=complete)
+from experiments.bench import ranks
+from experiments.bench.cases import CASES
+from experiments.bench.config import BenchConfig
+from experiments.bench.defaults import complete
+from experiments.bench.measure import show
 
 
 def start(config: BenchConfig, folder: Path) -> None:
-    """Measure; the ranks write their results to `folder`."""
-    values = {"config": dataclasses.asdict(config), "folder": str(folder)}
-    one_thread = config.device == "cpu"
-    ranks.start("experiments.bench.rank", values, folder, config.ranks, one_thread=one_thread)
+    """Run the case, on ranks of its own where it takes some."""
+    case = CASES[config.case]
+    if case.on_ranks:
+        ranks.start(config, folder)
+    elif show(config, folder, case.run).failed:
+        sys.exit(1)
+
+
+def by_hand(arguments: list[str]) -> BenchConfig:
+    """Read `key=value` where Hydra is not installed, as on a bare GPU machine.
+
+    >>> by_hand(["case=gpu", "rows=2", "parts=[tiny,saves]"]).parts
+    ('tiny', 'saves')
+    """
+
+    def value(text: str) -> object:
+        try:
+            return json.loads(text)
+        except ValueError:
+            return tuple(text[1:-1].split(",")) if text[:1] == "[" else text
+
+    return complete(
+        BenchConfig(**{key: value(text) for key, _, text in (a.partition("=") for a in arguments)})
+    )
+
+
+def main() -> None:
+    if importlib.util.find_spec("hydra") is None:
+        return start(by_hand(sys.argv[1:]), Path("outputs", "bench").resolve())
+    from experiments.bench.command import SPEC, answer
+
+    answer(SPEC, start)
 
 
 if __name__ == "__main__":
-    answer(SPEC, start)
+    main()

@@ -1,49 +1,53 @@
-"""The options of the bench, and their defaults by machine; `experiments.gpu` imports it without Hydra."""
+"""The options of the bench; read without Hydra, which a bare GPU machine lacks."""
 
 from __future__ import annotations
 
-from dataclasses import field
-from typing import Any
-
 import torch
 
-from experiments.bench.contenders import CONTENDERS, FNSHARD, GRAPH, TENSOR
-from experiments.configs.checks import ConfigError, configuration, out_of_range, refusal, with_defaults
-from experiments.configs.decoders import DecoderConfig, decoder, names
+from experiments.configs.checks import configuration
+from experiments.configs.decoders import DecoderConfig, decoder
 
-WITH_TENSOR = (*TENSOR, *FNSHARD)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# What `null` means, by device. On a GPU a 1B-class decoder at its full context.
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "cpu": {"ranks": 2, "size": "25m", "dtype": "fp32", "rows": 1, "length": 256, "rounds": 30, "steps": 1},
-    "cuda": {"ranks": 1, "size": "1b", "dtype": "bf16", "rows": 2, "length": 4096, "rounds": 12, "steps": 10},
-}
 
 
 @configuration
 class BenchConfig:
-    """All options; those that are None depend on the device (`DEFAULTS`).
+    """All options; those that are None depend on the case and the device (`defaults.DEFAULTS`).
 
     Args:
+        case: a name of `cases.CASES`.
         device: "cpu" (gloo ranks of one thread each) or "cuda" (one rank over NCCL).
         ranks: how many processes, a mesh of that size.
         tensor: how many of them split each matrix; the others take other rows.
         size: a file of `conf/model`.
         dtype: of compute; parameters are updated in fp32.
         reduce: dtype of gradients on the wire; None is `dtype`.
-        store: dtype that fnshard stores parameters in, beside an fp32 master if it is another; None is
-            `dtype` on a GPU, and fp32 on a CPU, where it takes fewer bytes.
-        contenders: names of `contenders.CONTENDERS`; times are divided by those of `limit` and torch's.
-        rounds: timed samples of each contender; `warmup` steps come before, of which the first compiles.
-        steps: of one sample. A GPU takes several, or each would be launched with the one before it done.
-        rows, length: of one rank's batch of tokens.
-        losses: how many steps are compared with the fp64 reference; 0 skips it.
-        memory: how often bytes are followed (what one pass gets wrong makes numbers larger only, so
-            the smallest counts); 0 skips it.
-        phases: whether to take fnshard's time by instruction.
+        store: dtype that fnshard stores parameters in, with an fp32 master if it is another; None is `dtype`
+            on a GPU, and fp32 on a CPU, where it takes fewer bytes.
         backend, update: of fnshard.
+        rows, length: of one rank's batch of tokens.
+        rounds: timed samples of each contender, each of `steps` steps; `warmup` steps come before, of which
+            the first compiles. A GPU takes several steps, so that they are launched without a pause.
+        contenders: of peers and gpu, names of `contenders.CONTENDERS`.
+        losses: how many steps of peers are compared with the fp64 reference; 0 skips it.
+        memory: how often bytes of peers are followed (what one pass gets wrong makes numbers larger only, so
+            the smallest counts); 0 skips it.
+        profile: whether peers end with the time of the first fnshard contender by kind of instruction.
+        plans: of memory and predict, the names that take part; none: all.
+        clock: of predict: "wall", or "cpu", which leaves out what other processes took.
+        every: of checkpoint, steps from one save to the next.
+        mb: of collectives, sizes in MiB.
+        vocab, frozen: of loss: words, and whether the head has no gradient, as under LoRA.
+        lengths, multiple: of lengths: how many from 100 to `length`, and what they are padded to.
+        checkout: of starts, another checkout that takes turns with this one.
+        overrides: of starts, watch, loader and long_run, words for `python -m experiments.train`.
+        folder: of checkpoint, on the disk to be measured; of gpu, where results lie (outputs/gpu).
+        parts, again: of gpu, names of `gpu.PARTS`: these alone; made once more though they have a result.
+        minutes: of gpu, that one part may take.
+        triton: of cuda, whether Triton assembles the kernels for sm_90.
     """
 
+    case: str = "peers"
     device: str = "cpu"
     ranks: int | None = None
     tensor: int = 1
@@ -51,23 +55,42 @@ class BenchConfig:
     dtype: str | None = None
     reduce: str | None = None
     store: str | None = None
-    contenders: tuple[str, ...] = field(
-        default=tuple(name for name in CONTENDERS if name != GRAPH and name not in TENSOR)
-    )
+    backend: str = "inductor"
+    update: str = "auto"
+    rows: int | None = None
+    length: int | None = None
     rounds: int | None = None
     steps: int | None = None
     warmup: int = 3
-    rows: int | None = None
-    length: int | None = None
-    lr: float = 3e-4
-    weight_decay: float = 0.1
     seed: int = 0
+    timeout_s: float = 600.0
+    contenders: tuple[str, ...] = (
+        "ddp",
+        "fsdp2",
+        "fsdp2_compiled",
+        "limit",
+        "full_shard",
+        "shard_grad_op",
+        "no_shard",
+    )
     losses: int = 20
     memory: int = 2
-    phases: bool = True
-    backend: str = "inductor"
-    update: str = "auto"
-    timeout_s: float = 600.0
+    profile: bool = True
+    plans: tuple[str, ...] = ()
+    clock: str = "wall"
+    every: int = 2
+    mb: tuple[float, ...] = (1.0, 8.0, 32.0, 128.0)
+    vocab: int = 128_256
+    frozen: bool = False
+    lengths: int = 32
+    multiple: int = 64
+    checkout: str | None = None
+    overrides: str = ""
+    folder: str | None = None
+    parts: tuple[str, ...] = ()
+    again: tuple[str, ...] = ()
+    minutes: float = 8.0
+    triton: bool = True
 
     @property
     def model(self) -> DecoderConfig:
@@ -88,36 +111,5 @@ class BenchConfig:
 
     @property
     def tokens(self) -> int:
+        """Of one step, all ranks together."""
         return self.ranks // self.tensor * self.rows * self.length
-
-
-def complete(config: BenchConfig) -> BenchConfig:
-    """Fill in what depends on the device."""
-    if config.device not in DEFAULTS:
-        raise ConfigError(f"device={config.device}: one of {', '.join(DEFAULTS)}.")
-    config = with_defaults(config, DEFAULTS[config.device])
-    choices = {
-        "size": names(), "dtype": DTYPES, "reduce": DTYPES, "store": DTYPES, "contenders": CONTENDERS,
-        "update": ("auto", "eager", "compiled"), "backend": ("inductor", "eager"),
-    }  # fmt: skip
-    least = dict.fromkeys(("ranks", "tensor", "rounds", "steps", "warmup", "rows", "length"), 1)
-    least |= {"losses": 0, "memory": 0}
-    problems = out_of_range(config, choices, least)
-    alone = [name for name in config.contenders if config.tensor > 1 and name not in WITH_TENSOR]
-    if config.ranks % config.tensor:
-        problems.append(f"tensor={config.tensor} does not divide ranks={config.ranks}.")
-    if alone:
-        problems.append(
-            f"tensor={config.tensor}: {', '.join(alone)} split no matrix. "
-            f"Fix: contenders=[{','.join(WITH_TENSOR)}]."
-        )
-    if config.device == "cuda":
-        if not torch.cuda.is_available():
-            problems.append(
-                "device=cuda: this machine has no CUDA device that torch can use. Fix: device=cpu."
-            )
-        elif config.ranks != 1:
-            problems.append(f"ranks={config.ranks}: on device=cuda the bench runs on one GPU. Fix: ranks=1.")
-    if problems:
-        raise refusal(problems)
-    return config

@@ -5,57 +5,72 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 import fnshard as fs
+from experiments.bench.config import BenchConfig
 from experiments.training.decoder import Decoder, next_token_loss
 from fnshard.runtime.collectives.connect import connection
-
-LossOf = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class BenchTask:
     """The inputs of every contender.
 
-    `model`: fp32 parameters on the CPU, equal on all ranks, not to be changed. `mesh`: an axis
-    "shard" and an axis "tensor". `compute`, `reduce`: dtypes of the kernels and of gradients on the wire.
-    `store`: the dtype that fnshard keeps parameters in, beside an fp32 master where it is not fp32; `update`:
-    its option.
+    Args:
+        model: fp32 parameters on the CPU, equal on all ranks, not to be changed.
+        mesh: an axis "shard", and "tensor" where ranks split matrices.
+        compute, reduce: dtypes of the kernels and of gradients on the wire.
+        store: the dtype that fnshard keeps parameters in, with an fp32 master where it is not fp32.
+        backend, update: options of fnshard.
     """
 
     model: Decoder
     mesh: fs.Mesh
     compute: torch.dtype
     reduce: torch.dtype
-    lr: float
-    weight_decay: float
-    backend: str
     store: torch.dtype = torch.float32
+    backend: str = "inductor"
     update: str = "auto"
+    lr: float = 3e-4
+    weight_decay: float = 0.1
+
+
+def make_task(config: BenchConfig) -> BenchTask:
+    """The same initial parameters on every rank."""
+    torch.manual_seed(config.seed)
+    axes = {"tensor": config.tensor} if config.tensor > 1 else {}
+    mesh = fs.make_mesh(shard=config.ranks // config.tensor, **axes, device=config.device)
+    sizes = replace(config.model, context=max(config.length, config.model.context))
+    dtypes = config.compute_dtype, config.reduce_dtype, config.store_dtype
+    return BenchTask(Decoder(sizes), mesh, *dtypes, config.backend, config.update)
 
 
 @dataclass(frozen=True)
 class Contender:
     """`step(tokens, targets)` trains one step and gives a loss: this rank's, or all ranks' mean.
 
-    `trains`: whether its losses are those of a training on all ranks' batches. `transport_bytes`: memory of
-    its own communication that no allocator shows.
+    `trains`: whether its losses are those of a training on all ranks' batches. `training`: of fnshard's.
     """
 
-    step: LossOf
+    step: Callable[[Tensor, Tensor], Tensor]
     trains: bool = True
-    transport_bytes: Callable[[], int] = lambda: 0
-    close: Callable[[], None] = lambda: None
+    training: Training | None = None
+
+    def transport_bytes(self) -> int:
+        """Memory of its own communication that no allocator shows."""
+        return self.training.transport_bytes() if self.training else 0
+
+    def close(self) -> None:
+        if self.training:
+            self.training.close()
 
 
 # ------------------------------------------------------------------ torch's own
@@ -81,91 +96,19 @@ def _in_bf16(state, bucket):  # DDP inspects annotations, and takes no strings f
     return bf16_compress_hook(state, bucket)
 
 
-def fsdp2(task: BenchTask) -> Contender:
-    """`fully_shard` on every block and the root, eager, its defaults."""
-    return _fsdp2(task, compiled=False)
-
-
-def fsdp2_compiled(task: BenchTask) -> Contender:
-    return _fsdp2(task, compiled=True)
-
-
-def _fsdp2(task: BenchTask, compiled: bool) -> Contender:
-    model = copy.deepcopy(task.model).to(task.mesh.device)
-    return _trained(_fully_sharded(model, task, compiled), task, contextlib.nullcontext)
-
-
-def _fully_sharded(model: nn.Module, task: BenchTask, compiled: bool) -> nn.Module:
-    """`fully_shard` over the axis "shard"."""
+def fsdp2(task: BenchTask, compiled: bool) -> Contender:
+    """`fully_shard` on every block and the root, its defaults; eager, or each block compiled."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mixed, mesh = task.compute != torch.float32, task.mesh.device_mesh["shard"]
-    policy = (
-        MixedPrecisionPolicy(param_dtype=task.compute, reduce_dtype=task.reduce)
-        if mixed
-        else MixedPrecisionPolicy()
-    )
+    model, mesh = copy.deepcopy(task.model).to(task.mesh.device), task.mesh.device_mesh["shard"]
+    dtypes = {"param_dtype": task.compute, "reduce_dtype": task.reduce}
+    policy = MixedPrecisionPolicy(**(dtypes if task.compute != torch.float32 else {}))
     for block in model.layers:
         if compiled:
             block.compile(fullgraph=True)
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    return model
-
-
-def fsdp2_tensor(task: BenchTask, compiled: bool = False) -> Contender:
-    """DTensor's tensor and sequence parallelism (torchtitan's plan for Llama), and `fully_shard`."""
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        PrepareModuleInput,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
-
-    ranks, mesh = task.mesh.axis_size("tensor"), task.mesh.device_mesh["tensor"]
-    model = _of_torch_modules(task.model).to(task.mesh.device)
-    whole = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
-    columns, rows = ColwiseParallel(), RowwiseParallel(output_layouts=Shard(1))
-    for block in model.layers:
-        c = block.attn.config
-        own = {"heads": c.heads // ranks, "kv_heads": c.kv_heads // ranks}
-        block.attn.config = SimpleNamespace(head=c.head, theta=c.theta, **own)
-        plan = {
-            "attn_norm": SequenceParallel(), "attn": whole, "attn.wq": columns, "attn.wk": columns,
-            "attn.wv": columns, "attn.wo": rows, "mlp_norm": SequenceParallel(), "mlp": whole,
-            "mlp.gate": columns, "mlp.up": columns, "mlp.down": rows,
-        }  # fmt: skip
-        parallelize_module(block, mesh, plan)
-    table = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-    head = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
-    parallelize_module(model, mesh, {"embed": table, "norm": SequenceParallel(), "head": head})
-    if task.mesh.axis_size("shard") > 1:
-        _fully_sharded(model, task, compiled)
-    elif compiled:
-        for block in model.layers:
-            block.compile(fullgraph=True)
     return _trained(model, task, contextlib.nullcontext)
-
-
-def _of_torch_modules(model: Decoder) -> Decoder:
-    """A copy whose layers are torch's own, which `parallelize_module` knows."""
-    model = copy.deepcopy(model)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            kind, (rows, *columns) = type(child).__name__, getattr(child, "weight", torch.empty(0)).shape
-            made: nn.Module | None = None
-            if kind == "Linear":
-                made = nn.Linear(*columns, rows, bias=False)
-            elif kind == "Embedding":
-                made = nn.Embedding(rows, *columns)
-            elif kind == "RMSNorm":
-                made = nn.RMSNorm(rows, eps=1e-5)
-            if made is not None:
-                made.weight = child.weight
-                setattr(parent, name, made)
-    return model
 
 
 def _trained(model: nn.Module, task: BenchTask, context: Callable[[], Any]) -> Contender:
@@ -214,57 +157,86 @@ def limit(task: BenchTask) -> Contender:
 # ------------------------------------------------------------------ fnshard
 
 
-def sharded(
-    task: BenchTask, preset: str, *, dropout: float = 0.0, clip: float | None = None, **options: Any
-) -> tuple[fs.Step, fs.TrainState]:
-    """The step and its first state; `dropout` falls on the logits, `options` are `shard_step`'s."""
-    sizes = dict(zip(task.mesh.names, task.mesh.sizes, strict=True))
-    mesh = fs.make_mesh(**sizes, device=task.mesh.device_type)  # with a connection of its own
-    apply, params = fs.make_functional(task.model)
-    specs = fs.presets.PRESETS[preset](
-        params, mesh, compute_dtype=task.compute, reduce_dtype=task.reduce,
-        storage_dtype=task.store, optimizer_dtype=torch.float32, tensor="tensor",
-    )  # fmt: skip
+@dataclass(frozen=True)
+class Plan:
+    """One way in which fnshard trains.
 
-    def loss_fn(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-        logits = apply(params, tokens)
-        return next_token_loss(F.dropout(logits, dropout) if dropout else logits, targets)
+    Args:
+        clip: the bound of the gradients' global norm, for which all of them wait.
+        dropout: of the logits.
+        one_unit: the whole model is one unit, not each block one.
+        tiers: `memory=` and `optimizer_memory=` of a preset.
+        options: of `shard_step`.
+    """
 
-    optimizer = fs.optim.adamw(task.lr, weight_decay=task.weight_decay)
-    if clip is not None:
-        optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(clip), optimizer)
-    options = {"backend": task.backend, "update": task.update, **options}
-    step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=optimizer, **options)
-    return step, step.init({path: leaf.detach() for path, leaf in params.items()})
+    preset: str = "full_shard"
+    clip: float | None = None
+    dropout: float = 0.0
+    one_unit: bool = False
+    tiers: Mapping[str, str] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _fnshard(preset: str, task: BenchTask, **options: Any) -> Contender:
-    step, state = sharded(task, preset, **options)
+class Training:
+    """A step of fnshard on the task's model, and its state; `run` makes one step and gives the loss."""
 
-    def run(tokens: Tensor, targets: Tensor) -> Tensor:
-        nonlocal state
-        state, metrics = step(state, tokens, targets)
+    def __init__(self, task: BenchTask, plan: Plan):
+        mesh = fs.make_mesh(**_axes(task.mesh), device=task.mesh.device_type)  # with a connection of its own
+        apply, self._params = fs.make_functional(task.model)
+
+        def loss_fn(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+            logits = apply(params, tokens)
+            return next_token_loss(F.dropout(logits, plan.dropout) if plan.dropout else logits, targets)
+
+        specs = fs.presets.PRESETS[plan.preset](
+            self._params, mesh, units=(lambda p: dict.fromkeys(p, "model")) if plan.one_unit else None,
+            compute_dtype=task.compute, reduce_dtype=task.reduce, storage_dtype=task.store,
+            optimizer_dtype=torch.float32, tensor="tensor" if "tensor" in mesh.names else None, **plan.tiers,
+        )  # fmt: skip
+        optimizer = fs.optim.adamw(task.lr, weight_decay=task.weight_decay)
+        if plan.clip is not None:
+            optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(plan.clip), optimizer)
+        options = {"backend": task.backend, "update": task.update, **plan.options}
+        self.step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=optimizer, **options)
+        self.begin()
+
+    def begin(self) -> None:
+        """The first state, again."""
+        self.state = None
+        self.state = self.step.init({path: leaf.detach() for path, leaf in self._params.items()})
+
+    def run(self, *batch: Tensor) -> Tensor:
+        self.state, metrics = self.step(self.state, *batch)
         return metrics["loss"]
 
-    return Contender(
-        run,
-        transport_bytes=lambda: connection(step.mesh).transport_bytes(),
-        close=lambda: connection(step.mesh).close(),
-    )
+    def lowered(self, *batch: Tensor) -> Any:
+        return self.step.lower(self.state, *batch)
+
+    def transport_bytes(self) -> int:
+        return connection(self.step.mesh).transport_bytes()
+
+    def close(self) -> None:
+        connection(self.step.mesh).close()
 
 
-TENSOR = ("fsdp2_tensor", "fsdp2_tensor_compiled")
+def _axes(mesh: fs.Mesh) -> dict[str, int]:
+    return dict(zip(mesh.names, mesh.sizes, strict=True))
+
+
+def _fnshard(plan: Plan, task: BenchTask) -> Contender:
+    training = Training(task, plan)
+    return Contender(training.run, training=training)
+
+
 FNSHARD = ("full_shard", "shard_grad_op", "no_shard")
 GRAPH = "full_shard_graph"  # on one GPU
 CONTENDERS: dict[str, Callable[[BenchTask], Contender]] = {
     "ddp": ddp,
-    "fsdp2": fsdp2,
-    "fsdp2_compiled": fsdp2_compiled,
-    "fsdp2_tensor": fsdp2_tensor,
-    "fsdp2_tensor_compiled": functools.partial(fsdp2_tensor, compiled=True),
+    "fsdp2": functools.partial(fsdp2, compiled=False),
+    "fsdp2_compiled": functools.partial(fsdp2, compiled=True),
     "limit": limit,
-    **{name: functools.partial(_fnshard, name) for name in FNSHARD},
-    GRAPH: functools.partial(_fnshard, "full_shard", mode="reduce-overhead"),
+    **{name: functools.partial(_fnshard, Plan(name)) for name in FNSHARD},
+    GRAPH: functools.partial(_fnshard, Plan(options={"mode": "reduce-overhead"})),
 }
 
 
@@ -296,27 +268,18 @@ def reference_losses(task: BenchTask, batches: list[tuple[Tensor, Tensor]]) -> l
     return losses
 
 
-def global_batch(step: int, task_seed: int, rows: int, length: int, vocab: int) -> tuple[Tensor, Tensor]:
+def global_batch(step: int, config: BenchConfig, rows: int, vocab: int) -> tuple[Tensor, Tensor]:
     """Tokens and targets of all ranks, int64 [rows, length]; noisy counting, so that there is a pattern."""
-    random = torch.Generator().manual_seed(task_seed * 1_000_003 + step)
+    random = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
     start = torch.randint(vocab, (rows, 1), generator=random)
-    noise = torch.randint(3, (rows, length + 1), generator=random)
-    text = (start + torch.arange(length + 1) + noise) % vocab
+    noise = torch.randint(3, (rows, config.length + 1), generator=random)
+    text = (start + torch.arange(config.length + 1) + noise) % vocab
     return text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
-def rank_batch(
-    step: int, seed: int, mesh: fs.Mesh, rows: int, length: int, vocab: int
-) -> tuple[Tensor, Tensor]:
-    """This rank's rows of `global_batch`."""
-    parts = global_batch(step, seed, mesh.data_size * rows, length, vocab)
-    first = mesh.coordinate()["shard"] * rows
-    return tuple(part[first:][:rows].clone() for part in parts)
-
-
-def mean_over_ranks(loss: Tensor) -> float:
-    value = loss.double().cpu()
-    if dist.is_initialized():
-        dist.all_reduce(value)
-        value /= dist.get_world_size()
-    return value.item()
+def batches(config: BenchConfig, task: BenchTask, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's rows of the first so many `global_batch`es."""
+    first = task.mesh.coordinate()["shard"] * config.rows
+    for step in range(steps):
+        whole = global_batch(step, config, task.mesh.data_size * config.rows, task.model.config.vocab)
+        yield tuple(part[first:][: config.rows].clone().to(task.mesh.device) for part in whole)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,9 @@ from experiments.compare.outcome import Outcome
 from experiments.compare.table import Ranking, as_text, differences, grows, ranked, write_csv
 from experiments.training.metrics_file import HELD_OUT
 
-NAMED = 10  # runs with a colour and a name of their own; beyond, a colour map says who is who
+NAMED = 10  # runs that have a name in the legend
 LONGEST = 70  # characters of a name
-SAME = 4  # runs that are named as having the same curve
 SMOOTH = 40  # parts of a curve that are each drawn as their mean
-WIDTH = 1.3  # of every line, in points
 SHOTS = 2.0  # a curve that leaves the others' highest start by this factor is cut off
 
 
@@ -28,36 +26,35 @@ def draw(ranking: Ranking, path: Path) -> bool:
     key = "loss" if ranking.metric in ("loss", HELD_OUT) else ranking.metric
     if not any(key in row for o in ranking.outcomes for row in o.rows):
         key = "loss"  # accuracy and its like are measured once
-    drawn = [o for o in ranking.outcomes if len(points(o, key)) > 0]
+    drawn = [o for o in ranking.outcomes if points(o, key)]
     if not drawn:
         return False
+    import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    named = drawn[:NAMED] if len(drawn) <= NAMED else drawn[:3]
-    alike = _equal_curves(drawn, key)
-    labels = labels_of(ranking, named, alike)
-    # Of equal curves one line is seen; the legend names the runs behind it.
-    hidden = {each for same in alike.values() for each in same}
-    below = 0.22 * len(named) + 0.2
-    figure = Figure(figsize=(8, 4.8 + below), layout="constrained")
+    named = min(len(drawn), NAMED)
+    figure = Figure(figsize=(8, 5 + 0.22 * named), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    colors, scale = _colors(drawn, differences(ranking.outcomes))
+    colours = matplotlib.colormaps["tab10" if len(drawn) <= NAMED else "viridis"]
+    own = differences(ranking.outcomes)
     for place, outcome in reversed(list(enumerate(drawn))):  # the best on top
-        if outcome.folder not in hidden:
-            _curve(axes, outcome, key, colors[place], labels.get(outcome.folder))
+        colour = colours(place if len(drawn) <= NAMED else place / len(drawn))
+        label = _label(ranking, outcome, own[outcome.folder]) if place < NAMED else None
+        _curve(axes, points(outcome, key), colour, label)
+        if key == "loss" and (held_out := points(outcome, HELD_OUT)):
+            axes.plot(*zip(*held_out, strict=True), "o--", lw=0.8, ms=4, color=colour)
     axes.set(xlabel="step", ylabel="loss, nats per byte or token" if key == "loss" else key.replace("_", " "))
-    _limit(axes, drawn, key)
+    if key == "loss":
+        _limit(axes, [points(outcome, key) for outcome in drawn])
     axes.grid(alpha=0.25)
-    if scale is not None:
-        figure.colorbar(scale[0], ax=axes, label=scale[1])
     handles, names = axes.get_legend_handles_labels()
-    more = f"; named: the best {len(named)} of {len(drawn)}" if len(named) < len(drawn) else ""
-    held_out = ", marked: held-out" if key == "loss" else ""
+    more = f"; named: the best {named} of {len(drawn)}" if named < len(drawn) else ""
+    held_out_note = ", marked: held-out" if key == "loss" else ""
     figure.legend(
         handles[::-1], names[::-1], loc="outside lower left", ncols=1, fontsize=8, frameon=False,
-        title=f"line: {key}{held_out}{more}", title_fontsize=8, alignment="left",
+        title=f"line: {key}{held_out_note}{more}", title_fontsize=8, alignment="left",
     )  # fmt: skip
     figure.savefig(path, dpi=120, bbox_inches="tight", pad_inches=0.1)  # long names widen it
     return True
@@ -79,96 +76,34 @@ def smooth(curve: Sequence[tuple[float, float]], parts: int = SMOOTH) -> list[tu
     return [tuple(math.fsum(part) / len(each) for part in zip(*each, strict=True)) for each in cut]
 
 
-def _equal_curves(drawn: Sequence[Outcome], key: str) -> dict[Path, list[Path]]:
-    """By the first run of each curve, the others whose points are the same; most have none."""
-    first: dict[tuple[Any, ...], Path] = {}
-    alike: dict[Path, list[Path]] = {}
-    for outcome in drawn:
-        shape = tuple(points(outcome, key)), tuple(points(outcome, HELD_OUT) if key == "loss" else ())
-        found = first.setdefault(shape, outcome.folder)
-        if found != outcome.folder:
-            alike.setdefault(found, []).append(outcome.folder)
-    return alike
+def _label(ranking: Ranking, outcome: Outcome, own: str) -> str:
+    """What distinguishes a run, and its result."""
+    name = outcome.name if own == "-" else f"{outcome.name}: {own}"
+    name = name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."
+    value = outcome.numbers.get(ranking.metric)
+    notes = [] if value is None else [f"{ranking.metric} {value:.4g}"]
+    notes += [] if outcome.status == "ok" else [outcome.status]
+    star = " *" if outcome is ranking.best else ""
+    return f"{name}{star}" + (f"  ({', '.join(notes)})" if notes else "")
 
 
-def labels_of(
-    ranking: Ranking, named: Sequence[Outcome], alike: Mapping[Path, Sequence[Path]]
-) -> dict[Path, str]:
-    """What distinguishes each run, its result, and the runs with the same curve.
-
-    Args:
-        alike: by folder, the folders of the runs whose curves are equal to its.
-    """
-    own = differences(ranking.outcomes)
-    out = {}
-    for outcome in named:
-        name = outcome.name if own[outcome.folder] == "-" else f"{outcome.name}: {own[outcome.folder]}"
-        name = name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."
-        value = outcome.numbers.get(ranking.metric)
-        notes = [] if value is None else [f"{ranking.metric} {value:.4g}"]
-        notes += [] if outcome.status == "ok" else [outcome.status]
-        star = " *" if outcome is ranking.best else ""
-        names = {each.folder: each.name for each in ranking.outcomes}
-        same = [names[folder] for folder in alike.get(outcome.folder, ())]
-        more = f" and {len(same) - SAME} more" if len(same) > SAME else ""
-        notes += [f"same curve: {', '.join(same[:SAME])}{more}"] if same else []
-        out[outcome.folder] = f"{name}{star}" + (f"  ({', '.join(notes)})" if notes else "")
-    return out
+def _curve(axes: Any, curve: Sequence[tuple[float, float]], colour: Any, label: str | None) -> None:
+    if len(curve) > SMOOTH:
+        axes.plot(*zip(*curve, strict=True), lw=0.6, color=colour, alpha=0.15)
+        curve = smooth(curve)
+    axes.plot(*zip(*curve, strict=True), "." if len(curve) == 1 else "-", lw=1.3, color=colour, label=label)
 
 
-def _curve(axes: Any, outcome: Outcome, key: str, color: Any, label: str | None) -> None:
-    curve = points(outcome, key)
-    thin = {"color": color, "label": label} if len(curve) <= SMOOTH else {"color": color, "alpha": 0.15}
-    axes.plot(*zip(*curve, strict=True), lw=WIDTH if "label" in thin else 0.6, **thin)
-    if "label" not in thin:
-        axes.plot(*zip(*smooth(curve), strict=True), lw=WIDTH, color=color, label=label)
-    held_out = points(outcome, HELD_OUT) if key == "loss" else []
-    if held_out:
-        axes.plot(*zip(*held_out, strict=True), "o--", lw=0.8, ms=4, color=color)
-    if len(curve) == 1:
-        axes.plot(*curve[0], ".", color=color)
-
-
-def _colors(drawn: Sequence[Outcome], own: dict[Path, str]) -> tuple[list[Any], tuple[Any, str] | None]:
-    """A colour per run; of many runs, from a map over the one number in which they differ, or the rank."""
-    import matplotlib
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import LogNorm, Normalize
-
-    if len(drawn) <= NAMED:
-        return list(matplotlib.colormaps["tab10"].colors), None
-    values, title = _by_number([own[o.folder] for o in drawn])
-    if values is None:
-        values, title = [float(place) for place in range(1, len(drawn) + 1)], "place in the table (1: best)"
-    low, high = min(values), max(values)
-    norm = (
-        LogNorm(low, high) if low > 0 and high / low > 20 and "place" not in title else Normalize(low, high)
-    )
-    mapped = ScalarMappable(norm, matplotlib.colormaps["viridis"])
-    return [mapped.to_rgba(value) for value in values], (mapped, title)
-
-
-def _by_number(own: Sequence[str]) -> tuple[list[float] | None, str]:
-    pairs = [text.partition("=") for text in own]
-    keys = {key for key, _, _ in pairs}
-    try:
-        return ([float(value) for _, _, value in pairs], keys.pop()) if len(keys) == 1 else (None, "")
-    except ValueError:
-        return None, ""
-
-
-def _limit(axes: Any, drawn: Sequence[Outcome], key: str) -> None:
+def _limit(axes: Any, curves: Sequence[Sequence[tuple[float, float]]]) -> None:
     """A run that diverges does not press the others flat."""
-    if key != "loss" or grows(key):
-        return
-    start = max(points(outcome, key)[0][1] for outcome in drawn)
-    highest = max(value for outcome in drawn for _, value in points(outcome, key))
+    start = max(curve[0][1] for curve in curves)
+    highest = max(value for curve in curves for _, value in curve)
     if start > 0 and highest > SHOTS * start:
         axes.set_ylim(top=SHOTS * start, bottom=None)
 
 
 def write(
-    outcomes: Sequence[Outcome], metric: str, folder: Path, stem: str, text: str
+    outcomes: Sequence[Outcome], metric: str, folder: Path, stem: str, text: str | None
 ) -> tuple[str, Ranking]:
     """Write `text` (the table), `STEM.csv` and `STEM.png`; give the text to print, and the order."""
     ranking = ranked(outcomes, metric)

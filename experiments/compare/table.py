@@ -1,4 +1,4 @@
-"""Table: runs beside each other, the best first: as text, and as CSV."""
+"""Table: runs, the best first: as text, and as CSV."""
 
 from __future__ import annotations
 

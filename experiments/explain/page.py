@@ -1,10 +1,10 @@
-"""Page: the report, one HTML file that asks nothing of anyone: pictures inlined, no script, no link."""
+"""Page: the report, one HTML file that loads nothing: pictures inlined, no script, no link."""
 
 from __future__ import annotations
 
 import base64
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
@@ -12,7 +12,6 @@ from string import Template
 from experiments.explain import words
 from experiments.explain.paper import Paper
 from fnshard import plot
-from fnshard.plot.layouts import leaves_of
 from fnshard.plot.scales import byte_text, time_text
 
 PAGE = Template("""<!doctype html>
@@ -34,7 +33,6 @@ p.verdict { padding: .6rem .8rem; border-left: .4rem solid #009e73; background: 
 p.bad { border-color: #d55e00; background: #fdf1e8; }
 .wide { overflow-x: auto; margin: .5rem 0; }
 .wide img { display: block; width: 100%; min-width: 44rem; height: auto; }
-.wide.narrow img { width: auto; max-width: 100%; min-width: 26rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .2rem .8rem .2rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd; }
 td.number, th.number { text-align: right; white-space: nowrap; }
@@ -79,76 +77,43 @@ def page(paper: Paper, name: str, configuration: str) -> str:
 
 
 def _sections(paper: Paper, folder: Path, configuration: str) -> dict[str, tuple[str, str]]:
-    schedule = paper.lowered.as_text()
-    count = len(paper.lowered.schedule.instructions)
+    schedule, count = paper.lowered.as_text(), len(paper.lowered.schedule.instructions)
     plan = [_table(words.units_table(paper))]
     if paper.found is not None:
         plan.append(_details("what the search looked at", _pre(str(paper.found))))
     if words.advice(paper):
         plan.append(_pre(words.advice(paper)))
+    layouts = plot.text.tree(paper.specs, paper.mesh, width=16)
+    memory, line = paper.memory, paper.timeline
+    over = plot.memory(paper.over, folder / "memory.svg", limit=paper.device_bytes)
+    peak = f"Bytes on one rank's device over the schedule, {byte_text(memory.peak_bytes)} at the peak"
+    when = f"What runs when in a step of {time_text(line.step_seconds)}, lane by lane"
+    pictures = {
+        "memory": _picture(over, peak, f"The peak is in instruction {memory.at}: {memory.line}"),
+        "timeline": _picture(
+            plot.timeline(line, folder / "timeline.png"), when, f"A predicted step on {paper.hardware.name}."
+        ),
+    }
     return {
         "summary": ("Summary", _summary(words.summary(paper))),
         "plan": ("Plan", "\n".join(plan)),
-        "layout": ("Layout", _layout(paper)),
-        "memory": ("Memory", _memory(paper, folder)),
-        "timeline": ("Timeline", _timeline(paper, folder)),
-        "traffic": ("Traffic", _traffic(paper)),
+        "layout": ("Layout", _pre(layouts)),
+        "memory": ("Memory", pictures["memory"] + _table(words.memory_table(paper))),
+        "timeline": ("Timeline", pictures["timeline"]),
+        "traffic": ("Traffic", _table(words.traffic_table(paper))),
         "schedule": ("Schedule", _details(f"{count:,} instructions of one rank's step", _pre(schedule))),
         "config": ("Configuration", _details("as it was composed", _pre(configuration))),
     }
 
 
-# ------------------------------------------------------------------ sections
-
-
-def _layout(paper: Paper) -> str:
-    largest = max(leaves_of(paper.specs, paper.mesh), key=lambda leaf: leaf.bytes)
-    spec = paper.lowered.schedule.specs[largest.path]
-    return "\n".join([
-        _pre(plot.text.tree(paper.specs, paper.mesh, width=16)),
-        f"<p>The largest leaf, {escape(largest.path)}, {byte_text(largest.bytes)}:</p>",
-        _pre(plot.text.leaf(spec, paper.mesh)),
-    ])  # fmt: skip
-
-
-def _memory(paper: Paper, folder: Path) -> str:
-    memory = paper.memory
-    return "\n".join([
-        _picture(
-            folder / "memory.svg",
-            lambda path: plot.memory(paper.over, path, limit=paper.device_bytes),
-            f"Bytes on one rank's device over the schedule, {byte_text(memory.peak_bytes)} at the peak",
-            f"The peak is in instruction {memory.at}: {memory.line}",
-        ),
-        _table(words.memory_table(paper)),
-    ])  # fmt: skip
-
-
-def _timeline(paper: Paper, folder: Path) -> str:
-    line = paper.timeline
-    return _picture(
-        folder / "timeline.png",
-        lambda path: plot.timeline(line, path),
-        f"What runs when in a step of {time_text(line.step_seconds)}, lane by lane",
-        f"A predicted step on {paper.hardware.name}; {words.summary(paper)['step time']}.",
-    )
-
-
-def _traffic(paper: Paper) -> str:
-    return _table(words.traffic_table(paper))
-
-
 # ------------------------------------------------------------------ HTML; all text is escaped here
 
 
-def _picture(
-    path: Path, draw: Callable[[Path], Path], alt: str, caption: str, *, narrow: bool = False
-) -> str:
-    data = base64.b64encode(draw(path).read_bytes()).decode("ascii")
+def _picture(path: Path, alt: str, caption: str) -> str:
+    data = base64.b64encode(path.read_bytes()).decode("ascii")
     source = f"data:{TYPES[path.suffix]};base64,{data}"
     return (
-        f'<figure><div class="wide{" narrow" if narrow else ""}" tabindex="0">'
-        f'<img src="{source}" alt="{escape(alt)}"></div>'
+        f'<figure><div class="wide" tabindex="0"><img src="{source}" alt="{escape(alt)}"></div>'
         f"<figcaption>{escape(caption)}</figcaption></figure>"
     )
 
@@ -161,9 +126,8 @@ def _summary(rows: Mapping[str, str]) -> str:
 def _table(rows: Sequence[Sequence[str]]) -> str:
     """Its first row is the head; a column with digits in front is one of numbers."""
     head, *rest = rows
-    right = [
-        bool(rest) and all(r[i][:1].isdigit() or r[i] in ("-", "") for r in rest) for i in range(len(head))
-    ]
+    columns = range(len(head))
+    right = [bool(rest) and all(r[i][:1].isdigit() or r[i] in ("-", "") for r in rest) for i in columns]
 
     def row(cells: Sequence[str], tag: str) -> str:
         kinds = [' class="number"' if number else "" for number in right]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from fnshard.analysis.tables import columns
 from fnshard.compiler.ir.program import short_dtype
 from fnshard.plot.scales import byte_text, digits, time_text
 
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path
 BIG = ((1e15, "e15"), (1e12, "e12"), (1e9, "e9"), (1e6, "e6"))
 Table = Sequence[Sequence[str]]  # its first row is the head
 
@@ -74,9 +76,9 @@ def _waits(paper: Paper) -> str:
 
 def _resting(paper: Paper) -> str:
     memory = paper.memory
-    beside = {"host": memory.host_resident_bytes, "disk": memory.disk_resident_bytes}
+    tiers = {"host": memory.host_resident_bytes, "disk": memory.disk_resident_bytes}
     parts = [f"{byte_text(memory.resident_bytes)} on the device"]
-    return ", ".join(parts + [f"{byte_text(n)} on the {tier}" for tier, n in beside.items() if n])
+    return ", ".join(parts + [f"{byte_text(n)} on the {tier}" for tier, n in tiers.items() if n])
 
 
 def _moved(paper: Paper) -> str:
@@ -161,8 +163,6 @@ def traffic_table(paper: Paper) -> Table:
 
 def units_table(paper: Paper, most: int = 12) -> Table:
     """Units of the plan: equal ones together, with what is gathered of each."""
-    from fnshard.plot.layouts import NUMBER
-
     leaves, specs = paper.memory.leaves, paper.lowered.schedule.specs
     sums: dict[str, tuple[dict[str, None], int]] = {}
     for path, sizes in leaves.items():

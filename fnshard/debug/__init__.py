@@ -12,7 +12,7 @@ which a step has none of otherwise.
 from __future__ import annotations
 
 from fnshard.debug.layouts import bisect
-from fnshard.debug.nonfinite import nan_hunt
+from fnshard.debug.nan_search import nan_hunt
 from fnshard.debug.reference import check
 from fnshard.step.compiles import assert_max_compiles
 

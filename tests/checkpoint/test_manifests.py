@@ -11,20 +11,52 @@ import pytest
 import torch
 
 import fnshard as fs
-from experiments.micro.manifests import leaves_of, written
 from fnshard import P
-from fnshard.checkpoint.chunks import Chunks, runs_of
+from fnshard.checkpoint.chunks import Chunk, Chunks, DataFile, runs_of
 from fnshard.checkpoint.manifest_file import NAME, Manifest
 from fnshard.checkpoint.read_blocks import chunk_reads
 from fnshard.checkpoint.state_leaves import LocalLeaf, RestoreTarget
-from fnshard.checkpoint.written import manifest_of
+from fnshard.checkpoint.write_blocks import assigned
+from fnshard.checkpoint.written import Written, manifest_of
 from fnshard.layout.partition import Fused, block_shape, boxes
 from fnshard.mesh import simulated_rank
+from fnshard.runtime.files.folder import data_file
+from fnshard.runtime.files.tensorfile import TensorToWrite, file_layout
 
 FIELDS: dict[str, Any] = {
     "step": 0, "seed": 0, "mesh": {"axes": {"shard": 1}, "data_axes": ["shard"]}, "data": (), "specs": {},
     "config": None, "metrics": {}, "versions": {},
 }  # fmt: skip
+
+
+def leaves_of(ranks: int, number: int) -> dict[str, LocalLeaf]:
+    """Matrices whose last block is shorter, each rank having a part."""
+    layout, mesh = fs.P("shard"), fs.make_mesh(shard=ranks, simulated=True)
+    out = {}
+    for n in range(number):
+        shape = (ranks * (n % 7 + 2) - n % 2, 8)
+        block = torch.empty(block_shape(shape, layout, mesh), device="meta")
+        out[f"params/blocks.{n // 10}.matrix_{n % 10}.weight"] = LocalLeaf(shape, layout, block)
+    return out
+
+
+def written(leaves: dict[str, LocalLeaf], mesh: fs.Mesh, rank: int) -> Written:
+    """What this rank plans to write, and would send."""
+    with simulated_rank(rank):
+        boxes = [
+            (f"{name}@{start}", name, leaf, start, tuple(part.shape))
+            for name, leaf in assigned(leaves, mesh).items()
+            for start, part in leaf.parts(mesh)
+        ]
+    entries = [TensorToWrite(title, shape, torch.float32) for title, *_, shape in boxes]
+    head, at = file_layout(entries)
+    file = data_file(rank)
+    chunks = [
+        (name, leaf.saved_as(), Chunk(start, shape, file, at[title], (hash((rank, title)) & 0xFFFFFFFF,)))
+        for title, name, leaf, start, shape in boxes
+    ]
+    size = len(head) + sum(entry.bytes for entry in entries)
+    return Written.of(file, DataFile(size, len(head), 0), chunks)
 
 
 def saved(leaves: dict[str, LocalLeaf], mesh: fs.Mesh, folder: Path) -> Manifest:

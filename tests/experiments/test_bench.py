@@ -1,48 +1,49 @@
-"""The bench: its configuration, its arithmetic, and one tiny run from the command line."""
+"""The bench: its configuration, its arithmetic, and every case once in its smallest form."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
 import subprocess
-import sys
-import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from commands import Warm
 
 import fnshard as fs
-from experiments.bench.__main__ import SPEC
-from experiments.bench.contenders import Contender
-from experiments.bench.measure import Track, sample
+from experiments import ROOT
+from experiments.bench import jobs, plans, ranks
+from experiments.bench.cases import CASES
+from experiments.bench.checkpoint import compare
+from experiments.bench.command import SPEC
+from experiments.bench.defaults import DEFAULTS
+from experiments.bench.measure import interleaved, timed
 from experiments.bench.memory import AllocationLog, Heap, follow, live_bytes
-from experiments.bench.report import model_flops
+from experiments.bench.peers import model_flops
 from experiments.configs.decoders import DecoderConfig, decoder, names
 from experiments.configs.train import ConfigError
-from experiments.tables import aligned, ratio
+from experiments.tables import aligned, markdown, ratio
 from experiments.training.decoder import Decoder, next_token_loss
 from fnshard.analysis.hardware import mfu
 
-ROOT = Path(__file__).resolve().parents[2]
 MB = 2**20
-COMMAND = [sys.executable, "-m", "experiments.bench"]
-
-
-def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    command = [*COMMAND, f"hydra.run.dir={folder}", *overrides]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-
 
 # ------------------------------------------------------------------ configuration
 
 
-def test_null_depends_on_the_device():
+def test_null_depends_on_the_case_and_the_device():
     config = SPEC.read({})
-    assert (config.ranks, config.size, config.dtype) == (2, "25m", "fp32")
+    assert (config.case, config.ranks, config.size, config.dtype) == ("peers", 2, "25m", "fp32")
     assert SPEC.read({"rows": 3}).rows == 3
     assert config.reduce_dtype == torch.float32
     assert SPEC.read({"dtype": "bf16"}).reduce_dtype == torch.bfloat16
+    assert (SPEC.read({"case": "memory"}).rows, SPEC.read({"case": "cuda"}).size) == (4, "1b")
+    assert DEFAULTS.keys() <= CASES.keys()
 
 
 def test_all_mistakes_in_one_error():
@@ -51,22 +52,26 @@ def test_all_mistakes_in_one_error():
         SPEC.read(wrong)
     for key in ("size=9b", "dtype=fp8", "contenders=horovod", "rounds=0"):
         assert key in str(caught.value)
-    with pytest.raises(ConfigError, match=r"2 problems:\n  .*'many'.\n  epochs=3: no such key"):
-        SPEC.read({"rounds": "many", "epochs": 3})
+    with pytest.raises(ConfigError, match=f"case=speed: one of {', '.join(CASES)}"):
+        SPEC.read({"case": "speed"})
+    with pytest.raises(ConfigError, match=r"ddp.* split no matrix"):
+        SPEC.read({"tensor": 2})
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_no_gpu_is_said_so():
+def test_a_missing_gpu_is_an_error():
     with pytest.raises(ConfigError, match=r"no CUDA device.*Fix: device=cpu"):
         SPEC.read({"device": "cuda"})
 
 
-def test_bad_overrides_are_one_error_from_the_shell(tmp_path):
-    wrong = ("+mesh.z=1", "rounds=many", "contenders=[horovod]")
-    done = run(tmp_path, *wrong)
-    assert done.returncode == 2 and done.stderr.count("error: ") == 1 and "Traceback" not in done.stderr
-    assert all(override.lstrip("+").split("=")[0] in done.stderr for override in wrong)
-    assert not (tmp_path / "ranks").exists()
+def test_a_job_survives_json(tmp_path):
+    config = SPEC.read({"case": "collectives", "mb": [0.5], "parts": ["tiny"]})
+    values = json.loads(ranks.job_file(config, tmp_path).read_text())
+    assert ranks.config_of(values["config"]) == config
+
+
+def test_every_case_says_what_it_answers():
+    assert all(case.answers.endswith("?") for case in CASES.values())
 
 
 # ------------------------------------------------------------------ arithmetic
@@ -75,6 +80,21 @@ def test_bad_overrides_are_one_error_from_the_shell(tmp_path):
 def test_ratios_cancel_drift():
     drift = [1.0, 3.0, 10.0, 2.0, 1.0]
     assert ratio([2 * d for d in drift], drift) == pytest.approx(2.0)
+
+
+def test_a_sample_is_several_steps_and_a_mean_of_them():
+    clock = iter([0.0, 6.0])
+    taken: list[int] = []
+    assert timed(lambda: taken.append(1), steps=3, clock=lambda: next(clock)) == 2.0
+    assert len(taken) == 3
+
+
+def test_every_round_makes_one_sample_of_each_in_a_new_order():
+    taken: list[str] = []
+    works = {name: lambda name=name: taken.append(name) for name in "abc"}
+    assert {name: len(s) for name, s in interleaved(works, 9).items()} == {"a": 9, "b": 9, "c": 9}
+    rounds = [tuple(taken[i : i + 3]) for i in range(0, 27, 3)]
+    assert all(set(each) == {"a", "b", "c"} for each in rounds) and len(set(rounds)) > 2
 
 
 def test_mfu_is_the_same_by_formula_and_by_counting():
@@ -98,6 +118,31 @@ def test_a_gpu_that_nobody_knows_has_no_peak():
 
 def test_columns_align():
     assert aligned([["a", "1"], ["bcd", "22"]]) == ["a     1", "bcd  22"]
+    assert markdown([["a", "b", "c"], ["x", "1", "2"]]).splitlines()[1] == "|---|---:|---:|"
+
+
+def test_plans_that_are_nearly_as_fast_need_no_order():
+    assert "0 of 0 pairs" in plans.verdict({"a": (1.00, 1.2), "b": (1.09, 1.1)})
+    assert "0 of 1 pairs" in plans.verdict({"a": (1.00, 1.2), "b": (1.11, 1.1)})
+
+
+def test_what_was_not_restored_right_is_no_measurement():
+    saved = {"a": torch.ones(2), "b": torch.zeros(2)}
+    compare(saved, dict(saved))
+    with pytest.raises(AssertionError, match="b is not what was saved"):
+        compare(saved, {**saved, "b": torch.ones(2)})
+
+
+def test_sizes_are_read_as_yaml_reads_them():
+    """And those of the GPU's cases are in shapes that tensor cores take: multiples of 64."""
+    yaml = pytest.importorskip("yaml")
+    for path in (ROOT / "conf" / "model").glob("*.yaml"):
+        assert decoder(path.stem) == DecoderConfig(**yaml.safe_load(path.read_text(encoding="utf-8")))
+    assert names() == sorted(p.stem for p in (ROOT / "conf" / "model").glob("*.yaml"))
+    for name in ("1b", "8b"):
+        model = decoder(name)
+        sizes = (model.width, model.head, model.kv_heads * model.head, model.hidden, model.vocab)
+        assert not model.tied and all(size % 64 == 0 for size in sizes)
 
 
 # ------------------------------------------------------------------ memory
@@ -137,73 +182,158 @@ def test_only_the_steps_themselves_count():
     assert follow([(4.0, 8.0)], before + step) == AllocationLog(peak=170, between=140)
 
 
-# ------------------------------------------------------------------ the whole
+# ------------------------------------------------------------------ every case, from the command line
 
 
-@pytest.mark.long  # the whole bench; its parts are tested above
-def test_every_contender_is_measured_and_agrees_with_the_reference(tmp_path):
-    done = run(
-        tmp_path, "size=tiny", "length=32", "rounds=2", "warmup=1", "losses=3", "memory=1", "backend=eager",
-        "contenders=[limit,ddp,fsdp2,full_shard]",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    written = json.loads((tmp_path / "bench.json").read_text())
-    contenders, parameters = written["contenders"], written["model"]["parameters"]
-    columns = [
-        "step ms",
-        "/ ddp",
-        "/ fsdp2",
-        "tokens/s",
-        "peak MB",
-        "between MB",
-        "first step s",
-        "loss diff",
-    ]
-    for text in (*columns, *(f"\n{name} " for name in contenders), f"{parameters / 1e6:.1f}M parameters"):
-        assert text in done.stdout
-    assert (tmp_path / "bench.txt").read_text().strip() in done.stdout
-    assert set(contenders) == {"limit", "ddp", "fsdp2", "full_shard"}
-    assert len(written["reference_losses"]) == 3
+@pytest.fixture
+def command(tmp_path: Path, warm: Warm) -> Callable[..., dict[str, Any]]:
+    """`python -m experiments.bench case=...`; gives what was written."""
+
+    def run(case: str, *overrides: str) -> dict[str, Any]:
+        asked = ["experiments.bench", f"hydra.run.dir={tmp_path}/out", f"case={case}", *overrides]
+        done = warm.run(asked, tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert (tmp_path / "out" / f"{case}.txt").read_text().strip() in done.stdout
+        return json.loads((tmp_path / "out" / f"{case}.json").read_text())
+
+    return run
+
+
+TINY = ("size=tiny", "length=16", "rounds=1", "backend=eager")
+
+
+def test_contenders_are_measured_and_agree_with_the_reference(command, tmp_path):
+    few = "contenders=[ddp,fsdp2,full_shard]"
+    found = command("peers", *TINY, "rounds=2", "warmup=1", "losses=3", "memory=1", few)
+    contenders, parameters = found["contenders"], found["parameters"]
+    assert list(contenders) == ["ddp", "fsdp2", "full_shard"] and len(found["reference_losses"]) == 3
     for name, row in contenders.items():
-        assert len(row["seconds"]) == 2 and len(row["losses"]) == (0 if name == "limit" else 3)
-        assert row["tokens_per_s"] == pytest.approx(2 * 32 / row["step_ms"] * 1e3)
+        assert len(row["seconds"]) == 2 and len(row["losses"]) == 3
+        assert row["tokens_per_s"] == pytest.approx(2 * 16 / row["step_ms"] * 1e3)
         assert row["peak_bytes"] > row["between_bytes"] > 0 and row["first_step_s"] > 0
-        assert set(row["ratios"]) == {"limit", "ddp", "fsdp2"} - {name}
-        if name == "limit":  # it trains on one rank's batches
-            assert "max_loss_difference" not in row
-            continue
+        assert set(row["ratios"]) == {"ddp", "fsdp2"} - {name}
         assert row["max_loss_difference"] < 1e-5
         # Parameters and two moments in fp32, full or halved; DDP keeps its buckets of gradients, too.
         copies = 4 if name == "ddp" else 1.5
         resting = row["between_bytes"] - row["transport_bytes"]
         assert copies <= resting / (4 * parameters) < copies + 0.4, name  # gloo may still hold a buffer
-    phases = contenders["full_shard"]["phases"]
-    assert {"forward run", "backward run", "update update"} <= set(phases["lines_ms"])
-    assert sum(phases["lines_ms"].values()) <= phases["step_ms"]
+    text = (tmp_path / "out" / "peers.txt").read_text()
+    assert "full_shard, by kind of instruction" in text and "reduce_scatter" in text
 
 
-# ------------------------------------------------------------------ what a bare machine has
+def test_bytes_are_predicted_and_saved(command):
+    found = command("memory", *TINY, "memory=1", "plans=[full_shard,ddp,remat,remat-bf16-host]")["plans"]
+    for name, plan in found.items():
+        if name != "ddp":
+            assert plan["predicted"]["peak_bytes"] == pytest.approx(plan["peak_bytes"], rel=0.05), name
+    assert found["ddp"]["between_bytes"] > found["full_shard"]["between_bytes"]
+    assert found["remat"]["peak_bytes"] < found["full_shard"]["peak_bytes"]
+    assert found["remat-bf16-host"]["between_bytes"] < 0.5 * found["remat"]["between_bytes"]
 
 
-def test_sizes_are_read_as_yaml_reads_them():
-    """And those of the bench's own are in shapes that tensor cores take: multiples of 64."""
-    yaml = pytest.importorskip("yaml")
-    for path in (ROOT / "conf" / "model").glob("*.yaml"):
-        assert decoder(path.stem) == DecoderConfig(**yaml.safe_load(path.read_text(encoding="utf-8")))
-    assert names() == sorted(p.stem for p in (ROOT / "conf" / "model").glob("*.yaml"))
-    for name in ("1b", "8b"):
-        model = decoder(name)
-        sizes = (model.width, model.head, model.kv_heads * model.head, model.hidden, model.vocab)
-        assert not model.tied and all(size % 64 == 0 for size in sizes)
-    assert (decoder("1b").layers, decoder("1b").width) == (16, 2048)
+def test_times_are_predicted(command):
+    found = command("predict", "ranks=1", "rounds=1", "backend=eager", "plans=[5m-full_shard]")
+    assert set(found["measured"]) == set(found["predicted"]) == {"5m-full_shard"}
 
 
-def test_a_sample_is_several_steps_and_a_mean_of_them():
-    taken = []
-    contender = Contender(lambda tokens, targets: taken.append(tokens) or torch.tensor(1.0))
-    track, task = Track(contender), SimpleNamespace(mesh=fs.make_mesh(abstract=True))
-    feed = [(number, number) for number in range(7)]
-    began = time.perf_counter()
-    seconds = [sample(track, feed, task, 3) for _ in range(2)]
-    assert 3 * sum(seconds) <= time.perf_counter() - began
-    assert taken == [0, 1, 2, 3, 4, 5] and len(track.losses) == track.number == 6
+def test_checkpoints_of_both_kinds_are_saved_and_restored_in_turn(command):
+    found = command("checkpoint", *TINY, "steps=2")
+    assert set(found["seconds"]) == {"save", "restore, warm", "restore, cold"}
+    assert all(
+        {n: len(s) for n, s in each.items()} == {"fnshard": 1, "dcp": 1} for each in found["seconds"].values()
+    )
+    assert {kind: len(seconds) for kind, seconds in found["windows"].items()} == {
+        "none": 1,
+        "async": 1,
+        "sync": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("case", "overrides"),
+    [
+        ("collectives", ["mb=[0.01]", "rounds=1"]),
+        ("executor", ["rounds=2"]),
+        ("loss", [*TINY, "vocab=512"]),
+        ("lengths", ["size=tiny", "length=120", "steps=4", "lengths=3", "backend=eager"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_mechanism_is_measured(case, overrides, command):
+    rows = command(case, *overrides)["rows"]
+    assert len(rows) > 1
+    assert all(float(cell) > 0 for row in rows[1:] for cell in row[1:] if re.fullmatch(r"[\d.]+", cell))
+
+
+def test_an_unknown_plan_names_the_plans():
+    with pytest.raises(ConfigError, match=r"plans=zero4: any of full_shard, ddp"):
+        plans.chosen(SPEC.read({"case": "memory", "plans": ["zero4"]}), plans.MEMORY)
+
+
+# ------------------------------------------------------------------ runs from outside
+
+RUN = " ".join(
+    ["model.width=16", "model.layers=1", "model.context=16", "data.rows=4", "data.held_out_rows=4",
+     "run.backend=eager", "run.sample_tokens=1", "mesh.shard=1", "run.device=cpu"]
+)  # fmt: skip
+
+
+def test_starts_of_two_checkouts_take_turns(tmp_path, monkeypatch):
+    made: list[tuple[str, Path]] = []
+
+    def train(overrides, place, checkout=ROOT, look=None):
+        made.append((checkout.name, place))
+        return jobs.Run(float(len(made)), place)
+
+    monkeypatch.setattr(jobs, "train", train)
+    config = SPEC.read({"case": "starts", "rounds": 2, "checkout": str(tmp_path / "before")})
+    found = jobs.starts(config, tmp_path)
+    assert [name for name, _ in made] == [ROOT.name, ROOT.name, "before", "before"] * 2
+    assert made[0][1] == made[1][1] != made[2][1]  # the second start finds the caches of the first
+    assert found.values["seconds"]["before, second start"] == [4.0, 8.0]
+
+
+@pytest.mark.long  # whole runs
+@pytest.mark.parametrize(
+    ("case", "more"),
+    [("starts", ["rounds=1"]), ("watch", ["rounds=1", "steps=4"]), ("long_run", ["steps=800"])],
+)
+def test_runs_are_measured_from_outside(case, more, command):
+    assert len(command(case, *more, f"overrides='{RUN}'")["rows"]) > 1
+
+
+def test_what_grows_is_an_error(tmp_path, monkeypatch):
+    grown = {"descriptors": 9.0, "threads": 4.0, "rss_mb": 100.0}
+
+    def train(overrides, place, checkout=ROOT, look=None):
+        watched = look.__self__
+        for name, most in grown.items():
+            watched.seen[name] += [4.0] * 12 + [most if name == "descriptors" else 4.0] * 4
+        (place / "metrics.jsonl").write_text(json.dumps({"step": 1, "seconds": 0.1}) + "\n")
+        return jobs.Run(1.0, place)
+
+    monkeypatch.setattr(jobs, "train", train)
+    found = jobs.long_run(SPEC.read({"case": "long_run"}), tmp_path)
+    assert found.failed and found.notes == ["", "descriptors grows: 4.0 -> 9.0"]
+
+
+# ------------------------------------------------------------------ a step's CUDA code
+
+
+def test_the_code_of_a_gpu_needs_a_build_for_one(tmp_path):
+    """The step is lowered for CUDA here; the rest needs Triton."""
+    from experiments.bench.cuda import lowered
+
+    config = replace(SPEC.read({"case": "cuda"}), size="tiny", rows=1, length=16, ranks=2)
+    found = lowered(config)
+    assert found.attention
+    assert {spec.storage_dtype for spec in found.schedule.specs.values()} == {torch.bfloat16}
+
+
+def test_the_environment_is_kept_for_ranks():
+    """A process that is started imports `experiments` wherever it is."""
+    done = subprocess.run(
+        ["python", "-c", "import experiments.bench.ranks"], cwd="/", capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": ranks.python_path()},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

@@ -16,15 +16,13 @@ from main_job import SMALL
 from wrong_configs import CL, is_one_error, recipe_of, split
 
 from experiments import train
-from experiments.bench.__main__ import SPEC as BENCH
-from experiments.chaos.config import SPEC as CHAOS
+from experiments.bench.command import SPEC as BENCH
 from experiments.cli import job, provenance, validation
 from experiments.cli.command_spec import CONF
 from experiments.cli.main import main
 from experiments.cli.validation import validate
 from experiments.configs.train import HARDWARE, SCHEDULES, STRATEGIES, ConfigError
 from experiments.finetune.job import JOB as FINETUNE
-from experiments.memory.config import SPEC as MEMORY
 from experiments.tokenize.config import SPEC as TOKENIZE
 from experiments.train import JOB as TRAIN
 from fnshard.analysis.hardware import TABLE
@@ -389,9 +387,9 @@ def test_a_bug_has_its_traceback(monkeypatch, tmp_path):
         train.main(TRAIN)
 
 
-@pytest.mark.parametrize("spec", [BENCH, CHAOS, MEMORY, TOKENIZE], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [BENCH, TOKENIZE], ids=lambda spec: spec.name)
 def test_numbers_of_any_command_may_be_quoted_and_are_checked(spec, tmp_path):
-    key = {"tokenize": "processes", "chaos": "kills"}.get(spec.name, "rounds")
+    key = {"tokenize": "processes"}.get(spec.name, "rounds")
     more = ["out=there"] if spec is TOKENIZE else []
     for quoted in (f"{key}='3'", f'{key}="3"'):  # as `run.steps='5'` of the main job
         assert getattr(validate(spec, [quoted, *more]).config, key) == 3
@@ -402,7 +400,7 @@ def test_numbers_of_any_command_may_be_quoted_and_are_checked(spec, tmp_path):
 
 
 def test_a_group_of_other_commands_is_no_key_of_one_without_groups():
-    message = r"^precision=fp32 \(command line\): no such key\. Did you mean dtype\? The top has device"
+    message = r"^precision=fp32 \(command line\): no such key\. Did you mean dtype\? The top has case"
     with pytest.raises(ConfigError, match=message):
         validate(BENCH, ["precision=fp32"])
 

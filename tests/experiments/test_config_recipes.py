@@ -15,8 +15,7 @@ import yaml
 from tuning import SMALL as SMALL_TUNING
 from tuning import run_in
 
-from experiments.bench.__main__ import SPEC as BENCH
-from experiments.chaos.config import SPEC as CHAOS
+from experiments.bench.command import SPEC as BENCH
 from experiments.cli.command_spec import CONF, CommandSpec
 from experiments.cli.help import help_of
 from experiments.cli.main import main
@@ -26,7 +25,6 @@ from experiments.configs.train import TrainConfig
 from experiments.finetune import dataset
 from experiments.finetune import loop as tuning_loop
 from experiments.finetune.job import SPEC as FINETUNE
-from experiments.memory.config import SPEC as MEMORY
 from experiments.tokenize.config import SPEC as TOKENIZE
 from experiments.tokenize.config import TokenizeConfig
 from experiments.tokenize.job import tokenize
@@ -37,7 +35,7 @@ from experiments.training.result import read_result
 from fnshard.launcher.rank import Stop
 
 pytestmark = pytest.mark.usefixtures("groups_looked_up_once")
-SPECS = (TRAIN, FINETUNE, BENCH, CHAOS, MEMORY, TOKENIZE)
+SPECS = (TRAIN, FINETUNE, BENCH, TOKENIZE)
 SMALL = (
     "model.width=16", "model.layers=2", "model.heads=2", "model.kv_heads=1", "model.context=32",
     "data.rows=4", "data.held_out_rows=4", "run.steps=2",

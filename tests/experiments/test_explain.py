@@ -63,14 +63,14 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 def test_everything_asked_for_is_said(paper: Paper) -> None:
-    told = words.as_text(paper)
+    text = words.as_text(paper)
     for wanted in (
         f"{paper.config.model.parameters:,}", "64 × h100, 8 nodes of 8", "full_shard, no remat", "fits",
         "MFU", "tokens a day", "at $3 an hour", "saved activations", "reduce scatter",
         "layers.*.attn.wq.weight", "gathers 1 and 1 kernels ahead",
     ):  # fmt: skip
-        assert wanted in told, wanted
-    assert max(map(len, told.splitlines())) < 200
+        assert wanted in text, wanted
+    assert max(map(len, text.splitlines())) < 200
 
 
 @pytest.mark.parametrize(
@@ -90,10 +90,10 @@ def test_everything_asked_for_is_said(paper: Paper) -> None:
 def test_every_kind_of_plan_is_explained(overrides: list[str], wanted: str) -> None:
     if "strategy=hybrid_shard" in overrides:
         overrides = [*overrides, "mesh.shard=4"]
-    told = words.as_text(explain(config_of(*overrides)))
-    assert wanted in told
-    assert ("$" in told) == ("an hour" in told)
-    assert ("an hour" in told) == ("hardware.price_per_hour=null" not in overrides)
+    text = words.as_text(explain(config_of(*overrides)))
+    assert wanted in text
+    assert ("$" in text) == ("an hour" in text)
+    assert ("an hour" in text) == ("hardware.price_per_hour=null" not in overrides)
 
 
 @pytest.mark.long  # three searches
@@ -101,8 +101,8 @@ def test_what_does_not_fit_says_so_and_what_would() -> None:
     little = ["mesh.shard=2", "data.rows=4", "run.device_gb=0.013"]
     bare = explain(config_of(*little))
     assert not bare.fits and "does not fit" in words.as_text(bare) and "fit=true" in words.advice(bare)
-    asked = explain(config_of(*little, "fit=true"))
-    assert "<- chosen" in words.advice(asked)
+    advised = explain(config_of(*little, "fit=true"))
+    assert "<- chosen" in words.advice(advised)
     found = explain(config_of(*little, "strategy=auto"))
     assert found.fits and "strategy=auto:" in words.as_text(found) and "does not" not in words.as_text(found)
     nothing = ["mesh.shard=2", "run.device_gb=0.0001"]
@@ -127,7 +127,7 @@ def test_what_does_not_fit_says_so_and_what_would() -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
-def test_mistakes_are_told(overrides: list[str], wanted: str) -> None:
+def test_mistakes_are_reported(overrides: list[str], wanted: str) -> None:
     with pytest.raises(ConfigError) as caught:
         validate(SPEC, overrides)
     assert wanted in str(caught.value) and len(str(caught.value).splitlines()) == 1
@@ -176,10 +176,10 @@ def test_the_page_is_whole_and_escaped(paper: Paper, read: Reader) -> None:
 
 
 def test_the_page_asks_nobody(read: Reader) -> None:
-    asked = [
+    sources = [
         value for _, attrs in read.tags for name, value in attrs.items() if name in ("src", "href", "srcset")
     ]
-    assert len(asked) == 3 and all(value.startswith("data:") for value in asked)
+    assert len(sources) == 3 and all(value.startswith("data:") for value in sources)
     assert not any("url(" in word or "@import" in word for word in read.words)
 
 

@@ -34,12 +34,12 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason=f"no browser: none of {'
 
 
 class Tab:
-    """One page of a browser that is spoken to over its debugging pipe: JSON, a NUL behind each message."""
+    """One page of a browser that is spoken to over its debugging pipe: JSON, a NUL after each message."""
 
     def __init__(self, profile: Path):
-        asks, told = os.pipe(), os.pipe()
+        commands, answers = os.pipe(), os.pipe()
         # The browser reads from 3 and writes to 4; none of ours may be one of these.
-        ends = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (asks[0], told[1])]
+        ends = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (commands[0], answers[1])]
 
         def become() -> None:
             os.dup2(ends[0], 3)
@@ -49,9 +49,9 @@ class Tab:
             [BROWSER, *FLAGS, f"--user-data-dir={profile}", "about:blank"],
             preexec_fn=become, pass_fds=(3, 4), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        for fd in (*ends, asks[0], told[1]):
+        for fd in (*ends, commands[0], answers[1]):
             os.close(fd)
-        self.write, self.read = asks[1], told[0]
+        self.write, self.read = commands[1], answers[0]
         os.set_blocking(self.read, False)
         self.rest, self.number, self.session = b"", 0, None
         self.events: list[dict[str, Any]] = []
@@ -67,14 +67,14 @@ class Tab:
         if self.session:
             message["sessionId"] = self.session
         os.write(self.write, json.dumps(message).encode() + b"\0")
-        answer = self._until(lambda told: told.get("id") == self.number)
+        answer = self._until(lambda message: message.get("id") == self.number)
         assert "error" not in answer, answer
         return answer["result"]
 
-    def hear(self, event: str) -> None:
+    def wait_for(self, event: str) -> None:
         """Wait until that event came."""
-        if not any(told["method"] == event for told in self.events):
-            self._until(lambda told: told.get("method") == event)
+        if not any(message["method"] == event for message in self.events):
+            self._until(lambda message: message.get("method") == event)
 
     def value(self, script: str) -> Any:
         """Of an expression."""
@@ -89,11 +89,11 @@ class Tab:
             if not nul:
                 self._more()
                 continue
-            self.rest, told = rest, json.loads(message)
-            if "method" in told:
-                self.events.append(told)
-            if wanted(told):
-                return told
+            self.rest, message = rest, json.loads(message)
+            if "method" in message:
+                self.events.append(message)
+            if wanted(message):
+                return message
         raise AssertionError(f"the browser said nothing for {SECONDS:g} s (exit code {self.process.poll()})")
 
     def _more(self) -> None:
@@ -104,7 +104,7 @@ class Tab:
 
     def close(self) -> None:
         """End the browser."""
-        os.close(self.write)  # which is how it is told
+        os.close(self.write)  # which ends it
         try:
             self.process.wait(5)
         except subprocess.TimeoutExpired:
@@ -118,7 +118,7 @@ class Tab:
         metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
         self.ask("Emulation.setDeviceMetricsOverride", **metrics)
         self.ask("Page.navigate", url=path.as_uri())
-        self.hear("Page.loadEventFired")
+        self.wait_for("Page.loadEventFired")
         self.value("Promise.all([...document.images].map(i => i.decode())).then(() => 1)")
 
     def photograph(self, path: Path) -> None:
@@ -129,14 +129,14 @@ class Tab:
     def complaints(self) -> list[Any]:
         """Errors and warnings of the console, exceptions, entries of the log."""
         named = ("Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled")
-        return [told["params"] for told in self.events if told["method"] in named]
+        return [event["params"] for event in self.events if event["method"] in named]
 
     def requests(self) -> list[str]:
-        """Addresses that were asked, but for what stands in the page itself."""
-        asked = [
+        """Addresses that were requested, but for what stands in the page itself."""
+        urls = [
             e["params"]["request"]["url"] for e in self.events if e["method"] == "Network.requestWillBeSent"
         ]
-        return [url for url in asked if not url.startswith("data:")]
+        return [url for url in urls if not url.startswith("data:")]
 
 
 @pytest.fixture(scope="module")
@@ -171,13 +171,17 @@ def test_the_report_opens(tab: Tab, report: Path, width: int) -> None:
     assert report.with_name(f"{width}.png").stat().st_size > 20_000
 
 
-def test_the_test_hears_what_goes_wrong(tab: Tab, tmp_path: Path) -> None:
+def test_the_test_sees_what_goes_wrong(tab: Tab, tmp_path: Path) -> None:
     """A page that complains and asks: or the test above could not fail."""
     bad = tmp_path / "bad.html"
     bad.write_text('<h1>x</h1><img src="not_there.png"><script>console.error("no"); nothing.there</script>')
     tab.events.clear()
     tab.ask("Page.navigate", url=bad.as_uri())
-    tab.hear("Page.loadEventFired")
+    tab.wait_for("Page.loadEventFired")
     assert any(url.endswith("not_there.png") for url in tab.requests())
-    told = json.dumps(tab.complaints())
-    assert "nothing is not defined" in told and '"value": "no"' in told and "ERR_FILE_NOT_FOUND" in told
+    complaints = json.dumps(tab.complaints())
+    assert (
+        "nothing is not defined" in complaints
+        and '"value": "no"' in complaints
+        and "ERR_FILE_NOT_FOUND" in complaints
+    )

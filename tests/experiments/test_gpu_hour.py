@@ -1,4 +1,4 @@
-"""The first hour on a GPU, `python -m experiments.gpu`, as far as a CPU can go."""
+"""The first hour on a GPU, `python -m experiments.bench case=gpu`, as far as a CPU can go."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import select
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,19 +15,20 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.gpu import __main__ as command
-from experiments.gpu import checks
-from experiments.gpu.checks import syncs
-from experiments.gpu.parts import PARTS
-from experiments.gpu.setup import GpuSetup
-from experiments.gpu.split import split
-from experiments.gpu.table import lines, markdown
+from experiments import ROOT
+from experiments.bench import gpu, gpu_parts
+from experiments.bench.command import SPEC
+from experiments.bench.gpu import PARTS
+from experiments.bench.gpu_parts import split
+from experiments.tables import markdown
 
-ROOT = Path(__file__).resolve().parents[2]
+CONFIG = SPEC.read({"case": "gpu"})
 COMPILE = ("limit", "fsdp2_compiled")  # minutes each
-ON_CPU = [name for name, part in PARTS.items() if not (part.gpu or name.startswith("bench-8") or
-                                                       name.endswith(COMPILE))]  # fmt: skip
-# What a bare GPU machine lacks; the command and all that it starts run without.
+ON_CPU = [
+    name for name, part in PARTS.items()
+    if not (part.gpu or name.startswith("bench-8") or name.endswith(COMPILE))
+]  # fmt: skip
+# What a bare GPU machine lacks; the case and all that it starts run without.
 BARE = """
 import sys
 from importlib.machinery import PathFinder
@@ -41,48 +43,48 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Bare
 """
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     (folder / "sitecustomize.py").write_text(BARE)
-    path = os.pathsep.join([str(folder), str(ROOT)])
-    return subprocess.run(
-        [sys.executable, "-m", "experiments.gpu", "--device", "cpu", "--size", "tiny", f"--out={folder}/out",
-         *arguments],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
-    )  # fmt: skip
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    command = [sys.executable, "-m", "experiments.bench", "case=gpu", f"folder={folder}/out", *overrides]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
 
 
-# ------------------------------------------------------------------ the command
+# ------------------------------------------------------------------ the case
 
 
 def test_on_a_bare_machine_a_part_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = run(tmp_path, "--parts", "versions")
+    done = run(tmp_path, "parts=[versions,saves]", "backend=eager", "length=16")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads((tmp_path / "out" / "results.json").read_text())["versions"]["setup"]["size"] == "tiny"
-    assert (tmp_path / "out" / "table.md").read_text() in done.stdout
-    before = (tmp_path / "out" / "versions.json").stat().st_mtime_ns
-    assert command.main(["--device", "cpu", f"--out={tmp_path}/out", "--parts", "versions"]) == 0
-    assert "versions: has a result" in capsys.readouterr().out
-    assert (tmp_path / "out" / "versions.json").stat().st_mtime_ns == before
+    assert "torch, Python, device" in done.stdout and "first save: call, step, whole" in done.stdout
+    result = gpu.result_of(tmp_path / "out", "versions")
+    before = result.stat().st_mtime_ns
+    found = gpu.run(replace(CONFIG, folder=str(tmp_path / "out"), parts=("versions",)), tmp_path)
+    assert "versions: has a result" in capsys.readouterr().err
+    assert result.stat().st_mtime_ns == before and set(found.values["results"]) == {"versions", "saves"}
 
 
 def test_a_part_that_hangs_or_dies_loses_nothing_and_is_made_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = command.result_of(tmp_path, "versions")
-    result.write_text(json.dumps({"setup": {}, "found": {"torch": "2.0"}}))
-    ask = ["--device", "cpu", f"--out={tmp_path}", "--parts", "versions", "tiny"]
-    assert command.main([*ask, "--minutes", "0.0001"]) == 1
-    told = capsys.readouterr().out
-    assert "| versions | torch, CUDA, cuDNN, NCCL | 2.0 |  |" in told
-    assert "| tiny | failed | not done in 0 s |  |" in told
+    gpu.result_of(tmp_path, "versions").write_text(json.dumps({"torch": "2.0"}))
+    config = replace(CONFIG, folder=str(tmp_path), parts=("versions", "tiny"), minutes=0.0001)
+    found = gpu.run(config, tmp_path)
+    assert found.failed and found.rows[1] == [
+        "versions",
+        "torch, Python, device, CUDA, cuDNN, NCCL",
+        "2.0",
+        "",
+    ]
+    assert found.rows[-1] == ["tiny", "failed", "not done in 0.0001 minutes", ""]
     monkeypatch.setenv("PYTHONHOME", str(tmp_path))  # no Python starts
-    assert command.main(ask) == 1 and not command.result_of(tmp_path, "tiny").exists()
-    assert "ended with 1: " in capsys.readouterr().out
+    assert gpu.run(config, tmp_path).rows[-1][2].startswith(("ended with 1: ", "not done"))
+    assert not gpu.result_of(tmp_path, "tiny").exists()
 
 
 HANGS = """
 import os, subprocess, sys
-if "experiments.gpu.parts" in sys.orig_argv:
+if "experiments.bench.gpu" in sys.orig_argv:
     started = open(os.environ["STARTED"], "w")
     subprocess.Popen(["sleep", "1000"], stdout=started)  # as a compiler that a part has started
     print("started", file=started, flush=True)
@@ -95,8 +97,8 @@ def test_ended_by_a_signal_it_ends_what_runs(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "started")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     child = subprocess.Popen(
-        [sys.executable, "-m", "experiments.gpu", "--device", "cpu", f"--out={tmp_path}/out", "--parts=tiny"],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": path, "STARTED": str(tmp_path / "started")},
+        [sys.executable, "-m", "experiments.bench", "case=gpu", f"folder={tmp_path}/out", "parts=[tiny]"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": path, "STARTED": str(tmp_path / "started")},
     )  # fmt: skip
     try:
         with (tmp_path / "started").open() as started:
@@ -104,27 +106,16 @@ def test_ended_by_a_signal_it_ends_what_runs(tmp_path: Path) -> None:
             child.terminate()
             gone = select.select([started], [], [], 30)[0]  # when nobody holds the other end
             assert gone and started.read() == ""
-        assert child.wait(60) == 143
+        assert child.wait(60) != 0
     finally:
         child.kill()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_no_gpu_is_said_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--device", "cuda"]) == 2
-    assert "Fix: --device cpu" in capsys.readouterr().err
-
-
 @pytest.mark.long  # ten processes
 def test_all_parts_of_a_cpu(tmp_path: Path) -> None:
-    done = run(
-        tmp_path, "--backend", "eager", "--rounds", "1", "--steps", "2", "--length", "32", "--parts", *ON_CPU
-    )
+    done = run(tmp_path, "backend=eager", "rounds=1", "steps=2", "length=32", f"parts=[{','.join(ON_CPU)}]")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = {
-        name: each["found"] for name, each in json.loads((tmp_path / "out/results.json").read_text()).items()
-    }
-    assert set(found) == set(ON_CPU)
+    found = {name: json.loads(gpu.result_of(tmp_path / "out", name).read_text()) for name in ON_CPU}
     assert found["equal_bits"]["plain"]["equal"] and found["equal_bits"]["deterministic"]["equal"]
     assert set(found["syncs"].values()) == {None}
     predicted = found["predictions"]["predicted_peak_bytes"] / found["predictions"]["peak_bytes"]
@@ -138,21 +129,21 @@ def test_the_tests_of_a_gpu_are_counted(monkeypatch: pytest.MonkeyPatch, tmp_pat
     file = tmp_path / "test_some.py"
     skip = "import pytest\n@pytest.mark.skip\ndef test_three(): pass\n"
     file.write_text(f"{skip}def test_one(): pass\ndef test_two(): assert False\n")
-    monkeypatch.setattr(checks, "ROOT", tmp_path)
-    found = checks._pytest([str(file)])
+    monkeypatch.setattr(gpu_parts, "ROOT", tmp_path)
+    found = gpu_parts.pytest([str(file)])
     assert (found["passed"], found["failed"], found["skipped"]) == (1, ["test_two"], 1)
 
 
-def test_what_a_gpu_alone_runs_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_gpu_alone_runs_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[Path] = []
 
     def collect(which: Any, env: Any = None) -> dict[str, Any]:
         asked.extend(ROOT / name for name in which if name.endswith(".py"))
         return {}
 
-    monkeypatch.setattr(checks, "_pytest", collect)
-    checks.tests(GpuSetup())
-    checks.core(GpuSetup())
+    monkeypatch.setattr(gpu_parts, "pytest", collect)
+    gpu_parts.tests(CONFIG, tmp_path)
+    gpu_parts.core(CONFIG, tmp_path)
     assert len(asked) == 6 and all(path.is_file() for path in asked)
 
 
@@ -160,11 +151,11 @@ def test_what_a_gpu_alone_runs_is_there(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("at", [None, 4])
-def test_steps_3_to_6_must_not_wait(monkeypatch: pytest.MonkeyPatch, at: int | None) -> None:
+def test_steps_3_to_6_must_not_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, at: int | None) -> None:
     modes: list[str] = []
     steps: list[list[str]] = []
 
-    def made(setup: GpuSetup, **options: Any) -> SimpleNamespace:
+    def made(config: Any, plan: Any) -> SimpleNamespace:
         steps.append([])
 
         def step() -> None:
@@ -172,12 +163,12 @@ def test_steps_3_to_6_must_not_wait(monkeypatch: pytest.MonkeyPatch, at: int | N
             if len(steps[-1]) == at:
                 raise RuntimeError("called a synchronizing CUDA operation")
 
-        return SimpleNamespace(setup=setup, run=step)
+        return SimpleNamespace(config=config, run=step)
 
-    monkeypatch.setattr(checks, "GpuTraining", made)
+    monkeypatch.setattr(gpu_parts, "GpuTraining", made)
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    found = syncs(GpuSetup())
+    found = gpu_parts.syncs(replace(CONFIG, device="cuda"), tmp_path)
     assert set(found) == {"plain", "dropout", "clipping", "micro-batches"}
     assert modes == ["error", "default"] * 4 and modes[-1] == "default"
     assert steps[0] == ["default"] * 2 + ["error"] * ((at or 6) - 2)
@@ -239,26 +230,26 @@ def test_operators_of_a_cpu_count_without_those_inside_them() -> None:
 
 
 def test_the_readme_shows_the_table_with_empty_cells() -> None:
-    text = (ROOT / "experiments" / "gpu" / "README.md").read_text(encoding="utf-8")
-    assert markdown({}) in text
-    assert {part for part, *_ in lines()} == {"-".join(name.split("-")[:2]) for name in PARTS}
+    text = (ROOT / "experiments" / "bench" / "README.md").read_text(encoding="utf-8")
+    assert markdown(gpu.table({}), left=4) in text
 
 
 def test_the_table_compares_parts() -> None:
     row = {"step_ms": 100.0, "tokens_per_s": 8e4, "peak_bytes": 2e10, "mfu": 0.5}
     other = {"step_ms": 110.0, "tokens_per_s": 7.5e4, "peak_bytes": 2.5e10}
-    text = markdown(
-        {
-            "bench-2-full_shard": row,
-            "bench-2-fsdp2_compiled": other,
-            "syncs": {"plain": "", "dropout": "random.py:3 x.item(): waits | here", "clipping": None},
-            "predictions": {"predicted_peak_bytes": 98, "peak_bytes": 100, "predicted_s": {"data sheet": 2.0},
-                            "step_s": 2.5},
-        }
-    )  # fmt: skip
-    assert "| bench-2 | full_shard | 100.0 ms, 80,000 tokens/s, 20.00 GB, MFU 50.0% |  |" in text
-    assert "| bench-2 | full_shard's throughput / FSDP2 + compiled blocks | 1.067 | 1.05 or more |" in text
-    assert "| bench-2 | full_shard's peak bytes / FSDP2 + compiled blocks | 0.800 | 0.85 or less |" in text
-    assert "| syncs | plain | silent | silent |" in text and "| syncs | clipping |  | silent |" in text
-    assert "random.py:3 x.item(): waits / here" in text
-    assert "predicted / measured | 0.980 |" in text and "data sheet / measured | 0.800 |" in text
+    rows = gpu.table({
+        "bench-2-full_shard": row,
+        "bench-2-fsdp2_compiled": other,
+        "syncs": {"plain": "", "dropout": "random.py:3 x.item(): waits", "clipping": None},
+        "predictions": {"predicted_peak_bytes": 98, "peak_bytes": 100, "predicted_s": {"data sheet": 2.0},
+                        "step_s": 2.5},
+    })  # fmt: skip
+    shown = {(part, what): value for part, what, value, _ in rows}
+    assert shown["bench-2-full_shard", "full_shard"] == "100.0 ms, 80,000 tokens/s, 20.00 GB, MFU 50.0%"
+    assert shown["bench-2", "full_shard's tokens_per_s / fsdp2_compiled's"] == "1.067"
+    assert shown["bench-2", "full_shard's peak_bytes / fsdp2_compiled's"] == "0.800"
+    assert shown["syncs", "steps 3 to 6, plain"] == "silent"
+    assert shown["syncs", "steps 3 to 6, dropout"] == "random.py:3 x.item(): waits"
+    assert shown["syncs", "steps 3 to 6, clipping"] == shown["syncs", "steps 3 to 6, micro-batches"] == ""
+    assert shown["predictions", "peak bytes, predicted / measured"] == "0.980"
+    assert shown["predictions", "time by data sheet / measured"] == "0.800"

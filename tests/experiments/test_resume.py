@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from commands import OUTPUT
+from equal_runs import differences
 from main_job import compose
 from small_runs import (
     RUN,
@@ -26,7 +27,6 @@ from small_runs import (
 )
 
 import fnshard as fs
-from experiments.chaos.campaign import differences
 from experiments.configs.train import ConfigError
 from experiments.training import loop
 from experiments.training.dataset import ByteDataset

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toys import step_of
 
 import fnshard as fs
-from experiments.micro import chunked_loss
+from experiments.bench import micro
+from experiments.bench.command import SPEC
 from fnshard import LayoutSpec, P, losses
 from fnshard.analysis.workspace import workspace_bytes
 from fnshard.losses import Mean
@@ -160,17 +162,20 @@ def test_a_large_vocabulary_is_never_there_for_all_tokens() -> None:
     ],
 )
 def test_its_peak_is_a_seventh_of_all_logits_at_once(
-    frozen: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    frozen: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As the allocator saw it: `micro.chunked_loss` with a quarter of its tokens and width, an eighth
+    """As the allocator saw it: the bench's case `loss` with a quarter of its tokens and width, an eighth
     of its words, and chunks that are as large a share."""
     tokens, width, vocabulary = 2048 // 4, 512 // 4, 128_256 // 8
     monkeypatch.setitem(fused.CHUNK_bytes, "cpu", fused.CHUNK_bytes["cpu"] // 32)
     monkeypatch.setattr(fused, "RUN_numbers", fused.RUN_numbers // 32)
-    costs = chunked_loss.measure(tokens, width, vocabulary, dtype=dtype, frozen=frozen, repeats=1)
-    assert costs["chunked"].peak_bytes < 0.15 * costs["naive"].peak_bytes
-    assert costs["naive"].peak_bytes > 2 * 4 * tokens * vocabulary
-    assert chunked_loss.apart(costs["naive"], costs["chunked"]) < {4: 1e-6, 2: 2e-2}[dtype.itemsize]
+    options = {"case": "loss", "size": "tiny", "rows": 1, "length": tokens, "vocab": vocabulary, "rounds": 1}
+    config = SPEC.read({**options, "frozen": frozen, "dtype": {4: "fp32", 2: "bf16"}[dtype.itemsize]})
+    found = micro.loss(config, tmp_path).values
+    assert config.model.width == width
+    assert found["bytes"]["chunked"] < 0.15 * found["bytes"]["naive"]
+    assert found["bytes"]["naive"] > 2 * 4 * tokens * vocabulary
+    assert found["apart"] < {4: 1e-6, 2: 2e-2}[dtype.itemsize]
 
 
 class _CuBLAS(TorchDispatchMode):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import re
 import signal
@@ -21,10 +20,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from toys import step_of
 
 import fnshard as fs
-from experiments.bench import measure
-from experiments.bench import rank as bench_rank
-from experiments.bench.__main__ import SPEC
-from experiments.bench.contenders import CONTENDERS, Contender
+from experiments.bench import ranks
+from experiments.bench.command import SPEC
 from experiments.configs import train as config
 from experiments.configs.plan import plan_of
 from fnshard import SpecError
@@ -133,25 +130,9 @@ def test_gpus_compile_at_once_and_their_compilers_are_started_first(monkeypatch)
 # ------------------------------------------------------------------ the bench
 
 
-def test_the_bench_can_reduce_tensors_on_the_cpu(gpus, monkeypatch, tmp_path):
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(measure, "run", lambda config, say, keep: keep({"contender": "ddp"}))
-    bench_rank.bench(replace(SPEC.read({}), device="cuda"), tmp_path)
+def test_the_bench_can_reduce_tensors_on_the_cpu(gpus):
+    ranks.join(replace(SPEC.read({}), device="cuda"))
     assert gpus.groups == [("cpu:gloo,cuda:nccl", torch.device("cuda:0"))]
-    assert json.loads((tmp_path / "rounds-1.jsonl").read_text()) == {"contender": "ddp"}
-
-
-def test_rounds_are_written_before_a_collective_can_lose_them(monkeypatch):
-    def dies(numbers):
-        raise RuntimeError("no backend type associated with device type cpu")
-
-    monkeypatch.setattr(measure, "largest", dies)
-    monkeypatch.setitem(CONTENDERS, "ddp", lambda task: Contender(lambda *batch: torch.zeros(())))
-    small, kept = SPEC.read({"size": "tiny", "ranks": 1, "rounds": 2, "warmup": 1, "length": 8}), []
-    with pytest.raises(RuntimeError):
-        measure.race(small, measure.make_task(small), ["ddp"], lambda line: None, kept.append)
-    (found,) = kept
-    assert found["contender"] == "ddp" and len(found["seconds"]) == 2
 
 
 # ------------------------------------------------------------------ what fails

@@ -29,7 +29,7 @@ BLOCK = re.compile(r"^```(?:bash|sh|console|shell)\n((?:.*\n)*?)^```|((?:^    .*
 OUTPUT = {"stdout": ".stdout.txt", "stderr": ".stderr.txt"}
 IMPORTED = (
     "hydra", "matplotlib.pyplot", "torch._functorch.partitioners", "torch._inductor.compile_fx",
-    "transformers.models.llama.modeling_llama", "experiments.chaos.job", "experiments.finetune.job",
+    "transformers.models.llama.modeling_llama", "experiments.finetune.job",
 )  # fmt: skip
 INLINE = re.compile(r"`([^`\n]+)`")
 
@@ -182,7 +182,6 @@ def main(how: str, *arguments: str) -> None:
     """Be `python ARGUMENTS` in this process, which was just forked."""
     from hydra.core.global_hydra import GlobalHydra
 
-    from experiments.chaos import job as chaos
     from fnshard.launcher import local
 
     GlobalHydra.instance().clear()
@@ -192,7 +191,7 @@ def main(how: str, *arguments: str) -> None:
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
     if "streams" in told:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    local.subprocess = chaos.subprocess = Forking()
+    local.subprocess = Forking()
     for name, value in told.get("patches", {}).items():
         module, _, constant = name.rpartition(".")
         setattr(__import__(module, fromlist=["*"]), constant, value)

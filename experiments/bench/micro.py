@@ -1,0 +1,254 @@
+"""Cases of one mechanism each: `collectives`, `executor`, `loss`, `lengths`."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import fnshard as fs
+from experiments.bench.config import BenchConfig
+from experiments.bench.contenders import make_task
+from experiments.bench.measure import Result, interleaved, milliseconds
+from experiments.bench.memory import live_bytes
+from experiments.training.decoder import Decoder, DecoderConfig, loss_function
+from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT
+from fnshard.compiler.schedule.instructions import Run
+from fnshard.runtime.collectives.base import Collectives, Done
+from fnshard.runtime.collectives.connect import connect
+from fnshard.runtime.executor.context import ExecutorContext
+from fnshard.runtime.executor.control import StepControl
+from fnshard.runtime.executor.execute import bind
+
+AXES = ("shard",)
+
+# ------------------------------------------------------------------ collectives
+
+
+def collectives(config: BenchConfig, folder: Path) -> Result:
+    """Which way is fastest, torch's own collectives, sends from rank to rank, or shared memory?
+
+    A time is what the executor sees: what is sent is packed, the result copied out. Sizes are of the whole
+    tensor, of which a rank's shard is one part.
+    """
+    mesh = make_task(replace(config, size="tiny")).mesh
+    ways = {name: connect(mesh, transport=name) for name in ("native", "p2p", "auto")}
+    rows, values = [["MiB", "collective", *(f"{name}, ms" for name in ways)]], []
+    for mb in config.mb:
+        numel = int(mb * 2**20) // config.compute_dtype.itemsize // mesh.size * mesh.size
+        whole = torch.arange(numel, dtype=torch.float32).remainder_(7).to(config.compute_dtype)
+        for verb, work in COLLECTIVES.items():
+            works = {
+                name: lambda by=by, work=work, whole=whole: work(by, whole, mesh.size)
+                for name, by in ways.items()
+            }
+            seconds = interleaved(works, config.rounds + 2, seed=config.seed)
+            rows.append([f"{mb:g}", verb, *(milliseconds(s[2:]) for s in seconds.values())])
+            values.append({"mb": mb, "collective": verb, "seconds": seconds})
+    dist.barrier()
+    for way in ways.values():
+        way.close()
+    return Result(rows, values={"measured": values}, left=2)
+
+
+def _gather(by: Collectives, whole: Tensor, ranks: int) -> None:
+    shard, out = whole[: whole.numel() // ranks], torch.empty_like(whole)
+    sent = by.send_buffer(shard.numel(), shard.dtype, AXES)
+    sent.copy_(shard)
+    handle = by.all_gather(sent, AXES)
+    for to, row in zip(out.view(ranks, -1), handle.wait(), strict=True):
+        to.copy_(row)
+    handle.release()
+
+
+def _rows(verb: str, by: Collectives, whole: Tensor, ranks: int) -> None:
+    sent = by.send_buffer(whole.numel() // ranks, whole.dtype, AXES, rows=ranks)
+    sent.copy_(whole)
+    getattr(by, verb)(sent, AXES).wait()
+
+
+COLLECTIVES: dict[str, Callable[[Collectives, Tensor, int], None]] = {
+    "all_gather": _gather,
+    "reduce_scatter": lambda *args: _rows("reduce_scatter", *args),
+    "all_to_all": lambda *args: _rows("all_to_all", *args),
+    "all_reduce": lambda by, whole, ranks: by.all_reduce(whole.clone(), AXES).wait(),
+}
+
+# ------------------------------------------------------------------ executor
+
+
+class Nothing:
+    """Collectives among two ranks that are always done: the other rank's row is this one's."""
+
+    def __init__(self, mesh: fs.Mesh):
+        self.mesh = mesh
+
+    def send_buffer(self, numel: int, dtype: torch.dtype, axes: tuple[str, ...], rows: int = 1) -> Tensor:
+        return torch.empty(rows * numel, dtype=dtype)
+
+    def all_gather(self, flat: Tensor, axes: tuple[str, ...]) -> Done:
+        return Done([flat, flat])
+
+    def reduce_scatter(self, rows: Tensor, axes: tuple[str, ...]) -> Done:
+        return Done(rows[: rows.numel() // 2])
+
+    def all_reduce(self, flat: Tensor, axes: tuple[str, ...]) -> Done:
+        return Done(flat)
+
+
+def executor(config: BenchConfig, folder: Path) -> Result:
+    """What does the executor itself cost, for each unit and phase, and for each leaf of a step?
+
+    Kernels and collectives do nothing: what is left is packing, unpacking, bookkeeping and the loop. The last
+    row is a whole step of 200 tiny leaves in one unit, its checks, inputs and metrics included.
+    """
+    torch.set_num_threads(1)
+    rows = [["", "CPU us"]]
+    for preset in ("full_shard", "no_shard"):
+        work, units = schedule_alone(preset)
+        (seconds,) = interleaved({preset: work}, config.rounds, clock=time.thread_time).values()
+        rows.append([f"{preset}, a unit and phase", f"{1e6 * median(seconds) / units:.0f}"])
+    params = {f"layers.{i}": torch.ones(4) for i in range(200)}
+    specs = fs.match_specs(params, [("*", fs.LayoutSpec(unit="all"))])
+    loss = lambda p, x: (torch.stack(list(p.values())) * x).sum()  # noqa: E731
+    step = fs.shard_step(loss, specs, optimizer=fs.optim.sgd(0.1), backend="eager")
+    state, x = step.init(params), torch.ones(4)
+
+    def one() -> None:
+        nonlocal state
+        state, _ = step(state, x)
+
+    one()
+    (seconds,) = interleaved({"step": one}, config.rounds, clock=time.thread_time).values()
+    return Result([*rows, ["a step of 200 leaves", f"{1e6 * median(seconds):.0f}"]])
+
+
+def schedule_alone(preset: str, blocks: int = 12) -> tuple[Callable[[], None], int]:
+    """The schedule of a tiny decoder with kernels that do nothing; how many units and phases it has."""
+    mesh = fs.make_mesh(shard=2, abstract=True)
+    config = DecoderConfig(width=8, layers=blocks, heads=2, kv_heads=1, context=8, vocab=16)
+    loss, params = loss_function(Decoder(config))
+    specs = fs.presets.PRESETS[preset](params, mesh)
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    step = fs.shard_step(loss, specs, mesh=mesh, backend="eager")
+    lowered = step.lower(params, tokens, tokens)
+
+    def nothing(graph: Any) -> Callable[[Any], list[Tensor]]:
+        outs = [torch.zeros(node.meta["val"].shape) for node in graph.graph.output_node().args[0]]
+        return lambda args: outs
+
+    kernels = {k.name: (nothing(k.forward), nothing(k.backward)) for k in lowered.kernels.values()}
+    run = bind(ExecutorContext(lowered.schedule, kernels, Nothing(mesh), 0, step._scalars(lowered)))
+    shards = fs.shard(params, specs, mesh)
+
+    def work() -> None:
+        env = {f"s:{path}": block for path, block in shards.items()}
+        env |= {"batch:0": tokens, "batch:1": tokens, LOSS_TANGENT: torch.ones(()), CONTROL: StepControl()}
+        run(env)
+
+    return work, sum(isinstance(line, Run) for line in lowered.schedule.instructions)
+
+
+# ------------------------------------------------------------------ loss
+
+
+def naive(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(hidden, head).float(), targets)
+
+
+def chunked(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    """As many tokens at once as the library chooses."""
+    mean = fs.losses.linear_cross_entropy(hidden, head, targets)
+    return mean.total / mean.count
+
+
+def loss(config: BenchConfig, folder: Path) -> Result:
+    """What does the fused linear cross-entropy save over a large vocabulary? And are its gradients right?"""
+    generator = torch.Generator().manual_seed(config.seed)
+    width, dtype = config.model.width, config.compute_dtype
+    tokens = config.rows * config.length
+    hidden = torch.randn(tokens, width, generator=generator).to(dtype).requires_grad_()
+    head = (torch.randn(config.vocab, width, generator=generator) / width**0.5).to(dtype)
+    head.requires_grad_(not config.frozen)
+    inputs = hidden, head, torch.randint(config.vocab, (tokens,), generator=generator)
+    trained = [t for t in inputs if t.requires_grad]
+    works = {f.__name__: lambda f=f: torch.autograd.grad(f(*inputs), trained) for f in (naive, chunked)}
+    bytes_ = {}
+    for name, work in works.items():
+        live = live_bytes(lambda work=work: work, hidden.device, steps=1)
+        bytes_[name] = live.peak - live.between
+    seconds = interleaved(works, config.rounds)
+    gradients = [work() for work in works.values()]
+    apart = max(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(*gradients, strict=True))
+    rows = [["loss and backward", "peak MB", "/ naive", "ms"]]
+    for name, size in bytes_.items():
+        share = f"{size / bytes_['naive']:.3f}"
+        rows.append([name, f"{size / 1e6:.1f}", share, milliseconds(seconds[name])])
+    note = f"{tokens} tokens x {width}, {config.vocab} words; gradients differ by {apart:.1e} of the largest"
+    return Result(rows, ["", note], {"bytes": bytes_, "apart": apart, "seconds": seconds})
+
+
+# ------------------------------------------------------------------ lengths
+
+
+def lengths(config: BenchConfig, folder: Path) -> Result:
+    """What do batches of many lengths cost, padded to buckets, next to as many tokens in one shape?"""
+    torch.set_num_threads(1)
+    shortest, draw = min(100, config.length), random.Random(config.seed)
+    span = config.length - shortest
+    choices = [shortest + span * i // max(config.lengths - 1, 1) for i in range(config.lengths)]
+    drawn = [draw.choice(choices) for _ in range(config.steps)]
+    mean = round(sum(drawn) / len(drawn))
+    decoder = replace(config.model, context=2 * config.length)
+    buckets = fs.Buckets(config.multiple, pad={"0": 0, "1": fs.losses.IGNORE})
+    mixed, one = (_step(config, decoder, shapes) for shapes in (buckets, None))
+    seconds: dict[int, list[float]] = {n: [] for n in choices}
+    alike: list[float] = []
+    with fs.debug.assert_max_compiles(10**6) as compiles:
+        for start in range(0, len(drawn), 20):  # rounds of both alternate
+            for length in drawn[start : start + 20]:
+                seconds[length].append(mixed(length))
+            alike += [one(mean) for _ in drawn[start : start + 20]]
+    warm = {n: median(s[1:]) for n, s in seconds.items() if len(s) > 1}
+    known = [n for n in drawn if n in warm]
+    padded = sum(-(-n // config.multiple) * config.multiple for n in drawn) / sum(drawn)
+    everything = sum(map(sum, seconds.values()))
+    alone = sum(warm[n] for n in known) / (median(alike) * len(known)) if known else 1.0
+    rows = [
+        ["", "mixed / one shape"],
+        ["tokens, padding included", f"{padded:.3f}"],
+        ["steps alone", f"{alone:.3f}"],
+        ["with tracing and compiling", f"{everything / sum(alike):.3f}"],
+    ]
+    drew = f"{config.steps} steps, {config.lengths} lengths from {shortest} to {config.length}"
+    note = f"{drew}; one shape: {mean}; compiled {len(compiles) - 1} times"
+    return Result(rows, ["", note], {"seconds": seconds, "one": alike})
+
+
+def _step(config: BenchConfig, decoder: DecoderConfig, shapes: fs.Buckets | None) -> Callable[[int], float]:
+    """Seconds of one step of a batch of so many tokens a row."""
+    torch.manual_seed(config.seed)
+    loss_fn, params = loss_function(Decoder(decoder))
+    step = fs.shard_step(
+        loss_fn, fs.presets.full_shard(params, fs.make_mesh(shard=1, device="cpu")),
+        optimizer=fs.optim.adamw(1e-4), shapes=shapes, backend=config.backend,
+    )  # fmt: skip
+    state, generator = step.init(params), torch.Generator().manual_seed(config.seed)
+
+    def run(length: int) -> float:
+        nonlocal state
+        batch = torch.randint(decoder.vocab, (2, config.rows, length), generator=generator).unbind()
+        began = time.perf_counter()
+        state, _ = step(state, *batch)
+        return time.perf_counter() - began
+
+    return run

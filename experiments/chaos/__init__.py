@@ -1,1 +1,0 @@
-"""The kill campaign: `python -m experiments.chaos`."""

@@ -1,1 +1,0 @@
-"""What checkpoints cost, beside plain torch.distributed.checkpoint, and what a step pays for one."""

@@ -1,1 +1,0 @@
-"""Micro-benchmarks, a module each."""

@@ -1,0 +1,306 @@
+"""NaN search: a step replayed from its state and batch, pure values, to where NaN or inf arose."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from fnshard import tree
+from fnshard.compiler.ir.arguments import Arguments
+from fnshard.compiler.ir.values import CONTROL, SCALARS, Kind, ValueName
+from fnshard.compiler.schedule.instructions import (
+    COMMUNICATION,
+    Action,
+    Env,
+    Instruction,
+    Run,
+    Wait,
+)
+from fnshard.compiler.schedule.ir import Schedule
+from fnshard.debug.batch import as_arguments
+from fnshard.debug.op_search import NonFiniteOp, first_nonfinite_op
+from fnshard.debug.values import Health, count_nonfinite, describe_value, health, tensors, worst_health
+from fnshard.errors import DebugError, FnshardError, StateError, report
+from fnshard.runtime.files.json_reader import from_json
+from fnshard.step.state import TrainState
+from fnshard.step.step import Step
+
+_WORD = {"nan": "NaN", "inf": "inf"}
+
+
+@dataclass(frozen=True)
+class NonFinite:
+    """NaN or inf that nothing before brought in.
+
+    `number`: the line of the schedule, -1 for what was there before the step. `what`: the first leaf or value
+    that holds it, `count` how much of it. `op`, `node`: of the kernel; `of`: the forward's op, where `op` is
+    part of a derivative; `gives` its result's dtype and shape; `source`: the line of the user's code.
+    """
+
+    kind: Health
+    number: int
+    instruction: str
+    what: str
+    count: str
+    rank: int = 0
+    op: str = ""
+    node: str = ""
+    of: str = ""
+    inputs: str = ""
+    gives: str = ""
+    source: str = ""
+
+    def __str__(self) -> str:
+        where = f"at line {self.number}: {self.instruction}" if self.number >= 0 else "before the step"
+        lines = [f"{_WORD[self.kind]} arose {where}, rank {self.rank}", f"  in {self.what}: {self.count}"]
+        if self.op:
+            of = f", the derivative of {self.of}" if self.of else ""
+            lines.append(f"  by {self.op} (node {self.node}{of}) from {self.inputs} to {self.gives}")
+        return "\n".join(lines + ([f"  at {self.source}"] if self.source else []))
+
+
+@dataclass(frozen=True)
+class NanReport:
+    """What `fs.debug.nan_hunt` found, in the order of the schedule; false where all is finite.
+
+    `found[0]` is the first place. Behind it: NaN that was made of its inf, and faults of their own.
+    """
+
+    found: tuple[NonFinite, ...]
+    step: int
+    loss: float
+
+    @property
+    def first(self) -> NonFinite | None:
+        """Where it began."""
+        return next(iter(self.found), None)
+
+    def __bool__(self) -> bool:
+        return bool(self.found)
+
+    def __str__(self) -> str:
+        if not self:
+            return f"step {self.step}: loss {self.loss:g}; loss, gradients and state are finite"
+        lines = [f"step {self.step}: loss {self.loss:g}; {self.first}"]
+        for other in self.found[1:3]:
+            lines.append(f"then {other}")
+        if len(self.found) > 3:
+            lines.append(f"and {len(self.found) - 3} more")
+        return "\n".join(lines)
+
+
+def nan_hunt(
+    step: Step,
+    state: Any,
+    batch: Any,
+    *,
+    keywords: Mapping[str, Any] | None = None,
+    rng: tuple[int, int] = (0, 0),
+) -> NanReport:
+    """Replay a step on the eager backend and name the first instruction, leaf and op that gave NaN or inf.
+
+    On several ranks all call it together, each with its state and its slice of the batch, as they call the
+    step; all get the same answer. The state is copied (it takes twice the memory meanwhile); keep one from
+    before the step that went wrong: `kept = state.copy()`, or a checkpoint.
+
+    -inf in a batch leaf or a constant, and infinities among an op's own constants (masks), are no finding.
+    Where loss, gradients and the updated state are finite, nothing is.
+
+    Args:
+        step: what `shard_step` made; it is not changed, its counts and flags stay as they are.
+        state: a TrainState from before the step; without an optimizer this rank's blocks.
+        batch: a tuple of what `fn` takes behind the parameters, or the one argument.
+        keywords: what it takes by name.
+        rng: without an optimizer, as for the step.
+
+    Raises:
+        StateError: a consumed state; no state or batch of this step's.
+        DebugError: the replay itself broke off, and at which line.
+
+    >>> import torch
+    >>> from fnshard import LayoutSpec, match_specs, shard_step
+    >>> params = {"w": torch.tensor([1.0, 0.0])}
+    >>> specs = match_specs(params, [("*", LayoutSpec())])
+    >>> step = shard_step(lambda p, x: (p["w"] * x).sqrt().sum(), specs, backend="eager")
+    >>> found = nan_hunt(step, params, torch.ones(2))
+    >>> found.first.kind, found.first.of
+    ('inf', 'aten.sqrt')
+    """
+    if not isinstance(step, Step):
+        raise StateError(
+            f"nan_hunt replays what shard_step made, not {type(step).__name__}.",
+            fix="step = fs.shard_step(...).",
+        )
+    batch = as_arguments(step.fn, batch, keywords)
+    again, training = step.replay(backend="eager"), isinstance(state, TrainState)
+    tracker, found = NonFiniteTracker(batch.call(again.lower, state).schedule, step.mesh.rank), []
+    copy = state.copy() if training else tree.map(Tensor.clone, state)
+    with again.watching(tracker.watch):
+        result = batch.call(again if training else partial(again, rng=rng), copy)
+    loss = result[1]["loss"] if training else result[0][0] if isinstance(result[0], tuple) else result[0]
+    if any(json.loads(text) for text in again.gather_text(json.dumps(tracker.ill))):
+        mine = [asdict(a) for a in _with_sources(again, batch, tracker)]
+        found = [
+            from_json(NonFinite, each)
+            for text in again.gather_text(json.dumps(mine))
+            for each in json.loads(text)
+        ]
+        found = _caused(_one_each(found), tracker.schedule)
+    number = int(state.step) if training else rng[1]
+    return NanReport(tuple(found), number, float(loss))
+
+
+@dataclass
+class NonFiniteTracker:
+    """What one rank sees of a replay: how well each value is, and where it got worse.
+
+    `ill`: whether the loss, a gradient or the state is not finite in the end, or was not to begin with.
+    """
+
+    schedule: Schedule
+    rank: int
+    found: list[NonFinite] = field(default_factory=list)
+    kinds: dict[str, Health] = field(default_factory=dict)
+    ill: bool = False
+
+    def watch(self, number: int, line: Instruction, action: Action) -> Action:
+        """An instruction, watched."""
+
+        def watched(env: Env) -> None:
+            if number == 0:
+                self.begin(env)
+            try:
+                args = [env[n] for n in line.reads] if isinstance(line, Run) else None
+                action(env)
+            except FnshardError:
+                raise
+            except Exception as error:  # a schedule or a kernel that cannot run: say where, on this rank
+                raise DebugError(_broken(number, line, error)) from error
+            self.look(number, line, args, env)
+
+        return watched
+
+    def begin(self, env: Env) -> None:
+        """What was there before the step. A float batch may hold -inf: that is a mask."""
+        for name, value in env.items():
+            if name == CONTROL:
+                continue
+            parts = {part: (tensor, health(tensor)) for part, tensor in tensors(value)}
+            self.kinds[name] = worst_health([kind for _, kind in parts.values()])
+            state = name.is_state
+            for part, (tensor, kind) in parts.items():
+                if kind and not (_is_mask(tensor, kind) and not state):
+                    self.found.append(
+                        NonFinite(
+                            kind, -1, "", describe_value(name, part), count_nonfinite(tensor), self.rank
+                        )
+                    )
+                    self.ill |= state
+
+    def look(self, number: int, line: Instruction, args: list[Tensor] | None, env: Env) -> None:
+        """What an instruction wrote, against what it read."""
+        before = worst_health([self.kinds.get(n, "") for n in line.reads])
+        news = []
+        for name in line.writes:
+            value = env.get(name)
+            if value is None or name.kind is Kind.FLIGHT:  # in flight: as what was sent
+                self.kinds[name] = before
+                continue
+            parts = {part: (tensor, health(tensor)) for part, tensor in tensors(value)}
+            self.kinds[name] = worst_health([kind for _, kind in parts.values()])
+            self.ill |= bool(self.kinds[name]) and _counts(name)
+            # An infinity from a kernel that reads one may be the same one, a mask's: its ops tell.
+            suspect = args is not None and before == "inf"
+            news += [(name, p, t, k) for p, (t, k) in parts.items() if k and (suspect or _worse(k, before))]
+        if news:
+            self.note(number, line, args, news)
+
+    def note(self, number: int, line: Instruction, args: list[Tensor] | None, news: list[Any]) -> None:
+        """The first value that got worse; of a kernel, the op."""
+        name, part, tensor, kind = max(news, key=lambda n: n[3] == "nan")
+        text = f"{line.phase} {line.unit} {line.verb} {line.detail}"
+        arose = NonFinite(kind, number, text, describe_value(name, part), count_nonfinite(tensor), self.rank)
+        if args is not None:
+            origin = first_nonfinite_op(self.schedule.kernels[line.kernel], args, line.backward)
+            if origin is None:
+                if all(n[3] == "inf" for n in news):
+                    return  # an infinity that the program wrote on purpose
+            else:
+                arose = _named(arose, origin)
+        self.found.append(arose)
+
+
+def _broken(number: int, line: Instruction, error: Exception) -> str:
+    return report(
+        f"the replay broke off at line {number}: {line.phase} {line.unit} {line.verb} {line.detail}",
+        [f"{type(error).__name__}: {error}".splitlines()[0]],
+        "fs.debug.bisect with the specs of fs.presets.no_shard shows whether the layout is to blame.",
+    )
+
+
+def _named(arose: NonFinite, origin: NonFiniteOp) -> NonFinite:
+    of = origin.of[0] if origin.of else ""
+    return replace(
+        arose, kind=origin.kind, op=origin.op, node=origin.node, of=of, inputs=origin.inputs,
+        gives=origin.gives, source=origin.source_node or "",
+    )  # fmt: skip
+
+
+def _is_mask(tensor: Tensor, kind: Health) -> bool:
+    return kind == "inf" and not bool((tensor == float("inf")).any())
+
+
+def _counts(name: ValueName) -> bool:
+    """Whether a value is of what the step is for: the loss and norms, gradients, the state."""
+    plain = name.original
+    return plain == SCALARS or plain.is_state or plain.kind in (Kind.REDUCED, Kind.ACCUMULATED)
+
+
+def _worse(kind: Health, before: Health) -> bool:
+    """Whether an instruction made it: NaN of a value without NaN, inf of a finite one."""
+    return before != "nan" if kind == "nan" else not before
+
+
+# ------------------------------------------------------------------ the replay
+
+
+def _with_sources(step: Step, batch: Arguments, tracker: NonFiniteTracker) -> list[NonFinite]:
+    """The lines of the user's code: the function is traced once more, with its Python stacks kept."""
+    found = tracker.found
+    if not any(a.source for a in found):
+        return found
+    segments = batch.call(partial(step.front, sources=True)).segments
+    lines = tracker.schedule.instructions
+
+    def line_of(arose: NonFinite) -> str:
+        segment = segments.segments[lines[arose.number].segment]
+        nodes: Mapping[str, Any] = {n.name: n for n in segments.sources[segment.source].graph.nodes}
+        node = nodes.get(arose.source)
+        return node.meta.get("stack_trace", "") if node is not None else ""
+
+    return [replace(a, source=line_of(a)) if a.source else a for a in found]
+
+
+def _one_each(found: list[NonFinite]) -> list[NonFinite]:
+    """In the order of the schedule, which is that of causes on all ranks: who receives NaN waits on a later
+    line than who sent it. What several ranks saw at one line is the first one's.
+    """
+    out: dict[tuple[int, str], NonFinite] = {}
+    for each in sorted(found, key=lambda a: (a.number, a.rank)):
+        out.setdefault((each.number, each.what if each.number < 0 else ""), each)
+    return list(out.values())
+
+
+def _caused(found: list[NonFinite], schedule: Schedule) -> list[NonFinite]:
+    """Without what a rank received: behind another finding, a collective brings what others have sent."""
+
+    def received(arose: NonFinite) -> bool:
+        line = schedule.instructions[arose.number] if arose.number >= 0 else None
+        return isinstance(line, Wait) and line.of.lane == COMMUNICATION
+
+    return [a for i, a in enumerate(found) if i == 0 or not received(a)]

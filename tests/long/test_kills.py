@@ -1,0 +1,105 @@
+"""Kill campaigns: whatever is killed at whatever moment, nothing is lost.
+
+`KILLS=60 python -m pytest -n 0 -m long tests/long/test_kills.py` makes sixty kills in each variant.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from equal_runs import differences
+from kills import CODES, MOMENTS, Campaign, draw
+
+import fnshard as fs
+from experiments import ROOT
+from experiments.training.metrics_file import METRICS
+from experiments.training.result import write_result
+from experiments.training.resume import CHECKPOINTS
+
+KILLS, STEPS = int(os.environ.get("KILLS", "3")), os.environ.get("STEPS", "60")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(60 * KILLS + 300)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [["run.async_save=false"], ["run.async_save=true"], ["run.replicas=1", "run.max_restarts=1000"]],
+    ids=["sync", "async", "replicas"],
+)
+def test_nothing_is_lost(options: list[str], ranks: int, tmp_path: Path) -> None:
+    """Checkpoints are whole, no committed step is lost, and runs end as the unbroken one, bit for bit."""
+    shutil.copytree(ROOT / "experiments", tmp_path / "text", ignore=shutil.ignore_patterns("__pycache__"))
+    own = [f"data.root={tmp_path / 'text'}", f"mesh.shard={ranks}", f"run.steps={STEPS}", *options]
+    campaign = Campaign(tmp_path, own, draw(int(os.environ.get("SEED", "1")), ranks), KILLS)
+    campaign.run()
+    assert campaign.problems == []
+    assert campaign.done == KILLS
+    if "run.replicas=1" in options:
+        assert max(campaign.made_again, default=0) <= 1
+
+
+def test_kills_are_drawn_from_the_seed() -> None:
+    first, again = (list(islice(draw(0, 4), 200)) for _ in range(2))
+    assert first == again != list(islice(draw(1, 4), 200))
+    assert {k.mode for k in first} == set(CODES) and {k.moment for k in first} == set(MOMENTS)
+    assert {k.rank for k in first} == {0, 1, 2, 3}
+
+
+def leave_run(
+    folder: Path, *, loss: float = 1.0, weight: float = 1.0, step: int = 2, loader: int = 2
+) -> Path:
+    """What a run of two steps leaves."""
+    folder.mkdir()
+    rows = [{"step": 1, "loss": 2.0, "seconds": torch.rand(()).item()}, {"step": 2, "loss": loss}]
+    (folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_result(folder, status="ok", overrides=[], loss=loss)
+    params = {"w": torch.full((3,), weight)}
+    specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
+    made = fs.shard_step(
+        lambda p, x: (p["w"] * x).sum(), specs, optimizer=fs.optim.adamw(0.1), backend="eager"
+    )
+    state = made.init(params).replace(step=torch.tensor(step))
+    fs.checkpoint.save(folder / CHECKPOINTS / "2", state, data={"step": loader})
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({}, r"^$"),
+        ({"loss": 1.0 + 2**-52}, r"^metrics differ from row 1 on.*; results differ"),
+        ({"weight": 1.0 + 2**-23}, r"^params/w differs$"),
+        ({"loader": 3}, r"^data differs$"),
+        ({"step": 3}, r"^step differs$"),
+    ],
+)
+def test_the_last_bit_is_seen(tmp_path, changed, message):
+    found = differences(leave_run(tmp_path / "a"), leave_run(tmp_path / "b", **changed))
+    assert re.search(message, "; ".join(found), re.DOTALL)
+
+
+def test_a_missing_row_and_a_repeated_one_are_seen(tmp_path):
+    unbroken, broken = leave_run(tmp_path / "a"), leave_run(tmp_path / "b")
+    lines = (broken / METRICS).read_text().splitlines(keepends=True)
+    for wrong in (lines[:1], [*lines, lines[-1]], lines[::-1]):
+        (broken / METRICS).write_text("".join(wrong))
+        assert differences(unbroken, broken)[0].startswith("metrics differ")
+
+
+def test_an_unreadable_checkpoint_is_an_error(tmp_path):
+    unbroken = leave_run(tmp_path / "a")
+    broken = Path(shutil.copytree(unbroken, tmp_path / "b"))
+    (data,) = broken.glob(f"{CHECKPOINTS}/2/*.safetensors")
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(fs.errors.CheckpointError, match="is not what was written"):
+        differences(unbroken, broken)
