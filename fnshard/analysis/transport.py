@@ -17,7 +17,7 @@ from fnshard.compiler.schedule.paper import BUFFERS, PaperFlight, PaperTensor
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import Group
 from fnshard.runtime.collectives.endpoint import SMALL_BYTES, group_names, head_bytes
-from fnshard.runtime.collectives.messages import PAGE
+from fnshard.runtime.collectives.messages import PAGE, header_bytes
 from fnshard.runtime.collectives.shared_memory import Shared
 
 SUM_CHUNK = 1 << 16  # elements that `runtime.collectives.base.sum_rows` adds up in fp32 at a time
@@ -87,10 +87,10 @@ class Transport:
     packing: SharedSlot | None = None
 
     def resident_bytes(self) -> int:
-        """Shared memory that the steps so far have touched; of control words, the pages of one group."""
+        """Shared memory that the steps so far have touched."""
         if self.kind != "shared":
             return 0
-        words = head_bytes(len(group_names(self.mesh))) + 3 * PAGE
+        words = head_bytes(len(group_names(self.mesh)))
         units = sum(-(-heap.top // self.mesh.axes_size(axes)) for axes, heap in self.units.items())
         return words + self.gathers.top + self.reductions.top + units
 
@@ -100,7 +100,7 @@ class Transport:
         """Where a bucket is packed."""
         nbytes = rows * numel * dtype.itemsize
         if nbytes and self.shares_memory(axes):
-            self.packing = (self.reductions if rows > 1 else self.gathers).take(nbytes)
+            self.packing = self._taken(self.reductions if rows > 1 else self.gathers, nbytes)
             return PaperTensor(None, rows * numel, dtype)
         return live.tensor(rows * numel, dtype, BUFFERS)
 
@@ -122,7 +122,7 @@ class Transport:
 
     def gather_leaves(self, nbytes: int, count: int, axes: Sequence[str]) -> PaperFlight:
         """Issue a gather of so many leaves in place: their slot is free when the last of them dies."""
-        slot = self.units.setdefault(tuple(axes), SharedHeap()).take(nbytes)
+        slot = self._taken(self.units.setdefault(tuple(axes), SharedHeap()), nbytes)
         slot.views = count
         return PaperFlight(slot=slot)
 
@@ -198,4 +198,8 @@ class Transport:
         if flat.storage is None and self.packing is not None:
             slot, self.packing = self.packing, None
             return slot
-        return heap.take(flat.bytes)
+        return self._taken(heap, flat.bytes)
+
+    def _taken(self, heap: SharedHeap, nbytes: int) -> SharedSlot:
+        """A slot with its header."""
+        return heap.take(header_bytes(self.mesh) + nbytes)

@@ -89,7 +89,6 @@ def _one_behind_the_other(rank: int) -> int:
 
 
 def test_two_units_alive_take_two_slots_however_late_a_rank_is(ranks):
-    # One page of control words comes at the first message, one behind it while the first is read.
     for used in ranks(2).run(_one_behind_the_other):
         assert 2 * UNIT <= used <= 2 * UNIT + 3 * PAGE  # of two leaves of two units, this rank's half
 
@@ -213,7 +212,7 @@ def _watched(rank: int, preset: str, clip: bool) -> dict[str, Any]:
             if waited == "reduce_scatter":
                 seen["sums"].append(memory.offset_of(env[line.writes[0]].flat) is not None)
             if line.verb == "reduce_scatter":
-                seen["sent"] += env[line.writes[0]]._rows._message.nbytes
+                seen["sent"] += env[line.writes[0]].nbytes
                 seen["rows"] += 2 * buckets[line.bucket].row_bytes
 
         return run

@@ -119,7 +119,7 @@ class Done(Generic[T]):
 class Pending(Generic[T]):
     """Torch `Work`s and what to make of their outputs; holds inputs and outputs until waited for.
 
-    `monitor`: hears of waits that do not block the host.
+    `monitor`: is shown waits that do not block the host.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ def failing(what: Callable[[], str], blame: Callable[[str], str] | None = None) 
         raise CollectiveError(lost(what(), blame(line) if blame else line)) from error
 
 
-def forget(closed: Collectives) -> None:
+def disconnect(closed: Collectives) -> None:
     """The next step on the mesh connects anew."""
     known = closed.mesh.connections
     for key in [k for k, v in known.items() if v is closed]:
@@ -219,6 +219,57 @@ def sum_rows(parts: Sequence[Tensor], out: Tensor) -> Tensor:
             total += piece32.copy_(piece)
         target.copy_(total)
     return out
+
+
+# ------------------------------------------------------------------ without peers
+
+
+@dataclass(frozen=True)
+class SingleRank:
+    """The one rank of a mesh without a process group; also what other backends do with groups of one."""
+
+    mesh: Mesh
+
+    def send_buffer(self, numel: int, dtype: torch.dtype, axes: Axes, rows: int = 1) -> Tensor:
+        return empty(self.mesh, rows * numel, dtype)
+
+    def all_gather(self, flat: Tensor, axes: Axes) -> Handle[list[Tensor]]:
+        return Done([flat])
+
+    def reduce_scatter(self, flat: Tensor, axes: Axes, *_: int) -> Handle[Tensor]:
+        return Done(flat)
+
+    all_to_all = permute = all_reduce = reduce_scatter
+
+    def gather_object(self, text: str) -> list[str]:
+        return [text]
+
+    def barrier(self) -> None:
+        pass
+
+    def transport_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Abstract:
+    """No ranks: everything is refused, with the way out."""
+
+    mesh: Mesh
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise CollectiveError(
+            f"mesh {self.mesh} is abstract: it can be lowered on, not run.",
+            fix="start the ranks and call make_mesh(...) without abstract=True, or try the program "
+            "on threads with make_mesh(..., simulated=True) and simulate(mesh, fn).",
+        )
+
+    send_buffer = all_gather = reduce_scatter = all_to_all = permute = all_reduce = _refuse
+    gather_object = barrier = _refuse
+    transport_bytes, close = SingleRank.transport_bytes, SingleRank.close
 
 
 # ------------------------------------------------------------------ torch.distributed
@@ -346,7 +397,7 @@ class Group:
         return 0
 
     def close(self) -> None:
-        forget(self)
+        disconnect(self)
         if self.monitor is not None:
             self.monitor.close()
         groups, owned = list(self.groups.values()), dist.is_initialized()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from fnshard.mesh import Mesh
-from fnshard.runtime.collectives.alone import Abstract, SingleRank
 from fnshard.runtime.collectives.base import (
     DEFAULT_TIMEOUT,
+    Abstract,
     Collectives,
     Group,
+    SingleRank,
     Transport,
 )
 from fnshard.runtime.collectives.monitor import Monitor

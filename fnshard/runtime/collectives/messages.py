@@ -1,12 +1,12 @@
 """Messages between ranks that see each other's memory: processes of one host, or threads of one process.
 
-A rank's memory holds *slots* (what it sends) and *pages* of control words. A *message* is a slot and a row
-of control words in every rank of a group: a sender names the slot in its row, receivers look until it does,
-read the slot in place, and mark the message done in rows of their own; the slot is free once all have.
+A rank's memory holds *slots* (what it sends) and, for each group, a ring of *rows* of control words (what it
+says of its last messages). A sender names a slot in its row; receivers look until it does, read the slot in
+place, and sign the slot; it is used again once all have signed.
 
-Any number of messages may be in flight and they may be waited for in any order: the pages of one group form
-a chain that grows when its last page is full. A page is used again when every rank is past it, and nobody
-waits for that. So the one bound is memory, and a rank waits only for what its peers come to without it.
+Any number of messages may be in flight and they may be waited for in any order: a rank that comes round the
+ring to a message of its own which it has not waited for takes its result then. All ranks run one program, so
+that whatever a rank waits for comes without it. Memory is the one bound.
 
 Every control word has one writer. `Memory` says where words and slots lie and `Meeting` how a rank waits.
 Shared memory (`runtime.collectives.shared_memory`) and simulated ranks (`runtime.collectives.simulated`)
@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -27,13 +27,16 @@ from torch import Tensor
 
 from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh
-from fnshard.runtime.collectives.base import describe, lost
+from fnshard.runtime.collectives.base import describe, lost, waited_twice
+
+T = TypeVar("T")
 
 PAGE = 4096
-REGION = 1 << 35  # bytes of address space for pages, for what is gathered, and for what is reduced
-OFFSET, KIND, REDUCED, DONE = range(4)  # words of a row
-ROWS = PAGE // 8 // 4 - 1  # messages of a page; its first row links the next page
-FIRST, PAST = 0, 1  # the two words of a group at the head of a memory
+REGION = 1 << 35  # bytes of address space for what is gathered, and for what is reduced
+NUMBER, KIND, OFFSET, REDUCED = range(4)  # words of a row; all but the first are valid where that one is
+ROWS = 255  # of a ring; a row before them has the one word PAST
+PAST = 0, 0  # messages before this number are over for the rank
+RING_BYTES = 8 * 4 * (1 + ROWS)
 
 OPERATIONS = (
     "all_gather", "reduce_scatter", "all_reduce", "gather_object", "gather_leaves", "all_to_all", "permute",
@@ -94,6 +97,11 @@ class Meeting(Protocol):
 # ------------------------------------------------------------------ slots
 
 
+def header_bytes(mesh: Mesh) -> int:
+    """Bytes at the start of a slot, for the signature of each rank that reads it; a multiple of 64."""
+    return -(-mesh.size // 8) * 64
+
+
 def whole_pages(nbytes: int) -> int:
     """Bytes of a slot for so many."""
     return max(-(-nbytes // PAGE), 1) * PAGE
@@ -118,19 +126,19 @@ class Slots:
     def take(self, nbytes: int) -> Slot:
         """A slot of at least `nbytes`. Rather than use more memory, waits for slots that only peers hold.
 
-        What this rank is done with, its peers come to without it (all ranks run one program), so that
+        Peers come to the end of what this rank has finished without it (all ranks run one program), so that
         waiting for them cannot block anybody for good.
         """
-        while (slot := self.fit(nbytes, grow=False)) is None:
+        while (slot := self.fit(nbytes)) is None:
             self._owed()[0].settle()
         return slot
 
-    def fit(self, nbytes: int, grow: bool) -> Slot | None:
+    def fit(self, nbytes: int, grow: bool = False) -> Slot | None:
         """A slot of at least `nbytes`; None where it takes more memory, unless `grow`, and only peers hold
         some of what was used."""
         self.sweep()
         size = whole_pages(nbytes)
-        place, start = self._fit(size)
+        place, start = self._gap(size)
         if start + size > self.top and not grow and self._owed():
             return None
         self.reach(start, nbytes)
@@ -145,10 +153,6 @@ class Slots:
             raise CollectiveError(f"more than {REGION >> 30} GiB are in flight between ranks of one host.")
         self.top = max(self.top, end)
 
-    def _owed(self) -> list[Message]:
-        """Messages that only peers are not done with."""
-        return [s.message for s in self.live if s.message is not None and s.message.finished]
-
     def sweep(self) -> None:
         """Let go of slots that nobody will read any more."""
         self.live = [s for s in self.live if s.message is None or not s.message.free()]
@@ -160,7 +164,12 @@ class Slots:
                 return slot
         return None
 
-    def _fit(self, size: int) -> tuple[int, int]:
+    def _owed(self) -> list[Message]:
+        """Messages that this rank has finished and a peer has not."""
+        return [s.message for s in self.live if s.message is not None and s.message.finished]
+
+    def _gap(self, size: int) -> tuple[int, int]:
+        """Place among the live slots and start of the lowest gap that fits."""
         start = self.floor
         for place, slot in enumerate(self.live):
             if slot.start - start >= size:
@@ -178,93 +187,130 @@ class Channel:
 
     axes: tuple[str, ...]
     mesh: Mesh
-    memories: list[Memory]  # in group order
-    heads: list[np.ndarray]  # [2] of each: FIRST is where its first page lies, messages before PAST are over
+    memories: Sequence[Memory]  # in group order
+    rings: Sequence[np.ndarray]  # [1 + ROWS, 4] of each
     here: int  # this rank's place in the group
     meeting: Meeting
-    own_pages: Slots
-    sweep: Callable[[], None]  # lets go of messages that are over, in all groups
     sent: int = 0
-    open: dict[int, None] = field(default_factory=dict)  # numbers of messages that are not over
-    slots: dict[int, Slot] = field(default_factory=dict)  # of this rank's own pages, by the page's number
+    open: dict[int, Message] = field(default_factory=dict)  # by number, those that are not over
 
-    def __post_init__(self) -> None:
-        self.pages: list[dict[int, np.ndarray]] = [{} for _ in self.memories]  # [1 + ROWS, 4], by number
-
-    def next(self) -> int:
-        """The number of this rank's next message, with a row for it."""
-        if self.sent % ROWS == 0:
-            self._add_page(self.sent // ROWS)
-        self.open[self.sent] = None
+    def enter(self, message: Message) -> int:
+        """The number of this rank's next message. Its row says from now on that the rank has issued it."""
+        number = message.number = self.sent
         self.sent += 1
-        return self.sent - 1
+        old = number - ROWS  # had the row before
+        if old in self.open:
+            self.open[old].arrive()
+        if old >= 0:
+            message.poll(lambda place: self.rings[place][PAST] > old)
+        self.open[number] = message
+        row = self.row(self.here, number)
+        row[KIND], row[OFFSET], row[REDUCED] = message.kind, 0, 0
+        fence()
+        row[NUMBER] = number + 1
+        self.meeting.announce()
+        return number
 
-    def row(self, place: int, number: int) -> np.ndarray | None:
-        """The words of a message at a place of the group; None where it has no page for it yet."""
-        index, pages = number // ROWS, self.pages[place]
-        while index not in pages:
-            last = max(pages, default=-1)
-            start = pages[last][0, 0] if pages else self.heads[place][FIRST]
-            if start == 0:
-                return None
-            fence()
-            pages[last + 1] = self._page(place, int(start))
-        return pages[index][1 + number % ROWS]
+    def row(self, place: int, number: int) -> np.ndarray:
+        """The words of a message at a place of the group."""
+        return self.rings[place][1 + number % ROWS]
 
     def over(self, number: int) -> None:
         """This rank will look at no rank's row of the message any more."""
         del self.open[number]
-        self.heads[self.here][PAST] = next(iter(self.open), self.sent)
-
-    def _add_page(self, index: int) -> None:
-        """Where all ranks have read a message of the page behind, they have followed the link to it."""
-        self.sweep()
-        past = min(int(head[PAST]) for head in self.heads)
-        for old in [i for i in self.slots if (i + 1) * ROWS < past]:
-            self.own_pages.live.remove(self.slots.pop(old))
-            for pages in self.pages:
-                pages.pop(old, None)
-        slot = self.slots[index] = self.own_pages.take(PAGE)
-        page = self._page(self.here, slot.start)
-        page[:] = 0
-        fence()
-        if index == 0:
-            self.heads[self.here][FIRST] = slot.start
-        else:
-            self.pages[self.here][index - 1][0, 0] = slot.start
-        self.pages[self.here][index] = page
-
-    def _page(self, place: int, start: int) -> np.ndarray:
-        return self.memories[place].words(start, PAGE // 8).reshape(1 + ROWS, 4)
+        self.rings[self.here][PAST] = next(iter(self.open), self.sent)
+        self.meeting.announce()
 
 
 @dataclass(eq=False)
-class Message:
-    """One collective of one group, from this rank's side; `unsent` is copied to the slot at `publish`."""
+class Message(Generic[T]):
+    """One collective of one group, from this rank's side; the handle of what `take` makes of it.
+
+    Args:
+        slot: of this rank's memory, that is sent; None for leaves that are gathered in place.
+        unsent: is copied to the slot at `publish`.
+    """
 
     channel: Channel
-    number: int
     name: str
     nbytes: int
     dtype: torch.dtype
-    offset: int
+    take: Callable[[Message], T] | None = None
+    slot: Slot | None = None
     unsent: Tensor | None = None
     published: bool = False
-    finished: bool = False  # this rank is done with it
+    finished: bool = False  # this rank will read no slot of it any more
+    number: int = 0
+    signatures: list[np.ndarray] = field(default_factory=list)  # of the slots that this rank reads
+    _result: Any = None
+    _given: bool = False
 
     def __post_init__(self) -> None:
-        self.rows: list[np.ndarray | None] = [None] * len(self.channel.memories)  # in group order
+        self.channel.enter(self)
+
+    # -------------------------------------------------------------- the handle
+
+    def wait(self) -> T:
+        """The result. Once."""
+        if self._given:
+            waited_twice()
+        self._given = True
+        self.arrive()
+        result, self._result = self._result, None
+        return result
+
+    def release(self) -> None:
+        """The result was copied out."""
+        if self.slot is not None:
+            self.done()
+
+    def arrive(self) -> None:
+        """Make the result, if it is not there."""
+        if self.take is None:
+            return
+        self.publish()
+        self._result = self.take(self)
+        self.take = None  # it may hold what was sent
+        self.channel.over(self.number)
+
+    # -------------------------------------------------------------- what is sent and what is read
 
     def publish(self) -> None:
         """Show the slot to the peers. Once; again is nothing."""
-        if self.published:
+        if self.slot is None or self.published:
             return
         self.published = True
+        own = self.channel.memories[self.channel.here]
         if self.unsent is not None:
-            self.channel.memories[self.channel.here].put(self.offset, self.unsent)
+            own.put(self.payload, self.unsent)
             self.unsent = None
-        self.show_kind()
-        self.mark(OFFSET, self.offset)
+        self.show(self.slot.start)
+
+    @property
+    def payload(self) -> int:
+        """Where in this rank's memory lies what it sends."""
+        return self.slot.start + header_bytes(self.channel.mesh)
+
+    def show(self, start: int) -> None:
+        """A slot of this rank's memory, with no signature on it, is what the message is about."""
+        self.signatures_in(self.channel.here, start)[:] = 0
+        self.mark(OFFSET, start)
+
+    def signatures_in(self, place: int, start: int) -> np.ndarray:
+        return self.channel.memories[place].words(start, self.channel.mesh.size)
+
+    def parts(self) -> list[Tensor]:
+        """What each rank sent, in place, in group order, once all have published."""
+        self.check_alike()
+        self.poll(lambda place: self.reads(place, OFFSET) != 0)
+        fence()
+        starts = [self.reads(place, OFFSET) for place in range(len(self.channel.memories))]
+        self.signatures = [self.signatures_in(place, start) for place, start in enumerate(starts)]
+        head = header_bytes(self.channel.mesh)
+        return [
+            memory.get(start + head, self.nbytes, self.dtype)
+            for memory, start in zip(self.channel.memories, starts, strict=True)
+        ]
 
     @property
     def kind(self) -> int:
@@ -272,21 +318,9 @@ class Message:
         count = self.nbytes // self.dtype.itemsize
         return OPERATIONS.index(self.name) << 56 | DTYPES.index(self.dtype) << 48 | count
 
-    def show_kind(self) -> None:
-        """This rank has issued the message."""
-        self.mark(KIND, self.kind)
-
-    def parts(self) -> list[Tensor]:
-        """What each rank sent, in place, in group order, once all have published."""
-        self.poll(lambda place: self.reads(place, KIND) != 0)
-        self.check_alike()
-        self.poll(lambda place: self.reads(place, OFFSET) != 0)
-        fence()
-        memories = self.channel.memories
-        return [m.get(self.reads(p, OFFSET), self.nbytes, self.dtype) for p, m in enumerate(memories)]
-
     def check_alike(self) -> None:
         """Refuse what is not the same collective on all ranks, once all of them have issued it."""
+        self.poll(lambda place: self.reads(place, KIND) != 0)
         memories, places = self.channel.memories, range(len(self.channel.memories))
         kinds = [self.reads(place, KIND) for place in places]
         if len(set(kinds)) > 1:
@@ -297,40 +331,42 @@ class Message:
                 "all ranks must run the same program on the same specs.",
             )
 
-    def reduced(self, place: int) -> None:
-        """Wait until the rank there has summed its piece."""
-        self.poll(lambda at: at != place or self.reads(at, REDUCED) != 0)
-        fence()
-
-    def show_reduced(self) -> None:
-        """This rank has summed its piece, and it lies in the slot."""
-        self.mark(REDUCED, 1)
-
     def done(self) -> None:
-        """This rank will read no slot of the message any more. Again is nothing."""
+        """Sign what this rank has read. Again is nothing."""
         if not self.finished:
-            self.mark(DONE, 1)
+            fence()
+            for words in self.signatures:
+                words[self.channel.here] = 1
             self.finished = True
+            self.channel.meeting.announce()
 
     def free(self) -> bool:
-        """Whether no rank will read this one's slot any more; if so, it is over for the channel."""
-        if not self.finished or not all(self.reads(p, DONE) for p in range(len(self.channel.memories))):
+        """Whether no rank will read this one's slot any more."""
+        if not self.finished or not all(self.signatures[self._own][: len(self.channel.memories)]):
             return False
-        self.channel.memories[self.channel.here].drop(self.offset)
-        self.channel.over(self.number)
+        if self.slot is not None:
+            self.channel.memories[self.channel.here].drop(self.payload)
         return True
 
     def settle(self) -> None:
-        """Wait until nobody will read the slot any more."""
-        self.poll(lambda place: self.reads(place, DONE) != 0)
+        """Wait until nobody will read this rank's slot any more."""
+        signed = self.signatures[self._own]
+        self.poll(lambda place: signed[place] != 0)
 
-    def poll(self, ready: Callable[[int], bool]) -> None:
+    @property
+    def _own(self) -> int:
+        """Which of the slots that it reads is this rank's."""
+        return self.channel.here if self.slot is not None else 0
+
+    # -------------------------------------------------------------- words
+
+    def poll(self, ready: Callable[[int], Any]) -> None:
         """Wait until `ready(place)` for every place of the group."""
         meeting, deadline = self.channel.meeting, None
         for place, memory in enumerate(self.channel.memories):
             if not ready(place):
                 deadline = deadline or time.monotonic() + meeting.timeout
-                cause = meeting.wait(lambda at=place: ready(at), memory, deadline)
+                cause = meeting.wait(lambda at=place: bool(ready(at)), memory, deadline)
                 if cause:
                     raise CollectiveError(lost(self.what(), cause))
 
@@ -340,13 +376,11 @@ class Message:
 
     def reads(self, place: int, word: int) -> int:
         """A word of the message at a place of the group; zero while it was not written."""
-        if self.rows[place] is None:
-            self.rows[place] = self.channel.row(place, self.number)
-        row = self.rows[place]
-        return 0 if row is None else int(row[word])
+        row = self.channel.row(place, self.number)
+        return int(row[word]) if row[NUMBER] == self.number + 1 else 0
 
     def mark(self, word: int, value: int) -> None:
-        """Tell the peers; whatever was written before is there for them."""
+        """Show the peers a word; whatever was written before is there for them."""
         fence()
         self.channel.row(self.channel.here, self.number)[word] = value
         self.channel.meeting.announce()

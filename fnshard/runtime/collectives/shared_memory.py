@@ -1,6 +1,6 @@
 """Collectives through shared memory, for CPU ranks of one host: peers read what they need in place.
 
-A gather of leaves writes them where all ranks read them (`in_place_gather`); any other costs one pack and one
+A gather of leaves writes them where all ranks read them (`endpoint`); any other costs one pack and one
 unpack, a reduction one pass over the peers' rows. All of it runs on the caller's thread, so that nothing
 overlaps with compute; gloo over loopback copies everything through the kernel and stages it in temporaries
 (figures: `connect`). `messages` says how ranks read each other's memory; here it is an anonymous memory file
@@ -25,9 +25,8 @@ import torch
 from torch import Tensor
 
 from fnshard.mesh import Mesh
-from fnshard.runtime.collectives.base import Axes, Done, Group, Handle, empty, forget
-from fnshard.runtime.collectives.endpoint import Endpoint, address_space
-from fnshard.runtime.collectives.in_place_gather import Add, Runs, Write
+from fnshard.runtime.collectives.base import Axes, Group, Handle, SingleRank, disconnect
+from fnshard.runtime.collectives.endpoint import Add, Endpoint, Runs, Write, address_space
 
 TOKEN, CLOSED = 0, 1  # the memory's own words, of those that `messages` leaves to it
 SPINS = 200  # looks that only yield the processor; then sleeps, and whether the peer lives
@@ -188,62 +187,46 @@ class Shared:
         return self.base.mesh
 
     def send_buffer(self, numel: int, dtype: torch.dtype, axes: Axes, rows: int = 1) -> Tensor:
-        nbytes = rows * numel * dtype.itemsize
-        if nbytes == 0 or self.mesh.axes_size(axes) == 1 or self.spans_hosts(axes):
-            return empty(self.mesh, rows * numel, dtype)
-        return self.endpoint.send_buffer(nbytes, dtype, rows)
+        if numel == 0 or not self.shares_memory(axes):
+            return self.base.send_buffer(numel, dtype, axes, rows)
+        return self.endpoint.send_buffer(rows * numel * dtype.itemsize, dtype, rows)
 
     def all_gather(self, flat: Tensor, axes: Axes) -> Handle[list[Tensor]]:
-        if self.mesh.axes_size(axes) == 1:
-            return Done([flat])
         return self._carrier(axes).all_gather(flat, axes)
 
     def gather_leaves(
         self, runs: Runs, total: int, dtype: torch.dtype, write: Write, axes: Axes
     ) -> Handle[list[Tensor]] | None:
-        """Gather leaves in place, see `in_place_gather`; None where the ranks share no memory."""
-        if total == 0 or self.mesh.axes_size(axes) == 1 or self.spans_hosts(axes):
+        """Gather leaves in place, see `endpoint`; None where the ranks share no memory."""
+        if total == 0 or not self.shares_memory(axes):
             return None
         return self.endpoint.gather_leaves(runs, total, dtype, write, axes)
 
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
-        if self.mesh.axes_size(axes) == 1:
-            return Done(rows)
         return self._carrier(axes).reduce_scatter(rows, axes)
 
     def all_to_all(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
-        if self.mesh.axes_size(axes) == 1:
-            return Done(rows)
         return self._carrier(axes).all_to_all(rows, axes)
 
     def permute(self, flat: Tensor, axes: Axes, distance: int) -> Handle[Tensor]:
-        if self.mesh.axes_size(axes) == 1:
-            return Done(flat)
         return self._carrier(axes).permute(flat, axes, distance)
 
     def reduce_pair(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        pack: Callable[[Tensor], None],
-        add: Add,
-        axes: Axes,
+        self, numel: int, dtype: torch.dtype, pack: Callable[[Tensor], None], add: Add, axes: Axes,
         in_place: bool,
-    ) -> Handle[Tensor] | None:
+    ) -> Handle[Tensor] | None:  # fmt: skip
         """A reduce-scatter of two ranks in which each keeps its own row; None where they are not two.
 
         Args:
-            pack: fills a flat [numel], the peer's row; called now, or while this rank waits.
+            pack: fills a flat [numel], the peer's row; called now.
             add: the peer's row for this rank, and a flat [numel] for the sum; called at the wait.
             in_place: the sum is made in the peer's row; it must die before the next collective.
         """
-        if numel == 0 or self.mesh.axes_size(axes) != 2 or self.spans_hosts(axes):
+        if numel == 0 or self.mesh.axes_size(axes) != 2 or not self.shares_memory(axes):
             return None
         return self.endpoint.reduce_pair(numel, dtype, pack, add, axes, in_place)
 
     def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
-        if self.mesh.axes_size(axes) == 1:
-            return Done(flat)
         return self._carrier(axes).all_reduce(flat, axes)
 
     def gather_object(self, text: str) -> list[str]:
@@ -256,7 +239,7 @@ class Shared:
         return self.endpoint.bytes_used()
 
     def close(self) -> None:
-        forget(self)
+        disconnect(self)
         self.endpoint.own.words(8 * CLOSED, 1)[0] = 1
         self.endpoint.close()
         self.base.close()
@@ -269,5 +252,11 @@ class Shared:
             self.spans[axes] = any(len({self.hosts[rank] for rank in group}) > 1 for group in groups)
         return self.spans[axes]
 
-    def _carrier(self, axes: Axes) -> Endpoint | Group:
+    def shares_memory(self, axes: Axes) -> bool:
+        """Whether groups over these axes are of several ranks of one host."""
+        return self.mesh.axes_size(axes) > 1 and not self.spans_hosts(axes)
+
+    def _carrier(self, axes: Axes) -> SingleRank | Endpoint | Group:
+        if self.mesh.axes_size(axes) == 1:
+            return SingleRank(self.mesh)
         return self.base if self.spans_hosts(axes) else self.endpoint

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh, simulated_rank
-from fnshard.runtime.collectives.base import Axes, Done, Handle, empty, lost
+from fnshard.runtime.collectives.base import Axes, Done, Handle, SingleRank, empty, lost
 from fnshard.runtime.collectives.endpoint import Endpoint
 from fnshard.runtime.collectives.messages import Memory
 
@@ -199,38 +199,26 @@ class Simulated:
 
     def send_buffer(self, numel: int, dtype: torch.dtype, axes: Axes, rows: int = 1) -> Tensor:
         out = empty(self.mesh, rows * numel, dtype)
-        if getattr(_thread, "session", None) is not None and _thread.session.adversary:
+        if self._adversary:
             poison(out)
         return out
 
     def all_gather(self, flat: Tensor, axes: Axes) -> Handle[list[Tensor]]:
-        if self.mesh.axes_size(axes) == 1:
-            return Done([flat])
-        session = self._session()
-        handle = session.endpoint(self.mesh).all_gather(flat, axes)
-        return _Lent(handle) if session.adversary else handle
+        handle = self._carrier(axes).all_gather(flat, axes)
+        return _Lent(handle) if self._adversary and not isinstance(handle, Done) else handle
 
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
-        if self.mesh.axes_size(axes) == 1:
-            return Done(rows)
-        return self._session().endpoint(self.mesh).reduce_scatter(rows, axes)
+        return self._carrier(axes).reduce_scatter(rows, axes)
 
     def all_to_all(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
-        if self.mesh.axes_size(axes) == 1:
-            return Done(rows)
-        return self._session().endpoint(self.mesh).all_to_all(rows, axes)
+        return self._carrier(axes).all_to_all(rows, axes)
 
     def permute(self, flat: Tensor, axes: Axes, distance: int) -> Handle[Tensor]:
-        if self.mesh.axes_size(axes) == 1:
-            return Done(flat)
-        return self._session().endpoint(self.mesh).permute(flat, axes, distance)
+        return self._carrier(axes).permute(flat, axes, distance)
 
     def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
-        if self.mesh.axes_size(axes) == 1:
-            return Done(flat)
-        session = self._session()
-        handle = session.endpoint(self.mesh).all_reduce(flat, axes)
-        if session.adversary == "early":
+        handle = self._carrier(axes).all_reduce(flat, axes)
+        if self._adversary == "early" and not isinstance(handle, Done):
             poison(flat)
         return handle
 
@@ -258,6 +246,16 @@ class Simulated:
 
     def close(self) -> None:
         pass
+
+    @property
+    def _adversary(self) -> Adversary:
+        session = getattr(_thread, "session", None)
+        return None if session is None else session.adversary
+
+    def _carrier(self, axes: Axes) -> SingleRank | Endpoint:
+        return (
+            SingleRank(self.mesh) if self.mesh.axes_size(axes) == 1 else self._session().endpoint(self.mesh)
+        )
 
     def _session(self) -> _Session:
         session = getattr(_thread, "session", None)
