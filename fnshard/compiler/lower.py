@@ -16,9 +16,8 @@ from fnshard.compiler.kernels.libraries import TRACING
 from fnshard.compiler.kernels.remat import Remat, policies
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.kernels.split import split
-from fnshard.compiler.place.axes import Residual
 from fnshard.compiler.place.place import place_axes
-from fnshard.compiler.place.ways import ContextAttention
+from fnshard.compiler.place.strategies import ContextAttention, Residual
 from fnshard.compiler.schedule.build import Plan, build
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.compiler.schedule.passes import (

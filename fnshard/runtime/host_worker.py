@@ -1,4 +1,4 @@
-"""Host worker: a thread beside the one that launches kernels, which are launched while the host works."""
+"""Host worker: a thread of its own for what the host computes, while another one launches kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Worker:
         self._error: BaseException | None = None
 
     def submit(self, call: Callable[[], Any], *, heavy: bool = False) -> None:
-        """Make a call behind all earlier ones; waits while `PENDING` heavy ones are not done."""
+        """Make a call after all earlier ones; waits while `PENDING` heavy ones are not done."""
         while heavy and len(self._heavy) >= PENDING:
             self._heavy.popleft().result()
         self._last = self._thread.submit(self._make, call)

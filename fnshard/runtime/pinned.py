@@ -1,7 +1,7 @@
-"""Pinned: page-locked host memory of exact sizes, which a GPU copies from and to beside its work.
+"""Pinned: page-locked host memory of exact sizes, which a GPU copies from and to during its work.
 
 torch's own allocator rounds every block up to a power of two, so that 1.1 GB of state would lock 2 GB. Here a
-block is an anonymous mapping that is registered with CUDA; torch tells by the pointer that it is pinned.
+block is an anonymous mapping that is registered with CUDA; torch sees by the pointer that it is pinned.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Readback: a step's numbers on their way from the device to the host.
 
-Loss, norms and flags lie on the device when a step returns, which may still be at work on it. One copy behind
+Loss, norms and flags lie on the device when a step returns, which may still be at work on it. One copy after
 the step's last kernel brings them all to pinned memory, and whoever reads them waits for that copy alone: a
 loop that reads a step's numbers after it has launched the next step leaves the device no gap.
 """
@@ -23,7 +23,7 @@ class Reading:
         names: of all of them, in their order.
         known: numbers of those that were on the host already.
         sent: names of the others, and whether each is an integer.
-        values: their numbers, float64[len(sent)] on the host, which are there behind `event`.
+        values: their numbers, float64[len(sent)] on the host, which are there after `event`.
     """
 
     names: tuple[Hashable, ...] = ()
@@ -57,7 +57,7 @@ class Reading:
         return self.event is None or self.event.query()
 
     def numbers(self) -> dict[Hashable, float | int]:
-        """The numbers by name; waits for the copy, and for nothing that was launched behind it."""
+        """The numbers by name; waits for the copy, and for nothing that was launched after it."""
         if self.event is not None:
             self.event.synchronize()
         arrived = self.values.tolist() if self.values is not None else []
@@ -66,5 +66,5 @@ class Reading:
         return {n: found[n] for n in self.names}
 
     def without(self, name: Hashable) -> Reading:
-        """The same, of which one number is not told."""
+        """The same, without one number."""
         return replace(self, names=tuple(n for n in self.names if n != name))

@@ -8,7 +8,7 @@ from typing import Any
 from fnshard import tree
 from fnshard.compiler.kernels.inductor import inductor_options
 from fnshard.compiler.lower import Passes
-from fnshard.compiler.place.ways import ContextAttention
+from fnshard.compiler.place.strategies import ContextAttention
 from fnshard.losses import Mean
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT

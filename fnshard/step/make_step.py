@@ -9,8 +9,7 @@ from typing import Any, Literal
 from fnshard.compiler.kernels.inductor import inductor_options
 from fnshard.compiler.kernels.remat import Remat
 from fnshard.compiler.lower import Passes
-from fnshard.compiler.place.axes import Residual
-from fnshard.compiler.place.ways import ContextAttention
+from fnshard.compiler.place.strategies import ContextAttention, Residual
 from fnshard.compiler.schedule.build import AccumulateMode
 from fnshard.losses import Mean
 from fnshard.mesh import Mesh

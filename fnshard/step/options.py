@@ -11,8 +11,7 @@ from fnshard.analysis.transport import kind_of
 from fnshard.compiler.kernels.remat import Remat
 from fnshard.compiler.kernels.remat import check as check_remat
 from fnshard.compiler.lower import Passes
-from fnshard.compiler.place.axes import Residual
-from fnshard.compiler.place.ways import ContextAttention
+from fnshard.compiler.place.strategies import ContextAttention, Residual
 from fnshard.compiler.schedule.build import AccumulateMode
 from fnshard.errors import SpecError
 from fnshard.mesh import Mesh

@@ -353,7 +353,7 @@ def test_a_write_to_a_tensor_from_outside_is_refused() -> None:
         ),
     ],
 )
-def test_a_change_behind_the_block_is_refused(act: Callable[[nn.Module], Any]) -> None:
+def test_a_change_after_the_block_is_refused(act: Callable[[nn.Module], Any]) -> None:
     model = deferred(lambda: Holds(lambda module: None))
     with (
         torch.no_grad(),
@@ -394,7 +394,7 @@ def test_what_the_constructor_puts_on_meta_or_leaves_unset_is_named() -> None:
     with pytest.raises(StateError, match=r"(?s)1 leaf on the meta device.*'lost'.*fs.deferred"):
         whole(deferred(lambda: Holds(put)), 1, 0)
 
-    def forget(module: Any) -> None:
+    def leave_unset(module: Any) -> None:
         module.partly = nn.Parameter(torch.empty(3))
         module.partly.data[:2].zero_()
         module.register_buffer("count", torch.empty(2, dtype=torch.int64))
@@ -403,7 +403,7 @@ def test_what_the_constructor_puts_on_meta_or_leaves_unset_is_named() -> None:
     with pytest.raises(
         StateError, match=r"(?s)leaves 3 leaves unset.*'partly'.*'count'.*'mask'.*torch.empty makes"
     ):
-        fs.shard(*_tree(deferred(lambda: Holds(forget))))
+        fs.shard(*_tree(deferred(lambda: Holds(leave_unset))))
 
 
 def _tree(model: nn.Module) -> tuple[Any, Any, fs.Mesh]:

@@ -16,7 +16,7 @@ from fnshard.compiler.place.conversions import Conversions
 from fnshard.compiler.place.place import Axis, place
 from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Placement, Split, fits
 from fnshard.compiler.place.rules import rule_of
-from fnshard.compiler.place.ways import Call
+from fnshard.compiler.place.strategies import Call
 
 SHAPE, RANKS = (4, 12, 10), (2, 4)
 SPLITS = [
@@ -36,7 +36,7 @@ PAIRS = [
 
 
 def converted(now: Placement, to: Placement, ranks: int) -> torch.fx.Graph:
-    """The graph that makes of this rank's part of a value, behind the rank's index, the other part."""
+    """The graph that makes of this rank's part of a value, after the rank's index, the other part."""
     graph = torch.fx.Graph()
     index, here = graph.placeholder("index"), graph.placeholder("here")
     by = Conversions(graph.call_function, index, "tensor", ranks, torch.device("cpu"))

@@ -18,7 +18,7 @@ from fnshard.compiler.place import place as placing
 from fnshard.compiler.place.conversions import Conversions
 from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Split
 from fnshard.compiler.place.rules import RULES, rule_of
-from fnshard.compiler.place.ways import Way
+from fnshard.compiler.place.strategies import OpStrategy
 from fnshard.compiler.schedule import build
 from fnshard.layout.spec import LayoutSpec
 
@@ -54,8 +54,8 @@ def part_of_another_rank(self: Conversions, node: Any, shape: Any, to: Split) ->
     return slice_part(replace(self, index=other), node, shape, to)
 
 
-def shifted(call: Any) -> Iterator[Way]:
-    yield Way((Split(1),), Split(1))
+def shifted(call: Any) -> Iterator[OpStrategy]:
+    yield OpStrategy((Split(1),), Split(1))
 
 
 def unscaled(self: Any) -> list[Any]:
@@ -153,7 +153,7 @@ def other_rank(op: Any) -> Plant:
     """What a rank computes by its index, it computes by another's."""
     find = rule_of(op)
 
-    def rule(call: Any) -> Iterator[Way]:
+    def rule(call: Any) -> Iterator[OpStrategy]:
         for way in find(call):
             run = way.run
             yield way if run is None else replace(way, run=lambda i, *x, run=run: run(call.ranks - 1 - i, *x))
@@ -164,14 +164,14 @@ def other_rank(op: Any) -> Plant:
 def without_run(op: Any) -> Plant:
     find = rule_of(op)
 
-    def rule(call: Any) -> Iterator[Way]:
+    def rule(call: Any) -> Iterator[OpStrategy]:
         yield from (replace(way, run=None) for way in find(call))
 
     return lambda: mock.patch.dict(RULES, {op: rule})
 
 
-def added_on_every_rank(call: Any) -> Iterator[Way]:
-    yield Way((PARTIAL, REPLICATED), PARTIAL)
+def added_on_every_rank(call: Any) -> Iterator[OpStrategy]:
+    yield OpStrategy((PARTIAL, REPLICATED), PARTIAL)
     yield from rule_of(aten.sub.Tensor)(call)
 
 

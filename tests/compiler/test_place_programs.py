@@ -263,15 +263,15 @@ def test_a_split_behind_a_view_is_the_view_of_a_split(shapes: Any, dim: int, out
     before, after = shapes
     split = Split(dim % len(before), outer)
     hypothesis.assume(fits(before, split, ranks))
-    behind = through_view(split, before, after, ranks)
+    moved = through_view(split, before, after, ranks)
     if before == after:
-        assert behind == split
-    if behind is None:
+        assert moved == split
+    if moved is None:
         return
     x = torch.arange(torch.Size(before).numel())
-    parts, expected = cut(x.view(before), split, ranks), cut(x.view(after), behind, ranks)
+    parts, expected = cut(x.view(before), split, ranks), cut(x.view(after), moved, ranks)
     for part, other in zip(parts, expected, strict=True):
-        assert torch.equal(part.reshape(local_shape(after, behind, ranks)), other)
+        assert torch.equal(part.reshape(local_shape(after, moved, ranks)), other)
 
 
 def test_what_a_slice_cuts_off_counts_for_nothing() -> None:

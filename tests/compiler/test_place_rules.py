@@ -31,7 +31,7 @@ from fnshard.compiler.place.placement import (
     fits,
 )
 from fnshard.compiler.place.rules import rule_of
-from fnshard.compiler.place.ways import RULES, Call, Way
+from fnshard.compiler.place.strategies import RULES, Call, OpStrategy
 
 UNTESTED = {  # whose results nobody may compare, or that no program of one op has
     "aten::new_empty", "aten::empty_like", "fnshard::exchange", "aten::linalg_svd",
@@ -190,9 +190,9 @@ def test_each_way_by_itself(case: Case, monkeypatch: pytest.MonkeyPatch) -> None
     rule = rule_of(case.op)
     for ranks in (2, 3):
         for inputs in _ways(call, ranks):
-            taken: list[Way] = []
+            taken: list[OpStrategy] = []
 
-            def only(call: Call, inputs=inputs, taken=taken) -> Iterator[Way]:
+            def only(call: Call, inputs=inputs, taken=taken) -> Iterator[OpStrategy]:
                 found = [w for w in rule(call) if w.inputs == inputs]
                 taken.extend(found[:1])
                 yield from found[:1]

@@ -42,7 +42,7 @@ CUDA = fs.make_mesh(shard=2, device="cuda", abstract=True)
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A machine with two GPUs, as far as `torch.accelerator` and `init_process_group` can tell."""
+    """A machine with two GPUs, as far as `torch.accelerator` and `init_process_group` see."""
     seen = SimpleNamespace(count=2, index=0, groups=[], synchronized=0)
     found = {
         "is_available": lambda: True,
@@ -175,7 +175,7 @@ def test_a_rank_without_memory_says_what_was_planned_and_is_the_cause(tmp_path):
     def failure(rank: int, exitcode: int, text: str = "") -> ProcessFailure:
         made = ProcessFailure(local_rank=rank, pid=1, exitcode=exitcode, error_file="")
         made.error_file_data = {"message": {"extraInfo": {"py_callstack": text}}} if text else {}
-        made.timestamp = 9 - rank  # the cause is heard last
+        made.timestamp = 9 - rank  # the cause is reported last
         return made
 
     aborted = failure(1, -signal.SIGABRT)  # NCCL's watchdog
@@ -241,7 +241,7 @@ def test_simulated_ranks_are_on_the_cpu_and_both_sides_of_a_comparison_with_them
 
 
 class LateEvent:
-    """As CUDA's: recorded behind a wait that returned at once; it happens when the collective has ended."""
+    """As CUDA's: recorded after a wait that returned at once; it happens when the collective has ended."""
 
     ended = 0
     recorded = 0

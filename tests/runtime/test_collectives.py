@@ -210,7 +210,7 @@ def _many(rank: int, transport: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("transport", ["auto", "p2p"])
 def test_200_rounds_of_random_sizes_take_no_more_memory(ranks, transport):
-    # Six in flight of [2 * 3000] fp64 are 288 kB; a peer may be as many behind.
+    # Six in flight of [2 * 3000] fp64 are 288 kB; a peer may be late by as many.
     for _, last in ranks(2).run(_many, transport):
         assert last < 3 * 6 * 2 * 3000 * 8
 

@@ -70,7 +70,7 @@ def test_all_ranks_blocks_make_up_the_leaf(shape, layout):
 # ------------------------------------------------------------------ slots
 
 
-def _one_behind_the_other(rank: int) -> int:
+def _one_after_the_other(rank: int) -> int:
     by = connect(make_mesh(shard=2, device="cpu"), timeout=20)
     before = by.transport_bytes()
     leaves, value = issue(by, 0.0).wait(), 0.0
@@ -89,7 +89,7 @@ def _one_behind_the_other(rank: int) -> int:
 
 
 def test_two_units_alive_take_two_slots_however_late_a_rank_is(ranks):
-    for used in ranks(2).run(_one_behind_the_other):
+    for used in ranks(2).run(_one_after_the_other):
         assert 2 * UNIT <= used <= 2 * UNIT + 3 * PAGE  # of two leaves of two units, this rank's half
 
 
@@ -194,7 +194,7 @@ def _watched(rank: int, preset: str, clip: bool) -> dict[str, Any]:
     if clip:
         optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), optimizer)
     step = sharded.make_step(mesh, model, sharded.specs_of(model, preset, mesh), optimizer)
-    passes = step.options.passes  # nothing would travel beside a kernel; elsewhere it does
+    passes = step.options.passes  # nothing would travel during a kernel; elsewhere it does
     assert (passes.prefetch, passes.overlap) == ((0, 0), 0)
     assert {default_depth(make_mesh(shard=2, **{kind: True})) for kind in ("simulated", "abstract")} == {1}
     state, batch = step.init(model.params), sharded.part(model.batch(0), rank, 2)

@@ -31,7 +31,7 @@ class Device(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
-        self.pinned: list[Tensor] = []  # held: an address is of what lives
+        self.pinned: list[Tensor] = []  # kept: an address is of what lives
 
     def _is_pinned(self, value: Tensor) -> bool:
         return any(p.untyped_storage()._cdata == value.untyped_storage()._cdata for p in self.pinned)
@@ -243,7 +243,7 @@ def test_numbers_and_flags_are_read_a_step_late_and_a_read_waits_for_one_event(d
     trained = Trained(device)
     with trained.steps() as state:
         state, metrics = trained(state)
-        assert trained.step.heard("stop") is False and device.waits == []  # nothing lies behind
+        assert trained.step.heard("stop") is False and device.waits == []  # no step came before
         state, _ = trained(state)
         trained.step.heard("stop")
         metrics.numbers()

@@ -77,7 +77,7 @@ def test_a_mesh_whose_connection_was_closed_connects_anew(ranks):
 
 
 def momentum_over_norm(lr):
-    """Gathers its momentum, and then what rests on that: two gathers a leaf, one behind the other."""
+    """Gathers its momentum, and then what rests on that: two gathers a leaf, one after the other."""
 
     def leaf(path, grad, slots, param, info):
         momentum = 0.9 * slots["m"] + grad

@@ -43,7 +43,7 @@ class Streams:
     _FIRST = 0x7F5A_0000_0000_0000
 
     def __init__(self) -> None:
-        self._calls: list[int] = []  # by mark, the call behind which the generator is
+        self._calls: list[int] = []  # by mark, the call after which the generator is
         self._states: dict[int, tuple[torch.Generator, Tensor]] = {}
 
     def __enter__(self) -> None:
@@ -54,12 +54,12 @@ class Streams:
             generator.set_state(state)
 
     def state(self, generator: torch.Generator) -> int | Tensor:
-        """The random call behind which the generator is, or its state."""
+        """The random call after which the generator is, or its state."""
         mark = generator.initial_seed() - self._FIRST
         return self._calls[mark] if 0 <= mark < len(self._calls) else generator.get_state()
 
     def mark(self, generator: torch.Generator, call: int) -> None:
-        """The generator is behind this call."""
+        """The generator is in the state after this call."""
         if id(generator) not in self._states:
             self._states[id(generator)] = generator, generator.get_state()
         generator.manual_seed(self._FIRST + len(self._calls))

@@ -1,4 +1,13 @@
-"""Rules of attention: along rows and heads, and over a sequence that is split."""
+"""Rules of attention: along rows and heads, and over a sequence that is split.
+
+Ring attention (Liu, Zaharia & Abbeel 2023): blocks of keys and values go round the ranks. Each rank keeps its
+queries; in each turn it has one other rank's keys and values and sends its own to another: one `permute` a
+turn, issued before the product of the turn before. Of keys and values only a rank's own are kept for the
+backward, where they go round again (`schedule.passes.regather`); the gradients of a block go back to its rank
+by the permutes' duals. Masks are whole along the keys. With a causal mask the blocks after a rank's own are
+computed and count for nothing, on every rank alike: the last rank needs all of them, so that it takes no
+longer; a zigzag order of the sequence would halve it.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +16,21 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
 from fnshard.compiler.frontend.random import key_at
 from fnshard.compiler.place.draws import first_drawn, strides_of
-from fnshard.compiler.place.placement import REPLICATED, Split, divides
-from fnshard.compiler.place.ring import problem, ring
-from fnshard.compiler.place.ways import Call, Way, broadcast, rule
+from fnshard.compiler.place.placement import REPLICATED, Split, divides, fits
+from fnshard.compiler.place.strategies import Call, OpStrategy, broadcast, rule
 from fnshard.errors import TraceError
 
 aten, own = torch.ops.aten, torch.ops.fnshard
 
 
 @rule(aten.scaled_dot_product_attention.default, own.attention.default)
-def _attention(call: Call) -> Iterator[Way]:
+def _attention(call: Call) -> Iterator[OpStrategy]:
     """Along the batch and the heads; of keys and values that are fewer, each rank takes those it needs.
 
     Without a causal mask along the queries too. Over a sequence that is split, as the step says.
@@ -32,7 +42,7 @@ def _attention(call: Call) -> Iterator[Way]:
         yield from {"ulysses": _ulysses, "gather": _gathered, "ring": _ring}[call.attention](call)
 
 
-def _any_attention(call: Call) -> Iterator[Way]:
+def _any_attention(call: Call) -> Iterator[OpStrategy]:
     query, key = call.tensors[0], call.tensors[1]
     scores, rank = (*query.shape[:-1], key.shape[-2]), query.dim()
     draws = call.target is own.attention.default
@@ -46,11 +56,11 @@ def _any_attention(call: Call) -> Iterator[Way]:
         here = partial(_drawn_attention, call, split) if draws else None
         if split.dim == rank - 2:
             if not call["is_causal"]:
-                yield Way((split, REPLICATED, REPLICATED, *rest), split, run=here)
+                yield OpStrategy((split, REPLICATED, REPLICATED, *rest), split, run=here)
         elif divides(key.shape, split, call.ranks) or query.shape[split.dim] == key.shape[split.dim]:
-            yield Way((split, split, split, *rest), split, run=here)
+            yield OpStrategy((split, split, split, *rest), split, run=here)
         elif split.dim == rank - 3 and (take := _heads_taken(call, split)):
-            yield Way(
+            yield OpStrategy(
                 (split, REPLICATED, REPLICATED, *rest),
                 split,
                 run=partial(_shared_attention, call, take, here),
@@ -91,13 +101,13 @@ def _drawn_attention(call: Call, split: Split, index: Tensor, *tensors: Tensor, 
 # ------------------------------------------------------------------ over a sequence that is split
 
 
-def _ulysses(call: Call) -> Iterator[Way]:
+def _ulysses(call: Call) -> Iterator[OpStrategy]:
     """Along the heads."""
     heads = call.tensors[0].dim() - 3
-    ways = [way for way in _any_attention(call) if way.output.dim == heads]
-    if not ways:
+    strategies = [strategy for strategy in _any_attention(call) if strategy.output.dim == heads]
+    if not strategies:
         raise _refused(call, f"its {call.shape[heads]} heads cannot be split", "'ring', 'gather' or 'auto'.")
-    yield from ways
+    yield from strategies
 
 
 def _refused(call: Call, why: str, fix: str) -> TraceError:
@@ -116,13 +126,13 @@ def _along_queries(call: Call) -> tuple[Split, list[Any]]:
     return split, [broadcast(t.shape, scores, split) for t in call.tensors[3:]]
 
 
-def _gathered(call: Call) -> Iterator[Way]:
+def _gathered(call: Call) -> Iterator[OpStrategy]:
     """Along the queries; keys and values are whole."""
     split, rest = _along_queries(call)
     draws = call.target is own.attention.default
     here = partial(_drawn_attention, call, split) if draws else None
     run = partial(_causal_rows, call, split) if call["is_causal"] else here
-    yield Way((split, REPLICATED, REPLICATED, *rest), split, run=run)
+    yield OpStrategy((split, REPLICATED, REPLICATED, *rest), split, run=run)
 
 
 def _causal_rows(call: Call, split: Split, index: Tensor, *tensors: Tensor) -> Tensor:
@@ -135,16 +145,16 @@ def _causal_rows(call: Call, split: Split, index: Tensor, *tensors: Tensor) -> T
     return call.on(tensors, attn_mask=seen, is_causal=False)
 
 
-def _ring(call: Call) -> Iterator[Way]:
+def _ring(call: Call) -> Iterator[OpStrategy]:
     """Along the queries, and the keys."""
     if why := problem(call):
         raise _refused(call, why, "'auto', 'ulysses' or 'gather'.")
     split, rest = _along_queries(call)
-    yield Way((split, split, split, *rest), split, run=partial(ring, call))
+    yield OpStrategy((split, split, split, *rest), split, run=partial(ring, call))
 
 
 @rule(own.attention_turn.default)
-def _attention_turn(call: Call) -> Iterator[Way]:
+def _attention_turn(call: Call) -> Iterator[OpStrategy]:
     """Along the batch and the heads, as attention."""
     query, block = call.tensors[:2]
     scores, rank = (*query.shape[:-1], block.shape[-2]), query.dim()
@@ -153,9 +163,9 @@ def _attention_turn(call: Call) -> Iterator[Way]:
         mask = tuple(broadcast(t.shape, scores, split) for t in call.tensors[3 + len(carry) :])
         more = (*carry, REPLICATED, *mask)
         if divides(block.shape, split, call.ranks):
-            yield Way((split, split, *more), split)
+            yield OpStrategy((split, split, *more), split)
         elif split.dim == rank - 3 and (take := _heads_taken(call, split)):
-            yield Way((split, REPLICATED, *more), split, run=partial(_shared_block, call, take))
+            yield OpStrategy((split, REPLICATED, *more), split, run=partial(_shared_block, call, take))
 
 
 def _shared_block(call: Call, take: Any, index: Tensor, query: Tensor, block: Tensor, *rest: Tensor) -> Any:
@@ -163,6 +173,57 @@ def _shared_block(call: Call, take: Any, index: Tensor, query: Tensor, block: Te
 
 
 @rule(own.attention_merged.default)
-def _attention_merged(call: Call) -> Iterator[Way]:
+def _attention_merged(call: Call) -> Iterator[OpStrategy]:
     for split in call.splits(call.shape, range(len(call.shape) - 1)):
-        yield Way((split, split), split)
+        yield OpStrategy((split, split), split)
+
+
+# ------------------------------------------------------------------ ring
+
+
+def ring(call: Call, index: Tensor, query: Tensor, key: Tensor, value: Tensor, *mask: Tensor) -> Tensor:
+    """This rank's part of an attention, of its queries, keys and values."""
+    dtype, ranks, carry = call.value.dtype, call.ranks, []
+    query, key, value = (t.to(dtype) for t in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if call["scale"] is None else call["scale"]
+    block = sent = OUTGOING(torch.cat([key, value], -1))
+    source, seen = index, _over_blocks(call, mask[0] if mask else None)
+    for turn in range(1, ranks + 1):
+        following = EXCHANGE(sent, "permute", call.axis, turn, ranks) if turn < ranks else None
+        carry = own.attention_turn(query, block, carry, source, seen, ranks, call["is_causal"], scale)
+        # Handed on as a value, so that the turns are one kernel.
+        block, source = following, OUTGOING(source - 1)
+    return own.attention_merged(carry[0], carry[1], dtype)
+
+
+def _over_blocks(call: Call, mask: Tensor | None) -> Tensor | None:
+    """A mask over the keys of all blocks; those that pad the last ones are not seen.
+
+    With a causal mask they come after all queries.
+    """
+    key = call.tensors[1]
+    keys, part = key.shape[-2], call.part(key.shape, Split(key.dim() - 2))
+    missing = part * call.ranks - keys
+    if not missing or (mask is None and call["is_causal"]):
+        return mask
+    if mask is None:
+        mask = torch.ones([1] * key.dim(), dtype=torch.bool, device=key.device)
+    unseen = False if mask.dtype == torch.bool else -torch.inf
+    return F.pad(mask.expand(*mask.shape[:-1], keys), (0, missing), value=unseen)
+
+
+def problem(call: Call) -> str:
+    """Why a call cannot go round; "" if it can."""
+    query, key, *rest = call.tensors
+    split = Split(query.dim() - 2)
+    if call.target is not aten.scaled_dot_product_attention.default or call["dropout_p"]:
+        return "it has dropout"
+    if not all(fits(t.shape, split, call.ranks) for t in (query, key)):
+        return f"of {query.shape[-2]} queries and {key.shape[-2]} keys some ranks would have none"
+    if call["is_causal"] and query.shape[-2] != key.shape[-2]:
+        return f"it is causal, of {query.shape[-2]} queries and {key.shape[-2]} keys"
+    if query.dim() not in (3, 4) or query.shape[:-3] != key.shape[:-3]:
+        return f"its queries are {list(query.shape)} and its keys {list(key.shape)}"
+    if any(mask.requires_grad for mask in rest[1:]):
+        return "its mask has a gradient"
+    return ""

@@ -1,7 +1,7 @@
 """Check: a placed program against its types. What is found here would train, and train wrong.
 
 The walk of `place` writes down what each value is and how each op runs; this reads the graph that came of it,
-and derives the types again: which way of its rule an op has taken, what it reads, which
+and derives the types again: which strategy of its rule an op has taken, what it reads, which
 exchange stands between two placements, and how large each rank's part is.
 """
 
@@ -24,7 +24,7 @@ from fnshard.compiler.place.placement import (
     local_shape,
 )
 from fnshard.compiler.place.rules import rule_of
-from fnshard.compiler.place.ways import Call, Way
+from fnshard.compiler.place.strategies import Call, OpStrategy
 from fnshard.errors import ScheduleError
 
 # The exchange from one placement to another; None: each rank slices what it has.
@@ -41,8 +41,8 @@ EXCHANGES: dict[tuple[type, type], str | None] = {
 class Record:
     """What a walk did along an axis of `ranks`, of which `index` is this rank's.
 
-    `values`: of each node its placement and the whole (fake) value. `calls`: each op with its way, what it
-    reads and its node. `conversions`: node, result, and both placements. `results`: of each output whether
+    `values`: of each node its placement and the whole (fake) value. `calls`: each op with its strategy, what
+    it reads and its node. `conversions`: node, result, and both placements. `results`: of each output whether
     ranks sum it, its value's node and the node that is returned.
     """
 
@@ -50,7 +50,7 @@ class Record:
     ranks: int
     index: fx.Node
     values: dict[fx.Node, tuple[Placement, Any]] = field(default_factory=dict)
-    calls: list[tuple[Call, Way, tuple[fx.Node, ...], fx.Node]] = field(default_factory=list)
+    calls: list[tuple[Call, OpStrategy, tuple[fx.Node, ...], fx.Node]] = field(default_factory=list)
     conversions: list[tuple[fx.Node, fx.Node, Placement, Placement]] = field(default_factory=list)
     results: list[tuple[bool, fx.Node, fx.Node]] = field(default_factory=list)
 
@@ -61,7 +61,7 @@ class Record:
             run: propagates the graph's (fake) values.
 
         Raises:
-            ScheduleError: a bug in a rule, in the walk, or in a rewrite behind it.
+            ScheduleError: a bug in a rule, in the walk, or in a rewrite after it.
         """
         here = set(graph.nodes)
         returned = list(graph.output_node().args[0])
@@ -79,26 +79,29 @@ class Record:
             )
 
     def _reads(self, here: set[fx.Node]) -> Iterator[str]:
-        """An op reads what its way says, and its rule has that way."""
-        for call, way, reads, node in self.calls:
+        """An op reads what its strategy says, and its rule has that strategy."""
+        for call, strategy, reads, node in self.calls:
             if node not in here:
                 continue
-            for read, to in zip(reads, way.inputs, strict=True):
+            for read, to in zip(reads, strategy.inputs, strict=True):
                 now = self.values[read][0]
                 if now != to:
                     yield f"{node}: {call.target} reads {read}, which is {now}, as {to}"
-                if way.run is None and read in here and read not in node.all_input_nodes:
+                if strategy.run is None and read in here and read not in node.all_input_nodes:
                     yield f"{node}: {call.target} does not read {read}, as it was placed to"
-            if not self._is_known(call, way):
-                taken = ", ".join(map(str, way.inputs))
-                yield f"{node}: {call.target} has no rule from {taken} to {way.output}"
+            if not self._is_known(call, strategy):
+                taken = ", ".join(map(str, strategy.inputs))
+                yield f"{node}: {call.target} has no rule from {taken} to {strategy.output}"
 
-    def _is_known(self, call: Call, way: Way) -> bool:
-        if {*way.inputs, way.output} <= {REPLICATED}:
+    def _is_known(self, call: Call, strategy: OpStrategy) -> bool:
+        if {*strategy.inputs, strategy.output} <= {REPLICATED}:
             return True
         find = rule_of(call.target)
         known = () if find is None else find(call)
-        return any((w.inputs, w.output, w.changes) == (way.inputs, way.output, way.changes) for w in known)
+        return any(
+            (w.inputs, w.output, w.changes) == (strategy.inputs, strategy.output, strategy.changes)
+            for w in known
+        )
 
     def _exchanges(self, here: set[fx.Node]) -> Iterator[str]:
         """Between two placements stands their exchange, over this axis, and no other."""
@@ -144,7 +147,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _behind(source: fx.Node, result: fx.Node) -> list[fx.Node]:
-    """What lies between a value and what was made of it, and what that reads beside."""
+    """What lies between a value and what was made of it, and what else that reads."""
     seen, stack, found = {source}, [result], []
     while stack:
         node = stack.pop()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fnshard.compiler.frontend.random import key_at
 from fnshard.compiler.place.placement import REPLICATED, Split
-from fnshard.compiler.place.ways import Call, Way, broadcast, rule
+from fnshard.compiler.place.strategies import Call, OpStrategy, broadcast, rule
 
 own = torch.ops.fnshard
 
@@ -26,7 +26,7 @@ def first_drawn(call: Call, index: Tensor, split: Split, shape: Sequence[int]) -
 
 
 @rule(own.dropout.default)
-def _dropout(call: Call) -> Iterator[Way]:
+def _dropout(call: Call) -> Iterator[OpStrategy]:
     """Blocks that are not contiguous are drawn as one dim more."""
     shape = call.shape
     strides = strides_of(call, shape)
@@ -39,11 +39,11 @@ def _dropout(call: Call) -> Iterator[Way]:
             blocks = x.reshape(*x.shape[: split.dim], split.outer, count, *x.shape[split.dim + 1 :])
             return call.on([blocks, key], strides=apart).reshape(x.shape)
 
-        yield Way((split, REPLICATED), split, run=run)
+        yield OpStrategy((split, REPLICATED), split, run=run)
 
 
 @rule(own.feature_dropout.default, own.alpha_dropout.default)
-def _features(call: Call) -> Iterator[Way]:
+def _features(call: Call) -> Iterator[OpStrategy]:
     """One number a feature, or an element: along dims that share it the same on all ranks."""
     features = call.arguments.get("features", True)
     drawn = [*call.shape[:2], *[1] * (len(call.shape) - 2)] if features else call.shape
@@ -56,11 +56,11 @@ def _features(call: Call) -> Iterator[Way]:
                 key = key_at(key, first_drawn(call, index, split, drawn))
             return call.on([x, key], strides=strides_of(call, drawn))
 
-        yield Way((split, REPLICATED), split, run=run)
+        yield OpStrategy((split, REPLICATED), split, run=run)
 
 
 @rule(own.bernoulli.default)
-def _bernoulli(call: Call) -> Iterator[Way]:
+def _bernoulli(call: Call) -> Iterator[OpStrategy]:
     shape = call.shape
     for split in call.splits(shape):
         if split.outer > 1:
@@ -70,4 +70,4 @@ def _bernoulli(call: Call) -> Iterator[Way]:
             key = key_at(key, first_drawn(call, index, split, shape))
             return call.on([p, key], shape=call.local(split), strides=strides_of(call, shape))
 
-        yield Way((broadcast(call.tensors[0].shape, shape, split), REPLICATED), split, run=run)
+        yield OpStrategy((broadcast(call.tensors[0].shape, shape, split), REPLICATED), split, run=run)

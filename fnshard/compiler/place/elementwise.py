@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Split
-from fnshard.compiler.place.ways import Call, Way, broadcast, rule
+from fnshard.compiler.place.strategies import Call, OpStrategy, broadcast, rule
 
 aten, own = torch.ops.aten, torch.ops.fnshard
 
@@ -33,27 +33,27 @@ _LINEAR = {
 _CASTS = {aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout, aten.to.device, aten.to.other}
 
 
-def elementwise(call: Call) -> Iterator[Way]:
+def elementwise(call: Call) -> Iterator[OpStrategy]:
     """Split like the result, where a tensor is not broadcast along the dim; sums pass what is linear."""
     for split in call.splits(call.shape):
-        yield Way(tuple(broadcast(t.shape, call.shape, split) for t in call.tensors), split)
+        yield OpStrategy(tuple(broadcast(t.shape, call.shape, split) for t in call.tensors), split)
     patterns = _LINEAR.get(call.target, ())
     if call.target in _CASTS and call.value.dtype == call.tensors[0].dtype:
         patterns = ("x" + "." * (len(call.tensors) - 1),)
     for pattern in patterns:
         if len(pattern) == len(call.tensors) and call.value.dtype != torch.bool:
-            yield Way(tuple(PARTIAL if c == "x" else REPLICATED for c in pattern), PARTIAL)
+            yield OpStrategy(tuple(PARTIAL if c == "x" else REPLICATED for c in pattern), PARTIAL)
     if "xx" in patterns and len(call.tensors) == 2:
         yield from _bias_added(call)
 
 
-def _bias_added(call: Call) -> Iterator[Way]:
+def _bias_added(call: Call) -> Iterator[OpStrategy]:
     """What is broadcast to parts of a sum, as a bias is, is added to the first rank's part."""
     for number, bias in enumerate(call.tensors):
         if bias.numel() < call.value.numel() and call.tensors[1 - number].shape == call.value.shape:
             inputs = [PARTIAL, PARTIAL]
             inputs[number] = REPLICATED
-            yield Way(tuple(inputs), PARTIAL, run=partial(_on_first_rank, call, number))
+            yield OpStrategy(tuple(inputs), PARTIAL, run=partial(_on_first_rank, call, number))
 
 
 def _on_first_rank(call: Call, number: int, index: Tensor, *tensors: Tensor) -> Tensor:
@@ -74,36 +74,36 @@ rule(
 
 
 @rule(aten.type_as.default, aten.to.other)
-def _typed(call: Call) -> Iterator[Way]:
+def _typed(call: Call) -> Iterator[OpStrategy]:
     """Of the other tensor the dtype alone is looked at."""
-    for way in elementwise(call):
-        yield Way((way.inputs[0], call.current[1]), way.output)
-    yield Way((REPLICATED, call.current[1]), REPLICATED)
+    for strategy in elementwise(call):
+        yield OpStrategy((strategy.inputs[0], call.current[1]), strategy.output)
+    yield OpStrategy((REPLICATED, call.current[1]), REPLICATED)
 
 
 @rule(
     aten.zeros_like.default, aten.ones_like.default, aten.full_like.default, aten.empty_like.default,
 )  # fmt: skip
-def _filled_like(call: Call) -> Iterator[Way]:
+def _filled_like(call: Call) -> Iterator[OpStrategy]:
     """The shape alone is looked at: of a split tensor the result is split."""
     now = call.current[0]
-    yield Way((now,), now if isinstance(now, Split) else REPLICATED)
+    yield OpStrategy((now,), now if isinstance(now, Split) else REPLICATED)
 
 
 @rule(
     aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default,
 )  # fmt: skip
-def _filled(call: Call) -> Iterator[Way]:
+def _filled(call: Call) -> Iterator[OpStrategy]:
     """Nothing but the dtype is looked at."""
-    yield Way(call.current, REPLICATED)
+    yield OpStrategy(call.current, REPLICATED)
 
 
 @rule(aten.bucketize.Tensor, aten.searchsorted.Tensor)
-def _bucketize(call: Call) -> Iterator[Way]:
+def _bucketize(call: Call) -> Iterator[OpStrategy]:
     """Along the numbers that are looked up, where all have the same boundaries."""
     names = [n for n, v in call.arguments.items() if isinstance(v, torch.Tensor)]
     values = names.index("self") if call["self"].shape == call.shape else None
     if values is None or any(t.dim() > 1 for n, t in zip(names, call.tensors, strict=True) if n != "self"):
         return
     for split in call.splits(call.shape):
-        yield Way(tuple(split if i == values else REPLICATED for i in range(len(names))), split)
+        yield OpStrategy(tuple(split if i == values else REPLICATED for i in range(len(names))), split)

@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
 
 from fnshard.compiler.ir.program import mutated_args
-from fnshard.compiler.place.ways import RULES, Call, dims_of, is_list
+from fnshard.compiler.place.strategies import RULES, Call, dims_of, is_list
 from fnshard.compiler.rewrites.in_place import Write
 
 aten, own = torch.ops.aten, torch.ops.fnshard
@@ -59,7 +59,7 @@ def expanded(call: Call, autocast: bool) -> fx.Graph | None:
         take = lambda value: next(feed) if isinstance(value, Tensor) else value  # noqa: E731
         return definition(*map_aggregate(args, take), **map_aggregate(kwargs, take))
 
-    # Composite ops are seen before dispatch, and taken apart behind it.
+    # Composite ops are seen before dispatch, and taken apart after it.
     graph = make_fx(of_tensors, tracing_mode="fake", pre_dispatch=known)(*call.tensors).graph
     graph.eliminate_dead_code()
     return graph if all(map(_is_pure, graph.nodes)) else None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Split
-from fnshard.compiler.place.ways import Call, Way, broadcast, rule
+from fnshard.compiler.place.strategies import Call, OpStrategy, broadcast, rule
 
 aten = torch.ops.aten
 
@@ -19,7 +19,7 @@ def _masked(index: Tensor, at: Tensor, rows: int, find: Callable[[Tensor], Tenso
     Args:
         at: this rank's index; it has `rows` rows.
         find: the lookup, of indices into this rank's rows.
-        dims: of what is found behind those of the index.
+        dims: of what is found after those of the index.
     """
     here = index - at * rows
     inside = (here >= 0) & (here < rows)
@@ -28,14 +28,14 @@ def _masked(index: Tensor, at: Tensor, rows: int, find: Callable[[Tensor], Tenso
 
 
 @rule(aten.embedding.default)
-def _embedding(call: Call) -> Iterator[Way]:
+def _embedding(call: Call) -> Iterator[OpStrategy]:
     """Of a table split by rows, each rank looks up what it has, and the sum has all."""
     table, indices = call.tensors
     if not call["scale_grad_by_freq"]:
         for split in call.splits(indices.shape):
-            yield Way((REPLICATED, split), split)
+            yield OpStrategy((REPLICATED, split), split)
     for split in call.splits(table.shape, [1]):
-        yield Way((split, REPLICATED), Split(indices.dim(), split.outer))
+        yield OpStrategy((split, REPLICATED), Split(indices.dim(), split.outer))
     for split in call.splits(table.shape, [0]):
         if split.outer > 1 or call["scale_grad_by_freq"]:
             continue
@@ -49,21 +49,21 @@ def _embedding(call: Call) -> Iterator[Way]:
             padded = (indices == padding).unsqueeze(-1)
             return _masked(indices, at, rows, find, 1)
 
-        yield Way((split, REPLICATED), PARTIAL, run=run)
-    yield Way((PARTIAL, REPLICATED), PARTIAL)
+        yield OpStrategy((split, REPLICATED), PARTIAL, run=run)
+    yield OpStrategy((PARTIAL, REPLICATED), PARTIAL)
 
 
 @rule(aten.gather.default, aten.take_along_dim.default)
-def _gather(call: Call) -> Iterator[Way]:
+def _gather(call: Call) -> Iterator[OpStrategy]:
     value, index = call.tensors
     if call["dim"] is None or value.dim() == 0 or value.dim() != index.dim():
         return
     dim = call["dim"] % value.dim()
     same = [d for d in range(value.dim()) if d != dim and value.shape[d] == index.shape[d]]
     for split in call.splits(value.shape, same):
-        yield Way((split, split), split)
+        yield OpStrategy((split, split), split)
     for split in call.splits(index.shape, [dim]):
-        yield Way((REPLICATED, split), split)
+        yield OpStrategy((REPLICATED, split), split)
     if value.dtype == torch.bool:
         return
     for split in call.splits(value.shape, [dim]):
@@ -73,18 +73,18 @@ def _gather(call: Call) -> Iterator[Way]:
             return _masked(index, at, rows, lambda here: call.on([value, here]))
 
         if split.outer == 1:
-            yield Way((split, REPLICATED), PARTIAL, run=run)
-    yield Way((PARTIAL, REPLICATED), PARTIAL)
+            yield OpStrategy((split, REPLICATED), PARTIAL, run=run)
+    yield OpStrategy((PARTIAL, REPLICATED), PARTIAL)
 
 
 @rule(aten.index_select.default)
-def _index_select(call: Call) -> Iterator[Way]:
+def _index_select(call: Call) -> Iterator[OpStrategy]:
     value, index = call.tensors
     dim = call["dim"] % max(value.dim(), 1)
     for split in call.splits(value.shape, [d for d in range(value.dim()) if d != dim]):
-        yield Way((split, REPLICATED), split)
+        yield OpStrategy((split, REPLICATED), split)
     for split in call.splits(index.shape if index.dim() else ()):
-        yield Way((REPLICATED, split), Split(dim, split.outer))
+        yield OpStrategy((REPLICATED, split), Split(dim, split.outer))
     if value.dtype == torch.bool or index.dim() == 0:
         return
     for split in call.splits(value.shape, [dim]):
@@ -94,12 +94,12 @@ def _index_select(call: Call) -> Iterator[Way]:
             return _masked(index, at, rows, lambda here: value.index_select(dim, here), more)
 
         if split.outer == 1:
-            yield Way((split, REPLICATED), PARTIAL, run=run)
-    yield Way((PARTIAL, REPLICATED), PARTIAL)
+            yield OpStrategy((split, REPLICATED), PARTIAL, run=run)
+    yield OpStrategy((PARTIAL, REPLICATED), PARTIAL)
 
 
 @rule(aten.index.Tensor)
-def _index(call: Call) -> Iterator[Way]:
+def _index(call: Call) -> Iterator[OpStrategy]:
     """Along dims that no index names, and of an index; of a dim that one index names, each rank its rows."""
     value, indices = call["self"], call["indices"]
     named = [d for d, i in enumerate(indices) if i is not None]
@@ -112,10 +112,10 @@ def _index(call: Call) -> Iterator[Way]:
     after = {d: i + (len(shape) if i >= first else 0) for i, d in enumerate(kept)}
     whole = (REPLICATED,) * len(named)
     for split in call.splits(value.shape, kept):
-        yield Way((split, *whole), Split(after[split.dim], split.outer))
+        yield OpStrategy((split, *whole), Split(after[split.dim], split.outer))
     for split in call.splits(shape):
         cut = (broadcast(indices[d].shape, shape, split) for d in named)
-        yield Way((REPLICATED, *cut), Split(first + split.dim, split.outer))
+        yield OpStrategy((REPLICATED, *cut), Split(first + split.dim, split.outer))
     if value.dtype == torch.bool:
         return
     more = call.value.dim() - first - len(shape)
@@ -131,36 +131,36 @@ def _index(call: Call) -> Iterator[Way]:
             return _masked(index, at, rows, find, more)
 
         if split.outer == 1:
-            yield Way((split, *whole), PARTIAL, run=run)
-    yield Way((PARTIAL, *whole), PARTIAL)
+            yield OpStrategy((split, *whole), PARTIAL, run=run)
+    yield OpStrategy((PARTIAL, *whole), PARTIAL)
 
 
 @rule(
     aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.scatter_reduce.two,
     aten.scatter.reduce, aten.scatter.value_reduce,
 )  # fmt: skip
-def _scatter(call: Call) -> Iterator[Way]:
+def _scatter(call: Call) -> Iterator[OpStrategy]:
     """Along dims in which all are of one length."""
     value = call.tensors[0]
     dim = call["dim"] % max(value.dim(), 1)
     same = [d for d in range(value.dim()) if d != dim and len({t.shape[d] for t in call.tensors}) == 1]
     for split in call.splits(value.shape, same):
-        yield Way((split,) * len(call.tensors), split)
+        yield OpStrategy((split,) * len(call.tensors), split)
     if call.target in (aten.scatter.src, aten.scatter_add.default):
-        yield Way((PARTIAL, REPLICATED, PARTIAL), PARTIAL)
+        yield OpStrategy((PARTIAL, REPLICATED, PARTIAL), PARTIAL)
 
 
 @rule(aten.index_add.default, aten.index_copy.default, aten.index_fill.int_Scalar)
-def _index_write(call: Call) -> Iterator[Way]:
+def _index_write(call: Call) -> Iterator[OpStrategy]:
     value = call.tensors[0]
     dim = call["dim"] % max(value.dim(), 1)
     for split in call.splits(value.shape, [d for d in range(value.dim()) if d != dim]):
-        yield Way((split, REPLICATED, split)[: len(call.tensors)], split)
+        yield OpStrategy((split, REPLICATED, split)[: len(call.tensors)], split)
 
 
 @rule(aten.index_put.default)
-def _index_put(call: Call) -> Iterator[Way]:
-    """Along the dims behind the indices."""
+def _index_put(call: Call) -> Iterator[OpStrategy]:
+    """Along the dims after the indices."""
     value, indices, values = call["self"], call["indices"], call["values"]
     named = [d for d, i in enumerate(indices) if i is not None]
     if named != list(range(len(named))):
@@ -168,4 +168,4 @@ def _index_put(call: Call) -> Iterator[Way]:
     for split in call.splits(value.shape, range(len(named), value.dim())):
         written = (*[1] * (values.dim() - (value.dim() - len(named))), *value.shape[len(named) :])
         inside = broadcast(values.shape, written, Split(split.dim - value.dim() + len(written), split.outer))
-        yield Way((split, *[REPLICATED] * len(named), inside), split)
+        yield OpStrategy((split, *[REPLICATED] * len(named), inside), split)

@@ -1,6 +1,6 @@
 """Place: a Program of whole values -> the one that each rank along a mesh axis runs, exchanges included.
 
-One walk over the program, forward: each value has a placement, each op takes the cheapest of its ways
+One walk over the program, forward: each value has a placement, each op takes the cheapest of its strategies
 (`rules`), and what it reads is converted where it is otherwise, by an exchange that is one line of the
 schedule. Several axes are placed in turn; to each the exchanges of those before are ops like others.
 """
@@ -23,7 +23,6 @@ from fnshard.compiler.frontend.constrain import CONSTRAIN
 from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
 from fnshard.compiler.ir.custom_gradient import CustomGradient
 from fnshard.compiler.ir.program import Input, OpOverload, Program, eliminate_dead_code, propagate
-from fnshard.compiler.place.axes import Axis, Residual
 from fnshard.compiler.place.check import Record
 from fnshard.compiler.place.conversions import Conversions
 from fnshard.compiler.place.expand import expanded, without_writes
@@ -37,7 +36,15 @@ from fnshard.compiler.place.placement import (
     local_shape,
 )
 from fnshard.compiler.place.rules import rule_of
-from fnshard.compiler.place.ways import Call, ContextAttention, Way, local_arguments, tensors_of
+from fnshard.compiler.place.strategies import (
+    Axis,
+    Call,
+    ContextAttention,
+    OpStrategy,
+    Residual,
+    local_arguments,
+    tensors_of,
+)
 from fnshard.compiler.rewrites.in_place import Write
 from fnshard.errors import TraceError, report
 from fnshard.layout.spec import LayoutSpec
@@ -158,7 +165,7 @@ class _Placer:
         return _SPECIAL.get(node.target if is_op else type(node.target), default)(self, node, sources)
 
     def op(self, node: fx.Node, sources: Sequence[_Value]) -> _Value:
-        """By the cheapest of its ways, or by the smaller ops that it is made of."""
+        """By the cheapest of its strategies, or by the smaller ops that it is made of."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.values[n].whole)
         placements = tuple(s.placement for s in sources)
         axis, value = self.axis, node.meta["val"]
@@ -167,10 +174,10 @@ class _Placer:
             node.meta.get("stack_trace", ""),
         )  # fmt: skip
         find = rule_of(node.target)
-        ways = [Way((REPLICATED,) * len(sources), REPLICATED), *(find(call) if find else ())]
-        way = min(ways, key=lambda way: self.preference(sources, way, value))
-        cost = self.wire_bytes(sources, way)
-        # What every way pays: parts of a sum have to be summed for an op that is not linear.
+        strategies = [OpStrategy((REPLICATED,) * len(sources), REPLICATED), *(find(call) if find else ())]
+        strategy = min(strategies, key=lambda strategy: self.preference(sources, strategy, value))
+        cost = self.wire_bytes(sources, strategy)
+        # What every strategy pays: parts of a sum have to be summed for an op that is not linear.
         needed = sum(map(self.least, sources)) if cost >= 1 else 0.0
         if cost > needed:
             cast = "autocast" in self.meta
@@ -179,28 +186,30 @@ class _Placer:
                 return self.inlined(node, body)
         if cost > needed and find is None:
             self.gathered.append(f"{node.target}: {cost / 1e6:.3f} MB")
-        reads = [self.convert(s, to) for s, to in zip(sources, way.inputs, strict=True)]
-        for read, to in zip(tensors_of(node), way.inputs, strict=True):
-            self.settle(read, to)
+        reads = [self.convert(s, to) for s, to in zip(sources, strategy.inputs, strict=True)]
+        for read, to in zip(tensors_of(node), strategy.inputs, strict=True):
+            self.keep_sum(read, to)
         if node.target is EXCHANGE:
             reads = [r if r.target is OUTGOING else self.call(OUTGOING, (r,)) for r in reads]
-            (read,), (source,), (to,) = reads, sources, way.inputs
+            (read,), (source,), (to,) = reads, sources, strategy.inputs
             self.record.values[read] = to, source.whole
-        new = self.called(node, call, way, reads)
-        of_leaf = isinstance(way.output, Split) and all(s.of_leaf for s in sources)
+        new = self.called(node, call, strategy, reads)
+        of_leaf = isinstance(strategy.output, Split) and all(s.of_leaf for s in sources)
         if not isinstance(new, list | tuple):
-            self.record.calls.append((call, way, tuple(reads), new))
-            return self.recorded(new, way.output, value, of_leaf)
-        results = [self.recorded(n, way.output, v, of_leaf) for n, v in zip(new, value, strict=True)]
-        return _Value(tuple(results), way.output, value, of_leaf)
+            self.record.calls.append((call, strategy, tuple(reads), new))
+            return self.recorded(new, strategy.output, value, of_leaf)
+        results = [self.recorded(n, strategy.output, v, of_leaf) for n, v in zip(new, value, strict=True)]
+        return _Value(tuple(results), strategy.output, value, of_leaf)
 
-    def called(self, node: fx.Node, call: Call, way: Way, reads: Sequence[fx.Node]) -> Any:
-        """The op on this rank's parts, or what the way runs in its place."""
-        if way.run is None:
-            return self.call(node.target, *local_arguments(node, call, way, reads))
-        whole = zip(call.tensors, way.inputs, strict=True)
+    def called(self, node: fx.Node, call: Call, strategy: OpStrategy, reads: Sequence[fx.Node]) -> Any:
+        """The op on this rank's parts, or what the strategy runs in its place."""
+        if strategy.run is None:
+            return self.call(node.target, *local_arguments(node, call, strategy, reads))
+        whole = zip(call.tensors, strategy.inputs, strict=True)
         fakes = [t.new_empty(local_shape(t.shape, p, call.ranks)) for t, p in whole]
-        body = self.once((call.key, way.inputs, way.output), lambda: self.traced(way.run, fakes))
+        body = self.once(
+            (call.key, strategy.inputs, strategy.output), lambda: self.traced(strategy.run, fakes)
+        )
         return self.inline(body, reads)
 
     def recorded(self, new: fx.Node, placement: Placement, whole: Any, of_leaf: bool = False) -> _Value:
@@ -211,7 +220,7 @@ class _Placer:
     # -------------------------------------------------------------- special targets
 
     def outgoing(self, node: fx.Node, sources: Sequence[_Value]) -> _Value:
-        """For one exchange alone it comes right before it, behind what that converts."""
+        """For one exchange alone it comes right before it, after what that converts."""
         (value,) = sources
         if [user.target for user in node.users] == [EXCHANGE]:
             return value
@@ -318,16 +327,16 @@ class _Placer:
 
     # -------------------------------------------------------------- conversions
 
-    def preference(self, sources: Sequence[_Value], way: Way, value: Any) -> tuple[float, int]:
-        """What a way costs, parts that are then to be summed among it; of equal ones the one that takes what
-        is split as it is."""
-        changed = [s.placement for s, to in zip(sources, way.inputs, strict=True) if s.placement != to]
-        summed = way.output == PARTIAL and PARTIAL not in way.inputs and isinstance(value, Tensor)
+    def preference(self, sources: Sequence[_Value], strategy: OpStrategy, value: Any) -> tuple[float, int]:
+        """What a strategy costs, parts that are then to be summed among it; of equal ones the one that takes
+        what is split as it is."""
+        changed = [s.placement for s, to in zip(sources, strategy.inputs, strict=True) if s.placement != to]
+        summed = strategy.output == PARTIAL and PARTIAL not in strategy.inputs and isinstance(value, Tensor)
         later = value.numel() * value.element_size() if summed else 0
-        return self.wire_bytes(sources, way) + later, sum(p != REPLICATED for p in changed)
+        return self.wire_bytes(sources, strategy) + later, sum(p != REPLICATED for p in changed)
 
-    def wire_bytes(self, sources: Sequence[_Value], way: Way) -> float:
-        return sum(map(self.cost, sources, way.inputs))
+    def wire_bytes(self, sources: Sequence[_Value], strategy: OpStrategy) -> float:
+        return sum(map(self.cost, sources, strategy.inputs))
 
     def cost(self, value: _Value, to: Placement) -> float:
         """Bytes on the wire, of all ranks' parts."""
@@ -354,7 +363,7 @@ class _Placer:
         shape = value.whole.shape
         return min(self.cost(value, to) for to in (REPLICATED, *(Split(d) for d in range(len(shape)))))
 
-    def settle(self, node: fx.Node, to: Placement) -> None:
+    def keep_sum(self, node: fx.Node, to: Placement) -> None:
         """What has been summed is a sum to all that read it from here on."""
         value = self.values[node]
         if isinstance(value.placement, Partial) and not isinstance(to, Partial):
@@ -441,7 +450,7 @@ def _placeholders(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.op == "placeholder"]
 
 
-# What is no op with ways of its own: by its target, or the type of that.
+# What is no op with strategies of its own: by its target, or the type of that.
 _SPECIAL: dict[Any, Callable[[_Placer, fx.Node, Sequence[_Value]], _Value]] = {
     OUTGOING: _Placer.outgoing,
     CONSTRAIN: _Placer.constrained,

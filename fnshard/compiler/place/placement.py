@@ -80,7 +80,7 @@ def local_shape(shape: Sequence[int], placement: Placement, ranks: int) -> tuple
 
 
 def through_view(split: Split, before: Sequence[int], after: Sequence[int], ranks: int) -> Split | None:
-    """Where a split dim is behind a `view` to another shape; None where no dim holds it.
+    """Where a split dim is after a `view` to another shape; None where no dim holds it.
 
     >>> through_view(Split(1), (4, 6), (24,), 2), through_view(Split(0, outer=4), (24,), (4, 6), 2)
     (Split(dim=0, outer=4), Split(dim=1, outer=1))
@@ -94,11 +94,15 @@ def through_view(split: Split, before: Sequence[int], after: Sequence[int], rank
             above = math.prod(after[into[0] : dim])
             if outer % above:
                 continue
-            behind = Split(dim, outer // above)
-            if even and divides(after, behind, ranks):
-                return behind
-            if not even and math.prod(after[dim + 1 : into[-1] + 1]) == below and fits(after, behind, ranks):
-                return behind
+            after_view = Split(dim, outer // above)
+            if even and divides(after, after_view, ranks):
+                return after_view
+            if (
+                not even
+                and math.prod(after[dim + 1 : into[-1] + 1]) == below
+                and fits(after, after_view, ranks)
+            ):
+                return after_view
         return None
     return None
 

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Placement, Split, divides, fits
-from fnshard.compiler.place.ways import Call, Way, rule
+from fnshard.compiler.place.strategies import Call, OpStrategy, rule
 
 aten, own = torch.ops.aten, torch.ops.fnshard
 
 
-def contraction(call: Call, operands: Sequence[str], result: str, along: str | None = None) -> Iterator[Way]:
+def contraction(
+    call: Call, operands: Sequence[str], result: str, along: str | None = None
+) -> Iterator[OpStrategy]:
     """Of operands whose dims have labels: split along one of the result's, or a part of a sum over another.
 
     Labels in capitals are of a tensor that is added (a bias). A dim of size 1 is broadcast.
@@ -41,21 +43,21 @@ def contraction(call: Call, operands: Sequence[str], result: str, along: str | N
                 continue
             pairs = zip(operands, call.tensors, strict=True)
             inputs = tuple(operand(labels, t, label, outer) for labels, t in pairs)
-            yield Way(inputs, Split(result.index(label), outer) if kept else PARTIAL)
+            yield OpStrategy(inputs, Split(result.index(label), outer) if kept else PARTIAL)
 
 
 _LETTERS = "abcdefgh"
 
 
 @rule(aten.linear.default)
-def _linear(call: Call) -> Iterator[Way]:
+def _linear(call: Call) -> Iterator[OpStrategy]:
     rows = _LETTERS[: call.tensors[0].dim() - 1]
     if call.tensors[1].dim() == 2:
         yield from contraction(call, [rows + "k", "nk", "N"][: len(call.tensors)], rows + "n")
 
 
 @rule(aten.mm.default, aten.bmm.default, aten.matmul.default, aten.mv.default, aten.dot.default)
-def _matmul(call: Call) -> Iterator[Way]:
+def _matmul(call: Call) -> Iterator[OpStrategy]:
     one, other = (t.dim() for t in call.tensors)
     batch = _LETTERS[: max(one, other, 2) - 2]
     left = "k" if one == 1 else batch[len(batch) - (one - 2) :] + "mk"
@@ -65,7 +67,7 @@ def _matmul(call: Call) -> Iterator[Way]:
 
 
 @rule(own.grouped_mm.default)
-def _grouped_mm(call: Call) -> Iterator[Way]:
+def _grouped_mm(call: Call) -> Iterator[OpStrategy]:
     """Along what the groups are not parts of."""
     forms = {
         (2, 3): ("mk", "gkn", "mn", "kn"),
@@ -78,23 +80,23 @@ def _grouped_mm(call: Call) -> Iterator[Way]:
 
 
 @rule(aten.outer.default, aten.ger.default)
-def _outer(call: Call) -> Iterator[Way]:
+def _outer(call: Call) -> Iterator[OpStrategy]:
     yield from contraction(call, ["m", "n"], "mn")
 
 
 @rule(aten.addmm.default)
-def _addmm(call: Call) -> Iterator[Way]:
+def _addmm(call: Call) -> Iterator[OpStrategy]:
     yield from contraction(call, [{0: "", 1: "N", 2: "MN"}[call.tensors[0].dim()], "mk", "kn"], "mn")
 
 
 @rule(aten.baddbmm.default)
-def _baddbmm(call: Call) -> Iterator[Way]:
+def _baddbmm(call: Call) -> Iterator[OpStrategy]:
     bias = "AMN"[3 - call.tensors[0].dim() :]
     yield from contraction(call, [bias, "amk", "akn"], "amn")
 
 
 @rule(aten.einsum.default)
-def _einsum(call: Call) -> Iterator[Way]:
+def _einsum(call: Call) -> Iterator[OpStrategy]:
     equation = call["equation"].replace(" ", "")
     if "->" not in equation or not equation.replace("->", "").replace(",", "").replace(".", "").islower():
         return

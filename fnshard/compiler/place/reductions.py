@@ -10,33 +10,33 @@ from torch import Tensor
 
 from fnshard.compiler.place.elementwise import elementwise
 from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Partial, Split, divides
-from fnshard.compiler.place.ways import Call, Way, dims_of, rule
+from fnshard.compiler.place.strategies import Call, OpStrategy, dims_of, rule
 
 aten, own = torch.ops.aten, torch.ops.fnshard
 
 
-def _reduced(call: Call, over: Partial | None = None) -> Iterator[Way]:
+def _reduced(call: Call, over: Partial | None = None) -> Iterator[OpStrategy]:
     """Along the dims that stay; `over`: what ranks have of the result where a dim is split that does not."""
     rank, keep = call.tensors[0].dim(), bool(call.arguments.get("keepdim", False))
     dims = dims_of(call.arguments.get("dim"), rank)
     for split in call.splits(call.tensors[0].shape):
         if split.dim not in dims:
             gone = 0 if keep else sum(d < split.dim for d in dims)
-            yield Way((split,), Split(split.dim - gone, split.outer))
+            yield OpStrategy((split,), Split(split.dim - gone, split.outer))
         elif over is not None:
             even = divides(call.tensors[0].shape, split, call.ranks)
-            yield Way((split,), over, run=None if even else _without_padding(call, split, over))
+            yield OpStrategy((split,), over, run=None if even else _without_padding(call, split, over))
 
 
 def _without_padding(call: Call, split: Split, over: Partial) -> Callable[..., Tensor]:
     """The op of a rank's part whose padding is neutral to it."""
     value, size = call.tensors[0], call.tensors[0].shape[split.dim] // split.outer
-    part, behind = call.part(value.shape, split), [1] * (value.dim() - split.dim - 1)
+    part, trailing = call.part(value.shape, split), [1] * (value.dim() - split.dim - 1)
     neutral = 0 if over == PARTIAL or value.dtype == torch.bool else _least(value.dtype)
 
     def run(index: Tensor, x: Tensor) -> Tensor:
         inside = torch.arange(part, device=x.device) + index * part < size
-        inside = inside.expand(split.outer, part).reshape(-1, *behind)
+        inside = inside.expand(split.outer, part).reshape(-1, *trailing)
         return call.on([torch.where(inside, x, neutral)])
 
     return run
@@ -47,30 +47,32 @@ def _least(dtype: torch.dtype) -> float:
 
 
 @rule(aten.sum.default, aten.sum.dim_IntList)
-def _sum(call: Call) -> Iterator[Way]:
+def _sum(call: Call) -> Iterator[OpStrategy]:
     yield from _reduced(call, PARTIAL)
     if call["dtype"] is None:
-        yield Way((PARTIAL,), PARTIAL)
+        yield OpStrategy((PARTIAL,), PARTIAL)
 
 
 @rule(aten.mean.default, aten.mean.dim)
-def _mean(call: Call) -> Iterator[Way]:
+def _mean(call: Call) -> Iterator[OpStrategy]:
     """Of a split dim, each part's mean by its share of all."""
-    for way in _reduced(call, PARTIAL):
-        yield replace(way, run=_share_of_mean(call, way)) if way.output == PARTIAL else way
+    for strategy in _reduced(call, PARTIAL):
+        yield (
+            replace(strategy, run=_share_of_mean(call, strategy)) if strategy.output == PARTIAL else strategy
+        )
     if call["dtype"] is None:
-        yield Way((PARTIAL,), PARTIAL)
+        yield OpStrategy((PARTIAL,), PARTIAL)
 
 
-def _share_of_mean(call: Call, way: Way) -> Callable[..., Tensor]:
-    (split,), shape = way.inputs, call.tensors[0].shape
+def _share_of_mean(call: Call, strategy: OpStrategy) -> Callable[..., Tensor]:
+    (split,), shape = strategy.inputs, call.tensors[0].shape
     share = call.part(shape, split) * split.outer / shape[split.dim]
-    mean = way.run or (lambda index, x: call.on([x]))
+    mean = strategy.run or (lambda index, x: call.on([x]))
     return lambda index, x: mean(index, x) * share
 
 
 @rule(aten.amax.default, aten.max.default, aten.any.default, aten.any.dim)
-def _amax(call: Call) -> Iterator[Way]:
+def _amax(call: Call) -> Iterator[OpStrategy]:
     """Where equal maxima share a gradient, all of them have to be known: by its expansion."""
     yield from _reduced(call, None if call.value.requires_grad else Partial("max"))
 
@@ -81,7 +83,7 @@ def _amax(call: Call) -> Iterator[Way]:
     aten.var.dim, aten.std.dim, aten.var_mean.correction, aten.max.dim, aten.min.dim, aten.min.default,
     aten.linalg_vector_norm.default, aten.count_nonzero.dim_IntList, aten.median.dim,
 )  # fmt: skip
-def _other_reductions(call: Call) -> Iterator[Way]:
+def _other_reductions(call: Call) -> Iterator[OpStrategy]:
     yield from _reduced(call)
 
 
@@ -94,17 +96,17 @@ _SUMS_ALONG = {aten.cumsum.default, aten.flip.default, aten.roll.default}
     aten.sort.stable, aten.argsort.default, aten.topk.default, aten.roll.default, aten.logcumsumexp.default,
     aten.glu.default, aten.kthvalue.default,
 )  # fmt: skip
-def _along(call: Call) -> Iterator[Way]:
+def _along(call: Call) -> Iterator[OpStrategy]:
     """Along dims that the op does not work along."""
     value, named = call.tensors[0], call.arguments
     works = set(dims_of(named["dims"] if "dims" in named else named["dim"], value.dim()))
     dropped = value.dim() - len(call.shape)
     for split in call.splits(value.shape, [d for d in range(value.dim()) if d not in works]):
-        yield Way(
+        yield OpStrategy(
             (split,), Split(split.dim - (sum(d < split.dim for d in works) if dropped else 0), split.outer)
         )
     if call.target in _SUMS_ALONG and named.get("dtype") is None:
-        yield Way((PARTIAL,), PARTIAL)
+        yield OpStrategy((PARTIAL,), PARTIAL)
 
 
 # ------------------------------------------------------------------ losses
@@ -118,40 +120,40 @@ _LOSSES = (
 
 
 @rule(*_LOSSES)
-def _loss(call: Call) -> Iterator[Way]:
+def _loss(call: Call) -> Iterator[OpStrategy]:
     """Of each element, where nothing is reduced; else by its expansion."""
     if call["reduction"] == 0:
         yield from elementwise(call)
 
 
 @rule(aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default)
-def _of_targets(call: Call) -> Iterator[Way]:
+def _of_targets(call: Call) -> Iterator[OpStrategy]:
     """Of each row, where nothing is reduced; else by its expansion."""
     value, target = call.tensors[:2]
     classes = target.shape == value.shape  # of probabilities
     if call["reduction"] == 0 and call["weight"] is None and value.dim() > 1:
         for split in call.splits(value.shape, [d for d in range(value.dim()) if d != 1]):
             rows = Split(split.dim - (split.dim > 1), split.outer)
-            yield Way((split, split if classes else rows), rows)
+            yield OpStrategy((split, split if classes else rows), rows)
 
 
 @rule(own.token_losses.default)
-def _token_losses(call: Call) -> Iterator[Way]:
+def _token_losses(call: Call) -> Iterator[OpStrategy]:
     """Along the tokens; of a split vocabulary by its expansion."""
     for split in call.splits(call.shape):
-        yield Way((split, REPLICATED, split), split)
+        yield OpStrategy((split, REPLICATED, split), split)
 
 
 @rule(own.token_parts.default)
-def _token_parts(call: Call) -> Iterator[Way]:
+def _token_parts(call: Call) -> Iterator[OpStrategy]:
     """Along the tokens, and parts of the vocabulary."""
     hidden, weight, parts = call["hidden"], call["weight"], call["parts"]
     for split in call.splits(hidden.shape, [0]):
-        yield Way((split, REPLICATED, split), Split(1, split.outer))
+        yield OpStrategy((split, REPLICATED, split), Split(1, split.outer))
     if parts % call.ranks == 0:
         count, here = weight.shape[0] // call.ranks, parts // call.ranks
 
         def run(index: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             return call.on([hidden, weight, targets - index * count], parts=here)
 
-        yield Way((REPLICATED, Split(0), REPLICATED), Split(0), run=run)
+        yield OpStrategy((REPLICATED, Split(0), REPLICATED), Split(0), run=run)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Placement, Split, fits, through_view
-from fnshard.compiler.place.ways import Call, Way, broadcast, moved, rule
+from fnshard.compiler.place.strategies import Call, OpStrategy, broadcast, moved, rule
 
 aten, own = torch.ops.aten, torch.ops.fnshard
 
@@ -18,21 +18,21 @@ aten, own = torch.ops.aten, torch.ops.fnshard
     aten.unflatten.int, aten.view_as.default, aten.reshape_as.default, aten.squeeze.default,
     aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
 )  # fmt: skip
-def _view(call: Call) -> Iterator[Way]:
+def _view(call: Call) -> Iterator[OpStrategy]:
     """Of another tensor the shape alone is looked at."""
     before, others = call.tensors[0].shape, call.current[1:]
     for split in call.splits(before):
-        behind = through_view(split, before, call.shape, call.ranks)
-        if behind is not None:
-            to = call.local(behind)
-            yield Way((split, *others), behind, run=lambda index, x, *_, to=to: x.reshape(to))
+        after_view = through_view(split, before, call.shape, call.ranks)
+        if after_view is not None:
+            to = call.local(after_view)
+            yield OpStrategy((split, *others), after_view, run=lambda index, x, *_, to=to: x.reshape(to))
     to = list(call.shape)
     for whole in (REPLICATED, PARTIAL):
-        yield Way((whole, *others), whole, run=lambda index, x, *_: x.reshape(to))
+        yield OpStrategy((whole, *others), whole, run=lambda index, x, *_: x.reshape(to))
 
 
 @rule(aten.transpose.int, aten.swapaxes.default, aten.swapdims.default)
-def _transpose(call: Call) -> Iterator[Way]:
+def _transpose(call: Call) -> Iterator[OpStrategy]:
     rank = call.value.dim()
     order = list(range(rank))
     one, other = (v % max(rank, 1) for v in list(call.arguments.values())[1:3])
@@ -41,19 +41,19 @@ def _transpose(call: Call) -> Iterator[Way]:
 
 
 @rule(aten.t.default, aten.numpy_T.default, aten.mT.default, aten.mH.default)
-def _t(call: Call) -> Iterator[Way]:
+def _t(call: Call) -> Iterator[OpStrategy]:
     rank = call.value.dim()
     whole = call.target in (aten.t.default, aten.numpy_T.default)
     yield from moved(call, list(range(rank))[::-1] if whole else [*range(rank - 2), rank - 1, rank - 2])
 
 
 @rule(aten.permute.default)
-def _permute(call: Call) -> Iterator[Way]:
+def _permute(call: Call) -> Iterator[OpStrategy]:
     yield from moved(call, [d % call.value.dim() for d in call["dims"]])
 
 
 @rule(aten.view_as_real.default, aten.view_as_complex.default, aten.one_hot.default)
-def _last(call: Call) -> Iterator[Way]:
+def _last(call: Call) -> Iterator[OpStrategy]:
     """A last dim more, or less."""
     rank = min(call.value.dim(), call.tensors[0].dim())
     more = [None] * (call.value.dim() - rank)
@@ -61,14 +61,14 @@ def _last(call: Call) -> Iterator[Way]:
 
 
 @rule(aten.diagonal.default)
-def _diagonal(call: Call) -> Iterator[Way]:
+def _diagonal(call: Call) -> Iterator[OpStrategy]:
     rank = call.tensors[0].dim()
     gone = {call["dim1"] % rank, call["dim2"] % rank}
     yield from moved(call, [*(d for d in range(rank) if d not in gone), None])
 
 
 @rule(aten.unfold.default)
-def _unfold(call: Call) -> Iterator[Way]:
+def _unfold(call: Call) -> Iterator[OpStrategy]:
     rank = call.tensors[0].dim()
     dim = call["dimension"] % rank
     yield from moved(call, [*(None if d == dim else d for d in range(rank)), None])
@@ -78,43 +78,43 @@ def _unfold(call: Call) -> Iterator[Way]:
 
 
 @rule(aten.expand.default, aten.broadcast_to.default)
-def _expand(call: Call) -> Iterator[Way]:
+def _expand(call: Call) -> Iterator[OpStrategy]:
     for split in call.splits(call.shape):
         inside = broadcast(call.tensors[0].shape, call.shape, split)
-        yield Way((inside,), split, {"size": call.local(split)})
-    yield Way((PARTIAL,), PARTIAL)
+        yield OpStrategy((inside,), split, {"size": call.local(split)})
+    yield OpStrategy((PARTIAL,), PARTIAL)
 
 
 @rule(aten.expand_as.default)
-def _expand_as(call: Call) -> Iterator[Way]:
+def _expand_as(call: Call) -> Iterator[OpStrategy]:
     """Of the other tensor the shape alone is looked at; the result is split as it is where that is free."""
     now = call.current[1]
     for split in sorted(call.splits(call.shape), key=lambda s: s != now):
         to, inside = call.local(split), broadcast(call.tensors[0].shape, call.shape, split)
-        yield Way((inside, now), split, run=lambda index, x, _, to=to: x.expand(to))
+        yield OpStrategy((inside, now), split, run=lambda index, x, _, to=to: x.expand(to))
     to = list(call.shape)
     for whole in (REPLICATED, PARTIAL):
-        yield Way((whole, now), whole, run=lambda index, x, _: x.expand(to))
+        yield OpStrategy((whole, now), whole, run=lambda index, x, _: x.expand(to))
 
 
 @rule(aten.repeat.default)
-def _repeat(call: Call) -> Iterator[Way]:
-    """Of a dim that is repeated the blocks lie behind one another."""
+def _repeat(call: Call) -> Iterator[OpStrategy]:
+    """Of a dim that is repeated the blocks lie one after another."""
     more = len(call["repeats"]) - call.tensors[0].dim()
     for split in call.splits(call.tensors[0].shape):
         dim = split.dim + more
         if call["repeats"][dim]:
-            yield Way((split,), Split(dim, split.outer * call["repeats"][dim]))
-    yield Way((PARTIAL,), PARTIAL)
+            yield OpStrategy((split,), Split(dim, split.outer * call["repeats"][dim]))
+    yield OpStrategy((PARTIAL,), PARTIAL)
 
 
 @rule(aten.repeat_interleave.self_int)
-def _repeat_interleave(call: Call) -> Iterator[Way]:
+def _repeat_interleave(call: Call) -> Iterator[OpStrategy]:
     if call["dim"] is not None or call.tensors[0].dim() == 1:
         for split in call.splits(call.tensors[0].shape):
             if call.part(call.shape, split) == call.part(call.tensors[0].shape, split) * call["repeats"]:
-                yield Way((split,), split, {"output_size": None})
-    yield Way((PARTIAL,), PARTIAL)
+                yield OpStrategy((split,), split, {"output_size": None})
+    yield OpStrategy((PARTIAL,), PARTIAL)
 
 
 # ------------------------------------------------------------------ parts
@@ -146,7 +146,7 @@ def _without_last(dim: int, count: int, ranks: int) -> Callable[..., Tensor]:
 
 
 @rule(aten.slice.Tensor, aten.narrow.default)
-def _slice(call: Call) -> Iterator[Way]:
+def _slice(call: Call) -> Iterator[OpStrategy]:
     shape, named = call.tensors[0].shape, call.arguments
     dim = call["dim"] % len(shape)
     size, step = shape[dim], named.get("step", 1)
@@ -161,12 +161,12 @@ def _slice(call: Call) -> Iterator[Way]:
             take = lambda index, x, first=first, end=end: aten.slice(x, dim, first, end, step)  # noqa: E731
             if split == Split(dim) and last < size:
                 take = _without_last(dim, call.part(shape, split) * call.ranks - last, call.ranks)
-            yield Way((split,), after, run=take)
-    yield Way((PARTIAL,), PARTIAL)
+            yield OpStrategy((split,), after, run=take)
+    yield OpStrategy((PARTIAL,), PARTIAL)
 
 
 @rule(aten.select.int)
-def _select(call: Call) -> Iterator[Way]:
+def _select(call: Call) -> Iterator[OpStrategy]:
     """Of a split dim, one rank has what is selected."""
     shape = call.tensors[0].shape
     dim = call["dim"] % len(shape)
@@ -181,29 +181,29 @@ def _select(call: Call) -> Iterator[Way]:
         def run(index: Tensor, x: Tensor, owner=owner, at=at) -> Tensor:
             return torch.where(index == owner, x.select(dim, at), 0)
 
-        yield Way((split,), PARTIAL, run=run)
+        yield OpStrategy((split,), PARTIAL, run=run)
 
 
 @rule(
     aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes, aten.chunk.default, aten.unbind.int,
 )  # fmt: skip
-def _split(call: Call) -> Iterator[Way]:
+def _split(call: Call) -> Iterator[OpStrategy]:
     """Along other dims; along its own where equal matrices lie side by side, each of them split."""
     shape, pieces = call.tensors[0].shape, call.value
     dim, gone = call["dim"] % len(shape), call.target is aten.unbind.int
     equal = len({v.shape for v in pieces}) == 1
     for split in call.splits(shape):
         if split.dim != dim:
-            yield Way((split,), Split(split.dim - (gone and dim < split.dim), split.outer))
+            yield OpStrategy((split,), Split(split.dim - (gone and dim < split.dim), split.outer))
         elif not gone and equal and split.outer % len(pieces) == 0:
             size = call.part(shape, split) * split.outer // len(pieces)
             take = lambda index, x, size=size: x.split(size, dim)  # noqa: E731
-            yield Way((split,), Split(dim, split.outer // len(pieces)), run=take)
-    yield Way((PARTIAL,), PARTIAL)
+            yield OpStrategy((split,), Split(dim, split.outer // len(pieces)), run=take)
+    yield OpStrategy((PARTIAL,), PARTIAL)
 
 
 @rule(aten.cat.default, aten.stack.default)
-def _cat(call: Call) -> Iterator[Way]:
+def _cat(call: Call) -> Iterator[OpStrategy]:
     """Along other dims; along its own equal tensors, each of them split, side by side."""
     new, rank = call.target is aten.stack.default, call.value.dim()
     dim = call["dim"] % rank
@@ -215,25 +215,25 @@ def _cat(call: Call) -> Iterator[Way]:
         return tuple(placement if counts else REPLICATED for counts in full)
 
     for split in call.splits(call.shape, [d for d in range(rank) if d != dim]):
-        yield Way(each(Split(split.dim - (new and dim < split.dim), split.outer)), split)
+        yield OpStrategy(each(Split(split.dim - (new and dim < split.dim), split.outer)), split)
     if len(set(sizes)) == 1:
         for split in call.splits([sizes[0] if d == dim else s for d, s in enumerate(call.shape)], [dim]):
-            yield Way(each(split), Split(dim, split.outer * len(sizes)))
-    yield Way(each(PARTIAL), PARTIAL)
+            yield OpStrategy(each(split), Split(dim, split.outer * len(sizes)))
+    yield OpStrategy(each(PARTIAL), PARTIAL)
 
 
 @rule(aten.constant_pad_nd.default, aten.pad.default)
-def _pad(call: Call) -> Iterator[Way]:
+def _pad(call: Call) -> Iterator[OpStrategy]:
     rank, pad = call.tensors[0].dim(), call["pad"]
     kept = [d for d in range(rank) if not any(pad[2 * (rank - 1 - d) :][:2])]
     yield from moved(call, [d if d in kept else None for d in range(rank)], linear=not call["value"])
 
 
 @rule(aten.slice_scatter.default, aten.select_scatter.default)
-def _scattered(call: Call) -> Iterator[Way]:
+def _scattered(call: Call) -> Iterator[OpStrategy]:
     """Along the dims that are written as a whole."""
     dim = call["dim"] % call.value.dim()
     gone = call.target is aten.select_scatter.default
     for split in call.splits(call.shape, [d for d in range(call.value.dim()) if d != dim]):
-        yield Way((split, Split(split.dim - (gone and dim < split.dim), split.outer)), split)
-    yield Way((PARTIAL, PARTIAL), PARTIAL)
+        yield OpStrategy((split, Split(split.dim - (gone and dim < split.dim), split.outer)), split)
+    yield OpStrategy((PARTIAL, PARTIAL), PARTIAL)

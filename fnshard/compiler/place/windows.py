@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Split
-from fnshard.compiler.place.ways import Call, Way, rule
+from fnshard.compiler.place.strategies import Call, OpStrategy, rule
 
 aten = torch.ops.aten
 
@@ -17,7 +17,7 @@ aten = torch.ops.aten
     aten.conv3d.padding, aten.convolution.default, aten.conv_transpose1d.default,
     aten.conv_transpose2d.input, aten.conv_transpose3d.input,
 )  # fmt: skip
-def _conv(call: Call) -> Iterator[Way]:
+def _conv(call: Call) -> Iterator[OpStrategy]:
     """Along the batch, the channels that come out, and those that come in; or along groups."""
     x, weight = call["input"], call["weight"]
     if x.dim() != weight.dim():
@@ -26,55 +26,55 @@ def _conv(call: Call) -> Iterator[Way]:
     into, out = (0, 1) if transposed else (1, 0)
     bias, ranks = call["bias"] is not None, call.ranks
     for split in call.splits(x.shape, [0]):
-        yield Way((split, REPLICATED, *[REPLICATED] * bias), split)
+        yield OpStrategy((split, REPLICATED, *[REPLICATED] * bias), split)
     if call["groups"] % ranks == 0:
         groups = {"groups": call["groups"] // ranks}
-        yield Way((Split(1), Split(0), *[Split(0)] * bias), Split(1), groups)
+        yield OpStrategy((Split(1), Split(0), *[Split(0)] * bias), Split(1), groups)
     if call["groups"] > 1:
         return
     for split in call.splits(weight.shape, [out]):
-        yield Way((REPLICATED, split, *[Split(0, split.outer)] * bias), Split(1, split.outer))
+        yield OpStrategy((REPLICATED, split, *[Split(0, split.outer)] * bias), Split(1, split.outer))
     for split in call.splits(x.shape, [1] if not bias else [], even=True):
-        yield Way((split, Split(into, split.outer)), PARTIAL)
+        yield OpStrategy((split, Split(into, split.outer)), PARTIAL)
 
 
 @rule(aten.group_norm.default)
-def _group_norm(call: Call) -> Iterator[Way]:
+def _group_norm(call: Call) -> Iterator[OpStrategy]:
     more = len(call.tensors) - 1
     for split in call.splits(call.shape, [0]):
-        yield Way((split, *[REPLICATED] * more), split)
+        yield OpStrategy((split, *[REPLICATED] * more), split)
     if call["num_groups"] % call.ranks == 0:
         groups = {"num_groups": call["num_groups"] // call.ranks}
-        yield Way((Split(1), *[Split(0)] * more), Split(1), groups)
+        yield OpStrategy((Split(1), *[Split(0)] * more), Split(1), groups)
 
 
 @rule(aten.batch_norm.default)
-def _batch_norm(call: Call) -> Iterator[Way]:
+def _batch_norm(call: Call) -> Iterator[OpStrategy]:
     """By channels; along the batch where nothing is averaged over it. Running statistics stay whole."""
     more = len(call.tensors) - 1
     if call["training"] and call["running_mean"] is not None:
         return
     if not call["training"]:
         for split in call.splits(call.shape, [d for d in range(len(call.shape)) if d != 1]):
-            yield Way((split, *[REPLICATED] * more), split)
+            yield OpStrategy((split, *[REPLICATED] * more), split)
     for split in call.splits(call.shape, [1]):
-        yield Way((split, *[Split(0, split.outer)] * more), split)
+        yield OpStrategy((split, *[Split(0, split.outer)] * more), split)
 
 
 @rule(aten.layer_norm.default, aten.rms_norm.default, aten.native_layer_norm.default)
-def _norm(call: Call) -> Iterator[Way]:
+def _norm(call: Call) -> Iterator[OpStrategy]:
     value = call.tensors[0]
     for split in call.splits(value.shape, range(value.dim() - len(call["normalized_shape"]))):
-        yield Way((split, *[REPLICATED] * (len(call.tensors) - 1)), split)
+        yield OpStrategy((split, *[REPLICATED] * (len(call.tensors) - 1)), split)
 
 
 def _of_last(count: int, *names: str) -> None:
     """These ops, in all overloads, work along the last `count` dims of their first tensor."""
 
-    def along(call: Call) -> Iterator[Way]:
+    def along(call: Call) -> Iterator[OpStrategy]:
         value = call.tensors[0]
         for split in call.splits(value.shape, range(value.dim() - count)):
-            yield Way((split, *[REPLICATED] * (len(call.tensors) - 1)), split)
+            yield OpStrategy((split, *[REPLICATED] * (len(call.tensors) - 1)), split)
 
     for name in names:
         packet = getattr(aten, name)

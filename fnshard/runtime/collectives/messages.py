@@ -130,7 +130,7 @@ class Slots:
         waiting for them cannot block anybody for good.
         """
         while (slot := self.fit(nbytes)) is None:
-            self._owed()[0].settle()
+            self._owed()[0].wait_until_free()
         return slot
 
     def fit(self, nbytes: int, grow: bool = False) -> Slot | None:
@@ -348,7 +348,7 @@ class Message(Generic[T]):
             self.channel.memories[self.channel.here].drop(self.payload)
         return True
 
-    def settle(self) -> None:
+    def wait_until_free(self) -> None:
         """Wait until nobody will read this rank's slot any more."""
         signed = self.signatures[self._own]
         self.poll(lambda place: signed[place] != 0)

@@ -29,7 +29,7 @@ ROLL_CALL_S = 10.0  # ranks begin to wait at different times
 
 @dataclass(frozen=True)
 class _Wait:
-    """What a stream waits for since when, and the event behind it."""
+    """What a stream waits for since when, and the event after it."""
 
     what: Callable[[], str]
     where: str
@@ -95,7 +95,7 @@ class Monitor:
                 while self.waits and self.waits[0].event.query():
                     self.waits.popleft()
                     moved = time.monotonic()
-            except RuntimeError:  # of the device: who waits for it on the host hears it, too
+            except RuntimeError:  # of the device: who waits for it on the host gets it, too
                 return
             if self.waits and time.monotonic() - max(moved, self.waits[0].since) > self.timeout:
                 return self.end(self._lost(self.waits[0]))

@@ -20,7 +20,7 @@ KEY = "fnshard/roll"
 
 
 def absent(rank: int, world: int, wait_s: float | None = None) -> list[int]:
-    """The ranks that have not signed since this one's last roll call; empty where nobody can tell."""
+    """The ranks that have not signed since this one's last roll call; empty where nobody can say."""
     if world > LARGEST:
         return []
     try:

@@ -125,7 +125,7 @@ class Threaded:
 
 @dataclass
 class _Session:
-    """One `simulate` call: where its ranks meet. `turn` is held by the one rank that runs."""
+    """One `simulate` call: where its ranks meet. the one rank that runs has the `turn`."""
 
     size: int
     adversary: Adversary

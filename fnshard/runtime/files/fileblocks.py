@@ -2,7 +2,7 @@
 
 `safetensors.safe_open().get_slice` does the same by a mapping of the file. It is not used: a file that is
 cut short meanwhile ends the process by SIGBUS, where this raises `Corrupt`; and mapped pages stay resident
-(387 MB beside half of a 512 MB tensor), where this holds 8 MiB.
+(387 MB besides half of a 512 MB tensor), where this keeps 8 MiB.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fnshard.runtime.files.tensorfile import read_exactly
 
-BUFFER_bytes = 8 << 20  # all that is held beside the block
+BUFFER_bytes = 8 << 20  # all memory that it takes besides the block
 GAP_bytes = 4096  # what is skipped by reading on: the disk reads pages anyway
 
 

@@ -52,7 +52,7 @@ class AtomicDirectory:
         make_directory(self.final.parent)
         if os.path.lexists(self.final) and not is_checkpoint_directory(self.final):
             raise FileExistsError(errno.EEXIST, "there is something else by that name", str(self.final))
-        with _locked(self.final.parent):  # else somebody might clear it away before it is held
+        with _locked(self.final.parent):  # else somebody might clear it away before it is locked
             _clean(self.final.parent)
             if self.saving.exists():
                 raise FileExistsError(errno.EEXIST, "another process is saving there", str(self.saving))
@@ -186,7 +186,7 @@ def _lives(pid: int) -> bool:
 
 
 def _clear(left: Path) -> None:
-    """Remove a directory of this user's that nobody has locked; where there are no locks, nobody can tell."""
+    """Remove a directory of this user's that nobody has locked; where there are no locks, nobody can say."""
     try:
         fd = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:  # another user's, or gone

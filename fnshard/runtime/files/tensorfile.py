@@ -76,7 +76,7 @@ class WrittenFile:
 def write(
     path: str | Path, entries: Sequence[TensorToWrite], metadata: Mapping[str, str] | None = None
 ) -> WrittenFile:
-    """Write a safetensors file and flush it to the disk; one tensor at a time is held.
+    """Write a safetensors file and flush it to the disk; one tensor at a time is in memory.
 
     Args:
         path: of a file that does not exist yet.

@@ -57,7 +57,7 @@ def _filling(fill: Callable[[Tensor], Any]) -> Rule:
 
 
 def _sorted(c: RaggedOp) -> Any:
-    """Values first, and in their order where they are equal; what is none behind them."""
+    """Values first, and in their order where they are equal; what is none after them."""
     dim = c["dim"] % max(c["self"].dim(), 1)
     if dim not in c.dims("self"):
         return c.run()
@@ -201,7 +201,7 @@ def _part(c: RaggedOp) -> Tensor:
 
 
 def _parts(c: RaggedOp) -> list[Tensor]:
-    """One part behind the other, of lengths that depend on data."""
+    """One part after the other, of lengths that depend on data."""
     dim, name = c["dim"] % c["self"].dim(), "split_size" if "split_size" in c.arguments else "split_sizes"
     lengths = [v.shape[dim] for v in c.node.meta["val"]]
     if not isinstance(c[name], list | tuple) or (

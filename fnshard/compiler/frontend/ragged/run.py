@@ -115,7 +115,7 @@ class _Memory:
             self.made_at[node] = self.writes[memory]
 
     def check(self, node: fx.Node) -> None:
-        """Refuse a write to a copy of a part, or a read of one behind a write.
+        """Refuse a write to a copy of a part, or a read of one after a write.
 
         Raises:
             TraceError: the part is where, or as long as, the data say.
@@ -127,7 +127,7 @@ class _Memory:
             if is_copy and source in targets:
                 raise refused(node, "writes to a part of a tensor that depends on data", BY_INDEX)
             if is_copy and self.made_at[source] < self.writes[memory]:
-                fix = "take the part again behind the write, or a copy of it, .clone(), before."
+                fix = "take the part again after the write, or a copy of it, .clone(), before."
                 raise refused(node, "reads a part that depends on data, which was written to since", fix)
 
 

@@ -180,7 +180,7 @@ def index_put(c: RaggedOp) -> Tensor:
     if not masks and not ragged:
         return c.run()
     if len(masks) > 1 or (masks and len([n for n in c.raw["indices"] if n is not None]) > 1):
-        raise c.refused("takes a mask beside other indices")
+        raise c.refused("takes a mask next to other indices")
     indices = _indices(c, values.shape)
     place = next(i for i, n in enumerate(indices) if n is not None)
     if masks:
@@ -203,7 +203,7 @@ def index_put(c: RaggedOp) -> Tensor:
 def _beyond(
     table: Tensor, dim: int, valid: Tensor, index: Tensor, put: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """What is put into a table by an index, where valid: the rest goes into a row behind the last one."""
+    """What is put into a table by an index, where valid: the rest goes into a row after the last one."""
     size = table.shape[dim]
     longer = torch.cat([table, torch.zeros_like(table.narrow(dim, 0, 1))], dim)
     return put(longer, torch.where(valid, index, size)).narrow(dim, 0, size)

@@ -1,4 +1,4 @@
-"""Ways: how a call of an op can run over a mesh axis, and the registry of the rules that give them."""
+"""Strategies: how a call of an op can run over a mesh axis, and the registry of the rules that give them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-from fnshard.compiler.ir.program import OpOverload
+from fnshard.compiler.ir.program import Input, OpOverload
 from fnshard.compiler.place.placement import (
     PARTIAL,
     REPLICATED,
@@ -22,6 +22,28 @@ from fnshard.compiler.place.placement import (
 )
 
 ContextAttention = Literal["auto", "ulysses", "gather", "ring"]
+Residual = Literal["split", "whole"]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A mesh axis to place a program over.
+
+    Args:
+        inputs: what placeholders are; those not named are replicated.
+        later: ranks along the axes that are placed after this one.
+        sliced: inputs that every rank has whole, of which it takes its part: a batch along its sequence.
+        residual: "split": where parts are summed, the sum may be split along another dim (sequence
+            parallelism, Korthikanti et al. 2022); "whole": it is on all ranks.
+    """
+
+    name: str
+    ranks: int
+    inputs: Mapping[Input, Placement]
+    residual: Residual = "split"
+    sliced: Mapping[Input, Split] = field(default_factory=dict)
+    later: int = 1
+    attention: ContextAttention = "auto"
 
 
 @dataclass(frozen=True)
@@ -142,7 +164,7 @@ def dims_of(value: Any, rank: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Way:
+class OpStrategy:
     """One way to run a call over the axis.
 
     Args:
@@ -158,7 +180,7 @@ class Way:
     run: Callable[..., Any] | None = None
 
 
-Rule = Callable[[Call], Iterator[Way]]
+Rule = Callable[[Call], Iterator[OpStrategy]]
 RULES: dict[Any, Rule] = {}
 
 
@@ -172,7 +194,7 @@ def rule(*targets: Any) -> Callable[[Rule], Rule]:
     return add
 
 
-def moved(call: Call, order: Sequence[int | None], linear: bool = True) -> Iterator[Way]:
+def moved(call: Call, order: Sequence[int | None], linear: bool = True) -> Iterator[OpStrategy]:
     """Of an op that only moves dims of its first tensor.
 
     Args:
@@ -182,9 +204,9 @@ def moved(call: Call, order: Sequence[int | None], linear: bool = True) -> Itera
     """
     others = (REPLICATED,) * (len(call.tensors) - 1)
     for split in call.splits(call.tensors[0].shape, [d for d in order if d is not None]):
-        yield Way((split, *others), Split(order.index(split.dim), split.outer))
+        yield OpStrategy((split, *others), Split(order.index(split.dim), split.outer))
     if linear:
-        yield Way((PARTIAL, *others), PARTIAL)
+        yield OpStrategy((PARTIAL, *others), PARTIAL)
 
 
 def broadcast(shape: Sequence[int], to: Sequence[int], split: Split) -> Placement:
@@ -209,7 +231,9 @@ def tensors_of(node: fx.Node) -> list[fx.Node]:
     return [v for v in flat if isinstance(v, fx.Node)]
 
 
-def local_arguments(node: fx.Node, call: Call, way: Way, reads: Sequence[fx.Node]) -> tuple[Any, Any]:
+def local_arguments(
+    node: fx.Node, call: Call, strategy: OpStrategy, reads: Sequence[fx.Node]
+) -> tuple[Any, Any]:
     """Arguments and keywords of the local call."""
     schema, feed = call.target._schema.arguments, iter(reads)
     positional = [a.name for a in schema if not a.kwarg_only]
@@ -219,7 +243,7 @@ def local_arguments(node: fx.Node, call: Call, way: Way, reads: Sequence[fx.Node
         for a in schema
         if a.name in passed
     }
-    named = call.arguments | local | dict(way.changes)
-    needed = max([len(node.args), *(positional.index(n) + 1 for n in way.changes if n in positional)])
-    keywords = [n for n in (local | dict(way.changes)) if n not in positional[:needed]]
+    named = call.arguments | local | dict(strategy.changes)
+    needed = max([len(node.args), *(positional.index(n) + 1 for n in strategy.changes if n in positional)])
+    keywords = [n for n in (local | dict(strategy.changes)) if n not in positional[:needed]]
     return tuple(named[n] for n in positional[:needed]), {n: named[n] for n in keywords}
