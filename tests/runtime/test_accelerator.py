@@ -22,14 +22,11 @@ from toys import step_of
 import fnshard as fs
 from experiments.bench import ranks
 from experiments.bench.command import SPEC
-from experiments.configs import train as config
-from experiments.configs.plan import plan_of
 from fnshard import SpecError
 from fnshard.compiler import lower
 from fnshard.compiler.frontend.trace import deterministic
 from fnshard.compiler.kernels import inductor as kernels
 from fnshard.debug.batch import on_device
-from fnshard.launcher import local as launcher
 from fnshard.launcher import post_mortem
 from fnshard.mesh import process_group
 from fnshard.runtime.collectives import monitor, roll_call
@@ -180,9 +177,9 @@ def test_a_rank_without_memory_says_what_was_planned_and_is_the_cause(tmp_path):
 
     aborted = failure(1, -signal.SIGABRT)  # NCCL's watchdog
     waited = failure(2, 1, "fnshard.errors.CollectiveError: rank 0 did not answer")
-    ended = launcher._Ended({0: failure(0, 1, text), 1: aborted, 2: waited})
+    ended = post_mortem.PostMortem({0: failure(0, 1, text), 1: aborted, 2: waited})
     assert ended.cause == 0
-    shown = launcher.describe_failure(ended.failures, 3, tmp_path)
+    shown = ended.describe(3, tmp_path)
     assert shown.startswith("rank 0 of 3 failed: torch.OutOfMemoryError: CUDA out of memory")
     assert "by the plan" in shown
     assert (
@@ -320,7 +317,7 @@ def test_the_error_is_handed_to_the_launcher(monkeypatch, tmp_path, capsys):
     codes: list[int] = []
     monitor.end(fs.CollectiveError("rank 1 did not answer"))
     failure = ProcessFailure(0, 1, 1, str(tmp_path / "error.json"))
-    shown = launcher.describe_failure({0: failure}, 3, tmp_path)
+    shown = post_mortem.PostMortem({0: failure}).describe(3, tmp_path)
     assert shown.startswith("rank 0 of 3 failed: fnshard.errors.CollectiveError: rank 1 did not answer")
     assert codes == [1] and "rank 1 did not answer" in capsys.readouterr().err
     assert post_mortem.echo_level(failure) > 1  # so that the job may go on, and who is still at work is named
@@ -393,14 +390,3 @@ def test_a_deterministic_step_is_so_where_it_is_traced_compiled_and_run(monkeypa
         torch.use_deterministic_algorithms(False)
     with pytest.raises(SpecError, match="deterministic='yes': True or False"):
         fs.shard_step(loss, step.specs, mesh=mesh, deterministic="yes")
-
-
-def test_a_run_says_it_to_its_step():
-    params, optimizer = {"w": torch.ones(4, 4)}, fs.optim.sgd(0.1)
-    for name in (True, False):
-        run, strategy = config.RunConfig(deterministic=name), config.StrategyConfig(name="no_shard")
-        plan = plan_of(
-            strategy, run, lambda p, x: (x @ p["w"]).sum(), params, CUDA, optimizer,
-            batch=(torch.ones(2, 4),), specs=lambda preset, **policy: preset(params, CUDA, **policy),
-        )  # fmt: skip
-        assert plan.options["deterministic"] is name

@@ -16,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnshard as fs
-from fnshard import tree
 from fnshard.compiler import lower
 from fnshard.runtime.readback import Reading
 from fnshard.runtime.tiers import Transfers
@@ -217,26 +216,6 @@ def test_a_forward_sends_its_batch_and_waits_for_nothing(device):
         blocks = {name: torch.ones(8, 8, device="cuda") for name in "ab"}
         for _ in range(2):
             assert forward(blocks, torch.ones(4, 8)).is_cuda and device.waits == []
-
-
-def test_an_evaluation_leaves_its_batches_to_the_forward():
-    """Which sends them as a step does."""
-    evaluate = pytest.importorskip("experiments.training.loop", exc_type=ImportError).evaluate
-    mean_over = pytest.importorskip("experiments.finetune.evaluate", exc_type=ImportError).mean_over
-    inputs: list[Tensor] = []
-
-    def forward(params: Any, *batch: Any) -> Any:
-        inputs.extend(tree.flatten(batch)[0])
-        return torch.tensor(2.0) if len(batch) == 2 else (fs.Mean(torch.tensor(6.0), 3), {})
-
-    setup = SimpleNamespace(
-        config=SimpleNamespace(data=SimpleNamespace(rows=2)), mesh=MESH, plan=SimpleNamespace(accumulate=1),
-        dataset=SimpleNamespace(starts=torch.arange(4), held_out=lambda starts: (starts, starts)),
-        forward=forward,
-    )  # fmt: skip
-    assert evaluate(setup, {}) == 2.0
-    assert mean_over(forward, {}, [{"tokens": torch.ones(2)}] * 2, torch.device("cpu")) == (2.0, {})
-    assert len(inputs) == 6 and all(part.device.type == "cpu" for part in inputs)
 
 
 def test_numbers_and_flags_are_read_a_step_late_and_a_read_waits_for_one_event(device):
