@@ -37,7 +37,6 @@ from fnshard.runtime.collectives.messages import (
     REDUCED,
     REGION,
     RING_BYTES,
-    ROWS,
     Channel,
     Meeting,
     Memory,
@@ -101,7 +100,7 @@ class Units:
 
     def start_of(self, message: Message) -> int:
         """Where the message's slot begins. The leader chooses it."""
-        nbytes = header_bytes(self.channel.mesh) + message.nbytes
+        nbytes = self.channel.header + message.nbytes
         if self.channel.here != LEADER:
             message.poll(lambda place: place != LEADER or message.reads(place, KIND))
             if message.reads(LEADER, KIND) != message.kind:
@@ -128,7 +127,7 @@ class Units:
         """The leaves in the slot. When the last of their storages dies, this rank signs it."""
         start, memory = self.start_of(message), self.channel.memories[LEADER]
         message.signatures = [message.signatures_in(LEADER, start)]
-        words = memory.words(start + header_bytes(self.channel.mesh), -(-message.nbytes // 8))
+        words = memory.words(start + self.channel.header, -(-message.nbytes // 8))
         number, dead = message.number, self.dead
         self.alive[number] = message, weakref.ref(words, lambda _: dead.append(number))
         size, dtype = message.dtype.itemsize, message.dtype
@@ -169,7 +168,7 @@ class Endpoint:
 
     def all_gather(self, flat: Tensor, axes: Axes, name: str = "all_gather") -> Handle[list[Tensor]]:
         """See `Collectives`."""
-        return self._send(name, flat, axes, Message.parts)
+        return self._send(name, flat, self._channel(axes), Message.parts)
 
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
         """See `Collectives`."""
@@ -183,7 +182,7 @@ class Endpoint:
         """See `Collectives`."""
         channel = self._channel(axes)
         source = (channel.here - distance) % len(channel.memories)
-        return self._send("permute", flat, axes, _finishing(lambda parts: parts[source].clone()))
+        return self._send("permute", flat, channel, _finishing(lambda parts: parts[source].clone()))
 
     def _scatter(
         self, name: str, rows: Tensor, axes: Axes, make: Callable[[list[Tensor]], Tensor]
@@ -192,7 +191,7 @@ class Endpoint:
         channel = self._channel(axes)
         count = rows.numel() // len(channel.memories)
         mine = slice(channel.here * count, (channel.here + 1) * count)
-        return self._send(name, rows, axes, _finishing(lambda parts: make([part[mine] for part in parts])))
+        return self._send(name, rows, channel, _finishing(lambda parts: make([part[mine] for part in parts])))
 
     def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
         """See `Collectives`."""
@@ -208,7 +207,7 @@ class Endpoint:
             message.done()
             return result
 
-        return self._send("all_reduce", flat, axes, take)
+        return self._send("all_reduce", flat, self._channel(axes), take)
 
     def gather_leaves(
         self, runs: Runs, total: int, dtype: torch.dtype, write: Write, axes: Axes,
@@ -271,13 +270,13 @@ class Endpoint:
         head = head_bytes(len(group_names(self.mesh)))
         return head + own + sum(units.bytes_used() for units in self.units.values())
 
-    def _send(self, name: str, flat: Tensor, axes: Axes, take: Callable[[Message], T]) -> Message[T]:
+    def _send(self, name: str, flat: Tensor, channel: Channel, take: Callable[[Message], T]) -> Message[T]:
         """Issue a message, from where `flat` lies if that is a slot."""
         nbytes, slot = flat.numel() * flat.dtype.itemsize, self._packed(flat)
         unsent = flat.detach() if slot is None else None
         if slot is None:
             slot = (self.reductions if name in SCATTERED else self.gathers).take(self.header + nbytes)
-        message = Message(self._channel(axes), name, nbytes, flat.dtype, take, slot, unsent)
+        message = Message(channel, name, nbytes, flat.dtype, take, slot, unsent)
         slot.message = message
         if not self.late:
             message.publish()
@@ -297,7 +296,7 @@ class Endpoint:
             ranks = self.mesh.group_ranks(named)
             memories = [self.memories[rank] for rank in ranks]
             start = head_bytes(group_names(self.mesh).index(named))
-            rings = [m.words(start, RING_BYTES // 8).reshape(1 + ROWS, 4) for m in memories]
+            rings = [m.words(start, RING_BYTES // 8) for m in memories]
             here = ranks.index(self.mesh.rank)
             self.channels[named] = Channel(named, self.mesh, memories, rings, here, self.meeting)
         return self.channels[named]

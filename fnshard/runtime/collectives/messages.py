@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,13 +29,14 @@ from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import describe, lost, waited_twice
 
 T = TypeVar("T")
+Words = MutableSequence[int]  # 64 bits each
 
 PAGE = 4096
 REGION = 1 << 35  # bytes of address space for what is gathered, and for what is reduced
 NUMBER, KIND, OFFSET, REDUCED = range(4)  # words of a row; all but the first are valid where that one is
-ROWS = 255  # of a ring; a row before them has the one word PAST
-PAST = 0, 0  # messages before this number are over for the rank
-RING_BYTES = 8 * 4 * (1 + ROWS)
+ROWS, WIDTH = 255, 4  # of a ring; a row before them has the one word PAST
+PAST = 0  # messages before this number are over for the rank
+RING_BYTES = 8 * WIDTH * (1 + ROWS)
 
 OPERATIONS = (
     "all_gather", "reduce_scatter", "all_reduce", "gather_object", "gather_leaves", "all_to_all", "permute",
@@ -66,8 +66,8 @@ class Memory(Protocol):
 
     rank: int
 
-    def words(self, offset: int, count: int) -> np.ndarray:
-        """Control words [count], int64; zero at first."""
+    def words(self, offset: int, count: int) -> Words:
+        """Control words [count], zero at first."""
 
     def put(self, offset: int, flat: Tensor) -> None:
         """Copy `flat` to a slot."""
@@ -188,14 +188,17 @@ class Channel:
     axes: tuple[str, ...]
     mesh: Mesh
     memories: Sequence[Memory]  # in group order
-    rings: Sequence[np.ndarray]  # [1 + ROWS, 4] of each
+    rings: Sequence[Words]  # of each [(1 + ROWS) * WIDTH]
     here: int  # this rank's place in the group
     meeting: Meeting
     sent: int = 0
     open: dict[int, Message] = field(default_factory=dict)  # by number, those that are not over
 
-    def enter(self, message: Message) -> int:
-        """The number of this rank's next message. Its row says from now on that the rank has issued it."""
+    def __post_init__(self) -> None:
+        self.ranks, self.header = self.mesh.size, header_bytes(self.mesh)
+
+    def enter(self, message: Message) -> None:
+        """Give this rank's next message its number. Its row says from now on that the rank has issued it."""
         number = message.number = self.sent
         self.sent += 1
         old = number - ROWS  # had the row before
@@ -204,16 +207,12 @@ class Channel:
         if old >= 0:
             message.poll(lambda place: self.rings[place][PAST] > old)
         self.open[number] = message
-        row = self.row(self.here, number)
-        row[KIND], row[OFFSET], row[REDUCED] = message.kind, 0, 0
+        ring, message.row = self.rings[self.here], WIDTH * (1 + number % ROWS)
+        for word, value in ((KIND, message.kind), (OFFSET, 0), (REDUCED, 0)):
+            ring[message.row + word] = value
         fence()
-        row[NUMBER] = number + 1
+        ring[message.row + NUMBER] = number + 1
         self.meeting.announce()
-        return number
-
-    def row(self, place: int, number: int) -> np.ndarray:
-        """The words of a message at a place of the group."""
-        return self.rings[place][1 + number % ROWS]
 
     def over(self, number: int) -> None:
         """This rank will look at no rank's row of the message any more."""
@@ -241,7 +240,8 @@ class Message(Generic[T]):
     published: bool = False
     finished: bool = False  # this rank will read no slot of it any more
     number: int = 0
-    signatures: list[np.ndarray] = field(default_factory=list)  # of the slots that this rank reads
+    row: int = 0  # where its words begin in each ring
+    signatures: list[Words] = field(default_factory=list)  # of the slots that this rank reads
     _result: Any = None
     _given: bool = False
 
@@ -289,15 +289,18 @@ class Message(Generic[T]):
     @property
     def payload(self) -> int:
         """Where in this rank's memory lies what it sends."""
-        return self.slot.start + header_bytes(self.channel.mesh)
+        return self.slot.start + self.channel.header
 
     def show(self, start: int) -> None:
         """A slot of this rank's memory, with no signature on it, is what the message is about."""
-        self.signatures_in(self.channel.here, start)[:] = 0
+        words = self.signatures_in(self.channel.here, start)
+        for place in range(self.channel.ranks):
+            words[place] = 0
         self.mark(OFFSET, start)
 
-    def signatures_in(self, place: int, start: int) -> np.ndarray:
-        return self.channel.memories[place].words(start, self.channel.mesh.size)
+    def signatures_in(self, place: int, start: int) -> Words:
+        """Of a slot in the memory of the rank at a place of the group."""
+        return self.channel.memories[place].words(start, self.channel.ranks)
 
     def parts(self) -> list[Tensor]:
         """What each rank sent, in place, in group order, once all have published."""
@@ -306,9 +309,8 @@ class Message(Generic[T]):
         fence()
         starts = [self.reads(place, OFFSET) for place in range(len(self.channel.memories))]
         self.signatures = [self.signatures_in(place, start) for place, start in enumerate(starts)]
-        head = header_bytes(self.channel.mesh)
         return [
-            memory.get(start + head, self.nbytes, self.dtype)
+            memory.get(start + self.channel.header, self.nbytes, self.dtype)
             for memory, start in zip(self.channel.memories, starts, strict=True)
         ]
 
@@ -342,7 +344,10 @@ class Message(Generic[T]):
 
     def free(self) -> bool:
         """Whether no rank will read this one's slot any more."""
-        if not self.finished or not all(self.signatures[self._own][: len(self.channel.memories)]):
+        if not self.finished:
+            return False
+        signed = self.signatures[self._own]
+        if not all(signed[place] for place in range(len(self.channel.memories))):
             return False
         if self.slot is not None:
             self.channel.memories[self.channel.here].drop(self.payload)
@@ -376,13 +381,13 @@ class Message(Generic[T]):
 
     def reads(self, place: int, word: int) -> int:
         """A word of the message at a place of the group; zero while it was not written."""
-        row = self.channel.row(place, self.number)
-        return int(row[word]) if row[NUMBER] == self.number + 1 else 0
+        ring = self.channel.rings[place]
+        return int(ring[self.row + word]) if ring[self.row + NUMBER] == self.number + 1 else 0
 
     def mark(self, word: int, value: int) -> None:
         """Show the peers a word; whatever was written before is there for them."""
         fence()
-        self.channel.row(self.channel.here, self.number)[word] = value
+        self.channel.rings[self.channel.here][self.row + word] = value
         self.channel.meeting.announce()
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import Axes, Group, Handle, SingleRank, disconnect
 from fnshard.runtime.collectives.endpoint import Add, Endpoint, Runs, Write, address_space
+from fnshard.runtime.collectives.messages import Words
 
 TOKEN, CLOSED = 0, 1  # the memory's own words, of those that `messages` leaves to it
 SPINS = 200  # looks that only yield the processor; then sleeps, and whether the peer lives
@@ -50,8 +51,8 @@ class Mapped:
         memory = mmap.mmap(fd, os.fstat(fd).st_size)
         return Mapped(rank, pid, memory, np.frombuffer(memory, dtype=np.int8, count=1).ctypes.data)
 
-    def words(self, offset: int, count: int) -> np.ndarray:
-        return np.frombuffer(self.memory, dtype=np.int64, count=count, offset=offset)
+    def words(self, offset: int, count: int) -> Words:
+        return memoryview(self.memory)[offset : offset + 8 * count].cast("q")
 
     def put(self, offset: int, flat: Tensor) -> None:
         self.get(offset, flat.numel() * flat.dtype.itemsize, flat.dtype).copy_(flat)

@@ -22,7 +22,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -31,7 +30,7 @@ from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh, simulated_rank
 from fnshard.runtime.collectives.base import Axes, Done, Handle, SingleRank, empty, lost
 from fnshard.runtime.collectives.endpoint import Endpoint
-from fnshard.runtime.collectives.messages import Memory
+from fnshard.runtime.collectives.messages import Memory, Words
 
 __all__ = ["simulate"]
 
@@ -102,13 +101,11 @@ class Threaded:
     """One rank's memory, which all threads see as it is; what is put there is a copy."""
 
     rank: int
-    pages: dict[int, np.ndarray] = field(default_factory=dict)
+    pages: dict[int, Words] = field(default_factory=dict)
     slots: dict[int, Tensor] = field(default_factory=dict)
 
-    def words(self, offset: int, count: int) -> np.ndarray:
-        if offset not in self.pages:
-            self.pages[offset] = np.zeros(count, dtype=np.int64)
-        return self.pages[offset]
+    def words(self, offset: int, count: int) -> Words:
+        return self.pages.setdefault(offset, [0] * count)
 
     def put(self, offset: int, flat: Tensor) -> None:
         self.slots[offset] = flat.clone()

@@ -85,7 +85,7 @@ class Gather(OfBucket):
     lane, trips, wire_bytes = COMMUNICATION, 1, OfBucket.rows_bytes
 
     def in_place_if_shared(self, schedule: Schedule) -> bool:
-        """Whether ranks that share memory gather this into leaves that they share (`in_place_gather`).
+        """Whether ranks that share memory gather this into leaves that they share (`runtime.collectives.endpoint`).
 
         Blocks may be read until the gather is waited for, and of what a gather reads only stored leaves
         live on.
