@@ -85,10 +85,9 @@ class Gather(OfBucket):
     lane, trips, wire_bytes = COMMUNICATION, 1, OfBucket.rows_bytes
 
     def in_place_if_shared(self, schedule: Schedule) -> bool:
-        """Whether ranks that share memory gather this into leaves that they share (`runtime.collectives.endpoint`).
+        """Whether ranks that share memory gather this into leaves that they share, see `runtime.collectives.endpoint`.
 
-        Blocks may be read until the gather is waited for, and of what a gather reads only stored leaves
-        live on.
+        It is sent as it is stored, without a cast.
         """
         bucket = schedule.buckets[self.bucket]
         as_sent = all(schedule.specs[p].compute_dtype == bucket.dtype for p in bucket.paths)
