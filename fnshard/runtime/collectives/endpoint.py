@@ -273,10 +273,10 @@ class Endpoint:
     def _send(self, name: str, flat: Tensor, channel: Channel, take: Callable[[Message], T]) -> Message[T]:
         """Issue a message, from where `flat` lies if that is a slot."""
         nbytes, slot = flat.numel() * flat.dtype.itemsize, self._packed(flat)
-        unsent = flat.detach() if slot is None else None
+        sent = flat.detach() if slot is None else None
         if slot is None:
             slot = (self.reductions if name in SCATTERED else self.gathers).take(self.header + nbytes)
-        message = Message(channel, name, nbytes, flat.dtype, take, slot, unsent)
+        message = Message(channel, name, nbytes, flat.dtype, take, slot, sent)
         slot.message = message
         if not self.late:
             message.publish()

@@ -227,7 +227,7 @@ class Message(Generic[T]):
 
     Args:
         slot: of this rank's memory, that is sent; None for leaves that are gathered in place.
-        unsent: is copied to the slot at `publish`.
+        sent: what was handed over and is still to be read: it is copied to the slot at `publish`.
     """
 
     channel: Channel
@@ -236,7 +236,7 @@ class Message(Generic[T]):
     dtype: torch.dtype
     take: Callable[[Message], T] | None = None
     slot: Slot | None = None
-    unsent: Tensor | None = None
+    sent: Tensor | None = None
     published: bool = False
     finished: bool = False  # this rank will read no slot of it any more
     number: int = 0
@@ -281,9 +281,9 @@ class Message(Generic[T]):
             return
         self.published = True
         own = self.channel.memories[self.channel.here]
-        if self.unsent is not None:
-            own.put(self.payload, self.unsent)
-            self.unsent = None
+        if self.sent is not None:
+            own.put(self.payload, self.sent)
+            self.sent = None
         self.show(self.slot.start)
 
     @property

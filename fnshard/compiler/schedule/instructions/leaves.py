@@ -85,7 +85,7 @@ class Gather(OfBucket):
     lane, trips, wire_bytes = COMMUNICATION, 1, OfBucket.rows_bytes
 
     def in_place_if_shared(self, schedule: Schedule) -> bool:
-        """Whether ranks that share memory gather this into leaves that they share, see `runtime.collectives.endpoint`.
+        """Whether ranks that share memory gather this into leaves that they share (`collectives.endpoint`).
 
         It is sent as it is stored, without a cast.
         """
