@@ -23,7 +23,7 @@ from fnshard.step import runner
 
 def with_worker(kind: type[Transfers], worker: type[Worker] = Worker) -> type[Transfers]:
     """Transfers that have one on a CPU, too."""
-    return type("Beside", (kind,), {"__post_init__": lambda self: (
+    return type("WithWorker", (kind,), {"__post_init__": lambda self: (
         super(type(self), self).__post_init__(), setattr(self, "worker", worker(self.device)))})  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def trained_by_hand(leaf: Any, worker: type[Worker], blocks: int = 2) -> tuple[A
 def test_the_launching_thread_waits_where_the_step_ends_and_not_at_an_update() -> None:
     launched = Event()
 
-    class Told(Worker):
+    class Launching(Worker):
         def wait(self) -> None:
             launched.set()  # no update is done before
             super().wait()
@@ -83,7 +83,7 @@ def test_the_launching_thread_waits_where_the_step_ends_and_not_at_an_update() -
         assert launched.wait(20)
         return -grad, {"seen": slots["seen"] + 1}
 
-    step, state, x = trained_by_hand(leaf, Told)
+    step, state, x = trained_by_hand(leaf, Launching)
     before = {p: v.clone() for p, v in state.params.items()}
     state, _ = step(state, x)
     assert all(slots["seen"].eq(1).all() for slots in state.opt_state.values())

@@ -202,7 +202,7 @@ class Simulated:
 
     def all_gather(self, flat: Tensor, axes: Axes) -> Handle[list[Tensor]]:
         handle = self._carrier(axes).all_gather(flat, axes)
-        return _Lent(handle) if self._adversary and not isinstance(handle, Done) else handle
+        return _PoisonedGather(handle) if self._adversary and not isinstance(handle, Done) else handle
 
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
         return self._carrier(axes).reduce_scatter(rows, axes)
@@ -267,7 +267,7 @@ class Simulated:
 
 
 @dataclass
-class _Lent:
+class _PoisonedGather:
     """A gather whose rows are nobody's once they are released."""
 
     handle: Handle[list[Tensor]]
