@@ -181,7 +181,7 @@ TABLE = {
     "python -m experiments.explain model=70b strategy=full_shard mesh.shard=1024 hardware=h100": PAPER,
     "python -m experiments.explain model=7b strategy=hybrid_shard mesh.replicate=4 mesh.shard=16 data.rows=128": PAPER,
     "python -m experiments.explain model=70b mesh.shard=32 mesh.context=4 mesh.tensor=8 strategy=full_shard_remat": PAPER,
-    "python -m experiments.explain model=7b strategy=no_shard fit=true hardware.price_per_hour=3": PAPER,
+    "python -m experiments.explain model=7b strategy=no_shard hardware.price_per_hour=3": PAPER,
     "python -m experiments.explain model=7b strategy=auto mesh.shard=8 data.rows=32 run.device_gb=24 hardware=a100": PAPER,
     # -- measuring
     "python -m experiments.bench": SAMPLE,

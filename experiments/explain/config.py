@@ -49,8 +49,7 @@ class PaperRunConfig:
 class ExplainConfig:
     """The whole configuration of `experiments.explain`.
 
-    `tokens`: what the whole training would read; null: 20 a parameter. `fit`: ask `fnshard.fit` for a plan
-    where this one does not fit.
+    `tokens`: what the whole training would read; null: 20 a parameter.
     """
 
     model: DecoderConfig
@@ -62,7 +61,6 @@ class ExplainConfig:
     run: PaperRunConfig
     hardware: HardwareConfig
     tokens: float | None = None
-    fit: bool = False
 
     def __post_init__(self) -> None:
         above(0, self, "tokens")
@@ -121,7 +119,6 @@ HELP = Help(
         "run.device_gb": "what a step may take of a device, in 1e9 bytes; null: all of it",
         "hardware.price_per_hour": "of one device, in US dollars",
         "tokens": "of the whole training; null: 20 a parameter",
-        "fit": "look for a plan where this one does not fit",
     },
     examples={
         "python -m experiments.explain model=7b mesh.shard=64": "a model on so many GPUs",

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import fnshard as fs
 from experiments.configs.plan import dtypes_of, tensor_axis
@@ -30,7 +29,6 @@ class Paper:
     Args:
         specs, options: the arguments of `shard_step`.
         found: the search, if `strategy=auto` made one.
-        advice: what `fnshard.fit` would do where the plan does not fit, if it was asked.
     """
 
     config: ExplainConfig
@@ -44,7 +42,6 @@ class Paper:
     traffic: Traffic
     timeline: Timeline
     found: fs.Fit | None = None
-    advice: str | None = None
 
     @property
     def device_bytes(self) -> int:
@@ -88,43 +85,26 @@ def explain(config: ExplainConfig) -> Paper:
         tokens = torch.empty(config.rows, config.model.context, dtype=torch.int64)
     loss_fn, params = loss_function(model)
     optimizer = make_optimizer(config.optimizer, ScheduleConfig(name="constant"), 1, UNDECAYED)
-    task = _Task(loss_fn, params, mesh, (tokens, tokens), optimizer, dtypes_of(config.precision))
+    dtypes, tensor = dtypes_of(config.precision), tensor_axis(mesh)
     if config.strategy.name == AUTO:
-        found = task.fit(config, hardware)
+        found = fs.fit(
+            loss_fn, params, mesh, batch=(tokens, tokens), device_bytes=_budget(config, hardware),
+            hardware=hardware, optimizer=optimizer, grad_norm=True,
+            specs=fs.presets.full_shard(params, mesh, tensor=tensor, **dtypes),
+            context_attention=config.mesh.context_attention,
+        )  # fmt: skip
         return _paper(config, hardware, mesh, found.specs, found.options, found.lowered, found=found)
     strategy = config.strategy
     tiers = {name: getattr(strategy, name) for name in ("memory", "optimizer_memory", "update_on")}
     preset = fs.presets.PRESETS[strategy.name]
-    specs = preset(params, mesh, tensor=tensor_axis(mesh), **task.dtypes, **tiers)
+    specs = preset(params, mesh, tensor=tensor, **dtypes, **tiers)
     options = {
         "accumulate": config.run.accumulate, "remat": strategy.remat,
         "prefetch": (strategy.prefetch_forward, strategy.prefetch_backward), "grad_norm": True,
         "context_attention": config.mesh.context_attention,
     }  # fmt: skip
     step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=optimizer, **options)
-    paper = _paper(config, hardware, mesh, specs, options, step.lower(params, tokens, tokens))
-    return paper if paper.fits or not config.fit else _advised(paper, task)
-
-
-@dataclass(frozen=True)
-class _Task:
-    """What a plan is searched for."""
-
-    fn: Any
-    params: Any
-    mesh: fs.Mesh
-    batch: tuple[Tensor, ...]
-    optimizer: fs.optim.Optimizer
-    dtypes: Mapping[str, torch.dtype]
-
-    def fit(self, config: ExplainConfig, hardware: fs.Hardware) -> fs.Fit:
-        """The fastest plan that fits."""
-        specs = fs.presets.full_shard(self.params, self.mesh, tensor=tensor_axis(self.mesh), **self.dtypes)
-        return fs.fit(
-            self.fn, self.params, self.mesh, batch=self.batch, device_bytes=_budget(config, hardware),
-            hardware=hardware, optimizer=self.optimizer, specs=specs, grad_norm=True,
-            context_attention=config.mesh.context_attention,
-        )  # fmt: skip
+    return _paper(config, hardware, mesh, specs, options, step.lower(params, tokens, tokens))
 
 
 def _budget(config: ExplainConfig, hardware: fs.Hardware) -> int:
@@ -142,10 +122,3 @@ def _paper(
         config, hardware, mesh, specs, options, lowered, lowered.memory_analysis(transport=shared),
         lowered.memory_timeline(transport=shared), lowered.comm_analysis(), lowered.timeline(hardware), found,
     )  # fmt: skip
-
-
-def _advised(paper: Paper, task: _Task) -> Paper:
-    try:
-        return replace(paper, advice=str(task.fit(paper.config, paper.hardware)))
-    except fs.BudgetError as error:
-        return replace(paper, advice=str(error))

@@ -125,11 +125,7 @@ def fits_line(paper: Paper) -> str:
 
 def advice(paper: Paper) -> str:
     """What to do where it does not fit; empty where it does."""
-    if paper.fits:
-        return ""
-    if paper.advice is None:
-        return "fit=true asks fnshard.fit for the fastest plan that does, strategy=auto takes it."
-    return f"fnshard.fit, {paper.advice}"
+    return "" if paper.fits else "strategy=auto looks for the fastest plan that fits."
 
 
 def memory_table(paper: Paper) -> Table:
