@@ -166,13 +166,12 @@ TABLE = {
     "python -m experiments.finetune objective=dpo data.train=pairs.jsonl": TUNE,
     "python -m experiments.finetune objective=dpo data.train=pairs.jsonl model=/models/llama": TUNE,
     "python -m experiments.finetune model=/models/llama data.train=mine.jsonl method=qlora4 precision=bf16": TUNE,
-    "python -m experiments.finetune method=auto strategy=auto run.device_gb=24 model=/models/llama "
+    "python -m experiments.finetune method=qlora4 strategy=auto run.device_gb=24 model=/models/llama "
     "data.train=mine.jsonl": TUNE,
     "python -m experiments.finetune model=100m method=qlora4 data.rows=2 data.context=128 data.too_long=skip "
     "data.held_out_rows=4 run.steps=20 run.held_out_every=10 run.sample_tokens=4 run.backend=eager": (
         Row("run.steps=2 run.held_out_every=2")
     ),
-    "python -m experiments.finetune.sizes": Row("--layers 1 --ranks 1 --base nf4", quick=True),
     # -- data
     "python -m experiments.tokenize out=shards": Row("files=/text", quick=True),
     "python -m experiments.tokenize out=shards files=[/text,'/more/*.jsonl'] tokenizer=/models/llama": Row(),

@@ -327,19 +327,15 @@ class TrainConfig:
             raise ValueError("\n  ".join(wrong))
 
 
-def misfits(strategy: StrategyConfig, run: RunConfig, *, budgeted: bool = False) -> list[str]:
-    """Options of `run` that the strategy has no use for, or lacks.
-
-    Args:
-        budgeted: something else than the strategy looks at `run.device_gb`, too.
-    """
+def misfits(strategy: StrategyConfig, run: RunConfig) -> list[str]:
+    """Options of `run` that the strategy has no use for, or lacks."""
     wrong = []
     auto, tiers = strategy.name == AUTO, (strategy.memory, strategy.optimizer_memory)
     if auto and run.device_gb is None:
         wrong.append("strategy=auto: needs a budget. Fix: run.device_gb=24.")
     if auto and run.accumulate != 1:
         wrong.append(f"run.accumulate={run.accumulate}: strategy=auto chooses the micro-batches; leave 1.")
-    if not (auto or budgeted) and run.device_gb is not None:
+    if not auto and run.device_gb is not None:
         wrong.append(f"run.device_gb={run.device_gb:g}: a budget is for strategy=auto.")
     if run.replica_every != 1 and not run.replicas:
         wrong.append(f"run.replica_every={run.replica_every}: nothing is copied. Fix: run.replicas=1.")

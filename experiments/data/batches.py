@@ -1,6 +1,6 @@
 """Batches: samples of many lengths in rows of one length, as tensors; and every sample once, for evaluation.
 
-A packed batch is a dict of int64 [B, T]: `tokens`; `targets`, already shifted (the token behind each, or
+A packed batch is a dict of int64 [B, T]: `tokens`; `targets`, already shifted (the token after each, or
 IGNORE at prompts, padding and the end of a sample); `positions`, from 0 in every sample; and `documents`,
 which of its row's samples a position belongs to, from 1, with 0 for padding. A position may attend to
 earlier ones of its own document.
@@ -28,7 +28,7 @@ OPEN = 32  # rows; twice as many fill them by less than 1% more, and keep a samp
 class RowPacker:
     """Best fit among the few rows that are open.
 
-    A sample goes where the least room is left behind it. Where it fits nowhere it begins a row of its own;
+    A sample goes where the least room is left after it. Where it fits nowhere it begins a row of its own;
     is that one too many, the oldest is closed. So no sample waits for longer than `open_rows` rows.
 
     Args:
@@ -103,42 +103,28 @@ def fill(prepared: Prepared, rows: Sequence[Sequence[int]], width: int) -> Batch
 
 
 def pair_batch(prepared: Prepared, pairs: Sequence[int], width: int) -> dict[str, Batch]:
-    """Pairs by number, as `PairLoader` yields them; a negative number is a row of padding."""
+    """Pairs by number, as `SampleLoader` yields them; a negative number is a row of padding."""
     sides = {"chosen": 0, "rejected": 1}
     return {
-        name: _plain(fill(prepared, [[2 * pair + side] if pair >= 0 else [] for pair in pairs], width))
+        name: {n: batch[n] for n in ("tokens", "targets")}
         for name, side in sides.items()
+        for batch in [fill(prepared, [[2 * pair + side] if pair >= 0 else [] for pair in pairs], width)]
     }
 
 
 # ------------------------------------------------------------------ once, for evaluation
 
 
-def once(
-    prepared: Prepared, rows: int, *, rank: int = 0, ranks: int = 1, packed: bool = True
-) -> Iterator[Batch]:
-    """Every sample once, in the files' order: batches for a held-out loss.
+def once(prepared: Prepared, rows: int, *, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
+    """Every sample once, in the files' order, packed: batches for a held-out loss.
 
     All ranks get equally many batches; rows that nothing is left for are padding, which no mean counts.
-    Without `packed` a row is one sample, and the batch also holds `samples`: int64 [B], the number of each
-    row's sample, -1 for padding; so scores of choices are put in their places.
     """
     check_rows(rows, rank, ranks)
     part = rows // ranks
-    width = prepared.context if packed else width_of(prepared)
-    for group in _grouped(_rows_once(prepared, packed), rows):
-        mine = group[rank * part : (rank + 1) * part]
-        batch = fill(prepared, mine, width)
-        if not packed:
-            batch = _plain(batch) | {"samples": torch.tensor([row[0] if row else -1 for row in mine])}
-        yield batch
-
-
-def _rows_once(prepared: Prepared, packed: bool) -> Iterator[list[int]]:
-    numbers = range(prepared.samples)
-    if not packed:
-        return ([number] for number in numbers)
-    return pack((int(prepared.lengths(np.int64(n))) for n in numbers), prepared.context)
+    lengths = (int(prepared.lengths(np.int64(n))) for n in range(prepared.samples))
+    for group in _grouped(pack(lengths, prepared.context), rows):
+        yield fill(prepared, group[rank * part : (rank + 1) * part], prepared.context)
 
 
 def _grouped(rows: Iterator[list[int]], size: int) -> Iterator[list[list[int]]]:
@@ -150,10 +136,6 @@ def _grouped(rows: Iterator[list[int]], size: int) -> Iterator[list[list[int]]]:
             group = []
     if group:
         yield [*group, *([] for _ in range(size - len(group)))]
-
-
-def _plain(batch: Batch) -> Batch:
-    return {name: batch[name] for name in ("tokens", "targets")}
 
 
 def place_of(mesh: fs.Mesh) -> dict[str, int]:
@@ -178,8 +160,8 @@ def check_state(state: Mapping[str, Any], mine: Mapping[str, Any], drawn_by: Map
     if set(state) != set(mine):
         raise ValueError(f"a loader's state has the keys {sorted(mine)}; got {sorted(state)}.")
     differ = {k: f"{k}: saved {state[k]}, here {v}" for k, v in drawn_by.items() if state[k] != v}
-    for name in differ.keys() & {"data", "shards"}:  # keys, which tell nobody anything
-        differ[name] = f"{name}: its files, the tokenizer, or how it is cut are not what they were"
+    if "data" in differ:  # keys, which say nothing to anybody
+        differ["data"] = "data: its files, the tokenizer, or how it is cut are not what they were"
     if differ:
         raise ValueError(
             f"the saved loader drew other batches ({'; '.join(differ.values())}). Fix: put back what was "

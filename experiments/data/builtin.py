@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import json
-import random
 import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,7 +29,6 @@ MOST = {False: 2000, True: 200}  # functions, held out or not
 MOST_TEXTS = {False: 12_000, True: 400}  # functions of plain text
 LONGEST = 240  # bytes of prompt and response
 SHORTEST = 12  # characters of a response; "Run." teaches nothing
-OPTIONS, QUESTIONS = 4, 50
 
 
 @dataclass(frozen=True)
@@ -63,22 +61,6 @@ def pair_files(folder: str | Path) -> tuple[Path, Path]:
     names = ("train_pairs.jsonl", "held_out_pairs.jsonl")
     train, held_out = (_write(folder / name, content) for name, content in zip(names, lines, strict=True))
     return train, held_out
-
-
-def choice_file(folder: str | Path) -> Path:
-    """Write `choices.jsonl`: held-out signatures, each with its docstring among three of other functions."""
-    functions = _functions(True)
-    summaries = sorted({f.summary for f in functions})
-    draw = random.Random(0)
-    lines = []
-    for function in functions[:QUESTIONS]:
-        room = LONGEST - len(function.prompt.encode())
-        other = [s for s in summaries if s != function.summary and len(s.encode()) <= room]
-        others = draw.sample(other, OPTIONS - 1)
-        answer = draw.randrange(OPTIONS)
-        others.insert(answer, function.summary)
-        lines.append({"prompt": function.prompt, "choices": others, "answer": answer})
-    return _write(Path(folder) / "choices.jsonl", lines)
 
 
 @lru_cache(maxsize=2)

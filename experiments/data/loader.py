@@ -1,4 +1,4 @@
-"""Loaders: endless batches, the same global one on any mesh, and exact resume on any other."""
+"""Samples in batches without end, the same global one on any mesh, and exact resume on any other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import numpy as np
 
 from experiments.data.batches import (
     OPEN,
-    Batch,
     RowPacker,
     check_rows,
     check_state,
@@ -25,12 +24,15 @@ DRAWN = 1024  # samples whose order is computed together
 
 
 @dataclass
-class PackedLoader:
+class SampleLoader:
     """Batches without end: `for batch in loader`, epoch after epoch, each in an order of its own.
 
     Samples come in an order drawn from (seed, epoch) alone, go into the rows of global batches, and rank r
     takes its equal part of the rows. A row that has room left at the end of an epoch is filled from the next:
     no batch is partial, and every sample is seen as often as every other.
+
+    A batch of pairs is `{"chosen": {tokens, targets}, "rejected": {tokens, targets}}`, int64 [B, T] each,
+    padded on the right to the one width of all batches; it is never packed.
 
     Args:
         prepared: the samples.
@@ -53,22 +55,26 @@ class PackedLoader:
 
     def __post_init__(self) -> None:
         check_rows(self.rows, self.rank, self.ranks)
+        self.pack = self.pack and self.prepared.kind != "pairs"
         self.width = self.prepared.context if self.pack else width_of(self.prepared)
-        self._stream = Stream(self.prepared.samples, self.seed)
+        self._stream = Stream(self.prepared.records, self.seed)
         self._packer = RowPacker(self.width, self.prepared.shortest, self.open_rows)
 
     @property
     def epoch(self) -> float:
-        return self._stream.drawn / self.prepared.samples
+        return self._stream.drawn / self.prepared.records
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Any]:
         return self
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Any:
         rows = [self._row() for _ in range(self.rows)]
         self.step += 1
         part = self.rows // self.ranks
-        return fill(self.prepared, rows[self.rank * part : (self.rank + 1) * part], self.width)
+        mine = rows[self.rank * part : (self.rank + 1) * part]
+        if self.prepared.kind == "pairs":
+            return pair_batch(self.prepared, [pair for (pair,) in mine], self.width)
+        return fill(self.prepared, mine, self.width)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, in JSON's values; independent of the mesh."""
@@ -91,8 +97,8 @@ class PackedLoader:
         self._stream.drawn, self.step = int(state["drawn"]), int(state["step"])
 
     def _drawn_by(self) -> dict[str, Any]:
-        settings = _drawn_by(self.prepared, self.seed, self.rows)
-        return settings | {"pack": self.pack, "open_rows": self.open_rows}
+        data = {"data": self.prepared.key, "context": self.prepared.context}
+        return {**data, "seed": self.seed, "rows": self.rows, "pack": self.pack, "open_rows": self.open_rows}
 
     def _row(self) -> list[int]:
         if not self.pack:
@@ -102,52 +108,6 @@ class PackedLoader:
             closed = self._packer.add(sample, int(self.prepared.lengths(np.int64(sample))))
             if closed is not None:
                 return closed
-
-
-@dataclass
-class PairLoader:
-    """Batches of preference pairs without end; orders, ranks and resume as `PackedLoader`'s.
-
-    A batch is `{"chosen": {tokens, targets}, "rejected": {tokens, targets}}`, int64 [B, T] each, padded on
-    the right to the one width of all batches.
-    """
-
-    prepared: Prepared
-    rows: int
-    seed: int = 0
-    rank: int = 0
-    ranks: int = 1
-    step: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        check_rows(self.rows, self.rank, self.ranks)
-        if self.prepared.kind != "pairs":
-            raise ValueError(f"prepared {self.prepared.kind}: expected pairs; prepare(..., kind='pairs').")
-        self.width = width_of(self.prepared)
-        self._stream = Stream(self.prepared.samples // 2, self.seed)
-
-    @property
-    def epoch(self) -> float:
-        return self._stream.drawn / self._stream.count
-
-    def __iter__(self) -> Iterator[dict[str, Batch]]:
-        return self
-
-    def __next__(self) -> dict[str, Batch]:
-        pairs = [self._stream.next() for _ in range(self.rows)]
-        self.step += 1
-        part = self.rows // self.ranks
-        return pair_batch(self.prepared, pairs[self.rank * part : (self.rank + 1) * part], self.width)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, in JSON's values; independent of the mesh."""
-        drawn_by = _drawn_by(self.prepared, self.seed, self.rows)
-        return {**drawn_by, "step": self.step, "drawn": self._stream.drawn}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
-        check_state(state, self.state_dict(), _drawn_by(self.prepared, self.seed, self.rows))
-        self._stream.drawn, self.step = int(state["drawn"]), int(state["step"])
 
 
 # ------------------------------------------------------------------ order and state
@@ -172,7 +132,3 @@ class Stream:
             self._block = order(self.count, self.seed, self.drawn, self.drawn + min(left, DRAWN))
         self.drawn += 1
         return int(self._block[place])
-
-
-def _drawn_by(prepared: Prepared, seed: int, rows: int) -> dict[str, Any]:
-    return {"data": prepared.key, "context": prepared.context, "seed": seed, "rows": rows}

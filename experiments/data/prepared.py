@@ -1,4 +1,4 @@
-"""Prepared data: files tokenised once, before any rank starts, into a folder that all ranks map."""
+"""Prepared data: records tokenised once by `datasets`, before any rank starts, into arrays that ranks map."""
 
 from __future__ import annotations
 
@@ -6,26 +6,31 @@ import hashlib
 import json
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 
 from experiments.configs.train import ConfigError
-from experiments.data.files import size_of
-from experiments.data.layouts import blocks_of, files_of, is_saved
-from experiments.data.records import KINDS
-from experiments.data.tokenizer import Tokenizer
-from experiments.data.writer import ARRAYS, BROKEN, LISTED, TOO_LONG, PreparedWriter, WritePolicy
+from experiments.data.chat import LineError, Sample
+from experiments.data.records import KINDS, RESPONSES
+from experiments.data.rows import LINE, Dataset, mapped, readable, record_of, rows_of
+from experiments.data.tokenizer import DirectoryTokenizer
 from fnshard.errors import report
 
-FORMAT = 3  # a change of what the files mean makes another key
+FORMAT = 4  # another number where files mean something else: another key
 FACTS = "prepared.json"
-LARGEST_bytes = 2**40  # of a file: what is larger takes hours before a rank starts, or is sparse
+ARRAYS: dict[str, type] = {"tokens": np.uint32, "learned": np.uint8, "starts": np.int64}
+HELD_OUT_EVERY = 20  # of a file that is split, one record in so many
+BROKEN, TOO_LONG = "broken", "too_long"
+SHOWN = 50  # lines in an error
+CHATS = ("messages", "prompt", "chosen", *RESPONSES)  # lists of messages there go through the chat template
+FEATURES = {"line": "int64", "tokens": [["uint32"]], "learned": [["uint8"]], "reason": "string",
+            "why": "string", "chat": "bool"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,15 +40,14 @@ class Prepared:
     Args:
         folder: with the arrays.
         key: equal for equal files, tokenizer and settings.
-        kind: "samples", "pairs" or "choices".
+        kind: "samples" or "pairs".
         context: the most positions of a sample. One of n tokens has n - 1: the last is only a target.
         pad: the tokenizer's.
-        samples: how many; a pair is two, a choice as many as it has options.
-        records: lines they come from.
+        samples: how many; a pair is two.
         tokens, learned: of all samples.
         longest, shortest: positions of a sample.
-        chats: lines that went through the chat template.
-        left_out: lines by reason: "broken", "too_long"; and samples cut to the context, "truncated".
+        chats: whether a record went through the chat template.
+        left_out: records by reason, "broken" and "too_long".
     """
 
     folder: Path
@@ -52,228 +56,217 @@ class Prepared:
     context: int
     pad: int
     samples: int
-    records: int
     tokens: int
     learned: int
     longest: int
     shortest: int
-    chats: int = 0
+    chats: bool = False
     left_out: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def records(self) -> int:
+        return self.samples // 2 if self.kind == "pairs" else self.samples
 
     def __str__(self) -> str:
         many = f"{self.records} {self.kind}, {self.tokens} tokens, {self.learned} of them learned"
         notes = [f"{count} {reason.replace('_', ' ')}" for reason, count in self.left_out.items() if count]
-        return f"{many}; longest {self.longest}" + (f" ({', '.join(notes)})" if notes else "")
+        return f"{many}; longest {self.longest}" + (f" (left out: {', '.join(notes)})" if notes else "")
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:
         """Positions that samples take in a row; int64."""
         starts = self._arrays["starts"]
         return np.asarray(starts[samples + 1] - starts[samples] - 1)
 
-    def sample(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+    def sample(self, number: int) -> Sample:
         """Token ids (uint32) and whether each is learned (uint8) of one sample."""
         start, stop = (int(s) for s in self._arrays["starts"][number : number + 2])
         return self._arrays["tokens"][start:stop], self._arrays["learned"][start:stop]
 
     @cached_property
-    def options(self) -> np.ndarray:
-        """Of choices, a row for each sample: the question it belongs to, whether it is the right answer, and
-        the bytes of its text; int32 [samples, 3]."""
-        return np.asarray(self._arrays["answers"]).reshape(-1, 3)
-
-    @cached_property
     def _arrays(self) -> dict[str, np.ndarray]:
-        return {n: np.memmap(self.folder / f"{n}.bin", dtype, "r") for n, dtype in _arrays_of(self.kind)}
+        return {n: np.memmap(self.folder / f"{n}.bin", dtype, "r") for n, dtype in ARRAYS.items()}
+
+
+@dataclass(frozen=True)
+class RecordPolicy:
+    """What becomes of records.
+
+    Args:
+        kind: "samples" or "pairs": what `records` makes of one.
+        context: the most positions of a sample.
+        broken: "refuse", or "skip" records that cannot be used.
+        too_long: "refuse", "skip", or "truncate" what has more positions than the context; a sample that has
+            nothing left to learn then is left out.
+    """
+
+    kind: str
+    context: int
+    broken: str = "refuse"
+    too_long: str = "refuse"
 
 
 def prepare(
-    files: Sequence[str | Path],
-    tokenizer: Tokenizer,
+    path: str | Path,
+    tokenizer: DirectoryTokenizer,
+    policy: RecordPolicy,
     *,
-    context: int,
     cache: str | Path,
-    kind: str = "samples",
-    broken: str = "refuse",
-    too_long: str = "refuse",
-    part: tuple[int, bool] | None = None,
-) -> Prepared:
-    """Tokenise files of records into a folder below `cache`, or find the one that an earlier call made.
-
-    Files are streamed: memory holds a block of lines. Processes that prepare the same may race.
+    split: bool = False,
+) -> list[Prepared]:
+    """Tokenise a file of records into a folder below `cache`, or find the one that an earlier call made.
 
     Args:
-        files: in order; in one of `layouts`.
+        path: JSONL, a list of JSON, Parquet, or a folder of `save_to_disk` of `datasets`.
         tokenizer: of the model.
-        context: the most positions of a sample.
-        cache: a folder, made if need be.
-        kind: "samples", "pairs" or "choices": what `records` makes of a line.
-        broken: "refuse", or "skip" lines that cannot be used.
-        too_long: "refuse", "skip", or "truncate" what has more positions than the context; a sample that has
-            nothing left to learn then is skipped.
-        part: (n, held out): of files that have none beside them for evaluation, one line in n is held out,
-            drawn by what it holds, and one at least of two; either these are taken, or the others. Both are
-            made at one go.
+        cache: a folder, made if need be. Processes that prepare the same may race.
+        split: hold out one record in `HELD_OUT_EVERY`, drawn, and one at least.
+
+    Returns:
+        What is prepared; with `split` what is trained on, and what is held out.
 
     Raises:
-        ConfigError: a file cannot be read, holds nothing, or has lines that are refused: the first few of
-            them by file and line, how many there are, and the file that lists them all.
+        ConfigError: the file cannot be read, holds nothing, or has records that are refused, by file and
+            line.
+        MissingExtraError: `datasets` is not installed.
     """
-    policy = WritePolicy(context, broken, too_long, part)
-    if kind not in KINDS:
-        raise ConfigError(f"kind={kind!r}: must be one of {', '.join(KINDS)}.")
-    paths = readable(files)
-    sums = [_sum_of(path) for path in paths]
-    folders = {}
-    for side in policy.sides:
-        cut = None if part is None else (part[0], side)
-        settings = [FORMAT, kind, context, broken, too_long, cut, tokenizer.key, tokenizer.pad, *sums]
-        folders[side] = Path(cache) / hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:32]
-    folder = folders[bool(part and part[1])]
-    if not _is_complete(folder):
+    path = readable(path)
+    digest = hashlib.sha256(json.dumps([FORMAT, vars(policy), split, tokenizer.key, tokenizer.pad]).encode())
+    for each in sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]:
+        with each.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    folder = Path(cache) / digest.hexdigest()[:32]
+    if not folder.exists():
         try:
-            _make(folders, kind, paths, sums, tokenizer, policy)
+            _make(folder, path, tokenizer, policy, split)
         except OSError as error:
             raise ConfigError(f"{cache}: prepared data cannot be written there: {error}.") from error
-    prepared = open_prepared(folder)
-    if any(prepared.left_out.values()):
-        print(f"{_named(paths)}: {prepared}", file=sys.stderr, flush=True)
-    return prepared
+    found = [open_prepared(folder / side) for side in _sides(split)]
+    if any(found[0].left_out.values()):
+        print(f"{path}: {found[0]}", file=sys.stderr, flush=True)
+    return found
 
 
 def open_prepared(folder: str | Path) -> Prepared:
     """Map a folder that `prepare` made; every rank calls it.
 
     Raises:
-        ConfigError: it holds something else, or files of other sizes than were written.
+        ConfigError: it holds something else.
     """
     folder = Path(folder)
-    if not _is_complete(folder):
-        raise ConfigError(f"{folder} holds no prepared data, or not the whole of it. Fix: prepare it anew.")
-    facts = json.loads((folder / FACTS).read_text())
-    return Prepared(folder=folder, **{k: v for k, v in facts.items() if k != "bytes"})
-
-
-# ------------------------------------------------------------------ the folder
-
-
-def _arrays_of(kind: str) -> list[tuple[str, type]]:
-    return [(name, dtype) for name, dtype in ARRAYS.items() if name != "answers" or kind == "choices"]
-
-
-def _is_complete(folder: Path) -> bool:
-    """Whether every file is as long as was written; bits are not summed: this is a cache."""
     try:
-        sizes = json.loads((folder / FACTS).read_text())["bytes"]
-        return all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+        return Prepared(folder=folder, **json.loads((folder / FACTS).read_text()))
+    except (OSError, ValueError, TypeError):
+        raise ConfigError(f"{folder} holds no prepared data. Fix: prepare it anew.") from None
 
 
-def _make(
-    folders: Mapping[bool, Path],
-    kind: str,
-    paths: Sequence[Path],
-    sums: Sequence[str],
-    tokenizer: Tokenizer,
-    policy: WritePolicy,
-) -> None:
+def _sides(split: bool) -> tuple[str, ...]:
+    return ("train", "held_out") if split else ("all",)
+
+
+def _make(folder: Path, path: Path, tokenizer: DirectoryTokenizer, policy: RecordPolicy, split: bool) -> None:
     """Write under a name of its own and rename: a folder is complete or absent. The first of two wins."""
-    first = folders[False]
-    partial = first.with_name(f"{first.name}.{uuid4().hex[:8]}.partial")
-    partial.mkdir(parents=True)
-    parts = {side: partial / folder.name for side, folder in folders.items()}
-    size = sum(file.stat().st_size for path in paths for file in files_of(path))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(mkdtemp(prefix=f"{folder.name}.", suffix=".partial", dir=folder.parent))
     try:
-        with PreparedWriter(parts, partial / "refused.txt", kind, tokenizer, policy, size) as writer:
-            for path, expected in zip(paths, sums, strict=True):
-                if writer.read(path) != expected:
-                    raise ConfigError(f"{path} changed while it was read. Fix: wait until it is written.")
-            writer.finish()
-        _refuse(writer, paths, first.with_name(f"{first.name}.refused.txt"))
-        for side, folder in folders.items():
-            _place(parts[side], folder, kind, policy.context, tokenizer.pad, writer.facts(side))
+        rows, encode = rows_of(path, aside / "rows"), partial(_encoded, tokenizer=tokenizer, policy=policy)
+        encoded = mapped(rows, encode, FEATURES, aside / "encoded.arrow")
+        kept, left_out = _kept(path, encoded, policy)
+        parts = [kept]
+        if split:
+            if len(kept) < 2:
+                raise ConfigError(
+                    f"{path}: one record can be used, so none can be held out of training. Fix: name a file "
+                    "to evaluate on with data.held_out=FILE, or add records."
+                )
+            many = max(1, len(kept) // HELD_OUT_EVERY)
+            drawn = np.random.default_rng(0).permutation(len(kept))
+            parts = [kept.select(np.sort(side), keep_in_memory=True) for side in (drawn[many:], drawn[:many])]
+        done = aside / "done"
+        for side, part in zip(_sides(split), parts, strict=True):
+            key = f"{folder.name}/{side}"
+            own = {"key": key, "kind": policy.kind, "context": policy.context, "pad": tokenizer.pad}
+            _write(done / side, part, {**own, "left_out": left_out})
+        try:
+            done.chmod(0o755)
+            done.rename(folder)
+        except OSError:
+            if not folder.exists():
+                raise
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
-def _place(part: Path, folder: Path, kind: str, context: int, pad: int, facts: Mapping[str, Any]) -> None:
-    """Write what is known of the arrays beside them, and move all to its place."""
-    sizes = {f"{n}.bin": (part / f"{n}.bin").stat().st_size for n, _ in _arrays_of(kind)}
-    values = {"key": folder.name, "kind": kind, "context": context, "pad": pad, **facts}
-    (part / FACTS).write_text(json.dumps(values | {"bytes": sizes}, indent=1))
+# ------------------------------------------------------------------ from rows to arrays
+
+
+def _encoded(
+    row: Mapping[str, Any], index: int, tokenizer: DirectoryTokenizer, policy: RecordPolicy
+) -> dict[str, Any]:
+    """A row's samples; none, and the reason, where it cannot be used."""
+    found = {"line": row.get(LINE, index + 1), "tokens": [], "learned": [], "reason": "", "why": ""}
     try:
-        part.rename(folder)  # onto nothing, or an empty folder
-    except OSError:
-        if not _is_complete(folder):  # torn, by another program: none is removed that may be in use
-            shutil.rmtree(folder, ignore_errors=True)
-            part.rename(folder)
+        record = record_of(row)
+        samples = KINDS[policy.kind](record, tokenizer)
+    except LineError as error:
+        return {**found, "reason": BROKEN, "why": str(error), "chat": False}
+    found["chat"] = any(isinstance(record.get(name), list) for name in CHATS)
+    longest = max(len(tokens) for tokens, _ in samples) - 1
+    long, why = longest > policy.context, ""
+    if long and policy.too_long != "truncate":
+        why = f"takes {longest} positions, the context has {policy.context}"
+    samples = [tuple(part[: policy.context + 1] for part in each) for each in samples]
+    # The first token is never a target: nothing stands before it.
+    if not why and not all(learned[1:].any() for _, learned in samples):
+        why = "no token is left to learn"
+    if not why and policy.kind == "pairs" and np.array_equal(samples[0][0], samples[1][0]):
+        why = "chosen and rejected differ only after the context"
+    if why:
+        return {**found, "reason": TOO_LONG if long else BROKEN, "why": why}
+    return {**found, "tokens": [tokens for tokens, _ in samples], "learned": [mask for _, mask in samples]}
 
 
-def _refuse(writer: PreparedWriter, paths: Sequence[Path], beside: Path) -> None:
-    """One error for all lines that may not be passed over, or for files in which nothing is left."""
-    problems = writer.problems
-    refused, shown = sum(problems.refused.values()), problems.shown
+def _kept(path: Path, encoded: Dataset, policy: RecordPolicy) -> tuple[Dataset, dict[str, int]]:
+    """The rows that can be used, and how many cannot; one error for all that may not be passed over."""
+    reasons = np.array(encoded["reason"][:])
+    left_out = {name: int((reasons == name).sum()) for name in (BROKEN, TOO_LONG)}
+    refused = [name for name, count in left_out.items() if count and getattr(policy, name) == "refuse"]
     if refused:
+        wrong = encoded.select(np.flatnonzero(np.isin(reasons, refused)), keep_in_memory=True)
+        lines = [f"{path}:{row['line']}: {row['why']}" for row in wrong.select(range(min(len(wrong), SHOWN)))]
+        more = [f"and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
         ways = {
             BROKEN: "mend the lines, or leave such out with data.broken=skip",
-            TOO_LONG: "leave long samples out with data.too_long=skip, cut them with data.too_long=truncate, "
-            f"or take data.context={writer.longest_seen}",
+            TOO_LONG: "leave long records out with data.too_long=skip, cut them with data.too_long=truncate, "
+            "or take a larger data.context",
         }
-        rest = []
-        if refused > len(shown):
-            writer.refused.replace(beside)
-            many = "all of them" if refused <= LISTED else f"the first {LISTED} of them"
-            rest = [f"and {refused - len(shown)} more; {many}: {beside}"]
-        several = "1 line" if refused == 1 else f"{refused} lines"
-        fix = "; ".join(way for reason, way in ways.items() if problems.refused[reason])
-        raise ConfigError(report(f"{several} cannot be used:", [*shown, *rest], f"{fix}."))
-    empty = [side for side, arrays in writer.arrays.items() if not arrays.samples]
-    if False in empty:
-        counts = {r: sum(c[r] for c in problems.counts.values()) for r in (BROKEN, TOO_LONG)}
-        notes = [f"{count} {reason.replace('_', ' ')}" for reason, count in counts.items() if count]
-        raise ConfigError(f"{_named(paths)}: nothing to learn from ({', '.join(notes) or 'no lines'}).")
-    if empty:
-        raise ConfigError(
-            f"{_named(paths)}: one line can be used, so none can be held out of training. Fix: name a file "
-            "to evaluate on with data.held_out=FILE, or add lines."
-        )
+        several = "1 line" if len(wrong) == 1 else f"{len(wrong)} lines"
+        fix = "; ".join(ways[name] for name in refused)
+        raise ConfigError(report(f"{several} cannot be used:", [*lines, *more], f"{fix}."))
+    kept = encoded.select(np.flatnonzero(reasons == ""), keep_in_memory=True)
+    if not len(kept):
+        notes = [f"{count} {name.replace('_', ' ')}" for name, count in left_out.items() if count]
+        raise ConfigError(f"{path}: nothing to learn from ({', '.join(notes) or 'no records'}).")
+    return kept, left_out
 
 
-# ------------------------------------------------------------------ the files
-
-
-def readable(files: Sequence[str | Path]) -> list[Path]:
-    """The files, looked at and not read."""
-    if isinstance(files, str | Path):
-        files = [files]
-    if not files:
-        raise ConfigError("no files of data were named.")
-    wrong = []
-    for path in map(Path, files):
-        try:
-            if path.is_dir() and not is_saved(path):
-                wrong.append(f"{path}: is a folder, and none that save_to_disk of datasets has written")
-            elif not sum(size_of(each, LARGEST_bytes) for each in files_of(path)):
-                wrong.append(f"{path}: is empty")  # files of /proc say so, and some of them never end
-        except OSError as error:
-            wrong.append(f"{path}: {error.strerror or error}")
-    if wrong:
-        raise ConfigError(
-            report(
-                "data cannot be read:",
-                wrong,
-                "name files: JSONL (one object a line), lists of JSON, Parquet; or a folder of save_to_disk.",
-            )
-        )
-    return list(map(Path, files))
-
-
-def _sum_of(path: Path) -> str:
-    digest = hashlib.sha256()
-    for block in blocks_of(path):
-        digest.update(block)
-    return digest.hexdigest()
-
-
-def _named(paths: Sequence[Any]) -> str:
-    return str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
+def _write(folder: Path, part: Dataset, facts: Mapping[str, Any]) -> None:
+    """The samples of some rows as arrays, and what is known of them."""
+    folder.mkdir(parents=True)
+    sizes, learned, chats = [], 0, False
+    with (folder / "tokens.bin").open("wb") as tokens_file, (folder / "learned.bin").open("wb") as mask_file:
+        for block in part.with_format("arrow").iter(1024):
+            tokens, masks = (block[name].combine_chunks().flatten() for name in ("tokens", "learned"))
+            lengths, mask = tokens.value_lengths().to_numpy(), masks.flatten().to_numpy()
+            tokens.flatten().to_numpy().tofile(tokens_file)
+            mask.tofile(mask_file)
+            firsts = np.cumsum(lengths) - lengths
+            learned += int(mask.sum()) - int(mask[firsts].sum())
+            chats |= any(block["chat"].to_pylist())
+            sizes.append(lengths)
+    lengths = np.concatenate(sizes).astype(np.int64)
+    np.concatenate([[0], np.cumsum(lengths)]).tofile(folder / "starts.bin")
+    known = {
+        "samples": len(lengths), "tokens": int(lengths.sum()), "learned": learned, "chats": chats,
+        "longest": int(lengths.max()) - 1, "shortest": int(lengths.min()) - 1,
+    }  # fmt: skip
+    (folder / FACTS).write_text(json.dumps({**facts, **known}, indent=1))

@@ -1,127 +1,160 @@
-"""ShardLoader: windows of token shards in a seeded order, ready before they are asked for."""
+"""Shards: a folder of `.npy` arrays of token ids, mapped."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+import hashlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from experiments.data.batches import check_rows, check_state
-from experiments.data.permutation import order
-from experiments.data.shardfolder import Shards
+from experiments.configs.train import ConfigError
+from experiments.data.files import read_json, write_json
+from fnshard.errors import report
 
-Batch = tuple[Tensor, Tensor]
-AHEAD = 4  # batches
+HEADER = "shards.json"
+BLOCK = 2**22  # tokens that are looked through at once
 
 
-def cut(shards: Shards, starts: np.ndarray, context: int) -> Batch:
-    """Inputs and the tokens that follow them; int64 [starts, T] each."""
-    rows = torch.from_numpy(shards.windows(starts, context + 1))  # [rows, T + 1]
-    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-
-@dataclass
-class ShardLoader:
-    """Windows without end: `for inputs, targets in loader`, epoch after epoch, each in an order of its own.
-
-    A window's last token is the next one's first: every token but the first is a target once an epoch; what
-    is left behind the last window is none. The global batch of step s hangs on (seed, s) alone, and rank r
-    takes its equal part of the rows: 1, 2 or 4 ranks see the same batches, a resumed run those of an
-    uninterrupted one.
-
-    Batches are cut by a thread, some steps ahead. It begins with the first batch that is asked for, and holds
-    nothing up: where the process ends, or the loader is no longer needed, so does it.
+@dataclass(frozen=True)
+class Shards:
+    """All tokens of a folder, as one stream: an array ends anywhere, and the next goes on.
 
     Args:
-        shards: of `open_shards`.
-        rows: of the *global* batch; a multiple of `ranks`.
-        context: T.
-        seed: of the orders.
-        rank, ranks: which part of the rows this loader yields: the place along the mesh's data axes.
-        ahead: batches that are ready before they are asked for; 0 cuts them when they are.
-        step: the next step to yield: it counts what was handed out, not what is ready; read only.
-
-    Raises:
-        ValueError: rows that do not divide over the ranks, or no window in the shards.
+        folder: where they lie.
+        key: equal for equal tokens.
+        files: the arrays in order, and how many tokens each has; uint16 or uint32.
+        largest: id that there is.
+        documents: how many; None where nobody knows.
+        vocab, tokenizer, eos: of the tokenizer that made them: one more than its largest id, its key, and
+            what ends each document; None where nobody knows.
+        broken: lines that were left out, and parts of files in which bytes were replaced.
     """
 
-    shards: Shards
-    rows: int
-    context: int
-    seed: int = 0
-    rank: int = 0
-    ranks: int = 1
-    ahead: int = AHEAD
-    step: int = field(default=0, init=False)
+    folder: Path
+    key: str
+    files: Mapping[str, int]
+    largest: int
+    documents: int | None = None
+    vocab: int | None = None
+    tokenizer: str | None = None
+    eos: int | None = None
+    broken: int = 0
 
-    def __post_init__(self) -> None:
-        check_rows(self.rows, self.rank, self.ranks)
-        if self.windows < 1:
-            raise ValueError(
-                f"{self.shards.folder}: {self.shards.tokens} tokens, a window takes {self.context + 1}."
-            )
-        self._ready: deque[Future[Batch]] = deque()
-        self._thread: ThreadPoolExecutor | None = None
+    @cached_property
+    def tokens(self) -> int:
+        """In all arrays."""
+        return sum(self.files.values())
 
-    @property
-    def windows(self) -> int:
-        return (self.shards.tokens - 1) // self.context
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """`length` tokens from each of `starts` on; int64 [starts, length].
 
-    @property
-    def epoch(self) -> float:
-        return self.step * self.rows / self.windows
+        Raises:
+            IndexError: a window is not inside.
+        """
+        if starts.size and (starts.min() < 0 or starts.max() + length > self.tokens):
+            raise IndexError(f"windows of {length} from {starts.min()} to {starts.max()} of {self.tokens}.")
+        out = np.empty((len(starts), length), np.int64)
+        arrays = np.searchsorted(self._ends, starts, side="right")
+        for row, (start, array) in enumerate(zip(starts.tolist(), arrays.tolist(), strict=True)):
+            done = 0
+            while done < length:
+                place = start + done - (int(self._ends[array - 1]) if array else 0)
+                part = self._arrays[array][place : place + length - done]
+                out[row, done : done + len(part)] = part
+                done, array = done + len(part), array + 1
+        return out
 
-    def batch(self, step: int) -> Batch:
-        """This rank's part of one step's batch; int64 [rows / ranks, T] twice."""
-        part = self.rows // self.ranks
-        first = step * self.rows + self.rank * part
-        windows = order(self.windows, self.seed, first, first + part)
-        return cut(self.shards, windows * self.context, self.context)
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return np.array(list(accumulate(self.files.values())), np.int64)
 
-    def __iter__(self) -> Iterator[Batch]:
-        return self
+    @cached_property
+    def _arrays(self) -> list[np.ndarray]:
+        return [np.load(self.folder / name, mmap_mode="r") for name in self.files]
 
-    def __next__(self) -> Batch:
-        if self.ahead:
-            self._prepare()
-            batch = self._ready[0].result()  # where it fails, so it does when asked again
-            self._ready.popleft()
-        else:
-            batch = self.batch(self.step)
-        self.step += 1
-        return batch
 
-    def close(self) -> None:
-        """End the thread; a batch that is asked for afterwards starts another."""
-        for future in self._ready:
-            future.cancel()
-        self._ready.clear()
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
+def open_shards(folder: str | Path) -> Shards:
+    """Map a folder of shards; `.npy` arrays of others, [tokens] of uint16 or uint32, are described first.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, in JSON's values; independent of the mesh, so another one can resume."""
-        return {**self._drawn_by(), "step": self.step}
+    Raises:
+        ConfigError: there are none, or not all that the header names.
+    """
+    folder = Path(folder)
+    header = read_json(folder / HEADER)
+    if not header:
+        return describe(folder)
+    try:
+        found = Shards(folder=folder, **header)
+    except TypeError:
+        raise ConfigError(f"{folder / HEADER} is no header of shards. Fix: write the shards anew.") from None
+    there = _lengths(folder)
+    wrong = [
+        f"{n}: {there.get(n, 0)} of {many} tokens" for n, many in found.files.items() if there.get(n) != many
+    ]
+    if wrong:
+        fix = f"write the shards anew; where you changed arrays of your own, delete {HEADER}."
+        raise ConfigError(report(f"{folder} is not whole:", wrong, fix))
+    return found
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
-        check_state(state, self.state_dict(), self._drawn_by())
-        self.close()
-        self.step = int(state["step"])
 
-    def _prepare(self) -> None:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "shards")
-        while len(self._ready) < 1 + self.ahead:
-            self._ready.append(self._thread.submit(self.batch, self.step + len(self._ready)))
+def describe(folder: Path, **known: Any) -> Shards:
+    """Look through the arrays of a folder once, and write its header where that can be.
 
-    def _drawn_by(self) -> dict[str, Any]:
-        own = {"context": self.context, "seed": self.seed, "rows": self.rows}
-        return {"shards": self.shards.key, **own}
+    Args:
+        known: further fields of `Shards`.
+    """
+    files = _lengths(folder)
+    if not files:
+        there = f"neither {HEADER} nor *.npy in it" if folder.is_dir() else "no such folder"
+        raise ConfigError(
+            f"{folder} holds no shards: {there}. Fix: python -m experiments.tokenize writes them."
+        )
+    digest, largest = hashlib.sha256(), 0
+    for name in files:
+        array = np.load(folder / name, mmap_mode="r")
+        for start in range(0, len(array), BLOCK):
+            block = array[start : start + BLOCK]
+            largest = max(largest, int(block.max()))
+            digest.update(block.astype("<u4").tobytes())
+    found = Shards(folder, digest.hexdigest(), files, largest, **known)
+    with suppress(OSError):  # not ours to write to: the next one looks through them again
+        write_json(folder / HEADER, {k: v for k, v in asdict(found).items() if k != "folder"})
+    return found
+
+
+def _lengths(folder: Path) -> dict[str, int]:
+    """How many tokens each array of a folder has."""
+    found, wrong = {}, []
+    for path in sorted(folder.glob("*.npy")):
+        try:
+            array = np.load(path, mmap_mode="r")  # nothing is unpickled
+        except (OSError, ValueError, EOFError) as error:
+            wrong.append(f"{path.name}: {error}")
+            continue
+        if array.ndim != 1 or array.dtype.kind != "u" or array.dtype.itemsize not in (2, 4) or not len(array):
+            wrong.append(f"{path.name}: {array.dtype} {list(array.shape)}")
+        found[path.name] = array.size
+    if wrong:
+        fix = "one array of uint16 or uint32 [tokens] a file."
+        raise ConfigError(report(f"{folder}: not arrays of tokens:", wrong, fix))
+    return found
+
+
+def check_vocab(shards: Sequence[Shards], vocab: int) -> None:
+    """Refuse tokens that a model of `vocab` rows does not know.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    wrong = [f"{s.folder}: the largest is {s.largest}" for s in shards if s.largest >= vocab]
+    if wrong:
+        needed = max(s.vocab or s.largest + 1 for s in shards)
+        raise ConfigError(
+            report(f"model.vocab={vocab}: shards hold larger tokens:", wrong, f"model.vocab={needed}.")
+        )

@@ -6,19 +6,16 @@ import hashlib
 import os
 import sysconfig
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.data.files import size_of
-from fnshard.errors import report
-
-# Tests repeat themselves and tables of them; what is installed beside the library differs by machine.
+# Tests repeat themselves and tables of them; what is installed next to the library differs by machine.
 SKIP = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-MOST_bytes = 2**33  # of all files: each rank holds them
-SHOWN = 8
 SEPARATOR = 0  # one byte that no source file holds ends every file
 
 
@@ -37,7 +34,26 @@ class Corpus:
 
     @property
     def checksum(self) -> str:
-        return " ".join(f"{crc32(stream.numpy()):08x}" for stream in (self.train, self.held_out))
+        return " ".join(ByteStream(stream).key for stream in (self.train, self.held_out))
+
+
+@dataclass(frozen=True)
+class ByteStream:
+    """Bytes as tokens: what `windows` draws from. `values`: uint8 [bytes]."""
+
+    values: Tensor
+
+    @cached_property
+    def key(self) -> str:
+        return f"{crc32(self.values.numpy()):08x}"
+
+    @property
+    def tokens(self) -> int:
+        return self.values.numel()
+
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """`length` bytes from each of `starts` on; int64 [starts, length]."""
+        return self.values.numpy()[starts[:, None] + np.arange(length)].astype(np.int64)
 
 
 def standard_library() -> Path:
@@ -74,7 +90,6 @@ def load_corpus(
     if not root.is_dir():
         raise ValueError(f"{root} is no folder. Fix: name one as data.root.")
     names = source_files(root, suffix)
-    _check_sizes(root, names)
     held_out = [n for n in names if is_held_out(n, held_out_percent)]
     train = [n for n in names if not is_held_out(n, held_out_percent)]
     corpus = Corpus(_join(root, train), _join(root, held_out), tuple(train), tuple(held_out))
@@ -86,19 +101,6 @@ def load_corpus(
             "Fix: name a folder with more text as data.root, or change data.held_out_percent."
         )
     return corpus
-
-
-def _check_sizes(root: Path, names: list[str]) -> None:
-    """Refuse what is no text: devices, pipes, links to nothing; and more than belongs into memory."""
-    wrong, left = [], MOST_bytes
-    for name in names:
-        try:
-            left -= size_of(root / name, max(left, 0))
-        except OSError as error:
-            wrong.append(f"{name}: {error.strerror}")
-    if wrong:
-        fix = f"other files, {MOST_bytes} bytes at most; more text: python -m experiments.tokenize."
-        raise ValueError(report(f"{root}: not read:", wrong[:SHOWN], fix))
 
 
 def _join(root: Path, names: list[str]) -> Tensor:

@@ -1,90 +1,222 @@
-"""Tokenizers: the built-in one, and those of local model directories."""
+"""Tokenizers: the built-in one of bytes, which needs no library, and those of model directories, which
+transformers opens."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from experiments.configs.train import ConfigError
-from experiments.data.bytelevel import TEMPLATE, ByteTokenizer, tokenizer_json
-from experiments.data.files import first_few, size_of
-from experiments.data.pieces import (
-    CONTROL,
-    NOTHING,
-    TEXT,
-    Controls,
-    Messages,
-    Spelled,
-    TextPiece,
-    Tokenizer,
-    behind_others,
-    controls_of,
-)
-from experiments.data.template import Plain, Template
+from experiments.data.files import first_few, read_json, write_json
 from fnshard.errors import MissingExtraError, report
 
-FILE = "tokenizer.json"
-SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
-LARGEST_bytes = 2**28  # of a file: vocabularies take some tens of MB
-TEMPLATES = ("chat_template.jinja", "chat_template.json")
+FILE, CONFIG, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+COPIED = (FILE, CONFIG, "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE, "chat_template.json")
+STOPS = ("generation_config.json", "config.json")  # files that name tokens which end a generation
+
+
+class Tokenizer(Protocol):
+    """What a tokenizer of shards can do.
+
+    `vocab`: one more than the largest id; a model's embedding has at least as many rows. `eos`: what ends a
+    document. `key`: equal for equal tokenizers.
+    """
+
+    vocab: int
+    eos: int
+    key: str
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids; neither begin nor end is added, and no control token is read from the text."""
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """uint32 ids of each text."""
+
+    def decode(self, ids: Sequence[int], control: bool = False) -> str:
+        """Text; control tokens are left out, or with `control` as they are spelled."""
+
+    def save(self, folder: Path) -> None:
+        """Write its files into a folder that exists."""
+
+
+# ------------------------------------------------------------------ bytes
+
+BEGIN, END, PAD = 256, 257, 258
+ROLES = {"system": 259, "user": 260, "assistant": 261}
+CONTROL = {"<|begin|>": BEGIN, "<|end|>": END, "<|pad|>": PAD, **{f"<|{r}|>": i for r, i in ROLES.items()}}
+TEMPLATE = (
+    "{{ '<|begin|>' }}{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('role ' + message['role'] + ': expected system, user or assistant') }}{% endif %}"
+    "{{ '<|' + message['role'] + '|>' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 
 
 @dataclass(frozen=True)
-class FileTokenizer:
-    """A `tokenizer.json` and what the files beside it say; made by `load_tokenizer`."""
+class ByteTokenizer:
+    """UTF-8 bytes are ids 0 to 255; then come begin, end, padding and a marker for each role.
+
+    >>> tokenizer = ByteTokenizer()
+    >>> tokenizer.encode("hé"), tokenizer.decode([256, 104, 195, 169, 257])
+    ([104, 195, 169], 'hé')
+    """
+
+    vocab: int = 264  # 262 ids, and two that mean nothing: rows of a matrix like multiples of 8
+    bos: int = BEGIN
+    eos: int = END
+    pad: int = PAD
+
+    @property
+    def key(self) -> str:
+        return hashlib.sha256(tokenizer_json().encode()).hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
+
+    def decode(self, ids: Sequence[int], control: bool = False) -> str:
+        """Text of token ids; broken UTF-8 shows as a replacement sign."""
+        spelled = {i: name.encode() for name, i in CONTROL.items()} if control else {}
+        return b"".join(bytes([i]) if i < 256 else spelled.get(i, b"") for i in ids).decode(errors="replace")
+
+    def save(self, folder: Path) -> None:
+        """Write `tokenizer.json` and `tokenizer_config.json`, which `transformers.AutoTokenizer` opens.
+
+        In a directory of a model of type qwen2 it takes a class of its own, which composes characters first.
+        """
+        (folder / FILE).write_text(tokenizer_json(), encoding="utf-8")
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<|begin|>",
+            "eos_token": "<|end|>",
+            "pad_token": "<|pad|>",
+            "clean_up_tokenization_spaces": False,
+            "chat_template": TEMPLATE,
+        }
+        (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+
+
+def tokenizer_json() -> str:
+    """The byte tokenizer as the `tokenizers` library writes it: byte-level BPE that merges nothing."""
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    begin = {"SpecialToken": {"id": "<|begin|>", "type_id": 0}}
+    a, b = ({"Sequence": {"id": i, "type_id": t}} for i, t in (("A", 0), ("B", 1)))
+    content = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": i, "content": name, **flags, "special": True} for name, i in CONTROL.items()],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [begin, a],
+            "pair": [begin, a, b],
+            "special_tokens": {"<|begin|>": {"id": "<|begin|>", "ids": [BEGIN], "tokens": ["<|begin|>"]}},
+        },
+        "decoder": level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": {sign: byte for byte, sign in enumerate(_signs())},
+            "merges": [],
+        },
+    }
+    return json.dumps(content, indent=1)
+
+
+def _signs() -> list[str]:
+    """GPT-2's printable sign of every byte: its own where it has one, else one from 256 on."""
+    plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in plain else next(others)) for byte in range(256)]
+
+
+# ------------------------------------------------------------------ model directories
+
+
+@dataclass(frozen=True)
+class DirectoryTokenizer:
+    """A tokenizer of transformers; made by `open_directory`.
+
+    Args:
+        hf: the object of transformers, which has a chat template.
+        begin: what texts of this model begin with: one id, or nothing.
+        stops: every id that ends a generation, the end of a text first.
+        pad: fills rows; never a target.
+        plain: the directory has no chat template; `PLAIN` stands in for it.
+    """
 
     folder: Path
+    hf: Any = field(repr=False, compare=False)
     vocab: int
-    bos: int | None
-    eos: int
+    begin: tuple[int, ...]
     stops: tuple[int, ...]
     pad: int
     key: str
-    chat: Template | Plain
-    file: Any = field(repr=False, compare=False)
-    behind: Mapping[str, Any] = field(repr=False, compare=False)  # what takes texts behind something
-    controls: Controls = field(repr=False, compare=False)
+    plain: bool
+
+    @property
+    def eos(self) -> int:
+        return self.stops[0]
 
     def encode(self, text: str) -> list[int]:
         return self.encode_many([text])[0].tolist()
 
-    def encode_many(
-        self, texts: Sequence[str], control: bool = False, behind: str = NOTHING
-    ) -> list[np.ndarray]:
-        file = self.behind[behind]
-        file.encode_special_tokens = not control  # the library's name for: as text
-        encoded = file.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(e.ids, np.uint32) for e in encoded]
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        encoded = self.hf(list(texts), add_special_tokens=False, split_special_tokens=True)
+        return [np.array(ids, np.uint32) for ids in encoded.input_ids]
 
-    def spelled(self, text: str, start: int, stop: int) -> Iterable[Spelled]:
-        return self.controls.find(text, start, stop)
+    def encode_after(self, text: str) -> list[int]:
+        """Token ids of a text that follows another one: without the space that some tokenizers put in front
+        of all that they are given."""
+        line_break, both = self.encode("\n"), self.encode(f"\n{text}")
+        follows = both[: len(line_break)] == line_break
+        return both[len(line_break) :] if follows else self.encode(text)
 
     def decode(self, ids: Sequence[int], control: bool = False) -> str:
-        return self.file.decode([i for i in ids if i < self.vocab], skip_special_tokens=not control)
-
-    def conversation(self, messages: Messages, first: int = 0) -> list[TextPiece]:
-        return self.chat.conversation(messages, first)
-
-    def opening(self, messages: Messages) -> list[TextPiece]:
-        return self.chat.opening(messages)
+        known = [i for i in ids if i < self.vocab]
+        return self.hf.decode(known, skip_special_tokens=not control, clean_up_tokenization_spaces=False)
 
     def save(self, folder: Path) -> None:
-        """Copy its files; a chat template is among them, whether or not the model came with one."""
-        for name in (FILE, *SETTINGS[:2], *TEMPLATES):
-            if (self.folder / name).exists():
+        """Copy its files, and write what they do not say: the chat template, and what ends a generation."""
+        for name in COPIED:
+            if (self.folder / name).is_file():
                 shutil.copyfile(self.folder / name, folder / name)
-        if isinstance(self.chat, Plain):
-            (folder / TEMPLATES[0]).write_text(self.chat.source(self.file.id_to_token), encoding="utf-8")
+        if self.plain:
+            (folder / TEMPLATE_FILE).write_text(self.hf.chat_template, encoding="utf-8")
+        if not (folder / STOPS[0]).exists():
+            write_json(folder / STOPS[0], {"eos_token_id": list(self.stops)})
 
 
-def byte_tokenizer() -> Tokenizer:
+PLAIN = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{{ 'assistant:' }}{% generation %}{{ ' ' + message['content'] + eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['role'] + ': ' + message['content'] + '\\n\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+)
+
+
+def byte_tokenizer() -> ByteTokenizer:
     """The built-in tokenizer: bytes, and six control tokens.
 
     >>> byte_tokenizer().vocab
@@ -94,166 +226,80 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
-    """The tokenizer of a local model directory.
-
-    Args:
-        directory: with a `tokenizer.json`; special tokens and a chat template are looked for in the files
-            that usually stand beside it. A directory without a template gets plain "role: text" turns.
+    """The tokenizer of a local directory; the built-in one, without any library, where it wrote the files.
 
     Raises:
-        ConfigError: no such file, one that is not what its name says, or no end token in any of them.
-        MissingExtraError: the `tokenizers` library is not installed.
+        ConfigError, MissingExtraError: see `open_directory`.
+    """
+    path = Path(directory) / FILE
+    if path.is_file() and path.read_bytes() == tokenizer_json().encode():
+        return ByteTokenizer()
+    return open_directory(directory)
+
+
+def open_directory(directory: str | Path) -> DirectoryTokenizer:
+    """The tokenizer of a local model directory. Nothing is fetched, and no code of the directory is run.
+
+    Args:
+        directory: with a `tokenizer.json`. Without a chat template it gets `PLAIN`, "role: text" turns.
+
+    Raises:
+        ConfigError: no such file, one that transformers does not open, or no end token in any of the files.
+        MissingExtraError: transformers is not installed.
     """
     folder = Path(directory)
     if not (folder / FILE).is_file():
-        there = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else None
-        raise ConfigError(
-            report(
-                f"{folder} holds no {FILE}; " + ("it is no folder." if there is None else "it holds:"),
-                first_few(there or [], 8),
-                "name a model directory that has one (AutoTokenizer.from_pretrained(...).save_pretrained "
-                "writes it), or use the byte tokenizer.",
-            )
+        there = sorted(p.name for p in folder.iterdir()) if folder.is_dir() else []
+        fix = (
+            "name a model directory that has one (AutoTokenizer.from_pretrained(...).save_pretrained writes "
+            "it), or use the byte tokenizer."
         )
-    text = _read(folder / FILE)
-    settings = _settings(folder)
-    source, stands_in = _template(folder, settings)
-    if text == tokenizer_json() and source in (None, TEMPLATE):
-        return ByteTokenizer()
-    file = _open(folder / FILE, text)
-    names = _special_names(settings)
-    bos = _bos(file, names.get("bos_token"), settings)
-    stops = _stops(file, names.get("eos_token"), settings, folder)
-    pad = names.get("pad_token")
-    controls = controls_of(file, stops)
-    plain = Plain(bos, stops[0])
-    if source == plain.source(file.id_to_token):  # as `save` left it
-        source = None
-    identity = json.dumps([text, bos, stops, source, sorted(names.items())])
-    return FileTokenizer(
+        state = "it holds:" if folder.is_dir() else "it is no folder."
+        raise ConfigError(report(f"{folder} holds no {FILE}; {state}", first_few(there, 8), fix))
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{folder} is opened by transformers, which is not installed. Fix: pip install "
+            "fnshard[finetune], or use the byte tokenizer."
+        ) from error
+    try:
+        hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        hf.backend_tokenizer.no_truncation()
+        hf.backend_tokenizer.no_padding()
+    except Exception as error:  # the libraries raise errors of every kind, plain Exception too
+        raise ConfigError(f"{folder}: transformers opens no fast tokenizer there: {error}.") from error
+    stops = _stops(hf, folder)
+    hf.add_tokens([hf.convert_ids_to_tokens(stop) for stop in stops], special_tokens=True)
+    begin = (hf.bos_token_id,) if hf("").input_ids[:1] == [hf.bos_token_id] else ()
+    plain = hf.chat_template is None
+    if plain:
+        hf.eos_token = hf.convert_ids_to_tokens(stops[0])
+        hf.chat_template = ("{{ bos_token }}" if begin else "") + PLAIN
+    identity = json.dumps([hf.backend_tokenizer.to_str(), begin, stops, hf.chat_template])
+    return DirectoryTokenizer(
         folder=folder,
-        vocab=max(file.get_vocab(with_added_tokens=True).values()) + 1,
-        bos=bos,
-        eos=stops[0],
+        hf=hf,
+        vocab=max(hf.get_vocab().values()) + 1,
+        begin=begin,
         stops=stops,
-        pad=stops[0] if pad is None or file.token_to_id(pad) is None else file.token_to_id(pad),
+        pad=stops[0] if hf.pad_token_id is None else hf.pad_token_id,
         key=hashlib.sha256(identity.encode()).hexdigest(),
-        chat=_chat(source, stands_in, names, stops, controls) if source else plain,
-        file=file,
-        behind=dict(zip((NOTHING, CONTROL, TEXT), (file, *behind_others(file)), strict=True)),
-        controls=controls,
+        plain=plain,
     )
 
 
-def save_tokenizer(tokenizer: Tokenizer, directory: str | Path) -> None:
-    """Put a tokenizer's files into a model directory, so that serving systems find it complete."""
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(folder)
-
-
-# ------------------------------------------------------------------ what the files say
-
-
-def _read(path: Path) -> str:
-    try:
-        size_of(path, LARGEST_bytes)
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from error
-
-
-def _settings(folder: Path) -> dict[str, dict[str, Any]]:
-    found = {}
-    for name in SETTINGS:
-        if (folder / name).is_file():
-            try:
-                found[name] = json.loads(_read(folder / name))
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{folder / name} is no JSON: {error}.") from error
-            if not isinstance(found[name], dict):
-                raise ConfigError(f"{folder / name} holds a {type(found[name]).__name__}, not an object.")
-    return {name: found.get(name, {}) for name in SETTINGS}
-
-
-def _open(path: Path, text: str) -> Any:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise MissingExtraError(
-            f"{path} needs the tokenizers library. Fix: pip install fnshard[finetune], or use the byte "
-            "tokenizer."
-        ) from error
-    try:
-        file = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises bare Exception
-        raise ConfigError(f"{path} is no tokenizer: {error}.") from error
-    file.no_truncation()
-    file.no_padding()
-    return file
-
-
-def _special_names(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """`bos_token`, `eos_token`, ... as text; the first file that names one wins."""
-    names: dict[str, str] = {}
-    for name in reversed(SETTINGS[:2]):
-        for key, value in settings[name].items():
-            content = value.get("content") if isinstance(value, dict) else value
-            if key.endswith("_token") and isinstance(content, str):
-                names[key] = content
-    return names
-
-
-def _bos(file: Any, name: str | None, settings: Mapping[str, Mapping[str, Any]]) -> int | None:
-    """The begin token, where this model's texts have one: some only define it."""
-    token = file.token_to_id(name) if name else None
-    flag = settings[SETTINGS[0]].get("add_bos_token")
-    added = file.encode("", add_special_tokens=True).ids[:1] == [token]
-    return token if (added if flag is None else flag) else None
-
-
-def _stops(
-    file: Any, name: str | None, settings: Mapping[str, Mapping[str, Any]], folder: Path
-) -> tuple[int, ...]:
-    """The end token first, then every other that the configurations name."""
-    named = [] if name is None or file.token_to_id(name) is None else [file.token_to_id(name)]
-    for config in SETTINGS[2:]:
-        ids = settings[config].get("eos_token_id")
-        named += ids if isinstance(ids, list) else [ids]
-    stops = tuple(dict.fromkeys(i for i in named if isinstance(i, int) and file.id_to_token(i) is not None))
+def _stops(hf: Any, folder: Path) -> tuple[int, ...]:
+    """The tokenizer's end token first, then every other that the model's configurations name."""
+    found = [hf.eos_token_id]
+    for name in STOPS:
+        ids = read_json(folder / name).get("eos_token_id")
+        found += ids if isinstance(ids, list) else [ids]
+    known = set(hf.get_vocab().values())
+    stops = tuple(dict.fromkeys(i for i in found if i in known))
     if not stops:
         raise ConfigError(
-            f"{folder}: no end token in {', '.join(SETTINGS)} that {FILE} knows"
-            + (f" (eos_token={name!r} is none of its tokens)" if name else "")
-            + '. Fix: write "eos_token": "..." into tokenizer_config.json.'
+            f"{folder}: no end token in {CONFIG} or {', '.join(STOPS)} that {FILE} knows. "
+            f'Fix: write "eos_token": "..." into {CONFIG}.'
         )
     return stops
-
-
-def _template(folder: Path, settings: Mapping[str, Mapping[str, Any]]) -> tuple[str | None, Path]:
-    jinja, wrapped = (folder / name for name in TEMPLATES)
-    if jinja.is_file():
-        return _read(jinja), jinja
-    file = folder / SETTINGS[0]
-    template = settings[SETTINGS[0]].get("chat_template")
-    if template is None and wrapped.is_file():
-        file = wrapped
-        try:
-            template = json.loads(_read(wrapped)).get("chat_template")
-        except (ValueError, AttributeError, RecursionError) as error:
-            raise ConfigError(f"{wrapped} holds no template: {error}.") from error
-    if isinstance(template, list):  # several, by name
-        template = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}.get("default")
-    if template is not None and not isinstance(template, str):
-        raise ConfigError(f"{file}: chat_template is a {type(template).__name__}, not a text.")
-    return template or None, file
-
-
-def _chat(
-    source: str, file: Path, names: Mapping[str, str], stops: tuple[int, ...], controls: Controls
-) -> Template:
-    # Every token that generation stops at may end a turn: a chat model's often is not its text's.
-    ends = tuple(text for stop in stops for text, i in controls.ids.items() if i == stop)
-    template = Template(source, tuple(sorted(names.items())), ends, tuple(controls.ids), str(file))
-    template.check()
-    return template

@@ -1,47 +1,40 @@
-"""Batches of bytes: deterministic in (seed, step, rank), and the same global batch on any mesh."""
+"""Windows of a stream of tokens in a seeded order, ready before they are asked for."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-from zlib import crc32
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.configs.train import DataConfig
 from experiments.data.batches import check_rows, check_state
-from experiments.data.stdlib_text import Corpus, load_corpus
+from experiments.data.permutation import order
 
 Batch = tuple[Tensor, Tensor]
+AHEAD = 4  # batches
 
 
-def corpus_of(chosen: DataConfig, context: int) -> Corpus:
-    """The text that a configuration names.
+class TokenStream(Protocol):
+    """Tokens one after the other: `Shards`, `ByteStream`.
 
-    Raises:
-        ValueError: there is too little of it for one window of `context`.
+    `key`: equal for equal tokens. `tokens`: how many.
     """
-    return load_corpus(
-        Path(chosen.root) if chosen.root else None,
-        suffix=chosen.suffix,
-        held_out_percent=chosen.held_out_percent,
-        least=context + 3,
-    )
+
+    key: str
+    tokens: int
+
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """`length` tokens from each of `starts` on; int64 [starts, length]."""
 
 
-def cut_windows(stream: Tensor, starts: Tensor, context: int) -> Batch:
-    """Inputs and the bytes that follow them; int64 [rows, T] each.
-
-    >>> inputs, targets = cut_windows(torch.arange(9, dtype=torch.uint8), torch.tensor([0, 5]), 3)
-    >>> inputs.tolist(), targets.tolist()
-    ([[0, 1, 2], [5, 6, 7]], [[1, 2, 3], [6, 7, 8]])
-    """
-    rows = stream[starts[:, None] + torch.arange(context + 1)].long()  # [rows, T + 1]
+def cut(stream: TokenStream, starts: np.ndarray, context: int) -> Batch:
+    """Inputs and the tokens that follow them; int64 [starts, T] each."""
+    rows = torch.from_numpy(stream.windows(starts, context + 1))  # [rows, T + 1]
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
@@ -54,64 +47,99 @@ def held_out_starts(length: int, rows: int, context: int) -> Tensor:
 
 
 @dataclass
-class Loader:
-    """Random windows of a stream, without end: `for inputs, targets in loader`.
+class WindowLoader:
+    """Windows without end: `for inputs, targets in loader`, epoch after epoch, each in an order of its own.
 
-    The global batch of step s is drawn from (seed, s) alone; rank r takes its equal part of the
-    rows. So a run on 1, 2 or 4 ranks sees the same batches, and a resumed run the same as an
+    A window's last token is the next one's first: every token but the first is a target once an epoch; what
+    is left after the last window is none. The global batch of step s depends on (seed, s) alone, and rank r
+    takes its equal part of the rows: 1, 2 or 4 ranks see the same batches, a resumed run those of an
     uninterrupted one.
 
+    Batches are cut by a thread, some steps ahead. It begins with the first batch that is asked for, and holds
+    nothing up: where the process ends, or the loader is no longer needed, so does it.
+
     Args:
-        stream: uint8 [bytes].
-        rows: rows of the *global* batch; a multiple of `ranks`.
+        stream: the tokens.
+        rows: of the *global* batch; a multiple of `ranks`.
         context: T.
-        seed: of the draw.
-        rank, ranks: which part of the rows this loader yields.
-        step: the next step to yield.
+        seed: of the orders.
+        rank, ranks: which part of the rows this loader yields: the place along the mesh's data axes.
+        ahead: batches that are ready before they are asked for; 0 cuts them when they are.
+        step: the next step to yield: it counts what was handed out, not what is ready; read only.
+
+    Raises:
+        ValueError: rows that do not divide over the ranks, or no window in the stream.
     """
 
-    stream: Tensor
+    stream: TokenStream
     rows: int
     context: int
     seed: int = 0
     rank: int = 0
     ranks: int = 1
-    step: int = 0
+    ahead: int = AHEAD
+    step: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         check_rows(self.rows, self.rank, self.ranks)
-        self._text = crc32(self.stream.numpy())
+        if self.windows < 1:
+            raise ValueError(f"{self.stream.tokens} tokens are too few: a window takes {self.context + 1}.")
+        self._ready: deque[Future[Batch]] = deque()
+        self._thread: ThreadPoolExecutor | None = None
+
+    @property
+    def windows(self) -> int:
+        return (self.stream.tokens - 1) // self.context
+
+    @property
+    def epoch(self) -> float:
+        return self.step * self.rows / self.windows
 
     def batch(self, step: int) -> Batch:
         """This rank's part of one step's batch; int64 [rows / ranks, T] twice."""
-        random = np.random.default_rng((self.seed, step))
-        starts = random.integers(0, self.stream.numel() - self.context, size=self.rows)
         part = self.rows // self.ranks
-        mine = torch.from_numpy(starts[self.rank * part : (self.rank + 1) * part])
-        return cut_windows(self.stream, mine, self.context)
+        first = step * self.rows + self.rank * part
+        windows = order(self.windows, self.seed, first, first + part)
+        return cut(self.stream, windows * self.context, self.context)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        batch = self.batch(self.step)
+        if self.ahead:
+            self._prepare()
+            batch = self._ready[0].result()  # where it fails, so it does when asked again
+            self._ready.popleft()
+        else:
+            batch = self.batch(self.step)
         self.step += 1
         return batch
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the loader stands; independent of the mesh, so another one can resume it.
+    def close(self) -> None:
+        """End the thread; a batch that is asked for afterwards starts another."""
+        for future in self._ready:
+            future.cancel()
+        self._ready.clear()
+        if self._thread is not None:
+            self._thread.shutdown()
+            self._thread = None
 
-        `text`: a checksum of the stream.
-        """
-        drawn = {"seed": self.seed, "rows": self.rows, "context": self.context}
-        return {"step": self.step, **drawn, "text": self._text}
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands, in JSON's values; independent of the mesh, so another one can resume."""
+        return {**self._drawn_by(), "step": self.step}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken. Where the text has changed since (another Python's library),
-        with a warning: at the same places of the new one.
-        """
-        mine = self.state_dict()
-        check_state(state, mine, {name: mine[name] for name in ("seed", "rows", "context")})
-        if state["text"] != mine["text"]:
-            warnings.warn("the text is not what it was when this was saved.", stacklevel=2)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken."""
+        check_state(state, self.state_dict(), self._drawn_by())
+        self.close()
         self.step = int(state["step"])
+
+    def _prepare(self) -> None:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "windows")
+        while len(self._ready) < 1 + self.ahead:
+            self._ready.append(self._thread.submit(self.batch, self.step + len(self._ready)))
+
+    def _drawn_by(self) -> dict[str, Any]:
+        own = {"context": self.context, "seed": self.seed, "rows": self.rows}
+        return {"data": self.stream.key, **own}

@@ -27,7 +27,7 @@ from experiments.configs.train import (
     StrategyConfig,
 )
 from experiments.data.builtin import text_files
-from experiments.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+from experiments.data.tokenizer import Tokenizer, byte_tokenizer, open_directory
 from experiments.finetune.config import FinetuneConfig, FinetuneDataConfig, MethodConfig, ObjectiveConfig
 from experiments.finetune.lm import LanguageModel, from_directory
 from experiments.training.resume import identity_of
@@ -54,7 +54,7 @@ def directory_of(config: FinetuneConfig, pretrain: Callable[[FinetuneConfig, Pat
     Raises:
         ConfigError: a package that fine-tuning needs is not installed.
     """
-    if missing := [name for name in ("transformers", "tokenizers", "jinja2") if find_spec(name) is None]:
+    if missing := [name for name in ("transformers", "datasets", "jinja2") if find_spec(name) is None]:
         raise ConfigError(report("not installed:", missing, "pip install 'fnshard[finetune]'."))
     if config.model == PRETRAINED:
         return str(_pretrained(config, pretrain))
@@ -63,7 +63,7 @@ def directory_of(config: FinetuneConfig, pretrain: Callable[[FinetuneConfig, Pat
     path = Path(config.model)
     if not path.is_dir():
         path = downloaded(config.model)
-    _check_fit(config, from_directory(path), load_tokenizer(path))
+    _check_fit(config, from_directory(path), open_directory(path))
     return str(path.resolve())
 
 

@@ -30,8 +30,7 @@ EXPORTS = (AUTO, "adapters", "merged", "both", "none")
 class MethodConfig:
     """What trains: all (`full`), or adapters (`lora`) beside a base that is frozen, as it is or as codes.
 
-    `targets`: globs of leaves, joined by "|", or "all-linear". `auto` takes the first of full, lora, qlora8,
-    qlora4 whose plan fits into `run.device_gb`.
+    `targets`: globs of leaves, joined by "|", or "all-linear".
     """
 
     name: str = "lora"
@@ -42,7 +41,7 @@ class MethodConfig:
     rank_stabilised: bool = False
 
     def __post_init__(self) -> None:
-        one_of((*METHODS, AUTO), self, "name")
+        one_of(METHODS, self, "name")
         at_least(1, self, "rank")
         above(0, self, "alpha")
         fraction(self, "dropout")
@@ -66,17 +65,15 @@ class ObjectiveConfig:
 
 @configuration
 class FinetuneDataConfig:
-    """Files in one of `experiments.data.layouts`; null: docstrings of Python's standard library.
+    """Files that `experiments.data.rows` reads; null: docstrings of Python's standard library.
 
-    `held_out: null` with a `train` of your own: one in 20 of its lines, by content. `choices`: a file of
-    multiple-choice questions, null for none (or, without a `train`, those of the library). `rows` of the
-    global batch, `context` tokens each; `pack`: several samples to a row. `too_long`, `broken`: what is done
-    about samples that are longer than the context, and about lines that cannot be read.
+    `held_out: null` with a `train` of your own: one in 20 of its records. `rows` of the global batch,
+    `context` tokens each; `pack`: several samples to a row. `too_long`, `broken`: what is done about samples
+    that are longer than the context, and about records that cannot be used.
     """
 
     train: str | None = None
     held_out: str | None = None
-    choices: str | None = None
     context: int = 256
     rows: int = 8
     held_out_rows: int = 32
@@ -117,16 +114,13 @@ class FinetuneConfig:
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
     def __post_init__(self) -> None:
-        auto = self.method.name == AUTO
-        wrong = misfits(self.strategy, self.run, budgeted=auto)
+        wrong = misfits(self.strategy, self.run)
         most = math.gcd(self.data.context, MULTIPLE, self.mesh.context)
         if most < self.mesh.context:
             wrong.append(
                 f"mesh.context={self.mesh.context}: has to divide data.context={self.data.context} and "
                 f"{MULTIPLE}, of which rows that are not packed are multiples. Fix: mesh.context={most}."
             )
-        if auto and self.run.device_gb is None:
-            wrong.append("method=auto: needs a budget. Fix: run.device_gb=24.")
         if self.export not in EXPORTS:
             wrong.append(f"export={self.export!r}: must be one of {', '.join(EXPORTS)}.")
         if self.method.name == "full" and self.export in ("adapters", "both"):

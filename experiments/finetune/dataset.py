@@ -1,30 +1,31 @@
-"""The data of a fine-tuning job, tokenised, and prompts to show."""
+"""The data of a fine-tuning job, tokenised, and prompts whose answers people see."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 import fnshard as fs
-from experiments.configs.train import ConfigError
+from experiments.configs.train import ConfigError, RunConfig
 from experiments.data.batches import place_of
-from experiments.data.builtin import choice_file, pair_files, sft_files
-from experiments.data.loader import PackedLoader, PairLoader
-from experiments.data.prepared import Prepared, open_prepared, prepare
-from experiments.data.tokenizer import Tokenizer, load_tokenizer
+from experiments.data.builtin import pair_files, sft_files
+from experiments.data.chat import opening
+from experiments.data.loader import SampleLoader
+from experiments.data.prepared import Prepared, RecordPolicy, open_prepared, prepare
+from experiments.data.tokenizer import DirectoryTokenizer, Tokenizer, open_directory
 from experiments.finetune.config import FinetuneConfig
+from experiments.finetune.generate import Generator
 from experiments.training.sample import safe
 
 DATA = Path("outputs", "data")
 MOST_SHOWN = 600  # characters of one stretch of a sample that is shown
 OPENING = 32  # tokens of plain text that are shown as a prompt
-HELD_OUT_EVERY = 20  # of a file that has no other beside it, one line in so many
+SHOWN = 4  # held-out prompts
 KINDS = {"sft": "samples", "dpo": "pairs"}  # of data, by objective
 BUILT_IN: dict[str, Callable[[Path], tuple[Path, Path]]] = {"sft": sft_files, "dpo": pair_files}
 
@@ -41,23 +42,34 @@ class Example:
 class FinetuneData:
     """Data that is tokenised already."""
 
-    tokenizer: Tokenizer
+    tokenizer: DirectoryTokenizer
     train: Prepared
     held_out: Prepared
-    choices: Prepared | None
 
-    def loader(self, config: FinetuneConfig, mesh: fs.Mesh) -> PackedLoader | PairLoader:
-        how = {"rows": config.data.rows, "seed": config.run.seed, **place_of(mesh)}
-        if self.train.kind == "pairs":
-            return PairLoader(self.train, **how)
-        return PackedLoader(self.train, **how, pack=config.data.pack)
+    def loader(self, config: FinetuneConfig, mesh: fs.Mesh) -> SampleLoader:
+        rows, seed = config.data.rows, config.run.seed
+        return SampleLoader(self.train, rows, seed, **place_of(mesh), pack=config.data.pack)
 
-    def examples(self, count: int) -> list[Example]:
-        """Prompts from all over the held-out data; of pairs with the chosen answer."""
+    def examples(self, run: RunConfig, limit: int | None) -> list[Example]:
+        """Prompts from all over the held-out data, of pairs with the chosen answer, and after them the one
+        that `run.prompt` names: where the model learns conversations, as a user's message. None if no token
+        is asked for.
+
+        Args:
+            limit: tokens that the model was made for; of longer prompts the end is shown.
+        """
+        if not run.sample_tokens:
+            return []
         step = 2 if self.held_out.kind == "pairs" else 1
-        there = self.held_out.samples // step
-        numbers = np.unique(np.linspace(0, there - 1, min(count, there)).astype(int)) * step
-        return [self._example(int(n)) for n in numbers]
+        there = self.held_out.records
+        numbers = np.unique(np.linspace(0, there - 1, min(SHOWN, there)).astype(int)) * step
+        found = [self._example(int(n)) for n in numbers]
+        if run.prompt is not None:
+            plain = [*self.tokenizer.begin, *self.tokenizer.encode(run.prompt)]
+            asked = [{"role": "user", "content": run.prompt}]
+            found.append(Example(opening(self.tokenizer, asked) if self.train.chats else plain, []))
+        most = None if limit is None else max(1, limit - run.sample_tokens)
+        return [replace(e, prompt=e.prompt if most is None else e.prompt[-most:]) for e in found]
 
     def shown(self, colour: bool = False) -> str:
         """The first sample of the training data as the model sees it, of pairs both; see `marked`."""
@@ -67,10 +79,10 @@ class FinetuneData:
     def _example(self, number: int) -> Example:
         tokens, learned = self.held_out.sample(number)
         first = max(1, int(np.argmax(learned)))
-        if learned[0] or (first == 1 and tokens[0] == self.tokenizer.bos):  # plain text: what it begins with
-            first = max(1, min(len(tokens) // 2, OPENING))
-        behind = np.flatnonzero(learned[first:] == 0)
-        last = first + int(behind[0]) if len(behind) else len(tokens)
+        if learned[0] or (first == 1 and tokens[:1].tolist() == list(self.tokenizer.begin)):
+            first = max(1, min(len(tokens) // 2, OPENING))  # plain text: what it begins with
+        after = np.flatnonzero(learned[first:] == 0)
+        last = first + int(after[0]) if len(after) else len(tokens)
         return Example(tokens[:first].tolist(), tokens[first:last].tolist())
 
 
@@ -100,37 +112,64 @@ def prepared(config: FinetuneConfig) -> FinetuneConfig:
     Raises:
         ConfigError: a file that cannot be read, and all lines of it that cannot be used.
     """
-    tokenizer, data = load_tokenizer(config.model), config.data
-    kind, cache = KINDS[config.objective.name], (DATA / "prepared").resolve()
-    how: dict[str, Any] = {
-        "context": data.context, "cache": cache, "broken": data.broken, "too_long": data.too_long,
-    }  # fmt: skip
-    train, held_out, choices = data.train, data.held_out, data.choices
-    parts: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-    if train is None:
-        made = BUILT_IN[config.objective.name]((DATA / "stdlib").resolve())
-        train, held_out = map(str, made)
-        choices = choices or str(choice_file((DATA / "stdlib").resolve()))
-    elif held_out is None:
-        held_out, parts = train, tuple({"part": (HELD_OUT_EVERY, side)} for side in (False, True))
-    files: dict[str, tuple[str | None, str, dict[str, Any]]] = {
-        "train": (train, kind, parts[0]), "held_out": (held_out, kind, parts[1]),
-        "choices": (choices, "choices", {}),
-    }  # fmt: skip
-    folders, wrong = dict.fromkeys(files), []
-    for name, (path, of, part) in files.items():
+    tokenizer, data = open_directory(config.model), config.data
+    objective, cache = config.objective.name, (DATA / "prepared").resolve()
+    policy = RecordPolicy(KINDS[objective], data.context, data.broken, data.too_long)
+    files = [data.train, data.held_out]
+    if data.train is None:
+        files = list(map(str, BUILT_IN[objective]((DATA / "stdlib").resolve())))
+    split, folders, wrong = files[1] is None, [], []
+    for path in files[:1] if split else files:
         try:
-            if path is not None:
-                folders[name] = str(prepare([path], tokenizer, kind=of, **part, **how).folder)
+            folders += [str(p.folder) for p in prepare(path, tokenizer, policy, cache=cache, split=split)]
         except ConfigError as error:
             wrong.append(str(error))
-    if wrong:  # one of both parts of a file is one
-        raise ConfigError("\n".join(dict.fromkeys(wrong)))
-    return replace(config, data=replace(data, **folders))
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return replace(config, data=replace(data, train=folders[0], held_out=folders[1]))
 
 
 def opened(config: FinetuneConfig) -> FinetuneData:
-    data = config.data
-    choices = None if data.choices is None else open_prepared(data.choices)
-    train, held_out = open_prepared(data.train), open_prepared(data.held_out)
-    return FinetuneData(load_tokenizer(config.model), train, held_out, choices)
+    train, held_out = open_prepared(config.data.train), open_prepared(config.data.held_out)
+    return FinetuneData(open_directory(config.model), train, held_out)
+
+
+# ------------------------------------------------------------------ answers
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Prompts whose answers people see; greedy, so that two answers differ by the model alone."""
+
+    generator: Generator
+    tokenizer: DirectoryTokenizer
+    examples: Sequence[Example]
+    tokens: int
+
+    def answers(self, params: object) -> list[str]:
+        """The model's answers, on every rank; all ranks call it together, each with the same prompts."""
+        if not self.examples:
+            return []
+        prompts = [example.prompt for example in self.examples]
+        made = self.generator(params, prompts, self.tokens, eos=self.tokenizer.stops)
+        return [self.tokenizer.decode(row) for row in made]
+
+    def table(self, before: Sequence[str], after: Sequence[str]) -> str:
+        """Prompts with both answers and their authors' own, as people read it."""
+        lines = []
+        for example, old, new in zip(self.examples, before, after, strict=True):
+            own = self.tokenizer.decode(example.answer) or "-"
+            answers = (("before:", old), ("after:", new), ("author:", own))
+            lines.append(safe(self.tokenizer.decode(example.prompt)))
+            lines += [f"  {name:<7} {_line(text)}" for name, text in answers]
+            lines.append("")
+        return "\n".join(lines)
+
+
+def _line(text: str) -> str:
+    return safe(text).replace("\n", "\\n")
+
+
+def generator_size(examples: Sequence[Example], tokens: int) -> int:
+    """Places for keys and values that these prompts and their answers take."""
+    return max([len(e.prompt) for e in examples], default=2) + tokens

@@ -1,4 +1,4 @@
-"""Evaluate: held-out loss and perplexity, and multiple-choice accuracy by log-likelihood."""
+"""Evaluate: the loss of held-out data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -55,38 +54,3 @@ def mean_over(
 def _both(mean: Mean, device: torch.device) -> torch.Tensor:
     both = mean.total, mean.count
     return torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in both])
-
-
-def accuracy(
-    logprobs: Forward, params: Any, prepared: Prepared, rows: int, mesh: fs.Mesh
-) -> dict[str, float]:
-    """The share of questions whose answer is the likeliest: as it is, and per byte of the answer."""
-    scores = torch.zeros(prepared.samples, dtype=torch.float64)
-    for batch in once(prepared, rows, **place_of(mesh), packed=False):
-        numbers = batch.pop("samples")
-        found = logprobs(params, batch).double().cpu()
-        real = numbers >= 0
-        scores[numbers[real]] = found[real]
-    if dist.is_initialized():
-        dist.all_reduce(scores)
-        scores /= mesh.size // mesh.data_size  # ranks that have equal rows
-    return shares(prepared.options, scores.numpy())
-
-
-def shares(options: np.ndarray, scores: np.ndarray) -> dict[str, float]:
-    """The shares of questions that are answered rightly.
-
-    Args:
-        options: of `Prepared.options`.
-        scores: log-likelihoods, one for each option.
-
-    >>> shares(np.array([[0, 1, 2], [0, 0, 8]]), np.array([-3.0, -2.0]))
-    {'accuracy': 0.0, 'accuracy_per_byte': 0.0}
-    """
-    questions, right, sizes = options.T
-    found = {}
-    for name, score in (("accuracy", scores), ("accuracy_per_byte", scores / np.maximum(sizes, 1))):
-        order = np.lexsort((-score, questions))  # the likeliest of each question first
-        first = np.unique(questions[order], return_index=True)[1]
-        found[name] = float(right[order][first].mean())
-    return found

@@ -26,7 +26,7 @@ HELP = Help(
         "optimizer.lr": "the peak rate; null: by method, objective and size of the model",
         "run.steps": "optimizer steps",
         "run.device": "cpu, cuda; auto takes the GPUs if there are some",
-        "run.device_gb": "of one rank, for method=auto and strategy=auto, in 1e9 bytes",
+        "run.device_gb": "of one rank, for strategy=auto, in 1e9 bytes",
         "mesh.shard": "ranks that share one copy of the model; null: all that are left",
         "mesh.tensor": "ranks that split the matrices, of the same rows",
         "mesh.context": "ranks that split the sequences, of the same rows",
@@ -49,16 +49,16 @@ HELP = Help(
 
 def prepare(config: FinetuneConfig) -> FinetuneConfig:
     """The configuration with directories in the place of names: of the model, and of tokenised data."""
-    from experiments.data.prepared import readable
+    from experiments.data.rows import readable
     from experiments.finetune.base_models import PRETRAINED, directory_of
     from experiments.finetune.dataset import prepared
 
     wrong, model, data = [], config.model, config.data
-    try:  # before a base is made
-        named = [f for f in (data.train, data.held_out, data.choices) if f is not None]
-        _ = named and readable(named)
-    except ConfigError as error:
-        wrong.append(str(error))
+    for path in filter(None, (data.train, data.held_out)):  # before a base is made
+        try:
+            readable(path)
+        except ConfigError as error:
+            wrong.append(str(error))
     try:
         model = model if wrong and model == PRETRAINED else directory_of(config, _pretrain)
     except ConfigError as error:

@@ -20,13 +20,12 @@ from experiments.configs.train import AUTO
 from experiments.data.files import read_json, write_json, write_text
 from experiments.finetune.base_models import EXPORTED
 from experiments.finetune.config import FinetuneConfig
-from experiments.finetune.dataset import FinetuneData, opened
-from experiments.finetune.evaluate import accuracy, held_out_batches, mean_over
+from experiments.finetune.dataset import FinetuneData, Shown, generator_size, opened
+from experiments.finetune.evaluate import held_out_batches, mean_over
 from experiments.finetune.generate import Generator
 from experiments.finetune.lm import from_directory
 from experiments.finetune.method import MethodPlan, choose_method
-from experiments.finetune.objectives import OBJECTIVES, row_logprobs
-from experiments.finetune.samples import SHOWN, Shown, examples_of, generator_size
+from experiments.finetune.objectives import OBJECTIVES
 from experiments.finetune.tuning import Tuning, first_state
 from experiments.training.checkpoints import Saver, replicas_of, restored
 from experiments.training.metrics_file import METRICS
@@ -37,7 +36,6 @@ from experiments.training.steps import Training, begin_report, finish_run, print
 from fnshard.hf.files import read_config
 from fnshard.launcher.rank import Stop
 
-CHOICES = 4  # rows of a rank's batch of choices
 BEFORE, SAMPLES, ADAPTERS = "before.json", "samples.txt", "adapters"
 
 
@@ -49,7 +47,6 @@ class FinetuneSetup:
     data: FinetuneData
     step: Any
     held_out: Any
-    logprobs: Any
     shown: Shown
     batch: Any
 
@@ -168,20 +165,13 @@ def prepare(config: FinetuneConfig) -> FinetuneSetup:
     }  # fmt: skip
     objective_of_data = objective(tuning, config.objective, training=False)
     held_out = fs.shard_forward(objective_of_data, plan.specs, kernels=step, **how)
-
-    def logprobs(params: Any, batch: Any) -> Any:
-        return row_logprobs(lm, params, batch)
-
-    choosing = fs.shard_forward(tuning.policy(logprobs), plan.specs, **how)
-    count = SHOWN if run.sample_tokens else 0
-    held_out_examples, chat = data.examples(count), bool(data.train.chats)
-    examples = examples_of(run, data.tokenizer, held_out_examples, lm.context, chat)
+    examples = data.examples(run, lm.context)
     generator = Generator.of(
         lm, plan.specs, mesh, size=generator_size(examples, run.sample_tokens), backend=run.backend,
         wrap=tuning.policy, timeout=run.timeout_s, cache_dir=plan.options["cache_dir"],
     )  # fmt: skip
     shown = Shown(generator, data.tokenizer, examples, run.sample_tokens)
-    return FinetuneSetup(config, mesh, chosen, data, step, held_out, choosing, shown, batch)
+    return FinetuneSetup(config, mesh, chosen, data, step, held_out, shown, batch)
 
 
 @dataclass
@@ -198,7 +188,7 @@ class StepArguments:
 
     def __next__(self) -> tuple[Any]:
         batch = next(self.loader)
-        if not getattr(self.loader, "pack", False):
+        if not self.loader.pack:
             batch = {name: part for name, part in batch.items() if name != "documents"}
         return (batch,)
 
@@ -229,15 +219,12 @@ def evaluated(setup: FinetuneSetup, state: fs.TrainState, spent: TimeSpent) -> d
 
 
 def measured(setup: FinetuneSetup, state: fs.TrainState) -> dict[str, Any]:
-    """Held-out loss, perplexity and accuracy; all ranks call it together."""
+    """Held-out loss and perplexity; all ranks call it together."""
     loss, more = held_out_loss(setup, state.params)
     values: dict[str, Any] = {"held_out_loss": loss}
     if setup.config.objective.name == "sft":
         values["perplexity"] = math.exp(min(loss, 700.0))
     values |= {f"held_out_{name}": value for name, value in more.items()}
-    if setup.data.choices is not None:
-        rows = CHOICES * setup.mesh.data_size
-        values |= accuracy(setup.logprobs, state.params, setup.data.choices, rows, setup.mesh)
     return values
 
 
@@ -259,7 +246,7 @@ def baseline(setup: FinetuneSetup, state: fs.TrainState, folder: Path, spent: Ti
 def _baseline_key(config: FinetuneConfig) -> list[Any]:
     """What the numbers and answers before the first step depend on."""
     data, run = config.data, config.run
-    return [config.model, config.objective.name, data.held_out, data.choices, run.prompt, run.sample_tokens]
+    return [config.model, config.objective.name, data.held_out, run.prompt, run.sample_tokens]
 
 
 # ------------------------------------------------------------------ what is left of a run

@@ -1,4 +1,4 @@
-"""The method, the plan and the peak rate of a job; `method=auto` takes the first method whose plan fits."""
+"""The method, the plan and the peak rate of a job."""
 
 from __future__ import annotations
 
@@ -12,15 +12,12 @@ from typing import Any
 
 import fnshard as fs
 from experiments.configs.plan import Plan, plan_of
-from experiments.configs.train import AUTO
-from experiments.finetune.config import METHODS, FinetuneConfig
+from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.lm import LanguageModel
 from experiments.finetune.objectives import OBJECTIVES
 from experiments.finetune.tuning import Tuning, tuning_of
 from experiments.training.steps import make_optimizer
 from fnshard import tree
-from fnshard.errors import BudgetError, report
-from fnshard.step.plan import size
 
 # `{(objective, what trains): ((parameters of the base below, peak rate of AdamW), ...)}`. Adapters, as codes
 # or not: QLoRA's (Dettmers et al. 2023, table 9). All of a model: Alpaca's and Llama 2's. DPO: Zephyr's
@@ -67,33 +64,19 @@ def choose_method(config: FinetuneConfig, lm: LanguageModel, mesh: fs.Mesh, batc
     """The configuration's method and strategy; the same on every rank.
 
     Raises:
-        BudgetError: no method fits into `run.device_gb`, or not this one.
+        BudgetError: nothing fits into `run.device_gb`.
         ConfigError: see `tuning.tuning_of`.
     """
-    if config.method.name != AUTO:
-        tuning = tuning_of(config, lm)
-        optimizer = _optimizer(config, tuning)
-        plan = _plan(config, tuning, mesh, optimizer, batch)
-        why = f"method={tuning.method.name}: {_counts(tuning)}\n{_rate_in_words(config, tuning)}"
-        return MethodPlan(tuning, optimizer, plan, why, rate_of(config, tuning))
-    passed: list[str] = []
-    for name in METHODS if config.export in (AUTO, "merged", "none") else METHODS[1:]:
-        tuning = tuning_of(config, lm, name)
-        optimizer = _optimizer(config, tuning)
-        try:
-            plan = _plan(config, tuning, mesh, optimizer, batch)
-        except BudgetError as error:
-            passed.append(f"{name}: {str(error).splitlines()[0]}")
-            continue
-        peak = _peak(config, tuning, plan, mesh, optimizer, batch)
-        budget = int(config.run.device_gb * 1e9)
-        if peak <= budget:
-            why = f"method=auto: {name}, whose step takes {size(peak)} of {size(budget)}; {_counts(tuning)}"
-            why = f"{report(why, passed)}\n{_rate_in_words(config, tuning)}"
-            return MethodPlan(tuning, optimizer, plan, why, rate_of(config, tuning))
-        passed.append(f"{name}: {config.strategy.name} takes {size(peak)} of {size(budget)}")
-    fix = "a larger run.device_gb, a shorter data.context, fewer data.rows, more ranks, or strategy=auto."
-    raise BudgetError(report("method=auto: none fits:", passed, fix))
+    tuning = tuning_of(config, lm)
+    optimizer = _optimizer(config, tuning)
+    loss = OBJECTIVES[config.objective.name](tuning, config.objective, training=True)
+    specs = partial(tuning.specs, mesh, config.precision)
+    plan = plan_of(
+        config.strategy, config.run, loss, tuning.params, mesh, optimizer,
+        batch=(batch,), specs=specs, hardware=config.hardware.name, attention=config.mesh.context_attention,
+    )  # fmt: skip
+    why = f"method={tuning.method.name}: {_counts(tuning)}\n{_rate_in_words(config, tuning)}"
+    return MethodPlan(tuning, optimizer, plan, why, rate_of(config, tuning))
 
 
 def _optimizer(config: FinetuneConfig, tuning: Tuning) -> fs.optim.Optimizer:
@@ -124,26 +107,6 @@ def _rate_in_words(config: FinetuneConfig, tuning: Tuning) -> str:
         return text
     what = f"objective={config.objective.name} method={tuning.method.name}"
     return f"{text}, the default of {what} and a base of {_size_of_base(tuning):,} parameters"
-
-
-def _plan(config: FinetuneConfig, tuning: Tuning, mesh: fs.Mesh, optimizer: Any, batch: Any) -> Plan:
-    loss = OBJECTIVES[config.objective.name](tuning, config.objective, training=True)
-    specs = partial(tuning.specs, mesh, config.precision)
-    return plan_of(
-        config.strategy, config.run, loss, tuning.params, mesh, optimizer,
-        batch=(batch,), specs=specs, hardware=config.hardware.name, attention=config.mesh.context_attention,
-    )  # fmt: skip
-
-
-def _peak(
-    config: FinetuneConfig, tuning: Tuning, plan: Plan, mesh: fs.Mesh, optimizer: Any, batch: Any
-) -> int:
-    """Bytes of a rank's device, predicted."""
-    if plan.found is not None:
-        return plan.found.peak_bytes
-    loss = OBJECTIVES[config.objective.name](tuning, config.objective, training=True)
-    step = fs.shard_step(loss, plan.specs, mesh=mesh, optimizer=optimizer, **plan.options)
-    return step.lower(tuning.params, batch).memory_analysis().peak_bytes
 
 
 def _counts(tuning: Tuning) -> str:

@@ -104,13 +104,13 @@ def _of(fn: Fn, place: str) -> Fn:
     return (lambda params, *batch: fn(params[place], *batch)) if place else fn
 
 
-def tuning_of(config: FinetuneConfig, lm: LanguageModel, method: str | None = None) -> Tuning:
-    """The configuration's method, or the one that is named, for a model.
+def tuning_of(config: FinetuneConfig, lm: LanguageModel) -> Tuning:
+    """The configuration's method, for a model.
 
     Raises:
         ConfigError: targets that the model has not, a rank that is more than its matrices are wide.
     """
-    chosen = config.method if method is None else replace(config.method, name=method)
+    chosen = config.method
     if chosen.name == "full":
         if config.objective.name != "dpo":
             return Tuning(lm, chosen, lm.params)

@@ -9,58 +9,32 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from experiments.configs.train import ConfigError
-from experiments.data.crew import CrewError, work
-from experiments.data.files import first_few
-from experiments.data.shardfolder import HEADER, Shard, Shards, open_shards, write_header
-from experiments.data.shardwriter import (
-    PARTIAL,
-    SHOWN,
-    Advance,
-    Made,
-    Recipe,
-    TextSpan,
-    dtype_of,
-    spans_of,
-    write_shard,
-)
-from experiments.data.text_files import TextFile, find, split
-from experiments.data.tokenizer import SETTINGS, Tokenizer, byte_tokenizer, load_tokenizer, save_tokenizer
-from experiments.data.writer import WriteProgress
+from experiments.data.files import first_few, read_json, write_json
+from experiments.data.rows import Dataset, library
+from experiments.data.shards import HEADER, Shards, describe, open_shards
+from experiments.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from experiments.tokenize.config import TokenizeConfig
-from experiments.tokenize.journal import NAME, Journal, alone, refuse_others
+from experiments.tokenize.texts import TextFile, find, pieces, split
 from fnshard.errors import report
 
-FORMAT = 1
-TOKENIZER = "tokenizer"  # the folder of its files
+FORMAT = 2
+TOKENIZER, WORK, COMMAND = "tokenizer", "work", "tokenize.json"  # below `out`
 SIDES = ("held_out", "train")
-
-
-@dataclass(frozen=True)
-class ShardTask:
-    """One shard: of which side, its number there, and its text."""
-
-    side: str
-    number: int
-    spans: tuple[TextSpan, ...]
-
-    @property
-    def file(self) -> str:
-        return f"{self.number:06d}.bin"
-
-    @property
-    def bytes(self) -> int:
-        return sum(span.stop - span.start for span in self.spans)
+SHOWN = 8
+BATCH = 64  # rows that are tokenised at once
 
 
 def tokenize(config: TokenizeConfig) -> list[Shards]:
     """Write `out/train` and `out/held_out`; the same bytes with any number of processes.
 
-    A job that was killed goes on where it was, when it is started again as before: shards that were written
+    A job that was killed goes on where it was, when it is started again as before: arrays that were written
     are kept.
 
     Returns:
@@ -69,23 +43,21 @@ def tokenize(config: TokenizeConfig) -> list[Shards]:
     Raises:
         ConfigError: no text, text that is refused, a tokenizer that is none, a folder of something else, or
             one that cannot be written to.
+        MissingExtraError: `datasets` is not installed.
     """
     tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else byte_tokenizer()
     sides = split(find(config.files), config.held_out_percent, config.held_out)
-    identity = _identity(config, tokenizer, sides)
-    out = Path(config.out)
+    out, command = Path(config.out), _command(config, tokenizer, sides)
     try:
-        _check_free(out)
-        for side in SIDES:
-            (out / side).mkdir(parents=True, exist_ok=True)
-        with alone(out):
-            finished = _finished(out, identity, config.broken)
-            return finished or _write(out, config, tokenizer, sides, identity)
+        _check_free(out, command)
+        began, before = time.perf_counter(), _written(out)
+        if not all((out / side / HEADER).exists() for side in SIDES):
+            _write(out, config, tokenizer, sides, command)
+        found = [open_shards(out / side) for side in SIDES]
     except OSError as error:
         raise ConfigError(f"{out}: shards cannot be written there: {error}.") from error
-    except CrewError as error:
-        fix = "the same command goes on; with processes=1 it takes the least memory."
-        raise ConfigError(f"{error} Fix: {fix}") from error
+    _print_end(out, found, _written(out) - before, time.perf_counter() - began)
+    return found
 
 
 def _write(
@@ -93,162 +65,141 @@ def _write(
     config: TokenizeConfig,
     tokenizer: Tokenizer,
     sides: Mapping[str, Sequence[TextFile]],
-    identity: Mapping[str, Any],
-) -> list[Shards]:
-    began = time.perf_counter()
-    journal = Journal(out / NAME, identity)
-    journal.begin()
-    for torn in out.glob(f"*/*{PARTIAL}"):
-        torn.unlink()
-    _save(tokenizer, out / TOKENIZER)
-    recipe = Recipe(tokenizer, dtype_of(tokenizer.vocab), config.broken)
-    size = max(1, round(config.shard_mb * 1e6))
-    tasks = [ShardTask(s, n, spans) for s in SIDES for n, spans in enumerate(spans_of(sides[s], size))]
-    left = [task for task in tasks if not _there(out, task, journal, recipe)]
-    _tell_start(out, tasks, left)
-    refused: dict[tuple[str, int], Made] = {}
+    command: Mapping[str, Any],
+) -> None:
+    rows = {side: _rows(out / WORK / side, sides[side], config.processes, command) for side in SIDES}
+    problems = {side: [each for each in rows[side]["problem"][:] if each] for side in SIDES}
+    if config.broken == "refuse" and any(problems.values()):
+        raise _refusal([each for side in SIDES for each in problems[side]])
+    write_json(out / COMMAND, command)
+    (out / TOKENIZER).mkdir(exist_ok=True)
+    tokenizer.save(out / TOKENIZER)
+    for side in SIDES:
+        if (out / side).exists():
+            continue
+        partial_folder = out / f"{side}.partial"
+        partial_folder.mkdir(exist_ok=True)
+        size = sum(source.size for source in sides[side])
+        count = min(max(1, round(size / (config.shard_mb * 1e6))), len(rows[side]))
+        print(f"{out / side}: {count} shards of {size / 1e6:,.1f} MB of text", file=sys.stderr, flush=True)
+        for number in range(count):
+            path = partial_folder / f"{number:06d}.npy"
+            if not path.exists():
+                part = rows[side].shard(count, number, keep_in_memory=True)
+                _save(path, _encoded(part, tokenizer, config.processes, out / WORK / f"{side}-{number}"))
+        documents = int(np.count_nonzero(rows[side]["end"][:]))
+        describe(
+            partial_folder, documents=documents, vocab=tokenizer.vocab, tokenizer=tokenizer.key,
+            eos=tokenizer.eos, broken=len(problems[side]),
+        )  # fmt: skip
+        partial_folder.rename(out / side)
+    shutil.rmtree(out / WORK)
 
-    def do(task: ShardTask, advance: Advance) -> Made:
-        return write_shard(task.spans, recipe, out / task.side / task.file, advance)
 
-    with WriteProgress(sum(task.bytes for task in left)) as progress:
-        processes = config.processes or len(os.sched_getaffinity(0))
-        for task, made in work(left, do, processes, progress.advance):
-            place = (task.side, task.number)
-            if made.refused:
-                refused[place] = made
-            else:
-                journal.add(place, made)
-    if refused:
-        raise _refusal(refused)
-    made_from = json.dumps(identity)
-    found = [_header(out / side, recipe, made_from, tasks, journal) for side in SIDES]
-    for shards in found:
-        write_header(shards)
-    journal.end()
-    new = sum(journal.done[task.side, task.number].tokens for task in left)
-    _tell_end(out, found, new, time.perf_counter() - began)
+def _rows(
+    work: Path, files: Sequence[TextFile], processes: int | None, command: Mapping[str, Any]
+) -> Dataset:
+    """The text of files, as `pieces` cuts it."""
+    datasets = library()
+    kinds = {"text": "large_string", "end": "bool", "problem": "string"}
+    features = datasets.Features({name: datasets.Value(kind) for name, kind in kinds.items()})
+    return datasets.Dataset.from_generator(
+        pieces, gen_kwargs={"files": list(files)}, features=features, cache_dir=str(work),
+        num_proc=_processes(processes, len(files)), fingerprint=command["files"],
+    )  # fmt: skip
+
+
+def _encoded(rows: Dataset, tokenizer: Tokenizer, processes: int | None, work: Path) -> np.ndarray:
+    """The tokens of rows, with an end token after each document; of the smallest type that holds them."""
+    datasets = library()
+    work.mkdir(parents=True, exist_ok=True)
+    encode = partial(_tokens, tokenizer=tokenizer)
+    encoded = rows.map(
+        encode, batched=True, batch_size=BATCH, remove_columns=rows.column_names,
+        features=datasets.Features({"tokens": datasets.List(datasets.Value("uint32"))}),
+        num_proc=_processes(processes, len(rows) // BATCH), cache_file_name=str(work / "tokens.arrow"),
+        new_fingerprint=work.name, desc="tokenising",
+    )  # fmt: skip
+    blocks = encoded.with_format("arrow").iter(1024)
+    tokens = [block["tokens"].combine_chunks().flatten().to_numpy() for block in blocks]
+    found = np.concatenate(tokens).astype(np.uint16 if tokenizer.vocab <= 2**16 else np.uint32)
+    shutil.rmtree(work)
     return found
+
+
+def _tokens(batch: Mapping[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+    end = {True: np.array([tokenizer.eos], np.uint32), False: np.empty(0, np.uint32)}
+    encoded = tokenizer.encode_many(batch["text"])
+    return {"tokens": [np.concatenate([i, end[e]]) for i, e in zip(encoded, batch["end"], strict=True)]}
+
+
+def _save(path: Path, tokens: np.ndarray) -> None:
+    """Under another name, then renamed: an array is complete or absent."""
+    if len(tokens):
+        aside = path.with_suffix(".writing")
+        with aside.open("wb") as file:
+            np.save(file, tokens)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+
+
+def _processes(asked: int | None, most: int) -> int | None:
+    count = min(asked or len(os.sched_getaffinity(0)), most)
+    return count if count > 1 else None
 
 
 # ------------------------------------------------------------------ what is there
 
 
-def _identity(
+def _command(
     config: TokenizeConfig, tokenizer: Tokenizer, sides: Mapping[str, Sequence[TextFile]]
 ) -> dict[str, Any]:
-    """What the shards' bytes hang on."""
-    files = [[side, s.name, s.size, s.stamp] for side in SIDES for s in sides[side]]
-    return {
-        "format": FORMAT,
-        "tokenizer": tokenizer.key,
-        "files": f"{len(files)} files, {hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]}",
-        "shard_mb": config.shard_mb,
-    }
+    """What the shards' bytes depend on."""
+    files = [[side, str(s.path), s.name, s.size, s.stamp] for side in SIDES for s in sides[side]]
+    own = {"format": FORMAT, "tokenizer": tokenizer.key, "shard_mb": config.shard_mb, "broken": config.broken}
+    return {**own, "files": hashlib.sha256(json.dumps(files).encode()).hexdigest()}
 
 
-def _check_free(out: Path) -> None:
+def _check_free(out: Path, command: Mapping[str, Any]) -> None:
+    """Leave alone what is something else, or what another command wrote."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"out={out} is a file. Fix: name a folder.")
-    if out.is_dir() and not (out / NAME).exists() and not any((out / s / HEADER).exists() for s in SIDES):
-        # Folders alone are what a job leaves that was killed at once.
-        files = sorted(p for p in out.rglob("*") if p.is_file() and p.suffix not in (".lock", ".partial"))
-        if files:
-            shown = first_few([str(p.relative_to(out)) for p in files], SHOWN)
-            raise ConfigError(report(f"out={out} holds something else:", shown, "an empty folder."))
+    before = read_json(out / COMMAND)
+    others = sorted(p.name for p in out.iterdir() if p.name != WORK) if out.is_dir() else []
+    if others and not before:
+        raise ConfigError(
+            report(f"out={out} holds something else:", first_few(others, SHOWN), "another out.")
+        )
+    differ = [f"{k}: {before[k]} there, {v} here" for k, v in command.items() if before.get(k, v) != v]
+    if differ:
+        fix = "another out, or delete that one."
+        raise ConfigError(report(f"{out} holds shards of another command:", differ, fix))
 
 
-def _finished(out: Path, identity: Mapping[str, Any], broken: str) -> list[Shards]:
-    """What an earlier command has finished; nothing where something is left to do."""
-    headers = [side for side in SIDES if (out / side / HEADER).exists()]
-    found = [open_shards(out / side) for side in headers]
-    for shards in found:
-        refuse_others(out, json.loads(shards.made_from or "{}"), identity)
-        if shards.broken and broken == "refuse":
-            fix = "broken=skip, or mend the text and name another out."
-            raise ConfigError(
-                f"{shards.folder}: {shards.broken} broken places were skipped there. Fix: {fix}"
-            )
-    if len(headers) < len(SIDES):
-        return []
-    (out / NAME).unlink(missing_ok=True)
-    _tell_end(out, found, 0, 0.0)
-    return found
-
-
-def _there(out: Path, task: ShardTask, journal: Journal, recipe: Recipe) -> bool:
-    made = journal.done.get((task.side, task.number))
-    path = out / task.side / task.file
-    if made is not None and made.broken and recipe.broken == "refuse":
-        return False
-    return made is not None and path.exists() and path.stat().st_size == made.tokens * recipe.width
-
-
-def _save(tokenizer: Tokenizer, folder: Path) -> None:
-    save_tokenizer(tokenizer, folder)
-    of = getattr(tokenizer, "folder", None)
-    for name in SETTINGS[2:] if of else ():  # where some directories alone name the end token
-        if (of / name).exists():
-            shutil.copyfile(of / name, folder / name)
-
-
-def _header(
-    folder: Path, recipe: Recipe, made_from: str, tasks: Sequence[ShardTask], journal: Journal
-) -> Shards:
-    named = {t.file: journal.done[t.side, t.number] for t in tasks if t.side == folder.name}
-    shards = [
-        Shard(file, made.tokens, made.tokens * recipe.width, made.sha256)
-        for file, made in named.items()
-        if made.tokens
-    ]
-    found = Shards(
-        folder=folder,
-        dtype=recipe.dtype,
-        largest=max(made.largest for made in named.values()),
-        documents=sum(made.documents for made in named.values()),
-        vocab=recipe.tokenizer.vocab,
-        tokenizer=recipe.tokenizer.key,
-        eos=recipe.tokenizer.eos,
-        broken=sum(made.broken for made in named.values()),
-        made_from=made_from,
-        shards=tuple(shards),
-    )
-    if not shards:
-        raise ConfigError(f"{folder}: its files hold no text. Fix: name more files as files, or as held_out.")
-    return found
+def _written(out: Path) -> int:
+    """Bytes of tokens."""
+    return sum(path.stat().st_size for path in out.glob("*/*.npy"))
 
 
 # ------------------------------------------------------------------ messages
 
 
-def _refusal(refused: Mapping[tuple[str, int], Made]) -> ConfigError:
-    count = sum(made.refused for made in refused.values())
-    shown = [text for _, made in sorted(refused.items()) for text in made.problems][:SHOWN]
-    more = [f"and {count - len(shown)} more"] if count > len(shown) else []
-    fix = (
-        "broken=skip leaves such lines out, replaces such bytes, and keeps the shards that are written; or "
-        "mend the text, and name another out."
-    )
-    several = "1 place" if count == 1 else f"{count} places"
-    return ConfigError(report(f"{several} of the text cannot be used:", [*shown, *more], fix))
+def _refusal(problems: Sequence[str]) -> ConfigError:
+    fix = "mend the text; or broken=skip, which leaves such lines out and replaces such bytes."
+    several = "1 place" if len(problems) == 1 else f"{len(problems)} places"
+    return ConfigError(report(f"{several} of the text cannot be used:", first_few(problems, SHOWN), fix))
 
 
-def _tell_start(out: Path, tasks: Sequence[ShardTask], left: Sequence[ShardTask]) -> None:
-    kept = f", {len(tasks) - len(left)} of them written already" if len(left) < len(tasks) else ""
-    size = sum(task.bytes for task in tasks)
-    print(f"{out}: {len(tasks)} shards of {size / 1e6:,.1f} MB of text{kept}", file=sys.stderr, flush=True)
-
-
-def _tell_end(out: Path, found: Sequence[Shards], new: int, seconds: float) -> None:
+def _print_end(out: Path, found: Sequence[Shards], written_bytes: int, seconds: float) -> None:
     """Where the shards are, what they hold, and how fast that went."""
     for shards in found:
         broken = f", {shards.broken} broken" if shards.broken else ""
-        text = f"{shards.tokens:,} tokens, {shards.documents:,} documents{broken}"
-        print(f"{shards.folder}: {text}, in {len(shards.shards)} shards of {shards.dtype}")
-    speed = (
-        f"{new:,} tokens in {seconds:.1f} s: {new / seconds:,.0f} tokens/s" if new else "nothing left to do"
-    )
+        text = f"{shards.tokens:,} tokens, {shards.documents or 0:,} documents{broken}"
+        print(f"{shards.folder}: {text}, in {len(shards.files)} shards")
     vocab = max(shards.vocab or 0 for shards in found)
+    tokens = written_bytes / (2 if vocab <= 2**16 else 4)
+    speed = f"{tokens / seconds:,.0f} tokens/s in {seconds:.1f} s" if written_bytes else "nothing left to do"
     print(
         f"{speed}\n\nshards: {out}\ntrain on them: data=shards data.root={out} model.vocab={vocab}",
         flush=True,

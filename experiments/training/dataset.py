@@ -13,18 +13,16 @@ from torch import Tensor
 
 import fnshard as fs
 from experiments.configs.train import ConfigError, ShardsConfig, TrainConfig
-from experiments.data import windows
 from experiments.data.batches import place_of
-from experiments.data.shardfolder import Shards, check_vocab, open_shards
-from experiments.data.shards import ShardLoader, cut
-from experiments.data.stdlib_text import Corpus
+from experiments.data.shards import Shards, check_vocab, open_shards
+from experiments.data.stdlib_text import ByteStream, Corpus, load_corpus
 from experiments.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+from experiments.data.windows import Batch, WindowLoader, cut, held_out_starts
 from experiments.training import ngram
 from experiments.training.sample import printable, safe
 
 TOKENIZER = "tokenizer"  # a folder beside the shards
 MOST_COUNTED = 2**25  # tokens that tables are counted on: the first of them
-Batch = tuple[Tensor, Tensor]
 
 
 class Dataset(Protocol):
@@ -38,7 +36,7 @@ class Dataset(Protocol):
     checksum: str
     starts: Tensor
 
-    def loader(self, mesh: fs.Mesh) -> Any:
+    def loader(self, mesh: fs.Mesh) -> WindowLoader:
         """This rank's batches, from the first step on."""
 
     def held_out(self, starts: Tensor) -> Batch:
@@ -67,8 +65,15 @@ def open_dataset(config: TrainConfig) -> Dataset:
     """
     if isinstance(config.data, ShardsConfig):
         return open_tokens(config)
+    chosen = config.data
     try:
-        return ByteDataset(config, windows.corpus_of(config.data, config.model.context))
+        corpus = load_corpus(
+            Path(chosen.root) if chosen.root else None,
+            suffix=chosen.suffix,
+            held_out_percent=chosen.held_out_percent,
+            least=config.model.context + 3,
+        )
+        return ByteDataset(config, corpus)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -95,13 +100,13 @@ class ByteDataset:
     @property
     def starts(self) -> Tensor:
         rows, context = self.config.data.held_out_rows, self.config.model.context
-        return windows.held_out_starts(self.corpus.held_out.numel(), rows, context)
+        return held_out_starts(self.corpus.held_out.numel(), rows, context)
 
-    def loader(self, mesh: fs.Mesh) -> windows.Loader:
-        return windows.Loader(self.corpus.train, **_drawn_by(self.config), **place_of(mesh))
+    def loader(self, mesh: fs.Mesh) -> WindowLoader:
+        return WindowLoader(ByteStream(self.corpus.train), **_drawn_by(self.config), **place_of(mesh))
 
     def held_out(self, starts: Tensor) -> Batch:
-        return windows.cut_windows(self.corpus.held_out, starts, self.config.model.context)
+        return cut(ByteStream(self.corpus.held_out), starts.numpy(), self.config.model.context)
 
     def tables(self) -> dict[str, float]:
         targets = self.starts[:, None] + torch.arange(1, self.config.model.context + 1)
@@ -143,10 +148,10 @@ class TokenDataset:
     @property
     def starts(self) -> Tensor:
         rows, context = self.config.data.held_out_rows, self.config.model.context
-        return windows.held_out_starts(self.held_shards.tokens, rows, context)
+        return held_out_starts(self.held_shards.tokens, rows, context)
 
-    def loader(self, mesh: fs.Mesh) -> ShardLoader:
-        return ShardLoader(self.train, **_drawn_by(self.config), **place_of(mesh))
+    def loader(self, mesh: fs.Mesh) -> WindowLoader:
+        return WindowLoader(self.train, **_drawn_by(self.config), **place_of(mesh))
 
     def held_out(self, starts: Tensor) -> Batch:
         return cut(self.held_shards, starts.numpy(), self.config.model.context)

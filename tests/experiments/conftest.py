@@ -1,6 +1,6 @@
 """Fixtures that several files of this folder use."""
 
-from data_lines import prepared_from  # noqa: F401
+from data_lines import byte_directory, prepared_from  # noqa: F401
 from loader_data import numbered, samples  # noqa: F401
 from shard_files import shard_folder, texts  # noqa: F401
 from small_runs import cwd, lowered_once  # noqa: F401

@@ -165,7 +165,7 @@ WRONG_TRAIN = {
 }
 WRONG_FINETUNE = {
     "run.stpes=5": rf"run\.stpes=5{CL}: no such key\. Did you mean run\.steps\?",
-    "method=qlora": r"no such choice\. Did you mean method=qlora[48]\? method has auto, full, lora, ",
+    "method=qlora": r"no such choice\. Did you mean method=qlora[48]\? method has full, lora, ",
     "objective=ppo": r"no such choice\. Did you mean objective=dpo\? objective has dpo, sft\.",
     "method.rnak=4": r"no such key\. Did you mean method\.rank\?",
     "method.rank=1000000000": rf"method\.rank=1000000000{CL}: must be 16384 or less",
@@ -185,7 +185,6 @@ WRONG_FINETUNE = {
     "objective=dpo data.pack=false": r"data\.pack=false.*: pairs are never packed",
     "method=full export=adapters": rf"export=adapters{CL}: method=full has no adapters .*\. Fix: export=",
     "export=onnx": rf"export='onnx'{CL}: must be one of auto, adapters",
-    "method=auto": r"method=auto: needs a budget .*\. Fix: run\.device_gb=24",
     "objective.label_smoothing=0.5": r"objective\.label_smoothing=0\.5: must be below 0\.5",
     "experiment=qlora": r"no such choice\. Did you mean experiment=qlora4\?",
     "mesh.context=5": r"mesh\.context=5: has to divide data\.context=256 and 32.*Fix: mesh\.context=1\.",

@@ -1,19 +1,23 @@
-"""Lines of JSONL: what they mean, and every way they can be wrong."""
+"""Files of records: what lines mean, every way they can be wrong, other formats, tokenised once."""
 
 from __future__ import annotations
 
 import json
-import os
+import sys
 
 import numpy as np
 import pytest
-from data_lines import ASSISTANT, GOOD, SYSTEM, TOKENIZER, USER, shown
+from data_lines import ASSISTANT, BYTES, SYSTEM, USER, shown
 from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.configs.train import ConfigError
-from experiments.data import layouts, prepared, writer
-from experiments.data.prepared import prepare
+from experiments.data import builtin, prepared, rows
+from experiments.data.chat import LineError
+from experiments.data.prepared import RecordPolicy, open_prepared, prepare
+from experiments.data.records import KINDS
+from experiments.data.tokenizer import open_directory
+from fnshard.errors import MissingExtraError
 
 # ------------------------------------------------------------------ what lines mean
 
@@ -25,9 +29,7 @@ from experiments.data.prepared import prepare
         ({"prompt": "", "completion": "é☃"}, "", "é☃"),
         ({"instruction": "Add.", "input": "1 1", "output": "2"}, "Add.\n\n1 1\n\n", "2"),
         ({"instruction": "Add.", "input": "", "response": "2"}, "Add.\n\n", "2"),
-        ({"text": "all of it"}, "", "all of it"),
         ({"text": "not <|end|> yet"}, "", "not <|end|> yet"),
-        ({"messages": [USER, ASSISTANT]}, "hi", "yo"),
         ({"messages": [USER, ASSISTANT, USER]}, "hi", "yo"),
         ({"messages": [USER, ASSISTANT, USER, ASSISTANT]}, "hihi", "yoyo"),
         ({"prompt": [USER], "response": "yo"}, "hi", "yo"),
@@ -42,37 +44,26 @@ def test_what_is_learned_is_the_response(prepared_from, line, prompt, response):
     data = prepared_from([line])
     asked, learned, ids = shown(data)
     assert (asked, learned) == (prompt, response)
-    assert ids[0] == TOKENIZER.bos and ids[-1] == TOKENIZER.eos and data.sample(0)[1][-1] == 1
+    assert ids[0] == BYTES.bos and ids[-1] == BYTES.eos and data.sample(0)[1][-1] == 1
     assert data.samples == data.records == 1 and data.tokens == len(ids)
     assert data.learned == data.sample(0)[1].sum() and data.longest == data.shortest == len(ids) - 1
     assert data.lengths(np.array([0])).tolist() == [len(ids) - 1]
+
+
+def said(content):
+    return {**ASSISTANT, "content": content}
 
 
 @pytest.mark.parametrize(
     "line",
     [
         {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
-        {"prompt": [USER], "chosen": "2", "rejected": "3"},
-        {"prompt": [USER], "chosen": [{**ASSISTANT, "content": "2"}], "rejected": "3"},
+        {"prompt": [USER], "chosen": [said("2")], "rejected": "3"},
+        {"prompt": "hi ", "chosen": [USER, said("2")], "rejected": [USER, said("3")]},
+        {"prompt": [USER], "chosen": [SYSTEM, USER, said("2")], "rejected": [SYSTEM, USER, said("3")]},
         {
-            "prompt": "hi",
-            "chosen": [{**ASSISTANT, "content": "2"}],
-            "rejected": [{**ASSISTANT, "content": "3"}],
-        },
-        {
-            "prompt": "hi ",
-            "chosen": [USER, {**ASSISTANT, "content": "2"}],
-            "rejected": [USER, {**ASSISTANT, "content": "3"}],
-        },
-        {"prompt": "hi", "chosen": [USER, {**ASSISTANT, "content": "2"}], "rejected": "3"},
-        {
-            "prompt": [USER],
-            "chosen": [SYSTEM, USER, {**ASSISTANT, "content": "2"}],
-            "rejected": [SYSTEM, USER, {**ASSISTANT, "content": "3"}],
-        },
-        {
-            "chosen": [USER, ASSISTANT, USER, {**ASSISTANT, "content": "2"}],
-            "rejected": [USER, ASSISTANT, USER, {**ASSISTANT, "content": "3"}],
+            "chosen": [USER, ASSISTANT, USER, said("2")],
+            "rejected": [USER, ASSISTANT, USER, said("3")],
         },
     ],
 )
@@ -80,261 +71,209 @@ def test_pairs_are_two_samples_of_one_prompt(prepared_from, line):
     data = prepared_from([line], kind="pairs")
     (asked, chosen, _), (again, rejected, _) = shown(data, 0), shown(data, 1)
     assert asked == again and (chosen, rejected) == ("2", "3")
-    if "prompt" in line:  # once, and as a user's message where an answer is one
-        assert asked in ("1+1=", "hi", "Be brief.hi")
-        marked = 260 in data.sample(0)[0].tolist()
-        assert marked == (asked != "1+1=") == (260 in data.sample(1)[0].tolist())
+    assert (260 in data.sample(0)[0]) == (asked != "1+1=")  # a user's message where any of it is one
     assert (data.records, data.samples) == (1, 2)
-
-
-def test_choices_keep_their_question_answer_and_size(prepared_from):
-    lines = [
-        {"prompt": "1+1=", "choices": ["2", "3é", "4"], "answer": 1},
-        {"question": "Best?", "choices": ["yes", "no"], "answer": "b"},
-    ]
-    data = prepared_from(lines, kind="choices")
-    told = [shown(data, n)[:2] for n in range(5)]
-    asked = "Question: Best?\nAnswer:"
-    assert told == [("1+1=", "2"), ("1+1=", "3é"), ("1+1=", "4"), (asked, " yes"), (asked, " no")]
-    assert data.options.tolist() == [[0, 0, 1], [0, 1, 3], [0, 0, 1], [1, 0, 3], [1, 1, 2]]
-    assert all(TOKENIZER.eos not in data.sample(n)[0] for n in range(5))  # only the choice itself is compared
-
-
-def test_blank_lines_marks_and_windows_line_ends_are_no_mistakes(prepared_from):
-    data = prepared_from([b'\xef\xbb\xbf{"text": "a"}\r', b"", b"  \t", b'{"text": "b"}\r'])
-    assert [shown(data, n)[1] for n in range(data.samples)] == ["a", "b"]
 
 
 # ------------------------------------------------------------------ what can be wrong
 
+GOOD = {"samples": {"text": "good"}, "pairs": {"prompt": "a", "chosen": "b", "rejected": "c"}}
 WRONG = {
     "samples": [
-        (b"{'text': 1}", "is no JSON (Expecting property name enclosed in double quotes at column 2)"),
-        (b'{"text": "a"', "is no JSON (Expecting ',' delimiter at column 13)"),
-        (b"\x00\x01", "is no JSON"),
-        (b'{"text": "\xff"}', "is no UTF-8 (byte 0xff at column 11)"),
-        (b"[" * 100_000, "is no JSON that can be read"),
-        (b'{"text": ' + b"1" * 5000 + b"}", "is no JSON that can be read"),
+        (b'{"text": "a"', "is no JSON (Expecting ',' delimiter: line 2 column 1"),
+        (b'{"text": "\xff"}', "is no JSON ('utf-8' codec can't decode byte 0xff in position 10"),
+        (b"[" * 100_000, "is no JSON (maximum recursion depth"),
         (b'["text"]', "holds a list, expected an object: {...}"),
-        (b"3", "holds a int, expected an object"),
-        (b'{"text": "\\ud800"}', "text: half a surrogate pair at character 1"),
-        (
-            {},
-            "has none of 'messages', 'prompt' and 'response', 'instruction' and 'output', 'text'; it ha",
-        ),
-        ({"a": 1, "b": 2}, "has none of 'messages', "),
-        ({"prompt": "a"}, "lacks 'response' or 'completion' or 'output'; it has 'prompt'"),
-        ({"prompt": "a", "response": ""}, "response: is empty"),
-        ({"prompt": "a", "completion": " \n"}, "completion: is empty"),
+        (b'{"text": "\\ud800"}', "text: holds half of a surrogate pair"),
+        ({"a": 1}, "has none of 'messages', 'prompt' and 'response', "),
+        ({"prompt": "a"}, "has none of "),
+        ({"prompt": 3, "response": " \n"}, "prompt: expected a text, got int; response: is empty"),
         ({"prompt": "a", "response": None}, "response: expected a text, got null"),
-        ({"prompt": 3, "response": "a"}, "prompt: expected a text, got int"),
-        ({"instruction": "", "output": "a"}, "instruction: is empty"),
-        ({"instruction": "a", "input": 1, "output": "a"}, "input: expected a text, got int"),
-        ({"text": ""}, "text: is empty"),
-        ({"text": ["a"]}, "text: expected a text, got list of 1"),
-        ({"messages": []}, "messages: expected a list of messages, got list of 0"),
-        ({"messages": "hi"}, "messages: expected a list of messages, got str"),
-        ({"messages": ["hi"]}, "messages[0]: expected an object with 'role' and 'content', got str"),
-        (
-            {"messages": [USER, {"role": "assistant"}]},
-            "messages[1]: expected an object with 'role' and 'conten",
-        ),
-        ({"messages": [USER]}, "messages: no assistant's message, so there is nothing to learn"),
-        ({"messages": [USER, {**ASSISTANT, "content": ""}]}, "messages[1].content: is empty"),
-        (
-            {"messages": [USER, {**ASSISTANT, "content": [1]}]},
-            "messages[1].content: expected a text, got list",
-        ),
-        (
-            {"messages": [{"role": "tool", "content": "a"}, ASSISTANT]},
-            "role 'tool': the byte tokenizer knows",
-        ),
-        ({"prompt": [USER], "response": [USER]}, "response: no assistant's message"),
-        ({"prompt": "", "response": [ASSISTANT]}, "prompt: is empty"),
-        (
-            {"prompt": "bye", "response": [USER, ASSISTANT]},
-            "response: begins with a user's message that is not the prompt",
-        ),
-        (
-            {"messages": [USER, ASSISTANT], "tools": [{"name": "f"}]},
-            "tools: tools and their calls are not learned",
-        ),
-        (
-            {"messages": [USER, {**ASSISTANT, "tool_calls": [{}]}]},
-            "messages[1].tool_calls: tools and their calls are not learned",
-        ),
-        (
-            {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [{}]}]},
-            "messages[1].tool",
-        ),
-        ({"text": "a" * 64}, "takes 65 positions, the context has 64"),
+        ({"instruction": "", "input": 1, "output": "a"}, "instruction: is empty; input: expected a text"),
+        ({"text": ["a"]}, "text: expected a text, got list"),
+        ({"messages": []}, "messages: expected a list of messages, got an empty one"),
+        ({"messages": ["hi", {"role": "assistant"}]}, "messages: [0]: expected an object with 'role' "),
+        ({"messages": [USER, {"role": "assistant"}]}, "messages: [1]: content: expected a text, got null"),
+        ({"messages": [USER]}, "there is no assistant's message to learn"),
+        ({"messages": [USER, said("")]}, "messages: [1]: content: is empty"),
+        ({"messages": [{"role": "tool", "content": "a"}, ASSISTANT]}, "the chat template refuses it (Templ"),
+        ({"messages": [{**USER, "content": "a<|end|>"}, ASSISTANT]}, "messages[0] spells the control token"),
+        ({"prompt": "bye", "response": [USER, ASSISTANT]}, "a response begins with a user's message that is"),
+        ({"messages": [USER, ASSISTANT], "tools": [{"name": "f"}]}, "tools: tools and their calls are not"),
+        ({"messages": [USER, {**ASSISTANT, "tool_calls": [{}]}]}, "messages: [1]: tool_calls: tools"),
         ({"prompt": "a" * 100, "response": "a"}, "takes 102 positions, the context has 64"),
     ],
     "pairs": [
-        ({"prompt": "a", "chosen": "b"}, "lacks 'rejected'; it has 'prompt', 'chosen'"),
-        ({"prompt": "a"}, "lacks 'chosen' and 'rejected'"),
-        ({"chosen": "b", "rejected": "c"}, "lacks 'prompt'"),
+        ({"prompt": "a", "chosen": "b"}, "rejected: expected a text, got null"),
+        ({"chosen": "b", "rejected": "c"}, "chosen: expected a list of messages, got str; rejected: "),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),
-        ({"prompt": "a", "chosen": "b", "rejected": ""}, "rejected: is empty"),
         ({"prompt": "a", "chosen": "b", "rejected": "c" * 80}, "takes 82 positions"),
-        (
-            {"prompt": "hi", "chosen": [SYSTEM, USER, ASSISTANT], "rejected": "no"},
-            "chosen and rejected answer different prompts",
-        ),
-        (
-            {"chosen": [USER, ASSISTANT], "rejected": [USER]},
-            "chosen and rejected: expected to end in different mess",
-        ),
+        ({"prompt": "hi", "chosen": [SYSTEM, USER, ASSISTANT], "rejected": "no"}, "chosen and rejected ans"),
+        ({"chosen": [USER, ASSISTANT], "rejected": [USER, USER]}, "there is no assistant's message to learn"),
+        ({"chosen": [USER, ASSISTANT], "rejected": [SYSTEM]}, "chosen and rejected: expected messages that"),
     ],
-    "choices": [
-        ({"prompt": "a", "choices": ["b", "c"]}, "lacks 'answer'; it has 'prompt', 'choices'"),
-        ({"choices": ["b", "c"], "answer": 0}, "lacks 'prompt' or 'question'"),
-        (
-            {"prompt": "a", "choices": ["b"], "answer": 0},
-            "choices: expected a list of two or more texts, got l",
-        ),
-        ({"prompt": "a", "choices": ["b", ""], "answer": 0}, "choices[1]: is empty"),
-        ({"prompt": "a", "choices": ["b", 3], "answer": 0}, "choices[1]: expected a text, got int"),
-        ({"prompt": "a", "choices": ["b", "c"], "answer": 2}, "answer: expected 0 to 1 or A to B, got 2"),
-        ({"prompt": "a", "choices": ["b", "c"], "answer": "C"}, "answer: expected 0 to 1 or A to B, got 'C'"),
-        (
-            {"prompt": "a", "choices": ["b", "c"], "answer": True},
-            "answer: expected 0 to 1 or A to B, got True",
-        ),
-        ({"prompt": "a", "choices": ["b", "c"], "answer": ""}, "answer: expected 0 to 1 or A to B, got ''"),
-    ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_every_wrong_line_is_named_by_file_and_line(prepared_from, kind, tmp_path):
-    for line, message in WRONG[kind]:
-        with pytest.raises(ConfigError, match=r"(?s)^1 line cannot be used:\n.*\nFix: .*\.$") as error:
-            prepared_from([GOOD[kind], b"", line, GOOD[kind]], kind=kind)
-        assert f"\n  {tmp_path / 'data.jsonl'}:3: {message}" in str(error.value)
+def test_every_wrong_line_is_named_by_file_and_line_or_left_out(prepared_from, kind, tmp_path, capsys):
+    content = [GOOD[kind], b"", *(line for line, _ in WRONG[kind]), GOOD[kind]]
+    with pytest.raises(ConfigError, match=rf"^{len(WRONG[kind])} lines cannot be used:\n") as error:
+        prepared_from(content, kind=kind)
+    lines = str(error.value).splitlines()
+    for number, (line, (_, message)) in enumerate(zip(lines[1:-1], WRONG[kind], strict=True), 3):
+        assert line.startswith(f"  {tmp_path / 'data.jsonl'}:{number}: {message}")
+    assert lines[-1].startswith("Fix: mend the lines, or leave such out with data.broken=skip; leave long re")
     assert not list((tmp_path / "cache").iterdir())  # nothing of a refused file is kept
-
-
-@pytest.mark.parametrize("kind", WRONG)
-def test_wrong_lines_are_skipped_and_counted_if_asked(prepared_from, kind, capsys):
-    content = [GOOD[kind], *(line for line, _ in WRONG[kind]), GOOD[kind]]
     long = sum("takes" in message for _, message in WRONG[kind])
-    for _ in range(2):  # prepared_from, then found again
+    for _ in range(2):  # prepared, then found again
         data = prepared_from(content, kind=kind, broken="skip", too_long="skip")
-        assert data.records == 2
-        assert data.left_out == {"broken": len(WRONG[kind]) - long, "too_long": long, "truncated": 0}
+        assert data.records == 2 and data.left_out == {"broken": len(WRONG[kind]) - long, "too_long": long}
         assert f"{len(WRONG[kind]) - long} broken" in capsys.readouterr().err
-    with pytest.raises(
-        ConfigError, match=r"Fix: mend the lines, or leave such out with data\.broken=skip\.$"
-    ):
-        prepared_from(content, kind=kind, too_long="skip")
+    with pytest.raises(ConfigError, match=r"and 150 more\nFix: mend the lines, .*data\.broken=skip\.$"):
+        prepared_from([b"{"] * 200, kind=kind)
 
 
-def test_all_mistakes_are_in_one_error_the_first_dozen_shown(prepared_from, tmp_path):
-    prepared_from([GOOD["samples"]], "good.jsonl")
-    (tmp_path / "one.jsonl").write_text('{"text": ""}\n' * 3)
-    (tmp_path / "two.jsonl").write_text('{"text": "%s"}\n{"text": 1}\n' % ("x" * 70) * 600)
-    files = [tmp_path / f"{name}.jsonl" for name in ("good", "one", "two")]
-    with pytest.raises(ConfigError) as error:
-        prepare(files, TOKENIZER, context=64, cache=tmp_path / "cache")
-    told = str(error.value).splitlines()
-    assert told[0] == "1203 lines cannot be used:"
-    assert [line.split(": ")[0].rpartition("/")[2] for line in told[1:13]] == [
-        *(f"one.jsonl:{n}" for n in (1, 2, 3)),
-        *(f"two.jsonl:{n}" for n in range(1, 10)),
+def test_long_samples_are_cut_if_asked(prepared_from):
+    lines = [
+        {"prompt": "p" * 10, "response": "r" * 80},
+        {"prompt": "p" * 80, "response": "r"},  # nothing to learn is left
+        {"text": "t"},
     ]
-    listed = next((tmp_path / "cache").glob("*.refused.txt"))
-    assert told[13] == f"  and 1191 more; all of them: {listed}"
-    assert told[14].startswith("Fix: mend the lines, or leave such out with data.broken=skip;")
-    assert "data.too_long=skip, cut them with data.too_long=truncate, or take data.context=71." in told[14]
-    assert len(told) == 15
-    lines = listed.read_text().splitlines()
-    assert [f"  {line}" for line in lines[:12]] == told[1:13]
-    assert [int(line.split(":")[1]) for line in lines[3:]] == list(range(1, 1201))
-
-
-def test_a_line_with_several_wrong_fields_names_them_all(prepared_from):
-    talk = [{"role": 1, "content": None}, {"role": "assistant", "content": ""}, {"content": "b"}]
-    with pytest.raises(
-        ConfigError,
-        match=r"messages\[0\]\.role: expected a text, got int; messages\[0\]\.content: expected a text, got "
-        r"null; messages\[1\]\.content: is empty; messages\[2\]: expected an object with 'role'",
-    ):
-        prepared_from([{"messages": talk}])
-    with pytest.raises(ConfigError, match=r"prompt: expected a text, got int; response: is empty"):
-        prepared_from([{"prompt": 1, "response": ""}])
-    with pytest.raises(ConfigError, match=r"prompt: .* int; chosen: is empty; rejected: .* got null"):
-        prepared_from([{"prompt": 1, "chosen": "", "rejected": None}], kind="pairs")
-    with pytest.raises(ConfigError, match=r"answer: expected 0 to 1.*; choices\[1\]: is empty"):
-        prepared_from([{"prompt": "a", "choices": ["b", ""], "answer": 2}], kind="choices")
-
-
-def test_the_list_of_refused_lines_is_bounded_and_a_few_are_none(prepared_from, tmp_path, monkeypatch):
-    with pytest.raises(ConfigError, match=r"^8 lines cannot be used(?!.*more)"):
-        prepared_from([{"text": ""}] * 8)
-    assert not list((tmp_path / "cache").iterdir())
-    for module in (prepared, writer):
-        monkeypatch.setattr(module, "LISTED", 10)
-    with pytest.raises(ConfigError, match=r"and 1988 more; the first 10 of them: .*refused\.txt"):
-        prepared_from([{"text": ""}] * 2000)
-    assert len(next((tmp_path / "cache").glob("*.refused.txt")).read_text().splitlines()) == 10
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ({"part": (1, True)}, r"part=\(1, True\): every how manyth line is held out must be 2 or more"),
-        ({"part": (5, True)}, r"one line can be used, so none can be held out"),
-        ({"kind": "pear"}, "kind='pear': must be one of samples, pairs, choices"),
-        ({"broken": "truncate"}, "broken='truncate': must be one of refuse, skip"),
-        (
-            {"too_long": "cut", "context": 0},
-            r"(?s)too_long='cut': must be.*context=0: must be a whole number",
-        ),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(prepared_from, how, message):
-    with pytest.raises(ConfigError, match=message):
-        prepared_from([GOOD["samples"]], **how)
-
-
-def test_files_that_cannot_be_read_are_all_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"(?s)no\.jsonl: No such file.*: is a folder.*Fix: name files"):
-        prepare([tmp_path / "no.jsonl", tmp_path], TOKENIZER, context=9, cache=tmp_path)
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    for name, target in {"zero.jsonl": "/dev/zero", "none.jsonl": "/proc/self/pagemap"}.items():
-        (tmp_path / name).symlink_to(target)
-    (tmp_path / "sparse.jsonl").touch()
-    os.truncate(tmp_path / "sparse.jsonl", 2**42)
-    told = (
-        r"(?s)/dev/zero: is no regular file.*pipe\.jsonl: is no regular file.*zero\.jsonl: is no regular file"
-        r".*none\.jsonl: is empty.*sparse\.jsonl: has 4398046511104 bytes, the most is 1099511627776"
-    )
-    named = [tmp_path / f"{name}.jsonl" for name in ("pipe", "zero", "none", "sparse")]
-    with pytest.raises(ConfigError, match=told):
-        prepare(["/dev/zero", *named], TOKENIZER, context=9, cache=tmp_path)
-    with pytest.raises(ConfigError, match="no files of data"):
-        prepare([], TOKENIZER, context=9, cache=tmp_path)
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(ConfigError, match=r"empty\.jsonl: nothing to learn from \(no lines\)"):
-        prepare(tmp_path / "empty.jsonl", TOKENIZER, context=9, cache=tmp_path)
-    with pytest.raises(ConfigError, match="prepared data cannot be written there"):
-        prepare(_file(tmp_path), TOKENIZER, context=9, cache=tmp_path / "empty.jsonl" / "below")
-
-
-def _file(folder):
-    (folder / "some.jsonl").write_text('{"text": "a"}\n')
-    return folder / "some.jsonl"
+    data = prepared_from(lines, too_long="truncate")
+    assert shown(data)[:2] == ("p" * 10, "r" * 54) and data.longest == 64
+    assert data.left_out == {"broken": 0, "too_long": 1} and data.samples == 2
+    pair = {"prompt": "p", "chosen": "c" * 70 + "a", "rejected": "c" * 70 + "b"}
+    with pytest.raises(ConfigError, match=r"data\.jsonl: nothing to learn from \(1 too long\)"):
+        prepared_from([pair], kind="pairs", too_long="truncate")
 
 
 @given(st.binary(max_size=60) | st.recursive(st.none() | st.integers() | st.text(max_size=5),
        lambda inner: st.lists(inner, max_size=3)
-       | st.dictionaries(st.sampled_from(["messages", "prompt", "response", "chosen", "rejected", "choices",
-                                          "answer", "role", "content", "text"]), inner, max_size=4),
+       | st.dictionaries(st.sampled_from(["messages", "prompt", "response", "chosen", "rejected", "role",
+                                          "content", "text"]), inner, max_size=4),
        max_leaves=12), st.sampled_from(list(GOOD)))  # fmt: skip
-def test_any_line_is_a_record_or_one_clear_error(line, kind):
+def test_any_line_is_a_record_or_one_clear_error(byte_directory, line, kind):
     line = line if isinstance(line, bytes) else json.dumps(line).encode()
     try:
-        writer.KINDS[kind](layouts.parse(line), TOKENIZER)
-    except layouts.LineError as error:
+        KINDS[kind](rows.record_of({"line": 1, "json": line}), byte_directory)
+    except LineError as error:
         assert str(error)
+
+
+def test_files_that_cannot_be_read(tmp_path, byte_directory):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    (tmp_path / "torn.json").write_text('[{"text": "a"}, ')
+    (tmp_path / "torn.parquet").write_bytes(b"PAR1 and so on")
+    cases = {
+        "/dev/zero": r"/dev/zero: there is no such file\. Fix: name a file: JSONL",
+        "": r": is a folder, and none of save_to_disk\. Fix",
+        "empty.jsonl": r"empty\.jsonl cannot be read: .* no data",
+        "torn.json": r"torn\.json cannot be read: JSONDecodeError: ",
+        "torn.parquet": r"torn\.parquet cannot be read: Arrow",
+    }
+    for name, message in cases.items():
+        with pytest.raises(ConfigError, match=message):
+            prepare(tmp_path / name, byte_directory, RecordPolicy("samples", 9), cache=tmp_path / "cache")
+    with pytest.raises(ConfigError, match="prepared data cannot be written there"):
+        (tmp_path / "good.jsonl").write_text('{"text": "a"}')
+        policy, cache = RecordPolicy("samples", 9), tmp_path / "empty.jsonl" / "below"
+        prepare(tmp_path / "good.jsonl", byte_directory, policy, cache=cache)
+
+
+# ------------------------------------------------------------------ formats, splits, the cache
+
+RECORDS = [{"prompt": f"{n}+1=", "response": f"{n + 1}"} for n in range(30)]
+
+
+def test_other_formats_are_as_good_as_lines(prepared_from, tmp_path, byte_directory):
+    """Lists of JSON, Parquet, folders of one and of several splits; what a row of a table does not have is
+    null in it."""
+    datasets = pytest.importorskip("datasets")
+    talk = {"messages": [USER, ASSISTANT]}
+
+    def samples_in(data):
+        return [tuple(map(bytes, data.sample(n))) for n in range(data.samples)]
+
+    def from_file(name):
+        policy = RecordPolicy("samples", 64)
+        return samples_in(prepare(tmp_path / name, byte_directory, policy, cache=tmp_path / "cache")[0])
+
+    expected = samples_in(prepared_from([*RECORDS, talk]))
+    (tmp_path / "list.json").write_text("\ufeff\n" + json.dumps([*RECORDS, talk], indent=1))
+    table = datasets.Dataset.from_list([{"messages": None, **record} for record in RECORDS] + [talk])
+    table.to_parquet(tmp_path / "rows.parquet")
+    table.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict(train=table, test=table.select(range(3))).save_to_disk(tmp_path / "several")
+    for name in ("list.json", "rows.parquet", "one", "several"):
+        assert from_file(name) == expected
+    assert from_file("several/test") == expected[:3]
+    datasets.Dataset.from_dict({"text": ["a", ""]}).to_parquet(tmp_path / "wrong.parquet")
+    with pytest.raises(ConfigError, match=r"wrong\.parquet:2: text: is empty"):
+        from_file("wrong.parquet")
+
+
+def test_a_part_of_a_file_is_held_out(prepared_from):
+    content = [*({"text": f"{n}"} for n in range(100)), {"text": ""}]
+    train, held = prepared_from(content, split=True, broken="skip")
+    texts = [[int(shown(data, n)[1]) for n in range(data.samples)] for data in (train, held)]
+    assert len(texts[1]) == 5 and sorted(texts[0] + texts[1]) == list(range(100))
+    assert train.key != held.key and train.left_out["broken"] == 1
+    one, other = prepared_from(content[:2], split=True)
+    assert (one.samples, other.samples) == (1, 1)
+    with pytest.raises(ConfigError, match=r"none can be held out.*data\.held_out=FILE"):
+        prepared_from(content[:1], split=True)
+
+
+def test_the_second_call_finds_what_the_first_made(prepared_from, monkeypatch, directory, tmp_path):
+    first = prepared_from([GOOD["samples"]])
+    with monkeypatch.context() as patch:
+        patch.setattr(prepared, "_make", None)
+        assert prepared_from([GOOD["samples"]], "another name.jsonl") == first == open_prepared(first.folder)
+    other = open_directory(directory(tokenizer_config={"eos_token": "</s>"}))
+    keys = {
+        prepared_from(content, **how).key
+        for content, how in [
+            ([{"text": "Good"}], {}),
+            ([GOOD["samples"]], {"context": 65}),
+            ([GOOD["samples"]], {"too_long": "truncate"}),
+            ([GOOD["samples"]], {"tokenizer": other}),
+        ]
+    }
+    assert len(keys - {first.key}) == 4
+    with pytest.raises(ConfigError, match="holds no prepared data"):
+        open_prepared(tmp_path)
+
+
+def test_several_processes_make_the_same(prepared_from, monkeypatch):
+    content = [{"text": f"{n}" * (n % 7 + 1)} for n in range(40)]
+    one = prepared_from(content)
+    monkeypatch.setattr(rows, "ROWS_A_PROCESS", 10)
+    two = prepared_from([*content, {"text": "x"}])
+    both = [[bytes(data.sample(n)[0]) for n in range(40)] for data in (one, two)]
+    assert both[0] == both[1] and two.samples == 41
+
+
+def test_without_datasets_the_extra_is_named(prepared_from, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingExtraError, match=r"datasets, which is not installed.*fnshard\[finetune\]"):
+        prepared_from([GOOD["samples"]])
+
+
+# ------------------------------------------------------------------ built in
+
+
+def test_built_in_examples_are_real_split_and_the_same_every_time(tmp_path, byte_directory):
+    files = *builtin.sft_files(tmp_path), *builtin.pair_files(tmp_path)
+    lines = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    assert [len(x) for x in lines[:2]] == [2000, 200] and all(len(x) > 150 for x in lines)
+    both = [{(x["prompt"], x["response"]) for x in side} for side in lines[:2]]
+    assert not both[0] & both[1]
+    assert all(p.startswith("def ") and p.endswith('):\n    """') and "\n" not in r for p, r in both[0])
+    assert all((x["prompt"], x["chosen"]) in both[0] and x["chosen"] != x["rejected"] for x in lines[2])
+    before = [file.read_bytes() for file in files]
+    builtin._functions.cache_clear()
+    files = *builtin.sft_files(tmp_path), *builtin.pair_files(tmp_path)
+    assert [file.read_bytes() for file in files] == before
+    data = prepare(files[3], byte_directory, RecordPolicy("pairs", 256), cache=tmp_path / "cache")[0]
+    assert not any(data.left_out.values())

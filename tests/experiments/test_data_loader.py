@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from loader_data import CONTEXT, COUNT, joined
 
 from experiments.data.batches import RowPacker, fill, once, pack, width_of
-from experiments.data.loader import PackedLoader, PairLoader
+from experiments.data.loader import SampleLoader
 from experiments.data.permutation import Permutation, order
 from experiments.data.tokenizer import byte_tokenizer
 from fnshard.losses import IGNORE
@@ -121,7 +121,7 @@ def test_a_packed_batch_is_its_samples_and_nothing_leaks_between_them(samples):
         ids, learned = (a.tolist() for a in prepared.sample(sample))
         start, end = end, end + len(ids) - 1
         assert batch["tokens"][0, start:end].tolist() == ids[:-1]
-        expected = [i if told else IGNORE for i, told in zip(ids[1:], learned[1:], strict=True)]
+        expected = [i if mask else IGNORE for i, mask in zip(ids[1:], learned[1:], strict=True)]
         assert batch["targets"][0, start:end].tolist() == expected
         assert batch["targets"][0, end - 1] == tokenizer.eos
         assert batch["targets"][0, start : start + 4].tolist() == [IGNORE] * 4  # begin and a prompt of 4
@@ -138,7 +138,7 @@ def test_a_packed_batch_is_its_samples_and_nothing_leaks_between_them(samples):
 @pytest.mark.parametrize("packed", [True, False])
 def test_every_sample_is_seen_as_often_as_every_other(samples, packed):
     prepared = samples()
-    loader = PackedLoader(prepared, rows=4, seed=1, pack=packed)
+    loader = SampleLoader(prepared, rows=4, seed=1, pack=packed)
     seen, order = Counter(), []
     while loader.epoch < 6:
         for number, tokens, targets in samples_in(next(loader)):
@@ -155,7 +155,7 @@ def test_every_sample_is_seen_as_often_as_every_other(samples, packed):
 
 
 def test_packed_rows_are_full(samples):
-    loader = PackedLoader(samples(), rows=8)
+    loader = SampleLoader(samples(), rows=8)
     batches = [next(loader) for _ in range(10)]
     assert torch.stack([(b["documents"] > 0).double().mean() for b in batches]).mean() > 0.9
 
@@ -165,7 +165,7 @@ def test_packed_rows_are_full(samples):
 
 def test_pairs_are_two_rows_of_one_prompt(samples):
     prepared = samples("pairs")
-    batch = next(PairLoader(prepared, rows=8))
+    batch = next(SampleLoader(prepared, rows=8))
     chosen, rejected = batch["chosen"], batch["rejected"]
     assert chosen["tokens"].shape == rejected["targets"].shape == (8, width_of(prepared))
     assert torch.equal(chosen["tokens"][:, :5], rejected["tokens"][:, :5])
@@ -187,18 +187,10 @@ def test_padded_widths_hold_the_longest_and_stay_in_the_context(samples):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_once_is_every_sample_once_and_equally_many_batches(samples, ranks):
     prepared = samples()
-    for packed in (True, False):
-        parts = [list(once(prepared, 8, rank=r, ranks=ranks, packed=packed)) for r in range(ranks)]
-        assert len({len(part) for part in parts}) == 1
-        batches = [joined(list(batch)) for batch in zip(*parts, strict=True)]
-        assert all(len(batch["tokens"]) == 8 for batch in batches)
-        learned = sum(int((batch["targets"] != IGNORE).sum()) for batch in batches)
-        assert learned == prepared.learned
-        if packed:
-            numbers = [number for batch in batches for number, _, _ in samples_in(batch)]
-            assert sorted(numbers) == list(range(COUNT))
-        else:
-            numbers = torch.cat([batch["samples"] for batch in batches]).tolist()
-            assert numbers == [*range(COUNT), *[-1] * (-COUNT % 8)]
-            row = batches[1]["tokens"][3]
-            assert int(bytes(row[1:5].tolist())) == 11
+    parts = [list(once(prepared, 8, rank=r, ranks=ranks)) for r in range(ranks)]
+    assert len({len(part) for part in parts}) == 1
+    batches = [joined(list(batch)) for batch in zip(*parts, strict=True)]
+    assert all(len(batch["tokens"]) == 8 for batch in batches)
+    assert sum(int((batch["targets"] != IGNORE).sum()) for batch in batches) == prepared.learned
+    numbers = [number for batch in batches for number, _, _ in samples_in(batch)]
+    assert sorted(numbers) == list(range(COUNT))

@@ -10,26 +10,26 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loader_data import equal, joined, stream
 
-from experiments.data.loader import DRAWN, PackedLoader, PairLoader
+from experiments.data.loader import DRAWN, SampleLoader
 from experiments.data.permutation import Permutation
-from experiments.data.shards import ShardLoader
-from experiments.data.windows import Loader
+from experiments.data.stdlib_text import ByteStream
+from experiments.data.windows import WindowLoader
 
 
 @pytest.fixture(scope="module")
 def loaders(samples, numbered):
     """How each kind is made, of eight rows."""
     kinds = {
-        "windows": lambda **how: Loader(stream(), context=16, **how),
-        "shards": lambda **how: ShardLoader(numbered(211, 4), context=5, **how),
-        "packed": lambda **how: PackedLoader(samples(), **how),
-        "rows": lambda **how: PackedLoader(samples(), pack=False, **how),
-        "pairs": lambda **how: PairLoader(samples("pairs"), **how),
+        "bytes": lambda **how: WindowLoader(ByteStream(stream()), context=16, **how),
+        "shards": lambda **how: WindowLoader(numbered(211, 4), context=5, **how),
+        "packed": lambda **how: SampleLoader(samples(), **how),
+        "rows": lambda **how: SampleLoader(samples(), pack=False, **how),
+        "pairs": lambda **how: SampleLoader(samples("pairs"), **how),
     }
     return {kind: lambda kind=kind, **how: kinds[kind](**{"rows": 8, **how}) for kind in kinds}
 
 
-KINDS = ["windows", "shards", "packed", "rows", "pairs"]
+KINDS = ["bytes", "shards", "packed", "rows", "pairs"]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -110,17 +110,17 @@ def test_the_state_of_another_loader_is_refused(loaders, kind):
 
 
 def test_other_data_is_refused(samples, numbered):
-    loader = PackedLoader(samples(), rows=8, seed=5)
+    loader = SampleLoader(samples(), rows=8, seed=5)
     next(loader)
     state = loader.state_dict()
     for other, message in [
-        (PackedLoader(samples(), rows=8, seed=5, pack=False), r"\(pack: saved True, here False\)"),
-        (PackedLoader(samples(context=64), rows=8, seed=5), r"context: saved 50, here 64"),
+        (SampleLoader(samples(), rows=8, seed=5, pack=False), r"\(pack: saved True, here False\)"),
+        (SampleLoader(samples(context=64), rows=8, seed=5), r"context: saved 50, here 64"),
         (
-            PackedLoader(samples(count=66), rows=8, seed=5),
+            SampleLoader(samples(count=66), rows=8, seed=5),
             r"\(data: its files, the tokenizer, or how .* begin anew with run\.resume=never\.$",
         ),
-        (PairLoader(samples("pairs"), rows=8, seed=5), r"a loader's state has the keys \['context', 'data'"),
+        (SampleLoader(samples("pairs"), rows=8, seed=5), r"data: its files, the tokenizer"),
     ]:
         with pytest.raises(ValueError, match=message):
             other.load_state_dict(state)
@@ -129,16 +129,14 @@ def test_other_data_is_refused(samples, numbered):
         with pytest.raises(ValueError, match="open rows are none of this data's"):
             loader.load_state_dict(state | {"open": rows})
     assert loader.state_dict() == state
-    state = ShardLoader(numbered(211, 4), 6, 5).state_dict()
+    state = WindowLoader(numbered(211, 4), 6, 5).state_dict()
     for other, message in (
-        (ShardLoader(numbered(212, 4), 6, 5), "shards: its files"),
-        (ShardLoader(numbered(211, 4), 6, 4), "context: saved 5, here 4"),
+        (WindowLoader(numbered(212, 4), 6, 5), "data: its files"),
+        (WindowLoader(numbered(211, 4), 6, 4), "context: saved 5, here 4"),
     ):
         with pytest.raises(ValueError, match=f"drew other batches .{message}"):
             other.load_state_dict(state)
-    with pytest.raises(ValueError, match="211 tokens, a window takes 301"):
-        ShardLoader(numbered(211, 4), 6, 300)
+    with pytest.raises(ValueError, match="211 tokens are too few: a window takes 301"):
+        WindowLoader(numbered(211, 4), 6, 300)
     with pytest.raises(ValueError, match="rank 4 of 4: expected 0 to 3"):
-        PairLoader(samples("pairs"), rows=4, rank=4, ranks=4)
-    with pytest.raises(ValueError, match=r"prepared samples: expected pairs; prepare\(..., kind='pairs'\)"):
-        PairLoader(samples(), rows=4)
+        SampleLoader(samples("pairs"), rows=4, rank=4, ranks=4)

@@ -17,7 +17,7 @@ from shard_files import stream_of
 from experiments import train
 from experiments.configs.machine import place
 from experiments.configs.train import ConfigError
-from experiments.data.shards import ShardLoader
+from experiments.data.windows import WindowLoader
 from experiments.training.dataset import open_tokens, place_of
 from experiments.training.loop import train as run_training
 from experiments.training.resume import RunFolder
@@ -35,7 +35,7 @@ def take(loader, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 @given(st.integers(20, 400), st.integers(1, 9), st.integers(1, 12), st.integers(1, 6), st.integers(0, 9))
 def test_each_window_once_an_epoch(numbered, tokens, parts, context, rows, seed):
     shards = numbered(tokens, parts)
-    loader = ShardLoader(shards, rows, context, seed=seed)
+    loader = WindowLoader(shards, rows, context, seed=seed)
     count = loader.windows
     starts = []
     for inputs, targets in take(loader, -(-2 * count // rows)):
@@ -46,7 +46,7 @@ def test_each_window_once_an_epoch(numbered, tokens, parts, context, rows, seed)
     whole = list(range(0, (tokens - 1) // context * context, context))
     assert sorted(starts[:count]) == whole == sorted(starts[count : 2 * count])
     if count > 20:
-        other = ShardLoader(shards, count, context, seed=seed + 1, ahead=0).batch(0)[0][:, 0].tolist()
+        other = WindowLoader(shards, count, context, seed=seed + 1, ahead=0).batch(0)[0][:, 0].tolist()
         assert (
             sorted(other) == whole
             and len({tuple(x) for x in (whole, other, starts[:count], starts[count : 2 * count])}) == 4
@@ -56,7 +56,7 @@ def test_each_window_once_an_epoch(numbered, tokens, parts, context, rows, seed)
 def test_batches_are_ready_before_they_are_asked_for_and_the_thread_ends(numbered, monkeypatch):
     shards, cut_steps = numbered(211, 4), []
     enough = threading.Event()
-    plain = ShardLoader.batch
+    plain = WindowLoader.batch
 
     def batch(self, step):
         cut_steps.append(step)
@@ -64,8 +64,8 @@ def test_batches_are_ready_before_they_are_asked_for_and_the_thread_ends(numbere
             enough.set()
         return plain(self, step)
 
-    monkeypatch.setattr(ShardLoader, "batch", batch)
-    loader = ShardLoader(shards, 2, 5, ahead=4)
+    monkeypatch.setattr(WindowLoader, "batch", batch)
+    loader = WindowLoader(shards, 2, 5, ahead=4)
     assert not cut_steps and not threads()
     next(loader)
     assert enough.wait(30) and cut_steps == [0, 1, 2, 3, 4] and loader.step == 1
@@ -82,15 +82,15 @@ def test_batches_are_ready_before_they_are_asked_for_and_the_thread_ends(numbere
 
 
 def threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("shards")]
+    return [t for t in threading.enumerate() if t.name.startswith("windows")]
 
 
 def test_what_goes_wrong_in_the_thread_is_told_each_time(numbered, monkeypatch):
     def batch(self, step):
         raise OSError(f"step {step}")
 
-    loader = ShardLoader(numbered(211, 4), 2, 5)
-    monkeypatch.setattr(ShardLoader, "batch", batch)
+    loader = WindowLoader(numbered(211, 4), 2, 5)
+    monkeypatch.setattr(WindowLoader, "batch", batch)
     for _ in range(2):
         with pytest.raises(OSError, match="step 0"):
             next(loader)
@@ -129,11 +129,11 @@ def test_a_run_on_shards_and_one_that_is_cut_off(shard_folder, tmp_path, capsys)
     half = str(whole / "checkpoints" / "2")
     run_training(trained_on(shard_folder), RunFolder(str(cut_off), source=half), [], Stop())
     assert "resume: step 2 of" in capsys.readouterr().out
-    told = [
+    curves = [
         [{k: row[k] for k in ("step", "loss", "held_out_loss") if k in row} for row in rows_of(f)]
         for f in (whole, cut_off)
     ]
-    assert told[0] == told[1] and len(told[0]) == 6
+    assert curves[0] == curves[1] and len(curves[0]) == 6
 
 
 def test_a_run_without_a_tokenizer(numbered, tmp_path, capsys):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import warnings
 from collections import Counter
 
 import pytest
@@ -12,8 +10,8 @@ import torch
 from loader_data import stream
 
 from experiments.data import stdlib_text
-from experiments.data.stdlib_text import SEPARATOR
-from experiments.data.windows import Loader, cut_windows, held_out_starts
+from experiments.data.stdlib_text import SEPARATOR, ByteStream
+from experiments.data.windows import cut, held_out_starts
 from experiments.training import ngram
 
 # ------------------------------------------------------------------ text
@@ -74,50 +72,16 @@ def test_too_little_text_is_refused(tmp_path, suffix):
         stdlib_text.load_corpus(tmp_path, suffix=suffix)
 
 
-def test_what_is_no_text_is_not_read(tmp_path):
-    os.mkfifo(tmp_path / "pipe.py")
-    (tmp_path / "zero.py").symlink_to("/dev/zero")
-    (tmp_path / "gone.py").symlink_to(tmp_path / "nothing")
-    (tmp_path / "sparse.py").touch()
-    os.truncate(tmp_path / "sparse.py", 2**40)
-    told = (
-        r"(?s)gone\.py: No such file.*pipe\.py: is no regular file.*sparse\.py: has 1099511627776 bytes, the "
-        r"most is 8589934592\n.*zero\.py: is no regular file\nFix: .*experiments\.tokenize"
-    )
-    with pytest.raises(ValueError, match=told):
-        stdlib_text.load_corpus(tmp_path)
-
-
 # ------------------------------------------------------------------ batches
-
-
-def test_batches_are_windows_of_the_stream():
-    source = torch.arange(200, dtype=torch.uint8)
-    inputs, targets = next(Loader(source, rows=64, context=7, seed=3))
-    assert inputs.shape == targets.shape == (64, 7) and inputs.dtype == torch.int64
-    assert torch.equal(targets, inputs + 1)
-    assert torch.equal(inputs, inputs[:, :1] + torch.arange(7))
-    drawn = torch.cat([next(Loader(source, 64, 192, seed=s))[0][:, 0] for s in range(9)])
-    assert set(drawn.tolist()) == set(range(8))  # every window that fits, the last one too
-
-
-def test_resume_on_another_text_is_told():
-    saved = Loader(stream(), rows=8, context=16, seed=5, step=3).state_dict()
-    same, other = (Loader(stream(seed=s), rows=8, context=16, seed=5) for s in (0, 1))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        same.load_state_dict(saved)
-    with pytest.warns(UserWarning, match="the text is not what it was when this was saved"):
-        other.load_state_dict(saved)
-    assert same.step == other.step == 3
 
 
 def test_held_out_windows_fit_and_leave_room_for_a_trigram():
     source = stream(1000)
     starts = held_out_starts(source.numel(), rows=10, context=50)
     assert starts[0] == 2 and starts[-1] + 50 == 999
-    _, targets = cut_windows(source, starts, 50)
+    inputs, targets = cut(ByteStream(source), starts.numpy(), 50)
     assert torch.equal(targets, source[starts[:, None] + torch.arange(1, 51)].long())
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
 
 
 # ------------------------------------------------------------------ n-gram tables

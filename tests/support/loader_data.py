@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.data.prepared import prepare
-from experiments.data.shardfolder import open_shards
-from experiments.data.tokenizer import byte_tokenizer
+from experiments.data.prepared import RecordPolicy, prepare
+from experiments.data.shards import open_shards
 
 CONTEXT = 50
 COUNT = 67
@@ -40,7 +39,7 @@ def numbered(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def samples(tmp_path_factory):
+def samples(tmp_path_factory, byte_directory):
     """`samples(kind, ...)`: prepared data of many lengths, its own text in every sample."""
     folder = tmp_path_factory.mktemp("data")
 
@@ -52,7 +51,7 @@ def samples(tmp_path_factory):
             lines = [{"prompt": x["prompt"], "chosen": x["response"], "rejected": "no"} for x in lines]
         file = folder / f"{kind}{count}{longest}.jsonl"
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return prepare([file], byte_tokenizer(), context=context, cache=folder / "cache", kind=kind)
+        return prepare(file, byte_directory, RecordPolicy(kind, context), cache=folder / "cache")[0]
 
     return make
 

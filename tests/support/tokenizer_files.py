@@ -6,20 +6,21 @@ import json
 
 import pytest
 
-from experiments.data.pieces import encode_all
 from experiments.data.tokenizer import FILE
 
 TALK = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "2 + 2?"},
     {"role": "assistant", "content": "4"},
-    {"role": "user", "content": "Sure? <|im_end|>"},
+    {"role": "user", "content": "Sure?"},
     {"role": "assistant", "content": " Yes.\n"},
     {"role": "user", "content": "Thanks."},
 ]
-CHATML = """{% for m in messages %}
-{% generation %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}{% endgeneration %}
-{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' + '\n' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+MARKED = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}
+{%- generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>' }}
+{%- endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
 
 EVERY_BYTE = "".join(
@@ -27,10 +28,10 @@ EVERY_BYTE = "".join(
 )
 
 
-def learned_text(tokenizer, pieces):
-    """Every learned stretch, and the whole, as text."""
-    ids, learned = encode_all(tokenizer, [pieces])[0]
-    return tokenizer.decode(ids[learned.astype(bool)].tolist()), ids.tolist()
+def learned_text(tokenizer, sample):
+    """Every learned stretch of a sample, with its control tokens, and all ids."""
+    ids, learned = sample
+    return tokenizer.decode(ids[learned.astype(bool)].tolist(), control=True), ids.tolist()
 
 
 @pytest.fixture(scope="session")

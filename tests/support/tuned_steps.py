@@ -14,7 +14,7 @@ from fnshard.launcher.rank import Stop
 
 
 def made_by(config: FinetuneConfig, folder: Path) -> list[dict]:
-    """Of each step of a whole run: training, held-out losses, choices, and the two of samples."""
+    """Of each step of a whole run: training, held-out losses, and the two of samples."""
     setup, prepare = loop.prepare(config), loop.prepare
     folder.mkdir()
     loop.prepare = lambda _: setup
@@ -23,7 +23,7 @@ def made_by(config: FinetuneConfig, folder: Path) -> list[dict]:
     finally:
         loop.prepare = prepare
     made = setup.shown.generator
-    steps = setup.step, setup.held_out, setup.logprobs, made.prefill, made.decode
+    steps = setup.step, setup.held_out, made.prefill, made.decode
     return [vars(step.made) for step in steps]
 
 

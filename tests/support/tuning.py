@@ -1,4 +1,4 @@
-"""A tuning job in small: a model directory, data of three kinds, a placed configuration."""
+"""A tuning job in small: a model directory, data of two kinds, a placed configuration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from experiments.cli import schema
 from experiments.configs.machine import place
-from experiments.data.bytelevel import ByteTokenizer
+from experiments.data.tokenizer import byte_tokenizer
 from experiments.finetune import dataset, job
 from experiments.finetune.config import FinetuneConfig
 from experiments.training.metrics_file import METRICS
@@ -38,27 +38,26 @@ def compose(*overrides: str) -> FinetuneConfig:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model directory, random and very small."""
     folder = tmp_path_factory.mktemp("model")
-    tokenizer = ByteTokenizer()
-    told = transformers.LlamaConfig(
+    tokenizer = byte_tokenizer()
+    config = transformers.LlamaConfig(
         vocab_size=tokenizer.vocab, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
         eos_token_id=tokenizer.eos,
     )  # fmt: skip
     torch.manual_seed(0)
-    transformers.LlamaForCausalLM(told).save_pretrained(folder)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Files of the three kinds."""
+    """Files of the two kinds."""
     folder = tmp_path_factory.mktemp("data")
     sums = [(a, b) for a in range(8) for b in range(8)]
     lines = {
         "samples": [{"prompt": f"{a}+{b}=", "response": str(a + b)} for a, b in sums],
         "pairs": [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": "x"} for a, b in sums],
-        "choices": [{"prompt": f"{a}+1=", "choices": ["x", str(a + 1)], "answer": 1} for a in range(5)],
     }
     for name, each in lines.items():
         (folder / name).write_text("".join(json.dumps(line) + "\n" for line in each))
@@ -68,7 +67,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def config_of(model: Path, data: dict[str, Path], where: Path, *overrides: str) -> FinetuneConfig:
     """Placed, with its data tokenised below `where`."""
     train = data["pairs" if "objective=dpo" in overrides else "samples"]
-    named = (f"model={model}", f"data.train={train}", f"data.choices={data['choices']}")
+    named = (f"model={model}", f"data.train={train}")
     config = place(compose(*SMALL, *named, *overrides), accelerators={})
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(where)

@@ -1,0 +1,132 @@
+"""Rows: files of records as a `datasets.Dataset`, and maps over it by several processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments.configs.train import ConfigError
+from experiments.data.chat import LineError
+from fnshard.errors import MissingExtraError
+
+Dataset = Any  # `datasets.Dataset`
+LINE, JSON = "line", "json"  # columns of files of JSON: their records have fields of all kinds
+PARQUET = b"PAR1"
+ONE, SEVERAL = "state.json", "dataset_dict.json"  # files in a folder of `save_to_disk`: one split, or several
+ROWS_A_PROCESS = 4096  # fewer rows are mapped sooner than another process starts
+
+
+def library() -> Any:
+    """The package `datasets`, which fetches nothing.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingExtraError(
+            "data are read and tokenised by datasets, which is not installed. Fix: pip install "
+            "fnshard[finetune]."
+        ) from error
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    return datasets
+
+
+def readable(path: str | Path) -> Path:
+    """A name of data, looked at and not read.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    path = Path(path)
+    if not (path.is_file() or (path / ONE).is_file() or (path / SEVERAL).is_file()):
+        kinds = "JSONL (one object a line), a list of JSON, Parquet; or a folder of save_to_disk"
+        state = "is a folder, and none of save_to_disk" if path.is_dir() else "there is no such file"
+        raise ConfigError(f"{path}: {state}. Fix: name a file: {kinds}.")
+    return path
+
+
+def rows_of(path: Path, work: Path) -> Dataset:
+    """The rows of a file; `record_of` gives their records.
+
+    Args:
+        path: JSONL, a list of JSON, Parquet, or a folder of `save_to_disk`: of several splits "train".
+        work: a folder for what `datasets` writes.
+
+    Raises:
+        ConfigError: the file is not what it begins as.
+    """
+    datasets = library()
+    try:
+        if path.is_dir():
+            name = path / "train" if (path / SEVERAL).is_file() else path
+            return datasets.load_from_disk(str(name))
+        with path.open("rb") as file:
+            parquet = file.read(len(PARQUET)) == PARQUET
+        if parquet:
+            return datasets.Dataset.from_parquet(str(path), cache_dir=str(work))
+        features = datasets.Features({LINE: datasets.Value("int64"), JSON: datasets.Value("large_binary")})
+        rows = {"gen_kwargs": {"path": str(path)}, "features": features, "cache_dir": str(work)}
+        return datasets.Dataset.from_generator(_records_of_json, **rows)
+    except Exception as error:  # the library and those below it raise errors of every kind
+        cause = error.__cause__ or error
+        raise ConfigError(f"{path} cannot be read: {type(cause).__name__}: {cause}.") from error
+
+
+def _records_of_json(path: str) -> Iterator[dict[str, Any]]:
+    with open(path, "rb") as file:
+        begin = file.read(4096).removeprefix(b"\xef\xbb\xbf").split()
+        file.seek(0)
+        if begin and begin[0][:1] == b"[" and begin[0][:2] in (b"[", b"[{", b"[]"):
+            for number, record in enumerate(json.load(file), 1):
+                yield {LINE: number, JSON: json.dumps(record).encode()}
+            return
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield {LINE: number, JSON: line}
+
+
+def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The record of a row; what a table has no value for is left out.
+
+    Raises:
+        LineError: its JSON is broken, or no object.
+    """
+    if row.keys() != {LINE, JSON}:
+        return {name: value for name, value in row.items() if value is not None}
+    try:
+        record = json.loads(row[JSON])
+    except (ValueError, RecursionError) as error:
+        raise LineError(f"is no JSON ({error})") from None
+    if not isinstance(record, dict):
+        raise LineError(f"holds a {type(record).__name__}, expected an object: {{...}}")
+    return record
+
+
+def mapped(rows: Dataset, function: Callable[..., Any], features: Mapping[str, Any], file: Path) -> Dataset:
+    """`rows.map(function)` with indices, by as many processes as it is worth.
+
+    Args:
+        features: {column of the result: the name of its type, in a list for each level of lists}.
+        file: where the result is kept.
+    """
+    datasets = library()
+
+    def typed(kind: Any) -> Any:
+        return datasets.List(typed(kind[0])) if isinstance(kind, list) else datasets.Value(kind)
+
+    columns = datasets.Features({name: typed(kind) for name, kind in features.items()})
+    processes = min(len(os.sched_getaffinity(0)), len(rows) // ROWS_A_PROCESS)
+    return rows.map(
+        function, with_indices=True, remove_columns=rows.column_names, features=columns,
+        num_proc=processes if processes > 1 else None, cache_file_name=str(file), new_fingerprint=file.stem,
+        desc="tokenising",
+    )  # fmt: skip
