@@ -160,7 +160,7 @@ def check_state(state: Mapping[str, Any], mine: Mapping[str, Any], drawn_by: Map
     if set(state) != set(mine):
         raise ValueError(f"a loader's state has the keys {sorted(mine)}; got {sorted(state)}.")
     differ = {k: f"{k}: saved {state[k]}, here {v}" for k, v in drawn_by.items() if state[k] != v}
-    if "data" in differ:  # keys, which say nothing to anybody
+    if "data" in differ:  # a key, which says nothing to a reader
         differ["data"] = "data: its files, the tokenizer, or how it is cut are not what they were"
     if differ:
         raise ValueError(

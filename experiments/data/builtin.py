@@ -104,7 +104,7 @@ def _parsed(path: Path) -> tuple[str, ast.Module]:
 
 
 def _functions_in(tree: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDef]:
-    """Of modules and classes; those inside functions explain themselves to nobody."""
+    """Of modules and classes; those inside functions are left out."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef):
             yield node

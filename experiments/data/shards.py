@@ -30,9 +30,9 @@ class Shards:
         key: equal for equal tokens.
         files: the arrays in order, and how many tokens each has; uint16 or uint32.
         largest: id that there is.
-        documents: how many; None where nobody knows.
+        documents: how many; None where that is unknown.
         vocab, tokenizer, eos: of the tokenizer that made them: one more than its largest id, its key, and
-            what ends each document; None where nobody knows.
+            what ends each document; None where that is unknown.
         broken: lines that were left out, and parts of files in which bytes were replaced.
     """
 

@@ -20,6 +20,7 @@ from fnshard.errors import MissingExtraError, report
 FILE, CONFIG, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 COPIED = (FILE, CONFIG, "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE, "chat_template.json")
 STOPS = ("generation_config.json", "config.json")  # files that name tokens which end a generation
+BUILT_IN = "fnshard_tokenizer"  # a key of `CONFIG`: the files are the byte tokenizer's
 
 
 class Tokenizer(Protocol):
@@ -75,10 +76,7 @@ class ByteTokenizer:
     bos: int = BEGIN
     eos: int = END
     pad: int = PAD
-
-    @property
-    def key(self) -> str:
-        return hashlib.sha256(tokenizer_json().encode()).hexdigest()
+    key: str = "bytes-1"  # another number where ids mean something else
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -92,11 +90,21 @@ class ByteTokenizer:
         return b"".join(bytes([i]) if i < 256 else spelled.get(i, b"") for i in ids).decode(errors="replace")
 
     def save(self, folder: Path) -> None:
-        """Write `tokenizer.json` and `tokenizer_config.json`, which `transformers.AutoTokenizer` opens.
+        """Write `tokenizer.json`, byte-level BPE that merges nothing, and `tokenizer_config.json`, which
+        `transformers.AutoTokenizer` opens.
 
         In a directory of a model of type qwen2 it takes a class of its own, which composes characters first.
         """
-        (folder / FILE).write_text(tokenizer_json(), encoding="utf-8")
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+        file = Tokenizer(models.BPE({sign: byte for byte, sign in enumerate(_signs())}, []))
+        file.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        file.decoder = decoders.ByteLevel()
+        file.add_special_tokens([AddedToken(name, normalized=False) for name in CONTROL])
+        file.post_processor = processors.TemplateProcessing(
+            single="<|begin|> $A", pair="<|begin|> $A $B", special_tokens=[("<|begin|>", BEGIN)]
+        )
+        file.save(str(folder / FILE))
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": "<|begin|>",
@@ -104,44 +112,9 @@ class ByteTokenizer:
             "pad_token": "<|pad|>",
             "clean_up_tokenization_spaces": False,
             "chat_template": TEMPLATE,
+            BUILT_IN: self.key,
         }
-        (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
-
-
-def tokenizer_json() -> str:
-    """The byte tokenizer as the `tokenizers` library writes it: byte-level BPE that merges nothing."""
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    begin = {"SpecialToken": {"id": "<|begin|>", "type_id": 0}}
-    a, b = ({"Sequence": {"id": i, "type_id": t}} for i, t in (("A", 0), ("B", 1)))
-    content = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [{"id": i, "content": name, **flags, "special": True} for name, i in CONTROL.items()],
-        "normalizer": None,
-        "pre_tokenizer": level,
-        "post_processor": {
-            "type": "TemplateProcessing",
-            "single": [begin, a],
-            "pair": [begin, a, b],
-            "special_tokens": {"<|begin|>": {"id": "<|begin|>", "ids": [BEGIN], "tokens": ["<|begin|>"]}},
-        },
-        "decoder": level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {sign: byte for byte, sign in enumerate(_signs())},
-            "merges": [],
-        },
-    }
-    return json.dumps(content, indent=1)
+        write_json(folder / CONFIG, config)
 
 
 def _signs() -> list[str]:
@@ -231,8 +204,7 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
     Raises:
         ConfigError, MissingExtraError: see `open_directory`.
     """
-    path = Path(directory) / FILE
-    if path.is_file() and path.read_bytes() == tokenizer_json().encode():
+    if read_json(Path(directory) / CONFIG).get(BUILT_IN) == ByteTokenizer.key:
         return ByteTokenizer()
     return open_directory(directory)
 

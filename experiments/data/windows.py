@@ -1,4 +1,4 @@
-"""Windows of a stream of tokens in a seeded order, ready before they are asked for."""
+"""Windows of a stream of tokens in a seeded order, prepared ahead of time."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class WindowLoader:
     takes its equal part of the rows: 1, 2 or 4 ranks see the same batches, a resumed run those of an
     uninterrupted one.
 
-    Batches are cut by a thread, some steps ahead. It begins with the first batch that is asked for, and holds
-    nothing up: where the process ends, or the loader is no longer needed, so does it.
+    Batches are cut by a thread, some steps ahead. It begins with the first batch, and ends with the
+    process or the loader.
 
     Args:
         stream: the tokens.
@@ -64,7 +64,7 @@ class WindowLoader:
         context: T.
         seed: of the orders.
         rank, ranks: which part of the rows this loader yields: the place along the mesh's data axes.
-        ahead: batches that are ready before they are asked for; 0 cuts them when they are.
+        ahead: batches that are prepared ahead of time; 0: none.
         step: the next step to yield: it counts what was handed out, not what is ready; read only.
 
     Raises:
@@ -116,7 +116,7 @@ class WindowLoader:
         return batch
 
     def close(self) -> None:
-        """End the thread; a batch that is asked for afterwards starts another."""
+        """End the thread; the next batch starts another."""
         for future in self._ready:
             future.cancel()
         self._ready.clear()

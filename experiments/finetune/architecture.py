@@ -40,7 +40,7 @@ def check_decoder(model: nn.Module) -> None:
     if getattr(config, "is_encoder_decoder", False):
         wrong.append("it is an encoder with a decoder")
     elif not all(causal) or not getattr(config, "is_causal", True):
-        wrong.append("it is an encoder: tokens see those behind them")
+        wrong.append("it is an encoder: tokens see those after them")
     elif len(causal) < config.num_hidden_layers:
         wrong.append(f"{config.num_hidden_layers - len(causal)} of its layers have no causal attention")
     other = sorted(set(getattr(config, "layer_types", None) or ()) - set(KINDS))
@@ -83,7 +83,7 @@ def _experts(trunk: nn.Module) -> list[str]:
 
 
 def windows_of(trunk: nn.Module, config: Any) -> dict[str, int | None]:
-    """{kind of layers: how many keys, its own included, a query sees}; None: all behind it.
+    """{kind of layers: how many keys, its own included, a query sees}; None: all before it.
 
     Configurations have windows that their models never look at: what counts is whether it makes such masks.
     """
@@ -125,7 +125,7 @@ def is_plain(rest: Callable[..., Any], leaves: Mapping[str, Tensor], head: str) 
     Softcaps, scales and biases have other names in every architecture.
 
     Args:
-        rest: all behind the trunk, as a function of the leaves.
+        rest: all after the trunk, as a function of the leaves.
         leaves: on meta.
         head: the path of the head.
     """

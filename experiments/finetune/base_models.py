@@ -31,7 +31,7 @@ from experiments.data.tokenizer import Tokenizer, byte_tokenizer, open_directory
 from experiments.finetune.config import FinetuneConfig, FinetuneDataConfig, MethodConfig, ObjectiveConfig
 from experiments.finetune.lm import LanguageModel, from_directory
 from experiments.training.resume import identity_of
-from fnshard.errors import MissingExtraError, report
+from fnshard.errors import report
 
 BASES = Path("outputs", "bases")
 PRETRAINED = "stdlib"  # the tiny one, after PRETRAINING
@@ -72,13 +72,9 @@ def downloaded(name: str) -> Path:
     known = f"a model directory, or {', '.join([PRETRAINED, *RANDOM])}"
     if not HUB_ID.fullmatch(name):
         raise ConfigError(f"model={name}: no directory is there. Fix: {known}.")
-    try:
-        from huggingface_hub import constants, snapshot_download
-        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-    except ImportError as error:
-        raise MissingExtraError(
-            f"model={name}: models of the hub need huggingface_hub. Fix: pip install fnshard[finetune]."
-        ) from error
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
     try:
         return Path(snapshot_download(name, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError) as error:
@@ -148,7 +144,7 @@ def _pretrained(config: FinetuneConfig, pretrain: Callable[[FinetuneConfig, Path
     print(f"model={PRETRAINED}: pre-training a tiny base first, once, in {folder}", flush=True)
     began = time.monotonic()
     pretrain(job, folder)
-    print(f"model={PRETRAINED}: made in {time.monotonic() - began:.0f} s, beside what follows", flush=True)
+    print(f"model={PRETRAINED}: made in {time.monotonic() - began:.0f} s, besides what follows", flush=True)
     return folder / EXPORTED
 
 

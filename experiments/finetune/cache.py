@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Kept = dict[str, tuple[Tensor, Tensor]]  # {layer: (keys, values)}, each [B, heads, S, width]
+KeyValues = dict[str, tuple[Tensor, Tensor]]  # {layer: (keys, values)}, each [B, heads, S, width]
 
 
 class StatelessCache:
@@ -43,7 +43,7 @@ class PromptCache(StatelessCache):
 
     def __init__(self, size: int):
         self.size = size
-        self.kept: Kept = {}
+        self.kept: KeyValues = {}
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """What the layer is to attend to: the prompt alone."""
@@ -58,7 +58,7 @@ class DecodeCache(StatelessCache):
     def __init__(self, kept: Mapping[str, tuple[Tensor, Tensor]], positions: Tensor):
         self.before = kept
         self.positions = positions
-        self.kept: Kept = {}
+        self.kept: KeyValues = {}
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """What the layer is to attend to: all S places; a mask says which of them are filled."""

@@ -28,7 +28,7 @@ EXPORTS = (AUTO, "adapters", "merged", "both", "none")
 
 @configuration
 class MethodConfig:
-    """What trains: all (`full`), or adapters (`lora`) beside a base that is frozen, as it is or as codes.
+    """What trains: all (`full`), or adapters (`lora`) with a base that is frozen, as it is or as codes.
 
     `targets`: globs of leaves, joined by "|", or "all-linear".
     """

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fnshard as fs
 from experiments.configs.train import ConfigError
-from experiments.finetune.cache import DecodeCache, Kept, PromptCache
+from experiments.finetune.cache import DecodeCache, KeyValues, PromptCache
 from experiments.finetune.lm import LanguageModel
 from fnshard import tree
 from fnshard.errors import report
@@ -30,16 +30,16 @@ PROGRAMS = 32  # that are kept compiled: prompts of other lengths, other numbers
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def prefill(lm: LanguageModel, size: int) -> Callable[..., tuple[Tensor, Kept]]:
+def prefill(lm: LanguageModel, size: int) -> Callable[..., tuple[Tensor, KeyValues]]:
     """`fn(params, tokens [B, T], last [B]) -> logits [B, V], kept`: what follows each row's last token.
 
-    Rows are padded behind: attention is causal, so nobody looks there.
+    Rows are padded at the end: attention is causal, so nothing attends to it.
 
     Args:
         size: places for keys and values.
     """
 
-    def fn(params: Any, tokens: Tensor, last: Tensor) -> tuple[Tensor, Kept]:
+    def fn(params: Any, tokens: Tensor, last: Tensor) -> tuple[Tensor, KeyValues]:
         cache = PromptCache(size)
         hidden = lm.run(params, tokens, None, None, cache)  # [B, T, D]
         index = last[:, None, None].expand(-1, 1, hidden.shape[2])
@@ -48,14 +48,14 @@ def prefill(lm: LanguageModel, size: int) -> Callable[..., tuple[Tensor, Kept]]:
     return fn
 
 
-def decode(lm: LanguageModel) -> Callable[..., tuple[Tensor, Kept]]:
+def decode(lm: LanguageModel) -> Callable[..., tuple[Tensor, KeyValues]]:
     """`fn(params, tokens [B, 1], positions [B, 1], kept) -> logits [B, V], kept`: one more token a row."""
 
-    def fn(params: Any, tokens: Tensor, positions: Tensor, kept: Kept) -> tuple[Tensor, Kept]:
+    def fn(params: Any, tokens: Tensor, positions: Tensor, kept: KeyValues) -> tuple[Tensor, KeyValues]:
         cache = DecodeCache(kept, positions)
         size = cache.get_mask_sizes(1, int(next(iter(kept))))[0]
-        behind = positions[:, None, :, None] - torch.arange(size, device=tokens.device)  # [B, 1, 1, S]
-        mask = lm.by_kind(params, behind >= 0, behind, size)
+        distance = positions[:, None, :, None] - torch.arange(size, device=tokens.device)  # [B, 1, 1, S]
+        mask = lm.by_kind(params, distance >= 0, distance, size)
         hidden = lm.run(params, tokens, positions, mask, cache)  # [B, 1, D]
         return lm.unembed(params, hidden)[:, 0].float(), cache.kept
 
@@ -120,7 +120,7 @@ class Generator:
         """What follows each prompt: at most `new_tokens` tokens, up to an `eos`, which is the last of them.
 
         Each rank has its own prompts (those along a tensor or context axis equal ones), best equally many
-        every time: another number is compiled anew. What a row becomes does not depend on the rows beside it.
+        every time: another number is compiled anew. What a row becomes does not depend on other rows.
 
         Args:
             params: this rank's stored blocks, or a TrainState.
@@ -153,7 +153,7 @@ class Generator:
             going = len(max(rows, key=len)) < new_tokens and not all(_ended(row, ends) for row in rows)
             if not self._anyone(going, finite):
                 return rows
-            # A row that has ended goes on for company, at the place of its end: nobody reads what it says.
+            # A row that has ended goes on with the others, at the place of its end; what it says is not read.
             place = [len(p) + len(r) - 1 for p, r in zip(prompts, rows, strict=True)]
             last = [row[-1] for row in rows]
             columns = self._column(last), self._column(place)

@@ -16,7 +16,7 @@ import fnshard as fs
 from experiments.configs.train import ConfigError
 from experiments.finetune.architecture import cache_parameter, check_decoder, is_plain, no_decoder, windows_of
 from experiments.finetune.cache import StatelessCache
-from fnshard.errors import MissingExtraError, report
+from fnshard.errors import report
 from fnshard.functional import aliases
 from fnshard.losses import IGNORE, linear_token_losses
 
@@ -72,7 +72,7 @@ class LanguageModel:
     def run(
         self, params: Any, tokens: Tensor, positions: Tensor | None, mask: Mask, cache: StatelessCache | None
     ) -> Tensor:
-        """The trunk's output behind the final norm, [B, T, D].
+        """The trunk's output after the final norm, [B, T, D].
 
         Args:
             tokens: int64 [B, T].
@@ -91,7 +91,7 @@ class LanguageModel:
         positions: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
-        """The trunk's output behind the final norm, [B, T, D]: no logits.
+        """The trunk's output after the final norm, [B, T, D]: no logits.
 
         Args:
             tokens: int64 [B, T].
@@ -102,25 +102,25 @@ class LanguageModel:
         if documents is None:
             return self.run(params, tokens, positions, None, StatelessCache())
         index = torch.arange(tokens.shape[1], device=tokens.device)
-        behind = index[:, None] - index  # [T, T]: how far a key is behind a query
+        distance = index[:, None] - index  # [T, T]: how far a key is before a query
         real = documents[:, None, :] != 0
-        see = (documents[:, :, None] == documents[:, None, :]) & real & (behind >= 0)
+        see = (documents[:, :, None] == documents[:, None, :]) & real & (distance >= 0)
         # Padding sees itself: a softmax over nothing would be NaN, and so would every gradient.
-        mask = self.by_kind(params, (see | (behind == 0))[:, None], behind, tokens.shape[1])
+        mask = self.by_kind(params, (see | (distance == 0))[:, None], distance, tokens.shape[1])
         return self.run(params, tokens, positions, mask, None)
 
-    def by_kind(self, params: Any, see: Tensor, behind: Tensor, length: int) -> Mask:
+    def by_kind(self, params: Any, see: Tensor, distance: Tensor, length: int) -> Mask:
         """What the trunk takes as attention_mask: a mask, or one for each kind of layers that there is.
 
         Args:
             see: bool [B, 1, queries, keys]: what queries may see of the past.
-            behind: how far keys are behind queries, [..., queries, keys].
+            distance: how far keys are before queries, [..., queries, keys].
             length: of the longest sequence: windows that are not smaller do not count.
         """
         masks: dict[str, Tensor] = {}
         for kind, window in self.windows.items():
             narrow = window is not None and window < length
-            masks[kind] = self._typed_mask(params, see & (behind < window) if narrow else see)
+            masks[kind] = self._typed_mask(params, see & (distance < window) if narrow else see)
         same = len(masks) == 1 or not any(w is not None and w < length for w in self.windows.values())
         return next(iter(masks.values())) if same else masks
 
@@ -196,7 +196,7 @@ class _Part:
         return self.apply({name: params[path] for name, path in self.paths.items()}, **kwargs)
 
 
-class _Given(nn.Module):
+class _KnownTrunk(nn.Module):
     """Stands for the trunk where its output is known."""
 
     def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> Any:
@@ -228,7 +228,7 @@ def of(model: nn.Module) -> LanguageModel:
     tied = aliases(model)
     trunk = _Part.make(getattr(model, prefix), f"{prefix}.", tied)
     beheaded = copy.copy(model)
-    vars(beheaded)["_modules"] = {**model._modules, prefix: _Given()}
+    vars(beheaded)["_modules"] = {**model._modules, prefix: _KnownTrunk()}
     rest = _Part.make(beheaded, "", tied)
     weight = model.get_output_embeddings().weight
     head = next(path for path, leaf in model.named_parameters() if leaf is weight)
@@ -248,18 +248,16 @@ def from_config(config: Any, dtype: torch.dtype = torch.float32) -> LanguageMode
         dtype: of the leaves.
 
     Raises:
-        MissingExtraError: transformers is not installed.
         ConfigError: as `of`; no such class of models.
     """
-    transformers = _transformers()
+    from transformers import AutoModelForCausalLM
+
     config = copy.deepcopy(config)  # transformers writes the dtype into it
     if getattr(config, "is_encoder_decoder", False):
         raise no_decoder(type(config).__name__, "it is an encoder with a decoder")
     try:
         with fs.deferred():
-            model = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=dtype, trust_remote_code=False
-            )
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except (ValueError, KeyError, ImportError) as error:
         raise no_decoder(type(config).__name__, _line(error)) from error
     return of(model)
@@ -271,10 +269,10 @@ def from_directory(path: str | Path, dtype: torch.dtype = torch.float32) -> Lang
     Nothing is fetched, and no code of the directory is run.
 
     Raises:
-        MissingExtraError: transformers is not installed.
-        ConfigError: as `of`; no directory, no config.json, no weights, a configuration nobody knows.
+        ConfigError: as `of`; no directory, no config.json, no weights, an unknown configuration.
     """
-    transformers = _transformers()
+    from transformers import AutoConfig
+
     folder = Path(path)
     wrong = [] if folder.is_dir() else ["it is no directory"]
     if folder.is_dir():
@@ -284,9 +282,7 @@ def from_directory(path: str | Path, dtype: torch.dtype = torch.float32) -> Lang
     if wrong:
         raise ConfigError(_unreadable(folder, wrong))
     try:
-        config = transformers.AutoConfig.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError, TypeError) as error:
         raise ConfigError(_unreadable(folder, [f"config.json: {_line(error)}"])) from error
     return from_config(config, dtype)
@@ -303,16 +299,3 @@ def _unreadable(folder: Path, problems: list[str]) -> str:
         "name a local directory, with config.json and model.safetensors, as save_pretrained of transformers "
         "writes it (of a model on the hub: what huggingface_hub.snapshot_download returns).",
     )
-
-
-def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingExtraError(
-            report(
-                "language models of others are made by transformers, which is not installed.",
-                fix="pip install fnshard[finetune].",
-            )
-        ) from error
-    return transformers

@@ -104,7 +104,7 @@ def finetune(config: FinetuneConfig, run: RunFolder, overrides: list[str], stop:
         with spent.on("saves"):
             fs.checkpoint.wait()
         if isinstance(report, Report):
-            tell_end(report, setup, run, overrides, before, after, written)
+            print_end(report, setup, run, overrides, before, after, written)
 
 
 def compile_ahead(setup: FinetuneSetup, state: fs.TrainState, spent: TimeSpent) -> None:
@@ -126,7 +126,7 @@ def begin(
     return state, loader, found
 
 
-def tell_end(
+def print_end(
     report: Report,
     setup: FinetuneSetup,
     run: RunFolder,
@@ -135,7 +135,7 @@ def tell_end(
     after: dict[str, Any],
     written: list[str],
 ) -> None:
-    """What is left of a finished run."""  # fmt: skip
+    """What is left of a finished run."""
     folder = Path(run.folder)
     table = setup.shown.table(before["answers"], after["answers"])
     write_text(folder / SAMPLES, table)
@@ -274,7 +274,7 @@ def export(setup: FinetuneSetup, state: fs.TrainState, folder: Path) -> list[str
         aside = folder / f".{EXPORTED}.writing"
         if mesh.rank == 0:  # of an attempt that was cut off
             shutil.rmtree(aside, ignore_errors=True)
-        setup.step.gather_text("")  # nobody writes before it is gone
+        setup.step.gather_text("")  # no rank writes before it is gone
         dtype = stored_dtype(config.model)
         fs.hf.save(blocks, aside, specs, mesh, model=tuning.lm.model, config=config.model, dtype=dtype)
         if mesh.rank == 0:

@@ -63,7 +63,7 @@ def dpo(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Loss:
 
 
 def row_logprobs(lm: LanguageModel, params: Any, batch: Batch) -> Tensor:
-    """log p of each row's learned tokens, fp32 [B]; rows are padded behind, not packed."""
+    """log p of each row's learned tokens, fp32 [B]; rows are padded at the end, not packed."""
     tokens = batch["tokens"]
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     return -lm.token_losses(params, tokens, positions, None, batch["targets"]).sum(-1)

@@ -81,7 +81,7 @@ class Tuning:
         return tree.unflatten([made[p] for p in named], structure)
 
     def _computes(self, mesh: fs.Mesh) -> dict[str, P]:
-        """`LayoutSpec.compute` by path: adapters split as the matrices beside them; codes only by rows."""
+        """`LayoutSpec.compute` by path: adapters split as their matrices do; codes only by rows."""
         axis = tensor_axis(mesh)
         if axis is None:
             return {}

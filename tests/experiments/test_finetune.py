@@ -8,8 +8,6 @@ import pickle
 import re
 import shutil
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,29 +30,9 @@ from experiments.finetune.method import default_rate
 from experiments.finetune.tuning import Tuning
 from experiments.training import steps
 from experiments.training.result import read_result
-from experiments.training.run_record import PARTS
 from fnshard.launcher.rank import Stop
 
 transformers = pytest.importorskip("transformers")
-
-
-def timed(monkeypatch: pytest.MonkeyPatch, *names: str) -> dict[str, float]:
-    """Seconds that functions of the loop take from here on, by name."""
-    seconds = dict.fromkeys(names, 0.0)
-
-    def wrapped(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **how: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return plain(*args, **how)
-            finally:
-                seconds[name] += time.perf_counter() - began
-
-        return call
-
-    for name in names:
-        monkeypatch.setattr(loop, name, wrapped(name, getattr(loop, name)))
-    return seconds
 
 
 # ------------------------------------------------------------------ methods and objectives
@@ -70,19 +48,14 @@ def timed(monkeypatch: pytest.MonkeyPatch, *names: str) -> dict[str, float]:
         pytest.param("full", "dpo", marks=pytest.mark.long),
     ],
 )
-def test_a_run_leaves_what_it_promises(model, data, tmp_path, capfd, monkeypatch, method, objective):
+def test_a_run_leaves_what_it_promises(model, data, tmp_path, capfd, method, objective):
     """Losses fall; what is exported opens elsewhere and is what was tuned."""
     rate = {"sft": 0.02, "dpo": 0.004}[objective]
     config = config_of(model, data, tmp_path, f"method={method}", f"objective={objective}",
                        f"optimizer.lr={rate}", "schedule=constant", "schedule.warmup=0",
                        f"export={'merged' if method == 'full' else 'both'}")  # fmt: skip
     folder = tmp_path / "run"
-    began, seconds = (
-        time.perf_counter(),
-        timed(monkeypatch, "measured", "export", "run_steps", "prepare", "compile_ahead"),
-    )
     loop.finetune(config, run_in(folder), [], Stop())
-    whole = time.perf_counter() - began
     result, shown = read_result(folder), capfd.readouterr().out
     assert result["status"] == "ok"
     before = json.loads((folder / loop.BEFORE).read_text())
@@ -97,12 +70,6 @@ def test_a_run_leaves_what_it_promises(model, data, tmp_path, capfd, monkeypatch
     untouched = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
     assert (after - untouched(ids).logits).abs().max() > 1e-3
     assert (folder / base_models.EXPORTED / "tokenizer.json").exists()
-    spent = json.loads((folder / "run.json").read_text())["totals"]
-    assert sum(spent[f"{part}_s"] for part in PARTS) == pytest.approx(whole, rel=0.05, abs=0.5)
-    assert spent["other_s"] < 0.05 * whole + 0.2
-    assert spent["evaluation_s"] >= seconds["measured"] and spent["start_s"] >= seconds["prepare"]
-    assert spent["export_s"] == pytest.approx(seconds["export"], rel=0.05, abs=0.05)
-    assert spent["steps_s"] + spent["compile_s"] < seconds["run_steps"] + seconds["compile_ahead"]
     if method == "lora":
         import peft
 
@@ -332,8 +299,6 @@ def test_one_template_in_training_sampling_and_the_exported_model(model, data, t
     settings = json.loads((bare / "tokenizer_config.json").read_text())
     settings.pop("chat_template")
     (bare / "tokenizer_config.json").write_text(json.dumps(settings | {"add_bos_token": True}))
-    # Written otherwise, so that it is not taken for the built-in one.
-    (bare / "tokenizer.json").write_text(json.dumps(json.loads((bare / "tokenizer.json").read_text())))
     talk = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     path = tmp_path / "talk.jsonl"
     lines = [[{**talk[0], "content": f"{n}+1="}, {**talk[1], "content": f"{n + 1}"}] for n in range(1, 40)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +16,6 @@ from torch import Tensor
 import fnshard as fs
 from experiments.configs.train import ConfigError
 from experiments.finetune import architecture, lm
-from fnshard.errors import MissingExtraError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -280,9 +278,3 @@ def test_experts_that_are_modules_are_seen_and_convolutions_are_none() -> None:
     assert "(0.experts.0.weight [2, 3] and 1 more)" in line
     assert architecture._experts(trunk("expert", torch.nn.Linear(3, 2))) == []
     assert architecture._experts(trunk("conv", torch.nn.Conv1d(4, 4, 3))) == []
-
-
-def test_without_transformers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(MissingExtraError, match=r"pip install fnshard\[finetune\]"):
-        lm.from_directory(tmp_path)
