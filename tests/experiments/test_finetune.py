@@ -227,7 +227,7 @@ def test_files_and_directories_that_are_not_what_they_should_be(model, data, tmp
         "model=bare": r"config\.json",
         "model=empty": r"safetensors|weights",
         f"model={model} data.context=65": r"data\.context=65, and it was made for 64 positions",
-        f"model={narrow}": r"its tokenizer has ids up to 263, its embedding 40 rows",
+        f"model={narrow}": r"its tokenizer has ids up to 261, its embedding 40 rows",
         "model=acme/nothing": r"(?s)no model of this name in the Hugging Face cache \(.*`hf download acme/n",
         f"model={model} data.train=broken.jsonl": r"(?s)broken\.jsonl:2: .*broken\.jsonl:3: has none",
         f"model={model} data.train=long.jsonl": r"long\.jsonl:1: takes 10\d positions",
