@@ -103,7 +103,7 @@ def trained(rank: int, config: TrainConfig, folder: str) -> None:
 def test_a_recipe_tunes_for_two_steps(name, model, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train = data["pairs" if name == "dpo" else "samples"]
-    more = (f"model={model}", f"data.train={train}", f"data.choices={data['choices']}", "run.steps=2")
+    more = (f"model={model}", f"data.train={train}", "run.steps=2")
     asked = validate(FINETUNE, [f"experiment={name}", *SMALL_TUNING, "mesh.replicate=1", *more]).config
     config = dataset.prepared(place(asked, accelerators={}))
     tuning_loop.finetune(config, run_in(tmp_path / "run"), [], Stop())
