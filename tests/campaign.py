@@ -93,16 +93,16 @@ def main() -> None:
     parser.add_argument("--layouts", action="store_true")
     parser.add_argument("--ranks", action="store_true")
     parser.add_argument("--families", nargs="+", choices=grammar.FAMILIES, default=list(grammar.FAMILIES))
-    asked = parser.parse_args()
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     two = tuple(a for a in AXES if a.get("replicate", 1) * a["shard"] == 2)
-    strategy = programs(asked.units, asked.families).map(Case)
-    if asked.layouts or asked.ranks:
-        strategy = cases(asked.units, two if asked.ranks else AXES, asked.families)
+    strategy = programs(options.units, options.families).map(Case)
+    if options.layouts or options.ranks:
+        strategy = cases(options.units, two if options.ranks else AXES, options.families)
     with pool(2) as processes:
-        runner = (lambda case: processes.run(on_rank, case)) if asked.ranks else simulated
-        found = campaign(asked.examples, asked.seed, strategy, runner, asked.seconds)
+        runner = (lambda case: processes.run(on_rank, case)) if options.ranks else simulated
+        found = campaign(options.examples, options.seed, strategy, runner, options.seconds)
         for kind, failed in found.items():
             small = shrink(
                 min(failed, key=lambda c: len(c.text)), lambda c: failure(c, lambda d: check(d, runner))
