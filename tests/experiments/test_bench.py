@@ -221,13 +221,12 @@ def test_contenders_are_measured_and_agree_with_the_reference(command, tmp_path)
 
 
 def test_bytes_are_predicted_and_saved(command):
-    found = command("memory", *TINY, "memory=1", "plans=[full_shard,ddp,remat,remat-bf16-host]")["plans"]
+    found = command("memory", *TINY, "memory=1", "plans=[full_shard,ddp,remat-bf16-host]")["plans"]
     for name, plan in found.items():
         if name != "ddp":
             assert plan["predicted"]["peak_bytes"] == pytest.approx(plan["peak_bytes"], rel=0.05), name
     assert found["ddp"]["between_bytes"] > found["full_shard"]["between_bytes"]
-    assert found["remat"]["peak_bytes"] < found["full_shard"]["peak_bytes"]
-    assert found["remat-bf16-host"]["between_bytes"] < 0.5 * found["remat"]["between_bytes"]
+    assert found["remat-bf16-host"]["between_bytes"] < 0.5 * found["full_shard"]["between_bytes"]
 
 
 def test_times_are_predicted(command):
