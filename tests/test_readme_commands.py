@@ -18,7 +18,6 @@ from typing import Any
 
 import pytest
 from commands import ROOT, Warm, commands, readmes
-from wrong_configs import groups_looked_up_once  # noqa: F401  (a fixture)
 
 from experiments import train
 from experiments.bench import command as bench
@@ -282,7 +281,6 @@ def _as_printed(command: str) -> str:
     )
 
 
-@pytest.mark.usefixtures("groups_looked_up_once")
 @pytest.mark.parametrize(
     "command", [c for c, r in TABLE.items() if "-m experiments." in c and not r.quick], ids=str
 )

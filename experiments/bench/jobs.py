@@ -130,9 +130,7 @@ def loader(config: BenchConfig, folder: Path) -> Result:
     from experiments.train import SPEC
     from experiments.training.loop import prepare
 
-    job = place(
-        validate(SPEC, [*shlex.split(config.overrides), "mesh.shard=1"]).config, accelerators={}, world=1
-    )
+    job = place(validate(SPEC, [*shlex.split(config.overrides), "mesh.shard=1"]), accelerators={}, world=1)
     setup = prepare(job)
     batches = setup.dataset.loader(setup.mesh)
     next(batches)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -54,11 +53,8 @@ def run_by_hydra(spec: CommandSpec, task: Callable[[DictConfig], Any]) -> None:
 
 
 def is_mistake(error: Exception) -> bool:
+    """Whether the user's configuration is wrong."""
     if isinstance(error, MISTAKES):
-        return True
-    innermost = traceback.extract_tb(error.__traceback__)[-1:]  # `run=null` and the like
-    parts = {part for frame in innermost for part in frame.filename.split(os.sep)}
-    if parts & {"hydra", "omegaconf"}:
         return True
     from fnshard.errors import BudgetError, MissingExtraError, OptimizerError, SpecError, TraceError
 
@@ -73,6 +69,12 @@ def is_outside(error: Exception) -> bool:
 
 
 def message(error: Exception) -> str:
+    return f"error: {text_of(error)}"
+
+
+def text_of(error: Exception) -> str:
+    """What an exception says, of OmegaConf's with the key that it is about."""
+    if isinstance(error, OmegaConfBaseException):
+        return f"{error.full_key}: {str(error).splitlines()[0]}." if error.full_key else str(error)
     cause = error.__cause__
-    more = f"\n{cause}" if isinstance(cause, OmegaConfBaseException) else ""
-    return f"error: {error}{more}"
+    return f"{error}\n{cause}" if isinstance(cause, OmegaConfBaseException) else str(error).strip()

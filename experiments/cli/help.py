@@ -28,7 +28,9 @@ def help_of(spec: CommandSpec) -> str:
     spec.register()
     with loader_of(spec) as loader:
         chosen = loader.compute_defaults_list(spec.name, [], RunMode.RUN).overrides.known_choices
-        choices = {g: c for g, c in groups_of(spec, loader).items() if not g.startswith("hydra/")}
+        choices = {
+            g: loader.get_group_options(g) for g in groups_of(spec, loader) if not g.startswith("hydra/")
+        }
         composed = loader.load_configuration(spec.name, [], RunMode.RUN)
     groups = {
         group: "  ".join(f"*{name}" if name == chosen.get(group) else name for name in names)

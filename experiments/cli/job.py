@@ -30,10 +30,9 @@ from experiments.cli.command_spec import Job
 from experiments.cli.exceptions import is_mistake, is_outside, message, run_by_hydra
 from experiments.cli.launchers import LOCAL, SIDE_BY_SIDE, check_used, every_job_awaited
 from experiments.cli.sweep import TABLE, objective, print_table
-from experiments.cli.validation import Validated
 from experiments.cli.worker import REFUSAL, refused, run_job
 from experiments.compare.outcome import jobs_of
-from experiments.configs.machine import check_memory, place, ranks_of
+from experiments.configs.machine import place, ranks_of
 from experiments.configs.train import NEVER, ConfigError
 from experiments.data.files import write_json
 from experiments.training.result import RESULT, STOPPED, read_result, write_result
@@ -42,14 +41,14 @@ from fnshard.launcher.local import LaunchError, launch, under_launcher
 from fnshard.launcher.rank import end_with_parent
 
 
-def run(job: Job, validated: Validated) -> None:
+def run(job: Job, config: Any) -> None:
+    """Answer a command line; `config` is what it means, None where it is a sweep."""
     if under_launcher():
-        record(be_a_rank)(job, sys.argv[1:], validated)  # torchrun shows the error, whichever rank ends first
+        record(be_a_rank)(job, sys.argv[1:])  # torchrun shows the error, whichever rank ends first
         return
     slurm.check_one_node(os.environ)
-    if validated.config is not None:
-        with validated.cited():  # before Hydra makes a folder
-            placed(validated.config)
+    if config is not None:
+        placed(config)  # before Hydra makes a folder
     with (
         claimed_sweep(sys.argv[1:], job.name) as arguments,
         every_job_awaited(arguments),
@@ -132,12 +131,9 @@ def placed(requested: Any, *, world: int | None = None, nodes: int = 1) -> Any:
         world, nodes: see `experiments.configs.machine.place`.
 
     Raises:
-        ConfigError: see there; or it takes more memory than there is.
+        ConfigError: see there.
     """
-    config = place(requested, accelerators=accelerators(), world=world, nodes=nodes)
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if world else ranks_of(config) // nodes
-    check_memory(config, here)
-    return config
+    return place(requested, accelerators=accelerators(), world=world, nodes=nodes)
 
 
 def start(job: Job, requested: Any, fresh: Path, overrides: list[str], *, chosen: bool) -> str:
@@ -207,7 +203,7 @@ def job_values(config: Any, overrides: list[str]) -> dict[str, Any]:
     return {"config": dataclasses.asdict(config), "overrides": overrides}
 
 
-def be_a_rank(job: Job, arguments: list[str], validated: Validated) -> NoReturn:
+def be_a_rank(job: Job, arguments: list[str]) -> NoReturn:
     """Compose without Hydra's command line: every rank would make a folder of its own."""
     flags = [a for a in arguments if a.startswith("-")]
     if flags:
@@ -219,7 +215,6 @@ def be_a_rank(job: Job, arguments: list[str], validated: Validated) -> NoReturn:
     with_hydra = OmegaConf.to_container(composed, resolve=False)
     with_hydra.pop("hydra")
     requested = job.spec.read_composed(OmegaConf.create(with_hydra))
-    with validated.cited():
-        config = placed(requested, world=int(os.environ["WORLD_SIZE"]))
+    config = placed(requested, world=int(os.environ["WORLD_SIZE"]))
     values = {**job_values(config, arguments), **fresh, "requested": dataclasses.asdict(requested)}
     run_job(job, values)

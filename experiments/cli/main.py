@@ -3,7 +3,6 @@ anything is made or started; what goes wrong later is exit code 1, and a bug has
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
 from collections.abc import Callable
@@ -15,22 +14,20 @@ from hydra.core.hydra_config import HydraConfig
 from experiments.cli.command_spec import CommandSpec, Job
 from experiments.cli.exceptions import is_mistake, is_outside, message, run_by_hydra
 from experiments.cli.launchers import check_plugins
-from experiments.cli.overrides import flags_of
-from experiments.cli.validation import Validated, validate
+from experiments.cli.validation import validate, with_own_groups
 
 MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
 
 
 def main(job: Job) -> None:
+    """Run the command line of a job of ranks."""
+
     def run() -> None:
-        gc.disable()  # as in `experiments.cli.worker`
         check_plugins(sys.argv[1:])
-        validated = validated_arguments(job.spec)
+        config = validated_arguments(job.spec)
         from experiments.cli.job import run  # and with it torch, which a mistake does not wait for
 
-        gc.freeze()
-        gc.enable()
-        run(job, validated)
+        run(job, config)
 
     exiting(run)
 
@@ -40,7 +37,7 @@ def answer(spec: CommandSpec, task: Callable[[Any, Path], Any], *also: type[Exce
 
     Args:
         task: what it does with its configuration and the folder for its results.
-        also: exceptions that are one line beside mistakes; all else is a bug, with its traceback.
+        also: exceptions that are one line besides mistakes; all else is a bug, with its traceback.
     """
 
     def run() -> None:
@@ -55,19 +52,19 @@ def answer(spec: CommandSpec, task: Callable[[Any, Path], Any], *also: type[Exce
     exiting(run, *also)
 
 
-def validated_arguments(spec: CommandSpec) -> Validated:
-    """What `sys.argv` means; `--help` is answered here.
+def validated_arguments(spec: CommandSpec) -> Any:
+    """The configuration that `sys.argv` means, see `validate`; `--help` is answered here.
 
     Raises:
         ConfigError: what is wrong with it.
     """
-    arguments = sys.argv[1:]
-    if flags_of(arguments).help:
+    if {"-h", "--help"} & set(sys.argv[1:]):
         from experiments.cli.help import help_of
 
         print(help_of(spec))
         sys.exit(0)
-    return validate(spec, arguments)
+    sys.argv[1:] = with_own_groups(sys.argv[1:])  # Hydra reads them, too
+    return validate(spec, sys.argv[1:])
 
 
 def exiting(run: Callable[[], None], *also: type[Exception]) -> None:

@@ -1,13 +1,13 @@
-"""The defaults that Hydra composes from, and the check of what it composed: both come from one dataclass.
+"""The defaults that Hydra composes from, and pydantic's check of what it composed; both from one dataclass.
 
-Hydra gets plain mappings of defaults rather than structured configurations: OmegaConf's typed nodes stop at
-the first wrong value, and are read-only where a dataclass is frozen. Pydantic checks keys and types of the
-whole result; what a dataclass says of its own values is in its `__post_init__`.
+Hydra gets plain mappings of the defaults: OmegaConf's typed nodes stop at the first wrong value, and pydantic
+reports all of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 import types
 import typing
@@ -24,15 +24,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from experiments import ROOT
 from experiments.cli.suggest import no_such_key
-from experiments.configs.checks import refusal, too_large
+from experiments.configs.checks import TARGET, refusal
 from experiments.configs.train import TrainConfig
 
 SHARED = ROOT / "conf" / "shared"
 MISSING = "???"  # OmegaConf's mark of a value that has to be set
-EXPECTED = {
-    "int": "a whole number", "float": "a number", "finite": "a finite number", "bool": "true or false",
-    "string": "text", "tuple": "a list, as in [a,b]", "dataclass": "keys below it",
-}  # fmt: skip
 
 
 class SharedGroups(SearchPathPlugin):
@@ -42,56 +38,57 @@ class SharedGroups(SearchPathPlugin):
         search_path.append(provider="fnshard", path=f"file://{SHARED}")
 
 
+# ------------------------------------------------------------------ defaults
+
+
 def register(kind: type = TrainConfig, name: str = "train_schema") -> None:
     """Store the defaults of a configuration's dataclass in Hydra's `ConfigStore`.
 
-    A field that is one of several dataclasses has a node `schema_NAME` for each in the group of its name; the
-    files of that group choose one.
+    Files of groups that choose among dataclasses, or give what has no default, begin with
+    `defaults: [/schema/NAME@_here_]`.
     """
     Plugins.instance().register(SharedGroups)
     store, top = ConfigStore.instance(), defaults(kind)
-    for group, kinds in alternatives(kind).items():
-        top.pop(group)
+    for group, kinds in _groups_of(kind).items():
+        has_alternatives = len(_options_of(kind)[group]) > 1
+        if has_alternatives:
+            top.pop(group)
         for each in kinds:
-            store.store(group=group, name=f"schema_{each.name}", node=defaults(each))
+            node = defaults(each)
+            if has_alternatives or MISSING in node.values():
+                store.store(group="schema", name=getattr(each, "name", group), node=node)
     store.store(name=name, node=top)
 
 
 def defaults(kind: type) -> dict[str, Any]:
     """The defaults of a dataclass as nested plain values, `???` where there is none."""
-    hints, out = typing.get_type_hints(kind), {}
+    groups, out = _groups_of(kind), {}
     for field in dataclasses.fields(kind):
-        groups = _groups(hints[field.name])
         value = MISSING if field.default is dataclasses.MISSING else field.default
-        out[field.name] = defaults(groups[0]) if groups else list(value) if type(value) is tuple else value
+        plain = list(value) if type(value) is tuple else value
+        out[field.name] = defaults(groups[field.name][0]) if field.name in groups else plain
     return out
 
 
-def alternatives(kind: type) -> dict[str, list[type]]:
-    """Fields that are one of several dataclasses, and these.
-
-    >>> [each.name for each in alternatives(TrainConfig)["optimizer"]]
-    ['adamw', 'sgd']
-    """
-    groups = {name: _groups(hint) for name, hint in typing.get_type_hints(kind).items()}
-    return {name: kinds for name, kinds in groups.items() if len(kinds) > 1}
-
-
-def leaves(kind: type, values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """The type of every value by its dotted key; of alternatives, those that `values` choose by `name`.
+def leaves(kind: type, values: Mapping[str, Any], path: str = "") -> list[str]:
+    """The dotted keys of a configuration; of alternatives, those of the dataclass that `values` choose.
 
     >>> [key for key in leaves(TrainConfig, {}) if key.startswith("model.h")]
     ['model.heads']
     """
-    out: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(kind).items():
-        group = _chosen(hint, values.get(name))
-        if group is None:
-            out[f"{path}{name}"] = hint
-        else:
-            below = values.get(name)
-            out |= leaves(group, below if isinstance(below, Mapping) else {}, f"{path}{name}.")
+    groups, out = _groups_of(kind), []
+    for field in dataclasses.fields(kind):
+        below = values.get(field.name)
+        group = _chosen(groups.get(field.name, []), below)
+        nested = leaves(group, below if isinstance(below, Mapping) else {}, f"{field.name}.") if group else []
+        out += [f"{path}{key}" for key in nested or [field.name]]
     return out
+
+
+@cache
+def _options_of(kind: type) -> dict[str, tuple[Any, ...]]:
+    """The members of each field's union, or its type alone."""
+    return {name: options_of(hint) for name, hint in typing.get_type_hints(kind).items()}
 
 
 def options_of(hint: Any) -> tuple[Any, ...]:
@@ -100,23 +97,32 @@ def options_of(hint: Any) -> tuple[Any, ...]:
     >>> options_of(int | None)
     (<class 'int'>, <class 'NoneType'>)
     """
-    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
 
 
-def _groups(hint: Any) -> list[type]:
-    return [option for option in options_of(hint) if dataclasses.is_dataclass(option)]
+@cache
+def _groups_of(kind: type) -> dict[str, list[type]]:
+    """The fields that are dataclasses, or one of several of them."""
+    groups = {name: list(filter(dataclasses.is_dataclass, o)) for name, o in _options_of(kind).items()}
+    return {name: kinds for name, kinds in groups.items() if kinds}
 
 
-def _chosen(hint: Any, value: Any) -> type | None:
-    groups = _groups(hint)
-    name = value.get("name") if isinstance(value, Mapping) else None
-    return next((g for g in groups if getattr(g, "name", None) == name), groups[0] if groups else None)
+def _chosen(kinds: list[type], value: Any) -> type | None:
+    """The dataclass that a group's value is of, by `name`; None where it is a `_target_`, or no group."""
+    values = value if isinstance(value, Mapping) else {}
+    if TARGET in values or not kinds:
+        return None
+    return next((kind for kind in kinds if getattr(kind, "name", None) == values.get("name")), kinds[0])
+
+
+# ------------------------------------------------------------------ the check
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with the value of a key; of a rule that a dataclass has for several values, `key` is the
-    dataclass's and `message` names them itself (`is_rule`)."""
+    """What is wrong with the value of a key; or a rule that a dataclass (`key`) has for several of its
+    values, which the message names itself (`is_rule`)."""
 
     key: str
     message: str
@@ -124,12 +130,8 @@ class Problem:
     is_rule: bool = False
 
     def __str__(self) -> str:
-        return self.message if self.is_rule else f"{self.key}={self.value}: {self.message}"
-
-
-@cache
-def _adapter(kind: type) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
+        value = "null" if self.value is None else self.value
+        return self.message if self.is_rule else f"{self.key}={value}: {self.message}"
 
 
 def build(values: Mapping[str, Any], kind: type = TrainConfig) -> Any:
@@ -146,54 +148,51 @@ def build(values: Mapping[str, Any], kind: type = TrainConfig) -> Any:
 
 def check(values: Mapping[str, Any], kind: type) -> tuple[Any, list[Problem]]:
     """The dataclasses, None if something is wrong, and every problem."""
-    if wrong := [re.split("=|: ", each, maxsplit=2) for each in too_large(values)]:
-        return None, [Problem(key, message, value) for key, value, message in wrong]
-    known, entries = leaves(kind, values), dict(flat(values))
-    problems = [
-        Problem(key, "has to be given.", MISSING) for key, value in entries.items() if value == MISSING
-    ] + [
-        Problem(key, f"expected {EXPECTED['int']}, not {value!r}.", value)
-        for key, value in entries.items()
-        if isinstance(value, bool) and known.get(key, bool) in (int, float, int | None, float | None)
-    ]
     try:
-        config = _adapter(kind).validate_python(values)
+        return _adapter(kind).validate_python(_without_missing(values)), []
     except ValidationError as error:
-        config, taken = None, {problem.key for problem in problems}
-        problems += [
-            each for each in _of_pydantic(error, kind, values, known) if each.is_rule or each.key not in taken
-        ]
-    return (None if problems else config), problems
+        return None, list(_problems(error, kind, values))
 
 
-def _of_pydantic(
-    error: ValidationError, kind: type, values: Mapping[str, Any], known: Mapping[str, Any]
-) -> Iterator[Problem]:
-    hints, seen = typing.get_type_hints(kind), set()
-    groups = [name for name, hint in hints.items() if _groups(hint)]
+@cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _without_missing(values: Any) -> Any:
+    if isinstance(values, Mapping):
+        return {k: _without_missing(v) for k, v in values.items() if not isinstance(v, str) or v != MISSING}
+    return values
+
+
+def _problems(error: ValidationError, kind: type, values: Mapping[str, Any]) -> Iterator[Problem]:
+    groups, known, seen = _groups_of(kind), leaves(kind, values), set()
     for each in error.errors(include_url=False):
         parts = [str(part) for part in each["loc"]]
-        branch = parts.pop(1) if len(parts) > 1 and len(_groups(hints.get(parts[0]))) > 1 else ""
-        if branch and branch != _chosen(hints[parts[0]], values[parts[0]]).__name__:
-            continue
-        parts = [part for part in parts if part.isidentifier() and part != "str"]  # not `tuple[str, ...]`
-        key, what, value = ".".join(parts), each["type"], each["input"]
+        above = groups.get(parts[0], []) if len(parts) > 1 else []
+        if above and len(_options_of(kind)[parts[0]]) > 1:  # which of the alternatives it is about
+            branch, chosen = parts.pop(1), _chosen(above, values.get(parts[0]))
+            if branch != chosen.__name__ if chosen else branch in {each.__name__ for each in above}:
+                continue
+        parts = [part for part in parts if part.isidentifier() and part != "str"]  # not of a tuple
+        key = ".".join(parts)
+        what, value = each["type"], each["input"]
         if what == "value_error":
             yield from (Problem(key, text, is_rule=True) for text in str(each["ctx"]["error"]).split("\n  "))
         elif what == "unexpected_keyword_argument":
-            yield from (
-                Problem(at, no_such_key(at, known, [] if "." in at else groups), v)
-                for at, v in flat(value, key)
-            )
-        elif what == "missing":
-            yield Problem(key, "has to be given.", MISSING)
+            yield from (Problem(at, no_such_key(at, known), v) for at, v in flat(value, key))
         elif key not in seen:
             seen.add(key)
-            expected = EXPECTED.get(what.partition("_")[0], each["msg"])
-            null = " or null" * (types.NoneType in typing.get_args(known.get(key)))
-            yield Problem(
-                key, f"expected {expected}{null}, not {'null' if value is None else repr(value)}.", value
-            )
+            yield Problem(key, _message(each), MISSING if what == "missing" else value)
+
+
+def _message(error: Mapping[str, Any]) -> str:
+    """Pydantic's own, with the choice that was probably meant."""
+    if error["type"] == "dataclass_type":
+        return "expected keys below it."
+    choices = re.findall("'([^']*)'", error["ctx"]["expected"]) if error["type"] == "literal_error" else []
+    meant = difflib.get_close_matches(str(error["input"]), choices, n=1)
+    return f"{error['msg']}." + (f" Did you mean {meant[0]}?" if meant else "")
 
 
 def flat(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:

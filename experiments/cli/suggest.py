@@ -1,4 +1,4 @@
-"""What somebody may have meant by a name that is not there."""
+"""What somebody may have meant by a name that does not exist."""
 
 from __future__ import annotations
 
@@ -19,24 +19,22 @@ def nearest(word: str, words: Iterable[str]) -> str | None:
     'optimizer.lr'
     """
     known = list(words)
-    last = {w: w.rpartition(".")[2] for w in known}
+    by_end = {w.rpartition(".")[2]: w for w in reversed(known)}
     end = word.rpartition(".")[2].lower()
-    if SYNONYMS.get(end) in last.values():
-        end = SYNONYMS[end]
-    if same := [w for w in known if last[w] == end]:
-        return max(same, key=lambda w: difflib.SequenceMatcher(None, w, word).ratio())
+    end = SYNONYMS[end] if SYNONYMS.get(end) in by_end else end
+    if end in by_end:
+        return by_end[end]
     if close := difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.7):
         return close[0]
-    alike = difflib.get_close_matches(end, last.values(), n=1, cutoff=0.75)
-    return next((w for w in known if last[w] in alike), None)
+    return next(map(by_end.get, difflib.get_close_matches(end, by_end, n=1, cutoff=0.75)), None)
 
 
-def no_such_key(key: str, keys: Collection[str], groups: Collection[str] = ()) -> str:
+def no_such_key(key: str, keys: Collection[str]) -> str:
     """The message about a key that does not exist.
 
     >>> no_such_key("run.stpes", ["run.steps", "run.seed", "mesh.shard"])
     'no such key. Did you mean run.steps? run has steps, seed.'
-    >>> no_such_key("z", ["mesh.shard"], ["strategy"])
+    >>> no_such_key("z", ["mesh.shard", "strategy"])
     'no such key. The top has mesh, strategy.'
     """
     at = key.rpartition(".")[0]
@@ -44,8 +42,7 @@ def no_such_key(key: str, keys: Collection[str], groups: Collection[str] = ()) -
         at = at.rpartition(".")[0]
     prefix = f"{at}." if at else ""
     below = [k.removeprefix(prefix).partition(".")[0] for k in keys if k.startswith(prefix)]
-    below += [] if at else groups
-    meant = nearest(key, [*keys, *groups])
+    meant = nearest(key, keys)
     hint = f"Did you mean {meant}? " if meant else ""
     return f"no such key. {hint}{at or 'The top'} has {', '.join(dict.fromkeys(below))}."
 

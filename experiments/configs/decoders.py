@@ -107,4 +107,5 @@ def decoder(name: str) -> DecoderConfig:
     """
     lines = (MODELS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     pairs = [line.split("#")[0].split(":") for line in lines if line.split("#")[0].strip()]
-    return DecoderConfig(**{key.strip(): json.loads(value) for key, value in pairs})
+    sizes = {key.strip(): value for key, value in pairs if key != "defaults"}
+    return DecoderConfig(**{key: json.loads(value) for key, value in sizes.items()})

@@ -9,21 +9,43 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import field
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+from pydantic_core import PydanticCustomError
+
+from experiments.configs.checks import TARGET, configuration, registered
 from experiments.configs.checks import ConfigError as ConfigError
-from experiments.configs.checks import above, at_least, configuration, fraction, one_of, registered
 from experiments.configs.decoders import DecoderConfig
 
 AUTO = "auto"  # of strategies: `fnshard.fit` chooses, within run.device_gb; of hardware: what is here
 NEVER = "never"  # of run.resume
 MULTIPLE = 32  # of the positions of padded rows
 STRATEGIES = (*registered("layout/presets.py", "PRESETS"), AUTO)
-TIERS = ("device", "host", "disk")
 HARDWARE = (AUTO, *sorted(registered("analysis/hardware.py", "TABLE")), "measure")
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 SCHEDULES = registered("optim/schedules.py", "SCHEDULES")
 
+
+Tier = Literal["device", "host", "disk"]
+Dtype = Literal["float64", "float32", "bfloat16", "float16"]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _names_its_target(values: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(values.get(TARGET), str):
+        raise PydanticCustomError("target", "expected a dotted name as _target_")
+    return values
+
+
+# In place of a group's dataclass: hydra.utils.instantiate calls what `_target_` names with the other keys.
+Target = Annotated[dict[str, Any], AfterValidator(_names_its_target)]
 
 # ------------------------------------------------------------------ one dataclass per group
 
@@ -36,15 +58,11 @@ class MeshConfig:
     and the sequences of the same rows; attention over these runs as `context_attention` says (`shard_step`).
     """
 
-    replicate: int = 1
-    shard: int | None = None
-    tensor: int = 1
-    context: int = 1
-    context_attention: str = "auto"
-
-    def __post_init__(self) -> None:
-        at_least(1, self, "replicate", "shard", "tensor", "context")
-        one_of(("auto", "ulysses", "gather", "ring"), self, "context_attention")
+    replicate: PositiveInt = 1
+    shard: PositiveInt | None = None
+    tensor: PositiveInt = 1
+    context: PositiveInt = 1
+    context_attention: Literal["auto", "ulysses", "gather", "ring"] = "auto"
 
     @property
     def axes(self) -> dict[str, int]:
@@ -71,19 +89,15 @@ class StrategyConfig:
     no preset: all of these are found by `fnshard.fit`.
     """
 
-    name: str = "full_shard"
-    prefetch_forward: int = 1
-    prefetch_backward: int = 1
+    name: Literal[STRATEGIES] = "full_shard"
+    prefetch_forward: NonNegativeInt = 1
+    prefetch_backward: NonNegativeInt = 1
     remat: Any = "none"
-    memory: str = "device"
-    optimizer_memory: str = "device"
-    update_on: str | None = None
+    memory: Tier = "device"
+    optimizer_memory: Tier = "device"
+    update_on: Literal["device", "host"] | None = None
 
     def __post_init__(self) -> None:
-        one_of(STRATEGIES, self, "name")
-        at_least(0, self, "prefetch_forward", "prefetch_backward")
-        one_of(TIERS, self, "memory", "optimizer_memory")
-        one_of(TIERS[:2], self, "update_on")
         _check_remat(self.remat)
         if self.update_on == "host" and self.optimizer_memory == "device":
             raise ValueError("strategy.update_on='host': needs strategy.optimizer_memory=host or disk.")
@@ -96,13 +110,10 @@ class StrategyConfig:
 class PrecisionConfig:
     """dtypes of the stored parameters, of compute, of gradients on the wire, of the optimizer."""
 
-    storage: str = "float32"
-    compute: str = "float32"
-    reduce: str = "float32"
-    optimizer: str = "float32"
-
-    def __post_init__(self) -> None:
-        one_of(DTYPES, self, "storage", "compute", "reduce", "optimizer")
+    storage: Dtype = "float32"
+    compute: Dtype = "float32"
+    reduce: Dtype = "float32"
+    optimizer: Dtype = "float32"
 
 
 @configuration
@@ -110,37 +121,27 @@ class AdamWConfig:
     """`fnshard.optim.adamw`; no decay on norms and embeddings. `clip: null` clips nothing; `lr: null` is for
     fine-tuning, which has defaults."""
 
-    name: str = "adamw"
-    lr: float | None = 4e-3
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip: float | None = 1.0
-
-    def __post_init__(self) -> None:
-        one_of(("adamw",), self, "name")
-        above(0, self, "lr", "eps", "clip")
-        at_least(0, self, "weight_decay")
-        fraction(self, "b1", "b2")
+    name: Literal["adamw"] = "adamw"
+    lr: PositiveFloat | None = 4e-3
+    b1: Fraction = 0.9
+    b2: Fraction = 0.95
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.1
+    clip: PositiveFloat | None = 1.0
 
 
 @configuration
 class SGDConfig:
     """`fnshard.optim.sgd`; no decay on norms and embeddings. `clip: null` clips nothing."""
 
-    name: str = "sgd"
-    lr: float | None = 0.3
-    momentum: float = 0.9
+    name: Literal["sgd"] = "sgd"
+    lr: PositiveFloat | None = 0.3
+    momentum: Fraction = 0.9
     nesterov: bool = True
-    weight_decay: float = 0.0
-    clip: float | None = 1.0
+    weight_decay: NonNegativeFloat = 0.0
+    clip: PositiveFloat | None = 1.0
 
     def __post_init__(self) -> None:
-        one_of(("sgd",), self, "name")
-        above(0, self, "lr", "clip")
-        at_least(0, self, "weight_decay")
-        fraction(self, "momentum")
         if self.nesterov and not self.momentum:
             raise ValueError("optimizer.nesterov=true: needs optimizer.momentum above 0.")
 
@@ -152,14 +153,12 @@ class ScheduleConfig:
     `warmup` and `decay` (for `wsd` alone) are fractions of the run's steps, `floor` of the peak rate.
     """
 
-    name: str = "warmup_cosine"
-    warmup: float = 0.0
-    decay: float = 0.0
-    floor: float = 0.0
+    name: Literal[SCHEDULES] = "warmup_cosine"
+    warmup: Fraction = 0.0
+    decay: Fraction = 0.0
+    floor: Fraction = 0.0
 
     def __post_init__(self) -> None:
-        one_of(SCHEDULES, self, "name")
-        fraction(self, "warmup", "decay", "floor")
         if self.warmup + self.decay > 1:
             raise ValueError("schedule: warmup + decay is more than the whole run; make it at most 1.")
         takes = {"constant": (), "wsd": ("warmup", "decay", "floor")}.get(self.name, ("warmup", "floor"))
@@ -172,18 +171,12 @@ class ScheduleConfig:
 class DataConfig:
     """Files below `root` (null: Python's standard library); `rows` of the global batch."""
 
-    name: str = "text"
+    name: Literal["text"] = "text"
     root: str | None = None
     suffix: str = ".py"
-    held_out_percent: int = 10
-    rows: int = 8
-    held_out_rows: int = 128
-
-    def __post_init__(self) -> None:
-        one_of(("text",), self, "name")
-        at_least(1, self, "held_out_percent", "rows", "held_out_rows")
-        if self.held_out_percent > 99:
-            raise ValueError(f"data.held_out_percent={self.held_out_percent}: must be below 100.")
+    held_out_percent: Annotated[int, Field(ge=1, lt=100)] = 10
+    rows: PositiveInt = 8
+    held_out_rows: PositiveInt = 128
 
 
 @configuration
@@ -191,14 +184,12 @@ class ShardsConfig:
     """Shards of tokens in `root`/train and `root`/held_out, as `python -m experiments.tokenize` writes them;
     `rows` of the global batch."""
 
-    name: str = "shards"
+    name: Literal["shards"] = "shards"
     root: str | None = None
-    rows: int = 8
-    held_out_rows: int = 128
+    rows: PositiveInt = 8
+    held_out_rows: PositiveInt = 128
 
     def __post_init__(self) -> None:
-        one_of(("shards",), self, "name")
-        at_least(1, self, "rows", "held_out_rows")
         if not self.root:
             raise ValueError(
                 "data=shards: needs the folder that experiments.tokenize wrote. Fix: data.root=FOLDER."
@@ -241,47 +232,32 @@ class RunConfig:
     and says where it arose, "stop" only ends it, "off" does nothing, and reports no spikes and slow ranks.
     """
 
-    steps: int = 600
-    accumulate: int = 1
-    accumulate_mode: str = "reduce"
-    seed: int = 0
-    backend: str = "inductor"
-    device: str = "auto"
-    held_out_every: int = 200
-    sample_tokens: int = 256
+    steps: PositiveInt = 600
+    accumulate: PositiveInt = 1
+    accumulate_mode: Literal["reduce", "local"] = "reduce"
+    seed: NonNegativeInt = 0
+    backend: Literal["inductor", "eager"] = "inductor"
+    device: str = AUTO
+    held_out_every: PositiveInt = 200
+    sample_tokens: NonNegativeInt = 256
     prompt: str | None = "def "
-    timeout_s: float = 600.0
-    device_gb: float | None = None
+    timeout_s: PositiveFloat = 600.0
+    device_gb: PositiveFloat | None = None
     disk_dir: str | None = None
     deterministic: bool = False
-    save_every: int = 100
+    save_every: NonNegativeInt = 100
     async_save: bool = False
-    keep: int = 2
-    keep_every: int | None = None
-    keep_best: int = 0
-    resume: str = AUTO
-    cache: str = AUTO
-    max_restarts: int = 2
-    stop_grace_s: float = 120.0
-    replicas: int = 0
-    replica_every: int = 1
-    profile: int = 0
-    watch: str = "hunt"
-
-    def __post_init__(self) -> None:
-        at_least(1, self, "steps", "accumulate", "held_out_every", "keep", "keep_every", "replica_every")
-        above(0, self, "device_gb", "stop_grace_s")
-        at_least(
-            0, self, "seed", "sample_tokens", "save_every", "keep_best", "max_restarts", "profile", "replicas"
-        )
-        if not self.resume:
-            raise ValueError("run.resume='': must be auto, never, or a path.")
-        if not self.cache:
-            raise ValueError("run.cache='': must be auto, off, or a path.")
-        above(0, self, "timeout_s")
-        one_of(("inductor", "eager"), self, "backend")
-        one_of(("hunt", "stop", "off"), self, "watch")
-        one_of(("reduce", "local"), self, "accumulate_mode")
+    keep: PositiveInt = 2
+    keep_every: PositiveInt | None = None
+    keep_best: NonNegativeInt = 0
+    resume: Annotated[str, Field(min_length=1)] = AUTO
+    cache: Annotated[str, Field(min_length=1)] = AUTO
+    max_restarts: NonNegativeInt = 2
+    stop_grace_s: PositiveFloat = 120.0
+    replicas: NonNegativeInt = 0
+    replica_every: PositiveInt = 1
+    profile: NonNegativeInt = 0
+    watch: Literal["hunt", "stop", "off"] = "hunt"
 
 
 @configuration
@@ -292,23 +268,24 @@ class HardwareConfig:
     `price_per_hour`: of one device, in a currency of your own; null leaves costs out.
     """
 
-    name: str = AUTO
-    price_per_hour: float | None = None
-
-    def __post_init__(self) -> None:
-        one_of(HARDWARE, self, "name")
-        at_least(0, self, "price_per_hour")
+    name: Literal[HARDWARE] = AUTO
+    price_per_hour: NonNegativeFloat | None = None
 
 
 @configuration
 class TrainConfig:
-    """The whole configuration of the main job."""
+    """The whole configuration of the main job.
 
-    model: DecoderConfig
+    A `model` with a `_target_` is a module from tokens [B, T] to logits [B, T, V]; its keys `context` (T) and
+    `vocab` (V) are the data's, too. An `optimizer` with one is an `fnshard.optim.Optimizer`; its `lr`, if it
+    has one, is the rate by step that `schedule` makes of it.
+    """
+
+    model: DecoderConfig | Target
     mesh: MeshConfig
     strategy: StrategyConfig
     precision: PrecisionConfig
-    optimizer: AdamWConfig | SGDConfig
+    optimizer: AdamWConfig | SGDConfig | Target
     schedule: ScheduleConfig
     data: DataConfig | ShardsConfig
     run: RunConfig
@@ -316,15 +293,33 @@ class TrainConfig:
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
     def __post_init__(self) -> None:
-        wrong = misfits(self.strategy, self.run) + uneven_splits(self.model, self.mesh)
-        if self.optimizer.lr is None:
+        wrong = misfits(self.strategy, self.run)
+        sizes = {"context": self.context, "vocab": self.vocab}
+        unnamed = {name: size for name, size in sizes.items() if type(size) is not int or size < 1}
+        wrong += [
+            f"model.{name}={size}: a model of one's own names its {name} here, a whole number above 0."
+            for name, size in unnamed.items()
+        ]
+        if isinstance(self.model, DecoderConfig):
+            wrong += uneven_splits(self.model, self.mesh)
+        if not isinstance(self.optimizer, dict) and self.optimizer.lr is None:
             wrong.append("optimizer.lr=null: only fine-tuning has defaults. Fix: optimizer.lr=4e-3.")
-        if isinstance(self.data, DataConfig) and self.model.vocab < 256:
-            wrong.append(f"model.vocab={self.model.vocab}: must be 256 or more, tokens are bytes.")
+        if isinstance(self.data, DataConfig) and not unnamed and self.vocab < 256:
+            wrong.append(f"model.vocab={self.vocab}: must be 256 or more, tokens are bytes.")
         if not self.run.prompt:
             wrong.append(f"run.prompt={self.run.prompt!r}: a sample needs at least one byte to start from.")
         if wrong:
             raise ValueError("\n  ".join(wrong))
+
+    @property
+    def context(self) -> int:
+        """T, the longest that the model is trained for."""
+        return self.model.context if isinstance(self.model, DecoderConfig) else self.model.get("context")
+
+    @property
+    def vocab(self) -> int:
+        """V."""
+        return self.model.vocab if isinstance(self.model, DecoderConfig) else self.model.get("vocab")
 
 
 def misfits(strategy: StrategyConfig, run: RunConfig) -> list[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pydantic import PositiveFloat, PositiveInt
+
 from experiments.cli.command_spec import CommandSpec, Help
-from experiments.configs.checks import above, configuration
+from experiments.configs.checks import configuration
 from experiments.configs.train import (
     AUTO,
     AdamWConfig,
@@ -23,11 +25,7 @@ PER_PARAMETER = 20  # tokens of a compute-optimal run (Hoffmann et al., 2022)
 class RowsConfig:
     """`rows` of the global batch; null: one for each rank and micro-batch."""
 
-    rows: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.rows is not None and self.rows < 1:
-            raise ValueError(f"data.rows={self.rows}: must be 1 or more, or null.")
+    rows: PositiveInt | None = None
 
 
 @configuration
@@ -35,14 +33,8 @@ class PaperRunConfig:
     """`accumulate`: micro-batches of a step. `device_gb`: what the step may take of a rank's device, in 1e9
     bytes; null: all that the hardware has."""
 
-    accumulate: int = 1
-    device_gb: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.accumulate < 1:
-            raise ValueError(f"run.accumulate={self.accumulate}: must be 1 or more.")
-        if self.device_gb is not None and not self.device_gb > 0:
-            raise ValueError(f"run.device_gb={self.device_gb:g}: must be above 0, or null.")
+    accumulate: PositiveInt = 1
+    device_gb: PositiveFloat | None = None
 
 
 @configuration
@@ -60,10 +52,9 @@ class ExplainConfig:
     data: RowsConfig
     run: PaperRunConfig
     hardware: HardwareConfig
-    tokens: float | None = None
+    tokens: PositiveFloat | None = None
 
     def __post_init__(self) -> None:
-        above(0, self, "tokens")
         wrong = []
         if self.hardware.name == AUTO:
             wrong.append("hardware=auto: a job looks what it runs on; here say which, or hardware=measure.")

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import field
+from typing import Annotated, Literal
 
-from experiments.configs.checks import above, at_least, configuration, fraction, one_of
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from experiments.configs.checks import configuration
 from experiments.configs.train import (
     AUTO,
     MULTIPLE,
     AdamWConfig,
+    Fraction,
     HardwareConfig,
     MeshConfig,
     PrecisionConfig,
@@ -23,7 +27,6 @@ from experiments.configs.train import (
 
 METHODS = ("full", "lora", "qlora8", "qlora4")  # from the most memory to the least
 ALL_LINEAR = "all-linear"  # of method.targets: every matrix of every layer
-EXPORTS = (AUTO, "adapters", "merged", "both", "none")
 
 
 @configuration
@@ -33,34 +36,21 @@ class MethodConfig:
     `targets`: globs of leaves, joined by "|", or "all-linear".
     """
 
-    name: str = "lora"
-    rank: int = 8
-    alpha: float = 16.0
+    name: Literal[METHODS] = "lora"
+    rank: PositiveInt = 8
+    alpha: PositiveFloat = 16.0
     targets: str = ALL_LINEAR
-    dropout: float = 0.0
+    dropout: Fraction = 0.0
     rank_stabilised: bool = False
-
-    def __post_init__(self) -> None:
-        one_of(METHODS, self, "name")
-        at_least(1, self, "rank")
-        above(0, self, "alpha")
-        fraction(self, "dropout")
 
 
 @configuration
 class ObjectiveConfig:
     """`sft`: the likelihood of responses; `dpo`: of the chosen above the rejected, by `beta`."""
 
-    name: str = "sft"
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-
-    def __post_init__(self) -> None:
-        one_of(("sft", "dpo"), self, "name")
-        above(0, self, "beta")
-        fraction(self, "label_smoothing")
-        if self.label_smoothing >= 0.5:
-            raise ValueError(f"objective.label_smoothing={self.label_smoothing}: must be below 0.5.")
+    name: Literal["sft", "dpo"] = "sft"
+    beta: PositiveFloat = 0.1
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
 
 
 @configuration
@@ -74,18 +64,14 @@ class FinetuneDataConfig:
 
     train: str | None = None
     held_out: str | None = None
-    context: int = 256
-    rows: int = 8
-    held_out_rows: int = 32
+    context: Annotated[int, Field(ge=8)] = 256
+    rows: PositiveInt = 8
+    held_out_rows: PositiveInt = 32
     pack: bool = True
-    too_long: str = "refuse"
-    broken: str = "refuse"
+    too_long: Literal["refuse", "skip", "truncate"] = "refuse"
+    broken: Literal["refuse", "skip"] = "refuse"
 
     def __post_init__(self) -> None:
-        at_least(1, self, "rows", "held_out_rows")
-        at_least(8, self, "context")
-        one_of(("refuse", "skip", "truncate"), self, "too_long")
-        one_of(("refuse", "skip"), self, "broken")
         if self.train is None and self.held_out is not None:
             raise ValueError("data.held_out: without data.train there is nothing it is held out of.")
 
@@ -110,7 +96,7 @@ class FinetuneConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     data: FinetuneDataConfig = field(default_factory=FinetuneDataConfig)
     model: str = "stdlib"
-    export: str = AUTO
+    export: Literal["auto", "adapters", "merged", "both", "none"] = AUTO
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
     def __post_init__(self) -> None:
@@ -121,11 +107,9 @@ class FinetuneConfig:
                 f"mesh.context={self.mesh.context}: has to divide data.context={self.data.context} and "
                 f"{MULTIPLE}, of which rows that are not packed are multiples. Fix: mesh.context={most}."
             )
-        if self.export not in EXPORTS:
-            wrong.append(f"export={self.export!r}: must be one of {', '.join(EXPORTS)}.")
         if self.method.name == "full" and self.export in ("adapters", "both"):
             wrong.append(f"export={self.export}: method=full has no adapters. Fix: export=merged.")
-        if self.optimizer.lr is None and isinstance(self.optimizer, SGDConfig):
+        if isinstance(self.optimizer, SGDConfig) and self.optimizer.lr is None:
             wrong.append("optimizer.lr=null: the defaults are AdamW's. Fix: optimizer.lr=0.1.")
         if not self.data.pack and self.objective.name == "dpo":
             wrong.append("data.pack=false: pairs are never packed; leave the default.")

@@ -71,7 +71,7 @@ def open_dataset(config: TrainConfig) -> Dataset:
             Path(chosen.root) if chosen.root else None,
             suffix=chosen.suffix,
             held_out_percent=chosen.held_out_percent,
-            least=config.model.context + 3,
+            least=config.context + 3,
         )
         return ByteDataset(config, corpus)
     except ValueError as error:
@@ -79,7 +79,7 @@ def open_dataset(config: TrainConfig) -> Dataset:
 
 
 def _drawn_by(config: TrainConfig) -> dict[str, int]:
-    return {"rows": config.data.rows, "context": config.model.context, "seed": config.run.seed}
+    return {"rows": config.data.rows, "context": config.context, "seed": config.run.seed}
 
 
 # ------------------------------------------------------------------ bytes
@@ -99,17 +99,17 @@ class ByteDataset:
 
     @property
     def starts(self) -> Tensor:
-        rows, context = self.config.data.held_out_rows, self.config.model.context
+        rows, context = self.config.data.held_out_rows, self.config.context
         return held_out_starts(self.corpus.held_out.numel(), rows, context)
 
     def loader(self, mesh: fs.Mesh) -> WindowLoader:
         return WindowLoader(ByteStream(self.corpus.train), **_drawn_by(self.config), **place_of(mesh))
 
     def held_out(self, starts: Tensor) -> Batch:
-        return cut(ByteStream(self.corpus.held_out), starts.numpy(), self.config.model.context)
+        return cut(ByteStream(self.corpus.held_out), starts.numpy(), self.config.context)
 
     def tables(self) -> dict[str, float]:
-        targets = self.starts[:, None] + torch.arange(1, self.config.model.context + 1)
+        targets = self.starts[:, None] + torch.arange(1, self.config.context + 1)
         return _table_losses(self.corpus.train, self.corpus.held_out, targets.flatten())
 
     def encode(self, text: str) -> list[int]:
@@ -147,19 +147,19 @@ class TokenDataset:
 
     @property
     def starts(self) -> Tensor:
-        rows, context = self.config.data.held_out_rows, self.config.model.context
+        rows, context = self.config.data.held_out_rows, self.config.context
         return held_out_starts(self.held_shards.tokens, rows, context)
 
     def loader(self, mesh: fs.Mesh) -> WindowLoader:
         return WindowLoader(self.train, **_drawn_by(self.config), **place_of(mesh))
 
     def held_out(self, starts: Tensor) -> Batch:
-        return cut(self.held_shards, starts.numpy(), self.config.model.context)
+        return cut(self.held_shards, starts.numpy(), self.config.context)
 
     def tables(self) -> dict[str, float]:
         if not self._bytes:
             return {}
-        width = self.config.model.context + 3  # each window and the two tokens before its first target
+        width = self.config.context + 3  # each window and the two tokens before its first target
         stream = self.train.windows(np.zeros(1, np.int64), min(self.train.tokens, MOST_COUNTED))
         held = self.held_shards.windows(self.starts.numpy() - 2, width)
         targets = torch.arange(held.size).reshape(held.shape)[:, 3:]
@@ -185,16 +185,16 @@ def _as_bytes(tokens: np.ndarray) -> Tensor:
 
 def open_tokens(config: TrainConfig) -> TokenDataset:
     """The shards below `data.root`, and the tokenizer beside them."""
-    root, least = Path(config.data.root), config.model.context + 3
+    root, least = Path(config.data.root), config.context + 3
     wrong: list[str] = []
     opened = [_try(lambda name=name: open_shards(root / name), wrong) for name in ("train", "held_out")]
     found = [shards for shards in opened if shards is not None]
     wrong += [
-        f"{s.folder}: {s.tokens} tokens; one window of model.context={config.model.context} needs {least}."
+        f"{s.folder}: {s.tokens} tokens; one window of model.context={config.context} needs {least}."
         for s in found
         if s.tokens < least
     ]
-    _try(lambda: check_vocab(found, config.model.vocab), wrong)
+    _try(lambda: check_vocab(found, config.vocab), wrong)
     if len({s.tokenizer for s in found}) > 1:
         wrong.append(f"{root}: train and held_out are of two tokenizers. Fix: write them together.")
     tokenizer = None

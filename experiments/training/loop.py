@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from hydra.utils import instantiate
+from torch import Tensor, nn
 
 import fnshard as fs
 from experiments.configs.plan import Plan, dtypes_of, plan_of, tensor_axis, write_plan
@@ -41,7 +42,7 @@ class TrainSetup:
     mesh: fs.Mesh
     plan: Plan
     dataset: Dataset
-    model: Decoder
+    model: nn.Module
     step: Any
     forward: Any
     sampler: Sampler
@@ -61,7 +62,7 @@ def train(config: TrainConfig, run: RunFolder, overrides: list[str], stop: Stop)
             print_resume(config.run, state, found)
         report = begin_report(
             "train", config, run, setup.step, overrides, int(state.step), found, spent=spent,
-            tokens=config.data.rows * config.model.context,
+            tokens=config.data.rows * config.context,
         )  # fmt: skip
         if mesh.rank == 0:
             write_plan(setup.plan, folder)
@@ -117,7 +118,8 @@ def prepare(config: TrainConfig) -> TrainSetup:
     run = config.run
     mesh = fs.make_mesh(**config.mesh.axes, device=run.device)
     with fs.deferred():
-        model = Decoder(config.model)
+        own = isinstance(config.model, dict)
+        model = instantiate(config.model, _convert_="all") if own else Decoder(config.model)
     apply, params = fs.make_functional(model)
 
     def loss_fn(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -125,7 +127,7 @@ def prepare(config: TrainConfig) -> TrainSetup:
 
     optimizer = make_optimizer(config.optimizer, config.schedule, run.steps, ("*norm*", "embed.*"))
     rows = config.data.rows // mesh.data_size
-    tokens = torch.empty(rows, config.model.context, dtype=torch.int64, device="meta")
+    tokens = torch.empty(rows, config.context, dtype=torch.int64, device="meta")
     dtypes = dtypes_of(config.precision)
     plan = plan_of(
         config.strategy, run, loss_fn, params, mesh, optimizer,
@@ -142,7 +144,7 @@ def prepare(config: TrainConfig) -> TrainSetup:
     dataset = open_dataset(config)
     sampler = Sampler(
         fs.shard_forward(last_logits(apply), plan.specs, **how),
-        config.model.context,
+        config.context,
         mesh.device,
         encode=dataset.encode,
         decode=dataset.decode,

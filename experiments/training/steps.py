@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 import fnshard as fs
@@ -253,9 +254,16 @@ def _tell_peak(measured_bytes: int, folder: Path) -> None:
 
 
 def make_optimizer(
-    chosen: AdamWConfig | SGDConfig, schedule: ScheduleConfig, steps: int, undecayed: tuple[str, ...]
+    chosen: AdamWConfig | SGDConfig | dict[str, Any],
+    schedule: ScheduleConfig,
+    steps: int,
+    undecayed: tuple[str, ...],
 ) -> fs.optim.Optimizer:
-    """Clipping, then the optimizer named; leaves that `undecayed`'s globs match do not decay."""
+    """Clipping, then the optimizer named; leaves that `undecayed`'s globs match do not decay. Or what a
+    `_target_` makes by itself of the rate, if it has an `lr`, and of its other keys."""
+    if isinstance(chosen, dict):
+        rate = {"lr": make_rate(schedule, chosen["lr"], steps)} if "lr" in chosen else {}
+        return instantiate(chosen, **rate, _convert_="all")
     rate = make_rate(schedule, chosen.lr, steps)
     decay = [*((glob, 0.0) for glob in undecayed), ("*", chosen.weight_decay)]
     if isinstance(chosen, AdamWConfig):

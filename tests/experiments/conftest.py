@@ -6,4 +6,4 @@ from shard_files import shard_folder, texts  # noqa: F401
 from small_runs import cwd, lowered_once  # noqa: F401
 from tokenizer_files import bpe_folder, directory  # noqa: F401
 from tuning import data, model  # noqa: F401
-from wrong_configs import error_of, groups_looked_up_once  # noqa: F401
+from wrong_configs import error_of  # noqa: F401

@@ -279,7 +279,7 @@ def test_real_jobs_under_every_launcher(launcher, tmp_path):
     assert code == 1, output
     assert statuses(sweep) == {"0": "ok", "1": "failed", "2": "ok", "3": "failed"}, output
     table = (sweep / TABLE).read_text()
-    assert table in output and table.count("optimizer.lr=-1.0: must be above 0") == 2
+    assert table in output and table.count("optimizer.lr=-1: Input should be greater than 0") == 2
     assert {"sweep.csv", "sweep.png"} <= {p.name for p in sweep.iterdir()}
 
 

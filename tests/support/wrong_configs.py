@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from experiments.cli import job, validation
+from experiments.cli import job
 from experiments.cli.command_spec import Job
 from experiments.cli.main import main
-
-CL = r"(?: \(command line\))?"
 
 
 def split(line: str) -> list[str]:
@@ -21,24 +18,8 @@ def split(line: str) -> list[str]:
     return re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^\s{\[])+", line)
 
 
-@pytest.fixture(scope="module")
-def groups_looked_up_once() -> Iterator[None]:
-    """The files of conf/ do not change here; folders of a test are looked up anew."""
-    known, look_up = {}, validation.groups_of
-
-    def groups_of(form, loader):
-        key = (form.name, str(loader.get_search_path().get_path()))
-        if key not in known:
-            known[key] = look_up(form, loader)
-        return known[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(validation, "groups_of", groups_of)
-        yield
-
-
 @pytest.fixture
-def error_of(groups_looked_up_once, tmp_path, monkeypatch, capfd):
+def error_of(tmp_path, monkeypatch, capfd):
     """`error_of(job, *arguments)`: what a wrong command line prints; it starts and leaves nothing."""
 
     def run(command: Job, *arguments: str) -> str:
@@ -50,15 +31,11 @@ def error_of(groups_looked_up_once, tmp_path, monkeypatch, capfd):
             main(command)
         shown = capfd.readouterr()
         assert shown.out == "" and list(tmp_path.iterdir()) == []
+        assert shown.err.startswith("error: ") and shown.err.count("error: ") == 1
+        assert not re.search("Traceback|Error executing|HYDRA", shown.err)
         return shown.err
 
     return run
-
-
-def is_one_error(shown: str, message: str) -> None:
-    assert re.search(message, shown, re.M), shown
-    assert shown.startswith("error: ") and shown.count("error: ") == 1
-    assert "Traceback" not in shown and "Error executing" not in shown and "HYDRA" not in shown
 
 
 def recipe_of(folder: Path, text: str) -> str:
