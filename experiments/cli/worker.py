@@ -19,6 +19,7 @@ if __name__ == "__main__":
     gc.disable()  # imports free nothing: to look for what they might have freed takes a tenth of the start
 
 import torch.distributed as dist
+from hydra.errors import HydraException
 
 from experiments.cli.exceptions import is_mistake
 from experiments.cli.schema import build
@@ -42,7 +43,12 @@ from fnshard.mesh.process_group import leave_group
 if TYPE_CHECKING:
     from experiments.cli.command_spec import Job
 
-ALIKE = (SpecError, TraceError, OptimizerError)  # what depends on inputs that are equal on all ranks
+ALIKE = (
+    SpecError,
+    TraceError,
+    OptimizerError,
+    HydraException,
+)  # what depends on inputs that are equal on all ranks
 REFUSAL = "refused.json"  # why the ranks ended together; the process that started them reads it
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # of a disk, not of the program
 

@@ -263,7 +263,8 @@ def make_optimizer(
     `_target_` makes by itself of the rate, if it has an `lr`, and of its other keys."""
     if isinstance(chosen, dict):
         rate = {"lr": make_rate(schedule, chosen["lr"], steps)} if "lr" in chosen else {}
-        return instantiate(chosen, **rate, _convert_="all")
+        others = {name: value for name, value in chosen.items() if name != "lr"}
+        return instantiate(others, _convert_="all", _partial_=True)(**rate)  # Hydra takes no rate as it is
     rate = make_rate(schedule, chosen.lr, steps)
     decay = [*((glob, 0.0) for glob in undecayed), ("*", chosen.weight_decay)]
     if isinstance(chosen, AdamWConfig):

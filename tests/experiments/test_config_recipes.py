@@ -9,12 +9,16 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor, nn
 from tuning import SMALL as SMALL_TUNING
 from tuning import run_in
 
+import fnshard as fs
 from experiments.bench.command import SPEC as BENCH
+from experiments.cli import schema
 from experiments.cli.command_spec import CONF, CommandSpec
 from experiments.cli.help import help_of
 from experiments.cli.main import main
@@ -125,6 +129,34 @@ def test_a_recipe_is_whole_and_takes_overrides(form, name):
 def test_a_recipe_gives_way_to_choices():
     config = validate(TRAIN, ["experiment=fsdp2", "strategy=zero2", "model=tiny"])
     assert (config.strategy.name, config.model.width, config.precision.compute) == ("zero2", 128, "bfloat16")
+
+
+# ------------------------------------------------------------------ _target_
+
+
+class OwnModel(nn.Module):
+    def __init__(self, vocab: int, context: int, width: int):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocab, width), nn.Linear(width, vocab)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embed(tokens))
+
+
+def own_optimizer(lr: Any, momentum: float) -> fs.optim.Optimizer:
+    assert callable(lr) and momentum == 0.5  # the rate is `schedule`'s
+    return fs.optim.sgd(lr, momentum=momentum)
+
+
+def test_a_model_and_an_optimizer_of_ones_own(text, tmp_path, monkeypatch):
+    model = f"model={{_target_: {__name__}.OwnModel, vocab: 256, context: 32, width: 8}}"
+    optimizer = f"optimizer={{_target_: {__name__}.own_optimizer, lr: 0.1, momentum: 0.5}}"
+    small = [word for word in SMALL if not word.startswith("model.")]
+    asked = validate(TRAIN, [model, optimizer, *small, f"data.root={text}"])
+    placed = place(asked, accelerators={})
+    assert schema.build(dataclasses.asdict(placed)) == placed  # as a rank reads it back
+    loop.train(JOB.prepare(placed), run_in(tmp_path / "run"), [], Stop())
+    assert math.isfinite(read_result(tmp_path / "run")["held_out_loss"])
 
 
 # ------------------------------------------------------------------ --help
