@@ -43,7 +43,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "starts": {"rounds": 5},
     "watch": {"rounds": 3, "steps": 100},
     "long_run": {"steps": 10_000, "ranks": 1},
-    "loader": {"rounds": 5000},
+    "loader": {"steps": 100},
     "gpu": {"ranks": 1, "size": "tiny", "rows": 2, "length": 64, "rounds": 2, "steps": 2},  # on a CPU
     "cuda": {"ranks": 8, "size": "1b", "dtype": "bf16", "rows": 2, "length": 4096},
 }

@@ -23,8 +23,10 @@ from experiments.bench.measure import Result, say
 from experiments.tables import ratio
 from experiments.training.metrics_file import METRICS, read_rows
 from experiments.training.result import read_result
+from experiments.training.run_record import PARTS
 
 FIRST_ROW = re.compile(r"step 1/")
+START = ("run.steps=40", "run.held_out_every=20", "run.sample_tokens=2")
 TRACKERS = ("tensorboard", "wandb", "mlflow")
 
 
@@ -65,13 +67,13 @@ def train(
             if seconds is None and FIRST_ROW.match(line):
                 seconds = time.perf_counter() - began
                 if look:
-                    threading.Thread(target=watching, args=(process, look), daemon=True).start()
+                    threading.Thread(target=keep_looking, args=(process, look), daemon=True).start()
     if process.returncode or seconds is None:
         raise RuntimeError(f"{' '.join(command)} has failed:\n{''.join(text)}")
     return Run(seconds, folder)
 
 
-def watching(process: subprocess.Popen[str], look: Callable[[int], None]) -> None:
+def keep_looking(process: subprocess.Popen[str], look: Callable[[int], None]) -> None:
     while process.poll() is None:
         look(process.pid)
 
@@ -83,17 +85,12 @@ def starts(config: BenchConfig, folder: Path) -> Result:
     """
     checkouts = [ROOT, *([Path(config.checkout).resolve()] if config.checkout else [])]
     taken: dict[str, list[float]] = {}
+    own = shlex.split(config.overrides)
     for number in range(config.rounds):
         for checkout in checkouts:
             with tempfile.TemporaryDirectory() as place:
                 for which in ("first", "second"):
-                    asked = [
-                        "run.steps=40",
-                        "run.held_out_every=20",
-                        "run.sample_tokens=2",
-                        *shlex.split(config.overrides),
-                    ]
-                    seconds = train(asked, Path(place), checkout).first_row_s
+                    seconds = train([*START, *own], Path(place), checkout).first_row_s
                     taken.setdefault(f"{checkout.name}, {which} start", []).append(seconds)
                     say(f"round {number + 1}, {checkout.name}, {which} start: {seconds:.1f} s")
     rows = [[name, f"{median(seconds):.1f}", f"{max(seconds):.1f}"] for name, seconds in taken.items()]
@@ -104,17 +101,16 @@ def watch(config: BenchConfig, folder: Path) -> Result:
     """What do trackers cost a run: its speed with each next to its speed with none?"""
     speeds: dict[str, list[float]] = {}
     reports: dict[str, list[float]] = {}
+    own = shlex.split(config.overrides)
+    choices = {"none": [], **{name: [f"tracker={name}"] for name in TRACKERS}}
+    choices["all"] = [f"tracker=[{','.join(TRACKERS)}]"]
     with tempfile.TemporaryDirectory() as place:
         for number in range(config.rounds):
-            for name in ("none", *TRACKERS, "all"):
-                named = {"none": [], "all": [f"tracker=[{','.join(TRACKERS)}]"]}.get(
-                    name, [f"tracker={name}"]
-                )
-                run = train(
-                    [f"run.steps={config.steps}", *named, *shlex.split(config.overrides)], Path(place)
-                )
+            for name, named in choices.items():
+                run = train([f"run.steps={config.steps}", *named, *own], Path(place))
                 speeds.setdefault(name, []).append(run.result["tokens_per_s"])
-                reports.setdefault(name, []).append(run.result.get("reports_s", 0.0) / run.result["seconds"])
+                spent = {part: run.result.get(f"{part}_s", 0.0) for part in PARTS}
+                reports.setdefault(name, []).append(spent["reports"] / sum(spent.values()))
                 say(f"round {number + 1}, {name}: {speeds[name][-1]:,.0f} tokens/s")
     rows = [["trackers", "tokens/s", "/ none", "reports, of the run"]]
     for name, each in speeds.items():
@@ -124,25 +120,12 @@ def watch(config: BenchConfig, folder: Path) -> Result:
 
 
 def loader(config: BenchConfig, folder: Path) -> Result:
-    """How many tokens a second does the loader of `overrides` give (data=shards data.root=...)?"""
-    from experiments.cli.validation import validate
-    from experiments.configs.machine import place
-    from experiments.train import SPEC
-    from experiments.training.loop import prepare
-
-    job = place(validate(SPEC, [*shlex.split(config.overrides), "mesh.shard=1"]), accelerators={}, world=1)
-    setup = prepare(job)
-    batches = setup.dataset.loader(setup.mesh)
-    next(batches)
-    began = time.perf_counter()
-    for _ in range(config.rounds):
-        next(batches)
-    seconds = time.perf_counter() - began
-    batches.close()
-    speed = config.rounds * job.data.rows * job.model.context / seconds
-    return Result(
-        [["batches", "tokens/s"], [f"{config.rounds}", f"{speed:,.0f}"]], values={"tokens_per_s": speed}
-    )
+    """How much of a training's time waits for batches (`overrides="data=shards data.root=..."`)?"""
+    with tempfile.TemporaryDirectory() as place:
+        found = train([f"run.steps={config.steps}", *shlex.split(config.overrides)], Path(place)).result
+    share = found["data_s"] / (found["data_s"] + found["steps_s"])
+    rows = [["tokens/s", "waiting for batches"], [f"{found['tokens_per_s']:,.0f}", f"{share:.3%}"]]
+    return Result(rows, values={"result": dict(found)})
 
 
 # ------------------------------------------------------------------ long runs
