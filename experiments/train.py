@@ -20,7 +20,6 @@ HELP = Help(
         "run.device_gb": "of one rank, for strategy=auto: what its plan may take, in 1e9 bytes",
         "run.save_every": "steps between checkpoints; 0: only at the end, and when stopped",
         "run.resume": "auto goes on, never begins anew, a path starts from that run or checkpoint",
-        "run.cache": "auto keeps compiled steps in ~/.cache/fnshard, off does not, a path elsewhere",
         "run.seed": "of weights, batches and samples",
         "mesh.shard": "ranks that share one copy of the model; null: all that are left",
         "mesh.replicate": "copies of the model",

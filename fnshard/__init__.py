@@ -67,7 +67,7 @@ from fnshard.step.fit import fit
 from fnshard.step.forward import shard_forward
 from fnshard.step.lockstep import lockstep
 from fnshard.step.lowered import diff
-from fnshard.step.make_step import load_step, shard_step
+from fnshard.step.make_step import shard_step
 from fnshard.step.shards import shard, unshard
 from fnshard.step.state import TrainState
 
@@ -110,7 +110,6 @@ __all__ = [
     "fit",
     "hf",
     "launch",
-    "load_step",
     "lockstep",
     "lora",
     "losses",

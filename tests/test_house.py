@@ -54,7 +54,6 @@ PUBLIC = [
     "fit",
     "hf",
     "launch",
-    "load_step",
     "lockstep",
     "lora",
     "losses",
@@ -174,10 +173,7 @@ PRIVATE = {
         "torch.ops.aten._assert_tensor_metadata",  # an op of every cast beneath autograd
     },
     "fnshard.compiler.kernels.symbolic": {"torch._dynamo", "torch._subclasses"},
-    "fnshard.compiler.kernels.artifact": {"torch._C"},  # Inductor's wrappers in other processes
-    "fnshard.step.saved.encoding": {"torch._C", "torch._ops", "torch._subclasses"},
     "fnshard.compiler.kernels.inductor": {"torch._guards", "torch._inductor"},
-    "fnshard.compiler.kernels.libraries": {"torch._inductor"},
     "fnshard.runtime.executor.fused_update": {"torch._inductor", "torch._subclasses"},  # its decompositions
     "fnshard.analysis.footprint": {"torch._subclasses", "torch.utils._python_dispatch"},
     "fnshard.analysis.slots": {"torch._subclasses"},

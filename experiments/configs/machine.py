@@ -6,15 +6,12 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import fnshard as fs
-from experiments.configs.train import AUTO, ConfigError
+from experiments.configs.train import ConfigError
 from experiments.trackers.registry import check_installed
 from fnshard.checkpoint.replicas import most_copies
 from fnshard.errors import report
-from fnshard.step.saved.file import check_folder
 
 CPU_RANKS = 2  # where there is no accelerator and nobody says how many
 
@@ -31,14 +28,13 @@ def place(config: Any, *, accelerators: Mapping[str, int], world: int | None = N
         ConfigError: a tracker that is not installed; more ranks than devices, axes that do not multiply to
             the ranks there are, or do not divide over the machines, more replicas than nodes
             can hold, a batch that does not divide over ranks
-            and micro-batches, a `run.disk_dir` that is not there, a `run.cache` that others may write to.
+            and micro-batches, a `run.disk_dir` that is not there.
     """
     check_installed(config.tracker)
     device = config.run.device
     disk_dir = config.run.disk_dir
     if disk_dir is not None and not os.path.isdir(disk_dir):
         raise ConfigError(f"run.disk_dir={disk_dir!r} is no directory. Fix: make it, or name another.")
-    _check_cache(config.run.cache)
     if device == "auto":
         device = next(iter(accelerators), "cpu")
     if device != "cpu" and device not in accelerators:
@@ -85,16 +81,6 @@ def _product(mesh: Any) -> str:
     split = {name: getattr(mesh, name) for name in ("tensor", "context")}
     sizes |= {name: size for name, size in split.items() if size > 1}
     return " times ".join(f"mesh.{name}={size}" for name, size in sizes.items() if size is not None)
-
-
-def _check_cache(cache: str) -> None:
-    try:
-        if cache not in (AUTO, "off"):
-            check_folder(Path(cache).expanduser().absolute())
-    except OSError:  # not there yet, or no folder: a run without a cache, which a line tells
-        return
-    except fs.StateError as error:
-        raise ConfigError(f"run.cache={cache}: {error}") from None
 
 
 def _check_rows(config: Any, ranks: int) -> None:

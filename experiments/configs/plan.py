@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ from fnshard.analysis.hardware import TABLE
 from fnshard.errors import report
 from fnshard.launcher.post_mortem import expect_memory
 from fnshard.step.lowered import Lowered
-from fnshard.step.saved.file import make_folder
 
 PLAN, MEMORY = "plan.json", "memory.txt"
 
@@ -79,7 +77,7 @@ def plan_of(
         "accumulate_mode": run.accumulate_mode, "backend": run.backend, "timeout": run.timeout_s,
         "grad_norm": True, "context_attention": attention,
     }  # fmt: skip
-    exact = {"deterministic": run.deterministic, "cache_dir": cache_of(run)}
+    exact = {"deterministic": run.deterministic}
     if strategy.name == AUTO:
         planned_for = hardware_of(hardware, mesh)
         found = _agreed(
@@ -133,20 +131,6 @@ def write_plan(plan: Plan, folder: Path) -> None:
     values = {"hardware": plan.hardware.name, **plan.found.as_dict()}
     write_json(folder / PLAN, values)
     print(f"planned for {plan.hardware.name}: {plan.found}", flush=True)
-
-
-def cache_of(run: RunConfig) -> str | None:
-    """The folder that compiled steps are kept in; None where `run.cache=auto` has none that is safe."""
-    if run.cache == "off":
-        return None
-    if run.cache != AUTO:
-        return run.cache
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fnshard"
-    try:
-        make_folder(folder)
-    except (fs.StateError, OSError, RuntimeError):  # a home that others may write to, or none
-        return None
-    return str(folder)
 
 
 def write_memory(lowered: Lowered, folder: Path, device_type: str) -> None:

@@ -225,9 +225,6 @@ class RunConfig:
     what SIGTERM leaves the ranks to finish a step and save. `replicas`: nodes that hold a copy of each rank's
     blocks in memory, of every `replica_every`th step, so that a rank that dies costs no step; 0: none.
 
-    `cache`: where compiled steps are kept for later runs: "auto" is `~/.cache/fnshard`, a path a folder of
-    one's own, "off" keeps none. What is there is machine code: nobody else may write to it.
-
     `profile`: so many steps are traced into `profile/`. `watch`: what is done about NaN: "hunt" ends the run
     and says where it arose, "stop" only ends it, "off" does nothing, and reports no spikes and slow ranks.
     """
@@ -251,7 +248,6 @@ class RunConfig:
     keep_every: PositiveInt | None = None
     keep_best: NonNegativeInt = 0
     resume: Annotated[str, Field(min_length=1)] = AUTO
-    cache: Annotated[str, Field(min_length=1)] = AUTO
     max_restarts: NonNegativeInt = 2
     stop_grace_s: PositiveFloat = 120.0
     replicas: NonNegativeInt = 0

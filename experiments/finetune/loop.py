@@ -161,14 +161,13 @@ def prepare(config: FinetuneConfig) -> FinetuneSetup:
     step = fs.shard_step(loss, plan.specs, mesh=mesh, optimizer=chosen.optimizer, **plan.options)
     how = {
         "mesh": mesh, "backend": run.backend, "deterministic": run.deterministic, "timeout": run.timeout_s,
-        "cache_dir": plan.options["cache_dir"],
     }  # fmt: skip
     objective_of_data = objective(tuning, config.objective, training=False)
     held_out = fs.shard_forward(objective_of_data, plan.specs, kernels=step, **how)
     examples = data.examples(run, lm.context)
     generator = Generator.of(
         lm, plan.specs, mesh, size=generator_size(examples, run.sample_tokens), backend=run.backend,
-        wrap=tuning.policy, timeout=run.timeout_s, cache_dir=plan.options["cache_dir"],
+        wrap=tuning.policy, timeout=run.timeout_s,
     )  # fmt: skip
     shown = Shown(generator, data.tokenizer, examples, run.sample_tokens)
     return FinetuneSetup(config, mesh, chosen, data, step, held_out, shown, batch)

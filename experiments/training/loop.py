@@ -138,7 +138,7 @@ def prepare(config: TrainConfig) -> TrainSetup:
     step = fs.shard_step(loss_fn, plan.specs, mesh=mesh, optimizer=optimizer, **plan.options)
     how = {
         "mesh": mesh, "backend": run.backend, "deterministic": run.deterministic, "timeout": run.timeout_s,
-        "cache_dir": plan.options["cache_dir"], "context_attention": config.mesh.context_attention,
+        "context_attention": config.mesh.context_attention,
     }  # fmt: skip
     forward = fs.shard_forward(loss_fn, plan.specs, kernels=step, **how)
     dataset = open_dataset(config)

@@ -199,7 +199,7 @@ def one_step(
             report_rows(training, report, read(training))  # nobody waits for what is prepared
             training.prepare(state)
     if tells:
-        report.say(f"programs: {step.made}")
+        report.say(f"programs: {step.compile_stats}")
         with spent.on("compile"):
             append_compiled(lowered, folder)
         if training.replicas is not None:

@@ -12,7 +12,7 @@ from fnshard.compiler.frontend.trace import trace
 from fnshard.compiler.ir.arguments import Arguments, sequence_dims
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.kernels.differentiate import Kernel, differentiate_all, kernel_key
-from fnshard.compiler.kernels.libraries import TRACING
+from fnshard.compiler.kernels.inductor import TRACING
 from fnshard.compiler.kernels.remat import Remat, policies
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.kernels.split import split

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import socket
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,15 +27,11 @@ class Agreement(NamedTuple):
     Args:
         items: the largest guess of how many items a Mean counts, which its gradients are divided by before
             they are summed.
-        alike: whether the steps of all ranks have one digest.
         compiled: whether all have their kernels.
-        neighbours: the ranks on this rank's host, it among them.
     """
 
     items: float
-    alike: bool
     compiled: bool
-    neighbours: tuple[int, ...]
 
 
 def check_agreement(
@@ -44,7 +39,6 @@ def check_agreement(
     schedule: Schedule,
     settings: Callable[[], Mapping[str, str]],
     items: float,
-    step_digest: str = "",
     compiled: bool = False,
 ) -> Agreement:
     """Compare schedules, and whatever else must be alike, over all ranks. A collective.
@@ -52,7 +46,7 @@ def check_agreement(
     Args:
         settings: makes `{name: text}` of what else must be alike: optimizer, loss scale, seed.
         items: this rank's guess of how many items a Mean counts.
-        step_digest: of all that this rank runs, or nothing; `compiled`: whether it has its kernels.
+        compiled: whether this rank has its kernels.
 
     Raises:
         AgreementError: on every rank, naming those that differ and what does.
@@ -63,19 +57,16 @@ def check_agreement(
         program |= settings()
     text = json.dumps(program)
     mine = {
-        "program": hashlib.sha256(text.encode()).hexdigest(), "items": items, "step": step_digest,
-        "host": socket.gethostname(), "compiled": compiled,
+        "program": hashlib.sha256(text.encode()).hexdigest(), "items": items,
+        "compiled": compiled,
     }  # fmt: skip
     every = [json.loads(t) for t in comm.gather_object(json.dumps(mine))]
     differing = [r for r, each in enumerate(every) if each["program"] != every[0]["program"]]
     if differing:
         _refuse(comm, text, differing)
-    here = every[comm.mesh.rank]
     return Agreement(
         max(each["items"] for each in every),
-        all(each["step"] == here["step"] != "" for each in every),
         all(each["compiled"] for each in every),
-        tuple(r for r, each in enumerate(every) if each["host"] == here["host"]),
     )
 
 
@@ -197,13 +188,3 @@ def _cut(text: str, same: int, length: int = 160) -> str:
     start = max(0, same - length // 2) if len(text) > length else 0
     before, after = "..." * bool(start), "..." * (len(text) > start + length)
     return f"{before}{text[start : start + length]}{after}"
-
-
-def compile_in_turn(comm: Collectives, neighbours: Sequence[int], compile: Callable[[], Any]) -> None:
-    """Compile on the first rank of each host, then on the others, which find its disk cache. A collective."""
-    leads = neighbours[0] == comm.mesh.rank
-    if leads:
-        compile()
-    comm.barrier()
-    if not leads:
-        compile()

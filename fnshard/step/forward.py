@@ -14,11 +14,10 @@ from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT
 from fnshard.runtime.executor.cuda_graph import MODE
 from fnshard.step.buckets import Buckets
-from fnshard.step.lowered import Lowered
+from fnshard.step.lowered import CompileStats, Lowered
 from fnshard.step.lowering import Lowering
 from fnshard.step.options import Backend, Options
 from fnshard.step.runner import Runner, default_mesh
-from fnshard.step.saved.cache import Made
 from fnshard.step.state import TrainState
 from fnshard.step.step import Step
 
@@ -38,7 +37,6 @@ def shard_forward(
     context_attention: ContextAttention = "auto",
     shapes: Buckets | None = None,
     cache: int = 8,
-    cache_dir: str | None = None,
     kernels: Step | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Forward:
@@ -63,7 +61,7 @@ def shard_forward(
     chosen = Options(
         passes=Passes((prefetch, prefetch), 1, mode == MODE), backend=backend,
         inductor=inductor_options(mode, options), deterministic=deterministic, cache=cache, timeout=timeout,
-        context_attention=context_attention, shapes=shapes, cache_dir=cache_dir,
+        context_attention=context_attention, shapes=shapes,
     )  # fmt: skip
     return Forward(fn, specs, mesh or default_mesh(), chosen, kernels)
 
@@ -80,9 +78,9 @@ class Forward:
         self._runner = Runner(self._lowering)
 
     @property
-    def made(self) -> Made:
-        """How many programs were traced, or loaded from files, and kernels compiled."""
-        return self._lowering.made
+    def compile_stats(self) -> CompileStats:
+        """How many programs were traced, and kernels compiled."""
+        return self._lowering.stats
 
     def lower(self, params: Any, /, *batch: Any, **keywords: Any) -> Lowered:
         """The forward for this batch, on paper; see `Step.lower`."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -24,21 +22,17 @@ from fnshard.compiler.frontend.indices import Indices
 from fnshard.compiler.frontend.trace import deterministic
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.kernels.attention import backends
-from fnshard.compiler.kernels.inductor import Boxed, Graphs, compile_graphs, graphs_of, share_of
-from fnshard.compiler.kernels.libraries import TRACING
+from fnshard.compiler.kernels.inductor import TRACING, Boxed, Graphs, compile_graphs, graphs_of, share_of
 from fnshard.compiler.kernels.reuse import reusable
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.kernels.symbolic import SharedKernels
 from fnshard.compiler.lower import Stages
 from fnshard.compiler.schedule.instructions import TRANSFER, Run
 from fnshard.compiler.schedule.ir import Schedule
-from fnshard.errors import SpecError, StateError
+from fnshard.errors import SpecError
 from fnshard.mesh.process_group import place_on_host
 from fnshard.optim.contract import Optimizer
 from fnshard.step.options import Options
-from fnshard.step.saved.cache import Made
-from fnshard.step.saved.encoding import NotSaved, digest_of
-from fnshard.step.saved.store import Request, save
 
 __all__ = ["Lowered", "diff"]
 
@@ -46,16 +40,31 @@ Kernels = Mapping[str, tuple[Boxed, Boxed | None]]
 KnownKernels = dict[tuple[str, bool], Boxed]  # by name, and whether it is the backward
 
 
+@dataclass(eq=False)
+class CompileStats:
+    """How many programs of a step were traced, and kernels compiled (or found in PyTorch's cache)."""
+
+    traces: int = 0
+    compiles: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.traces} traced, {self.compiles} kernels compiled"
+
+
 @dataclass(repr=False)
 class Lowered:
     """A step for one batch shape, on paper: `program`, `segments`, `kernels`, `schedule`.
 
-    Nothing has run, nothing is compiled until `compile`. Printing it prints the schedule. `batch_bytes`: of
-    this rank's batch, by leaf. `shared`: the kernels of all lengths, and the length of this batch, in
-    multiples of its buckets. `request`: what it was lowered for; `loaded`: from a file. `made` counts what is
-    compiled. `others`: steps whose kernels serve this one where they have its code. `moved`: bytes of
-    transfers by instruction number, once a ledger was made. `ahead`: kernels that a thread compiles. `first`:
-    no other batch was lowered before: when it first runs, ranks compare programs and exchange kernels.
+    Nothing has run, nothing is compiled until `compile`. Printing it prints the schedule.
+
+    Args:
+        batch_bytes: of this rank's batch, by leaf.
+        shared: the kernels of all lengths, and the length of this batch, in multiples of its buckets.
+        stats: counts what is compiled.
+        others: steps whose kernels serve this one where they have its code.
+        first: no other batch was lowered before; ranks compile in turn when it first runs.
+        moved: bytes of transfers by instruction number, once a ledger was made.
+        ahead: kernels that a thread compiles.
     """
 
     stages: Stages
@@ -64,9 +73,7 @@ class Lowered:
     optimizer: Optimizer | None = None
     batch_bytes: Mapping[str, int] = field(default_factory=dict)
     shared: tuple[SharedKernels, int] | None = None
-    request: Callable[[], Request] | None = field(default=None, repr=False)
-    loaded: bool = False
-    made: Made = field(default_factory=Made)
+    stats: CompileStats = field(default_factory=CompileStats)
     others: Callable[[], Sequence[Lowered]] = tuple
     first: bool = True
     moved: Mapping[int, int] | None = field(default=None, init=False, repr=False)
@@ -87,14 +94,6 @@ class Lowered:
         """Of batch leaves, random keys and axes on which ranks read their index ("batch", "key", "axis")."""
         inputs = self.program.inputs
         return {kind: [i.name for i in inputs if i.kind == kind] for kind in ("batch", "key", "axis")}
-
-    @cached_property
-    def digest(self) -> str:
-        """Of all that it runs, constants and graphs; nothing where it holds what no file can."""
-        try:
-            return digest_of(self.stages)
-        except NotSaved:
-            return ""
 
     @property
     def segments(self) -> Segments:
@@ -230,18 +229,18 @@ class Lowered:
         before = len(shared)
         with TRACING, self.settings():
             self.compiled = shared.compile(kernels, length, options=self.options.inductor)
-        self.made.compiles += len(shared) - before
+        self.stats.compiles += len(shared) - before
         return self
 
     def compile_async(self) -> Lowered:
         """Compile in a thread, while steps run; `compile`, and the first step, wait for it, and so does what
         is lowered meanwhile: lower first what is compiled together. Returns itself.
 
-        For a step's first batch, ranks of one host compile a share each, and exchange kernels when it first
-        runs. With `shapes` nothing is done ahead: lengths share kernels. The process ends when its
-        threads have.
+        For a step's first batch, ranks of one host compile a share each, and find the others' in PyTorch's
+        cache when it first runs. With `shapes` no other is done ahead: lengths share kernels. The process
+        ends when its threads have.
         """
-        if self.compiled is None and self.ahead is None and self.shared is None:
+        if self.compiled is None and self.ahead is None and (self.first or self.shared is None):
             mesh = self.schedule.mesh
             start = partial(torch.cuda.set_device, mesh.device) if mesh.device_type == "cuda" else None
             shared = self.first and mesh.kind == "group" and mesh.device_type == "cpu"
@@ -249,6 +248,11 @@ class Lowered:
             self.ahead = pool.submit(self._share, *(place_on_host() if shared else (0, 1)))
             pool.shutdown(wait=False)
         return self
+
+    def compile_share(self) -> None:
+        """Compile this rank's share of the kernels; the others find it in PyTorch's cache."""
+        if self.compiled is None:
+            self.compile_async().ahead.result()
 
     def _share(self, place: int, parts: int) -> KnownKernels:
         """What other steps have, and this rank's share of the rest."""
@@ -278,30 +282,8 @@ class Lowered:
         options = self.options
         with self.settings():
             done = compile_graphs(graphs, backend=options.backend, options=options.inductor)
-        self.made.compiles += len(done) if options.backend != "eager" else 0
+        self.stats.compiles += len(done) if options.backend != "eager" else 0
         return done
-
-    def save(self, path: str | os.PathLike) -> None:
-        """Compile, and write all of it to a file for `fs.load_step`: graphs, schedule and machine code.
-
-        Args:
-            path: in a folder that no other user may write to. Compiled code is code: whoever can put another
-                file there runs code as the user that loads it.
-
-        Raises:
-            StateError: others may write to the folder; the step depends on what no file can hold, such as an
-                environment variable that `fn` reads; an abstract mesh.
-        """
-        if self.request is None or self.schedule.mesh.kind == "abstract":
-            raise StateError(
-                "a step on an abstract mesh is not compiled, so it has no file.",
-                fix="lower it on the mesh that it will run on.",
-            )
-        self.compile()
-        try:
-            save(Path(path), self.request(), self.stages, self.compiled, self.batch_bytes)
-        except NotSaved as error:
-            raise StateError(f"the step cannot be saved: {error}.") from error
 
     def __str__(self) -> str:
         return self.as_text()

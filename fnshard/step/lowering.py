@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -39,13 +36,9 @@ from fnshard.step.batches import (
     check_leaves,
     micro_batch,
 )
-from fnshard.step.lowered import Lowered
+from fnshard.step.lowered import CompileStats, Lowered
 from fnshard.step.options import Options
 from fnshard.step.programs import Programs, fits
-from fnshard.step.saved.cache import Made, find, keep
-from fnshard.step.saved.encoding import NotSaved
-from fnshard.step.saved.file import Refused
-from fnshard.step.saved.store import Request, Saved, load
 
 LENGTHS = 64  # of one step that are kept, at least
 
@@ -85,7 +78,7 @@ class Lowering:
         self.kernels = SharedKernels()  # of batches of several lengths
         self.on_paper: tuple[BatchKey, Lowered] | None = None
         self.lock = threading.RLock()
-        self.made = Made()
+        self.stats = CompileStats()
         self.others: Callable[[], Sequence[Lowered]] = tuple if kernels is None else kernels.known
 
     def arguments(self, positional: Sequence[Any], keywords: Mapping[str, Any]) -> Arguments:
@@ -141,23 +134,13 @@ class Lowering:
             if known is not None:
                 return known
             if self.on_paper is None or not fits(self.on_paper, key):
-                request = self._request(key)
-                self.on_paper = key, self._loaded(request) or self._traced(key, batch, micro, request)
+                self.on_paper = key, self._traced(key, batch, micro)
             return self.on_paper[1]
 
-    def _loaded(self, request: Callable[[], Request]) -> Lowered | None:
-        """Out of the options' cache, if it is there."""
-        if self.options.cache_dir is None or self.mesh.kind == "abstract":
-            return None
-        saved = find(self.options.cache_dir, request, self.made)
-        return None if saved is None else self._of(saved, request)
-
-    def _traced(
-        self, key: BatchKey, batch: Batch, micro: Arguments, request: Callable[[], Request]
-    ) -> Lowered:
+    def _traced(self, key: BatchKey, batch: Batch, micro: Arguments) -> Lowered:
         if self.options.shapes is None or not len(self.programs):
             compiles.announce(self, key)
-        self.made.traces += 1
+        self.stats.traces += 1
         if self.mesh.kind != "abstract":
             warm_up(self.mesh.device_type, self.options.backend)
         keeping, sizes = Keeping(self.options.remat, self.options.save), bytes_of_batch(batch)
@@ -166,18 +149,9 @@ class Lowering:
             self.options.residual, self.options.context_attention,
         )  # fmt: skip
         shared = self._shared(batch)
-        known = {"made": self.made, "others": self.others, "first": not len(self.programs)}
-        lowered = Lowered(stages, self.options, None, self.optimizer, sizes, shared, request, **known)
+        known = {"stats": self.stats, "others": self.others, "first": not len(self.programs)}
+        lowered = Lowered(stages, self.options, None, self.optimizer, sizes, shared, **known)
         return self._checked(lowered)
-
-    def _request(self, key: BatchKey) -> Callable[[], Request]:
-        return cache(lambda: Request.of(self.fn, self.specs, self.mesh, self.options, self.plan, key))
-
-    def _of(self, saved: Saved, request: Callable[[], Request]) -> Lowered:
-        sizes = saved.batch_bytes
-        return self._checked(
-            Lowered(saved.stages, self.options, saved.kernels, self.optimizer, sizes, None, request, True)
-        )
 
     def _checked(self, lowered: Lowered) -> Lowered:
         if self.options.passes.graph:
@@ -186,34 +160,6 @@ class Lowering:
         if warning:
             warnings.warn(warning, stacklevel=5)
         return lowered
-
-    def load(self, path: str | os.PathLike, batch: Batch) -> None:
-        """Keep the step of a file, for such a batch.
-
-        Raises:
-            StateError: the file is not one for this step, with the reason.
-        """
-        check_arguments(self.fn, batch)
-        check_leaves(batch)
-        key = batch_key(batch)
-        with self.lock, without_autocast(), deterministic(self.options.deterministic):
-            try:
-                saved = load(Path(path), (request := self._request(key))())
-            except (FileNotFoundError, Refused, NotSaved) as error:
-                raise StateError(
-                    f"{path} is not loaded: {error}.",
-                    fix="lower it anew: step.lower(params, *batch).save(path); shard_step(cache_dir=) does "
-                    "so by itself.",
-                ) from error
-            self.made.loads += 1
-            self.programs.put(key, self._of(saved, request))
-
-    def keep(self, lowered: Lowered) -> None:
-        """Write it to the options' cache, if it is not there."""
-        if lowered.loaded or self.options.cache_dir is None:
-            return
-        saved = Saved(lowered.stages, lowered.compiled, lowered.batch_bytes)
-        keep(self.options.cache_dir, lowered.request(), saved, self.made)
 
     def compile(self, lowered: Lowered, batch: Batch) -> None:
         """Compile what is not compiled; kernels of a further length are announced, if it needs its own."""
@@ -285,7 +231,7 @@ class Lowering:
             known = self.programs.get(key)
             if known is not None:
                 return known
-            if self.on_paper is not None and fits(self.on_paper, key) and not self.on_paper[1].loaded:
+            if self.on_paper is not None and fits(self.on_paper, key):
                 compiles.announce(self, key, adopted=True)
             lowered, self.on_paper = self.lower(batch), None
             warning = self.programs.compare(key, lowered) if len(self.programs) else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -21,7 +20,7 @@ from fnshard.step.runner import default_mesh
 from fnshard.step.state import LossT, OptimizerT
 from fnshard.step.step import Step
 
-__all__ = ["load_step", "shard_step"]
+__all__ = ["shard_step"]
 
 
 def shard_step(
@@ -48,7 +47,6 @@ def shard_step(
     shapes: Buckets | None = None,
     context_attention: ContextAttention = "auto",
     cache: int = 8,
-    cache_dir: str | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Step[OptimizerT, LossT]:
     """Compile `fn(params, *batch) -> loss` and its specs into a sharded step.
@@ -100,8 +98,6 @@ def shard_step(
             in sizes that follow the length, `a * length + b`.
         cache: how many programs are kept compiled, by batch shape and by the values that `fn` reads; with
             `shapes` at least 64.
-        cache_dir: a folder of this user's alone, where what is traced and compiled at the first step is kept
-            for the next process with the same step; see `load_step`. Without `shapes`, for the CPU.
         timeout: seconds after which a silent peer is an error.
 
     >>> import torch
@@ -123,42 +119,6 @@ def shard_step(
         accumulate, accumulate_mode, Passes(depth, later, mode == MODE), backend,
         inductor_options(mode, options), loss_scale, grad_norm, cache, timeout, remat,
         save if isinstance(save, str) else tuple(save), disk_dir, deterministic, update, residual,
-        shapes, context_attention, cache_dir,
+        shapes, context_attention,
     )  # fmt: skip
     return Step(fn, specs, mesh, optimizer, chosen)
-
-
-def load_step(
-    path: str | os.PathLike, fn: Callable[..., LossT | Mean], specs: Any, *, batch: Sequence[Any],
-    optimizer: OptimizerT = None, **options: Any,
-) -> Step[OptimizerT, LossT]:  # fmt: skip
-    """`shard_step`, whose first program comes out of a file: nothing is traced, nothing is compiled.
-
-    The file is one that `Lowered.save` wrote, of the same step: specs, mesh, optimizer, options, batch
-    shapes, the source of every module that was loaded, the values that `fn` reads, this processor, PyTorch
-    and Python are compared. `shard_step(cache_dir=)` does both by itself. Kernels are the CPU's.
-
-    It holds machine code, as torch's AOTInductor packages do: whoever can write to the file runs code as the
-    user that loads it. So file and folder may be writable by this user alone. Nothing in it is unpickled.
-
-    Args:
-        path: the file.
-        fn, specs, optimizer, options: as `shard_step` takes them.
-        batch: `fn`'s arguments behind the parameters; tensors may be on the meta device.
-
-    Raises:
-        StateError: the file is damaged, or is not of this step; says what differs. Others may write to it.
-
-    >>> import tempfile, torch
-    >>> from fnshard import LayoutSpec, match_specs
-    >>> params, x = {"w": torch.ones(3)}, torch.arange(3.0)
-    >>> specs = match_specs(params, [("*", LayoutSpec())])
-    >>> folder = tempfile.TemporaryDirectory()
-    >>> shard_step(torch.dot, specs["w"], backend="eager").lower(params["w"], x).save(f"{folder.name}/step")
-    >>> step = load_step(f"{folder.name}/step", torch.dot, specs["w"], batch=(x,), backend="eager")
-    >>> step(params["w"], x), step.made.traces
-    ((tensor(3.), tensor([0., 1., 2.])), 0)
-    """
-    step = shard_step(fn, specs, optimizer=optimizer, **options)
-    step._lowering.load(path, step._lowering.arguments(batch, {}))
-    return step

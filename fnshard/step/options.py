@@ -46,7 +46,6 @@ class Options:
     residual: Residual = "split"
     shapes: Buckets | None = None
     context_attention: ContextAttention = "auto"
-    cache_dir: str | None = None
 
     def __post_init__(self) -> None:
         wrong = check_remat(self.remat, self.save)
@@ -77,8 +76,6 @@ class Options:
             wrong.append(f"deterministic={self.deterministic!r}: True or False")
         if self.disk_dir is not None and not isinstance(self.disk_dir, str | os.PathLike):
             wrong.append(f"disk_dir={self.disk_dir!r}: the path of an existing directory")
-        if self.cache_dir is not None and not isinstance(self.cache_dir, str | os.PathLike):
-            wrong.append(f"cache_dir={self.cache_dir!r}: the path of a directory of this user's alone")
         if wrong:
             raise SpecError("invalid options of a step:", wrong)
         LossScale.choose(self.loss_scale, fp16=False)

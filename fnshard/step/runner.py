@@ -33,11 +33,10 @@ from fnshard.runtime.executor.scalars import Scalars
 from fnshard.runtime.executor.update import Updater
 from fnshard.runtime.readback import Reading
 from fnshard.runtime.tiers import Transfers, send
-from fnshard.step.agreement import Agreement, check_agreement, compare_replicas, compile_in_turn
+from fnshard.step.agreement import Agreement, check_agreement, compare_replicas
 from fnshard.step.batches import Batch
 from fnshard.step.lowered import Lowered
 from fnshard.step.lowering import Lowering
-from fnshard.step.saved.together import compile_together
 from fnshard.step.shards import check_blocks
 from fnshard.step.state import TrainState
 
@@ -166,10 +165,6 @@ class Runner:
         if first:
             rank.agreement = self._agreement(rank, lowered, params, settings)
         self._compile(rank, lowered, batch, first)
-        # Of several ranks, one that runs what all run, and only what they have compared.
-        leads = first and rank.agreement.alike and rank.agreement.neighbours[0] == rank.comm.mesh.rank
-        if self.replayed is None and (leads or rank.comm.mesh.size == 1):
-            self.lowering.keep(lowered)
         bound = self._bind(lowered, rank, scalars(lowered))
         kept = {id(v) for v in self.lowering.programs.values()}
         rank.bound = {k: v for k, v in rank.bound.items() if k[0] in kept} | {key: bound}
@@ -182,11 +177,8 @@ class Runner:
         known = None if self.replayed is None else self.replayed.rank.agreement
         if known is not None:
             return known
-        compared = self.lowering.options.cache_dir is not None or self._in_processes
-        found = check_agreement(
-            rank.comm, lowered.schedule, settings, items_of(lowered.program),
-            lowered.digest if compared else "", lowered.compiled is not None,
-        )  # fmt: skip
+        items, compiled = items_of(lowered.program), lowered.compiled is not None
+        found = check_agreement(rank.comm, lowered.schedule, settings, items, compiled)
         if self.replayed is None:  # of a replay, one may hold the NaN that is looked for
             compare_replicas(rank.comm, self.blocks(params), self.lowering.specs.paired)
         return found
@@ -195,10 +187,9 @@ class Runner:
         """Compile what is not compiled. At the first step a collective: ranks of a host share the work."""
         agreement = rank.agreement
         if first and self._in_processes and not agreement.compiled:
-            if agreement.alike and lowered.shared is None and self.replayed is None:
-                return compile_together(lowered, rank.comm, agreement.neighbours)
-            compile_in_turn(rank.comm, agreement.neighbours, lowered.compile)
-        return self.lowering.compile(lowered, batch)
+            lowered.compile_share()
+            rank.comm.barrier()
+        self.lowering.compile(lowered, batch)
 
     @property
     def _in_processes(self) -> bool:

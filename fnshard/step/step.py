@@ -33,11 +33,10 @@ from fnshard.runtime.tiers import check_directory
 from fnshard.step.agreement import optimizer_text
 from fnshard.step.compiles import name_of
 from fnshard.step.init import InitFn, blank_params, blank_slots, check_seed, init_params, narrowed
-from fnshard.step.lowered import Lowered
+from fnshard.step.lowered import CompileStats, Lowered
 from fnshard.step.lowering import Lowering
 from fnshard.step.options import Options
 from fnshard.step.runner import FLAGS, Bound, Runner
-from fnshard.step.saved.cache import Made
 from fnshard.step.shards import check_blocks
 from fnshard.step.state import LossT, Metrics, OptimizerT, TrainState, check_state, checked_rng
 
@@ -273,9 +272,9 @@ class Step(Generic[OptimizerT, LossT]):
         return self._runner.watching(observer)
 
     @property
-    def made(self) -> Made:
-        """How many programs were traced, or loaded from files, and kernels compiled."""
-        return self._lowering.made
+    def compile_stats(self) -> CompileStats:
+        """How many programs were traced, and kernels compiled."""
+        return self._lowering.stats
 
     def front(self, *batch: Any, sources: bool = False, **keywords: Any) -> Front:
         """The program of this batch, cut into segments: all of a lowering that no layout or option changes.

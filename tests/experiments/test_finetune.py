@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 import re
 import shutil
 import sys
@@ -14,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from tuned_steps import made_by
 from tuning import ROOT, SMALL, STEPS, compose, config_of, rows_of, run_in
 
 import fnshard as fs
@@ -75,19 +73,6 @@ def test_a_run_leaves_what_it_promises(model, data, tmp_path, capfd, method, obj
 
         adapted = peft.PeftModel.from_pretrained(untouched, folder / loop.ADAPTERS).eval()
         torch.testing.assert_close(adapted(ids).logits, after, atol=1e-5, rtol=1e-5)
-
-
-def test_a_second_start_loads_every_step(model, data, tmp_path, warm, monkeypatch):
-    """In another process: objects of transformers hold hashes and addresses of theirs."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as the other process has it
-    config = config_of(model, data, tmp_path, "run.steps=1", f"run.cache={tmp_path / 'cache'}")
-    first = made_by(config, tmp_path / "first")
-    (tmp_path / "again").write_bytes(pickle.dumps((config, tmp_path / "second")))
-    done = warm.run(["tests.support.tuned_steps", str(tmp_path / "again")], tmp_path)
-    assert done.returncode == 0, done.stderr
-    second = json.loads(done.stdout.splitlines()[-1])
-    assert first == [{"traces": 1, "compiles": 0, "loads": 0, "notes": []}] * 4
-    assert second == [{"traces": 0, "compiles": 0, "loads": 1, "notes": []}] * 4
 
 
 @pytest.mark.parametrize("objective", ["sft", pytest.param("dpo", marks=pytest.mark.long)])

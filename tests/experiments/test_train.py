@@ -21,8 +21,7 @@ from experiments.cli import schema
 from experiments.cli.exceptions import is_mistake
 from experiments.configs import train as configs
 from experiments.configs.machine import place
-from experiments.configs.plan import cache_of
-from experiments.configs.train import ConfigError, RunConfig
+from experiments.configs.train import ConfigError
 from experiments.training.decoder import Attention, Decoder, DecoderConfig, next_token_loss
 from experiments.training.sample import Sampler, last_logits, printable
 from fnshard.functional import make_functional
@@ -275,28 +274,6 @@ def test_auto_plans_within_its_budget_and_trains(tmp_path: Path, warm: Warm):
     assert float(device[1]) == pytest.approx(plan["peak_bytes"] / 1e6, abs=1e-3)  # the job runs that plan
     assert f"a rank's predicted peak: {plan['peak_bytes'] / 1e6:.1f} MB" in done.stdout
     assert [row["step"] for row in rows_of(tmp_path) if "loss" in row] == [1, 2, 3]
-
-
-def test_a_second_run_traces_and_compiles_nothing(tmp_path: Path, warm: Warm):
-    overrides = [*SMALL, "run.steps=1", "run.sample_tokens=1", "mesh.shard=2", "run.resume=never"]
-    made = []
-    for _ in range(2):
-        done = warm.run(["experiments.train", *overrides, f"run.cache={tmp_path / 'cache'}"], tmp_path)
-        assert done.returncode == 0, done.stderr
-        made.append(re.findall(r"programs: (.*)", done.stdout + done.stderr))
-    assert made == [
-        ["0 loaded, 1 traced, 0 kernels compiled"],
-        ["1 loaded, 0 traced, 0 kernels compiled"],
-    ]
-    assert len(list((tmp_path / "cache").iterdir())) == 3  # the step, held-out losses, samples
-
-
-def test_where_steps_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folders = {cache: cache_of(RunConfig(cache=cache)) for cache in ("auto", "off", "a/path")}
-    assert folders == {"auto": str(tmp_path / "fnshard"), "off": None, "a/path": "a/path"}
-    (tmp_path / "fnshard").chmod(0o777)
-    assert cache_of(RunConfig(cache="auto")) is None
 
 
 def test_a_mistake_is_told_from_a_bug():

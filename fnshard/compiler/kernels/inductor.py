@@ -1,29 +1,35 @@
-"""Kernels through torch.compile's stack: with `libraries` the only module that calls Inductor.
+"""Kernels through torch.compile's stack: the only module that calls Inductor.
 
 A kernel's graphs are handed to Inductor's inner compiler, beneath Dynamo and AOTAutograd, so that a
 call costs a list of tensors and nothing else: no guards, no autograd function. Callables are boxed:
 they take a list and empty it, so that an input dies when its last reader has run. Inductor is imported
 where it is used: it takes seconds, and `import fnshard` should not.
+
+Inductor keeps what it compiles in its cache (TORCHINDUCTOR_CACHE_DIR), by the graph's text, its options, the
+versions and the processor: other ranks of the host and later processes find it there.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fnshard.compiler.kernels.differentiate import Kernel
-from fnshard.compiler.kernels.libraries import compiled_together, vector_settings
 from fnshard.errors import MissingExtraError, SpecError
 
 Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
+# Torch's tracers share state of the process, and Inductor has some: trace or compile, never both at once.
+TRACING = threading.RLock()
 LOG = logging.getLogger("fnshard")
 
 
@@ -38,12 +44,12 @@ def compile_graph(
     """
     if backend == "eager":
         return _eager(module)
-    with compiled_together(options):
+    with TRACING:
         return _generated(module, options, is_backward)
 
 
 def _generated(module: fx.GraphModule, options: Mapping[str, Any], is_backward: bool) -> Boxed:
-    """What Inductor makes of a graph; its C++ kernels are there once `compiled_together` is left."""
+    """What Inductor makes of a graph."""
     if not any(n.op == "call_function" for n in module.graph.nodes):
         return _eager(module)  # returns its inputs: nothing to compile
     from torch._inductor import config as inductor_config
@@ -63,10 +69,26 @@ def _generated(module: fx.GraphModule, options: Mapping[str, Any], is_backward: 
         V.set_fake_mode(mode) if mode is not None else torch.no_grad(),
         inductor_config.patch({**(vector_settings() if on_cpu else {}), **options}),
         torch._guards.tracing(torch._guards.TracingContext(mode)),
+        _with_shape_env(mode),
         torch.no_grad(),
     ):
         compiled = compile_fx_inner(module, fakes, is_backward=is_backward, is_inference=False)
     return compiled
+
+
+@contextmanager
+def _with_shape_env(mode: Any) -> Iterator[None]:
+    """Inductor's cache asks for a shape environment; all sizes are known, so it stays empty."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    if mode is None or mode.shape_env is not None:
+        yield
+        return
+    mode.shape_env = ShapeEnv()
+    try:
+        yield
+    finally:
+        mode.shape_env = None
 
 
 @contextmanager
@@ -81,6 +103,26 @@ def _compiler_named() -> Iterator[None]:
             "kernels for the CPU are compiled by a C++ compiler, and none works here.",
             fix='install g++, or name another one by CXX; backend="eager" (run.backend=eager) needs none.',
         ) from None
+
+
+@cache
+def vector_settings() -> dict[str, bool]:
+    """Options of Inductor that save it trying most vector instructions, by a compiler run and a program each:
+    torch itself was built with those of this CPU and runs with them, and the compiler has their flags."""
+    from torch._inductor import config, cpu_vec_isa
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    here, used = cpu_vec_isa.x86_isa_checker(), torch.backends.cpu.get_cpu_capability().lower()
+    if config.cpp.vec_isa_ok is not None or used not in here or (used == "avx2" and "avx512" in here):
+        return {}
+    sets = [isa for isa in cpu_vec_isa.supported_vec_isa_list if str(isa) in here]
+    flags = [flag for isa in sets for flag in isa.build_arch_flags().split()]
+    try:
+        command = [get_cpp_compiler(), *flags, "-E", "-x", "c++", os.devnull]
+        subprocess.run(command, check=True, capture_output=True)
+    except Exception:  # no compiler, or an old one: Inductor's own trials find the set that it has
+        return {}
+    return {"cpp.vec_isa_ok": True}
 
 
 def _copy(module: fx.GraphModule) -> fx.GraphModule:
@@ -140,7 +182,7 @@ def compile_graphs(
     if not graphs:
         return {}
     done: dict[tuple[str, bool], Boxed] = {}
-    with compiled_together(options):
+    with TRACING:
         for number, ((name, is_backward), graph) in enumerate(graphs.items(), 1):
             _say(f"compiling {number} of {len(graphs)} kernels")
             done[name, is_backward] = _generated(graph, options, is_backward)

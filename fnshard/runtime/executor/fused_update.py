@@ -19,8 +19,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fnshard import tree
-from fnshard.compiler.kernels.inductor import Boxed, compile_graph
-from fnshard.compiler.kernels.libraries import TRACING
+from fnshard.compiler.kernels.inductor import TRACING, Boxed, compile_graph
 from fnshard.errors import OptimizerError
 from fnshard.optim.contract import LeafNorms, Optimizer, StepInfo
 from fnshard.runtime.tiers import send

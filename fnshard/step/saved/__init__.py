@@ -1,1 +1,0 @@
-"""Saved steps: lowered and compiled steps as files that another process loads."""

@@ -1,0 +1,94 @@
+"""Kernels: shared by the ranks of a host through PyTorch's cache, and by a forward of the same code."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._inductor import config
+from torch._inductor.cpu_vec_isa import VecAVX2, VecISA
+from torch._inductor.exc import InductorError, InvalidCxxCompiler
+from toys import step_of
+
+import fnshard as fs
+from fnshard.compiler.kernels import inductor
+from fnshard.errors import MissingExtraError
+
+
+def loss(params: dict[str, Tensor], x: Tensor) -> Any:
+    y = torch.relu(x @ params["up"].T) @ params["down"].T
+    return y.square().mean(), {"mean": y.mean()}
+
+
+def cache_counts() -> dict[str, int]:
+    return {kind: counters["inductor"][f"fxgraph_cache_{kind}"] for kind in ("miss", "hit", "bypass")}
+
+
+def on_ranks(rank: int, folder: str) -> tuple[Any, ...]:
+    """Trains a step and measures with forwards of it, as a rank of a launcher's."""
+    torch.manual_seed(0)
+    params, x = {"up": torch.randn(8, 4), "down": torch.randn(4, 8)}, torch.randn(4, 4)[rank * 2 :][:2]
+    mesh = fs.make_mesh(shard=2)
+    specs = fs.presets.full_shard(params, mesh)
+    place = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2", "TORCHINDUCTOR_CACHE_DIR": folder}
+    counters.clear()
+    with mock.patch.dict(os.environ, place):
+        step = fs.shard_step(loss, specs, mesh=mesh, optimizer=fs.optim.adamw(1e-2))
+        state, _ = step(step.init(params), x)
+        graphs = inductor.graphs_of(step.lower(state, x).kernels.values())
+        cached, losses, compiles = cache_counts(), [], []
+        for batch in (x, x[:1]):  # as the step's, and of a length of its own
+            forward = fs.shard_forward(loss, specs, mesh=mesh, kernels=step)
+            forward.lower(state, batch).compile_async()
+            losses.append(float(forward(state, batch)[0]))
+            compiles.append(forward.compile_stats.compiles)
+    plain = fs.shard_forward(loss, specs, mesh=mesh, backend="eager")
+    expected = [float(plain(state, batch)[0]) for batch in (x, x[:1])]
+    return len(graphs), cached, compiles, losses, expected
+
+
+def test_ranks_of_a_host_compile_a_share_each_and_a_second_start_compiles_nothing(
+    tmp_path: Path, ranks: Any
+) -> None:
+    first, second = (ranks(2).run(on_ranks, str(tmp_path)) for _ in range(2))
+    count = first[0][0]
+    assert count > 1 and all(each[1]["miss"] for each in first)
+    assert sum(each[1]["miss"] for each in first) == count  # each by one of them
+    assert [each[1] for each in second] == [{"miss": 0, "hit": count, "bypass": 0}] * 2
+    assert [each[2] for each in first] == [[0, 2]] * 2  # the step's own kernels serve a forward of its shapes
+    for *_, losses, expected in (*first, *second):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_vector_instructions_that_torch_runs_with_are_not_tried(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    known = inductor.vector_settings.__wrapped__()
+    assert bool(known) == (torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"))
+    monkeypatch.setattr(VecISA, "check_build", lambda *_: pytest.fail("it was tried"))
+    with config.patch(known):
+        assert VecAVX2()
+    old = tmp_path / "g++"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o700)
+    for other in ({"cpp.cxx": (str(old),)}, {"cpp.vec_isa_ok": False}):  # a user's own choice
+        with config.patch(other):
+            assert inductor.vector_settings.__wrapped__() == {}
+
+
+def test_no_compiler_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **how: Any) -> None:
+        raise InductorError(InvalidCxxCompiler(), None)
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", fails)
+    with pytest.raises(MissingExtraError, match="a C\\+\\+ compiler, and none works here"):
+        step_of(loss, PARAMS, backend="inductor")(PARAMS, torch.ones(2, 4))
+
+
+PARAMS = {"up": torch.ones(8, 4), "down": torch.ones(4, 8)}
