@@ -384,7 +384,7 @@ def test_what_is_above_a_step_uses_its_public_names() -> None:
         f"{module}:{node.lineno} {node.attr}"
         for module in [*above, "fnshard.step.fit"]
         for node in ast.walk(TREES[module])
-        if isinstance(node, ast.Attribute) and node.attr in ("_lowering", "_runner")
+        if isinstance(node, ast.Attribute) and node.attr in ("_cache", "_runner")
     ]
     assert len(above) > 30 and found == []
 

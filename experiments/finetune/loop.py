@@ -232,7 +232,7 @@ def baseline(setup: FinetuneSetup, state: fs.TrainState, folder: Path, spent: Ti
     path, of = folder / BEFORE, _baseline_key(setup.config)
     known = read_json(path)
     known = known if known.get("of") == of else {}  # another configuration's
-    fresh = setup.step.gather_text("" if int(state.step) or known else "fresh")[0]
+    fresh = setup.step.gather_strings("" if int(state.step) or known else "fresh")[0]
     if fresh:
         values = {"of": of, **evaluated(setup, state, spent)}
         if setup.mesh.rank == 0:
@@ -273,7 +273,7 @@ def export(setup: FinetuneSetup, state: fs.TrainState, folder: Path) -> list[str
         aside = folder / f".{EXPORTED}.writing"
         if mesh.rank == 0:  # of an attempt that was cut off
             shutil.rmtree(aside, ignore_errors=True)
-        setup.step.gather_text("")  # no rank writes before it is gone
+        setup.step.gather_strings("")  # no rank writes before it is gone
         dtype = stored_dtype(config.model)
         fs.hf.save(blocks, aside, specs, mesh, model=tuning.lm.model, config=config.model, dtype=dtype)
         if mesh.rank == 0:

@@ -105,7 +105,7 @@ def restored(
     """
     steps = fs.checkpoint.all_steps(root) if mesh.rank == 0 else []
     found = str(root if steps else source or "")
-    newest, found = json.loads(step.gather_text(json.dumps([max(steps, default=-1), found]))[0])
+    newest, found = json.loads(step.gather_strings(json.dumps([max(steps, default=-1), found]))[0])
     state = None if replicas is None else replicas.restore(newer_than=newest)
     if replicas is not None and replicas.lost and mesh.rank == 0:
         print(f"replicas: no step is complete in memory, going on from {found or 'the start'}", flush=True)

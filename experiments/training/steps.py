@@ -108,7 +108,7 @@ def run_steps(
         DivergedError: a step was not finite; on all ranks.
     """
     run, first = training.run, int(state.step) + 1
-    training.step.forget("stop")
+    training.step.clear_flag("stop")
     if training.replicas is not None:
         training.replicas.start(state)
     held_out = None
@@ -117,9 +117,9 @@ def run_steps(
     try:
         for number in range(first, run.steps + 1):
             if stop.asked:
-                training.step.tell("stop")
+                training.step.raise_flag("stop")
             state = one_step(training, state, report, number, number - first + 1, saver.root.parent)
-            stops, saves = training.step.heard("stop"), saver.due(number)
+            stops, saves = training.step.flag_raised("stop"), saver.due(number)
             copies = training.replicas is not None and number % run.replica_every == 0
             if stops or saves or copies or _measures(training, number):
                 report_rows(training, report, read(training))
@@ -314,7 +314,7 @@ def begin_report(
         tokens: of one step, of all ranks.
         spent: where this process's time goes.
     """  # fmt: skip
-    hosts, folder, mesh = step.gather_text(socket.gethostname()), Path(run.folder), step.mesh
+    hosts, folder, mesh = step.gather_strings(socket.gethostname()), Path(run.folder), step.mesh
     if mesh.rank != 0:
         return Silent(made)
     start_folder(folder, config)

@@ -185,7 +185,7 @@ class Stragglers:
             return ""
         mine = [statistics.median(each) for each in zip(*self._own, strict=True)]
         self._own.clear()
-        medians = [json.loads(text) for text in self.step.gather_text(json.dumps(mine))]
+        medians = [json.loads(text) for text in self.step.gather_strings(json.dumps(mine))]
         return slowest([(own, data) for own, data in medians], self.ratio, self.least_s)
 
 
@@ -236,7 +236,7 @@ def sound(step: Any, state: fs.TrainState) -> bool:
                 torch.linalg.vector_norm(wide, float("inf")).to(torch.float64)
             )
     fine = all(bool(torch.isfinite(torch.stack(each)).all()) for each in worst.values())
-    return not any(step.gather_text("" if fine else "not finite"))
+    return not any(step.gather_strings("" if fine else "not finite"))
 
 
 Begin = Callable[[], tuple[fs.TrainState, Iterator[tuple[Any, ...]]]]

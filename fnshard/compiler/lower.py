@@ -38,8 +38,6 @@ from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 
-PlanOf = Callable[[Program], Plan]
-
 
 @dataclass(frozen=True)
 class Passes:
@@ -57,11 +55,19 @@ class Passes:
 
 
 @dataclass(frozen=True)
-class Keeping:
-    """What segments keep for their backward; see `compiler.kernels.remat`."""
+class LowerOptions:
+    """What a lowering depends on besides a function, its specs, batch, mesh and plan.
 
+    Args:
+        remat, save: what segments keep for their backward; see `compiler.kernels.remat`.
+        residual, context_attention: see `compiler.place`.
+    """
+
+    passes: Passes = Passes()
     remat: Remat = "none"
     save: tuple[str, ...] = ()
+    residual: Residual = "split"
+    context_attention: ContextAttention = "auto"
 
 
 @dataclass(frozen=True)
@@ -88,17 +94,15 @@ def trace_and_split(
     specs: ResolvedSpecs,
     batch: Arguments | Sequence[Any],
     mesh: Mesh,
-    plan_of: PlanOf | None,
+    plan: Plan,
+    options: LowerOptions,
     sources: bool = False,
-    residual: Residual = "split",
-    attention: ContextAttention = "auto",
 ) -> Front:
     """The stages that look at `fn`.
 
     Args:
-        residual, attention: see `compiler.place`.
         batch: one micro-batch of this rank.
-        plan_of: what the step is to do, given what `fn` returns; None is a forward alone.
+        plan: what the step is to do, whatever `fn` returns.
         sources: keep where in the user's code each node comes from.
     """
     stored = specs.paired
@@ -106,22 +110,21 @@ def trace_and_split(
     with TRACING, torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller is in
         program = trace(
             specs.decoding(fn), shapes, specs.structure, stored, batch,
-            device=trace_device(mesh), mesh=mesh, differentiate=plan_of is not None, sources=sources,
+            device=trace_device(mesh), mesh=mesh, differentiate=plan.differentiate, sources=sources,
         )  # fmt: skip
         sequences = {name: dims[0] for name, dims in sequence_dims(batch).items()}
-        program = place_axes(program, stored, mesh, residual, sequences, attention)
+        program = place_axes(program, stored, mesh, options.residual, sequences, options.context_attention)
         local = {p: s.local(mesh) for p, s in stored.items()}
         cuts = frozenset(p for p, s in local.items() if s.trainable or mesh.ordered(s.storage.axes))
-        plan = Plan(update=False, differentiate=False) if plan_of is None else plan_of(program)
-        return Front(program, split(program, stored, cuts, mesh.ordered(mesh.data_axes)), plan)
+        segments = split(program, stored, cuts, mesh.ordered(mesh.data_axes))
+        return Front(program, segments, plan.for_program(program))
 
 
 def schedule_for(
     front: Front,
     specs: Mapping[str, LayoutSpec],
     mesh: Mesh,
-    keeping: Keeping,
-    passes: Passes,
+    options: LowerOptions,
     known: MutableMapping[str, Kernel] | None = None,
     verified: bool = True,
 ) -> Stages:
@@ -132,7 +135,7 @@ def schedule_for(
         verified: False leaves `verify` out: a search verifies what it chooses.
     """
     program, segments, plan = front.program, front.segments, front.plan
-    kept = policies(segments, keeping.remat, keeping.save, (s.unit for s in specs.values()))
+    kept = policies(segments, options.remat, options.save, (s.unit for s in specs.values()))
     with TRACING, torch.inference_mode(False), torch.enable_grad():
         kernels = differentiate_all(
             segments, kept, trainable=plan.differentiate, known=known, target=mesh.device_type
@@ -141,7 +144,7 @@ def schedule_for(
     schedule = build(segments, [kernels[k] for k in keys], program.outputs, specs, mesh, plan)
     offloaded = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.offload)
     again = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.budget == 0)
-    schedule = run_passes(schedule, passes, offloaded, again)
+    schedule = run_passes(schedule, options.passes, offloaded, again)
     return Stages(program, segments, kernels, verify(schedule) if verified else schedule)
 
 
@@ -150,24 +153,20 @@ def lower(
     specs: ResolvedSpecs,
     batch: Arguments | Sequence[Any],
     mesh: Mesh,
-    plan_of: PlanOf | None,
-    passes: Passes,
-    keeping: Keeping = Keeping(),
-    residual: Residual = "split",
-    attention: ContextAttention = "auto",
+    plan: Plan,
+    options: LowerOptions,
 ) -> Stages:
     """All stages for one batch shape; needs no device and no process group.
 
     Lines of code are kept where something is refused alone: `fn` is traced once more, for the message.
     """
-    placing = {"residual": residual, "attention": attention}
     try:
-        front = trace_and_split(fn, specs, batch, mesh, plan_of, **placing)
+        front = trace_and_split(fn, specs, batch, mesh, plan, options)
     except TraceError as error:
         if getattr(error, "placed", True):
             raise
-        front = trace_and_split(fn, specs, batch, mesh, plan_of, sources=True, **placing)
-    return schedule_for(front, specs.paired, mesh, keeping, passes)
+        front = trace_and_split(fn, specs, batch, mesh, plan, options, sources=True)
+    return schedule_for(front, specs.paired, mesh, options)
 
 
 def run_passes(

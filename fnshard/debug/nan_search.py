@@ -143,11 +143,11 @@ def nan_hunt(
     with again.watching(tracker.watch):
         result = batch.call(again if training else partial(again, rng=rng), copy)
     loss = result[1]["loss"] if training else result[0][0] if isinstance(result[0], tuple) else result[0]
-    if any(json.loads(text) for text in again.gather_text(json.dumps(tracker.ill))):
+    if any(json.loads(text) for text in again.gather_strings(json.dumps(tracker.ill))):
         mine = [asdict(a) for a in _with_sources(again, batch, tracker)]
         found = [
             from_json(NonFinite, each)
-            for text in again.gather_text(json.dumps(mine))
+            for text in again.gather_strings(json.dumps(mine))
             for each in json.loads(text)
         ]
         found = _caused(_one_each(found), tracker.schedule)

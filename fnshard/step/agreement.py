@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,14 +37,14 @@ class Agreement(NamedTuple):
 def check_agreement(
     comm: Collectives,
     schedule: Schedule,
-    settings: Callable[[], Mapping[str, str]],
+    settings: Mapping[str, str],
     items: float,
     compiled: bool = False,
 ) -> Agreement:
     """Compare schedules, and whatever else must be alike, over all ranks. A collective.
 
     Args:
-        settings: makes `{name: text}` of what else must be alike: optimizer, loss scale, seed.
+        settings: `{name: text}` of what else must be alike: optimizer, loss scale, seed.
         items: this rank's guess of how many items a Mean counts.
         compiled: whether this rank has its kernels.
 
@@ -52,9 +52,7 @@ def check_agreement(
         AgreementError: on every rank, naming those that differ and what does.
     """
     program = {f"collective {i}": line for i, line in enumerate(schedule.communication(shapes=True))}
-    program |= {"mesh": str(schedule.mesh), "accumulate": str(schedule.accumulate)}
-    if comm.mesh.size > 1:
-        program |= settings()
+    program |= {"mesh": str(schedule.mesh), "accumulate": str(schedule.accumulate), **settings}
     text = json.dumps(program)
     mine = {
         "program": hashlib.sha256(text.encode()).hexdigest(), "items": items,

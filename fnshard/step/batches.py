@@ -44,6 +44,13 @@ def micro_batch(batch: Batch, parts: int) -> Arguments:
     return tree.unflatten(cut, structure)
 
 
+def batch_tensors(batch: Batch, names: Sequence[str]) -> tuple[dict[str, Tensor], set[str]]:
+    """Tensors of a batch by name, and which of them are the same for all micro-batches (`Whole`)."""
+    leaves = Arguments.of(batch).leaves[0]
+    tensors = {n: unwrapped(leaves[n]).detach() for n in names}
+    return tensors, {n for n in names if isinstance(leaves[n], Whole)}
+
+
 def bytes_of_batch(batch: Batch) -> dict[str, int]:
     """Of its tensors, by name, all micro-batches together."""
     named = flatten_batch(batch)[0].items()

@@ -32,14 +32,14 @@ class Compiles:
     def __str__(self) -> str:
         return "\n".join(self.lines) or "nothing compiled"
 
-    def _note(self, lowering: Any, key: BatchKey, adopted: bool) -> None:
-        if adopted and (id(lowering), key) in self.on_paper:
-            self.on_paper.discard((id(lowering), key))  # counted when it was lowered
+    def _note(self, cache: Any, key: BatchKey, adopted: bool) -> None:
+        if adopted and (id(cache), key) in self.on_paper:
+            self.on_paper.discard((id(cache), key))  # counted when it was lowered
             return
         if not adopted:
-            self.on_paper.add((id(lowering), key))
-        self.lines.append(f"{len(self.seen) + 1}: {self._line(lowering, key)}")
-        self.seen.append((lowering, key))
+            self.on_paper.add((id(cache), key))
+        self.lines.append(f"{len(self.seen) + 1}: {self._line(cache, key)}")
+        self.seen.append((cache, key))
         if len(self.seen) > self.most:
             raise DebugError(
                 f"compilation {len(self.seen)}, and at most {self.most} may happen here:",
@@ -49,24 +49,24 @@ class Compiles:
                 report=self,
             )
 
-    def _line(self, lowering: Any, key: BatchKey) -> str:
+    def _line(self, cache: Any, key: BatchKey) -> str:
         """A lowering, and what changed since the one before it of the same step."""
-        name = name_of(lowering.fn)
-        older = [k for each, k in self.seen if each is lowering]
-        known = older or lowering.programs.keys()
-        baked = lowering.programs.baked_changes(key)
+        name = name_of(cache.fn)
+        older = [k for each, k in self.seen if each is cache]
+        known = older or cache.programs.keys()
+        baked = cache.programs.baked_changes(key)
         if baked:
             return f"{name}: `fn` reads {'; '.join(lines(baked))}"
         if key in older:
-            return f"{name}: a batch it had compiled and forgot (cache={lowering.options.cache})"
+            return f"{name}: a batch it had compiled and forgot (cache={cache.options.cache})"
         if not known:
             shapes = ", ".join(f"batch[{n!r}] {shown(d)}" for n, d in folded(key[1:]).items())
-            again = " (a new step of a function that has one)" if self._has_other(lowering) else ""
+            again = " (a new step of a function that has one)" if self._has_other(cache) else ""
             return f"{name}: its first batch{again}: {shapes}"
         return f"{name}: {'; '.join(lines(batch_changes(known[-1], key)))}"
 
-    def _has_other(self, lowering: Any) -> bool:
-        code = getattr(lowering.fn, "__code__", None)
+    def _has_other(self, cache: Any) -> bool:
+        code = getattr(cache.fn, "__code__", None)
         return code is not None and any(getattr(each.fn, "__code__", None) is code for each, _ in self.seen)
 
 
@@ -74,17 +74,17 @@ class Compiles:
 _counting: ContextVar[tuple[Compiles, ...]] = ContextVar("fnshard_compiles", default=())
 
 
-def announce(lowering: Any, key: BatchKey, *, adopted: bool = False) -> None:
-    """A `Lowering` is about to lower this batch; `adopted`: to compile what it had on paper. It is
-    logged to "fnshard" (INFO).
+def announce(cache: Any, key: BatchKey, *, adopted: bool = False) -> None:
+    """A cache is about to lower this batch; `adopted`: to compile what it had on paper. It is logged to
+    "fnshard" (INFO).
 
     Raises:
         DebugError: one more than `assert_max_compiles` allows.
     """
     for counter in _counting.get():
-        counter._note(lowering, key, adopted)
+        counter._note(cache, key, adopted)
     if not adopted:
-        LOG.info("lowering %s", name_of(lowering.fn))
+        LOG.info("lowering %s", name_of(cache.fn))
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from fnshard.analysis.hardware import Hardware
 from fnshard.compiler.frontend.trace import without_autocast
 from fnshard.compiler.ir.arguments import Arguments, signature_of
 from fnshard.compiler.kernels.differentiate import Kernel
-from fnshard.compiler.lower import Front, Keeping, Passes, schedule_for
+from fnshard.compiler.lower import Front, Passes, schedule_for
 from fnshard.errors import BudgetError, SpecError
 from fnshard.layout import presets
 from fnshard.layout.resolved import ResolvedSpecs
@@ -181,9 +181,10 @@ class Search:
         specs = ResolvedSpecs.of(self.specs_of(choice)).paired
         options = self.options_of(choice)
         passes = Passes((choice.ahead, choice.ahead), choice.ahead)
+        lowering = replace(step.options.lowering, remat=options["remat"], passes=passes)
         with without_autocast():
-            stages = schedule_for(front, specs, self.mesh, Keeping(options["remat"]), passes, known, verified)
-        chosen = replace(step.options, remat=options["remat"], passes=passes)
+            stages = schedule_for(front, specs, self.mesh, lowering, known, verified)
+        chosen = replace(step.options, lowering=lowering)
         sizes = bytes_of_batch(self.arguments)
         return Lowered(stages, chosen, optimizer=self.optimizer, batch_bytes=sizes)
 

@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from fnshard import tree
+from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.kernels.inductor import inductor_options
-from fnshard.compiler.lower import Passes
+from fnshard.compiler.lower import LowerOptions, Passes
 from fnshard.compiler.place.strategies import ContextAttention
 from fnshard.losses import Mean
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT
 from fnshard.runtime.executor.cuda_graph import MODE
+from fnshard.step.batches import batch_tensors
 from fnshard.step.buckets import Buckets
+from fnshard.step.cache import ProgramCache
 from fnshard.step.lowered import CompileStats, Lowered
-from fnshard.step.lowering import Lowering
 from fnshard.step.options import Backend, Options
-from fnshard.step.runner import Runner, default_mesh
+from fnshard.step.runner import Bound, Runner, default_mesh
 from fnshard.step.state import TrainState
 from fnshard.step.step import Step
 
@@ -59,9 +63,11 @@ def shard_forward(
     tensor([0., 1., 2.])
     """
     chosen = Options(
-        passes=Passes((prefetch, prefetch), 1, mode == MODE), backend=backend,
-        inductor=inductor_options(mode, options), deterministic=deterministic, cache=cache, timeout=timeout,
-        context_attention=context_attention, shapes=shapes,
+        lowering=LowerOptions(
+            Passes((prefetch, prefetch), 1, mode == MODE), context_attention=context_attention
+        ),
+        backend=backend, inductor=inductor_options(mode, options), deterministic=deterministic, cache=cache,
+        timeout=timeout, shapes=shapes,
     )  # fmt: skip
     return Forward(fn, specs, mesh or default_mesh(), chosen, kernels)
 
@@ -73,22 +79,22 @@ class Forward:
         self, fn: Callable[..., Any], specs: Any, mesh: Mesh, options: Options, kernels: Step | None = None
     ):
         self.mesh, self.options = mesh, options
-        shared = None if kernels is None else kernels._lowering
-        self._lowering = Lowering(fn, specs, mesh, options, None, kernels=shared)
-        self._runner = Runner(self._lowering)
+        reuse = None if kernels is None else kernels._cache
+        self._cache = ProgramCache(fn, specs, mesh, options, trains=False, reuse=reuse)
+        self._runner = Runner(mesh, None, options)
 
     @property
     def compile_stats(self) -> CompileStats:
         """How many programs were traced, and kernels compiled."""
-        return self._lowering.stats
+        return self._cache.stats
 
     def lower(self, params: Any, /, *batch: Any, **keywords: Any) -> Lowered:
         """The forward for this batch, on paper; see `Step.lower`."""
         if isinstance(params, TrainState):
-            self._lowering.follow(params.params)
+            self._cache.follow(params.params)
         else:
-            self._lowering.resolve(params)
-        return self._lowering.lower(self._lowering.arguments(batch, keywords))
+            self._cache.resolve(params)
+        return self._cache.lower(self._cache.arguments(batch, keywords))
 
     def __call__(self, params: Any, /, *batch: Any, **keywords: Any) -> Any:
         """`fn`'s outputs for this rank's slice of the batch.
@@ -98,14 +104,25 @@ class Forward:
         training = isinstance(params, TrainState)
         seed, number = (int(params.seed), int(params.step)) if training else (0, 0)
         blocks = params.params if training else params
-        if self.mesh.size == 1 and not self._lowering.specs.complete:
-            self._lowering.resolve(blocks)
-        self._lowering.follow(blocks)
-        passed = self._lowering.arguments(batch, keywords)
-        bound = self._runner.bind(passed, blocks, lambda lowered: None)
-        env = bound.run(self._runner.inputs(bound.lowered, blocks, passed, seed, number))
-        outputs, results = bound.lowered.program.outputs, bound.lowered.segments.results
-        self._runner.rank.finished({}, {}, {limit: env[results[limit.result]] for limit in outputs.limits})
+        if self.mesh.size == 1 and not self._cache.specs.complete:
+            self._cache.resolve(blocks)
+        self._cache.follow(blocks)
+        passed = self._cache.arguments(batch, keywords)
+        lowered, runner = self._cache.get(passed), self._runner
+        blocks = runner.blocks(blocks, self._cache.specs)
+        bound = runner.bound(lowered) or self._bind(lowered, passed, blocks)
+        tensors, whole = batch_tensors(passed, lowered.names["batch"])
+        self._cache.check_indices(lowered, passed, tensors, whole)
+        env = bound.run(runner.inputs(lowered, blocks, tensors, whole, seed, number))
+        outputs, results = lowered.program.outputs, lowered.segments.results
+        runner.rank.finished({}, {}, {limit: env[results[limit.result]] for limit in outputs.limits})
         made = {"python": lambda value: value, "tensor": lambda i: env[results[i]],
                 "mean": lambda i, j: Mean(env[results[i]], env[results[j]])}  # fmt: skip
         return tree.unflatten([made[kind](*rest) for kind, *rest in outputs.aux], outputs.aux_structure)
+
+    def _bind(self, lowered: Lowered, batch: Arguments, blocks: Mapping[str, Tensor]) -> Bound:
+        runner, specs = self._runner, self._cache.specs
+        if runner.rank.agreement is None:
+            runner.agree(lowered, blocks, specs, {})
+        self._cache.compile(lowered, batch)
+        return runner.bind(lowered, None, specs, self._cache.programs.values())

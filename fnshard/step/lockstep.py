@@ -27,14 +27,14 @@ def lockstep(loader: Iterable[T], step: Step) -> Iterator[T]:
     """
     source = iter(loader)
     ahead = deque(islice(source, 2))
-    fewest = min(int(text) for text in step.gather_text(str(len(ahead))))
-    step.forget("out_of_data")
+    fewest = min(int(text) for text in step.gather_strings(str(len(ahead))))
+    step.clear_flag("out_of_data")
     try:
         while fewest:
             batch = ahead.popleft()
             ahead.extend(islice(source, 1))
             if len(ahead) < 2:
-                step.tell("out_of_data")
+                step.raise_flag("out_of_data")
             made = step.count
             yield batch
             if step.count == made:
@@ -42,7 +42,7 @@ def lockstep(loader: Iterable[T], step: Step) -> Iterator[T]:
                     "the loop over lockstep went on to the next batch without a step.",
                     fix="call the step once for each batch; filter batches before lockstep sees them.",
                 )
-            if fewest == 1 or step.heard("out_of_data"):
+            if fewest == 1 or step.flag_raised("out_of_data"):
                 return
     finally:
-        step.forget("out_of_data")  # the loop was left early: what it meant to say is void
+        step.clear_flag("out_of_data")  # the loop was left early: its flag is void

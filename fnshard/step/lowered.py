@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -61,7 +61,7 @@ class Lowered:
         batch_bytes: of this rank's batch, by leaf.
         shared: the kernels of all lengths, and the length of this batch, in multiples of its buckets.
         stats: counts what is compiled.
-        others: steps whose kernels serve this one where they have its code.
+        reuse: steps whose kernels serve this one where they have its code.
         first: no other batch was lowered before; ranks compile in turn when it first runs.
         moved: bytes of transfers by instruction number, once a ledger was made.
         ahead: kernels that a thread compiles.
@@ -74,7 +74,7 @@ class Lowered:
     batch_bytes: Mapping[str, int] = field(default_factory=dict)
     shared: tuple[SharedKernels, int] | None = None
     stats: CompileStats = field(default_factory=CompileStats)
-    others: Callable[[], Sequence[Lowered]] = tuple
+    reuse: tuple[Lowered, ...] = ()
     first: bool = True
     moved: Mapping[int, int] | None = field(default=None, init=False, repr=False)
     ahead: Future[KnownKernels] | None = field(default=None, init=False, repr=False)
@@ -211,17 +211,13 @@ class Lowered:
         """What its kernels are compiled under."""
         return deterministic(self.options.deterministic)
 
-    def compile(self, known: Mapping[tuple[str, bool], Boxed] | None = None) -> Lowered:
-        """Compile the kernels on the options' backend, once; returns itself.
-
-        Args:
-            known: kernels that are compiled already, by name and whether it is the backward.
-        """
+    def compile(self) -> Lowered:
+        """Compile the kernels on the options' backend, once; returns itself."""
         if self.compiled is not None:
             return self
         kernels = self.kernels.values()
         if self.shared is None:
-            done = self.known() | dict(known or {})
+            done = self.known()
             done |= self.compile_graphs({k: g for k, g in graphs_of(kernels).items() if k not in done})
             self.compiled = {k.name: (done[k.name, False], done.get((k.name, True))) for k in kernels}
             return self
@@ -271,7 +267,7 @@ class Lowered:
     def _reused(self) -> KnownKernels:
         """Of steps that are compiled, or are being compiled, in the same way."""
         found: KnownKernels = {}
-        for other in self.others() if self.options.backend != "eager" else ():
+        for other in self.reuse if self.options.backend != "eager" else ():
             alike = [(o.backend, o.inductor, o.deterministic) for o in (self.options, other.options)]
             if alike[0] == alike[1] and other.shared is None and (other.compiled or other.ahead):
                 found |= reusable(self.kernels.values(), other.kernels.values(), other.known())

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from fnshard.compiler.kernels.inductor import inductor_options
 from fnshard.compiler.kernels.remat import Remat
-from fnshard.compiler.lower import Passes
+from fnshard.compiler.lower import LowerOptions, Passes
 from fnshard.compiler.place.strategies import ContextAttention, Residual
 from fnshard.compiler.schedule.build import AccumulateMode
 from fnshard.losses import Mean
@@ -115,10 +115,11 @@ def shard_step(
     usual = default_depth(mesh)
     ahead, later = usual if prefetch is None else prefetch, usual if overlap is None else overlap
     depth = (ahead, ahead) if isinstance(ahead, int) else ahead
+    saved = save if isinstance(save, str) else tuple(save)
+    passes = Passes(depth, later, mode == MODE)
     chosen = Options(
-        accumulate, accumulate_mode, Passes(depth, later, mode == MODE), backend,
-        inductor_options(mode, options), loss_scale, grad_norm, cache, timeout, remat,
-        save if isinstance(save, str) else tuple(save), disk_dir, deterministic, update, residual,
-        shapes, context_attention,
+        accumulate, accumulate_mode, LowerOptions(passes, remat, saved, residual, context_attention), backend,
+        inductor_options(mode, options), loss_scale, grad_norm, cache, timeout, disk_dir, deterministic,
+        update, shapes,
     )  # fmt: skip
     return Step(fn, specs, mesh, optimizer, chosen)

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from fnshard.analysis.transport import kind_of
-from fnshard.compiler.kernels.remat import Remat
 from fnshard.compiler.kernels.remat import check as check_remat
-from fnshard.compiler.lower import Passes
+from fnshard.compiler.lower import LowerOptions
 from fnshard.compiler.place.strategies import ContextAttention, Residual
 from fnshard.compiler.schedule.build import AccumulateMode
 from fnshard.errors import SpecError
@@ -31,24 +30,21 @@ class Options:
 
     accumulate: int = 1
     accumulate_mode: AccumulateMode = "reduce"
-    passes: Passes = Passes()
+    lowering: LowerOptions = LowerOptions()
     backend: Backend = "inductor"
     inductor: Mapping[str, Any] = field(default_factory=dict)
     loss_scale: float | Literal["dynamic"] | None = None
     grad_norm: bool = False
     cache: int = 8
     timeout: float = DEFAULT_TIMEOUT
-    remat: Remat = "none"
-    save: tuple[str, ...] = ()
     disk_dir: str | None = None
     deterministic: bool = False
     update: UpdateMode = "auto"
-    residual: Residual = "split"
     shapes: Buckets | None = None
-    context_attention: ContextAttention = "auto"
 
     def __post_init__(self) -> None:
-        wrong = check_remat(self.remat, self.save)
+        low = self.lowering
+        wrong = check_remat(low.remat, low.save)
         if not isinstance(self.accumulate, int) or self.accumulate < 1:
             wrong.append(f"accumulate={self.accumulate!r}: a whole number of micro-batches, at least 1")
         if self.accumulate_mode not in ("reduce", "local"):
@@ -57,17 +53,17 @@ class Options:
             wrong.append(f"backend={self.backend!r}: 'inductor' or 'eager'")
         if self.update not in get_args(UpdateMode):
             wrong.append(f"update={self.update!r}: 'auto', 'eager' or 'compiled'")
-        if self.residual not in get_args(Residual):
-            wrong.append(f"residual={self.residual!r}: 'split' or 'whole'")
+        if low.residual not in get_args(Residual):
+            wrong.append(f"residual={low.residual!r}: 'split' or 'whole'")
         if self.shapes is not None and not isinstance(self.shapes, Buckets):
             wrong.append(f"shapes={self.shapes!r}: fs.Buckets(multiple=64, pad=...), or None")
-        if self.context_attention not in get_args(ContextAttention):
+        if low.context_attention not in get_args(ContextAttention):
             choices = ", ".join(map(repr, get_args(ContextAttention)))
-            wrong.append(f"context_attention={self.context_attention!r}: one of {choices}")
-        if not _counts(self.passes.prefetch, 2):
-            wrong.append(f"prefetch={self.passes.prefetch!r}: a number of kernels, or (forward, backward)")
-        if not _counts((self.passes.overlap,), 1):
-            wrong.append(f"overlap={self.passes.overlap!r}: a whole number of kernels, 0 (none) or more")
+            wrong.append(f"context_attention={low.context_attention!r}: one of {choices}")
+        if not _counts(low.passes.prefetch, 2):
+            wrong.append(f"prefetch={low.passes.prefetch!r}: a number of kernels, or (forward, backward)")
+        if not _counts((low.passes.overlap,), 1):
+            wrong.append(f"overlap={low.passes.overlap!r}: a whole number of kernels, 0 (none) or more")
         if not _counts((self.cache,), 1) or self.cache < 1:
             wrong.append(f"cache={self.cache!r}: a whole number of batch shapes, at least 1")
         if not isinstance(self.timeout, int | float) or not self.timeout > 0:

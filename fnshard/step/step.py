@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from fnshard import tree
-from fnshard.analysis.slots import Slots, check_slots, gathers_of, slots_of
+from fnshard.analysis.slots import Slots, check_slots, slots_of
+from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT, SCALARS, slots
 from fnshard.compiler.lower import Front
-from fnshard.compiler.schedule.build import Plan
 from fnshard.errors import StateError, leaves
 from fnshard.functional import make_functional
 from fnshard.layout.pairs import as_pairs, slots_at_rest
@@ -27,16 +27,17 @@ from fnshard.optim.contract import check as check_optimizer
 from fnshard.optim.loss_scale import LossScale, exact_seed
 from fnshard.runtime.executor.context import Watch
 from fnshard.runtime.executor.control import StepControl
-from fnshard.runtime.executor.scalars import Scalars, rescale
+from fnshard.runtime.executor.scalars import rescale
 from fnshard.runtime.executor.update import init_slots
 from fnshard.runtime.tiers import check_directory
-from fnshard.step.agreement import optimizer_text
+from fnshard.step.batches import batch_tensors
+from fnshard.step.cache import ProgramCache
+from fnshard.step.compile import FLAGS, loss_scale_of, scalars_of, settings_of
 from fnshard.step.compiles import name_of
 from fnshard.step.init import InitFn, blank_params, blank_slots, check_seed, init_params, narrowed
 from fnshard.step.lowered import CompileStats, Lowered
-from fnshard.step.lowering import Lowering
 from fnshard.step.options import Options
-from fnshard.step.runner import FLAGS, Bound, Runner
+from fnshard.step.runner import Bound, Runner
 from fnshard.step.shards import check_blocks
 from fnshard.step.state import LossT, Metrics, OptimizerT, TrainState, check_state, checked_rng
 
@@ -51,15 +52,15 @@ class Step(Generic[OptimizerT, LossT]):
     ):
         check_kind(optimizer)
         self.mesh, self.optimizer, self.options = mesh, optimizer, options
-        self._lowering = Lowering(fn, specs, mesh, options, self._plan, optimizer)
-        self._runner = Runner(self._lowering)
+        self._cache = ProgramCache(fn, specs, mesh, options, optimizer)
+        self._runner = Runner(mesh, optimizer, options)
         self._chosen_scale: LossScale | None = None
         self._expected_slots: Slots | None = None
         self._checked_slots: Any = None
         self._check_optimizer()
 
     def __repr__(self) -> str:
-        name, shapes = name_of(self.fn), len(self._lowering.programs)
+        name, shapes = name_of(self.fn), len(self._cache.programs)
         return (
             f"Step({name}, {leaves(len(self._stored))} on mesh {self.mesh}, {self.optimizer!r}, "
             f"{self.options.backend}, {shapes} batch {'shape' if shapes == 1 else 'shapes'} lowered)"
@@ -68,25 +69,25 @@ class Step(Generic[OptimizerT, LossT]):
     @property
     def fn(self) -> Callable[..., Any]:
         """The function that `shard_step` was given."""
-        return self._lowering.fn
+        return self._cache.fn
 
     @property
     def specs(self) -> Any:
         """The spec tree, resolved as soon as a tree of full leaves was seen."""
-        return self._lowering.specs.tree
+        return self._cache.specs.tree
 
     @property
     def resolved(self) -> ResolvedSpecs:
         """The same by path, of leaves and of stored tensors."""
-        return self._lowering.specs
+        return self._cache.specs
 
     @property
     def _stored(self) -> Mapping[str, LayoutSpec]:
-        return self._lowering.specs.stored
+        return self._cache.specs.stored
 
     @property
     def _paired(self) -> Mapping[str, LayoutSpec]:
-        return self._lowering.specs.paired
+        return self._cache.specs.paired
 
     def resolve(self, params: Any) -> None:
         """Complete handwritten specs from a tree of full leaves.
@@ -94,7 +95,7 @@ class Step(Generic[OptimizerT, LossT]):
         Raises:
             SpecError: a tree of other leaves; specs that do not fit the mesh.
         """
-        self._lowering.resolve(params)
+        self._cache.resolve(params)
 
     @overload
     def init(
@@ -176,7 +177,7 @@ class Step(Generic[OptimizerT, LossT]):
         """
         if self.optimizer is None:
             raise StateError("this step has no optimizer, so it has no TrainState: ask for parameters alone.")
-        self._lowering.adopt(specs)
+        self._cache.adopt(specs)
         self._check_optimizer()
         specs, mesh = self._stored, self.mesh
         params = blank_params(specs, mesh, self.options.disk_dir)
@@ -196,7 +197,7 @@ class Step(Generic[OptimizerT, LossT]):
         """
         if not isinstance(params, TrainState):
             self.resolve(params)
-        return self._lowering.lower(self._lowering.arguments(batch, keywords))
+        return self._cache.lower(self._cache.arguments(batch, keywords))
 
     @overload
     def __call__(
@@ -228,11 +229,15 @@ class Step(Generic[OptimizerT, LossT]):
             keywords |= {} if rng is None else {"rng": rng}
             self._check_slots(state.opt_state)
             self._scale.check(state.loss_scale)
-        passed = self._lowering.arguments(batch, keywords)
-        bound = self._runner.bind(passed, params, self._scalars, lambda: self._settings(seed, number))
-        env = self._runner.inputs(bound.lowered, params, passed, seed, number)
+        passed = self._cache.arguments(batch, keywords)
+        lowered, runner = self._cache.get(passed), self._runner
+        blocks = runner.blocks(params, self.resolved)
+        bound = runner.bound(lowered) or self._bind(lowered, passed, blocks, seed, number)
+        tensors, whole = batch_tensors(passed, lowered.names["batch"])
+        self._cache.check_indices(lowered, passed, tensors, whole)
+        env = runner.inputs(lowered, blocks, tensors, whole, seed, number)
         scale = self._scale.scale(state.loss_scale if training else {})
-        program = bound.lowered.program
+        program = lowered.program
         loss = program.results[program.outputs.loss].meta["val"]
         divisor = self._divisor(program)
         start, rest = exact_seed(float(scale) / divisor, loss.dtype)
@@ -240,7 +245,7 @@ class Step(Generic[OptimizerT, LossT]):
         control = StepControl(
             rescale=lambda summary: rescale(summary, rest / float(scale), divisor, self.mesh.device),
             skip_if=(lambda s: not bool(torch.isfinite(s.norm))) if self._scale.dynamic else None,
-            flags=dict.fromkeys(self._runner.rank.raised, 1.0),
+            flags=dict.fromkeys(runner.rank.raised, 1.0),
         )
         if not training:
             return self._gradients(bound, bound.run(env | {CONTROL: control}))
@@ -274,7 +279,7 @@ class Step(Generic[OptimizerT, LossT]):
     @property
     def compile_stats(self) -> CompileStats:
         """How many programs were traced, and kernels compiled."""
-        return self._lowering.stats
+        return self._cache.stats
 
     def front(self, *batch: Any, sources: bool = False, **keywords: Any) -> Front:
         """The program of this batch, cut into segments: all of a lowering that no layout or option changes.
@@ -283,7 +288,7 @@ class Step(Generic[OptimizerT, LossT]):
             batch, keywords: this rank's slice, passed as `fn` takes it.
             sources: keep where in the user's code each node comes from.
         """
-        return self._lowering.front(self._lowering.arguments(batch, keywords), sources=sources)
+        return self._cache.front(self._cache.arguments(batch, keywords), sources=sources)
 
     def replay(self, **options: Any) -> Step[OptimizerT, LossT]:
         """A second step of the same function to run a state through again, without a trace on this one.
@@ -296,45 +301,53 @@ class Step(Generic[OptimizerT, LossT]):
         """
         chosen = replace(self.options, **options)
         other = Step(self.fn, self.specs, self.mesh, self.optimizer, chosen)
-        other._runner.replayed = self._runner
+        other._runner = Runner(self.mesh, self.optimizer, chosen, self._runner.agreed())
         if chosen == self.options and chosen.backend == "eager":  # Inductor rewrites what it compiles
-            other._lowering.share(self._lowering)
+            other._cache.share(self._cache)
         return other
 
-    # -------------------------------------------------------------- what ranks tell each other
+    # -------------------------------------------------------------- flags of all ranks
 
-    def tell(self, flag: str) -> None:
-        """Raise a flag ("out_of_data", "stop") that all ranks hear of behind the step after the next one."""
+    def raise_flag(self, flag: str) -> None:
+        """Raise a flag ("out_of_data", "stop"), which all ranks see after the step after the next one."""
         if flag not in FLAGS:
             raise StateError(f"flag {flag!r} is not one of {', '.join(FLAGS)}.")
         self._runner.rank.raised.add(flag)
 
-    def forget(self, flag: str) -> None:
-        """Withdraw a flag that was raised and not heard yet, and forget what was heard of it."""
-        self._runner.rank.forget(flag)
+    def clear_flag(self, flag: str) -> None:
+        """Lower a flag on this rank, and what is known of it on others."""
+        self._runner.rank.clear_flag(flag)
 
     @property
     def count(self) -> int:
         """Steps made by this object on this rank."""
         return self._runner.rank.steps
 
-    def heard(self, flag: str) -> bool:
+    def flag_raised(self, flag: str) -> bool:
         """Whether any rank had raised the flag when the step before the last one began; equal on all ranks.
 
         A step late: the last one may be under way on a device, which nothing here waits for.
         """
-        return self._runner.rank.heard(flag)
+        return self._runner.rank.flag_raised(flag)
 
-    def gather_text(self, text: str) -> list[str]:
+    def gather_strings(self, text: str) -> list[str]:
         """One small string of every rank, by rank: a collective, for what no step can carry."""
         return self._runner.rank.comm.gather_object(text)
 
-    # -------------------------------------------------------------- the plan
+    # -------------------------------------------------------------- binding
 
-    def _settings(self, seed: int, number: int) -> dict[str, str]:
-        """What must be alike on all ranks beside the schedule, as text by name."""
-        optimizer, scale = optimizer_text(self.optimizer, self._stored), repr(self._scale)
-        return {"optimizer": optimizer, "loss scale": scale, "seed": str(seed), "step": str(number)}
+    def _bind(
+        self, lowered: Lowered, batch: Arguments, blocks: Mapping[str, Tensor], seed: int, number: int
+    ) -> Bound:
+        """A lowered step, agreed on if it is the first, compiled and bound to this rank."""
+        runner, specs, options = self._runner, self.resolved, self.options
+        if runner.rank.agreement is None:
+            alone = self.mesh.size == 1
+            settings = {} if alone else settings_of(self.optimizer, specs, self._scale, seed, number)
+            runner.agree(lowered, blocks, specs, settings)
+        self._cache.compile(lowered, batch)
+        scalars = scalars_of(lowered.program, lowered.segments, self.optimizer, specs, self.mesh, options)
+        return runner.bind(lowered, scalars, specs, self._cache.programs.values())
 
     @property
     def _slots(self) -> Slots:
@@ -345,44 +358,8 @@ class Step(Generic[OptimizerT, LossT]):
     @property
     def _scale(self) -> LossScale:
         if self._chosen_scale is None or not self.resolved.complete:
-            fp16 = any(s.trainable and s.compute_dtype == torch.float16 for s in self._stored.values())
-            self._chosen_scale = LossScale.choose(self.options.loss_scale, fp16, self.optimizer is not None)
+            self._chosen_scale = loss_scale_of(self.optimizer, self.resolved, self.options)
         return self._chosen_scale
-
-    def _plan(self, program: Program) -> Plan:
-        needs = self.optimizer.needs if self.optimizer is not None else frozenset()
-        stands_between = bool(needs & {"global_norm", "leaf_norms"}) or self._scale.dynamic
-        norms = stands_between or self.options.grad_norm
-        counted = self.optimizer is not None and program.outputs.count is not None
-        return Plan(
-            accumulate=self.options.accumulate,
-            accumulate_mode=self.options.accumulate_mode,
-            update=self.optimizer is not None,
-            norms=norms,
-            scalars=norms + 2 * len(self._leaf_norms) + len(FLAGS),
-            barrier=stands_between or (counted and norms),
-            counted=counted and not norms,
-            rows=program.rows,
-            gathers=gathers_of(self.optimizer, self._paired) if self.optimizer else {},
-        )
-
-    @property
-    def _leaf_norms(self) -> tuple[str, ...]:
-        """Leaves whose norms the optimizer asks for."""
-        needed = self.optimizer is not None and "leaf_norms" in self.optimizer.needs
-        return tuple(self.resolved.trainable) if needed else ()
-
-    def _scalars(self, lowered: Lowered) -> Scalars:
-        return Scalars(
-            outputs=lowered.program.outputs,
-            results=lowered.segments.results,
-            mesh=self.mesh,
-            specs=self._paired,
-            accumulate=self.options.accumulate,
-            norms=self._plan(lowered.program).norms,
-            leaf_norms=self._leaf_norms,
-            flags=FLAGS,
-        )
 
     def _divisor(self, program: Program) -> float:
         """What gradients are divided by on the way: the number of parts, or a Mean's item bound."""
@@ -408,7 +385,7 @@ class Step(Generic[OptimizerT, LossT]):
 
     def _resolve_from_blocks(self, params: Any) -> None:
         if self.resolved.complete:
-            return self._lowering.follow(params)
+            return self._cache.follow(params)
         if self.mesh.size > 1:
             fix = "make them with match_specs or a preset, or call step.init first."
             raise StateError("the specs do not know the leaves' full shapes.", fix=fix)

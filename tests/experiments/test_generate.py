@@ -120,13 +120,13 @@ def test_two_programs_serve_all() -> None:
     generator, _ = generator_of("llama", 1, 1, 1)
     text("llama", 1, [PROMPTS[0]] * 4, 3)
     text("llama", 1, temperature=1.0, top_k=3, seed=4)
-    lowerings = [len(f._lowering.programs) for f in (generator.prefill, generator.decode)]
+    lowerings = [len(f._cache.programs) for f in (generator.prefill, generator.decode)]
     assert lowerings == [1, 1]
     long = [[*range(1, 19)]] * 4
     model = model_of("llama")
     text("llama", 1, [[*range(1, 18)]] * 4, 3)
     assert text("llama", 1, long) == without_cache(lambda t: model.logits(model.params, t), long[:1]) * 4
-    assert [len(f._lowering.programs) for f in (generator.prefill, generator.decode)] == [2, 1]
+    assert [len(f._cache.programs) for f in (generator.prefill, generator.decode)] == [2, 1]
 
 
 # ------------------------------------------------------------------ adapters and codes

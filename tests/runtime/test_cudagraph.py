@@ -85,9 +85,9 @@ def trained(mode: str | None, at: int | None = None, **how: Any) -> tuple[Any, .
         if number == at:
             state = state.copy()
         if number == 3:
-            step.tell("stop")
+            step.raise_flag("stop")
         state, metrics = step(state, *batch(number))
-        flags.append(step.heard("stop"))
+        flags.append(step.flag_raised("stop"))
         kept.append(metrics)
     seen = [m["aux"].pop("seen") for m in kept]
     return [m.numbers() for m in kept], seen, flags, {**state.params, **state.opt_state}

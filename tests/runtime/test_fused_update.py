@@ -144,7 +144,7 @@ def test_storage_in_the_compute_dtype_is_the_same_training(update: str) -> None:
         assert torch.equal(narrow.params[path], value.bfloat16())
     casts = [
         sum(type(line).__name__ == "Cast" for line in lowered.schedule.instructions)
-        for lowered in (next(iter(s._lowering.programs.values())) for s in (first, second))
+        for lowered in (next(iter(s._cache.programs.values())) for s in (first, second))
     ]
     assert casts[0] > 0 and casts[1] == 0
 

@@ -222,9 +222,9 @@ def test_numbers_and_flags_are_read_a_step_late_and_a_read_waits_for_one_event(d
     trained = Trained(device)
     with trained.steps() as state:
         state, metrics = trained(state)
-        assert trained.step.heard("stop") is False and device.waits == []  # no step came before
+        assert trained.step.flag_raised("stop") is False and device.waits == []  # no step came before
         state, _ = trained(state)
-        trained.step.heard("stop")
+        trained.step.flag_raised("stop")
         metrics.numbers()
         assert device.waits == ["an event", "an event"]
 

@@ -24,7 +24,7 @@ import fnshard as fs
 from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.kernels import symbolic
 from fnshard.compiler.kernels.symbolic import Form
-from fnshard.step import lowering
+from fnshard.step import cache
 
 PAD = {"1": fs.losses.IGNORE, "*": 0}
 BUCKETS = fs.Buckets(4, pad=PAD)
@@ -205,7 +205,7 @@ def test_a_mask_is_padded_along_both_dims(axis: str, dims: tuple[int, int], fill
 
 def test_more_lengths_than_are_kept_are_one_warning() -> None:
     mesh = fs.make_mesh(shard=1, device="cpu")
-    with mock.patch.object(lowering, "LENGTHS", 2):
+    with mock.patch.object(cache, "LENGTHS", 2):
         step = step_of(mesh, small, floats(LEAVES), cache=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

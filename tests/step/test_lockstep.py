@@ -53,9 +53,9 @@ def test_a_flag_reaches_all_ranks_once_a_step_later_and_no_collective_is_added()
         state, flags = step.init(PARAMS), []
         for i in range(4):
             if i == 1 and rank == 1:
-                step.tell("stop")
+                step.raise_flag("stop")
             state, _ = step(state, batch)
-            flags.append(step.heard("stop"))
+            flags.append(step.flag_raised("stop"))
         return flags
 
     assert fs.simulate(mesh, run) == [[False, False, True, False]] * 2
@@ -64,7 +64,7 @@ def test_a_flag_reaches_all_ranks_once_a_step_later_and_no_collective_is_added()
 def test_an_unknown_flag_is_refused():
     _, step = make(1)
     with pytest.raises(fs.StateError, match="flag 'halt' is not one of out_of_data, stop"):
-        step.tell("halt")
+        step.raise_flag("halt")
 
 
 def test_without_lockstep_a_rank_that_leaves_is_an_error_and_not_a_hang():

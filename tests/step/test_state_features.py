@@ -96,7 +96,7 @@ def test_schedules_move_the_rate_and_show_it() -> None:
         sharded.assert_same(got, expected)
         sharded.assert_floats(rates, [rate(torch.tensor(n)).item() for n in range(sharded.STEPS)], 1e-15)
     assert len(set(rates)) > 2
-    assert len(step._lowering.programs) == 1, "a new rate compiled again"
+    assert len(step._cache.programs) == 1, "a new rate compiled again"
 
 
 def test_weight_decay_and_rate_by_path() -> None:

@@ -8,12 +8,12 @@ accumulation, written out.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 
-from fnshard.compiler.ir.program import Outputs
+from fnshard.compiler.ir.program import Outputs, Program
 from fnshard.compiler.ir.values import LOSS_TANGENT, SCALARS, Kind, ValueName, slots, stored
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.kernels.segments import Exchanged, Segment, Segments, last_first
@@ -76,6 +76,16 @@ class Plan:
     scalars: int = 0
     differentiate: bool = True
     rows: int = 1
+
+    def for_program(self, program: Program) -> Plan:
+        """The same, completed by what `fn` returns."""
+        counted = self.update and program.outputs.count is not None
+        return replace(
+            self,
+            rows=program.rows,
+            barrier=self.barrier or (counted and self.norms),
+            counted=counted and not self.norms,
+        )
 
 
 def build(

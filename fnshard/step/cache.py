@@ -1,31 +1,30 @@
-"""Lowering: the lowered steps that a step has compiled, by what they depend on of a batch."""
+"""Cache: the programs of a step, by what they depend on of a batch; each is lowered once."""
 
 from __future__ import annotations
 
-import math
 import threading
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fnshard import tree
 from fnshard.compiler.frontend.indices import Indices, explain, ranges
 from fnshard.compiler.frontend.trace import deterministic, flatten_batch, without_autocast
 from fnshard.compiler.ir.arguments import Arguments, signature_of
 from fnshard.compiler.kernels.inductor import warm_up
-from fnshard.compiler.kernels.split import Segments
 from fnshard.compiler.kernels.symbolic import SharedKernels
-from fnshard.compiler.lower import Front, Keeping, PlanOf, lower, trace_and_split
-from fnshard.errors import SpecError, StateError, TraceError, leaves, report
+from fnshard.compiler.lower import Front, lower, trace_and_split
+from fnshard.compiler.schedule.build import Plan
+from fnshard.errors import SpecError, StateError, TraceError
 from fnshard.layout.resolved import ResolvedSpecs
-from fnshard.layout.spec import LayoutSpec, check_specs
+from fnshard.layout.spec import check_specs
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer
 from fnshard.runtime.executor import cuda_graph
+from fnshard.runtime.executor.execute import cut_batch
 from fnshard.step import compiles
 from fnshard.step.batches import (
     Batch,
@@ -36,6 +35,7 @@ from fnshard.step.batches import (
     check_leaves,
     micro_batch,
 )
+from fnshard.step.compile import FORWARD, gathered_at_once, plan_of
 from fnshard.step.lowered import CompileStats, Lowered
 from fnshard.step.options import Options
 from fnshard.step.programs import Programs, fits
@@ -43,9 +43,14 @@ from fnshard.step.programs import Programs, fits
 LENGTHS = 64  # of one step that are kept, at least
 
 
-class Lowering:
-    """A function, its specs and how to plan its step; lowers each batch shape once (a bounded cache),
-    and again for other values of what `fn` reads beside its arguments."""
+class ProgramCache:
+    """A function, its specs and options; lowers each batch shape once (at most `options.cache` are kept),
+    and again for other values of what `fn` reads beside its arguments.
+
+    Args:
+        trains: it is differentiated; else a forward.
+        reuse: the cache of a step that trains, whose kernels serve this one where they have its code.
+    """
 
     def __init__(
         self,
@@ -53,9 +58,10 @@ class Lowering:
         specs: Any,
         mesh: Mesh,
         options: Options,
-        plan: PlanOf | None,
         optimizer: Optimizer | None = None,
-        kernels: Lowering | None = None,
+        *,
+        trains: bool = True,
+        reuse: ProgramCache | None = None,
     ):
         if isinstance(fn, nn.Module):
             raise TraceError(
@@ -67,7 +73,7 @@ class Lowering:
             raise TraceError(f"`fn` is a function of (params, *batch), not {type(fn).__name__}.")
         if not isinstance(mesh, Mesh):
             raise SpecError(f"mesh={mesh!r} is no mesh: make one with fs.make_mesh(shard=8).")
-        self.fn, self.mesh, self.options, self.plan = fn, mesh, options, plan
+        self.fn, self.mesh, self.options, self.trains, self.reuse = fn, mesh, options, trains, reuse
         self._signature = signature_of(fn)
         self.shapes = options.shapes and options.shapes.of_function(self._signature)
         self.optimizer = optimizer
@@ -79,7 +85,6 @@ class Lowering:
         self.on_paper: tuple[BatchKey, Lowered] | None = None
         self.lock = threading.RLock()
         self.stats = CompileStats()
-        self.others: Callable[[], Sequence[Lowered]] = tuple if kernels is None else kernels.known
 
     def arguments(self, positional: Sequence[Any], keywords: Mapping[str, Any]) -> Arguments:
         """A batch in one form, however it was passed: there is one program for it. Sequences are padded, if
@@ -143,18 +148,19 @@ class Lowering:
         self.stats.traces += 1
         if self.mesh.kind != "abstract":
             warm_up(self.mesh.device_type, self.options.backend)
-        keeping, sizes = Keeping(self.options.remat, self.options.save), bytes_of_batch(batch)
-        stages = lower(
-            self.fn, self.specs, micro, self.mesh, self.plan, self.options.passes, keeping,
-            self.options.residual, self.options.context_attention,
+        stages = lower(self.fn, self.specs, micro, self.mesh, self._plan, self.options.lowering)
+        lowered = Lowered(
+            stages, self.options, None, self.optimizer, bytes_of_batch(batch), self._shared(batch),
+            stats=self.stats, reuse=self.reuse.known() if self.reuse else (), first=not len(self.programs),
         )  # fmt: skip
-        shared = self._shared(batch)
-        known = {"stats": self.stats, "others": self.others, "first": not len(self.programs)}
-        lowered = Lowered(stages, self.options, None, self.optimizer, sizes, shared, **known)
         return self._checked(lowered)
 
+    @property
+    def _plan(self) -> Plan:
+        return plan_of(self.optimizer, self.specs, self.options) if self.trains else FORWARD
+
     def _checked(self, lowered: Lowered) -> Lowered:
-        if self.options.passes.graph:
+        if self.options.lowering.passes.graph:
             cuda_graph.check(lowered.schedule, self.optimizer is not None)
         warning = gathered_at_once(lowered.segments, self.specs.stored, self.mesh)
         if warning:
@@ -184,33 +190,34 @@ class Lowering:
         micro = micro_batch(batch, self.options.accumulate)
         with self.lock, without_autocast():
             return trace_and_split(
-                self.fn, self.specs, micro, self.mesh, self.plan, sources, self.options.residual,
-                self.options.context_attention,
-            )  # fmt: skip
+                self.fn, self.specs, micro, self.mesh, self._plan, self.options.lowering, sources
+            )
 
-    def known(self) -> list[Lowered]:
+    def known(self) -> tuple[Lowered, ...]:
         """What it has lowered and keeps."""
-        return [lowered for _, lowered in self._entries]
+        return tuple(lowered for _, lowered in self._entries)
 
     @property
     def _entries(self) -> list[tuple[BatchKey, Lowered]]:
         return self.programs.entries + ([self.on_paper] if self.on_paper is not None else [])
 
-    def share(self, other: Lowering) -> None:
-        """Keep the programs that another lowering of the same function and specs has."""
+    def share(self, other: ProgramCache) -> None:
+        """Keep the programs that another cache of the same function and specs has."""
         for key, known in other._entries:
             self.programs.put(key, replace(known, options=self.options))
 
-    def check_indices(self, lowered: Lowered, batch: Batch, micros: Sequence[Mapping[str, Any]]) -> None:
+    def check_indices(
+        self, lowered: Lowered, batch: Batch, tensors: Mapping[str, Tensor], whole: set[str]
+    ) -> None:
         """Refuse numbers of a batch that are outside of what they are looked up in.
 
         Args:
-            micros: the tensors of each micro-batch, by name.
+            tensors, whole: of the batch, as `batch_tensors` gives them.
 
         Raises:
             StateError: each lookup with its table, the line of the user's code, and the batch's numbers.
         """
-        for values in micros:
+        for values in cut_batch(tensors, whole, self.options.accumulate):
             if not lowered.indices.outside(values, lowered.program.constants):
                 continue
             program = self.front(batch, sources=True).program  # once more, for the lines of code
@@ -223,7 +230,7 @@ class Lowering:
                 "embedding as large? Targets that do not count are ignore_index, -100.",
             )
 
-    def of(self, batch: Batch) -> Lowered:
+    def get(self, batch: Batch) -> Lowered:
         """A program that is kept, or lowered now; a warning says what makes another one again and again."""
         check_leaves(batch, values=True)
         key = batch_key(batch)
@@ -239,28 +246,3 @@ class Lowering:
             if warning:
                 warnings.warn(warning, stacklevel=4)
             return lowered
-
-
-def gathered_at_once(segments: Segments, specs: Mapping[str, LayoutSpec], mesh: Mesh) -> str | None:
-    """A warning where one kernel reads more than two units hold: prefetching keeps two anyhow."""
-    full_bytes = {
-        path: math.prod(spec.shape) * spec.compute_dtype.itemsize
-        for path, spec in specs.items()
-        if spec.reshard and mesh.ordered(spec.storage.axes)
-    }
-    units: Counter[str] = Counter()
-    for path, size in full_bytes.items():
-        units[specs[path].unit] += size
-    found = [[p for p in segment.leaves if p in full_bytes] for segment in segments.segments]
-    largest = max(found, key=lambda paths: sum(full_bytes[p] for p in paths), default=[])
-    total = sum(full_bytes[p] for p in largest)
-    if not largest or total <= 2 * max(units.values()):
-        return None
-    lines = [f"params[{p!r}] {full_bytes[p] / 1e6:.3f} MB" for p in largest]
-    return report(
-        f"one kernel reads {leaves(len(largest))} of {len({specs[p].unit for p in largest})} units, which "
-        f"are gathered together, {total / 1e6:.3f} MB on every rank:",
-        [*lines[:8], *([f"and {len(lines) - 8} more"] if len(lines) > 8 else [])],
-        "let an operation read the leaves of one unit: what fn stacks or concatenates can be stored as one "
-        "leaf, as torch.func.stack_module_state makes it.",
-    )

@@ -1,0 +1,124 @@
+"""Compile: what a step does besides running `fn`, as pure functions of its optimizer, specs and options."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+
+from fnshard.analysis.slots import gathers_of
+from fnshard.compiler.ir.program import Program
+from fnshard.compiler.kernels.segments import Segments
+from fnshard.compiler.schedule.build import Plan
+from fnshard.errors import leaves, report
+from fnshard.layout.resolved import ResolvedSpecs
+from fnshard.layout.spec import LayoutSpec
+from fnshard.mesh import Mesh
+from fnshard.optim.contract import Optimizer
+from fnshard.optim.loss_scale import LossScale
+from fnshard.runtime.executor.scalars import Scalars
+from fnshard.step.agreement import optimizer_text
+from fnshard.step.options import Options
+
+FLAGS = ("out_of_data", "stop")  # what a rank may tell the others with a step
+FORWARD = Plan(update=False, differentiate=False)
+
+
+def loss_scale_of(optimizer: Optimizer | None, specs: ResolvedSpecs, options: Options) -> LossScale:
+    """The loss scale: as the options say, or dynamic where a leaf trains in fp16."""
+    fp16 = any(s.trainable and s.compute_dtype == torch.float16 for s in specs.stored.values())
+    return LossScale.choose(options.loss_scale, fp16, optimizer is not None)
+
+
+def plan_of(optimizer: Optimizer | None, specs: ResolvedSpecs, options: Options) -> Plan:
+    """What a training step does, whatever `fn` returns."""
+    needs = optimizer.needs if optimizer is not None else frozenset()
+    dynamic = loss_scale_of(optimizer, specs, options).dynamic
+    stands_between = bool(needs & {"global_norm", "leaf_norms"}) or dynamic
+    norms = stands_between or options.grad_norm
+    return Plan(
+        accumulate=options.accumulate,
+        accumulate_mode=options.accumulate_mode,
+        update=optimizer is not None,
+        norms=norms,
+        scalars=norms + 2 * len(_leaf_norms(optimizer, specs)) + len(FLAGS),
+        barrier=stands_between,
+        gathers=gathers_of(optimizer, specs.paired) if optimizer is not None else {},
+    )
+
+
+def scalars_of(
+    program: Program,
+    segments: Segments,
+    optimizer: Optimizer | None,
+    specs: ResolvedSpecs,
+    mesh: Mesh,
+    options: Options,
+) -> Scalars:
+    """The numbers of a step that ranks sum."""
+    return Scalars(
+        outputs=program.outputs,
+        results=segments.results,
+        mesh=mesh,
+        specs=specs.paired,
+        accumulate=options.accumulate,
+        norms=plan_of(optimizer, specs, options).norms,
+        leaf_norms=_leaf_norms(optimizer, specs),
+        flags=FLAGS,
+    )
+
+
+def settings_of(
+    optimizer: Optimizer | None, specs: ResolvedSpecs, scale: LossScale, seed: int, number: int
+) -> dict[str, str]:
+    """What must be alike on all ranks besides the schedule, as text by name."""
+    text = optimizer_text(optimizer, specs.stored)
+    return {"optimizer": text, "loss scale": repr(scale), "seed": str(seed), "step": str(number)}
+
+
+def _leaf_norms(optimizer: Optimizer | None, specs: ResolvedSpecs) -> tuple[str, ...]:
+    """Leaves whose norms the optimizer asks for."""
+    needed = optimizer is not None and "leaf_norms" in optimizer.needs
+    return tuple(specs.trainable) if needed else ()
+
+
+def items_of(program: Program) -> float:
+    """How many items a Mean of this rank may count at most: its declared bound, or an estimate (targets and
+    masks are integers).
+
+    Gradients travel divided by it: too large a guess costs digits in fp16, never correctness.
+    """
+    if program.outputs.bound is not None:
+        return program.outputs.bound
+    nodes = zip(program.placeholders, program.inputs, strict=True)
+    values = [n.meta["val"] for n, i in nodes if i.kind == "batch"]
+    whole = [v.numel() for v in values if not v.is_floating_point()]
+    rows = [v.shape[0] for v in values if v.dim()]
+    return max([1, *(whole or rows)])
+
+
+def gathered_at_once(segments: Segments, specs: Mapping[str, LayoutSpec], mesh: Mesh) -> str | None:
+    """A warning where one kernel reads more than two units hold: prefetching keeps two anyhow."""
+    full_bytes = {
+        path: math.prod(spec.shape) * spec.compute_dtype.itemsize
+        for path, spec in specs.items()
+        if spec.reshard and mesh.ordered(spec.storage.axes)
+    }
+    units: Counter[str] = Counter()
+    for path, size in full_bytes.items():
+        units[specs[path].unit] += size
+    found = [[p for p in segment.leaves if p in full_bytes] for segment in segments.segments]
+    largest = max(found, key=lambda paths: sum(full_bytes[p] for p in paths), default=[])
+    total = sum(full_bytes[p] for p in largest)
+    if not largest or total <= 2 * max(units.values()):
+        return None
+    lines = [f"params[{p!r}] {full_bytes[p] / 1e6:.3f} MB" for p in largest]
+    return report(
+        f"one kernel reads {leaves(len(largest))} of {len({specs[p].unit for p in largest})} units, which "
+        f"are gathered together, {total / 1e6:.3f} MB on every rank:",
+        [*lines[:8], *([f"and {len(lines) - 8} more"] if len(lines) > 8 else [])],
+        "let an operation read the leaves of one unit: what fn stacks or concatenates can be stored as one "
+        "leaf, as torch.func.stack_module_state makes it.",
+    )
