@@ -22,7 +22,7 @@ from fnshard.runtime.collectives.base import Collectives
 
 
 class Agreement(NamedTuple):
-    """What ranks have told each other before their first step.
+    """What ranks know of each other after they have compared their first step.
 
     Args:
         items: the largest guess of how many items a Mean counts, which its gradients are divided by before
@@ -182,7 +182,7 @@ def _refuse(comm: Collectives, program: str, differing: list[int]) -> None:
 
 
 def _cut(text: str, same: int, length: int = 160) -> str:
-    """So much of a long text as shows where two begin to differ, behind `same` characters."""
+    """So much of a long text as shows where two begin to differ, after `same` characters."""
     start = max(0, same - length // 2) if len(text) > length else 0
     before, after = "..." * bool(start), "..." * (len(text) > start + length)
     return f"{before}{text[start : start + length]}{after}"

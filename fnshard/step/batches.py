@@ -1,4 +1,4 @@
-"""Batches: what a step is given beside its state: checked, cut, and what a lowering depends on of it."""
+"""Batches: what a step is given besides its state: checked, cut, and what a lowering depends on of it."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def check_arguments(fn: Callable[..., Any], batch: Batch) -> None:
         raise StateError(
             f"the batch does not fit `fn`: {error}.",
             [f"fn{signature}, called with the parameters and {_counted(passed)}"],
-            "pass the arguments of `fn` behind the parameters, in order or by name: "
+            "pass the arguments of `fn` after the parameters, in order or by name: "
             "step(state, tokens, mask=mask).",
         ) from error
 

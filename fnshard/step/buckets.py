@@ -36,7 +36,7 @@ class Buckets:
         pad: from globs of batch leaves to what fills them; the first that matches. None leaves them as they
             are. A leaf is named by its position or parameter, then by its path: "0", "batch.labels". A
             pattern that names no leaf is an error.
-        parameters: the names of `fn`'s, behind the first; `shard_step` fills them in.
+        parameters: the names of `fn`'s, after the first; `shard_step` fills them in.
 
     Raises:
         SpecError: `multiple` is no count, or values are no numbers.
@@ -141,10 +141,10 @@ class Buckets:
 
     def _filled(self, name: str, leaf: Any, dims: Sequence[int]) -> Any:
         value: Tensor = unwrapped(leaf)
-        behind = [-size % self.multiple if dim in dims else 0 for dim, size in enumerate(value.shape)]
-        if not any(behind):
+        missing = [-size % self.multiple if dim in dims else 0 for dim, size in enumerate(value.shape)]
+        if not any(missing):
             return leaf
-        after = [each for missing in reversed(behind) for each in (0, missing)]
+        after = [each for count in reversed(missing) for each in (0, count)]
         padded = F.pad(value, after, value=self.pad[self._glob(name) or ""])
         return replace(leaf, value=padded) if isinstance(leaf, losses.Sequence) else padded
 

@@ -45,7 +45,7 @@ LENGTHS = 64  # of one step that are kept, at least
 
 class ProgramCache:
     """A function, its specs and options; lowers each batch shape once (at most `options.cache` are kept),
-    and again for other values of what `fn` reads beside its arguments.
+    and again for other values of what `fn` reads besides its arguments.
 
     Args:
         trains: it is differentiated; else a forward.
@@ -244,5 +244,5 @@ class ProgramCache:
             warning = self.programs.compare(key, lowered) if len(self.programs) else None
             self.programs.put(key, lowered)
             if warning:
-                warnings.warn(warning, stacklevel=4)
+                warnings.warn(warning, stacklevel=3)
             return lowered

@@ -405,7 +405,7 @@ def _check_arguments(params: Any, mesh: Any, batch: Any, hardware: Any, options:
         wrong.append(f"mesh={mesh!r}: make one with fs.make_mesh(shard=8, abstract=True)")
     if not isinstance(batch, tuple | list):
         wrong.append(
-            f"batch is {type(batch).__name__}: a tuple of the arguments of `fn` behind the parameters"
+            f"batch is {type(batch).__name__}: a tuple of the arguments of `fn` after the parameters"
         )
     if not isinstance(hardware, str | Hardware):
         wrong.append(f"hardware={hardware!r}: a name such as 'h100', or a Hardware")

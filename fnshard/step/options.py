@@ -84,8 +84,8 @@ class Options:
 def default_depth(mesh: Mesh) -> int:
     """How many kernels early a step gathers, and how many later it waits for reductions, if nobody says.
 
-    CPU ranks that share memory move bytes on the thread that computes: nothing would travel beside a kernel,
-    and what waits would only take memory.
+    CPU ranks that share memory move bytes on the thread that computes: nothing would travel while a
+    kernel runs, and what waits would only take memory.
     """
     return 0 if isinstance(mesh, Mesh) and kind_of(mesh) == "shared" else 1
 

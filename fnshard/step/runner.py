@@ -230,7 +230,7 @@ class Runner:
                 # The caller's modes are not the program's.
                 with without_autocast(), deterministic(lowered.options.deterministic):
                     return run(env)
-            except torch.OutOfMemoryError as error:  # beside the prediction: the batch, and others' tensors
+            except torch.OutOfMemoryError as error:  # besides the prediction: the batch, and others' tensors
                 error.add_note(made_of(lowered.memory_analysis(), ", by the plan"))
                 raise
 

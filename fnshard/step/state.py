@@ -61,7 +61,7 @@ class Metrics(dict[str, Any]):
         """Its scalars as Python numbers by name, those of an `aux` that is a dict, too.
 
         One of `aux` that is named as one of the step's own is `aux.loss`, say; deeper trees are not read.
-        Waits for the end of this step, and for nothing that was launched behind it: a loop that reads the
+        Waits for the end of this step, and for nothing that was launched after it: a loop that reads the
         numbers of one step after it has called the next step leaves a device no gap.
 
         Raises:

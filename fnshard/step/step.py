@@ -250,10 +250,10 @@ class Step(Generic[OptimizerT, LossT]):
         if not training:
             return self._gradients(bound, bound.run(env | {CONTROL: control}))
         state = state.consume()
-        held = state.opt_state
+        opt_state = state.opt_state
         if self._paired is not self._stored:
-            held = {p: {n: as_pairs(v) for n, v in own.items()} for p, own in held.items()}
-        env |= zip(slots(held), held.values(), strict=True)
+            opt_state = {p: {n: as_pairs(v) for n, v in own.items()} for p, own in opt_state.items()}
+        env |= zip(slots(opt_state), opt_state.values(), strict=True)
         env[CONTROL] = control.started(torch.tensor(self._scale.updates(number, state.loss_scale)))
         return self._advance(state, bound, bound.run(env))
 

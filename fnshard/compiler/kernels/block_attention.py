@@ -42,7 +42,7 @@ def _turn(
         kv: [..., G, S, D + V], keys and values side by side; G divides H.
         carry: of the blocks before; none for the first, which is the queries' own.
         source: int64 0-d, the block's place in the sequence; one that is negative is counted from the end,
-            and lies behind the queries'.
+            and lies after the queries'.
         mask: boolean or added, over the keys of all blocks.
     """
     return list(_Turn.apply((blocks, is_causal, scale), q, kv, source, mask, *carry))
@@ -139,7 +139,7 @@ def block_attention(
 
 
 def _seen(top: Tensor, source: Tensor, is_causal: bool, first: bool) -> Tensor:
-    """With a causal mask queries see all of another block, or nothing of one that lies behind."""
+    """With a causal mask queries see all of another block, or nothing of one that lies after it."""
     return torch.where(source >= 0, top, _NEVER) if is_causal and not first else top
 
 

@@ -46,7 +46,7 @@ class Kernel:
 
     `forward(*inputs) -> (*outputs, *saved)`; `backward(*backward_inputs) -> grads`, one for each
     entry of `grads` (an index into the source's inputs). `saved` describes what is kept for the
-    backward beside inputs and outputs; `shared` are the gradients (positions in `grads`) that may be
+    backward besides inputs and outputs; `shared` are the gradients (positions in `grads`) that may be
     one tensor with another one or with an input, so that nobody may write to them. `kept`: the ops of the
     remat policy's `save` that it has.
     """
@@ -260,7 +260,7 @@ def _check_joint(joint: fx.GraphModule) -> None:
     random = [str(n.target) for n in calls if _draws(n)]
     if effects:
         raise TraceError(
-            f"`fn` calls operators that act beside returning values ({', '.join(effects[:4])}).",
+            f"`fn` calls operators that act besides returning values ({', '.join(effects[:4])}).",
             fix="leave checks and prints out.",
         )
     if random:

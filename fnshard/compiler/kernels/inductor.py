@@ -176,7 +176,7 @@ def share_of(graphs: Graphs, place: int, parts: int) -> Graphs:
 def compile_graphs(
     graphs: Graphs, *, backend: str, options: Mapping[str, Any]
 ) -> dict[tuple[str, bool], Boxed]:
-    """Each as a boxed callable; the logger "fnshard" is told how far it is (INFO)."""
+    """Each as a boxed callable; the logger "fnshard" says how far it is (INFO)."""
     if backend == "eager":
         return {key: _eager(graph) for key, graph in graphs.items()}
     if not graphs:

@@ -89,7 +89,7 @@ def policies(
 ) -> tuple[Policy, ...]:
     """The policy of each segment.
 
-    One that is given for all does not touch the last segment: its backward runs right behind its
+    One that is given for all does not touch the last segment: its backward runs right after its
     forward, so that recomputing would cost time and save nothing. A dict is followed to the letter.
 
     Args:

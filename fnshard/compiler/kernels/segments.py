@@ -35,7 +35,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """An exchange behind segment `behind`: which value is sent, and what its result is called.
+    """An exchange after segment `after`: which value is sent, and what its result is called.
 
     `dim`, `to`: along which it is split or joined; see `frontend.exchange`.
     """
@@ -43,7 +43,7 @@ class Exchanged:
     kind: str
     axes: tuple[str, ...]
     dim: int
-    behind: int
+    after: int
     sent: ValueName
     received: ValueName
     like: Argument  # what is sent
@@ -77,19 +77,19 @@ class Segments:
     alike: frozenset[str] = frozenset()
     exchanges: tuple[Exchanged, ...] = ()
 
-    def exchanges_behind(self) -> dict[int, list[Exchanged]]:
-        """By the index of the segment they stand behind."""
-        return {s.index: [e for e in self.exchanges if e.behind == s.index] for s in self.segments}
+    def exchanges_after(self) -> dict[int, list[Exchanged]]:
+        """By the index of the segment they stand after."""
+        return {s.index: [e for e in self.exchanges if e.after == s.index] for s in self.segments}
 
     def as_text(self) -> str:
         """One line per segment: what it reads, what crosses out of it."""
         names = {key: f"k{i}" for i, key in enumerate(self.sources)}
-        lines, behind = [], self.exchanges_behind()
+        lines, after = [], self.exchanges_after()
         for s in self.segments:
             out = ", ".join(f"{o} {describe(self.values[o])}" for o in s.outputs)
             reads = ", ".join(i for i in s.inputs if i.kind is not Kind.LEAF)
             lines.append(f"{s.index}: {names[s.source]}[{'+'.join(s.units)}]({reads}) -> {out}")
-            lines += [f"   {e}" for e in behind[s.index]]
+            lines += [f"   {e}" for e in after[s.index]]
         return "\n".join(lines)
 
     def __str__(self) -> str:

@@ -179,7 +179,7 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _order(program: Program, facts: _Facts) -> list[fx.Node]:
-    """Main nodes in program order; terms behind the first read of their unit, sums, exchanges on demand."""
+    """Main nodes in program order; terms after the first read of their unit, sums, exchanges on demand."""
     order: list[fx.Node] = []
     placed: set[fx.Node] = set()
     home: set[str] = set()
@@ -395,11 +395,11 @@ def _segments(program: Program, facts: _Facts, order: list[fx.Node], bounds: lis
     return Segments(tuple(segments), sources, results, values, exchanges=tuple(exchanges))
 
 
-def _exchanged(node: fx.Node, behind: int) -> Exchanged:
+def _exchanged(node: fx.Node, after: int) -> Exchanged:
     sent, kind, axes, dim, _, *to = node.args
     names = (ValueName(Kind.VALUE, n.name) for n in (sent, node))
     return Exchanged(
-        kind, tuple(axes.split(",")), dim, behind, *names, Argument.of(sent.meta["val"], "value"),
+        kind, tuple(axes.split(",")), dim, after, *names, Argument.of(sent.meta["val"], "value"),
         *(to or [0]),
     )  # fmt: skip
 

@@ -149,7 +149,7 @@ class _Builder:
         self.written = {self.segments.results[i]: p for p, i in self.outputs.writes.items()}
         last = {p: self.value(n, self.plan.accumulate - 1) for n, p in self.written.items()}
         self.aggregated = aggregate(last, self.segments.alike, self.specs, self.mesh, self.plan.rows)
-        self.exchanges = self.segments.exchanges_behind()
+        self.exchanges = self.segments.exchanges_after()
         self.active = self._active()
         self.complete = self._completion()
         self.reduced: dict[str, ValueName] = {}
