@@ -47,34 +47,11 @@ class Stats:
 
 
 class Pair:
-    def __init__(self, left: Any, right: Any):
-        self.left, self.right = left, right
+    def __init__(self, z: Any, a: Any):
+        self.z, self.a = z, a
 
 
-fs.tree.register(Pair, lambda p: {"left": p.left, "right": p.right}, lambda d: Pair(**d))
-
-
-def test_registered_classes_are_parameters_batches_and_aux() -> None:
-    tree = Stats(Pair(params()["w"], params()["w"] + 1), {"b": params()["w"] * 2})
-
-    def fn(p: Stats, batch: Pair) -> Any:
-        out = p.total.left * batch.left + p.total.right * batch.right + p.parts["b"]
-        return out.square().sum(), Stats(out, Pair(out.mean(), fs.Mean(out.sum(), 2)))
-
-    def loss(*leaves: Tensor) -> Tensor:
-        return fn(Stats(Pair(*leaves[:2]), {"b": leaves[2]}), Pair(X, X + 1))[0]
-
-    step = make(fn, tree)
-    (total, aux), grads = step(tree, Pair(X, X + 1))
-    leaves = [tree.total.left, tree.total.right, tree.parts["b"]]
-    expected = torch.func.grad(loss, argnums=(0, 1, 2))(*leaves)
-    torch.testing.assert_close(total, loss(*leaves), atol=1e-12, rtol=0)
-    got = grads.total.left, grads.total.right, grads.parts["b"]
-    torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
-    out = fn(tree, Pair(X, X + 1))[1].total
-    torch.testing.assert_close(aux.total, out, atol=1e-12, rtol=0)
-    torch.testing.assert_close(aux.parts.left, out.mean(), atol=1e-12, rtol=0)
-    torch.testing.assert_close(aux.parts.right.double(), out.sum() / 2, atol=1e-12, rtol=0)
+fs.tree.register(Pair, lambda p: {"z": p.z, "a": p.a}, lambda d: Pair(**d))
 
 
 class Named(NamedTuple):
@@ -100,13 +77,6 @@ class Attrs:
         return self._a
 
 
-class Torchs(Data):
-    """Registered with torch alone, by index."""
-
-
-pytree.register_pytree_node(Torchs, lambda t: ([t.z, t.a], None), lambda children, _: Torchs(*children))
-
-
 class Mapped(dict[str, Any]):
     """Registered with torch alone, with names, as transformers' outputs are."""
 
@@ -127,7 +97,7 @@ pytree.register_pytree_node(
         (Named, ["z", "a"]),
         (Data, ["z", "a"]),
         (Attrs, ["z", "_a"]),
-        (Torchs, ["0", "1"]),
+        (Pair, ["z", "a"]),
         (lambda z, a: Mapped(z=z, a=a), ["z", "a"]),
     ],
 )
@@ -169,11 +139,9 @@ def kind(w: Tensor, b: Tensor) -> dict[str, tuple[Any, list[str]]]:
         ),
         "nested": (Data([Named(w, None)], Attrs((b,), {})), ["z.0.z", "a.z.0"]),
         "keys of any type": ({10: w, (1, -2): b}, ["10", "(1, -2)"]),
-        "dots": ({"a.b": w, "a": {"b": b}, "c": {}}, ["a%2Eb", "a.b"]),
         "dots and their escape": ({"a%2Eb": w, "a": {"b": None}, "a.b": b}, ["a%252Eb", "a%2Eb"]),
         "odd keys": ({"a/b@0,2#1 *[x]": w, "": {"é\n": b}}, ["a/b@0,2#1 *[x]", ".é\n"]),
         "tuple": ((w, "name", [None, {"w": b}], 2.0), ["0", "2.1.w"]),
-        "deque": (collections.deque([w, b]), ["0", "1"]),
         "a tensor": (w, ["value"]),
     }
 
@@ -273,9 +241,7 @@ def normal(mean: Tensor) -> torch.distributions.Normal:
     ("value", "named"),
     [
         (lambda t: {"a": t, "b": Unknown(t)}, r"aux\['b'\] is Unknown, a dataclass.*register\(Unknown\)"),
-        (Unknown, r"aux is Unknown, a dataclass"),
         (lambda t: [{"x": iter([t])}], r"aux\['0.x'\] is list_iterator"),
-        (lambda t: {"s": slice(t, None)}, r"aux\['s'\] is slice"),
         (lambda t: [normal(t)], r"aux\['0'\] is Normal\n.*Normal, flatten, unflatten\)"),
     ],
 )  # fmt: skip
@@ -424,12 +390,3 @@ def test_handwritten_specs_take_the_constants_of_the_parameters() -> None:
     same(step(step.init(layered()), ROWS)[0], by_autograd(layered())[0])
     with pytest.raises(SpecError, match=r"layers\.0\.scale"):
         step(layered(scale=3.0), ROWS)
-
-
-def test_what_a_function_in_the_tree_reads_is_part_of_the_program() -> None:
-    by = {"factor": 2.0}
-    tree = {**params(), "act": lambda x: x * by["factor"]}
-    step = make(lambda p, x: p["act"](p["w"] * x).sum(), tree)
-    before = step(tree, X)[0]
-    by["factor"] = 6.0
-    same(step(tree, X)[0], 3 * before)
