@@ -18,7 +18,7 @@ import numpy as np
 from experiments.configs.train import ConfigError
 from experiments.data.chat import LineError, Sample
 from experiments.data.records import KINDS, RESPONSES
-from experiments.data.rows import LINE, Dataset, mapped, readable, record_of, rows_of
+from experiments.data.rows import Dataset, line_of, mapped, readable, record_of, rows_of
 from experiments.data.tokenizer import DirectoryTokenizer
 from fnshard.errors import report
 
@@ -27,7 +27,7 @@ FACTS = "prepared.json"
 ARRAYS: dict[str, type] = {"tokens": np.uint32, "learned": np.uint8, "starts": np.int64}
 HELD_OUT_EVERY = 20  # of a file that is split, one record in so many
 BROKEN, TOO_LONG = "broken", "too_long"
-SHOWN = 50  # lines in an error
+SHOWN, LONGEST_WHY = 50, 400  # lines in an error, characters of each
 CHATS = ("messages", "prompt", "chosen", *RESPONSES)  # lists of messages there go through the chat template
 FEATURES = {"line": "int64", "tokens": [["uint32"]], "learned": [["uint8"]], "reason": "string",
             "why": "string", "chat": "bool"}  # fmt: skip
@@ -187,7 +187,6 @@ def _make(folder: Path, path: Path, tokenizer: DirectoryTokenizer, policy: Recor
             own = {"key": key, "kind": policy.kind, "context": policy.context, "pad": tokenizer.pad}
             _write(done / side, part, {**own, "left_out": left_out})
         try:
-            done.chmod(0o755)
             done.rename(folder)
         except OSError:
             if not folder.exists():
@@ -203,12 +202,12 @@ def _encoded(
     row: Mapping[str, Any], index: int, tokenizer: DirectoryTokenizer, policy: RecordPolicy
 ) -> dict[str, Any]:
     """A row's samples; none, and the reason, where it cannot be used."""
-    found = {"line": row.get(LINE, index + 1), "tokens": [], "learned": [], "reason": "", "why": ""}
+    found = {"line": line_of(row, index), "tokens": [], "learned": [], "reason": "", "why": ""}
     try:
         record = record_of(row)
         samples = KINDS[policy.kind](record, tokenizer)
     except LineError as error:
-        return {**found, "reason": BROKEN, "why": str(error), "chat": False}
+        return {**found, "reason": BROKEN, "why": str(error)[:LONGEST_WHY], "chat": False}
     found["chat"] = any(isinstance(record.get(name), list) for name in CHATS)
     longest = max(len(tokens) for tokens, _ in samples) - 1
     long, why = longest > policy.context, ""

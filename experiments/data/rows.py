@@ -94,6 +94,11 @@ def _records_of_json(path: str) -> Iterator[dict[str, Any]]:
                 yield {LINE: number, JSON: line}
 
 
+def line_of(row: Mapping[str, Any], index: int) -> int:
+    """The number, from 1, of the line or record that a row is."""
+    return row[LINE] if row.keys() == {LINE, JSON} else index + 1
+
+
 def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """The record of a row; what a table has no value for is left out.
 

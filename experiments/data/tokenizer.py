@@ -236,7 +236,9 @@ def open_directory(directory: str | Path) -> DirectoryTokenizer:
             "fnshard[finetune], or use the byte tokenizer."
         ) from error
     try:
-        hf = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        hf = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, model_max_length=10**9
+        )  # no warning of texts that are longer: what is too long is ours to say
         hf.backend_tokenizer.no_truncation()
         hf.backend_tokenizer.no_padding()
     except Exception as error:  # the libraries raise errors of every kind, plain Exception too

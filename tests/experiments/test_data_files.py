@@ -208,7 +208,7 @@ def test_other_formats_are_as_good_as_lines(prepared_from, tmp_path, byte_direct
     for name in ("list.json", "rows.parquet", "one", "several"):
         assert from_file(name) == expected
     assert from_file("several/test") == expected[:3]
-    datasets.Dataset.from_dict({"text": ["a", ""]}).to_parquet(tmp_path / "wrong.parquet")
+    datasets.Dataset.from_dict({"text": ["a", ""], "line": ["x", "y"]}).to_parquet(tmp_path / "wrong.parquet")
     with pytest.raises(ConfigError, match=r"wrong\.parquet:2: text: is empty"):
         from_file("wrong.parquet")
 
