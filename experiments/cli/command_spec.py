@@ -19,7 +19,7 @@ CONF = ROOT / "conf"
 
 @dataclass(frozen=True)
 class Help:
-    """What `--help` says beside the groups: what the command does (`about`), the keys that matter most and
+    """What `--help` says besides the groups: what the command does (`about`), the keys that matter most and
     their meaning, and command lines and their purpose."""
 
     about: str

@@ -100,7 +100,7 @@ def _why(job: Any, error: Exception) -> str:
 
 
 def _note_failure(job: Any, number: int, overrides: list[str], reason: str, error: str) -> None:
-    """Where the job itself could not: in its folder, `SWEEP/NUMBER`, beside `SWEEP/.submitit`."""
+    """Where the job itself could not: in its folder, `SWEEP/NUMBER`, next to `SWEEP/.submitit`."""
     folder = Path(job.paths.folder).parents[1] / str(number)
     if not (folder / RESULT).exists() or read_result(folder)["status"] == "ok":
         write_result(folder, status="failed", overrides=overrides, error=error, reason=reason)

@@ -43,12 +43,8 @@ from fnshard.mesh.process_group import leave_group
 if TYPE_CHECKING:
     from experiments.cli.command_spec import Job
 
-ALIKE = (
-    SpecError,
-    TraceError,
-    OptimizerError,
-    HydraException,
-)  # what depends on inputs that are equal on all ranks
+# What depends on inputs that are equal on all ranks.
+ALIKE = (SpecError, TraceError, OptimizerError, HydraException)
 REFUSAL = "refused.json"  # why the ranks ended together; the process that started them reads it
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # of a disk, not of the program
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -91,10 +90,3 @@ def out_of_range(config: object, choices: Mapping[str, Iterable[str]], least: Ma
 def _members(config: object, name: str) -> tuple[Any, ...]:
     value = getattr(config, name)
     return value if isinstance(value, tuple) else () if value is None else (value,)
-
-
-def count(text: str) -> int:
-    """An `argparse` type: a whole number above 0."""
-    if not (text.isascii() and text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, 1 or more")
-    return int(text)

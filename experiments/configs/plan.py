@@ -137,19 +137,19 @@ def write_memory(lowered: Lowered, folder: Path, device_type: str) -> None:
     """The ledger of a step before it ran, in `memory.txt`, and its peak on screen and for the launcher."""
     analysis = lowered.memory_analysis()
     write_text(folder / MEMORY, f"{analysis}\n")
-    beside = [
+    elsewhere = [
         f"{size / 1e6:.1f} MB on the {tier}"
         for tier, size in (("host", analysis.host_bytes), ("disk", analysis.disk_bytes))
         if size
     ]
-    parts = ", ".join([f"{analysis.peak_bytes / 1e6:.1f} MB on its device", *beside])
+    parts = ", ".join([f"{analysis.peak_bytes / 1e6:.1f} MB on its device", *elsewhere])
     print(f"a rank's predicted peak: {parts} (details: {MEMORY})", flush=True)
     on_device = analysis.peak_bytes if device_type == "cpu" else 0
     expect_memory(on_device + analysis.host_bytes)
 
 
 def append_compiled(lowered: Lowered, folder: Path) -> None:
-    """Behind the first step: what the generated kernels take, if there are any."""
+    """After the first step: what the generated kernels take, if there are any."""
     analysis = lowered.memory_analysis()
     if analysis.kernels == "eager":
         return

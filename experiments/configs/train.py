@@ -198,7 +198,7 @@ class ShardsConfig:
 
 @configuration
 class TrackerConfig:
-    """What gets a run's rows beside its `metrics.jsonl`; several may: `tracker=[tensorboard,wandb]`.
+    """What gets a run's rows besides its `metrics.jsonl`; several may: `tracker=[tensorboard,wandb]`.
 
     `project`: what wandb calls the project, MLflow the experiment; `store`: MLflow's, a folder below the one
     that the job is started in, or a URI.

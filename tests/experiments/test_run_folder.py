@@ -248,8 +248,8 @@ def test_a_sweep_goes_on_in_its_folder(cwd):
         assert first[:-1] == arguments and Path(folder).parent.parent == cwd / "multirun"
     with claimed_sweep(["--multirun", "run.keep=4", arguments[1]]) as again:
         assert again[-1] == first[-1]
-        with claimed_sweep(arguments) as beside:  # the first is at work
-            assert beside[-1] != first[-1]
+        with claimed_sweep(arguments) as another:  # the first is at work
+            assert another[-1] != first[-1]
         Path(folder, TABLE).write_text("done")
     with claimed_sweep(arguments) as anew, ExitStack():
         assert anew[-1] != first[-1]

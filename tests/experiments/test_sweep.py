@@ -56,9 +56,9 @@ def composed(*overrides: str, name: str = "train", conf: str = "conf") -> Any:
 )
 def test_a_launcher_is_a_group_and_its_options_hydras(launcher, target, kept):
     options = [f"hydra.launcher.{key}={value}" for key, value in kept.items()]
-    told = composed(f"launcher={launcher}", *options).hydra
-    assert told.launcher._target_.endswith(f".{target}")
-    assert {key: told.launcher[key] for key in kept} == kept
+    found = composed(f"launcher={launcher}", *options).hydra
+    assert found.launcher._target_.endswith(f".{target}")
+    assert {key: found.launcher[key] for key in kept} == kept
     assert "launcher" not in OmegaConf.to_container(composed(f"launcher={launcher}"), resolve=False)
 
 
@@ -208,7 +208,7 @@ def test_another_metric_sorts_the_table(sweep):
     assert code == 0 and (folder / TABLE).read_text().splitlines()[1].startswith("0 *")
 
 
-def test_a_search_goes_on_behind_a_failed_trial(sweep):
+def test_a_search_goes_on_after_a_failed_trial(sweep):
     """Optuna's sampler is seeded: the same command again finds its trials finished."""
     arguments = ("hydra/sweeper=search_lr", "hydra.sweeper.n_trials=6", "run.seed=choice(1,13)")
     code, ran, folder = sweep(*arguments, "hydra.sweep.dir=multirun/a/search")
@@ -248,7 +248,7 @@ def real(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> tu
     root.mkdir(exist_ok=True)
     for number in range(60):
         (root / f"{number}.py").write_text(f"def f{number}(x):\n    return x + {number}\n" * 40)
-    told = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
     command = [
         sys.executable,
         "-m",
@@ -258,7 +258,7 @@ def real(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> tu
         f"data.root={root}",
         *arguments,
     ]
-    done = subprocess.run(command, cwd=folder, env=told, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=280)
     (sweep,) = folder.glob("multirun/*/*")
     return done.returncode, done.stdout + done.stderr, sweep
 

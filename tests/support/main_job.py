@@ -46,8 +46,8 @@ def leave_run(folder: Path, *overrides: str, status: str = "ok", steps: int = 4,
     rows = [{"step": n, "loss": 5.0 - 0.1 * n, "tokens_per_s": 10.0} for n in range(1, steps + 1)]
     rows.append({"step": steps, "held_out_loss": numbers.get("held_out_loss", 9.0)})
     (folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows if steps))
-    told = {"config": {"run": {"steps": 40}}, "overrides": list(overrides)}
-    (folder / "job.json").write_text(json.dumps(told))
+    job = {"config": {"run": {"steps": 40}}, "overrides": list(overrides)}
+    (folder / "job.json").write_text(json.dumps(job))
     if status != "unfinished":
         write_result(folder, status=status, overrides=list(overrides), **numbers)
     return folder

@@ -61,7 +61,7 @@ class KilledError(Exception):
 
 
 def killed_at(monkeypatch: pytest.MonkeyPatch, number: int, *, before_save: bool = False) -> None:
-    """Training ends without another word in step `number`; or behind it, before it is saved."""
+    """Training ends without another word in step `number`; or after it, before it is saved."""
     step, save = steps.one_step, loop.Saver.save
 
     def stepped(*args: Any) -> Any:
