@@ -256,6 +256,7 @@ class Campaign:
 
     def _look(self, job: Job, code: int, last: Kill | None) -> None:
         """At what a job that is over has left: its exit code, and every checkpoint byte by byte."""
+        assert last or code == 0, job.problem(f"exit code {code}, and nothing was killed")
         allowed = {0} | (CODES[last.mode] if last else set())
         if last and last.mode == "term_launcher" and last.moment == "start":
             allowed |= {-15, 143}  # it had not begun
