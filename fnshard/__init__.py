@@ -34,8 +34,7 @@ from fnshard.adapters.norms import sync_batch_norm
 from fnshard.analysis.hardware import Hardware
 from fnshard.checkpoint.reshard import averaged, reshard, reshard_cost
 from fnshard.compiler.deferred.deferred_init import deferred
-from fnshard.compiler.frontend.constrain import constrain
-from fnshard.compiler.frontend.exchange import all_gather, psum
+from fnshard.compiler.frontend.exchange import all_gather, constrain, psum
 from fnshard.compiler.frontend.limits import bounded
 from fnshard.debug import profile
 from fnshard.errors import (

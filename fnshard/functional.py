@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fnshard.compiler.deferred.deferred_init import on_paper, recipe_of
-from fnshard.compiler.ir.reachable import Reachable, TensorSnapshot, is_plain
+from fnshard.compiler.ir.containers import Contents, TensorSnapshot, is_plain, put_back
 from fnshard.errors import StateError, TraceError, leaves
 
 __all__ = ["make_functional"]
@@ -21,9 +21,10 @@ def make_functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, Ten
     """`apply, params`: `apply(params, *args, **kwargs)` is the module's forward, and pure.
 
     The module is afterwards what it was: what forward writes to its attributes, containers and submodules (a
-    table it caches, a counter in Python) is undone, also where it raises. For the time of a call it holds
-    the other leaves, wherever it keeps its own; one call runs at a time. In eager evaluation, activation
-    checkpointing inside the module recomputes from the module's own leaves: leave it off there.
+    table it caches, a counter in Python) is undone, also where it raises; while a step traces `fn`, when `fn`
+    has returned, so that it may read what forward has left (`model.aux_loss`). For the time of a call the
+    module holds the other leaves, wherever it keeps its own; one call runs at a time. In eager evaluation,
+    activation checkpointing inside the module recomputes from the module's own leaves: leave it off there.
 
     What forward writes to its buffers, in place or by assigning them (BatchNorm's running statistics, the
     vectors of spectral_norm, a queue), goes into the tensors that were passed, as in
@@ -89,20 +90,19 @@ def _swapped(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
         others = {i: params[path] for i, path in stored.items()}
         plain = [path for path, leaf in params.items() if is_plain(leaf)]
         versions = {path: params[path]._version for path in plain if params[path].requires_grad}
-        reached = Reachable(model)
+        contents = Contents(model)
         # A trace looks after the numbers of what it meets: copied here, they would be part of its program.
         traced = len(plain) < len(params)
-        numbers = TensorSnapshot(t for t in reached.tensors if not traced and id(t) not in others)
+        numbers = TensorSnapshot(t for t in contents.tensors if not traced and id(t) not in others)
         try:
-            for container in reached.containers.values():
+            for container in contents.containers:
                 container.replace(others)
             yield
             now: dict[str, list[Any]] = {}
             for at in places:
                 now.setdefault(stored[id(at.leaf)], []).append(at.owner.get(at.key))
         finally:
-            for container in reached.containers.values():
-                container.put_back()
+            put_back(contents.containers, others)
             written = numbers.put_back()
         wrong = [path for path, version in versions.items() if params[path]._version != version]
         buffers = {stored[id(at.leaf)] for at in places if at.is_buffer}

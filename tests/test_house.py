@@ -149,6 +149,7 @@ PRIVATE = {
         "torch.amp.autocast_mode._enter_autocast",
         "torch.amp.autocast_mode._exit_autocast",
     },
+    "fnshard.compiler.frontend.contexts": {"torch._subclasses"},
     "fnshard.compiler.frontend.trace": {"torch._subclasses"},
     "fnshard.compiler.frontend.ragged.run": {
         "torch._subclasses",

@@ -3,10 +3,11 @@
     check(fn, params, batch, specs)             every gradient against the unsharded function
     bisect(fn, specs_a, specs_b, params, batch)  the first kernel, collective and leaf where layouts differ
     nan_hunt(step, state, batch)                the first instruction, leaf and op that gave NaN or inf
+    check_stale(step, state, batch)             the program of a step against what `fn` does now, traced again
     assert_max_compiles(n)                      a `with` in which one compilation too many is an error
 
-All of them run schedules on the eager backend with a `Watch` on the executor (`runtime.executor.context`),
-which a step has none of otherwise.
+The first three run schedules on the eager backend with a `Watch` on the executor
+(`runtime.executor.context`), which a step has none of otherwise.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from fnshard.debug.layouts import bisect
 from fnshard.debug.nan_search import nan_hunt
 from fnshard.debug.reference import check
+from fnshard.debug.stale import check_stale
 from fnshard.step.compiles import assert_max_compiles
 
-__all__ = ["assert_max_compiles", "bisect", "check", "nan_hunt"]
+__all__ = ["assert_max_compiles", "bisect", "check", "check_stale", "nan_hunt"]

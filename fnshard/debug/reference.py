@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fnshard import tree
 from fnshard.compiler.ir.arguments import Arguments
+from fnshard.compiler.ir.containers import one_run
 from fnshard.debug.batch import (
     as_arguments,
     difference,
@@ -207,7 +208,8 @@ def _unsharded(
             own = dict(seen)
             for batch in batches:
                 own |= {p: own[p].detach().clone() for p in written}
-                results.append(batch.call(fn, tree.unflatten(own.values(), structure)))
+                with one_run():
+                    results.append(batch.call(fn, tree.unflatten(own.values(), structure)))
         losses = [r[0] if isinstance(r, tuple) else r for r in results]
         if isinstance(losses[0], Mean):
             counts = sum(torch.as_tensor(m.count).double() for m in losses)

@@ -11,8 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from fnshard import tree
+from fnshard.compiler.frontend.contexts import deterministic, without_autocast
 from fnshard.compiler.frontend.indices import Indices, explain, ranges
-from fnshard.compiler.frontend.trace import deterministic, flatten_batch, without_autocast
+from fnshard.compiler.frontend.trace import flatten_batch
 from fnshard.compiler.ir.arguments import Arguments, signature_of
 from fnshard.compiler.kernels.inductor import warm_up
 from fnshard.compiler.kernels.symbolic import SharedKernels

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from fnshard import tree
 from fnshard.analysis.hardware import Hardware
-from fnshard.compiler.frontend.trace import without_autocast
+from fnshard.compiler.frontend.contexts import without_autocast
 from fnshard.compiler.ir.arguments import Arguments, signature_of
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.lower import Front, Passes, schedule_for

@@ -18,8 +18,8 @@ from fnshard.analysis.memory import Ledger, MemoryAnalysis, MemoryInputs, Memory
 from fnshard.analysis.timeline import Timeline, simulate
 from fnshard.analysis.traffic import Traffic, analyse
 from fnshard.analysis.transport import TransportKind
+from fnshard.compiler.frontend.contexts import deterministic
 from fnshard.compiler.frontend.indices import Indices
-from fnshard.compiler.frontend.trace import deterministic
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.kernels.attention import backends
 from fnshard.compiler.kernels.inductor import TRACING, Boxed, Graphs, compile_graphs, graphs_of, share_of

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fnshard.compiler.ir.arguments import NumberList, fold_lists
-from fnshard.compiler.ir.reachable import ABSENT
+from fnshard.compiler.ir.containers import ABSENT
 from fnshard.compiler.schedule.instructions import COMMUNICATION, Exchange
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.errors import StateError, report

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fnshard import tree
 from fnshard.analysis.memory import made_of
+from fnshard.compiler.frontend.contexts import deterministic, without_autocast
 from fnshard.compiler.frontend.limits import check_limits
 from fnshard.compiler.frontend.random import derive_keys
-from fnshard.compiler.frontend.trace import deterministic, without_autocast
 from fnshard.compiler.ir.program import Limit
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.schedule.passes.graph import graph_length

@@ -24,7 +24,7 @@ from experiments.bench import ranks
 from experiments.bench.command import SPEC
 from fnshard import SpecError
 from fnshard.compiler import lower
-from fnshard.compiler.frontend.trace import deterministic
+from fnshard.compiler.frontend.contexts import deterministic
 from fnshard.compiler.kernels import inductor as kernels
 from fnshard.debug.batch import on_device
 from fnshard.launcher import post_mortem

@@ -14,7 +14,7 @@ from toys import assert_same_grads, plain_grads, step_of
 
 import fnshard as fs
 from fnshard import LayoutSpec, Mean, P, SpecError, StateError, TraceError, optim
-from fnshard.compiler.frontend.trace import without_autocast
+from fnshard.compiler.frontend.contexts import without_autocast
 from fnshard.layout.spec import check_specs
 from fnshard.optim.loss_scale import LossScale
 

@@ -20,7 +20,7 @@ from torch.overrides import resolve_name
 from fnshard.compiler.deferred.host_random import refused
 from fnshard.compiler.deferred.recorder import META, Functions, Operators, Recorder
 from fnshard.compiler.deferred.tape import Tape, View, generator_lock, leaves_of
-from fnshard.compiler.ir.reachable import Reachable
+from fnshard.compiler.ir.containers import Contents
 from fnshard.errors import StateError, leaves
 
 __all__ = ["deferred"]
@@ -186,7 +186,7 @@ def check_closed() -> None:
 
 def _close(recorder: Recorder) -> None:
     """Put recipes on the leaves, and values in place of other tensors that the modules keep."""
-    reached = Reachable(list(recorder.modules.values()))
+    contents = Contents(*recorder.modules.values())
     parts = [m for root in recorder.modules.values() for m in root.modules()]
     owned = {id(leaf): leaf for m in parts for leaf in [*m._parameters.values(), *m._buffers.values()]}
     for leaf in owned.values():
@@ -194,9 +194,9 @@ def _close(recorder: Recorder) -> None:
             continue
         if (view := recorder.view(leaf)) is not None:
             _hold(leaf, LeafRecipe(recorder.tape, view))
-    others = [t for t in reached.tensors if id(t) not in owned and recorder.view(t) is not None]
+    others = [t for t in contents.tensors if id(t) not in owned and recorder.view(t) is not None]
     values = {id(t): value for t in others if (value := recorder.value(t)) is not None}
-    for container in reached.containers.values():
+    for container in contents.containers:
         container.replace(values)
     for tensor in [*others, *(ref() for ref in recorder.live)]:
         if tensor is not None and not isinstance(tensor, _Placeholder):

@@ -1,4 +1,5 @@
-"""Exchange: what `fn` computes together with other ranks, `psum` and `all_gather`, one op of a program each.
+"""Exchange: what `fn` computes together with other ranks, `psum` and `all_gather`, one op of a program each,
+and how `fn` says that a value is split, `constrain`.
 
 No kernel runs an exchange, and autograd never sees one: `kernels.split` cuts the program where it stands, the
 schedule has a line `Exchange` in its place, and in the backward the line of its dual.
@@ -19,9 +20,10 @@ from torch import Tensor, fx
 
 from fnshard.compiler.frontend import functions, transforms
 from fnshard.errors import TraceError
+from fnshard.layout.spec import P
 from fnshard.mesh import Mesh
 
-__all__ = ["all_gather", "psum"]
+__all__ = ["all_gather", "constrain", "psum"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class ExchangeKind:
             minimised.
         splits: each rank receives its row of what is sent, of as many along a dim as there are ranks; else
             all receive the same.
-        joins: the rows that are received lie behind one another along a dim; else they are summed.
+        joins: the rows that are received lie one after another along a dim; else they are summed.
         permutes: each rank receives what one other sent, the one that lies `dim` places before it.
     """
 
@@ -203,7 +205,7 @@ def psum(x: Summed, axes: Axes = None) -> Summed:
 
 
 def all_gather(x: Tensor, dim: int = 0, axes: Axes = None) -> Tensor:
-    """The `x` of all ranks that hold other rows of the batch, behind one another along `dim`.
+    """The `x` of all ranks that hold other rows of the batch, one after another along `dim`.
 
     In the order of the batch's rows, so that outside of a step, in one process with all rows, it is `x`
     itself. For losses that compare with every row of the batch (SimCLR, CLIP). In the backward each rank
@@ -272,3 +274,57 @@ def _group(kind: str, axes: Axes) -> tuple[tuple[str, ...], int]:
         )
     names = tuple(n for n in names if mesh.axis_size(n) > 1)
     return names, math.prod(map(mesh.axis_size, names))
+
+
+# ------------------------------------------------------------------ how a value is split
+
+_LIB.define("constrain(Tensor x, str[] axes, int[] dims) -> Tensor")
+_LIB.impl("constrain", lambda x, axes, dims: torch.ops.aten.alias.default(x), "CompositeImplicitAutograd")
+CONSTRAIN = torch.ops.fnshard.constrain.default
+
+
+def constrain(x: Tensor, layout: P, axes: str | Sequence[str] | None = None) -> Tensor:
+    """`x`, split over the tensor and context axes as `layout` says, where `fn` is sharded.
+
+    What is computed stays the same; where it is otherwise split, an exchange brings it there, and in the
+    backward its dual. Outside of a step it is `x` itself. As `jax.lax.with_sharding_constraint`.
+
+    Args:
+        x: [...].
+        layout: the axes by dim of `x`; over one of `axes` that it does not name, `x` is whole on every rank.
+        axes: which axes are spoken of; default those that `layout` names, and all where it names none.
+
+    Raises:
+        TraceError: an axis that the mesh lacks, or that splits rows; more dims than `x` has.
+
+    >>> import fnshard as fs
+    >>> x = torch.ones(2, 4)
+    >>> fs.constrain(x, fs.P(None, "tensor")) is x
+    True
+    """
+    mesh = traced_mesh()
+    if not isinstance(x, Tensor) or not isinstance(layout, P):
+        raise TraceError(
+            f"`fn` calls fs.constrain of {type(x).__name__} and {type(layout).__name__}.",
+            fix='a tensor and a layout: fs.constrain(x, fs.P(None, "tensor")).',
+        )
+    if mesh is None:
+        return x
+    placed = [n for n in mesh.names if n not in mesh.data_axes]
+    axes = (axes,) if isinstance(axes, str) else axes
+    spoken = list(axes if axes is not None else layout.axes or placed)
+    unknown = [a for a in {**dict.fromkeys(spoken), **dict.fromkeys(layout.axes)} if a not in placed]
+    shown = ", ".join(mesh.data_axes) or "none"
+    if unknown or len(layout.parts) > x.dim():
+        problem = (
+            f"over {', '.join(map(repr, unknown))}, of mesh {mesh}, data axes {shown}"
+            if unknown
+            else f"of {list(x.shape)}, which has {x.dim()} dims"
+        )
+        raise TraceError(
+            f"`fn` calls fs.constrain(x, {layout!r}) {problem}.",
+            fix=f"name axes that are no data axes ({', '.join(placed) or 'this mesh has none'}), at most one "
+            "entry for each dim of x.",
+        )
+    dims = [next((d for d in range(x.dim()) if axis in layout.of(d)), -1) for axis in spoken]
+    return CONSTRAIN(x, spoken, dims)

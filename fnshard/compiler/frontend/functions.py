@@ -33,7 +33,7 @@ HOOK = report(
     "inside itself, an autograd.Function with a setup_context; or do it in the optimizer, as a transform.",
 )
 _OBSERVES = report(
-    "`fn` has a gradient hook that returns None: what it does beside is done once, while `fn` is traced.",
+    "`fn` has a gradient hook that returns None: what else it does is done once, while `fn` is traced.",
     fix="return the gradient, changed or not; gradients of leaves are what a step without optimizer returns.",
 )
 _READS_OUTPUT = report(

@@ -31,7 +31,7 @@ def bounded(x: Tensor, size: int, dim: int = 0) -> Tensor:
     and `torch.repeat_interleave` have such a length. A step computes with as many entries as there can be at
     most: all of a mask's, and with a bound only `size` of them, which is less work; of `bincount` and
     `repeat_interleave` nothing else is known. Results are those of plain torch on the true length. In JAX it
-    is the argument `size` of `jnp.nonzero`, where the caller masks what is behind the count.
+    is the argument `size` of `jnp.nonzero`, where the caller masks what is past the count.
 
     Args:
         x: with that length along `dim`.
@@ -111,7 +111,7 @@ class Limits:
         self.promised.clear()
 
     def append(self, outputs: Outputs, values: list[Tensor]) -> tuple[Outputs, list[Tensor]]:
-        """Outputs and values with what has been collected behind them; it starts again with none."""
+        """Outputs and values with what has been collected after them; it starts again with none."""
         found = tuple(replace(n, result=len(values) + i) for i, (n, _) in enumerate(self.found))
         values = values + [excess for _, excess in self.found]
         self.found.clear()

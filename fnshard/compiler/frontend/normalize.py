@@ -109,7 +109,7 @@ def _copy_body(module: fx.GraphModule, graph: fx.Graph, env: dict, keys: dict) -
         before = set(graph.nodes) if old in keys else set()
         made = _emit(graph, old, args, kwargs, keys.get(old))
         fresh = [n for n in graph.nodes if n not in before] if old in keys else [made]
-        # A write under no_grad goes to an alias: what is read behind it is the tensor itself, whose
+        # A write under no_grad goes to an alias: what is read after it is the tensor itself, whose
         # gradient passes the write as if it were not there, as in torch.
         written = [] if grad else mutated_args(old)
         env[old] = env[written[0]] if _returns_written(old, written) else made

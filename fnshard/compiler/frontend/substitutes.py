@@ -30,7 +30,7 @@ from fnshard.compiler.ir.source_lines import user_line
 
 @torch.library.custom_op("fnshard::grouped_mm", mutates_args=())
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
-    """One product a group, in any dtype and on any device; what lies behind the last group is 0.
+    """One product a group, in any dtype and on any device; what lies after the last group is 0.
 
     Args:
         a: [M, K], or [G, M, K] where the groups are columns of `b`.
@@ -104,7 +104,7 @@ def ctc_losses(
 
     Args:
         log_probs: [T, B, C].
-        targets: int64 [B, S], or one behind the other.
+        targets: int64 [B, S], or one after the other.
         lengths, target_lengths: integers [B].
         zero: whether the gradients of infinite losses are zero.
     """
@@ -424,3 +424,43 @@ SUBSTITUTES: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.geometric_: lambda x, p, *, generator=None: (
         x.exponential_(-math.log1p(-p), generator=generator).ceil_()),
 }  # fmt: skip
+
+
+# ------------------------------------------------------------------ masks of Python bools in an index
+
+
+def mask_positions(index: Any, shape: Sequence[int]) -> Any:
+    """An index of a tensor of this shape, in which lists of bools are lists of integers.
+
+    A mask of Python values is known while tracing; a tensor made of it would not be.
+
+    Raises:
+        IndexError: a mask that is not as long as its dim.
+
+    >>> mask_positions((slice(None), [True, False, True]), (2, 3))
+    (slice(None, None, None), [0, 2])
+    >>> mask_positions([False, True], (2, 3))
+    [1]
+    """
+    parts = index if isinstance(index, tuple) else (index,)
+    found = tuple(
+        [i for i, v in enumerate(part) if v] if _masks(part, _dim(parts, k, len(shape)), shape) else part
+        for k, part in enumerate(parts)
+    )
+    return found if isinstance(index, tuple) else found[0]
+
+
+def _masks(part: Any, dim: int, shape: Sequence[int]) -> bool:
+    if not isinstance(part, list) or not part or not all(isinstance(v, bool) for v in part):
+        return False
+    if dim >= len(shape) or len(part) != shape[dim]:
+        raise IndexError(f"a mask of {len(part)} for dim {dim} of a tensor of shape {list(shape)}")
+    return True
+
+
+def _dim(parts: Sequence[Any], place: int, dims: int) -> int:
+    """Which dim the part at a place indexes, where every part but None and ... indexes one."""
+    before, rest = parts[:place], parts[place:]
+    if any(p is ... for p in before):
+        return dims - sum(p is not None for p in rest)
+    return sum(p is not None for p in before)

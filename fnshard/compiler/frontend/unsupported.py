@@ -1,7 +1,7 @@
 """Unsupported: what the tracer would lose in silence raises here instead, with the way out.
 
 Patches a few of torch's entry points while a trace runs, and for the tracing thread alone: a loader
-or a checkpoint writer beside it is left in peace.
+or a checkpoint writer on another thread is left in peace.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from torch.overrides import TorchFunctionMode
 
 from fnshard.compiler.deferred.host_random import DRAWS, draws
 from fnshard.compiler.frontend import control_flow, functions, statistics, transforms
-from fnshard.compiler.frontend.mask_indices import positions
 from fnshard.compiler.frontend.ragged.run import check_read
-from fnshard.compiler.frontend.substitutes import SUBSTITUTES, cumulative, unvalidated
+from fnshard.compiler.frontend.substitutes import SUBSTITUTES, cumulative, mask_positions, unvalidated
 from fnshard.compiler.ir.failures import Call, higher_order
 from fnshard.errors import TraceError, report
 
@@ -152,7 +151,7 @@ class Calls(TorchFunctionMode):
         try:
             check_read(name, args)
             if name in _INDEXED:
-                args = (args[0], positions(args[1], args[0].shape), *args[2:])
+                args = (args[0], mask_positions(args[1], args[0].shape), *args[2:])
             return SUBSTITUTES.get(func, func)(*args, **kwargs)
         except Exception as error:
             self.failed = Call(error, func, (*args, *kwargs.values()))

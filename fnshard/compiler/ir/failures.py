@@ -1,4 +1,4 @@
-"""Failures: what goes wrong while `fn` runs on tensors without values, told to whoever wrote `fn`.
+"""Failures: what goes wrong while `fn` runs on tensors without values, for whoever wrote `fn`.
 
 A torch function that fails becomes one TraceError: the function, its operands by leaf and batch argument, the
 line of the user's code, and the way out. What the user's own code raises stays what it is.
@@ -57,7 +57,7 @@ _BY_FUNCTION = {
     "linalg_lstsq": "torch.linalg.pinv(A) @ B is its solution.",
     "repeat_interleave": "say how many rows there will be: output_size=n, or at most "
     "fs.bounded(torch.repeat_interleave(x, counts), n).",
-    "_pack_padded_sequence": "run the recurrent module on the padded rows and mask what lies behind each "
+    "_pack_padded_sequence": "run the recurrent module on the padded rows and mask what lies after each "
     "length: losses by arange(T) < lengths[:, None]; the last state of a row is its output at lengths - 1.",
 }
 _BY_MESSAGE = {
@@ -75,7 +75,7 @@ _BY_MESSAGE = {
     r"Could not infer dtype|meta tensor": _VALUE,
     r"Pending unbacked symbols|got SymInt": BY_INDEX,
     r"running_mean or running_var|mutate a captured Tensor|vmap: inplace": "what a torch.func transform "
-    "calls writes to nothing outside of it: return the new value and write it behind the transform; a "
+    "calls writes to nothing outside of it: return the new value and write it after the transform; a "
     "BatchNorm in eval mode, or with track_running_stats=False, writes nothing.",
 }
 _HIGHER_ORDER = report(

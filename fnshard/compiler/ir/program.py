@@ -94,7 +94,7 @@ class Program:
     constants: Mapping[str, Tensor]
     outputs: Outputs
     fake_mode: Any = field(repr=False, default=None)
-    guard: Guard = field(repr=False, default_factory=Guard)
+    guard: Guard | None = field(repr=False, default=None)
     rows: int = 1
     traced: Program | None = field(repr=False, default=None)
 

@@ -19,8 +19,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
 
-from fnshard.compiler.frontend.constrain import CONSTRAIN
-from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
+from fnshard.compiler.frontend.exchange import CONSTRAIN, EXCHANGE, OUTGOING
 from fnshard.compiler.ir.custom_gradient import CustomGradient
 from fnshard.compiler.ir.program import Input, OpOverload, Program, eliminate_dead_code, propagate
 from fnshard.compiler.place.check import Record

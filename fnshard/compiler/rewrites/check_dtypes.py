@@ -17,10 +17,10 @@ _SAME = frozenset([
     "embedding_bag", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell",
     "rnn_relu_cell", "polar", "complex",
 ])  # fmt: skip
-# These take parameters and statistics in fp32 beside an input in half precision.
+# These take parameters and statistics in fp32 with an input in half precision.
 _NORMS = frozenset(["layer_norm", "group_norm", "batch_norm", "instance_norm"])
 _HALF = (torch.bfloat16, torch.float16)
-_INDICES = frozenset(["index", "indices", "offsets", "target"])  # these may be integers beside floats
+_INDICES = frozenset(["index", "indices", "offsets", "target"])  # these may be integers with floats
 
 
 def check_dtypes(program: Program) -> None:

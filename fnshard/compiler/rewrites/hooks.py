@@ -25,7 +25,7 @@ def apply_hooks(graph: fx.Graph, count: int) -> None:
 
 
 def _place(graph: fx.Graph, hook: fx.Node, copies: set[fx.Node]) -> fx.Node:
-    """The hook right behind its tensor, and before it a copy of what it captures that is computed later."""
+    """The hook right after its tensor, and before it a copy of what it captures that is computed later."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     inputs = sum(node.op == "placeholder" for node in graph.nodes)
     end = max(order[hook.args[0]] + 1, inputs)

@@ -2,7 +2,7 @@
 
 A write changes one tensor and all that shares its memory. It becomes one node here: a pure function from the
 memory's first tensor, its base, to a copy in which the op is done through the same views. What reads the base
-or a view of it behind the write reads the copy, through views made again. Autograd passes through the copy,
+or a view of it after the write reads the copy, through views made again. Autograd passes through the copy,
 the views and the op as it does in torch, so that no op needs a rule of its own, and AOTAutograd makes
 functional ops of them within a kernel.
 """
@@ -106,7 +106,7 @@ _TAKE_EXPANDED = (  # of these torch warns at most
 
 
 def _is_its_source(node: fx.Node) -> bool:
-    """Whether this is a `detach` that nothing tells from its input, as behind `torch.tensor(...)`."""
+    """Whether this is a `detach` that nothing tells from its input, as after `torch.tensor(...)`."""
     if node.target is not aten.detach.default:
         return False
     source = node.args[0]
@@ -143,7 +143,7 @@ def _overlaps(value: Tensor) -> bool:
 class Write:
     """One op in place as a pure function: of copies of the bases it writes to, and of what else it reads.
 
-    Returns the copies, and behind them what the op returns beside; one tensor, or several.
+    Returns the copies, and after them what else the op returns; one tensor, or several.
     """
 
     graph: fx.Graph
@@ -222,7 +222,7 @@ class _Functional:
         return self.current[node]
 
     def write(self, node: fx.Node) -> None:
-        """A `Write` for `node`: its results are the bases by now, and what `node` returned beside."""
+        """A `Write` for `node`: its results are the bases by now, and what else `node` returned."""
         targets = mutated_args(node)
         memories = list(dict.fromkeys(m for n in targets for m in _memories(n)))
         bases = [self.bases[m] for m in memories]
@@ -283,8 +283,8 @@ def _write(
     for written in reversed(windows):
         body.call_function(_write_windows, (written, *written.args))
     values, several = _tensors(node), not isinstance(node.meta["val"], Tensor)
-    beside = [i for i, v in enumerate(values) if storage_id(v) not in memories]
-    fresh = [body.call_function(operator.getitem, (op, i)) if several else op for i in beside]
+    others = [i for i, v in enumerate(values) if storage_id(v) not in memories]
+    fresh = [body.call_function(operator.getitem, (op, i)) if several else op for i in others]
     body.output((*(inside[base] for base in bases), *fresh))
     return Write(body, op), inputs
 

@@ -1,7 +1,7 @@
 """Rounding: a cast to a narrower float type and back rounds, where a compiler would leave it out.
 
 Inductor computes half types in fp32, and takes `x.to(torch.bfloat16).float()` for x: fake quantisation
-becomes nothing. Here `fnshard.rounded` stands behind such a cast, and is taken apart into integer operations
+becomes nothing. Here `fnshard.rounded` stands after such a cast, and is taken apart into integer operations
 on the number's bits: they cost next to nothing, and no compiler moves a wider number through them. Gradients
 are rounded as in eager torch. Casts between which something is computed in the narrow type stay as they are.
 """
@@ -51,7 +51,7 @@ def keep_rounding(graph: fx.Graph) -> None:
     for cast in list(graph.nodes):
         if not _rounds(cast):
             continue
-        back = list(dict.fromkeys(_casts_behind(cast)))
+        back = list(dict.fromkeys(_casts_after(cast)))
         alone = len(cast.users) == 1
         if back:
             _insert(graph, cast, list(cast.users))
@@ -84,13 +84,13 @@ def _is_cast(node: fx.Node) -> bool:
     return before.is_floating_point() and after.is_floating_point() and before.dtype != after.dtype
 
 
-def _casts_behind(cast: fx.Node) -> Iterator[fx.Node]:
+def _casts_after(cast: fx.Node) -> Iterator[fx.Node]:
     """Casts to another float type of what is the cast's value but for its place."""
     for user in cast.users:
         if _is_cast(user):
             yield user
         elif _moves(user):
-            yield from _casts_behind(user)
+            yield from _casts_after(user)
 
 
 def _moves(node: fx.Node) -> bool:

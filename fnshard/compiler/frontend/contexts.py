@@ -1,0 +1,108 @@
+"""Contexts: what is switched while `fn` is traced, and is afterwards as it was."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fnshard.compiler.frontend.transforms import is_of_a_level
+from fnshard.compiler.ir.containers import Contents, TensorSnapshot, is_plain, one_run
+from fnshard.compiler.ir.guard import CACHE, Reachable, written
+
+CLOSURE_LIMIT_bytes = 1 << 20  # of a tensor that `fn` closes over
+LOCK = threading.RLock()  # the tracer patches torch's globals: one trace at a time
+_AUTOCAST_DEVICES = [d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(d)]
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Autocast off on every kind of device."""
+    on = [d for d in _AUTOCAST_DEVICES if torch.is_autocast_enabled(d)]
+    for kind in on:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        yield
+    finally:
+        for kind in on:
+            torch.set_autocast_enabled(kind, True)
+
+
+_exact: list[tuple[bool, bool]] = []  # of who is within `deterministic`: what was the process's own choice
+_exact_lock = threading.Lock()
+
+
+@contextmanager
+def deterministic(on: bool) -> Iterator[None]:
+    """Where `on`, torch's deterministic algorithms and Inductor's.
+
+    The switch is the process's, and ranks may be threads: the last to leave puts it back. The environment's
+    CUBLAS_WORKSPACE_CONFIG stays set: cuBLAS reads it once.
+    """
+    if not on:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses cuBLAS
+    with _exact_lock:
+        chosen = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        _exact.append(_exact[0] if _exact else chosen)
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        with _exact_lock:
+            before, warns = _exact.pop()
+            if not _exact:
+                torch.use_deterministic_algorithms(before, warn_only=warns)
+
+
+class Surroundings:
+    """What `fn` can reach besides its arguments, and what it writes there.
+
+    A context: where the block fails, tensors that were written to in it have their numbers back.
+    """
+
+    def __init__(self, fn: Callable[..., Any]):
+        self.fn = fn
+        self.reached = Reachable(fn)
+        self.written: set[str] = set()
+        self._modules = Contents(*self.reached.of_type(nn.Module)).containers
+        tensors = self.reached.of_type(Tensor)
+        small = (t for t in tensors if is_plain(t) and t.nbytes <= CLOSURE_LIMIT_bytes)
+        self._numbers = TensorSnapshot(small)
+
+    def __enter__(self) -> Surroundings:
+        return self
+
+    def __exit__(self, kind: type | None, *_: Any) -> None:
+        if kind is not None:
+            self._numbers.put_back()
+
+    @contextmanager
+    def one_run(self) -> Iterator[None]:
+        """A run of `fn` on fakes: modules are afterwards what they were, and no fake stays anywhere else."""
+        made = {id(cache): cache.cache_info().misses for cache in self.reached.of_type(CACHE)}
+        with one_run(self._modules):
+            try:
+                yield
+                self.written |= {*written(self.reached, Reachable(self.fn))}
+            finally:
+                for container, _ in self.reached.containers.values():
+                    container.put_back(lambda _, now: any(map(is_fake, Contents(now).tensors)))
+                for cache in self.reached.of_type(CACHE):
+                    if cache.cache_info().misses != made[id(cache)]:
+                        cache.cache_clear()
+
+
+def is_fake(value: Tensor) -> bool:
+    """Whether it is of a trace, and has no numbers."""
+    return isinstance(value, FakeTensor) or is_of_a_level(value)

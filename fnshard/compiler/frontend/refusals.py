@@ -1,0 +1,134 @@
+"""Refusals: what `fn` must not do, seen in its program; what torch functions refuse is in `unsupported`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fnshard.compiler.frontend.contexts import CLOSURE_LIMIT_bytes, is_fake
+from fnshard.compiler.frontend.outputs import check_count
+from fnshard.compiler.ir.failures import refused_at
+from fnshard.compiler.ir.program import Input, Program, describe, mutated_args, storage_id
+from fnshard.compiler.rewrites.check_dtypes import check_dtypes
+from fnshard.errors import TraceError, leaves
+from fnshard.layout.spec import LayoutSpec
+
+
+def check_requires_grad(paths: Iterable[str], before: Sequence[bool], leaf_values: Sequence[Tensor]) -> None:
+    """Refuse a `fn` that changes which leaves require grad; `before` is what they did."""
+    changed = [p for p, b, v in zip(paths, before, leaf_values, strict=True) if v.requires_grad != b]
+    if changed:
+        raise TraceError(
+            f"`fn` changes requires_grad of {leaves(len(changed))}, which a trace loses:",
+            [f"params[{p!r}]" for p in changed],
+            "say trainable=True or False in the leaf's spec, or read it through .detach(); write to "
+            "buffers under torch.no_grad(), or what is detached.",
+        )
+
+
+def check_constants(constants: Mapping[str, Tensor]) -> None:
+    """Refuse tensors that `fn` closes over and that are fakes, require grad or are large."""
+    lost = [describe(v) for v in constants.values() if is_fake(v)]
+    if lost:
+        raise TraceError(
+            f"the trace lost sight of {len(lost)} value(s) that `fn` computes:",
+            lost,
+            "look for torch.jit functions, C++ extensions that are no custom_op, and tensors that a "
+            "module kept from an earlier trace (compute such caches beforehand); a backward or a gradient "
+            "hook that calls torch.autograd.grad computes again what it differentiates, under "
+            "torch.enable_grad() and from detached inputs.",
+        )
+    wrong = [
+        f"{describe(v)}" + (" that requires grad" if v.requires_grad else "")
+        for v in constants.values()
+        if v.requires_grad or v.nbytes > CLOSURE_LIMIT_bytes
+    ]
+    if wrong:
+        raise TraceError(
+            f"`fn` closes over {len(wrong)} tensor(s) that must be arguments (they require grad, "
+            "or are larger than 1 MB):",
+            wrong,
+            "put them into the parameter tree (trainable=False if frozen), or pass them with the batch.",
+        )
+
+
+def _is_sparse(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout != torch.strided
+
+
+def check_program(program: Program, specs: Mapping[str, LayoutSpec], differentiate: bool) -> None:
+    """Refuse what cannot be cut, differentiated or stored."""
+    sparse = [n for n in program.graph.nodes if _is_sparse(n.meta.get("val"))]
+    if sparse:
+        raise refused_at(
+            "`fn` makes sparse tensors, which cannot be cut and differentiated:",
+            [(n, str(n.target)) for n in sparse],
+            "use dense ones: gather and scatter by index.",
+        )
+    _check_written_constants(program.graph, program.inputs)
+    _check_written(program, specs, differentiate)
+    check_dtypes(program)
+    check_count(program)
+    if differentiate and not program.results[program.outputs.loss].meta["val"].requires_grad:
+        raise TraceError(
+            "the loss depends on no trainable leaf.",
+            fix="set trainable=True in the spec of a leaf it reads, and look for detach or no_grad.",
+        )
+
+
+def _check_written_constants(graph: fx.Graph, inputs: Sequence[Input]) -> None:
+    """Refuse writes to tensors that `fn` closes over.
+
+    The tracer has by then run the write on the tensor itself, and what `fn` leaves there for the next step (a
+    counter, an average) would be lost.
+    """
+    written = {storage_id(arg.meta["val"]) for node in graph.nodes for arg in mutated_args(node)}
+    nodes = [n for n in graph.nodes if n.op == "placeholder"]
+    constants = [
+        describe(n.meta["val"])
+        for n, i in zip(nodes, inputs, strict=True)
+        if i.kind == "constant" and storage_id(n.meta["val"]) in written
+    ]
+    if constants:
+        raise TraceError(
+            f"`fn` writes in place to {len(constants)} tensor(s) that it closes over:",
+            constants,
+            "clone it first; what must live from step to step is a leaf of the parameter tree "
+            "(trainable=False), which a step stores.",
+        )
+
+
+def writes_to_leaves(program: Program) -> dict[str, fx.Node]:
+    """The leaves that `fn` writes to, each with the first node that does; in the order of the inputs."""
+    first: dict[int, fx.Node] = {}
+    for node in program.graph.nodes:
+        for arg in mutated_args(node):
+            first.setdefault(storage_id(arg.meta["val"]), node)
+    named = zip(program.placeholders, program.inputs, strict=True)
+    found = {i.name: first.get(storage_id(n.meta["val"])) for n, i in named if i.kind == "leaf"}
+    return {path: node for path, node in found.items() if node is not None}
+
+
+def _check_written(program: Program, specs: Mapping[str, LayoutSpec], differentiate: bool) -> None:
+    """Refuse writes to leaves that train or are rounded, and in a forward to any."""
+    wrong, narrow = [], []
+    for path, node in writes_to_leaves(program).items():
+        spec, name = specs[path], f"params[{path!r}] by {str(node.target).removesuffix('.default')}"
+        if spec.trainable or not differentiate:
+            wrong.append((node, name))
+        elif torch.promote_types(spec.storage_dtype, spec.compute_dtype) != spec.compute_dtype:
+            narrow.append((node, f"{name}, stored in {spec.storage_dtype}"))
+    if narrow:
+        raise refused_at(
+            f"`fn` writes to {leaves(len(narrow))} that it sees in a narrower dtype than they are stored in:",
+            narrow,
+            "compute_dtype=storage_dtype in their specs: what is added to them would be rounded away.",
+        )
+    if wrong:
+        fix = "a forward stores nothing: model.eval()."
+        if differentiate:
+            fix = "a step stores what is written to leaves that do not train: buffers, or trainable=False."
+        raise refused_at(f"`fn` changes {leaves(len(wrong))} in place:", wrong, fix)
