@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from fnshard import tree
+from fnshard.checkpoint.blocks import load_blocks, verify_file
 from fnshard.checkpoint.coordination import Failed, agreed, group_of, texts
 from fnshard.checkpoint.manifest_file import Manifest
-from fnshard.checkpoint.read_blocks import load_blocks, verify_file
 from fnshard.checkpoint.replicas import Replicas
 from fnshard.checkpoint.restoring import specs_and_mesh, state_filler
 from fnshard.checkpoint.retention import Keep, candidates, complete_checkpoints

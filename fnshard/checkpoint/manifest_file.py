@@ -1,14 +1,15 @@
 """Manifest: what a checkpoint holds, as JSON: written last, read first, sealed by a checksum.
 
-`manifest.json` names every leaf (shape, dtype, spec, and the grid of its chunks with their checksums) and
-every file; `manifest.json.sha256` is what `sha256sum -c` reads. A file has the name that a rank gave it, or
-none: nothing outside the directory is ever opened. Who writes a manifest and its seal can have wrong numbers
-read, but not other files, nor more memory than the files are long.
+`manifest.json` names every leaf (shape, dtype, spec, and its chunks with their checksums) and every file;
+`manifest.json.sha256` is what `sha256sum -c` reads. A file has the name that a rank gave it, or none: nothing
+outside the directory is ever opened. Who writes a manifest and its seal can have wrong numbers read, but not
+other files, nor more memory than the files are long.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -17,10 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
-
-from fnshard.checkpoint.chunks import Chunk, Chunks, DataFile, Files, Grid
 from fnshard.checkpoint.loader_state import decode
+from fnshard.runtime.files import tensorfile
 from fnshard.runtime.files.folder import DATA, flush_directory
 from fnshard.runtime.files.json_reader import Count, from_json, reader
 from fnshard.runtime.files.tensorfile import (
@@ -32,21 +31,71 @@ from fnshard.runtime.files.tensorfile import (
 )
 
 NAME, SEAL = "manifest.json", "manifest.json.sha256"
-FORMAT = "fnshard checkpoint 2"
-FORMATS = ("fnshard checkpoint 1", FORMAT)  # the first lists every chunk
+FORMAT = "fnshard checkpoint 3"
 LIMIT_bytes = 2 << 30
+SHOWN = 20  # leaves that an error names
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """Sizes of a data file and of its header, and the header's CRC-32."""
+
+    bytes: Count
+    header_bytes: Count
+    header_crc32: Count
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a leaf: where it lies in the leaf, in which file from which byte, checksums by block."""
+
+    offset: tuple[Count, ...]
+    shape: tuple[Count, ...]
+    file: str
+    at: Count
+    crc32: tuple[Count, ...]
 
 
 @dataclass(frozen=True)
 class SavedLeaf:
     """A full tensor: `params/<path>`, `optimizer/<path>/<slot>` or `loss_scale/<name>`. `dtype`: as
-    safetensors files name it; `spec`: the `P` it was stored by. `chunks`: of a manifest `Chunks`, which
-    cover it; of the part of one rank, those that it has."""
+    safetensors files name it; `spec`: the `P` it was stored by. `chunks`: of a manifest all of them, each
+    part of the tensor once; of one rank, those that it has written."""
 
     shape: tuple[Count, ...]
     dtype: str
     spec: str
-    chunks: Sequence[Chunk] | Grid
+    chunks: tuple[Chunk, ...]
+
+    def chunk_bytes(self, chunk: Chunk) -> int:
+        """Of a chunk's data in its file."""
+        return math.prod(chunk.shape) * STATE_DTYPES[self.dtype].itemsize
+
+    def check(self) -> None:
+        """See that its chunks are a grid of the tensor, each part of it once.
+
+        Raises:
+            ValueError: they are not.
+        """
+        itemsize = STATE_DTYPES[self.dtype].itemsize
+        if len(self.shape) > 64 or math.prod(max(n, 1) for n in self.shape) * itemsize >= 1 << 63:
+            raise ValueError(f"no tensor is {list(self.shape)}")
+        if 0 in self.shape and not self.chunks:
+            return
+        dims = range(len(self.shape))
+        if any(not len(c.offset) == len(c.shape) == len(dims) for c in self.chunks):
+            raise ValueError("chunks of other dims")
+        cuts = [sorted({*(c.offset[dim] for c in self.chunks), self.shape[dim]}) for dim in dims]
+        ends = [dict(itertools.pairwise(cut)) for cut in cuts]
+        whole = math.prod(map(len, ends)) == len(self.chunks) == len({c.offset for c in self.chunks})
+        if not whole or any(
+            cuts[dim][0] != 0 or cuts[dim][-1] != self.shape[dim]
+            or any(c.offset[dim] + c.shape[dim] != ends[dim].get(c.offset[dim]) for c in self.chunks)
+            for dim in dims
+        ):  # fmt: skip
+            raise ValueError("its chunks are not the whole of it, each part once")
+        if any(len(c.crc32) != -(-self.chunk_bytes(c) // tensorfile.BLOCK_bytes) for c in self.chunks):
+            raise ValueError("checksums of other blocks")
 
 
 @dataclass(frozen=True)
@@ -118,11 +167,33 @@ class Manifest:
             raise Corrupt("; ".join(wrong))
 
 
+def merged(parts: Sequence[Mapping[str, SavedLeaf]]) -> dict[str, SavedLeaf]:
+    """The leaves of which each rank has written some chunks, or none; rank 0 is the first.
+
+    Raises:
+        ValueError: ranks hold states of different leaves or layouts, or a part of a leaf is missing.
+    """
+    wrong = {name for part in parts for name in part if name not in parts[0]}
+    found = {}
+    for name, leaf in parts[0].items():
+        here = [part[name] for part in parts if name in part]
+        alike = {(each.shape, each.dtype, each.spec) for each in here}
+        chunks = sorted((c for each in here for c in each.chunks), key=lambda chunk: chunk.offset)
+        found[name] = replace(leaf, chunks=tuple(chunks))
+        try:
+            found[name].check()
+        except ValueError:
+            wrong.add(name)
+        if len(alike) > 1:
+            wrong.add(name)
+    if wrong:
+        raise ValueError(f"ranks hold different states: {', '.join(sorted(wrong)[:SHOWN])}")
+    return found
+
+
 def _fields(value: Any) -> dict[str, Any]:
     """What JSON is to make of a dataclass of this file; `asdict` takes several times as long."""
-    if isinstance(value, Chunks):
-        value = value.grid()
-    if not isinstance(value, Grid | SavedLeaf | DataFile):
+    if not isinstance(value, Chunk | SavedLeaf | DataFile):
         raise TypeError(f"a manifest holds no {type(value).__name__}")
     return vars(value)
 
@@ -157,17 +228,20 @@ _read_manifest = reader(Manifest)  # made here: what reads files runs no code, n
 
 
 def _manifest(values: Any) -> Manifest:
-    if values["format"] not in FORMATS:
-        raise ValueError(f"its format is {values['format']!r}, this reads {', '.join(map(repr, FORMATS))}")
+    if values["format"] != FORMAT:
+        raise ValueError(f"its format is {values['format']!r}, this reads {FORMAT!r}")
     read = _read_manifest(values)
     for name, file in read.files.items():
         if not DATA.fullmatch(name):
             raise ValueError(f"{name!r} is no name of a data file")
         if file.header_bytes > min(file.bytes, HEADER_LIMIT_bytes):
             raise ValueError(f"{name}: a header of {file.header_bytes} bytes")
-    files = Files.of(read.files)
-    read = replace(read, leaves={n: _checked_leaf(n, leaf, files) for n, leaf in read.leaves.items()})
-    _check_apart(read.leaves, list(read.files.values()))
+    for name, leaf in read.leaves.items():
+        try:
+            leaf.check()
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    _check_apart(read)
     sizes = from_json(Mapping[str, Count], read.mesh["axes"])
     if not all(sizes.values()) or not set(from_json(list[str], read.mesh["data_axes"])) <= sizes.keys():
         raise ValueError(f"its mesh is {read.mesh}")
@@ -176,32 +250,18 @@ def _manifest(values: Any) -> Manifest:
     return read
 
 
-def _checked_leaf(name: str, leaf: SavedLeaf, files: Files) -> SavedLeaf:
-    shape, itemsize = leaf.shape, STATE_DTYPES[leaf.dtype].itemsize
-    if len(shape) > 64 or math.prod(max(n, 1) for n in shape) * itemsize >= 1 << 63:
-        raise ValueError(f"{name}: no tensor is {list(shape)}")
-    make = Chunks.of_grid if isinstance(leaf.chunks, Grid) else Chunks.of
-    try:
-        return replace(leaf, chunks=make(shape, leaf.chunks, itemsize, files))
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def _check_apart(leaves: Mapping[str, SavedLeaf], files: Sequence[DataFile]) -> None:
-    """Every chunk lies in its file, behind the header, and no two share bytes: else a small file could stand
+def _check_apart(manifest: Manifest) -> None:
+    """Every chunk lies in its file, after the header, and no two share bytes: else a small file could stand
     for any amount."""
-    chunks = [leaf.chunks for leaf in leaves.values()]
-    file, at, size = (
-        np.concatenate([np.zeros(0, np.int64), *each])
-        for each in ([c.file for c in chunks], [c.at for c in chunks], [c.bytes for c in chunks])
+    places = sorted(
+        (chunk.file, chunk.at, leaf.chunk_bytes(chunk), name)
+        for name, leaf in manifest.leaves.items()
+        for chunk in leaf.chunks
     )
-    order = np.lexsort((at, file))
-    file, at, size = file[order], at[order], size[order]
-    header, length = (
-        np.array(each, np.int64)[file] for each in ([f.header_bytes for f in files], [f.bytes for f in files])
-    )
-    before = np.where(np.diff(file, prepend=-1) != 0, header, np.roll(at + size, 1))
-    wrong = np.flatnonzero((at < before) | (size > length - at))
-    if len(wrong):
-        number = int(np.searchsorted(np.cumsum([len(c) for c in chunks]), order[wrong[0]], "right"))
-        raise ValueError(f"{list(leaves)[number]}: its bytes from {at[wrong[0]]} on are not its own")
+    free = {name: file.header_bytes for name, file in manifest.files.items()}
+    for file, at, size, name in places:
+        if file not in free:
+            raise ValueError(f"{name}: a file that is not there")
+        if at < free[file] or at + size > manifest.files[file].bytes:
+            raise ValueError(f"{name}: its bytes from {at} on are not its own")
+        free[file] = at + size

@@ -1,6 +1,6 @@
 """Replica files: what a node holds of a state in memory, two slots of data files.
 
-Beside each file lies a part that says what it holds; the parts of a step, if none is missing, make a state.
+Next to each file lies a part that says what it holds; the parts of a step, if none is missing, make a state.
 """
 
 from __future__ import annotations
@@ -11,21 +11,19 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from fnshard.checkpoint.chunks import Chunk, Chunks, DataFile, Files
-from fnshard.checkpoint.manifest_file import Manifest, SavedLeaf
+from fnshard.checkpoint.manifest_file import Chunk, DataFile, Manifest, SavedLeaf, merged
 from fnshard.checkpoint.state_leaves import LocalLeaf
 from fnshard.layout.partition import boxes
 from fnshard.mesh import Mesh
 from fnshard.runtime.files.json_reader import Count, from_json
 from fnshard.runtime.files.tensorfile import (
-    STATE_DTYPES,
     BLOCK_bytes,
     TensorToWrite,
     bytes_of,
@@ -43,7 +41,7 @@ class Part:
     Args:
         token: of the start of the ranks that wrote it: parts of two starts do not mix.
         rank, data: who wrote it, and its position in the data.
-        leaves: with the chunks in this file alone; `count`: how many leaves the state has.
+        leaves: with the chunks in this file alone.
     """
 
     step: Count
@@ -52,7 +50,6 @@ class Part:
     rank: Count
     data: Any
     mesh: Mapping[str, Any]
-    count: Count
     leaves: Mapping[str, SavedLeaf]
     name: str
     file: DataFile
@@ -84,18 +81,22 @@ def parts_in(memory: Path) -> Iterator[tuple[str, bytes]]:
 
 
 class ReplicaFile:
-    """The data file of one rank: blocks, copied to fixed places of a file that is mapped."""
+    """The data file of one rank: blocks, copied to fixed places of a file that is mapped.
 
-    def __init__(self, name: str, leaves: Mapping[str, LocalLeaf], mesh: Mesh):
+    Args:
+        leaves: all; `mine`: those whose blocks are in this file.
+    """
+
+    def __init__(self, name: str, leaves: Mapping[str, LocalLeaf], mine: Mapping[str, LocalLeaf], mesh: Mesh):
         self.name, self.leaves = name, leaves
         self._views: dict[str, tuple[str, Any, tuple[int, ...], tuple[int, ...]]] = {}
         entries = []
-        for path, leaf in leaves.items():
-            for number, (full, mine) in enumerate(boxes(leaf.shape, leaf.layout, mesh)):
-                shape = tuple(leaf.block[mine].shape)
+        for path, leaf in mine.items():
+            for number, (full, inner) in enumerate(boxes(leaf.shape, leaf.layout, mesh)):
+                shape = tuple(leaf.block[inner].shape)
                 if math.prod(shape):
                     title = f"{path}@{number}"
-                    self._views[title] = path, mine, tuple(s.start for s in full), shape
+                    self._views[title] = path, inner, tuple(s.start for s in full), shape
                     entries.append(TensorToWrite(title, shape, leaf.block.dtype))
         self.head, self._at = file_layout(entries)
         self._sizes = {entry.name: entry.bytes for entry in entries}
@@ -104,9 +105,9 @@ class ReplicaFile:
     def copies(self, mapped: Tensor, blocks: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
         """(place in the mapped file, bytes of the block) of every box."""
         pairs = [(mapped[: len(self.head)], torch.frombuffer(bytearray(self.head), dtype=torch.uint8))]
-        for title, (path, mine, _, _) in self._views.items():
+        for title, (path, inner, _, _) in self._views.items():
             at = self._at[title]
-            part = blocks[path].detach()[mine].contiguous().reshape(-1).view(torch.uint8)
+            part = blocks[path].detach()[inner].contiguous().reshape(-1).view(torch.uint8)
             pairs.append((mapped[at : at + self._sizes[title]], part))
         return pairs
 
@@ -152,43 +153,31 @@ class Replica:
     nodes: Mapping[str, tuple[int, ...]]
 
 
-def replicas_of(found: Iterable[tuple[int, str, bytes]], here: int) -> list[Replica]:
+def replicas_of(found: Iterable[tuple[int, str, bytes]]) -> list[Replica]:
     """The complete states among parts, the newest first.
 
     Args:
         found: (node, slot, text) of parts on all nodes.
-        here: the node whose own files are preferred where two hold the same block.
     """
     groups: dict[tuple[int, str, str], dict[str, tuple[Part, list[int]]]] = {}
     for node, slot, text in found:
         part = from_json(Part, json.loads(text[9:]))
         group = groups.setdefault((part.step, part.token, slot), {})
         group.setdefault(part.name, (part, []))[1].append(node)
-    made = [_replica(slot, list(groups[step, token, slot].values()), here) for step, token, slot in groups]
+    made = [_replica(slot, list(groups[step, token, slot].values())) for step, token, slot in groups]
     return sorted(filter(None, made), key=lambda replica: -replica.manifest.step)
 
 
-def _replica(slot: str, parts: Sequence[tuple[Part, list[int]]], here: int) -> Replica | None:
+def _replica(slot: str, parts: Sequence[tuple[Part, list[int]]]) -> Replica | None:
     """Of the parts of one step; None where some block or some rank's position is not among them."""
-    first, leaves = parts[0][0], dict[str, SavedLeaf]()
-    chunks: dict[str, dict[tuple[int, ...], Chunk]] = {}  # by where they begin
-    for part, _ in sorted(parts, key=lambda each: (here not in each[1], each[0].name)):
-        for name, leaf in part.leaves.items():
-            leaves.setdefault(name, leaf)
-            known = chunks.setdefault(name, {})
-            for chunk in leaf.chunks:
-                known.setdefault(chunk.offset, chunk)
-    positions = {part.rank: part.data for part, _ in parts}
-    if len(positions) < math.prod(first.mesh["axes"].values()) or len(leaves) != first.count:
+    first, positions = parts[0][0], {part.rank: part.data for part, _ in parts}
+    if len(positions) < math.prod(first.mesh["axes"].values()):
+        return None
+    try:
+        leaves = merged([part.leaves for part, _ in parts])
+    except ValueError:
         return None
     files = {part.name: part.file for part, _ in parts}
-    numbered = Files.of(files)
-    for name, leaf in leaves.items():
-        found, itemsize = list(chunks[name].values()), STATE_DTYPES[leaf.dtype].itemsize
-        try:
-            leaves[name] = replace(leaf, chunks=Chunks.of(leaf.shape, found, itemsize, numbered))
-        except ValueError:
-            return None
     data = tuple(positions[rank] for rank in sorted(positions))
     alike = all(position == data[0] for position in data)
     manifest = Manifest(

@@ -3,9 +3,9 @@
 A replica is a checkpoint whose files lie in memory that outlives a rank, in a folder of this node's /dev/shm.
 Ranks find it again whoever started them anew, `fs.launch` or `torchrun`.
 Each rank copies the blocks that are its own to a mapped file there, in two slots in turn; checksums, and the
-copy on a partner's node, are made in the background while the next step runs. Beside each file its part is
-written last, so no step is taken for complete that is not. Blocks that ranks on other nodes hold anyway, on
-an axis that replicates, are not sent. Gemini (Wang et al., SOSP 2023) has the same placement.
+copy on a partner's node, are made in the background while the next step runs. Next to each file its part is
+written last, so no step is taken for complete that is not. Gemini (Wang et al., SOSP 2023) has the same
+placement.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnshard.analysis.measure import control_groups
+from fnshard.checkpoint.blocks import assigned, chunk_reads
 from fnshard.checkpoint.coordination import Failed, agreed, group_of, texts
 from fnshard.checkpoint.loader_state import encode
-from fnshard.checkpoint.read_blocks import chunk_reads
 from fnshard.checkpoint.replica_files import (
     PART,
     SLOTS,
@@ -42,7 +42,6 @@ from fnshard.checkpoint.replica_files import (
 from fnshard.checkpoint.restoring import Targets, state_filler
 from fnshard.checkpoint.saving import copy_to_host
 from fnshard.checkpoint.state_leaves import state_leaves
-from fnshard.checkpoint.write_blocks import writers
 from fnshard.errors import CheckpointError
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh.process_group import attempt, launcher
@@ -109,7 +108,6 @@ class Replicas:
         self._next, self._slots = 0, dict[int, dict[str, Tensor]]()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._files: list[ReplicaFile] = []
 
     # -------------------------------------------------------------- before the first step
 
@@ -124,7 +122,7 @@ class Replicas:
         ]
         _, fill = state_filler(self.step, None)
         self.lost = bool(found) or attempt() > 0
-        for replica in replicas_of(found, self._node):
+        for replica in replicas_of(found):
             if replica.manifest.step <= newer_than:
                 self.lost = False
                 break
@@ -147,20 +145,15 @@ class Replicas:
         """
         self._specs = ResolvedSpecs.of(state.where[0]).stored
         leaves = state_leaves(state, self._specs, self.mesh)
-        self._count, rank, world = len(leaves), self.mesh.rank, self.mesh.size
-        spread = writers(leaves, self.mesh, self._nodes, self._copies)
-        empty = {name: leaf for name, leaf in leaves.items() if 0 in leaf.shape}  # nobody has a part of it
-        sent = {name: leaves[name] for name, there in spread.items() if not there} | empty
-        kept = {name: leaves[name] for name, there in spread.items() if there}
-        self._files = [ReplicaFile(data_file(rank), sent, self.mesh)]
-        self._files += [ReplicaFile(data_file(world + rank), kept, self.mesh)] * bool(kept)
-        sizes = [int(text) for text in texts(self._group, str(self._files[0].bytes))]
+        rank, world = self.mesh.rank, self.mesh.size
+        self._file = ReplicaFile(data_file(rank), leaves, assigned(leaves, self.mesh), self.mesh)
+        sizes = [int(text) for text in texts(self._group, str(self._file.bytes))]
         shifts = range(1, self._copies + 1)
         self._targets = [self._partner(rank, shift) for shift in shifts]
         self._sources = [[r for r in range(world) if self._partner(r, s) == rank] for s in shifts]
-        self._sizes = {data_file(r): sizes[r] for sources in self._sources for r in sources}
-        own = {file.name: file.bytes for file in self._files} | self._sizes
-        listed = [json.loads(text) for text in texts(self._group, json.dumps(own))]
+        here = {rank, *(r for sources in self._sources for r in sources)}
+        self._sizes = {data_file(r): sizes[r] for r in sorted(here)}
+        listed = [json.loads(text) for text in texts(self._group, json.dumps(self._sizes))]
         on_node = {name: size for r in self._local for name, size in listed[r].items()}
         self._names = {name + end for name in on_node for end in ("", PART)}
         self.node_bytes = len(SLOTS) * sum(on_node.values())
@@ -222,13 +215,13 @@ class Replicas:
             (folder / f"{name}{PART}").unlink(missing_ok=True)
         leaves = state_leaves(state, self._specs, self.mesh)
         blocks = {name: leaf.block for name, leaf in leaves.items()}
-        copy_to_host([pair for file in self._files for pair in file.copies(mapped[file.name], blocks)])
+        copy_to_host(self._file.copies(mapped[self._file.name], blocks))
         mesh = self.mesh
         axes = dict(zip(mesh.names, mesh.sizes, strict=True))
         fields = {
             "step": int(state.step), "seed": int(state.seed), "token": self._token, "rank": mesh.rank,
             "data": encode(data.state_dict() if hasattr(data, "state_dict") else data),
-            "mesh": {"axes": axes, "data_axes": list(mesh.data_axes)}, "count": self._count,
+            "mesh": {"axes": axes, "data_axes": list(mesh.data_axes)},
         }  # fmt: skip
         self._thread = threading.Thread(target=self._run, args=(folder, mapped, fields), daemon=True)
         self._thread.start()
@@ -261,8 +254,7 @@ class Replicas:
     def _mapped(self) -> dict[str, Tensor]:
         if self._next not in self._slots:
             folder = self.memory / SLOTS[self._next]
-            sizes = {file.name: file.bytes for file in self._files} | self._sizes
-            made = {name: mapped_file(folder / name, size, new=True) for name, size in sizes.items()}
+            made = {name: mapped_file(folder / name, size, new=True) for name, size in self._sizes.items()}
             self._slots[self._next] = made
             if self.mesh.rank == self._local[0]:  # what another mesh left there
                 for path in folder.iterdir():
@@ -274,9 +266,8 @@ class Replicas:
         try:
             failed, text = None, b""
             try:
-                for file in reversed(self._files):  # the first is the one that is sent
-                    text = file.part(mapped[file.name], fields).encode()
-                    write_part(folder, file.name, text)
+                text = self._file.part(mapped[self._file.name], fields).encode()
+                write_part(folder, self._file.name, text)
             except OSError as error:
                 failed = error
             self._exchange(folder, mapped, text)
@@ -288,8 +279,8 @@ class Replicas:
             self._error = error
 
     def _exchange(self, folder: Path, mapped: Mapping[str, Tensor], text: bytes) -> None:
-        """Send the first file and its part to the partners, and write those of whose partner this rank is."""
-        mine = mapped[self._files[0].name]
+        """Send the file and its part to the partners, and write those of whose partner this rank is."""
+        mine = mapped[self._file.name]
         head = torch.tensor([len(text)])
         body = torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8)
         for target, sources in zip(self._targets, self._sources, strict=True):

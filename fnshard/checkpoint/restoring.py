@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from fnshard import tree
+from fnshard.checkpoint.blocks import load_blocks
 from fnshard.checkpoint.coordination import agreed
 from fnshard.checkpoint.loader_state import decode
 from fnshard.checkpoint.manifest_file import Manifest
-from fnshard.checkpoint.read_blocks import load_blocks
 from fnshard.checkpoint.state_leaves import (
     RestoreTarget,
     check_codecs_alike,

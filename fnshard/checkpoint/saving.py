@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fnshard.checkpoint.blocks import save_blocks
 from fnshard.checkpoint.coordination import Failed, agreed, group_of, texts
 from fnshard.checkpoint.loader_state import encode
 from fnshard.checkpoint.retention import Keep, prune
 from fnshard.checkpoint.state_leaves import LocalLeaf, checked_param_leaves, state_leaves
-from fnshard.checkpoint.write_blocks import save_blocks
 from fnshard.errors import CheckpointError, CheckpointWarning
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh

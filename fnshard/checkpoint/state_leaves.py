@@ -14,8 +14,7 @@ from torch import Tensor
 
 from fnshard import tree
 from fnshard.analysis.slots import Slots
-from fnshard.checkpoint.chunks import Chunk
-from fnshard.checkpoint.manifest_file import SavedLeaf
+from fnshard.checkpoint.manifest_file import Chunk, SavedLeaf
 from fnshard.compiler.ir.values import MASTER
 from fnshard.errors import CheckpointError, leaves
 from fnshard.layout.codecs import CODECS

@@ -17,7 +17,7 @@ from forged import reseal
 from saved_states import MANIFEST, SEAL, STEPS, expected, outcome, small_blocks, state_on, step_on, values
 
 import fnshard as fs
-from fnshard.checkpoint import manifest_file, read_blocks
+from fnshard.checkpoint import blocks, manifest_file
 from fnshard.errors import CheckpointError, CheckpointWarning
 from fnshard.runtime.files.tensorfile import Corrupt, open_regular
 
@@ -196,7 +196,7 @@ def one_sees_less(rank: int, root: str, where: str) -> tuple[int, list[str]]:
         pytest.MonkeyPatch.context() as patch,
     ):
         warnings.simplefilter("always")
-        patch.setattr(manifest_file if where == MANIFEST else read_blocks, "open_regular", blind)
+        patch.setattr(manifest_file if where == MANIFEST else blocks, "open_regular", blind)
         state = fs.checkpoint.restore(root, step_on(mesh)[0], timeout=20.0)
     return int(state.step), [str(w.message) for w in caught if w.category is CheckpointWarning]
 

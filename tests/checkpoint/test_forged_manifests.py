@@ -12,7 +12,7 @@ from typing import Any
 import corrupt
 import forged
 import pytest
-from forged import EDITS, LISTED_EDITS
+from forged import EDITS
 from saved_states import MANIFEST, expected, outcome, restored
 
 import fnshard as fs
@@ -82,49 +82,28 @@ def test_a_manifest_that_cannot_be_is_told(kind: Any, roots: Any, restoring: Any
     resealed(some, roots["two"] / "300", tmp_path / "300", restoring)
 
 
-@pytest.mark.long
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("kind", [mistyped, off_by_some, bereft])
-@pytest.mark.parametrize("by", ["one", "two"])
-def test_every_manifest_that_cannot_be(
-    by: str, kind: Any, roots: Any, restoring: Any, tmp_path: Path
-) -> None:
-    changes = kind(json.loads((roots[by] / "300" / MANIFEST).read_bytes()))
-    resealed(changes, roots[by] / "300", tmp_path / "300", restoring)
-
-
 def edited(
-    edit: Callable[[dict[str, Any]], Any], root: Path, folder: Path, restoring: Any, listed: bool = False
+    edit: Callable[[dict[str, Any]], Any], root: Path, folder: Path, restoring: Any
 ) -> tuple[Any, Any]:
-    """What comes of a checkpoint whose manifest `edit` has changed; `listed`: of the first format."""
+    """What comes of a checkpoint whose manifest `edit` has changed."""
     corrupt.copied(root / "300", folder)
     manifest = json.loads((folder / MANIFEST).read_bytes())
-    manifest = forged.listed(manifest) if listed else manifest
     new = edit(manifest)
     forged.reseal(folder, manifest if new is None else new)
     return restored(folder, restoring)
 
 
-@pytest.mark.parametrize("what", EDITS | LISTED_EDITS)
+@pytest.mark.parametrize("what", EDITS)
 def test_a_manifest_that_lies_is_told(what: str, roots: Any, restoring: Any, tmp_path: Path) -> None:
     """By `verify`, by `restore` for a step, and for specs that take shapes from the checkpoint."""
     loose = {path: LayoutSpec() for path in restoring.specs}
     here = fs.make_mesh(shard=1, device="cpu")
-    edit = (EDITS | LISTED_EDITS)[what]
+    edit = EDITS[what]
     for message in (
-        *edited(edit, roots["two"], tmp_path / "300", restoring, what in LISTED_EDITS),
+        *edited(edit, roots["two"], tmp_path / "300", restoring),
         outcome(fs.checkpoint.restore, tmp_path / "300", loose, here),
     ):
         assert isinstance(message, str) and any(sign in message for sign in SIGNS), message
-
-
-def test_a_manifest_of_the_first_format_is_read(roots: Any, restoring: Any, tmp_path: Path) -> None:
-    """It lists every chunk: restored bit for bit, and as strictly as the second."""
-    assert edited(lambda manifest: None, roots["two"], tmp_path / "300", restoring, listed=True)[
-        1
-    ] == expected(300)
-    changes = off_by_some(forged.listed(json.loads((roots["two"] / "300" / MANIFEST).read_bytes())))
-    resealed(random.Random(1).sample(changes, 100), tmp_path / "300", tmp_path / "200", restoring)
 
 
 @pytest.mark.parametrize("leaf", ["params/gain", "optimizer/bias/mu", "optimizer/wide.weight/nu"])

@@ -97,16 +97,6 @@ def test_a_leaf_without_elements(ranks: Any, tmp_path: Path) -> None:
     assert ranks(2).run(keep_an_empty_leaf, str(tmp_path)) == [(1, [0, 3])] * 2
 
 
-def test_what_a_replicated_axis_holds_is_not_sent(ranks: Any, tmp_path: Path) -> None:
-    """Memory of both nodes together: of a hybrid mesh no more than of a full shard, whose blocks are sent."""
-    full, hybrid = ranks(4).run(keep, 4, str(tmp_path), 2, ["full_shard", "hybrid_shard"])[0]
-    assert hybrid < 1.2 * full
-    files = sorted(p.name for p in (tmp_path / "hybrid_shard" / "node0" / "0").glob("*.safetensors"))
-    assert [int(name[5:10]) for name in files] == [0, 1, 2, 3, 4, 5]
-    leaves = {p: p.stat().st_size for p in (tmp_path / "hybrid_shard" / "node0" / "0").glob("*.safetensors")}
-    assert max(leaves, key=leaves.get).name in ("rank-00004.safetensors", "rank-00005.safetensors")
-
-
 def test_what_is_lost_torn_or_flipped_is_not_restored(ranks: Any, tmp_path: Path) -> None:
     """A part that is missing, a byte that differs: the step before; nothing left: nothing."""
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import fnshard as fs
 from fnshard import LayoutSpec, P
-from fnshard.checkpoint import read_blocks
+from fnshard.checkpoint import blocks
 from fnshard.errors import CheckpointError
 from fnshard.runtime.files import tensorfile
 
@@ -196,7 +196,7 @@ def restored(folder: Path, step: Any) -> tuple[Any, Any]:
 def small_blocks() -> Iterator[None]:
     """Leaves of 60 bytes have several checksums, as leaves of gigabytes do."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (tensorfile, read_blocks):
+        for module in (tensorfile, blocks):
             patch.setattr(module, "BLOCK_bytes", 32)
         yield
 

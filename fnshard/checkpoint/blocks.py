@@ -1,7 +1,8 @@
-"""Reading the blocks of a checkpoint: the parts of saved chunks that a rank needs, checked as they are read.
+"""Blocks of a checkpoint: written once, one safetensors file a rank, and read back onto any mesh.
 
-A rank reads what overlaps its own blocks and nothing else, whatever mesh the checkpoint was saved on. No byte
-reaches a tensor before its checksum is compared.
+Which rank writes a block follows from layouts and mesh, so that no rank has to ask another; the manifest
+comes last. A rank reads what overlaps its own blocks and nothing else, whatever mesh the checkpoint was saved
+on. No byte reaches a tensor before its checksum is compared.
 """
 
 from __future__ import annotations
@@ -14,27 +15,130 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fnshard.checkpoint.chunks import Chunk, DataFile
 from fnshard.checkpoint.coordination import all_ranks
-from fnshard.checkpoint.manifest_file import Manifest
-from fnshard.checkpoint.state_leaves import RestoreTarget
+from fnshard.checkpoint.manifest_file import Chunk, DataFile, Manifest, SavedLeaf, merged
+from fnshard.checkpoint.state_leaves import LocalLeaf, RestoreTarget
+from fnshard.layout.partition import P
 from fnshard.mesh import Mesh
+from fnshard.runtime.files.folder import AtomicDirectory, data_file
 from fnshard.runtime.files.tensorfile import (
     PASSING,
     STATE_DTYPES,
     BLOCK_bytes,
     Corrupt,
+    TensorToWrite,
     open_regular,
     read_checked,
     read_exactly,
+    write,
 )
 
 READERS = 4  # threads of a restore: the disk, the checksums and the kernel's page faults overlap
 SHOWN = 20  # causes that one error names
+
+
+# ------------------------------------------------------------------ writing
+
+
+def save_blocks(
+    directory: AtomicDirectory,
+    leaves: Mapping[str, LocalLeaf],
+    mesh: Mesh,
+    group: Any,
+    fields: Mapping[str, Any],
+    data: Any,
+) -> None:
+    """Write this rank's leaves into a directory; commit it when those of all ranks are there. A collective.
+
+    Args:
+        leaves: by name.
+        fields: fields of the manifest that are known from the start, the same on all ranks.
+        data: this rank's position in the data, as JSON.
+
+    Raises:
+        Failed: on all ranks, if it failed on any.
+        CollectiveError: a peer died, or did not answer in time.
+    """
+    positions: list[Any] = []
+
+    def begin(states: list[tuple[int, Any]]) -> None:
+        steps = [step for step, _ in states]
+        if len(set(steps)) > 1:
+            raise ValueError(f"ranks save states of different steps: {steps}")
+        positions.extend(position for _, position in states)
+        directory.begin()
+
+    def finish(written: list[tuple[DataFile | None, dict[str, SavedLeaf]]]) -> None:
+        alike = all(position == positions[0] for position in positions)
+        files = {data_file(rank): file for rank, (file, _) in enumerate(written) if file is not None}
+        saved = merged([leaves for _, leaves in written])
+        data = tuple(positions[:1] if alike else positions)
+        Manifest(leaves=saved, files=files, data=data, **fields).write(directory.saving)
+        directory.commit()
+
+    all_ranks(group, lambda: (fields["step"], data), begin)
+    all_ranks(group, lambda: _write(directory, leaves, mesh), finish)
+
+
+def assigned(leaves: Mapping[str, LocalLeaf], mesh: Mesh) -> dict[str, LocalLeaf]:
+    """The leaves whose block this rank writes: one of the ranks that have a block does, the least loaded one.
+
+    >>> import torch
+    >>> from fnshard import P, make_mesh
+    >>> leaves = {name: LocalLeaf((4,), P(), torch.ones(4)) for name in "abcd"}
+    >>> list(assigned(leaves, make_mesh(replicate=2, abstract=True)))
+    ['a', 'c']
+    """
+    loads: dict[tuple[int, ...], dict[int, int]] = {}  # bytes of each rank of a group
+    groups: dict[P, tuple[int, ...]] = {}
+    mine = {}
+    for name, leaf in sorted(leaves.items(), key=lambda item: (-item[1].block.nbytes, item[0])):
+        if leaf.layout not in groups:
+            groups[leaf.layout] = mesh.group_ranks([a for a in mesh.names if a not in leaf.layout.axes])
+        holders = groups[leaf.layout]
+        load = loads.setdefault(holders, dict.fromkeys(holders, 0))
+        rank = min(holders, key=load.__getitem__)
+        load[rank] += leaf.block.nbytes
+        if mesh.rank == rank and leaf.parts(mesh):
+            mine[name] = leaf
+    return mine
+
+
+def _write(
+    directory: AtomicDirectory, leaves: Mapping[str, LocalLeaf], mesh: Mesh
+) -> tuple[DataFile | None, dict[str, SavedLeaf]]:
+    """This rank's file, written, flushed and summed, None where it has nothing to write; and all leaves, each
+    with the chunks that are in the file."""
+    mine = assigned(leaves, mesh)
+    parts = [(name, leaf, *part) for name, leaf in mine.items() for part in leaf.parts(mesh)]
+    titles = [_title(name, leaf, *part) for name, leaf, *part in parts]
+    if not parts:
+        return None, {name: leaf.saved_as() for name, leaf in leaves.items()}
+    entries = [
+        TensorToWrite(title, tuple(part.shape), part.dtype, lambda part=part: part)
+        for title, (_, _, _, part) in zip(titles, parts, strict=True)
+    ]
+    file = data_file(mesh.rank)
+    done = write(directory.saving / file, entries)
+    chunks: dict[str, list[Chunk]] = {}
+    for title, (name, _, start, part) in zip(titles, parts, strict=True):
+        chunk = Chunk(start, tuple(part.shape), file, done.at[title], done.crc32[title])
+        chunks.setdefault(name, []).append(chunk)
+    saved = {name: leaf.saved_as(chunks.get(name, ())) for name, leaf in leaves.items()}
+    return DataFile(done.bytes, done.header_bytes, done.header_crc32), saved
+
+
+def _title(name: str, leaf: LocalLeaf, start: tuple[int, ...], part: Tensor) -> str:
+    """The name in the file: a box that is not the full leaf says where it begins."""
+    return name if part.shape == leaf.shape else f"{name}@{','.join(map(str, start))}"
+
+
+# ------------------------------------------------------------------ reading
 
 
 @dataclass(frozen=True)
@@ -69,10 +173,12 @@ def chunk_reads(targets: Mapping[str, RestoreTarget], manifest: Manifest, mesh: 
         saved = manifest.leaves[target.source]
         dtype = STATE_DTYPES[saved.dtype]
         for offset, part in target.parts(mesh):
-            for chunk in saved.chunks.overlapping(offset, part.shape):
+            for chunk in saved.chunks:
                 low = [max(pair) for pair in zip(offset, chunk.offset, strict=True)]
                 ends = zip(offset, part.shape, chunk.offset, chunk.shape, strict=True)
                 high = [min(a + n, b + m) for a, n, b, m in ends]
+                if any(first >= last for first, last in zip(low, high, strict=True)):
+                    continue
                 view = part
                 for dim, (first, last) in enumerate(zip(low, high, strict=True)):
                     view = view.narrow(dim, first - offset[dim], last - first)
@@ -156,11 +262,11 @@ def verify_file(folder: Path, manifest: Manifest, name: str) -> list[str]:
         fd = open_checked(folder, name, manifest.files[name])
     except (Corrupt, OSError) as error:
         return [f"{name}: {error}" if isinstance(error, OSError) else str(error)]
-    wrong, buffer, number = [], bytearray(BLOCK_bytes), list(manifest.files).index(name)
+    wrong, buffer = [], bytearray(BLOCK_bytes)
     try:
         for title, leaf in manifest.leaves.items():
-            for chunk in leaf.chunks.in_file(number):
-                size = math.prod(chunk.shape) * STATE_DTYPES[leaf.dtype].itemsize
+            for chunk in (chunk for chunk in leaf.chunks if chunk.file == name):
+                size = leaf.chunk_bytes(chunk)
                 try:
                     for start in range(0, size, BLOCK_bytes):
                         out = memoryview(buffer)[: min(BLOCK_bytes, size - start)]
