@@ -143,7 +143,9 @@ class Contents:
                 self.tensors.append(each)
             elif isinstance(each, CONTAINERS):
                 todo += self._enter(each)
-            elif is_object(each):
+            elif isinstance(each, nn.Module) or not (
+                isinstance(each, type) or is_library(type(each).__module__)
+            ):  # torch's and Python's own objects hold what is theirs
                 todo += [each.__dict__] if isinstance(getattr(each, "__dict__", None), dict) else []
                 todo += self._enter(each) if slots(type(each)) else ()
 
@@ -151,11 +153,6 @@ class Contents:
         self.containers.append(Container(owner))
         values = self.containers[-1].before.values()
         return values if len(values) <= LONG else ()
-
-
-def is_object(each: Any) -> bool:
-    """Whether it is a module (`nn.Module`), or of a class that users write."""
-    return isinstance(each, nn.Module) or not (isinstance(each, type) or is_library(type(each).__module__))
 
 
 class TensorSnapshot:

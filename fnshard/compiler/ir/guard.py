@@ -98,7 +98,8 @@ class Reachable:
     def _object(self, each: Any, path: str) -> None:
         is_module = isinstance(each, nn.Module)
         for name in _OF_MODULES if is_module else ():
-            self._enter(vars(each)[name], path, _attribute)
+            if name in vars(each):  # a torch.jit module has none
+                self._enter(vars(each)[name], path, _attribute)
         if isinstance(getattr(each, "__dict__", None), dict):
             self._enter(vars(each), path, _attribute, partly=not is_module)
         if slots(type(each)):
