@@ -23,7 +23,6 @@ from fnshard import LayoutSpec, P
 from fnshard.compiler import lower
 from fnshard.compiler.frontend import trace
 from fnshard.compiler.schedule.instructions import COMMUNICATION, AllReduce, Gather, OfBucket, Reduced, Wait
-from fnshard.compiler.schedule.paper import BUFFERS
 from fnshard.compiler.schedule.passes import reshard
 from fnshard.errors import OptimizerError, SpecError
 from fnshard.optim import schedules
@@ -114,12 +113,6 @@ class NarrowAllReduce(OfBucket):
             handle.release()
 
         return run
-
-    def memory(self, rank: Any) -> None:
-        narrow = rank.live.like(rank.live.names[self.reads[0]].flat, BUFFERS, torch.float32)
-        rank.live.set(self.writes[0], rank.transport.all_reduce(rank.live, narrow, self.over))
-
-    wait_memory = AllReduce.wait_memory
 
     def price(self, pricer: Any) -> Any:
         size = self.wire_bytes(pricer.schedule)

@@ -23,7 +23,6 @@ from fnshard.analysis.workspace import workspace_bytes
 from fnshard.compiler.kernels.inductor import Boxed, compile_graph
 from fnshard.compiler.kernels.reuse import FirstResults
 from fnshard.compiler.kernels.symbolic import Sized
-from fnshard.compiler.schedule.paper import storage_bytes
 
 CUDA_BLOCK_bytes = 512  # torch's caching allocator rounds up to it, and counts what it rounded
 
@@ -232,6 +231,14 @@ class StorageWatch(TorchDispatchMode):
             freed=tuple(sorted(freed)),
             workspace_bytes=workspace + sum(size for k, size in new.items() if k not in places),
         )
+
+
+def storage_bytes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes from the first to the last element of a strided tensor."""
+    if 0 in shape:
+        return 0
+    span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    return span * dtype.itemsize
 
 
 # ------------------------------------------------------------------ Inductor's wrapper

@@ -9,16 +9,16 @@ that a caching allocator keeps but does not use; tensors of a few numbers (losse
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from fnshard.analysis.dry_run import DryContext
 from fnshard.analysis.footprint import (
     CallArgument,
     Footprint,
@@ -26,17 +26,8 @@ from fnshard.analysis.footprint import (
     constant_bytes,
     eager_footprint,
 )
-from fnshard.analysis.live_memory import TIERS, LiveMemory, Moment
-from fnshard.analysis.rank_memory import RankMemory
 from fnshard.analysis.slots import Slots, Updates, size_of, slots_of
-from fnshard.analysis.tables import columns, megabytes
-from fnshard.analysis.transport import Transport, TransportKind, kind_of
-from fnshard.compiler.ir.program import Program
-from fnshard.compiler.ir.values import LOSS_TANGENT, Kind, ValueName
-from fnshard.compiler.kernels.differentiate import Kernel
-from fnshard.compiler.kernels.inductor import Boxed
-from fnshard.compiler.schedule.ir import Schedule
-from fnshard.compiler.schedule.paper import (
+from fnshard.analysis.storages import (
     ACTIVATIONS,
     BUFFERS,
     CATEGORIES,
@@ -45,10 +36,20 @@ from fnshard.compiler.schedule.paper import (
     INPUTS,
     OPTIMIZER,
     PARAMETERS,
+    TIERS,
+    UNCOUNTED,
     WORKSPACES,
-    PaperGroup,
-    PaperTensor,
+    Moment,
+    StorageTracker,
 )
+from fnshard.analysis.tables import columns, megabytes
+from fnshard.analysis.transport import Counting, TransportKind, kind_of
+from fnshard.compiler.ir.program import Program
+from fnshard.compiler.ir.values import LOSS_TANGENT, Kind, ValueName
+from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.kernels.inductor import Boxed
+from fnshard.compiler.schedule.instructions import Env
+from fnshard.compiler.schedule.ir import Schedule
 from fnshard.errors import BudgetError, report
 from fnshard.layout.partition import block_shape
 from fnshard.layout.spec import LayoutSpec
@@ -237,30 +238,29 @@ class Ledger:
 
 
 def measure(schedule: Schedule, inputs: MemoryInputs) -> Ledger:
-    """Play the schedule on paper."""
+    """Run the schedule's bindings on tensors without data."""
     mesh = schedule.mesh
-    device = torch.device(mesh.device_type)
-    live = LiveMemory(schedule, device)
-    transport = Transport(mesh, inputs.transport or kind_of(mesh))
+    tracker = StorageTracker(mesh.device_type)
+    comm = Counting(mesh, inputs.transport or kind_of(mesh), tracker)
     slots = slots_of(inputs.optimizer, schedule.specs, mesh) if inputs.optimizer else {}
     known = _UPDATES.setdefault(inputs.optimizer, {}) if inputs.optimizer else {}
-    rank = RankMemory(
-        live,
-        transport,
+    updates = Updates(schedule, inputs.optimizer, slots, known, inputs.fused_update)
+    context = DryContext(
+        schedule,
+        tracker,
+        comm,
         footprint=lambda name, backward, entries: footprint_of(
             schedule.kernels[name], backward, entries, inputs.compiled, mesh.device_type
         ),
-        update_bytes=Updates(schedule, inputs.optimizer, slots, known, inputs.fused_update).bytes,
+        update_bytes=updates.bytes,
         rank=mesh.rank,
     )
-    constants = _put_inputs(live, inputs, slots)
-    for index, line in enumerate(schedule.instructions):
-        live.begin(line)
-        line.memory(rank)
-        live.end(index)
-    analysis = _analysis(live, transport.resident_bytes(), constants, slots, _kernels_by(inputs.compiled))
-    moments = tuple(_with_transport(m, transport.resident_bytes()) for m in live.moments)
-    return Ledger(analysis, MemoryTimeline(moments), live.moved)
+    env, constants = _inputs(tracker, schedule, inputs, slots)
+    context.run(env)
+    transport, kernels = comm.transport_bytes(), _kernels_by(inputs.compiled)
+    analysis = _analysis(tracker, schedule, transport, constants, slots, kernels)
+    moments = tuple(_with_transport(m, transport) for m in tracker.moments)
+    return Ledger(analysis, MemoryTimeline(moments), context.transfers.moved)
 
 
 def _kernels_by(compiled: Compiled | None) -> str:
@@ -270,80 +270,69 @@ def _kernels_by(compiled: Compiled | None) -> str:
 
 def _with_transport(moment: Moment, size: int) -> Moment:
     device = {**moment.device, BUFFERS: moment.device[BUFFERS] + size}
-    return Moment(moment.index, moment.line, device, moment.host, moment.disk)
+    return replace(moment, device=device) if size else moment
 
 
-def _put_inputs(live: LiveMemory, inputs: MemoryInputs, slots: Slots) -> int:
-    """State, batch, constants, keys and the seed; returns the bytes of constants."""
-    schedule, mesh, accumulate = live.schedule, live.schedule.mesh, live.schedule.accumulate
+def _inputs(
+    tracker: StorageTracker, schedule: Schedule, inputs: MemoryInputs, slots: Slots
+) -> tuple[Env, int]:
+    """State, batch, constants, keys and the seed, on "meta"; and the bytes of constants."""
+    mesh, accumulate, env, constants = schedule.mesh, schedule.accumulate, {}, 0
+
+    def new(shape: Sequence[int], dtype: torch.dtype, *where: str) -> Tensor:
+        return tracker.adopt(torch.empty(tuple(shape), dtype=dtype, device="meta"), *where)
+
     for path, spec in schedule.specs.items():
         shape = block_shape(spec.shape, spec.storage, mesh)
-        block = _of_unit(live, spec.unit, size_of(shape, spec.storage_dtype), PARAMETERS, spec.memory)
-        live.set(
-            ValueName(Kind.STORED, path),
-            PaperTensor(block, math.prod(shape), spec.storage_dtype, shape, None),
-        )
-    for path, held in slots.items():
-        spec, parts = schedule.specs[path], {}
-        for name, (shape, dtype) in held.items():
-            block = _of_unit(live, spec.unit, size_of(shape, dtype), OPTIMIZER, spec.optimizer_memory)
-            parts[name] = PaperTensor(block, math.prod(shape), dtype, shape)
-        live.set(ValueName(Kind.SLOTS, path), PaperGroup(parts))
-    whole = {ValueName(Kind.BATCH, n): live.new(size, INPUTS) for n, size in inputs.batch_bytes.items()}
-    constants = 0
+        env[ValueName(Kind.STORED, path)] = new(shape, spec.storage_dtype, PARAMETERS, spec.unit, spec.memory)
+    for path, parts in slots.items():
+        where = OPTIMIZER, schedule.specs[path].unit, schedule.specs[path].optimizer_memory
+        env[ValueName(Kind.SLOTS, path)] = {n: new(*part, *where) for n, part in parts.items()}
+    whole = {
+        ValueName(Kind.BATCH, n): new((size,), torch.uint8, INPUTS) for n, size in inputs.batch_bytes.items()
+    }
     for node, entry in zip(inputs.program.placeholders, inputs.program.inputs, strict=True):
         value, base = node.meta["val"], entry.value_name
         if entry.kind == "leaf":
             continue
-        if entry.kind == "constant":
-            constants += value.untyped_storage().nbytes()
+        size = value.untyped_storage().nbytes()
+        constants += size if entry.kind == "constant" else 0
         once = accumulate == 1 or entry.kind in ("constant", "axis")
-        micros = [""] if once else [f"#{m}" for m in range(accumulate)]
-        for suffix in micros:
-            block = whole.get(base)
-            block = live.new(value.untyped_storage().nbytes(), INPUTS) if block is None else block
-            live.set(
-                base.of(suffix), PaperTensor(block, value.numel(), value.dtype, tuple(value.shape), None)
-            )
-    live.set(LOSS_TANGENT, live.tensor(1, torch.float32, INPUTS))
+        for suffix in [""] if once else [f"#{m}" for m in range(accumulate)]:
+            home = whole[base] if base in whole else new((size,), torch.uint8, INPUTS)
+            env[base.of(suffix)] = _view(home, value)
     held = sum(constant_bytes(m) for k in schedule.kernels.values() for m in (k.forward, k.backward) if m)
-    if held:
-        live.keep(live.new(held, INPUTS))
+    env[LOSS_TANGENT] = new((), torch.float32, INPUTS)
+    env["kernels' constants"] = new((held,), torch.uint8, INPUTS)
     for name in schedule.inputs:
-        if name not in live.names:
-            live.set(name, PaperTensor(None, 1, torch.float32))
-    live._mine.clear()
-    return constants + held
+        if name not in env:
+            env[name] = new((), torch.float32, INPUTS, "-", UNCOUNTED)
+    return env, constants + held
 
 
-def _of_unit(live: LiveMemory, unit: str, size: int, category: str, tier: str) -> int:
-    live.line = _Unit(unit)
-    block = live.new(size, category, tier)
-    live.line = None
-    return block
+def _view(home: Tensor, like: Tensor) -> Tensor:
+    """A tensor as `like` that lies in the memory of another."""
+    empty = torch.empty(0, dtype=like.dtype, device="meta")
+    return empty.set_(home.untyped_storage(), 0, tuple(like.shape), tuple(like.stride()))
 
 
-@dataclass(frozen=True)
-class _Unit:
-    unit: str
-
-
-def _analysis(live: LiveMemory, transport: int, constants: int, slots: Slots, kernels: str) -> MemoryAnalysis:
-    worst = max(live.moments, key=lambda m: m.bytes)
+def _analysis(
+    tracker: StorageTracker, schedule: Schedule, transport: int, constants: int, slots: Slots, kernels: str
+) -> MemoryAnalysis:
+    worst = max(tracker.moments, key=lambda m: m.bytes)
     peak = {c: n for c, n in worst.device.items() if n}
     units: dict[str, dict[str, int]] = {}
-    for (category, unit), size in live.units.items():
+    for (category, unit), size in tracker.units.items():
         if size:
             units.setdefault(unit, {})[category] = size
     if transport:
         peak[BUFFERS] = peak.get(BUFFERS, 0) + transport
         shared = units.setdefault("-", {})
         shared[BUFFERS] = shared.get(BUFFERS, 0) + transport
-    state = _state_bytes(live.schedule.specs, slots, live.schedule.mesh)
+    leaves = _leaves(schedule.specs, slots, schedule.mesh)
+    state = _state_bytes(schedule.specs, leaves)
     resident = {c: state[c, "device"] for c in (PARAMETERS, OPTIMIZER) if state[c, "device"]}
     resident |= {k: v for k, v in ((BUFFERS, transport), (INPUTS, constants)) if v}
-    beside = [b for b in live.storages if b.tier == "host" and b.category not in (PARAMETERS, OPTIMIZER)]
-    on_host = state[PARAMETERS, "host"] + state[OPTIMIZER, "host"] + sum(b.bytes for b in beside)
     return MemoryAnalysis(
         peak_bytes=sum(peak.values()),
         at=worst.index,
@@ -351,18 +340,20 @@ def _analysis(live: LiveMemory, transport: int, constants: int, slots: Slots, ke
         peak=peak,
         units=units,
         resident=resident,
-        host_bytes=live.worst["host"],
-        host_resident_bytes=on_host,
-        disk_bytes=live.worst["disk"],
+        host_bytes=tracker.worst["host"],
+        host_resident_bytes=tracker.live["host"],
+        disk_bytes=tracker.worst["disk"],
         disk_resident_bytes=state[PARAMETERS, "disk"] + state[OPTIMIZER, "disk"],
-        leaves=_leaves(live.schedule.specs, slots, live.schedule.mesh),
+        leaves=leaves,
         kernels=kernels,
     )
 
 
-def _state_bytes(specs: Mapping[str, LayoutSpec], slots: Slots, mesh: Mesh) -> dict[tuple[str, str], int]:
+def _state_bytes(
+    specs: Mapping[str, LayoutSpec], leaves: Mapping[str, Mapping[str, int]]
+) -> dict[tuple[str, str], int]:
     out = dict.fromkeys([(c, t) for c in (PARAMETERS, OPTIMIZER) for t in TIERS], 0)
-    for path, sizes in _leaves(specs, slots, mesh).items():
+    for path, sizes in leaves.items():
         out[PARAMETERS, specs[path].memory] += sizes["stored"]
         out[OPTIMIZER, specs[path].optimizer_memory] += sizes["optimizer"]
     return out

@@ -1,28 +1,30 @@
-"""Transport: what a collective allocates, by the collectives that carry it.
+"""Transport: what a collective allocates, by the collectives that carry it: nothing is sent.
 
-What `fnshard.runtime` does, line by line, without doing it. Memory that a backend's library takes for
-itself (gloo's staging, NCCL's channels) is not known.
+`Counting` has the interface of `runtime.collectives.base.Collectives`, on tensors without data. Memory that a
+backend's library takes for itself (gloo's staging, NCCL's channels) is not known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
-from fnshard.analysis.live_memory import LiveMemory
-from fnshard.compiler.schedule.paper import BUFFERS, PaperFlight, PaperTensor
+from fnshard.analysis.storages import UNCOUNTED, StorageTracker
 from fnshard.mesh import Mesh
-from fnshard.runtime.collectives.base import Group
+from fnshard.runtime.collectives.base import Done, Group, Handle
 from fnshard.runtime.collectives.endpoint import SMALL_BYTES, group_names, head_bytes
 from fnshard.runtime.collectives.messages import PAGE, header_bytes
 from fnshard.runtime.collectives.shared_memory import Shared
 
 SUM_CHUNK = 1 << 16  # elements that `runtime.collectives.base.sum_rows` adds up in fp32 at a time
+HALVES = (torch.bfloat16, torch.float16)
 
 TransportKind = Literal["local", "shared", "p2p", "native", "simulated"]
+Axes = Sequence[str]
 
 
 def kind_of(mesh: Mesh) -> TransportKind:
@@ -45,12 +47,17 @@ def kind_of(mesh: Mesh) -> TransportKind:
 
 @dataclass(eq=False)
 class SharedSlot:
-    """A part of the arena between taking and release."""
+    """A part of the arena between taking and release. `views`: how many tensors lie in it."""
 
     start: int
     end: int
     alive: bool = True
-    views: int = 0  # of a unit gathered in place: leaves that are alive
+    views: int = 1
+
+    def let_go(self) -> None:
+        """One of its tensors has died."""
+        self.views -= 1
+        self.alive = self.views > 0
 
 
 @dataclass
@@ -60,7 +67,7 @@ class SharedHeap:
     top: int = 0
     live: list[SharedSlot] = field(default_factory=list)
 
-    def take(self, nbytes: int) -> SharedSlot:
+    def take(self, nbytes: int, views: int = 1) -> SharedSlot:
         """The lowest gap that fits."""
         size = max(-(-nbytes // PAGE), 1) * PAGE
         self.live = [s for s in self.live if s.alive]
@@ -69,24 +76,55 @@ class SharedHeap:
             if slot.start - start >= size:
                 break
             start = slot.end
-        made = SharedSlot(start, start + size)
+        made = SharedSlot(start, start + size, views=views)
         self.live.insert(place, made)
         self.top = max(self.top, made.end)
         return made
 
 
+class Flight:
+    """A collective in flight: what it keeps until it is waited for, what until it is released."""
+
+    def __init__(self, take: Callable[[], Any], until_wait: Any = None, until_release: Any = None) -> None:
+        self._take, self._until_wait, self._until_release = take, until_wait, until_release
+
+    def wait(self) -> Any:
+        """See `Handle`."""
+        result, self._take, self._until_wait = self._take(), None, None
+        return result
+
+    def release(self) -> None:
+        """See `Handle`."""
+        self._until_release = None
+
+
+class Rows(Sequence[Tensor]):
+    """Rows of equal sizes, one for each rank, however many there are."""
+
+    def __init__(self, row: Tensor, count: int) -> None:
+        self._row, self._count = row, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Tensor:
+        if index >= self._count:
+            raise IndexError(index)
+        return self._row
+
+
 @dataclass
-class Transport:
-    """One rank's collectives on paper."""
+class Counting:
+    """One rank's collectives; see `Collectives`. A group of one, or a single rank, has what it sends."""
 
     mesh: Mesh
     kind: TransportKind
+    tracker: StorageTracker
     gathers: SharedHeap = field(default_factory=SharedHeap)
     reductions: SharedHeap = field(default_factory=SharedHeap)
     units: dict[tuple[str, ...], SharedHeap] = field(default_factory=dict)  # gathered in place, by axes
-    packing: SharedSlot | None = None
 
-    def resident_bytes(self) -> int:
+    def transport_bytes(self) -> int:
         """Shared memory that the steps so far have touched."""
         if self.kind != "shared":
             return 0
@@ -94,112 +132,124 @@ class Transport:
         units = sum(-(-heap.top // self.mesh.axes_size(axes)) for axes, heap in self.units.items())
         return words + self.gathers.top + self.reductions.top + units
 
-    def send_buffer(
-        self, live: LiveMemory, numel: int, dtype: torch.dtype, axes: Sequence[str], rows: int = 1
-    ) -> PaperTensor:
-        """Where a bucket is packed."""
+    def _ranks(self, axes: Axes) -> int:
+        return 1 if self.kind == "local" else self.mesh.axes_size(axes)
+
+    def _new(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.tracker.new((numel,), dtype)
+
+    def _in_slot(self, slot: SharedSlot, numel: int, dtype: torch.dtype) -> Tensor:
+        with self.tracker.placed(UNCOUNTED, slot):
+            return self._new(numel, dtype)
+
+    def _slot(self, flat: Tensor, heap: SharedHeap) -> Tensor:
+        """The slot that `flat` was packed in, or one that it is copied to."""
+        if isinstance(self.tracker.follow(flat).slot, SharedSlot):
+            return flat
+        return self._in_slot(self._taken(heap, flat.nbytes), flat.numel(), flat.dtype)
+
+    def send_buffer(self, numel: int, dtype: torch.dtype, axes: Axes, rows: int = 1) -> Tensor:
+        """See `Collectives`."""
         nbytes = rows * numel * dtype.itemsize
-        if nbytes and self.shares_memory(axes):
-            self.packing = self._taken(self.reductions if rows > 1 else self.gathers, nbytes)
-            return PaperTensor(None, rows * numel, dtype)
-        return live.tensor(rows * numel, dtype, BUFFERS)
+        if nbytes and self.kind == "shared" and self._ranks(axes) > 1:
+            heap = self.reductions if rows > 1 else self.gathers
+            return self._in_slot(self._taken(heap, nbytes), rows * numel, dtype)
+        return self._new(rows * numel, dtype)
 
-    def all_gather(self, live: LiveMemory, flat: PaperTensor, axes: Sequence[str]) -> PaperFlight:
-        """Issue; the flight holds the rows."""
-        n = self.mesh.axes_size(axes)
-        if n == 1 or self.kind == "local":
-            return PaperFlight((flat,))
+    def all_gather(self, flat: Tensor, axes: Axes) -> Handle[Any]:
+        """See `Collectives`."""
+        n = self._ranks(axes)
+        if n == 1:
+            return Done([flat])
+        rows = Rows(flat, n)
         if self.kind == "shared":
-            return PaperFlight(slot=self._slot(flat, self.gathers))
-        if self.kind == "p2p":
-            return PaperFlight((flat, *(live.like(flat, BUFFERS) for _ in range(n - 1))))
-        count = n if self.kind == "native" else 1
-        return PaperFlight((flat, live.tensor(count * flat.numel, flat.dtype, BUFFERS)))
-
-    def shares_memory(self, axes: Sequence[str]) -> bool:
-        """Whether these ranks write to one memory."""
-        return self.kind == "shared" and self.mesh.axes_size(axes) > 1
-
-    def gather_leaves(self, nbytes: int, count: int, axes: Sequence[str]) -> PaperFlight:
-        """Issue a gather of so many leaves in place: their slot is free when the last of them dies."""
-        slot = self._taken(self.units.setdefault(tuple(axes), SharedHeap()), nbytes)
-        slot.views = count
-        return PaperFlight(slot=slot)
-
-    def reduce_scatter(self, live: LiveMemory, rows: PaperTensor, axes: Sequence[str]) -> PaperFlight:
-        """Issue; `reduced` gives the result."""
-        n = self.mesh.axes_size(axes)
-        if n == 1 or self.kind == "local":
-            return PaperFlight(result=rows)
-        part = rows.numel // n
-        if self.kind == "shared":
-            slot = self._slot(rows, self.reductions)
-            return PaperFlight(slot=slot, result=PaperTensor(None, part, rows.dtype), rows=n)
-        if self.kind == "p2p":
-            parts = [live.tensor(part, rows.dtype, BUFFERS) for _ in range(n - 1)]
-            return PaperFlight((rows, *parts), result=PaperTensor(None, part, rows.dtype), rows=n)
+            return Flight(lambda: rows, until_release=self._slot(flat, self.gathers))
         if self.kind == "native":
-            return PaperFlight((rows,), result=live.tensor(part, rows.dtype, BUFFERS))
-        return PaperFlight(
-            (rows, live.like(rows, BUFFERS)), result=PaperTensor(None, part, rows.dtype), rows=n
-        )
+            received = self._new(n * flat.numel(), flat.dtype)
+            return Flight(lambda: Rows(received, n), until_wait=flat, until_release=received)
+        others = [self._new(flat.numel(), flat.dtype) for _ in range(n - 1 if self.kind == "p2p" else 1)]
+        return Flight(lambda: rows, until_release=(flat, others))
 
-    def all_to_all(self, live: LiveMemory, rows: PaperTensor, axes: Sequence[str]) -> PaperFlight:
-        """Issue; `reduced` gives the rows that were received."""
-        if self.mesh.axes_size(axes) == 1 or self.kind == "local":
-            return PaperFlight(result=rows)
-        received = PaperTensor(None, rows.numel, rows.dtype)
+    def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Any]:
+        """See `Collectives`."""
+        n = self._ranks(axes)
+        if n == 1:
+            return Done(rows)
+        part, dtype = rows.numel() // n, rows.dtype
+        if self.kind == "native":
+            result = self._new(part, dtype)
+            return Flight(lambda: result, until_wait=rows)
         if self.kind == "shared":
-            return PaperFlight(slot=self._slot(rows, self.reductions), result=received)
-        if self.kind == "simulated":
-            return PaperFlight((rows, live.like(rows, BUFFERS)), result=received)
-        return PaperFlight((rows,), result=live.like(rows, BUFFERS))
+            kept: Any = self._slot(rows, self.reductions)
+        elif self.kind == "p2p":
+            kept = (rows, [self._new(part, dtype) for _ in range(n - 1)])
+        else:
+            kept = (rows, self._new(rows.numel(), rows.dtype))
+        return Flight(lambda: self._sum(part, dtype, n), until_release=kept)
+
+    def _sum(
+        self, numel: int, dtype: torch.dtype, rows: int, pieces: int = 1, into: Tensor | None = None
+    ) -> Tensor:
+        """A sum that is made when it is waited for; of halves in fp32, a chunk at a time."""
+        result = self._new(numel, dtype) if into is None else into
+        if rows > 2 and dtype in HALVES:
+            self.tracker.look(workspace=2 * 4 * min(SUM_CHUNK, -(-numel // pieces)))
+        return result
+
+    def all_to_all(self, rows: Tensor, axes: Axes, distance: int = 0) -> Handle[Any]:
+        """See `Collectives`."""
+        if self._ranks(axes) == 1:
+            return Done(rows)
+        numel, dtype = rows.numel(), rows.dtype
+        if self.kind in ("native", "p2p"):
+            received = self._new(rows.numel(), rows.dtype)
+            return Flight(lambda: received, until_wait=rows)
+        shared = self.kind == "shared"
+        kept = self._slot(rows, self.reductions) if shared else (rows, self._new(numel, dtype))
+        return Flight(lambda: self._new(numel, dtype), until_release=kept)
 
     permute = all_to_all  # as much is received as is sent
 
+    def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Any]:
+        """See `Collectives`. The sum is made in place, but not in a shared slot."""
+        n = self._ranks(axes)
+        if n == 1 or self.kind in ("p2p", "native"):
+            return Done(flat)
+        simulated, numel, dtype = self.kind == "simulated", flat.numel(), flat.dtype
+        kept = self._new(numel, dtype) if simulated else self._slot(flat, self.gathers)
+        into = None if kept is flat else flat
+        pieces = n if self.kind == "shared" and flat.nbytes > SMALL_BYTES else 1
+        return Flight(lambda: self._sum(numel, dtype, n, pieces, into), until_release=kept)
+
+    # -------------------------------------------------------------- of ranks that write to one memory
+
+    def gather_leaves(
+        self, runs: Sequence[tuple[int, int]], total: int, dtype: torch.dtype, write: Any, axes: Axes
+    ) -> Handle[list[Tensor]] | None:
+        """See `in_place_gather`: a unit's slot is free when the last of its leaves dies."""
+        if self.kind != "shared" or self._ranks(axes) == 1:
+            return None
+        slot = self._taken(self._unit(axes), total * dtype.itemsize, views=len(runs))
+        leaves = [self._in_slot(slot, size, dtype) for _, size in runs]
+        write(leaves)
+        return Done(leaves)
+
     def reduce_pair(
-        self, numel: int, dtype: torch.dtype, axes: Sequence[str], own: Sequence[PaperTensor], in_place: bool
-    ) -> PaperFlight:
-        """Issue a reduction of two ranks that keep their own rows, in gradients that live till then."""
-        flight = self.gather_leaves(2 * numel * dtype.itemsize, int(in_place), axes)
-        return replace(flight, keeps=tuple(own), result=PaperTensor(None, numel, dtype))
+        self, numel: int, dtype: torch.dtype, pack: Any, add: Any, axes: Axes, in_place: bool
+    ) -> Handle[Tensor] | None:
+        """See `Shared.reduce_pair`: a reduction of two ranks that keep their own rows, in gradients that live
+        until it is waited for."""
+        if self.kind != "shared" or self._ranks(axes) != 2:
+            return None
+        slot = self._taken(self._unit(axes), 2 * numel * dtype.itemsize)
+        result = self._in_slot(slot, numel, dtype)
+        if in_place:  # the sum lies there
+            return Flight(lambda: result, until_wait=add)
+        return Flight(lambda: self._new(numel, dtype), until_wait=add, until_release=result)
 
-    def all_reduce(self, live: LiveMemory, flat: PaperTensor, axes: Sequence[str]) -> PaperFlight:
-        """Issue; the sum is made in place, but not in a shared slot."""
-        n = self.mesh.axes_size(axes)
-        if n == 1 or self.kind in ("local", "p2p", "native"):
-            return PaperFlight(result=flat)
-        if self.kind == "shared":
-            pieces = n if flat.bytes > SMALL_BYTES else 1
-            return PaperFlight(slot=self._slot(flat, self.gathers), result=flat, pieces=pieces, rows=n)
-        return PaperFlight((live.like(flat, BUFFERS),), result=flat, rows=n)
-
-    def reduced(self, live: LiveMemory, flight: PaperFlight) -> PaperTensor:
-        """Wait for a sum, or rows: where it is not there yet, it is made now."""
-        result: PaperTensor = flight.result
-        if self.kind in ("local", "native") or (not flight.keeps and flight.slot is None):
-            return result  # summed where it lay, or by the library
-        if flight.slot is not None and flight.slot.views:  # summed there, and held till the sum dies
-            return live.view_of(flight.slot, result.numel, result.dtype)
-        if result.storage is None:
-            result = live.tensor(result.numel, result.dtype, BUFFERS)
-        if flight.rows > 2 and result.dtype in (torch.bfloat16, torch.float16):  # summed in fp32, by pieces
-            live.spike(2 * 4 * min(SUM_CHUNK, -(-result.numel // flight.pieces)), BUFFERS)
-        self.release(flight)
-        return result
-
-    def release(self, flight: PaperFlight) -> None:
-        """The slot may be used again."""
-        if flight.slot is not None:
-            flight.slot.alive = False
-
-    def _slot(self, flat: PaperTensor, heap: SharedHeap) -> SharedSlot:
-        """The slot that `flat` was packed in, or one that it is copied to."""
-        if flat.storage is None and self.packing is not None:
-            slot, self.packing = self.packing, None
-            return slot
-        return self._taken(heap, flat.bytes)
-
-    def _taken(self, heap: SharedHeap, nbytes: int) -> SharedSlot:
+    def _taken(self, heap: SharedHeap, nbytes: int, views: int = 1) -> SharedSlot:
         """A slot with its header."""
-        return heap.take(header_bytes(self.mesh) + nbytes)
+        return heap.take(header_bytes(self.mesh) + nbytes, views)
+
+    def _unit(self, axes: Axes) -> SharedHeap:
+        return self.units.setdefault(tuple(axes), SharedHeap())

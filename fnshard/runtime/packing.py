@@ -200,10 +200,10 @@ class _Window:
     @staticmethod
     def of(piece: Piece, slices: Sequence[slice]) -> _Window:
         """Of a piece and where a rank's block lies in the full leaf."""
-        strides = _strides(piece.shape)
+        strides = contiguous_strides(piece.shape)
         offset = sum(s.start * stride for s, stride in zip(slices, strides, strict=True))
         size = tuple(s.stop - s.start for s in slices)
-        return _Window(size, strides, offset, _strides(piece.block), piece.offset)
+        return _Window(size, strides, offset, contiguous_strides(piece.block), piece.offset)
 
     def of_full(self, full: Tensor) -> Tensor:
         return full.as_strided(self.size, self.full_stride, self.full_offset + full.storage_offset())
@@ -219,7 +219,8 @@ def _first(slices: Sequence[slice]) -> int:
     return slices[0].start if slices else 0
 
 
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a dense tensor in order."""
     out, step = [], 1
     for size in reversed(shape):
         out.append(step)

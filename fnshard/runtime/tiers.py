@@ -198,16 +198,18 @@ class Transfers:
         if self.upward is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.upward)
 
-    def take(self, like: Tensor, *, for_host: bool = False) -> Tensor:
-        """A host buffer of a tensor's shape and, where these leave no gaps or overlaps, its strides.
+    def take(self, like: Tensor, dtype: torch.dtype | None = None, *, for_host: bool = False) -> Tensor:
+        """A host buffer of a tensor's shape, dtype and, where these leave no gaps or overlaps, strides.
 
         Args:
+            dtype: another one than the tensor's.
             for_host: the host itself writes to it, and no stream: it waits for what is still read.
         """
+        dtype = dtype or like.dtype
         stride = torch.empty_like(like, device="meta").stride()
-        nbytes = like.numel() * like.element_size()
+        nbytes = like.numel() * dtype.itemsize
         if nbytes == 0:
-            return torch.empty(like.shape, dtype=like.dtype)
+            return torch.empty(like.shape, dtype=dtype)
         with self.lock:
             self.last_used[nbytes] = self.steps
             flat = self.free[nbytes].pop() if self.free.get(nbytes) else None
@@ -215,7 +217,7 @@ class Transfers:
             self.upward.synchronize()
         if flat is None:
             flat = allocate((nbytes,), torch.uint8, "host", self.device)
-        return flat.view(like.dtype).as_strided(like.shape, stride)
+        return flat.view(dtype).as_strided(like.shape, stride)
 
     def give(self, value: Any) -> None:
         """Take back what `take` gave; its reader has been waited for."""

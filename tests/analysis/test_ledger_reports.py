@@ -15,7 +15,7 @@ from toys import chain, llama, lower, rows, run_chain
 
 import fnshard as fs
 from fnshard.analysis.footprint import CallArgument, eager_footprint
-from fnshard.compiler.schedule.paper import CATEGORIES
+from fnshard.analysis.storages import CATEGORIES
 from fnshard.runtime.executor.scalars import Scalars
 from fnshard.step.lowered import Lowered
 

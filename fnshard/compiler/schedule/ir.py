@@ -31,7 +31,6 @@ Names = tuple[ValueName, ...]
 Env = dict[str, Any]  # values by name, as a step runs
 Action = Callable[[Env], None]
 COMPUTE, COMMUNICATION, TRANSFER, HOST = LANES = ("compute", "communication", "transfer", "host")
-RankMemory = Any
 
 
 class Context(Protocol):
@@ -174,11 +173,6 @@ class Instruction:
         """What the executor does, on an environment."""
         raise self._missing("bind")
 
-    def memory(self, rank: RankMemory) -> None:
-        """What `bind` does to memory, on paper, in the same order: what is made before something else is
-        freed is alive beside it."""
-        raise self._missing("memory")
-
     def price(self, pricer: Pricer) -> Price:
         """What it takes, in seconds by lane."""
         raise self._missing("price")
@@ -187,11 +181,6 @@ class Instruction:
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
         """`bind` of the Wait for what this has issued."""
         raise cls._missing("bind_wait")
-
-    @classmethod
-    def wait_memory(cls, wait: Wait, rank: RankMemory) -> None:
-        """`memory` of the Wait for what this has issued."""
-        raise cls._missing("wait_memory")
 
     @classmethod
     def wait_price(cls, wait: Wait, pricer: Pricer) -> Price:
@@ -252,9 +241,6 @@ class Wait(OfBucket):
 
     def bind(self, context: Context) -> Action:
         return self.of.bind_wait(self, context)
-
-    def memory(self, rank: RankMemory) -> None:
-        self.of.wait_memory(self, rank)
 
     def price(self, pricer: Pricer) -> Price:
         return self.of.wait_price(self, pricer)

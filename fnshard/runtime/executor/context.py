@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from fnshard.compiler.kernels.inductor import Boxed
 from fnshard.compiler.schedule.instructions import Accumulate, Action, Free, Instruction, Norms, Update
 from fnshard.compiler.schedule.ir import Schedule
@@ -42,6 +44,10 @@ class ExecutorContext:
     @property
     def mesh(self) -> Mesh:
         return self.schedule.mesh
+
+    @property
+    def device(self) -> torch.device:
+        return self.schedule.mesh.device
 
     @property
     def worker(self) -> Worker | None:

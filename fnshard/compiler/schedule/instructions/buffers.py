@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,12 +16,10 @@ from fnshard.compiler.schedule.ir import (
     OfBucket,
     Price,
     Pricer,
-    RankMemory,
     Schedule,
     Wait,
     bucket_of,
 )
-from fnshard.compiler.schedule.paper import BUFFERS, PaperTensor
 from fnshard.layout.partition import block_slices
 from fnshard.layout.spec import Aggregation
 
@@ -96,19 +93,6 @@ class AggregateBuffers(OfBucket):
 
         return run
 
-    def memory(self, rank: RankMemory) -> None:
-        live, axes = rank.live, self.axes_of(rank.live.schedule)
-        flat = rank.transport.send_buffer(live, self.numel(live.schedule), rank.bucket(self).dtype, axes)
-        live.set(self.writes[0], rank.transport.all_reduce(live, flat, axes))
-
-    @classmethod
-    def wait_memory(cls, wait: Wait, rank: RankMemory) -> None:
-        live, bucket, flight = rank.live, rank.bucket(wait), rank.live.names[wait.reads[0]]
-        flat = rank.transport.reduced(live, flight)
-        for piece, name in zip(bucket.pieces, wait.writes, strict=True):
-            live.set(name, PaperTensor(flat.storage, piece.numel, flat.dtype, piece.shape))
-        live.drop(wait.reads[0])
-
     def price(self, pricer: Pricer) -> Price:
         size = float(self.wire_bytes(pricer.schedule))
         return pricer.copy(2 * size, **pricer.collective("all_reduce", self.axes_of(pricer.schedule), size))
@@ -150,10 +134,6 @@ class StoreBuffers(Instruction):
             stored.copy_(new - surplus * stored.to(new.dtype) if surplus else new)
 
         return store
-
-    def memory(self, rank: RankMemory) -> None:
-        sizes = [math.prod(rank.specs[p].shape) * 8 for p in self.summed]
-        rank.live.spike(max(sizes, default=0), BUFFERS)
 
     def price(self, pricer: Pricer) -> Price:
         return pricer.streamed(2.0 * pricer.bytes_of(self.writes))

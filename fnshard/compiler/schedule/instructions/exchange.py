@@ -23,11 +23,9 @@ from fnshard.compiler.schedule.ir import (
     Instruction,
     Price,
     Pricer,
-    RankMemory,
     Schedule,
     Wait,
 )
-from fnshard.compiler.schedule.paper import ACTIVATIONS, tensors_in
 from fnshard.mesh import Mesh
 
 
@@ -135,35 +133,6 @@ class Exchange(Instruction):
             handle.release()
 
         return run
-
-    def memory(self, rank: RankMemory) -> None:
-        live, transport = rank.live, rank.transport
-        rows, shape = self._rows(live.schedule)
-        flat = transport.send_buffer(live, math.prod(shape), self.like.dtype, self.axes, rows=rows)
-        issue = getattr(transport, self.of_kind.collective)
-        live.set(self.writes[0], issue(live, flat, self.axes))
-
-    @classmethod
-    def wait_memory(cls, wait: Wait, rank: RankMemory) -> None:
-        live, flight = rank.live, rank.live.names[wait.reads[0]]
-        issue: Exchange = live.schedule.issues[wait.reads[0]]
-        shape, joined = issue.received(live.schedule), issue._joined(live.schedule)
-        for tensor in tensors_in(flight):
-            live.keep(tensor.storage)
-        live.drop(wait.reads[0])
-        if joined is None or issue.of_kind.splits:
-            value = rank.transport.reduced(live, flight)
-            for tensor in flight.keeps:  # what was sent
-                live.release(tensor.storage)
-            flight = replace(flight, keeps=())
-        if joined is not None:
-            value = live.tensor(math.prod(shape), issue.like.dtype, ACTIVATIONS)
-        rank.transport.release(flight)
-        live.recategorise(value, ACTIVATIONS)
-        stride = torch.empty(shape, device="meta").stride()
-        live.set(wait.writes[0], replace(value, shape=shape, stride=stride))
-        for tensor in tensors_in(flight):
-            live.release(tensor.storage)
 
     def price(self, pricer: Pricer) -> Price:
         ranks, size = self._ranks(pricer.schedule), self.wire_bytes(pricer.schedule)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -22,13 +22,11 @@ from fnshard.compiler.schedule.ir import (
     OfBucket,
     Price,
     Pricer,
-    RankMemory,
     Schedule,
     Wait,
     bucket_of,
     reduced_names,
 )
-from fnshard.compiler.schedule.paper import BUFFERS, GRADIENTS, PaperGroup, PaperTensor, tensors_in
 
 
 @dataclass(frozen=True)
@@ -67,19 +65,6 @@ def _full_gradients(line: OfBucket) -> Callable[[Env], Mapping[str, Tensor]]:
     return lambda env: {p: env[n] for p, n in named.items()}
 
 
-def _full_gradients_on_paper(line: OfBucket, rank: RankMemory) -> dict[str, PaperTensor]:
-    names = rank.live.names
-    if line.reads and not line.paths:
-        return dict(names[line.reads[0]].parts)
-    return {p: names[n] for p, n in zip(line.paths, line.reads, strict=False)}
-
-
-def _spike_of_packing(line: OfBucket, rank: RankMemory) -> None:
-    """Gradients that are not contiguous are copied for the packing."""
-    full = _full_gradients_on_paper(line, rank).values()
-    rank.live.spike(sum(t.bytes for t in full if not t.is_contiguous), BUFFERS)
-
-
 def _bind_wait(wait: Wait, context: Context) -> Action:
     """A row of sums, and views of it."""
     (flight,), (out,), packer = wait.reads, wait.writes, context.packer(wait.bucket)
@@ -91,21 +76,6 @@ def _bind_wait(wait: Wait, context: Context) -> Action:
         handle.release()
 
     return run
-
-
-def _wait_memory(wait: Wait, rank: RankMemory) -> None:
-    live, bucket = rank.live, rank.bucket(wait)
-    flight = live.names[wait.reads[0]]
-    for tensor in tensors_in(flight):
-        live.keep(tensor.storage)
-    live.drop(wait.reads[0])
-    flat = rank.transport.reduced(live, flight)
-    parts = {p.path: PaperTensor(flat.storage, p.numel, flat.dtype, p.block) for p in bucket.pieces}
-    value = PaperGroup(parts, flat)
-    live.recategorise(value, GRADIENTS)
-    live.set(wait.writes[0], value)
-    for tensor in tensors_in(flight):
-        live.release(tensor.storage)
 
 
 @dataclass(frozen=True)
@@ -158,26 +128,12 @@ class ReduceScatter(OfBucket):
 
         return run
 
-    def memory(self, rank: RankMemory) -> None:
-        live, transport, bucket = rank.live, rank.transport, rank.bucket(self)
-        rows = live.schedule.mesh.axes_size(bucket.axes)
-        if rows == 2 and transport.kind == "shared" and self.keeps_own_row(live.schedule):
-            full = _full_gradients_on_paper(self, rank).values()
-            own = [t if t.is_contiguous else live.like(t, GRADIENTS) for t in full]
-            in_place = self.updated_at_once(live.schedule)
-            flight = transport.reduce_pair(bucket.numel, bucket.dtype, bucket.axes, own, in_place)
-        else:
-            packed = transport.send_buffer(live, bucket.numel, bucket.dtype, bucket.axes, rows=rows)
-            _spike_of_packing(self, rank)
-            flight = transport.reduce_scatter(live, packed, bucket.axes)
-        live.set(self.writes[0], flight)
-
     def price(self, pricer: Pricer) -> Price:
         bucket, rows = pricer.bucket(self), self.rows_bytes(pricer.schedule)
         packed = pricer.leaf_bytes(bucket, "compute_dtype") + rows
         return pricer.copy(packed, **pricer.collective("reduce_scatter", bucket.axes, rows))
 
-    bind_wait, wait_memory = staticmethod(_bind_wait), staticmethod(_wait_memory)
+    bind_wait = staticmethod(_bind_wait)
 
 
 @dataclass(frozen=True)
@@ -223,21 +179,12 @@ class AllReduce(OfBucket):
 
         return run
 
-    def memory(self, rank: RankMemory) -> None:
-        live, bucket = rank.live, rank.bucket(self)
-        if self._of_blocks:
-            flat = live.names[self.reads[0]].flat
-        else:
-            flat = rank.transport.send_buffer(live, bucket.numel, bucket.dtype, self.axes)
-            _spike_of_packing(self, rank)
-        live.set(self.writes[0], rank.transport.all_reduce(live, flat, self.axes))
-
     def price(self, pricer: Pricer) -> Price:
         bucket = pricer.bucket(self)
         full = 0.0 if self._of_blocks else pricer.leaf_bytes(bucket, "compute_dtype") + bucket.row_bytes
         return pricer.copy(full, **pricer.collective("all_reduce", self.axes, bucket.row_bytes))
 
-    bind_wait, wait_memory = staticmethod(_bind_wait), staticmethod(_wait_memory)
+    bind_wait = staticmethod(_bind_wait)
 
 
 @dataclass(frozen=True)
@@ -246,7 +193,7 @@ class Local(OfBucket):
 
     def bind(self, context: Context) -> Action:
         bucket, packer = bucket_of(self, context), context.packer(self.bucket)
-        full, (out,), device = _full_gradients(self), self.writes, context.mesh.device
+        full, (out,), device = _full_gradients(self), self.writes, context.device
 
         def run(env: Env) -> None:
             grads = full(env)
@@ -263,18 +210,6 @@ class Local(OfBucket):
             env[out] = Reduced(dict(zip(blocks, cast, strict=True)))
 
         return run
-
-    def memory(self, rank: RankMemory) -> None:
-        live, bucket = rank.live, rank.bucket(self)
-        full, parts = _full_gradients_on_paper(self, rank), {}
-        for piece in bucket.pieces:
-            grad = full.get(piece.path)
-            if grad is None:
-                parts[piece.path] = live.tensor(piece.numel, bucket.dtype, GRADIENTS)
-            else:
-                same = grad.dtype == bucket.dtype
-                parts[piece.path] = grad if same else live.like(grad, GRADIENTS, bucket.dtype)
-        live.set(self.writes[0], PaperGroup(parts))
 
     def price(self, pricer: Pricer) -> Price:
         bucket = pricer.bucket(self)
@@ -307,11 +242,8 @@ class Accumulate(OfBucket):
         def add(env: Env) -> None:
             value: Reduced = env[new]
             if first and take:  # what a transfer brought goes back to its pool
-                like = {p: torch.empty_like(b, dtype=specs[p].sum_dtype, device="meta")
-                        for p, b in value.blocks.items()}  # fmt: skip
-                env[out] = Reduced(
-                    {p: take(like[p], for_host=True).copy_(b) for p, b in value.blocks.items()}
-                )
+                make = lambda p, b: take(b, specs[p].sum_dtype, for_host=True)  # noqa: E731
+                env[out] = Reduced({p: make(p, b).copy_(b) for p, b in value.blocks.items()})
                 return
             if first:
                 copy = value.flat is None  # a local gradient may be another value's tensor too
@@ -339,28 +271,6 @@ class Accumulate(OfBucket):
             env[out] = total
 
         return run
-
-    def memory(self, rank: RankMemory) -> None:
-        live, out, full = rank.live, self.writes[0], self._of_full_gradients
-        new = _full_gradients_on_paper(self, rank) if full else dict(live.names[self.reads[0]].parts)
-        dtype = {p: rank.specs[p].sum_dtype for p in new}
-        before = next((n for n in self.reads if n.kind is Kind.ACCUMULATED), None) if full else None
-        if self.first or (full and before is None):
-            if out.kind is Kind.HOST:
-                made = {p: live.take_host(replace(t, dtype=dtype[p]), GRADIENTS) for p, t in new.items()}
-            else:
-                copy = full or live.names[self.reads[0]].flat is None
-                made = {
-                    p: live.like(t, GRADIENTS, dtype[p]) if copy or t.dtype != dtype[p] else t
-                    for p, t in new.items()
-                }
-            live.set(out, PaperGroup(made))
-            return
-        total = live.names[before or self.reads[1]]
-        if rank.on_cpu:  # a CPU adds operands of one dtype
-            cast = [t.numel * dtype[p].itemsize for p, t in new.items() if t.dtype != dtype[p]]
-            live.spike(max(cast, default=0))
-        live.set(out, total)
 
     def price(self, pricer: Pricer) -> Price:
         sizes = pricer.leaf_bytes if self._of_full_gradients else pricer.block_bytes

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.canonical import Argument
-from fnshard.compiler.schedule.ir import Action, Context, Env, Instruction, Names, Price, Pricer, RankMemory
-from fnshard.compiler.schedule.paper import ACTIVATIONS, PaperTensor, storage_bytes
+from fnshard.compiler.schedule.ir import Action, Context, Env, Instruction, Names, Price, Pricer
 
 
 @dataclass(frozen=True)
@@ -64,9 +62,6 @@ class Run(Instruction):
 
         return run
 
-    def memory(self, rank: RankMemory) -> None:
-        rank.call(self)
-
     def price(self, pricer: Pricer) -> Price:
         return pricer.kernel(self)
 
@@ -108,13 +103,6 @@ class Free(Instruction):
 
         return run
 
-    def memory(self, rank: RankMemory) -> None:
-        for name in self.drops:
-            if is_pooled(name):
-                late = name.original.kind is Kind.REDUCED and not rank.on_cpu
-                rank.live.give_host(rank.live.names[name], late=late)
-            rank.live.drop(name)
-
     def price(self, pricer: Pricer) -> Price:
         return pricer.compute(0.0, 0.0)
 
@@ -143,14 +131,6 @@ class Add(Instruction):
 
         return run
 
-    def memory(self, rank: RankMemory) -> None:
-        live = rank.live
-        a, b = (live.names[n] for n in self.reads)
-        if not self.owned:
-            dtype = torch.promote_types(a.dtype, b.dtype)
-            a = replace(live.like(a, live.storages[a.storage].category, dtype), stride=a.stride)
-        live.set(self.writes[0], a)
-
     def price(self, pricer: Pricer) -> Price:
         return pricer.streamed(3 * pricer.bytes_of(self.reads[:1]))
 
@@ -172,19 +152,13 @@ class Zeros(Instruction):
     like: Argument | None = None
 
     def bind(self, context: Context) -> Action:
-        like, (out,) = self.like, self.writes
+        like, (out,), device = self.like, self.writes, context.device
 
         def run(env: Env) -> None:
-            zeros = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=like.device)
+            zeros = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=device)
             env[out] = zeros.zero_()
 
         return run
-
-    def memory(self, rank: RankMemory) -> None:
-        like = self.like
-        storage = rank.live.new(storage_bytes(like.shape, like.stride, like.dtype), ACTIVATIONS)
-        zeros = PaperTensor(storage, math.prod(like.shape), like.dtype, like.shape, like.stride)
-        rank.live.set(self.writes[0], zeros)
 
     def price(self, pricer: Pricer) -> Price:
         return pricer.streamed(pricer.bytes_of(self.writes))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fnshard.compiler.ir.values import Kind
-from fnshard.compiler.schedule.buckets import Piece, leaf_runs
+from fnshard.compiler.schedule.buckets import leaf_runs
 from fnshard.compiler.schedule.ir import (
     COMMUNICATION,
     Action,
@@ -21,13 +20,10 @@ from fnshard.compiler.schedule.ir import (
     OfBucket,
     Price,
     Pricer,
-    RankMemory,
     Schedule,
     Wait,
     bucket_of,
 )
-from fnshard.compiler.schedule.paper import BUFFERS, GATHERED
-from fnshard.layout.partition import block_slices
 
 
 @dataclass(frozen=True)
@@ -42,11 +38,6 @@ class Cast(OfBucket):
             env.update(zip(writes, cast_together([env[n] for n in reads], dtype), strict=True))
 
         return run
-
-    def memory(self, rank: RankMemory) -> None:
-        live = rank.live
-        for path, stored, out in zip(rank.bucket(self).paths, self.reads, self.writes, strict=True):
-            live.set(out, live.like(live.names[stored], GATHERED, rank.specs[path].compute_dtype))
 
     def price(self, pricer: Pricer) -> Price:
         bucket = pricer.bucket(self)
@@ -136,38 +127,6 @@ class Gather(OfBucket):
 
         return run
 
-    def memory(self, rank: RankMemory) -> None:
-        live, transport, bucket = rank.live, rank.transport, rank.bucket(self)
-        if transport.shares_memory(bucket.axes) and self.in_place_if_shared(live.schedule):
-            total = leaf_runs(bucket)[1] * bucket.dtype.itemsize
-            flight = transport.gather_leaves(total, len(bucket.pieces), bucket.axes)
-        else:
-            flat = transport.send_buffer(live, bucket.numel, bucket.dtype, bucket.axes)
-            flight = transport.all_gather(live, flat, bucket.axes)
-        live.set(self.writes[0], flight)
-
-    @classmethod
-    def wait_memory(cls, wait: Wait, rank: RankMemory) -> None:
-        live, pieces = rank.live, rank.bucket(wait).pieces
-        dtype = rank.specs[pieces[0].path].compute_dtype
-        flight = live.names[wait.reads[0]]
-        if flight.slot is not None and flight.slot.views:
-            for piece, name in zip(pieces, wait.writes, strict=True):
-                live.set(name, live.view_of(flight.slot, math.prod(piece.shape), dtype))
-            live.drop(wait.reads[0])
-            return
-        kept = list(flight.keeps)
-        for tensor in kept:
-            live.keep(tensor.storage)
-        live.drop(wait.reads[0])
-        if rank.transport.kind == "native":
-            live.release(kept.pop(0).storage)  # the row that was sent; what was received is read
-        for piece, name in zip(pieces, wait.writes, strict=True):
-            live.set(name, live.tensor(math.prod(piece.shape), dtype, GATHERED))
-        rank.transport.release(flight)
-        for tensor in kept:
-            live.release(tensor.storage)
-
     price = _price_of_blocks
 
     @classmethod
@@ -207,31 +166,9 @@ class Publish(OfBucket):
 
         return run
 
-    def memory(self, rank: RankMemory) -> None:
-        live, bucket = rank.live, rank.bucket(self)
-        flat = rank.transport.send_buffer(live, bucket.numel, bucket.dtype, bucket.axes)
-        live.spike(sum(_cut_bytes(rank, p) for p in bucket.pieces), BUFFERS)
-        live.set(self.writes[0], rank.transport.all_gather(live, flat, bucket.axes))
-
-    @classmethod
-    def wait_memory(cls, wait: Wait, rank: RankMemory) -> None:
-        rank.transport.release(rank.live.names[wait.reads[0]])
-        rank.live.drop(wait.reads[0])
-
     price = _price_of_blocks
 
     @classmethod
     def wait_price(cls, wait: Wait, pricer: Pricer) -> Price:
         leaves = pricer.leaf_bytes(pricer.bucket(wait), "storage_dtype")
         return pricer.copy(wait.rows_bytes(pricer.schedule) + leaves)
-
-
-def _cut_bytes(rank: RankMemory, piece: Piece) -> int:
-    """Of this rank's block of a full leaf, where it is no view: padded, or not contiguous."""
-    mesh = rank.live.schedule.mesh
-    slices = block_slices(piece.shape, piece.layout, mesh, mesh.coordinate(rank.rank))
-    extent = tuple(s.stop - s.start for s in slices)
-    contiguous = all(n == full for n, full in zip(extent[1:], piece.shape[1:], strict=True))
-    if extent == piece.block and contiguous:
-        return 0
-    return piece.numel * rank.specs[piece.path].storage_dtype.itemsize

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
 
-from fnshard.compiler.ir.values import Kind, ValueName
+from fnshard.compiler.ir.values import Kind
 from fnshard.compiler.schedule.ir import (
     TRANSFER,
     Action,
@@ -17,19 +14,9 @@ from fnshard.compiler.schedule.ir import (
     OfBucket,
     Price,
     Pricer,
-    RankMemory,
     Schedule,
     Wait,
     only_stored,
-)
-from fnshard.compiler.schedule.paper import (
-    ACTIVATIONS,
-    BUFFERS,
-    GRADIENTS,
-    PaperFlight,
-    PaperGroup,
-    PaperTensor,
-    tensors_in,
 )
 
 
@@ -55,44 +42,6 @@ def _bind_wait(wait: Wait, context: Context) -> Action:
                 env[n] = value
 
     return run
-
-
-def _wait_memory(wait: Wait, rank: RankMemory) -> None:
-    """Copies get their names; state was written in place."""
-    result = rank.live.names[wait.reads[0]].result
-    for name, value in zip(wait.writes, result, strict=False):
-        if not name.is_state:
-            rank.live.set(name, value)
-    rank.live.drop(wait.reads[0])
-
-
-def _transfer_memory(line: ToDevice | ToHost, rank: RankMemory, make: Callable[..., PaperTensor]) -> None:
-    """Count what is moved; copy it by `make`, unless it is written into state."""
-    live = rank.live
-    values = [live.names[n] for n in line.reads]
-    rows = [(v.flat,) if isinstance(v, PaperGroup) and v.flat else tensors_in(v) for v in values]
-    live.moved[len(live.moments)] = sum(t.bytes for some in rows for t in some)
-    made = []
-    if not line.into:
-        for name, value in zip(line.reads, values, strict=True):
-            made.append(_copied(value, partial(make, category=_category(name))))
-    live.set(line.writes[0], PaperFlight(result=made))
-
-
-def _copied(value: PaperTensor | PaperGroup, make: Callable[[PaperTensor], PaperTensor]) -> Any:
-    """Tensors of a value elsewhere: one for a row and its blocks, or one each; strides stay."""
-    if isinstance(value, PaperTensor):
-        return replace(make(value), shape=value.shape, stride=value.stride)
-    if value.flat is not None:
-        flat = make(value.flat)
-        return PaperGroup({k: replace(v, storage=flat.storage) for k, v in value.parts.items()}, flat)
-    return PaperGroup({k: make(v) for k, v in value.parts.items()})
-
-
-def _category(name: ValueName) -> str:
-    if name.original.kind is Kind.REDUCED:
-        return GRADIENTS
-    return BUFFERS if name.original.is_state else ACTIVATIONS
 
 
 @dataclass(frozen=True)
@@ -140,18 +89,10 @@ class ToDevice(OfBucket):
 
         return run
 
-    def memory(self, rank: RankMemory) -> None:
-        live = rank.live
-        if self.into and not rank.on_cpu:
-            # An accelerator casts on its own side of the link, by way of a temporary in the master's dtype.
-            masters = [(live.names[n], rank.specs[n.path].storage_dtype) for n in self.reads]
-            live.spike(max((t.bytes for t, dtype in masters if t.dtype != dtype), default=0), BUFFERS)
-        _transfer_memory(self, rank, live.like)
-
     def price(self, pricer: Pricer) -> Price:
         return pricer.transfer(self)
 
-    bind_wait, wait_memory = staticmethod(_bind_wait), staticmethod(_wait_memory)
+    bind_wait = staticmethod(_bind_wait)
 
 
 @dataclass(frozen=True)
@@ -175,11 +116,7 @@ class ToHost(OfBucket):
 
         return run
 
-    def memory(self, rank: RankMemory) -> None:
-        """Buffers on the host come from a pool."""
-        _transfer_memory(self, rank, rank.live.take_host)
-
     def price(self, pricer: Pricer) -> Price:
         return pricer.transfer(self)
 
-    bind_wait, wait_memory = staticmethod(_bind_wait), staticmethod(_wait_memory)
+    bind_wait = staticmethod(_bind_wait)

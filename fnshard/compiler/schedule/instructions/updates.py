@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from fnshard.compiler.ir.values import CONTROL, MASTER, Kind, ValueName
@@ -20,13 +18,11 @@ from fnshard.compiler.schedule.ir import (
     OfBucket,
     Price,
     Pricer,
-    RankMemory,
     Schedule,
     Wait,
     bucket_of,
     reduced_names,
 )
-from fnshard.compiler.schedule.paper import BUFFERS, PaperGroup
 
 
 @dataclass(frozen=True)
@@ -46,13 +42,6 @@ class Norms(OfBucket):
             env[out] = context.scalars.squares(bucket, env[name].blocks, env, self.replicas)
 
         return lambda env: later(lambda: norm(env))
-
-    def memory(self, rank: RankMemory) -> None:
-        live = rank.live
-        if rank.on_cpu:  # a norm in fp32 is taken of the block in fp32
-            blocks = live.names[self.reads[0]].parts.values()
-            live.spike(max((t.numel * 4 for t in blocks if t.dtype.itemsize < 4), default=0))
-        live.set(self.writes[0], live.tensor(1, torch.float64, BUFFERS))
 
     def price(self, pricer: Pricer) -> Price:
         return pricer.here_or_on_host(self, float(pricer.bucket(self).row_bytes))
@@ -90,18 +79,6 @@ class ReduceScalars(Instruction):
                 env[CONTROL] = env[CONTROL].arrived(env[out])
 
         return run
-
-    def memory(self, rank: RankMemory) -> None:
-        live = rank.live
-        vector = live.tensor(live.schedule.scalars, torch.float64, BUFFERS)
-        live.set(self.writes[0], rank.transport.all_reduce(live, vector, self.axes_of(live.schedule)))
-
-    @classmethod
-    def wait_memory(cls, wait: Wait, rank: RankMemory) -> None:
-        flight = rank.live.names[wait.reads[0]]
-        rank.transport.release(flight)
-        rank.live.set(wait.writes[0], flight.result)
-        rank.live.drop(wait.reads[0])
 
     def price(self, pricer: Pricer) -> Price:
         size = 8.0 * pricer.schedule.scalars
@@ -173,21 +150,6 @@ class UpdateGather(_OfOptimizer):
 
         return run
 
-    def memory(self, rank: RankMemory) -> None:
-        live, bucket = rank.live, rank.bucket(self)
-        if rank.updates_here(self):
-            live.spike(bucket.row_bytes)  # what is sent, before it is packed
-        flat = rank.transport.send_buffer(live, bucket.numel, bucket.dtype, bucket.axes)
-        live.set(self.writes[0], rank.transport.all_gather(live, flat, bucket.axes))
-
-    @classmethod
-    def wait_memory(cls, wait: Wait, rank: RankMemory) -> None:
-        live, bucket = rank.live, rank.bucket(wait)
-        made = {p.path: live.tensor(math.prod(p.shape), bucket.dtype, BUFFERS) for p in bucket.pieces}
-        live.set(wait.writes[0], PaperGroup(made))
-        rank.transport.release(live.names[wait.reads[0]])
-        live.drop(wait.reads[0])
-
     def price(self, pricer: Pricer) -> Price:
         bucket, rows = pricer.bucket(self), self.rows_bytes(pricer.schedule)
         return pricer.copy(2 * bucket.row_bytes, **pricer.collective("gather", bucket.axes, rows))
@@ -232,14 +194,6 @@ class Update(_OfOptimizer):
             later(call)
 
         return run
-
-    def memory(self, rank: RankMemory) -> None:
-        live = rank.live
-        if rank.updates_here(self):
-            live.spike(rank.update_bytes(rank.bucket(self), "scalars" in self.reads))
-        for path, out in zip(self.paths, self.writes, strict=False):
-            if out.is_copy(Kind.HOST, Kind.STORED):
-                live.set(out, live.names[self.slots[path]].parts[MASTER])
 
     def price(self, pricer: Pricer) -> Price:
         return pricer.update(self)

@@ -1,0 +1,299 @@
+"""Dry run: a schedule's own bindings, run on tensors without data, which tells what memory they take.
+
+What the bindings are bound to stands in for the executor's: collectives that send nothing (`transport`),
+kernels that give what their graphs would (`footprint`), an optimizer that takes what its update would
+(`slots`), and packing that moves nothing, as how much it takes does not depend on how many rows there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnshard.analysis.footprint import CallArgument, Footprint
+from fnshard.analysis.storages import UNCOUNTED, Storage, StorageTracker, category_of, tensors_of
+from fnshard.analysis.transport import Counting
+from fnshard.compiler.ir.values import CONTROL, SCALARS
+from fnshard.compiler.schedule.buckets import Bucket
+from fnshard.compiler.schedule.instructions import Env, Free, Gather, Instruction, Reduced, Run, Update, Wait
+from fnshard.compiler.schedule.ir import Schedule
+from fnshard.layout.partition import block_slices
+from fnshard.mesh import Mesh
+from fnshard.runtime.host_worker import PENDING
+from fnshard.runtime.packing import contiguous_strides, padded
+from fnshard.runtime.tiers import Transfer, each
+
+# Lines whose bindings make no tensors themselves, and those of their Waits: a mode would only cost time.
+QUIET = (Run, Free, Gather, Update)
+FootprintOf = Callable[[str, bool, Sequence[CallArgument]], Footprint]
+
+
+@dataclass
+class DryContext:
+    """What the lines are bound to; see `compiler.schedule.ir.Context`.
+
+    `footprint`: of a kernel (by name, backward or not). `update_bytes`: what an Update of a bucket takes
+    besides what it changes.
+    """
+
+    schedule: Schedule
+    tracker: StorageTracker
+    comm: Counting
+    footprint: FootprintOf
+    update_bytes: Callable[[Bucket, bool], int]
+    rank: int
+    freed: None = None
+    worker: None = None
+    packers: dict[str, Packing] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.kernels = {
+            name: (DryKernel(self, name, False), DryKernel(self, name, True))
+            for name in self.schedule.kernels
+        }
+        self.scalars = self.updater = DryUpdater(self)
+        self.transfers = DryTransfers(self.tracker)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.schedule.mesh
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("meta")
+
+    def later(self, line: Instruction) -> Callable[[Callable[[], None]], None]:
+        return lambda call: call()
+
+    def packer(self, bucket: str) -> Packing:
+        if bucket not in self.packers:
+            self.packers[bucket] = Packing(self.schedule.buckets[bucket], self)
+        return self.packers[bucket]
+
+    def run(self, env: Env) -> None:
+        """All lines, on an environment of tensors that the tracker follows."""
+        env[CONTROL] = self.updater
+        for index, line in enumerate(self.schedule.instructions):
+            self.tracker.begin(line)
+            kind = line.of if isinstance(line, Wait) else type(line)
+            with self.tracker if kind not in QUIET else nullcontext():
+                line.bind(self)(env)
+            self.tracker.end(index, env)
+
+
+# ------------------------------------------------------------------ kernels
+
+
+@dataclass(frozen=True)
+class DryKernel:
+    """A kernel: arguments die in it, results appear, as its footprint says."""
+
+    context: DryContext
+    name: str
+    backward: bool
+
+    def __call__(self, args: list[Tensor]) -> list[Tensor]:
+        tracker = self.context.tracker
+        records = [tracker.follow(a) for a in args]
+        kept = [r.reference() for r in records if r.tier == UNCOUNTED]
+        args.clear()
+        numbers: dict[int, int] = {}
+        entries = []
+        for record in records:
+            number = numbers.setdefault(id(record), len(numbers))
+            dropped = record.reference() is None
+            entries.append(CallArgument(number, dropped, record.bytes if dropped else 0))
+        footprint = self.context.footprint(self.name, self.backward, tuple(entries))
+        arguments = {numbers[id(r)]: r for r in records}
+        unborn = [Storage(n, "", tracker.line.unit, "device") for n in footprint.new_bytes]
+        for name, each_output in zip(tracker.line.writes, footprint.outputs, strict=True):
+            if each_output.new is not None and not unborn[each_output.new].category:
+                unborn[each_output.new].category = category_of(name)
+        dead = [r for n, r in arguments.items() if r.reference() is None and n not in footprint.freed]
+        tracker.look(footprint.workspace_bytes, dead, [unborn[j] for j in footprint.alive])
+        del kept
+        return self._results(footprint, arguments)
+
+    def _results(self, footprint: Footprint, arguments: Mapping[int, Storage]) -> list[Tensor]:
+        tracker, homes, out = self.context.tracker, {}, []
+        for each_output in footprint.outputs:
+            shape, stride, dtype = each_output.shape, each_output.stride, each_output.dtype
+            key = each_output.new if each_output.argument is None else -1 - each_output.argument
+            value = None
+            if key not in homes:
+                argument = arguments[-1 - key] if key < 0 else None
+                homes[key] = argument.reference() if argument else None
+                if homes[key] is None:
+                    size = argument.bytes if argument else footprint.new_bytes[key]
+                    value = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+                    if value.untyped_storage().nbytes() < size:  # a part of it
+                        value = torch.empty(size, dtype=torch.uint8, device="meta")
+                    tracker.follow(value)
+                    homes[key] = value.untyped_storage()
+            if value is None or value.dtype != dtype or value.shape != shape:
+                value = torch.empty(0, dtype=dtype, device="meta").set_(homes[key], 0, shape, stride)
+            out.append(value)
+        return out
+
+
+# ------------------------------------------------------------------ packing, updates, transfers
+
+
+class Packing:
+    """`runtime.packing.Packer` without the copies: `rows` are never looked at."""
+
+    def __init__(self, bucket: Bucket, context: DryContext) -> None:
+        self.bucket, self.rows = bucket, context.mesh.axes_size(bucket.axes)
+        self._context = context
+
+    def blocks(self, flat: Tensor) -> dict[str, Tensor]:
+        return {
+            p.path: flat.as_strided(p.block, contiguous_strides(p.block), p.offset)
+            for p in self.bucket.pieces
+        }
+
+    def cut(self, full_leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        mesh = self._context.mesh
+        here = mesh.coordinate(self._context.rank)
+        mine = {p: block_slices(p.shape, p.layout, mesh, here) for p in self.bucket.pieces}
+        return {p.path: padded(full_leaves[p.path][where], p.block) for p, where in mine.items()}
+
+    def pack_blocks(self, blocks: Mapping[str, Tensor], out: Tensor) -> None:
+        self.pack_full({p.path: blocks[p.path] for p in self.bucket.pieces})
+
+    write_blocks = pack_blocks
+
+    def pack_full(self, full_leaves: Mapping[str, Tensor], *rows: Tensor) -> None:
+        copied = [self._context.tracker.follow(full.contiguous()) for full in full_leaves.values()]
+        self._context.tracker.look()
+        del copied
+
+    pack_for_peer = add_to_own = pack_full
+
+    def unpack_rows(self, rows: Sequence[Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+        return {p.path: self._context.tracker.new(p.shape, dtype) for p in self.bucket.pieces}
+
+    def unpack_into(self, rows: Sequence[Tensor], full_leaves: Mapping[str, Tensor]) -> None:
+        pass
+
+
+@dataclass
+class DryUpdater:
+    """The optimizer and the step's scalars: the executor's `Updater` and `Scalars`, without numbers."""
+
+    context: DryContext
+
+    def bind(self, bucket: Bucket) -> Callable[..., None]:
+        spec, line = self.context.schedule.specs[bucket.paths[0]], self.context.tracker.line
+        if spec.updated_on == "host" and self.context.mesh.device_type != "cpu":
+            return lambda *_: None
+        return lambda *_: self._take(self.context.update_bytes(bucket, SCALARS in line.reads))
+
+    def bind_send(self, bucket: Bucket) -> Callable[..., dict[str, Tensor]]:
+        def send(*_: Any) -> dict[str, Tensor]:
+            return {p.path: self._new(p.block, bucket.dtype) for p in bucket.pieces}
+
+        return send
+
+    def control(self, env: Env, bucket: Bucket) -> tuple[DryUpdater, None]:
+        return self, None
+
+    def arrived(self, summary: Any) -> DryUpdater:
+        return self
+
+    def stored_part(self, path: str, stored: Tensor) -> Tensor:
+        return stored
+
+    valid_part = stored_part
+
+    def squares(
+        self, bucket: Bucket, blocks: Mapping[str, Tensor], env: Env, replicas: int
+    ) -> dict[str, Tensor]:
+        if self.context.mesh.device_type == "cpu":  # a norm in fp32 is taken of the block in fp32
+            self._take(max((b.numel() * 4 for b in blocks.values() if b.dtype.itemsize < 4), default=0))
+        return {"total": self._new((), torch.float64)}
+
+    def pack(self, env: Env, norms: Any) -> Tensor:
+        return self._new((self.context.schedule.scalars,), torch.float64)
+
+    def unpack(self, vector: Tensor) -> Tensor:
+        return vector
+
+    def _take(self, size: int) -> None:
+        self.context.tracker.look(workspace=size)
+
+    def _new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self.context.tracker.new(tuple(shape), dtype)
+
+
+@dataclass
+class DryTransfers:
+    """`runtime.tiers.Transfers`: `moved` counts bytes by the number of the line.
+
+    Host buffers come from a pool, which only grows; those of gradients go back when the worker has done with
+    them.
+    """
+
+    tracker: StorageTracker
+    moved: dict[int, int] = field(default_factory=dict)
+    free: dict[int, list[Tensor]] = field(default_factory=dict)
+    late: list[Reduced] = field(default_factory=list)
+
+    def to_device(
+        self, values: Sequence[Any], into: Sequence[Any] | None = None, after: Any = None
+    ) -> Transfer:
+        self._count(values)
+        if into and self.tracker.device != "cpu":
+            # An accelerator casts on its own side of the link, by way of a temporary in the master's dtype.
+            pairs = zip(values, into, strict=True)
+            self.tracker.look(max((v.nbytes for v, t in pairs if v.dtype != t.dtype), default=0))
+        new = lambda t: self.tracker.new(t.shape, t.dtype, t.stride())  # noqa: E731
+        return self._flight(into or [each(v, new) for v in values])
+
+    def to_host(self, values: Sequence[Any], into: Sequence[Any] | None = None) -> Transfer:
+        self._count(values)
+        return self._flight(into or [each(v, self.take) for v in values])
+
+    def _flight(self, values: Sequence[Any]) -> Transfer:
+        for name, value in zip(self.tracker.line.reads, values, strict=True):
+            self.tracker.categorise(name, value)
+        return Transfer(values, torch.device("meta"))
+
+    def mark(self) -> None:
+        return None
+
+    def take(self, like: Tensor, dtype: torch.dtype | None = None, *, for_host: bool = False) -> Tensor:
+        dtype = dtype or like.dtype
+        nbytes = like.numel() * dtype.itemsize
+        stride = like.stride()
+        if not like.is_contiguous():
+            with self.tracker.placed(UNCOUNTED):
+                stride = torch.empty_like(like).stride()
+        if self.free.get(nbytes):
+            flat = self.free[nbytes].pop()
+        else:
+            with self.tracker.placed("host"):
+                flat = self.tracker.new((nbytes,), torch.uint8)
+        return flat.view(dtype).as_strided(like.shape, stride)
+
+    def give(self, value: Any) -> None:
+        if isinstance(value, Reduced) and self.tracker.device != "cpu":
+            self.late.append(value)
+            if len(self.late) <= PENDING:
+                return
+            value = self.late.pop(0)
+        each(value, self._give)
+
+    def _give(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        flat = torch.empty(0, dtype=torch.uint8, device="meta").set_(storage, 0, (storage.nbytes(),), (1,))
+        self.free.setdefault(storage.nbytes(), []).append(flat)
+        return tensor
+
+    def _count(self, values: Sequence[Any]) -> None:
+        self.moved[len(self.tracker.moments)] = sum(t.nbytes for v in values for t in tensors_of(v))

@@ -1,0 +1,276 @@
+"""Storages: which memory is alive as a schedule's lines run on tensors without data, and what it is for.
+
+A `StorageTracker` is a dispatch mode: every storage that an operator makes is followed by a weak reference
+until it dies (as torch's own memory trackers do). What it is for is known when the line that made it has
+ended, from the name that refers to it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fnshard.analysis.footprint import rounded
+from fnshard.analysis.workspace import workspace_bytes
+from fnshard.compiler.ir.values import SCALARS, Kind, ValueName
+from fnshard.compiler.schedule.instructions import COMPUTE, Instruction, Reduced, Wait
+
+PARAMETERS, GATHERED, GRADIENTS = "parameter shards", "gathered units", "gradients"
+OPTIMIZER, ACTIVATIONS = "optimizer state", "saved activations"
+WORKSPACES, BUFFERS, INPUTS = "kernel workspaces", "transfer and bucket buffers", "inputs"
+CATEGORIES = (PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, WORKSPACES, BUFFERS, INPUTS)
+TIERS = ("device", "host", "disk")
+UNCOUNTED = "uncounted"  # slots of shared memory, which are counted together, and tensors of no memory
+
+
+@dataclass(eq=False)
+class Storage:
+    """Memory of one allocation. `slot`: of shared memory; it is free when the last of its tensors dies."""
+
+    bytes: int
+    category: str
+    unit: str
+    tier: str
+    slot: Any = None
+    reference: weakref.ref | None = None
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A line of the schedule at its worst: device bytes by category, bytes of the other tiers."""
+
+    index: int
+    line: str
+    device: Mapping[str, int]
+    host: int
+    disk: int
+
+    @property
+    def bytes(self) -> int:
+        """On the device, all categories."""
+        return sum(self.device.values())
+
+
+@dataclass
+class _Peak:
+    """The worst moment of a line: what older storages came to, by category, and those that the line made.
+
+    `units`: the former by (category, unit), if it is the worst moment of the step so far.
+    """
+
+    bytes: int = -1
+    categories: dict[str, int] = field(default_factory=dict)
+    units: dict[tuple[str, str], int] | None = None
+    made: tuple[Storage, ...] = ()
+    workspace: int = 0
+
+
+class StorageTracker(TorchDispatchMode):
+    """What is alive, line by line.
+
+    `device`: the type of device that the lines are for; the tensors are on "meta". `totals`: bytes on the
+    device of what earlier lines made, by (category, unit). `worst`: by tier, the most so far. `units`: the
+    device's worst moment, as `totals`.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+        self.alive: dict[int, Storage] = {}  # by address
+        self.live = dict.fromkeys((*TIERS, UNCOUNTED), 0)
+        self.worst = dict.fromkeys(TIERS, 0)
+        self.totals: dict[tuple[str, str], int] = {}
+        self.categories = dict.fromkeys(CATEGORIES, 0)
+        self.units: dict[tuple[str, str], int] = {}
+        self.moments: list[Moment] = []
+        self.line: Instruction | None = None
+        self.tier, self.slot = "device", None  # of what is made now
+        self._made: dict[int, Storage] = {}  # by the line under way, still alive, by address
+        self._here = _Peak()
+
+    # -------------------------------------------------------------- storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(value, Tensor):
+                self.follow(value)
+        if self.tier == "device":
+            self.look(workspace=workspace_bytes(func, args, kwargs or {}, out, self.device))
+        return out
+
+    def follow(self, value: Tensor) -> Storage:
+        """What is known of a tensor's storage; an unknown one has just been made."""
+        storage = value.untyped_storage()
+        address = storage._cdata
+        if address not in self.alive:
+            size = rounded(storage.nbytes(), self.device) if self.tier == "device" else storage.nbytes()
+            self._made[address] = made = Storage(size, "", self.line.unit, self.tier, self.slot)
+            self._watch(address, storage, made)
+        return self.alive[address]
+
+    def new(self, shape: Sequence[int], dtype: torch.dtype, stride: Sequence[int] | None = None) -> Tensor:
+        """A tensor on "meta" that is made now."""
+        if stride is None:
+            value = torch.empty(shape, dtype=dtype, device="meta")
+        else:
+            value = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        self.follow(value)
+        self.look()
+        return value
+
+    def _watch(self, address: int, storage: Any, record: Storage) -> None:
+        record.reference = weakref.ref(storage, lambda _: self._died(address))
+        self.alive[address] = record
+        self.live[record.tier] += record.bytes
+
+    def _died(self, address: int) -> None:
+        dead = self.alive.pop(address)
+        self.live[dead.tier] -= dead.bytes
+        if dead.slot is not None:
+            dead.slot.let_go()
+        if self._made.pop(address, None) is None:
+            self._count(dead, -dead.bytes)
+
+    def _count(self, record: Storage, size: int) -> None:
+        """Add to what earlier lines made."""
+        if record.tier == "device":
+            key = record.category, record.unit
+            self.totals[key] = self.totals.get(key, 0) + size
+            self.categories[record.category] += size
+
+    def adopt(self, value: Tensor, category: str, unit: str = "-", tier: str = "device") -> Tensor:
+        """Follow memory that is there from the start."""
+        storage = value.untyped_storage()
+        if storage._cdata not in self.alive:
+            size = rounded(storage.nbytes(), self.device) if tier == "device" else storage.nbytes()
+            record = Storage(size, category, unit, tier)
+            self._watch(storage._cdata, storage, record)
+            self._count(record, size)
+        return value
+
+    @contextmanager
+    def placed(self, tier: str, slot: Any = None) -> Iterator[None]:
+        """What is made in here lies in another tier, or in a slot of shared memory."""
+        before, self.tier, self.slot = self.tier, tier, slot
+        yield
+        self.tier, self.slot = before, None
+
+    # -------------------------------------------------------------- moments
+
+    def begin(self, line: Instruction) -> None:
+        """A line begins."""
+        self.line, self._here = line, _Peak()
+        self.look()
+
+    def look(self, workspace: int = 0, dead: Sequence[Storage] = (), unborn: Sequence[Storage] = ()) -> None:
+        """Is this the worst moment of the line?
+
+        Args:
+            workspace: bytes that are taken and given back at once.
+            dead: storages that were alive then, and are no more.
+            unborn: those that were alive then, and will be followed.
+        """
+        if self.live["host"] > self.worst["host"]:
+            self.worst["host"] = self.live["host"]
+        if self.live["disk"] > self.worst["disk"]:
+            self.worst["disk"] = self.live["disk"]
+        here = self.live["device"] + workspace
+        if dead or unborn:
+            here += sum(s.bytes for s in (*dead, *unborn) if s.tier == "device")
+        if here > self._here.bytes:
+            categories = dict(self.categories)
+            units = dict(self.totals) if here > self.worst["device"] else None
+            ours = [s for s in dead if not s.category]
+            for gone in dead:
+                if gone.tier == "device" and gone.category:
+                    categories[gone.category] += gone.bytes
+                    if units is not None:
+                        units[gone.category, gone.unit] += gone.bytes
+            made = (*self._made.values(), *ours, *unborn)
+            self._here = _Peak(here, categories, units, made, workspace)
+
+    def end(self, index: int, env: Mapping[str, Any]) -> None:
+        """The line has ended: what it made is known by its names."""
+        line = self.line
+        for name in line.writes:
+            if name in env:
+                self.categorise(name, env[name])
+        rest = _inside(line)
+        for made in (*self._made.values(), *self._here.made):
+            made.category = made.category or rest
+        for made in self._made.values():
+            self._count(made, made.bytes)
+        self._made = {}
+        self.moments.append(self._moment(index, line))
+
+    def categorise(self, name: ValueName, value: Any) -> None:
+        """Say by its name what a value's memory is for, if nothing has said so."""
+        category = category_of(name)
+        for tensor in tensors_of(value):
+            record = self.follow(tensor)
+            if record.category == BUFFERS != category:  # what was sent or received has got a name
+                self._count(record, -record.bytes)
+                record.category = category
+                self._count(record, record.bytes)
+            record.category = record.category or category
+
+    def _moment(self, index: int, line: Instruction) -> Moment:
+        peak = self._here
+        inside = _inside(line)
+        added = [(s.category, s.unit, s.bytes) for s in peak.made if s.tier == "device"]
+        for category, unit, size in [*added, (inside, line.unit, peak.workspace)]:
+            peak.categories[category] += size
+            if peak.units is not None:
+                peak.units[category, unit] = peak.units.get((category, unit), 0) + size
+        if peak.units is not None:
+            self.worst["device"], self.units = peak.bytes, peak.units
+        text = f"{line.phase} {line.unit} {line.verb} {line.detail}"
+        return Moment(index, text, peak.categories, self.live["host"], self.live["disk"])
+
+
+def _inside(line: Instruction) -> str:
+    """What memory is for that dies in the line that took it."""
+    return BUFFERS if line.lane != COMPUTE or isinstance(line, Wait) else WORKSPACES
+
+
+_SENT = (Kind.NORMS, Kind.FULL, Kind.WRITTEN, Kind.FLIGHT)
+
+
+def category_of(name: ValueName) -> str:
+    """What memory is for that a schedule's value of this name lies in."""
+    kind = name.original.kind
+    if kind in (Kind.GRADIENT, Kind.REDUCED, Kind.ACCUMULATED):
+        return GRADIENTS
+    if kind is Kind.GATHERED:
+        return GATHERED
+    if (
+        name == SCALARS
+        or name.original.is_state
+        or kind in (Kind.NORMS, Kind.FULL, Kind.WRITTEN, Kind.FLIGHT)
+    ):
+        return BUFFERS
+    return ACTIVATIONS
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors of a value in an environment; of a flight, or what is no tensor, none."""
+    found: list[Tensor] = []
+    if isinstance(value, dict):
+        for inner in value.values():
+            found += tensors_of(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            found += tensors_of(inner)
+    elif isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, Reduced):
+        value.each(lambda t: found.append(t) or t) if value.flat is None else found.append(value.flat)
+    return found
