@@ -20,6 +20,7 @@ from experiments.trackers import registry
 from experiments.trackers.base import LogPosition
 from experiments.trackers.feed import Feed
 from fnshard import LayoutSpec, P
+from fnshard.analysis.storages import BUFFERS
 from fnshard.compiler import lower
 from fnshard.compiler.frontend import trace
 from fnshard.compiler.schedule.instructions import COMMUNICATION, AllReduce, Gather, OfBucket, Reduced, Wait

@@ -1,7 +1,7 @@
 """Memory: the ledger of every byte of a step, from its schedule, before anything runs.
 
-`measure` plays a schedule on paper: which storages are alive at each instruction, by category, unit and
-tier. Kernels are counted by `footprint`: by the liveness of their graphs, or by the code that Inductor
+`measure` runs a schedule's bindings on tensors without data (`dry_run`): which storages are alive at each
+instruction, by category, unit and tier. Kernels are counted by `footprint`: by the liveness of their graphs, or by the code that Inductor
 generated where they have been compiled. Not counted: what the caller holds beside the state and the batch;
 what libraries take for themselves (gloo's staging, NCCL's channels, cuBLAS's workspace); allocations
 that a caching allocator keeps but does not use; tensors of a few numbers (losses, steps, random keys are).
@@ -69,7 +69,7 @@ class MemoryAnalysis:
     `disk_resident_bytes`: between steps. `leaves`: by path, the stored shard, optimizer state, gathered
     parameter and gradient shard. `kernels`: "eager" or "inductor", whose liveness was counted.
 
-    The categories (the rule for each line is its instruction's `memory`):
+    The categories (by the name of the value, `storages.category_of`):
 
     - parameter shards, optimizer state: what the state holds, by spec;
     - gathered units: full leaves in compute dtype; where ranks share memory, these lie among the buffers;
@@ -204,12 +204,12 @@ _WAYS_OUT = {
 }
 
 
-# ------------------------------------------------------------------ a schedule, played on paper
+# ------------------------------------------------------------------ a dry run
 
 
 @dataclass(frozen=True)
 class MemoryInputs:
-    """What a schedule does not say of the step's memory.
+    """What a schedule does not say of a step's memory.
 
     Args:
         program: for its inputs.

@@ -171,7 +171,7 @@ def test_every_instruction_says_all_about_itself() -> None:
     kinds -= {Instruction, lines.OfBucket}
     assert len(kinds) == 21
     for kind in kinds:
-        methods = ["bind", "memory", "price"] + ["bind_wait", "wait_memory"] * (kind.lane != lines.COMPUTE)
+        methods = ["bind", "price"] + ["bind_wait"] * (kind.lane != lines.COMPUTE)
         assert [m for m in methods if getattr_static(kind, m) is getattr_static(Instruction, m)] == [], kind
 
 

@@ -1,9 +1,9 @@
 """IR: an instruction, a schedule of instructions, and what these are bound to and priced by.
 
-An instruction is one class with all that is about it: fields and text; `bind`, what the executor does;
-`memory`, what that does to memory, on paper; `price`, what it takes; `wire_bytes`. A class whose `lane` is
-COMMUNICATION or TRANSFER issues a flight, and has the same three for its Wait. `verify`, traffic, the
-fingerprint and the timeline know a new instruction by these. Passes that move lines of one kind (prefetch,
+An instruction is one class with all that is about it: fields and text; `bind`, what the executor does, and
+what the memory ledger runs on tensors without data (`analysis.dry_run`); `price`, what it takes;
+`wire_bytes`. A class whose `lane` is COMMUNICATION or TRANSFER issues a flight, and has the same for its
+Wait. `verify`, traffic, the fingerprint and the timeline know a new instruction by these. Passes that move lines of one kind (prefetch,
 reshard, offload, updates) name the classes that they move.
 
 Values are named by `compiler.ir.values.ValueName`: `s:path` prints for a stored shard, `r:bucket` for reduced
@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
+
+import torch
 
 from fnshard.compiler.ir.program import short_dtype
 from fnshard.compiler.ir.values import Kind, ValueName
@@ -34,7 +36,8 @@ COMPUTE, COMMUNICATION, TRANSFER, HOST = LANES = ("compute", "communication", "t
 
 
 class Context(Protocol):
-    """What `Instruction.bind` binds a line to: `runtime.executor.context` has the one that runs.
+    """What `Instruction.bind` binds a line to: `runtime.executor.context` has the one that runs a step,
+    `analysis.dry_run` the one that counts its memory.
 
     `comm`: collectives. `scalars`, `updater`, `transfers`: None where no line of the schedule needs them.
     `freed`: called with each value that dies. `worker`: the thread of what is `on_host`, if there is one.
@@ -51,6 +54,10 @@ class Context(Protocol):
 
     @property
     def mesh(self) -> Mesh: ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where a line makes tensors."""
 
     @property
     def worker(self) -> Any: ...
