@@ -1,10 +1,11 @@
 """Memory: the ledger of every byte of a step, from its schedule, before anything runs.
 
 `measure` runs a schedule's bindings on tensors without data (`dry_run`): which storages are alive at each
-instruction, by category, unit and tier. Kernels are counted by `footprint`: by the liveness of their graphs, or by the code that Inductor
-generated where they have been compiled. Not counted: what the caller holds beside the state and the batch;
-what libraries take for themselves (gloo's staging, NCCL's channels, cuBLAS's workspace); allocations
-that a caching allocator keeps but does not use; tensors of a few numbers (losses, steps, random keys are).
+instruction, by category, unit and tier. Kernels are counted by `footprint`: by the liveness of their graphs,
+or by the code that Inductor generated where they have been compiled. Not counted: what the caller holds
+beside the state and the batch; what libraries take for themselves (gloo's staging, NCCL's channels, cuBLAS's
+workspace); allocations that a caching allocator keeps but does not use; tensors of a few numbers (losses,
+steps, random keys are).
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 An instruction is one class with all that is about it: fields and text; `bind`, what the executor does, and
 what the memory ledger runs on tensors without data (`analysis.dry_run`); `price`, what it takes;
 `wire_bytes`. A class whose `lane` is COMMUNICATION or TRANSFER issues a flight, and has the same for its
-Wait. `verify`, traffic, the fingerprint and the timeline know a new instruction by these. Passes that move lines of one kind (prefetch,
-reshard, offload, updates) name the classes that they move.
+Wait. `verify`, traffic, the fingerprint and the timeline know a new instruction by these. Passes that move
+lines of one kind (prefetch, reshard, offload, updates) name the classes that they move.
 
 Values are named by `compiler.ir.values.ValueName`: `s:path` prints for a stored shard, `r:bucket` for reduced
 gradients; `x2.0` is the first value that segment 2 saves.
