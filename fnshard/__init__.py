@@ -20,7 +20,7 @@ The map; a folder imports only from those above it (`tests/test_house.py` holds 
     step/        step (shard_step), buckets, lowered, runner, state, init, shards, agreement, fit, saved
                  (steps in files)
     checkpoint/  save, restore, reshard    hf/  Hugging Face's format    adapters/  LoRA, PEFT's files
-    debug/       check, bisect, nan_hunt, profile    plot/  pictures    launcher/  ranks, nodes, post-mortems
+    debug/       check, bisect, nan_hunt, profile    plot/  pictures    launcher/  ranks, post-mortems
 
 A change to what a step does is a pass over its schedule (`compiler.schedule.passes`, listed in
 `compiler.lower`), a new kind of line a class of `compiler.schedule.instructions`; a new strategy is a

@@ -1,1 +1,1 @@
-"""Launcher: ranks and nodes: started, watched, ended, and why they died."""
+"""Launcher: ranks of one machine: started, watched, ended, and why they died."""

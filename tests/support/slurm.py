@@ -91,12 +91,3 @@ def install(folder: Path) -> Path:
         file.write_text(f'#!/bin/sh\nexec {sys.executable} {program} {name} "$@"\n')
         file.chmod(0o755)
     return folder
-
-
-def step_of(node: int, nodes: int, job: str = "7") -> dict[str, str]:
-    """The variables of one task of a step, on loopback."""
-    return {
-        "SLURM_JOB_ID": job, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": str(nodes),
-        "SLURM_STEP_NUM_TASKS": str(nodes), "SLURM_STEP_NODELIST": ",".join(["127.0.0.1"] * nodes),
-        "SLURM_NODEID": str(node), "SLURM_PROCID": str(node), "SLURMD_NODENAME": "127.0.0.1",
-    }  # fmt: skip
