@@ -136,7 +136,7 @@ def how_to_register(values: Iterable[Any]) -> str:
     calls = [
         f"fs.tree.register({k.__name__}{rest})" for k, rest in kinds.items() if k.__module__ not in _PLAIN
     ]
-    return f"for an object of tensors {' and '.join(calls)}, once, behind its class; " if calls else ""
+    return f"for an object of tensors {' and '.join(calls)}, once, after its class; " if calls else ""
 
 
 _PLAIN = ("builtins", "numpy")

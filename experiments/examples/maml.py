@@ -23,7 +23,7 @@ def tasks(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def train(steps: int, backend: str) -> list[float]:
-    """What each rank runs; the loss is the error behind the inner steps, the mean over all tasks."""
+    """What each rank runs; the loss is the error after the inner steps, the mean over all tasks."""
     mesh = fs.make_mesh(shard=-1)  # joins the ranks that were started together
     with fs.deferred():  # allocates nothing; each rank then fills its own shards
         model = nn.Sequential(
@@ -35,7 +35,7 @@ def train(steps: int, backend: str) -> list[float]:
         return F.mse_loss(apply(params, x), y)
 
     def task_errors(params: dict, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Before and behind the inner steps, at points that these do not see."""
+        """Before and after the inner steps, at points that these do not see."""
         before = error(params, x[SHOTS:], y[SHOTS:])
         for _ in range(INNER_STEPS):
             slopes = grad(error)(params, x[:SHOTS], y[:SHOTS])
@@ -43,8 +43,8 @@ def train(steps: int, backend: str) -> list[float]:
         return before, error(params, x[SHOTS:], y[SHOTS:])
 
     def loss_fn(params: dict, x: Tensor, y: Tensor) -> tuple[Tensor, dict]:
-        before, behind = vmap(task_errors, in_dims=(None, 0, 0))(params, x, y)
-        return behind.mean(), {"before": before.mean()}
+        before, after = vmap(task_errors, in_dims=(None, 0, 0))(params, x, y)
+        return after.mean(), {"before": before.mean()}
 
     specs = fs.presets.full_shard(params, mesh)
     step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=fs.optim.adamw(3e-3), backend=backend)
@@ -55,8 +55,8 @@ def train(steps: int, backend: str) -> list[float]:
         numbers = metrics.numbers()
         losses.append(numbers["loss"])
         if mesh.rank == 0 and (number % 200 == 0 or number == steps - 1):
-            before, behind = numbers["before"], numbers["loss"]
-            print(f"step {number}: error {before:.3f}, {behind:.3f} after {INNER_STEPS} inner steps")
+            before, after = numbers["before"], numbers["loss"]
+            print(f"step {number}: error {before:.3f}, {after:.3f} after {INNER_STEPS} inner steps")
     return losses
 
 

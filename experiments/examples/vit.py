@@ -11,7 +11,7 @@ SIZE, PATCH, WIDTH, HEADS, DEPTH, CLASSES = 32, 8, 64, 4, 2, 3
 
 
 class Block(nn.Module):
-    """x + attention, then + MLP, each behind its norm; x: [batch, patches, WIDTH]."""
+    """x + attention, then + MLP, each after its norm; x: [batch, patches, WIDTH]."""
 
     def __init__(self):
         super().__init__()

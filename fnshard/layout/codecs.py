@@ -234,7 +234,7 @@ def _problem(spec: LayoutSpec) -> tuple[str, str] | None:
     if spec.trainable:
         return (
             f"codec={spec.codec!r} and trainable=True",
-            "a code has no gradient: trainable=False, or train an adapter beside it (fs.lora).",
+            "a code has no gradient: trainable=False, or train an adapter for it (fs.lora).",
         )
     if len(spec.shape) < 2 or not spec.compute_dtype.is_floating_point:
         what = f"codec={spec.codec!r} of {spec.compute_dtype}"

@@ -11,7 +11,7 @@ Every trainable leaf has four tensors in a step; each has a shape, a dtype, a pl
 - the *full gradient*: shape of the gathered parameter and its dtype; lives from the backward kernel
   to the packing of its bucket.
 - the *gradient shard*: `gradient`, `reduce_dtype` on the wire; lives from the reduction to the
-  update (through all micro-batches, where gradients are accumulated), and rests beside the optimizer state.
+  update (through all micro-batches, where gradients are accumulated), and rests with the optimizer state.
 
 Optimizer state has the layout `optimizer`, and holds a master copy of the leaf where `optimizer_dtype`
 differs from storage or the host updates what the device stores. ZeRO 1, 2 and 3 differ in these fields alone.
@@ -56,7 +56,7 @@ class LayoutSpec:
         optimizer: layout of optimizer state and update.
         memory: where the stored shard rests: "device", "host" (pinned where there is CUDA) or "disk" (mapped
             files in the directory given to the step).
-        optimizer_memory: where optimizer state rests, and gradient shards beside it.
+        optimizer_memory: where optimizer state rests, and gradient shards with it.
         update_on: "host" or "device": where the optimizer runs; default where its state rests. State on the
             host can be streamed through the device: update_on="device".
         codec: how a frozen leaf is coded, "int8", "nf4" or one of your own; see `fnshard.codecs`.

@@ -22,7 +22,7 @@ def numeric(params: Any) -> dict[str, str]:
     """By numeric path part: "layers.0.attn.wq" is of unit "layers.0". The default.
 
     A leaf with no number in its path goes to the shortest module that holds no numbered unit, so
-    "model.embed.weight" beside "model.layers.0..." is of unit "model.embed".
+    "model.embed.weight" next to "model.layers.0..." is of unit "model.embed".
 
     >>> import torch
     >>> paths = ("model.embed.w", "model.layers.0.a.w", "model.layers.0.b.w", "head.w")

@@ -1,4 +1,4 @@
-"""Losses: what `fn` may return beside a plain scalar, what a batch may hold beside plain tensors, and those
+"""Losses: what `fn` may return besides a plain scalar, what a batch may hold besides plain tensors, and those
 of language models, which never hold the logits of a whole batch."""
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def unwrapped(leaf: Any) -> Any:
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore: int = IGNORE, chunk: int = 0
 ) -> Mean:
-    """Cross-entropy behind a linear layer, exactly averaged over all counted tokens of all ranks.
+    """Cross-entropy after a linear layer, exactly averaged over all counted tokens of all ranks.
 
     At most `chunk` tokens' logits are there at once, in the forward and in the backward.
 
@@ -120,7 +120,7 @@ def linear_cross_entropy(
 def linear_token_losses(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore: int = IGNORE, chunk: int = 0
 ) -> Tensor:
-    """-log p of every target behind a linear layer, fp32 [...], 0 where it is `ignore`; as above."""
+    """-log p of every target after a linear layer, fp32 [...], 0 where it is `ignore`; as above."""
     if hidden.shape[:-1] != targets.shape or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"hidden {list(hidden.shape)}, weight {list(weight.shape)}, targets {list(targets.shape)}: "
@@ -147,7 +147,7 @@ def next_token(logits: Tensor, tokens: Tensor, *, ignore: int = IGNORE) -> Mean:
 def sequence_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore: int = IGNORE, chunk: int = 0
 ) -> Tensor:
-    """log p of each sequence's counted targets behind a linear layer, fp32 [B]; shapes as above, [B, T]."""
+    """log p of each sequence's counted targets after a linear layer, fp32 [B]; shapes as above, [B, T]."""
     return -linear_token_losses(hidden, weight, targets, ignore=ignore, chunk=chunk).sum(-1)
 
 

@@ -141,7 +141,7 @@ def run_of(columns: int) -> int:
 
 
 def _add_products(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """total += one @ other, with no tensor of its size beside: in place, or on a CPU half types by runs of
+    """total += one @ other, without another tensor of its size: in place, or on a CPU half types by runs of
     rows."""
     if total.dtype == other.dtype:
         total.addmm_(one, other)

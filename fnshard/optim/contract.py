@@ -37,7 +37,7 @@ class LeafNorms:
 
 @dataclass(frozen=True, eq=False)
 class StepInfo:
-    """The inputs of an update beside its leaves; make a new one for every step.
+    """The inputs of an update besides its leaves; make a new one for every step.
 
     All tensors are 0-d and, but for the step, on the device of the leaves (`to` moves them).
 

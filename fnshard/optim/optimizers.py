@@ -1,7 +1,7 @@
 """Optimizers: `sgd`, `adamw`, `lars`, clipping, averages and chains; contract: `fnshard.optim.contract`.
 
 Inside are torch's own fused kernels where torch has them and they are right; the mathematics of one
-leaf, in plain ops, is beside each and says the same.
+leaf, in plain ops, stands next to each and says the same.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def adamw(
 
     def kernel(params, grads, slots, settings, info):
         decay, scale = settings
-        # The kernel wants one fp32 count per leaf, beside it, and only reads it: all leaves share one.
+        # The kernel wants one fp32 count per leaf, on its device, and only reads it: all leaves share one.
         device, number = params[0].device, int(info.step) + 1
         count = info.once((leaf, device), lambda: torch.full((), number, dtype=torch.float32, device=device))
         torch._fused_adamw_(

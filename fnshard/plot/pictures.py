@@ -90,7 +90,7 @@ def totals_of(series: Mapping[str, Sequence[float]]) -> list[float]:
 
 
 def phase_runs(phases: Sequence[str]) -> list[tuple[str, int, int]]:
-    """Phase, first instruction, and the one behind its last; updates within a phase belong to it."""
+    """Phase, first instruction, and the one after its last; updates within a phase belong to it."""
     plain = [p.replace(".", " ") for p in phases]
     last_of = {p: i for i, p in enumerate(plain)}
     runs: list[tuple[str, int, int]] = []
@@ -237,7 +237,7 @@ def figure_of(width: float, height: float, rows: int = 1, columns: int = 1, **gr
 
 
 def legend(axes: Any, colours: Mapping[str, str]) -> None:
-    """Draw a legend of named colours beside the axes."""
+    """Draw a legend of named colours next to the axes."""
     from matplotlib.patches import Patch
 
     handles = [Patch(color=colour, label=name) for name, colour in colours.items()]

@@ -127,7 +127,7 @@ class Packer:
         torch._foreach_copy_(to, out_of)
 
     def _clear(self, out: Tensor, rows: Sequence[Tensor], everywhere: bool = False) -> None:
-        """Zeros where no block lies, behind the last one for most; or everywhere."""
+        """Zeros where no block lies, after the last one for most; or everywhere."""
         gaps = [] if everywhere else [gap for row in rows for gap in self._blocks.gaps_of(row)]
         for part in [out] if everywhere or len(gaps) > MOST_GAPS else gaps:
             part.zero_()

@@ -143,7 +143,7 @@ class Transfers:
     """Copies between the device and the host, on a stream of its own for each direction where there are any.
 
     On a CPU a transfer is a copy, done when it is issued. Buffers on the host that a step takes and gives
-    back are used again, and let go when `KEPT_steps` steps did without: a copy into one is issued behind the
+    back are used again, and let go when `KEPT_steps` steps did without: a copy into one is issued after the
     wait for its last reader, and `_copy` lets its stream wait for what the compute stream has waited for.
     """
 
@@ -154,7 +154,7 @@ class Transfers:
     free: dict[int, list[Tensor]] = field(default_factory=dict)
     last_used: dict[int, int] = field(default_factory=dict)  # by size, the step that last took a buffer
     steps: int = 0
-    worker: Worker | None = None  # what updates on the host, beside a device
+    worker: Worker | None = None  # what updates on the host while a device computes
     lock: Any = field(default_factory=threading.Lock)  # the worker takes buffers, too
 
     def __post_init__(self) -> None:
@@ -168,7 +168,7 @@ class Transfers:
         """Copies of host values on the device, or written into `into`; see `each` for what a value is.
 
         Args:
-            after: a `mark` behind which it may begin; None is now.
+            after: a `mark` after which it may begin; None is now.
         """
         targets = into or [
             each(v, lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=self.device))
