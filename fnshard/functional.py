@@ -82,7 +82,7 @@ _swapping = threading.RLock()  # a module has one place for each leaf
 
 @contextmanager
 def _swapped(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
-    """The module with other leaves, wherever it keeps its own; afterwards it is as it was, whatever it did."""
+    """The module with other leaves, wherever it keeps its own; then as it was, whatever it did."""
     with _swapping:
         places = list(_places(model))
         stored = {id(place.leaf): place.path for place in reversed(places)}  # of tied ones the first
