@@ -166,7 +166,7 @@ def init_adapters(
         a = torch.empty(settings.rank, columns, dtype=dtype).uniform_(-bound, bound, generator=generator)
         out[path] = {"a": nn.Parameter(a), "b": nn.Parameter(torch.zeros(rows, settings.rank, dtype=dtype))}
         for part in out[path].values():
-            part.lora_base = f"base.{path}"  # the leaf whose unit it joins
+            part.adapts = f"base.{path}"  # the leaf whose unit it joins
     return out
 
 

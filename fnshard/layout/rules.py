@@ -92,7 +92,7 @@ def _units(policy: Any, params: Any, named: Mapping[str, Tensor]) -> Mapping[str
     if wrong:
         raise SpecError(f"units gives {leaves(len(wrong))} no name of a unit:", wrong, fix)
     # An adapter is gathered with the leaf it belongs to.
-    return {path: unit_of.get(getattr(leaf, "lora_base", path), unit_of[path]) for path, leaf in named.items()}
+    return {path: unit_of.get(getattr(leaf, "adapts", path), unit_of[path]) for path, leaf in named.items()}
 
 
 def check_tree(named: Mapping[str, Any]) -> None:

@@ -53,7 +53,7 @@ def tensor_layouts(named: Mapping[str, Tensor], axis: str, mesh: Mesh) -> dict[s
     ranks = mesh.axis_size(axis)
 
     def layout(path: str, dim: int) -> P:
-        size, kind = named[path].shape[dim], _kind(_stem(getattr(named[path], "lora_base", path)))
+        size, kind = named[path].shape[dim], _kind(_stem(getattr(named[path], "adapts", path)))
         count = _FUSED.get(kind, 1)
         padded = kind == "vocabulary" and every_rank_has_some(size, ranks)
         fits = padded or size % (count * ranks) == 0
@@ -97,7 +97,7 @@ def split_dims(named: Mapping[str, Tensor]) -> dict[str, int]:
         if stem in biases and kind in ("columns", "vocabulary", *_FUSED):
             out[biases[stem]] = 0
     for path, leaf in named.items():  # LoRA's [rank, inputs] and [outputs, rank]
-        base = getattr(leaf, "lora_base", None)
+        base = getattr(leaf, "adapts", None)
         if base in out and path.endswith(".b" if out[base] == output_dim[_stem(base)] else ".a"):
             out[path] = 0 if path.endswith(".b") else 1
     return {path: out[path] for path in named if path in out}
@@ -105,7 +105,7 @@ def split_dims(named: Mapping[str, Tensor]) -> dict[str, int]:
 
 def _may_split(leaf: Tensor) -> bool:
     matrix = leaf.is_floating_point() and leaf.dim() in (1, 2)
-    return matrix and not is_buffer(leaf) and not hasattr(leaf, "lora_base")
+    return matrix and not is_buffer(leaf) and not hasattr(leaf, "adapts")
 
 
 def _stem(path: str) -> str:
