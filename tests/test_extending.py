@@ -17,7 +17,6 @@ import fnshard as fs
 from experiments.finetune.config import ObjectiveConfig
 from experiments.finetune.objectives import OBJECTIVES
 from experiments.trackers import registry
-from experiments.trackers.base import LogPosition
 from experiments.trackers.feed import Feed
 from fnshard import LayoutSpec, P
 from fnshard.analysis.storages import BUFFERS
@@ -143,13 +142,11 @@ def relu_as_clamp(graph: torch.fx.Graph) -> int:
 class Notes:
     """A tracker."""
 
-    name = "notes"
-
     def __init__(self) -> None:
         self.rows: list[Any] = []
 
-    def start(self, told: Any) -> Any:
-        return {}, LogPosition()
+    def start(self, run: Any) -> str:
+        return "notes"
 
     def log(self, rows: Any) -> None:
         self.rows += rows
@@ -276,11 +273,12 @@ def test_a_pass_and_a_rewrite(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tracker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(registry.TRACKERS, "notes", lambda config: Notes())
     config = SimpleNamespace(tensorboard=False, wandb=False, mlflow=False, notes=True)
-    (notes,) = registry.chosen(config)
-    feed = Feed(notes, tmp_path, every_s=0.01)
-    feed.start({}, [])
-    feed.row({"step": 1, "loss": 2.0})
-    feed.close("ok", {})
+    notes = registry.chosen(config)["notes"]
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 1, "loss": 2.0}\n')
+    feed = Feed("notes", notes, metrics, print)
+    feed.start({})
+    feed.finish("ok")
     feed.join(time.monotonic() + 60)
     assert notes.rows == [{"step": 1, "loss": 2.0}, "ok"]
 

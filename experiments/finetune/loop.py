@@ -86,14 +86,13 @@ def finetune(config: FinetuneConfig, run: RunFolder, overrides: list[str], stop:
             )
             write_plan(setup.planned.plan, folder)
     compile_ahead(setup, state, spent)
-    saver = Saver(config, run.root, mesh.rank)
     with report:
         before = baseline(setup, state, folder, spent)
-        training = Training.of(
-            config, setup.planned.plan, setup.step, lambda params: held_out_loss(setup, params)[0], loader,
-            lambda: begin(setup, run)[:2], report, folder, spent, replicas,
+        training = Training(
+            config, setup.planned.plan, setup.step, loader, lambda params: held_out_loss(setup, params)[0],
+            lambda: begin(setup, run)[:2], report, Saver(config, run.root, mesh.rank), spent, replicas,
         )  # fmt: skip
-        state, held_out = run_steps(training, state, report, saver, stop)
+        state, held_out = run_steps(training, state, stop)
         report.close()
         if held_out is None:
             print_stop(config.run, state, run, overrides, report)

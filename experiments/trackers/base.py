@@ -10,57 +10,38 @@ from typing import Any, Protocol
 Row = Mapping[str, Any]  # of metrics.jsonl: "step", and numbers by name
 
 
-@dataclass(frozen=True, order=True)
-class LogPosition:
-    """Up to where rows are logged: step `step`'s row, and its held-out loss where `held_out`."""
-
-    step: int = 0
-    held_out: bool = True
-
-
 @dataclass(frozen=True)
 class RunInfo:
-    """What a tracker gets at the start of a run.
+    """What a tracker gets at the start of a process.
 
-    `facts`: of `experiments.training.run_record`. `known`: what the tracker's `start` gave an earlier process
-    of this run, empty in the first. `at`: up to where that process is known to have logged.
+    `facts`: of `experiments.training.run_record`. `id`: what the tracker's `start` returned in an earlier
+    process of this run, empty in the first.
     """
 
     folder: Path
     facts: Mapping[str, Any]
-    known: Mapping[str, Any]
-    at: LogPosition
+    id: str = ""
 
 
 class Tracker(Protocol):
-    """Somewhere to tell a run's numbers to. Anything it raises ends it, and not the run."""
+    """Somewhere to write a run's numbers. Anything it raises ends the tracker, and not the run."""
 
-    name: str
-
-    def start(self, info: RunInfo) -> tuple[Mapping[str, Any], LogPosition]:
-        """Begin, or resume the run of `info.known`.
-
-        Returns:
-            What the next process must know (JSON); and which rows are there already: the others come again.
-        """
+    def start(self, run: RunInfo) -> str:
+        """Begin, or resume the run named `run.id`; returns the name that the next process resumes."""
 
     def log(self, rows: Sequence[Row]) -> None:
-        """Rows in order, each once; they are to outlive this process when this returns."""
+        """Rows in order; they outlive this process when this returns."""
 
     def artifact(self, path: Path) -> None:
         """A file of the run's folder: a text or a picture."""
 
     def finish(self, status: str, summary: Mapping[str, Any]) -> None:
-        """The process ends: the run is "ok", "stopped" (it may go on) or "failed"."""
+        """The process ends: the run is "ok", "stopped" (it may be resumed) or "failed"."""
 
 
 def numbers(row: Row) -> dict[str, float]:
-    """What of a row is a number, but its step."""
-    return {
-        name: float(value)
-        for name, value in row.items()
-        if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
-    }
+    """The numbers of a row, without its step."""
+    return {name: float(value) for name, value in row.items() if name != "step"}
 
 
 def flat(values: Mapping[str, Any], at: str = "") -> dict[str, Any]:

@@ -20,14 +20,15 @@ TRACKERS: dict[str, Callable[[TrackerConfig], Tracker]] = {
 }
 
 
-def chosen(config: TrackerConfig) -> list[Tracker]:
-    return [make(config) for name, make in TRACKERS.items() if getattr(config, name)]
+def chosen(config: TrackerConfig) -> dict[str, Tracker]:
+    """The trackers that a configuration names, by name."""
+    return {name: make(config) for name, make in TRACKERS.items() if getattr(config, name)}
 
 
 def check_installed(config: TrackerConfig) -> None:
-    """Refuse trackers whose packages are not there, before a rank starts."""
+    """Refuse trackers whose packages are not installed, before a rank starts."""
     missing = [n for n in TRACKERS if getattr(config, n) and importlib.util.find_spec(n) is None]
     if missing:
         problems = [f"tracker={name}: the package {name} is not installed." for name in missing]
         fix = f"pip install 'fnshard[{','.join(missing)}]'; metrics.jsonl is written in any case."
-        raise ConfigError(report("trackers are asked for that are not here:", problems, fix))
+        raise ConfigError(report("trackers are asked for whose packages are missing:", problems, fix))

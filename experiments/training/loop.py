@@ -66,14 +66,13 @@ def train(config: TrainConfig, run: RunFolder, overrides: list[str], stop: Stop)
         )  # fmt: skip
         if mesh.rank == 0:
             write_plan(setup.plan, folder)
-    saver = Saver(config, run.root, mesh.rank)
-    training = Training.of(
-        config, setup.plan, setup.step, lambda params: evaluate(setup, params), loader,
-        lambda: begin(setup, run)[:2], report, folder, spent, replicas,
+    training = Training(
+        config, setup.plan, setup.step, loader, lambda params: evaluate(setup, params),
+        lambda: begin(setup, run)[:2], report, Saver(config, run.root, mesh.rank), spent, replicas,
         lambda state: compile_ahead(setup, state),
     )  # fmt: skip
     with report:
-        state, held_out = run_steps(training, state, report, saver, stop)
+        state, held_out = run_steps(training, state, stop)
         report.close()
         if held_out is None:
             print_stop(config.run, state, run, overrides, report)

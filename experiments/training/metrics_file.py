@@ -1,4 +1,4 @@
-"""The rows of `metrics.jsonl`, a line each: read one at a time, and what is told of all in bounded memory."""
+"""The rows of `metrics.jsonl`, a line each, and what a report says of all of them in bounded memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ RECENT, LOSSES = 1000, 64  # steps whose seconds and losses are kept
 
 
 def read_rows(path: Path | None, made: int) -> Iterator[dict[str, Any]]:
-    """The rows of a metrics file up to step `made`, without what was measured behind it: that is done again.
+    """The rows of a metrics file up to step `made`, without the held-out loss after that step: a resumed run
+    measures it again.
 
-    Anything behind a line that is torn, as a killed process leaves one, or no row, is gone.
+    A line that is torn, as a killed process leaves one, or is no row ends the rows.
     """
     if path is None or not path.exists():
         return
@@ -41,7 +42,6 @@ class Totals:
 
     Args:
         reached: the last step.
-        rows: how many there are.
         seconds: of all steps.
         recent: seconds of each of the last steps.
         losses: of the last steps.
@@ -50,7 +50,6 @@ class Totals:
     """
 
     reached: int = 0
-    rows: int = 0
     seconds: float = 0.0
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=LOSSES))
@@ -58,7 +57,6 @@ class Totals:
     spikes: int = 0
 
     def add(self, row: Mapping[str, Any]) -> None:
-        self.rows += 1
         self.reached = max(self.reached, row["step"])
         self.held_out = row.get(HELD_OUT, self.held_out)
         self.spikes += "spike" in row
@@ -68,22 +66,7 @@ class Totals:
             self.seconds += row["seconds"]
             self.recent.append(row["seconds"])
 
-    @property
-    def step_seconds(self) -> float | None:
-        """Of the step in the middle: the first one after each start compiles."""
-        return statistics.median(self.recent) if self.recent else None
-
-
-def thinned(points: Iterable[Any], most: int) -> list[Any]:
-    """Every point, or every 2nd, 4th, ... of more than `most`, in one pass.
-
-    >>> thinned(range(10), 4)
-    [0, 4, 8]
-    """
-    kept, stride = list[Any](), 1
-    for number, point in enumerate(points):
-        if number % stride == 0:
-            kept.append(point)
-        if len(kept) > most:
-            kept, stride = kept[::2], 2 * stride
-    return kept
+    def step_seconds(self, last: int = RECENT) -> float:
+        """The median of the last steps: the first one after each start compiles. NaN where there is none."""
+        recent = list(self.recent)[-last:]
+        return statistics.median(recent) if recent else math.nan

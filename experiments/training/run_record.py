@@ -1,4 +1,4 @@
-"""What a run is and what it took, in `run.json`; written at every checkpoint and at the end."""
+"""What a run is and what it takes, in `run.json`; written at every checkpoint and at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ PACKAGES = (
     "fnshard", "torch", "numpy", "hydra-core", "safetensors", "transformers", "tensorboard", "wandb",
     "mlflow-skinny",
 )  # fmt: skip
-# What the time of a process goes to: all of it, "other" is the rest.
+# What the seconds of a process go to: all of them, "other" is the rest; the first step compiles.
 PARTS = (
     "start", "compile", "steps", "data", "evaluation", "samples", "saves", "export", "tracing", "reports",
     "other",
@@ -39,56 +39,50 @@ VARIES = ("mfu", "measured_peak_bytes", "predicted_peak_bytes", *(f"{name}_s" fo
 HERE = Path(__file__).resolve()
 
 
-# ------------------------------------------------------------------ at the start
+# ------------------------------------------------------------------ facts
 
 
-def facts_of(config: Any, command: str, mesh: fs.Mesh, hosts: Sequence[str]) -> dict[str, Any]:
-    """What a run is: command, seed, configuration, code, packages, machine."""
+def facts_of(config: Any, job: str, overrides: Sequence[str], mesh: fs.Mesh, hosts: Sequence[str]) -> dict:
+    """What a run is: command, seed, configuration, code, packages, machine.
+
+    Args:
+        job: the module of `experiments` that was started.
+        hosts: of all ranks.
+    """
     return {
-        "command": command,
+        "command": shlex.join(["python", "-m", f"experiments.{job}", *overrides]),
         "seed": config.run.seed,
         "git": git_of(HERE),
-        "packages": packages(),
+        "packages": {"python": platform.python_version(), **packages()},
         "hardware": {**machine(mesh), "ranks": mesh.size, "hosts": sorted(set(hosts))},
         "config": dataclasses.asdict(config),
     }
 
 
-def command_of(job: str, overrides: Sequence[str]) -> str:
-    """The command line, as a shell takes it.
-
-    >>> command_of("train", ["model=5m", "run.prompt=def x"])
-    "python -m experiments.train model=5m 'run.prompt=def x'"
-    """
-    return shlex.join(["python", "-m", f"experiments.{job}", *overrides])
-
-
 def git_of(file: Path) -> dict[str, Any] | None:
-    """The commit that a file is of, and whether tracked files have been changed since; None where git does
-    not know the file (an installed copy, which may lie in somebody else's repository)."""
+    """The commit of a file's repository, and whether tracked files have been changed since; None where git
+    does not track the file: an installed copy may lie in somebody else's repository."""
 
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", *arguments], cwd=file.parent, capture_output=True, text=True, timeout=10, check=True
-            )
-        except (OSError, subprocess.SubprocessError):
-            return None
-        return done.stdout.strip()
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        return subprocess.run(
+            command, cwd=file.parent, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
 
-    if git("ls-files", "--error-unmatch", file.name) is None:
+    try:
+        git("ls-files", "--error-unmatch", file.name)
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return {"revision": git("rev-parse", "HEAD"), "dirty": bool(changed)}
+    except (OSError, subprocess.SubprocessError):
         return None
-    revision, changed = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
-    return revision and {"revision": revision, "dirty": bool(changed)}
 
 
 def packages() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    """Versions of those of `PACKAGES` that are installed."""
+    found = {}
     for name in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -104,31 +98,26 @@ def machine(mesh: fs.Mesh) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
     }
     if mesh.device_type == "cuda":
-        properties = torch.cuda.get_device_properties(mesh.device)
-        found |= {
-            "gpu": properties.name,
-            "gpu_memory_bytes": properties.total_memory,
-            "cuda": torch.version.cuda,
-        }
+        gpu = torch.cuda.get_device_properties(mesh.device)
+        found |= {"gpu": gpu.name, "gpu_memory_bytes": gpu.total_memory, "cuda": torch.version.cuda}
     return found
 
 
 def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
-# ------------------------------------------------------------------ meanwhile
+# ------------------------------------------------------------------ time and work
 
 
 @dataclass
 class TimeSpent:
-    """All seconds since this was made, by what they went to: one of `PARTS`. Of blocks in blocks the inner
-    one counts, so that no second counts twice.
+    """All seconds since this was made, by what they went to: one of `PARTS`. Of nested blocks the inner one
+    counts, so that no second counts twice.
 
     >>> ticks = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0])
     >>> spent = TimeSpent(clock=lambda: next(ticks))
@@ -165,35 +154,33 @@ class TimeSpent:
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a step is on paper, for one rank.
+    """What is predicted of a step, for one rank.
 
-    `peak_flops`: per second, of the hardware named `hardware`; None where nobody knows it. `attention`: how
-    many of one forward are which of torch's kernels.
+    `peak_flops`: per second, of the hardware; NaN where it is not known. `attention`: how many of one forward
+    are which of torch's kernels.
     """
 
     model_flops: float
     ranks: int
     peak_bytes: int
-    hardware: str = ""
-    peak_flops: float | None = None
+    peak_flops: float = math.nan
     attention: Mapping[str, int] = field(default_factory=dict)
 
     @staticmethod
     def of(lowered: Any, hardware: fs.Hardware | None) -> StepWork:
         """Read off a lowered step; any hardware has the same FLOPs."""
-        paper = lowered.timeline(hardware or "cpu")
-        peak = paper.peak_flops if hardware else None
-        named = hardware.name if hardware else ""
+        timeline = lowered.timeline(hardware or "cpu")
+        peak = math.nan if hardware is None else timeline.peak_flops
         peak_bytes = lowered.memory_analysis().peak_bytes
-        return StepWork(paper.model_flops, paper.ranks, peak_bytes, named, peak, lowered.attention)
+        return StepWork(timeline.model_flops, timeline.ranks, peak_bytes, peak, lowered.attention)
 
-    def mfu(self, seconds: float) -> float | None:
+    def mfu(self, seconds: float) -> float:
         """Of a step that takes so long, as `fnshard.analysis.hardware.mfu` defines it."""
-        return None if self.peak_flops is None else mfu(self.model_flops, seconds, self.peak_flops)
+        return mfu(self.model_flops, seconds, self.peak_flops)
 
 
 def peak_memory(device_type: str) -> tuple[int, str]:
-    """The peak bytes of this process, and of what they are."""
+    """The peak bytes of this process, and what they are of."""
     if device_type == "cuda":
         return torch.cuda.max_memory_allocated(), "allocated on the device"
     unit = 1 if sys.platform == "darwin" else 1024
@@ -211,61 +198,51 @@ class RunRecord:
 
     def __post_init__(self) -> None:
         self._started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        known = read_json(self.folder / RUN)
-        self._attempts: list[dict[str, Any]] = known.get("attempts", [])
-        self._totals: dict[str, Any] = known.get("totals", {})
-        self._attention: Mapping[str, int] | None = known.get("attention")
+        self._known = read_json(self.folder / RUN)
 
     def write(
-        self,
-        status: str,
-        step: int,
-        compile_s: float,
-        attention: Mapping[str, int] | None = None,
-        **measured: Any,
+        self, status: str, step: int, attention: Mapping[str, int] | None = None, **measured: float
     ) -> dict[str, Any]:
-        """How the run stands behind step `step`; what is None is not known, and what was known before stays.
+        """The run after step `step`. What is NaN is not known, and what was known before stays.
 
         Args:
-            compile_s: of the seconds of steps, those in which the first one was compiled.
-            attention: of `StepWork`.
+            attention: of `StepWork`; None: not known yet.
 
         Returns:
             The totals over all processes.
         """
         parts = self.spent.parts()
-        parts["compile"] += compile_s
-        parts["steps"] -= compile_s
-        git = self.facts.get("git") or {}
         attempt = {
             "started": self._started,
-            "revision": git.get("revision"),
+            "revision": (self.facts.get("git") or {}).get("revision"),
             "steps": [self.made, step],
             "seconds": round(sum(parts.values()), 4),
             "spent_s": {name: round(seconds, 4) for name, seconds in parts.items()},
         }
-        attempts = [*self._attempts, attempt]
-        known = {n: v for n, v in measured.items() if v is not None and math.isfinite(v)}  # JSON has no NaN
-        totals = {**self._totals, "steps": step, "seconds": round(sum(a["seconds"] for a in attempts), 4)}
-        each = [attempt.get("spent_s", {}) for attempt in attempts]
-        totals |= {f"{name}_s": round(sum(spent.get(name, 0.0) for spent in each), 4) for name in PARTS}
-        totals |= known
-        self._attention = self._attention if attention is None else attention
-        values = {"status": status, "totals": totals, "attempts": attempts, "attention": self._attention}
-        values |= self.facts
-        write_json(self.folder / RUN, values)
+        attempts = [*self._known.get("attempts", []), attempt]
+        totals = {**self._known.get("totals", {}), "steps": step}
+        totals["seconds"] = round(sum(each["seconds"] for each in attempts), 4)
+        for name in PARTS:
+            totals[f"{name}_s"] = round(sum(each["spent_s"].get(name, 0.0) for each in attempts), 4)
+        totals |= {name: value for name, value in measured.items() if math.isfinite(value)}
+        values = {
+            "status": status, "totals": totals, "attempts": attempts,
+            "attention": self._known.get("attention") if attention is None else dict(attention),
+        }  # fmt: skip
+        write_json(self.folder / RUN, values | dict(self.facts))
         return totals
 
 
 def varying(totals: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of `VARIES`, for the result."""
     return {name: totals[name] for name in VARIES if name in totals}
 
 
-def in_words(totals: Mapping[str, Any], told_of: str = "") -> str:
+def in_words(totals: Mapping[str, Any], memory_of: str = "") -> str:
     """The totals in two lines.
 
     Args:
-        told_of: what the measured memory is of.
+        memory_of: what the measured memory is of.
 
     >>> print(in_words({"steps": 9, "seconds": 20.0, "compile_s": 5.0, "steps_s": 12.0,
     ...     "evaluation_s": 2.0, "saves_s": 1.0, "tracing_s": 0.0, "tokens_per_s": 1200.0, "mfu": 0.25,
@@ -277,7 +254,7 @@ def in_words(totals: Mapping[str, Any], told_of: str = "") -> str:
     mfu = f"MFU {totals['mfu']:.1%}" if "mfu" in totals else "MFU unknown (no known peak for this device)"
     memory = [
         f"{totals[name] / 1e6:.1f} MB {what}"
-        for name, what in (("predicted_peak_bytes", "predicted"), ("measured_peak_bytes", told_of))
+        for name, what in (("predicted_peak_bytes", "predicted"), ("measured_peak_bytes", memory_of))
         if name in totals
     ]
     speed = [f"{totals['tokens_per_s']:,.0f} tokens/s, {mfu}"] if "tokens_per_s" in totals else []

@@ -8,7 +8,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ from experiments.configs.train import AUTO, AdamWConfig, RunConfig, ScheduleConf
 from experiments.data.files import append, write_text
 from experiments.trackers.registry import chosen
 from experiments.training.checkpoints import Saver
-from experiments.training.report import Report, Silent, metrics_beside
+from experiments.training.report import Report, Silent, metrics_next_to
 from experiments.training.result import STOPPED, write_result
 from experiments.training.resume import RunFolder
-from experiments.training.run_record import RunRecord, StepWork, TimeSpent, command_of, facts_of, varying
+from experiments.training.run_record import RunRecord, StepWork, TimeSpent, facts_of, varying
 from experiments.training.tracing import Tracer
 from experiments.training.watchdog import Begin, Spikes, Watchdog
 from fnshard.analysis.hardware import TABLE
@@ -42,63 +42,44 @@ class Launched:
     seconds: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class Training:
-    """What does not change from step to step.
+    """What a job gives to its steps.
 
     Args:
-        run: the configuration's.
-        step: the compiled step, on `mesh`.
+        config: the job's.
+        plan: specs and options of `step`.
         loader: this rank's batches, each a tuple of arguments; it has `state_dict`.
         evaluate: the held-out loss of parameters; all ranks call it together.
-        watch: looks at what every step gives.
-        tracer: of `run.profile` steps.
-        planned: whose hardware the step was planned for, if it was.
+        begin: the state to resume from, and a loader that stands there.
         spent: where this process's time goes.
-        unread: the step that was launched last, until its numbers are read.
         replicas: what keeps states in memory, if anything does.
-        prepare: called once behind the first step, with its state: compiles what later steps need.
+        prepare: called once after the first step, with its state: compiles what later steps need.
     """
 
-    run: RunConfig
-    mesh: fs.Mesh
+    config: Any
+    plan: Plan
     step: Any
     loader: Iterator[tuple[Any, ...]]
     evaluate: Callable[[Any], float]
-    watch: Watchdog
-    tracer: Tracer
-    planned: Plan
-    spent: TimeSpent = field(default_factory=TimeSpent)
-    unread: list[Launched] = field(default_factory=list)
+    begin: Begin
+    report: Report | Silent
+    saver: Saver
+    spent: TimeSpent
     replicas: fs.checkpoint.Replicas | None = None
     prepare: Callable[[fs.TrainState], None] = lambda state: None
+    tracer: Tracer | None = field(default=None, init=False)
+    unread: list[Launched] = field(default_factory=list, init=False)  # at most the last step
 
-    @staticmethod
-    def of(
-        config: Any,
-        plan: Plan,
-        step: Any,
-        evaluate: Callable[[Any], float],
-        loader: Any,
-        begin: Begin,
-        report: Report | Silent,
-        folder: Path,
-        spent: TimeSpent,
-        replicas: fs.checkpoint.Replicas | None = None,
-        prepare: Callable[[fs.TrainState], None] = lambda state: None,
-    ) -> Training:
-        """As a job's configuration says."""  # fmt: skip
-        run = config.run
-        tracer = Tracer(step, run.profile, folder, report.say, spent)
-        watch = Watchdog(step, run.watch, begin, report.say, tracer.range)
-        return Training(
-            run, step.mesh, step, loader, evaluate, watch, tracer, plan, spent, [], replicas, prepare
-        )
+    def __post_init__(self) -> None:
+        self.watch = Watchdog(self.step, self.config.run.watch, self.begin, self.report.say)
+
+    @property
+    def folder(self) -> Path:
+        return self.saver.root.parent
 
 
-def run_steps(
-    training: Training, state: fs.TrainState, report: Report | Silent, saver: Saver, stop: Stop
-) -> tuple[fs.TrainState, float | None]:
+def run_steps(training: Training, state: fs.TrainState, stop: Stop) -> tuple[fs.TrainState, float | None]:
     """The run's steps that are left, with held-out losses and checkpoints between them.
 
     Returns:
@@ -107,147 +88,161 @@ def run_steps(
     Raises:
         DivergedError: a step was not finite; on all ranks.
     """
-    run, first = training.run, int(state.step) + 1
+    run, first = training.config.run, int(state.step) + 1
+    report, saver, replicas, spent = training.report, training.saver, training.replicas, training.spent
     training.step.clear_flag("stop")
-    if training.replicas is not None:
-        training.replicas.start(state)
+    if replicas is not None:
+        replicas.start(state)
     held_out = None
     if first > 1:  # it may have been killed before it had measured, or after
-        held_out = _held_out(training, state, report, first - 1)
+        held_out = _held_out(training, state, first - 1)
     try:
         for number in range(first, run.steps + 1):
             if stop.asked:
                 training.step.raise_flag("stop")
-            state = one_step(training, state, report, number, number - first + 1, saver.root.parent)
+            state = one_step(training, state, number, number - first + 1)
             stops, saves = training.step.flag_raised("stop"), saver.due(number)
-            copies = training.replicas is not None and number % run.replica_every == 0
-            if stops or saves or copies or _measures(training, number):
-                report_rows(training, report, read(training))
-            if (stops or saves) and not training.watch.fault:
-                with training.spent.on("saves"):
+            copies = replicas is not None and number % run.replica_every == 0
+            if stops or saves or copies or _measures(run, number):
+                report_rows(training, read(training))
+            if stops or saves:
+                with spent.on("saves"):
                     training.watch.before_save(state, number)
             if training.watch.fault:
                 del state  # its memory is needed
                 raise training.watch.diverged()
             if stops:
-                with training.spent.on("saves"):
+                with spent.on("saves"):
                     report.sync()
                     saver.save_last(number, state, training.loader, None)
-                    _release_memory(training)
-                return state, None
+                break
             if copies:
-                with training.spent.on("saves"):
-                    training.replicas.save(state, training.loader)
-            held_out = _held_out(training, state, report, number)
+                with spent.on("saves"):
+                    replicas.save(state, training.loader)
+            held_out = _held_out(training, state, number)
             if saves:
-                with training.spent.on("saves"):
+                with spent.on("saves"):
                     report.sync()
                     saver.save(number, state, training.loader, held_out)
+        else:
+            stops = False
     finally:  # a run that breaks off has a row for every step whose numbers have arrived
         with suppress(RuntimeError, OSError):
-            report_rows(training, report, read(training, wait=False))
-    _release_memory(training)
-    training.tracer.close()
-    return state, held_out
-
-
-def _release_memory(training: Training) -> None:
-    """Remove the replicas, once the last state is on disk."""
-    if training.replicas is not None:
+            report_rows(training, read(training, wait=False))
+    if replicas is not None:  # the last state is on disk
         fs.checkpoint.wait()
-        training.replicas.close()
+        replicas.close()
+    _write_trace(training)
+    return state, None if stops else held_out
 
 
-def one_step(
-    training: Training, state: fs.TrainState, report: Report | Silent, number: int, here: int, folder: Path
-) -> fs.TrainState:
+def one_step(training: Training, state: fs.TrainState, number: int, here: int) -> fs.TrainState:
     """Step `number` of the run, the `here`th of this process; reports the numbers of the step before.
 
     The device works on this step while the host reads those, so it never waits for the host. The
-    seconds are those from the call of a step until the one before it is done: on a device that is behind,
+    seconds are those from the call of a step until the one before it is done: on a device that is busy,
     what a step takes there.
     """
-    mesh, step, spent = training.mesh, training.step, training.spent
-    began = time.perf_counter()
+    step, spent = training.step, training.spent
+    on_gpu, is_first = step.mesh.device_type == "cuda", here == 1
     with spent.on("data"):
         batch = next(training.loader)  # the step sends it to the device
-    waited = time.perf_counter() - began
-    tells = here == 1 and isinstance(report, Report)
-    if tells:
+    lowered = None
+    if is_first and step.mesh.rank == 0:
         with spent.on("compile"):
-            lowered = step.lower(state, *batch)
-            write_text(folder / "schedule.txt", lowered.as_text() + "\n")
-            write_memory(lowered, folder, mesh.device_type)
-            planned = training.planned.hardware
-            report.work = StepWork.of(lowered, peak_of(planned, mesh))
-            training.tracer.know(lowered, planned or hardware_of(AUTO, mesh))
-    watched = here == 2 and mesh.device_type == "cuda"
-    if watched:
+            lowered = _describe(training, step.lower(state, *batch))
+    if here == 2 and on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    with training.watch.on(here), training.tracer.on(here), spent.on("steps"):
+    tracing = nullcontext() if training.tracer is None else training.tracer.on(here)
+    with tracing, spent.on("compile" if is_first else "steps"):
         began = time.perf_counter()
         state, metrics = step(state, *batch)
-        if training.watch.samples(here):  # the whole of it is timed
-            metrics.numbers()
         before = read(training)
         seconds = time.perf_counter() - began
-    report_rows(training, report, before)
+    report_rows(training, before)
     training.unread.append(Launched(number, metrics, seconds))
-    training.watch.after(here, seconds, waited)
-    if here == 1:
+    if is_first:
         with spent.on("compile"):
-            report_rows(training, report, read(training))  # nobody waits for what is prepared
+            report_rows(training, read(training))  # nobody waits for what is prepared
             training.prepare(state)
-    if tells:
-        report.say(f"programs: {step.compile_stats}")
-        with spent.on("compile"):
-            append_compiled(lowered, folder)
-        if training.replicas is not None:
-            text = f"replicas: {training.replicas.node_bytes / 1e6:.1f} MB of each node's host memory"
-            append(folder / MEMORY, f"\n{text}\n")
-            print(text, flush=True)
-    if watched and mesh.rank == 0:
-        _tell_peak(torch.cuda.max_memory_allocated(), folder)
+    if lowered is not None:
+        _describe_compiled(training, lowered)
+    if here == 2 and on_gpu and step.mesh.rank == 0:
+        peak = torch.cuda.max_memory_allocated()
+        _add_memory(training, f"measured peak of a step: {peak / 1e6:.1f} MB")
+    if training.tracer is not None and training.tracer.done(here):
+        _write_trace(training)
     return state
+
+
+def _describe(training: Training, lowered: Any) -> Any:
+    """Write what the step is before it runs: its schedule, its memory; returns it."""
+    mesh, planned = training.step.mesh, training.plan.hardware
+    write_text(training.folder / "schedule.txt", lowered.as_text() + "\n")
+    write_memory(lowered, training.folder, mesh.device_type)
+    training.report.work = StepWork.of(lowered, peak_of(planned, mesh))
+    if training.config.run.profile:
+        hardware = planned or hardware_of(AUTO, mesh)
+        training.tracer = Tracer(
+            training.step, training.config.run.profile, lowered, hardware, training.folder
+        )
+    return lowered
+
+
+def _describe_compiled(training: Training, lowered: Any) -> None:
+    """Write what is known after the first step."""
+    training.report.say(f"programs: {training.step.compile_stats}")
+    with training.spent.on("compile"):
+        append_compiled(lowered, training.folder)
+    if training.replicas is not None:
+        size = training.replicas.node_bytes / 1e6
+        _add_memory(training, f"replicas: {size:.1f} MB of each node's host memory")
+
+
+def _add_memory(training: Training, text: str) -> None:
+    append(training.folder / MEMORY, f"\n{text}\n")
+    print(text, flush=True)
+
+
+def _write_trace(training: Training) -> None:
+    if training.tracer is not None:
+        with training.spent.on("tracing"):
+            text = training.tracer.write()
+        training.tracer = None
+        if text:
+            training.report.say(text)
 
 
 Row = tuple[Launched, dict[str, float]]
 
 
 def read(training: Training, *, wait: bool = True) -> list[Row]:
-    """The numbers of the step that was launched last, once; without `wait`, only if they are there."""
+    """The numbers of the step that was launched last, once; without `wait`, only if they have arrived."""
     rows = [(each, each.metrics.numbers()) for each in training.unread if wait or each.metrics.ready]
     training.unread.clear()
     return rows
 
 
-def report_rows(training: Training, report: Report | Silent, rows: list[Row]) -> None:
-    """What was read, to the report and to the watch."""
+def report_rows(training: Training, rows: list[Row]) -> None:
+    """What was read, to the report and to the watchdog."""
     for launched, values in rows:
         with training.spent.on("reports"):
-            report.step(launched.number, values, launched.seconds)
+            training.report.step(launched.number, values, launched.seconds)
         training.watch.look(launched.number, values)
 
 
-def _measures(training: Training, number: int) -> bool:
-    return number % training.run.held_out_every == 0 or number == training.run.steps
+def _measures(run: RunConfig, number: int) -> bool:
+    return number % run.held_out_every == 0 or number == run.steps
 
 
-def _held_out(training: Training, state: fs.TrainState, report: Report | Silent, number: int) -> float | None:
+def _held_out(training: Training, state: fs.TrainState, number: int) -> float | None:
     """The held-out loss after step `number`, if it is to be known there."""
-    if not _measures(training, number):
+    if not _measures(training.config.run, number):
         return None
     with training.spent.on("evaluation"):
         loss = training.evaluate(state.params)
-    report.held_out(number, loss)
+    training.report.held_out(number, loss)
     return loss
-
-
-def _tell_peak(measured_bytes: int, folder: Path) -> None:
-    """What the allocator of rank 0's device saw of a step, beside the prediction."""
-    text = f"measured peak of a step: {measured_bytes / 1e6:.1f} MB"
-    append(folder / MEMORY, f"\n{text}\n")
-    print(text, flush=True)
 
 
 # ------------------------------------------------------------------ the optimizer
@@ -287,12 +282,6 @@ def make_rate(shape: ScheduleConfig, peak: float, steps: int) -> fs.schedules.Ra
 # ------------------------------------------------------------------ beginning and ending
 
 
-def start_folder(folder: Path, config: Any) -> None:
-    """A run's folder, with its configuration as it was placed on this machine."""
-    resolved = OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
-    write_text(folder / "config.yaml", resolved)
-
-
 def begin_report(
     job: str,
     config: Any,
@@ -310,17 +299,18 @@ def begin_report(
     Args:
         job: the module of `experiments` that was started.
         made: steps that were made before.
-        found: the checkpoint that is gone on from, or nothing.
+        found: the checkpoint that is resumed, or nothing.
         tokens: of one step, of all ranks.
         spent: where this process's time goes.
     """  # fmt: skip
     hosts, folder, mesh = step.gather_strings(socket.gethostname()), Path(run.folder), step.mesh
     if mesh.rank != 0:
         return Silent(made)
-    start_folder(folder, config)
-    record = RunRecord(folder, facts_of(config, command_of(job, overrides), mesh, hosts), made, spent)
+    placed = OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+    write_text(folder / "config.yaml", placed)
+    record = RunRecord(folder, facts_of(config, job, overrides, mesh, hosts), made, spent)
     return Report(
-        folder, config.run.steps, tokens, made, metrics_beside(folder, found),
+        folder, config.run.steps, tokens, made, metrics_next_to(folder, found),
         record=record, trackers=chosen(config.tracker), device_type=mesh.device_type,
         spikes=None if config.run.watch == "off" else Spikes(),
     )  # fmt: skip
@@ -336,7 +326,7 @@ def peak_of(planned: fs.Hardware | None, mesh: fs.Mesh) -> fs.Hardware | None:
 
 
 def print_resume(run: RunConfig, state: fs.TrainState, found: str) -> None:
-    """Where the run goes on from."""
+    """Say where the run resumes."""
     if found:
         print(f"resume: step {int(state.step)} of {found}", flush=True)
     elif run.resume == AUTO:
@@ -360,7 +350,7 @@ def finish_run(
     summary = {
         "loss": statistics.mean(list(rows.losses)[-20:]),
         **measured,
-        "tokens_per_s": report.tokens / (rows.step_seconds or math.nan),
+        "tokens_per_s": report.tokens / rows.step_seconds(),
         "seconds": rows.seconds,
     }
     artifacts = [folder / name for name in ("loss.png", sample, "config.yaml", "schedule.txt")]

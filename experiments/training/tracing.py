@@ -1,8 +1,8 @@
-"""`run.profile=N`: N steps of rank 0 as a trace, beside what was predicted of them, in `profile/`."""
+"""`run.profile=N`: N steps of rank 0 as a trace, next to what was predicted of them, in `profile/`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +10,6 @@ from typing import Any
 
 import fnshard as fs
 from experiments.data.files import write_text
-from experiments.training.run_record import TimeSpent
 from fnshard.errors import MissingExtraError
 
 FOLDER, TRACE, TEXT, PICTURE = "profile", "trace.json", "timeline.txt", "timeline.png"
@@ -19,64 +18,47 @@ FIRST = 3  # step of a process: the first compiles, the second is where memory i
 
 @dataclass
 class Tracer:
-    """Traces steps of this process, on rank 0 alone: spans on one rank tell of all, as all do the same."""
+    """Traces `steps` steps of this process on rank 0: all ranks do the same.
+
+    Args:
+        lowered: the step; `hardware`: what its prediction is for.
+        folder: of the run.
+    """
 
     step: Any
     steps: int
+    lowered: Any
+    hardware: fs.Hardware
     folder: Path
-    say: Callable[[str], None]
-    spent: TimeSpent = field(default_factory=TimeSpent)
+    _traced: int = 0
     _open: ExitStack = field(default_factory=ExitStack)
-    _paper: Any = None
-    _hardware: Any = None
-    _made: int = 0
 
-    @property
-    def range(self) -> range:
-        """The steps of a process that are traced; the same on all ranks."""
-        return range(FIRST, FIRST + self.steps)
-
-    def know(self, lowered: Any, hardware: fs.Hardware) -> None:
-        """The step and the hardware of the prediction; called before the step is compiled."""
-        if self.steps:
-            self._paper, self._hardware = (lowered, lowered.timeline(hardware)), hardware
+    def __post_init__(self) -> None:
+        self._predicted = self.lowered.timeline(self.hardware)  # before the step is compiled
 
     @contextmanager
     def on(self, here: int) -> Iterator[None]:
         """Around the `here`th step of this process."""
-        mine = self._paper is not None and self.step.mesh.rank == 0 and here in self.range
-        if mine and not self._made:
+        if here == FIRST:
             self._open.enter_context(fs.profile.traced(self.step, self.folder / FOLDER / TRACE))
         yield
-        self._made += mine
-        if mine and here == self.range[-1]:
-            self.close()
+        self._traced += FIRST <= here < FIRST + self.steps
 
-    def close(self) -> None:
-        """Write what was traced so far; nothing where nothing was, or all is written."""
-        if not self._made or self._paper is None:
-            return
-        with self.spent.on("tracing"):
-            self._write()
+    def done(self, here: int) -> bool:
+        """Whether the `here`th step of this process is the last one that is traced."""
+        return here == FIRST + self.steps - 1
 
-    def _write(self) -> None:
+    def write(self) -> str:
+        """End the trace and write what is measured; returns a line about it, or nothing where nothing was."""
         self._open.close()
-        (lowered, predicted), folder = self._paper, self.folder / FOLDER
-        self._paper = None
-        measured = fs.profile.measured(folder / TRACE, lowered, self._hardware)
-        table = fs.profile.table(lowered, predicted, measured)
-        text = [
-            f"{self._made} steps traced, medians",
-            table,
-            f"predicted:\n{predicted}",
-            f"measured:\n{measured}",
-        ]
-        write_text(folder / TEXT, "\n\n".join(text) + "\n")
-        draw(predicted, measured, folder / PICTURE)
-        self.say(f"steps traced: {self._made}, in {folder / TRACE} (for ui.perfetto.dev) and {folder / TEXT}")
-
-
-def draw(predicted: Any, measured: Any, path: Path) -> None:
-    """The picture of a step's lanes; none where matplotlib is not installed."""
-    with suppress(MissingExtraError):
-        fs.plot.timeline(predicted, path, measured=measured)
+        if not self._traced:
+            return ""
+        folder, predicted = self.folder / FOLDER, self._predicted
+        measured = fs.profile.measured(folder / TRACE, self.lowered, self.hardware)
+        head = f"{self._traced} steps traced, medians"
+        table = fs.profile.table(self.lowered, predicted, measured)
+        text = "\n\n".join([head, table, f"predicted:\n{predicted}", f"measured:\n{measured}"])
+        write_text(folder / TEXT, f"{text}\n")
+        with suppress(MissingExtraError):  # without matplotlib
+            fs.plot.timeline(predicted, folder / PICTURE, measured=measured)
+        return f"steps traced: {self._traced}, in {folder / TRACE} (for ui.perfetto.dev) and {folder / TEXT}"

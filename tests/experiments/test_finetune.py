@@ -90,7 +90,7 @@ def test_killed_and_started_again_it_is_the_same(model, data, tmp_path, monkeypa
     step = steps.one_step
 
     def dies(*args: Any) -> Any:
-        if args[3] == 4:
+        if args[2] == 4:
             raise KilledError
         return step(*args)
 

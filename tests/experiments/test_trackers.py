@@ -1,4 +1,4 @@
-"""Trackers: written to for real, read back by their own libraries, gone on with; dropped where they fail."""
+"""Trackers: written to for real, read back by their own libraries, resumed; dropped where they fail."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import pytest
 from main_job import compose
 
 from experiments.configs.train import ConfigError, TrackerConfig
+from experiments.data.files import write_text
 from experiments.trackers import feed as feeds
-from experiments.trackers.base import LogPosition, Row, RunInfo
+from experiments.trackers.base import Row, RunInfo, Tracker
 from experiments.trackers.feed import Feed
 from experiments.trackers.registry import check_installed, chosen
 from experiments.training.metrics_file import METRICS
@@ -31,54 +32,51 @@ FACTS = {
 }
 
 
-def soon() -> float:
-    return time.monotonic() + 60
-
-
-def rows_of(first: int, last: int, every: int = 2) -> list[Row]:
-    """Rows of steps, some with a held-out loss behind them."""
+def rows_of(first: int, last: int) -> list[Row]:
+    """Rows of steps, every second with a held-out loss after it."""
     rows: list[Row] = []
     for step in range(first, last + 1):
         rows.append({"step": step, "loss": 1 / step, "lr": 0.1})
-        if step % every == 0:
+        if step % 2 == 0:
             rows.append({"step": step, "held_out_loss": 2 / step})
     return rows
 
 
-def followed(
-    folder: Path, made: Any, rows: Sequence[Row], backlog: Sequence[Row] = (), end: str = ""
-) -> None:
-    """One process's part of a run; without an `end` it is killed behind its last hand-over."""
-    feed = Feed(made, folder, every_s=0.01)
-    feed.start(FACTS, backlog)
-    for row in rows:
-        feed.row(row)
-    feed.flush(soon())
+def write_rows(folder: Path, rows: Sequence[Row]) -> Path:
+    """A file of its own, as a run that resumes writes one."""
+    path = folder / METRICS
+    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def process(folder: Path, tracker: Tracker, rows: Sequence[Row], end: str = "") -> None:
+    """One process's part of a run, whose file has these rows; without an `end` it is killed."""
+    feed = Feed("kept", tracker, write_rows(folder, rows), print, every_s=0.01)
+    feed.start(FACTS)
     if end:
-        picture = folder / "loss.png"
-        draw(picture)
-        (folder / "sample.txt").write_text("def f():\n    pass\n")
-        for path in (picture, folder / "sample.txt"):
-            feed.artifact(path)
-        feed.close(end, {"seconds": 1.5})
-        feed.join(soon())
-    assert not feed.dropped
+        import numpy
+        from matplotlib import image
+
+        files = [folder / "loss.png", folder / "sample.txt"]
+        image.imsave(files[0], numpy.linspace(0, 1, 16).reshape(4, 4))
+        files[1].write_text("def f():\n    pass\n")
+        feed.finish(end, files, seconds=1.5)
+        feed.join(time.monotonic() + 60)
+        assert not feed.failed
+    else:
+        note, deadline = folder / feeds.FOLDER / "kept.json", time.monotonic() + 60
+        while not note.exists() or json.loads(note.read_text())["rows"] < len(rows):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
 
 
-def draw(path: Path) -> None:
-    import numpy
-    from matplotlib import image
-
-    image.imsave(path, numpy.linspace(0, 1, 16).reshape(4, 4))
-
-
-def whole(folder: Path, make: Any, killed: Callable[[], None] = lambda: None) -> None:
-    """A run of six steps by three processes: one is killed behind step 5, the next goes on from step 3."""
-    followed(folder, make(), rows_of(1, 5))
+def whole(folder: Path, make: Callable[[], Tracker], killed: Callable[[], None] = lambda: None) -> None:
+    """A run of six steps by three processes: one is killed after step 5, the next resumes from step 3."""
+    process(folder, make(), rows_of(1, 5))
     killed()
-    followed(folder, make(), rows_of(4, 6), backlog=rows_of(1, 3))
+    process(folder, make(), rows_of(1, 6))
     killed()
-    followed(folder, make(), [], backlog=rows_of(1, 6), end="ok")
+    process(folder, make(), rows_of(1, 6), end="stopped")
 
 
 LOSSES = [(step, pytest.approx(1 / step, rel=1e-6)) for step in range(1, 7)]
@@ -92,7 +90,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    whole(tmp_path, lambda: chosen(TrackerConfig(tensorboard=True))[0])
+    whole(tmp_path, lambda: chosen(TrackerConfig(tensorboard=True))["tensorboard"])
     read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert set(read.Tags()["scalars"]) == {"loss", "lr", "held_out_loss"}
     assert [(e.step, e.value) for e in read.Scalars("loss")] == LOSSES
@@ -104,18 +102,10 @@ def test_tensorboard(tmp_path: Path) -> None:
 
 
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its store is asked what it holds: a note that was lost with a killed process repeats nothing."""
     pytest.importorskip("mlflow")
     monkeypatch.chdir(tmp_path)
-    make = lambda: chosen(TrackerConfig(mlflow=True, project="mine"))[0]  # noqa: E731
-    folder = tmp_path / "run"
-    folder.mkdir()
-    followed(folder, make(), rows_of(1, 5))
-    note = folder / feeds.FOLDER / "mlflow.json"
-    before = json.loads(note.read_text())
-    note.write_text(json.dumps({**before, "at": [3, False]}))  # killed before it was noted
-    followed(folder, make(), rows_of(4, 6), backlog=rows_of(1, 3))
-    followed(folder, make(), [], backlog=rows_of(1, 6), end="stopped")
+    (tmp_path / "run").mkdir()
+    whole(tmp_path / "run", lambda: chosen(TrackerConfig(mlflow=True, project="mine"))["mlflow"])
 
     from mlflow.tracking import MlflowClient
 
@@ -140,7 +130,7 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
     # A process of wandb's own writes; it ends with the one that started it.
-    whole(tmp_path, lambda: chosen(TrackerConfig(wandb=True, project="mine"))[0], wandb.teardown)
+    whole(tmp_path, lambda: chosen(TrackerConfig(wandb=True, project="mine"))["wandb"], wandb.teardown)
     wandb.teardown()
     files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     records = [record for file in files for record in wandb_records(file)]
@@ -155,13 +145,13 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(row["step"], row["loss"]) for row in rows if "lr" in row] == LOSSES
     assert [(row["step"], row["held_out_loss"]) for row in rows if "held_out_loss" in row] == HELD_OUT
     assert any(key.startswith("pictures/loss") for row in rows for key in row)
-    told = {u.key: json.loads(u.value_json) for r in records for u in r.run.config.update if u.key}
-    assert told["run"]["steps"] == 6 and told["facts"]["seed"] == 3
+    config = {u.key: json.loads(u.value_json) for r in records for u in r.run.config.update if u.key}
+    assert config["run"]["steps"] == 6 and config["facts"]["seed"] == 3
     assert list(tmp_path.glob("wandb/offline-run-*/files/sample.txt"))
 
 
 def wandb_records(file: Path) -> list[Any]:
-    """The records of an offline run: a LevelDB log behind a head of seven bytes, each a protobuf message."""
+    """The records of an offline run: a LevelDB log after a head of seven bytes, each a protobuf message."""
     from wandb.proto import wandb_internal_pb2
 
     data, at, out, part = file.read_bytes(), 7, [], b""
@@ -184,15 +174,15 @@ def wandb_records(file: Path) -> list[Any]:
 # ------------------------------------------------------------------ the feed
 
 
-class Kept:
+class InMemory:
     """A tracker in memory. `fails`: what it does at a row of step 3."""
 
-    def __init__(self, fails: Any = None, name: str = "kept"):
-        self.fails, self.rows, self.ended, self.name = fails, [], "", name
+    def __init__(self, fails: Any = None):
+        self.fails, self.rows, self.ended = fails, [], ""
 
-    def start(self, told: RunInfo) -> tuple[Mapping[str, Any], LogPosition]:
-        self.told = told
-        return {"id": 7}, told.at
+    def start(self, run: RunInfo) -> str:
+        self.run = run
+        return "seven"
 
     def log(self, rows: Sequence[Row]) -> None:
         if self.fails and any(row["step"] == 3 for row in rows):
@@ -210,33 +200,34 @@ def full() -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_rows_come_once_and_in_order(tmp_path: Path) -> None:
-    kept = Kept()
-    followed(tmp_path, kept, rows_of(1, 4), end="stopped")
-    assert kept.rows[:-2] == rows_of(1, 4) and kept.told.known == {} and kept.ended == "stopped"
-    assert [row["artifact"] for row in kept.rows[-2:]] == ["loss.png", "sample.txt"]
-    again = Kept()
-    followed(tmp_path, again, rows_of(4, 5), backlog=rows_of(1, 3))
-    assert again.rows == rows_of(5, 5) and again.told.known == {"id": 7}
-    late = Kept()  # the held-out loss of step 6 was not told yet
-    followed(tmp_path, late, rows_of(6, 6)[:1])
-    followed(tmp_path, late, rows_of(6, 6))
-    assert late.rows == rows_of(6, 6)
+def test_rows_come_once_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In batches; the next process skips what it writes again, and files come after the rows."""
+    monkeypatch.setattr(feeds, "BATCH", 2)
+    first, second, third = InMemory(), InMemory(), InMemory()
+    process(tmp_path, first, rows_of(1, 5))
+    assert first.rows == rows_of(1, 5) and first.run.id == ""
+    process(tmp_path, second, rows_of(1, 6)[:-1])  # the held-out loss of step 6 is not written yet
+    assert second.rows == rows_of(6, 6)[:1] and second.run.id == "seven"
+    process(tmp_path, third, rows_of(1, 6), end="stopped")
+    assert third.rows[:-2] == rows_of(6, 6)[1:] and third.ended == "stopped"
+    assert [row["artifact"] for row in third.rows[-2:]] == ["loss.png", "sample.txt"]
 
 
-def test_what_was_not_handed_over_comes_from_the_runs_rows(tmp_path: Path) -> None:
-    first = Feed(Kept(), tmp_path, every_s=60)
-    first.start(FACTS, rows_of(1, 2))
-    first.flush(soon())
-    first.row(rows_of(3, 3)[0])  # and it is killed
-    kept = Kept()
-    followed(tmp_path, kept, rows_of(4, 4), backlog=rows_of(1, 3))
-    assert kept.rows == rows_of(3, 4)
+def test_a_line_that_is_only_begun_waits_for_its_end(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, rows_of(1, 1))
+    with path.open("rb") as read, path.open("a") as write:
+        write.write('{"step": 2, "lo')
+        write.flush()
+        assert list(feeds._rows(read)) == rows_of(1, 1)
+        write.write('ss": 0.5}\n')
+        write.flush()
+        assert list(feeds._rows(read)) == [{"step": 2, "loss": 0.5}]
 
 
-def test_a_tracker_that_fails_is_told_of_once_and_dropped(tmp_path: Path) -> None:
-    shown = io.StringIO()
-    report = Report(tmp_path, 6, 10, stream=shown, trackers=[Kept(full), fine := Kept(name="fine")])
+def test_a_tracker_that_fails_is_reported_once_and_dropped(tmp_path: Path) -> None:
+    shown, fine = io.StringIO(), InMemory()
+    trackers = {"kept": InMemory(full), "fine": fine}
+    report = Report(tmp_path, 6, 10, stream=shown, trackers=trackers)
     for number in range(1, 7):
         report.step(number, {"loss": 1.0, "lr": 0.1}, 0.5)
         report.sync()
@@ -253,50 +244,14 @@ def test_a_tracker_that_fails_is_told_of_once_and_dropped(tmp_path: Path) -> Non
 
 def test_a_tracker_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
     lines, free = [], threading.Event()
-    kept = Kept(lambda: free.wait(60))
-    feed = Feed(kept, tmp_path, lines.append, every_s=0.01)
-    feed.start(FACTS, rows_of(1, 3))
+    feed = Feed("kept", InMemory(lambda: free.wait(60)), write_rows(tmp_path, rows_of(1, 3)), lines.append)
     began = time.monotonic()
-    feed.flush(began + 0.3)
-    assert 0.25 < time.monotonic() - began < 10 and feed.dropped
-    feed.row(rows_of(4, 4)[0])
-    feed.flush(time.monotonic() + 60)
-    feed.close("ok", {})
-    feed.join(time.monotonic() + 60)
-    assert time.monotonic() - began < 10
+    feed.start(FACTS)
+    feed.finish("ok")
+    feed.join(began + 0.3)
+    assert 0.25 < time.monotonic() - began < 10
     assert len(lines) == 1 and "it does not answer" in lines[0]
     free.set()
-
-
-def test_a_tracker_that_falls_behind_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeds, "MOST", 3)
-    lines, free = [], threading.Event()
-    feed = Feed(Kept(lambda: free.wait(60)), tmp_path, lines.append)
-    feed.start(FACTS, rows_of(1, 1))
-    for row in rows_of(2, 5, every=9):
-        feed.row(row)
-    assert feed.dropped and "3 rows behind" in lines[0] and len(lines) == 1
-    free.set()
-    feed.join(soon())
-
-
-def test_rows_of_an_earlier_process_are_logged_in_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(feeds, "BATCH", 2)
-    kept = Kept()
-    followed(tmp_path, kept, rows_of(6, 6), backlog=rows_of(1, 5))
-    assert kept.rows == rows_of(1, 6)
-
-
-def test_a_tracker_that_cannot_start_is_dropped(tmp_path: Path) -> None:
-    lines, kept = [], Kept()
-    kept.start = lambda told: full()
-    feed = Feed(kept, tmp_path, lines.append)
-    feed.start(FACTS, [])
-    feed.close("ok", {})
-    feed.join(soon())
-    assert feed.dropped and "No space left" in lines[0]
 
 
 # ------------------------------------------------------------------ choosing
@@ -305,9 +260,9 @@ def test_a_tracker_that_cannot_start_is_dropped(tmp_path: Path) -> None:
 def test_several_are_chosen_by_name() -> None:
     config = compose("tracker=[tensorboard,mlflow]").tracker
     assert config == TrackerConfig(tensorboard=True, mlflow=True)
-    assert [t.name for t in chosen(config)] == ["tensorboard", "mlflow"]
+    assert list(chosen(config)) == ["tensorboard", "mlflow"]
     assert compose("tracker=wandb", "tracker.project=x").tracker == TrackerConfig(wandb=True, project="x")
-    assert compose().tracker == TrackerConfig() and chosen(TrackerConfig()) == []
+    assert compose().tracker == TrackerConfig() and chosen(TrackerConfig()) == {}
 
 
 def test_what_is_not_installed_is_said_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

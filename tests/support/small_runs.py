@@ -65,7 +65,7 @@ def killed_at(monkeypatch: pytest.MonkeyPatch, number: int, *, before_save: bool
     step, save = steps.one_step, loop.Saver.save
 
     def stepped(*args: Any) -> Any:
-        if args[3] == number and not before_save:
+        if args[2] == number and not before_save:
             raise KilledError
         return step(*args)
 
