@@ -33,7 +33,7 @@ from experiments.training.report import Report, plot_losses
 from experiments.training.resume import RunFolder
 from experiments.training.run_record import TimeSpent
 from experiments.training.steps import Training, begin_report, finish_run, print_resume, print_stop, run_steps
-from fnshard.hf.files import read_config
+from fnshard.hf.reading import read_config
 from fnshard.launcher.rank import Stop
 
 BEFORE, SAMPLES, ADAPTERS = "before.json", "samples.txt", "adapters"

@@ -24,7 +24,7 @@ from fnshard import tree
 from fnshard.adapters.lora import Lora
 from fnshard.checkpoint.coordination import all_or_none
 from fnshard.errors import StateError, leaves
-from fnshard.hf.write import flush_file, write_flushed
+from fnshard.hf.writing import flush_file, write_flushed
 from fnshard.layout.codecs import block_of, is_coded
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +28,24 @@ from torch import Tensor, nn
 from fnshard import tree
 from fnshard.checkpoint.coordination import all_or_none
 from fnshard.errors import StateError, leaves
-from fnshard.hf.files import open_tensors, read_config
-from fnshard.hf.match import load_block, match_tensors
 from fnshard.hf.names import FAMILIES, Family, Names, Transposed, check_names, config_of_module, family_of
-from fnshard.hf.plan import ExportPlan, export_leaves
-from fnshard.hf.write import (
-    LeafWriter,
-    config_writer,
-    model_directory_writer,
-    safetensors_writer,
+from fnshard.hf.reading import SINGLE, load_block, match_tensors, open_tensors, read_config
+from fnshard.hf.writing import (
+    LeafToWrite,
+    Put,
+    complete_directory,
+    leaves_to_write,
+    pickled,
+    safetensors_files,
     split_files,
-    state_dict_writer,
+    write_leaves,
 )
 from fnshard.layout.codecs import Unfit, check_codecs
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
 from fnshard.layout.spec import LayoutSpec, check_specs
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.connect import connection
+from fnshard.runtime.files.tensorfile import NAMES, STATE_NAMES
 from fnshard.runtime.tiers import check_directory
 from fnshard.step.runner import default_mesh, laid_out
 from fnshard.step.shards import check_blocks
@@ -63,8 +66,8 @@ def load(
 ) -> Any:
     """A model directory's weights -> this rank's stored blocks, for `Step.adopt` or `shard_forward`.
 
-    Each rank reads its own slices of the files, and holds 8 MiB beside its blocks. A collective: all ranks
-    fail, or none; nothing else moves between them. Float tensors are cast to the specs' `storage_dtype`.
+    The files are mapped, and each rank reads its own slices of them. A collective: all ranks fail, or none;
+    nothing else moves between them. Float tensors are cast to the specs' `storage_dtype`.
 
     Args:
         path: a directory with `model.safetensors`, or with several files and their index; or one file.
@@ -104,12 +107,9 @@ def load(
         check_directory(disk_dir, [p for p, s in named.items() if s.memory == "disk"])
         with open_tensors(path) as tensors:
             sources, values = match_tensors(named, tensors, names, family, model, missing or {}, globs)
-            unfit = Unfit()
+            unfit, found = Unfit(), {**sources, **values}
             with torch.no_grad():
-                blocks = [
-                    load_block(p, spec, mesh, disk_dir, sources.get(p), values.get(p), unfit)
-                    for p, spec in named.items()
-                ]
+                blocks = [load_block(p, s, mesh, disk_dir, found[p], unfit) for p, s in named.items()]
             unfit.refuse()
         return tree.unflatten(blocks, resolved.leaf_structure)
 
@@ -132,8 +132,8 @@ def save(
 ) -> None:
     """Stored blocks -> a model directory that `transformers` opens. A collective: all ranks fail, or none.
 
-    Leaves are gathered a bounded piece at a time and written by rank 0, to another name, which is flushed to
-    the disk and renamed when it is complete.
+    Leaves are gathered one by one to rank 0, which holds one of them whole, and writes it to another name;
+    that is flushed to the disk and renamed when it is complete.
 
     Args:
         params: a tree of stored blocks, or a `TrainState`.
@@ -155,20 +155,19 @@ def save(
     blocks, specs, mesh = _laid_out(params, specs, mesh)
     final = Path(path).absolute()
 
-    def planned() -> tuple[ExportPlan, LeafWriter]:
+    def planned() -> tuple[list[LeafToWrite], AbstractContextManager[Put]]:
         source = _config(config)
         known = read_config(source) if isinstance(source, Path) else source or config_of_module(model)
         named = _checked(blocks, specs, mesh)
-        plan = ExportPlan.of(blocks, named, names, family_of(known, model, named), dtype)
-        plan.check_dtypes()
+        plan = leaves_to_write(blocks, named, family_of(known, model, named), dtype, names=names)
         if not (isinstance(max_file_bytes, int | float) and max_file_bytes > 0):
             raise StateError(f"max_file_bytes={max_file_bytes!r}: a number of bytes, more than 0.")
         if mesh.rank == 0 and os.path.lexists(final) and not _is_empty_folder(final):
             raise StateError(f"there is something at {str(final)!r}: save elsewhere, or remove it.")
-        files = split_files(plan.entries, max_file_bytes)
-        return plan, model_directory_writer(final, files, config_writer(source))
+        files = split_files([e for leaf in plan for e in leaf.entries], max_file_bytes)
+        return plan, safetensors_files(final, files, partial(complete_directory, files=files, config=source))
 
-    export_leaves(f"saving to {str(final)!r}", planned, mesh, connection(mesh))
+    write_leaves(f"saving to {str(final)!r}", planned, mesh, connection(mesh))
 
 
 def export(
@@ -186,8 +185,8 @@ def export(
 
     Args:
         params, specs, mesh, dtype: as for `save`.
-        path: ends in ".safetensors"; or in ".pt" or ".pth": then `torch.save` writes it, and needs room for
-            two copies on the disk, but no memory for one. A file of that name is replaced.
+        path: ends in ".safetensors"; or in ".pt" or ".pth": then `torch.save` writes it, from a mapped copy
+            on the same disk. A file of that name is replaced.
         model: the module that the leaves are of, on any device: then the file has what its `state_dict()`
             has, all names of a tied weight too; default all leaves.
 
@@ -207,23 +206,22 @@ def export(
     blocks, specs, mesh = _laid_out(params, specs, mesh)
     final = Path(path).absolute()
 
-    def planned() -> tuple[ExportPlan, LeafWriter]:
+    def planned() -> tuple[list[LeafToWrite], AbstractContextManager[Put]]:
         named = _checked(blocks, specs, mesh)
         # Only the module knows which leaves its state_dict leaves out.
         family = Family() if model is None else family_of({}, model, named)
-        plan = ExportPlan.of(blocks, named, None, family, dtype)
         if mesh.rank == 0 and final.is_dir():
             raise StateError(f"{str(final)!r} is a directory: name a file.")
-        if final.suffix in (".pt", ".pth"):
-            order = list(model.state_dict(keep_vars=True)) if model is not None else []
-            return plan, state_dict_writer(final, plan.entries, family.tied, order)
-        if final.suffix != ".safetensors":
+        if final.suffix not in (".safetensors", ".pt", ".pth"):
             raise StateError(f"{final.name!r}: a state_dict is written to .safetensors, .pt or .pth.")
-        plan.check_dtypes()
-        plan = plan.copied(family.tied)
-        return plan, safetensors_writer(final, plan.entries)
+        pickle = final.suffix != ".safetensors"
+        how = {"dtypes": STATE_NAMES} if pickle else {"dtypes": NAMES, "copies": family.tied}
+        plan = leaves_to_write(blocks, named, family, dtype, **how)
+        entries = [e for leaf in plan for e in leaf.entries]
+        done = partial(pickled, entries=entries, tied=family.tied) if pickle else _its_file
+        return plan, safetensors_files(final, [entries], done)
 
-    export_leaves(f"exporting to {str(final)!r}", planned, mesh, connection(mesh))
+    write_leaves(f"exporting to {str(final)!r}", planned, mesh, connection(mesh))
 
 
 # ------------------------------------------------------------------ arguments
@@ -256,7 +254,7 @@ def _laid_out(params: Any, specs: Any, mesh: Mesh | None) -> tuple[dict[str, Any
     blocks, specs, mesh = laid_out(params, specs, mesh)
     if specs is None:
         raise StateError(
-            "nobody has said how these blocks are laid out.",
+            "the layout of these blocks is not known.",
             fix="give specs, and the mesh; states of step.init and step.adopt know both.",
         )
     return tree.flatten_with_paths(blocks)[0], specs, mesh
@@ -274,6 +272,10 @@ def _config(config: Any) -> Mapping[str, Any] | Path | None:
         f"config={config!r} is none.",
         fix="a dict, an object with to_dict(), or the path of an existing directory or config.json.",
     )
+
+
+def _its_file(folder: Path) -> Path:
+    return folder / SINGLE
 
 
 def _is_empty_folder(path: Path) -> bool:

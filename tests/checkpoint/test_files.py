@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
@@ -17,10 +16,10 @@ import numpy as np
 import pytest
 import safetensors
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from fnshard.checkpoint.loader_state import TAG, decode, encode
@@ -30,7 +29,6 @@ from fnshard.runtime.files import tensorfile
 from fnshard.runtime.files.tensorfile import (
     DTYPES,
     Corrupt,
-    TensorFileHeader,
     TensorToWrite,
     open_regular,
     read_checked,
@@ -221,81 +219,6 @@ def opened(path: Path) -> Any:
         yield fd
     finally:
         os.close(fd)
-
-
-@EXAMPLES
-@given(FILES, st.none() | st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=2))
-def test_we_read_what_the_library_writes(tmp_path: Path, named: Any, metadata: Any) -> None:
-    path = tmp_path / "theirs.safetensors"
-    save_file({n: t.contiguous() for n, t in named.items()}, path, metadata or None)
-    content = path.read_bytes()
-    with opened(path) as fd:
-        header = TensorFileHeader.read(fd)
-    assert dict(header.metadata) == (metadata or {}) and header.tensors.keys() == named.keys()
-    for name, (dtype, shape, at) in header.tensors.items():
-        assert bits(named[name]) == (dtype, shape, content[at : at + math.prod(shape) * dtype.itemsize])
-
-
-# One header of two tensors, any value of which is something else.
-PLAIN = {
-    "__metadata__": {"format": "pt"},
-    "a": {"dtype": "F32", "shape": [2, 1], "data_offsets": [0, 8]},
-    "b": {"dtype": "I8", "shape": [3], "data_offsets": [8, 11]},
-}
-ODD = st.none() | st.booleans() | st.integers(-9, 20) | st.sampled_from(
-    [1 << 40, 1 << 63, 1 << 64, 1.0, "", "F32", "I8", "X", {},
-     [], [8, 11], [0, 8], [0, 11], [3, 6], [9, 12], [[2]], [2]]
-)  # fmt: skip
-
-
-@st.composite
-def headers(draw: Any) -> bytes:
-    header = copy.deepcopy(PLAIN)
-    for _ in range(draw(st.integers(0, 2))):
-        entry = draw(st.sampled_from(["a", "b", "__metadata__"]))
-        keys = ["format"] if entry[0] == "_" else ["dtype", "shape", "data_offsets"]
-        if draw(st.booleans()) and isinstance(header.get(entry), dict):
-            header[entry][draw(st.sampled_from(keys))] = copy.deepcopy(draw(ODD))
-        else:
-            header[draw(st.sampled_from([entry, "c"]))] = copy.deepcopy(draw(ODD))
-    text = json.dumps(header).encode() + b" " * draw(st.integers(0, 9))
-    length = draw(st.sampled_from([0, 0, 0, 1, -1, 11, 12, 1 << 40, (1 << 63) - 1]))
-    body = bytes(draw(st.sampled_from([11, 11, 11, 10, 12, 0])))
-    return (len(text) + length).to_bytes(8, "little") + text + body
-
-
-def file_of(header: Any, body: int = 11) -> bytes:
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + bytes(body)
-
-
-def placed(first: list[int], second: list[int]) -> Any:
-    return {n: {**PLAIN[n], "data_offsets": at} for n, at in (("a", first), ("b", second))}
-
-
-@settings(EXAMPLES, max_examples=400)
-@given(headers())
-@example(file_of(PLAIN))
-@example(file_of(placed([0, 8], [9, 12]), 12))  # a gap
-@example(file_of(placed([3, 11], [0, 3])))  # in another order
-@example(file_of(placed([3, 11], [2, 5])))  # an overlap
-@example(file_of(placed([1, 9], [9, 12]), 12))  # nothing at the beginning
-def test_we_refuse_what_the_library_refuses(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "odd.safetensors"
-    path.write_bytes(content)
-    try:
-        with safetensors.safe_open(path, "pt") as file:
-            theirs = {n: tuple(file.get_slice(n).get_shape()) for n in file.keys()}  # noqa: SIM118
-    except (safetensors.SafetensorError, OSError):
-        theirs = None
-    try:
-        with opened(path) as fd:
-            ours = {n: shape for n, (_, shape, _) in TensorFileHeader.read(fd).tensors.items()}
-    except Corrupt:
-        ours = None
-    assert ours is None or ours == theirs
-    if content in (file_of(PLAIN), file_of(placed([3, 11], [0, 3]))):
-        assert ours == {"a": (2, 1), "b": (3,)}
 
 
 # ------------------------------------------------------------------ checked bytes

@@ -2,8 +2,8 @@
 
 The format is that of https://github.com/huggingface/safetensors: a length, a JSON header, raw bytes. It is
 written here rather than by its library because that wants all tensors of a file in memory at once; files
-written here are read by it, and `Header.read` refuses what it refuses. CRC-32 guards against corruption, not
-against somebody who changes a file and its checksum.
+written here are read by it. CRC-32 guards against corruption, not against somebody who changes a file and
+its checksum.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -221,55 +221,3 @@ def read_checked(fd: int, at: int, size: int, crc32: Sequence[int], start: int, 
         if not inside:
             first, last = max(start, low), min(end, high)
             out[first - start : last - start] = block[first - low : last - low]
-
-
-@dataclass(frozen=True)
-class TensorFileHeader:
-    """What a safetensors file says it holds: `{name: (dtype, shape, place of its first byte)}`."""
-
-    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...], int]]
-    metadata: Mapping[str, str]
-
-    @staticmethod
-    def read(fd: int) -> TensorFileHeader:
-        """Of an open file.
-
-        Raises:
-            Corrupt: a header that is too long, no JSON, or that says what the file does not hold.
-        """
-        size = os.fstat(fd).st_size
-        if size < 8:
-            raise Corrupt(f"{size} bytes are no safetensors file")
-        count = int.from_bytes(os.pread(fd, 8, 0), "little")
-        if count > min(HEADER_LIMIT_bytes, size - 8):
-            raise Corrupt(f"a header of {count} bytes does not fit a file of {size}")
-        text = bytearray(count)
-        read_exactly(fd, 8, memoryview(text))
-        try:
-            values = json.loads(text)
-            metadata = values.pop("__metadata__", None)
-            metadata = {} if metadata is None else metadata
-            if not all(isinstance(v, str) for v in metadata.values()):
-                raise ValueError("its __metadata__ are no texts")
-            return TensorFileHeader(dict(_entries(values, 8 + count, size)), metadata)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise Corrupt(f"its header is no safetensors header ({error})") from error
-
-
-def _entries(
-    values: Mapping[str, Any], begin: int, size: int
-) -> Iterator[tuple[str, tuple[torch.dtype, tuple[int, ...], int]]]:
-    end = 0
-    for name, value in sorted(values.items(), key=lambda named: named[1]["data_offsets"]):
-        dtype, shape = DTYPES[value["dtype"]], tuple(value["shape"])
-        low, high = value["data_offsets"]
-        if any(type(n) is not int or n < 0 for n in (*shape, low, high)):
-            raise ValueError(f"{name}: sizes are whole numbers from 0")
-        if high - low != math.prod(shape) * dtype.itemsize or begin + high > size:
-            raise ValueError(f"{name}: {list(shape)} {dtype} is not what bytes {low} to {high} can hold")
-        if low != end:
-            raise ValueError(f"{name} begins at byte {low}, the tensor before it ends at {end}")
-        end = high
-        yield name, (dtype, shape, begin + low)
-    if begin + end != size:
-        raise ValueError(f"it has {size} bytes, its tensors end at {begin + end}")

@@ -1,0 +1,352 @@
+"""Reading: the safetensors files of a model, which tensor fills which leaf, and each rank's slices."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from fnshard.errors import StateError
+from fnshard.hf.names import Family, Names, Transposed, computed_buffers, given_name, possible_names
+from fnshard.layout.codecs import Unfit, is_coded
+from fnshard.layout.partition import Slices, block_shape, boxes
+from fnshard.layout.spec import LayoutSpec
+from fnshard.mesh import Mesh
+from fnshard.runtime.files.tensorfile import DTYPES
+from fnshard.runtime.packing import local_block
+from fnshard.runtime.tiers import allocate
+from fnshard.step.shards import stored_at_rest
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+SHOWN = 40  # lines of each kind of a problem
+
+
+# ------------------------------------------------------------------ files
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor in an open file. The file is mapped: `data[slices]` is a view of it."""
+
+    file: str
+    data: Any
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{list(self.shape)} {self.dtype} in {self.file}"
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[dict[str, FileTensor]]:
+    """Every tensor of a model directory, or of one file, by name. The files are open meanwhile.
+
+    Raises:
+        StateError: there are none, or they are not what they should be; names all.
+    """
+    if path.is_dir():
+        folder, index = path, _index(path)
+        files = sorted(set(index.values())) or [SINGLE]
+    elif path.is_file():
+        folder, index, files = path.parent, {}, [path.name]
+    else:
+        raise _nothing(path, "no such directory, and no file of that name")
+    tensors: dict[str, FileTensor] = {}
+    problems: list[str] = []
+    with ExitStack() as stack:
+        for name in files:
+            try:
+                found = _tensors_of(folder, name, stack)
+            except (OSError, ValueError, SafetensorError) as error:
+                problems.append(f"{name!r}: {error}")
+                continue
+            twice = found.keys() & tensors.keys()
+            problems += [f"{t!r} is in {tensors[t].file} and in {name}" for t in twice]
+            lost = [t for t, file in index.items() if file == name and t not in found]
+            problems += [f"{name}: the index says that {t!r} is there, and it is not" for t in lost]
+            tensors |= found
+        if problems:
+            raise StateError(
+                f"the weights in {str(path)!r} cannot be read:",
+                problems,
+                "fetch or copy them once more; all that a directory needs is its *.safetensors files, "
+                f"and {INDEX} if there are several.",
+            )
+        yield tensors
+
+
+def _tensors_of(folder: Path, name: str, stack: ExitStack) -> dict[str, FileTensor]:
+    path = folder / name
+    if path.parent != folder or name == "..":
+        raise ValueError("no name of a file in this directory")
+    if not path.is_file():  # a pipe would wait for its writer
+        raise ValueError("no such file")
+    file = stack.enter_context(safe_open(path, "pt"))
+    out = {}
+    for tensor in file.keys():  # noqa: SIM118 - no mapping
+        data = file.get_slice(tensor)
+        if data.get_dtype() not in DTYPES:
+            raise ValueError(f"{tensor!r} is of the dtype {data.get_dtype()}, which torch does not have")
+        out[tensor] = FileTensor(name, data, DTYPES[data.get_dtype()], tuple(data.get_shape()))
+    return out
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """`{tensor: file}` of the index; nothing where there is one file alone."""
+    if (folder / SINGLE).exists():
+        return {}
+    if not (folder / INDEX).exists():
+        raise _nothing(folder, f"there is neither {SINGLE} nor {INDEX}")
+    found = read_json(folder / INDEX).get("weight_map")
+    if not found or not isinstance(found, dict) or not all(isinstance(f, str) for f in found.values()):
+        raise StateError(
+            f"{INDEX} in {str(folder)!r} has no weight_map from tensors to files.",
+            fix="fetch or copy it once more.",
+        )
+    return found
+
+
+def _nothing(path: Path, why: str) -> StateError:
+    there = sorted(p.name for p in path.iterdir()) if path.is_dir() else []
+    pickles = [name for name in there if name.endswith(PICKLES)]
+    others = [name for name in there if name.endswith(".safetensors")]
+    if pickles and not others:
+        return StateError(
+            f"{str(path)!r} holds pickled weights alone, and reading a pickle runs what is in it:",
+            pickles,
+            "have the model's own library write safetensors once, where you trust the files: "
+            "AutoModelForCausalLM.from_pretrained(path).save_pretrained(other).",
+        )
+    return StateError(
+        f"no weights in {str(path)!r}: {why}.",
+        others,
+        "name one of these files."
+        if others
+        else "path= is a local directory of a Hugging Face model (of "
+        "a model on the hub: what huggingface_hub.snapshot_download returns), or a .safetensors file.",
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        StateError: it is none, or cannot be read.
+    """
+    try:
+        values = json.loads(path.read_bytes())
+        if not isinstance(values, dict):
+            raise ValueError("no JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        where = f"{path.name} in {str(path.parent)!r}"
+        raise StateError(f"{where} cannot be read:", [str(error)], "fetch or copy it once more.") from error
+    return values
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config.json next to the weights; empty where there is none."""
+    file = (path if path.is_dir() else path.parent) / "config.json"
+    return read_json(file) if file.exists() else {}
+
+
+# ------------------------------------------------------------------ which tensor fills which leaf
+
+
+@dataclass(frozen=True)
+class LeafSource:
+    """The tensor that fills a leaf."""
+
+    name: str
+    saved: FileTensor
+    transposed: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the leaf."""
+        return self.saved.shape[::-1] if self.transposed else self.saved.shape
+
+    def read(self, slices: Slices) -> Tensor:
+        """A view of the file that has the leaf's `slices`."""
+        if self.transposed:
+            return self.saved.data[slices[::-1]].t()
+        return self.saved.data[slices]
+
+
+def match_tensors(
+    specs: Mapping[str, LayoutSpec],
+    tensors: Mapping[str, FileTensor],
+    names: Names,
+    family: Family,
+    model: nn.Module | None,
+    missing: Mapping[str, Tensor],
+    ignore: Sequence[str],
+) -> tuple[dict[str, LeafSource], dict[str, Tensor]]:
+    """What fills each leaf: a tensor of the files, or a full value.
+
+    Raises:
+        StateError: names everything that does not fit.
+    """
+    sources: dict[str, LeafSource] = {}
+    values: dict[str, Tensor] = {}
+    absent: list[str] = []
+    lacking: list[str] = []
+    for path, spec in specs.items():
+        named = given_name(path, names)
+        if named is None and model is not None and not family.saves(path) and path not in missing:
+            absent.append(path)  # though a file may hold it: rounded, or of another length
+            continue
+        tried = possible_names(path, family) if named is None else [getattr(named, "name", named)]
+        found = next((name for name in tried if name in tensors), None)
+        if found is not None:
+            sources[path] = LeafSource(found, tensors[found], isinstance(named, Transposed))
+        elif path in missing:
+            values[path] = missing[path]
+        else:
+            lacking.append(f"params[{path!r}] {list(spec.shape)}: no tensor {' or '.join(map(repr, tried))}")
+    made, unmade = computed_buffers(model, absent) if model is not None else ({}, [])
+    surplus, untied = _surplus(sources, tensors, family, ignore)
+    there = {p: f"the files have it, as {source.name!r}" for p, source in sources.items()}
+    unused = [f"missing[{p!r}]: {there.get(p, 'no such leaf')}" for p in missing if p not in values]
+    unused += [f"ignore={g!r} matches no tensor" for g in ignore if not fnmatch.filter(tensors, g)]
+    _refuse(
+        {
+            "lacking": lacking + unmade,
+            "surplus": surplus,
+            "unfit": [*_unfit(specs, sources), *_unfit_values(specs, values | made), *untied],
+            "unused": unused,
+        }
+    )
+    return sources, values | made
+
+
+_FIXES = {
+    "lacking": "a leaf that is called otherwise: names={path: name}; a buffer that no file holds: model= "
+    "(its module makes it); another leaf: missing={path: full value}.",
+    "surplus": "ignore=[globs of names] leaves tensors out; model= says which names are tied.",
+    "unfit": "load with the configuration the weights were made with; a matrix that is stored [in, out]: "
+    "names={path: fs.hf.Transposed(name)}.",
+    "unused": "leave out what is not used.",
+}
+
+
+def _refuse(kinds: Mapping[str, list[str]]) -> None:
+    count = sum(map(len, kinds.values()))
+    if not count:
+        return
+    lines: list[str] = []
+    for found in kinds.values():
+        lines += found[:SHOWN] + [f"... and {len(found) - SHOWN} more"] * (len(found) > SHOWN)
+    fixes = "\n     ".join(_FIXES[kind] for kind, found in kinds.items() if found)
+    what = "1 problem" if count == 1 else f"{count} problems"
+    raise StateError(f"files and specs do not fit each other, {what}:", lines, fixes)
+
+
+def _surplus(
+    sources: Mapping[str, LeafSource],
+    tensors: Mapping[str, FileTensor],
+    family: Family,
+    ignore: Sequence[str],
+) -> tuple[list[str], list[str]]:
+    """Tensors that no leaf takes; and tied weights of which the files hold two that differ."""
+    taken = {source.name for source in sources.values()}
+    globs = [*ignore, *family.ignored]
+    again = {name: path for path in sources for name in possible_names(path, family)}
+    surplus: list[str] = []
+    untied: list[str] = []
+    for name, saved in tensors.items():
+        if name in taken or any(fnmatch.fnmatchcase(name, g) for g in globs):
+            continue
+        if name not in again:
+            surplus.append(f"{name!r} {saved}: no leaf takes it")
+            continue
+        path = again[name]
+        other = sources[path]
+        if saved.dtype != other.saved.dtype or not torch.equal(saved.data[...], other.saved.data[...]):
+            untied.append(f"{name!r} {saved} is not what {other.name!r} is, and params[{path!r}] is both")
+    return surplus, untied
+
+
+def _unfit(specs: Mapping[str, LayoutSpec], sources: Mapping[str, LeafSource]) -> list[str]:
+    wrong = []
+    for path, source in sources.items():
+        spec, saved = specs[path], source.saved
+        if source.transposed and len(saved.shape) != 2:
+            wrong.append(f"params[{path!r}]: {source.name!r} {saved} is no matrix to be transposed")
+        elif source.shape != spec.shape:
+            turned = " (its transpose would fit)" if source.shape[::-1] == spec.shape else ""
+            wrong.append(f"params[{path!r}] {list(spec.shape)}: {source.name!r} is {saved}{turned}")
+        elif not _castable(saved.dtype, spec.storage_dtype):
+            wrong.append(
+                f"params[{path!r}] is stored as {spec.storage_dtype}: {source.name!r} is {saved}, which is "
+                "no number of that kind (quantised weights are not decoded)"
+            )
+    return wrong
+
+
+def _unfit_values(specs: Mapping[str, LayoutSpec], values: Mapping[str, Tensor]) -> list[str]:
+    wrong = []
+    for path, value in values.items():
+        shape = specs[path].shape
+        if not isinstance(value, Tensor) or value.is_meta:
+            kind = "on meta" if isinstance(value, Tensor) else type(value).__name__
+            wrong.append(f"missing[{path!r}] is {kind}")
+        elif tuple(value.shape) != shape:
+            wrong.append(f"params[{path!r}] {list(shape)}: the value given is {list(value.shape)}")
+    return wrong
+
+
+def _castable(saved: torch.dtype, stored: torch.dtype) -> bool:
+    """Between floats of two bytes or more; one-byte floats are codes that need a scale."""
+
+    def kind(dtype: torch.dtype) -> str:
+        wide = dtype.is_floating_point and dtype.itemsize > 1
+        return "float" if wide else "complex" if dtype.is_complex else str(dtype)
+
+    return kind(saved) == kind(stored)
+
+
+# ------------------------------------------------------------------ this rank's slices
+
+
+def load_block(
+    path: str,
+    spec: LayoutSpec,
+    mesh: Mesh,
+    disk_dir: str | None,
+    source: LeafSource | Tensor,
+    unfit: Unfit,
+) -> Any:
+    """This rank's stored block (or its parts), where it rests, from its slice of a file, or of a full value.
+
+    Args:
+        unfit: collects rows that cannot be coded.
+
+    Raises:
+        StateError: there is no room.
+    """
+    if isinstance(source, Tensor):
+        unfit.look(path, spec, source)
+        return stored_at_rest(local_block(source, spec.storage, mesh), spec, mesh, disk_dir)
+    shape = block_shape(spec.shape, spec.storage, mesh)
+    if is_coded(spec):  # its rows are in memory as they were while they are coded
+        block = torch.zeros(shape, dtype=spec.storage_dtype)
+    elif spec.memory == "device":
+        block = torch.zeros(shape, dtype=spec.storage_dtype, device=mesh.device)
+    else:
+        block = allocate(shape, spec.storage_dtype, spec.memory, mesh.device, disk_dir).zero_()
+    for slices, own in boxes(spec.shape, spec.storage, mesh):  # all but the padding
+        block[own] = source.read(slices)
+    if is_coded(spec):
+        unfit.look(path, spec, block)
+        return stored_at_rest(block, spec, mesh, disk_dir)
+    return block

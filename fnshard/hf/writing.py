@@ -1,0 +1,325 @@
+"""Writing: leaves gathered one by one to rank 0, which fills safetensors files and then names them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from fnshard.checkpoint.coordination import all_or_none
+from fnshard.errors import AgreementError, StateError, leaves
+from fnshard.hf.names import Family, Names, Transposed, check_names, given_name
+from fnshard.hf.reading import INDEX, SINGLE
+from fnshard.layout.codecs import block_of
+from fnshard.layout.pairs import as_pairs
+from fnshard.layout.partition import boxes
+from fnshard.layout.spec import LayoutSpec
+from fnshard.mesh import Mesh
+from fnshard.runtime.collectives.base import Collectives
+from fnshard.runtime.files.folder import flush_directory
+from fnshard.runtime.files.tensorfile import NAMES, TensorToWrite, bytes_of, file_layout
+
+PIECE_bytes = 64 << 20  # that one collective moves, unless one row of all ranks is more
+FORMAT = {"format": "pt"}  # without it transformers refuses a file
+COPIED = (
+    "config.json", "generation_config.json", "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.*", "preprocessor_config.json", "processor_config.json",
+    "spiece.model",
+)  # fmt: skip
+
+# Write a whole tensor, in its dtype.
+Put = Callable[[str, Tensor], None]
+
+
+# ------------------------------------------------------------------ which leaves
+
+
+@dataclass(frozen=True)
+class LeafToWrite:
+    """A leaf on its way out: what makes its block, its names in the files, and how it is stored there."""
+
+    path: str
+    spec: LayoutSpec
+    make: Callable[[], Tensor]
+    names: tuple[str, ...]
+    dtype: torch.dtype
+    transposed: bool
+
+    @property
+    def entries(self) -> list[TensorToWrite]:
+        """The tensors that are written."""
+        shape = self.spec.shape[::-1] if self.transposed else self.spec.shape
+        return [TensorToWrite(name, shape, self.dtype) for name in self.names]
+
+
+def leaves_to_write(
+    blocks: Mapping[str, Tensor],
+    specs: Mapping[str, LayoutSpec],
+    family: Family,
+    dtype: torch.dtype | None,
+    *,
+    names: Names = None,
+    copies: Mapping[str, str] | None = None,
+    dtypes: Mapping[torch.dtype, str] = NAMES,
+) -> list[LeafToWrite]:
+    """How stored blocks, by path, are written.
+
+    Args:
+        copies: `{another name: the path that is written under it, too}`.
+        dtypes: that the files can hold.
+
+    Raises:
+        StateError: names or dtypes that do not fit; all of them.
+    """
+    check_names(names, specs)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise StateError(f"dtype={dtype!r}: a float dtype, such as torch.bfloat16, or None.")
+    out, wrong, taken = [], [], {}
+    for path, spec in specs.items():
+        named = given_name(path, names)
+        if named is None and not family.saves(path):
+            continue
+        transposed = isinstance(named, Transposed)
+        name = named.name if isinstance(named, Transposed) else named or family.name(path)
+        if transposed and len(spec.shape) != 2:
+            wrong.append(f"params[{path!r}] {list(spec.shape)} is to be transposed, and is no matrix")
+        if name in taken:
+            wrong.append(f"{name!r} is to be params[{taken[name]!r}] and params[{path!r}]")
+        taken[name] = path
+        wide = spec.storage_dtype.is_floating_point and spec.storage_dtype.itemsize > 1
+        kind = dtype if dtype is not None and wide else spec.storage_dtype
+        more = tuple(other for other, stored in (copies or {}).items() if stored == path)
+        make = partial(block_of, blocks, path, spec)
+        out.append(LeafToWrite(path, spec, make, (name, *more), kind, transposed))
+    if wrong:
+        raise StateError("names= does not fit the leaves:", wrong, "give each leaf its own name.")
+    odd = [f"params[{leaf.path!r}] is {leaf.dtype}" for leaf in out if leaf.dtype not in dtypes]
+    if odd:
+        fix = "export to a .pt file, or store them in another dtype (storage_dtype= of their specs)."
+        raise StateError(f"safetensors files have no such dtype, {leaves(len(odd))}:", odd, fix)
+    return out
+
+
+# ------------------------------------------------------------------ to rank 0, leaf by leaf
+
+
+def write_leaves(
+    what: str,
+    planned: Callable[[], tuple[list[LeafToWrite], AbstractContextManager[Put]]],
+    mesh: Mesh,
+    comm: Collectives,
+) -> None:
+    """Plan, gather, and write on rank 0: each is done by all ranks or by none. A collective.
+
+    Args:
+        what: for messages.
+        planned: the leaves, the same on all ranks; and the files, which only rank 0 opens.
+
+    Raises:
+        StateError, CheckpointError: on all ranks, if it failed on one.
+        AgreementError: plans that differ.
+    """
+    all_ranks = partial(all_or_none, comm.gather_object, what)
+    plan, files = all_ranks(planned)
+    digests = comm.gather_object(f"{what} {mesh} {_digest(plan)}")
+    odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    if odd:
+        raise AgreementError(
+            f"{what}: rank(s) {', '.join(map(str, odd))} mean another file or other leaves than rank 0.",
+            fix="give the same path, specs, names and dtype on every rank.",
+        )
+    first, put = mesh.rank == 0, None
+    try:
+        put = all_ranks(files.__enter__ if first else None)
+        for leaf in plan:
+            full = torch.empty(leaf.spec.shape, dtype=leaf.dtype) if first else None
+            gather_leaf(leaf.make(), leaf.spec, mesh, comm, full)
+            all_ranks(partial(_write, leaf, full, put) if first else None)
+        all_ranks(partial(files.__exit__, None, None, None) if first else None)
+    except BaseException as error:
+        if put is not None:
+            files.__exit__(type(error), error, error.__traceback__)
+        raise
+
+
+def _digest(plan: Sequence[LeafToWrite]) -> str:
+    """Equal for equal plans."""
+    lines = [[leaf.path, leaf.names, leaf.transposed, str(leaf.dtype), repr(leaf.spec)] for leaf in plan]
+    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()
+
+
+def _write(leaf: LeafToWrite, full: Tensor, put: Put) -> None:
+    for name in leaf.names:
+        put(name, full.t() if leaf.transposed else full)
+
+
+def gather_leaf(block: Tensor, spec: LayoutSpec, mesh: Mesh, comm: Collectives, out: Tensor | None) -> None:
+    """Fill `out` with a leaf, a bounded piece at a time; cast to its dtype. A collective.
+
+    Args:
+        block: what this rank stores of it.
+        out: of the full shape, in host memory; None on ranks that only take part.
+    """
+    axes = mesh.ordered(spec.storage.axes)
+    if not axes or not block.numel():
+        if out is not None:
+            out.copy_(block)
+        return
+    ranks = mesh.group_ranks(axes)
+    parts_of = [boxes(spec.shape, spec.storage, mesh, mesh.coordinate(rank)) for rank in ranks]
+    block, full = as_pairs(block), None if out is None else as_pairs(out)
+    step = max(1, PIECE_bytes // (len(ranks) * block[0].nbytes))
+    for low in range(0, block.shape[0], step):
+        piece = block[low : low + step]
+        flat = comm.send_buffer(piece.numel(), piece.dtype, axes)
+        flat.view(piece.shape).copy_(piece)
+        handle = comm.all_gather(flat, axes)
+        for part, parts in zip(handle.wait(), parts_of, strict=True):
+            if full is None:
+                continue
+            rows = part.view(piece.shape)
+            for where, own in parts:  # of the leaf, and of the rank's block, without its padding
+                begin, end = max(low, own[0].start), min(low + len(rows), own[0].stop)
+                if begin < end:
+                    first = where[0].start - own[0].start
+                    valid = rows[(slice(begin - low, end - low), *own[1:])]
+                    full[(slice(first + begin, first + end), *where[1:])] = valid
+        handle.release()
+
+
+# ------------------------------------------------------------------ files of rank 0
+
+
+def staging_path(final: Path) -> Path:
+    """The folder of what is not complete yet."""
+    return final.with_name(f".{final.name}.writing")
+
+
+@contextmanager
+def safetensors_files(
+    final: Path, files: Sequence[Sequence[TensorToWrite]], finish: Callable[[Path], Path]
+) -> Iterator[Put]:
+    """Write tensors, in any order, into files of a new folder. After an exception nothing is left.
+
+    Args:
+        final: what has this name at the end; of directories only an empty one is replaced.
+        files: entries, file by file.
+        finish: completes the folder, and returns what takes the name: itself, or a file in it.
+    """
+    folder = staging_path(final)
+    remove(folder)
+    places: dict[str, tuple[Path, int]] = {}
+    try:
+        folder.mkdir(parents=True)
+        for number, entries in enumerate(files):
+            head, starts = file_layout(entries, FORMAT)
+            path = folder / file_name(number, len(files))
+            path.touch()
+            _write_at(path, memoryview(head), 0)
+            places |= {name: (path, start) for name, start in starts.items()}
+        yield lambda name, tensor: _write_at(places[name][0], bytes_of(tensor), places[name][1])
+        for number in range(len(files)):
+            flush_file(folder / file_name(number, len(files)))
+        done = finish(folder)
+        flush_directory(folder)
+        os.replace(done, final)
+        flush_directory(final.parent)
+    finally:
+        remove(folder)
+
+
+def _write_at(path: Path, data: memoryview, at: int) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        while len(data):
+            count = os.pwrite(fd, data, at)
+            data, at = data[count:], at + count
+    finally:
+        os.close(fd)
+
+
+def file_name(number: int, count: int) -> str:
+    """What the files of a model directory are called."""
+    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def split_files(entries: Sequence[TensorToWrite], max_bytes: float) -> list[list[TensorToWrite]]:
+    """Entries in files of at most so many bytes, in order; a tensor that is larger has one of its own."""
+    files: list[list[TensorToWrite]] = [[]]
+    room = max_bytes
+    for e in entries:
+        if files[-1] and e.bytes > room:
+            files.append([])
+            room = max_bytes
+        files[-1].append(e)
+        room -= e.bytes
+    return files
+
+
+def complete_directory(
+    folder: Path, files: Sequence[Sequence[TensorToWrite]], config: Mapping[str, Any] | Path | None
+) -> Path:
+    """What a model directory has besides its weights: an index of several files, the configuration."""
+    if len(files) > 1:
+        where = {e.name: file_name(i, len(files)) for i, entries in enumerate(files) for e in entries}
+        total = sum(e.bytes for entries in files for e in entries)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+        write_flushed(folder / INDEX, json.dumps(index, indent=2) + "\n")
+    if isinstance(config, Mapping):
+        text = json.dumps(config, indent=2, sort_keys=True, default=str)
+        write_flushed(folder / "config.json", text + "\n")
+    elif config is not None:
+        found = [config] if config.is_file() else sorted({p for g in COPIED for p in config.glob(g)})
+        for source in filter(Path.is_file, found):
+            target = folder / ("config.json" if config.is_file() else source.name)
+            shutil.copyfile(source, target)
+            flush_file(target)
+    return folder
+
+
+def pickled(folder: Path, entries: Sequence[TensorToWrite], tied: Mapping[str, str]) -> Path:
+    """A folder's one file once more, as `torch.save` writes a `state_dict`; its tensors stay mapped.
+
+    Args:
+        tied: `{other name: name}`, which share their memory when it is loaded.
+    """
+    saved = load_file(folder / SINGLE)
+    # Complex numbers that safetensors does not know are pairs there.
+    values = {e.name: saved[e.name].view(e.dtype).view(e.shape) for e in entries}
+    path = folder / "state.pt"
+    with open(path, "xb") as file:
+        torch.save(values | {other: values[name] for other, name in tied.items() if name in values}, file)
+    flush_file(path)
+    return path
+
+
+def write_flushed(path: Path, text: str) -> None:
+    """A small file, flushed to the disk."""
+    path.write_text(text)
+    flush_file(path)
+
+
+def flush_file(path: Path) -> None:
+    """Flush a file to the disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def remove(path: Path) -> None:
+    """As far as possible: the caller raises a better error."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
