@@ -11,17 +11,18 @@ The map; a folder imports only from those above it (`tests/test_house.py` holds 
     layout/      partition (P, blocks), spec (LayoutSpec), rules (match_specs), resolved (specs by path),
                  presets, tensor, units, codecs
     losses/      Mean, Whole, losses of language models    optim/  contract, optimizers, schedules, scaling
-    compiler/    ir (Program, guard, source lines), deferred (modules without memory), frontend (fn to Program),
+    compiler/    ir (Program, guard), deferred (modules without memory), frontend (fn to Program),
                  rewrites (of a Program's graph), place (over tensor and context axes), kernels (split, remat,
                  differentiate, Inductor), schedule (instructions, build, passes, verify), lower (the list)
     runtime/     collectives (gloo, NCCL, shared memory, simulated), packing, tiers, files; executor: a loop
                  over a schedule's instructions
-    analysis/    memory (the ledger: a dry run of the instructions' own bindings), cost, timeline, traffic, flops,
-                 hardware: before a step runs
+    analysis/    memory (the ledger: a dry run of the instructions' own bindings), cost, timeline, traffic,
+                 flops, hardware: before a step runs
     step/        shard_step, Step; compile (specs and options to a plan), cache (programs by batch), runner;
                  buckets, lowered, state, init, shards, agreement, fit
-    checkpoint/  save, restore, reshard, replicas    hf/  Hugging Face's format    adapters/  LoRA, PEFT's files
-    debug/       check, bisect, nan_hunt, check_stale, profile    plot/  pictures    launcher/  ranks of one machine
+    checkpoint/  save, restore, reshard, replicas    hf/  Hugging Face's format    adapters/  LoRA, PEFT
+    debug/       check, bisect, nan_hunt, check_stale, profile    plot/  pictures
+    launcher/    ranks of one machine, their restarts, post-mortems
 
 A change to what a step does is a pass over its schedule (`compiler.schedule.passes`, listed in
 `compiler.lower`), a new kind of line a class of `compiler.schedule.instructions`; a new strategy is a
