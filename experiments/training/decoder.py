@@ -18,49 +18,33 @@ import fnshard as fs
 from experiments.configs.decoders import DecoderConfig
 
 
-class Linear(nn.Module):
+class Linear(nn.Linear):
     """`x @ weight.T`, no bias. `gain` scales the initial weights, normal with std gain / sqrt(inputs)."""
 
     def __init__(self, inputs: int, outputs: int, gain: float = 1.0):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.gain = gain
-        self.reset_parameters()
+        super().__init__(inputs, outputs, bias=False)
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.gain / math.sqrt(self.weight.shape[1]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
+        nn.init.normal_(self.weight, std=self.gain / math.sqrt(self.in_features))
 
 
-class Embedding(nn.Module):
+class Embedding(nn.Embedding):
+    """Rows of normal weights."""
+
     def __init__(self, vocab: int, width: int, std: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(vocab, width))
         self.std = std
-        self.reset_parameters()
+        super().__init__(vocab, width)
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.std)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        return F.embedding(tokens, self.weight)
 
-
-class RMSNorm(nn.Module):
+class RMSNorm(nn.RMSNorm):
     """x / rms(x) * weight (Zhang and Sennrich, 2019)."""
 
     def __init__(self, width: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(width))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, eps=1e-5)
+        super().__init__(width, eps=1e-5)
 
 
 def rotary(positions: int, head: int, theta: float, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +104,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention, then + MLP, each behind its norm."""
+    """x + attention, then + MLP, each after its norm."""
 
     def __init__(self, config: DecoderConfig):
         super().__init__()

@@ -145,8 +145,8 @@ def prepare(config: TrainConfig) -> TrainSetup:
         fs.shard_forward(last_logits(apply), plan.specs, **how),
         config.context,
         mesh.device,
-        encode=dataset.encode,
-        decode=dataset.decode,
+        dataset.encode,
+        dataset.decode,
     )
     return TrainSetup(config, mesh, plan, dataset, model, step, forward, sampler)
 

@@ -1,8 +1,9 @@
 """Resume: the folder that a run goes on in, so that the same command continues what was not finished.
 
-A folder made by the clock is named in `outputs/unfinished/` until its run is finished, by what the
-configuration says. A folder that the command names (`hydra.run.dir=`, or a run of a sweep) needs no such
-note. Whoever works in a folder holds a lock on it, which a killed process gives back.
+A run's folder says in `identity.json` what its results depend on. Where the command names no folder, the
+newest one below `outputs/` of the same identity that holds a checkpoint is resumed, unless it is finished.
+Whoever works in a folder holds a lock on it, which a killed process gives back. Sweeps do the same below
+`multirun/`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +31,8 @@ from experiments.training.result import read_result
 from fnshard.errors import report
 from fnshard.runtime.files.folder import in_memory, make_directory
 
-CHECKPOINTS, IDENTITY, LOCK = "checkpoints", "identity.json", "run.lock"
-UNFINISHED, SWEEPS = Path("outputs", "unfinished"), Path("multirun")
+CHECKPOINTS, IDENTITY, SWEEP, LOCK = "checkpoints", "identity.json", "sweep.json", "run.lock"
+OUTPUTS, SWEEPS = Path("outputs"), Path("multirun")
 # Options of `run` that may change between two starts of one run: they do not change its results.
 FREE = (
     "timeout_s", "save_every", "async_save", "keep", "keep_every", "keep_best", "resume", "max_restarts",
@@ -43,22 +44,15 @@ FREE = (
 class RunFolder:
     """Where a run's results and checkpoints go.
 
-    `source`: what it starts from where it has no checkpoint of its own; `note`: the file that says that it is
-    not finished.
+    `source`: what it starts from where it has no checkpoint of its own.
     """
 
     folder: str
     source: str | None = None
-    note: str | None = None
 
     @property
     def root(self) -> Path:
         return Path(self.folder, CHECKPOINTS)
-
-    def finish(self) -> None:
-        """It will not be resumed."""
-        if self.note is not None and _noted(Path(self.note)) == Path(self.folder):
-            _forget(Path(self.note))
 
 
 # ------------------------------------------------------------------ a single run
@@ -66,7 +60,7 @@ class RunFolder:
 
 @contextmanager
 def claimed(requested: Any, fresh: Path, *, chosen: bool) -> Iterator[RunFolder]:
-    """The run that this configuration is about, this process's alone until the block is left.
+    """The run of this configuration, which no other process works on until the block is left.
 
     Args:
         requested: the configuration of the command, before it was placed on a machine: on another one it is
@@ -82,16 +76,13 @@ def claimed(requested: Any, fresh: Path, *, chosen: bool) -> Iterator[RunFolder]
     source_path = None if resume in (AUTO, NEVER) else str(Path(resume).resolve())
     identity = identity_of(requested, source_path)
     with ExitStack() as stack:
-        folder, note, found = fresh, None, None
-        if not chosen:
-            note = note_of(identity)
-            found = None if resume == NEVER else unfinished(note, stack)
-            if found == Path():  # somebody is at it: this is another run beside it
-                note = None
-            elif found is not None:
-                folder = found
-                _remove_unused(fresh)
-        if folder == fresh and found != fresh:  # else it is locked already
+        folder = None
+        if not chosen and resume != NEVER:
+            folder = unfinished(OUTPUTS, IDENTITY, identity, _is_finished, _can_resume, stack)
+        if folder is not None:
+            _remove_unused(fresh)
+        else:
+            folder = fresh
             make_directory(fresh)
             if not stack.enter_context(locked(fresh)):
                 raise ConfigError(
@@ -101,9 +92,16 @@ def claimed(requested: Any, fresh: Path, *, chosen: bool) -> Iterator[RunFolder]
         has_own = fs.checkpoint.latest(folder / CHECKPOINTS) is not None
         source = None if source_path is None or has_own else source_of(resume)
         write_json(folder / IDENTITY, identity, durable=True)
-        if note is not None:
-            write_json(note, {"folder": str(folder)}, durable=True)
-        yield RunFolder(str(folder), source, None if note is None else str(note))
+        yield RunFolder(str(folder), source)
+
+
+def _is_finished(folder: Path) -> bool:
+    return read_result(folder)["status"] == "ok"
+
+
+def _can_resume(folder: Path) -> bool:
+    """Whether a checkpoint is there, or a replica in memory."""
+    return fs.checkpoint.latest(folder / CHECKPOINTS) is not None or in_memory(memory_name(folder))
 
 
 def identity_of(requested: Any, source: str | None = None) -> dict[str, Any]:
@@ -124,7 +122,7 @@ def finished(folder: Path, requested: Any) -> bool:
     """Whether a run of this configuration has left its result there."""
     before, here = read_json(folder / IDENTITY), identity_of(requested)
     same = all(before.get(name) == value for name, value in here.items() if name != "starts_from")
-    return same and read_result(folder)["status"] == "ok"
+    return same and _is_finished(folder)
 
 
 def source_of(resume: str) -> str:
@@ -167,29 +165,31 @@ def _remove_unused(fresh: Path) -> None:
         shutil.rmtree(fresh)
 
 
-# ------------------------------------------------------------------ notes and locks
+# ------------------------------------------------------------------ folders and locks
 
 
-def note_of(identity: Any) -> Path:
-    """The file that names the unfinished run (or sweep) of this identity."""
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    return UNFINISHED.resolve() / f"{digest[:16]}.json"
-
-
-def unfinished(note: Path, stack: ExitStack, *, has: str = CHECKPOINTS) -> Path | None:
-    """The folder that a note names, locked until the stack unwinds; `Path()` if another process works there.
-
-    None where there is no such folder, or, of a run, no checkpoint in it and nothing of it in memory.
+def unfinished(
+    place: Path,
+    file: str,
+    identity: Mapping[str, Any],
+    is_finished: Callable[[Path], bool],
+    can_resume: Callable[[Path], bool],
+    stack: ExitStack,
+) -> Path | None:
+    """The newest folder `place/*/*` whose `file` holds this identity and that can be resumed, locked until
+    the stack unwinds; none where a newer one is finished.
     """
-    folder = _noted(note)
-    if folder is None or not folder.is_dir():
-        return None
-    if has and fs.checkpoint.latest(folder / has) is None and not in_memory(memory_name(folder)):
-        return None
-    if stack.enter_context(locked(folder)):
-        return folder
-    print(f"resume: {folder} is still at work; this is another run beside it", file=sys.stderr, flush=True)
-    return Path()
+    found = [path for path in place.resolve().glob(f"*/*/{file}") if read_json(path) == identity]
+    for path in sorted(found, key=lambda path: (path.stat().st_mtime_ns, path), reverse=True):
+        folder = path.parent
+        if is_finished(folder):
+            return None
+        if not can_resume(folder):
+            continue
+        if stack.enter_context(locked(folder)):
+            return folder
+        print(f"resume: {folder} is still at work; this is another run", file=sys.stderr, flush=True)
+    return None
 
 
 @contextmanager
@@ -204,17 +204,6 @@ def locked(folder: Path) -> Iterator[bool]:
         except OSError:  # a file system without locks
             pass
         yield free
-
-
-def _noted(note: Path) -> Path | None:
-    named = read_json(note).get("folder")
-    return Path(named) if named else None
-
-
-def _forget(note: Path) -> None:
-    note.unlink(missing_ok=True)
-    if not any(note.parent.iterdir()):
-        note.parent.rmdir()
 
 
 # ------------------------------------------------------------------ a sweep
@@ -238,25 +227,20 @@ def claimed_sweep(arguments: Sequence[str], job: str = "train") -> Iterator[list
         "tracker=",
         "tracker.",
     )
-    note = note_of({"sweep": sorted(a for a in arguments if not a.startswith(free)), "job": job})
+    identity = {"sweep": sorted(a for a in arguments if not a.startswith(free)), "job": job}
     with ExitStack() as stack:
-        anew = f"run.resume={NEVER}" in arguments
-        found = None if anew else unfinished(note, stack, has="")
-        folder = found
-        if found is None or found == Path():
+        folder = None
+        if f"run.resume={NEVER}" not in arguments:
+            has_table = lambda folder: (folder / TABLE).exists()  # noqa: E731
+            folder = unfinished(SWEEPS, SWEEP, identity, has_table, Path.is_dir, stack)
+        if folder is not None:
+            print(f"resume: the sweep in {folder}", flush=True)
+        else:
             folder = _unused(SWEEPS.resolve() / time.strftime("%Y-%m-%d/%H-%M-%S"))
             folder.mkdir(parents=True)
-        if found is None:
             stack.enter_context(locked(folder))
-            write_json(note, {"folder": str(folder)}, durable=True)
-        elif found != Path():
-            print(f"resume: the sweep in {folder}", flush=True)
-        (folder / TABLE).unlink(missing_ok=True)
-        try:
-            yield [*arguments, f"hydra.sweep.dir={_quoted(folder)}"]
-        finally:
-            if (folder / TABLE).exists() and _noted(note) == folder:
-                _forget(note)
+        write_json(folder / SWEEP, identity, durable=True)
+        yield [*arguments, f"hydra.sweep.dir={_quoted(folder)}"]
 
 
 def _unused(folder: Path) -> Path:

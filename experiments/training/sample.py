@@ -1,4 +1,4 @@
-"""Text from the model: a fixed window of bytes, so that one compiled program serves every byte."""
+"""Text from the model: a fixed window of tokens, so that one compiled program serves every token."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ class Sampler:
         forward: `last_logits`, of sharded parameters. All ranks call it together, each with a row of its own.
         context: T, tokens in the window. Beyond them the oldest fall out.
         temperature: logits are divided by it; below 1 keeps closer to the likely tokens.
-        encode, decode: text to tokens and back; bytes by default.
+        encode, decode: text to tokens and back.
     """
 
     forward: Forward
     context: int
     device: torch.device
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
     temperature: float = 0.8
-    encode: Callable[[str], list[int]] = lambda text: list(text.encode())
-    decode: Callable[[list[int]], str] = lambda tokens: printable(tokens)
 
     def lower(self, params: Any) -> Lowered:
-        """What draws a token, on paper."""
+        """The program that draws a token."""
         return self.forward.lower(params, *self._window([0]))
 
     def __call__(self, params: Any, prompt: str, length: int, seed: int) -> str:
-        """`prompt` and `length` tokens after it; what cannot be printed shows as a replacement sign."""
+        """`prompt` and `length` tokens after it; what is not printable is a replacement sign."""
         random = torch.Generator().manual_seed(seed)
         written = list(self.encode(prompt))
         for _ in range(length):
@@ -58,24 +58,14 @@ class Sampler:
             logits = logits[0].float().cpu().nan_to_num()
             weights = torch.softmax(logits / self.temperature, dim=-1)
             written.append(int(torch.multinomial(weights, 1, generator=random)))
-        return self.decode(written)
+        return safe(self.decode(written))
 
     def _window(self, tokens: list[int]) -> tuple[Tensor, Tensor]:
         """The arguments [1, T] and [1] of `last_logits`."""
         last = torch.tensor([len(tokens) - 1], device=self.device)
-        # What stands behind `last` is never looked at: attention is causal.
+        # What comes after `last` is never looked at: attention is causal.
         padded = tokens + [0] * (self.context - len(tokens))
         return torch.tensor([padded], device=self.device), last
-
-
-def printable(tokens: list[int]) -> str:
-    """Bytes as text that is safe to show on a terminal.
-
-    >>> printable([*b"a = 1", 27, 10, 255, 300])
-    'a = 1�\\n��'
-    """
-    text = bytes(t if t < 256 else 255 for t in tokens).decode(errors="replace")
-    return safe(text)
 
 
 def safe(text: str) -> str:

@@ -356,7 +356,6 @@ def finish_run(
     artifacts = [folder / name for name in ("loss.png", sample, "config.yaml", "schedule.txt")]
     totals = report.finish("ok", [a for a in artifacts if a.exists()], **summary)
     write_result(folder, status="ok", overrides=overrides, **summary, **varying(totals))
-    run.finish()
     return report.closing(totals)
 
 

@@ -29,7 +29,7 @@ from small_runs import (
 import fnshard as fs
 from experiments.configs.train import ConfigError
 from experiments.training import loop
-from experiments.training.dataset import ByteDataset
+from experiments.training.dataset import Dataset
 from experiments.training.metrics_file import METRICS
 from experiments.training.result import read_result
 from experiments.training.resume import (
@@ -67,14 +67,14 @@ def test_the_unbroken_run_is_whole(unbroken):
     )
 
 
-def test_tables_that_a_result_is_compared_with_are_counted_behind_the_last_step(tmp_path, monkeypatch):
+def test_tables_that_a_result_is_compared_with_are_counted_after_the_last_step(tmp_path, monkeypatch):
     rows: list[int] = []
 
-    def tables(_: ByteDataset) -> dict[str, float]:
+    def tables(_: Dataset) -> dict[str, float]:
         rows.append(len([row for row in metrics_of(tmp_path) if "loss" in row]))
         return {"bigram": 2.0}
 
-    monkeypatch.setattr(ByteDataset, "tables", tables)
+    monkeypatch.setattr(Dataset, "tables", tables)
     loop.train(config_of(), run_in(tmp_path), [], Stop())
     assert rows == [STEPS] and read_result(tmp_path)["bigram"] == 2.0
 
@@ -193,7 +193,7 @@ def test_a_last_save_that_fails_fails_the_run(cwd, how):
         (cwd / "r" / CHECKPOINTS).touch()
         with pytest.raises(CheckpointError, match=rf"cannot save {cwd}/r/{CHECKPOINTS}/{STEPS}:\n  rank 0: "):
             loop.train(config, run, [], Stop())
-        assert Path(run.note).exists() and read_result(cwd / "r")["status"] != "ok"
+        assert read_result(cwd / "r")["status"] != "ok"
         assert json.loads((cwd / "r" / "run.json").read_text())["status"] == "failed"
 
 
@@ -320,7 +320,6 @@ def test_the_same_command_again_after_sigterm(tmp_path, warm):
     assert f"resume: step {stopped} of {folder / CHECKPOINTS}" in shown[1]
     steps = [row["step"] for row in _rows(tmp_path) if "loss" in row]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) > int(stopped)
-    assert len(list(tmp_path.glob("outputs/unfinished/*.json"))) == 1
 
 
 def _rows(place: Path) -> list[dict]:

@@ -111,42 +111,48 @@ def test_what_comes_before_the_first_step_is_shown(tmp_path, monkeypatch, termin
 # ------------------------------------------------------------------ which folder
 
 
-def test_the_same_configuration_goes_on_in_its_folder(cwd):
+@pytest.fixture
+def day(cwd: Path) -> Path:
+    """Where folders of runs lie."""
+    return cwd / "outputs" / "day"
+
+
+def test_the_same_configuration_goes_on_in_its_folder(cwd, day):
     asked = config_of()
-    with claimed(asked, cwd / "first", chosen=False) as run:
-        assert (run.folder, run.source) == (str(cwd / "first"), None)
-        leave_checkpoint(cwd / "first")
+    with claimed(asked, day / "first", chosen=False) as run:
+        assert (run.folder, run.source) == (str(day / "first"), None)
+        leave_checkpoint(day / "first")
     free = ("timeout_s=9", "save_every=7", "async_save=true", "keep=5", "max_restarts=0", "stop_grace_s=3")
-    (cwd / "second" / ".hydra").mkdir(parents=True)
-    with claimed(config_of(*(f"run.{f}" for f in free)), cwd / "second", chosen=False) as run:
-        assert run.folder == str(cwd / "first") and not (cwd / "second").exists()
+    (day / "second" / ".hydra").mkdir(parents=True)
+    with claimed(config_of(*(f"run.{f}" for f in free)), day / "second", chosen=False) as run:
+        assert run.folder == str(day / "first") and not (day / "second").exists()
     for other in ("optimizer.lr=0.1", "run.seed=1", "run.steps=99", "mesh.shard=2"):
-        with claimed(config_of(other), cwd / "other", chosen=False) as run:
-            assert run.folder == str(cwd / "other")
-    with claimed(asked, cwd / "third", chosen=False) as run:
-        assert run.folder == str(cwd / "first")
-        run.finish()
-    with claimed(asked, cwd / "fourth", chosen=False) as run:
-        assert run.folder == str(cwd / "fourth")
+        with claimed(config_of(other), day / "other", chosen=False) as run:
+            assert run.folder == str(day / "other")
+    with claimed(asked, day / "third", chosen=False) as run:
+        assert run.folder == str(day / "first")
+        write_result(Path(run.folder), status="ok", overrides=[])
+    with claimed(asked, day / "fourth", chosen=False) as run:
+        assert run.folder == str(day / "fourth")
 
 
-def test_never_begins_anew_and_is_gone_on_with_itself(cwd):
+def test_never_begins_anew_and_is_gone_on_with_itself(cwd, day):
     for name in ("first", "second"):
-        with claimed(config_of("run.resume=never"), cwd / name, chosen=False) as run:
-            assert run.folder == str(cwd / name)
-            leave_checkpoint(cwd / name)
-    with claimed(config_of(), cwd / "third", chosen=False) as run:
-        assert run.folder == str(cwd / "second")
+        with claimed(config_of("run.resume=never"), day / name, chosen=False) as run:
+            assert run.folder == str(day / name)
+            leave_checkpoint(day / name)
+    with claimed(config_of(), day / "third", chosen=False) as run:
+        assert run.folder == str(day / "second")
 
 
-def test_nothing_saved_is_nothing_to_go_on_from(cwd):
+def test_nothing_saved_is_nothing_to_go_on_from(cwd, day):
     for name in ("first", "second"):
-        with claimed(config_of(), cwd / name, chosen=False) as run:
-            assert run.folder == str(cwd / name)
-            (cwd / name / CHECKPOINTS / ".4.saving").mkdir(parents=True)
+        with claimed(config_of(), day / name, chosen=False) as run:
+            assert run.folder == str(day / name)
+            (day / name / CHECKPOINTS / ".4.saving").mkdir(parents=True)
 
 
-def test_what_says_that_a_run_is_unfinished_outlives_a_power_cut(cwd, monkeypatch):
+def test_what_says_that_a_run_is_unfinished_outlives_a_power_cut(cwd, monkeypatch, day):
     """Files are flushed before they have their names, and so are the names of new folders."""
     done: list[tuple[str, str]] = []
 
@@ -163,73 +169,73 @@ def test_what_says_that_a_run_is_unfinished_outlives_a_power_cut(cwd, monkeypatc
     noted("fsync", lambda fd: os.readlink(f"/proc/self/fd/{fd}"))
     noted("replace", lambda _, to: to)
     noted("mkdir", lambda path, *_: path)
-    with claimed(config_of(), cwd / "day" / "time", chosen=False) as run:
+    with claimed(config_of(), day / "time", chosen=False) as run:
         leave_checkpoint(Path(run.folder))
-        for path in (Path(run.note), Path(run.folder, IDENTITY)):
-            at = done.index(("replace", str(path)))
-            assert ("fsync", f"{path}.partial") in done[:at]
-            assert ("fsync", str(path.parent)) in done[at:]
-        for folder in (run.root, cwd / "day" / "time", cwd / "outputs", cwd / "outputs" / "unfinished"):
+        path = Path(run.folder, IDENTITY)
+        at = done.index(("replace", str(path)))
+        assert ("fsync", f"{path}.partial") in done[:at]
+        assert ("fsync", str(path.parent)) in done[at:]
+        for folder in (run.root, day / "time", cwd / "outputs", day):
             at = done.index(("mkdir", str(folder)))
             assert ("fsync", str(folder.parent)) in done[at:], folder
 
 
-def test_a_run_that_is_still_at_work_is_left_alone(cwd, capfd):
-    with claimed(config_of(), cwd / "first", chosen=False):
-        leave_checkpoint(cwd / "first")
-        with claimed(config_of(), cwd / "second", chosen=False) as run:
-            assert run.folder == str(cwd / "second") and run.note is None
-        assert f"{cwd / 'first'} is still at work" in capfd.readouterr().err
+def test_a_run_that_is_still_at_work_is_left_alone(cwd, capfd, day):
+    with claimed(config_of(), day / "first", chosen=False):
+        leave_checkpoint(day / "first")
+        with claimed(config_of(), day / "second", chosen=False) as run:
+            assert run.folder == str(day / "second")
+        assert f"{day / 'first'} is still at work" in capfd.readouterr().err
         with (
             pytest.raises(
                 ConfigError, match=r"another process is at work in .*first. Fix: end it, or another"
             ),
-            claimed(config_of(), cwd / "first", chosen=True),
+            claimed(config_of(), day / "first", chosen=True),
         ):
             pass
-    with claimed(config_of(), cwd / "third", chosen=False) as run:
-        assert run.folder == str(cwd / "first")
+    with claimed(config_of(), day / "third", chosen=False) as run:
+        assert run.folder == str(day / "first")
 
 
-def test_a_folder_that_the_command_names(cwd):
+def test_a_folder_that_the_command_names(cwd, day):
     for _ in range(2):
-        with claimed(config_of(), cwd / "named", chosen=True) as run:
-            assert run.folder == str(cwd / "named") and run.note is None
-    leave_checkpoint(cwd / "named", 40)
-    with claimed(config_of("run.save_every=1"), cwd / "named", chosen=True) as run:
-        assert run.folder == str(cwd / "named")
+        with claimed(config_of(), day / "named", chosen=True) as run:
+            assert run.folder == str(day / "named")
+    leave_checkpoint(day / "named", 40)
+    with claimed(config_of("run.save_every=1"), day / "named", chosen=True) as run:
+        assert run.folder == str(day / "named")
     with (
         pytest.raises(ConfigError, match=r"(?s)of another configuration, the newest of step 40:\n"
                       r"  optimizer.lr: 0.004 there, 0.1 here\nFix: another hydra.run.dir"),
-        claimed(config_of("optimizer.lr=0.1"), cwd / "named", chosen=True),
+        claimed(config_of("optimizer.lr=0.1"), day / "named", chosen=True),
     ):  # fmt: skip
         pass
     with (
         pytest.raises(
             ConfigError, match=r"run.resume=never: .*named holds checkpoints, the newest of step 40"
         ),
-        claimed(config_of("run.resume=never"), cwd / "named", chosen=True),
+        claimed(config_of("run.resume=never"), day / "named", chosen=True),
     ):
         pass
 
 
-def test_a_path_is_where_a_new_run_starts_and_its_own_checkpoints_come_first(cwd):
+def test_a_path_is_where_a_new_run_starts_and_its_own_checkpoints_come_first(cwd, day):
     leave_checkpoint(cwd / "source")
     asked = config_of("run.resume=source")
-    with claimed(asked, cwd / "first", chosen=False) as run:
-        assert (run.folder, run.source) == (str(cwd / "first"), str(cwd / "source" / CHECKPOINTS))
-        leave_checkpoint(cwd / "first")
-    with claimed(config_of(), cwd / "other", chosen=False) as run:
-        assert (run.folder, run.source) == (str(cwd / "other"), None)
+    with claimed(asked, day / "first", chosen=False) as run:
+        assert (run.folder, run.source) == (str(day / "first"), str(cwd / "source" / CHECKPOINTS))
+        leave_checkpoint(day / "first")
+    with claimed(config_of(), day / "other", chosen=False) as run:
+        assert (run.folder, run.source) == (str(day / "other"), None)
     (cwd / "source").rename(cwd / "gone")
-    with claimed(asked, cwd / "second", chosen=False) as run:
-        assert run.folder == str(cwd / "first")
-        run.finish()
+    with claimed(asked, day / "second", chosen=False) as run:
+        assert run.folder == str(day / "first")
+        write_result(Path(run.folder), status="ok", overrides=[])
     with (
         pytest.raises(
             ConfigError, match=r"run\.resume=source: no whole checkpoint is there\. Fix: the folder"
         ),
-        claimed(asked, cwd / "third", chosen=False),
+        claimed(asked, day / "third", chosen=False),
     ):
         pass
 

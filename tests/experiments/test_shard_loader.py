@@ -168,7 +168,7 @@ def test_shards_that_a_run_cannot_use(shard_folder, numbered, tmp_path):
 
 def test_tables_are_those_of_the_bytes(shard_folder):
     reading = open_tokens(trained_on(shard_folder))
-    held = stream_of(reading.held_shards)
+    held = stream_of(reading.measured)
     inputs, targets = reading.held_out(reading.starts)
     assert reading.starts[0] == 2 and torch.equal(inputs[:, 1:], targets[:, :-1])
     assert targets[-1].tolist() == held[int(reading.starts[-1]) + 1 :][:32].tolist()

@@ -22,8 +22,9 @@ from experiments.cli.exceptions import is_mistake
 from experiments.configs import train as configs
 from experiments.configs.machine import place
 from experiments.configs.train import ConfigError
+from experiments.data.tokenizer import byte_tokenizer
 from experiments.training.decoder import Attention, Decoder, DecoderConfig, next_token_loss
-from experiments.training.sample import Sampler, last_logits, printable
+from experiments.training.sample import Sampler, last_logits, safe
 from fnshard.functional import make_functional
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -198,7 +199,9 @@ def test_a_sample_is_that_of_plain_decoding():
     """The padded fixed window gives what an unpadded one does, also when text outgrows it."""
     torch.manual_seed(0)
     apply, params = make_functional(Decoder(TINY))
-    sampler = Sampler(last_logits(apply), TINY.context, torch.device("cpu"))
+    tokenizer = byte_tokenizer()
+    device = torch.device("cpu")
+    sampler = Sampler(last_logits(apply), TINY.context, device, tokenizer.encode, tokenizer.decode)
     with torch.no_grad():
         sampled = sampler(params, "ab", 20, seed=4)
         random, written = torch.Generator().manual_seed(4), list(b"ab")
@@ -206,7 +209,7 @@ def test_a_sample_is_that_of_plain_decoding():
             logits = apply(params, torch.tensor([written[-12:]]))[0, -1]
             written.append(int(torch.multinomial(torch.softmax(logits / 0.8, -1), 1, generator=random)))
     assert sampled == sampler(params, "ab", 20, seed=4)
-    assert sampled == printable(written) and sampled.startswith("ab")
+    assert sampled == safe(tokenizer.decode(written)) and sampled.startswith("ab")
     broken = {path: torch.full_like(leaf, math.nan) for path, leaf in params.items()}
     with torch.no_grad():
         assert len(sampler(broken, "ab", 3, seed=4)) == 5
