@@ -1,6 +1,6 @@
 """Two networks and a gradient penalty in one step: `python -m experiments.examples.gradient_penalty_gan`.
 
-WGAN-GP (Gulrajani et al. 2017) on eight Gaussians in a ring: the slope of the critic along its input is held
+WGAN-GP (Gulrajani et al. 2017) on eight Gaussians in a ring: the slope of the critic along its input is kept
 near 1 by `torch.func.grad` inside `fn`. Both networks lie in one tree and learn in one step; each sees the
 other's values detached.
 """

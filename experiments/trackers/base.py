@@ -42,16 +42,3 @@ class Tracker(Protocol):
 def numbers(row: Row) -> dict[str, float]:
     """The numbers of a row, without its step."""
     return {name: float(value) for name, value in row.items() if name != "step"}
-
-
-def flat(values: Mapping[str, Any], at: str = "") -> dict[str, Any]:
-    """A nested mapping, by dotted path.
-
-    >>> flat({"run": {"steps": 3}, "seed": 0})
-    {'run.steps': 3, 'seed': 0}
-    """
-    out: dict[str, Any] = {}
-    for key, value in values.items():
-        nested = isinstance(value, Mapping) and value
-        out |= flat(value, f"{at}{key}.") if nested else {f"{at}{key}": value}
-    return out

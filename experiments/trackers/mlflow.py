@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.trackers.base import Row, RunInfo, flat, numbers
+from experiments.cli.schema import flat
+from experiments.trackers.base import Row, RunInfo, numbers
 
 AT_ONCE, PARAMS_AT_ONCE, LONGEST = 1000, 100, 6000  # what the store takes in one call; of a parameter
 STATES = {"ok": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
@@ -54,7 +55,7 @@ class MLflow:
         self._client.log_artifact(self._run, str(path))
 
     def finish(self, status: str, summary: Mapping[str, Any]) -> None:
-        for name, value in flat({"status": status, **summary}).items():
+        for name, value in flat({"status": status, **summary}):
             self._client.set_tag(self._run, f"result.{name}", str(value))
         self._client.set_terminated(self._run, STATES[status])
 
@@ -72,6 +73,6 @@ class MLflow:
     def _log_facts(self, facts: Mapping[str, Any]) -> None:
         from mlflow.entities import Param
 
-        params = [Param(name, str(value)[:LONGEST]) for name, value in flat(facts).items()]
+        params = [Param(name, str(value)[:LONGEST]) for name, value in flat(facts)]
         for start in range(0, len(params), PARAMS_AT_ONCE):
             self._client.log_batch(self._run, params=params[start : start + PARAMS_AT_ONCE])

@@ -31,4 +31,4 @@ def check_installed(config: TrackerConfig) -> None:
     if missing:
         problems = [f"tracker={name}: the package {name} is not installed." for name in missing]
         fix = f"pip install 'fnshard[{','.join(missing)}]'; metrics.jsonl is written in any case."
-        raise ConfigError(report("trackers are asked for whose packages are missing:", problems, fix))
+        raise ConfigError(report("packages of these trackers are missing:", problems, fix))

@@ -37,25 +37,25 @@ class Saver:
     def save(self, number: int, state: fs.TrainState, loader: Any, held_out: float | None) -> None:
         """Step `number`, with a held-out loss if there is one for it.
 
-        What cannot be written, and is not the last, is said and left: training goes on, and what was saved
-        before is still there.
+        A step that cannot be written, and is not the last, is reported: training continues, and what was
+        saved before is still there.
 
         Raises:
             CheckpointError: the last step cannot be written: nobody would write it again. In the background
                 `fs.checkpoint.wait` raises it.
         """
         run = self.config.run
-        self._or_tell(fs.checkpoint.wait)
+        self._or_warn(fs.checkpoint.wait)
         save = fs.checkpoint.save_async if run.async_save else fs.checkpoint.save
         write = partial(save, self.root / str(number), state, **self._how(loader, held_out))
         if number == run.steps:
             write()
         else:
-            self._or_tell(write)
+            self._or_warn(write)
 
     def save_last(self, number: int, state: fs.TrainState, loader: Any, held_out: float | None) -> None:
-        """Step `number`, behind which the process may end."""
-        self._or_tell(fs.checkpoint.wait)
+        """Step `number`, after which the process may end."""
+        self._or_warn(fs.checkpoint.wait)
         fs.checkpoint.save(self.root / str(number), state, **self._how(loader, held_out))
 
     def _how(self, loader: Any, held_out: float | None) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Saver:
             "timeout": run.timeout_s,
         }
 
-    def _or_tell(self, work: Callable[[], Any]) -> None:
+    def _or_warn(self, work: Callable[[], Any]) -> None:
         try:
             work()
         except CheckpointError as error:  # on all ranks
@@ -79,7 +79,7 @@ class Saver:
 
 
 def replicas_of(run: Any, step: Any, folder: Path) -> fs.checkpoint.Replicas | None:
-    """What `run.replicas` asks for, or as many as the nodes that are left can hold."""
+    """The replicas of `run.replicas`, or as many as the nodes that are left can hold."""
     if not run.replicas:
         return None
     nodes = step.mesh.size // int(os.environ.get("LOCAL_WORLD_SIZE", step.mesh.size))
@@ -95,9 +95,9 @@ def restored(
     loader: Any,
     replicas: fs.checkpoint.Replicas | None = None,
 ) -> tuple[fs.TrainState | None, str]:
-    """The state to go on from, and the directory it was found in; None where there is no checkpoint.
+    """The state to resume, and the directory it was found in; None where there is no checkpoint.
 
-    The newest of memory and `root`, else of `source`. The loader goes where it stood.
+    The newest of memory and `root`, else of `source`. The loader stands after the batches that were seen.
 
     Raises:
         CheckpointError: none there is whole, or fits the model and the optimizer.

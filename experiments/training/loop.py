@@ -84,13 +84,13 @@ def train(config: TrainConfig, run: RunFolder, overrides: list[str], stop: Stop)
             fs.checkpoint.wait()
         if isinstance(report, Report):
             write_text(folder / "sample.txt", sampled)
-            tell_end(report, setup, run, overrides, held_out, sampled)
+            finish(report, setup, run, overrides, held_out, sampled)
 
 
 def begin(
     setup: TrainSetup, run: RunFolder, replicas: fs.checkpoint.Replicas | None = None
 ) -> tuple[fs.TrainState, Any, str]:
-    """The state to go on from, a loader that stands there, and the checkpoint that they are of."""
+    """The state to resume, a loader that stands there, and the checkpoint that they are of."""
     loader = setup.dataset.loader(setup.mesh)
     state, found = restored(run.root, run.source, setup.step, setup.mesh, loader, replicas)
     if state is None:
@@ -98,10 +98,10 @@ def begin(
     return state, loader, found
 
 
-def tell_end(
+def finish(
     report: Report, setup: TrainSetup, run: RunFolder, overrides: list[str], held_out: float, sampled: str
 ) -> None:
-    """What is left of a finished run."""
+    """Write and print the results of a finished run."""
     folder, unit = Path(run.folder), setup.dataset.unit
     with report.record.spent.on("reports"):
         tables = setup.dataset.tables()
@@ -173,5 +173,5 @@ def compile_ahead(setup: TrainSetup, state: fs.TrainState) -> None:
     lowered = [setup.forward.lower(state, *setup.dataset.held_out(held_out_starts(setup)[0]))]
     if setup.config.run.sample_tokens:
         lowered.append(setup.sampler.lower(state))
-    for each in lowered:  # behind all of them: nothing is traced while a thread compiles
+    for each in lowered:  # after all of them: nothing is traced while a thread compiles
         each.compile_async()

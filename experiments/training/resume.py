@@ -160,7 +160,7 @@ def _check_chosen(folder: Path, identity: Mapping[str, Any], resume: str) -> Non
 
 
 def _remove_unused(fresh: Path) -> None:
-    """Hydra's folder for a run that goes on in another one: nothing but the configuration is in it."""
+    """Hydra's folder for a run that resumes in another one: nothing but the configuration is in it."""
     if fresh.is_dir() and {p.name for p in fresh.iterdir()} <= {".hydra"}:
         shutil.rmtree(fresh)
 

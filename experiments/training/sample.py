@@ -54,7 +54,7 @@ class Sampler:
         written = list(self.encode(prompt))
         for _ in range(length):
             logits = self.forward(params, *self._window(written[-self.context :]))  # [1, V]
-            # A model that is not finite (run.watch=off) gives noise, not an error: the ranks go on together.
+            # A model that is not finite (run.watch=off) gives noise, not an error: all ranks continue.
             logits = logits[0].float().cpu().nan_to_num()
             weights = torch.softmax(logits / self.temperature, dim=-1)
             written.append(int(torch.multinomial(weights, 1, generator=random)))

@@ -51,7 +51,7 @@ class Training:
         plan: specs and options of `step`.
         loader: this rank's batches, each a tuple of arguments; it has `state_dict`.
         evaluate: the held-out loss of parameters; all ranks call it together.
-        begin: the state to resume from, and a loader that stands there.
+        begin: the state to resume, and a loader that stands there.
         spent: where this process's time goes.
         replicas: what keeps states in memory, if anything does.
         prepare: called once after the first step, with its state: compiles what later steps need.

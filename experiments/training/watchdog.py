@@ -125,7 +125,7 @@ def hunt(step: Any, begin: Begin, number: int, say: Callable[[str], None]) -> st
     replayed on the eager backend by `fs.debug.nan_hunt`.
 
     Args:
-        begin: the state to go on from, and a loader that stands there.
+        begin: the state to resume, and a loader that stands there.
         say: takes lines on what is done, and how long it took.
     """
     began = time.perf_counter()

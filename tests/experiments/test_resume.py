@@ -116,7 +116,7 @@ def test_killed_again_and_again(unbroken, tmp_path, monkeypatch):
 
 
 def test_with_replicas_no_step_is_made_again(unbroken, tmp_path, monkeypatch, capfd):
-    """Killed, it goes on from memory; with memory lost from disk, and says so in one line."""
+    """Killed, it resumes from memory; with memory lost from disk, and says so in one line."""
     memory, run = tmp_path / "memory", run_in(tmp_path / "run")
     memory.mkdir()
     monkeypatch.setenv(MEMORY, str(memory))
@@ -133,10 +133,10 @@ def test_with_replicas_no_step_is_made_again(unbroken, tmp_path, monkeypatch, ca
         part.write_bytes(part.read_bytes()[:-20])
     monkeypatch.setenv(ATTEMPT, "1")
     loop.train(config_of("run.replicas=1"), run, [], Stop())
-    told = capfd.readouterr().out
+    printed = capfd.readouterr().out
     assert not memory.exists()
-    assert f"replicas: no step is complete in memory, going on from {run.root}\n" in told
-    assert f"resume: step 12 of {run.root}\n" in told
+    assert f"replicas: no step is complete in memory, going on from {run.root}\n" in printed
+    assert f"resume: step 12 of {run.root}\n" in printed
     assert "of each node's host memory" in Path(run.folder, "memory.txt").read_text()
     assert differences(unbroken, Path(run.folder)) == []
 
@@ -146,7 +146,7 @@ def test_asked_to_stop(unbroken, tmp_path, capfd, at):
     """The step is finished and saved; no held-out loss is waited for; the next start has them all."""
     loop.train(config_of(), run_in(tmp_path), [], After(at))
     said = capfd.readouterr().out
-    at += 1  # ranks hear of it a step later
+    at += 1  # the flag reaches all ranks a step later
     assert f"stopped: step {at} of {STEPS} is saved; the same command goes on from there" in said
     assert f"run.resume={tmp_path}" in said
     assert read_result(tmp_path) == {"status": "stopped", "overrides": [], "step": at}
@@ -170,7 +170,7 @@ def test_a_torn_checkpoint_is_passed_over(unbroken, tmp_path, monkeypatch, capfd
     assert differences(unbroken, tmp_path) == []
 
 
-def test_a_save_that_fails_is_told_and_training_goes_on(unbroken, tmp_path, monkeypatch, capfd):
+def test_a_save_that_fails_is_reported_and_training_continues(unbroken, tmp_path, monkeypatch, capfd):
     save = fs.checkpoint.save
 
     def full(path: Path, *args: Any, **how: Any) -> Path:
@@ -234,7 +234,7 @@ ON_RANK: dict[str, Any] = {}  # what a rank of the pool has prepared
 
 
 def on_two(rank: int, folder: str, async_save: str, stop_at: int, stops: int) -> None:
-    """Train on this rank; rank `stops` alone is asked before its step `stop_at`: all stop behind the next."""
+    """Train on this rank; rank `stops` alone is asked before its step `stop_at`: all stop after the next."""
     stop = After(stop_at) if rank == stops else Stop()
     config = compose(*RUN, "mesh.shard=2", f"run.async_save={async_save}")
     Path(folder).mkdir(exist_ok=True)
@@ -244,7 +244,7 @@ def on_two(rank: int, folder: str, async_save: str, stop_at: int, stops: int) ->
 
 
 def test_any_rank_that_is_asked_stops_all(ranks: Any, tmp_path: Path) -> None:
-    """And the other mesh's run goes on from there within rounding."""
+    """And the other mesh's run continues from there within rounding."""
     two, whole, one = (tmp_path / name for name in ("two", "whole", "one"))
     ranks(2).run(on_two, str(whole), "false", 99, 0)
     assert read_result(whole)["status"] == "ok"
@@ -281,7 +281,7 @@ def split_in_two(rank: int, folder: str, source: str, axis: str) -> None:
 
 
 def test_ranks_that_split_the_same_rows_are_one_rank(ranks: Any, tmp_path: Path) -> None:
-    """A tensor and a context axis; the latter goes on from the former's checkpoint."""
+    """A tensor and a context axis; the latter resumes the former's checkpoint."""
     one, tensor, context = (tmp_path / name for name in ("one", "tensor", "context"))
     loop.train(compose(*SPLIT, "mesh.shard=1"), run_in(one), [], Stop())
     ranks(2).run(split_in_two, str(run_in(tensor).folder), "", "mesh.tensor=2")
@@ -302,7 +302,7 @@ def _numbers(folder: Path) -> list[dict[str, float]]:
 
 
 def test_the_same_command_again_after_sigterm(tmp_path, warm):
-    """With a folder named by the clock; what the launcher is told reaches the ranks."""
+    """With a folder named by the clock; a signal to the launcher reaches the ranks."""
     command = ["-m", "experiments.train", *RUN, "mesh.shard=1", "run.steps=3000", "run.sample_tokens=0"]
     shown = []
     for _ in range(2):

@@ -279,7 +279,7 @@ def test_auto_plans_within_its_budget_and_trains(tmp_path: Path, warm: Warm):
     assert [row["step"] for row in rows_of(tmp_path) if "loss" in row] == [1, 2, 3]
 
 
-def test_a_mistake_is_told_from_a_bug():
+def test_a_mistake_is_no_bug():
     for error in (ConfigError("x"), hydra.errors.HydraException("x")):
         assert is_mistake(error)
     try:
