@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,24 +16,12 @@ from torch.func import grad
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.utils.rnn import pack_padded_sequence
 from toys import lower
+from zoo import ROWS, WIDTH, Fn, Params, batches, check, check_compiled, named, params, step_on, table
 
 import fnshard as fs
 from fnshard import StateError, TraceError
 
-Params = dict[str, Tensor]
-Fn = Callable[[Params, Tensor], Any]
-WIDTH, ROWS, EXPERTS = 8, 6, 4
-
-
-def params() -> Params:
-    numbers = torch.Generator().manual_seed(0)
-    shape = (WIDTH, WIDTH)
-    return {f"layers.{i}.w": torch.randn(shape, dtype=torch.float64, generator=numbers) / 2 for i in range(3)}
-
-
-def batches(count: int) -> Tensor:
-    numbers = torch.Generator().manual_seed(1)
-    return torch.randn(count, ROWS, WIDTH, dtype=torch.float64, generator=numbers)
+EXPERTS = 4
 
 
 def hidden(p: Params, x: Tensor) -> Tensor:
@@ -85,18 +72,6 @@ def experts_by_parts(p: Params, x: Tensor) -> Tensor:
         start += counts[expert]
     out = torch.zeros_like(x).index_add(0, order, torch.cat(found).tanh())
     return (out @ p["layers.2.w"].select(0, first.max().item())).square().mean()
-
-
-def experts_by_einsum(p: Params, x: Tensor) -> Tensor:
-    """GShard: a one-hot tensor sends tokens to places of experts, of which there are three."""
-    weights = hidden(p, x)[:, :EXPERTS].softmax(-1)
-    one_hot = F.one_hot(weights.argmax(-1), EXPERTS)
-    place = (one_hot.cumsum(0) - 1) * one_hot
-    sent = F.one_hot(place.clamp(max=3), 4)[..., :3] * one_hot[..., None]
-    rows = torch.einsum("nec,nd->ecd", sent.to(x.dtype), x)
-    rows = torch.einsum("ecd,df->ecf", rows, p["layers.1.w"]).tanh()
-    out = torch.einsum("nec,ecf,ne->nf", sent.to(x.dtype), rows, weights)
-    return (out @ p["layers.2.w"]).square().mean()
 
 
 def statistics(p: Params, x: Tensor) -> Tensor:
@@ -262,13 +237,6 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, score_mod: Fn, mask: Any) -
     return scores.masked_fill(i < j, -torch.inf).softmax(-1) @ v
 
 
-MIXTURES: list[Fn] = [experts, experts_by_mask, experts_by_sorting, experts_by_parts, experts_by_einsum]
-PROGRAMS: list[Fn] = [
-    *MIXTURES, statistics, losses, joined, products, nested, scattered, unique_rows, repeated, class_means,
-    positions, nothing, inside_a_transform, counted, branches, loops, attention,
-]  # fmt: skip
-
-
 def python_scan(combine: Fn, carry: Tensor, xs: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
     rows = []
     for x in xs.flip(0):
@@ -277,58 +245,19 @@ def python_scan(combine: Fn, carry: Tensor, xs: Tensor, **_: Any) -> tuple[Tenso
     return carry, torch.stack(rows)
 
 
-# What plain torch compiles, in Python.
-TWINS: dict[Fn, Fn] = {
-    attention: partial(attention, attend=plain_attention),
-    branches: partial(branches, cond=lambda pred, yes, no, values: (yes if pred else no)(*values)),
-    loops: partial(
+PROGRAMS = named(
+    experts, experts_by_mask, experts_by_sorting, experts_by_parts, statistics, losses, joined, products,
+    nested, scattered, unique_rows, repeated, class_means, positions, nothing, inside_a_transform, counted,
+    branches, loops, attention,
+)  # fmt: skip
+TWINS: dict[str, Fn] = {  # what plain torch compiles, in Python
+    "attention": partial(attention, attend=plain_attention),
+    "branches": partial(branches, cond=lambda pred, yes, no, values: (yes if pred else no)(*values)),
+    "loops": partial(
         loops, scan=python_scan, torch_map=lambda f, xs, *args: torch.stack([f(x, *args) for x in xs])
     ),
 }
-
-
-def loss_of(results: list[Any]) -> Tensor:
-    if isinstance(results[0], fs.Mean):
-        return sum(r.total for r in results) / sum(r.count for r in results)
-    return torch.stack(results).mean()
-
-
-def plain(fn: Fn, parts: int) -> tuple[Tensor, list[Tensor]]:
-    leaves = {k: v.requires_grad_() for k, v in params().items()}
-    loss = loss_of([TWINS.get(fn, fn)(leaves, x) for x in batches(parts)])
-    return loss, list(torch.autograd.grad(loss, leaves.values(), allow_unused=True, materialize_grads=True))
-
-
-def step_of(fn: Fn, mesh: fs.Mesh, preset: str = "full_shard", **options: Any) -> Callable[[int], Any]:
-    """A rank's loss and full gradients."""
-    specs = fs.presets.PRESETS[preset](params(), mesh)
-    step = fs.shard_step(fn, specs, mesh=mesh, **{"backend": "eager", **options})
-    parts = batches(mesh.size * options.get("accumulate", 1)).reshape(mesh.size, -1, WIDTH)
-
-    def work(rank: int) -> tuple[Tensor, Params]:
-        value, grads = step(fs.shard(params(), specs, mesh), parts[rank])
-        return value, fs.unshard(grads, specs, mesh, layout="gradient")
-
-    return work
-
-
-def check(fn: Fn, results: list[tuple[Tensor, Params]], parts: int) -> None:
-    loss, expected = plain(fn, parts)
-    for value, grads in results:
-        torch.testing.assert_close(value, loss.detach(), rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close([*grads.values()], expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("fn", PROGRAMS, ids=lambda f: f.__name__)
-def test_sharded_gradients_are_those_of_plain_torch(fn: Fn) -> None:
-    mesh = fs.make_mesh(shard=2, simulated=True)
-    ways: list[tuple[str, dict[str, Any]]] = [
-        ("zero2", {"remat": "unit", "accumulate": 2}),
-        ("full_shard", {}),
-    ]
-    for preset, options in ways[: 1 + (fn in MIXTURES)]:
-        work = step_of(fn, mesh, preset, **options)
-        check(fn, fs.simulate(mesh, work), 2 * options.get("accumulate", 1))
+test_sharded_gradients_are_those_of_plain_torch = table(PROGRAMS, TWINS)
 
 
 def bounded_experts(p: Params, x: Tensor) -> Tensor:
@@ -336,17 +265,16 @@ def bounded_experts(p: Params, x: Tensor) -> Tensor:
 
 
 def test_inductor_compiles_it() -> None:
-    mesh = fs.make_mesh(shard=1, simulated=True)
-    for fn in (bounded_experts, branches):
-        check(fn, fs.simulate(mesh, step_of(fn, mesh, backend="inductor")), 1)
+    check_compiled(bounded_experts)
+    check_compiled(branches, TWINS["branches"])
 
 
-def on_gloo(rank: int) -> tuple[Tensor, Params]:
-    return step_of(bounded_experts, fs.make_mesh(shard=2))(rank)
+def on_rank(rank: int) -> Any:
+    return step_on(bounded_experts, fs.make_mesh(shard=2))(rank)
 
 
 def test_two_real_ranks(ranks: Any) -> None:
-    check(bounded_experts, ranks(2).run(on_gloo), 2)
+    check(bounded_experts, ranks(2).run(on_rank), 2)
 
 
 # ------------------------------------------------------------------ bounds

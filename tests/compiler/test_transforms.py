@@ -16,43 +16,18 @@ from torch.func import (
     grad,
     grad_and_value,
     hessian,
-    jacfwd,
-    jacrev,
     jvp,
     linearize,
     vjp,
     vmap,
 )
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from toys import lower, our_grads, plain_grads
+from zoo import ROWS, WIDTH, Fn, Params, batches, check, check_compiled, named, net, params, step_on, table
 
 import fnshard as fs
 from fnshard import TraceError
 from fnshard.compiler.schedule.instructions import Gather, ReduceScatter, Run
-
-Params = dict[str, Tensor]
-Fn = Callable[[Params, Tensor], Tensor]
-LAYERS, WIDTH, ROWS = 2, 4, 6
-
-
-def params(layers: int = LAYERS) -> Params:
-    numbers = torch.Generator().manual_seed(0)
-    shape = (WIDTH, WIDTH)
-    return {
-        f"layers.{i}.w": torch.randn(shape, dtype=torch.float64, generator=numbers) / 2 for i in range(layers)
-    }
-
-
-def batches(count: int) -> Tensor:
-    numbers = torch.Generator().manual_seed(1)
-    return torch.randn(count, ROWS, WIDTH, dtype=torch.float64, generator=numbers)
-
-
-def net(p: Params, x: Tensor) -> Tensor:
-    for w in p.values():
-        x = torch.tanh(x @ w)
-    return x
 
 
 def gradient_penalty(p: Params, x: Tensor) -> Tensor:
@@ -75,16 +50,6 @@ def per_sample_gradients(p: Params, x: Tensor) -> Tensor:
     return sum(g.flatten(1).norm(dim=1).mean() for g in each.values())
 
 
-def ensemble(p: Params, x: Tensor) -> Tensor:
-    stacked = torch.stack([*p.values()])
-    return vmap(lambda w: torch.sin(x @ w).mean())(stacked).square().sum()
-
-
-def pushed_forward(p: Params, x: Tensor) -> Tensor:
-    out, tangent = jvp(lambda z: net(p, z), (x,), (x.cos(),))
-    return (out * tangent).mean()
-
-
 def pulled_back(p: Params, x: Tensor) -> Tensor:
     (out, scale), pull, aux = vjp(lambda z: ((net(p, z), z.sum()), z.sin()), x, has_aux=True)
     (slope,) = pull((out.sin(), scale))
@@ -93,13 +58,6 @@ def pulled_back(p: Params, x: Tensor) -> Tensor:
 
 def curvature(p: Params, x: Tensor) -> Tensor:
     return hessian(lambda z: net(p, z).square().sum())(x[0]).square().mean()
-
-
-def jacobians(p: Params, x: Tensor) -> Tensor:
-    def f(z: Tensor) -> Tensor:
-        return net(p, z)
-
-    return (jacrev(f)(x[0]) * jacfwd(f)(x[1])).mean()
 
 
 def hessian_vector(p: Params, x: Tensor) -> Tensor:
@@ -115,21 +73,6 @@ def value_and_gradient(p: Params, x: Tensor) -> Tensor:
 def mapped_twice(p: Params, x: Tensor) -> Tensor:
     eye = torch.eye(WIDTH, dtype=x.dtype)
     return vmap(grad(lambda z: vmap(lambda q: (net(p, z) * q).sum())(eye).square().sum()))(x).square().mean()
-
-
-def physics(p: Params, x: Tensor) -> Tensor:
-    """u'' + u = 0, where u is the network along its first input."""
-
-    def u(t: Tensor) -> Tensor:
-        return net(p, torch.stack([t, t * 0, t * 0, t * 0]))[0]
-
-    t = x[:, 0]
-    return (vmap(grad(grad(u)))(t) + vmap(u)(t)).square().mean()
-
-
-def detached(p: Params, x: Tensor) -> Tensor:
-    slope = grad(lambda z: (net(p, z).detach() * z).sum())(x)
-    return slope.square().mean() + net(p, x).mean()
 
 
 def norms_attention_and_losses(p: Params, x: Tensor) -> Tensor:
@@ -170,20 +113,11 @@ def tangents_of_norms(p: Params, x: Tensor) -> Tensor:
     return jvp(f, (x,), (x.cos(),))[1].square().mean()
 
 
-def of_a_module(p: Params, x: Tensor) -> Tensor:
-    def f(q: Params, z: Tensor) -> Tensor:
-        for w in q.values():
-            z = functional_call(LINEAR, {"weight": w}, (z,)).relu()
-        return z.square().mean()
-
-    return sum(g.square().mean() for g in grad(f)(p, x).values())
-
-
-def under_no_grad(p: Params, x: Tensor) -> Tensor:
+def detached(p: Params, x: Tensor) -> Tensor:
     def f(z: Tensor) -> Tensor:
         with torch.no_grad():
             scale = net(p, z)
-        return (scale * z).sum()
+        return (scale * z + net(p, z).detach() * z.sin()).sum()
 
     return grad(f)(x).square().mean() + net(p, x).mean()
 
@@ -261,21 +195,21 @@ def of_autograd_functional(p: Params, x: Tensor) -> Tensor:
     return functional.jacobian(lambda z: net(p, z[None])[0], x[0], create_graph=True).square().mean()
 
 
-def ensemble_of_modules(p: Params, x: Tensor) -> Tensor:
+def ensemble(p: Params, x: Tensor) -> Tensor:
     """`p` stacked as `stack_module_state` stacks modules."""
     stacked = {"weight": torch.stack([*p.values()])}
     outs = vmap(lambda w: functional_call(LINEAR, w, (x,)))(stacked)
     return outs.tanh().mean(0).square().mean()
 
 
-PROGRAMS: list[Fn] = [
-    gradient_penalty, maml, per_sample_gradients, ensemble, pushed_forward, pulled_back,
-    curvature, jacobians, hessian_vector, value_and_gradient, mapped_twice, physics, detached,
-    norms_attention_and_losses, looked_up, written_in_place, of_a_module, under_no_grad, penalty_of_autograd,
-    slope_of_an_activation, maml_of_autograd, third_derivative, without_a_graph, writes_before_a_slope,
-    all_kinds_in_one, one_slope_after_another, dual_numbers, of_autograd_functional,
-    ensemble_of_modules, tangents_of_norms,
-]  # fmt: skip
+PROGRAMS = named(
+    gradient_penalty, maml, per_sample_gradients, pulled_back, curvature, hessian_vector, value_and_gradient,
+    mapped_twice, detached, norms_attention_and_losses, looked_up, written_in_place, tangents_of_norms,
+    penalty_of_autograd, slope_of_an_activation, maml_of_autograd, third_derivative, without_a_graph,
+    writes_before_a_slope, all_kinds_in_one, one_slope_after_another, dual_numbers, of_autograd_functional,
+    ensemble,
+)  # fmt: skip
+test_sharded_gradients_are_those_of_plain_torch = table(PROGRAMS)
 
 
 def written(p: Params, x: Tensor) -> Tensor:
@@ -285,55 +219,17 @@ def written(p: Params, x: Tensor) -> Tensor:
     return y
 
 
-def plain(fn: Fn, ranks: int) -> tuple[Tensor, list[Tensor]]:
-    leaves = {k: v.requires_grad_() for k, v in params().items()}
-    with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
-        loss = torch.stack([fn(leaves, x.clone()) for x in batches(ranks)]).mean()
-    return loss, list(torch.autograd.grad(loss, leaves.values()))
-
-
-@pytest.mark.parametrize("fn", PROGRAMS, ids=lambda f: f.__name__)
-def test_sharded_gradients_are_those_of_plain_torch(fn: Fn) -> None:
-    loss, expected = plain(fn, 2)
-    mesh = fs.make_mesh(shard=2, simulated=True)
-    ways: list[tuple[str, dict[str, Any]]] = [("zero2", {"remat": "unit"}), ("full_shard", {})]
-    for preset, options in ways[: 2 - PROGRAMS.index(fn) % 2]:
-        specs = fs.presets.PRESETS[preset](params(), mesh)
-        step = fs.shard_step(fn, specs, mesh=mesh, backend="eager", **options)
-
-        def work(rank: int, step: Any = step, specs: Any = specs) -> tuple[Tensor, Params]:
-            value, grads = step(fs.shard(params(), specs, mesh), batches(2)[rank])
-            return value, fs.unshard(grads, specs, mesh, layout="gradient")
-
-        for value, grads in fs.simulate(mesh, work):
-            torch.testing.assert_close(value, loss.detach(), rtol=1e-10, atol=1e-10)
-            torch.testing.assert_close([*grads.values()], expected, rtol=1e-10, atol=1e-10)
-
-
-def train_on_a_rank(rank: int) -> tuple[float, Params]:
-    mesh = fs.make_mesh(shard=-1)
-    specs = fs.presets.full_shard(params(), mesh)
-    step = fs.shard_step(penalty_of_autograd, specs, mesh=mesh, backend="eager", accumulate=2)
-    value, grads = step(fs.shard(params(), specs, mesh), batches(4)[2 * rank : 2 * rank + 2].flatten(0, 1))
-    return float(value), fs.unshard(grads, specs, mesh, layout="gradient")
+def on_rank(rank: int) -> Any:
+    return step_on(penalty_of_autograd, fs.make_mesh(shard=2), accumulate=2)(rank)
 
 
 def test_two_processes_accumulate_what_plain_torch_does(ranks: Any) -> None:
-    loss, expected = plain(penalty_of_autograd, 4)
-    for value, grads in ranks(2).run(train_on_a_rank):
-        torch.testing.assert_close(value, loss.item(), rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close([*grads.values()], expected, rtol=1e-10, atol=1e-10)
+    check(penalty_of_autograd, ranks(2).run(on_rank), 4)
 
 
 @pytest.mark.parametrize("fn", [gradient_penalty, penalty_of_autograd], ids=lambda f: f.__name__)
 def test_inductor_compiles_it(fn: Fn) -> None:
-    loss, expected = plain(fn, 1)
-    mesh = fs.make_mesh(shard=1, simulated=True)
-    specs = fs.presets.full_shard(params(), mesh)
-    step = fs.shard_step(fn, specs, mesh=mesh)
-    ((value, grads),) = fs.simulate(mesh, lambda _: step(params(), batches(1)[0]))
-    torch.testing.assert_close(value, loss.detach(), rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close([*grads.values()], expected, rtol=1e-10, atol=1e-10)
+    check_compiled(fn)
 
 
 def test_leaves_that_a_transform_reads_are_gathered_by_unit() -> None:
@@ -344,7 +240,7 @@ def test_leaves_that_a_transform_reads_are_gathered_by_unit() -> None:
             x = x + grad(lambda z, w=w: torch.tanh(z @ w).square().sum())(x)
         return x.mean()
 
-    low = lower(by_layer, params(), batches(1)[0], ranks=2)
+    low = lower(by_layer, params(2), batches(1)[0], ranks=2)
     order = [
         (type(i).__name__, i.unit) for i in low.schedule.instructions if isinstance(i, Gather | ReduceScatter)
     ]
