@@ -112,25 +112,30 @@ def assigned(leaves: Mapping[str, LocalLeaf], mesh: Mesh) -> dict[str, LocalLeaf
 def _write(
     directory: AtomicDirectory, leaves: Mapping[str, LocalLeaf], mesh: Mesh
 ) -> tuple[DataFile | None, dict[str, SavedLeaf]]:
-    """This rank's file, written, flushed and summed, None where it has nothing to write; and all leaves, each
-    with the chunks that are in the file."""
+    """This rank's file, None where it has nothing to write; and all leaves, each with the chunks that are in
+    the file."""
     mine = assigned(leaves, mesh)
+    file, chunks = write_blocks(directory.saving, mine, mesh) if mine else (None, {})
+    return file, {name: leaf.saved_as(chunks.get(name, ())) for name, leaf in leaves.items()}
+
+
+def write_blocks(
+    folder: Path, mine: Mapping[str, LocalLeaf], mesh: Mesh
+) -> tuple[DataFile, dict[str, list[Chunk]]]:
+    """This rank's file of these leaves, written, flushed and summed; and the chunks of each in it."""
     parts = [(name, leaf, *part) for name, leaf in mine.items() for part in leaf.parts(mesh)]
     titles = [_title(name, leaf, *part) for name, leaf, *part in parts]
-    if not parts:
-        return None, {name: leaf.saved_as() for name, leaf in leaves.items()}
     entries = [
         TensorToWrite(title, tuple(part.shape), part.dtype, lambda part=part: part)
         for title, (_, _, _, part) in zip(titles, parts, strict=True)
     ]
     file = data_file(mesh.rank)
-    done = write(directory.saving / file, entries)
+    done = write(folder / file, entries)
     chunks: dict[str, list[Chunk]] = {}
     for title, (name, _, start, part) in zip(titles, parts, strict=True):
         chunk = Chunk(start, tuple(part.shape), file, done.at[title], done.crc32[title])
         chunks.setdefault(name, []).append(chunk)
-    saved = {name: leaf.saved_as(chunks.get(name, ())) for name, leaf in leaves.items()}
-    return DataFile(done.bytes, done.header_bytes, done.header_crc32), saved
+    return DataFile(done.bytes, done.header_bytes, done.header_crc32), chunks
 
 
 def _title(name: str, leaf: LocalLeaf, start: tuple[int, ...], part: Tensor) -> str:

@@ -1,22 +1,26 @@
 """Replicas: copies of a training state in host memory, so that a run goes on where it was when ranks die.
 
 A replica is a checkpoint whose files lie in memory that outlives a rank, in a folder of this node's /dev/shm.
-Ranks find it again whoever started them anew, `fs.launch` or `torchrun`.
-Each rank copies the blocks that are its own to a mapped file there, in two slots in turn; checksums, and the
-copy on a partner's node, are made in the background while the next step runs. Next to each file its part is
-written last, so no step is taken for complete that is not. Gemini (Wang et al., SOSP 2023) has the same
-placement.
+Ranks find it again whoever started them anew, `fs.launch` or `torchrun`. Each save has a folder of its own,
+and the last complete one stays while the next is written. A rank copies its blocks to the host; its file, the
+checksums and the copy on a partner's node are made in the background while the next step runs. Next to each
+file lies a manifest of that file alone, written when the files of all ranks are there: so no state is taken
+for complete that is not. Gemini (Wang et al., SOSP 2023) has the same placement.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import socket
 import threading
 import uuid
+import zlib
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,19 +30,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnshard.analysis.measure import control_groups
-from fnshard.checkpoint.blocks import assigned, chunk_reads
+from fnshard.checkpoint.blocks import assigned, chunk_reads, write_blocks
 from fnshard.checkpoint.coordination import Failed, agreed, group_of, texts
 from fnshard.checkpoint.loader_state import encode
-from fnshard.checkpoint.replica_files import (
-    PART,
-    SLOTS,
-    Replica,
-    ReplicaFile,
-    mapped_file,
-    parts_in,
-    replicas_of,
-    write_part,
-)
+from fnshard.checkpoint.manifest_file import Manifest, merged
 from fnshard.checkpoint.restoring import Targets, state_filler
 from fnshard.checkpoint.saving import copy_to_host
 from fnshard.checkpoint.state_leaves import state_leaves
@@ -47,26 +42,18 @@ from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh.process_group import attempt, launcher
 from fnshard.runtime.collectives.base import failing
 from fnshard.runtime.files.folder import data_file, memory_directory
+from fnshard.runtime.files.json_reader import from_json
 from fnshard.step.state import TrainState
 from fnshard.step.step import Step
+
+PART = ".json"  # of the manifest next to a data file
+_Part = tuple[str, list[int]]  # the manifest of one data file, and the nodes that have both
+COPIES = 3  # of a file that a node needs room for: the last, the next, and what that is written from
 
 
 def most_copies(nodes: int) -> int:
     """How many copies nodes hold: one node's memory outlives its ranks, not the node."""
     return max(1, nodes - 1)
-
-
-def _folder_of(memory: str | Path) -> Path:
-    if isinstance(memory, Path):
-        return memory
-    try:
-        return memory_directory(memory, launcher())
-    except OSError as error:
-        raise CheckpointError(
-            f"replicas in memory, {memory!r}: {error.filename}: {error.strerror}.",
-            fix="a Linux machine with /dev/shm, and a name that no other job has; of several agents on one "
-            "machine each needs FNSHARD_MEMORY, a folder of its own.",
-        ) from None
 
 
 class Replicas:
@@ -96,6 +83,7 @@ class Replicas:
         names = list(dict.fromkeys(hosts))
         self._nodes = [names.index(host) for host in hosts]  # by rank
         self._node = self._nodes[self.mesh.rank]
+        self._is_first = self._nodes.index(self._node) == self.mesh.rank  # of its node
         self._copies = copies if len(names) > 1 else 0
         if not 1 <= copies <= most_copies(len(names)):
             raise CheckpointError(
@@ -103,9 +91,9 @@ class Replicas:
                 f"1 to {most_copies(len(names))}.",
                 fix="one copy needs the node alone, n copies need n + 1 nodes.",
             )
-        self._token = texts(self._group, uuid.uuid4().hex)[0]
+        self._token = texts(self._group, uuid.uuid4().hex)[0]  # folders of two starts do not mix
         self.lost, self.node_bytes = False, 0
-        self._next, self._slots = 0, dict[int, dict[str, Tensor]]()
+        self._count, self._last = 0, ""  # saves, and the folder of the last complete one
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -113,68 +101,71 @@ class Replicas:
 
     def restore(self, newer_than: int = -1) -> TrainState | None:
         """The newest state that is complete in the memory of all nodes together; None if none is that new."""
-        first = self._local[0] == self.mesh.rank
-        mine = [[slot, text.decode()] for slot, text in (parts_in(self.memory) if first else ())]
-        found = [
-            (self._nodes[rank], slot, text.encode())
-            for rank, listed in enumerate(texts(self._group, json.dumps(mine)))
-            for slot, text in json.loads(listed)
-        ]
+        found: dict[str, dict[str, _Part]] = {}  # by folder and data file
+        here = _parts_in(self.memory) if self._is_first else []
+        for rank, listed in enumerate(texts(self._group, json.dumps(here))):
+            for folder, name, text in json.loads(listed):
+                part = found.setdefault(folder, {}).setdefault(name, (text, []))
+                part[1].append(self._nodes[rank])
+        replicas = filter(None, (_replica_of(folder, parts) for folder, parts in found.items()))
         _, fill = state_filler(self.step, None)
         self.lost = bool(found) or attempt() > 0
-        for replica in replicas_of(found):
+        for replica in sorted(replicas, key=lambda replica: -replica.manifest.step):
             if replica.manifest.step <= newer_than:
                 self.lost = False
                 break
-            folder = self.memory / replica.slot
+            folder = self.memory / replica.folder
             try:
                 state = fill(folder, replica.manifest, self._group, partial(self._fetch, folder, replica))
             except Failed as error:
                 if not error.corrupt:
                     raise CheckpointError(f"cannot restore from {folder}:", error.lines()) from error
                 continue
-            self._next, self.lost = 1 - SLOTS.index(replica.slot), False
+            self._last, self.lost = replica.folder, False
             return state
         return None
 
     def start(self, state: TrainState) -> None:
-        """Plan the files and see that they fit: `node_bytes` of this node's memory.
+        """Make room on the host for this rank's blocks, and see that all fits: `node_bytes` of this node.
 
         Raises:
-            CheckpointError: they do not fit into the memory that is free.
+            CheckpointError: it does not fit into the memory that is free.
         """
+        mesh = self.mesh
         self._specs = ResolvedSpecs.of(state.where[0]).stored
-        leaves = state_leaves(state, self._specs, self.mesh)
-        rank, world = self.mesh.rank, self.mesh.size
-        self._file = ReplicaFile(data_file(rank), leaves, assigned(leaves, self.mesh), self.mesh)
-        sizes = [int(text) for text in texts(self._group, str(self._file.bytes))]
+        leaves = state_leaves(state, self._specs, mesh)
+        mine = assigned(leaves, mesh)
+        own_bytes = sum(leaf.block.nbytes for leaf in mine.values())
+        sizes = [int(text) for text in texts(self._group, str(own_bytes))]
         shifts = range(1, self._copies + 1)
-        self._targets = [self._partner(rank, shift) for shift in shifts]
-        self._sources = [[r for r in range(world) if self._partner(r, s) == rank] for s in shifts]
-        here = {rank, *(r for sources in self._sources for r in sources)}
-        self._sizes = {data_file(r): sizes[r] for r in sorted(here)}
-        listed = [json.loads(text) for text in texts(self._group, json.dumps(self._sizes))]
-        on_node = {name: size for r in self._local for name, size in listed[r].items()}
-        self._names = {name + end for name in on_node for end in ("", PART)}
-        self.node_bytes = len(SLOTS) * sum(on_node.values())
+        self._targets = [self._partner(mesh.rank, shift) for shift in shifts]
+        self._sources = [[r for r in range(mesh.size) if self._partner(r, s) == mesh.rank] for s in shifts]
+        taken = own_bytes + sum(sizes[r] for sources in self._sources for r in sources)
+        by_rank = zip(self._nodes, texts(self._group, str(taken)), strict=True)
+        self.node_bytes = COPIES * sum(int(text) for node, text in by_rank if node == self._node)
         agreed(self._group, "replicas", self._check_room)
+        self._staged = {
+            name: replace(leaf, block=torch.empty(leaf.block.shape, dtype=leaf.block.dtype))
+            for name, leaf in mine.items()
+        }
+        axes = dict(zip(mesh.names, mesh.sizes, strict=True))
+        self._plan = Manifest(
+            step=0, seed=0, mesh={"axes": axes, "data_axes": list(mesh.data_axes)},
+            leaves={name: leaf.saved_as() for name, leaf in leaves.items()},
+            files={}, specs={}, data=(), config=None, metrics={},
+            versions={"torch": str(torch.__version__)},
+        )  # fmt: skip
 
     def _check_room(self) -> None:
-        for slot in SLOTS:
-            (self.memory / slot).mkdir(mode=0o700, exist_ok=True)
         there = os.statvfs(self.memory)
         free = [there.f_bavail * there.f_frsize, *(max(0, limit - used) for limit, used in control_groups())]
-        taken = sum(path.stat().st_size for slot in SLOTS for path in (self.memory / slot).iterdir())
+        taken = sum(path.stat().st_size for path in self.memory.glob("*/*"))
         if self.node_bytes > min(free) + taken:
             raise CheckpointError(
                 f"replicas take {self.node_bytes / 1e9:.3g} GB of this node's memory, in {self.memory} "
                 f"{(min(free) + taken) / 1e9:.3g} GB are free.",
                 fix="fewer copies, more nodes, or a larger /dev/shm.",
             )
-
-    @property
-    def _local(self) -> list[int]:
-        return [rank for rank, node in enumerate(self._nodes) if node == self._node]
 
     def _partner(self, rank: int, shift: int) -> int:
         """Who holds this rank's blocks: the rank in its place on the node that is `shift` further."""
@@ -183,23 +174,24 @@ class Replicas:
         there = by_node[(self._nodes[rank] + shift) % count]
         return there[by_node[self._nodes[rank]].index(rank) % len(there)]
 
-    def _fetch(self, folder: Path, replica: Replica, targets: Targets) -> None:
+    def _fetch(self, folder: Path, replica: _Replica, targets: Targets) -> None:
         """Bring the files that this node's ranks read and that lie on other nodes alone."""
         needed = {read.chunk.file for read in chunk_reads(targets, replica.manifest, self.mesh)}
         missing = set()
         for rank, text in enumerate(texts(self._group, json.dumps(sorted(needed)))):
             node = self._nodes[rank]
             missing |= {(node, name) for name in json.loads(text) if node not in replica.nodes[name]}
+        received = {}
         for node, name in sorted(missing):
-            source = self._nodes.index(replica.nodes[name][0])
-            target, size = self._nodes.index(node), replica.manifest.files[name].bytes
+            source, target = self._nodes.index(replica.nodes[name][0]), self._nodes.index(node)
             with failing(lambda: "fetching a replica"):
                 if self.mesh.rank == source:
-                    dist.send(mapped_file(folder / name, size), target, group=self._group)
+                    dist.send(_content(folder / name), target, group=self._group)
                 elif self.mesh.rank == target:
-                    folder.mkdir(mode=0o700, exist_ok=True)
-                    dist.recv(mapped_file(folder / name, size, new=True), source, group=self._group)
-        texts(self._group, "")  # they are there for all ranks of a node
+                    content = torch.empty(replica.manifest.files[name].bytes, dtype=torch.uint8)
+                    dist.recv(content, source, group=self._group)
+                    received[name] = content
+        agreed(self._group, "fetching a replica", lambda: _write_files(folder, received))
 
     # -------------------------------------------------------------- after a step
 
@@ -210,20 +202,13 @@ class Replicas:
             CheckpointError: the save before failed.
         """
         self.wait()
-        mapped, folder = self._mapped(), self.memory / SLOTS[self._next]
-        for name in mapped:
-            (folder / f"{name}{PART}").unlink(missing_ok=True)
         leaves = state_leaves(state, self._specs, self.mesh)
-        blocks = {name: leaf.block for name, leaf in leaves.items()}
-        copy_to_host(self._file.copies(mapped[self._file.name], blocks))
-        mesh = self.mesh
-        axes = dict(zip(mesh.names, mesh.sizes, strict=True))
-        fields = {
-            "step": int(state.step), "seed": int(state.seed), "token": self._token, "rank": mesh.rank,
-            "data": encode(data.state_dict() if hasattr(data, "state_dict") else data),
-            "mesh": {"axes": axes, "data_axes": list(mesh.data_axes)},
-        }  # fmt: skip
-        self._thread = threading.Thread(target=self._run, args=(folder, mapped, fields), daemon=True)
+        copy_to_host([(staged.block, leaves[name].block) for name, staged in self._staged.items()])
+        position = encode(data.state_dict() if hasattr(data, "state_dict") else data)
+        part = replace(self._plan, step=int(state.step), seed=int(state.seed), data=(position,))
+        self._count += 1
+        folder = self.memory / f"{self._token}-{self._count}"
+        self._thread = threading.Thread(target=self._run, args=(folder, part), daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -247,62 +232,116 @@ class Replicas:
         """
         self.wait()
         texts(self._group, "")
-        self._slots.clear()
-        if self.mesh.rank == self._local[0]:
+        self._staged = {}
+        if self._is_first:
             shutil.rmtree(self.memory, ignore_errors=True)
 
-    def _mapped(self) -> dict[str, Tensor]:
-        if self._next not in self._slots:
-            folder = self.memory / SLOTS[self._next]
-            made = {name: mapped_file(folder / name, size, new=True) for name, size in self._sizes.items()}
-            self._slots[self._next] = made
-            if self.mesh.rank == self._local[0]:  # what another mesh left there
-                for path in folder.iterdir():
-                    if path.name not in self._names and not path.name.startswith("."):
-                        path.unlink(missing_ok=True)
-        return self._slots[self._next]
-
-    def _run(self, folder: Path, mapped: Mapping[str, Tensor], fields: Mapping[str, Any]) -> None:
+    def _run(self, folder: Path, part: Manifest) -> None:
         try:
-            failed, text = None, b""
-            try:
-                text = self._file.part(mapped[self._file.name], fields).encode()
-                write_part(folder, self._file.name, text)
-            except OSError as error:
-                failed = error
-            self._exchange(folder, mapped, text)
-            failure = agreed_failure(self._group, failed)
-            if failure:
-                raise CheckpointError(f"a replica of step {fields['step']} was not written: {failure}")
-            self._next = 1 - self._next
+            what = f"writing a replica of step {part.step}"
+            text = agreed(self._group, what, lambda: self._write(folder, part))
+            files = self._exchange(text, folder / data_file(self.mesh.rank))
+            agreed(self._group, what, lambda: _write_files(folder, files))
+            self._last = folder.name
         except Exception as error:
             self._error = error
 
-    def _exchange(self, folder: Path, mapped: Mapping[str, Tensor], text: bytes) -> None:
-        """Send the file and its part to the partners, and write those of whose partner this rank is."""
-        mine = mapped[self._file.name]
-        head = torch.tensor([len(text)])
-        body = torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8)
-        for target, sources in zip(self._targets, self._sources, strict=True):
-            sends = [
-                dist.isend(t, target, group=self._group, tag=n) for n, t in enumerate((head, body, mine))
-            ]
-            for source in sources:
-                name, length = data_file(source), torch.zeros(1, dtype=torch.int64)
-                dist.recv(length, source, group=self._group, tag=0)
-                part = torch.empty(max(1, int(length)), dtype=torch.uint8)
-                dist.recv(part, source, group=self._group, tag=1)
-                dist.recv(mapped[name], source, group=self._group, tag=2)
-                if int(length):
-                    write_part(folder, name, part.numpy().tobytes())
-            for each in sends:
-                each.wait()
+    def _write(self, folder: Path, part: Manifest) -> str:
+        """Write this rank's file; what its part is to say. All but the last complete folder goes before."""
+        if self._is_first:
+            for old in self.memory.iterdir():
+                if old.is_dir() and old.name not in (self._last, folder.name):
+                    shutil.rmtree(old, ignore_errors=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        file, chunks = write_blocks(folder, self._staged, self.mesh)
+        leaves = {n: replace(leaf, chunks=tuple(chunks.get(n, ()))) for n, leaf in part.leaves.items()}
+        part = replace(part, leaves=leaves, files={data_file(self.mesh.rank): file})
+        text = json.dumps(vars(part), default=vars, separators=(",", ":"))
+        return f"{zlib.crc32(text.encode()):08x} {text}"
+
+    def _exchange(self, text: str, path: Path) -> dict[str, Tensor]:
+        """Send this rank's file and part to its partners; what is still to be written here, by name."""
+        content, part = _content(path), torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        files = {f"{path.name}{PART}": part}
+        head = torch.tensor([len(content), len(part)])
+        with failing(lambda: "copying a replica"):
+            for target, sources in zip(self._targets, self._sources, strict=True):
+                sends = [
+                    dist.isend(tensor, target, group=self._group, tag=tag)
+                    for tag, tensor in enumerate((head, content, part))
+                ]
+                for source in sources:
+                    sizes = torch.zeros(2, dtype=torch.int64)
+                    dist.recv(sizes, source, group=self._group, tag=0)
+                    for tag, end in enumerate(("", PART)):
+                        received = torch.empty(int(sizes[tag]), dtype=torch.uint8)
+                        dist.recv(received, source, group=self._group, tag=tag + 1)
+                        files[f"{data_file(source)}{end}"] = received
+                for send in sends:
+                    send.wait()
+        return files
 
 
-def agreed_failure(group: Any, failed: OSError | None) -> str:
-    """What failed on any rank; nothing where all is well, which costs one exchange of one number."""
-    if group is None:
-        return str(failed or "")
-    count = torch.tensor([int(failed is not None)])
-    dist.all_reduce(count, group=group)
-    return "; ".join(filter(None, texts(group, str(failed or "")))) if int(count) else ""
+# ------------------------------------------------------------------ what a node holds
+
+
+def _folder_of(memory: str | Path) -> Path:
+    if isinstance(memory, Path):
+        return memory
+    try:
+        return memory_directory(memory, launcher())
+    except OSError as error:
+        raise CheckpointError(
+            f"replicas in memory, {memory!r}: {error.filename}: {error.strerror}.",
+            fix="a Linux machine with /dev/shm, and a name that no other job has; of several agents on one "
+            "machine each needs FNSHARD_MEMORY, a folder of its own.",
+        ) from None
+
+
+def _content(path: Path) -> Tensor:
+    """A file as uint8, without a copy."""
+    return torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+
+
+def _write_files(folder: Path, contents: Mapping[str, Tensor]) -> None:
+    """In this order; each is there whole or not at all."""
+    for name, content in contents.items():
+        folder.mkdir(mode=0o700, exist_ok=True)
+        (folder / f".{name}").write_bytes(memoryview(content.numpy()))
+        os.rename(folder / f".{name}", folder / name)
+
+
+def _parts_in(memory: Path) -> list[tuple[str, str, str]]:
+    """(folder, data file, manifest of that file) of every part in a node's memory that is whole."""
+    found = []
+    for path in sorted(memory.glob(f"*/rank-*{PART}")):
+        with suppress(OSError, ValueError):
+            checksum, _, text = path.read_text().partition(" ")
+            if int(checksum, 16) == zlib.crc32(text.encode()):
+                found.append((path.parent.name, path.stem, text))
+    return found
+
+
+@dataclass(frozen=True)
+class _Replica:
+    """A complete state in memory; `nodes`: where its files lie."""
+
+    folder: str
+    manifest: Manifest
+    nodes: Mapping[str, list[int]]
+
+
+def _replica_of(folder: str, parts: Mapping[str, _Part]) -> _Replica | None:
+    """Of the parts of one save; None where some block or some rank's position is not among them."""
+    try:
+        read = [from_json(Manifest, json.loads(parts[name][0])) for name in sorted(parts)]
+        if len(read) < math.prod(read[0].mesh["axes"].values()):
+            return None
+        saved = merged([part.leaves for part in read])
+    except ValueError:
+        return None
+    files = {name: file for part in read for name, file in part.files.items()}
+    data = tuple(position for part in read for position in part.data)
+    alike = all(position == data[0] for position in data)
+    manifest = replace(read[0], leaves=saved, files=files, data=data[:1] if alike else data)
+    return _Replica(folder, manifest, {name: nodes for name, (_, nodes) in parts.items()})
