@@ -68,9 +68,9 @@ from fnshard.step.fit import fit
 from fnshard.step.forward import shard_forward
 from fnshard.step.lockstep import lockstep
 from fnshard.step.lowered import diff
-from fnshard.step.make_step import shard_step
 from fnshard.step.shards import shard, unshard
 from fnshard.step.state import TrainState
+from fnshard.step.step import shard_step
 
 __docformat__ = "google"  # how pdoc reads the docstrings
 __version__ = "0.1.0"

@@ -33,7 +33,7 @@ from fnshard.errors import CheckpointError, CheckpointWarning
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
 from fnshard.runtime.files.tensorfile import PASSING, Corrupt
-from fnshard.step.init import blank_params
+from fnshard.step.shards import blank_params
 from fnshard.step.state import TrainState
 
 __all__ = [

@@ -30,9 +30,8 @@ from fnshard.mesh import Mesh
 from fnshard.optim.optimizers import ema_params
 from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.packing import local_block
-from fnshard.step.init import blank_params, blank_slots
 from fnshard.step.runner import default_mesh
-from fnshard.step.shards import gather_full, stored_at_rest
+from fnshard.step.shards import blank_params, blank_slots, gather_full, stored_at_rest
 from fnshard.step.state import TrainState
 
 __all__ = ["Cost", "averaged", "reshard", "reshard_cost"]

@@ -26,8 +26,8 @@ from fnshard.errors import CheckpointWarning
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
 from fnshard.runtime.files.tensorfile import STATE_DTYPES
-from fnshard.step.init import blank_params, blank_slots
 from fnshard.step.runner import default_mesh
+from fnshard.step.shards import blank_params, blank_slots
 from fnshard.step.state import TrainState
 from fnshard.step.step import Step
 

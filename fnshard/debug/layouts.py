@@ -25,7 +25,7 @@ from fnshard.layout.spec import P
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer
 from fnshard.runtime.collectives.simulated import Adversary
-from fnshard.step.make_step import shard_step
+from fnshard.step.step import shard_step
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,8 @@ from fnshard.layout.spec import LayoutSpec
 from fnshard.losses import Mean
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.simulated import simulate
-from fnshard.step.make_step import shard_step
 from fnshard.step.shards import unshard
-from fnshard.step.step import Step
+from fnshard.step.step import Step, shard_step
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`ResolvedSpecs`: the one form of a spec tree behind the public one: its specs by path."""
+"""`ResolvedSpecs`: the internal form of a spec tree: its specs by path."""
 
 from __future__ import annotations
 

@@ -28,8 +28,9 @@ class Buckets:
     """How batches are padded: the sequences of leaves grow to the next multiple, filled with a value.
 
     `fn` sees the padded batch; the values must count for nothing there: a loss leaves them out by its targets
-    (`fs.losses.IGNORE`) or a mask, and is a `Mean`, or a mean over what is counted. A leaf's sequence is its
-    second dim, or what `fs.Sequence(tensor, dim)` names, `(1, 2)` of a mask [B, T, T].
+    (`fs.losses.IGNORE`) or a mask, and is a `Mean`, or a mean over what is counted. The sequence of a leaf
+    with two dims is the second; of one with more, `fs.Sequence(tensor, dim)` names it, and `(1, 2)` those of
+    a mask [B, T, T].
 
     Args:
         multiple: lengths are rounded up to multiples of it.
@@ -80,7 +81,7 @@ class Buckets:
         """A batch whose sequences have lengths that are multiples.
 
         Raises:
-            StateError: leaves with a sequence that nothing says how to pad, masks that may have two of them,
+            StateError: leaves with a sequence that nothing says how to pad, or of unnamed dims,
                 patterns that name no leaf, or values that a leaf's dtype lacks.
         """
         named, structure = batch.leaves
@@ -125,7 +126,7 @@ class Buckets:
                 "it is; fs.Sequence(tensor, None) for one whose second dim is no sequence.",
             )
         padded = {n: each for n, each in dims.items() if self.pad[self._glob(n) or ""] is not None}
-        _check_masks(named, padded)
+        _check_dims(named, padded)
         return padded
 
     def _glob(self, name: str) -> str | None:
@@ -149,27 +150,15 @@ class Buckets:
         return replace(leaf, value=padded) if isinstance(leaf, losses.Sequence) else padded
 
 
-def _check_masks(named: Mapping[str, Any], dims: Mapping[str, Sequence[int]]) -> None:
-    """Refuse what is a mask by its shape, [B, T, T] or [B, 1, T, T], and of which nobody says so."""
-    tensors = {n: unwrapped(named[n]) for n in dims}
-    lengths = {v.shape[d] for n, v in tensors.items() if v.dim() == 2 or v is not named[n] for d in dims[n]}
-    unclear = [n for n, v in tensors.items() if v is named[n] and _is_mask(v, lengths)]
+def _check_dims(named: Mapping[str, Any], padded: Mapping[str, Sequence[int]]) -> None:
+    """Refuse leaves of more than two dims that do not name their sequences: a mask [B, T, T] has two."""
+    unclear = [n for n in padded if isinstance(named[n], Tensor) and named[n].dim() > 2]
     if unclear:
         raise StateError(
-            f"{len(unclear)} batch leaves look like masks, and fs.Buckets would pad their second dim alone:",
-            [f"batch[{n!r}] {list(tensors[n].shape)} {tensors[n].dtype}" for n in unclear],
-            "fs.Sequence(mask, (1, 2)) names all dims to pad, (2, 3) of [B, 1, T, T]; fs.Sequence(tensor, 1) "
-            "is for one whose second dim is the only sequence.",
+            f"{len(unclear)} batch leaves have more than two dims, and do not say which are sequences:",
+            [f"batch[{n!r}] {list(named[n].shape)} {named[n].dtype}" for n in unclear],
+            "fs.Sequence(tensor, 1); fs.Sequence(mask, (1, 2)) of a mask [B, T, T], (2, 3) of [B, 1, T, T].",
         )
-
-
-def _is_mask(value: Tensor, lengths: set[int]) -> bool:
-    """Whether its last dim is as long as the sequences, and the second is not, or it is bool and square."""
-    if value.dim() < 3 or value.shape[-1] not in lengths:
-        return False
-    if value.shape[1] in lengths:
-        return value.dtype == torch.bool and value.shape[-2] == value.shape[-1]
-    return value.dim() > 3 or value.shape[1] == 1
 
 
 def _has(dtype: torch.dtype, value: Fill) -> bool:

@@ -26,11 +26,11 @@ from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer
 from fnshard.runtime.executor import cuda_graph
 from fnshard.runtime.executor.execute import cut_batch
-from fnshard.step import compiles
 from fnshard.step.batches import (
     Batch,
     BatchKey,
     batch_key,
+    batch_tensors,
     bytes_of_batch,
     check_arguments,
     check_leaves,
@@ -39,7 +39,7 @@ from fnshard.step.batches import (
 from fnshard.step.compile import FORWARD, gathered_at_once, plan_of
 from fnshard.step.lowered import CompileStats, Lowered
 from fnshard.step.options import Options
-from fnshard.step.programs import Programs, fits
+from fnshard.step.programs import Programs, announce, fits
 
 LENGTHS = 64  # of one step that are kept, at least
 
@@ -106,8 +106,16 @@ class ProgramCache:
     def follow(self, blocks: Any) -> None:
         """Take the form of a tree of stored blocks: `fn` sees the parameters' own tree, not the specs'.
 
-        What is lowered keeps the form that it was lowered with.
+        What is lowered keeps the form that it was lowered with. On one rank, blocks complete the specs.
+
+        Raises:
+            StateError: the specs do not know the full shapes, and there are several ranks.
         """
+        if not self.specs.complete:
+            if self.mesh.size > 1:
+                fix = "make them with match_specs or a preset, or call step.init first."
+                raise StateError("the specs do not know the leaves' full shapes.", fix=fix)
+            return self.resolve(blocks)
         with self.lock:
             if not self._lowered and tree.flatten(blocks)[1] != self.specs.structure:
                 self._take(self.specs.align(blocks))
@@ -145,7 +153,7 @@ class ProgramCache:
 
     def _traced(self, key: BatchKey, batch: Batch, micro: Arguments) -> Lowered:
         if self.options.shapes is None or not len(self.programs):
-            compiles.announce(self, key)
+            announce(self, key)
         self.stats.traces += 1
         if self.mesh.kind != "abstract":
             warm_up(self.mesh.device_type, self.options.backend)
@@ -173,7 +181,7 @@ class ProgramCache:
         before = len(self.kernels)
         lowered.compile()
         if 0 < before < len(self.kernels):
-            compiles.announce(self, batch_key(batch))
+            announce(self, batch_key(batch))
 
     def _shared(self, batch: Batch) -> tuple[SharedKernels, int] | None:
         """What a lowering of this batch shares with those of other lengths."""
@@ -207,17 +215,13 @@ class ProgramCache:
         for key, known in other._entries:
             self.programs.put(key, replace(known, options=self.options))
 
-    def check_indices(
-        self, lowered: Lowered, batch: Batch, tensors: Mapping[str, Tensor], whole: set[str]
-    ) -> None:
-        """Refuse numbers of a batch that are outside of what they are looked up in.
-
-        Args:
-            tensors, whole: of the batch, as `batch_tensors` gives them.
+    def tensors(self, lowered: Lowered, batch: Batch) -> tuple[dict[str, Tensor], set[str]]:
+        """What `batch_tensors` gives of a batch, whose numbers are in what they are looked up in.
 
         Raises:
             StateError: each lookup with its table, the line of the user's code, and the batch's numbers.
         """
+        tensors, whole = batch_tensors(batch, lowered.names["batch"])
         for values in cut_batch(tensors, whole, self.options.accumulate):
             if not lowered.indices.outside(values, lowered.program.constants):
                 continue
@@ -230,6 +234,7 @@ class ProgramCache:
                 "token ids below the size of the vocabulary: is the tokenizer the model's own, and its "
                 "embedding as large? Targets that do not count are ignore_index, -100.",
             )
+        return tensors, whole
 
     def get(self, batch: Batch) -> Lowered:
         """A program that is kept, or lowered now; a warning says what makes another one again and again."""
@@ -240,7 +245,7 @@ class ProgramCache:
             if known is not None:
                 return known
             if self.on_paper is not None and fits(self.on_paper, key):
-                compiles.announce(self, key, adopted=True)
+                announce(self, key, adopted=True)
             lowered, self.on_paper = self.lower(batch), None
             warning = self.programs.compare(key, lowered) if len(self.programs) else None
             self.programs.put(key, lowered)

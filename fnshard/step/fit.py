@@ -35,9 +35,8 @@ from fnshard.optim.contract import Optimizer
 from fnshard.optim.optimizers import adamw
 from fnshard.step.batches import bytes_of_batch, check_arguments
 from fnshard.step.lowered import Lowered
-from fnshard.step.make_step import shard_step
 from fnshard.step.plan import OPTIMIZER, RECOMPUTE, Candidate, Choice, Fit, size
-from fnshard.step.step import Step
+from fnshard.step.step import Step, shard_step
 
 __all__ = ["fit"]
 

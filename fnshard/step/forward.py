@@ -16,7 +16,6 @@ from fnshard.losses import Mean
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT
 from fnshard.runtime.executor.cuda_graph import MODE
-from fnshard.step.batches import batch_tensors
 from fnshard.step.buckets import Buckets
 from fnshard.step.cache import ProgramCache
 from fnshard.step.lowered import CompileStats, Lowered
@@ -104,16 +103,13 @@ class Forward:
         training = isinstance(params, TrainState)
         seed, number = (int(params.seed), int(params.step)) if training else (0, 0)
         blocks = params.params if training else params
-        if self.mesh.size == 1 and not self._cache.specs.complete:
-            self._cache.resolve(blocks)
         self._cache.follow(blocks)
         passed = self._cache.arguments(batch, keywords)
         lowered, runner = self._cache.get(passed), self._runner
         blocks = runner.blocks(blocks, self._cache.specs)
         bound = runner.bound(lowered) or self._bind(lowered, passed, blocks)
-        tensors, whole = batch_tensors(passed, lowered.names["batch"])
-        self._cache.check_indices(lowered, passed, tensors, whole)
-        env = bound.run(runner.inputs(lowered, blocks, tensors, whole, seed, number))
+        inputs = runner.inputs(lowered, blocks, *self._cache.tensors(lowered, passed), seed, number)
+        env = bound.run(inputs)
         outputs, results = lowered.program.outputs, lowered.segments.results
         runner.rank.finished({}, {}, {limit: env[results[limit.result]] for limit in outputs.limits})
         made = {"python": lambda value: value, "tensor": lambda i: env[results[i]],

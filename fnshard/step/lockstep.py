@@ -18,8 +18,8 @@ T = TypeVar("T")
 def lockstep(loader: Iterable[T], step: Step) -> Iterator[T]:
     """Yield `loader`'s batches while *all* ranks have one; call `step` once for each.
 
-    Each rank takes two batches ahead: one whose next batch is its last tells the others with the loss of the
-    step before, and they hear of it a step later, so that nobody waits for a device and no collective is
+    Each rank takes two batches ahead: one whose next batch is its last raises a flag with the loss of the
+    step before, and the others see it a step later, so that nobody waits for a device and no collective is
     added (but one, before the first batch). What the others have left over is not used.
 
         for tokens, targets in fs.lockstep(loader, step):

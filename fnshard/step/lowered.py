@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, get_args
@@ -207,10 +206,6 @@ class Lowered:
         counts = {self.batch_bytes[n] // 8 for n in rows & set(self.batch_bytes)}
         return counts.pop() * self.schedule.mesh.data_size if len(counts) == 1 else None
 
-    def settings(self) -> AbstractContextManager[None]:
-        """What its kernels are compiled under."""
-        return deterministic(self.options.deterministic)
-
     def compile(self) -> Lowered:
         """Compile the kernels on the options' backend, once; returns itself."""
         if self.compiled is not None:
@@ -223,7 +218,7 @@ class Lowered:
             return self
         shared, length = self.shared
         before = len(shared)
-        with TRACING, self.settings():
+        with TRACING, deterministic(self.options.deterministic):
             self.compiled = shared.compile(kernels, length, options=self.options.inductor)
         self.stats.compiles += len(shared) - before
         return self
@@ -276,7 +271,7 @@ class Lowered:
     def compile_graphs(self, graphs: Graphs) -> KnownKernels:
         """Some of its graphs, compiled and counted."""
         options = self.options
-        with self.settings():
+        with deterministic(options.deterministic):
             done = compile_graphs(graphs, backend=options.backend, options=options.inductor)
         self.stats.compiles += len(done) if options.backend != "eager" else 0
         return done

@@ -223,7 +223,7 @@ FP8 = codecs.Codec(
 
 
 def test_a_third_codec_can_be_registered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Loaded, sharded, gathered, trained beside, saved and restored like those that are built in."""
+    """Loaded, sharded, gathered, trained with, saved and restored like those that are built in."""
     monkeypatch.setattr(codecs, "CODECS", dict(codecs.CODECS))
     codecs.register(FP8)
     codecs.register(FP8)  # again is no harm

@@ -45,7 +45,7 @@ def test_compiles_are_counted_and_one_too_many_says_what_changed() -> None:
         step(params, torch.ones(5, 3))  # outside nobody counts
 
 
-def test_compiles_of_another_step_of_what_was_on_paper_and_of_what_was_forgotten() -> None:
+def test_compiles_of_another_step_of_what_was_on_paper_and_of_what_was_dropped() -> None:
     step, params = small_step(cache=1)
     lowered = step.lower(params, torch.ones(2, 3))
     assert lowered.compiled is None
@@ -64,7 +64,7 @@ def test_compiles_of_another_step_of_what_was_on_paper_and_of_what_was_forgotten
             step(params, torch.ones(4, 3))
             step(params, torch.ones(2, 3))
             step(params, torch.ones(4, 3))
-        assert "forgot (cache=1)" in str(compiled).splitlines()[-1]
+        assert "dropped (cache=1)" in str(compiled).splitlines()[-1]
     with fs.debug.assert_max_compiles(2) as compiled:
         for _ in range(2):
             other, params = small_step()
@@ -167,7 +167,7 @@ def test_a_logger_hears_how_far_compiling_is(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_nothing_is_traced_while_a_thread_compiles(monkeypatch: Any) -> None:
-    """Torch's tracers share state of the process: a trace beside a compilation loses values."""
+    """Torch's tracers share state of the process: a trace during a compilation loses values."""
     compiling, go_on = threading.Event(), threading.Event()
 
     def compiled(graph: Any, *_: Any) -> Any:

@@ -116,18 +116,6 @@ def test_it_says_why() -> None:
     assert found["peak_bytes"] <= found["device_bytes"] and len(found["rejected"]) == len(plan.rejected)
 
 
-def test_more_memory_is_never_slower() -> None:
-    search = search_of("wide")
-    most = search.fit(1 << 40).peak_bytes
-    seconds = []
-    for share in (1.0, 0.9, 0.8, 0.7):
-        try:
-            seconds.append(search.fit(int(most * share)).seconds)
-        except BudgetError:
-            break
-    assert seconds[0] == min(seconds)
-
-
 def test_the_dimension_to_change_follows_the_memory() -> None:
     """Long sequences: a shorter one; a wide model of few blocks: smaller units."""
     for name, dimension in (("long", "a shorter sequence"), ("wide", "smaller units")):

@@ -216,15 +216,9 @@ def test_attention_with_dropout_gives_zero_where_nothing_may_be_seen(kind: str) 
 # ------------------------------------------------------------------ what a trace refuses
 
 
-def closed_over() -> Fn:
-    mean, var = torch.zeros(WIDTH, dtype=torch.float64), torch.ones(WIDTH, dtype=torch.float64)
-    return lambda p, x: F.batch_norm(x @ p["q"], mean, var, training=True).pow(3).sum()
-
-
 @pytest.mark.parametrize(
     ("fn", "words"),
     [
-        (closed_over(), r"in place to 2 tensor.*closes over.*a leaf of the parameter tree"),
         (lambda p, x: (x @ p["q"]).to("mps").sum(), "a tensor on mps by to; .* traced on cpu.*x.device"),
         (lambda p, x: (x.cuda() @ p["q"]).sum(), "a tensor on cuda by cuda"),
         (lambda p, x: ((x @ p["q"]) * torch.ones(1, device="cuda")).sum(), "a tensor on cuda by ones"),
@@ -234,15 +228,11 @@ def closed_over() -> Fn:
         (lambda p, x: Mean(x @ p["q"], 3), r"total is f64\[4, 6\]"),
         (lambda p, x: Mean((x @ p["q"]).sum(), 3, bound=-1.0), "bound is float -1.0, not a positive"),
         (lambda p, x: ((x @ p["q"]).sum(), {"m": Mean(2.0, 3)}), "in aux a Mean.*total is float 2.0"),
-        (
-            lambda p, x: (x @ p["q"])[x[:, 0] > 0].flip(0).sum(),
-            r"depends on a tensor's value.*test_frontend.py:\d+",
-        ),
+        (lambda p, x: (x @ p["q"]).sum() * x.sum().item(), r"value \(.*test_frontend.py:\d+"),
         (
             lambda p, x: (x @ p["q"])[[True, False]].sum(),
             r"fails in __getitem__: a mask of 2 for dim 0 of .*\[4, 6\]",
         ),
-        (lambda p, x: (x @ p["q"]).sum() * x.sum().item(), r"value \(.*test_frontend.py:\d+"),
     ],
 )
 def test_refused_by_name(fn: Fn, words: str) -> None:
@@ -326,7 +316,6 @@ MODEL = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
         (mesh(shard=1, device="gpu"), "device='gpu' is no kind of device"),
         (mesh(shard=2, abstract=True, simulated=True), "not both"),
         (mesh(shard=True, device="cpu"), "not a positive integer"),
-        (mesh(shard=2, abstract=True, data_axes="model"), "data_axes names 'model'"),
         (lambda: LayoutSpec(trainable="no"), "trainable='no'.*bool"),
         (lambda: LayoutSpec(reshard=2), "reshard=2.*bool"),
         (lambda: LayoutSpec(unit=3), "unit=3.*str"),

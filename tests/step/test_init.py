@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from toys import chain, run_chain, step_of
 
 import fnshard as fs
-from fnshard import LayoutSpec, P, StateError
+from fnshard import StateError
 
 
 class Block(nn.Module):
@@ -178,18 +178,6 @@ def test_without_an_optimizer_init_gives_the_shards_alone() -> None:
     assert {p: tuple(v.shape) for p, v in shards.items()} == {"layers.0.w": (2, 8), "layers.1.w": (2, 8)}
 
 
-def test_handwritten_specs_are_completed_by_what_init_sees() -> None:
-    params = chain(2)
-    step = fs.shard_step(
-        lambda p, x: run_chain(p, x).sum(),
-        dict.fromkeys(params, LayoutSpec(P("shard"))),
-        optimizer=fs.optim.sgd(0.1),
-        backend="eager",
-    )
-    step.init(params)
-    assert step.specs["layers.0.w"].shape == (8, 8) and step.specs["layers.0.w"].unit == "layers.0"
-
-
 # ------------------------------------------------------------------ what cannot be initialised
 
 
@@ -205,13 +193,6 @@ def test_a_meta_tree_without_a_function_names_all_leaves_and_both_ways_out() -> 
         match=r"(?s)2 leaves on the meta.*'layers.0.w'.*'layers.1.w'.*fs.deferred.*init=lambda",
     ):
         init_on_one(params)
-
-
-def test_a_meta_module_whose_constructor_is_lost_is_refused() -> None:
-    with torch.device("meta"):
-        model = Net()
-    with pytest.raises(StateError, match=r"(?s)10 leaves on the meta.*'first.weight'.*fs.deferred\(\)"):
-        init_on_one(model)
 
 
 def test_a_function_that_leaves_a_leaf_unset_is_refused() -> None:

@@ -65,14 +65,14 @@ def test_fn_sees_keywords_as_python_passes_them() -> None:
     torch.testing.assert_close(by_name[0], (params()["w"] * X).sum())
 
 
-def test_keywords_are_checked_hunted_and_planned() -> None:
+def test_keywords_are_taken_by_check_nan_hunt_and_fit() -> None:
     rows, specs = torch.stack([X, X + 1]), fs.match_specs(params(), [("*", LayoutSpec(fs.P("shard")))])
     fn = lambda p, x, *, m, flag: (p["w"] * x * m).square().mean() * flag  # noqa: E731
     named = {"keywords": {"flag": 2, "m": rows}}
     assert fs.debug.check(fn, params(), rows, specs, **named)
     assert not fs.debug.bisect(fn, specs, specs, params(), rows, **named)
-    hunted = fs.debug.nan_hunt(make(fn), params(), rows, keywords={"m": rows * float("inf"), "flag": 1})
-    assert hunted.first.kind in ("inf", "nan")
+    found = fs.debug.nan_hunt(make(fn), params(), rows, keywords={"m": rows * float("inf"), "flag": 1})
+    assert found.first.kind in ("inf", "nan")
     plan = fs.fit(fn, params(), fs.make_mesh(shard=2, abstract=True), batch=(rows,), **named)
     assert plan.options["remat"] == "none"
 

@@ -1,4 +1,4 @@
-"""What a step does beside the gradient: names it must carry, randomness, batches, failures, dtypes."""
+"""What a step does besides the gradient: names it must carry, randomness, batches, failures, dtypes."""
 
 import collections
 import copy
@@ -9,7 +9,6 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils._pytree as pytree
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from toys import chain, lower, rows, run_chain, step_of
@@ -150,27 +149,6 @@ def test_batches_of_one_shape_and_two_structures_are_two_programs():
         assert step(params, Pair(x))[0] == 4
     with pytest.warns(UserWarning, match="compiling again"):
         assert step(params, {"x": x}, [])[0] == 6
-
-
-def test_batches_whose_structures_print_alike_are_two_programs():
-    class Scale(float):
-        __repr__ = __str__ = lambda self: "a scale"
-
-    class Scaled:
-        def __init__(self, x, scale):
-            self.x, self.scale = x, scale
-
-    pytree.register_pytree_node(
-        Scaled,
-        lambda s: ([s.x], s.scale),
-        lambda xs, scale: Scaled(*xs, scale),
-        flatten_with_keys_fn=lambda s: ([(pytree.GetAttrKey("x"), s.x)], s.scale),
-    )
-    params, x = {"w": torch.ones(2)}, torch.ones(2)
-    step = step_of(lambda p, batch: (p["w"] * batch.x * float(batch.scale)).sum(), params)
-    assert step(params, Scaled(x, Scale(1)))[0] == 2
-    with pytest.warns(UserWarning, match="compiling again"):
-        assert step(params, Scaled(x, Scale(3)))[0] == 6
 
 
 @pytest.mark.parametrize("mode", ["reduce", "local"])
