@@ -136,9 +136,11 @@ PRIVATE = {
         "torch._vmap_internals",
     },
     "fnshard.compiler.frontend.substitutes": {
+        "torch._ctc_loss",
         "torch._grouped_mm",
         "torch._higher_order_ops",
         "torch.nn.modules.batchnorm._BatchNorm",
+        "torch.ops.aten._ctc_loss_backward",
         "torch.ops.aten._linalg_check_errors",
     },
     "fnshard.compiler.ir.failures": {"torch._subclasses"},

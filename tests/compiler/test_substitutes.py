@@ -71,10 +71,79 @@ def test_a_product_of_equal_groups_has_no_offsets() -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
 
 
-# ------------------------------------------------------------------ distributions
+# ------------------------------------------------------------------ losses
 
 
 assert_equal_to_torch = partial(assert_same_grads, rtol=0, atol=1e-10)
+TARGETS = torch.tensor([[1, 2, 2], [3, 1, 0], [2, 0, 0]])
+LENGTHS = torch.tensor([3, 2, 1])
+JOINED = torch.cat([row[:n] for row, n in zip(TARGETS, LENGTHS, strict=True)])
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("targets", [TARGETS, JOINED], ids=["padded", "joined"])
+@pytest.mark.parametrize("numbers", [False, True], ids=["tensors", "numbers"])
+def test_ctc_loss(reduction: str, targets: Tensor, numbers: bool) -> None:
+    """The second row is too short for its target: its loss is infinite, or left out."""
+
+    def loss(p: Any, targets: Tensor, lengths: Tensor, counts: Tensor, zero: bool) -> Tensor:
+        inputs = ((7, 1, 5), (3, 2, 1)) if numbers else (lengths, counts)
+        log_probs = F.log_softmax(p["w"], -1)
+        losses = F.ctc_loss(log_probs, targets, *inputs, reduction=reduction, zero_infinity=zero)
+        kind = ("none", "mean", "sum").index(reduction)
+        same = torch.ctc_loss(log_probs, targets, *inputs, reduction=kind, zero_infinity=zero)
+        return losses.sum() + same.sum()
+
+    params = leaves(w=(7, 3, 4))
+    lengths = torch.tensor([7, 1, 5])
+    assert_equal_to_torch(loss, params, targets, lengths, LENGTHS, True)
+    ours, grads = our_grads(loss, params, targets, lengths, LENGTHS, False)
+    truth, expected = plain_grads(loss, params, targets, lengths, LENGTHS, False)
+    assert ours == truth == float("inf")
+    torch.testing.assert_close(grads, expected, rtol=0, atol=1e-10, equal_nan=True)
+
+
+def test_ctc_loss_of_one_row_and_as_a_module() -> None:
+    params = leaves(w=(7, 4))
+    module = torch.nn.CTCLoss(blank=3)
+    assert_equal_to_torch(
+        lambda p, y: module(F.log_softmax(p["w"], -1), y, torch.tensor(7), torch.tensor(3)),
+        params, torch.tensor([1, 1, 2]),
+    )  # fmt: skip
+
+
+def test_ctc_loss_in_a_compiled_kernel() -> None:
+    params = leaves(w=(7, 3, 4))
+
+    def loss(p: Any, targets: Tensor, counts: Tensor) -> Tensor:
+        return F.ctc_loss(F.log_softmax(p["w"], -1), targets, counts + 4, counts)
+
+    got = step_of(loss, params, backend="inductor")(params, TARGETS, LENGTHS)
+    torch.testing.assert_close(got, plain_grads(loss, params, TARGETS, LENGTHS), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (5, 1), (5,), ()], ids=str)
+def test_gaussian_nll_loss(shape: tuple[int, ...]) -> None:
+    """A number is a variance too; one below `eps` is `eps`, whose gradient passes."""
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        variance = p["v"].square() if shape else 0.3
+        parts = [F.gaussian_nll_loss(p["w"], x, variance, full, 0.05, how)
+                 for full, how in ((False, "none"), (True, "mean"), (True, "sum"))]  # fmt: skip
+        return sum(part.sum() for part in parts)
+
+    params = leaves(w=(5, 3), v=shape)
+    if shape:
+        params["v"].view(-1)[0] = 0.1
+    assert_equal_to_torch(loss, params, torch.ones(5, 3, dtype=DOUBLE))
+
+
+def test_gaussian_nll_loss_of_a_variance_that_does_not_fit() -> None:
+    with pytest.raises(fs.TraceError, match="gaussian_nll_loss: var is of incorrect size"):
+        our_grads(lambda p: F.gaussian_nll_loss(p["w"], p["w"], p["v"]), leaves(w=(5, 3), v=(2, 3)))
+
+
+# ------------------------------------------------------------------ distributions
 
 
 def spd(w: Tensor) -> Tensor:
@@ -134,22 +203,9 @@ def test_an_inverse_of_a_singular_matrix_is_not_finite() -> None:
     assert not loss.isfinite()
 
 
-@pytest.mark.parametrize(
-    ("loss", "fix"),
-    [
-        (lambda w: torch.linalg.lstsq(w, w)[0].sum(), r"torch.linalg.pinv\(A\) @ B"),
-        (
-            lambda w: F.ctc_loss(w[:, None], w[:1].long(), (w > 9).sum(0)[:1] + 4, (w > 9).sum(0)[:1] + 2),
-            "it reads its len",
-        ),
-        (lambda w: F.gaussian_nll_loss(w, w, w.square()), "it reads its variance"),
-        (lambda w: F.rrelu(w, training=True).sum(), "use dropout"),
-        (lambda w: torch.empty_like(w).cauchy_().sum(), "use dropout"),
-    ],
-)
-def test_what_reads_values_says_the_way_out(loss: Any, fix: str) -> None:
-    with pytest.raises(fs.TraceError, match=f"(?s)Fix: {fix}"):
-        our_grads(lambda p: loss(p["w"]) + p["w"].sum(), leaves(w=(4, 4)))
+def test_least_squares_say_the_way_out() -> None:
+    with pytest.raises(fs.TraceError, match=r"(?s)lstsq.*Fix: torch.linalg.pinv\(A\) @ B"):
+        our_grads(lambda p: torch.linalg.lstsq(p["w"], p["w"])[0].sum(), leaves(w=(4, 4)))
 
 
 def test_other_threads_keep_their_checks_while_one_takes_operators_apart() -> None:
@@ -248,12 +304,39 @@ def test_normal_numbers_have_gradients_of_zero() -> None:
     assert not grads["w"].any() and grads["v"].tolist() == [1.0] * 3
 
 
+@pytest.mark.parametrize("form", [F.rrelu, torch.rrelu, torch.nn.RReLU().eval()])
+def test_rrelu_in_eval_mode(form: Any) -> None:
+    assert_equal_to_torch(lambda p: form(p["w"]).sin().sum(), leaves(w=(5, 5)))
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda x: F.rrelu(x, 0.2, 0.6, training=True),
+        lambda x: F.rrelu(x.clone(), 0.2, 0.6, training=True, inplace=True),
+        lambda x: torch.rrelu(x, 0.2, 0.6, True),
+        lambda x: torch.rrelu_(x.clone(), 0.2, 0.6, True),
+    ],
+)
+def test_rrelu_in_training(form: Any) -> None:
+    params = {"w": torch.linspace(-2, 2, COUNT, dtype=DOUBLE)}
+    result, grads = step_of(lambda p: ((y := form(p["w"])).sum(), y), params)(params)
+    slopes, below = grads["w"], params["w"] <= 0
+    torch.testing.assert_close(result[1], params["w"] * slopes, rtol=0, atol=1e-12)
+    assert (slopes[~below] == 1).all()
+    assert slopes[below].min() >= 0.2 and slopes[below].max() < 0.6
+    assert abs(slopes[below].mean() - 0.4) < 0.01 and slopes[below].unique().numel() > COUNT // 3
+
+
 def test_distributions_are_sampled() -> None:
-    normal, bernoulli, categorical = drawn(
+    normal, bernoulli, categorical, cauchy, waiting, skewed = drawn(
         lambda: (
             D.Normal(2.0, 3.0).sample((COUNT,)),
             D.Bernoulli(0.3).sample((COUNT,)),
             D.Categorical(torch.tensor([0.25, 0.0, 0.75])).sample((COUNT,)),
+            D.Cauchy(1.0, 2.0).sample((COUNT,)),
+            torch.empty(COUNT).geometric_(0.25),
+            torch.empty(COUNT).log_normal_(0.5, 0.25),
         )
     )
     assert abs(normal.mean() - 2) < 0.1 and abs(normal.std() - 3) < 0.1
@@ -264,6 +347,10 @@ def test_distributions_are_sampled() -> None:
         rtol=0,
         atol=0.02,
     )
+    assert abs(cauchy.median() - 1) < 0.1 and abs((cauchy - 1).abs().median() - 2) < 0.1
+    assert waiting.min() == 1 and abs(waiting.mean() - 4) < 0.1
+    assert abs((waiting == 2).double().mean() - 0.25 * 0.75) < 0.01
+    assert abs(skewed.log().mean() - 0.5) < 0.01 and abs(skewed.log().std() - 0.25) < 0.01
 
 
 def draw_all(x: Tensor) -> dict[str, Tensor]:
@@ -272,6 +359,7 @@ def draw_all(x: Tensor) -> dict[str, Tensor]:
         "with": torch.multinomial(x.exp(), 4, True),
         "without": torch.multinomial(x.exp(), 4),
         "normal": torch.normal(x, 1.0),
+        "rrelu": F.rrelu(x, training=True),
         "dropout": F.dropout(x, 0.25),
         "second dropout": F.dropout(x, 0.25),
         "rand": torch.rand(50),

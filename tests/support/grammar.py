@@ -293,6 +293,7 @@ LOSSES: dict[str, Row] = {
     "bce_with_logits": lambda g: f"F.binary_cross_entropy_with_logits({(a := g.f())}, {g.like(a)}.sigmoid(), reduction='none')",
     "bce": lambda g: f"F.binary_cross_entropy({(a := g.f())}.sigmoid() * 0.9 + 0.05, {g.like(a)}.sigmoid().detach())",
     "poisson_nll": lambda g: f"F.poisson_nll_loss({(a := g.f())}.tanh(), {g.like(a)}.sigmoid().detach())",
+    "gaussian_nll": lambda g: f"F.gaussian_nll_loss({(a := g.f(1))}, {g.like(a)}, {a}.square() + 0.5)",
     "cosine_embedding": lambda g: f"F.cosine_embedding_loss({(a := g.f(2, 2))} + 1.7, {g.like(a)}.exp(), torch.ones({a.shape[0]}))",
     "margin_ranking": lambda g: f"F.margin_ranking_loss({(a := g.f(1, 1))}, {g.like(a)} + 0.17, torch.ones({a.shape[0]}), margin=0.3)",
     "triplet": lambda g: f"F.triplet_margin_loss({(a := g.f(2, 2))}, {g.like(a)} + 1.1, {g.like(a)} - 1.2)",

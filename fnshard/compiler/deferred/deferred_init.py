@@ -21,6 +21,7 @@ from fnshard.compiler.deferred.host_random import refused
 from fnshard.compiler.deferred.recorder import META, Functions, Operators, Recorder
 from fnshard.compiler.deferred.tape import Tape, View, generator_lock, leaves_of
 from fnshard.compiler.ir.containers import Contents
+from fnshard.compiler.ir.program import WRITES
 from fnshard.errors import StateError, leaves
 
 __all__ = ["deferred"]
@@ -203,12 +204,6 @@ def _close(recorder: Recorder) -> None:
             _hold(tensor, None)
 
 
-_WRITES = frozenset(
-    f"__{name}__"
-    for name in (
-        "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor", "setitem",
-    )
-)  # fmt: skip
 _READS = frozenset(["item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__"])
 
 
@@ -246,8 +241,8 @@ class _Placeholder(Tensor):
 def _writes(name: str) -> bool:
     """Whether a function of torch changes its first tensor."""
     last = name.rpartition(".")[2]
-    in_place = last.endswith("_") and not last.endswith("__") and last != "requires_grad_"
-    return in_place or last in _WRITES or name == "torch.Tensor.data.__set__"
+    in_place = WRITES.fullmatch(last) and last != "requires_grad_"
+    return bool(in_place) or name == "torch.Tensor.data.__set__"
 
 
 def _has_values(value: Tensor) -> bool:

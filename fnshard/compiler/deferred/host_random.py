@@ -8,10 +8,11 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import dropwhile, takewhile
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -52,25 +53,20 @@ def refused(error: Callable[[str], Exception], here: Callable[[], bool]) -> Iter
         error: made of the draw's name.
         here: whether a call is one of the block's own.
     """
-    reseeds = ("seed", "set_state", "setstate")
-    found = [each for each in draws() if each[0] in (random, np.random, _PYTHON) and each[1] not in reseeds]
-    name, function = "numpy.random.default_rng()", np.random.default_rng
-    found.append((np.random, "default_rng", function, name, lambda seed=None: seed is None))
-    before = []
-    for owner, attribute, function, name, when in found:
 
-        def call(*args: Any, _f: Any = function, _name: str = name, _when: Any = when, **kwargs: Any) -> Any:
-            if here() and _when(*args, **kwargs):
-                raise error(_name)
-            return _f(*args, **kwargs)
+    def instead(function: Callable[..., Any], name: str, when: Callable[..., bool]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if here() and when(*args, **kwargs):
+                raise error(name)
+            return function(*args, **kwargs)
 
-        before.append((owner, attribute, vars(owner).get(attribute)))
-        setattr(owner, attribute, call)
-    try:
+        return call
+
+    with ExitStack() as stack:
+        for owner, attribute, function, name, when in draws():
+            if attribute not in ("seed", "set_state", "setstate"):
+                stack.enter_context(mock.patch.object(owner, attribute, instead(function, name, when)))
         yield
-    finally:
-        for owner, attribute, own in before:
-            setattr(owner, attribute, own) if own is not None else delattr(owner, attribute)
 
 
 def _always(*_: Any, **__: Any) -> bool:

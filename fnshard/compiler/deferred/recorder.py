@@ -152,8 +152,8 @@ class Recorder:
             on_meta["device"] = META
         try:
             result = op(*args, **on_meta)
-        except NotImplementedError:
-            result = self._by_example(op, args, on_meta, random)
+        except NotImplementedError as error:
+            raise _refusal(f"{op} has no rule for meta tensors", "use another operator there.") from error
         return self._record(op, args, on_meta, result, generator, random)
 
     @contextmanager
@@ -195,13 +195,6 @@ class Recorder:
             raise _refusal(f"{op} reads a value that depends on random numbers", _DECIDE)
         args, kwargs = map_leaves((args, kwargs), Tensor, lambda v: values[id(v)])
         return map_leaves(op(*args, **kwargs), Tensor, self.constant)
-
-    def _by_example(self, op: Any, args: Any, kwargs: Any, random: bool) -> Any:
-        """Meta tensors as an operator without a shape rule makes them: it is run on zeros."""
-        if random or _written(op, args, kwargs):
-            raise _refusal(f"{op} has no rule for meta tensors", "use another operator there.")
-        args, kwargs = map_leaves((args, kwargs), Tensor, lambda v: torch.zeros_like(v, device=CPU))
-        return map_leaves(op(*args, **kwargs), Tensor, lambda v: torch.empty_like(v, device=META))
 
     def _record(
         self, op: Any, args: Any, kwargs: Any, result: Any, generator: torch.Generator | None, random: bool

@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 START = -1  # the call that every chain of random operators begins after: the seed
 CPU = torch.device("cpu")
@@ -38,14 +37,7 @@ def seeded(seed: int, devices: Sequence[torch.device] = ()) -> Iterator[None]:
 
 def map_leaves(value: Any, kind: type, fn: Callable[[Any], Any]) -> Any:
     """The arguments or results of an operator, with `fn` applied to those of a type."""
-    if isinstance(value, kind):
-        return fn(value)
-    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-        mapped = [map_leaves(v, kind, fn) for v in value]
-        return mapped if isinstance(value, list) else tuple(mapped)
-    if isinstance(value, dict):
-        return {key: map_leaves(v, kind, fn) for key, v in value.items()}
-    return value
+    return fx.node.map_aggregate(value, lambda v: fn(v) if isinstance(v, kind) else v)
 
 
 def leaves_of(value: Any, kind: type) -> list[Any]:
@@ -172,13 +164,13 @@ class Tape:
         if any(self.calls[n].is_random for n in numbers):
             return None
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            return view.on(_run(self, _Job(view.memory, numbers), {}))
+            return view.on(self._run(view.memory, numbers, {}))
 
     def replay(self, leaves: Mapping[str, View], seed: int, take: Callable[[str, Tensor], None]) -> list[str]:
         """Hand each leaf to `take` as building the module under this seed makes it, one at a time.
 
-        Random calls run in program order. A leaf is made when the last one that it depends on is due; those
-        before it have run for the sake of the generator alone, and run again from the states kept of them.
+        Random calls run in program order: the state in which each ends is kept, where others begin. A leaf is
+        made when the last one that it depends on is due; those before it run again.
 
         Returns:
             The leaves that no call sets, in whole or in part; `take` does not get them.
@@ -188,86 +180,60 @@ class Tape:
             by_memory.setdefault(view.memory, {})[path] = view
         unset: list[str] = []
 
-        def make(job: _Job, states: Mapping[int, Tensor]) -> None:
-            storage = _run(self, job, states)
-            blank = any(self.calls[n].blank for n in job.calls)
-            for path, view in by_memory.get(job.memory, {}).items():
+        def make(memory: int | None, calls: list[int], ends: dict[int, Tensor]) -> None:
+            storage = self._run(memory, calls, ends)
+            blank = any(self.calls[n].blank for n in calls)
+            for path, view in by_memory.get(memory, {}).items():
                 leaf = view.on(storage)
-                if blank and (len(job.calls) == 1 or has_blanks(leaf)):
+                if blank and (len(calls) == 1 or has_blanks(leaf)):
                     unset.append(path)
                 else:
                     take(path, leaf)
 
         jobs = self._jobs(by_memory)
-        uses = Counter(n for due in jobs.values() for job in due for n in job.calls)
-        states: dict[int, Tensor] = {}
         with torch.no_grad(), torch.autocast("cpu", enabled=False), seeded(seed):
-            for job in jobs.pop(START, []):
-                make(job, states)
-            for number in _chain(self.calls, sorted(jobs), states):
+            ends = {START: torch.default_generator.get_state()}
+            for number in sorted(jobs):
                 for job in jobs[number]:
-                    make(job, states)
-                    uses.subtract(job.calls)
-                    for done in [n for n in job.calls if not uses[n]]:
-                        states.pop(done, None)
+                    make(*job, ends)
         return unset
 
-    def _jobs(self, memories: Iterable[int]) -> dict[int, list[_Job]]:
-        """What is to be run when each random call is due; what needs none, under `START`."""
-        jobs: dict[int, list[_Job]] = {}
+    def _jobs(self, memories: Iterable[int]) -> dict[int, list[tuple[int | None, list[int]]]]:
+        """Memories, each with the calls that make it, by the last random one of these.
+
+        A random call that is the last one for no memory runs for the sake of the generator, for None.
+        """
+        jobs: dict[int, list[tuple[int | None, list[int]]]] = {}
         for memory in memories:
             numbers = self.slice([memory], len(self.calls))
             last = max((n for n in numbers if self.calls[n].is_random), default=START)
-            jobs.setdefault(last, []).append(_Job(memory, numbers))
+            jobs.setdefault(last, []).append((memory, numbers))
         for number in range(max(jobs, default=START)):
             if self.calls[number].is_random and number not in jobs:
-                jobs[number] = [_Job(None, [*self.slice(self.calls[number].reads, number), number])]
+                jobs[number] = [(None, [*self.slice(self.calls[number].reads, number), number])]
         return jobs
 
+    def _run(
+        self, needed: int | None, numbers: Sequence[int], ends: dict[int, Tensor]
+    ) -> torch.UntypedStorage | None:
+        """A memory that calls make; of others no more is kept than the calls to come use.
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    """Calls to be run in order, for the contents of a memory, or for the generator alone."""
-
-    memory: int | None
-    calls: list[int]
-
-
-def _chain(calls: Sequence[RecordedCall], numbers: Sequence[int], states: dict[int, Tensor]) -> Iterator[int]:
-    """The random calls in order, with the state that each begins in put into `states`.
-
-    The caller runs a call before it takes the next, and runs no random one after it.
-    """
-    generator, previous = torch.default_generator, START
-    ends = {START: generator.get_state()}
-    before = zip([START, *numbers], numbers, strict=False)
-    starts = [(last, calls[n].follows) for last, n in before]
-    branches = {start for last, start in starts if isinstance(start, int) and start != last}
-    for number in numbers:
-        follows = calls[number].follows
-        if isinstance(follows, Tensor):
-            generator.set_state(follows)
-        elif follows != previous:
-            generator.set_state(ends[follows])
-        states[number] = generator.get_state()
-        yield number
-        previous = number
-        if number in branches:
-            ends[number] = generator.get_state()
-
-
-def _run(tape: Tape, job: _Job, states: Mapping[int, Tensor]) -> torch.UntypedStorage | None:
-    """The memory that the calls make, of which no more is kept than the calls to come use."""
-    last = {view.memory: n for n in job.calls for view in tape.calls[n].views}
-    memories: dict[int, torch.UntypedStorage] = {}
-    for number in job.calls:
-        call = tape.calls[number]
-        if call.is_random:
-            torch.default_generator.set_state(states[number])
-        _execute(call, memories, tape.sizes)
-        for memory in [m for m in memories if last[m] == number and m != job.memory]:
-            del memories[memory]
-    return memories.get(job.memory)
+        Args:
+            ends: the generator's state after each random call that has run; it grows.
+        """
+        last = {view.memory: n for n in numbers for view in self.calls[n].views}
+        memories: dict[int, torch.UntypedStorage] = {}
+        for number in numbers:
+            call = self.calls[number]
+            if call.is_random:
+                start = call.follows if isinstance(call.follows, Tensor) else ends[call.follows]
+                torch.default_generator.set_state(start)
+            _execute(call, memories, self.sizes)
+            if call.is_random:
+                ends[number] = torch.default_generator.get_state()
+            for memory in [m for m in memories if last[m] == number and m != needed]:
+                del memories[memory]
+        return memories.get(needed)
 
 
 def _execute(call: RecordedCall, memories: dict[int, torch.UntypedStorage], sizes: Sequence[int]) -> None:

@@ -6,7 +6,6 @@ of its inputs, NaN among it, reaches neither results nor gradients. Loops of a k
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,13 +15,10 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from fnshard import tree
-from fnshard.compiler.ir.program import describe
+from fnshard.compiler.ir.program import WRITES, describe
 from fnshard.errors import TraceError
 
 Function = Callable[..., Any]
-_WRITES = re.compile(
-    r"__set(item)?__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|l?r?shift)__|.*[^_]_"
-)
 
 
 def patches() -> Iterator[tuple[Any, str, Callable[[Any, Callable[[], bool]], Any]]]:
@@ -80,7 +76,7 @@ class _Branch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        writes = _WRITES.fullmatch(name) and args and isinstance(args[0], Tensor)
+        writes = WRITES.fullmatch(name) and args and isinstance(args[0], Tensor)
         if writes and id(args[0]) not in self.own:
             raise TraceError(
                 f"a branch of torch.cond writes to a tensor from outside, {describe(args[0])}, by {name}.",

@@ -8,6 +8,7 @@ where composite operators are taken apart. Draws are made of `torch.rand` and it
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -92,7 +93,134 @@ def _grouped_mm(
     return product if out_dtype is None else product.to(out_dtype)
 
 
-# ------------------------------------------------------------------ counts
+# ------------------------------------------------------------------ losses
+
+
+@torch.library.custom_op("fnshard::ctc_loss", mutates_args=())
+def ctc_losses(
+    log_probs: Tensor, targets: Tensor, lengths: Tensor, target_lengths: Tensor, blank: int, zero: bool
+) -> Tensor:
+    """-log p of each target by connectionist temporal classification (Graves et al., ICML 2006), [B].
+
+    Args:
+        log_probs: [T, B, C].
+        targets: int64 [B, S], or one after the other.
+        lengths, target_lengths: integers [B].
+        zero: whether the gradients of infinite losses are zero.
+    """
+    return _ctc(log_probs, targets, lengths, target_lengths, blank, zero)[0].clone()
+
+
+def _ctc(
+    log_probs: Tensor, targets: Tensor, lengths: Tensor, target_lengths: Tensor, blank: int, zero: bool
+) -> tuple[Tensor, Tensor]:
+    return torch._ctc_loss(log_probs, targets, lengths.tolist(), target_lengths.tolist(), blank, zero)
+
+
+@ctc_losses.register_fake
+def _(log_probs: Tensor, *_: Any) -> Tensor:
+    return log_probs.new_empty(log_probs.shape[1])
+
+
+@torch.library.custom_op("fnshard::ctc_loss_backward", mutates_args=())
+def ctc_losses_backward(
+    grad: Tensor,
+    log_probs: Tensor,
+    targets: Tensor,
+    lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    zero: bool,
+) -> Tensor:
+    """The gradient of `log_probs`; what the forward summed up is summed up again."""
+    made = _ctc(log_probs, targets, lengths, target_lengths, blank, zero)
+    counts = lengths.tolist(), target_lengths.tolist()
+    return torch.ops.aten._ctc_loss_backward(grad, log_probs, targets, *counts, *made, blank, zero)
+
+
+@ctc_losses_backward.register_fake
+def _(grad: Tensor, log_probs: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
+
+
+def _save_ctc(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.blank, ctx.zero = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _ctc_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return ctc_losses_backward(grad, *ctx.saved_tensors, ctx.blank, ctx.zero), *[None] * 5
+
+
+ctc_losses.register_autograd(_ctc_backward, setup_context=_save_ctc)
+
+
+def _ctc_loss(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor | Sequence[int],
+    target_lengths: Tensor | Sequence[int],
+    blank: int = 0,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> Tensor:
+    """`F.ctc_loss`, which reads lengths while it is called."""
+    device, batched = log_probs.device, log_probs.dim() == 3
+    lengths, target_lengths = (
+        torch.as_tensor(n).to(device).reshape(-1) for n in (input_lengths, target_lengths)
+    )
+    rows = log_probs if batched else log_probs.unsqueeze(1)
+    losses = ctc_losses(rows, targets.to(device).long(), lengths, target_lengths, blank, zero_infinity)
+    if zero_infinity:
+        losses = torch.where(losses == math.inf, 0.0, losses)
+    if reduction == "mean":
+        losses = losses / target_lengths.to(losses.dtype).clamp(min=1)
+    return _reduced(losses if batched else losses.squeeze(0), reduction)
+
+
+def _ctc_loss_of_torch(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor | Sequence[int],
+    target_lengths: Tensor | Sequence[int],
+    blank: int = 0,
+    reduction: int = 1,
+    zero_infinity: bool = False,
+) -> Tensor:
+    kind = ("none", "mean", "sum")[reduction]
+    return _ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, kind, zero_infinity)
+
+
+def _reduced(losses: Tensor, reduction: str) -> Tensor:
+    reduce = {"none": lambda x: x, "mean": torch.mean, "sum": torch.sum}
+    if reduction not in reduce:
+        raise ValueError(f"{reduction} is not a valid value for reduction")
+    return reduce[reduction](losses)
+
+
+def _gaussian_nll_loss(
+    input: Tensor,
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:
+    """`F.gaussian_nll_loss`, which asks whether a variance is negative; here it is one of `eps`."""
+    if not isinstance(var, Tensor):
+        return F.gaussian_nll_loss(input, target, var, full, eps, reduction)
+    if var.shape != input.shape:
+        if var.shape == input.shape[:-1]:
+            var = var.unsqueeze(-1)
+        elif var.dim() != input.dim() or _differing(input, var) != [1]:
+            raise ValueError("var is of incorrect size")
+    var = var.detach().clamp(min=eps) + (var - var.detach())  # its gradient passes, as in torch
+    losses = 0.5 * (var.log() + (input - target) ** 2 / var)
+    return _reduced(losses + 0.5 * math.log(2 * math.pi) if full else losses, reduction)
+
+
+def _differing(input: Tensor, var: Tensor) -> list[int]:
+    return [size for own, size in zip(input.shape, var.shape, strict=True) if own != size]
 
 
 def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
@@ -171,6 +299,22 @@ def _random_(x: Tensor, *limits: Any, generator: Any = None, **named: Any) -> Te
         most = int(2 / info.eps) if info else 1 if x.dtype is torch.bool else torch.iinfo(x.dtype).max
         high = min(most, torch.iinfo(torch.int64).max - 1) + 1
     return x.copy_(torch.randint(low, high, x.shape, generator=generator, device=x.device))
+
+
+def _rrelu(
+    input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+) -> Tensor:
+    """`F.rrelu`: leaky, each slope its own draw; in eval mode all are their mean."""
+    if not training:
+        return F.leaky_relu(input, (lower + upper) / 2, inplace)
+    slopes = torch.empty_like(input).uniform_(lower, upper)
+    return _written(torch.where(input > 0, input, input * slopes), input if inplace else None)
+
+
+def _rrelu_of_torch(
+    input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
+) -> Tensor:
+    return _rrelu(input, lower, upper, training)
 
 
 # ------------------------------------------------------------------ statistics
@@ -260,14 +404,26 @@ def unchecked() -> Iterator[None]:
 SUBSTITUTES: dict[Callable[..., Any], Callable[..., Any]] = {
     torch._grouped_mm: _grouped_mm,
     F.grouped_mm: _grouped_mm,
+    F.ctc_loss: _ctc_loss,
+    torch.ctc_loss: _ctc_loss_of_torch,
+    F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.bincount: _bincount,
     torch.Tensor.bincount: _bincount,
     torch.randperm: _randperm,
     torch.multinomial: _multinomial,
     torch.Tensor.multinomial: _multinomial,
     torch.normal: _normal,
+    F.rrelu: _rrelu,
+    torch.rrelu: _rrelu_of_torch,
+    torch.rrelu_: lambda *args, **kwargs: _written(_rrelu_of_torch(*args, **kwargs), args[0]),
     torch.Tensor.random_: _random_,
-}
+    torch.Tensor.cauchy_: lambda x, median=0, sigma=1, *, generator=None: (
+        x.uniform_(-0.5, 0.5, generator=generator).mul_(math.pi).tan_().mul_(sigma).add_(median)),
+    torch.Tensor.log_normal_: lambda x, mean=1, std=2, *, generator=None: (
+        x.normal_(mean, std, generator=generator).exp_()),
+    torch.Tensor.geometric_: lambda x, p, *, generator=None: (
+        x.exponential_(-math.log1p(-p), generator=generator).ceil_()),
+}  # fmt: skip
 
 
 # ------------------------------------------------------------------ masks of Python bools in an index

@@ -54,8 +54,6 @@ _BY_FUNCTION = {
     "calculate with the tensor.",
     "one_hot": "say how many classes there are: F.one_hot(labels, num_classes=n).",
     "bincount": "say how many there will be: minlength=n, or fs.bounded(torch.bincount(x), n).",
-    "ctc_loss": "it reads its lengths: wrap it as a torch.library.custom_op with register_autograd.",
-    "gaussian_nll_loss": "it reads its variance: 0.5 * (var.log() + (x - y) ** 2 / var), of a clamped var.",
     "linalg_lstsq": "torch.linalg.pinv(A) @ B is its solution.",
     "repeat_interleave": "say how many rows there will be: output_size=n, or at most "
     "fs.bounded(torch.repeat_interleave(x, counts), n).",

@@ -7,6 +7,7 @@ become counter-based ones that read a key input, constants have become inputs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -19,6 +20,10 @@ from torch._ops import OpOverload
 from fnshard.compiler.ir.guard import Guard
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.tree import TreeDef
+
+WRITES = re.compile(  # names of torch functions that change their first tensor
+    r"__set(item)?__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|l?r?shift)__|.*[^_]_"
+)
 
 
 @dataclass(frozen=True)
