@@ -1,14 +1,39 @@
-"""Layouts: two of one function, run side by side, and the first instruction where they differ."""
+"""Layouts: two of one function, run side by side, and the first instruction where they differ.
+
+Names of values differ between layouts; what they stand for does not: a leaf as kernels see it, a value of
+the program, a leaf's reduced gradient. So a run is recorded by what its instructions' results mean.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from fnshard.compiler.schedule.instructions import COMMUNICATION, Cast, Instruction, Run, Wait
+from fnshard.compiler.ir.arguments import Arguments
+from fnshard.compiler.ir.values import Kind, stored
+from fnshard.compiler.schedule.instructions import (
+    COMMUNICATION,
+    Accumulate,
+    Action,
+    Add,
+    Cast,
+    Env,
+    Exchange,
+    Gather,
+    Instruction,
+    Local,
+    Publish,
+    Reduced,
+    ReduceScalars,
+    Run,
+    StoreBuffers,
+    Update,
+    Wait,
+)
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.debug.batch import (
     as_arguments,
@@ -20,18 +45,26 @@ from fnshard.debug.batch import (
     tolerance,
     valid_parts,
 )
-from fnshard.debug.record import RecordedTensor, Recording, ValueKey, record
-from fnshard.layout.spec import P
+from fnshard.debug.values import describe_line, tensors
+from fnshard.errors import CollectiveError
+from fnshard.layout.resolved import ResolvedSpecs
+from fnshard.layout.spec import LayoutSpec, P
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer
-from fnshard.runtime.collectives.simulated import Adversary
-from fnshard.step.step import shard_step
+from fnshard.runtime.collectives.simulated import Adversary, simulate
+from fnshard.runtime.executor.context import Watch
+from fnshard.step.lowered import Lowered
+from fnshard.step.step import Step, shard_step
+
+Meaning = tuple[str, ...]  # ("leaf", path), ("value", name), ("reduced gradient", path), ...
+PER_VALUE = frozenset({"value", "gradient of leaf", "gradient of value", "sum"})
 
 
 @dataclass(frozen=True)
 class LayoutDifference:
-    """One thing that differs. `number`: the line of `b`'s schedule behind which it does; -1 is before it.
+    """One thing that differs. `number`: the line of `b`'s schedule that gave it; -1 is before the step.
 
+    `kind`: "kernel", "collective", "cast", "input", "instruction"; "failure" where a side could not run it.
     `absolute`, `relative`: the largest difference, and that by the largest number of either side.
     """
 
@@ -41,21 +74,15 @@ class LayoutDifference:
     leaf: str
     what: str
     rank: int
-    absolute: float
-    relative: float
+    absolute: float = float("inf")
+    relative: float = float("inf")
     note: str = ""
 
     def __str__(self) -> str:
         where = f"line {self.number}: {self.instruction}" if self.number >= 0 else "before the step"
         size = f"off by {self.absolute:.2e} ({self.relative:.2e} of its largest), rank {self.rank}"
-        return f"{where}\n    {self.what}: " + "; ".join(
-            filter(None, (size if not self.failed else "", self.note))
-        )
-
-    @property
-    def failed(self) -> bool:
-        """Whether the instruction could not be run at all."""
-        return self.kind == "failure"
+        parts = [self.note] if self.kind == "failure" else [size, *filter(None, [self.note])]
+        return f"{where}\n    {self.what}: " + "; ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -67,7 +94,6 @@ class BisectReport:
 
     findings: tuple[LayoutDifference, ...]
     compared: int
-    rtol: float | None
     note: str = ""
     schedules: tuple[Schedule, Schedule] = field(repr=False, default=())
 
@@ -94,7 +120,7 @@ class BisectReport:
     @property
     def failure(self) -> LayoutDifference | None:
         """The instruction that a side could not run."""
-        return next((f for f in self.findings if f.failed), None)
+        return next((f for f in self.findings if f.kind == "failure"), None)
 
     def __bool__(self) -> bool:
         return bool(self.findings)
@@ -163,85 +189,71 @@ def bisect(
     for specs, options in ((specs_a, options_a), (specs_b, options_b)):
         how = {"optimizer": optimizer, **(options or {}), "backend": "eager"}
         step = shard_step(fn, specs, mesh=mesh, **how)
-        sides.append(record(step, full, parts, seed=seed, adversary=adversary))
-    return compare(*sides, rtol=rtol, atol=atol)
+        sides.append(record(step, full, parts, seed, adversary))
+    return _compare(*sides, rtol, atol)
 
 
-def compare(a: Recording, b: Recording, *, rtol: float | None = None, atol: float = 0.0) -> BisectReport:
-    """Two recordings of one function on one mesh, laid side by side."""
+# ------------------------------------------------------------------ two runs, compared
+
+
+def _compare(a: Recording, b: Recording, rtol: float | None, atol: float) -> BisectReport:
+    """Two recordings of one function on one mesh, side by side."""
     left_out, note = _incomparable(a, b)
-    known = {rank: _by_key(entries) for rank, entries in a.ranks.items()}
-    here = {rank: _by_key(entries) for rank, entries in b.ranks.items()}
-    found: list[tuple[int, int, LayoutDifference]] = []
-    compared: set[tuple[ValueKey, str]] = set()
-    for rank, entries in b.ranks.items():
-        for place, entry in enumerate(entries):
-            if entry.key[0] in left_out:
-                continue
-            pair = _pair(a, b, known, here, rank, entry)
-            if pair is None:
-                continue
-            compared.add((entry.key, entry.version))
-            finding = _finding(b.schedule, rank, entry, *pair, rtol, atol)
-            if finding:
-                found.append((entry.number, place, finding))
-    found.sort(key=lambda f: f[:2])
-    findings = _worst_of_ranks([f for _, _, f in found])
-    for side, name in ((b, "b"), (a, "a")):
-        if side.failure:
-            findings.append(_failed(side, name))
-    findings.sort(key=lambda f: f.number)  # stable: a failure comes behind what differs at its line
-    return BisectReport(tuple(findings), len(compared), rtol, note, (a.schedule, b.schedule))
+    known, compared = a.by_meaning(), 0
+    findings = []
+    for (meaning, version), ranks in b.by_meaning().items():
+        others = known.get((meaning, version)) or known.get((meaning, "first"))
+        if meaning[0] in left_out or version == "first" or others is None:
+            continue
+        compared += 1
+        found = [_difference(b.schedule, ranks, *pair, rtol, atol) for pair in _pairs(a, b, others, ranks)]
+        worst = max(filter(None, found), key=lambda f: f.absolute, default=None)
+        findings += [worst] if worst else []
+    findings.sort(key=lambda f: f.number)
+    findings += [_failed(side, name) for side, name in ((b, "b"), (a, "a")) if side.failure]
+    findings.sort(key=lambda f: f.number)  # stable: a failure comes after what differs at its line
+    return BisectReport(tuple(findings), compared, note, (a.schedule, b.schedule))
 
 
-def _by_key(entries: list[RecordedTensor]) -> dict[tuple[ValueKey, str], RecordedTensor]:
-    """By key and version, and by key alone: the first version."""
-    out: dict[tuple[ValueKey, str], RecordedTensor] = {}
-    for entry in entries:
-        out[entry.key, entry.version] = entry
-    for entry in reversed(entries):
-        out[entry.key, "first"] = entry
-    return out
+def _pairs(
+    a: Recording, b: Recording, others: Mapping[int, RecordedTensor], ranks: Mapping[int, RecordedTensor]
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """What of `a` each rank's value of `b` is compared with: (rank, a's, b's).
+
+    Every block of `b` is compared with the whole of `a`, and every block of `a` with the whole of `b`: a
+    replica that only one rank has wrong is seen on either side.
+    """
+    one, other = next(iter(ranks.values())), next(iter(others.values()))
+    if one.layout is None and other.layout is None:
+        yield from ((r, others[r].value, e.value) for r, e in ranks.items() if r in others)
+        return
+    path, mesh = one.meaning[1], b.schedule.mesh
+    sides = (
+        (others, a.specs[path], other.layout or P()),
+        (ranks, b.specs[path], one.layout or P()),
+    )
+    for (blocks, spec, layout), (parts, spec_of_parts, layout_of_parts) in (sides, sides[::-1]):
+        if len(blocks) < mesh.size:  # a rank broke off before
+            continue
+        whole = full_tensor({r: e.value for r, e in blocks.items()}, spec, layout, mesh)
+        for rank, entry in parts.items():
+            for slices, valid in valid_parts(entry.value, spec_of_parts, layout_of_parts, mesh, rank):
+                yield (rank, whole[slices], valid) if parts is ranks else (rank, valid, whole[slices])
 
 
-def _pair(a: Recording, b: Recording, known: Any, here: Any, rank: int, entry: RecordedTensor) -> Any:
-    """What side `a` has for an entry of `b`, and `b`'s, laid out alike; and how they are stored."""
-    key = (entry.key, entry.version)
-    other = known.get(rank, {}).get(key) or known.get(rank, {}).get((entry.key, "first"))
-    if other is None:
-        return None
-    if entry.layout is None and other.layout is None:
-        return other.value, entry.value
-    path, mesh = entry.key[1], b.schedule.mesh
-    spec_a, spec_b = a.specs[path], b.specs[path]
-    layout_a, layout_b = other.layout or P(), entry.layout or P()
-    blocks = {r: e[entry.key, "first"].value for r, e in known.items() if (entry.key, "first") in e}
-    others = {r: e[entry.key, "first"].value for r, e in here.items() if (entry.key, "first") in e}
-    # Every block of `b` against the whole of `a`; and this rank's block of `a` against the whole of `b`, so
-    # that a replica that only one rank has wrong is seen on either side.
-    pairs = []
-    if len(blocks) == mesh.size:
-        whole = full_tensor(blocks, spec_a, layout_a, mesh)
-        parts = valid_parts(entry.value, spec_b, layout_b, mesh, rank)
-        pairs += [(whole[slices], valid) for slices, valid in parts]
-    if len(others) == mesh.size:
-        whole = full_tensor(others, spec_b, layout_b, mesh)
-        parts = valid_parts(other.value, spec_a, layout_a, mesh, rank)
-        pairs += [(valid, whole[slices]) for slices, valid in parts]
-    return max(pairs, key=lambda p: difference(*p)[0]) if pairs else None
-
-
-def _finding(
+def _difference(
     schedule: Schedule,
+    ranks: Mapping[int, RecordedTensor],
     rank: int,
-    entry: RecordedTensor,
     a: Tensor,
     b: Tensor,
     rtol: float | None,
     atol: float,
 ) -> LayoutDifference | None:
+    entry = next(iter(ranks.values()))
+    kind, name, *more = entry.meaning
     gap, scale = difference(a, b)
-    if rtol is None and entry.key[0] == "scalar":  # summed in fp64, whatever they were computed in
+    if rtol is None and kind == "scalar":  # summed in fp64, whatever they were computed in
         rtol = tolerance(*(s.compute_dtype for s in schedule.specs.values()))
     elif rtol is None:
         rtol = min(tolerance(a.dtype), tolerance(b.dtype))
@@ -254,18 +266,14 @@ def _finding(
         notes.append(f"a is {list(a.shape)}, b {list(b.shape)}")
     elif factor := _factor(a, b):
         notes.append(f"b is {factor:g} times a")
-    kind, name, *more = entry.key
-    leaf = name if kind not in ("value", "scalar", "gradient of value", "sum") else ""
-    if kind == "gradient of leaf":
-        leaf = name.leaf
-    if kind == "leaf":
-        kind = "leaf as kernels see it"
-    what = f"{kind} {leaf or name!r}" if not leaf else f"{kind} {leaf!r}"
-    what += f", slot {more[0]}" if entry.key[0] == "optimizer state" else ""
+    leaf = name.leaf if kind == "gradient of leaf" else "" if kind in (*PER_VALUE, "scalar") else name
+    what = f"{'leaf as kernels see it' if kind == 'leaf' else kind} {leaf or name!r}"
+    what += f", slot {more[0]}" if kind == "optimizer state" else ""
     line = schedule.instructions[entry.number] if entry.number >= 0 else None
+    text = describe_line(line) if line is not None else ""
     relative = gap / scale if scale else float("inf")
     return LayoutDifference(
-        entry.number, _text(line), _kind(line), leaf, what, rank, gap, relative, "; ".join(notes)
+        entry.number, text, _kind(line), leaf, what, rank, gap, relative, "; ".join(notes)
     )
 
 
@@ -276,8 +284,7 @@ def _factor(a: Tensor, b: Tensor) -> float | None:
     if not 0 < square < float("inf"):
         return None
     factor = float(x @ y) / square
-    gap = difference(factor * x, y)[0]
-    near = gap <= 1e-3 * float(y.abs().max())
+    near = difference(factor * x, y)[0] <= 1e-3 * float(y.abs().max())
     return round(factor, 4) if near and abs(factor - 1.0) > 1e-3 and factor else None
 
 
@@ -290,47 +297,205 @@ def _kind(line: Instruction | None) -> str:
     return {Cast: "cast"}.get(type(line), "input" if line is None else "instruction")
 
 
-def _text(line: Instruction | None) -> str:
-    return "" if line is None else f"{line.phase} {line.unit} {line.verb} {line.detail}"
-
-
-def _worst_of_ranks(findings: list[LayoutDifference]) -> list[LayoutDifference]:
-    """One finding a value: of the rank where it is largest."""
-    out: dict[tuple[int, str], LayoutDifference] = {}
-    for each in findings:
-        key = each.number, each.what
-        if key not in out or each.absolute > out[key].absolute:
-            out[key] = each
-    return list(out.values())
-
-
 def _failed(side: Recording, name: str) -> LayoutDifference:
-    failure = side.failure
-    line = side.schedule.instructions[failure.number]
-    error = f"{type(failure.error).__name__}: {failure.error}".splitlines()[0]
-    note = error if name == "b" else f"{error} (in the schedule of a)"
-    inf = float("inf")
-    what = f"{name} cannot run it"
-    return LayoutDifference(failure.number, _text(line), "failure", "", what, failure.rank, inf, inf, note)
+    number, rank, error = side.failure
+    note = f"{type(error).__name__}: {error}".splitlines()[0]
+    note += "" if name == "b" else " (in the schedule of a)"
+    text, what = describe_line(side.schedule.instructions[number]), f"{name} cannot run it"
+    return LayoutDifference(number, text, "failure", "", what, rank, note=note)
 
 
 def _incomparable(a: Recording, b: Recording) -> tuple[frozenset[str], str]:
     """Kinds of values whose names do not mean the same on both sides, and why."""
     nodes = [[(n.name, str(n.target)) for n in r.lowered.program.graph.nodes] for r in (a, b)]
-    per_value = frozenset({"value", "gradient of leaf", "gradient of value", "sum"})
+    rest = "only leaves, reduced gradients, the loss and updates are compared."
     if nodes[0] != nodes[1]:
-        return per_value, (
+        return PER_VALUE, (
             f"`fn` is another program on each side ({len(nodes[0])} and {len(nodes[1])} nodes), as it may be "
-            "where dtypes differ or an axis splits what it computes: only leaves, reduced gradients, the "
-            "loss and updates are compared."
+            f"where dtypes differ or an axis splits what it computes: {rest}"
         )
     if a.schedule.accumulate != b.schedule.accumulate:
-        return per_value | {"gradient of a micro-batch", "accumulated gradient"}, (
-            "micro-batches differ: only leaves, reduced gradients, the loss and updates are compared."
-        )
+        more = {"gradient of a micro-batch", "accumulated gradient"}
+        return PER_VALUE | more, f"micro-batches differ: {rest}"
     cuts = [[(s.inputs, s.outputs) for s in r.lowered.segments.segments] for r in (a, b)]
     if cuts[0] != cuts[1]:
-        return frozenset({"gradient of leaf", "gradient of value", "sum"}), (
+        return PER_VALUE - {"value"}, (
             "the two are cut into other kernels: kernels' gradients are compared once they are reduced."
         )
     return frozenset(), ""
+
+
+# ------------------------------------------------------------------ a run, recorded
+
+
+@dataclass(frozen=True)
+class RecordedTensor:
+    """One tensor that a rank had after an instruction. `layout`: of a block of a leaf; None: no block.
+
+    `version`: tells apart several that mean the same (a leaf gathered twice).
+    """
+
+    number: int
+    meaning: Meaning
+    value: Tensor
+    layout: P | None = None
+    version: str = ""
+
+
+@dataclass
+class Recording:
+    """A step's run: by rank, its entries in order; and (line, rank, error) where one failed.
+
+    `specs`: of the whole leaves, whose layouts the entries have.
+    """
+
+    lowered: Lowered
+    specs: Mapping[str, LayoutSpec]
+    ranks: dict[int, list[RecordedTensor]] = field(default_factory=dict)
+    failures: list[tuple[int, int, BaseException]] = field(default_factory=list)
+
+    @property
+    def schedule(self) -> Schedule:
+        """Its instructions."""
+        return self.lowered.schedule
+
+    @property
+    def failure(self) -> tuple[int, int, BaseException] | None:
+        """Of the first rank that failed by itself, not because another one did."""
+        own = [f for f in self.failures if not isinstance(f[2], CollectiveError)]
+        return min(own or self.failures, key=lambda f: f[:2], default=None)
+
+    def by_meaning(self) -> dict[tuple[Meaning, str], dict[int, RecordedTensor]]:
+        """By meaning and version (under "first": the first of that meaning), each rank's entry."""
+        out: dict[tuple[Meaning, str], dict[int, RecordedTensor]] = {}
+        for rank, entries in self.ranks.items():
+            for entry in entries:
+                out.setdefault((entry.meaning, "first"), {}).setdefault(rank, entry)
+                out.setdefault((entry.meaning, entry.version), {})[rank] = entry
+        return out
+
+    def watch(self, rank: int) -> Watch:
+        """What the executor shows this rank's instructions to."""
+        entries = self.ranks.setdefault(rank, [])
+
+        def keep(number: int, found: Iterator[tuple[Meaning, Tensor, P | None, str]]) -> None:
+            for meaning, value, layout, version in found:
+                copy = value.detach().to("cpu", copy=True)
+                entries.append(RecordedTensor(number, meaning, copy, layout, version))
+
+        def around(number: int, line: Instruction, action: Action) -> Action:
+            def watched(env: Env) -> None:
+                if number == 0:
+                    keep(-1, _stored(env, self.specs))
+                keep(number, _before(line, env, self.specs))
+                try:
+                    action(env)
+                except Exception as error:
+                    self.failures.append((number, rank, error))
+                    raise
+                keep(number, _after(line, env, self.schedule, self.specs))
+
+            return watched
+
+        return around
+
+
+def record(
+    step: Step, params: Any, parts: Sequence[Arguments], seed: int = 0, adversary: Adversary = None
+) -> Recording:
+    """Run a step once on all ranks of its simulated mesh.
+
+    Args:
+        step: on the eager backend; a replay of it is run, itself it stays as it was.
+        params: the full tree.
+        parts: the global batch, a slice for each data rank.
+    """
+    recording = Recording(parts[0].call(step.lower, params), ResolvedSpecs.of(step.specs).paired)
+    again = step.replay()
+
+    def run(rank: int) -> None:
+        state = again.init(params, seed=seed if step.optimizer else None)
+        with again.watching(recording.watch(rank)):
+            parts[step.mesh.data_rank].call(again if step.optimizer else partial(again, rng=(seed, 0)), state)
+
+    try:
+        simulate(step.mesh, run, adversary=adversary)
+    except Exception:
+        if not recording.failures:  # before or after the schedule: no finding, but a mistake
+            raise
+    return recording
+
+
+_Found = Iterator[tuple[Meaning, Tensor, P | None, str]]
+_Specs = Mapping[str, LayoutSpec]
+
+
+def _stored(env: Env, specs: _Specs) -> _Found:
+    for name in stored(specs):
+        if isinstance(env.get(name), Tensor):
+            yield ("stored leaf", name.path), env[name], specs[name.path].storage, ""
+
+
+def _computed(path: str, specs: _Specs) -> P | None:
+    return specs[path].compute if specs[path].compute.axes else None
+
+
+def _before(line: Instruction, env: Env, specs: _Specs) -> _Found:
+    """Leaves that a kernel reads as they are stored: nothing was gathered or cast."""
+    if isinstance(line, Run):
+        for name in line.reads:
+            if name.original.kind is Kind.STORED and isinstance(env.get(name), Tensor):
+                yield ("leaf", name.leaf), env[name], _computed(name.leaf, specs), ""
+
+
+def _after(line: Instruction, env: Env, schedule: Schedule, specs: _Specs) -> _Found:
+    """What an instruction gave."""
+    waited = isinstance(line, Wait)
+    source = line.of if waited else type(line)
+    if source in (Run, Add) or (source is Exchange and waited):
+        count = len(line.writes)
+        if source is Run and not line.backward:  # after its results come values saved for the backward
+            count = len(schedule.kernels[line.kernel].source.outputs)
+        for name in line.writes[:count]:
+            kind = "sum" if source is Add else "value"
+            if name.kind is Kind.TANGENT or (source is Run and line.backward):
+                kind = "gradient of leaf" if name.leaf else "gradient of value"
+            yield (kind, name), env[name], None, ""
+    elif source is Cast or (source is Gather and waited):
+        for name in line.writes:
+            yield ("leaf", name.leaf), env[name], _computed(name.leaf, specs), name.version[1:]
+    elif source is ReduceScalars and waited:
+        for name, tensor in tensors(env[line.writes[0]]):
+            if name in ("loss", "norm", "count"):
+                yield ("scalar", name), tensor, None, ""
+    elif source is StoreBuffers or (source is Publish and waited):
+        for name in line.writes:
+            yield ("updated leaf", name.leaf), env[name], specs[name.leaf].storage, ""
+    elif isinstance(line, Wait | Local | Accumulate):
+        yield from _of_reduction(line, env, schedule, specs)
+    elif isinstance(line, Update):
+        yield from _of_update(line, env, specs)
+
+
+def _of_reduction(line: Wait | Local | Accumulate, env: Env, schedule: Schedule, specs: _Specs) -> _Found:
+    """A leaf's gradient that all ranks have summed; of what is summed in two stages, the second."""
+    name = next(iter(line.writes), None)
+    value = env.get(name)
+    if not isinstance(value, Reduced) or name.kind is not Kind.REDUCED or name.version.endswith("."):
+        return
+    last = name in {n.original for n in schedule.reduced.values()}
+    kind = "accumulated gradient" if isinstance(line, Accumulate) else "gradient of a micro-batch"
+    for path, block in value.blocks.items():
+        meaning = ("reduced gradient", path) if last else (kind, path, name.version[1:])
+        yield meaning, block, specs[path].gradient, ""
+
+
+def _of_update(line: Update, env: Env, specs: _Specs) -> _Found:
+    for path in line.paths:
+        spec = specs[path]
+        if spec.storage == spec.optimizer and path in line.params:
+            yield ("updated leaf", path), env[line.params[path]], spec.storage, ""
+        slots = env.get(line.slots.get(path, ""))
+        for slot, tensor in tensors(slots) if slots is not None else ():
+            if tensor.dim() == len(spec.shape) and tensor.dim():
+                yield ("optimizer state", path, slot), tensor, spec.optimizer, ""

@@ -23,9 +23,17 @@ from fnshard.compiler.schedule.instructions import (
 )
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.debug.batch import as_arguments
-from fnshard.debug.op_search import NonFiniteOp, first_nonfinite_op
-from fnshard.debug.values import Health, count_nonfinite, describe_value, health, tensors, worst_health
-from fnshard.errors import DebugError, FnshardError, StateError, report
+from fnshard.debug.op_search import first_nonfinite_op
+from fnshard.debug.values import (
+    Health,
+    count_nonfinite,
+    describe_line,
+    describe_value,
+    health,
+    tensors,
+    worst_health,
+)
+from fnshard.errors import DebugError, FnshardError, StateError
 from fnshard.runtime.files.json_reader import from_json
 from fnshard.step.state import TrainState
 from fnshard.step.step import Step
@@ -68,7 +76,7 @@ class NonFinite:
 class NanReport:
     """What `fs.debug.nan_hunt` found, in the order of the schedule; false where all is finite.
 
-    `found[0]` is the first place. Behind it: NaN that was made of its inf, and faults of their own.
+    `found[0]` is the first place. After it: NaN that was made of its inf, and faults of their own.
     """
 
     found: tuple[NonFinite, ...]
@@ -114,7 +122,7 @@ def nan_hunt(
     Args:
         step: what `shard_step` made; it is not changed, its counts and flags stay as they are.
         state: a TrainState from before the step; without an optimizer this rank's blocks.
-        batch: a tuple of what `fn` takes behind the parameters, or the one argument.
+        batch: a tuple of what `fn` takes after the parameters, or the one argument.
         keywords: what it takes by name.
         rng: without an optimizer, as for the step.
 
@@ -180,7 +188,11 @@ class NonFiniteTracker:
             except FnshardError:
                 raise
             except Exception as error:  # a schedule or a kernel that cannot run: say where, on this rank
-                raise DebugError(_broken(number, line, error)) from error
+                raise DebugError(
+                    f"the replay broke off at line {number}: {describe_line(line)}",
+                    [f"{type(error).__name__}: {error}".splitlines()[0]],
+                    "fs.debug.bisect with the specs of fs.presets.no_shard says whether it is the layout.",
+                ) from error
             self.look(number, line, args, env)
 
         return watched
@@ -190,17 +202,11 @@ class NonFiniteTracker:
         for name, value in env.items():
             if name == CONTROL:
                 continue
-            parts = {part: (tensor, health(tensor)) for part, tensor in tensors(value)}
-            self.kinds[name] = worst_health([kind for _, kind in parts.values()])
-            state = name.is_state
-            for part, (tensor, kind) in parts.items():
-                if kind and not (_is_mask(tensor, kind) and not state):
-                    self.found.append(
-                        NonFinite(
-                            kind, -1, "", describe_value(name, part), count_nonfinite(tensor), self.rank
-                        )
-                    )
-                    self.ill |= state
+            for part, tensor, kind in self._unwell(name, value):
+                if name.is_state or not _is_mask(tensor, kind):
+                    what = describe_value(name, part), count_nonfinite(tensor)
+                    self.found.append(NonFinite(kind, -1, "", *what, self.rank))
+                    self.ill |= name.is_state
 
     def look(self, number: int, line: Instruction, args: list[Tensor] | None, env: Env) -> None:
         """What an instruction wrote, against what it read."""
@@ -211,44 +217,31 @@ class NonFiniteTracker:
             if value is None or name.kind is Kind.FLIGHT:  # in flight: as what was sent
                 self.kinds[name] = before
                 continue
-            parts = {part: (tensor, health(tensor)) for part, tensor in tensors(value)}
-            self.kinds[name] = worst_health([kind for _, kind in parts.values()])
-            self.ill |= bool(self.kinds[name]) and _counts(name)
-            # An infinity from a kernel that reads one may be the same one, a mask's: its ops tell.
+            # An infinity from a kernel that reads one may be the same one, a mask's: its ops say.
             suspect = args is not None and before == "inf"
-            news += [(name, p, t, k) for p, (t, k) in parts.items() if k and (suspect or _worse(k, before))]
+            parts = self._unwell(name, value)
+            news += [(name, p, t, k) for p, t, k in parts if suspect or _worse(k, before)]
+            self.ill |= bool(parts) and _counts(name)
         if news:
             self.note(number, line, args, news)
+
+    def _unwell(self, name: ValueName, value: Any) -> list[tuple[str, Tensor, Health]]:
+        """The parts of a value that are not finite."""
+        parts = [(part, tensor, health(tensor)) for part, tensor in tensors(value)]
+        self.kinds[name] = worst_health([kind for _, _, kind in parts])
+        return [each for each in parts if each[2]]
 
     def note(self, number: int, line: Instruction, args: list[Tensor] | None, news: list[Any]) -> None:
         """The first value that got worse; of a kernel, the op."""
         name, part, tensor, kind = max(news, key=lambda n: n[3] == "nan")
-        text = f"{line.phase} {line.unit} {line.verb} {line.detail}"
+        text = describe_line(line)
         arose = NonFinite(kind, number, text, describe_value(name, part), count_nonfinite(tensor), self.rank)
         if args is not None:
             origin = first_nonfinite_op(self.schedule.kernels[line.kernel], args, line.backward)
-            if origin is None:
-                if all(n[3] == "inf" for n in news):
-                    return  # an infinity that the program wrote on purpose
-            else:
-                arose = _named(arose, origin)
+            if origin is None and all(n[3] == "inf" for n in news):
+                return  # an infinity that the program wrote on purpose
+            arose = replace(arose, **(origin or {}))
         self.found.append(arose)
-
-
-def _broken(number: int, line: Instruction, error: Exception) -> str:
-    return report(
-        f"the replay broke off at line {number}: {line.phase} {line.unit} {line.verb} {line.detail}",
-        [f"{type(error).__name__}: {error}".splitlines()[0]],
-        "fs.debug.bisect with the specs of fs.presets.no_shard shows whether the layout is to blame.",
-    )
-
-
-def _named(arose: NonFinite, origin: NonFiniteOp) -> NonFinite:
-    of = origin.of[0] if origin.of else ""
-    return replace(
-        arose, kind=origin.kind, op=origin.op, node=origin.node, of=of, inputs=origin.inputs,
-        gives=origin.gives, source=origin.source_node or "",
-    )  # fmt: skip
 
 
 def _is_mask(tensor: Tensor, kind: Health) -> bool:
@@ -297,7 +290,7 @@ def _one_each(found: list[NonFinite]) -> list[NonFinite]:
 
 
 def _caused(found: list[NonFinite], schedule: Schedule) -> list[NonFinite]:
-    """Without what a rank received: behind another finding, a collective brings what others have sent."""
+    """Without what a rank received: after another finding, a collective brings what others have sent."""
 
     def received(arose: NonFinite) -> bool:
         line = schedule.instructions[arose.number] if arose.number >= 0 else None

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -17,46 +15,30 @@ from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.debug.values import Health, health, tensors, worst_health
 
 
-@dataclass(frozen=True)
-class NonFiniteOp:
-    """An op of a kernel. `graph`: "source" (as `fn` calls it), "forward" or "backward" (as it is compiled).
-
-    `of`: for an op of a backward, the forward's op that it belongs to, as `(op, node)` of the source.
-    `gives`: its result's dtype and shape.
-    """
-
-    op: str
-    node: str
-    kind: Health
-    graph: str
-    inputs: str = ""
-    gives: str = ""
-    of: tuple[str, str] | None = None
-
-    @property
-    def source_node(self) -> str | None:
-        """Its node in the segment's source, if that is known."""
-        return self.node if self.graph == "source" else self.of and self.of[1]
-
-
-def first_nonfinite_op(kernel: Kernel, args: Sequence[Tensor], backward: bool) -> NonFiniteOp | None:
+def first_nonfinite_op(kernel: Kernel, args: Sequence[Tensor], backward: bool) -> dict[str, str] | None:
     """Where what a kernel returns for `args` began not to be finite; None where no op of it is to blame.
 
     An infinity among an op's own constants (a mask) is none; one that an input holds is none either, but the
     NaN that an op makes of it.
+
+    Returns:
+        `kind`; `op` and `node` in the graph that ran; `inputs`, whether they are finite; `gives`, its
+        result's dtype and shape; `of`, for an op of a backward, the forward's op that it belongs to;
+        `source`, its node in the segment's source, "" if that is not known.
     """
     with torch.no_grad():
         if backward:
             found = _trouble(kernel.backward.graph, args, _interpret(kernel.backward))
-            return found and _origin(*found, "backward", _forward_of(kernel, found[0]))
-        for graph, run, name in (
-            (kernel.source.graph, lambda given, seen: replay(kernel.source.graph, given, seen), "source"),
-            (kernel.forward.graph, _interpret(kernel.forward), "forward"),  # its ops may differ in range
-        ):
-            found = _trouble(graph, args, run)
-            if found:
-                return _origin(*found, name, None)
-    return None
+            of, source = _forward_of(kernel, found["node"]) if found else ("", "")
+        else:
+            run = lambda args, seen: replay(kernel.source.graph, args, seen)  # noqa: E731
+            found = _trouble(kernel.source.graph, args, run)
+            of, source = "", found["node"].name if found else ""
+            # As it is compiled, some of its ops may have another range.
+            found = found or _trouble(kernel.forward.graph, args, _interpret(kernel.forward))
+    if not found:
+        return None
+    return {**found, "op": _op(found["node"]), "node": found["node"].name, "of": of, "source": source}
 
 
 Interpret = Callable[[Sequence[Any], Callable[[fx.Node, Any], None]], Any]
@@ -75,9 +57,8 @@ def _interpret(module: fx.GraphModule) -> Interpret:
     return run
 
 
-def _trouble(
-    graph: fx.Graph, args: Sequence[Any], run: Interpret
-) -> tuple[fx.Node, Health, Mapping[fx.Node, Health]] | None:
+def _trouble(graph: fx.Graph, args: Sequence[Any], run: Interpret) -> dict[str, Any]:
+    """The first op to blame: its node, and how it is; empty where there is none."""
     kinds: dict[fx.Node, Health] = {}
 
     def seen(node: fx.Node, value: Any) -> None:
@@ -98,8 +79,10 @@ def _trouble(
     turned = [n for n in order if n in ill and n.op != "placeholder" and kinds[n] == "nan"]
     turned = [n for n in turned if _inputs(n, kinds) == "inf"]
     for node in (*born, *turned):
-        return node, kinds[node], kinds
-    return None
+        inputs = "finite inputs" if not _inputs(node, kinds) else "an input that holds inf"
+        gives = describe(node.meta.get("val"))
+        return {"node": node, "kind": kinds[node], "inputs": inputs, "gives": gives}
+    return {}
 
 
 def _inputs(node: fx.Node, kinds: Mapping[fx.Node, Health]) -> Health:
@@ -121,13 +104,6 @@ def _constants(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _origin(
-    node: fx.Node, kind: Health, kinds: Mapping[fx.Node, Health], graph: str, of: tuple[str, str] | None
-) -> NonFiniteOp:
-    inputs = "finite inputs" if not _inputs(node, kinds) else "an input that holds inf"
-    return NonFiniteOp(_op(node), node.name, kind, graph, inputs, describe(node.meta.get("val")), of)
-
-
 def _op(node: fx.Node) -> str:
     return str(node.target).removesuffix(".default")
 
@@ -135,39 +111,25 @@ def _op(node: fx.Node) -> str:
 # ------------------------------------------------------------------ from a backward to the forward
 
 
-def _forward_of(kernel: Kernel, node: fx.Node) -> tuple[str, str] | None:
-    """The source's op whose derivative (or recomputation) a backward's node is part of.
+def _forward_of(kernel: Kernel, node: fx.Node) -> tuple[str, str]:
+    """The source's op whose derivative (or recomputation) a backward's node is part of, and its node.
 
     Autograd numbers its functions, and the export keeps the number on the nodes of both ways; what is
-    recomputed keeps its name.
+    recomputed keeps its name. The export may fold or split ops of the source, so the two are aligned.
     """
     number = node.meta.get("seq_nr")
     ahead = [n for n in kernel.forward.graph.nodes if n.op == "call_function"]
     again = [n for n in ahead if n.name == node.name and n.target == node.target]  # recomputed
     own = again or [n for n in ahead if number is not None and n.meta.get("seq_nr") == number]
     sources = [n for n in kernel.source.graph.nodes if n.op == "call_function"]
+    targets = [[str(n.target) for n in nodes] for nodes in (ahead, sources)]
+    blocks = SequenceMatcher(None, *targets, autojunk=False).get_matching_blocks()
     for candidate in reversed(own):
-        alike = sorted((n for n in ahead if n.target == candidate.target), key=_place)
-        matching = [n for n in sources if n.target == candidate.target]
-        if len(alike) == len(matching):
-            match = matching[alike.index(candidate)]
-            return _op(match), match.name
-        if matching:
-            return _op(candidate), _aligned(ahead, sources, candidate)
-    return None
-
-
-def _aligned(ahead: Sequence[fx.Node], sources: Sequence[fx.Node], node: fx.Node) -> str:
-    """The source's node at a forward's node's place, where the export has folded or split some of the ops."""
-    names = [[str(n.target) for n in nodes] for nodes in (ahead, sources)]
-    place = ahead.index(node)
-    for block in SequenceMatcher(None, *names, autojunk=False).get_matching_blocks():
-        if block.a <= place < block.a + block.size:
-            return sources[block.b + place - block.a].name
-    return ""
-
-
-def _place(node: fx.Node) -> int:
-    """Names of the same op are numbered in the order of the trace: log, log_1, log_2."""
-    number = re.search(r"_(\d+)$", node.name)
-    return int(number.group(1)) if number else 0
+        place = ahead.index(candidate)
+        for block in blocks:
+            if block.a <= place < block.a + block.size:
+                return _op(candidate), sources[block.b + place - block.a].name
+    for candidate in reversed(own):
+        if any(n.target == candidate.target for n in sources):
+            return _op(candidate), ""
+    return "", ""

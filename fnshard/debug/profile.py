@@ -1,6 +1,6 @@
 """Profile: the instructions of a step as spans of a `torch.profiler` trace, and read back as a `Timeline`.
 
-    with fs.profile.traced(step, "trace.json"):      # a few steps, behind the first, which compiles
+    with fs.profile.traced(step, "trace.json"):      # a few steps, after the first, which compiles
         for batch in batches:
             state, metrics = step(state, *batch)
     lowered = step.lower(state, *batch)
@@ -18,7 +18,6 @@ import statistics
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +50,7 @@ PREFIX = "fnshard"
 LAUNCHES = ("cuda_runtime", "cuda_driver")  # categories of a trace: what the host asked for
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # and what the device did of it
 MICRO = 1e-6  # the unit of a trace
+Event = Mapping[str, Any]
 
 
 # ------------------------------------------------------------------ writing a trace
@@ -97,16 +97,6 @@ def traced(step: Step, path: str | Path) -> Iterator[None]:
 # ------------------------------------------------------------------ reading a trace
 
 
-@dataclass(frozen=True)
-class _Stretch:
-    """What one instruction did on one lane in one step; microseconds."""
-
-    number: int
-    lane: str
-    start: float
-    end: float
-
-
 def measured(trace: str | Path | Mapping[str, Any], lowered: Lowered, hardware: Any = None) -> Timeline:
     """A step as it ran: by instruction the median start and length over the traced steps.
 
@@ -125,23 +115,22 @@ def measured(trace: str | Path | Mapping[str, Any], lowered: Lowered, hardware: 
     values = trace if isinstance(trace, Mapping) else json.loads(Path(trace).read_text(encoding="utf-8"))
     events = [e for e in values.get("traceEvents", ()) if e.get("ph") == "X"]
     hosts = _spans(events, lowered.schedule)
-    on_device = _on_device(events, hosts, lowered.schedule)
-    runs = _steps(hosts)
+    launched = _launched(events, hosts)
     stretches: dict[tuple[int, str], list[tuple[float, float]]] = {}
     seconds = []
-    for spans in runs:
+    for spans in _steps(hosts):
         began = spans[0]["ts"]
-        ended = max(span["ts"] + span["dur"] for span in spans)
-        for stretch in _of_step(spans, on_device, lowered.schedule):
-            ended = max(ended, stretch.end)
-            intervals = stretches.setdefault((stretch.number, stretch.lane), [])
-            intervals.append((stretch.start - began, stretch.end - stretch.start))
+        ended = max(map(_end, spans))
+        for span in spans:
+            number = _number(span)
+            for lane, start, end in _lanes(span, lowered.schedule.instructions[number], launched):
+                ended = max(ended, end)
+                stretches.setdefault((number, lane), []).append((start - began, end - start))
         seconds.append((ended - began) * MICRO)
-    spans = sorted(_medians(stretches, lowered.schedule), key=lambda s: (s.start, s.index))
-    return _timeline(spans, statistics.median(seconds), lowered, hardware)
+    return _timeline(stretches, statistics.median(seconds), lowered, hardware)
 
 
-def _spans(events: Iterable[Mapping[str, Any]], schedule: Schedule) -> list[Mapping[str, Any]]:
+def _spans(events: Iterable[Event], schedule: Schedule) -> list[Event]:
     """The host's spans of instructions, in order of time."""
     named = [e for e in events if e["name"].startswith(f"{PREFIX} ") and e.get("cat") not in
              (*DEVICE, "gpu_user_annotation")]  # fmt: skip
@@ -161,13 +150,17 @@ def _spans(events: Iterable[Mapping[str, Any]], schedule: Schedule) -> list[Mapp
     return sorted(named, key=lambda e: e["ts"])
 
 
-def _number(span: Mapping[str, Any]) -> int:
+def _number(span: Event) -> int:
     return int(span["name"].split(" ", 2)[1])
 
 
-def _steps(spans: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
+def _end(event: Event) -> float:
+    return event["ts"] + event["dur"]
+
+
+def _steps(spans: Sequence[Event]) -> list[list[Event]]:
     """Cut where the schedule begins anew; a step that is not whole (it failed) is left out."""
-    out: list[list[Mapping[str, Any]]] = []
+    out: list[list[Event]] = []
     for span in spans:
         if not out or _number(span) <= _number(out[-1][-1]):
             out.append([])
@@ -176,88 +169,64 @@ def _steps(spans: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
     return [each for each in out if len(each) == longest]
 
 
-def _on_device(
-    events: Sequence[Mapping[str, Any]], hosts: Sequence[Mapping[str, Any]], schedule: Schedule
-) -> dict[int, list[_Stretch]] | None:
-    """By the identity of a span, what its launches did on the device; None where there is none."""
-    launched = {
-        e["args"]["correlation"]: e
-        for e in events
-        if e.get("cat") in LAUNCHES and "correlation" in e.get("args", {})
-    }
+def _launched(events: Sequence[Event], hosts: Sequence[Event]) -> dict[int, list[Event]] | None:
+    """By the identity of a span, what its launches did on the device; None where the trace has no device."""
     worked = [e for e in events if e.get("cat") in DEVICE]
     if not worked:
         return None
+    calls = {e.get("args", {}).get("correlation"): e for e in events if e.get("cat") in LAUNCHES}
     starts = [span["ts"] for span in hosts]
-    out: dict[int, list[_Stretch]] = {}
+    out: dict[int, list[Event]] = {}
     for event in worked:
-        launch = launched.get(event.get("args", {}).get("correlation"))
-        place = bisect_right(starts, launch["ts"]) - 1 if launch else -1
-        if place < 0 or launch["ts"] > hosts[place]["ts"] + hosts[place]["dur"]:
-            continue  # between instructions: nobody's
-        if launch.get("tid") != hosts[place].get("tid"):
-            continue  # a thread of its own, such as a loader's
-        number = _number(hosts[place])
-        lane = _device_lane(event, schedule.instructions[number])
-        stretch = _Stretch(number, lane, event["ts"], event["ts"] + event["dur"])
-        out.setdefault(id(hosts[place]), []).append(stretch)
+        call = calls.get(event.get("args", {}).get("correlation"))
+        place = bisect_right(starts, call["ts"]) - 1 if call else -1
+        # Not what is launched between instructions, or by another thread, such as a loader's.
+        if place >= 0 and call["ts"] <= _end(hosts[place]) and call.get("tid") == hosts[place].get("tid"):
+            out.setdefault(id(hosts[place]), []).append(event)
     return out
 
 
-def _device_lane(event: Mapping[str, Any], line: Instruction) -> str:
-    if "nccl" in event["name"].lower():
-        return COMMUNICATION
-    return TRANSFER if event["cat"] == "gpu_memcpy" and line.lane == TRANSFER else COMPUTE
+def _lanes(
+    span: Event, line: Instruction, launched: Mapping[int, list[Event]] | None
+) -> list[tuple[str, float, float]]:
+    """When an instruction was at work, lane by lane: (lane, start, end)."""
+    host = span["ts"], _end(span)
+    if launched is None:  # a machine that does one thing at a time: waiting is communication
+        return [(line.of.lane if isinstance(line, Wait) else line.lane, *host)]
+    lanes: dict[str, list[Event]] = {}
+    for event in launched.get(id(span), ()):
+        copies = event["cat"] == "gpu_memcpy" and line.lane == TRANSFER
+        lane = COMMUNICATION if "nccl" in event["name"].lower() else TRANSFER if copies else COMPUTE
+        lanes.setdefault(lane, []).append(event)
+    if not lanes and isinstance(line, Update):
+        return [(HOST, *host)]
+    return [(lane, min(e["ts"] for e in own), max(map(_end, own))) for lane, own in lanes.items()]
 
 
-def _of_step(
-    spans: Sequence[Mapping[str, Any]], on_device: Mapping[int, list[_Stretch]] | None, schedule: Schedule
-) -> Iterator[_Stretch]:
-    """What one step's instructions did, a stretch a lane."""
-    for span in spans:
-        number = _number(span)
-        line = schedule.instructions[number]
-        host = _Stretch(number, lane_of(line), span["ts"], span["ts"] + span["dur"])
-        if on_device is None:
-            yield host
-            continue
-        parts = on_device.get(id(span), [])
-        if not parts and isinstance(line, Update):
-            yield _Stretch(number, HOST, host.start, host.end)
-        for lane in {part.lane for part in parts}:
-            of_lane = [part for part in parts if part.lane == lane]
-            yield _Stretch(number, lane, min(p.start for p in of_lane), max(p.end for p in of_lane))
-
-
-def lane_of(line: Instruction) -> str:
-    """Where an instruction stands on a machine that does one thing at a time: waiting is communication."""
-    return line.of.lane if isinstance(line, Wait) else line.lane
-
-
-def _medians(
-    stretches: Mapping[tuple[int, str], Sequence[tuple[float, float]]], schedule: Schedule
-) -> Iterator[Span]:
+def _timeline(
+    stretches: Mapping[tuple[int, str], Sequence[tuple[float, float]]],
+    seconds: float,
+    lowered: Lowered,
+    hardware: Any,
+) -> Timeline:
+    """Medians over the steps."""
+    spans = []
     for (number, lane), intervals in stretches.items():
-        line = schedule.instructions[number]
+        line = lowered.schedule.instructions[number]
         start = statistics.median(s for s, _ in intervals) * MICRO
-        length = statistics.median(d for _, d in intervals) * MICRO
-        yield Span(number, lane, start, start + length, line.verb, line.unit, line.phase)
-
-
-def _timeline(spans: Sequence[Span], seconds: float, lowered: Lowered, hardware: Any) -> Timeline:
+        end = start + statistics.median(d for _, d in intervals) * MICRO
+        spans.append(Span(number, lane, start, end, line.verb, line.unit, line.phase))
+    spans.sort(key=lambda s: (s.start, s.index))
     paper = lowered.timeline(Hardware.of(hardware or "cpu"))  # FLOPs are the same on any
-    exposed = {
-        lane: _alone([s for s in spans if s.lane == lane], [s for s in spans if s.lane in (COMPUTE, HOST)])
-        for lane in (COMMUNICATION, TRANSFER)
-    }
+    busy = [s for s in spans if s.lane in (COMPUTE, HOST)]
     tokens = paper.tokens_per_second
     return Timeline(
         "measured" if hardware is None else f"{paper.hardware}, measured",
         seconds,
         tuple(spans),
         {lane: sum(s.end - s.start for s in spans if s.lane == lane) for lane in LANES},
-        exposed[COMMUNICATION],
-        exposed[TRANSFER],
+        _alone([s for s in spans if s.lane == COMMUNICATION], busy),
+        _alone([s for s in spans if s.lane == TRANSFER], busy),
         paper.model_flops,
         paper.hardware_flops,
         math.nan if hardware is None else paper.peak_flops,
@@ -266,10 +235,10 @@ def _timeline(spans: Sequence[Span], seconds: float, lowered: Lowered, hardware:
     )
 
 
-def _alone(spans: Sequence[Span], beside: Sequence[Span]) -> float:
+def _alone(spans: Sequence[Span], covering: Sequence[Span]) -> float:
     """How long some spans run while none of the others does."""
     edges = [(s.start, 1, 0) for s in spans] + [(s.end, -1, 0) for s in spans]
-    edges += [(s.start, 0, 1) for s in beside] + [(s.end, 0, -1) for s in beside]
+    edges += [(s.start, 0, 1) for s in covering] + [(s.end, 0, -1) for s in covering]
     total, mine, others, before = 0.0, 0, 0, 0.0
     for at, a, b in sorted(edges):
         if mine and not others:
@@ -278,13 +247,13 @@ def _alone(spans: Sequence[Span], beside: Sequence[Span]) -> float:
     return total
 
 
-# ------------------------------------------------------------------ beside the prediction
+# ------------------------------------------------------------------ next to the prediction
 
 
 def table(lowered: Lowered, predicted: Timeline, measured: Timeline) -> str:
-    """Predicted beside measured seconds, by kind of instruction: a Wait counts as what it waits for.
+    """Predicted and measured seconds, by kind of instruction: a Wait counts as what it waits for.
 
-    Kinds that no time was foretold for, and none was measured of, are left out.
+    Kinds without predicted and measured time are left out.
     """
     lines = lowered.schedule.instructions
     both = [_by_kind(t, lines) for t in (predicted, measured)]

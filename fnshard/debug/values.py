@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fnshard.compiler.ir.values import LOSS_TANGENT, SCALARS, Kind, ValueName
-from fnshard.compiler.schedule.instructions import Reduced
+from fnshard.compiler.schedule.instructions import Instruction, Reduced
 
 Health = Literal["", "inf", "nan"]  # the worst that a value holds; "" is finite
 ORDER: tuple[Health, ...] = ("", "inf", "nan")
@@ -83,3 +83,8 @@ def describe_value(name: str, part: str = "") -> str:
     if plain == SCALARS:
         return f"the step's {part}"
     return "the loss scale" if plain == LOSS_TANGENT else f"value {plain!r}"
+
+
+def describe_line(line: Instruction) -> str:
+    """`forward layers.0 run k0.fwd(...)`."""
+    return f"{line.phase} {line.unit} {line.verb} {line.detail}"

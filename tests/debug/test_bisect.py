@@ -152,9 +152,9 @@ def test_bisect_names_the_instruction_that_was_made_wrong(fault: str) -> None:
     assert {k: getattr(line, k) for k in fields} == fields, found
     assert text in str(found.first), found
     named = {Run: "kernel", Wait: "collective"}.get(kind)
-    if not found.first.failed and named:
+    if found.first.kind != "failure" and named:
         assert getattr(found, named) is found.first
-    if "layers." in text and not found.first.failed:
+    if "layers." in text and found.first.kind != "failure":
         assert found.leaf is found.first
 
 
