@@ -80,7 +80,7 @@ def save(
         data: this rank's position in the data: a loader with `state_dict()`, or what that would give.
         config: the resolved configuration, as JSON has it.
         metrics: numbers to choose by, see `Keep`.
-        keep: which of the checkpoints beside it stay.
+        keep: which of the other checkpoints in its folder stay.
         timeout: seconds after which a silent peer is an error; default the mesh's.
 
     Returns:

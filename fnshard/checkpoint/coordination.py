@@ -89,7 +89,7 @@ def all_or_none(gather: Callable[[str], list[str]], what: str, work: Callable[[]
     value, failure = None, None
     try:
         value = work() if work is not None else None
-    except CollectiveError:  # no peer is left to tell
+    except CollectiveError:  # no peer is left to inform
         raise
     except Exception as error:
         failure = error
@@ -100,7 +100,7 @@ def all_or_none(gather: Callable[[str], list[str]], what: str, work: Callable[[]
     failed = {rank: text for rank, text in enumerate(texts) if text}
     if failed:
         lines = [f"rank {rank}: {text}" for rank, text in failed.items()]
-        fix = "see what is said above, and try again; what has that name is as it was."
+        fix = "mend what is named above, and try again; what has that name is as it was."
         raise CheckpointError(f"{what} failed:", lines, fix) from failure
     return value
 

@@ -48,7 +48,7 @@ from fnshard.step.step import Step
 
 PART = ".json"  # of the manifest next to a data file
 _Part = tuple[str, list[int]]  # the manifest of one data file, and the nodes that have both
-COPIES = 3  # of a file that a node needs room for: the last, the next, and what that is written from
+ROOM = 3  # times a file: the last copy, the next one, and the blocks that it is written from
 
 
 def most_copies(nodes: int) -> int:
@@ -142,7 +142,7 @@ class Replicas:
         self._sources = [[r for r in range(mesh.size) if self._partner(r, s) == mesh.rank] for s in shifts]
         taken = own_bytes + sum(sizes[r] for sources in self._sources for r in sources)
         by_rank = zip(self._nodes, texts(self._group, str(taken)), strict=True)
-        self.node_bytes = COPIES * sum(int(text) for node, text in by_rank if node == self._node)
+        self.node_bytes = ROOM * sum(int(text) for node, text in by_rank if node == self._node)
         agreed(self._group, "replicas", self._check_room)
         self._staged = {
             name: replace(leaf, block=torch.empty(leaf.block.shape, dtype=leaf.block.dtype))

@@ -77,8 +77,8 @@ def candidates(root: Path) -> list[Path]:
     """What may be checkpoints, the newest first; also one that stepped aside for a save that was killed."""
     root = root.absolute()
     if not root.is_dir():
-        beside = root.with_name(f".{root.name}.old")
-        return [beside] if beside.is_dir() else []
+        aside = root.with_name(f".{root.name}.old")
+        return [aside] if aside.is_dir() else []
     if (root / NAME).exists() or (root / SEAL).exists():
         return [root]
     folders = {p for p in root.iterdir() if p.is_dir() and not p.is_symlink()}
@@ -90,9 +90,9 @@ def candidates(root: Path) -> list[Path]:
 
 
 def prune(written: Path, keep: Keep) -> None:
-    """Delete the checkpoints beside a new one that need not be kept, and nothing else.
+    """Delete the checkpoints next to a new one that need not be kept, and nothing else.
 
-    Checkpoints of higher steps are left alone: the run went back behind them, perhaps because they are
+    Checkpoints of higher steps are left alone: the run went back to before them, perhaps because they are
     corrupt, and then they must not count among the last. Manifests of checkpoints that stay for their step
     alone are not read: a save takes no longer for them.
     """

@@ -97,7 +97,7 @@ def copy_through(
 
     Args:
         buffers: uint8, of one size.
-        event: makes one, to be recorded behind each copy from the device.
+        event: makes one, to be recorded after each copy from the device.
 
     >>> target, source = torch.zeros(5), torch.arange(5.0)
     >>> from unittest.mock import Mock

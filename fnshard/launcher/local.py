@@ -75,7 +75,7 @@ def launch(
             Or program and arguments, `[sys.executable, "-u", "-m", "package.module", "job.json"]`; each
             process is to call `run_rank`. In a process that is a rank already (under `torchrun`) a function
             runs as that rank instead, among as many as there are.
-        ranks: how many; RANK, LOCAL_RANK and WORLD_SIZE tell each which it is.
+        ranks: how many; each finds RANK, LOCAL_RANK and WORLD_SIZE set.
         args: what the function is called with: anything that can be pickled.
         logs: folder, made if need be; default a temporary one, which is kept if a rank fails.
         max_restarts: how often all ranks start anew after one of them was killed by a signal or stopped
@@ -140,11 +140,11 @@ def _run(
             ended = _attempt(command, ranks, number, meeting, {**common, ATTEMPT: str(number)}, signals)
             if not ended.failures:
                 return
-            asked = signals.asked_at is not None
-            if asked and {failure.exitcode for failure in ended.failures.values()} == {-signal.SIGTERM}:
+            stopping = signals.asked_at is not None
+            if stopping and {failure.exitcode for failure in ended.failures.values()} == {-signal.SIGTERM}:
                 raise SystemExit(128 + signal.SIGTERM)  # ranks that simply died of it are no failure
             message = ended.describe(ranks, logs)
-            if asked or not ended.may_restart or number == max_restarts:
+            if stopping or not ended.may_restart or number == max_restarts:
                 raise LaunchError(message)
             line = f"restart {number + 1} of {max_restarts}: {message.splitlines()[0]}"
             print(line, file=sys.stderr, flush=True)

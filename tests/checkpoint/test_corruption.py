@@ -1,4 +1,4 @@
-"""Checkpoints whose bytes were ruined: told clearly, by name; nothing else is touched, read or run."""
+"""Checkpoints whose bytes were ruined: an error names the file; nothing else is touched, read or run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import corrupt
 import pytest
-from forged import adopt, reseal
 from saved_states import CONFIG, MANIFEST, SEAL, STEPS, expected, restored
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("short_blocks")]
@@ -62,9 +61,9 @@ def ruined(how: str, times: int, pristine: Path, folder: Path, restoring: Any) -
         rng = random.Random(f"{how} {seed}")
         for name in sorted(p.name for p in pristine.iterdir()):
             corrupt.copied(pristine, folder)
-            hurt = corrupt.BYTES[how](folder, name, rng) or [name]
+            changed = corrupt.BYTES[how](folder, name, rng) or [name]
             for message in restored(folder, restoring):
-                assert isinstance(message, str) and any(n in message for n in hurt), (
+                assert isinstance(message, str) and any(n in message for n in changed), (
                     how,
                     seed,
                     name,
@@ -114,7 +113,7 @@ def test_another_header_is_found_or_harmless(how: str, roots: Any, restoring: An
         (folder / name).write_bytes(corrupt.HEADERS[how](content, rng))
         for message in restored(folder, restoring):
             assert isinstance(message, str) and name in message, (how, seed, message)
-        adopt(folder)
+        corrupt.adopt(folder)
         got = restored(folder, restoring)[1]
         assert isinstance(got, str) or got == expected(300), (how, seed)
 
@@ -136,9 +135,9 @@ def test_a_pickle_in_any_place_is_never_run(roots: Any, restoring: Any, tmp_path
                 assert isinstance(message, str) and name in message
             if name != SEAL:  # sealed, too
                 text = payload if name == MANIFEST else (folder / MANIFEST).read_bytes()
-                reseal(folder, text)
+                corrupt.reseal(folder, text)
                 if name != MANIFEST:
-                    adopt(folder)
+                    corrupt.adopt(folder)
                 assert isinstance(restored(folder, restoring)[1], str)
         assert not marker.exists()
 

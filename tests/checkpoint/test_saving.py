@@ -14,7 +14,6 @@ import torch
 
 import fnshard as fs
 from fnshard import checkpoint
-from fnshard.checkpoint.manifest_file import Manifest
 from fnshard.errors import CheckpointError, CheckpointWarning, StateError
 from fnshard.runtime.files import folder as folders
 from fnshard.runtime.files import tensorfile
@@ -112,7 +111,7 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: py
 
 
 def test_a_step_does_not_tear_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The state is donated to the next steps while its bytes are held back from the disk."""
+    """The state is donated to the next steps while its bytes do not reach the disk yet."""
     step = one(stored="bf16")
     state, gate = saved.known(step), threading.Event()
     real = tensorfile.bytes_of
@@ -136,7 +135,7 @@ def test_the_next_save_waits_and_tells_what_went_wrong(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"(?s)cannot save .*8:.*something else"):
         checkpoint.save(tmp_path / "9", saved.known(step))
     assert checkpoint.verify(tmp_path / "9").step == 7  # which is whole all the same
-    checkpoint.wait()  # it was told once
+    checkpoint.wait()  # it is raised once
     checkpoint.save_async(tmp_path / "9", saved.known(step, 9))
     checkpoint.save_async(tmp_path / "10", saved.known(step, 10))
     assert checkpoint.all_steps(tmp_path)[0] == 9
@@ -161,7 +160,7 @@ def test_ranks_save_in_the_background_together(ranks: Any, tmp_path: Path) -> No
 
 
 def breaking(rank: int, root: str) -> str:
-    """Only rank 1 meets an error; both hear of it."""
+    """Only rank 1 meets an error; both get it."""
     step = saved.step_of("full_shard", "fp32", saved.mesh_of("full_shard", 2))
     state = saved.known(step)
     checkpoint.save(f"{root}/1", state)
@@ -198,23 +197,6 @@ def test_kept_are_the_last_the_rounds_and_the_best(tmp_path: Path) -> None:
     assert checkpoint.all_steps(tmp_path) == [10, 15, 20, 25]
     checkpoint.save(tmp_path / "30", saved.known(step, 30), keep=checkpoint.Keep(last=1, best=1, mode="max"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["30", "notes"]
-
-
-@pytest.mark.parametrize("best", [0, 1])
-def test_a_save_reads_no_more_manifests_however_many_checkpoints_stay(
-    best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step, reads, read = one(), [], Manifest.read
-    monkeypatch.setattr(Manifest, "read", staticmethod(lambda folder: reads.append(folder) or read(folder)))
-    keep, counts = checkpoint.Keep(last=2, every=2, best=best), []
-    for number in range(1, 17):
-        reads.clear()
-        checkpoint.save(
-            tmp_path / str(number), saved.known(step, number), keep=keep, metrics={"loss": abs(number - 3.0)}
-        )
-        counts.append(len(reads))
-    assert checkpoint.all_steps(tmp_path) == sorted({*range(2, 17, 2), 15, *([3] * best)})
-    assert counts[6:8] * 5 == counts[6:], counts
 
 
 def test_a_best_one_that_is_damaged_later_is_replaced(tmp_path: Path) -> None:

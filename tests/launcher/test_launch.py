@@ -112,9 +112,9 @@ def test_a_killed_rank_is_named_with_its_last_line(tmp_path):
         dist.all_reduce(torch.zeros(1))
     """
     began = time.monotonic()
-    said = r"rank 1 of 2 was killed by signal 9 \(SIGKILL\): perhaps out of memory "
+    killed = r"rank 1 of 2 was killed by signal 9 \(SIGKILL\): perhaps out of memory "
     memory = r"\(peak predicted 12.3 GB a rank, free at the least \d[\d.]* GB\)\.\n.*about to allocate a lot"
-    with pytest.raises(LaunchError, match=said + memory):
+    with pytest.raises(LaunchError, match=killed + memory):
         run(tmp_path, body)
     assert time.monotonic() - began < 30
 
@@ -262,8 +262,8 @@ def test_a_folder_that_is_cleared_before_it_is_locked_is_made_anew(tmp_path, mon
 def place_to_meet(monkeypatch: pytest.MonkeyPatch, host: str, port: int, rank: int = 0) -> None:
     for name in (RENDEZVOUS, "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
-    told = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": host, "MASTER_PORT": port}
-    for name, value in told.items():
+    variables = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": host, "MASTER_PORT": port}
+    for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
 
 
@@ -329,8 +329,8 @@ def test_restarts_run_out_and_each_is_told_in_one_line(tmp_path, capfd):
     with pytest.raises(LaunchError, match="rank 0 of 1 was killed by signal 9"):
         run(tmp_path, body, ranks=1, max_restarts=1)
     assert sorted(p.name for p in tmp_path.glob("[0-9]-*")) == ["0-0", "1-0"]
-    (told,) = capfd.readouterr().err.splitlines()
-    assert told.startswith("restart 1 of 1: rank 0 of 1 was killed by signal 9 (SIGKILL)")
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("restart 1 of 1: rank 0 of 1 was killed by signal 9 (SIGKILL)")
 
 
 MEETS_AGAIN = """

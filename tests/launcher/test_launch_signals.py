@@ -1,4 +1,4 @@
-"""Launched ranks that stand still, and signals: who hears them, who ends, and who is ended."""
+"""Launched ranks that stand still, and signals: who gets them, who ends, and who is ended."""
 
 from __future__ import annotations
 
@@ -106,9 +106,9 @@ def test_who_does_not_end_is_ended(how, warm, tmp_path):
             wait_for(tmp_path / "heard0")  # two at once are one
             process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=10) == 128 + signal.SIGTERM
-    told = (tmp_path / OUTPUT["stderr"]).read_text()
+    printed = (tmp_path / OUTPUT["stderr"]).read_text()
     assert not any(is_alive(int((tmp_path / f"ready{rank}").read_text())) for rank in range(2))
-    assert ("had not done so after 1 s and were killed" in told) == (how == "out of time")
+    assert ("had not done so after 1 s and were killed" in printed) == (how == "out of time")
 
 
 def test_a_rank_whose_launcher_died_during_its_imports_does_not_begin(warm, tmp_path):
@@ -144,11 +144,11 @@ def test_an_echo_is_never_the_cause():
         return made
 
     echo = failure(0, 1, "RuntimeError: [...] Connection closed by peer [127.0.0.1]:1\nFix: look there", 1)
-    told = failure(3, -signal.SIGTERM, None, 1)
+    ended = failure(3, -signal.SIGTERM, None, 1)
     for cause in (
         failure(2, -signal.SIGKILL, None, 9),
         failure(2, 1, "KeyError: 'x'", 9),
         failure(2, 7, None, 9),
     ):
-        shown = PostMortem({0: echo, 2: cause, 3: told}).describe(4, Path("logs"))
+        shown = PostMortem({0: echo, 2: cause, 3: ended}).describe(4, Path("logs"))
         assert shown.startswith("rank 2 of 4 ")

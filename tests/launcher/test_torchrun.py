@@ -44,13 +44,17 @@ def started(folder: Path, *command: str, **env: str) -> Iterator[subprocess.Pope
 
 
 def agent(folder: Path, number: int, port: int, memory: Path) -> Any:
-    """One of two agents with a rank each, and memory of its own, as each machine has."""
+    """One of two agents with a rank each, and memory of its own, as each machine has.
+
+    Where agents share torch's store, they publish the place where ranks meet in the first round alone: an
+    agent that comes later never finds it.
+    """
     memory.mkdir(exist_ok=True)
     where = f"--nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-id 7"
     return started(
         folder, "-m", "torch.distributed.run", *where.split(), "--max-restarts", "3", "--local-addr",
         "127.0.0.1", "-m", "experiments.train", *TRAIN, "run.replicas=1", "hydra.run.dir=run",
-        FNSHARD_MEMORY=str(memory), GLOO_SOCKET_IFNAME="lo",
+        FNSHARD_MEMORY=str(memory), GLOO_SOCKET_IFNAME="lo", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
     )  # fmt: skip
 
 

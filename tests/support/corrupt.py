@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
 import random
 import shutil
 import socket
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from saved_states import MANIFEST, SEAL
 
 # ------------------------------------------------------------------ bytes
 
@@ -34,7 +37,7 @@ def some_bits(folder: Path, count: int, seed: int) -> list[tuple[str, int]]:
     return [(name, rng.randrange(8 * sizes[name])) for name in names]
 
 
-# Folder, a file in it, a source of whims; gives the names of the files it hurt, if more than that.
+# Folder, a file in it, a source of whims; gives the names of the files it changed, if more than that.
 Corruption = Callable[[Path, str, random.Random], list[str] | None]
 
 
@@ -57,7 +60,7 @@ def _run(content: bytearray, rng: random.Random, new: Callable[[bytes], bytes]) 
 
 
 def _instead(put: Callable[[Path, Path], None]) -> Corruption:
-    """Something else by the file's name; the file itself is kept beside the checkpoint."""
+    """Something else by the file's name; the file itself is kept next to the checkpoint."""
 
     def corrupted(folder: Path, name: str, rng: random.Random) -> None:
         outside = folder.parent / f"outside-{name}"
@@ -124,10 +127,10 @@ def header(content: bytes) -> tuple[int, dict[str, Any]]:
     return count, json.loads(content[8 : 8 + count])
 
 
-def _reheaded(content: bytearray, said: Any, count: int | None = None) -> bytes:
+def _reheaded(content: bytearray, new: Any, count: int | None = None) -> bytes:
     """Another header in the place of the old one, as long as that if it can be."""
     old, _ = header(content)
-    text = (said if isinstance(said, bytes) else json.dumps(said, separators=(",", ":")).encode()).ljust(old)
+    text = (new if isinstance(new, bytes) else json.dumps(new, separators=(",", ":")).encode()).ljust(old)
     return (len(text) if count is None else count).to_bytes(8, "little") + text + bytes(content[8 + old :])
 
 
@@ -135,10 +138,10 @@ def _entry(
     change: Callable[[dict[str, Any], random.Random], Any],
 ) -> Callable[[bytearray, random.Random], bytes]:
     def made(content: bytearray, rng: random.Random) -> bytes:
-        _, said = header(content)
-        name = rng.choice(sorted(n for n in said if n != "__metadata__" and said[n]["shape"]))
-        change(said[name], rng)
-        return _reheaded(content, said)
+        _, entries = header(content)
+        name = rng.choice(sorted(n for n in entries if n != "__metadata__" and entries[n]["shape"]))
+        change(entries[name], rng)
+        return _reheaded(content, entries)
 
     return made
 
@@ -166,6 +169,25 @@ HEADERS: dict[str, Callable[[bytearray, random.Random], bytes]] = {
     "2^63 long": _longer_by(1 << 63),
     "-1 long": lambda c, rng: b"\xff" * 8 + bytes(c[8:]),
 }  # fmt: skip
+
+
+# ------------------------------------------------------------------ manifests with a seal that fits
+
+
+def reseal(folder: Path, manifest: Any) -> None:
+    """Put a manifest in the place of the one that is there, sealed."""
+    text = manifest if isinstance(manifest, bytes) else json.dumps(manifest).encode()
+    (folder / MANIFEST).write_bytes(text)
+    (folder / SEAL).write_text(f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n")
+
+
+def adopt(folder: Path) -> None:
+    """Let the manifest say what the data files now are: their lengths, and their old headers' places."""
+    manifest = json.loads((folder / MANIFEST).read_bytes())
+    for name, file in manifest["files"].items():
+        content = (folder / name).read_bytes()
+        file.update(bytes=len(content), header_crc32=zlib.crc32(content[: file["header_bytes"]]))
+    reseal(folder, manifest)
 
 
 # ------------------------------------------------------------------ payloads

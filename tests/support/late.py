@@ -1,8 +1,8 @@
 """Collectives that fail as NCCL's do, on gloo: `wait` returns at once, and what goes wrong shows later.
 
-A thread stands for the stream: it waits for the works in the order in which the host has. An event behind a
+A thread stands for the stream: it waits for the works in the order in which the host has. An event after a
 work happens when that has ended. Where a peer is lost, the stream stands still, or the communicator's
-watchdog ends the process by SIGABRT; the host hears nothing before it reads a value (`synchronize`).
+watchdog ends the process by SIGABRT; the host learns nothing before it reads a value (`synchronize`).
 """
 
 from __future__ import annotations

@@ -88,22 +88,22 @@ def expected(state: fs.TrainState) -> dict[str, Tensor]:
     """What every leaf of a state must be, by its name and layout alone: masters are their parameters."""
     specs, mesh = state.where
     out = {}
-    for name, held in state_leaves(state, specs, mesh).items():
+    for name, leaf in state_leaves(state, specs, mesh).items():
         kind, _, rest = name.partition("/")
         if kind == "loss_scale":
             continue
         path = rest if kind == "params" else rest.rpartition("/")[0]
         source = path if kind == "params" or rest.endswith("/master") else name
-        full = torch.tensor([3, 4, 5]) if path == "steps" else number(source, held.shape)
-        out[name] = local_block(full, held.layout, mesh).to(held.block.dtype)
+        full = torch.tensor([3, 4, 5]) if path == "steps" else number(source, leaf.shape)
+        out[name] = local_block(full, leaf.layout, mesh).to(leaf.block.dtype)
     return out
 
 
 def differences(state: fs.TrainState) -> list[str]:
     """Names of the leaves that are not what they must be, to the bit."""
     specs, mesh = state.where
-    held = state_leaves(state, specs, mesh)
-    return [name for name, value in expected(state).items() if not torch.equal(held[name].block, value)]
+    leaves = state_leaves(state, specs, mesh)
+    return [name for name, value in expected(state).items() if not torch.equal(leaves[name].block, value)]
 
 
 # ------------------------------------------------------------------ on ranks of a pool
