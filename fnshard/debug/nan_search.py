@@ -14,12 +14,10 @@ from fnshard import tree
 from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.values import CONTROL, SCALARS, Kind, ValueName
 from fnshard.compiler.schedule.instructions import (
-    COMMUNICATION,
     Action,
     Env,
     Instruction,
     Run,
-    Wait,
 )
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.debug.batch import as_arguments
@@ -34,7 +32,6 @@ from fnshard.debug.values import (
     worst_health,
 )
 from fnshard.errors import DebugError, FnshardError, StateError
-from fnshard.runtime.files.json_reader import from_json
 from fnshard.step.state import TrainState
 from fnshard.step.step import Step
 
@@ -74,32 +71,18 @@ class NonFinite:
 
 @dataclass(frozen=True)
 class NanReport:
-    """What `fs.debug.nan_hunt` found, in the order of the schedule; false where all is finite.
+    """What `fs.debug.nan_hunt` found, the first place in the schedule; false where all is finite."""
 
-    `found[0]` is the first place. After it: NaN that was made of its inf, and faults of their own.
-    """
-
-    found: tuple[NonFinite, ...]
+    first: NonFinite | None
     step: int
     loss: float
 
-    @property
-    def first(self) -> NonFinite | None:
-        """Where it began."""
-        return next(iter(self.found), None)
-
     def __bool__(self) -> bool:
-        return bool(self.found)
+        return self.first is not None
 
     def __str__(self) -> str:
-        if not self:
-            return f"step {self.step}: loss {self.loss:g}; loss, gradients and state are finite"
-        lines = [f"step {self.step}: loss {self.loss:g}; {self.first}"]
-        for other in self.found[1:3]:
-            lines.append(f"then {other}")
-        if len(self.found) > 3:
-            lines.append(f"and {len(self.found) - 3} more")
-        return "\n".join(lines)
+        found = self.first or "loss, gradients and state are finite"
+        return f"step {self.step}: loss {self.loss:g}; {found}"
 
 
 def nan_hunt(
@@ -146,33 +129,31 @@ def nan_hunt(
         )
     batch = as_arguments(step.fn, batch, keywords)
     again, training = step.replay(backend="eager"), isinstance(state, TrainState)
-    tracker, found = NonFiniteTracker(batch.call(again.lower, state).schedule, step.mesh.rank), []
+    tracker = NonFiniteTracker(batch.call(again.lower, state).schedule, step.mesh.rank)
     copy = state.copy() if training else tree.map(Tensor.clone, state)
     with again.watching(tracker.watch):
         result = batch.call(again if training else partial(again, rng=rng), copy)
     loss = result[1]["loss"] if training else result[0][0] if isinstance(result[0], tuple) else result[0]
+    first = None
     if any(json.loads(text) for text in again.gather_strings(json.dumps(tracker.ill))):
-        mine = [asdict(a) for a in _with_sources(again, batch, tracker)]
-        found = [
-            from_json(NonFinite, each)
-            for text in again.gather_strings(json.dumps(mine))
-            for each in json.loads(text)
-        ]
-        found = _caused(_one_each(found), tracker.schedule)
-    number = int(state.step) if training else rng[1]
-    return NanReport(tuple(found), number, float(loss))
+        own = tracker.first and asdict(_with_source(again, batch, tracker))
+        found = [json.loads(text) for text in again.gather_strings(json.dumps(own))]
+        # The schedule's order is that of causes on all ranks: who receives NaN waits on a later line than who
+        # sent it.
+        first = min((NonFinite(**f) for f in found if f), key=lambda f: (f.number, f.rank), default=None)
+    return NanReport(first, int(state.step) if training else rng[1], float(loss))
 
 
 @dataclass
 class NonFiniteTracker:
-    """What one rank sees of a replay: how well each value is, and where it got worse.
+    """What one rank sees of a replay: how well each value is, and where one first got worse.
 
     `ill`: whether the loss, a gradient or the state is not finite in the end, or was not to begin with.
     """
 
     schedule: Schedule
     rank: int
-    found: list[NonFinite] = field(default_factory=list)
+    first: NonFinite | None = None
     kinds: dict[str, Health] = field(default_factory=dict)
     ill: bool = False
 
@@ -205,7 +186,7 @@ class NonFiniteTracker:
             for part, tensor, kind in self._unwell(name, value):
                 if name.is_state or not _is_mask(tensor, kind):
                     what = describe_value(name, part), count_nonfinite(tensor)
-                    self.found.append(NonFinite(kind, -1, "", *what, self.rank))
+                    self.first = self.first or NonFinite(kind, -1, "", *what, self.rank)
                     self.ill |= name.is_state
 
     def look(self, number: int, line: Instruction, args: list[Tensor] | None, env: Env) -> None:
@@ -222,7 +203,7 @@ class NonFiniteTracker:
             parts = self._unwell(name, value)
             news += [(name, p, t, k) for p, t, k in parts if suspect or _worse(k, before)]
             self.ill |= bool(parts) and _counts(name)
-        if news:
+        if news and self.first is None:
             self.note(number, line, args, news)
 
     def _unwell(self, name: ValueName, value: Any) -> list[tuple[str, Tensor, Health]]:
@@ -232,7 +213,7 @@ class NonFiniteTracker:
         return [each for each in parts if each[2]]
 
     def note(self, number: int, line: Instruction, args: list[Tensor] | None, news: list[Any]) -> None:
-        """The first value that got worse; of a kernel, the op."""
+        """The value that got worse; of a kernel, the op."""
         name, part, tensor, kind = max(news, key=lambda n: n[3] == "nan")
         text = describe_line(line)
         arose = NonFinite(kind, number, text, describe_value(name, part), count_nonfinite(tensor), self.rank)
@@ -241,7 +222,7 @@ class NonFiniteTracker:
             if origin is None and all(n[3] == "inf" for n in news):
                 return  # an infinity that the program wrote on purpose
             arose = replace(arose, **(origin or {}))
-        self.found.append(arose)
+        self.first = arose
 
 
 def _is_mask(tensor: Tensor, kind: Health) -> bool:
@@ -262,38 +243,12 @@ def _worse(kind: Health, before: Health) -> bool:
 # ------------------------------------------------------------------ the replay
 
 
-def _with_sources(step: Step, batch: Arguments, tracker: NonFiniteTracker) -> list[NonFinite]:
-    """The lines of the user's code: the function is traced once more, with its Python stacks kept."""
-    found = tracker.found
-    if not any(a.source for a in found):
-        return found
+def _with_source(step: Step, batch: Arguments, tracker: NonFiniteTracker) -> NonFinite:
+    """With the line of the user's code: the function is traced once more, with its Python stacks kept."""
+    first = tracker.first
+    if not first.source:
+        return first
     segments = batch.call(partial(step.front, sources=True)).segments
-    lines = tracker.schedule.instructions
-
-    def line_of(arose: NonFinite) -> str:
-        segment = segments.segments[lines[arose.number].segment]
-        nodes: Mapping[str, Any] = {n.name: n for n in segments.sources[segment.source].graph.nodes}
-        node = nodes.get(arose.source)
-        return node.meta.get("stack_trace", "") if node is not None else ""
-
-    return [replace(a, source=line_of(a)) if a.source else a for a in found]
-
-
-def _one_each(found: list[NonFinite]) -> list[NonFinite]:
-    """In the order of the schedule, which is that of causes on all ranks: who receives NaN waits on a later
-    line than who sent it. What several ranks saw at one line is the first one's.
-    """
-    out: dict[tuple[int, str], NonFinite] = {}
-    for each in sorted(found, key=lambda a: (a.number, a.rank)):
-        out.setdefault((each.number, each.what if each.number < 0 else ""), each)
-    return list(out.values())
-
-
-def _caused(found: list[NonFinite], schedule: Schedule) -> list[NonFinite]:
-    """Without what a rank received: after another finding, a collective brings what others have sent."""
-
-    def received(arose: NonFinite) -> bool:
-        line = schedule.instructions[arose.number] if arose.number >= 0 else None
-        return isinstance(line, Wait) and line.of.lane == COMMUNICATION
-
-    return [a for i, a in enumerate(found) if i == 0 or not received(a)]
+    segment = segments.segments[tracker.schedule.instructions[first.number].segment]
+    nodes = {n.name: n.meta for n in segments.sources[segment.source].graph.nodes}
+    return replace(first, source=nodes.get(first.source, {}).get("stack_trace", ""))

@@ -188,8 +188,6 @@ def test_nan_hunt_names_where_it_arose(fault: str) -> None:
         assert fields.get("unit", "") in found.first.instruction
     assert (found.first.kind, what in found.first.what) == (value, True), found
     assert op == (found.first.of or found.first.op) or not op, found
-    if kind == -1 and value == "nan":
-        assert len(found.found) == 1, found  # what comes of it elsewhere is no finding of its own
     text = str(found)
     assert value in text.lower() and what in text and "step 0: loss" in text
 
