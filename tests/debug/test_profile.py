@@ -76,7 +76,7 @@ def on_two(rank: int, folder: str, slow_s: float) -> dict[str, Any]:
         "starts": [s.start for s in got.spans],
         "runs": sum(s.end - s.start for s in got.spans
                     if isinstance(lines[s.index], Run) and not lines[s.index].backward),
-        "waits": sum(s.end - s.start for s in got.spans if isinstance(lines[s.index], Wait)),
+        "waits": sum(s.end - s.start for s in got.spans if s.lane == COMMUNICATION),  # where ranks meet
         "instructions": len(lines),
         "forwards": sum(isinstance(line, Run) and not line.backward for line in lines),
         "table": table(lowered, lowered.timeline("cpu"), got),
