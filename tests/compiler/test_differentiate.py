@@ -75,7 +75,7 @@ def test_leaves_are_named_not_saved() -> None:
             assert "leaf" in read
 
 
-def test_nothing_is_saved_twice_nor_beside_an_input_or_output() -> None:
+def test_nothing_is_saved_twice_nor_is_an_input_or_output() -> None:
     _, found = kernels(*llama(2))
     for kernel in found:
         flat = kernel.forward.graph.output_node().args[0]

@@ -161,7 +161,7 @@ KEPT = {
         """,
         shapes={"u.w": (2, 2)}, sizes=(3, 4, 2),
     ),
-    "a buffer gathered beside a leaf that trains, in a second micro-batch": kept(
+    "a buffer gathered with a leaf that trains, in a second micro-batch": kept(
         """
         p["u.b"].mul_(0.9)
         return (x * p["u.w"] * p["u.b"]).square().mean()

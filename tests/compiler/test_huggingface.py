@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import sharded
 import torch
-from families import FAMILIES, MIXTURES, MORE_MIXTURES, Case, Family, case_of, transformers
+from families import FAMILIES, MIXTURES, Case, Family, case_of, transformers
 
 import fnshard as fs
 from fnshard.step.lowered import Lowered
@@ -71,11 +71,7 @@ def test_gradients_of_an_unmodified_model(name: str) -> None:
         assert len(gathered) == family.layers, gathered
 
 
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(f, id=n) for n, f in MIXTURES.items()]
-    + [pytest.param(f, id=n, marks=pytest.mark.long) for n, f in MORE_MIXTURES.items()],
-)
+@pytest.mark.parametrize("family", MIXTURES.values(), ids=MIXTURES)
 def test_gradients_of_a_mixture_of_experts(family: Family) -> None:
     """One product of groups for all experts, as transformers computes; the truth is a loop over experts."""
     module = family.build()

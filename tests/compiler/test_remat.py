@@ -10,7 +10,7 @@ import pytest
 import sharded
 import torch
 import torch.nn.functional as F
-from models import MODELS, model_of
+from models import MODELS, Model, gpt, model_of
 from torch import nn
 
 import fnshard as fs
@@ -112,8 +112,14 @@ def test_dropout_under_inductor() -> None:
 # ------------------------------------------------------------------ what is kept
 
 
+@cache
+def three_blocks() -> Model:
+    """The first block's kernel is one of its own."""
+    return gpt(layers=3)
+
+
 def lowered(**options: Any) -> Any:
-    model = model_of("gpt")
+    model = three_blocks()
     mesh = fs.make_mesh(shard=2, abstract=True)
     specs = sharded.specs_of(model, "full_shard", mesh)
     step = fs.shard_step(model.loss, specs, mesh=mesh, optimizer=ADAMW, **options)
@@ -121,7 +127,7 @@ def lowered(**options: Any) -> Any:
 
 
 def saved(low: Any, prefix: str = "layers.") -> dict[str, int]:
-    """Bytes that each segment of these units keeps beside its inputs."""
+    """Bytes that each segment of these units keeps besides its inputs."""
     out = {}
     for line in low.schedule.instructions:
         if isinstance(line, Run) and not line.backward and line.unit.startswith(prefix):
@@ -171,7 +177,7 @@ def test_selective_saving() -> None:
         return sum(str(n.target) in names for g in graphs for n in g.nodes)
 
     everything, unit = lowered(), lowered(remat="unit")
-    chosen = lowered(remat="unit", save=["aten.mm", "addmm"])
+    chosen = lowered(remat="unit", save=["aten.mm"])
     assert made(unit, True) > made(everything, True)
     assert made(chosen, True) == made(everything, True)
     assert 0 < sum(saved(chosen).values()) < sum(saved(everything).values())
@@ -186,7 +192,7 @@ def test_globs_choose_units() -> None:
     assert len(low.kernels) == len(lowered().kernels) + 1 == len(lowered(remat="unit").kernels) + 1
 
 
-def test_what_is_offloaded_leaves_the_device_behind_its_last_reader() -> None:
+def test_what_is_offloaded_leaves_the_device_after_its_last_reader() -> None:
     low = lowered(remat="offload")
     sent = {n for i in low.schedule.instructions if isinstance(i, ToHost) for n in i.reads}
     assert sent

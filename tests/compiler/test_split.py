@@ -23,7 +23,7 @@ def crossing(low: Lowered) -> list[list[Tensor]]:
 
 
 def saved_shapes(low: Lowered) -> set[tuple[int, ...]]:
-    """Shapes of everything that is kept for the backward beside inputs and outputs."""
+    """Shapes of everything that is kept for the backward besides inputs and outputs."""
     return {a.shape for k in low.kernels.values() for a in k.saved}
 
 
@@ -70,7 +70,7 @@ def test_blocks_that_differ_are_different_kernels() -> None:
     alike = [s.source for s in lower(lambda p, x: run_chain(p, x).sum(), chain(6), rows()).segments.segments]
     assert len(sources) == len(alike) == 6
     assert len(set(sources)) == len(set(alike)) + 1
-    assert len(set(sources[3:-1])) == 1  # those behind the odd one are equal again
+    assert len(set(sources[3:-1])) == 1  # those after the odd one are equal again
 
 
 def test_a_loop_over_shared_blocks_cuts_again() -> None:

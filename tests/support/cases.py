@@ -277,9 +277,9 @@ def on_rank(rank: int, case: Case) -> dict[str, Tensor]:
 REFUSED = (
     "writes in place",  # to a value while it reads the leaves of several units
     "writes values that need a gradient in place",  # through detach
-    "whose forward takes a context",  # beside torch.autograd.grad or vjp, as in torch.func
+    "whose forward takes a context",  # next to torch.autograd.grad or vjp, as in torch.func
     "whose backward is once_differentiable",  # there, too
-    "registers a gradient hook",  # beside torch.autograd.grad, or where lengths depend on data
+    "registers a gradient hook",  # next to torch.autograd.grad, or where lengths depend on data
     "changes requires_grad of",  # a buffer, by what is written in a later turn
 )
 

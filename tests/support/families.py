@@ -33,7 +33,7 @@ class Family:
     """How to make one, and what is known of its leaves.
 
     Args:
-        head: the class's name behind the family's.
+        head: the class's name after the family's.
         config: of that name, if it is not the family's.
         layers: how many units must be found.
         tied: the name a leaf is stored under, and its other one.
@@ -91,27 +91,12 @@ FAMILIES["jetmoe"] = Family(
 
 EXPERTS = {**SMALL, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 NAMED, LOCAL_EXPERTS = {**EXPERTS, "num_experts": 4}, {**EXPERTS, "num_local_experts": 4}
-ROUTED = {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
-          "first_k_dense_replace": 1}  # fmt: skip
-LATENT = {**ROUTED, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
-          "v_head_dim": 8, "num_key_value_heads": 4}  # fmt: skip
 # Most choose their experts by a softmax in fp32.
 MIXTURES = {
     "mixtral": Family("Mixtral", "ForCausalLM", LOCAL_EXPERTS, atol=1e-6),
     "qwen2_moe": Family(
         "Qwen2Moe", "ForCausalLM", {**NAMED, "shared_expert_intermediate_size": 12}, atol=1e-6),
     "gpt_oss": Family("GptOss", "ForCausalLM", {**LOCAL_EXPERTS, "head_dim": 8, "sliding_window": 4}),
-}  # fmt: skip
-MORE_MIXTURES = {
-    "qwen3_moe": Family("Qwen3Moe", "ForCausalLM", {**NAMED, "head_dim": 8}, atol=1e-6),
-    "olmoe": Family("Olmoe", "ForCausalLM", NAMED, atol=1e-6),
-    "granitemoe": Family("GraniteMoe", "ForCausalLM", LOCAL_EXPERTS, atol=1e-6),
-    "deepseek_v2": Family("DeepseekV2", "ForCausalLM", LATENT, atol=1e-6),
-    "deepseek_v3": Family("DeepseekV3", "ForCausalLM", LATENT),
-    "glm4_moe": Family("Glm4Moe", "ForCausalLM", {**ROUTED, "head_dim": 8}, atol=1e-6),
-    "phimoe": Family("Phimoe", "ForCausalLM", LOCAL_EXPERTS),
-    "minimax": Family(
-        "MiniMax", "ForCausalLM", {**LOCAL_EXPERTS, "head_dim": 8, "layer_types": ["full_attention"] * 2}),
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from toys import Llama
 
 from fnshard import Mean, make_functional
 
@@ -62,77 +63,25 @@ def seeded(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Modu
         return make(*args, **kwargs).double()
 
 
-# ------------------------------------------------------------------ transformers
+# ------------------------------------------------------------------ decoders
 
 
-class Rotary(nn.Module):
-    def __init__(self, dim: int):
-        super().__init__()
-        self.register_buffer("inv_freq", 10000.0 ** -(torch.arange(0, dim, 2) / dim))
-
-    def forward(self, x: Tensor) -> Tensor:  # [B, H, T, K]
-        angle = torch.outer(torch.arange(x.shape[-2], device=x.device).to(x.dtype), self.inv_freq.to(x.dtype))
-        even, odd = x[..., 0::2], x[..., 1::2]
-        cos, sin = angle.cos(), angle.sin()
-        return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
-
-
-class Attention(nn.Module):
-    def __init__(self, causal: bool = True):
-        super().__init__()
-        self.query = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.keyvalue = nn.Linear(WIDTH, 2 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.rotary = Rotary(WIDTH // HEADS)
-        self.causal = causal
-
-    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:
-        q = self.query(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        kv = self.keyvalue(x if context is None else context)
-        k, v = kv.unflatten(-1, (2, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(self.rotary(q), self.rotary(k), v, is_causal=self.causal)
-        return self.out(mixed.transpose(1, 2).flatten(2))
-
-
-class Block(nn.Module):
-    def __init__(self, cross: bool = False, causal: bool = True, dropout: float = 0.0):
-        super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(WIDTH, eps=1e-6), nn.RMSNorm(WIDTH, eps=1e-6)
-        self.attention = Attention(causal)
-        self.cross = Attention(causal=False) if cross else None
-        self.gate, self.up = nn.Linear(WIDTH, HIDDEN, bias=False), nn.Linear(WIDTH, HIDDEN, bias=False)
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor, context: Tensor | None = None) -> Tensor:  # [B, T, D]
-        x = x + self.dropout(self.attention(self.norm1(x)))
-        if self.cross is not None:
-            x = x + self.cross(x, context)
-        h = self.norm2(x)
-        return x + self.dropout(self.down(F.silu(self.gate(h)) * self.up(h)))
-
-
-class GPT(nn.Module):
+class GPT(Llama):
     """`loops` passes over the same blocks; `remat` wraps each in non-reentrant checkpointing."""
 
     def __init__(
         self, layers: int = 2, tied: bool = False, loops: int = 1, remat: bool = False, dropout: float = 0.0
     ):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList(Block(dropout=dropout) for _ in range(layers))
-        self.norm = nn.RMSNorm(WIDTH, eps=1e-6)
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        super().__init__(layers, WIDTH, HIDDEN, HEADS, 1, VOCAB, by_hand=False)
         if tied:
             self.head.weight = self.embed.weight
-        self.loops, self.remat = loops, remat
+        self.loops, self.remat, self.dropout = loops, remat, nn.Dropout(dropout)
 
-    def forward(self, ids: Tensor) -> Tensor:  # [B, T] -> [B, T, V]
-        x = self.embed(ids)
-        for _ in range(self.loops):
-            for layer in self.layers:
-                x = checkpoint(layer, x, use_reentrant=False) if self.remat else layer(x)
-        return self.head(self.norm(x))
+    def blocks(self) -> list[nn.Module]:
+        return [*self.layers] * self.loops
+
+    def call(self, block: nn.Module, *args: Tensor | None) -> Tensor:
+        return self.dropout(checkpoint(block, *args, use_reentrant=False) if self.remat else block(*args))
 
 
 def next_token(logits: Tensor, targets: Tensor) -> Tensor:
@@ -165,32 +114,6 @@ def frozen_gpt() -> Model:
     for name in names:
         module.get_parameter(name).requires_grad_(False)
     return language_model(module, tuple(names))
-
-
-class EncoderDecoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.encoder = nn.ModuleList(Block(causal=False) for _ in range(2))
-        self.decoder = nn.ModuleList(Block(cross=True) for _ in range(2))
-
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        context, x = self.embed(source), self.embed(target)
-        for block in self.encoder:
-            context = block(context)
-        for block in self.decoder:
-            x = block(x, context)  # the last encoder value is read by every decoder block
-        return x @ self.embed.weight.T
-
-
-def encoder_decoder() -> Model:
-    apply, params = make_functional(seeded(EncoderDecoder))
-    buffers = tuple(p for p, v in params.items() if isinstance(v, nn.Buffer))
-
-    def loss(params, source, targets):
-        return next_token(apply(params, source, targets[:, :-1]), targets[:, 1:])
-
-    return Model(params, loss, tokens, buffers)
 
 
 # ------------------------------------------------------------------ other shapes of program
@@ -383,7 +306,7 @@ def masked_mean() -> Model:
 
 
 def complex_leaves() -> Model:
-    """Filters in the frequency domain (FNet, S4), of odd sizes, beside real leaves in one unit."""
+    """Filters in the frequency domain (FNet, S4), of odd sizes, next to real leaves in one unit."""
     real = noise({f"layers.{i}.{n}": s for i in range(3) for n, s in {"bias": (WIDTH,), "gain": ()}.items()})
     shapes = {"filter": (7,), "mix": (7, 7), "phase": ()}
     made = noise({f"layers.{i}.{n}": (*s, 2) for i in range(3) for n, s in shapes.items()}, seed=1)
@@ -408,7 +331,6 @@ MODELS: dict[str, Callable[[], Model]] = {
     "frozen": frozen_gpt,
     "shared_blocks": lambda: gpt(loops=2),
     "checkpoint": lambda: gpt(remat=True),
-    "encoder_decoder": encoder_decoder,
     "unet": unet,
     "dense_skips": dense_skips,
     "odd_leaves": odd_leaves,

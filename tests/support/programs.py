@@ -2,7 +2,7 @@
 
 A program is the text of a Python function of parameters and a batch. While it is drawn each line is run on
 the first part of the batch, so that the next line knows what every value is. A line that raises, whose
-result is not finite and of modest size, or behind which autograd cannot go back, is left out.
+result is not finite and of modest size, or past which autograd cannot go back, is left out.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class Scope:
         return options[self.draw(st.integers(0, len(options) - 1))]
 
     def those(self, fits: Callable[[Tensor], bool], *dtypes: torch.dtype) -> list[Value]:
-        """Values that fit, the latest first, and some leaves behind them."""
+        """Values that fit, the latest first, and some leaves after them."""
         dtypes = dtypes or (f64,)
         named = [(n, v) for n, v in self.values.items() if isinstance(v, Tensor)]
         leaves = [(text, self.value(text)) for text in self.leaves[-6:]]
@@ -377,7 +377,7 @@ def _block(scope: Scope, unit: str, loops: int) -> None:
     )
     scope.open = []
     if looped:
-        scope.leaves = outer  # the loop's number is not known behind it
+        scope.leaves = outer  # the loop's number is not known after it
         try:
             scope.restart()
         except MISTAKES:  # it runs once and not again, on what it wrote

@@ -71,7 +71,7 @@ def _one_term(case: Case, fails: Callable[[Case], bool]) -> Case:
 
 
 def _live(lines: tuple[str, ...]) -> tuple[str, ...]:
-    """Without lines whose names nobody reads behind them; what writes in place stays."""
+    """Without lines whose names nobody reads after them; what writes in place stays."""
     read, kept = set(), []
     for line in reversed(lines):
         made, _, text = line.partition(" = ") if re.match(r"[\s\w,]+ = ", line) else ("", "", line)

@@ -30,7 +30,7 @@ def rows(width: int = WIDTH) -> Tensor:
 def run_chain(
     params: Mapping[str, Tensor], x: Tensor, between: Callable[..., Tensor] | None = None
 ) -> Tensor:
-    """tanh(x @ w) through all blocks, each in the dtype its leaf computes in; `between(x, i)` behind each."""
+    """tanh(x @ w) through all blocks, each in the dtype its leaf computes in; `between(x, i)` after each."""
     for i, weight in enumerate(params.values()):
         x = torch.tanh(x.to(weight.dtype) @ weight)
         x = between(x, i) if between else x
@@ -171,9 +171,16 @@ class Llama(nn.Module):
         if self.masked:
             gap = position[:, None] - position[None]
             mask = (gap >= 0) & (gap < 3)
-        for block in self.layers:
-            x = block(x, cos, sin, mask)
+        for block in self.blocks():
+            x = self.call(block, x, cos, sin, mask)
         return self.head(self.norm(x))  # [B, T, V]
+
+    def blocks(self) -> list[nn.Module]:
+        """In the order in which they are called."""
+        return [*self.layers]
+
+    def call(self, block: nn.Module, *args: Tensor | None) -> Tensor:
+        return block(*args)
 
 
 def llama(
