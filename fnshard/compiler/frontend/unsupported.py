@@ -221,7 +221,7 @@ def _patches(hooks: list[torch.Tensor]) -> Iterator[tuple[Any, str, Patch]]:
     yield from cumulative()
     yield from statistics.patches()
     if (triton := sys.modules.get("triton.runtime.jit")) is not None:  # nobody else launches its kernels
-        yield triton.KernelInterface, "__getitem__", _launch
+        yield triton.KernelInterface, "__getitem__", _refuse(_LAUNCH, "")
     yield torch.Tensor, "data", _data
     yield torch.Tensor, "grad_fn", _grad_fn
 
@@ -241,17 +241,6 @@ def _refuse(message: str, name: str, when: Callable[..., bool] = lambda *_, **__
 def _instead(function: Callable[..., Any], patch: Patch) -> Patch:
     """A patch of a function that is bound to its object already."""
     return lambda _, here: patch(function, here)
-
-
-def _launch(original: Any, here: Callable[[], bool]) -> Callable[..., Any]:
-    """Of `kernel[grid]`."""
-
-    def getitem(kernel: Any, grid: Any) -> Any:
-        if here():
-            raise TraceError(_LAUNCH)
-        return original(kernel, grid)
-
-    return getitem
 
 
 def _accumulates(*_: Any, accumulate_grad: bool = False, **__: Any) -> bool:
