@@ -1,4 +1,4 @@
-"""What rides on a step beside the plain gradient: scaling, masters, chains, rates, aux, Whole, layouts."""
+"""What a step does besides the plain gradient: scaling, masters, chains, rates, aux, Whole, layouts."""
 
 from __future__ import annotations
 
@@ -179,20 +179,6 @@ def test_whole_batch_leaves_are_not_cut() -> None:
     torch.testing.assert_close(mine["layers.0.w"], grads["layers.0.w"], rtol=0, atol=sharded.ATOL)
     with pytest.raises(fs.StateError, match=r"batch\['1'\] \[12\].*\n?.*cannot|cannot be cut"):
         step_of(loss, params, accumulate=5)(params, x[:10], weights, 2)
-
-
-def test_batches_may_be_trees_and_strided() -> None:
-    params = noise({"layers.0.w": (12, 12)})
-
-    def loss(params: Any, batch: Any) -> Tensor:
-        return F.mse_loss(batch["x"] @ params["layers.0.w"], batch["pair"][1])
-
-    x, y = vectors(0)
-    batch = {"x": x.T.contiguous().T, "pair": (None, y[:, ::2].repeat_interleave(2, 1)[:, :12])}
-    grads, value = reference.gradients(loss, params, batch)
-    got, mine = step_of(loss, params)(params, batch)
-    torch.testing.assert_close(got, value, rtol=0, atol=sharded.ATOL)
-    torch.testing.assert_close(mine["layers.0.w"], grads["layers.0.w"], rtol=0, atol=sharded.ATOL)
 
 
 # ------------------------------------------------------------------ state and layouts

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import reference
 import torch
-from models import Model
-from sharded import assert_same, by_steps, make_step, specs_of, train
+from sharded import make_step
 from tensor_models import ROWS, VOCAB, WIDTH, T, decoder
 from torch import Tensor
 
@@ -17,23 +15,6 @@ from fnshard import StateError
 from fnshard.compiler.schedule.instructions import Exchange, Gather, Wait
 
 # Other meshes: test_matrix, test_context_attention.
-MESHES = [{"tensor": 2, "shard": 2}, {"shard": 1, "tensor": 4}, {"shard": 2, "tensor": 2, "context": 2}]
-
-
-def trained(model: Model, axes: dict[str, int], preset: str = "full_shard", **options: Any) -> list[Any]:
-    mesh = fs.make_mesh(**axes, simulated=True)
-    specs = specs_of(model, preset, mesh, tensor="tensor" if "tensor" in axes else None)
-    optimizer = fs.optim.adamw(1e-2, weight_decay=0.1)
-    step = make_step(mesh, model, specs, optimizer, **options)
-    return fs.simulate(mesh, lambda rank: train(rank, mesh, model, specs, optimizer, step=step))
-
-
-@pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_any_mesh_is_one_process(axes: dict[str, int]) -> None:
-    model = decoder()
-    expected = reference.train(model.loss, model.params, by_steps(model), reference.adamw(1e-2))
-    for got in trained(model, axes):
-        assert_same(got, expected)
 
 
 def test_constrain_says_how_a_value_is_split() -> None:

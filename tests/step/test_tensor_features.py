@@ -13,7 +13,7 @@ import pytest
 import reference
 import torch
 from models import Model
-from sharded import as_float, assert_same, by_steps, make_step, specs_of, train
+from sharded import assert_same, by_steps, make_step, specs_of, train
 from tensor_models import decoder, logits
 
 import fnshard as fs
@@ -132,20 +132,3 @@ def test_frozen_codes_are_split_by_rows(codec: str) -> None:
 
 
 # ------------------------------------------------------------------ real ranks
-
-
-def on_ranks(rank: int, model: Model, **options: Any) -> reference.Trained:
-    mesh = fs.make_mesh(tensor=2, device="cpu")
-    return train(rank, mesh, model, specs_of(model, "full_shard", mesh, tensor="tensor"), CLIPPED, **options)
-
-
-def narrow_on_ranks(rank: int) -> list[reference.Trained]:
-    model = as_float(decoder(layers=1))
-    return [on_ranks(rank, model), on_ranks(rank, model, backend="inductor", overlap=1)]
-
-
-@pytest.mark.long  # test_context_attention compiles in the suite
-def test_compiled_kernels_of_processes(ranks: Any) -> None:
-    for eager, compiled in ranks(2).run(narrow_on_ranks, timeout=300.0):
-        assert_same(compiled, eager, atol=2e-5)
-        assert compiled.losses[-1] < compiled.losses[0]
