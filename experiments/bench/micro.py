@@ -28,6 +28,7 @@ from fnshard.runtime.collectives.connect import connect
 from fnshard.runtime.executor.context import ExecutorContext
 from fnshard.runtime.executor.control import StepControl
 from fnshard.runtime.executor.execute import bind
+from fnshard.step.compile import scalars_of
 
 AXES = ("shard",)
 
@@ -147,7 +148,8 @@ def schedule_alone(preset: str, blocks: int = 12) -> tuple[Callable[[], None], i
         return lambda args: outs
 
     kernels = {k.name: (nothing(k.forward), nothing(k.backward)) for k in lowered.kernels.values()}
-    run = bind(ExecutorContext(lowered.schedule, kernels, Nothing(mesh), 0, step._scalars(lowered)))
+    scalars = scalars_of(lowered.program, lowered.segments, None, step.resolved, mesh, step.options)
+    run = bind(ExecutorContext(lowered.schedule, kernels, Nothing(mesh), 0, scalars))
     shards = fs.shard(params, specs, mesh)
 
     def work() -> None:

@@ -166,7 +166,7 @@ class Counting:
             return Flight(lambda: rows, until_release=self._slot(flat, self.gathers))
         if self.kind == "native":
             received = self._new(n * flat.numel(), flat.dtype)
-            return Flight(lambda: Rows(received, n), until_wait=flat, until_release=received)
+            return Flight(lambda: Rows(received[: flat.numel()], n), until_wait=flat, until_release=received)
         others = [self._new(flat.numel(), flat.dtype) for _ in range(n - 1 if self.kind == "p2p" else 1)]
         return Flight(lambda: rows, until_release=(flat, others))
 

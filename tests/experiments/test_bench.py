@@ -136,7 +136,9 @@ def test_sizes_are_read_as_yaml_reads_them():
     """And those of the GPU's cases are in shapes that tensor cores take: multiples of 64."""
     yaml = pytest.importorskip("yaml")
     for path in (ROOT / "conf" / "model").glob("*.yaml"):
-        assert decoder(path.stem) == DecoderConfig(**yaml.safe_load(path.read_text(encoding="utf-8")))
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert values.pop("defaults") == ["/schema/model@_here_"]
+        assert decoder(path.stem) == DecoderConfig(**values)
     assert names() == sorted(p.stem for p in (ROOT / "conf" / "model").glob("*.yaml"))
     for name in ("1b", "8b"):
         model = decoder(name)
