@@ -4,7 +4,7 @@ Kernels are counted by `flops`; packing, casts and updates by their bytes; colle
 bandwidth of rings: (n - 1) / n of a buffer for a gather, a scatter or an all-to-all, twice that for a sum
 (Patarasuk and Yuan, JPDC 2009), within a node or between nodes as the group lies. Transfers go by the bytes
 that the ledger counts. The disk tier is mapped files, which are pageable memory: a copy from or to it holds
-the host up until it is done (CUDA stages such copies), so nothing is issued beside it.
+the host up until it is done (CUDA stages such copies), so nothing is issued meanwhile.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class HardwarePricer:
 
     Args:
         fused: kernels are compiled by Inductor; else every operator runs by itself.
-        slots: tensors of optimizer state per leaf, beside a master copy (AdamW's two).
+        slots: tensors of optimizer state per leaf, besides a master copy (AdamW's two).
         moved: bytes of transfers, by the number of their instruction (`Ledger.moved`); without it they are
             added up from the sizes of what is named, state counted as `slots` tensors of a block each.
         fused_update: an update is compiled, and moves gradients, state and stored copies once.

@@ -1,4 +1,4 @@
-"""Dry run: a schedule's own bindings, run on tensors without data, which tells what memory they take.
+"""Dry run: a schedule's own bindings, run on tensors without data, to count the memory they take.
 
 What the bindings are bound to stands in for the executor's: collectives that send nothing (`transport`),
 kernels that give what their graphs would (`footprint`), an optimizer that takes what its update would

@@ -1,30 +1,27 @@
 """Footprint: what one kernel call does to memory, found by running it on fake tensors.
 
 Python's own reference counts say when a value dies: the graph is run by the very interpreter, or the
-very wrapper of generated code, that will run it for real, on tensors without data, and every storage is
-watched through a weak reference (as torch's own memory trackers do). Nothing is estimated but what an
+very wrapper of generated code, that will run it for real, on tensors without data, whose storages a
+`StorageTracker` follows. Nothing is estimated but what an
 operator takes for itself while it runs: see `workspace_bytes`.
 """
 
 from __future__ import annotations
 
 import types
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from fnshard.analysis.storages import INPUTS, Storage, StorageTracker
 from fnshard.analysis.workspace import workspace_bytes
 from fnshard.compiler.kernels.inductor import Boxed, compile_graph
 from fnshard.compiler.kernels.reuse import FirstResults
 from fnshard.compiler.kernels.symbolic import Sized
-
-CUDA_BLOCK_bytes = 512  # torch's caching allocator rounds up to it, and counts what it rounded
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ class Footprint:
     """A call's effect on memory.
 
     `new_bytes`: of each storage that is made and returned. At the worst moment, `alive` of these are
-    there already, `freed` (argument storages) are there no more, and `workspace_bytes` are held beside.
+    there already, `freed` (argument storages) are there no more, and `workspace_bytes` are taken besides.
     """
 
     outputs: tuple[Output, ...]
@@ -66,11 +63,6 @@ class Footprint:
     workspace_bytes: int
 
 
-def rounded(size: int, device: str) -> int:
-    """What an allocation of `size` bytes takes of memory on a type of device."""
-    return -(-size // CUDA_BLOCK_bytes) * CUDA_BLOCK_bytes if device == "cuda" else size
-
-
 def eager_footprint(module: fx.GraphModule, entries: Sequence[CallArgument], device: str) -> Footprint:
     """Of a graph run node by node (`backend="eager"`).
 
@@ -78,20 +70,20 @@ def eager_footprint(module: fx.GraphModule, entries: Sequence[CallArgument], dev
         device: the type of device that it will run on; traced for an abstract mesh, it is on the CPU.
     """
     run = compile_graph(module, backend="eager", options={}, is_backward=False)
-    return call_footprint(run, [n.meta["val"] for n in placeholders(module)], entries, StorageWatch(device))
+    return call_footprint(run, [n.meta["val"] for n in placeholders(module)], entries, StorageTracker(device))
 
 
 def compiled_footprint(
     module: fx.GraphModule, compiled: Boxed, entries: Sequence[CallArgument], device: str
 ) -> Footprint | None:
     """Of Inductor's code for a graph; None where it is not a Python wrapper (C++ wrappers, CUDA graphs)."""
-    watch = StorageWatch(device)
+    tracker = StorageTracker(device)
     around = compiled if isinstance(compiled, Sized | FirstResults) else None
-    wrapper = generated_wrapper(around.compiled if around else compiled, watch)
+    wrapper = generated_wrapper(around.compiled if around else compiled, tracker)
     if wrapper is None:
         return None
     run = replace(around, compiled=wrapper) if around else wrapper
-    return call_footprint(run, [n.meta["val"] for n in placeholders(module)], entries, watch)
+    return call_footprint(run, [n.meta["val"] for n in placeholders(module)], entries, tracker)
 
 
 def placeholders(module: fx.GraphModule) -> list[fx.Node]:
@@ -113,21 +105,42 @@ def constant_bytes(module: fx.GraphModule, compiled: Boxed | None = None) -> int
 
 
 def call_footprint(
-    run: Boxed, likes: Sequence[Tensor], entries: Sequence[CallArgument], watch: StorageWatch
+    run: Boxed, likes: Sequence[Tensor], entries: Sequence[CallArgument], tracker: StorageTracker
 ) -> Footprint:
     """Of any boxed callable, on fakes that look like `likes` and share storages as `entries` say."""
     with FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False), torch.no_grad():
         args = _arguments(likes, entries)
-        for entry, arg in zip(entries, args, strict=True):
-            watch.adopt(arg, entry)
-        del arg
+        numbers = {
+            tracker.adopt(arg, INPUTS, size=entry.bytes): entry.storage
+            for entry, arg in zip(entries, args, strict=True)
+        }
         kept = [a for a, e in zip(args, entries, strict=True) if not e.dropped]
-        with watch:
-            watch.look(0)
+        with tracker:
+            tracker.look()
             results = [r for r in run(args) if isinstance(r, Tensor)]
-        footprint = watch.footprint(results)
+        found = _footprint(tracker, results, numbers)
         del kept, results
-    return footprint
+    return found
+
+
+def _footprint(
+    tracker: StorageTracker, results: Sequence[Tensor], numbers: Mapping[Storage, int]
+) -> Footprint:
+    """Of the call that returned `results`; `numbers`: of the arguments' storages."""
+    peak, places, outputs = tracker.peak, {}, []
+    for value in results:
+        record = tracker.alive.get(value.untyped_storage()._cdata)  # None: a constant's
+        argument = numbers.get(record)
+        new = None if record is None or record in numbers else places.setdefault(record, len(places))
+        outputs.append(Output(new, argument, tuple(value.stride()), tuple(value.shape), value.dtype))
+    alive = set(peak.made)
+    return Footprint(
+        outputs=tuple(outputs),
+        new_bytes=tuple(record.bytes for record in places),
+        alive=tuple(place for record, place in places.items() if record in alive),
+        freed=tuple(sorted(numbers[record] for record in tracker.freed[: peak.freed])),
+        workspace_bytes=peak.workspace + sum(record.bytes for record in alive if record not in places),
+    )
 
 
 def _arguments(likes: Sequence[Tensor], entries: Sequence[CallArgument]) -> list[Tensor]:
@@ -151,88 +164,6 @@ def _arguments(likes: Sequence[Tensor], entries: Sequence[CallArgument]) -> list
     return out
 
 
-class StorageWatch(TorchDispatchMode):
-    """Follows storages from their making to their end, and remembers the worst moment."""
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.device = device
-        self.arguments: dict[int, int] = {}  # address of a live argument storage -> its number
-        self.new: dict[int, int] = {}  # serial number of a live storage made inside -> its bytes
-        self.live = 0
-        self.freed: set[int] = set()
-        self.peak = -1
-        self.at_peak: tuple[dict[int, int], set[int], int] = ({}, set(), 0)
-        self._refs: dict[int, tuple[weakref.ref, int]] = {}  # address of a live storage -> with its size
-        self._serial: dict[int, int] = {}  # address of a live storage made inside -> its number
-        self._count = 0
-
-    def adopt(self, value: Tensor, entry: CallArgument) -> None:
-        """Watch an argument's storage."""
-        storage = value.untyped_storage()
-        key = storage._cdata
-        if key not in self._refs:
-            self.arguments[key] = entry.storage
-            self._follow(key, storage, entry.bytes)
-
-    def _follow(self, key: int, storage: Any, size: int) -> None:
-        self._refs[key] = weakref.ref(storage, lambda _: self._died(key)), size
-
-    def _died(self, key: int) -> None:
-        _, size = self._refs.pop(key)
-        if key in self.arguments:
-            self.freed.add(self.arguments.pop(key))
-        else:
-            del self.new[self._serial.pop(key)]
-        self.live -= size
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name.startswith("aten::_fused_"):
-            return None  # in place on everything, and unknown to fake tensors
-        out = func(*args, **(kwargs or {}))
-        self.made(out)
-        self.look(workspace_bytes(func, args, kwargs or {}, out, self.device))
-        return out
-
-    def made(self, out: Any) -> None:
-        """Watch the storages of an operator's results."""
-        for value in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(value, Tensor):
-                storage = value.untyped_storage()
-                key = storage._cdata
-                if key not in self._refs:
-                    size = rounded(storage.nbytes(), self.device)
-                    self._serial[key] = self._count
-                    self.new[self._count] = size
-                    self._count += 1
-                    self.live += size
-                    self._follow(key, storage, size)
-
-    def look(self, workspace: int) -> None:
-        """Is this the worst moment so far?"""
-        if self.live + workspace > self.peak:
-            self.peak = self.live + workspace
-            self.at_peak = dict(self.new), set(self.freed), workspace
-
-    def footprint(self, results: Sequence[Tensor]) -> Footprint:
-        """Of the call that returned `results`."""
-        places: dict[int, int] = {}
-        outputs = []
-        for value in results:
-            address = value.untyped_storage()._cdata
-            argument, serial = self.arguments.get(address), self._serial.get(address)
-            place = None if serial is None else places.setdefault(serial, len(places))
-            outputs.append(Output(place, argument, tuple(value.stride()), tuple(value.shape), value.dtype))
-        new, freed, workspace = self.at_peak
-        return Footprint(
-            outputs=tuple(outputs),
-            new_bytes=tuple(self.new[k] for k in places),
-            alive=tuple(j for k, j in places.items() if k in new),
-            freed=tuple(sorted(freed)),
-            workspace_bytes=workspace + sum(size for k, size in new.items() if k not in places),
-        )
-
-
 def storage_bytes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
     """Bytes from the first to the last element of a strided tensor."""
     if 0 in shape:
@@ -247,8 +178,8 @@ def storage_bytes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtyp
 class Wrapper:
     """A generated `call(args)`, its kernels silent and its allocations fake."""
 
-    def __init__(self, call: types.FunctionType, runner: Any, watch: StorageWatch):
-        self._watch = watch
+    def __init__(self, call: types.FunctionType, runner: Any, tracker: StorageTracker):
+        self._tracker = tracker
         globals_ = dict(call.__globals__)
         for name in _names(call.__code__):
             if name in globals_:
@@ -266,7 +197,7 @@ class Wrapper:
         if name == "reinterpret_tensor":
             return lambda x, size, stride, offset=0: x.as_strided(size, stride, x.storage_offset() + offset)
         if name == "extern_kernels":
-            return _Extern(value, self._watch)
+            return _Extern(value, self._tracker)
         kept = types.ModuleType | torch.dtype | torch.device | Tensor | type | int | float | str
         if isinstance(value, kept) or type(value).__module__.startswith("torch._ops"):
             return value
@@ -293,20 +224,20 @@ class _Silent:
 class _Extern:
     """`extern_kernels`: what writes into a given buffer changes nothing, what makes its own runs on fakes."""
 
-    def __init__(self, real: Any, watch: StorageWatch):
-        self._real, self._watch = real, watch
+    def __init__(self, real: Any, tracker: StorageTracker):
+        self._real, self._tracker = real, tracker
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*args: Any, out: Tensor | None = None, **kwargs: Any) -> Any:
             if out is None:
                 return getattr(self._real, name)(*args, **kwargs)
-            self._watch.look(workspace_bytes(name, args, kwargs, out, self._watch.device))
+            self._tracker.look(workspace_bytes(name, args, kwargs, out, self._tracker.device))
             return out
 
         return call
 
 
-def generated_wrapper(compiled: Any, watch: StorageWatch) -> Wrapper | None:
+def generated_wrapper(compiled: Any, tracker: StorageTracker) -> Wrapper | None:
     """The Python function that Inductor generated, made ready to run on fakes; None if there is none."""
     runner = getattr(compiled, "compiled_fn_runner", None)
     if getattr(runner, "partitions", None):
@@ -315,4 +246,4 @@ def generated_wrapper(compiled: Any, watch: StorageWatch) -> Wrapper | None:
     function = getattr(call, "__func__", call)
     if not isinstance(function, types.FunctionType) or "empty_strided_cpu" not in function.__globals__:
         return None
-    return Wrapper(function, getattr(call, "__self__", None), watch)
+    return Wrapper(function, getattr(call, "__self__", None), tracker)

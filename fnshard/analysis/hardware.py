@@ -129,7 +129,7 @@ class Hardware:
         kernel_seconds: of host time to start a compiled graph.
         launch_seconds: of host time to start one operator.
         floor_seconds: the least that one operator takes on the device.
-        overlap: whether collectives and transfers run beside compute (a CPU's run on its own thread).
+        overlap: whether collectives and transfers run while the device computes (a CPU's do not).
 
     >>> Hardware.named("h100").peak_flops["bf16"]
     989000000000000.0
@@ -226,11 +226,11 @@ class Hardware:
         nodes = {rank // self.ranks_per_node for rank in ranks}
         if len(nodes) <= 1:
             return self.node
-        n, beside = len(ranks), len(ranks) / len(nodes)
+        n, per_node = len(ranks), len(ranks) / len(nodes)
 
         def through(name: str) -> Curve:
             outer, inner = getattr(self.network, name), getattr(self.node, name)
-            adapters = (n - 1) / (n - beside) if name == "all_to_all" else beside
+            adapters = (n - 1) / (n - per_node) if name == "all_to_all" else per_node
             return Curve(tuple((size, min(rate * adapters, inner.at(size))) for size, rate in outer.points))
 
         return Link(self.network.latency_seconds, **{name: through(name) for name in COLLECTIVES})
@@ -245,7 +245,7 @@ class Hardware:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Hardware:
-        """The inverse of `as_dict`, also behind JSON."""
+        """The inverse of `as_dict`, also after JSON."""
         made = dict(values)
         for name in ("memory", "update", "copy"):
             made[name] = _curve(made[name])

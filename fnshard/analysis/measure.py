@@ -271,7 +271,7 @@ class _Bench:
     # -------------------------------------------------------------- collectives
 
     def links(self, mesh: Mesh | None, copy_seconds_per_byte: float) -> dict[str, Any]:
-        """What the transport costs beside packing and unpacking; without peers, what memory gives."""
+        """What the transport costs besides packing and unpacking; without peers, what memory gives."""
         axes = mesh.ordered(mesh.names) if mesh else ()
         if self.comm is None or not axes:
             flat = _curve([(1.0, 1 / copy_seconds_per_byte)])

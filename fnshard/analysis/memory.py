@@ -3,7 +3,7 @@
 `measure` runs a schedule's bindings on tensors without data (`dry_run`): which storages are alive at each
 instruction, by category, unit and tier. Kernels are counted by `footprint`: by the liveness of their graphs,
 or by the code that Inductor generated where they have been compiled. Not counted: what the caller holds
-beside the state and the batch; what libraries take for themselves (gloo's staging, NCCL's channels, cuBLAS's
+besides the state and the batch; what libraries take for themselves (gloo's staging, NCCL's channels, cuBLAS's
 workspace); allocations that a caching allocator keeps but does not use; tensors of a few numbers (losses,
 steps, random keys are).
 """
@@ -75,7 +75,7 @@ class MemoryAnalysis:
     - parameter shards, optimizer state: what the state holds, by spec;
     - gathered units: full leaves in compute dtype; where ranks share memory, these lie among the buffers;
     - gradients: full ones, this rank's blocks of their sums, accumulators;
-    - saved activations: what kernels return beside gradients, saved for the backward or read by the next one;
+    - saved activations: what kernels return besides gradients, for the backward or the next one;
     - kernel workspaces: what lives inside a kernel alone, and temporaries of updates, norms and casts;
     - transfer and bucket buffers: packed rows, what collectives take, copies between tiers;
     - inputs: the batch, constants, random keys.
@@ -281,7 +281,9 @@ def _inputs(
     mesh, accumulate, env, constants = schedule.mesh, schedule.accumulate, {}, 0
 
     def new(shape: Sequence[int], dtype: torch.dtype, *where: str) -> Tensor:
-        return tracker.adopt(torch.empty(tuple(shape), dtype=dtype, device="meta"), *where)
+        value = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        tracker.adopt(value, *where)
+        return value
 
     for path, spec in schedule.specs.items():
         shape = block_shape(spec.shape, spec.storage, mesh)
@@ -302,13 +304,13 @@ def _inputs(
         for suffix in [""] if once else [f"#{m}" for m in range(accumulate)]:
             home = whole[base] if base in whole else new((size,), torch.uint8, INPUTS)
             env[base.of(suffix)] = _view(home, value)
-    held = sum(constant_bytes(m) for k in schedule.kernels.values() for m in (k.forward, k.backward) if m)
+    kept = sum(constant_bytes(m) for k in schedule.kernels.values() for m in (k.forward, k.backward) if m)
     env[LOSS_TANGENT] = new((), torch.float32, INPUTS)
-    env["kernels' constants"] = new((held,), torch.uint8, INPUTS)
+    env["kernels' constants"] = new((kept,), torch.uint8, INPUTS)
     for name in schedule.inputs:
         if name not in env:
             env[name] = new((), torch.float32, INPUTS, "-", UNCOUNTED)
-    return env, constants + held
+    return env, constants + kept
 
 
 def _view(home: Tensor, like: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Slots: an optimizer's state and what its update takes, on paper: its own code is run on fakes."""
+"""Slots: an optimizer's state and what its update takes, found by running its own code on fakes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fnshard.analysis.footprint import CallArgument, StorageWatch
+from fnshard.analysis.storages import INPUTS, StorageTracker
 from fnshard.compiler.ir.values import MASTER
 from fnshard.compiler.schedule.buckets import Bucket
 from fnshard.compiler.schedule.ir import Schedule
@@ -65,23 +65,23 @@ def check_slots(
     """
     wrong = [f"{p!r}: has state and none is wanted" for p in state if p not in expected]
     for path, slots in expected.items():
-        held = state.get(path, {})
-        if held.keys() != slots.keys():
-            has, wants = (", ".join(sorted(s)) or "none" for s in (held, slots))
+        found = state.get(path, {})
+        if found.keys() != slots.keys():
+            has, wants = (", ".join(sorted(s)) or "none" for s in (found, slots))
             wrong.append(f"{path!r}: has slots {has}; wanted are {wants}")
             continue
         where = mesh.device_type if specs[path].optimizer_memory == "device" else "cpu"
         for name, (shape, dtype) in slots.items():
-            value = held[name]
+            value = found[name]
             if value.shape != shape or value.dtype != dtype or value.device.type != where:
-                found = f"{list(value.shape)} {value.dtype} on {value.device.type}"
-                wrong.append(f"{path!r}: {name} is {found}; wanted is {list(shape)} {dtype} on {where}")
+                given = f"{list(value.shape)} {value.dtype} on {value.device.type}"
+                wrong.append(f"{path!r}: {name} is {given}; wanted is {list(shape)} {dtype} on {where}")
     if wrong:
         raise StateError(
             f"the optimizer state was made by another optimizer or other specs, {leaves(len(wrong))}:",
             wrong[:12],
             "use the step that made the state, or begin anew from its parameters: "
-            "step.init(fs.unshard(state.params, specs_they_have, mesh)). A master copy is held where "
+            "step.init(fs.unshard(state.params, specs_they_have, mesh)). A master copy is kept where "
             "optimizer_dtype is not storage_dtype, or where the host updates what the device stores.",
         )
 
@@ -103,7 +103,7 @@ def gathers_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec]) -> dict[st
                 known[key] = _gathered(optimizer, path, spec)
             except Exception as error:  # an optimizer of the user's: any may come
                 raise OptimizerError(
-                    f"{optimizer} gathers params[{path!r}], and does not run on fake tensors, which tell "
+                    f"{optimizer} gathers params[{path!r}], and does not run on fake tensors, which show "
                     f"what it gathers ({type(error).__name__}: {error})",
                     fix="write its `leaf` without float(), .item() and branches on values.",
                 ) from error
@@ -133,7 +133,7 @@ def _gathered(optimizer: Optimizer, path: str, spec: LayoutSpec) -> tuple[torch.
 
 @dataclass(frozen=True)
 class Updates:
-    """What the Updates of a schedule take beside what they change. `known`: found before; `fused`: those on
+    """What the Updates of a schedule take besides what they change. `known`: found before; `fused`: those on
     the device are compiled, and take nothing.
     """
 
@@ -197,7 +197,7 @@ class Updates:
                 if not (spec.updated_on == "host" and spec.memory == "device"):
                     shape = block_shape(spec.shape, spec.storage, mesh)
                     params[path] = torch.empty(shape, dtype=spec.storage_dtype, device=device)
-            watch = StorageWatch(mesh.device_type)
+            tracker = StorageTracker(mesh.device_type)
             slots = [v for parts in own_slots.values() for v in parts.values()]
             inputs = [
                 *blocks.values(),
@@ -205,11 +205,11 @@ class Updates:
                 *slots,
                 *(w for some in gathered.values() for w in some),
             ]
-            for number, value in enumerate(inputs):
-                watch.adopt(value, CallArgument(number))
-            with watch:
+            for value in inputs:
+                tracker.adopt(value, INPUTS, size=0)
+            with tracker:
                 update(blocks, own_slots, params, gathered, control)
-        return max(watch.peak, 0)
+        return max(tracker.peak.bytes, 0)
 
     def _control(self, barrier: bool, device: torch.device) -> StepControl:
         control = StepControl().started(torch.tensor(0))  # a fake that knows its value: rates are made of it

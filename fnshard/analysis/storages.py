@@ -2,7 +2,7 @@
 
 A `StorageTracker` is a dispatch mode: every storage that an operator makes is followed by a weak reference
 until it dies (as torch's own memory trackers do). What it is for is known when the line that made it has
-ended, from the name that refers to it.
+ended, from the name that refers to it. `footprint` and `slots` follow one call with it, without lines.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fnshard.analysis.footprint import rounded
 from fnshard.analysis.workspace import workspace_bytes
 from fnshard.compiler.ir.values import SCALARS, Kind, ValueName
 from fnshard.compiler.schedule.instructions import COMPUTE, Instruction, Reduced, Wait
@@ -27,6 +26,7 @@ OPTIMIZER, ACTIVATIONS = "optimizer state", "saved activations"
 WORKSPACES, BUFFERS, INPUTS = "kernel workspaces", "transfer and bucket buffers", "inputs"
 CATEGORIES = (PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER, ACTIVATIONS, WORKSPACES, BUFFERS, INPUTS)
 TIERS = ("device", "host", "disk")
+CUDA_BLOCK_bytes = 512  # torch's caching allocator rounds up to it, and counts what it rounded
 UNCOUNTED = "uncounted"  # slots of shared memory, which are counted together, and tensors of no memory
 
 
@@ -47,10 +47,16 @@ class Moment:
     """A line of the schedule at its worst: device bytes by category, bytes of the other tiers."""
 
     index: int
-    line: str
+    instruction: Instruction
     device: Mapping[str, int]
     host: int
     disk: int
+
+    @property
+    def line(self) -> str:
+        """The instruction in words."""
+        line = self.instruction
+        return f"{line.phase} {line.unit} {line.verb} {line.detail}"
 
     @property
     def bytes(self) -> int:
@@ -59,25 +65,28 @@ class Moment:
 
 
 @dataclass
-class _Peak:
+class Peak:
     """The worst moment of a line: what older storages came to, by category, and those that the line made.
 
-    `units`: the former by (category, unit), if it is the worst moment of the step so far.
+    `units`: the former by (category, unit), if it is the worst moment of the step so far. `freed`: how many
+    older storages had died in the line by then.
     """
 
     bytes: int = -1
     categories: dict[str, int] = field(default_factory=dict)
     units: dict[tuple[str, str], int] | None = None
     made: tuple[Storage, ...] = ()
+    freed: int = 0
     workspace: int = 0
 
 
 class StorageTracker(TorchDispatchMode):
     """What is alive, line by line.
 
-    `device`: the type of device that the lines are for; the tensors are on "meta". `totals`: bytes on the
+    `device`: the type of device that the lines are for; the tensors have no data. `totals`: bytes on the
     device of what earlier lines made, by (category, unit). `worst`: by tier, the most so far. `units`: the
-    device's worst moment, as `totals`.
+    device's worst moment, as `totals`. `peak`: the worst moment of the line under way. `freed`: what older
+    storages have died in it.
     """
 
     def __init__(self, device: str) -> None:
@@ -92,12 +101,14 @@ class StorageTracker(TorchDispatchMode):
         self.moments: list[Moment] = []
         self.line: Instruction | None = None
         self.tier, self.slot = "device", None  # of what is made now
+        self.peak, self.freed = Peak(), []
         self._made: dict[int, Storage] = {}  # by the line under way, still alive, by address
-        self._here = _Peak()
 
     # -------------------------------------------------------------- storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.startswith("aten::_fused_"):
+            return None  # in place on everything, and unknown to fake tensors
         out = func(*args, **(kwargs or {}))
         for value in out if isinstance(out, tuple | list) else (out,):
             if isinstance(value, Tensor):
@@ -111,8 +122,8 @@ class StorageTracker(TorchDispatchMode):
         storage = value.untyped_storage()
         address = storage._cdata
         if address not in self.alive:
-            size = rounded(storage.nbytes(), self.device) if self.tier == "device" else storage.nbytes()
-            self._made[address] = made = Storage(size, "", self.line.unit, self.tier, self.slot)
+            size, unit = self._size(storage, self.tier), self.line.unit if self.line else "-"
+            self._made[address] = made = Storage(size, "", unit, self.tier, self.slot)
             self._watch(address, storage, made)
         return self.alive[address]
 
@@ -126,6 +137,12 @@ class StorageTracker(TorchDispatchMode):
         self.look()
         return value
 
+    def _size(self, storage: Any, tier: str) -> int:
+        """What an allocation takes of memory."""
+        size = storage.nbytes()
+        on_cuda = tier == "device" and self.device == "cuda"
+        return -(-size // CUDA_BLOCK_bytes) * CUDA_BLOCK_bytes if on_cuda else size
+
     def _watch(self, address: int, storage: Any, record: Storage) -> None:
         record.reference = weakref.ref(storage, lambda _: self._died(address))
         self.alive[address] = record
@@ -137,6 +154,7 @@ class StorageTracker(TorchDispatchMode):
         if dead.slot is not None:
             dead.slot.let_go()
         if self._made.pop(address, None) is None:
+            self.freed.append(dead)
             self._count(dead, -dead.bytes)
 
     def _count(self, record: Storage, size: int) -> None:
@@ -146,15 +164,16 @@ class StorageTracker(TorchDispatchMode):
             self.totals[key] = self.totals.get(key, 0) + size
             self.categories[record.category] += size
 
-    def adopt(self, value: Tensor, category: str, unit: str = "-", tier: str = "device") -> Tensor:
-        """Follow memory that is there from the start."""
+    def adopt(
+        self, value: Tensor, category: str, unit: str = "-", tier: str = "device", size: int | None = None
+    ) -> Storage:
+        """Follow memory that is there from the start; it counts as `size` bytes, or as what it takes."""
         storage = value.untyped_storage()
         if storage._cdata not in self.alive:
-            size = rounded(storage.nbytes(), self.device) if tier == "device" else storage.nbytes()
-            record = Storage(size, category, unit, tier)
+            record = Storage(self._size(storage, tier) if size is None else size, category, unit, tier)
             self._watch(storage._cdata, storage, record)
-            self._count(record, size)
-        return value
+            self._count(record, record.bytes)
+        return self.alive[storage._cdata]
 
     @contextmanager
     def placed(self, tier: str, slot: Any = None) -> Iterator[None]:
@@ -167,7 +186,7 @@ class StorageTracker(TorchDispatchMode):
 
     def begin(self, line: Instruction) -> None:
         """A line begins."""
-        self.line, self._here = line, _Peak()
+        self.line, self.peak, self.freed = line, Peak(), []
         self.look()
 
     def look(self, workspace: int = 0, dead: Sequence[Storage] = (), unborn: Sequence[Storage] = ()) -> None:
@@ -185,7 +204,7 @@ class StorageTracker(TorchDispatchMode):
         here = self.live["device"] + workspace
         if dead or unborn:
             here += sum(s.bytes for s in (*dead, *unborn) if s.tier == "device")
-        if here > self._here.bytes:
+        if here > self.peak.bytes:
             categories = dict(self.categories)
             units = dict(self.totals) if here > self.worst["device"] else None
             ours = [s for s in dead if not s.category]
@@ -195,7 +214,7 @@ class StorageTracker(TorchDispatchMode):
                     if units is not None:
                         units[gone.category, gone.unit] += gone.bytes
             made = (*self._made.values(), *ours, *unborn)
-            self._here = _Peak(here, categories, units, made, workspace)
+            self.peak = Peak(here, categories, units, made, len(self.freed), workspace)
 
     def end(self, index: int, env: Mapping[str, Any]) -> None:
         """The line has ended: what it made is known by its names."""
@@ -204,7 +223,7 @@ class StorageTracker(TorchDispatchMode):
             if name in env:
                 self.categorise(name, env[name])
         rest = _inside(line)
-        for made in (*self._made.values(), *self._here.made):
+        for made in (*self._made.values(), *self.peak.made):
             made.category = made.category or rest
         for made in self._made.values():
             self._count(made, made.bytes)
@@ -223,7 +242,7 @@ class StorageTracker(TorchDispatchMode):
             record.category = record.category or category
 
     def _moment(self, index: int, line: Instruction) -> Moment:
-        peak = self._here
+        peak = self.peak
         inside = _inside(line)
         added = [(s.category, s.unit, s.bytes) for s in peak.made if s.tier == "device"]
         for category, unit, size in [*added, (inside, line.unit, peak.workspace)]:
@@ -232,8 +251,7 @@ class StorageTracker(TorchDispatchMode):
                 peak.units[category, unit] = peak.units.get((category, unit), 0) + size
         if peak.units is not None:
             self.worst["device"], self.units = peak.bytes, peak.units
-        text = f"{line.phase} {line.unit} {line.verb} {line.detail}"
-        return Moment(index, text, peak.categories, self.live["host"], self.live["disk"])
+        return Moment(index, line, peak.categories, self.live["host"], self.live["disk"])
 
 
 def _inside(line: Instruction) -> str:
@@ -251,11 +269,7 @@ def category_of(name: ValueName) -> str:
         return GRADIENTS
     if kind is Kind.GATHERED:
         return GATHERED
-    if (
-        name == SCALARS
-        or name.original.is_state
-        or kind in (Kind.NORMS, Kind.FULL, Kind.WRITTEN, Kind.FLIGHT)
-    ):
+    if kind in _SENT or name == SCALARS or name.original.is_state:
         return BUFFERS
     return ACTIVATIONS
 

@@ -106,7 +106,7 @@ def simulate(
     moved: Mapping[int, int] | None = None,
     fused_update: bool = False,
 ) -> Timeline:
-    """Run a schedule on paper.
+    """Simulate a schedule.
 
     Args:
         fused: kernels as Inductor compiles them; else operator by operator.
@@ -236,7 +236,7 @@ class _Together(_Clock):
                 self.host = self.free[price.lane]
 
     def _numbers(self, line: Instruction) -> float:
-        """When an update on the host has the step's numbers: copied behind all that compute was given so
+        """When an update on the host has the step's numbers: copied after all that compute was given so
         far, once before the scalars are there and once after."""
         summed = SCALARS in line.reads
         if not isinstance(line, Update) or summed in self.numbers_sent:

@@ -1,6 +1,6 @@
-"""Workspace: what torch's own operators allocate while they run, beside their results.
+"""Workspace: what torch's own operators allocate while they run, besides their results.
 
-A table, read off torch's sources and held against the profiler's memory events (torch 2.11 to 2.13). What
+A table, read off torch's sources and compared with the profiler's memory events (torch 2.11 to 2.13). What
 an operator calls several kernels for, what it must cast or make contiguous first, and scratch buffers
 that it asks of torch's allocator. Not in it, because they depend on the processor or on a heuristic of a
 library: oneDNN's convolutions, and the last tenth of its bf16 scratch; what cuBLAS and cuDNN take.
@@ -30,7 +30,7 @@ _CASTS = (
 
 
 def workspace_bytes(op: Any, args: Args, kwargs: Mapping[str, Any], out: Any, device: str) -> int:
-    """Bytes that one call allocates and frees again, beside what it returns.
+    """Bytes that one call allocates and frees again, besides what it returns.
 
     Args:
         op: an `OpOverload`, or the name of an aten function that writes into a given buffer (`"mm"`).

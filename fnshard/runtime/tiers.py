@@ -1,9 +1,9 @@
 """Tiers: memory below the device, and transfers between them.
 
 "host" is pinned memory (`pinned`) where there is an accelerator, else anonymous mappings apart from torch's
-allocator, so that on a CPU too what a device would hold and what the host holds are told apart. "disk" is
+allocator, so that on a CPU too what a device would hold and what the host holds are counted apart. "disk" is
 mapped files in a directory that the user names (DeepSpeed's NVMe tier; Rajbhandari et al. 2021): reserved
-in full when they are made, unlinked at once, so that nothing is left behind however the process ends.
+in full when they are made, unlinked at once, so that nothing stays however the process ends.
 
 Where memory is scarce, set `MALLOC_MMAP_THRESHOLD_=4194304` in the environment: else glibc's heap keeps freed
 pieces of up to 32 MB that aligned requests do not fit again, and may grow to a multiple of what is in use.
@@ -237,7 +237,7 @@ class Transfers:
         A step that moves nothing between device and host waits for nothing.
         """
         if self.worker is not None:
-            with suppress(Exception):  # told before, or another failure is
+            with suppress(Exception):  # reported before, or another failure is
                 self.worker.wait()
         if self.issued and self.upward is not None:
             self.upward.synchronize()

@@ -17,7 +17,7 @@ from fnshard.compiler.frontend.limits import check_limits
 from fnshard.compiler.frontend.random import derive_keys
 from fnshard.compiler.ir.program import Limit
 from fnshard.compiler.ir.values import Kind, ValueName
-from fnshard.compiler.schedule.passes.graph import graph_length
+from fnshard.compiler.schedule.passes.order import graph_length
 from fnshard.layout.pairs import as_pairs
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
 from fnshard.mesh import Mesh, make_mesh

@@ -1,4 +1,4 @@
-"""What the ledger says: its sums, its tables, its budget, its differences; on paper alone."""
+"""What the ledger says: its sums, its tables, its budget, its differences; nothing runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def loss(p: Any, x: Any) -> Any:
 
 
 def decoder(ranks: int | dict[str, int] = 4, **options: Any) -> Lowered:
-    """A small Llama on paper; one lowering of each layout serves all tests."""
+    """A small Llama, lowered; one lowering of each layout serves all tests."""
     key = repr((ranks, sorted(options.items())))
     if key not in DECODERS:
         DECODERS[key] = lower(*llama(4), ranks=ranks, **options)
@@ -54,7 +54,7 @@ def footprint(fn: Any, entries: Sequence[CallArgument], *args: Tensor) -> Any:
 def test_a_dropped_argument_dies_at_its_last_reader() -> None:
     x = torch.zeros(KB)  # 4 KiB
     chained = lambda x: (x.sin().cos().exp(),)  # noqa: E731
-    # Two results at once beside the argument, or one beside it and two without it.
+    # Two results at once with the argument, or one with it and two without it.
     assert above_entry(footprint(chained, [CallArgument(0)], x), 0) == 8 * KB
     assert above_entry(footprint(chained, [CallArgument(0, True, 4 * KB)], x), 4 * KB) == 4 * KB
 

@@ -191,7 +191,7 @@ def spans_of(got: Timeline, low: Lowered, kind: type) -> list[Any]:
 
 
 def test_compute_waits_for_what_it_sent_and_the_step_for_what_the_host_sends() -> None:
-    """Nobody runs on behind the Wait of a slow copy to the host: that is what the executor does."""
+    """Nobody runs on after the Wait of a slow copy to the host: that is what the executor does."""
     slow = replace(H100, host_link_bytes_per_s=1e5)
     for low in (lowered("full_shard", 2, remat="offload"), lowered("full_shard", 2, tier="host")):
         got = run(low, slow)
@@ -219,7 +219,7 @@ def test_an_update_on_the_host_waits_for_the_numbers_that_the_device_makes() -> 
 
 
 def test_the_host_stands_still_for_the_disk() -> None:
-    """A link and a disk of one speed: what is sent is the same, but nothing is issued beside it."""
+    """A link and a disk of one speed: what is sent is the same, but nothing is issued meanwhile."""
     hardware = replace(H100, instruction_seconds=0.0, kernel_seconds=0.0, launch_seconds=0.0)
     hardware = replace(hardware, host_link_bytes_per_s=1e9, disk_bytes_per_s=1e30)
     seconds = {}
@@ -229,8 +229,8 @@ def test_the_host_stands_still_for_the_disk() -> None:
         seconds[tier] = got.step_seconds
         loads = {s.index: s.end for s in got.spans if s.verb == "to_device"}
         for index, end in loads.items():
-            behind = [s.start for s in got.spans if s.index > index]
-            assert tier == "host" or min(behind) >= end
+            later = [s.start for s in got.spans if s.index > index]
+            assert tier == "host" or min(later) >= end
     assert seconds["disk"] > seconds["host"]
 
 

@@ -274,7 +274,7 @@ def test_processes_equal_one_graph(ranks: Any, world: int) -> None:
         torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
 
 
-# ------------------------------------------------------------------ on paper
+# ------------------------------------------------------------------ without ranks
 
 
 def own(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fnshard as fs
 from fnshard import LayoutSpec, P, codecs
-from fnshard.analysis.footprint import CallArgument, StorageWatch
+from fnshard.analysis.storages import INPUTS, StorageTracker
 from fnshard.errors import SpecError, StateError
 
 # ------------------------------------------------------------------ the codes
@@ -88,11 +88,11 @@ def spec_of(value: Tensor, codec: str) -> LayoutSpec:
 
 def peak_of(work: Callable[[], Any], *given: Tensor) -> int:
     """Bytes of what operators make, at the worst moment, its results too."""
-    with torch.no_grad(), StorageWatch("cpu") as watch:
-        for number, value in enumerate(given):
-            watch.adopt(value, CallArgument(number, value.untyped_storage().nbytes(), 0))
+    with torch.no_grad(), StorageTracker("cpu") as tracker:
+        for value in given:
+            tracker.adopt(value, INPUTS, size=0)
         work()
-    return watch.peak
+    return tracker.peak.bytes
 
 
 @pytest.mark.parametrize("codec", BOTH)

@@ -74,7 +74,7 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 
 
 def trained(mode: str | None, at: int | None = None, **how: Any) -> tuple[Any, ...]:
-    """All metrics as they are read behind the last step, and the last state; `at`: where the state moves."""
+    """All metrics as they are read after the last step, and the last state; `at`: where the state moves."""
     params = {name: torch.linspace(-1, 1, WIDTH**2, dtype=torch.float64).view(WIDTH, WIDTH) for name in "ab"}
     mesh = fs.make_mesh(shard=1, device="cpu")
     step = fs.shard_step(

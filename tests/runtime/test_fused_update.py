@@ -1,4 +1,4 @@
-"""The compiled update: the optimizers as Inductor makes them, beside themselves and the reference."""
+"""The compiled update: the optimizers as Inductor makes them, against themselves and the reference."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_training_equals_the_naive_loop(preset: str, tier: str, turn: int, tmp_p
     )  # fmt: skip
     for got in ranks:
         sharded.assert_same(got, expected(optimizer is CLIPPED))
-    assert list(tmp_path.iterdir()) == []  # nothing is left behind
+    assert list(tmp_path.iterdir()) == []  # no file stays
 
 
 @pytest.mark.parametrize(("preset", "dtypes"), [("full_shard", "bf16 storage"), ("no_shard", "bf16 compute")])
@@ -333,7 +333,7 @@ def test_a_kernel_that_reads_leaves_alone() -> None:
 
 
 def test_state_of_other_specs_or_another_optimizer_is_refused_and_kept() -> None:
-    """A master copy that one step keeps and another does not know would fall behind in silence."""
+    """A master copy that one step keeps and another does not know would go stale in silence."""
     model, mesh = model_of("gpt"), fs.make_mesh(shard=1)
     here = sharded.specs_of(model, "full_shard", mesh)
     there = sharded.specs_of(model, "full_shard", mesh, optimizer_memory="host")

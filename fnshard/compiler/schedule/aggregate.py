@@ -17,7 +17,7 @@ from fnshard.mesh import Mesh
 
 @dataclass(frozen=True)
 class Aggregated:
-    """`issues` stand behind the last forward, `stores` behind the last backward, which reads old values."""
+    """`issues` stand after the last forward, `stores` after the last backward, which reads old values."""
 
     buckets: tuple[Bucket, ...] = ()
     issues: tuple[Instruction, ...] = ()

@@ -57,7 +57,7 @@ class Plan:
             accumulate "local" full gradients and reduce once.
         update: run the optimizer (else return the gradients).
         norms: reduce squared norms with the scalars.
-        scalars: how many numbers ride on ReduceScalars beside what `fn` returns.
+        scalars: how many numbers ride on ReduceScalars besides what `fn` returns.
         barrier: something global that is made of gradients (a norm, an overflow flag) stands between the
             last of them and the first update.
         gathers: by path, the dtypes of what the optimizer gathers of a leaf in one update, in its order.
@@ -227,7 +227,7 @@ class _Builder:
                 self.lines.append(Wait(bucket.unit, phase, (flight,), fresh, bucket=bucket.name, of=Gather))
             else:
                 self.lines.append(Cast(bucket.unit, phase, shards, fresh, bucket=bucket.name))
-            names = dict(zip(bucket.paths, fresh, strict=True)) | names  # beside what is written
+            names = dict(zip(bucket.paths, fresh, strict=True)) | names  # besides what is written
         return names
 
     # -------------------------------------------------------------- forward
@@ -413,7 +413,7 @@ class _Builder:
         self.lines.append(ReduceScalars("-", "update", reads, (_SCALARS_FLIGHT,)))
 
     def scalars_wait(self) -> None:
-        """Once: behind the first reduction, which leaves before the host blocks."""
+        """Once: after the first reduction, which leaves before the host blocks."""
         wait = Wait("-", "update", (_SCALARS_FLIGHT,), (SCALARS,), of=ReduceScalars)
         if wait not in self.lines:
             self.lines.append(wait)

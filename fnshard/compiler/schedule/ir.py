@@ -156,7 +156,7 @@ class Instruction:
         return ()
 
     def on_host(self, schedule: Schedule) -> bool:
-        """Whether it computes on the host beside a device, or sends what such a line has made."""
+        """Whether it computes on the host next to a device, or sends what such a line has made."""
         return False
 
     def wire_bytes(self, schedule: Schedule) -> int:
@@ -172,7 +172,7 @@ class Instruction:
         return ()
 
     def wire_text(self, schedule: Schedule, shapes: bool = False) -> str:
-        """Of a collective: what all ranks must have alike, beside verb and axes; with `shapes`, what depends
+        """Of a collective: what all ranks must have alike, besides verb and axes; with `shapes`, what depends
         on the batch's too."""
         return f"{len(self.reads)} values"  # of the scalars: as many aux, norms and micro-batches
 
@@ -191,7 +191,7 @@ class Instruction:
 
     @classmethod
     def wait_price(cls, wait: Wait, pricer: Pricer) -> Price:
-        """`price` of the Wait for what this has issued, beside the time in flight."""
+        """`price` of the Wait for what this has issued, besides the time in flight."""
         return pricer.compute(0.0, 0.0)
 
     @classmethod
@@ -275,7 +275,7 @@ class Schedule:
     `specs`: of the parts of leaves that a rank computes with (`LayoutSpec.local`).
     `inputs`: names there from the start (stored shards, batch, constants, keys, seeds); `outputs`:
     names the step returns, never dropped. `kernels`, `buckets` by name. `planned`: how many units'
-    gathered leaves may be alive at once, beside those that are kept on purpose. `scalars`: how many
+    gathered leaves may be alive at once, besides those that are kept on purpose. `scalars`: how many
     numbers ReduceScalars sums, in fp64. `reduced`: by bucket, the value that holds its gradients at the end.
     """
 

@@ -1,4 +1,4 @@
-"""Control: what the scalars and updates of one step read beside tensors of the schedule."""
+"""Control: what the scalars and updates of one step read besides tensors of the schedule."""
 
 from __future__ import annotations
 

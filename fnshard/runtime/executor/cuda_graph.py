@@ -1,8 +1,8 @@
 """CUDA graph: forward, backward and reductions of a step captured once and replayed, by one launch.
 
 The first steps run line by line, which loads kernels and fills caches. Then the schedule's lines up to the
-first that reads a number of Python (`passes.graph`) are captured. A later step copies batch, keys, the
-loss's tangent and flags to where the graph reads them, replays it, and runs the updates line by line behind
+first that reads a number of Python (`passes.order`) are captured. A later step copies batch, keys, the
+loss's tangent and flags to where the graph reads them, replays it, and runs the updates line by line after
 it: rates stay exact floats of the host, and any optimizer will do. What is returned is a copy.
 
 Stored shards are read where they lie. A state whose tensors lie elsewhere (a restored one) is captured anew.

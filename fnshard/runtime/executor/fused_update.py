@@ -2,7 +2,7 @@
 
 The optimizer's `leaf` is pure, so it is traced as it is, once for all buckets of equal shapes, dtypes and
 settings: the kernel reads the reduced gradients in their dtype on the wire, and writes the parameters (or
-their master copies), the slots and the stored copies. With bf16 gradients and storage beside fp32 state that
+their master copies), the slots and the stored copies. With bf16 gradients and storage next to fp32 state that
 is 28 bytes a parameter for AdamW, where a cast of the gradient, torch's fused kernel and a copy of the master
 move 46. What varies from step to step (rates, bias corrections, the clip factor) is a vector of inputs.
 """
@@ -75,7 +75,7 @@ def groups_of(optimizer: Optimizer, paths: Sequence[str], wides: Mapping[str, to
 def numbers_of(
     optimizer: Optimizer, path: str, wide: torch.dtype, info: StepInfo, device: torch.device
 ) -> Tensor:
-    """The numbers of one group, and behind them the factor of its gradients: [n + 1], made once a step."""
+    """The numbers of one group, and after them the factor of its gradients: [n + 1], made once a step."""
 
     def make() -> Tensor:
         flat = tree.flatten(optimizer.given(path, info))[0]

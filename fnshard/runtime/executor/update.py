@@ -171,7 +171,7 @@ class Updater:
         return control.info.with_gather(gather, self._cut_shard)
 
     def control(self, env: dict[str, Any], bucket: Bucket) -> tuple[StepControl, Any]:
-        """What the bucket's update reads of the step, and the event that it is there behind, if any.
+        """What the bucket's update reads of the step, and the event after which it is there, if any.
 
         For an update on the host it is sent there, once before the scalars are known and once after.
         """

@@ -28,7 +28,7 @@ from fnshard.layout.spec import Aggregation
 class AggregateBuffers(OfBucket):
     """Issue: each rank's new values of the leaves in `paths` -> one sum over all data axes.
 
-    A mean is weighted by `rows`, this rank's, whose sum travels behind the values; of "rank0" the others send
+    A mean is weighted by `rows`, this rank's, whose sum travels after the values; of "rank0" the others send
     zeros; what all ranks hold of a "sum" is taken off by StoreBuffers.
     """
 

@@ -61,7 +61,7 @@ def _full_gradients(line: OfBucket) -> Callable[[Env], Mapping[str, Tensor]]:
     if line.reads and not line.paths:
         (name,) = line.reads
         return lambda env: env[name]
-    named = dict(zip(line.paths, line.reads, strict=False))  # behind them, an accumulator's earlier value
+    named = dict(zip(line.paths, line.reads, strict=False))  # after them, an accumulator's earlier value
     return lambda env: {p: env[n] for p, n in named.items()}
 
 
@@ -95,7 +95,7 @@ class ReduceScatter(OfBucket):
         return as_made and complete
 
     def updated_at_once(self, schedule: Schedule) -> bool:
-        """Whether one Update alone reads what this reduces, before a kernel or collective behind its Wait."""
+        """Whether one Update alone reads what this reduces, before a kernel or collective after its Wait."""
         lines = schedule.instructions
         wait = next(k for k, i in enumerate(lines) if isinstance(i, Wait) and self.writes[0] in i.reads)
         reduced = set(lines[wait].writes)

@@ -2,7 +2,7 @@
 
 Every value has a home (a stored shard: `memory`; optimizer slots and resting gradient shards:
 `optimizer_memory`; what an offloaded segment saves: the host), every instruction a place (an Update where
-`update_on` says, sums and norms of resting gradients beside these, all else on the device). Where the two
+`update_on` says, sums and norms of resting gradients with these, all else on the device). Where the two
 differ, a transfer is written between them.
 """
 
@@ -106,7 +106,7 @@ class _State:
         self.written |= {n: len(self.out) for n in line.writes if n.kind is Kind.STORED}
 
     def add_on_host(self, line: Instruction) -> None:
-        """Gradients were sent before; what it writes of the device's is sent behind it."""
+        """Gradients were sent before; what it writes of the device's is sent after it."""
         reads = tuple(self.host.get(n, n) for n in line.reads)
         moved = [n for n in line.writes if n.kind is Kind.STORED and self.home(n) == "device"]
         gradients = {n: n.on_host() for n in line.writes if n.kind is Kind.REDUCED}
@@ -179,7 +179,7 @@ def _moved(
     writes: Sequence[ValueName],
     into: bool = False,
 ) -> tuple[Instruction, Instruction]:
-    """Issue and Wait of one transfer, beside `line`."""
+    """Issue and Wait of one transfer, next to `line`."""
     flight = ValueName(Kind.FLIGHT, f"{kind.__name__} {reads[0]} {writes[0]}")
     targets = tuple(writes) if into else ()
     issue = kind(line.unit, line.phase, tuple(reads), (flight,), bucket=bucket, into=targets)
@@ -190,7 +190,7 @@ def _moved(
 
 
 def _activations(schedule: Schedule, segments: frozenset[int]) -> Schedule:
-    """Send what offloaded segments keep to the host behind its last reader of the forward, and load it again
+    """Send what offloaded segments keep to the host after its last reader of the forward, and load it again
     before the backward.
     """
     lines = list(schedule.instructions)

@@ -77,7 +77,7 @@ class _Queue:
             self.tick()
 
     def waited_for_by(self, line: Instruction) -> list[Instruction]:
-        """The first of the delayed groups that `line` must stay behind, or []."""
+        """The first of the delayed groups that `line` must stay after, or []."""
         groups = (group for _, group in self.waiting)
         return next((group for group in groups if any(_depends(line, other) for other in group)), [])
 
@@ -98,7 +98,7 @@ class _Queue:
 
 
 def _depends(line: Instruction, other: Instruction) -> bool:
-    """Whether `line` must stay behind `other`."""
+    """Whether `line` must stay after `other`."""
     return bool(
         set(line.reads) & set(other.writes)
         or set(line.writes) & set(other.reads)

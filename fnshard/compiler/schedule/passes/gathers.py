@@ -1,0 +1,173 @@
+"""Gathers: when leaves and values of other ranks are gathered, and how long they live. Keeps numerics."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fnshard.compiler.ir.values import Kind, ValueName
+from fnshard.compiler.kernels.derived import SMALL
+from fnshard.compiler.schedule.instructions import Cast, Exchange, Gather, Instruction, Run, ToDevice, Wait
+from fnshard.compiler.schedule.ir import Schedule
+
+# ------------------------------------------------------------------ reshard
+
+
+def reshard(schedule: Schedule) -> Schedule:
+    """Drop a gather whose leaves need not have been freed.
+
+    That is where no kernel runs between the last reading of one version and the next gather (the
+    last unit, between forward and backward), and, for units with `reshard=False`, between the
+    forward and the backward of one micro-batch.
+    """
+    lines = list(schedule.instructions)
+    last_run = _last_run_reading(lines)
+    renamed: dict[str, str] = {}
+    latest: dict[str, tuple[int, str, tuple[str, ...]]] = {}  # bucket -> (last run, phase, names)
+    dropped: set[str] = set()
+    out: list[Instruction] = []
+    runs = 0
+    for line in lines:
+        if isinstance(line, Gather | Cast):
+            made = _made(lines, line)
+            earlier = latest.get(line.bucket)
+            if earlier is not None and _live_on(schedule, line, earlier, runs):
+                renamed |= dict(zip(made, earlier[2], strict=True))
+                last = max(last_run.get(made[0], runs), *(last_run.get(n, 0) for n in made))
+                latest[line.bucket] = (last, *earlier[1:])
+                dropped.update(line.writes)
+                continue
+            latest[line.bucket] = (max(last_run.get(n, 0) for n in made), line.phase, made)
+        if isinstance(line, Wait) and line.reads[0] in dropped:
+            continue
+        runs += isinstance(line, Run)
+        out.append(replace(line, reads=tuple(renamed.get(n, n) for n in line.reads)))
+    return schedule.with_instructions(out)
+
+
+def _live_on(schedule: Schedule, line: Gather | Cast, earlier: tuple, runs: int) -> bool:
+    last, phase, _ = earlier
+    if last == runs:
+        return True
+    keeps = not all(schedule.specs[p].reshard for p in schedule.buckets[line.bucket].paths)
+    same_micro = phase.replace("forward", "backward") == line.phase
+    return keeps and same_micro and phase != line.phase
+
+
+def _made(lines: list[Instruction], line: Gather | Cast) -> tuple[str, ...]:
+    if isinstance(line, Cast):
+        return line.writes
+    return next(w.writes for w in lines if isinstance(w, Wait) and w.reads == line.writes)
+
+
+def _last_run_reading(lines: list[Instruction]) -> dict[str, int]:
+    """For each value, how many kernels have run when the last of its readers has."""
+    out: dict[str, int] = {}
+    runs = 0
+    for line in lines:
+        runs += isinstance(line, Run)
+        if isinstance(line, Run):
+            out.update(dict.fromkeys(line.reads, runs))
+    return out
+
+
+# ------------------------------------------------------------------ prefetch
+
+
+def prefetch(schedule: Schedule, forward: int, backward: int) -> Schedule:
+    """Move each gather above at most `forward` (`backward`) kernels, and the load of what it sends above
+    one more.
+
+    The depth bounds what is alive: at most depth + 1 resharded units at once (FSDP's
+    `limit_all_gathers`). 0 is none.
+    """
+    sent = {n for line in schedule.instructions if isinstance(line, Gather) for n in line.reads}
+    out: list[Instruction] = []
+    for line in schedule.instructions:
+        depth = forward if line.phase.startswith("forward") else backward
+        moving = _moving(line, sent)
+        if moving and depth:
+            extra = isinstance(line, ToDevice) and any(n.kind is Kind.STORED for n in line.reads)
+            out.insert(_place(out, line, depth + extra), line)
+        else:
+            out.append(line)
+    planned = 1 + max(forward, backward)
+    return replace(schedule.with_instructions(out), planned=planned)
+
+
+def _moving(line: Instruction, sent: set[str]) -> bool:
+    """Gathers, loads of new copies, and the Wait between a load and its gather."""
+    if isinstance(line, Wait):
+        return line.is_for(ToDevice) and bool(sent.intersection(line.writes))
+    return isinstance(line, Gather) or (isinstance(line, ToDevice) and not line.into)
+
+
+def _place(lines: list[Instruction], moved: Instruction, depth: int) -> int:
+    """The earliest place that passes `depth` runs, no write to what is read, and no reader of the version
+    before: two versions of a leaf are never alive at once.
+    """
+    reads = set(moved.reads)
+    leaves = {n.path for n in moved.reads if n.original.kind is Kind.STORED}
+    loaded = {n for n in moved.reads if n.kind is Kind.STORED}
+
+    def earlier(name: ValueName) -> bool:
+        gathered = name.kind is Kind.GATHERED and name.path in leaves
+        return gathered or (name.kind is Kind.LOADED and name.source in loaded)
+
+    place = len(lines)
+    for index in range(len(lines) - 1, -1, -1):
+        line = lines[index]
+        # Issues of a kind keep their order: it is the order in which they are waited for.
+        overtakes = type(line) is type(moved) and not isinstance(moved, Wait)
+        if overtakes or reads.intersection(line.writes):
+            break
+        if isinstance(line, Run):
+            if depth == 0 or any(earlier(n) for n in line.reads):
+                break
+            depth -= 1
+            place = index
+    return place
+
+
+# ------------------------------------------------------------------ regather
+
+
+def regather(schedule: Schedule, segments: frozenset[int]) -> Schedule:
+    """Issue the all-gathers whose results `segments` recompute from a second time, for their backward.
+
+    What is kept between is what each rank sent: a sequence that a tensor axis splits stays split (Korthikanti
+    et al. 2022). The second gather is a line like the first, with its bytes and its price. Small results, a
+    maximum for each token, are kept.
+    A block that came by a permutation is never kept.
+    """
+    lines = schedule.instructions
+    forward = [i for i in lines if isinstance(i, Exchange) and i.phase.startswith("forward")]
+    rows = set(schedule.mesh.data_axes)  # what `fn` gathers of other rows itself is kept
+    sent = {line.writes[0]: line for line in forward if line.kind == "all_gather" and not rows & {*line.axes}}
+    largest = max((line.sent_bytes for line in sent.values()), default=0)
+    sent = {flight: line for flight, line in sent.items() if line.sent_bytes * SMALL >= largest}
+    sent |= {line.writes[0]: line for line in forward if line.of_kind.permutes}
+    received = {
+        line.writes[0]: sent[line.reads[0]]
+        for line in lines
+        if isinstance(line, Wait) and line.is_for(Exchange) and line.reads[0] in sent
+    }
+    again: dict[ValueName, ValueName] = {}
+    out: list[Instruction] = []
+    for line in lines:
+        if isinstance(line, Run) and line.backward:
+            whole = line.segment in segments
+            names = {n for n in line.reads if n in received and (whole or received[n].of_kind.permutes)}
+            for name in [n for n in dict.fromkeys(line.reads) if n in names and n not in again]:
+                issue, wait = _second(received[name], line, name)
+                out += [issue, wait]
+                again[name] = wait.writes[0]
+            line = replace(line, reads=tuple(again[n] if n in names else n for n in line.reads))
+        out.append(line)
+    return schedule.with_instructions(out)
+
+
+def _second(first: Exchange, reader: Run, name: ValueName) -> tuple[Exchange, Wait]:
+    fresh = name.of(f"{name.version}@{reader.segment}")
+    flight = ValueName(Kind.FLIGHT, fresh)
+    issue = replace(first, unit=reader.unit, phase=reader.phase, writes=(flight,))
+    return issue, Wait(reader.unit, reader.phase, (flight,), (fresh,), of=Exchange)

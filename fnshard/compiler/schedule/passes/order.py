@@ -1,0 +1,125 @@
+"""Order: where updates stand, and where values die. Keeps numerics."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fnshard.compiler.ir.values import Kind, ValueName
+from fnshard.compiler.schedule.instructions import (
+    COMMUNICATION,
+    TRANSFER,
+    Accumulate,
+    Free,
+    Instruction,
+    Norms,
+    Publish,
+    ReduceScalars,
+    Run,
+    Update,
+    UpdateGather,
+    Wait,
+)
+from fnshard.compiler.schedule.ir import Schedule
+
+# ------------------------------------------------------------------ updates in the backward
+
+
+def update_in_backward(schedule: Schedule) -> Schedule:
+    """Move each Update up, to where its gradient is there and its leaves are read no more.
+
+    So gradient shards live for a moment only (as with torch's post-accumulate-grad hooks). Norms move
+    up before them: an optimizer may scale its gradients in place. Where
+    something global stands between, the Update reads it and stays where it is.
+    """
+    lines = [i for i in schedule.instructions if not _moves(i)]
+    for line in [i for i in schedule.instructions if _moves(i)]:
+        lines.insert(_earliest(lines, line), line)
+    return schedule.with_instructions(lines)
+
+
+def _moves(line: Instruction) -> bool:
+    waits = isinstance(line, Wait) and line.is_for(Publish, UpdateGather)
+    return waits or isinstance(line, Norms | UpdateGather | Update | Publish)
+
+
+def _earliest(lines: list[Instruction], line: Instruction) -> int:
+    """Right after the last line that makes what it reads, or touches state that it changes.
+
+    A collective touches what it reads until it has been waited for.
+    """
+    reads = set(line.reads)
+    changes = {n for n in (*line.writes, *line.overwrites) if n.kind in (Kind.STORED, Kind.REDUCED)}
+    issued = {i.writes[0]: i.reads for i in lines if i.lane == COMMUNICATION}
+    for index in range(len(lines) - 1, -1, -1):
+        other = lines[index]
+        under_way = issued.get(other.reads[0], ()) if isinstance(other, Wait) else ()
+        touched = (*other.reads, *other.writes, *under_way)
+        if reads.intersection(other.writes) or changes.intersection(touched):
+            return index + 1
+    return 0
+
+
+# ------------------------------------------------------------------ a CUDA graph: updates last
+
+
+def updates_last(schedule: Schedule) -> Schedule:
+    """Move what depends on numbers of the host after everything else: updates, and what they wait for.
+
+    All gradient shards live until the end, as they do where gradients are clipped. A step with transfers
+    stays as it is: no graph holds it.
+    """
+    lines = schedule.instructions
+    if any(line.lane == TRANSFER for line in lines):
+        return schedule
+    return schedule.with_instructions(
+        [*(i for i in lines if not of_host(i)), *(i for i in lines if of_host(i))]
+    )
+
+
+def of_host(line: Instruction) -> bool:
+    """Whether an instruction reads rates, step counts or flags, which are numbers of Python."""
+    waits = isinstance(line, Wait) and line.is_for(ReduceScalars, Publish, UpdateGather)
+    return waits or isinstance(line, UpdateGather | Update | Publish)
+
+
+def graph_length(schedule: Schedule) -> int:
+    """How many lines stand before the first that is of the host."""
+    lines = schedule.instructions
+    return next((n for n, line in enumerate(lines) if of_host(line)), len(lines))
+
+
+# ------------------------------------------------------------------ frees
+
+
+def insert_frees(schedule: Schedule) -> Schedule:
+    """A value dies at its last reader: inside a kernel's call, or by a Free right after it.
+
+    Stored shards and the step's own inputs belong to the caller and are never dropped. What a transfer
+    reads is read until its Wait.
+    """
+    sent = {line.writes[0]: line.reads for line in schedule.instructions if line.lane == TRANSFER}
+    keep = set(schedule.inputs) | set(schedule.outputs)
+    last: dict[ValueName, int] = {}
+    for index, line in enumerate(schedule.instructions):
+        flown = sent.get(line.reads[0], ()) if isinstance(line, Wait) else ()
+        for name in (*line.writes, *line.reads, *flown):
+            if name not in keep:
+                last[name] = index
+    dying: dict[int, list[ValueName]] = {}
+    for name, index in last.items():
+        dying.setdefault(index, []).append(name)
+    out: list[Instruction] = []
+    for index, line in enumerate(schedule.instructions):
+        names = dying.get(index, [])
+        inside = tuple(n for n in names if n in line.reads and _dies_inside(n, line))
+        out.append(replace(line, drops=inside))
+        after = tuple(n for n in names if n not in inside)
+        if after:
+            out.append(Free(line.unit, line.phase, drops=after))
+    return schedule.with_instructions(out)
+
+
+def _dies_inside(name: ValueName, line: Instruction) -> bool:
+    """Whether the instruction itself lets go of it: kernels, waits, sums that hand their accumulator on."""
+    handed_on = isinstance(line, Accumulate) and not line.first and name == line.reads[-1]
+    return isinstance(line, Run) or name.kind is Kind.FLIGHT or handed_on
