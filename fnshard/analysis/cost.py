@@ -182,7 +182,7 @@ class HardwarePricer:
         """The flight of `size` bytes, the whole buffer."""
         if axes not in self._links:
             ranks = self.schedule.mesh.group_ranks(axes, 0)
-            self._links[axes] = self.hardware.link(ranks, axes), len(ranks)
+            self._links[axes] = self.hardware.link(ranks), len(ranks)
         link, n = self._links[axes]
         if n == 1:
             return {}

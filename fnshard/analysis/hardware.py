@@ -10,7 +10,7 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from fnshard.analysis.measure import measure
@@ -120,7 +120,6 @@ class Hardware:
         update: bytes/s of the optimizer's fused kernel, all it reads and writes counted.
         copy: bytes/s of packing and unpacking, read and written both counted.
         node, network: links among the ranks of one node, and between nodes.
-        axis_links: by mesh axis, where an axis has a link of its own.
         host_link_bytes_per_s: one direction between device and host.
         host_update_bytes_per_s: the optimizer on the host.
         disk_bytes_per_s: between disk and host; measured: written and flushed, to the disk of
@@ -158,7 +157,6 @@ class Hardware:
     launch_seconds: float
     floor_seconds: float
     overlap: bool
-    axis_links: Mapping[str, Link] = field(default_factory=dict)
 
     @staticmethod
     def named(name: str) -> Hardware:
@@ -214,15 +212,13 @@ class Hardware:
         """
         return Hardware.from_dict(measure(mesh, clock))
 
-    def link(self, ranks: tuple[int, ...], axes: tuple[str, ...] = ()) -> Link:
+    def link(self, ranks: tuple[int, ...]) -> Link:
         """Of a group of ranks: within a node, or through the network.
 
         A ring of a group that has several ranks on each node sends through all their adapters at once (NCCL's
         parallel rings). In an all-to-all each rank sends to those of other nodes through its own adapter, and
         the rest stays within the node. Neither is faster than within the node.
         """
-        if len(axes) == 1 and axes[0] in self.axis_links:
-            return self.axis_links[axes[0]]
         nodes = {rank // self.ranks_per_node for rank in ranks}
         if len(nodes) <= 1:
             return self.node
@@ -253,7 +249,6 @@ class Hardware:
             made[name] = {dtype: _curve(curve) for dtype, curve in made[name].items()}
         for name in ("node", "network"):
             made[name] = _link(made[name])
-        made["axis_links"] = {axis: _link(link) for axis, link in made["axis_links"].items()}
         return Hardware(**made)
 
     def __str__(self) -> str:
@@ -270,7 +265,6 @@ def _curve(value: Mapping[str, Any]) -> Curve:
 
 
 def _link(value: Mapping[str, Any]) -> Link:
-    value = {"all_to_all": value["gather"], **value}  # which older files lack
     return Link(value["latency_seconds"], **{name: _curve(value[name]) for name in COLLECTIVES})
 
 

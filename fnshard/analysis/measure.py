@@ -279,7 +279,7 @@ class _Bench:
         else:
             link = self._link(mesh, axes, copy_seconds_per_byte)
         size = mesh.size if mesh else 1
-        return {"node": link, "network": link, "ranks_per_node": size, "axis_links": {}}
+        return {"node": link, "network": link, "ranks_per_node": size}
 
     def _link(self, mesh: Mesh, axes: tuple[str, ...], copy: float) -> dict[str, Any]:
         n = mesh.axes_size(axes)

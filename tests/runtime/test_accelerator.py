@@ -5,9 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import re
-import signal
 import threading
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,11 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from toys import step_of
 
 import fnshard as fs
-from experiments.bench import ranks
-from experiments.bench.command import SPEC
 from fnshard import SpecError
 from fnshard.compiler import lower
 from fnshard.compiler.frontend.contexts import deterministic
@@ -31,7 +26,6 @@ from fnshard.launcher import post_mortem
 from fnshard.mesh import process_group
 from fnshard.runtime.collectives import monitor, roll_call
 from fnshard.runtime.collectives.base import LATER_S, Group
-from fnshard.runtime.collectives.connect import connection
 from fnshard.step import lowered, lowering
 
 CUDA = fs.make_mesh(shard=2, device="cuda", abstract=True)
@@ -124,14 +118,6 @@ def test_gpus_compile_at_once_and_their_compilers_are_started_first(monkeypatch)
     fs.shard_step(loss, specs).lower(params, torch.ones(2, 4))
 
 
-# ------------------------------------------------------------------ the bench
-
-
-def test_the_bench_can_reduce_tensors_on_the_cpu(gpus):
-    ranks.join(replace(SPEC.read({}), device="cuda"))
-    assert gpus.groups == [("cpu:gloo,cuda:nccl", torch.device("cuda:0"))]
-
-
 # ------------------------------------------------------------------ what fails
 
 
@@ -145,49 +131,6 @@ def test_what_the_device_says_is_no_peers_death(monkeypatch, kind):
     group.groups[("shard",), "reduce"] = None, (0, 1)
     with pytest.raises(kind, match=r"^CUDA error$"):
         group.all_reduce(torch.ones(2), ("shard",))
-
-
-def out_of_memory() -> torch.OutOfMemoryError:
-    """As a step raises it in whose update no memory is left."""
-
-    def leaf(path, grad, slots, param, info):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    params = {"w": torch.ones(1000)}
-    step = step_of(lambda p, x: (p["w"] * x).sum(), params, optimizer=fs.optim.Optimizer("greedy()", leaf))
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        step(step.init(params), torch.ones(1000))
-    return caught.value
-
-
-def test_a_rank_without_memory_says_what_was_planned_and_is_the_cause(tmp_path):
-    text = "".join(traceback.format_exception(out_of_memory()))
-    assert re.search(
-        r"(?s)OutOfMemoryError: CUDA out of memory.*It was in line \d+ of the schedule, update \w+ update.*\n"
-        r"the step's peak is 0\.0\d* MB on the device, by the plan\. It is made of:\n  \w+: .* MB\n"
-        r".*in instruction \d+: .*\nFix: .*Shard",
-        text,
-    ), text
-
-    def failure(rank: int, exitcode: int, text: str = "") -> ProcessFailure:
-        made = ProcessFailure(local_rank=rank, pid=1, exitcode=exitcode, error_file="")
-        made.error_file_data = {"message": {"extraInfo": {"py_callstack": text}}} if text else {}
-        made.timestamp = 9 - rank  # the cause is reported last
-        return made
-
-    aborted = failure(1, -signal.SIGABRT)  # NCCL's watchdog
-    waited = failure(2, 1, "fnshard.errors.CollectiveError: rank 0 did not answer")
-    ended = post_mortem.PostMortem({0: failure(0, 1, text), 1: aborted, 2: waited})
-    assert ended.cause == 0
-    shown = ended.describe(3, tmp_path)
-    assert shown.startswith("rank 0 of 3 failed: torch.OutOfMemoryError: CUDA out of memory")
-    assert "by the plan" in shown
-    assert (
-        post_mortem.echo_level(ended.failures[0])
-        == 0
-        < post_mortem.echo_level(aborted)
-        < post_mortem.echo_level(waited)
-    )
 
 
 # ------------------------------------------------------------------ tensors on the host
@@ -321,27 +264,6 @@ def test_the_error_is_handed_to_the_launcher(monkeypatch, tmp_path, capsys):
     assert shown.startswith("rank 0 of 3 failed: fnshard.errors.CollectiveError: rank 1 did not answer")
     assert codes == [1] and "rank 1 did not answer" in capsys.readouterr().err
     assert post_mortem.echo_level(failure) > 1  # so that the job may go on, and who is still at work is named
-
-
-def test_the_executor_says_which_instruction_waits():
-    mesh = fs.make_mesh(shard=2, simulated=True)
-    seen: list[str] = []
-
-    class Notes:
-        def __setattr__(self, name: str, value: str) -> None:
-            seen.append(f"{name}: {value}")
-
-    params = {"w": torch.ones(4, 4)}
-    step = fs.shard_step(
-        lambda p, x: (x @ p["w"]).sum(), fs.presets.full_shard(params, mesh), mesh=mesh, backend="eager"
-    )
-
-    def run(rank):
-        object.__setattr__(connection(mesh), "monitor", Notes())
-        step(step.init(params), torch.ones(2, 4))
-
-    fs.simulate(mesh, run)
-    assert seen and all(re.match(r"where: line \d+ of the schedule, \w+ .* wait ", s) for s in seen), seen
 
 
 # ------------------------------------------------------------------ the same bits again

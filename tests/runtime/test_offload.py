@@ -173,8 +173,7 @@ def test_gathers_are_issued_as_early_as_without_offload() -> None:
 
 def test_gradients_go_to_the_host_once_and_updates_stay_there() -> None:
     schedule = lowered("optimizer_host")
-    counts, plain = schedule.counts(), lowered("optimizer_host", preset="full_shard").counts()
-    assert counts == plain
+    counts = schedule.counts()
     updates = [line for line in schedule.instructions if isinstance(line, Update)]
     assert counts["to_host"] == len(updates)  # gradients
     assert counts["to_device"] == len(updates)  # updated parameters
@@ -274,17 +273,6 @@ def test_unknown_tiers_and_places() -> None:
         LayoutSpec(update_on="gpu")
 
 
-def test_a_state_can_move_between_tiers() -> None:
-    """Blocks are taken wherever they lie on a CPU; on the wrong device type they are named."""
-    model = model_of("gpt")
-    mesh = fs.make_mesh(shard=1)
-    here = sharded.specs_of(model, "full_shard", mesh)
-    there = {p: replace(s, memory="host") for p, s in here.items()}
-    shards = fs.shard(model.params, here, mesh)
-    moved = {p: rest(v, "host", CPU) for p, v in shards.items()}
-    assert all(torch.equal(v, model.params[p]) for p, v in fs.unshard(moved, there, mesh).items())
-
-
 # ------------------------------------------------------------------ what others broke
 
 
@@ -321,15 +309,6 @@ def test_a_leaf_without_elements(tier: str) -> None:
     fn = lambda p, x: (x @ p["w"]).sum() + p["e"].sum()  # noqa: E731
     run = lambda rank: one_step(params, fn, specs, mesh, torch.ones(4, 3), accumulate=2)  # noqa: E731
     assert all(got["e"].numel() == 0 for got in fs.simulate(mesh, run))
-
-
-def test_a_kernel_that_reads_leaves_alone() -> None:
-    mesh = fs.make_mesh(shard=2, simulated=True)
-    params = {"w": torch.ones(4, 2)}
-    specs = fs.presets.full_shard(params, mesh)
-    step = fs.shard_step(lambda p: (p["w"] ** 2).sum(), specs, mesh=mesh, backend="eager")
-    for loss, grads in fs.simulate(mesh, lambda rank: step(fs.shard(params, specs, mesh))):
-        assert loss == 8 and bool((grads["w"] == 2).all())
 
 
 def test_state_of_other_specs_or_another_optimizer_is_refused_and_kept() -> None:
