@@ -26,7 +26,7 @@ from fnshard.launcher import post_mortem
 from fnshard.mesh import process_group
 from fnshard.runtime.collectives import monitor, roll_call
 from fnshard.runtime.collectives.base import LATER_S, Group
-from fnshard.step import lowered, lowering
+from fnshard.step import cache, lowered
 
 CUDA = fs.make_mesh(shard=2, device="cuda", abstract=True)
 
@@ -107,7 +107,7 @@ def test_gpus_compile_at_once_and_their_compilers_are_started_first(monkeypatch)
     for device_type, backend in (("cpu", "inductor"), ("cuda", "eager"), ("cuda", "inductor")):
         kernels.warm_up(device_type, backend)
     assert warmed == ["pool"]
-    monkeypatch.setattr(lowering, "warm_up", lambda *how: warmed.append(how))
+    monkeypatch.setattr(cache, "warm_up", lambda *how: warmed.append(how))
 
     def loss(p, x):
         assert warmed[1:] == [("cpu", "inductor")]
