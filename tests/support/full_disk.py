@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 from pathlib import Path
 
 from commands import Forking
@@ -69,6 +70,8 @@ def main() -> None:
     loop.prepare = lambda _: setup
     loop.train(config, RunFolder(str(disk / "first")), [], Stop())
     shutil.rmtree(disk / "first")
+    for thread in set(threading.enumerate()) - {threading.current_thread()}:
+        thread.join(timeout=60)  # the loader's, which has nothing more to do
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError("there are threads, which a fork does not take along")
     local.subprocess = Forking()

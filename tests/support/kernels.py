@@ -6,6 +6,7 @@ They are most of what lowering a small step costs, and two steps of one program 
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,13 +45,18 @@ def _remembered(source: Any, name: str, **how: Any) -> Any:
     return replace(_known[key], name=name)
 
 
+def _environment() -> list[tuple[str, str]]:
+    """What a function may read, and a guard does not compare; but the name of the test."""
+    return sorted(item for item in os.environ.items() if item[0] != "PYTEST_CURRENT_TEST")
+
+
 def _traced(fn: Any, shapes: Any, structure: Any, specs: Any, batch: Any, **how: Any) -> Any:
     """The program of the same function (not an equal one) on the same shapes, while its guard holds."""
     named, batch_structure = flatten_batch(batch)
     parts = [(v.shape, v.dtype) if isinstance(v, torch.Tensor) else (type(v), v) for v in named.values()]
     trainable = [bool(specs[path].trainable) for path in shapes]
     key = (id(fn), *shapes.items(), structure, *trainable, *named, *parts, batch_structure,
-           torch.get_default_dtype(), *sorted(how.items()))  # fmt: skip
+           torch.get_default_dtype(), *sorted(how.items()), *_environment())  # fmt: skip
     try:
         of, program = _traces.pop(key, (None, None))
     except TypeError:  # a constant that has no hash
