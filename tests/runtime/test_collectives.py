@@ -339,6 +339,23 @@ def test_a_pool_reports_the_remote_traceback(ranks):
         ranks(2).run(_real, {"shard": 3}, "auto")
 
 
+class Unreadable:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def _raises_nothing(rank: int) -> None:
+    with pytest.raises(ValueError):
+        pass
+
+
+def test_a_pool_says_what_a_rank_could_not_read_and_what_is_no_exception(ranks):
+    with pytest.raises(AssertionError, match=r"(?s)rank 0, 1 of 2 failed:.*Traceback.*'no number'"):
+        ranks(2).run(_real, Unreadable(), "auto")
+    with pytest.raises(AssertionError, match=r"(?s)rank 0, 1 of 2 failed:.*Traceback.*DID NOT RAISE"):
+        ranks(2).run(_raises_nothing)
+
+
 # ------------------------------------------------------------------ simulated ranks
 
 
@@ -462,6 +479,34 @@ def _open_for_long(rank: int, mesh: Mesh) -> list[float]:
 
 def test_a_message_may_stay_open_for_longer_than_control_words_go_round(pair):
     assert simulate(pair, _open_for_long, pair) == [[3.0, 0.0, 1.0, 2.0]] * 2
+
+
+def _ahead(rank: int, mesh: Mesh) -> None:
+    """One message is kept for a round of the words; in the next round none is waited for."""
+    by = connect(mesh)
+    handles = []
+    for number in range(2 * messages.ROWS + 2):
+        handles.append(by.all_reduce(torch.tensor([number + rank]), ("shard",)))
+        if 0 < number < messages.ROWS:
+            expect(handles[number].wait(), torch.tensor([2 * number + 1]), number)
+    for number in (0, *range(messages.ROWS, len(handles))):
+        expect(handles[number].wait(), torch.tensor([2 * number + 1]), number)
+
+
+def test_control_words_are_used_again_only_when_all_have_read_them(pair):
+    simulate(pair, _ahead, pair, timeout=20)
+
+
+def _of_nothing(rank: int, mesh: Mesh) -> None:
+    by = connect(mesh)
+    for dtype in (messages.DTYPES[0], torch.float32):
+        handle = by.all_gather(torch.empty(0, dtype=dtype), ("shard",))
+        assert [len(row) for row in handle.wait()] == [0, 0]
+        handle.release()
+
+
+def test_nothing_is_gathered_of_any_dtype(pair):
+    simulate(pair, _of_nothing, pair, timeout=5)
 
 
 def test_connect_names_groups_alike_on_all_ranks():

@@ -200,12 +200,12 @@ class Channel:
     def enter(self, message: Message) -> None:
         """Give this rank's next message its number. Its row says from now on that the rank has issued it."""
         number = message.number = self.sent
-        self.sent += 1
         old = number - ROWS  # had the row before
         if old in self.open:
             self.open[old].arrive()
         if old >= 0:
             message.poll(lambda place: self.rings[place][PAST] > old)
+        self.sent += 1  # not before: PAST of a rank with nothing open is what it has sent
         self.open[number] = message
         ring, message.row = self.rings[self.here], WIDTH * (1 + number % ROWS)
         for word, value in ((KIND, message.kind), (OFFSET, 0), (REDUCED, 0)):
@@ -316,9 +316,9 @@ class Message(Generic[T]):
 
     @property
     def kind(self) -> int:
-        """What all ranks must agree on: the operation, the dtype, the number of elements."""
+        """What all ranks must agree on, never zero: the operation, the dtype, the number of elements."""
         count = self.nbytes // self.dtype.itemsize
-        return OPERATIONS.index(self.name) << 56 | DTYPES.index(self.dtype) << 48 | count
+        return 1 + OPERATIONS.index(self.name) << 56 | DTYPES.index(self.dtype) << 48 | count
 
     def check_alike(self) -> None:
         """Refuse what is not the same collective on all ranks, once all of them have issued it."""
@@ -382,7 +382,10 @@ class Message(Generic[T]):
     def reads(self, place: int, word: int) -> int:
         """A word of the message at a place of the group; zero while it was not written."""
         ring = self.channel.rings[place]
-        return int(ring[self.row + word]) if ring[self.row + NUMBER] == self.number + 1 else 0
+        if ring[self.row + NUMBER] != self.number + 1:
+            return 0
+        fence()  # the word is no older than the number
+        return int(ring[self.row + word])
 
     def mark(self, word: int, value: int) -> None:
         """Show the peers a word; whatever was written before is there for them."""
@@ -393,4 +396,4 @@ class Message(Generic[T]):
 
 def _kind_text(kind: int) -> str:
     count, dtype = kind & ((1 << 48) - 1), DTYPES[kind >> 48 & 255]
-    return f"{OPERATIONS[kind >> 56]} of [{count}] {dtype}"
+    return f"{OPERATIONS[(kind >> 56) - 1]} of [{count}] {dtype}"
