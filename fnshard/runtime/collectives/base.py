@@ -8,7 +8,7 @@ run). All of them keep one contract:
 - Groups are named by an ordered tuple of mesh axes; rank order is `mesh.group_ranks(axes)`. A group
   of one needs no transport.
 - Every rank of a group issues the same collectives in the same order. Any number may be in flight, and
-  they may be waited for in any order.
+  they may be waited for in any order; all-reduces in the same one on all ranks, for they meet at the wait.
 - A tensor handed over must not change until the handle was waited for, and for a gather released
   (`verify` holds schedules to it, and the adversarial simulation shows who breaks it).
 - Every handle is waited for, and a gather's is released; every send buffer is sent.
