@@ -181,7 +181,10 @@ PRIVATE = {
     "fnshard.analysis.storages": {"torch.utils._python_dispatch"},
 }
 
-MAX_FUNCTION = 80  # a ratchet: lower them as the house is tidied, never raise them
+# Ratchets: lower them as the house is tidied, never raise them. A module is as long as its noun, so lines are
+# counted by package.
+MAX_FUNCTION = 80
+MAX_LINES = {"fnshard": 40_800, "experiments": 14_200, "tests": 41_900}
 
 
 def name_of(path: Path) -> str:
@@ -336,6 +339,12 @@ def test_functions_are_short(path: Path) -> None:
         and (length := node.end_lineno - node.lineno + 1 - _doc_lines(node)) > MAX_FUNCTION
     ]
     assert long == []
+
+
+@pytest.mark.parametrize("folder", MAX_LINES)
+def test_packages_are_small(folder: str) -> None:
+    lines = sum(len(path.read_text().splitlines()) for path in (ROOT / folder).rglob("*.py"))
+    assert lines <= MAX_LINES[folder]
 
 
 def _doc_lines(node: ast.FunctionDef) -> int:
