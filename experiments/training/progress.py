@@ -30,7 +30,6 @@ class Progress:
         self._open.enter_context(_log_to(self.hint))
         if self.stream.isatty():
             from tqdm import tqdm
-            from tqdm.contrib import DummyTqdmFile
             from tqdm.contrib.logging import logging_redirect_tqdm
 
             self._bar = tqdm(
@@ -38,8 +37,10 @@ class Progress:
             )
             self._open.enter_context(logging_redirect_tqdm())
             for redirect, stream in ((redirect_stdout, sys.stdout), (redirect_stderr, sys.stderr)):
-                if stream.isatty():  # whole lines go above the bar
-                    self._open.enter_context(redirect(DummyTqdmFile(stream)))
+                if stream.isatty():
+                    above = _AboveBar(stream, self._bar.write)
+                    self._open.callback(above.finish)
+                    self._open.enter_context(redirect(above))
 
     def step(self, number: int, text: str) -> None:
         """Step `number` is done, `text` describes it; of plain lines only some are printed."""
@@ -79,6 +80,28 @@ class Progress:
             return "?"
         left = round((time.perf_counter() - self._after_first) / made * (self.steps - number))
         return f"{left // 60}:{left % 60:02d}"
+
+
+class _AboveBar:
+    """A terminal's stream whose whole lines go above the bar; what has no end yet waits for it."""
+
+    def __init__(self, stream: TextIO, write: Callable[..., None]) -> None:
+        self._stream, self._write, self._rest = stream, write, ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Print the lines that are whole."""
+        lines, end, self._rest = (self._rest + text).rpartition("\n")
+        if end:
+            self._write(lines, file=self._stream)
+        return len(text)
+
+    def finish(self) -> None:
+        """Print the rest, when the bar is closed."""
+        self._stream.write(self._rest)
+        self._rest = ""
 
 
 @contextmanager
