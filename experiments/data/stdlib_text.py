@@ -32,10 +32,6 @@ class Corpus:
     train_files: tuple[str, ...]
     held_out_files: tuple[str, ...]
 
-    @property
-    def checksum(self) -> str:
-        return " ".join(ByteStream(stream).key for stream in (self.train, self.held_out))
-
 
 @dataclass(frozen=True)
 class ByteStream:

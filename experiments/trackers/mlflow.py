@@ -26,7 +26,7 @@ class MLflow:
         self._experiment, self._store = experiment, store
 
     def start(self, run: RunInfo) -> str:
-        # MLflow 3 keeps stores of files behind a switch, and would report its use to its makers.
+        # MLflow 3 needs a switch for stores of files, and would report its use to its makers.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow.tracking import MlflowClient

@@ -1,4 +1,4 @@
-"""LoRA: low-rank adapters beside frozen weights, as a rewrite of what `fn` computes (Hu et al. 2021).
+"""LoRA: low-rank adapters for frozen weights, as a rewrite of what `fn` computes (Hu et al. 2021).
 
 Wherever `fn` multiplies by a targeted leaf W, x Wᵀ becomes x Wᵀ + s (x Aᵀ) Bᵀ. That is done to the operator,
 not to modules: any pure function will do, the merged weight is never formed, and W, which is frozen, has no

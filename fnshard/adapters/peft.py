@@ -107,7 +107,7 @@ def save(
     if trained or (settings.transposed and settings.transposed != settings.targets):
         lines = trained or [f"params['base'][{p!r}] is [in, out]" for p in settings.transposed]
         fix = "merge them, fs.adapters.merge, and save the whole by fs.hf.save; or a checkpoint."
-        what = "train beside the adapters" if trained else "are transposed while others are not"
+        what = "train with the adapters" if trained else "are transposed while others are not"
         raise StateError(f"PEFT's files have no place for leaves that {what}:", lines, fix)
     adapters = unshard(blocks["adapters"], specs["adapters"], mesh)
 

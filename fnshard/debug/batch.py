@@ -41,7 +41,7 @@ def on_device(mesh: Mesh, values: Any) -> Any:
 
 
 def as_arguments(fn: Callable[..., Any], batch: Any, keywords: Mapping[str, Any] | None) -> Arguments:
-    """What `fn` takes behind the parameters; a batch that is no tuple is one argument."""
+    """What `fn` takes after the parameters; a batch that is no tuple is one argument."""
     passed = Arguments(batch if isinstance(batch, tuple) else (batch,), keywords or {})
     return passed.in_order_of(signature_of(fn))
 

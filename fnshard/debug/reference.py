@@ -104,7 +104,7 @@ def check(
 
     Args:
         params: the full tree.
-        batch: the global batch: a tuple of what `fn` takes behind `params` (or the one argument); it is
+        batch: the global batch: a tuple of what `fn` takes after `params` (or the one argument); it is
             cut along dim 0 over the data axes.
         mesh: simulated; default two ranks along each axis that the specs name.
         keywords: of the batch, what `fn` takes by name.

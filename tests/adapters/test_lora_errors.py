@@ -236,6 +236,6 @@ def test_a_product_that_does_more_is_refused() -> None:
 
 def test_what_pefts_files_have_no_place_for_is_refused(tmp_path: Path) -> None:
     fn, tree, _ = tuned(llama().float(), train="*norm*")
-    with pytest.raises(StateError, match=r"(?s)train beside the adapters:.*norm.*fs\.adapters\.merge"):
+    with pytest.raises(StateError, match=r"(?s)train with the adapters:.*norm.*fs\.adapters\.merge"):
         adapters.save(tree, tmp_path, fn.lora, fs.match_specs(tree, [("*", LayoutSpec())]))
     assert list(tmp_path.iterdir()) == []

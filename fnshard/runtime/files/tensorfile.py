@@ -153,11 +153,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
 
 
-def open_regular(folder: str | Path, name: str, size: int | None = None, *, links: bool = False) -> int:
+def open_regular(folder: str | Path, name: str, size: int | None = None) -> int:
     """A file descriptor of a plain file in a folder: no link, no device, no other folder's.
-
-    Args:
-        links: follow symbolic links, of which the caches of downloaded models are made.
 
     Raises:
         Corrupt: it is missing, no plain file, or not `size` bytes long.
@@ -166,8 +163,7 @@ def open_regular(folder: str | Path, name: str, size: int | None = None, *, link
         raise Corrupt(f"{name!r} is no name of a file in this directory")
     path = Path(folder) / name
     try:
-        follow = 0 if links else os.O_NOFOLLOW
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | follow | os.O_NONBLOCK)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         if error.errno in PASSING:
             raise
