@@ -99,7 +99,8 @@ def trace(
         traced = name_inputs(source, captured)
         for stage in (propagate_fakes, check, return_writes, remove_writes, rewrite):
             traced = stage(source, traced)
-        guard = Guard(source.runs, surroundings.reached, surroundings.written, traced.held, traced.copied)
+        tensors = traced.closed_over, traced.copied
+        guard = Guard(source.runs, surroundings.reached, surroundings.written, *tensors)
         return replace(traced.program, guard=guard, rows=_rows(source.batch))
 
 
@@ -170,14 +171,14 @@ class Traced:
     Args:
         values: a fake for each of its inputs.
         hooks: how many of its results, the last ones, are gradient hooks.
-        held, copied: the tensors that `fn` closes over: those it reads where they are, and those of which the
-            program has copies on another device.
+        closed_over, copied: the tensors that `fn` closes over: those that it reads where they are, and those
+            of which the program has copies on another device.
     """
 
     program: Program
     values: Mapping[Input, Tensor]
     hooks: int
-    held: Sequence[Tensor]
+    closed_over: Sequence[Tensor]
     copied: Sequence[Tensor]
 
     def examples(self) -> list[Tensor]:
@@ -282,14 +283,14 @@ def name_inputs(source: Source, captured: Captured) -> Traced:
     values |= {Input("batch", n): v for n, v in fakes.tensors.items()}
     graph, keys, constants = normalize(captured.graph_module, len(values))
     check_constants(constants)
-    held = [v for v in constants.values() if v.device.type == device.type]
+    closed_over = [v for v in constants.values() if v.device.type == device.type]
     copied = [v for v in constants.values() if v.device.type != device.type and is_plain(v)]
     constants = {n: v.detach().to(device) for n, v in constants.items()}
     with fakes.mode:
         values |= {Input("constant", n): fakes.mode.from_tensor(v) for n, v in constants.items()}
         values |= {Input("key", n): torch.empty((), dtype=torch.int64, device=device) for n in keys}
     program = Program(graph, tuple(values), constants, captured.outputs, fakes.mode)
-    return Traced(program, values, captured.hooks, held, copied)
+    return Traced(program, values, captured.hooks, closed_over, copied)
 
 
 def propagate_fakes(source: Source, traced: Traced) -> Traced:

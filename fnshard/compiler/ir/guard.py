@@ -148,13 +148,15 @@ class Guard:
 
     Args:
         reached: from its `fn`, before the trace; what `fn` has written there is its own.
-        held: the tensors that the program reads where they are, and those that it has copied to a device.
+        closed_over: the tensors that the program reads where they are, and those that it has copied to a device.
     """
 
-    def __init__(self, fn: Any, reached: Reachable, written: Iterable[str], *held: Iterable[Tensor]):
+    def __init__(self, fn: Any, reached: Reachable, written: Iterable[str], *closed_over: Iterable[Tensor]):
         self._fn, self._written = fn, frozenset(written)
         self._beneath = tuple(path + end for path in self._written for end in ".[")
-        few = dict(zip(("data_ptr", "_version"), map(_storages, held), strict=True))  # count of few tensors
+        few = dict(
+            zip(("data_ptr", "_version"), map(_storages, closed_over), strict=True)
+        )  # count of few tensors
         self._facts = {}
         for key, fact in _FACTS.items():
             every = reached.tensors.items()
