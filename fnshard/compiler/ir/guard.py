@@ -148,7 +148,7 @@ class Guard:
 
     Args:
         reached: from its `fn`, before the trace; what `fn` has written there is its own.
-        closed_over: the tensors that the program reads where they are, and those that it has copied to a device.
+        closed_over: the tensors that the program reads where they are, and those that it has copied.
     """
 
     def __init__(self, fn: Any, reached: Reachable, written: Iterable[str], *closed_over: Iterable[Tensor]):
