@@ -226,7 +226,7 @@ class RunConfig:
     blocks in memory, of every `replica_every`th step, so that a rank that dies costs no step; 0: none.
 
     `profile`: so many steps are traced into `profile/`. `watch`: what is done about NaN: "hunt" ends the run
-    and says where it arose, "stop" only ends it, "off" does nothing, and reports no spikes.
+    and says where it arose, "stop" only ends it, "off" does nothing.
     """
 
     steps: PositiveInt = 600

@@ -18,7 +18,7 @@ from experiments.data.shards import check_vocab, open_shards
 from experiments.data.stdlib_text import ByteStream, load_corpus
 from experiments.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from experiments.data.windows import Batch, TokenStream, WindowLoader, cut, held_out_starts
-from experiments.training import ngram
+from experiments.training.ngram import VOCAB, table_losses
 
 TOKENIZER = "tokenizer"  # a folder next to the shards
 MOST_COUNTED = 2**25  # tokens that tables are counted on: the first of them
@@ -63,9 +63,7 @@ class Dataset:
         # Each window, and the two tokens before its first target.
         windows = self.measured.windows(self.starts.numpy() - 2, self.config.context + 3)
         targets = torch.arange(windows.size).reshape(windows.shape)[:, 3:].flatten()
-        trigram = ngram.fit(_as_bytes(train), 3)
-        tables = {"bigram": trigram.shortened(2), "trigram": trigram}
-        return {name: table.loss(_as_bytes(windows), targets) for name, table in tables.items()}
+        return table_losses(_as_bytes(train), _as_bytes(windows), targets)
 
     def encode(self, text: str) -> list[int]:
         """A text's tokens; without a tokenizer, the first held-out token stands for any text."""
@@ -78,7 +76,7 @@ class Dataset:
 
 
 def _as_bytes(tokens: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.where(tokens < ngram.VOCAB, tokens, 0).astype(np.uint8).reshape(-1))
+    return torch.from_numpy(np.where(tokens < VOCAB, tokens, 0).astype(np.uint8).reshape(-1))
 
 
 def open_dataset(config: TrainConfig) -> Dataset:

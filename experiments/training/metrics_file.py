@@ -46,7 +46,6 @@ class Totals:
         recent: seconds of each of the last steps.
         losses: of the last steps.
         held_out: the last held-out loss.
-        spikes: rows of a spike.
     """
 
     reached: int = 0
@@ -54,12 +53,10 @@ class Totals:
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=LOSSES))
     held_out: float = math.nan
-    spikes: int = 0
 
     def add(self, row: Mapping[str, Any]) -> None:
         self.reached = max(self.reached, row["step"])
         self.held_out = row.get(HELD_OUT, self.held_out)
-        self.spikes += "spike" in row
         if "loss" in row:
             self.losses.append(row["loss"])
         if "seconds" in row:

@@ -19,7 +19,6 @@ from experiments.trackers.feed import Feed
 from experiments.training.metrics_file import HELD_OUT, METRICS, Totals, read_rows
 from experiments.training.progress import Progress
 from experiments.training.run_record import RunRecord, StepWork, in_words, peak_memory
-from experiments.training.watchdog import Spikes
 
 WINDOW = 20  # steps that the shown speed is of
 POINTS = 4000  # of a curve in loss.png, at most
@@ -49,9 +48,7 @@ class Silent:
 
 @dataclass
 class Report:
-    """Rank 0's report: one row of `metrics.jsonl` a step, one live line on a terminal.
-
-    Where the output is no terminal, some 20 plain lines are printed instead.
+    """Rank 0's report: one row of `metrics.jsonl` a step, and some lines on how far it is.
 
     Args:
         folder: of the run.
@@ -61,7 +58,6 @@ class Report:
         earlier: the file with their rows.
         record: `run.json`; it has the facts that trackers get.
         trackers: by name; they get all rows, too.
-        spikes: looks at every loss; what it finds is printed, and in the row.
         device_type: whose memory is measured.
     """
 
@@ -73,7 +69,6 @@ class Report:
     stream: TextIO = field(default_factory=lambda: sys.stderr)
     record: RunRecord | None = None
     trackers: Mapping[str, Tracker] = field(default_factory=dict)
-    spikes: Spikes | None = None
     device_type: str = "cpu"
     totals: Totals = field(default_factory=Totals, init=False)
     work: StepWork | None = field(default=None, init=False)
@@ -82,8 +77,6 @@ class Report:
         path = self.folder / METRICS
         write_text(path, (self._counted(row) for row in read_rows(self.earlier, self.made)))
         self._file = path.open("a", encoding="utf-8")
-        if self.spikes is not None:
-            self.spikes.remember(self.totals.losses)
         self._progress = Progress(self.stream, self.steps, self.made)
         self._feeds = [Feed(name, tracker, path, self.say) for name, tracker in self.trackers.items()]
         for feed in self._feeds:
@@ -105,11 +98,7 @@ class Report:
     def step(self, number: int, values: Mapping[str, float], seconds: float) -> None:
         """Step `number` (from 1) took `seconds` and gave `values`."""
         speed = float(f"{self.tokens / seconds:.8g}")
-        spike = self.spikes.look(number, values["loss"]) if self.spikes is not None else None
-        marks = {} if spike is None else {"spike": spike.deviations}
-        self._row(step=number, **values, tokens_per_s=speed, seconds=float(f"{seconds:.8g}"), **marks)
-        if spike is not None and spike.is_first:
-            self.say(str(spike))
+        self._row(step=number, **values, tokens_per_s=speed, seconds=float(f"{seconds:.8g}"))
         self._progress.step(number, self._text(values))
 
     def held_out(self, number: int, loss: float) -> None:
@@ -160,7 +149,6 @@ class Report:
             "tokens_per_s": self.tokens / seconds,
             "loss": totals.losses[-1] if totals.losses else math.nan,
             "measured_peak_bytes": peak_memory(self.device_type)[0],
-            "spikes": totals.spikes,
         }
         if work is not None:
             measured |= {

@@ -28,7 +28,7 @@ from experiments.training.result import STOPPED, write_result
 from experiments.training.resume import RunFolder
 from experiments.training.run_record import RunRecord, StepWork, TimeSpent, facts_of, varying
 from experiments.training.tracing import Tracer
-from experiments.training.watchdog import Begin, Spikes, Watchdog
+from experiments.training.watchdog import Begin, Watchdog
 from fnshard.analysis.hardware import TABLE
 from fnshard.launcher.rank import Stop
 
@@ -312,7 +312,6 @@ def begin_report(
     return Report(
         folder, config.run.steps, tokens, made, metrics_next_to(folder, found),
         record=record, trackers=chosen(config.tracker), device_type=mesh.device_type,
-        spikes=None if config.run.watch == "off" else Spikes(),
     )  # fmt: skip
 
 

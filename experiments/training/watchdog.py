@@ -1,4 +1,4 @@
-"""Watchdog: NaN in a run, and where it arose; spikes of the loss.
+"""Watchdog: NaN in a run, and where it arose.
 
 Loss and gradient norm are sums over all ranks, so every rank sees a NaN in the same step and none acts alone.
 """
@@ -6,9 +6,8 @@ Loss and gradient norm are sums over all ranks, so every rank sees a NaN in the 
 from __future__ import annotations
 
 import math
-import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,72 +23,6 @@ WATCHED = ("loss", "grad_norm")
 
 class DivergedError(RuntimeError):
     """Loss, gradients or state of a run are not finite; the message says where that began."""
-
-
-# ------------------------------------------------------------------ spikes of the loss
-
-
-@dataclass(frozen=True)
-class Spike:
-    """A loss far above those before it. `is_first`: no spike was reported shortly before."""
-
-    step: int
-    loss: float
-    median: float
-    deviations: float
-    window: int
-    is_first: bool
-
-    def __str__(self) -> str:
-        return (
-            f"step {self.step}: loss {self.loss:.4g} is a spike, {self.deviations:.1f} deviations above "
-            f"{self.median:.4g}, the median of {self.window} steps"
-        )
-
-
-@dataclass
-class Spikes:
-    """A robust z-score: how far a loss is above the median of those before it, in deviations.
-
-    A deviation is 1.4826 times the median distance from the median, which is a Gaussian's standard deviation,
-    and not less than `least` of the median: losses that hardly change have no spikes.
-
-    Args:
-        threshold: deviations above which a loss is a spike.
-        window: losses that it is compared with.
-        few: with fewer of them nothing is a spike.
-    """
-
-    threshold: float = 8.0
-    window: int = 64
-    few: int = 16
-    least: float = 0.01
-    _losses: list[float] = field(default_factory=list)
-    _quiet_until: int = 0
-
-    def remember(self, losses: Iterable[float]) -> None:
-        """The losses before this process."""
-        self._losses = [loss for loss in losses if math.isfinite(loss)][-self.window :]
-
-    def look(self, step: int, loss: float) -> Spike | None:
-        """The next loss. NaN and inf are no spikes."""
-        if not math.isfinite(loss):
-            return None
-        before = self._losses
-        self._losses = [*before, loss][-self.window :]
-        middle = statistics.median(before) if len(before) >= self.few else math.inf
-        if loss <= middle:
-            return None
-        spread = 1.4826 * statistics.median(abs(x - middle) for x in before)
-        deviations = (loss - middle) / max(spread, self.least * abs(middle), 1e-12)
-        if deviations <= self.threshold:
-            return None
-        is_first = step >= self._quiet_until
-        self._quiet_until = step + self.window // 2
-        return Spike(step, loss, middle, round(deviations, 2), len(before), is_first)
-
-
-# ------------------------------------------------------------------ NaN
 
 
 def fault_of(values: Mapping[str, float]) -> str:

@@ -7,7 +7,6 @@ import io
 import json
 import logging
 import os
-import re
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -34,7 +33,6 @@ from experiments.training.resume import (
     identity_of,
     locked,
 )
-from experiments.training.watchdog import Spikes
 
 # ------------------------------------------------------------------ the report
 
@@ -66,7 +64,7 @@ def test_a_report_goes_on_where_its_checkpoint_is(tmp_path):
 
 
 def test_a_report_of_many_steps_keeps_none_of_them(tmp_path):
-    report = Report(tmp_path, 4 * RECENT, 10, stream=io.StringIO(), spikes=Spikes())
+    report = Report(tmp_path, 4 * RECENT, 10, stream=io.StringIO())
 
     def blocks(first: int) -> int:
         for number in range(first, first + RECENT):
@@ -80,23 +78,9 @@ def test_a_report_of_many_steps_keeps_none_of_them(tmp_path):
     report.close()
 
 
-def test_a_bar_begins_where_the_run_goes_on(tmp_path):
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    shown = Terminal()
-    report = Report(tmp_path, 6, 10, 4, None, stream=shown)
-    report.step(5, {"loss": 1.0, "lr": 0.1}, 0.5)
-    report.close()
-    assert "4/6" in shown.getvalue() and re.search(r"5/6.*loss 1\.000", shown.getvalue())
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_what_comes_before_the_first_step_is_shown(tmp_path, monkeypatch, terminal):
-    """On the bar each kernel, among plain lines one in a while; once the report is closed nothing."""
+def test_what_comes_before_the_first_step_is_shown(tmp_path):
+    """A line in a while; once the report is closed nothing."""
     shown = io.StringIO()
-    monkeypatch.setattr(shown, "isatty", lambda: terminal, raising=False)
     logger = logging.getLogger("fnshard")
     before = logger.level, logger.propagate, list(logger.handlers)
     with Report(tmp_path, 6, 10, stream=shown) as report:
@@ -104,7 +88,7 @@ def test_what_comes_before_the_first_step_is_shown(tmp_path, monkeypatch, termin
             logger.info("compiling %d of 8 kernels", number)
         report.step(1, {"loss": 1.0, "lr": 0.1}, 0.5)
     logger.info("compiling 3 of 8 kernels")
-    assert [f"compiling {n} of 8 kernels" in shown.getvalue() for n in (1, 2, 3)] == [True, terminal, False]
+    assert [f"compiling {n} of 8 kernels" in shown.getvalue() for n in (1, 2, 3)] == [True, False, False]
     assert (logger.level, logger.propagate, list(logger.handlers)) == before
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,6 @@ from experiments.trackers.base import Row, RunInfo, Tracker
 from experiments.trackers.feed import Feed
 from experiments.trackers.registry import check_installed, chosen
 from experiments.training.metrics_file import METRICS
-from experiments.training.progress import Progress
 from experiments.training.report import Report
 
 FACTS = {
@@ -272,32 +270,3 @@ def test_what_is_not_installed_is_said_before_the_start(monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match=wanted):
         check_installed(asked)
     check_installed(TrackerConfig())
-
-
-# ------------------------------------------------------------------ progress
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_lines_go_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    import logging
-    import sys
-
-    shown = Terminal()
-    monkeypatch.setattr(sys, "stdout", shown)
-    monkeypatch.setattr(sys, "stderr", shown)
-    progress = Progress(shown, 4)
-    progress.step(1, "loss 1.000")
-    print("a line", "of two words")
-    print("no end", end="")
-    logging.getLogger("somebody").warning("a warning")
-    progress.say("said")
-    progress.close()
-    assert (sys.stdout, sys.stderr) == (shown, shown)
-    lines = [line.rsplit("\r", 1)[-1] for line in shown.getvalue().split("\n")]
-    for wanted in ("a line of two words", "a warning", "said"):
-        assert wanted in lines, lines
-    assert re.search(r"1/4 .*loss 1\.000", shown.getvalue()) and shown.getvalue().endswith("no end")

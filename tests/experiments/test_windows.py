@@ -87,60 +87,21 @@ def test_held_out_windows_fit_and_leave_room_for_a_trigram():
 # ------------------------------------------------------------------ n-gram tables
 
 
-def brute_force(train: bytes, order: int, strengths: tuple[float, ...], given: bytes, byte: int) -> float:
+def brute_force(train: bytes, order: int, given: bytes, byte: int) -> float:
     """p(byte | given) from the definition, with dictionaries."""
     p = 1 / 256
-    for n, strength in zip(range(1, order + 1), strengths, strict=True):
+    for n in range(1, order + 1):
         context = given[len(given) - (n - 1) :]
         runs = Counter(train[i : i + n] for i in range(len(train) - n + 1))
         total = sum(count for run, count in runs.items() if run[:-1] == context)
-        p = (runs[context + bytes([byte])] + strength * p) / (total + strength)
+        p = (runs[context + bytes([byte])] + ngram.STRENGTH * p) / (total + ngram.STRENGTH)
     return p
 
 
-@pytest.mark.parametrize("order", [1, 2, 3])
-def test_tables_equal_brute_force(order):
+def test_tables_equal_brute_force():
     train, held_out = stream(400, symbols=5), stream(60, symbols=7, seed=1)
-    table = ngram.fit(train, order)
-    at = torch.arange(2, held_out.numel())
-    expected = [
-        brute_force(
-            bytes(train.tolist()), order, table.strengths, bytes(held_out[i - 2 : i].tolist()), held_out[i]
-        )
-        for i in at.tolist()
-    ]
-    torch.testing.assert_close(table.probability(held_out, at), torch.tensor(expected, dtype=torch.float64))
-    mean = -sum(map(math.log, expected)) / len(expected)
-    assert table.loss(held_out, at) == pytest.approx(mean, rel=1e-12)
-
-
-def test_tables_are_distributions_seen_or_not():
-    table = ngram.fit(stream(300, symbols=5), 3)
-    for given in (b"\x00\x01", b"\x04\xc8", b"\xc8\xc9"):
-        probes = torch.tensor([[*given, byte] for byte in range(256)], dtype=torch.uint8).flatten()
-        p = table.probability(probes, torch.arange(2, probes.numel(), 3))
-        assert p.min() > 0 and p.sum().item() == pytest.approx(1, rel=1e-12)
-
-
-def test_strengths_are_the_best_of_those_tried_and_held_out_text_is_not_asked():
-    train = stdlib_text.load_corpus().train[:30_000]
-    table = ngram.fit(train, 2)
-    cut = train.numel() * 9 // 10
-    at = torch.arange(cut, train.numel())
-    inner = tuple(ngram.count(train[:cut], n) for n in (1, 2))
-
-    def loss(strength):
-        return ngram.Ngram(inner, (table.strengths[0], strength)).loss(train, at)
-
-    assert table.strengths[1] == min(ngram.STRENGTHS, key=loss)
-    assert table.shortened(1).loss(train, at) > table.loss(train, at)
-
-
-def test_a_shortened_table_is_the_table_of_that_order():
-    train, at = stream(2000, symbols=9), torch.arange(2, 500)
-    assert ngram.fit(train, 3).shortened(2).loss(train, at) == ngram.fit(train, 2).loss(train, at)
-
-
-def test_too_few_bytes_to_count():
-    with pytest.raises(ValueError, match="4 bytes are too few to fit a table of order 3"):
-        ngram.fit(stream(4), 3)
+    losses = ngram.table_losses(train, held_out, torch.arange(2, held_out.numel()))
+    text = bytes(held_out.tolist())
+    for order, name in ((2, "bigram"), (3, "trigram")):
+        p = [brute_force(bytes(train.tolist()), order, text[i - 2 : i], text[i]) for i in range(2, len(text))]
+        assert losses[name] == pytest.approx(-sum(map(math.log, p)) / len(p), rel=1e-12)
