@@ -18,23 +18,14 @@ CONF = ROOT / "conf"
 
 
 @dataclass(frozen=True)
-class Help:
-    """What `--help` says besides the groups: what the command does (`about`), the keys that matter most and
-    their meaning, and command lines and their purpose."""
-
-    about: str
-    options: Mapping[str, str] = field(default_factory=dict)
-    examples: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class CommandSpec:
     """A command of `experiments/`.
 
     Args:
         name: of its configuration, `NAME.yaml`.
         config: the dataclass of the configuration.
-        help: for `--help`.
+        about: what it does, for `--help`.
+        examples: command lines and their purpose, for `--help`.
         conf: the folder of its configuration; groups of `conf/shared` are found from any.
         complete: checks a configuration of the right keys and types further, and fills in what depends on
             its other values.
@@ -42,7 +33,8 @@ class CommandSpec:
 
     name: str
     config: type
-    help: Help
+    about: str
+    examples: Mapping[str, str] = field(default_factory=dict)
     conf: Path = CONF
     complete: Callable[[Any], Any] = lambda config: config
 

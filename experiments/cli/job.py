@@ -12,8 +12,8 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,18 +27,19 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from experiments import python_path
 from experiments.cli import slurm
 from experiments.cli.command_spec import Job
-from experiments.cli.exceptions import is_mistake, is_outside, message, run_by_hydra
-from experiments.cli.launchers import LOCAL, SIDE_BY_SIDE, check_used, every_job_awaited
-from experiments.cli.sweep import TABLE, objective, print_table
+from experiments.cli.main import is_mistake, is_outside, run_by_hydra
+from experiments.cli.sweep import objective
+from experiments.cli.validation import text_of
 from experiments.cli.worker import REFUSAL, refused, run_job
-from experiments.compare.outcome import jobs_of
 from experiments.configs.machine import place, ranks_of
 from experiments.configs.train import NEVER, ConfigError
 from experiments.data.files import write_json
 from experiments.training.result import RESULT, STOPPED, read_result, write_result
-from experiments.training.resume import claimed, claimed_sweep, finished
+from experiments.training.resume import claimed, finished
 from fnshard.launcher.local import LaunchError, launch, under_launcher
 from fnshard.launcher.rank import end_with_parent
+
+LOCAL, SIDE_BY_SIDE = "basic", "joblib"  # Hydra's names of launchers
 
 
 def run(job: Job, config: Any) -> None:
@@ -49,31 +50,8 @@ def run(job: Job, config: Any) -> None:
     slurm.check_one_node(os.environ)
     if config is not None:
         placed(config)  # before Hydra makes a folder
-    with (
-        claimed_sweep(sys.argv[1:], job.name) as arguments,
-        every_job_awaited(arguments),
-        _table_in_any_case(arguments),
-    ):
-        sys.argv[1:] = arguments
-        sweep = os.getpid()
-        run_by_hydra(job.spec, lambda composed: _one(job, composed, sweep))
-
-
-@contextmanager
-def _table_in_any_case(arguments: list[str]) -> Iterator[None]:
-    """What breaks a whole sweep (a launcher, a search in which every trial failed) hides none of its runs."""
-    try:
-        yield
-    except Exception:
-        named = [a.partition("=")[2].strip("'") for a in arguments if a.startswith("hydra.sweep.dir=")]
-        if named and Path(named[-1]).is_dir() and not Path(named[-1], TABLE).exists():
-            sweep = Path(named[-1]).resolve()
-            jobs = jobs_of(sweep)
-            if jobs:
-                print_table(sweep, finished=False)
-            if jobs and all(read_result(job)["status"] == "failed" for job in jobs):
-                raise SystemExit(1) from None  # a search without a single result; the table says why
-        raise
+    sweep = os.getpid()
+    run_by_hydra(job.spec, lambda composed: _one(job, composed, sweep))
 
 
 def _one(job: Job, composed: DictConfig, sweep: int) -> float | None:
@@ -87,7 +65,7 @@ def _one(job: Job, composed: DictConfig, sweep: int) -> float | None:
     folder = Path(here.runtime.output_dir).resolve()
     overrides, launcher = list(here.overrides.task), here.runtime.choices["hydra/launcher"]
     if here.mode != RunMode.MULTIRUN:
-        check_used(launcher)
+        _check_used(launcher)
         requested = job.spec.read_composed(composed)
         start(job, requested, folder, overrides, chosen=_names_folder(here.overrides.hydra))
         return None
@@ -104,9 +82,18 @@ def _one(job: Job, composed: DictConfig, sweep: int) -> float | None:
     return objective(folder, here.callbacks.table.metric)
 
 
+def _check_used(launcher: str) -> None:
+    """See that a single run names no launcher."""
+    if launcher != LOCAL:
+        raise ConfigError(
+            f"a launcher ({launcher}) starts the jobs of a sweep, and this is a single run. Fix: add "
+            "--multirun, for one job, too; or leave the launcher out."
+        )
+
+
 def _note_failure(error: Exception, folder: Path, overrides: list[str]) -> None:
     known = is_mistake(error) or is_outside(error)
-    text = message(error) if known else "".join(traceback.format_exception(error))
+    text = f"error: {text_of(error)}" if known else "".join(traceback.format_exception(error))
     print(text, file=sys.stderr, flush=True)
     reason = "" if known else f"{type(error).__name__}: {error}".splitlines()[0]
     with suppress(OSError):  # on a full disk
@@ -210,7 +197,7 @@ def be_a_rank(job: Job, arguments: list[str]) -> NoReturn:
         raise ConfigError(f"under torchrun only key=value arguments are taken, not {' '.join(flags)}.")
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(job.spec.conf)):
         composed = hydra.compose(job.name, overrides=arguments, return_hydra_config=True)
-    check_used(composed.hydra.runtime.choices["hydra/launcher"])
+    _check_used(composed.hydra.runtime.choices["hydra/launcher"])
     fresh = {"fresh": str(Path(composed.hydra.run.dir).resolve()), "chosen": _names_folder(arguments)}
     with_hydra = OmegaConf.to_container(composed, resolve=False)
     with_hydra.pop("hydra")

@@ -23,7 +23,6 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from pydantic import TypeAdapter, ValidationError
 
 from experiments import ROOT
-from experiments.cli.suggest import no_such_key
 from experiments.configs.checks import TARGET, refusal
 from experiments.configs.train import TrainConfig
 
@@ -180,10 +179,23 @@ def _problems(error: ValidationError, kind: type, values: Mapping[str, Any]) -> 
         if what == "value_error":
             yield from (Problem(key, text, is_rule=True) for text in str(each["ctx"]["error"]).split("\n  "))
         elif what == "unexpected_keyword_argument":
-            yield from (Problem(at, no_such_key(at, known), v) for at, v in flat(value, key))
+            yield from (Problem(at, _no_such_key(at, known), v) for at, v in flat(value, key))
         elif key not in seen:
             seen.add(key)
             yield Problem(key, _message(each), MISSING if what == "missing" else value)
+
+
+def _no_such_key(key: str, known: list[str]) -> str:
+    """The message about a key that does not exist: which is meant (the same name elsewhere, or what looks
+    most alike), and which there are."""
+    at, _, last = key.rpartition(".")
+    while at and not any(k.startswith(f"{at}.") for k in known):
+        at = at.rpartition(".")[0]
+    below = [k.removeprefix(f"{at}.").partition(".")[0] for k in known if not at or k.startswith(f"{at}.")]
+    same = [k for k in known if k.rpartition(".")[2] == last]
+    meant = same or difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+    hint = f"Did you mean {meant[0]}? " if meant else ""
+    return f"no such key. {hint}{at or 'The top'} has {', '.join(dict.fromkeys(below))}."
 
 
 def _message(error: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The check of a whole command line, before Hydra acts on it and before torch is loaded.
+"""The check of a whole command line, before Hydra acts on it and before torch is loaded; and `--help`.
 
 Hydra's own parser reads the arguments and its loader composes the files; every problem is collected: choices
 of groups here, keys and values by pydantic (`experiments.cli.schema`), rules by the dataclasses.
@@ -6,14 +6,17 @@ of groups here, keys and values by pydantic (`experiments.cli.schema`), rules by
 
 from __future__ import annotations
 
-import copy
+import difflib
 import re
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import SearchPathQuery
@@ -22,16 +25,17 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from experiments.cli import schema
 from experiments.cli.command_spec import CommandSpec
-from experiments.cli.exceptions import MISTAKES, text_of
-from experiments.cli.suggest import no_such_choice
 from experiments.configs.checks import TARGET, ConfigError, refusal
 
+MISTAKES = (ConfigError, HydraException, OmegaConfBaseException, yaml.YAMLError)
 QUOTES = "quote a value with brackets, blanks or letters beyond ASCII: 'run.prompt=\"a b\"'"
 OWN_GROUP = re.compile(rf"(\w+)=(\{{.*\b{TARGET}:.*\}})", re.DOTALL)
+SWEPT = 64  # values of an argument of a sweep that are checked before it starts; each job checks its own
 
 
 def with_own_groups(arguments: list[str]) -> list[str]:
@@ -62,6 +66,34 @@ def validate(spec: CommandSpec, arguments: list[str]) -> Any:
             return _validated(spec, loader, flags.overrides or [], sweeps=flags.multirun)
     except MISTAKES as error:
         raise ConfigError(text_of(error)) from None
+
+
+def text_of(error: Exception) -> str:
+    """What an exception says, of OmegaConf's with the key that it is about."""
+    if isinstance(error, OmegaConfBaseException):
+        return f"{error.full_key}: {str(error).splitlines()[0]}." if error.full_key else str(error)
+    cause = error.__cause__
+    return f"{error}\n{cause}" if isinstance(cause, OmegaConfBaseException) else str(error).strip()
+
+
+def help_of(spec: CommandSpec) -> str:
+    """What `--help` prints: what the command does, groups and their choices, keys with their defaults."""
+    spec.register()
+    with loader_of(spec) as loader:
+        groups = [group for group in groups_of(spec, loader) if not group.startswith("hydra")]
+        choices = "\n".join(f"  {group}: {', '.join(loader.get_group_options(group))}" for group in groups)
+        defaults = OmegaConf.to_yaml(_own(loader.load_configuration(spec.name, [], RunMode.RUN)))
+    source = spec.config.__module__.replace(".", "/")
+    parts = [
+        textwrap.fill(spec.about, 100),
+        f"  python -m {spec.module} [GROUP=CHOICE] [KEY=VALUE] ...",
+        f"Groups:\n{choices}" if choices else "",
+        f"Keys and their defaults (their meaning: {source}.py):\n{textwrap.indent(defaults, '  ')}".rstrip(),
+        "\n".join(["Examples:", *(f"  {line}\n    {text}" for line, text in spec.examples.items())]),
+        "Flags: --multirun (a run for every combination of KEY=A,B), --cfg job (show the whole\n"
+        "configuration, and run nothing), --config-dir DIR (with files of groups); others: --hydra-help",
+    ]
+    return "\n\n".join(filter(None, parts))
 
 
 @contextmanager
@@ -123,52 +155,43 @@ def _problem_of(override: Override, groups: list[str], loader: ConfigLoader, *, 
     if group not in groups:
         own = [each for each in groups if "/" not in each]
         return f"no such group. The groups are {', '.join(own)}." if choices and own else None
-    for value in [] if override.is_delete() else _values_of(override):
+    named = _swept(override) if override.is_sweep_override() else [override.value()]
+    for value in [] if override.is_delete() else named:
         for choice in value if isinstance(value, list) else [value]:
             if not isinstance(choice, dict) and str(choice) not in choices:
-                return no_such_choice(group, "null" if choice is None else choice, choices)
+                meant = difflib.get_close_matches(str(choice).lower(), choices, n=1, cutoff=0.5)
+                hint = f"Did you mean {group}={meant[0]}? " if meant else ""
+                return f"no such choice. {hint}{group} has {', '.join(choices)}."
     return None
 
 
-def _values_of(override: Override) -> list[Any]:
-    """The value, or all values of a sweep; none of an interval."""
-    if not override.is_sweep_override():
-        return [override.value()]
-    if override.value_type == ValueType.INTERVAL_SWEEP:
-        return []
-    return [getattr(value, "text", value) for value in override.sweep_iterator()]
+def _swept(override: Override) -> list[str]:
+    """Values of a sweep, as a command line says them; none of an interval."""
+    interval = override.value_type == ValueType.INTERVAL_SWEEP
+    return [] if interval else list(islice(override.sweep_string_iterator(), SWEPT))
 
 
 def _composed(
     spec: CommandSpec, loader: ConfigLoader, overrides: list[Override], groups: list[str]
 ) -> Iterator[dict[str, Any]]:
-    """Plain values, without Hydra's part: of a sweep so many that each value of each argument is in one."""
-    swept = [override for override in overrides if override.is_sweep_override()]
-    plain = [_as_addition(override, groups) for override in overrides if override not in swept]
-    choices = {o.get_key_element(): _values_of(o) for o in swept if o.key_or_group in groups}
-    for i in range(max(map(len, choices.values()), default=1)):
-        chosen = [f"{group}={each[min(i, len(each) - 1)]}" for group, each in choices.items()]
-        composed = loader.load_configuration(spec.name, [*plain, *chosen], RunMode.RUN)
-        own = OmegaConf.masked_copy(composed, [name for name in composed if name != "hydra"])
-        values = OmegaConf.to_container(own, resolve=True)
-        yield values
-        for override in swept:
-            if override.key_or_group.partition(".")[0] != "hydra" and override.key_or_group not in groups:
-                yield from (_with(values, override.key_or_group, value) for value in _values_of(override))
+    """Plain values, without Hydra's part: of a sweep so many that each value of each argument is in one.
+
+    A key that does not exist is added, and reported with all other mistakes.
+    """
+    lines: list[list[str]] = []
+    for override in overrides:
+        key = override.key_or_group
+        change = override.type == OverrideType.CHANGE and key not in groups and not key.startswith("hydra")
+        texts = [override.input_line]
+        if override.is_sweep_override():
+            texts = [f"{override.get_key_element()}={text}" for text in _swept(override)]
+        lines += [[f"++{text}" if change else text for text in texts]] if texts else []
+    for i in range(max(map(len, lines), default=1)):
+        chosen = [texts[min(i, len(texts) - 1)] for texts in lines]
+        composed = loader.load_configuration(spec.name, chosen, RunMode.RUN)
+        yield OmegaConf.to_container(_own(composed), resolve=True)
 
 
-def _as_addition(override: Override, groups: list[str]) -> str:
-    """An argument as Hydra composes it: a key that does not exist is added, and reported with all others."""
-    key = override.key_or_group
-    changes = override.type == OverrideType.CHANGE and key not in groups and not key.startswith("hydra")
-    return f"++{override.input_line}" if changes else override.input_line
-
-
-def _with(values: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """A copy of nested values with another one at a dotted key."""
-    out = at = copy.deepcopy(values)
-    *above, last = key.split(".")
-    for name in above:
-        at = at.setdefault(name, {})
-    at[last] = value
-    return out
+def _own(composed: DictConfig) -> DictConfig:
+    """A configuration without Hydra's part."""
+    return OmegaConf.masked_copy(composed, [name for name in composed if name != "hydra"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import PositiveFloat, PositiveInt
 
-from experiments.cli.command_spec import CommandSpec, Help
+from experiments.cli.command_spec import CommandSpec
 from experiments.configs.checks import configuration
 from experiments.configs.train import (
     AUTO,
@@ -96,22 +96,12 @@ class ExplainConfig:
         return int(self.tokens or PER_PARAMETER * self.model.parameters)
 
 
-HELP = Help(
-    about="What a configuration comes to, without training and without the devices: bytes, traffic, time, "
+SPEC = CommandSpec(
+    "explain",
+    ExplainConfig,
+    "What a configuration comes to, without training and without the devices: bytes, traffic, time, "
     "tokens a day, cost; printed, and as one HTML file with pictures.",
-    options={
-        "mesh.shard": "ranks that share one copy of the model",
-        "mesh.replicate": "copies of the model",
-        "mesh.tensor": "ranks that split the matrices",
-        "mesh.context": "ranks that split the sequences",
-        "mesh.context_attention": "how attention runs over these: auto, ulysses, gather, ring",
-        "data.rows": "rows of the global batch; null: one for each rank and micro-batch",
-        "run.accumulate": "micro-batches of a step",
-        "run.device_gb": "what a step may take of a device, in 1e9 bytes; null: all of it",
-        "hardware.price_per_hour": "of one device, in US dollars",
-        "tokens": "of the whole training; null: 20 a parameter",
-    },
-    examples={
+    {
         "python -m experiments.explain model=7b mesh.shard=64": "a model on so many GPUs",
         "python -m experiments.explain model=70b mesh.shard=128 mesh.replicate=8 strategy=hybrid_shard": (
             "eight copies, each over 128"
@@ -121,4 +111,3 @@ HELP = Help(
         ),
     },
 )
-SPEC = CommandSpec("explain", ExplainConfig, HELP)

@@ -8,43 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from experiments.cli.command_spec import CONF, CommandSpec, Help, Job
+from experiments.cli.command_spec import CONF, CommandSpec, Job
 from experiments.configs.train import ConfigError
 from experiments.finetune.config import FinetuneConfig
-
-HELP = Help(
-    about="Fine-tune a causal language model, whole or by adapters, on JSONL files of prompts and responses "
-    "(or of pairs, objective=dpo). With nothing said: a tiny base and docstrings of Python's own library.",
-    options={
-        "model": "a Hugging Face model directory; stdlib: a tiny base made here",
-        "data.train": "JSONL, JSON, Parquet, a folder of save_to_disk; null: docstrings of Python's library",
-        "data.held_out": "the same; null: one in 20 lines of data.train",
-        "data.context": "tokens of a row",
-        "data.rows": "rows of the global batch",
-        "method.rank": "of the adapters",
-        "method.targets": "globs of what gets adapters, joined by |",
-        "optimizer.lr": "the peak rate; null: by method, objective and size of the model",
-        "run.steps": "optimizer steps",
-        "run.device": "cpu, cuda; auto takes the GPUs if there are some",
-        "run.device_gb": "of one rank, for strategy=auto, in 1e9 bytes",
-        "mesh.shard": "ranks that share one copy of the model; null: all that are left",
-        "mesh.tensor": "ranks that split the matrices, of the same rows",
-        "mesh.context": "ranks that split the sequences, of the same rows",
-        "export": "what is written at the end: adapters, merged, both, none",
-        "hydra.run.dir": "the folder of the results",
-    },
-    examples={
-        "python -m experiments.finetune experiment=sft_lora run.steps=50": (
-            "a whole recipe; what follows it changes it"
-        ),
-        "python -m experiments.finetune model=FOLDER data.train=my.jsonl method=qlora4 precision=bf16": (
-            "a model and data of your own, the base as 4-bit codes"
-        ),
-        "python -m experiments.finetune --multirun method=full,lora,qlora8 run.steps=100": (
-            "a sweep: three runs, and a table of them"
-        ),
-    },
-)
 
 
 def prepare(config: FinetuneConfig) -> FinetuneConfig:
@@ -88,5 +54,22 @@ def _pretrain(config: FinetuneConfig, folder: Path) -> None:
 
 
 # A folder of its own: a group that is called "model", as the main job has, would take `model=` for its own.
-SPEC = CommandSpec("finetune", FinetuneConfig, HELP, CONF / "finetune")
+SPEC = CommandSpec(
+    "finetune",
+    FinetuneConfig,
+    "Fine-tune a causal language model, whole or by adapters, on JSONL files of prompts and responses (or of "
+    "pairs, objective=dpo). With nothing said: a tiny base and docstrings of Python's own library.",
+    {
+        "python -m experiments.finetune experiment=sft_lora run.steps=50": (
+            "a whole recipe; what follows it changes it"
+        ),
+        "python -m experiments.finetune model=FOLDER data.train=my.jsonl method=qlora4 precision=bf16": (
+            "a model and data of your own, the base as 4-bit codes"
+        ),
+        "python -m experiments.finetune --multirun method=full,lora,qlora8 run.steps=100": (
+            "a sweep: three runs, and a table of them"
+        ),
+    },
+    CONF / "finetune",
+)
 JOB = Job(SPEC, "experiments.finetune.job", "experiments.finetune.loop:finetune", prepare)

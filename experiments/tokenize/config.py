@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from experiments.cli.command_spec import CommandSpec, Help
+from experiments.cli.command_spec import CommandSpec
 from experiments.configs.checks import configuration, out_of_range, refusal
 
 BROKEN = ("refuse", "skip")
@@ -55,20 +55,14 @@ def complete(config: TokenizeConfig) -> TokenizeConfig:
     return replace(config, **named)
 
 
-HELP = Help(
-    about="Text files to shards of tokens, for data=shards of the main job; goes on where it was stopped.",
-    options={
-        "out": "the folder of the shards",
-        "files": "folders, globs and files; null: Python's own library",
-        "tokenizer": "a model directory; null: bytes",
-        "held_out_percent": "of the files that are held out",
-        "shard_mb": "text of a shard, in 1e6 bytes",
-        "processes": "null: one for each CPU core",
-    },
-    examples={
+SPEC = CommandSpec(
+    "tokenize",
+    TokenizeConfig,
+    "Text files to shards of tokens, for data=shards of the main job; goes on where it was stopped.",
+    {
         "python -m experiments.tokenize out=shards": "Python's own library, as bytes",
         "python -m experiments.tokenize out=shards 'files=[texts, more/*.jsonl]'": "texts of your own",
         "python -m experiments.tokenize out=shards tokenizer=DIRECTORY": "with a model's tokenizer",
     },
+    complete=complete,
 )
-SPEC = CommandSpec("tokenize", TokenizeConfig, HELP, complete=complete)

@@ -2,8 +2,7 @@
 
 A run's folder says in `identity.json` what its results depend on. Where the command names no folder, the
 newest one below `outputs/` of the same identity that holds a checkpoint is resumed, unless it is finished.
-Whoever works in a folder holds a lock on it, which a killed process gives back. Sweeps do the same below
-`multirun/`.
+Whoever works in a folder holds a lock on it, which a killed process gives back.
 """
 
 from __future__ import annotations
@@ -11,12 +10,10 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import hashlib
-import itertools
 import json
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,15 +21,14 @@ from typing import Any
 
 import fnshard as fs
 from experiments.cli.schema import flat
-from experiments.cli.sweep import TABLE
 from experiments.configs.train import AUTO, NEVER, ConfigError
 from experiments.data.files import read_json, write_json
 from experiments.training.result import read_result
 from fnshard.errors import report
 from fnshard.runtime.files.folder import in_memory, make_directory
 
-CHECKPOINTS, IDENTITY, SWEEP, LOCK = "checkpoints", "identity.json", "sweep.json", "run.lock"
-OUTPUTS, SWEEPS = Path("outputs"), Path("multirun")
+CHECKPOINTS, IDENTITY, LOCK = "checkpoints", "identity.json", "run.lock"
+OUTPUTS = Path("outputs")
 # Options of `run` that may change between two starts of one run: they do not change its results.
 FREE = (
     "timeout_s", "save_every", "async_save", "keep", "keep_every", "keep_best", "resume", "max_restarts",
@@ -78,7 +74,7 @@ def claimed(requested: Any, fresh: Path, *, chosen: bool) -> Iterator[RunFolder]
     with ExitStack() as stack:
         folder = None
         if not chosen and resume != NEVER:
-            folder = unfinished(OUTPUTS, IDENTITY, identity, _is_finished, _can_resume, stack)
+            folder = unfinished(identity, stack)
         if folder is not None:
             _remove_unused(fresh)
         else:
@@ -168,23 +164,16 @@ def _remove_unused(fresh: Path) -> None:
 # ------------------------------------------------------------------ folders and locks
 
 
-def unfinished(
-    place: Path,
-    file: str,
-    identity: Mapping[str, Any],
-    is_finished: Callable[[Path], bool],
-    can_resume: Callable[[Path], bool],
-    stack: ExitStack,
-) -> Path | None:
-    """The newest folder `place/*/*` whose `file` holds this identity and that can be resumed, locked until
-    the stack unwinds; none where a newer one is finished.
+def unfinished(identity: Mapping[str, Any], stack: ExitStack) -> Path | None:
+    """The newest folder below `outputs/` of this identity that holds a checkpoint, locked until the stack
+    unwinds; none where a newer one is finished.
     """
-    found = [path for path in place.resolve().glob(f"*/*/{file}") if read_json(path) == identity]
+    found = [path for path in OUTPUTS.resolve().glob(f"*/*/{IDENTITY}") if read_json(path) == identity]
     for path in sorted(found, key=lambda path: (path.stat().st_mtime_ns, path), reverse=True):
         folder = path.parent
-        if is_finished(folder):
+        if _is_finished(folder):
             return None
-        if not can_resume(folder):
+        if not _can_resume(folder):
             continue
         if stack.enter_context(locked(folder)):
             return folder
@@ -204,51 +193,3 @@ def locked(folder: Path) -> Iterator[bool]:
         except OSError:  # a file system without locks
             pass
         yield free
-
-
-# ------------------------------------------------------------------ a sweep
-
-
-@contextmanager
-def claimed_sweep(arguments: Sequence[str], job: str = "train") -> Iterator[list[str]]:
-    """The arguments of a `--multirun`, with the folder of the same sweep that was cut off, if there is one.
-
-    A sweep is finished when it has written its table. Anything else is handed through.
-    """
-    named = any(a.startswith("hydra.sweep.dir=") for a in arguments)
-    if named or not {"-m", "--multirun"} & set(arguments):
-        yield list(arguments)
-        return
-    free = (
-        *(f"run.{name}=" for name in FREE),
-        "launcher=",
-        "hydra/launcher=",
-        "hydra.launcher.",
-        "tracker=",
-        "tracker.",
-    )
-    identity = {"sweep": sorted(a for a in arguments if not a.startswith(free)), "job": job}
-    with ExitStack() as stack:
-        folder = None
-        if f"run.resume={NEVER}" not in arguments:
-            has_table = lambda folder: (folder / TABLE).exists()  # noqa: E731
-            folder = unfinished(SWEEPS, SWEEP, identity, has_table, Path.is_dir, stack)
-        if folder is not None:
-            print(f"resume: the sweep in {folder}", flush=True)
-        else:
-            folder = _unused(SWEEPS.resolve() / time.strftime("%Y-%m-%d/%H-%M-%S"))
-            folder.mkdir(parents=True)
-            stack.enter_context(locked(folder))
-        write_json(folder / SWEEP, identity, durable=True)
-        yield [*arguments, f"hydra.sweep.dir={_quoted(folder)}"]
-
-
-def _unused(folder: Path) -> Path:
-    """Two may begin within a second."""
-    more = (folder.with_name(f"{folder.name}-{n}") for n in itertools.count(1))
-    return next(path for path in itertools.chain([folder], more) if not path.exists())
-
-
-def _quoted(path: Path) -> str:
-    """As Hydra's grammar takes any path."""
-    return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"

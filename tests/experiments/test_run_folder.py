@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from small_runs import (
     leave_checkpoint,
 )
 
-from experiments.cli.sweep import TABLE
 from experiments.configs.train import ConfigError
 from experiments.training.metrics_file import METRICS, RECENT
 from experiments.training.report import Report
@@ -28,7 +26,6 @@ from experiments.training.resume import (
     CHECKPOINTS,
     IDENTITY,
     claimed,
-    claimed_sweep,
     finished,
     identity_of,
     locked,
@@ -229,23 +226,6 @@ def test_a_folder_is_held_by_one(tmp_path):
         assert (first, second) == (True, False)
     with locked(tmp_path) as again:
         assert again
-
-
-def test_a_sweep_goes_on_in_its_folder(cwd):
-    arguments = ["--multirun", "strategy=full_shard,no_shard", "run.keep=3"]
-    with claimed_sweep(arguments) as first:
-        folder = first[-1].removeprefix("hydra.sweep.dir=").strip("'")
-        assert first[:-1] == arguments and Path(folder).parent.parent == cwd / "multirun"
-    with claimed_sweep(["--multirun", "run.keep=4", arguments[1]]) as again:
-        assert again[-1] == first[-1]
-        with claimed_sweep(arguments) as another:  # the first is at work
-            assert another[-1] != first[-1]
-        Path(folder, TABLE).write_text("done")
-    with claimed_sweep(arguments) as anew, ExitStack():
-        assert anew[-1] != first[-1]
-    for others in (["strategy=no_shard"], ["-m", "a=1,2", "hydra.sweep.dir=x"]):
-        with claimed_sweep(others) as same:
-            assert same == others
 
 
 def test_a_finished_run_of_a_sweep_is_known(tmp_path):
