@@ -27,9 +27,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from experiments import python_path
 from experiments.cli import slurm
 from experiments.cli.command_spec import Job
-from experiments.cli.main import is_mistake, is_outside, run_by_hydra
+from experiments.cli.exceptions import is_mistake, is_outside, run_by_hydra, text_of
 from experiments.cli.sweep import objective
-from experiments.cli.validation import text_of
 from experiments.cli.worker import REFUSAL, refused, run_job
 from experiments.configs.machine import place, ranks_of
 from experiments.configs.train import NEVER, ConfigError

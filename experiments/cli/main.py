@@ -3,24 +3,19 @@ anything is made or started; what goes wrong later is exit code 1, and a bug has
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
 
 from experiments.cli.command_spec import CommandSpec, Job
-from experiments.cli.validation import MISTAKES, help_of, text_of, validate, with_own_groups
+from experiments.cli.exceptions import is_mistake, is_outside, run_by_hydra, text_of
+from experiments.cli.validation import help_of, validate, with_own_groups
 
 MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
-# A folder that cannot be written, a full disk: of the machine, not of the program.
-OF_THE_MACHINE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR,
-                  errno.EEXIST, errno.ENOENT)  # fmt: skip
 
 
 def main(job: Job) -> None:
@@ -68,29 +63,6 @@ def validated_arguments(spec: CommandSpec) -> Any:
     return validate(spec, sys.argv[1:])
 
 
-def run_by_hydra(spec: CommandSpec, task: Callable[[DictConfig], Any]) -> None:
-    """Let Hydra run `task` once, or for each run of a sweep; its first exception comes out as it is."""
-    errors = []
-
-    def caught(composed: DictConfig) -> Any:
-        try:
-            return task(composed)  # a sweeper may look at what it gives
-        except Exception as error:  # Hydra would print it in its own way
-            errors.append(error)
-
-    spec.register()
-    before = os.environ.get("HYDRA_FULL_ERROR")
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions of Hydra's own are passed on, too
-    try:
-        hydra.main(version_base="1.3", config_path=str(spec.conf), config_name=spec.name)(caught)()
-    finally:
-        os.environ.pop("HYDRA_FULL_ERROR")
-        if before is not None:
-            os.environ["HYDRA_FULL_ERROR"] = before
-    if errors:
-        raise errors[0]
-
-
 def exiting(run: Callable[[], None], *also: type[Exception]) -> None:
     """Run, and end the process with the exit code of the outcome; `also` as of `answer`."""
     try:
@@ -105,19 +77,3 @@ def exiting(run: Callable[[], None], *also: type[Exception]) -> None:
         if int(os.environ.get("RANK", "0")) == 0:
             print(f"error: {text_of(error)}", file=sys.stderr, flush=True)
         sys.exit(code)
-
-
-def is_mistake(error: Exception) -> bool:
-    """Whether the user's configuration is wrong."""
-    if isinstance(error, MISTAKES):
-        return True
-    from fnshard.errors import BudgetError, MissingExtraError, OptimizerError, SpecError, TraceError
-
-    return isinstance(error, BudgetError | MissingExtraError | OptimizerError | SpecError | TraceError)
-
-
-def is_outside(error: Exception) -> bool:
-    """Whether something else than the program failed: a rank, a disk, an agreement."""
-    from fnshard.errors import FnshardError
-
-    return isinstance(error, FnshardError) or (isinstance(error, OSError) and error.errno in OF_THE_MACHINE)

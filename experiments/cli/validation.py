@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import hydra
-import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import SearchPathQuery
@@ -26,13 +25,12 @@ from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from experiments.cli import schema
 from experiments.cli.command_spec import CommandSpec
+from experiments.cli.exceptions import MISTAKES, text_of
 from experiments.configs.checks import TARGET, ConfigError, refusal
 
-MISTAKES = (ConfigError, HydraException, OmegaConfBaseException, yaml.YAMLError)
 QUOTES = "quote a value with brackets, blanks or letters beyond ASCII: 'run.prompt=\"a b\"'"
 OWN_GROUP = re.compile(rf"(\w+)=(\{{.*\b{TARGET}:.*\}})", re.DOTALL)
 SWEPT = 64  # values of an argument of a sweep that are checked before it starts; each job checks its own
@@ -66,14 +64,6 @@ def validate(spec: CommandSpec, arguments: list[str]) -> Any:
             return _validated(spec, loader, flags.overrides or [], sweeps=flags.multirun)
     except MISTAKES as error:
         raise ConfigError(text_of(error)) from None
-
-
-def text_of(error: Exception) -> str:
-    """What an exception says, of OmegaConf's with the key that it is about."""
-    if isinstance(error, OmegaConfBaseException):
-        return f"{error.full_key}: {str(error).splitlines()[0]}." if error.full_key else str(error)
-    cause = error.__cause__
-    return f"{error}\n{cause}" if isinstance(cause, OmegaConfBaseException) else str(error).strip()
 
 
 def help_of(spec: CommandSpec) -> str:

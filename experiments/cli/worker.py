@@ -21,7 +21,7 @@ if __name__ == "__main__":
 import torch.distributed as dist
 from hydra.errors import HydraException
 
-from experiments.cli.main import is_mistake
+from experiments.cli.exceptions import is_mistake
 from experiments.cli.schema import build
 from experiments.configs.train import ConfigError
 from experiments.data.files import read_json, write_json

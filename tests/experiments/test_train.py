@@ -18,7 +18,7 @@ from main_job import SMALL, compose, rows_of
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from experiments.cli import schema
-from experiments.cli.main import is_mistake
+from experiments.cli.exceptions import is_mistake
 from experiments.configs import train as configs
 from experiments.configs.machine import place
 from experiments.configs.train import ConfigError
