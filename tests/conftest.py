@@ -6,7 +6,6 @@ import tempfile
 
 import pytest
 import torch
-from commands import Warm
 from kernels import remember_kernels
 from ranks import ranks  # noqa: F401  (a fixture)
 from saved_states import restoring, roots, short_blocks  # noqa: F401  (fixtures)
@@ -30,11 +29,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, and in their order."""
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
-
-
-@pytest.fixture(scope="session")
-def warm():
-    """What starts programs without importing torch anew."""
-    server = Warm()
-    yield server
-    server.close()

@@ -17,7 +17,7 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from commands import ROOT, Warm, commands, readmes
+from commands import ROOT, commands, readmes, run_command
 
 from experiments import train
 from experiments.bench import command as bench
@@ -212,7 +212,7 @@ def _lines(path: Path, *rows: dict[str, Any]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def things(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> dict[str, str]:
+def things(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What READMEs name and a reader has: `{as printed: where it is here}`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -234,9 +234,9 @@ def things(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> dict[str, st
     sums = [(f"{n}+1=", f"{n + 1}", f"{n + 2}") for n in range(60)]
     mine = _lines(home / "mine.jsonl", *({"prompt": q, "response": a} for q, a, _ in sums))
     pairs = _lines(home / "pairs.jsonl", *({"prompt": q, "chosen": a, "rejected": b} for q, a, b in sums))
-    _run(warm, f"experiments.tokenize out=shards files={home}/text", home)
+    _run(f"experiments.tokenize out=shards files={home}/text", home)
     run = "outputs/2030-01-31/12-00-00"
-    _run(warm, f"experiments.train {BRIEF} mesh.shard=1 data.root={home}/text hydra.run.dir={run}", home)
+    _run(f"experiments.train {BRIEF} mesh.shard=1 data.root={home}/text hydra.run.dir={run}", home)
     (home / "multirun").symlink_to(home / "outputs")
     return {
         "/models/llama": f"{home}/llama", "/text": f"{home}/text", "/more/": f"{home}/more/",
@@ -246,9 +246,9 @@ def things(tmp_path_factory: pytest.TempPathFactory, warm: Warm) -> dict[str, st
     }  # fmt: skip
 
 
-def _run(warm: Warm, arguments: str, folder: Path, row: Row = Row()) -> CompletedProcess[str]:
-    told = {"env": {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "inductor")}, "patches": dict(row.patches)}
-    done = warm.run(shlex.split(arguments), folder, timeout=270 if row.quick else 1700, **told)
+def _run(arguments: str, folder: Path, row: Row = Row()) -> CompletedProcess[str]:
+    options = {"env": {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "inductor")}, "patches": dict(row.patches)}
+    done = run_command(shlex.split(arguments), folder, timeout=270 if row.quick else 1700, **options)
     assert done.returncode == row.code, f"python -m {arguments}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
     return done
 
@@ -262,11 +262,11 @@ def _here() -> list[Any]:
 
 
 @pytest.mark.parametrize("command", _here())
-def test_a_command_runs(command: str, warm: Warm, things: dict[str, str], tmp_path: Path) -> None:
+def test_a_command_runs(command: str, things: dict[str, str], tmp_path: Path) -> None:
     row = TABLE[command]
     line = f"{command} {row.short}".replace("torchrun", "-m torch.distributed.run --standalone")
     line = re.sub("|".join(map(re.escape, things)), lambda found: things[found[0]], line)
-    done = _run(warm, line.partition("-m ")[2], tmp_path, row)
+    done = _run(line.partition("-m ")[2], tmp_path, row)
     shown = done.stdout + done.stderr
     assert shown.strip()
     if row.code:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from commands import Warm
+from commands import run_command
 
 import fnshard as fs
 from experiments import ROOT
@@ -187,12 +187,12 @@ def test_only_the_steps_themselves_count():
 
 
 @pytest.fixture
-def command(tmp_path: Path, warm: Warm) -> Callable[..., dict[str, Any]]:
+def command(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """`python -m experiments.bench case=...`; gives what was written."""
 
     def run(case: str, *overrides: str) -> dict[str, Any]:
         asked = ["experiments.bench", f"hydra.run.dir={tmp_path}/out", f"case={case}", *overrides]
-        done = warm.run(asked, tmp_path)
+        done = run_command(asked, tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         assert (tmp_path / "out" / f"{case}.txt").read_text().strip() in done.stdout
         return json.loads((tmp_path / "out" / f"{case}.json").read_text())

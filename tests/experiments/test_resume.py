@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import OUTPUT
+from commands import OUTPUT, start_command
 from equal_runs import differences
 from main_job import compose
 from small_runs import (
@@ -301,12 +301,12 @@ def _numbers(folder: Path) -> list[dict[str, float]]:
 # ------------------------------------------------------------------ from the command line
 
 
-def test_the_same_command_again_after_sigterm(tmp_path, warm):
+def test_the_same_command_again_after_sigterm(tmp_path):
     """With a folder named by the clock; a signal to the launcher reaches the ranks."""
     command = ["-m", "experiments.train", *RUN, "mesh.shard=1", "run.steps=3000", "run.sample_tokens=0"]
     shown = []
     for _ in range(2):
-        job = warm.start(command, tmp_path)
+        job = start_command(command, tmp_path)
         made = len(_rows(tmp_path))
         deadline = time.monotonic() + 120
         while len(_rows(tmp_path)) < made + 5:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from commands import Warm
+from commands import run_command
 from main_job import SMALL, compose, rows_of
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -218,10 +218,10 @@ def test_a_sample_is_that_of_plain_decoding():
 # ------------------------------------------------------------------ from the command line
 
 
-def test_a_sweep_leaves_every_file_of_its_runs_and_one_table(tmp_path: Path, warm: Warm):
+def test_a_sweep_leaves_every_file_of_its_runs_and_one_table(tmp_path: Path):
     """Seven rows do not divide over two ranks: the second run fails, and the first is whole."""
     more = ("run.steps=4", "run.held_out_every=2", "strategy=zero2", "data.rows=8,7")
-    done = warm.run(["experiments.train", "--multirun", *SMALL, *more], tmp_path)
+    done = run_command(["experiments.train", "--multirun", *SMALL, *more], tmp_path)
     assert done.returncode == 1, done.stderr
     (sweep,) = tmp_path.glob("multirun/*/*")
     table = (sweep / "table.txt").read_text()
@@ -251,10 +251,10 @@ def test_a_sweep_leaves_every_file_of_its_runs_and_one_table(tmp_path: Path, war
     assert {p.name for p in (folder / "ranks").iterdir()} == {"rank0.log", "rank1.log"}
 
 
-def test_a_budget_that_nothing_fits_into_is_one_error(tmp_path: Path, warm: Warm):
+def test_a_budget_that_nothing_fits_into_is_one_error(tmp_path: Path):
     """Found by the ranks, reported like any mistake."""
     least = ("strategy=auto", "model.layers=1", "mesh.shard=1", "run.device_gb=0.00001")
-    done = warm.run(["experiments.train", *SMALL, *least, f"hydra.run.dir={tmp_path}"], tmp_path)
+    done = run_command(["experiments.train", *SMALL, *least, f"hydra.run.dir={tmp_path}"], tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stdout + done.stderr
     assert done.stderr.count("error: ") == 1
     assert re.search(r"error: run\.device_gb=1e-05: nothing fits into .*", done.stderr)
@@ -263,10 +263,10 @@ def test_a_budget_that_nothing_fits_into_is_one_error(tmp_path: Path, warm: Warm
 
 
 @pytest.mark.long  # `test_fit` runs what is planned
-def test_auto_plans_within_its_budget_and_trains(tmp_path: Path, warm: Warm):
+def test_auto_plans_within_its_budget_and_trains(tmp_path: Path):
     budget_gb = 0.00055  # full_shard takes 0.8 MB
     auto = ("strategy=auto", "model.layers=3", "run.steps=3", f"run.device_gb={budget_gb}")
-    done = warm.run(["experiments.train", *SMALL, *auto, f"hydra.run.dir={tmp_path}"], tmp_path)
+    done = run_command(["experiments.train", *SMALL, *auto, f"hydra.run.dir={tmp_path}"], tmp_path)
     assert done.returncode == 0, done.stderr
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert 0 < plan["peak_bytes"] <= plan["device_bytes"] == round(budget_gb * 1e9)

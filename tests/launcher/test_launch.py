@@ -144,7 +144,7 @@ def test_restart_runs_all_ranks_again(tmp_path):
     assert {p.name for p in tmp_path.glob("[01]-*")} == {"1-0", "1-1"}
 
 
-def test_ranks_end_with_their_launcher(warm, tmp_path):
+def test_ranks_end_with_their_launcher(tmp_path):
     """SIGTERM ends the launcher and its ranks; SIGKILL of the launcher leaves no rank behind."""
     program = tmp_path / "sleeper.py"
     program.write_text(
@@ -165,7 +165,7 @@ def test_ranks_end_with_their_launcher(warm, tmp_path):
         out = tmp_path / number.name
         out.mkdir()
         command = [sys.executable, str(program), str(out)]
-        with started(command, out, warm, {"TMPDIR": str(meetings)}) as process:
+        with started(command, out, {"TMPDIR": str(meetings)}) as process:
             pids = [int(wait_for(out / f"pid{rank}").read_text()) for rank in range(2)]
             assert len(list(meetings.glob("fnshard-*"))) == 1  # what the one before has left is gone
             process.send_signal(number)
@@ -359,7 +359,7 @@ def test_every_restart_is_within_ten_seconds_beyond_imports(how, count, tmp_path
         out = tmp_path / str(number)
         out.mkdir()
         command = [sys.executable, "-u", str(program_of(out, MEETS_AGAIN)), str(out)]
-        started_by = started(command, out, max_restarts=1)
+        started_by = started(command, out, execute=True, max_restarts=1)
         if how == "torchrun":
             started_by = subprocess.Popen([sys.executable, *TORCHRUN, *command[2:]], env=environment())
         with started_by as process:

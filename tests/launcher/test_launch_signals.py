@@ -64,9 +64,9 @@ def main():
 """
 
 
-def test_sigterm_is_handed_on_and_ranks_may_finish(warm, tmp_path):
+def test_sigterm_is_handed_on_and_ranks_may_finish(tmp_path):
     program = program_of(tmp_path, UNTIL_ASKED.replace("LASTS", "0.3"), stop=True)
-    with started([sys.executable, str(program), str(tmp_path)], tmp_path, warm) as process:
+    with started([sys.executable, str(program), str(tmp_path)], tmp_path) as process:
         for rank in range(2):
             wait_for(tmp_path / f"ready{rank}")
         process.send_signal(signal.SIGTERM)
@@ -82,11 +82,11 @@ while signal.SIGTERM not in signal.sigpending():
 """
 
 
-def test_sigterm_during_the_imports_is_kept_for_later(warm, tmp_path):
+def test_sigterm_during_the_imports_is_kept_for_later(tmp_path):
     """The ranks have no handler yet; nobody dies of it."""
     program = program_of(tmp_path, UNTIL_ASKED.replace("LASTS", "0"), stop=True)
     program.write_text(IMPORTS + program.read_text())
-    with started([sys.executable, str(program), str(tmp_path)], tmp_path, warm) as process:
+    with started([sys.executable, str(program), str(tmp_path)], tmp_path) as process:
         for rank in range(2):
             wait_for(tmp_path / f"begun{rank}")
         process.send_signal(signal.SIGTERM)
@@ -95,10 +95,10 @@ def test_sigterm_during_the_imports_is_kept_for_later(warm, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["asked twice", "out of time"])
-def test_who_does_not_end_is_ended(how, warm, tmp_path):
+def test_who_does_not_end_is_ended(how, tmp_path):
     program = program_of(tmp_path, UNTIL_ASKED.replace("LASTS", "600"), stop=True)
     options = {"grace_s": 1.0 if how == "out of time" else 600.0}
-    with started([sys.executable, str(program), str(tmp_path)], tmp_path, warm, **options) as process:
+    with started([sys.executable, str(program), str(tmp_path)], tmp_path, **options) as process:
         for rank in range(2):
             wait_for(tmp_path / f"ready{rank}")
         process.send_signal(signal.SIGTERM)
@@ -111,14 +111,14 @@ def test_who_does_not_end_is_ended(how, warm, tmp_path):
     assert ("had not done so after 1 s and were killed" in printed) == (how == "out of time")
 
 
-def test_a_rank_whose_launcher_died_during_its_imports_does_not_begin(warm, tmp_path):
+def test_a_rank_whose_launcher_died_during_its_imports_does_not_begin(tmp_path):
     program = program_of(tmp_path, UNTIL_ASKED.replace("LASTS", "0"))
     marks = (
         "import os, sys, time; open(f'{sys.argv[1]}/pid' + os.environ['RANK'], 'w').write(str(os.getpid()))"
     )
     waits = "while os.getppid() == int(os.environ['FNSHARD_LAUNCHER']): time.sleep(0.01)"
     program.write_text(f"{marks}\n{waits}\n{program.read_text()}")
-    with started([sys.executable, str(program), str(tmp_path)], tmp_path, warm) as process:
+    with started([sys.executable, str(program), str(tmp_path)], tmp_path) as process:
         pids = [wait_for(tmp_path / f"pid{rank}") for rank in range(2)]
         process.kill()
         process.wait(timeout=30)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from commands import OUTPUT, Warm
+from commands import OUTPUT, start_command
 
 import fnshard as fs
 from fnshard import LaunchError, SpecError
@@ -56,13 +56,13 @@ if __name__ == "__main__":
 """
 
 
-def losses_of(folder: Path, how: str, before: Warm | Sequence[str]) -> list[float]:
-    """World size and losses. `before`: what forks it, or the words that start it."""
+def losses_of(folder: Path, how: str, before: Sequence[str] = ()) -> list[float]:
+    """World size and losses. `before`: the words that start it; none: it is forked."""
     script = folder / "own.py"
     script.write_text(SCRIPT)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
-    if isinstance(before, Warm):
-        code = before.start([str(script), how], folder, env=env).wait(300)
+    if not before:
+        code = start_command([str(script), how], folder, env=env).wait(300)
         shown = "".join((folder / name).read_text() for name in OUTPUT.values())
     else:
         ended = subprocess.run([*before, str(script), how], env=env, cwd=folder, stdout=subprocess.PIPE,
@@ -74,10 +74,10 @@ def losses_of(folder: Path, how: str, before: Warm | Sequence[str]) -> list[floa
     return [float(word) for word in line.split()[1:]]
 
 
-def test_losses_are_equal_however_ranks_are_started(warm, tmp_path):
-    one, *losses = losses_of(tmp_path, "bare", warm)
+def test_losses_are_equal_however_ranks_are_started(tmp_path):
+    one, *losses = losses_of(tmp_path, "bare")
     assert one == 1 and losses[0] > losses[2]
-    for started in (losses_of(tmp_path, "bare", TORCHRUN), losses_of(tmp_path, "launch", warm)):
+    for started in (losses_of(tmp_path, "bare", TORCHRUN), losses_of(tmp_path, "launch")):
         assert started == pytest.approx([2, *losses], abs=1e-10)
 
 

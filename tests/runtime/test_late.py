@@ -8,7 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from commands import Forking
+from commands import forking, popen_from_server
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fnshard.launcher import local, post_mortem
@@ -74,9 +74,9 @@ run_rank(main, device_type="cpu", timeout_s=60)
 
 
 @pytest.fixture(autouse=True)
-def forked(warm, monkeypatch):
+def forked(monkeypatch):
     """Ranks are forked from a process that has imported torch."""
-    monkeypatch.setattr(local, "subprocess", Forking(warm.popen))
+    monkeypatch.setattr(local, "subprocess", forking(popen_from_server))
 
 
 def launch(tmp_path: Path, fails: str, aborts: str, max_restarts: int = 0) -> None:

@@ -1,36 +1,39 @@
 """The commands that the READMEs show, and processes to run them in.
 
-Importing torch for each command and for each of its ranks would take longer than what they do, so both are
-forked from a process that has imported it and has done nothing else.
+Importing torch for each command and for each of its ranks would take longer than what they do. So a command
+is forked by the server that forks the ranks of pools (`ranks`), and its ranks from the command's own process.
 """
 
 from __future__ import annotations
 
 import atexit
-import json
+import importlib
 import os
 import re
 import runpy
 import shlex
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
-from tests.support import fork_server
-from tests.support.fork_server import Forked, ForkServer
+import torch
+from hydra.core.global_hydra import GlobalHydra
+from ranks import CONTEXT
+
+from fnshard.launcher import local
+from fnshard.mesh.process_group import LAUNCHER
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("python", "torchrun", "srun", "pip", "pytest", "mlflow", "wandb")
 BLOCK = re.compile(r"^```(?:bash|sh|console|shell)\n((?:.*\n)*?)^```|((?:^    .*(?:\n|\Z))+)", re.MULTILINE)
 OUTPUT = {"stdout": ".stdout.txt", "stderr": ".stderr.txt"}
-IMPORTED = (
-    "hydra", "matplotlib.pyplot", "torch._functorch.partitioners", "torch._inductor.compile_fx",
-    "transformers.models.llama.modeling_llama", "experiments.finetune.job",
-)  # fmt: skip
 INLINE = re.compile(r"`([^`\n]+)`")
 
 
@@ -64,137 +67,151 @@ def _parts(line: str) -> Iterator[str]:
         yield " ".join(words)
 
 
-# ------------------------------------------------------------------ the process that is forked from
+# ------------------------------------------------------------------ processes that are forked
 
 
-class Warm:
-    """Starts Python programs in processes that have imported torch already."""
+class Forked:
+    """A process, as `subprocess.Popen` shows one; `exit_code()` is None until it has ended."""
 
-    def __init__(self) -> None:
-        self._server = ForkServer(*IMPORTED)
-        self._server.start()
+    def __init__(self, pid: int, exit_code: Callable[[], int | None]):
+        self.pid, self.returncode, self._exit_code = pid, None, exit_code
 
-    def run(
-        self, arguments: Sequence[str], cwd: Path, *, env: Mapping[str, str] | None = None,
-        patches: Mapping[str, Any] | None = None, timeout: float = 280,
-    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
-        """As `subprocess.run(["python", "-m", *arguments])`, output captured.
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._exit_code()
+        return self.returncode
 
-        Args:
-            env: variables beside those of this process.
-            patches: values for constants of modules, by dotted name.
-        """
-        process = self.start(["-m", *arguments], cwd, env=env, patches=patches)
-        try:
-            process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-        texts = {name: (cwd / OUTPUT[name]).read_text() for name in OUTPUT}
-        return subprocess.CompletedProcess(list(arguments), process.returncode, **texts)
+    def wait(self, timeout: float = 280) -> int:
+        until = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(0.01)
+        return self.returncode
 
-    def start(
-        self, arguments: Sequence[str], cwd: Path, *, env: Mapping[str, str] | None = None,
-        patches: Mapping[str, Any] | None = None,
-    ) -> Forked:  # fmt: skip
-        """`python ARGUMENTS` without waiting; what it prints is in the files `OUTPUT` of `cwd`."""
-        for name in OUTPUT.values():
-            (cwd / name).write_bytes(b"")
-        streams = [str(cwd / OUTPUT[name]) for name in ("stdout", "stderr")]
-        how = {"cwd": str(cwd), "streams": streams, "patches": dict(patches or {})}
-        return self._server.popen(
-            _words(how, arguments), env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-        )
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
-    def popen(
-        self, command: Sequence[str], env: Mapping[str, str], start_new_session: bool, stdout: Any = None,
-        stderr: Any = None,
-    ) -> Forked:  # fmt: skip
-        """As `subprocess.Popen([python, "-u", FILE, ...])`."""
-        return self._server.popen(_words(_streams_to(stdout), command[2:]), env=env)
-
-    def close(self) -> None:
-        """End it."""
-        self._server.close()
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
-def _words(how: Mapping[str, Any], arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", "tests.support.commands", json.dumps(how), *arguments]
+def run_command(arguments: Sequence[str], cwd: Path, *, timeout: float = 280, **options: Any) -> Any:
+    """As `subprocess.run(["python", "-m", *arguments])`, output captured; see `start_command`."""
+    process = start_command(["-m", *arguments], cwd, **options)
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    texts = {name: (cwd / OUTPUT[name]).read_text() for name in OUTPUT}
+    return subprocess.CompletedProcess(list(arguments), process.returncode, **texts)
 
 
-def _streams_to(file: Any) -> dict[str, Any]:
-    """Both streams to an open file, which may be closed when they are needed."""
-    return {} if file is None else {"streams": [os.path.abspath(file.name)] * 2}
+def start_command(
+    arguments: Sequence[str], cwd: Path, *, env: Mapping[str, str] | None = None,
+    patches: Mapping[str, Any] | None = None,
+) -> Forked:  # fmt: skip
+    """`python ARGUMENTS` without waiting; what it prints is in the files `OUTPUT` of `cwd`.
+
+    Args:
+        env: variables besides those of this process.
+        patches: values for constants of modules, by dotted name.
+    """
+    streams = [cwd / name for name in OUTPUT.values()]
+    for file in streams:
+        file.write_bytes(b"")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    return _from_server(arguments, env=env, cwd=str(cwd), streams=streams, patches=patches)
 
 
-class Forking:
-    """The module `subprocess`, with processes that are forked."""
-
-    def __init__(self, popen: Any = None):
-        self.Popen = popen or self._popen
-
-    def _popen(
-        self, command: Sequence[str], env: Mapping[str, str], start_new_session: bool,
-        cwd: Path | None = None, stdout: Any = None, stderr: int | None = None,
-    ) -> Forked:  # fmt: skip
-        """`[python, -u, ...]`, from this process as it is."""
-        server = ForkServer()
-        start_here(server)
-        how = _streams_to(stdout) | ({} if cwd is None else {"cwd": str(cwd)})
-        return server.popen(_words(how, [word for word in command[1:] if word != "-u"]), env=env)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(subprocess, name)
+def _from_server(arguments: Sequence[str], **how: Any) -> Forked:
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    process = CONTEXT.Process(target=_become, args=(list(arguments),), kwargs={**how, "blocked": blocked})
+    process.start()
+    return Forked(process.pid, lambda: process.exitcode)
 
 
-def start_here(server: ForkServer, threads: str | None = None) -> None:
-    """`ForkServer.start` without imports: the server is a fork of this process."""
-    if server._connection is not None:
-        return
-    server._connection, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+def popen_from_server(command: Sequence[str], env: Mapping[str, str], stdout: Any = None, **_: Any) -> Forked:
+    """`subprocess.Popen([python, "-u", FILE, ...])`, for launches from a test's own process."""
+    here = [f"/proc/{os.getpid()}/fd/{number}" for number in (1, 2)]
+    return _from_server(command[2:], env=dict(env), cwd=os.getcwd(), streams=_streams(stdout) or here)
+
+
+def popen_here(
+    command: Sequence[str], env: Mapping[str, str], cwd: Path | None = None, stdout: Any = None, **_: Any
+) -> Forked:
+    """`subprocess.Popen([python, ...])`: a fork of this process as it is, which has no threads."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if os.fork() == 0:
-        code = 1
-        try:
-            kept = os.dup2(there.fileno(), 3)
-            os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # as an exec does: a lock is its launcher's alone
-            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-                signal.signal(number, signal.SIG_DFL)
-            os.setsid()
-            run = fork_server.serve(socket.socket(fileno=kept))
-            if run is not None:
-                run()
-            code = 0
-        except SystemExit as ended:
-            code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-            if isinstance(ended.code, str):
-                print(ended.code, file=sys.stderr)
-        except BaseException:
-            sys.excepthook(*sys.exc_info())
-        finally:
-            atexit._run_exitfuncs()
-            os._exit(code)
-    there.close()
+    pid = os.fork()
+    if pid == 0:
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # as an exec does: a lock is its launcher's alone
+        resource_tracker._resource_tracker._fd = None
+        arguments = [word for word in command[1:] if word != "-u"]
+        _become(arguments, env=dict(env), cwd=str(cwd or os.getcwd()), streams=_streams(stdout))
+
+    def exit_code() -> int | None:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if ended else None
+
+    return Forked(pid, exit_code)
 
 
-def main(how: str, *arguments: str) -> None:
+def _streams(file: Any) -> list[str]:
+    """Both streams to an open file, which may be closed when they are needed."""
+    return [] if file is None else [os.path.abspath(file.name)] * 2
+
+
+def forking(popen: Callable[..., Forked]) -> Any:
+    """The module `subprocess`, as far as a launcher uses it."""
+    return SimpleNamespace(Popen=popen, TimeoutExpired=subprocess.TimeoutExpired)
+
+
+def _become(
+    arguments: list[str], *, env: Mapping[str, str], cwd: str, streams: Sequence[str | Path] = (),
+    patches: Mapping[str, Any] | None = None, blocked: Sequence[int] | None = None,
+) -> NoReturn:  # fmt: skip
     """Be `python ARGUMENTS` in this process, which was just forked."""
-    from hydra.core.global_hydra import GlobalHydra
-
-    from fnshard.launcher import local
-
-    GlobalHydra.instance().clear()
-    told = json.loads(how)
-    os.chdir(told.get("cwd", "."))
-    for number, path in enumerate(told.get("streams", []), 1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
-    if "streams" in told:
+    code = 1
+    try:
+        os.setsid()
+        for number, path in enumerate(streams, 1):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    local.subprocess = Forking()
-    for name, value in told.get("patches", {}).items():
-        module, _, constant = name.rpartition(".")
-        setattr(__import__(module, fromlist=["*"]), constant, value)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        if blocked is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        os.chdir(cwd)
+        os.environ.clear()
+        os.environ.update(env)
+        if "RANK" in env:
+            os.environ[LAUNCHER] = str(os.getppid())  # whose death ends a rank
+        torch.set_num_threads(int(env.get("OMP_NUM_THREADS", 1)))
+        tempfile.tempdir = None
+        GlobalHydra.instance().clear()
+        local.subprocess = forking(popen_here)
+        for name, value in (patches or {}).items():
+            module, _, constant = name.rpartition(".")
+            setattr(importlib.import_module(module), constant, value)
+        _run_python(arguments)
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _run_python(arguments: list[str]) -> None:
     if arguments[0] == "-m":
         sys.argv = ["-m", *arguments[2:]]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
@@ -202,9 +219,5 @@ def main(how: str, *arguments: str) -> None:
         sys.argv = ["-c", *arguments[2:]]
         exec(arguments[1], {"__name__": "__main__"})
     else:
-        sys.argv = list(arguments)
+        sys.argv = arguments
         runpy.run_path(arguments[0], run_name="__main__")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

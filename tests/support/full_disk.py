@@ -10,7 +10,7 @@ import sys
 import threading
 from pathlib import Path
 
-from commands import Forking
+from commands import forking, popen_here
 from main_job import SMALL, compose
 
 from experiments.cli.job import start
@@ -72,7 +72,7 @@ def main() -> None:
         thread.join(timeout=60)  # the loader's, which has nothing more to do
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError("there are threads, which a fork does not take along")
-    local.subprocess = Forking()
+    local.subprocess = forking(popen_here)
     whole = run_with(None, disk, text)
     print(json.dumps(whole))
     for blocks in (0, 2, 7, whole["took"] - 12, whole["took"] - 2):

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import Forking, Warm
+from commands import Forked, forking, popen_from_server, start_command
 
 from fnshard.launcher import local as launcher
-from tests.support.fork_server import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def forked(request, monkeypatch):
     """Ranks are forked from a process that has imported torch, but where a test is marked `executed`."""
     if request.node.get_closest_marker("executed") is None:
-        monkeypatch.setattr(launcher, "subprocess", Forking(request.getfixturevalue("warm").popen))
+        monkeypatch.setattr(launcher, "subprocess", forking(popen_from_server))
 
 
 HEADER = """
@@ -65,19 +64,17 @@ def run(
 
 @contextmanager
 def started(
-    command: list[str], out: Path, warm: Warm | None = None, env: Mapping[str, str] | None = None, **options
-) -> Iterator[subprocess.Popen | Forked]:
-    """`launch` in a process of its own, with two ranks; all forked where there is a `warm` one."""
+    command: list[str], out: Path, env: Mapping[str, str] | None = None, execute: bool = False, **options: Any
+) -> Iterator[Forked | subprocess.Popen]:
+    """`launch` in a process of its own, with two ranks; all are forked unless `execute`."""
     starter = out / "starter.py"
     starter.write_text(
         "import pathlib; from fnshard.launcher.local import launch\n"
         f"launch({command!r}, ranks=2, logs=pathlib.Path({str(out)!r}, 'ranks'), **{options!r})"
     )
     env = {**environment(), **(env or {})}
-    if warm is None:
-        process = subprocess.Popen([sys.executable, str(starter)], env=env)
-    else:
-        process = warm.start([str(starter)], out, env=env)
+    process = subprocess.Popen([sys.executable, starter], env=env) if execute else None
+    process = process or start_command([str(starter)], out, env=env)
     try:
         yield process
     finally:
