@@ -247,7 +247,10 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def _run(arguments: str, folder: Path, row: Row = Row()) -> CompletedProcess[str]:
-    options = {"env": {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "inductor")}, "patches": dict(row.patches)}
+    options = {
+        "env": {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "inductor")},
+        "patches": dict(row.patches),
+    }
     done = run_command(shlex.split(arguments), folder, timeout=270 if row.quick else 1700, **options)
     assert done.returncode == row.code, f"python -m {arguments}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
     return done

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from main_job import leave_run
+from runs import leave_run
 
 from experiments.compare import curves
 from experiments.compare.__main__ import main as compare

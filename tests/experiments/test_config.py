@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from main_job import SMALL
+from runs import SMALL
 from wrong_configs import recipe_of, split
 
 from experiments.cli import job

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import run_in
 from torch import Tensor, nn
 from tuning import SMALL as SMALL_TUNING
-from tuning import run_in
 
 import fnshard as fs
 from experiments.bench.command import SPEC as BENCH

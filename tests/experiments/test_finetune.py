@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from tuning import ROOT, SMALL, STEPS, compose, config_of, rows_of, run_in
+from runs import ROOT, compose, rows_of, run_in
+from tuning import SMALL, STEPS, config_of
 
 import fnshard as fs
 from experiments.cli.job import start
@@ -219,7 +220,7 @@ def test_files_and_directories_that_are_not_what_they_should_be(model, data, tmp
     }
     for overrides, message in cases.items():
         with pytest.raises(ConfigError, match=message):
-            config = compose(*SMALL, *overrides.split())
+            config = compose(*SMALL, *overrides.split(), spec=job.SPEC)
             start(job.JOB, config, tmp_path / "run", [], chosen=True)
     assert not (tmp_path / "run" / "ranks").exists()
     config = config_of(model, data, tmp_path, "method.targets=*.nothing")
@@ -272,7 +273,7 @@ def test_a_model_of_the_hub_is_taken_from_the_local_cache(model, tmp_path, monke
         shutil.copy(file, place_of / "blobs" / str(number))
         (snapshot / file.name).symlink_to(f"../../blobs/{number}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    assert base_models.directory_of(compose(*SMALL, "model=acme/tiny"), None) == str(snapshot)
+    assert base_models.directory_of(compose(*SMALL, "model=acme/tiny", spec=job.SPEC), None) == str(snapshot)
     specs = fs.presets.full_shard(from_directory(snapshot).params, mesh := fs.make_mesh(shard=1))
     assert fs.hf.load(snapshot, specs, mesh, model=from_directory(snapshot).model)
 
@@ -307,4 +308,4 @@ def test_one_template_in_training_sampling_and_the_exported_model(model, data, t
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"(?s)not installed:.*transformers.*fnshard\[finetune\]"):
-        directory_of(compose(*SMALL), lambda *_: None)
+        directory_of(compose(*SMALL, spec=job.SPEC), lambda *_: None)

@@ -12,17 +12,17 @@ from typing import Any
 
 import pytest
 from commands import OUTPUT, start_command
-from equal_runs import differences
-from main_job import compose
-from small_runs import (
+from runs import (
     RUN,
     STEPS,
     After,
     KilledError,
+    compose,
     config_of,
+    differences,
     killed_at,
-    metrics_of,
     remembered_setups,
+    rows_of,
     run_in,
 )
 
@@ -58,7 +58,7 @@ def unbroken(lowered_once: None, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def test_the_unbroken_run_is_whole(unbroken):
-    rows = metrics_of(unbroken)
+    rows = rows_of(unbroken)
     assert [r["step"] for r in rows if "loss" in r] == list(range(1, STEPS + 1))
     assert [r["step"] for r in rows if "held_out_loss" in r] == [4, 8, 12, STEPS]
     assert fs.checkpoint.all_steps(unbroken / CHECKPOINTS) == [12, STEPS]
@@ -71,7 +71,7 @@ def test_tables_that_a_result_is_compared_with_are_counted_after_the_last_step(t
     rows: list[int] = []
 
     def tables(_: Dataset) -> dict[str, float]:
-        rows.append(len([row for row in metrics_of(tmp_path) if "loss" in row]))
+        rows.append(len([row for row in rows_of(tmp_path) if "loss" in row]))
         return {"bigram": 2.0}
 
     monkeypatch.setattr(Dataset, "tables", tables)
@@ -215,7 +215,7 @@ def test_from_another_runs_checkpoint(unbroken, tmp_path, capfd):
     run = replace(run_in(tmp_path), source=str(unbroken / CHECKPOINTS / "12"))
     loop.train(config_of("optimizer.lr=0.02"), run, [], Stop())
     assert f"resume: step 12 of {unbroken / CHECKPOINTS / '12'}" in capfd.readouterr().out
-    before, after = (metrics_of(f) for f in (unbroken, tmp_path))
+    before, after = (rows_of(f) for f in (unbroken, tmp_path))
     assert after[:14] == before[:14] and [r["step"] for r in after] == [r["step"] for r in before]
     assert after[-2]["lr"] == pytest.approx(5 * before[-2]["lr"])
     assert (

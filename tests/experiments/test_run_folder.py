@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import (
+from runs import (
     config_of,
     leave_checkpoint,
 )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from main_job import SMALL, compose, rows_of
+from runs import SMALL, compose, rows_of
 from shard_files import stream_of
 
 from experiments import train

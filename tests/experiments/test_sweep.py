@@ -15,8 +15,8 @@ from typing import Any
 import hydra
 import pytest
 from hydra.types import RunMode
-from main_job import SMALL, leave_run
 from omegaconf import OmegaConf
+from runs import SMALL, leave_run
 from slurm import install
 
 from experiments.cli import job

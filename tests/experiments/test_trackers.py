@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from main_job import compose
+from runs import compose
 
 from experiments.configs.train import ConfigError, TrackerConfig
 from experiments.data.files import write_text

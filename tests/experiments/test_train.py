@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from commands import run_command
-from main_job import SMALL, compose, rows_of
+from runs import SMALL, compose, rows_of
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from experiments.cli import schema

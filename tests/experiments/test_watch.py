@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from main_job import compose
-from small_runs import RUN, After, config_of, run_in
+from runs import RUN, After, compose, config_of, run_in
 
 import fnshard as fs
 from experiments.training import loop, steps

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from launched import environment, ranks_of
-from main_job import SMALL
+from runs import SMALL
 
 from experiments.training.metrics_file import METRICS
 

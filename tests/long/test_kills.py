@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from equal_runs import differences
 from kills import CODES, MOMENTS, Campaign, draw
+from runs import differences
 
 import fnshard as fs
 from experiments import ROOT

@@ -11,7 +11,8 @@ import threading
 from pathlib import Path
 
 from commands import forking, popen_here
-from main_job import SMALL, compose
+from runs import SMALL, compose
+from tqdm import tqdm
 
 from experiments.cli.job import start
 from experiments.configs.machine import place
@@ -63,6 +64,7 @@ def asked(text: Path) -> TrainConfig:
 def main() -> None:
     """Print a line of JSON for each run: one with all the room, then with less."""
     disk, text = map(Path, sys.argv[1:])
+    tqdm.monitor_interval = 0  # no thread: ranks are forked from here, when all is lowered
     config = place(asked(text), accelerators={})
     setup = loop.prepare(config)
     loop.prepare = lambda _: setup

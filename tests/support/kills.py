@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from equal_runs import differences, rows_of
+from runs import differences, rows_of
 
 import fnshard as fs
 from experiments import ROOT

@@ -4,34 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-import hydra
 import pytest
 import torch
-from omegaconf import OmegaConf
+from runs import compose
 
-from experiments.cli import schema
 from experiments.configs.machine import place
 from experiments.data.tokenizer import byte_tokenizer
 from experiments.finetune import dataset, job
 from experiments.finetune.config import FinetuneConfig
-from experiments.training.metrics_file import METRICS
-from experiments.training.resume import RunFolder
 
 transformers = pytest.importorskip("transformers")
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 6
 SMALL = ("method.rank=2", "data.context=48", "data.rows=4", "data.held_out_rows=4", f"run.steps={STEPS}",
          "run.save_every=2", "run.held_out_every=3", "run.sample_tokens=3", "run.backend=eager",
          "run.device=cpu", "run.timeout_s=60", "mesh.shard=1")  # fmt: skip
-
-
-def compose(*overrides: str) -> FinetuneConfig:
-    job.SPEC.register()
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(job.SPEC.conf)):
-        composed = hydra.compose("finetune", overrides=list(overrides))
-    return schema.build(OmegaConf.to_container(composed, resolve=True, throw_on_missing=True), FinetuneConfig)
 
 
 @pytest.fixture(scope="session")
@@ -68,16 +55,7 @@ def config_of(model: Path, data: dict[str, Path], where: Path, *overrides: str) 
     """Placed, with its data tokenised below `where`."""
     train = data["pairs" if "objective=dpo" in overrides else "samples"]
     named = (f"model={model}", f"data.train={train}")
-    config = place(compose(*SMALL, *named, *overrides), accelerators={})
+    config = place(compose(*SMALL, *named, *overrides, spec=job.SPEC), accelerators={})
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(where)
         return dataset.prepared(config)
-
-
-def run_in(folder: Path) -> RunFolder:
-    folder.mkdir(parents=True, exist_ok=True)
-    return RunFolder(str(folder))
-
-
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
