@@ -34,7 +34,7 @@ from fnshard import adapters, checkpoint, debug, errors, hf, losses, optim, plot
 from fnshard.adapters.lora import lora
 from fnshard.adapters.norms import sync_batch_norm
 from fnshard.analysis.hardware import Hardware
-from fnshard.checkpoint.reshard import averaged, reshard, reshard_cost
+from fnshard.checkpoint.reshard import averaged, reshard
 from fnshard.compiler.deferred.deferred_init import deferred
 from fnshard.compiler.frontend.exchange import all_gather, constrain, psum
 from fnshard.compiler.frontend.limits import bounded
@@ -123,7 +123,6 @@ __all__ = [
     "profile",
     "psum",
     "reshard",
-    "reshard_cost",
     "run_rank",
     "schedules",
     "shard",

@@ -66,7 +66,6 @@ PUBLIC = [
     "profile",
     "psum",
     "reshard",
-    "reshard_cost",
     "run_rank",
     "schedules",
     "shard",

@@ -32,7 +32,7 @@ from experiments.bench.peers import memory_of, mfu_of
 from fnshard.debug.profile import DEVICE, LAUNCHES, PREFIX
 
 Found = dict[str, Any]
-CORE = ("trace", "differentiate", "remat", "schedule", "step")  # `tests/versions.py` has them, too
+CORE = ("trace", "differentiate", "remat", "schedule", "step")
 # What a step has besides; each may bring a wait for the device of its own.
 VARIANTS = {
     "plain": Plan(),

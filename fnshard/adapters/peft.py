@@ -24,12 +24,11 @@ from fnshard import tree
 from fnshard.adapters.lora import Lora
 from fnshard.checkpoint.coordination import all_or_none
 from fnshard.errors import StateError, leaves
-from fnshard.hf.writing import flush_file, write_flushed
 from fnshard.layout.codecs import block_of, is_coded
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.connect import connection
-from fnshard.runtime.files.folder import flush_directory
+from fnshard.runtime.files.folder import flush_directory, flush_file
 from fnshard.runtime.packing import local_block
 from fnshard.step.runner import laid_out
 from fnshard.step.shards import unshard
@@ -117,9 +116,10 @@ def save(
         tensors = {_peft_name(leaf, n): v for leaf, parts in adapters.items() for n, v in parts.items()}
         aside = folder / f".{WEIGHTS}.writing"
         save_file({name: v.contiguous() for name, v in tensors.items()}, aside, {"format": "pt"})
-        flush_file(aside)
         config = folder / f".{CONFIG}.writing"
-        write_flushed(config, json.dumps(_peft_config(settings, base), indent=2) + "\n")
+        config.write_text(json.dumps(_peft_config(settings, base), indent=2) + "\n")
+        flush_file(aside)
+        flush_file(config)
         os.replace(aside, folder / WEIGHTS)
         os.replace(config, folder / CONFIG)
         flush_directory(folder)

@@ -1,10 +1,9 @@
-"""Reshard: a state from one layout to another in memory, leaf by leaf, and what that sends."""
+"""Reshard: a state from one layout to another in memory, leaf by leaf."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,64 +33,7 @@ from fnshard.step.runner import default_mesh
 from fnshard.step.shards import blank_params, blank_slots, gather_full, stored_at_rest
 from fnshard.step.state import TrainState
 
-__all__ = ["Cost", "averaged", "reshard", "reshard_cost"]
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a reshard sends; prints as a short table.
-
-    `leaves`: `{name: bytes}` that one rank sends of each leaf of the old state: its block, to all that the
-    leaf was split over; nothing of a leaf that lies alike before and after, or was whole. `whole_bytes`: the
-    largest leaf that is whole for a moment.
-    """
-
-    leaves: Mapping[str, int]
-    whole_bytes: int
-
-    @property
-    def sent_bytes(self) -> int:
-        """Of one rank, all leaves."""
-        return sum(self.leaves.values())
-
-    def __str__(self) -> str:
-        rows = sorted(((b, n) for n, b in self.leaves.items() if b), reverse=True)
-        shown = [f"{size / 1e6:12.3f} MB  {name}" for size, name in rows[:8]]
-        if len(rows) > 8:
-            shown.append(f"{sum(b for b, _ in rows[8:]) / 1e6:12.3f} MB  {len(rows) - 8} more")
-        count = f"{len(rows)} of {len(self.leaves)} leaves"
-        head = f"{self.sent_bytes / 1e6:12.3f} MB sent by each rank, for {count}"
-        return "\n".join([head, *shown, f"{self.whole_bytes / 1e6:12.3f} MB whole for a moment"])
-
-
-def reshard_cost(
-    state: TrainState, before: Any, after: Any, mesh: Mesh | None = None, *, to: Mesh | None = None
-) -> Cost:
-    """What `reshard` would send; nothing is moved, and the meshes may be abstract.
-
-    Args:
-        state, before, after, mesh, to: as for `reshard`.
-
-    >>> import fnshard as fs
-    >>> params, paper = {"w": torch.zeros(8, 4)}, fs.make_mesh(shard=4, abstract=True)
-    >>> a, b = fs.presets.full_shard(params, paper), fs.presets.zero1(params, paper)
-    >>> step = fs.shard_step(lambda p: p["w"].sum(), a, mesh=paper, optimizer=fs.optim.sgd(0.1))
-    >>> fs.reshard_cost(step.init(params), a, b, paper).leaves
-    {'params/w': 96}
-    """
-    mesh = mesh or default_mesh()
-    before, after = _aligned(state, before, after)
-    old, before, plain = _decoded(state, before, after)
-    moves = _moves(old, before, plain, mesh, to, None, on_paper=True)
-    gathered = [moves.old[n] for n in moves.gathered]
-    sent = {
-        n: h.block.numel() * h.block.dtype.itemsize * (moves.mesh.axes_size(h.layout.axes) - 1)
-        for n, h in moves.old.items()
-    }
-    return Cost(
-        {n: size if n in moves.gathered else 0 for n, size in sent.items()},
-        max((math.prod(h.shape) * h.block.dtype.itemsize for h in gathered), default=0),
-    )
+__all__ = ["averaged", "reshard"]
 
 
 def reshard(
@@ -133,13 +75,19 @@ def reshard(
         zero = torch.zeros((), dtype=torch.int64)
         alone = TrainState(zero, state, {}, {}, zero.clone())
         return reshard(alone, before, after, mesh, to=to, disk_dir=disk_dir).params
-    before, after = _aligned(state, before, after)
+    target = to or mesh
+    if target.size != mesh.size:
+        raise SpecError(f"a state on {mesh} cannot be resharded to {target}: they have not the same ranks.")
+    before = ResolvedSpecs.of(before).align(state.params)
+    after = ResolvedSpecs.of(after).align(before.tree)
     old, before, plain = _decoded(state, before, after)
-    moves = _moves(old, before, plain, mesh, to, disk_dir)
+    compare_paths(before.stored, plain.stored)
+    leaves = state_leaves(old, before.stored, mesh)
+    new, targets = _blank(old, leaves, plain, target, disk_dir)
     del old
     state.consume(by="fs.reshard")
-    _move(moves)
-    return _coded(moves.new, plain, after, moves.to, disk_dir)
+    _move(leaves, targets, before.stored, mesh, target)
+    return _coded(new, plain, after, target, disk_dir)
 
 
 def averaged(state: TrainState, name: str = "ema") -> TrainState:
@@ -177,25 +125,45 @@ def averaged(state: TrainState, name: str = "ema") -> TrainState:
     return TrainState(state.step.clone(), params, {}, {}, state.seed.clone(), where=state.where)
 
 
-def _aligned(state: TrainState, before: Any, after: Any) -> tuple[ResolvedSpecs, ResolvedSpecs]:
-    before = ResolvedSpecs.of(before).align(state.params)
-    return before, ResolvedSpecs.of(after).align(before.tree)
+def _blank(
+    state: TrainState, leaves: Mapping[str, LocalLeaf], specs: ResolvedSpecs, mesh: Mesh, disk_dir: str | None
+) -> tuple[TrainState, dict[str, list[RestoreTarget]]]:
+    """A state in other specs, to be filled; and which of its leaves come from which old one."""
+    saved, named = {n: leaf.saved_as() for n, leaf in leaves.items()}, specs.stored
+    params = blank_params(named, mesh, disk_dir)
+    slots = blank_slots(saved_slots(saved, named, mesh), named, mesh, disk_dir)
+    scale = {k: v.clone() for k, v in state.loss_scale.items()}
+    tree_of_blocks = tree.unflatten(params.values(), specs.structure)
+    new = TrainState(
+        state.step.clone(), tree_of_blocks, slots, scale, state.seed.clone(), where=(specs.tree, mesh),
+        data=state.data,
+    )  # fmt: skip
+    targets: dict[str, list[RestoreTarget]] = {}
+    blank = param_leaves(params, named) | slot_leaves(slots, named, mesh)
+    for leaf in restore_targets(blank, saved, set(specs.trainable)).values():
+        targets.setdefault(leaf.source, []).append(leaf)
+    return new, targets
 
 
-def _move(moves: _Moves) -> None:
-    """Fill the new state, leaf by leaf."""
-    comm = connection(moves.mesh)
+def _move(
+    leaves: dict[str, LocalLeaf],
+    targets: Mapping[str, Sequence[RestoreTarget]],
+    specs: Mapping[str, LayoutSpec],
+    mesh: Mesh,
+    to: Mesh,
+) -> None:
+    """Fill the new state, leaf by leaf; a leaf that is split, and lies otherwise afterwards, is gathered."""
+    comm, same_mesh = connection(mesh), (mesh.names, mesh.sizes) == (to.names, to.sizes)
     with torch.no_grad():
-        for name in list(moves.old):
-            gathered = name in moves.gathered
-            old = moves.old.pop(name)
-            full = old.block
-            if gathered:
-                spec = replace(moves.specs[name], storage=old.layout, storage_dtype=old.block.dtype)
-                full = gather_full({name: old.block}, {name: spec}, moves.mesh, comm)[name]
-            for leaf in moves.targets.get(name, ()):
-                split = gathered or not moves.mesh.ordered(old.layout.axes)
-                leaf.block.copy_(local_block(full, leaf.layout, moves.to) if split else full)
+        for name in list(leaves):
+            old = leaves.pop(name)
+            full, split, found = old.block, bool(mesh.ordered(old.layout.axes)), targets.get(name, ())
+            stays = same_mesh and all(leaf.layout == old.layout for leaf in found)
+            if found and split and not stays:
+                spec = replace(specs[path_of(name)], storage=old.layout, storage_dtype=full.dtype)
+                full = gather_full({name: full}, {name: spec}, mesh, comm)[name]
+            for leaf in found:
+                leaf.block.copy_(full if split and stays else local_block(full, leaf.layout, to))
 
 
 def _decoded(
@@ -254,62 +222,3 @@ def _coded(
     made = state.replace(params=tree.unflatten(values, after.leaf_structure))
     made.where, made.data = (after.tree, mesh), state.data
     return made
-
-
-@dataclass
-class _Moves:
-    """`old` leaves by name, with their `specs`; `new`, to be filled; and which of its leaves come from which
-    old one (`targets`)."""
-
-    old: dict[str, LocalLeaf]
-    specs: Mapping[str, LayoutSpec]
-    new: TrainState
-    targets: Mapping[str, Sequence[RestoreTarget]]
-    mesh: Mesh
-    to: Mesh
-    gathered: set[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Gathered are old leaves that are split, and lie otherwise than what comes from them."""
-        same_mesh = (self.mesh.names, self.mesh.sizes) == (self.to.names, self.to.sizes)
-        self.gathered = {
-            name
-            for name, targets in self.targets.items()
-            if self.mesh.ordered(self.old[name].layout.axes)
-            and not (same_mesh and all(leaf.layout == self.old[name].layout for leaf in targets))
-        }
-
-
-def _moves(
-    state: TrainState,
-    before: ResolvedSpecs,
-    after: ResolvedSpecs,
-    mesh: Mesh,
-    to: Mesh | None,
-    disk_dir: str | None,
-    on_paper: bool = False,
-) -> _Moves:
-    named, others = before.stored, after.stored
-    compare_paths(named, others)
-    target = to or mesh
-    if target.size != mesh.size:
-        raise SpecError(f"a state on {mesh} cannot be resharded to {target}: they have not the same ranks.")
-    old = state_leaves(state, named, mesh)
-    saved = {n: leaf.saved_as() for n, leaf in old.items()}
-    params = blank_params(others, target, disk_dir, on_paper=on_paper)
-    slots = blank_slots(saved_slots(saved, others, target), others, target, disk_dir, on_paper=on_paper)
-    new = TrainState(
-        state.step.clone(),
-        tree.unflatten(params.values(), after.structure),
-        slots,
-        {k: v.clone() for k, v in state.loss_scale.items()},
-        state.seed.clone(),
-        where=(after.tree, target),
-        data=state.data,
-    )
-    leaves = param_leaves(params, others) | slot_leaves(slots, others, target)
-    targets: dict[str, list[RestoreTarget]] = {}
-    for leaf in restore_targets(leaves, saved, set(after.trainable)).values():
-        targets.setdefault(leaf.source, []).append(leaf)
-    specs = {n: named[path_of(n)] for n in old if not n.startswith("loss_scale/")}
-    return _Moves(old, specs, new, targets, mesh, target)

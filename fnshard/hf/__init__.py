@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,28 +28,18 @@ from fnshard import tree
 from fnshard.checkpoint.coordination import all_or_none
 from fnshard.errors import StateError, leaves
 from fnshard.hf.names import FAMILIES, Family, Names, Transposed, check_names, config_of_module, family_of
-from fnshard.hf.reading import SINGLE, load_block, match_tensors, open_tensors, read_config
-from fnshard.hf.writing import (
-    LeafToWrite,
-    Put,
-    complete_directory,
-    leaves_to_write,
-    pickled,
-    safetensors_files,
-    split_files,
-    write_leaves,
-)
+from fnshard.hf.reading import load_block, match_tensors, open_tensors, read_config
+from fnshard.hf.writing import LeafToWrite, Put, leaves_to_write, model_directory, write_leaves
 from fnshard.layout.codecs import Unfit, check_codecs
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
 from fnshard.layout.spec import LayoutSpec, check_specs
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.connect import connection
-from fnshard.runtime.files.tensorfile import NAMES, STATE_NAMES
 from fnshard.runtime.tiers import check_directory
 from fnshard.step.runner import default_mesh, laid_out
 from fnshard.step.shards import check_blocks
 
-__all__ = ["FAMILIES", "Family", "Transposed", "export", "load", "save"]
+__all__ = ["FAMILIES", "Family", "Transposed", "load", "save"]
 
 
 def load(
@@ -133,7 +122,8 @@ def save(
     """Stored blocks -> a model directory that `transformers` opens. A collective: all ranks fail, or none.
 
     Leaves are gathered one by one to rank 0, which holds one of them whole, and writes it to another name;
-    that is flushed to the disk and renamed when it is complete.
+    that is flushed to the disk and renamed when it is complete. A module of one's own takes a file of it by
+    `safetensors.torch.load_model(module, "path/model.safetensors")`.
 
     Args:
         params: a tree of stored blocks, or a `TrainState`.
@@ -164,64 +154,9 @@ def save(
             raise StateError(f"max_file_bytes={max_file_bytes!r}: a number of bytes, more than 0.")
         if mesh.rank == 0 and os.path.lexists(final) and not _is_empty_folder(final):
             raise StateError(f"there is something at {str(final)!r}: save elsewhere, or remove it.")
-        files = split_files([e for leaf in plan for e in leaf.entries], max_file_bytes)
-        return plan, safetensors_files(final, files, partial(complete_directory, files=files, config=source))
+        return plan, model_directory(final, [leaf.entry for leaf in plan], max_file_bytes, source)
 
     write_leaves(f"saving to {str(final)!r}", planned, mesh, connection(mesh))
-
-
-def export(
-    params: Any,
-    path: str | Path,
-    specs: Any = None,
-    mesh: Mesh | None = None,
-    *,
-    model: nn.Module | None = None,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Stored blocks -> the full `state_dict` in one file. A collective: all ranks fail, or none.
-
-    For `module.load_state_dict`; what Lightning calls `state_dict_type="full"`.
-
-    Args:
-        params, specs, mesh, dtype: as for `save`.
-        path: ends in ".safetensors"; or in ".pt" or ".pth": then `torch.save` writes it, from a mapped copy
-            on the same disk. A file of that name is replaced.
-        model: the module that the leaves are of, on any device: then the file has what its `state_dict()`
-            has, all names of a tied weight too; default all leaves.
-
-    Raises:
-        StateError, CheckpointError, AgreementError: as for `save`; another ending.
-
-    >>> import tempfile
-    >>> from fnshard import make_mesh, match_specs, LayoutSpec
-    >>> layer = nn.Linear(2, 2, bias=False)
-    >>> params = {"weight": layer.weight.detach()}
-    >>> specs = match_specs(params, [("*", LayoutSpec())])
-    >>> file = tempfile.mkdtemp() + "/layer.pt"
-    >>> export(params, file, specs, make_mesh(shard=1))
-    >>> layer.load_state_dict(torch.load(file))
-    <All keys matched successfully>
-    """
-    blocks, specs, mesh = _laid_out(params, specs, mesh)
-    final = Path(path).absolute()
-
-    def planned() -> tuple[list[LeafToWrite], AbstractContextManager[Put]]:
-        named = _checked(blocks, specs, mesh)
-        # Only the module knows which leaves its state_dict leaves out.
-        family = Family() if model is None else family_of({}, model, named)
-        if mesh.rank == 0 and final.is_dir():
-            raise StateError(f"{str(final)!r} is a directory: name a file.")
-        if final.suffix not in (".safetensors", ".pt", ".pth"):
-            raise StateError(f"{final.name!r}: a state_dict is written to .safetensors, .pt or .pth.")
-        pickle = final.suffix != ".safetensors"
-        how = {"dtypes": STATE_NAMES} if pickle else {"dtypes": NAMES, "copies": family.tied}
-        plan = leaves_to_write(blocks, named, family, dtype, **how)
-        entries = [e for leaf in plan for e in leaf.entries]
-        done = partial(pickled, entries=entries, tied=family.tied) if pickle else _its_file
-        return plan, safetensors_files(final, [entries], done)
-
-    write_leaves(f"exporting to {str(final)!r}", planned, mesh, connection(mesh))
 
 
 # ------------------------------------------------------------------ arguments
@@ -272,10 +207,6 @@ def _config(config: Any) -> Mapping[str, Any] | Path | None:
         f"config={config!r} is none.",
         fix="a dict, an object with to_dict(), or the path of an existing directory or config.json.",
     )
-
-
-def _its_file(folder: Path) -> Path:
-    return folder / SINGLE
 
 
 def _is_empty_folder(path: Path) -> bool:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from fnshard.checkpoint.coordination import all_or_none
@@ -27,7 +26,7 @@ from fnshard.layout.partition import boxes
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import Collectives
-from fnshard.runtime.files.folder import flush_directory
+from fnshard.runtime.files.folder import flush_directory, flush_file
 from fnshard.runtime.files.tensorfile import NAMES, TensorToWrite, bytes_of, file_layout
 
 PIECE_bytes = 64 << 20  # that one collective moves, unless one row of all ranks is more
@@ -47,20 +46,20 @@ Put = Callable[[str, Tensor], None]
 
 @dataclass(frozen=True)
 class LeafToWrite:
-    """A leaf on its way out: what makes its block, its names in the files, and how it is stored there."""
+    """A leaf on its way out: what makes its block, its name in the files, and how it is stored there."""
 
     path: str
     spec: LayoutSpec
     make: Callable[[], Tensor]
-    names: tuple[str, ...]
+    name: str
     dtype: torch.dtype
     transposed: bool
 
     @property
-    def entries(self) -> list[TensorToWrite]:
-        """The tensors that are written."""
+    def entry(self) -> TensorToWrite:
+        """The tensor that is written."""
         shape = self.spec.shape[::-1] if self.transposed else self.spec.shape
-        return [TensorToWrite(name, shape, self.dtype) for name in self.names]
+        return TensorToWrite(self.name, shape, self.dtype)
 
 
 def leaves_to_write(
@@ -70,14 +69,8 @@ def leaves_to_write(
     dtype: torch.dtype | None,
     *,
     names: Names = None,
-    copies: Mapping[str, str] | None = None,
-    dtypes: Mapping[torch.dtype, str] = NAMES,
 ) -> list[LeafToWrite]:
     """How stored blocks, by path, are written.
-
-    Args:
-        copies: `{another name: the path that is written under it, too}`.
-        dtypes: that the files can hold.
 
     Raises:
         StateError: names or dtypes that do not fit; all of them.
@@ -99,14 +92,13 @@ def leaves_to_write(
         taken[name] = path
         wide = spec.storage_dtype.is_floating_point and spec.storage_dtype.itemsize > 1
         kind = dtype if dtype is not None and wide else spec.storage_dtype
-        more = tuple(other for other, stored in (copies or {}).items() if stored == path)
         make = partial(block_of, blocks, path, spec)
-        out.append(LeafToWrite(path, spec, make, (name, *more), kind, transposed))
+        out.append(LeafToWrite(path, spec, make, name, kind, transposed))
     if wrong:
         raise StateError("names= does not fit the leaves:", wrong, "give each leaf its own name.")
-    odd = [f"params[{leaf.path!r}] is {leaf.dtype}" for leaf in out if leaf.dtype not in dtypes]
+    odd = [f"params[{leaf.path!r}] is {leaf.dtype}" for leaf in out if leaf.dtype not in NAMES]
     if odd:
-        fix = "export to a .pt file, or store them in another dtype (storage_dtype= of their specs)."
+        fix = "store them in another dtype (storage_dtype= of their specs)."
         raise StateError(f"safetensors files have no such dtype, {leaves(len(odd))}:", odd, fix)
     return out
 
@@ -145,7 +137,7 @@ def write_leaves(
         for leaf in plan:
             full = torch.empty(leaf.spec.shape, dtype=leaf.dtype) if first else None
             gather_leaf(leaf.make(), leaf.spec, mesh, comm, full)
-            all_ranks(partial(_write, leaf, full, put) if first else None)
+            all_ranks(partial(_put, put, leaf, full) if first else None)
         all_ranks(partial(files.__exit__, None, None, None) if first else None)
     except BaseException as error:
         if put is not None:
@@ -153,15 +145,14 @@ def write_leaves(
         raise
 
 
+def _put(put: Put, leaf: LeafToWrite, full: Tensor) -> None:
+    put(leaf.name, full.t() if leaf.transposed else full)
+
+
 def _digest(plan: Sequence[LeafToWrite]) -> str:
     """Equal for equal plans."""
-    lines = [[leaf.path, leaf.names, leaf.transposed, str(leaf.dtype), repr(leaf.spec)] for leaf in plan]
+    lines = [[leaf.path, leaf.name, leaf.transposed, str(leaf.dtype), repr(leaf.spec)] for leaf in plan]
     return hashlib.sha256(json.dumps(lines).encode()).hexdigest()
-
-
-def _write(leaf: LeafToWrite, full: Tensor, put: Put) -> None:
-    for name in leaf.names:
-        put(name, full.t() if leaf.transposed else full)
 
 
 def gather_leaf(block: Tensor, spec: LayoutSpec, mesh: Mesh, comm: Collectives, out: Tensor | None) -> None:
@@ -207,33 +198,32 @@ def staging_path(final: Path) -> Path:
 
 
 @contextmanager
-def safetensors_files(
-    final: Path, files: Sequence[Sequence[TensorToWrite]], finish: Callable[[Path], Path]
+def model_directory(
+    final: Path, entries: Sequence[TensorToWrite], max_bytes: float, config: Mapping[str, Any] | Path | None
 ) -> Iterator[Put]:
     """Write tensors, in any order, into files of a new folder. After an exception nothing is left.
 
     Args:
         final: what has this name at the end; of directories only an empty one is replaced.
-        files: entries, file by file.
-        finish: completes the folder, and returns what takes the name: itself, or a file in it.
+        max_bytes: of a file.
     """
-    folder = staging_path(final)
+    folder, files = staging_path(final), split_files(entries, max_bytes)
     remove(folder)
     places: dict[str, tuple[Path, int]] = {}
     try:
         folder.mkdir(parents=True)
-        for number, entries in enumerate(files):
-            head, starts = file_layout(entries, FORMAT)
+        for number, some in enumerate(files):
+            head, starts = file_layout(some, FORMAT)
             path = folder / file_name(number, len(files))
             path.touch()
             _write_at(path, memoryview(head), 0)
             places |= {name: (path, start) for name, start in starts.items()}
         yield lambda name, tensor: _write_at(places[name][0], bytes_of(tensor), places[name][1])
-        for number in range(len(files)):
-            flush_file(folder / file_name(number, len(files)))
-        done = finish(folder)
+        _complete(folder, files, config)
+        for path in folder.iterdir():
+            flush_file(path)
         flush_directory(folder)
-        os.replace(done, final)
+        os.replace(folder, final)
         flush_directory(final.parent)
     finally:
         remove(folder)
@@ -267,53 +257,22 @@ def split_files(entries: Sequence[TensorToWrite], max_bytes: float) -> list[list
     return files
 
 
-def complete_directory(
+def _complete(
     folder: Path, files: Sequence[Sequence[TensorToWrite]], config: Mapping[str, Any] | Path | None
-) -> Path:
-    """What a model directory has besides its weights: an index of several files, the configuration."""
+) -> None:
+    """Add what a model directory has besides its weights: an index of several files, the configuration."""
     if len(files) > 1:
         where = {e.name: file_name(i, len(files)) for i, entries in enumerate(files) for e in entries}
         total = sum(e.bytes for entries in files for e in entries)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
-        write_flushed(folder / INDEX, json.dumps(index, indent=2) + "\n")
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     if isinstance(config, Mapping):
         text = json.dumps(config, indent=2, sort_keys=True, default=str)
-        write_flushed(folder / "config.json", text + "\n")
+        (folder / "config.json").write_text(text + "\n")
     elif config is not None:
         found = [config] if config.is_file() else sorted({p for g in COPIED for p in config.glob(g)})
         for source in filter(Path.is_file, found):
-            target = folder / ("config.json" if config.is_file() else source.name)
-            shutil.copyfile(source, target)
-            flush_file(target)
-    return folder
-
-
-def pickled(folder: Path, entries: Sequence[TensorToWrite], tied: Mapping[str, str]) -> Path:
-    """A folder's one file once more, as `torch.save` writes a `state_dict`; its tensors stay mapped.
-
-    Args:
-        tied: `{other name: name}`, which share their memory when it is loaded.
-    """
-    saved = load_file(folder / SINGLE)
-    # Complex numbers that safetensors does not know are pairs there.
-    values = {e.name: saved[e.name].view(e.dtype).view(e.shape) for e in entries}
-    path = folder / "state.pt"
-    with open(path, "xb") as file:
-        torch.save(values | {other: values[name] for other, name in tied.items() if name in values}, file)
-    flush_file(path)
-    return path
-
-
-def write_flushed(path: Path, text: str) -> None:
-    """A small file, flushed to the disk."""
-    path.write_text(text)
-    flush_file(path)
-
-
-def flush_file(path: Path) -> None:
-    """Flush a file to the disk."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
+            shutil.copyfile(source, folder / ("config.json" if config.is_file() else source.name))
 
 
 def remove(path: Path) -> None:

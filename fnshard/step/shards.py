@@ -353,31 +353,26 @@ def _from_function(
 # ------------------------------------------------------------------ blank states, to be filled
 
 
-def blank_params(
-    specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | None, *, on_paper: bool = False
-) -> dict[str, Tensor]:
-    """Zeros where each leaf's stored block rests; on the meta device, where it is for the shapes alone.
+def blank_params(specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | None) -> dict[str, Tensor]:
+    """Zeros where each leaf's stored block rests.
 
     Raises:
         StateError: no room, or no directory, for what rests on disk.
     """
-    if not on_paper:
-        check_directory(disk_dir, [p for p, s in specs.items() if "disk" in (s.memory, s.optimizer_memory)])
-    zeros = _meta if on_paper else _zeros
+    check_directory(disk_dir, [p for p, s in specs.items() if "disk" in (s.memory, s.optimizer_memory)])
     return {
-        p: zeros(block_shape(s.shape, s.storage, mesh), s.storage_dtype, s.memory, mesh, disk_dir)
+        p: _zeros(block_shape(s.shape, s.storage, mesh), s.storage_dtype, s.memory, mesh, disk_dir)
         for p, s in specs.items()
     }
 
 
 def blank_slots(
-    slots: Slots, specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | None, *, on_paper: bool = False
+    slots: Slots, specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | None
 ) -> dict[str, dict[str, Tensor]]:
     """Zeros where each leaf's optimizer state rests."""
-    zeros = _meta if on_paper else _zeros
     return {
         path: {
-            name: zeros(shape, dtype, specs[path].optimizer_memory, mesh, disk_dir)
+            name: _zeros(shape, dtype, specs[path].optimizer_memory, mesh, disk_dir)
             for name, (shape, dtype) in of_leaf.items()
         }
         for path, of_leaf in slots.items()
@@ -388,7 +383,3 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, tier: str, mesh: Mesh, di
     if tier == "device":
         return torch.zeros(shape, dtype=dtype, device=mesh.device)
     return allocate(shape, dtype, tier, mesh.device, disk_dir).zero_()
-
-
-def _meta(shape: tuple[int, ...], dtype: torch.dtype, *_: Any) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")

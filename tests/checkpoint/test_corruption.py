@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +152,64 @@ def test_files_that_do_not_belong_there_are_not_looked_at(roots: Any, restoring:
     seen, got = restored(folder, restoring)
     assert got == expected(300) and seen.step == 300 and not marker.exists()
     marker.touch()
+
+
+# ------------------------------------------------------------------ manifests whose seal fits
+
+
+def edited(edit: Callable[[Any], Any], root: Path, folder: Path, restoring: Any) -> tuple[Any, Any]:
+    """What comes of a checkpoint whose manifest `edit` has changed."""
+    manifest = json.loads((corrupt.copied(root / "300", folder) / MANIFEST).read_bytes())
+    new = edit(manifest)
+    corrupt.reseal(folder, manifest if new is None else new)
+    return restored(folder, restoring)
+
+
+def lacks_a_chunk(manifest: Any) -> None:
+    manifest["leaves"]["params/bias"]["chunks"].pop()
+
+
+def twice_the_same_chunk(manifest: Any) -> None:
+    chunks = manifest["leaves"]["params/wide.weight"]["chunks"]
+    chunks[1] = {**chunks[0]}
+
+
+def of_another_format(manifest: Any) -> None:
+    manifest.update(format="fnshard checkpoint 4")
+
+
+@pytest.mark.parametrize("edit", [lacks_a_chunk, twice_the_same_chunk, of_another_format])
+def test_a_manifest_that_does_not_add_up_is_refused(
+    edit: Any, roots: Any, restoring: Any, tmp_path: Path
+) -> None:
+    for message in edited(edit, roots["two"], tmp_path / "300", restoring):
+        assert isinstance(message, str) and MANIFEST in message
+
+
+@pytest.mark.parametrize("name", ["../300/rank-00000.safetensors", "/etc/passwd", MANIFEST])
+def test_no_other_file_is_opened(name: str, roots: Any, restoring: Any, tmp_path: Path) -> None:
+    def named(manifest: Any) -> Any:
+        return json.loads(json.dumps(manifest).replace("rank-00000.safetensors", name))
+
+    for message in edited(named, roots["two"], tmp_path / "300", restoring):
+        assert isinstance(message, str) and "is no name of a data file" in message
+
+
+@pytest.mark.parametrize("leaf", ["params/gain", "optimizer/bias/mu"])
+def test_a_leaf_that_is_missing_or_not_asked_for_is_named(
+    leaf: str, roots: Any, restoring: Any, tmp_path: Path
+) -> None:
+    def renamed(manifest: Any) -> None:
+        manifest["leaves"][f"{leaf}.more" if leaf[0] == "p" else f"{leaf}more"] = manifest["leaves"].pop(leaf)
+
+    _, got = edited(renamed, roots["two"], tmp_path / "300", restoring)
+    assert f"{leaf} [" in got and "is not in the checkpoint" in got and "is in the checkpoint alone" in got
+
+
+@pytest.mark.parametrize("dtype", ["I32", "BOOL"])
+def test_numbers_of_another_kind_are_not_cast(dtype: str, roots: Any, restoring: Any, tmp_path: Path) -> None:
+    def edit(manifest: Any) -> None:
+        manifest["leaves"]["params/gain"]["dtype"] = dtype
+
+    _, got = edited(edit, roots["two"], tmp_path / "300", restoring)
+    assert f"params/gain is torch.float32 here and {dtype} there" in got

@@ -144,42 +144,6 @@ def test_what_is_not_plain_is_refused_by_name(value: Any) -> None:
         encode({"a": [0, value]})
 
 
-JSON = st.recursive(
-    NUMBERS.filter(lambda n: not isinstance(n, bytes)) | st.sampled_from(list(DTYPES)),
-    lambda inner: st.lists(inner, max_size=4)
-    | st.dictionaries(st.sampled_from(["a", "of", TAG]), inner, max_size=3)
-    | st.builds(
-        lambda kind, of: {TAG: kind, "of": of},
-        st.sampled_from(["tuple", "bytes", "tensor", "array", "items"]),
-        inner,
-    )
-    | st.builds(
-        lambda dtype, shape, text: {TAG: "tensor", "of": [dtype, shape, text]},
-        st.sampled_from(list(DTYPES)),
-        st.lists(st.integers(-2, 1 << 62), max_size=3),
-        st.text("ABCD=", max_size=9),
-    ),
-    max_leaves=8,
-)  # fmt: skip
-
-
-@EXAMPLES
-@given(JSON)
-def test_decoding_anything_gives_a_value_or_a_value_error(value: Any) -> None:
-    try:
-        decode(value)
-    except ValueError:
-        return
-
-
-def test_decoding_what_is_too_deep_is_a_value_error() -> None:
-    deep: Any = 1
-    for _ in range(100_000):
-        deep = [deep]
-    with pytest.raises(ValueError, match="no position in the data"):
-        decode(deep)
-
-
 # ------------------------------------------------------------------ tensor files
 
 # What the library has names for, in torch, too.

@@ -1,7 +1,12 @@
-"""Random programs in random layouts against plain autograd, and the programs that came out wrong once."""
+"""Random programs in random layouts against plain autograd, and the programs that came out wrong once.
+
+`FUZZ=1000 pytest -n 0 --timeout 0 --hypothesis-show-statistics tests/compiler/test_fuzz.py` draws so
+many new ones for each test, and counts how they end; what fails is shrunk.
+"""
 
 from __future__ import annotations
 
+import os
 import textwrap
 from typing import Any
 
@@ -9,51 +14,58 @@ import grammar
 import pytest
 import torch
 from cases import AXES, Case, cases, check, on_rank
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, event, given, settings
 from program import Program
 from programs import programs
 from ranks import ranks  # noqa: F401  (a fixture)
 
-MODEST = settings(
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-)
+EXAMPLES = int(os.environ.get("FUZZ", "0"))
+
+
+def drawn(examples: int) -> settings:
+    """So many examples, always the same; or the new ones that are asked for."""
+    return settings(
+        derandomize=not EXAMPLES, max_examples=EXAMPLES or examples, deadline=None, database=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+
+
+def check_and_count(case: Case, *runner: Any) -> None:
+    event(check(case, *runner).split(":")[0] or "right")
 
 
 def test_the_grammar_is_wide() -> None:
     assert sum(map(len, grammar.FAMILIES.values())) > 400
 
 
-@settings(MODEST, max_examples=6)
+@drawn(6)
 @given(programs())
 def test_programs_on_one_rank(program: Program) -> None:
-    check(Case(program))
+    check_and_count(Case(program))
 
 
-@settings(MODEST, max_examples=6)
+@drawn(6)
 @given(cases())
 def test_programs_in_layouts(case: Case) -> None:
-    check(case)
+    check_and_count(case)
 
 
-@settings(MODEST, max_examples=5)
+@drawn(5)
 @given(cases(axes=({"shard": 2},), families=("in place", "views", "leaves", "constants")))
 def test_writes_in_layouts(case: Case) -> None:
-    check(case)
+    check_and_count(case)
 
 
-@settings(MODEST, max_examples=5)
+@drawn(5)
 @given(cases(axes=({"shard": 2},), families=("functions", "buffers", "pointwise")))
 def test_functions_and_buffers_in_layouts(case: Case) -> None:
-    check(case)
+    check_and_count(case)
 
 
-@settings(MODEST, max_examples=3)
+@drawn(3)
 @given(case=cases(axes=tuple(a for a in AXES if a.get("replicate", 1) * a["shard"] == 2)))
 def test_programs_on_real_ranks(ranks: Any, case: Case) -> None:  # noqa: F811
-    check(case, lambda case: ranks(2).run(on_rank, case))
+    check_and_count(case, lambda case: ranks(2).run(on_rank, case))
 
 
 # ------------------------------------------------------------------ found by it, and kept

@@ -96,14 +96,10 @@ def test_loaded_and_saved_again_is_bitwise_the_same(tmp_path: Path, axes: Any, p
         blocks = fs.hf.load(tmp_path / "in", specs, mesh, disk_dir=str(tmp_path))
         same(blocks, fs.shard(PARAMS, specs, mesh, disk_dir=str(tmp_path)))
         fs.hf.save(blocks, tmp_path / "out", specs, mesh, max_file_bytes=300)
-        fs.hf.export(blocks, tmp_path / "all.safetensors", specs, mesh)
-        fs.hf.export(blocks, tmp_path / "all.pt", specs, mesh)
 
     with mock.patch.object(writing, "PIECE_bytes", 64):
         fs.simulate(mesh, run)
     same(tensors_of(tmp_path / "out"), PARAMS)
-    same(safetensors.load_file(tmp_path / "all.safetensors"), PARAMS)
-    same(torch.load(tmp_path / "all.pt", weights_only=True), PARAMS)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     files = {f: safetensors.load_file(tmp_path / "out" / f) for f in set(index["weight_map"].values())}
     assert all(name in files[file] for name, file in index["weight_map"].items())
@@ -181,13 +177,12 @@ def test_what_a_step_does_not_adopt() -> None:
 
 
 def processes(rank: int, folder: str, world: int) -> int:
-    """Load, save, export, on a group; bytes that a save of blocks of 96 MiB took besides them."""
+    """Load and save on a group; bytes that a save of blocks of 96 MiB took besides them."""
     into, mesh = Path(folder), fs.make_mesh(shard=world, device="cpu")
     specs = sharded(mesh)
     blocks = fs.hf.load(into / "in", specs, mesh)
     same(blocks, fs.shard(PARAMS, specs, mesh))
     fs.hf.save(blocks, into / "out", specs, mesh, max_file_bytes=400)
-    fs.hf.export(blocks, into / "all.pt", specs, mesh)
     shapes = {f"{i}.w": (2048, 4096) if i % 2 else (1024, 8192) for i in range(6)}  # 32 MiB each
     meta = {n: torch.empty(shape, device="meta") for n, shape in shapes.items()}
     specs = fs.match_specs(meta, [("[135].*", LayoutSpec(P("shard"))), ("*", LayoutSpec(P(None, "shard")))])
@@ -215,7 +210,6 @@ def test_processes_write_what_simulated_ranks_do_a_leaf_at_a_time(ranks: Any, tm
     for saving in ranks(2).run(processes, str(tmp_path), 2):
         assert saving < 64 << 20, f"{saving >> 20} MiB"
     same(tensors_of(tmp_path / "out"), PARAMS)
-    same(torch.load(tmp_path / "all.pt", weights_only=True), PARAMS)
     for name, value in tensors_of(tmp_path / "big").items():
         zeros, ones = value.chunk(2, dim=0 if int(name[0]) % 2 else 1)
         assert bool((zeros == 0).all() and (ones == 1).all()), name

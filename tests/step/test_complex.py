@@ -69,10 +69,8 @@ def test_files_of_hugging_face_have_complex64_alone(tmp_path: Any) -> None:
     fs.hf.save(state, tmp_path / "hf")
     assert all(torch.equal(v, state.params[p]) for p, v in fs.hf.load(tmp_path / "hf", specs).items())
     _, _, state = saved(MODEL, tmp_path / "b")
-    with pytest.raises(StateError, match=r"(?s)no such dtype.*filter'\] is torch.complex128.*Fix: .*\.pt"):
+    with pytest.raises(StateError, match=r"(?s)no such dtype.*filter'\] is torch.complex128.*store them"):
         fs.hf.save(state, tmp_path / "no")
-    fs.hf.export(state, tmp_path / "a.pt")
-    assert all(torch.equal(v, state.params[p]) for p, v in torch.load(tmp_path / "a.pt").items())
 
 
 def test_a_complex_leaf_and_a_real_one_of_its_pairs_are_two_leaves(tmp_path: Any) -> None:

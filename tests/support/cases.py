@@ -107,16 +107,6 @@ class Case:
         """What one rank hands to a step."""
         return tuple(torch.cat(leaves) for leaves in zip(*self.parts(step, rank), strict=True))
 
-    @property
-    def text(self) -> str:
-        """The case as Python, to be pasted into a test."""
-        plain = Case(self.program)
-        differs = {k: v for k, v in vars(self).items() if k != "program" and v != getattr(plain, k)}
-        rest = "".join(f", {k}={v!r}" for k, v in differs.items())
-        shapes = f"shapes={dict(self.program.shapes)}, sizes={self.program.sizes}"
-        buffers = f", buffers={dict(self.program.buffers)}" if self.program.buffers else ""
-        return f"{self.program.text}\n\n{shapes}{buffers}{rest}"
-
 
 # ------------------------------------------------------------------ what is expected
 

@@ -218,6 +218,12 @@ def flush_directory(folder: Path) -> None:
         os.close(fd)
 
 
+def flush_file(path: Path) -> None:
+    """Make the bytes of a file outlive a power cut."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 def _clean(root: Path) -> None:
     for left in sorted(root.glob(".*.saving")) + sorted(root.glob(".*.old")):
         if not is_checkpoint_directory(left) or _is_held(left):

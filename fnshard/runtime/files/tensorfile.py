@@ -28,7 +28,6 @@ PASSING = (
     errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN,
     errno.ESTALE, errno.ETIMEDOUT,
 )  # fmt: skip
-HEADER_LIMIT_bytes = 100 << 20  # as the safetensors library has it
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
