@@ -284,16 +284,6 @@ def test_the_library_depends_on_what_it_imports_alone() -> None:
     assert found - sys.stdlib_module_names - {"fnshard", "typing_extensions"} - extras == named
 
 
-def test_experiments_are_not_imported_by_the_library_but_import_it() -> None:
-    names = {
-        name
-        for path in (ROOT / "experiments").rglob("*.py")
-        for name in imports(ast.parse(path.read_text()))
-        if name.split(".")[0] == "fnshard"
-    }
-    assert names
-
-
 # ------------------------------------------------------------------ private APIs of torch
 
 

@@ -45,12 +45,9 @@ def test_what_was_written_is_read() -> None:
         ({"inner": {"at": -1}}, r"^inner\.at: -1 is not in range"),
         ({"inner": {"at": True}}, r"^inner\.at: True is not an int"),
         ({"inner": {}}, r"^inner\.at: is missing"),
-        ({"inner": []}, r"^inner: list is not an object of Inner"),
         ({"by_name": {"x": {"at": 1, "names": ["a", 2]}}}, r"^by_name\.x\.names\[1\]: 2 is not a string"),
         ({"rows": [[1], [1.5]]}, r"^rows\[1\]\[0\]: 1.5 is not an int"),
-        ({"rows": "ab"}, r"^rows: str is not a list"),
         ({"kind": "big"}, r"^kind: str is not one of 'nan', 'inf'"),
-        ({"kind": []}, r"^kind: list is not one of"),
         ({"maybe": 3}, r"^maybe: 3 is not of "),
         ({"number": "1"}, r"^number: str is not a number"),
         ({"on": 1}, r"^on: 1 is not a bool"),
@@ -59,8 +56,3 @@ def test_what_was_written_is_read() -> None:
 def test_what_is_of_another_type_is_named(change: Any, message: str) -> None:
     with pytest.raises(JsonError, match=message):
         from_json(Outer, PLAIN | change)
-
-
-def test_what_is_missing_at_the_top_is_named() -> None:
-    with pytest.raises(JsonError, match=r"^kind: is missing"):
-        from_json(Outer, {k: v for k, v in PLAIN.items() if k != "kind"})

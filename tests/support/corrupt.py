@@ -9,7 +9,6 @@ import pickle
 import random
 import shutil
 import socket
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,59 +117,6 @@ BYTES: dict[str, Corruption] = {
 }
 
 
-# ------------------------------------------------------------------ headers of data files
-
-
-def header(content: bytes) -> tuple[int, dict[str, Any]]:
-    """A safetensors header and its length."""
-    count = int.from_bytes(content[:8], "little")
-    return count, json.loads(content[8 : 8 + count])
-
-
-def _reheaded(content: bytearray, new: Any, count: int | None = None) -> bytes:
-    """Another header in the place of the old one, as long as that if it can be."""
-    old, _ = header(content)
-    text = (new if isinstance(new, bytes) else json.dumps(new, separators=(",", ":")).encode()).ljust(old)
-    return (len(text) if count is None else count).to_bytes(8, "little") + text + bytes(content[8 + old :])
-
-
-def _entry(
-    change: Callable[[dict[str, Any], random.Random], Any],
-) -> Callable[[bytearray, random.Random], bytes]:
-    def made(content: bytearray, rng: random.Random) -> bytes:
-        _, entries = header(content)
-        name = rng.choice(sorted(n for n in entries if n != "__metadata__" and entries[n]["shape"]))
-        change(entries[name], rng)
-        return _reheaded(content, entries)
-
-    return made
-
-
-def _longer_by(length: int) -> Callable[[bytearray, random.Random], bytes]:
-    return lambda content, rng: (length + rng.randrange(9)).to_bytes(8, "little") + bytes(content[8:])
-
-
-HEADERS: dict[str, Callable[[bytearray, random.Random], bytes]] = {
-    "a size": _entry(lambda e, rng: e["shape"].__setitem__(0, e["shape"][0] + rng.choice([-1, 1, 1 << 40]))),
-    "a shape": _entry(lambda e, rng: e.update(shape=rng.choice([[], [1 << 62] * 3, None, [-1], ["a"], 3]))),
-    "a dtype": _entry(lambda e, rng: e.update(dtype=rng.choice(["I8", "X", 3]))),
-    "another float": _entry(lambda e, rng: e.update(dtype="F16" if e["dtype"] != "F16" else "BF16")),
-    "offsets": _entry(
-        lambda e, rng: e.update(data_offsets=rng.choice([[0, 1 << 60], [-8, 0], [8, 0], [0], "a"]))
-    ),
-    "no dtype": _entry(lambda e, rng: e.pop("dtype")),
-    "metadata": lambda c, rng: _reheaded(c, {**header(c)[1], "__metadata__": {"a": "b" * 99}}),
-    "fewer": lambda c, rng: _reheaded(c, dict(list(header(c)[1].items())[: rng.randint(0, 5)])),
-    "no object": lambda c, rng: _reheaded(c, rng.choice([[], None, 3, "a", [[]], b"\xff\xff", b"", b"{"])),
-    "deep": lambda c, rng: _reheaded(c, b"[" * rng.randint(5_000, 100_000)),
-    "as long as the file": _longer_by(0),
-    "longer than the limit": _longer_by((100 << 20) + 1),
-    "2^40 long": _longer_by(1 << 40),
-    "2^63 long": _longer_by(1 << 63),
-    "-1 long": lambda c, rng: b"\xff" * 8 + bytes(c[8:]),
-}  # fmt: skip
-
-
 # ------------------------------------------------------------------ manifests with a seal that fits
 
 
@@ -179,15 +125,6 @@ def reseal(folder: Path, manifest: Any) -> None:
     text = manifest if isinstance(manifest, bytes) else json.dumps(manifest).encode()
     (folder / MANIFEST).write_bytes(text)
     (folder / SEAL).write_text(f"{hashlib.sha256(text).hexdigest()}  {MANIFEST}\n")
-
-
-def adopt(folder: Path) -> None:
-    """Let the manifest say what the data files now are: their lengths, and their old headers' places."""
-    manifest = json.loads((folder / MANIFEST).read_bytes())
-    for name, file in manifest["files"].items():
-        content = (folder / name).read_bytes()
-        file.update(bytes=len(content), header_crc32=zlib.crc32(content[: file["header_bytes"]]))
-    reseal(folder, manifest)
 
 
 # ------------------------------------------------------------------ payloads
