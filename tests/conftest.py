@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernels import remember_kernels
 from ranks import ranks  # noqa: F401  (a fixture)
-from saved_states import restoring, roots, short_blocks  # noqa: F401  (fixtures)
+from saved import restoring, roots, short_blocks  # noqa: F401  (fixtures)
 
 CACHE = tempfile.TemporaryDirectory(prefix="fnshard-tests-")
 os.environ["XDG_CACHE_HOME"] = CACHE.name  # jobs find what others of this session compiled, and nothing else

@@ -146,7 +146,7 @@ def test_parameters_alone_and_a_subtree(tmp_path: Path) -> None:
     )
     params = checkpoint.restore_params(tmp_path, other)
     assert list(params) == [*saved.SHAPES, "steps"]
-    assert torch.equal(params["embed.w"], saved.number("embed.w", (7, 5)).float())
+    assert torch.equal(params["embed.w"], saved.number("embed.w 7", (7, 5)).float())
     part = checkpoint.restore_params(tmp_path, other, only=["layers.0.*", "scale"])
     assert list(part) == ["layers.0.w", "layers.0.b", "scale"]
     with pytest.raises(CheckpointError, match=r"only='head\.\*' matches no leaf"):

@@ -12,7 +12,7 @@ from typing import Any
 
 import corrupt
 import pytest
-from saved_states import MANIFEST, SEAL, STEPS, expected, outcome, small_blocks, state_on, step_on, values
+from saved import MANIFEST, SEAL, STEPS, is_known, known, outcome, small_blocks, step_on
 
 import fnshard as fs
 from fnshard.checkpoint import blocks, manifest_file
@@ -35,10 +35,10 @@ def test_the_newest_whole_one_is_taken_and_the_others_are_told_of(
     with pytest.warns(
         CheckpointWarning, match=r"300 is not what was written:\n.*rank-00001[\s\S]*Taking .*200"
     ):
-        assert values(fs.checkpoint.restore(root, restoring)) == expected(200)
+        assert is_known(fs.checkpoint.restore(root, restoring), 200)
     (root / "200" / SEAL).unlink()
     with pytest.warns(CheckpointWarning) as caught:
-        assert values(fs.checkpoint.restore(root, restoring)) == expected(100)
+        assert is_known(fs.checkpoint.restore(root, restoring), 100)
     messages = [str(w.message) for w in caught if w.category is CheckpointWarning]
     assert (
         len(messages) == 2 and "rank-00001" in messages[0] and SEAL in messages[1] and "Taking" in messages[1]
@@ -91,7 +91,7 @@ def test_metrics_of_a_ruined_manifest_do_not_end_a_save(roots: Any, tmp_path: Pa
         manifest = json.loads((root / str(number) / MANIFEST).read_bytes())
         manifest["metrics"] = {"loss": value}
         corrupt.reseal(root / str(number), manifest)
-    _, state = state_on(fs.make_mesh(shard=1, device="cpu"), 400)
+    state = known(step_on(fs.make_mesh(shard=1, device="cpu")), 400)
     keep = fs.checkpoint.Keep(last=1, best=1)
     fs.checkpoint.save(root / "400", state, metrics={"loss": 5.0}, keep=keep)
     assert sorted(p.name for p in root.iterdir()) == ["100", "200", "300", "400"]
@@ -104,7 +104,7 @@ def test_metrics_of_a_ruined_manifest_do_not_end_a_save(roots: Any, tmp_path: Pa
 def both_look(rank: int, root: str, cases: list[str]) -> list[tuple[Any, ...]]:
     """Of each root: the step that was restored, or the error; and the warnings."""
     mesh = fs.make_mesh(shard=2, device="cpu")
-    step = step_on(mesh)[0]
+    step = step_on(mesh)
     out = []
     for case in cases:
         with small_blocks(), warnings.catch_warnings(record=True) as caught:
@@ -159,7 +159,7 @@ def one_sees_less(rank: int, root: str, where: str) -> tuple[int, list[str]]:
     ):
         warnings.simplefilter("always")
         patch.setattr(manifest_file if where == MANIFEST else blocks, "open_regular", blind)
-        state = fs.checkpoint.restore(root, step_on(mesh)[0], timeout=20.0)
+        state = fs.checkpoint.restore(root, step_on(mesh), timeout=20.0)
     return int(state.step), [str(w.message) for w in caught if w.category is CheckpointWarning]
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from saved_states import MANIFEST, SEAL
+from saved import MANIFEST, SEAL
 
 # ------------------------------------------------------------------ bytes
 

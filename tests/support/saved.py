@@ -1,27 +1,38 @@
-"""A small state whose every number is known, in any layout: for checkpoints to save, restore and compare."""
+"""A small state whose every number is known, in any layout: for checkpoints to save, restore and compare; and
+what `verify` and `restore` make of checkpoints that were ruined, under two guards."""
 
 from __future__ import annotations
 
+import functools
+import os
+import resource
+import sys
 import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import fnshard as fs
+from fnshard.checkpoint import blocks
 from fnshard.checkpoint.state_leaves import state_leaves
+from fnshard.errors import CheckpointError
+from fnshard.runtime.files import tensorfile
 from fnshard.runtime.packing import local_block
 
-# Uneven on 2 and 4 ranks, a scalar, one that is smaller than any mesh, a buffer, a frozen leaf.
+# Uneven on 2 and 4 ranks, a scalar, smaller than any mesh, empty, a frozen leaf; and a buffer, "steps".
 SHAPES = {
     "embed.w": (7, 5),
     "layers.0.w": (6, 4),
     "layers.0.b": (3,),
     "layers.1.w": (2, 9),
     "scale": (),
+    "empty": (0, 4),
     "frozen": (5, 2),
 }
 STORED = {
@@ -58,12 +69,14 @@ def loss_fn(p: Any, x: Tensor) -> Tensor:
     return used * x.mean()
 
 
-def step_of(preset: str, stored: str, mesh: Any, optimizer: Any = None, folder: Path | None = None) -> Any:
+def step_of(
+    preset: str, stored: str, mesh: Any, optimizer: Any = None, folder: Path | None = None, **options: Any
+) -> Any:
     """A step in that layout."""
     specs = getattr(fs.presets, preset)(params(), mesh, **STORED[stored])
-    chosen = optimizer or fs.optim.adamw(0.1)
+    chosen, disk_dir = optimizer or fs.optim.adamw(0.1), folder and str(folder)
     return fs.shard_step(
-        loss_fn, specs, mesh=mesh, optimizer=chosen, backend="eager", disk_dir=folder and str(folder)
+        loss_fn, specs, mesh=mesh, optimizer=chosen, backend="eager", disk_dir=disk_dir, **options
     )
 
 
@@ -73,29 +86,28 @@ def mesh_of(preset: str, world: int) -> Any:
 
 
 def known(step: Any, number_of_steps: int = 7) -> fs.TrainState:
-    """This rank's part of the known state, in a step's layout."""
+    """This rank's part of the known state after so many steps, in a step's layout."""
     state = step.init(params(), seed=11)
     state.step.fill_(number_of_steps)
+    leaves = state_leaves(state, *state.where)
     for name, value in expected(state).items():
-        kind, _, rest = name.partition("/")
-        if kind == "optimizer":
-            path, _, slot = rest.rpartition("/")
-            state.opt_state[path][slot].copy_(value)
+        leaves[name].block.copy_(value)
     return state
 
 
 def expected(state: fs.TrainState) -> dict[str, Tensor]:
-    """What every leaf of a state must be, by its name and layout alone: masters are their parameters."""
+    """What every leaf of a state must be, by name, layout and step: masters are their parameters."""
     specs, mesh = state.where
-    out = {}
+    out, steps = {}, int(state.step)
     for name, leaf in state_leaves(state, specs, mesh).items():
         kind, _, rest = name.partition("/")
-        if kind == "loss_scale":
-            continue
         path = rest if kind == "params" else rest.rpartition("/")[0]
         source = path if kind == "params" or rest.endswith("/master") else name
-        full = torch.tensor([3, 4, 5]) if path == "steps" else number(source, leaf.shape)
-        out[name] = local_block(full, leaf.layout, mesh).to(leaf.block.dtype)
+        full = number(f"{source} {steps}", leaf.shape)
+        if path == "steps" or name == "loss_scale/good_steps":
+            full = torch.tensor([3, 4, 5] if path == "steps" else 17) + steps
+        if name != "loss_scale/scale":
+            out[name] = local_block(full, leaf.layout, mesh).to(leaf.block.dtype)
     return out
 
 
@@ -134,3 +146,131 @@ def restore_all(
                     found.append(f"step {int(state.step)}, seed {int(state.seed)}, data {state.data}")
                 wrong += [f"{name} on {world} {preset} {kind}: {what}" for what in found]
     return wrong
+
+
+# ------------------------------------------------------------------ checkpoints to be ruined
+
+MANIFEST, SEAL = "manifest.json", "manifest.json.sha256"
+STEPS = (100, 200, 300)
+ROOM_MB = 256  # what restoring a few hundred bytes may take
+CONFIG = {"model": {"width": 5, "tied": False}, "rates": [0.1, 1e-5], "name": "tüte", "none": None}
+DATA = {"epoch": 2, "at": (3, 4), "key": b"\0\xff", 7: "seven"}
+
+
+def step_on(mesh: fs.Mesh) -> Any:
+    """A step whose state has bf16 leaves with master copies, an integer buffer and a loss scale."""
+    return step_of("full_shard", "bf16", mesh, loss_scale="dynamic")
+
+
+def save_steps(rank: int, world: int, folder: str) -> None:
+    """Checkpoints of STEPS at `folder/<step>`."""
+    step = step_on(fs.make_mesh(shard=world, device="cpu"))
+    with small_blocks():
+        for number in STEPS:
+            extras = {"data": DATA, "config": CONFIG, "metrics": {"loss": 1 / (number + 1)}}
+            fs.checkpoint.save(Path(folder, str(number)), known(step, number), **extras)
+
+
+def is_known(state: Any, number: int) -> bool:
+    """Whether a restored state is all that was saved at that step; a message is not."""
+    whole = not isinstance(state, str) and (int(state.step), int(state.seed), state.data) == (
+        number,
+        11,
+        DATA,
+    )
+    return whole and differences(state) == []
+
+
+_EVENTS = ("open", "os.", "shutil.", "pickle.", "subprocess.", "socket.", "exec", "ctypes.", "import")
+_seen: list[tuple[str, Any]] | None = None
+
+
+def _hook(event: str, args: tuple[Any, ...]) -> None:
+    if _seen is not None and event.startswith(_EVENTS):
+        _seen.append((event, args[0] if args else None))
+
+
+@functools.cache
+def _listen() -> None:
+    torch.zeros_like(torch.empty(2, device="meta"))  # makes torch import what it needs for it: not a finding
+    sys.addaudithook(_hook)  # for good: Python takes none away again
+
+
+@contextmanager
+def confined(folder: Path) -> Iterator[None]:
+    """Fails where anything but `folder` is looked into, or anything is unpickled, changed or started."""
+    global _seen
+    _listen()
+    _seen = []
+    try:
+        yield
+    finally:
+        seen, _seen = _seen, None
+    odd = []
+    for event, what in seen:
+        path = os.fsdecode(what) if isinstance(what, str | bytes | os.PathLike) else None
+        inside = path is not None and Path(os.path.abspath(path)).is_relative_to(folder)
+        source = event == "open" and (isinstance(what, int) or str(path).endswith(".py"))  # of tracebacks
+        if not source and not (inside and event in ("open", "os.listdir", "os.scandir")):
+            odd.append((event, what))
+    if odd:
+        raise AssertionError(f"done outside {folder}: {odd}")
+
+
+@contextmanager
+def little_memory(more_mb: int) -> Iterator[None]:
+    """Who asks for more than that is refused it."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (more_mb << 20), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def outcome(work: Callable[..., Any], *args: Any) -> str | Any:
+    """The message of the error, or what came of it; any other error is a failure of the test."""
+    try:
+        return work(*args)
+    except CheckpointError as error:
+        if not str(error).strip():
+            raise AssertionError("an error that says nothing") from error
+        return str(error)
+
+
+def restored(folder: Path, step: Any) -> tuple[Any, Any]:
+    """What `verify` and `restore` make of a checkpoint, in little memory and in its directory alone: their
+    results, or the messages of their errors."""
+    with little_memory(ROOM_MB), confined(folder):
+        return outcome(fs.checkpoint.verify, folder), outcome(fs.checkpoint.restore, folder, step)
+
+
+@contextmanager
+def small_blocks() -> Iterator[None]:
+    """Leaves of 60 bytes have several checksums, as leaves of gigabytes do."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (tensorfile, blocks):
+            patch.setattr(module, "BLOCK_bytes", 32)
+        yield
+
+
+@pytest.fixture
+def short_blocks() -> Iterator[None]:
+    with small_blocks():
+        yield
+
+
+@pytest.fixture(scope="session")
+def roots(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Roots of three checkpoints each, by how many ranks had saved them."""
+    out = {name: tmp_path_factory.mktemp(name) for name in ("one", "two")}
+    save_steps(0, 1, str(out["one"]))
+    ranks(2).run(save_steps, 2, str(out["two"]))
+    return out
+
+
+@pytest.fixture(scope="session")
+def restoring() -> Any:
+    """A step on a mesh of one that such a checkpoint is of."""
+    return step_on(fs.make_mesh(shard=1, device="cpu"))
