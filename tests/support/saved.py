@@ -173,12 +173,8 @@ def save_steps(rank: int, world: int, folder: str) -> None:
 
 def is_known(state: Any, number: int) -> bool:
     """Whether a restored state is all that was saved at that step; a message is not."""
-    whole = not isinstance(state, str) and (int(state.step), int(state.seed), state.data) == (
-        number,
-        11,
-        DATA,
-    )
-    return whole and differences(state) == []
+    counters = None if isinstance(state, str) else (int(state.step), int(state.seed), state.data)
+    return counters == (number, 11, DATA) and differences(state) == []
 
 
 _EVENTS = ("open", "os.", "shutil.", "pickle.", "subprocess.", "socket.", "exec", "ctypes.", "import")
