@@ -98,6 +98,29 @@ def windows_of(trunk: nn.Module, config: Any) -> dict[str, int | None]:
 _WINDOWED = "create_sliding_window_causal_mask"  # of transformers
 
 
+class StatelessCache:
+    """Keeps nothing. With it, models know that a row is one sequence, and ask for plain causal attention.
+
+    Without a cache they look for packed documents in the positions, and build a T x T mask when traced.
+    """
+
+    is_compileable = False
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """What the layer is to attend to."""
+        return keys, values
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, queries: int, layer: int = 0) -> tuple[int, int]:
+        """How many keys there are, and the position of the first."""
+        return queries, 0
+
+
 class _Watch(TorchFunctionMode):
     """Which results are `F.linear` of some values and a weight, without a bias."""
 

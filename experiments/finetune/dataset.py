@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, takewhile
 from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
 
 import fnshard as fs
-from experiments.configs.train import ConfigError, RunConfig
+from experiments.configs.train import MULTIPLE, ConfigError, RunConfig
 from experiments.data.batches import place_of
 from experiments.data.builtin import pair_files, sft_files
 from experiments.data.chat import opening
@@ -19,8 +20,7 @@ from experiments.data.loader import SampleLoader
 from experiments.data.prepared import Prepared, RecordPolicy, open_prepared, prepare
 from experiments.data.tokenizer import DirectoryTokenizer, Tokenizer, open_directory
 from experiments.finetune.config import FinetuneConfig
-from experiments.finetune.generate import Generator
-from experiments.training.sample import safe
+from experiments.training.sample import Sampler, safe
 
 DATA = Path("outputs", "data")
 MOST_SHOWN = 600  # characters of one stretch of a sample that is shown
@@ -141,7 +141,7 @@ def opened(config: FinetuneConfig) -> FinetuneData:
 class Shown:
     """Prompts whose answers people see; greedy, so that two answers differ by the model alone."""
 
-    generator: Generator
+    sampler: Sampler
     tokenizer: DirectoryTokenizer
     examples: Sequence[Example]
     tokens: int
@@ -150,9 +150,9 @@ class Shown:
         """The model's answers, on every rank; all ranks call it together, each with the same prompts."""
         if not self.examples:
             return []
-        prompts = [example.prompt for example in self.examples]
-        made = self.generator(params, prompts, self.tokens, eos=self.tokenizer.stops)
-        return [self.tokenizer.decode(row) for row in made]
+        drawn = self.sampler(params, [example.prompt for example in self.examples], self.tokens)
+        ends = set(self.tokenizer.stops)
+        return [self.tokenizer.decode(list(takewhile(lambda t: t not in ends, row))) for row in drawn]
 
     def table(self, before: Sequence[str], after: Sequence[str]) -> str:
         """Prompts with both answers and their authors' own, as people read it."""
@@ -170,6 +170,11 @@ def _line(text: str) -> str:
     return safe(text).replace("\n", "\\n")
 
 
-def generator_size(examples: Sequence[Example], tokens: int) -> int:
-    """Places for keys and values that these prompts and their answers take."""
-    return max([len(e.prompt) for e in examples], default=2) + tokens
+def window_of(examples: Sequence[Example], tokens: int, limit: int | None) -> int:
+    """Tokens that these prompts and their answers take, as a multiple that a context axis divides.
+
+    Args:
+        limit: tokens that the model was made for.
+    """
+    longest = max([len(e.prompt) for e in examples], default=1) + tokens
+    return min(-(-longest // MULTIPLE) * MULTIPLE, limit or sys.maxsize)

@@ -14,8 +14,14 @@ from torch import Tensor, nn
 
 import fnshard as fs
 from experiments.configs.train import ConfigError
-from experiments.finetune.architecture import cache_parameter, check_decoder, is_plain, no_decoder, windows_of
-from experiments.finetune.cache import StatelessCache
+from experiments.finetune.architecture import (
+    StatelessCache,
+    cache_parameter,
+    check_decoder,
+    is_plain,
+    no_decoder,
+    windows_of,
+)
 from fnshard.errors import report
 from fnshard.functional import aliases
 from fnshard.losses import IGNORE, linear_token_losses
@@ -77,7 +83,7 @@ class LanguageModel:
         Args:
             tokens: int64 [B, T].
             positions: int64 [B, T]; None counts from 0.
-            mask: of `by_kind`, or None for what the model itself would do with this cache.
+            mask: of `_by_kind`, or None for what the model itself would do with this cache.
         """
         return self._trunk(
             params, input_ids=tokens, position_ids=positions, attention_mask=mask,
@@ -106,23 +112,22 @@ class LanguageModel:
         real = documents[:, None, :] != 0
         see = (documents[:, :, None] == documents[:, None, :]) & real & (distance >= 0)
         # Padding sees itself: a softmax over nothing would be NaN, and so would every gradient.
-        mask = self.by_kind(params, (see | (distance == 0))[:, None], distance, tokens.shape[1])
+        mask = self._by_kind(params, (see | (distance == 0))[:, None], distance)
         return self.run(params, tokens, positions, mask, None)
 
-    def by_kind(self, params: Any, see: Tensor, distance: Tensor, length: int) -> Mask:
+    def _by_kind(self, params: Any, see: Tensor, distance: Tensor) -> Mask:
         """What the trunk takes as attention_mask: a mask, or one for each kind of layers that there is.
 
         Args:
-            see: bool [B, 1, queries, keys]: what queries may see of the past.
-            distance: how far keys are before queries, [..., queries, keys].
-            length: of the longest sequence: windows that are not smaller do not count.
+            see: bool [B, 1, T, T]: what queries may see of the past.
+            distance: how far keys are before queries, [T, T]: windows that are not smaller do not count.
         """
         masks: dict[str, Tensor] = {}
-        for kind, window in self.windows.items():
-            narrow = window is not None and window < length
-            masks[kind] = self._typed_mask(params, see & (distance < window) if narrow else see)
-        same = len(masks) == 1 or not any(w is not None and w < length for w in self.windows.values())
-        return next(iter(masks.values())) if same else masks
+        narrow = {kind: w for kind, w in self.windows.items() if w is not None and w < len(distance)}
+        for kind in self.windows:
+            seen = see & (distance < narrow[kind]) if kind in narrow else see
+            masks[kind] = self._typed_mask(params, seen)
+        return masks if len(masks) > 1 and narrow else next(iter(masks.values()))
 
     def _typed_mask(self, params: Any, see: Tensor) -> Tensor:
         if self.model.config._attn_implementation == "sdpa":

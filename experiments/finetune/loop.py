@@ -20,9 +20,8 @@ from experiments.configs.train import AUTO
 from experiments.data.files import read_json, write_json, write_text
 from experiments.finetune.base_models import EXPORTED
 from experiments.finetune.config import FinetuneConfig
-from experiments.finetune.dataset import FinetuneData, Shown, generator_size, opened
+from experiments.finetune.dataset import FinetuneData, Shown, opened, window_of
 from experiments.finetune.evaluate import held_out_batches, mean_over
-from experiments.finetune.generate import Generator
 from experiments.finetune.lm import from_directory
 from experiments.finetune.method import MethodPlan, choose_method
 from experiments.finetune.objectives import OBJECTIVES
@@ -32,6 +31,7 @@ from experiments.training.metrics_file import METRICS
 from experiments.training.report import Report, plot_losses
 from experiments.training.resume import RunFolder
 from experiments.training.run_record import TimeSpent
+from experiments.training.sample import Sampler, last_logits
 from experiments.training.steps import Training, begin_report, finish_run, print_resume, print_stop, run_steps
 from fnshard.hf.reading import read_config
 from fnshard.launcher.rank import Stop
@@ -164,11 +164,10 @@ def prepare(config: FinetuneConfig) -> FinetuneSetup:
     objective_of_data = objective(tuning, config.objective, training=False)
     held_out = fs.shard_forward(objective_of_data, plan.specs, kernels=step, **how)
     examples = data.examples(run, lm.context)
-    generator = Generator.of(
-        lm, plan.specs, mesh, size=generator_size(examples, run.sample_tokens), backend=run.backend,
-        wrap=tuning.policy, timeout=run.timeout_s,
-    )  # fmt: skip
-    shown = Shown(generator, data.tokenizer, examples, run.sample_tokens)
+    answer = fs.shard_forward(tuning.policy(last_logits(lm.hidden, lm.unembed)), plan.specs, **how)
+    window = window_of(examples, run.sample_tokens, lm.context)
+    sampler = Sampler(answer, window, mesh.device, temperature=0.0)
+    shown = Shown(sampler, data.tokenizer, examples, run.sample_tokens)
     return FinetuneSetup(config, mesh, chosen, data, step, held_out, shown, batch)
 
 

@@ -23,7 +23,7 @@ from experiments.training.metrics_file import METRICS
 from experiments.training.report import Report, comparison, plot_losses
 from experiments.training.resume import RunFolder
 from experiments.training.run_record import TimeSpent
-from experiments.training.sample import Sampler, last_logits
+from experiments.training.sample import Sampler, last_logits, safe
 from experiments.training.steps import (
     Training,
     begin_report,
@@ -79,7 +79,9 @@ def train(config: TrainConfig, run: RunFolder, overrides: list[str], stop: Stop)
             return
         seed = config.run.seed + mesh.data_rank
         with spent.on("samples"):
-            sampled = setup.sampler(state.params, config.run.prompt, config.run.sample_tokens, seed)
+            prompt = setup.dataset.encode(config.run.prompt)
+            (drawn,) = setup.sampler(state.params, [prompt], config.run.sample_tokens, seed)
+            sampled = safe(setup.dataset.decode([*prompt, *drawn]))
         with spent.on("saves"):
             fs.checkpoint.wait()
         if isinstance(report, Report):
@@ -141,13 +143,7 @@ def prepare(config: TrainConfig) -> TrainSetup:
     }  # fmt: skip
     forward = fs.shard_forward(loss_fn, plan.specs, kernels=step, **how)
     dataset = open_dataset(config)
-    sampler = Sampler(
-        fs.shard_forward(last_logits(apply), plan.specs, **how),
-        config.context,
-        mesh.device,
-        dataset.encode,
-        dataset.decode,
-    )
+    sampler = Sampler(fs.shard_forward(last_logits(apply), plan.specs, **how), config.context, mesh.device)
     return TrainSetup(config, mesh, plan, dataset, model, step, forward, sampler)
 
 

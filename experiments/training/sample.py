@@ -1,8 +1,11 @@
-"""Text from the model: a fixed window of tokens, so that one compiled program serves every token."""
+"""Text from the model: a fixed window of tokens, so that one compiled program serves every token.
+
+Nothing is cached from token to token: gathering weights that are sharded is most of what a token takes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +18,20 @@ from fnshard.step.lowered import Lowered
 Logits = Callable[[Any, Tensor, Tensor], Tensor]
 
 
-def last_logits(apply: Callable[[Any, Tensor], Tensor]) -> Logits:
-    """`fn(params, tokens [B, T], last [B]) -> logits [B, V]`: what follows position `last` of each row."""
+def last_logits(
+    hidden: Callable[[Any, Tensor], Tensor], head: Callable[[Any, Tensor], Tensor] = lambda _, x: x
+) -> Logits:
+    """`fn(params, tokens [B, T], last [B]) -> logits [B, V]`: what follows position `last` of each row.
+
+    Args:
+        hidden: of tokens, [B, T, D]; or their logits.
+        head: what is left to do for a position: [B, 1, D] to [B, 1, V].
+    """
 
     def fn(params: Any, tokens: Tensor, last: Tensor) -> Tensor:
-        logits = apply(params, tokens)  # [B, T, V]
-        index = last[:, None, None].expand(-1, 1, logits.shape[-1])
-        return logits.gather(1, index).squeeze(1)
+        every = hidden(params, tokens)
+        index = last[:, None, None].expand(-1, 1, every.shape[-1])
+        return head(params, every.gather(1, index)).squeeze(1)
 
     return fn
 
@@ -31,41 +41,47 @@ class Sampler:
     """Draws tokens one by one.
 
     Args:
-        forward: `last_logits`, of sharded parameters. All ranks call it together, each with a row of its own.
+        forward: `last_logits`, of sharded parameters. All ranks call it together, each with rows of its own.
         context: T, tokens in the window. Beyond them the oldest fall out.
-        temperature: logits are divided by it; below 1 keeps closer to the likely tokens.
-        encode, decode: text to tokens and back.
+        temperature: logits are divided by it; below 1 keeps closer to the likely tokens, 0 takes the
+            likeliest.
     """
 
     forward: Forward
     context: int
     device: torch.device
-    encode: Callable[[str], list[int]]
-    decode: Callable[[list[int]], str]
     temperature: float = 0.8
 
     def lower(self, params: Any) -> Lowered:
-        """The program that draws a token."""
-        return self.forward.lower(params, *self._window([0]))
+        """The program that draws a token for one row."""
+        return self.forward.lower(params, *self._windows([[0]]))
 
-    def __call__(self, params: Any, prompt: str, length: int, seed: int) -> str:
-        """`prompt` and `length` tokens after it; what is not printable is a replacement sign."""
+    def __call__(
+        self, params: Any, prompts: Sequence[Sequence[int]], length: int, seed: int = 0
+    ) -> list[list[int]]:
+        """`length` tokens after each prompt."""
         random = torch.Generator().manual_seed(seed)
-        written = list(self.encode(prompt))
+        rows = [list(prompt) for prompt in prompts]
         for _ in range(length):
-            logits = self.forward(params, *self._window(written[-self.context :]))  # [1, V]
+            logits = self.forward(params, *self._windows(rows))  # [B, V]
             # A model that is not finite (run.watch=off) gives noise, not an error: all ranks continue.
-            logits = logits[0].float().cpu().nan_to_num()
-            weights = torch.softmax(logits / self.temperature, dim=-1)
-            written.append(int(torch.multinomial(weights, 1, generator=random)))
-        return safe(self.decode(written))
+            logits = logits.float().cpu().nan_to_num()
+            if self.temperature:
+                weights = torch.softmax(logits / self.temperature, dim=-1)
+                drawn = torch.multinomial(weights, 1, generator=random)[:, 0]
+            else:
+                drawn = logits.argmax(-1)
+            for row, token in zip(rows, drawn.tolist(), strict=True):
+                row.append(token)
+        return [row[len(prompt) :] for row, prompt in zip(rows, prompts, strict=True)]
 
-    def _window(self, tokens: list[int]) -> tuple[Tensor, Tensor]:
-        """The arguments [1, T] and [1] of `last_logits`."""
-        last = torch.tensor([len(tokens) - 1], device=self.device)
+    def _windows(self, rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+        """The arguments [B, T] and [B] of `last_logits`."""
+        seen = [row[-self.context :] for row in rows]
         # What comes after `last` is never looked at: attention is causal.
-        padded = tokens + [0] * (self.context - len(tokens))
-        return torch.tensor([padded], device=self.device), last
+        padded = [row + [0] * (self.context - len(row)) for row in seen]
+        last = torch.tensor([len(row) - 1 for row in seen], device=self.device)
+        return torch.tensor(padded, device=self.device), last
 
 
 def safe(text: str) -> str:
