@@ -66,6 +66,22 @@ def test_ranks_of_a_host_compile_a_share_each_and_a_second_start_compiles_nothin
         assert losses == pytest.approx(expected, rel=1e-5)
 
 
+def test_kernels_of_a_graph_are_one_shared_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def three(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        for _ in range(3):  # products stand between the loops, so each is a kernel
+            x = torch.tanh(x @ params["w"]) + 0.2718
+        return x.square().mean()
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    params, x = {"w": torch.randn(4, 4)}, torch.randn(2, 4)
+    (value, _) = fs.shard_forward(
+        three, fs.presets.replicate(params, fs.make_mesh(shard=1)), backend="inductor"
+    )(params, x)
+    assert float(value) == pytest.approx(float(three(params, x)), rel=1e-5)
+    units = [path.read_text() for path in tmp_path.rglob("*.main.cpp")]
+    assert [unit.count("PyInit_") for unit in units] == [3]
+
+
 def test_vector_instructions_that_torch_runs_with_are_not_tried(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, fx
 
 from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.kernels.units import compiled_together
 from fnshard.errors import MissingExtraError, SpecError
 
 Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -45,13 +46,17 @@ def compile_graph(
     if backend == "eager":
         return _eager(module)
     with TRACING:
-        return _generated(module, options, is_backward)
+        compiled, load = _generated(module, options, is_backward)
+        load()
+        return compiled
 
 
-def _generated(module: fx.GraphModule, options: Mapping[str, Any], is_backward: bool) -> Boxed:
-    """What Inductor makes of a graph."""
+def _generated(
+    module: fx.GraphModule, options: Mapping[str, Any], is_backward: bool
+) -> tuple[Boxed, Callable[[], None]]:
+    """What Inductor makes of a graph, and what waits for its C++: before the first call."""
     if not any(n.op == "call_function" for n in module.graph.nodes):
-        return _eager(module)  # returns its inputs: nothing to compile
+        return _eager(module), lambda: None  # returns its inputs: nothing to compile
     from torch._inductor import config as inductor_config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
@@ -71,9 +76,10 @@ def _generated(module: fx.GraphModule, options: Mapping[str, Any], is_backward: 
         torch._guards.tracing(torch._guards.TracingContext(mode)),
         _with_shape_env(mode),
         torch.no_grad(),
+        compiled_together() as load,
     ):
         compiled = compile_fx_inner(module, fakes, is_backward=is_backward, is_inference=False)
-    return compiled
+    return compiled, load
 
 
 @contextmanager
@@ -181,13 +187,15 @@ def compile_graphs(
         return {key: _eager(graph) for key, graph in graphs.items()}
     if not graphs:
         return {}
-    done: dict[tuple[str, bool], Boxed] = {}
+    done: dict[tuple[str, bool], tuple[Boxed, Callable[[], None]]] = {}
     with TRACING:
         for number, ((name, is_backward), graph) in enumerate(graphs.items(), 1):
             _say(f"compiling {number} of {len(graphs)} kernels")
             done[name, is_backward] = _generated(graph, options, is_backward)
+        for _, load in done.values():
+            load()
     _say(f"compiled {len(graphs)} kernels", end="\n")
-    return done
+    return {key: compiled for key, (compiled, _) in done.items()}
 
 
 def _say(text: str, end: str = "") -> None:
