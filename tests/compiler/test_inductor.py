@@ -74,9 +74,8 @@ def test_kernels_of_a_graph_are_one_shared_object(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     params, x = {"w": torch.randn(4, 4)}, torch.randn(2, 4)
-    (value, _) = fs.shard_forward(
-        three, fs.presets.replicate(params, fs.make_mesh(shard=1)), backend="inductor"
-    )(params, x)
+    forward = fs.shard_forward(three, fs.presets.full_shard(params, fs.make_mesh(shard=1)))
+    value = forward(params, x)
     assert float(value) == pytest.approx(float(three(params, x)), rel=1e-5)
     units = [path.read_text() for path in tmp_path.rglob("*.main.cpp")]
     assert [unit.count("PyInit_") for unit in units] == [3]
