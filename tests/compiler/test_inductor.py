@@ -68,7 +68,7 @@ def test_ranks_of_a_host_compile_a_share_each_and_a_second_start_compiles_nothin
 
 def test_kernels_of_a_graph_are_one_shared_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def three(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        for _ in range(3):  # products stand between the loops, so each is a kernel
+        for _ in range(3):  # products stand between loops; equal loops are one kernel
             x = torch.tanh(x @ params["w"]) + 0.2718
         return x.square().mean()
 
@@ -78,7 +78,7 @@ def test_kernels_of_a_graph_are_one_shared_object(tmp_path: Path, monkeypatch: p
     value = forward(params, x)
     assert float(value) == pytest.approx(float(three(params, x)), rel=1e-5)
     units = [path.read_text() for path in tmp_path.rglob("*.main.cpp")]
-    assert [unit.count("PyInit_") for unit in units] == [3]
+    assert [unit.count("PyInit_") for unit in units] == [2]
 
 
 def test_vector_instructions_that_torch_runs_with_are_not_tried(
