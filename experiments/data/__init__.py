@@ -7,14 +7,16 @@ For fine-tuning, samples:
 | `tokenizer`, `chat` | the built-in byte tokenizer, those of model directories; conversations as tokens |
 | `rows`, `records` | files as rows of `datasets`; the samples and pairs that their records describe |
 | `prepared` | records tokenised once into a folder that all ranks map; all their mistakes |
-| `permutation`, `batches`, `loader` | the order of an epoch; samples in rows as tensors; endless batches |
+| `batches` | samples in rows, and rows as tensors |
 | `builtin` | real examples every machine has: functions of the standard library |
 
     train, = prepare("mine.jsonl", open_directory(model), RecordPolicy("samples", 256), cache=folder)
-    loader = SampleLoader(open_prepared(train.folder), rows=8, rank=rank, ranks=ranks)
+    loader = Loader(Samples(open_prepared(train.folder)), rows=8, rank=rank, ranks=ranks)
 
 For pre-training, `windows` of bytes of text (`stdlib_text`), or of shards of tokens (`shards`), which
 `python -m experiments.tokenize` writes:
 
-    loader = WindowLoader(open_shards("shards/train"), rows=8, context=256, rank=rank, ranks=ranks)
+    loader = Loader(Windows(open_shards("shards/train"), context=256), rows=8, rank=rank, ranks=ranks)
+
+`loader`: batches without end, in the order of `permutation`, from any step on any mesh.
 """

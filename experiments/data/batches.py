@@ -1,4 +1,4 @@
-"""Batches: samples of many lengths in rows of one length, as tensors; and every sample once, for evaluation.
+"""Batches of samples: many lengths in rows of one length, as tensors; and every sample once, for evaluation.
 
 A packed batch is a dict of int64 [B, T]: `tokens`; `targets`, already shifted (the token after each, or
 IGNORE at prompts, padding and the end of a sample); `positions`, from 0 in every sample; and `documents`,
@@ -8,72 +8,47 @@ earlier ones of its own document.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-import fnshard as fs
 from experiments.configs.train import MULTIPLE
+from experiments.data.permutation import order
 from experiments.data.prepared import Prepared
 from fnshard.losses import IGNORE
 
-OPEN = 32  # rows; twice as many fill them by less than 1% more, and keep a sample waiting twice as long
-
-
-@dataclass
-class RowPacker:
-    """Best fit among the few rows that are open.
-
-    A sample goes where the least room is left after it. Where it fits nowhere it begins a row of its own;
-    is that one too many, the oldest is closed. So no sample waits for longer than `open_rows` rows.
-
-    Args:
-        context: room in a row.
-        shortest: the least length that can come; a row with less room is closed at once.
-        open_rows: at most so many rows are open.
-        rows: the open ones, oldest first: the samples in each, and the room that is left.
-    """
-
-    context: int
-    shortest: int = 1
-    open_rows: int = OPEN
-    rows: list[tuple[list[int], int]] = field(default_factory=list)
-
-    def add(self, sample: int, length: int) -> list[int] | None:
-        """Put a sample into a row; gives the samples of the row that this closes, if it closes one."""
-        if not 0 < length <= self.context:
-            raise ValueError(f"sample {sample} of length {length} does not fit a row of {self.context}.")
-        fits = [(room, at) for at, (_, room) in enumerate(self.rows) if room >= length]
-        room, at = min(fits, default=(self.context, len(self.rows)))
-        if not fits:
-            self.rows.append(([], room))
-        row = self.rows[at][0]
-        row.append(sample)
-        self.rows[at] = (row, room - length)
-        if room - length < self.shortest:
-            return self.rows.pop(at)[0]
-        return self.rows.pop(0)[0] if len(self.rows) > self.open_rows else None
-
-
-def pack(lengths: Iterable[int], context: int, *, open_rows: int = OPEN) -> Iterator[list[int]]:
-    """Rows of sample numbers, each sample once, no row over `context`.
-
-    >>> list(pack([3, 9, 6, 1, 4, 6], context=10))
-    [[0, 2, 3], [4, 5], [1]]
-    """
-    packer = RowPacker(context, open_rows=open_rows)
-    for sample, length in enumerate(lengths):
-        closed = packer.add(sample, length)
-        if closed is not None:
-            yield closed
-    yield from (row for row, _ in packer.rows)
-
-
 Batch = dict[str, Tensor]
+
+
+def pack(lengths: np.ndarray, context: int) -> list[list[int]]:
+    """Rows of sample numbers, each sample once, no row over `context`: best fit, longest samples first.
+
+    >>> pack(np.array([3, 9, 6, 1, 4, 6]), context=10)
+    [[1, 3], [2, 4], [5, 0]]
+    """
+    rows: list[list[int]] = []
+    by_room: list[list[int]] = [[] for _ in range(context + 1)]  # the rows that have so much room left
+    some = 0  # a bit for every room that a row has
+    for sample in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[sample])
+        fits = some >> length
+        if fits:  # the lowest bit is the least room
+            room = length + (fits & -fits).bit_length() - 1
+            row = by_room[room].pop()
+            some ^= 0 if by_room[room] else 1 << room
+        else:
+            room, row = context, len(rows)
+            rows.append([])
+        rows[row].append(sample)
+        if room > length:
+            by_room[room - length].append(row)
+            some |= 1 << (room - length)
+    return rows
 
 
 def width_of(prepared: Prepared) -> int:
@@ -102,68 +77,63 @@ def fill(prepared: Prepared, rows: Sequence[Sequence[int]], width: int) -> Batch
     return {name: torch.from_numpy(values) for name, values in named.items()}
 
 
-def pair_batch(prepared: Prepared, pairs: Sequence[int], width: int) -> dict[str, Batch]:
-    """Pairs by number, as `SampleLoader` yields them; a negative number is a row of padding."""
-    sides = {"chosen": 0, "rejected": 1}
-    return {
-        name: {n: batch[n] for n in ("tokens", "targets")}
-        for name, side in sides.items()
-        for batch in [fill(prepared, [[2 * pair + side] if pair >= 0 else [] for pair in pairs], width)]
-    }
+@dataclass(frozen=True)
+class Samples:
+    """The rows of prepared data, for a `Loader`.
 
+    A batch of pairs is `{"chosen": {tokens, targets}, "rejected": {tokens, targets}}`, int64 [B, T] each,
+    padded on the right to the one width of all batches; it is never packed. Rows of one sample each have no
+    `documents`: attention keeps its causal kernel without.
 
-# ------------------------------------------------------------------ once, for evaluation
-
-
-def once(prepared: Prepared, rows: int, *, rank: int = 0, ranks: int = 1) -> Iterator[Batch]:
-    """Every sample once, in the files' order, packed: batches for a held-out loss.
-
-    All ranks get equally many batches; rows that nothing is left for are padding, which no mean counts.
+    Args:
+        pack: several samples a row, of the context's width; else one, of `width_of(prepared)`. Which samples
+            share a row is the same in every epoch.
     """
-    check_rows(rows, rank, ranks)
-    part = rows // ranks
-    lengths = (int(prepared.lengths(np.int64(n))) for n in range(prepared.samples))
-    for group in _grouped(pack(lengths, prepared.context), rows):
-        yield fill(prepared, group[rank * part : (rank + 1) * part], prepared.context)
 
+    prepared: Prepared
+    pack: bool = True
 
-def _grouped(rows: Iterator[list[int]], size: int) -> Iterator[list[list[int]]]:
-    group: list[list[int]] = []
-    for row in rows:
-        group.append(row)
-        if len(group) == size:
-            yield group
-            group = []
-    if group:
-        yield [*group, *([] for _ in range(size - len(group)))]
+    @property
+    def packed(self) -> bool:
+        return self.pack and self.prepared.kind != "pairs"
 
+    @property
+    def width(self) -> int:
+        return self.prepared.context if self.packed else width_of(self.prepared)
 
-def place_of(mesh: fs.Mesh) -> dict[str, int]:
-    """Which part of a batch is this rank's; ranks that differ along other axes get the same."""
-    return {"rank": mesh.data_rank, "ranks": mesh.data_size}
+    @property
+    def count(self) -> int:
+        return len(self._rows) if self.packed else self.prepared.records
 
+    @property
+    def key(self) -> Mapping[str, Any]:
+        return {"data": self.prepared.key, "context": self.prepared.context, "pack": self.pack}
 
-def check_rows(rows: int, rank: int, ranks: int) -> None:
-    """Refuse rows that do not divide over the ranks."""
-    if rows < 1 or rows % ranks:
-        raise ValueError(f"{rows} rows do not divide over {ranks} ranks.")
-    if not 0 <= rank < ranks:
-        raise ValueError(f"rank {rank} of {ranks}: expected 0 to {ranks - 1}.")
+    def batch(self, numbers: np.ndarray) -> tuple[Any]:
+        """Rows by number; a negative one is padding."""
+        if self.prepared.kind == "pairs":
+            sides = {"chosen": 0, "rejected": 1}
+            return ({name: self._side(numbers, side) for name, side in sides.items()},)
+        if self.packed:
+            rows = [self._rows[n] if n >= 0 else [] for n in numbers.tolist()]
+            return (fill(self.prepared, rows, self.width),)
+        batch = fill(self.prepared, [[n] if n >= 0 else [] for n in numbers.tolist()], self.width)
+        return ({name: part for name, part in batch.items() if name != "documents"},)
 
+    def once(self, rows: int, most: int, *, rank: int = 0, ranks: int = 1) -> Iterator[Any]:
+        """At most `most` rows, each once, for a held-out loss: batches of `rows`, equally many on every rank.
 
-def check_state(state: Mapping[str, Any], mine: Mapping[str, Any], drawn_by: Mapping[str, Any]) -> None:
-    """Refuse the state of a loader that drew other batches.
+        Rows of padding, which no mean counts, fill the last one.
+        """
+        part, numbers = rows // ranks, order(self.count, 0, 0, min(most, self.count))
+        for low in range(0, len(numbers), rows):
+            mine = numbers[low : low + rows][rank * part : (rank + 1) * part]
+            yield self.batch(np.pad(mine, (0, part - len(mine)), constant_values=-1))[0]
 
-    Raises:
-        ValueError: it has other keys than `mine`, or another value of `drawn_by`.
-    """
-    if set(state) != set(mine):
-        raise ValueError(f"a loader's state has the keys {sorted(mine)}; got {sorted(state)}.")
-    differ = {k: f"{k}: saved {state[k]}, here {v}" for k, v in drawn_by.items() if state[k] != v}
-    if "data" in differ:  # a key, which says nothing to a reader
-        differ["data"] = "data: its files, the tokenizer, or how it is cut are not what they were"
-    if differ:
-        raise ValueError(
-            f"the saved loader drew other batches ({'; '.join(differ.values())}). Fix: put back what was "
-            "changed, or begin anew with run.resume=never."
-        )
+    def _side(self, pairs: np.ndarray, side: int) -> Batch:
+        batch = fill(self.prepared, [[2 * n + side] if n >= 0 else [] for n in pairs.tolist()], self.width)
+        return {name: batch[name] for name in ("tokens", "targets")}
+
+    @cached_property
+    def _rows(self) -> list[list[int]]:
+        return pack(self.prepared.lengths(np.arange(self.prepared.samples)), self.prepared.context)

@@ -1,12 +1,9 @@
-"""Files: written completely or not at all; an error of the system names the file. Only regular files are
-read: a device or a pipe that a configuration names has no end."""
+"""Files: written completely or not at all; an error of the system names the file."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import stat
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,20 +19,6 @@ def naming(path: Path) -> Iterator[None]:
         if error.filename is None:
             error.filename = str(path)
         raise
-
-
-def size_of(path: Path, limit: int) -> int:
-    """Bytes of a regular file.
-
-    Raises:
-        OSError: it is none, or longer than `limit`; `strerror` says so.
-    """
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "is no regular file", str(path))
-    if found.st_size > limit:
-        raise OSError(errno.EFBIG, f"has {found.st_size} bytes, the most is {limit}", str(path))
-    return found.st_size
 
 
 def write_text(path: Path, text: str | Iterable[str], *, durable: bool = False) -> None:

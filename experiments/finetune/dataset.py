@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby, takewhile
 from operator import itemgetter
 from pathlib import Path
@@ -13,10 +14,10 @@ import numpy as np
 
 import fnshard as fs
 from experiments.configs.train import MULTIPLE, ConfigError, RunConfig
-from experiments.data.batches import place_of
+from experiments.data.batches import Samples
 from experiments.data.builtin import pair_files, sft_files
 from experiments.data.chat import opening
-from experiments.data.loader import SampleLoader
+from experiments.data.loader import Loader, place_of
 from experiments.data.prepared import Prepared, RecordPolicy, open_prepared, prepare
 from experiments.data.tokenizer import DirectoryTokenizer, Tokenizer, open_directory
 from experiments.finetune.config import FinetuneConfig
@@ -46,9 +47,14 @@ class FinetuneData:
     train: Prepared
     held_out: Prepared
 
-    def loader(self, config: FinetuneConfig, mesh: fs.Mesh) -> SampleLoader:
-        rows, seed = config.data.rows, config.run.seed
-        return SampleLoader(self.train, rows, seed, **place_of(mesh), pack=config.data.pack)
+    def loader(self, config: FinetuneConfig, mesh: fs.Mesh) -> Loader:
+        samples = Samples(self.train, config.data.pack)
+        return Loader(samples, config.data.rows, config.run.seed, **place_of(mesh))
+
+    @cached_property
+    def measured(self) -> Samples:
+        """What the held-out loss is of."""
+        return Samples(self.held_out)
 
     def examples(self, run: RunConfig, limit: int | None) -> list[Example]:
         """Prompts from all over the held-out data, of pairs with the chosen answer, and after them the one

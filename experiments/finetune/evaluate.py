@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-import fnshard as fs
-from experiments.data.batches import once, pair_batch, place_of, width_of
-from experiments.data.prepared import Prepared
 from fnshard.losses import Mean
 
 Forward = Callable[..., Any]
-
-
-def held_out_batches(prepared: Prepared, most: int, rows: int, mesh: fs.Mesh) -> Iterator[Any]:
-    """This rank's held-out batches, equally many on every rank: of `most` global rows or pairs, and what
-    fills the last batch; rows of padding, which no mean counts, where there are no more.
-
-    Args:
-        rows: of a global batch.
-    """
-    if prepared.kind == "pairs":
-        width, part = width_of(prepared), rows // mesh.data_size
-        for low in range(0, min(most, prepared.records), rows):
-            mine = range(low + mesh.data_rank * part, low + (mesh.data_rank + 1) * part)
-            yield pair_batch(prepared, [n if n < prepared.records else -1 for n in mine], width)
-        return
-    yield from islice(once(prepared, rows, **place_of(mesh)), math.ceil(most / rows))
 
 
 def mean_over(

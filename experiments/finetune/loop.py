@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,11 @@ import fnshard as fs
 from experiments.configs.plan import write_plan
 from experiments.configs.train import AUTO
 from experiments.data.files import read_json, write_json, write_text
+from experiments.data.loader import place_of
 from experiments.finetune.base_models import EXPORTED
 from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.dataset import FinetuneData, Shown, opened, window_of
-from experiments.finetune.evaluate import held_out_batches, mean_over
+from experiments.finetune.evaluate import mean_over
 from experiments.finetune.lm import from_directory
 from experiments.finetune.method import MethodPlan, choose_method
 from experiments.finetune.objectives import OBJECTIVES
@@ -74,7 +74,7 @@ def finetune(config: FinetuneConfig, run: RunFolder, overrides: list[str], stop:
         sides = 2 if setup.data.train.kind == "pairs" else 1
         report = begin_report(
             "finetune", setup.config, run, setup.step, overrides, int(state.step), found, spent=spent,
-            tokens=config.data.rows * loader.loader.width * sides,
+            tokens=config.data.rows * loader.source.width * sides,
         )  # fmt: skip
         if mesh.rank == 0:
             codes = setup.tuning.codes(state.params)
@@ -117,7 +117,7 @@ def begin(
 ) -> tuple[fs.TrainState, Any, str]:
     """The state to go on from, a loader that stands there, and the checkpoint that they are of."""
     config, mesh = setup.config, setup.mesh
-    loader = StepArguments(setup.data.loader(config, mesh))
+    loader = setup.data.loader(config, mesh)
     state, found = restored(run.root, run.source, setup.step, mesh, loader, replicas)
     if state is None:
         specs = setup.planned.plan.specs
@@ -151,7 +151,7 @@ def prepare(config: FinetuneConfig) -> FinetuneSetup:
     run = config.run
     mesh = fs.make_mesh(**config.mesh.axes, device=run.device)
     lm, data = from_directory(config.model), opened(config)
-    batch = next(StepArguments(data.loader(config, mesh)))[0]
+    (batch,) = next(data.loader(config, mesh))
     chosen = choose_method(config, lm, mesh, batch)
     config = replace(config, optimizer=replace(config.optimizer, lr=chosen.rate))
     tuning, plan = chosen.tuning, chosen.plan
@@ -171,31 +171,6 @@ def prepare(config: FinetuneConfig) -> FinetuneSetup:
     return FinetuneSetup(config, mesh, chosen, data, step, held_out, shown, batch)
 
 
-@dataclass
-class StepArguments:
-    """A loader's batches as the arguments of a step.
-
-    Rows of one sample each need no `documents`, and attention keeps its causal kernel without.
-    """
-
-    loader: Any
-
-    def __iter__(self) -> Iterator[tuple[Any]]:
-        return self
-
-    def __next__(self) -> tuple[Any]:
-        batch = next(self.loader)
-        if not self.loader.pack:
-            batch = {name: part for name, part in batch.items() if name != "documents"}
-        return (batch,)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.loader.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loader.load_state_dict(state)
-
-
 # ------------------------------------------------------------------ what is measured of a model
 
 
@@ -203,7 +178,7 @@ def held_out_loss(setup: FinetuneSetup, params: Any) -> tuple[float, dict[str, f
     """The objective's mean over held-out data, and the means of its `aux`; all ranks call it together."""
     config, mesh = setup.config, setup.mesh
     rows = config.data.rows // setup.planned.plan.accumulate  # as a training step holds at once
-    batches = held_out_batches(setup.data.held_out, config.data.held_out_rows, rows, mesh)
+    batches = setup.data.measured.once(rows, config.data.held_out_rows, **place_of(mesh))
     return mean_over(setup.held_out, params, batches, mesh.device)
 
 

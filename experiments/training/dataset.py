@@ -13,11 +13,11 @@ from torch import Tensor
 
 import fnshard as fs
 from experiments.configs.train import ConfigError, ShardsConfig, TrainConfig
-from experiments.data.batches import place_of
+from experiments.data.loader import Loader, place_of
 from experiments.data.shards import check_vocab, open_shards
 from experiments.data.stdlib_text import ByteStream, load_corpus
 from experiments.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
-from experiments.data.windows import Batch, TokenStream, WindowLoader, cut, held_out_starts
+from experiments.data.windows import Batch, TokenStream, Windows, cut, held_out_starts
 from experiments.training.ngram import VOCAB, table_losses
 
 TOKENIZER = "tokenizer"  # a folder next to the shards
@@ -42,10 +42,10 @@ class Dataset:
         """Where the held-out windows begin; int64 [rows]."""
         return held_out_starts(self.measured.tokens, self.config.data.held_out_rows, self.config.context)
 
-    def loader(self, mesh: fs.Mesh) -> WindowLoader:
+    def loader(self, mesh: fs.Mesh) -> Loader:
         """This rank's batches, from the first step on."""
-        rows, seed = self.config.data.rows, self.config.run.seed
-        return WindowLoader(self.train, rows=rows, context=self.config.context, seed=seed, **place_of(mesh))
+        windows = Windows(self.train, self.config.context)
+        return Loader(windows, self.config.data.rows, self.config.run.seed, **place_of(mesh))
 
     def held_out(self, starts: Tensor) -> Batch:
         """The held-out windows at `starts`; int64 [starts, T] twice."""

@@ -165,7 +165,7 @@ def test_packed_rows_are_told_apart(model, data, tmp_path, pack):
     """What the step is given: the loss of a batch is that of its samples, each alone."""
     config = config_of(model, data, tmp_path, "method=full", f"data.pack={pack}")
     mesh, lm, given = fs.make_mesh(shard=1, device="cpu"), from_directory(model), dataset.opened(config)
-    (batch,) = next(loop.StepArguments(given.loader(config, mesh)))
+    (batch,) = next(given.loader(config, mesh))
     assert ("documents" in batch) == pack
     params = fs.hf.load(model, fs.presets.full_shard(lm.params, mesh), mesh, model=lm.model)
     loss, _ = loop.OBJECTIVES["sft"](Tuning(lm, config.method, lm.params), config.objective, training=True)(

@@ -1,35 +1,40 @@
-"""What every loader keeps: one global batch on any mesh, exact resume, other data refused."""
+"""What loaders keep: one global batch on any mesh, exact resume, every row once an epoch."""
 
 from __future__ import annotations
 
 import json
-import sys
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from loader_data import equal, joined, stream
 
-from experiments.data.loader import DRAWN, SampleLoader
+import fnshard as fs
+from experiments.data.batches import Samples
+from experiments.data.loader import Loader, place_of
 from experiments.data.permutation import Permutation
 from experiments.data.stdlib_text import ByteStream
-from experiments.data.windows import WindowLoader
+from experiments.data.windows import Windows
+from fnshard.mesh import simulated_rank
+
+KINDS = ["bytes", "shards", "packed", "rows", "pairs"]
 
 
 @pytest.fixture(scope="module")
 def loaders(samples, numbered):
     """How each kind is made, of eight rows."""
     kinds = {
-        "bytes": lambda **how: WindowLoader(ByteStream(stream()), context=16, **how),
-        "shards": lambda **how: WindowLoader(numbered(211, 4), context=5, **how),
-        "packed": lambda **how: SampleLoader(samples(), **how),
-        "rows": lambda **how: SampleLoader(samples(), pack=False, **how),
-        "pairs": lambda **how: SampleLoader(samples("pairs"), **how),
+        "bytes": Windows(ByteStream(stream()), context=16),
+        "shards": Windows(numbered(211, 4), context=5),
+        "packed": Samples(samples()),
+        "rows": Samples(samples(), pack=False),
+        "pairs": Samples(samples("pairs")),
     }
-    return {kind: lambda kind=kind, **how: kinds[kind](**{"rows": 8, **how}) for kind in kinds}
-
-
-KINDS = ["bytes", "shards", "packed", "rows", "pairs"]
+    return {
+        kind: lambda source=source, **how: Loader(source, **{"rows": 8, **how})
+        for kind, source in kinds.items()
+    }
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -50,45 +55,30 @@ def test_any_mesh_goes_on_at_any_step_with_the_same_global_batches(loaders, kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_going_on_costs_the_same_at_any_step(loaders, kind, monkeypatch):
-    """Places of the order that are computed, and calls of Python, of the first batch behind a resume."""
-
-    def cost(step):
-        loader = loaders[kind](seed=5)
-        if hasattr(loader, "ahead"):
-            loader.ahead = 0  # else a thread works, too
-        state = loader.state_dict()
-        moved = {"step": step} | ({"drawn": 8 * step} if "drawn" in state else {})
-        computed, calls = [], 0
-        monkeypatch.setattr(
-            Permutation, "__call__", lambda self, at: computed.append(len(at)) or permuted(self, at)
-        )
-
-        def count(frame, event, argument):
-            nonlocal calls
-            calls += event == "call"
-
-        loader.load_state_dict(state | moved)
-        sys.setprofile(count)
-        try:
-            next(loader)
-        finally:
-            sys.setprofile(None)
-        assert loader.step == step + 1
-        return sum(computed), calls
-
+def test_a_far_step_computes_its_own_places_alone(loaders, kind, monkeypatch):
+    loader, computed = loaders[kind](seed=5), []
     permuted = Permutation.__call__
-    cost(1)
-    near, far = cost(8), cost(10**9)
-    assert far[0] <= near[0] + DRAWN and far[1] <= 2 * near[1] + 100
+    monkeypatch.setattr(
+        Permutation, "__call__", lambda self, at: computed.append(len(at)) or permuted(self, at)
+    )
+    loader.load_state_dict(loader.state_dict() | {"step": 10**9})
+    next(loader)
+    assert sum(computed) == 8 and loader.step == 10**9 + 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_seed_and_step_alone_decide(loaders, kind):
-    first, again, other = (loaders[kind](seed=seed) for seed in (1, 1, 2))
-    batches = [next(first), next(first)]
-    assert not equal(*batches) and not equal(batches[0], next(other))
-    assert equal([next(again), next(again)], batches)
+def test_every_row_once_an_epoch_in_an_order_of_its_own(loaders, kind, monkeypatch):
+    loader, drawn = loaders[kind](seed=1), []
+    source = loader.source
+    monkeypatch.setattr(type(source), "batch", lambda self, numbers: drawn.extend(numbers.tolist()))
+    for _ in range(-(-3 * source.count // 8)):
+        next(loader)
+    epochs = [drawn[i * source.count : (i + 1) * source.count] for i in range(3)]
+    assert all(sorted(epoch) == list(range(source.count)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    drawn.clear()
+    next(loaders[kind](seed=2))
+    assert drawn != epochs[0][:8]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,9 +87,9 @@ def test_the_state_of_another_loader_is_refused(loaders, kind):
     next(loader)
     state = loader.state_dict()
     other = loaders[kind](seed=6, rows=4)
-    with pytest.raises(ValueError, match=r"drew other batches \(.*seed: saved 5, here 6"):
-        other.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"drew other batches \(.*rows: saved 8, here 4"):
+    with pytest.raises(
+        ValueError, match=r"drew other batches \(.*seed: saved 5, here 6; rows: saved 8, here 4"
+    ):
         other.load_state_dict(state)
     with pytest.raises(ValueError, match="a loader's state has the keys"):
         loader.load_state_dict({"step": 1})
@@ -110,33 +100,39 @@ def test_the_state_of_another_loader_is_refused(loaders, kind):
 
 
 def test_other_data_is_refused(samples, numbered):
-    loader = SampleLoader(samples(), rows=8, seed=5)
-    next(loader)
-    state = loader.state_dict()
+    state = Loader(Samples(samples()), rows=8).state_dict()
     for other, message in [
-        (SampleLoader(samples(), rows=8, seed=5, pack=False), r"\(pack: saved True, here False\)"),
-        (SampleLoader(samples(context=64), rows=8, seed=5), r"context: saved 50, here 64"),
+        (Samples(samples(), pack=False), r"\(pack: saved True, here False\)"),
+        (Samples(samples(context=64)), r"context: saved 50, here 64"),
         (
-            SampleLoader(samples(count=66), rows=8, seed=5),
-            r"\(data: its files, the tokenizer, or how .* begin anew with run\.resume=never\.$",
+            Samples(samples(count=66)),
+            r"\(data: its files, the tokenizer, or how .* begin anew with run\.resume=n",
         ),
-        (SampleLoader(samples("pairs"), rows=8, seed=5), r"data: its files, the tokenizer"),
+        (Samples(samples("pairs")), r"data: its files, the tokenizer"),
     ]:
         with pytest.raises(ValueError, match=message):
-            other.load_state_dict(state)
-        assert other.step == 0
-    for rows in ([[67]], [[-1]], [[]], [[0] * 20], [[0]] * 33):
-        with pytest.raises(ValueError, match="open rows are none of this data's"):
-            loader.load_state_dict(state | {"open": rows})
-    assert loader.state_dict() == state
-    state = WindowLoader(numbered(211, 4), 6, 5).state_dict()
-    for other, message in (
-        (WindowLoader(numbered(212, 4), 6, 5), "data: its files"),
-        (WindowLoader(numbered(211, 4), 6, 4), "context: saved 5, here 4"),
-    ):
-        with pytest.raises(ValueError, match=f"drew other batches .{message}"):
-            other.load_state_dict(state)
+            Loader(other, rows=8).load_state_dict(state)
+    state = Loader(Windows(numbered(211, 4), 5), rows=8).state_dict()
+    with pytest.raises(ValueError, match=r"drew other batches \(data: its files"):
+        Loader(Windows(numbered(212, 4), 5), rows=8).load_state_dict(state)
     with pytest.raises(ValueError, match="211 tokens are too few: a window takes 301"):
-        WindowLoader(numbered(211, 4), 6, 300)
-    with pytest.raises(ValueError, match="rank 4 of 4: expected 0 to 3"):
-        SampleLoader(samples("pairs"), rows=4, rank=4, ranks=4)
+        Windows(numbered(211, 4), 300)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(20, 400), st.integers(1, 9), st.integers(1, 12))
+def test_windows_are_every_token_but_the_first_as_a_target(numbered, tokens, parts, context):
+    windows = Windows(numbered(tokens, parts), context)
+    inputs, targets = windows.batch(np.arange(windows.count))
+    assert inputs.flatten().tolist() == list(range(windows.count * context))
+    assert targets.flatten().tolist() == list(range(1, windows.count * context + 1))
+    assert tokens - windows.count * context <= context
+
+
+def test_ranks_along_other_axes_read_the_same():
+    mesh = fs.make_mesh(data=2, tensor=3, data_axes="data", simulated=True)
+    places = []
+    for rank in range(6):
+        with simulated_rank(rank):
+            places.append(place_of(mesh))
+    assert places == [{"rank": rank, "ranks": 2} for rank in (0, 0, 0, 1, 1, 1)]

@@ -1,114 +1,22 @@
-"""Batches of shards: every window once an epoch, the same batch on any mesh; training on them."""
+"""Training on shards."""
 
 from __future__ import annotations
 
-import threading
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from runs import SMALL, compose, rows_of
 from shard_files import stream_of
 
 from experiments import train
 from experiments.configs.machine import place
 from experiments.configs.train import ConfigError
-from experiments.data.windows import WindowLoader
-from experiments.training.dataset import open_tokens, place_of
+from experiments.training.dataset import open_tokens
 from experiments.training.loop import train as run_training
 from experiments.training.resume import RunFolder
 from fnshard.launcher.rank import Stop
-from fnshard.mesh import make_mesh
-
-# ------------------------------------------------------------------ the loader
-
-
-def take(loader, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [next(loader) for _ in range(count)]
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.integers(20, 400), st.integers(1, 9), st.integers(1, 12), st.integers(1, 6), st.integers(0, 9))
-def test_each_window_once_an_epoch(numbered, tokens, parts, context, rows, seed):
-    shards = numbered(tokens, parts)
-    loader = WindowLoader(shards, rows, context, seed=seed)
-    count = loader.windows
-    starts = []
-    for inputs, targets in take(loader, -(-2 * count // rows)):
-        assert inputs.dtype == targets.dtype == torch.int64 and inputs.shape == (rows, context)
-        assert torch.equal(inputs, inputs[:, :1] + torch.arange(context)) and torch.equal(targets, inputs + 1)
-        starts += inputs[:, 0].tolist()
-    loader.close()
-    whole = list(range(0, (tokens - 1) // context * context, context))
-    assert sorted(starts[:count]) == whole == sorted(starts[count : 2 * count])
-    if count > 20:
-        other = WindowLoader(shards, count, context, seed=seed + 1, ahead=0).batch(0)[0][:, 0].tolist()
-        assert (
-            sorted(other) == whole
-            and len({tuple(x) for x in (whole, other, starts[:count], starts[count : 2 * count])}) == 4
-        )
-
-
-def test_batches_are_ready_before_they_are_asked_for_and_the_thread_ends(numbered, monkeypatch):
-    shards, cut_steps, others = numbered(211, 4), [], set(threads())
-    enough = threading.Event()
-    plain = WindowLoader.batch
-
-    def batch(self, step):
-        cut_steps.append(step)
-        if step == 4:
-            enough.set()
-        return plain(self, step)
-
-    monkeypatch.setattr(WindowLoader, "batch", batch)
-    loader = WindowLoader(shards, 2, 5, ahead=4)
-    assert not cut_steps and set(threads()) <= others
-    next(loader)
-    assert enough.wait(30) and cut_steps == [0, 1, 2, 3, 4] and loader.step == 1
-    assert len(set(threads()) - others) == 1
-    loader.close()
-    assert set(threads()) <= others
-    next(loader)  # goes on
-    assert loader.step == 2
-    del loader
-    until = time.monotonic() + 30
-    while set(threads()) - others and time.monotonic() < until:
-        time.sleep(0.01)
-    assert set(threads()) <= others
-
-
-def threads() -> list[threading.Thread]:
-    return [t for t in threading.enumerate() if t.name.startswith("windows")]
-
-
-def test_what_goes_wrong_in_the_thread_is_told_each_time(numbered, monkeypatch):
-    def batch(self, step):
-        raise OSError(f"step {step}")
-
-    loader = WindowLoader(numbered(211, 4), 2, 5)
-    monkeypatch.setattr(WindowLoader, "batch", batch)
-    for _ in range(2):
-        with pytest.raises(OSError, match="step 0"):
-            next(loader)
-    loader.close()
-
-
-def test_ranks_along_other_axes_read_the_same():
-    from fnshard.mesh import simulated_rank
-
-    mesh = make_mesh(data=2, tensor=3, data_axes="data", simulated=True)
-    places = []
-    for rank in range(6):
-        with simulated_rank(rank):
-            places.append(place_of(mesh))
-    assert places == [{"rank": rank, "ranks": 2} for rank in (0, 0, 0, 1, 1, 1)]
-
-
-# ------------------------------------------------------------------ training on them
 
 
 def trained_on(shard_folder: Path, *more: str):
