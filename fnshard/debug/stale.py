@@ -17,7 +17,7 @@ __all__ = ["check_stale"]
 SHOWN = 12  # lines of a message
 
 
-def check_stale(step: Step[Any, Any], state: Any, /, *batch: Any, **keywords: Any) -> None:
+def check_stale(step: Step, state: Any, /, *batch: Any, **keywords: Any) -> None:
     """Trace `fn` again, and compare what it does now with the program that the step runs for this batch.
 
     A step compares, before it runs, much of what `fn` reads besides its arguments (README, Limits). This

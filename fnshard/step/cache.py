@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,7 +35,7 @@ from fnshard.step.batches import (
     check_leaves,
     micro_batch,
 )
-from fnshard.step.compile import FORWARD, gathered_at_once, plan_of
+from fnshard.step.compile import FORWARD, plan_of
 from fnshard.step.lowered import CompileStats, Lowered
 from fnshard.step.options import Options
 from fnshard.step.programs import Programs, announce, fits
@@ -153,7 +152,7 @@ class ProgramCache:
 
     def _traced(self, key: BatchKey, batch: Batch, micro: Arguments) -> Lowered:
         if self.options.shapes is None or not len(self.programs):
-            announce(self, key)
+            announce(self.fn, self.programs, key)
         self.stats.traces += 1
         if self.mesh.kind != "abstract":
             warm_up(self.mesh.device_type, self.options.backend)
@@ -162,26 +161,20 @@ class ProgramCache:
             stages, self.options, None, self.optimizer, bytes_of_batch(batch), self._shared(batch),
             stats=self.stats, reuse=self.reuse.known() if self.reuse else (), first=not len(self.programs),
         )  # fmt: skip
-        return self._checked(lowered)
+        if self.options.lowering.passes.graph:
+            cuda_graph.check(lowered.schedule, self.optimizer is not None)
+        return lowered
 
     @property
     def _plan(self) -> Plan:
         return plan_of(self.optimizer, self.specs, self.options) if self.trains else FORWARD
-
-    def _checked(self, lowered: Lowered) -> Lowered:
-        if self.options.lowering.passes.graph:
-            cuda_graph.check(lowered.schedule, self.optimizer is not None)
-        warning = gathered_at_once(lowered.segments, self.specs.stored, self.mesh)
-        if warning:
-            warnings.warn(warning, stacklevel=5)
-        return lowered
 
     def compile(self, lowered: Lowered, batch: Batch) -> None:
         """Compile what is not compiled; kernels of a further length are announced, if it needs its own."""
         before = len(self.kernels)
         lowered.compile()
         if 0 < before < len(self.kernels):
-            announce(self, batch_key(batch))
+            announce(self.fn, self.programs, batch_key(batch))
 
     def _shared(self, batch: Batch) -> tuple[SharedKernels, int] | None:
         """What a lowering of this batch shares with those of other lengths."""
@@ -204,16 +197,8 @@ class ProgramCache:
 
     def known(self) -> tuple[Lowered, ...]:
         """What it has lowered and keeps."""
-        return tuple(lowered for _, lowered in self._entries)
-
-    @property
-    def _entries(self) -> list[tuple[BatchKey, Lowered]]:
-        return self.programs.entries + ([self.on_paper] if self.on_paper is not None else [])
-
-    def share(self, other: ProgramCache) -> None:
-        """Keep the programs that another cache of the same function and specs has."""
-        for key, known in other._entries:
-            self.programs.put(key, replace(known, options=self.options))
+        on_paper = [self.on_paper[1]] if self.on_paper is not None else []
+        return (*self.programs.values(), *on_paper)
 
     def tensors(self, lowered: Lowered, batch: Batch) -> tuple[dict[str, Tensor], set[str]]:
         """What `batch_tensors` gives of a batch, whose numbers are in what they are looked up in.
@@ -244,11 +229,9 @@ class ProgramCache:
             known = self.programs.get(key)
             if known is not None:
                 return known
-            if self.on_paper is not None and fits(self.on_paper, key):
-                announce(self, key, adopted=True)
             lowered, self.on_paper = self.lower(batch), None
             warning = self.programs.compare(key, lowered) if len(self.programs) else None
             self.programs.put(key, lowered)
             if warning:
-                warnings.warn(warning, stacklevel=3)
+                warnings.warn(warning, stacklevel=4)
             return lowered

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Mapping
-
 import torch
 
 from fnshard.analysis.slots import gathers_of
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.schedule.build import Plan
-from fnshard.errors import leaves, report
 from fnshard.layout.resolved import ResolvedSpecs
-from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer
 from fnshard.optim.loss_scale import LossScale
@@ -71,11 +65,11 @@ def scalars_of(
 
 
 def settings_of(
-    optimizer: Optimizer | None, specs: ResolvedSpecs, scale: LossScale, seed: int, number: int
+    optimizer: Optimizer | None, specs: ResolvedSpecs, options: Options, seed: int, step: int
 ) -> dict[str, str]:
     """What must be alike on all ranks besides the schedule, as text by name."""
-    text = optimizer_text(optimizer, specs.stored)
-    return {"optimizer": text, "loss scale": repr(scale), "seed": str(seed), "step": str(number)}
+    text, scale = optimizer_text(optimizer, specs.stored), loss_scale_of(optimizer, specs, options)
+    return {"optimizer": text, "loss scale": repr(scale), "seed": str(seed), "step": str(step)}
 
 
 def _leaf_norms(optimizer: Optimizer | None, specs: ResolvedSpecs) -> tuple[str, ...]:
@@ -97,28 +91,3 @@ def items_of(program: Program) -> float:
     whole = [v.numel() for v in values if not v.is_floating_point()]
     rows = [v.shape[0] for v in values if v.dim()]
     return max([1, *(whole or rows)])
-
-
-def gathered_at_once(segments: Segments, specs: Mapping[str, LayoutSpec], mesh: Mesh) -> str | None:
-    """A warning where one kernel reads more than two units hold: prefetching keeps two anyhow."""
-    full_bytes = {
-        path: math.prod(spec.shape) * spec.compute_dtype.itemsize
-        for path, spec in specs.items()
-        if spec.reshard and mesh.ordered(spec.storage.axes)
-    }
-    units: Counter[str] = Counter()
-    for path, size in full_bytes.items():
-        units[specs[path].unit] += size
-    found = [[p for p in segment.leaves if p in full_bytes] for segment in segments.segments]
-    largest = max(found, key=lambda paths: sum(full_bytes[p] for p in paths), default=[])
-    total = sum(full_bytes[p] for p in largest)
-    if not largest or total <= 2 * max(units.values()):
-        return None
-    lines = [f"params[{p!r}] {full_bytes[p] / 1e6:.3f} MB" for p in largest]
-    return report(
-        f"one kernel reads {leaves(len(largest))} of {len({specs[p].unit for p in largest})} units, which "
-        f"are gathered together, {total / 1e6:.3f} MB on every rank:",
-        [*lines[:8], *([f"and {len(lines) - 8} more"] if len(lines) > 8 else [])],
-        "let an operation read the leaves of one unit: what fn stacks or concatenates can be stored as one "
-        "leaf, as torch.func.stack_module_state makes it.",
-    )

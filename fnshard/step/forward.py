@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
-
 from fnshard import tree
-from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.kernels.inductor import inductor_options
 from fnshard.compiler.lower import LowerOptions, Passes
 from fnshard.compiler.place.strategies import ContextAttention
@@ -20,7 +17,7 @@ from fnshard.step.buckets import Buckets
 from fnshard.step.cache import ProgramCache
 from fnshard.step.lowered import CompileStats, Lowered
 from fnshard.step.options import Backend, Options
-from fnshard.step.runner import Bound, Runner, default_mesh
+from fnshard.step.runner import Runner, default_mesh
 from fnshard.step.state import TrainState
 from fnshard.step.step import Step
 
@@ -80,7 +77,7 @@ class Forward:
         self.mesh, self.options = mesh, options
         reuse = None if kernels is None else kernels._cache
         self._cache = ProgramCache(fn, specs, mesh, options, trains=False, reuse=reuse)
-        self._runner = Runner(mesh, None, options)
+        self._runner = Runner(self._cache)
 
     @property
     def compile_stats(self) -> CompileStats:
@@ -104,21 +101,10 @@ class Forward:
         seed, number = (int(params.seed), int(params.step)) if training else (0, 0)
         blocks = params.params if training else params
         self._cache.follow(blocks)
-        passed = self._cache.arguments(batch, keywords)
-        lowered, runner = self._cache.get(passed), self._runner
-        blocks = runner.blocks(blocks, self._cache.specs)
-        bound = runner.bound(lowered) or self._bind(lowered, passed, blocks)
-        inputs = runner.inputs(lowered, blocks, *self._cache.tensors(lowered, passed), seed, number)
-        env = bound.run(inputs)
+        bound, inputs = self._runner.prepare(blocks, self._cache.arguments(batch, keywords), seed, number)
+        env, lowered = bound.run(inputs), bound.lowered
         outputs, results = lowered.program.outputs, lowered.segments.results
-        runner.rank.finished({}, {}, {limit: env[results[limit.result]] for limit in outputs.limits})
+        self._runner.rank.finished({}, {}, {limit: env[results[limit.result]] for limit in outputs.limits})
         made = {"python": lambda value: value, "tensor": lambda i: env[results[i]],
                 "mean": lambda i, j: Mean(env[results[i]], env[results[j]])}  # fmt: skip
         return tree.unflatten([made[kind](*rest) for kind, *rest in outputs.aux], outputs.aux_structure)
-
-    def _bind(self, lowered: Lowered, batch: Arguments, blocks: Mapping[str, Tensor]) -> Bound:
-        runner, specs = self._runner, self._cache.specs
-        if runner.rank.agreement is None:
-            runner.agree(lowered, blocks, specs, {})
-        self._cache.compile(lowered, batch)
-        return runner.bind(lowered, None, specs, self._cache.programs.values())

@@ -1,4 +1,4 @@
-"""Programs: the lowered steps that are kept: which fits a batch, what to do about many, and their count."""
+"""Programs: the lowered steps that are kept: which fits a batch, what to say of many, and their count."""
 
 from __future__ import annotations
 
@@ -36,14 +36,9 @@ class Programs:
     lengths: bool = False  # batches have many, on purpose
     entries: list[tuple[BatchKey, Any]] = field(default_factory=list)
     seen: dict[str, list[Any]] = field(default_factory=dict)  # values of one name that were traced
-    crowded: bool = False  # was warned of
 
     def __len__(self) -> int:
         return len(self.entries)
-
-    def keys(self) -> list[BatchKey]:
-        """Of the batches, oldest first."""
-        return [key for key, _ in self.entries]
 
     def values(self) -> list[Any]:
         """The lowered steps, oldest first."""
@@ -62,10 +57,13 @@ class Programs:
         self.entries.append((key, lowered))
         del self.entries[: -self.size]
 
-    def baked_changes(self, key: BatchKey) -> list[Change]:
-        """What `fn` reads otherwise than at the last trace of such a batch."""
+    def changes(self, key: BatchKey) -> tuple[list[Change], bool]:
+        """What differs from the last batch, and whether it is what `fn` reads; nothing for the first one."""
         latest = next((lowered for known, lowered in reversed(self.entries) if known == key), None)
-        return latest.program.guard.changes() if latest else []
+        baked = latest.program.guard.changes() if latest else []
+        if baked or not self.entries:
+            return baked, bool(baked)
+        return batch_changes(self.entries[-1][0], key), False
 
     def compare(self, key: BatchKey, lowered: Any) -> str | None:
         """What to warn of before one more is kept.
@@ -73,34 +71,22 @@ class Programs:
         Raises:
             StateError: other collectives than before. They are compared here, not over the wire.
         """
-        before, known = self.entries[-1]
-        baked = self.baked_changes(key)
-        changed = baked or batch_changes(before, key)
-        if _over_rows(lowered.schedule) != _over_rows(known.schedule):
+        changed, baked = self.changes(key)
+        if _over_rows(lowered.schedule) != _over_rows(self.entries[-1][1].schedule):
             raise StateError(
                 f"{'a value that `fn` reads' if baked else 'this batch'} makes `fn` a program with other "
                 "collectives than the batches before:",
                 lines(changed),
                 "let `fn` use the same parameters whatever the batch; ranks would hang otherwise.",
             )
-        if all(map(_is_constant, changed)) or baked:
+        if baked or all(map(_is_constant, changed)):
             return self._repeated(changed)
-        if self.lengths:
-            return self._crowded()
+        if self.lengths and len(self) < self.size:
+            return None
         return (
             f"compiling again for a new batch ({len(self) + 1}, {self.size} are kept): "
-            f"{'; '.join(lines(changed))}. {' '.join(dict.fromkeys(map(_way_out, changed)))}"
-        )
-
-    def _crowded(self) -> str | None:
-        """A warning, once, of more lengths than are kept."""
-        if len(self) < self.size or self.crowded:
-            return None
-        self.crowded = True
-        return report(
-            f"batches have more lengths than the {self.size} whose steps are kept; those used longest ago "
-            "are dropped, and traced again when they return.",
-            fix="a larger multiple in fs.Buckets, or shard_step(cache=), as many as there are.",
+            f"{'; '.join(lines(changed))}. Pad batches to few shapes (shapes=fs.Buckets(64, pad=...)), give "
+            "all the same leaves, and pass numbers as tensors; shard_step(cache=) keeps more programs."
         )
 
     def _repeated(self, changes: list[Change]) -> str | None:
@@ -153,11 +139,7 @@ def folded(key: BatchKey) -> dict[str, Any]:
 
 def lines(changes: list[Change]) -> list[str]:
     """`batch['0'] from [2, 3] torch.float32 to [5, 3] torch.float32`."""
-    texts = [(name, shown(before), shown(now)) for name, before, now in changes]
-    return [
-        f"{name} from {a} to {b}" if a != b else f"{name} from one to another that prints alike, {b}"
-        for name, a, b in texts
-    ]
+    return [f"{name} from {shown(before)} to {shown(now)}" for name, before, now in changes]
 
 
 def shown(value: Any) -> str:
@@ -176,18 +158,7 @@ def _is_constant(change: Change) -> bool:
 
 
 def _is_equal(value: Any, other: Any) -> bool:
-    if isinstance(value, Constant | NumberList):
-        return value == other
-    return is_same(value, other)
-
-
-def _way_out(change: Change) -> str:
-    name, before, now = change
-    if isinstance(before, Constant | NumberList) and isinstance(now, Constant | NumberList):
-        return f"Pass {name} as a tensor: each constant is a program of its own."
-    if isinstance(before, TensorShape) and isinstance(now, TensorShape) and before.shape != now.shape:
-        return "Pad batches to few shapes: shapes=fs.Buckets(64, pad=...)."
-    return "Give all batches the same leaves to avoid this."
+    return value == other if isinstance(value, Constant | NumberList) else is_same(value, other)
 
 
 # ------------------------------------------------------------------ counted
@@ -199,76 +170,47 @@ class Compiles:
 
     most: int
     lines: list[str] = field(default_factory=list)
-    seen: list[tuple[Any, BatchKey]] = field(default_factory=list)
-    on_paper: set[tuple[int, BatchKey]] = field(default_factory=set)
 
     def __len__(self) -> int:
-        return len(self.seen)
+        return len(self.lines)
 
     def __str__(self) -> str:
         return "\n".join(self.lines) or "nothing compiled"
-
-    def _note(self, cache: Any, key: BatchKey, adopted: bool) -> None:
-        if adopted and (id(cache), key) in self.on_paper:
-            self.on_paper.discard((id(cache), key))  # counted when it was lowered
-            return
-        if not adopted:
-            self.on_paper.add((id(cache), key))
-        self.lines.append(f"{len(self.seen) + 1}: {self._line(cache, key)}")
-        self.seen.append((cache, key))
-        if len(self.seen) > self.most:
-            raise DebugError(
-                f"compilation {len(self.seen)}, and at most {self.most} may happen here:",
-                self.lines[-8:],
-                "pad batches to few shapes, drop the last, ragged one, make the step once, outside the "
-                "loop, and pass changing numbers as tensors; shard_step(cache=) keeps more shapes.",
-                report=self,
-            )
-
-    def _line(self, cache: Any, key: BatchKey) -> str:
-        """A lowering, and what changed since the one before it of the same step."""
-        name = name_of(cache.fn)
-        older = [k for each, k in self.seen if each is cache]
-        known = older or cache.programs.keys()
-        baked = cache.programs.baked_changes(key)
-        if baked:
-            return f"{name}: `fn` reads {'; '.join(lines(baked))}"
-        if key in older:
-            return f"{name}: a batch whose program was dropped (cache={cache.options.cache})"
-        if not known:
-            shapes = ", ".join(f"batch[{n!r}] {shown(d)}" for n, d in folded(key[1:]).items())
-            again = " (a new step of a function that has one)" if self._has_other(cache) else ""
-            return f"{name}: its first batch{again}: {shapes}"
-        return f"{name}: {'; '.join(lines(batch_changes(known[-1], key)))}"
-
-    def _has_other(self, cache: Any) -> bool:
-        code = getattr(cache.fn, "__code__", None)
-        return code is not None and any(getattr(each.fn, "__code__", None) is code for each, _ in self.seen)
 
 
 # Of a `with`, not of the process: threads started elsewhere, and other tasks, are not counted.
 _counting: ContextVar[tuple[Compiles, ...]] = ContextVar("fnshard_compiles", default=())
 
 
-def announce(cache: Any, key: BatchKey, *, adopted: bool = False) -> None:
-    """A cache is about to lower this batch; `adopted`: to compile what it had on paper. It is logged to
-    "fnshard" (INFO).
+def announce(fn: Any, programs: Programs, key: BatchKey) -> None:
+    """This batch is about to be lowered; it is logged to "fnshard" (INFO).
 
     Raises:
         DebugError: one more than `assert_max_compiles` allows.
     """
+    changed = lines(programs.changes(key)[0])
+    if not changed:
+        shapes = ", ".join(f"batch[{n!r}] {shown(d)}" for n, d in folded(key[1:]).items())
+        changed = [f"its first batch: {shapes}"]
     for counter in _counting.get():
-        counter._note(cache, key, adopted)
-    if not adopted:
-        LOG.info("lowering %s", name_of(cache.fn))
+        counter.lines.append(f"{len(counter) + 1}: {name_of(fn)}: {'; '.join(changed)}")
+        if len(counter) > counter.most:
+            raise DebugError(
+                f"compilation {len(counter)}, and at most {counter.most} may happen here:",
+                counter.lines[-8:],
+                "pad batches to few shapes, drop the last, ragged one, make the step once, outside the "
+                "loop, and pass changing numbers as tensors; shard_step(cache=) keeps more shapes.",
+                report=counter,
+            )
+    LOG.info("lowering %s", name_of(fn))
 
 
 @contextmanager
 def assert_max_compiles(n: int) -> Iterator[Compiles]:
-    """Refuse, at once, the lowering or compilation inside the `with` that is one too many.
+    """Refuse, at once, the lowering inside the `with` that is one too many.
 
     Yields:
-        What was compiled so far: `len(...)`, and `print(...)` says for which batches.
+        What was lowered so far: `len(...)`, and `print(...)` says for which batches.
 
     Raises:
         DebugError: names the step, and what changed of the batch since the lowering before.

@@ -1,8 +1,8 @@
-"""Runner: binds lowered steps to ranks: agreed on, compiled, and fed with what this rank holds."""
+"""Runner: a batch's program, agreed on by all ranks, compiled, bound to this rank and fed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +15,13 @@ from fnshard.analysis.memory import made_of
 from fnshard.compiler.frontend.contexts import deterministic, without_autocast
 from fnshard.compiler.frontend.limits import check_limits
 from fnshard.compiler.frontend.random import derive_keys
+from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.program import Limit
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.schedule.passes.order import graph_length
 from fnshard.layout.pairs import as_pairs
-from fnshard.layout.resolved import ResolvedSpecs, compare_paths
+from fnshard.layout.resolved import compare_paths
 from fnshard.mesh import Mesh, make_mesh
-from fnshard.optim.contract import Optimizer
 from fnshard.runtime.collectives.base import Collectives
 from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.executor.context import ExecutorContext, Watch
@@ -33,9 +33,9 @@ from fnshard.runtime.executor.update import Updater
 from fnshard.runtime.readback import Reading
 from fnshard.runtime.tiers import Transfers, send
 from fnshard.step.agreement import Agreement, check_agreement, compare_replicas
-from fnshard.step.compile import FLAGS, items_of
+from fnshard.step.cache import ProgramCache
+from fnshard.step.compile import FLAGS, items_of, scalars_of, settings_of
 from fnshard.step.lowered import Lowered
-from fnshard.step.options import Options
 from fnshard.step.shards import check_blocks
 from fnshard.step.state import TrainState
 
@@ -62,8 +62,7 @@ class Bound:
 
     lowered: Lowered
     run: Callable[[dict[str, Any]], dict[str, Any]]
-    scalars: Scalars | None
-    updater: Updater | None
+    scalars: Scalars | None  # none of a forward
 
 
 @dataclass
@@ -117,66 +116,59 @@ class RankState:
 
 
 class Runner:
-    """Binds lowered steps to ranks. On a simulated mesh the ranks are threads that share it.
+    """Runs a cache's programs on ranks. On a simulated mesh the ranks are threads that share it."""
 
-    Args:
-        agreements: of a replay: what the ranks of the step that it replays have agreed on, which holds here.
-    """
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        optimizer: Optimizer | None,
-        options: Options,
-        agreements: Mapping[int, Agreement] | None = None,
-    ):
-        self.mesh, self.optimizer, self.options, self.agreements = mesh, optimizer, options, agreements
+    def __init__(self, cache: ProgramCache):
+        self.cache, self.mesh, self.options, self.optimizer = (
+            cache,
+            cache.mesh,
+            cache.options,
+            cache.optimizer,
+        )
         self._ranks: dict[int, RankState] = {}
         self._checked: tuple[Any, list[Any]] = None, []  # specs, and what blocks were that fitted them
-        compiled = options.compiles_update(optimizer, mesh.device_type)
-        self._fused = FusedUpdates(optimizer, options.inductor) if compiled else None
+        compiled = self.options.compiles_update(self.optimizer, self.mesh.device_type)
+        self._fused = FusedUpdates(self.optimizer, self.options.inductor) if compiled else None
 
     @property
     def rank(self) -> RankState:
         """This rank's; connecting is a collective."""
         if self.mesh.rank not in self._ranks:
             comm = connection(self.mesh, timeout=self.options.timeout)
-            known = (self.agreements or {}).get(self.mesh.rank)
-            self._ranks[self.mesh.rank] = RankState(comm, Transfers(self.mesh.device), known)
+            self._ranks[self.mesh.rank] = RankState(comm, Transfers(self.mesh.device))
         return self._ranks[self.mesh.rank]
 
-    def agreed(self) -> dict[int, Agreement]:
-        """What the ranks of this process have agreed on, by rank."""
-        return {number: rank.agreement for number, rank in self._ranks.items() if rank.agreement is not None}
+    def prepare(self, params: Any, batch: Arguments, seed: int, step: int) -> tuple[Bound, dict[str, Any]]:
+        """This rank's binding of the program for a batch, made if there is none, and what it starts from.
 
-    def bound(self, lowered: Lowered) -> Bound | None:
-        """This rank's binding of a lowered step, if there is one."""
-        rank = self.rank
-        return rank.bound.get((id(lowered), rank.observer))
+        Args:
+            params: the tree of stored blocks.
+            seed, step: what random ops draw from.
+        """
+        lowered, rank = self.cache.get(batch), self.rank
+        blocks = self._blocks(params)
+        bound = rank.bound.get((id(lowered), rank.observer))
+        if bound is None:
+            if rank.agreement is None:
+                self._agree(lowered, blocks, seed, step)
+            self.cache.compile(lowered, batch)
+            bound = self._bind(lowered)
+        return bound, self._inputs(lowered, blocks, *self.cache.tensors(lowered, batch), seed, step)
 
-    def agree(
-        self,
-        lowered: Lowered,
-        blocks: Mapping[str, Tensor],
-        specs: ResolvedSpecs,
-        settings: Mapping[str, str],
-    ) -> None:
+    def _agree(self, lowered: Lowered, blocks: Mapping[str, Tensor], seed: int, step: int) -> None:
         """Compare, at the first step, what ranks run and hold; ranks of a host compile a share each.
 
         A collective.
 
-        Args:
-            blocks: this rank's stored blocks: replicas are compared.
-            settings: `{name: text}` of what must be alike on all ranks, besides the schedule.
-
         Raises:
             AgreementError: ranks hold different programs or values.
         """
-        rank = self.rank
+        rank, specs, settings = self.rank, self.cache.specs, {}
+        if self.cache.trains and self.mesh.size > 1:
+            settings = settings_of(self.optimizer, specs, self.options, seed, step)
         items, compiled = items_of(lowered.program), lowered.compiled is not None
         rank.agreement = check_agreement(rank.comm, lowered.schedule, settings, items, compiled)
-        if self.agreements is None:  # of a replay, one may hold the NaN that is looked for
-            compare_replicas(rank.comm, blocks, specs.paired)
+        compare_replicas(rank.comm, blocks, specs.paired)
         if self._in_processes and not rank.agreement.compiled:
             lowered.compile_share()
             rank.comm.barrier()
@@ -199,29 +191,18 @@ class Runner:
         finally:
             rank.observer = before
 
-    def bind(
-        self, lowered: Lowered, scalars: Scalars | None, specs: ResolvedSpecs, kept: Iterable[Lowered]
-    ) -> Bound:
-        """Bind a compiled step to this rank.
-
-        Args:
-            scalars: the numbers that ranks sum; None of a forward.
-            kept: the lowered steps whose bindings are kept.
-        """
-        mesh, rank = self.mesh, self.rank
-        updater = None
+    def _bind(self, lowered: Lowered) -> Bound:
+        """Bind a compiled step to this rank; bindings of programs that are no longer kept go."""
+        mesh, rank, specs, options = self.mesh, self.rank, self.cache.specs, self.options
+        scalars = updater = None
+        if self.cache.trains:
+            scalars = scalars_of(lowered.program, lowered.segments, self.optimizer, specs, mesh, options)
         if self.optimizer is not None:
             updater = Updater(self.optimizer, specs.paired, mesh, mesh.rank, self._fused)
         context = ExecutorContext(
-            lowered.schedule,
-            lowered.compiled,
-            rank.comm,
-            mesh.rank,
-            scalars,
-            updater,
-            transfers=rank.transfers,
-            watch=rank.observer,
-        )
+            lowered.schedule, lowered.compiled, rank.comm, mesh.rank, scalars, updater,
+            transfers=rank.transfers, watch=rank.observer,
+        )  # fmt: skip
         graphed = lowered.options.lowering.passes.graph and context.watch is None
         run = self._graphed(lowered, context) if graphed else bind(context)
 
@@ -234,7 +215,7 @@ class Runner:
                 error.add_note(made_of(lowered.memory_analysis(), ", by the plan"))
                 raise
 
-        bound, known = Bound(lowered, alone, scalars, updater), {id(each) for each in kept}
+        bound, known = Bound(lowered, alone, scalars), {id(each) for each in self.cache.programs.values()}
         bindings = {k: v for k, v in rank.bound.items() if k[0] in known}
         rank.bound = bindings | {(id(lowered), rank.observer): bound}
         return bound
@@ -245,13 +226,14 @@ class Runner:
         first, last = (bind(context, part) for part in (slice(length), slice(length, None)))
         return Graphed(first, last, returned, FLAGS)
 
-    def blocks(self, params: Any, resolved: ResolvedSpecs) -> dict[str, Tensor]:
+    def _blocks(self, params: Any) -> dict[str, Tensor]:
         """This rank's stored blocks by path, in the order of the specs; complex ones as pairs.
 
         Raises:
             StateError: blocks of another mesh or spec.
         """
-        specs, structure, before = resolved.stored, resolved.structure, self._checked
+        resolved, before = self.cache.specs, self._checked
+        specs, structure = resolved.stored, resolved.structure
         blocks, form = tree.flatten(params)
         # At every step, and not by identity: a tensor's `.data` may have been assigned.
         found = [(v.shape, v.dtype, v.device) if isinstance(v, Tensor) else type(v) for v in blocks]
@@ -268,7 +250,7 @@ class Runner:
         # A schedule writes in place, which torch refuses for what requires grad.
         return dict(zip(specs, [v.detach() if v.requires_grad else v for v in blocks], strict=True))
 
-    def inputs(
+    def _inputs(
         self,
         lowered: Lowered,
         blocks: Mapping[str, Tensor],
@@ -291,15 +273,12 @@ class Runner:
             env |= {ValueName(Kind.BATCH, n, version): v for n, v in part.items()}
         env |= {n: blocks[n.path] for n in lowered.schedule.inputs if n.kind is Kind.STORED}
         env |= {ValueName(Kind.CONSTANT, n): v for n, v in program.constants.items()}
-        here = mesh.coordinate()
         for axis in names["axis"]:
-            env[ValueName(Kind.AXIS, axis)] = torch.full(
-                (), here[axis], dtype=torch.int64, device=mesh.device
-            )
+            index = torch.full((), mesh.coordinate()[axis], dtype=torch.int64, device=mesh.device)
+            env[ValueName(Kind.AXIS, axis)] = index
         for micro in range(parts if names["key"] else 0):
             version = f"#{micro}" if parts > 1 else ""
-            keys = send(
-                derive_keys(seed, step, mesh.data_rank, micro, len(names["key"])), mesh.device
-            ).unbind(0)
+            keys = derive_keys(seed, step, mesh.data_rank, micro, len(names["key"]))
+            keys = send(keys, mesh.device).unbind(0)
             env |= {ValueName(Kind.KEY, n, version): k for n, k in zip(names["key"], keys, strict=True)}
         return env

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,20 +10,8 @@ from torch import Tensor
 from fnshard import tree
 from fnshard.compiler.frontend.limits import check_limits
 from fnshard.errors import StateError
-from fnshard.layout.resolved import ResolvedSpecs
-from fnshard.optim.contract import Optimizer
 
 __all__ = ["Metrics", "TrainState"]
-
-if TYPE_CHECKING:
-    from typing_extensions import TypeVar  # typing's has `default` from Python 3.13 on
-
-    OptimizerT = TypeVar("OptimizerT", bound=Optimizer | None, default=None)
-    LossT = TypeVar("LossT", default=Tensor)  # what a step without an optimizer returns as its loss
-else:
-    from typing import TypeVar
-
-    OptimizerT, LossT = TypeVar("OptimizerT"), TypeVar("LossT")
 
 _FIELDS = ("step", "params", "opt_state", "loss_scale", "seed")
 
@@ -106,8 +92,7 @@ class TrainState:
 
     Args:
         step: 0-d int64 on the host, the number of steps made; those skipped by dynamic loss scaling too.
-        params: the parameter tree of stored shards (padded blocks, see `LayoutSpec.storage`); `buffers` are
-            those of them that do not train.
+        params: the parameter tree of stored shards (padded blocks, see `LayoutSpec.storage`).
         opt_state: `{path: {slot: block}}`, in `LayoutSpec.optimizer`; "master" is the copy in
             `optimizer_dtype` where that differs from storage.
         loss_scale: `{"scale": 0-d fp32, "good_steps": 0-d int64, "skipped_steps": 0-d int64}` where the
@@ -155,20 +140,6 @@ class TrainState:
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *_FIELDS})
-
-    @property
-    def buffers(self) -> Mapping[str, Tensor]:
-        """The stored blocks of leaves that do not train, by path: what steps write here is what `fn` writes.
-
-        A read-only view of `params`: BatchNorm's statistics, queues, teachers, and what is merely frozen.
-
-        Raises:
-            StateError: the state does not know its specs.
-        """
-        if self.where is None:
-            raise StateError("this TrainState does not know its specs: `params` has all leaves.")
-        specs, blocks = ResolvedSpecs.of(self.where[0]).stored, tree.flatten_with_paths(self.params)[0]
-        return MappingProxyType({p: v for p, v in blocks.items() if not specs[p].trainable})
 
     def as_dict(self) -> dict[str, Any]:
         """The fields by name."""
@@ -223,15 +194,11 @@ def checked_rng(rng: Any) -> tuple[int, int]:
     )
 
 
-def check_state(value: Any, has_optimizer: bool, paths: Collection[str]) -> bool:
+def check_state(value: Any, has_optimizer: bool) -> bool:
     """Whether a step's first argument is a TrainState, as a step with an optimizer takes it.
 
-    Args:
-        paths: of the parameters' leaves.
-
     Raises:
-        StateError: a tree for a state, a state for a tree, or the loss that a step without an optimizer
-            returns first.
+        StateError: a tree for a state, or a state for a tree.
     """
     training = isinstance(value, TrainState)
     if has_optimizer and not training:
@@ -243,13 +210,4 @@ def check_state(value: Any, has_optimizer: bool, paths: Collection[str]) -> bool
         )
     if not has_optimizer and training:
         raise StateError("this step has no optimizer: pass state.params, or make it with optimizer=.")
-    loss = value[0] if isinstance(value, tuple) and len(value) == 2 else value
-    is_number = isinstance(loss, Tensor) and loss.dim() == 0
-    if is_number and tree.flatten_with_paths(value)[0].keys() != set(paths):
-        raise StateError(
-            "the first argument of this step is a loss, not parameters: made without an optimizer, it "
-            "returns (loss, grads), and not (state, metrics).",
-            fix="shard_step(..., optimizer=fs.optim.adamw(3e-4)) and state = step.init(params); or "
-            "loss, grads = step(params, *batch).",
-        )
     return training

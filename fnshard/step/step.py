@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Generic, Literal, overload
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from fnshard import tree
 from fnshard.analysis.slots import Slots, check_slots, slots_of
-from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT, SCALARS, slots
 from fnshard.compiler.kernels.inductor import inductor_options
@@ -24,8 +23,7 @@ from fnshard.errors import StateError, leaves
 from fnshard.functional import make_functional
 from fnshard.layout.pairs import as_pairs, slots_at_rest
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
-from fnshard.layout.spec import LayoutSpec, summed_axes
-from fnshard.losses import Mean
+from fnshard.layout.spec import summed_axes
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer, check_kind
 from fnshard.optim.contract import check as check_optimizer
@@ -39,7 +37,7 @@ from fnshard.runtime.executor.update import init_slots
 from fnshard.runtime.tiers import check_directory
 from fnshard.step.buckets import Buckets
 from fnshard.step.cache import ProgramCache
-from fnshard.step.compile import FLAGS, loss_scale_of, scalars_of, settings_of
+from fnshard.step.compile import FLAGS, loss_scale_of
 from fnshard.step.lowered import CompileStats, Lowered
 from fnshard.step.options import Backend, Options, UpdateMode, default_depth
 from fnshard.step.programs import name_of
@@ -53,21 +51,21 @@ from fnshard.step.shards import (
     init_params,
     narrowed,
 )
-from fnshard.step.state import LossT, Metrics, OptimizerT, TrainState, check_state, checked_rng
+from fnshard.step.state import Metrics, TrainState, check_state, checked_rng
 
 __all__ = ["Step", "shard_step"]
 
 
-class Step(Generic[OptimizerT, LossT]):
+class Step:
     """A compiled training step; made by `shard_step`."""
 
     def __init__(
-        self, fn: Callable[..., Any], specs: Any, mesh: Mesh, optimizer: OptimizerT, options: Options
+        self, fn: Callable[..., Any], specs: Any, mesh: Mesh, optimizer: Optimizer | None, options: Options
     ):
         check_kind(optimizer)
         self.mesh, self.optimizer, self.options = mesh, optimizer, options
         self._cache = ProgramCache(fn, specs, mesh, options, optimizer)
-        self._runner = Runner(mesh, optimizer, options)
+        self._runner = Runner(self._cache)
         self._chosen_scale: LossScale | None = None
         self._expected_slots: Slots | None = None
         self._checked_slots: Any = None
@@ -76,7 +74,7 @@ class Step(Generic[OptimizerT, LossT]):
     def __repr__(self) -> str:
         name, shapes = name_of(self.fn), len(self._cache.programs)
         return (
-            f"Step({name}, {leaves(len(self._stored))} on mesh {self.mesh}, {self.optimizer!r}, "
+            f"Step({name}, {leaves(len(self.resolved.stored))} on mesh {self.mesh}, {self.optimizer!r}, "
             f"{self.options.backend}, {shapes} batch {'shape' if shapes == 1 else 'shapes'} lowered)"
         )
 
@@ -95,14 +93,6 @@ class Step(Generic[OptimizerT, LossT]):
         """The same by path, of leaves and of stored tensors."""
         return self._cache.specs
 
-    @property
-    def _stored(self) -> Mapping[str, LayoutSpec]:
-        return self._cache.specs.stored
-
-    @property
-    def _paired(self) -> Mapping[str, LayoutSpec]:
-        return self._cache.specs.paired
-
     def resolve(self, params: Any) -> None:
         """Complete handwritten specs from a tree of full leaves.
 
@@ -111,14 +101,6 @@ class Step(Generic[OptimizerT, LossT]):
         """
         self._cache.resolve(params)
 
-    @overload
-    def init(
-        self: Step[Optimizer, Any], source: Any, *, init: InitFn | None = ..., seed: int | None = ...
-    ) -> TrainState: ...
-    @overload
-    def init(
-        self: Step[None, Any], source: Any, *, init: InitFn | None = ..., seed: int | None = ...
-    ) -> Any: ...
     def init(self, source: Any, *, init: InitFn | None = None, seed: int | None = None) -> Any:
         """The state before the first step; each rank makes only its own shards.
 
@@ -143,10 +125,6 @@ class Step(Generic[OptimizerT, LossT]):
         )  # fmt: skip
         return self._begin(shards, seed or 0)
 
-    @overload
-    def adopt(self: Step[Optimizer, Any], blocks: Any, *, seed: int = ...) -> TrainState: ...
-    @overload
-    def adopt(self: Step[None, Any], blocks: Any, *, seed: int = ...) -> Any: ...
     def adopt(self, blocks: Any, *, seed: int = 0) -> Any:
         """The state before the first step, of parameters that are sharded already; they become its own.
 
@@ -161,7 +139,7 @@ class Step(Generic[OptimizerT, LossT]):
         """
         check_seed(seed)
         self._cache.follow(blocks)
-        named, specs = tree.flatten_with_paths(blocks)[0], self._stored
+        named, specs = tree.flatten_with_paths(blocks)[0], self.resolved.stored
         compare_paths(specs, named)
         check_blocks(specs, named, self.mesh)
         check_directory(self.options.disk_dir, [p for p, s in specs.items() if s.optimizer_memory == "disk"])
@@ -172,9 +150,9 @@ class Step(Generic[OptimizerT, LossT]):
         if self.optimizer is None:
             return shards
         self._check_optimizer()
-        specs, mesh, disk_dir = self._stored, self.mesh, self.options.disk_dir
+        specs, mesh, disk_dir = self.resolved.stored, self.mesh, self.options.disk_dir
         blocks = {p: as_pairs(v) for p, v in tree.flatten_with_paths(shards)[0].items()}
-        slots = init_slots(self.optimizer, blocks, self._paired, mesh, mesh.rank, disk_dir)
+        slots = init_slots(self.optimizer, blocks, self.resolved.paired, mesh, mesh.rank, disk_dir)
         slots = {p: slots_at_rest(own, specs[p]) for p, own in slots.items()}
         shards = narrowed(shards, specs, mesh, disk_dir)
         step, number = torch.zeros((), dtype=torch.int64), torch.tensor(seed, dtype=torch.int64)
@@ -193,7 +171,7 @@ class Step(Generic[OptimizerT, LossT]):
             raise StateError("this step has no optimizer, so it has no TrainState: ask for parameters alone.")
         self._cache.adopt(specs)
         self._check_optimizer()
-        specs, mesh = self._stored, self.mesh
+        specs, mesh = self.resolved.stored, self.mesh
         params = blank_params(specs, mesh, self.options.disk_dir)
         slots = blank_slots(self._slots, specs, mesh, self.options.disk_dir)
         step, seed = (torch.zeros((), dtype=torch.int64) for _ in range(2))
@@ -213,14 +191,6 @@ class Step(Generic[OptimizerT, LossT]):
             self.resolve(params)
         return self._cache.lower(self._cache.arguments(batch, keywords))
 
-    @overload
-    def __call__(
-        self: Step[Optimizer, Any], state: TrainState, /, *batch: Any, **keywords: Any
-    ) -> tuple[TrainState, Metrics]: ...
-    @overload
-    def __call__(
-        self: Step[None, LossT], state: Any, /, *batch: Any, rng: tuple[int, int] = ..., **keywords: Any
-    ) -> tuple[LossT, Any]: ...
     def __call__(self, state: Any, /, *batch: Any, rng: Any = None, **keywords: Any) -> Any:
         """One step; see `shard_step` for what comes in and goes out.
 
@@ -235,7 +205,7 @@ class Step(Generic[OptimizerT, LossT]):
             AgreementError: at the first step, where ranks hold different programs.
             CollectiveError: a peer died or stayed silent.
         """
-        training = check_state(state, self.optimizer is not None, self._stored)
+        training = check_state(state, self.optimizer is not None)
         params = state.params if training else state
         self._cache.follow(params)
         seed, number = (int(state.seed), int(state.step)) if training else checked_rng(rng)
@@ -244,12 +214,8 @@ class Step(Generic[OptimizerT, LossT]):
             self._check_slots(state.opt_state)
             self._scale.check(state.loss_scale)
         passed = self._cache.arguments(batch, keywords)
-        lowered, runner = self._cache.get(passed), self._runner
-        blocks = runner.blocks(params, self.resolved)
-        bound = runner.bound(lowered) or self._bind(lowered, passed, blocks, seed, number)
-        env = runner.inputs(lowered, blocks, *self._cache.tensors(lowered, passed), seed, number)
-        scale = self._scale.scale(state.loss_scale if training else {})
-        program = lowered.program
+        bound, env = self._runner.prepare(params, passed, seed, number)
+        scale, program = self._scale.scale(state.loss_scale if training else {}), bound.lowered.program
         loss = program.results[program.outputs.loss].meta["val"]
         divisor = self._divisor(program)
         start, rest = exact_seed(float(scale) / divisor, loss.dtype)
@@ -257,13 +223,13 @@ class Step(Generic[OptimizerT, LossT]):
         control = StepControl(
             rescale=lambda summary: rescale(summary, rest / float(scale), divisor, self.mesh.device),
             skip_if=(lambda s: not bool(torch.isfinite(s.norm))) if self._scale.dynamic else None,
-            flags=dict.fromkeys(runner.rank.raised, 1.0),
+            flags=dict.fromkeys(self._runner.rank.raised, 1.0),
         )
         if not training:
             return self._gradients(bound, bound.run(env | {CONTROL: control}))
         state = state.consume()
         opt_state = state.opt_state
-        if self._paired is not self._stored:
+        if self.resolved.paired is not self.resolved.stored:
             opt_state = {p: {n: as_pairs(v) for n, v in own.items()} for p, own in opt_state.items()}
         env |= zip(slots(opt_state), opt_state.values(), strict=True)
         env[CONTROL] = control.started(torch.tensor(self._scale.updates(number, state.loss_scale)))
@@ -302,20 +268,14 @@ class Step(Generic[OptimizerT, LossT]):
         """
         return self._cache.front(self._cache.arguments(batch, keywords), sources=sources)
 
-    def replay(self, **options: Any) -> Step[OptimizerT, LossT]:
-        """A second step of the same function to run a state through again, without a trace on this one.
-
-        It shares what ranks have agreed on, and the programs where its options are the same and neither step
-        compiles; replicas are not compared.
+    def replay(self, **options: Any) -> Step:
+        """A second step of the same function to run a state through again; nothing of this one changes.
 
         Args:
             options: fields of `Options` to change.
         """
-        chosen = replace(self.options, **options)
-        other = Step(self.fn, self.specs, self.mesh, self.optimizer, chosen)
-        other._runner = Runner(self.mesh, self.optimizer, chosen, self._runner.agreed())
-        if chosen == self.options and chosen.backend == "eager":  # Inductor rewrites what it compiles
-            other._cache.share(self._cache)
+        other = Step(self.fn, self.specs, self.mesh, self.optimizer, replace(self.options, **options))
+        other._runner.rank.agreement = self._runner.rank.agreement
         return other
 
     # -------------------------------------------------------------- flags of all ranks
@@ -346,25 +306,10 @@ class Step(Generic[OptimizerT, LossT]):
         """One small string of every rank, by rank: a collective, for what no step can carry."""
         return self._runner.rank.comm.gather_object(text)
 
-    # -------------------------------------------------------------- binding
-
-    def _bind(
-        self, lowered: Lowered, batch: Arguments, blocks: Mapping[str, Tensor], seed: int, number: int
-    ) -> Bound:
-        """A lowered step, agreed on if it is the first, compiled and bound to this rank."""
-        runner, specs, options = self._runner, self.resolved, self.options
-        if runner.rank.agreement is None:
-            alone = self.mesh.size == 1
-            settings = {} if alone else settings_of(self.optimizer, specs, self._scale, seed, number)
-            runner.agree(lowered, blocks, specs, settings)
-        self._cache.compile(lowered, batch)
-        scalars = scalars_of(lowered.program, lowered.segments, self.optimizer, specs, self.mesh, options)
-        return runner.bind(lowered, scalars, specs, self._cache.programs.values())
-
     @property
     def _slots(self) -> Slots:
         if self._expected_slots is None:
-            self._expected_slots = slots_of(self.optimizer, self._stored, self.mesh)
+            self._expected_slots = slots_of(self.optimizer, self.resolved.stored, self.mesh)
         return self._expected_slots
 
     @property
@@ -376,7 +321,7 @@ class Step(Generic[OptimizerT, LossT]):
     def _divisor(self, program: Program) -> float:
         """What gradients are divided by on the way: the number of parts, or a Mean's item bound."""
         if program.outputs.count is None:
-            ranks = self.mesh.axes_size(summed_axes(self._paired.values(), self.mesh))
+            ranks = self.mesh.axes_size(summed_axes(self.resolved.paired.values(), self.mesh))
             return float(ranks * self.options.accumulate)
         return float(self._runner.rank.agreement.items)
 
@@ -384,7 +329,7 @@ class Step(Generic[OptimizerT, LossT]):
 
     def _check_optimizer(self) -> None:
         if self.optimizer is not None and self.resolved.complete:
-            specs, split = self._stored, self.mesh.ordered
+            specs, split = self.resolved.stored, self.mesh.ordered
             check_optimizer(
                 self.optimizer, [p for p in self.resolved.trainable if split(specs[p].optimizer.axes)]
             )
@@ -392,7 +337,7 @@ class Step(Generic[OptimizerT, LossT]):
     def _check_slots(self, state: dict[str, dict[str, Tensor]]) -> None:
         found = [(p, n, v.shape, v.dtype, v.device) for p, own in state.items() for n, v in own.items()]
         if self._checked_slots != (list(state), found):  # another state than was checked leaf by leaf
-            check_slots(state, self._slots, self._stored, self.mesh)
+            check_slots(state, self._slots, self.resolved.stored, self.mesh)
             self._checked_slots = list(state), found
 
     # -------------------------------------------------------------- results
@@ -407,7 +352,7 @@ class Step(Generic[OptimizerT, LossT]):
         grads: dict[str, Tensor] = {}
         for path, block in blocks.items():
             scaled = block if factor is None else block * factor.to(block.device)
-            grads[path] = scaled.to(self._paired[path].storage_dtype)
+            grads[path] = scaled.to(self.resolved.paired[path].storage_dtype)
         loss = summary.loss.to(env[LOSS_TANGENT].dtype)
         aux = bound.scalars.aux_tree(summary, env)
         structure = self.resolved.structure.of_gradients
@@ -431,11 +376,11 @@ class Step(Generic[OptimizerT, LossT]):
 
 
 def shard_step(
-    fn: Callable[..., LossT | Mean],
+    fn: Callable[..., Any],
     specs: Any,
     *,
     mesh: Mesh | None = None,
-    optimizer: OptimizerT = None,
+    optimizer: Optimizer | None = None,
     accumulate: int = 1,
     accumulate_mode: AccumulateMode = "reduce",
     prefetch: int | tuple[int, int] | None = None,
@@ -455,7 +400,7 @@ def shard_step(
     context_attention: ContextAttention = "auto",
     cache: int = 8,
     timeout: float = DEFAULT_TIMEOUT,
-) -> Step[OptimizerT, LossT]:
+) -> Step:
     """Compile `fn(params, *batch) -> loss` and its specs into a sharded step.
 
     Without an optimizer `step(params, *batch) -> (loss, grads)`, `grads` laid out as

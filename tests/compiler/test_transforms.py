@@ -279,11 +279,6 @@ def test_a_transform_of_a_whole_model_gathers_one_unit_after_the_other(
     assert not recwarn.list
 
 
-def test_units_that_are_gathered_at_once_are_warned_of() -> None:
-    with pytest.warns(UserWarning, match=r"(?s)4 leaves of 4 units.*layers\.3\.w.*stack_module_state"):
-        lower(ensemble, params(4), batches(1)[0], ranks=2)
-
-
 def test_a_linear_map_keeps_gradients_of_what_it_closes_over() -> None:
     """Plain `linearize` folds them into constants: `jvp` is what it is compared with."""
 
