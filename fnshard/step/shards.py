@@ -5,8 +5,7 @@ Each rank makes only its own blocks, and their numbers do not depend on the mesh
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from fnshard import tree
 from fnshard.analysis.slots import Slots
 from fnshard.compiler.deferred.deferred_init import check_values, recipe_of, values_of
-from fnshard.compiler.deferred.tape import fill_blank, has_blanks, seeded
 from fnshard.compiler.schedule.buckets import make_buckets
 from fnshard.errors import SpecError, StateError, leaves
 from fnshard.functional import make_functional
@@ -32,8 +30,6 @@ from fnshard.runtime.packing import Packer, local_block
 from fnshard.runtime.tiers import allocate, check_directory, rest
 
 __all__ = ["shard", "unshard"]
-
-InitFn = Callable[[str, Tensor], Any]
 
 
 def shard(
@@ -62,30 +58,12 @@ def shard(
     tensor([0., 1., 2.])
     """
     resolved = ResolvedSpecs.of(specs).resolve(params)
-    named = resolved.leaves
-    check_codecs(named)
-    check_specs(paired_specs(named), mesh)
     given = tree.flatten_with_paths(params)[0]
-    check_directory(disk_dir, [p for p, s in named.items() if s.memory == "disk"])
-    for path, spec in named.items():
-        if tuple(given[path].shape) != tuple(spec.shape):
-            raise StateError(
-                f"params[{path!r}] is {list(given[path].shape)}, its spec was made for {list(spec.shape)}."
-            )
-    check_values(given)
     if seed is not None:
         check_seed(seed)
         check_is_used(seed, given)
-    unfit, blocks = Unfit(), dict[str, Any]()
-
-    def take(path: str, leaf: Tensor) -> None:
-        spec = named[path]
-        unfit.look(path, spec, leaf)  # the whole leaf, so that all ranks refuse it
-        blocks[path] = stored_at_rest(local_block(leaf, spec.storage, mesh), spec, mesh, disk_dir)
-
-    values_of(given, seed or 0, take)
-    unfit.refuse()
-    return tree.unflatten([blocks[path] for path in named], resolved.leaf_structure)
+    blocks = _blocks(given, resolved.leaves, mesh, disk_dir, seed or 0)
+    return tree.unflatten(blocks, resolved.leaf_structure)
 
 
 def check_seed(seed: Any) -> None:
@@ -248,7 +226,6 @@ def init_params(
     resolved: ResolvedSpecs,
     mesh: Mesh,
     *,
-    init: InitFn | None,
     seed: int | None,
     disk_dir: str | None = None,
     trains: bool = False,
@@ -256,10 +233,8 @@ def init_params(
     """This rank's stored blocks, of a full tree or an `nn.Module`.
 
     Args:
-        source: its leaves have values; or recipes (`deferred`); or are on meta (fake), for `init(path, leaf)`
-            to fill a full leaf in place.
-        seed: of deferred leaves, as `torch.manual_seed` before their constructors; with `init`, of the
-            random numbers of each leaf, by its path. Default 0.
+        source: its leaves have values, or recipes (`deferred`).
+        seed: of deferred leaves, as `torch.manual_seed` before their constructors. Default 0.
         disk_dir: for leaves that rest on disk.
         trains: there is an optimizer: the seed is of the random ops of all steps to come, too, and leaves
             with a wider master copy come in its dtype, for it to keep (`narrowed`).
@@ -271,31 +246,41 @@ def init_params(
     number = 0 if seed is None else seed
     check_seed(number)
     is_module = isinstance(source, nn.Module)
-    params = make_functional(source)[1] if is_module else source
-    named = tree.flatten_with_paths(params)[0]
+    named = tree.flatten_with_paths(make_functional(source)[1] if is_module else source)[0]
     compare_paths(resolved.leaves, named)
+    if seed is not None and (is_module or not trains):
+        check_is_used(seed, named)
     specs = with_masters(resolved.leaves) if trains else resolved.leaves
-    structure = resolved.leaf_structure
-    if init is None:
-        check_values(named)
-        if seed is not None and (is_module or not trains):
-            check_is_used(seed, named)
-        made = number if any(map(recipe_of, named.values())) else None
-        return shard(params, tree.unflatten(specs.values(), structure), mesh, disk_dir=disk_dir, seed=made)
-    if not any(leaf.is_meta for leaf in named.values()):
-        raise StateError(
-            "init= was given, and no leaf is on the meta device to be filled.", fix="leave init= out."
-        )
+    return tree.unflatten(_blocks(named, specs, mesh, disk_dir, number), resolved.leaf_structure)
+
+
+def _blocks(
+    named: Mapping[str, Tensor], specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | None, seed: int
+) -> list[Any]:
+    """This rank's blocks of full leaves, in the specs' order; deferred ones are made one by one."""
+    check_codecs(specs)
+    check_specs(paired_specs(specs), mesh)
+    check_directory(disk_dir, [p for p, s in specs.items() if s.memory == "disk"])
     wrong = [
-        f"params[{p!r}] {list(named[p].shape)}, its spec says {list(spec.shape)}"
+        f"params[{p!r}] is {list(named[p].shape)}, its spec was made for {list(spec.shape)}"
         for p, spec in specs.items()
-        if spec.shape is not None and tuple(named[p].shape) != spec.shape
+        if tuple(named[p].shape) != tuple(spec.shape)
     ]
     if wrong:
         raise StateError(
-            f"{len(wrong)} leaves have not the shape of their spec:", wrong, "init from full leaves."
+            f"{leaves(len(wrong))} of other shapes than their specs:", wrong, "pass full leaves."
         )
-    return tree.unflatten(_from_function(named, specs, mesh, init, number, disk_dir), structure)
+    check_values(named)
+    unfit, blocks = Unfit(), dict[str, Any]()
+
+    def take(path: str, leaf: Tensor) -> None:
+        spec = specs[path]
+        unfit.look(path, spec, leaf)  # the whole leaf, so that all ranks refuse it
+        blocks[path] = stored_at_rest(local_block(leaf, spec.storage, mesh), spec, mesh, disk_dir)
+
+    values_of(named, seed, take)
+    unfit.refuse()
+    return [blocks[path] for path in specs]
 
 
 def with_masters(specs: Mapping[str, LayoutSpec]) -> dict[str, LayoutSpec]:
@@ -316,40 +301,6 @@ def narrowed(shards: Any, specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir:
     return tree.unflatten(stored, structure)
 
 
-def _from_function(
-    named: Mapping[str, Tensor],
-    specs: Mapping[str, LayoutSpec],
-    mesh: Mesh,
-    init: InitFn,
-    seed: int,
-    disk_dir: str | None,
-) -> list[Tensor]:
-    """Blocks of the leaves as they are, those on meta filled by `init`."""
-    devices = [mesh.device] if mesh.device_type != "cpu" else []
-    blocks, unset, unfit = [], [], Unfit()
-    for path, spec in specs.items():
-        full = named[path].detach()
-        if full.is_meta:
-            full = torch.empty(full.shape, dtype=spec.storage_dtype, device=mesh.device)
-            fill_blank(full)
-            digest = hashlib.sha256(f"{seed}/{path}".encode()).digest()
-            with torch.no_grad(), seeded(int.from_bytes(digest[:7], "big"), devices):
-                init(path, full)
-            if has_blanks(full):
-                unset.append(f"params[{path!r}] {list(full.shape)}")
-            else:
-                unfit.look(path, spec, full)
-        blocks.append(stored_at_rest(local_block(full, spec.storage, mesh), spec, mesh, disk_dir))
-    if unset:
-        raise StateError(
-            f"init left {len(unset)} leaves unset, in whole or in part:",
-            unset,
-            "fill the leaf it is given in place, as leaf.normal_() does: what it returns is not read.",
-        )
-    unfit.refuse()
-    return blocks
-
-
 # ------------------------------------------------------------------ blank states, to be filled
 
 
@@ -360,10 +311,8 @@ def blank_params(specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | No
         StateError: no room, or no directory, for what rests on disk.
     """
     check_directory(disk_dir, [p for p, s in specs.items() if "disk" in (s.memory, s.optimizer_memory)])
-    return {
-        p: _zeros(block_shape(s.shape, s.storage, mesh), s.storage_dtype, s.memory, mesh, disk_dir)
-        for p, s in specs.items()
-    }
+    shapes = {p: block_shape(s.shape, s.storage, mesh) for p, s in specs.items()}
+    return {p: _zeros(shapes[p], s.storage_dtype, s.memory, mesh, disk_dir) for p, s in specs.items()}
 
 
 def blank_slots(
@@ -371,11 +320,8 @@ def blank_slots(
 ) -> dict[str, dict[str, Tensor]]:
     """Zeros where each leaf's optimizer state rests."""
     return {
-        path: {
-            name: _zeros(shape, dtype, specs[path].optimizer_memory, mesh, disk_dir)
-            for name, (shape, dtype) in of_leaf.items()
-        }
-        for path, of_leaf in slots.items()
+        p: {n: _zeros(*kind, specs[p].optimizer_memory, mesh, disk_dir) for n, kind in own.items()}
+        for p, own in slots.items()
     }
 
 

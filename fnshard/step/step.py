@@ -43,7 +43,6 @@ from fnshard.step.options import Backend, Options, UpdateMode, default_depth
 from fnshard.step.programs import name_of
 from fnshard.step.runner import Bound, Runner, default_mesh
 from fnshard.step.shards import (
-    InitFn,
     blank_params,
     blank_slots,
     check_blocks,
@@ -101,7 +100,7 @@ class Step:
         """
         self._cache.resolve(params)
 
-    def init(self, source: Any, *, init: InitFn | None = None, seed: int | None = None) -> Any:
+    def init(self, source: Any, *, seed: int | None = None) -> Any:
         """The state before the first step; each rank makes only its own shards.
 
         The values do not depend on the mesh. Without an optimizer: the parameter shards alone.
@@ -109,20 +108,18 @@ class Step:
         Args:
             source: an `nn.Module` built under `fs.deferred()`, whose leaves become what its constructor makes
                 them under `torch.manual_seed(seed)` on a CPU, bit for bit; or one with values; or a full tree
-                of values; or a meta tree with `init(path, leaf)` that fills a full leaf in place.
+                of values.
             seed: of these values, and of the random ops of all steps to come; default 0. For a module with
                 values, whose numbers it would not change, it is an error; of a tree, it is of the steps.
 
         Raises:
-            StateError: meta leaves and no way to fill them; a seed that nothing uses.
+            StateError: leaves without values; a seed that nothing uses.
         """
         self.resolve(make_functional(source)[1] if isinstance(source, nn.Module) else source)
         specs, disk_dir = self.resolved.leaves, self.options.disk_dir
         check_directory(disk_dir, [p for p, s in specs.items() if "disk" in (s.memory, s.optimizer_memory)])
-        shards = init_params(
-            source, self.resolved, self.mesh, init=init, seed=seed, disk_dir=disk_dir,
-            trains=self.optimizer is not None,
-        )  # fmt: skip
+        trains = self.optimizer is not None
+        shards = init_params(source, self.resolved, self.mesh, seed=seed, disk_dir=disk_dir, trains=trains)
         return self._begin(shards, seed or 0)
 
     def adopt(self, blocks: Any, *, seed: int = 0) -> Any:

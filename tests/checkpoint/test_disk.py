@@ -21,7 +21,16 @@ import fnshard as fs
 torch.set_num_threads(1)
 layers, width, steps = map(int, sys.argv[1:4])
 tier, folder = sys.argv[4:]
-params = {f"layers.{i}.{n}": torch.empty(width, width, device="meta") for i in range(layers) for n in "ab"}
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        made = lambda: torch.nn.ParameterDict({n: torch.randn(width, width) * 0.02 for n in "ab"})
+        self.layers = torch.nn.ModuleList(made() for _ in range(layers))
+
+with fs.deferred():
+    model = Net()
+params = fs.make_functional(model)[1]
 
 def loss(p, x):
     for i in range(layers):
@@ -42,7 +51,7 @@ if tier == "disk":
         used = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData"))
     limit = used + (256 << 20)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-state = step.init(params, init=lambda path, leaf: leaf.normal_(std=0.02))
+state = step.init(model)
 losses = []
 for _ in range(steps):
     state, metrics = step(state, x)

@@ -383,13 +383,6 @@ def test_a_seed_is_an_int64(seed: Any) -> None:
         step_of(lambda p, x: (x @ p["q"]).sum(), weights()).init(weights(), seed=seed)
 
 
-def test_meta_leaves_have_the_shape_of_their_specs() -> None:
-    step = step_of(lambda p, x: (x @ p["q"]).sum(), weights())
-    wrong = {n: torch.empty(2, 2, device="meta") for n in "qr"}
-    with pytest.raises(StateError, match=r"(?s)2 leaves.*params\['q'\] \[2, 2\], its spec says \[6, 6\]"):
-        step.init(wrong, init=lambda path, leaf: leaf.zero_())
-
-
 # ------------------------------------------------------------------ tied weights
 
 

@@ -167,8 +167,7 @@ def check_values(named: Mapping[str, Tensor]) -> None:
             f"{leaves(len(bare))} on the meta device without values, or a record of how to make them:",
             [f"params[{p!r}] {list(named[p].shape)}" for p in bare[:8]] + ["..."] * (len(bare) > 8),
             "build the module in `with fs.deferred():` instead of torch.device('meta'), which loses what "
-            "its constructor does, and pass the module or the tree of make_functional as it is; or "
-            "step.init(params, init=lambda path, leaf: ...), which fills a leaf in place.",
+            "its constructor does, and pass the module or the tree of make_functional as it is.",
         )
 
 
