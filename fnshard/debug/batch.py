@@ -18,7 +18,7 @@ from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec
 from fnshard.losses import Sequence, Whole, rows_of, unwrapped
 from fnshard.mesh import Mesh, make_mesh
-from fnshard.step.batches import check_leaves, micro_batch
+from fnshard.step.batches import check_leaves
 from fnshard.step.state import TrainState
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -114,12 +114,6 @@ def split_batch(batch: Arguments, parts: int) -> list[Arguments]:
 def without_wrapper(batch: Arguments) -> Arguments:
     """A batch as `fn` sees it, without `Whole` around its leaves."""
     return tree.map(unwrapped, batch, constants=True)
-
-
-def micro_batches(batch: Arguments, count: int) -> list[Arguments]:
-    """A rank's slice, as micro-batching cuts it."""
-    micro_batch(batch, count)  # refuses what cannot be cut
-    return split_batch(batch, count)
 
 
 def valid_parts(

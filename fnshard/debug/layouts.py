@@ -45,8 +45,7 @@ from fnshard.debug.batch import (
     tolerance,
     valid_parts,
 )
-from fnshard.debug.values import describe_line, tensors
-from fnshard.errors import CollectiveError
+from fnshard.debug.values import describe_line, located, tensors
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec, P
 from fnshard.mesh import Mesh
@@ -64,7 +63,7 @@ PER_VALUE = frozenset({"value", "gradient of leaf", "gradient of value", "sum"})
 class LayoutDifference:
     """One thing that differs. `number`: the line of `b`'s schedule that gave it; -1 is before the step.
 
-    `kind`: "kernel", "collective", "cast", "input", "instruction"; "failure" where a side could not run it.
+    `kind`: "kernel", "collective", "cast", "input", "instruction".
     `absolute`, `relative`: the largest difference, and that by the largest number of either side.
     """
 
@@ -81,8 +80,7 @@ class LayoutDifference:
     def __str__(self) -> str:
         where = f"line {self.number}: {self.instruction}" if self.number >= 0 else "before the step"
         size = f"off by {self.absolute:.2e} ({self.relative:.2e} of its largest), rank {self.rank}"
-        parts = [self.note] if self.kind == "failure" else [size, *filter(None, [self.note])]
-        return f"{where}\n    {self.what}: " + "; ".join(parts)
+        return f"{where}\n    {self.what}: " + "; ".join(filter(None, [size, self.note]))
 
 
 @dataclass(frozen=True)
@@ -117,11 +115,6 @@ class BisectReport:
         """The first leaf that differs: stored, gathered, or by its gradient."""
         return next((f for f in self.findings if f.leaf), None)
 
-    @property
-    def failure(self) -> LayoutDifference | None:
-        """The instruction that a side could not run."""
-        return next((f for f in self.findings if f.kind == "failure"), None)
-
     def __bool__(self) -> bool:
         return bool(self.findings)
 
@@ -130,7 +123,7 @@ class BisectReport:
         if not self:
             return "\n".join([f"no difference in {self.compared} values", *tail])
         lines = [f"{len(self.findings)} of {self.compared} values differ; the first:", f"  {self.first}"]
-        for word in ("kernel", "collective", "leaf", "failure"):
+        for word in ("kernel", "collective", "leaf"):
             found = getattr(self, word)
             if found is not None and found is not self.first:
                 lines.append(f"first {word}: {found}")
@@ -173,6 +166,7 @@ def bisect(
 
     Raises:
         SpecError, StateError: as `shard_step` and `check`.
+        DebugError: a side broke off, and at which line.
 
     >>> import torch
     >>> from fnshard import LayoutSpec, P, match_specs
@@ -198,8 +192,8 @@ def bisect(
 
 def _compare(a: Recording, b: Recording, rtol: float | None, atol: float) -> BisectReport:
     """Two recordings of one function on one mesh, side by side."""
-    left_out, note = _incomparable(a, b)
-    known, compared = a.by_meaning(), 0
+    left_out, known, compared = _incomparable(a, b), a.by_meaning(), 0
+    note = f"not compared, as sides differ in it: {', '.join(sorted(left_out))}" if left_out else ""
     findings = []
     for (meaning, version), ranks in b.by_meaning().items():
         others = known.get((meaning, version)) or known.get((meaning, "first"))
@@ -210,8 +204,6 @@ def _compare(a: Recording, b: Recording, rtol: float | None, atol: float) -> Bis
         worst = max(filter(None, found), key=lambda f: f.absolute, default=None)
         findings += [worst] if worst else []
     findings.sort(key=lambda f: f.number)
-    findings += [_failed(side, name) for side, name in ((b, "b"), (a, "a")) if side.failure]
-    findings.sort(key=lambda f: f.number)  # stable: a failure comes after what differs at its line
     return BisectReport(tuple(findings), compared, note, (a.schedule, b.schedule))
 
 
@@ -233,8 +225,6 @@ def _pairs(
         (ranks, b.specs[path], one.layout or P()),
     )
     for (blocks, spec, layout), (parts, spec_of_parts, layout_of_parts) in (sides, sides[::-1]):
-        if len(blocks) < mesh.size:  # a rank broke off before
-            continue
         whole = full_tensor({r: e.value for r, e in blocks.items()}, spec, layout, mesh)
         for rank, entry in parts.items():
             for slices, valid in valid_parts(entry.value, spec_of_parts, layout_of_parts, mesh, rank):
@@ -264,8 +254,6 @@ def _difference(
         notes.append(f"a has {str(a.dtype).removeprefix('torch.')}, b {str(b.dtype).removeprefix('torch.')}")
     if a.shape != b.shape:
         notes.append(f"a is {list(a.shape)}, b {list(b.shape)}")
-    elif factor := _factor(a, b):
-        notes.append(f"b is {factor:g} times a")
     leaf = name.leaf if kind == "gradient of leaf" else "" if kind in (*PER_VALUE, "scalar") else name
     what = f"{'leaf as kernels see it' if kind == 'leaf' else kind} {leaf or name!r}"
     what += f", slot {more[0]}" if kind == "optimizer state" else ""
@@ -277,17 +265,6 @@ def _difference(
     )
 
 
-def _factor(a: Tensor, b: Tensor) -> float | None:
-    """The one number that `b` is off by, if it is one: a sum in place of a mean says so."""
-    x, y = a.double().flatten(), b.double().flatten()
-    square = float(x @ x)
-    if not 0 < square < float("inf"):
-        return None
-    factor = float(x @ y) / square
-    near = difference(factor * x, y)[0] <= 1e-3 * float(y.abs().max())
-    return round(factor, 4) if near and abs(factor - 1.0) > 1e-3 and factor else None
-
-
 def _kind(line: Instruction | None) -> str:
     if isinstance(line, Run):
         return "kernel"
@@ -297,32 +274,15 @@ def _kind(line: Instruction | None) -> str:
     return {Cast: "cast"}.get(type(line), "input" if line is None else "instruction")
 
 
-def _failed(side: Recording, name: str) -> LayoutDifference:
-    number, rank, error = side.failure
-    note = f"{type(error).__name__}: {error}".splitlines()[0]
-    note += "" if name == "b" else " (in the schedule of a)"
-    text, what = describe_line(side.schedule.instructions[number]), f"{name} cannot run it"
-    return LayoutDifference(number, text, "failure", "", what, rank, note=note)
-
-
-def _incomparable(a: Recording, b: Recording) -> tuple[frozenset[str], str]:
-    """Kinds of values whose names do not mean the same on both sides, and why."""
-    nodes = [[(n.name, str(n.target)) for n in r.lowered.program.graph.nodes] for r in (a, b)]
-    rest = "only leaves, reduced gradients, the loss and updates are compared."
-    if nodes[0] != nodes[1]:
-        return PER_VALUE, (
-            f"`fn` is another program on each side ({len(nodes[0])} and {len(nodes[1])} nodes), as it may be "
-            f"where dtypes differ or an axis splits what it computes: {rest}"
-        )
+def _incomparable(a: Recording, b: Recording) -> frozenset[str]:
+    """Kinds of values whose names do not mean the same on both sides."""
     if a.schedule.accumulate != b.schedule.accumulate:
-        more = {"gradient of a micro-batch", "accumulated gradient"}
-        return PER_VALUE | more, f"micro-batches differ: {rest}"
+        return PER_VALUE | {"gradient of a micro-batch", "accumulated gradient"}
+    nodes = [[(n.name, str(n.target)) for n in r.lowered.program.graph.nodes] for r in (a, b)]
+    if nodes[0] != nodes[1]:  # dtypes differ, or an axis splits what `fn` computes
+        return PER_VALUE
     cuts = [[(s.inputs, s.outputs) for s in r.lowered.segments.segments] for r in (a, b)]
-    if cuts[0] != cuts[1]:
-        return PER_VALUE - {"value"}, (
-            "the two are cut into other kernels: kernels' gradients are compared once they are reduced."
-        )
-    return frozenset(), ""
+    return PER_VALUE - {"value"} if cuts[0] != cuts[1] else frozenset()
 
 
 # ------------------------------------------------------------------ a run, recorded
@@ -344,7 +304,7 @@ class RecordedTensor:
 
 @dataclass
 class Recording:
-    """A step's run: by rank, its entries in order; and (line, rank, error) where one failed.
+    """A step's run: by rank, its entries in order.
 
     `specs`: of the whole leaves, whose layouts the entries have.
     """
@@ -352,18 +312,11 @@ class Recording:
     lowered: Lowered
     specs: Mapping[str, LayoutSpec]
     ranks: dict[int, list[RecordedTensor]] = field(default_factory=dict)
-    failures: list[tuple[int, int, BaseException]] = field(default_factory=list)
 
     @property
     def schedule(self) -> Schedule:
         """Its instructions."""
         return self.lowered.schedule
-
-    @property
-    def failure(self) -> tuple[int, int, BaseException] | None:
-        """Of the first rank that failed by itself, not because another one did."""
-        own = [f for f in self.failures if not isinstance(f[2], CollectiveError)]
-        return min(own or self.failures, key=lambda f: f[:2], default=None)
 
     def by_meaning(self) -> dict[tuple[Meaning, str], dict[int, RecordedTensor]]:
         """By meaning and version (under "first": the first of that meaning), each rank's entry."""
@@ -388,11 +341,8 @@ class Recording:
                 if number == 0:
                     keep(-1, _stored(env, self.specs))
                 keep(number, _before(line, env, self.specs))
-                try:
+                with located(number, line):
                     action(env)
-                except Exception as error:
-                    self.failures.append((number, rank, error))
-                    raise
                 keep(number, _after(line, env, self.schedule, self.specs))
 
             return watched
@@ -406,23 +356,18 @@ def record(
     """Run a step once on all ranks of its simulated mesh.
 
     Args:
-        step: on the eager backend; a replay of it is run, itself it stays as it was.
+        step: on the eager backend.
         params: the full tree.
         parts: the global batch, a slice for each data rank.
     """
     recording = Recording(parts[0].call(step.lower, params), ResolvedSpecs.of(step.specs).paired)
-    again = step.replay()
 
     def run(rank: int) -> None:
-        state = again.init(params, seed=seed if step.optimizer else None)
-        with again.watching(recording.watch(rank)):
-            parts[step.mesh.data_rank].call(again if step.optimizer else partial(again, rng=(seed, 0)), state)
+        state = step.init(params, seed=seed if step.optimizer else None)
+        with step.watching(recording.watch(rank)):
+            parts[step.mesh.data_rank].call(step if step.optimizer else partial(step, rng=(seed, 0)), state)
 
-    try:
-        simulate(step.mesh, run, adversary=adversary)
-    except Exception:
-        if not recording.failures:  # before or after the schedule: no finding, but a mistake
-            raise
+    simulate(step.mesh, run, adversary=adversary)
     return recording
 
 

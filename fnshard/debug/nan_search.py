@@ -28,10 +28,11 @@ from fnshard.debug.values import (
     describe_line,
     describe_value,
     health,
+    located,
     tensors,
     worst_health,
 )
-from fnshard.errors import DebugError, FnshardError, StateError
+from fnshard.errors import StateError
 from fnshard.step.state import TrainState
 from fnshard.step.step import Step
 
@@ -163,17 +164,9 @@ class NonFiniteTracker:
         def watched(env: Env) -> None:
             if number == 0:
                 self.begin(env)
-            try:
+            with located(number, line):
                 args = [env[n] for n in line.reads] if isinstance(line, Run) else None
                 action(env)
-            except FnshardError:
-                raise
-            except Exception as error:  # a schedule or a kernel that cannot run: say where, on this rank
-                raise DebugError(
-                    f"the replay broke off at line {number}: {describe_line(line)}",
-                    [f"{type(error).__name__}: {error}".splitlines()[0]],
-                    "fs.debug.bisect with the specs of fs.presets.no_shard says whether it is the layout.",
-                ) from error
             self.look(number, line, args, env)
 
         return watched

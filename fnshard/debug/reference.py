@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from fnshard.debug.batch import (
     as_arguments,
     difference,
     full_params,
-    micro_batches,
     on_device,
     simulated_mesh,
     split_batch,
@@ -24,7 +23,7 @@ from fnshard.debug.batch import (
     valid_parts,
     without_wrapper,
 )
-from fnshard.errors import DebugError, StateError, report
+from fnshard.errors import DebugError, StateError
 from fnshard.layout.codecs import is_coded
 from fnshard.layout.spec import LayoutSpec
 from fnshard.losses import Mean
@@ -54,16 +53,12 @@ class GradientError:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `fs.debug.check` found. `leaves`: worst first; true where all are within the tolerance.
-
-    `cause`: what differs, in words, and the way out; "" where nothing does.
-    """
+    """What `fs.debug.check` found. `leaves`: worst first; true where all are within the tolerance."""
 
     mesh: Mesh = field(repr=False)
     loss: GradientError
     leaves: tuple[GradientError, ...]
     rtol: float
-    cause: str = ""
 
     @property
     def failed(self) -> tuple[GradientError, ...]:
@@ -82,7 +77,15 @@ class CheckReport:
         lines += [str(a) for a in self.leaves[:12]]
         if len(self.leaves) > 12:
             lines.append(f"  ... and {len(self.leaves) - 12} more")
-        return "\n".join(lines + ([self.cause] if self.cause else []))
+        return "\n".join(lines if self else [*lines, _FIX])
+
+
+_FIX = (
+    "Fix: `fn` returns a mean over rows, as a step gives the mean over the parts of the batch (of a sum, one "
+    "part of it): fs.Mean(total, count) where parts count unequally, fs.psum where rows meet. If it "
+    "does, fs.debug.bisect(fn, fs.presets.no_shard(params, mesh), specs, params, batch, mesh=mesh) names the "
+    "first kernel, collective and leaf; where a lower precision is meant, rtol=; NaN is fs.debug.nan_hunt's."
+)
 
 
 def check(
@@ -137,21 +140,13 @@ def check(
         )
     losses, grads, leaves = _sharded(step, params, parts)
     named = step.resolved.leaves
-    accumulate = step.options.accumulate
-    micros = [[without_wrapper(m) for m in micro_batches(part, accumulate)] for part in parts]
     dtypes = [d for s in named.values() for d in _dtypes(s)] or [torch.float32]
     rtol = tolerance(*dtypes) if rtol is None else rtol
-    found = []
-    for batches in ([[without_wrapper(batch)]], micros):
-        loss, expected = _unsharded(fn, leaves, named, batches, program.outputs.writes)
-        found.append(_compare(mesh, losses, grads, loss, expected, named, rtol, atol))
-        if found[0]:
-            finite = bool(torch.isfinite(loss))
-            return found[0] if finite else replace(found[0], cause=_NOT_FINITE)
-    result = replace(found[0], cause=_cause(found[1], losses[0], len(parts) * accumulate))
-    if strict:
-        raise DebugError(str(result), report=result)
-    return result
+    loss, expected = _unsharded(fn, leaves, named, without_wrapper(batch))
+    found = _compare(mesh, losses, grads, loss, expected, named, rtol, atol)
+    if not found and strict:
+        raise DebugError(str(found), report=found)
+    return found
 
 
 def _dtypes(spec: LayoutSpec) -> Sequence[torch.dtype]:
@@ -179,19 +174,11 @@ def _sharded(
 
 
 def _unsharded(
-    fn: Callable[..., Any],
-    params: Any,
-    specs: Mapping[str, LayoutSpec],
-    ranks: Sequence[Sequence[Arguments]],
-    written: Collection[str],
+    fn: Callable[..., Any], params: Any, specs: Mapping[str, LayoutSpec], batch: Arguments
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients by torch's own autograd: of the mean over all batches, or of one Mean of all.
-
-    Args:
-        ranks: the micro-batches of each, which hand on the leaves in `written`.
-    """
+    """Loss and gradients by torch's own autograd, of the whole batch."""
     given, structure = tree.flatten_with_paths(params)
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), one_run():
         stored = {
             p: v.detach()
             .to(s.storage_dtype if s.trainable else v.dtype, copy=True)
@@ -202,21 +189,13 @@ def _unsharded(
             p: v.to(specs[p].compute_dtype) if v.is_floating_point() or v.is_complex() else v
             for p, v in stored.items()
         }
-        results = []
-        for batches in ranks:
-            own = dict(seen)
-            for batch in batches:
-                own |= {p: own[p].detach().clone() for p in written}
-                with one_run():
-                    results.append(batch.call(fn, tree.unflatten(own.values(), structure)))
-        losses = [r[0] if isinstance(r, tuple) else r for r in results]
-        if isinstance(losses[0], Mean):
-            counts = sum(torch.as_tensor(m.count).double() for m in losses)
-            loss = sum(m.total.double() for m in losses) / counts.clamp(min=torch.finfo(torch.float64).tiny)
-        else:
-            loss = torch.stack([each.double() for each in losses]).mean()
-        trained = {p: v for p, v in stored.items() if v.requires_grad}
+        result = batch.call(fn, tree.unflatten(seen.values(), structure))
+        loss = result[0] if isinstance(result, tuple) else result
+        if isinstance(loss, Mean):
+            count = torch.as_tensor(loss.count).double()
+            loss = loss.total.double() / count.clamp(min=torch.finfo(torch.float64).tiny)
         loss.backward()  # reentrant checkpoints take no torch.autograd.grad
+    trained = {p: v for p, v in stored.items() if v.requires_grad}
     return loss.detach(), {p: torch.zeros_like(v) if v.grad is None else v.grad for p, v in trained.items()}
 
 
@@ -251,25 +230,3 @@ def _compare(
     gap, scale = difference(losses[far], loss)
     whole = GradientError("(the loss)", gap, gap / scale if scale else 0.0, far, gap <= floor + rtol * scale)
     return CheckReport(mesh, whole, tuple(leaves), rtol)
-
-
-def _cause(in_parts: CheckReport, loss: Tensor, count: int) -> str:
-    """Whether the function or its sharding is to blame: `fn` was tried on the parts, too, unsharded."""
-    if in_parts:
-        return report(
-            "Cause: `fn` itself. What the step gave is the mean of its losses on the "
-            f"{count} parts of the batch, unsharded; that is not its loss on the whole batch.",
-            fix=f"return a mean over rows (of a sum the step gives 1/{count}); fs.Mean(total, count) where "
-            "parts count unequally. Batch statistics and contrastive losses are no means of parts: "
-            "fs.psum and fs.all_gather make them of all ranks' rows.",
-        )
-    if not bool(torch.isfinite(loss)):
-        return _NOT_FINITE
-    return report(
-        f"Cause: the sharded step. `fn`, unsharded, on the {count} parts of the batch differs from it too.",
-        fix="fs.debug.bisect(fn, fs.presets.no_shard(params, mesh), specs, params, batch, mesh=mesh) names "
-        "the first kernel, collective and leaf; where a lower precision is meant, rtol=.",
-    )
-
-
-_NOT_FINITE = "The loss is not finite. fs.debug.nan_hunt(step, state, batch) names the op."

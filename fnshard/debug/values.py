@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from fnshard.compiler.ir.values import LOSS_TANGENT, SCALARS, Kind, ValueName
 from fnshard.compiler.schedule.instructions import Instruction, Reduced
+from fnshard.errors import DebugError, FnshardError
 
 Health = Literal["", "inf", "nan"]  # the worst that a value holds; "" is finite
 ORDER: tuple[Health, ...] = ("", "inf", "nan")
@@ -60,31 +62,34 @@ def count_nonfinite(tensor: Tensor) -> str:
     return f"{' and '.join(parts) or 'none'} of {tensor.numel()}"
 
 
-_WORDS = {
-    Kind.STORED: "stored leaf", Kind.GATHERED: "gathered leaf", Kind.GRADIENT: "gradient of leaf",
-    Kind.SLOTS: "optimizer state of leaf", Kind.ACCUMULATED: "accumulated gradient of leaf",
-    Kind.BATCH: "batch leaf", Kind.CONSTANT: "constant", Kind.TANGENT: "gradient of value",
-    Kind.AXIS: "index on axis", Kind.NORMS: "squared norms", Kind.KEY: "random key",
-}  # fmt: skip
-
-
 def describe_value(name: str, part: str = "") -> str:
-    """`gathered leaf 'layers.0.w'`, for a value's name and which part of it."""
+    """`gathered 'layers.0.w'`, for a value's name and which part of it."""
     plain = name.original if isinstance(name, ValueName) else ValueName(Kind.VALUE, name)
-    text = plain.path + plain.version
-    if plain.leaf:
-        return f"{_WORDS[plain.kind]} {plain.leaf!r}" + (f", slot {part!r}" if part else "")
-    if plain.kind is Kind.REDUCED:
-        return f"reduced gradient of leaf {part!r}" if part else f"reduced gradients {text!r}"
-    if plain.kind is Kind.ACCUMULATED:
-        return f"{_WORDS[plain.kind]} {part!r}"
-    if plain.kind in _WORDS:
-        return f"{_WORDS[plain.kind]} {text!r}" + (f", {part}" if part else "")
-    if plain == SCALARS:
-        return f"the step's {part}"
-    return "the loss scale" if plain == LOSS_TANGENT else f"value {plain!r}"
+    if plain in (SCALARS, LOSS_TANGENT):
+        return f"the step's {part}" if plain == SCALARS else "the loss scale"
+    kind = plain.kind.name.lower()
+    return f"{kind} {plain.leaf or plain.path + plain.version!r}" + (f", {part!r}" if part else "")
 
 
 def describe_line(line: Instruction) -> str:
     """`forward layers.0 run k0.fwd(...)`."""
     return f"{line.phase} {line.unit} {line.verb} {line.detail}"
+
+
+@contextmanager
+def located(number: int, line: Instruction) -> Iterator[None]:
+    """Say at which line of the schedule a rank broke off, and why.
+
+    Raises:
+        DebugError: an instruction failed by itself, and not because of a peer.
+    """
+    try:
+        yield
+    except FnshardError:
+        raise
+    except Exception as error:
+        raise DebugError(
+            f"the run broke off at line {number}: {describe_line(line)}",
+            [f"{type(error).__name__}: {error}".splitlines()[0]],
+            "fs.debug.bisect with the specs of fs.presets.no_shard says whether it is the layout.",
+        ) from error

