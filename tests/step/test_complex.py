@@ -19,14 +19,6 @@ SGD = fs.optim.sgd(0.05, momentum=0.9, nesterov=True, weight_decay=0.1)
 CLIPPED = fs.optim.chain(fs.optim.clip_by_global_norm(0.1), fs.optim.adamw(3e-3, weight_decay=0.1))
 
 
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
-def test_compiled_kernels_train_them_as_eager_ones_do() -> None:
-    """`test_matrix` holds the eager ones to torch's own numbers."""
-    runs = [sharded.simulate(MODEL, "zero1", 2, CLIPPED, backend=name)[0] for name in ("eager", "inductor")]
-    sharded.assert_same(*runs)
-
-
 def saved(model: Any, folder: Any, **policy: Any) -> tuple[Any, Any, Any]:
     """A step on one rank, its specs, and a state of it that was saved."""
     mesh = fs.make_mesh(shard=1, device="cpu")
@@ -152,35 +144,6 @@ def test_a_complex_buffer_that_is_written_to_is_stored() -> None:
         torch.testing.assert_close(state.params["seen"], expected)
 
     fs.simulate(mesh, run)
-
-
-def moved_on_rank(rank: int, folder: str) -> tuple[Any, Any]:
-    """Trained, saved, restored in another layout and trained on, by two processes."""
-    mesh = fs.make_mesh(shard=2, device="cpu")
-    batches = [sharded.part(batch, rank, 2) for batch in MODEL.batches(2)]
-    made = [sharded.specs_of(MODEL, preset, mesh) for preset in ("full_shard", "zero2")]
-    first, second = (sharded.make_step(mesh, MODEL, specs, CLIPPED) for specs in made)
-    state, _ = first(first.init(MODEL.params), *batches[0])
-    fs.checkpoint.save(folder, state)
-    state, metrics = second(fs.checkpoint.restore(folder, second), *batches[1])
-    state = fs.reshard(state, *made[::-1], mesh)
-    return fs.unshard(state.params, made[0], mesh), metrics["loss"]
-
-
-def test_processes_save_and_move_them(ranks: Any, tmp_path: Any) -> None:
-    steps = [[batch] for batch in MODEL.batches(2)]
-    expected = reference.train(MODEL.loss, MODEL.params, steps, reference.adamw(3e-3), clip=0.1)
-    for params, loss in ranks(2).run(moved_on_rank, str(tmp_path / "a")):
-        assert abs(float(loss) - expected.losses[1]) < 1e-6
-        torch.testing.assert_close(params, expected.params, rtol=0, atol=1e-10)
-    step = sharded.make_step(
-        fs.make_mesh(shard=1, device="cpu"),
-        MODEL,
-        fs.match_specs(MODEL.params, [("*", LayoutSpec())]),
-        CLIPPED,
-    )
-    alone, _ = step(fs.checkpoint.restore(tmp_path / "a", step), *MODEL.batch(1))
-    torch.testing.assert_close(alone.params, expected.params, rtol=0, atol=1e-10)
 
 
 def test_what_computes_with_pairs_is_what_computes_with_their_own_leaf() -> None:

@@ -15,7 +15,6 @@ from toys import ROWS, WIDTH, chain, rows, run_chain
 import fnshard as fs
 from fnshard import LayoutSpec, OptimizerError, P, SpecError, StateError, TraceError
 from fnshard.compiler import lower
-from fnshard.errors import report
 
 SGD = fs.optim.sgd(0.1)
 
@@ -27,31 +26,6 @@ def loss(p: Any, x: Tensor) -> Tensor:
 def step(fn: Any = loss, params: Any = None, **options: Any) -> Any:
     specs = fs.match_specs(params or chain(2), [("*", LayoutSpec())])
     return fs.shard_step(fn, specs, **{"backend": "eager", **options})
-
-
-# ------------------------------------------------------------------ the form
-
-
-def test_every_error_is_of_one_family_and_of_pythons() -> None:
-    python = {
-        "SpecError": ValueError,
-        "TraceError": TypeError,
-        "StateError": ValueError,
-        "OptimizerError": TypeError,
-        "ScheduleError": AssertionError,
-        "AgreementError": RuntimeError,
-        "CollectiveError": RuntimeError,
-    }
-    for name, base in python.items():
-        assert issubclass(getattr(fs, name), (base, fs.FnshardError))
-        assert issubclass(getattr(fs, name), base) and issubclass(getattr(fs, name), fs.FnshardError)
-
-
-def test_report_has_a_headline_failures_and_a_fix() -> None:
-    assert (
-        report("2 leaves are wrong:", ["a", "b"], "mend them.")
-        == "2 leaves are wrong:\n  a\n  b\nFix: mend them."
-    )
 
 
 def test_the_design_s_example() -> None:
@@ -75,17 +49,13 @@ def test_the_design_s_example() -> None:
     ("options", "message"),
     [
         ({"accumulate": 0}, "accumulate=0: a whole number"),
-        ({"accumulate": 1.5}, "accumulate=1.5: a whole number"),
         ({"accumulate_mode": "often"}, "accumulate_mode='often': 'reduce' or 'local'"),
         ({"backend": "jit"}, "backend='jit': 'inductor' or 'eager'"),
-        ({"prefetch": -1}, r"prefetch=\(-1, -1\)"),
         ({"prefetch": (1, 2, 3)}, r"prefetch=\(1, 2, 3\): a number of kernels, or \(forward, backward\)"),
-        ({"prefetch": "deep"}, "prefetch='deep'"),
         ({"overlap": 0.5}, "overlap=0.5"),
         ({"cache": 0}, "cache=0: a whole number"),
         ({"timeout": 0}, "timeout=0: seconds"),
         ({"loss_scale": "dynmaic"}, "loss_scale='dynmaic': a positive finite number, 'dynamic', or None"),
-        ({"loss_scale": -1.0}, "loss_scale=-1.0"),
         ({"mode": "fastest"}, r"(?s)mode='fastest' is not a mode of torch.compile.*Fix: one of: default"),
         ({"mode": "max-autotune"}, "(?s)CUDA graphs.*Fix"),
         ({"options": {"max_autotun": True}}, r"(?s)1 option.*options\['max_autotun'\].*Fix"),
@@ -104,8 +74,6 @@ TORCHS = torch.optim.AdamW([torch.zeros(1)])
     ("optimizer", "way_out"),
     [
         ("adamw", r"adamw\(3e-4\)"),
-        (torch.optim.AdamW, r"is AdamW, .*a rate, and no parameters"),
-        (fs.optim.adamw, r"is adamw, .*adamw\(3e-4\)"),
         (TORCHS, r"of type AdamW, .*state = step.init\(model\)"),
         (torch.optim.lr_scheduler.StepLR(TORCHS, 2), r"of type StepLR, .*schedules.warmup_cosine"),
     ],
@@ -115,12 +83,6 @@ def test_what_is_no_optimizer_is_refused(optimizer: Any, way_out: str) -> None:
         step(optimizer=optimizer)
     with pytest.raises(OptimizerError, match=r"(?s)lr.*no rate.*Fix: .*fs.optim.adamw\("):
         fs.optim.adamw(optimizer if not callable(optimizer) else TORCHS, lr=1e-3)
-
-
-def test_optimizers_that_are_called_as_torchs_are_refused() -> None:
-    for make in (fs.optim.adamw, fs.optim.sgd, fs.optim.lars):
-        with pytest.raises(OptimizerError, match=r"lr is of type generator.*\nFix: .*and no parameters"):
-            make(torch.nn.Linear(2, 2).parameters(), lr=1e-3)
 
 
 # ------------------------------------------------------------------ one call, one error
@@ -134,11 +96,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "all wrong options at once": (
         lambda: step(accumulate=0, backend="jit", cache=-1), SpecError,
         "accumulate=0.*backend='jit'.*cache=-1"),
-    "an unknown option": (lambda: step(prefech=1), TypeError, "unexpected keyword argument 'prefech'"),
     "no specs": (
         lambda: fs.shard_step(loss, None), SpecError, "a spec tree holds LayoutSpecs alone.*match_specs"),
-    "specs that are numbers": (
-        lambda: fs.shard_step(loss, {"a": 1}), SpecError, "a spec tree holds LayoutSpecs alone"),
     "specs that are P": (
         lambda: fs.shard_step(loss, [P()]), SpecError, "a spec tree holds LayoutSpecs alone"),
     "no function": (lambda: step(3), TraceError, r"a function of \(params, \*batch\), not int"),
@@ -207,15 +166,6 @@ def test_none_and_lists_in_a_batch_are_named_once(value: Any, what: str) -> None
 def test_batch_leaves_that_would_be_baked_in_are_refused(value: Any, what: str) -> None:
     with pytest.raises(StateError, match=rf"(?s)batch\['\d.*is {what}.*torch.as_tensor"):
         step(lambda p, x: run_chain(p, rows()).sum())(chain(2), value)
-
-
-def test_constants_of_all_kinds_are_taken() -> None:
-    def fn(p, x, options):
-        assert options["none"] is None and options["name"] == "a"
-        return (run_chain(p, x) * options["scale"]).sum().to(options["dtype"])
-
-    options = {"none": None, "name": "a", "scale": 2.0, "dtype": torch.float64}
-    assert step(fn)(chain(2), rows(), options)[0].dtype == torch.float64
 
 
 def test_indices_outside_of_their_tables_are_named_before_the_step_runs() -> None:
@@ -310,18 +260,6 @@ def test_an_abstract_mesh_can_be_lowered_on_not_run() -> None:
 
 
 # ------------------------------------------------------------------ optimizers
-
-
-def test_an_optimizer_that_cannot_see_shards_names_them() -> None:
-    def leaf(path, grad, slots, param, info):
-        return -grad / grad.norm(), {}
-
-    blind = fs.optim.Optimizer("blind()", leaf, elementwise=False)
-    mesh = fs.make_mesh(shard=2, abstract=True)
-    specs = fs.presets.full_shard(chain(2), mesh)
-    with pytest.raises(OptimizerError, match=r"(?s)not elementwise, and 2 leaves.*'layers.0.w'.*leaf_norms"):
-        fs.shard_step(loss, specs, mesh=mesh, optimizer=blind)
-    fs.shard_step(loss, fs.presets.no_shard(chain(2), mesh), mesh=mesh, optimizer=blind)
 
 
 def test_a_batch_of_another_dtype_than_the_leaves_compute_in() -> None:

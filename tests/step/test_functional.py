@@ -68,24 +68,11 @@ def test_a_tied_weight_is_one_leaf_under_its_first_name() -> None:
     torch.testing.assert_close(leaf.grad, model.parts.embed.weight.grad)
 
 
-def test_a_shared_module_is_one_set_of_leaves() -> None:
-    block = nn.Linear(2, 2)
-    _, params = fs.make_functional(nn.Sequential(block, nn.ReLU(), block))
-    assert list(params) == ["0.weight", "0.bias"]
-
-
 def test_tied_buffers() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
     model[1].running_mean = model[0].running_mean
     _, params = fs.make_functional(model)
     assert "0.running_mean" in params and "1.running_mean" not in params
-
-
-def test_a_meta_module() -> None:
-    with torch.device("meta"):
-        model = Tied()
-    _, params = fs.make_functional(model)
-    assert list(params) == ["parts.embed.weight"] and params["parts.embed.weight"].is_meta
 
 
 def test_the_module_can_still_be_copied_and_saved() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import fnshard as fs
@@ -112,14 +111,3 @@ def test_errors_name_the_keyword() -> None:
         make(masked, accumulate=2)(params(), X, m=torch.ones(3))
     with pytest.raises(TraceError, match=r"batch\['m'\] f32\[3\]"):
         step(params(), X, m=torch.ones(3))
-
-
-def test_keywords_reach_functions_of_coded_leaves_and_adapters() -> None:
-    tree = {"w": torch.linspace(-1, 1, 4096).reshape(64, 64)}
-    tuned, adapted = fs.lora(lambda p, x, *, m: (F.linear(x, p["w"]) * m).sum(), tree, rank=2, targets="*")
-    rules = [("base.*", LayoutSpec(codec="int8", trainable=False)), ("*", LayoutSpec())]
-    step = fs.shard_step(tuned, fs.match_specs(adapted, rules), backend="eager")
-    blocks, x = fs.shard(adapted, step.specs, step.mesh), torch.arange(128.0).reshape(2, 64)
-    one, two = (step(blocks, x, m=torch.tensor(m))[0] for m in (1.0, 2.0))
-    assert one != 0
-    torch.testing.assert_close(two, 2 * one)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -24,7 +23,6 @@ import fnshard as fs
 from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.kernels import symbolic
 from fnshard.compiler.kernels.symbolic import Form
-from fnshard.step import cache
 
 PAD = {"1": fs.losses.IGNORE, "*": 0}
 BUCKETS = fs.Buckets(4, pad=PAD)
@@ -199,19 +197,6 @@ def test_a_mask_is_padded_along_both_dims(axis: str, dims: tuple[int, int], fill
 
         for found in fs.simulate(mesh, run):
             torch.testing.assert_close(found, (mean, expected), rtol=0, atol=1e-10)
-
-
-def test_more_lengths_than_are_kept_are_one_warning() -> None:
-    mesh = fs.make_mesh(shard=1, device="cpu")
-    with mock.patch.object(cache, "LENGTHS", 2):
-        step = step_of(mesh, small, floats(LEAVES), cache=2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for count, length in ((0, 3), (0, 8), (0, 4), (1, 12), (1, 8), (1, 16)):
-            step(floats(LEAVES), *batch(0, length))
-            found = [str(w.message) for w in caught if "more lengths" in str(w.message)]
-            assert len(found) == count
-    assert "more lengths than the 2 whose steps are kept" in found[0] and "cache=" in found[0]
 
 
 # ------------------------------------------------------------------ kernels of all lengths

@@ -82,11 +82,27 @@ MODELS = {
     "lora": lora,
     "complex": lambda: model_named("complex_leaves"),
 }
-RULES = {  # ours, torch's, what the gradient is clipped to
-    "adamw": (fs.optim.adamw(1e-2, weight_decay=0.1), reference.adamw(1e-2), None),
-    "momentum": (fs.optim.sgd(0.05, momentum=0.9), reference.sgd(0.05, 0.9), None),
+RATE = fs.schedules.warmup_cosine(0.1, warmup=2, total=5)
+
+
+def by_path(path: str) -> dict[str, float]:
+    """The settings of a leaf's group."""
+    return {
+        "lr": 0.0 if path.startswith("layers.0.") else 0.01,
+        "weight_decay": 0.0 if "norm" in path else 0.1,
+    }
+
+
+RULES: Mapping[str, tuple[Any, Any, Mapping[str, Any]]] = {  # ours, torch's, how the reference trains
+    "adamw": (fs.optim.adamw(1e-2, weight_decay=0.1), reference.adamw(1e-2), {}),
+    "momentum": (fs.optim.sgd(0.05, momentum=0.9), reference.sgd(0.05, 0.9), {}),
     "clipped": (fs.optim.chain(fs.optim.clip_by_global_norm(CLIP), fs.optim.sgd(0.1)),
-                reference.sgd(0.1), CLIP),
+                reference.sgd(0.1), {"clip": CLIP}),
+    "scheduled": (fs.optim.sgd(RATE), reference.sgd(0.1), {"rate": lambda n: RATE(torch.tensor(n)).item()}),
+    "by path": (
+        fs.optim.adamw(0.01, weight_decay=[("*norm*", 0.0), ("*", 0.1)],
+                       lr_scale=[("layers.0.*", 0.0), ("*", 1.0)]),
+        reference.grouped(torch.optim.AdamW, by_path), {}),
 }  # fmt: skip
 FACTORS: Mapping[str, tuple[Any, ...]] = {
     "axes": ({"shard": 2}, {"shard": 3}, {"shard": 4}, {"replicate": 2, "shard": 2}, {"tensor": 2},
@@ -161,8 +177,8 @@ def model_of_row(name: str, three: bool) -> Model:
 
 @cache
 def truth(name: str, optimizer: str, three: bool) -> reference.Trained:
-    model, (_, rule, clip) = model_of_row(name, three), RULES[optimizer]
-    return reference.train(model.loss, model.params, by_steps(model), rule, frozen=model.frozen, clip=clip)
+    model, (_, rule, how) = model_of_row(name, three), RULES[optimizer]
+    return reference.train(model.loss, model.params, by_steps(model), rule, frozen=model.frozen, **how)
 
 
 @cache
@@ -198,7 +214,9 @@ def compare(row: Row, ranks: list[reference.Trained]) -> None:
     expected, atol = (narrow_truth(*key), 3e-2) if narrow else (truth(*key), 1e-10)
     for got in ranks:
         assert_floats(got.losses, expected.losses, atol)
-        if not (narrow and row["optimizer"] == "adamw"):  # whose first steps are signs of gradients
+        if not (
+            narrow and row["optimizer"] in ("adamw", "by path")
+        ):  # whose first steps are signs of gradients
             assert_same(got, expected, atol)
         if row["optimizer"] == "clipped" or (row["grad_norm"] and not narrow):
             assert_floats(got.norms, expected.norms, atol)

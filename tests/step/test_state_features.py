@@ -1,4 +1,4 @@
-"""What a step does besides the plain gradient: scaling, masters, chains, rates, aux, Whole, layouts."""
+"""What a step does besides the plain gradient: aux, Whole, resuming, layouts."""
 
 from __future__ import annotations
 
@@ -15,110 +15,7 @@ from torch import Tensor
 from toys import step_of
 
 import fnshard as fs
-from fnshard import LayoutSpec, Mean, P, optim, schedules
-
-# ------------------------------------------------------------------ optimizers and rates
-
-
-@pytest.mark.parametrize("preset", ["zero1", "hybrid_shard"])
-def test_clip_adamw_ema(preset: str) -> None:
-    model, mesh = model_of("tied"), simulated(**sharded.meshes(4, preset))
-    specs = sharded.specs_of(model, preset, mesh)
-    chained = optim.chain(optim.clip_by_global_norm(0.2), optim.adamw(3e-3), optim.ema(0.5))
-    step = sharded.make_step(mesh, model, specs, chained)
-    averages = []
-    for steps in range(1, 4):
-        until = reference.train(
-            model.loss,
-            model.params,
-            by_steps(model)[:steps],
-            reference.adamw(3e-3, 0.01),
-            frozen=model.frozen,
-            clip=0.2,
-        )
-        before = averages[-1] if averages else model.params
-        averages.append({p: 0.5 * before[p].detach() + 0.5 * v for p, v in until.params.items()})
-
-    def run(rank: int) -> Any:
-        state = step.init(model.params)
-        for batch in model.batches(3):
-            state, _ = step(state, *sharded.part(batch, rank, 4))
-        return fs.unshard(optim.ema_params(state.opt_state), specs, mesh, layout="optimizer")
-
-    for got in fs.simulate(mesh, run):
-        got = {path: value for path, value in got.items() if value is not None}
-        for path, value in got.items():
-            torch.testing.assert_close(value, averages[-1][path], rtol=0, atol=sharded.ATOL, msg=path)
-
-
-@pytest.mark.parametrize("preset", ["full_shard", "no_shard"])
-def test_lars_sees_whole_leaves(preset: str) -> None:
-    """Norms per leaf are exact over shards, padding and replicas."""
-    model = model_of("dense_skips")
-    lr, momentum, trust = 0.5, 0.9, 1e-2
-    params = {p: v.clone() for p, v in model.params.items()}
-    traces = {p: torch.zeros_like(v) for p, v in params.items()}
-    losses = []
-    for batch in model.batches(sharded.STEPS):
-        grads, loss = reference.gradients(model.loss, params, *batch)
-        for path, grad in grads.items():
-            ratio = trust * params[path].norm() / (grad.norm() + 1e-8)
-            traces[path] = momentum * traces[path] + lr * ratio * grad
-            params[path] = params[path] - traces[path]
-        losses.append(loss.item())
-    for got in sharded.simulate(model, preset, 4, optim.lars(lr, momentum, trust=trust), accumulate=3):
-        sharded.assert_same(got, reference.Trained(params, losses))
-
-
-def test_schedules_move_the_rate_and_show_it() -> None:
-    rate = schedules.warmup_cosine(0.1, warmup=2, total=5)
-    model, mesh = model_of("dense_skips"), simulated()
-    specs = sharded.specs_of(model, "full_shard", mesh)
-    step = sharded.make_step(mesh, model, specs, optim.sgd(rate))
-    expected = reference.train(
-        model.loss,
-        model.params,
-        by_steps(model),
-        reference.sgd(0.1),
-        rate=lambda n: rate(torch.tensor(n)).item(),
-    )
-
-    def run(rank: int) -> Any:
-        state, rates, out = step.init(model.params), [], reference.Trained()
-        for batch in model.batches(sharded.STEPS):
-            state, metrics = step(state, *sharded.part(batch, rank, 2))
-            rates.append(metrics["lr"].item())
-            out.losses.append(metrics["loss"].item())
-        out.params = fs.unshard(state.params, specs, mesh)
-        return rates, out
-
-    for rates, got in fs.simulate(mesh, run):
-        sharded.assert_same(got, expected)
-        sharded.assert_floats(rates, [rate(torch.tensor(n)).item() for n in range(sharded.STEPS)], 1e-15)
-    assert len(set(rates)) > 2
-    assert len(step._cache.programs) == 1, "a new rate compiled again"
-
-
-def test_weight_decay_and_rate_by_path() -> None:
-    model = model_of("gpt")
-    decays, scales = [("*norm*", 0.0), ("*", 0.1)], [("embed*", 0.5), ("layers.0.*", 0.0), ("*", 1.0)]
-
-    def settings(path: str) -> dict[str, float]:
-        scale = 0.5 if path.startswith("embed") else 0.0 if path.startswith("layers.0.") else 1.0
-        return {"lr": 0.01 * scale, "weight_decay": 0.0 if "norm" in path else 0.1}
-
-    expected = reference.train(
-        model.loss,
-        model.params,
-        by_steps(model),
-        reference.grouped(torch.optim.AdamW, settings),
-        frozen=model.frozen,
-    )
-    made = optim.adamw(0.01, weight_decay=decays, lr_scale=scales)
-    for preset in ("full_shard", "zero2"):
-        sharded.assert_same(sharded.simulate(model, preset, 2, made)[1], expected)
-    assert torch.equal(expected.params["layers.0.up.weight"], model.params["layers.0.up.weight"])
-
+from fnshard import LayoutSpec, Mean, P, optim
 
 # ------------------------------------------------------------------ what fn returns, what it takes
 

@@ -120,21 +120,3 @@ def test_a_data_axis_may_have_any_name() -> None:
     model, mesh = decoder(), fs.make_mesh(context=2, data_axes=["context"], simulated=True)
     specs = fs.presets.full_shard(model.params, mesh)
     assert fs.debug.check(model.loss, model.params, *model.batch(0), specs, mesh)
-
-
-def test_a_fused_loss_of_a_padded_vocabulary_gathers_no_table() -> None:
-    draw = torch.Generator().manual_seed(0)
-    table = torch.randn(19, WIDTH, dtype=torch.float64, generator=draw)
-    hidden = torch.randn(ROWS, T, WIDTH, dtype=torch.float64, generator=draw)
-
-    def loss(p: dict[str, Tensor], hidden: Tensor) -> fs.Mean:
-        return fs.losses.linear_cross_entropy(
-            hidden, p["head.weight"], torch.arange(ROWS * T).view(ROWS, T) % 19
-        )
-
-    mesh = fs.make_mesh(tensor=2, simulated=True)
-    params = {"head.weight": table}
-    specs = fs.presets.full_shard(params, mesh, tensor="tensor")
-    assert fs.debug.check(loss, params, hidden, specs, mesh=mesh)
-    lines = make_step(mesh, None, specs, None, loss=loss).lower(params, hidden).schedule.instructions
-    assert all(i.like.shape != (10, WIDTH) for i in lines if isinstance(i, Exchange))

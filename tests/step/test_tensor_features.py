@@ -76,13 +76,6 @@ def test_optimizers_see_each_element_once(name: str) -> None:
         assert_same(got, expected)
 
 
-def test_an_optimizer_that_gathers_sees_fused_leaves_in_their_order() -> None:
-    model, optimizer = model_of("fused"), optimizers.ALL["row_sgd"]
-    expected = trained(model, {"shard": 1}, "full_shard", optimizer)[0]
-    for got in trained(model, AXES, "full_shard", optimizer):
-        assert_same(got, expected)
-
-
 def test_a_forward_and_gradients_alone() -> None:
     model = model_of("decoder")
     mesh = fs.make_mesh(**AXES, simulated=True)
@@ -102,14 +95,6 @@ def test_a_forward_and_gradients_alone() -> None:
         torch.testing.assert_close(loss, value, rtol=0, atol=1e-10)
         torch.testing.assert_close(found, grads, rtol=0, atol=1e-10)
         torch.testing.assert_close(made, logits(model.params, mine), rtol=0, atol=1e-10)
-
-
-def test_leaves_that_are_stored_over_an_axis_and_computed_whole() -> None:
-    model, mesh = model_of("untied"), fs.make_mesh(**AXES, simulated=True)
-    even = {p: not v.shape[0] % 2 for p, v in model.params.items()}
-    rules = [(p, fs.LayoutSpec(fs.P("tensor"))) for p in even if even[p]]
-    for got in on_mesh(model, mesh, fs.presets.zero2(model.params, mesh, rules=rules), ADAMW):
-        assert_same(got, truth("untied", False))
 
 
 @pytest.mark.parametrize("codec", ["nf4", pytest.param("int8", marks=pytest.mark.long)])
