@@ -138,6 +138,7 @@ def valid(row: Row) -> bool:
             or not ({"tensor", "context"} & axes.keys() or "compute_dtype" in row["policy"])
         )
         and (data != 3 or row["accumulate"][0] == 1)
+        and (row["optimizer"] != "by path" or row["model"] not in ("complex", "lora"))  # of other names
     )
 
 
