@@ -168,13 +168,6 @@ def test_merging_shards_is_merging_the_whole(codec: str | None, tmp_path: Path) 
         torch.testing.assert_close(loss_there, loss(naive, ids()), atol=1e-5, rtol=1e-5)
 
 
-def test_merging_keeps_every_digit() -> None:
-    fn, tree, _ = tuned(llama())  # fp64
-    whole, _ = adapters.merge(tree, fn.lora, fs.match_specs(tree, [("*", LayoutSpec())]))
-    for path, value in merged(tree["base"], fn.lora, tree["adapters"]).items():
-        torch.testing.assert_close(whole[path], value.detach(), atol=1e-14, rtol=0)
-
-
 def test_adapters_go_out_and_in_in_pefts_format(tmp_path: Path) -> None:
     fn, tree, _ = tuned(llama().float(), dropout=0.1)
     mesh = fs.make_mesh(shard=2, simulated=True)

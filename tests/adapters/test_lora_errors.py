@@ -47,23 +47,12 @@ def test_mistakes_are_named() -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"rank": 0}, "rank=0: a whole number from 1"),
-        ({"rank": 2.0}, r"rank=2\.0"),
-        ({"rank": True}, "rank=True"),
         ({"rank": 5}, r"(?s)2 leaves.*'a'\] \[4, 9\]: rank=5 is more than 4.*'b'\] \[9, 4\].*smaller rank"),
-        ({"alpha": 0}, "alpha=0: a number above 0"),
         ({"alpha": math.nan}, "alpha=nan"),
-        ({"alpha": math.inf}, "alpha=inf"),
-        ({"alpha": "16"}, "alpha='16'"),
         ({"dropout": 1.0}, r"dropout=1\.0: a share from 0, below 1"),
-        ({"dropout": math.nan}, "dropout=nan"),
-        ({"dropout": "0.1"}, r"dropout='0\.1'"),
         ({"rank": 0, "alpha": 0, "dropout": -1}, "(?s)rank=0.*alpha=0.*dropout=-1"),
         ({"targets": 5}, "targets=5: globs of leaves"),
-        ({"targets": ["a", 5]}, r"targets=\['a', 5\]: globs"),
         ({"targets": []}, "targets='' matches no leaf"),
-        ({"transposed": 5}, "transposed=5: globs"),
-        ({"train": 5}, "train=5: globs"),
     ],
 )
 def test_numbers_and_globs_that_are_none(wrong: dict[str, Any], says: str) -> None:
@@ -79,21 +68,15 @@ CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8.0, "target_modules": ["q_
     ("odd", "says"),
     [
         ([], "holds 'list' adapters; only LoRA"),
-        ({"peft_type": None}, "holds None adapters"),
-        ({"r": ...}, "(?s)is not one that can be read here.*r is missing, wanted is a whole number"),
         ({"r": "4", "lora_alpha": ...}, '(?s)r is "4".*lora_alpha is missing'),
-        ({"r": True}, "r is true"),
         ({"lora_alpha": math.nan}, "lora_alpha is NaN, wanted is a number above 0"),
-        ({"lora_alpha": [8]}, r"lora_alpha is \[8\]"),
         ({"lora_dropout": 1}, "lora_dropout is 1, wanted is a share"),
-        ({"use_rslora": "yes"}, 'use_rslora is "yes"'),
         ({"fan_in_fan_out": 1}, "fan_in_fan_out is 1, wanted is true or false"),
         ({"use_dora": True}, "use_dora is true, which is not known here"),
         (
             {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"v_proj": 9}},
             "(?s)rank_pattern is.*alpha_pattern is",
         ),
-        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is"),
         ({"init_lora_weights": "pissa"}, 'init_lora_weights is "pissa", wanted is one that leaves the base'),
         ({"r": 8}, "(?s)of another model, 6 leaves.*a, b are"),
     ],
@@ -106,7 +89,7 @@ def test_odd_configurations_of_adapters_are_refused(odd: Any, says: str, saved_a
         adapters.load(folder, shapes)
 
 
-@pytest.mark.parametrize("modules", ["all-linear", r".*\.(q|v)_proj", None, ["q_proj"], {"a": 1}])
+@pytest.mark.parametrize("modules", ["all-linear", ["q_proj"]])
 def test_the_tensors_say_what_is_targeted_whatever_the_configuration_matches_by(
     modules: Any, saved_adapters: Any
 ) -> None:
@@ -131,22 +114,11 @@ def test_files_of_adapters_that_are_broken_or_empty(saved_adapters: Any) -> None
     save_file({n: v for n, v in kept.items() if n != first}, folder / "adapter_model.safetensors")
     with pytest.raises(StateError, match=r"(?s)1 leaf.*: a, b are \{'[ab]'"):
         adapters.load(folder, shapes)
-    vector = {
-        n.replace("self_attn.q_proj", "input_layernorm"): v
-        for n, v in kept.items()
-        if "layers.0.self_attn.q" in n
-    }
-    save_file(vector, folder / "adapter_model.safetensors")
-    with pytest.raises(StateError, match=r"(?s)1 leaf.*input_layernorm.*\[64\].*not of a matrix"):
-        adapters.load(folder, shapes)
     save_file({}, folder / "adapter_model.safetensors")
     with pytest.raises(StateError, match="holds no tensors"):
         adapters.load(folder, shapes)
     (folder / "adapter_config.json").write_text("{")
     with pytest.raises(StateError, match=r"holds no adapters of PEFT's.*Expecting"):
-        adapters.load(folder, shapes)
-    (folder / "adapter_config.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(StateError, match=r"holds no adapters of PEFT's"):
         adapters.load(folder, shapes)
 
 
@@ -195,13 +167,9 @@ def test_a_target_that_is_used_twice_is_refused() -> None:
     ("use", "told"),
     [
         (lambda x, w: torch.cat([w, w]).sum(), "cat"),
-        (lambda x, w: torch.stack(tensors=[w]).sum(), "stack"),
         (lambda x, w: torch.add(x.sum(), other=w).sum(), "add"),
-        (lambda x, w: torch.einsum("bi,oi->bo", x, w).sum(), "einsum"),
-        (lambda x, w: torch.where(w > 0, w, 0.0).sum(), "where"),
         (lambda x, w: w.unbind(0)[0].sum(), "unbind"),
         (lambda x, w: F.linear(w, w).sum(), "linear"),
-        (lambda x, w: F.linear(input=w, weight=x).sum(), "linear"),
         (lambda x, w: torch.mm(x, w.t()).sum(), "t"),
     ],
 )

@@ -172,16 +172,6 @@ def test_bisect_of_other_micro_batches_and_of_a_spec_tree_with_itself() -> None:
         assert not fs.debug.bisect(loss, specs, specs, PARAMS, rows(), options_b={"remat": "unit"})
 
 
-def test_bisect_of_a_layout_that_rests_on_the_host() -> None:
-    host = {p: {"memory": "host", "optimizer_memory": "host"} for p in PARAMS}
-    for how in ({}, {"options_a": {"accumulate": 2}, "options_b": {"accumulate": 2}}):
-        found = bisected(policy=host, **how)
-        assert not found, found
-        with lying("reduce_scatter", 1, lambda r: r * 2):
-            found = bisected(policy=host, **how)
-        assert " wait reduce_scatter reduce/layers.1" in found.first.instruction
-
-
 def test_bisect_looks_at_every_replica_of_either_side_and_not_at_parts_of_sums() -> None:
     def plant(context: ExecutorContext) -> ExecutorContext:
         if sharded(context) or context.rank == 0:

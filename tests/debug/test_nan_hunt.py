@@ -21,7 +21,6 @@ from faults import (
     mesh_of,
     planted,
     schedule_wrong,
-    update_with_a_part_of_the_sum,
 )
 from torch import Tensor
 from toys import rows, run_chain, step_of
@@ -121,8 +120,6 @@ NAN = float("nan")
 HUNTS: Mapping[str, tuple[AT, int | type, AT, str, str, str]] = {
     "NaN in a stored leaf": (
         {"spoil": spoiled("layers.1.w", NAN)}, -1, {}, "nan", "stored 'layers.1.w'", ""),
-    "inf in a stored leaf": (
-        {"spoil": spoiled("layers.2.w", float("inf"), on=0)}, -1, {}, "inf", "stored 'layers.2.w'", ""),
     "NaN in one replica": (
         {"spoil": spoiled("layers.0.w", NAN), "preset": "no_shard"}, -1, {}, "nan",
         "stored 'layers.0.w'", ""),
@@ -143,20 +140,12 @@ HUNTS: Mapping[str, tuple[AT, int | type, AT, str, str, str]] = {
     "fp16: the cast of a leaf": (
         {"params": BIG, "policy": FP16, "preset": "no_shard", "loss_scale": 1.0}, Cast,
         {"unit": "layers.1"}, "inf", "gathered 'layers.1.w'", ""),
-    "fp16: the gradient": (
-        {"policy": FP16, "loss_scale": 1e9}, Run, {"backward": True}, "inf", "'", ""),
     "fp16: on the wire alone": (
         {"policy": {"reduce_dtype": torch.float16}, "loss_scale": 1e9}, Wait, {"unit": "layers.2"}, "nan",
         "'layers.2.w'", ""),
     "reduce op: a product": (
         {"plant": lambda: lying("reduce_scatter", 0, lambda r: r * 1e30 * 1e30)}, Wait,
         {"unit": "layers.2"}, "inf", "'layers.2.w'", ""),
-    "reduce: one rank": (
-        {"plant": lambda: lying("reduce_scatter", 1, lambda r: r * NAN, 1)}, Wait,
-        {"unit": "layers.1"}, "nan", "'layers.1.w'", ""),
-    "gather": (
-        {"plant": lambda: lying("all_gather", 1, lambda got: [row / 0 for row in got])}, Wait,
-        {"unit": "layers.1"}, "inf", "gathered 'layers.1.w'", ""),
     "gather: for the backward, one rank": (
         {"plant": lambda: lying("all_gather", 3, lambda got: [row * NAN for row in got], 1)}, Wait,
         {"unit": "layers.1"}, "nan", "gathered 'layers.1.w'", ""),
@@ -168,9 +157,6 @@ HUNTS: Mapping[str, tuple[AT, int | type, AT, str, str, str]] = {
     "kernel": (
         {"plant": lambda: kernel_wrong("k1", False, 0, lambda v: v * NAN)}, Run,
         {"backward": False, "unit": "layers.1"}, "nan", "value 'matmul_default_1'", ""),
-    "backward: the leaf": (
-        {"plant": lambda: kernel_wrong("k1", True, 1, lambda v: v * NAN)}, Run,
-        {"backward": True, "unit": "layers.1"}, "nan", "gradient 'layers.1.w'", ""),
 }  # fmt: skip
 
 
@@ -268,18 +254,6 @@ def test_nan_hunt_of_an_update() -> None:
         found = hunted()
     assert " update reduce/layers.0" in found.first.instruction
     assert found.first.what == "stored 'layers.0.w'"
-
-
-def test_nan_hunt_of_a_buffer_that_is_read_while_it_is_summed() -> None:
-    mesh = mesh_of(replicate=2, shard=2)
-    specs = PRESETS["hybrid_shard"](PARAMS, mesh)
-    with schedule_wrong(update_with_a_part_of_the_sum):
-        step = fs.shard_step(loss, specs, mesh=mesh, optimizer=ADAMW, backend="eager")
-        part = rows()[:1]
-        ranks = fs.simulate(
-            mesh, lambda rank: fs.debug.nan_hunt(step, step.init(PARAMS), part), adversary="early"
-        )
-    assert " update reduce/layers.2" in ranks[0].first.instruction
 
 
 def test_nan_hunt_says_where_a_replay_broke_off() -> None:

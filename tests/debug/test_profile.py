@@ -106,35 +106,6 @@ def test_what_a_trace_says_of_a_step(ranks: Any, tmp_path: Path) -> None:
     assert "wait" not in kinds
 
 
-def test_each_simulated_rank_is_watched_by_its_own_observer() -> None:
-    """From the first step on; the one that is entered last sees it, and the binding is made once."""
-    mesh = fs.make_mesh(shard=2, simulated=True, device="cpu")
-    step, seen, bindings = make(mesh), {0: [], 1: []}, []
-
-    def observer_of(rank: int) -> Any:
-        def observe(number: int, line: Any, action: Any) -> Any:
-            bindings.append(number)
-
-            def run(env: Any) -> None:
-                seen[rank].append(line.verb)
-                action(env)
-
-            return run
-
-        return observe
-
-    def run(rank: int) -> None:
-        state, observer = step.init(PARAMS), observer_of(rank)
-        for _ in range(2):
-            with step.watching(observer):
-                state, _ = step(state, rows())
-            state, _ = step(state, rows())
-
-    fs.simulate(mesh, run)
-    lines = [line.verb for line in step.lower(step.init(PARAMS), rows()).schedule.instructions]
-    assert seen == {0: 2 * lines, 1: 2 * lines} and len(bindings) == 2 * len(lines)
-
-
 def test_a_traced_step_is_the_same_step(tmp_path: Path) -> None:
     """And behind it nothing is left of the watching."""
     step, seen = make(fs.make_mesh()), []
