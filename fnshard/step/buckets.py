@@ -85,14 +85,29 @@ class Buckets:
                 patterns that name no leaf, or values that a leaf's dtype lacks.
         """
         named, structure = batch.leaves
-        self._check_patterns(named)
-        dims = self._dims(batch)
-        fills = {n: (self.pad[self._glob(n) or ""], unwrapped(named[n]).dtype) for n in dims}
-        if wrong := [f"batch[{n!r}] {dtype}: {v!r}" for n, (v, dtype) in fills.items() if not _has(dtype, v)]:
+        globs, dims = {n: self._glob(n) for n in named}, self._dims(batch)
+        wrong = [
+            f"pad[{glob!r}]={value!r} names no leaf, or only leaves of a pattern before"
+            for glob, value in self.pad.items()
+            if glob not in globs.values()
+        ]
+        for name in dims:
+            leaf, value = unwrapped(named[name]), self.pad.get(globs[name] or "")
+            text = f"batch[{name!r}] {list(leaf.shape)} {leaf.dtype}"
+            if globs[name] is None:
+                wrong.append(f"{text} has a sequence, dim {dims[name][0]}, and no pattern names it")
+            elif isinstance(named[name], Tensor) and leaf.dim() > 2:
+                wrong.append(f"{text} has more than two dims, and does not say which are sequences")
+            elif not _has(leaf.dtype, value):
+                wrong.append(f"{text} cannot hold {value!r}")
+        if wrong:
             raise StateError(
-                "fs.Buckets pads batch leaves with values that their dtypes lack:",
+                "fs.Buckets does not fit the batch:",
                 wrong,
-                "a pattern of its own for such a leaf in pad={}, with a value of its dtype.",
+                "pad={'labels': -100, '*': 0}, the narrower pattern first, values that count for nothing; "
+                "None for a leaf that stays as it is. fs.Sequence(tensor, dim) names a sequence, "
+                "fs.Sequence(mask, (1, 2)) those of a mask [B, T, T], None says that there is none. The leaves: "
+                f"{', '.join(' or '.join(self._names(n)) for n in named)}.",
             )
         leaves = [self._filled(n, leaf, dims[n]) if n in dims else leaf for n, leaf in named.items()]
         return tree.unflatten(leaves, structure)
@@ -103,31 +118,10 @@ class Buckets:
         found = {unwrapped(named[n]).shape[dim] for n, dims in self._dims(batch).items() for dim in dims}
         return found.pop() // self.multiple if len(found) == 1 else None
 
-    def _check_patterns(self, named: Mapping[str, Any]) -> None:
-        used = {self._glob(name) for name in named}
-        unused = [f"pad[{glob!r}]={value!r}" for glob, value in self.pad.items() if glob not in used]
-        if unused:
-            raise StateError(
-                "fs.Buckets has patterns that name no leaf of the batch, or only leaves of a pattern before:",
-                unused,
-                "put the narrower pattern first, mend or delete it, and pass a leaf that is sometimes left "
-                f"out as None; the leaves are: {', '.join(' or '.join(self._names(n)) for n in named)}.",
-            )
-
     def _dims(self, batch: Arguments) -> dict[str, tuple[int, ...]]:
-        """Of the leaves to pad."""
-        dims, named = sequence_dims(batch), batch.leaves[0]
-        missing = [n for n in dims if self._glob(n) is None]
-        if missing:
-            raise StateError(
-                f"{len(missing)} batch leaves have a sequence, and fs.Buckets does not say what pads it:",
-                [f"batch[{n!r}] {list(unwrapped(named[n]).shape)}, dim {dims[n][0]}" for n in missing],
-                "pad={'labels': -100, '*': 0}, values that count for nothing; None for a leaf that stays as "
-                "it is; fs.Sequence(tensor, None) for one whose second dim is no sequence.",
-            )
-        padded = {n: each for n, each in dims.items() if self.pad[self._glob(n) or ""] is not None}
-        _check_dims(named, padded)
-        return padded
+        """Of the leaves to pad, and of those that no pattern names."""
+        kept = {glob for glob, value in self.pad.items() if value is None}
+        return {n: dims for n, dims in sequence_dims(batch).items() if self._glob(n) not in kept}
 
     def _glob(self, name: str) -> str | None:
         names = self._names(name)
@@ -148,17 +142,6 @@ class Buckets:
         after = [each for count in reversed(missing) for each in (0, count)]
         padded = F.pad(value, after, value=self.pad[self._glob(name) or ""])
         return replace(leaf, value=padded) if isinstance(leaf, losses.Sequence) else padded
-
-
-def _check_dims(named: Mapping[str, Any], padded: Mapping[str, Sequence[int]]) -> None:
-    """Refuse leaves of more than two dims that do not name their sequences: a mask [B, T, T] has two."""
-    unclear = [n for n in padded if isinstance(named[n], Tensor) and named[n].dim() > 2]
-    if unclear:
-        raise StateError(
-            f"{len(unclear)} batch leaves have more than two dims, and do not say which are sequences:",
-            [f"batch[{n!r}] {list(named[n].shape)} {named[n].dtype}" for n in unclear],
-            "fs.Sequence(tensor, 1); fs.Sequence(mask, (1, 2)) of a mask [B, T, T], (2, 3) of [B, 1, T, T].",
-        )
 
 
 def _has(dtype: torch.dtype, value: Fill) -> bool:

@@ -347,22 +347,10 @@ class Search:
             f"nothing fits into {size(budget)}: the most frugal plan takes {size(least.peak_bytes)} "
             f"({least.choice}). Its peak, in instruction {analysis.at} ({analysis.line}), is made of:",
             [f"{name}: {size(count)}" for name, count in largest],
-            f"a budget of {size(math.ceil(least.peak_bytes / 1e6) * 1e6)} would do; "
-            "or change one thing: "
-            f"{self._dimension(analysis.units, largest[0][0])}.",
+            f"a budget of {size(math.ceil(least.peak_bytes / 1e6) * 1e6)} would do; or change one thing: "
+            f"more ranks (the mesh has {self.mesh.size}) for shards and state, smaller units (fnshard.units) for "
+            "gathered units and gradients, a shorter sequence for activations.",
         )
-
-    def _dimension(self, units: Mapping[str, Mapping[str, int]], largest: str) -> str:
-        """The one dimension that the memory of the most frugal plan follows."""
-        unit = max(units, key=lambda u: sum(units[u].values()), default="")
-        ways = {
-            "parameter shards": f"more ranks (the mesh has {self.mesh.size})",
-            "optimizer state": f"more ranks (the mesh has {self.mesh.size})",
-            "gathered units": f"smaller units (the largest here is {unit!r}; see fnshard.units)",
-            "gradients": f"smaller units (the largest here is {unit!r}; see fnshard.units)",
-            "transfer and bucket buffers": f"smaller units (the largest here is {unit!r}; see fnshard.units)",
-        }
-        return ways.get(largest, "a shorter sequence (a micro-batch has as few rows as it can have)")
 
 
 def _faster(a: Candidate | None, b: Candidate | None) -> Candidate | None:

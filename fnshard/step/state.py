@@ -19,13 +19,11 @@ _FIELDS = ("step", "params", "opt_state", "loss_scale", "seed")
 class Metrics(dict[str, Any]):
     """What a step reports, by name: `loss`, `lr`, `grad_norm`, ..., `aux`.
 
-    A dict of 0-d tensors, which it prints as numbers; nothing is waited for before that.
+    A dict of 0-d tensors, of which it prints the numbers; nothing is waited for before that.
 
     >>> metrics = Metrics(loss=torch.tensor(0.25), lr=torch.tensor(0.5), aux={"accuracy": torch.tensor(0.75)})
-    >>> metrics.numbers()
-    {'loss': 0.25, 'lr': 0.5, 'accuracy': 0.75}
     >>> metrics
-    {'loss': 0.25, 'lr': 0.5, 'aux': {'accuracy': 0.75}}
+    {'loss': 0.25, 'lr': 0.5, 'accuracy': 0.75}
     """
 
     __slots__ = ("_sent",)  # of a step: its scalars, and the reading that brings them to the host
@@ -35,35 +33,29 @@ class Metrics(dict[str, Any]):
         self._sent = self.scalars(), reading
         return self
 
-    def scalars(self) -> dict[tuple[str, ...], Tensor]:
-        """Its 0-d tensors by their place: ("loss",), and ("aux", "accuracy") of an `aux` that is a dict."""
+    def scalars(self) -> dict[str, Tensor]:
+        """Its 0-d tensors by name; those of an `aux` that is a dict, too, as "aux.loss" where names clash."""
         aux = self.get("aux")
-        named = {("aux", k): v for k, v in aux.items()} if isinstance(aux, dict) else {}
-        named |= {(k,): v for k, v in self.items()}
-        plain = (n for n, v in named.items() if isinstance(v, Tensor) and v.dim() == 0 and not v.is_complex())
-        return {n: named[n] for n in plain}
+        inner = aux.items() if isinstance(aux, dict) else ()
+        named = {**self, **{f"aux.{k}" if k in self else str(k): v for k, v in inner}}
+        return {
+            n: v for n, v in named.items() if isinstance(v, Tensor) and v.dim() == 0 and not v.is_complex()
+        }
 
     def numbers(self) -> dict[str, float]:
-        """Its scalars as Python numbers by name, those of an `aux` that is a dict, too.
+        """Its scalars as Python numbers by name.
 
-        One of `aux` that is named as one of the step's own is `aux.loss`, say; deeper trees are not read.
         Waits for the end of this step, and for nothing that was launched after it: a loop that reads the
         numbers of one step after it has called the next step leaves a device no gap.
 
         Raises:
             StateError: the step exceeds a limit of `fn`'s, see `fs.bounded`.
         """
-        numbers = self._numbers()
-        clash = {n for n in numbers if len(n) > 1 and n[1:] in numbers}
-        return {".".join(map(str, n)) if n in clash else n[-1]: numbers[n] for n in sorted(numbers, key=len)}
-
-    def _numbers(self) -> dict[tuple[str, ...], float]:
         tensors, reading = getattr(self, "_sent", ({}, None))
-        scalars = self.scalars()
         arrived = reading.numbers() if reading is not None else {}
         check_limits(arrived)
-        same = {n for n, v in scalars.items() if tensors.get(n) is v}  # others were assigned since
-        return {n: arrived[n] if n in same else v.item() for n, v in scalars.items()}
+        # What was assigned since the step is read anew.
+        return {n: arrived[n] if tensors.get(n) is v else v.item() for n, v in self.scalars().items()}
 
     @property
     def ready(self) -> bool:
@@ -74,17 +66,7 @@ class Metrics(dict[str, Any]):
         return type(self), (dict(self),)
 
     def __repr__(self) -> str:
-        numbers = self._numbers()
-
-        def text(key: Any, value: Any, *place: Any) -> str:
-            value = numbers.get((*place, key), value)
-            if key == "aux" and not place and isinstance(value, dict):
-                shown = "{" + ", ".join(text(k, v, "aux") for k, v in value.items()) + "}"
-            else:
-                shown = f"{value:.6g}" if isinstance(value, float) else repr(value)
-            return f"{key!r}: {shown}"
-
-        return "{" + ", ".join(text(k, v) for k, v in self.items()) + "}"
+        return "{" + ", ".join(f"{name!r}: {value:.6g}" for name, value in self.numbers().items()) + "}"
 
 
 class TrainState:
