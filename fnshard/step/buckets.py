@@ -106,7 +106,7 @@ class Buckets:
                 wrong,
                 "pad={'labels': -100, '*': 0}, the narrower pattern first, values that count for nothing; "
                 "None for a leaf that stays as it is. fs.Sequence(tensor, dim) names a sequence, "
-                "fs.Sequence(mask, (1, 2)) those of a mask [B, T, T], None says that there is none. The leaves: "
+                "fs.Sequence(mask, (1, 2)) those of a mask [B, T, T], None that there is none. The leaves: "
                 f"{', '.join(' or '.join(self._names(n)) for n in named)}.",
             )
         leaves = [self._filled(n, leaf, dims[n]) if n in dims else leaf for n, leaf in named.items()]

@@ -348,8 +348,8 @@ class Search:
             f"({least.choice}). Its peak, in instruction {analysis.at} ({analysis.line}), is made of:",
             [f"{name}: {size(count)}" for name, count in largest],
             f"a budget of {size(math.ceil(least.peak_bytes / 1e6) * 1e6)} would do; or change one thing: "
-            f"more ranks (the mesh has {self.mesh.size}) for shards and state, smaller units (fnshard.units) for "
-            "gathered units and gradients, a shorter sequence for activations.",
+            f"more ranks (the mesh has {self.mesh.size}) for shards and state, smaller units (fnshard.units) "
+            "for gathered units and gradients, a shorter sequence for activations.",
         )
 
 

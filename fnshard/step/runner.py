@@ -125,6 +125,7 @@ class Runner:
             cache.options,
             cache.optimizer,
         )
+        self.compares_replicas = True
         self._ranks: dict[int, RankState] = {}
         self._checked: tuple[Any, list[Any]] = None, []  # specs, and what blocks were that fitted them
         compiled = self.options.compiles_update(self.optimizer, self.mesh.device_type)
@@ -168,7 +169,8 @@ class Runner:
             settings = settings_of(self.optimizer, specs, self.options, seed, step)
         items, compiled = items_of(lowered.program), lowered.compiled is not None
         rank.agreement = check_agreement(rank.comm, lowered.schedule, settings, items, compiled)
-        compare_replicas(rank.comm, blocks, specs.paired)
+        if self.compares_replicas:
+            compare_replicas(rank.comm, blocks, specs.paired)
         if self._in_processes and not rank.agreement.compiled:
             lowered.compile_share()
             rank.comm.barrier()

@@ -273,6 +273,7 @@ class Step:
         """
         other = Step(self.fn, self.specs, self.mesh, self.optimizer, replace(self.options, **options))
         other._runner.rank.agreement = self._runner.rank.agreement
+        other._runner.compares_replicas = False  # one may hold the NaN that is looked for
         return other
 
     # -------------------------------------------------------------- flags of all ranks

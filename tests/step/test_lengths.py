@@ -99,7 +99,7 @@ WRONG = {
     "more than two dims, unnamed": (
         lambda: fs.Buckets(4, pad={"*": 0}).padded(Arguments((
             torch.ones(2, 3, 3) > 0, fs.Sequence(torch.ones(2, 3, 8))))),
-        r"(?s)batch:\n  batch\['0'\] \[2, 3, 3\] torch.bool has more than two dims.*\nFix: .*\(mask, \(1, 2\)\)",
+        r"(?s)batch:\n  batch\['0'\] \[2, 3, 3\] torch.bool has more than two dims.*Fix: .*mask, \(1, 2\)",
     ),
 }  # fmt: skip
 
