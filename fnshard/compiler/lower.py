@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -61,6 +61,7 @@ class LowerOptions:
     Args:
         remat, save: what segments keep for their backward; see `compiler.kernels.remat`.
         residual, context_attention: see `compiler.place`.
+        sources: nodes keep where in the user's code they come from.
     """
 
     passes: Passes = Passes()
@@ -68,6 +69,7 @@ class LowerOptions:
     save: tuple[str, ...] = ()
     residual: Residual = "split"
     context_attention: ContextAttention = "auto"
+    sources: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,21 +98,20 @@ def trace_and_split(
     mesh: Mesh,
     plan: Plan,
     options: LowerOptions,
-    sources: bool = False,
 ) -> Front:
     """The stages that look at `fn`.
 
     Args:
         batch: one micro-batch of this rank.
         plan: what the step is to do, whatever `fn` returns.
-        sources: keep where in the user's code each node comes from.
     """
     stored = specs.paired
     shapes = {p: (tuple(s.shape), s.compute_dtype) for p, s in stored.items()}
     with TRACING, torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller is in
         program = trace(
             specs.decoding(fn), shapes, specs.structure, stored, batch,
-            device=trace_device(mesh), mesh=mesh, differentiate=plan.differentiate, sources=sources,
+            device=trace_device(mesh), mesh=mesh, differentiate=plan.differentiate,
+            sources=options.sources,
         )  # fmt: skip
         sequences = {name: dims[0] for name, dims in sequence_dims(batch).items()}
         program = place_axes(program, stored, mesh, options.residual, sequences, options.context_attention)
@@ -165,7 +166,7 @@ def lower(
     except TraceError as error:
         if getattr(error, "placed", True):
             raise
-        front = trace_and_split(fn, specs, batch, mesh, plan, options, sources=True)
+        front = trace_and_split(fn, specs, batch, mesh, plan, replace(options, sources=True))
     return schedule_for(front, specs.paired, mesh, options)
 
 

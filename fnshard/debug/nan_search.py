@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from fnshard import tree
-from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.values import CONTROL, SCALARS, Kind, ValueName
 from fnshard.compiler.schedule.instructions import (
     Action,
@@ -129,7 +128,8 @@ def nan_hunt(
             fix="step = fs.shard_step(...).",
         )
     batch = as_arguments(step.fn, batch, keywords)
-    again, training = step.replay(backend="eager"), isinstance(state, TrainState)
+    lowering, training = replace(step.options.lowering, sources=True), isinstance(state, TrainState)
+    again = step.replay(backend="eager", lowering=lowering)
     tracker = NonFiniteTracker(batch.call(again.lower, state).schedule, step.mesh.rank)
     copy = state.copy() if training else tree.map(Tensor.clone, state)
     with again.watching(tracker.watch):
@@ -137,8 +137,8 @@ def nan_hunt(
     loss = result[1]["loss"] if training else result[0][0] if isinstance(result[0], tuple) else result[0]
     first = None
     if any(json.loads(text) for text in again.gather_strings(json.dumps(tracker.ill))):
-        own = tracker.first and asdict(_with_source(again, batch, tracker))
-        found = [json.loads(text) for text in again.gather_strings(json.dumps(own))]
+        own = json.dumps(tracker.first and asdict(tracker.first))
+        found = [json.loads(text) for text in again.gather_strings(own)]
         # The schedule's order is that of causes on all ranks: who receives NaN waits on a later line than who
         # sent it.
         first = min((NonFinite(**f) for f in found if f), key=lambda f: (f.number, f.rank), default=None)
@@ -231,17 +231,3 @@ def _counts(name: ValueName) -> bool:
 def _worse(kind: Health, before: Health) -> bool:
     """Whether an instruction made it: NaN of a value without NaN, inf of a finite one."""
     return before != "nan" if kind == "nan" else not before
-
-
-# ------------------------------------------------------------------ the replay
-
-
-def _with_source(step: Step, batch: Arguments, tracker: NonFiniteTracker) -> NonFinite:
-    """With the line of the user's code: the function is traced once more, with its Python stacks kept."""
-    first = tracker.first
-    if not first.source:
-        return first
-    segments = batch.call(partial(step.front, sources=True)).segments
-    segment = segments.segments[tracker.schedule.instructions[first.number].segment]
-    nodes = {n.name: n.meta for n in segments.sources[segment.source].graph.nodes}
-    return replace(first, source=nodes.get(first.source, {}).get("stack_trace", ""))

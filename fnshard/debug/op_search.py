@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from difflib import SequenceMatcher
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ def first_nonfinite_op(kernel: Kernel, args: Sequence[Tensor], backward: bool) -
     Returns:
         `kind`; `op` and `node` in the graph that ran; `inputs`, whether they are finite; `gives`, its
         result's dtype and shape; `of`, for an op of a backward, the forward's op that it belongs to;
-        `source`, its node in the segment's source, "" if that is not known.
+        `source`, its line in the user's code, "" if that is not known.
     """
     with torch.no_grad():
         if backward:
@@ -33,7 +32,7 @@ def first_nonfinite_op(kernel: Kernel, args: Sequence[Tensor], backward: bool) -
         else:
             run = lambda args, seen: replay(kernel.source.graph, args, seen)  # noqa: E731
             found = _trouble(kernel.source.graph, args, run)
-            of, source = "", found["node"].name if found else ""
+            of, source = "", _line(found["node"]) if found else ""
             # As it is compiled, some of its ops may have another range.
             found = found or _trouble(kernel.forward.graph, args, _interpret(kernel.forward))
     if not found:
@@ -112,24 +111,23 @@ def _op(node: fx.Node) -> str:
 
 
 def _forward_of(kernel: Kernel, node: fx.Node) -> tuple[str, str]:
-    """The source's op whose derivative (or recomputation) a backward's node is part of, and its node.
+    """The forward's op whose derivative (or recomputation) a backward's node is part of, and its source line.
 
     Autograd numbers its functions, and the export keeps the number on the nodes of both ways; what is
-    recomputed keeps its name. The export may fold or split ops of the source, so the two are aligned.
+    recomputed keeps its name.
     """
     number = node.meta.get("seq_nr")
     ahead = [n for n in kernel.forward.graph.nodes if n.op == "call_function"]
     again = [n for n in ahead if n.name == node.name and n.target == node.target]  # recomputed
     own = again or [n for n in ahead if number is not None and n.meta.get("seq_nr") == number]
-    sources = [n for n in kernel.source.graph.nodes if n.op == "call_function"]
-    targets = [[str(n.target) for n in nodes] for nodes in (ahead, sources)]
-    blocks = SequenceMatcher(None, *targets, autojunk=False).get_matching_blocks()
     for candidate in reversed(own):
-        place = ahead.index(candidate)
-        for block in blocks:
-            if block.a <= place < block.a + block.size:
-                return _op(candidate), sources[block.b + place - block.a].name
-    for candidate in reversed(own):
-        if any(n.target == candidate.target for n in sources):
-            return _op(candidate), ""
+        mine, its = (
+            [n for n in g if n.target == candidate.target] for g in (ahead, kernel.source.graph.nodes)
+        )
+        if its:  # the export may fold or split ops: then nobody knows which
+            return _op(candidate), _line(its[mine.index(candidate)]) if len(mine) == len(its) else ""
     return "", ""
+
+
+def _line(node: fx.Node) -> str:
+    return node.meta.get("stack_trace", "")

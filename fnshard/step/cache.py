@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -183,17 +184,18 @@ class ProgramCache:
         length = self.shapes.length(Arguments.of(batch))
         return None if length is None else (self.kernels, length)
 
-    def front(self, batch: Batch, *, sources: bool = False) -> Front:
+    def front(self, batch: Batch, **changes: Any) -> Front:
         """The stages that look at `fn` alone, for this rank's batch; nothing of it is kept.
 
         Args:
-            sources: keep where in the user's code each node comes from.
+            changes: of the `LowerOptions`.
         """
-        micro = micro_batch(batch, self.options.accumulate)
+        micro, options = (
+            micro_batch(batch, self.options.accumulate),
+            replace(self.options.lowering, **changes),
+        )
         with self.lock, without_autocast():
-            return trace_and_split(
-                self.fn, self.specs, micro, self.mesh, self._plan, self.options.lowering, sources
-            )
+            return trace_and_split(self.fn, self.specs, micro, self.mesh, self._plan, options)
 
     def known(self) -> tuple[Lowered, ...]:
         """What it has lowered and keeps."""

@@ -256,14 +256,10 @@ class Step:
         """How many programs were traced, and kernels compiled."""
         return self._cache.stats
 
-    def front(self, *batch: Any, sources: bool = False, **keywords: Any) -> Front:
-        """The program of this batch, cut into segments: all of a lowering that no layout or option changes.
-
-        Args:
-            batch, keywords: this rank's slice, passed as `fn` takes it.
-            sources: keep where in the user's code each node comes from.
-        """
-        return self._cache.front(self._cache.arguments(batch, keywords), sources=sources)
+    def front(self, *batch: Any, **keywords: Any) -> Front:
+        """The program of this rank's slice of a batch, cut into segments: all of a lowering that no layout or
+        option changes."""
+        return self._cache.front(self._cache.arguments(batch, keywords))
 
     def replay(self, **options: Any) -> Step:
         """A second step of the same function to run a state through again; nothing of this one changes.
