@@ -190,10 +190,8 @@ class ProgramCache:
         Args:
             changes: of the `LowerOptions`.
         """
-        micro, options = (
-            micro_batch(batch, self.options.accumulate),
-            replace(self.options.lowering, **changes),
-        )
+        micro = micro_batch(batch, self.options.accumulate)
+        options = replace(self.options.lowering, **changes)
         with self.lock, without_autocast():
             return trace_and_split(self.fn, self.specs, micro, self.mesh, self._plan, options)
 
