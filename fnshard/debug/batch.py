@@ -16,9 +16,8 @@ from fnshard.layout.pairs import as_pairs
 from fnshard.layout.partition import boxes
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec
-from fnshard.losses import Sequence, Whole, rows_of, unwrapped
+from fnshard.losses import Sequence, Whole, unwrapped
 from fnshard.mesh import Mesh, make_mesh
-from fnshard.step.batches import check_leaves
 from fnshard.step.state import TrainState
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -80,35 +79,6 @@ def full_params(source: Any, specs: Any) -> tuple[Any, Any]:
             )
         source = source.params
     return source, ResolvedSpecs.of(specs).resolve(source).tree
-
-
-def split_batch(batch: Arguments, parts: int) -> list[Arguments]:
-    """The slices of a global batch along dim 0, one for each part; `Whole` leaves and constants go to all.
-
-    Raises:
-        StateError: names every leaf that cannot be cut.
-    """
-    check_leaves(batch)
-    named, structure = tree.flatten_with_paths(batch, constants=True)
-    cut = {n: unwrapped(v) for n, v in named.items() if isinstance(v, Tensor | Sequence)}
-    wrong = [f"batch[{n!r}] {list(v.shape)}" for n, v in cut.items() if v.dim() == 0 or v.shape[0] % parts]
-    if wrong and parts > 1:
-        raise StateError(
-            f"{len(wrong)} leaves of the global batch cannot be cut into {parts} parts along dim 0:",
-            wrong,
-            f"give a batch whose first dim is a multiple of {parts}, a smaller mesh, or fs.Whole(...) "
-            "around what every rank sees.",
-        )
-
-    def part(index: int) -> Arguments:
-        sizes = {n: v.shape[0] // parts for n, v in cut.items() if v.dim()}
-        values = [
-            rows_of(v, index * sizes[n], sizes[n]) if n in sizes and parts > 1 else v
-            for n, v in named.items()
-        ]
-        return tree.unflatten(values, structure)
-
-    return [part(index) for index in range(parts)]
 
 
 def without_wrapper(batch: Arguments) -> Arguments:

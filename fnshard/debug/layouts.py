@@ -41,7 +41,6 @@ from fnshard.debug.batch import (
     full_params,
     full_tensor,
     simulated_mesh,
-    split_batch,
     tolerance,
     valid_parts,
 )
@@ -52,6 +51,7 @@ from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer
 from fnshard.runtime.collectives.simulated import Adversary, simulate
 from fnshard.runtime.executor.context import Watch
+from fnshard.step.batches import check_leaves, split_batch
 from fnshard.step.lowered import Lowered
 from fnshard.step.step import Step, shard_step
 
@@ -178,7 +178,9 @@ def bisect(
     full, specs_a = full_params(params, specs_a)
     specs_b = full_params(params, specs_b)[1]
     mesh = simulated_mesh(mesh, specs_a, specs_b)
-    parts = split_batch(as_arguments(fn, batch, keywords), mesh.data_size)
+    passed = as_arguments(fn, batch, keywords)
+    check_leaves(passed)
+    parts = list(split_batch(passed, mesh.data_size, "parts, one a rank,"))
     sides = []
     for specs, options in ((specs_a, options_a), (specs_b, options_b)):
         how = {"optimizer": optimizer, **(options or {}), "backend": "eager"}

@@ -18,7 +18,6 @@ from fnshard.debug.batch import (
     full_params,
     on_device,
     simulated_mesh,
-    split_batch,
     tolerance,
     valid_parts,
     without_wrapper,
@@ -29,6 +28,7 @@ from fnshard.layout.spec import LayoutSpec
 from fnshard.losses import Mean
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.simulated import simulate
+from fnshard.step.batches import check_leaves, split_batch
 from fnshard.step.shards import unshard
 from fnshard.step.step import Step, shard_step
 
@@ -129,7 +129,8 @@ def check(
     params, specs = full_params(params, specs)
     mesh = simulated_mesh(mesh, specs)
     params, batch = on_device(mesh, params), on_device(mesh, as_arguments(fn, batch, keywords))
-    parts = split_batch(batch, mesh.data_size)
+    check_leaves(batch)
+    parts = list(split_batch(batch, mesh.data_size, "parts, one a rank,"))
     step = shard_step(fn, specs, mesh=mesh, **{**options, "backend": "eager"})
     program = parts[0].call(step.lower, params).program
     if any(i.kind == "key" for i in program.inputs):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from numbers import Number
 from typing import Any, NamedTuple
@@ -21,27 +21,27 @@ Batch = Arguments | Sequence[Any]
 BatchKey = tuple[tuple[str, Any], ...]  # what `batch_key` gives
 
 
-def micro_batch(batch: Batch, parts: int) -> Arguments:
-    """The first of `parts` micro-batches; `Whole` leaves stay as they are.
+def split_batch(batch: Batch, parts: int, what: str = "micro-batches") -> Iterator[Arguments]:
+    """Equal parts of a batch along dim 0; `Whole` leaves and constants are in all.
 
     Raises:
         StateError: names every leaf that cannot be cut.
     """
-    if parts == 1:
-        return Arguments.of(batch)
     named, structure = Arguments.of(batch).leaves
     tensors = {n: unwrapped(v) for n, v in named.items() if isinstance(v, Tensor | losses.Sequence)}
     wrong = [
         f"batch[{n!r}] {list(v.shape)}" for n, v in tensors.items() if v.dim() == 0 or v.shape[0] % parts
     ]
-    if wrong:
+    if wrong and parts > 1:
         raise StateError(
-            f"{len(wrong)} batch leaves cannot be cut into {parts} equal micro-batches along dim 0:",
+            f"{len(wrong)} batch leaves cannot be cut into {parts} equal {what} along dim 0:",
             wrong,
             f"make their first dim a multiple of {parts}, or wrap what must not be cut in fs.Whole(...).",
         )
-    cut = [rows_of(v, 0, tensors[n].shape[0] // parts) if n in tensors else v for n, v in named.items()]
-    return tree.unflatten(cut, structure)
+    rows = {n: v.shape[0] // parts for n, v in tensors.items() if parts > 1}
+    for i in range(parts):
+        cut = [rows_of(v, i * rows[n], rows[n]) if n in rows else v for n, v in named.items()]
+        yield tree.unflatten(cut, structure)
 
 
 def batch_tensors(batch: Batch, names: Sequence[str]) -> tuple[dict[str, Tensor], set[str]]:

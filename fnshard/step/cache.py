@@ -34,7 +34,7 @@ from fnshard.step.batches import (
     bytes_of_batch,
     check_arguments,
     check_leaves,
-    micro_batch,
+    split_batch,
 )
 from fnshard.step.compile import FORWARD, plan_of
 from fnshard.step.lowered import CompileStats, Lowered
@@ -142,7 +142,7 @@ class ProgramCache:
         """
         check_arguments(self.fn, batch)
         check_leaves(batch)
-        key, micro = batch_key(batch), micro_batch(batch, self.options.accumulate)
+        key, micro = batch_key(batch), next(split_batch(batch, self.options.accumulate))
         with self.lock, without_autocast(), deterministic(self.options.deterministic):
             known = self.programs.get(key)
             if known is not None:
@@ -190,7 +190,7 @@ class ProgramCache:
         Args:
             changes: of the `LowerOptions`.
         """
-        micro = micro_batch(batch, self.options.accumulate)
+        micro = next(split_batch(batch, self.options.accumulate))
         options = replace(self.options.lowering, **changes)
         with self.lock, without_autocast():
             return trace_and_split(self.fn, self.specs, micro, self.mesh, self._plan, options)

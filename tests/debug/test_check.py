@@ -66,7 +66,7 @@ def test_check_of_a_function_that_is_no_mean_says_what_to_return() -> None:
 
 def test_check_refuses_what_it_cannot_compare() -> None:
     specs = PRESETS["full_shard"](PARAMS, mesh_of())
-    with pytest.raises(StateError, match=r"cannot be cut into 2 parts(.|\n)*batch\['0'\] \[3, 8\]"):
+    with pytest.raises(StateError, match=r"cannot be cut into 2 equal parts(.|\n)*batch\['0'\] \[3, 8\]"):
         fs.debug.check(loss, PARAMS, rows()[:3], specs)
     with pytest.raises(StateError, match="draws random numbers"):
         fs.debug.check(lambda p, x: F.dropout(run_chain(p, x), 0.5).mean(), PARAMS, rows(), specs)
