@@ -194,12 +194,12 @@ def bisect(
 
 def _compare(a: Recording, b: Recording, rtol: float | None, atol: float) -> BisectReport:
     """Two recordings of one function on one mesh, side by side."""
-    left_out, known, compared = _incomparable(a, b), a.by_meaning(), 0
+    left_out, known, compared = _incomparable(a, b), a.by_meaning(versions=False), 0
     note = f"not compared, as sides differ in it: {', '.join(sorted(left_out))}" if left_out else ""
     findings = []
-    for (meaning, version), ranks in b.by_meaning().items():
-        others = known.get((meaning, version)) or known.get((meaning, "first"))
-        if meaning[0] in left_out or version == "first" or others is None:
+    for (meaning, _), ranks in b.by_meaning().items():
+        others = known.get((meaning, ""))
+        if meaning[0] in left_out or others is None:
             continue
         compared += 1
         found = [_difference(b.schedule, ranks, *pair, rtol, atol) for pair in _pairs(a, b, others, ranks)]
@@ -222,10 +222,7 @@ def _pairs(
         yield from ((r, others[r].value, e.value) for r, e in ranks.items() if r in others)
         return
     path, mesh = one.meaning[1], b.schedule.mesh
-    sides = (
-        (others, a.specs[path], other.layout or P()),
-        (ranks, b.specs[path], one.layout or P()),
-    )
+    sides = (others, a.specs[path], other.layout or P()), (ranks, b.specs[path], one.layout or P())
     for (blocks, spec, layout), (parts, spec_of_parts, layout_of_parts) in (sides, sides[::-1]):
         whole = full_tensor({r: e.value for r, e in blocks.items()}, spec, layout, mesh)
         for rank, entry in parts.items():
@@ -320,13 +317,12 @@ class Recording:
         """Its instructions."""
         return self.lowered.schedule
 
-    def by_meaning(self) -> dict[tuple[Meaning, str], dict[int, RecordedTensor]]:
-        """By meaning and version (under "first": the first of that meaning), each rank's entry."""
+    def by_meaning(self, *, versions: bool = True) -> dict[tuple[Meaning, str], dict[int, RecordedTensor]]:
+        """By meaning and version (else the first of that meaning, under ""), each rank's entry."""
         out: dict[tuple[Meaning, str], dict[int, RecordedTensor]] = {}
         for rank, entries in self.ranks.items():
             for entry in entries:
-                out.setdefault((entry.meaning, "first"), {}).setdefault(rank, entry)
-                out.setdefault((entry.meaning, entry.version), {})[rank] = entry
+                out.setdefault((entry.meaning, entry.version * versions), {}).setdefault(rank, entry)
         return out
 
     def watch(self, rank: int) -> Watch:

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, fx
 
 from fnshard import tree
+from fnshard.compiler.ir.program import describe, replay
 from fnshard.compiler.ir.values import CONTROL, SCALARS, Kind, ValueName
-from fnshard.compiler.schedule.instructions import (
-    Action,
-    Env,
-    Instruction,
-    Run,
-)
+from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.schedule.instructions import Action, Env, Instruction, Run
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.debug.batch import as_arguments
-from fnshard.debug.op_search import first_nonfinite_op
 from fnshard.debug.values import (
     Health,
     count_nonfinite,
@@ -231,3 +229,108 @@ def _counts(name: ValueName) -> bool:
 def _worse(kind: Health, before: Health) -> bool:
     """Whether an instruction made it: NaN of a value without NaN, inf of a finite one."""
     return before != "nan" if kind == "nan" else not before
+
+
+# ------------------------------------------------------------------ the op of a kernel
+
+
+def first_nonfinite_op(kernel: Kernel, args: Sequence[Tensor], backward: bool) -> dict[str, str] | None:
+    """Where what a kernel returns for `args` began not to be finite; None where no op of it is to blame.
+
+    An infinity among an op's own constants (a mask) is none; one that an input holds is none either, but the
+    NaN that an op makes of it.
+
+    Returns:
+        `kind`; `op` and `node` in the graph that ran; `inputs`, whether they are finite; `gives`, its
+        result's dtype and shape; `of`, for an op of a backward, the forward's op that it belongs to;
+        `source`, its line in the user's code, "" if that is not known.
+    """
+    with torch.no_grad():
+        if backward:
+            found = _trouble(kernel.backward.graph, partial(_interpret, kernel.backward, args))
+            of, source = _forward_of(kernel, found["node"]) if found else ("", "")
+        else:
+            found = _trouble(kernel.source.graph, partial(replay, kernel.source.graph, args))
+            of, source = "", _line(found["node"]) if found else ""
+            # As it is compiled, some of its ops may have another range.
+            found = found or _trouble(kernel.forward.graph, partial(_interpret, kernel.forward, args))
+    if not found:
+        return None
+    return {**found, "op": _op(found["node"]), "node": found["node"].name, "of": of, "source": source}
+
+
+Seen = Callable[[fx.Node, Any], None]
+
+
+def _interpret(module: fx.GraphModule, args: Sequence[Any], seen: Seen) -> None:
+    class Watched(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            value = super().run_node(n)
+            seen(n, value)
+            return value
+
+    Watched(module).run(*args)
+
+
+def _trouble(graph: fx.Graph, run: Callable[[Seen], Any]) -> dict[str, Any]:
+    """The first op to blame: its node, and how it is; empty where there is none."""
+    kinds: dict[fx.Node, Health] = {}
+
+    def seen(node: fx.Node, value: Any) -> None:
+        if node.op != "output":
+            kinds[node] = worst_health([health(t) for _, t in tensors(value)])
+
+    run(seen)
+    ill = set()
+    stack = [n for n in graph.output_node().all_input_nodes if kinds[n]]
+    while stack:  # only what leads to a result: an infinity that was masked away again is no trouble
+        node = stack.pop()
+        if node not in ill:
+            ill.add(node)
+            stack += [n for n in node.all_input_nodes if kinds[n]]
+    ops = [n for n in graph.nodes if n in ill and n.op != "placeholder"]
+    born = [n for n in ops if not _inputs(n, kinds) and (kinds[n] == "nan" or not _deliberate(n))]
+    turned = [n for n in ops if kinds[n] == "nan" and _inputs(n, kinds) == "inf"]
+    for node in (*born, *turned):
+        inputs = "finite inputs" if not _inputs(node, kinds) else "an input that holds inf"
+        gives = describe(node.meta.get("val"))
+        return {"node": node, "kind": kinds[node], "inputs": inputs, "gives": gives}
+    return {}
+
+
+def _inputs(node: fx.Node, kinds: Mapping[fx.Node, Health]) -> Health:
+    return worst_health([kinds[n] for n in node.all_input_nodes])
+
+
+def _deliberate(node: fx.Node) -> bool:
+    """Whether an infinity is among the op's own constants."""
+    constants: list[Any] = []
+    fx.node.map_aggregate((node.args, node.kwargs), constants.append)
+    return any(isinstance(v, float) and math.isinf(v) for v in constants)
+
+
+def _op(node: fx.Node) -> str:
+    return str(node.target).removesuffix(".default")
+
+
+def _forward_of(kernel: Kernel, node: fx.Node) -> tuple[str, str]:
+    """The forward's op whose derivative (or recomputation) a backward's node is part of, and its source line.
+
+    Autograd numbers its functions, and the export keeps the number on the nodes of both ways; what is
+    recomputed keeps its name.
+    """
+    number = node.meta.get("seq_nr")
+    ahead = [n for n in kernel.forward.graph.nodes if n.op == "call_function"]
+    again = [n for n in ahead if n.name == node.name and n.target == node.target]  # recomputed
+    own = again or [n for n in ahead if number is not None and n.meta.get("seq_nr") == number]
+    for candidate in reversed(own):
+        mine, its = (
+            [n for n in g if n.target == candidate.target] for g in (ahead, kernel.source.graph.nodes)
+        )
+        if its:  # the export may fold or split ops: then nobody knows which
+            return _op(candidate), _line(its[mine.index(candidate)]) if len(mine) == len(its) else ""
+    return "", ""
+
+
+def _line(node: fx.Node) -> str:
+    return node.meta.get("stack_trace", "")
