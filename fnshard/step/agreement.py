@@ -54,18 +54,12 @@ def check_agreement(
     program = {f"collective {i}": line for i, line in enumerate(schedule.communication(shapes=True))}
     program |= {"mesh": str(schedule.mesh), "accumulate": str(schedule.accumulate), **settings}
     text = json.dumps(program)
-    mine = {
-        "program": hashlib.sha256(text.encode()).hexdigest(), "items": items,
-        "compiled": compiled,
-    }  # fmt: skip
-    every = [json.loads(t) for t in comm.gather_object(json.dumps(mine))]
-    differing = [r for r, each in enumerate(every) if each["program"] != every[0]["program"]]
+    mine = hashlib.sha256(text.encode()).hexdigest(), items, compiled
+    programs, counts, ready = zip(*(json.loads(t) for t in comm.gather_object(json.dumps(mine))), strict=True)
+    differing = [rank for rank, each in enumerate(programs) if each != programs[0]]
     if differing:
         _refuse(comm, text, differing)
-    return Agreement(
-        max(each["items"] for each in every),
-        all(each["compiled"] for each in every),
-    )
+    return Agreement(max(counts), all(ready))
 
 
 _PROBED = (0, 1, 10, 100, 1000, 10_000, 100_000)  # numbers of updates made before
@@ -146,38 +140,32 @@ def _checksums(blocks: Sequence[Tensor]) -> list[str]:
         return []
     with torch.no_grad():
         sums = torch.stack([b.sum(dtype=torch.float64) for b in blocks])
-        norms = torch.stack(
-            [
-                torch.linalg.vector_norm(b, dtype=torch.float64)
-                if b.is_floating_point()
-                else (b * 1.0).double().norm()
-                for b in blocks
-            ]
-        )
+        wide = [b if b.is_floating_point() else b.double() for b in blocks]
+        norms = torch.stack([torch.linalg.vector_norm(b, dtype=torch.float64) for b in wide])
     return [f"{x:.9e} {y:.9e}" for x, y in zip(sums.tolist(), norms.tolist(), strict=True)]
 
 
 def _refuse(comm: Collectives, program: str, differing: list[int]) -> None:
     """All ranks know that they differ, so all come here: one more exchange shows where."""
     every = [json.loads(text) for text in comm.gather_object(program)]
-    first, shown, names = every[0], list[str](), dict[str, None]()
-    for rank in differing[:4]:
-        other = every[rank]
-        unlike = [n for n in {**first, **other} if first.get(n) != other.get(n)]
-        collectives = [n for n in unlike if n.startswith("collective ")]
-        options = [n for n in unlike if n not in collectives]
-        for name in [*collectives[:1], *options]:
-            here, there = first.get(name, "(none)"), other.get(name, "(none)")
-            same = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), 0)
-            shown += [f"{name} on rank {r}: {_cut(text, same)}" for r, text in ((0, here), (rank, there))]
-        names |= dict.fromkeys(["collectives"] * bool(collectives) + options)
+    first, rank = every[0], differing[0]
+    unlike = [n for n in {**first, **every[rank]} if first.get(n) != every[rank].get(n)]
+    collectives = [n for n in unlike if n.startswith("collective ")]
+    options = [n for n in unlike if n not in collectives]
+    shown = list[str]()
+    for name in [*collectives[:1], *options]:
+        here, there = first.get(name, "(none)"), every[rank].get(name, "(none)")
+        same = next((i for i, (a, b) in enumerate(zip(here, there, strict=False)) if a != b), 0)
+        shown += [f"{name} on rank {r}: {_cut(text, same)}" for r, text in ((0, here), (rank, there))]
     fix = "build model and specs the same way on every rank (no branch on the rank, no unordered set); "
     fix += "lower(...).as_text() shows the whole schedule."
-    if "collectives" not in names:
+    if not collectives:
         fix = "give the step the same on every rank; a function may depend on its arguments alone."
-    ranks = ", ".join(map(str, differing))
+    what = ", ".join(["collectives"] * bool(collectives) + options)
     raise AgreementError(
-        f"rank(s) {ranks} hold another program than rank 0: unlike {', '.join(names)}.", shown, fix
+        f"rank(s) {', '.join(map(str, differing))} hold another program than rank 0: unlike {what}.",
+        shown,
+        fix,
     )
 
 
