@@ -140,8 +140,8 @@ def _checksums(blocks: Sequence[Tensor]) -> list[str]:
         return []
     with torch.no_grad():
         sums = torch.stack([b.sum(dtype=torch.float64) for b in blocks])
-        wide = [b if b.is_floating_point() else b.double() for b in blocks]
-        norms = torch.stack([torch.linalg.vector_norm(b, dtype=torch.float64) for b in wide])
+        floats = (b if b.is_floating_point() else b.double() for b in blocks)  # one at a time
+        norms = torch.stack([torch.linalg.vector_norm(b, dtype=torch.float64) for b in floats])
     return [f"{x:.9e} {y:.9e}" for x, y in zip(sums.tolist(), norms.tolist(), strict=True)]
 
 
@@ -161,12 +161,8 @@ def _refuse(comm: Collectives, program: str, differing: list[int]) -> None:
     fix += "lower(...).as_text() shows the whole schedule."
     if not collectives:
         fix = "give the step the same on every rank; a function may depend on its arguments alone."
-    what = ", ".join(["collectives"] * bool(collectives) + options)
-    raise AgreementError(
-        f"rank(s) {', '.join(map(str, differing))} hold another program than rank 0: unlike {what}.",
-        shown,
-        fix,
-    )
+    ranks, what = ", ".join(map(str, differing)), ", ".join(["collectives"] * bool(collectives) + options)
+    raise AgreementError(f"rank(s) {ranks} hold another program than rank 0: unlike {what}.", shown, fix)
 
 
 def _cut(text: str, same: int, length: int = 160) -> str:
