@@ -19,7 +19,7 @@ The map; a folder imports only from those above it (`tests/test_house.py` holds 
     analysis/    memory (the ledger: a dry run of the instructions' own bindings), cost, timeline, traffic,
                  flops, hardware: before a step runs
     step/        shard_step, Step; compile (specs and options to a plan), cache (programs by batch), runner;
-                 buckets, lowered, state, init, shards, agreement, fit
+                 buckets, lowered, state, shards, agreement, fit
     checkpoint/  save, restore, reshard, replicas    hf/  Hugging Face's format    adapters/  LoRA, PEFT
     debug/       check, bisect, nan_hunt, check_stale, profile    plot/  pictures
     launcher/    ranks of one machine, their restarts, post-mortems
