@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from difflib import SequenceMatcher
 from functools import partial
 from typing import Any
 
@@ -323,13 +324,17 @@ def _forward_of(kernel: Kernel, node: fx.Node) -> tuple[str, str]:
     ahead = [n for n in kernel.forward.graph.nodes if n.op == "call_function"]
     again = [n for n in ahead if n.name == node.name and n.target == node.target]  # recomputed
     own = again or [n for n in ahead if number is not None and n.meta.get("seq_nr") == number]
+    sources = [n for n in kernel.source.graph.nodes if n.op == "call_function"]
+    # The export may fold or split ops of the source, so the two are aligned.
+    targets = [[str(n.target) for n in nodes] for nodes in (ahead, sources)]
+    blocks = SequenceMatcher(None, *targets, autojunk=False).get_matching_blocks()
     for candidate in reversed(own):
-        mine, its = (
-            [n for n in g if n.target == candidate.target] for g in (ahead, kernel.source.graph.nodes)
-        )
-        if its:  # the export may fold or split ops: then nobody knows which
-            return _op(candidate), _line(its[mine.index(candidate)]) if len(mine) == len(its) else ""
-    return "", ""
+        place = ahead.index(candidate)
+        block = next((b for b in blocks if b.a <= place < b.a + b.size), None)
+        if block is not None:
+            return _op(candidate), _line(sources[block.b + place - block.a])
+    known = {n.target for n in sources}
+    return next((_op(n) for n in reversed(own) if n.target in known), ""), ""
 
 
 def _line(node: fx.Node) -> str:

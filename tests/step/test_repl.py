@@ -35,7 +35,7 @@ def test_the_numbers_of_metrics() -> None:
     )  # fmt: skip
     _, metrics = step(step.init({"w": torch.ones(2)}), torch.tensor([1.0, 3.0]))
     assert metrics.numbers() == {"loss": 4.0, "lr": 0.5, "rate": 1.0, "aux.loss": 4.0}
-    assert repr(metrics) == "{'loss': 4, 'lr': 0.5, 'rate': 1, 'aux.loss': 4}"
+    assert repr(metrics) == "{'loss': 4, 'lr': 0.5, 'aux.loss': 4, 'rate': 1}"
     metrics["loss"] = metrics["loss"] * 2
     assert metrics.numbers()["loss"] == 8.0 and repr(metrics).startswith("{'loss': 8,")
     assert pickle.loads(pickle.dumps(copy.deepcopy(metrics))).numbers()["loss"] == 8.0
