@@ -122,7 +122,7 @@ def differentiate(
     with _export_context(mode), _use_lazy_graph_module(True):  # each stage makes code that nobody runs
         with _refusals(), unchecked(), choosing(source, target):
             joint = aot_export_joint_simple(
-                lambda *values: tuple(map(_own, source(*values))),
+                lambda *values: tuple(map(_laid_out, source(*values), source.outputs)),
                 args,
                 trace_joint=differentiable,
                 decompositions={**select_decomp_table(), **LEFT_OUT, **DECOMPOSITIONS},
@@ -222,8 +222,16 @@ def _promote_scales(joint: fx.GraphModule) -> None:
                 scaled.replace_input_with(operand, cast)
 
 
-def _own(value: Tensor) -> Tensor:
-    """A composite op may end in a view (some attention does); the export refuses to return one."""
+def _laid_out(value: Tensor, traced: Argument) -> Tensor:
+    """An output with the strides that those who read it were traced with.
+
+    Where ops are taken apart, other strides may come out (index_select of a permuted value); and a composite
+    op may end in a view (some attention does), which the export refuses to return.
+    """
+    if value.stride() != traced.stride and 0 not in traced.stride:
+        return torch.empty_strided(traced.shape, traced.stride, dtype=value.dtype, device=value.device).copy_(
+            value
+        )
     return value if value._base is None else value.clone()
 
 
