@@ -458,6 +458,11 @@ _LOOKUPS = [
     (aten.index_put.default, f(4, 6), [p(4, 3)], f(3, 6)),
     (aten.index_put.default, f(4, 6), [p(4, 3)], f(6), True),
     (aten.index_put.default, f(4, 5, 6), [p(4, 3), p(5, 3)], f(3, 1)),
+    (aten.index_put.default, f(4, 6), [b(4, 6)], f()),
+    (aten.index_put.default, f(4, 5, 6), [b(4, 5)], f(1)),
+    (aten.index_put.default, f(4, 5, 6), [b(4, 5)], f(1, 6)),
+    (aten.index_put.default, f(4, 5, 6), [b(4)], f(5, 6), True),
+    (aten.index_put.default, f(4, 5, 6), [b(4, 5)], f(6)),
 ]
 
 _DRAWS = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -160,12 +161,19 @@ def _index_write(call: Call) -> Iterator[OpStrategy]:
 
 @rule(aten.index_put.default)
 def _index_put(call: Call) -> Iterator[OpStrategy]:
-    """Along the dims after the indices."""
+    """Along the dims after the indices; along those of a mask, too, where all that it picks gets one value."""
     value, indices, values = call["self"], call["indices"], call["values"]
     named = [d for d, i in enumerate(indices) if i is not None]
     if named != list(range(len(named))):
         return
-    for split in call.splits(value.shape, range(len(named), value.dim())):
-        written = (*[1] * (values.dim() - (value.dim() - len(named))), *value.shape[len(named) :])
+    masks = [i for i in indices if i is not None and i.dtype in (torch.bool, torch.uint8)]
+    covered = len(named) - len(masks) + sum(mask.dim() for mask in masks)
+    after = value.shape[covered:]
+    picked = values.shape[: max(0, values.dim() - len(after))]  # dims of what is picked
+    for split in call.splits(value.shape, range(covered, value.dim())):
+        written = (*[1] * len(picked), *after)
         inside = broadcast(values.shape, written, Split(split.dim - value.dim() + len(written), split.outer))
         yield OpStrategy((split, *[REPLICATED] * len(named), inside), split)
+    if len(named) == len(masks) == 1 and math.prod(picked) == 1:
+        for split in call.splits(value.shape, range(covered)):
+            yield OpStrategy((split, split, REPLICATED), split)
