@@ -26,7 +26,8 @@ class Case:
 class Draw:
     """A tensor: `kind` float, positive, unit (below 1), complex, definite, bool, or integers below a number.
 
-    "fixed": positive numbers that no gradient is asked of; "ends": 2, 5, ... `distinct`: of integers.
+    "tied": few distinct numbers. "fixed": positive numbers that no gradient is asked of; "ends": 2, 5, ...
+    `distinct`: of integers.
     """
 
     kind: str | int
@@ -56,6 +57,8 @@ class Draw:
             return value.abs() + 0.5
         if self.kind == "definite":
             return value @ value.mT + 3 * torch.eye(self.shape[-1], dtype=f64)
+        if self.kind == "tied":
+            return value.round().clamp(-1, 1)
         if self.kind == "unit":
             return value.sigmoid()
         return value.abs() + 0.5 if self.kind == "positive" else value
@@ -63,6 +66,10 @@ class Draw:
 
 def f(*shape: int) -> Draw:
     return Draw("float", shape)
+
+
+def t(*shape: int) -> Draw:
+    return Draw("tied", shape)
 
 
 def u(*shape: int) -> Draw:
@@ -292,6 +299,11 @@ _REDUCTIONS = [
     (aten.amax.default, f(4, 5, 6), [1]),
     (aten.amax.default, f(4, 6), [0, 1], True),
     (aten.amax.default, i(9, 5, 6), [0]),
+    (aten.amax.default, t(4, 6), [1]),
+    (aten.amin.default, t(4, 6), [1]),
+    (aten.max.default, t(4, 6)),
+    (aten.min.default, t(4, 6)),
+    (aten.linalg_vector_norm.default, t(4, 6), float("inf"), [1]),
     (aten.max.default, f(4, 6)),
     (aten.any.default, b(4, 6)),
     (aten.any.dim, b(5, 6), 0),

@@ -137,17 +137,20 @@ def _logsumexp(call: Call | None, x: Tensor, dim: Any, keepdim: bool = False) ->
 
 @expansion(aten.amax.default, aten.max.default)
 def _amax(call: Call | None, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor | None:
-    """Equal maxima share the gradient equally."""
+    return _largest(x, dims_of(dim, x.dim()), keepdim) if x.requires_grad else None
+
+
+def _largest(x: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
+    """Equal maxima share the gradient equally, on whichever rank they are."""
     if not x.requires_grad:
-        return None
-    dims = dims_of(dim, x.dim())
+        return x.amax(dims, keepdim)
     equal = x.detach() == x.detach().amax(dims, keepdim=True)
     return torch.where(equal, x, 0).sum(dims, keepdim) / equal.sum(dims, keepdim)
 
 
 @expansion(aten.amin.default, aten.min.default)
 def _amin(call: Call, x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
-    return -(-x).amax(dims_of(dim, x.dim()), keepdim)
+    return -_largest(-x, dims_of(dim, x.dim()), keepdim)
 
 
 @expansion(aten.all.default, aten.all.dim)
@@ -195,7 +198,7 @@ def _vector_norm(
     dims = dims_of(dim, x.dim())
     size = (x if dtype is None else x.to(dtype)).abs()
     if ord != 2:
-        return size.sum(dims, keepdim) if ord == 1 else size.amax(dims, keepdim)
+        return size.sum(dims, keepdim) if ord == 1 else _largest(size, dims, keepdim)
     total = size.square().sum(dims, keepdim)
     zero = total == 0
     return torch.where(zero, 0.0, torch.where(zero, 1.0, total).sqrt())

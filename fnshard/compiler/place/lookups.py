@@ -161,7 +161,7 @@ def _index_write(call: Call) -> Iterator[OpStrategy]:
 
 @rule(aten.index_put.default)
 def _index_put(call: Call) -> Iterator[OpStrategy]:
-    """Along the dims after the indices; along those of a mask, too, where all that it picks gets one value."""
+    """Along the dims after the indices; along those of a mask, too, where one value is written."""
     value, indices, values = call["self"], call["indices"], call["values"]
     named = [d for d, i in enumerate(indices) if i is not None]
     if named != list(range(len(named))):
