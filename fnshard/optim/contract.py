@@ -263,16 +263,25 @@ class Optimizer:
 
 
 def check_kind(optimizer: object) -> None:
-    """Check that `optimizer` is None or an `Optimizer`.
+    """Check that `optimizer` is None or an `Optimizer` that has an update rule.
 
     Raises:
-        OptimizerError: says what it is, and what takes its place.
+        OptimizerError: says what it is, and what takes its place. Clipping or an average alone would add the
+            gradients to the parameters.
     """
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        kind = getattr(optimizer, "__name__", f"of type {type(optimizer).__name__}")
-        raise OptimizerError(
-            f"optimizer= is {kind}, and no optimizer of fs.optim.", fix=counterpart(optimizer)
-        )
+    if optimizer is None:
+        return
+    if isinstance(optimizer, Optimizer):
+        members = optimizer.members or (optimizer,)
+        if all(m.factor is not None or m.follow is not None for m in members):
+            names = [f"{m}" for m in members if m.follow is None]
+            raise OptimizerError(
+                f"optimizer={optimizer} has no update rule: it would add gradients to the parameters.",
+                fix=f"chain({', '.join([*names, 'adamw(3e-4)'])}).",
+            )
+        return
+    kind = getattr(optimizer, "__name__", f"of type {type(optimizer).__name__}")
+    raise OptimizerError(f"optimizer= is {kind}, and no optimizer of fs.optim.", fix=counterpart(optimizer))
 
 
 def check(optimizer: Optimizer, sharded_paths: Collection[str]) -> None:

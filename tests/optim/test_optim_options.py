@@ -259,3 +259,12 @@ def test_registries_name_constructors():
     made = {"constant": (1.0,), "warmup_cosine": (1.0, 1, 4), "linear": (1.0, 1, 4), "wsd": (1.0, 1, 4, 1)}
     for name, make in schedules.SCHEDULES.items():
         assert repr(make(*made[name])).startswith(name)
+
+
+@pytest.mark.parametrize(
+    "alone", [clip_by_global_norm(1.0), ema(0.9), chain(clip_by_global_norm(1.0), ema(0.9))]
+)
+def test_a_chain_without_an_update_rule_is_refused(alone: Optimizer) -> None:
+    with pytest.raises(OptimizerError, match=r"has no update rule(.|\n)*chain\(.*adamw\(3e-4\)\)"):
+        contract.check_kind(alone)
+    contract.check_kind(chain(clip_by_global_norm(1.0), sgd(0.1), ema(0.9)))
