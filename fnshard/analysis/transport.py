@@ -16,8 +16,8 @@ from torch import Tensor
 from fnshard.analysis.storages import UNCOUNTED, StorageTracker
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import Done, Group, Handle
-from fnshard.runtime.collectives.endpoint import SMALL_BYTES, group_names, head_bytes
-from fnshard.runtime.collectives.messages import PAGE, header_bytes
+from fnshard.runtime.collectives.endpoint import SMALL_BYTES, group_names, head_bytes, header_bytes
+from fnshard.runtime.collectives.messages import PAGE
 from fnshard.runtime.collectives.shared_memory import Shared
 
 SUM_CHUNK = 1 << 16  # elements that `runtime.collectives.base.sum_rows` adds up in fp32 at a time
@@ -146,14 +146,14 @@ class Counting:
         """The slot that `flat` was packed in, or one that it is copied to."""
         if isinstance(self.tracker.follow(flat).slot, SharedSlot):
             return flat
-        return self._in_slot(self._taken(heap, flat.nbytes), flat.numel(), flat.dtype)
+        return self._in_slot(heap.take(flat.nbytes), flat.numel(), flat.dtype)
 
     def send_buffer(self, numel: int, dtype: torch.dtype, axes: Axes, rows: int = 1) -> Tensor:
         """See `Collectives`."""
         nbytes = rows * numel * dtype.itemsize
         if nbytes and self.kind == "shared" and self._ranks(axes) > 1:
             heap = self.reductions if rows > 1 else self.gathers
-            return self._in_slot(self._taken(heap, nbytes), rows * numel, dtype)
+            return self._in_slot(heap.take(nbytes), rows * numel, dtype)
         return self._new(rows * numel, dtype)
 
     def all_gather(self, flat: Tensor, axes: Axes) -> Handle[Any]:
@@ -229,7 +229,7 @@ class Counting:
         """See `in_place_gather`: a unit's slot is free when the last of its leaves dies."""
         if self.kind != "shared" or self._ranks(axes) == 1:
             return None
-        slot = self._taken(self._unit(axes), total * dtype.itemsize, views=len(runs))
+        slot = self._taken(axes, total * dtype.itemsize, views=len(runs))
         leaves = [self._in_slot(slot, size, dtype) for _, size in runs]
         write(leaves)
         return Done(leaves)
@@ -241,15 +241,13 @@ class Counting:
         until it is waited for."""
         if self.kind != "shared" or self._ranks(axes) != 2:
             return None
-        slot = self._taken(self._unit(axes), 2 * numel * dtype.itemsize)
+        slot = self._taken(axes, 2 * numel * dtype.itemsize)
         result = self._in_slot(slot, numel, dtype)
         if in_place:  # the sum lies there
             return Flight(lambda: result, until_wait=add)
         return Flight(lambda: self._new(numel, dtype), until_wait=add, until_release=result)
 
-    def _taken(self, heap: SharedHeap, nbytes: int, views: int = 1) -> SharedSlot:
-        """A slot with its header."""
+    def _taken(self, axes: Axes, nbytes: int, views: int = 1) -> SharedSlot:
+        """A slot of leaves, with its header."""
+        heap = self.units.setdefault(tuple(axes), SharedHeap())
         return heap.take(header_bytes(self.mesh) + nbytes, views)
-
-    def _unit(self, axes: Axes) -> SharedHeap:
-        return self.units.setdefault(tuple(axes), SharedHeap())

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import datetime
 import os
-import re
-import threading
+import signal
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,8 +22,7 @@ from fnshard.compiler.kernels import inductor as kernels
 from fnshard.debug.batch import on_device
 from fnshard.launcher import post_mortem
 from fnshard.mesh import process_group
-from fnshard.runtime.collectives import monitor, roll_call
-from fnshard.runtime.collectives.base import LATER_S, Group
+from fnshard.runtime.collectives.base import Group
 from fnshard.step import cache, lowered
 
 CUDA = fs.make_mesh(shard=2, device="cuda", abstract=True)
@@ -87,7 +84,7 @@ def test_a_cpu_rank_leaves_without_a_call_of_the_driver(gpus, monkeypatch, devic
     assert gpus.synchronized == calls
 
 
-def test_ncclcommunicators_go_before_kernels_and_give_up_last(monkeypatch):
+def test_nccls_communicators_go_before_kernels_and_give_up_in_time(monkeypatch):
     made: list[dict[str, Any]] = []
     nccl = SimpleNamespace(Options=lambda **how: how)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
@@ -96,7 +93,7 @@ def test_ncclcommunicators_go_before_kernels_and_give_up_last(monkeypatch):
     group.group(("shard",), "gather"), group.group(("shard",), "host")
     own, host = made
     assert own["pg_options"] == {"is_high_priority_stream": True} and host["pg_options"] is None
-    assert [m["timeout"].total_seconds() for m in made] == [10.0 + LATER_S, 10.0]
+    assert [m["timeout"].total_seconds() for m in made] == [10.0, 10.0]
 
 
 def test_gpus_compile_at_once_and_their_compilers_are_started_first(monkeypatch):
@@ -177,93 +174,30 @@ def test_simulated_ranks_are_on_the_cpu_and_both_sides_of_a_comparison_with_them
     assert on_device(here, params)["w"] is params["w"]
 
 
-# ------------------------------------------------------------------ silence
+NCCL = "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:42, "
 
 
-class LateEvent:
-    """As CUDA's: recorded after a wait that returned at once; it happens when the collective has ended."""
-
-    ended = 0
-    recorded = 0
-    own: Any = None
-
-    def __init__(self, device_type: str):
-        assert device_type == "cuda"
-
-    def record(self) -> None:
-        LateEvent.recorded += 1
-        self.number = LateEvent.recorded
-
-    def query(self) -> bool:
-        assert self.own.index == 1  # a thread asks on its rank's device
-        return self.number <= LateEvent.ended
+@pytest.mark.parametrize(
+    "text",
+    [
+        NCCL
+        + "remote process exited or there was a network error\nncclRemoteError: A call failed possibly due "
+        "to a network error or a remote process exiting prematurely.",
+        NCCL + "unhandled system error\nIt can be also caused by unexpected exit of a remote peer",
+        "torch.distributed.DistBackendError: NCCL communicator was aborted on rank 0.",
+    ],
+)
+def test_what_nccl_says_of_a_peer_is_an_echo(text):
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file="")
+    failure.error_file_data = {"message": {"extraInfo": {"py_callstack": text}}}
+    assert post_mortem.echo_level(failure) > 1
 
 
-@pytest.fixture
-def nccl(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Collectives that return at once, on a mesh of three of which rank 1 never comes; its errors by rank."""
-    store, mesh = dist.HashStore(), replace(fs.make_mesh(shard=3, device="cuda", abstract=True), kind="group")
-    monkeypatch.setattr(LateEvent, "ended", 1)
-    monkeypatch.setattr(LateEvent, "recorded", 0)
-    monkeypatch.setattr(torch, "Event", LateEvent)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: SimpleNamespace(wait=lambda: None))
-    monkeypatch.setattr(roll_call, "_get_default_store", lambda: store)
-    monkeypatch.setattr(monitor, "ROLL_CALL_S", 1.0)
-    own = threading.local()
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: setattr(own, "index", index))
-    monkeypatch.setattr(LateEvent, "own", own)
-    errors: dict[int, Any] = {}
-    ranks = [
-        Group(
-            mesh, 0.3, monitor=monitor.Monitor(rank, 3, "cuda", 0.3, lambda e, r=rank: errors.update({r: e}))
-        )
-        for rank in (0, 2)
-    ]
-    for group in ranks:
-        group.groups[("shard",), "reduce"] = None, (0, 1, 2)
-    yield SimpleNamespace(ranks=ranks, errors=errors)
-    for group in ranks:
-        group.monitor.close()
-        group.monitor.thread.join(timeout=30)
-
-
-def test_a_silent_rank_is_named_though_waits_return_at_once(nccl):
-    for group in nccl.ranks:
-        group.monitor.where = "line 7 of the schedule, backward l.0 wait all_reduce"
-        for _ in range(2):  # the first comes to its end, the second does not
-            assert group.all_reduce(torch.ones(3), ("shard",)).wait() is not None
-    for group in nccl.ranks:
-        group.monitor.thread.join(timeout=30)
-    for rank in (0, 2):
-        assert isinstance(nccl.errors[rank], fs.CollectiveError)
-        assert re.match(
-            r"line 7 of the schedule, backward l.0 wait all_reduce: all_reduce over \(shard\) of ranks .*,"
-            r" on rank 0: a peer .*\n  rank 1 did not answer within 0.3 s\nFix: ",
-            str(nccl.errors[rank]),
-        )
-
-
-def test_what_comes_to_its_end_is_no_silence(nccl, monkeypatch):
-    monkeypatch.setattr(LateEvent, "ended", 10)
-    for group in nccl.ranks:
-        group.all_reduce(torch.ones(3), ("shard",)).wait()
-        group.monitor.thread.join(timeout=0.5)  # more than its patience
-        assert group.monitor.thread.is_alive() and not group.monitor.waits
-    assert not nccl.errors
-
-
-def test_the_error_is_handed_to_the_launcher(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    monkeypatch.setattr(monitor.os, "_exit", lambda code: codes.append(code))
-    codes: list[int] = []
-    monitor.end(fs.CollectiveError("rank 1 did not answer"))
-    failure = ProcessFailure(0, 1, 1, str(tmp_path / "error.json"))
-    shown = post_mortem.PostMortem({0: failure}).describe(3, tmp_path)
-    assert shown.startswith("rank 0 of 3 failed: fnshard.errors.CollectiveError: rank 1 did not answer")
-    assert codes == [1] and "rank 1 did not answer" in capsys.readouterr().err
-    assert post_mortem.echo_level(failure) > 1  # so that the job may go on, and who is still at work is named
+def test_who_is_still_at_work_when_nccls_watchdog_ends_the_others_is_named(tmp_path):
+    aborted = {rank: ProcessFailure(rank, 1, -signal.SIGABRT, "") for rank in (0, 2)}
+    shown = post_mortem.PostMortem(aborted, killed=[1]).describe(3, tmp_path)
+    assert "rank 0 of 3 was killed by signal 6 (SIGABRT)" in shown
+    assert "Still at work, and killed: rank 1" in shown
 
 
 # ------------------------------------------------------------------ the same bits again

@@ -23,6 +23,7 @@ KINDS = {
     "all_gather": {"gather"},
     "gather_leaves": {"gather"},
     "reduce_scatter": {"reduce_scatter"},
+    "reduce_pair": {"reduce_scatter"},
     "all_reduce": {"all_reduce", "reduce_scalars"},
 }  # the instructions that issue a collective, or wait for it
 

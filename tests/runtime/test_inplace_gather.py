@@ -75,10 +75,10 @@ def _one_after_the_other(rank: int) -> int:
     before = by.transport_bytes()
     leaves, value = issue(by, 0.0).wait(), 0.0
     for number in range(1, 300):
-        ahead = issue(by, float(number))
+        ahead = issue(by, float(number)).wait()
         check(leaves, value)
-        del leaves
-        leaves, value = ahead.wait(), float(number)
+        leaves, value = ahead, float(number)
+        del ahead
         if number % 7 == 3 * rank:
             os.sched_yield()
     del leaves
@@ -200,7 +200,7 @@ def _watched(rank: int, preset: str, clip: bool) -> dict[str, Any]:
     state, batch = step.init(model.params), sharded.part(model.batch(0), rank, 2)
     buckets = step.lower(model.params, *batch).schedule.buckets
     endpoint = connection(mesh).endpoint
-    memory = endpoint.memories[0]
+    memory = endpoint.host.memories[0]
     seen: dict[str, Any] = {"leaves": [], "sums": [], "sent": 0, "rows": 0}
 
     def watch(number: int, line: Any, action: Any) -> Any:

@@ -19,7 +19,7 @@ run). All of them keep one contract:
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -30,7 +30,6 @@ from torch import Tensor
 
 from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh
-from fnshard.runtime.collectives.monitor import Monitor
 from fnshard.runtime.collectives.roll_call import absent, lost
 
 T = TypeVar("T")
@@ -42,9 +41,9 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Transport = Literal["auto", "p2p", "native"]
+Started = tuple[Sequence[Any], Callable[[], Any]]  # torch's `Work`s, and what to make of their outputs
 
 DEFAULT_TIMEOUT = 600.0  # seconds: a peer may be compiling its first step
-LATER_S = 60.0  # an accelerator's backend names nobody: its time is up after that of who does
 
 
 class Handle(Protocol[T_co]):
@@ -117,31 +116,14 @@ class Done(Generic[T]):
 
 
 class Pending(Generic[T]):
-    """Torch `Work`s and what to make of their outputs; holds inputs and outputs until waited for.
+    """A result that `finish` makes when it is waited for; what that needs is held until then."""
 
-    `monitor`: is shown waits that do not block the host.
-    """
-
-    def __init__(
-        self,
-        works: Sequence[Any],
-        take: Callable[[], T],
-        what: Callable[[], str],
-        blame: Callable[[str], str] | None = None,
-        monitor: Monitor | None = None,
-    ):
-        self._works, self._take, self._what, self._blame = works, take, what, blame
-        self._monitor = monitor
+    def __init__(self, finish: Callable[[], T]):
+        self._finish = finish
 
     def wait(self) -> T:
-        with failing(self._what, self._blame):
-            for work in self._works:
-                work.wait()
-            if self._monitor is not None:
-                self._monitor.note(self._what)
-            result = self._take()
-        self._works, self._take = (), waited_twice
-        return result
+        finish, self._finish = self._finish, waited_twice
+        return finish()
 
     def release(self) -> None:
         pass
@@ -171,6 +153,22 @@ def failing(what: Callable[[], str], blame: Callable[[str], str] | None = None) 
         raise CollectiveError(lost(what(), blame(line) if blame else line)) from error
 
 
+def kind_text(name: str, count: int, dtype: torch.dtype) -> str:
+    """What all ranks of a group must agree on."""
+    return f"{name} of [{count}] {dtype}"
+
+
+def check_alike(what: str, kinds: Mapping[int, str]) -> None:
+    """Refuse what is not the same collective on all ranks; `kinds`: by rank."""
+    if len(set(kinds.values())) > 1:
+        ranks = {kind: [str(r) for r in kinds if kinds[r] == kind] for kind in kinds.values()}
+        raise CollectiveError(
+            f"{what}: ranks issued different collectives or sizes.",
+            [f"rank {', '.join(those)}: {kind}" for kind, those in ranks.items()],
+            "all ranks must run the same program on the same specs.",
+        )
+
+
 def disconnect(closed: Collectives) -> None:
     """The next step on the mesh connects anew."""
     known = closed.mesh.connections
@@ -182,6 +180,11 @@ def describe(name: str, mesh: Mesh, axes: Axes) -> str:
     """`all_gather over (shard) of ranks 0, 1, on rank 1`."""
     ranks = ", ".join(map(str, mesh.group_ranks(axes)))
     return f"{name} over ({', '.join(axes)}) of ranks {ranks}, on rank {mesh.rank}"
+
+
+def several(mesh: Mesh, axes: Axes) -> tuple[str, ...]:
+    """Those of the axes along which there is more than one rank."""
+    return tuple(a for a in axes if mesh.axis_size(a) > 1)
 
 
 def empty(mesh: Mesh, numel: int, dtype: torch.dtype) -> Tensor:
@@ -219,6 +222,22 @@ def sum_rows(parts: Sequence[Tensor], out: Tensor) -> Tensor:
             total += piece32.copy_(piece)
         target.copy_(total)
     return out
+
+
+def rows_of_place(parts: Sequence[Tensor], place: int) -> Tensor:
+    """An all-to-all's result at a place of the group, of what each rank sent."""
+    return torch.cat([part.view(len(parts), -1)[place] for part in parts])
+
+
+def summed_row(parts: Sequence[Tensor], place: int) -> Tensor:
+    """A reduce-scatter's."""
+    rows = [part.view(len(parts), -1)[place] for part in parts]
+    return sum_rows(rows, torch.empty_like(rows[0]))
+
+
+def from_place(parts: Sequence[Tensor], place: int, distance: int) -> Tensor:
+    """A permute's."""
+    return parts[(place - distance) % len(parts)].clone()
 
 
 # ------------------------------------------------------------------ without peers
@@ -279,14 +298,13 @@ class Abstract:
 class Group:
     """Torch's own collectives, asynchronous, on sub-groups that are made at their first use.
 
-    With `peer_to_peer` all but all-reduces are sends from rank to rank: gloo's own stage
-    everything in full-size temporaries. `monitor`: where waits do not block.
+    With `peer_to_peer` gathers and reduce-scatters are sends from rank to rank: gloo's own stage
+    everything in full-size temporaries.
     """
 
     mesh: Mesh
     timeout: float = DEFAULT_TIMEOUT
     peer_to_peer: bool = False
-    monitor: Monitor | None = field(default=None, compare=False, repr=False)
     groups: dict[tuple[tuple[str, ...], str], Any] = field(default_factory=dict, compare=False, repr=False)
 
     def send_buffer(self, numel: int, dtype: torch.dtype, axes: Axes, rows: int = 1) -> Tensor:
@@ -296,92 +314,96 @@ class Group:
         n = self.mesh.axes_size(axes)
         if n == 1:
             return Done([flat])
-        what = self._what("all_gather", axes)
-        with failing(what, self._blame):
-            group, order = self.group(axes, "gather")
+
+        def start(group: Any, order: Sequence[int]) -> Started:
             if self.peer_to_peer:
                 works, rows = self._exchange([flat] * n, axes, group)
-                return self._pending(works, lambda: rows, what)
+                return works, lambda: rows
             out = flat.new_empty(n * flat.numel())
             work = _all_gather(as_bytes(out), as_bytes(flat), group=group, async_op=True)
-        rows = out.view(n, -1).unbind(0)
-        return self._pending([work], lambda: (flat, [rows[place] for place in order])[1], what)
+            rows = out.view(n, -1).unbind(0)
+            return [work], lambda: (flat, [rows[place] for place in order])[1]
+
+        return self._issue("all_gather", axes, "gather", start)
 
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
         n = self.mesh.axes_size(axes)
         if n == 1:
             return Done(rows)
-        what = self._what("reduce_scatter", axes)
-        with failing(what, self._blame):
-            group, order = self.group(axes, "reduce")
+
+        def start(group: Any, order: Sequence[int]) -> Started:
             if self.peer_to_peer:
                 works, parts = self._exchange(rows.view(n, -1).unbind(0), axes, group)
-                return self._pending(works, lambda: sum_rows(parts, torch.empty_like(parts[0])), what)
-            rows = _permuted(rows, _inverse(order))
+                return works, lambda: sum_rows(parts, torch.empty_like(parts[0]))
+            sent = _permuted(rows, _inverse(order))
             out = rows.new_empty(rows.numel() // n)
-            work = _reduce_scatter(out, rows, group=group, async_op=True)
-        return self._pending([work], lambda: (rows, out)[1], what)
+            work = _reduce_scatter(out, sent, group=group, async_op=True)
+            return [work], lambda: (sent, out)[1]
+
+        return self._issue("reduce_scatter", axes, "reduce", start)
 
     def all_to_all(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
-        n = self.mesh.axes_size(axes)
-        if n == 1:
+        if self.mesh.axes_size(axes) == 1:
             return Done(rows)
-        what = self._what("all_to_all", axes)
-        with failing(what, self._blame):
-            group, order = self.group(axes, "gather")
-            out = torch.empty_like(rows)
-            if self.peer_to_peer:
-                works, _ = self._exchange(rows.view(n, -1).unbind(0), axes, group, out.view(n, -1).unbind(0))
-                return self._pending(works, lambda: (rows, out)[1], what)
-            rows = _permuted(rows, _inverse(order))
-            work = dist.all_to_all_single(as_bytes(out), as_bytes(rows), group=group, async_op=True)
-        return self._pending([work], lambda: (rows, _permuted(out, order))[1], what)
+
+        def start(group: Any, order: Sequence[int]) -> Started:
+            sent, out = _permuted(rows, _inverse(order)), torch.empty_like(rows)
+            work = dist.all_to_all_single(as_bytes(out), as_bytes(sent), group=group, async_op=True)
+            return [work], lambda: (sent, _permuted(out, order))[1]
+
+        return self._issue("all_to_all", axes, "gather", start)
 
     def permute(self, flat: Tensor, axes: Axes, distance: int) -> Handle[Tensor]:
         n = self.mesh.axes_size(axes)
         if distance % n == 0:
             return Done(flat)
-        what = self._what("permute", axes)
-        ranks = self.mesh.group_ranks(axes)
-        here = ranks.index(self.mesh.rank)
-        source, target = (here - distance) % n, (here + distance) % n
-        with failing(what, self._blame):
-            group, order = self.group(axes, "gather")
+        here = self.mesh.group_ranks(axes).index(self.mesh.rank)
+
+        def start(group: Any, order: Sequence[int]) -> Started:
             sent, out = as_bytes(flat), torch.empty_like(flat)
-            if self.peer_to_peer:
-                works = [dist.isend(sent, ranks[target], group=group)]
-                works.append(dist.irecv(as_bytes(out), ranks[source], group=group))
-            else:
-                to, come = ([len(sent) * (o == order[place]) for o in range(n)] for place in (target, source))
-                works = [dist.all_to_all_single(as_bytes(out), sent, come, to, group=group, async_op=True)]
-        return self._pending(works, lambda: (flat, out)[1], what)
+            to, come = (
+                [len(sent) * (o == order[(here + step) % n]) for o in range(n)]
+                for step in (distance, -distance)
+            )
+            work = dist.all_to_all_single(as_bytes(out), sent, come, to, group=group, async_op=True)
+            return [work], lambda: (flat, out)[1]
 
-    def _exchange(
-        self, sent: Sequence[Tensor], axes: Axes, group: Any, into: Sequence[Tensor] | None = None
-    ) -> tuple[list[Any], list[Tensor]]:
-        """Send `sent[j]` to the j-th rank of the group; the works, and what each rank sent to this one.
-
-        Args:
-            into: where that is received; by default in new tensors, and this rank's own is not copied.
-        """
-        works, got = [], list(sent if into is None else into)
-        for place, peer in enumerate(self.mesh.group_ranks(axes)):
-            if peer != self.mesh.rank:
-                got[place] = torch.empty_like(sent[place]) if into is None else into[place]
-                works.append(dist.isend(as_bytes(sent[place]), peer, group=group))
-                works.append(dist.irecv(as_bytes(got[place]), peer, group=group))
-            elif into is not None:
-                into[place].copy_(sent[place])
-        return works, got
+        return self._issue("permute", axes, "gather", start)
 
     def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
         if self.mesh.axes_size(axes) == 1:
             return Done(flat)
-        what = self._what("all_reduce", axes)
+
+        def start(group: Any, _: Sequence[int]) -> Started:
+            return [dist.all_reduce(flat, group=group, async_op=True)], lambda: flat
+
+        return self._issue("all_reduce", axes, "reduce", start)
+
+    def _exchange(self, sent: Sequence[Tensor], axes: Axes, group: Any) -> tuple[list[Any], list[Tensor]]:
+        """Send `sent[j]` to the j-th rank of the group; the works, and what each rank sent to this one."""
+        works, got = [], list(sent)
+        for place, peer in enumerate(self.mesh.group_ranks(axes)):
+            if peer != self.mesh.rank:
+                got[place] = torch.empty_like(sent[place])
+                works.append(dist.isend(as_bytes(sent[place]), peer, group=group))
+                works.append(dist.irecv(as_bytes(got[place]), peer, group=group))
+        return works, got
+
+    def _issue(
+        self, name: str, axes: Axes, purpose: str, start: Callable[[Any, Sequence[int]], Started]
+    ) -> Pending[Any]:
+        """Start a collective on the sub-group of its axes."""
+        what = self._what(name, axes)
         with failing(what, self._blame):
-            group, _ = self.group(axes, "reduce")
-            work = dist.all_reduce(flat, group=group, async_op=True)
-        return self._pending([work], lambda: flat, what)
+            works, take = start(*self.group(axes, purpose))
+
+        def finish() -> Any:
+            with failing(what, self._blame):
+                for work in works:
+                    work.wait()
+                return take()
+
+        return Pending(finish)
 
     def gather_object(self, text: str) -> list[str]:
         with failing(self._what("gather_object", self.mesh.names), self._blame):
@@ -398,16 +420,11 @@ class Group:
 
     def close(self) -> None:
         disconnect(self)
-        if self.monitor is not None:
-            self.monitor.close()
         groups, owned = list(self.groups.values()), dist.is_initialized()
         self.groups.clear()
         for group, _ in groups:
             if owned:
                 dist.destroy_process_group(group)
-
-    def _pending(self, works: Sequence[Any], take: Callable[[], T], what: Callable[[], str]) -> Pending[T]:
-        return Pending(works, take, what, self._blame, self.monitor)
 
     def _what(self, name: str, axes: Axes) -> Callable[[], str]:
         return lambda: describe(name, self.mesh, axes)
@@ -432,8 +449,7 @@ class Group:
         key = (axes, "all" if backend == "gloo" else purpose)
         if key not in self.groups:
             every = sorted({tuple(sorted(self.mesh.group_ranks(axes, r))) for r in range(self.mesh.size)})
-            own = backend != "gloo"  # an accelerator's own: it aborts the process when time is up
-            timeout = datetime.timedelta(seconds=self.timeout + LATER_S * own)
+            timeout = datetime.timedelta(seconds=self.timeout)
             options = None
             if backend == "nccl":  # kernels that fill the device must not keep communication waiting
                 options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)

@@ -11,7 +11,6 @@ from fnshard.runtime.collectives.base import (
     SingleRank,
     Transport,
 )
-from fnshard.runtime.collectives.monitor import Monitor
 from fnshard.runtime.collectives.shared_memory import connect_shared
 from fnshard.runtime.collectives.simulated import Simulated
 
@@ -42,8 +41,7 @@ def connect(mesh: Mesh, *, timeout: float = DEFAULT_TIMEOUT, transport: Transpor
     #   2       51 / 46 / 24    28 / 26 / 24   4 / 5 / 10
     #   4       110 / 94 / 50   45 / 59 / 50   6 / 10 / 21
     on_cpu = mesh.device_type == "cpu"
-    monitor = None if on_cpu else Monitor(mesh.rank, mesh.size, mesh.device_type, timeout)
-    group = Group(mesh, timeout, on_cpu and transport != "native", monitor)
+    group = Group(mesh, timeout, on_cpu and transport != "native")
     if on_cpu and transport == "auto":
         return connect_shared(group) or group
     return group

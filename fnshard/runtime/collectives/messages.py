@@ -1,45 +1,51 @@
-"""Messages between ranks that see each other's memory: processes of one host, or threads of one process.
+"""Messages between processes of one host that see each other's memory.
 
-A rank's memory holds *slots* (what it sends) and, for each group, a ring of *rows* of control words (what it
-says of its last messages). A sender names a slot in its row; receivers look until it does, read the slot in
-place, and sign the slot; it is used again once all have signed.
+A rank's memory is an anonymous memory file (memfd: sparse, and gone with its last process, so that nothing is
+left even after SIGKILL), mapped by all ranks of the host. It holds *slots* (what the rank sends) and, for
+each group, control words: how many messages the rank has come to, how many are over for it, and two *rows*
+that say what its last two messages are. To meet, a rank names a slot in its row, counts up, and looks until
+all have; then it reads their slots in place. Nobody comes to a message before all have come to the one before
+it, so that two rows are enough.
 
-Any number of messages may be in flight and they may be waited for in any order: a rank that comes round the
-ring to a message of its own which it has not waited for takes its result then. All ranks run one program, so
-that whatever a rank waits for comes without it. Memory is the one bound.
-
-Every control word has one writer. `Memory` says where words and slots lie and `Meeting` how a rank waits.
-Shared memory (`runtime.collectives.shared_memory`) and simulated ranks (`runtime.collectives.simulated`)
-differ in these two alone; the collectives made of messages are in `runtime.collectives.endpoint`.
+A message runs when it is waited for, after all that its group issued before it: whatever order messages are
+waited for in, they meet in the order in which they were issued. Every control word has one writer.
 """
 
 from __future__ import annotations
 
+import itertools
+import mmap
+import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh
-from fnshard.runtime.collectives.base import describe, lost, waited_twice
+from fnshard.runtime.collectives.base import check_alike, describe, kind_text, waited_twice
+from fnshard.runtime.collectives.roll_call import lost
 
 T = TypeVar("T")
 Words = MutableSequence[int]  # 64 bits each
 
 PAGE = 4096
 REGION = 1 << 35  # bytes of address space for what is gathered, and for what is reduced
-NUMBER, KIND, OFFSET, REDUCED = range(4)  # words of a row; all but the first are valid where that one is
-ROWS, WIDTH = 255, 4  # of a ring; a row before them has the one word PAST
-PAST = 0  # messages before this number are over for the rank
-RING_BYTES = 8 * WIDTH * (1 + ROWS)
+CLOSED, WAITS = range(2)  # a memory's own words: that it was left, and 1 + the rank that its rank waits for
+COME, OVER = range(2)  # a group's words: messages that the rank has come to, and those that are over for it
+KIND, OFFSET, REDUCED = range(3)  # of a row, after them
+ROWS, WIDTH = 2, 3
+GROUP_BYTES = 8 * (2 + ROWS * WIDTH)
+SPINS = 200  # looks that only yield the processor; then sleeps, and whether the peer lives
 
 OPERATIONS = (
-    "all_gather", "reduce_scatter", "all_reduce", "gather_object", "gather_leaves", "all_to_all", "permute",
+    "all_gather", "reduce_scatter", "all_reduce", "gather_leaves", "reduce_pair", "all_to_all", "permute",
 )  # fmt: skip
 DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
 
@@ -58,48 +64,114 @@ def fence() -> None:
         pass
 
 
-# ------------------------------------------------------------------ what the two kinds of ranks differ in
+# ------------------------------------------------------------------ the ranks of a host
 
 
-class Memory(Protocol):
-    """One rank's memory, as another rank sees it."""
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """One rank's memory as this process maps it."""
 
     rank: int
+    pid: int
+    file: mmap.mmap
+    address: int  # of the first byte
+
+    @staticmethod
+    def of(fd: int, rank: int, pid: int) -> Memory:
+        """Map an open memory file of `rank`, a process `pid`."""
+        file = mmap.mmap(fd, os.fstat(fd).st_size)
+        return Memory(rank, pid, file, np.frombuffer(file, dtype=np.int8, count=1).ctypes.data)
 
     def words(self, offset: int, count: int) -> Words:
         """Control words [count], zero at first."""
+        return memoryview(self.file)[offset : offset + 8 * count].cast("q")
 
-    def put(self, offset: int, flat: Tensor) -> None:
-        """Copy `flat` to a slot."""
-
-    def get(self, offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
-        """What was packed or put there, flat, in place."""
-
-    def drop(self, offset: int) -> None:
-        """Nobody reads the slot any more."""
+    def flat(self, offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+        """What lies there, in place."""
+        # A storage of just that size: a slice of one large tensor would be pickled with all of it.
+        if nbytes == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self.file, dtype=dtype, count=nbytes // dtype.itemsize, offset=offset)
 
     def offset_of(self, flat: Tensor) -> int | None:
         """Where in this memory a tensor lies."""
+        offset = flat.data_ptr() - self.address
+        return offset if 0 <= offset < len(self.file) else None
+
+    def left(self) -> bool:
+        """Whether its process has closed it, ended, or is a zombie."""
+        return bool(self.words(8 * CLOSED, 1)[0]) or self._process() in "ZX"
+
+    def stopped(self) -> bool:
+        """Whether its process stands still (SIGSTOP, or a debugger)."""
+        return self._process() in "Tt"
+
+    def _process(self) -> str:
+        """Its state, a letter as Linux has it; X where there is none."""
+        try:
+            with open(f"/proc/{self.pid}/stat") as file:
+                return file.read().rpartition(")")[2].split()[0]
+        except OSError:
+            return "X"
 
 
-class Meeting(Protocol):
-    """How a rank waits for its peers; `timeout` in seconds."""
+@dataclass(frozen=True, eq=False)
+class Host:
+    """The ranks whose memory this rank sees, and how it waits for them: it looks again and again.
 
+    While a rank waits, its memory says for whom, and after it has given up: so the rank that is named is not
+    the peer that failed over another one, but that one.
+    """
+
+    rank: int
+    memories: dict[int, Memory]
     timeout: float
-
-    def announce(self) -> None:
-        """A word has changed."""
 
     def wait(self, ready: Callable[[], bool], peer: Memory, deadline: float) -> str:
         """Until `ready()`, by `time.monotonic`; else why the peer will not come."""
+        for _ in range(SPINS):
+            if ready():
+                return ""
+            os.sched_yield()
+        waits = self.memories[self.rank].words(8 * WAITS, 1)
+        waits[0] = 1 + peer.rank
+        for looks in itertools.count(1):
+            # Asked before the last look: what it sent and then left is good.
+            gone = looks % 256 == 0 and (_failed_over(peer) or peer.left())
+            if ready():
+                waits[0] = 0
+                return ""
+            if gone or time.monotonic() > deadline:
+                waits[0] = -waits[0]
+                return self._cause(peer)
+            time.sleep(1e-4)
+
+    def _cause(self, peer: Memory) -> str:
+        """Who is to blame, and for what: the peer, or whom that one waits for, and so on."""
+        culprit, seen = peer, {self.rank}
+        while culprit.rank not in seen:
+            seen.add(culprit.rank)
+            blamed = _failed_over(culprit) or (0 if culprit.left() else _waits_for(culprit))
+            if blamed:
+                culprit = self.memories[blamed - 1]
+        culprit = peer if culprit.rank == self.rank else culprit
+        if culprit.left() or _failed_over(culprit):
+            return f"rank {culprit.rank} has left"
+        still = f"; its process {culprit.pid} is stopped" if culprit.stopped() else ""
+        return f"rank {culprit.rank} did not come within {self.timeout:g} s{still}"
+
+
+def _waits_for(memory: Memory) -> int:
+    """1 + the rank that this one waits for now, or 0."""
+    return max(memory.words(8 * WAITS, 1)[0], 0)
+
+
+def _failed_over(memory: Memory) -> int:
+    """1 + the rank that this one has given up to wait for, or 0."""
+    return max(-memory.words(8 * WAITS, 1)[0], 0)
 
 
 # ------------------------------------------------------------------ slots
-
-
-def header_bytes(mesh: Mesh) -> int:
-    """Bytes at the start of a slot, for the signature of each rank that reads it; a multiple of 64."""
-    return -(-mesh.size // 8) * 64
 
 
 def whole_pages(nbytes: int) -> int:
@@ -187,132 +259,104 @@ class Channel:
 
     axes: tuple[str, ...]
     mesh: Mesh
+    host: Host
     memories: Sequence[Memory]  # in group order
-    rings: Sequence[Words]  # of each [(1 + ROWS) * WIDTH]
+    words: Sequence[Words]  # of each rank
     here: int  # this rank's place in the group
-    meeting: Meeting
-    sent: int = 0
-    open: dict[int, Message] = field(default_factory=dict)  # by number, those that are not over
-
-    def __post_init__(self) -> None:
-        self.ranks, self.header = self.mesh.size, header_bytes(self.mesh)
-
-    def enter(self, message: Message) -> None:
-        """Give this rank's next message its number. Its row says from now on that the rank has issued it."""
-        number = message.number = self.sent
-        old = number - ROWS  # had the row before
-        if old in self.open:
-            self.open[old].arrive()
-        if old >= 0:
-            message.poll(lambda place: self.rings[place][PAST] > old)
-        self.sent += 1  # not before: PAST of a rank with nothing open is what it has sent
-        self.open[number] = message
-        ring, message.row = self.rings[self.here], WIDTH * (1 + number % ROWS)
-        for word, value in ((KIND, message.kind), (OFFSET, 0), (REDUCED, 0)):
-            ring[message.row + word] = value
-        fence()
-        ring[message.row + NUMBER] = number + 1
-        self.meeting.announce()
-
-    def over(self, number: int) -> None:
-        """This rank will look at no rank's row of the message any more."""
-        del self.open[number]
-        self.rings[self.here][PAST] = next(iter(self.open), self.sent)
-        self.meeting.announce()
+    issued: int = 0
+    waiting: deque[Message] = field(default_factory=deque)  # issued, and not run yet
+    open: dict[int, Message] = field(default_factory=dict)  # by number, those that run or whose rows are read
 
 
 @dataclass(eq=False)
 class Message(Generic[T]):
-    """One collective of one group, from this rank's side; the handle of what `take` makes of it.
+    """One collective of one group, from this rank's side, and its handle.
 
     Args:
+        run: meets the peers and makes the result.
         slot: of this rank's memory, that is sent; None for leaves that are gathered in place.
-        sent: what was handed over and is still to be read: it is copied to the slot at `publish`.
     """
 
     channel: Channel
     name: str
     nbytes: int
     dtype: torch.dtype
-    take: Callable[[Message], T] | None = None
+    run: Callable[[Message], T] | None
     slot: Slot | None = None
-    sent: Tensor | None = None
-    published: bool = False
-    finished: bool = False  # this rank will read no slot of it any more
-    number: int = 0
-    row: int = 0  # where its words begin in each ring
-    signatures: list[Words] = field(default_factory=list)  # of the slots that this rank reads
-    _result: Any = None
-    _given: bool = False
+    result: T | None = None
+    given: bool = False
 
     def __post_init__(self) -> None:
-        self.channel.enter(self)
+        if self.slot is not None:
+            self.slot.message = self
+        self.number, self.channel.issued = self.channel.issued, self.channel.issued + 1
+        self.channel.waiting.append(self)
 
     # -------------------------------------------------------------- the handle
 
     def wait(self) -> T:
         """The result. Once."""
-        if self._given:
+        if self.given:
             waited_twice()
-        self._given = True
-        self.arrive()
-        result, self._result = self._result, None
+        self.given = True
+        while self.run is not None:
+            first = self.channel.waiting[0]
+            first._run()
+            self.channel.waiting.popleft()
+        result, self.result = self.result, None
         return result
 
+    def _run(self) -> None:
+        channel, number = self.channel, self.number
+        channel.open[number] = self
+        self.mark(KIND, self.kind)
+        self.mark(OFFSET, 0 if self.slot is None else self.slot.start)
+        self.mark(REDUCED, 0)
+        fence()
+        channel.words[channel.here][COME] = number + 1
+        self.result = self.run(self)
+        self.run = None  # it may hold what was sent
+
     def release(self) -> None:
-        """The result was copied out."""
-        if self.slot is not None:
-            self.done()
+        """This rank reads no slot of the message any more. Again is nothing."""
+        channel = self.channel
+        if channel.open.pop(self.number, None):
+            fence()
+            last = channel.words[channel.here][COME]
+            channel.words[channel.here][OVER] = next(iter(channel.open), last)
 
-    def arrive(self) -> None:
-        """Make the result, if it is not there."""
-        if self.take is None:
-            return
-        self.publish()
-        self._result = self.take(self)
-        self.take = None  # it may hold what was sent
-        self.channel.over(self.number)
-
-    # -------------------------------------------------------------- what is sent and what is read
-
-    def publish(self) -> None:
-        """Show the slot to the peers. Once; again is nothing."""
-        if self.slot is None or self.published:
-            return
-        self.published = True
-        own = self.channel.memories[self.channel.here]
-        if self.sent is not None:
-            own.put(self.payload, self.sent)
-            self.sent = None
-        self.show(self.slot.start)
+    # -------------------------------------------------------------- what the slot is asked
 
     @property
-    def payload(self) -> int:
-        """Where in this rank's memory lies what it sends."""
-        return self.slot.start + self.channel.header
+    def finished(self) -> bool:
+        """Whether this rank reads no slot of the message, or of one before it, any more."""
+        return self.channel.words[self.channel.here][OVER] > self.number
 
-    def show(self, start: int) -> None:
-        """A slot of this rank's memory, with no signature on it, is what the message is about."""
-        words = self.signatures_in(self.channel.here, start)
-        for place in range(self.channel.ranks):
-            words[place] = 0
-        self.mark(OFFSET, start)
+    def free(self) -> bool:
+        """Whether no rank will read this one's slot any more."""
+        return all(words[OVER] > self.number for words in self.channel.words)
 
-    def signatures_in(self, place: int, start: int) -> Words:
-        """Of a slot in the memory of the rank at a place of the group."""
-        return self.channel.memories[place].words(start, self.channel.ranks)
+    def wait_until_free(self) -> None:
+        """Wait until nobody will read this rank's slot any more."""
+        self.poll(lambda place: self.channel.words[place][OVER] > self.number)
+
+    # -------------------------------------------------------------- meeting
 
     def parts(self) -> list[Tensor]:
-        """What each rank sent, in place, in group order, once all have published."""
-        self.check_alike()
-        self.poll(lambda place: self.reads(place, OFFSET) != 0)
-        fence()
-        starts = [self.reads(place, OFFSET) for place in range(len(self.channel.memories))]
-        self.signatures = [self.signatures_in(place, start) for place, start in enumerate(starts)]
+        """What each rank sent, in place, in group order, once all have come."""
+        self.meet()
         return [
-            memory.get(start + self.channel.header, self.nbytes, self.dtype)
-            for memory, start in zip(self.channel.memories, starts, strict=True)
+            memory.flat(self.reads(place, OFFSET), self.nbytes, self.dtype)
+            for place, memory in enumerate(self.channel.memories)
         ]
+
+    def meet(self) -> None:
+        """Wait for all ranks, and refuse what is not the same collective on all."""
+        self.poll(lambda place: self.reads(place, KIND))
+        kinds = [self.reads(place, KIND) for place in range(len(self.channel.memories))]
+        if len(set(kinds)) > 1:
+            texts = map(_text_of, kinds)
+            check_alike(self.what(), {m.rank: t for m, t in zip(self.channel.memories, texts, strict=True)})
 
     @property
     def kind(self) -> int:
@@ -320,58 +364,13 @@ class Message(Generic[T]):
         count = self.nbytes // self.dtype.itemsize
         return 1 + OPERATIONS.index(self.name) << 56 | DTYPES.index(self.dtype) << 48 | count
 
-    def check_alike(self) -> None:
-        """Refuse what is not the same collective on all ranks, once all of them have issued it."""
-        self.poll(lambda place: self.reads(place, KIND) != 0)
-        memories, places = self.channel.memories, range(len(self.channel.memories))
-        kinds = [self.reads(place, KIND) for place in places]
-        if len(set(kinds)) > 1:
-            ranks = {k: [str(memories[p].rank) for p in places if kinds[p] == k] for k in kinds}
-            raise CollectiveError(
-                f"{self.what()}: ranks issued different collectives or sizes.",
-                [f"rank {', '.join(those)}: {_kind_text(kind)}" for kind, those in ranks.items()],
-                "all ranks must run the same program on the same specs.",
-            )
-
-    def done(self) -> None:
-        """Sign what this rank has read. Again is nothing."""
-        if not self.finished:
-            fence()
-            for words in self.signatures:
-                words[self.channel.here] = 1
-            self.finished = True
-            self.channel.meeting.announce()
-
-    def free(self) -> bool:
-        """Whether no rank will read this one's slot any more."""
-        if not self.finished:
-            return False
-        signed = self.signatures[self._own]
-        if not all(signed[place] for place in range(len(self.channel.memories))):
-            return False
-        if self.slot is not None:
-            self.channel.memories[self.channel.here].drop(self.payload)
-        return True
-
-    def wait_until_free(self) -> None:
-        """Wait until nobody will read this rank's slot any more."""
-        signed = self.signatures[self._own]
-        self.poll(lambda place: signed[place] != 0)
-
-    @property
-    def _own(self) -> int:
-        """Which of the slots that it reads is this rank's."""
-        return self.channel.here if self.slot is not None else 0
-
-    # -------------------------------------------------------------- words
-
     def poll(self, ready: Callable[[int], Any]) -> None:
         """Wait until `ready(place)` for every place of the group."""
-        meeting, deadline = self.channel.meeting, None
+        host, deadline = self.channel.host, None
         for place, memory in enumerate(self.channel.memories):
             if not ready(place):
-                deadline = deadline or time.monotonic() + meeting.timeout
-                cause = meeting.wait(lambda at=place: bool(ready(at)), memory, deadline)
+                deadline = deadline or time.monotonic() + host.timeout
+                cause = host.wait(lambda at=place: bool(ready(at)), memory, deadline)
                 if cause:
                     raise CollectiveError(lost(self.what(), cause))
 
@@ -380,20 +379,21 @@ class Message(Generic[T]):
         return describe(self.name, self.channel.mesh, self.channel.axes)
 
     def reads(self, place: int, word: int) -> int:
-        """A word of the message at a place of the group; zero while it was not written."""
-        ring = self.channel.rings[place]
-        if ring[self.row + NUMBER] != self.number + 1:
+        """A word of the message at a place of the group; zero while that rank has not come to it."""
+        words = self.channel.words[place]
+        if words[COME] <= self.number:
             return 0
-        fence()  # the word is no older than the number
-        return int(ring[self.row + word])
+        fence()  # the word is no older than the count
+        return words[self._at(word)]
 
     def mark(self, word: int, value: int) -> None:
         """Show the peers a word; whatever was written before is there for them."""
         fence()
-        self.channel.rings[self.channel.here][self.row + word] = value
-        self.channel.meeting.announce()
+        self.channel.words[self.channel.here][self._at(word)] = value
+
+    def _at(self, word: int) -> int:
+        return 2 + WIDTH * (self.number % ROWS) + word
 
 
-def _kind_text(kind: int) -> str:
-    count, dtype = kind & ((1 << 48) - 1), DTYPES[kind >> 48 & 255]
-    return f"{OPERATIONS[(kind >> 56) - 1]} of [{count}] {dtype}"
+def _text_of(kind: int) -> str:
+    return kind_text(OPERATIONS[(kind >> 56) - 1], kind & ((1 << 48) - 1), DTYPES[kind >> 48 & 255])

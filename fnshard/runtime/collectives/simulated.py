@@ -17,10 +17,11 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,12 +29,26 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh, simulated_rank
-from fnshard.runtime.collectives.base import Axes, Done, Handle, SingleRank, empty, lost
-from fnshard.runtime.collectives.endpoint import Endpoint
-from fnshard.runtime.collectives.messages import Memory, Words
+from fnshard.runtime.collectives.base import (
+    Axes,
+    Done,
+    Handle,
+    Pending,
+    check_alike,
+    describe,
+    empty,
+    from_place,
+    kind_text,
+    rows_of_place,
+    several,
+    sum_rows,
+    summed_row,
+)
+from fnshard.runtime.collectives.roll_call import lost
 
 __all__ = ["simulate"]
 
+T = TypeVar("T")
 Adversary = Literal["early", "late"] | None
 
 _thread = threading.local()  # .session: the `simulate` call that this thread is a rank of
@@ -96,40 +111,16 @@ def simulate(
     return [session.results[rank] for rank in range(mesh.size)]
 
 
-@dataclass(eq=False)
-class Threaded:
-    """One rank's memory, which all threads see as it is; what is put there is a copy."""
-
-    rank: int
-    pages: dict[int, Words] = field(default_factory=dict)
-    slots: dict[int, Tensor] = field(default_factory=dict)
-
-    def words(self, offset: int, count: int) -> Words:
-        return self.pages.setdefault(offset, [0] * count)
-
-    def put(self, offset: int, flat: Tensor) -> None:
-        self.slots[offset] = flat.clone()
-
-    def get(self, offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
-        return self.slots[offset]
-
-    def drop(self, offset: int) -> None:
-        del self.slots[offset]
-
-    def offset_of(self, flat: Tensor) -> int | None:
-        return None
-
-
 @dataclass
 class _Session:
-    """One `simulate` call: where its ranks meet. the one rank that runs has the `turn`."""
+    """One `simulate` call: where its ranks meet. The one rank that runs has the `turn`."""
 
     size: int
     adversary: Adversary
     timeout: float
     turn: threading.Condition = field(default_factory=threading.Condition)
-    memories: dict[Any, dict[int, Threaded]] = field(default_factory=dict)
-    endpoints: dict[Any, Endpoint] = field(default_factory=dict)
+    counts: dict[Hashable, int] = field(default_factory=dict)  # of each rank's exchanges in each group
+    exchanges: dict[Hashable, dict[int, _Post]] = field(default_factory=dict)  # that not all have issued
     results: dict[int, Any] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     failure: BaseException | None = None
@@ -166,26 +157,35 @@ class _Session:
         self.seen = time.monotonic()
         self.turn.notify_all()
 
-    def wait(self, ready: Callable[[], bool], peer: Memory, deadline: float) -> str:
+    def join(self, group: tuple[Any, ...], rank: int, post: _Post) -> dict[int, _Post]:
+        """Add a rank's next post in a group, which ends with its ranks; the posts of that number, by rank,
+        which others add to."""
+        number = self.counts[group, rank] = self.counts.get((group, rank), 0) + 1
+        posts = self.exchanges.setdefault((group, number), {})
+        posts[rank] = post
+        if len(posts) == len(group[-1]):
+            del self.exchanges[group, number]
+        self.announce()
+        return posts
+
+    def wait(self, ready: Callable[[], bool], peer: int, what: str) -> None:
         """Let other ranks have their turn until `ready()`."""
-        self.turn.wait_for(
-            lambda: ready() or self.failure is not None or peer.rank in self.gone,
-            deadline - time.monotonic(),
+        came = self.turn.wait_for(
+            lambda: ready() or self.failure is not None or peer in self.gone, self.timeout
         )
         if self.failure is not None:
-            return f"another rank raised {self.failure!r}"
-        if ready():
-            return ""
-        late = f"did not come within {self.timeout:g} s"
-        return f"rank {peer.rank} {'has returned' if peer.rank in self.gone else late}"
+            raise CollectiveError(lost(what, f"another rank raised {self.failure!r}"))
+        if not ready():
+            late = "has returned" if came else f"did not come within {self.timeout:g} s"
+            raise CollectiveError(lost(what, f"rank {peer} {late}"))
 
-    def endpoint(self, mesh: Mesh) -> Endpoint:
-        """This rank's, of a mesh: meshes of other axes have other groups."""
-        key = mesh.names, mesh.sizes
-        if (key, mesh.rank) not in self.endpoints:
-            memories = self.memories.setdefault(key, {rank: Threaded(rank) for rank in range(self.size)})
-            self.endpoints[key, mesh.rank] = Endpoint(mesh, memories, self, late=self.adversary == "late")
-        return self.endpoints[key, mesh.rank]
+
+@dataclass
+class _Post:
+    """What one rank sends: a copy, once its input was read."""
+
+    kind: str
+    value: Any = None
 
 
 @dataclass(frozen=True)
@@ -201,39 +201,30 @@ class Simulated:
         return out
 
     def all_gather(self, flat: Tensor, axes: Axes) -> Handle[list[Tensor]]:
-        handle = self._carrier(axes).all_gather(flat, axes)
-        return _PoisonedGather(handle) if self._adversary and not isinstance(handle, Done) else handle
+        if self.mesh.axes_size(axes) == 1:
+            return Done([flat])
+        handle = self._exchange("all_gather", flat, axes, lambda parts, here: parts)
+        return _PoisonedGather(handle) if self._adversary else handle
 
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
-        return self._carrier(axes).reduce_scatter(rows, axes)
+        return self._exchange("reduce_scatter", rows, axes, summed_row)
 
     def all_to_all(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
-        return self._carrier(axes).all_to_all(rows, axes)
+        return self._exchange("all_to_all", rows, axes, rows_of_place)
 
     def permute(self, flat: Tensor, axes: Axes, distance: int) -> Handle[Tensor]:
-        return self._carrier(axes).permute(flat, axes, distance)
+        return self._exchange("permute", flat, axes, partial(from_place, distance=distance))
 
     def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
-        handle = self._carrier(axes).all_reduce(flat, axes)
+        handle = self._exchange("all_reduce", flat, axes, lambda parts, here: sum_rows(parts, flat))
         if self._adversary == "early" and not isinstance(handle, Done):
             poison(flat)
         return handle
 
     def gather_object(self, text: str) -> list[str]:
-        sent = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        sizes = [int(size) for size in self._gather_words(torch.tensor([len(sent)]))]
-        padded = torch.cat([sent, torch.zeros(max(sizes) - len(sent), dtype=torch.uint8)])
-        rows = self._gather_words(padded)
-        return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
-
-    def _gather_words(self, flat: Tensor) -> list[Tensor]:
-        session = self._session()
         if self.mesh.size == 1:
-            return [flat]
-        handle = session.endpoint(self.mesh).all_gather(flat, self.mesh.names, "gather_object")
-        rows = [row.clone() for row in handle.wait()]
-        handle.release()
-        return rows
+            return [text]
+        return self._exchange("gather_object", text, self.mesh.names, lambda texts, here: texts).wait()
 
     def barrier(self) -> None:
         self.gather_object("")
@@ -249,10 +240,35 @@ class Simulated:
         session = getattr(_thread, "session", None)
         return None if session is None else session.adversary
 
-    def _carrier(self, axes: Axes) -> SingleRank | Endpoint:
-        return (
-            SingleRank(self.mesh) if self.mesh.axes_size(axes) == 1 else self._session().endpoint(self.mesh)
-        )
+    def _exchange(
+        self, name: str, sent: Any, axes: Axes, make: Callable[[list[Any], int], Any]
+    ) -> Handle[Any]:
+        """Give what `make` makes of what each rank has sent and of this one's place in the group."""
+        if self.mesh.axes_size(axes) == 1:
+            return Done(sent)
+        session, named, is_text = self._session(), several(self.mesh, axes), isinstance(sent, str)
+        what, ranks, here = describe(name, self.mesh, named), self.mesh.group_ranks(named), self.mesh.rank
+        post = _Post(name if is_text else kind_text(name, sent.numel(), sent.dtype))
+
+        def read() -> None:
+            post.value = sent if is_text else sent.detach().clone()
+            session.announce()
+
+        def finish() -> Any:
+            if late:
+                read()
+            for rank in ranks:
+                session.wait(lambda rank=rank: rank in posts, rank, what)
+            check_alike(what, {rank: posts[rank].kind for rank in ranks})
+            for rank in ranks:
+                session.wait(lambda rank=rank: posts[rank].value is not None, rank, what)
+            return make([posts[rank].value for rank in ranks], ranks.index(here))
+
+        late = session.adversary == "late"
+        if not late:
+            read()
+        posts = session.join((self.mesh.names, self.mesh.sizes, named, ranks), here, post)
+        return Pending(finish)
 
     def _session(self) -> _Session:
         session = getattr(_thread, "session", None)

@@ -8,7 +8,6 @@ are issued from it; a handle's wait makes that stream wait, not the host.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,9 +31,6 @@ def bind(context: ExecutorContext, part: slice = slice(None)) -> Callable[[Env],
     if worker is not None:
         waits = _meets_worker(context.schedule)[part]
         actions = [_behind_worker(a, context) if w else a for a, w in zip(actions, waits, strict=True)]
-    monitor = getattr(context.comm, "monitor", None)
-    if monitor is not None:
-        actions = [_named(monitor, n, lines[n], a) for n, a in zip(numbers, actions, strict=True)]
     if context.watch is not None:
         actions = [context.watch(n, lines[n], a) for n, a in zip(numbers, actions, strict=True)]
     finish = context.transfers.finish if context.transfers else None
@@ -85,19 +81,6 @@ def _meets_worker(schedule: Schedule) -> list[bool]:
         if arrives:  # a stream has it, the host may not
             made |= set(line.writes)
     return out
-
-
-def _named(monitor: Any, number: int, line: Instruction, action: Action) -> Action:
-    """What a wait that does not block is for, in case nobody comes."""
-    if not isinstance(line, Wait):
-        return action
-    where = _where(line, number)
-
-    def run(env: Env) -> None:
-        monitor.where = where
-        action(env)
-
-    return run
 
 
 def _where(line: Instruction, number: int) -> str:
