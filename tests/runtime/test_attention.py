@@ -10,8 +10,6 @@ from torch import fx
 import fnshard as fs
 from experiments.training import run_record
 from fnshard.analysis.workspace import workspace_bytes
-from fnshard.compiler import lower
-from fnshard.compiler.kernels import attention
 from fnshard.step import lowered
 
 CUDA = fs.make_mesh(shard=2, device="cuda", abstract=True)
@@ -60,13 +58,3 @@ def test_steps_for_cuda_attend_as_cuda_does(dtype, length, head, mask, kernel):
         args = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         assert workspace_bytes(node.target, *args, None, "cuda") >= 4 * 4 * 2 * length
     assert found.memory_analysis().peak_bytes > 0 and found.timeline("h100").step_seconds > 0
-
-
-def test_on_the_device_an_explicit_mask_of_an_odd_length_is_kept_off_cudnn(monkeypatch):
-    monkeypatch.setattr(lower, "trace_device", lambda mesh: torch.device("meta"))
-    for length, mask, allowed in ((64, True, False), (128, True, True), (64, False, True)):
-        found = attending(torch.bfloat16, length=length, head=64, mask=mask)
-        (source,) = [k.source for k in found.kernels.values() if "attention" in k.source.code]
-        with attention.choosing(source, "cuda"):
-            assert torch.backends.cuda.cudnn_sdp_enabled() is allowed
-        assert torch.backends.cuda.cudnn_sdp_enabled()

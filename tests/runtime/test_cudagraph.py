@@ -178,8 +178,3 @@ def test_what_stands_in_the_way_is_named(
     monkeypatch.setattr(lower, "trace_device", lambda mesh: torch.device("cpu"))
     with pytest.raises(SpecError, match=rf"(?s)mode='reduce-overhead'.*{reported}.*Fix: leave `mode` out"):
         lowered(**{"mesh": GPU} | how)
-
-
-def test_nothing_stands_in_the_way_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lower, "trace_device", lambda mesh: torch.device("cpu"))
-    assert lowered(GPU).options.inductor == {}

@@ -13,9 +13,6 @@ from optimizers import ALL, SHAPES, assert_close, copy, make_info, random_tree
 from torch import Tensor
 
 import fnshard as fs
-from fnshard.analysis.cost import HardwarePricer
-from fnshard.analysis.slots import Updates, slots_of
-from fnshard.compiler.schedule.instructions import Update
 from fnshard.errors import OptimizerError, SpecError
 from fnshard.optim.contract import Optimizer
 from fnshard.optim.optimizers import adamw, chain, clip_by_global_norm, ema, sgd
@@ -23,11 +20,6 @@ from fnshard.runtime.executor.fused_update import FusedUpdates
 
 COMPILABLE = [name for name, optimizer in ALL.items() if optimizer.compilable]
 LEAVES = {path: shape for path, shape in SHAPES.items() if 0 not in shape}
-
-
-def test_what_is_not_covered() -> None:
-    """An optimizer that gathers reads more of a step than numbers."""
-    assert ALL.keys() - set(COMPILABLE) == {"row_sgd", "clip_row_sgd"}
 
 
 @pytest.mark.parametrize("name", COMPILABLE)
@@ -171,21 +163,6 @@ def test_auto_compiles_on_accelerators() -> None:
         for backend in ("eager", "inductor")
     ]
     assert chosen == [False, False, False, True]
-
-
-def test_an_update_moves_28_bytes_a_parameter() -> None:
-    """bf16 gradients and storage, fp32 state; the ledger has no temporaries of it."""
-    hardware, moved, spare = fs.Hardware.of("h100"), {}, {}
-    for update in ("eager", "compiled"):
-        low = on_paper(update)
-        pricer = HardwarePricer(low.schedule, hardware, fused_update=low._fused_update)
-        lines = [line for line in low.schedule.instructions if isinstance(line, Update)]
-        moved[update] = sum(map(pricer.update_bytes, lines)) / (3 * (4 * 4 + 4) / 2)
-        slots = slots_of(adamw(0.1), low.schedule.specs, low.schedule.mesh)
-        updates = Updates(low.schedule, adamw(0.1), slots, {}, low._fused_update)
-        spare[update] = updates.bytes(low.schedule.buckets[lines[0].bucket], False)
-    assert moved == {"eager": 40, "compiled": 28}
-    assert spare["compiled"] == 0 < spare["eager"]
 
 
 def test_mistakes() -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from itertools import product
-from threading import Event, Thread, current_thread
+from threading import Event, current_thread
 from typing import Any
 from unittest import mock
 
 import pytest
 import sharded
 import torch
-from tiered import CLIPPED, CPU, FEATURES, PRESETS, TIERS, Adversary, expected, model_of
+from tiered import CLIPPED, FEATURES, PRESETS, TIERS, Adversary, expected, model_of
 
 import fnshard as fs
 from fnshard.errors import StateError
-from fnshard.runtime.host_worker import PENDING, Worker
+from fnshard.runtime.host_worker import Worker
 from fnshard.runtime.tiers import Transfers
 from fnshard.step import runner
 
@@ -88,20 +88,6 @@ def test_the_launching_thread_waits_where_the_step_ends_and_not_at_an_update() -
     state, _ = step(state, x)
     assert all(slots["seen"].eq(1).all() for slots in state.opt_state.values())
     assert not any(torch.equal(v, before[p]) for p, v in state.params.items())
-
-
-def test_what_waits_for_the_worker_is_bounded() -> None:
-    worker, gate = Worker(CPU), Event()
-    for _ in range(PENDING):
-        worker.submit(gate.wait, heavy=True)
-    third = Thread(target=lambda: worker.submit(lambda: None, heavy=True))
-    third.start()
-    third.join(0.05)
-    assert third.is_alive()
-    gate.set()
-    third.join(20)
-    worker.wait()
-    assert not third.is_alive()
 
 
 def test_an_update_that_fails_there_fails_the_step_and_no_later_one_is_made() -> None:

@@ -119,20 +119,6 @@ def test_a_leaf_that_a_rank_keeps_costs_its_slot_and_nobody_waits(ranks, who):
         assert first == second == last
 
 
-def _out_of_order(rank: int) -> None:
-    by = connect(make_mesh(shard=2, device="cpu"), timeout=20)
-    handles = [issue(by, float(number)) for number in range(8)]
-    for number in sorted(range(8), key=lambda n: (n * 5 + 3 * rank) % 8):  # each rank in another order
-        check(handles[number].wait(), float(number))
-        with pytest.raises(CollectiveError, match="waited for twice"):
-            handles[number].wait()
-    by.close()
-
-
-def test_gathers_may_be_waited_for_in_any_order(ranks):
-    ranks(2).run(_out_of_order)
-
-
 # ------------------------------------------------------------------ peers that fail
 
 

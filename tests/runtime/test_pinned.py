@@ -7,13 +7,10 @@ import gc
 import multiprocessing
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-import fnshard as fs
-from fnshard.compiler import lower
 from fnshard.errors import StateError
 from fnshard.runtime import pinned, tiers
 from fnshard.runtime.tiers import Transfers, rest
@@ -58,23 +55,6 @@ def test_a_host_tensor_takes_exactly_its_bytes_until_its_last_view_is_gone(runti
     assert runtime.sizes == {} and runtime.read == [value.numpy().tobytes()]
 
 
-def test_what_the_ledger_foretells_is_what_is_pinned(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    params = {"a": torch.ones(9, 100), "b": torch.ones(33)}
-    mesh = fs.Mesh(("shard",), (1,), ("shard",), "cuda", "local")
-    specs = fs.presets.full_shard(params, mesh, memory="host", optimizer_memory="host", update_on="device")
-    step = fs.shard_step(
-        lambda p, x: (x @ p["a"]).sum() + p["b"].sum(), specs, mesh=mesh, optimizer=fs.optim.adamw(1e-3),
-        backend="eager",
-    )  # fmt: skip
-    monkeypatch.setattr(fs.Mesh, "device", property(lambda mesh: CUDA))
-    monkeypatch.setattr(lower, "trace_device", lambda mesh: torch.device("cpu"))
-    state = step.adopt({path: rest(leaf, "host", CUDA) for path, leaf in params.items()})
-    analysis = step.lower(state, torch.ones(2, 9)).memory_analysis()
-    assert sum(runtime.sizes.values()) == analysis.host_resident_bytes == 3 * 4 * 933
-
-
 def test_buffers_are_pinned_once_and_used_again(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[str] = []
     stream = lambda device: SimpleNamespace(synchronize=lambda: waits.append("stream"))  # noqa: E731
@@ -98,18 +78,6 @@ def test_a_refusal_names_its_code_and_leaves_nothing(runtime: Runtime) -> None:
     runtime.sizes.clear()
     gc.collect()  # what was not registered is not unregistered
     assert runtime.read == []
-
-
-@pytest.mark.parametrize("device", ["cuda", "xpu"])
-def test_without_registering_torch_pins(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
-    requests: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace())
-    made = torch.zeros(12, dtype=torch.uint8)
-    monkeypatch.setattr(torch, "empty", lambda *_, pin_memory, **__: requests.append(pin_memory) or made)
-    assert tiers.allocate((3,), torch.float32, "host", torch.device(device)).shape == (3,)
-    assert requests == [True]
 
 
 def test_a_forked_child_leaves_the_parent_s_memory_alone(runtime: Runtime) -> None:

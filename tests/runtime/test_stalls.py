@@ -207,17 +207,6 @@ def test_updates_on_the_host_do_not_stop_the_launching_thread(device, where):
     assert "an event" in device.waits and device.waits[-2:] == ["a stream is waited for"] * 2
 
 
-def test_a_forward_sends_its_batch_and_waits_for_nothing(device):
-    params = {name: torch.ones(8, 8) for name in "ab"}
-    specs = fs.presets.full_shard(params, MESH)
-    forward = fs.shard_forward(lambda p, x: x @ p["a"] @ p["b"], specs, mesh=MESH, backend="eager")
-    forward.lower(params, torch.ones(4, 8))
-    with FakeTensorMode(allow_non_fake_inputs=True), device, Bindings(device):
-        blocks = {name: torch.ones(8, 8, device="cuda") for name in "ab"}
-        for _ in range(2):
-            assert forward(blocks, torch.ones(4, 8)).is_cuda and device.waits == []
-
-
 def test_numbers_and_flags_are_read_a_step_late_and_a_read_waits_for_one_event(device):
     trained = Trained(device)
     with trained.steps() as state:

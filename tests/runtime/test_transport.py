@@ -13,38 +13,6 @@ from fnshard.optim.contract import Optimizer
 from fnshard.runtime.collectives.connect import connect
 
 
-def row_norm_sgd(lr):
-    """Divides a leaf's gradient by the norm of the *whole* leaf: needs a gather."""
-
-    def leaf(path, grad, slots, param, info):
-        full = info.require("gather")(path, grad)
-        return -lr * grad / full.norm(), {}
-
-    return Optimizer(f"row_norm_sgd({lr})", leaf, needs=frozenset({"gather"}), elementwise=False)
-
-
-def gathering_steps(rank, steps):
-    mesh = fs.make_mesh(shard=2, device="cpu")
-    params = {"l.0.w": torch.arange(1.0, 7.0).double().reshape(3, 2), "l.1.w": torch.ones(5).double()}
-    specs = fs.presets.full_shard(params, mesh)
-    loss = lambda p, x: (p["l.0.w"].pow(2).sum() + p["l.1.w"].pow(3).sum()) * x.mean()  # noqa: E731
-    step = fs.shard_step(loss, specs, mesh=mesh, optimizer=row_norm_sgd(0.01), backend="eager")
-    state = step.init(params)
-    for _ in range(steps):
-        state, _ = step(state, torch.ones(1).double())
-    return fs.unshard(state.params, specs, mesh)
-
-
-def test_an_optimizer_that_gathers_can_step_for_long(ranks):
-    results = ranks(2).run(gathering_steps, 80)
-    w0, w1 = torch.arange(1.0, 7.0).double().reshape(3, 2), torch.ones(5).double()
-    for _ in range(80):
-        g0, g1 = 2 * w0, 3 * w1.pow(2)
-        w0, w1 = w0 - 0.01 * g0 / g0.norm(), w1 - 0.01 * g1 / g1.norm()
-    for got in results:
-        assert (got["l.0.w"] - w0).abs().max() < 1e-12 and (got["l.1.w"] - w1).abs().max() < 1e-12
-
-
 def unshard_often(rank, times):
     mesh = fs.make_mesh(shard=2, device="cpu")
     params = {"w": torch.ones(4)}

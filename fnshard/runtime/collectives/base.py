@@ -2,13 +2,12 @@
 
 `fnshard.runtime.collectives.connect` picks the implementation: `SingleRank` (one rank), `Group` (a
 `torch.distributed` process group), `Simulated` (ranks are threads, `fnshard.runtime.collectives.simulated`),
-`Shared` (CPU ranks that share hosts, `fnshard.runtime.collectives.shared_memory`), `Abstract` (nothing can
-run). All of them keep one contract:
+`Shared` (CPU ranks that share hosts, `fnshard.runtime.collectives.shared_memory`). All keep one contract:
 
 - Groups are named by an ordered tuple of mesh axes; rank order is `mesh.group_ranks(axes)`. A group
   of one needs no transport.
-- Every rank of a group issues the same collectives in the same order. Any number may be in flight, and
-  they may be waited for in any order; all-reduces in the same one on all ranks, for they meet at the wait.
+- Every rank of a group issues the same collectives in the same order. Any number may be in flight, and they
+  may be waited for in any order, the same one on all ranks: where they meet is the wait.
 - A tensor handed over must not change until the handle was waited for, and for a gather released
   (`verify` holds schedules to it, and the adversarial simulation shows who breaks it).
 - Every handle is waited for, and a gather's is released; every send buffer is sent.
@@ -271,24 +270,6 @@ class SingleRank:
 
     def close(self) -> None:
         pass
-
-
-@dataclass(frozen=True)
-class Abstract:
-    """No ranks: everything is refused, with the way out."""
-
-    mesh: Mesh
-
-    def _refuse(self, *_: Any, **__: Any) -> Any:
-        raise CollectiveError(
-            f"mesh {self.mesh} is abstract: it can be lowered on, not run.",
-            fix="start the ranks and call make_mesh(...) without abstract=True, or try the program "
-            "on threads with make_mesh(..., simulated=True) and simulate(mesh, fn).",
-        )
-
-    send_buffer = all_gather = reduce_scatter = all_to_all = permute = all_reduce = _refuse
-    gather_object = barrier = _refuse
-    transport_bytes, close = SingleRank.transport_bytes, SingleRank.close
 
 
 # ------------------------------------------------------------------ torch.distributed

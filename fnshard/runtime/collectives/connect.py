@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import (
     DEFAULT_TIMEOUT,
-    Abstract,
     Collectives,
     Group,
     SingleRank,
@@ -24,13 +24,20 @@ def connect(mesh: Mesh, *, timeout: float = DEFAULT_TIMEOUT, transport: Transpor
             "p2p": gathers and reduce-scatters as sends from rank to rank. "native": torch's own
             collectives throughout (what a CUDA mesh always does).
 
+    Raises:
+        CollectiveError: the mesh is abstract.
+
     >>> import torch
     >>> from fnshard.mesh import make_mesh
     >>> connect(make_mesh(shard=1)).all_gather(torch.arange(3), ("shard",)).wait()
     [tensor([0, 1, 2])]
     """
     if mesh.kind == "abstract":
-        return Abstract(mesh)
+        raise CollectiveError(
+            f"mesh {mesh} is abstract: it can be lowered on, not run.",
+            fix="start the ranks and call make_mesh(...) without abstract=True, or try the program "
+            "on threads with make_mesh(..., simulated=True) and simulate(mesh, fn).",
+        )
     if mesh.kind == "simulated":
         return Simulated(mesh)
     if mesh.size == 1:
