@@ -2,11 +2,9 @@
 
 import math
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 import fnshard as fs
 from fnshard import LayoutSpec, P
@@ -101,28 +99,6 @@ def test_leaves_start_at_aligned_places_and_dtypes_do_not_mix():
         2 * ALIGN_bytes,
         4,
     ]  # so that each row starts at one; scalars do not
-
-
-@pytest.mark.parametrize(("more", "expected"), [(0, [2, 16, 2, 16]), (7, [9 * 64])])
-def test_only_gaps_are_cleared_where_every_block_is_whole(more, expected):
-    """A memset of what is written next would cost as much again; many gaps would be a launch each."""
-    mesh = fs.make_mesh(shard=2, abstract=True)
-    full = {"l.0.a": torch.ones(6, 10), "l.0.b": torch.ones(4, 8)}
-    full |= {f"l.0.c{i}": torch.ones(6, 10) for i in range(more)}
-    specs = fs.match_specs(full, [("*", LayoutSpec(P("shard")))])
-    (bucket,) = make_buckets(specs, mesh, lambda s: s.storage, lambda s: s.storage_dtype, "gather")
-    cleared: list[int] = []
-
-    class Cleared(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            if func is Tensor.zero_:
-                cleared.append(args[0].numel())
-            return func(*args, **kwargs or {})
-
-    rows, packer = torch.full((2 * bucket.numel,), torch.nan), Packer(bucket, mesh, 0)
-    with Cleared():
-        packer.pack_full(full, rows)
-    assert rows.sum() == 60 + 32 + 60 * more and cleared == expected
 
 
 def test_wire_dtype_casts_on_the_way():

@@ -162,7 +162,10 @@ GPU = fs.Mesh(("shard",), (1,), ("shard",), "cuda", "local")
     ("how", "reported"),
     [
         ({"mesh": fs.make_mesh(shard=1, device="cpu")}, r"the mesh \(shard=1\) is of cpu devices"),
-        ({"mesh": fs.Mesh(("shard",), (2,), ("shard",), "cuda", "abstract")}, "2 ranks: who is silent"),
+        (
+            {"mesh": fs.Mesh(("shard",), (2,), ("shard",), "cuda", "abstract")},
+            "2 ranks: collectives are not captured",
+        ),
         (
             {"optimizer_memory": "host"},
             r"4 leaves rest on the host or on disk: params\['l.0.w'\], .*, \.",

@@ -168,7 +168,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_timeout(ranks, who):
 # ------------------------------------------------------------------ in a step
 
 
-def _watched(rank: int, preset: str, clip: bool) -> dict[str, Any]:
+def _watched(rank: int, clip: bool) -> dict[str, Any]:
     """Two steps: what lies in the group's memory, and what travels.
 
     Lists of whether each gathered leaf, and each reduction's sum, lies there; bytes of reductions that are
@@ -179,7 +179,7 @@ def _watched(rank: int, preset: str, clip: bool) -> dict[str, Any]:
     optimizer = fs.optim.sgd(0.1)
     if clip:
         optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), optimizer)
-    step = sharded.make_step(mesh, model, sharded.specs_of(model, preset, mesh), optimizer)
+    step = sharded.make_step(mesh, model, sharded.specs_of(model, "full_shard", mesh), optimizer)
     passes = step.options.lowering.passes  # nothing would travel during a kernel; elsewhere it does
     assert (passes.prefetch, passes.overlap) == ((0, 0), 0)
     assert {default_depth(make_mesh(shard=2, **{kind: True})) for kind in ("simulated", "abstract")} == {1}
@@ -213,12 +213,6 @@ def _watched(rank: int, preset: str, clip: bool) -> dict[str, Any]:
     return seen
 
 
-@pytest.mark.parametrize("preset", ["full_shard", "shard_grad_op"])
-def test_a_steps_gathered_leaves_lie_in_the_groups_memory(ranks, preset):
-    for seen in ranks(2).run(_watched, preset, False):
-        assert seen["leaves"] and all(seen["leaves"])
-
-
 # ------------------------------------------------------------------ reductions of two
 
 
@@ -244,9 +238,10 @@ def test_a_peers_row_and_ones_own_gradients_make_the_sum(shape, layout):
 
 
 @pytest.mark.parametrize("clip", [False, True])
-def test_gradients_that_are_updated_at_once_stay_in_the_slot_that_their_leaves_have_left(ranks, clip):
+def test_gathered_leaves_lie_there_and_gradients_updated_at_once_stay_in_the_slot_they_left(ranks, clip):
     """At the default depths of ranks that share memory; two ranks send each other's row alone."""
-    for seen in ranks(2).run(_watched, "full_shard", clip):
+    for seen in ranks(2).run(_watched, clip):
+        assert seen["leaves"] and all(seen["leaves"])
         assert seen["sums"] and seen["slots"] == 1
         assert set(seen["sums"]) == {not clip}
         assert seen["sent"] == seen["rows"] > 0

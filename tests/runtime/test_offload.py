@@ -117,22 +117,6 @@ def test_transfers_are_prefetched_a_unit_ahead() -> None:
     assert ahead >= len(loads) - 2  # the first has nothing before it
 
 
-def test_gathers_are_issued_as_early_as_without_offload() -> None:
-    """Their order among the kernels is the same, forward and backward: loads do not hold them up."""
-
-    def order(schedule: Any) -> list[str]:
-        lines = [i for i in schedule.instructions if isinstance(i, Gather | Run)]
-        return [f"{i.verb} {i.unit} {i.phase}" for i in lines]
-
-    model = model_of("gpt")
-    mesh = fs.make_mesh(shard=4, abstract=True)
-    specs = sharded.specs_of(model, "full_shard", mesh)
-    for depth in (1, 2):
-        how = {"mesh": mesh, "optimizer": FEATURES["plain"][0], "prefetch": depth}
-        plain = fs.shard_step(model.loss, specs, **how).lower(model.params, *model.batches(1)[0])
-        assert order(lowered("all_host", prefetch=depth)) == order(plain.schedule)
-
-
 def test_gradients_go_to_the_host_once_and_updates_stay_there() -> None:
     schedule = lowered("optimizer_host")
     counts = schedule.counts()

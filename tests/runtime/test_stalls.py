@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fnshard as fs
 from fnshard.compiler import lower
 from fnshard.runtime.readback import Reading
-from fnshard.runtime.tiers import Transfers
 
 aten = torch.ops.aten
 MESH = fs.Mesh(("shard",), (1,), ("shard",), "cuda", "local")
@@ -243,17 +242,3 @@ def test_numbers_are_those_of_the_step_whatever_comes_after(device, device_type)
         found = Reading.of({"rate": torch.tensor(3e-4), "loss": torch.ones((), device="cuda")}, MESH.device)
     assert found.known == {"rate": torch.tensor(3e-4).item()} and list(found.sent) == ["loss"]
     assert device.waits == []
-
-
-def test_each_direction_has_a_stream(device, monkeypatch):
-    used: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: used.append(stream) or nullcontext())
-    with FakeTensorMode(allow_non_fake_inputs=True), device, Bindings(device):
-        transfers = Transfers(MESH.device)
-        transfers.finish()
-        assert device.waits == []  # nothing was issued
-        there = transfers.to_host([torch.ones(4, device="cuda")]).wait()
-        transfers.to_device(there)
-        transfers.finish()
-    assert used == [transfers.downward, transfers.upward] and used[0] is not used[1]
-    assert device.waits == ["a stream is waited for"] * 2

@@ -37,7 +37,7 @@ Words = MutableSequence[int]  # 64 bits each
 
 PAGE = 4096
 REGION = 1 << 35  # bytes of address space for what is gathered, and for what is reduced
-CLOSED, WAITS = range(2)  # a memory's own words: that it was left, and 1 + the rank that its rank waits for
+CLOSED, WAITS = range(2)  # a memory's own words; the second: 1 + the rank waited for, negative once given up
 COME, OVER = range(2)  # a group's words: messages that the rank has come to, and those that are over for it
 KIND, OFFSET, REDUCED = range(3)  # of a row, after them
 ROWS, WIDTH = 2, 3
@@ -99,8 +99,9 @@ class Memory:
         return offset if 0 <= offset < len(self.file) else None
 
     def left(self) -> bool:
-        """Whether its process has closed it, ended, or is a zombie."""
-        return bool(self.words(8 * CLOSED, 1)[0]) or self._process() in "ZX"
+        """Whether its process has closed it, has given up to wait, has ended, or is a zombie."""
+        closed, waits = self.words(0, 2)
+        return bool(closed) or waits < 0 or self._process() in "ZX"
 
     def stopped(self) -> bool:
         """Whether its process stands still (SIGSTOP, or a debugger)."""
@@ -119,8 +120,8 @@ class Memory:
 class Host:
     """The ranks whose memory this rank sees, and how it waits for them: it looks again and again.
 
-    While a rank waits, its memory says for whom, and after it has given up: so the rank that is named is not
-    the peer that failed over another one, but that one.
+    A rank's memory says for which rank it waits, and after it has given up, which one failed it. So the rank
+    that is named is the one that died, and not a peer that waits for it. Who has given up is as good as gone.
     """
 
     rank: int
@@ -136,8 +137,9 @@ class Host:
         waits = self.memories[self.rank].words(8 * WAITS, 1)
         waits[0] = 1 + peer.rank
         for looks in itertools.count(1):
-            # Asked before the last look: what it sent and then left is good.
-            gone = looks % 256 == 0 and (_failed_over(peer) or peer.left())
+            gone = (
+                looks % 256 == 0 and peer.left()
+            )  # before the last look: what it sent and then left is good
             if ready():
                 waits[0] = 0
                 return ""
@@ -151,24 +153,14 @@ class Host:
         culprit, seen = peer, {self.rank}
         while culprit.rank not in seen:
             seen.add(culprit.rank)
-            blamed = _failed_over(culprit) or (0 if culprit.left() else _waits_for(culprit))
-            if blamed:
-                culprit = self.memories[blamed - 1]
+            waits = culprit.words(8 * WAITS, 1)[0]
+            if waits < 0 or (waits and not culprit.left()):  # who is killed in a wait is to blame itself
+                culprit = self.memories[abs(waits) - 1]
         culprit = peer if culprit.rank == self.rank else culprit
-        if culprit.left() or _failed_over(culprit):
+        if culprit.left():
             return f"rank {culprit.rank} has left"
         still = f"; its process {culprit.pid} is stopped" if culprit.stopped() else ""
         return f"rank {culprit.rank} did not come within {self.timeout:g} s{still}"
-
-
-def _waits_for(memory: Memory) -> int:
-    """1 + the rank that this one waits for now, or 0."""
-    return max(memory.words(8 * WAITS, 1)[0], 0)
-
-
-def _failed_over(memory: Memory) -> int:
-    """1 + the rank that this one has given up to wait for, or 0."""
-    return max(-memory.words(8 * WAITS, 1)[0], 0)
 
 
 # ------------------------------------------------------------------ slots

@@ -40,7 +40,7 @@ def obstacles(schedule: Schedule, updates: bool) -> list[str]:
     if mesh.device_type != "cuda":
         out.append(f"the mesh {mesh} is of {mesh.device_type} devices")
     if mesh.size > 1:
-        out.append(f"{mesh.size} ranks: who is silent is found by events, which a graph cannot hold")
+        out.append(f"{mesh.size} ranks: collectives are not captured")
     away = [p for p, s in schedule.specs.items() if {s.memory, s.optimizer_memory} != {"device"}]
     if away:
         shown = ", ".join(f"params[{p!r}]" for p in away[:3]) + (", ..." if len(away) > 3 else "")
