@@ -52,7 +52,7 @@ def rest(value: Tensor, tier: str, device: torch.device, disk_dir: str | None = 
 
 
 def is_resting(value: Tensor, device: torch.device) -> bool:
-    """Whether a host tensor is of the host tier; on a CPU nobody can tell."""
+    """Whether a host tensor is of the host tier; on a CPU nobody knows."""
     return device.type != "cpu" and value.is_pinned()
 
 

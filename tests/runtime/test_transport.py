@@ -1,4 +1,4 @@
-"""On real ranks: nothing that a transport lends is kept, and a mesh is connected once."""
+"""On real ranks: a transport takes its memory back, names who died, and connects a mesh once."""
 
 import gc
 import os

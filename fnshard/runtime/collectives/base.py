@@ -115,7 +115,7 @@ class Done(Generic[T]):
 
 
 class Pending(Generic[T]):
-    """A result that `finish` makes when it is waited for; what that needs is held until then."""
+    """A result that `finish` makes when it is waited for; what that needs lives until then."""
 
     def __init__(self, finish: Callable[[], T]):
         self._finish = finish

@@ -87,7 +87,7 @@ class Graphed:
     Args:
         first, last: run lines of a schedule on an environment, and return it.
         returned: names of values that the step hands to its caller as they are.
-        flag_names: of the numbers that this rank may tell with a step.
+        flag_names: of the numbers that this rank may report with a step.
     """
 
     first: Run

@@ -30,7 +30,7 @@ def bind(context: ExecutorContext, part: slice = slice(None)) -> Callable[[Env],
     worker = context.worker
     if worker is not None:
         waits = _meets_worker(context.schedule)[part]
-        actions = [_behind_worker(a, context) if w else a for a, w in zip(actions, waits, strict=True)]
+        actions = [_after_worker(a, context) if w else a for a, w in zip(actions, waits, strict=True)]
     if context.watch is not None:
         actions = [context.watch(n, lines[n], a) for n, a in zip(numbers, actions, strict=True)]
     finish = context.transfers.finish if context.transfers else None
@@ -56,7 +56,7 @@ def bind(context: ExecutorContext, part: slice = slice(None)) -> Callable[[Env],
     return run
 
 
-def _behind_worker(action: Action, context: ExecutorContext) -> Action:
+def _after_worker(action: Action, context: ExecutorContext) -> Action:
     def run(env: Env) -> None:
         context.transfers.join()
         action(env)
