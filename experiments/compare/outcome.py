@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import json
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -14,13 +13,14 @@ from typing import Any
 import yaml
 
 from experiments.configs.train import ConfigError
+from experiments.data.files import read_json
 from experiments.training.metrics_file import HELD_OUT, METRICS, read_rows
 from experiments.training.result import RESULT, STOPPED, read_result
 from fnshard.errors import report
 
-IDENTITY, JOB, OVERRIDES = "identity.json", "job.json", Path(".hydra", "overrides.yaml")
-MARKS = (RESULT, METRICS, IDENTITY, JOB)  # a folder with any of these is a run's
-OK, FAILED, UNFINISHED, NOTHING = "ok", "failed", "unfinished", "no result"
+IDENTITY, OVERRIDES = "identity.json", Path(".hydra", "overrides.yaml")
+MARKS = (RESULT, METRICS, IDENTITY)  # a folder with any of these is a run's
+OK, FAILED, UNFINISHED = "ok", "failed", "unfinished"
 RECENT = 20  # rows that an unfinished run's loss is the mean of
 
 
@@ -57,13 +57,8 @@ def found(places: Sequence[str]) -> list[Outcome]:
             there = "a folder without runs" if any(p.is_dir() for p in paths) else "no such folder"
             empty.append(f"{place}: {there}")
     if empty:
-        raise ConfigError(
-            report(
-                "there is nothing to compare:",
-                empty,
-                "folders of runs or of sweeps, as outputs/2030-01-31/12-00-00, or multirun/*/*.",
-            )
-        )
+        fix = "folders of runs or of sweeps, as outputs/2030-01-31/12-00-00, or multirun/*/*."
+        raise ConfigError(report("there is nothing to compare:", empty, fix))
     common = Path(os.path.commonpath([str(f.parent) for f in folders]))
     return [outcome_of(folder, str(folder.relative_to(common))) for folder in folders]
 
@@ -73,19 +68,23 @@ def runs_below(folder: Path) -> Iterator[Path]:
     if is_run(folder):
         yield folder
         return
-    for below in sorted(folder.iterdir(), key=_in_order):
-        if below.is_dir() and not below.name.startswith("."):
-            yield from runs_below(below)
+    for below in _folders(folder):
+        yield from runs_below(below)
 
 
 def jobs_of(sweep: Path) -> list[Path]:
     """The folders of a sweep's jobs, those that left nothing but what Hydra writes, too."""
-    below = (f for f in sweep.iterdir() if f.is_dir() and not f.name.startswith("."))
-    return sorted((f for f in below if is_run(f) or (f / ".hydra").is_dir()), key=_in_order)
+    return [f for f in _folders(sweep) if is_run(f) or (f / ".hydra").is_dir()]
 
 
 def is_run(folder: Path) -> bool:
     return any((folder / mark).exists() for mark in MARKS)
+
+
+def _folders(folder: Path) -> list[Path]:
+    """Those in a folder in order, numbers as numbers."""
+    below = (f for f in folder.iterdir() if f.is_dir() and not f.name.startswith("."))
+    return sorted(below, key=lambda f: (int(f.name) if f.name.isdigit() else math.inf, f.name))
 
 
 def outcome_of(folder: Path, name: str) -> Outcome:
@@ -93,56 +92,31 @@ def outcome_of(folder: Path, name: str) -> Outcome:
     result = read_result(folder)
     rows = tuple(read_rows(folder / METRICS, 2**63))
     numbers = {k: float(v) for k, v in result.items() if type(v) in (int, float) and k != "step"}
-    status, reason = result["status"], result.get("reason") or _first_line(result.get("error", ""))
+    status, reason = result["status"], result.get("reason") or _in_short(result.get("error", ""))
     if status not in (OK, FAILED):
-        numbers = _so_far(rows)
+        losses = [row["loss"] for row in rows if "loss" in row][-RECENT:]
+        numbers = {"loss": math.fsum(losses) / len(losses)} if losses else {}
+        held_out = [row[HELD_OUT] for row in rows if HELD_OUT in row][-1:]
+        numbers |= {HELD_OUT: held_out[0]} if held_out else {}
         if rows:
+            steps = read_json(folder / IDENTITY).get("run", {}).get("steps", "?")
             status = STOPPED if status == STOPPED else UNFINISHED
-            reason = f"step {rows[-1]['step']} of {_steps(folder)}"
+            reason = f"step {rows[-1]['step']} of {steps}"
     overrides = result["overrides"] or _overrides(folder)
     return Outcome(folder, name, status, tuple(map(str, overrides)), numbers, rows, reason)
 
 
-def _so_far(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    losses = [row["loss"] for row in rows if "loss" in row][-RECENT:]
-    held_out = [row[HELD_OUT] for row in rows if HELD_OUT in row][-1:]
-    numbers = {"loss": math.fsum(losses) / len(losses)} if losses else {}
-    return numbers | ({HELD_OUT: held_out[0]} if held_out else {})
-
-
-def _steps(folder: Path) -> Any:
-    for file, path in ((JOB, ("config", "run", "steps")), (IDENTITY, ("run", "steps"))):
-        try:
-            value = json.loads((folder / file).read_text(encoding="utf-8"))
-            for key in path:
-                value = value[key]
-            return value
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return "?"
-
-
 def _overrides(folder: Path) -> list[str]:
-    for read, file in ((json.loads, JOB), (yaml.safe_load, OVERRIDES)):
-        try:
-            content = read((folder / file).read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError):
-            continue
-        listed = content.get("overrides") if isinstance(content, dict) else content
-        if isinstance(listed, list):
-            return listed
-    return []
+    try:
+        listed = yaml.safe_load((folder / OVERRIDES).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return []
+    return listed if isinstance(listed, list) else []
 
 
-def _first_line(error: str) -> str:
-    lines = [line.strip() for line in error.splitlines() if line.strip()]
-    if not lines:
-        return ""
+def _in_short(error: str) -> str:
+    """The line of an error that says most: a traceback's last, or the first, and after a colon the next."""
+    lines = [line.strip() for line in error.splitlines() if line.strip()] or [""]
     if lines[0].startswith("Traceback"):
         return lines[-1]
-    more = f" {lines[1]}" if lines[0].endswith(":") and len(lines) > 1 else ""
-    return lines[0].removeprefix("error: ") + more
-
-
-def _in_order(folder: Path) -> tuple[float, str]:
-    return (int(folder.name) if folder.name.isdigit() else math.inf, folder.name)
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).removeprefix("error: ")

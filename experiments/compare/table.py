@@ -64,34 +64,29 @@ def differences(outcomes: Sequence[Outcome]) -> dict[Path, str]:
 def as_text(ranking: Ranking) -> str:
     """A row per run; the best one has a star."""
     outcomes, own = ranking.outcomes, differences(ranking.outcomes)
-    formats = COLUMNS | ({} if ranking.metric in COLUMNS else {ranking.metric: OTHERS})
-    columns = {key: style for key, style in formats.items() if any(key in o.numbers for o in outcomes)}
-    reasons = ("reason",) if any(o.reason for o in outcomes) else ()
-    rows = [("run", "overrides", "status", *columns, *reasons)]
+    formats = {ranking.metric: OTHERS} | COLUMNS
+    columns = {key: formats[key] for key in (*COLUMNS, *formats) if any(key in o.numbers for o in outcomes)}
+    rows = [("run", "overrides", "status", *columns)]
     for outcome in outcomes:
-        name = outcome.name + (BEST if outcome is ranking.best else "")
-        numbers = (_shown(outcome.numbers.get(key), style) for key, style in columns.items())
-        why = (shorten(outcome.reason, LONGEST, placeholder="...") or "-",) if reasons else ()
-        rows.append((name, own[outcome.folder], outcome.status, *numbers, *why))
-    stop = 3 + len(columns)
-    named, reasoned = [row[:stop] for row in rows], [row[stop:] for row in rows]
-    lines = zip(aligned(named, left=3), reasoned, strict=True)
-    return "\n".join("  ".join([line, *why]).rstrip() for line, why in lines)
+        numbers = (format(outcome.numbers[k], f) if k in outcome.numbers else "-" for k, f in columns.items())
+        star = BEST if outcome is ranking.best else ""
+        rows.append((outcome.name + star, own[outcome.folder], outcome.status, *numbers))
+    reasons = [shorten(o.reason, LONGEST, placeholder="...") for o in outcomes]
+    lines = zip(aligned(rows, left=3), ["reason" if any(reasons) else "", *reasons], strict=True)
+    return "\n".join(f"{line}  {why}".rstrip() for line, why in lines)
 
 
 def write_csv(ranking: Ranking, path: Path) -> None:
     """A row per run in the same order, a column for every option that any run names and for every number."""
-    options = [dict(_option(o) for o in outcome.overrides) for outcome in ranking.outcomes]
-    keys = list(dict.fromkeys(key for each in options for key in each))
-    numbers = list(dict.fromkeys(key for outcome in ranking.outcomes for key in outcome.numbers))
+    rows = []
+    for o in ranking.outcomes:
+        options = {k.lstrip("+~"): v for k, _, v in (override.partition("=") for override in o.overrides)}
+        head = {"run": o.name, "status": o.status, "best": "yes" if o is ranking.best else ""}
+        rows.append({**head, "reason": o.reason, "folder": str(o.folder), **options, **o.numbers})
     with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["run", "status", "best", *keys, *numbers, "reason", "folder"])
-        for outcome, own in zip(ranking.outcomes, options, strict=True):
-            head = [outcome.name, outcome.status, "yes" if outcome is ranking.best else ""]
-            measured = [outcome.numbers.get(key, "") for key in numbers]
-            settings = [own.get(key, "") for key in keys]
-            writer.writerow([*head, *settings, *measured, outcome.reason, outcome.folder])
+        writer = csv.DictWriter(file, list(dict.fromkeys(key for row in rows for key in row)), restval="")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def grows(metric: str) -> bool:
@@ -107,12 +102,3 @@ def _value(outcome: Outcome, metric: str) -> float:
     """The less the better; none, or NaN, is the worst."""
     value = outcome.numbers.get(metric, math.nan)
     return math.inf if math.isnan(value) else -value if grows(metric) else value
-
-
-def _option(override: str) -> tuple[str, str]:
-    key, _, value = override.partition("=")
-    return key.lstrip("+~"), value
-
-
-def _shown(value: float | None, style: str) -> str:
-    return "-" if value is None else format(value, style)

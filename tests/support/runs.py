@@ -137,8 +137,9 @@ def leave_run(folder: Path, *overrides: str, status: str = "ok", steps: int = 4,
     rows = [{"step": n, "loss": 5.0 - 0.1 * n, "tokens_per_s": 10.0} for n in range(1, steps + 1)]
     rows.append({"step": steps, "held_out_loss": numbers.get("held_out_loss", 9.0)})
     (folder / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows if steps))
-    job = {"config": {"run": {"steps": 40}}, "overrides": list(overrides)}
-    (folder / "job.json").write_text(json.dumps(job))
+    (folder / "identity.json").write_text('{"run": {"steps": 40}}')
+    (folder / ".hydra").mkdir(exist_ok=True)
+    (folder / ".hydra" / "overrides.yaml").write_text(json.dumps(overrides))
     if status != "unfinished":
         write_result(folder, status=status, overrides=list(overrides), **numbers)
     return folder
