@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
-
 from experiments.cli.main import answer
-from experiments.data.files import write_json
+from experiments.data.files import write_json, write_text
 from experiments.explain import words
 from experiments.explain.config import SPEC, ExplainConfig
-from experiments.explain.page import page
 from experiments.explain.paper import explain
+from fnshard import plot
 
 
-def write(config: ExplainConfig, folder: Path, name: str = "") -> None:
-    """Print what is known of a configuration, and leave `report.html` and `explain.json` in a folder.
-
-    Args:
-        name: of the configuration, in a few words; "": the choices of model and strategy.
-    """
-    if not name:
-        choices = HydraConfig.get().runtime.choices
-        name = f"{choices['model']} {choices['strategy']}"
+def write(config: ExplainConfig, folder: Path) -> None:
+    """Print what is known of a configuration, and leave it in a folder with the schedule and two pictures."""
     paper = explain(config)
-    print(words.as_text(paper), flush=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    text = words.as_text(paper)
+    print(text, flush=True)
+    write_text(folder / "explain.txt", text + "\n")
+    write_text(folder / "schedule.txt", paper.lowered.as_text() + "\n")
     write_json(folder / "explain.json", words.numbers(paper))
-    report = folder / "report.html"
-    report.write_text(page(paper, name, OmegaConf.to_yaml(asdict(config))), encoding="utf-8")
-    print(f"\nreport: {report}", flush=True)
+    plot.memory(paper.over, folder / "memory.svg", limit=paper.device_bytes)
+    plot.timeline(paper.timeline, folder / "timeline.png")
+    if paper.found is not None:
+        write_text(folder / "search.txt", f"{paper.found}\n")
+    print(f"\nresults: {folder}", flush=True)
 
 
 if __name__ == "__main__":

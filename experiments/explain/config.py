@@ -83,10 +83,6 @@ class ExplainConfig:
         return [f"data.rows={rows} does not divide over {over}. Fix: data.rows={near}."]
 
     @property
-    def ranks(self) -> int:
-        return self.mesh.ranks
-
-    @property
     def rows(self) -> int:
         """Of one rank's batch, all micro-batches."""
         return self.run.accumulate if self.data.rows is None else self.data.rows // self.mesh.data_ranks
@@ -100,14 +96,9 @@ SPEC = CommandSpec(
     "explain",
     ExplainConfig,
     "What a configuration comes to, without training and without the devices: bytes, traffic, time, "
-    "tokens a day, cost; printed, and as one HTML file with pictures.",
+    "tokens a day, cost; printed, and kept with two pictures.",
     {
         "python -m experiments.explain model=7b mesh.shard=64": "a model on so many GPUs",
-        "python -m experiments.explain model=70b mesh.shard=128 mesh.replicate=8 strategy=hybrid_shard": (
-            "eight copies, each over 128"
-        ),
-        "python -m experiments.explain model=7b strategy=auto mesh.shard=8 hardware=a100": (
-            "the fastest plan that fits, and why"
-        ),
+        "python -m experiments.explain model=7b strategy=auto mesh.shard=8 hardware=a100": "a plan, and why",
     },
 )

@@ -27,12 +27,14 @@ class Paper:
     """A step on paper.
 
     Args:
+        device_bytes: what the step may take of a rank's device.
         specs, options: the arguments of `shard_step`.
         found: the search, if `strategy=auto` made one.
     """
 
     config: ExplainConfig
     hardware: fs.Hardware
+    device_bytes: int
     mesh: fs.Mesh
     specs: Any
     options: Mapping[str, Any]
@@ -42,11 +44,6 @@ class Paper:
     traffic: Traffic
     timeline: Timeline
     found: fs.Fit | None = None
-
-    @property
-    def device_bytes(self) -> int:
-        """What the step may take of a rank's device."""
-        return _budget(self.config, self.hardware)
 
     @property
     def fits(self) -> bool:
@@ -64,7 +61,7 @@ class Paper:
     @property
     def device_hours(self) -> float:
         """Of the whole training, all ranks together."""
-        return 24 * self.config.ranks * self.config.budget / self.tokens_per_day
+        return 24 * self.config.mesh.ranks * self.config.budget / self.tokens_per_day
 
     @property
     def cost(self) -> float | None:
@@ -75,8 +72,9 @@ class Paper:
 
 def explain(config: ExplainConfig) -> Paper:
     """Lower the configuration's step; nothing is compiled, nothing runs."""
-    name = config.hardware.name
+    name, gigabytes, found = config.hardware.name, config.run.device_gb, None
     hardware = fs.Hardware.measure() if name == "measure" else fs.Hardware.named(name)
+    device_bytes = hardware.memory_bytes if gigabytes is None else int(gigabytes * 1e9)
     axes = {name: size for name, size in config.mesh.axes.items() if size > 1 or name == "shard"}
     # "cpu" in name only: an abstract mesh stands for accelerators, and needs none here.
     mesh = fs.make_mesh(**axes, device="cpu", abstract=True)
@@ -85,40 +83,26 @@ def explain(config: ExplainConfig) -> Paper:
         tokens = torch.empty(config.rows, config.model.context, dtype=torch.int64)
     loss_fn, params = loss_function(model)
     optimizer = make_optimizer(config.optimizer, ScheduleConfig(name="constant"), 1, UNDECAYED)
-    dtypes, tensor = dtypes_of(config.precision), tensor_axis(mesh)
-    if config.strategy.name == AUTO:
-        found = fs.fit(
-            loss_fn, params, mesh, batch=(tokens, tokens), device_bytes=_budget(config, hardware),
-            hardware=hardware, optimizer=optimizer, grad_norm=True,
-            specs=fs.presets.full_shard(params, mesh, tensor=tensor, **dtypes),
-            context_attention=config.mesh.context_attention,
-        )  # fmt: skip
-        return _paper(config, hardware, mesh, found.specs, found.options, found.lowered, found=found)
+    how = {"tensor": tensor_axis(mesh), **dtypes_of(config.precision)}
+    options = {"grad_norm": True, "context_attention": config.mesh.context_attention}
     strategy = config.strategy
-    tiers = {name: getattr(strategy, name) for name in ("memory", "optimizer_memory", "update_on")}
-    preset = fs.presets.PRESETS[strategy.name]
-    specs = preset(params, mesh, tensor=tensor, **dtypes, **tiers)
-    options = {
-        "accumulate": config.run.accumulate, "remat": strategy.remat,
-        "prefetch": (strategy.prefetch_forward, strategy.prefetch_backward), "grad_norm": True,
-        "context_attention": config.mesh.context_attention,
-    }  # fmt: skip
-    step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=optimizer, **options)
-    return _paper(config, hardware, mesh, specs, options, step.lower(params, tokens, tokens))
-
-
-def _budget(config: ExplainConfig, hardware: fs.Hardware) -> int:
-    gigabytes = config.run.device_gb
-    return hardware.memory_bytes if gigabytes is None else int(gigabytes * 1e9)
-
-
-def _paper(
-    config: ExplainConfig, hardware: fs.Hardware, mesh: fs.Mesh, specs: Any, options: Any, lowered: Lowered,
-    found: fs.Fit | None = None,
-) -> Paper:  # fmt: skip
+    if strategy.name == AUTO:
+        found = fs.fit(
+            loss_fn, params, mesh, batch=(tokens, tokens), device_bytes=device_bytes, hardware=hardware,
+            optimizer=optimizer, specs=fs.presets.full_shard(params, mesh, **how), **options,
+        )  # fmt: skip
+        specs, options, lowered = found.specs, found.options, found.lowered
+    else:
+        tiers = {name: getattr(strategy, name) for name in ("memory", "optimizer_memory", "update_on")}
+        specs = fs.presets.PRESETS[strategy.name](params, mesh, **how, **tiers)
+        prefetch = strategy.prefetch_forward, strategy.prefetch_backward
+        options |= {"accumulate": config.run.accumulate, "remat": strategy.remat, "prefetch": prefetch}
+        step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=optimizer, **options)
+        lowered = step.lower(params, tokens, tokens)
     # CPU ranks talk through shared memory, as the main job's do; a plan was found without it.
     shared = "shared" if not hardware.overlap and mesh.size > 1 and found is None else None
     return Paper(
-        config, hardware, mesh, specs, options, lowered, lowered.memory_analysis(transport=shared),
-        lowered.memory_timeline(transport=shared), lowered.comm_analysis(), lowered.timeline(hardware), found,
+        config, hardware, device_bytes, mesh, specs, options, lowered,
+        lowered.memory_analysis(transport=shared), lowered.memory_timeline(transport=shared),
+        lowered.comm_analysis(), lowered.timeline(hardware), found,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Words: what is known of a step on paper, in plain text; the page has the same rows and tables."""
+"""Words: what is known of a step on paper, in plain text and in numbers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from fnshard.plot.scales import byte_text, digits, time_text
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path
 BIG = ((1e15, "e15"), (1e12, "e12"), (1e9, "e9"), (1e6, "e6"))
+MOST_UNITS = 12
 Table = Sequence[Sequence[str]]  # its first row is the head
 
 
@@ -29,120 +30,115 @@ def big(value: float) -> str:
     return f"{digits(value / least)}{power}"
 
 
+def as_text(paper: Paper) -> str:
+    """All that is said of a step, by what it is about."""
+    rows = summary(paper)
+    wide = max(map(len, rows)) + 2
+    advice = [] if paper.fits else ["strategy=auto looks for the fastest plan that fits."]
+    parts = {
+        "summary": "\n".join([*(f"{name.ljust(wide)}{text}" for name, text in rows.items()), *advice]),
+        "units": "\n".join(columns(units_table(paper))),
+        "layout": plot.text.tree(paper.specs, paper.mesh, width=16),
+        "memory": "\n".join([*columns(memory_table(paper)), "", plot.text.memory(paper.over)]),
+        "traffic": "\n".join(columns(traffic_table(paper))),
+        "time": plot.text.timeline(paper.timeline),
+    }
+    return "\n\n".join(f"{name}:\n{text}" for name, text in parts.items())
+
+
+# ------------------------------------------------------------------ the summary
+
+
 def summary(paper: Paper) -> dict[str, str]:
     """What most people ask, a line each."""
-    config, time = paper.config, paper.timeline
-    model, each = config.model, paper.timeline.model_flops * config.ranks / max(paper.tokens_per_step, 1)
-    rows = config.rows * config.mesh.data_ranks
-    nodes = -(-config.ranks // paper.hardware.ranks_per_node)
+    config, time, memory = paper.config, paper.timeline, paper.memory
+    model, each = config.model, time.model_flops * config.mesh.ranks / max(paper.tokens_per_step, 1)
+    again = time.hardware_flops / max(time.model_flops, 1) - 1
+    near = paper.hardware.ranks_per_node
+    micro = f" in {paper.options['accumulate']} micro-batches" if paper.options["accumulate"] > 1 else ""
+    over = _listed({"to the device": paper.traffic.to_device_bytes, "from it": paper.traffic.to_host_bytes})
+    resting = {"on the host": memory.host_resident_bytes, "on the disk": memory.disk_resident_bytes}
+    waits = {
+        "for collectives": time.exposed_communication_seconds,
+        "for transfers": time.exposed_transfer_seconds,
+    }
+    waited = [f"{time_text(seconds)} {what}" for what, seconds in waits.items() if seconds >= 5e-7]
     return {
         "model": f"{model.layers} layers of width {model.width:,}, vocabulary {model.vocab:,}, "
         f"context {model.context:,}",
         "parameters": f"{model.parameters:,}",
-        "FLOPs per token": f"{big(each)} forward and backward, {_again(paper)} recomputed",
-        "mesh": f"{paper.mesh}: {config.ranks:,} × {paper.hardware.name}, {nodes:,} "
-        f"node{'s' if nodes > 1 else ''} of {min(paper.hardware.ranks_per_node, config.ranks)}",
-        "batch": f"{rows:,} rows, {big(paper.tokens_per_step)} tokens a step; "
-        f"{config.rows} row{'s' if config.rows > 1 else ''} a rank{_micro(paper)}",
+        "FLOPs per token": f"{big(each)} forward and backward, "
+        f"{f'{again:.1%} more' if again >= 5e-4 else 'nothing'} recomputed",
+        "mesh": f"{paper.mesh}: {config.mesh.ranks:,} × {paper.hardware.name}, "
+        f"{_count(-(-config.mesh.ranks // near), 'node')} of {min(near, config.mesh.ranks)}",
+        "batch": f"{config.rows * config.mesh.data_ranks:,} rows, {big(paper.tokens_per_step)} tokens; "
+        f"{_count(config.rows, 'row')} a rank{micro}",
         "plan": plan_line(paper),
         "peak memory": fits_line(paper),
-        "between steps": _resting(paper),
-        "sent": f"{byte_text(paper.traffic.sent_bytes)} by each rank in a step{_moved(paper)}",
-        "step time": f"{time_text(time.step_seconds)}, MFU {time.mfu:.1%}{_waits(paper)}",
+        "between steps": ", ".join([f"{byte_text(memory.resident_bytes)} on the device", *_listed(resting)]),
+        "sent": f"{byte_text(paper.traffic.sent_bytes)} by each rank in a step"
+        + (f"; over the host link {' and '.join(over)}" if over else ""),
+        "step time": f"{time_text(time.step_seconds)}, MFU {time.mfu:.1%}"
+        + (f"; compute waits {' and '.join(waited)}" if waited else ""),
         "speed": f"{big(paper.tokens_per_day)} tokens a day, "
-        f"{big(paper.tokens_per_day / 86_400 / config.ranks)} a second on each rank",
+        f"{big(paper.tokens_per_day / 86_400 / config.mesh.ranks)} a second on each rank",
         "training": _training(paper),
     }
 
 
-def _again(paper: Paper) -> str:
-    share = paper.timeline.hardware_flops / max(paper.timeline.model_flops, 1) - 1
-    return f"{share:.1%} more" if share >= 5e-4 else "nothing"
+def _count(number: int, of: str) -> str:
+    return f"{number:,} {of}{'s' if number > 1 else ''}"
 
 
-def _micro(paper: Paper) -> str:
-    count = paper.options["accumulate"]
-    return f" in {count} micro-batches" if count > 1 else ""
-
-
-def _waits(paper: Paper) -> str:
-    waits = {
-        "collectives": paper.timeline.exposed_communication_seconds,
-        "transfers": paper.timeline.exposed_transfer_seconds,
-    }
-    parts = [f"{time_text(seconds)} for {what}" for what, seconds in waits.items() if seconds >= 5e-7]
-    return f"; compute waits {' and '.join(parts)}" if parts else ""
-
-
-def _resting(paper: Paper) -> str:
-    memory = paper.memory
-    tiers = {"host": memory.host_resident_bytes, "disk": memory.disk_resident_bytes}
-    parts = [f"{byte_text(memory.resident_bytes)} on the device"]
-    return ", ".join(parts + [f"{byte_text(n)} on the {tier}" for tier, n in tiers.items() if n])
-
-
-def _moved(paper: Paper) -> str:
-    moved = {"to": paper.traffic.to_device_bytes, "from": paper.traffic.to_host_bytes}
-    parts = [f"{byte_text(n)} {way} the device" for way, n in moved.items() if n]
-    return f"; over the host link {' and '.join(parts)}" if parts else ""
+def _listed(sizes: Mapping[str, int]) -> list[str]:
+    return [f"{byte_text(size)} {where}" for where, size in sizes.items() if size]
 
 
 def _training(paper: Paper) -> str:
-    config = paper.config
-    text = f"{big(config.budget)} tokens"
-    text += "" if config.tokens else f" ({PER_PARAMETER} a parameter)"
-    days = config.budget / paper.tokens_per_day
-    text += f": {digits(days)} days" if days >= 2 else f": {digits(24 * days)} hours"
+    config, days = paper.config, paper.config.budget / paper.tokens_per_day
+    text = f"{big(config.budget)} tokens{'' if config.tokens else f' ({PER_PARAMETER} a parameter)'}: "
+    text += f"{digits(days)} days" if days >= 2 else f"{digits(24 * days)} hours"
     text += f", {big(paper.device_hours)} device hours"
-    cost = paper.cost
-    return text if cost is None else f"{text}, ${big(cost)} at ${config.hardware.price_per_hour:g} an hour"
+    if paper.cost is None:
+        return text
+    return f"{text}, ${big(paper.cost)} at ${config.hardware.price_per_hour:g} an hour"
 
 
 def plan_line(paper: Paper) -> str:
-    config, options = paper.config, paper.options
+    strategy, dtypes = paper.config.strategy, paper.config.precision
     if paper.found is not None:
         return f"strategy=auto: {paper.found.chosen.choice}"
-    strategy, dtypes = config.strategy, config.precision
-    parts = [strategy.name, f"remat={strategy.remat!r}" if strategy.remat != "none" else "no remat"]
-    parts += [
-        f"{name.replace('_', ' ')} on the {tier}"
-        for name, tier in (("memory", strategy.memory), ("optimizer_memory", strategy.optimizer_memory))
-        if tier != "device"
-    ]
-    ahead = options["prefetch"]
-    parts.append(f"gathers {ahead[0]} and {ahead[1]} kernels ahead in forward and backward")
-    parts.append(f"{dtypes.storage} stored, {dtypes.compute} computed, {dtypes.reduce} reduced")
-    return ", ".join(parts)
+    tiers = {"memory": strategy.memory, "optimizer memory": strategy.optimizer_memory}
+    forward, backward = paper.options["prefetch"]
+    return ", ".join([
+        strategy.name,
+        f"remat={strategy.remat!r}" if strategy.remat != "none" else "no remat",
+        *(f"{name} on the {tier}" for name, tier in tiers.items() if tier != "device"),
+        f"gathers {forward} and {backward} kernels ahead in forward and backward",
+        f"{dtypes.storage} stored, {dtypes.compute} computed, {dtypes.reduce} reduced",
+    ])  # fmt: skip
 
 
 def fits_line(paper: Paper) -> str:
-    memory, budget = paper.memory, paper.device_bytes
-    text = f"{byte_text(memory.peak_bytes)} of {byte_text(budget)}"
-    if paper.fits:
-        return f"{text} on the device: fits, {byte_text(budget - memory.peak_bytes)} are left"
-    return f"{text} on the device: does not fit, {byte_text(memory.peak_bytes - budget)} too many"
+    peak, budget = paper.memory.peak_bytes, paper.device_bytes
+    left = f"fits, {byte_text(budget - peak)} are left"
+    much = f"does not fit, {byte_text(peak - budget)} too many"
+    return f"{byte_text(peak)} of {byte_text(budget)} on the device: {left if paper.fits else much}"
 
 
-def advice(paper: Paper) -> str:
-    """What to do where it does not fit; empty where it does."""
-    return "" if paper.fits else "strategy=auto looks for the fastest plan that fits."
+# ------------------------------------------------------------------ tables
 
 
 def memory_table(paper: Paper) -> Table:
     """Bytes by category, at the peak and between steps."""
     memory = paper.memory
-    names = dict.fromkeys([*memory.peak, *memory.resident])
-    rows = [(n, _bytes(memory.peak.get(n, 0)), _bytes(memory.resident.get(n, 0))) for n in names]
-    rows.sort(key=lambda row: -memory.peak.get(row[0], 0))
-    rows.append(("device", byte_text(memory.peak_bytes), byte_text(memory.resident_bytes)))
+    names = sorted({*memory.peak, *memory.resident}, key=lambda name: -memory.peak.get(name, 0))
+    sizes = [(name, memory.peak.get(name, 0), memory.resident.get(name, 0)) for name in names]
+    sizes.append(("device", memory.peak_bytes, memory.resident_bytes))
     for tier in ("host", "disk"):
-        peak, rest = getattr(memory, f"{tier}_bytes"), getattr(memory, f"{tier}_resident_bytes")
-        rows += [(tier, byte_text(peak), byte_text(rest))] if peak else []
+        sizes.append((tier, getattr(memory, f"{tier}_bytes"), getattr(memory, f"{tier}_resident_bytes")))
+    rows = [(name, *(byte_text(n) if n else "-" for n in each)) for name, *each in sizes if any(each)]
     return [("one rank", "at the peak", "between steps"), *rows]
-
-
-def _bytes(size: int) -> str:
-    return byte_text(size) if size else "-"
 
 
 def traffic_table(paper: Paper) -> Table:
@@ -157,52 +153,35 @@ def traffic_table(paper: Paper) -> Table:
     return [("collective", "axes", "phase", "count", "whole buffers", "sent by one rank"), *rows]
 
 
-def units_table(paper: Paper, most: int = 12) -> Table:
+def units_table(paper: Paper) -> Table:
     """Units of the plan: equal ones together, with what is gathered of each."""
-    leaves, specs = paper.memory.leaves, paper.lowered.schedule.specs
-    sums: dict[str, tuple[dict[str, None], int]] = {}
-    for path, sizes in leaves.items():
+    specs, units, gathered = paper.lowered.schedule.specs, {}, {}
+    for path, sizes in paper.memory.leaves.items():
         name = NUMBER.sub("*", specs[path].unit)
-        units, gathered = sums.get(name, ({}, 0))
-        sums[name] = {**units, specs[path].unit: None}, gathered + sizes["gathered"]
-    rows = [
-        (name, f"{len(units):,}", byte_text(gathered / len(units)))
-        for name, (units, gathered) in sorted(sums.items(), key=lambda item: -item[1][1])
-    ]
-    more = [(f"... and {len(rows) - most} more", "", "")] if len(rows) > most else []
-    return [("unit", "count", "gathered"), *rows[:most], *more]
+        units.setdefault(name, set()).add(specs[path].unit)
+        gathered[name] = gathered.get(name, 0) + sizes["gathered"]
+    names = sorted(units, key=lambda name: -gathered[name])
+    rows = [(n, f"{len(units[n]):,}", byte_text(gathered[n] / len(units[n]))) for n in names[:MOST_UNITS]]
+    more = [(f"... and {len(names) - MOST_UNITS} more", "", "")] if len(names) > MOST_UNITS else []
+    return [("unit", "count", "gathered"), *rows, *more]
 
 
-def as_text(paper: Paper) -> str:
-    rows = summary(paper)
-    wide = max(map(len, rows)) + 2
-    parts = {
-        "": "\n".join(f"{name.ljust(wide)}{text}" for name, text in rows.items()),
-        "advice": advice(paper),
-        "layout": plot.text.tree(paper.specs, paper.mesh, width=16),
-        "memory": "\n".join(columns(memory_table(paper))),
-        "memory over the schedule": plot.text.memory(paper.over),
-        "traffic": "\n".join(columns(traffic_table(paper))),
-        "time": plot.text.timeline(paper.timeline),
-    }
-    return "\n\n".join(f"{name}:\n{text}" if name else text for name, text in parts.items() if text)
+# ------------------------------------------------------------------ numbers
 
 
 def numbers(paper: Paper) -> Mapping[str, Any]:
-    dtypes = {leaf: short_dtype(spec.compute_dtype) for leaf, spec in paper.lowered.schedule.specs.items()}
+    """What `explain.json` holds."""
+    specs = paper.lowered.schedule.specs.values()
     return {
         "parameters": paper.config.model.parameters,
-        "ranks": paper.config.ranks,
+        "ranks": paper.config.mesh.ranks,
         "hardware": paper.hardware.name,
-        "fits": paper.fits,
-        "device_bytes": paper.device_bytes,
-        "tokens_per_step": paper.tokens_per_step,
-        "tokens_per_day": paper.tokens_per_day,
-        "device_hours": paper.device_hours,
-        "cost": paper.cost,
-        "compute_dtypes": sorted(set(dtypes.values())),
+        **{name: getattr(paper, name) for name in (
+            "fits", "device_bytes", "tokens_per_step", "tokens_per_day", "device_hours", "cost",
+        )},
+        "compute_dtypes": sorted({short_dtype(spec.compute_dtype) for spec in specs}),
         "plan": paper.found.as_dict() if paper.config.strategy.name == AUTO else None,
         "memory": {k: v for k, v in paper.memory.as_dict().items() if k not in ("leaves", "units")},
         "traffic": paper.traffic.as_dict() | {"units": None},
         "timeline": paper.timeline.as_dict(),
-    }
+    }  # fmt: skip

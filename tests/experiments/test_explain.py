@@ -1,13 +1,11 @@
-"""`experiments.explain`: what it says adds up, for every strategy; the page holds it all and asks nobody."""
+"""`experiments.explain`: what it says adds up, for every strategy; what it leaves."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
+import math
 import time
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import hydra
 import pytest
@@ -19,19 +17,15 @@ from experiments.configs.checks import ConfigError
 from experiments.explain import words
 from experiments.explain.__main__ import write
 from experiments.explain.config import SPEC, ExplainConfig
-from experiments.explain.page import page
 from experiments.explain.paper import Paper, explain
 from fnshard.errors import BudgetError
 
 
-def composed(*overrides: str) -> Any:
+def config_of(*overrides: str) -> ExplainConfig:
     SPEC.register()
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(SPEC.conf)):
-        return hydra.compose(SPEC.name, overrides=list(overrides))
-
-
-def config_of(*overrides: str) -> ExplainConfig:
-    return build(OmegaConf.to_container(composed(*overrides), resolve=True), ExplainConfig)
+        composed = hydra.compose(SPEC.name, overrides=list(overrides))
+    return build(OmegaConf.to_container(composed, resolve=True), ExplainConfig)
 
 
 @pytest.fixture(scope="module")
@@ -45,21 +39,13 @@ def paper() -> Paper:
 def test_numbers_add_up(paper: Paper) -> None:
     model = paper.config.model
     assert paper.config.rows == 2 and paper.tokens_per_step == 128 * model.context
-    leaves = paper.lowered.schedule.specs
-    assert sum(_count(s.shape) for s in leaves.values()) == model.parameters
+    assert sum(math.prod(s.shape) for s in paper.lowered.schedule.specs.values()) == model.parameters
     per_token = paper.timeline.model_flops / (2 * model.context)
     # The formula halves causal attention, as the kernels that are counted do.
     assert per_token == pytest.approx(model.flops_per_token(), rel=1e-9)
     assert paper.tokens_per_day == pytest.approx(86_400 * paper.timeline.tokens_per_second)
     hours = 64 * 1e9 / paper.timeline.tokens_per_second / 3600
     assert paper.device_hours == pytest.approx(hours) and paper.cost == pytest.approx(3 * hours)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def test_everything_asked_for_is_said(paper: Paper) -> None:
@@ -100,7 +86,11 @@ def test_every_kind_of_plan_is_explained(overrides: list[str], wanted: str) -> N
 def test_what_does_not_fit_is_reported_and_what_would_is_found() -> None:
     little = ["mesh.shard=2", "data.rows=4", "run.device_gb=0.013"]
     bare = explain(config_of(*little))
-    assert not bare.fits and "does not fit" in words.as_text(bare) and "strategy=auto" in words.advice(bare)
+    assert (
+        not bare.fits
+        and "does not fit" in words.as_text(bare)
+        and "strategy=auto looks for" in words.as_text(bare)
+    )
     found = explain(config_of(*little, "strategy=auto"))
     assert found.fits and "strategy=auto:" in words.as_text(found) and "does not" not in words.as_text(found)
     with pytest.raises(BudgetError, match="nothing fits"):
@@ -110,16 +100,12 @@ def test_what_does_not_fit_is_reported_and_what_would_is_found() -> None:
 @pytest.mark.parametrize(
     ("overrides", "wanted"),
     [
-        (["hardware=h1000"], "Did you mean hardware=h100?"),
         (["hardware=auto"], "hardware=auto: a job looks what it runs on"),
         (["mesh.shard=null"], "mesh.shard=null: say how many"),
         (["data.rows=9"], "data.rows=9 does not divide over 8 ranks. Fix: data.rows=16"),
         (["mesh.context=3"], "mesh.context=3: has to divide model.context=256"),
-        (["data.rows=0"], "data.rows=0: Input should be greater than 0"),
-        (["hardware.price_per_hour=-1"], "hardware.price_per_hour=-1: Input should be greater"),
         (["tokens=0"], "tokens=0: Input should be greater than 0"),
         (["run.accumulate=2", "strategy=auto"], "strategy=auto chooses the micro-batches"),
-        (["run.device_gb=0"], "run.device_gb=0: Input should be greater than 0"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
@@ -129,78 +115,20 @@ def test_mistakes_are_reported(overrides: list[str], wanted: str) -> None:
     assert wanted in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 
-# ------------------------------------------------------------------ the page
-
-
-class Reader(HTMLParser):
-    """What a page consists of."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.open: list[str] = []
-        self.words: list[str] = []
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        if tag not in ("meta", "link", "img"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.words.append(data)
-
-
-@pytest.fixture(scope="module")
-def read(paper: Paper) -> Reader:
-    return Reader(page(paper, "<script>tiny & large</script>", "model:\n  name: '<b>'\n"))
-
-
-def test_the_page_is_whole_and_escaped(paper: Paper, read: Reader) -> None:
-    assert read.open == []
-    tags = [tag for tag, _ in read.tags]
-    assert "script" not in tags and "b" not in tags and "iframe" not in tags
-    assert "<script>tiny & large</script> on 64 × h100" in read.words
-    said = "".join(read.words)
-    assert paper.lowered.as_text() in said and "name: '<b>'" in said
-    ids = [attrs["id"] for tag, attrs in read.tags if tag == "section"]
-    assert ids == ["summary", "plan", "layout", "memory", "timeline", "traffic", "schedule", "config"]
-
-
-def test_the_page_asks_nobody(read: Reader) -> None:
-    sources = [
-        value for _, attrs in read.tags for name, value in attrs.items() if name in ("src", "href", "srcset")
-    ]
-    assert len(sources) == 3 and all(value.startswith("data:") for value in sources)
-    assert not any("url(" in word or "@import" in word for word in read.words)
-
-
-def test_pictures_say_what_they_show(read: Reader) -> None:
-    pictures = [attrs for tag, attrs in read.tags if tag == "img"]
-    assert len(pictures) == 2 and all(len(attrs["alt"] or "") > 15 for attrs in pictures)
-
-
-def test_a_run_leaves_a_report_and_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = composed("mesh.shard=4")
-    config = build(OmegaConf.to_container(found, resolve=True), ExplainConfig)
-    write(config, tmp_path / "run", "tiny full_shard")
-    printed = capsys.readouterr().out
-    report = Path(printed.strip().splitlines()[-1].removeprefix("report: "))
-    assert report.read_text(encoding="utf-8").startswith("<!doctype html>")
+def test_a_run_leaves_text_pictures_and_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of("mesh.shard=4")
+    write(config, tmp_path / "run")
+    assert (tmp_path / "run" / "explain.txt").read_text(encoding="utf-8") in capsys.readouterr().out
     numbers = json.loads((tmp_path / "run" / "explain.json").read_text())
     assert numbers["ranks"] == 4 and numbers["fits"] and numbers["memory"]["peak_bytes"] > 0
-    assert set(dataclasses.asdict(config)) == set(OmegaConf.to_container(found))
+    assert (tmp_path / "run" / "memory.svg").read_text().startswith("<?xml")
+    assert (tmp_path / "run" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert "update" in (tmp_path / "run" / "schedule.txt").read_text()
 
 
 @pytest.mark.long
 def test_seventy_billion_parameters_on_1024_ranks_take_less_than_two_minutes(tmp_path: Path) -> None:
     overrides = ["model=70b", "strategy=full_shard", "mesh.shard=1024", "hardware=h100"]
-    began, found = time.perf_counter(), composed(*overrides)
-    config = build(OmegaConf.to_container(found, resolve=True), ExplainConfig)
-    write(config, tmp_path, "70b full_shard")
+    began = time.perf_counter()
+    write(config_of(*overrides), tmp_path)
     assert time.perf_counter() - began < 120
-    assert (tmp_path / "report.html").stat().st_size < 4e6
