@@ -46,7 +46,7 @@ def batch(generator: torch.Generator) -> Tensor:
     return things[:, None] + 0.4 * torch.randn(ROWS, 2, PIXELS, generator=generator)
 
 
-def train(steps: int, backend: str) -> list[float]:
+def train(steps: int = 400, backend: str = "inductor") -> list[float]:
     """What each rank runs; the loss in every step, the mean over all rows."""
     mesh = fs.make_mesh(shard=-1)  # joins the ranks that were started together
     torch.manual_seed(0)
@@ -64,10 +64,5 @@ def train(steps: int, backend: str) -> list[float]:
     return losses
 
 
-def main() -> None:
-    """Train; `fs.launch` takes a function without arguments."""
-    train(steps=400, backend="inductor")
-
-
 if __name__ == "__main__":
-    fs.launch(main, ranks=2)  # two processes here; under `torchrun` each process is a rank
+    fs.launch(train, ranks=2)  # two processes here; under `torchrun` each process is a rank

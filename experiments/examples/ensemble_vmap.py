@@ -30,7 +30,7 @@ def network() -> nn.Module:
     )
 
 
-def train(steps: int, backend: str) -> list[float]:
+def train(steps: int = 1000, backend: str = "inductor") -> list[float]:
     """What each rank runs; the loss in every step, the mean over all members."""
     mesh = fs.make_mesh(shard=-1)  # joins the ranks that were started together
     torch.manual_seed(0)
@@ -62,10 +62,5 @@ def train(steps: int, backend: str) -> list[float]:
     return losses
 
 
-def main() -> None:
-    """Train; `fs.launch` takes a function without arguments."""
-    train(steps=1000, backend="inductor")
-
-
 if __name__ == "__main__":
-    fs.launch(main, ranks=2)  # two processes here; under `torchrun` each process is a rank
+    fs.launch(train, ranks=2)  # two processes here; under `torchrun` each process is a rank

@@ -37,7 +37,7 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def train(steps: int, backend: str) -> list[float]:
+def train(steps: int = 200, backend: str = "inductor") -> list[float]:
     """What each rank runs; the loss is the mean over all of them, equal on every rank."""
     mesh = fs.make_mesh(shard=-1)  # joins the ranks that were started together
     with fs.deferred():  # allocates nothing; each rank then fills its own shards
@@ -63,10 +63,5 @@ def train(steps: int, backend: str) -> list[float]:
     return losses
 
 
-def main() -> None:
-    """Train; `fs.launch` takes a function without arguments."""
-    train(steps=200, backend="inductor")
-
-
 if __name__ == "__main__":
-    fs.launch(main, ranks=2)  # two processes here; under `torchrun` each process is a rank
+    fs.launch(train, ranks=2)  # two processes here; under `torchrun` each process is a rank

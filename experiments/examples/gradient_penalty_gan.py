@@ -45,7 +45,7 @@ def batch(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     return real, torch.randn(ROWS, NOISE, generator=generator), torch.rand(ROWS, 1, generator=generator)
 
 
-def train(steps: int, backend: str) -> list[float]:
+def train(steps: int = 4000, backend: str = "inductor") -> list[float]:
     """What each rank runs; in every step, how far made points are from the nearest centre."""
     mesh = fs.make_mesh(shard=-1)  # joins the ranks that were started together
     with fs.deferred():  # allocates nothing; each rank then fills its own shards
@@ -78,10 +78,5 @@ def train(steps: int, backend: str) -> list[float]:
     return distances
 
 
-def main() -> None:
-    """Train; `fs.launch` takes a function without arguments."""
-    train(steps=4000, backend="inductor")
-
-
 if __name__ == "__main__":
-    fs.launch(main, ranks=2)  # two processes here; under `torchrun` each process is a rank
+    fs.launch(train, ranks=2)  # two processes here; under `torchrun` each process is a rank

@@ -22,7 +22,7 @@ def tasks(generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return x, amplitude * torch.sin(x + phase)
 
 
-def train(steps: int, backend: str) -> list[float]:
+def train(steps: int = 2000, backend: str = "inductor") -> list[float]:
     """What each rank runs; the loss is the error after the inner steps, the mean over all tasks."""
     mesh = fs.make_mesh(shard=-1)  # joins the ranks that were started together
     with fs.deferred():  # allocates nothing; each rank then fills its own shards
@@ -60,10 +60,5 @@ def train(steps: int, backend: str) -> list[float]:
     return losses
 
 
-def main() -> None:
-    """Train; `fs.launch` takes a function without arguments."""
-    train(steps=2000, backend="inductor")
-
-
 if __name__ == "__main__":
-    fs.launch(main, ranks=2)  # two processes here; under `torchrun` each process is a rank
+    fs.launch(train, ranks=2)  # two processes here; under `torchrun` each process is a rank

@@ -65,7 +65,7 @@ def batch(step: int, part: int) -> tuple[Tensor, Tensor]:
     return tokens, (tokens + tokens.roll(1, dims=1)) % VOCAB // (VOCAB // 2)
 
 
-def train(steps: int, backend: str) -> list[float]:
+def train(steps: int = 300, backend: str = "inductor") -> list[float]:
     """What each of two ranks runs; one process takes both parts of a batch as micro-batches."""
     mesh = fs.make_mesh(shard=-1)  # joins the ranks that were started together
     with fs.deferred():
@@ -90,10 +90,5 @@ def train(steps: int, backend: str) -> list[float]:
     return losses
 
 
-def main() -> None:
-    """Train; `fs.launch` takes a function without arguments."""
-    train(steps=300, backend="inductor")
-
-
 if __name__ == "__main__":
-    fs.launch(main, ranks=2)
+    fs.launch(train, ranks=2)

@@ -19,7 +19,7 @@ def solution(x: Tensor, t: Tensor) -> Tensor:
     return torch.exp(-RATE * math.pi**2 * t) * torch.sin(math.pi * x)
 
 
-def train(steps: int, backend: str) -> list[float]:
+def train(steps: int = 2000, backend: str = "inductor") -> list[float]:
     """What each rank runs; the loss in every step. The error is the root mean square to the solution."""
     mesh = fs.make_mesh(shard=-1)  # joins the ranks that were started together
     with fs.deferred():  # allocates nothing; each rank then fills its own shards
@@ -57,10 +57,5 @@ def train(steps: int, backend: str) -> list[float]:
     return losses
 
 
-def main() -> None:
-    """Train; `fs.launch` takes a function without arguments."""
-    train(steps=2000, backend="inductor")
-
-
 if __name__ == "__main__":
-    fs.launch(main, ranks=2)  # two processes here; under `torchrun` each process is a rank
+    fs.launch(train, ranks=2)  # two processes here; under `torchrun` each process is a rank
