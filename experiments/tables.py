@@ -1,4 +1,4 @@
-"""Tables of what was measured, as plain text and as Markdown, and the statistics that stand in them."""
+"""Tables of what was measured, and the statistics that stand in them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,6 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     sides = [str.ljust if i < left else str.rjust for i in range(len(widths))]
     return ["  ".join(side(*cell) for side, *cell in zip(sides, row, widths, strict=True)) for row in rows]
-
-
-def markdown(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A table; the first row is its head, the first `left` columns are text, the others numbers.
-
-    >>> print(markdown([["a", "b"], ["x", "1"]]))
-    | a | b |
-    |---|---:|
-    | x | 1 |
-    """
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|---" * left + "|---:" * (len(rows[0]) - left) + "|", *lines[1:]])
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

@@ -5,121 +5,107 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import tempfile
 import time
 import warnings
-from collections.abc import Callable
-from itertools import cycle
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 import fnshard as fs
 from experiments.bench.config import BenchConfig
-from experiments.bench.contenders import Plan, Training, batches, make_task
-from experiments.bench.measure import Result, barrier, milliseconds, over_ranks, rank, say, timed
+from experiments.bench.contenders import Plan, Training, batches, make_task, repeated
+from experiments.bench.measure import Result, barrier, over_ranks, rank, say, shared_folder, timed
 from experiments.tables import quartiles
 
-NAMES = ("fnshard", "dcp")
+OURS, OTHER = "fnshard", "DCP"
+KINDS = ("save", "restore")  # restores are from the page cache
+SAVES = {"alone": None, "with async saves": fs.checkpoint.save_async, "with sync saves": fs.checkpoint.save}
 
 
 def run(config: BenchConfig, folder: Path) -> Result:
     """Are saves and restores as fast as torch.distributed.checkpoint's, and what does a save cost a step?"""
     warnings.filterwarnings("ignore", "torch.distributed is disabled")
     task = make_task(config)
-    training, feed = Training(task, Plan()), cycle(list(batches(config, task, 8)))
-    training.run(*next(feed))
-    named = [tempfile.mkdtemp(dir=config.folder or folder) if rank() == 0 else ""]
-    if dist.is_initialized():
-        dist.broadcast_object_list(named, src=0)
-    place = Path(named[0])
-    try:
+    training = Training(task, Plan())
+    step = repeated(training, batches(task, 8))
+    step()
+    with shared_folder(config.folder or folder) as place:
         seconds = throughput(config, training, place)
-        windows = {kind: [] for kind in ("none", "async", "sync")}
+        windows: dict[str, list[float]] = {kind: [] for kind in SAVES}
         for number in range(-1, config.rounds):  # the first round warms up
-            for kind in random.Random(number).sample(list(windows), 3):
-                taken = window(config, training, feed, place, kind)
-                windows[kind] += [taken] if number >= 0 else []
-    finally:
-        barrier()
-        if rank() == 0:
-            shutil.rmtree(place)
+            for kind in random.Random(number).sample(list(SAVES), len(SAVES)):
+                work = partial(window, config, training, step, place, SAVES[kind])
+                windows[kind] += over_ranks([timed(work)])[: number + 1]
+                clear(place)
     leaves = as_tensors(training, training.state)
-    size = sum(t.numel() * t.element_size() for t in leaves.values()) / 1e6  # DTensors count the whole
-    rows = [["", "fnshard", "the other", "ratio of pairs", "quartiles"]]
+    megabytes = sum(t.numel() * t.element_size() for t in leaves.values()) / 1e6  # DTensors count the whole
+    rows = [["", "the first", "the second", "ratio of pairs", "quartiles"]]
     for kind, each in seconds.items():
-        low, middle, high = quartiles([b / a for a, b in zip(each["fnshard"], each["dcp"], strict=True)])
-        rates = [f"{size / median(each[name]):.0f} MB/s" for name in NAMES]
-        rows.append([f"{kind}: fnshard, DCP", *rates, f"{middle:.2f}", f"{low:.2f} to {high:.2f}"])
-    for kind in ("async", "sync"):
-        low, middle, high = quartiles([b / a for a, b in zip(windows["none"], windows[kind], strict=True)])
-        shown = milliseconds(windows["none"]), milliseconds(windows[kind])
+        shown = [f"{megabytes / median(each[name]):.0f} MB/s" for name in (OURS, OTHER)]
+        rows.append([f"{kind}: {OURS}, {OTHER}", *shown, *pairs(each[OURS], each[OTHER])])
+    alone, *others = windows
+    for kind in others:
+        shown = [f"{1e3 * median(windows[name]):.2f}" for name in (alone, kind)]
         rows.append(
-            [
-                f"{config.steps} steps, ms: alone, with {kind} saves",
-                *shown,
-                f"{middle:.2f}",
-                f"{low:.2f} to {high:.2f}",
-            ]
+            [f"{config.steps} steps, ms: {alone}, {kind}", *shown, *pairs(windows[alone], windows[kind])]
         )
-    note = f"{size:.0f} MB of state in {len(leaves)} leaves; a save every {config.every} steps"
-    return Result(rows, ["", note], {"seconds": seconds, "windows": windows, "megabytes": size})
+    note = f"{megabytes:.0f} MB of state in {len(leaves)} leaves; a save every {config.every} steps"
+    return Result(rows, ["", note], {"seconds": seconds, "windows": windows, "megabytes": megabytes})
+
+
+def pairs(first: Sequence[float], second: Sequence[float]) -> tuple[str, str]:
+    """The second by the first, round by round: the median, and the quartiles."""
+    low, middle, high = quartiles([b / a for a, b in zip(first, second, strict=True)])
+    return f"{middle:.2f}", f"{low:.2f} to {high:.2f}"
 
 
 def throughput(config: BenchConfig, training: Training, folder: Path) -> dict[str, dict[str, list[float]]]:
-    """Seconds of the slowest rank of every save and restore; warm: from the page cache, just after the save;
-    cold: after the kernel was asked to drop the files. The first round warms up, and compares."""
-    step, state, tensors = training.step, training.state, as_tensors(training, training.state)
+    """Seconds of the slowest rank of every save and restore. The first round warms up, and compares."""
+    state, tensors = training.state, as_tensors(training, training.state)
+
+    def load_dcp(path: Path) -> dict[str, Tensor]:
+        fresh = as_tensors(training, state, fresh=True)
+        dcp.load(fresh, storage_reader=dcp.FileSystemReader(path))
+        return fresh
+
     saves = {
-        "fnshard": lambda path: fs.checkpoint.save(path, state),
-        "dcp": lambda path: dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path)),
+        OURS: lambda path: fs.checkpoint.save(path, state),
+        OTHER: lambda path: dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path)),
     }
     loads = {
-        "fnshard": lambda path: as_tensors(training, fs.checkpoint.restore(path, step)),
-        "dcp": lambda path: dcp_load(path, as_tensors(training, state, fresh=True)),
+        OURS: lambda path: as_tensors(training, fs.checkpoint.restore(path, training.step)),
+        OTHER: load_dcp,
     }
-    out = {kind: {name: [] for name in NAMES} for kind in ("save", "restore, warm", "restore, cold")}
+    out = {kind: {name: [] for name in (OURS, OTHER)} for kind in KINDS}
     for number in range(-1, config.rounds):
         say(f"round {number + 1} of {config.rounds}")
         for kind, each in out.items():
-            for name in random.Random(number).sample(NAMES, 2):
-                if kind == "restore, cold":
-                    evict(folder / name)
+            for name in random.Random(number).sample((OURS, OTHER), 2):
                 got, seconds = synced((saves if kind == "save" else loads)[name], folder / name)
                 if number >= 0:
                     each[name] += over_ranks([seconds])
                 elif kind != "save":
                     compare(tensors, got)
-        barrier()
-        if rank() == 0:
-            for name in NAMES:
-                shutil.rmtree(folder / name)
+        clear(folder)
     return out
 
 
-def window(config: BenchConfig, training: Training, feed: Any, folder: Path, kind: str) -> float:
-    """Seconds of so many steps, of which every `every`th saves; what is not written yet is waited for."""
-
-    def steps() -> None:
-        for number in range(config.steps):
-            float(training.run(*next(feed)))
-            if number % config.every == 0 and kind != "none":
-                save = fs.checkpoint.save_async if kind == "async" else fs.checkpoint.save
-                save(folder / f"step-{number}", training.state)
-        fs.checkpoint.wait()
-
-    (seconds,) = over_ranks([timed(steps)])
-    barrier()
-    if rank() == 0:
-        for path in folder.glob("step-*"):
-            shutil.rmtree(path)
-    return seconds
+def window(
+    config: BenchConfig, training: Training, step: Callable[[], Tensor], folder: Path, save: Callable | None
+) -> None:
+    """So many steps, of which every `every`th saves; what is not written yet is waited for."""
+    for number in range(config.steps):
+        float(step())
+        if number % config.every == 0 and save is not None:
+            save(folder / f"step-{number}", training.state)
+    fs.checkpoint.wait()
 
 
 def synced(work: Callable[[Path], Any], path: Path) -> tuple[Any, float]:
@@ -131,11 +117,6 @@ def synced(work: Callable[[Path], Any], path: Path) -> tuple[Any, float]:
     return work(path), time.perf_counter() - began
 
 
-def dcp_load(path: Path, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    dcp.load(tensors, storage_reader=dcp.FileSystemReader(path))
-    return tensors
-
-
 def as_tensors(training: Training, state: Any, fresh: bool = False) -> dict[str, Tensor]:
     """The state as users of torch's checkpoints have it: DTensors; plain tensors in a process of one.
 
@@ -143,30 +124,26 @@ def as_tensors(training: Training, state: Any, fresh: bool = False) -> dict[str,
         fresh: new tensors of the same shapes, instead of the state's own.
     """
     out: dict[str, Tensor] = {}
+    mesh = training.step.mesh
     for path, spec in training.step.specs.items():
         named = {f"params/{path}": (state.params[path], spec.storage)}
         named |= {f"{n}/{path}": (slot, spec.optimizer) for n, slot in state.opt_state.get(path, {}).items()}
         for name, (block, layout) in named.items():
-            local, mesh = torch.empty_like(block) if fresh else block, training.step.mesh
+            out[name] = torch.empty_like(block) if fresh else block
             if mesh.size > 1:
-                local = DTensor.from_local(
-                    local, mesh.device_mesh, layout.to_placements(mesh), run_check=False
-                )
-            out[name] = local
+                placed = layout.to_placements(mesh)
+                out[name] = DTensor.from_local(out[name], mesh.device_mesh, placed, run_check=False)
     return out
 
 
-def evict(path: Path) -> None:
-    """Ask the kernel to drop what it keeps of a folder's files."""
+def clear(folder: Path) -> None:
+    """Remove what is in a folder, when all ranks are done with it."""
     barrier()
-    for file in path.iterdir() if rank() == 0 else ():
-        fd = os.open(file, os.O_RDONLY)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
-    barrier()
+    for path in folder.iterdir() if rank() == 0 else ():
+        shutil.rmtree(path)
 
 
-def compare(saved: dict[str, Tensor], got: dict[str, Tensor]) -> None:
+def compare(saved: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> None:
     """Both hold the same bits, else nothing was measured."""
     for name, tensor in saved.items():
         a, b = (t.to_local() if isinstance(t, DTensor) else t for t in (tensor, got[name]))

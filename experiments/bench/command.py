@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from experiments.bench.config import BenchConfig
-from experiments.bench.defaults import complete
+from experiments.bench.config import BenchConfig, complete
 from experiments.cli.command_spec import CommandSpec
-from experiments.cli.main import answer
-
-__all__ = ["SPEC", "answer"]
 
 SPEC = CommandSpec(
     "bench",

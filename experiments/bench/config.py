@@ -1,48 +1,104 @@
-"""The options of the bench; read without Hydra, which a bare GPU machine lacks."""
+"""The cases of the bench and their options; read without Hydra, which a bare GPU machine lacks."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
 import torch
 
-from experiments.configs.checks import configuration
-from experiments.configs.decoders import DecoderConfig, decoder
+from experiments.configs.checks import ConfigError, configuration, out_of_range, refusal, with_defaults
+from experiments.configs.decoders import DecoderConfig, decoder, names
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+FNSHARD = ("full_shard", "shard_grad_op", "no_shard")
+TORCH = ("ddp", "fsdp2", "fsdp2_compiled", "limit")
+GRAPH = "full_shard_graph"  # on one GPU
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something that the bench measures: a function `(config, folder) -> Result`, whose docstring says what
+    it answers.
+
+    Args:
+        function: "module:name" in this package.
+        defaults: what None means in this case on a CPU, where it is not what `CPU` says.
+        on_ranks: whether `config.ranks` processes run it together, or the process of the command does.
+    """
+
+    function: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    on_ranks: bool = False
+
+    @property
+    def run(self) -> Callable[[BenchConfig, Path], Any]:
+        """Imported when it is asked for: one case does not need what another does."""
+        module, _, name = self.function.partition(":")
+        return getattr(import_module(f"experiments.bench.{module}"), name)
+
+    @property
+    def answers(self) -> str:
+        return self.run.__doc__.splitlines()[0]
+
+
+CPU = {"ranks": 2, "size": "25m", "dtype": "fp32", "rows": 1, "length": 256, "rounds": 30, "steps": 1,
+       "memory": 2}  # fmt: skip
+# On a GPU a 1B-class decoder at its full context.
+CUDA = {"ranks": 1, "size": "1b", "dtype": "bf16", "rows": 2, "length": 4096, "rounds": 12, "steps": 10,
+        "memory": 1}  # fmt: skip
+TINY = {"ranks": 1, "size": "tiny", "rows": 2, "length": 64, "rounds": 2, "steps": 2}
+CASES = {
+    "peers": Case("peers:run", on_ranks=True),
+    "memory": Case("plans:run", {"rows": 4, "rounds": 3}, on_ranks=True),
+    "predict": Case("plans:run", {"rounds": 7, "memory": 0}, on_ranks=True),
+    "checkpoint": Case("checkpoint:run", {"rows": 2, "rounds": 9, "steps": 8}, on_ranks=True),
+    "collectives": Case("micro:collectives", {"rounds": 7}, on_ranks=True),
+    "executor": Case("micro:executor", {"rounds": 200}),
+    "loss": Case("micro:loss", {"rows": 4, "length": 512, "rounds": 3}),
+    "lengths": Case("micro:lengths", {"rows": 2, "length": 1000, "steps": 1000, "size": "5m"}),
+    "starts": Case("jobs:starts", {"rounds": 5}),
+    "watch": Case("jobs:watch", {"rounds": 3, "steps": 100}),
+    "loader": Case("jobs:loader", {"steps": 100}),
+    "gpu": Case("gpu:run", TINY),
+    "cuda": Case("cuda:run", CUDA | {"ranks": 8}),
+}
 
 
 @configuration
 class BenchConfig:
-    """All options; those that are None depend on the case and the device (`defaults.DEFAULTS`).
+    """All options; those that are None depend on the case and the device.
 
     Args:
-        case: a name of `cases.CASES`.
+        case: a name of `CASES`.
         device: "cpu" (gloo ranks of one thread each) or "cuda" (one rank over NCCL).
         ranks: how many processes, a mesh of that size.
-        tensor: how many of them split each matrix; the others take other rows.
         size: a file of `conf/model`.
         dtype: of compute; parameters are updated in fp32.
         reduce: dtype of gradients on the wire; None is `dtype`.
-        store: dtype that fnshard stores parameters in, with an fp32 master if it is another; None is `dtype`
-            on a GPU, and fp32 on a CPU, where it takes fewer bytes.
-        backend, update: of fnshard.
+        backend: of fnshard.
         rows, length: of one rank's batch of tokens.
         rounds: timed samples of each contender, each of `steps` steps; `warmup` steps come before, of which
             the first compiles. A GPU takes several steps, so that they are launched without a pause.
-        contenders: of peers and gpu, names of `contenders.CONTENDERS`.
+        contenders: of peers.
         losses: how many steps of peers are compared with the fp64 reference; 0 skips it.
-        memory: how often bytes of peers are followed (what one pass gets wrong makes numbers larger only, so
-            the smallest counts); 0 skips it.
-        profile: whether peers end with the time of the first fnshard contender by kind of instruction.
+        memory: how often bytes of peers, memory and predict are followed (what one pass gets wrong makes
+            numbers larger only, so the smallest counts); 0 skips it.
         plans: of memory and predict, the names that take part; none: all.
         clock: of predict: "wall", or "cpu", which leaves out what other processes took.
         every: of checkpoint, steps from one save to the next.
         mb: of collectives, sizes in MiB.
         vocab, frozen: of loss: words, and whether the head has no gradient, as under LoRA.
-        lengths, multiple: of lengths: how many from 100 to `length`, and what they are padded to.
+        lengths: how many from 100 to `length`.
         checkout: of starts, another checkout that takes turns with this one.
-        overrides: of starts, watch, loader and long_run, words for `python -m experiments.train`.
+        overrides: of starts, watch and loader, words for `python -m experiments.train`.
         folder: of checkpoint, on the disk to be measured; of gpu, where results lie (outputs/gpu).
-        parts, again: of gpu, names of `gpu.PARTS`: these alone; made once more though they have a result.
+        parts: of gpu, names of `gpu.PARTS`: these alone, once more though they have a result.
         minutes: of gpu, that one part may take.
         triton: of cuda, whether Triton assembles the kernels for sm_90.
     """
@@ -50,32 +106,19 @@ class BenchConfig:
     case: str = "peers"
     device: str = "cpu"
     ranks: int | None = None
-    tensor: int = 1
     size: str | None = None
     dtype: str | None = None
     reduce: str | None = None
-    store: str | None = None
     backend: str = "inductor"
-    update: str = "auto"
     rows: int | None = None
     length: int | None = None
     rounds: int | None = None
     steps: int | None = None
     warmup: int = 3
     seed: int = 0
-    timeout_s: float = 600.0
-    contenders: tuple[str, ...] = (
-        "ddp",
-        "fsdp2",
-        "fsdp2_compiled",
-        "limit",
-        "full_shard",
-        "shard_grad_op",
-        "no_shard",
-    )
+    contenders: tuple[str, ...] = ("ddp", "fsdp2", "fsdp2_compiled", "limit", *FNSHARD)
     losses: int = 20
-    memory: int = 2
-    profile: bool = True
+    memory: int | None = None
     plans: tuple[str, ...] = ()
     clock: str = "wall"
     every: int = 2
@@ -83,12 +126,10 @@ class BenchConfig:
     vocab: int = 128_256
     frozen: bool = False
     lengths: int = 32
-    multiple: int = 64
     checkout: str | None = None
     overrides: str = ""
     folder: str | None = None
     parts: tuple[str, ...] = ()
-    again: tuple[str, ...] = ()
     minutes: float = 8.0
     triton: bool = True
 
@@ -106,10 +147,53 @@ class BenchConfig:
 
     @property
     def store_dtype(self) -> torch.dtype:
-        """dtype of fnshard's parameters between steps."""
-        return DTYPES[self.store or (self.dtype if self.device == "cuda" else "fp32")]
+        """dtype of fnshard's parameters between steps: fp32 takes fewer bytes than bf16 and a master."""
+        return self.compute_dtype if self.device == "cuda" else torch.float32
 
     @property
     def tokens(self) -> int:
         """Of one step, all ranks together."""
-        return self.ranks // self.tensor * self.rows * self.length
+        return self.ranks * self.rows * self.length
+
+    def words(self) -> list[str]:
+        """The command line of this configuration, as `read` takes it."""
+        return [f"{k}={json.dumps(v)}" for k, v in dataclasses.asdict(self).items() if v is not None]
+
+
+def read(words: Sequence[str]) -> BenchConfig:
+    """The configuration of `key=value` words without Hydra.
+
+    >>> read(["case=gpu", "rows=2", "parts=[tiny,saves]"]).parts
+    ('tiny', 'saves')
+    """
+    values: dict[str, Any] = {}
+    for word in words:
+        key, _, text = word.partition("=")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text[1:-1].split(",") if text[:1] == "[" else text
+        values[key] = tuple(value) if isinstance(value, list) else value
+    return complete(BenchConfig(**values))
+
+
+def complete(config: BenchConfig) -> BenchConfig:
+    """Fill in what depends on the case and the device, and check what depends on other values."""
+    if config.case not in CASES:
+        raise ConfigError(f"case={config.case}: one of {', '.join(CASES)}.")
+    if config.device not in ("cpu", "cuda"):
+        raise ConfigError(f"device={config.device}: one of cpu, cuda.")
+    config = with_defaults(config, CUDA if config.device == "cuda" else CPU | CASES[config.case].defaults)
+    choices = {
+        "size": names(), "dtype": DTYPES, "reduce": DTYPES, "contenders": (*TORCH, *FNSHARD, GRAPH),
+        "backend": ("inductor", "eager"), "clock": ("wall", "cpu"),
+    }  # fmt: skip
+    counts = ("ranks", "rounds", "steps", "warmup", "rows", "length", "every", "vocab", "lengths")
+    problems = out_of_range(config, choices, dict.fromkeys(counts, 1) | {"losses": 0, "memory": 0})
+    if config.device == "cuda" and not torch.cuda.is_available():
+        problems.append("device=cuda: this machine has no CUDA device that torch can use. Fix: device=cpu.")
+    elif config.device == "cuda" and config.ranks != 1:
+        problems.append(f"ranks={config.ranks}: on device=cuda the bench runs on one GPU. Fix: ranks=1.")
+    if problems:
+        raise refusal(problems)
+    return config

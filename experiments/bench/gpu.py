@@ -1,44 +1,48 @@
 """The case `gpu`: the first hour on a GPU, one part after another, each in a process of its own.
 
 A part that crashes or hangs loses nothing: its result is a JSON file in `folder`, and a part that has one is
-not made again. Needs torch, NumPy and optree alone (the parts `tests` and `core`: pytest).
-`python -m experiments.bench.gpu PART job.json` is one part.
+not made again, unless `parts=` names it. Needs torch, NumPy and optree alone (the parts `tests` and `core`:
+pytest). `python -m experiments.bench.gpu PART FOLDER key=value...` is one part.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+import time
+import traceback
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from experiments import ROOT, python_path
-from experiments.bench import gpu_parts, peers, ranks
-from experiments.bench.config import BenchConfig
-from experiments.bench.contenders import GRAPH
-from experiments.bench.measure import Result, say
-from experiments.configs.checks import ConfigError
-from experiments.data.files import write_json
-from fnshard.mesh.process_group import leave_group
+import torch
 
-Found = Mapping[str, Any]
-Line = tuple[str, Callable[[Found], str], str]  # what, its value in a part's result, what is expected
-COMPILED, LIMIT = "fsdp2_compiled", "limit"
-CONTENDERS = ("full_shard", COMPILED, LIMIT, GRAPH, "shard_grad_op", "fsdp2", "ddp")
-ROWS = (2, 8)
-# full_shard's number, as a share of a contender's.
-TARGETS = (
-    (COMPILED, "tokens_per_s", "1.05 or more"),
-    (LIMIT, "tokens_per_s", "1.00 or more"),
-    (COMPILED, "peak_bytes", "0.85 or less"),
-)
+import fnshard as fs
+from experiments import ROOT
+from experiments.bench import peers, ranks
+from experiments.bench.config import GRAPH, BenchConfig, read
+from experiments.bench.contenders import Plan, Training, batches, make_task, repeated
+from experiments.bench.measure import Result, say, timed
+from experiments.configs.checks import ConfigError
+from experiments.data.files import read_json, write_json
+from fnshard.debug.profile import DEVICE, LAUNCHES, PREFIX
+from fnshard.mesh.process_group import leave_group
+from fnshard.plot.scales import byte_text, digits
+
+Found = dict[str, Any]  # by what is measured: a number or a text, or several
+Event = Mapping[str, Any]  # of a trace
 
 
 @dataclass(frozen=True)
@@ -46,104 +50,276 @@ class Part:
     """Something that is measured in a process of its own.
 
     Args:
-        run: gives plain values; the folder is for what is larger.
-        lines: of the table.
+        run: gives plain values by name; the folder is for what is larger.
+        targets: the names that the table shows, and what is expected.
         gpu: whether a CPU has nothing of the kind.
         env: of its process.
     """
 
     run: Callable[[BenchConfig, Path], Found]
-    lines: tuple[Line, ...]
+    targets: Mapping[str, str]
     gpu: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
 
 
+# ------------------------------------------------------------------ parts
+
+
+class Trained(Training):
+    """`full_shard`, and a `step()` on batches that are on the device and come in turn."""
+
+    def __init__(self, config: BenchConfig, plan: Plan | None = None):
+        task = make_task(config)
+        self.config, self.batches = config, list(batches(task, 4))
+        super().__init__(task, plan or Plan())
+
+    def begin(self) -> None:
+        super().begin()
+        self.make_step = repeated(self, self.batches)
+
+    def seconds(self, samples: int = 5, steps: int = 1) -> float:
+        """Of a step: the median of samples of several steps each."""
+        return median(timed(self.make_step, steps=steps, device=self.config.device) for _ in range(samples))
+
+
+def small(config: BenchConfig) -> BenchConfig:
+    return replace(config, size="tiny", length=min(config.length, 256))
+
+
+def versions(config: BenchConfig, folder: Path) -> Found:
+    found = [torch.__version__, platform.python_version()]
+    if config.device == "cuda":
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        found += [torch.cuda.get_device_name(), torch.version.cuda, str(torch.backends.cudnn.version()), nccl]
+    return {"torch, Python, device, CUDA, cuDNN, NCCL": found}
+
+
+def tiny(config: BenchConfig, folder: Path) -> Found:
+    """Five compiled steps of the smallest model, and which kernels its attention was frozen as."""
+    training = Trained(small(config))
+    losses = [training.make_step().item() for _ in range(5)]
+    if not all(map(math.isfinite, losses)):
+        raise ValueError(f"losses are not finite: {losses}")
+    attention = training.lowered(*training.batches[0]).attention
+    return {"losses of five steps": losses, "attention's kernels": [f"{n} {k}" for k, n in attention.items()]}
+
+
+def pytest(config: BenchConfig, folder: Path, which: Sequence[str], **env: str) -> Found:
+    """How many tests passed, and the names of those that failed. The plugins that `pyproject.toml` names need
+    not be there."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=no", "-o", "addopts=", *which]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True)
+    passed = re.search(r"(\d+) passed", done.stdout)
+    failed = re.findall(r"(?m)^(?:FAILED|ERROR) (\S+)", done.stdout)
+    if done.returncode not in (0, 1) or not (passed or failed):
+        raise RuntimeError(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
+    return {"passed": int(passed[1]) if passed else 0, "failed": failed or "none"}
+
+
+# What a step has besides; each may bring a wait for the device of its own.
+VARIANTS = {
+    "plain": Plan(),
+    "dropout": Plan(dropout=0.1),
+    "clipping": Plan(clip=1.0),
+    "micro-batches": Plan(options={"accumulate": 2}),
+}
+
+
+def syncs(config: BenchConfig, folder: Path) -> Found:
+    """The first place where steps 3 to 6 wait for the device. A CPU cannot tell."""
+    return {name: waits(Trained(small(config), plan)) for name, plan in VARIANTS.items()}
+
+
+def waits(training: Trained) -> str:
+    on_gpu = training.config.device == "cuda"
+    for _ in range(2):
+        training.make_step()
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(4):
+            training.make_step()
+    except RuntimeError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        place = next((f for f in reversed(frames) if f"{os.sep}fnshard{os.sep}" in f.filename), frames[-1])
+        return f"{Path(place.filename).name}:{place.lineno} {place.line}: {str(error).splitlines()[0]}"
+    finally:
+        if on_gpu:
+            torch.cuda.set_sync_debug_mode("default")
+    return "silent" if on_gpu else "unknown"
+
+
 def contender(name: str, rows: int, config: BenchConfig, folder: Path) -> Found:
     """One contender's row of the case `peers`."""
-    own = replace(config, contenders=(name,), rows=rows, losses=0, memory=1, profile=False)
-    return peers.run(own, folder).values["contenders"][name]
+    own = replace(config, contenders=(name,), rows=rows, losses=0, memory=1)
+    found = peers.run(own, folder).values["contenders"][name]
+    shown = [f"{digits(found['step_ms'])} ms", f"{digits(found['tokens_per_s'])} tokens/s"]
+    shown += [byte_text(found["peak_bytes"])] + ([f"MFU {found['mfu']:.1%}"] if "mfu" in found else [])
+    return {**found, "a step": shown}
 
 
-def _row(found: Found) -> str:
-    text = f"{found['step_ms']:.1f} ms, {found['tokens_per_s']:,.0f} tokens/s"
-    text += f", {found['peak_bytes'] / 1e9:.2f} GB"
-    return text + (f", MFU {found['mfu']:.1%}" if "mfu" in found else "")
+def equal_bits(config: BenchConfig, folder: Path) -> Found:
+    """Whether two equal runs of 20 steps have the same bits, as they are and with `deterministic=True`."""
+    found: Found = {}
+    for name, on in (("as they are", False), ("deterministic=True", True)):
+        training, runs = Trained(config, Plan(options={"deterministic": on})), []
+        for _ in range(2):
+            training.begin()
+            losses = torch.stack([training.make_step() for _ in range(20)]).cpu()
+            runs.append({"losses": losses} | {p: leaf.cpu() for p, leaf in training.state.params.items()})
+        apart = sum(not torch.equal(value, runs[1][path]) for path, value in runs[0].items())
+        bits = f"{apart} leaves apart" if apart else "equal"
+        found[f"two runs {name}"] = [bits, f"{digits(1e3 * training.seconds(3, 5))} ms a step"]
+    return found
 
 
-def _tests(found: Found) -> str:
-    return f"{found['passed']} passed" + (
-        f", failed: {', '.join(found['failed'])}" if found["failed"] else ""
-    )
+def saves(config: BenchConfig, folder: Path) -> Found:
+    """What saves in the background take: the call, the step during it, all until it is on disk."""
+    training = Trained(config)
+    for _ in range(3):
+        training.make_step()
+    found: Found = {"step": training.seconds(5)}
+    with tempfile.TemporaryDirectory() as place:
+        for name in ("first", "second"):
+            timed(lambda: None, device=config.device)
+            began = time.perf_counter()
+            saving = fs.checkpoint.save_async(Path(place) / name, training.state)
+            called, step = time.perf_counter() - began, training.seconds(1)
+            saving.wait()
+            found[f"{name} save: call, step, whole, s"] = [called, step, time.perf_counter() - began]
+    return found
 
 
-def _bits(name: str, found: Found) -> str:
-    text = "equal" if found[name]["equal"] else f"{found[name]['leaves_apart']} leaves apart"
-    return f"{text}, {1e3 * found[name]['step_s']:.1f} ms a step"
+def predictions(config: BenchConfig, folder: Path) -> Found:
+    """Bytes and seconds of a step, predicted over measured."""
+    if config.device == "cuda":  # cuBLAS takes its workspace at the first product
+        one = torch.ones(8, 8, dtype=torch.bfloat16, device="cuda")
+        one.mm(one)
+    peak = peers.memory_of(make_task(config), partial(Training, plan=Plan()), 1)["peak_bytes"]
+    training = Trained(config)
+    training.make_step()
+    lowered, seconds = training.lowered(*training.batches[0]), training.seconds(3, config.steps)
+    known = fs.Hardware.of_gpu(torch.cuda.get_device_name()) if config.device == "cuda" else None
+    found: Found = {"step": seconds, "peak bytes": lowered.memory_analysis().peak_bytes / peak}
+    for name, hardware in {
+        "data sheet": known,
+        "measured rates": fs.Hardware.measure(training.step.mesh),
+    }.items():
+        if hardware:
+            found[f"time by {name}"] = lowered.timeline(hardware).step_seconds / seconds
+    return found
 
 
-def _save(name: str, found: Found) -> str:
-    return ", ".join(f"{found[f'{name}_{what}_s']:.3f} s" for what in ("call", "step", "whole"))
+# ------------------------------------------------------------------ where the time goes
+
+TRACED = 3  # steps
+# By the name of a kernel, the first that matches; others go by the instruction that launched them.
+KERNELS = (
+    ("communication", re.compile(r"nccl|c10d|gloo", re.I)),
+    ("attention", re.compile(r"flash|fmha|attention|sdpa", re.I)),
+    ("products", re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|triton_tem", re.I)),
+)
+VERBS = {"run": "elementwise", "update": "update", "norms": "update", "reduce_scalars": "update", "": "other"}
+# Milliseconds of a step that are expected of an H200, bf16, 2 rows of 4096.
+KINDS = {"products": "78", "attention": "22 to 33", "elementwise": "17", "update": "7 to 8",
+         "casts": "0", "communication": "0", "other": "", "idle": "2 to 3"}  # fmt: skip
 
 
-def _sync(name: str, found: Found) -> str:
-    return "" if found[name] is None else found[name] or "silent"
+def profile(config: BenchConfig, folder: Path) -> Found:
+    """Milliseconds of a step by kind of work, from a trace that is left in `folder`; seconds without one."""
+    training, trace = Trained(config), folder / "trace.json"
+    for _ in range(3):
+        training.make_step()
+    seconds = training.seconds(3, config.steps)
+    with fs.profile.traced(training.step, trace):
+        for _ in range(TRACED):
+            training.make_step()
+    share = peers.mfu_of(config, seconds)
+    events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    return {
+        "step, ms": 1e3 * seconds,
+        "MFU": "" if share is None else f"{share:.1%}",
+        **split(events, TRACED),
+    }
 
 
-def _kind(kind: str, found: Found) -> str:
-    return f"{found['traced_ms'][kind]:.1f} ms"
+def split(events: Iterable[Event], steps: int) -> dict[str, float]:
+    """Milliseconds of a step by kind of work, and what is none of them.
+
+    On a GPU: kernels and copies that the device ran; between them it is idle. On a CPU: instructions.
+    """
+    spans = sorted((e for e in events if e.get("ph") == "X"), key=lambda e: e["ts"])
+    lines = [e for e in spans if e["name"].startswith(f"{PREFIX} ") and e.get("cat") != "gpu_user_annotation"]
+    if not lines:
+        raise ValueError("no instruction of a step is in the trace.")
+    launches = {_correlation(e): e["ts"] for e in spans if e.get("cat") in LAUNCHES}
+    worked, starts = [e for e in spans if e.get("cat") in DEVICE] or lines, [e["ts"] for e in lines]
+    totals, covered, end = dict.fromkeys(KINDS, 0.0), 0.0, -math.inf
+    for event in worked:
+        at = event["ts"] if worked is lines else launches.get(_correlation(event), -math.inf)
+        line = lines[max(0, bisect_right(starts, at) - 1)]
+        inside = line["ts"] <= at <= line["ts"] + line["dur"]
+        verb = line["name"].rpartition(" ")[2] if inside else ""
+        patterns = KERNELS if worked is not lines else ()
+        named = (kind for kind, pattern in patterns if pattern.search(event["name"]))
+        totals[next(named, VERBS.get(verb, "casts"))] += event["dur"]
+        start, stop = max(event["ts"], end), event["ts"] + event["dur"]
+        covered, end = covered + max(stop - start, 0.0), max(end, stop)
+    totals["idle"] = end - worked[0]["ts"] - covered
+    return {kind: total / steps / 1e3 for kind, total in totals.items()}
 
 
-def _versions(found: Found) -> str:
-    return ", ".join(str(each) for each in found.values())
+def _correlation(event: Event) -> Any:
+    return event.get("args", {}).get("correlation")
 
 
-def _time(source: str, found: Found) -> str:
-    return f"{found['predicted_s'][source] / found['step_s']:.3f}"
+# ------------------------------------------------------------------ the hour
 
-
-# Milliseconds are estimates for an H200, bf16, 2 rows of 4096.
-KINDS = {"products": "78 ms", "attention": "22 to 33 ms", "elementwise": "17 ms", "update": "7 to 8 ms",
-         "casts": "0 ms", "communication": "0 ms", "other": "", "idle": "2 to 3 ms"}  # fmt: skip
+COMPILED = "fsdp2_compiled"
+CONTENDERS = ("full_shard", COMPILED, "limit", GRAPH, "shard_grad_op", "fsdp2", "ddp")
+ROWS = (2, 8)
+# full_shard's number, as a share of a contender's.
+SHARES = (
+    (COMPILED, "tokens_per_s", "1.05 or more"),
+    ("limit", "tokens_per_s", "1.00 or more"),
+    (COMPILED, "peak_bytes", "0.85 or less"),
+)
+CORE = ("trace", "differentiate", "remat", "schedule", "step")
+CORE_TESTS = [str(next((ROOT / "tests").rglob(f"test_{name}.py"), name)) for name in CORE]
+GPU_TESTS = ["tests/runtime/test_gpu.py", "-m", "gpu", "-k", "not bench"]  # the bench is parts of its own
+HIDE_GPU = {"which": [*CORE_TESTS, "-m", "not long and not gpu"], "CUDA_VISIBLE_DEVICES": ""}
+STEP, TESTS = {"a step": ""}, {"passed": "", "failed": "none"}
 PARTS: dict[str, Part] = {
-    "versions": Part(gpu_parts.versions, (("torch, Python, device, CUDA, cuDNN, NCCL", _versions, ""),)),
-    "tiny": Part(gpu_parts.tiny, (
-        ("losses of five steps", lambda f: " ".join(f"{x:.3f}" for x in f["losses"]), "finite"),
-        ("attention's kernels", lambda f: ", ".join(f"{n} {kind}" for kind, n in f["attention"].items()), ""),
-    )),
-    "tests": Part(gpu_parts.tests, (("pytest -m gpu", _tests, "none failed"),), gpu=True),
-    "syncs": Part(gpu_parts.syncs, tuple(
-        (f"steps 3 to 6, {name}", partial(_sync, name), "silent")
-        for name in gpu_parts.VARIANTS
-    )),
-    "profile": Part(gpu_parts.profile, (
-        ("step", lambda f: f"{1e3 * f['step_s']:.1f} ms" + (f", MFU {f['mfu']:.1%}" if f["mfu"] else ""),
-         "128 ms, MFU 45%"),
-        *((kind, partial(_kind, kind), target) for kind, target in KINDS.items()),
-    )),
-    **{f"bench-{rows}-{name}": Part(partial(contender, name, rows), ((name, _row, ""),), gpu=name == GRAPH)
-       for rows in ROWS for name in CONTENDERS},
-    "predictions": Part(gpu_parts.predictions, (
-        ("peak bytes, predicted / measured",
-         lambda f: f"{f['predicted_peak_bytes'] / f['peak_bytes']:.3f}", "0.95 to 1.05"),
-        *((f"time by {name} / measured", partial(_time, name), "0.75 to 1.25")
-          for name in ("data sheet", "measured rates")),
-    )),
-    "cudnn": Part(partial(contender, "full_shard", ROWS[0]), (("cuDNN's attention last", _row, ""),),
-                  gpu=True, env={"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}),
-    "equal_bits": Part(gpu_parts.equal_bits, (
-        ("two runs as they are", partial(_bits, "plain"), ""),
-        ("two runs, deterministic=True", partial(_bits, "deterministic"), "equal"),
-    )),
-    "saves": Part(gpu_parts.saves, tuple(
-        (f"{name} save: call, step, whole", partial(_save, name), "") for name in ("first", "second")
-    )),
-    "core": Part(gpu_parts.core, (("CPU tests, the GPU hidden", _tests, "none failed"),), gpu=True),
-}  # fmt: skip
+    "versions": Part(versions, {"torch, Python, device, CUDA, cuDNN, NCCL": ""}),
+    "tiny": Part(tiny, {"losses of five steps": "finite", "attention's kernels": ""}),
+    "tests": Part(partial(pytest, which=GPU_TESTS), TESTS, gpu=True),
+    "syncs": Part(syncs, dict.fromkeys(VARIANTS, "silent")),
+    "profile": Part(profile, {"step, ms": "128", "MFU": "45%", **KINDS}),
+    **{
+        f"bench-{rows}-{name}": Part(partial(contender, name, rows), STEP, gpu=name == GRAPH)
+        for rows in ROWS
+        for name in CONTENDERS
+    },
+    "predictions": Part(
+        predictions,
+        {
+            "peak bytes": "0.95 to 1.05",
+            "time by data sheet": "0.75 to 1.25",
+            "time by measured rates": "0.75 to 1.25",
+        },
+    ),
+    # cuDNN's attention last
+    "cudnn": Part(partial(contender, "full_shard", 2), STEP, True, {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}),
+    "equal_bits": Part(equal_bits, {"two runs as they are": "", "two runs deterministic=True": "equal"}),
+    "saves": Part(saves, {f"{name} save: call, step, whole, s": "" for name in ("first", "second")}),
+    "core": Part(partial(pytest, **HIDE_GPU), TESTS, gpu=True),
+}
 
 
 def run(config: BenchConfig, folder: Path) -> Result:
     """Does fnshard work on this GPU, how fast is it there, and where does the time of a step go?"""
-    unknown = [name for name in (*config.parts, *config.again) if name not in PARTS]
+    unknown = [name for name in config.parts if name not in PARTS]
     if unknown:
         raise ConfigError(f"parts={','.join(unknown)}: any of {', '.join(PARTS)}.")
     place = Path(config.folder or Path("outputs", "gpu")).resolve()
@@ -152,13 +328,11 @@ def run(config: BenchConfig, folder: Path) -> Result:
     for name in config.parts or PARTS:
         if PARTS[name].gpu and config.device != "cuda":
             continue
-        if result_of(place, name).exists() and name not in config.again:
+        if not config.parts and result_of(place, name).exists():
             say(f"{name}: has a result")
-            continue
-        if reason := run_part(name, config, place):
+        elif reason := run_part(name, config, place):
             failures[name] = reason
-    there = [name for name in PARTS if result_of(place, name).exists()]
-    results = {name: json.loads(result_of(place, name).read_text(encoding="utf-8")) for name in there}
+    results = {name: found for name in PARTS if (found := read_json(result_of(place, name)))}
     return Result(table(results, failures), values={"results": results}, left=4, failed=bool(failures))
 
 
@@ -167,15 +341,14 @@ def run_part(name: str, config: BenchConfig, folder: Path) -> str:
     say(name)
     result, log = result_of(folder, name), folder / f"{name}.log"
     result.unlink(missing_ok=True)
-    threads = {"OMP_NUM_THREADS": "1"} if config.device == "cpu" else {}
+    command = [sys.executable, "-u", "-m", "experiments.bench.gpu", name, str(folder), *config.words()]
+    env = {**os.environ, **ranks.environment(config), **PARTS[name].env}
+    # An exception: what runs is ended on the way out.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with log.open("wb") as out:
         child = subprocess.Popen(
-            [sys.executable, "-u", "-m", "experiments.bench.gpu", name, str(ranks.job_file(config, folder))],
-            cwd=ROOT, env={**os.environ, **threads, **PARTS[name].env, "PYTHONPATH": python_path()},
-            stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        # An exception: what runs is ended on the way out.
-        before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+            command, cwd=ROOT, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
         code = None
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -199,27 +372,32 @@ def table(results: Mapping[str, Found], failures: Mapping[str, str] | None = Non
     """Cells are empty where a part has not run or has failed, and where a CPU cannot tell."""
     rows = [["part", "what", "measured", "target"]]
     for name, part in PARTS.items():
-        for what, value, target in part.lines:
-            try:
-                shown = value(results[name])
-            except KeyError:
-                shown = ""
-            rows.append([name, what, shown, target])
-    for rows_ in ROWS:
-        ours = results.get(f"bench-{rows_}-full_shard")
-        for base, key, target in TARGETS:
-            theirs = results.get(f"bench-{rows_}-{base}")
-            share = f"{ours[key] / theirs[key]:.3f}" if ours and theirs else ""
-            rows.append([f"bench-{rows_}", f"full_shard's {key} / {base}'s", share, target])
+        found = results.get(name, {})
+        rows += [[name, what, shown(found.get(what, "")), target] for what, target in part.targets.items()]
+    for count in ROWS:
+        ours = results.get(f"bench-{count}-full_shard")
+        for base, key, target in SHARES:
+            theirs = results.get(f"bench-{count}-{base}")
+            share = shown(ours[key] / theirs[key]) if ours and theirs else ""
+            rows.append([f"bench-{count}", f"full_shard's {key} / {base}'s", share, target])
     return [*rows, *([name, "failed", reason, ""] for name, reason in (failures or {}).items())]
 
 
+def shown(value: Any) -> str:
+    """A value of a result.
+
+    >>> shown([2.98761, "eager", 12])
+    '2.988, eager, 12'
+    """
+    if isinstance(value, list):
+        return ", ".join(map(shown, value))
+    return digits(value) if isinstance(value, float) else str(value)
+
+
 if __name__ == "__main__":
-    values = json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
-    own = ranks.config_of(values["config"])
+    own = read(sys.argv[3:])
     ranks.join(own)
     try:
-        write_json(result_of(Path(values["folder"]), sys.argv[1]),
-                   dict(PARTS[sys.argv[1]].run(own, Path(values["folder"]))))  # fmt: skip
+        write_json(result_of(Path(sys.argv[2]), sys.argv[1]), PARTS[sys.argv[1]].run(own, Path(sys.argv[2])))
     finally:
         leave_group()

@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from experiments.bench.config import CASES, BenchConfig
 from experiments.data.files import write_json
 from experiments.tables import aligned
 
@@ -44,12 +46,17 @@ class Result:
     failed: bool = False
 
 
-def show(config: Any, folder: Path, case: Callable[[Any, Path], Result]) -> Result:
+def show(config: BenchConfig, folder: Path) -> Result:
     """Run a case; the first rank prints its table and leaves it in `folder` as `CASE.txt` and `CASE.json`."""
     load = os.getloadavg()[0]
-    result = case(config, folder)
+    result = CASES[config.case].run(config, folder)
     if rank() == 0:
-        environment = {**machine(config.device), "load_average": [load, os.getloadavg()[0]]}
+        device = f"{os.cpu_count()} cores {platform.machine()}"
+        environment = {
+            "torch": torch.__version__, "python": platform.python_version(),
+            "device": torch.cuda.get_device_name() if config.device == "cuda" else device,
+            "load_average": [load, os.getloadavg()[0]],
+        }  # fmt: skip
         about = ", ".join(f"{key} {value}" for key, value in environment.items())
         text = "\n".join([config.case, about, "", *aligned(result.rows, result.left), *result.notes])
         values = {"config": dataclasses.asdict(config), **environment, "rows": result.rows, **result.values}
@@ -58,13 +65,6 @@ def show(config: Any, folder: Path, case: Callable[[Any, Path], Result]) -> Resu
         (folder / f"{config.case}.txt").write_text(f"{text}\n", encoding="utf-8")
         print(f"\n{text}\n\nresults: {folder}", flush=True)
     return result
-
-
-def machine(device: str) -> dict[str, Any]:
-    name = (
-        torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} cores {platform.machine()}"
-    )
-    return {"torch": torch.__version__, "python": platform.python_version(), "device": name}
 
 
 def say(text: str) -> None:
@@ -91,6 +91,27 @@ def over_ranks(numbers: Sequence[float], how: Any = dist.ReduceOp.MAX) -> list[f
     if dist.is_initialized():
         dist.all_reduce(values, how)
     return values.tolist()
+
+
+@contextmanager
+def shared_folder(within: str | Path | None = None) -> Iterator[Path]:
+    """A temporary folder that all ranks see, removed when all have left it."""
+    named = [tempfile.mkdtemp(prefix="fnshard-bench-", dir=within) if rank() == 0 else ""]
+    if dist.is_initialized():
+        dist.broadcast_object_list(named, src=0)
+    try:
+        yield Path(named[0])
+        barrier()
+    finally:
+        if rank() == 0:
+            shutil.rmtree(named[0], ignore_errors=True)
+
+
+@contextmanager
+def fresh_cache() -> Iterator[None]:
+    """An empty Inductor cache, shared by the ranks, for what is compiled within."""
+    with shared_folder() as folder, mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=str(folder)):
+        yield
 
 
 # ------------------------------------------------------------------ clocks
@@ -133,25 +154,6 @@ def interleaved(
 def milliseconds(seconds: Sequence[float]) -> str:
     """Their median."""
     return f"{1e3 * median(seconds):.2f}"
-
-
-@contextmanager
-def fresh_cache() -> Iterator[None]:
-    """An empty Inductor cache, shared by the ranks, for what is compiled within."""
-    named = [tempfile.mkdtemp(prefix="fnshard-bench-") if rank() == 0 else ""]
-    if dist.is_initialized():
-        dist.broadcast_object_list(named, src=0)
-    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = named[0]
-    try:
-        yield
-    finally:
-        barrier()
-        os.environ.pop("TORCHINDUCTOR_CACHE_DIR")
-        if before is not None:
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
-        if rank() == 0:
-            shutil.rmtree(named[0], ignore_errors=True)
 
 
 def release() -> None:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 import fnshard as fs
 from experiments.bench.config import BenchConfig
 from experiments.bench.contenders import make_task
-from experiments.bench.measure import Result, interleaved, milliseconds
+from experiments.bench.measure import Result, barrier, interleaved, milliseconds
 from experiments.bench.memory import live_bytes
 from experiments.training.decoder import Decoder, DecoderConfig, loss_function
 from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT
@@ -48,14 +50,11 @@ def collectives(config: BenchConfig, folder: Path) -> Result:
         numel = int(mb * 2**20) // config.compute_dtype.itemsize // mesh.size * mesh.size
         whole = torch.arange(numel, dtype=torch.float32).remainder_(7).to(config.compute_dtype)
         for verb, work in COLLECTIVES.items():
-            works = {
-                name: lambda by=by, work=work, whole=whole: work(by, whole, mesh.size)
-                for name, by in ways.items()
-            }
+            works = {name: partial(work, by, whole, mesh.size) for name, by in ways.items()}
             seconds = interleaved(works, config.rounds + 2, seed=config.seed)
             rows.append([f"{mb:g}", verb, *(milliseconds(s[2:]) for s in seconds.values())])
             values.append({"mb": mb, "collective": verb, "seconds": seconds})
-    dist.barrier()
+    barrier()
     for way in ways.values():
         way.close()
     return Result(rows, values={"measured": values}, left=2)
@@ -79,31 +78,12 @@ def _rows(verb: str, by: Collectives, whole: Tensor, ranks: int) -> None:
 
 COLLECTIVES: dict[str, Callable[[Collectives, Tensor, int], None]] = {
     "all_gather": _gather,
-    "reduce_scatter": lambda *args: _rows("reduce_scatter", *args),
-    "all_to_all": lambda *args: _rows("all_to_all", *args),
+    "reduce_scatter": partial(_rows, "reduce_scatter"),
+    "all_to_all": partial(_rows, "all_to_all"),
     "all_reduce": lambda by, whole, ranks: by.all_reduce(whole.clone(), AXES).wait(),
 }
 
 # ------------------------------------------------------------------ executor
-
-
-class Nothing:
-    """Collectives among two ranks that are always done: the other rank's row is this one's."""
-
-    def __init__(self, mesh: fs.Mesh):
-        self.mesh = mesh
-
-    def send_buffer(self, numel: int, dtype: torch.dtype, axes: tuple[str, ...], rows: int = 1) -> Tensor:
-        return torch.empty(rows * numel, dtype=dtype)
-
-    def all_gather(self, flat: Tensor, axes: tuple[str, ...]) -> Done:
-        return Done([flat, flat])
-
-    def reduce_scatter(self, rows: Tensor, axes: tuple[str, ...]) -> Done:
-        return Done(rows[: rows.numel() // 2])
-
-    def all_reduce(self, flat: Tensor, axes: tuple[str, ...]) -> Done:
-        return Done(flat)
 
 
 def executor(config: BenchConfig, folder: Path) -> Result:
@@ -113,11 +93,7 @@ def executor(config: BenchConfig, folder: Path) -> Result:
     row is a whole step of 200 tiny leaves in one unit, its checks, inputs and metrics included.
     """
     torch.set_num_threads(1)
-    rows = [["", "CPU us"]]
-    for preset in ("full_shard", "no_shard"):
-        work, units = schedule_alone(preset)
-        (seconds,) = interleaved({preset: work}, config.rounds, clock=time.thread_time).values()
-        rows.append([f"{preset}, a unit and phase", f"{1e6 * median(seconds) / units:.0f}"])
+    works = {f"{preset}, a unit and phase": schedule_alone(preset) for preset in ("full_shard", "no_shard")}
     params = {f"layers.{i}": torch.ones(4) for i in range(200)}
     specs = fs.match_specs(params, [("*", fs.LayoutSpec(unit="all"))])
     loss = lambda p, x: (torch.stack(list(p.values())) * x).sum()  # noqa: E731
@@ -128,18 +104,22 @@ def executor(config: BenchConfig, folder: Path) -> Result:
         nonlocal state
         state, _ = step(state, x)
 
-    one()
-    (seconds,) = interleaved({"step": one}, config.rounds, clock=time.thread_time).values()
-    return Result([*rows, ["a step of 200 leaves", f"{1e6 * median(seconds):.0f}"]])
+    rows = [["", "CPU us"]]
+    for name, (work, parts) in (works | {"a step of 200 leaves": (one, 1)}).items():
+        work()
+        (seconds,) = interleaved({name: work}, config.rounds, clock=time.thread_time).values()
+        rows.append([name, f"{1e6 * median(seconds) / parts:.0f}"])
+    return Result(rows)
 
 
-def schedule_alone(preset: str, blocks: int = 12) -> tuple[Callable[[], None], int]:
-    """The schedule of a tiny decoder with kernels that do nothing; how many units and phases it has."""
+def schedule_alone(preset: str) -> tuple[Callable[[], None], int]:
+    """The schedule of a tiny decoder on two ranks with kernels and collectives that do nothing, but give what
+    has the right shape; how many units and phases it has."""
     mesh = fs.make_mesh(shard=2, abstract=True)
-    config = DecoderConfig(width=8, layers=blocks, heads=2, kv_heads=1, context=8, vocab=16)
-    loss, params = loss_function(Decoder(config))
-    specs = fs.presets.PRESETS[preset](params, mesh)
-    tokens = torch.zeros(1, 8, dtype=torch.long)
+    loss, params = loss_function(
+        Decoder(DecoderConfig(width=8, layers=12, heads=2, kv_heads=1, context=8, vocab=16))
+    )
+    specs, tokens = fs.presets.PRESETS[preset](params, mesh), torch.zeros(1, 8, dtype=torch.long)
     step = fs.shard_step(loss, specs, mesh=mesh, backend="eager")
     lowered = step.lower(params, tokens, tokens)
 
@@ -149,7 +129,14 @@ def schedule_alone(preset: str, blocks: int = 12) -> tuple[Callable[[], None], i
 
     kernels = {k.name: (nothing(k.forward), nothing(k.backward)) for k in lowered.kernels.values()}
     scalars = scalars_of(lowered.program, lowered.segments, None, step.resolved, mesh, step.options)
-    run = bind(ExecutorContext(lowered.schedule, kernels, Nothing(mesh), 0, scalars))
+    done = SimpleNamespace(
+        mesh=mesh,
+        send_buffer=lambda numel, dtype, axes, rows=1: torch.empty(rows * numel, dtype=dtype),
+        all_gather=lambda flat, axes: Done([flat, flat]),
+        reduce_scatter=lambda rows, axes: Done(rows[: rows.numel() // 2]),
+        all_reduce=lambda flat, axes: Done(flat),
+    )
+    run = bind(ExecutorContext(lowered.schedule, kernels, done, 0, scalars))
     shards = fs.shard(params, specs, mesh)
 
     def work() -> None:
@@ -164,6 +151,7 @@ def schedule_alone(preset: str, blocks: int = 12) -> tuple[Callable[[], None], i
 
 
 def naive(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
+    """All logits at once."""
     return F.cross_entropy(F.linear(hidden, head).float(), targets)
 
 
@@ -176,18 +164,15 @@ def chunked(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 def loss(config: BenchConfig, folder: Path) -> Result:
     """What does the fused linear cross-entropy save over a large vocabulary? And are its gradients right?"""
     generator = torch.Generator().manual_seed(config.seed)
-    width, dtype = config.model.width, config.compute_dtype
-    tokens = config.rows * config.length
-    hidden = torch.randn(tokens, width, generator=generator).to(dtype).requires_grad_()
-    head = (torch.randn(config.vocab, width, generator=generator) / width**0.5).to(dtype)
-    head.requires_grad_(not config.frozen)
+    width, tokens = config.model.width, config.rows * config.length
+    hidden, head = (torch.randn(n, width, generator=generator) for n in (tokens, config.vocab))
+    hidden = hidden.to(config.compute_dtype).requires_grad_()
+    head = (head / width**0.5).to(config.compute_dtype).requires_grad_(not config.frozen)
     inputs = hidden, head, torch.randint(config.vocab, (tokens,), generator=generator)
     trained = [t for t in inputs if t.requires_grad]
     works = {f.__name__: lambda f=f: torch.autograd.grad(f(*inputs), trained) for f in (naive, chunked)}
-    bytes_ = {}
-    for name, work in works.items():
-        live = live_bytes(lambda work=work: work, hidden.device, steps=1)
-        bytes_[name] = live.peak - live.between
+    seen = {name: live_bytes(lambda work=work: work, hidden.device, steps=1) for name, work in works.items()}
+    bytes_ = {name: live.peak - live.between for name, live in seen.items()}
     seconds = interleaved(works, config.rounds)
     gradients = [work() for work in works.values()]
     apart = max(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(*gradients, strict=True))
@@ -201,6 +186,8 @@ def loss(config: BenchConfig, folder: Path) -> Result:
 
 # ------------------------------------------------------------------ lengths
 
+MULTIPLE, PAD = 64, {"0": 0, "1": fs.losses.IGNORE}
+
 
 def lengths(config: BenchConfig, folder: Path) -> Result:
     """What do batches of many lengths cost, padded to buckets, next to as many tokens in one shape?"""
@@ -210,36 +197,32 @@ def lengths(config: BenchConfig, folder: Path) -> Result:
     choices = [shortest + span * i // max(config.lengths - 1, 1) for i in range(config.lengths)]
     drawn = [draw.choice(choices) for _ in range(config.steps)]
     mean = round(sum(drawn) / len(drawn))
-    decoder = replace(config.model, context=2 * config.length)
-    buckets = fs.Buckets(config.multiple, pad={"0": 0, "1": fs.losses.IGNORE})
-    mixed, one = (_step(config, decoder, shapes) for shapes in (buckets, None))
-    seconds: dict[int, list[float]] = {n: [] for n in choices}
+    mixed, one = (_step(config, shapes) for shapes in (fs.Buckets(MULTIPLE, pad=PAD), None))
+    seconds: list[float] = []
     alike: list[float] = []
     with fs.debug.assert_max_compiles(10**6) as compiles:
         for start in range(0, len(drawn), 20):  # rounds of both alternate
-            for length in drawn[start : start + 20]:
-                seconds[length].append(mixed(length))
+            seconds += [mixed(length) for length in drawn[start : start + 20]]
             alike += [one(mean) for _ in drawn[start : start + 20]]
-    warm = {n: median(s[1:]) for n, s in seconds.items() if len(s) > 1}
-    known = [n for n in drawn if n in warm]
-    padded = sum(-(-n // config.multiple) * config.multiple for n in drawn) / sum(drawn)
-    everything = sum(map(sum, seconds.values()))
-    alone = sum(warm[n] for n in known) / (median(alike) * len(known)) if known else 1.0
+    again = [(n, s) for at, (n, s) in enumerate(zip(drawn, seconds, strict=True)) if n in drawn[:at]]
+    padded = sum(-(-n // MULTIPLE) * MULTIPLE for n in drawn) / sum(drawn)
+    warm = sum(s for _, s in again) / (median(alike) * len(again)) if again else math.nan
     rows = [
         ["", "mixed / one shape"],
         ["tokens, padding included", f"{padded:.3f}"],
-        ["steps alone", f"{alone:.3f}"],
-        ["with tracing and compiling", f"{everything / sum(alike):.3f}"],
+        ["steps of lengths that came before", f"{warm:.3f}"],
+        ["with tracing and compiling", f"{sum(seconds) / sum(alike):.3f}"],
     ]
     drew = f"{config.steps} steps, {config.lengths} lengths from {shortest} to {config.length}"
     note = f"{drew}; one shape: {mean}; compiled {len(compiles) - 1} times"
-    return Result(rows, ["", note], {"seconds": seconds, "one": alike})
+    return Result(rows, ["", note], {"lengths": drawn, "seconds": seconds, "one": alike})
 
 
-def _step(config: BenchConfig, decoder: DecoderConfig, shapes: fs.Buckets | None) -> Callable[[int], float]:
+def _step(config: BenchConfig, shapes: fs.Buckets | None) -> Callable[[int], float]:
     """Seconds of one step of a batch of so many tokens a row."""
     torch.manual_seed(config.seed)
-    loss_fn, params = loss_function(Decoder(decoder))
+    sizes = replace(config.model, context=2 * config.length)
+    loss_fn, params = loss_function(Decoder(sizes))
     step = fs.shard_step(
         loss_fn, fs.presets.full_shard(params, fs.make_mesh(shard=1, device="cpu")),
         optimizer=fs.optim.adamw(1e-4), shapes=shapes, backend=config.backend,
@@ -248,7 +231,7 @@ def _step(config: BenchConfig, decoder: DecoderConfig, shapes: fs.Buckets | None
 
     def run(length: int) -> float:
         nonlocal state
-        batch = torch.randint(decoder.vocab, (2, config.rows, length), generator=generator).unbind()
+        batch = torch.randint(sizes.vocab, (2, config.rows, length), generator=generator).unbind()
         began = time.perf_counter()
         state, _ = step(state, *batch)
         return time.perf_counter() - began
