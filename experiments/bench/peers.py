@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from experiments.bench.config import TORCH, BenchConfig
 from experiments.bench.contenders import (
     CONTENDERS,
+    Batch,
     BenchTask,
     Contender,
     Training,
@@ -30,6 +32,7 @@ from experiments.tables import quartiles, ratio
 from fnshard.analysis.hardware import Hardware, mfu
 
 Found = dict[str, Any]
+Maker = Callable[[BenchTask], Contender | Training]
 NOTES = (
     "",
     "/ x: median over rounds of the step's time by x's. MB: live tensors of the fullest rank, transport",
@@ -63,48 +66,66 @@ def run(config: BenchConfig, folder: Path) -> Result:
 
 
 def race(task: BenchTask, names: Sequence[str]) -> dict[str, Found]:
-    """First steps one after another, then interleaved rounds. On a GPU bytes are read off the allocator."""
+    """Interleaved rounds of contenders that are all there. On a GPU bytes are read off the allocator."""
     config, on_gpu = task.config, task.config.device == "cuda"
-    feed = list(batches(task, config.warmup + config.rounds * config.steps))
     before = torch.cuda.memory_allocated() if on_gpu else 0
-    found: dict[str, Found] = {name: {"losses": []} for name in names}
-    works: dict[str, Callable[[], Any]] = {}
-    with ExitStack() as stack:
-        for name in names:
-            say(f"first step of {name}")
-            with fresh_cache():
-                began = time.perf_counter()
-                contender = CONTENDERS[name](task)
-                stack.callback(contender.close)
-                works[name] = _steps(contender, feed, found[name]["losses"])
-                works[name]()
-                (found[name]["first_step_s"],) = over_ranks([time.perf_counter() - began])
-            found[name]["trains"] = contender.trains
-        # All are there: where one of them did to the process what Dynamo guards, another compiles again here,
-        # not in a timed step.
-        for _ in range(config.warmup - 1):
-            for work in works.values():
-                work()
+    with started({name: (task, CONTENDERS[name]) for name in names}, fresh_cache) as entries:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         say(f"{config.rounds} rounds of {', '.join(names)}")
         how = {"seed": config.seed, "steps": config.steps, "device": config.device}
-        for name, seconds in interleaved(works, config.rounds, **how).items():
-            found[name]["seconds"] = seconds
+        seconds = interleaved({name: each.step for name, each in entries.items()}, config.rounds, **how)
+        found = {}
+        for name, each in entries.items():
+            losses = [mean(loss) for loss in each.losses] if each.contender.trains else []
+            found[name] = {"first_step_s": each.first_step_s, "seconds": seconds[name], "losses": losses}
             if on_gpu:
                 found[name]["peak_bytes"] = torch.cuda.max_memory_allocated() - before
                 found[name]["between_bytes"] = torch.cuda.memory_allocated() - before
-    for each in found.values():
-        each["losses"] = [mean(loss) for loss in each["losses"]] if each.pop("trains") else []
-    del contender, works
-    release()
     return found
 
 
-def _steps(contender: Contender | Training, feed: Sequence[Any], losses: list[Tensor]) -> Callable[[], None]:
-    """Steps on one batch after the other; their losses are put into a list, as nothing waits for them."""
-    rest = iter(feed)
-    return lambda: losses.append(contender.run(*next(rest)))
+@dataclass
+class Entry:
+    """A contender that has made its first steps. `losses`: of all steps; tensors, for which nothing waits."""
+
+    contender: Contender | Training
+    batches: Sequence[Batch]
+    first_step_s: float = 0.0
+    losses: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._run = repeated(self.contender, self.batches)
+
+    def step(self) -> None:
+        self.losses.append(self._run())
+
+
+@contextmanager
+def started(
+    makers: Mapping[str, tuple[BenchTask, Maker]], cache: Callable[[], Any] = nullcontext
+) -> Iterator[dict[str, Entry]]:
+    """Contenders, after their first steps, in here; `cache` is around each one's first step."""
+    entries: dict[str, Entry] = {}
+    for name, (task, make) in makers.items():
+        say(f"first step of {name}")
+        with cache():
+            began, config = time.perf_counter(), task.config
+            feed = list(batches(task, config.warmup + config.rounds * config.steps))
+            entries[name] = Entry(make(task), feed)
+            entries[name].step()
+            (entries[name].first_step_s,) = over_ranks([time.perf_counter() - began])
+    # All are there: where one of them did to the process what Dynamo guards, another compiles again here, not
+    # in a timed step.
+    for _ in range(config.warmup - 1):
+        for entry in entries.values():
+            entry.step()
+    try:
+        yield entries
+    finally:
+        while entries:
+            entries.popitem()[1].contender.close()
+        release()
 
 
 def mean(loss: Tensor) -> float:
@@ -116,7 +137,7 @@ def mean(loss: Tensor) -> float:
 # ------------------------------------------------------------------ memory, losses
 
 
-def memory_of(task: BenchTask, make: Callable[[BenchTask], Contender | Training], times: int) -> Found:
+def memory_of(task: BenchTask, make: Maker, times: int) -> Found:
     """Bytes of the rank that holds most; slots in shared memory are added to both numbers."""
     seen: list[tuple[int, int, int]] = []
     for _ in range(times):

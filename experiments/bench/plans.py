@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -13,17 +13,9 @@ from typing import Any
 
 import fnshard as fs
 from experiments.bench.config import BenchConfig
-from experiments.bench.contenders import (
-    BenchTask,
-    Plan,
-    Training,
-    batches,
-    ddp,
-    make_task,
-    repeated,
-)
-from experiments.bench.measure import Result, over_ranks, say, timed
-from experiments.bench.peers import memory_of
+from experiments.bench.contenders import BenchTask, Plan, Training, ddp, make_task
+from experiments.bench.measure import Result, interleaved, say
+from experiments.bench.peers import Found, Maker, memory_of, started
 from experiments.configs.checks import ConfigError
 from experiments.tables import ratio
 
@@ -78,17 +70,17 @@ VARIANTS: dict[str, dict[str, tuple[Plan | None, dict[str, Any]]]] = {
 def run(config: BenchConfig, folder: Path) -> Result:
     """What saves memory, and at what cost in time? Are bytes, times and the order of plans as predicted?
 
-    Every round measures the machine anew and then runs one step of each plan, so that both see the machine in
-    the same moods. Nothing is fitted to a plan.
+    Every round measures the machine anew and runs a step of each plan, so that both see it in the same moods.
+    Nothing is fitted to a plan.
     """
-    tasks, makers = {}, {}
+    makers: dict[str, tuple[BenchTask, Maker]] = {}
     for name, (plan, changes) in chosen(config).items():
-        tasks[name] = make_task(replace(config, **changes))
-        makers[name] = ddp if plan is None else partial(Training, plan=plan)
-    seconds, found = times(config, tasks, makers)
-    for name in tasks if config.memory else ():
+        make = ddp if plan is None else partial(Training, plan=plan)
+        makers[name] = make_task(replace(config, **changes)), make
+    seconds, found = times(config, makers)
+    for name, (task, make) in makers.items() if config.memory else ():
         say(f"bytes of {name}")
-        found[name] |= memory_of(tasks[name], makers[name], config.memory)
+        found[name] |= memory_of(task, make, config.memory)
     rows = [["plan", *COLUMNS, "step / first"]]
     for name, each in found.items():
         shown = [f"{each[key] * by:.1f}" if key in each else "-" for key, by in COLUMNS.values()]
@@ -106,38 +98,25 @@ def chosen(config: BenchConfig) -> dict[str, tuple[Plan | None, dict[str, Any]]]
     return {name: variants[name] for name in config.plans or variants}
 
 
-def times(
-    config: BenchConfig, tasks: Mapping[str, BenchTask], makers: Mapping[str, Callable]
-) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
+def times(config: BenchConfig, makers: Mapping[str, tuple[BenchTask, Maker]]) -> tuple[Found, Found]:
     """Seconds of steps by round; and of each plan their median, and what is predicted of it."""
     clock = {"wall": time.perf_counter, "cpu": time.thread_time}[config.clock]
-    contenders, steps, lowered = {}, {}, {}
-    for name, task in tasks.items():
-        say(f"first steps of {name}")
-        feed = list(batches(task, 1))
-        contenders[name] = contender = makers[name](task)
-        steps[name] = repeated(contender, feed)
-        for _ in range(2):
-            steps[name]()
-        if isinstance(contender, Training):
-            lowered[name] = contender.lowered(*feed[0])
-    seconds: dict[str, list[float]] = {name: [] for name in tasks}
-    predicted: dict[str, list[float]] = {name: [] for name in lowered}
-    for number in range(config.rounds):
-        say(f"round {number + 1} of {config.rounds}")
-        hardware = fs.Hardware.measure(next(iter(tasks.values())).mesh, clock)
-        for name, step in steps.items():
-            seconds[name] += over_ranks([timed(step, clock=clock)])
-        for name, each in lowered.items():
-            predicted[name].append(each.timeline(hardware).step_seconds)
-    found = {name: {"seconds": median(each)} for name, each in seconds.items()}
-    for name, each in lowered.items():
-        ledger = each.memory_analysis()
-        found[name]["predicted_seconds"] = median(predicted[name])
-        found[name]["predicted_peak_bytes"] = ledger.peak_bytes
-        found[name]["predicted_between_bytes"] = ledger.resident_bytes
-    for contender in contenders.values():
-        contender.close()
+    mesh, machines = next(iter(makers.values()))[0].mesh, []
+    with started(makers) as entries:
+        works = {name: entry.step for name, entry in entries.items()}
+        works["machine"] = lambda: machines.append(fs.Hardware.measure(mesh, clock))
+        say(f"{config.rounds} rounds of {', '.join(works)}")
+        seconds = interleaved(works, config.rounds, seed=config.seed, clock=clock)
+        del seconds["machine"], works
+        found = {name: {"seconds": median(each)} for name, each in seconds.items()}
+        for name, entry in entries.items():
+            if isinstance(entry.contender, Training):
+                lowered = entry.contender.lowered(*entry.batches[0])
+                ledger, lines = lowered.memory_analysis(), map(lowered.timeline, machines)
+                found[name]["predicted_seconds"] = median(line.step_seconds for line in lines)
+                found[name]["predicted_peak_bytes"] = ledger.peak_bytes
+                found[name]["predicted_between_bytes"] = ledger.resident_bytes
+        del entry
     return seconds, found
 
 

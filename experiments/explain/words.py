@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,9 +13,7 @@ from fnshard.analysis.tables import columns
 from fnshard.compiler.ir.program import short_dtype
 from fnshard.plot.scales import byte_text, digits, time_text
 
-NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path
 BIG = ((1e15, "e15"), (1e12, "e12"), (1e9, "e9"), (1e6, "e6"))
-MOST_UNITS = 12
 Table = Sequence[Sequence[str]]  # its first row is the head
 
 
@@ -37,7 +34,6 @@ def as_text(paper: Paper) -> str:
     advice = [] if paper.fits else ["strategy=auto looks for the fastest plan that fits."]
     parts = {
         "summary": "\n".join([*(f"{name.ljust(wide)}{text}" for name, text in rows.items()), *advice]),
-        "units": "\n".join(columns(units_table(paper))),
         "layout": plot.text.tree(paper.specs, paper.mesh, width=16),
         "memory": "\n".join([*columns(memory_table(paper)), "", plot.text.memory(paper.over)]),
         "traffic": "\n".join(columns(traffic_table(paper))),
@@ -151,19 +147,6 @@ def traffic_table(paper: Paper) -> Table:
             entry[place] += number
     rows = [(*key, f"{n:,}", byte_text(size), byte_text(sent)) for key, (n, size, sent) in sums.items()]
     return [("collective", "axes", "phase", "count", "whole buffers", "sent by one rank"), *rows]
-
-
-def units_table(paper: Paper) -> Table:
-    """Units of the plan: equal ones together, with what is gathered of each."""
-    specs, units, gathered = paper.lowered.schedule.specs, {}, {}
-    for path, sizes in paper.memory.leaves.items():
-        name = NUMBER.sub("*", specs[path].unit)
-        units.setdefault(name, set()).add(specs[path].unit)
-        gathered[name] = gathered.get(name, 0) + sizes["gathered"]
-    names = sorted(units, key=lambda name: -gathered[name])
-    rows = [(n, f"{len(units[n]):,}", byte_text(gathered[n] / len(units[n]))) for n in names[:MOST_UNITS]]
-    more = [(f"... and {len(names) - MOST_UNITS} more", "", "")] if len(names) > MOST_UNITS else []
-    return [("unit", "count", "gathered"), *rows, *more]
 
 
 # ------------------------------------------------------------------ numbers

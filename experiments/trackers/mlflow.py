@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +63,10 @@ class MLflow:
     def _experiment_id(self) -> str:
         from mlflow.exceptions import MlflowException
 
-        found = self._client.get_experiment_by_name(self._experiment)
-        if found is not None:
-            return found.experiment_id
-        try:
-            return self._client.create_experiment(self._experiment)
-        except MlflowException:  # another run of a sweep has made it in the meantime
-            return self._client.get_experiment_by_name(self._experiment).experiment_id
+        if self._client.get_experiment_by_name(self._experiment) is None:
+            with suppress(MlflowException):  # another run of a sweep makes it in the meantime
+                return self._client.create_experiment(self._experiment)
+        return self._client.get_experiment_by_name(self._experiment).experiment_id
 
     def _log_facts(self, facts: Mapping[str, Any]) -> None:
         from mlflow.entities import Param

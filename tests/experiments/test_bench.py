@@ -163,8 +163,8 @@ def command(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """`python -m experiments.bench case=...`; gives what was written."""
 
     def run(case: str, *overrides: str) -> dict[str, Any]:
-        asked = ["experiments.bench", f"hydra.run.dir={tmp_path}/out", f"case={case}", *overrides]
-        done = run_command(asked, tmp_path)
+        words = ["experiments.bench", f"hydra.run.dir={tmp_path}/out", f"case={case}", *overrides]
+        done = run_command(words, tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         assert (tmp_path / "out" / f"{case}.txt").read_text().strip() in done.stdout
         return json.loads((tmp_path / "out" / f"{case}.json").read_text())

@@ -50,17 +50,17 @@ def test_numbers_add_up(paper: Paper) -> None:
 
 def test_everything_asked_for_is_said(paper: Paper) -> None:
     text = words.as_text(paper)
-    for wanted in (
+    for expected in (
         f"{paper.config.model.parameters:,}", "64 × h100, 8 nodes of 8", "full_shard, no remat", "fits",
         "MFU", "tokens a day", "at $3 an hour", "saved activations", "reduce scatter",
         "layers.*.attn.wq.weight", "gathers 1 and 1 kernels ahead",
     ):  # fmt: skip
-        assert wanted in text, wanted
+        assert expected in text, expected
     assert max(map(len, text.splitlines())) < 200
 
 
 @pytest.mark.parametrize(
-    ("overrides", "wanted"),
+    ("overrides", "expected"),
     [
         (["strategy=hybrid_shard"], "(replicate=2, shard=4)"),
         (["strategy=no_shard"], "all reduce"),
@@ -73,11 +73,11 @@ def test_everything_asked_for_is_said(paper: Paper) -> None:
     ],
     ids=lambda value: value[0].replace("=", "_") if isinstance(value, list) else None,
 )
-def test_every_kind_of_plan_is_explained(overrides: list[str], wanted: str) -> None:
+def test_every_kind_of_plan_is_explained(overrides: list[str], expected: str) -> None:
     if "strategy=hybrid_shard" in overrides:
         overrides = [*overrides, "mesh.shard=4"]
     text = words.as_text(explain(config_of(*overrides)))
-    assert wanted in text
+    assert expected in text
     assert ("$" in text) == ("an hour" in text)
     assert ("an hour" in text) == ("hardware.price_per_hour=null" not in overrides)
 
@@ -98,7 +98,7 @@ def test_what_does_not_fit_is_reported_and_what_would_is_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "wanted"),
+    ("overrides", "expected"),
     [
         (["hardware=auto"], "hardware=auto: a job looks what it runs on"),
         (["mesh.shard=null"], "mesh.shard=null: say how many"),
@@ -109,10 +109,10 @@ def test_what_does_not_fit_is_reported_and_what_would_is_found() -> None:
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
-def test_mistakes_are_reported(overrides: list[str], wanted: str) -> None:
+def test_mistakes_are_reported(overrides: list[str], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         validate(SPEC, overrides)
-    assert wanted in str(caught.value) and len(str(caught.value).splitlines()) == 1
+    assert expected in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 
 def test_a_run_leaves_text_pictures_and_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -244,8 +244,10 @@ def test_several_are_chosen_by_name() -> None:
 
 def test_what_is_not_installed_is_said_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    asked = TrackerConfig(wandb=True, tensorboard=True)
-    wanted = r"tracker=tensorboard: .*\n.*tracker=wandb: .*\nFix: pip install 'fnshard\[tensorboard,wandb\]'"
-    with pytest.raises(ConfigError, match=wanted):
-        check_installed(asked)
+    config = TrackerConfig(wandb=True, tensorboard=True)
+    expected = (
+        r"tracker=tensorboard: .*\n.*tracker=wandb: .*\nFix: pip install 'fnshard\[tensorboard,wandb\]'"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        check_installed(config)
     check_installed(TrackerConfig())
