@@ -27,6 +27,7 @@ import torch
 import fnshard as fs
 from experiments.bench.config import BenchConfig
 from experiments.bench.measure import Result, say
+from experiments.configs.checks import ConfigError
 from experiments.training.decoder import Decoder, loss_function
 from fnshard.compiler.kernels.inductor import compile_graph
 from fnshard.compiler.schedule.instructions import Run, Update
@@ -45,6 +46,8 @@ OPTIONS = {"compile_threads": 1, "force_disable_caches": True}
 
 def run(config: BenchConfig, folder: Path) -> Result:
     """What CUDA code has a step: launches, bytes of updates, and anything on the host?"""
+    if torch.version.cuda is None:
+        raise ConfigError("case=cuda: needs a build of torch for CUDA, with Triton; a GPU it needs not.")
     found = lowered(config)
     runs = Counter((i.kernel, i.backward) for i in found.schedule.instructions if isinstance(i, Run))
     graphs = []

@@ -15,7 +15,7 @@ from commands import run_command
 
 import fnshard as fs
 from experiments import ROOT
-from experiments.bench import jobs, plans
+from experiments.bench import cuda, jobs, plans
 from experiments.bench.checkpoint import compare
 from experiments.bench.command import SPEC
 from experiments.bench.config import CASES, FNSHARD, GRAPH, TORCH, read
@@ -275,9 +275,10 @@ def test_runs_are_measured_from_outside(case, more, command):
 
 def test_the_code_of_a_gpu_needs_a_build_for_one(tmp_path):
     """The step is lowered for CUDA here; the rest needs Triton."""
-    from experiments.bench.cuda import lowered
-
     config = replace(SPEC.read({"case": "cuda"}), size="tiny", rows=1, length=16, ranks=2)
-    found = lowered(config)
+    found = cuda.lowered(config)
     assert found.attention
     assert {spec.storage_dtype for spec in found.schedule.specs.values()} == {torch.bfloat16}
+    if torch.version.cuda is None:
+        with pytest.raises(ConfigError, match="case=cuda: needs a build of torch for CUDA"):
+            cuda.run(config, tmp_path)
