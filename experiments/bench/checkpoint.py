@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 import fnshard as fs
 from experiments.bench.config import BenchConfig
 from experiments.bench.contenders import Plan, Training, batches, make_task, repeated
-from experiments.bench.measure import Result, barrier, over_ranks, rank, say, shared_folder, timed
-from experiments.tables import quartiles
+from experiments.bench.measure import Result, barrier, over_ranks, quartiles, rank, say, shared_folder, timed
 
 OURS, OTHER = "fnshard", "DCP"
 KINDS = ("save", "restore")  # restores are from the page cache

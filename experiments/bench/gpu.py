@@ -333,7 +333,7 @@ def run(config: BenchConfig, folder: Path) -> Result:
         elif reason := run_part(name, config, place):
             failures[name] = reason
     results = {name: found for name in PARTS if (found := read_json(result_of(place, name)))}
-    return Result(table(results, failures), values={"results": results}, left=4, failed=bool(failures))
+    return Result(table(results, failures), values={"results": results}, failed=bool(failures))
 
 
 def run_part(name: str, config: BenchConfig, folder: Path) -> str:

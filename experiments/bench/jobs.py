@@ -15,8 +15,7 @@ from typing import Any
 
 from experiments import ROOT
 from experiments.bench.config import BenchConfig
-from experiments.bench.measure import Result, say
-from experiments.tables import ratio
+from experiments.bench.measure import Result, ratio, say
 from experiments.training.metrics_file import METRICS, read_rows
 from experiments.training.result import read_result
 from experiments.training.run_record import PARTS

@@ -8,6 +8,7 @@ import os
 import platform
 import random
 import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -15,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from experiments.bench.config import CASES, BenchConfig
 from experiments.data.files import write_json
-from experiments.tables import aligned
+from fnshard.analysis.tables import columns
 
 Work = Callable[[], Any]
 
@@ -34,7 +34,7 @@ class Result:
     """What a case found.
 
     Args:
-        rows: of its table; the first is the head, `left` columns are text.
+        rows: of its table; the first is the head.
         notes: lines below it.
         values: everything that was measured, for the JSON file.
     """
@@ -42,7 +42,6 @@ class Result:
     rows: Sequence[Sequence[str]]
     notes: Sequence[str] = ()
     values: Mapping[str, Any] = field(default_factory=dict)
-    left: int = 1
     failed: bool = False
 
 
@@ -58,7 +57,7 @@ def show(config: BenchConfig, folder: Path) -> Result:
             "load_average": [load, os.getloadavg()[0]],
         }  # fmt: skip
         about = ", ".join(f"{key} {value}" for key, value in environment.items())
-        text = "\n".join([config.case, about, "", *aligned(result.rows, result.left), *result.notes])
+        text = "\n".join([config.case, about, "", *columns(result.rows), *result.notes])
         values = {"config": dataclasses.asdict(config), **environment, "rows": result.rows, **result.values}
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / f"{config.case}.json", values)
@@ -153,7 +152,23 @@ def interleaved(
 
 def milliseconds(seconds: Sequence[float]) -> str:
     """Their median."""
-    return f"{1e3 * median(seconds):.2f}"
+    return f"{1e3 * statistics.median(seconds):.2f}"
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """25%, 50%, 75%; of one value itself."""
+    if len(values) < 2:
+        return values[0], values[0], values[0]
+    return tuple(statistics.quantiles(values, n=4, method="inclusive"))
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Median over rounds of the quotient of two times of one round, so that slow drift cancels.
+
+    >>> ratio([2.0, 4.0, 9.0], [1.0, 2.0, 3.0])
+    2.0
+    """
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def release() -> None:

@@ -26,9 +26,18 @@ from experiments.bench.contenders import (
     reference_losses,
     repeated,
 )
-from experiments.bench.measure import Result, fresh_cache, interleaved, over_ranks, rank, release, say
+from experiments.bench.measure import (
+    Result,
+    fresh_cache,
+    interleaved,
+    over_ranks,
+    quartiles,
+    rank,
+    ratio,
+    release,
+    say,
+)
 from experiments.bench.memory import live_bytes
-from experiments.tables import quartiles, ratio
 from fnshard.analysis.hardware import Hardware, mfu
 
 Found = dict[str, Any]

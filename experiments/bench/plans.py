@@ -14,10 +14,9 @@ from typing import Any
 import fnshard as fs
 from experiments.bench.config import BenchConfig
 from experiments.bench.contenders import BenchTask, Plan, Training, ddp, make_task
-from experiments.bench.measure import Result, interleaved, say
+from experiments.bench.measure import Result, interleaved, ratio, say
 from experiments.bench.peers import Found, Maker, memory_of, started
 from experiments.configs.checks import ConfigError
-from experiments.tables import ratio
 
 APART = 0.10  # by which two plans differ in time before their order counts
 

@@ -11,7 +11,7 @@ from textwrap import shorten
 
 from experiments.compare.outcome import FAILED, OK, Outcome
 from experiments.configs.train import ConfigError
-from experiments.tables import aligned
+from fnshard.analysis.tables import columns
 
 COLUMNS = {
     "loss": ".3f",
@@ -65,15 +65,16 @@ def as_text(ranking: Ranking) -> str:
     """A row per run; the best one has a star."""
     outcomes, own = ranking.outcomes, differences(ranking.outcomes)
     formats = {ranking.metric: OTHERS} | COLUMNS
-    columns = {key: formats[key] for key in (*COLUMNS, *formats) if any(key in o.numbers for o in outcomes)}
-    rows = [("run", "overrides", "status", *columns)]
+    styles = {key: formats[key] for key in (*COLUMNS, *formats) if any(key in o.numbers for o in outcomes)}
+    rows = [("run", "overrides", "status", *styles, "reason" if any(o.reason for o in outcomes) else "")]
     for outcome in outcomes:
-        numbers = (format(outcome.numbers[k], f) if k in outcome.numbers else "-" for k, f in columns.items())
-        star = BEST if outcome is ranking.best else ""
-        rows.append((outcome.name + star, own[outcome.folder], outcome.status, *numbers))
-    reasons = [shorten(o.reason, LONGEST, placeholder="...") for o in outcomes]
-    lines = zip(aligned(rows, left=3), ["reason" if any(reasons) else "", *reasons], strict=True)
-    return "\n".join(f"{line}  {why}".rstrip() for line, why in lines)
+        numbers = (format(outcome.numbers[k], f) if k in outcome.numbers else "-" for k, f in styles.items())
+        star, why = (
+            BEST if outcome is ranking.best else "",
+            shorten(outcome.reason, LONGEST, placeholder="..."),
+        )
+        rows.append((outcome.name + star, own[outcome.folder], outcome.status, *numbers, why))
+    return "\n".join(columns(rows))
 
 
 def write_csv(ranking: Ranking, path: Path) -> None:

@@ -20,12 +20,11 @@ from experiments.bench.checkpoint import compare
 from experiments.bench.command import SPEC
 from experiments.bench.config import CASES, FNSHARD, GRAPH, TORCH, read
 from experiments.bench.contenders import CONTENDERS
-from experiments.bench.measure import interleaved, timed
+from experiments.bench.measure import interleaved, ratio, timed
 from experiments.bench.memory import Heap, live_bytes
 from experiments.bench.peers import model_flops
 from experiments.configs.decoders import DecoderConfig, decoder, names
 from experiments.configs.train import ConfigError
-from experiments.tables import aligned, ratio
 from experiments.training.decoder import Decoder, next_token_loss
 from fnshard.analysis.hardware import mfu
 
@@ -98,7 +97,6 @@ def test_mfu_is_the_same_by_formula_and_by_counting():
 
 
 def test_plans_that_are_nearly_as_fast_need_no_order():
-    assert aligned([["a", "1"], ["bcd", "22"]]) == ["a     1", "bcd  22"]
     assert "0 of 0 pairs" in plans.verdict({"a": (1.00, 1.2), "b": (1.09, 1.1)})
     assert "0 of 1 pairs" in plans.verdict({"a": (1.00, 1.2), "b": (1.11, 1.1)})
 
