@@ -149,12 +149,13 @@ def mean(loss: Tensor) -> float:
 def memory_of(task: BenchTask, make: Maker, times: int) -> Found:
     """Bytes of the rank that holds most; slots in shared memory are added to both numbers."""
     seen: list[tuple[int, int, int]] = []
+    feed = list(batches(task, 1))
     for _ in range(times):
         made: list[Contender | Training] = []
 
         def first() -> Callable[[], Any]:
             made.append(make(task))  # noqa: B023
-            return repeated(made[0], batches(task, 1))  # noqa: B023
+            return repeated(made[0], feed)  # noqa: B023
 
         live = live_bytes(first, task.mesh.device)
         transport = made[0].transport_bytes()
