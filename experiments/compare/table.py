@@ -66,14 +66,13 @@ def as_text(ranking: Ranking) -> str:
     outcomes, own = ranking.outcomes, differences(ranking.outcomes)
     formats = {ranking.metric: OTHERS} | COLUMNS
     styles = {key: formats[key] for key in (*COLUMNS, *formats) if any(key in o.numbers for o in outcomes)}
-    rows = [("run", "overrides", "status", *styles, "reason" if any(o.reason for o in outcomes) else "")]
+    reasons = ("reason",) if any(o.reason for o in outcomes) else ()
+    rows = [("run", "overrides", "status", *styles, *reasons)]
     for outcome in outcomes:
+        name = outcome.name + (BEST if outcome is ranking.best else "")
         numbers = (format(outcome.numbers[k], f) if k in outcome.numbers else "-" for k, f in styles.items())
-        star, why = (
-            BEST if outcome is ranking.best else "",
-            shorten(outcome.reason, LONGEST, placeholder="..."),
-        )
-        rows.append((outcome.name + star, own[outcome.folder], outcome.status, *numbers, why))
+        why = (shorten(outcome.reason, LONGEST, placeholder="...") or "-",) if reasons else ()
+        rows.append((name, own[outcome.folder], outcome.status, *numbers, *why))
     return "\n".join(columns(rows))
 
 

@@ -87,10 +87,10 @@ def test_the_table_is_sorted_and_the_best_is_marked():
     text = [re.split(r"\s{2,}", line) for line in as_text(ranking).splitlines()]
     assert text == [
         ["run", "overrides", "status", "held_out_loss", "tokens_per_s", "seconds", "reason"],
-        ["2 *", "a=3", "ok", "2.000", "12,346", "-"],
-        ["0", "a=1", "ok", "3.000", "-", "10"],
-        ["4", "a=5", "ok", "nan", "-", "-"],
-        ["3", "a=4", "unfinished", "1.000", "-", "-"],
+        ["2 *", "a=3", "ok", "2.000", "12,346", "-", "-"],
+        ["0", "a=1", "ok", "3.000", "-", "10", "-"],
+        ["4", "a=5", "ok", "nan", "-", "-", "-"],
+        ["3", "a=4", "unfinished", "1.000", "-", "-", "-"],
         ["1", "a=2", "failed", "-", "-", "-", "rank 1 of 2 failed: ValueError: no"],
     ]
     assert ranking.failed == 2
