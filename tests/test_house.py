@@ -184,7 +184,7 @@ PRIVATE = {
 # Ratchets: lower them as the house is tidied, never raise them. A module is as long as its noun, so lines are
 # counted by package.
 MAX_FUNCTION = 80
-MAX_LINES = {"fnshard": 39_900, "experiments": 13_200, "tests": 38_300}
+MAX_LINES = {"fnshard": 39_900, "experiments": 12_400, "tests": 38_000}
 
 
 def name_of(path: Path) -> str:
