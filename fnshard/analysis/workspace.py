@@ -142,19 +142,16 @@ def _index_put(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
     return values.numel() * into.dtype.itemsize if values.dtype != into.dtype else 0
 
 
-def _token_losses(device: str, at: int, args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
-    """A chunk's logits, as they come and in fp32, and what a log-sum-exp makes of them; `at`: the chunk's."""
-    hidden, weight, chunk = args[0], args[1], args[at]
+def _token_parts(device: str, args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
+    """A chunk's logits, as they come and in fp32, and what a log-sum-exp makes of them."""
+    hidden, weight, _, chunk = args[:4]
     numbers = chunk_of(hidden.shape[0], weight.shape[0], chunk, hidden.dtype, device) * weight.shape[0]
     return numbers * max(logit_bytes(hidden.dtype), 2 * wide(hidden.dtype).itemsize)
 
 
-def _token_losses_backward(device: str, at: int, args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
-    """A chunk's logits; of half types the sum of the weight's gradient, and a CPU's run that is added.
-
-    `at`: of the hidden states among the arguments.
-    """
-    hidden, weight, chunk, of_weight = args[at], args[at + 1], args[6], args[7]
+def _token_parts_backward(device: str, args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
+    """A chunk's logits; of half types the sum of the weight's gradient, and a CPU's run that is added."""
+    hidden, weight, _, chunk, of_weight = args[3:8]
     numbers = chunk_of(hidden.shape[0], weight.shape[0], chunk, hidden.dtype, device) * weight.shape[0]
     rows, columns = weight.shape
     own = 0
@@ -240,13 +237,11 @@ _RULES: dict[tuple[str, str], Rule] = {
     ("cpu", "index_put"): _index_put,
     ("cpu", "index_put_"): _index_put,
     **{
-        (device, f"token_{name}"): functools.partial(rule, device, at)
+        (device, f"token_{name}"): functools.partial(rule, device)
         for device in ("cpu", "cuda")
-        for name, rule, at in (
-            ("losses", _token_losses, 4),
-            ("losses_backward", _token_losses_backward, 2),
-            ("parts", _token_losses, 3),  # of a rank, which has one part
-            ("parts_backward", _token_losses_backward, 3),
+        for name, rule in (
+            ("parts", _token_parts),  # of a rank, which has one part
+            ("parts_backward", _token_parts_backward),
         )
     },
     **{

@@ -13,7 +13,7 @@ from torch import nn
 from fnshard import tree
 from fnshard.errors import SpecError
 
-__all__ = ["UnitPolicy", "by_class", "by_size", "numeric"]
+__all__ = ["UnitPolicy", "by_class", "numeric"]
 
 UnitPolicy = Callable[[Any], Mapping[str, str]]
 
@@ -66,25 +66,6 @@ def by_class(model: nn.Module, *classes: type[nn.Module]) -> UnitPolicy:
             inside = [r for r in roots if path.startswith(r + ".")]
             out[path] = max(inside, key=len) if inside else _top(path, holds)
         return out
-
-    return policy
-
-
-def by_size(least: int) -> UnitPolicy:
-    """By least size: the smallest modules of at least `least` elements (FSDP's size-based policy).
-
-    What no such module holds goes to the unit of the nearest module above, at last to "root".
-    """
-
-    def policy(params: Any) -> dict[str, str]:
-        named = tree.flatten_with_paths(params)[0]
-        out: dict[str, str] = {}
-        modules = {".".join(p.split(".")[:n]) for p in named for n in range(1, p.count(".") + 1)}
-        for module in sorted(modules, key=lambda m: (-m.count("."), m)):
-            free = [p for p in named if p.startswith(module + ".") and p not in out]
-            if sum(named[p].numel() for p in free) >= least:
-                out.update(dict.fromkeys(free, module))
-        return {path: out.get(path, "root") for path in named}
 
     return policy
 

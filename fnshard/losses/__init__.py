@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnshard.losses.linear import token_losses
+from fnshard.losses.linear import token_parts
 
 __all__ = [
     "IGNORE",
@@ -126,8 +126,10 @@ def linear_token_losses(
             f"hidden {list(hidden.shape)}, weight {list(weight.shape)}, targets {list(targets.shape)}: "
             "expected are [..., D], [V, D] and [...]."
         )
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    return token_losses(flat, weight, targets.reshape(-1), ignore, chunk)[0].view(targets.shape)
+    counted = targets != ignore
+    words = torch.where(counted, targets, 0).reshape(-1)
+    sums, chosen = token_parts(hidden.reshape(-1, hidden.shape[-1]), weight, words, chunk, 1)
+    return torch.where(counted, (sums - chosen).view(targets.shape), 0.0)
 
 
 def next_token(logits: Tensor, tokens: Tensor, *, ignore: int = IGNORE) -> Mean:

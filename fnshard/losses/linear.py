@@ -45,78 +45,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-@torch.library.custom_op("fnshard::token_losses", mutates_args=())
-def token_losses(
-    hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, chunk: int
-) -> tuple[Tensor, Tensor]:
-    """-log p(target), and the log-sum-exp of each token's logits; both fp32 [N] (fp64 of fp64).
-
-    Args:
-        hidden: [N, D].
-        weight: [V, D].
-        targets: int64 [N]; the loss of those that are `ignore` is 0.
-        chunk: tokens at once; 0 chooses.
-    """
-    count = chunk_of(hidden.shape[0], weight.shape[0], chunk, hidden.dtype, hidden.device.type)
-    losses = hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype))
-    sums = torch.empty_like(losses)
-    for low in range(0, hidden.shape[0], count):
-        part = slice(low, low + count)
-        losses[part], sums[part] = _of_chunk(hidden[part], weight, targets[part], ignore)
-    return losses, sums
-
-
-def _of_chunk(hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int) -> tuple[Tensor, Tensor]:
-    """One chunk: its logits are freed before those of the next chunk are made."""
-    logits = _logits(hidden, weight)
-    sums, counted = torch.logsumexp(logits, 1), targets != ignore
-    chosen = logits.gather(1, torch.where(counted, targets, 0).unsqueeze(1)).squeeze(1)
-    return torch.where(counted, sums - chosen, 0.0), sums
-
-
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """The logits of a chunk, in fp32 or fp64."""
     if sums_wide(hidden.dtype, hidden.device.type):
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     return (hidden @ weight.t()).to(wide(hidden.dtype))
-
-
-@token_losses.register_fake
-def _(hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, chunk: int) -> tuple[Tensor, Tensor]:
-    made = hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype))
-    return made, torch.empty_like(made)
-
-
-@torch.library.custom_op("fnshard::token_losses_backward", mutates_args=())
-def token_losses_backward(
-    gradient: Tensor,
-    sums: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    ignore: int,
-    chunk: int,
-    of_weight: bool,
-) -> tuple[Tensor, Tensor]:
-    """Gradients of `hidden` and of `weight`; the latter empty where it is not needed.
-
-    Args:
-        gradient: [N] of the losses.
-        sums: what the forward kept.
-    """
-    count = chunk_of(hidden.shape[0], weight.shape[0], chunk, hidden.dtype, hidden.device.type)
-    to_hidden = torch.empty_like(hidden)
-    to_weight = torch.zeros(weight.shape if of_weight else (0,), dtype=sums.dtype, device=weight.device)
-    for low in range(0, hidden.shape[0], count):
-        part = slice(low, low + count)
-        counted = targets[part] != ignore
-        slope = torch.where(counted, gradient[part], 0.0).to(sums.dtype)
-        slopes = _slopes(slope, -slope, sums[part], hidden[part], weight, targets[part], counted)
-        to_hidden[part] = slopes @ weight
-        if of_weight:
-            _add_products(to_weight, slopes.t(), hidden[part])
-        del slopes  # before the next are made
-    return to_hidden, to_weight.to(weight.dtype)
 
 
 def _slopes(
@@ -154,52 +87,6 @@ def _add_products(total: Tensor, one: Tensor, other: Tensor) -> None:
         total[low : low + rows].add_(one[low : low + rows] @ other)
 
 
-@token_losses_backward.register_fake
-def _(
-    gradient: Tensor,
-    sums: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    ignore: int,
-    chunk: int,
-    of_weight: bool,
-) -> tuple[Tensor, Tensor]:
-    empty = weight.new_empty(weight.shape if of_weight else (0,))
-    return torch.empty_like(hidden), empty
-
-
-def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    hidden, weight, targets, sums = ctx.saved_tensors
-    to_hidden, to_weight = token_losses_backward(
-        gradient, sums, hidden, weight, targets, ctx.ignore, ctx.chunk, ctx.needs_input_grad[1]
-    )
-    return to_hidden, to_weight if ctx.needs_input_grad[1] else None, None, None, None
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    hidden, weight, targets, ctx.ignore, ctx.chunk = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(hidden, weight, targets, output[1])
-
-
-token_losses.register_autograd(_backward, setup_context=_keep)
-
-
-@register_flop_formula(torch.ops.fnshard.token_losses)
-def _(hidden: Any, weight: Any, *rest: Any, **more: Any) -> int:
-    return 2 * hidden[0] * hidden[1] * weight[0]
-
-
-@register_flop_formula(torch.ops.fnshard.token_losses_backward)
-def _(gradient: Any, sums: Any, hidden: Any, weight: Any, targets: Any, ignore: int, chunk: int,
-      of_weight: bool, *rest: Any, **more: Any) -> int:  # fmt: skip
-    return 2 * hidden[0] * hidden[1] * weight[0] * (3 if of_weight else 2)
-
-
-# ------------------------------------------------------------------ of a vocabulary in parts
-
-
 @torch.library.custom_op("fnshard::token_parts", mutates_args=())
 def token_parts(
     hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, parts: int
@@ -209,7 +96,7 @@ def token_parts(
     Args:
         hidden: [N, D].
         weight: [V, D]; parts are equal runs of its rows.
-        targets: int64 [N]; the logit is 0 in parts that do not have the target.
+        targets: int64 [N]; the logit is 0 in parts that do not have the target. One part must have all.
         chunk: tokens at once; 0 chooses.
 
     Returns:
@@ -218,7 +105,7 @@ def token_parts(
     sums = hidden.new_empty((parts, hidden.shape[0]), dtype=wide(hidden.dtype))
     chosen = torch.empty_like(sums)
     for p, rows, part in _of_parts(hidden, weight, chunk, parts):
-        here, inside = _within(targets[part], p, rows)
+        here, inside = _within(targets[part], p, rows, parts)
         logits = _logits(hidden[part], rows)
         sums[p, part] = torch.logsumexp(logits, 1)
         chosen[p, part] = torch.where(inside, logits.gather(1, here.unsqueeze(1)).squeeze(1), 0.0)
@@ -234,8 +121,10 @@ def _of_parts(hidden: Tensor, weight: Tensor, chunk: int, parts: int) -> Iterato
             yield p, rows, slice(low, low + count)
 
 
-def _within(targets: Tensor, part: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+def _within(targets: Tensor, part: int, rows: Tensor, parts: int) -> tuple[Tensor, Tensor]:
     """Targets as rows of a part, 0 where it does not have them; and which it has."""
+    if parts == 1:  # a target that is no word is an error
+        return targets, torch.ones_like(targets, dtype=torch.bool)
     here = targets - part * rows.shape[0]
     inside = (here >= 0) & (here < rows.shape[0])
     return torch.where(inside, here, 0), inside
@@ -252,19 +141,26 @@ def token_parts_backward(
     of_sums: Tensor, of_chosen: Tensor, sums: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor,
     chunk: int, of_weight: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of `hidden` and of `weight`; the latter empty where it is not needed."""
-    to_hidden = torch.zeros_like(hidden, dtype=sums.dtype if sums.shape[0] > 1 else hidden.dtype)
+    """Gradients of `hidden` and of `weight`; the latter empty where it is not needed.
+
+    Args:
+        of_sums, of_chosen: gradients of what the forward gave.
+        sums: what it kept.
+    """
+    to_hidden = torch.empty_like(hidden, dtype=sums.dtype if sums.shape[0] > 1 else hidden.dtype)
     to_weight = torch.zeros(weight.shape if of_weight else (0,), dtype=sums.dtype, device=weight.device)
     count = weight.shape[0] // sums.shape[0]
     for p, rows, part in _of_parts(hidden, weight, chunk, sums.shape[0]):
-        here, inside = _within(targets[part], p, rows)
-        slopes = _slopes(
-            of_sums[p, part], of_chosen[p, part], sums[p, part], hidden[part], rows, here, inside
-        )
-        to_hidden[part] += slopes @ rows
+        here, inside = _within(targets[part], p, rows, sums.shape[0])
+        slope = of_sums[p, part], of_chosen[p, part]
+        slopes = _slopes(*slope, sums[p, part], hidden[part], rows, here, inside)
+        if p == 0:
+            to_hidden[part] = slopes @ rows
+        else:
+            to_hidden[part] += slopes @ rows
         if of_weight:
             _add_products(to_weight[p * count : (p + 1) * count], slopes.t(), hidden[part])
-        del slopes
+        del slopes  # before the next are made
     return to_hidden.to(hidden.dtype), to_weight.to(weight.dtype)
 
 

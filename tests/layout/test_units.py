@@ -54,13 +54,6 @@ def test_by_class_the_innermost_holds() -> None:
     assert inner["layers.0.q.weight"] == "layers.0.q" and inner["layers.0.norm1.weight"] == "layers.0"
 
 
-def test_by_size_takes_the_smallest_modules_that_are_large_enough() -> None:
-    leaves = params("a.b.x", "a.b.y", "a.c.x", "d.x")
-    assert units.by_size(20)(leaves) == {"a.b.x": "a.b", "a.b.y": "a.b", "a.c.x": "root", "d.x": "root"}
-    assert units.by_size(10)(leaves) == {"a.b.x": "a.b", "a.b.y": "a.b", "a.c.x": "a.c", "d.x": "d"}
-    assert set(units.by_size(1000)(leaves).values()) == {"root"}
-
-
 def test_a_rule_may_name_the_unit() -> None:
     specs = fs.match_specs(
         params("a.x", "b.x"), [("a.*", fs.LayoutSpec(unit="both")), ("*", fs.LayoutSpec())]
@@ -71,6 +64,9 @@ def test_a_rule_may_name_the_unit() -> None:
 def test_policies_are_taken_by_match_specs_and_presets() -> None:
     leaves = params("a.b.x", "a.c.x")
     mesh = fs.make_mesh(shard=2, abstract=True)
-    one = units.by_size(20)
+
+    def one(params: dict[str, torch.Tensor]) -> dict[str, str]:
+        return dict.fromkeys(params, "a")
+
     assert {s.unit for s in fs.presets.full_shard(leaves, mesh, units=one).values()} == {"a"}
     assert {s.unit for s in fs.match_specs(leaves, [("*", fs.LayoutSpec())], units=one).values()} == {"a"}

@@ -53,9 +53,10 @@ def test_it_is_torchs_cross_entropy(chunk: int, trains: bool) -> None:
 
 def test_the_operator_holds_to_torchs_contract() -> None:
     hidden, weight, targets = numbers()
-    flat = (hidden.flatten(0, 1).requires_grad_(), weight.requires_grad_(), targets.flatten(), -100, 4)
-    torch.library.opcheck(torch.ops.fnshard.token_losses.default, flat)
-    torch.library.opcheck(torch.ops.fnshard.token_parts.default, (*flat[:3], 4, 5))
+    words = targets.flatten().clamp(min=0)
+    flat = (hidden.flatten(0, 1).requires_grad_(), weight.requires_grad_(), words, 4)
+    for parts in (1, 5):
+        torch.library.opcheck(torch.ops.fnshard.token_parts.default, (*flat, parts))
 
 
 def test_half_types_are_normalised_in_fp32() -> None:
@@ -74,6 +75,8 @@ def test_logits_and_labels() -> None:
     torch.testing.assert_close(mean.total / mean.count, plain)
     with pytest.raises(ValueError, match=r"expected are \[\.\.\., D\], \[V, D\] and \[\.\.\.\]"):
         losses.linear_cross_entropy(torch.zeros(2, 3, 4), torch.zeros(7, 5), tokens)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        losses.linear_cross_entropy(torch.zeros(2, 4), torch.zeros(7, 4), torch.tensor([0, 7]))
 
 
 def test_a_count_that_trains_is_refused_and_a_detached_one_is_a_number() -> None:
@@ -210,9 +213,10 @@ def test_on_a_gpu_half_types_are_summed_in_fp32_with_no_copy_beside(monkeypatch:
     targets, gradient = torch.randint(40, (24,)), torch.rand(24)
 
     def both() -> tuple[Tensor, ...]:
-        made, sums = fused.token_losses._init_fn(hidden, weight, targets, -100, 8)
-        back = fused.token_losses_backward._init_fn(gradient, sums, hidden, weight, targets, -100, 8, True)
-        return made, sums, *back
+        sums, chosen = fused.token_parts._init_fn(hidden, weight, targets, 8, 1)
+        slopes = gradient[None], -gradient[None]
+        back = fused.token_parts_backward._init_fn(*slopes, sums, hidden, weight, targets, 8, True)
+        return sums, chosen, *back
 
     expected = both()
     monkeypatch.setattr(fused, "sums_wide", lambda dtype, device: dtype == torch.bfloat16)
@@ -229,8 +233,8 @@ def test_on_a_gpu_its_workspace_is_a_gigabyte_of_logits_and_one_sum() -> None:
     def workspace(device: str) -> int:
         hidden, weight = (torch.empty(n, 64, dtype=torch.bfloat16, device="meta") for n in (65_536, 32_768))
         gradient, targets = torch.empty(65_536, device="meta"), torch.empty(65_536, device="meta").long()
-        args = (gradient, gradient, hidden, weight, targets, -100, 0, True)
-        return workspace_bytes(torch.ops.fnshard.token_losses_backward.default, args, {}, None, device)
+        args = (*[gradient[None]] * 3, hidden, weight, targets, 0, True)
+        return workspace_bytes(torch.ops.fnshard.token_parts_backward.default, args, {}, None, device)
 
     sums = 32_768 * 64 * 4
     assert 0.99 * 2**30 < workspace("cuda") - sums <= 2**30

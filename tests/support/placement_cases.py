@@ -373,8 +373,8 @@ _LOSSES = [
     (aten.cross_entropy_loss.default, f(4, 6), u(4, 6), None, 0),
     (aten.nll_loss.default, f(4, 6), i(6, 4), None, 1, -100),
     (aten.nll_loss_nd.default, f(4, 6, 5), i(6, 4, 5), None, 0, 2),
-    (own.token_losses.default, f(6, 4), f(12, 4), i(12, 6), 3, 2),
-    (own.token_losses.default, f(6, 4), f(5, 4), i(5, 6), -100, 0),
+    (own.token_parts.default, f(6, 4), f(12, 4), i(12, 6), 2, 1),
+    (own.token_parts.default, f(6, 4), f(5, 4), i(5, 6), 0, 1),
     (own.token_parts.default, f(6, 4), f(12, 4), i(12, 6), 4, 6),
 ]  # fmt: skip
 

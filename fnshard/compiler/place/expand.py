@@ -313,15 +313,16 @@ def _nll_loss(
     return _counted(-_chosen(x, target, ignore_index), target != ignore_index, reduction)
 
 
-@expansion(own.token_losses.default)
-def _token_losses(
-    call: Call, hidden: Tensor, weight: Tensor, targets: Tensor, ignore: int, chunk: int
-) -> tuple[Tensor, Tensor]:
-    """Of what each rank's part of the vocabulary has, without all logits at once where the parts are even."""
+@expansion(own.token_parts.default)
+def _token_parts(
+    call: Call, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, parts: int
+) -> tuple[Tensor, Tensor] | None:
+    """Of one part what each rank's part of it has, without all logits at once where these are even."""
+    if parts != 1:
+        return None
     if weight.shape[0] % call.ranks:
-        logits, counted = _wide(aten.linear(hidden, weight)), targets != ignore
-        sums = _logsumexp(None, logits, 1)
-        return torch.where(counted, sums - _chosen(logits, targets, ignore), 0.0), sums.detach()
+        logits = _wide(aten.linear(hidden, weight))
+        chosen = logits.gather(1, targets.unsqueeze(1)).squeeze(1)
+        return _logsumexp(None, logits, 1).unsqueeze(0), chosen.unsqueeze(0)
     sums, chosen = own.token_parts(hidden, weight, targets, chunk, call.ranks)
-    total = _logsumexp(None, sums, 0)
-    return torch.where(targets != ignore, total - chosen.sum(0), 0.0), total.detach()
+    return _logsumexp(None, sums, 0, keepdim=True), chosen.sum(0, keepdim=True)

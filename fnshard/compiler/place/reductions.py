@@ -137,16 +137,9 @@ def _of_targets(call: Call) -> Iterator[OpStrategy]:
             yield OpStrategy((split, split if classes else rows), rows)
 
 
-@rule(own.token_losses.default)
-def _token_losses(call: Call) -> Iterator[OpStrategy]:
-    """Along the tokens; of a split vocabulary by its expansion."""
-    for split in call.splits(call.shape):
-        yield OpStrategy((split, REPLICATED, split), split)
-
-
 @rule(own.token_parts.default)
 def _token_parts(call: Call) -> Iterator[OpStrategy]:
-    """Along the tokens, and parts of the vocabulary."""
+    """Along the tokens, and parts of the vocabulary; of one part that is split by its expansion."""
     hidden, weight, parts = call["hidden"], call["weight"], call["parts"]
     for split in call.splits(hidden.shape, [0]):
         yield OpStrategy((split, REPLICATED, split), Split(1, split.outer))
