@@ -27,7 +27,7 @@ def in_both_backends(rank: int) -> list[reference.Trained]:
 
 
 def test_inductor_follows_eager(ranks: Any) -> None:
-    """With everything on the host and recomputed; `test_coded_steps` compiles what rests on the device."""
+    """With everything on the host and recomputed; `test_codecs` compiles what rests on the device."""
     for eager, compiled in ranks(2).run(in_both_backends, timeout=300.0):
         sharded.assert_same(compiled, eager, atol=2e-5)
         assert compiled.losses[-1] < compiled.losses[0]

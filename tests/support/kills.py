@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from launched import is_alive, ranks_of
 from runs import differences, rows_of
 
 import fnshard as fs
@@ -112,12 +113,7 @@ class Job:
     @property
     def ranks(self) -> dict[int, int]:
         """Processes by rank, those that have not ended."""
-        found: dict[int, int] = {}
-        for pid in descendants(self.process.pid):
-            rank = rank_of(pid)
-            if rank is not None and alive(pid):
-                found.setdefault(rank, pid)
-        return found
+        return {rank: pid for rank, pid in ranks_of(self.process.pid).items() if is_alive(pid)}
 
     def until(self, ready: Callable[[], bool], pause_s: float = POLL_S) -> bool:
         """Wait until `ready()`; False if the job ended first."""
@@ -274,41 +270,10 @@ class Campaign:
             self.problems.append(f"the newest of {committed} is not what `latest` finds")
 
 
-# ------------------------------------------------------------------ processes
-
-
-def descendants(pid: int) -> list[int]:
-    """Processes that one has started, and those that these have."""
-    try:
-        children = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-    return [*children, *(p for child in children for p in descendants(child))]
-
-
-def rank_of(pid: int) -> int | None:
-    """As a process's name says it, or the environment that it was started with."""
-    try:
-        name = re.match(r"rank (\d+)\n", Path(f"/proc/{pid}/comm").read_text())
-        variable = re.search(rb"(?:^|\0)RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes())
-    except OSError:
-        return None
-    found = name or variable
-    return int(found[1]) if found else None
-
-
-def alive(pid: int) -> bool:
-    """Whether a process is there and no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def gone(pids: Iterable[int], seconds: float) -> bool:
     """Whether all of these processes have ended, soon."""
     left, deadline = list(pids), time.monotonic() + seconds
     while left and time.monotonic() < deadline:
-        left = [pid for pid in left if alive(pid)]
+        left = [pid for pid in left if is_alive(pid)]
         time.sleep(POLL_S)
     return not left

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +88,12 @@ def environment() -> dict[str, str]:
 
 
 def ranks_of(launcher: int) -> dict[int, int]:
-    """Processes by rank."""
+    """Processes by rank; nothing of a launcher that has ended."""
     found = {}
-    for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
-        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            if entry.startswith(b"RANK="):
-                found[int(entry[5:])] = int(pid)
+    with suppress(OSError):
+        for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+            rank = re.search(rb"(?:^|\0)RANK=(\d+)\0", Path(f"/proc/{pid}/environ").read_bytes())
+            found |= {int(rank[1]): int(pid)} if rank else {}
     return found
 
 
@@ -116,6 +117,6 @@ def wait_for(path: Path, seconds: float = 60) -> Path:
 
 def is_alive(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
