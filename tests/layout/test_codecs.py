@@ -1,5 +1,5 @@
-"""Codecs: what is stored, sent and kept are codes; what `fn` sees is what they decode to. Steps, checkpoints and
-reshards of coded leaves."""
+"""Codecs: what is stored, sent and kept are codes; what `fn` sees is what they decode to, in steps and
+checkpoints too."""
 
 from __future__ import annotations
 

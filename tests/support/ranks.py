@@ -1,10 +1,9 @@
 """A warm pool of real gloo ranks: processes that start once and run many functions.
 
-    with pool(2) as p:
-        results = p.run(fn, x)          # fn(rank, x) on every rank, results by rank
+    results = ranks(2).run(fn, x)  # fn(rank, x) on every rank, results by rank
 
-`fn` is a module-level function; arguments and results are pickled by value. The fixture `ranks`
-keeps one pool per world size for the whole session: `ranks(4).run(fn)`.
+`fn` is a module-level function; arguments and results are pickled by value. The fixture `ranks` keeps one pool
+per world size for the whole session.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -171,16 +169,6 @@ def _answer(request: bytes, rank: int) -> bytes:
         return pickle.dumps(("ok", fn(rank, *args)))
     except BaseException:  # what pytest raises is no Exception
         return pickle.dumps(("raised", f"rank {rank}: {traceback.format_exc()}"))
-
-
-@contextmanager
-def pool(world: int) -> Iterator[Pool]:
-    """A pool for one block of code; its processes start at the first run."""
-    ranks = Pool(world)
-    try:
-        yield ranks
-    finally:
-        ranks.close()
 
 
 @pytest.fixture(scope="session")
