@@ -96,7 +96,7 @@ def token_parts(
     Args:
         hidden: [N, D].
         weight: [V, D]; parts are equal runs of its rows.
-        targets: int64 [N]; the logit is 0 in parts that do not have the target. One part must have all.
+        targets: int64 [N]; the logit is 0 in parts that do not have the target.
         chunk: tokens at once; 0 chooses.
 
     Returns:
@@ -105,7 +105,7 @@ def token_parts(
     sums = hidden.new_empty((parts, hidden.shape[0]), dtype=wide(hidden.dtype))
     chosen = torch.empty_like(sums)
     for p, rows, part in _of_parts(hidden, weight, chunk, parts):
-        here, inside = _within(targets[part], p, rows, parts)
+        here, inside = _within(targets[part], p, rows)
         logits = _logits(hidden[part], rows)
         sums[p, part] = torch.logsumexp(logits, 1)
         chosen[p, part] = torch.where(inside, logits.gather(1, here.unsqueeze(1)).squeeze(1), 0.0)
@@ -121,10 +121,8 @@ def _of_parts(hidden: Tensor, weight: Tensor, chunk: int, parts: int) -> Iterato
             yield p, rows, slice(low, low + count)
 
 
-def _within(targets: Tensor, part: int, rows: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+def _within(targets: Tensor, part: int, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Targets as rows of a part, 0 where it does not have them; and which it has."""
-    if parts == 1:  # a target that is no word is an error
-        return targets, torch.ones_like(targets, dtype=torch.bool)
     here = targets - part * rows.shape[0]
     inside = (here >= 0) & (here < rows.shape[0])
     return torch.where(inside, here, 0), inside
@@ -151,7 +149,7 @@ def token_parts_backward(
     to_weight = torch.zeros(weight.shape if of_weight else (0,), dtype=sums.dtype, device=weight.device)
     count = weight.shape[0] // sums.shape[0]
     for p, rows, part in _of_parts(hidden, weight, chunk, sums.shape[0]):
-        here, inside = _within(targets[part], p, rows, sums.shape[0])
+        here, inside = _within(targets[part], p, rows)
         slope = of_sums[p, part], of_chosen[p, part]
         slopes = _slopes(*slope, sums[p, part], hidden[part], rows, here, inside)
         if p == 0:

@@ -2,7 +2,7 @@
 
     results = ranks(2).run(fn, x)  # fn(rank, x) on every rank, results by rank
 
-`fn` is a module-level function; arguments and results are pickled by value. The fixture `ranks` keeps one pool
+`fn` is a module-level function; arguments and results are pickled by value. The fixture keeps one pool
 per world size for the whole session.
 """
 

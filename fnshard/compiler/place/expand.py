@@ -321,8 +321,9 @@ def _token_parts(
     if parts != 1:
         return None
     if weight.shape[0] % call.ranks:
-        logits = _wide(aten.linear(hidden, weight))
-        chosen = logits.gather(1, targets.unsqueeze(1)).squeeze(1)
-        return _logsumexp(None, logits, 1).unsqueeze(0), chosen.unsqueeze(0)
+        logits, inside = _wide(aten.linear(hidden, weight)), (targets >= 0) & (targets < weight.shape[0])
+        chosen = logits.gather(1, torch.where(inside, targets, 0).unsqueeze(1)).squeeze(1)
+        sums, chosen = _logsumexp(None, logits, 1), torch.where(inside, chosen, 0.0)
+        return sums.unsqueeze(0), chosen.unsqueeze(0)
     sums, chosen = own.token_parts(hidden, weight, targets, chunk, call.ranks)
     return _logsumexp(None, sums, 0, keepdim=True), chosen.sum(0, keepdim=True)
