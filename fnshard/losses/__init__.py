@@ -101,8 +101,8 @@ def linear_cross_entropy(
     Args:
         hidden: [..., D], in any float dtype; logits are normalised in fp32.
         weight: [V, D]: the head, which may be the tied embedding.
-        targets: int64 [...]; tokens whose target is `ignore` do not count; of others that are no word the loss
-            is NaN.
+        targets: int64 [...]; tokens whose target is `ignore` do not count; another that is no word makes the
+            loss infinite.
         chunk: tokens at once; 0 takes as many as 128 MiB of logits are.
 
     Raises:
@@ -121,8 +121,8 @@ def linear_cross_entropy(
 def linear_token_losses(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore: int = IGNORE, chunk: int = 0
 ) -> Tensor:
-    """-log p of every target after a linear layer, fp32 [...], 0 where it is `ignore`, NaN where it is no word;
-    as above."""
+    """-log p of every target after a linear layer, fp32 [...], 0 where it is `ignore`, infinite where it
+    is no word; as above."""
     if hidden.shape[:-1] != targets.shape or weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(
             f"hidden {list(hidden.shape)}, weight {list(weight.shape)}, targets {list(targets.shape)}: "
@@ -130,7 +130,7 @@ def linear_token_losses(
         )
     sums, chosen = token_parts(hidden.reshape(-1, hidden.shape[-1]), weight, targets.reshape(-1), chunk, 1)
     is_word = (targets >= 0) & (targets < weight.shape[0])
-    losses = torch.where(is_word, (sums - chosen).view(targets.shape), torch.nan)
+    losses = torch.where(is_word, (sums - chosen).view(targets.shape), torch.inf)
     return torch.where(targets != ignore, losses, 0.0)
 
 
