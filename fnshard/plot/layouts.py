@@ -60,12 +60,6 @@ def layouts_of(spec: LayoutSpec | P, shape: Sequence[int] | None) -> tuple[dict[
             f"{spec!r} knows no shape.",
             fix="shape=leaf.shape; or a spec of fs.match_specs or a preset, which know theirs.",
         )
-    if (
-        isinstance(full, str)
-        or not isinstance(full, Sequence)
-        or not all(isinstance(size, int) and size >= 0 for size in full)
-    ):
-        raise SpecError(f"shape={full!r}: a leaf's shape is its sizes, such as (4096, 64).")
     if isinstance(spec, P):
         return {spec: "layout"}, tuple(full)
     named: dict[P, list[str]] = {}

@@ -142,29 +142,25 @@ def _phase_line(phases: Sequence[str], count: int, width: int) -> str:
     return out
 
 
-def timeline(timeline: Any, *, measured: Any = None, width: int = 72) -> str:
-    """Show a step's lanes as rows of letters, one per equal part of the step; predicted above measured.
+def timeline(timeline: Any, *, width: int = 72) -> str:
+    """Show a step's lanes as rows of letters, one per equal part of the step.
 
     Args:
         timeline: of `lowered.timeline(hardware)`.
-        measured: the same step as it ran, on the same axis of time.
         width: in characters.
 
     Raises:
         SpecError: something else.
     """
-    shown = {"": check(timeline)} if measured is None else {"predicted: ": timeline, "measured: ": measured}
-    longest = max(check(each).step_seconds for each in shown.values())
-    left = max((len(lane) for each in shown.values() for lane in busy_lanes(each)), default=0)
-    out, used = [], dict[str, None]()
-    for name, each in shown.items():
-        out.append(f"{name}{headline(each)}")
-        for lane in busy_lanes(each):
-            row = _lane([s for s in each.spans if s.lane == lane], longest, width)
-            used |= dict.fromkeys(span_name(s) for s in each.spans if s.lane == lane)
-            out.append(f"{lane.ljust(left)} |{row}|")
-    scale, unit = time_unit(longest)
-    out.append(f"{' ' * left}  0{f'{digits(longest * scale)} {unit}'.rjust(width - 1)}")
+    lanes, seconds = busy_lanes(check(timeline)), timeline.step_seconds
+    left = max(map(len, lanes), default=0)
+    out, used = [headline(timeline)], dict[str, None]()
+    for lane in lanes:
+        spans = [s for s in timeline.spans if s.lane == lane]
+        used |= dict.fromkeys(map(span_name, spans))
+        out.append(f"{lane.ljust(left)} |{_lane(spans, seconds, width)}|")
+    scale, unit = time_unit(seconds)
+    out.append(f"{' ' * left}  0{f'{digits(seconds * scale)} {unit}'.rjust(width - 1)}")
     letters = ", ".join(f"{_letter(name)} {name}" for name in used)
     return "\n".join([*out, f"{letters}; small: less than half of the time, ·: nothing"])
 
