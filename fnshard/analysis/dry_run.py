@@ -211,12 +211,10 @@ class DryUpdater:
 
     valid_part = stored_part
 
-    def squares(
-        self, bucket: Bucket, blocks: Mapping[str, Tensor], env: Env, replicas: int
-    ) -> dict[str, Tensor]:
+    def squares(self, bucket: Bucket, blocks: Mapping[str, Tensor], replicas: int) -> Tensor:
         if self.context.mesh.device_type == "cpu":  # a norm in fp32 is taken of the block in fp32
             self._take(max((b.numel() * 4 for b in blocks.values() if b.dtype.itemsize < 4), default=0))
-        return {"total": self._new((), torch.float64)}
+        return self._new((), torch.float64)
 
     def pack(self, env: Env, norms: Any) -> Tensor:
         return self._new((self.context.schedule.scalars,), torch.float64)

@@ -20,7 +20,7 @@ from fnshard.layout.pairs import as_pairs, slots_at_rest
 from fnshard.layout.partition import block_shape
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
-from fnshard.optim.contract import LeafNorms, Optimizer, StepInfo
+from fnshard.optim.contract import Optimizer, StepInfo
 from fnshard.runtime.executor.control import StepControl
 from fnshard.runtime.executor.update import Updater
 
@@ -122,8 +122,7 @@ def _gathered(optimizer: Optimizer, path: str, spec: LayoutSpec) -> tuple[torch.
 
     with FakeTensorMode(allow_fallback_kernels=False), torch.no_grad():
         scalar = torch.zeros((), dtype=torch.float64)
-        norms = {path: LeafNorms(scalar, scalar)} if "leaf_norms" in optimizer.needs else None
-        info = StepInfo(torch.tensor(0), global_norm=scalar, leaf_norms=norms)
+        info = StepInfo(torch.tensor(0), global_norm=scalar)
         info = info.with_gather(gather, lambda path, whole: whole)
         param = torch.empty(spec.shape, dtype=spec.optimizer_dtype)
         slots = optimizer.init_leaf(param)
@@ -216,9 +215,7 @@ class Updates:
         if not barrier:
             return control
         scalar = torch.zeros((), dtype=torch.float64, device=device)
-        per_leaf = "leaf_norms" in self.optimizer.needs
-        norms = {p: LeafNorms(scalar, scalar) for p in self.schedule.specs} if per_leaf else None
-        return replace(control, info=replace(control.info, global_norm=scalar, leaf_norms=norms))
+        return replace(control, info=replace(control.info, global_norm=scalar))
 
 
 def size_of(shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -8,7 +8,6 @@ from fnshard.optim.optimizers import (
     clip_by_global_norm,
     ema,
     ema_params,
-    lars,
     register,
     sgd,
 )
@@ -22,7 +21,6 @@ __all__ = [
     "clip_by_global_norm",
     "ema",
     "ema_params",
-    "lars",
     "register",
     "sgd",
 ]

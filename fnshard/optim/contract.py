@@ -24,15 +24,7 @@ __all__ = ["Optimizer", "StepInfo", "check"]
 
 Tensors = Mapping[str, Tensor]
 Slots = Mapping[str, Mapping[str, Tensor]]
-NEEDS = frozenset({"global_norm", "leaf_norms", "gather"})
-
-
-@dataclass(frozen=True)
-class LeafNorms:
-    """Exact L2 norms of one whole leaf, over all its shards: 0-d, fp32 or fp64."""
-
-    param: Tensor
-    grad: Tensor
+NEEDS = frozenset({"global_norm", "gather"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +37,6 @@ class StepInfo:
         step: int64, the number of updates made before this one; on the host, which knows it, so that rates
             are exact and nothing waits for them. A 0-d tensor there may meet tensors of any device.
         global_norm: L2 norm of all gradients of all ranks; where the optimizer needs it.
-        leaf_norms: by path; where the optimizer needs it.
         grad_scale: all gradients are multiplied by it first. The norms are those of the product.
         gather: `(path, shard) -> whole`, padding cut off; where the optimizer needs it. The schedule has an
             instruction for every call, which runs the leaf up to it: how often a leaf calls it, and with what
@@ -55,7 +46,6 @@ class StepInfo:
 
     step: Tensor
     global_norm: Tensor | None = None
-    leaf_norms: Mapping[str, LeafNorms] | None = None
     grad_scale: Tensor | None = None
     gather: Callable[[str, Tensor], Tensor] | None = None
     cut: Callable[[str, Tensor], Tensor] | None = None
@@ -79,13 +69,9 @@ class StepInfo:
 
     def scaled(self, factor: Tensor) -> StepInfo:
         """The same step with all gradients multiplied by `factor` (not negative) beforehand."""
-        norms = self.leaf_norms and {
-            path: LeafNorms(norm.param, norm.grad * factor) for path, norm in self.leaf_norms.items()
-        }
         return replace(
             self,
             global_norm=None if self.global_norm is None else self.global_norm * factor,
-            leaf_norms=norms,
             grad_scale=factor if self.grad_scale is None else self.grad_scale * factor,
         )
 
@@ -102,12 +88,7 @@ class StepInfo:
         def move(value: Tensor | None) -> Tensor | None:
             return None if value is None else value.to(device, non_blocking=True)
 
-        norms = self.leaf_norms and {
-            path: LeafNorms(move(norm.param), move(norm.grad)) for path, norm in self.leaf_norms.items()
-        }
-        return replace(
-            self, global_norm=move(self.global_norm), leaf_norms=norms, grad_scale=move(self.grad_scale)
-        )
+        return replace(self, global_norm=move(self.global_norm), grad_scale=move(self.grad_scale))
 
 
 LeafRule = Callable[[str, Tensor, Mapping[str, Tensor], Tensor, StepInfo], tuple[Tensor, dict[str, Tensor]]]
@@ -124,7 +105,7 @@ class Optimizer:
             shorter dtype, and gradients that `info.grad_scale` has been multiplied into. Where there are
             `numbers`, it takes what they return in the place of `info`.
         slots: state by name, each made from the parameter and of its shape, dtype and device.
-        needs: which of "global_norm", "leaf_norms", "gather" the `StepInfo` must carry.
+        needs: which of "global_norm", "gather" the `StepInfo` must carry.
         elementwise: an element's update depends on nothing of the leaf but that element.
         rules: numbers by path, checked against all leaves by `init`.
         values: `info -> {name: 0-d tensor}` for the step's metrics.
@@ -138,8 +119,8 @@ class Optimizer:
         members: what `chain` was made of.
         numbers: `(path, info) -> tree of 0-d tensors`: all that `leaf` reads of the step. With them the
             update can be compiled (`shard_step(update=)`): numbers are inputs of the kernel, never constants.
-            `leaf` and `numbers` may then depend on the path through `settings(path)` and `info.leaf_norms`
-            alone: leaves that are alike share a kernel.
+            `leaf` and `numbers` may then depend on the path through `settings(path)` alone: leaves that are
+            alike share a kernel.
 
     >>> half = Optimizer("half()", leaf=lambda path, grad, slots, param, info: (-0.5 * grad, {}))
     >>> params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
@@ -288,14 +269,14 @@ def check(optimizer: Optimizer, sharded_paths: Collection[str]) -> None:
     """Check that an optimizer of sharded leaves does not treat a shard as the leaf.
 
     Raises:
-        OptimizerError: it is not elementwise, does not need norms or a gather, and leaves are sharded.
+        OptimizerError: it is not elementwise, does not need a gather, and leaves are sharded.
     """
-    blind = not optimizer.elementwise and not optimizer.needs & {"leaf_norms", "gather"}
+    blind = not optimizer.elementwise and "gather" not in optimizer.needs
     if blind and sharded_paths:
         raise OptimizerError(
             f"{optimizer} is not elementwise, and {leaves(len(sharded_paths))} it would see are sharded:",
             [f"params[{path!r}]" for path in sharded_paths],
-            'declare needs={"leaf_norms"} or {"gather"} and use what StepInfo then carries, or keep '
+            'declare needs={"gather"} and use what StepInfo then carries, or keep '
             "these leaves whole in the optimizer: LayoutSpec(gradient=P(), optimizer=P()).",
         )
 

@@ -1,4 +1,4 @@
-"""Optimizers: `sgd`, `adamw`, `lars`, clipping, averages and chains; contract: `fnshard.optim.contract`.
+"""Optimizers: `sgd`, `adamw`, clipping, averages and chains; contract: `fnshard.optim.contract`.
 
 Inside are torch's own fused kernels where torch has them and they are right; the mathematics of one
 leaf, in plain ops, stands next to each and says the same.
@@ -24,7 +24,6 @@ __all__ = [
     "clip_by_global_norm",
     "ema",
     "ema_params",
-    "lars",
     "register",
     "sgd",
 ]
@@ -159,49 +158,6 @@ def adamw(
     )
 
 
-@rate_first
-def lars(
-    lr: Rate,
-    momentum: float = 0.9,
-    weight_decay: ByPath = 0.0,
-    trust: float = 1e-3,
-    eps: float = 1e-8,
-    lr_scale: ByPath = 1.0,
-) -> Optimizer:
-    """LARS (You, Gitman, Ginsburg 2017): sgd whose rate is scaled per leaf by `|param| / |gradient|`.
-
-    Needs "leaf_norms". A leaf whose parameters or gradients are all zero takes the rate as it is.
-    """
-    name = call_text(
-        "lars", lr=lr, momentum=momentum, weight_decay=weight_decay, trust=trust, eps=eps, lr_scale=lr_scale
-    )
-    _within(name, momentum=momentum)
-    rate, rules, settings = _hyper(lr, weight_decay, lr_scale)
-
-    def numbers(path, info):
-        decay, scale = settings(path)
-        norm = info.require("leaf_norms")[path]
-        ratio = trust * norm.param / (norm.grad + decay * norm.param + eps)
-        ratio = torch.where((norm.param > 0) & (norm.grad > 0), ratio, torch.ones_like(ratio))
-        return _rate(rate, scale, info) * ratio
-
-    def leaf(path, grad, slots, param, size):
-        trace = momentum * slots["momentum"] + size * (grad + settings(path)[0] * param)
-        return -trace, {"momentum": trace}
-
-    return Optimizer(
-        name,
-        leaf,
-        {"momentum": torch.zeros_like},
-        needs=frozenset({"leaf_norms"}),
-        elementwise=False,
-        rules=rules,
-        values=lambda info: {"lr": _rate(rate, 1.0, info)},
-        settings=settings,
-        numbers=numbers,
-    )
-
-
 # ------------------------------------------------------------------ members of a chain
 
 
@@ -311,7 +267,7 @@ def chain(*transforms: Optimizer) -> Optimizer:
             if member.factor is not None:
                 info = info.scaled(member.factor(info))
             elif member.follow is None:
-                info = replace(info, global_norm=None, leaf_norms=None)
+                info = replace(info, global_norm=None)
         return out
 
     def numbers(path, info):
@@ -347,7 +303,7 @@ def chain(*transforms: Optimizer) -> Optimizer:
     )
 
 
-OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"sgd": sgd, "adamw": adamw, "lars": lars}
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"sgd": sgd, "adamw": adamw}
 
 
 def register(name: str, make: Callable[..., Optimizer]) -> None:
@@ -363,11 +319,10 @@ def register(name: str, make: Callable[..., Optimizer]) -> None:
 def _check_order(members: Sequence[Optimizer], heads: int, tails: int) -> None:
     if not members:
         raise OptimizerError("chain() has no members.")
-    norms = {"global_norm", "leaf_norms"}
     late = [
-        f"{m} at {i}, needs {', '.join(sorted(m.needs & norms))}"
+        f"{m} at {i}, needs global_norm"
         for i, m in enumerate(members)
-        if i > heads and m.needs & norms
+        if i > heads and "global_norm" in m.needs
     ]
     early = [f"{m} at {i}" for i, m in enumerate(members[:tails]) if m.follow is not None]
     if late or early:

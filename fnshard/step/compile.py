@@ -30,14 +30,14 @@ def plan_of(optimizer: Optimizer | None, specs: ResolvedSpecs, options: Options)
     """What a training step does, whatever `fn` returns."""
     needs = optimizer.needs if optimizer is not None else frozenset()
     dynamic = loss_scale_of(optimizer, specs, options).dynamic
-    stands_between = bool(needs & {"global_norm", "leaf_norms"}) or dynamic
+    stands_between = "global_norm" in needs or dynamic
     norms = stands_between or options.grad_norm
     return Plan(
         accumulate=options.accumulate,
         accumulate_mode=options.accumulate_mode,
         update=optimizer is not None,
         norms=norms,
-        scalars=norms + 2 * len(_leaf_norms(optimizer, specs)) + len(FLAGS),
+        scalars=norms + len(FLAGS),
         barrier=stands_between,
         gathers=gathers_of(optimizer, specs.paired) if optimizer is not None else {},
     )
@@ -59,7 +59,6 @@ def scalars_of(
         specs=specs.paired,
         accumulate=options.accumulate,
         norms=plan_of(optimizer, specs, options).norms,
-        leaf_norms=_leaf_norms(optimizer, specs),
         flags=FLAGS,
     )
 
@@ -70,12 +69,6 @@ def settings_of(
     """What must be alike on all ranks besides the schedule, as text by name."""
     text, scale = optimizer_text(optimizer, specs.stored), loss_scale_of(optimizer, specs, options)
     return {"optimizer": text, "loss scale": repr(scale), "seed": str(seed), "step": str(step)}
-
-
-def _leaf_norms(optimizer: Optimizer | None, specs: ResolvedSpecs) -> tuple[str, ...]:
-    """Leaves whose norms the optimizer asks for."""
-    needed = optimizer is not None and "leaf_norms" in optimizer.needs
-    return tuple(specs.trainable) if needed else ()
 
 
 def items_of(program: Program) -> float:

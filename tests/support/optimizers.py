@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fnshard import schedules
-from fnshard.optim.contract import LeafNorms, Optimizer, StepInfo
-from fnshard.optim.optimizers import adamw, chain, clip_by_global_norm, ema, lars, sgd
+from fnshard.optim.contract import Optimizer, StepInfo
+from fnshard.optim.optimizers import adamw, chain, clip_by_global_norm, ema, sgd
 
 RULES = {"weight_decay": [("*norm*", 0.0), ("*", 0.1)], "lr_scale": [("embed*", 0.5), ("*", 1.0)]}
 SHAPES = {"embed.w": (7, 3), "a.norm.w": (5,), "a.w": (4, 6), "b.scalar": (), "b.empty": (0, 3)}
@@ -36,7 +36,6 @@ ALL = {
     "adamw_rate": adamw(RATE, b1=0.8, b2=0.95, eps=1e-6, weight_decay=0.0),
     "adamw_rules": adamw(1e-2, **RULES),
     "sgd_rules": sgd(1e-2, momentum=0.5, **RULES),
-    "lars": lars(0.1, weight_decay=0.01),
     "clip": clip_by_global_norm(0.5),
     "ema": ema(0.9),
     "clip_adamw_ema": chain(clip_by_global_norm(0.5), adamw(RATE), ema(0.9)),
@@ -44,7 +43,6 @@ ALL = {
         clip_by_global_norm(2.0), clip_by_global_norm(0.3), sgd(0.1, 0.9), ema(0.9), ema(0.5)
     ),
     "ema_schedule": chain(sgd(0.1, 0.9), ema(RATE)),
-    "clip_lars": chain(clip_by_global_norm(0.5), lars(0.1)),
     "two_bodies": chain(sgd(1.0, momentum=0.5), sgd(0.1, momentum=0.9), ema(0.9)),
     "row_sgd": row_sgd(0.1),
     "clip_row_sgd": chain(clip_by_global_norm(0.5), row_sgd(0.1)),
@@ -74,7 +72,6 @@ def make_info(step: int, grads, params, scale: float | None = None) -> StepInfo:
     return StepInfo(
         step=torch.tensor(step),
         global_norm=norm_of(grads) * factor,
-        leaf_norms={p: LeafNorms(norm_of({p: params[p]}), norm_of({p: grads[p]}) * factor) for p in grads},
         grad_scale=None if scale is None else torch.tensor(scale, dtype=torch.float64),
         gather=lambda path, shard: shard,
         cut=lambda path, full: full,

@@ -53,8 +53,7 @@ class ExecutorContext:
     def worker(self) -> Worker | None:
         """Who runs what is `on_host`; nobody where lines are watched, or an update communicates."""
         gathers = self.updater is not None and "gather" in self.updater.optimizer.needs
-        leaf_norms = self.scalars is not None and self.scalars.leaf_norms  # of leaves on the device
-        alone = self.transfers is None or self.watch is not None or gathers or leaf_norms
+        alone = self.transfers is None or self.watch is not None or gathers
         return None if alone else self.transfers.worker
 
     def later(self, line: Instruction) -> Callable[[Callable[[], None]], None]:

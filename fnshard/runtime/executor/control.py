@@ -38,7 +38,7 @@ class StepControl:
 
     def arrived(self, summary: Summary) -> StepControl:
         """With what the update reads of the whole step: norms, the factor, whether to skip."""
-        info = StepInfo(self.info.step, global_norm=summary.norm, leaf_norms=summary.leaf_norms or None)
+        info = StepInfo(self.info.step, global_norm=summary.norm)
         skip = self.skip_if is not None and self.skip_if(summary)
         return replace(self, info=self._scaled(info, summary), skip=skip)
 

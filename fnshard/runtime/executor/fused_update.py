@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fnshard import tree
 from fnshard.compiler.kernels.inductor import TRACING, Boxed, compile_graph
 from fnshard.errors import OptimizerError
-from fnshard.optim.contract import LeafNorms, Optimizer, StepInfo
+from fnshard.optim.contract import Optimizer, StepInfo
 from fnshard.runtime.tiers import send
 
 Form = tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]  # shape, dtype, strides
@@ -67,8 +67,7 @@ def form_of(value: Tensor) -> Form:
 def groups_of(optimizer: Optimizer, paths: Sequence[str], wides: Mapping[str, torch.dtype]) -> dict[str, int]:
     """By path, which vector of numbers its update reads: leaves of equal settings share one."""
     known: dict[Hashable, int] = {}
-    apart = "leaf_norms" in optimizer.needs
-    keys = {p: (wides[p], p if apart else optimizer.settings(p)) for p in paths}
+    keys = {p: (wides[p], optimizer.settings(p)) for p in paths}
     return {p: known.setdefault(key, len(known)) for p, key in keys.items()}
 
 
@@ -85,8 +84,7 @@ def numbers_of(
             flat.append(info.grad_scale)
         return torch.stack([send(n.double(), device) for n in flat]).to(wide)
 
-    settings = path if "leaf_norms" in optimizer.needs else optimizer.settings(path)
-    return info.once((numbers_of, optimizer, settings, wide), make)
+    return info.once((numbers_of, optimizer, optimizer.settings(path), wide), make)
 
 
 def update_graph(
@@ -137,7 +135,7 @@ def _structures(
     for path, leaf in zip(paths, leaves, strict=True):
         if leaf.group not in out:
             one = torch.ones((), dtype=torch.float64)
-            info = StepInfo(torch.tensor(0), global_norm=one, leaf_norms={path: LeafNorms(one, one)})
+            info = StepInfo(torch.tensor(0), global_norm=one)
             flat, structure = tree.flatten(optimizer.given(path, info))
             out[leaf.group] = (
                 structure,

@@ -16,11 +16,9 @@ from torch import Tensor
 from fnshard import tree
 from fnshard.compiler.ir.program import Limit, Outputs
 from fnshard.compiler.ir.values import CONTROL
-from fnshard.compiler.ir.values import stored as stored_names
 from fnshard.compiler.schedule.buckets import Bucket
 from fnshard.layout.spec import LayoutSpec, summed_axes
 from fnshard.mesh import Mesh
-from fnshard.optim.contract import LeafNorms
 from fnshard.runtime.tiers import send
 
 
@@ -29,7 +27,7 @@ class Summary:
     """The sums over all ranks, read.
 
     `loss`, `aux`: means over ranks and micro-batches. `count`: of the Mean, or None. `norm`: of the
-    summed gradients as they lie (not yet unscaled), or None. `leaf_norms`: by path. `flags`: sums.
+    summed gradients as they lie (not yet unscaled), or None. `flags`: sums.
     `excesses`: sums, of the program's limits.
     """
 
@@ -37,7 +35,6 @@ class Summary:
     count: Tensor | None
     aux: tuple[Tensor, ...]
     norm: Tensor | None
-    leaf_norms: Mapping[str, LeafNorms]
     flags: Mapping[str, Tensor]
     excesses: Mapping[Limit, Tensor]
 
@@ -73,43 +70,27 @@ class Scalars:
     specs: Mapping[str, LayoutSpec]
     accumulate: int
     norms: bool
-    leaf_norms: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
 
     # -------------------------------------------------------------- this rank's part
 
-    def squares(
-        self, bucket: Bucket, blocks: Mapping[str, Tensor], env: Mapping[str, Any], replicas: int
-    ) -> dict[str, Tensor]:
-        """What a `Norms` instruction makes: squared norms by replicas, fp64, whose sum over ranks is exact.
+    def squares(self, bucket: Bucket, blocks: Mapping[str, Tensor], replicas: int) -> Tensor:
+        """What a `Norms` instruction makes: a bucket's squared norm by replicas; ranks' sum is exact.
 
-        "total": 0-d, of all gradients. By path, where asked: [2], of the stored leaf and of its gradient.
+        0-d, fp64.
         """
-        grads = _squares([blocks[p] for p in bucket.paths]) / replicas
-        out = {"total": grads.sum()}
-        if self.leaf_norms:
-            same = [float(self._replicas(self.specs[p].storage.axes)) for p in bucket.paths]
-            # Each norm is taken where its piece lies.
-            stored = _squares([env[n] for n in stored_names(bucket.paths)]).to(grads.device)
-            stored = torch.stack(torch._foreach_div(stored.unbind(), same))
-            out |= zip(bucket.paths, torch.stack([stored, grads], dim=1), strict=True)
-        return out
-
-    def _replicas(self, axes: Sequence[str]) -> int:
-        return self._ranks // self.mesh.axes_size(axes)
+        return (_squares([blocks[p] for p in bucket.paths]) / replicas).sum()
 
     @property
     def _ranks(self) -> int:
         return self.mesh.axes_size(summed_axes(self.specs.values(), self.mesh))
 
-    def pack(self, env: Mapping[str, Any], norms: Sequence[Mapping[str, Tensor]]) -> Tensor:
+    def pack(self, env: Mapping[str, Any], norms: Sequence[Tensor]) -> Tensor:
         """fp64 vector of this rank's summands."""
         parts = [self._over_micros(env, i) for i in self.outputs.summed]
         if self.norms:
             device = parts[0].device
-            found = {p: send(v, device) for n in norms for p, v in n.items()}
-            parts.append(torch.stack([send(n["total"], device) for n in norms]).sum())
-            parts += [found[p][i] for p in self.leaf_norms for i in (0, 1)]
+            parts.append(torch.stack([send(n, device) for n in norms]).sum())
         device = parts[0].device
         # `full` is a kernel; a number copied to an accelerator would make the host wait for it.
         for flag in self.flags:
@@ -144,9 +125,8 @@ class Scalars:
                 aux.append(total / _positive(next(feed)))
         excesses = {limit: next(feed) for limit in self.outputs.limits}
         norm = next(feed).sqrt() if self.norms else None
-        leaf_norms = {p: LeafNorms(next(feed).sqrt(), next(feed).sqrt()) for p in self.leaf_norms}
         flags = {f: next(feed) for f in self.flags}
-        return Summary(loss, count, tuple(aux), norm, leaf_norms, flags, excesses)
+        return Summary(loss, count, tuple(aux), norm, flags, excesses)
 
     def aux_tree(self, summary: Summary, env: Mapping[str, Any]) -> Any:
         """`fn`'s aux with scalars averaged, Means exact, and tensors of the last micro-batch."""

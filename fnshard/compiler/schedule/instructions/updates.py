@@ -39,7 +39,7 @@ class Norms(OfBucket):
         later = context.later(self)
 
         def norm(env: Env) -> None:
-            env[out] = context.scalars.squares(bucket, env[name].blocks, env, self.replicas)
+            env[out] = context.scalars.squares(bucket, env[name].blocks, self.replicas)
 
         return lambda env: later(lambda: norm(env))
 
