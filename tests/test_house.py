@@ -213,7 +213,7 @@ def test_the_library_knows_no_configuration_and_no_experiments() -> None:
 
 
 def test_the_library_depends_on_what_it_imports_alone() -> None:
-    """Extras beside: their packages are imported where they are used, and may be absent."""
+    """Extras too: their packages are imported where they are used, and may be absent."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     named = {re.match(r"\w+", each).group() for each in project["dependencies"]}
     extras = {"matplotlib", "peft", "transformers", "bitsandbytes"}
@@ -225,7 +225,7 @@ def test_the_library_depends_on_what_it_imports_alone() -> None:
 
 
 def private_uses(tree: ast.AST) -> set[str]:
-    """Dotted torch names with a leading underscore in some part, cut behind that part."""
+    """Dotted torch names with a leading underscore in some part, cut after that part."""
     found = set()
     for name in [*imports(tree), *_chains(tree)]:
         parts = name.split(".")

@@ -57,12 +57,12 @@ def test_python_blocks_run(after_quickstart: Any, capsys: Any) -> None:
 
 
 def rows() -> list[Any]:
-    """A row each: what people say, and the code or command that is said here."""
+    """A row each: what others write, and the code or command here."""
     found = []
     for theirs, body in TABLES:
         for line in body.splitlines():
-            said, here = (cell.strip() for cell in line.strip("|").split(" | "))
-            found.append(pytest.param(re.search(r"`(.+?)`", here).group(1), id=f"{theirs.strip()}: {said}"))
+            name, here = (cell.strip() for cell in line.strip("|").split(" | "))
+            found.append(pytest.param(re.search(r"`(.+?)`", here).group(1), id=f"{theirs.strip()}: {name}"))
     return found
 
 
@@ -76,8 +76,8 @@ def test_every_row_of_coming_from_runs(here: str, after_quickstart: Any) -> None
 
 
 def test_all_the_systems_are_there() -> None:
-    told = " ".join(theirs for theirs, _ in TABLES)
-    assert all(name in told for name in ("FSDP", "DDP", "DeepSpeed", "JAX", "Lightning", "ms-swift"))
+    names = " ".join(theirs for theirs, _ in TABLES)
+    assert all(name in names for name in ("FSDP", "DDP", "DeepSpeed", "JAX", "Lightning", "ms-swift"))
     assert len(rows()) > 45
 
 

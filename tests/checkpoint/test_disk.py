@@ -56,8 +56,8 @@ losses = []
 for _ in range(steps):
     state, metrics = step(state, x)
     losses.append(metrics["loss"].item())
-held = sum(v.nbytes for slots in state.opt_state.values() for v in slots.values())
-print(json.dumps({"losses": losses, "limit": limit, "optimizer_bytes": held}))
+size = sum(v.nbytes for slots in state.opt_state.values() for v in slots.values())
+print(json.dumps({"losses": losses, "limit": limit, "optimizer_bytes": size}))
 """
 
 

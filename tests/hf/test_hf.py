@@ -263,7 +263,7 @@ def test_a_base_model_of_a_whole_one(saved: Callable[[str], Saved]) -> None:
 
 
 def test_buffers_are_made_by_their_module(saved: Callable[[str], Saved]) -> None:
-    """Rotary frequencies, as the real module has them; whoever gives no module is told."""
+    """Rotary frequencies, as the real module has them; without a module it is an error."""
     of = saved("llama")
     mesh = fs.make_mesh(shard=1)
     specs = fs.presets.full_shard(of.params, mesh)

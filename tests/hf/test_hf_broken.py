@@ -39,7 +39,7 @@ def test_all_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(StateError) as raised:
         fs.hf.load(tmp_path, specs, missing={"buffer": torch.ones(3), "a": given["a"], "zzz": given["a"]},
                    ignore=["other", "nothing*"])  # fmt: skip
-    said = str(raised.value)
+    message = str(raised.value)
     for line in (
         "files and specs do not fit each other, 9 problems:",
         "params['gone'] [5]: no tensor 'gone'",
@@ -55,8 +55,8 @@ def test_all_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
         "ignore=[globs of names]",
         "fs.hf.Transposed(name)",
     ):
-        assert line in said, (line, said)
-    assert "'other'" not in said
+        assert line in message, (line, message)
+    assert "'other'" not in message
     with pytest.raises(StateError, match="names= has 1 paths of no leaf"):
         fs.hf.load(tmp_path, specs, names={"nope": "a"})
     with pytest.raises(StateError, match=r"names gives int for params\['a'\]"):
@@ -117,7 +117,7 @@ MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", MALFORMED)
 def test_a_malformed_directory_is_told(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BOMB", str(tmp_path / "ran"))
-    files, said = MALFORMED[what]
+    files, message = MALFORMED[what]
     folder = tmp_path / "model"
     folder.mkdir()
     (tmp_path / "x.safetensors").write_bytes(GOOD)
@@ -127,7 +127,7 @@ def test_a_malformed_directory_is_told(tmp_path: Path, what: str, monkeypatch: p
         else:
             (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
     specs = fs.match_specs({"w": torch.zeros(2)}, [("*", LayoutSpec())])
-    with pytest.raises(StateError, match=f"(?s){said}"):
+    with pytest.raises(StateError, match=f"(?s){message}"):
         fs.hf.load(folder, specs)
     assert not (tmp_path / "ran").exists()
 
@@ -163,7 +163,7 @@ class Full:
 @pytest.mark.parametrize(("call", "after"), [("pwrite", 0), ("pwrite", 8), ("fsync", 0), ("replace", 0)])
 def test_a_full_disk_fails_all_ranks_and_leaves_nothing(tmp_path: Path, call: str, after: int) -> None:
     mesh = fs.make_mesh(shard=2, simulated=True)
-    said: list[tuple[int, str]] = []
+    messages: list[tuple[int, str]] = []
 
     def run(rank: int) -> None:
         try:
@@ -171,24 +171,24 @@ def test_a_full_disk_fails_all_ranks_and_leaves_nothing(tmp_path: Path, call: st
             blocks = fs.shard(PARAMS, specs, mesh)
             fs.hf.save(blocks, tmp_path / "out", specs, mesh, max_file_bytes=400, config={"model_type": "x"})
         except (CheckpointError, StateError) as error:
-            said.append((rank, str(error)))
+            messages.append((rank, str(error)))
 
     with mock.patch.object(os, call, Full(after, getattr(os, call))):
         fs.simulate(mesh, run)
-    assert sorted(rank for rank, _ in said) == [0, 1]
-    for _, text in said:
+    assert sorted(rank for rank, _ in messages) == [0, 1]
+    for _, text in messages:
         assert "No space left on device" in text or "is full" in text, text
     assert os.listdir(tmp_path) == []
     (tmp_path / "file").write_text("")
-    said, tmp_path = [], tmp_path / "file"  # where no folder can be made
+    messages, tmp_path = [], tmp_path / "file"  # where no folder can be made
     fs.simulate(mesh, run)
-    assert sorted(rank for rank, _ in said) == [0, 1]
-    for _, text in said:
+    assert sorted(rank for rank, _ in messages) == [0, 1]
+    for _, text in messages:
         assert "rank 0: " in text and ("Not a directory" in text or "File exists" in text)
 
 
 def failing(rank: int, folder: str, how: str) -> str:
-    """On a process group; returns what this rank was told."""
+    """On a process group; returns its message."""
     mesh = fs.make_mesh(shard=2, device="cpu")
     specs = sharded(mesh)
     blocks = fs.shard(PARAMS, specs, mesh)
@@ -218,7 +218,7 @@ def test_ranks_fail_together(ranks: Any, tmp_path: Path) -> None:
 
 
 def loading(rank: int, folder: str, how: str) -> str:
-    """On a process group; what this rank was told, after a collective that both take part in."""
+    """On a process group; its message, after a collective that both take part in."""
     mesh = fs.make_mesh(shard=2, device="cpu")
     shapes = {"w": torch.empty(6, 70, device="meta"), "b": torch.empty(4, device="meta")}
     coded = LayoutSpec(P("shard"), codec="nf4", trainable=False)
@@ -228,13 +228,13 @@ def loading(rank: int, folder: str, how: str) -> str:
     more: dict[str, Any] = {"names": {"other": "x"}} if how == "names" and alone else {}
     if how == "specs" and alone:
         specs = {"w": coded, "b": LayoutSpec()}  # of unknown shapes
-    said = "no error"
+    message = "no error"
     try:
         fs.hf.load(path, specs, mesh, **more)
     except fs.FnshardError as error:
-        said = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
     connection(mesh).barrier()
-    return said
+    return message
 
 
 def test_ranks_refuse_what_is_loaded_together(ranks: Any, tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_a_peer_that_is_lost_is_told_at_once() -> None:
 
     class Lost:
         def gather_object(self, text: str) -> list[str]:
-            raise AssertionError("there is nobody to tell")
+            raise AssertionError("there is no peer")
 
     def work() -> None:
         raise fs.CollectiveError("rank 1 is gone")
@@ -293,7 +293,7 @@ def test_what_is_there_is_not_touched_and_leftovers_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "message"),
     [
         ({"names": {"a": "b"}}, r"'b' is to be params\['a'\] and params\['b'\]"),
         (
@@ -305,10 +305,10 @@ def test_what_is_there_is_not_touched_and_leftovers_are(tmp_path: Path) -> None:
         ({"config": "nowhere"}, "config='nowhere' is none"),
     ],
 )
-def test_what_save_refuses(tmp_path: Path, how: Any, said: str) -> None:
+def test_what_save_refuses(tmp_path: Path, how: Any, message: str) -> None:
     params = tree_of(a=(2, 2), b=(2, 2), v=(2,))
     specs = fs.match_specs(params, [("*", LayoutSpec())])
-    with pytest.raises(StateError, match=said):
+    with pytest.raises(StateError, match=message):
         fs.hf.save(params, tmp_path / "out", specs, **how)
     with pytest.raises(StateError, match="the layout of these blocks is not known"):
         fs.hf.save(params, tmp_path / "out")

@@ -107,8 +107,8 @@ def test_loaded_and_saved_again_is_bitwise_the_same(tmp_path: Path, axes: Any, p
     count = len(files)
     assert sorted(files) == [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
     assert count > 2
-    for held in files.values():
-        assert len(held) == 1 or sum(v.nbytes for v in held.values()) <= 300
+    for tensors in files.values():
+        assert len(tensors) == 1 or sum(v.nbytes for v in tensors.values()) <= 300
     assert not list(tmp_path.glob(".*"))
 
 

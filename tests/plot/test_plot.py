@@ -54,7 +54,7 @@ def slowed(line: Timeline, times: float) -> Timeline:
 
 
 def by_hand() -> Timeline:
-    """Eight milliseconds: a forward of four, a gather beside it, a backward of three after a gap."""
+    """Eight milliseconds: a forward of four, a gather meanwhile, a backward of three after a gap."""
     spans = (
         Span(0, "communication", 0.0, 0.002, "gather", "a", "forward"),
         Span(1, "compute", 0.0, 0.004, "run", "a", "forward"),

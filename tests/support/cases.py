@@ -66,7 +66,7 @@ class Case:
     """`layouts`: specs by path, instead of a preset's; `aggregation`: of buffers; `run`: what is compared.
 
     That is "gradients", what `shard_forward` gives ("forward"), or what some steps of one of OPTIMIZERS
-    leave behind.
+    leave.
     """
 
     program: Program

@@ -205,7 +205,7 @@ def saved_value_freed(lines: list[Instruction]) -> None:
 
 
 def wrong_leaf_read(lines: list[Instruction]) -> None:
-    """The kernel of unit 2 computes with the leaf of unit 1, which is alive: nobody but a number tells."""
+    """The kernel of unit 2 computes with the leaf of unit 1, which is alive: only a number shows it."""
     run = first(lines, Run, unit="layers.2", backward=False)
     other = next(n for n in lines[first(lines, Run, unit="layers.1")].reads if n.startswith("p:"))
     for i, line in enumerate(lines[:run]):

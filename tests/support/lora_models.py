@@ -1,4 +1,4 @@
-"""A small Llama, LoRA adapters that are not zero beside it, and the same merged."""
+"""A small Llama, LoRA adapters that are not zero, and the same merged."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def bpe_folder(tmp_path_factory):
 
 @pytest.fixture
 def directory(bpe_folder, tmp_path):
-    """`directory(**files)`: a copy of it with files beside `tokenizer.json`."""
+    """`directory(**files)`: a copy of it with files next to `tokenizer.json`."""
 
     def make(**files):
         folder = tmp_path / "model"
