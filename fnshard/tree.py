@@ -247,19 +247,16 @@ def flatten_with_paths(
 ) -> tuple[dict[str, Any], TreeDef]:
     """`{path: leaf}` in order and the structure; a path is the keys joined by dots.
 
-    Keys may have dots, as those of a flat dict of a module's parameters do. Where two leaves would get one
-    path, dots in their keys are percent-encoded, which globs, shells and checkpoints take as it is.
+    Keys may have dots, as those of a flat dict of a module's parameters do.
 
     Args:
         constants: these, and functions, are leaves too.
 
     Raises:
-        SpecError: keys of one dict that print alike.
+        SpecError: two leaves with the same path.
 
     >>> flatten_with_paths({"a": {"w": 1}, "b": [2, 3]}, constants=True)[0]
     {'a.w': 1, 'b.0': 2, 'b.1': 3}
-    >>> flatten_with_paths({"a.w": 1, "a": {"w": 2}}, constants=True)[0]
-    {'a%2Ew': 1, 'a.w': 2}
     """
     leaves, nodes = _flatten(tree, is_leaf)
     paths = _paths(nodes)
@@ -294,27 +291,15 @@ def _flatten(tree: Any, is_leaf: Callable[[Any], bool] | None) -> tuple[list[Any
 @lru_cache(maxsize=256)
 def _paths(nodes: optree.PyTreeSpec) -> tuple[str, ...]:
     """Of all leaves, constants too."""
-    keys = [[_name(entry) for entry in accessor] for accessor in nodes.accessors()]
-    escaped: set[int] = set()
-    while True:
-        paths = [
-            ".".join(builtins.map(_escape, k) if i in escaped else k) or "value" for i, k in enumerate(keys)
-        ]
-        counts = Counter(paths)
-        alike = {i for i, path in enumerate(paths) if counts[path] > 1}
-        if not alike:
-            return tuple(paths)
-        if alike <= escaped:
-            raise SpecError(
-                "two leaves have the same path:",
-                [repr(path) for path, count in counts.items() if count > 1],
-                "rename keys of one dict that print alike (1 and '1').",
-            )
-        escaped |= alike
-
-
-def _escape(key: str) -> str:
-    return key.replace("%", "%25").replace(".", "%2E")
+    paths = tuple(".".join(_name(entry) for entry in accessor) or "value" for accessor in nodes.accessors())
+    alike = [repr(path) for path, count in Counter(paths).items() if count > 1]
+    if alike:
+        raise SpecError(
+            "two leaves have the same path:",
+            alike,
+            "rename keys: those of nested trees are joined by dots, and keys of one dict may print alike.",
+        )
+    return paths
 
 
 def _static(leaves: list[Any]) -> tuple[tuple[int, Any], ...]:

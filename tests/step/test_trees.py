@@ -118,7 +118,6 @@ def kind(w: Tensor, b: Tensor) -> dict[str, tuple[Any, list[str]]]:
             ["layers.0.w", "layers.1.w"],
         ),
         "nested": (Data([Pair(w, None)], (b, {})), ["z.0.z", "a.0"]),
-        "dots and their escape": ({"a%2Eb": w, "a": {"b": None}, "a.b": b}, ["a%252Eb", "a%2Eb"]),
         "odd keys": ({"a/b@0,2#1 *[x]": w, "": {"é\n": b}}, ["a/b@0,2#1 *[x]", ".é\n"]),
         "tuple": ((w, "name", [None, {"w": b}], 2.0), ["0", "2.1.w"]),
     }
