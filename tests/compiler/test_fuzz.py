@@ -15,8 +15,7 @@ import pytest
 import torch
 from cases import AXES, Case, cases, check, on_rank
 from hypothesis import HealthCheck, event, given, settings
-from program import Program
-from programs import programs
+from programs import Program, programs
 from ranks import ranks  # noqa: F401  (a fixture)
 
 EXAMPLES = int(os.environ.get("FUZZ", "0"))

@@ -11,8 +11,7 @@ import reference
 import torch
 from hypothesis import assume
 from hypothesis import strategies as st
-from program import Program
-from programs import programs, valid
+from programs import Program, programs, valid
 from ranks import RankError
 from torch import Tensor
 

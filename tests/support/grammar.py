@@ -2,26 +2,430 @@
 
 A builder draws values, dims and numbers from a `programs.Scope` and returns an expression, whose result
 gets a name, or a statement. Rows are tame: no poles, no steps where a gradient is asked for, and no ties
-where an order or an extreme is.
+where an order or an extreme is. What is written to a buffer does not grow from step to step.
 """
 # ruff: noqa: E501  (a row is a line)
 
 from __future__ import annotations
 
-from grammar_buffers import BUFFERS
-from grammar_functional import FUNCTIONS, RAGGED, TRANSFORMS
-from grammar_pointwise import (
-    BINARY,
-    COPIES,
-    POINTWISE,
-    REDUCTIONS,
-    VIEWS,
-    Row,
-    each,
-    last_even,
-    positive,
-    square,
-)
+from collections.abc import Callable
+from typing import Any
+
+Row = Callable[[Any], str]
+
+
+def each(names: str, template: Callable[[Any, str], str]) -> dict[str, Row]:
+    """One row per name, all of one template."""
+    return {name: (lambda g, name=name: template(g, name)) for name in names.split()}
+
+
+def square(v: Any) -> bool:
+    return v.shape[-1] == v.shape[-2] <= 5
+
+
+def last_even(v: Any) -> bool:
+    return v.shape[-1] % 2 == 0
+
+
+def positive(g: Any) -> str:
+    """A symmetric positive definite matrix [..., n, n] made of a value."""
+    a = g.f(2, 3, lambda v: v.shape[-1] <= 5)
+    return f"({a}.mT @ {a} * 0.3 + torch.eye({a.shape[-1]}, dtype=torch.float64))"
+
+
+POINTWISE: dict[str, Row] = {
+    **each("tanh sigmoid sin cos atan asinh erf erfc sinc abs neg square positive relu selu exp2 deg2rad nan_to_num",
+           lambda g, n: f"torch.{n}({g.f()})"),
+    # No hardsigmoid: torch's own backward holds 1/6 in fp32.
+    **each("silu mish softplus leaky_relu elu celu softsign logsigmoid tanhshrink hardtanh relu6 hardswish gelu softshrink hardshrink",
+           lambda g, n: f"F.{n}({g.f()})"),
+    **each("sqrt rsqrt reciprocal log log2 log10 log1p lgamma digamma", lambda g, n: f"torch.{n}({g.f()}.square() + 1.3)"),
+    **each("exp expm1 sinh cosh tan asin acos atanh erfinv i0", lambda g, n: f"torch.{n}(torch.tanh({g.f()}) * 0.8)"),
+    "logit": lambda g: f"torch.logit(torch.sigmoid({g.f()}) * 0.8 + 0.1)",
+    **each("floor ceil round trunc sign frac", lambda g, n: f"torch.{n}({g.f()} * 3.1)"),
+    "gelu_tanh": lambda g: f'F.gelu({g.f()}, approximate="tanh")',
+    "glu": lambda g: f"F.glu({g.f(1, fits=last_even)}, -1)",
+    "threshold": lambda g: f"F.threshold({g.f()}, 0.1, {g.num()})",
+    "clamp": lambda g: f"{g.f()}.clamp(-1.1, {g.num() + 1})",
+    "clamp_min": lambda g: f"{g.f()}.clamp(min=-0.3)",
+    "clamp_tensor": lambda g: f"torch.clamp({(a := g.f())}, {g.fitting(a)} - 0.9, None)",
+    "pow_int": lambda g: f"{g.f()} ** {g.pick([2, 3])}",
+    "pow": lambda g: f"({g.f()}.abs() + 0.4) ** {g.num()}",
+    "pow_tensor": lambda g: f"({(a := g.f())}.square() + 0.4) ** {g.fitting(a)}.tanh()",
+    "rpow": lambda g: f"1.3 ** {g.f()}.tanh()",
+    "prelu": lambda g: f"F.prelu({(a := g.f(2))}, {g.leaf(a.shape[1])})",
+    "xlogy": lambda g: f"torch.xlogy({(a := g.f())}, {g.fitting(a)}.square() + 0.5)",
+    "add_number": lambda g: f"{g.f()} + {g.num()}",
+    "rsub_number": lambda g: f"{g.num()} - {g.f()}",
+    "mul_number": lambda g: f"{g.f()} * {g.num()}",
+    "div_number": lambda g: f"{g.f()} / {g.num()}",
+    "rdiv_number": lambda g: f"{g.num()} / ({g.f()}.abs() + 1.1)",
+    "python_number": lambda g: f"{(a := g.f(1))} / {a}.shape[-1] ** 0.5",
+}  # fmt: skip
+
+BINARY: dict[str, Row] = {
+    **each("add sub mul maximum minimum fmax fmin logaddexp rsub", lambda g, n: f"torch.{n}({(a := g.f())}, {g.fitting(a)})"),
+    "radd": lambda g: f"{g.fitting(a := g.f())} + {a}",
+    "rmul": lambda g: f"{g.fitting(a := g.f())} * {a}",
+    "add_alpha": lambda g: f"torch.add({(a := g.f())}, {g.fitting(a)}, alpha={g.num()})",
+    "div": lambda g: f"{(a := g.f())} / ({g.fitting(a)}.abs() + 1.2)",
+    "atan2": lambda g: f"torch.atan2({(a := g.f())}, {g.fitting(a)}.square() + 0.7)",
+    "hypot": lambda g: f"torch.hypot({(a := g.f())}, {g.fitting(a)}.abs() + 0.8)",
+    "copysign": lambda g: f"torch.copysign({(a := g.f())}, {g.fitting(a)})",
+    "remainder": lambda g: f"torch.remainder({g.f()}, 1.7)",
+    "fmod": lambda g: f"torch.fmod({g.f()}, 1.7)",
+    "lerp": lambda g: f"torch.lerp({(a := g.f())}, {g.like(a)}, 0.3)",
+    "lerp_tensor": lambda g: f"torch.lerp({(a := g.f())}, {g.like(a)}, torch.sigmoid({g.like(a)}))",
+    "addcmul": lambda g: f"torch.addcmul({(a := g.f())}, {g.like(a)}, {g.like(a)}, value=0.4)",
+    "addcdiv": lambda g: f"torch.addcdiv({(a := g.f())}, {g.like(a)}, {g.like(a)}.square() + 0.9, value=0.4)",
+    "where": lambda g: f"torch.where({g.bool(a := g.f())}, {a}, {g.like(a)})",
+    "where_number": lambda g: f"torch.where({g.bool(a := g.f())}, {a}, {g.num()})",
+    "where_gt": lambda g: f"torch.where({(a := g.f())} > 0.07, {a}, {g.fitting(a)})",
+    "where_lt": lambda g: f"torch.where({(a := g.f())} < {g.fitting(a)} + 0.03, {a}, 0.2)",
+    "mul_bool": lambda g: f"{(a := g.f())} * {g.bool(a)}",
+    "cross": lambda g: f"torch.linalg.cross({(a := g.f(1, 3, lambda v: v.shape[-1] == 3))}, {g.like(a)})",
+    "dist": lambda g: f"torch.dist({(a := g.f())}, {g.like(a)} + 2.2)",
+    "python_sum": lambda g: f"sum({(a := g.f(1))}[..., j] for j in range({a.shape[-1]}))",
+    "python_turn": lambda g: f"{g.f()} * ({g.turn()} + 1)",
+    "python_odd": lambda g: f"{(a := g.f())} if {g.turn()} % 2 else {g.like(a)} * 0.5",
+    "python_last": lambda g: f"h = h * 0.7 if {g.turn()} == 1 else h + 0.1",
+    "checkpoint": lambda g: f"torch.utils.checkpoint.checkpoint(lambda a: (a * 1.2).sin() * a, {g.f()}, use_reentrant=False)",
+    "python_choice": lambda g: f"{(a := g.f(1))} * 2 if {a}.shape[0] > 1 else {a}.sin()",
+}  # fmt: skip
+
+REDUCTIONS: dict[str, Row] = {
+    **each("sum mean nansum logsumexp", lambda g, n: f"torch.{n}({(a := g.f(1))}, {g.dim(a)}, keepdim={g.flag()})"),
+    **each("amax amin", lambda g, n: f"{(a := g.distinct())}.{n}({g.dim(a)}, keepdim={g.flag()})"),
+    **each("std var std_mean var_mean", lambda g, n: f"torch.{n}({(a := g.distinct())}, {g.dim(a, 2)}, correction={g.flag() * 1})"),
+    **each("std_all var_all std_mean_all var_mean_all", lambda g, n: f"torch.{n[:-4]}({g.distinct(fits=lambda v: v.numel() > 1)})"),
+    **each("sum_all mean_all", lambda g, n: f"{g.f()}.{n[:-4]}()"),
+    "sum_dims": lambda g: f"{(a := g.f(2))}.sum({g.perm(a)[:2]}, keepdim={g.flag()})",
+    "prod": lambda g: f"({(a := g.f(1))}.tanh() + 1.5).prod({g.dim(a)})",
+    "prod_all": lambda g: f"({g.f()} * 0.1 + 1).prod()",
+    **each("max min median", lambda g, n: f"torch.{n}({(a := g.distinct())}, {g.dim(a)})"),
+    **each("max_values min_values median_values", lambda g, n: f"{(a := g.distinct())}.{n[:-7]}({g.dim(a)})[0]"),
+    **each("max_all min_all median_all", lambda g, n: f"{g.distinct(0)}.{n[:-4]}()"),
+    "aminmax": lambda g: f"torch.aminmax({(a := g.distinct())}, dim={g.dim(a)})",
+    "kthvalue": lambda g: f"torch.kthvalue({(a := g.distinct())}, {g.upto(a.shape[d := g.dim(a)], 1)}, {d})",
+    "topk": lambda g: f"torch.topk({(a := g.distinct())}, {g.upto(a.shape[d := g.dim(a)], 1)}, {d})",
+    "sort": lambda g: f"torch.sort({(a := g.distinct())}, {g.dim(a)}, descending={g.flag()})",
+    "sort_values": lambda g: f"torch.sort({(a := g.distinct())}, {g.dim(a)})[0]",
+    "msort": lambda g: f"torch.msort({g.distinct()})",
+    "argsort": lambda g: f"torch.argsort({(a := g.distinct())}, {g.dim(a)})",
+    "argmax": lambda g: f"torch.argmax({(a := g.distinct())}, {g.dim(a)}, keepdim={g.flag()})",
+    "argmin": lambda g: f"torch.argmin({(a := g.distinct())}, {g.dim(a)})",
+    **each("cumsum logcumsumexp", lambda g, n: f"torch.{n}({(a := g.f(1))}, {g.dim(a)})"),
+    "cumprod": lambda g: f"torch.cumprod({(a := g.f(1))}.tanh() + 1.5, {g.dim(a)})",
+    **each("cummax cummin", lambda g, n: f"torch.{n}({(a := g.distinct())}, {g.dim(a)})"),
+    "norm": lambda g: f"({(a := g.f(1))}.sigmoid() + 0.3).norm({g.pick([1, 2, 3, 0.5])}, {g.dim(a)})",
+    "norm_all": lambda g: f"({g.f()}.sigmoid() + 0.3).norm()",
+    "vector_norm": lambda g: f"torch.linalg.vector_norm({(a := g.f(1))}.exp(), {g.pick([1, 2, 3])}, {g.dim(a)}, keepdim=True)",
+    "norm_inf": lambda g: f"{(a := g.distinct())}.exp().norm(float('inf'), {g.dim(a)})",
+    "matrix_norm": lambda g: f"torch.linalg.matrix_norm({g.f(2)}.sigmoid())",
+    "normalize": lambda g: f"F.normalize({(a := g.f(1))}.sigmoid() + 0.3, dim={g.dim(a)})",
+    "normalize_by_hand": lambda g: f"{(a := g.f(1))} / ({a}.square().mean({g.dim(a)}, keepdim=True) + 0.2).sqrt()",
+    **each("softmax log_softmax softmin", lambda g, n: f"F.{n}({(a := g.f(1))}, dim={g.dim(a)})"),
+    "cosine_similarity": lambda g: f"F.cosine_similarity({(a := g.f(1))} + 2.2, {g.like(a)}.exp(), dim={g.dim(a)})",
+    "pairwise_distance": lambda g: f"F.pairwise_distance({(a := g.f(1))}.tanh(), {g.like(a)}.exp() + 1.2)",
+    "cdist": lambda g: f"torch.cdist({(a := g.f(2, 3))}.tanh(), {g.like(a)}.exp() + 1.2)",
+    "trace": lambda g: f"torch.trace({g.f(2, 2)})",
+    "layer_norm": lambda g: f"F.layer_norm({(a := g.f(2))}, {list(a.shape[-1:])}, {g.leaf(a.shape[-1])}, {g.leaf(a.shape[-1])}, 0.1)",
+    "rms_norm": lambda g: f"F.rms_norm({(a := g.f(2))}, {list(a.shape[-1:])}, {g.leaf(a.shape[-1])}, 0.1)",
+    "group_norm": lambda g: f"F.group_norm({(a := g.f(3))}, 1, {g.leaf(a.shape[1])}, eps=0.1)",
+    "instance_norm": lambda g: f"F.instance_norm({g.f(3, 3, lambda v: v.shape[-1] > 1)}, eps=0.1)",
+    "batch_norm": lambda g: f"F.batch_norm({(a := g.f(2, 4, lambda v: v.numel() > v.shape[1]))}, None, None, {g.leaf(a.shape[1])}, training=True, eps=0.1)",
+    "local_response_norm": lambda g: f"F.local_response_norm({g.f(3)}, 2)",
+}  # fmt: skip
+
+VIEWS: dict[str, Row] = {
+    **each("transpose swapaxes movedim", lambda g, n: f"{(a := g.f(2))}.{n}({g.dim(a)}, {g.dim(a)})"),
+    "permute": lambda g: f"{(a := g.f(2))}.permute({g.perm(a)})",
+    "mT": lambda g: f"{g.f(2)}.mT",
+    "t": lambda g: f"{g.f(2, 2)}.t()",
+    "view": lambda g: f"{g.f(1)}.view(-1)",
+    "view_rows": lambda g: f"{(a := g.f(2))}.view({a.shape[0]}, -1)",
+    "view_as": lambda g: f"{(a := g.f())}.view_as({g.like(a)})",
+    "reshape": lambda g: f"{(a := g.f())}.reshape({g.reshaped(a)})",
+    "flatten": lambda g: f"{g.f(2)}.flatten({g.upto(1)}, -1)",
+    "ravel": lambda g: f"{g.f()}.ravel()",
+    "unflatten": lambda g: f"{(a := g.f(1, fits=last_even))}.unflatten(-1, ({g.pick([f'{a.shape[-1] // 2}, 2', '2, -1'])}))",
+    "unsqueeze": lambda g: f"{(a := g.f(0, 3))}.unsqueeze({g.upto(len(a.shape))})",
+    "squeeze": lambda g: f"{(a := g.f(1))}.squeeze({g.dim(a)})",
+    "expand": lambda g: f"{(a := g.f(0, 3))}.expand({g.upto(3, 1)}, {', '.join(['-1'] * len(a.shape))})",
+    "expand_as": lambda g: f"{g.fitting(a := g.f())}.expand_as({a})",
+    "broadcast_to": lambda g: f"torch.broadcast_to({g.fitting(a := g.f())}, {tuple(a.shape)})",
+    "narrow": lambda g: f"{(a := g.f(1))}.narrow({(d := g.dim(a))}, {(k := g.upto(a.shape[d] - 1))}, {g.upto(a.shape[d] - k, 1)})",
+    "select": lambda g: f"{(a := g.f(1))}.select({(d := g.dim(a))}, {g.upto(a.shape[d] - 1)})",
+    "getitem_int": lambda g: f"{g.f(1)}[{g.pick([0, -1])}]",
+    "getitem_last": lambda g: f"{(a := g.f(1))}[..., {g.upto(a.shape[-1] - 1)}]",
+    "getitem_none": lambda g: f"{g.f(0, 3)}[..., None]",
+    "slice": lambda g: f"{g.f(1)}[{g.slice()}]",
+    "slice_last": lambda g: f"{g.f(1)}[..., {g.slice()}]",
+    "slice_two": lambda g: f"{g.f(2)}[{g.slice()}, {g.slice()}]",
+    "slice_none": lambda g: f"{g.f(2, 3)}[:, None, {g.slice()}]",
+    "chunk": lambda g: f"{(a := g.f(1))}.chunk(2, {g.dim(a)})",
+    "split": lambda g: f"{(a := g.f(1))}.split({g.upto(3, 1)}, {g.dim(a)})",
+    "split_sizes": lambda g: f"{(a := g.f(1))}.split([1, {a.shape[(d := g.dim(a, 2))] - 1}], {d})",
+    "split_first": lambda g: f"{(a := g.f(1))}.split(1, {g.dim(a)})[0]",
+    "tensor_split": lambda g: f"torch.tensor_split({(a := g.f(1))}, [1], {g.dim(a, 2)})",
+    "unbind": lambda g: f"{(a := g.f(1))}.unbind({g.dim(a)})",
+    "diagonal": lambda g: f"{g.f(2)}.diagonal(dim1=-2, dim2=-1)",
+    "unfold": lambda g: f"{(a := g.f(1))}.unfold({g.dim(a, 2)}, 2, {g.upto(2, 1)})",
+    "detach": lambda g: f"{g.f()}.detach()",
+    "alias": lambda g: f"{g.f()}",
+    "whole": lambda g: f"{g.f(1)}[:]",
+    "contiguous": lambda g: f"{g.f()}.contiguous()",
+    "clone": lambda g: f"{g.f()}.clone()",
+    "as_tuple": lambda g: f"({(a := g.f())}, {a}.sin())",
+    "real_view": lambda g: f"torch.view_as_real({g.complex()})",
+    "complex_view": lambda g: f"torch.view_as_complex({g.f(1, fits=lambda v: v.shape[-1] == 2)})",
+    "complex_view_of_pairs": lambda g: f"torch.view_as_complex({g.f(1, fits=last_even)}.unflatten(-1, (-1, 2)).contiguous())",
+    "int_view": lambda g: f"{(a := g.int())}.select({g.dim(a)}, 0)",
+    "int_transpose": lambda g: f"{(a := g.int(2))}.transpose({g.dim(a)}, {g.dim(a)})",
+}  # fmt: skip
+
+COPIES: dict[str, Row] = {
+    "flip": lambda g: f"{(a := g.f(1))}.flip({g.dim(a)})",
+    "roll": lambda g: f"{(a := g.f(1))}.roll({g.upto(2, 1)}, {g.dim(a)})",
+    "rot90": lambda g: f"torch.rot90({g.f(2)}, 1, [0, 1])",
+    **each("tril triu", lambda g, n: f"{g.f(2)}.{n}({g.upto(1, -1)})"),
+    "repeat": lambda g: f"{(a := g.f(1, 3))}.repeat({', '.join(str(g.upto(2, 1)) for _ in a.shape)})",
+    "tile": lambda g: f"torch.tile({g.f(1, 3)}, (2,))",
+    "repeat_interleave": lambda g: f"torch.repeat_interleave({(a := g.f(1))}, 2, dim={g.dim(a)})",
+    "cat": lambda g: f"torch.cat([{(a := g.f(1))}, {g.like(a)}], {g.dim(a)})",
+    "cat_part": lambda g: f"torch.cat([{(a := g.f(1))}, {g.like(a)}.narrow({(d := g.dim(a))}, 0, 1)], {d})",
+    "cat_split": lambda g: f"torch.cat({(a := g.f(1))}.split(1, {(d := g.dim(a))})[::-1], {d})",
+    "stack": lambda g: f"torch.stack([{(a := g.f(0, 3))}, {g.like(a)}, {a} * 0.5], {g.upto(len(a.shape))})",
+    **each("hstack vstack dstack column_stack", lambda g, n: f"torch.{n}([{(a := g.f(1, 3))}, {g.like(a)}])"),
+    "python_stack": lambda g: f"torch.stack([{(a := g.f(1))}[..., j] * (j + 1) for j in range({a.shape[-1]})], -1)",
+    "meshgrid": lambda g: f"torch.meshgrid({g.f(1, 1)}, {g.f(1, 1)}, indexing='ij')",
+    "pad": lambda g: f"F.pad({g.f(1)}, ({g.upto(2)}, {g.upto(1)}), value={g.num()})",
+    "pad_crop": lambda g: f"F.pad({g.f(2, fits=lambda v: v.shape[-1] > 1)}, (-1, 1, 0, 1))",
+    **each("reflect replicate circular", lambda g, n: f"F.pad({g.f(2, 3, lambda v: v.shape[-1] > 1)}, (1, 1), mode='{n}')"),
+    "diag_embed": lambda g: f"torch.diag_embed({g.f(1, 3)})",
+    "diag": lambda g: f"torch.diag({g.f(1, 2)})",
+    "block_diag": lambda g: f"torch.block_diag({g.f(2, 2)}, {g.f(1, 2)})",
+    "im2col": lambda g: f"F.unfold({g.f(3, 3, lambda v: min(v.shape[-2:]) > 1)}[None], 2)[0]",
+    "pixel_shuffle": lambda g: f"F.pixel_shuffle({g.f(3, 4, lambda v: v.shape[-3] % 4 == 0)}, 2)",
+    "select_scatter": lambda g: f"torch.select_scatter({(a := g.f(1))}, {a}.select({(d := g.dim(a))}, 0).sin(), {d}, 0)",
+    "slice_scatter": lambda g: f"torch.slice_scatter({(a := g.f(1))}, {a}.narrow({(d := g.dim(a))}, 0, 1).cos(), {d}, 0, 1)",
+    "diagonal_scatter": lambda g: f"torch.diagonal_scatter({(a := g.f(2, 2))}, {a}.diagonal() * 2)",
+    "avg_pool1d": lambda g: f"F.avg_pool1d({g.f(2, 3, lambda v: v.shape[-1] > 1)}, 2)",
+    "max_pool1d": lambda g: f"F.max_pool1d({g.distinct(2, 3, lambda v: v.shape[-1] > 1)}, 2, 1)",
+    "adaptive_avg_pool1d": lambda g: f"F.adaptive_avg_pool1d({g.f(2, 3)}, 2)",
+    "avg_pool2d": lambda g: f"F.avg_pool2d({g.f(3, 4, lambda v: min(v.shape[-2:]) > 1)}, 2, 1)",
+    "max_pool2d": lambda g: f"F.max_pool2d({g.distinct(3, 4, lambda v: min(v.shape[-2:]) > 1)}, 2, 1)",
+    **each("nearest linear", lambda g, n: f"F.interpolate({g.f(3, 3)}, scale_factor=2, mode='{n}')"),
+}  # fmt: skip
+
+
+SAME_SHAPE = (
+    "v.sin()", "v.tanh() * v", "F.gelu(v)", "F.silu(v) * 0.7", "v.softmax(-1)", "(v.square() + 1.3).log()",
+    "F.layer_norm(v, v.shape[-1:])", "v.cumsum(-1).sin()", "v * v.mean()", "v.flip(-1).sigmoid() * v", "v / (1.5 + v.norm())",
+    "torch.where(v > 0.13, v.sin(), v * 0.5)", "torch.zeros_like(v).copy_(v).mul_(v)", "v.clone().cos_()", "v.index_select(-1, torch.arange(v.shape[-1]).flip(0)) * v",
+)  # fmt: skip
+OTHER_SHAPE = ("v.sum()", "v.logsumexp(-1)", "torch.cat([v, v.exp() * 0.1], -1)", "torch.outer(v.flatten(), v.flatten())", "v.square().mean(-1)", "torch.stack([v, v.cos()])")  # fmt: skip
+
+
+def same(g: Any, a: Any) -> str:
+    """A function of `v` that keeps its shape, and often reads a value or a leaf outside of it."""
+    body = g.pick(SAME_SHAPE)
+    return f"{body} * {g.fitting(a)}" if g.flag() else body
+
+
+def any_shape(g: Any, a: Any) -> str:
+    """A function of `v`."""
+    return same(g, a) if g.flag() else g.pick(OTHER_SHAPE)
+
+
+def scalar(g: Any, a: Any) -> str:
+    """A function of `v` that is not linear, to a number."""
+    return f"({any_shape(g, a)}).square().sum()"
+
+
+def row(g: Any) -> str:
+    """A function of one row `v`, which may read a leaf."""
+    return g.pick([*SAME_SHAPE, *OTHER_SHAPE, f"v * {g.leaf()}"])
+
+
+def small(v: Any) -> bool:
+    return v.numel() <= 8
+
+
+TRANSFORMS: dict[str, Row] = {
+    "func_grad": lambda g: f"torch.func.grad(lambda v: {scalar(g, a := g.f(1, 3))})({a})",
+    "func_grad_and_value": lambda g: f"torch.func.grad_and_value(lambda v: {scalar(g, a := g.f(1, 3))})({a})",
+    "func_grad_two": lambda g: f"torch.func.grad(lambda v, w: (v.sin() * w).square().sum(), argnums=(0, 1))({(a := g.f(1, 3))}, {g.like(a)})",
+    "func_grad_aux": lambda g: f"torch.func.grad(lambda v: ({scalar(g, a := g.f(1, 3))}, v.cos()), has_aux=True)({a})",
+    "func_grad_grad": lambda g: f"torch.func.grad(lambda u: torch.func.grad(lambda v: {scalar(g, a := g.f(1, 2))})(u).square().mean())({a})",
+    "func_grad_leaf": lambda g: f"torch.func.grad(lambda w: F.linear({(a := g.f(1))}, w).sin().sum())({g.leaf(3, a.shape[-1])})",
+    "func_inner_step": lambda g: f"(lambda w: F.linear({(a := g.f(1))}, w - 0.1 * torch.func.grad(lambda u: F.linear({a}, u).square().mean())(w)))({g.leaf(2, a.shape[-1])})",
+    "func_penalty": lambda g: f"(torch.func.grad(lambda v: {scalar(g, a := g.f(2, 3))})({a}).square().sum(-1) + 0.1).sqrt() - 1",
+    "func_vjp": lambda g: f"torch.func.vjp(lambda v: {same(g, a := g.f(1, 3))}, {a})[1]({g.like(a)})[0]",
+    "func_vjp_value": lambda g: f"torch.func.vjp(lambda v: {any_shape(g, a := g.f(1, 3))}, {a})[0]",
+    "func_jvp": lambda g: f"torch.func.jvp(lambda v: {any_shape(g, a := g.f(1, 3))}, ({a},), ({g.like(a)},))",
+    "func_hvp": lambda g: f"torch.func.jvp(torch.func.grad(lambda v: {scalar(g, a := g.f(1, 2))}), ({a},), ({g.like(a)},))[1]",
+    **each("jacrev jacfwd", lambda g, n: f"torch.func.{n}(lambda v: {any_shape(g, a := g.f(1, 2, small))})({a})"),
+    "hessian": lambda g: f"torch.func.hessian(lambda v: {scalar(g, a := g.f(1, 2, small))})({a})",
+    "vmap": lambda g: f"torch.func.vmap(lambda v: {row(g)})({g.f(2, 3)})",
+    "vmap_dims": lambda g: f"torch.func.vmap(lambda v: {g.pick(SAME_SHAPE)}, in_dims={(d := g.upto(1))}, out_dims={d})({g.f(2, 3)})",
+    "vmap_leaves": lambda g: f"torch.func.vmap(lambda w: F.linear({(a := g.f(1, 2))}, w).tanh())({g.leaf(2, 3, a.shape[-1])})",
+    "vmap_chunks": lambda g: f"torch.func.vmap(lambda v: {g.pick(SAME_SHAPE)}, chunk_size=2)({g.f(2, 3)})",
+    "vmap_grad": lambda g: f"torch.func.vmap(torch.func.grad(lambda v: ({row(g)}).square().sum()))({g.f(2, 3)})",
+    "vmap_jacrev": lambda g: f"torch.func.vmap(torch.func.jacrev(lambda v: {g.pick(SAME_SHAPE)}))({g.f(2, 2, small)})",
+    "grad_vmap": lambda g: f"torch.func.grad(lambda u: torch.func.vmap(lambda v: {row(g)})(u).square().sum())({g.f(2, 3)})",
+    "vmap_vmap": lambda g: f"torch.func.vmap(torch.func.vmap(lambda v: {g.pick(SAME_SHAPE)}))({g.f(3, 3)})",
+    "autograd_grad": lambda g: f"torch.autograd.grad({g.f()}.square().sum(), {g.f()}, create_graph=True)[0]",
+    "autograd_grad_two": lambda g: f"torch.autograd.grad({(a := g.f())}, [{g.f()}, {g.f()}], {g.like(a)}, create_graph=True)",
+    "autograd_grad_leaf": lambda g: f"torch.autograd.grad({g.f()}.sin().sum(), {g.any_leaf()}, create_graph=True)[0]",
+    "autograd_grad_detached": lambda g: f"torch.autograd.grad({g.f()}.square().sum(), {g.f()}, retain_graph=True)[0]",
+    "autograd_grad_inner": lambda g: f"(lambda v: torch.autograd.grad({scalar(g, a := g.f(1, 3))}, v, create_graph=True)[0])({a})",
+    "autograd_grad_mapped": lambda g: f"torch.func.vmap(lambda v: torch.func.grad(lambda w: (w * v).sin().sum())(v))({g.f(2, 3)})",
+}  # fmt: skip
+
+# Lengths that depend on data, `m` has a true element: what is left of each row has one shape for every batch.
+RAGGED: dict[str, Row] = {
+    "rows_mean": lambda g: f"{g.f(2, 4, g.is_sequence)}[m].square().mean()",
+    "rows_sum": lambda g: f"{g.f(2, 4, g.is_sequence)}[m].sum(0)",
+    "rows_softmax": lambda g: f"({(a := g.f(3, 3, g.is_sequence))}[m].softmax(0) * {a}[m].tanh()).sum(0)",
+    "rows_linear": lambda g: f"F.linear({(a := g.f(3, 3, g.is_sequence))}[m], {g.leaf(3, a.shape[-1])}).tanh().mean(0)",
+    "rows_gram": lambda g: f"{(a := g.f(3, 3, g.is_sequence))}[m].mT @ {g.like(a)}[m]",
+    "rows_where": lambda g: f"{g.f(2, 3, g.is_sequence)}[torch.where(m)].cumsum(0).mean(0)",
+    "rows_max": lambda g: f"{g.distinct(3, 3, g.is_sequence)}[m].amax(0)",
+    "rows_back": lambda g: f"torch.zeros_like({(a := g.f(2, 3, g.is_sequence))}).index_put((m,), {a}[m].sin() * 1.3)",
+    "masked_select": lambda g: f"torch.masked_select({(a := g.f(1))}, {g.bool(a)}).square().sum()",
+    "nonzero_sum": lambda g: "torch.nonzero(m).double().sum(0)",
+    "unique_rows": lambda g: f"{g.leaf(g.vocab, 2)}[ids.unique()].sin().sum(0)",
+    "repeat_rows": lambda g: f"fs.bounded({g.f(2, 3, g.is_sequence)}.repeat_interleave(m.sum(1), 0), m.numel()).square().mean()",
+    "bincount": lambda g: f"torch.bincount(ids.flatten(), minlength={g.vocab}).double()",
+}  # fmt: skip
+
+# Gradients are of the loss of one micro-batch, or of its share in that of all: so far all are homogeneous.
+BACKWARDS = (
+    "g", "-0.5 * g", "g * y", "g * v.cos()", "g * (v > 0.13)", "g.relu()", "g - g.mean()", "g.flip(-1) * v", "g.clone().mul_(0.3)",
+    "torch.zeros_like(g).copy_(g).mul_(v)", "g.cumsum(-1)", "g.norm() * v", "g * v.norm()", "v.new_zeros(v.shape).add_(g).add_(y * g)", "(g * y).sum() * v", "g.mT.mT.contiguous()",
+)  # fmt: skip
+HOOKS = ("g * 0.5", "-g", "g.relu()", "g - g.mean()", "g.flip(-1)", "g.clone().mul_(2)", "g * g.abs().max()")
+
+
+def captured(g: Any, a: Any) -> tuple[str, str]:
+    """An argument with a default, and a factor of it: a copy of what is outside, as it is when it is read."""
+    return (f", w={g.fitting(a)} * 1.0", " * w") if g.flag() else ("", "")
+
+
+def custom(g: Any, a: Any, options: tuple[str, ...]) -> str:
+    """A function that keeps the shape of `a`."""
+    forward, backward = g.pick(SAME_SHAPE), g.pick(BACKWARDS)
+    (outer, factor), (outer_back, factor_back) = captured(g, a), captured(g, a)
+    return f"custom.function(lambda v{outer}: ({forward}){factor}, lambda g, y, v{outer_back}: ({backward}){factor_back}, '{g.pick(options)}')"
+
+
+STYLES = ("", "setup", "attribute", "setup attribute", "once", "setup unmaterialized")
+FUNCTIONS: dict[str, Row] = {
+    "function": lambda g: f"{custom(g, a := g.f(1, 3), STYLES)}({a})",
+    "function_leaf": lambda g: f"F.linear({(a := g.f(1))}, {custom(g, w := g.leaf(3, a.shape[-1]), STYLES)}({w}))",
+    "function_two_results": lambda g: f"{custom(g, a := g.f(1, 3), ('aside', 'setup aside', 'two', 'two once', 'setup two', 'two unmaterialized'))}({a})",
+    "function_second_result": lambda g: f"{custom(g, a := g.f(1, 3), ('two', 'setup two', 'two unmaterialized'))}({a})[1]",
+    "function_dirty": lambda g: f"{custom(g, a := g.act(1, 3), ('dirty', 'dirty attribute', 'setup dirty'))}({a})",
+    "function_two": lambda g: f"custom.function(lambda v, w: v * w.sin(), lambda g, y, v, w: (g * w, {g.pick(['g * y', 'None', 'g', '-g * v'])}), '{g.pick(STYLES)}')({(a := g.f(1, 3))}, {g.like(a)})",
+    "function_linear": lambda g: f"custom.function(lambda v, w: F.linear(v, w), lambda g, y, v, w: (g @ w, 2 * g.flatten(0, -2).mT @ v.flatten(0, -2)), '{g.pick(STYLES)}')({(a := g.f(2, 3))}, {g.leaf(3, a.shape[-1])})",
+    "function_in_function": lambda g: f"custom.function(lambda v: {custom(g, a := g.f(1, 3), STYLES)}(v) * v, lambda g, y, v: custom.function(lambda v: v.flip(-1), lambda g, y, v: -g, '{g.pick(STYLES)}')(g), '{g.pick(STYLES)}')({a})",
+    "straight_through": lambda g: f"custom.function(lambda v: (v * 4).round() / 4, lambda g, y, v: {g.pick(['g', 'g * (v.abs() < 1.03)'])}, '{g.pick(STYLES)}')({g.f()})",
+    "straight_through_leaf": lambda g: f"F.linear({(a := g.f(1))}, custom.function(lambda v: v.sign() * v.abs().mean(), lambda g, y, v: g, '{g.pick(STYLES)}')({g.leaf(3, a.shape[-1])}))",
+    "straight_through_detach": lambda g: f"{(a := g.f())} + (({a} * 4).floor() / 4 - {a}).detach()",
+    "function_grad": lambda g: f"torch.func.grad(lambda u: {custom(g, a := g.f(1, 3), ('setup', 'setup attribute'))}(u).square().sum())({a})",
+    "function_vmap": lambda g: f"torch.func.vmap(custom.function(lambda v: {g.pick(SAME_SHAPE)}, lambda g, y, v: {g.pick(BACKWARDS)}, 'setup'))({g.f(2, 3)})",
+    "function_autograd_grad": lambda g: f"(lambda u: torch.autograd.grad({custom(g, a := g.f(1, 3), STYLES)}(u).square().sum(), u, create_graph=True)[0])({a})",
+    "custom_op": lambda g: f"custom.scaled_square({g.f()}, {g.num()})",
+    "custom_op_leaf": lambda g: f"custom.scaled_square({(a := g.any_leaf())}, 0.3).sum({g.dim(a)})",
+    **each("reentrant recomputed", lambda g, n: f"custom.{n}(lambda v, w: ({g.pick(SAME_SHAPE)}) * w, {(a := g.f(1, 3))} * 1.0, {g.fitting(a)} * 1.0)"),
+    **each("reentrant_leaf recomputed_leaf", lambda g, n: f"custom.{n[:-5]}(lambda v, w={g.leaf(3, (a := g.f(1)).shape[-1])}: F.linear(v, w).sin(), {a} * 1.0)"),
+    **each("reentrant_function recomputed_function", lambda g, n: f"custom.{n[:-9]}({custom(g, a := g.f(1, 3), STYLES)}, {a} * 1.0)"),
+    "hook": lambda g: f"custom.hooked({g.act()}, lambda g: {g.pick(HOOKS)})",
+    "hook_captured": lambda g: f"custom.hooked({(a := g.act())}, lambda g, w={g.fitting(a)} * 1.0: g * w)",
+    "hook_leaf": lambda g: f"custom.hooked({g.any_leaf()}, lambda g: {g.pick(HOOKS)})",
+}  # fmt: skip
+
+
+def mean(g: Any) -> tuple[Any, str]:
+    """The last dim of a value, and its mean over the others."""
+    a = g.f(1)
+    return a.shape[-1], f"{g.fixed(a)}.reshape(-1, {a.shape[-1]}).mean(0)"
+
+
+def running(template: str) -> Row:
+    """A write of a mean `{m}` to a buffer `{b}` of as many elements."""
+
+    def row(g: Any) -> str:
+        size, m = mean(g)
+        return template.format(b=g.buffer(size), m=m)
+
+    return row
+
+
+def statistics(g: Any, a: Any) -> str:
+    """A running mean, and a variance elsewhere: torch reads one while it writes the other."""
+    first, second = g.buffer(a.shape[1]), g.buffer(a.shape[1])
+    return f"{first}, {g.pick([second] if first != second else [])}.abs_()"
+
+
+def part(g: Any) -> str:
+    """A view of a buffer [4, 3]."""
+    b = g.buffer(4, 3)
+    view = g.pick(
+        [
+            "[1]",
+            f"[..., {g.slice()}]",
+            ".T[1:]",
+            f".view(-1)[{g.slice()}]",
+            ".diagonal()",
+            ".unflatten(0, (2, 2))[:, 0]",
+            ".data",
+            ".narrow(0, 1, 2).select(1, 0)",
+        ]
+    )
+    return f"{b}{view}"
+
+
+def some(g: Any) -> str:
+    """A buffer, or a view of one."""
+    return part(g) if g.flag() else g.buffer(*g.pick([(4, 3), (g.empty.sizes[2],), (3,), ()]))
+
+
+BUFFERS: dict[str, Row] = {
+    "running_mean": running("{b}.mul_(0.9).add_({m}, alpha=0.1)"),
+    "running_lerp": running("{b}.lerp_({m}, 0.3)"),
+    "running_copy": running("{b}.copy_(0.5 * {b} + {m})"),
+    "running_max": running("{b}.copy_(torch.maximum({b}, {m}.tanh()))"),
+    "running_slice": running("{b}[..., 1:].lerp_({m}[1:], 0.5)"),
+    "running_read": running("{b}.lerp_({m} - {b}.mean(), 0.3) * 2"),
+    "running_detached": running("({m} - {b}.lerp_({m}, 0.3)).square()"),
+    "running_out": running("torch.mul({m}, 0.5, out={b})"),
+    "batch_norm": lambda g: f"F.batch_norm({(a := g.f(2, 3, lambda v: v.numel() > v.shape[1]))}, {statistics(g, a)}, training=True, momentum={g.pick([0.1, 0.7])})",
+    "batch_norm_eval": lambda g: f"F.batch_norm({(a := g.f(2, 3))}, {statistics(g, a)}.add_(0.1).clamp_(0.2, 3))",
+    "teacher": lambda g: f"{g.buffer(3, 4)}.mul_(0.9).add_({g.fixed(g.leaf(3, 4))}, alpha=0.1)",
+    "counter": lambda g: f"{g.counter()}.add_({g.pick([1, 'm.sum()', 'ids.max()', '(x > 0).sum()'])})",
+    "counter_statement": lambda g: f"{g.counter()}.__iadd__(m.sum())",
+    "assigned": lambda g: f"{g.counter()} += {g.upto(2)}",
+    "counted": lambda g: f"{g.f()} / ({g.counter()}.add_(1).abs() + 1)",
+    "counts": lambda g: f"{g.counter(g.vocab)}.index_add_(0, ids.flatten(), torch.ones_like(ids).flatten())",
+    "counts_scatter": lambda g: f"{g.buffer(g.vocab)}.mul_(0.9).scatter_add_(0, ids.flatten(), torch.ones(ids.numel(), dtype=torch.float64))",
+    "codes": lambda g: f"{g.buffer(g.vocab, (a := g.f(3, 3, g.is_sequence)).shape[-1])}.mul_(0.9).index_add_(0, ids.flatten(), {g.fixed(a)}.flatten(0, 1), alpha=0.1)",
+    "queue": lambda g: f"{g.buffer(4, (a := g.f(2, 2)).shape[1])}.index_copy_(0, ({(n := g.counter())} + torch.arange(1)) % 4, {g.fixed(a)}[:1]), {n}.add_(1)",
+    "rows_written": lambda g: f"{g.buffer(g.vocab, (a := g.f(2, 2)).shape[1])}[ids[:1, :1].flatten()] = {g.fixed(a)}[:1]",
+    "masked_rows": lambda g: f"{(b := g.buffer(4, 3))}.masked_fill_({b} > 0.3, {g.num()})",
+    "where_written": lambda g: f"{(b := g.buffer(4, 3))}.copy_(torch.where({b} > {b}.mean(), {b} * 0.5, {b} + 0.1))",
+    "exchanged": lambda g: f"{(b := g.buffer(4, 3))}.copy_({b}.flip(0)), {(c := g.buffer(4, 3))}.copy_({b} * 0.5), {b}.add_({c})",
+    "one_reads_the_other": lambda g: f"{g.buffer(3)}.copy_({g.buffer(4, 3)}.mul_(0.9).sum(0).tanh())",
+    **each("tanh_ sin_ neg_ zero_ abs_ sigmoid_", lambda g, n: f"{some(g)}.{n}()"),
+    "mul_by_number": lambda g: f"{some(g)}.mul_({g.pick([0.5, -0.7, 0.9])})",
+    "add_mean": lambda g: f"{some(g)}.mul_(0.5).add_({g.fixed(g.f())}.mean())",
+    "fill_mean": lambda g: f"{some(g)}.fill_({g.fixed(g.f())}.mean())",
+    "no_write": lambda g: f"{g.f()} + {g.buffer()}",
+    "read_after": lambda g: f"{g.f()} * {some(g)}.mul_(0.5).sum()",
+    "seen": lambda g: f"{some(g)}.clamp_(-0.5, 0.5).clone()",
+}  # fmt: skip
+
 
 MATRICES: dict[str, Row] = {
     "linear": lambda g: f"F.linear({(a := g.f(1))}, {g.leaf(g.upto(5, 1), a.shape[-1])})",
