@@ -1,21 +1,27 @@
-"""Weights out of and into safetensors files: slices, pieces, memory, dtypes, names."""
+"""Weights out of and into safetensors files: slices, pieces, memory, dtypes, names; what does not fit; and
+failures, of all ranks together."""
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
-from weights import MESHES, PARAMS, same, sharded, tensors_of
+from torch import Tensor, nn
+from weights import MESHES, PARAMS, same, sharded, tensors_of, tree_of
 
 import fnshard as fs
 from fnshard import LayoutSpec, P
-from fnshard.errors import StateError
+from fnshard.checkpoint import coordination
+from fnshard.errors import CheckpointError, StateError
 from fnshard.hf import reading, writing
 from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.collectives.simulated import Simulated
@@ -213,3 +219,325 @@ def test_processes_write_what_simulated_ranks_do_a_leaf_at_a_time(ranks: Any, tm
     for name, value in tensors_of(tmp_path / "big").items():
         zeros, ones = value.chunk(2, dim=0 if int(name[0]) % 2 else 1)
         assert bool((zeros == 0).all() and (ones == 1).all()), name
+
+
+# ------------------------------------------------------------------ what does not fit
+
+
+def test_all_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
+    given = tree_of(a=(2, 3), b=(4, 3), c=((3,), torch.float8_e4m3fn), d=(3,), extra=(1,), other=(2,))
+    safetensors.save_file(given, tmp_path / "model.safetensors")
+    params = tree_of(a=(2, 3), b=(3, 4), c=(3,), d=((3,), torch.int64), gone=(5,), buffer=(2,))
+    specs = fs.match_specs(params, [("*", LayoutSpec())])
+    with pytest.raises(StateError) as raised:
+        fs.hf.load(tmp_path, specs, missing={"buffer": torch.ones(3), "a": given["a"], "zzz": given["a"]},
+                   ignore=["other", "nothing*"])  # fmt: skip
+    message = str(raised.value)
+    for line in (
+        "files and specs do not fit each other, 9 problems:",
+        "params['gone'] [5]: no tensor 'gone'",
+        "'extra' [1] torch.float32 in model.safetensors: no leaf takes it",
+        "params['b'] [3, 4]: 'b' is [4, 3] torch.float32 in model.safetensors (its transpose would fit)",
+        "params['c'] is stored as torch.float32: 'c' is [3] torch.float8_e4m3fn",
+        "params['d'] is stored as torch.int64: 'd' is [3] torch.float32",
+        "params['buffer'] [2]: the value given is [3]",
+        "missing['a']: the files have it, as 'a'",
+        "missing['zzz']: no such leaf",
+        "ignore='nothing*' matches no tensor",
+        "Fix: a leaf that is called otherwise: names=",
+        "ignore=[globs of names]",
+        "fs.hf.Transposed(name)",
+    ):
+        assert line in message, (line, message)
+    assert "'other'" not in message
+    with pytest.raises(StateError, match="names= has 1 paths of no leaf"):
+        fs.hf.load(tmp_path, specs, names={"nope": "a"})
+    with pytest.raises(StateError, match=r"names gives int for params\['a'\]"):
+        fs.hf.load(tmp_path, specs, names=lambda path: 3)
+    with pytest.raises(StateError, match="do not know the full shapes of 1 leaf"):
+        fs.hf.load(tmp_path, {"a": LayoutSpec()})
+
+
+class Bomb:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch $BOMB",)
+
+
+def header(**entries: Any) -> bytes:
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+def index(**where: Any) -> str:
+    return json.dumps({"weight_map": where})
+
+
+MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
+F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+GOOD = header(w=F32) + bytes(8)
+MALFORMED: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing": ({}, "neither model.safetensors nor model.safetensors.index.json"),
+    "pickles": ({"pytorch_model.bin": pickle.dumps(Bomb())}, "holds pickled weights alone"),
+    "pickled_safetensors": ({MODEL: pickle.dumps(Bomb())}, "'model.safetensors': .*header"),
+    "another_file": ({"adapter.safetensors": GOOD}, "adapter.safetensors\nFix: name one of these files"),
+    "truncated": ({MODEL: GOOD[:-1]}, "'model.safetensors': "),
+    "negative": ({MODEL: header(w={**F32, "shape": [-2]}) + bytes(8)}, "'model.safetensors': "),
+    "unknown_dtype": ({MODEL: header(w={**F32, "dtype": "X9"}) + bytes(8)}, "'model.safetensors': .*X9"),
+    "dtype_not_of_torch": (
+        {MODEL: header(w={**F32, "dtype": "F8_E8M0", "data_offsets": [0, 2]}) + bytes(2)},
+        "'w' is of the dtype F8_E8M0",
+    ),
+    "a_directory": ({MODEL: None}, "'model.safetensors': no such file"),
+    "index_no_json": ({INDEX: "{"}, "index.json in .* cannot be read"),
+    "index_a_list": ({INDEX: "[]"}, "no JSON object"),
+    "index_of_numbers": ({INDEX: index(w=3)}, "has no weight_map"),
+    "index_outside": ({INDEX: index(w="../x.safetensors")}, "'../x.safetensors': no name of a file"),
+    "index_absolute": ({INDEX: index(w="/x.safetensors")}, "'/x.safetensors': no name of a file"),
+    "index_gone": ({INDEX: index(w="a.safetensors")}, "'a.safetensors': no such file"),
+    "index_wrong": (
+        {INDEX: index(w="a.safetensors", v="a.safetensors"), "a.safetensors": GOOD},
+        "the index says that 'v' is there, and it is not",
+    ),
+    "twice": (
+        {INDEX: index(w="a.safetensors", v="b.safetensors"), "a.safetensors": GOOD,
+         "b.safetensors": GOOD},
+        "'w' is in a.safetensors and in b.safetensors",
+    ),
+    "broken_config": ({MODEL: GOOD, "config.json": "{"}, "config.json in .* cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_a_malformed_directory_is_told(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BOMB", str(tmp_path / "ran"))
+    files, message = MALFORMED[what]
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (tmp_path / "x.safetensors").write_bytes(GOOD)
+    for name, content in files.items():
+        if content is None:
+            (folder / name).mkdir()
+        else:
+            (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    specs = fs.match_specs({"w": torch.zeros(2)}, [("*", LayoutSpec())])
+    with pytest.raises(StateError, match=f"(?s){message}"):
+        fs.hf.load(folder, specs)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_links_of_a_cache_and_single_files_are_read_and_names_on_a_hub_are_not(tmp_path: Path) -> None:
+    specs = fs.match_specs({"w": torch.zeros(2)}, [("*", LayoutSpec())])
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "blobs/1").write_bytes(GOOD)
+    (tmp_path / "snapshot/model.safetensors").symlink_to("../blobs/1")
+    assert torch.equal(fs.hf.load(tmp_path / "snapshot", specs)["w"], torch.zeros(2))
+    assert torch.equal(fs.hf.load(tmp_path / "snapshot/model.safetensors", specs)["w"], torch.zeros(2))
+    with pytest.raises(StateError, match="snapshot_download"):
+        fs.hf.load("someone/a-model", specs)
+
+
+# ------------------------------------------------------------------ what cannot be written
+
+
+class Full:
+    """A file system that takes so many calls, and then no more."""
+
+    def __init__(self, calls: int, plain: Callable[..., Any]):
+        self.left, self.plain = calls, plain
+
+    def __call__(self, *args: Any, **how: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self.plain(*args, **how)
+
+
+@pytest.mark.parametrize(("call", "after"), [("pwrite", 0), ("pwrite", 8), ("fsync", 0), ("replace", 0)])
+def test_a_full_disk_fails_all_ranks_and_leaves_nothing(tmp_path: Path, call: str, after: int) -> None:
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    messages: list[tuple[int, str]] = []
+
+    def run(rank: int) -> None:
+        try:
+            specs = sharded(mesh)
+            blocks = fs.shard(PARAMS, specs, mesh)
+            fs.hf.save(blocks, tmp_path / "out", specs, mesh, max_file_bytes=400, config={"model_type": "x"})
+        except (CheckpointError, StateError) as error:
+            messages.append((rank, str(error)))
+
+    with mock.patch.object(os, call, Full(after, getattr(os, call))):
+        fs.simulate(mesh, run)
+    assert sorted(rank for rank, _ in messages) == [0, 1]
+    for _, text in messages:
+        assert "No space left on device" in text or "is full" in text, text
+    assert os.listdir(tmp_path) == []
+    (tmp_path / "file").write_text("")
+    messages, tmp_path = [], tmp_path / "file"  # where no folder can be made
+    fs.simulate(mesh, run)
+    assert sorted(rank for rank, _ in messages) == [0, 1]
+    for _, text in messages:
+        assert "rank 0: " in text and ("Not a directory" in text or "File exists" in text)
+
+
+def failing(rank: int, folder: str, how: str) -> str:
+    """On a process group; returns its message."""
+    mesh = fs.make_mesh(shard=2, device="cpu")
+    specs = sharded(mesh)
+    blocks = fs.shard(PARAMS, specs, mesh)
+    if how == "blocks" and rank == 1:
+        blocks["embed"] = torch.zeros(1)
+    plain = Full(3, os.pwrite) if how == "full" else os.pwrite
+    names = {"embed": "other"} if how == "names" and rank == 1 else None
+    try:
+        with mock.patch.object(os, "pwrite", plain):
+            fs.hf.save(blocks, Path(folder) / "out", specs, mesh, names=names)
+    except fs.FnshardError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_ranks_fail_together(ranks: Any, tmp_path: Path) -> None:
+    zero, one = ranks(2).run(failing, str(tmp_path), "full", timeout=60.0)
+    assert zero.startswith("CheckpointError: saving to") and "rank 0: OSError" in zero and zero == one
+    zero, one = ranks(2).run(failing, str(tmp_path), "blocks", timeout=60.0)
+    assert "rank 1: StateError: not this rank's stored blocks" in zero and one.startswith(
+        "StateError: not this"
+    )
+    for text in ranks(2).run(failing, str(tmp_path), "names", timeout=60.0):
+        assert text.startswith("AgreementError") and "rank(s) 1 mean another file or other leaves" in text
+    assert os.listdir(tmp_path) == []
+    assert ranks(2).run(failing, str(tmp_path), "", timeout=60.0) == ["no error"] * 2
+
+
+def loading(rank: int, folder: str, how: str) -> str:
+    """On a process group; its message, after a collective that both take part in."""
+    mesh = fs.make_mesh(shard=2, device="cpu")
+    shapes = {"w": torch.empty(6, 70, device="meta"), "b": torch.empty(4, device="meta")}
+    coded = LayoutSpec(P("shard"), codec="nf4", trainable=False)
+    specs = fs.match_specs(shapes, [("w", coded), ("b", LayoutSpec(P("shard")))])
+    alone = rank == 1
+    path = Path(folder) / ("nowhere" if how == "files" and alone else "bad" if how == "values" else "good")
+    more: dict[str, Any] = {"names": {"other": "x"}} if how == "names" and alone else {}
+    if how == "specs" and alone:
+        specs = {"w": coded, "b": LayoutSpec()}  # of unknown shapes
+    message = "no error"
+    try:
+        fs.hf.load(path, specs, mesh, **more)
+    except fs.FnshardError as error:
+        message = f"{type(error).__name__}: {error}"
+    connection(mesh).barrier()
+    return message
+
+
+def test_ranks_refuse_what_is_loaded_together(ranks: Any, tmp_path: Path) -> None:
+    """Each sees its own slices alone: a rank that went on would wait for the other."""
+    values = {"w": torch.ones(6, 70), "b": torch.ones(4)}
+    for name in ("good", "bad"):
+        (tmp_path / name).mkdir()
+        safetensors.save_file(values, tmp_path / name / "model.safetensors")
+        values["w"][5, 69] = math.nan  # in the slice of rank 1
+    for how, says in {
+        "values": "StateError: 1 leaf cannot be coded: inf, nan or too large for fp32 are",
+        "files": "StateError: no weights in",
+        "names": "StateError: names= has 1 paths of no leaf",
+        "specs": "StateError: the specs do not know the full shapes of 2 leaves",
+    }.items():
+        zero, one = ranks(2).run(loading, str(tmp_path), how, timeout=60.0)
+        assert one.startswith(says), one
+        assert zero.startswith("CheckpointError: loading '") and f"rank 1: {says}" in zero, zero
+    assert ranks(2).run(loading, str(tmp_path), "", timeout=60.0) == ["no error"] * 2
+
+
+def test_a_peer_that_is_lost_is_told_at_once() -> None:
+    """Nobody waits for it once more to say so."""
+
+    class Lost:
+        def gather_object(self, text: str) -> list[str]:
+            raise AssertionError("there is no peer")
+
+    def work() -> None:
+        raise fs.CollectiveError("rank 1 is gone")
+
+    with pytest.raises(fs.CollectiveError, match="rank 1 is gone"):
+        coordination.all_or_none(Lost().gather_object, "saving", work)
+
+
+def test_what_is_there_is_not_touched_and_leftovers_are(tmp_path: Path) -> None:
+    mesh = fs.make_mesh(shard=1)
+    params = {"w": torch.ones(2)}
+    specs = fs.match_specs(params, [("*", LayoutSpec())])
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/precious").write_text("")
+    with pytest.raises(StateError, match="there is something at"):
+        fs.hf.save(params, tmp_path / "out", specs, mesh)
+    assert os.listdir(tmp_path / "out") == ["precious"]
+    (tmp_path / "hollow").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "hollow")
+    with pytest.raises(StateError, match="there is something at"):
+        fs.hf.save(params, tmp_path / "link", specs, mesh)
+    (tmp_path / "empty").mkdir()
+    left = writing.staging_path(tmp_path / "empty")
+    left.mkdir()
+    (left / "model.safetensors").write_text("of a save that was killed")
+    fs.hf.save(params, tmp_path / "empty", specs, mesh)
+    same(tensors_of(tmp_path / "empty"), params)
+    assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"names": {"a": "b"}}, r"'b' is to be params\['a'\] and params\['b'\]"),
+        (
+            {"names": {"v": fs.hf.Transposed("x")}},
+            r"params\['v'\] \[2\] is to be transposed, and is no matrix",
+        ),
+        ({"dtype": torch.int8}, "a float dtype"),
+        ({"max_file_bytes": 0}, "max_file_bytes=0"),
+        ({"config": "nowhere"}, "config='nowhere' is none"),
+    ],
+)
+def test_what_save_refuses(tmp_path: Path, how: Any, message: str) -> None:
+    params = tree_of(a=(2, 2), b=(2, 2), v=(2,))
+    specs = fs.match_specs(params, [("*", LayoutSpec())])
+    with pytest.raises(StateError, match=message):
+        fs.hf.save(params, tmp_path / "out", specs, **how)
+    with pytest.raises(StateError, match="the layout of these blocks is not known"):
+        fs.hf.save(params, tmp_path / "out")
+    odd = {"z": torch.zeros(2, dtype=torch.complex128)}
+    with pytest.raises(StateError, match=r"no such dtype, 1 leaf:\n  params\['z'\] is torch.complex128"):
+        fs.hf.save(odd, tmp_path / "out", fs.match_specs(odd, [("*", LayoutSpec(trainable=False))]))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_module_with_tied_names_and_unsaved_buffers_takes_the_file(tmp_path: Path) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+            self.head.weight = self.embed.weight
+            self.register_buffer("kept", torch.arange(3.0))
+            self.register_buffer("made", torch.ones(2), persistent=False)
+
+    model = Tied()
+    _, params = fs.make_functional(model)
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    specs = fs.presets.full_shard(params, mesh)
+
+    def run(rank: int) -> None:
+        fs.hf.save(fs.shard(params, specs, mesh), tmp_path / "out", specs, mesh, model=model)
+
+    fs.simulate(mesh, run)
+    file, fresh = tmp_path / "out/model.safetensors", Tied()
+    assert safetensors.load_file(file).keys() == {"kept", "embed.weight"}
+    safetensors.load_model(fresh, file)
+    assert fresh.head.weight is fresh.embed.weight and torch.equal(fresh.embed.weight, model.embed.weight)
+    # Both names in one file: they must be the same, and the module's own buffer is taken.
+    wanted, paper = model.state_dict(), fs.make_mesh(shard=2, abstract=True)
+    safetensors.save_file({n: v.clone() for n, v in wanted.items()}, tmp_path / "b.safetensors")
+    got = fs.hf.load(tmp_path / "b.safetensors", specs, paper, model=model)
+    same({p: got[p] for p in ("made", "kept")}, {"made": torch.ones(2), "kept": wanted["kept"]})
+    safetensors.save_file({**wanted, "head.weight": wanted["head.weight"] + 1}, tmp_path / "c.safetensors")
+    with pytest.raises(StateError, match=r"'head.weight' .* is not what 'embed.weight' is"):
+        fs.hf.load(tmp_path / "c.safetensors", specs, paper, model=model)
