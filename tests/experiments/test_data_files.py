@@ -7,9 +7,9 @@ import sys
 
 import numpy as np
 import pytest
-from data_lines import ASSISTANT, BYTES, SYSTEM, USER, shown
 from hypothesis import given
 from hypothesis import strategies as st
+from made_data import ASSISTANT, BYTES, SYSTEM, USER, shown
 
 from experiments.configs.train import ConfigError
 from experiments.data import builtin, prepared, rows

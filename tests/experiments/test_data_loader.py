@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from loader_data import CONTEXT, COUNT, joined
+from made_data import CONTEXT, COUNT, joined
 
 from experiments.data.batches import Samples, fill, pack, width_of
 from experiments.data.loader import Loader

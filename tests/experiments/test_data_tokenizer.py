@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizer_files import CHATML, EVERY_BYTE, MARKED, TALK, learned_text
+from made_data import CHATML, EVERY_BYTE, MARKED, TALK, learned_text
 
 from experiments.configs.train import ConfigError
 from experiments.data.chat import LineError, conversation, opening

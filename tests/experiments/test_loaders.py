@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from loader_data import equal, joined, stream
+from made_data import equal, joined, stream
 
 import fnshard as fs
 from experiments.data.batches import Samples

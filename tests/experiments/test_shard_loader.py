@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from made_data import stream_of
 from runs import SMALL, compose, rows_of
-from shard_files import stream_of
 
 from experiments import train
 from experiments.configs.machine import place

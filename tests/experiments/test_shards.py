@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from shard_files import EOS, PERCENT, stream_of, tokenize_config
+from made_data import EOS, PERCENT, stream_of, tokenize_config
 
 from experiments.configs.train import ConfigError
 from experiments.data.shards import HEADER, check_vocab, open_shards

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
-from loader_data import stream
+from made_data import stream
 
 from experiments.data import stdlib_text
 from experiments.data.stdlib_text import SEPARATOR, ByteStream
