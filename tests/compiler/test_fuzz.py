@@ -77,6 +77,15 @@ def kept(body: str, **case: Any) -> Case:
 
 
 KEPT = {
+    "a write to what kron gives, an unsafe view, where fn differentiates by it": kept(
+        """
+        v = torch.kron(x.sum((0, 1)), p["u.w"])
+        v.mul_(2.0)
+        slope = torch.autograd.grad((v * v * v).sum(), v, create_graph=True)[0]
+        return slope.mean()
+        """,
+        shapes={"u.w": (2,)},
+    ),
     "what an op returns as it is, under no_grad": kept(
         """
         h = x * p["u.w"]
