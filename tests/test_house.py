@@ -58,7 +58,7 @@ PRIVATE = {
     "fnshard.compiler.schedule.instructions.leaves": {"torch._foreach_copy_"},
     "fnshard.optim.contract": {"torch._foreach_copy_", "torch._foreach_mul_"},
     "fnshard.optim.optimizers": {"torch._foreach_lerp_", "torch._fused_adamw_", "torch._fused_sgd_"},
-    "fnshard.runtime.executor.scalars": {"torch._foreach_div", "torch._foreach_norm"},
+    "fnshard.runtime.executor.scalars": {"torch._foreach_norm"},
     "fnshard.runtime.packing": {"torch._foreach_copy_"},
     "fnshard.runtime.tiers": {"torch._foreach_copy_"},
     "fnshard.runtime.collectives.simulated": {"torch._subclasses"},
@@ -124,7 +124,7 @@ PRIVATE = {
 # Ratchets: lower them as the house is tidied, never raise them. A module is as long as its noun, so lines are
 # counted by package.
 MAX_FUNCTION = 80
-MAX_LINES = {"fnshard": 39_900, "experiments": 12_400, "tests": 38_000}
+MAX_LINES = {"fnshard": 39_700, "experiments": 12_400, "tests": 37_700}
 
 
 def name_of(path: Path) -> str:
