@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fnshard.compiler.deferred.deferred_init import on_paper, recipe_of
+from fnshard.compiler.deferred.deferred_init import on_meta, recipe_of
 from fnshard.compiler.ir.containers import Contents, TensorSnapshot, is_plain, put_back
 from fnshard.errors import StateError, TraceError, leaves
 
@@ -61,7 +61,7 @@ def make_functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, Ten
         if path != place.path:
             names.setdefault(path, []).append(place.path)
         elif recipe_of(place.leaf) is not None:
-            params[path] = on_paper(place.leaf)
+            params[path] = on_meta(place.leaf)
         else:
             marked = not place.is_buffer or isinstance(place.leaf, nn.Buffer)
             params[path] = place.leaf if marked else _mark(place.leaf)

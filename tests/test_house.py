@@ -78,7 +78,6 @@ PRIVATE = {
         "torch._ctc_loss",
         "torch._grouped_mm",
         "torch._higher_order_ops",
-        "torch.nn.modules.batchnorm._BatchNorm",
         "torch.ops.aten._ctc_loss_backward",
         "torch.ops.aten._linalg_check_errors",
     },
@@ -90,10 +89,7 @@ PRIVATE = {
     },
     "fnshard.compiler.frontend.contexts": {"torch._subclasses"},
     "fnshard.compiler.frontend.trace": {"torch._subclasses"},
-    "fnshard.compiler.frontend.ragged.run": {
-        "torch._subclasses",
-        "torch.ops.aten._local_scalar_dense",
-    },
+    "fnshard.compiler.frontend.ragged.run": {"torch._subclasses"},
     "fnshard.compiler.frontend.control_flow": {"torch._higher_order_ops"},
     "fnshard.compiler.frontend.limits": {"torch._check"},  # public, but for its name
     "fnshard.compiler.frontend.transforms": {
@@ -124,7 +120,7 @@ PRIVATE = {
 # Ratchets: lower them as the house is tidied, never raise them. A module is as long as its noun, so lines are
 # counted by package.
 MAX_FUNCTION = 80
-MAX_LINES = {"fnshard": 39_700, "experiments": 12_400, "tests": 37_700}
+MAX_LINES = {"fnshard": 39_100, "experiments": 12_400, "tests": 37_600}
 
 
 def name_of(path: Path) -> str:

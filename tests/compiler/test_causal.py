@@ -25,24 +25,6 @@ def additive():
     return torch.zeros(T, T).masked_fill(~causal(), float("-inf"))
 
 
-def prefix():
-    mask = causal()
-    mask[:, :3] = True
-    return mask
-
-
-def row_closed():
-    mask = torch.ones(T, T, dtype=torch.bool)
-    mask[3, 1:] = False
-    return mask
-
-
-def additive_edited():
-    mask = torch.zeros(T, T)
-    mask[:, 4:] = float("-inf")
-    return mask
-
-
 def diagonal_closed():
     mask = torch.ones(T, T, dtype=torch.bool).tril()
     mask[1:].diagonal(1).fill_(False)
@@ -68,8 +50,7 @@ def explicit(lowered):
     return sum(n.args[3] is not None for n in nodes if len(n.args) > 3)
 
 
-MASKS = {causal: 0, causal_by_positions: 0, additive: 0, prefix: 1, row_closed: 1, additive_edited: 1,
-         diagonal_closed: 1, window: 1}  # fmt: skip
+MASKS = {causal: 0, causal_by_positions: 0, additive: 0, diagonal_closed: 1, window: 1}
 
 
 @pytest.mark.parametrize("mask_of", MASKS, ids=lambda m: m.__name__)

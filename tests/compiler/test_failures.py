@@ -50,10 +50,6 @@ FAILING = {
         lambda p, x: (x @ p["w"]).sum(), W, (X[:, :7],),
         r"matmul\(batch\['0'\] f32\[4, 7\], params\['w'\] f32\[8, 8\]\).*x = batch\['0'\] f32\[4, 7\].*micro",
     ),
-    "a computed operand": (
-        lambda p, x: F.linear(x, p["w"][:, :3]).sum(), W, (X,),
-        r"linear\(batch\['0'\] f32\[4, 8\], f32\[8, 3\]\)",
-    ),
     "swapped": (
         LOSS, MODEL, (FLOATS, IDS),
         r"embedding\(batch\['0'\] f32\[4\], params\['0.weight'\].*ids = batch\['0'\] f32.*"
@@ -62,14 +58,6 @@ FAILING = {
     "a list": (
         LOSS, MODEL, (IDS, [1, 2, 3, 4]),
         r"must be Tensor, not list.*\[1, 2, 3, 4\].*Fix: .*torch.as_tensor",
-    ),
-    "a list as an operand": (
-        lambda p, x: (x @ p["w"]).sum(), W, ([1.0] * 8,),
-        r"for @: 'list' and 'Tensor'.*Fix: .*as_tensor",
-    ),
-    "a dict": (
-        lambda p, x: (x @ p["w"]).sum(), W, ({"x": X},),
-        r"'dict' and 'Tensor'.*batch\['0.x'\] f32\[4, 8\]",
     ),
     "integers": (
         lambda p, x: F.linear(x.long(), p["w"]).sum(), W, (X,),
@@ -91,10 +79,6 @@ FAILING = {
         lambda p, x: (x @ p["w"]).sum() * sum(FLOATS.tolist()), W, (X,),
         r"a tensor's value \(.tolist.*Fix: .*plain Python arguments",
     ),
-    "matrices of two dtypes": (
-        lambda p, x: torch.linalg.multi_dot([x, p["w"], x.double().T]).sum(), W, (X,),
-        r"multi_dot.*Fix: .*x.to\(weight.dtype\)",
-    ),
     "weights of classes that train": (
         lambda p, x, y: F.cross_entropy(x @ p["w"], y, weight=p["w"][0]), W, (X, IDS),
         r"cross_entropy\(.*Fix: detach it, .*\* weight\[labels\]",
@@ -103,7 +87,7 @@ FAILING = {
 
 
 @pytest.mark.parametrize("name", FAILING)
-def test_a_torch_function_that_fails_is_one_error(name: str, capfd: Any) -> None:
+def test_a_torch_function_that_fails_is_one_error(name: str) -> None:
     fn, params, batch, words = FAILING[name]
     with pytest.raises(
         TraceError, match=rf"(?s)(?=.*\n  at .*{HERE}:\d+  \S)(?=.*Fix: )(?=.*{words})"
@@ -114,7 +98,6 @@ def test_a_torch_function_that_fails_is_one_error(name: str, capfd: Any) -> None
     assert files[-1].endswith(HERE) and not any("/torch/" in file for file in files)
     assert error.__cause__ is None and error.__context__ is None
     assert "FakeTensor" not in str(error)
-    assert "failed while attempting" not in capfd.readouterr().err
 
 
 # ------------------------------------------------------------------ several dtypes
@@ -135,27 +118,16 @@ def full(*shape: int) -> Tensor:
 
 AT = torch.zeros(2, dtype=torch.long)
 MIXED: dict[str, Fn] = {
-    "conv1d": conv(1), "conv2d": conv(2), "conv3d": conv(3), "conv_transpose2d": conv(2, True),
+    "conv1d": conv(1), "conv_transpose2d": conv(2, True),
     "conv2d same": lambda x: F.conv2d(full(2, 3, 5, 5), low(3, 3, 3, 3) + x, padding="same"),
     "bmm": lambda x: torch.bmm(full(2, 3, 4), low(2, 4, 3) + x),
-    "baddbmm": lambda x: torch.baddbmm(full(2, 3, 3), full(2, 3, 4), low(2, 4, 3) + x),
     "einsum": lambda x: torch.einsum("ij,jk->ik", full(2, 3), low(3, 4) + x),
-    "dot": lambda x: torch.dot(full(3), low(3) + x),
     "sdpa": lambda x: F.scaled_dot_product_attention(full(1, 1, 3, 8), low(1, 1, 3, 8) + x, full(1, 1, 3, 8)),
-    "addmm": lambda x: torch.addmm(low(4) + x, full(2, 3), full(3, 4)),
-    "mv": lambda x: torch.mv(full(2, 3), low(3) + x),
-    "bilinear": lambda x: F.bilinear(full(2, 3), full(2, 4), low(5, 3, 4) + x),
     "layer_norm": lambda x: F.layer_norm(full(2, 8), (8,), low(8) + x),
-    "group_norm": lambda x: F.group_norm(full(2, 8, 3), 2, low(8) + x),
     "index_put": lambda x: full(4).index_put((AT,), low(2) + x),
-    "index_put_": lambda x: full(4).clone().index_put_((AT,), low(2) + x),
     "index_add": lambda x: full(4).index_add(0, AT, low(2) + x),
-    "index_copy": lambda x: full(4).index_copy(0, AT[:1], low(1) + x),
-    "scatter_add": lambda x: full(4).scatter_add(0, AT, low(2) + x),
     "cdist": lambda x: torch.cdist(full(2, 3), low(4, 3) + x),
-    "cross": lambda x: torch.linalg.cross(full(2, 3), low(2, 3) + x),
     "binary_cross_entropy": lambda x: F.binary_cross_entropy(torch.sigmoid(full(2)), low(2) + x),
-    "nll_loss": lambda x: F.nll_loss(full(2, 3), AT, (low(3) + x).detach()),
     "grid_sample": lambda x: F.grid_sample(full(1, 1, 4, 4), low(1, 2, 2, 2) + x, align_corners=False),
     "lstm_cell": lambda x: torch.lstm_cell(full(2, 4), (full(2, 4),) * 2, low(16, 4) + x, low(16, 4))[0],
     "multi_head_attention": lambda x: F.multi_head_attention_forward(
@@ -224,12 +196,6 @@ def test_an_error_that_the_model_catches_is_its_own_business() -> None:
     assert lowered(careful, {**W, "v": torch.zeros(())}, X)
 
 
-def test_an_interrupt_passes_through() -> None:
-    apply, params = fs.make_functional(Unhappy(KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt, match=r"^$"):
-        lowered(apply, params, X)
-
-
 # ------------------------------------------------------------------ what is passed by mistake
 
 
@@ -284,24 +250,3 @@ def test_what_is_passed_by_mistake_is_named_with_the_fix(
 ) -> None:
     with pytest.raises(error, match=words):
         make()
-
-
-@pytest.mark.parametrize("aux", [False, True])
-def test_a_forgotten_optimizer_is_named(aux: bool) -> None:
-
-    def loss(p: Any, x: Tensor) -> Any:
-        value = (x @ p["w"]).sum()
-        return (value, {"mean": value / 4}) if aux else value
-
-    step = step_of(loss, W)
-    state = step.init(W)
-    state, _ = step(state, X)
-    with pytest.raises(StateError, match=r"(?s)without an optimizer, it returns .*Fix: .*optimizer="):
-        step(state, X)
-
-
-def test_a_leaf_that_is_a_number_is_no_forgotten_optimizer() -> None:
-    one = torch.tensor(2.0)
-    step = fs.shard_step(lambda p, x: p * x.sum(), LayoutSpec(), backend="eager")
-    loss, grads = step(one, X + 1)
-    assert (loss.item(), grads.item()) == (64.0, 32.0)

@@ -1,4 +1,4 @@
-"""Guards: what `fn` reads beside its arguments may change between steps, and each step is plain torch's."""
+"""Guards: what `fn` reads besides its arguments may change between steps, and each step is plain torch's."""
 
 from __future__ import annotations
 

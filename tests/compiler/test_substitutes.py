@@ -53,24 +53,6 @@ def test_a_product_of_groups(form: str, backend: str) -> None:
     torch.testing.assert_close(step(params, offsets), expected, rtol=0, atol=1e-12)
 
 
-def test_a_product_of_groups_in_the_dtypes_of_torchs_own() -> None:
-    def loss(p: Any, offs: Tensor) -> Tensor:
-        return F.grouped_mm(p["a"], p["b"], offs=offs).float().square().sum()
-
-    for dtype in (torch.float32, torch.bfloat16):
-        params = {n: v.to(dtype) for n, v in leaves(a=(8, 16), b=(2, 16, 8)).items()}
-        expected = plain_grads(loss, params, torch.tensor([3, 8], dtype=torch.int32))
-        got = our_grads(loss, params, torch.tensor([3, 8], dtype=torch.int32))
-        torch.testing.assert_close(got, expected)
-
-
-def test_a_product_of_equal_groups_has_no_offsets() -> None:
-    params = leaves(a=(2, 4, 3), b=(2, 3, 5))
-    expected = plain_grads(lambda p: (p["a"] @ p["b"]).sin().sum(), params)
-    got = our_grads(lambda p: F.grouped_mm(p["a"], p["b"]).sin().sum(), params)
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
-
-
 # ------------------------------------------------------------------ losses
 
 
@@ -89,10 +71,7 @@ def test_ctc_loss(reduction: str, targets: Tensor, numbers: bool) -> None:
     def loss(p: Any, targets: Tensor, lengths: Tensor, counts: Tensor, zero: bool) -> Tensor:
         inputs = ((7, 1, 5), (3, 2, 1)) if numbers else (lengths, counts)
         log_probs = F.log_softmax(p["w"], -1)
-        losses = F.ctc_loss(log_probs, targets, *inputs, reduction=reduction, zero_infinity=zero)
-        kind = ("none", "mean", "sum").index(reduction)
-        same = torch.ctc_loss(log_probs, targets, *inputs, reduction=kind, zero_infinity=zero)
-        return losses.sum() + same.sum()
+        return F.ctc_loss(log_probs, targets, *inputs, reduction=reduction, zero_infinity=zero).sum()
 
     params = leaves(w=(7, 3, 4))
     lengths = torch.tensor([7, 1, 5])
@@ -101,15 +80,6 @@ def test_ctc_loss(reduction: str, targets: Tensor, numbers: bool) -> None:
     truth, expected = plain_grads(loss, params, targets, lengths, LENGTHS, False)
     assert ours == truth == float("inf")
     torch.testing.assert_close(grads, expected, rtol=0, atol=1e-10, equal_nan=True)
-
-
-def test_ctc_loss_of_one_row_and_as_a_module() -> None:
-    params = leaves(w=(7, 4))
-    module = torch.nn.CTCLoss(blank=3)
-    assert_equal_to_torch(
-        lambda p, y: module(F.log_softmax(p["w"], -1), y, torch.tensor(7), torch.tensor(3)),
-        params, torch.tensor([1, 1, 2]),
-    )  # fmt: skip
 
 
 def test_ctc_loss_in_a_compiled_kernel() -> None:
@@ -153,18 +123,15 @@ def spd(w: Tensor) -> Tensor:
 LOG_PROBS = {
     "normal": lambda p, x: D.Normal(p["w"], p["v"].exp()).log_prob(x),
     "categorical": lambda p, x: D.Categorical(logits=p["w"]).log_prob(torch.tensor([0, 2, 1, 1])),
-    "bernoulli": lambda p, x: D.Bernoulli(logits=p["w"], validate_args=True).log_prob((x > 0).double()),
+    "bernoulli": lambda p, x: D.Bernoulli(logits=p["w"]).log_prob((x > 0).double()),
     "multivariate": lambda p, x: D.MultivariateNormal(p["v"][0], spd(p["w"])).log_prob(x),
     "beta": lambda p, x: D.Beta(p["w"].exp(), p["v"].exp()).log_prob(x.sigmoid()),
-    "geometric": lambda p, x: D.Geometric(p["w"].sigmoid()).log_prob(torch.ones_like(x)),
     "mixture": lambda p, x: D.MixtureSameFamily(
         D.Categorical(logits=p["v"]), D.Normal(p["w"], 1.0)).log_prob(x[0]),
-    "transformed": lambda p, x: D.LogNormal(p["w"], 1.0).log_prob(x.exp()),
-    "independent": lambda p, x: D.Independent(D.Laplace(p["w"], 1.0), 1).log_prob(x),
     "kl": lambda p, x: D.kl_divergence(D.Normal(p["w"], 1.0), D.Normal(x, p["v"].exp())),
     "from outside": lambda p, x: OUTSIDE.log_prob(p["w"]),
 }  # fmt: skip
-OUTSIDE = D.Normal(torch.zeros(4, dtype=DOUBLE), 2.0, validate_args=True)
+OUTSIDE = D.Normal(torch.zeros(4, dtype=DOUBLE), 2.0)
 
 
 @pytest.mark.parametrize("name", LOG_PROBS)
@@ -173,23 +140,17 @@ def test_distributions_validate_nothing_while_they_are_traced(name: str) -> None
     assert_equal_to_torch(lambda p, x: LOG_PROBS[name](p, x).sum(), leaves(w=(4, 4), v=(4, 4)), x)
     with pytest.raises(ValueError, match="to satisfy the constraint"):
         D.Normal(0.0, -1.0, validate_args=True)  # Dynamo, once imported, makes False the default
-    with pytest.raises(ValueError, match="to be within the support"):
-        OUTSIDE.log_prob(torch.full((4,), float("nan"), dtype=DOUBLE))
 
 
 # ------------------------------------------------------------------ factors and inverses
 
 LINALG = {
     "inv": lambda a, b: torch.linalg.inv(a),
-    "inverse": lambda a, b: a.inverse(),
     "solve": torch.linalg.solve,
     "cholesky": lambda a, b: torch.linalg.cholesky(a),
-    "tensorinv": lambda a, b: torch.linalg.tensorinv(a.reshape(2, 2, 2, 2)),
-    "tensorsolve": lambda a, b: torch.linalg.tensorsolve(a.reshape(2, 2, 2, 2), b[0].reshape(2, 2)),
     "matrix_power": lambda a, b: torch.linalg.matrix_power(a, -2),
     "lu_factor": lambda a, b: torch.linalg.lu_factor(a)[0],
     "eig": lambda a, b: torch.linalg.eigvals(a).real.square(),
-    "lstsq": lambda a, b: torch.linalg.pinv(a) @ b,
 }
 
 
@@ -242,22 +203,6 @@ def test_a_permutation() -> None:
     assert narrow.dtype == torch.int32 and sorted(narrow.tolist()) == list(range(9)) and none.numel() == 0
 
 
-def test_integers_in_place_are_between_their_limits() -> None:
-    def drawn(p: Any) -> Any:
-        like = torch.empty(200)
-        return p["w"].sum(), (
-            like.clone().random_(), like.bool().random_(), like.long().random_(), like.random_(3, 5).clone(),
-            like.int().random_(2),
-        )  # fmt: skip
-
-    (_, found), _ = step_of(drawn, {"w": torch.ones(2)})({"w": torch.ones(2)})
-    floats, flags, longs, both, bits = found
-    assert (floats == floats.floor()).all() and 2**23 < floats.max() <= 2**24
-    assert flags.dtype == torch.bool and 0 < flags.sum() < 200
-    assert longs.min() >= 0 and longs.max() > 2**61
-    assert both.unique().tolist() == [3, 4] and bits.unique().tolist() == [0, 1]
-
-
 def test_draws_with_replacement_follow_the_weights() -> None:
     weights = torch.tensor([[0.0, 1.0, 0.0, 3.0, 0.0], [2.0, 0.0, 0.0, 0.0, 2.0]])
     value = drawn(lambda w: w.multinomial(COUNT, replacement=True), weights)
@@ -299,67 +244,12 @@ def test_normal_numbers_around_tensors() -> None:
         torch.testing.assert_close(value.std(-1), zeros + s, rtol=0, atol=0.05)
 
 
-def test_normal_numbers_have_gradients_of_zero() -> None:
-    _, grads = our_grads(lambda p: (torch.normal(p["w"], 1.0) * 3 + p["v"]).sum(), leaves(w=(3,), v=(3,)))
-    assert not grads["w"].any() and grads["v"].tolist() == [1.0] * 3
-
-
-@pytest.mark.parametrize("form", [F.rrelu, torch.rrelu, torch.nn.RReLU().eval()])
-def test_rrelu_in_eval_mode(form: Any) -> None:
-    assert_equal_to_torch(lambda p: form(p["w"]).sin().sum(), leaves(w=(5, 5)))
-
-
-@pytest.mark.parametrize(
-    "form",
-    [
-        lambda x: F.rrelu(x, 0.2, 0.6, training=True),
-        lambda x: F.rrelu(x.clone(), 0.2, 0.6, training=True, inplace=True),
-        lambda x: torch.rrelu(x, 0.2, 0.6, True),
-        lambda x: torch.rrelu_(x.clone(), 0.2, 0.6, True),
-    ],
-)
-def test_rrelu_in_training(form: Any) -> None:
-    params = {"w": torch.linspace(-2, 2, COUNT, dtype=DOUBLE)}
-    result, grads = step_of(lambda p: ((y := form(p["w"])).sum(), y), params)(params)
-    slopes, below = grads["w"], params["w"] <= 0
-    torch.testing.assert_close(result[1], params["w"] * slopes, rtol=0, atol=1e-12)
-    assert (slopes[~below] == 1).all()
-    assert slopes[below].min() >= 0.2 and slopes[below].max() < 0.6
-    assert abs(slopes[below].mean() - 0.4) < 0.01 and slopes[below].unique().numel() > COUNT // 3
-
-
-def test_distributions_are_sampled() -> None:
-    normal, bernoulli, categorical, cauchy, waiting, skewed = drawn(
-        lambda: (
-            D.Normal(2.0, 3.0).sample((COUNT,)),
-            D.Bernoulli(0.3).sample((COUNT,)),
-            D.Categorical(torch.tensor([0.25, 0.0, 0.75])).sample((COUNT,)),
-            D.Cauchy(1.0, 2.0).sample((COUNT,)),
-            torch.empty(COUNT).geometric_(0.25),
-            torch.empty(COUNT).log_normal_(0.5, 0.25),
-        )
-    )
-    assert abs(normal.mean() - 2) < 0.1 and abs(normal.std() - 3) < 0.1
-    assert abs(bernoulli.mean() - 0.3) < 0.02
-    torch.testing.assert_close(
-        F.one_hot(categorical, 3).double().mean(0),
-        torch.tensor([0.25, 0, 0.75], dtype=DOUBLE),
-        rtol=0,
-        atol=0.02,
-    )
-    assert abs(cauchy.median() - 1) < 0.1 and abs((cauchy - 1).abs().median() - 2) < 0.1
-    assert waiting.min() == 1 and abs(waiting.mean() - 4) < 0.1
-    assert abs((waiting == 2).double().mean() - 0.25 * 0.75) < 0.01
-    assert abs(skewed.log().mean() - 0.5) < 0.01 and abs(skewed.log().std() - 0.25) < 0.01
-
-
 def draw_all(x: Tensor) -> dict[str, Tensor]:
     return {
         "permutation": torch.randperm(50),
         "with": torch.multinomial(x.exp(), 4, True),
         "without": torch.multinomial(x.exp(), 4),
         "normal": torch.normal(x, 1.0),
-        "rrelu": F.rrelu(x, training=True),
         "dropout": F.dropout(x, 0.25),
         "second dropout": F.dropout(x, 0.25),
         "rand": torch.rand(50),

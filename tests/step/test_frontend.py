@@ -14,7 +14,6 @@ from toys import assert_same_grads, plain_grads, step_of
 
 import fnshard as fs
 from fnshard import LayoutSpec, Mean, P, SpecError, StateError, TraceError, optim
-from fnshard.compiler.frontend.contexts import without_autocast
 from fnshard.layout.spec import check_specs
 from fnshard.optim.loss_scale import LossScale
 
@@ -77,19 +76,6 @@ def test_a_write_under_no_grad_changes_the_value_and_lets_the_gradient_pass(writ
     assert_same_grads(loss, weights(), rows(), atol=1e-12, rtol=0)
 
 
-def test_dropout_in_place_under_no_grad() -> None:
-    def loss(p: Any, x: Tensor) -> Any:
-        h = x @ p["q"]
-        with torch.no_grad():
-            F.dropout(h, 0.5, inplace=True)
-        return h.sum() + 0 * p["r"].sum(), h
-
-    x = rows(50)
-    (_, h), grads = step_of(loss, weights())(weights(), x)
-    assert 0.3 < (h == 0).double().mean() < 0.7
-    torch.testing.assert_close(grads["q"], x.sum(0)[:, None].expand(WIDTH, WIDTH))
-
-
 # ------------------------------------------------------------------ autocast
 
 
@@ -106,17 +92,6 @@ def test_the_callers_autocast_is_not_captured() -> None:
     alone = step_of(loss, params).lower(params, x).program
     assert program.as_text() == alone.as_text()
     assert [n.meta["val"].dtype for n in alone.results[1:]] == [torch.float32, torch.bfloat16]
-
-
-def test_autocast_is_put_back() -> None:
-    a = torch.ones(2, 2)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        with without_autocast():
-            assert (a @ a).dtype == torch.float32
-        assert (a @ a).dtype == torch.bfloat16
-    with without_autocast():
-        pass
-    assert not torch.is_autocast_enabled("cpu")
 
 
 # ------------------------------------------------------------------ random ops
@@ -177,20 +152,6 @@ def test_a_draw_through_a_view_is_seen_by_its_base() -> None:
 
     value, _ = drawn(draw)
     assert (value[:, 0] == 1).all() and value[:, 1].unique().numel() > 100
-
-
-def test_stochastic_depth_and_dropout_in_place_have_their_masks_gradient() -> None:
-    def loss(p: Any, x: Tensor) -> Any:
-        h = F.dropout(x @ p["q"], 0.5, inplace=True)
-        path = h.new_empty(h.shape[0], 1).bernoulli_(0.7).div_(0.7)
-        kept = path * (x @ p["r"])
-        return (h + kept).sum(), (h, path)
-
-    params, x = weights(), rows(40)
-    (_, (h, path)), grads = step_of(loss, params)(params, x)
-    torch.testing.assert_close(grads["q"], x.T @ ((h != 0) * 2.0).double())
-    torch.testing.assert_close(grads["r"], x.T @ path.expand(-1, WIDTH))
-    assert path.unique().numel() == 2
 
 
 @pytest.mark.parametrize("kind", ["bool", "additive"])
@@ -265,14 +226,6 @@ def test_the_policy_says_whether_the_scale_is_dynamic_and_not_the_state() -> Non
         constant.check(state)
     with pytest.raises(StateError, match=r"(?s)holds nothing; .* dynamic and needs good_steps.*loss_scale="):
         dynamic.check({})
-
-
-def test_a_step_without_an_optimizer_has_no_state_to_scale_by() -> None:
-    assert LossScale.choose(None, True, True).dynamic
-    assert LossScale.choose(None, True, False) == LossScale()
-    assert LossScale.choose(8, True, False).initial == 8
-    with pytest.raises(SpecError, match=r"(?s)needs a state .*optimizer="):
-        LossScale.choose("dynamic", True, False)
 
 
 @pytest.mark.parametrize("inputs", [math.inf, math.nan, 0, -1.0, True, "8", [1.0]])

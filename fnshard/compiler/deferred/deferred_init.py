@@ -19,7 +19,7 @@ from torch.overrides import resolve_name
 
 from fnshard.compiler.deferred.host_random import refused
 from fnshard.compiler.deferred.recorder import META, Functions, Operators, Recorder
-from fnshard.compiler.deferred.tape import Tape, View, generator_lock, leaves_of
+from fnshard.compiler.deferred.tape import START, Tape, generator_lock, leaves_of
 from fnshard.compiler.ir.containers import Contents
 from fnshard.compiler.ir.program import WRITES
 from fnshard.errors import StateError, leaves
@@ -35,8 +35,7 @@ def deferred() -> Iterator[None]:
 
     What the constructors do to parameters and buffers is recorded and done at `step.init` (or `fs.shard`),
     one leaf at a time, of which a rank keeps its own block. The values are bit for bit those of
-    `torch.manual_seed(s)` and the same constructors on a CPU. What `torch.manual_seed` says before the block
-    is not used, and in it counts, as it does without the block. A rank draws the random numbers of the whole
+    `torch.manual_seed(s)` and the same constructors on a CPU. A rank draws the random numbers of the whole
     model, as building it does.
 
     All that is to be done to the module belongs into the block, `model.apply(init)` and `model.to(dtype)`
@@ -44,8 +43,9 @@ def deferred() -> Iterator[None]:
     threads (QR) needs the same number.
 
     Raises:
-        StateError: in the block, what cannot be recorded: to read a value that depends on random numbers,
-            random numbers of Python's and NumPy's, which no seed of the step's makes alike on all ranks,
+        StateError: in the block, what cannot be recorded: to read a value that depends on random numbers, to
+            seed or restore a generator, or to draw from one's own; random numbers of Python's and NumPy's,
+            which no seed of the step's makes alike on all ranks,
             another device than the CPU, an operator without a shape rule for meta tensors.
 
     >>> import fnshard as fs
@@ -70,7 +70,8 @@ def deferred() -> Iterator[None]:
                 for register in _REGISTRATIONS:
                     stack.callback(register(recorder.meet).remove)
                 stack.enter_context(recorder.one_truncation())
-                stack.enter_context(recorder.streams)
+                stack.enter_context(torch.random.fork_rng(devices=[]))
+                recorder.mark(START)
                 stack.enter_context(refused(_draw, lambda: getattr(_here, "recorder", None) is recorder))
                 stack.enter_context(Operators(recorder))
                 stack.enter_context(Functions(recorder))
@@ -95,17 +96,17 @@ _REGISTRATIONS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LeafRecipe:
-    """How to make a leaf."""
+    """How to make a leaf: the log, and what the leaf shows of its memory."""
 
     tape: Tape
-    view: View
+    alias: Tensor
 
     def value(self) -> Tensor | None:
         """The leaf, or None if it depends on random numbers."""
         check_closed()
-        return self.tape.value(self.view)
+        return self.tape.value(self.alias)
 
     def __deepcopy__(self, memo: Any) -> LeafRecipe:
         return self
@@ -116,11 +117,11 @@ def recipe_of(leaf: Any) -> LeafRecipe | None:
     return vars(leaf).get("recipe") if isinstance(leaf, Tensor) else None
 
 
-def on_paper(leaf: Tensor) -> Tensor:
+def on_meta(leaf: Tensor) -> Tensor:
     """A leaf of a deferred module as a parameter tree holds it: on meta, marked, with its recipe."""
     recipe = recipe_of(leaf)
-    view = recipe.view
-    plain = torch.empty_strided(view.shape, view.stride, dtype=view.dtype, device=META)
+    alias = recipe.alias
+    plain = torch.empty_strided(alias.shape, alias.stride(), dtype=alias.dtype, device=META)
     if isinstance(leaf, nn.Parameter):
         plain = nn.Parameter(plain, requires_grad=leaf.requires_grad)
     else:
@@ -139,14 +140,14 @@ def values_of(named: Mapping[str, Tensor], seed: int, take: Callable[[str, Tenso
         StateError: leaves that their module's constructor leaves unset.
     """
     check_closed()
-    recorded: dict[int, tuple[Tape, dict[str, View]]] = {}
+    recorded: dict[int, tuple[Tape, dict[str, Tensor]]] = {}
     for path, leaf in named.items():
         recipe = recipe_of(leaf)
         if recipe is None:
             take(path, leaf.detach())
         else:
-            recorded.setdefault(id(recipe.tape), (recipe.tape, {}))[1][path] = recipe.view
-    unset = [p for tape, views in recorded.values() for p in tape.replay(views, seed, take)]
+            recorded.setdefault(id(recipe.tape), (recipe.tape, {}))[1][path] = recipe.alias
+    unset = [p for tape, aliases in recorded.values() for p in tape.replay(aliases, seed, take)]
     if unset:
         raise StateError(
             f"the constructor leaves {leaves(len(unset))} unset, in whole or in part:",
@@ -192,15 +193,14 @@ def _close(recorder: Recorder) -> None:
     for leaf in owned.values():
         if leaf is None or isinstance(leaf, _Placeholder) or nn.parameter.is_lazy(leaf):
             continue
-        if (view := recorder.view(leaf)) is not None:
-            _hold(leaf, LeafRecipe(recorder.tape, view))
-    others = [t for t in contents.tensors if id(t) not in owned and recorder.view(t) is not None]
+        if recorder.knows(leaf):
+            _make_placeholder(leaf, LeafRecipe(recorder.tape, leaf.detach()))
+    others = [t for t in contents.tensors if id(t) not in owned and recorder.knows(t)]
     values = {id(t): value for t in others if (value := recorder.value(t)) is not None}
     for container in contents.containers:
         container.replace(values)
-    for tensor in [*others, *(ref() for ref in recorder.live)]:
-        if tensor is not None and not isinstance(tensor, _Placeholder):
-            _hold(tensor, None)
+    for tensor in others:
+        _make_placeholder(tensor, None)
 
 
 _READS = frozenset(["item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__"])
@@ -232,8 +232,8 @@ class _Placeholder(Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        made = on_paper(self) if recipe_of(self) else torch.empty_like(self).as_subclass(Tensor)
-        memo[id(self)] = _hold(made, recipe_of(self))
+        made = on_meta(self) if recipe_of(self) else torch.empty_like(self).as_subclass(Tensor)
+        memo[id(self)] = _make_placeholder(made, recipe_of(self))
         return made
 
 
@@ -252,7 +252,7 @@ def _describe(value: Tensor) -> str:
     return f"{list(value.shape)} {value.dtype}" + ("" if recipe_of(value) else ", no parameter or buffer")
 
 
-def _hold(value: Tensor, recipe: LeafRecipe | None) -> Tensor:
+def _make_placeholder(value: Tensor, recipe: LeafRecipe | None) -> Tensor:
     """Make a placeholder of a tensor, in place: whoever refers to it refers to that."""
     if isinstance(value, nn.Parameter):
         value._is_param = True

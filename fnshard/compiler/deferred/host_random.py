@@ -26,15 +26,15 @@ DRAWS = report(
 )
 # The generators that the modules' functions share.
 _PYTHON, _NUMPY = random.random.__self__, np.random.random.__self__
+_NO_DRAWS = ("getstate", "get_state", "seed", "setstate", "set_state")
 _SHARED = {id(_PYTHON): "Python's random", id(_NUMPY): "numpy.random"}
 
 
-def draws() -> Iterator[tuple[Any, str, Callable[..., Any], str, Callable[..., bool]]]:
+def _draws() -> Iterator[tuple[Any, str, Callable[..., Any], str, Callable[..., bool]]]:
     """(owner, its attribute, the function, its name, whether a call with such arguments is one)."""
     for module, generator in ((random, _PYTHON), (np.random, _NUMPY)):
         for name, function in list(vars(module).items()):
-            reads = name in ("getstate", "get_state")
-            if getattr(function, "__self__", None) is generator and not reads:
+            if getattr(function, "__self__", None) is generator and name not in _NO_DRAWS:
                 yield module, name, function, f"{module.__name__}.{name}", _always
     for name in ("random", "getrandbits"):  # the methods that were imported by their names draw by these
         yield _PYTHON, name, getattr(_PYTHON, name), "Python's random", _always
@@ -63,9 +63,8 @@ def refused(error: Callable[[str], Exception], here: Callable[[], bool]) -> Iter
         return call
 
     with ExitStack() as stack:
-        for owner, attribute, function, name, when in draws():
-            if attribute not in ("seed", "set_state", "setstate"):
-                stack.enter_context(mock.patch.object(owner, attribute, instead(function, name, when)))
+        for owner, attribute, function, name, when in _draws():
+            stack.enter_context(mock.patch.object(owner, attribute, instead(function, name, when)))
         yield
 
 

@@ -7,7 +7,6 @@ random number changes; who reads another is refused.
 from __future__ import annotations
 
 import traceback
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,10 +18,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fnshard.compiler.deferred.tape import CPU, START, RecordedCall, Tape, View, leaves_of, map_leaves
+from fnshard.compiler.deferred.tape import CPU, RecordedCall, Tape, leaves_of, map_leaves, memory_of
 from fnshard.errors import StateError
 
 META = torch.device("meta")
+_MARK = 0x7F5A_0000_0000_0000
+_SEEDED = "leave it out: step.init(model, seed=) seeds what the constructors draw."
 _DECIDE = "decide by the configuration or by shapes; step.init draws the numbers later, from its seed."
 
 # Operators that set the tensor they are called on without reading it.
@@ -33,50 +34,13 @@ _FILLS = frozenset({
 _UNKNOWN_SHAPE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
-class Streams:
-    """Which state of which generator a random operator begins in.
-
-    In the block no number is drawn, so a generator is marked with a seed of its own after each random
-    operator. Who seeds it, or saves and restores its state, thereby seeds, saves and restores the mark.
-    """
-
-    _FIRST = 0x7F5A_0000_0000_0000
-
-    def __init__(self) -> None:
-        self._calls: list[int] = []  # by mark, the call after which the generator is
-        self._states: dict[int, tuple[torch.Generator, Tensor]] = {}
-
-    def __enter__(self) -> None:
-        self.mark(torch.default_generator, START)
-
-    def __exit__(self, *error: object) -> None:
-        for generator, state in self._states.values():
-            generator.set_state(state)
-
-    def state(self, generator: torch.Generator) -> int | Tensor:
-        """The random call after which the generator is, or its state."""
-        mark = generator.initial_seed() - self._FIRST
-        return self._calls[mark] if 0 <= mark < len(self._calls) else generator.get_state()
-
-    def mark(self, generator: torch.Generator, call: int) -> None:
-        """The generator is in the state after this call."""
-        if id(generator) not in self._states:
-            self._states[id(generator)] = generator, generator.get_state()
-        generator.manual_seed(self._FIRST + len(self._calls))
-        self._calls.append(call)
-
-
 class Recorder:
     """What is known in the block: the memories there are, the modules, the log."""
 
     def __init__(self) -> None:
         self.tape = Tape()
-        self.streams = Streams()
         self.modules: dict[int, nn.Module] = {}
         self.paused = False
-        self._numbers: dict[int, int] = {}  # of the memories, by address
-        self._storages: list[torch.UntypedStorage] = []  # so that no address is used again
-        self.live: list[weakref.ref[Tensor]] = []
 
     def meet(self, module: nn.Module, name: str, value: Any) -> None:
         """Note a module, which registers something."""
@@ -84,17 +48,14 @@ class Recorder:
 
     # -------------------------------------------------------------- tensors
 
-    def view(self, value: Tensor) -> View | None:
-        """The tensor, if it is recorded."""
-        if value.layout != torch.strided:
-            return None
-        number = self._numbers.get(value.untyped_storage()._cdata)
-        return None if number is None else View.of(value, number)
+    def knows(self, value: Tensor) -> bool:
+        """Whether a tensor is recorded."""
+        return value.layout == torch.strided and memory_of(value) in self.tape.writers
 
     def value(self, value: Tensor) -> Tensor | None:
         """The values of a recorded tensor, as they are now; None if they depend on random numbers."""
         with self.pause():
-            return self.tape.value(self.view(value))
+            return self.tape.value(value.detach())
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -105,21 +66,12 @@ class Recorder:
         finally:
             self.paused = before
 
-    def _number(self, value: Tensor) -> int:
-        storage = value.untyped_storage()
-        if storage._cdata not in self._numbers:
-            self._numbers[storage._cdata] = self.tape.add_memory(storage.nbytes())
-            self._storages.append(storage)
-        return self._numbers[storage._cdata]
-
     def constant(self, value: Tensor) -> Tensor:
         """A recorded tensor with these values."""
         kept = value.detach().clone()
         made = torch.empty_strided(kept.shape, kept.stride(), dtype=kept.dtype, device=META)
-        self.live.append(weakref.ref(made))
-        view = View.of(made, self._number(made))
-        call = RecordedCall(kept.clone, (), {}, (), (view.memory,), {0: view})
-        self.tape.add(call, [view.memory])
+        memory = memory_of(made)
+        self.tape.add(RecordedCall(kept.clone, (), {}, (), (memory,), {0: made.detach()}), [memory])
         return made
 
     # -------------------------------------------------------------- operators
@@ -127,7 +79,7 @@ class Recorder:
     def call(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on meta tensors and record it; one that has to do with none, as it is."""
         inputs = leaves_of((args, kwargs), Tensor)
-        known = [v for v in inputs if self.view(v) is not None]
+        known = [v for v in inputs if self.knows(v)]
         if op is torch.ops.aten.lift_fresh.default and not known:
             return self.constant(args[0]) if not args[0].is_meta else args[0]
         takes_device = any(a.name == "device" for a in op._schema.arguments)
@@ -140,21 +92,19 @@ class Recorder:
         if device is not None and device.type not in ("cpu", "meta"):
             raise _refusal(f"{op} on {device}", "build on the CPU: step.init puts the values where they go.")
         self._check(op, inputs, _written(op, args, kwargs))
-        args, kwargs = map_leaves(
-            (args, kwargs), Tensor, lambda v: v if self.view(v) is not None else self.constant(v)
-        )
+        args, kwargs = map_leaves((args, kwargs), Tensor, lambda v: v if self.knows(v) else self.constant(v))
         if any(tag in op.tags for tag in _UNKNOWN_SHAPE):
             return self._at_once(op, args, kwargs, random)
-        on_meta, generator = dict(kwargs), kwargs.get("generator")
-        if generator is not None:
-            on_meta["generator"] = None
+        if kwargs.get("generator") is not None:
+            raise _refusal(f"{op} draws from a generator of its own", _SEEDED)
+        on_meta = dict(kwargs)
         if takes_device and (device is not None or not inputs):
             on_meta["device"] = META
         try:
             result = op(*args, **on_meta)
         except NotImplementedError as error:
             raise _refusal(f"{op} has no rule for meta tensors", "use another operator there.") from error
-        return self._record(op, args, on_meta, result, generator, random)
+        return self._record(op, args, on_meta, result, random)
 
     @contextmanager
     def one_truncation(self) -> Iterator[None]:
@@ -169,17 +119,20 @@ class Recorder:
     def _trunc_normal_(
         self, original: Any, tensor: Tensor, *args: Any, generator: torch.Generator | None = None
     ) -> Tensor:
-        view = self.view(tensor)
-        if view is None:
+        if not self.knows(tensor):
             return original(tensor, *args, generator=generator)
-        whole = (view.memory,) if self._is_whole(view) else ()
+        if generator is not None:
+            raise _refusal("trunc_normal_ draws from a generator of its own", _SEEDED)
+        whole = (memory_of(tensor),) if _is_whole(tensor) else ()
+        with self.pause():
+            alias = tensor.detach()
         default = torch.get_default_dtype()
-        call = RecordedCall(original, (view, *args), {}, overwrites=whole, default_dtype=default)
-        self._append(call, [view.memory], generator, random=True)
+        call = RecordedCall(original, (alias, *args), {}, overwrites=whole, default_dtype=default)
+        self._append(call, [memory_of(tensor)], random=True)
         return tensor
 
     def _check(self, op: Any, inputs: list[Tensor], written: list[Tensor]) -> None:
-        real = [v for v in inputs if self.view(v) is None]
+        real = [v for v in inputs if not self.knows(v)]
         if any(v.is_meta for v in real):
             fix = "make it without device='meta'; the block makes everything there anyhow."
             raise _refusal(f"{op} reads a tensor on the meta device that holds no values", fix)
@@ -196,51 +149,52 @@ class Recorder:
         args, kwargs = map_leaves((args, kwargs), Tensor, lambda v: values[id(v)])
         return map_leaves(op(*args, **kwargs), Tensor, self.constant)
 
-    def _record(
-        self, op: Any, args: Any, kwargs: Any, result: Any, generator: torch.Generator | None, random: bool
-    ) -> Any:
+    def _record(self, op: Any, args: Any, kwargs: Any, result: Any, random: bool) -> Any:
         """Note what an operator has made and written to; gives its result."""
         inputs, results = leaves_of((args, kwargs), Tensor), leaves_of(result, Tensor)
         written = _written(op, args, kwargs)
-        for value in written:  # resize_ and out= may have made them larger
-            number, size = self._number(value), value.untyped_storage().nbytes()
-            self.tape.sizes[number] = max(self.tape.sizes[number], size)
-        self.live += [weakref.ref(value) for value in results]
-        made = {i: View.of(v, self._number(v)) for i, v in enumerate(results) if self.view(v) is None}
+        made = {i: v.detach() for i, v in enumerate(results) if not self.knows(v)}
         if torch.Tag.inplace_view in op.tags or not (written or made):
             return result  # what a tensor shows is noted where it is used
         name = op._schema.name.removeprefix("aten::")
         outs = [kwargs.get(a.name) for a in op._schema.arguments if a.is_out]
         filled = [v for v in written if name in _FILLS or any(v is out for out in outs)]
         by_shape = name.endswith("_like") or name.startswith("new_")
-        read = {self._number(v) for v in inputs if not by_shape and not any(v is f for f in filled)}
-        whole = {v.memory for v in map(self.view, filled) if self._is_whole(v)}
+        read = {memory_of(v) for v in inputs if not by_shape and not any(v is f for f in filled)}
+        whole = {memory_of(v) for v in filled if _is_whole(v)}
         kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
         if not inputs:
             kwargs["device"] = CPU
             if any(a.name == "dtype" for a in op._schema.arguments):
                 kwargs["dtype"] = results[0].dtype
-        args, kwargs = map_leaves((args, kwargs), Tensor, self.view)
+        args, kwargs = map_leaves((args, kwargs), Tensor, Tensor.detach)
+        new = set(map(memory_of, made.values()))
         call = RecordedCall(
-            op, args, kwargs, tuple(read), tuple({v.memory for v in made.values()} | (whole - read)), made,
+            op, args, kwargs, tuple(read), tuple(new | (whole - read)), made,
             blank="empty" in name, default_dtype=torch.get_default_dtype(),
         )  # fmt: skip
-        writes = [*map(self._number, written), *(v.memory for v in made.values())]
-        self._append(call, writes, generator, random)
+        self._append(call, [*map(memory_of, written), *new], random)
         return result
 
-    def _append(
-        self, call: RecordedCall, writes: list[int], generator: torch.Generator | None, random: bool
-    ) -> None:
-        generator = torch.default_generator if generator is None else generator
+    def _append(self, call: RecordedCall, writes: list[int], random: bool) -> None:
+        """Note a call. In the place of each draw the generator gets a mark, which no seed and no restored
+        state leaves as it is."""
         if random:
-            call.follows = self.streams.state(generator)
+            if torch.default_generator.initial_seed() != _MARK + self._last:
+                raise _refusal("a constructor sets torch's random state", _SEEDED)
+            call.follows = self._last
         number = self.tape.add(call, writes)
         if random:
-            self.streams.mark(generator, number)
+            self.mark(number)
 
-    def _is_whole(self, view: View) -> bool:
-        return view.offset == 0 and view.nbytes == self.tape.sizes[view.memory]
+    def mark(self, number: int) -> None:
+        """The generator is in the state after this call."""
+        self._last = number
+        torch.default_generator.manual_seed(_MARK + number)
+
+
+def _is_whole(value: Tensor) -> bool:
+    return value.storage_offset() == 0 and value.nbytes == value.untyped_storage().nbytes()
 
 
 def _written(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
@@ -277,21 +231,21 @@ class Functions(TorchFunctionMode):
             with self.recorder.pause():
                 return func(*args, **kwargs)
         rule = _RULES.get(func)
-        if rule is not None and any(self.recorder.view(v) is not None for v in leaves_of(args, Tensor)):
+        if rule is not None and any(map(self.recorder.knows, leaves_of(args, Tensor))):
             return rule(self.recorder, func, *args, **kwargs)
         return func(*args, **kwargs)
 
 
 def _with_values(recorder: Recorder, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     value = recorder.value(tensor)
-    if value is None and func is not Tensor.__repr__:
+    if value is None:
         raise _refusal(f"{resolve_name(func)} reads a value that depends on random numbers", _DECIDE)
-    return func(tensor if value is None else value, *args, **kwargs)
+    return func(value, *args, **kwargs)
 
 
 def _to(recorder: Recorder, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """`.to` the CPU is to where the tensor is: the same tensor, if that is all."""
-    on_cpu = META if recorder.view(tensor) is not None else CPU
+    on_cpu = META if recorder.knows(tensor) else CPU
 
     def place(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -322,7 +276,6 @@ _RULES: dict[Any, Callable[..., Any]] = {
     ),
     **dict.fromkeys((Tensor.to, Tensor.type_as), _to),
     **dict.fromkeys((Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__format__), _with_values),
-    Tensor.__repr__: _with_values,
     Tensor.new_tensor: _new_tensor,
     Tensor.__setitem__: _set_item,
 }

@@ -1,13 +1,12 @@
 """Tape: the operators that build a module, as a log in program order, and its replay leaf by leaf.
 
-Every tensor of the log is a `View` of a numbered memory, so views need no entry: only what makes or writes
-a memory is a `RecordedCall`. The value of a leaf is a slice of the log, run in program order. Random
+Every tensor of the log is an alias on the meta device, so views need no entry: only what makes or writes a
+memory is a `RecordedCall`. The value of a leaf is a slice of the log, run in program order. Random
 operators are a chain: each begins in the generator state in which another one ended.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,33 +46,16 @@ def leaves_of(value: Any, kind: type) -> list[Any]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """A tensor: the number of the memory that it shows, and the elements it shows of it."""
+def memory_of(value: Tensor) -> int:
+    """The number of a tensor's memory, as long as some alias of it is kept."""
+    return value.untyped_storage()._cdata
 
-    memory: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    conjugate: bool
 
-    @staticmethod
-    def of(value: Tensor, memory: int) -> View:
-        """Of a tensor whose memory has this number."""
-        shape, stride = tuple(value.shape), tuple(value.stride())
-        return View(memory, value.dtype, shape, stride, value.storage_offset(), value.is_conj())
-
-    def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """The same view of a real memory."""
-        shown = torch.empty(0, dtype=self.dtype, device=CPU)
-        shown.set_(storage, self.offset, self.shape, self.stride)
-        return shown.conj() if self.conjugate else shown
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its elements."""
-        return math.prod(self.shape) * self.dtype.itemsize
+def shown(alias: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    """What a tensor on the meta device shows, of a real memory."""
+    value = torch.empty(0, dtype=alias.dtype, device=CPU)
+    value.set_(storage, alias.storage_offset(), alias.shape, alias.stride())
+    return value.conj() if alias.is_conj() else value
 
 
 @dataclass(slots=True)
@@ -81,11 +63,11 @@ class RecordedCall:
     """An operator of the log.
 
     Args:
-        args, kwargs: as it was called, with a `View` for each tensor.
+        args, kwargs: as it was called, with an alias of each tensor: what this shows may be changed later.
         reads: memories whose contents it depends on.
         overwrites: memories that it makes, or fills without reading.
         makes: its results that have a memory of their own, by their place among the results.
-        follows: of a random operator, the random call whose generator state it begins in, or that state.
+        follows: of a random operator, the random call in whose last state of the generator it begins.
         blank: it makes a memory without setting it.
         default_dtype: torch's default at the call.
     """
@@ -95,20 +77,20 @@ class RecordedCall:
     kwargs: Any
     reads: tuple[int, ...] = ()
     overwrites: tuple[int, ...] = ()
-    makes: Mapping[int, View] = field(default_factory=dict)
-    follows: int | Tensor | None = None
+    makes: Mapping[int, Tensor] = field(default_factory=dict)
+    follows: int | None = None
     blank: bool = False
     default_dtype: torch.dtype = torch.float32
 
     @property
     def is_random(self) -> bool:
-        """Whether it draws from a generator."""
+        """Whether it draws from the generator."""
         return self.follows is not None
 
     @property
-    def views(self) -> list[View]:
-        """All tensors that it takes or makes."""
-        return [*leaves_of((self.args, self.kwargs), View), *self.makes.values()]
+    def memories(self) -> set[int]:
+        """Of all tensors that it takes or makes."""
+        return set(map(memory_of, [*leaves_of((self.args, self.kwargs), Tensor), *self.makes.values()]))
 
 
 @dataclass(slots=True)
@@ -116,26 +98,18 @@ class Tape:
     """The log.
 
     Args:
-        sizes: bytes of each memory.
         writers: of each memory, the numbers of the calls that make or write it.
     """
 
     calls: list[RecordedCall] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    writers: list[list[int]] = field(default_factory=list)
-
-    def add_memory(self, nbytes: int) -> int:
-        """The number of a new memory."""
-        self.sizes.append(nbytes)
-        self.writers.append([])
-        return len(self.sizes) - 1
+    writers: dict[int, list[int]] = field(default_factory=dict)
 
     def add(self, call: RecordedCall, writes: Iterable[int]) -> int:
         """Append a call that makes or writes these memories."""
         number = len(self.calls)
         self.calls.append(call)
         for memory in dict.fromkeys(writes):
-            self.writers[memory].append(number)
+            self.writers.setdefault(memory, []).append(number)
         return number
 
     def slice(self, needed: Iterable[int], end: int) -> list[int]:
@@ -158,15 +132,17 @@ class Tape:
                     break
         return sorted(found)
 
-    def value(self, view: View) -> Tensor | None:
+    def value(self, alias: Tensor) -> Tensor | None:
         """The tensor as it is now, or None if it depends on random numbers."""
-        numbers = self.slice([view.memory], len(self.calls))
+        numbers = self.slice([memory_of(alias)], len(self.calls))
         if any(self.calls[n].is_random for n in numbers):
             return None
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            return view.on(self._run(view.memory, numbers, {}))
+            return shown(alias, self._run(memory_of(alias), numbers, {}))
 
-    def replay(self, leaves: Mapping[str, View], seed: int, take: Callable[[str, Tensor], None]) -> list[str]:
+    def replay(
+        self, leaves: Mapping[str, Tensor], seed: int, take: Callable[[str, Tensor], None]
+    ) -> list[str]:
         """Hand each leaf to `take` as building the module under this seed makes it, one at a time.
 
         Random calls run in program order: the state in which each ends is kept, where others begin. A leaf is
@@ -175,16 +151,16 @@ class Tape:
         Returns:
             The leaves that no call sets, in whole or in part; `take` does not get them.
         """
-        by_memory: dict[int, dict[str, View]] = {}
-        for path, view in leaves.items():
-            by_memory.setdefault(view.memory, {})[path] = view
+        by_memory: dict[int, dict[str, Tensor]] = {}
+        for path, alias in leaves.items():
+            by_memory.setdefault(memory_of(alias), {})[path] = alias
         unset: list[str] = []
 
         def make(memory: int | None, calls: list[int], ends: dict[int, Tensor]) -> None:
             storage = self._run(memory, calls, ends)
             blank = any(self.calls[n].blank for n in calls)
-            for path, view in by_memory.get(memory, {}).items():
-                leaf = view.on(storage)
+            for path, alias in by_memory.get(memory, {}).items():
+                leaf = shown(alias, storage)
                 if blank and (len(calls) == 1 or has_blanks(leaf)):
                     unset.append(path)
                 else:
@@ -221,14 +197,13 @@ class Tape:
         Args:
             ends: the generator's state after each random call that has run; it grows.
         """
-        last = {view.memory: n for n in numbers for view in self.calls[n].views}
+        last = {memory: n for n in numbers for memory in self.calls[n].memories}
         memories: dict[int, torch.UntypedStorage] = {}
         for number in numbers:
             call = self.calls[number]
             if call.is_random:
-                start = call.follows if isinstance(call.follows, Tensor) else ends[call.follows]
-                torch.default_generator.set_state(start)
-            _execute(call, memories, self.sizes)
+                torch.default_generator.set_state(ends[call.follows])
+            _execute(call, memories)
             if call.is_random:
                 ends[number] = torch.default_generator.get_state()
             for memory in [m for m in memories if last[m] == number and m != needed]:
@@ -236,25 +211,29 @@ class Tape:
         return memories.get(needed)
 
 
-def _execute(call: RecordedCall, memories: dict[int, torch.UntypedStorage], sizes: Sequence[int]) -> None:
-    def real(view: View) -> Tensor:
-        if view.memory not in memories:
-            memories[view.memory] = torch.UntypedStorage(sizes[view.memory])
-        return view.on(memories[view.memory])
+def _execute(call: RecordedCall, memories: dict[int, torch.UntypedStorage]) -> None:
+    def real(alias: Tensor) -> Tensor:
+        if memory_of(alias) not in memories:
+            memories[memory_of(alias)] = torch.UntypedStorage(alias.untyped_storage().nbytes())
+        return shown(alias, memories[memory_of(alias)])
 
-    args, kwargs = map_leaves((call.args, call.kwargs), View, real)
+    args, kwargs = map_leaves((call.args, call.kwargs), Tensor, real)
     with _default_dtype(call.default_dtype):
         results = leaves_of(call.op(*args, **kwargs), Tensor)
     shared = {storage.data_ptr() for storage in memories.values()}
-    for place, view in call.makes.items():
-        result, size = results[place], sizes[view.memory]
+    for place, alias in call.makes.items():
+        result, size = results[place], alias.untyped_storage().nbytes()
         storage = result.untyped_storage()
-        if View.of(result, view.memory) != view or storage.data_ptr() in shared or storage.nbytes() < size:
+        if _layout(result) != _layout(alias) or storage.data_ptr() in shared or storage.nbytes() < size:
             storage = torch.UntypedStorage(size)
-            view.on(storage).copy_(result)
-        memories[view.memory] = storage
+            shown(alias, storage).copy_(result)
+        memories[memory_of(alias)] = storage
         if call.blank:
-            fill_blank(view.on(storage))
+            fill_blank(shown(alias, storage))
+
+
+def _layout(value: Tensor) -> tuple[Any, ...]:
+    return value.dtype, value.shape, value.stride(), value.storage_offset(), value.is_conj()
 
 
 @contextmanager

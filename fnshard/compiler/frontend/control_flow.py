@@ -1,7 +1,7 @@
-"""Control flow: `torch.cond`, `scan`, `map` and `flex_attention` inside `fn`, as plain operators.
+"""Control flow: `torch.cond` and `flex_attention` inside `fn`, as plain operators.
 
 Both branches of a `cond` are computed, and a `torch.where` chooses; what the branch that is not taken makes
-of its inputs, NaN among it, reaches neither results nor gradients. Loops of a known length are unrolled.
+of its inputs, NaN among it, reaches neither results nor gradients.
 """
 
 from __future__ import annotations
@@ -119,41 +119,6 @@ def _cond(pred: Any, true_fn: Function, false_fn: Function, operands: Sequence[A
     return tree.unflatten(chosen, structure)
 
 
-def _while_loop(*_: Any, **__: Any) -> Any:
-    raise TraceError(
-        "`fn` calls torch.while_loop, whose number of turns nobody knows before the step.",
-        fix="a Python loop of as many turns as there are at most, each of them torch.cond(condition(x), "
-        "body, torch.clone, (x,)).",
-    )
-
-
-def _stacked(rows: Sequence[Any]) -> Any:
-    """Trees of one structure, as one tree of their leaves along a new first dim."""
-    flat = [tree.flatten(row, constants=True) for row in rows]
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    return tree.unflatten([torch.stack(c) if isinstance(c[0], Tensor) else c[0] for c in columns], flat[0][1])
-
-
-def _scan(combine_fn: Function, init: Sequence[Tensor], xs: Sequence[Tensor], additional_inputs: Any) -> Any:
-    carry, rows = init, []
-    for turn in range(xs[0].shape[0]):
-        flat = tree.flatten(carry)[0]
-        carry, row = combine_fn(*flat, *(x[turn] for x in xs), *additional_inputs)
-        rows.append(row)
-    return carry, _stacked(rows)
-
-
-def _map(f: Function, xs: Sequence[Tensor], pos_args: Sequence[Any]) -> Any:
-    return _stacked([f(*(x[turn] for x in xs), *pos_args) for turn in range(xs[0].shape[0])])
-
-
-def _associative_scan(*_: Any, **__: Any) -> Any:
-    raise TraceError(
-        "`fn` calls associative_scan in the mode 'pointwise', which a trace cannot differentiate.",
-        fix='combine_mode="generic".',
-    )
-
-
 def _flex_attention(*args: Any, **kwargs: Any) -> Any:
     """As torch itself does without a compiler: with all scores in memory."""
     from torch._higher_order_ops.flex_attention import math_attention
@@ -164,8 +129,4 @@ def _flex_attention(*args: Any, **kwargs: Any) -> Any:
 OPERATORS: dict[str, Function] = {
     "cond": _cond,
     "flex_attention": _flex_attention,
-    "while_loop": _while_loop,
-    "scan": _scan,
-    "map_impl": _map,
-    "associative_scan": _associative_scan,
 }

@@ -1,4 +1,4 @@
-"""Functions: `torch.autograd.Function`, checkpoints and gradient hooks inside `fn`.
+"""Functions: `torch.autograd.Function`, checkpoints and gradient hooks of tensors inside `fn`.
 
 A forward runs where `fn` calls it, so that its ops are ops of the program: cut, gathered for, keyed where
 random, made pure where they write. A backward is traced by itself, and becomes the derivative of one node, a
@@ -8,12 +8,11 @@ random, made pure where they write. A backward is traced by itself, and becomes 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.modules.module as module_calls
 from torch import Tensor, fx
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
@@ -35,10 +34,6 @@ HOOK = report(
 _OBSERVES = report(
     "`fn` has a gradient hook that returns None: what else it does is done once, while `fn` is traced.",
     fix="return the gradient, changed or not; gradients of leaves are what a step without optimizer returns.",
-)
-_READS_OUTPUT = report(
-    "a full backward hook of a module in `fn` reads grad_output, which is not known where its result is.",
-    fix="register_full_backward_pre_hook changes the gradient of outputs; an autograd.Function has both.",
 )
 _ONCE = report(
     "`fn` differentiates {name} twice, whose backward is once_differentiable.",
@@ -71,32 +66,22 @@ def patches(hooks: list[Tensor]) -> Iterator[tuple[Any, str, Callable[[Any, Here
     """
     yield torch.autograd.Function.__base__, "apply", _apply  # beneath any name that `Function.apply` has
     yield torch.autograd.function, "_is_setup_context_defined", _new_style
-    yield torch.autograd, "_engine_run_backward", _accumulating
     yield torch, "equal", _equal
     yield torch.Tensor, "register_hook", lambda original, here: _register_hook(original, here, hooks)
-    yield module_calls, "BackwardHook", _module_hooks
 
 
 # ------------------------------------------------------------------ a value with a gradient of its own
 
 
 def attach(values: Sequence[Tensor], inputs: Sequence[Tensor], backward: Backward, name: str) -> list[Tensor]:
-    """`values` with the derivative `backward(*gradients of values) -> gradients of inputs`, each or None.
-
-    What `backward` adds to the `grad` of a leaf is a gradient of it, too.
-    """
+    """`values` with the derivative `backward(*gradients of values) -> gradients of inputs`, each or None."""
     if any(isinstance(size, torch.SymInt) for v in (*values, *inputs) for size in v.shape):
         raise TraceError(_RAGGED.format(name=name))
     receivers: list[Tensor] = []
-    mode = get_proxy_mode()
 
     def flat(*gradients: Tensor) -> list[Tensor]:
-        with _reached(gradients) as leaves:
+        with _backward_of(gradients):
             found = list(zip(inputs, backward(*gradients), strict=True))
-        for leaf in leaves:
-            if mode.tracer.unwrap_proxy(leaf) is not leaf:  # not one that `backward` made
-                found.append((leaf, leaf.grad))
-                leaf.grad = None
         receivers[:] = [x for x, g in found if g is not None]
         return [g for _, g in found if g is not None]
 
@@ -152,58 +137,30 @@ def _record(rule: CustomGradient, *args: Tensor) -> tuple[Tensor, ...]:
     return (made,) if isinstance(made, Tensor) else made
 
 
-# ------------------------------------------------------------------ what a backward adds to leaves
-
-
 @contextmanager
-def _reached(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The leaves that `torch.autograd.backward` reaches, each once, in a backward of these gradients."""
-    before = getattr(_state, "leaves", None), getattr(_state, "gradients", ())
-    _state.leaves, _state.gradients = [], gradients
+def _backward_of(gradients: Sequence[Tensor]) -> Iterator[None]:
+    """The backward of a function runs, of these gradients."""
+    before, _state.gradients = getattr(_state, "gradients", ()), gradients
     try:
         with torch.autocast(gradients[0].device.type, enabled=False), torch.no_grad():
-            yield _state.leaves
+            yield
     finally:
-        _state.leaves, _state.gradients = before
+        _state.gradients = before
 
 
 def in_a_backward() -> bool:
-    """Whether the backward of a function is traced, where `torch.autograd.backward` is allowed."""
-    return getattr(_state, "leaves", None) is not None
-
-
-def _accumulating(original: Callable[..., Any], here: Here) -> Callable[..., Any]:
-    def run(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        if here() and in_a_backward() and kwargs["accumulate_grad"]:
-            known = {id(v) for v in _state.leaves}
-            _state.leaves += [v for v in _leaves(tensors) if id(v) not in known]
-        return original(tensors, *args, **kwargs)
-
-    return run
+    """Whether the backward of a function is traced."""
+    return bool(getattr(_state, "gradients", ()))
 
 
 def _equal(original: Callable[..., bool], here: Here) -> Callable[..., bool]:
     """A gradient equals no constant: what a backward does for any gradient is right for 1 too, say."""
 
     def equal(a: Tensor, b: Tensor) -> bool:
-        compared = in_a_backward() and any(g is v for g in _state.gradients for v in (a, b))
+        compared = any(g is v for g in getattr(_state, "gradients", ()) for v in (a, b))
         return False if here() and compared else original(a, b)
 
     return equal
-
-
-def _leaves(tensors: Iterable[Tensor]) -> list[Tensor]:
-    found: dict[int, Tensor] = {id(v): v for v in tensors if v.is_leaf}
-    todo, seen = [v.grad_fn for v in tensors if not v.is_leaf], set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found[id(node.variable)] = node.variable
-        todo += [next_node for next_node, _ in node.next_functions]
-    return list(found.values())
 
 
 # ------------------------------------------------------------------ autograd.Function
@@ -394,57 +351,3 @@ def _returned(gradient: Any) -> Any:
     if gradient is None:
         raise TraceError(_OBSERVES)
     return gradient
-
-
-class _GradOutput:
-    """In the place of a full backward hook's `grad_output`."""
-
-    def _refuse(self, *_: Any) -> Any:
-        raise TraceError(_READS_OUTPUT)
-
-    __getitem__ = __iter__ = __len__ = _refuse
-
-
-def _module_hooks(original: type, here: Here) -> Callable[..., Any]:
-    def make(module: Any, hooks: Sequence[Any], pre_hooks: Sequence[Any]) -> Any:
-        return (_ModuleHooks if here() else original)(module, hooks, pre_hooks)
-
-    return make
-
-
-class _ModuleHooks:
-    """`torch.utils.hooks.BackwardHook`: the backward hooks of one call of a module."""
-
-    def __init__(self, module: Any, hooks: Sequence[Any], pre_hooks: Sequence[Any]):
-        self.hooks = [lambda grads, hook=hook: hook(module, grads, _GradOutput()) for hook in hooks]
-        self.pre_hooks = [lambda grads, hook=hook: hook(module, grads) for hook in pre_hooks]
-
-    def setup_input_hook(self, args: Any) -> Any:
-        return self._attach(args, self.hooks)
-
-    def setup_output_hook(self, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return self._attach(output, self.pre_hooks)
-        return self._attach((output,), self.pre_hooks)[0]
-
-    def _attach(self, values: tuple[Any, ...], hooks: Sequence[Callable[..., Any]]) -> Any:
-        if is_inside() and hooks:
-            raise TraceError(HOOK.format(name="of a module"))
-        places = [i for i, v in enumerate(values) if isinstance(v, Tensor) and v.requires_grad]
-        if not (hooks and places and torch.is_grad_enabled()):
-            return values
-
-        def backward(*gradients: Tensor) -> list[Tensor | None]:
-            every = dict.fromkeys(range(len(values))) | dict(zip(places, gradients, strict=True))
-            found = tuple(every.values())
-            for hook in hooks:
-                found = _returned(hook(found))
-                if len(found) != len(values):
-                    raise RuntimeError(f"a backward hook returned {len(found)} gradients, not {len(values)}")
-            return [found[i] for i in places]
-
-        hooked = [values[i] for i in places]
-        made = dict(enumerate(values)) | dict(
-            zip(places, attach(hooked, hooked, backward, "hook"), strict=True)
-        )
-        return tuple(made.values()) if type(values) is tuple else type(values)(*made.values())

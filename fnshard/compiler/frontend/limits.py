@@ -27,10 +27,10 @@ _state = threading.local()
 def bounded(x: Tensor, size: int, dim: int = 0) -> Tensor:
     """`x`, with the promise that a length that depends on data is at most `size`.
 
-    `x[mask]`, `torch.nonzero`, `torch.where(mask)`, `torch.masked_select`, `torch.unique`, `torch.bincount`
-    and `torch.repeat_interleave` have such a length. A step computes with as many entries as there can be at
-    most: all of a mask's, and with a bound only `size` of them, which is less work; of `bincount` and
-    `repeat_interleave` nothing else is known. Results are those of plain torch on the true length. In JAX it
+    `x[mask]`, `torch.nonzero`, `torch.where(mask)`, `torch.masked_select`, `torch.unique` and
+    `torch.repeat_interleave` have such a length. A step computes with as many entries as there can be at
+    most: all of a mask's, and with a bound only `size` of them, which is less work; of `repeat_interleave`
+    nothing else is known. Results are those of plain torch on the true length. In JAX it
     is the argument `size` of `jnp.nonzero`, where the caller masks what is past the count.
 
     Args:

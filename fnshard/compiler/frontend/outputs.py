@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fnshard import tree
-from fnshard.compiler.ir.program import Outputs, Program, describe
+from fnshard.compiler.ir.program import Outputs, describe
 from fnshard.errors import TraceError, leaves
 from fnshard.losses import Mean
 
@@ -46,6 +46,7 @@ def read_outputs(result: Any, loss: bool) -> tuple[Outputs, list[Tensor]]:
     head, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     if isinstance(head, Mean):
         _check_mean(head, "the loss")
+        _check_count(head.count)
     total = head.total if isinstance(head, Mean) else head
     if not isinstance(total, Tensor) or total.dim() != 0 or not total.dtype.is_floating_point:
         what = describe(total) if isinstance(total, Tensor) else type(total).__name__
@@ -98,6 +99,16 @@ def _check_mean(mean: Mean, place: str) -> None:
         )
 
 
+def _check_count(count: Any) -> None:
+    """Refuse a loss that is divided by what trains: gradients are summed before the count is known."""
+    if isinstance(count, Tensor) and count.requires_grad:
+        raise TraceError(
+            "the count of the loss's Mean depends on leaves that train, and has no gradient.",
+            fix="count.detach() where it is a mere number; else return total / count, the mean of one rank, "
+            "and fs.Mean(total, count) in aux.",
+        )
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -112,33 +123,3 @@ def _count(mean: Mean) -> Tensor:
         return count if count.dtype.is_floating_point else count.to(torch.float32)
     number = count if isinstance(count, torch.SymInt) else float(count)  # x[mask].shape[0] is known by then
     return torch.full((), number, dtype=torch.float32, device=mean.total.device)
-
-
-def check_count(program: Program) -> None:
-    """Refuse a Mean that is divided by what trains: gradients are summed before the count is known.
-
-    Raises:
-        TraceError: names the leaves.
-    """
-    if program.outputs.count is None:
-        return
-    trained = [p for p in program.placeholders if p.meta["val"].requires_grad]
-    names = {node: i.name for node, i in zip(program.placeholders, program.inputs, strict=True)}
-    found, todo = set(), [program.results[program.outputs.count]]
-    while todo:
-        node = todo.pop()
-        if node not in found and _requires_grad(node.meta.get("val")):
-            found.add(node)
-            todo += node.all_input_nodes
-    if found:
-        raise TraceError(
-            "the count of the loss's Mean depends on leaves that train, and has no gradient:",
-            [f"params[{names[node]!r}]" for node in trained if node in found],
-            "count.detach() where it is a mere number; else return total / count, the mean of one rank, "
-            "and fs.Mean(total, count) in aux.",
-        )
-
-
-def _requires_grad(value: Any) -> bool:
-    values = value if isinstance(value, list | tuple) else (value,)
-    return any(isinstance(v, Tensor) and v.requires_grad for v in values)

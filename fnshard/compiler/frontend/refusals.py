@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, fx
 
 from fnshard.compiler.frontend.contexts import CLOSURE_LIMIT_bytes, is_fake
-from fnshard.compiler.frontend.outputs import check_count
 from fnshard.compiler.ir.failures import refused_at
 from fnshard.compiler.ir.program import Input, Program, describe, mutated_args, storage_id
 from fnshard.compiler.rewrites.check_dtypes import check_dtypes
@@ -71,7 +70,6 @@ def check_program(program: Program, specs: Mapping[str, LayoutSpec], differentia
     _check_written_constants(program.graph, program.inputs)
     _check_written(program, specs, differentiate)
     check_dtypes(program)
-    check_count(program)
     if differentiate and not program.results[program.outputs.loss].meta["val"].requires_grad:
         raise TraceError(
             "the loss depends on no trainable leaf.",

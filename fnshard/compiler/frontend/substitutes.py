@@ -1,8 +1,8 @@
 """Substitutes: torch functions that a trace cannot keep, each as one that it can, with the same result.
 
 While `fn` is traced, `compiler.frontend.unsupported` calls what `SUBSTITUTES` has in the place of torch's
-function, and `unvalidated` keeps distributions from looking at values, as `unchecked` does linear algebra
-where composite operators are taken apart. Draws are made of `torch.rand` and its like, which
+function, and `unchecked` keeps linear algebra from looking at values where composite operators are taken
+apart. Draws are made of `torch.rand` and its like, which
 `compiler.frontend.random` makes functions of a key.
 """
 
@@ -18,8 +18,6 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributions import Distribution
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.flop_counter import register_flop_formula
 
 from fnshard.compiler.frontend.limits import require
@@ -178,19 +176,6 @@ def _ctc_loss(
     return _reduced(losses if batched else losses.squeeze(0), reduction)
 
 
-def _ctc_loss_of_torch(
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Tensor | Sequence[int],
-    target_lengths: Tensor | Sequence[int],
-    blank: int = 0,
-    reduction: int = 1,
-    zero_infinity: bool = False,
-) -> Tensor:
-    kind = ("none", "mean", "sum")[reduction]
-    return _ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, kind, zero_infinity)
-
-
 def _reduced(losses: Tensor, reduction: str) -> Tensor:
     reduce = {"none": lambda x: x, "mean": torch.mean, "sum": torch.sum}
     if reduction not in reduce:
@@ -238,31 +223,21 @@ def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) 
 # ------------------------------------------------------------------ draws
 
 
-def _written(value: Tensor, out: Tensor | None) -> Tensor:
-    return value if out is None else out.copy_(value)
-
-
 def _randperm(
     n: int,
     *,
     generator: Any = None,
-    out: Tensor | None = None,
     dtype: torch.dtype = torch.int64,
     device: Any = None,
     **_: Any,
 ) -> Tensor:
     """`torch.randperm`: the order of n numbers, no two of which are equal (but once in 2^53 / n^2)."""
     numbers = torch.rand(n, generator=generator, dtype=torch.float64, device=device)
-    return _written(numbers.argsort().to(dtype), out)
+    return numbers.argsort().to(dtype)
 
 
 def _multinomial(
-    input: Tensor,
-    num_samples: int,
-    replacement: bool = False,
-    *,
-    generator: Any = None,
-    out: Tensor | None = None,
+    input: Tensor, num_samples: int, replacement: bool = False, *, generator: Any = None
 ) -> Tensor:
     """`torch.multinomial`; without replacement the shortest waiting times (Efraimidis & Spirakis 2006)."""
     weights = input.detach().double()
@@ -271,10 +246,10 @@ def _multinomial(
     if not replacement:
         times = -torch.log1p(-shares)
         scores = weights / times.clamp(min=torch.finfo(times.dtype).tiny)
-        return _written(scores.topk(num_samples).indices, out)
+        return scores.topk(num_samples).indices
     sums = weights.cumsum(-1)
     drawn = torch.searchsorted(sums, shares * sums[..., -1:], right=True)
-    return _written(drawn.clamp(max=weights.shape[-1] - 1), out)
+    return drawn.clamp(max=weights.shape[-1] - 1)
 
 
 def _normal(
@@ -287,89 +262,7 @@ def _normal(
     shape, like = torch.broadcast_shapes(*(v.shape for v in tensors)), tensors[0]
     drawn = torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
     mean, std = (v.detach() if isinstance(v, Tensor) else v for v in (mean, std))
-    return _written((drawn * std + mean).to(like.dtype), options.get("out"))
-
-
-def _random_(x: Tensor, *limits: Any, generator: Any = None, **named: Any) -> Tensor:
-    """`Tensor.random_()`, `random_(to)`, `random_(from, to)`: by default all integers that the dtype has."""
-    values = (*limits, *named.values())
-    low, high = values if len(values) == 2 else (0, *values, None)[:2]
-    if high is None:
-        info = torch.finfo(x.dtype) if x.is_floating_point() else None
-        most = int(2 / info.eps) if info else 1 if x.dtype is torch.bool else torch.iinfo(x.dtype).max
-        high = min(most, torch.iinfo(torch.int64).max - 1) + 1
-    return x.copy_(torch.randint(low, high, x.shape, generator=generator, device=x.device))
-
-
-def _rrelu(
-    input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
-) -> Tensor:
-    """`F.rrelu`: leaky, each slope its own draw; in eval mode all are their mean."""
-    if not training:
-        return F.leaky_relu(input, (lower + upper) / 2, inplace)
-    slopes = torch.empty_like(input).uniform_(lower, upper)
-    return _written(torch.where(input > 0, input, input * slopes), input if inplace else None)
-
-
-def _rrelu_of_torch(
-    input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
-) -> Tensor:
-    return _rrelu(input, lower, upper, training)
-
-
-# ------------------------------------------------------------------ statistics
-
-
-def cumulative() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """Patches (see `unsupported`): batch norm with momentum=None divides by a count, read as a number."""
-
-    def counting(original: Callable[..., Tensor], here: Callable[[], bool]) -> Callable[..., Tensor]:
-        def forward(self: _BatchNorm, input: Tensor) -> Tensor:
-            running = (self.running_mean, self.running_var)
-            reads = self.momentum is None and self.training and self.running_mean is not None
-            if not reads or not here():
-                return original(self, input)
-            self._check_input_dim(input)
-            new = [torch.zeros_like(v) for v in running]
-            out = F.batch_norm(input, *new, self.weight, self.bias, True, 1.0, self.eps)
-            with torch.no_grad():
-                self.num_batches_tracked.add_(1)
-                for old, value in zip(running, new, strict=True):
-                    old.add_((value - old) / self.num_batches_tracked)
-            return out
-
-        return forward
-
-    yield _BatchNorm, "forward", counting
-
-
-# ------------------------------------------------------------------ distributions
-
-
-def unvalidated() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """Patches (see `unsupported`): whether arguments lie in their supports is control flow on values."""
-
-    def without(original: Callable[..., None], here: Callable[[], bool]) -> Callable[..., None]:
-        def init(
-            self: Distribution,
-            batch_shape: Any = (),
-            event_shape: Any = (),
-            validate_args: bool | None = None,
-        ) -> None:
-            shapes = torch.Size(batch_shape), torch.Size(event_shape)
-            original(self, *shapes, validate_args=False if here() else validate_args)
-
-        return init
-
-    def skipped(original: Callable[..., None], here: Callable[[], bool]) -> Callable[..., None]:
-        def validate(self: Distribution, value: Tensor) -> None:
-            if not here():
-                original(self, value)
-
-        return validate
-
-    yield Distribution, "__init__", without
-    yield Distribution, "_validate_sample", skipped
+    return (drawn * std + mean).to(like.dtype)
 
 
 # ------------------------------------------------------------------ factors and inverses
@@ -405,7 +298,6 @@ SUBSTITUTES: dict[Callable[..., Any], Callable[..., Any]] = {
     torch._grouped_mm: _grouped_mm,
     F.grouped_mm: _grouped_mm,
     F.ctc_loss: _ctc_loss,
-    torch.ctc_loss: _ctc_loss_of_torch,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.bincount: _bincount,
     torch.Tensor.bincount: _bincount,
@@ -413,17 +305,7 @@ SUBSTITUTES: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.multinomial: _multinomial,
     torch.Tensor.multinomial: _multinomial,
     torch.normal: _normal,
-    F.rrelu: _rrelu,
-    torch.rrelu: _rrelu_of_torch,
-    torch.rrelu_: lambda *args, **kwargs: _written(_rrelu_of_torch(*args, **kwargs), args[0]),
-    torch.Tensor.random_: _random_,
-    torch.Tensor.cauchy_: lambda x, median=0, sigma=1, *, generator=None: (
-        x.uniform_(-0.5, 0.5, generator=generator).mul_(math.pi).tan_().mul_(sigma).add_(median)),
-    torch.Tensor.log_normal_: lambda x, mean=1, std=2, *, generator=None: (
-        x.normal_(mean, std, generator=generator).exp_()),
-    torch.Tensor.geometric_: lambda x, p, *, generator=None: (
-        x.exponential_(-math.log1p(-p), generator=generator).ceil_()),
-}  # fmt: skip
+}
 
 
 # ------------------------------------------------------------------ masks of Python bools in an index

@@ -38,6 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fnshard import tree
+from fnshard.errors import TraceError
 
 Transform = Callable[..., Any]
 _state = threading.local()
@@ -65,7 +66,7 @@ def patches() -> Iterator[tuple[Any, str, Callable[[Any, Callable[[], bool]], An
     yield eager_transforms, "grad_and_value_impl", _replayed
     yield eager_transforms, "_jvp_with_argnums", _replayed
     yield eager_transforms, "_vjp_with_argnums", _retraced
-    yield eager_transforms, "lazy_dynamo_disallow", _unfolded
+    yield eager_transforms, "lazy_dynamo_disallow", _folded
     yield torch.autograd, "_engine_run_backward", _retraced
     yield forward_ad.dual_level, "__enter__", _retraced
     yield checkpoint, "_checkpoint_without_reentrant_generator", _stored
@@ -95,15 +96,14 @@ def _retraced(original: Transform, here: Callable[[], bool]) -> Transform:
     return call
 
 
-def _unfolded(original: Transform, here: Callable[[], bool]) -> Transform:
-    """`linearize` traces a tangent map and folds its constants, whose gradients are lost: neither is done."""
-
+def _folded(original: Transform, here: Callable[[], bool]) -> Transform:
     def call(function: Transform) -> Transform:
-        if not here():
-            return original(function)
-        if function is eager_transforms.make_fx:
-            return lambda push: lambda _: lambda *tangents: tree.flatten(push(tangents), constants=True)[0]
-        return lambda push: push
+        if here():
+            raise TraceError(
+                "`fn` calls torch.func.linearize, which makes constants of what its tangent map closes over.",
+                fix="torch.func.jvp, whose gradients are those of the leaves too.",
+            )
+        return original(function)
 
     return call
 

@@ -7,7 +7,6 @@ or a checkpoint writer on another thread is left in peace.
 from __future__ import annotations
 
 import inspect
-import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -16,16 +15,18 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.modules.module as module_calls
 from torch import _vmap_internals
 from torch._ops import HigherOrderOperator
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributions import Distribution
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
-from fnshard.compiler.deferred.host_random import DRAWS, draws
+from fnshard.compiler.deferred import host_random
+from fnshard.compiler.deferred.host_random import DRAWS
 from fnshard.compiler.frontend import control_flow, functions, statistics, transforms
-from fnshard.compiler.frontend.ragged.run import check_read
-from fnshard.compiler.frontend.substitutes import SUBSTITUTES, cumulative, mask_positions, unvalidated
+from fnshard.compiler.frontend.substitutes import SUBSTITUTES, mask_positions
 from fnshard.compiler.ir.failures import Call, higher_order
 from fnshard.errors import TraceError, report
 
@@ -99,23 +100,8 @@ def refusals(device: torch.device) -> Iterator[Calls]:
         for owner, name, patch in _patches(calls.hooks):
             original = inspect.getattr_static(owner, name)
             stack.enter_context(mock.patch.object(owner, name, patch(original, here)))
-        stack.enter_context(_quiet(here))
+        stack.enter_context(host_random.refused(lambda name: TraceError(DRAWS.format(name=name)), here))
         yield stack.enter_context(calls)
-
-
-@contextmanager
-def _quiet(here: Callable[[], bool]) -> Iterator[None]:
-    """Torch logs a traceback of its own for an op that fails on fakes; the error says it all."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-
-    def passes(record: logging.LogRecord) -> bool:
-        return not (here() and record.msg.startswith("failed while attempting to run meta"))
-
-    logger.addFilter(passes)
-    try:
-        yield
-    finally:
-        logger.removeFilter(passes)
 
 
 class Calls(TorchFunctionMode):
@@ -149,7 +135,6 @@ class Calls(TorchFunctionMode):
         if name in _READS:
             args = (args[0].detach(), *args[1:])  # else torch warns of a gradient that nobody asks for
         try:
-            check_read(name, args)
             if name in _INDEXED:
                 args = (args[0], mask_positions(args[1], args[0].shape), *args[2:])
             return SUBSTITUTES.get(func, func)(*args, **kwargs)
@@ -203,6 +188,7 @@ def _patches(hooks: list[torch.Tensor]) -> Iterator[tuple[Any, str, Patch]]:
     yield from functions.patches(hooks)
     name = "register_post_accumulate_grad_hook"
     yield torch.Tensor, name, _refuse(functions.HOOK, name)
+    yield module_calls, "BackwardHook", _refuse(functions.HOOK, "a full backward hook of a module")
     yield from transforms.patches()
     yield from control_flow.patches()
     yield torch.autograd, "_engine_run_backward", _refuse(_BACKWARD, "", _accumulates)
@@ -215,10 +201,8 @@ def _patches(hooks: list[torch.Tensor]) -> Iterator[tuple[Any, str, Patch]]:
     for compiled in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
         yield compiled, "__call__", _refuse(_SCRIPT, compiled.__name__)
     yield HigherOrderOperator, "__call__", _higher_order_call
-    for owner, attribute, function, name, when in draws():
-        yield owner, attribute, _instead(function, _refuse(DRAWS, name, when))
-    yield from unvalidated()
-    yield from cumulative()
+    # Whether arguments lie in their supports is control flow on values.
+    yield Distribution, "_validate_args", lambda original, here: False
     yield from statistics.patches()
     if (triton := sys.modules.get("triton.runtime.jit")) is not None:  # nobody else launches its kernels
         yield triton.KernelInterface, "__getitem__", _refuse(_LAUNCH, "")
@@ -238,13 +222,8 @@ def _refuse(message: str, name: str, when: Callable[..., bool] = lambda *_, **__
     return patch
 
 
-def _instead(function: Callable[..., Any], patch: Patch) -> Patch:
-    """A patch of a function that is bound to its object already."""
-    return lambda _, here: patch(function, here)
-
-
 def _accumulates(*_: Any, accumulate_grad: bool = False, **__: Any) -> bool:
-    return accumulate_grad and not functions.in_a_backward()
+    return accumulate_grad
 
 
 def _is_users_hook(context: Any) -> bool:

@@ -38,7 +38,7 @@ _LENGTH = (
     "0 and 1), or put the rows back before it, out.index_add(0, index, rows)."
 )
 _TWO_LENGTHS = "select both with one mask that is computed once: two masks may have different lengths."
-BY_INDEX = (
+_BY_INDEX = (
     "from a position that depends on data, index instead of slicing: x[start + torch.arange(n)], and for a "
     "queue x[(start + torch.arange(n)) % len(x)] = rows."
 )
@@ -50,10 +50,8 @@ _BY_FUNCTION = {
         "loop over a fixed number, as in range(experts), and select inside. A mixture of transformers: "
         "model.set_experts_implementation('grouped_mm').",
     ),
-    "__int__": "x.item() is an integer that a step takes as a length or a position, where int(x) is not; or "
-    "calculate with the tensor.",
     "one_hot": "say how many classes there are: F.one_hot(labels, num_classes=n).",
-    "bincount": "say how many there will be: minlength=n, or fs.bounded(torch.bincount(x), n).",
+    "bincount": "say how many there will be: minlength=n.",
     "linalg_lstsq": "torch.linalg.pinv(A) @ B is its solution.",
     "repeat_interleave": "say how many rows there will be: output_size=n, or at most "
     "fs.bounded(torch.repeat_interleave(x, counts), n).",
@@ -73,7 +71,7 @@ _BY_MESSAGE = {
     r"[Ll]ong|integer|Int\b": "indices and labels are integers, such as torch.long: are the arguments of the "
     "batch in the order of `fn`'s?",
     r"Could not infer dtype|meta tensor": _VALUE,
-    r"Pending unbacked symbols|got SymInt": BY_INDEX,
+    r"Pending unbacked symbols|got SymInt": _BY_INDEX,
     r"running_mean or running_var|mutate a captured Tensor|vmap: inplace": "what a torch.func transform "
     "calls writes to nothing outside of it: return the new value and write it after the transform; a "
     "BatchNorm in eval mode, or with track_running_stats=False, writes nothing.",
@@ -196,7 +194,7 @@ def _fix_of_value(error: Exception, call: Call | None) -> str:
     if call is None or "GuardOnDataDependent" not in type(error).__name__:
         return way_out(call.name if call else "")
     if call.name in ("__getitem__", "__setitem__", "narrow"):
-        return BY_INDEX
+        return _BY_INDEX
     equal = re.search(r"(Eq|Ne)\(u\d+, u\d+\)", str(error))
     return way_out(call.name, _TWO_LENGTHS if equal else _LENGTH)
 

@@ -270,6 +270,8 @@ def _write(
     def copy(old: fx.Node) -> fx.Node:
         new = body.node_copy(old, place)
         new.meta = {}  # all of it runs in the modes of the whole
+        if old.target is aten._unsafe_view.default:
+            new.target = aten.view.default  # through which autograd sees a write
         if old.target is aten.unfold.default:
             new.target = _windows
             windows.append(new)

@@ -33,8 +33,7 @@ class Ragged:
     """A graph with symbolic lengths while it is run with tensors of known sizes.
 
     Args:
-        sizes, counts: of every symbol that is known; a count is a 0-d int64 tensor, at most the size. A
-            number that no tensor is as long as has no size.
+        sizes, counts: of every symbol that is known; a count is a 0-d int64 tensor, at most the size.
         met: the symbols that nodes have made so far, before some were found to be equal.
     """
 
@@ -142,15 +141,6 @@ class Ragged:
             require(excess, size, op_name(node), node.meta.get("stack_trace", ""))
         return size
 
-    def define_number(self, node: fx.Node, value: Tensor) -> None:
-        """Keep the value of an integer that `fn` asks for, 0-d int64, and what it is at most."""
-        number = node.meta["val"]
-        excess, most = self._count(number, value, value), _upper_bound(self.shape_env, number)
-        if excess is None and most is not None:
-            self.sizes[self.expression(number)], excess = most, value - most
-        if excess is not None:
-            require(excess, most or 0, op_name(node), node.meta.get("stack_trace", ""))
-
     def check_equal(self) -> None:
         """Report a step in which lengths differ that `fn` takes for equal."""
         known = [p for p in self.equal.items() if symbols(p[0]) | symbols(p[1]) <= self.counts.keys()]
@@ -195,18 +185,6 @@ class RaggedOp:
         """An argument with a number in the place of what is no value."""
         return self.ragged.filled(self.raw[name], fill, dims) if self.dims(name) else self[name]
 
-    def define(self, length: Any, needed: Tensor, most: int | None) -> int:
-        """See `Ragged.define`; a length that torch knows by itself is not defined again."""
-        own = getattr(getattr(length, "node", None), "_expr", None)
-        is_new = own is not None and own.is_Symbol
-        return self.ragged.define(self.node, length, needed, most) if is_new else self.ragged.size(length)
-
-    def rows(self, dim: int, start: Tensor, length: Any, size: int) -> Tensor:
-        """As many entries of `self` as a length says, from a start, and then the first of these again."""
-        places = torch.arange(size, device=self["self"].device)
-        places = start + torch.where(places < self.ragged.count(length), places, 0)
-        return self["self"].index_select(dim, places.clamp(max=self["self"].shape[dim] - 1))
-
     def run(self, /, **changed: Any) -> Any:
         """The op with other arguments."""
         given, schema, op = self.arguments | changed, self.node.target._schema.arguments, self.node.target
@@ -220,14 +198,13 @@ class RaggedOp:
         return refused(self.node, text)
 
 
-def refused(node: fx.Node, text: str, fix: str = "") -> TraceError:
+def refused(node: fx.Node, text: str) -> TraceError:
     """The error for a node that lengths which depend on data cannot pass."""
     name, place = op_name(node), node.meta.get("stack_trace", "")
     error = TraceError(
         "a shape in `fn` depends on a tensor's value, where known sizes cannot stand for it:",
         [*([f"at {place}"] if place else []), f"{name} {text}"],
-        fix
-        or way_out(
+        way_out(
             name,
             "fs.bounded(x, size) says how long x is at most; or mask instead of selecting: torch.where, "
             "weights of 0 and 1; or put rows back, out.index_add(0, index, rows), before what mixes them.",
@@ -264,9 +241,6 @@ def _most(expression: Any, sizes: Mapping[Any, int]) -> int:
     operation = _operation(expression)
     if operation == "Mul" and any(e.is_Integer and e < 0 for e in expression.args):
         return 0
-    if operation in ("Mod", "PythonMod"):
-        value, divisor = expression.args
-        return min(_most(value, sizes), _most(divisor, sizes) - 1)
     if operation == "Min":
         return min(_most(e, sizes) for e in expression.args if symbols(e) <= sizes.keys())
     return functools.reduce(_ARITHMETIC[operation], [_most(e, sizes) for e in expression.args])
@@ -304,8 +278,6 @@ _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     "Mul": operator.mul,
     "Pow": operator.pow,
     "FloorDiv": operator.floordiv,
-    "Mod": operator.mod,
-    "PythonMod": operator.mod,
     "Min": _extreme(torch.minimum),
     "Max": _extreme(torch.maximum),
 }

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fnshard.compiler.frontend.ragged import select
-from fnshard.compiler.frontend.ragged.lengths import RaggedOp
+from fnshard.compiler.frontend.ragged.lengths import RaggedOp, symbols
 
 Rule = Callable[[RaggedOp], Any]
 aten = torch.ops.aten
@@ -35,6 +34,191 @@ def rule_of(call: RaggedOp) -> Rule:
     raise call.refused("has no rule for a length that depends on data")
 
 
+def _extreme(value: Tensor, sign: int) -> Any:
+    """The largest, or by -1 the smallest, number of a dtype."""
+    if value.dtype == torch.bool:
+        return sign > 0
+    if value.is_floating_point():
+        return sign * math.inf
+    info = torch.iinfo(value.dtype)
+    return info.max if sign > 0 else info.min
+
+
+# ------------------------------------------------------------------ what makes ragged dims
+
+
+def _positions(mask: Tensor, size: int, needed: Tensor) -> Tensor:
+    """int64 [size]: where a flat mask is True, in order, and then the first of these over again."""
+    ends = mask.cumsum(0)
+    ordinals = torch.arange(1, size + 1, device=mask.device)
+    ordinals = torch.where(ordinals <= needed, ordinals, 1)
+    return torch.searchsorted(ends, ordinals).clamp(max=mask.numel() - 1)
+
+
+def _selected(c: RaggedOp, mask: fx.Node, length: Any) -> tuple[Tensor, ...]:
+    """The positions where a mask is not 0, one int64 [size] for each of its dims."""
+    true = c.ragged.filled(mask, 0) != 0
+    needed = true.sum()
+    size = c.ragged.define(c.node, length, needed, true.numel())
+    flat, found = _positions(true.flatten(), size, needed), []
+    for dim in reversed(true.shape):
+        found.append(flat % dim)
+        flat = flat // dim
+    return tuple(reversed(found))
+
+
+def _gated(c: RaggedOp, value: Tensor, length: Any) -> Tensor:
+    """What was selected; 1 where nothing was, so that a logarithm of what is left out spoils no gradient."""
+    count = c.ragged.count(length)
+    floats = value.is_floating_point() and isinstance(count, Tensor)
+    return torch.where(count > 0, value, 1) if floats else value
+
+
+def _nonzero(c: RaggedOp) -> Any:
+    """Where a tensor is not 0: as columns, or as a list of indices."""
+    value = c.node.meta["val"]
+    one = isinstance(value, Tensor)
+    found = _selected(c, c.raw[next(iter(c.raw))], (value if one else value[0]).shape[0])
+    return torch.stack(found, 1) if one else list(found)
+
+
+def _where(c: RaggedOp) -> Any:
+    """`torch.where` of a mask alone is `nonzero`."""
+    return _nonzero(c) if len(c.arguments) == 1 else c.run()
+
+
+def _masked_select(c: RaggedOp) -> Tensor:
+    """The elements of a tensor where a mask that broadcasts to it is True."""
+    value, mask = torch.broadcast_tensors(c["self"], c.filled("mask", False))
+    needed, (length,) = mask.sum(), c.node.meta["val"].shape
+    size = c.ragged.define(c.node, length, needed, mask.numel())
+    return _gated(c, value.reshape(-1)[_positions(mask.reshape(-1), size, needed)], length)
+
+
+def _unique(c: RaggedOp) -> tuple[Tensor, ...]:
+    """Values in order, their inverse and counts: the first of each run of equal ones in sorted order."""
+    if c.raw.get("dim") is not None:
+        raise c.refused("along a dim has no rule")
+    value = c.filled("self", _extreme(c["self"], 1)).detach()
+    flat = value.reshape(-1)
+    valid = c.ragged.valid(c.raw["self"].meta["val"])
+    is_sorted = c.name == "unique_consecutive"
+    order = torch.arange(flat.numel(), device=flat.device) if is_sorted else flat.argsort(stable=True)
+    ranked = flat[order]
+    first = torch.cat([torch.ones_like(order[:1], dtype=torch.bool), ranked[1:] != ranked[:-1]])
+    counted = torch.ones_like(first)
+    if valid is not None:  # where the largest number of all is a value, what is none may stand before it
+        counted = valid.expand(value.shape).reshape(-1)[order]
+        first = first & (torch.arange(first.numel(), device=flat.device) < counted.sum())
+    needed = first.sum()
+    (length,) = c.node.meta["val"][0].shape
+    size = c.ragged.define(c.node, length, needed, flat.numel())
+    rank = (first.cumsum(0) - 1).clamp(min=0, max=size - 1)
+    inverse = torch.zeros_like(order).scatter(0, order, rank).reshape(value.shape)
+    counts = torch.zeros(size, dtype=torch.int64, device=flat.device).scatter_add(0, rank, counted.long())
+    return ranked[_positions(first, size, needed)], inverse, counts
+
+
+def _repeat_interleave(c: RaggedOp) -> Tensor:
+    """Rows, or their numbers, each as often as a tensor says."""
+    if not isinstance(c.arguments["repeats"], Tensor):
+        return c.run()
+    repeats = c.filled("repeats", 0).long()
+    dim = c.arguments.get("dim")
+    lengths = [n for n in c.node.meta["val"].shape if isinstance(n, torch.SymInt)]
+    length, ends = lengths[0] if dim is None else c.node.meta["val"].shape[dim], repeats.cumsum(0)
+    if not isinstance(length, torch.SymInt):
+        return c.run()
+    size = c.ragged.define(c.node, length, ends[-1], None)
+    places = torch.arange(size, device=repeats.device)
+    places = torch.where(places < ends[-1], places, 0)
+    rows = torch.searchsorted(ends, places, right=True).clamp(max=repeats.numel() - 1)
+    if "self" not in c.arguments:
+        return rows
+    table = c["self"].reshape(-1) if dim is None else c["self"]
+    return table.index_select(0 if dim is None else dim, rows.expand(size))
+
+
+# ------------------------------------------------------------------ indices
+
+
+def _indices(c: RaggedOp, lengths: Sequence[Any]) -> list[Tensor | None]:
+    """The indices of an `index` or `index_put`, masks as the positions they stand for.
+
+    Args:
+        lengths: of the dims of what is indexed or put, among them the masks'.
+    """
+    found: list[Tensor | None] = []
+    for node in c.raw["indices"]:
+        if node is None or node.meta["val"].dtype not in (torch.bool, torch.uint8):
+            found.append(None if node is None else c.ragged.index(node))
+            continue
+        for length in lengths:
+            if isinstance(length, torch.SymInt):
+                found += _selected(c, node, length)
+                break
+        else:
+            raise c.refused("takes a mask and values of another length")
+    return found
+
+
+def _index(c: RaggedOp) -> Tensor:
+    """A tensor at indices, among them masks and those of a ragged length."""
+    value = c.node.meta["val"]
+    masks = [
+        n for n in c.raw["indices"] if n is not None and n.meta["val"].dtype in (torch.bool, torch.uint8)
+    ]
+    place = next(i for i, n in enumerate(c.raw["indices"]) if n is not None)
+    indices = _indices(c, value.shape[place:])
+    for dim, length in c.dims("self").items():
+        if not masks and dim < len(indices) and indices[dim] is not None:
+            index = indices[dim]
+            indices[dim] = torch.where(index < 0, index + c.ragged.count(length), index)
+    made = torch.ops.aten.index.Tensor(c["self"], indices)
+    return _gated(c, made, value.shape[place]) if masks else made
+
+
+def _index_put(c: RaggedOp) -> Tensor:
+    """A tensor into which values are put by a mask or by ragged indices."""
+    values = c.raw["values"].meta["val"]
+    ragged = [n for n in c.raw["indices"] if n is not None and c.ragged.dims(n.meta["val"])]
+    masks = [n for n in c.raw["indices"] if n is not None and n.meta["val"].dtype == torch.bool]
+    if masks and not c.ragged.dims(values):
+        return c.run()
+    if not masks and not ragged:
+        return c.run()
+    if len(masks) > 1 or (masks and len([n for n in c.raw["indices"] if n is not None]) > 1):
+        raise c.refused("takes a mask next to other indices")
+    indices = _indices(c, values.shape)
+    place = next(i for i, n in enumerate(indices) if n is not None)
+    if masks:
+        length = next(n for n in values.shape if isinstance(n, torch.SymInt))
+        valid = torch.arange(c.ragged.size(length), device=values.device) < c.ragged.count(length)
+    else:
+        valid = None
+        for node in ragged:
+            own = c.ragged.valid(node.meta["val"])
+            valid = own if valid is None else valid & own
+    # The entries that are no values go into a row after the last one.
+    table, own, size = c["self"], indices[place], c["self"].shape[place]
+    longer = torch.cat([table, torch.zeros_like(table.narrow(place, 0, 1))], place)
+    indices[place] = torch.where(valid, torch.where(own < 0, own + size, own), size)
+    return longer.index_put(indices, c["values"], c["accumulate"]).narrow(place, 0, size)
+
+
+def _index_add(c: RaggedOp) -> Tensor:
+    """A tensor to which rows are added, 0 where they are no values."""
+    (length,) = c.raw["index"].meta["val"].shape or (1,)
+    if not isinstance(length, torch.SymInt):
+        return c.run()
+    dim = c["dim"] % c["self"].dim()
+    source = c.raw["source"].meta["val"]
+    valid = torch.arange(c.ragged.size(length), device=source.device) < c.ragged.count(length)
+    rows = torch.where(valid.view(-1, *[1] * (source.dim() - dim - 1)), c["source"], 0)
+    index = c.ragged.index(c.raw["index"])
+    return torch.index_add(c["self"], c["dim"], index, rows, alpha=c["alpha"])
+
+
 # ------------------------------------------------------------------ reductions
 
 
@@ -54,19 +238,6 @@ def _filling(fill: Callable[[Tensor], Any]) -> Rule:
         return c.run(self=c.filled("self", fill(c["self"]), along)) if along else c.run()
 
     return rule
-
-
-def _sorted(c: RaggedOp) -> Any:
-    """Values first, and in their order where they are equal; what is none after them."""
-    dim = c["dim"] % max(c["self"].dim(), 1)
-    if dim not in c.dims("self"):
-        return c.run()
-    descending = c["largest"] if c.name == "topk" else c["descending"]
-    value = c.filled("self", select.extreme(c["self"], -1 if descending else 1), [dim])
-    ranked = torch.sort(value, dim=dim, descending=descending, stable=True)
-    if c.name == "argsort":
-        return ranked.indices
-    return tuple(v.narrow(dim, 0, c["k"]) for v in ranked) if c.name == "topk" else tuple(ranked)
 
 
 def _length(c: RaggedOp, dims: Sequence[int]) -> Any:
@@ -138,103 +309,30 @@ def _product(first: str, second: str, last: bool = False) -> Rule:
     return rule
 
 
-def _einsum(c: RaggedOp) -> Any:
-    equation = c["equation"].replace(" ", "")
-    if "." in equation:
-        raise c.refused("with dots has no rule")
-    terms, arrow, out = equation.partition("->")
-    out = out if arrow else "".join(sorted(v for v in set(terms) - {","} if terms.count(v) == 1))
-    filled = [
-        c.ragged.filled(node, 0, [d for d, letter in enumerate(term) if letter not in out])
-        for node, term in zip(c.raw["tensors"], terms.split(","), strict=True)
-    ]
-    return c.run(tensors=filled)
-
-
-def _attention(c: RaggedOp) -> Any:
-    keys = c["key"].dim() - 2
-    valid = c.ragged.valid(c.raw["key"].meta["val"], [keys])
-    if valid is None:
-        return c.run()
-    mask = (valid.view(-1) | (c.ragged.count(c.dims("key")[keys]) == 0)).view(1, -1)
-    if c["is_causal"]:
-        mask = (
-            mask
-            & torch.ones(c["query"].shape[-2], mask.shape[-1], dtype=torch.bool, device=mask.device).tril()
-        )
-    given = c["attn_mask"]
-    if given is not None and given.dtype != torch.bool:
-        mask = torch.where(mask, given, torch.finfo(given.dtype).min)
-    elif given is not None:
-        mask = mask & given
-    return c.run(attn_mask=mask, is_causal=False)
-
-
 # ------------------------------------------------------------------ shapes
 
 
 def _beside(c: RaggedOp) -> Any:
-    """An op along a dim of one tensor, which must not be a ragged one."""
-    if set(_reduced(c)) & c.dims(next(iter(c.raw))).keys():
+    """An op along a dim of one tensor, which must not be a ragged one, by numbers that are known."""
+    ragged = set(_reduced(c)) & c.dims(next(iter(c.raw))).keys()
+    if ragged or any(isinstance(n.meta["val"], torch.SymInt) for n in c.node.all_input_nodes):
         raise c.refused("works along a dim whose length depends on data")
     return c.run()
 
 
-def _part(c: RaggedOp) -> Tensor:
-    """Entries from a start to an end, which may depend on data, along a dim that may, too."""
+def _part(c: RaggedOp) -> Any:
+    """A slice of a dim that is not ragged, or all of one that is."""
     dim = c["dim"] % c["self"].dim()
-    value, length = c.raw["self"].meta["val"], c.node.meta["val"].shape[dim]
-    if dim not in c.dims("self") and not isinstance(length, torch.SymInt):
-        return c.run()
-    if c.arguments.get("step", 1) != 1:
-        raise c.refused("with a step has no rule")
-    every = c.ragged.count(value.shape[dim])
-
-    def place(bound: Any, otherwise: Any) -> Any:
-        bound = torch.as_tensor(otherwise if bound is None else c.ragged.number(bound))
-        return torch.where(bound < 0, bound + every, bound).clamp(min=0).clamp(max=torch.as_tensor(every))
-
-    start = place(c.raw["start"], 0)
-    end = start + c.ragged.number(c.raw["length"]) if c.name == "narrow" else place(c.raw["end"], every)
-    size = c.define(length, (end - start).clamp(min=0), c["self"].shape[dim])
-    return c.rows(dim, start, length, size)
-
-
-def _parts(c: RaggedOp) -> list[Tensor]:
-    """One part after the other, of lengths that depend on data."""
-    dim, name = c["dim"] % c["self"].dim(), "split_size" if "split_size" in c.arguments else "split_sizes"
-    lengths = [v.shape[dim] for v in c.node.meta["val"]]
-    if not isinstance(c[name], list | tuple) or (
-        dim not in c.dims("self") and all(isinstance(n, int) for n in lengths)
-    ):
-        return _beside(c)
-    start, found = 0, []
-    for length in lengths:
-        found.append(c.rows(dim, torch.as_tensor(start), length, c.ragged.size(length)))
-        start = start + c.ragged.count(length)
-    return found
-
-
-def _select(c: RaggedOp) -> Tensor:
-    """One entry, whose place may be a number that depends on data."""
-    if not isinstance(c.raw["index"], fx.Node):
-        return _beside(c)
-    place, dim = c.ragged.number(c.raw["index"]), c["dim"] % c["self"].dim()
-    place = torch.where(place < 0, place + c.ragged.count(c.raw["self"].meta["val"].shape[dim]), place)
-    return c["self"].index_select(dim, place.view(1)).squeeze(dim)
+    before, after = (c.ragged.expression(n.meta["val"].shape[dim]) for n in (c.raw["self"], c.node))
+    if before != after and symbols(before) | symbols(after):
+        raise c.refused("cuts a part whose place or length depends on data")
+    return c.run()
 
 
 def _rows(c: RaggedOp) -> Any:
     """An op of a batch of rows, of which the first dim alone may be ragged."""
     if any(c.dims(name).keys() - {0} for name in c.raw):
         raise c.refused("has a rule for a first dim of such a length alone")
-    return c.run()
-
-
-def _pad(c: RaggedOp) -> Any:
-    padded = {c["self"].dim() - 1 - i // 2 for i, width in enumerate(c["pad"]) if width}
-    if padded & c.dims("self").keys():
-        raise c.refused("pads a dim whose length depends on data")
     return c.run()
 
 
@@ -292,29 +390,19 @@ def _scalar(c: RaggedOp) -> Any:
     return number.to(c.node.meta["val"].dtype, copy=True) if isinstance(number, Tensor) else c.run()
 
 
-def _repeat(c: RaggedOp) -> Any:
-    repeated = c.node.meta["val"].shape[len(c.node.meta["val"].shape) - c["self"].dim() :]
-    for dim in c.dims("self"):
-        if repeated[dim] != c.raw["self"].meta["val"].shape[dim]:
-            raise c.refused("repeats a dim whose length depends on data")
-    return c.run()
-
-
-_least, _most = (lambda v: select.extreme(v, -1)), (lambda v: select.extreme(v, 1))
-_lowest = lambda v: torch.finfo(v.dtype).min if v.is_floating_point() else select.extreme(v, -1)  # noqa: E731
+_least, _most = (lambda v: _extreme(v, -1)), (lambda v: _extreme(v, 1))
+_lowest = lambda v: torch.finfo(v.dtype).min if v.is_floating_point() else _extreme(v, -1)  # noqa: E731
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(("nonzero", "nonzero_numpy", "argwhere"), select.nonzero),
-    **dict.fromkeys(("_unique2", "unique_consecutive"), select.unique),
-    "where": select.where, "masked_select": select.masked_select, "bincount": select.bincount,
-    "repeat_interleave": select.repeat_interleave, "index": select.index, "index_put": select.index_put,
-    "index_add": select.index_add,
-    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "index_copy"), select.scatter),
+    **dict.fromkeys(("nonzero", "nonzero_numpy", "argwhere"), _nonzero),
+    **dict.fromkeys(("_unique2", "unique_consecutive"), _unique),
+    "where": _where, "masked_select": _masked_select, 
+    "repeat_interleave": _repeat_interleave, "index": _index, "index_put": _index_put,
+    "index_add": _index_add,
     **dict.fromkeys(
         ("sum", "any", "nansum", "count_nonzero", "linalg_vector_norm", "norm"), _filling(lambda _: 0)),
     **dict.fromkeys(("all", "prod"), _filling(lambda _: 1)),
     **dict.fromkeys(("max", "amax", "argmax"), _filling(_least)),
     **dict.fromkeys(("min", "amin", "argmin"), _filling(_most)),
-    **dict.fromkeys(("sort", "argsort", "topk"), _sorted),
     **dict.fromkeys(
         ("softmax", "log_softmax", "_softmax", "_log_softmax", "logsumexp"), _filling(_lowest)
     ),
@@ -326,19 +414,17 @@ _RULES: dict[str, Rule] = {
     "linear": _product("input", "weight", last=True), "matmul": _product("self", "other"),
     "mm": _product("self", "mat2"), "bmm": _product("self", "mat2"), "mv": _product("self", "vec"),
     "dot": _product("self", "tensor"), "addmm": _product("mat1", "mat2"),
-    "baddbmm": _product("batch1", "batch2"), "einsum": _einsum, "scaled_dot_product_attention": _attention,
+    "baddbmm": _product("batch1", "batch2"),
     **dict.fromkeys(
-        ("chunk", "unbind", "glu", "flip", "roll", "cosine_similarity", "diff", "kthvalue", "median",
+        ("chunk", "select", "split", "split_with_sizes", "unbind", "glu",
+         "flip", "roll", "sort", "argsort", "topk", "cosine_similarity", "diff", "kthvalue", "median",
          "unfold", "unflatten"), _beside),
-    "pad": _pad, "constant_pad_nd": _pad,
-    "select": _select, "slice": _part, "narrow": _part, "split": _parts, "split_with_sizes": _parts,
-    **dict.fromkeys(
-        ("conv1d", "conv2d", "conv3d", "group_norm", "max_pool1d", "max_pool2d", "avg_pool2d",
-         "adaptive_avg_pool2d", "masked_scatter"), _rows),
+    "slice": _part, "narrow": _part,
+    "conv1d": _rows, "conv2d": _rows, "group_norm": _rows, "masked_scatter": _rows,
     **dict.fromkeys(("view", "reshape", "flatten", "_unsafe_view", "view_as", "reshape_as"), _view),
     **dict.fromkeys(("index_select", "gather"), _looking_up("index")),
     **dict.fromkeys(("embedding", "take_along_dim"), _looking_up("indices")), "one_hot": _looking_up("self"),
-    "cat": _cat, "concat": _cat, "arange": _arange, "repeat": _repeat, "tile": _repeat,
+    "cat": _cat, "concat": _cat, "arange": _arange,
     "fill": RaggedOp.run, "scalar_tensor": _scalar,
     **dict.fromkeys(("full", "full_like", "new_full"), _full),
 }  # fmt: skip

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fnshard.compiler.frontend.ragged.lengths import Ragged, RaggedOp, Unbounded, op_name, refused, symbols
+from fnshard.compiler.frontend.ragged.lengths import Ragged, RaggedOp, Unbounded, refused, symbols
 from fnshard.compiler.frontend.ragged.rules import rule_of
 from fnshard.compiler.frontend.transforms import Differentiable
 from fnshard.compiler.ir import source_lines
-from fnshard.compiler.ir.failures import BY_INDEX
 from fnshard.compiler.ir.program import OpOverload, eliminate_dead_code, mutated_args, storage_id
 
-_READS = {"item", "tolist", "__bool__", "is_nonzero", "__float__", "__complex__"}
 _VALUES = ("Tensor", "number", "Scalar")  # types of arguments that take a length as a value
 
 
@@ -32,7 +29,7 @@ def capture(flat: Callable[..., Any], *inputs: Sequence[Tensor]) -> Callable[...
     """
     from torch.fx.experimental.symbolic_shapes import ShapeEnv  # here: it brings sympy
 
-    shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+    shape_env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=True)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True)
 
     def same(value: Tensor) -> Tensor:
@@ -53,24 +50,10 @@ def capture(flat: Callable[..., Any], *inputs: Sequence[Tensor]) -> Callable[...
     return padded
 
 
-def check_read(name: str, args: Sequence[Any]) -> None:
-    """Refuse that `fn` reads a value other than an integer, which would have to be known while it runs.
-
-    Raises:
-        DataDependentOutputException: as outside of such a trace.
-    """
-    value = args[0] if args else None
-    if name not in _READS or not isinstance(value, FakeTensor) or value.constant is not None:
-        return
-    is_integer = not (value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool)
-    if value.fake_mode.shape_env is not None and not is_integer:
-        raise DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
-
-
 def run(module: fx.GraphModule, shape_env: Any, inputs: Sequence[Tensor]) -> list[Any]:
     """Run a graph with symbolic lengths on tensors of known sizes."""
     ragged, feed = Ragged(shape_env), iter(inputs)
-    memory = _Memory(ragged.values)
+    copied: set[int] = set()  # memory of the symbolic trace of which a view is a copy here
     eliminate_dead_code(module.graph)
     with fx_traceback.preserve_node_meta():
         for node in module.graph.nodes:
@@ -86,56 +69,30 @@ def run(module: fx.GraphModule, shape_env: Any, inputs: Sequence[Tensor]) -> lis
                 ragged.check_equal()
                 return [ragged.values[n] for n in node.args[0]]
             else:
-                memory.check(node)
+                if any(storage_id(n.meta["val"]) in copied for n in mutated_args(node)):
+                    raise refused(node, "writes to a tensor of which a view is a copy here")
                 try:
                     ragged.values[node] = _run_node(ragged, node)
                 except Unbounded:
                     text = "makes a length that depends on data, of which no bound is known"
                     raise refused(node, text) from None
-            memory.add(node)
+                copied |= _copied(ragged, node)
     raise AssertionError("a graph without an output")
 
 
-class _Memory:
-    """Which tensors share memory in the symbolic trace, where those of known sizes may be copies."""
-
-    def __init__(self, values: Mapping[fx.Node, Any]):
-        self.values = values
-        self.bases: dict[int, fx.Node] = {}  # by memory: the first tensor in it
-        self.writes: Counter[int] = Counter()  # by memory, so far
-        self.made_at: dict[fx.Node, int] = {}
-
-    def add(self, node: fx.Node) -> None:
-        """A node has run."""
-        for target in mutated_args(node):
-            self.writes[storage_id(target.meta["val"])] += 1
-        if isinstance(node.meta.get("val"), Tensor) and isinstance(self.values[node], Tensor):
-            memory = storage_id(node.meta["val"])
-            self.bases.setdefault(memory, node)
-            self.made_at[node] = self.writes[memory]
-
-    def check(self, node: fx.Node) -> None:
-        """Refuse a write to a copy of a part, or a read of one after a write.
-
-        Raises:
-            TraceError: the part is where, or as long as, the data say.
-        """
-        targets = mutated_args(node)
-        for source in [n for n in node.all_input_nodes if n in self.made_at]:
-            memory = storage_id(source.meta["val"])
-            is_copy = storage_id(self.values[source]) != storage_id(self.values[self.bases[memory]])
-            if is_copy and source in targets:
-                raise refused(node, "writes to a part of a tensor that depends on data", BY_INDEX)
-            if is_copy and self.made_at[source] < self.writes[memory]:
-                fix = "take the part again after the write, or a copy of it, .clone(), before."
-                raise refused(node, "reads a part that depends on data, which was written to since", fix)
+def _copied(ragged: Ragged, node: fx.Node) -> set[int]:
+    """The memory that a node shares with its inputs in the symbolic trace, and not on known sizes."""
+    tensors = [n for n in (node, *node.all_input_nodes) if isinstance(n.meta.get("val"), Tensor)]
+    if node not in tensors:
+        return set()
+    memory, own = storage_id(node.meta["val"]), storage_id(ragged.values[node])
+    shared = [n for n in tensors if storage_id(n.meta["val"]) == memory]
+    return {memory for n in shared if storage_id(ragged.values[n]) != own}
 
 
 def _run_node(ragged: Ragged, node: fx.Node) -> Any:
     value = node.meta.get("val")
     if isinstance(value, torch.SymInt):
-        if op_name(node) in ("item", "_local_scalar_dense"):
-            ragged.define_number(node, ragged.values[node.args[0]].detach().long().reshape(()))
         return ragged.size(value) if symbols(ragged.expression(value)) <= ragged.sizes.keys() else None
     if isinstance(value, torch.SymFloat | torch.SymBool):
         return None
