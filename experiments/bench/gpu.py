@@ -254,6 +254,7 @@ def split(events: Iterable[Event], steps: int) -> dict[str, float]:
     if not lines:
         raise ValueError("no instruction of a step is in the trace.")
     launches = {_correlation(e): e["ts"] for e in spans if e.get("cat") in LAUNCHES}
+    launches.pop(None, None)
     worked, starts = [e for e in spans if e.get("cat") in DEVICE] or lines, [e["ts"] for e in lines]
     totals, covered, end = dict.fromkeys(KINDS, 0.0), 0.0, -math.inf
     for event in worked:

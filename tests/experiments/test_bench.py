@@ -49,6 +49,8 @@ def test_all_mistakes_in_one_error():
         assert key in str(caught.value)
     with pytest.raises(ConfigError, match=f"case=speed: one of {', '.join(CASES)}"):
         SPEC.read({"case": "speed"})
+    with pytest.raises(ConfigError, match=r"plans=zero4: any of full_shard, ddp"):
+        plans.chosen(SPEC.read({"case": "memory", "plans": ["zero4"]}))
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match=r"no CUDA device.*Fix: device=cpu"):
             SPEC.read({"device": "cuda"})
@@ -225,11 +227,6 @@ def test_a_mechanism_is_measured(case, overrides, command):
     rows = command(case, *overrides)["rows"]
     assert len(rows) > 1
     assert all(float(cell) > 0 for row in rows[1:] for cell in row[1:] if re.fullmatch(r"[\d.]+", cell))
-
-
-def test_an_unknown_plan_names_the_plans():
-    with pytest.raises(ConfigError, match=r"plans=zero4: any of full_shard, ddp"):
-        plans.chosen(SPEC.read({"case": "memory", "plans": ["zero4"]}))
 
 
 # ------------------------------------------------------------------ runs from outside
