@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,17 +12,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SCRIPT = """import fnshard as fs
-
-mesh = fs.make_mesh(shard=1)
-print(fs.__file__, mesh.size, fs.presets.full_shard)
-"""
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+QUICKSTART = re.findall(r"```python\n(.*?)```", README, re.S)[0]
 
 
 @pytest.mark.parametrize("command", [(sys.executable,), ("basedpyright", "--level", "error")])
-def test_a_script_next_to_the_clone_finds_the_package(tmp_path: Path, command: tuple[str, ...]) -> None:
+def test_the_quickstart_runs_next_to_the_clone(tmp_path: Path, command: tuple[str, ...]) -> None:
     (tmp_path / "fnshard").symlink_to(ROOT)  # a folder without __init__.py, as the clone is
-    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "train.py").write_text(QUICKSTART)
     program = shutil.which(command[0])
     assert program is not None
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
@@ -31,3 +29,4 @@ def test_a_script_next_to_the_clone_finds_the_package(tmp_path: Path, command: t
         cwd=tmp_path, env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "error" not in done.stdout.replace("0 errors", "")
