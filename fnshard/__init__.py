@@ -66,8 +66,6 @@ from fnshard.runtime.collectives.simulated import simulate
 from fnshard.step.buckets import Buckets
 from fnshard.step.fit import fit
 from fnshard.step.forward import shard_forward
-from fnshard.step.lockstep import lockstep
-from fnshard.step.lowered import diff
 from fnshard.step.shards import shard, unshard
 from fnshard.step.state import TrainState
 from fnshard.step.step import shard_step
@@ -106,12 +104,10 @@ __all__ = [
     "constrain",
     "debug",
     "deferred",
-    "diff",
     "errors",
     "fit",
     "hf",
     "launch",
-    "lockstep",
     "lora",
     "losses",
     "make_functional",

@@ -11,7 +11,6 @@ from typing import Any, get_args
 
 import torch
 
-from fnshard.analysis.diff import Difference, compare
 from fnshard.analysis.hardware import Hardware
 from fnshard.analysis.memory import Ledger, MemoryAnalysis, MemoryInputs, MemoryTimeline, check_fits, measure
 from fnshard.analysis.timeline import Timeline, simulate
@@ -32,8 +31,6 @@ from fnshard.errors import SpecError
 from fnshard.mesh.process_group import place_on_host
 from fnshard.optim.contract import Optimizer
 from fnshard.step.options import Options
-
-__all__ = ["Lowered", "diff"]
 
 Kernels = Mapping[str, tuple[Boxed, Boxed | None]]
 KnownKernels = dict[tuple[str, bool], Boxed]  # by name, and whether it is the backward
@@ -282,28 +279,3 @@ class Lowered:
     def __repr__(self) -> str:
         attention = "".join(f"{n} {name} attentions, " for name, n in self.attention.items())
         return f"Lowered({self.schedule!r}, {attention}{'not ' if self.compiled is None else ''}compiled)"
-
-
-def diff(before: Lowered, after: Lowered) -> Difference:
-    """What one lowered step has that another has not: instructions, bytes, collectives; prints short.
-
-    >>> from fnshard import LayoutSpec, P, make_mesh, match_specs, shard_step
-    >>> params, mesh = {"w": torch.ones(4, 4)}, make_mesh(shard=4, abstract=True)
-    >>> def lowered(spec):
-    ...     step = shard_step(lambda p, x: (x @ p["w"]).sum(), match_specs(params, [("*", spec)]), mesh=mesh)
-    ...     return step.lower(params, torch.ones(2, 4))
-    >>> list(diff(lowered(LayoutSpec()), lowered(LayoutSpec(P("shard")))).collectives)
-    ['all_reduce', 'gather', 'reduce_scatter']
-
-    Raises:
-        SpecError: one of them is no `Lowered`.
-    """
-    wrong = [type(each).__name__ for each in (before, after) if not isinstance(each, Lowered)]
-    if wrong:
-        raise SpecError(
-            f"fs.diff compares two lowered steps, not {' and '.join(wrong)}.",
-            fix="step.lower(params, *batch) of each.",
-        )
-    return compare(
-        *((each.schedule, each.memory_analysis(), each.comm_analysis()) for each in (before, after))
-    )

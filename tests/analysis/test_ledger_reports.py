@@ -196,7 +196,7 @@ def test_the_sum_of_scalars_is_as_long_as_counted(scale: Any, accumulate: int) -
     assert {vector.nbytes for vector in sent} == {counted} and counted >= 6 * 8
 
 
-# ------------------------------------------------------------------ tables, budgets, differences
+# ------------------------------------------------------------------ tables, budgets
 
 
 def test_answers_print_short_and_are_plain_data() -> None:
@@ -205,7 +205,6 @@ def test_answers_print_short_and_are_plain_data() -> None:
         low.memory_analysis(),
         low.memory_timeline(),
         low.comm_analysis(),
-        fs.diff(low, decoder()),
     ):
         json.dumps(answer.as_dict())
         assert max(map(len, str(answer).splitlines())) < 240
@@ -239,22 +238,6 @@ def test_questions_that_make_no_sense() -> None:
     for ask in (low.memory_analysis, low.memory_timeline):
         with pytest.raises(fs.SpecError, match=r"transport='nonsense': one of .*'shared', 'p2p', 'native'"):
             ask(transport="nonsense")
-    for pair in ((low, None), (3, low)):
-        with pytest.raises(fs.SpecError, match=r"fs\.diff compares two lowered steps, not (NoneType|int)"):
-            fs.diff(*pair)
-
-
-def test_a_difference_names_what_came_and_went() -> None:
-    full, parts = decoder(preset="no_shard"), decoder(preset="full_shard")
-    found = fs.diff(full, parts)
-    assert found.collectives["all_reduce"].after == found.collectives["gather"].before == 0
-    assert ("backward", "norm", "all_reduce") in found.gone
-    assert ("forward", "norm", "gather") in found.come
-    assert found.bytes["between steps"].by < 0
-    peaks = [low.memory_analysis().peak_bytes for low in (full, parts)]
-    assert [found.bytes["peak"].before, found.bytes["peak"].after] == peaks
-    assert not fs.diff(full, decoder(preset="no_shard"))
-    assert str(fs.diff(full, full)) == "no difference"
 
 
 def test_padding_is_counted() -> None:
