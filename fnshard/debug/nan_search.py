@@ -102,7 +102,7 @@ def nan_hunt(
     Where loss, gradients and the updated state are finite, nothing is.
 
     Args:
-        step: what `shard_step` made; it is not changed, its counts and flags stay as they are.
+        step: what `shard_step` made; it is not changed, its flags stay as they are.
         state: a TrainState from before the step; without an optimizer this rank's blocks.
         batch: a tuple of what `fn` takes after the parameters, or the one argument.
         keywords: what it takes by name.

@@ -84,7 +84,6 @@ class RankState:
     raised: set[str] = field(default_factory=set)
     before: Reading = Reading()
     last: Reading = Reading()
-    steps: int = 0
 
     def finished(
         self,
@@ -98,7 +97,6 @@ class RankState:
             StateError: it, or the one before it where a device is still at work on it, exceeds a limit.
         """
         self.raised.clear()
-        self.steps += 1
         named = {**scalars, **{("flag", f): v for f, v in flags.items()}, **excesses}
         self.before, self.last = self.last, Reading.of(named, self.transfers.device)
         if excesses:

