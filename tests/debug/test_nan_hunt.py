@@ -15,7 +15,6 @@ from faults import (
     PARAMS,
     PRESETS,
     gather_not_waited_for,
-    kernel_wrong,
     loss,
     lying,
     mesh_of,
@@ -98,10 +97,6 @@ def zero_by_zero(params: Any, x: Tensor) -> Tensor:
     return (gap / gap).mean()
 
 
-def exp_overflow(params: Any, x: Tensor) -> Tensor:
-    return (run_chain(params, x) * 500).exp().mean()
-
-
 def half_overflow(params: Any, x: Tensor) -> Tensor:
     x = run_chain(params, x.to(params["layers.0.w"].dtype))
     return (x * 3e4 * 3e4).float().mean()
@@ -125,12 +120,9 @@ HUNTS: Mapping[str, tuple[AT, int | type, AT, str, str, str]] = {
     "NaN in a moment": (
         {"spoil": spoiled("layers.0.w", NAN, "mu")}, -1, {}, "nan",
         "slots 'layers.0.w', 'mu'", ""),
-    "NaN in the batch of one rank": (
-        {"batch": rows().index_fill(0, torch.tensor([3]), NAN)}, -1, {}, "nan", "batch '0'", ""),
     "log of 0": ({"fn": log_in_the_middle}, Run, {"backward": False}, "inf", "value", "aten.log"),
     "sqrt at 0": ({"fn": sqrt_at_zero}, Run, {"backward": True}, "inf", "'", "aten.sqrt"),
     "0 / 0": ({"fn": zero_by_zero}, Run, {"backward": False}, "nan", "value", "aten.div.Tensor"),
-    "exp": ({"fn": exp_overflow}, Run, {"backward": False}, "inf", "value", "aten.exp"),
     "no key is seen": (
         {"fn": no_key_is_seen}, Run, {"backward": False}, "nan", "value", "aten.softmax.int"),
     "fp16: a kernel": (
@@ -148,14 +140,8 @@ HUNTS: Mapping[str, tuple[AT, int | type, AT, str, str, str]] = {
     "gather: for the backward, one rank": (
         {"plant": lambda: lying("all_gather", 3, lambda got: [row * NAN for row in got], 1)}, Wait,
         {"unit": "layers.1"}, "nan", "gathered 'layers.1.w'", ""),
-    "publish": (
-        {"plant": lambda: lying("all_gather", 1, lambda got: [row * NAN for row in got]),
-         "preset": "zero2"}, Wait, {"unit": "layers.1"}, "nan", "stored 'layers.1.w'", ""),
     "scalars": (
         {"plant": lambda: lying("all_reduce", 0, lambda r: r * NAN)}, Wait, {}, "nan", "the step's loss", ""),
-    "kernel": (
-        {"plant": lambda: kernel_wrong("k1", False, 0, lambda v: v * NAN)}, Run,
-        {"backward": False, "unit": "layers.1"}, "nan", "value 'matmul_default_1'", ""),
 }  # fmt: skip
 
 
