@@ -191,7 +191,7 @@ def announce(fn: Any, programs: Programs, key: BatchKey) -> None:
     changed = lines(programs.changes(key)[0])
     if not changed:
         shapes = ", ".join(f"batch[{n!r}] {shown(d)}" for n, d in folded(key[1:]).items())
-        changed = [f"its first batch: {shapes}"]
+        changed = [f"{'kernels for' if len(programs) else 'its first batch:'} {shapes}"]
     for counter in _counting.get():
         counter.lines.append(f"{len(counter) + 1}: {name_of(fn)}: {'; '.join(changed)}")
         if len(counter) > counter.most:
