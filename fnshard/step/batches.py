@@ -112,37 +112,28 @@ def check_leaves(batch: Batch, *, values: bool = False) -> None:
     """
     named = Arguments.of(batch).leaves[0]
     inner = {n: unwrapped(v) for n, v in named.items()}
-    wrong = {
-        n: f"batch[{n!r}] is {'fs.Whole of ' if isinstance(named[n], Whole) else ''}{type(v).__name__}"
+    strange = {n: v for n, v in inner.items() if not isinstance(v, (Tensor, *tree.CONSTANTS))}
+    wrong = [
+        f"batch[{n!r}] is {'fs.Whole of ' if isinstance(named[n], Whole) else ''}{type(v).__name__}"
+        for n, v in strange.items()
+    ]
+    wrong += [
+        f"batch[{n!r}]: fs.Sequence of {_described(v.value)}, dim {v.dim}"
+        for n, v in named.items()
+        if isinstance(v, losses.Sequence) and not v.fits
+    ]
+    wrong += [
+        f"batch[{n!r}] {list(v.shape)} is on the meta device, and holds no values to run with"
         for n, v in inner.items()
-        if not isinstance(v, (Tensor, *tree.CONSTANTS))
-    }
+        if values and isinstance(v, Tensor) and v.is_meta
+    ]
     if wrong:
         raise StateError(
-            f"{len(wrong)} batch leaves are neither tensors nor plain Python constants:",
-            list(wrong.values()),
-            f"{tree.how_to_register(inner[n] for n in wrong)}torch.as_tensor(array) for an array; "
-            "the object's tensors, in a dict; fs.Whole around each tensor, not around a tree of them.",
-        )
-    marked = {n: v for n, v in named.items() if isinstance(v, losses.Sequence)}
-    odd = [
-        f"batch[{n!r}]: fs.Sequence of {_described(v.value)}, dim {v.dim}"
-        for n, v in marked.items()
-        if not v.fits
-    ]
-    if odd:
-        raise StateError(
-            f"{len(odd)} batch leaves have no such sequence:",
-            odd,
-            "fs.Sequence(tensor, dim), a dim that it has, or a tuple of them; None, or fs.Whole, "
-            "where it has no sequence.",
-        )
-    empty = [f"batch[{n!r}] {list(v.shape)}" for n, v in inner.items() if isinstance(v, Tensor) and v.is_meta]
-    if values and empty:
-        raise StateError(
-            f"{len(empty)} batch leaves are on the meta device, and hold no values to run with:",
-            empty,
-            "make the batch on the CPU or on this rank's device; step.lower(params, *batch) takes meta.",
+            f"{len(wrong)} batch leaves are not what a step takes, tensors and plain Python constants:",
+            wrong,
+            f"{tree.how_to_register(strange.values())}torch.as_tensor(array) for an array; the object's "
+            "tensors, in a dict; fs.Whole around each tensor, not around a tree of them; "
+            "fs.Sequence(tensor, dim), a dim that it has, or None; of meta tensors, step.lower alone.",
         )
 
 
