@@ -139,10 +139,10 @@ class Lowered:
         kinds = get_args(TransportKind)
         if transport is not None and transport not in kinds:
             raise SpecError(f"transport={transport!r}: one of {', '.join(map(repr, kinds))}, or None.")
-        given = MemoryInputs(
+        inputs = MemoryInputs(
             self.program, self.batch_bytes, self.optimizer, self.compiled, transport, self._fused_update
         )
-        found = measure(self.schedule, given)
+        found = measure(self.schedule, inputs)
         self.moved = found.moved
         return found
 

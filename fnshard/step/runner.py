@@ -206,7 +206,7 @@ class Runner:
         graphed = lowered.options.lowering.passes.graph and context.watch is None
         run = self._graphed(lowered, context) if graphed else bind(context)
 
-        def alone(env: dict[str, Any]) -> dict[str, Any]:
+        def in_own_modes(env: dict[str, Any]) -> dict[str, Any]:
             try:
                 # The caller's modes are not the program's.
                 with without_autocast(), deterministic(lowered.options.deterministic):
@@ -215,7 +215,10 @@ class Runner:
                 error.add_note(made_of(lowered.memory_analysis(), ", by the plan"))
                 raise
 
-        bound, known = Bound(lowered, alone, scalars), {id(each) for each in self.cache.programs.values()}
+        bound, known = (
+            Bound(lowered, in_own_modes, scalars),
+            {id(each) for each in self.cache.programs.values()},
+        )
         bindings = {k: v for k, v in rank.bound.items() if k[0] in known}
         rank.bound = bindings | {(id(lowered), rank.observer): bound}
         return bound
@@ -238,13 +241,13 @@ class Runner:
         # At every step, and not by identity: a tensor's `.data` may have been assigned.
         found = [(v.shape, v.dtype, v.device) if isinstance(v, Tensor) else type(v) for v in blocks]
         if form != structure or before[0] is not specs or before[1] != found:
-            given = tree.flatten_with_paths(params)[0]
-            compare_paths(specs, given)
+            named = tree.flatten_with_paths(params)[0]
+            compare_paths(specs, named)
             resolved.check_constants(params)
-            check_blocks(specs, given, self.mesh)
+            check_blocks(specs, named, self.mesh)
             if form == structure:
                 self._checked = specs, found
-            blocks = [given[p] for p in specs]
+            blocks = [named[p] for p in specs]
         if resolved.paired is not specs:
             blocks = list(map(as_pairs, blocks))
         # A schedule writes in place, which torch refuses for what requires grad.

@@ -58,11 +58,11 @@ def shard(
     tensor([0., 1., 2.])
     """
     resolved = ResolvedSpecs.of(specs).resolve(params)
-    given = tree.flatten_with_paths(params)[0]
+    named = tree.flatten_with_paths(params)[0]
     if seed is not None:
         check_seed(seed)
-        check_is_used(seed, given)
-    blocks = _blocks(given, resolved.leaves, mesh, disk_dir, seed or 0)
+        check_is_used(seed, named)
+    blocks = _blocks(named, resolved.leaves, mesh, disk_dir, seed or 0)
     return tree.unflatten(blocks, resolved.leaf_structure)
 
 

@@ -1,4 +1,4 @@
-"""LoRA: adapters beside frozen weights of any pure function, sharded and coded like everything else."""
+"""LoRA: adapters of frozen weights of any pure function, sharded and coded like everything else."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_a_target_that_is_used_twice_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("use", "told"),
+    ("use", "func"),
     [
         (lambda x, w: torch.cat([w, w]).sum(), "cat"),
         (lambda x, w: torch.add(x.sum(), other=w).sum(), "add"),
@@ -97,12 +97,12 @@ def test_a_target_that_is_used_twice_is_refused() -> None:
         (lambda x, w: torch.mm(x, w.t()).sum(), "t"),
     ],
 )
-def test_a_target_that_also_goes_elsewhere_is_refused_in_whatever_it_lies(use: Any, told: str) -> None:
-    """In lists, by keyword, beside itself, or where a tuple comes of it."""
+def test_a_target_that_also_goes_elsewhere_is_refused_in_whatever_it_lies(use: Any, func: str) -> None:
+    """In lists, by keyword, with itself, or where a tuple comes of it."""
     tuned_fn, tree = fs.lora(
         lambda p, x: F.linear(x, p["w"]).sum() + use(x, p["w"]), {"w": torch.randn(4, 4)}, rank=2, targets="w"
     )
-    with pytest.raises(TraceError, match=rf"(?s)1 leaf cannot.*`fn` also gives it to .*\b{told}\b"):
+    with pytest.raises(TraceError, match=rf"(?s)1 leaf cannot.*`fn` also gives it to .*\b{func}\b"):
         tuned_fn(tree, torch.ones(3, 4))
     plain, tree = fs.lora(
         lambda p, x: F.linear(x, p["w"]) * len(p["w"].shape) * p["w"].numel(),

@@ -53,10 +53,11 @@ def hunted(
         state = step.init(params)
         if spoil:
             spoil(rank, state)
-        before = [t.clone() for t in held_by(state)]
+        before = [t.clone() for t in tensors_of(state)]
         found = fs.debug.nan_hunt(step, state, batch[rank * 2 : rank * 2 + 2])
         assert all(
-            torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, held_by(state), strict=True)
+            torch.equal(a.nan_to_num(), b.nan_to_num())
+            for a, b in zip(before, tensors_of(state), strict=True)
         )
         return found
 
@@ -66,7 +67,7 @@ def hunted(
     return one
 
 
-def held_by(state: Any) -> list[Tensor]:
+def tensors_of(state: Any) -> list[Tensor]:
     """What a state holds, which a hunt must leave as it is."""
     return [t for _, t in tensors({"p": state.params, "o": state.opt_state})]
 

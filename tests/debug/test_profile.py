@@ -107,7 +107,7 @@ def test_what_a_trace_says_of_a_step(ranks: Any, tmp_path: Path) -> None:
 
 
 def test_a_traced_step_is_the_same_step(tmp_path: Path) -> None:
-    """And behind it nothing is left of the watching."""
+    """And nothing is left of the watching after it."""
     step, seen = make(fs.make_mesh()), []
 
     def watch(number: int, line: Any, action: Any) -> Any:
