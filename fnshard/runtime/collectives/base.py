@@ -225,13 +225,18 @@ def sum_rows(parts: Sequence[Tensor], out: Tensor) -> Tensor:
 
 def rows_of_place(parts: Sequence[Tensor], place: int) -> Tensor:
     """An all-to-all's result at a place of the group, of what each rank sent."""
-    return torch.cat([part.view(len(parts), -1)[place] for part in parts])
+    return torch.cat(_rows(parts, place))
 
 
 def summed_row(parts: Sequence[Tensor], place: int) -> Tensor:
     """A reduce-scatter's."""
-    rows = [part.view(len(parts), -1)[place] for part in parts]
+    rows = _rows(parts, place)
     return sum_rows(rows, torch.empty_like(rows[0]))
+
+
+def _rows(parts: Sequence[Tensor], place: int) -> list[Tensor]:
+    count = parts[0].numel() // len(parts)
+    return [part[place * count : (place + 1) * count] for part in parts]
 
 
 def from_place(parts: Sequence[Tensor], place: int, distance: int) -> Tensor:

@@ -301,11 +301,12 @@ class Message(Generic[T]):
     def _run(self) -> None:
         channel, number = self.channel, self.number
         channel.open[number] = self
-        self.mark(KIND, self.kind)
-        self.mark(OFFSET, 0 if self.slot is None else self.slot.start)
-        self.mark(REDUCED, 0)
+        words = channel.words[channel.here]
+        words[self._at(KIND)] = self.kind
+        words[self._at(OFFSET)] = 0 if self.slot is None else self.slot.start
+        words[self._at(REDUCED)] = 0
         fence()
-        channel.words[channel.here][COME] = number + 1
+        words[COME] = number + 1
         self.result = self.run(self)
         self.run = None  # it may hold what was sent
 
