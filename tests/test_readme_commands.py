@@ -64,10 +64,7 @@ TUNE = Row(
 TINY_SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 TINY = Row(
     TUNE.short.removeprefix("model=/models/llama data.context=96 "),
-    patches=(
-        ("experiments.finetune.base_models.PRETRAINING", {"steps": 2, "sample_tokens": 0}),
-        ("experiments.finetune.base_models.RANDOM", {"tiny": TINY_SIZES}),
-    ),
+    patches=(("experiments.finetune.base_models.RANDOM", {"tiny": TINY_SIZES}),),
 )
 PAPER = Row("model.layers=2")
 SAMPLE = Row(
@@ -136,10 +133,9 @@ TABLE = {
     "--out there": Row(quick=True),
     # -- nodes
     "torchrun --nproc-per-node 2 -m experiments.train": TRAIN,
-    "python -m experiments.train --multirun run.seed=1,2,3 launcher=slurm hydra.launcher.nodes=2 "
-    "hydra.launcher.gpus_per_node=8 data.rows=16": Row(needs=SLURM),
-    "python -m experiments.train --multirun launcher=slurm hydra.launcher.nodes=2 hydra.launcher.gpus_per_node=8 "
-    "model=1b data.rows=16": Row(needs=SLURM),
+    "python -m experiments.train --multirun run.seed=1,2,3 launcher=slurm hydra.launcher.gpus_per_node=8 data.rows=16": (
+        Row(needs=SLURM)
+    ),
     "srun --ntasks-per-node 1 torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 --max-restarts 3 --rdzv-backend "
     "c10d --rdzv-id $SLURM_JOB_ID --rdzv-endpoint $(scontrol show hostnames | head -1):29400 -m experiments.train model=1b data.rows=16": (
         Row(needs=SLURM)
@@ -158,7 +154,8 @@ TABLE = {
     "python -m experiments.examples.pinn": Row(),
     "python -m experiments.examples.dino": Row(),
     # -- finetune
-    "python -m experiments.finetune": replace(TINY, short=f"{TINY.short} mesh.shard=1", quick=True),
+    "python -m experiments.finetune method=full": replace(TINY, short=f"{TINY.short} mesh.shard=1", quick=True),
+    "python -m experiments.finetune": TINY,
     "python -m experiments.finetune method=lora": TINY,
     "python -m experiments.finetune method=qlora4 precision=bf16": TINY,
     "python -m experiments.finetune method=lora data.train=mine.jsonl": Row(f"{TUNE.short} mesh.shard=1"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import subprocess
 import sys
 import traceback
 from collections.abc import Iterable
@@ -21,16 +20,15 @@ import hydra
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from experiments import python_path
-from experiments.cli import slurm
 from experiments.cli.command_spec import Job
 from experiments.cli.exceptions import is_mistake, is_outside, run_by_hydra, text_of
 from experiments.cli.sweep import objective
 from experiments.cli.worker import REFUSAL, refused, run_job
-from experiments.configs.machine import place, ranks_of
+from experiments.configs.machine import place
 from experiments.configs.train import NEVER, ConfigError
 from experiments.data.files import write_json
 from experiments.training.result import RESULT, STOPPED, read_result, write_result
@@ -44,9 +42,9 @@ LOCAL, SIDE_BY_SIDE = "basic", "joblib"  # Hydra's names of launchers
 def run(job: Job, config: Any) -> None:
     """Answer a command line; `config` is what it means, None where it is a sweep."""
     if under_launcher():
-        record(be_a_rank)(job, sys.argv[1:])  # torchrun shows the error, whichever rank ends first
+        record(be_a_rank)(job, config, sys.argv[1:])  # torchrun shows the error, whichever rank ends first
         return
-    slurm.check_one_node(os.environ)
+    _check_one_node()
     if config is not None:
         placed(config)  # before Hydra makes a folder
     sweep = os.getpid()
@@ -81,6 +79,18 @@ def _one(job: Job, composed: DictConfig, sweep: int) -> float | None:
     return objective(folder, here.callbacks.table.metric)
 
 
+def _check_one_node() -> None:
+    """Refuse a command that SLURM starts on several nodes: its processes do not know each other."""
+    nodes = os.environ.get("SLURM_STEP_NUM_NODES", "1")
+    if "SLURM_STEP_ID" in os.environ and nodes != "1":
+        raise ConfigError(
+            f"SLURM starts this command on {nodes} nodes. Fix: hydra.launcher.nodes=1; or, inside of an "
+            "allocation, torchrun: srun --ntasks-per-node 1 torchrun --nnodes $SLURM_NNODES --nproc-per-node "
+            "8 --rdzv-backend c10d --rdzv-id $SLURM_JOB_ID --rdzv-endpoint FIRST_NODE:29400 -m "
+            "experiments.train."
+        )
+
+
 def _check_used(launcher: str) -> None:
     """See that a single run names no launcher."""
     if launcher != LOCAL:
@@ -110,16 +120,9 @@ def accelerators() -> dict[str, int]:
     return {torch.accelerator.current_accelerator().type: torch.accelerator.device_count()}
 
 
-def placed(requested: Any, *, world: int | None = None, nodes: int = 1) -> Any:
-    """The configuration on this machine.
-
-    Args:
-        world, nodes: see `experiments.configs.machine.place`.
-
-    Raises:
-        ConfigError: see there.
-    """
-    return place(requested, accelerators=accelerators(), world=world, nodes=nodes)
+def placed(requested: Any, *, world: int | None = None) -> Any:
+    """The configuration on this machine, as `experiments.configs.machine.place` has it."""
+    return place(requested, accelerators=accelerators(), world=world)
 
 
 def start(job: Job, requested: Any, fresh: Path, overrides: list[str], *, chosen: bool) -> str:
@@ -138,9 +141,7 @@ def start(job: Job, requested: Any, fresh: Path, overrides: list[str], *, chosen
             into `run.device_gb`, or that a checkpoint could not be read or written.
         LaunchError: a rank failed.
     """
-    nodes = slurm.nodes_of(os.environ)
-    if nodes > 1:
-        return _start_on_nodes(job, requested, fresh, overrides, nodes, chosen=chosen)
+    _check_one_node()
     config = job.prepare(placed(requested))
     with claimed(requested, fresh, chosen=chosen) as run:
         folder = Path(run.folder)
@@ -150,8 +151,8 @@ def start(job: Job, requested: Any, fresh: Path, overrides: list[str], *, chosen
             (folder / name).unlink(missing_ok=True)
         try:
             launch(
-                [sys.executable, "-u", *_worker(job, job_file)],
-                ranks=ranks_of(config),
+                [sys.executable, "-u", "-m", "experiments.cli.worker", job.module, str(job_file)],
+                ranks=config.mesh.ranks,
                 logs=folder / "ranks",
                 env={"PYTHONPATH": python_path()},
                 max_restarts=config.run.max_restarts,
@@ -165,31 +166,11 @@ def start(job: Job, requested: Any, fresh: Path, overrides: list[str], *, chosen
         return read_result(folder)["status"]
 
 
-def _start_on_nodes(
-    job: Job, requested: Any, fresh: Path, overrides: list[str], nodes: int, *, chosen: bool
-) -> str:
-    """`start` on each of the nodes of a job of SLURM's: torchrun starts the ranks, and rank 0 takes the run's
-    folder."""
-    config = placed(requested, nodes=nodes)
-    job_file = fresh / f"job.{os.environ['SLURM_NODEID']}.json"
-    values = {**job_values(config, overrides), "requested": dataclasses.asdict(requested)}
-    write_json(job_file, {**values, "fresh": str(fresh), "chosen": chosen})
-    agent = slurm.torchrun(os.environ, ranks_of(config) // nodes, config.run.max_restarts)
-    environment = {**os.environ, "PYTHONPATH": python_path()}
-    if subprocess.run([sys.executable, *agent, *_worker(job, job_file)], env=environment).returncode:
-        raise LaunchError(f"the ranks on {nodes} nodes failed: the output of torchrun says why.")
-    return read_result(fresh)["status"]
-
-
-def _worker(job: Job, job_file: Path) -> list[str]:
-    return ["-m", "experiments.cli.worker", job.module, str(job_file)]
-
-
 def job_values(config: Any, overrides: list[str]) -> dict[str, Any]:
     return {"config": dataclasses.asdict(config), "overrides": overrides}
 
 
-def be_a_rank(job: Job, arguments: list[str]) -> NoReturn:
+def be_a_rank(job: Job, requested: Any, arguments: list[str]) -> NoReturn:
     """Compose without Hydra's command line: every rank would make a folder of its own."""
     flags = [a for a in arguments if a.startswith("-")]
     if flags:
@@ -198,9 +179,5 @@ def be_a_rank(job: Job, arguments: list[str]) -> NoReturn:
         composed = hydra.compose(job.name, overrides=arguments, return_hydra_config=True)
     _check_used(composed.hydra.runtime.choices["hydra/launcher"])
     fresh = {"fresh": str(Path(composed.hydra.run.dir).resolve()), "chosen": _names_folder(arguments)}
-    with_hydra = OmegaConf.to_container(composed, resolve=False)
-    with_hydra.pop("hydra")
-    requested = job.spec.read_composed(OmegaConf.create(with_hydra))
     config = placed(requested, world=int(os.environ["WORLD_SIZE"]))
-    values = {**job_values(config, arguments), **fresh, "requested": dataclasses.asdict(requested)}
-    run_job(job, values)
+    run_job(job, {**job_values(config, arguments), **fresh, "requested": dataclasses.asdict(requested)})

@@ -87,17 +87,9 @@ def leaves(kind: type, values: Mapping[str, Any], path: str = "") -> list[str]:
 @cache
 def _options_of(kind: type) -> dict[str, tuple[Any, ...]]:
     """The members of each field's union, or its type alone."""
-    return {name: options_of(hint) for name, hint in typing.get_type_hints(kind).items()}
-
-
-def options_of(hint: Any) -> tuple[Any, ...]:
-    """The members of a union, or the hint alone.
-
-    >>> options_of(int | None)
-    (<class 'int'>, <class 'NoneType'>)
-    """
-    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return typing.get_args(hint) if is_union else (hint,)
+    unions = (typing.Union, types.UnionType)
+    hints = typing.get_type_hints(kind).items()
+    return {n: typing.get_args(h) if typing.get_origin(h) in unions else (h,) for n, h in hints}
 
 
 @cache

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import json
-import textwrap
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +25,6 @@ from experiments.data.stdlib_text import is_held_out, source_files, standard_lib
 
 HELD_OUT_PERCENT = 10
 MOST = {False: 2000, True: 200}  # functions, held out or not
-MOST_TEXTS = {False: 12_000, True: 400}  # functions of plain text
 LONGEST = 240  # bytes of prompt and response
 SHORTEST = 12  # characters of a response; "Run." teaches nothing
 
@@ -83,7 +81,7 @@ def _functions(held_out: bool) -> tuple[Function, ...]:
 
 
 def _of_file(path: Path) -> Iterator[Function]:
-    for node in _functions_in(_parsed(path)[1]):
+    for node in _functions_in(_parsed(path)):
         paragraph = (ast.get_docstring(node) or "").strip().partition("\n\n")[0]
         summary = "" if "\n" in paragraph else paragraph.strip()  # one whole sentence, as a rule
         prompt = f'def {node.name}({ast.unparse(node.args)}):\n    """'
@@ -92,15 +90,14 @@ def _of_file(path: Path) -> Iterator[Function]:
             yield Function(prompt, summary, code if len((prompt + code).encode()) <= LONGEST else "")
 
 
-def _parsed(path: Path) -> tuple[str, ast.Module]:
-    """A file's text and what it is; nothing of those that are there to be broken."""
+def _parsed(path: Path) -> ast.Module:
+    """A file's code; nothing of those that are there to be broken."""
     try:
-        source = path.read_text(encoding="utf-8")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # old escapes in old files
-            return source, ast.parse(source)
+            return ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError, RecursionError):
-        return "", ast.Module([], [])
+        return ast.Module([], [])
 
 
 def _functions_in(tree: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDef]:
@@ -121,39 +118,3 @@ def _write(path: Path, lines: Iterable[Mapping[str, Any]]) -> Path:
     )
     partial.replace(path)
     return path
-
-
-# ------------------------------------------------------------------ plain text, for a tiny base
-
-
-def text_files(folder: Path) -> tuple[Path, Path]:
-    """Write `text.jsonl` and `held_out_text.jsonl`: functions without docstrings, a line each."""
-    train, held_out = (({"text": text} for text in _bodies(side)) for side in (False, True))
-    return _write(folder / "text.jsonl", train), _write(folder / "held_out_text.jsonl", held_out)
-
-
-def _bodies(held_out: bool) -> list[str]:
-    root, texts = standard_library(), []
-    for name in source_files(root):
-        if is_held_out(name, HELD_OUT_PERCENT) == held_out:
-            texts += _bodies_of(root / name)
-        if len(texts) >= MOST_TEXTS[held_out]:
-            break
-    return texts[: MOST_TEXTS[held_out]]
-
-
-def _bodies_of(path: Path) -> Iterator[str]:
-    source, module = _parsed(path)
-    lines = source.splitlines(keepends=True)
-    for node in ast.walk(module):
-        if isinstance(node, ast.FunctionDef):
-            left_out = {n for inner in ast.walk(node) for n in _docstring_lines(inner)}
-            kept = [lines[n - 1] for n in range(node.lineno, node.end_lineno + 1) if n not in left_out]
-            yield textwrap.dedent("".join(kept))
-
-
-def _docstring_lines(node: ast.AST) -> range:
-    """They are left out: what a base has not seen, tuning shows."""
-    if not isinstance(node, ast.FunctionDef | ast.ClassDef) or ast.get_docstring(node) is None:
-        return range(0)
-    return range(node.body[0].lineno, node.body[0].end_lineno + 1)

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -21,31 +21,6 @@ FILE, CONFIG, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_t
 COPIED = (FILE, CONFIG, "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE, "chat_template.json")
 STOPS = ("generation_config.json", "config.json")  # files that name tokens which end a generation
 BUILT_IN = "fnshard_tokenizer"  # a key of `CONFIG`: the files are the byte tokenizer's
-
-
-class Tokenizer(Protocol):
-    """What a tokenizer of shards can do.
-
-    `vocab`: one more than the largest id; a model's embedding has at least as many rows. `eos`: what ends a
-    document. `key`: equal for equal tokenizers.
-    """
-
-    vocab: int
-    eos: int
-    key: str
-
-    def encode(self, text: str) -> list[int]:
-        """Token ids; neither begin nor end is added, and no control token is read from the text."""
-
-    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """uint32 ids of each text."""
-
-    def decode(self, ids: Sequence[int], control: bool = False) -> str:
-        """Text; control tokens are left out, or with `control` as they are spelled."""
-
-    def save(self, folder: Path) -> None:
-        """Write its files into a folder that exists."""
-
 
 # ------------------------------------------------------------------ bytes
 
@@ -67,6 +42,11 @@ TEMPLATE = (
 class ByteTokenizer:
     """UTF-8 bytes are ids 0 to 255; then come begin, end, padding and a marker for each role.
 
+    Args:
+        vocab: rows of an embedding: ids are below it.
+        eos: what ends a document.
+        key: equal for equal tokenizers.
+
     >>> tokenizer = ByteTokenizer()
     >>> tokenizer.encode("hé"), tokenizer.decode([256, 104, 195, 169, 257])
     ([104, 195, 169], 'hé')
@@ -79,13 +59,16 @@ class ByteTokenizer:
     key: str = "bytes-1"  # another number where ids mean something else
 
     def encode(self, text: str) -> list[int]:
+        """Token ids; neither begin nor end is added, and no control token is read from the text."""
         return list(text.encode())
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """uint32 ids of each text."""
         return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
 
     def decode(self, ids: Sequence[int], control: bool = False) -> str:
-        """Text of token ids; broken UTF-8 shows as a replacement sign."""
+        """Text; control tokens are left out, or with `control` as they are spelled; broken UTF-8 shows as a
+        replacement sign."""
         spelled = {i: name.encode() for name, i in CONTROL.items()} if control else {}
         return b"".join(bytes([i]) if i < 256 else spelled.get(i, b"") for i in ids).decode(errors="replace")
 
@@ -181,6 +164,7 @@ class DirectoryTokenizer:
             write_json(folder / STOPS[0], {"eos_token_id": list(self.stops)})
 
 
+Tokenizer = ByteTokenizer | DirectoryTokenizer  # of shards
 PLAIN = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}"
     "{{ 'assistant:' }}{% generation %}{{ ' ' + message['content'] + eos_token }}{% endgeneration %}"

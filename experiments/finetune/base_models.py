@@ -8,37 +8,21 @@ import os
 import re
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from experiments.configs.machine import ranks_of
-from experiments.configs.train import (
-    AdamWConfig,
-    ConfigError,
-    HardwareConfig,
-    PrecisionConfig,
-    RunConfig,
-    ScheduleConfig,
-    StrategyConfig,
-)
-from experiments.data.builtin import text_files
+from experiments.configs.train import ConfigError
 from experiments.data.tokenizer import Tokenizer, byte_tokenizer, open_directory
-from experiments.finetune.config import FinetuneConfig, FinetuneDataConfig, MethodConfig, ObjectiveConfig
+from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.lm import LanguageModel, from_directory
-from experiments.training.resume import identity_of
 from fnshard.errors import report
 
 BASES = Path("outputs", "bases")
-PRETRAINED = "stdlib"  # the tiny one, after PRETRAINING
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # of a model on the hub: organisation and name
-PRETRAINING: Mapping[str, Any] = {  # of the tiny one; settings of its run
-    "steps": 300, "held_out_every": 150, "save_every": 100, "sample_tokens": 64, "prompt": "def ",
-}  # fmt: skip
 EXPORTED = "model"  # in a run's folder: the whole model, exported
 RANDOM: Mapping[str, Mapping[str, int]] = {
     "tiny": {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -48,7 +32,7 @@ RANDOM: Mapping[str, Mapping[str, int]] = {
 }  # fmt: skip
 
 
-def directory_of(config: FinetuneConfig, pretrain: Callable[[FinetuneConfig, Path], None]) -> str:
+def directory_of(config: FinetuneConfig) -> str:
     """The directory of the configuration's model.
 
     Raises:
@@ -56,8 +40,6 @@ def directory_of(config: FinetuneConfig, pretrain: Callable[[FinetuneConfig, Pat
     """
     if missing := [name for name in ("transformers", "datasets", "jinja2") if find_spec(name) is None]:
         raise ConfigError(report("not installed:", missing, "pip install 'fnshard[finetune]'."))
-    if config.model == PRETRAINED:
-        return str(_pretrained(config, pretrain))
     if config.model in RANDOM:
         return str(_random(config.model, config.run.seed))
     path = Path(config.model)
@@ -69,7 +51,7 @@ def directory_of(config: FinetuneConfig, pretrain: Callable[[FinetuneConfig, Pat
 
 def downloaded(name: str) -> Path:
     """The directory of a model of the hub in the local Hugging Face cache; nothing is fetched."""
-    known = f"a model directory, or {', '.join([PRETRAINED, *RANDOM])}"
+    known = f"a model directory, or {', '.join(RANDOM)}"
     if not HUB_ID.fullmatch(name):
         raise ConfigError(f"model={name}: no directory is there. Fix: {known}.")
     from huggingface_hub import constants, snapshot_download
@@ -129,47 +111,6 @@ def _random(name: str, seed: int) -> Path:
     except OSError:  # somebody else was quicker
         shutil.rmtree(aside, ignore_errors=True)
     return final
-
-
-def _pretrained(config: FinetuneConfig, pretrain: Callable[[FinetuneConfig, Path], None]) -> Path:
-    """The tiny model, trained on the functions of the standard library; made once, on whatever mesh, and gone
-    on with if it was cut off."""
-    job = pretraining(config)
-    text = hashlib.sha256(Path(job.data.train).read_bytes()).hexdigest()  # another Python's is another base
-    known = f"{PRETRAINED}-{_digest([text, job.run.steps, job.run.seed, MADE])}"
-    made = sorted(p for p in BASES.resolve().glob(f"{known}-*/{EXPORTED}") if (p / "config.json").exists())
-    if made:
-        return made[0]
-    folder = BASES.resolve() / f"{known}-{_digest(identity_of(job))}"
-    print(f"model={PRETRAINED}: pre-training a tiny base first, once, in {folder}", flush=True)
-    began = time.monotonic()
-    pretrain(job, folder)
-    print(f"model={PRETRAINED}: made in {time.monotonic() - began:.0f} s, besides what follows", flush=True)
-    return folder / EXPORTED
-
-
-MADE = 1  # another number where `pretraining` makes another base
-
-
-def pretraining(config: FinetuneConfig) -> FinetuneConfig:
-    ranks = ranks_of(config)
-    like = {n: getattr(config.run, n) for n in ("seed", "backend", "device", "timeout_s", "max_restarts")}
-    run = RunConfig(**PRETRAINING, **like)
-    train, held_out = text_files((Path("outputs") / "data").resolve())
-    data = FinetuneDataConfig(
-        train=str(train), held_out=str(held_out), context=256, rows=_multiple(16, ranks),
-        held_out_rows=_multiple(32, ranks), too_long="truncate",
-    )  # fmt: skip
-    return FinetuneConfig(
-        method=MethodConfig(name="full"), objective=ObjectiveConfig(), strategy=StrategyConfig(),
-        precision=PrecisionConfig(), optimizer=AdamWConfig(),
-        schedule=ScheduleConfig(warmup=0.06, floor=0.05), run=run, hardware=HardwareConfig(),
-        mesh=config.mesh, data=data, model="tiny", export="merged",
-    )  # fmt: skip
-
-
-def _multiple(least: int, of: int) -> int:
-    return -(-least // of) * of
 
 
 def _digest(values: Any) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import groupby, takewhile
 from operator import itemgetter
 from pathlib import Path
@@ -41,20 +40,19 @@ class Example:
 
 @dataclass(frozen=True)
 class FinetuneData:
-    """Data that is tokenised already."""
+    """Data that is tokenised already.
+
+    `rows`: what batches are of; `measured`: what the held-out loss is of.
+    """
 
     tokenizer: DirectoryTokenizer
     train: Prepared
     held_out: Prepared
+    rows: Samples
+    measured: Samples
 
     def loader(self, config: FinetuneConfig, mesh: fs.Mesh) -> Loader:
-        samples = Samples(self.train, config.data.pack)
-        return Loader(samples, config.data.rows, config.run.seed, **place_of(mesh))
-
-    @cached_property
-    def measured(self) -> Samples:
-        """What the held-out loss is of."""
-        return Samples(self.held_out)
+        return Loader(self.rows, config.data.rows, config.run.seed, **place_of(mesh))
 
     def examples(self, run: RunConfig, limit: int | None) -> list[Example]:
         """Prompts from all over the held-out data, of pairs with the chosen answer, and after them the one
@@ -137,7 +135,8 @@ def prepared(config: FinetuneConfig) -> FinetuneConfig:
 
 def opened(config: FinetuneConfig) -> FinetuneData:
     train, held_out = open_prepared(config.data.train), open_prepared(config.data.held_out)
-    return FinetuneData(open_directory(config.model), train, held_out)
+    samples = Samples(train, config.data.pack), Samples(held_out)
+    return FinetuneData(open_directory(config.model), train, held_out, *samples)
 
 
 # ------------------------------------------------------------------ answers

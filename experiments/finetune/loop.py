@@ -7,52 +7,38 @@ import math
 import os
 import shutil
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import fnshard as fs
-from experiments.configs.plan import write_plan
+from experiments.configs.plan import Plan
 from experiments.configs.train import AUTO
 from experiments.data.files import read_json, write_json, write_text
-from experiments.data.loader import place_of
+from experiments.data.loader import Loader, place_of
 from experiments.finetune.base_models import EXPORTED
 from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.dataset import FinetuneData, Shown, opened, window_of
-from experiments.finetune.evaluate import mean_over
 from experiments.finetune.lm import from_directory
 from experiments.finetune.method import MethodPlan, choose_method
 from experiments.finetune.objectives import OBJECTIVES
 from experiments.finetune.tuning import Tuning, first_state
-from experiments.training.checkpoints import Saver, replicas_of, restored
 from experiments.training.metrics_file import METRICS
-from experiments.training.report import Report, plot_losses
+from experiments.training.report import plot_losses
 from experiments.training.resume import RunFolder
+from experiments.training.run import Ending, run_job
 from experiments.training.run_record import TimeSpent
 from experiments.training.sample import Sampler, last_logits
-from experiments.training.steps import Training, begin_report, finish_run, print_resume, print_stop, run_steps
 from fnshard.hf.reading import read_config
 from fnshard.launcher.rank import Stop
+from fnshard.losses import Mean
 
 BEFORE, SAMPLES, ADAPTERS = "before.json", "samples.txt", "adapters"
-
-
-@dataclass(frozen=True)
-class FinetuneSetup:
-    config: FinetuneConfig
-    mesh: fs.Mesh
-    planned: MethodPlan
-    data: FinetuneData
-    step: Any
-    held_out: Any
-    shown: Shown
-    batch: Any
-
-    @property
-    def tuning(self) -> Tuning:
-        return self.planned.tuning
+Measured = dict[str, Any]  # held-out numbers by name, and "answers"
 
 
 def finetune(config: FinetuneConfig, run: RunFolder, overrides: list[str], stop: Stop) -> None:
@@ -63,91 +49,114 @@ def finetune(config: FinetuneConfig, run: RunFolder, overrides: list[str], stop:
         config: its model is a directory, its data are folders of `dataset.prepared`.
         stop: once it is asked on any rank, all finish the step, save, and return.
     """
-    spent = TimeSpent()
-    with spent.on("start"):
-        setup = prepare(config)
-        folder, mesh = Path(run.folder), setup.mesh
-        replicas = replicas_of(config.run, setup.step, folder)
-        state, loader, found = begin(setup, run, replicas)
-        if mesh.rank == 0:
-            print_resume(config.run, state, found)
-        sides = 2 if setup.data.train.kind == "pairs" else 1
-        report = begin_report(
-            "finetune", setup.config, run, setup.step, overrides, int(state.step), found, spent=spent,
-            tokens=config.data.rows * loader.source.width * sides,
-        )  # fmt: skip
-        if mesh.rank == 0:
-            codes = setup.tuning.codes(state.params)
-            shown = setup.data.shown(colour=sys.stdout.isatty())
-            print(
-                f"{setup.planned.why}\n{codes}data: {setup.data.train}\n"
-                f"the first of them, what is learned between « and »:\n{shown}\n",
-                flush=True,
-            )
-            write_plan(setup.planned.plan, folder)
-    compile_ahead(setup, state, spent)
-    with report:
-        before = baseline(setup, state, folder, spent)
-        training = Training(
-            config, setup.planned.plan, setup.step, loader, lambda params: held_out_loss(setup, params)[0],
-            lambda: begin(setup, run)[:2], report, Saver(config, run.root, mesh.rank), spent, replicas,
-        )  # fmt: skip
-        state, held_out = run_steps(training, state, stop)
-        report.close()
-        if held_out is None:
-            print_stop(config.run, state, run, overrides, report)
-            return
-        after = evaluated(setup, state, spent)
-        with spent.on("export"):
-            written = export(setup, state, folder)
-        with spent.on("saves"):
+    run_job("finetune", lambda: prepare(config), run, overrides, stop)
+
+
+@dataclass(frozen=True)
+class FinetuneSetup:
+    """A `training.run.Setup`."""
+
+    config: FinetuneConfig
+    mesh: fs.Mesh
+    planned: MethodPlan
+    data: FinetuneData
+    step: Any
+    held_out: Any
+    shown: Shown
+    batch: Any
+
+    @property
+    def plan(self) -> Plan:
+        return self.planned.plan
+
+    @property
+    def tuning(self) -> Tuning:
+        return self.planned.tuning
+
+    @property
+    def tokens(self) -> int:
+        sides = 2 if self.data.train.kind == "pairs" else 1
+        return self.config.data.rows * self.data.rows.width * sides
+
+    def loader(self) -> Loader:
+        return self.data.loader(self.config, self.mesh)
+
+    def first_state(self) -> fs.TrainState:
+        model, seed = self.config.model, self.config.run.seed
+        return first_state(self.tuning, self.step, self.plan.specs, self.mesh, model, seed)
+
+    def introduce(self, state: fs.TrainState) -> None:
+        """Print what trains, and on what."""
+        shown = self.data.shown(colour=sys.stdout.isatty())
+        print(
+            f"{self.planned.why}\n{self.tuning.codes(state.params)}data: {self.data.train}\n"
+            f"the first of them, what is learned between « and »:\n{shown}\n",
+            flush=True,
+        )
+
+    def baseline(self, state: fs.TrainState, folder: Path, spent: TimeSpent) -> Measured:
+        """What is measured before the first step: now, or by the process that began the run."""
+        with spent.on("compile"):  # the step, in a thread, while the model is measured as it is
+            self.step.lower(state, self.batch).compile_async()
+        data, run = self.config.data, self.config.run
+        of = [self.config.model, self.config.objective.name, data.held_out, run.prompt, run.sample_tokens]
+        known = read_json(folder / BEFORE)
+        known = known if known.get("of") == of else {}  # another configuration's
+        fresh = self.step.gather_strings("" if int(state.step) or known else "fresh")[0]
+        if fresh:
+            values = {"of": of, **self._measure(state, spent)}
+            if self.mesh.rank == 0:
+                write_json(folder / BEFORE, values)
+            return values
+        # A run that goes on from another one's checkpoint has none.
+        return known or {"answers": ["-"] * len(self.shown.examples)}
+
+    def evaluate(self, params: Any) -> float:
+        """The objective's mean over held-out data; all ranks call it together."""
+        return self._held_out(params)[0]
+
+    def compile_ahead(self, state: fs.TrainState) -> None:
+        """All is compiled: the model was measured before the first step."""
+
+    def finish(self, end: Ending, baseline: Measured) -> None:
+        """Measure and export the tuned model; on rank 0 write and print the results."""
+        after = self._measure(end.state, end.spent)
+        with end.spent.on("export"):
+            written = export(self, end.state, end.folder)
+        with end.spent.on("saves"):
             fs.checkpoint.wait()
-        if isinstance(report, Report):
-            print_end(report, setup, run, overrides, before, after, written)
+        if self.mesh.rank != 0:
+            return
+        table = self.shown.table(baseline["answers"], after["answers"])
+        write_text(end.folder / SAMPLES, table)
+        with end.spent.on("reports"):
+            plot_losses(end.folder / METRICS, {}, end.folder / "loss.png", unit="token")
+        numbers = {name: value for name, value in after.items() if name != "answers"}
+        closing = end.write_result(numbers, sample=SAMPLES)
+        lines = [_changed(name, baseline.get(name), value) for name, value in numbers.items()]
+        lines += [*written, closing, f"results: {end.folder}"]
+        print(f"\n{table}\n" + "\n".join(lines), flush=True)
 
+    def _held_out(self, params: Any) -> tuple[float, dict[str, float]]:
+        """The objective's mean, and the means of its `aux`."""
+        rows = self.config.data.rows // self.plan.accumulate  # as a training step holds at once
+        batches = self.data.measured.once(rows, self.config.data.held_out_rows, **place_of(self.mesh))
+        return mean_over(self.held_out, params, batches, self.mesh.device)
 
-def compile_ahead(setup: FinetuneSetup, state: fs.TrainState, spent: TimeSpent) -> None:
-    """Compile the step in a thread, while the model is measured as it is."""
-    with spent.on("compile"):
-        setup.step.lower(state, setup.batch).compile_async()
-
-
-def begin(
-    setup: FinetuneSetup, run: RunFolder, replicas: fs.checkpoint.Replicas | None = None
-) -> tuple[fs.TrainState, Any, str]:
-    """The state to go on from, a loader that stands there, and the checkpoint that they are of."""
-    config, mesh = setup.config, setup.mesh
-    loader = setup.data.loader(config, mesh)
-    state, found = restored(run.root, run.source, setup.step, mesh, loader, replicas)
-    if state is None:
-        specs = setup.planned.plan.specs
-        state = first_state(setup.tuning, setup.step, specs, mesh, config.model, config.run.seed)
-    return state, loader, found
-
-
-def print_end(
-    report: Report,
-    setup: FinetuneSetup,
-    run: RunFolder,
-    overrides: list[str],
-    before: dict[str, Any],
-    after: dict[str, Any],
-    written: list[str],
-) -> None:
-    """What is left of a finished run."""
-    folder = Path(run.folder)
-    table = setup.shown.table(before["answers"], after["answers"])
-    write_text(folder / SAMPLES, table)
-    with report.record.spent.on("reports"):
-        plot_losses(folder / METRICS, {}, folder / "loss.png", unit="token")
-    numbers = {name: value for name, value in after.items() if name != "answers"}
-    closing = finish_run(report, run, overrides, numbers, sample=SAMPLES)
-    lines = [_changed(name, before.get(name), value) for name, value in numbers.items()]
-    lines += [*written, closing, f"results: {folder}"]
-    print(f"\n{table}\n" + "\n".join(lines), flush=True)
+    def _measure(self, state: fs.TrainState, spent: TimeSpent) -> Measured:
+        """Held-out loss and perplexity, and answers; all ranks call it together."""
+        with spent.on("evaluation"):
+            loss, more = self._held_out(state.params)
+        values: Measured = {"held_out_loss": loss}
+        if self.config.objective.name == "sft":
+            values["perplexity"] = math.exp(min(loss, 700.0))
+        values |= {f"held_out_{name}": value for name, value in more.items()}
+        with spent.on("samples"):
+            return values | {"answers": self.shown.answers(state.params)}
 
 
 def prepare(config: FinetuneConfig) -> FinetuneSetup:
+    """Mesh, model, specs, step: all of fnshard that the job uses."""
     run = config.run
     mesh = fs.make_mesh(**config.mesh.axes, device=run.device)
     lm, data = from_directory(config.model), opened(config)
@@ -171,54 +180,26 @@ def prepare(config: FinetuneConfig) -> FinetuneSetup:
     return FinetuneSetup(config, mesh, chosen, data, step, held_out, shown, batch)
 
 
-# ------------------------------------------------------------------ what is measured of a model
+def mean_over(
+    forward: Callable[..., Any], params: Any, batches: Iterable[Any], device: torch.device
+) -> tuple[float, dict[str, float]]:
+    """The loss of all batches of all ranks, and the means of its `aux`; exact means, not means of means."""
+    sums: dict[str, torch.Tensor] = {}
+    for batch in batches:
+        loss, aux = forward(params, batch)  # which sends it to the device
+        for name, mean in {"": loss, **aux}.items():
+            sums[name] = sums.get(name, torch.zeros((), device=device)) + _both(mean, device)
+    sums = {name: both.cpu() for name, both in sums.items()}
+    if dist.is_initialized():
+        for both in sums.values():
+            dist.all_reduce(both)
+    means = {name: (both[0] / both[1].clamp(min=1)).item() for name, both in sums.items()}
+    return means.pop("", math.nan), means
 
 
-def held_out_loss(setup: FinetuneSetup, params: Any) -> tuple[float, dict[str, float]]:
-    """The objective's mean over held-out data, and the means of its `aux`; all ranks call it together."""
-    config, mesh = setup.config, setup.mesh
-    rows = config.data.rows // setup.planned.plan.accumulate  # as a training step holds at once
-    batches = setup.data.measured.once(rows, config.data.held_out_rows, **place_of(mesh))
-    return mean_over(setup.held_out, params, batches, mesh.device)
-
-
-def evaluated(setup: FinetuneSetup, state: fs.TrainState, spent: TimeSpent) -> dict[str, Any]:
-    """All that is measured of a model, and its answers; all ranks call it together."""
-    with spent.on("evaluation"):
-        values = measured(setup, state)
-    with spent.on("samples"):
-        return values | {"answers": setup.shown.answers(state.params)}
-
-
-def measured(setup: FinetuneSetup, state: fs.TrainState) -> dict[str, Any]:
-    """Held-out loss and perplexity; all ranks call it together."""
-    loss, more = held_out_loss(setup, state.params)
-    values: dict[str, Any] = {"held_out_loss": loss}
-    if setup.config.objective.name == "sft":
-        values["perplexity"] = math.exp(min(loss, 700.0))
-    values |= {f"held_out_{name}": value for name, value in more.items()}
-    return values
-
-
-def baseline(setup: FinetuneSetup, state: fs.TrainState, folder: Path, spent: TimeSpent) -> dict[str, Any]:
-    """What was measured before the first step: now, or by the process that began the run."""
-    path, of = folder / BEFORE, _baseline_key(setup.config)
-    known = read_json(path)
-    known = known if known.get("of") == of else {}  # another configuration's
-    fresh = setup.step.gather_strings("" if int(state.step) or known else "fresh")[0]
-    if fresh:
-        values = {"of": of, **evaluated(setup, state, spent)}
-        if setup.mesh.rank == 0:
-            write_json(path, values)
-        return values
-    # A run that goes on from another one's checkpoint has none.
-    return known or {"answers": ["-"] * len(setup.shown.examples)}
-
-
-def _baseline_key(config: FinetuneConfig) -> list[Any]:
-    """What the numbers and answers before the first step depend on."""
-    data, run = config.data, config.run
-    return [config.model, config.objective.name, data.held_out, run.prompt, run.sample_tokens]
+def _both(mean: Mean, device: torch.device) -> torch.Tensor:
+    both = mean.total, mean.count
+    return torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in both])
 
 
 # ------------------------------------------------------------------ what is left of a run
@@ -272,7 +253,7 @@ def stored_dtype(directory: str) -> torch.dtype | None:
 
 
 def _merged(setup: FinetuneSetup, state: fs.TrainState) -> tuple[Any, Any]:
-    tuning, specs = setup.tuning, setup.planned.plan.specs
+    tuning, specs = setup.tuning, setup.plan.specs
     if tuning.lora is not None:
         return fs.adapters.merge(state, tuning.lora)
     place = tuning.models[0]

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
 from experiments.cli.command_spec import CommandSpec
-from experiments.configs.checks import configuration, out_of_range, refusal
+from experiments.configs.checks import configuration
 
-BROKEN = ("refuse", "skip")
+
+def _listed(value: Any) -> Any:
+    """One name is a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+Name = Annotated[str, Field(min_length=1)]
+Names = Annotated[tuple[Name, ...], BeforeValidator(_listed)]
 
 
 @configuration
@@ -27,32 +36,14 @@ class TokenizeConfig:
             replace the bytes.
     """
 
-    out: str
-    files: tuple[str, ...] | str | None = None
+    out: Name
+    files: Annotated[Names, Field(min_length=1)] | None = None
     tokenizer: str | None = None
-    held_out_percent: int = 10
-    held_out: tuple[str, ...] | str = ()
-    shard_mb: float = 64.0
-    processes: int | None = None
-    broken: str = "refuse"
-
-
-def complete(config: TokenizeConfig) -> TokenizeConfig:
-    """Check the values; one name is a list of one."""
-    named = {n: (v,) if isinstance(v := getattr(config, n), str) else v for n in ("files", "held_out")}
-    problems = [] if config.out else ["out: name a folder for the shards."]
-    problems += [
-        f"{name}={list(value)}: expected a name or a list of names, as in {name}=[a,b]."
-        for name, value in named.items()
-        if value is not None and not all(value or (name == "held_out",))
-    ]
-    if not 1 <= config.held_out_percent <= 99:
-        problems.append(f"held_out_percent={config.held_out_percent}: must be 1 to 99.")
-    if not 1e-6 <= config.shard_mb <= 1e6:
-        problems.append(f"shard_mb={config.shard_mb}: must be above 0.")
-    if problems := [*problems, *out_of_range(config, {"broken": BROKEN}, {"processes": 1})]:
-        raise refusal(problems)
-    return replace(config, **named)
+    held_out_percent: Annotated[int, Field(ge=1, le=99)] = 10
+    held_out: Names = ()
+    shard_mb: PositiveFloat = 64.0
+    processes: PositiveInt | None = None
+    broken: Literal["refuse", "skip"] = "refuse"
 
 
 SPEC = CommandSpec(
@@ -64,5 +55,4 @@ SPEC = CommandSpec(
         "python -m experiments.tokenize out=shards 'files=[texts, more/*.jsonl]'": "texts of your own",
         "python -m experiments.tokenize out=shards tokenizer=DIRECTORY": "with a model's tokenizer",
     },
-    complete=complete,
 )

@@ -50,13 +50,13 @@ def tokenize(config: TokenizeConfig) -> list[Shards]:
     out, command = Path(config.out), _command(config, tokenizer, sides)
     try:
         _check_free(out, command)
-        began, before = time.perf_counter(), _written(out)
+        began = time.perf_counter()
         if not all((out / side / HEADER).exists() for side in SIDES):
             _write(out, config, tokenizer, sides, command)
         found = [open_shards(out / side) for side in SIDES]
     except OSError as error:
         raise ConfigError(f"{out}: shards cannot be written there: {error}.") from error
-    _print_end(out, found, _written(out) - before, time.perf_counter() - began)
+    _print_end(out, found, time.perf_counter() - began)
     return found
 
 
@@ -70,7 +70,10 @@ def _write(
     rows = {side: _rows(out / WORK / side, sides[side], config.processes, command) for side in SIDES}
     problems = {side: [each for each in rows[side]["problem"][:] if each] for side in SIDES}
     if config.broken == "refuse" and any(problems.values()):
-        raise _refusal([each for side in SIDES for each in problems[side]])
+        wrong = [each for side in SIDES for each in problems[side]]
+        fix = "mend the text; or broken=skip, which leaves such lines out and replaces such bytes."
+        several = "1 place" if len(wrong) == 1 else f"{len(wrong)} places"
+        raise ConfigError(report(f"{several} of the text cannot be used:", first_few(wrong, SHOWN), fix))
     write_json(out / COMMAND, command)
     (out / TOKENIZER).mkdir(exist_ok=True)
     tokenizer.save(out / TOKENIZER)
@@ -177,30 +180,15 @@ def _check_free(out: Path, command: Mapping[str, Any]) -> None:
         raise ConfigError(report(f"{out} holds shards of another command:", differ, fix))
 
 
-def _written(out: Path) -> int:
-    """Bytes of tokens."""
-    return sum(path.stat().st_size for path in out.glob("*/*.npy"))
-
-
-# ------------------------------------------------------------------ messages
-
-
-def _refusal(problems: Sequence[str]) -> ConfigError:
-    fix = "mend the text; or broken=skip, which leaves such lines out and replaces such bytes."
-    several = "1 place" if len(problems) == 1 else f"{len(problems)} places"
-    return ConfigError(report(f"{several} of the text cannot be used:", first_few(problems, SHOWN), fix))
-
-
-def _print_end(out: Path, found: Sequence[Shards], written_bytes: int, seconds: float) -> None:
-    """Where the shards are, what they hold, and how fast that went."""
+def _print_end(out: Path, found: Sequence[Shards], seconds: float) -> None:
+    """Where the shards are, and what they hold."""
     for shards in found:
         broken = f", {shards.broken} broken" if shards.broken else ""
         text = f"{shards.tokens:,} tokens, {shards.documents or 0:,} documents{broken}"
         print(f"{shards.folder}: {text}, in {len(shards.files)} shards")
     vocab = max(shards.vocab or 0 for shards in found)
-    tokens = written_bytes / (2 if vocab <= 2**16 else 4)
-    speed = f"{tokens / seconds:,.0f} tokens/s in {seconds:.1f} s" if written_bytes else "nothing left to do"
     print(
-        f"{speed}\n\nshards: {out}\ntrain on them: data=shards data.root={out} model.vocab={vocab}",
+        f"done in {seconds:.1f} s\n\nshards: {out}\n"
+        f"train on them: data=shards data.root={out} model.vocab={vocab}",
         flush=True,
     )

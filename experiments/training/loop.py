@@ -1,4 +1,4 @@
-"""The training loop of the main job, as one rank runs it."""
+"""The main job, as one rank runs it."""
 
 from __future__ import annotations
 
@@ -13,31 +13,33 @@ from hydra.utils import instantiate
 from torch import Tensor, nn
 
 import fnshard as fs
-from experiments.configs.plan import Plan, dtypes_of, plan_of, tensor_axis, write_plan
+from experiments.configs.plan import Plan, dtypes_of, plan_of, tensor_axis
 from experiments.configs.train import TrainConfig
 from experiments.data.files import write_text
-from experiments.training.checkpoints import Saver, replicas_of, restored
+from experiments.data.loader import Loader
 from experiments.training.dataset import Dataset, open_dataset
 from experiments.training.decoder import Decoder, next_token_loss
 from experiments.training.metrics_file import METRICS
-from experiments.training.report import Report, comparison, plot_losses
+from experiments.training.report import comparison, plot_losses
 from experiments.training.resume import RunFolder
+from experiments.training.run import Ending, run_job
 from experiments.training.run_record import TimeSpent
 from experiments.training.sample import Sampler, last_logits, safe
-from experiments.training.steps import (
-    Training,
-    begin_report,
-    finish_run,
-    make_optimizer,
-    print_resume,
-    print_stop,
-    run_steps,
-)
+from experiments.training.steps import make_optimizer
 from fnshard.launcher.rank import Stop
+
+
+def train(config: TrainConfig, run: RunFolder, overrides: list[str], stop: Stop) -> None:
+    """Train, from the run's newest checkpoint if it has one; rank 0 writes everything to the run's folder and
+    prints its path.
+    """
+    run_job("train", lambda: prepare(config), run, overrides, stop)
 
 
 @dataclass(frozen=True)
 class TrainSetup:
+    """A `run.Setup`."""
+
     config: TrainConfig
     mesh: fs.Mesh
     plan: Plan
@@ -47,71 +49,64 @@ class TrainSetup:
     forward: Any
     sampler: Sampler
 
+    @property
+    def tokens(self) -> int:
+        return self.config.data.rows * self.config.context
 
-def train(config: TrainConfig, run: RunFolder, overrides: list[str], stop: Stop) -> None:
-    """Train, from the run's newest checkpoint if it has one; rank 0 writes everything to the run's folder and
-    prints its path.
-    """
-    spent = TimeSpent()
-    with spent.on("start"):
-        setup = prepare(config)
-        folder, mesh = Path(run.folder), setup.mesh
-        replicas = replicas_of(config.run, setup.step, folder)
-        state, loader, found = begin(setup, run, replicas)
-        if mesh.rank == 0:
-            print_resume(config.run, state, found)
-        report = begin_report(
-            "train", config, run, setup.step, overrides, int(state.step), found, spent=spent,
-            tokens=config.data.rows * config.context,
-        )  # fmt: skip
-        if mesh.rank == 0:
-            write_plan(setup.plan, folder)
-    training = Training(
-        config, setup.plan, setup.step, loader, lambda params: evaluate(setup, params),
-        lambda: begin(setup, run)[:2], report, Saver(config, run.root, mesh.rank), spent, replicas,
-        lambda state: compile_ahead(setup, state),
-    )  # fmt: skip
-    with report:
-        state, held_out = run_steps(training, state, stop)
-        report.close()
-        if held_out is None:
-            print_stop(config.run, state, run, overrides, report)
-            return
-        seed = config.run.seed + mesh.data_rank
-        with spent.on("samples"):
-            prompt = setup.dataset.encode(config.run.prompt)
-            (drawn,) = setup.sampler(state.params, [prompt], config.run.sample_tokens, seed)
-            sampled = safe(setup.dataset.decode([*prompt, *drawn]))
-        with spent.on("saves"):
+    def loader(self) -> Loader:
+        return self.dataset.loader(self.mesh)
+
+    def first_state(self) -> fs.TrainState:
+        return self.step.init(self.model, seed=self.config.run.seed)
+
+    def introduce(self, state: fs.TrainState) -> None:
+        """Nothing is printed before the first step."""
+
+    def baseline(self, state: fs.TrainState, folder: Path, spent: TimeSpent) -> None:
+        """Nothing is measured before the first step."""
+
+    def evaluate(self, params: Any) -> float:
+        """Mean loss over all held-out windows, nats per token; all ranks call it together."""
+        # The forward sends them to the device.
+        losses = [self.forward(params, *self.dataset.held_out(s)) for s in self._held_out_starts()]
+        mean = torch.stack(losses).double().mean().cpu()
+        if dist.is_initialized():  # every rank's mean is over equally many tokens
+            dist.all_reduce(mean)
+        return mean.item() / self.mesh.size
+
+    def compile_ahead(self, state: fs.TrainState) -> None:
+        """Compile what measures the model and samples from it, while it trains."""
+        lowered = [self.forward.lower(state, *self.dataset.held_out(self._held_out_starts()[0]))]
+        if self.config.run.sample_tokens:
+            lowered.append(self.sampler.lower(state))
+        for each in lowered:  # after all of them: nothing is traced while a thread compiles
+            each.compile_async()
+
+    def finish(self, end: Ending, baseline: None) -> None:
+        """Draw a sample; on rank 0 write and print the results."""
+        run, unit = self.config.run, self.dataset.unit
+        with end.spent.on("samples"):
+            prompt = self.dataset.encode(run.prompt)
+            seed = run.seed + self.mesh.data_rank
+            (drawn,) = self.sampler(end.state.params, [prompt], run.sample_tokens, seed)
+        with end.spent.on("saves"):
             fs.checkpoint.wait()
-        if isinstance(report, Report):
-            write_text(folder / "sample.txt", sampled)
-            finish(report, setup, run, overrides, held_out, sampled)
+        if self.mesh.rank != 0:
+            return
+        sampled = safe(self.dataset.decode([*prompt, *drawn]))
+        write_text(end.folder / "sample.txt", sampled)
+        with end.spent.on("reports"):
+            tables = self.dataset.tables()
+            plot_losses(end.folder / METRICS, tables, end.folder / "loss.png", unit=unit)
+        closing = end.write_result({"held_out_loss": end.held_out, **tables}, sample="sample.txt")
+        text = comparison(end.held_out, tables, unit=unit)
+        print(f"\n{text}\n\n{sampled}\n\n{closing}\nresults: {end.folder}", flush=True)
 
-
-def begin(
-    setup: TrainSetup, run: RunFolder, replicas: fs.checkpoint.Replicas | None = None
-) -> tuple[fs.TrainState, Any, str]:
-    """The state to resume, a loader that stands there, and the checkpoint that they are of."""
-    loader = setup.dataset.loader(setup.mesh)
-    state, found = restored(run.root, run.source, setup.step, setup.mesh, loader, replicas)
-    if state is None:
-        state = setup.step.init(setup.model, seed=setup.config.run.seed)
-    return state, loader, found
-
-
-def finish(
-    report: Report, setup: TrainSetup, run: RunFolder, overrides: list[str], held_out: float, sampled: str
-) -> None:
-    """Write and print the results of a finished run."""
-    folder, unit = Path(run.folder), setup.dataset.unit
-    with report.record.spent.on("reports"):
-        tables = setup.dataset.tables()
-        plot_losses(folder / METRICS, tables, folder / "loss.png", unit=unit)
-    measured = {"held_out_loss": held_out, **tables}
-    closing = finish_run(report, run, overrides, measured, sample="sample.txt")
-    text = comparison(held_out, tables, unit=unit)
-    print(f"\n{text}\n\n{sampled}\n\n{closing}\nresults: {folder}", flush=True)
+    def _held_out_starts(self) -> tuple[Tensor, ...]:
+        """This rank's held-out windows, as many at once as a training step has: that much memory there is."""
+        mine = self.dataset.starts.chunk(self.mesh.data_size)[self.mesh.data_rank]
+        rows = self.config.data.rows // self.mesh.data_size // self.plan.accumulate
+        return mine.split(math.gcd(len(mine), rows))
 
 
 def prepare(config: TrainConfig) -> TrainSetup:
@@ -142,32 +137,5 @@ def prepare(config: TrainConfig) -> TrainSetup:
         "context_attention": config.mesh.context_attention,
     }  # fmt: skip
     forward = fs.shard_forward(loss_fn, plan.specs, kernels=step, **how)
-    dataset = open_dataset(config)
     sampler = Sampler(fs.shard_forward(last_logits(apply), plan.specs, **how), config.context, mesh.device)
-    return TrainSetup(config, mesh, plan, dataset, model, step, forward, sampler)
-
-
-def evaluate(setup: TrainSetup, params: Any) -> float:
-    """Mean loss over all held-out windows, nats per token; all ranks call it together."""
-    # The forward sends them to the device.
-    losses = [setup.forward(params, *setup.dataset.held_out(s)) for s in held_out_starts(setup)]
-    mean = torch.stack(losses).double().mean().cpu()
-    if dist.is_initialized():  # every rank's mean is over equally many tokens
-        dist.all_reduce(mean)
-    return mean.item() / setup.mesh.size
-
-
-def held_out_starts(setup: TrainSetup) -> tuple[Tensor, ...]:
-    """Of this rank's held-out windows, as many at once as a training step has: that much memory there is."""
-    mine = setup.dataset.starts.chunk(setup.mesh.data_size)[setup.mesh.data_rank]
-    rows = setup.config.data.rows // setup.mesh.data_size // setup.plan.accumulate
-    return mine.split(math.gcd(len(mine), rows))
-
-
-def compile_ahead(setup: TrainSetup, state: fs.TrainState) -> None:
-    """Compile what measures the model and samples from it, while it trains."""
-    lowered = [setup.forward.lower(state, *setup.dataset.held_out(held_out_starts(setup)[0]))]
-    if setup.config.run.sample_tokens:
-        lowered.append(setup.sampler.lower(state))
-    for each in lowered:  # after all of them: nothing is traced while a thread compiles
-        each.compile_async()
+    return TrainSetup(config, mesh, plan, open_dataset(config), model, step, forward, sampler)

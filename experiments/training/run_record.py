@@ -88,12 +88,9 @@ def packages() -> dict[str, str]:
 
 def machine(mesh: fs.Mesh) -> dict[str, Any]:
     """The device of this rank and the host it is on."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     found = {
         "device": mesh.device_type,
-        "cpu": _cpu_name(),
-        "cores": cores,
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "cores": os.cpu_count(),
         "system": platform.platform(),
         "threads": torch.get_num_threads(),
     }
@@ -101,14 +98,6 @@ def machine(mesh: fs.Mesh) -> dict[str, Any]:
         gpu = torch.cuda.get_device_properties(mesh.device)
         found |= {"gpu": gpu.name, "gpu_memory_bytes": gpu.total_memory, "cuda": torch.version.cuda}
     return found
-
-
-def _cpu_name() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 # ------------------------------------------------------------------ time and work

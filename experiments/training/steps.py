@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import socket
-import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,18 +12,14 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
 
 import fnshard as fs
 from experiments.configs.plan import MEMORY, Plan, append_compiled, hardware_of, write_memory
 from experiments.configs.train import AUTO, AdamWConfig, RunConfig, ScheduleConfig, SGDConfig
 from experiments.data.files import append, write_text
-from experiments.trackers.registry import chosen
 from experiments.training.checkpoints import Saver
-from experiments.training.report import Report, Silent, metrics_next_to
-from experiments.training.result import STOPPED, write_result
-from experiments.training.resume import RunFolder
-from experiments.training.run_record import RunRecord, StepWork, TimeSpent, facts_of, varying
+from experiments.training.report import Report, Silent
+from experiments.training.run_record import StepWork, TimeSpent
 from experiments.training.tracing import Tracer
 from experiments.training.watchdog import Begin, Watchdog
 from fnshard.analysis.hardware import TABLE
@@ -279,42 +272,6 @@ def make_rate(shape: ScheduleConfig, peak: float, steps: int) -> fs.schedules.Ra
     return fs.schedules.SCHEDULES[shape.name](peak=peak, **phases)
 
 
-# ------------------------------------------------------------------ beginning and ending
-
-
-def begin_report(
-    job: str,
-    config: Any,
-    run: RunFolder,
-    step: Any,
-    overrides: list[str],
-    made: int,
-    found: str,
-    *,
-    tokens: int,
-    spent: TimeSpent,
-) -> Report | Silent:
-    """A run's folder and its report, on rank 0; all ranks call it together.
-
-    Args:
-        job: the module of `experiments` that was started.
-        made: steps that were made before.
-        found: the checkpoint that is resumed, or nothing.
-        tokens: of one step, of all ranks.
-        spent: where this process's time goes.
-    """  # fmt: skip
-    hosts, folder, mesh = step.gather_strings(socket.gethostname()), Path(run.folder), step.mesh
-    if mesh.rank != 0:
-        return Silent(made)
-    placed = OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
-    write_text(folder / "config.yaml", placed)
-    record = RunRecord(folder, facts_of(config, job, overrides, mesh, hosts), made, spent)
-    return Report(
-        folder, config.run.steps, tokens, made, metrics_next_to(folder, found),
-        record=record, trackers=chosen(config.tracker), device_type=mesh.device_type,
-    )  # fmt: skip
-
-
 def peak_of(planned: fs.Hardware | None, mesh: fs.Mesh) -> fs.Hardware | None:
     """The hardware whose peak an MFU is a share of: one that was measured, or a GPU that the table knows."""
     if planned is not None and planned.name not in TABLE:
@@ -322,53 +279,3 @@ def peak_of(planned: fs.Hardware | None, mesh: fs.Mesh) -> fs.Hardware | None:
     if mesh.device_type != "cuda":
         return None  # the table's CPU is nobody's
     return fs.Hardware.of_gpu(torch.cuda.get_device_name())
-
-
-def print_resume(run: RunConfig, state: fs.TrainState, found: str) -> None:
-    """Say where the run resumes."""
-    if found:
-        print(f"resume: step {int(state.step)} of {found}", flush=True)
-    elif run.resume == AUTO:
-        print("resume: nothing to go on from, a new run", flush=True)
-
-
-def finish_run(
-    report: Report, run: RunFolder, overrides: list[str], measured: Mapping[str, float], *, sample: str
-) -> str:
-    """Leave the result of a run that has come to its end, and the text of its samples.
-
-    Args:
-        measured: what the job has measured at the end.
-        sample: the name of the file of samples, for the trackers.
-
-    Returns:
-        Its time and memory, as text.
-    """
-    folder = Path(run.folder)
-    rows = report.totals
-    summary = {
-        "loss": statistics.mean(list(rows.losses)[-20:]),
-        **measured,
-        "tokens_per_s": report.tokens / rows.step_seconds(),
-        "seconds": rows.seconds,
-    }
-    artifacts = [folder / name for name in ("loss.png", sample, "config.yaml", "schedule.txt")]
-    totals = report.finish("ok", [a for a in artifacts if a.exists()], **summary)
-    write_result(folder, status="ok", overrides=overrides, **summary, **varying(totals))
-    return report.closing(totals)
-
-
-def print_stop(
-    run: RunConfig, state: fs.TrainState, where: RunFolder, overrides: list[str], report: Report | Silent
-) -> None:
-    """Report that the run has stopped before its end, and how to resume it."""
-    if not isinstance(report, Report):
-        return
-    number = int(state.step)
-    report.finish(STOPPED)
-    write_result(Path(where.folder), status=STOPPED, overrides=overrides, step=number)
-    print(
-        f"stopped: step {number} of {run.steps} is saved; the same command goes on from there, "
-        f"another one with run.resume={where.folder}",
-        flush=True,
-    )

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from runs import run_in
 from torch import Tensor, nn
-from tuning import SMALL as SMALL_TUNING
 
 import fnshard as fs
 from experiments.bench.command import SPEC as BENCH
@@ -23,9 +22,6 @@ from experiments.cli.command_spec import CONF, CommandSpec
 from experiments.cli.main import main
 from experiments.cli.validation import help_of, validate
 from experiments.configs.machine import place
-from experiments.configs.train import TrainConfig
-from experiments.finetune import dataset
-from experiments.finetune import loop as tuning_loop
 from experiments.finetune.job import SPEC as FINETUNE
 from experiments.tokenize.config import SPEC as TOKENIZE
 from experiments.tokenize.config import TokenizeConfig
@@ -77,39 +73,6 @@ def test_a_recipe_trains_for_two_steps(name, text, tmp_path, monkeypatch):
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2]
     assert (tmp_path / "run" / "plan.json").exists() == (name == "planned")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("layers", [1, 60])
-@pytest.mark.parametrize("name", recipes(TRAIN))
-def test_a_recipe_trains_without_its_safety_net(ranks, name, layers, text, tmp_path, monkeypatch):
-    """On two real ranks, by SGD, without clipping and accumulation; one block, and more than any bound."""
-    monkeypatch.chdir(tmp_path)
-    if name == "shards":
-        tokenize(TokenizeConfig(out="shards", files=(str(text),), processes=1, held_out_percent=20))
-    root = () if name == "shards" else (f"data.root={text}",)
-    bare = ("optimizer=sgd", "optimizer.clip=null", "optimizer.lr=0.01", "run.accumulate=1")
-    more = (*SMALL, *root, *bare, "mesh.shard=2", f"model.layers={layers}")
-    config = JOB.prepare(place(validate(TRAIN, [f"experiment={name}", *more]), accelerators={}))
-    ranks(2).run(trained, config, str(tmp_path / "run"), timeout=250.0)
-    result = read_result(tmp_path / "run")
-    assert result["status"] == "ok" and math.isfinite(result["held_out_loss"])
-
-
-def trained(rank: int, config: TrainConfig, folder: str) -> None:
-    loop.train(config, run_in(Path(folder)), [], Stop())
-
-
-@pytest.mark.parametrize("name", some(FINETUNE))
-def test_a_recipe_tunes_for_two_steps(name, model, data, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    train = data["pairs" if name == "dpo" else "samples"]
-    more = (f"model={model}", f"data.train={train}", "run.steps=2")
-    asked = validate(FINETUNE, [f"experiment={name}", *SMALL_TUNING, "mesh.replicate=1", *more])
-    config = dataset.prepared(place(asked, accelerators={}))
-    tuning_loop.finetune(config, run_in(tmp_path / "run"), [], Stop())
-    result = read_result(tmp_path / "run")
-    assert result["status"] == "ok" and math.isfinite(result["held_out_loss"])
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from experiments.finetune.method import default_rate
 from experiments.finetune.tuning import Tuning
 from experiments.training import steps
 from experiments.training.result import read_result
+from experiments.training.run import begin
 from fnshard.launcher.rank import Stop
 
 transformers = pytest.importorskip("transformers")
@@ -207,9 +208,9 @@ def test_files_and_directories_that_are_not_what_they_should_be(model, data, tmp
     config = json.loads((narrow / "config.json").read_text()) | {"vocab_size": 40}
     (narrow / "config.json").write_text(json.dumps(config))
     cases = {
-        "model=nowhere": r"model=nowhere: no directory is there\. Fix: .*stdlib, tiny",
+        "model=nowhere": r"model=nowhere: no directory is there\. Fix: .*tiny, 100m",
         "model=nowhere data.train=none.jsonl": r"(?s)none\.jsonl: there is no such file.*model=nowhere: no",
-        "model=stdlib data.train=/dev/zero": r"/dev/zero: there is no such file",
+        "data.train=/dev/zero": r"/dev/zero: there is no such file",
         "model=bare": r"config\.json",
         "model=empty": r"safetensors|weights",
         f"model={model} data.context=65": r"data\.context=65, and it was made for 64 positions",
@@ -273,7 +274,7 @@ def test_a_model_of_the_hub_is_taken_from_the_local_cache(model, tmp_path, monke
         shutil.copy(file, place_of / "blobs" / str(number))
         (snapshot / file.name).symlink_to(f"../../blobs/{number}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    assert base_models.directory_of(compose(*SMALL, "model=acme/tiny", spec=job.SPEC), None) == str(snapshot)
+    assert base_models.directory_of(compose(*SMALL, "model=acme/tiny", spec=job.SPEC)) == str(snapshot)
     specs = fs.presets.full_shard(from_directory(snapshot).params, mesh := fs.make_mesh(shard=1))
     assert fs.hf.load(snapshot, specs, mesh, model=from_directory(snapshot).model)
 
@@ -294,7 +295,7 @@ def test_one_template_in_training_sampling_and_the_exported_model(model, data, t
     trained = [setup.data.train.sample(n)[0].tolist() for n in range(setup.data.train.samples)]
     asked = setup.shown.examples[-1].prompt
     assert any(tokens[: len(asked)] == asked for tokens in trained)
-    state, _, _ = loop.begin(setup, run_in(tmp_path / "run"))
+    state, _, _ = begin(setup, run_in(tmp_path / "run"))
     loop.export(setup, state, tmp_path / "run")
     for name in (base_models.EXPORTED, loop.ADAPTERS):
         theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / name)
@@ -308,4 +309,4 @@ def test_one_template_in_training_sampling_and_the_exported_model(model, data, t
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"(?s)not installed:.*transformers.*fnshard\[finetune\]"):
-        directory_of(compose(*SMALL, spec=job.SPEC), lambda *_: None)
+        directory_of(compose(*SMALL, spec=job.SPEC))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fnshard as fs
 from experiments.configs.train import ConfigError
-from experiments.finetune import architecture, lm
+from experiments.finetune import lm
 from experiments.training.sample import Sampler, last_logits
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -215,12 +215,6 @@ def test_from_a_directory(tmp_path: Path) -> None:
     close(forward(blocks, TOKENS), module.eval()(input_ids=TOKENS).logits.detach(), 1e-5)
 
 
-def test_half_precision_on_paper_is_float32(tmp_path: Path) -> None:
-    config = transformers.LlamaConfig(**SMALL, dtype="bfloat16")
-    assert lm.from_config(config).params["lm_head.weight"].dtype == torch.float32
-    assert config.dtype == torch.bfloat16, "the caller's configuration was written to"
-
-
 def write(folder: Path, config: dict[str, Any] | None, weights: bool = True) -> Path:
     folder.mkdir()
     if config is not None:
@@ -296,14 +290,3 @@ def test_mixtures_of_experts_are_refused(name: str, more: dict[str, Any], first:
     config = getattr(transformers, f"{name}Config")(**small, **heads, **more)
     with pytest.raises(ConfigError, match=rf"(?s)it is a mixture of experts \({first}\).*Fix: take a dense"):
         lm.from_config(config)
-
-
-def test_experts_that_are_modules_are_seen_and_convolutions_are_none() -> None:
-    def trunk(key: str, part: torch.nn.Module) -> torch.nn.Module:
-        return torch.nn.Sequential(torch.nn.ModuleDict({key: part}))
-
-    each = torch.nn.ModuleList([torch.nn.Linear(3, 2, bias=False) for _ in range(2)])
-    (line,) = architecture._experts(trunk("experts", each))
-    assert "(0.experts.0.weight [2, 3] and 1 more)" in line
-    assert architecture._experts(trunk("expert", torch.nn.Linear(3, 2))) == []
-    assert architecture._experts(trunk("conv", torch.nn.Conv1d(4, 4, 3))) == []

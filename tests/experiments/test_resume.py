@@ -29,7 +29,6 @@ from runs import (
 import fnshard as fs
 from experiments.configs.train import ConfigError
 from experiments.training import loop
-from experiments.training.dataset import Dataset
 from experiments.training.metrics_file import METRICS
 from experiments.training.result import read_result
 from experiments.training.resume import (
@@ -65,18 +64,6 @@ def test_the_unbroken_run_is_whole(unbroken):
     assert (
         fs.checkpoint.manifest(unbroken / CHECKPOINTS / "12").metrics["held_out"] == rows[-3]["held_out_loss"]
     )
-
-
-def test_tables_that_a_result_is_compared_with_are_counted_after_the_last_step(tmp_path, monkeypatch):
-    rows: list[int] = []
-
-    def tables(_: Dataset) -> dict[str, float]:
-        rows.append(len([row for row in rows_of(tmp_path) if "loss" in row]))
-        return {"bigram": 2.0}
-
-    monkeypatch.setattr(Dataset, "tables", tables)
-    loop.train(config_of(), run_in(tmp_path), [], Stop())
-    assert rows == [STEPS] and read_result(tmp_path)["bigram"] == 2.0
 
 
 @pytest.mark.parametrize(

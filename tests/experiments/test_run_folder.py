@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from runs import (
 )
 
 from experiments.configs.train import ConfigError
-from experiments.training.metrics_file import METRICS, RECENT
+from experiments.training.metrics_file import METRICS
 from experiments.training.report import Report
 from experiments.training.result import write_result
 from experiments.training.resume import (
@@ -27,8 +25,6 @@ from experiments.training.resume import (
     IDENTITY,
     claimed,
     finished,
-    identity_of,
-    locked,
 )
 
 # ------------------------------------------------------------------ the report
@@ -58,21 +54,6 @@ def test_a_report_goes_on_where_its_checkpoint_is(tmp_path):
     assert rows[0]["loss"] == 1 / 3  # every digit
     assert "step 5/6, loss 0.333, held-out 2.000" in shown.getvalue().splitlines()[-2]
     assert "left ?" in shown.getvalue().splitlines()[-2] and "left 0:00" in shown.getvalue().splitlines()[-1]
-
-
-def test_a_report_of_many_steps_keeps_none_of_them(tmp_path):
-    report = Report(tmp_path, 4 * RECENT, 10, stream=io.StringIO())
-
-    def blocks(first: int) -> int:
-        for number in range(first, first + RECENT):
-            report.step(number, {"loss": 1 / number, "lr": 0.1}, 0.5)
-        report.held_out(number, 2.0)
-        gc.collect()
-        return sys.getallocatedblocks()
-
-    blocks(1)
-    assert blocks(RECENT + 1) - blocks(2 * RECENT + 1) > -RECENT / 10
-    report.close()
 
 
 def test_what_comes_before_the_first_step_is_shown(tmp_path):
@@ -221,13 +202,6 @@ def test_a_path_is_where_a_new_run_starts_and_its_own_checkpoints_come_first(cwd
         pass
 
 
-def test_a_folder_is_held_by_one(tmp_path):
-    with locked(tmp_path) as first, locked(tmp_path) as second:
-        assert (first, second) == (True, False)
-    with locked(tmp_path) as again:
-        assert again
-
-
 def test_a_finished_run_of_a_sweep_is_known(tmp_path):
     config = config_of()
     with claimed(config, tmp_path, chosen=True):
@@ -237,9 +211,3 @@ def test_a_finished_run_of_a_sweep_is_known(tmp_path):
     assert not finished(tmp_path, config_of("run.seed=9"))
     write_result(tmp_path, status="stopped", overrides=[])
     assert not finished(tmp_path, config)
-
-
-def test_the_identity_is_json_and_knows_its_source():
-    identity = identity_of(config_of(), "there")
-    assert json.loads(json.dumps(identity)) == identity and identity["starts_from"] == "there"
-    assert "resume" not in identity["run"] and "seed" in identity["run"]

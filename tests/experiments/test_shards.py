@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from made_data import EOS, PERCENT, stream_of, tokenize_config
+from runs import SMALL, compose, rows_of
 
+from experiments import train
+from experiments.configs.machine import place
 from experiments.configs.train import ConfigError
 from experiments.data.shards import HEADER, check_vocab, open_shards
 from experiments.data.stdlib_text import is_held_out
 from experiments.data.tokenizer import load_tokenizer
-from experiments.tokenize import __main__ as command
 from experiments.tokenize import job
 from experiments.tokenize import texts as text_files
 from experiments.tokenize.config import SPEC
 from experiments.tokenize.job import tokenize
 from experiments.tokenize.texts import find, split
+from experiments.training.dataset import open_tokens
+from experiments.training.loop import train as run_training
+from experiments.training.resume import RunFolder
+from fnshard.launcher.rank import Stop
 
 
 def expected(folder: Path, held_out: bool) -> list[int]:
@@ -89,7 +95,7 @@ def test_files_are_found_once_split_by_name_and_named_without_the_machine(texts)
     assert {s.name for s in named} == {"endless.txt", *(f"lines{n}.jsonl" for n in range(6))}
 
 
-def test_a_job_that_was_cut_off_goes_on_and_what_is_written_is_kept(texts, tmp_path, monkeypatch, capsys):
+def test_a_job_that_was_cut_off_goes_on_and_what_is_written_is_kept(texts, tmp_path, monkeypatch):
     save, saved = job._save, []
 
     def dies(path, tokens):
@@ -116,9 +122,8 @@ def test_a_job_that_was_cut_off_goes_on_and_what_is_written_is_kept(texts, tmp_p
     after = tokenize(cut_off)
     assert [shards.key for shards in after] == [shards.key for shards in before]
     assert kept.items() <= times(tmp_path / "cut").items()
-    capsys.readouterr()
-    assert tokenize(replace(cut_off, processes=2)) == after
-    assert "nothing left to do" in capsys.readouterr().out
+    made = times(tmp_path / "cut")
+    assert tokenize(replace(cut_off, processes=2)) == after and times(tmp_path / "cut") == made
 
 
 # ------------------------------------------------------------------ what is refused
@@ -166,24 +171,11 @@ def test_what_cannot_be_tokenised(texts, shard_folder, tmp_path):
     with pytest.raises(ConfigError, match=r"(?s)shards of another command:.*shard_mb: 0.01 there, 0.02 here"):
         tokenize(tokenize_config(shard_folder, texts, shard_mb=0.02))
     wrong = {"out": "", "files": [], "processes": 0, "broken": "mend", "held_out_percent": 100}
-    with pytest.raises(ConfigError, match=r"(?s)5 problems:.*name a folder.*files=\[\].*100: must"):
+    with pytest.raises(
+        ConfigError, match=r"(?s)5 problems:\n  out=: String should have at least 1 ch.*files=\[\]"
+    ):
         SPEC.read(wrong)
-
-
-def test_the_command_line(texts, tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
-    options = ["processes=1", "held_out_percent=30"]
-    monkeypatch.setattr(sys, "argv", ["tokenize", "out=o", f"files={texts}", *options])
-    command.main()
-    said = capfd.readouterr()
-    assert "tokens/s" in said.out and "data=shards data.root=o model.vocab=264" in said.out
-    assert {p.name for p in tmp_path.iterdir()} == {"o"}
-    monkeypatch.setattr(sys, "argv", ["tokenize", "out=p", "files=[nowhere,neither]"])
-    with pytest.raises(SystemExit, match="2"):
-        command.main()
-    said = capfd.readouterr().err
-    assert "nowhere: no such file" in said and "neither: no such" in said and "Traceback" not in said
+    assert SPEC.read({"out": "o", "files": "a"}).files == ("a",)
 
 
 @pytest.mark.parametrize(
@@ -226,3 +218,75 @@ def test_arrays_that_are_no_tokens(tmp_path):
     message = r"(?s)a.npy: uint16 \[2, 3\].*b.npy: float32.*c.npy: .*d.npy: "
     with pytest.raises(ConfigError, match=message):
         open_shards(tmp_path)
+
+
+# ------------------------------------------------------------------ training on them
+
+
+def trained_on(shard_folder: Path, *more: str):
+    overrides = (
+        "data=shards", f"data.root={shard_folder}", "model.vocab=264", "run.steps=4", "run.held_out_every=2",
+        "run.save_every=2", "mesh.shard=1", "model.layers=1", *more,
+    )  # fmt: skip
+    return train.prepare(place(compose(*SMALL, *overrides), accelerators={}))
+
+
+def test_a_run_on_shards_and_one_that_is_cut_off(shard_folder, tmp_path, capsys):
+    whole, cut_off = tmp_path / "whole", tmp_path / "cut"
+    run_training(trained_on(shard_folder), RunFolder(str(whole)), [], Stop())
+    said = capsys.readouterr().out
+    assert "held-out loss, nats per byte: model" in said and "trigram" in said
+    assert (whole / "sample.txt").read_text().startswith("def ") and (whole / "loss.png").exists()
+
+    half = str(whole / "checkpoints" / "2")
+    run_training(trained_on(shard_folder), RunFolder(str(cut_off), source=half), [], Stop())
+    assert "resume: step 2 of" in capsys.readouterr().out
+    curves = [
+        [{k: row[k] for k in ("step", "loss", "held_out_loss") if k in row} for row in rows_of(f)]
+        for f in (whole, cut_off)
+    ]
+    assert curves[0] == curves[1] and len(curves[0]) == 6
+
+
+def test_a_run_without_a_tokenizer(numbered, tmp_path, capsys):
+    for side, parts in (("train", 3), ("held_out", 2)):
+        (tmp_path / side).symlink_to(numbered(400, parts).folder)
+    run_training(
+        trained_on(tmp_path, "model.vocab=400", "run.steps=2"), RunFolder(str(tmp_path / "run")), [], Stop()
+    )
+    said = capsys.readouterr().out
+    assert "held-out loss, nats per token: model" in said and "gram" not in said
+    numbers = (tmp_path / "run" / "sample.txt").read_text().split()
+    assert numbers[0] == "0" and len(numbers) == 6 and all(n.isdigit() for n in numbers)
+
+
+def test_shards_that_a_run_cannot_use(shard_folder, numbered, tmp_path):
+    with pytest.raises(ConfigError, match=r"data=shards: needs the folder that experiments.tokenize wrote"):
+        compose("data=shards")
+    with pytest.raises(
+        ConfigError, match=r"(?s)vocab=256: .*train: the largest is 257.*Fix: model.vocab=264"
+    ):
+        trained_on(shard_folder, "model.vocab=256")
+    with pytest.raises(ConfigError, match=r"(?s)train holds no shards.*held_out holds no shards"):
+        trained_on(tmp_path)
+    with pytest.raises(ConfigError, match=r"held_out: \d+ tokens; one window of model.context=900999 needs"):
+        trained_on(shard_folder, "model.context=900999")
+    for side in ("train", "tokenizer"):
+        (tmp_path / side).symlink_to(shard_folder / side)
+    (tmp_path / "held_out").symlink_to(numbered(400, 2).folder)
+    with pytest.raises(ConfigError, match="are of two tokenizers"):
+        trained_on(tmp_path, "model.vocab=400")
+
+
+def test_tables_are_those_of_the_bytes(shard_folder):
+    reading = open_tokens(trained_on(shard_folder))
+    held = stream_of(reading.measured)
+    inputs, targets = reading.held_out(reading.starts)
+    assert reading.starts[0] == 2 and torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert targets[-1].tolist() == held[int(reading.starts[-1]) + 1 :][:32].tolist()
+    from experiments.training import ngram
+
+    as_bytes = lambda ids: torch.from_numpy(np.where(ids < 256, ids, 0).astype(np.uint8))  # noqa: E731
+    at = (reading.starts[:, None] + torch.arange(1, 33)).flatten()
+    expected = ngram.table_losses(as_bytes(stream_of(reading.train)), as_bytes(held), at)
+    assert reading.tables() == pytest.approx(expected, abs=1e-12)

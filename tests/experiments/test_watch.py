@@ -17,7 +17,7 @@ from experiments.training import loop, steps
 from experiments.training.metrics_file import METRICS
 from experiments.training.result import read_result
 from experiments.training.resume import CHECKPOINTS, RunFolder
-from experiments.training.run_record import PARTS, RunRecord, StepWork, git_of, in_words
+from experiments.training.run_record import PARTS, RunRecord, git_of, in_words
 from experiments.training.run_record import RUN as RUN_FILE
 from experiments.training.watchdog import DivergedError, fault_of, is_finite
 from fnshard.launcher.rank import Stop
@@ -49,7 +49,7 @@ def test_a_run_records_what_it_is_and_what_it_took(tmp_path: Path, capfd: Any) -
     assert record["packages"]["torch"] == torch.__version__
     hardware = record["hardware"]
     assert hardware["device"] == "cpu" and hardware["ranks"] == 1 and len(hardware["hosts"]) == 1
-    assert hardware["cores"] >= 1 and hardware["memory_bytes"] > 1e8 and hardware["cpu"]
+    assert hardware["cores"] >= 1 and hardware["system"]
     assert [a["steps"] for a in record["attempts"]] == [[0, 5], [5, 13]]
     totals = record["totals"]
     assert totals["steps"] == 13 and totals["loss"] == losses_in(tmp_path)[-1]
@@ -66,22 +66,6 @@ def test_a_run_records_what_it_is_and_what_it_took(tmp_path: Path, capfd: Any) -
     assert "mfu" not in totals and totals["flops_per_token"] > 0
     said = capfd.readouterr().out
     assert "13 steps in" in said and "MFU unknown" in said and "\nspent on: start" in said
-
-
-def test_flops_are_those_of_the_model(tmp_path: Path) -> None:
-    """Six for each parameter in a matrix and token, and attention; MFU is a share of a known peak."""
-    config = config_of()
-    setup = loop.prepare(config)
-    tokens = torch.empty(8, config.model.context, dtype=torch.int64)
-    lowered = setup.step.lower(setup.step.init(setup.model), tokens, tokens)
-    h100 = fs.Hardware.named("h100")
-    work = StepWork.of(lowered, h100)
-    matrices = sum(p.numel() for n, p in setup.model.named_parameters() if p.dim() == 2 and "embed" not in n)
-    per_token = work.model_flops / tokens.numel()
-    assert 6 * matrices < per_token < 6 * matrices * 1.5
-    assert work.peak_flops == pytest.approx(h100.peak_flops["f32"])
-    assert work.mfu(2.0) == pytest.approx(work.model_flops / 2 / h100.peak_flops["f32"])
-    assert math.isnan(StepWork.of(lowered, None).mfu(2.0))
 
 
 def test_the_commit_is_recorded_and_whether_it_is_changed(tmp_path: Path) -> None:

@@ -44,25 +44,6 @@ def test_split_is_by_file_and_complete(folder):
         assert parts == [*((folder / name).read_bytes() for name in names), b""]
 
 
-def test_a_file_stays_on_its_side_when_others_come_and_go(folder):
-    before = set(stdlib_text.load_corpus(folder, held_out_percent=30).held_out_files)
-    (folder / "another.py").write_text("x = 1\n")
-    (folder / "package0" / "module0.py").unlink()
-    after = set(stdlib_text.load_corpus(folder, held_out_percent=30).held_out_files)
-    assert after - {"another.py"} == before - {"package0/module0.py"}
-    assert before <= set(stdlib_text.load_corpus(folder, held_out_percent=60).held_out_files) | {
-        "package0/module0.py"
-    }
-
-
-def test_standard_library_is_there_and_the_same_every_time():
-    first, second = stdlib_text.load_corpus(), stdlib_text.load_corpus()
-    assert torch.equal(first.train, second.train) and torch.equal(first.held_out, second.held_out)
-    assert first.train.numel() > 20 * first.held_out.numel() / 5 > 0
-    assert not set(first.train_files) & set(first.held_out_files)
-    assert not any(part in stdlib_text.SKIP for name in first.train_files for part in name.split("/"))
-
-
 @pytest.mark.parametrize("suffix", [".nothing", ".py"])
 def test_too_little_text_is_refused(tmp_path, suffix):
     (tmp_path / "one.py").write_text("x = 1\n")

@@ -83,7 +83,7 @@ class KilledError(Exception):
 
 def killed_at(monkeypatch: pytest.MonkeyPatch, number: int, *, before_save: bool = False) -> None:
     """Training ends without another word in step `number`; or after it, before it is saved."""
-    step, save = steps.one_step, loop.Saver.save
+    step, save = steps.one_step, steps.Saver.save
 
     def stepped(*args: Any) -> Any:
         if args[2] == number and not before_save:
@@ -96,7 +96,7 @@ def killed_at(monkeypatch: pytest.MonkeyPatch, number: int, *, before_save: bool
         save(self, at, *args)
 
     monkeypatch.setattr(steps, "one_step", stepped)
-    monkeypatch.setattr(loop.Saver, "save", saved)
+    monkeypatch.setattr(steps.Saver, "save", saved)
 
 
 @pytest.fixture(scope="module")
