@@ -55,8 +55,6 @@ def functionalize(graph: fx.Graph) -> fx.Graph:
     _check_bases(graph)
     _check_expanded(graph)
     _check_detached(graph)
-    for node in graph.find_nodes(op="call_function", target=aten._unsafe_view.default):
-        node.target = aten.view.default  # the same alias, and one whose writes autograd sees in the base
     return _Functional().run(graph)
 
 
