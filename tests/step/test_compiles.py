@@ -148,7 +148,7 @@ def test_nothing_is_traced_while_a_thread_compiles(monkeypatch: Any) -> None:
     def compiled(graph: Any, *_: Any) -> Any:
         compiling.set()
         assert go_on.wait(60)
-        return inductor._eager(graph)
+        return inductor._eager(graph), lambda: None
 
     monkeypatch.setattr(inductor, "_generated", compiled)
     (first, params), (second, _) = small_step(backend="inductor"), small_step()
