@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fnshard import tree
 from fnshard.errors import SpecError, leaves
-from fnshard.layout.spec import LayoutSpec, is_buffer, is_spec
+from fnshard.layout.spec import LayoutSpec, from_plain, is_buffer, is_spec
 from fnshard.layout.units import numeric
 
 __all__ = ["match_specs"]
@@ -32,7 +32,8 @@ def match_specs(
 
     Args:
         params: pytree of real, meta or fake tensors, full shapes.
-        rules: `(glob, LayoutSpec)`, `fnmatch` on paths such as "layers.0.attn.wq.weight".
+        rules: `(glob, LayoutSpec)`, `fnmatch` on paths such as "layers.0.attn.wq.weight". Plain data will do:
+            `[["*norm*", {}], ["*", {"storage": ["shard"]}]]`.
 
     Raises:
         SpecError: a rule that matches no leaf, a leaf that no rule covers, rules that differ on the
@@ -47,7 +48,7 @@ def match_specs(
     named, structure = tree.flatten_with_paths(params)
     check_tree(named)
     _tensors_only(named)
-    _check_rules(rules)
+    rules = _checked(rules)
     unit_of = _units(units or numeric, params, named)
     tied = tied_names(named)
     used: set[int] = _tied_hits(tied, named, rules)
@@ -111,16 +112,18 @@ def check_tree(named: Mapping[str, Any]) -> None:
         )
 
 
-def _check_rules(rules: Any) -> None:
-    good = isinstance(rules, Sequence) and all(
-        isinstance(r, tuple | list) and len(r) == 2 and isinstance(r[0], str) and is_spec(r[1]) for r in rules
-    )
-    if not good:
+def _checked(rules: Any) -> list[Rule]:
+    """The rules, of which plain data (lists and dicts of a configuration) may be made."""
+    listed = isinstance(rules, Sequence) and not isinstance(rules, str)
+    pairs = [r for r in rules if isinstance(r, Sequence) and len(r) == 2] if listed else []
+    out = [(glob, from_plain(spec)) for glob, spec in pairs]
+    if not listed or len(out) != len(rules) or not all(isinstance(g, str) and is_spec(s) for g, s in out):
         raise SpecError(
             "rules are a list of (glob, LayoutSpec) pairs, in the order they are tried; a P goes into a "
             f"LayoutSpec; these are {type(rules).__name__} {str(rules)[:80]}.",
             fix='[("*norm*", LayoutSpec()), ("*", LayoutSpec(P("shard")))].',
         )
+    return out
 
 
 def tied_names(named: Mapping[str, Tensor]) -> dict[str, str]:

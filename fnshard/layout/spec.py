@@ -20,8 +20,8 @@ differs from storage or the host updates what the device stores. ZeRO 1, 2 and 3
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -35,6 +35,7 @@ __all__ = ["LayoutSpec"]
 
 Memory = Literal["device", "host", "disk"]
 Aggregation = Literal["mean", "sum", "rank0", "local"]
+PARTITION_FIELDS = ("storage", "compute", "gradient", "optimizer")
 DTYPE_FIELDS = ("storage_dtype", "compute_dtype", "reduce_dtype", "optimizer_dtype")
 
 
@@ -43,8 +44,11 @@ class LayoutSpec:
     """How one leaf is stored, cast, gathered, reduced and updated.
 
     Fields left None take their default from the leaf or from `storage` when `match_specs` (or
-    `resolve`) sees the leaf. dtypes: `storage_dtype` the leaf's own; `compute_dtype` storage's;
-    `reduce_dtype` compute's; `optimizer_dtype` storage's.
+    `resolve`) sees the leaf. A list stands for a `P` and a name for a dtype, as configurations have them:
+    `LayoutSpec(storage=["shard"], compute_dtype="bfloat16")`.
+
+    Of dtypes, `storage_dtype` is the leaf's own by default; `compute_dtype` storage's; `reduce_dtype`
+    compute's; `optimizer_dtype` storage's.
 
     Args:
         storage: layout between steps.
@@ -94,10 +98,10 @@ class LayoutSpec:
     shape: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("storage", "compute", "gradient", "optimizer"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, P):
-                raise SpecError(f"LayoutSpec({name}={value!r}): expected P(...), got {type(value).__name__}.")
+        for name in PARTITION_FIELDS:
+            object.__setattr__(self, name, _partition(name, getattr(self, name)))
+        for name in DTYPE_FIELDS:
+            object.__setattr__(self, name, _dtype(name, getattr(self, name)))
         for name, kind in (("trainable", bool), ("reshard", bool), ("buffers", bool), ("unit", str)):
             value = getattr(self, name)
             optional = name in ("trainable", "unit") and value is None
@@ -116,15 +120,6 @@ class LayoutSpec:
                 "LayoutSpec(update_on='host', optimizer_memory='device'): the host has no state.",
                 fix="optimizer_memory='host' (or 'disk'), or update_on=None.",
             )
-        for name in DTYPE_FIELDS:
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, torch.dtype):
-                meant = _DTYPES.get(str(value), str(value).removeprefix("torch."))
-                meant = meant if isinstance(getattr(torch, meant, None), torch.dtype) else "bfloat16"
-                raise SpecError(
-                    f"LayoutSpec({name}={value!r}): expected a torch.dtype, not {type(value).__name__}.",
-                    fix=f"{name}=torch.{meant}.",
-                )
 
     @property
     def resolved(self) -> bool:
@@ -193,6 +188,48 @@ class LayoutSpec:
 
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
+
+def from_plain(spec: Any) -> Any:
+    """A mapping of fields, as a configuration has them, as a `LayoutSpec`; anything else as it is.
+
+    Raises:
+        SpecError: a field that there is not.
+    """
+    if not isinstance(spec, Mapping):
+        return spec
+    known = [field.name for field in fields(LayoutSpec)]
+    unknown = [str(name) for name in spec if name not in known]
+    if unknown:
+        raise SpecError(
+            f"LayoutSpec has no field {', '.join(map(repr, unknown))}.", fix=f"one of {', '.join(known)}."
+        )
+    return LayoutSpec(**spec)
+
+
+def _partition(name: str, value: Any) -> P | None:
+    """A `P`, or the list of its parts."""
+    if value is None or isinstance(value, P):
+        return value
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise SpecError(
+            f"LayoutSpec({name}={value!r}): expected P(...) or a list, got {type(value).__name__}.",
+            fix=f"{name}=P({value!r}) splits dim 0." if isinstance(value, str) else "",
+        )
+    return P(*value)
+
+
+def _dtype(name: str, value: Any) -> torch.dtype | None:
+    """A dtype, or its name."""
+    if value is None or isinstance(value, torch.dtype):
+        return value
+    meant = getattr(torch, _DTYPES.get(str(value), str(value).removeprefix("torch.")), None)
+    if not isinstance(value, str) or not isinstance(meant, torch.dtype):
+        raise SpecError(
+            f"LayoutSpec({name}={value!r}): expected a torch.dtype or its name.",
+            fix=f"{name}=torch.bfloat16.",
+        )
+    return meant
 
 
 def _trainable(leaf: Tensor) -> bool:

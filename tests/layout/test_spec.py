@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 import fnshard as fs
@@ -94,14 +96,27 @@ def test_defaults_follow_the_leaf_and_the_storage() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"storage": "shard"}, r"expected P\(...\), got str"),
+        ({"storage": "shard"}, r"expected P\(...\) or a list, got str.\nFix: storage=P\('shard'\)"),
         ({"memory": "gpu"}, "one of 'device', 'host', 'disk'"),
-        ({"compute_dtype": "bf16"}, "expected a torch.dtype"),
+        ({"compute_dtype": "bf17"}, "expected a torch.dtype or its name"),
     ],
 )
 def test_specs_are_checked_when_made(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         LayoutSpec(**fields)
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, OmegaConf.create])
+def test_specs_and_rules_are_made_of_plain_data(wrap: Callable[[Any], Any]) -> None:
+    rules = [["*norm*", {}], ["*", {"storage": [["tensor", "shard"], None], "compute": ["tensor"],
+                                    "compute_dtype": "bf16", "reduce_dtype": "float32"}]]  # fmt: skip
+    spec = LayoutSpec(
+        P(("tensor", "shard")), P("tensor"), compute_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
+    expected = fs.match_specs(leaves(), [("*norm*", LayoutSpec()), ("*", spec)])
+    assert fs.match_specs(leaves(), wrap(rules)) == expected
+    with pytest.raises(SpecError, match=r"LayoutSpec has no field 'storag'.\nFix: one of storage"):
+        fs.match_specs(leaves(), wrap([["*", {"storag": ["shard"]}]]))
 
 
 def test_specs_are_frozen() -> None:
