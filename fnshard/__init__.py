@@ -66,6 +66,7 @@ from fnshard.runtime.collectives.simulated import simulate
 from fnshard.step.buckets import Buckets
 from fnshard.step.fit import fit
 from fnshard.step.forward import shard_forward
+from fnshard.step.lockstep import lockstep
 from fnshard.step.shards import shard, unshard
 from fnshard.step.state import TrainState
 from fnshard.step.step import shard_step
@@ -108,6 +109,7 @@ __all__ = [
     "fit",
     "hf",
     "launch",
+    "lockstep",
     "lora",
     "losses",
     "make_functional",

@@ -16,7 +16,7 @@ from fnshard.runtime.executor.scalars import Scalars
 from fnshard.step.agreement import optimizer_text
 from fnshard.step.options import Options
 
-FLAGS = ("stop",)  # what a rank may report to the others with a step
+FLAGS = ("out_of_data", "stop")  # what a rank may report to the others with a step
 FORWARD = Plan(update=False, differentiate=False)
 
 

@@ -275,7 +275,7 @@ class Step:
     # -------------------------------------------------------------- flags of all ranks
 
     def raise_flag(self, flag: str) -> None:
-        """Raise a flag ("stop"), which all ranks see after the step after the next one."""
+        """Raise a flag ("out_of_data", "stop"), which all ranks see after the step after the next one."""
         if flag not in FLAGS:
             raise StateError(f"flag {flag!r} is not one of {', '.join(FLAGS)}.")
         self._runner.rank.raised.add(flag)
