@@ -35,9 +35,9 @@ def lockstep(loader: Iterable[T], step: Step) -> Iterator[T]:
             ahead.extend(islice(source, 1))
             if len(ahead) < 2:
                 step.raise_flag("out_of_data")
-            made = step.count
+            before = step.latest
             yield batch
-            if step.count == made:
+            if step.latest is before:
                 raise StateError(
                     "the loop over lockstep went on to the next batch without a step.",
                     fix="call the step once for each batch; filter batches before lockstep sees them.",

@@ -34,6 +34,7 @@ from fnshard.runtime.executor.control import StepControl
 from fnshard.runtime.executor.cuda_graph import MODE
 from fnshard.runtime.executor.scalars import rescale
 from fnshard.runtime.executor.update import init_slots
+from fnshard.runtime.readback import Reading
 from fnshard.runtime.tiers import check_directory
 from fnshard.step.buckets import Buckets
 from fnshard.step.cache import ProgramCache
@@ -290,6 +291,11 @@ class Step:
         A step late: the last one may be under way on a device, which nothing here waits for.
         """
         return self._runner.rank.flag_raised(flag)
+
+    @property
+    def latest(self) -> Reading:
+        """The numbers of the latest step, of this rank's: a new one for each."""
+        return self._runner.rank.last
 
     def gather_strings(self, text: str) -> list[str]:
         """One small string of every rank, by rank: a collective, for what no step can carry."""
