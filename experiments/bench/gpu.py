@@ -290,6 +290,7 @@ CORE = ("trace", "differentiate", "remat", "schedule", "step")
 CORE_TESTS = [str(next((ROOT / "tests").rglob(f"test_{name}.py"), name)) for name in CORE]
 GPU_TESTS = ["tests/runtime/test_gpu.py", "-m", "gpu", "-k", "not bench"]  # the bench is parts of its own
 HIDE_GPU = {"which": [*CORE_TESTS, "-m", "not long and not gpu"], "CUDA_VISIBLE_DEVICES": ""}
+TIMES = dict.fromkeys(("time by data sheet", "time by measured rates"), "0.75 to 1.25")
 STEP, TESTS = {"a step": ""}, {"passed": "", "failed": "none"}
 PARTS: dict[str, Part] = {
     "versions": Part(versions, {"torch, Python, device, CUDA, cuDNN, NCCL": ""}),
@@ -302,14 +303,7 @@ PARTS: dict[str, Part] = {
         for rows in ROWS
         for name in CONTENDERS
     },
-    "predictions": Part(
-        predictions,
-        {
-            "peak bytes": "0.95 to 1.05",
-            "time by data sheet": "0.75 to 1.25",
-            "time by measured rates": "0.75 to 1.25",
-        },
-    ),
+    "predictions": Part(predictions, {"peak bytes": "0.95 to 1.05", **TIMES}),
     # cuDNN's attention last
     "cudnn": Part(partial(contender, "full_shard", 2), STEP, True, {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}),
     "equal_bits": Part(equal_bits, {"two runs as they are": "", "two runs deterministic=True": "equal"}),

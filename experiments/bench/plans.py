@@ -28,7 +28,7 @@ COLUMNS = {
 }  # fmt: skip
 HOST = {"memory": "host", "optimizer_memory": "host"}
 BF16 = {"dtype": "bf16", "reduce": "fp32"}
-REMAT = {"remat": "unit"}
+REMAT, FOUR, LONG = {"remat": "unit"}, {"accumulate": 4}, {"length": 1024}
 SMALL, LARGE = {"size": "5m", "rows": 4}, {"size": "25m", "rows": 4}
 # A plan of fnshard, None for torch's DDP, and what it changes in the configuration.
 VARIANTS: dict[str, dict[str, tuple[Plan | None, dict[str, Any]]]] = {
@@ -49,14 +49,8 @@ VARIANTS: dict[str, dict[str, tuple[Plan | None, dict[str, Any]]]] = {
         "5m-full_shard": (Plan(), SMALL),
         "5m-no_shard-8x256": (Plan("no_shard"), SMALL | {"rows": 8}),
         "5m-full_shard-remat": (Plan(options=REMAT), SMALL),
-        "5m-zero2-bf16-accumulate4-16x256": (
-            Plan("zero2", options={"accumulate": 4}),
-            SMALL | BF16 | {"rows": 16},
-        ),
-        "5m-zero3-bf16-remat-clip-4x1024": (
-            Plan("zero3", clip=1.0, options=REMAT),
-            SMALL | BF16 | {"length": 1024},
-        ),
+        "5m-zero2-bf16-accumulate4-16x256": (Plan("zero2", options=FOUR), SMALL | BF16 | {"rows": 16}),
+        "5m-zero3-bf16-remat-clip-4x1024": (Plan("zero3", clip=1.0, options=REMAT), SMALL | BF16 | LONG),
         "25m-full_shard": (Plan(), LARGE),
         "25m-full_shard-bf16-remat0.5": (Plan(options={"remat": 0.5}), LARGE | BF16),
         "25m-shard_grad_op-bf16-clip-8x256": (Plan("shard_grad_op", clip=1.0), LARGE | BF16 | {"rows": 8}),

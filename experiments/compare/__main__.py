@@ -20,8 +20,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.compare",
         description="Compare runs of train and of finetune, finished or not: a table, a CSV, their curves.",
-        epilog="example:\n  python -m experiments.compare 'multirun/2030-01-31/*' outputs/2030-01-31/12-00",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run_dir", nargs="+", help="the folder of a run, of a sweep, or above them; a glob")
     parser.add_argument("--metric", default=HELD_OUT, help="what they are sorted by (default: %(default)s)")
