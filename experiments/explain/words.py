@@ -164,7 +164,7 @@ def numbers(paper: Paper) -> Mapping[str, Any]:
         )},
         "compute_dtypes": sorted({short_dtype(spec.compute_dtype) for spec in specs}),
         "plan": paper.found.as_dict() if paper.config.strategy.name == AUTO else None,
-        "memory": {k: v for k, v in paper.memory.as_dict().items() if k not in ("leaves", "units")},
+        "memory": {k: v for k, v in paper.memory.as_dict().items() if k != "leaves"},
         "traffic": paper.traffic.as_dict() | {"units": None},
         "timeline": paper.timeline.as_dict(),
     }  # fmt: skip

@@ -2,8 +2,8 @@
 
 Kernels are counted by `flops`; packing, casts and updates by their bytes; collectives by the algorithm
 bandwidth of rings: (n - 1) / n of a buffer for a gather, a scatter or an all-to-all, twice that for a sum
-(Patarasuk and Yuan, JPDC 2009), within a node or between nodes as the group lies. Transfers go by the bytes
-that the ledger counts. The disk tier is mapped files, which are pageable memory: a copy from or to it holds
+(Patarasuk and Yuan, JPDC 2009), within a node or between nodes as the group lies. Values are as large as the
+ledger found them. The disk tier is mapped files, which are pageable memory: a copy from or to it holds
 the host up until it is done (CUDA stages such copies), so nothing is issued meanwhile.
 """
 
@@ -16,24 +16,18 @@ from typing import Any
 
 from fnshard.analysis.flops import GraphCost, kernel_cost
 from fnshard.analysis.hardware import Hardware, Link
-from fnshard.compiler.ir.values import Kind, ValueName, slots, stored
+from fnshard.compiler.ir.values import Kind, ValueName, slots
 from fnshard.compiler.schedule.buckets import Bucket, Piece
 from fnshard.compiler.schedule.instructions import (
     COMMUNICATION,
     TRANSFER,
-    Accumulate,
-    Add,
-    Exchange,
     Instruction,
-    Local,
     Names,
     OfBucket,
     Run,
     ToDevice,
     ToHost,
     Update,
-    Wait,
-    Zeros,
 )
 from fnshard.compiler.schedule.ir import Price, Schedule
 from fnshard.layout.partition import block_shape
@@ -44,27 +38,21 @@ class HardwarePricer:
     """Prices the lines of one schedule on one machine.
 
     Args:
+        sizes: bytes of values, by name (`Ledger.sizes`).
         fused: kernels are compiled by Inductor; else every operator runs by itself.
-        slots: tensors of optimizer state per leaf, besides a master copy (AdamW's two).
-        moved: bytes of transfers, by the number of their instruction (`Ledger.moved`); without it they are
-            added up from the sizes of what is named, state counted as `slots` tensors of a block each.
         fused_update: an update is compiled, and moves gradients, state and stored copies once.
     """
 
     schedule: Schedule
     hardware: Hardware
+    sizes: Mapping[ValueName, int]
     fused: bool = True
-    slots: int = 2
-    moved: Mapping[int, int] | None = None
     fused_update: bool = False
 
     def __post_init__(self) -> None:
         self._links: dict[tuple[str, ...], tuple[Link, int]] = {}
         self._kernels: dict[tuple[str, bool], Price] = {}
         self._sums: dict[tuple[str, str], float] = {}
-        self._sizes = self._value_bytes()
-        lines = self.schedule.instructions
-        self._moved = {lines[i].writes[0]: float(size) for i, size in (self.moved or {}).items()}
 
     def of(self, line: Instruction) -> Price:
         """Of one line."""
@@ -109,50 +97,8 @@ class HardwarePricer:
         return self._sums[key]
 
     def bytes_of(self, names: Names) -> float:
-        """Of values, by name; what cannot be known here (the batch) counts nothing."""
-        return sum(self._bytes(n) for n in names)
-
-    def _bytes(self, name: ValueName) -> float:
-        # A copy is as large as what it is a copy of, but for master parameters.
-        known = name if name in self._sizes else name.original
-        return self._sizes.get(known, 0.0)
-
-    def _value_bytes(self) -> dict[ValueName, float]:
-        """Of stored shards, slots, kernels' results and reduced gradients."""
-        mesh, sizes = self.schedule.mesh, dict[ValueName, float]()
-        for path, spec in self.schedule.specs.items():
-            (shard,), (of_slots,) = stored([path]), slots([path])
-            sizes[shard] = (
-                math.prod(block_shape(spec.shape, spec.storage, mesh)) * spec.storage_dtype.itemsize
-            )
-            optimizer = (
-                math.prod(block_shape(spec.shape, spec.optimizer, mesh)) * spec.optimizer_dtype.itemsize
-            )
-            sizes[of_slots] = (self.slots + spec.has_master) * optimizer if spec.trainable else 0.0
-            sizes[shard.on_host()] = optimizer  # the master copy that the host has updated
-        of_kernel: dict[tuple[str, bool], list[float]] = {}
-        for line in self.schedule.instructions:
-            if isinstance(line, Run):
-                key = (line.kernel, line.backward)
-                if key not in of_kernel:
-                    kernel = self.schedule.kernels[line.kernel]
-                    graph = (kernel.backward if line.backward else kernel.forward).graph
-                    values = [n.meta["val"] for n in graph.output_node().args[0]]
-                    of_kernel[key] = [float(v.numel() * v.dtype.itemsize) for v in values]
-                sizes |= zip(line.writes, of_kernel[key], strict=True)
-            elif isinstance(line, Add):
-                sizes[line.writes[0]] = sizes.get(line.reads[0], 0.0)
-            elif isinstance(line, Zeros):
-                sizes[line.writes[0]] = math.prod(line.like.shape) * line.like.dtype.itemsize
-            elif isinstance(line, Exchange):
-                sizes[line.writes[0]] = math.prod(line.received(self.schedule)) * line.like.dtype.itemsize
-            elif isinstance(line, Wait) and line.is_for(Exchange):
-                sizes[line.writes[0]] = sizes[line.reads[0]]
-            elif isinstance(line, Wait | Local) and line.writes and line.writes[0].kind is Kind.REDUCED:
-                sizes[line.writes[0]] = float(self.schedule.buckets[line.bucket].row_bytes)
-            elif isinstance(line, Accumulate) and line.writes[0].original.kind is Kind.REDUCED:
-                sizes[line.writes[0]] = self.block_bytes(self.bucket(line), "sum_dtype")
-        return sizes
+        """Of values, by name."""
+        return float(sum(self.sizes[n] for n in names))
 
     # -------------------------------------------------------------- moving
 
@@ -192,21 +138,15 @@ class HardwarePricer:
         seconds = link.latency_seconds * math.ceil(math.log2(n)) + rate.seconds(share * size)
         return {"lane": COMMUNICATION, "flight_seconds": seconds}
 
-    def transfer_bytes(self, line: ToDevice | ToHost) -> float:
-        """What a transfer moves."""
-        counted = self._moved.get(line.writes[0])
-        return self.bytes_of(line.reads) if counted is None else counted
-
     def transfer(self, line: ToDevice | ToHost) -> Price:
         """Over the host link; what rests on disk over the disk, too, and with the host waiting."""
-        h, size = self.hardware, self.transfer_bytes(line)
-        seconds = size / h.host_link_bytes_per_s
+        h = self.hardware
         # Where state is written `into`, each value read goes to one home; a master copy rests with its slots.
         homes = line.into if isinstance(line, ToHost) and line.into else line.reads
-        disk = [n for n, home in zip(line.reads, homes, strict=True) if self.rests_on_disk(home)]
-        known = self.bytes_of(line.reads)
-        if disk:
-            seconds += size * (self.bytes_of(tuple(disk)) / known if known else 1.0) / h.disk_bytes_per_s
+        disk = tuple(n for n, home in zip(line.reads, homes, strict=True) if self.rests_on_disk(home))
+        seconds = (
+            self.bytes_of(line.reads) / h.host_link_bytes_per_s + self.bytes_of(disk) / h.disk_bytes_per_s
+        )
         pageable = bool(disk) or any(
             self.rests_on_disk(n)
             for n in slots(n.path for n in line.reads if n.is_copy(Kind.HOST, Kind.STORED))
@@ -225,20 +165,19 @@ class HardwarePricer:
         """Gradient, parameter and slots are read, the latter two written; and casts, where not fused."""
         bucket, specs, mesh = self.schedule.buckets[line.bucket], self.schedule.specs, self.schedule.mesh
         size = 0.0
-        for path in bucket.paths:
+        for path, its_slots in zip(bucket.paths, slots(bucket.paths), strict=True):
             spec = specs[path]
             count = math.prod(block_shape(spec.shape, spec.optimizer, mesh))
-            own, stored = spec.optimizer_dtype.itemsize, spec.storage_dtype.itemsize
+            own, at_rest, sent = (
+                d.itemsize for d in (spec.optimizer_dtype, spec.storage_dtype, bucket.dtype)
+            )
+            size += 2 * (self.sizes[its_slots] + (0 if spec.has_master else count * own))
             if self.fused_update and spec.updated_on == "device":
-                size += count * (
-                    bucket.dtype.itemsize + 2 * own * (1 + self.slots) + stored * spec.has_master
-                )
+                size += count * (sent + at_rest * spec.has_master)
                 continue
-            size += count * own * (1 + 2 * (1 + self.slots))
-            if spec.optimizer_dtype != spec.storage_dtype:
-                size += count * (own + stored)
-            if spec.optimizer_dtype != bucket.dtype:
-                size += count * (own + bucket.dtype.itemsize)
+            size += count * own
+            size += count * (own + at_rest) * (spec.optimizer_dtype != spec.storage_dtype)
+            size += count * (own + sent) * (spec.optimizer_dtype != bucket.dtype)
         return size
 
     def update(self, line: Update) -> Price:

@@ -7,7 +7,7 @@ kernels that give what their graphs would (`footprint`), an optimizer that takes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,7 @@ from torch import Tensor
 from fnshard.analysis.footprint import CallArgument, Footprint
 from fnshard.analysis.storages import UNCOUNTED, Storage, StorageTracker, category_of, tensors_of
 from fnshard.analysis.transport import Counting
-from fnshard.compiler.ir.values import CONTROL, SCALARS
+from fnshard.compiler.ir.values import CONTROL, SCALARS, ValueName
 from fnshard.compiler.schedule.buckets import Bucket
 from fnshard.compiler.schedule.instructions import Env, Free, Gather, Instruction, Reduced, Run, Update, Wait
 from fnshard.compiler.schedule.ir import Schedule
@@ -38,7 +38,7 @@ class DryContext:
     """What the lines are bound to; see `compiler.schedule.ir.Context`.
 
     `footprint`: of a kernel (by name, backward or not). `update_bytes`: what an Update of a bucket takes
-    besides what it changes.
+    besides what it changes. `sizes`: bytes of all values that there were, by name.
     """
 
     schedule: Schedule
@@ -50,6 +50,7 @@ class DryContext:
     freed: None = None
     worker: None = None
     packers: dict[str, Packing] = field(default_factory=dict)
+    sizes: dict[ValueName, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.kernels = {
@@ -78,12 +79,19 @@ class DryContext:
     def run(self, env: Env) -> None:
         """All lines, on an environment of tensors that the tracker follows."""
         env[CONTROL] = self.updater
+        self._note_sizes(env, env)
         for index, line in enumerate(self.schedule.instructions):
             self.tracker.begin(line)
             kind = line.of if isinstance(line, Wait) else type(line)
             with self.tracker if kind not in QUIET else nullcontext():
                 line.bind(self)(env)
             self.tracker.end(index, env)
+            self._note_sizes(line.writes, env)
+
+    def _note_sizes(self, names: Iterable[Any], env: Env) -> None:
+        for name in names:
+            if name in env and name not in self.sizes:
+                self.sizes[name] = sum(t.nbytes for t in tensors_of(env[name]))
 
 
 # ------------------------------------------------------------------ kernels
@@ -110,7 +118,7 @@ class DryKernel:
             entries.append(CallArgument(number, dropped, record.bytes if dropped else 0))
         footprint = self.context.footprint(self.name, self.backward, tuple(entries))
         arguments = {numbers[id(r)]: r for r in records}
-        unborn = [Storage(n, "", tracker.line.unit, "device") for n in footprint.new_bytes]
+        unborn = [Storage(n, "", "device") for n in footprint.new_bytes]
         for name, each_output in zip(tracker.line.writes, footprint.outputs, strict=True):
             if each_output.new is not None and not unborn[each_output.new].category:
                 unborn[each_output.new].category = category_of(name)
@@ -231,21 +239,19 @@ class DryUpdater:
 
 @dataclass
 class DryTransfers:
-    """`runtime.tiers.Transfers`: `moved` counts bytes by the number of the line.
+    """`runtime.tiers.Transfers`.
 
     Host buffers come from a pool, which only grows; those of gradients go back when the worker has done with
     them.
     """
 
     tracker: StorageTracker
-    moved: dict[int, int] = field(default_factory=dict)
     free: dict[int, list[Tensor]] = field(default_factory=dict)
     late: list[Reduced] = field(default_factory=list)
 
     def to_device(
         self, values: Sequence[Any], into: Sequence[Any] | None = None, after: Any = None
     ) -> Transfer:
-        self._count(values)
         if into and self.tracker.device != "cpu":
             # An accelerator casts on its own side of the link, by way of a temporary in the master's dtype.
             pairs = zip(values, into, strict=True)
@@ -254,7 +260,6 @@ class DryTransfers:
         return self._flight(into or [each(v, new) for v in values])
 
     def to_host(self, values: Sequence[Any], into: Sequence[Any] | None = None) -> Transfer:
-        self._count(values)
         return self._flight(into or [each(v, self.take) for v in values])
 
     def _flight(self, values: Sequence[Any]) -> Transfer:
@@ -292,6 +297,3 @@ class DryTransfers:
         flat = torch.empty(0, dtype=torch.uint8, device="meta").set_(storage, 0, (storage.nbytes(),), (1,))
         self.free.setdefault(storage.nbytes(), []).append(flat)
         return tensor
-
-    def _count(self, values: Sequence[Any]) -> None:
-        self.moved[len(self.tracker.moments)] = sum(t.nbytes for v in values for t in tensors_of(v))

@@ -65,10 +65,10 @@ class MemoryAnalysis:
     """What a step takes of one rank's memory, in bytes.
 
     `peak_bytes`: on the device at the worst moment, which is inside instruction number `at`, `line`;
-    `peak`: what it is made of, by category; `units`: the same by unit. `resident`: between steps, by
-    category, without the batch. `host_bytes`, `disk_bytes`: at their peaks; `host_resident_bytes`,
-    `disk_resident_bytes`: between steps. `leaves`: by path, the stored shard, optimizer state, gathered
-    parameter and gradient shard. `kernels`: "eager" or "inductor", whose liveness was counted.
+    `peak`: what it is made of, by category. `resident`: between steps, by category, without the batch.
+    `host_bytes`, `disk_bytes`: at their peaks; `host_resident_bytes`, `disk_resident_bytes`: between steps.
+    `leaves`: by path, the stored shard, optimizer state, gathered parameter and gradient shard. `kernels`:
+    "eager" or "inductor", whose liveness was counted.
 
     The categories (by the name of the value, `storages.category_of`):
 
@@ -85,7 +85,6 @@ class MemoryAnalysis:
     at: int
     line: str
     peak: Mapping[str, int]
-    units: Mapping[str, Mapping[str, int]]
     resident: Mapping[str, int]
     host_bytes: int
     host_resident_bytes: int
@@ -106,7 +105,6 @@ class MemoryAnalysis:
             "at": self.at,
             "line": self.line,
             "peak": dict(self.peak),
-            "units": {u: dict(c) for u, c in self.units.items()},
             "resident_bytes": self.resident_bytes,
             "resident": dict(self.resident),
             "host_bytes": self.host_bytes,
@@ -136,7 +134,7 @@ class MemoryAnalysis:
 
 @dataclass(frozen=True)
 class MemoryTimeline:
-    """Bytes at every instruction, each at its worst moment; the units of `moments` are lines."""
+    """Bytes at every instruction, each at its worst moment."""
 
     moments: tuple[Moment, ...]
 
@@ -231,11 +229,11 @@ class MemoryInputs:
 
 @dataclass(frozen=True)
 class Ledger:
-    """What `measure` found. `moved`: by number of a transfer's instruction, its bytes."""
+    """What `measure` found. `sizes`: bytes of all values of the step, by name."""
 
     analysis: MemoryAnalysis
     timeline: MemoryTimeline
-    moved: Mapping[int, int]
+    sizes: Mapping[ValueName, int]
 
 
 def measure(schedule: Schedule, inputs: MemoryInputs) -> Ledger:
@@ -261,7 +259,7 @@ def measure(schedule: Schedule, inputs: MemoryInputs) -> Ledger:
     transport, kernels = comm.transport_bytes(), _kernels_by(inputs.compiled)
     analysis = _analysis(tracker, schedule, transport, constants, slots, kernels)
     moments = tuple(_with_transport(m, transport) for m in tracker.moments)
-    return Ledger(analysis, MemoryTimeline(moments), context.transfers.moved)
+    return Ledger(analysis, MemoryTimeline(moments), context.sizes)
 
 
 def _kernels_by(compiled: Compiled | None) -> str:
@@ -287,9 +285,9 @@ def _inputs(
 
     for path, spec in schedule.specs.items():
         shape = block_shape(spec.shape, spec.storage, mesh)
-        env[ValueName(Kind.STORED, path)] = new(shape, spec.storage_dtype, PARAMETERS, spec.unit, spec.memory)
+        env[ValueName(Kind.STORED, path)] = new(shape, spec.storage_dtype, PARAMETERS, spec.memory)
     for path, parts in slots.items():
-        where = OPTIMIZER, schedule.specs[path].unit, schedule.specs[path].optimizer_memory
+        where = OPTIMIZER, schedule.specs[path].optimizer_memory
         env[ValueName(Kind.SLOTS, path)] = {n: new(*part, *where) for n, part in parts.items()}
     whole = {
         ValueName(Kind.BATCH, n): new((size,), torch.uint8, INPUTS) for n, size in inputs.batch_bytes.items()
@@ -309,7 +307,7 @@ def _inputs(
     env["kernels' constants"] = new((kept,), torch.uint8, INPUTS)
     for name in schedule.inputs:
         if name not in env:
-            env[name] = new((), torch.float32, INPUTS, "-", UNCOUNTED)
+            env[name] = new((), torch.float32, INPUTS, UNCOUNTED)
     return env, constants + kept
 
 
@@ -324,14 +322,8 @@ def _analysis(
 ) -> MemoryAnalysis:
     worst = max(tracker.moments, key=lambda m: m.bytes)
     peak = {c: n for c, n in worst.device.items() if n}
-    units: dict[str, dict[str, int]] = {}
-    for (category, unit), size in tracker.units.items():
-        if size:
-            units.setdefault(unit, {})[category] = size
     if transport:
         peak[BUFFERS] = peak.get(BUFFERS, 0) + transport
-        shared = units.setdefault("-", {})
-        shared[BUFFERS] = shared.get(BUFFERS, 0) + transport
     leaves = _leaves(schedule.specs, slots, schedule.mesh)
     state = _state_bytes(schedule.specs, leaves)
     resident = {c: state[c, "device"] for c in (PARAMETERS, OPTIMIZER) if state[c, "device"]}
@@ -341,7 +333,6 @@ def _analysis(
         at=worst.index,
         line=worst.line,
         peak=peak,
-        units=units,
         resident=resident,
         host_bytes=tracker.worst["host"],
         host_resident_bytes=tracker.live["host"],

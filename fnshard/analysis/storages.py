@@ -36,7 +36,6 @@ class Storage:
 
     bytes: int
     category: str
-    unit: str
     tier: str
     slot: Any = None
     reference: weakref.ref | None = None
@@ -68,13 +67,11 @@ class Moment:
 class Peak:
     """The worst moment of a line: what older storages came to, by category, and those that the line made.
 
-    `units`: the former by (category, unit), if it is the worst moment of the step so far. `freed`: how many
-    older storages had died in the line by then.
+    `freed`: how many older storages had died in the line by then.
     """
 
     bytes: int = -1
     categories: dict[str, int] = field(default_factory=dict)
-    units: dict[tuple[str, str], int] | None = None
     made: tuple[Storage, ...] = ()
     freed: int = 0
     workspace: int = 0
@@ -83,10 +80,9 @@ class Peak:
 class StorageTracker(TorchDispatchMode):
     """What is alive, line by line.
 
-    `device`: the type of device that the lines are for; the tensors have no data. `totals`: bytes on the
-    device of what earlier lines made, by (category, unit). `worst`: by tier, the most so far. `units`: the
-    device's worst moment, as `totals`. `peak`: the worst moment of the line under way. `freed`: what older
-    storages have died in it.
+    `device`: the type of device that the lines are for; the tensors have no data. `categories`: bytes on the
+    device of what earlier lines made. `worst`: the most so far on the host and on disk. `peak`: the worst
+    moment of the line under way. `freed`: what older storages have died in it.
     """
 
     def __init__(self, device: str) -> None:
@@ -94,10 +90,8 @@ class StorageTracker(TorchDispatchMode):
         self.device = device
         self.alive: dict[int, Storage] = {}  # by address
         self.live = dict.fromkeys((*TIERS, UNCOUNTED), 0)
-        self.worst = dict.fromkeys(TIERS, 0)
-        self.totals: dict[tuple[str, str], int] = {}
+        self.worst = dict.fromkeys(TIERS[1:], 0)
         self.categories = dict.fromkeys(CATEGORIES, 0)
-        self.units: dict[tuple[str, str], int] = {}
         self.moments: list[Moment] = []
         self.line: Instruction | None = None
         self.tier, self.slot = "device", None  # of what is made now
@@ -122,8 +116,8 @@ class StorageTracker(TorchDispatchMode):
         storage = value.untyped_storage()
         address = storage._cdata
         if address not in self.alive:
-            size, unit = self._size(storage, self.tier), self.line.unit if self.line else "-"
-            self._made[address] = made = Storage(size, "", unit, self.tier, self.slot)
+            made = Storage(self._size(storage, self.tier), "", self.tier, self.slot)
+            self._made[address] = made
             self._watch(address, storage, made)
         return self.alive[address]
 
@@ -160,17 +154,13 @@ class StorageTracker(TorchDispatchMode):
     def _count(self, record: Storage, size: int) -> None:
         """Add to what earlier lines made."""
         if record.tier == "device":
-            key = record.category, record.unit
-            self.totals[key] = self.totals.get(key, 0) + size
             self.categories[record.category] += size
 
-    def adopt(
-        self, value: Tensor, category: str, unit: str = "-", tier: str = "device", size: int | None = None
-    ) -> Storage:
+    def adopt(self, value: Tensor, category: str, tier: str = "device", size: int | None = None) -> Storage:
         """Follow memory that is there from the start; it counts as `size` bytes, or as what it takes."""
         storage = value.untyped_storage()
         if storage._cdata not in self.alive:
-            record = Storage(self._size(storage, tier) if size is None else size, category, unit, tier)
+            record = Storage(self._size(storage, tier) if size is None else size, category, tier)
             self._watch(storage._cdata, storage, record)
             self._count(record, record.bytes)
         return self.alive[storage._cdata]
@@ -197,24 +187,19 @@ class StorageTracker(TorchDispatchMode):
             dead: storages that were alive then, and are no more.
             unborn: those that were alive then, and will be followed.
         """
-        if self.live["host"] > self.worst["host"]:
-            self.worst["host"] = self.live["host"]
-        if self.live["disk"] > self.worst["disk"]:
-            self.worst["disk"] = self.live["disk"]
+        for tier, most in self.worst.items():
+            self.worst[tier] = max(most, self.live[tier])
         here = self.live["device"] + workspace
         if dead or unborn:
             here += sum(s.bytes for s in (*dead, *unborn) if s.tier == "device")
         if here > self.peak.bytes:
             categories = dict(self.categories)
-            units = dict(self.totals) if here > self.worst["device"] else None
             ours = [s for s in dead if not s.category]
             for gone in dead:
                 if gone.tier == "device" and gone.category:
                     categories[gone.category] += gone.bytes
-                    if units is not None:
-                        units[gone.category, gone.unit] += gone.bytes
             made = (*self._made.values(), *ours, *unborn)
-            self.peak = Peak(here, categories, units, made, len(self.freed), workspace)
+            self.peak = Peak(here, categories, made, len(self.freed), workspace)
 
     def end(self, index: int, env: Mapping[str, Any]) -> None:
         """The line has ended: what it made is known by its names."""
@@ -243,14 +228,10 @@ class StorageTracker(TorchDispatchMode):
 
     def _moment(self, index: int, line: Instruction) -> Moment:
         peak = self.peak
-        inside = _inside(line)
-        added = [(s.category, s.unit, s.bytes) for s in peak.made if s.tier == "device"]
-        for category, unit, size in [*added, (inside, line.unit, peak.workspace)]:
-            peak.categories[category] += size
-            if peak.units is not None:
-                peak.units[category, unit] = peak.units.get((category, unit), 0) + size
-        if peak.units is not None:
-            self.worst["device"], self.units = peak.bytes, peak.units
+        peak.categories[_inside(line)] += peak.workspace
+        for record in peak.made:
+            if record.tier == "device":
+                peak.categories[record.category] += record.bytes
         return Moment(index, line, peak.categories, self.live["host"], self.live["disk"])
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from fnshard.analysis.cost import HardwarePricer
 from fnshard.analysis.hardware import Hardware, mfu
-from fnshard.compiler.ir.values import SCALARS, Kind
+from fnshard.compiler.ir.values import SCALARS, Kind, ValueName
 from fnshard.compiler.schedule.instructions import (
     COMMUNICATION,
     COMPUTE,
@@ -99,22 +99,20 @@ class Timeline:
 def simulate(
     schedule: Schedule,
     hardware: Hardware,
+    sizes: Mapping[ValueName, int],
     *,
     fused: bool = True,
-    slots: int = 2,
     tokens: int | None = None,
-    moved: Mapping[int, int] | None = None,
     fused_update: bool = False,
 ) -> Timeline:
     """Simulate a schedule.
 
     Args:
         fused: kernels as Inductor compiles them; else operator by operator.
-        slots: tensors of optimizer state per leaf.
         tokens: of one step, all ranks together, if known.
-        moved, fused_update: see `HardwarePricer`.
+        sizes, fused_update: see `HardwarePricer`.
     """
-    pricer = HardwarePricer(schedule, hardware, fused, slots, moved, fused_update)
+    pricer = HardwarePricer(schedule, hardware, sizes, fused, fused_update)
     clock = _Together(hardware.overlap) if hardware.overlap else _OneClock(hardware.overlap)
     for index, line in enumerate(schedule.instructions):
         clock.step(index, line, pricer.of(line))

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fnshard.analysis.tables import columns, megabytes
-from fnshard.compiler.schedule.instructions import TRANSFER, Instruction, ReduceScalars
+from fnshard.compiler.ir.values import ValueName
+from fnshard.compiler.schedule.instructions import TRANSFER, ReduceScalars
 from fnshard.compiler.schedule.ir import Schedule
 
 
@@ -115,29 +116,25 @@ class Traffic(Mapping[str, dict[str, int]]):
         return "\n".join(columns(rows))
 
 
-def analyse(schedule: Schedule, moved: Mapping[int, int]) -> Traffic:
+def analyse(schedule: Schedule, sizes: Mapping[ValueName, int]) -> Traffic:
     """All that a schedule moves between ranks, and between device, host and disk.
 
     Args:
-        moved: bytes of transfers, by the number of their instruction.
+        sizes: bytes of values, by name; of those that transfers read alone.
     """
     sums: dict[tuple[str, tuple[str, ...], str, str], list[int]] = {}
     scalars = 0
-    for index, line in enumerate(schedule.instructions):
+    for line in schedule.instructions:
         if isinstance(line, ReduceScalars):
             scalars += 8 * schedule.scalars
             continue
-        size, axes, sent = moved.get(index, 0), (), 0
-        if line.lane != TRANSFER:
+        if line.lane == TRANSFER:
+            size, axes, sent = sum(sizes[n] for n in line.reads), (), 0
+        else:
             size, axes = line.wire_bytes(schedule), line.axes_of(schedule)
-            sent = sent_bytes(line, size, schedule.mesh.axes_size(axes))
+            sent = int(line.sent_share(schedule.mesh.axes_size(axes)) * size)
         if size:
             entry = sums.setdefault((line.verb, axes, line.unit, line.phase.partition(".")[0]), [0, 0, 0])
             for i, n in enumerate((1, size, sent)):
                 entry[i] += n
     return Traffic(tuple(Row(*key, *entry) for key, entry in sums.items()), scalars)
-
-
-def sent_bytes(line: Instruction, size: int, ranks: int) -> int:
-    """What one rank of a group sends of a buffer of `size` bytes."""
-    return int(line.sent_share(ranks) * size)

@@ -17,7 +17,7 @@ from fnshard.analysis.storages import UNCOUNTED, StorageTracker
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import Done, Group, Handle
 from fnshard.runtime.collectives.endpoint import SMALL_BYTES, group_names, head_bytes, header_bytes
-from fnshard.runtime.collectives.messages import PAGE
+from fnshard.runtime.collectives.messages import Slots
 from fnshard.runtime.collectives.shared_memory import Shared
 
 SUM_CHUNK = 1 << 16  # elements that `runtime.collectives.base.sum_rows` adds up in fp32 at a time
@@ -47,39 +47,18 @@ def kind_of(mesh: Mesh) -> TransportKind:
 
 @dataclass(eq=False)
 class SharedSlot:
-    """A part of the arena between taking and release. `views`: how many tensors lie in it."""
+    """What holds a slot of shared memory: a message that no peer is late with. `views`: its tensors alive."""
 
-    start: int
-    end: int
-    alive: bool = True
     views: int = 1
+    finished = False
 
     def let_go(self) -> None:
         """One of its tensors has died."""
         self.views -= 1
-        self.alive = self.views > 0
 
-
-@dataclass
-class SharedHeap:
-    """`runtime.collectives.messages.Slots`, where every peer is done as soon as this rank is."""
-
-    top: int = 0
-    live: list[SharedSlot] = field(default_factory=list)
-
-    def take(self, nbytes: int, views: int = 1) -> SharedSlot:
-        """The lowest gap that fits."""
-        size = max(-(-nbytes // PAGE), 1) * PAGE
-        self.live = [s for s in self.live if s.alive]
-        start = place = 0
-        for place, slot in enumerate([*self.live, SharedSlot(1 << 62, 1 << 62)]):  # noqa: B007
-            if slot.start - start >= size:
-                break
-            start = slot.end
-        made = SharedSlot(start, start + size, views=views)
-        self.live.insert(place, made)
-        self.top = max(self.top, made.end)
-        return made
+    def free(self) -> bool:
+        """Whether the slot may be used again."""
+        return self.views == 0
 
 
 class Flight:
@@ -120,9 +99,9 @@ class Counting:
     mesh: Mesh
     kind: TransportKind
     tracker: StorageTracker
-    gathers: SharedHeap = field(default_factory=SharedHeap)
-    reductions: SharedHeap = field(default_factory=SharedHeap)
-    units: dict[tuple[str, ...], SharedHeap] = field(default_factory=dict)  # gathered in place, by axes
+    gathers: Slots = field(default_factory=lambda: Slots(0))
+    reductions: Slots = field(default_factory=lambda: Slots(0))
+    units: dict[tuple[str, ...], Slots] = field(default_factory=dict)  # gathered in place, by axes
 
     def transport_bytes(self) -> int:
         """Shared memory that the steps so far have touched."""
@@ -142,18 +121,18 @@ class Counting:
         with self.tracker.placed(UNCOUNTED, slot):
             return self._new(numel, dtype)
 
-    def _slot(self, flat: Tensor, heap: SharedHeap) -> Tensor:
+    def _slot(self, flat: Tensor, heap: Slots) -> Tensor:
         """The slot that `flat` was packed in, or one that it is copied to."""
         if isinstance(self.tracker.follow(flat).slot, SharedSlot):
             return flat
-        return self._in_slot(heap.take(flat.nbytes), flat.numel(), flat.dtype)
+        return self._in_slot(_take(heap, flat.nbytes), flat.numel(), flat.dtype)
 
     def send_buffer(self, numel: int, dtype: torch.dtype, axes: Axes, rows: int = 1) -> Tensor:
         """See `Collectives`."""
         nbytes = rows * numel * dtype.itemsize
         if nbytes and self.kind == "shared" and self._ranks(axes) > 1:
             heap = self.reductions if rows > 1 else self.gathers
-            return self._in_slot(heap.take(nbytes), rows * numel, dtype)
+            return self._in_slot(_take(heap, nbytes), rows * numel, dtype)
         return self._new(rows * numel, dtype)
 
     def all_gather(self, flat: Tensor, axes: Axes) -> Handle[Any]:
@@ -249,5 +228,10 @@ class Counting:
 
     def _taken(self, axes: Axes, nbytes: int, views: int = 1) -> SharedSlot:
         """A slot of leaves, with its header."""
-        heap = self.units.setdefault(tuple(axes), SharedHeap())
-        return heap.take(header_bytes(self.mesh) + nbytes, views)
+        return _take(self.units.setdefault(tuple(axes), Slots(0)), header_bytes(self.mesh) + nbytes, views)
+
+
+def _take(heap: Slots, nbytes: int, views: int = 1) -> SharedSlot:
+    slot = heap.take(nbytes)
+    slot.message = message = SharedSlot(views)
+    return message

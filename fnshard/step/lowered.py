@@ -19,6 +19,7 @@ from fnshard.analysis.transport import TransportKind
 from fnshard.compiler.frontend.contexts import deterministic
 from fnshard.compiler.frontend.indices import Indices
 from fnshard.compiler.ir.program import Program
+from fnshard.compiler.ir.values import ValueName
 from fnshard.compiler.kernels.attention import backends
 from fnshard.compiler.kernels.inductor import TRACING, Boxed, Graphs, compile_graphs, graphs_of, share_of
 from fnshard.compiler.kernels.reuse import reusable
@@ -59,7 +60,7 @@ class Lowered:
         stats: counts what is compiled.
         reuse: steps whose kernels serve this one where they have its code.
         first: no other batch was lowered before; ranks compile in turn when it first runs.
-        moved: bytes of transfers by instruction number, once a ledger was made.
+        ledgers: those that were made, by transport and whether the kernels were compiled.
         ahead: kernels that a thread compiles.
     """
 
@@ -72,7 +73,7 @@ class Lowered:
     stats: CompileStats = field(default_factory=CompileStats)
     reuse: tuple[Lowered, ...] = ()
     first: bool = True
-    moved: Mapping[int, int] | None = field(default=None, init=False, repr=False)
+    ledgers: dict[Any, Ledger] = field(default_factory=dict, init=False, repr=False)
     ahead: Future[KnownKernels] | None = field(default=None, init=False, repr=False)
 
     @property
@@ -118,7 +119,7 @@ class Lowered:
         return self.schedule.as_text()
 
     def memory_analysis(self, *, transport: TransportKind | None = None) -> MemoryAnalysis:
-        """Bytes of one rank: the peak and what it is made of, between steps, host and disk, by unit and leaf.
+        """Bytes of one rank: the peak and what it is made of, between steps, host and disk, by leaf.
 
         After `compile` with Inductor its generated code is counted, fusion and all; before, or with the
         eager backend, the liveness of the kernels' graphs.
@@ -139,19 +140,19 @@ class Lowered:
         kinds = get_args(TransportKind)
         if transport is not None and transport not in kinds:
             raise SpecError(f"transport={transport!r}: one of {', '.join(map(repr, kinds))}, or None.")
-        inputs = MemoryInputs(
-            self.program, self.batch_bytes, self.optimizer, self.compiled, transport, self._fused_update
-        )
-        found = measure(self.schedule, inputs)
-        self.moved = found.moved
-        return found
+        key = transport, self.compiled is None
+        if key not in self.ledgers:
+            inputs = MemoryInputs(
+                self.program, self.batch_bytes, self.optimizer, self.compiled, transport, self._fused_update
+            )
+            self.ledgers[key] = measure(self.schedule, inputs)
+        return self.ledgers[key]
 
-    def _moved(self) -> Mapping[int, int]:
-        """Bytes of transfers; they do not depend on how kernels are compiled, or on the transport."""
-        if self.moved is None:
-            transfers = any(line.lane == TRANSFER for line in self.schedule.instructions)
-            self.moved = self._ledger().moved if transfers else {}
-        return self.moved
+    @property
+    def sizes(self) -> Mapping[ValueName, int]:
+        """Bytes of all values of the step, by name; they depend on no transport and no compiler."""
+        ledger = next(iter(self.ledgers.values()), None) or self._ledger()
+        return ledger.sizes
 
     def assert_fits(self, bytes: float) -> None:
         """Refuse a step whose peak on the device is above `bytes`; for tests of one's own.
@@ -169,7 +170,8 @@ class Lowered:
 
         `analysis["gather"]["bytes"]`: of whole buffers; see `analysis.traffic`.
         """
-        return analyse(self.schedule, self._moved())
+        transfers = any(line.lane == TRANSFER for line in self.schedule.instructions)
+        return analyse(self.schedule, self.sizes if transfers else {})
 
     def timeline(self, hardware: Hardware | str) -> Timeline:
         """A simulated run on `hardware`: step time, what is exposed, MFU; see `analysis.timeline`.
@@ -182,11 +184,9 @@ class Lowered:
         """
         hardware, tokens = Hardware.of(hardware), self._tokens()
         fused = self.options.backend == "inductor"
-        slots = len(self.optimizer.slots) if self.optimizer else 0
         return simulate(
-            self.schedule, hardware, fused=fused, slots=slots, tokens=tokens, moved=self._moved(),
-            fused_update=self._fused_update,
-        )  # fmt: skip
+            self.schedule, hardware, self.sizes, fused=fused, tokens=tokens, fused_update=self._fused_update
+        )
 
     @property
     def _fused_update(self) -> bool:

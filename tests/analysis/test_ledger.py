@@ -18,10 +18,8 @@ from torch import Tensor
 import fnshard as fs
 from experiments.bench.memory import live_bytes
 from experiments.training.decoder import Decoder, DecoderConfig, next_token_loss
-from fnshard.analysis.transport import SharedHeap
 from fnshard.compiler.frontend.exchange import EXCHANGE
 from fnshard.runtime.collectives.connect import connect, connection
-from fnshard.runtime.collectives.messages import PAGE, Slots
 from fnshard.step.lowered import Lowered
 
 CLOSE = 0.05
@@ -268,31 +266,3 @@ def test_bytes_on_the_wire_are_exact(ranks: Any, preset: str, axes: dict[str, in
     for sent, predicted, summed, full in ranks(4).run(sent_on_rank, preset, axes, timeout=200.0):
         assert (sent, summed) == (predicted, full)
         assert sent + summed > 0
-
-
-slots_of_sizes = st.lists(st.tuples(st.integers(1, 9 * PAGE), st.booleans()), max_size=30)
-
-
-@settings(deadline=None)
-@given(slots_of_sizes)
-def test_shared_memory_grows_as_predicted(steps: list[tuple[int, bool]]) -> None:
-    """Against the real allocator of slots, its peers never late."""
-
-    class Message:
-        done = finished = False
-
-        def free(self) -> bool:
-            return self.done
-
-    real, paper = Slots(0), SharedHeap()
-    taken: list[tuple[Message, Any]] = []
-    for size, release in steps:
-        slot, message = real.take(size), Message()
-        slot.message = message
-        expected = paper.take(size)
-        assert (slot.start, slot.end) == (expected.start, expected.end)
-        taken.append((message, expected))
-        if release:
-            first, shown = taken.pop(len(taken) // 2)
-            first.done, shown.alive = True, False
-    assert real.top == paper.top

@@ -17,7 +17,7 @@ import fnshard as fs
 from fnshard import Hardware
 from fnshard.analysis.cost import HardwarePricer
 from fnshard.analysis.hardware import COLLECTIVES, Curve, Link
-from fnshard.analysis.timeline import Timeline, simulate
+from fnshard.analysis.timeline import Timeline
 from fnshard.compiler.schedule.instructions import (
     COMMUNICATION,
     COMPUTE,
@@ -77,14 +77,10 @@ def machines(draw: Any) -> Hardware:
     )
 
 
-def run(low: Lowered, hardware: Hardware) -> Timeline:
-    return simulate(low.schedule, hardware, fused=False)
-
-
 @settings(deadline=None, max_examples=60)
 @given(plans, machines())
 def test_a_lane_does_one_thing_at_a_time(low: Lowered, hardware: Hardware) -> None:
-    got = run(low, hardware)
+    got = low.timeline(hardware)
     for lane in got.busy_seconds:
         spans = [s for s in got.spans if s.lane == lane]
         assert all(a.end <= b.start + 1e-12 for a, b in itertools.pairwise(spans))
@@ -97,7 +93,7 @@ def test_a_lane_does_one_thing_at_a_time(low: Lowered, hardware: Hardware) -> No
 def test_nothing_computes_behind_a_wait_before_its_flight_has_landed(
     low: Lowered, hardware: Hardware
 ) -> None:
-    got, flights = run(low, hardware), {}
+    got, flights = low.timeline(hardware), {}
     ends = {s.index: s.end for s in got.spans if s.lane in (COMMUNICATION, TRANSFER)}
     for index, line in enumerate(low.schedule.instructions):
         flights |= {n: index for n in line.writes if n.startswith("~")}
@@ -119,7 +115,7 @@ def test_nothing_computes_behind_a_wait_before_its_flight_has_landed(
 @given(plans, machines())
 def test_a_step_is_no_shorter_than_its_critical_path(low: Lowered, hardware: Hardware) -> None:
     """The longest chain of lines in which each reads what the one before made, lanes and host aside."""
-    pricer, done = HardwarePricer(low.schedule, hardware, fused=False), {}
+    pricer, done = HardwarePricer(low.schedule, hardware, low.sizes, fused=False), {}
     for line in low.schedule.instructions:
         price = pricer.of(line)
         end = (
@@ -128,7 +124,7 @@ def test_a_step_is_no_shorter_than_its_critical_path(low: Lowered, hardware: Har
             + price.flight_seconds
         )
         done |= dict.fromkeys(line.writes, end)
-    assert run(low, hardware).step_seconds >= max(done.values()) * (1 - 1e-9)
+    assert low.timeline(hardware).step_seconds >= max(done.values()) * (1 - 1e-9)
 
 
 @settings(deadline=None, max_examples=60)
@@ -146,14 +142,14 @@ def test_more_bandwidth_is_never_slower(low: Lowered, hardware: Hardware, factor
         network=faster(hardware.network),
         host_link_bytes_per_s=hardware.host_link_bytes_per_s * factor,
     )
-    assert run(low, better).step_seconds <= run(low, hardware).step_seconds * (1 + 1e-9)
+    assert low.timeline(better).step_seconds <= low.timeline(hardware).step_seconds * (1 + 1e-9)
 
 
 # ------------------------------------------------------------------ by hand
 
 
 def test_one_rank_that_shares_nothing_does_not_communicate() -> None:
-    got = run(lowered("no_shard", 1), H100)
+    got = lowered("no_shard", 1).timeline(H100)
     assert got.busy_seconds[COMMUNICATION] == got.busy_seconds[TRANSFER] == 0
     assert got.exposed_communication_seconds == got.exposed_transfer_seconds == 0
     assert {s.lane for s in got.spans} == {COMPUTE}
@@ -161,7 +157,7 @@ def test_one_rank_that_shares_nothing_does_not_communicate() -> None:
 
 def test_slow_links_are_exposed_and_fast_compute_does_not_help() -> None:
     slow = replace(H100, node=Link.even(0, 1e3), network=Link.even(0, 1e3))
-    got = run(lowered("full_shard", 2), slow)
+    got = lowered("full_shard", 2).timeline(slow)
     assert got.exposed_communication_seconds > 0.9 * got.step_seconds
     assert got.step_seconds == pytest.approx(got.busy_seconds[COMMUNICATION], rel=0.05)
 
@@ -171,16 +167,15 @@ def test_prefetch_hides_gathers_behind_kernels() -> None:
     base = lowered("full_shard", 2, prefetch=0)
     runs = [i for i in base.schedule.instructions if isinstance(i, Run)]
     free = replace(H100, instruction_seconds=0.0, kernel_seconds=0.0, launch_seconds=0.0)
-    kernel = sum(HardwarePricer(base.schedule, free, fused=False).of(r).device_seconds for r in runs) / len(
-        runs
-    )
+    pricer = HardwarePricer(base.schedule, free, base.sizes, fused=False)
+    kernel = sum(pricer.of(r).device_seconds for r in runs) / len(runs)
     hardware = replace(free, node=Link.even(0, 0.5 * WIDTH * WIDTH * 4 / kernel))
-    without = run(base, hardware).exposed_communication_seconds
-    assert run(lowered("full_shard", 2), hardware).exposed_communication_seconds < 0.75 * without
+    without = base.timeline(hardware).exposed_communication_seconds
+    assert lowered("full_shard", 2).timeline(hardware).exposed_communication_seconds < 0.75 * without
 
 
 def test_on_one_thread_everything_is_exposed() -> None:
-    got = run(lowered("full_shard", 2, tier="stored"), Hardware.named("cpu"))
+    got = lowered("full_shard", 2, tier="stored").timeline(Hardware.named("cpu"))
     assert got.exposed_communication_seconds == pytest.approx(got.busy_seconds[COMMUNICATION])
     assert got.exposed_transfer_seconds == pytest.approx(got.busy_seconds[TRANSFER])
     assert got.step_seconds == pytest.approx(sum(got.busy_seconds.values()))
@@ -194,7 +189,7 @@ def test_compute_waits_for_what_it_sent_and_the_step_for_what_the_host_sends() -
     """Nobody runs on after the Wait of a slow copy to the host: that is what the executor does."""
     slow = replace(H100, host_link_bytes_per_s=1e5)
     for low in (lowered("full_shard", 2, remat="offload"), lowered("full_shard", 2, tier="host")):
-        got = run(low, slow)
+        got = low.timeline(slow)
         assert spans_of(got, low, ToHost)
         assert got.exposed_transfer_seconds > 0.9 * got.busy_seconds[TRANSFER]
 
@@ -207,12 +202,12 @@ def test_an_update_on_the_host_waits_for_the_numbers_that_the_device_makes() -> 
     free = replace(H100, instruction_seconds=0.0, kernel_seconds=0.0, launch_seconds=0.0)
     slow = replace(free, node=Link.even(1e-2, 1e12), network=Link.even(1e-2, 1e12))
     low = lower(fn, params, tokens, ranks=2, optimizer=clip, **how)
-    got, lines = run(low, slow), low.schedule.instructions
+    got, lines = low.timeline(slow), low.schedule.instructions
     (summed,) = [s.end for s in got.spans if s.verb == "reduce_scalars" and s.lane == COMMUNICATION]
     updates = [s for s in spans_of(got, low, Update) if "scalars" in lines[s.index].reads]
     assert updates and all(s.start >= summed for s in updates)
     low = lower(fn, params, tokens, ranks=2, optimizer=fs.optim.sgd(0.1), **how)
-    got = run(low, replace(free, flops={"f32": Curve.flat(1e3)}))
+    got = low.timeline(replace(free, flops={"f32": Curve.flat(1e3)}))
     first = min(spans_of(got, low, Update), key=lambda s: s.start)
     before = [s for s in got.spans if s.lane == COMPUTE and s.index < first.index]
     assert first.start >= max(s.end for s in before)
@@ -225,7 +220,7 @@ def test_the_host_stands_still_for_the_disk() -> None:
     seconds = {}
     for tier in ("host", "disk"):
         low = lower(loss, chain(BLOCKS, 256), rows(256), ranks=2, policy={"memory": tier})
-        got = run(low, hardware)
+        got = low.timeline(hardware)
         seconds[tier] = got.step_seconds
         loads = {s.index: s.end for s in got.spans if s.verb == "to_device"}
         for index, end in loads.items():
@@ -235,8 +230,8 @@ def test_the_host_stands_still_for_the_disk() -> None:
 
 
 def test_updates_on_the_host_take_a_lane_of_their_own() -> None:
-    assert run(lowered("full_shard", 2, tier="host"), H100).busy_seconds[HOST] > 0
-    assert run(lowered("full_shard", 2), H100).busy_seconds[HOST] == 0
+    assert lowered("full_shard", 2, tier="host").timeline(H100).busy_seconds[HOST] > 0
+    assert lowered("full_shard", 2).timeline(H100).busy_seconds[HOST] == 0
 
 
 def test_recomputation_is_hardware_flops_and_no_model_flops() -> None:
