@@ -113,7 +113,7 @@ PRIVATE = {
     "fnshard.compiler.kernels.units": {"torch._inductor"},
     "fnshard.runtime.executor.fused_update": {"torch._inductor", "torch._subclasses"},  # its decompositions
     "fnshard.analysis.footprint": {"torch._subclasses"},
-    "fnshard.analysis.slots": {"torch._subclasses"},
+    "fnshard.analysis.slots": {"torch._subclasses", "torch.utils._python_dispatch"},
     "fnshard.analysis.storages": {"torch.utils._python_dispatch"},
 }
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fnshard.analysis.storages import INPUTS, StorageTracker
+from fnshard.analysis.storages import INPUTS, StorageTracker, tensors_of
 from fnshard.compiler.ir.values import MASTER
 from fnshard.compiler.schedule.buckets import Bucket
 from fnshard.compiler.schedule.ir import Schedule
@@ -120,14 +122,35 @@ def _gathered(optimizer: Optimizer, path: str, spec: LayoutSpec) -> tuple[torch.
         found.append(shard.dtype)
         return shard
 
-    with FakeTensorMode(allow_fallback_kernels=False), torch.no_grad():
-        scalar = torch.zeros((), dtype=torch.float64)
-        info = StepInfo(torch.tensor(0), global_norm=scalar)
-        info = info.with_gather(gather, lambda path, whole: whole)
+    info = _numbers(torch.device("cpu")).with_gather(gather, lambda path, whole: whole)
+    with _fakes():
         param = torch.empty(spec.shape, dtype=spec.optimizer_dtype)
         slots = optimizer.init_leaf(param)
         optimizer.update_leaf(path, param, slots, param, optimizer.given(path, info), info.grad_scale)
     return tuple(found)
+
+
+class _Numbers(TorchDispatchMode):
+    """Among fakes, what is made of real tensors alone (a step's number, a table of rates) is computed."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = tensors_of([args, kwargs or {}])
+        fake = not tensors or any(isinstance(t, FakeTensor) for t in tensors)
+        with nullcontext() if fake else unset_fake_temporarily():
+            return func(*args, **(kwargs or {}))
+
+
+def _fakes() -> ExitStack:
+    """Tensors that are made have no data; real ones may be read."""
+    stack = ExitStack()
+    for mode in (FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False), _Numbers()):
+        stack.enter_context(mode)
+    stack.enter_context(torch.no_grad())
+    return stack
+
+
+def _numbers(device: torch.device) -> StepInfo:
+    return StepInfo(torch.tensor(0), global_norm=torch.zeros((), dtype=torch.float64, device=device))
 
 
 @dataclass(frozen=True)
@@ -174,10 +197,10 @@ class Updates:
         specs, mesh = self.schedule.specs, self.schedule.mesh
         # Fakes of a device that torch was not built for cannot be written to.
         device = torch.device("cuda" if mesh.device_type == "cuda" and torch.cuda.is_available() else "cpu")
-        with FakeTensorMode(allow_fallback_kernels=False), torch.no_grad():
+        numbers = _numbers(device) if barrier else StepInfo(torch.tensor(0))
+        with _fakes():
             updater = Updater(self.optimizer, specs, mesh, mesh.rank)
             update = updater.bind(bucket)
-            control = self._control(barrier, device)
             blocks, own_slots, params = {}, {}, {}
             gathers = gathers_of(self.optimizer, {p: specs[p] for p in bucket.paths})
             gathered = {
@@ -197,25 +220,11 @@ class Updates:
                     shape = block_shape(spec.shape, spec.storage, mesh)
                     params[path] = torch.empty(shape, dtype=spec.storage_dtype, device=device)
             tracker = StorageTracker(mesh.device_type)
-            slots = [v for parts in own_slots.values() for v in parts.values()]
-            inputs = [
-                *blocks.values(),
-                *params.values(),
-                *slots,
-                *(w for some in gathered.values() for w in some),
-            ]
-            for value in inputs:
+            for value in tensors_of([blocks, params, own_slots, gathered]):
                 tracker.adopt(value, INPUTS, size=0)
             with tracker:
-                update(blocks, own_slots, params, gathered, control)
+                update(blocks, own_slots, params, gathered, StepControl(info=numbers))
         return max(tracker.peak.bytes, 0)
-
-    def _control(self, barrier: bool, device: torch.device) -> StepControl:
-        control = StepControl().started(torch.tensor(0))  # a fake that knows its value: rates are made of it
-        if not barrier:
-            return control
-        scalar = torch.zeros((), dtype=torch.float64, device=device)
-        return replace(control, info=replace(control.info, global_norm=scalar))
 
 
 def size_of(shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fnshard.analysis.workspace import workspace_bytes
+from fnshard.analysis.workspace import code_of, workspace_bytes
 from fnshard.compiler.ir.values import SCALARS, Kind, ValueName
 from fnshard.compiler.schedule.instructions import COMPUTE, Instruction, Reduced, Wait
 
@@ -103,7 +103,11 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name.startswith("aten::_fused_"):
             return None  # in place on everything, and unknown to fake tensors
-        out = func(*args, **(kwargs or {}))
+        if (code := code_of(func, args, self.device)) is not None:
+            with self:
+                out = code()
+        else:
+            out = func(*args, **(kwargs or {}))
         for value in out if isinstance(out, tuple | list) else (out,):
             if isinstance(value, Tensor):
                 self.follow(value)

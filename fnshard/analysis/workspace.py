@@ -1,6 +1,7 @@
 """Workspace: what torch's own operators allocate while they run, besides their results.
 
-A table, read off torch's sources and compared with the profiler's memory events (torch 2.11 to 2.13). What
+A table, read off torch's sources and compared with the profiler's memory events (torch 2.11 to 2.13); of the
+library's own operators their code is run (`code_of`). What
 an operator calls several kernels for, what it must cast or make contiguous first, and scratch buffers
 that it asks of torch's allocator. Not in it, because they depend on the processor or on a heuristic of a
 library: oneDNN's convolutions, and the last tenth of its bf16 scratch; what cuBLAS and cuDNN take.
@@ -16,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnshard.compiler.kernels.block_attention import CHUNK_bytes, fused_kernel
-from fnshard.losses.linear import chunk_of, logit_bytes, run_of, sums_wide, wide
+from fnshard.compiler.ir.program import OpOverload
+from fnshard.compiler.kernels import block_attention
+from fnshard.losses import linear
 
 Args = Sequence[Any]
 HALVES = (torch.bfloat16, torch.float16)
@@ -142,56 +144,9 @@ def _index_put(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
     return values.numel() * into.dtype.itemsize if values.dtype != into.dtype else 0
 
 
-def _token_parts(device: str, args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
-    """A chunk's logits, as they come and in fp32, and what a log-sum-exp makes of them."""
-    hidden, weight, _, chunk = args[:4]
-    numbers = chunk_of(hidden.shape[0], weight.shape[0], chunk, hidden.dtype, device) * weight.shape[0]
-    return numbers * max(logit_bytes(hidden.dtype), 2 * wide(hidden.dtype).itemsize)
-
-
-def _token_parts_backward(device: str, args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
-    """A chunk's logits; of half types the sum of the weight's gradient, and a CPU's run that is added."""
-    hidden, weight, _, chunk, of_weight = args[3:8]
-    numbers = chunk_of(hidden.shape[0], weight.shape[0], chunk, hidden.dtype, device) * weight.shape[0]
-    rows, columns = weight.shape
-    own = 0
-    if of_weight and hidden.dtype != wide(hidden.dtype):
-        own = weight.numel() * wide(hidden.dtype).itemsize
-        if not sums_wide(hidden.dtype, device):
-            own += min(rows, run_of(columns)) * columns * hidden.dtype.itemsize
-    return numbers * logit_bytes(hidden.dtype) + own
-
-
-def _block_attention(device: str, args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
-    """Keys and values of all heads, what is added to scores; the kernel's scratch, or its narrow result."""
-    query, key, value, _, mask = args[:5]
-    heads, bias = _of_heads(query, key, value), _bias(query, key, mask)
-    if fused_kernel(device, query.dtype, mask is not None, query.shape[-1]) == "":
-        scores = query.numel() // query.shape[-1] * key.shape[-2] * wide(query.dtype).itemsize
-        return heads + bias + 2 * min(CHUNK_bytes, scores)
-    seen = bias // query.dtype.itemsize
-    narrow = query.numel() // query.shape[-1] * value.shape[-1] * 2 if query.dtype in HALVES else 0
-    return heads + bias + max(seen, narrow, _flash((query, key), kwargs, out) if device == "cpu" else 0)
-
-
-def _block_attention_backward(device: str, args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
-    """The same, and all heads' gradients as the kernel makes them; less what is returned later."""
-    query, key, value, of_sums, _, _, before, _, mask = args[:9]
-    group = query.shape[-3] // key.shape[-3]
-    raw = (query.numel() + group * (key.numel() + value.numel())) * query.dtype.itemsize
-    raw += raw // 2 if query.dtype in HALVES else 0  # what is cast for the kernel
-    size = _of_heads(query, key, value) + _bias(query, key, mask) + raw
-    size += key.numel() * key.dtype.itemsize if group > 1 else 0
-    return size if before else size + of_sums.numel() * query.dtype.itemsize
-
-
-def _of_heads(query: Tensor, key: Tensor, value: Tensor) -> int:
-    group = query.shape[-3] // key.shape[-3]
-    return 0 if group == 1 else group * (key.numel() + value.numel()) * query.dtype.itemsize
-
-
-def _bias(query: Tensor, key: Tensor, mask: Tensor | None) -> int:
-    return 0 if mask is None else mask.numel() // mask.shape[-1] * key.shape[-2] * query.dtype.itemsize
+def _logsumexp(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
+    """The exponentials."""
+    return args[0].numel() * args[0].dtype.itemsize
 
 
 # ------------------------------------------------------------------ CUDA
@@ -218,6 +173,15 @@ def _efficient_backward_cuda(args: Args, kwargs: Mapping[str, Any], out: Any) ->
     return q.numel() // q.shape[-1] * 4 + wide
 
 
+def _chunk_of_scores(query: Tensor, key: Tensor, mask: Tensor | None) -> int:
+    """Where there is no fused kernel; on paper the code runs as on a CPU, which has one for all."""
+    fused = block_attention.fused_kernel("cuda", query.dtype, mask is not None, query.shape[-1])
+    if fused or query.device.type == "cuda":
+        return 0
+    scores = query.numel() // query.shape[-1] * key.shape[-2] * linear.wide(query.dtype).itemsize
+    return 2 * min(block_attention.CHUNK_bytes, scores)
+
+
 Rule = Callable[[Args, Mapping[str, Any], Any], int]
 _RULES: dict[tuple[str, str], Rule] = {
     ("cpu", "mm"): lambda args, kwargs, out: _matmul(args[0], args[1]),
@@ -236,21 +200,40 @@ _RULES: dict[tuple[str, str], Rule] = {
     ("cpu", "where"): lambda args, kwargs, out: _promotion(args[1:], out),
     ("cpu", "index_put"): _index_put,
     ("cpu", "index_put_"): _index_put,
-    **{
-        (device, f"token_{name}"): functools.partial(rule, device)
-        for device in ("cpu", "cuda")
-        for name, rule in (
-            ("parts", _token_parts),  # of a rank, which has one part
-            ("parts_backward", _token_parts_backward),
-        )
-    },
-    **{
-        (device, f"block_attention{name}"): functools.partial(rule, device)
-        for device in ("cpu", "cuda")
-        for name, rule in (("", _block_attention), ("_backward", _block_attention_backward))
-    },
+    ("cpu", "logsumexp"): _logsumexp,
+    ("cuda", "logsumexp"): _logsumexp,
+    ("cuda", "block_attention"): lambda args, kwargs, out: _chunk_of_scores(*args[:2], args[4]),
+    ("cuda", "block_attention_backward"): lambda args, kwargs, out: _chunk_of_scores(*args[:2], args[8]),
     ("cuda", "_unsafe_masked_index_put_accumulate"): _masked_put,
     ("cuda", "_scaled_dot_product_flash_attention_backward"): _flash_backward_cuda,
     ("cuda", "_scaled_dot_product_cudnn_attention_backward"): _cudnn_backward_cuda,
     ("cuda", "_scaled_dot_product_efficient_attention_backward"): _efficient_backward_cuda,
 }
+
+
+# ------------------------------------------------------------------ operators of this library
+
+_OPERATORS = (
+    linear.token_parts, linear.token_parts_backward,
+    block_attention.block_attention, block_attention.block_attention_backward,
+)  # fmt: skip
+_CODE: dict[OpOverload, Callable[..., Any]] = {each._opoverload: each._init_fn for each in _OPERATORS}
+_CHUNKS = {  # where hidden states and the tokens at once stand among the arguments; a rank has one part
+    linear.token_parts._opoverload: (0, 3),
+    linear.token_parts_backward._opoverload: (3, 6),
+}
+
+
+def code_of(op: Any, args: Args, device: str) -> Callable[[], Any] | None:
+    """The Python code of an operator of this library on its arguments; None of any other operator.
+
+    On paper it is for another device than that of its arguments: as many tokens at once as there.
+    """
+    if op not in _CODE:
+        return None
+    args = list(args)
+    if op in _CHUNKS:
+        at, place = _CHUNKS[op]
+        hidden, weight = args[at : at + 2]
+        args[place] = linear.chunk_of(hidden.shape[0], weight.shape[0], args[place], hidden.dtype, device)
+    return functools.partial(_CODE[op], *args)

@@ -194,7 +194,10 @@ def test_the_walk_of_any_program_is_what_its_steps_do(
     assert lowered.memory_analysis().peak_bytes == pytest.approx(real.peak, rel=0.02, abs=256)
 
 
-@pytest.mark.parametrize("rate", [0.1, lambda step: 0.1 if step < 3 else 0.2])
+TABLE = torch.linspace(0, 1, 100)
+
+
+@pytest.mark.parametrize("rate", [0.1, lambda step: 0.1 if step < 3 else 0.2, lambda step: TABLE[step]])
 @pytest.mark.parametrize("name", sorted(fs.optim.OPTIMIZERS))
 def test_no_optimizer_of_ours_is_guessed(name: str, rate: Any) -> None:
     optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.OPTIMIZERS[name](rate))
