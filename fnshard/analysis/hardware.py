@@ -122,8 +122,7 @@ class Hardware:
         node, network: links among the ranks of one node, and between nodes.
         host_link_bytes_per_s: one direction between device and host.
         host_update_bytes_per_s: the optimizer on the host.
-        disk_bytes_per_s: between disk and host; measured: written and flushed, to the disk of
-            `tempfile.gettempdir()`.
+        disk_bytes_per_s: between disk and host.
         instruction_seconds: of host time for one line of a schedule.
         kernel_seconds: of host time to start a compiled graph.
         launch_seconds: of host time to start one operator.
@@ -202,8 +201,8 @@ class Hardware:
     def measure(mesh: Mesh | None = None, clock: Callable[[], float] = time.perf_counter) -> Hardware:
         """The machine at hand, by micro-benchmarks of a few seconds.
 
-        The disk is that of `tempfile.gettempdir()` (where `TMPDIR` points to), which need not be the one of
-        `disk_dir`. A CPU's memory is this rank's share of its host, or of its control group's limit.
+        The disk is not measured (1 GB/s; `dataclasses.replace(..., disk_bytes_per_s=)`). A CPU's memory is
+        this rank's share of its host, or of its control group's limit.
 
         Args:
             mesh: its transport is measured, and its ranks load the machine together, as in a step. A

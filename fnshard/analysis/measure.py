@@ -2,7 +2,7 @@
 
 Matmuls, attention, streaming, exponentials, copies, the fused AdamW, the collectives of a mesh's real
 transport, calls: what a step is made of, one by one, never a step. On a mesh of several ranks all run each
-benchmark at the same time, as they share memory and caches in a step too.
+benchmark at the same time, as they share memory and caches in a step too. The disk is not measured.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,14 @@ from torch import Tensor
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import Collectives, Handle
 from fnshard.runtime.collectives.connect import connection
-from fnshard.runtime.files.folder import scratch_directory
 
 # Medians of so many samples of at least so long: longer than the scheduler's slice, so that on a busy machine
 # a benchmark loses its core as often as a step does.
 SAMPLES, SAMPLE_s = 5, 6e-3
 MATMULS, LENGTHS = (64, 128, 256, 512, 1024), (128, 256, 512, 1024)  # of square matmuls, of attention
-COUNTS = (1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # elements streamed; rare dtypes get one size
+COUNTS = (1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # elements streamed
+DISK_bytes_per_s = 1e9
 COLD_bytes = 64 << 20  # more than caches hold
-DISK_bytes = 64 << 20  # written and flushed, more than a disk's own cache swallows at once
 ROWS = (1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22)  # elements of a rank's part of a collective
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
 Points = list[tuple[float, float]]
@@ -48,7 +47,7 @@ def measure(mesh: Mesh | None = None, clock: Callable[[], float] = time.perf_cou
     comm = connection(mesh) if mesh and mesh.size > 1 else None
     bench = _Bench(device, comm, clock)
     found = bench.compute() | bench.memory() | bench.calls()
-    found |= bench.links(mesh, 1 / _rate(found["copy"]["points"]))
+    found |= bench.links(mesh, 1 / found["copy"]["points"][-1][1])
     if comm is None:
         return found
     all_found = [json.loads(text) for text in comm.gather_object(json.dumps(found))]
@@ -69,10 +68,6 @@ def mean_of(values: list[Any]) -> Any:
 
 def _curve(points: Points) -> dict[str, Any]:
     return {"points": [[float(size), float(rate)] for size, rate in points]}
-
-
-def _rate(points: Any) -> float:
-    return points[-1][1]
 
 
 @dataclass
@@ -121,13 +116,9 @@ class _Bench:
         """Matmuls and attention by dtype, exponentials, scattered additions."""
         found: dict[str, Any] = {"flops": {}, "attention": {}, "attention_heads": {}}
         for name, dtype in DTYPES.items():
-            common = name in ("f32", "bf16")
-            sizes = MATMULS if common else MATMULS[2:3]
-            found["flops"][name] = _curve([self._matmul(self.large * n, dtype) for n in sizes])
-            lengths = LENGTHS if common else LENGTHS[1:2]
-            found["attention"][name] = _curve([self._attention(self.large * n, dtype) for n in lengths])
-            if common:
-                found["attention_heads"][name] = self._heads(self.large * LENGTHS[1], dtype)
+            found["flops"][name] = _curve([self._matmul(self.large * n, dtype) for n in MATMULS])
+            found["attention"][name] = _curve([self._attention(self.large * n, dtype) for n in LENGTHS])
+            found["attention_heads"][name] = self._heads(self.large * LENGTHS[1], dtype)
         found["peak_flops"] = {n: max(r for _, r in c["points"]) for n, c in found["flops"].items()}
         count = 1 << 16 if self.large == 1 else 1 << 24
         x, out = self.random(count), torch.empty(count, device=self.device)
@@ -141,11 +132,7 @@ class _Bench:
 
     def _matmul(self, n: int, dtype: torch.dtype) -> tuple[float, float]:
         """FLOPs and FLOP/s of [n, n] @ [n, n], the mean of the forward's and the backward's layouts."""
-        a, b, out = (
-            self.random(n, n, dtype=dtype),
-            self.random(n, n, dtype=dtype),
-            self.random(n, n, dtype=dtype),
-        )
+        a, b, out = (self.random(n, n, dtype=dtype) for _ in range(3))
         pairs = ((a, b.t()), (a, b), (a.t(), b))
         seconds = statistics.fmean(self.seconds(lambda x=x, y=y: torch.mm(x, y, out=out)) for x, y in pairs)
         return 2.0 * n**3, 2.0 * n**3 / seconds
@@ -170,7 +157,7 @@ class _Bench:
     # -------------------------------------------------------------- memory
 
     def memory(self) -> dict[str, Any]:
-        """Streaming and copying by size, the optimizer, the host and the disk."""
+        """Streaming and copying by size, the optimizer, the host."""
         counts = [self.large * n for n in COUNTS]
         streamed, copied, updated = [], [], []
         for count in counts:
@@ -179,20 +166,20 @@ class _Bench:
             copied.append(self._copy(count))
             if count in counts[2:-1]:  # the call itself, 50 us of Python, is not meant
                 updated.append(self._update(count, self.device))
+        here = socket.gethostname()
+        hosts = [here] if self.comm is None else self.comm.gather_object(here)
         host = torch.empty(1 << 22)
         device = host.clone() if self.device.type == "cpu" else host.to(self.device)
         host = host if self.device.type == "cpu" else host.pin_memory()
         link = host.nbytes / self.seconds(lambda: device.copy_(host, non_blocking=True))
-        with scratch_directory("fnshard-disk-") as folder:
-            disk = self._disk(folder / "tier")
         return {
             "memory": _curve(streamed),
             "copy": _curve(copied),
             "update": _curve(updated),
             "host_link_bytes_per_s": link,
             "host_update_bytes_per_s": self._update(1 << 20, host.device)[1],
-            "disk_bytes_per_s": disk,
-            "memory_bytes": memory_bytes(self.device, self._ranks_here()),
+            "disk_bytes_per_s": DISK_bytes_per_s,
+            "memory_bytes": memory_bytes(self.device, hosts.count(here)),
         }
 
     def _copy(self, count: int) -> tuple[float, float]:
@@ -209,24 +196,6 @@ class _Bench:
     def _cold(self, size: int) -> int:
         """How many buffers of `size` bytes to go around, so that each has left the caches again."""
         return max(1, min(256, COLD_bytes * self.large // size))
-
-    def _disk(self, path: Path) -> float:
-        """Bytes/s into a file, until they are on the disk and not in the page cache alone."""
-        data = torch.randint(256, (DISK_bytes,), dtype=torch.uint8).numpy()
-        wall = replace(self, clock=time.perf_counter)  # a disk's time is not the thread's
-        with path.open("wb", buffering=0) as file:
-
-            def write() -> None:
-                file.seek(0)
-                file.write(data)
-                os.fsync(file.fileno())
-
-            return data.nbytes / wall.seconds(write, torch.device("cpu"))
-
-    def _ranks_here(self) -> int:
-        """How many ranks share this host."""
-        host = socket.gethostname()
-        return 1 if self.comm is None else self.comm.gather_object(host).count(host)
 
     def _update(self, count: int, device: torch.device) -> tuple[float, float]:
         """Bytes and bytes/s of the fused AdamW in fp32, cold: four tensors read, three written."""
@@ -278,19 +247,15 @@ class _Bench:
             link = {"latency_seconds": 1e-6} | dict.fromkeys(_collectives(1), flat)
         else:
             link = self._link(mesh, axes, copy_seconds_per_byte)
-        size = mesh.size if mesh else 1
-        return {"node": link, "network": link, "ranks_per_node": size}
+        return {"node": link, "network": link, "ranks_per_node": mesh.size if mesh else 1}
 
     def _link(self, mesh: Mesh, axes: tuple[str, ...], copy: float) -> dict[str, Any]:
-        n = mesh.axes_size(axes)
-        counts = [n * c for c in ROWS]
-        latency, found = math.inf, {}
-        times: dict[str, Points] = {}
+        n, latency, times = mesh.axes_size(axes), math.inf, dict[str, Points]()
         for verb, (name, rows, share) in _collectives(n).items():
             issue: Callable[[Tensor, tuple[str, ...]], Handle] = getattr(self.comm, name)
             times[verb] = []
-            for count in counts:
-                source, outs = self.random(count), [self.random(count) for _ in range(n)]
+            for count in ROWS:
+                source, outs = self.random(n * count), [self.random(n * count) for _ in range(n)]
 
                 def once(issue=issue, rows=rows, source=source, outs=outs, verb=verb) -> None:
                     buffer = self.comm.send_buffer(source.numel() // rows, source.dtype, axes, rows=rows)
@@ -305,11 +270,12 @@ class _Bench:
                 seconds = self.seconds(once)
                 latency = min(latency, seconds)
                 times[verb].append((share * source.nbytes, max(seconds - copies, seconds / 20)))
-        for verb, points in times.items():
+
+        def beyond(points: Points) -> Points:
             # The least seen is the meeting itself; what is left over grows with the bytes.
-            beyond = [(size, size / max(seconds - latency, seconds / 20)) for size, seconds in points[1:]]
-            found[verb] = _curve(beyond)
-        return {"latency_seconds": latency, **found}
+            return [(size, size / max(seconds - latency, seconds / 20)) for size, seconds in points[1:]]
+
+        return {"latency_seconds": latency} | {v: _curve(beyond(points)) for v, points in times.items()}
 
 
 def _collectives(n: int) -> dict[str, tuple[str, int, float]]:

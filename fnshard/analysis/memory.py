@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import FunctionType
 from typing import Any
 
@@ -100,20 +100,7 @@ class MemoryAnalysis:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, strings and dicts."""
-        return {
-            "peak_bytes": self.peak_bytes,
-            "at": self.at,
-            "line": self.line,
-            "peak": dict(self.peak),
-            "resident_bytes": self.resident_bytes,
-            "resident": dict(self.resident),
-            "host_bytes": self.host_bytes,
-            "host_resident_bytes": self.host_resident_bytes,
-            "disk_bytes": self.disk_bytes,
-            "disk_resident_bytes": self.disk_resident_bytes,
-            "leaves": {p: dict(s) for p, s in self.leaves.items()},
-            "kernels": self.kernels,
-        }
+        return asdict(self) | {"resident_bytes": self.resident_bytes}
 
     def __str__(self) -> str:
         rows = [("MB", "at the peak", "between steps")]

@@ -98,22 +98,13 @@ class Traffic(Mapping[str, dict[str, int]]):
         grouped: dict[tuple[str, str, str], list[Row]] = {}
         for row in self.rows:
             grouped.setdefault((row.verb, ", ".join(row.axes) or "-", row.phase), []).append(row)
-        rows = [("collective", "axes", "phase", "count", "MB", "MB sent")]
-        rows += [
-            (
-                *key,
-                str(sum(r.count for r in some)),
-                megabytes(sum(r.bytes for r in some)),
-                megabytes(sum(r.sent_bytes for r in some)),
-            )
-            for key, some in grouped.items()
-        ]
-        total = [r for r in self.rows if r.axes]
-        rows.append(
-            ("all", "", "", str(sum(r.count for r in total)), megabytes(sum(r.bytes for r in total)),
-             megabytes(self.sent_bytes))
-        )  # fmt: skip
-        return "\n".join(columns(rows))
+            grouped.setdefault(("all", "", ""), []).extend([row] if row.axes else [])
+        grouped["all", "", ""] = grouped.pop(("all", "", ""), [])  # last
+        cells = [("collective", "axes", "phase", "count", "MB", "MB sent")]
+        for key, some in grouped.items():
+            count, size, sent = (sum(getattr(r, n) for r in some) for n in ("count", "bytes", "sent_bytes"))
+            cells.append((*key, str(count), megabytes(size), megabytes(sent)))
+        return "\n".join(columns(cells))
 
 
 def analyse(schedule: Schedule, sizes: Mapping[ValueName, int]) -> Traffic:

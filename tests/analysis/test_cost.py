@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
-import time
 from dataclasses import replace
 from inspect import getattr_static
 from pathlib import Path
@@ -331,7 +329,6 @@ def quick() -> Any:
         "COUNTS": (1 << 10, 1 << 11, 1 << 12, 1 << 14),
         "ROWS": (64, 4096),
         "COLD_bytes": 1 << 16,
-        "DISK_bytes": 1 << 16,
     }
     return mock.patch.multiple(measuring, SAMPLES=1, SAMPLE_s=1e-6, **sizes)
 
@@ -353,20 +350,6 @@ def test_hardware_by_name_or_as_it_is() -> None:
     for wrong in (None, 1e12, Hardware):
         with pytest.raises(SpecError, match=r"a Hardware or the name of one(.|\n)*'h100'"):
             low.timeline(wrong)
-
-
-def test_the_disk_is_measured_to_the_disk_and_by_the_wall_clock(tmp_path: Path) -> None:
-    """A file that is only in the page cache is not written; the thread's clock stands still meanwhile."""
-    flushed = []
-
-    def slow(fd: int) -> None:
-        flushed.append(os.fstat(fd).st_size)
-        time.sleep(0.01)
-
-    bench = measuring._Bench(torch.device("cpu"), None, time.thread_time)
-    with quick(), mock.patch.object(os, "fsync", slow):
-        rate = bench._disk(tmp_path / "file")
-    assert set(flushed) == {1 << 16} and rate <= (1 << 16) / 0.01
 
 
 GROUPS = {
