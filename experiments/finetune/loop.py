@@ -171,7 +171,7 @@ def prepare(config: FinetuneConfig) -> FinetuneSetup:
         "mesh": mesh, "backend": run.backend, "deterministic": run.deterministic, "timeout": run.timeout_s,
     }  # fmt: skip
     objective_of_data = objective(tuning, config.objective, training=False)
-    held_out = fs.shard_forward(objective_of_data, plan.specs, kernels=step, **how)
+    held_out = fs.shard_forward(objective_of_data, plan.specs, **how)
     examples = data.examples(run, lm.context)
     answer = fs.shard_forward(tuning.policy(last_logits(lm.hidden, lm.unembed)), plan.specs, **how)
     window = window_of(examples, run.sample_tokens, lm.context)

@@ -136,6 +136,6 @@ def prepare(config: TrainConfig) -> TrainSetup:
         "mesh": mesh, "backend": run.backend, "deterministic": run.deterministic, "timeout": run.timeout_s,
         "context_attention": config.mesh.context_attention,
     }  # fmt: skip
-    forward = fs.shard_forward(loss_fn, plan.specs, kernels=step, **how)
+    forward = fs.shard_forward(loss_fn, plan.specs, **how)
     sampler = Sampler(fs.shard_forward(last_logits(apply), plan.specs, **how), config.context, mesh.device)
     return TrainSetup(config, mesh, plan, open_dataset(config), model, step, forward, sampler)

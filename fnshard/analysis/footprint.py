@@ -20,7 +20,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fnshard.analysis.storages import INPUTS, Storage, StorageTracker
 from fnshard.analysis.workspace import workspace_bytes
 from fnshard.compiler.kernels.inductor import Boxed, compile_graph
-from fnshard.compiler.kernels.reuse import FirstResults
 from fnshard.compiler.kernels.symbolic import Sized
 
 
@@ -78,11 +77,11 @@ def compiled_footprint(
 ) -> Footprint | None:
     """Of Inductor's code for a graph; None where it is not a Python wrapper (C++ wrappers, CUDA graphs)."""
     tracker = StorageTracker(device)
-    around = compiled if isinstance(compiled, Sized | FirstResults) else None
-    wrapper = generated_wrapper(around.compiled if around else compiled, tracker)
+    sized = compiled if isinstance(compiled, Sized) else None
+    wrapper = generated_wrapper(sized.compiled if sized else compiled, tracker)
     if wrapper is None:
         return None
-    run = replace(around, compiled=wrapper) if around else wrapper
+    run = replace(sized, compiled=wrapper) if sized else wrapper
     return call_footprint(run, [n.meta["val"] for n in placeholders(module)], entries, tracker)
 
 
@@ -91,13 +90,9 @@ def placeholders(module: fx.GraphModule) -> list[fx.Node]:
     return [n for n in module.graph.nodes if n.op == "placeholder"]
 
 
-def constant_bytes(module: fx.GraphModule, compiled: Boxed | None = None) -> int:
+def constant_bytes(module: fx.GraphModule) -> int:
     """Tensors that a kernel holds for itself between calls."""
     tensors = [getattr(module, n.target, None) for n in module.graph.nodes if n.op == "get_attr"]
-    if isinstance(compiled, Sized | FirstResults):
-        compiled = compiled.compiled
-    if compiled is not None and hasattr(compiled, "current_callable"):
-        tensors = list((getattr(compiled, "constants", None) or {}).values())
     storages = {
         t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if isinstance(t, Tensor)
     }

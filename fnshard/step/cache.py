@@ -50,7 +50,6 @@ class ProgramCache:
 
     Args:
         trains: it is differentiated; else a forward.
-        reuse: the cache of a step that trains, whose kernels serve this one where they have its code.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class ProgramCache:
         optimizer: Optimizer | None = None,
         *,
         trains: bool = True,
-        reuse: ProgramCache | None = None,
     ):
         if isinstance(fn, nn.Module):
             raise TraceError(
@@ -74,7 +72,7 @@ class ProgramCache:
             raise TraceError(f"`fn` is a function of (params, *batch), not {type(fn).__name__}.")
         if not isinstance(mesh, Mesh):
             raise SpecError(f"mesh={mesh!r} is no mesh: make one with fs.make_mesh(shard=8).")
-        self.fn, self.mesh, self.options, self.trains, self.reuse = fn, mesh, options, trains, reuse
+        self.fn, self.mesh, self.options, self.trains = fn, mesh, options, trains
         self._signature = signature_of(fn)
         self.shapes = options.shapes and options.shapes.of_function(self._signature)
         self.optimizer = optimizer
@@ -160,7 +158,7 @@ class ProgramCache:
         stages = lower(self.fn, self.specs, micro, self.mesh, self._plan, self.options.lowering)
         lowered = Lowered(
             stages, self.options, None, self.optimizer, bytes_of_batch(batch), self._shared(batch),
-            stats=self.stats, reuse=self.reuse.known() if self.reuse else (), first=not len(self.programs),
+            stats=self.stats, first=not len(self.programs),
         )  # fmt: skip
         if self.options.lowering.passes.graph:
             cuda_graph.check(lowered.schedule, self.optimizer is not None)
@@ -194,11 +192,6 @@ class ProgramCache:
         options = replace(self.options.lowering, **changes)
         with self.lock, without_autocast():
             return trace_and_split(self.fn, self.specs, micro, self.mesh, self._plan, options)
-
-    def known(self) -> tuple[Lowered, ...]:
-        """What it has lowered and keeps."""
-        on_paper = [self.on_paper[1]] if self.on_paper is not None else []
-        return (*self.programs.values(), *on_paper)
 
     def tensors(self, lowered: Lowered, batch: Batch) -> tuple[dict[str, Tensor], set[str]]:
         """What `batch_tensors` gives of a batch, whose numbers are in what they are looked up in.

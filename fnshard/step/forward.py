@@ -19,7 +19,6 @@ from fnshard.step.lowered import CompileStats, Lowered
 from fnshard.step.options import Backend, Options
 from fnshard.step.runner import Runner, default_mesh
 from fnshard.step.state import TrainState
-from fnshard.step.step import Step
 
 __all__ = ["Forward", "shard_forward"]
 
@@ -37,7 +36,6 @@ def shard_forward(
     context_attention: ContextAttention = "auto",
     shapes: Buckets | None = None,
     cache: int = 8,
-    kernels: Step | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Forward:
     """Compile `fn(params, *batch) -> outputs` for sharded parameters.
@@ -45,9 +43,7 @@ def shard_forward(
     `forward(params, *batch)` takes this rank's stored blocks (or a TrainState) and its slice of the
     batch, and returns `fn`'s outputs for that slice: any pytree of tensors.
 
-    Args: as `shard_step`'s, and
-        kernels: a step that trains; where a kernel of it has the code of one of this forward, at the same
-            shapes, it serves both and is compiled once.
+    Args: as `shard_step`'s.
 
     `forward.lower(params, *batch).compile_async()` compiles while steps run.
 
@@ -65,18 +61,15 @@ def shard_forward(
         backend=backend, inductor=inductor_options(mode, options), deterministic=deterministic, cache=cache,
         timeout=timeout, shapes=shapes,
     )  # fmt: skip
-    return Forward(fn, specs, mesh or default_mesh(), chosen, kernels)
+    return Forward(fn, specs, mesh or default_mesh(), chosen)
 
 
 class Forward:
     """A compiled forward; made by `shard_forward`."""
 
-    def __init__(
-        self, fn: Callable[..., Any], specs: Any, mesh: Mesh, options: Options, kernels: Step | None = None
-    ):
+    def __init__(self, fn: Callable[..., Any], specs: Any, mesh: Mesh, options: Options):
         self.mesh, self.options = mesh, options
-        reuse = None if kernels is None else kernels._cache
-        self._cache = ProgramCache(fn, specs, mesh, options, trains=False, reuse=reuse)
+        self._cache = ProgramCache(fn, specs, mesh, options, trains=False)
         self._runner = Runner(self._cache)
 
     @property

@@ -22,7 +22,6 @@ from fnshard.compiler.ir.program import Program
 from fnshard.compiler.ir.values import ValueName
 from fnshard.compiler.kernels.attention import backends
 from fnshard.compiler.kernels.inductor import TRACING, Boxed, Graphs, compile_graphs, graphs_of, share_of
-from fnshard.compiler.kernels.reuse import reusable
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.kernels.symbolic import SharedKernels
 from fnshard.compiler.lower import Stages
@@ -58,7 +57,6 @@ class Lowered:
         batch_bytes: of this rank's batch, by leaf.
         shared: the kernels of all lengths, and the length of this batch, in multiples of its buckets.
         stats: counts what is compiled.
-        reuse: steps whose kernels serve this one where they have its code.
         first: no other batch was lowered before; ranks compile in turn when it first runs.
         ledgers: those that were made, by transport and whether the kernels were compiled.
         ahead: kernels that a thread compiles.
@@ -71,7 +69,6 @@ class Lowered:
     batch_bytes: Mapping[str, int] = field(default_factory=dict)
     shared: tuple[SharedKernels, int] | None = None
     stats: CompileStats = field(default_factory=CompileStats)
-    reuse: tuple[Lowered, ...] = ()
     first: bool = True
     ledgers: dict[Any, Ledger] = field(default_factory=dict, init=False, repr=False)
     ahead: Future[KnownKernels] | None = field(default=None, init=False, repr=False)
@@ -209,7 +206,7 @@ class Lowered:
             return self
         kernels = self.kernels.values()
         if self.shared is None:
-            done = self.known()
+            done = {} if self.ahead is None else dict(self.ahead.result())
             done |= self.compile_graphs({k: g for k, g in graphs_of(kernels).items() if k not in done})
             self.compiled = {k.name: (done[k.name, False], done.get((k.name, True))) for k in kernels}
             return self
@@ -243,27 +240,7 @@ class Lowered:
             self.compile_async().ahead.result()
 
     def _share(self, place: int, parts: int) -> KnownKernels:
-        """What other steps have, and this rank's share of the rest."""
-        known, graphs = self._reused(), graphs_of(self.kernels.values())
-        left = {key: graph for key, graph in graphs.items() if key not in known}
-        return known | self.compile_graphs(share_of(left, place, parts))
-
-    def known(self) -> KnownKernels:
-        """Kernels that are compiled, by name and whether it is the backward: for this step, or for another
-        one with the same code. Waits for those under way."""
-        if self.compiled is not None:
-            pairs = self.compiled.items()
-            return {(n, b): pair[b] for n, pair in pairs for b in (False, True) if pair[b] is not None}
-        return self._reused() if self.ahead is None else dict(self.ahead.result())
-
-    def _reused(self) -> KnownKernels:
-        """Of steps that are compiled, or are being compiled, in the same way."""
-        found: KnownKernels = {}
-        for other in self.reuse if self.options.backend != "eager" else ():
-            alike = [(o.backend, o.inductor, o.deterministic) for o in (self.options, other.options)]
-            if alike[0] == alike[1] and other.shared is None and (other.compiled or other.ahead):
-                found |= reusable(self.kernels.values(), other.kernels.values(), other.known())
-        return found
+        return self.compile_graphs(share_of(graphs_of(self.kernels.values()), place, parts))
 
     def compile_graphs(self, graphs: Graphs) -> KnownKernels:
         """Some of its graphs, compiled and counted."""

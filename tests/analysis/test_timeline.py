@@ -21,7 +21,6 @@ from fnshard.analysis.timeline import Timeline
 from fnshard.compiler.schedule.instructions import (
     COMMUNICATION,
     COMPUTE,
-    HOST,
     TRANSFER,
     Run,
     ToHost,
@@ -148,13 +147,6 @@ def test_more_bandwidth_is_never_slower(low: Lowered, hardware: Hardware, factor
 # ------------------------------------------------------------------ by hand
 
 
-def test_one_rank_that_shares_nothing_does_not_communicate() -> None:
-    got = lowered("no_shard", 1).timeline(H100)
-    assert got.busy_seconds[COMMUNICATION] == got.busy_seconds[TRANSFER] == 0
-    assert got.exposed_communication_seconds == got.exposed_transfer_seconds == 0
-    assert {s.lane for s in got.spans} == {COMPUTE}
-
-
 def test_slow_links_are_exposed_and_fast_compute_does_not_help() -> None:
     slow = replace(H100, node=Link.even(0, 1e3), network=Link.even(0, 1e3))
     got = lowered("full_shard", 2).timeline(slow)
@@ -229,11 +221,6 @@ def test_the_host_stands_still_for_the_disk() -> None:
     assert seconds["disk"] > seconds["host"]
 
 
-def test_updates_on_the_host_take_a_lane_of_their_own() -> None:
-    assert lowered("full_shard", 2, tier="host").timeline(H100).busy_seconds[HOST] > 0
-    assert lowered("full_shard", 2).timeline(H100).busy_seconds[HOST] == 0
-
-
 def test_recomputation_is_hardware_flops_and_no_model_flops() -> None:
     none, unit = (lower(*llama(3), ranks=2, remat=r).timeline(H100) for r in ("none", "unit"))
     assert none.model_flops == unit.model_flops
@@ -276,10 +263,6 @@ def test_frozen_leaves_have_no_gradient_to_compute() -> None:
     assert flops("ab") == 5 * one  # forward 2, two weights, one tangent: the batch needs none
     assert flops("a") == 4 * one
     assert flops("b") == 3 * one
-
-
-def test_tokens_only_where_they_are_known() -> None:
-    assert lowered("full_shard", 2).timeline(H100).tokens_per_second is None
 
 
 def test_it_prints_and_is_plain() -> None:

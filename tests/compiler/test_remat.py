@@ -101,14 +101,6 @@ def test_dropout_draws_the_same_mask_when_recomputed(remat: Any) -> None:
     assert all(torch.equal(grads[p], g) for p, g in want.items())
 
 
-@pytest.mark.long  # eager kernels draw the same masks in the suite
-def test_dropout_under_inductor() -> None:
-    (want_loss, want), (loss, grads) = grads_of("none"), grads_of("unit", backend="inductor")
-    torch.testing.assert_close(loss, want_loss, rtol=0, atol=1e-12)
-    for path, gradient in want.items():
-        torch.testing.assert_close(grads[path], gradient, rtol=0, atol=1e-12)
-
-
 # ------------------------------------------------------------------ what is kept
 
 
@@ -153,11 +145,6 @@ def test_the_last_segment_keeps_what_it_wants() -> None:
     everything, unit = lowered(), lowered(remat="unit")
     last = [i for i in everything.schedule.instructions if isinstance(i, Run) and not i.backward][-1].unit
     assert saved(everything, last) == saved(unit, last) != {last: 0}
-
-
-def test_a_budget_is_monotonous() -> None:
-    kept = [sum(saved(lowered(remat=b)).values()) for b in (0.0, 0.3, 0.6, 1.0)]
-    assert kept == sorted(kept) and kept[0] == 0 < kept[1] < kept[3]
 
 
 MATMULS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default")
@@ -218,21 +205,12 @@ def test_what_is_read_again_at_once_stays() -> None:
 # ------------------------------------------------------------------ mistakes
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"remat": "block"}, r"remat='block': one of 'none', 'unit'"),
-        ({"remat": 1.5}, r"remat=1\.5: .* a fraction from 0 to 1"),
-        ({"remat": True}, "remat=True"),
-        ({"remat": {}}, "remat={}"),
-        ({"remat": {"layers.*": "all"}}, r"remat=\{'layers\.\*': 'all'\}"),
-        ({"save": ["mm"]}, "nothing is recomputed"),
-        ({"remat": "unit", "save": "mm"}, "a list of ops"),
-    ],
-)
-def test_what_is_no_policy(options: Any, message: str) -> None:
-    with pytest.raises(SpecError, match=message):
-        lowered(**options)
+def test_all_that_is_no_policy_is_one_mistake() -> None:
+    wrong = {"a": "block", "b": 1.5, "c": True}
+    with pytest.raises(
+        SpecError, match=r"'a': 'block'.*\n.*'b': 1\.5.*\n.*'c': True.*\n.*nothing is recomputed"
+    ):
+        lowered(remat=wrong, save=["mm"])
 
 
 def test_globs_that_match_no_unit() -> None:

@@ -278,13 +278,6 @@ def test_no_segment_returns_an_alias_of_its_input() -> None:
     torch.testing.assert_close(aux, expected)
 
 
-def test_segments_as_text() -> None:
-    low = lower(lambda p, x: run_chain(p, x).sum(), chain(2), rows())
-    lines = low.segments.as_text().splitlines()
-    assert len(lines) == 2
-    assert "[layers.0](batch:0) ->" in lines[0] and "f32[4, 8]" in lines[0]
-
-
 def test_differentiability_of_what_crosses_is_that_of_the_producer() -> None:
     """A value made under no_grad carries no tangent over the cut, whatever made it."""
 
@@ -300,15 +293,6 @@ def test_differentiability_of_what_crosses_is_that_of_the_producer() -> None:
 
 
 # ------------------------------------------------------------------ the models
-
-
-def test_a_residual_written_in_place_does_not_stop_the_cuts() -> None:
-    model = model_of("in_place")
-    mesh = fs.make_mesh(shard=2, abstract=True)
-    specs = sharded.specs_of(model, "full_shard", mesh)
-    lowered = sharded.make_step(mesh, model, specs, None).lower(model.params, *model.batch(0))
-    assert [s.units for s in lowered.segments.segments] == [(f"layers.{i}",) for i in range(4)]
-    assert "aten.add_" not in lowered.program.as_text()
 
 
 @pytest.mark.parametrize("name", ["several_outputs", "in_place", "unet", "islands"])

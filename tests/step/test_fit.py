@@ -66,6 +66,9 @@ def fit_many(name: str, budgets: int) -> None:
     with pytest.raises(BudgetError, match="nothing fits") as refused:
         search.fit(1)
     assert "would do; or change one thing: " in str(refused.value)
+    number, unit = str(refused.value).split("a budget of ")[1].split()[:2]
+    named = float(number) * {"MB": 1e6, "GB": 1e9}[unit]
+    assert search.fit(int(named)).peak_bytes <= named
     least = min(c.peak_bytes for c in search.seen.values())
     fitted = 0
     low, high = least * 0.8, roomy.peak_bytes * 1.1
@@ -85,15 +88,6 @@ def fit_many(name: str, budgets: int) -> None:
             assert other.peak_bytes > budget or slower, (plan, other)
         assert plan.seconds >= roomy.seconds
     assert fitted >= budgets // 2  # and the rest were refused above, rightly
-
-
-def test_the_most_frugal_budget_that_is_named_works() -> None:
-    search = search_of("wide")
-    with pytest.raises(BudgetError) as refused:
-        search.fit(1)
-    number, unit = str(refused.value).split("a budget of ")[1].split()[:2]
-    named = float(number) * {"MB": 1e6, "GB": 1e9}[unit]
-    assert search.fit(int(named)).peak_bytes <= named
 
 
 def test_a_plan_is_what_shard_step_takes() -> None:
@@ -149,41 +143,18 @@ def test_a_plan_runs_within_its_budget() -> None:
 # ------------------------------------------------------------------ mistakes
 
 
-def test_what_fit_chooses_cannot_be_passed() -> None:
-    search = search_of("wide")
-    with pytest.raises(
-        SpecError, match="remat=: fit chooses it; leave it out\n  accumulate=: fit chooses it"
-    ):
-        fit(search.fn, {}, search.mesh, batch=search.batch, device_bytes=1, remat="unit", accumulate=2)
-
-
-def test_hardware_that_nobody_knows() -> None:
-    search = search_of("wide")
-    with pytest.raises(SpecError, match="no hardware is called 'b900'"):
-        fit(search.fn, {}, search.mesh, batch=search.batch, device_bytes=1, hardware="b900")
-
-
-@pytest.mark.parametrize(
-    "wrong, message",
-    [
-        ({"mesh": None}, "mesh=None"),
-        ({"batch": torch.ones(2)}, "batch is Tensor"),
-        ({"hardware": 3}, "hardware=3"),
-        ({"params": torch.nn.Linear(2, 2)}, "make_functional"),
-        ({"colour": "red"}, "colour=: no option of shard_step"),
-    ],
-)
-def test_arguments_that_are_none(wrong: Any, message: str) -> None:
-    search = search_of("wide")
-    inputs = {"params": {}, "mesh": search.mesh, "batch": search.batch, "device_bytes": 1, **wrong}
-    with pytest.raises(SpecError, match=message):
-        fit(search.fn, inputs.pop("params"), inputs.pop("mesh"), **inputs)
-
-
-@pytest.mark.parametrize("budget", [0, -1, "24", True, float("nan"), None])
-def test_budgets_that_are_none(budget: Any) -> None:
+def test_all_mistakes_are_told_at_once() -> None:
+    wrong = {"batch": torch.ones(2), "hardware": 3, "remat": "unit", "colour": "red"}
+    with pytest.raises(SpecError, match="invalid arguments of fit") as refused:
+        fit(search_of("wide").fn, torch.nn.Linear(2, 2), None, **wrong)
+    found = str(refused.value)
+    for part in (
+        "remat=: fit chooses it", "colour=: no option", "make_functional", "mesh=None", "batch is Tensor",
+        "hardware=3",
+    ):  # fmt: skip
+        assert part in found
     with pytest.raises(SpecError, match="a number of bytes, more than 0"):
-        search_of("wide").fit(budget)
+        search_of("wide").fit("24")
 
 
 def test_what_rests_on_disk_stays_there() -> None:

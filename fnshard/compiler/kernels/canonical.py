@@ -47,13 +47,6 @@ class Source:
     key: str
     code: str
 
-    @property
-    def forward_code(self) -> str:
-        """The code without which values have gradients: what a forward of it computes."""
-        lines = self.code.splitlines()
-        described = ("a", "out:")  # arguments and results
-        return "\n".join(x.replace("]'", "]") if x.startswith(described) else x for x in lines)
-
     def __call__(self, *args: Tensor) -> tuple[Any, ...]:
         """Run the composite graph, each node in the autocast mode it was traced in."""
         return replay(self.graph, args)
