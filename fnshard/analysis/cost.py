@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fnshard.analysis.flops import GraphCost, kernel_cost
+from fnshard.analysis.flops import GraphCost, graph_cost
 from fnshard.analysis.hardware import Hardware, Link
 from fnshard.compiler.ir.values import Kind, ValueName, slots
 from fnshard.compiler.schedule.buckets import Bucket, Piece
@@ -62,7 +62,8 @@ class HardwarePricer:
 
     def counted(self, line: Run) -> GraphCost:
         """The work of a kernel, one way."""
-        return kernel_cost(self.schedule.kernels[line.kernel], backward=line.backward, fused=self.fused)
+        kernel = self.schedule.kernels[line.kernel]
+        return graph_cost(kernel.backward if line.backward else kernel.forward, fused=self.fused)
 
     def kernel(self, line: Run) -> Price:
         """Device and host seconds of a kernel, once per kernel and way."""

@@ -19,7 +19,6 @@ from torch import Tensor, fx
 
 from fnshard.analysis.hardware import Hardware
 from fnshard.compiler.ir.program import OpOverload, short_dtype
-from fnshard.compiler.kernels.differentiate import Kernel
 
 
 @dataclass(frozen=True)
@@ -121,11 +120,6 @@ def graph_cost(graph: fx.GraphModule | None, *, fused: bool) -> GraphCost:
             tuple(_Counter(graph.graph).fused() if fused else _Counter(graph.graph).eager())
         )
     return known[fused]
-
-
-def kernel_cost(kernel: Kernel, *, backward: bool, fused: bool) -> GraphCost:
-    """Of one way through a kernel."""
-    return graph_cost(kernel.backward if backward else kernel.forward, fused=fused)
 
 
 # ------------------------------------------------------------------ what operators do

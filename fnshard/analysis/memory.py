@@ -37,7 +37,6 @@ from fnshard.analysis.storages import (
     INPUTS,
     OPTIMIZER,
     PARAMETERS,
-    TIERS,
     UNCOUNTED,
     WORKSPACES,
     Moment,
@@ -135,22 +134,6 @@ class MemoryTimeline:
         out: dict[str, Any] = {"lines": [m.line for m in self.moments]}
         out |= {c: [m.device[c] for m in self.moments] for c in CATEGORIES}
         return out | {"host": [m.host for m in self.moments], "disk": [m.disk for m in self.moments]}
-
-    def __str__(self) -> str:
-        used = [c for c in CATEGORIES if any(m.device[c] for m in self.moments)]
-        tiers = [t for t in TIERS[1:] if any(getattr(m, t) for m in self.moments)]
-        rows = [("MB", "device", *used, *tiers, "instruction")]
-        rows += [
-            (
-                str(m.index),
-                megabytes(m.bytes),
-                *(megabytes(m.device[c]) for c in used),
-                *(megabytes(getattr(m, t)) for t in tiers),
-                m.line[:60],
-            )
-            for m in self.moments
-        ]
-        return "\n".join(columns(rows))
 
 
 def check_fits(analysis: MemoryAnalysis, budget: int) -> None:
@@ -307,37 +290,24 @@ def _view(home: Tensor, like: Tensor) -> Tensor:
 def _analysis(
     tracker: StorageTracker, schedule: Schedule, transport: int, constants: int, slots: Slots, kernels: str
 ) -> MemoryAnalysis:
+    """`tracker`: after the last line, when the state is all that is left."""
     worst = max(tracker.moments, key=lambda m: m.bytes)
-    peak = {c: n for c, n in worst.device.items() if n}
-    if transport:
-        peak[BUFFERS] = peak.get(BUFFERS, 0) + transport
-    leaves = _leaves(schedule.specs, slots, schedule.mesh)
-    state = _state_bytes(schedule.specs, leaves)
-    resident = {c: state[c, "device"] for c in (PARAMETERS, OPTIMIZER) if state[c, "device"]}
-    resident |= {k: v for k, v in ((BUFFERS, transport), (INPUTS, constants)) if v}
+    peak = {**worst.device, BUFFERS: worst.device[BUFFERS] + transport}
+    resident = {c: tracker.categories[c] for c in (PARAMETERS, OPTIMIZER)}
+    resident |= {BUFFERS: transport, INPUTS: constants}
     return MemoryAnalysis(
         peak_bytes=sum(peak.values()),
         at=worst.index,
         line=worst.line,
-        peak=peak,
-        resident=resident,
+        peak={c: n for c, n in peak.items() if n},
+        resident={c: n for c, n in resident.items() if n},
         host_bytes=tracker.worst["host"],
         host_resident_bytes=tracker.live["host"],
         disk_bytes=tracker.worst["disk"],
-        disk_resident_bytes=state[PARAMETERS, "disk"] + state[OPTIMIZER, "disk"],
-        leaves=leaves,
+        disk_resident_bytes=tracker.live["disk"],
+        leaves=_leaves(schedule.specs, slots, schedule.mesh),
         kernels=kernels,
     )
-
-
-def _state_bytes(
-    specs: Mapping[str, LayoutSpec], leaves: Mapping[str, Mapping[str, int]]
-) -> dict[tuple[str, str], int]:
-    out = dict.fromkeys([(c, t) for c in (PARAMETERS, OPTIMIZER) for t in TIERS], 0)
-    for path, sizes in leaves.items():
-        out[PARAMETERS, specs[path].memory] += sizes["stored"]
-        out[OPTIMIZER, specs[path].optimizer_memory] += sizes["optimizer"]
-    return out
 
 
 def _leaves(specs: Mapping[str, LayoutSpec], slots: Slots, mesh: Mesh) -> dict[str, dict[str, int]]:
