@@ -7,7 +7,6 @@ causal attention counts half the scores, as kernels skip the rest.
 
 from __future__ import annotations
 
-import math
 import operator
 import weakref
 from collections.abc import Callable, Iterable
@@ -43,14 +42,9 @@ class Work:
     head: float = 0.0
     unseen: float = 0.0
 
-    @property
-    def moved_bytes(self) -> float:
-        """Read and written."""
-        return self.read_bytes + self.written_bytes
-
     def seconds(self, hardware: Hardware) -> float:
         """On the device, the host's part apart."""
-        streamed = hardware.memory.seconds(self.moved_bytes)
+        streamed = hardware.memory.seconds(self.read_bytes + self.written_bytes)
         if self.kind == "scatter":
             worked = self.written_bytes / hardware.scatter
         elif self.kind == "memory":
@@ -125,16 +119,6 @@ def graph_cost(graph: fx.GraphModule | None, *, fused: bool) -> GraphCost:
 # ------------------------------------------------------------------ what operators do
 
 
-def _flops_of_attention(args: tuple[Any, ...], causal: bool, matmuls: int) -> float:
-    query, key, value = args
-    *batch, rows, head = query.shape
-    columns, out = key.shape[-2], value.shape[-1]
-    # Forward: scores and their weighted sum. Backward: scores again, and four gradients.
-    pairs = math.prod(batch) * rows * columns * (0.5 if causal else 1.0)
-    scores, sums = ((1, 1), (3, 2))[matmuls > 2]
-    return 2.0 * pairs * (scores * head + sums * out)
-
-
 def _named(node: fx.Node, name: str, default: Any) -> Any:
     """An argument of an operator, by name."""
     for place, argument in enumerate(node.target._schema.arguments):
@@ -149,12 +133,12 @@ def _is_attention(node: fx.Node) -> bool:
 
 
 def _attention(node: fx.Node) -> float:
-    backward = "backward" in node.target.__name__
-    tensors = tuple(_value(_named(node, n, None)) for n in ("query", "key", "value"))
-    if any(t is None for t in tensors):
-        tensors = tuple(_value(n) for n in node.args[:3])
+    """Forward: scores and their weighted sum. Backward: scores again, and four gradients."""
+    query, key, value = (_value(_named(node, name, None)) for name in ("query", "key", "value"))
+    scores, sums = (3, 2) if "backward" in node.target.__name__ else (1, 1)
     causal = bool(_named(node, "is_causal", False)) and not _is_other_block(node)
-    return _flops_of_attention(tensors, causal, 5 if backward else 2)
+    pairs = query.shape[:-1].numel() * key.shape[-2] * (0.5 if causal else 1.0)
+    return 2.0 * pairs * (scores * query.shape[-1] + sums * value.shape[-1])
 
 
 def _is_other_block(node: fx.Node) -> bool:

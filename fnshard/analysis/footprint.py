@@ -69,7 +69,7 @@ def eager_footprint(module: fx.GraphModule, entries: Sequence[CallArgument], dev
         device: the type of device that it will run on; traced for an abstract mesh, it is on the CPU.
     """
     run = compile_graph(module, backend="eager", options={}, is_backward=False)
-    return call_footprint(run, [n.meta["val"] for n in placeholders(module)], entries, StorageTracker(device))
+    return call_footprint(run, _inputs_of(module), entries, StorageTracker(device))
 
 
 def compiled_footprint(
@@ -82,12 +82,11 @@ def compiled_footprint(
     if wrapper is None:
         return None
     run = replace(sized, compiled=wrapper) if sized else wrapper
-    return call_footprint(run, [n.meta["val"] for n in placeholders(module)], entries, tracker)
+    return call_footprint(run, _inputs_of(module), entries, tracker)
 
 
-def placeholders(module: fx.GraphModule) -> list[fx.Node]:
-    """The arguments of a graph, in order."""
-    return [n for n in module.graph.nodes if n.op == "placeholder"]
+def _inputs_of(module: fx.GraphModule) -> list[Tensor]:
+    return [n.meta["val"] for n in module.graph.find_nodes(op="placeholder")]
 
 
 def constant_bytes(module: fx.GraphModule) -> int:

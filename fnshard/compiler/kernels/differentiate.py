@@ -69,7 +69,7 @@ class Kernel:
     @property
     def tangent_strides(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """For each tangent that the backward reads: its place, and the strides it was traced with."""
-        nodes = _placeholders(self.backward)
+        nodes = self.backward.graph.find_nodes(op="placeholder")
         return tuple(
             (i, tuple(node.meta["val"].stride()))
             for i, (ref, node) in enumerate(zip(self.backward_inputs, nodes, strict=True))
@@ -302,7 +302,7 @@ def _flatten_signature(module: fx.GraphModule) -> None:
 
 def _must_recompute(joint: fx.GraphModule, source: Source) -> None:
     """Tag what rests on leaves and constants alone, and views of inputs: both are there again later."""
-    placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
+    placeholders = joint.graph.find_nodes(op="placeholder")
     from_leaf: set[fx.Node] = set()  # and from constants: closed-over ones, and aranges and the like
     of_input: set[fx.Node] = set()
     for node, argument in zip(placeholders, source.inputs, strict=False):
@@ -327,7 +327,7 @@ def _must_save(joint: fx.GraphModule, source: Source, save: Sequence[str]) -> tu
 
     An op with several results has the tag of these: the partitioner goes by the op's.
     """
-    placeholders = [n for n in joint.graph.nodes if n.op == "placeholder"]
+    placeholders = joint.graph.find_nodes(op="placeholder")
     backward = set(placeholders[len(source.inputs) :])  # and all that rests on a tangent
     kept, named = dict[str, None](), dict[fx.Node, list[str]]()  # a tag may take an op's name away
     for node in joint.graph.nodes:
@@ -385,7 +385,7 @@ def _views(node: fx.Node) -> bool:
 
 
 def _kernel(name: str, source: Source, forward: fx.GraphModule, backward: fx.GraphModule) -> Kernel:
-    inputs = {n.name: i for i, n in enumerate(_placeholders(forward))}
+    inputs = {n.name: i for i, n in enumerate(forward.graph.find_nodes(op="placeholder"))}
     flat = list(forward.graph.output_node().args[0])
     outputs = {n.name: i for i, n in reversed(list(enumerate(flat[: len(source.outputs)])))}
     saved_nodes = [n for n in flat[len(source.outputs) :] if n.name not in inputs and n.name not in outputs]
@@ -395,7 +395,7 @@ def _kernel(name: str, source: Source, forward: fx.GraphModule, backward: fx.Gra
     grads = _prune_backward(backward)
     taking = [i for i, a in enumerate(source.outputs) if a.requires_grad]
     refs = []
-    for node in _placeholders(backward):
+    for node in backward.graph.find_nodes(op="placeholder"):
         if node.name.startswith("tangents_"):
             refs.append(Ref("tangent", taking[int(node.name.removeprefix("tangents_")) - 1]))
         elif node.name in inputs:
@@ -413,7 +413,7 @@ def _prune_backward(backward: fx.GraphModule) -> tuple[int, ...]:
     flat = list(backward.graph.output_node().args[0])
     kept = tuple(i for i, n in enumerate(flat) if isinstance(n, fx.Node))
     _set_outputs(backward, [flat[i] for i in kept])
-    for node in _placeholders(backward):
+    for node in backward.graph.find_nodes(op="placeholder"):
         if not node.users:
             backward.graph.erase_node(node)
     _flatten_signature(backward)
@@ -435,10 +435,6 @@ def _set_outputs(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> None:
     output.args = (tuple(nodes),)
     for key in ("desc", "partitioner_tag"):
         output.meta.pop(key, None)
-
-
-def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
-    return [n for n in module.graph.nodes if n.op == "placeholder"]
 
 
 def _value(node: fx.Node) -> Tensor:
