@@ -15,7 +15,7 @@ from fnshard.analysis.hardware import Hardware
 from fnshard.analysis.memory import Ledger, MemoryAnalysis, MemoryInputs, MemoryTimeline, check_fits, measure
 from fnshard.analysis.timeline import Timeline, simulate
 from fnshard.analysis.traffic import Traffic, analyse
-from fnshard.analysis.transport import TransportKind
+from fnshard.analysis.transport import TransportKind, kind_of
 from fnshard.compiler.frontend.contexts import deterministic
 from fnshard.compiler.frontend.indices import Indices
 from fnshard.compiler.ir.program import Program
@@ -137,7 +137,7 @@ class Lowered:
         kinds = get_args(TransportKind)
         if transport is not None and transport not in kinds:
             raise SpecError(f"transport={transport!r}: one of {', '.join(map(repr, kinds))}, or None.")
-        key = transport, self.compiled is None
+        key = transport or kind_of(self.schedule.mesh), self.compiled is None
         if key not in self.ledgers:
             inputs = MemoryInputs(
                 self.program, self.batch_bytes, self.optimizer, self.compiled, transport, self._fused_update
