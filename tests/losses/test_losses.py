@@ -239,7 +239,7 @@ def test_on_a_gpu_its_workspace_is_a_gigabyte_of_logits_and_one_sum() -> None:
 
     results = 65_536 * 64 * 2 + 32_768 * 64 * 4  # the latter a sum in fp32
     assert 0.99 * 2**30 < workspace("cuda") - results < 1.02 * 2**30
-    assert 0.99 * 2**27 < workspace("cpu") - results < 1.1 * 2**27
+    assert 0.99 * 2**27 < workspace("cpu") - results < 1.15 * 2**27
 
 
 # ------------------------------------------------------------------ preferences
