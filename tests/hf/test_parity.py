@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
 
 import fnshard as fs
@@ -214,10 +213,13 @@ def test_losses_and_adapter_gradients_are_pefts(name: str, tmp_path: Any) -> Non
         loss, params, rank=4, alpha=6, targets=targets, transposed=turned, rank_stabilised=name == "rslora"
     )
     values = load_file(tmp_path / "adapter_model.safetensors")
-    named = {p: f"base_model.model.{p.removesuffix('.weight')}.lora_" for p in fn.lora.targets}
+    base = "base_model.model."
     mine = {
-        p: {part: values[f"{name}{part.upper()}.weight"].requires_grad_() for part in "ab"}
-        for p, name in named.items()
+        p: {
+            n: values[f"{base}{p.removesuffix('.weight')}.lora_{n.upper()}.weight"].requires_grad_()
+            for n in "ab"
+        }
+        for p in fn.lora.targets
     }
     ours = with_adapters(loss, fn.lora)({"base": params, "adapters": mine}, words)
     ours.backward()
@@ -230,7 +232,7 @@ def test_losses_and_adapter_gradients_are_pefts(name: str, tmp_path: Any) -> Non
     assert len(wanted) == len(values) == 2 * len(fn.lora.targets)
     for path, parts in mine.items():
         for part, value in parts.items():
-            name_there = f"{named[path]}{part.upper()}.default.weight"
+            name_there = f"{base}{path.removesuffix('.weight')}.lora_{part.upper()}.default.weight"
             torch.testing.assert_close(value.grad, wanted[name_there], atol=1e-6, rtol=1e-4)
 
 
