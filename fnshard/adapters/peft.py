@@ -1,26 +1,29 @@
-"""Adapters: merged into their weights, and written as PEFT's files.
+"""Adapters: merged into their weights, and in and out of PEFT's files.
 
 A directory of PEFT's has `adapter_model.safetensors` and `adapter_config.json`; what is written here is read
-by `peft.PeftModel.from_pretrained` on the same base model.
+by `peft.PeftModel.from_pretrained` on the same base model, and the other way round. PEFT's own `LoraConfig`
+is not used: it checks no types, so that the checks below would stay, and PEFT may be absent.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fnshard import tree
 from fnshard.adapters.lora import Lora
 from fnshard.checkpoint.coordination import all_or_none
-from fnshard.errors import StateError
+from fnshard.errors import StateError, leaves
 from fnshard.layout.codecs import block_of, is_coded
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
@@ -30,7 +33,7 @@ from fnshard.runtime.packing import local_block
 from fnshard.step.runner import laid_out
 from fnshard.step.shards import unshard
 
-__all__ = ["merge", "save"]
+__all__ = ["load", "merge", "save"]
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -123,6 +126,107 @@ def save(
 
     work = written if mesh.rank == 0 else None
     all_or_none(connection(mesh).gather_object, f"saving adapters to {str(path)!r}", work)
+
+
+def load(path: str | Path, shapes: Mapping[str, Tensor]) -> tuple[Lora, dict[str, dict[str, Tensor]]]:
+    """Adapters from PEFT's files: their settings, and their full values by leaf.
+
+    Args:
+        path: of the directory.
+        shapes: the base's leaves by path, on any device.
+
+    Raises:
+        StateError: files that are missing or broken; adapters of other leaves or shapes, or of another kind.
+    """
+    folder = Path(path)
+    try:
+        config, values = json.loads((folder / CONFIG).read_text()), load_file(folder / WEIGHTS)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise StateError(f"{str(folder)!r} holds no adapters of PEFT's: {error}") from error
+    rank, alpha, dropout, stabilised, turned = _numbers(config, f"{str(folder / CONFIG)!r}")
+    adapters: dict[str, dict[str, Tensor]] = {}
+    known = {_peft_name(leaf, part): (leaf, part) for leaf in shapes for part in "ab"}
+    wrong = [f"{name!r} {list(v.shape)}: no such leaf" for name, v in values.items() if name not in known]
+    for name in values.keys() & known.keys():
+        leaf, part = known[name]
+        adapters.setdefault(leaf, {})[part] = values[name]
+    targets = tuple(leaf for leaf in shapes if leaf in adapters)
+    # PEFT says it of all, or of none: where some are [in, out] and others are not, their shapes tell.
+    in_out = tuple(p for p in targets if _fits(adapters[p], shapes[p], rank, turned))
+    settings = Lora(rank, alpha, targets, in_out, dropout, stabilised)
+    wrong += [line for leaf in targets for line in _misfits(leaf, adapters[leaf], shapes[leaf], settings)]
+    if wrong:
+        raise StateError(f"adapters of another model, {leaves(len(wrong))}:", wrong)
+    if not targets:
+        raise StateError(f"{str(folder / WEIGHTS)!r} holds no tensors.")
+    return settings, {leaf: {part: adapters[leaf][part] for part in "ab"} for leaf in targets}
+
+
+# Of PEFT's configuration: what is read; ways to begin that leave the base as it is; and what makes adapters
+# another function, and must be off.
+_READ: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "r": (lambda v: type(v) is int and v > 0, "a whole number from 1"),
+    "lora_alpha": (lambda v: type(v) in (int, float) and 0 < v < math.inf, "a number above 0"),
+    "lora_dropout": (lambda v: type(v) in (int, float) and 0 <= v < 1, "a share from 0, below 1"),
+    "use_rslora": (lambda v: type(v) is bool, "true or false"),
+    "fan_in_fan_out": (lambda v: type(v) is bool, "true or false"),
+    "init_lora_weights": (lambda v: v in _BEGINNINGS, "one that leaves the base's weights as they are"),
+}
+_BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
+_OFF = (
+    "use_dora", "rank_pattern", "alpha_pattern", "layer_replication", "alora_invocation_tokens",
+    "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config",
+)  # fmt: skip
+_DEFAULTS = {"lora_dropout": 0.0, "use_rslora": False, "fan_in_fan_out": False}
+
+
+def _numbers(config: Any, name: str) -> tuple[int, float, float, bool, bool]:
+    """Rank, alpha, dropout, rsLoRA and [in, out] of a configuration.
+
+    Raises:
+        StateError: names all that is missing, of a wrong type, or cannot be done here.
+    """
+    kind = config.get("peft_type") if isinstance(config, Mapping) else type(config).__name__
+    if kind != "LORA":
+        raise StateError(f"{name} holds {kind!r} adapters; only LoRA is known.")
+    given = {**_DEFAULTS, **config}
+    wrong = [
+        f"{key} is {json.dumps(given[key]) if key in given else 'missing'}, wanted is {wanted}"
+        for key, (fits, wanted) in _READ.items()
+        if (key in given or key in ("r", "lora_alpha")) and not fits(given.get(key))
+    ]
+    wrong += [f"{key} is {json.dumps(given[key])}, which is not known here" for key in _OFF if given.get(key)]
+    if wrong:
+        fix = "merge such adapters with PEFT, merge_and_unload, and load the whole by fs.hf.load."
+        raise StateError(f"{name} is not one that can be read here:", wrong, fix)
+    return (
+        given["r"], float(given["lora_alpha"]), float(given["lora_dropout"]), given["use_rslora"],
+        given["fan_in_fan_out"],
+    )  # fmt: skip
+
+
+def _fits(parts: Mapping[str, Tensor], base: Tensor, rank: int, turned: bool) -> bool:
+    """Whether a leaf is [in, out]: as its adapter says, or else (of a square one) as the files say of all."""
+    straight, other = (_shapes(base, rank, way) == _found(parts) for way in (False, True))
+    return turned if straight == other else other
+
+
+def _shapes(base: Tensor, rank: int, turned: bool) -> dict[str, tuple[int, ...]]:
+    """Of A and B, if it is a matrix."""
+    if len(base.shape) != 2:
+        return {}
+    rows, columns = base.shape[::-1] if turned else base.shape
+    return {"a": (rank, columns), "b": (rows, rank)}
+
+
+def _found(parts: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {part: tuple(v.shape) for part, v in parts.items()}
+
+
+def _misfits(leaf: str, parts: Mapping[str, Tensor], base: Tensor, settings: Lora) -> list[str]:
+    found, wanted = _found(parts), _shapes(base, settings.rank, leaf in settings.transposed)
+    of = f"params[{leaf!r}] {list(base.shape)}"
+    return [] if found == wanted else [f"{of}: a, b are {found}, not {wanted or 'of a matrix'}"]
 
 
 def _peft_name(leaf: str, part: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lora_models import ids, llama, merged, tuned
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import fnshard as fs
 from fnshard import LayoutSpec, P, adapters
@@ -168,7 +168,7 @@ def test_merging_shards_is_merging_the_whole(codec: str | None, tmp_path: Path) 
         torch.testing.assert_close(loss_there, loss(naive, ids()), atol=1e-5, rtol=1e-5)
 
 
-def test_adapters_go_out_in_pefts_format(tmp_path: Path) -> None:
+def test_adapters_go_out_and_in_in_pefts_format(tmp_path: Path) -> None:
     fn, tree, _ = tuned(llama().float(), dropout=0.1)
     mesh = fs.make_mesh(shard=2, simulated=True)
     specs = fs.match_specs(tree, [("*", LayoutSpec(P("shard")))])
@@ -183,6 +183,10 @@ def test_adapters_go_out_in_pefts_format(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (4, 8.0, 0.1)
     assert "model.layers.0.mlp.down_proj" in config["target_modules"]
+    asked, again = adapters.load(tmp_path, tree["base"])
+    assert asked == fn.lora
+    for path, adapter in tree["adapters"].items():
+        assert all(torch.equal(again[path][n], adapter[n]) for n in "ab")
 
 
 def test_peft_opens_them(tmp_path: Path) -> None:
@@ -198,7 +202,20 @@ def test_peft_opens_them(tmp_path: Path) -> None:
     torch.testing.assert_close(opened(ids()).logits, mine, atol=1e-5, rtol=1e-5)
 
 
-def test_what_has_no_adapters_is_not_merged() -> None:
-    fn, _, _ = tuned(llama().float())
+def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
+    fn, tree, _ = tuned(llama().float())
+    adapters.save(tree, tmp_path, fn.lora, fs.match_specs(tree, [("*", LayoutSpec())]))
+    shapes = {p: v for p, v in tree["base"].items() if "layers.1" not in p}
+    shapes["model.layers.0.self_attn.q_proj.weight"] = torch.empty(64, 65)
+    with pytest.raises(
+        StateError, match=r"(?s)of another model, 7 leaves.*layers\.1.*no such leaf.*\[64, 65\]"
+    ):
+        adapters.load(tmp_path, shapes)
+    with pytest.raises(StateError, match="holds no adapters"):
+        adapters.load(tmp_path / "no", shapes)
+    save_file({}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "IA3"}')
+    with pytest.raises(StateError, match="holds 'IA3' adapters"):
+        adapters.load(tmp_path, shapes)
     with pytest.raises(StateError, match=r"not the base and adapters of fs\.lora"):
         adapters.merge({"w": torch.zeros(2)}, fn.lora)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lora_models import llama, tuned
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import fnshard as fs
@@ -57,6 +59,80 @@ def test_numbers_and_globs_that_are_none(wrong: dict[str, Any], says: str) -> No
     params = {"a": torch.zeros(4, 9), "b": torch.zeros(9, 4)}
     with pytest.raises(SpecError, match=says):
         fs.lora(lambda p, x: x, params, **{"rank": 2, "targets": "a|b", **wrong})
+
+
+CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8.0, "target_modules": ["q_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("odd", "says"),
+    [
+        ([], "holds 'list' adapters; only LoRA"),
+        ({"r": "4", "lora_alpha": ...}, '(?s)r is "4".*lora_alpha is missing'),
+        ({"lora_alpha": math.nan}, "lora_alpha is NaN, wanted is a number above 0"),
+        ({"lora_dropout": 1}, "lora_dropout is 1, wanted is a share"),
+        ({"fan_in_fan_out": 1}, "fan_in_fan_out is 1, wanted is true or false"),
+        ({"use_dora": True}, "use_dora is true, which is not known here"),
+        (
+            {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"v_proj": 9}},
+            "(?s)rank_pattern is.*alpha_pattern is",
+        ),
+        ({"init_lora_weights": "pissa"}, 'init_lora_weights is "pissa", wanted is one that leaves the base'),
+        ({"r": 8}, "(?s)of another model, 6 leaves.*a, b are"),
+    ],
+)
+def test_odd_configurations_of_adapters_are_refused(odd: Any, says: str, saved_adapters: Any) -> None:
+    folder, shapes = saved_adapters
+    config = odd if isinstance(odd, list) else {k: v for k, v in {**CONFIG, **odd}.items() if v is not ...}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(StateError, match=says):
+        adapters.load(folder, shapes)
+
+
+@pytest.mark.parametrize("modules", ["all-linear", ["q_proj"]])
+def test_the_tensors_say_what_is_targeted_whatever_the_configuration_matches_by(
+    modules: Any, saved_adapters: Any
+) -> None:
+    folder, shapes = saved_adapters
+    (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, "target_modules": modules}))
+    asked, found = adapters.load(folder, shapes)
+    assert asked.targets == tuple(found) and len(found) == 6
+    assert (asked.rank, asked.alpha, asked.dropout, asked.rank_stabilised) == (4, 8.0, 0.0, False)
+
+
+@pytest.fixture
+def saved_adapters(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
+    fn, tree, _ = tuned(llama().float())
+    adapters.save(tree, tmp_path, fn.lora, fs.match_specs(tree, [("*", LayoutSpec())]))
+    return tmp_path, tree["base"]
+
+
+def test_files_of_adapters_that_are_broken_or_empty(saved_adapters: Any) -> None:
+    folder, shapes = saved_adapters
+    kept = load_file(folder / "adapter_model.safetensors")
+    first, *_ = kept
+    save_file({n: v for n, v in kept.items() if n != first}, folder / "adapter_model.safetensors")
+    with pytest.raises(StateError, match=r"(?s)1 leaf.*: a, b are \{'[ab]'"):
+        adapters.load(folder, shapes)
+    save_file({}, folder / "adapter_model.safetensors")
+    with pytest.raises(StateError, match="holds no tensors"):
+        adapters.load(folder, shapes)
+    (folder / "adapter_config.json").write_text("{")
+    with pytest.raises(StateError, match=r"holds no adapters of PEFT's.*Expecting"):
+        adapters.load(folder, shapes)
+
+
+def test_which_leaves_are_in_out_is_read_from_their_shapes(tmp_path: Path) -> None:
+    """PEFT says it of all or none; a square leaf goes by what it says."""
+    tensors = {}
+    for leaf, rows, columns in (("straight", 6, 9), ("turned", 9, 6), ("square", 6, 6)):
+        name = f"base_model.model.{leaf}.lora_"
+        tensors |= {f"{name}A.weight": torch.ones(2, columns), f"{name}B.weight": torch.ones(rows, 2)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    shapes = {n: torch.empty(*s) for n, s in (("straight", (6, 9)), ("turned", (6, 9)), ("square", (6, 6)))}
+    for said, wanted in ((False, ("turned",)), (True, ("turned", "square"))):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**CONFIG, "r": 2, "fan_in_fan_out": said}))
+        assert adapters.load(tmp_path, shapes)[0].transposed == wanted
 
 
 def test_tied_weights_stay_tied() -> None:
