@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from models import MODELS, gpt
 from reference import adamw, train
-from sharded import assert_floats, assert_same, specs_of
+from sharded import assert_floats, assert_same, make_step, specs_of
 from sharded import train as shard_train
 from torch import Tensor
 
@@ -88,6 +88,14 @@ def test_tiers_and_remat_equal_torch(mesh, tier, remat, tmp_path):
     how = {"remat": remat, "disk_dir": str(tmp_path), "accumulate": 3}
     got = shard_train(0, mesh, model, specs, optimizer, **how)
     assert_same(got, expected(model, len(got.losses)))
+
+
+def test_what_rests_on_the_host_is_pinned_and_off_the_device(mesh):
+    model = on_gpu(gpt())
+    specs = specs_of(model, "full_shard", mesh, **TIERS["all on the host"])
+    state = make_step(mesh, model, specs, fs.optim.adamw(RATE)).init(model.params)
+    slots = [v for kept in state.opt_state.values() for v in kept.values()]
+    assert all(v.device.type == "cpu" and v.is_pinned() for v in [*slots, *state.params.values()])
 
 
 @pytest.mark.parametrize("remat", ["none", "unit", 0.5])
@@ -187,6 +195,38 @@ def test_fp16_scales_its_loss(mesh):
     assert_floats(losses, torch_losses(None), atol=5e-2)
 
 
+def test_overflow_skips_the_update_and_halves_the_scale(mesh):
+    model = on_gpu(gpt())
+
+    def loss(params, ids, targets, factor):
+        return model.loss(params, ids, targets) * factor
+
+    specs = specs_of(model, "full_shard", mesh)
+    step = make_step(mesh, model, specs, fs.optim.adamw(RATE), loss=loss, loss_scale="dynamic")
+    state = step.init(model.params)
+    batch = model.batch(0)
+    state, before = step(state, *batch, torch.ones((), device="cuda", dtype=torch.float64))
+    kept = {p: v.clone() for p, v in state.params.items()}
+    state, after = step(state, *batch, torch.full((), float("inf"), device="cuda", dtype=torch.float64))
+    assert after["loss_scale"].item() == before["loss_scale"].item() / 2
+    assert after["skipped_steps"].item() == 1
+    for path, value in kept.items():
+        assert torch.equal(value, state.params[path]), path
+
+
+def test_the_chunked_cross_entropy_is_torchs(mesh):
+    """bf16 products, whose sums are fp32 on both sides; four chunks."""
+    hidden, weight = (torch.randn(n, 64, device="cuda").bfloat16().requires_grad_() for n in (96, 160))
+    targets = torch.randint(160, (96,), device="cuda")
+    truth = torch.nn.functional.cross_entropy(hidden.float() @ weight.float().t(), targets)
+    mean = fs.losses.linear_cross_entropy(hidden, weight, targets, chunk=24)
+    got = mean.total / mean.count
+    torch.testing.assert_close(got, truth, rtol=1e-3, atol=1e-3)
+    expected = torch.autograd.grad(truth, (hidden, weight))
+    for a, b in zip(torch.autograd.grad(got, (hidden, weight)), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=3e-2, atol=1e-3)
+
+
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_replayed_graph_is_the_same_step(mesh, backend):
     optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(0.1), fs.optim.adamw(RATE))
@@ -207,6 +247,31 @@ def test_a_deterministic_run_is_the_same_again(mesh):
             shard_train(0, mesh, model, specs, fs.optim.adamw(RATE), deterministic=True, backend="inductor")
         )
     assert_same(runs[1], runs[0], atol=0.0)
+
+
+def test_tensors_on_the_host_are_moved_before_a_trace(mesh):
+    number, table = torch.tensor(2.0), torch.arange(8.0)
+    params, x = {"w": torch.ones(8, 8, device="cuda")}, torch.ones(2, 8, device="cuda")
+    specs = fs.presets.full_shard(params, mesh)
+    loss = lambda p, x: (x @ p["w"] + table + torch.arange(8)).sum() * number  # noqa: E731
+    step = fs.shard_step(loss, specs, mesh=mesh)
+    value, _ = step(step.init(params), x)
+    assert value.item() == 2 * (2 * 8 * 8 + 2 * 2 * 28)
+    assert all(v.is_cuda for v in step.lower(params, x).program.constants.values())
+
+
+def test_nothing_is_left_behind(mesh):
+    """The same bytes are held after two steps as after eight."""
+    model = on_gpu(gpt())
+    specs = specs_of(model, "full_shard", mesh)
+    step = make_step(mesh, model, specs, fs.optim.adamw(RATE))
+    state, kept = step.init(model.params), []
+    for batch in model.batches(8):
+        state, metrics = step(state, *batch)
+        del metrics
+        torch.cuda.synchronize()
+        kept.append(torch.cuda.memory_allocated())
+    assert kept[-1] <= kept[1]
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
