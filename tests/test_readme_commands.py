@@ -133,9 +133,10 @@ TABLE = {
     "--out there": Row(quick=True),
     # -- nodes
     "torchrun --nproc-per-node 2 -m experiments.train": TRAIN,
-    "python -m experiments.train --multirun run.seed=1,2,3 launcher=slurm hydra.launcher.gpus_per_node=8 data.rows=16": (
-        Row(needs=SLURM)
-    ),
+    "python -m experiments.train --multirun run.seed=1,2,3 launcher=slurm hydra.launcher.nodes=2 "
+    "hydra.launcher.gpus_per_node=8 data.rows=16": Row(needs=SLURM),
+    "python -m experiments.train --multirun launcher=slurm hydra.launcher.nodes=2 hydra.launcher.gpus_per_node=8 "
+    "model=1b data.rows=16": Row(needs=SLURM),
     "srun --ntasks-per-node 1 torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 --max-restarts 3 --rdzv-backend "
     "c10d --rdzv-id $SLURM_JOB_ID --rdzv-endpoint $(scontrol show hostnames | head -1):29400 -m experiments.train model=1b data.rows=16": (
         Row(needs=SLURM)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Iterable
@@ -24,6 +25,7 @@ from omegaconf import DictConfig
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from experiments import python_path
+from experiments.cli import slurm
 from experiments.cli.command_spec import Job
 from experiments.cli.exceptions import is_mistake, is_outside, run_by_hydra, text_of
 from experiments.cli.sweep import objective
@@ -44,7 +46,7 @@ def run(job: Job, config: Any) -> None:
     if under_launcher():
         record(be_a_rank)(job, config, sys.argv[1:])  # torchrun shows the error, whichever rank ends first
         return
-    _check_one_node()
+    slurm.check_one_node()
     if config is not None:
         placed(config)  # before Hydra makes a folder
     sweep = os.getpid()
@@ -79,18 +81,6 @@ def _one(job: Job, composed: DictConfig, sweep: int) -> float | None:
     return objective(folder, here.callbacks.table.metric)
 
 
-def _check_one_node() -> None:
-    """Refuse a command that SLURM starts on several nodes: its processes do not know each other."""
-    nodes = os.environ.get("SLURM_STEP_NUM_NODES", "1")
-    if "SLURM_STEP_ID" in os.environ and nodes != "1":
-        raise ConfigError(
-            f"SLURM starts this command on {nodes} nodes. Fix: hydra.launcher.nodes=1; or, inside of an "
-            "allocation, torchrun: srun --ntasks-per-node 1 torchrun --nnodes $SLURM_NNODES --nproc-per-node "
-            "8 --rdzv-backend c10d --rdzv-id $SLURM_JOB_ID --rdzv-endpoint FIRST_NODE:29400 -m "
-            "experiments.train."
-        )
-
-
 def _check_used(launcher: str) -> None:
     """See that a single run names no launcher."""
     if launcher != LOCAL:
@@ -120,9 +110,9 @@ def accelerators() -> dict[str, int]:
     return {torch.accelerator.current_accelerator().type: torch.accelerator.device_count()}
 
 
-def placed(requested: Any, *, world: int | None = None) -> Any:
+def placed(requested: Any, *, world: int | None = None, nodes: int = 1) -> Any:
     """The configuration on this machine, as `experiments.configs.machine.place` has it."""
-    return place(requested, accelerators=accelerators(), world=world)
+    return place(requested, accelerators=accelerators(), world=world, nodes=nodes)
 
 
 def start(job: Job, requested: Any, fresh: Path, overrides: list[str], *, chosen: bool) -> str:
@@ -141,7 +131,8 @@ def start(job: Job, requested: Any, fresh: Path, overrides: list[str], *, chosen
             into `run.device_gb`, or that a checkpoint could not be read or written.
         LaunchError: a rank failed.
     """
-    _check_one_node()
+    if (nodes := slurm.nodes()) > 1:
+        return _start_on_nodes(job, requested, fresh, overrides, nodes, chosen=chosen)
     config = job.prepare(placed(requested))
     with claimed(requested, fresh, chosen=chosen) as run:
         folder = Path(run.folder)
@@ -151,7 +142,7 @@ def start(job: Job, requested: Any, fresh: Path, overrides: list[str], *, chosen
             (folder / name).unlink(missing_ok=True)
         try:
             launch(
-                [sys.executable, "-u", "-m", "experiments.cli.worker", job.module, str(job_file)],
+                [sys.executable, "-u", *_worker(job, job_file)],
                 ranks=config.mesh.ranks,
                 logs=folder / "ranks",
                 env={"PYTHONPATH": python_path()},
@@ -164,6 +155,25 @@ def start(job: Job, requested: Any, fresh: Path, overrides: list[str], *, chosen
                 write_result(folder, status="failed", overrides=overrides, error=str(known))
             raise known from None
         return read_result(folder)["status"]
+
+
+def _start_on_nodes(
+    job: Job, requested: Any, fresh: Path, overrides: list[str], nodes: int, *, chosen: bool
+) -> str:
+    """`start` on each node of a SLURM job: torchrun starts the ranks, and rank 0 takes the run's folder."""
+    config = placed(requested, nodes=nodes)
+    job_file = fresh / f"job.{os.environ['SLURM_NODEID']}.json"
+    run = {"requested": dataclasses.asdict(requested), "fresh": str(fresh), "chosen": chosen}
+    write_json(job_file, {**job_values(config, overrides), **run})
+    agent = slurm.torchrun(config.mesh.ranks // nodes, config.run.max_restarts)
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    if subprocess.run([sys.executable, *agent, *_worker(job, job_file)], env=environment).returncode:
+        raise LaunchError(f"the ranks on {nodes} nodes failed: the output of torchrun says why.")
+    return read_result(fresh)["status"]
+
+
+def _worker(job: Job, job_file: Path) -> list[str]:
+    return ["-m", "experiments.cli.worker", job.module, str(job_file)]
 
 
 def job_values(config: Any, overrides: list[str]) -> dict[str, Any]:

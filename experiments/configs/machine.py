@@ -16,17 +16,18 @@ from fnshard.errors import report
 CPU_RANKS = 2  # where there is no accelerator and nobody says how many
 
 
-def place(config: Any, *, accelerators: Mapping[str, int], world: int | None = None) -> Any:
+def place(config: Any, *, accelerators: Mapping[str, int], world: int | None = None, nodes: int = 1) -> Any:
     """`config` with `run.device` and `mesh.shard` filled in from what there is.
 
     Args:
         accelerators: devices by type, `{"cuda": 8}`; empty on a machine without.
         world: ranks that already run (under `torchrun`); None: they are to be started here.
+        nodes: machines like this one that the ranks are to be started on, equally many on each.
 
     Raises:
         ConfigError: a tracker that is not installed; more ranks than devices, axes that do not multiply to
-            the ranks there are, more replicas than a node can hold, a batch that does not divide over ranks
-            and micro-batches, a `run.disk_dir` that is not there.
+            the ranks there are, or do not divide over the nodes, more replicas than these can hold, a batch
+            that does not divide over ranks and micro-batches, a `run.disk_dir` that is not there.
     """
     check_installed(config.tracker)
     device = config.run.device
@@ -40,7 +41,7 @@ def place(config: Any, *, accelerators: Mapping[str, int], world: int | None = N
         raise ConfigError(f"run.device={device}: this machine has {has}. Fix: run.device=auto.")
     mesh = config.mesh
     fixed = mesh.replicate * mesh.tensor * mesh.context
-    there = world or (CPU_RANKS if device == "cpu" else accelerators[device])
+    there = world or nodes * (CPU_RANKS if device == "cpu" else accelerators[device])
     if mesh.shard is None:
         if there % fixed and (world or fixed < there):
             raise ConfigError(
@@ -52,14 +53,19 @@ def place(config: Any, *, accelerators: Mapping[str, int], world: int | None = N
     product = f"{_product(mesh)} asks for {_count(ranks, 'rank')}"
     if world and ranks != world:
         raise ConfigError(f"{product}; {world} were started. Fix: torchrun --nproc-per-node {ranks}.")
-    if device != "cpu" and not world and ranks > accelerators[device]:
-        has = _count(accelerators[device], f"{device} device")
-        raise ConfigError(f"{product}; this machine has {has}. Fix: a smaller mesh, or run.device=cpu.")
-    most = most_copies(1)
+    if device != "cpu" and not world and ranks > there:
+        where = "this machine has" if nodes == 1 else f"{nodes} nodes have"
+        has = _count(there, f"{device} device")
+        raise ConfigError(f"{product}; {where} {has}. Fix: a smaller mesh, or run.device=cpu.")
+    if ranks % nodes:
+        raise ConfigError(
+            f"{product}, which do not divide over {nodes} nodes. Fix: mesh.shard={max(1, there // fixed)}."
+        )
+    most = most_copies(nodes)
     if config.run.replicas > most and not world:
         raise ConfigError(
-            f"run.replicas={config.run.replicas}: 1 node can hold {most}. Fix: run.replicas={most}, or "
-            "torchrun on more nodes."
+            f"run.replicas={config.run.replicas}: {_count(nodes, 'node')} can hold {most}. "
+            f"Fix: run.replicas={most}, or more nodes."
         )
     _check_rows(config, mesh.data_ranks)
     return replace(

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import fnshard as fs
 from experiments.configs.train import AUTO, PrecisionConfig, RunConfig, StrategyConfig
 from experiments.data.files import append, write_json, write_text
 from fnshard.analysis.hardware import TABLE
+from fnshard.errors import report
 from fnshard.launcher.post_mortem import expect_memory
 from fnshard.step.lowered import Lowered
 
@@ -69,6 +71,7 @@ def plan_of(
 
     Raises:
         BudgetError: `strategy=auto`, and nothing fits.
+        AgreementError: `strategy=auto`, and ranks planned differently.
     """
     options = {
         "accumulate_mode": run.accumulate_mode, "backend": run.backend, "timeout": run.timeout_s,
@@ -77,7 +80,7 @@ def plan_of(
     exact = {"deterministic": run.deterministic}
     if strategy.name == AUTO:
         planned_for = hardware_of(hardware, mesh)
-        found = fs.fit(
+        found = _agreed(
             fn, params, mesh, batch=batch, device_bytes=int(run.device_gb * 1e9), hardware=planned_for,
             optimizer=optimizer, specs=specs(fs.presets.full_shard), **options,
         )  # fmt: skip
@@ -88,6 +91,24 @@ def plan_of(
         "prefetch": (strategy.prefetch_forward, strategy.prefetch_backward),
     }  # fmt: skip
     return Plan(specs(fs.presets.PRESETS[strategy.name], **tiers), options | exact)
+
+
+def _agreed(*args: Any, **options: Any) -> fs.Fit:
+    """`fs.fit` on every rank, and each compares its plan with the others': none acts, or gives up, alone."""
+    try:
+        found: fs.Fit | fs.BudgetError = fs.fit(*args, **options)
+        mine = repr(found.chosen.choice)
+    except fs.BudgetError as error:
+        found, mine = error, str(error)
+    if dist.is_initialized():
+        plans: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(plans, mine)
+        if len(set(plans)) > 1:
+            wrong = [f"rank {rank}: {plan}" for rank, plan in enumerate(plans)]
+            raise fs.AgreementError(report("ranks planned differently:", wrong))
+    if isinstance(found, fs.BudgetError):
+        raise found
+    return found
 
 
 def hardware_of(name: str, mesh: fs.Mesh) -> fs.Hardware:

@@ -116,7 +116,7 @@ ALONE_TRAIN = {
     "strategy=auto run.device_gb=lots": r"^error: run\.device_gb=lots: Input.*\n\Z",  # brings no others
     "mesh.shard=3 run.device=cpu": r"data\.rows=8 does not divide over 3 ranks",
     "run.device=tpu": r"run\.device=tpu: this machine has cpu",
-    "run.replicas=2": r"run\.replicas=2: 1 node can hold 1.*Fix: run\.replicas=1, or tor",
+    "run.replicas=2": r"run\.replicas=2: 1 node can hold 1.*Fix: run\.replicas=1, or more nodes",
     "optimizer={_target_: 5}": r"^error: optimizer=.*: expected a dotted name as _target_",
     "model={_target_: mine.Model, context: 8}": r"model\.vocab=None: a model of one's own names its vocab",
     "--config-dir nowhere": r"--config-dir=nowhere: is no directory",

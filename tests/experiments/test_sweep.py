@@ -17,13 +17,15 @@ import pytest
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 from runs import SMALL, leave_run
+from slurm import install
 
-from experiments.cli import job
+from experiments.cli import job, slurm
 from experiments.cli.main import main
 from experiments.cli.sweep import TABLE, objective
 from experiments.compare.outcome import jobs_of
 from experiments.configs.train import ConfigError
 from experiments.train import JOB
+from experiments.training.metrics_file import METRICS
 from experiments.training.result import read_result, write_result
 from fnshard.launcher.local import LaunchError
 
@@ -44,7 +46,7 @@ def composed(*overrides: str, name: str = "train", conf: str = "conf") -> Any:
     [
         ("local", "BasicLauncher", {}),
         ("joblib", "JoblibLauncher", {"n_jobs": 4}),
-        ("slurm", "SlurmLauncher", {"timeout_min": 5, "tasks_per_node": 1}),
+        ("slurm", "SlurmLauncher", {"nodes": 4, "tasks_per_node": 1}),
         ("slurm_local", "LocalLauncher", {"timeout_min": 5}),
     ],
 )
@@ -105,11 +107,24 @@ def _identity(asked: Any) -> dict[str, Any]:
     return identity_of(asked)
 
 
-def test_a_command_that_slurm_starts_on_several_nodes_is_refused(monkeypatch):
+def test_a_command_that_srun_starts_on_several_nodes_is_refused(monkeypatch):
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")
-    with pytest.raises(ConfigError, match=r"on 2 nodes\. Fix: hydra\.launcher\.nodes=1; or, .* srun"):
-        job.start(JOB, None, Path(), [], chosen=True)
+    with pytest.raises(ConfigError, match=r"on 2 nodes\. Fix: launcher=slurm .*; or, .* srun"):
+        job.run(JOB, None)
+
+
+def test_each_node_of_a_slurm_job_runs_one_agent(monkeypatch):
+    step = {"JOB_ID": "31007", "JOB_NUM_NODES": "2", "NTASKS": "2", "JOB_NODELIST": "gpu[07-08],login"}
+    for name, value in step.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
+    agent = slurm.torchrun(ranks=8, max_restarts=3)
+    assert agent[2:8] == ["--nnodes", "2", "--nproc-per-node", "8", "--max-restarts", "3"]
+    assert agent[-1] == "gpu07:21007"
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    with pytest.raises(ConfigError, match=r"4 tasks on 2 nodes; .* Fix: hydra\.launcher\.tasks_per_node=1"):
+        slurm.torchrun(ranks=8, max_restarts=3)
 
 
 def test_a_worker_whose_sweep_died_before_its_job_begins_ends(tmp_path, monkeypatch):
@@ -171,13 +186,13 @@ def test_the_objective_is_of_finished_runs(tmp_path):
 TINY = (*SMALL, "model.layers=1", "mesh.shard=1", "run.steps=2", "run.sample_tokens=0", "data.rows=2")
 
 
-def real(folder: Path, *arguments: str) -> tuple[int, str, Path]:
+def real(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, Path]:
     """A sweep of real jobs: exit code, output, folder."""
     root = folder / "text"
     root.mkdir(exist_ok=True)
     for number in range(60):
         (root / f"{number}.py").write_text(f"def f{number}(x):\n    return x + {number}\n" * 40)
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(env or {})}
     command = [
         sys.executable,
         "-m",
@@ -198,12 +213,33 @@ def statuses(sweep: Path) -> dict[str, str]:
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("launcher", ["local", "joblib", "slurm_local"])
+@pytest.mark.parametrize("launcher", ["local", "joblib", "slurm_local", "slurm"])
 def test_real_jobs_under_every_launcher(launcher, tmp_path):
     """One of three fails when its ranks run: seven rows are not two's."""
-    code, output, sweep = real(tmp_path, f"launcher={launcher}", "run.seed=1,2", "model.heads=2,3")
+    path = {"PATH": f"{install(tmp_path / 'bin')}{os.pathsep}{os.environ['PATH']}"}
+    code, output, sweep = real(tmp_path, f"launcher={launcher}", "run.seed=1,2", "model.heads=2,3", env=path)
     assert code == 1, output
     assert statuses(sweep) == {"0": "ok", "1": "failed", "2": "ok", "3": "failed"}, output
     table = (sweep / TABLE).read_text()
     assert table in output and table.count("the head size, width / heads") == 2
     assert {"sweep.csv", "sweep.png"} <= {p.name for p in sweep.iterdir()}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_job_of_two_nodes_under_slurm(tmp_path):
+    """Two agents of torchrun's, a rank each; the losses of one launcher with two ranks, bit for bit."""
+    path = {"PATH": f"{install(tmp_path / 'bin')}{os.pathsep}{os.environ['PATH']}"}
+    two = ("mesh.shard=2", "run.steps=4")
+    code, output, sweep = real(tmp_path, "launcher=slurm", "hydra.launcher.nodes=2", *two, env=path)
+    logs = "\n".join(p.read_text() for p in sweep.glob(".submitit/*/*.err"))
+    assert code == 0 and statuses(sweep) == {"0": "ok"}, output + logs
+    script = next((tmp_path / "bin" / "jobs").glob("*.sbatch")).read_text()
+    assert "#SBATCH --nodes=2" in script and "#SBATCH --ntasks-per-node=1" in script
+    (tmp_path / "plain").mkdir()
+    _, _, plain = real(tmp_path / "plain", *two, f"data.root={tmp_path / 'text'}")
+    losses = [
+        [json.loads(line).get("loss") for line in (s / "0" / METRICS).read_text().splitlines()]
+        for s in (sweep, plain)
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 5

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,13 +14,16 @@ import yaml
 from commands import run_command
 from runs import SMALL, compose, rows_of
 
+import fnshard as fs
 from experiments.cli import schema
+from experiments.configs import plan
 from experiments.configs import train as configs
 from experiments.configs.machine import place
 from experiments.configs.train import ConfigError
 from experiments.training.decoder import Decoder, DecoderConfig
 from experiments.training.sample import Sampler, last_logits
 from fnshard.functional import make_functional
+from fnshard.step.fit import Choice
 
 ROOT = Path(__file__).resolve().parents[2]
 # ------------------------------------------------------------------ configuration
@@ -78,8 +82,9 @@ def test_a_wrong_type_that_reaches_us_is_refused():
 # ------------------------------------------------------------------ ranks
 
 
-def placed(*overrides: str, gpus: int = 0, world: int | None = None) -> configs.TrainConfig:
-    return place(compose(*overrides), accelerators={"cuda": gpus} if gpus else {}, world=world)
+def placed(*overrides: str, gpus: int = 0, world: int | None = None, nodes: int = 1) -> configs.TrainConfig:
+    accelerators = {"cuda": gpus} if gpus else {}
+    return place(compose(*overrides), accelerators=accelerators, world=world, nodes=nodes)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +108,10 @@ def test_ranks_are_all_there_are_or_as_many_as_asked(overrides, gpus, world, exp
     assert (config.run.device, config.mesh.replicate, config.mesh.shard) == expected
 
 
+def test_several_nodes_have_the_ranks_of_all():
+    assert placed("data.rows=16", gpus=8, nodes=2).mesh.shard == 16
+
+
 @pytest.mark.parametrize(
     ("overrides", "machine", "message"),
     [
@@ -117,12 +126,40 @@ def test_ranks_are_all_there_are_or_as_many_as_asked(overrides, gpus, world, exp
         ("run.device=cuda", {}, r"run\.device=cuda: this machine has cpu\. Fix: run\.device=auto"),
         ("mesh.shard=3", {}, r"(?s)data\.rows=8 .*held_out_rows=128 .*data\.rows=9 data\.held_out_rows=129"),
         ("strategy.optimizer_memory=disk run.disk_dir=nowhere", {}, r"'nowhere' is no directory\. Fix: make"),
+        ("mesh.shard=20", {"gpus": 8, "nodes": 2}, r"asks for 20 ranks; 2 nodes have 16 cuda devices\."),
+        ("mesh.shard=3", {"gpus": 8, "nodes": 2}, r"do not divide over 2 nodes\. Fix: mesh\.shard=16\."),
+        ("run.replicas=3", {"gpus": 1, "nodes": 3}, r"3 nodes can hold 2\. Fix: run\.replicas=2, or more"),
         ("run.accumulate=3", {}, r"(?s)2 ranks times run\.accumulate=3.*Fix: data\.rows=12"),
     ],
 )
 def test_impossible_meshes_are_refused(overrides, machine, message):
     with pytest.raises(ConfigError, match=message):
         placed(*overrides.split(), **machine)
+
+
+# ------------------------------------------------------------------ plans of several ranks
+
+
+def agreement_of(rank: int, other: Choice | None) -> str:
+    """What this rank is told where rank 1 plans something else, or finds nothing that fits."""
+
+    def fit() -> SimpleNamespace:
+        choice = other if rank else Choice()
+        if choice is None:
+            raise fs.BudgetError("nothing fits")
+        return SimpleNamespace(chosen=SimpleNamespace(choice=choice))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fs, "fit", fit)
+        with pytest.raises(fs.AgreementError, match="ranks planned differently:") as error:
+            plan._agreed()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("other", "shown"), [(Choice(ahead=2), "ahead=2"), (None, "nothing fits")])
+def test_no_rank_acts_on_a_plan_or_gives_up_alone(ranks, other, shown):
+    first, second = ranks(2).run(agreement_of, other)
+    assert first == second and "rank 0: Choice(" in first and shown in first.partition("rank 1: ")[2]
 
 
 # ------------------------------------------------------------------ the model
