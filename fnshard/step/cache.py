@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fnshard import tree
-from fnshard.compiler.frontend.contexts import deterministic, without_autocast
+from fnshard.compiler.frontend.contexts import check_autocast, deterministic
 from fnshard.compiler.frontend.indices import Indices, explain, ranges
 from fnshard.compiler.frontend.trace import flatten_batch
 from fnshard.compiler.ir.arguments import Arguments, signature_of
@@ -141,7 +141,8 @@ class ProgramCache:
         check_arguments(self.fn, batch)
         check_leaves(batch)
         key, micro = batch_key(batch), next(split_batch(batch, self.options.accumulate))
-        with self.lock, without_autocast(), deterministic(self.options.deterministic):
+        check_autocast()
+        with self.lock, deterministic(self.options.deterministic):
             known = self.programs.get(key)
             if known is not None:
                 return known
@@ -190,7 +191,7 @@ class ProgramCache:
         """
         micro = next(split_batch(batch, self.options.accumulate))
         options = replace(self.options.lowering, **changes)
-        with self.lock, without_autocast():
+        with self.lock:
             return trace_and_split(self.fn, self.specs, micro, self.mesh, self._plan, options)
 
     def tensors(self, lowered: Lowered, batch: Batch) -> tuple[dict[str, Tensor], set[str]]:

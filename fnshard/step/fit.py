@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from fnshard import tree
 from fnshard.analysis.hardware import Hardware
 from fnshard.analysis.timeline import Timeline
-from fnshard.compiler.frontend.contexts import without_autocast
 from fnshard.compiler.ir.arguments import Arguments, signature_of
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.lower import Front, Passes, schedule_for
@@ -300,8 +299,7 @@ class Search:
         options = self.options_of(choice)
         passes = Passes((choice.ahead, choice.ahead), choice.ahead)
         lowering = replace(step.options.lowering, remat=options["remat"], passes=passes)
-        with without_autocast():
-            stages = schedule_for(front, specs, self.mesh, lowering, known, verified)
+        stages = schedule_for(front, specs, self.mesh, lowering, known, verified)
         chosen = replace(step.options, lowering=lowering)
         sizes = bytes_of_batch(self.arguments)
         return Lowered(stages, chosen, optimizer=self.optimizer, batch_bytes=sizes)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fnshard import tree
 from fnshard.analysis.memory import made_of
-from fnshard.compiler.frontend.contexts import deterministic, without_autocast
+from fnshard.compiler.frontend.contexts import check_autocast, deterministic
 from fnshard.compiler.frontend.limits import check_limits
 from fnshard.compiler.frontend.random import derive_keys
 from fnshard.compiler.ir.arguments import Arguments
@@ -208,8 +208,8 @@ class Runner:
 
         def in_own_modes(env: dict[str, Any]) -> dict[str, Any]:
             try:
-                # The caller's modes are not the program's.
-                with without_autocast(), deterministic(lowered.options.deterministic):
+                check_autocast()
+                with deterministic(lowered.options.deterministic):
                     return run(env)
             except torch.OutOfMemoryError as error:  # besides the prediction: the batch, and others' tensors
                 error.add_note(made_of(lowered.memory_analysis(), ", by the plan"))

@@ -418,10 +418,10 @@ def shard_step(
         backend: "inductor", or "eager": the same graphs uncompiled.
         mode, options: as `torch.compile` takes them. "reduce-overhead" replays all but the updates as one
             CUDA graph from the third step on; on one GPU with all state on it, elsewhere it is an error.
-        loss_scale: a number, "dynamic", or None: dynamic where a leaf trains in fp16. A step that
-            overflows is skipped: it is no update, for the optimizer's count and for the rate's schedule;
-            what `fn` has written to leaves is stored all the same, as BatchNorm's statistics are in torch.
-            The host waits for its norm: with a dynamic scale, and no other, a device idles before updates.
+        loss_scale: a number, "dynamic", or None: dynamic where a leaf trains in fp16. With a dynamic scale,
+            and no other, a step that overflows is skipped: it is no update, for the optimizer's count and for
+            the rate's schedule; what `fn` has written to leaves is stored all the same, as BatchNorm's
+            statistics are in torch. The host then waits for its norm, and a device idles before updates.
         grad_norm: put the global gradient norm into the metrics (clipping does anyway).
         remat: what is kept for the backward: "none" (all that it wants), "unit" (a unit's inputs; the rest
             is computed again), "offload" (all, on the host), "unit+offload", a fraction of what it wants; or

@@ -132,6 +132,18 @@ def test_a_failed_trace_leaves_the_grad_mode_as_it_was() -> None:
     assert torch.is_grad_enabled()
 
 
+def test_autocast_around_a_step_is_refused_at_the_trace_and_after() -> None:
+    params = {"w": torch.ones(4, 4)}
+    step = fs.shard_step(lambda p, x: (x @ p["w"]).sum(), fs.match_specs(params, [("*", LayoutSpec())]))
+    for _ in range(2):
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(TraceError, match="enter it inside of `fn`"),
+        ):
+            step(params, torch.ones(2, 4))
+        step(params, torch.ones(2, 4))
+
+
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_tracing_inside_an_outer_grad_mode(context: Callable[[], Any]) -> None:
     expected, grads = plain_grads(lambda p, x: run_chain(p, x).sum(), chain(), rows())

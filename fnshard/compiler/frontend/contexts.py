@@ -15,23 +15,25 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fnshard.compiler.frontend.transforms import is_of_a_level
 from fnshard.compiler.ir.containers import Contents, TensorSnapshot, is_plain, one_run
 from fnshard.compiler.ir.guard import CACHE, Reachable, written
+from fnshard.errors import TraceError
 
 CLOSURE_LIMIT_bytes = 1 << 20  # of a tensor that `fn` closes over
 LOCK = threading.RLock()  # the tracer patches torch's globals: one trace at a time
 _AUTOCAST_DEVICES = [d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(d)]
 
 
-@contextmanager
-def without_autocast() -> Iterator[None]:
-    """Autocast off on every kind of device."""
+def check_autocast() -> None:
+    """Refuse torch.autocast around a step, which would not reach its kernels.
+
+    Raises:
+        TraceError: it is on.
+    """
     on = [d for d in _AUTOCAST_DEVICES if torch.is_autocast_enabled(d)]
-    for kind in on:
-        torch.set_autocast_enabled(kind, False)
-    try:
-        yield
-    finally:
-        for kind in on:
-            torch.set_autocast_enabled(kind, True)
+    if on:
+        raise TraceError(
+            f"torch.autocast({on[0]!r}) is on around a step, whose kernels have dtypes of their own.",
+            fix="enter it inside of `fn`, or leave it out and say LayoutSpec(compute_dtype=torch.bfloat16).",
+        )
 
 
 _exact: list[tuple[bool, bool]] = []  # of who is within `deterministic`: what was the process's own choice

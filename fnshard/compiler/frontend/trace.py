@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fnshard import tree
 from fnshard.compiler.deferred.host_random import GENERATORS, undrawn
-from fnshard.compiler.frontend.contexts import LOCK, Surroundings, without_autocast
+from fnshard.compiler.frontend.contexts import LOCK, Surroundings, check_autocast
 from fnshard.compiler.frontend.exchange import copy_outgoing, tracing_on
 from fnshard.compiler.frontend.functions import HOOK
 from fnshard.compiler.frontend.limits import Limits
@@ -84,10 +84,10 @@ def trace(
         TraceError: `fn` does what cannot be captured; the message shows the way out.
     """
     source = Source(fn, shapes, structure, specs, Arguments.of(batch), device, differentiate, sources)
+    check_autocast()
     with (
         tracing_on(mesh),
         LOCK,
-        without_autocast(),
         Surroundings(source.runs) as surroundings,
         undrawn(surroundings.reached.of_type(GENERATORS)),
         Limits() as limits,
