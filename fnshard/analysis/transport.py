@@ -205,10 +205,10 @@ class Counting:
     def gather_leaves(
         self, runs: Sequence[tuple[int, int]], total: int, dtype: torch.dtype, write: Any, axes: Axes
     ) -> Handle[list[Tensor]] | None:
-        """See `in_place_gather`: a unit's slot is free when the last of its leaves dies."""
+        """See `Shared.gather_leaves`: a unit's slot is free when the last of its leaves dies."""
         if self.kind != "shared" or self._ranks(axes) == 1:
             return None
-        slot = self._taken(axes, total * dtype.itemsize, views=len(runs))
+        slot = self._taken(axes, total * dtype.itemsize, views=sum(size > 0 for _, size in runs))
         leaves = [self._in_slot(slot, size, dtype) for _, size in runs]
         write(leaves)
         return Done(leaves)

@@ -1,10 +1,10 @@
 """Workspace: what torch's own operators allocate while they run, besides their results.
 
-A table, read off torch's sources and compared with the profiler's memory events (torch 2.11 to 2.13); of the
-library's own operators their code is run (`code_of`). What
-an operator calls several kernels for, what it must cast or make contiguous first, and scratch buffers
-that it asks of torch's allocator. Not in it, because they depend on the processor or on a heuristic of a
-library: oneDNN's convolutions, and the last tenth of its bf16 scratch; what cuBLAS and cuDNN take.
+A table, read off torch's sources and compared with the profiler's memory events (torch 2.11 to 2.13): what
+an operator calls several kernels for, what it must cast or make contiguous first, and scratch buffers that
+it asks of torch's allocator. The library's own operators are run instead (`code_of`). Not in it, because they
+depend on the processor or on a heuristic of a library: oneDNN's convolutions, and the last tenth of its bf16
+scratch; what cuBLAS and cuDNN take.
 """
 
 from __future__ import annotations

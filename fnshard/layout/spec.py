@@ -198,7 +198,7 @@ def from_plain(spec: Any) -> Any:
     """
     if not isinstance(spec, Mapping):
         return spec
-    known = [field.name for field in fields(LayoutSpec)]
+    known = [field.name for field in fields(LayoutSpec) if field.name != "shape"]  # the leaf's own
     unknown = [str(name) for name in spec if name not in known]
     if unknown:
         raise SpecError(

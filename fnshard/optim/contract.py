@@ -37,7 +37,7 @@ class StepInfo:
         step: int64, the number of updates made before this one; on the host, which knows it, so that rates
             are exact and nothing waits for them. A 0-d tensor there may meet tensors of any device.
         global_norm: L2 norm of all gradients of all ranks; where the optimizer needs it.
-        grad_scale: all gradients are multiplied by it first. The norms are those of the product.
+        grad_scale: all gradients are multiplied by it first. `global_norm` is that of the product.
         gather: `(path, shard) -> whole`, padding cut off; where the optimizer needs it. The schedule has an
             instruction for every call, which runs the leaf up to it: how often a leaf calls it, and with what
             dtype, may not depend on values.
@@ -255,10 +255,11 @@ def check_kind(optimizer: object) -> None:
     if isinstance(optimizer, Optimizer):
         members = optimizer.members or (optimizer,)
         if all(m.factor is not None or m.follow is not None for m in members):
-            names = [f"{m}" for m in members if m.follow is None]
+            before = [f"{m}" for m in members if m.follow is None]
+            after = [f"{m}" for m in members if m.follow is not None]
             raise OptimizerError(
                 f"optimizer={optimizer} has no update rule: it would add gradients to the parameters.",
-                fix=f"chain({', '.join([*names, 'adamw(3e-4)'])}).",
+                fix=f"chain({', '.join([*before, 'adamw(3e-4)', *after])}).",
             )
         return
     kind = getattr(optimizer, "__name__", f"of type {type(optimizer).__name__}")

@@ -117,12 +117,8 @@ class Runner:
     """Runs a cache's programs on ranks. On a simulated mesh the ranks are threads that share it."""
 
     def __init__(self, cache: ProgramCache):
-        self.cache, self.mesh, self.options, self.optimizer = (
-            cache,
-            cache.mesh,
-            cache.options,
-            cache.optimizer,
-        )
+        self.cache, self.mesh = cache, cache.mesh
+        self.options, self.optimizer = cache.options, cache.optimizer
         self.compares_replicas = True
         self._ranks: dict[int, RankState] = {}
         self._checked: tuple[Any, list[Any]] = None, []  # specs, and what blocks were that fitted them
@@ -215,10 +211,8 @@ class Runner:
                 error.add_note(made_of(lowered.memory_analysis(), ", by the plan"))
                 raise
 
-        bound, known = (
-            Bound(lowered, in_own_modes, scalars),
-            {id(each) for each in self.cache.programs.values()},
-        )
+        bound = Bound(lowered, in_own_modes, scalars)
+        known = {id(each) for each in self.cache.programs.values()}
         bindings = {k: v for k, v in rank.bound.items() if k[0] in known}
         rank.bound = bindings | {(id(lowered), rank.observer): bound}
         return bound

@@ -567,6 +567,6 @@ def test_registries_name_constructors():
     "alone", [clip_by_global_norm(1.0), ema(0.9), chain(clip_by_global_norm(1.0), ema(0.9))]
 )
 def test_a_chain_without_an_update_rule_is_refused(alone: Optimizer) -> None:
-    with pytest.raises(OptimizerError, match=r"has no update rule(.|\n)*chain\(.*adamw\(3e-4\)\)"):
+    with pytest.raises(OptimizerError, match=r"has no update rule(.|\n)*chain\(.*adamw\(3e-4\).*\)"):
         contract.check_kind(alone)
     contract.check_kind(chain(clip_by_global_norm(1.0), sgd(0.1), ema(0.9)))

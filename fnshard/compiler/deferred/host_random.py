@@ -26,7 +26,7 @@ DRAWS = report(
 )
 # The generators that the modules' functions share.
 _PYTHON, _NUMPY = random.random.__self__, np.random.random.__self__
-_NO_DRAWS = ("getstate", "get_state", "seed", "setstate", "set_state")
+_NO_DRAWS = ("getstate", "get_state")
 _SHARED = {id(_PYTHON): "Python's random", id(_NUMPY): "numpy.random"}
 
 

@@ -223,22 +223,28 @@ def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) 
 # ------------------------------------------------------------------ draws
 
 
+def _written(value: Tensor, out: Tensor | None) -> Tensor:
+    return value if out is None else out.copy_(value)
+
+
 def _randperm(
     n: int,
     *,
     generator: Any = None,
+    out: Tensor | None = None,
     dtype: torch.dtype = torch.int64,
     device: Any = None,
     **_: Any,
 ) -> Tensor:
     """`torch.randperm`: the order of n numbers, no two of which are equal (but once in 2^53 / n^2)."""
     numbers = torch.rand(n, generator=generator, dtype=torch.float64, device=device)
-    return numbers.argsort().to(dtype)
+    return _written(numbers.argsort().to(dtype), out)
 
 
 def _multinomial(
-    input: Tensor, num_samples: int, replacement: bool = False, *, generator: Any = None
-) -> Tensor:
+    input: Tensor, num_samples: int, replacement: bool = False, *,
+    generator: Any = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`torch.multinomial`; without replacement the shortest waiting times (Efraimidis & Spirakis 2006)."""
     weights = input.detach().double()
     shape = weights.shape if not replacement else (*weights.shape[:-1], num_samples)
@@ -246,10 +252,10 @@ def _multinomial(
     if not replacement:
         times = -torch.log1p(-shares)
         scores = weights / times.clamp(min=torch.finfo(times.dtype).tiny)
-        return scores.topk(num_samples).indices
+        return _written(scores.topk(num_samples).indices, out)
     sums = weights.cumsum(-1)
     drawn = torch.searchsorted(sums, shares * sums[..., -1:], right=True)
-    return drawn.clamp(max=weights.shape[-1] - 1)
+    return _written(drawn.clamp(max=weights.shape[-1] - 1), out)
 
 
 def _normal(
@@ -262,7 +268,7 @@ def _normal(
     shape, like = torch.broadcast_shapes(*(v.shape for v in tensors)), tensors[0]
     drawn = torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
     mean, std = (v.detach() if isinstance(v, Tensor) else v for v in (mean, std))
-    return (drawn * std + mean).to(like.dtype)
+    return _written((drawn * std + mean).to(like.dtype), options.get("out"))
 
 
 # ------------------------------------------------------------------ factors and inverses

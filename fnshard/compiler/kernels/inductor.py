@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fnshard.compiler.kernels.cpp_kernels import compiled_together
 from fnshard.compiler.kernels.differentiate import Kernel
-from fnshard.compiler.kernels.units import compiled_together
 from fnshard.errors import MissingExtraError, SpecError
 
 Boxed = Callable[[list[Tensor]], Sequence[Tensor]]

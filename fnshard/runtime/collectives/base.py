@@ -12,7 +12,8 @@
   (`verify` holds schedules to it, and the adversarial simulation shows who breaks it).
 - Every handle is waited for, and a gather's is released; every send buffer is sent.
 - A backend whose ranks write to one memory (`Shared`) has `gather_leaves` and `reduce_pair` too.
-- A peer that dies, leaves or stays silent for `timeout` seconds is a `CollectiveError`, never a hang.
+- A peer that dies, leaves or stays silent for `timeout` seconds is a `CollectiveError`, never a hang. On
+  accelerators NCCL's watchdog ends the process instead, which the launcher reports.
 """
 
 from __future__ import annotations

@@ -120,7 +120,6 @@ class Units:
 
     def gather(self, message: Message, runs: Runs, write: Write) -> list[Tensor]:
         """The leaves, once all ranks have written their blocks."""
-        self.sweep()
         leaves = self._views(message, runs)
         write(leaves)
         message.mark(REDUCED, 1)
@@ -224,7 +223,8 @@ class Endpoint:
             self.units[channel.axes] = Units(channel, Slots(floor))
         units = self.units[channel.axes]
         run = lambda message: make(units.gather(message, runs, write))  # noqa: E731
-        return Message(channel, name, numel * dtype.itemsize, dtype, run)
+        # Signed before peers see that this rank has come: else its slots look as if somebody kept a leaf.
+        return Message(channel, name, numel * dtype.itemsize, dtype, run, before=units.sweep)
 
     def channel(self, axes: Axes) -> Channel:
         """That of the ranks along these axes."""

@@ -7,8 +7,9 @@ that say what its last two messages are. To meet, a rank names a slot in its row
 all have; then it reads their slots in place. Nobody comes to a message before all have come to the one before
 it, so that two rows are enough.
 
-A message runs when it is waited for, after all that its group issued before it: whatever order messages are
-waited for in, they meet in the order in which they were issued. Every control word has one writer.
+A message runs when it is waited for, after all that its group issued before it: whatever order a group's
+messages are waited for in, they meet in the order in which they were issued. Messages of several groups are
+waited for in one order by all ranks. Every control word has one writer.
 """
 
 from __future__ import annotations
@@ -266,6 +267,7 @@ class Message(Generic[T]):
 
     Args:
         run: meets the peers and makes the result.
+        before: is called before this rank comes to the message.
         slot: of this rank's memory, that is sent; None for leaves that are gathered in place.
     """
 
@@ -275,6 +277,7 @@ class Message(Generic[T]):
     dtype: torch.dtype
     run: Callable[[Message], T] | None
     slot: Slot | None = None
+    before: Callable[[], None] | None = None
     result: T | None = None
     given: bool = False
 
@@ -300,6 +303,8 @@ class Message(Generic[T]):
 
     def _run(self) -> None:
         channel, number = self.channel, self.number
+        if self.before is not None:
+            self.before()
         channel.open[number] = self
         words = channel.words[channel.here]
         words[self._at(KIND)] = self.kind

@@ -75,7 +75,7 @@ class Scalars:
     # -------------------------------------------------------------- this rank's part
 
     def squares(self, bucket: Bucket, blocks: Mapping[str, Tensor], replicas: int) -> Tensor:
-        """What a `Norms` instruction makes: a bucket's squared norm by replicas; ranks' sum is exact.
+        """What a `Norms` instruction makes: a bucket's squared norm by replicas; the sum over ranks is exact.
 
         0-d, fp64.
         """

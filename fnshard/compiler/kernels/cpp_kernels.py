@@ -1,4 +1,4 @@
-"""Units: the C++ kernels of a graph, compiled as one translation unit.
+"""C++ kernels: those of a graph, compiled as one translation unit.
 
 Inductor gives each C++ kernel to the compiler by itself, and four fifths of such a run are the same for all:
 the templates of its headers. Here the kernels of a graph share a unit, each in a namespace of its own
@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,11 +45,13 @@ def compiled_together() -> Iterator[Callable[[], None]]:
     kernels: list[_Kernel] = []
     loads: list[Callable[[], None]] = []
 
-    def collect(_: Any, argument_types: list[str], source: str) -> _Kernel:
+    def collect(self: Any, argument_types: list[str], source: str) -> Any:
+        if threading.get_ident() != owner:  # a torch.compile of the user's, at the same time
+            return alone(self, argument_types, source)
         kernels.append(_Kernel(argument_types, source, sys._getframe(1).f_globals))
         return kernels[-1]
 
-    alone = AsyncCompile.cpp_pybinding
+    alone, owner = AsyncCompile.cpp_pybinding, threading.get_ident()
     if get_compile_threads() > 1:
         AsyncCompile.cpp_pybinding = collect
     try:
