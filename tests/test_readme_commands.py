@@ -64,7 +64,10 @@ TUNE = Row(
 TINY_SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 TINY = Row(
     TUNE.short.removeprefix("model=/models/llama data.context=96 "),
-    patches=(("experiments.finetune.base_models.RANDOM", {"tiny": TINY_SIZES}),),
+    patches=(
+        ("experiments.finetune.base_models.PRETRAINING", {"steps": 2, "sample_tokens": 0}),
+        ("experiments.finetune.base_models.RANDOM", {"tiny": TINY_SIZES}),
+    ),
 )
 PAPER = Row("model.layers=2")
 SAMPLE = Row(
@@ -155,8 +158,7 @@ TABLE = {
     "python -m experiments.examples.pinn": Row(),
     "python -m experiments.examples.dino": Row(),
     # -- finetune
-    "python -m experiments.finetune method=full": replace(TINY, short=f"{TINY.short} mesh.shard=1", quick=True),
-    "python -m experiments.finetune": TINY,
+    "python -m experiments.finetune": replace(TINY, short=f"{TINY.short} mesh.shard=1", quick=True),
     "python -m experiments.finetune method=lora": TINY,
     "python -m experiments.finetune method=qlora4 precision=bf16": TINY,
     "python -m experiments.finetune method=lora data.train=mine.jsonl": Row(f"{TUNE.short} mesh.shard=1"),

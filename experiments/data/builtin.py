@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -26,6 +27,7 @@ from experiments.data.stdlib_text import is_held_out, source_files, standard_lib
 HELD_OUT_PERCENT = 10
 MOST = {False: 2000, True: 200}  # functions, held out or not
 LONGEST = 240  # bytes of prompt and response
+MOST_TEXTS = {False: 8_000, True: 400}  # functions of plain text
 SHORTEST = 12  # characters of a response; "Run." teaches nothing
 
 
@@ -61,19 +63,37 @@ def pair_files(folder: str | Path) -> tuple[Path, Path]:
     return train, held_out
 
 
-@lru_cache(maxsize=2)
-def _functions(held_out: bool) -> tuple[Function, ...]:
-    """Distinct functions of one side, from files in the order of a hash of their names: a mixture."""
+def text_files(folder: Path) -> tuple[Path, Path]:
+    """Write `text.jsonl` and `held_out_text.jsonl`: functions without docstrings, so that tuning shows."""
+    train, held_out = (({"text": t} for t in islice(_texts(side), n)) for side, n in MOST_TEXTS.items())
+    return _write(folder / "text.jsonl", train), _write(folder / "held_out_text.jsonl", held_out)
+
+
+def _texts(held_out: bool) -> Iterator[str]:
+    for path in _files(held_out):
+        for function in _functions_in(_parsed(path)):
+            for node in ast.walk(function):
+                kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+                if isinstance(node, kinds) and ast.get_docstring(node) is not None:
+                    node.body = node.body[1:] or [ast.Pass()]
+            yield ast.unparse(function)
+
+
+def _files(held_out: bool) -> list[Path]:
+    """Of one side, in the order of a hash of their names: a mixture."""
     root = standard_library()
     names = [n for n in source_files(root) if is_held_out(n, HELD_OUT_PERCENT) == held_out]
+    return [root / name for name in sorted(names, key=lambda n: sha256(n.encode()).digest())]
+
+
+@lru_cache(maxsize=2)
+def _functions(held_out: bool) -> tuple[Function, ...]:
+    """Distinct functions of one side."""
     known = {(f.prompt, f.summary) for f in _functions(False)} if held_out else set()
     found: dict[str, Function] = {}
-    for name in sorted(names, key=lambda n: sha256(n.encode()).digest()):
-        for function in _of_file(root / name):
-            if (
-                function.prompt,
-                function.summary,
-            ) not in known:  # `close` of two classes may be
+    for path in _files(held_out):
+        for function in _of_file(path):
+            if (function.prompt, function.summary) not in known:  # `close` of two classes may be
                 found.setdefault(function.prompt, function)
         if len(found) >= MOST[held_out]:
             break

@@ -7,21 +7,42 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from experiments.configs.train import ConfigError
+from experiments.cli.command_spec import Job
+from experiments.configs.machine import CPU_RANKS
+from experiments.configs.train import (
+    AdamWConfig,
+    ConfigError,
+    HardwareConfig,
+    MeshConfig,
+    PrecisionConfig,
+    RunConfig,
+    ScheduleConfig,
+    StrategyConfig,
+)
+from experiments.data.builtin import text_files
 from experiments.data.tokenizer import Tokenizer, byte_tokenizer, open_directory
-from experiments.finetune.config import FinetuneConfig
+from experiments.finetune.config import FinetuneConfig, FinetuneDataConfig, MethodConfig, ObjectiveConfig
 from experiments.finetune.lm import LanguageModel, from_directory
+from experiments.training.result import STOPPED
+from experiments.training.resume import identity_of
 from fnshard.errors import report
+from fnshard.launcher.local import under_launcher
 
 BASES = Path("outputs", "bases")
+PRETRAINED = "stdlib"  # the tiny one, after PRETRAINING
+PRETRAINING: Mapping[str, Any] = {  # settings of its run
+    "steps": 300, "held_out_every": 150, "save_every": 100, "sample_tokens": 64, "prompt": "def ",
+}  # fmt: skip
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # of a model on the hub: organisation and name
 EXPORTED = "model"  # in a run's folder: the whole model, exported
 RANDOM: Mapping[str, Mapping[str, int]] = {
@@ -51,7 +72,7 @@ def directory_of(config: FinetuneConfig) -> str:
 
 def downloaded(name: str) -> Path:
     """The directory of a model of the hub in the local Hugging Face cache; nothing is fetched."""
-    known = f"a model directory, or {', '.join(RANDOM)}"
+    known = f"a model directory, or {', '.join([PRETRAINED, *RANDOM])}"
     if not HUB_ID.fullmatch(name):
         raise ConfigError(f"model={name}: no directory is there. Fix: {known}.")
     from huggingface_hub import constants, snapshot_download
@@ -111,6 +132,40 @@ def _random(name: str, seed: int) -> Path:
     except OSError:  # somebody else was quicker
         shutil.rmtree(aside, ignore_errors=True)
     return final
+
+
+def pretrained(config: FinetuneConfig, job: Job) -> str:
+    """The directory of the tiny model after a short run on functions of the standard library.
+
+    The run is made once, on two ranks of a CPU or on one device, whatever the mesh of `config`; one that
+    was cut off is resumed.
+    """
+    shard = CPU_RANKS if config.run.device == "cpu" else 1
+    like = {name: getattr(config.run, name) for name in ("seed", "backend", "device")}
+    first = FinetuneConfig(
+        method=MethodConfig(name="full"), objective=ObjectiveConfig(), strategy=StrategyConfig(),
+        precision=PrecisionConfig(), optimizer=AdamWConfig(),
+        schedule=ScheduleConfig(warmup=0.06, floor=0.05), run=RunConfig(**PRETRAINING, **like),
+        hardware=HardwareConfig(), mesh=MeshConfig(shard=shard), model="tiny", export="merged",
+        data=FinetuneDataConfig(rows=16, too_long="truncate"),
+    )  # fmt: skip
+    of = [identity_of(first), dict(RANDOM["tiny"]), sys.version]  # another Python's text is another base
+    folder = (BASES / f"{PRETRAINED}-{_digest(of)}").resolve()
+    if (folder / EXPORTED).is_dir():
+        return str(folder / EXPORTED)
+    if under_launcher():
+        raise ConfigError(
+            "model=stdlib is made by a job of its own, which cannot be started under torchrun. Fix: run "
+            "`python -m experiments.finetune` without it once, or name a model directory."
+        )
+    from experiments.cli.job import start  # brings Hydra, which ranks do not need
+
+    print(f"model={PRETRAINED}: pre-training a tiny base first, once, in {folder}", flush=True)
+    train, held_out = map(str, text_files(folder))
+    first = replace(first, data=replace(first.data, train=train, held_out=held_out))
+    if start(job, first, folder, [], chosen=True) == STOPPED:
+        raise SystemExit(0)
+    return str(folder / EXPORTED)
 
 
 def _digest(values: Any) -> str:

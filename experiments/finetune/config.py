@@ -80,8 +80,9 @@ class FinetuneDataConfig:
 class FinetuneConfig:
     """The whole configuration of a fine-tuning job.
 
-    `model`: a Hugging Face model directory; or "tiny" and "100m", which are random. `export`: what is
-    written at the end; "auto" is the adapters where there are some, the whole model otherwise.
+    `model`: a Hugging Face model directory; or "stdlib", a tiny base that a short pre-training on the
+    standard library's text makes; or "tiny" and "100m", which are random. `export`: what is written at the
+    end; "auto" is the adapters where there are some, the whole model otherwise.
     """
 
     method: MethodConfig
@@ -94,7 +95,7 @@ class FinetuneConfig:
     hardware: HardwareConfig
     mesh: MeshConfig = field(default_factory=MeshConfig)
     data: FinetuneDataConfig = field(default_factory=FinetuneDataConfig)
-    model: str = "tiny"
+    model: str = "stdlib"
     export: Literal["auto", "adapters", "merged", "both", "none"] = AUTO
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
 

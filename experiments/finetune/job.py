@@ -15,7 +15,7 @@ from experiments.finetune.config import FinetuneConfig
 def prepare(config: FinetuneConfig) -> FinetuneConfig:
     """The configuration with directories in the place of names: of the model, and of tokenised data."""
     from experiments.data.rows import readable
-    from experiments.finetune.base_models import directory_of
+    from experiments.finetune.base_models import PRETRAINED, directory_of, pretrained
     from experiments.finetune.dataset import prepared
 
     wrong, model, data = [], config.model, config.data
@@ -25,11 +25,13 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
         except ConfigError as error:
             wrong.append(str(error))
     try:
-        model = directory_of(config)
+        model = model if model == PRETRAINED else directory_of(config)
     except ConfigError as error:
         wrong.append(str(error))
     if wrong:
         raise ConfigError("\n".join(wrong))
+    if model == PRETRAINED:
+        model = pretrained(config, JOB)
     return prepared(replace(config, model=model))
 
 
@@ -38,7 +40,7 @@ SPEC = CommandSpec(
     "finetune",
     FinetuneConfig,
     "Fine-tune a causal language model, whole or by adapters, on JSONL files of prompts and responses (or of "
-    "pairs, objective=dpo). With nothing said: a tiny random model and docstrings of Python's own library.",
+    "pairs, objective=dpo). With nothing said: a tiny base and docstrings of Python's own library.",
     {
         "python -m experiments.finetune experiment=sft_lora run.steps=50": (
             "a whole recipe; what follows it changes it"

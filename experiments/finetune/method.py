@@ -21,7 +21,7 @@ from fnshard import tree
 
 # `{(objective, what trains): ((parameters of the base below, peak rate of AdamW), ...)}`. Adapters, as codes
 # or not: QLoRA's (Dettmers et al. 2023, table 9). All of a model: Alpaca's and Llama 2's. DPO: Zephyr's
-# (Tunstall et al. 2023). Below 50M parameters: 5e-3 was tried, the rest are guesses.
+# (Tunstall et al. 2023). Below 50M parameters, the tiny bases here: 5e-3 was tried, the rest are guesses.
 TINY, LARGE = 5e7, 2e10
 RATES: Mapping[tuple[str, str], Sequence[tuple[float, float]]] = {
     ("sft", "full"): ((TINY, 1e-3), (3e9, 2e-5), (LARGE, 1e-5), (math.inf, 5e-6)),

@@ -82,7 +82,7 @@ def claimed(requested: Any, fresh: Path, *, chosen: bool) -> Iterator[RunFolder]
             make_directory(fresh)
             if not stack.enter_context(locked(fresh)):
                 raise ConfigError(
-                    f"another process is at work in {fresh}. Fix: end it, or another hydra.run.dir."
+                    f"another process is at work in {fresh}. Fix: await or end it, or another hydra.run.dir."
                 )
             _check_chosen(fresh, identity, resume)
         has_own = fs.checkpoint.latest(folder / CHECKPOINTS) is not None

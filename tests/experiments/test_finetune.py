@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -208,9 +209,9 @@ def test_files_and_directories_that_are_not_what_they_should_be(model, data, tmp
     config = json.loads((narrow / "config.json").read_text()) | {"vocab_size": 40}
     (narrow / "config.json").write_text(json.dumps(config))
     cases = {
-        "model=nowhere": r"model=nowhere: no directory is there\. Fix: .*tiny, 100m",
+        "model=nowhere": r"model=nowhere: no directory is there\. Fix: .*stdlib, tiny",
         "model=nowhere data.train=none.jsonl": r"(?s)none\.jsonl: there is no such file.*model=nowhere: no",
-        "data.train=/dev/zero": r"/dev/zero: there is no such file",
+        "model=stdlib data.train=/dev/zero": r"/dev/zero: there is no such file",
         "model=bare": r"config\.json",
         "model=empty": r"safetensors|weights",
         f"model={model} data.context=65": r"data\.context=65, and it was made for 64 positions",
@@ -277,6 +278,34 @@ def test_a_model_of_the_hub_is_taken_from_the_local_cache(model, tmp_path, monke
     assert base_models.directory_of(compose(*SMALL, "model=acme/tiny", spec=job.SPEC)) == str(snapshot)
     specs = fs.presets.full_shard(from_directory(snapshot).params, mesh := fs.make_mesh(shard=1))
     assert fs.hf.load(snapshot, specs, mesh, model=from_directory(snapshot).model)
+
+
+def test_the_tiny_base_is_made_once_of_text_without_docstrings(tmp_path, monkeypatch):
+    """By a job of its own, whatever the method and the mesh; one that is there serves torchrun, too."""
+    made = []
+
+    def started(job: Any, config: FinetuneConfig, folder: Path, *args: Any, **options: Any) -> str:
+        made.append(config)
+        (folder / base_models.EXPORTED).mkdir()
+        return "ok"
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("experiments.cli.job.start", started)
+    configs = [
+        compose(*SMALL, more, spec=job.SPEC) for more in ("method=qlora4", "mesh.shard=2", "run.seed=1")
+    ]
+    first, again, other = (base_models.pretrained(config, job.JOB) for config in configs)
+    assert first == again != other and [config.run.seed for config in made] == [0, 1]
+    assert {(config.mesh.ranks, config.method.name, config.model) for config in made} == {(2, "full", "tiny")}
+    files = map(Path, (made[0].data.train, made[0].data.held_out))
+    texts = [[json.loads(line)["text"] for line in file.read_text().splitlines()] for file in files]
+    assert [len(side) for side in texts] == [8000, 400]
+    assert not any(ast.get_docstring(ast.parse(text).body[0]) for side in texts for text in side)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    assert base_models.pretrained(configs[0], job.JOB) == first
+    with pytest.raises(ConfigError, match=r"cannot be started under torchrun\. Fix: run `python -m exp"):
+        base_models.pretrained(compose(*SMALL, "run.seed=2", spec=job.SPEC), job.JOB)
 
 
 def test_one_template_in_training_sampling_and_the_exported_model(model, data, tmp_path):

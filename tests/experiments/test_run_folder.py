@@ -150,7 +150,7 @@ def test_a_run_that_is_still_at_work_is_left_alone(cwd, capfd, day):
         assert f"{day / 'first'} is still at work" in capfd.readouterr().err
         with (
             pytest.raises(
-                ConfigError, match=r"another process is at work in .*first. Fix: end it, or another"
+                ConfigError, match=r"another process is at work in .*first. Fix: await or end it, or another"
             ),
             claimed(config_of(), day / "first", chosen=True),
         ):
