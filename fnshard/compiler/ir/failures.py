@@ -52,6 +52,7 @@ _BY_FUNCTION = {
     ),
     "one_hot": "say how many classes there are: F.one_hot(labels, num_classes=n).",
     "bincount": "say how many there will be: minlength=n.",
+    "ctc_loss": "F.ctc_loss, with lengths as tensors.",
     "linalg_lstsq": "torch.linalg.pinv(A) @ B is its solution.",
     "repeat_interleave": "say how many rows there will be: output_size=n, or at most "
     "fs.bounded(torch.repeat_interleave(x, counts), n).",
@@ -70,6 +71,8 @@ _BY_MESSAGE = {
     "classes that train: F.cross_entropy(..., reduction='none') * weight[labels].",
     r"[Ll]ong|integer|Int\b": "indices and labels are integers, such as torch.long: are the arguments of the "
     "batch in the order of `fn`'s?",
+    r"and meta!": "a tensor that `fn` closes over has no numbers: make it outside of fs.deferred(), or "
+    "register it as a buffer of the module, which step.init fills.",
     r"Could not infer dtype|meta tensor": _VALUE,
     r"Pending unbacked symbols|got SymInt": _BY_INDEX,
     r"running_mean or running_var|mutate a captured Tensor|vmap: inplace": "what a torch.func transform "
