@@ -30,7 +30,7 @@ from fnshard.runtime.collectives.connect import connect
 from fnshard.runtime.executor.context import ExecutorContext
 from fnshard.runtime.executor.control import StepControl
 from fnshard.runtime.executor.execute import bind
-from fnshard.step.compile import scalars_of
+from fnshard.step.plan import scalars_of
 
 AXES = ("shard",)
 

@@ -22,27 +22,35 @@ OF_THE_MACHINE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.ED
                   errno.EEXIST, errno.ENOENT)  # fmt: skip
 
 
-def run_by_hydra(spec: CommandSpec, task: Callable[[DictConfig], Any]) -> None:
-    """Let Hydra run `task` once, or for each run of a sweep; its first exception comes out as it is."""
-    errors = []
+class _Wrapped(BaseException):
+    """A task's exception on its way through Hydra, which would print it in its own way, and through the
+    processes of a launcher."""
 
-    def caught(composed: DictConfig) -> Any:
+    def __init__(self, error: Exception):
+        super().__init__(error)
+        self.error = error
+
+
+def run_by_hydra(spec: CommandSpec, task: Callable[[DictConfig], Any]) -> None:
+    """Let Hydra run `task` once, or for each run of a sweep; its exceptions come out as they are."""
+
+    def wrapping(composed: DictConfig) -> Any:
         try:
             return task(composed)  # a sweeper may look at what it gives
-        except Exception as error:  # Hydra would print it in its own way
-            errors.append(error)
+        except Exception as error:
+            raise _Wrapped(error) from None
 
     spec.register()
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions of Hydra's own are passed on, too
     try:
-        hydra.main(version_base="1.3", config_path=str(spec.conf), config_name=spec.name)(caught)()
+        hydra.main(version_base="1.3", config_path=str(spec.conf), config_name=spec.name)(wrapping)()
+    except _Wrapped as wrapped:
+        raise wrapped.error from None
     finally:
         os.environ.pop("HYDRA_FULL_ERROR")
         if before is not None:
             os.environ["HYDRA_FULL_ERROR"] = before
-    if errors:
-        raise errors[0]
 
 
 def text_of(error: Exception) -> str:

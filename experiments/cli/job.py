@@ -28,8 +28,9 @@ from experiments import python_path
 from experiments.cli import slurm
 from experiments.cli.command_spec import Job
 from experiments.cli.exceptions import is_mistake, is_outside, run_by_hydra, text_of
-from experiments.cli.sweep import objective
+from experiments.cli.sweep import TABLE, objective, print_table
 from experiments.cli.worker import REFUSAL, refused, run_job
+from experiments.compare.outcome import jobs_of
 from experiments.configs.machine import place
 from experiments.configs.train import NEVER, ConfigError
 from experiments.data.files import write_json
@@ -50,7 +51,22 @@ def run(job: Job, config: Any) -> None:
     if config is not None:
         placed(config)  # before Hydra makes a folder
     sweep = os.getpid()
-    run_by_hydra(job.spec, lambda composed: _one(job, composed, sweep))
+    try:
+        run_by_hydra(job.spec, lambda composed: _one(job, composed, sweep))
+    except Exception:
+        _show_failed_search()
+        raise
+
+
+def _show_failed_search() -> None:
+    """What breaks a whole sweep, as a search in which every trial fails, hides none of its runs."""
+    here = HydraConfig.get() if HydraConfig.initialized() else None
+    if here is None or here.mode != RunMode.MULTIRUN:
+        return
+    folder = Path(here.sweep.dir).resolve()
+    jobs = jobs_of(folder) if folder.is_dir() else []
+    if jobs and not (folder / TABLE).exists() and print_table(folder) == len(jobs):
+        raise SystemExit(1) from None  # the table says why
 
 
 def _one(job: Job, composed: DictConfig, sweep: int) -> float | None:

@@ -23,21 +23,24 @@ def objective(folder: Path, metric: str = HELD_OUT) -> float | None:
     return float(value) if type(value) in (int, float) else None
 
 
+def print_table(sweep: Path, metric: str = HELD_OUT) -> int:
+    """Print the table of all jobs, sorted by `metric`, and leave it in the sweep's folder with a CSV and a
+    picture of their curves. How many failed."""
+    outcomes = [outcome_of(folder, folder.name) for folder in jobs_of(sweep)]
+    known = any(metric in outcome.numbers for outcome in outcomes)
+    text, ranking = write(outcomes, metric if known else HELD_OUT, sweep, STEM, TABLE)
+    print(f"\n{text}\nresults: {sweep}", flush=True)
+    if not known and metric != HELD_OUT:
+        print(f"hydra.callbacks.table.metric={metric}: no run has it; sorted by {HELD_OUT}.", flush=True)
+    return ranking.failed
+
+
 class SweepTable(Callback):
-    """Prints the table of all jobs, sorted by `metric`, at a sweep's end, and leaves it in the sweep's folder
-    with a CSV and a picture of their curves. The exit code is 1 if a run failed."""
+    """The table at a sweep's end. The exit code is 1 if a run failed."""
 
     def __init__(self, metric: str = HELD_OUT) -> None:
         self._metric = metric
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        sweep = Path(config.hydra.sweep.dir).resolve()
-        outcomes = [outcome_of(folder, folder.name) for folder in jobs_of(sweep)]
-        known = any(self._metric in outcome.numbers for outcome in outcomes)
-        text, ranking = write(outcomes, self._metric if known else HELD_OUT, sweep, STEM, TABLE)
-        print(f"\n{text}\nresults: {sweep}", flush=True)
-        if not known and self._metric != HELD_OUT:
-            metric = f"hydra.callbacks.table.metric={self._metric}"
-            print(f"{metric}: no run has it; sorted by {HELD_OUT}.", flush=True)
-        if ranking.failed:
+        if print_table(Path(config.hydra.sweep.dir).resolve(), self._metric):
             raise SystemExit(1)  # Hydra turns a callback's Exception into a warning

@@ -36,9 +36,9 @@ from fnshard.step.batches import (
     check_leaves,
     split_batch,
 )
-from fnshard.step.compile import FORWARD, plan_of
 from fnshard.step.lowered import CompileStats, Lowered
 from fnshard.step.options import Options
+from fnshard.step.plan import FORWARD, plan_of
 from fnshard.step.programs import Programs, announce, fits
 
 LENGTHS = 64  # of one step that are kept, at least

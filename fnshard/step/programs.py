@@ -81,8 +81,13 @@ class Programs:
             )
         if baked or all(map(_is_constant, changed)):
             return self._repeated(changed)
-        if self.lengths and len(self) < self.size:
+        if self.lengths and len(self) != self.size:  # once, where the first is dropped
             return None
+        if self.lengths:
+            return (
+                f"more than {self.size} lengths: each one more is traced again. A larger multiple of "
+                "fs.Buckets has fewer; shard_step(cache=) keeps more."
+            )
         return (
             f"compiling again for a new batch ({len(self) + 1}, {self.size} are kept): "
             f"{'; '.join(lines(changed))}. Pad batches to few shapes (shapes=fs.Buckets(64, pad=...)), give "

@@ -34,8 +34,8 @@ from fnshard.runtime.readback import Reading
 from fnshard.runtime.tiers import Transfers, send
 from fnshard.step.agreement import Agreement, check_agreement, compare_replicas
 from fnshard.step.cache import ProgramCache
-from fnshard.step.compile import FLAGS, items_of, scalars_of, settings_of
 from fnshard.step.lowered import Lowered
+from fnshard.step.plan import FLAGS, items_of, scalars_of, settings_of
 from fnshard.step.shards import check_blocks
 from fnshard.step.state import TrainState
 

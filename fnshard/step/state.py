@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -176,11 +177,14 @@ def checked_rng(rng: Any) -> tuple[int, int]:
     )
 
 
-def check_state(value: Any, has_optimizer: bool) -> bool:
+def check_state(value: Any, has_optimizer: bool, paths: Collection[str]) -> bool:
     """Whether a step's first argument is a TrainState, as a step with an optimizer takes it.
 
+    Args:
+        paths: of the parameters.
+
     Raises:
-        StateError: a tree for a state, or a state for a tree.
+        StateError: a tree for a state, a state for a tree, or what a step without an optimizer returned.
     """
     training = isinstance(value, TrainState)
     if has_optimizer and not training:
@@ -192,4 +196,13 @@ def check_state(value: Any, has_optimizer: bool) -> bool:
         )
     if not has_optimizer and training:
         raise StateError("this step has no optimizer: pass state.params, or make it with optimizer=.")
+    loss = value[0] if isinstance(value, tuple) and len(value) == 2 else value
+    is_number = isinstance(loss, Tensor) and loss.dim() == 0
+    if is_number and tree.flatten_with_paths(value)[0].keys() != set(paths):
+        raise StateError(
+            "the first argument of this step is a loss, not parameters: made without an optimizer, it "
+            "returns (loss, grads), and not (state, metrics).",
+            fix="shard_step(..., optimizer=fs.optim.adamw(3e-4)) and state = step.init(params); or "
+            "loss, grads = step(params, *batch).",
+        )
     return training

@@ -38,9 +38,9 @@ from fnshard.runtime.readback import Reading
 from fnshard.runtime.tiers import check_directory
 from fnshard.step.buckets import Buckets
 from fnshard.step.cache import ProgramCache
-from fnshard.step.compile import FLAGS, loss_scale_of
 from fnshard.step.lowered import CompileStats, Lowered
 from fnshard.step.options import Backend, Options, UpdateMode, default_depth
+from fnshard.step.plan import FLAGS, loss_scale_of
 from fnshard.step.programs import name_of
 from fnshard.step.runner import Bound, Runner, default_mesh
 from fnshard.step.shards import (
@@ -203,7 +203,7 @@ class Step:
             AgreementError: at the first step, where ranks hold different programs.
             CollectiveError: a peer died or stayed silent.
         """
-        training = check_state(state, self.optimizer is not None)
+        training = check_state(state, self.optimizer is not None, self._cache.specs.stored)
         params = state.params if training else state
         self._cache.follow(params)
         seed, number = (int(state.seed), int(state.step)) if training else checked_rng(rng)

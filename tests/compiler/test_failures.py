@@ -255,3 +255,21 @@ def test_what_is_passed_by_mistake_is_named_with_the_fix(
 ) -> None:
     with pytest.raises(error, match=words):
         make()
+
+
+@pytest.mark.parametrize("aux", [False, True])
+def test_a_forgotten_optimizer_is_named(aux: bool) -> None:
+    def loss(p: Any, x: Tensor) -> Any:
+        value = (x @ p["w"]).sum()
+        return (value, {"mean": value / 4}) if aux else value
+
+    step = step_of(loss, W)
+    state, _ = step(step.init(W), X)
+    with pytest.raises(StateError, match=r"(?s)without an optimizer, it returns .*Fix: .*optimizer="):
+        step(state, X)
+
+
+def test_a_leaf_that_is_a_number_is_no_forgotten_optimizer() -> None:
+    step = fs.shard_step(lambda p, x: p * x.sum(), LayoutSpec(), backend="eager")
+    loss, grads = step(torch.tensor(2.0), X + 1)
+    assert (loss.item(), grads.item()) == (64.0, 32.0)

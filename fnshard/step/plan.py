@@ -1,4 +1,4 @@
-"""Compile: what a step does besides running `fn`, as pure functions of its optimizer, specs and options."""
+"""Plan: what a step does besides running `fn`, as pure functions of its optimizer, specs and options."""
 
 from __future__ import annotations
 
