@@ -50,23 +50,21 @@ def run(job: Job, config: Any) -> None:
     slurm.check_one_node()
     if config is not None:
         placed(config)  # before Hydra makes a folder
-    sweep = os.getpid()
+    sweep, folders = os.getpid(), set[Path]()
+
+    def one(composed: DictConfig) -> float | None:
+        folders.add(Path(HydraConfig.get().sweep.dir).resolve())
+        return _one(job, composed, sweep)
+
     try:
-        run_by_hydra(job.spec, lambda composed: _one(job, composed, sweep))
+        run_by_hydra(job.spec, one)
     except Exception:
-        _show_failed_search()
+        # What breaks a whole sweep, as a search in which every trial fails, hides none of its runs.
+        for folder in folders:
+            jobs = jobs_of(folder) if folder.is_dir() else []
+            if jobs and not (folder / TABLE).exists() and print_table(folder) == len(jobs):
+                raise SystemExit(1) from None  # the table says why
         raise
-
-
-def _show_failed_search() -> None:
-    """What breaks a whole sweep, as a search in which every trial fails, hides none of its runs."""
-    here = HydraConfig.get() if HydraConfig.initialized() else None
-    if here is None or here.mode != RunMode.MULTIRUN:
-        return
-    folder = Path(here.sweep.dir).resolve()
-    jobs = jobs_of(folder) if folder.is_dir() else []
-    if jobs and not (folder / TABLE).exists() and print_table(folder) == len(jobs):
-        raise SystemExit(1) from None  # the table says why
 
 
 def _one(job: Job, composed: DictConfig, sweep: int) -> float | None:
