@@ -29,7 +29,7 @@ def pack(lengths: np.ndarray, context: int) -> list[list[int]]:
     """Rows of sample numbers, each sample once, no row over `context`: best fit, longest samples first.
 
     >>> pack(np.array([3, 9, 6, 1, 4, 6]), context=10)
-    [[1, 3], [2, 4], [5, 0]]
+    [[1], [2, 0, 3], [5, 4]]
     """
     rows: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(context + 1)]  # the rows that have so much room left

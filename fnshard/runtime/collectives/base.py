@@ -116,13 +116,16 @@ class Done(Generic[T]):
 
 
 class Pending(Generic[T]):
-    """A result that `finish` makes when it is waited for; what that needs lives until then."""
+    """A result that `finish` makes when it is waited for; what that needs is held until then.
 
-    def __init__(self, finish: Callable[[], T]):
-        self._finish = finish
+    `sent`: what is read until then, where somebody looks for it.
+    """
+
+    def __init__(self, finish: Callable[[], T], sent: Any = None):
+        self._finish, self.sent = finish, sent
 
     def wait(self) -> T:
-        finish, self._finish = self._finish, waited_twice
+        finish, self._finish, self.sent = self._finish, waited_twice, None
         return finish()
 
     def release(self) -> None:

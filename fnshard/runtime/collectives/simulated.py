@@ -268,7 +268,7 @@ class Simulated:
         if not late:
             read()
         posts = session.join((self.mesh.names, self.mesh.sizes, named, ranks), here, post)
-        return Pending(finish)
+        return Pending(finish, sent)
 
     def _session(self) -> _Session:
         session = getattr(_thread, "session", None)
