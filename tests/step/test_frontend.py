@@ -79,21 +79,6 @@ def test_a_write_under_no_grad_changes_the_value_and_lets_the_gradient_pass(writ
 # ------------------------------------------------------------------ autocast
 
 
-def test_the_callers_autocast_is_not_captured() -> None:
-    def loss(p: Any, x: Tensor) -> Any:
-        h = x @ p["q"]
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            inner = h @ p["r"]
-        return inner.float().sum() + h.float().sum(), (h, inner)
-
-    params, x = weights(torch.float32), rows(dtype=torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        program = step_of(loss, params).lower(params, x).program
-    alone = step_of(loss, params).lower(params, x).program
-    assert program.as_text() == alone.as_text()
-    assert [n.meta["val"].dtype for n in alone.results[1:]] == [torch.float32, torch.bfloat16]
-
-
 # ------------------------------------------------------------------ random ops
 
 

@@ -138,7 +138,7 @@ class Calls(TorchFunctionMode):
                 raise TraceError(_DEVICE.format(requested=kind, name=name, device=self.device.type))
         if self.device.type != "cpu":
             args, kwargs = self._there(name, args, kwargs)
-        chosen = name == "scaled_dot_product_attention" and not transforms.is_inside()
+        chosen = name == "scaled_dot_product_attention" and not transforms.is_unfused()
         if chosen and _attention_kernels() != self._kernels:
             raise TraceError(_KERNELS)
         if name in _READS:
