@@ -141,12 +141,6 @@ def old_backward_hook(p, x):
     return relu(run_chain(p, x)).sum()
 
 
-@refuse("chooses attention's kernel")
-def attentions_kernel(p, x):
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        return torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]).sum()
-
-
 @refuse("enters saved_tensors_hooks")
 def saved_tensors_hooks(p, x):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 0, lambda t: t):

@@ -49,11 +49,6 @@ def is_inside() -> bool:
     return getattr(_state, "inside", False)
 
 
-def is_unfused() -> bool:
-    """Whether attention runs in here as plain ops, which have second derivatives."""
-    return is_inside() or getattr(_state, "grad_modes", None) is not None
-
-
 def is_nested() -> bool:
     """Whether this thread traces a transform that `fn` calls, and not `fn` as a whole (`Differentiable`)."""
     return is_inside() and torch._C._functorch.maybe_current_level() != getattr(_state, "level", None)

@@ -71,11 +71,6 @@ _DEVICE = report(
     fix="take the device of a tensor there is: torch.zeros(n, device=x.device), x.new_zeros(n).",
 )
 
-_KERNELS = report(
-    "`fn` chooses attention's kernel (sdpa_kernel) inside of itself, which a trace loses.",
-    fix="enter sdpa_kernel around the first step: its kernels are chosen while it is traced.",
-)
-
 Patch = Callable[[Any, Callable[[], bool]], Any]  # (the original attribute, "is it the tracer?") -> new one
 
 
@@ -120,7 +115,6 @@ class Calls(TorchFunctionMode):
         self.device = device
         self.failed: Call | None = None
         self.hooks: list[torch.Tensor] = []
-        self._kernels = _attention_kernels()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -138,9 +132,6 @@ class Calls(TorchFunctionMode):
                 raise TraceError(_DEVICE.format(requested=kind, name=name, device=self.device.type))
         if self.device.type != "cpu":
             args, kwargs = self._there(name, args, kwargs)
-        chosen = name == "scaled_dot_product_attention" and not transforms.is_unfused()
-        if chosen and _attention_kernels() != self._kernels:
-            raise TraceError(_KERNELS)
         if name in _READS:
             args = (args[0].detach(), *args[1:])  # else torch warns of a gradient that nobody asks for
         try:
@@ -167,12 +158,6 @@ class Calls(TorchFunctionMode):
             return type(value)(map(moved, value)) if type(value) in (list, tuple) else value
 
         return moved(args), {key: moved(value) for key, value in kwargs.items()}
-
-
-def _attention_kernels() -> tuple[bool, ...]:
-    """Which kinds of torch's attention kernels may run."""
-    kinds, switches = ("flash", "mem_efficient", "math", "cudnn"), torch.backends.cuda
-    return tuple(getattr(switches, f"{kind}_sdp_enabled")() for kind in kinds)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
