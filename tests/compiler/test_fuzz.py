@@ -77,6 +77,14 @@ def kept(body: str, **case: Any) -> Case:
 
 
 KEPT = {
+    "a function whose only input with a gradient gets None": kept(
+        """
+        v = torch.tanh(x * p["u.w"])
+        f = custom.function(lambda a, b: a * b.sin(), lambda g, y, a, b: (g * b, None), "")
+        return (x + f(x, v) + v).square().mean()
+        """,
+        shapes={"u.w": (4,)},
+    ),
     "a write to what kron gives, an unsafe view, where fn differentiates by it": kept(
         """
         v = torch.kron(x.sum((0, 1)), p["u.w"])

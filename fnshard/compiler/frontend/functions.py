@@ -88,9 +88,10 @@ def attach(values: Sequence[Tensor], inputs: Sequence[Tensor], backward: Backwar
     with untraced():
         gradients = [torch.empty_like(v, memory_format=torch.contiguous_format) for v in values]
         module = apart(flat, gradients)
-        if not receivers:
-            return [v.detach() for v in values]
-        graph, captured, keys = _pure(module, gradients, values)
+        if receivers:
+            graph, captured, keys = _pure(module, gradients, values)
+    if not receivers:  # no input gets a gradient: out here, where the trace sees it
+        return [v.detach() for v in values]
     lowest, highest = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
     drawn = [torch.randint(lowest, highest, (), device=values[0].device) for _ in range(keys)]
     captured = [c.detach() if c._is_view() and c._version else c for c in captured]  # one that was written to
