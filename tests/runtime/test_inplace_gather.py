@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import sharded
@@ -18,6 +19,7 @@ from fnshard.errors import CollectiveError
 from fnshard.layout.spec import LayoutSpec, P
 from fnshard.mesh import make_mesh
 from fnshard.runtime.collectives.connect import connect, connection
+from fnshard.runtime.collectives.endpoint import Units
 from fnshard.runtime.collectives.messages import PAGE
 from fnshard.runtime.packing import Packer, local_block
 from fnshard.step.options import default_depth
@@ -70,6 +72,18 @@ def test_all_ranks_blocks_make_up_the_leaf(shape, layout):
 # ------------------------------------------------------------------ slots
 
 
+def _signs_late(rank: int) -> int:
+    """`_one_after_the_other`, where rank 1 takes a while to sign what has died."""
+    plain = Units.sweep
+
+    def late(units: Units) -> None:
+        time.sleep(0.002 * rank)  # far longer than it takes the leader to look
+        plain(units)
+
+    with mock.patch.object(Units, "sweep", late):
+        return _one_after_the_other(rank)
+
+
 def _one_after_the_other(rank: int) -> int:
     by = connect(make_mesh(shard=2, device="cpu"), timeout=20)
     before = by.transport_bytes()
@@ -88,8 +102,9 @@ def _one_after_the_other(rank: int) -> int:
     return used
 
 
-def test_two_units_alive_take_two_slots_however_late_a_rank_is(ranks):
-    for used in ranks(2).run(_one_after_the_other):
+@pytest.mark.parametrize("program", [_one_after_the_other, _signs_late])
+def test_two_units_alive_take_two_slots_however_late_a_rank_is(ranks, program):
+    for used in ranks(2).run(program):
         assert 2 * UNIT <= used <= 2 * UNIT + 3 * PAGE  # of two leaves of two units, this rank's half
 
 
