@@ -107,6 +107,13 @@ def test_with_replicas_no_step_is_made_again(unbroken, tmp_path, monkeypatch, ca
     memory, run = tmp_path / "memory", run_in(tmp_path / "run")
     memory.mkdir()
     monkeypatch.setenv(MEMORY, str(memory))
+    save = fs.checkpoint.Replicas.save  # complete before the kill: else the step before is found
+
+    def saved(self: fs.checkpoint.Replicas, *args: Any) -> None:
+        save(self, *args)
+        self.wait()
+
+    monkeypatch.setattr(fs.checkpoint.Replicas, "save", saved)
     memory /= f"fnshard-memory-{memory_name(Path(run.folder))}"
     for at in (3, 7, 8, STEPS):
         with monkeypatch.context() as patch:
