@@ -240,7 +240,9 @@ def differentiated_by_autograd(p: Params, x: Tensor) -> Tensor:
     for w in p.values():
         y = curved(y @ w)
     (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-    return slope.square().mean() + Reverse.apply(y).mean()
+    with torch.no_grad():
+        scale = Reverse.apply(y)
+    return slope.square().mean() + (Reverse.apply(y) * scale).mean()
 
 
 # ------------------------------------------------------------------ equal to plain torch

@@ -186,6 +186,9 @@ def _apply(original: Any, here: Here) -> classmethod:
     def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
         generated = not issubclass(cls, torch.autograd.Function)  # by functorch, for one of its levels
         operator = cls.__module__ == "torch._library.autograd"  # a custom_op: the tracer keeps it as it is
+        if here() and generated and not torch.is_grad_enabled():
+            with _no_gradient_beneath():
+                return original.__get__(None, cls)(*args, **kwargs)
         if not here() or generated or operator or kwargs:
             return original.__get__(None, cls)(*args, **kwargs)
         if cls is Attach:
@@ -200,6 +203,16 @@ def _apply(original: Any, here: Here) -> classmethod:
         return _call(cls, args)
 
     return classmethod(apply)
+
+
+@contextmanager
+def _no_gradient_beneath() -> Iterator[None]:
+    """functorch turns gradients on again for the levels beneath its own."""
+    before, _state.no_gradient = getattr(_state, "no_gradient", False), True
+    try:
+        yield
+    finally:
+        _state.no_gradient = before
 
 
 def _new_style(original: Callable[..., bool], here: Here) -> Callable[..., bool]:
@@ -233,7 +246,8 @@ def _call(cls: Any, args: tuple[Any, ...]) -> Any:
             cls.setup_context(ctx, args, output)
     outputs = output if isinstance(output, tuple) else (output,)
     results = [o.detach() if isinstance(o, Tensor) and o.requires_grad else o for o in outputs]
-    if torch.is_grad_enabled() and any(ctx.needs_input_grad):
+    enabled = torch.is_grad_enabled() and not getattr(_state, "no_gradient", False)
+    if enabled and any(ctx.needs_input_grad):
         for place, made in _differentiable(cls, ctx, args, outputs).items():
             results[place] = made
     for place, value in enumerate(outputs):
