@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import io
+import logging
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 from torch import Tensor, nn
 from toys import step_of
@@ -69,17 +74,9 @@ FAILING = {
         formatted, W, (X,),
         r"fails in __format__.*f\"\{loss:.3f\}\".*Fix: .*return it in aux",
     ),
-    "a value": (
-        lambda p, x: (x @ p["w"]).sum() * x.sum().item(), W, (X,),
-        r"a tensor's value.*Fix: .*out in aux",
-    ),
     "classes": (
         lambda p, x, y: (x @ p["w"] * F.one_hot(y)).sum(), W, (X, IDS),
         r"tensor's value.*Fix: .*num_classes=n",
-    ),
-    "a value of a tensor that it closes over": (
-        lambda p, x: (x @ p["w"]).sum() * sum(FLOATS.tolist()), W, (X,),
-        r"a tensor's value \(.tolist.*Fix: .*plain Python arguments",
     ),
     "weights of classes that train": (
         lambda p, x, y: F.cross_entropy(x @ p["w"], y, weight=p["w"][0]), W, (X, IDS),
@@ -89,12 +86,29 @@ FAILING = {
         lambda p, x: (x @ p["w"] * PAPER).sum(), W, (X,),
         r"cpu and meta.*Fix: a tensor that `fn` closes over has no numbers.*fs.deferred\(\)",
     ),
+    "a leaf in place": (
+        lambda p, x: (x @ p["w"].mul_(2)).sum(), W, (X,),
+        r"mul_\(params\['w'\] f32.*Fix: the optimizer alone changes.*\['w'\] \* scale.*trainable=False",
+    ),
+} | {
+    name: (lambda p, x, taken=taken: (x @ p["w"]).sum() * (taken(p, x) is x), W, (X,), words)
+    for name, (taken, words) in {
+        "item": (lambda p, x: x.sum().item(), r"a tensor's value.*item\(f32\[\]\)\nFix: .*out in aux"),
+        "float": (lambda p, x: float(p["w"][0, 0]), r"a tensor's value.*__float__\(f32\[\]\)\nFix: .*in aux"),
+        "NumPy": (lambda p, x: np.exp(x), r"a tensor's value.*__array__\(batch\['0'\].*Fix: .*torch.as_tensor"),
+        "dlpack": (lambda p, x: np.from_dlpack(x), r"a tensor's value.*__dlpack__\(batch\['0'\].*Fix: .*aux"),
+        "save": (lambda p, x: torch.save(x, io.BytesIO()), r"a tensor's value.*__reduce_ex__.*Fix: .*save goes"),
+        "of its own": (lambda p, x: FLOATS.tolist(), r"a tensor's value.*tolist\(.*Fix: .*plain Python arguments"),
+        "no group": (lambda p, x: dist.all_reduce(x), r"communicates by itself \(all_reduce\).*Fix: .*fs.psum"),
+    }.items()
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAILING)
-def test_a_torch_function_that_fails_is_one_error(name: str) -> None:
+def test_a_torch_function_that_fails_is_one_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fn, params, batch, words = FAILING[name]
+    logged: list[Any] = []  # torch logs a traceback of its insides
+    monkeypatch.setattr(logging.getLogger("torch._subclasses.fake_tensor"), "callHandlers", logged.append)
     with pytest.raises(
         TraceError, match=rf"(?s)(?=.*\n  at .*{HERE}:\d+  \S)(?=.*Fix: )(?=.*{words})"
     ) as caught:
@@ -103,7 +117,26 @@ def test_a_torch_function_that_fails_is_one_error(name: str) -> None:
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     assert files[-1].endswith(HERE) and not any("/torch/" in file for file in files)
     assert error.__cause__ is None and error.__context__ is None
-    assert "FakeTensor" not in str(error)
+    assert "FakeTensor" not in str(error) and not logged
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather_object", "barrier", "monitored_barrier", ""])
+def test_a_collective_of_torchs_own_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
+    def fn(p: Any, x: Tensor) -> Tensor:
+        hidden = x @ p["w"]
+        if not name:
+            return funcol.all_reduce(hidden, "sum", dist.group.WORLD).sum()
+        arguments = {"all_reduce": (hidden.detach(),), "all_gather_object": ([None], 3)}
+        getattr(dist, name)(*arguments.get(name, ()))
+        return hidden.sum()
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        words = name or "_c10d_functional.all_reduce"
+        with pytest.raises(TraceError, match=rf"(?s)itself.*{words}.*at .*{HERE}:.*Fix: .*fs.all_gather"):
+            lowered(fn, W, X)
+    finally:
+        dist.destroy_process_group()
 
 
 # ------------------------------------------------------------------ several dtypes

@@ -369,7 +369,7 @@ REFUSED: dict[str, tuple[nn.Module, str]] = {
         r"assigns.*params\['a'\].*one shape and dtype",
     ),
     "one name of two": (Assigning(assigned("b", lambda m, x: m.b + 1), tied=True), r"assigns.*params\['a'\]"),
-    "a leaf that trains": (Assigning(weight_in_place), r"changes 1 leaf in place.*'weight'.*do not train"),
+    "a leaf that trains": (Assigning(weight_in_place), r"changes 1 leaf in place.*'weight'.*trainable=False"),
     "its gradient": (
         Assigning(lambda m, x: m.a.add_(m.weight)),
         r"changes requires_grad of 1 leaf.*params\['a'\].*detach",

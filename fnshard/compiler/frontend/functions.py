@@ -21,6 +21,7 @@ from torch.utils.checkpoint import check_backward_validity
 from fnshard.compiler.frontend.normalize import normalize
 from fnshard.compiler.frontend.transforms import apart, is_inside, note_grad_mode, untraced
 from fnshard.compiler.ir.custom_gradient import Attach, CustomGradient
+from fnshard.compiler.ir.failures import communicates
 from fnshard.compiler.ir.program import ANY_STRIDES, propagate
 from fnshard.compiler.rewrites.in_place import functionalize
 from fnshard.compiler.rewrites.rounding import keep_rounding
@@ -46,10 +47,6 @@ _OLD_STYLE = report(
 _RAGGED = report(
     "`fn` calls {name}, whose backward is its own, with a length that depends on data.",
     fix="mask rows instead of selecting them, or write plain ops.",
-)
-_COMMUNICATES = report(
-    "`fn` communicates by itself ({name}).",
-    fix="write `fn` for one device: what ranks exchange follows from the specs.",
 )
 
 Backward = Callable[..., Sequence[Tensor | None]]
@@ -199,7 +196,7 @@ def _apply(original: Any, here: Here) -> classmethod:
         if cls is torch.utils.checkpoint.CheckpointFunction:
             return _checkpoint(*args)
         if cls.__module__.startswith(("torch.distributed", "torch.nn.modules._functions")):
-            raise TraceError(_COMMUNICATES.format(name=cls.__name__))
+            raise communicates(cls.__name__)
         return _call(cls, args)
 
     return classmethod(apply)

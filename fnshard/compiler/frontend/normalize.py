@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor, fx
 
 from fnshard.compiler.frontend.random import ops
 from fnshard.compiler.ir.custom_gradient import CustomGradient
-from fnshard.compiler.ir.failures import higher_order, refused_at
+from fnshard.compiler.ir.failures import COMMUNICATES, ONE_DEVICE, higher_order, refused_at
 from fnshard.compiler.ir.program import (
     OpOverload,
     describe,
@@ -47,6 +48,11 @@ def normalize(module: fx.GraphModule, inputs: int) -> tuple[fx.Graph, list[str],
         raise AssertionError(f"traced {len(olds)} inputs, expected {inputs}")
     for i, old in enumerate(olds):
         env[old] = graph.placeholder(f"in{i}")
+    exchanges = [
+        (n, str(n.target)) for n in module.graph.nodes if re.match(r"_?c10d|_dtensor", str(n.target))
+    ]
+    if exchanges:
+        raise refused_at(f"{COMMUNICATES}:", exchanges, ONE_DEVICE)
     constants: dict[str, Tensor] = {}
     for old in [n for n in module.graph.nodes if n.op == "get_attr"]:
         value = getattr(module, old.target)

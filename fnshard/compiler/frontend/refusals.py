@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from fnshard.compiler.frontend.contexts import CLOSURE_LIMIT_bytes, is_fake
-from fnshard.compiler.ir.failures import refused_at
+from fnshard.compiler.ir.failures import TRAINED, refused_at
 from fnshard.compiler.ir.program import Input, Program, describe, mutated_args, storage_id
 from fnshard.compiler.rewrites.check_dtypes import check_dtypes
 from fnshard.errors import TraceError, leaves
@@ -126,7 +126,5 @@ def _check_written(program: Program, specs: Mapping[str, LayoutSpec], differenti
             "compute_dtype=storage_dtype in their specs: what is added to them would be rounded away.",
         )
     if wrong:
-        fix = "a forward stores nothing: model.eval()."
-        if differentiate:
-            fix = "a step stores what is written to leaves that do not train: buffers, or trainable=False."
+        fix = TRAINED if differentiate else "a forward stores nothing: model.eval()."
         raise refused_at(f"`fn` changes {leaves(len(wrong))} in place:", wrong, fix)

@@ -135,6 +135,8 @@ class Calls(TorchFunctionMode):
         if name in _READS:
             args = (args[0].detach(), *args[1:])  # else torch warns of a gradient that nobody asks for
         try:
+            if name in _MEMORY:
+                raise RuntimeError(f".{name}() is not supported on tensors without values.")
             if name in _INDEXED:
                 args = (args[0], mask_positions(args[1], args[0].shape), *args[2:])
             return SUBSTITUTES.get(func, func)(*args, **kwargs)
@@ -181,6 +183,7 @@ _MADE = {
     "zeros",
 }
 _INDEXED = {"__getitem__", "__setitem__"}
+_MEMORY = {"__dlpack__", "__reduce_ex__"}
 _READS = {"item", "tolist", "__float__", "__int__", "__index__", "__complex__"}
 
 

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 
 from fnshard.compiler.ir.arguments import NumberList, fold_lists
 from fnshard.compiler.ir.program import describe
-from fnshard.compiler.ir.source_lines import place_of
+from fnshard.compiler.ir.source_lines import call_into, place_of
 from fnshard.errors import FnshardError, TraceError, report
 
 MIXED = (
@@ -33,6 +33,17 @@ _VALUE = (
     "fs.bounded says how large one is at most. Pass numbers that are known before the step as plain Python "
     "arguments; what you want to see goes out in aux."
 )
+_READ = (
+    "keep it a tensor: torch functions take one in the place of a number, and torch.as_tensor(array) one of "
+    'NumPy\'s. What you want to see or save goes out in aux, `return loss, {"accuracy": accuracy}`, and is '
+    "in the metrics. Numbers that are known before the step are plain Python arguments; lengths such as "
+    "x[mask].shape[0] are known."
+)
+TRAINED = (
+    "the optimizer alone changes a leaf that trains: compute another tensor, w = params['w'] * scale, and "
+    "use that. What `fn` itself keeps from step to step (a buffer, an average) has trainable=False in its "
+    "spec: a step stores what is written to it."
+)
 _LENGTH = (
     "this operation takes no length that depends on data: mask instead of selecting (torch.where, weights of "
     "0 and 1), or put the rows back before it, out.index_add(0, index, rows)."
@@ -42,7 +53,16 @@ _BY_INDEX = (
     "from a position that depends on data, index instead of slicing: x[start + torch.arange(n)], and for a "
     "queue x[(start + torch.arange(n)) % len(x)] = rows."
 )
+COMMUNICATES, ONE_DEVICE = (
+    "`fn` communicates by itself",
+    (
+        "write `fn` for one device and full shapes: what ranks exchange follows from the specs. What else it "
+        "needs of all ranks is fs.psum(x) and fs.all_gather(x)."
+    ),
+)
 _BY_FUNCTION = {
+    **dict.fromkeys(("item", "tolist", "numpy", "__array__", "__dlpack__", "__reduce_ex__"), _READ),
+    **dict.fromkeys(("__float__", "__int__", "__complex__"), _READ),
     "__format__": "a value is there when the step has run: return it in aux, as in `return loss, "
     '{"accuracy": accuracy}`, and print it from the metrics.',
     **dict.fromkeys(
@@ -75,6 +95,7 @@ _BY_MESSAGE = {
     "register it as a buffer of the module, which step.init fills.",
     r"Could not infer dtype|meta tensor": _VALUE,
     r"Pending unbacked symbols|got SymInt": _BY_INDEX,
+    r"leaf Variable that requires grad": TRAINED,
     r"running_mean or running_var|mutate a captured Tensor|vmap: inplace": "what a torch.func transform "
     "calls writes to nothing outside of it: return the new value and write it after the transform; a "
     "BatchNorm in eval mode, or with track_running_stats=False, writes nothing.",
@@ -84,9 +105,10 @@ _HIGHER_ORDER = report(
     fix="write it with plain torch ops (torch.where for a choice, a Python loop for a fixed number of "
     "turns), or wrap it as a torch.library.custom_op with register_autograd.",
 )
+_ALIKE = "fn(params, *batch) alone, on full tensors, fails alike."
 _SHAPES = (
     "shapes are those of this rank's micro-batch and of whole leaves: are the arguments of the batch in the "
-    "order of `fn`'s? fn(params, *batch) alone, on full tensors, fails alike."
+    f"order of `fn`'s? {_ALIKE}"
 )
 
 
@@ -105,6 +127,11 @@ def refused_at(headline: str, found: Sequence[tuple[fx.Node, str]], fix: str) ->
     error = TraceError(headline, lines[:8] + [f"and {len(lines) - 8} more"] * (len(lines) > 8), fix)
     error.placed = any(places)
     return error
+
+
+def communicates(name: str) -> TraceError:
+    """The error for a collective that the sharding compiler does not place."""
+    return TraceError(f"{COMMUNICATES} ({name}).", fix=ONE_DEVICE)
 
 
 def way_out(name: str, otherwise: str = _VALUE) -> str:
@@ -147,6 +174,9 @@ def explain(
     """
     place, message = place_of(error), (str(error).splitlines() or [""])[0].replace("FakeTensor", "Tensor")
     call = failed if failed is not None and failed.error is error else None
+    shown = f"{call.name}({', '.join(_shown(a, names) for a in call.arguments)})" if call else ""
+    if name := call_into("distributed", error):
+        return TraceError(_placed(str(communicates(name)), place))
     if isinstance(error, FnshardError):
         placed = not isinstance(error, TraceError) or getattr(error, "placed", False)
         return error if placed else TraceError(_placed(str(error), place))
@@ -154,14 +184,15 @@ def explain(
         symbolic = r".*data-dependent expression (.*?) \(unhinted.*|(\S+) \(<class 'torch.SymInt'>.*"
         message = re.sub(symbolic, r"\1\2, of lengths of data", message)
         headline = f"control flow or a shape in `fn` depends on a tensor's value ({message})."
-        return TraceError(_message(headline, place, [], _fix_of_value(error, call)))
+        if "lengths of data" not in message:
+            headline = "`fn` depends on a tensor's value, and tensors have none while it is traced:"
+        return TraceError(_message(headline, place, [shown], _fix_of_value(error, call)))
     if isinstance(error, UnsupportedOperatorException) or "no fake impl" in str(error):
         headline = f"`fn` calls an operator that cannot run on tensors without values: {message}"
         fix = "write it with plain torch ops; for a torch.library.custom_op add register_fake."
         return TraceError(_message(headline, place, [], fix))
     if call is not None:
-        shown = ", ".join(_shown(a, names) for a in call.arguments)
-        lines = [f"{call.name}({shown})", _batch_line(fn, batch)]
+        lines = [shown, _batch_line(fn, batch)]
         return TraceError(
             _message(f"`fn` fails in {call.name}: {message}", place, lines, _fix(call, message))
         )
@@ -188,7 +219,7 @@ def _placed(text: str, place: str) -> str:
 def _depends_on_values(error: Exception) -> bool:
     if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return True
-    words = r"data-dependent|\.(numpy|tolist)\(\) is not supported|SymInt.*is not tracked with proxy"
+    words = r"data-dependent|\.\w+\(\) is not supported|SymInt.*is not tracked with proxy"
     known = re.search(words, str(error)) is not None
     return isinstance(error, RuntimeError) and (known or "GuardOnDataDependent" in type(error).__name__)
 
@@ -208,7 +239,8 @@ def _fix(call: Call | None, message: str) -> str:
     dtypes = {t.dtype for t in call.tensors() if t.dtype.is_floating_point} if call is not None else set()
     if len(dtypes) > 1 and re.search(r"dtype|type|Float", message):
         return MIXED
-    return next((fix for words, fix in _BY_MESSAGE.items() if re.search(words, message)), _SHAPES)
+    otherwise = _SHAPES if re.search(r"(?i)shape|size|dim|expand|broadcast|length", message) else _ALIKE
+    return next((fix for words, fix in _BY_MESSAGE.items() if re.search(words, message)), otherwise)
 
 
 def _shown(value: Any, names: Mapping[int, str]) -> str:

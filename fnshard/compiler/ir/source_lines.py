@@ -68,8 +68,19 @@ def place_of(error: BaseException) -> str:
     )
 
 
+def call_into(package: str, error: BaseException) -> str:
+    """The function of a package of torch's that the user's code called where an error arose; "" if none."""
+    after: list[str] = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        if is_users(frame.filename, frame.name):
+            after.clear()
+        elif frame.filename.startswith(f"{_LIBRARIES[0]}{package}{os.sep}") and frame.name != "wrapper":
+            after.append(frame.name)
+    return after[0] if after else ""
+
+
 def user_traceback(error: BaseException) -> TracebackType | None:
-    """An error's traceback through the user's code alone; the whole of it where it came through none."""
+    """An error's traceback through the user's code alone; the whole of another's that came through none."""
     found, at = [], error.__traceback__
     while at is not None:
         if is_users(at.tb_frame.f_code.co_filename, at.tb_frame.f_code.co_name):
@@ -78,7 +89,7 @@ def user_traceback(error: BaseException) -> TracebackType | None:
     kept: TracebackType | None = None
     for each in reversed(found):
         kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return kept or error.__traceback__
+    return kept or (None if isinstance(error, errors.FnshardError) else error.__traceback__)
 
 
 def is_users(file: str, name: str = "") -> bool:
@@ -86,7 +97,7 @@ def is_users(file: str, name: str = "") -> bool:
     return (
         not file.startswith((*_GENERATED, *_LIBRARIES))
         and (file, name) != ("<string>", "<lambda>")  # of make_fx, around what it traces
-        and not file.endswith(".pyx")
+        and not file.endswith((".pyx", "typing_extensions.py"))  # the latter wraps what is deprecated
         and (not file.startswith(_PYTHON) or _INSTALLED in file)
     )
 
