@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -44,34 +44,11 @@ class Options:
 
     def __post_init__(self) -> None:
         low = self.lowering
-        wrong = check_remat(low.remat, low.save)
-        if not isinstance(self.accumulate, int) or self.accumulate < 1:
-            wrong.append(f"accumulate={self.accumulate!r}: a whole number of micro-batches, at least 1")
-        if self.accumulate_mode not in ("reduce", "local"):
-            wrong.append(f"accumulate_mode={self.accumulate_mode!r}: 'reduce' or 'local'")
-        if self.backend not in ("inductor", "eager"):
-            wrong.append(f"backend={self.backend!r}: 'inductor' or 'eager'")
-        if self.update not in get_args(UpdateMode):
-            wrong.append(f"update={self.update!r}: 'auto', 'eager' or 'compiled'")
-        if low.residual not in get_args(Residual):
-            wrong.append(f"residual={low.residual!r}: 'split' or 'whole'")
-        if self.shapes is not None and not isinstance(self.shapes, Buckets):
-            wrong.append(f"shapes={self.shapes!r}: fs.Buckets(multiple=64, pad=...), or None")
-        if low.context_attention not in get_args(ContextAttention):
-            choices = ", ".join(map(repr, get_args(ContextAttention)))
-            wrong.append(f"context_attention={low.context_attention!r}: one of {choices}")
-        if not _counts(low.passes.prefetch, 2):
-            wrong.append(f"prefetch={low.passes.prefetch!r}: a number of kernels, or (forward, backward)")
-        if not _counts((low.passes.overlap,), 1):
-            wrong.append(f"overlap={low.passes.overlap!r}: a whole number of kernels, 0 (none) or more")
-        if not _counts((self.cache,), 1) or self.cache < 1:
-            wrong.append(f"cache={self.cache!r}: a whole number of batch shapes, at least 1")
-        if not isinstance(self.timeout, int | float) or not self.timeout > 0:
-            wrong.append(f"timeout={self.timeout!r}: seconds, more than 0")
-        if not isinstance(self.deterministic, bool):
-            wrong.append(f"deterministic={self.deterministic!r}: True or False")
-        if self.disk_dir is not None and not isinstance(self.disk_dir, str | os.PathLike):
-            wrong.append(f"disk_dir={self.disk_dir!r}: the path of an existing directory")
+        values = {**vars(low.passes), **vars(low), **vars(self)}
+        wrong = [*check_remat(low.remat, low.save)]
+        wrong += [
+            f"{n}={values[n]!r}: {text}" for n, (fits, text) in _EXPECTED.items() if not fits(values[n])
+        ]
         if wrong:
             raise SpecError("invalid options of a step:", wrong)
         LossScale.choose(self.loss_scale, fp16=False)
@@ -90,10 +67,30 @@ def default_depth(mesh: Mesh) -> int:
     return 0 if isinstance(mesh, Mesh) and kind_of(mesh) == "shared" else 1
 
 
-def _counts(values: Any, length: int) -> bool:
-    """Whether these are so many whole numbers, none negative."""
-    return (
-        isinstance(values, tuple)
-        and len(values) == length
-        and all(isinstance(v, int) and not isinstance(v, bool) and v >= 0 for v in values)
-    )
+def _is_count(value: Any, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _one_of(*choices: Any) -> tuple[Callable[[Any], bool], str]:
+    return lambda v: v in choices, f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+
+
+_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "accumulate": (lambda v: _is_count(v, 1), "a whole number of micro-batches, at least 1"),
+    "accumulate_mode": _one_of(*get_args(AccumulateMode)),
+    "backend": _one_of(*get_args(Backend)),
+    "update": _one_of(*get_args(UpdateMode)),
+    "residual": _one_of(*get_args(Residual)),
+    "context_attention": _one_of(*get_args(ContextAttention)),
+    "deterministic": _one_of(True, False),
+    "grad_norm": _one_of(True, False),
+    "shapes": (lambda v: isinstance(v, Buckets | None), "fs.Buckets(multiple=64, pad=...), or None"),
+    "prefetch": (
+        lambda v: isinstance(v, tuple) and len(v) == 2 and all(map(_is_count, v)),
+        "a number of kernels, or (forward, backward)",
+    ),
+    "overlap": (_is_count, "a whole number of kernels, 0 (none) or more"),
+    "cache": (lambda v: _is_count(v, 1), "a whole number of batch shapes, at least 1"),
+    "timeout": (lambda v: isinstance(v, int | float) and v > 0, "seconds, more than 0"),
+    "disk_dir": (lambda v: isinstance(v, str | os.PathLike | None), "the path of an existing directory"),
+}  # fmt: skip

@@ -91,15 +91,15 @@ FAILING = {
         r"mul_\(params\['w'\] f32.*Fix: the optimizer alone changes.*\['w'\] \* scale.*trainable=False",
     ),
 } | {
-    name: (lambda p, x, taken=taken: (x @ p["w"]).sum() * (taken(p, x) is x), W, (X,), words)
-    for name, (taken, words) in {
-        "item": (lambda p, x: x.sum().item(), r"a tensor's value.*item\(f32\[\]\)\nFix: .*out in aux"),
-        "float": (lambda p, x: float(p["w"][0, 0]), r"a tensor's value.*__float__\(f32\[\]\)\nFix: .*in aux"),
-        "NumPy": (lambda p, x: np.exp(x), r"a tensor's value.*__array__\(batch\['0'\].*Fix: .*torch.as_tensor"),
-        "dlpack": (lambda p, x: np.from_dlpack(x), r"a tensor's value.*__dlpack__\(batch\['0'\].*Fix: .*aux"),
-        "save": (lambda p, x: torch.save(x, io.BytesIO()), r"a tensor's value.*__reduce_ex__.*Fix: .*save goes"),
-        "of its own": (lambda p, x: FLOATS.tolist(), r"a tensor's value.*tolist\(.*Fix: .*plain Python arguments"),
-        "no group": (lambda p, x: dist.all_reduce(x), r"communicates by itself \(all_reduce\).*Fix: .*fs.psum"),
+    name: (lambda p, x, take=take: (x @ p["w"]).sum() * (take(p, x) is x), W, (X,), words)
+    for name, (take, words) in {
+        "item": (lambda p, x: x.sum().item(), r"'s value.*item\(f32\[\]\)\nFix: .*out in aux"),
+        "float": (lambda p, x: float(p["w"][0, 0]), r"'s value.*__float__\(f32\[\]\)\nFix: .*in aux"),
+        "NumPy": (lambda p, x: np.exp(x), r"'s value.*__array__\(batch\[.*Fix: .*torch.as_tensor"),
+        "dlpack": (lambda p, x: np.from_dlpack(x), r"'s value.*__dlpack__\(batch\['0'\].*Fix: .*aux"),
+        "save": (lambda p, x: torch.save(x, io.BytesIO()), r"'s value.*__reduce_ex__.*Fix: .*save goes"),
+        "of its own": (lambda p, x: FLOATS.tolist(), r"'s value.*tolist\(.*Fix: .*plain Python"),
+        "no group": (lambda p, x: dist.all_reduce(x), r"by itself \(all_reduce\).*Fix: .*fs.psum"),
     }.items()
 }  # fmt: skip
 
