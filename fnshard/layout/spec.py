@@ -173,6 +173,7 @@ class LayoutSpec:
 
     def local(self, mesh: Mesh) -> LayoutSpec:
         """The spec of the part that a rank computes with, as of a leaf of its own: without axes of `compute`.
+        Of such a spec itself.
 
         >>> from fnshard.mesh import make_mesh
         >>> spec = LayoutSpec(P(("tensor", "shard")), compute=P("tensor")).resolve(torch.empty(8, 2), "unit")
@@ -180,7 +181,7 @@ class LayoutSpec:
         >>> local.shape, local.storage
         ((4, 2), P('shard'))
         """
-        if not self.compute.axes:
+        if not set(self.compute.axes) & set(self.storage.axes):
             return self
         shape = block_shape(self.shape, self.compute, mesh)
         rest = {f: getattr(self, f).without(self.compute.axes) for f in ("storage", "gradient", "optimizer")}

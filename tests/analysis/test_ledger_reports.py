@@ -86,10 +86,13 @@ def test_arguments_that_share_a_storage_die_together() -> None:
 # ------------------------------------------------------------------ sums
 
 
-@pytest.mark.parametrize("preset", ["full_shard", "zero2", "no_shard"])
+@pytest.mark.parametrize("preset", ["full_shard", "zero2", "no_shard", "zero1 over tensor"])
 @pytest.mark.parametrize("remat", ["none", "unit"])
-def test_what_is_added_up_adds_up(preset: str, remat: str) -> None:
-    low = decoder(preset=preset, remat=remat)
+def test_what_is_added_up_adds_up(preset: str, remat: str, recwarn: pytest.WarningsRecorder) -> None:
+    preset, _, axis = preset.partition(" over ")
+    split = {"ranks": {"shard": 2, axis: 2}, "policy": {"tensor": axis}} if axis else {}
+    clipped = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-3))
+    low = decoder(preset=preset, remat=remat, optimizer=clipped, **split)
     found, timeline = low.memory_analysis(), low.memory_timeline()
     assert sum(found.peak.values()) == found.peak_bytes == timeline.peak_bytes
     assert timeline.moments[found.at].bytes == found.peak_bytes
@@ -98,6 +101,7 @@ def test_what_is_added_up_adds_up(preset: str, remat: str) -> None:
     assert last["gathered units"] == last["saved activations"] == 0  # all that was made was freed
     assert last["parameter shards"] == found.resident["parameter shards"]
     assert set(found.peak) <= set(CATEGORIES)
+    assert not [w for w in recwarn if "is estimated" in str(w.message)]
 
 
 def test_state_between_steps_is_counted_from_shapes() -> None:
