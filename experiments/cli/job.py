@@ -34,8 +34,9 @@ from experiments.compare.outcome import jobs_of
 from experiments.configs.machine import place
 from experiments.configs.train import NEVER, ConfigError
 from experiments.data.files import write_json
+from experiments.training.metrics_file import METRICS, read_rows
 from experiments.training.result import RESULT, STOPPED, read_result, write_result
-from experiments.training.resume import claimed, finished
+from experiments.training.resume import claimed, finished, newest_step
 from fnshard.launcher.local import LaunchError, launch, under_launcher
 from fnshard.launcher.rank import end_with_parent
 
@@ -163,12 +164,23 @@ def start(job: Job, requested: Any, fresh: Path, overrides: list[str], *, chosen
                 max_restarts=config.run.max_restarts,
                 grace_s=config.run.stop_grace_s,
             )
+        except KeyboardInterrupt:
+            print(f"\ninterrupted: {_how_far(folder)}", file=sys.stderr, flush=True)
+            raise
         except LaunchError as error:
             known = refused(folder) or error
             with suppress(OSError):  # the disk may be what failed
                 write_result(folder, status="failed", overrides=overrides, error=str(known))
             raise known from None
         return read_result(folder)["status"]
+
+
+def _how_far(folder: Path) -> str:
+    """What an interrupted run has come to, and where the same command goes on."""
+    reached = max((row["step"] for row in read_rows(folder / METRICS, sys.maxsize)), default=0)
+    saved = newest_step(folder)
+    goes_on = f"goes on from {saved}" if saved else "begins anew: nothing was saved"
+    return f"step {reached}; the same command {goes_on}"
 
 
 def _start_on_nodes(

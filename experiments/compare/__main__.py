@@ -32,7 +32,10 @@ def compare(places: Sequence[str], metric: str, out: Path) -> None:
     why = unmakeable(str(out))
     if why:
         raise ConfigError(f"--out={out}: {why}.")
-    text, _ = write(found(places), metric, out, "compare", "compare.txt")
+    outcomes, empty = found(places)
+    text, _ = write(outcomes, metric, out, "compare", "compare.txt")
+    if empty:
+        text += f"\npassed over: {empty} of {len(places)} places hold no run"
     print(f"{text}\nresults: {out.resolve()}", flush=True)
 
 

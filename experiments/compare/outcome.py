@@ -45,22 +45,28 @@ class Outcome:
     reason: str = ""
 
 
-def found(places: Sequence[str]) -> list[Outcome]:
-    """The runs that lie in folders, or below them; globs are expanded."""
+def found(places: Sequence[str]) -> tuple[list[Outcome], int]:
+    """The runs that lie in folders, or below them, and how many of these folders hold none; globs are
+    expanded.
+
+    Raises:
+        ConfigError: there is no such folder, or none of them holds a run.
+    """
     folders: dict[Path, None] = {}
-    empty = []
+    empty, typos = [], []
     for place in places:
         paths = [Path(place)] if os.path.lexists(place) else sorted(map(Path, glob.glob(place)))
         runs = [run for path in paths if path.is_dir() for run in runs_below(path.resolve())]
         folders |= dict.fromkeys(runs)
-        if not runs:
-            there = "a folder without runs" if any(p.is_dir() for p in paths) else "no such folder"
-            empty.append(f"{place}: {there}")
-    if empty:
+        if not any(map(Path.exists, paths)):
+            typos.append(f"{place}: no such folder")
+        elif not runs:
+            empty.append(f"{place}: no run is in it")
+    if typos or not folders:
         fix = "folders of runs or of sweeps, as outputs/2030-01-31/12-00-00, or multirun/*/*."
-        raise ConfigError(report("there is nothing to compare:", empty, fix))
+        raise ConfigError(report("there is nothing to compare:", [*empty, *typos], fix))
     common = Path(os.path.commonpath([str(f.parent) for f in folders]))
-    return [outcome_of(folder, str(folder.relative_to(common))) for folder in folders]
+    return [outcome_of(folder, str(folder.relative_to(common))) for folder in folders], len(empty)
 
 
 def runs_below(folder: Path) -> Iterator[Path]:

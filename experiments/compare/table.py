@@ -22,8 +22,11 @@ COLUMNS = {
     "accuracy": ".3f",
     "tokens_per_s": ",.0f",
     "seconds": ".0f",
+    "predicted_peak_bytes": ",.1f",
+    "measured_peak_bytes": ",.1f",
 }
-OTHERS = ".4g"
+BYTES, MB = "_bytes", "_MB"
+OTHERS, NONE = ".4g", "-"
 GROWS = ("accuracy", "tokens_per_s", "mfu", "reward", "margin")  # in the name of what is the better the more
 BEST, LONGEST = " *", 90  # characters of a reason; the CSV has all
 
@@ -62,18 +65,27 @@ def differences(outcomes: Sequence[Outcome]) -> dict[Path, str]:
 
 
 def as_text(ranking: Ranking) -> str:
-    """A row per run; the best one has a star."""
+    """A row per run; the best one has a star. What is equal in all rows is said once, below them."""
     outcomes, own = ranking.outcomes, differences(ranking.outcomes)
-    formats = {ranking.metric: OTHERS} | COLUMNS
-    styles = {key: formats[key] for key in (*COLUMNS, *formats) if any(key in o.numbers for o in outcomes)}
-    reasons = ("reason",) if any(o.reason for o in outcomes) else ()
-    rows = [("run", "overrides", "status", *styles, *reasons)]
-    for outcome in outcomes:
+    formats = COLUMNS | ({} if ranking.metric in COLUMNS else {ranking.metric: OTHERS})
+    table = {key: [_cell(o, key, style) for o in outcomes] for key, style in formats.items()}
+    known = {key: [cell for cell in cells if cell != NONE] for key, cells in table.items()}
+    alike = {k: v[0] for k, v in known.items() if len(v) > 1 == len(set(v)) and k != ranking.metric}
+    shown = {key.replace(BYTES, MB): table[key] for key in table if known[key] and key not in alike}
+    if any(o.reason for o in outcomes):
+        shown["reason"] = [shorten(o.reason, LONGEST, placeholder="...") or NONE for o in outcomes]
+    rows = [("run", "overrides", "status", *shown)]
+    for number, outcome in enumerate(outcomes):
         name = outcome.name + (BEST if outcome is ranking.best else "")
-        numbers = (format(outcome.numbers[k], f) if k in outcome.numbers else "-" for k, f in styles.items())
-        why = (shorten(outcome.reason, LONGEST, placeholder="...") or "-",) if reasons else ()
-        rows.append((name, own[outcome.folder], outcome.status, *numbers, *why))
-    return "\n".join(columns(rows))
+        rows.append((name, own[outcome.folder], outcome.status, *(cells[number] for cells in shown.values())))
+    equal = ", ".join(f"{key.replace(BYTES, MB)} {cell}" for key, cell in alike.items())
+    return "\n".join([*columns(rows), *([f"equal in all: {equal}"] if equal else [])])
+
+
+def _cell(outcome: Outcome, key: str, style: str) -> str:
+    if key not in outcome.numbers:
+        return NONE
+    return format(outcome.numbers[key] / (1e6 if key.endswith(BYTES) else 1), style)
 
 
 def write_csv(ranking: Ranking, path: Path) -> None:

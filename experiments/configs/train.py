@@ -225,6 +225,8 @@ class RunConfig:
     what SIGTERM leaves the ranks to finish a step and save. `replicas`: nodes that hold a copy of each rank's
     blocks in memory, of every `replica_every`th step, so that a rank that dies costs no step; 0: none.
 
+    `sample_tokens`: of the sample at the end; null: 256, and in a short run two for each step.
+
     `profile`: so many steps are traced into `profile/`. `watch`: what is done about NaN: "hunt" ends the run
     and says where it arose, "stop" only ends it, "off" does nothing.
     """
@@ -236,7 +238,7 @@ class RunConfig:
     backend: Literal["inductor", "eager"] = "inductor"
     device: str = AUTO
     held_out_every: PositiveInt = 200
-    sample_tokens: NonNegativeInt = 256
+    sample_tokens: NonNegativeInt | None = None
     prompt: str | None = "def "
     timeout_s: PositiveFloat = 600.0
     device_gb: PositiveFloat | None = None
@@ -254,6 +256,11 @@ class RunConfig:
     replica_every: PositiveInt = 1
     profile: NonNegativeInt = 0
     watch: Literal["hunt", "stop", "off"] = "hunt"
+
+    @property
+    def sampled(self) -> int:
+        """Tokens of a sample: each takes a forward, and a look at a few steps is not to wait for 256."""
+        return min(256, 2 * self.steps) if self.sample_tokens is None else self.sample_tokens
 
 
 @configuration

@@ -62,7 +62,7 @@ class FinetuneData:
         Args:
             limit: tokens that the model was made for; of longer prompts the end is shown.
         """
-        if not run.sample_tokens:
+        if not run.sampled:
             return []
         step = 2 if self.held_out.kind == "pairs" else 1
         there = self.held_out.records
@@ -72,7 +72,7 @@ class FinetuneData:
             plain = [*self.tokenizer.begin, *self.tokenizer.encode(run.prompt)]
             asked = [{"role": "user", "content": run.prompt}]
             found.append(Example(opening(self.tokenizer, asked) if self.train.chats else plain, []))
-        most = None if limit is None else max(1, limit - run.sample_tokens)
+        most = None if limit is None else max(1, limit - run.sampled)
         return [replace(e, prompt=e.prompt if most is None else e.prompt[-most:]) for e in found]
 
     def shown(self, colour: bool = False) -> str:

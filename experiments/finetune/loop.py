@@ -99,7 +99,7 @@ class FinetuneSetup:
         with spent.on("compile"):  # the step, in a thread, while the model is measured as it is
             self.step.lower(state, self.batch).compile_async()
         data, run = self.config.data, self.config.run
-        of = [self.config.model, self.config.objective.name, data.held_out, run.prompt, run.sample_tokens]
+        of = [self.config.model, self.config.objective.name, data.held_out, run.prompt, run.sampled]
         known = read_json(folder / BEFORE)
         known = known if known.get("of") == of else {}  # another configuration's
         fresh = self.step.gather_strings("" if int(state.step) or known else "fresh")[0]
@@ -174,9 +174,9 @@ def prepare(config: FinetuneConfig) -> FinetuneSetup:
     held_out = fs.shard_forward(objective_of_data, plan.specs, **how)
     examples = data.examples(run, lm.context)
     answer = fs.shard_forward(tuning.policy(last_logits(lm.hidden, lm.unembed)), plan.specs, **how)
-    window = window_of(examples, run.sample_tokens, lm.context)
+    window = window_of(examples, run.sampled, lm.context)
     sampler = Sampler(answer, window, mesh.device, temperature=0.0)
-    shown = Shown(sampler, data.tokenizer, examples, run.sample_tokens)
+    shown = Shown(sampler, data.tokenizer, examples, run.sampled)
     return FinetuneSetup(config, mesh, chosen, data, step, held_out, shown, batch)
 
 

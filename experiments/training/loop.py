@@ -77,7 +77,7 @@ class TrainSetup:
     def compile_ahead(self, state: fs.TrainState) -> None:
         """Compile what measures the model and samples from it, while it trains."""
         lowered = [self.forward.lower(state, *self.dataset.held_out(self._held_out_starts()[0]))]
-        if self.config.run.sample_tokens:
+        if self.config.run.sampled:
             lowered.append(self.sampler.lower(state))
         for each in lowered:  # after all of them: nothing is traced while a thread compiles
             each.compile_async()
@@ -88,7 +88,7 @@ class TrainSetup:
         with end.spent.on("samples"):
             prompt = self.dataset.encode(run.prompt)
             seed = run.seed + self.mesh.data_rank
-            (drawn,) = self.sampler(end.state.params, [prompt], run.sample_tokens, seed)
+            (drawn,) = self.sampler(end.state.params, [prompt], run.sampled, seed)
         with end.spent.on("saves"):
             fs.checkpoint.wait()
         if self.mesh.rank != 0:

@@ -36,7 +36,7 @@ def count(stream: Tensor, order: int) -> Tensor:
     >>> count(torch.tensor([1, 2, 1, 2], dtype=torch.uint8), 2)[1, 2].item()
     2
     """
-    codes = torch.zeros(stream.numel() - order + 1, dtype=torch.int64)
+    codes = torch.zeros(stream.numel() - order + 1, dtype=torch.int32)
     for back in range(order):
-        codes = codes * VOCAB + stream[back : back + codes.numel()].long()
+        codes.mul_(VOCAB).add_(stream[back : back + codes.numel()])
     return torch.bincount(codes, minlength=VOCAB**order).to(torch.int32).reshape((VOCAB,) * order)

@@ -16,22 +16,25 @@ HINT_S = 10.0  # between two lines about what happens before a step
 
 @dataclass
 class Progress:
-    """Steps of a run, `made` of them by earlier processes."""
+    """Steps of a run, `made` of them by earlier processes.
+
+    `between`: the seconds so far that neither steps nor compiling took.
+    """
 
     stream: TextIO
     steps: int
     made: int = 0
+    between: Callable[[], float] = lambda: 0.0
 
     def __post_init__(self) -> None:
-        self._hinted, self._after_first = -math.inf, 0.0
+        self._hinted, self._later_s = -math.inf, 0.0
         self._open = ExitStack()
         self._open.enter_context(_log_to(self._hint))
 
-    def step(self, number: int, text: str) -> None:
+    def step(self, number: int, text: str, seconds: float) -> None:
         """Step `number` is done, `text` describes it; only some are printed."""
         first = number == self.made + 1  # it compiles: its time says nothing of later ones
-        if first:
-            self._after_first = time.perf_counter()
+        self._later_s = -self.between() if first else self._later_s + seconds
         if first or number == self.steps or number % max(1, self.steps // LINES) == 0:
             self.say(f"step {number}/{self.steps}, {text}, left {self._left(number)}")
 
@@ -51,7 +54,7 @@ class Progress:
         made = number - self.made - 1
         if made == 0:
             return "?"
-        left = round((time.perf_counter() - self._after_first) / made * (self.steps - number))
+        left = round((self._later_s + self.between()) / made * (self.steps - number))
         return f"{left // 60}:{left % 60:02d}"
 
 

@@ -18,7 +18,7 @@ from experiments.trackers.base import Tracker
 from experiments.trackers.feed import Feed
 from experiments.training.metrics_file import HELD_OUT, METRICS, Totals, read_rows
 from experiments.training.progress import Progress
-from experiments.training.run_record import RunRecord, StepWork, in_words, peak_memory
+from experiments.training.run_record import RunRecord, StepWork, TimeSpent, in_words, peak_memory
 
 WINDOW = 20  # steps that the shown speed is of
 POINTS = 4000  # of a curve in loss.png, at most
@@ -77,7 +77,8 @@ class Report:
         path = self.folder / METRICS
         write_text(path, (self._counted(row) for row in read_rows(self.earlier, self.made)))
         self._file = path.open("a", encoding="utf-8")
-        self._progress = Progress(self.stream, self.steps, self.made)
+        spent = TimeSpent() if self.record is None else self.record.spent
+        self._progress = Progress(self.stream, self.steps, self.made, spent.between_steps)
         self._feeds = [Feed(name, tracker, path, self.say) for name, tracker in self.trackers.items()]
         for feed in self._feeds:
             feed.start(self.record.facts if self.record else {})
@@ -99,7 +100,7 @@ class Report:
         """Step `number` (from 1) took `seconds` and gave `values`."""
         speed = float(f"{self.tokens / seconds:.8g}")
         self._row(step=number, **values, tokens_per_s=speed, seconds=float(f"{seconds:.8g}"))
-        self._progress.step(number, self._text(values))
+        self._progress.step(number, self._text(values), seconds)
 
     def held_out(self, number: int, loss: float) -> None:
         """The held-out loss after step `number`, nats per token."""
@@ -204,12 +205,12 @@ def plot_losses(metrics: Path, tables: Mapping[str, float], path: Path, *, unit:
 
     Of a long run some losses are left out.
     """
-    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure  # pyplot takes twice the time to load
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
     for key, style in (("loss", {"lw": 0.8, "alpha": 0.7}), (HELD_OUT, {"marker": "o", "lw": 1.5})):
         points = [(row["step"], row[key]) for row in read_rows(metrics, sys.maxsize) if key in row]
         points = points[:: 1 + len(points) // POINTS]
@@ -220,7 +221,6 @@ def plot_losses(metrics: Path, tables: Mapping[str, float], path: Path, *, unit:
     axes.legend()
     with naming(path):
         figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def comparison(held_out_loss: float, tables: Mapping[str, float], *, unit: str = "byte") -> str:

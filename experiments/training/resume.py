@@ -100,6 +100,11 @@ def _can_resume(folder: Path) -> bool:
     return fs.checkpoint.latest(folder / CHECKPOINTS) is not None or in_memory(memory_name(folder))
 
 
+def newest_step(folder: Path) -> int | None:
+    """The step that a run goes on from on disk, if it has saved any."""
+    return max(fs.checkpoint.all_steps(folder / CHECKPOINTS), default=None)
+
+
 def identity_of(requested: Any, source: str | None = None) -> dict[str, Any]:
     """What a run's results depend on, as JSON has it."""
     values = dataclasses.asdict(requested)

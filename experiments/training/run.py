@@ -91,11 +91,11 @@ class Ending:
             "loss": statistics.mean(list(rows.losses)[-20:]),
             **measured,
             "tokens_per_s": self.report.tokens / rows.step_seconds(),
-            "seconds": rows.seconds,
         }
         artifacts = [self.folder / name for name in ("loss.png", sample, "config.yaml", "schedule.txt")]
         totals = self.report.finish("ok", [a for a in artifacts if a.exists()], **summary)
-        write_result(self.folder, status="ok", overrides=self.overrides, **summary, **varying(totals))
+        values = {**summary, "seconds": totals["seconds"], **varying(totals)}  # of the run, not of its steps
+        write_result(self.folder, status="ok", overrides=self.overrides, **values)
         return self.report.closing(totals)
 
 

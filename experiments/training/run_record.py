@@ -136,6 +136,10 @@ class TimeSpent:
         self._turn()
         return dict(self.seconds)
 
+    def between_steps(self) -> float:
+        """What neither steps nor compiling took."""
+        return sum(seconds for part, seconds in self.parts().items() if part not in ("compile", "steps"))
+
     def _turn(self) -> None:
         since, self._since = self._since, self.clock()
         self.seconds[self._open[-1]] += self._since - since

@@ -53,19 +53,25 @@ def test_runs_are_found_below_and_by_globs(tmp_path, monkeypatch):
         leave_run(tmp_path / name)
     (tmp_path / "multi" / "0" / "checkpoints" / "4").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert [o.name for o in found(["multi", "out/day/*"])] == ["multi/0", "multi/1", "out/day/time"]
-    assert [o.name for o in found(["multi/1", "multi/1/"])] == ["1"]
-    assert [o.name for o in found(["multi/*"])] == ["0", "1"]
+    assert [o.name for o in found(["multi", "out/day/*"])[0]] == ["multi/0", "multi/1", "out/day/time"]
+    assert [o.name for o in found(["multi/1", "multi/1/"])[0]] == ["1"]
+    assert [o.name for o in found(["multi/*"])[0]] == ["0", "1"]
 
 
-def test_places_without_runs_are_named_together(tmp_path, capsys):
+def test_places_without_runs_are_passed_over_and_typos_named_together(tmp_path, capsys, monkeypatch):
     leave_run(tmp_path / "0")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(SystemExit, match=r"[12]"):
-        compare([str(tmp_path / name) for name in ("0", "empty", "typo")])
-    text = capsys.readouterr().err
-    assert text.startswith("error: there is nothing to compare:") and "Traceback" not in text
-    assert f"{tmp_path}/empty: a folder without runs\n  {tmp_path}/typo: no such folder" in text
+    (tmp_path / "note.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    for places in (["0", "empty", "typo", "*/lost"], ["empty"]):
+        with pytest.raises(SystemExit, match=r"[12]"):
+            compare(places)
+        text = capsys.readouterr().err
+        assert text.startswith("error: there is nothing to compare:") and "Traceback" not in text
+        assert "empty: no run is in it" in text
+        assert ("typo: no such folder" in text and "*/lost: no such folder" in text) == (len(places) > 1)
+    compare(["0", "empty", "note.txt"])
+    assert "passed over: 2 of 3 places hold no run" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------ the table
@@ -94,6 +100,15 @@ def test_the_table_is_sorted_and_the_best_is_marked():
         ["1", "a=2", "failed", "-", "-", "-", "rank 1 of 2 failed: ValueError: no"],
     ]
     assert ranking.failed == 2
+    alike = [outcome(str(n), OK, bigram=2.4, loss=n, predicted_peak_bytes=2e6, seconds=1) for n in range(2)]
+    more = [*alike, replace(alike[0], name="x", numbers={"measured_peak_bytes": 1.5e9})]
+    assert [line.split() for line in as_text(ranked(more, "seconds")).splitlines()] == [
+        ["run", "overrides", "status", "loss", "seconds", "measured_peak_MB"],
+        ["0", "*", "-", "ok", "0.000", "1", "-"],
+        ["1", "-", "ok", "1.000", "1", "-"],
+        ["x", "-", "ok", "-", "-", "1,500.0"],
+        ["equal", "in", "all:", "bigram", "2.400,", "predicted_peak_MB", "2.0"],
+    ]
     assert list(differences(rows[:1]).values()) == ["a=1 s=3"]  # nothing to compare it with
     assert [o.name for o in ranked(rows[:3:2], "tokens_per_s").outcomes] == ["2", "0"]  # the more the better
 

@@ -295,23 +295,28 @@ def _numbers(folder: Path) -> list[dict[str, float]]:
 # ------------------------------------------------------------------ from the command line
 
 
-def test_the_same_command_again_after_sigterm(tmp_path):
+def test_the_same_command_again_after_sigterm_and_after_ctrl_c(tmp_path):
     """With a folder named by the clock; a signal to the launcher reaches the ranks."""
     command = ["-m", "experiments.train", *RUN, "mesh.shard=1", "run.steps=3000", "run.sample_tokens=0"]
     shown = []
-    for _ in range(2):
+    for number, code in ((signal.SIGTERM, 0), (signal.SIGINT, 130)):
         job = start_command(command, tmp_path)
         made = len(_rows(tmp_path))
         deadline = time.monotonic() + 120
         while len(_rows(tmp_path)) < made + 5:
             assert job.poll() is None and time.monotonic() < deadline, "no step was made"
             time.sleep(0.02)
-        job.send_signal(signal.SIGTERM)
-        assert job.wait(timeout=60) == 0
+        job.send_signal(number)
+        assert job.wait(timeout=60) == code
         shown.append((tmp_path / OUTPUT["stdout"]).read_text())
     (folder,) = (f for f in tmp_path.glob("outputs/*/*") if f.is_dir())
     stopped = re.search(r"stopped: step (\d+) of 3000 is saved", shown[0])[1]
     assert f"resume: step {stopped} of {folder / CHECKPOINTS}" in shown[1]
+    interrupted = (tmp_path / OUTPUT["stderr"]).read_text()
+    reached, saved = map(
+        int, re.search(r"interrupted: step (\d+); .* goes on from (\d+)\n", interrupted).groups()
+    )
+    assert reached >= saved > int(stopped) and (folder / CHECKPOINTS / str(saved)).is_dir()
     steps = [row["step"] for row in _rows(tmp_path) if "loss" in row]
     assert steps == list(range(1, len(steps) + 1)) and len(steps) > int(stopped)
 

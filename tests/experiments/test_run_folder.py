@@ -18,14 +18,11 @@ from runs import (
 
 from experiments.configs.train import ConfigError
 from experiments.training.metrics_file import METRICS
+from experiments.training.progress import Progress
 from experiments.training.report import Report
 from experiments.training.result import write_result
-from experiments.training.resume import (
-    CHECKPOINTS,
-    IDENTITY,
-    claimed,
-    finished,
-)
+from experiments.training.resume import CHECKPOINTS, IDENTITY, claimed, finished
+from experiments.training.run_record import TimeSpent
 
 # ------------------------------------------------------------------ the report
 
@@ -54,6 +51,23 @@ def test_a_report_goes_on_where_its_checkpoint_is(tmp_path):
     assert rows[0]["loss"] == 1 / 3  # every digit
     assert "step 5/6, loss 0.333, held-out 2.000" in shown.getvalue().splitlines()[-2]
     assert "left ?" in shown.getvalue().splitlines()[-2] and "left 0:00" in shown.getvalue().splitlines()[-1]
+
+
+def test_the_time_that_is_left_has_no_compiling_in_it():
+    shown, ticks = io.StringIO(), [0.0]
+    spent = TimeSpent(clock=lambda: ticks[0])
+    progress = Progress(shown, 6, 0, spent.between_steps)
+    for number in range(1, 5):
+        with spent.on("steps" if number > 1 else "compile"):
+            ticks[0] += 2.0
+        progress.step(number, "", 2.0)
+        with spent.on("compile"):
+            ticks[0] += 100.0
+        with spent.on("evaluation" if number == 2 else "compile"):
+            ticks[0] += 4.0
+    progress.close()
+    left = [line.partition("left ")[2] for line in shown.getvalue().splitlines()]
+    assert left == ["?", "0:08", "0:12", "0:07"]  # the evaluation after the second step counts
 
 
 def test_what_comes_before_the_first_step_is_shown(tmp_path):
