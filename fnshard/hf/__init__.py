@@ -7,7 +7,7 @@
     step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=fs.optim.adamw(1e-5))
     state = step.adopt(fs.hf.load(path, specs, mesh, model=model))
     ...
-    fs.hf.save(state, "tuned", model=model, config=path)
+    fs.hf.save(state, "tuned", model=model, config=path)  # with the tokenizer of that directory
 
 A leaf is called in the files what it is called in the module, but for a prefix that some leave out, and for
 tied weights, of which one is kept. Nothing is ever unpickled.
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from fnshard import tree
 from fnshard.checkpoint.coordination import all_or_none
 from fnshard.errors import StateError, leaves
-from fnshard.hf.names import FAMILIES, Family, Names, Transposed, check_names, config_of_module, family_of
+from fnshard.hf.names import FAMILIES, Family, Names, Transposed, check_config, check_names, family_of
 from fnshard.hf.reading import load_block, match_tensors, open_tensors, read_config
 from fnshard.hf.writing import LeafToWrite, Put, leaves_to_write, model_directory, write_leaves
 from fnshard.layout.codecs import Unfit, check_codecs
@@ -132,13 +132,13 @@ def save(
         model: the module that the leaves are of, on any device: it says which buffers are not saved.
         names: what the files are to call leaves, as for `load`; default their paths.
         config: the configuration (an object with `to_dict`, or a dict), for config.json; or a directory whose
-            configuration and tokenizer are copied.
+            configuration and tokenizer are copied; default the module's own, if it has one.
         max_file_bytes: of one file, unless one tensor is more.
         dtype: of all float tensors; default the blocks' own.
 
     Raises:
         StateError: blocks of another tree, mesh or spec; a name for two leaves; a dtype that such files have
-            not; there is something by that name.
+            not; a configuration of other leaves; there is something by that name.
         CheckpointError: it could not be written (no room, no permission); nothing has the name then.
         AgreementError: ranks called it with different arguments.
     """
@@ -146,10 +146,11 @@ def save(
     final = Path(path).absolute()
 
     def planned() -> tuple[list[LeafToWrite], AbstractContextManager[Put]]:
-        source = _config(config)
-        known = read_config(source) if isinstance(source, Path) else source or config_of_module(model)
+        source = _config(config, model)
+        known = read_config(source) if isinstance(source, Path) else source
         named = _checked(blocks, specs, mesh)
         plan = leaves_to_write(blocks, named, family_of(known, model, named), dtype, names=names)
+        check_config(known, model, {leaf.path: leaf.spec.shape for leaf in plan})
         if not (isinstance(max_file_bytes, int | float) and max_file_bytes > 0):
             raise StateError(f"max_file_bytes={max_file_bytes!r}: a number of bytes, more than 0.")
         if mesh.rank == 0 and os.path.lexists(final) and not _is_empty_folder(final):
@@ -195,10 +196,13 @@ def _laid_out(params: Any, specs: Any, mesh: Mesh | None) -> tuple[dict[str, Any
     return tree.flatten_with_paths(blocks)[0], specs, mesh
 
 
-def _config(config: Any) -> Mapping[str, Any] | Path | None:
-    """As a dict, or a path that is there."""
+def _config(config: Any, model: nn.Module | None) -> Mapping[str, Any] | Path:
+    """As a dict, empty where there is none, or a path that is there."""
+    own = getattr(model, "config", None)
+    if config is None and hasattr(own, "to_dict"):
+        return {**own.to_dict(), "architectures": [type(model).__name__]}
     if config is None or isinstance(config, Mapping):
-        return config
+        return config or {}
     if hasattr(config, "to_dict"):
         return config.to_dict()
     if isinstance(config, str | Path) and Path(config).exists():

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import fnmatch
 import glob
+import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fnshard.compiler.deferred.deferred_init import recipe_of
-from fnshard.errors import SpecError, StateError
+from fnshard.errors import SpecError, StateError, leaves
 from fnshard.functional import aliases, make_functional
 from fnshard.layout.resolved import compare_paths
 
@@ -56,6 +59,7 @@ class Family:
         return not any(fnmatch.fnmatchcase(path, pattern) for pattern in self.unsaved)
 
 
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
 _ROTARY = ("*rotary_emb.*inv_freq",)  # and the original ones, one for each kind of layers
 _MASKS = ("*.attn.bias", "*.attn.masked_bias")
 _UNKNOWN = Family(unsaved=_ROTARY, ignored=_ROTARY)
@@ -114,10 +118,42 @@ def family_of(config: Mapping[str, Any], model: nn.Module | None, paths: Iterabl
     return Family(prefix, aliases(model), unsaved, (*unsaved, *known.ignored), known.renamed)
 
 
-def config_of_module(model: nn.Module | None) -> dict[str, Any]:
-    """As much of a configuration as a module has with it."""
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    return {"model_type": kind} if isinstance(kind, str) else {}
+def check_config(values: Mapping[str, Any], model: nn.Module | None, shapes: Mapping[str, Any]) -> None:
+    """Refuse a configuration of which `transformers` makes other leaves than these.
+
+    Of a module's class one is built, on meta; else the sizes count that known families have by name.
+
+    Args:
+        shapes: of the leaves that are saved, by path.
+
+    Raises:
+        StateError: all leaves that differ.
+    """
+    made, here = {}, {path: list(shape) for path, shape in shapes.items()}
+    kind, own = values.get("model_type"), getattr(model, "config", None)
+    if kind and hasattr(model, "config_class") and getattr(own, "model_type", kind) == kind:
+        with suppress(Exception), torch.device("meta"):  # a class of one's own may be built in another way
+            built = type(model)(type(own).from_dict(dict(values)))
+            saved = built.state_dict(keep_vars=True)
+            made = {p: list(v.shape) for p, v in make_functional(built)[1].items() if p in saved}
+    elif kind in FAMILIES and own is None:
+        blocks = {found[1] for p in here if (found := re.search(r"\b(?:layers?|h)\.(\d+)\.", p))}
+        layers = values.get("num_hidden_layers", values.get("n_layer"))
+        made = {
+            p: [values.get("vocab_size", s[0]), *s[1:]] for p, s in here.items() if p.endswith(_EMBEDDINGS)
+        }
+        here = {p: here[p] for p in made} | {"blocks": [len(blocks)]}
+        made["blocks"] = here["blocks"] if layers is None else [layers]
+    wrong = [f"{p!r}: {here.get(p, 'no such leaf')}, and {made.get(p, 'none')} by config.json"
+             for p in {**here, **made} if made and here.get(p) != made.get(p)]  # fmt: skip
+    if own is not None and kind not in (None, getattr(own, "model_type", kind)):
+        wrong = [f"model_type: the module's is {own.model_type!r}, config.json's {kind!r}"]
+    if wrong:
+        raise StateError(
+            f"the configuration does not fit {leaves(len(wrong))}:",
+            wrong[:12] + ["..."] * (len(wrong) > 12),
+            "config=model.config, with the sizes that the module has now.",
+        )
 
 
 def given_name(path: str, names: Names) -> Named | None:

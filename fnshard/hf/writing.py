@@ -199,7 +199,7 @@ def staging_path(final: Path) -> Path:
 
 @contextmanager
 def model_directory(
-    final: Path, entries: Sequence[TensorToWrite], max_bytes: float, config: Mapping[str, Any] | Path | None
+    final: Path, entries: Sequence[TensorToWrite], max_bytes: float, config: Mapping[str, Any] | Path
 ) -> Iterator[Put]:
     """Write tensors, in any order, into files of a new folder. After an exception nothing is left.
 
@@ -258,7 +258,7 @@ def split_files(entries: Sequence[TensorToWrite], max_bytes: float) -> list[list
 
 
 def _complete(
-    folder: Path, files: Sequence[Sequence[TensorToWrite]], config: Mapping[str, Any] | Path | None
+    folder: Path, files: Sequence[Sequence[TensorToWrite]], config: Mapping[str, Any] | Path
 ) -> None:
     """Add what a model directory has besides its weights: an index of several files, the configuration."""
     if len(files) > 1:
@@ -266,10 +266,10 @@ def _complete(
         total = sum(e.bytes for entries in files for e in entries)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    if isinstance(config, Mapping):
+    if isinstance(config, Mapping) and config:
         text = json.dumps(config, indent=2, sort_keys=True, default=str)
         (folder / "config.json").write_text(text + "\n")
-    elif config is not None:
+    elif isinstance(config, Path):
         found = [config] if config.is_file() else sorted({p for g in COPIED for p in config.glob(g)})
         for source in filter(Path.is_file, found):
             shutil.copyfile(source, folder / ("config.json" if config.is_file() else source.name))

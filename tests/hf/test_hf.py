@@ -142,6 +142,23 @@ def test_tiers_and_dtypes(saved: Callable[[str], Saved], tmp_path: Path) -> None
     assert got["model.rotary_emb.inv_freq"].dtype == torch.float32
 
 
+def test_a_module_brings_its_configuration_and_one_that_does_not_fit_is_refused(
+    saved: Callable[[str], Saved], tmp_path: Path
+) -> None:
+    of, mesh = saved("llama"), fs.make_mesh(shard=1)
+    specs = fs.presets.full_shard(of.params, mesh)
+    blocks = fs.hf.load(of.folder, specs, mesh, model=of.meta)
+    values = of.meta.config.to_dict()
+    wider = {name: values[name] * 2 for name in ("vocab_size", "num_hidden_layers", "intermediate_size")}
+    for name, value in {**wider, "tie_word_embeddings": True, "model_type": "qwen2"}.items():
+        for model in [of.meta, None][: 2 if name in ("vocab_size", "num_hidden_layers") else 1]:
+            with pytest.raises(fs.StateError, match="the configuration does not fit"):
+                fs.hf.save(blocks, tmp_path / "out", specs, mesh, model=model, config=values | {name: value})
+    assert not list(tmp_path.iterdir())
+    fs.hf.save(blocks, tmp_path / "out", specs, mesh, model=of.meta)
+    torch.testing.assert_close(logits(tmp_path / "out"), of.logits, rtol=0, atol=1e-5)
+
+
 def test_a_step_from_meta_to_a_tuned_model(saved: Callable[[str], Saved], tmp_path: Path) -> None:
     """The losses of a step of the whole model; what is saved is what transformers then trains on."""
     of = saved("llama")
