@@ -1,40 +1,45 @@
 """fnshard: a small sharding compiler for PyTorch.
 
-    nn.Module ─make_functional→ fn, params ─match_specs→ specs
-       fn, specs ─shard_step→  trace → split → differentiate → schedule → passes → compile
-                               Program  Segments   Kernels      Schedule             Step
-    state, batch ─Step→ state', metrics          state ─checkpoint→ any mesh          hf ⇄ params
+    mesh = fs.make_mesh(shard=-1)                          # ranks on named axes; -1: all there are
+    apply, params = fs.make_functional(model)              # apply(params, *args), {path: tensor}
+    specs = fs.presets.full_shard(params, mesh)            # or match_specs(params, [(glob, LayoutSpec), ...])
+    step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=fs.optim.adamw(3e-4))
+    state = step.init(model, seed=0)                       # loss_fn(params, *batch) -> loss
+    state, metrics = step(state, *batch)
 
-The map; a folder imports only from those above it (`tests/test_house.py` holds it):
-
-    front        errors, tree (pytrees), mesh (ranks on named axes, joining and leaving them)
-    layout/      partition (P, blocks), spec (LayoutSpec), rules (match_specs), resolved (specs by path),
-                 presets, tensor, units, codecs
-    losses/      Mean, Whole, losses of language models    optim/  contract, optimizers, schedules, scaling
-    compiler/    ir (Program, guard), deferred (modules without memory), `functional` (make_functional),
-                 frontend (fn to Program), rewrites (of a Program's graph), place (over tensor and context
-                 axes), kernels (split, remat, differentiate, Inductor), schedule (instructions, build,
-                 passes, verify), lower (the list)
-    runtime/     collectives (gloo, NCCL, shared memory, simulated), packing, tiers, files; executor: a loop
-                 over a schedule's instructions
-    analysis/    memory (the ledger: a dry run of the instructions' own bindings), cost, timeline, traffic,
-                 flops, hardware: before a step runs
-    step/        shard_step, Step (`fnshard/step/__init__.py` follows a call to the wire); plan (of specs and
-                 options), cache and programs (by batch, and by what `fn` reads: the guard), runner, lowered
-                 (stages, compiled); buckets (of lengths), state, shards, agreement, fit
-    checkpoint/  save, restore, reshard, replicas    hf/  Hugging Face's format    adapters/  LoRA, PEFT
-    debug/       check, bisect, nan_hunt, check_stale, profile    plot/  pictures
-    launcher/    ranks of one machine, their restarts, post-mortems
-
-A change to what a step does is a pass over its schedule (`compiler.schedule.passes`, listed in
-`compiler.lower`), a new kind of line a class of `compiler.schedule.instructions`; a new way to store leaves
-a function in `layout.presets`; a new optimizer an `optim.Optimizer` (needs={"gather"} if it sees whole
-matrices); a new storage format a codec; a rewrite of the traced graph a function of `compiler.rewrites`,
-named in `rewrite` of `compiler.frontend.trace`; an operator's rule over tensor and context axes one of
-`compiler.place`: none of them touches the rest. `tests/test_extending.py` adds one of each from outside.
-Objectives of fine-tuning are outside of the library (`experiments.finetune.objectives`). One schedule serves
-all ranks (verify, agreement and transports rest on it): that is what a pipeline axis has to change.
+Before it runs, `step.lower(params, *batch)` has its schedule (`as_text`), memory, traffic and time. Several
+ranks: `fs.launch(main, ranks=2)`, or `torchrun`. README.md is the way in, `dir(fs)` all there is.
 """
+
+# The map; a folder imports only from those above it (`tests/test_house.py` holds it):
+#
+#   front        errors, tree (pytrees), mesh (ranks on named axes, joining and leaving them)
+#   layout/      partition (P, blocks), spec (LayoutSpec), rules (match_specs), resolved (specs by path),
+#                presets, tensor, units, codecs
+#   losses/      Mean, Whole, losses of language models    optim/  contract, optimizers, schedules, scaling
+#   compiler/    ir (Program, guard), deferred (modules without memory), `functional` (make_functional),
+#                frontend (fn to Program), rewrites (of a Program's graph), place (over tensor and context
+#                axes), kernels (split, remat, differentiate, Inductor), schedule (instructions, build,
+#                passes, verify), lower (the list)
+#   runtime/     collectives (gloo, NCCL, shared memory, simulated), packing, tiers, files; executor: a loop
+#                over a schedule's instructions
+#   analysis/    memory (the ledger: a dry run of the instructions' own bindings), cost, timeline, traffic,
+#                flops, hardware: before a step runs
+#   step/        shard_step, Step (`fnshard/step/__init__.py` follows a call to the wire); plan (of specs and
+#                options), cache and programs (by batch, and by what `fn` reads: the guard), runner, lowered
+#                (stages, compiled); buckets (of lengths), state, shards, agreement, fit
+#   checkpoint/  save, restore, reshard, replicas    hf/  Hugging Face's format    adapters/  LoRA, PEFT
+#   debug/       check, bisect, nan_hunt, check_stale, profile    plot/  pictures
+#   launcher/    ranks of one machine, their restarts, post-mortems
+#
+# A change to what a step does is a pass over its schedule (`compiler.schedule.passes`, listed in
+# `compiler.lower`), a new kind of line a class of `compiler.schedule.instructions`; a new way to store leaves
+# a function in `layout.presets`; a new optimizer an `optim.Optimizer` (needs={"gather"} if it sees whole
+# matrices); a new storage format a codec; a rewrite of the traced graph a function of `compiler.rewrites`,
+# named in `rewrite` of `compiler.frontend.trace`; an operator's rule over tensor and context axes one of
+# `compiler.place`: none of them touches the rest. `tests/test_extending.py` adds one of each from outside.
+# Objectives of fine-tuning are outside (`experiments.finetune.objectives`). One schedule serves all ranks
+# (verify, agreement and transports rest on it): that is what a pipeline axis has to change.
 
 from fnshard import adapters, checkpoint, debug, errors, hf, losses, optim, plot, tree
 from fnshard.adapters.lora import lora
@@ -91,7 +96,6 @@ __all__ = [
     "unshard",
 ]  # fmt: skip
 
-
-def __dir__() -> list[str]:
-    """The public names: what a REPL completes."""
-    return sorted([*__all__, "__version__"])
+for _module in [m for m in map(globals().get, __all__) if type(m) is type(tree)]:
+    _module.__dir__ = _module.__all__.copy  # what a REPL completes: the public names alone
+__dir__ = [*__all__, "__version__"].copy

@@ -137,13 +137,11 @@ def check_config(values: Mapping[str, Any], model: nn.Module | None, shapes: Map
             saved = built.state_dict(keep_vars=True)
             made = {p: list(v.shape) for p, v in make_functional(built)[1].items() if p in saved}
     elif kind in FAMILIES and own is None:
-        blocks = {found[1] for p in here if (found := re.search(r"\b(?:layers?|h)\.(\d+)\.", p))}
-        layers = values.get("num_hidden_layers", values.get("n_layer"))
-        made = {
-            p: [values.get("vocab_size", s[0]), *s[1:]] for p, s in here.items() if p.endswith(_EMBEDDINGS)
-        }
-        here = {p: here[p] for p in made} | {"blocks": [len(blocks)]}
-        made["blocks"] = here["blocks"] if layers is None else [layers]
+        blocks = len({found[1] for p in here if (found := re.search(r"\b(?:layers?|h)\.(\d+)\.", p))})
+        layers = values.get("num_hidden_layers", values.get("n_layer", blocks))
+        tables = {p: s for p, s in here.items() if p.endswith(_EMBEDDINGS)}
+        here = tables | {"blocks": [blocks]}
+        made = {p: [values.get("vocab_size", s[0]), *s[1:]] for p, s in tables.items()} | {"blocks": [layers]}
     wrong = [f"{p!r}: {here.get(p, 'no such leaf')}, and {made.get(p, 'none')} by config.json"
              for p in {**here, **made} if made and here.get(p) != made.get(p)]  # fmt: skip
     if own is not None and kind not in (None, getattr(own, "model_type", kind)):
@@ -151,7 +149,7 @@ def check_config(values: Mapping[str, Any], model: nn.Module | None, shapes: Map
     if wrong:
         raise StateError(
             f"the configuration does not fit {leaves(len(wrong))}:",
-            wrong[:12] + ["..."] * (len(wrong) > 12),
+            wrong[:12],
             "config=model.config, with the sizes that the module has now.",
         )
 
