@@ -21,12 +21,7 @@ from typing import Annotated, Any
 from fnshard.runtime.files import tensorfile
 from fnshard.runtime.files.folder import DATA, flush_directory
 from fnshard.runtime.files.json_reader import Count, reader
-from fnshard.runtime.files.tensorfile import (
-    STATE_DTYPES,
-    Corrupt,
-    open_regular,
-    read_exactly,
-)
+from fnshard.runtime.files.tensorfile import STATE_DTYPES, Corrupt, open_regular, read_exactly
 
 NAME, SEAL = "manifest.json", "manifest.json.sha256"
 FORMAT = "fnshard checkpoint 3"

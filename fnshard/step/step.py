@@ -43,14 +43,7 @@ from fnshard.step.options import Backend, Options, UpdateMode, default_depth
 from fnshard.step.plan import FLAGS, loss_scale_of
 from fnshard.step.programs import name_of
 from fnshard.step.runner import Bound, Runner, default_mesh
-from fnshard.step.shards import (
-    blank_params,
-    blank_slots,
-    check_blocks,
-    check_seed,
-    init_params,
-    narrowed,
-)
+from fnshard.step.shards import blank_params, blank_slots, check_blocks, check_seed, init_params, narrowed
 from fnshard.step.state import Metrics, TrainState, check_state, checked_rng
 
 __all__ = ["Step", "shard_step"]

@@ -18,15 +18,7 @@ from fnshard import Hardware
 from fnshard.analysis.cost import HardwarePricer
 from fnshard.analysis.hardware import COLLECTIVES, Curve, Link
 from fnshard.analysis.timeline import Timeline
-from fnshard.compiler.schedule.instructions import (
-    COMMUNICATION,
-    COMPUTE,
-    TRANSFER,
-    Run,
-    ToHost,
-    Update,
-    Wait,
-)
+from fnshard.compiler.schedule.instructions import COMMUNICATION, COMPUTE, TRANSFER, Run, ToHost, Update, Wait
 from fnshard.step.lowered import Lowered
 
 H100 = Hardware.named("h100")

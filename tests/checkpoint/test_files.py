@@ -37,14 +37,7 @@ from fnshard.layout.partition import Fused, block_shape
 from fnshard.mesh import simulated_rank
 from fnshard.runtime.files import tensorfile
 from fnshard.runtime.files.json_reader import Count, JsonError, from_json
-from fnshard.runtime.files.tensorfile import (
-    DTYPES,
-    Corrupt,
-    TensorToWrite,
-    open_regular,
-    read_checked,
-    write,
-)
+from fnshard.runtime.files.tensorfile import DTYPES, Corrupt, TensorToWrite, open_regular, read_checked, write
 
 FIELDS: dict[str, Any] = {
     "step": 0, "seed": 0, "mesh": {"axes": {"shard": 1}, "data_axes": ["shard"]}, "data": (), "specs": {},

@@ -19,13 +19,7 @@ from torch import Tensor
 import fnshard as fs
 from fnshard.compiler.ir.program import Outputs, Program, replay
 from fnshard.compiler.place.place import Axis, place
-from fnshard.compiler.place.placement import (
-    Split,
-    divides,
-    fits,
-    local_shape,
-    through_view,
-)
+from fnshard.compiler.place.placement import Split, divides, fits, local_shape, through_view
 
 f64 = torch.float64
 MODEST = hypothesis.settings(

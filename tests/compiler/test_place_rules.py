@@ -23,13 +23,7 @@ from fnshard.compiler.ir.program import Input, Outputs, Program, propagate
 from fnshard.compiler.kernels import block_attention
 from fnshard.compiler.place.expand import EXPANSIONS
 from fnshard.compiler.place.place import Axis, place
-from fnshard.compiler.place.placement import (
-    PARTIAL,
-    REPLICATED,
-    Placement,
-    Split,
-    fits,
-)
+from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Placement, Split, fits
 from fnshard.compiler.place.rules import rule_of
 from fnshard.compiler.place.strategies import RULES, Call, OpStrategy
 

@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
-from torch.utils.checkpoint import (
-    checkpoint,
-)
+from torch.utils.checkpoint import checkpoint
 from toys import ROWS, WIDTH, run_chain
 from traced import checks_of, programs, refused
 

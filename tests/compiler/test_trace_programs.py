@@ -9,14 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from toys import (
-    chain,
-    our_grads,
-    plain_grads,
-    rows,
-    run_chain,
-    step_of,
-)
+from toys import chain, our_grads, plain_grads, rows, run_chain, step_of
 from traced import checks_of, programs, refused
 
 import fnshard as fs

@@ -11,15 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad, functional
 from torch.autograd import grad as autograd_grad
-from torch.func import (
-    functional_call,
-    grad,
-    hessian,
-    jvp,
-    linearize,
-    vjp,
-    vmap,
-)
+from torch.func import functional_call, grad, hessian, jvp, linearize, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 from toys import lower, our_grads, plain_grads
 from zoo import WIDTH, Fn, Params, batches, check, check_compiled, named, net, params, step_on, table

@@ -31,13 +31,7 @@ from experiments.configs.train import ConfigError
 from experiments.training import loop
 from experiments.training.metrics_file import METRICS
 from experiments.training.result import read_result
-from experiments.training.resume import (
-    CHECKPOINTS,
-    RunFolder,
-    claimed,
-    memory_name,
-    source_of,
-)
+from experiments.training.resume import CHECKPOINTS, RunFolder, claimed, memory_name, source_of
 from fnshard.errors import CheckpointError
 from fnshard.launcher.rank import Stop
 from fnshard.mesh.process_group import ATTEMPT

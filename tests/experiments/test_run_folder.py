@@ -11,10 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import (
-    config_of,
-    leave_checkpoint,
-)
+from runs import config_of, leave_checkpoint
 
 from experiments.configs.train import ConfigError
 from experiments.training.metrics_file import METRICS

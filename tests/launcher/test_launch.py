@@ -15,17 +15,7 @@ import threading
 import time
 
 import pytest
-from launched import (
-    HEADER,
-    environment,
-    is_alive,
-    lines_of,
-    program_of,
-    ranks_of,
-    run,
-    started,
-    wait_for,
-)
+from launched import HEADER, environment, is_alive, lines_of, program_of, ranks_of, run, started, wait_for
 
 from fnshard.errors import CollectiveError, SpecError
 from fnshard.launcher import local as launcher

@@ -9,13 +9,7 @@ from pathlib import Path
 
 import pytest
 from commands import OUTPUT
-from launched import (
-    is_alive,
-    program_of,
-    run,
-    started,
-    wait_for,
-)
+from launched import is_alive, program_of, run, started, wait_for
 
 from fnshard.launcher.local import LaunchError
 from fnshard.launcher.post_mortem import PostMortem

@@ -13,13 +13,7 @@ from toys import chain, lower, rows, run_chain, step_of
 
 import fnshard as fs
 from fnshard import LayoutSpec, P
-from fnshard.compiler.schedule.instructions import (
-    ReduceScalars,
-    ReduceScatter,
-    Run,
-    Update,
-    Wait,
-)
+from fnshard.compiler.schedule.instructions import ReduceScalars, ReduceScatter, Run, Update, Wait
 
 X, T = torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64)
 

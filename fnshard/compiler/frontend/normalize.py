@@ -20,13 +20,7 @@ from torch import Tensor, fx
 from fnshard.compiler.frontend.random import ops
 from fnshard.compiler.ir.custom_gradient import CustomGradient
 from fnshard.compiler.ir.failures import COMMUNICATES, ONE_DEVICE, higher_order, refused_at
-from fnshard.compiler.ir.program import (
-    OpOverload,
-    describe,
-    eliminate_dead_code,
-    mutated_args,
-    storage_id,
-)
+from fnshard.compiler.ir.program import OpOverload, describe, eliminate_dead_code, mutated_args, storage_id
 from fnshard.errors import TraceError, report
 
 aten = torch.ops.aten

@@ -25,15 +25,7 @@ from fnshard.compiler.ir.program import Input, OpOverload, Program, eliminate_de
 from fnshard.compiler.place.check import Record
 from fnshard.compiler.place.conversions import Conversions
 from fnshard.compiler.place.expand import expanded, without_writes
-from fnshard.compiler.place.placement import (
-    PARTIAL,
-    REPLICATED,
-    Partial,
-    Placement,
-    Split,
-    fits,
-    local_shape,
-)
+from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Partial, Placement, Split, fits, local_shape
 from fnshard.compiler.place.rules import rule_of
 from fnshard.compiler.place.strategies import (
     Axis,

@@ -11,15 +11,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
 from fnshard.compiler.ir.program import Input, OpOverload
-from fnshard.compiler.place.placement import (
-    PARTIAL,
-    REPLICATED,
-    Placement,
-    Split,
-    divides,
-    fits,
-    local_shape,
-)
+from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Placement, Split, divides, fits, local_shape
 
 ContextAttention = Literal["auto", "ulysses", "gather", "ring"]
 Residual = Literal["split", "whole"]

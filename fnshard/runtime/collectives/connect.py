@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh
-from fnshard.runtime.collectives.base import (
-    DEFAULT_TIMEOUT,
-    Collectives,
-    Group,
-    SingleRank,
-    Transport,
-)
+from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT, Collectives, Group, SingleRank, Transport
 from fnshard.runtime.collectives.shared_memory import connect_shared
 from fnshard.runtime.collectives.simulated import Simulated
 
