@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
+import difflib
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 __all__ = [
-    "AgreementError",
-    "BudgetError",
-    "CheckpointError",
-    "CheckpointWarning",
-    "CollectiveError",
-    "DebugError",
-    "FnshardError",
-    "LaunchError",
-    "MissingExtraError",
-    "OptimizerError",
-    "ScheduleError",
-    "SpecError",
-    "StateError",
-    "TraceError",
-]
+    "AgreementError", "BudgetError", "CheckpointError", "CheckpointWarning", "CollectiveError",
+    "DebugError", "FnshardError", "LaunchError", "MissingExtraError", "OptimizerError", "ScheduleError",
+    "SpecError", "StateError", "TraceError",
+]  # fmt: skip
 
 
 class FnshardError(Exception):
@@ -107,6 +99,44 @@ def stable_repr(value: object) -> str:
     ('<built-in function len>', '<object object>')
     """
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+
+
+Expected = Mapping[str, tuple[Callable[[Any], Any], str]]  # by name: whether a value fits, and what would
+
+
+def misfits(values: Mapping[str, Any], expected: Expected) -> list[str]:
+    """A line for each value that is not what is expected.
+
+    >>> misfits({"rank": 0, "mode": "min"}, {"rank": counts(1), "mode": one_of("min", "max")})
+    ['rank=0: a whole number, at least 1']
+    """
+    return [f"{n}={values[n]!r}: {text}" for n, (fits, text) in expected.items() if not fits(values[n])]
+
+
+def counts(least: int, what: str = "a whole number") -> tuple[Callable[[Any], bool], str]:
+    """Whole numbers from `least` on; no booleans."""
+    return lambda v: is_number(v) and isinstance(v, int) and v >= least, f"{what}, at least {least}"
+
+
+def one_of(*choices: Any) -> tuple[Callable[[Any], bool], str]:
+    """One of these."""
+    return lambda v: v in choices, f"one of {', '.join(map(repr, choices))}"
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a finite number, and no boolean."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def nearest(glob: str, names: Iterable[str]) -> str:
+    """The names that a glob may have meant, of numbered ones the first.
+
+    >>> nearest("*.wv", ["layers.0.wq", "layers.1.wq", "norm"])
+    "; nearest: 'layers.0.wq', 'norm'"
+    """
+    first = {re.sub(r"\d+", "0", name): name for name in reversed(list(names))}
+    close = difflib.get_close_matches(glob.strip("*"), first, n=3, cutoff=0)
+    return f"; nearest: {', '.join(repr(first[name]) for name in close)}" if close else ""
 
 
 def leaves(count: int) -> str:

@@ -52,6 +52,10 @@ def make_functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, Ten
     >>> apply(params, torch.zeros(1, 3)).shape
     torch.Size([1, 2])
     """
+    if not isinstance(model, nn.Module):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        fix = "a tree of tensors of one's own is a parameter tree as it is: fs.match_specs(params, rules)."
+        raise TraceError(f"make_functional takes a model, an nn.Module, not {kind}.", fix=fix)
     _check_hooks(model)
     params: dict[str, Tensor] = {}
     names: dict[str, list[str]] = {}

@@ -175,6 +175,24 @@ class TreeDef:
         return str(self.nodes)
 
 
+DENSE = (
+    "a dense tensor: x.to_dense(), and index_add in place of a sparse product; x.to_padded_tensor(0.0) of a "
+    "nested one, and its lengths; x.full_tensor() of a DTensor; x.resolve_conj() of a conjugated view; run a "
+    "lazy module once, on an example."
+)
+
+
+def unusual(value: Tensor) -> str:
+    """What a tensor is that has no strides, shape or plain numbers, "nested" say; "" of the usual ones."""
+    if isinstance(value, nn.parameter.UninitializedTensorMixin):
+        return "without a shape yet"
+    sparse = value.layout is not torch.strided and str(value.layout).removeprefix("torch.")
+    distributed = hasattr(value, "full_tensor") and "a DTensor"
+    return (
+        (value.is_nested and "nested") or (value.is_quantized and "quantized") or distributed or sparse or ""
+    )
+
+
 def is_constant(value: Any) -> bool:
     """Whether it is a plain number, string or the like, or a tuple of such."""
     if isinstance(value, slice):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fnshard import tree
-from fnshard.errors import SpecError, TraceError, leaves
+from fnshard.errors import SpecError, TraceError, counts, is_number, leaves, misfits, nearest
 from fnshard.layout.rules import check_tree
 from fnshard.layout.spec import is_buffer
 
@@ -105,17 +105,12 @@ def lora(
 
 
 def _check_numbers(rank: Any, alpha: Any, dropout: Any) -> None:
-    def number(value: Any) -> bool:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-    wrong = []
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        wrong.append(f"rank={rank!r}: a whole number from 1")
-    if not number(alpha) or alpha <= 0:
-        wrong.append(f"alpha={alpha!r}: a number above 0")
-    if not number(dropout) or not 0 <= dropout < 1:
-        wrong.append(f"dropout={dropout!r}: a share from 0, below 1")
-    if wrong:
+    expected = {
+        "rank": counts(1),
+        "alpha": (lambda v: is_number(v) and v > 0, "a number above 0"),
+        "dropout": (lambda v: is_number(v) and 0 <= v < 1, "a share from 0, below 1"),
+    }
+    if wrong := misfits({"rank": rank, "alpha": alpha, "dropout": dropout}, expected):
         raise SpecError("no such adapters:", wrong)
 
 
@@ -146,10 +141,9 @@ def matched_leaves(
         for pattern, found in hits.items():
             if any(fnmatch.fnmatchcase(n, pattern) for n in (path, path.removesuffix(".weight"))):
                 found.append(path)
-    unused = [repr(g) for g, found in hits.items() if not found]
+    unused = [f"{g!r}{nearest(g, paths)}" for g, found in hits.items() if not found]
     if unused:
-        shown = ", ".join(list(paths)[:8]) + (", ..." if len(paths) > 8 else "")
-        raise SpecError(f"{what}={globs!r} matches no leaf by:", unused, f"the leaves are: {shown}")
+        raise SpecError(f"{what}={globs!r} matches no leaf by:", unused, "globs of the leaves' paths.")
     return [p for p in paths if any(p in found for found in hits.values())]
 
 

@@ -29,28 +29,18 @@ from fnshard.checkpoint.state_leaves import (
     resolved_as_saved,
     restore_targets,
 )
-from fnshard.errors import CheckpointError, CheckpointWarning
+from fnshard.errors import CheckpointError, CheckpointWarning, nearest
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
+from fnshard.runtime.files.folder import as_path
 from fnshard.runtime.files.tensorfile import PASSING, Corrupt
 from fnshard.step.shards import blank_params
 from fnshard.step.state import TrainState
 
 __all__ = [
-    "Keep",
-    "Manifest",
-    "Replicas",
-    "Saving",
-    "all_steps",
-    "latest",
-    "manifest",
-    "restore",
-    "restore_params",
-    "save",
-    "save_async",
-    "verify",
-    "wait",
-]
+    "Keep", "Manifest", "Replicas", "Saving", "all_steps", "latest", "manifest", "restore",
+    "restore_params", "save", "save_async", "verify", "wait",
+]  # fmt: skip
 
 
 # ------------------------------------------------------------------ save
@@ -143,7 +133,7 @@ def save_async(
 
 def all_steps(root: str | Path) -> list[int]:
     """Steps of the complete checkpoints in a directory, rising."""
-    return sorted(step for step, _, _ in complete_checkpoints(Path(root)))
+    return sorted(step for step, _, _ in complete_checkpoints(as_path(root, "all_steps(root)")))
 
 
 def latest(root: str | Path) -> Path | None:
@@ -152,7 +142,7 @@ def latest(root: str | Path) -> Path | None:
     Complete means that its manifest is what was written, and that all files have their full length. Every
     byte is compared when it is restored, or by `verify`.
     """
-    return next((folder for _, folder, _ in complete_checkpoints(Path(root))), None)
+    return next((folder for _, folder, _ in complete_checkpoints(as_path(root, "latest(root)"))), None)
 
 
 def manifest(path: str | Path) -> Manifest:
@@ -161,7 +151,7 @@ def manifest(path: str | Path) -> Manifest:
     Raises:
         CheckpointError: there is none.
     """
-    found = next(complete_checkpoints(Path(path)), None)
+    found = next(complete_checkpoints(as_path(path, "manifest(path)")), None)
     if found is None:
         raise _nothing(Path(path))
     return found[2]
@@ -173,7 +163,7 @@ def verify(path: str | Path) -> Manifest:
     Raises:
         CheckpointError: names every file and leaf that is not what was written.
     """
-    folder = Path(path).absolute()
+    folder = as_path(path, "verify(path)").absolute()
     try:
         found = Manifest.read(folder)
     except (Corrupt, OSError) as error:
@@ -215,9 +205,9 @@ def restore(
     Raises:
         CheckpointError: there is none, or none that is complete, or it is of another model or optimizer.
     """
-
+    root = as_path(path, "restore(path, step)")
     on, fill = state_filler(step_or_specs, mesh, disk_dir)
-    return _newest(Path(path), fill, on, timeout)
+    return _newest(root, fill, on, timeout)
 
 
 def restore_params(
@@ -239,7 +229,7 @@ def restore_params(
     Raises:
         CheckpointError: as for `restore`; or globs that match nothing.
     """
-    globs = [only] if isinstance(only, str) else only
+    root, globs = as_path(path, "restore_params(path, step)"), [only] if isinstance(only, str) else only
     if globs is not None and not (isinstance(globs, Sequence) and all(isinstance(g, str) for g in globs)):
         raise CheckpointError(f"only={only!r}: a glob of paths, or a list of them.")
 
@@ -254,7 +244,8 @@ def restore_params(
             some = {p: s for p, s in resolved.stored.items() if any(fnmatch.fnmatchcase(p, g) for g in globs)}
             saved = {n: leaf for n, leaf in saved.items() if n.removeprefix("params/") in some}
             if not some:
-                raise CheckpointError(f"only={only!r} matches no leaf of the specs.")
+                near = "".join(nearest(g, resolved.stored) for g in globs)
+                raise CheckpointError(f"only={only!r} matches no leaf of the specs{near}.")
             specs = ResolvedSpecs.of(some)
         specs = resolved_as_saved(specs, found.leaves)
         masters = {n: leaf for n, leaf in found.leaves.items() if n.startswith("optimizer/")}
@@ -268,7 +259,7 @@ def restore_params(
         load_blocks(folder, found, targets, on, group)
         return params
 
-    return _newest(Path(path), fill, on, timeout)
+    return _newest(root, fill, on, timeout)
 
 
 def _newest(path: Path, fill: Callable[[Path, Manifest, Any], Any], mesh: Mesh, timeout: float | None) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from fnshard.checkpoint.manifest_file import NAME, SEAL, Manifest
-from fnshard.errors import CheckpointError
+from fnshard.errors import CheckpointError, counts, misfits, one_of
 from fnshard.runtime.files.folder import is_checkpoint_directory
 from fnshard.runtime.files.tensorfile import Corrupt
 
@@ -39,16 +39,10 @@ class Keep:
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        def counts(value: object, least: int) -> bool:
-            return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-        wrong = [f"last={self.last!r}: a whole number, at least 1"] * (not counts(self.last, 1))
-        wrong += [f"every={self.every!r}: at least 1"] * (
-            self.every is not None and not counts(self.every, 1)
-        )
-        wrong += [f"best={self.best!r}: at least 0"] * (not counts(self.best, 0))
-        wrong += [f"mode={self.mode!r}: 'min' or 'max'"] * (self.mode not in ("min", "max"))
-        if wrong:
+        expected = {"last": counts(1), "best": counts(0), "mode": one_of("min", "max")}
+        if self.every is not None:
+            expected["every"] = counts(1)
+        if wrong := misfits(vars(self), expected):
             raise CheckpointError("this Keep cannot be:", wrong)
 
     def kept(self, metrics: Mapping[int, Mapping[str, float]]) -> set[int]:

@@ -23,7 +23,7 @@ from fnshard.checkpoint.state_leaves import LocalLeaf, checked_param_leaves, sta
 from fnshard.errors import CheckpointError, CheckpointWarning
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
-from fnshard.runtime.files.folder import AtomicDirectory
+from fnshard.runtime.files.folder import AtomicDirectory, as_path
 from fnshard.step.runner import laid_out
 from fnshard.step.state import TrainState
 
@@ -138,16 +138,16 @@ def save_job(
         CheckpointError: a state of an unknown layout; a position, config or metrics that JSON cannot
             hold; a `keep` of a checkpoint that is not named by a number.
     """
-    _, specs, mesh = laid_out(state, specs, mesh)
+    final, (_, specs, mesh) = as_path(path, "save(path, state)").absolute(), laid_out(state, specs, mesh)
     group = group_of(mesh, timeout)
 
     def job() -> SaveJob:
         if specs is None:
-            fix = "save(path, state, specs=step.specs, mesh=mesh); states of step.init know it themselves."
-            raise CheckpointError("nobody has said how this state is laid out.", fix=fix)
+            fix = "save(path, state) of a TrainState; of a tree of blocks also specs=step.specs, mesh=mesh."
+            raise CheckpointError(f"a {type(state).__name__} does not say how it is laid out.", fix=fix)
         named, training = ResolvedSpecs.of(specs).stored, isinstance(state, TrainState)
         leaves = state_leaves(state, named, mesh) if training else checked_param_leaves(state, named, mesh)
-        directory, numbers = AtomicDirectory(Path(path).absolute()), _numbers(metrics)
+        directory, numbers = AtomicDirectory(final), _numbers(metrics)
         if keep is not None:
             _check_keep(keep, directory.final, numbers)
         axes = dict(zip(mesh.names, mesh.sizes, strict=True))

@@ -35,6 +35,7 @@ from fnshard.layout.resolved import ResolvedSpecs, compare_paths
 from fnshard.layout.spec import LayoutSpec, check_specs
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.connect import connection
+from fnshard.runtime.files.folder import as_path
 from fnshard.runtime.tiers import check_directory
 from fnshard.step.runner import default_mesh, laid_out
 from fnshard.step.shards import check_blocks
@@ -85,7 +86,7 @@ def load(
     >>> load(folder, specs, make_mesh(shard=2, abstract=True))["w"]
     tensor([0., 1., 2.])
     """
-    mesh, path = mesh or default_mesh(), Path(path)
+    mesh, path = mesh or default_mesh(), as_path(path, "load(path, specs)")
     globs = [ignore] if isinstance(ignore, str) else list(ignore)
 
     def read() -> Any:
@@ -143,7 +144,7 @@ def save(
         AgreementError: ranks called it with different arguments.
     """
     blocks, specs, mesh = _laid_out(params, specs, mesh)
-    final = Path(path).absolute()
+    final = as_path(path, "save(params, path)").absolute()
 
     def planned() -> tuple[list[LeafToWrite], AbstractContextManager[Put]]:
         source = _config(config, model)

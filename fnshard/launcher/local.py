@@ -88,9 +88,10 @@ def launch(
             function that other processes cannot import; a command that is a string; no ranks.
         KeyboardInterrupt, SystemExit: a signal ended this process; the ranks were ended first.
     """
-    if isinstance(program, str | Path) or ranks < 1 or (args and not callable(program)):
+    words = isinstance(program, list | tuple) and not args
+    if not (callable(program) or words) or not isinstance(ranks, int) or ranks < 1:
         raise LaunchError(
-            f"fs.launch({program!r}, ranks={ranks}): a function, or a list of words without args=, on at "
+            f"fs.launch({program!r}, ranks={ranks!r}): a function, or a list of words without args=, on at "
             "least one rank.",
             fix='fs.launch([sys.executable, "train.py"], ranks=2).',
         )

@@ -13,23 +13,15 @@ from torch import Tensor
 from fnshard import tree
 from fnshard.errors import SpecError, leaves, report
 from fnshard.layout.partition import P, block_shape
-from fnshard.layout.rules import Rule, check_tree, match_specs
+from fnshard.layout.rules import Rule, check_params, match_specs
 from fnshard.layout.spec import LayoutSpec, is_buffer
 from fnshard.layout.tensor import tensor_layouts
-from fnshard.mesh import Mesh
+from fnshard.mesh import Mesh, check_mesh
 
 __all__ = [
-    "PRESETS",
-    "best_split",
-    "full_shard",
-    "hybrid_shard",
-    "no_shard",
-    "register",
-    "shard_grad_op",
-    "zero1",
-    "zero2",
-    "zero3",
-]
+    "PRESETS", "best_split", "full_shard", "hybrid_shard", "no_shard", "register", "shard_grad_op",
+    "zero1", "zero2", "zero3",
+]  # fmt: skip
 
 Layouts = Callable[[P], dict[str, Any]]
 
@@ -45,7 +37,8 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
         **policy: Any,
     ) -> Any:
         named, _ = tree.flatten_with_paths(params)
-        check_tree(named)
+        check_mesh(mesh)
+        check_params(named)
         own: list[Rule] = []
         free = {p: v for p, v in named.items() if not any(fnmatch.fnmatchcase(p, glob) for glob, _ in rules)}
         coded = bool(policy.get("codec"))

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fnshard import tree
-from fnshard.errors import SpecError, leaves
+from fnshard.errors import SpecError, leaves, nearest
 from fnshard.layout.spec import LayoutSpec, from_plain, is_buffer, is_spec
 from fnshard.layout.units import numeric
 
@@ -46,8 +46,7 @@ def match_specs(
     (P('shard'), (4, 2))
     """
     named, structure = tree.flatten_with_paths(params)
-    check_tree(named)
-    _tensors_only(named)
+    check_params(named)
     rules = _checked(rules)
     unit_of = _units(units or numeric, params, named)
     tied = tied_names(named)
@@ -69,11 +68,10 @@ def match_specs(
             'add a rule for them; a last rule ("*", LayoutSpec(P())) replicates the rest.',
         )
     if unused:
-        shown = ", ".join(list(named)[:8]) + (", ..." if len(named) > 8 else "")
         raise SpecError(
             f"{len(unused)} rule(s) match no leaf (or only leaves an earlier rule took):",
             unused,
-            f"put the narrower rule first, mend or delete it; the leaves are: {shown}",
+            "put the narrower rule first, mend or delete it.",
         )
     return tree.unflatten(specs, structure)
 
@@ -97,18 +95,20 @@ def _units(policy: Any, params: Any, named: Mapping[str, Tensor]) -> Mapping[str
 
 
 def check_tree(named: Mapping[str, Any]) -> None:
-    """Raise for what is often passed instead of a parameter tree: a module, or `model.parameters()`.
+    """Raise for what is often passed for a parameter tree: a module, `model.parameters()`, a state.
 
     Raises:
         SpecError: says what makes a tree of it.
     """
-    wrong = next((v for v in named.values() if isinstance(v, nn.Module | Iterator)), None)
+    alone = None if "value" not in named or isinstance(named["value"], Tensor) else named["value"]
+    wrong = next((v for v in named.values() if isinstance(v, nn.Module | Iterator)), alone)
     if wrong is not None:
-        what = f"the module {type(wrong).__name__}" if isinstance(wrong, nn.Module) else "an iterator"
+        article = "the module" if isinstance(wrong, nn.Module) else "a"
+        kind = "an iterator" if isinstance(wrong, Iterator) else f"{article} {type(wrong).__name__}"
         raise SpecError(
-            f"the parameters are a tree of tensors, not {what}.",
+            f"the parameters are a tree of tensors, not {kind}.",
             fix="apply, params = fs.make_functional(model): params is {path: tensor}, and "
-            "apply(params, *inputs) the module's forward.",
+            "apply(params, *inputs) the module's forward; of a TrainState, state.params.",
         )
 
 
@@ -169,8 +169,9 @@ def _unused(index: int, rules: Sequence[Rule], named: Mapping[str, Any], tied: M
         earlier = next(g for g, _ in rules if fnmatch.fnmatchcase(path, g))
         return f"rule {glob!r}: rule {earlier!r} before it takes {path!r}"
     other = next((o for o in tied if fnmatch.fnmatchcase(o, glob)), None)
-    stored = f": {other!r} is tied and stored as {tied[other]!r}" if other else " matches no leaf"
-    return f"rule {glob!r}{stored}"
+    if other is not None:
+        return f"rule {glob!r}: {other!r} is tied and stored as {tied[other]!r}"
+    return f"rule {glob!r} matches no leaf{nearest(glob, named)}"
 
 
 def _apply_rule(spec: LayoutSpec, leaf: Tensor) -> LayoutSpec:
@@ -180,7 +181,13 @@ def _apply_rule(spec: LayoutSpec, leaf: Tensor) -> LayoutSpec:
     return LayoutSpec(unit=spec.unit, trainable=False, reshard=spec.reshard, aggregation=spec.aggregation)
 
 
-def _tensors_only(named: Mapping[str, Any]) -> None:
+def check_params(named: Mapping[str, Any]) -> None:
+    """Refuse what no layout is for.
+
+    Raises:
+        SpecError: names leaves that are no tensors, or such as have no plain numbers (`tree.unusual`).
+    """
+    check_tree(named)
     if not named:
         raise SpecError("the parameter tree has no leaves.", fix="pass a tree of tensors, as a dict.")
     wrong = {p: v for p, v in named.items() if not isinstance(v, Tensor)}
@@ -191,3 +198,5 @@ def _tensors_only(named: Mapping[str, Any]) -> None:
             f"{tree.how_to_register(wrong.values())}keep tensors, plain constants and functions "
             "in the tree; close over the rest.",
         )
+    if odd := [f"params[{p!r}] is {kind}" for p, v in named.items() if (kind := tree.unusual(v))]:
+        raise SpecError(f"{leaves(len(odd))} that no layout is for:", odd, tree.DENSE)

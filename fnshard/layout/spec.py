@@ -27,7 +27,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fnshard.errors import SpecError, leaves
+from fnshard.errors import SpecError, leaves, misfits, one_of
 from fnshard.layout.partition import P, block_shape, every_rank_has_some
 from fnshard.mesh import COMPUTE_AXES, Mesh
 
@@ -102,19 +102,9 @@ class LayoutSpec:
             object.__setattr__(self, name, _partition(name, getattr(self, name)))
         for name in DTYPE_FIELDS:
             object.__setattr__(self, name, _dtype(name, getattr(self, name)))
-        for name, kind in (("trainable", bool), ("reshard", bool), ("buffers", bool), ("unit", str)):
-            value = getattr(self, name)
-            optional = name in ("trainable", "unit") and value is None
-            if not optional and (not isinstance(value, kind) or value == ""):
-                raise SpecError(f"LayoutSpec({name}={value!r}): expected a {kind.__name__}.")
-        for name, tier in (("memory", self.memory), ("optimizer_memory", self.optimizer_memory)):
-            if tier not in get_args(Memory):
-                raise SpecError(f"LayoutSpec({name}={tier!r}): one of 'device', 'host', 'disk'.")
-        if self.aggregation not in (None, *get_args(Aggregation)):
-            choices = ", ".join(map(repr, get_args(Aggregation)))
-            raise SpecError(f"LayoutSpec(aggregation={self.aggregation!r}): one of {choices}, or None.")
-        if self.update_on not in (None, "host", "device"):
-            raise SpecError(f"LayoutSpec(update_on={self.update_on!r}): 'host', 'device' or None.")
+        if wrong := misfits(vars(self), _EXPECTED):
+            value, _, expected = wrong[0].rpartition(": ")
+            raise SpecError(f"LayoutSpec({value}): {expected}.")
         if self.update_on == "host" and self.optimizer_memory == "device":
             raise SpecError(
                 "LayoutSpec(update_on='host', optimizer_memory='device'): the host has no state.",
@@ -188,6 +178,16 @@ class LayoutSpec:
         return replace(self, shape=shape, **rest)
 
 
+_EXPECTED = {
+    "trainable": one_of(None, True, False),
+    "reshard": one_of(True, False),
+    "buffers": one_of(True, False),
+    "unit": (lambda v: v is None or (isinstance(v, str) and v), "a name"),
+    "memory": one_of(*get_args(Memory)),
+    "optimizer_memory": one_of(*get_args(Memory)),
+    "aggregation": one_of(*get_args(Aggregation), None),
+    "update_on": one_of("host", "device", None),
+}
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 

@@ -13,16 +13,9 @@ from torch import Tensor
 from fnshard.losses.linear import token_parts
 
 __all__ = [
-    "IGNORE",
-    "Mean",
-    "Sequence",
-    "Whole",
-    "dpo",
-    "linear_cross_entropy",
-    "linear_token_losses",
-    "next_token",
-    "sequence_logprobs",
-]
+    "IGNORE", "Mean", "Sequence", "Whole", "dpo", "linear_cross_entropy", "linear_token_losses",
+    "next_token", "sequence_logprobs",
+]  # fmt: skip
 
 IGNORE = -100  # the target of a token that is not counted
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -151,11 +152,12 @@ def make_mesh(
     names = tuple(axes)
     if abstract and simulated:
         raise SpecError("a mesh is abstract (no ranks) or simulated (ranks are threads), not both.")
-    device_type = _default_device(simulated) if device is None else _device_type(device)
+    device_type = _default_device(simulated) if device is None else _device_type(device, abstract)
     world = None if abstract or simulated else dist.get_world_size() if _started() else world_size()
     sizes = _sizes(axes, world)
     usual = tuple(n for n in names if n not in COMPUTE_AXES)
-    chosen = (data_axes,) if isinstance(data_axes, str) else usual if data_axes is None else tuple(data_axes)
+    chosen = usual if data_axes is None else data_axes
+    chosen = tuple(chosen) if isinstance(chosen, list | tuple) else (chosen,)
     unknown = [a for a in chosen if a not in names]
     if unknown:
         raise SpecError(
@@ -180,7 +182,7 @@ def _started() -> bool:
 def _sizes(axes: Mapping[str, int], world: int | None) -> tuple[int, ...]:
     bad = [f"{n}={s}" for n, s in axes.items() if type(s) is not int or (s < 1 and s != -1)]
     free = [n for n, s in axes.items() if s == -1]
-    shown = ", ".join(f"{n}={s}" for n, s in axes.items())
+    shown = ", ".join(f"{n}={s!r}" for n, s in axes.items())
     if bad or len(free) > 1 or (free and world is None):
         raise SpecError(
             f"mesh ({shown}) has a size that is not a positive integer.",
@@ -189,21 +191,39 @@ def _sizes(axes: Mapping[str, int], world: int | None) -> tuple[int, ...]:
     fixed = math.prod(s for s in axes.values() if s != -1)
     sizes = tuple(s if s != -1 else (world or 1) // fixed for s in axes.values())
     if world is not None and math.prod(sizes) != world:
+        ranks = math.prod(sizes)
         raise SpecError(
-            f"mesh ({shown}) needs {math.prod(sizes)} ranks; this world has {world}.",
-            fix="start as many ranks (torchrun --nproc-per-node), change a size, or lower with "
-            "make_mesh(..., abstract=True).",
+            f"mesh ({shown}) needs {ranks} ranks; this world has {world}.",
+            fix=f"start them, fs.launch(main, ranks={ranks}) or torchrun --nproc-per-node={ranks}; or change "
+            "a size. make_mesh(..., simulated=True) tries it in one process, abstract=True lowers only.",
         )
     return sizes
 
 
-def _device_type(device: str) -> str:
+def _device_type(device: str, abstract: bool) -> str:
     try:
-        return torch.device(device).type
+        found = torch.device(device).type
     except (RuntimeError, TypeError) as error:
         raise SpecError(
             f"device={device!r} is no kind of device.", fix='"cpu", "cuda" or another torch knows.'
         ) from error
+    there = {"cpu", getattr(torch.accelerator.current_accelerator(check_available=True), "type", "cpu")}
+    if found not in there and not abstract:
+        raise SpecError(
+            f"device={device!r}: torch {torch.__version__} finds none on this machine.",
+            fix=f"leave it out for {' or '.join(sorted(there))}; abstract=True lowers for others.",
+        )
+    return found
+
+
+def check_mesh(mesh: Any) -> None:
+    """Refuse what is no mesh.
+
+    Raises:
+        SpecError: says what makes one.
+    """
+    if not isinstance(mesh, Mesh):
+        raise SpecError(f"mesh={reprlib.repr(mesh)} is no mesh: make one with fs.make_mesh(shard=8).")
 
 
 def _default_device(simulated: bool) -> str:

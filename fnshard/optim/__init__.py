@@ -13,14 +13,6 @@ from fnshard.optim.optimizers import (
 )
 
 __all__ = [
-    "OPTIMIZERS",
-    "Optimizer",
-    "StepInfo",
-    "adamw",
-    "chain",
-    "clip_by_global_norm",
-    "ema",
-    "ema_params",
-    "register",
-    "sgd",
-]
+    "OPTIMIZERS", "Optimizer", "StepInfo", "adamw", "chain", "clip_by_global_norm", "ema", "ema_params",
+    "register", "sgd",
+]  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fnshard.errors import SpecError, StateError
+from fnshard.errors import SpecError, StateError, is_number
 
 State = Mapping[str, Tensor]
 
@@ -50,8 +50,7 @@ class LossScale:
                     fix="pass optimizer=, or a number as loss_scale.",
                 )
             return LossScale(2.0**16, dynamic=True)
-        number = isinstance(given, int | float) and not isinstance(given, bool)
-        if not number or not 0 < given < math.inf:
+        if not is_number(given) or given <= 0:
             raise SpecError(f"loss_scale={given!r}: a positive finite number, 'dynamic', or None.")
         return LossScale(float(given))
 

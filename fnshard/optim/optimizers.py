@@ -13,20 +13,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from fnshard.errors import OptimizerError, leaves
+from fnshard.errors import OptimizerError, is_number, leaves
 from fnshard.optim.contract import Optimizer, Slots, StepInfo, Tensors
 from fnshard.optim.schedules import ByPath, PathRules, Rate, RateSchedule, as_schedule, call_text, rate_first
 
 __all__ = [
-    "OPTIMIZERS",
-    "adamw",
-    "chain",
-    "clip_by_global_norm",
-    "ema",
-    "ema_params",
-    "register",
-    "sgd",
-]
+    "OPTIMIZERS", "adamw", "chain", "clip_by_global_norm", "ema", "ema_params", "register", "sgd",
+]  # fmt: skip
 
 # ------------------------------------------------------------------ optimizers
 
@@ -167,7 +160,7 @@ def clip_by_global_norm(max_norm: float) -> Optimizer:
     Needs "global_norm"; goes before the optimizer in a `chain`. Metric `grad_norm`: before clipping.
     """
     name = call_text("clip_by_global_norm", max_norm=max_norm)
-    if not _number(max_norm) or not max_norm > 0:
+    if not is_number(max_norm) or not max_norm > 0:
         raise OptimizerError(f"{name}: the norm must be a number above 0.")
 
     def factor(info: StepInfo) -> Tensor:
@@ -373,7 +366,9 @@ def _kernel_rate(rate: RateSchedule, scale: float, info: StepInfo) -> float:
 
 
 def _within(name: str, **values: float) -> None:
-    wrong = [f"{key}={value!r}" for key, value in values.items() if not _number(value) or not 0 <= value < 1]
+    wrong = [
+        f"{key}={value!r}" for key, value in values.items() if not is_number(value) or not 0 <= value < 1
+    ]
     if wrong:
         raise OptimizerError(f"{name}: {', '.join(wrong)} must be at least 0 and below 1.")
 
@@ -385,7 +380,3 @@ def _pair(betas: object, b1: float, b2: float) -> tuple[float, float]:
     if (b1, b2) != (0.9, 0.999):
         raise OptimizerError(f"adamw: betas={betas!r} and b1={b1!r}, b2={b2!r}: give one or the other.")
     return tuple(betas)
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -13,16 +13,11 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from fnshard.errors import OptimizerError, leaves, stable_repr
+from fnshard.errors import OptimizerError, leaves, nearest, stable_repr
 
 __all__ = [
-    "SCHEDULES",
-    "constant",
-    "linear",
-    "register",
-    "warmup_cosine",
-    "wsd",
-]
+    "SCHEDULES", "constant", "linear", "register", "warmup_cosine", "wsd",
+]  # fmt: skip
 
 Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made")
@@ -244,13 +239,12 @@ class PathRules:
                 'add a last rule ("*", value) for the rest.',
             )
         used = {index for index, _ in found.values()}
-        idle = [f"{rule!r}" for index, rule in enumerate(self.rules) if index not in used]
+        idle = [f"{r!r}{nearest(r[0], paths)}" for index, r in enumerate(self.rules) if index not in used]
         if idle:
-            shown = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
             raise OptimizerError(
                 f"rules of {self.name} that match no leaf, or only leaves an earlier rule took:",
                 idle,
-                f"mend or delete them, narrow globs first; the leaves are: {shown}",
+                "mend or delete them, narrow globs first.",
             )
 
     def _find(self, path: str) -> tuple[int, float | None]:

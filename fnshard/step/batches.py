@@ -47,7 +47,7 @@ def split_batch(batch: Batch, parts: int, what: str = "micro-batches") -> Iterat
 def batch_tensors(batch: Batch, names: Sequence[str]) -> tuple[dict[str, Tensor], set[str]]:
     """Tensors of a batch by name, and which of them are the same for all micro-batches (`Whole`)."""
     leaves = Arguments.of(batch).leaves[0]
-    tensors = {n: unwrapped(leaves[n]).detach() for n in names}
+    tensors = {n: unwrapped(leaves[n]).detach().resolve_conj().resolve_neg() for n in names}
     return tensors, {n for n in names if isinstance(leaves[n], Whole)}
 
 
@@ -122,10 +122,16 @@ def check_leaves(batch: Batch, *, values: bool = False) -> None:
         for n, v in named.items()
         if isinstance(v, losses.Sequence) and not v.fits
     ]
+    tensors = {n: v for n, v in inner.items() if isinstance(v, Tensor)}
+    odd = [f"batch[{n!r}] is {kind}" for n, v in tensors.items() if (kind := tree.unusual(v))]
+    if odd:
+        raise StateError(
+            f"{len(odd)} batch leaves that a step cannot cut and differentiate:", odd, tree.DENSE
+        )
     wrong += [
         f"batch[{n!r}] {list(v.shape)} is on the meta device, and holds no values to run with"
-        for n, v in inner.items()
-        if values and isinstance(v, Tensor) and v.is_meta
+        for n, v in tensors.items()
+        if values and v.is_meta
     ]
     if wrong:
         raise StateError(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fnshard import losses, tree
 from fnshard.compiler.ir.arguments import Arguments, sequence_dims
-from fnshard.errors import SpecError, StateError
+from fnshard.errors import SpecError, StateError, counts, misfits
 from fnshard.losses import unwrapped
 
 __all__ = ["Buckets"]
@@ -53,9 +53,7 @@ class Buckets:
     parameters: tuple[str, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        wrong = []
-        if not isinstance(self.multiple, int) or isinstance(self.multiple, bool) or self.multiple < 1:
-            wrong.append(f"multiple={self.multiple!r}: a whole number, at least 1")
+        wrong = misfits(vars(self), {"multiple": counts(1)})
         if not isinstance(self.pad, Mapping):
             wrong.append(f"pad={self.pad!r}: a dict from globs of batch leaves to numbers")
         else:

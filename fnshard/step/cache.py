@@ -19,10 +19,10 @@ from fnshard.compiler.kernels.inductor import warm_up
 from fnshard.compiler.kernels.symbolic import SharedKernels
 from fnshard.compiler.lower import Front, lower, trace_and_split
 from fnshard.compiler.schedule.build import Plan
-from fnshard.errors import SpecError, StateError, TraceError
+from fnshard.errors import StateError, TraceError
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import check_specs
-from fnshard.mesh import Mesh
+from fnshard.mesh import Mesh, check_mesh
 from fnshard.optim.contract import Optimizer
 from fnshard.runtime.executor import cuda_graph
 from fnshard.runtime.executor.execute import cut_batch
@@ -70,8 +70,7 @@ class ProgramCache:
             )
         if not callable(fn):
             raise TraceError(f"`fn` is a function of (params, *batch), not {type(fn).__name__}.")
-        if not isinstance(mesh, Mesh):
-            raise SpecError(f"mesh={mesh!r} is no mesh: make one with fs.make_mesh(shard=8).")
+        check_mesh(mesh)
         self.fn, self.mesh, self.options, self.trains = fn, mesh, options, trains
         self._signature = signature_of(fn)
         self.shapes = options.shapes and options.shapes.of_function(self._signature)

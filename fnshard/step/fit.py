@@ -26,7 +26,7 @@ from fnshard.analysis.timeline import Timeline
 from fnshard.compiler.ir.arguments import Arguments, signature_of
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.lower import Front, Passes, schedule_for
-from fnshard.errors import BudgetError, SpecError
+from fnshard.errors import BudgetError, SpecError, is_number
 from fnshard.layout import presets
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec, is_spec
@@ -316,11 +316,7 @@ class Search:
 
     def fit(self, device_bytes: int) -> Fit:
         """The fastest plan within a budget; see `fit`."""
-        if (
-            not isinstance(device_bytes, int | float)
-            or isinstance(device_bytes, bool)
-            or not device_bytes > 0
-        ):
+        if not is_number(device_bytes) or device_bytes <= 0:
             raise SpecError(f"device_bytes={device_bytes!r}: a number of bytes, more than 0.")
         fastest = self.look(self._free(Choice(accumulate=self.divisors[0])))
         if fastest.peak_bytes > device_bytes and self._frugal().peak_bytes > device_bytes:

@@ -27,7 +27,7 @@ from fnshard.compiler.kernels.symbolic import SharedKernels
 from fnshard.compiler.lower import Stages
 from fnshard.compiler.schedule.instructions import TRANSFER, Run
 from fnshard.compiler.schedule.ir import Schedule
-from fnshard.errors import SpecError
+from fnshard.errors import SpecError, is_number
 from fnshard.mesh.process_group import place_on_host
 from fnshard.optim.contract import Optimizer
 from fnshard.step.options import Options
@@ -158,7 +158,7 @@ class Lowered:
             BudgetError: the peak, where it is, the biggest parts of it, and the ways out.
             SpecError: `bytes` is no number above 0.
         """
-        if isinstance(bytes, bool) or not isinstance(bytes, int | float) or not bytes > 0:
+        if not is_number(bytes) or bytes <= 0:
             raise SpecError(f"assert_fits({bytes!r}): a number of bytes above 0, such as 24e9.")
         check_fits(self.memory_analysis(), bytes)
 

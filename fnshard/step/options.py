@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -12,7 +12,7 @@ from fnshard.compiler.kernels.remat import check as check_remat
 from fnshard.compiler.lower import LowerOptions
 from fnshard.compiler.place.strategies import ContextAttention, Residual
 from fnshard.compiler.schedule.build import AccumulateMode
-from fnshard.errors import SpecError
+from fnshard.errors import SpecError, counts, is_number, misfits, one_of
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer
 from fnshard.optim.loss_scale import LossScale
@@ -45,10 +45,7 @@ class Options:
     def __post_init__(self) -> None:
         low = self.lowering
         values = {**vars(low.passes), **vars(low), **vars(self)}
-        wrong = [*check_remat(low.remat, low.save)]
-        wrong += [
-            f"{n}={values[n]!r}: {text}" for n, (fits, text) in _EXPECTED.items() if not fits(values[n])
-        ]
+        wrong = [*check_remat(low.remat, low.save), *misfits(values, _EXPECTED)]
         if wrong:
             raise SpecError("invalid options of a step:", wrong)
         LossScale.choose(self.loss_scale, fp16=False)
@@ -67,30 +64,22 @@ def default_depth(mesh: Mesh) -> int:
     return 0 if isinstance(mesh, Mesh) and kind_of(mesh) == "shared" else 1
 
 
-def _is_count(value: Any, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _one_of(*choices: Any) -> tuple[Callable[[Any], bool], str]:
-    return lambda v: v in choices, f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
-
-
-_EXPECTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "accumulate": (lambda v: _is_count(v, 1), "a whole number of micro-batches, at least 1"),
-    "accumulate_mode": _one_of(*get_args(AccumulateMode)),
-    "backend": _one_of(*get_args(Backend)),
-    "update": _one_of(*get_args(UpdateMode)),
-    "residual": _one_of(*get_args(Residual)),
-    "context_attention": _one_of(*get_args(ContextAttention)),
-    "deterministic": _one_of(True, False),
-    "grad_norm": _one_of(True, False),
+_EXPECTED = {
+    "accumulate": counts(1, "a whole number of micro-batches"),
+    "accumulate_mode": one_of(*get_args(AccumulateMode)),
+    "backend": one_of(*get_args(Backend)),
+    "update": one_of(*get_args(UpdateMode)),
+    "residual": one_of(*get_args(Residual)),
+    "context_attention": one_of(*get_args(ContextAttention)),
+    "deterministic": one_of(True, False),
+    "grad_norm": one_of(True, False),
     "shapes": (lambda v: isinstance(v, Buckets | None), "fs.Buckets(multiple=64, pad=...), or None"),
     "prefetch": (
-        lambda v: isinstance(v, tuple) and len(v) == 2 and all(map(_is_count, v)),
+        lambda v: isinstance(v, tuple) and len(v) == 2 and all(map(counts(0)[0], v)),
         "a number of kernels, or (forward, backward)",
     ),
-    "overlap": (_is_count, "a whole number of kernels, 0 (none) or more"),
-    "cache": (lambda v: _is_count(v, 1), "a whole number of batch shapes, at least 1"),
-    "timeout": (lambda v: isinstance(v, int | float) and v > 0, "seconds, more than 0"),
+    "overlap": counts(0, "a whole number of kernels"),
+    "cache": counts(1, "a whole number of batch shapes"),
+    "timeout": (lambda v: is_number(v) and v > 0, "seconds, more than 0"),
     "disk_dir": (lambda v: isinstance(v, str | os.PathLike | None), "the path of an existing directory"),
-}  # fmt: skip
+}

@@ -22,6 +22,7 @@ from fnshard.layout.codecs import Unfit, check_codecs, encoded, is_coded, parts_
 from fnshard.layout.pairs import as_complex, as_pairs, is_complex, paired_specs
 from fnshard.layout.partition import block_shape, side_by_side
 from fnshard.layout.resolved import PathLeaf, ResolvedSpecs, compare_paths
+from fnshard.layout.rules import check_params
 from fnshard.layout.spec import LayoutSpec, check_specs, is_spec
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import Collectives
@@ -248,6 +249,7 @@ def init_params(
     is_module = isinstance(source, nn.Module)
     named = tree.flatten_with_paths(make_functional(source)[1] if is_module else source)[0]
     compare_paths(resolved.leaves, named)
+    check_params(named)
     if seed is not None and (is_module or not trains):
         check_is_used(seed, named)
     specs = with_masters(resolved.leaves) if trains else resolved.leaves

@@ -75,12 +75,10 @@ def test_buffers_and_integers_are_whole_and_keep_their_dtype() -> None:
     assert [specs[p].trainable for p in params] == [True, False, False]
 
 
-def test_the_callers_rules_come_first_and_must_match() -> None:
+def test_the_callers_rules_come_first() -> None:
     params = {"a.w": torch.zeros(16), "b.w": torch.zeros(16)}
     specs = fs.presets.full_shard(params, MESH, rules=[("a.*", LayoutSpec(P(), reshard=False))])
     assert (specs["a.w"].storage, specs["b.w"].storage) == (P(), S)
-    with pytest.raises(fs.SpecError, match=r"(?s)1 rule.*match no leaf.*'c\.\*'"):
-        fs.presets.full_shard(params, MESH, rules=[("c.*", LayoutSpec())])
 
 
 def test_paths_with_glob_characters() -> None:

@@ -169,7 +169,7 @@ def test_mistakes() -> None:
     """An option that is none; an optimizer that cannot be compiled, and one that need not be."""
     mesh = fs.make_mesh(shard=1, device="cpu")
     specs = fs.presets.full_shard(LAYERS, mesh)
-    with pytest.raises(SpecError, match="update='fast': 'auto', 'eager' or 'compiled'"):
+    with pytest.raises(SpecError, match="update='fast': one of 'auto', 'eager', 'compiled'"):
         fs.shard_step(blocks_of, specs, mesh=mesh, optimizer=adamw(0.1), update="fast")
     own = Optimizer("own()", leaf=lambda path, grad, slots, param, info: (-grad, {}))
     with pytest.raises(OptimizerError, match=r"own\(\) reads more of the step than `numbers`"):

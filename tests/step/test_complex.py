@@ -10,9 +10,10 @@ import sharded
 import torch
 from models import MODELS
 from torch import Tensor
+from toys import step_of
 
 import fnshard as fs
-from fnshard import CheckpointError, LayoutSpec, P, SpecError, StateError
+from fnshard import CheckpointError, LayoutSpec, P, SpecError, StateError, TraceError
 
 MODEL = MODELS["complex_leaves"]()
 SGD = fs.optim.sgd(0.05, momentum=0.9, nesterov=True, weight_decay=0.1)
@@ -165,3 +166,17 @@ def test_what_computes_with_pairs_is_what_computes_with_their_own_leaf() -> None
     ]  # fmt: skip
     assert str(lowered[0].schedule) == str(lowered[1].schedule)
     assert lowered[0].memory_analysis().peak_bytes == lowered[1].memory_analysis().peak_bytes
+
+
+@pytest.mark.parametrize("view", [torch.conj, lambda z: z.mT.contiguous().mH, lambda z: z.conj().imag])
+def test_conjugated_views_are_what_they_show(view: Any, tmp_path: Any) -> None:
+    value, batch = (view(torch.randn(4, 6, dtype=torch.complex128)) for _ in range(2))
+    loss = lambda p, z: (p["w"].real * z.real).sum()  # noqa: E731
+    step, expected = step_of(loss, {"w": value}, optimizer=SGD), loss({"w": value}, batch)
+    state = step.adopt({"w": value})
+    fs.checkpoint.save(tmp_path / "a", state)
+    assert torch.equal(fs.checkpoint.restore_params(tmp_path / "a", step)["w"], value)
+    assert step(state, batch)[1]["loss"] == expected
+    if value.is_conj():
+        with pytest.raises(TraceError, match=r"(?s)a conjugated view\nFix: .*x.resolve_conj\(\)"):
+            step_of(lambda p, x: loss(p, batch), {"w": value})({"w": value}, batch)

@@ -9,11 +9,20 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from toys import ROWS, WIDTH, chain, rows, run_chain
 
 import fnshard as fs
-from fnshard import LayoutSpec, OptimizerError, P, SpecError, StateError, TraceError
+from fnshard import (
+    CheckpointError,
+    LaunchError,
+    LayoutSpec,
+    OptimizerError,
+    P,
+    SpecError,
+    StateError,
+    TraceError,
+)
 from fnshard.compiler import lower
 
 SGD = fs.optim.sgd(0.1)
@@ -49,8 +58,8 @@ def test_the_design_s_example() -> None:
     ("options", "message"),
     [
         ({"accumulate": 0}, "accumulate=0: a whole number"),
-        ({"accumulate_mode": "often"}, "accumulate_mode='often': 'reduce' or 'local'"),
-        ({"backend": "jit"}, "backend='jit': 'inductor' or 'eager'"),
+        ({"accumulate_mode": "often"}, "accumulate_mode='often': one of 'reduce', 'local'"),
+        ({"backend": "jit"}, "backend='jit': one of 'inductor', 'eager'"),
         ({"prefetch": (1, 2, 3)}, r"prefetch=\(1, 2, 3\): a number of kernels, or \(forward, backward\)"),
         ({"overlap": 0.5}, "overlap=0.5"),
         ({"cache": 0}, "cache=0: a whole number"),
@@ -88,6 +97,10 @@ def test_what_is_no_optimizer_is_refused(optimizer: Any, way_out: str) -> None:
 # ------------------------------------------------------------------ one call, one error
 
 
+SPARSE, NESTED = torch.eye(ROWS).to_sparse(), torch.nested.nested_tensor([rows()], layout=torch.jagged)
+LAZY = fs.make_functional(nn.LazyLinear(2))[1]
+
+
 def of_two(p: Any, x: Tensor, s: Tensor) -> Tensor:
     return loss(p, x) * s
 
@@ -99,7 +112,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no specs": (
         lambda: fs.shard_step(loss, None), SpecError, "a spec tree holds LayoutSpecs alone.*match_specs"),
     "specs that are P": (
-        lambda: fs.shard_step(loss, [P()]), SpecError, "a spec tree holds LayoutSpecs alone"),
+        lambda: fs.shard_step(loss, [P()]), SpecError, r"is P.*Fix: .*LayoutSpec\(P\(\)\)"),
     "no function": (lambda: step(3), TraceError, r"a function of \(params, \*batch\), not int"),
     "specs of another tree": (
         lambda: step().lower({"layers.0.w": torch.zeros(8, 8), "b": torch.zeros(1)}, rows()), SpecError,
@@ -133,6 +146,28 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a block of another dtype": (
         lambda: step()({**chain(2), "layers.1.w": torch.zeros(WIDTH, WIDTH).half()}, rows()), StateError,
         r"'layers.1.w'\] is \[8, 8\] torch.float16.*Fix: pass fs.shard"),
+    "a restore in another order": (
+        lambda: fs.checkpoint.restore(step(optimizer=SGD), "ckpt"), CheckpointError,
+        r"restore is given a Step for a path.*restore\(path, step\)"),
+    "a save in another order": (
+        lambda: fs.checkpoint.save_async(step(optimizer=SGD).init(chain(2)), "ckpt"), CheckpointError,
+        r"given a TrainState for a path.*save\(path, state\)"),
+    "no such device": (lambda: fs.make_mesh(device="xpu"), SpecError, "'xpu': torch .* finds none.*abstract"),
+    "few ranks": (lambda: fs.make_mesh(shard=8), SpecError, r"has 1.*fs.launch\(main, ranks=8\).*torchrun"),
+    "a word for a mesh": (lambda: fs.presets.full_shard(chain(2), "cpu"), SpecError, "'cpu' is no mesh"),
+    "a state for parameters": (
+        lambda: step().init(step(optimizer=SGD).init(chain(2))), SpecError, "not a TrainState.*state.params"),
+    "no model": (lambda: fs.make_functional({}), TraceError, "an nn.Module, not a dict.*match_specs"),
+    "no function to launch": (lambda: fs.launch(3, ranks=2), LaunchError, "a function, or a list"),
+    "a sparse leaf": (lambda: step(params={"w": SPARSE}), SpecError, r"'w'\] is sparse_coo\nFix: .*to_dense"),
+    "a lazy leaf": (lambda: step(params=LAZY), SpecError, "'weight'. is without a shape.*a lazy module"),
+    "a sparse batch": (lambda: step()(chain(2), SPARSE.to_sparse_csr()), StateError, "is sparse_csr.*Fix"),
+    "a nested batch": (lambda: step()(chain(2), NESTED), StateError, r"'0'\] is nested.*to_padded"),
+    "a sparse tensor": (
+        lambda: step(lambda p, x: loss(p, SPARSE.mm(x)))(chain(2), rows()), TraceError, "coo.*index_add"),
+    "a nested tensor": (
+        lambda: step(lambda p, x: torch.nested.as_nested_tensor([x]) + loss(p, x))(chain(2), rows()),
+        TraceError, "a nested tensor.*Fix: .*to_padded_tensor"),
 }  # fmt: skip
 
 

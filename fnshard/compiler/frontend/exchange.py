@@ -228,10 +228,10 @@ def _exchanged(kind: str, x: Any, axes: Axes, dim: int) -> Tensor:
         fix = "fs.tree.map for a tree; of a length that depends on data its count, as in fs.psum(mask.sum())."
         raise TraceError(f"`fn` calls fs.{kind} of {type(x).__name__}; it takes a tensor.", fix=fix)
     names, ranks = _group(kind, axes)
-    if not -x.dim() <= dim < x.dim() and kind != "psum":
+    if not isinstance(dim, int) or (not -x.dim() <= dim < x.dim() and kind != "psum"):
         raise TraceError(
-            f"`fn` calls fs.{kind} along dim {dim} of {list(x.shape)}.",
-            fix="a dim that it has; x.reshape(1) of a 0-d tensor.",
+            f"`fn` calls fs.{kind} along dim {dim!r} of {list(x.shape)}.",
+            fix="a dim that it has, x.reshape(1) of a 0-d tensor; mesh axes by name, axes='shard'.",
         )
     if getattr(_state, "mesh", None) is not None and transforms.is_nested():
         raise TraceError(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from fnshard import tree
 from fnshard.compiler.frontend.contexts import CLOSURE_LIMIT_bytes, is_fake
 from fnshard.compiler.ir.failures import TRAINED, refused_at
 from fnshard.compiler.ir.program import Input, Program, describe, mutated_args, storage_id
@@ -40,6 +40,13 @@ def check_constants(constants: Mapping[str, Tensor]) -> None:
             "hook that calls torch.autograd.grad computes again what it differentiates, under "
             "torch.enable_grad() and from detached inputs.",
         )
+    odd = [
+        tree.unusual(v) or "a conjugated view" for v in constants.values() if tree.unusual(v) or v.is_conj()
+    ]
+    if odd:
+        raise TraceError(
+            f"`fn` closes over {len(odd)} tensor(s) that it cannot compute with:", odd, tree.DENSE
+        )
     wrong = [
         f"{describe(v)}" + (" that requires grad" if v.requires_grad else "")
         for v in constants.values()
@@ -54,19 +61,14 @@ def check_constants(constants: Mapping[str, Tensor]) -> None:
         )
 
 
-def _is_sparse(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout != torch.strided
-
-
 def check_program(program: Program, specs: Mapping[str, LayoutSpec], differentiate: bool) -> None:
     """Refuse what cannot be cut, differentiated or stored."""
-    sparse = [n for n in program.graph.nodes if _is_sparse(n.meta.get("val"))]
-    if sparse:
-        raise refused_at(
-            "`fn` makes sparse tensors, which cannot be cut and differentiated:",
-            [(n, str(n.target)) for n in sparse],
-            "use dense ones: gather and scatter by index.",
-        )
+    values = ((n, n.meta.get("val")) for n in program.graph.nodes)
+    odd = [
+        (n, f"{n.target}, {tree.unusual(v)}") for n, v in values if isinstance(v, Tensor) and tree.unusual(v)
+    ]
+    if odd:
+        raise refused_at("`fn` makes tensors that cannot be cut and differentiated:", odd, tree.DENSE)
     _check_written_constants(program.graph, program.inputs)
     _check_written(program, specs, differentiate)
     check_dtypes(program)

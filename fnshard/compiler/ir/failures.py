@@ -23,6 +23,7 @@ from fnshard.compiler.ir.arguments import NumberList, fold_lists
 from fnshard.compiler.ir.program import describe
 from fnshard.compiler.ir.source_lines import call_into, place_of
 from fnshard.errors import FnshardError, TraceError, report
+from fnshard.tree import DENSE
 
 MIXED = (
     "a leaf computes in its spec's compute_dtype, and the batch comes as it is: cast what comes with the "
@@ -59,6 +60,10 @@ COMMUNICATES, ONE_DEVICE = (
         "write `fn` for one device and full shapes: what ranks exchange follows from the specs. What else it "
         "needs of all ranks is fs.psum(x) and fs.all_gather(x)."
     ),
+)
+_INTO = (
+    ("distributed", COMMUNICATES, ONE_DEVICE),
+    ("nested", "`fn` makes a nested tensor, which cannot be cut and differentiated", DENSE),
 )
 _BY_FUNCTION = {
     **dict.fromkeys(("item", "tolist", "numpy", "__array__", "__dlpack__", "__reduce_ex__"), _READ),
@@ -175,8 +180,9 @@ def explain(
     place, message = place_of(error), (str(error).splitlines() or [""])[0].replace("FakeTensor", "Tensor")
     call = failed if failed is not None and failed.error is error else None
     shown = f"{call.name}({', '.join(_shown(a, names) for a in call.arguments)})" if call else ""
-    if name := call_into("distributed", error):
-        return TraceError(_placed(str(communicates(name)), place))
+    for package, headline, fix in _INTO:
+        if name := call_into(package, error):
+            return TraceError(_message(f"{headline} ({name}).", place, [], fix))
     if isinstance(error, FnshardError):
         placed = not isinstance(error, TraceError) or getattr(error, "placed", False)
         return error if placed else TraceError(_placed(str(error), place))

@@ -16,7 +16,7 @@ from torch import fx
 
 from fnshard.compiler.ir.program import OpOverload
 from fnshard.compiler.kernels.segments import Segment, Segments
-from fnshard.errors import SpecError
+from fnshard.errors import SpecError, nearest
 
 Kept = Literal["none", "unit", "offload", "unit+offload"]
 Remat = Kept | float | Mapping[str, Kept | float]
@@ -102,10 +102,8 @@ def policies(
         chosen = _with_save(_policy(remat), save)
         return (*[chosen] * (len(segments.segments) - 1), Policy())
     units = list(dict.fromkeys(units))
-    unused = [f"remat[{g!r}]" for g in remat if not any(fnmatch.fnmatchcase(u, g) for u in units)]
-    if unused:
-        shown = ", ".join(units[:8]) + (", ..." if len(units) > 8 else "")
-        raise SpecError(f"{len(unused)} remat rule(s) match no unit:", unused, f"the units are: {shown}")
+    if unused := [f"remat[{g!r}]{nearest(g, units)}" for g in remat if not fnmatch.filter(units, g)]:
+        raise SpecError(f"{len(unused)} remat rule(s) match no unit:", unused, "globs of the units' names.")
     return tuple(_first(s, remat, save) for s in segments.segments)
 
 

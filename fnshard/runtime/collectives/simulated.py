@@ -28,7 +28,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fnshard.errors import CollectiveError
-from fnshard.mesh import Mesh, simulated_rank
+from fnshard.mesh import Mesh, check_mesh, simulated_rank
 from fnshard.runtime.collectives.base import (
     Axes,
     Done,
@@ -80,6 +80,7 @@ def simulate(
     >>> simulate(mesh, total)
     [1.0, 1.0]
     """
+    check_mesh(mesh)
     if mesh.kind != "simulated":
         raise CollectiveError(
             f"mesh {mesh} is {mesh.kind}, not simulated.", fix="make_mesh(..., simulated=True)."

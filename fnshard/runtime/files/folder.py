@@ -17,12 +17,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from fnshard.errors import CheckpointError
 
 DATA = re.compile(r"rank-[0-9]{5,10}\.safetensors")
 MEMORY, SHARED_MEMORY, MEMORY_PREFIX = "FNSHARD_MEMORY", "/dev/shm", "fnshard-memory-"
 OWNER = "owner"  # a file in a directory in memory: the process that would start its users anew
 KEPT = ".kept"  # a file in a temporary directory that is the user's
 OURS = re.compile(rf"{DATA.pattern}|manifest\.json(\.sha256)?")
+
+
+def as_path(path: Any, call: str) -> Path:
+    """An argument of a call, as a path.
+
+    Raises:
+        CheckpointError: it is none: arguments are in another order.
+    """
+    if not isinstance(path, str | os.PathLike):
+        name, kind = call.partition("(")[0], type(path).__name__
+        raise CheckpointError(f"{name} is given a {kind} for a path.", fix=f"in this order: {call}.")
+    return Path(path)
 
 
 def data_file(rank: int) -> str:

@@ -148,7 +148,7 @@ def _write_all(fd: int, data: memoryview) -> None:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """A tensor's data as bytes, without a copy where it is contiguous and on the host."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    flat = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
     return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else memoryview(b"")
 
 

@@ -6,14 +6,6 @@ from fnshard.compiler.schedule.passes.order import insert_frees, update_in_backw
 from fnshard.compiler.schedule.passes.overlap import issue_early, overlap, wait_late
 
 __all__ = [
-    "insert_frees",
-    "issue_early",
-    "offload",
-    "overlap",
-    "prefetch",
-    "regather",
-    "reshard",
-    "update_in_backward",
-    "updates_last",
-    "wait_late",
-]
+    "insert_frees", "issue_early", "offload", "overlap", "prefetch", "regather", "reshard",
+    "update_in_backward", "updates_last", "wait_late",
+]  # fmt: skip
