@@ -21,6 +21,7 @@ from toys import step_of
 
 import fnshard as fs
 from fnshard import LayoutSpec, SpecError, StateError, TraceError
+from fnshard.compiler.frontend.unsupported import check_version
 
 BF16, HERE = torch.bfloat16, Path(__file__).name
 Fn = Callable[..., Any]
@@ -302,3 +303,8 @@ def test_a_leaf_that_is_a_number_is_no_forgotten_optimizer() -> None:
     step = fs.shard_step(lambda p, x: p * x.sum(), LayoutSpec(), backend="eager")
     loss, grads = step(torch.tensor(2.0), X + 1)
     assert (loss.item(), grads.item()) == (64.0, 32.0)
+
+
+def test_a_torch_that_was_not_tried_is_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r"2\.11 to 2\.\d+, and this is 2\.99\.0a0"):
+        check_version("2.99.0a0+git")

@@ -10,11 +10,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx, FunctionMeta, _SingleLevelFunction, once_differentiable
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 from torch.utils.checkpoint import check_backward_validity
 
@@ -51,7 +52,19 @@ _RAGGED = report(
 
 Backward = Callable[..., Sequence[Tensor | None]]
 Here = Callable[[], bool]
-_state = threading.local()
+
+
+class _State(threading.local):
+    """Of `apply`s that run: which was called last, in which grad mode, and which has returned."""
+
+    gradients: Sequence[Tensor] = ()
+    called: Any = None
+    enabled = True
+    returned: tuple[Any, Sequence[Tensor]] | None = None
+    no_gradient = False
+
+
+_state = _State()
 _WRAPPED_ONCE = once_differentiable(lambda: None).__code__
 
 
@@ -61,8 +74,8 @@ def patches(hooks: list[Tensor]) -> Iterator[tuple[Any, str, Callable[[Any, Here
     Args:
         hooks: takes the value of every hook; to be outputs of the trace, for `rewrites.hooks`.
     """
-    yield torch.autograd.Function.__base__, "apply", _apply  # beneath any name that `Function.apply` has
-    yield torch.autograd.function, "_is_setup_context_defined", _new_style
+    yield FunctionMeta, "setup_context", _setup_context
+    yield FunctionMeta, "forward", _forward
     yield torch, "equal", _equal
     yield torch.Tensor, "register_hook", lambda original, here: _register_hook(original, here, hooks)
 
@@ -138,7 +151,7 @@ def _record(rule: CustomGradient, *args: Tensor) -> tuple[Tensor, ...]:
 @contextmanager
 def _backward_of(gradients: Sequence[Tensor]) -> Iterator[None]:
     """The backward of a function runs, of these gradients."""
-    before, _state.gradients = getattr(_state, "gradients", ()), gradients
+    before, _state.gradients = _state.gradients, gradients
     try:
         with torch.autocast(gradients[0].device.type, enabled=False), torch.no_grad():
             yield
@@ -148,14 +161,14 @@ def _backward_of(gradients: Sequence[Tensor]) -> Iterator[None]:
 
 def in_a_backward() -> bool:
     """Whether the backward of a function is traced."""
-    return bool(getattr(_state, "gradients", ()))
+    return bool(_state.gradients)
 
 
 def _equal(original: Callable[..., bool], here: Here) -> Callable[..., bool]:
     """A gradient equals no constant: what a backward does for any gradient is right for 1 too, say."""
 
     def equal(a: Tensor, b: Tensor) -> bool:
-        compared = any(g is v for g in getattr(_state, "gradients", ()) for v in (a, b))
+        compared = any(g is v for g in _state.gradients for v in (a, b))
         return False if here() and compared else original(a, b)
 
     return equal
@@ -179,78 +192,143 @@ class _Context(FunctionCtx):
         return self.to_save
 
 
-def _apply(original: Any, here: Here) -> classmethod:
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        generated = not issubclass(cls, torch.autograd.Function)  # by functorch, for one of its levels
-        operator = cls.__module__ == "torch._library.autograd"  # a custom_op: the tracer keeps it as it is
-        if here() and generated and not torch.is_grad_enabled():
-            with _no_gradient_beneath():
-                return original.__get__(None, cls)(*args, **kwargs)
-        if not here() or generated or operator or kwargs:
-            return original.__get__(None, cls)(*args, **kwargs)
-        if cls is Attach:
-            recording = get_proxy_mode() is not None
-            return _record(*args) if recording else original.__get__(None, cls)(*args)
-        if cls.__name__ == "_NoopSaveInputs":  # torch 2.11 marks a checkpoint's inputs by it;
-            return args[0].detach()  # without a gradient the checkpoint calls its function and no more
-        if cls is torch.utils.checkpoint.CheckpointFunction:
-            return _checkpoint(*args)
-        if cls.__module__.startswith(("torch.distributed", "torch.nn.modules._functions")):
-            raise communicates(cls.__name__)
-        return _call(cls, args)
+# `swish = Swish.apply` may be older than the trace, and is C in PyTorch 2.14. Whatever its name, it reads
+# `cls.setup_context` in the grad mode of its caller and calls `cls.forward` with gradients off: properties of
+# the metaclass come before attributes of the class.
 
-    return classmethod(apply)
+
+def _setup_context(_: None, here: Here) -> property:
+    def setup_context(cls: Any) -> Any:
+        found = _inherited(cls, "setup_context")
+        if not here() or cls in (torch.autograd.Function, _SingleLevelFunction):
+            return found
+        if _state.returned is not None and _state.returned[0] is cls:
+            (_, dirty), _state.returned = _state.returned, None
+            return lambda ctx, inputs, output: _mark(ctx, output, dirty)
+        users = issubclass(cls, torch.autograd.Function)  # else by functorch, for one of its levels
+        if users and not _has_setup_context(cls) and torch._C._are_functorch_transforms_active():
+            raise TraceError(_OLD_STYLE)
+        _state.called, _state.enabled = cls, torch.is_grad_enabled()
+        return found
+
+    return property(setup_context)
+
+
+def _forward(_: None, here: Here) -> property:
+    def forward(cls: Any) -> Any:
+        original = _inherited(cls, "forward")
+
+        @wraps(original)
+        def call(*args: Any) -> Any:
+            if _state.called is not cls:  # not by `apply`: as functorch does for a vmap
+                return original(*args)
+            _state.called = None
+            return _applied(cls, original, args, _state.enabled)
+
+        return call if here() else original
+
+    return property(forward)
+
+
+def _inherited(cls: Any, name: str) -> Any:
+    return next(c.__dict__[name] for c in cls.__mro__ if name in c.__dict__).__get__(None, cls)
+
+
+def _has_setup_context(cls: Any) -> bool:
+    return _inherited(cls, "setup_context") is not _inherited(_SingleLevelFunction, "setup_context")
+
+
+def _applied(cls: Any, forward: Callable[..., Any], args: tuple[Any, ...], enabled: bool) -> Any:
+    """What `cls.apply` calls as `forward`, of a context or not, where the caller's grad mode is `enabled`."""
+    if not issubclass(cls, torch.autograd.Function):  # by functorch, for one of its levels
+        with _no_gradient_beneath(not enabled):
+            return forward(*args)
+    operator = cls.__module__ == "torch._library.autograd"  # a custom_op: the tracer keeps it as it is
+    if operator or (cls is Attach and get_proxy_mode() is None):
+        return forward(*args)
+    if cls.__module__.startswith(("torch.distributed", "torch.nn.modules._functions")):
+        raise communicates(cls.__name__)
+    takes_context = not _has_setup_context(cls)
+    with _grad_mode(enabled):
+        run = _SPECIAL.get(cls.__name__ if cls.__module__ == _CHECKPOINTS else cls, _call)
+        output, dirty = run(cls, args[takes_context:])
+    if takes_context:
+        _mark(args[0], output, dirty)
+    else:
+        _state.returned = cls, dirty
+    return output
+
+
+def _mark(ctx: Any, output: Any, dirty: Sequence[Tensor]) -> None:
+    """Of the context that `apply` has made: its outputs need gradients where those of the trace do."""
+    outputs = output if isinstance(output, tuple) else (output,)
+    ctx.mark_dirty(*dirty)
+    ctx.mark_non_differentiable(*(o for o in outputs if isinstance(o, Tensor) and not o.requires_grad))
 
 
 @contextmanager
-def _no_gradient_beneath() -> Iterator[None]:
+def _grad_mode(enabled: bool) -> Iterator[None]:
+    """The grad mode that `apply` has turned off, unseen by the trace as that was."""
+    before = torch.is_grad_enabled()
+    with torch._C.DisableTorchFunction():
+        torch._C._set_grad_enabled(enabled)
+    try:
+        yield
+    finally:
+        with torch._C.DisableTorchFunction():
+            torch._C._set_grad_enabled(before)
+
+
+@contextmanager
+def _no_gradient_beneath(off: bool) -> Iterator[None]:
     """functorch turns gradients on again for the levels beneath its own."""
-    before, _state.no_gradient = getattr(_state, "no_gradient", False), True
+    before, _state.no_gradient = _state.no_gradient, _state.no_gradient or off
     try:
         yield
     finally:
         _state.no_gradient = before
 
 
-def _new_style(original: Callable[..., bool], here: Here) -> Callable[..., bool]:
-    def defined(setup_context: Any) -> bool:
-        found = original(setup_context)
-        if here() and not found and torch._C._are_functorch_transforms_active():
-            raise TraceError(_OLD_STYLE)
-        return found
-
-    return defined
-
-
-def _checkpoint(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+def _checkpoint(cls: Any, args: tuple[Any, ...]) -> tuple[Any, Sequence[Tensor]]:
     """Reentrant checkpointing: without an input that requires grad, torch warns and gives no gradients."""
+    function, _, *args = args
     check_backward_validity(args)
     needs = any(isinstance(a, Tensor) and a.requires_grad for a in args)
     with torch.set_grad_enabled(torch.is_grad_enabled() and needs):
-        return function(*args)
+        return function(*args), ()
 
 
-def _call(cls: Any, args: tuple[Any, ...]) -> Any:
-    """`cls.apply(*args)`."""
+def _call(cls: Any, args: tuple[Any, ...]) -> tuple[Any, Sequence[Tensor]]:
+    """`cls.apply(*args)`, and the inputs that it wrote to."""
     once = getattr(cls.backward, "__code__", None) is _WRAPPED_ONCE
     if once and is_inside() and not in_a_backward():
         raise TraceError(_ONCE.format(name=cls.__name__))
-    new_style = cls.setup_context is not torch.autograd.Function.setup_context
-    ctx = _Context(tuple(_needs_gradient(a) for a in args))
+    ctx, forward = _Context(tuple(_needs_gradient(a) for a in args)), _inherited(cls, "forward")
     with torch.no_grad():
-        output = cls.forward(*args) if new_style else cls.forward(ctx, *args)
-        if new_style:
-            cls.setup_context(ctx, args, output)
+        if _has_setup_context(cls):
+            output = forward(*args)
+            _inherited(cls, "setup_context")(ctx, args, output)
+        else:
+            output = forward(ctx, *args)
     outputs = output if isinstance(output, tuple) else (output,)
     results = [o.detach() if isinstance(o, Tensor) and o.requires_grad else o for o in outputs]
-    enabled = torch.is_grad_enabled() and not getattr(_state, "no_gradient", False)
+    enabled = torch.is_grad_enabled() and not _state.no_gradient
     if enabled and any(ctx.needs_input_grad):
         for place, made in _differentiable(cls, ctx, args, outputs).items():
             results[place] = made
     for place, value in enumerate(outputs):
         if any(value is dirty for dirty in ctx.dirty_tensors):
             results[place] = value.copy_(results[place]) if results[place] is not value else value
-    return tuple(results) if isinstance(output, tuple) else results[0]
+    return tuple(results) if isinstance(output, tuple) else results[0], ctx.dirty_tensors
+
+
+_CHECKPOINTS = "torch.utils.checkpoint"
+_SPECIAL: dict[Any, Callable[..., tuple[Any, Sequence[Tensor]]]] = {
+    Attach: lambda cls, args: (_record(*args), ()),
+    "CheckpointFunction": _checkpoint,
+    # PyTorch 2.11 marks the inputs of a checkpoint, which without gradients calls its function and no more.
+    "_NoopSaveInputs": lambda cls, args: (args[0].detach(), ()),
+}
 
 
 def _differentiable(

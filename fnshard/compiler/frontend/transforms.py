@@ -28,6 +28,7 @@ import torch.utils.checkpoint as checkpoint
 from torch import Tensor, fx
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch._guards import detect_fake_mode
+from torch.autograd.function import _SingleLevelFunction
 from torch.fx.experimental.proxy_tensor import (
     _temp_remove_pre_dispatch_torch_function_mode,
     disable_proxy_modes_tracing,
@@ -144,8 +145,9 @@ def _operator(original: Any, here: Callable[[], bool]) -> classmethod:
             with torch.set_grad_enabled(enabled):
                 return forward(*args)
 
-        with enable_single_level_autograd_function(), mock.patch.object(cls, "forward", recorded):
-            return super(torch.autograd.Function, cls).apply(*args, **kwargs)
+        methods = {"forward": staticmethod(recorded), "backward": staticmethod(cls.backward)}
+        with enable_single_level_autograd_function():
+            return type(cls.__name__, (_SingleLevelFunction,), methods).apply(*args, **kwargs)
 
     return classmethod(apply)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -71,6 +72,18 @@ _DEVICE = report(
     fix="take the device of a tensor there is: torch.zeros(n, device=x.device), x.new_zeros(n).",
 )
 
+_NEWEST = (2, 15)  # tried by tests/versions.py
+
+
+def check_version(version: str) -> None:
+    """Warn of a torch that is newer than any that was tried: what is patched here may be called otherwise."""
+    if tuple(map(int, version.split(".")[:2])) > _NEWEST:
+        newest = ".".join(map(str, _NEWEST))
+        warnings.warn(f"fnshard was tried with torch 2.11 to {newest}, and this is {version}.", stacklevel=2)
+
+
+check_version(torch.__version__)
+
 Patch = Callable[[Any, Callable[[], bool]], Any]  # (the original attribute, "is it the tracer?") -> new one
 
 
@@ -98,8 +111,8 @@ def refusals(device: torch.device) -> Iterator[Calls]:
         stack.enter_context(dynamo_config.patch(error_on_nested_fx_trace=False))
         calls = Calls(device)
         for owner, name, patch in _patches(calls.hooks):
-            original = inspect.getattr_static(owner, name)
-            stack.enter_context(mock.patch.object(owner, name, patch(original, here)))
+            original = inspect.getattr_static(owner, name, None)
+            stack.enter_context(mock.patch.object(owner, name, patch(original, here), create=True))
         stack.enter_context(host_random.refused(lambda name: TraceError(DRAWS.format(name=name)), here))
         yield stack.enter_context(calls)
 
