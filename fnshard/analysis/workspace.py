@@ -23,12 +23,7 @@ from fnshard.losses import linear
 
 Args = Sequence[Any]
 HALVES = (torch.bfloat16, torch.float16)
-_CASTS = (
-    "convert_element_type",
-    "_to_copy",
-    "copy",
-    "copy_",
-)  # element by element
+_CASTS = ("convert_element_type", "_to_copy", "copy", "copy_")  # element by element
 
 
 def workspace_bytes(op: Any, args: Args, kwargs: Mapping[str, Any], out: Any, device: str) -> int:

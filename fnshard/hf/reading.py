@@ -319,12 +319,7 @@ def _castable(saved: torch.dtype, stored: torch.dtype) -> bool:
 
 
 def load_block(
-    path: str,
-    spec: LayoutSpec,
-    mesh: Mesh,
-    disk_dir: str | None,
-    source: LeafSource | Tensor,
-    unfit: Unfit,
+    path: str, spec: LayoutSpec, mesh: Mesh, disk_dir: str | None, source: LeafSource | Tensor, unfit: Unfit
 ) -> Any:
     """This rank's stored block (or its parts), where it rests, from its slice of a file, or of a full value.
 

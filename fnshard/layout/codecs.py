@@ -87,10 +87,7 @@ def _rows(blocks: Tensor, shape: Shape, dtype: torch.dtype) -> Tensor:
 
 def _int8_parts(shape: Shape) -> Parts:
     blocks, _ = _columns(shape)
-    return {
-        "codes": ((shape[0], blocks * BLOCK), torch.int8),
-        "scales": ((shape[0], blocks), torch.float32),
-    }
+    return {"codes": ((shape[0], blocks * BLOCK), torch.int8), "scales": ((shape[0], blocks), torch.float32)}
 
 
 def _int8_encode(rows: Tensor) -> Mapping[str, Tensor]:

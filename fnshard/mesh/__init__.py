@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fnshard.errors import SpecError
-from fnshard.mesh.process_group import join_group, world_size
+from fnshard.mesh.process_group import accelerator, join_group, world_size
 
 __all__ = ["Mesh", "make_mesh"]
 
@@ -152,12 +152,13 @@ def make_mesh(
     names = tuple(axes)
     if abstract and simulated:
         raise SpecError("a mesh is abstract (no ranks) or simulated (ranks are threads), not both.")
-    device_type = _default_device(simulated) if device is None else _device_type(device, abstract)
+    usual = "cpu" if simulated else accelerator()
+    device_type = usual if device is None else _device_type(device, abstract)
     world = None if abstract or simulated else dist.get_world_size() if _started() else world_size()
     sizes = _sizes(axes, world)
-    usual = tuple(n for n in names if n not in COMPUTE_AXES)
-    chosen = usual if data_axes is None else data_axes
-    chosen = tuple(chosen) if isinstance(chosen, list | tuple) else (chosen,)
+    if data_axes is None:
+        data_axes = [n for n in names if n not in COMPUTE_AXES]
+    chosen = tuple(data_axes) if isinstance(data_axes, list | tuple) else (data_axes,)
     unknown = [a for a in chosen if a not in names]
     if unknown:
         raise SpecError(
@@ -207,7 +208,7 @@ def _device_type(device: str, abstract: bool) -> str:
         raise SpecError(
             f"device={device!r} is no kind of device.", fix='"cpu", "cuda" or another torch knows.'
         ) from error
-    there = {"cpu", getattr(torch.accelerator.current_accelerator(check_available=True), "type", "cpu")}
+    there = {"cpu", accelerator()}
     if found not in there and not abstract:
         raise SpecError(
             f"device={device!r}: torch {torch.__version__} finds none on this machine.",
@@ -224,12 +225,6 @@ def check_mesh(mesh: Any) -> None:
     """
     if not isinstance(mesh, Mesh):
         raise SpecError(f"mesh={reprlib.repr(mesh)} is no mesh: make one with fs.make_mesh(shard=8).")
-
-
-def _default_device(simulated: bool) -> str:
-    if not simulated and torch.accelerator.is_available():
-        return torch.accelerator.current_accelerator().type
-    return "cpu"
 
 
 @contextmanager

@@ -86,6 +86,11 @@ def attempt() -> int:
     return int(os.environ.get(ATTEMPT, "0"))
 
 
+def accelerator() -> str:
+    """The kind of device that computes here: of the accelerator if there is one, else "cpu"."""
+    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+
+
 def join_group(device_type: str | None = None, timeout_s: float = 600.0) -> None:
     """Set this rank's device and make the default process group; nothing where there is one, or one rank.
 
@@ -103,8 +108,7 @@ def join_group(device_type: str | None = None, timeout_s: float = 600.0) -> None
     if dist.is_initialized():
         return
     world = world_size()
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    device_type = device_type or (accelerator.type if accelerator else "cpu")
+    device_type = device_type or accelerator()
     if device_type != "cpu":
         names = [name for name in ("LOCAL_RANK", "RANK") if name in os.environ]
         local, there = _number(names[0]) if names else 0, torch.accelerator.device_count()

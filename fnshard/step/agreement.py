@@ -35,11 +35,7 @@ class Agreement(NamedTuple):
 
 
 def check_agreement(
-    comm: Collectives,
-    schedule: Schedule,
-    settings: Mapping[str, str],
-    items: float,
-    compiled: bool = False,
+    comm: Collectives, schedule: Schedule, settings: Mapping[str, str], items: float, compiled: bool = False
 ) -> Agreement:
     """Compare schedules, and whatever else must be alike, over all ranks. A collective.
 

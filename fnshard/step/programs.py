@@ -22,6 +22,7 @@ from fnshard.tree import is_same
 
 LOG = logging.getLogger("fnshard")
 Change = tuple[str, Any, Any]  # name, before, now
+Leaf = TensorShape | Constant | NumberList  # of a key
 MANY = 3  # values of one name, each traced, before a warning says so
 
 
@@ -35,6 +36,7 @@ class Programs:
     size: int
     lengths: bool = False  # batches have many, on purpose
     entries: list[tuple[BatchKey, Any]] = field(default_factory=list)
+    warned: bool = False  # of batches of other shapes
     seen: dict[str, list[Any]] = field(default_factory=dict)  # values of one name that were traced
 
     def __len__(self) -> int:
@@ -81,17 +83,25 @@ class Programs:
             )
         if baked or all(map(_is_constant, changed)):
             return self._repeated(changed)
-        if self.lengths and len(self) != self.size:  # once, where the first is dropped
+        other_leaves = not all(isinstance(n, Leaf) and type(b) is type(n) for _, b, n in changed)
+        full = len(self) == self.size  # of lengths a warning comes once, where the first is dropped
+        if (self.lengths and not full) or (self.warned and not other_leaves):
             return None
+        self.warned |= not other_leaves
         if self.lengths:
             return (
                 f"more than {self.size} lengths: each one more is traced again. A larger multiple of "
                 "fs.Buckets has fewer; shard_step(cache=) keeps more."
             )
+        more = f", and {len(changed) - 1} more" * (len(changed) > 1)
+        way = (
+            "give all the same leaves"
+            if other_leaves
+            else "pad to few shapes, shapes=fs.Buckets(64, pad=...)"
+        )
         return (
-            f"compiling again for a new batch ({len(self) + 1}, {self.size} are kept): "
-            f"{'; '.join(lines(changed))}. Pad batches to few shapes (shapes=fs.Buckets(64, pad=...)), give "
-            "all the same leaves, and pass numbers as tensors; shard_step(cache=) keeps more programs."
+            f"compiling again for a new batch ({len(self) + 1}, {self.size} are kept): {lines(changed)[0]}"
+            f"{more}. So will each one more, without a word: {way}; shard_step(cache=) keeps more."
         )
 
     def _repeated(self, changes: list[Change]) -> str | None:
@@ -153,7 +163,7 @@ def shown(value: Any) -> str:
         return "nothing"
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)}"
-    text = str(value) if isinstance(value, TensorShape | Constant | NumberList) else repr(value)
+    text = str(value) if isinstance(value, Leaf) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -86,10 +86,7 @@ class RankState:
     last: Reading = Reading()
 
     def finished(
-        self,
-        scalars: Mapping[Any, Tensor],
-        flags: Mapping[str, Tensor],
-        excesses: Mapping[Limit, Tensor],
+        self, scalars: Mapping[Any, Tensor], flags: Mapping[str, Tensor], excesses: Mapping[Limit, Tensor]
     ) -> Reading:
         """A step has been launched: its scalars, flags and excesses begin to be copied to the host.
 

@@ -156,7 +156,7 @@ def test_parameters_alone_and_a_subtree(tmp_path: Path) -> None:
 def test_parameters_are_saved_alone(tmp_path: Path) -> None:
     step = one()
     blocks = saved.known(step).params
-    with pytest.raises(CheckpointError, match=r"(?s)nobody has said.*specs=step\.specs"):
+    with pytest.raises(CheckpointError, match=r"(?s)a dict does not say.*specs=step\.specs"):
         checkpoint.save(tmp_path / "params", blocks)
     checkpoint.save(tmp_path / "params", blocks, specs=step.specs)
     again = checkpoint.restore_params(tmp_path / "params", step)

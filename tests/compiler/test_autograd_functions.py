@@ -424,10 +424,7 @@ def implicit(x: Tensor) -> Tensor:
             lambda p, x: grad(lambda z: [z.register_hook(torch.neg), z.sum()][1])(x @ p["layers.0.w"]).sum(),
             r"hook \(register_hook\)(.|\n)*Fix: .*inside itself, an autograd.Function",
         ),
-        (
-            lambda p, x: HOOKED(x @ p["layers.0.w"]).sum(),
-            r"hook \(a full backward hook of a module\)",
-        ),
+        (lambda p, x: HOOKED(x @ p["layers.0.w"]).sum(), r"hook \(a full backward hook of a module\)"),
         (between(lambda x: CallsBackward.apply(x)), r"calls backward\(\)"),
     ],
 )

@@ -119,16 +119,7 @@ class Summed(torch.autograd.Function):
         return fs.psum(g)
 
 
-PROGRAMS = [
-    slopes_of_autograd,
-    centred,
-    nested,
-    of_leaves,
-    detached,
-    a_mean,
-    by_axis,
-    complex_numbers,
-]
+PROGRAMS = [slopes_of_autograd, centred, nested, of_leaves, detached, a_mean, by_axis, complex_numbers]
 
 
 # ------------------------------------------------------------------ the truth: ranks as threads of one graph

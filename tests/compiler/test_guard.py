@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import pydantic
 import pytest
 import torch
 from guarded import PARAMS, WIDTH, Fn, X, assert_plain, make, scaled
@@ -214,6 +215,33 @@ def the_data_of_a_tensor() -> Row:
     ]  # fmt: skip
 
 
+class Settings(pydantic.BaseModel):  # its class holds stand-ins, whose attributes raise when they are read
+    beta: float = 2.0
+
+
+@row
+def objects_whose_attributes_raise() -> Row:
+    class Slotted:
+        __slots__ = ("absent", "beta")
+
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(name)
+
+    class Strict:
+        beta = 2.0
+
+        def __getattribute__(self, name: str) -> Any:
+            return {"beta": type(self).beta}[name]
+
+    slotted, strict, settings = Slotted(), Strict(), Settings()
+    slotted.beta = 2.0
+    return lambda p, x: scaled(p, x, slotted.beta * strict.beta * settings.model_dump()["beta"]), [
+        ("slotted.beta", lambda: setattr(slotted, "beta", 3.0)),
+        ("Strict.beta", lambda: setattr(Strict, "beta", 3.0)),
+        ("settings.", lambda: setattr(settings, "beta", 3.0)),
+    ]
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -404,7 +432,7 @@ def test_programs_are_kept_and_dropped_like_batches() -> None:
 @pytest.mark.parametrize(
     ("values", "advice"),
     [
-        ((X, torch.stack([X, X])), r"from \[4\] torch.float64 to \[2, 4\] torch.float64\. Pad batches"),
+        ((X, torch.stack([X, X])), r"from \[4\] torch.float64 to \[2, 4\] torch.float64\. .*pad to few"),
         ((None, X), r"from None to \[4\] torch.float64\. .*give all the same leaves"),
     ],
 )

@@ -31,11 +31,7 @@ FORMS: dict[str, Callable[[Tensor, Round], Tensor]] = {
     "straight through": straight_through,
     "twice": twice,
 }
-NARROW = [
-    (torch.float32, torch.bfloat16),
-    (torch.float32, torch.float16),
-    (torch.float64, torch.float32),
-]
+NARROW = [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.float64, torch.float32)]
 
 
 def losses(p: dict[str, Tensor], x: Tensor, narrow: Round) -> tuple[Tensor, dict[str, Tensor]]:

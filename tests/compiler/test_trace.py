@@ -186,7 +186,7 @@ REFUSED |= {
     ),
     "sparse": (
         lambda p, x: torch.sparse.mm(torch.eye(ROWS).to_sparse(), run_chain(p, x)).sum(),
-        "makes sparse tensors.*dense",
+        "makes tensors that.*sparse_coo.*dense",
     ),
 }  # fmt: skip
 

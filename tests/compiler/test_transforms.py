@@ -291,15 +291,9 @@ def test_random_numbers_are_drawn_anew_in_every_step(randomness: str) -> None:
             "depends on a tensor's value",
         ),
         (lambda p, x: linearize(lambda z: net(p, z), x)[1](x).sum(), "Fix: torch.func.jvp"),
-        (
-            lambda p, x: autograd_grad(net(p, x).sum(), x)[0].sum(),
-            "differentiated Tensors does not",
-        ),
+        (lambda p, x: autograd_grad(net(p, x).sum(), x)[0].sum(), "differentiated Tensors does not"),
         (lambda p, x: autograd_grad(written(p, x), p.values())[0].sum(), "modified by an inplace operation"),
-        (
-            lambda p, x: vmap(lambda z: net(p, z).sum().backward())(x),
-            r"backward\(\) called inside",
-        ),
+        (lambda p, x: vmap(lambda z: net(p, z).sum().backward())(x), r"backward\(\) called inside"),
     ],
 )
 def test_a_mistake_inside_is_refused_as_one_outside_is(fn: Fn, message: str) -> None:

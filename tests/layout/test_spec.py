@@ -27,10 +27,7 @@ SHARD = P("shard")
 
 
 def resolved(
-    storage: P = WHOLE,
-    shape: tuple[int, ...] = (8, 8),
-    dtype: torch.dtype = torch.float32,
-    **fields: Any,
+    storage: P = WHOLE, shape: tuple[int, ...] = (8, 8), dtype: torch.dtype = torch.float32, **fields: Any
 ) -> LayoutSpec:
     """A spec that has seen its leaf."""
     return LayoutSpec(storage, **fields).resolve(torch.zeros(shape, dtype=dtype), "unit")
@@ -98,10 +95,7 @@ def test_defaults_follow_the_leaf_and_the_storage() -> None:
     [
         ({"storage": "shard"}, r"expected P\(...\) or a list, got str.\nFix: storage=P\('shard'\)"),
         ({"memory": "gpu"}, "one of 'device', 'host', 'disk'"),
-        (
-            {"compute_dtype": "bf17"},
-            r"torch.dtype or its name.\nFix: compute_dtype=torch.bfloat16",
-        ),
+        ({"compute_dtype": "bf17"}, r"torch.dtype or its name.\nFix: compute_dtype=torch.bfloat16"),
     ],
 )
 def test_specs_are_checked_when_made(fields: dict[str, Any], message: str) -> None:

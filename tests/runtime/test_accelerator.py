@@ -212,5 +212,5 @@ def test_a_deterministic_step_is_so_where_it_is_traced_compiled_and_run(monkeypa
     fs.simulate(mesh, lambda rank: step(step.init(params), torch.ones(2, 4)))
     assert all(seen["trace"] + seen["compile"] + seen["run"][-2:]) and seen["run"][0] is False, seen
     assert not torch.are_deterministic_algorithms_enabled()
-    with pytest.raises(SpecError, match="deterministic='yes': True or False"):
+    with pytest.raises(SpecError, match="deterministic='yes': one of True, False"):
         fs.shard_step(loss, step.specs, mesh=mesh, deterministic="yes")

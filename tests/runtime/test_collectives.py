@@ -22,11 +22,7 @@ from fnshard.runtime.collectives.simulated import simulate
 REDUCED = (torch.float32, torch.bfloat16, torch.float64)
 GATHERED = (*REDUCED, torch.int64, torch.uint8, torch.bool)
 SIZES = (1, 3, 127, 4099, 70001)
-MESHES = {
-    1: [{"shard": 1}],
-    2: [{"shard": 2}],
-    4: [{"shard": 4}, {"replicate": 2, "shard": 2}],
-}
+MESHES = {1: [{"shard": 1}], 2: [{"shard": 2}], 4: [{"shard": 4}, {"replicate": 2, "shard": 2}]}
 TRANSPORTS = ("auto", "p2p", "native")
 
 

@@ -166,10 +166,7 @@ GPU = fs.Mesh(("shard",), (1,), ("shard",), "cuda", "local")
             {"mesh": fs.Mesh(("shard",), (2,), ("shard",), "cuda", "abstract")},
             "2 ranks: collectives are not captured",
         ),
-        (
-            {"optimizer_memory": "host"},
-            r"4 leaves rest on the host or on disk: params\['l.0.w'\], .*, \.",
-        ),
+        ({"optimizer_memory": "host"}, r"4 leaves rest on the host or on disk: params\['l.0.w'\], .*, \."),
         ({"memory": "host"}, "4 leaves rest on the host or on disk"),
         ({"remat": "offload"}, "remat='offload': activations travel"),
         ({"optimizer": None}, "there is no optimizer"),

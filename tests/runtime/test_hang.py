@@ -50,8 +50,7 @@ def waits_for_nobody(rank: int, preset: str, transport: str) -> tuple[str, float
 
 
 @pytest.mark.parametrize(
-    ("preset", "transport"),
-    [("full_shard", "auto"), ("full_shard", "p2p"), ("no_shard", "native")],
+    ("preset", "transport"), [("full_shard", "auto"), ("full_shard", "p2p"), ("no_shard", "native")]
 )
 def test_it_names_the_instruction_the_unit_and_the_rank(ranks: Any, preset: str, transport: str) -> None:
     message, seconds, schedule = ranks(2).run(waits_for_nobody, preset, transport)[0]

@@ -163,8 +163,7 @@ def init_on_one(source: Any, **options: Any) -> Any:
 def test_a_meta_tree_names_all_leaves_and_the_way_out() -> None:
     params = {p: v.to("meta") for p, v in chain(2).items()}
     with pytest.raises(
-        StateError,
-        match=r"(?s)2 leaves on the meta.*'layers.0.w'.*'layers.1.w'.*fs.deferred",
+        StateError, match=r"(?s)2 leaves on the meta.*'layers.0.w'.*'layers.1.w'.*fs.deferred"
     ):
         init_on_one(params)
 

@@ -81,12 +81,7 @@ def test_a_global_count_of_zero_gives_zero_gradients() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "preset"),
-    [
-        ("odd_leaves", "zero2"),
-        ("derived_weights", "full_shard"),
-        ("masked_mean", "zero1"),
-    ],
+    ("name", "preset"), [("odd_leaves", "zero2"), ("derived_weights", "full_shard"), ("masked_mean", "zero1")]
 )
 def test_gradients_equal_torch_func_grad(name: str, preset: str) -> None:
     model = model_of(name)

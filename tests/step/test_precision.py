@@ -126,10 +126,7 @@ def test_a_skipped_step_is_no_update(tmp_path: Any, policy: dict[str, str], clip
         assert rates == [RATE(torch.tensor(n)).item() for n in (0, 0, 0, 0, 1, 2, 2, 3, 4)]
 
 
-LOSSES = {
-    "plain": lambda total: total,
-    "mean": lambda total: Mean(total, torch.tensor(7.0), bound=1000),
-}
+LOSSES = {"plain": lambda total: total, "mean": lambda total: Mean(total, torch.tensor(7.0), bound=1000)}
 
 
 @pytest.mark.parametrize("optimizer", [None, "sgd", "clipped"])

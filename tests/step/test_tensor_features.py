@@ -24,11 +24,7 @@ CLIP = 0.05
 CLIPPED = fs.optim.chain(fs.optim.clip_by_global_norm(CLIP), fs.optim.sgd(0.1))
 
 
-MODELS = {
-    "decoder": decoder,
-    "untied": lambda: decoder(tied=False),
-    "fused": lambda: decoder(fused=True),
-}
+MODELS = {"decoder": decoder, "untied": lambda: decoder(tied=False), "fused": lambda: decoder(fused=True)}
 
 
 @cache

@@ -126,7 +126,4 @@ def _flex_attention(*args: Any, **kwargs: Any) -> Any:
     return math_attention(*args, **kwargs)
 
 
-OPERATORS: dict[str, Function] = {
-    "cond": _cond,
-    "flex_attention": _flex_attention,
-}
+OPERATORS: dict[str, Function] = {"cond": _cond, "flex_attention": _flex_attention}

@@ -104,11 +104,7 @@ KINDS = {
 _LIB = torch.library.Library("fnshard", "FRAGMENT")
 # What is sent lies in memory of its own, and is an activation.
 _LIB.define("outgoing(Tensor x) -> Tensor")
-_LIB.impl(
-    "outgoing",
-    lambda x: x.clone(memory_format=torch.contiguous_format),
-    "CompositeImplicitAutograd",
-)
+_LIB.impl("outgoing", lambda x: x.clone(memory_format=torch.contiguous_format), "CompositeImplicitAutograd")
 
 
 @torch.library.custom_op("fnshard::exchange", mutates_args=())

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import check_backward_validity
 from fnshard.compiler.frontend.normalize import normalize
 from fnshard.compiler.frontend.transforms import apart, is_inside, note_grad_mode, untraced
 from fnshard.compiler.ir.custom_gradient import Attach, CustomGradient
-from fnshard.compiler.ir.failures import communicates
+from fnshard.compiler.ir.failures import COMMUNICATES, ONE_DEVICE
 from fnshard.compiler.ir.program import ANY_STRIDES, propagate
 from fnshard.compiler.rewrites.in_place import functionalize
 from fnshard.compiler.rewrites.rounding import keep_rounding
@@ -247,7 +247,7 @@ def _applied(cls: Any, forward: Callable[..., Any], args: tuple[Any, ...], enabl
     if operator or (cls is Attach and get_proxy_mode() is None):
         return forward(*args)
     if cls.__module__.startswith(("torch.distributed", "torch.nn.modules._functions")):
-        raise communicates(cls.__name__)
+        raise TraceError(f"{COMMUNICATES} ({cls.__name__}).", fix=ONE_DEVICE)
     takes_context = not _has_setup_context(cls)
     with _grad_mode(enabled):
         run = _SPECIAL.get(cls.__name__ if cls.__module__ == _CHECKPOINTS else cls, _call)

@@ -44,10 +44,7 @@ _SCRIPT = report(
     "`fn` calls a torch.jit {name}, whose executor hides from a trace what is differentiated.",
     fix="call the Python function or module it was scripted from: kernels are compiled anyway.",
 )
-_INFERENCE = report(
-    "`fn` enters {name}, whose tensors autograd refuses.",
-    fix="use torch.no_grad().",
-)
+_INFERENCE = report("`fn` enters {name}, whose tensors autograd refuses.", fix="use torch.no_grad().")
 _SAVED = report(
     "`fn` enters {name}, which changes what the backward reads; a trace loses it.",
     fix="leave it out: what is saved and what is recomputed is the compiler's. To quantise what is saved, "

@@ -55,31 +55,44 @@ class Container:
             return
         pairs = {k: (before.get(k, ABSENT), now.get(k, ABSENT)) for k in {**before, **now}}
         keys = [k for k, (a, b) in pairs.items() if a is not b and (only is None or only(a, b))]
-        if keys and isinstance(self.owner, list | deque | set):
+        if keys and is_a(self.owner, (list, deque, set)):
             self.owner.clear()
-            (self.owner.update if isinstance(self.owner, set) else self.owner.extend)(before.values())
+            (self.owner.update if is_a(self.owner, set) else self.owner.extend)(before.values())
             return
         for key in keys:
             self._write(key, before.get(key, ABSENT))
-        if only is None and isinstance(self.owner, dict) and list(self.owner) != list(before):
+        if only is None and is_a(self.owner, dict) and list(self.owner) != list(before):
             for key, value in before.items():  # in the order that it had
                 self._write(key, ABSENT)
                 self._write(key, value)
 
     def _write(self, key: Any, value: Any) -> None:
         owner = self.owner
-        if isinstance(owner, dict):  # past what a subclass makes of it
+        if is_a(owner, dict):  # past what a subclass makes of it
             if value is not ABSENT:
                 dict.__setitem__(owner, key, value)
             elif key in owner:
                 dict.__delitem__(owner, key)
-        elif isinstance(owner, list):
+        elif is_a(owner, list):
             owner[key] = value
-        elif isinstance(owner, type | CellType):
+        elif is_a(owner, (type, CellType)):
             delattr(owner, key) if value is ABSENT else setattr(owner, key, value)
-        elif not isinstance(owner, CONTAINERS):
+        elif not is_a(owner, CONTAINERS):
             write = object.__delattr__ if value is ABSENT else object.__setattr__
             write(owner, key, *(() if value is ABSENT else (value,)))
+
+
+def peek(owner: Any, name: str, default: Any = None) -> Any:
+    """An attribute, past what its owner's class makes of reading it: code that may raise, or load modules."""
+    try:
+        return (type if is_a(owner, type) else object).__getattribute__(owner, name)
+    except Exception:  # a property's
+        return default
+
+
+def is_a(value: Any, kinds: Any) -> bool:
+    """`isinstance`, past what a class makes of reading `__class__`."""
+    return issubclass(type(value), kinds)
 
 
 def holds(value: Any, others: Mapping[int, Any]) -> bool:
@@ -89,20 +102,21 @@ def holds(value: Any, others: Mapping[int, Any]) -> bool:
 
 def read(owner: Any) -> dict[Any, Any]:
     """What a container holds, by key."""
-    if isinstance(owner, dict):  # past what a subclass makes of it: some load modules when they are read
+    if is_a(owner, dict):  # past what a subclass makes of it: some load modules when they are read
         return dict(dict.items(owner))
-    if isinstance(owner, set | frozenset):
+    if is_a(owner, (set, frozenset)):
         return {value: value for value in owner}
-    if isinstance(owner, CONTAINERS):
+    if is_a(owner, CONTAINERS):
         return dict(enumerate(owner))
-    if isinstance(owner, type):
+    if is_a(owner, type):
         return dict(vars(owner))
-    if isinstance(owner, CellType):
+    if is_a(owner, CellType):
         try:
             return {"cell_contents": owner.cell_contents}
         except ValueError:  # an empty one
             return {}
-    return {name: getattr(owner, name) for name in slots(type(owner)) if hasattr(owner, name)}
+    found = {name: peek(owner, name, ABSENT) for name in slots(type(owner))}
+    return {name: value for name, value in found.items() if value is not ABSENT}
 
 
 @lru_cache(maxsize=1024)
@@ -139,14 +153,14 @@ class Contents:
             if id(each) in seen:
                 continue
             seen[id(each)] = each
-            if isinstance(each, Tensor):
+            if is_a(each, Tensor):
                 self.tensors.append(each)
-            elif isinstance(each, CONTAINERS):
+            elif is_a(each, CONTAINERS):
                 todo += self._enter(each)
-            elif isinstance(each, nn.Module) or not (
-                isinstance(each, type) or is_library(type(each).__module__)
+            elif is_a(each, nn.Module) or not (
+                is_a(each, type) or is_library(type(each).__module__)
             ):  # torch's and Python's own objects hold what is theirs
-                todo += [each.__dict__] if isinstance(getattr(each, "__dict__", None), dict) else []
+                todo += [held] if is_a(held := peek(each, "__dict__"), dict) else []
                 todo += self._enter(each) if slots(type(each)) else ()
 
     def _enter(self, owner: Any) -> Collection[Any]:

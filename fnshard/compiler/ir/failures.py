@@ -134,11 +134,6 @@ def refused_at(headline: str, found: Sequence[tuple[fx.Node, str]], fix: str) ->
     return error
 
 
-def communicates(name: str) -> TraceError:
-    """The error for a collective that the sharding compiler does not place."""
-    return TraceError(f"{COMMUNICATES} ({name}).", fix=ONE_DEVICE)
-
-
 def way_out(name: str, otherwise: str = _VALUE) -> str:
     """What to do instead of a torch function that needs values."""
     return _BY_FUNCTION.get(name, otherwise)

@@ -19,7 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fnshard.compiler.ir.containers import ABSENT, CONTAINERS, Container, is_library, is_plain, slots
+from fnshard.compiler.ir.containers import (
+    ABSENT,
+    CONTAINERS,
+    Container,
+    is_a,
+    is_library,
+    is_plain,
+    peek,
+    slots,
+)
 from fnshard.compiler.ir.source_lines import is_users
 from fnshard.tree import is_same
 
@@ -64,7 +73,7 @@ class Reachable:
 
     def of_type(self, kinds: type | tuple[type, ...]) -> list[Any]:
         """All objects of these types that were met."""
-        return [each for each in self._seen.values() if isinstance(each, kinds)]
+        return [each for each in self._seen.values() if is_a(each, kinds)]
 
     def _found(self, owner: Any, key: Any, value: Any, path: str) -> None:
         while path in self.entries:  # variables of several functions
@@ -77,31 +86,31 @@ class Reachable:
             self._todo.append((value, path))
 
     def _visit(self, each: Any, path: str) -> None:
-        if isinstance(each, Tensor):
+        if is_a(each, Tensor):
             self.tensors[path] = each
-        elif isinstance(each, CONTAINERS):
+        elif is_a(each, CONTAINERS):
             self._enter(each, path, _item)
-        elif isinstance(each, type):
+        elif is_a(each, type):
             self._classes(each)
-        elif isinstance(each, ModuleType):
+        elif is_a(each, ModuleType):
             if not is_library(each.__name__) and "-packages" not in (getattr(each, "__file__", "") or ""):
                 self._enter(vars(each), each.__name__, _attribute, partly=True)
         elif type(each) is FunctionType:
             self._function(each)
-        elif isinstance(each, _WRAPPERS):
+        elif is_a(each, _WRAPPERS):
             for name in _WRAPPED:
-                if (value := getattr(each, name, None)) is not None:
+                if (value := peek(each, name)) is not None:
                     self._found(each, name, value, "self" if name == "__self__" else f"{path}.{name}")
         else:
             self._object(each, path)
 
     def _object(self, each: Any, path: str) -> None:
-        is_module = isinstance(each, nn.Module)
+        is_module = is_a(each, nn.Module)
         for name in _OF_MODULES if is_module else ():
             if name in vars(each):  # a torch.jit module has none
                 self._enter(vars(each)[name], path, _attribute)
-        if isinstance(getattr(each, "__dict__", None), dict):
-            self._enter(vars(each), path, _attribute, partly=not is_module)
+        if is_a(held := peek(each, "__dict__"), dict):
+            self._enter(held, path, _attribute, partly=not is_module)
         if slots(type(each)):
             self._enter(each, path, _attribute, partly=True)
         self._classes(type(each))
@@ -210,13 +219,13 @@ class Guard:
         self._entries = self._counting(reached)
         groups: dict[Any, list[Entry]] = {}
         for owner, key, value in self._entries.values():
-            owner = vars(owner) if isinstance(owner, type) else owner
-            lookup = next((found for kind, found in _LOOKUPS.items() if isinstance(owner, kind)), getattr)
+            owner = vars(owner) if is_a(owner, type) else owner
+            lookup = next((found for kind, found in _LOOKUPS.items() if is_a(owner, kind)), peek)
             if owner is not None:
                 groups.setdefault(lookup, []).append((owner, key, value))
         self._groups = [(lookup, tuple(zip(*group, strict=True))) for lookup, group in groups.items()]
         owners = [each.owner for each, path in reached.containers.values() if self._counts(path)]
-        sized = [vars(o) if isinstance(o, type) else o for o in owners if isinstance(o, (*CONTAINERS, type))]
+        sized = [vars(o) if is_a(o, type) else o for o in owners if is_a(o, (*CONTAINERS, type))]
         self._sizes = sized, [len(o) for o in sized]
 
     def _counting(self, reached: Reachable) -> dict[str, Entry]:
@@ -243,7 +252,7 @@ def written(before: Reachable, now: Reachable) -> Iterator[str]:
 
 def _is_alike(then: Any, now: Any) -> bool:
     """The same, or containers of one type, whose members have entries of their own."""
-    small = type(then) is type(now) and isinstance(then, CONTAINERS) and len(then) <= MEMBERS >= len(now)
+    small = type(then) is type(now) and is_a(then, CONTAINERS) and len(then) <= MEMBERS >= len(now)
     return small or is_same(then, now)
 
 

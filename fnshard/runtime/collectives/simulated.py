@@ -55,11 +55,7 @@ _thread = threading.local()  # .session: the `simulate` call that this thread is
 
 
 def simulate(
-    mesh: Mesh,
-    fn: Callable[..., Any],
-    *args: Any,
-    adversary: Adversary = None,
-    timeout: float = 300.0,
+    mesh: Mesh, fn: Callable[..., Any], *args: Any, adversary: Adversary = None, timeout: float = 300.0
 ) -> list[Any]:
     """Run `fn(rank, *args)` on every rank of a simulated mesh; their results, by rank.
 
