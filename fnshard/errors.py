@@ -101,11 +101,8 @@ def stable_repr(value: object) -> str:
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
-Expected = Mapping[str, tuple[Callable[[Any], Any], str]]  # by name: whether a value fits, and what would
-
-
-def misfits(values: Mapping[str, Any], expected: Expected) -> list[str]:
-    """A line for each value that is not what is expected.
+def misfits(values: Mapping[str, Any], expected: Mapping[str, tuple[Callable[[Any], Any], str]]) -> list[str]:
+    """A line for each value that is not what is expected: whether one fits, and what would.
 
     >>> misfits({"rank": 0, "mode": "min"}, {"rank": counts(1), "mode": one_of("min", "max")})
     ['rank=0: a whole number, at least 1']

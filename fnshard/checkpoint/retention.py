@@ -39,9 +39,8 @@ class Keep:
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        expected = {"last": counts(1), "best": counts(0), "mode": one_of("min", "max")}
-        if self.every is not None:
-            expected["every"] = counts(1)
+        every = one_of(None) if self.every is None else counts(1)
+        expected = {"last": counts(1), "every": every, "best": counts(0), "mode": one_of("min", "max")}
         if wrong := misfits(vars(self), expected):
             raise CheckpointError("this Keep cannot be:", wrong)
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 from toys import ROWS, WIDTH, run_chain
 from traced import checks_of, programs, refused
@@ -151,6 +153,19 @@ def save_on_cpu(p, x):
     with torch.autograd.graph.save_on_cpu():
         y = run_chain(p, x)
     return y.sum()
+
+
+@refuse("chooses attention's kernels.*around all calls of the step")
+def kernels_of_attention(p, x):
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(*[run_chain(p, x)[None]] * 3).sum()
+
+
+@right
+def attention_in_a_derivative_beside_rows_that_are_selected(p, x):
+    energy = lambda q: F.scaled_dot_product_attention(q, q, q).square().sum()  # noqa: E731
+    q = run_chain(p, x)[None]
+    return torch.func.grad(energy)(q).sum() + energy(q) + q[q > 0].sum()
 
 
 @torch.jit.script

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -36,11 +34,6 @@ def check_autocast() -> None:
             f"torch.autocast({on[0]!r}) is on around a step, whose kernels have dtypes of their own.",
             fix="enter it inside of `fn`, or leave it out and say LayoutSpec(compute_dtype=torch.bfloat16).",
         )
-
-
-def quiet() -> AbstractContextManager[Any]:
-    """Where `fn` fails on tensors without values, torch logs no traceback of its insides: it is explained."""
-    return mock.patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
 
 
 _exact: list[tuple[bool, bool]] = []  # of who is within `deterministic`: what was the process's own choice

@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fnshard import tree
 from fnshard.compiler.deferred.host_random import GENERATORS, undrawn
-from fnshard.compiler.frontend.contexts import LOCK, Surroundings, check_autocast, quiet
+from fnshard.compiler.frontend.contexts import LOCK, Surroundings, check_autocast
 from fnshard.compiler.frontend.exchange import copy_outgoing, tracing_on
 from fnshard.compiler.frontend.functions import HOOK
 from fnshard.compiler.frontend.limits import Limits
@@ -88,7 +88,6 @@ def trace(
     with (
         tracing_on(mesh),
         LOCK,
-        quiet(),
         Surroundings(source.runs) as surroundings,
         undrawn(surroundings.reached.of_type(GENERATORS)),
         Limits() as limits,

@@ -208,7 +208,7 @@ def _capture(
         filled = [next(rest) if isinstance(v, Tensor) else v for v in leaves]
         run_args, run_kwargs = tree.unflatten(filled, structure)
         # Fused attention has no second derivative.
-        with sdpa_kernel(SDPBackend.MATH), _GradModes() as _state.grad_modes:
+        with plain_attention(), _GradModes() as _state.grad_modes:
             made[:] = tree.flatten(run(*run_args, **run_kwargs), constants=True)
         return [v for v in made[0] if isinstance(v, Tensor)]
 
@@ -224,6 +224,29 @@ def apart(run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> fx.Grap
             return trace([v.detach() for v in inputs])
     finally:
         _state.inside, _state.grad_modes = before
+
+
+def attention_kernels() -> list[bool]:
+    """Which kernels torch may choose for attention."""
+    kinds = ("flash", "mem_efficient", "math", "cudnn")
+    return [getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in kinds]
+
+
+def chosen_kernels() -> list[bool] | None:
+    """Those that the compiler itself has chosen, in `plain_attention`."""
+    return getattr(_state, "kernels", None)
+
+
+@contextmanager
+def plain_attention() -> Iterator[None]:
+    """Attention in here is plain ops."""
+    before = chosen_kernels()
+    with sdpa_kernel(SDPBackend.MATH):
+        _state.kernels = attention_kernels()
+        try:
+            yield
+        finally:
+            _state.kernels = before
 
 
 @contextmanager

@@ -7,6 +7,7 @@ or a checkpoint writer on another thread is left in peace.
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 import threading
 import warnings
@@ -64,6 +65,10 @@ _LAUNCH = report(
     fix="launch it in a torch.library.triton_op, by torch.library.wrap_triton(kernel)[grid](...); "
     "register_autograd says its gradient.",
 )
+_KERNELS = report(
+    "`fn` chooses attention's kernels itself (torch.nn.attention.sdpa_kernel), which a trace loses.",
+    fix="choose around all calls of the step, as in `with sdpa_kernel(...): state, metrics = step(...)`.",
+)
 _DEVICE = report(
     "`fn` puts a tensor on {requested} by {name}; this step is traced on {device}.",
     fix="take the device of a tensor there is: torch.zeros(n, device=x.device), x.new_zeros(n).",
@@ -81,6 +86,7 @@ def check_version(version: str) -> None:
 
 check_version(torch.__version__)
 
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # of tracebacks of torch's insides
 Patch = Callable[[Any, Callable[[], bool]], Any]  # (the original attribute, "is it the tracer?") -> new one
 
 
@@ -106,6 +112,7 @@ def refusals(device: torch.device) -> Iterator[Calls]:
         import torch._dynamo.config as dynamo_config  # here: it brings Dynamo, which takes seconds
 
         stack.enter_context(dynamo_config.patch(error_on_nested_fx_trace=False))
+        stack.enter_context(mock.patch.object(_LOG, "disabled", True))
         calls = Calls(device)
         for owner, name, patch in _patches(calls.hooks):
             original = inspect.getattr_static(owner, name, None)
@@ -124,6 +131,7 @@ class Calls(TorchFunctionMode):
         super().__init__()
         self.device = device
         self.failed: Call | None = None
+        self.kernels = transforms.attention_kernels()
         self.hooks: list[torch.Tensor] = []
 
     def __torch_function__(
@@ -140,6 +148,9 @@ class Calls(TorchFunctionMode):
             kind = torch.device(requested).type
             if kind not in (self.device.type, "cpu", "meta"):
                 raise TraceError(_DEVICE.format(requested=kind, name=name, device=self.device.type))
+        kernels = transforms.chosen_kernels() or self.kernels
+        if "attention" in name and transforms.attention_kernels() != kernels:
+            raise TraceError(_KERNELS)
         if self.device.type != "cpu":
             args, kwargs = self._there(name, args, kwargs)
         if name in _READS:

@@ -10,11 +10,10 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fnshard.compiler.frontend.ragged.lengths import Ragged, RaggedOp, Unbounded, refused, symbols
 from fnshard.compiler.frontend.ragged.rules import rule_of
-from fnshard.compiler.frontend.transforms import Differentiable
+from fnshard.compiler.frontend.transforms import Differentiable, plain_attention
 from fnshard.compiler.ir import source_lines
 from fnshard.compiler.ir.program import OpOverload, eliminate_dead_code, mutated_args, storage_id
 
@@ -38,7 +37,7 @@ def capture(flat: Callable[..., Any], *inputs: Sequence[Tensor]) -> Callable[...
         return made.requires_grad_(value.requires_grad)
 
     fakes = [[*map(same, v)] for v in inputs]
-    with source_lines.kept(), sdpa_kernel(SDPBackend.MATH):  # which asks for no length; the op is the same
+    with source_lines.kept(), plain_attention():  # which asks for no length; the op is the same
         if isinstance(flat, Differentiable):  # at once: ops that run again have other symbols, without bounds
             graph = flat.capture(*fakes)
         else:
