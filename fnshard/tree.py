@@ -186,11 +186,10 @@ def unusual(value: Tensor) -> str:
     """What a tensor is that has no strides, shape or plain numbers, "nested" say; "" of the usual ones."""
     if isinstance(value, nn.parameter.UninitializedTensorMixin):
         return "without a shape yet"
-    sparse = value.layout is not torch.strided and str(value.layout).removeprefix("torch.")
-    distributed = hasattr(value, "full_tensor") and "a DTensor"
-    return (
-        (value.is_nested and "nested") or (value.is_quantized and "quantized") or distributed or sparse or ""
-    )
+    kind, name = type(value), str(value.layout).removeprefix("torch.")
+    other = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and kind.__name__ != "FakeTensor"
+    kinds = {"nested": value.is_nested, name: name != "strided", "quantized": value.is_quantized}
+    return next((k for k, found in (*kinds.items(), (f"a {kind.__name__}", other)) if found), "")
 
 
 def is_constant(value: Any) -> bool:

@@ -52,7 +52,10 @@ class P:
             alone = isinstance(part, str) or not isinstance(part, Iterable)
             axes = () if part is None else (part,) if alone else tuple(part)
             if not all(isinstance(_name(a), str) and _name(a) for a in axes):
-                raise SpecError(f"P{parts!r}: each dim takes an axis name, a tuple of names, or None.")
+                fix = "P('shard') splits dim 0, P(None, 'shard') dim 1."
+                raise SpecError(
+                    f"P{parts!r}: each dim takes an axis name, a tuple of names, or None.", fix=fix
+                )
             if any(isinstance(a, Fused) and (i or a.count < 1) for i, a in enumerate(axes)):
                 raise SpecError(
                     f"P{parts!r}: Fused(axis, count) stands first on its dim, with a count of 1 or more."

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from fnshard.errors import SpecError, leaves, misfits, one_of
 from fnshard.layout.partition import P, block_shape, every_rank_has_some
-from fnshard.mesh import COMPUTE_AXES, Mesh
+from fnshard.mesh import COMPUTE_AXES, Mesh, check_mesh
 
 __all__ = ["LayoutSpec"]
 
@@ -179,15 +179,11 @@ class LayoutSpec:
 
 
 _EXPECTED = {
-    "trainable": one_of(None, True, False),
-    "reshard": one_of(True, False),
-    "buffers": one_of(True, False),
+    "trainable": one_of(None, True, False), "reshard": one_of(True, False), "buffers": one_of(True, False),
     "unit": (lambda v: v is None or (isinstance(v, str) and v), "a name"),
-    "memory": one_of(*get_args(Memory)),
-    "optimizer_memory": one_of(*get_args(Memory)),
-    "aggregation": one_of(*get_args(Aggregation), None),
-    "update_on": one_of("host", "device", None),
-}
+    "memory": one_of(*get_args(Memory)), "optimizer_memory": one_of(*get_args(Memory)),
+    "aggregation": one_of(*get_args(Aggregation), None), "update_on": one_of("host", "device", None),
+}  # fmt: skip
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
@@ -215,7 +211,7 @@ def _partition(name: str, value: Any) -> P | None:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise SpecError(
             f"LayoutSpec({name}={value!r}): expected P(...) or a list, got {type(value).__name__}.",
-            fix=f"{name}=P({value!r}) splits dim 0." if isinstance(value, str) else "",
+            fix=f"{name}=P({value if isinstance(value, str) else 'shard'!r}) splits dim 0.",
         )
     return P(*value)
 
@@ -264,6 +260,7 @@ def check_specs(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
             does not divide, layouts of storage, gradient and optimizer that no collective joins, an
             untrainable dtype.
     """
+    check_mesh(mesh)
     if not specs:
         raise SpecError("the spec tree has no leaves.", fix="make it by match_specs or a preset.")
     wrong: list[str] = []

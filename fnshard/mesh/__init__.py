@@ -208,11 +208,10 @@ def _device_type(device: str, abstract: bool) -> str:
         raise SpecError(
             f"device={device!r} is no kind of device.", fix='"cpu", "cuda" or another torch knows.'
         ) from error
-    there = {"cpu", accelerator()}
-    if found not in there and not abstract:
+    if found not in ("cpu", accelerator()) and not abstract:
         raise SpecError(
             f"device={device!r}: torch {torch.__version__} finds none on this machine.",
-            fix=f"leave it out for {' or '.join(sorted(there))}; abstract=True lowers for others.",
+            fix=f"leave it out for {accelerator()!r}; abstract=True lowers for others.",
         )
     return found
 

@@ -66,13 +66,10 @@ def default_depth(mesh: Mesh) -> int:
 
 _EXPECTED = {
     "accumulate": counts(1, "a whole number of micro-batches"),
-    "accumulate_mode": one_of(*get_args(AccumulateMode)),
-    "backend": one_of(*get_args(Backend)),
-    "update": one_of(*get_args(UpdateMode)),
-    "residual": one_of(*get_args(Residual)),
+    "accumulate_mode": one_of(*get_args(AccumulateMode)), "backend": one_of(*get_args(Backend)),
+    "update": one_of(*get_args(UpdateMode)), "residual": one_of(*get_args(Residual)),
     "context_attention": one_of(*get_args(ContextAttention)),
-    "deterministic": one_of(True, False),
-    "grad_norm": one_of(True, False),
+    "deterministic": one_of(True, False), "grad_norm": one_of(True, False),
     "shapes": (lambda v: isinstance(v, Buckets | None), "fs.Buckets(multiple=64, pad=...), or None"),
     "prefetch": (
         lambda v: isinstance(v, tuple) and len(v) == 2 and all(map(counts(0)[0], v)),
@@ -82,4 +79,4 @@ _EXPECTED = {
     "cache": counts(1, "a whole number of batch shapes"),
     "timeout": (lambda v: is_number(v) and v > 0, "seconds, more than 0"),
     "disk_dir": (lambda v: isinstance(v, str | os.PathLike | None), "the path of an existing directory"),
-}
+}  # fmt: skip

@@ -24,7 +24,7 @@ from fnshard.layout.partition import block_shape, side_by_side
 from fnshard.layout.resolved import PathLeaf, ResolvedSpecs, compare_paths
 from fnshard.layout.rules import check_params
 from fnshard.layout.spec import LayoutSpec, check_specs, is_spec
-from fnshard.mesh import Mesh
+from fnshard.mesh import Mesh, check_mesh
 from fnshard.runtime.collectives.base import Collectives
 from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.packing import Packer, local_block
@@ -202,6 +202,7 @@ def check_blocks(
     Raises:
         StateError: names every leaf, what it is and what was expected.
     """
+    check_mesh(mesh)
     wrong = []
     for path, spec in specs.items():
         block, dtype = blocks[path], spec.storage_dtype

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.masked import masked_tensor
 from toys import ROWS, WIDTH, chain, rows, run_chain
 
 import fnshard as fs
@@ -155,6 +156,20 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no such device": (lambda: fs.make_mesh(device="xpu"), SpecError, "'xpu': torch .* finds none.*abstract"),
     "few ranks": (lambda: fs.make_mesh(shard=8), SpecError, r"has 1.*fs.launch\(main, ranks=8\).*torchrun"),
     "a word for a mesh": (lambda: fs.presets.full_shard(chain(2), "cpu"), SpecError, "'cpu' is no mesh"),
+    "no mesh": (lambda: fs.unshard(chain(2), step().specs, "cpu"), SpecError, "is no mesh"),
+    "a word for a mesh of a checkpoint": (
+        lambda: fs.checkpoint.restore("ckpt", step().specs, "cpu"), SpecError, "'cpu' is no mesh"),
+    "a glob without a leaf": (
+        lambda: fs.match_specs({f"h.{i}.wq": rows() for i in range(9)}, [["h.*.wv", {}], ["*", {}]]),
+        SpecError, r"'h.\*.wv' matches no leaf; nearest: 'h.0.wq'\n"),
+    "no layout": (lambda: fs.checkpoint.save("ckpt", step()), CheckpointError, "a Step does not"),
+    "no axis": (lambda: P(0), SpecError, r"Fix: P\('shard'\) splits dim 0, P\(None, 'shard'\) dim 1"),
+    "no layout of axes": (lambda: LayoutSpec(fs.make_mesh(shard=1)), SpecError, r"Fix: storage=P\('shard'\)"),
+    "a masked batch": (
+        lambda: step()(chain(2), masked_tensor(rows(), rows() > 0)), StateError, "is a MaskedTensor\nFix"),
+    "a product of a sparse tensor": (
+        lambda: step(lambda p, x: (SPARSE.to_sparse_csr() @ loss(p, x)).sum())(chain(2), rows()), TraceError,
+        "Fix: .*to_dense"),
     "a state for parameters": (
         lambda: step().init(step(optimizer=SGD).init(chain(2))), SpecError, "not a TrainState.*state.params"),
     "no model": (lambda: fs.make_functional({}), TraceError, "an nn.Module, not a dict.*match_specs"),

@@ -23,7 +23,7 @@ from fnshard.compiler.ir.arguments import NumberList, fold_lists
 from fnshard.compiler.ir.program import describe
 from fnshard.compiler.ir.source_lines import call_into, place_of
 from fnshard.errors import FnshardError, TraceError, report
-from fnshard.tree import DENSE
+from fnshard.tree import DENSE, unusual
 
 MIXED = (
     "a leaf computes in its spec's compute_dtype, and the batch comes as it is: cast what comes with the "
@@ -237,6 +237,8 @@ def _fix_of_value(error: Exception, call: Call | None) -> str:
 def _fix(call: Call | None, message: str) -> str:
     if call is not None and call.name in _BY_FUNCTION:
         return _BY_FUNCTION[call.name]
+    if call is not None and any(map(unusual, call.tensors())):
+        return DENSE
     dtypes = {t.dtype for t in call.tensors() if t.dtype.is_floating_point} if call is not None else set()
     if len(dtypes) > 1 and re.search(r"dtype|type|Float", message):
         return MIXED
