@@ -70,7 +70,8 @@ def patches() -> Iterator[tuple[Any, str, Callable[[Any, Callable[[], bool]], An
     yield eager_transforms, "lazy_dynamo_disallow", _folded
     yield torch.autograd, "_engine_run_backward", _retraced
     yield forward_ad.dual_level, "__enter__", _retraced
-    yield checkpoint, "_checkpoint_without_reentrant_generator", _stored
+    for suffix in ("", "_impl"):  # before PyTorch 2.14, and since
+        yield checkpoint, f"_checkpoint_without_reentrant_generator{suffix}", _stored
     yield torch.autograd.Function, "apply", _operator
     yield torch.Tensor, "requires_grad_", _requires_grad
 
@@ -220,7 +221,8 @@ def apart(run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> fx.Grap
     before, _state.inside = (is_inside(), getattr(_state, "grad_modes", None)), True
     try:
         with untraced(), _uncached(inputs):
-            trace = make_fx(lambda values: run(*values), _allow_fake_constant=True)
+            # A table, or a detach becomes an alias (PyTorch 2.14), which has a gradient.
+            trace = make_fx(lambda values: run(*values), decomposition_table={}, _allow_fake_constant=True)
             return trace([v.detach() for v in inputs])
     finally:
         _state.inside, _state.grad_modes = before
