@@ -46,14 +46,26 @@ def conversation(tokenizer: DirectoryTokenizer, messages: Messages, first: int =
             text, prompt = _text(tokenizer, messages), _text(tokenizer, messages[:number], ask=True)
             _check_prefix(text.startswith(prompt), number)
             learned[np.array(encoded["offset_mapping"])[:, 0] < len(prompt)] = 0
-    else:
-        text, spans = _spans(tokenizer, messages, first)
-        encoded = tokenizer.hf(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, learned = np.array(encoded["input_ids"]), np.zeros(len(encoded["input_ids"]))
-        starts, ends = np.array(encoded["offset_mapping"]).T
-        for start, end in spans:
-            learned[(ends > start) & (starts < end)] = 1
+        return ids.astype(np.uint32), learned.astype(np.uint8)
+    return rendered(tokenizer, *_spans(tokenizer, messages, first))
+
+
+def rendered(tokenizer: DirectoryTokenizer, text: str, spans: Sequence[tuple[int, int]]) -> Sample:
+    """A text that a chat template has made: its control tokens are read, and nothing is added.
+
+    `spans`: from where to where it is learned.
+    """
+    encoded = tokenizer.hf(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids, learned = np.array(encoded["input_ids"]), np.zeros(len(encoded["input_ids"]))
+    starts, ends = np.array(encoded["offset_mapping"]).T
+    for start, end in spans:
+        learned[(ends > start) & (starts < end)] = 1
     return ids.astype(np.uint32), learned.astype(np.uint8)
+
+
+def is_rendered(tokenizer: DirectoryTokenizer, *texts: Any) -> bool:
+    """Whether any of these texts spells a control token of the tokenizer."""
+    return any(isinstance(text, str) and _controls(tokenizer).search(text) for text in texts)
 
 
 def opening(tokenizer: DirectoryTokenizer, messages: Messages) -> list[int]:
@@ -106,14 +118,18 @@ def _render(tokenizer: DirectoryTokenizer, messages: Messages, **options: Any) -
 
 def _check_controls(tokenizer: DirectoryTokenizer, messages: Messages) -> None:
     """Refuse text that would become a control token: nobody ends a turn by writing how turns end."""
-    added = tokenizer.hf.added_tokens_decoder.values()
-    find = _spelling(tuple(token.content for token in added if token.special))
+    find = _controls(tokenizer)
     for number, message in enumerate(messages):
         if found := find.search(json.dumps(message, ensure_ascii=False, default=str)):
             raise LineError(
-                f"messages[{number}] spells the control token {found[0]!r} (write it otherwise, or use "
-                "prompt and response, in which text is text)"
+                f"messages[{number}] spells the control token {found[0]!r} (write it otherwise; what a "
+                "chat template has rendered goes into text, or prompt and response)"
             )
+
+
+def _controls(tokenizer: DirectoryTokenizer) -> re.Pattern[str]:
+    added = tokenizer.hf.added_tokens_decoder.values()
+    return _spelling(tuple(token.content for token in added if token.special))
 
 
 @lru_cache(maxsize=8)

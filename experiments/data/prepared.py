@@ -16,21 +16,23 @@ from typing import Any
 import numpy as np
 
 from experiments.configs.train import ConfigError
-from experiments.data.chat import LineError, Sample
+from experiments.data.chat import LineError, Sample, is_rendered
 from experiments.data.records import KINDS, RESPONSES
 from experiments.data.rows import Dataset, line_of, mapped, readable, record_of, rows_of
 from experiments.data.tokenizer import DirectoryTokenizer
 from fnshard.errors import report
 
-FORMAT = 4  # another number where files mean something else: another key
+FORMAT = 5  # another number where files mean something else: another key
 FACTS = "prepared.json"
 ARRAYS: dict[str, type] = {"tokens": np.uint32, "learned": np.uint8, "starts": np.int64}
 HELD_OUT_EVERY = 20  # of a file that is split, one record in so many
 BROKEN, TOO_LONG = "broken", "too_long"
 SHOWN, LONGEST_WHY = 50, 400  # lines in an error, characters of each
-CHATS = ("messages", "prompt", "chosen", *RESPONSES)  # lists of messages there go through the chat template
+PAIR = ("chosen", "rejected")
+CHATS = ("messages", "prompt", *PAIR, *RESPONSES)  # lists of messages there go through the chat template
+TEXTS = ("text", "prompt", "instruction", "input", *PAIR, *RESPONSES)
 FEATURES = {"line": "int64", "tokens": [["uint32"]], "learned": [["uint8"]], "reason": "string",
-            "why": "string", "chat": "bool"}  # fmt: skip
+            "why": "string", "chat": "bool", "rendered": "bool"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Prepared:
         tokens, learned: of all samples.
         longest, shortest: positions of a sample.
         chats: whether a record went through the chat template.
+        rendered: records whose texts spell control tokens, which are read as these.
         left_out: records by reason, "broken" and "too_long".
     """
 
@@ -61,6 +64,7 @@ class Prepared:
     longest: int
     shortest: int
     chats: bool = False
+    rendered: int = 0
     left_out: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -70,7 +74,8 @@ class Prepared:
     def __str__(self) -> str:
         many = f"{self.records} {self.kind}, {self.tokens} tokens, {self.learned} of them learned"
         notes = [f"{count} {reason.replace('_', ' ')}" for reason, count in self.left_out.items() if count]
-        return f"{many}; longest {self.longest}" + (f" (left out: {', '.join(notes)})" if notes else "")
+        read = f"; control tokens are read in the texts of {self.rendered}" if self.rendered else ""
+        return f"{many}; longest {self.longest}{read}" + (f" (left out: {', '.join(notes)})" if notes else "")
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:
         """Positions that samples take in a row; int64."""
@@ -202,13 +207,21 @@ def _encoded(
     row: Mapping[str, Any], index: int, tokenizer: DirectoryTokenizer, policy: RecordPolicy
 ) -> dict[str, Any]:
     """A row's samples; none, and the reason, where it cannot be used."""
-    found = {"line": line_of(row, index), "tokens": [], "learned": [], "reason": "", "why": ""}
+    found = {
+        "line": line_of(row, index),
+        "tokens": [],
+        "learned": [],
+        "reason": "",
+        "why": "",
+        "rendered": False,
+    }
     try:
         record = record_of(row)
         samples = KINDS[policy.kind](record, tokenizer)
     except LineError as error:
         return {**found, "reason": BROKEN, "why": str(error)[:LONGEST_WHY], "chat": False}
     found["chat"] = any(isinstance(record.get(name), list) for name in CHATS)
+    found["rendered"] = not found["chat"] and is_rendered(tokenizer, *(record.get(name) for name in TEXTS))
     longest = max(len(tokens) for tokens, _ in samples) - 1
     long, why = longest > policy.context, ""
     if long and policy.too_long != "truncate":
@@ -251,7 +264,7 @@ def _kept(path: Path, encoded: Dataset, policy: RecordPolicy) -> tuple[Dataset, 
 def _write(folder: Path, part: Dataset, facts: Mapping[str, Any]) -> None:
     """The samples of some rows as arrays, and what is known of them."""
     folder.mkdir(parents=True)
-    sizes, learned, chats = [], 0, False
+    sizes, learned, chats, rendered = [], 0, False, 0
     with (folder / "tokens.bin").open("wb") as tokens_file, (folder / "learned.bin").open("wb") as mask_file:
         for block in part.with_format("arrow").iter(1024):
             tokens, masks = (block[name].combine_chunks().flatten() for name in ("tokens", "learned"))
@@ -261,11 +274,13 @@ def _write(folder: Path, part: Dataset, facts: Mapping[str, Any]) -> None:
             firsts = np.cumsum(lengths) - lengths
             learned += int(mask.sum()) - int(mask[firsts].sum())
             chats |= any(block["chat"].to_pylist())
+            rendered += sum(block["rendered"].to_pylist())
             sizes.append(lengths)
     lengths = np.concatenate(sizes).astype(np.int64)
     np.concatenate([[0], np.cumsum(lengths)]).tofile(folder / "starts.bin")
     known = {
         "samples": len(lengths), "tokens": int(lengths.sum()), "learned": learned, "chats": chats,
+        "rendered": rendered,
         "longest": int(lengths.max()) - 1, "shortest": int(lengths.min()) - 1,
     }  # fmt: skip
     (folder / FACTS).write_text(json.dumps({**facts, **known}, indent=1))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.data.chat import LineError, Messages, Sample, conversation
+from experiments.data.chat import LineError, Messages, Sample, conversation, is_rendered, rendered
 from experiments.data.tokenizer import DirectoryTokenizer
 
 Record = Mapping[str, Any]
@@ -18,13 +18,16 @@ TOOLS = ("tools", "functions", "tool_calls", "function_call")  # what no templat
 def sample(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:
     """Something to learn: `messages`, a prompt and its response, or `text`.
 
-    An instruction is a prompt that ends in a blank line, after its input if it has one.
+    An instruction is a prompt that ends in a blank line, after its input if it has one. Texts that spell a
+    control token of the tokenizer are of a chat template: see `chat.rendered`.
     """
     if "messages" in record:
         check(record, messages=_messages)
         return [_conversation(tokenizer, record["messages"], 0)]
     if "text" in record and "prompt" not in record:
         check(record, text=_text)
+        if is_rendered(tokenizer, record["text"]):
+            return [rendered(tokenizer, record["text"], [(0, len(record["text"]))])]
         return [_joined(tokenizer.begin, [*tokenizer.encode(record["text"]), tokenizer.eos])]
     response = next((name for name in RESPONSES if name in record), None)
     if response is None or not {"prompt", "instruction"} & set(record):
@@ -32,11 +35,11 @@ def sample(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:
         raise LineError(f"has none of {known}; it has {', '.join(map(repr, record)) or 'no fields'}")
     if "prompt" in record:
         check(record, **{"prompt": _prompt, response: _said})
-        return [_answered(tokenizer, record["prompt"], record[response])]
+        return _answered(tokenizer, record["prompt"], record[response])
     more = record.get("input") or ""
     check({**record, "input": more}, **{"instruction": _text, "input": _string, response: _said})
     prompt = "".join(f"{part}\n\n" for part in (record["instruction"], more) if part)
-    return [_answered(tokenizer, prompt, record[response])]
+    return _answered(tokenizer, prompt, record[response])
 
 
 def pair(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:
@@ -60,7 +63,7 @@ def pair(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:
             raise LineError("chosen and rejected: expected messages that both begin with, as the prompt")
     elif any(isinstance(side, list) for side in sides):
         prompt = _as_messages(prompt, "user")
-    both = [_answered(tokenizer, prompt, side) for side in sides]
+    both = _answered(tokenizer, prompt, *sides)
     asked = [ids[: int(np.argmax(learned))].tolist() for ids, learned in both]
     if asked[0] != asked[1]:
         raise LineError("chosen and rejected answer different prompts")
@@ -70,14 +73,28 @@ def pair(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:
 KINDS: dict[str, Callable[[Record, DirectoryTokenizer], list[Sample]]] = {"samples": sample, "pairs": pair}
 
 
-def _answered(tokenizer: DirectoryTokenizer, prompt: str | list[Any], response: str | list[Any]) -> Sample:
-    """A prompt that is not learned and a response that is. Two texts are taken as they are; else they are
-    messages of a user and an assistant, in the chat template."""
-    if isinstance(prompt, str) and isinstance(response, str):
-        asked = [*tokenizer.begin, *tokenizer.encode(prompt)]
-        return _joined(asked, [*tokenizer.encode_after(response), tokenizer.eos])
-    asked, answer = _as_messages(prompt, "user"), _as_messages(response, "assistant")
-    for start in range(2):  # a response may begin with the prompt, also after a system's message
+def _answered(
+    tokenizer: DirectoryTokenizer, prompt: str | list[Any], *responses: str | list[Any]
+) -> list[Sample]:
+    """A prompt that is not learned, with each of the responses, which are. Texts are taken as they are, of a
+    chat template where any of them spells a control token; else they are messages of a user and an assistant,
+    in the chat template."""
+    if not all(isinstance(said, str) for said in (prompt, *responses)):
+        return [_talk(tokenizer, _as_messages(prompt, "user"), said) for said in responses]
+    if is_rendered(tokenizer, prompt, *responses):
+        end = tokenizer.hf.convert_ids_to_tokens(
+            tokenizer.eos
+        )  # as ever, where a response does not say its own
+        texts = [prompt + said + ("" if is_rendered(tokenizer, said) else end) for said in responses]
+        return [rendered(tokenizer, text, [(len(prompt), len(text))]) for text in texts]
+    asked = [*tokenizer.begin, *tokenizer.encode(prompt)]
+    return [_joined(asked, [*tokenizer.encode_after(said), tokenizer.eos]) for said in responses]
+
+
+def _talk(tokenizer: DirectoryTokenizer, asked: list[Any], response: str | list[Any]) -> Sample:
+    """Messages, and a response to them that may begin with them, also after a system's message."""
+    answer = _as_messages(response, "assistant")
+    for start in range(2):
         stop = start + len(asked)
         if list(map(_turn, answer[start:stop])) == list(map(_turn, asked)):
             return _conversation(tokenizer, answer, stop)

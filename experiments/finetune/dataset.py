@@ -15,7 +15,7 @@ import fnshard as fs
 from experiments.configs.train import MULTIPLE, ConfigError, RunConfig
 from experiments.data.batches import Samples
 from experiments.data.builtin import pair_files, sft_files
-from experiments.data.chat import opening
+from experiments.data.chat import is_rendered, opening, rendered
 from experiments.data.loader import Loader, place_of
 from experiments.data.prepared import Prepared, RecordPolicy, open_prepared, prepare
 from experiments.data.tokenizer import DirectoryTokenizer, Tokenizer, open_directory
@@ -69,9 +69,7 @@ class FinetuneData:
         numbers = np.unique(np.linspace(0, there - 1, min(SHOWN, there)).astype(int)) * step
         found = [self._example(int(n)) for n in numbers]
         if run.prompt is not None:
-            plain = [*self.tokenizer.begin, *self.tokenizer.encode(run.prompt)]
-            asked = [{"role": "user", "content": run.prompt}]
-            found.append(Example(opening(self.tokenizer, asked) if self.train.chats else plain, []))
+            found.append(Example(self._asked(run.prompt), []))
         most = None if limit is None else max(1, limit - run.sampled)
         return [replace(e, prompt=e.prompt if most is None else e.prompt[-most:]) for e in found]
 
@@ -79,6 +77,14 @@ class FinetuneData:
         """The first sample of the training data as the model sees it, of pairs both; see `marked`."""
         numbers = range(2 if self.train.kind == "pairs" else 1)
         return "\n".join(marked(self.tokenizer, *self.train.sample(n), colour=colour) for n in numbers)
+
+    def _asked(self, prompt: str) -> list[int]:
+        """A prompt as the model has learned them."""
+        if is_rendered(self.tokenizer, prompt):
+            return rendered(self.tokenizer, prompt, [])[0].tolist()
+        if self.train.chats:
+            return opening(self.tokenizer, [{"role": "user", "content": prompt}])
+        return [*self.tokenizer.begin, *self.tokenizer.encode(prompt)]
 
     def _example(self, number: int) -> Example:
         tokens, learned = self.held_out.sample(number)
@@ -165,7 +171,9 @@ class Shown:
         for example, old, new in zip(self.examples, before, after, strict=True):
             own = self.tokenizer.decode(example.answer) or "-"
             answers = (("before:", old), ("after:", new), ("author:", own))
-            lines.append(safe(self.tokenizer.decode(example.prompt)))
+            lines.append(
+                safe(self.tokenizer.decode(example.prompt, control=True))
+            )  # roles are control tokens
             lines += [f"  {name:<7} {_line(text)}" for name, text in answers]
             lines.append("")
         return "\n".join(lines)

@@ -29,7 +29,7 @@ from fnshard.errors import MissingExtraError
         ({"prompt": "", "completion": "é☃"}, "", "é☃"),
         ({"instruction": "Add.", "input": "1 1", "output": "2"}, "Add.\n\n1 1\n\n", "2"),
         ({"instruction": "Add.", "input": "", "response": "2"}, "Add.\n\n", "2"),
-        ({"text": "not <|end|> yet"}, "", "not <|end|> yet"),
+        ({"text": "not <|end> yet"}, "", "not <|end> yet"),
         ({"messages": [USER, ASSISTANT, USER]}, "hi", "yo"),
         ({"messages": [USER, ASSISTANT, USER, ASSISTANT]}, "hihi", "yoyo"),
         ({"prompt": [USER], "response": "yo"}, "hi", "yo"),
@@ -73,6 +73,33 @@ def test_pairs_are_two_samples_of_one_prompt(prepared_from, line):
     assert asked == again and (chosen, rejected) == ("2", "3")
     assert (260 in data.sample(0)[0]) == (asked != "1+1=")  # a user's message where any of it is one
     assert (data.records, data.samples) == (1, 2)
+
+
+ASK = "<|begin|><|user|>hi<|end|><|assistant|>"
+
+
+@pytest.mark.parametrize(
+    ("line", "asked", "learned"),
+    [
+        ({"text": f"{ASK}yo<|end|>"}, "", [f"{ASK}yo<|end|>"]),
+        ({"text": "yo<|end|>"}, "", ["yo<|end|>"]),
+        ({"prompt": ASK, "response": "yo<|end|>"}, ASK, ["yo<|end|>"]),
+        ({"prompt": ASK, "completion": "yo"}, ASK, ["yo<|end|>"]),
+        ({"instruction": ASK, "output": "yo<|end|>"}, f"{ASK}\n\n", ["yo<|end|>"]),
+        ({"prompt": ASK, "chosen": "yo<|end|>", "rejected": "no<|end|>"}, ASK, ["yo<|end|>", "no<|end|>"]),
+    ],
+)
+def test_texts_of_a_chat_template_have_its_control_tokens(
+    prepared_from, byte_directory, line, asked, learned
+):
+    """As transformers reads them; the line that is printed says so."""
+    data = prepared_from([line], kind="pairs" if "chosen" in line else "samples")
+    for number, text in enumerate(learned):
+        ids, mask = data.sample(number)
+        assert ids.tolist() == byte_directory.hf(asked + text, add_special_tokens=False)["input_ids"]
+        assert byte_directory.decode(ids[mask.astype(bool)].tolist(), control=True) == text
+    assert "; control tokens are read in the texts of 1" in str(data)
+    assert "control" not in str(prepared_from([GOOD["samples"], {"messages": [USER, ASSISTANT]}]))
 
 
 # ------------------------------------------------------------------ what can be wrong

@@ -169,8 +169,8 @@ def test_nobody_ends_a_turn_by_writing_how_turns_end(directory, content):
     ):
         with pytest.raises(LineError, match=r"messages\[0\] spells the control token '<"):
             opening(tokenizer, talk)
-    ids, _ = sample({"prompt": content, "response": "yo"}, tokenizer)[0]
-    assert tokenizer.decode(ids.tolist()) == f"{content}yo"  # there text is text
+    ids, _ = sample({"prompt": content, "response": "yo"}, tokenizer)[0]  # there it is one
+    assert ids.tolist() == [*tokenizer.hf(f"{content}yo", add_special_tokens=False).input_ids, tokenizer.eos]
 
 
 def test_without_a_template_turns_are_plain(directory):
