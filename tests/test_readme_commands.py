@@ -131,6 +131,7 @@ TABLE = {
         Row(f"{TRAIN.short} hydra.sweeper.n_trials=2")
     ),
     "python -m experiments.compare RUN_DIR...": Row(quick=True),
+    "python -m experiments.generate run=RUN_DIR prompt='class '": Row("tokens=4", quick=True),
     "python -m experiments.compare multirun/2030-01-31/* outputs/2030-01-31/12-00-00": Row(quick=True),
     "python -m experiments.compare multirun/2030-01-31/12-00-00 'outputs/2030-01-31/*' --metric tokens_per_s "
     "--out there": Row(quick=True),
@@ -241,7 +242,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {
         "/models/llama": f"{home}/llama", "/text": f"{home}/text", "/more/": f"{home}/more/",
         "/fast/disk": f"{home}/disk", "mine.jsonl": str(mine), "pairs.jsonl": str(pairs),
-        "data.root=shards": f"data.root={home}/shards", "RUN_DIR...": f"{home}/{run}",
+        "data.root=shards": f"data.root={home}/shards", "RUN_DIR...": f"{home}/{run}", "run=RUN_DIR": f"run={home}/{run}",
         "multirun/2030": f"{home}/multirun/2030", "outputs/2030": f"{home}/outputs/2030",
     }  # fmt: skip
 

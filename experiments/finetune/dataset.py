@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
 from operator import itemgetter
@@ -165,16 +165,15 @@ class Shown:
         ends = set(self.tokenizer.stops)
         return [self.tokenizer.decode(list(takewhile(lambda t: t not in ends, row))) for row in drawn]
 
-    def table(self, before: Sequence[str], after: Sequence[str]) -> str:
-        """Prompts with both answers and their authors' own, as people read it."""
+    def table(self, answers: Mapping[str, Sequence[str]]) -> str:
+        """Prompts with answers by whose they are, and with their authors' own, as people read them."""
         lines = []
-        for example, old, new in zip(self.examples, before, after, strict=True):
+        for number, example in enumerate(self.examples):
             own = self.tokenizer.decode(example.answer) or "-"
-            answers = (("before:", old), ("after:", new), ("author:", own))
-            lines.append(
-                safe(self.tokenizer.decode(example.prompt, control=True))
-            )  # roles are control tokens
-            lines += [f"  {name:<7} {_line(text)}" for name, text in answers]
+            texts = {**{who: told[number] for who, told in answers.items()}, "author": own}
+            # Roles are control tokens, as a rule.
+            lines.append(safe(self.tokenizer.decode(example.prompt, control=True)))
+            lines += [f"  {f'{who}:':<7} {_line(text)}" for who, text in texts.items()]
             lines.append("")
         return "\n".join(lines)
 

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,8 @@ class FinetuneSetup:
     shown: Shown
     batch: Any
 
+    unit: str = field(default="token", init=False)
+
     @property
     def plan(self) -> Plan:
         return self.planned.plan
@@ -115,6 +117,10 @@ class FinetuneSetup:
         """The objective's mean over held-out data; all ranks call it together."""
         return self._held_out(params)[0]
 
+    def sample(self, params: Any) -> str:
+        """Prompts and answers."""
+        return self.shown.table({"answer": self.shown.answers(params)})
+
     def compile_ahead(self, state: fs.TrainState) -> None:
         """All is compiled: the model was measured before the first step."""
 
@@ -127,7 +133,7 @@ class FinetuneSetup:
             fs.checkpoint.wait()
         if self.mesh.rank != 0:
             return
-        table = self.shown.table(baseline["answers"], after["answers"])
+        table = self.shown.table({"before": baseline["answers"], "after": after["answers"]})
         write_text(end.folder / SAMPLES, table)
         with end.spent.on("reports"):
             plot_losses(end.folder / METRICS, {}, end.folder / "loss.png", unit="token")
@@ -155,8 +161,9 @@ class FinetuneSetup:
             return values | {"answers": self.shown.answers(state.params)}
 
 
-def prepare(config: FinetuneConfig) -> FinetuneSetup:
-    """Mesh, model, specs, step: all of fnshard that the job uses."""
+def prepare(config: FinetuneConfig, only_prompt: bool = False) -> FinetuneSetup:
+    """Mesh, model, specs, step: all of fnshard that the job uses. With `only_prompt` no other is shown than
+    `run.prompt`."""
     run = config.run
     mesh = fs.make_mesh(**config.mesh.axes, device=run.device)
     lm, data = from_directory(config.model), opened(config)
@@ -172,7 +179,7 @@ def prepare(config: FinetuneConfig) -> FinetuneSetup:
     }  # fmt: skip
     objective_of_data = objective(tuning, config.objective, training=False)
     held_out = fs.shard_forward(objective_of_data, plan.specs, **how)
-    examples = data.examples(run, lm.context)
+    examples = data.examples(run, lm.context)[-1 if only_prompt else 0 :]
     answer = fs.shard_forward(tuning.policy(last_logits(lm.hidden, lm.unembed)), plan.specs, **how)
     window = window_of(examples, run.sampled, lm.context)
     sampler = Sampler(answer, window, mesh.device, temperature=0.0)

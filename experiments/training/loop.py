@@ -53,6 +53,10 @@ class TrainSetup:
     def tokens(self) -> int:
         return self.config.data.rows * self.config.context
 
+    @property
+    def unit(self) -> str:
+        return self.dataset.unit
+
     def loader(self) -> Loader:
         return self.dataset.loader(self.mesh)
 
@@ -74,6 +78,12 @@ class TrainSetup:
             dist.all_reduce(mean)
         return mean.item() / self.mesh.size
 
+    def sample(self, params: Any) -> str:
+        """The prompt and what follows it; each rank draws its own."""
+        run, prompt = self.config.run, self.dataset.encode(self.config.run.prompt)
+        (drawn,) = self.sampler(params, [prompt], run.sampled, run.seed + self.mesh.data_rank)
+        return safe(self.dataset.decode([*prompt, *drawn]))
+
     def compile_ahead(self, state: fs.TrainState) -> None:
         """Compile what measures the model and samples from it, while it trains."""
         lowered = [self.forward.lower(state, *self.dataset.held_out(self._held_out_starts()[0]))]
@@ -84,22 +94,18 @@ class TrainSetup:
 
     def finish(self, end: Ending, baseline: None) -> None:
         """Draw a sample; on rank 0 write and print the results."""
-        run, unit = self.config.run, self.dataset.unit
         with end.spent.on("samples"):
-            prompt = self.dataset.encode(run.prompt)
-            seed = run.seed + self.mesh.data_rank
-            (drawn,) = self.sampler(end.state.params, [prompt], run.sampled, seed)
+            sampled = self.sample(end.state.params)
         with end.spent.on("saves"):
             fs.checkpoint.wait()
         if self.mesh.rank != 0:
             return
-        sampled = safe(self.dataset.decode([*prompt, *drawn]))
         write_text(end.folder / "sample.txt", sampled)
         with end.spent.on("reports"):
             tables = self.dataset.tables()
-            plot_losses(end.folder / METRICS, tables, end.folder / "loss.png", unit=unit)
+            plot_losses(end.folder / METRICS, tables, end.folder / "loss.png", unit=self.unit)
         closing = end.write_result({"held_out_loss": end.held_out, **tables}, sample="sample.txt")
-        text = comparison(end.held_out, tables, unit=unit)
+        text = comparison(end.held_out, tables, unit=self.unit)
         print(f"\n{text}\n\n{sampled}\n\n{closing}\nresults: {end.folder}", flush=True)
 
     def _held_out_starts(self) -> tuple[Tensor, ...]:

@@ -30,7 +30,7 @@ from fnshard.launcher.rank import Stop
 class Setup(Protocol):
     """What a job makes of its configuration. All ranks call its methods together, but `introduce`.
 
-    `tokens`: of one step, of all ranks.
+    `tokens`: of one step, of all ranks. `unit`: what one is, "byte" or "token".
     """
 
     config: Any
@@ -38,6 +38,7 @@ class Setup(Protocol):
     plan: Plan
     step: Any
     tokens: int
+    unit: str
 
     def loader(self) -> Loader:
         """This rank's batches, from the first step on."""
@@ -53,6 +54,9 @@ class Setup(Protocol):
 
     def evaluate(self, params: Any) -> float:
         """The held-out loss."""
+
+    def sample(self, params: Any) -> str:
+        """What the model says after the configuration's prompts."""
 
     def compile_ahead(self, state: fs.TrainState) -> None:
         """After the first step: compile what later ones need."""

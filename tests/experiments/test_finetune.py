@@ -28,6 +28,7 @@ from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.lm import from_directory
 from experiments.finetune.method import default_rate
 from experiments.finetune.tuning import Tuning
+from experiments.generate import main as generate
 from experiments.training import steps
 from experiments.training.result import read_result
 from experiments.training.run import begin
@@ -61,7 +62,8 @@ def test_a_run_leaves_what_it_promises(model, data, tmp_path, capfd, method, obj
     assert result["status"] == "ok"
     before = json.loads((folder / loop.BEFORE).read_text())
     assert result["held_out_loss"] < before["held_out_loss"]
-    assert (folder / "samples.txt").read_text() in shown and "before:" in shown
+    samples = (folder / "samples.txt").read_text()
+    assert samples in shown and "before:" in shown and samples.startswith("<|begin|>")  # as a role would be
     assert (folder / "loss.png").exists() and "train" in shown.splitlines()[1]
     assert re.search(r"<\|begin\|>\d\+\d=«\d+<\|end\|>»", shown)  # what is learned of an example
     assert len([r for r in rows_of(folder) if "loss" in r]) == STEPS
@@ -71,6 +73,9 @@ def test_a_run_leaves_what_it_promises(model, data, tmp_path, capfd, method, obj
     untouched = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
     assert (after - untouched(ids).logits).abs().max() > 1e-3
     assert (folder / base_models.EXPORTED / "tokenizer.json").exists()
+    generate([f"run={folder}", "prompt='<|user|>1+1='", "tokens=2"])
+    again = capfd.readouterr().out
+    assert f"held-out loss: {result['held_out_loss']:.3f} nats per token\n\n<|user|>1+1=\n  answer:" in again
     if method == "lora":
         import peft
 
