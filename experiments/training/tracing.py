@@ -10,6 +10,7 @@ from typing import Any
 
 import fnshard as fs
 from experiments.data.files import write_text
+from fnshard.analysis.hardware import TABLE
 from fnshard.errors import MissingExtraError
 
 FOLDER, TRACE, TEXT, PICTURE = "profile", "trace.json", "timeline.txt", "timeline.png"
@@ -55,10 +56,14 @@ class Tracer:
             return ""
         folder, predicted = self.folder / FOLDER, self._predicted
         measured = fs.profile.measured(folder / TRACE, self.lowered, self.hardware)
-        head = f"{self._traced} steps traced, medians"
+        name = self.hardware.name
+        nominal = f"; predicted with the nominal speeds of {name}: hardware=measure takes this machine's"
+        note = nominal if name in TABLE else ""
+        head = f"{self._traced} steps traced, medians{note}"
         table = fs.profile.table(self.lowered, predicted, measured)
         text = "\n\n".join([head, table, f"predicted:\n{predicted}", f"measured:\n{measured}"])
         write_text(folder / TEXT, f"{text}\n")
         with suppress(MissingExtraError):  # without matplotlib
             fs.plot.timeline(predicted, folder / PICTURE, measured=measured)
-        return f"steps traced: {self._traced}, in {folder / TRACE} (for ui.perfetto.dev) and {folder / TEXT}"
+        where = f"in {folder / TRACE} (for ui.perfetto.dev) and {folder / TEXT}"
+        return f"steps traced: {self._traced}, {where}{note}"

@@ -204,6 +204,7 @@ def test_profile_traces_steps_after_the_first(tmp_path: Path, capfd: Any) -> Non
     assert len(names) == 2 * len(lines) and len(set(names)) == len(lines)
     text = (tmp_path / "profile" / "timeline.txt").read_text()
     assert "2 steps traced" in text and "run forward" in text and "predicted" in text
+    assert "nominal speeds of cpu: hardware=measure takes this machine's" in text
     assert (tmp_path / "profile" / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert "steps traced: 2" in capfd.readouterr().err
     assert record_of(tmp_path)["totals"]["tracing_s"] > 0
