@@ -131,7 +131,7 @@ TABLE = {
         Row(f"{TRAIN.short} hydra.sweeper.n_trials=2")
     ),
     "python -m experiments.compare RUN_DIR...": Row(quick=True),
-    "python -m experiments.generate run=RUN_DIR prompt='class '": Row("tokens=4", quick=True),
+    "python -m experiments.generate run=RUN_DIR 'prompt=class '": Row("tokens=4", quick=True),
     "python -m experiments.compare multirun/2030-01-31/* outputs/2030-01-31/12-00-00": Row(quick=True),
     "python -m experiments.compare multirun/2030-01-31/12-00-00 'outputs/2030-01-31/*' --metric tokens_per_s "
     "--out there": Row(quick=True),
