@@ -190,7 +190,7 @@ TABLE = {
     "python -m experiments.bench case=predict clock=cpu": Row("rounds=1 ranks=1 backend=eager plans=[5m-full_shard]"),
     "python -m experiments.bench case=checkpoint rounds=21": SAMPLE,
     "python -m experiments.bench case=starts checkout=../before rounds=5": Row("rounds=1", needs="another checkout"),
-    "python -m experiments.bench case=gpu": Row("parts=[versions]", quick=True),
+    "python -m experiments.bench case=gpu": Row("parts=[versions]"),
     "python -m experiments.bench case=gpu device=cuda": Row("device=cpu", needs="a GPU"),
     "python -m experiments.bench case=gpu device=cuda 'parts=[profile,bench-2-full_shard]'": (
         Row("device=cpu", needs="a GPU")

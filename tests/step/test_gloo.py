@@ -8,6 +8,7 @@ import pytest
 import reference
 import sharded
 from models import model_of
+from tensor_models import decoder
 
 import fnshard as fs
 
@@ -15,19 +16,19 @@ HOST = {"memory": "host", "optimizer_memory": "host"}
 
 
 def in_both_backends(rank: int) -> list[reference.Trained]:
-    model = sharded.as_float(model_of("tied"))
-    mesh = fs.make_mesh(shard=2, device="cpu")
+    model, mesh = sharded.as_float(decoder(layers=1)), fs.make_mesh(context=2, device="cpu")
     specs = sharded.specs_of(model, "full_shard", mesh)
     chained = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.sgd(0.1, momentum=0.9))
     host = sharded.specs_of(model, "full_shard", mesh, **HOST)
     return [
-        sharded.train(rank, mesh, model, specs, chained, backend="eager"),
-        sharded.train(rank, mesh, model, host, chained, backend="inductor", remat="unit+offload"),
-    ]
+        sharded.train(rank, mesh, model, specs, chained, context_attention="ring"),
+        sharded.train(rank, mesh, model, host, chained, context_attention="ring", backend="inductor",
+                      remat="unit+offload"),
+    ]  # fmt: skip
 
 
 def test_inductor_follows_eager(ranks: Any) -> None:
-    """With everything on the host and recomputed; `test_codecs` compiles what rests on the device."""
+    """In a ring, with everything on the host and recomputed; `test_inductor` compiles what is gathered."""
     for eager, compiled in ranks(2).run(in_both_backends, timeout=300.0):
         sharded.assert_same(compiled, eager, atol=2e-5)
         assert compiled.losses[-1] < compiled.losses[0]
