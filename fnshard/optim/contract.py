@@ -262,8 +262,10 @@ def check_kind(optimizer: object) -> None:
                 fix=f"chain({', '.join([*before, 'adamw(3e-4)', *after])}).",
             )
         return
-    kind = getattr(optimizer, "__name__", f"of type {type(optimizer).__name__}")
-    raise OptimizerError(f"optimizer= is {kind}, and no optimizer of fs.optim.", fix=counterpart(optimizer))
+    word, way = isinstance(optimizer, str), "optimizer=fs.optim.adamw(3e-4), or another of dir(fs.optim)."
+    kind = getattr(optimizer, "__name__", repr(optimizer) if word else f"of type {type(optimizer).__name__}")
+    fix = way if word else counterpart(optimizer)
+    raise OptimizerError(f"optimizer= is {kind}, and no optimizer of fs.optim.", fix=fix)
 
 
 def check(optimizer: Optimizer, sharded_paths: Collection[str]) -> None:

@@ -123,8 +123,7 @@ def check_leaves(batch: Batch, *, values: bool = False) -> None:
         if isinstance(v, losses.Sequence) and not v.fits
     ]
     tensors = {n: v for n, v in inner.items() if isinstance(v, Tensor)}
-    odd = [f"batch[{n!r}] is {kind}" for n, v in tensors.items() if (kind := tree.unusual(v))]
-    if odd:
+    if odd := [f"batch[{n!r}] is {kind}" for n, v in tensors.items() if (kind := tree.unusual(v))]:
         raise StateError(
             f"{len(odd)} batch leaves that a step cannot cut and differentiate:", odd, tree.DENSE
         )

@@ -165,7 +165,7 @@ def kernels_of_attention(p, x):
 def attention_in_a_derivative_beside_rows_that_are_selected(p, x):
     energy = lambda q: F.scaled_dot_product_attention(q, q, q).square().sum()  # noqa: E731
     q = run_chain(p, x)[None]
-    return torch.func.grad(energy)(q).sum() + energy(q) + q[q > 0].sum()
+    return torch.func.grad(energy)(q.detach()).sum() * energy(q) + q[q > 0].sum()
 
 
 @torch.jit.script

@@ -83,7 +83,7 @@ TORCHS = torch.optim.AdamW([torch.zeros(1)])
 @pytest.mark.parametrize(
     ("optimizer", "way_out"),
     [
-        ("adamw", r"adamw\(3e-4\)"),
+        ("adamw", r"'adamw', and no.*Fix: optimizer=fs.optim.adamw\(3e-4\)"),
         (TORCHS, r"of type AdamW, .*state = step.init\(model\)"),
         (torch.optim.lr_scheduler.StepLR(TORCHS, 2), r"of type StepLR, .*schedules.warmup_cosine"),
     ],

@@ -40,13 +40,9 @@ def check_constants(constants: Mapping[str, Tensor]) -> None:
             "hook that calls torch.autograd.grad computes again what it differentiates, under "
             "torch.enable_grad() and from detached inputs.",
         )
-    odd = [
-        tree.unusual(v) or "a conjugated view" for v in constants.values() if tree.unusual(v) or v.is_conj()
-    ]
-    if odd:
-        raise TraceError(
-            f"`fn` closes over {len(odd)} tensor(s) that it cannot compute with:", odd, tree.DENSE
-        )
+    kinds = (tree.unusual(v) or "a conjugated view" * v.is_conj() for v in constants.values())
+    if odd := [kind for kind in kinds if kind]:
+        raise TraceError(f"`fn` closes over {len(odd)} tensor(s) it cannot compute with:", odd, tree.DENSE)
     wrong = [
         f"{describe(v)}" + (" that requires grad" if v.requires_grad else "")
         for v in constants.values()

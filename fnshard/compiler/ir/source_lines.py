@@ -70,13 +70,12 @@ def place_of(error: BaseException) -> str:
 
 def call_into(package: str, error: BaseException) -> str:
     """The function of a package of torch's that the user's code called where an error arose; "" if none."""
-    after: list[str] = []
-    for frame in traceback.extract_tb(error.__traceback__):
-        if is_users(frame.filename, frame.name):
-            after.clear()
-        elif frame.filename.startswith(f"{_LIBRARIES[0]}{package}{os.sep}") and frame.name != "wrapper":
-            after.append(frame.name)
-    return after[0] if after else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [number for number, f in enumerate(frames, 1) if is_users(f.filename, f.name)]
+    inside = [
+        f.name for f in frames[max(own, default=0) :] if f.filename.startswith(f"{_LIBRARIES[0]}{package}/")
+    ]
+    return next((name for name in inside if name != "wrapper"), "")
 
 
 def user_traceback(error: BaseException) -> TracebackType | None:
