@@ -135,6 +135,30 @@ def test_activations_of_64k_tokens_are_shared_by_all_ranks(attention: str) -> No
     assert four < 0.3 * whole and eight < 0.52 * four
 
 
+# ------------------------------------------------------------------ masks of large numbers
+
+
+@pytest.mark.parametrize("fill", [torch.finfo(torch.float32).min, -1e9, -1e4])
+def test_a_ring_of_queries_whose_keys_finite_numbers_mask(fill: float) -> None:
+    """As a softmax that is spelled out; of rows of 7 the last rank has fewer keys."""
+
+    def loss(p: dict[str, Tensor], x: Tensor, mask: Tensor, fused: bool = True) -> Tensor:
+        q, k, v = ((x @ p[n]).unflatten(-1, (2, 4)).transpose(1, 2) for n in "qkv")
+        shares = (q @ k.mT / 2 + mask).softmax(-1)
+        return (F.scaled_dot_product_attention(q, k, v, mask) if fused else shares @ v).square().mean()
+
+    torch.manual_seed(0)
+    params, x = {n: torch.randn(8, 8) for n in "qkv"}, torch.randn(2, 7, 8)
+    mask = torch.zeros(2, 1, 7, 7).masked_fill(torch.ones(7, 7).triu(1) > 0, fill)
+    mask[0, :, :3] = fill
+    mesh = fs.make_mesh(simulated=True, context=2)
+    step = fs.shard_step(loss, fs.presets.no_shard(params, mesh), mesh=mesh, backend="eager",
+                         context_attention="ring")  # fmt: skip
+    expected = torch.func.grad(loss)(params, x, mask, False)
+    for _, grads in fs.simulate(mesh, lambda rank: step(params, x, mask)):
+        torch.testing.assert_close(grads, expected, rtol=0, atol=2e-6)
+
+
 # ------------------------------------------------------------------ mistakes
 
 

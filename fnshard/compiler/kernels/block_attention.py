@@ -1,9 +1,10 @@
 """Block attention: what queries make of one block of keys and values, added to what they have of others.
 
-Blocks are merged by their log-sum-exps (Milakov & Gimelshein 2018; Liu, Zaharia & Abbeel 2023). What is
-carried from block to block is a sum of weighted values and one of weights, scaled by the largest log-sum-exp
-so far. The result does not depend on that scale, which has no gradient, and the sums are linear in what comes
-before: the backward of a block needs the queries, the block and the scale, and computes probabilities again.
+Blocks are merged by the sums of their weights (Milakov & Gimelshein 2018; Liu, Zaharia & Abbeel 2023). What
+is carried from block to block is a sum of weighted values and one of weights, scaled by the largest exponent
+so far: a block's log-sum-exp, or its largest score. The result does not depend on that scale, which has no
+gradient, and the sums are linear in what comes before: the backward of a block needs the queries, the block
+and the scale, and computes probabilities again.
 Both ways are custom operators: taken apart, a compiler would keep scores, masks and copies of keys.
 """
 
@@ -20,6 +21,7 @@ from fnshard.losses.linear import wide
 
 aten = torch.ops.aten
 _NEVER = -torch.inf
+LARGEST = 64.0  # that a mask adds to all scores of a query; a log-sum-exp loses six bits of its digits
 CHUNK_bytes = 1 << 28  # of scores at once, where no fused kernel runs
 
 _LIB = torch.library.Library("fnshard", "FRAGMENT")
@@ -34,7 +36,7 @@ def _turn(
     q: Tensor, kv: Tensor, carry: list[Tensor], source: Tensor, mask: Tensor | None, blocks: int,
     is_causal: bool, scale: float,
 ) -> list[Tensor]:  # fmt: skip
-    """The carry with one more block: sums [..., T, V], weights and largest log-sum-exps [..., T], all fp32
+    """The carry with one more block: sums [..., T, V], weights and largest exponents [..., T], all fp32
     (fp64 of fp64).
 
     Args:
@@ -52,12 +54,15 @@ class _Turn(torch.autograd.Function):
     @staticmethod
     def forward(form: tuple, q: Tensor, kv: Tensor, source: Tensor, mask: Tensor | None, *carry: Tensor):
         blocks, is_causal, scale = form
-        out, top = block_attention(q, *_parts(q, kv), source, mask, blocks, is_causal, scale, not carry)
+        out, weight, top = block_attention(
+            q, *_parts(q, kv), source, mask, blocks, is_causal, scale, not carry
+        )
         if not carry:
-            return out, (top > _NEVER).to(top.dtype), top
+            return out * weight.unsqueeze(-1), weight, top
         sums, weights, before = carry
         now = torch.maximum(before, top)
         old, new = (torch.exp(t - _finite(now)) for t in (before, top))
+        new = new * weight
         return sums * old.unsqueeze(-1) + out * new.unsqueeze(-1), weights * old + new, now
 
     @staticmethod
@@ -114,18 +119,19 @@ _LIB.impl("attention_merged", lambda *args: _Merged.apply(*args), "CompositeImpl
 def block_attention(
     query: Tensor, key: Tensor, value: Tensor, source: Tensor, mask: Tensor | None, blocks: int,
     is_causal: bool, scale: float, first: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention to one block [..., T, V], and the log-sum-exp of each query's scores [..., T]; fp32 or fp64.
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Attention to one block [..., T, V], the sum of each query's weights, and the exponent that they are
+    scaled by [..., T]; fp32 or fp64.
 
     Args: as `_turn`'s; heads of keys and values may be fewer; `first`: it is the queries' own block.
     """
     diagonal = is_causal and first
     key, value = (_of_all_heads(query, t) for t in (key, value))
     bias, size = _bias(query, key, mask, source, blocks), value.shape[-1]
-    kind = _fused(query, bias)
+    kind = _fused(query, mask)
     if not kind:
-        out, top = _by_chunks(query, key, value, bias, diagonal, scale)
-        return out, _seen(top, source, is_causal, first)
+        out, weight, top = _by_chunks(query, key, value, bias, diagonal, scale)
+        return out, weight, _seen(top, source, is_causal, first)
     tensors = _padded(kind, query, key, value)
     if kind == "cpu":
         run = aten._scaled_dot_product_flash_attention_for_cpu
@@ -135,7 +141,8 @@ def block_attention(
     if bias is not None:  # the kernel gives 0 to queries that see nothing
         top = torch.where((bias > _NEVER).any(-1), top, _NEVER)
     out, top = out[..., :size].reshape(*query.shape[:-1], size), top.reshape(query.shape[:-1])
-    return out.to(wide(query.dtype)).contiguous(), _seen(top, source, is_causal, first).contiguous()
+    weight, top = (top > _NEVER).to(top.dtype), _seen(top, source, is_causal, first)
+    return out.to(wide(query.dtype)).contiguous(), weight.contiguous(), top.contiguous()
 
 
 def _seen(top: Tensor, source: Tensor, is_causal: bool, first: bool) -> Tensor:
@@ -147,9 +154,9 @@ def _seen(top: Tensor, source: Tensor, is_causal: bool, first: bool) -> Tensor:
 def _(
     query: Tensor, key: Tensor, value: Tensor, source: Tensor, mask: Tensor | None, blocks: int,
     is_causal: bool, scale: float, first: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     made, rows = wide(query.dtype), query.shape[:-1]
-    return query.new_empty((*rows, value.shape[-1]), dtype=made), query.new_empty(rows, dtype=made)
+    return tuple(query.new_empty(shape, dtype=made) for shape in ((*rows, value.shape[-1]), rows, rows))
 
 
 @torch.library.custom_op("fnshard::block_attention_backward", mutates_args=())
@@ -192,7 +199,7 @@ def _of_block(
     shapes = query.shape, key.shape, value.shape
     key, value = (_of_all_heads(query, t) for t in (key, value))
     bias = _bias(query, key, mask, source, blocks)
-    kind = _fused(query, bias)
+    kind = _fused(query, mask)
     if not kind:
         grads = _by_chunks_backward(query, key, value, bias, is_causal, scale, of_sums, of_weights, top)
     else:
@@ -249,8 +256,14 @@ def fused_kernel(device: str, dtype: torch.dtype, masked: bool, head: int) -> st
     return "cuda" if device == "cuda" and half and not masked and head <= 256 else ""
 
 
-def _fused(query: Tensor, bias: Tensor | None) -> str:
-    return fused_kernel(query.device.type, query.dtype, bias is not None, query.shape[-1])
+def _fused(query: Tensor, mask: Tensor | None) -> str:
+    """Not where finite numbers mask all keys of a query: a fused kernel's log-sum-exp of n scores of -1e9 has
+    lost log n, and probabilities are computed from it again."""
+    kind = fused_kernel(query.device.type, query.dtype, mask is not None, query.shape[-1])
+    if kind and mask is not None and mask.dtype != torch.bool:
+        largest = mask.amax(-1).abs()
+        kind *= not bool(((largest > LARGEST) & (largest < torch.inf)).any())
+    return kind
 
 
 def _padded(kind: str, *tensors: Tensor) -> list[Tensor]:
@@ -294,15 +307,17 @@ def _chunks(
 
 def _by_chunks(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     made = wide(query.dtype)
     out = query.new_empty((*query.shape[:-1], value.shape[-1]), dtype=made)
-    top = query.new_empty(query.shape[:-1], dtype=made)
+    weight, top = (query.new_empty(query.shape[:-1], dtype=made) for _ in range(2))
     for rows, scores in _chunks(query, key, bias, is_causal, scale):
-        top[..., rows] = torch.logsumexp(scores, -1)
+        top[..., rows] = scores.amax(-1)
         shares = scores.sub_(_finite(top[..., rows]).unsqueeze(-1)).exp_()
+        total = weight[..., rows] = shares.sum(-1)
+        shares /= torch.where(total == 0, 1.0, total).unsqueeze(-1)
         out[..., rows, :] = shares.to(value.dtype) @ value
-    return out, top
+    return out, weight, top
 
 
 def _by_chunks_backward(
