@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fnshard import tree
 from fnshard.compiler.deferred.deferred_init import on_meta, recipe_of
 from fnshard.compiler.ir.containers import Contents, TensorSnapshot, is_plain, put_back
+from fnshard.compiler.ir.program import storage_id
 from fnshard.errors import StateError, TraceError, leaves
 
 __all__ = ["make_functional"]
@@ -31,11 +35,11 @@ def make_functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, Ten
     `torch.func.functional_call`; those of `params` are the module's own memory. In a step they become part
     of its state (`LayoutSpec.aggregation`).
 
-    `params` holds every parameter and buffer once, by path: an `nn.Parameter` stays one (so that a
-    frozen one is known), a buffer is marked as `nn.Buffer`. A tied weight is one leaf, under the
-    first of its names, as an alias of the module's own. Of a module built under `deferred`, or on the meta
-    device, `params` is on the meta device. Train or eval mode, like every attribute, is what the
-    module has when a step is called: a step traces again for another.
+    `params` holds every parameter and buffer once, by path, to which what wraps a module (`torch.compile`,
+    DDP) adds nothing: an `nn.Parameter` stays one (so that a frozen one is known), a buffer is marked as
+    `nn.Buffer`. A tied weight is one leaf, under the first of its names, as an alias of the module's own. Of
+    a module built under `deferred`, or on the meta device, `params` is on the meta device. Train or eval
+    mode, like every attribute, is what the module has when a step is called: a step traces again for another.
 
     The marks (parameter, frozen, buffer, tied, recipe) are on the tensors and are lost with them: cast by
     `model.to(dtype)` beforehand or by `LayoutSpec(compute_dtype=)`, not by `{k: v.to(dtype) ...}`.
@@ -43,7 +47,7 @@ def make_functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, Ten
     Raises:
         TraceError: a parameter has gradient hooks; in `apply`, a module assigns its parameters, or buffers of
             other shapes or dtypes, or writes to what requires grad.
-        StateError: in `apply`, other leaves than these.
+        StateError: a parameter that trains shares its memory with another leaf; in `apply`, other leaves.
 
     >>> import torch
     >>> apply, params = make_functional(nn.Linear(3, 2))
@@ -56,19 +60,19 @@ def make_functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, Ten
         kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         fix = "a tree of tensors of one's own is a parameter tree as it is: fs.match_specs(params, rules)."
         raise TraceError(f"make_functional takes a model, an nn.Module, not {kind}.", fix=fix)
+    while isinstance(model, tree.PARALLEL):  # whose forward would communicate
+        model = model.module
     _check_hooks(model)
+    _check_memory(model)
     params: dict[str, Tensor] = {}
     names: dict[str, list[str]] = {}
-    first: dict[int, str] = {}
-    for place in _places(model):
-        path = first.setdefault(id(place.leaf), place.path)
-        if path != place.path:
-            names.setdefault(path, []).append(place.path)
-        elif recipe_of(place.leaf) is not None:
-            params[path] = on_meta(place.leaf)
+    for path, leaf in leaves_of(model).items():
+        if recipe_of(leaf) is not None:
+            params[path] = on_meta(leaf)
         else:
-            marked = not place.is_buffer or isinstance(place.leaf, nn.Buffer)
-            params[path] = place.leaf if marked else _mark(place.leaf)
+            params[path] = leaf if isinstance(leaf, nn.Parameter | nn.Buffer) else _mark(leaf)
+    for other, path in aliases(model).items():
+        names.setdefault(path, []).append(other)
     for path, others in names.items():
         if recipe_of(params[path]) is None:
             params[path] = _alias(params[path])  # no mark is left on the module's own
@@ -119,6 +123,43 @@ def _swapped(model: nn.Module, params: Mapping[str, Tensor]) -> Iterator[None]:
                 params[path].copy_(value)
 
 
+def _check_memory(model: nn.Module) -> None:
+    """Refuse a parameter that trains on memory of another leaf: in torch both change, here each by itself."""
+    named, found = leaves_of(model), dict[int, dict[str, Tensor]]()
+    for path, leaf in named.items():
+        memory = getattr(recipe_of(leaf), "alias", leaf)
+        if memory.layout == torch.strided and not nn.parameter.is_lazy(leaf):
+            found.setdefault(storage_id(memory), {})[path] = memory
+    wrong = [
+        f"params[{first!r}] and params[{second!r}]"
+        for group in found.values()
+        for first, second in itertools.pairwise(sorted(group, key=lambda p: group[p].storage_offset()))
+        if (named[first].requires_grad or named[second].requires_grad)
+        and _overlap(group[first], group[second])
+    ]
+    if wrong:
+        raise StateError(
+            f"leaves of {type(model).__name__} that are no tie share their memory, and would drift apart:",
+            wrong,
+            "tie them, one nn.Parameter under both names: b.weight = a.weight; or give each its own memory: "
+            "b.weight = nn.Parameter(a.weight.detach().clone()).",
+        )
+
+
+def _overlap(*tensors: Tensor) -> bool:
+    """Whether two tensors of one storage have an element of it in common."""
+    memory = np.empty(tensors[0].untyped_storage().nbytes(), np.uint8)  # nobody reads it or writes to it
+    views = [
+        np.lib.stride_tricks.as_strided(
+            memory[t.storage_offset() * t.itemsize :],
+            (*t.shape, t.itemsize),
+            (*(stride * t.itemsize for stride in t.stride()), 1),
+        )
+        for t in tensors
+    ]
+    return np.shares_memory(*views)
+
+
 def _fit(values: Sequence[Any], leaf: Tensor) -> bool:
     """Whether a leaf can take what was assigned to it: one tensor of its kind, under all of its names."""
     value = values[0]
@@ -136,7 +177,7 @@ class _LeafPlace(NamedTuple):
 
 def _places(model: nn.Module) -> Iterator[_LeafPlace]:
     """Where parameters and buffers are, by all of their names."""
-    modules = list(model.named_modules(remove_duplicate=False))
+    modules = list(tree.named_modules(model))
     for is_buffer in (False, True):
         for prefix, module in modules:
             owner = module._buffers if is_buffer else module._parameters
@@ -198,8 +239,16 @@ def _alias(leaf: Tensor) -> Tensor:
     return _mark(leaf)
 
 
+def leaves_of(model: nn.Module) -> dict[str, Tensor]:
+    """A module's own parameters and buffers, each by the first of its names."""
+    first: dict[int, tuple[str, Tensor]] = {}
+    for place in _places(model):
+        first.setdefault(id(place.leaf), (place.path, place.leaf))
+    return dict(first.values())
+
+
 def aliases(model: nn.Module) -> dict[str, str]:
     """`{other name: the path it is stored under}` for tied parameters and buffers."""
-    first: dict[int, str] = {}
-    named = [(place.path, first.setdefault(id(place.leaf), place.path)) for place in _places(model)]
+    first = {id(leaf): path for path, leaf in leaves_of(model).items()}
+    named = [(place.path, first[id(place.leaf)]) for place in _places(model)]
     return {other: path for other, path in named if other != path}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import builtins
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from enum import Enum
 from functools import lru_cache, partial
@@ -292,6 +292,34 @@ def map(
     """Apply `fn` to the leaves; constants stay, or are leaves too."""
     leaves, structure = flatten(tree, is_leaf, constants=constants)
     return unflatten([fn(leaf) for leaf in leaves], structure)
+
+
+# ------------------------------------------------------------------ trees of modules
+
+PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+COMPILED = "_orig_mod"  # the name under which torch.compile keeps a module
+
+
+def named_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """All modules by all of their names, to which what wraps a module adds nothing: torch.compile, DDP."""
+    yield name, module
+    for key, child in module._modules.items():
+        if child is not None:
+            yield from named_modules(child, name if _wraps(module, key) else f"{name}.{key}" if name else key)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module that another one wraps; itself if it wraps none."""
+    inner = next((child for key, child in module._modules.items() if _wraps(module, key)), None)
+    return module if inner is None else unwrapped(inner)
+
+
+def _wraps(module: nn.Module, key: str) -> bool:
+    by_class = isinstance(module, (*PARALLEL, torch.optim.swa_utils.AveragedModel))
+    return key in (COMPILED, "_checkpoint_wrapped_module") or (by_class and key == "module")
+
+
+# ------------------------------------------------------------------ optree
 
 
 def _flatten(tree: Any, is_leaf: Callable[[Any], bool] | None) -> tuple[list[Any], optree.PyTreeSpec]:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fnshard import tree
 from fnshard.compiler.deferred.deferred_init import recipe_of
 from fnshard.errors import SpecError, StateError, leaves
-from fnshard.functional import aliases, make_functional
+from fnshard.functional import aliases, leaves_of, make_functional
 from fnshard.layout.resolved import compare_paths
 
 
@@ -50,7 +51,7 @@ class Family:
 
     def name(self, path: str) -> str:
         """What the files call a leaf."""
-        for part, other in self.renamed.items():
+        for part, other in {f"{tree.COMPILED}.": "", **self.renamed}.items():
             path = path.replace(part, other)
         return path
 
@@ -112,9 +113,9 @@ def family_of(config: Mapping[str, Any], model: nn.Module | None, paths: Iterabl
         raise SpecError(f"model= is {type(model).__name__}.", fix="the nn.Module that the leaves are of.")
     owned = make_functional(model)[1]
     compare_paths(dict.fromkeys(paths), owned)
-    saved = model.state_dict(keep_vars=True).keys()
-    unsaved = tuple(glob.escape(path) for path in owned if path not in saved)
-    prefix = getattr(model, "base_model_prefix", "") or known.prefix
+    saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
+    unsaved = tuple(glob.escape(path) for path, leaf in leaves_of(model).items() if id(leaf) not in saved)
+    prefix = getattr(tree.unwrapped(model), "base_model_prefix", "") or known.prefix
     return Family(prefix, aliases(model), unsaved, (*unsaved, *known.ignored), known.renamed)
 
 

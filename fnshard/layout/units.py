@@ -50,10 +50,11 @@ def by_class(model: nn.Module, *classes: type[nn.Module]) -> UnitPolicy:
     if not classes or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
         given = ", ".join(map(repr, classes)) or "none"
         raise SpecError(f"by_class takes module classes, and got {given}.", fix="by_class(model, Block).")
-    roots = [name for name, module in model.named_modules() if isinstance(module, classes) and name]
+    modules = list(tree.named_modules(model))
+    roots = [name for name, module in modules if isinstance(module, classes) and name]
     if not roots:
         names = ", ".join(c.__name__ for c in classes)
-        has = dict.fromkeys(type(m).__name__ for name, m in model.named_modules() if name)
+        has = dict.fromkeys(type(m).__name__ for name, m in modules if name)
         raise SpecError(
             f"no module of class {names} in {type(model).__name__}.",
             fix=f"name one that it has: {', '.join(has) or 'it has no submodules'}.",

@@ -122,7 +122,7 @@ class Nested(nn.Module):
                 part.normal_(std=i + 1)
             self.copied.weight[1:3].fill_(0.5)
         self.window = nn.Parameter(torch.randn(6)[1:5])
-        self.turned = nn.Parameter(self.recurrent.weight_ih_l0.detach().t())
+        self.turned = nn.Parameter(torch.randn(16, 3).t())
         self.low = nn.Linear(3, 3).to(torch.bfloat16)
         self.double = nn.Linear(3, 3, dtype=torch.float64)
         self.padded = nn.Embedding(5, 3, padding_idx=1)

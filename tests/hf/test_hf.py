@@ -287,7 +287,7 @@ def test_buffers_are_made_by_their_module(saved: Callable[[str], Saved]) -> None
     real = transformers.AutoModelForCausalLM.from_pretrained(of.folder)
     wanted = dict(real.named_buffers())
     assert wanted.keys() == {"model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq"}
-    for model in (of.meta, real):
+    for model in (of.meta, real, torch.compile(real)):
         got = fs.hf.load(of.folder, specs, mesh, model=model)
         same({p: got[p] for p in wanted}, wanted)
     with pytest.raises(

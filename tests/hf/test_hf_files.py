@@ -521,12 +521,13 @@ def test_a_module_with_tied_names_and_unsaved_buffers_takes_the_file(tmp_path: P
             self.register_buffer("made", torch.ones(2), persistent=False)
 
     model = Tied()
-    _, params = fs.make_functional(model)
+    compiled = torch.compile(model)
+    _, params = fs.make_functional(compiled)
     mesh = fs.make_mesh(shard=2, simulated=True)
     specs = fs.presets.full_shard(params, mesh)
 
     def run(rank: int) -> None:
-        fs.hf.save(fs.shard(params, specs, mesh), tmp_path / "out", specs, mesh, model=model)
+        fs.hf.save(fs.shard(params, specs, mesh), tmp_path / "out", specs, mesh, model=compiled)
 
     fs.simulate(mesh, run)
     file, fresh = tmp_path / "out/model.safetensors", Tied()

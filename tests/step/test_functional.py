@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +75,41 @@ def test_tied_buffers() -> None:
     model[1].running_mean = model[0].running_mean
     _, params = fs.make_functional(model)
     assert "0.running_mean" in params and "1.running_mean" not in params
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Sequential(nn.Linear(2, 2), torch.compile(nn.Linear(2, 2), backend="eager"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+@pytest.mark.parametrize("wrap", [None, torch.compile, nn.DataParallel])
+def test_what_wraps_a_module_adds_nothing_to_names(wrap: Any) -> None:
+    """An attribute that is called `module` is one."""
+    model = wrap(Inner()) if wrap else Inner()
+    apply, params = fs.make_functional(model)
+    assert list(params) == [f"module.{i}.{name}" for i in range(2) for name in ("weight", "bias")]
+    assert set(fs.units.by_class(model, nn.Linear)(params).values()) == {"module.0", "module.1"}
+    step = fs.shard_step(
+        lambda p, x: apply(p, x).sum(), fs.match_specs(params, [("*", fs.LayoutSpec())]), backend="eager"
+    )
+    assert torch.equal(step(step.init(model), torch.ones(1, 2))[1]["module.1.bias"], torch.ones(2))
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("share", [Tensor.detach, lambda w: w.detach().T, lambda w: w.detach()[1:, :2]])
+def test_parameters_that_share_memory_are_tied_or_refused(share: Any, deferred: bool) -> None:
+    with fs.deferred() if deferred else nullcontext():
+        both, model = torch.randn(3, 6), nn.ModuleList([nn.Linear(3, 3, False), nn.Linear(3, 3, False)])
+        model[1].weight = nn.Parameter(share(model[0].weight))
+        apart = nn.ParameterList([both[:, :3], both[:, 3:]])
+    with pytest.raises(fs.StateError, match=r"(?s)no tie.*'0.weight'\] and params\['1.weight'\].*Fix: tie"):
+        fs.make_functional(model)
+    for module in (apart, model.requires_grad_(False)):
+        assert len(fs.make_functional(module)[1]) == 2
 
 
 def test_the_module_can_still_be_copied_and_saved() -> None:
