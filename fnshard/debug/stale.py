@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from fnshard.compiler.ir.program import Program
 from fnshard.errors import DebugError
+from fnshard.step.agreement import checksum
 from fnshard.step.step import Step
 
 __all__ = ["check_stale"]
@@ -64,10 +61,5 @@ def _lines(program: Program) -> list[str]:
     """A program as text, with the modes that its nodes run in and the numbers that it closes over."""
     nodes = [n for n in program.graph.nodes if n.meta.get("autocast")]
     modes = [f"{n.name} under autocast {n.meta['autocast']}" for n in nodes]
-    constants = [f"{name} with the numbers {_digest(v)}" for name, v in program.constants.items()]
+    constants = [f"{name} with the numbers {checksum(v):08x}" for name, v in program.constants.items()]
     return [*program.as_text().splitlines(), *modes, *constants, str(program.outputs)]
-
-
-def _digest(value: Tensor) -> str:
-    numbers = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return hashlib.sha256(numbers.tobytes()).hexdigest()[:8]

@@ -21,9 +21,8 @@ from fnshard.layout.partition import Slices, block_shape, boxes
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 from fnshard.runtime.files.tensorfile import DTYPES
-from fnshard.runtime.packing import local_block
 from fnshard.runtime.tiers import allocate
-from fnshard.step.shards import stored_at_rest
+from fnshard.step.shards import cut_out, stored_at_rest
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -331,7 +330,7 @@ def load_block(
     """
     if isinstance(source, Tensor):
         unfit.look(path, spec, source)
-        return stored_at_rest(local_block(source, spec.storage, mesh), spec, mesh, disk_dir)
+        return cut_out(source, spec, mesh, disk_dir)
     shape = block_shape(spec.shape, spec.storage, mesh)
     if is_coded(spec):  # its rows are in memory as they were while they are coded
         block = torch.zeros(shape, dtype=spec.storage_dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -89,44 +90,85 @@ def optimizer_text(optimizer: Optimizer | None, specs: Mapping[str, LayoutSpec])
     return out
 
 
-def compare_replicas(
-    comm: Collectives, blocks: Mapping[str, Tensor], specs: Mapping[str, LayoutSpec]
+def compare_values(
+    comm: Collectives, blocks: Mapping[str, Tensor], specs: Mapping[str, LayoutSpec], given: Mapping[str, int]
 ) -> None:
-    """Refuse replicas that start out different: they would stay so, in silence. A collective.
+    """Refuse leaves that ranks were given different values of, which would train in silence: replicas that
+    stay different, and shards that are parts of different leaves. A collective.
 
     What a rank stores whole, or shares with others that store the same block, is summed up and
     compared; nothing is moved (DDP broadcasts rank 0's values instead). Leaves with aggregation="local" may
     differ.
 
+    Args:
+        given: checksums of the full leaves that this rank's blocks were cut out of, where it has had these.
+
     Raises:
         AgreementError: on every rank, naming the leaves.
     """
     mesh, here = comm.mesh, comm.mesh.coordinate()
+    if mesh.size == 1:
+        return
     alike = {p: s for p, s in specs.items() if s.trainable or s.aggregation != "local"}
     shared = {p: mesh.ordered(s.storage.axes) for p, s in alike.items()}
     shared = {p: axes for p, axes in shared.items() if mesh.axes_size(axes) < mesh.size}
-    if not shared:
-        return
-    sums = _checksums([blocks[p] for p in shared])
-    mine = {
-        p: f"{[here[a] for a in axes]} {value}" for (p, axes), value in zip(shared.items(), sums, strict=True)
-    }
+    sums = zip(shared.items(), _checksums([blocks[p] for p in shared]), strict=True)
+    mine = {p: {str([here[a] for a in axes]): value} for (p, axes), value in sums}
+    for path in alike.keys() & given.keys():
+        mine.setdefault(path, {})["whole"] = str(given[path])
     every = [json.loads(text) for text in comm.gather_object(json.dumps(mine))]
     wrong = []
-    for path in mine:
+    for path in alike:
         values: dict[str, str] = {}
         for rank, each in enumerate(every):
-            place, _, value = each[path].partition("] ")
-            if values.setdefault(place, value) != value:
+            own = each.get(path, {})
+            if any(values.setdefault(place, value) != value for place, value in own.items()):
                 wrong.append(f"params[{path!r}] on rank {rank}")
                 break
     if wrong:
         raise AgreementError(
-            f"{leaves(len(wrong))} replicated over ranks that hold different values:",
+            f"{leaves(len(wrong))} that ranks hold, or were given, different values of:",
             wrong[:12],
             "make the initial values alike: a module built in fs.deferred(), the same "
             "torch.manual_seed on every rank, or the same checkpoint.",
         )
+
+
+def compare_rows(comm: Collectives, axes: Sequence[str], mine: Mapping[str, str]) -> None:
+    """Refuse rows that differ along axes whose ranks compute parts of the same ones. A collective.
+
+    Args:
+        mine: by name, what is equal for equal tensors.
+
+    Raises:
+        AgreementError: on every rank, naming the tensors and ranks.
+    """
+    every = [json.loads(text) for text in comm.gather_object(json.dumps(mine))]
+    wrong = []
+    for rank, each in enumerate(every):
+        first = min(comm.mesh.group_ranks(axes, rank))
+        unlike = [n for n in {**every[first], **each} if every[first].get(n) != each.get(n)]
+        wrong += [f"{n} on ranks {first} and {rank}" for n in unlike]
+    if wrong:
+        raise AgreementError(
+            f"ranks along {' and '.join(map(repr, axes))} compute parts of the same, and got different rows:",
+            wrong[:12],
+            "cut data by mesh.data_rank of mesh.data_size, not by the rank: DistributedSampler(data, "
+            "num_replicas=mesh.data_size, rank=mesh.data_rank); draw and augment with a seed of data_rank.",
+        )
+
+
+_COLUMNS = 4093  # words; a prime, so that a batch's rows in another order have another sum
+
+
+def checksum(value: Tensor) -> int:
+    """Of a tensor's bytes, at the speed of memory, where it lies: the checksum of sums of columns."""
+    flat = value.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
+    rows = len(flat) // (8 * _COLUMNS)
+    words = flat[: rows * 8 * _COLUMNS]
+    words = (words if words.storage_offset() % 8 == 0 else words.clone()).view(torch.int64)
+    sums = words.view(rows, _COLUMNS).sum(0).cpu().numpy()
+    return zlib.crc32(flat[len(words) * 8 :].cpu().numpy(), zlib.crc32(sums))
 
 
 def _checksums(blocks: Sequence[Tensor]) -> list[str]:

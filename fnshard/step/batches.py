@@ -16,6 +16,7 @@ from fnshard.compiler.frontend.trace import flatten_batch
 from fnshard.compiler.ir.arguments import Arguments
 from fnshard.errors import StateError
 from fnshard.losses import Whole, rows_of, unwrapped
+from fnshard.step.agreement import checksum
 
 Batch = Arguments | Sequence[Any]
 BatchKey = tuple[tuple[str, Any], ...]  # what `batch_key` gives
@@ -102,6 +103,15 @@ def batch_key(batch: Batch) -> BatchKey:
 
     named, structure = Arguments.of(batch).leaves
     return (("(structure)", structure), *((n, describe(v)) for n, v in named.items()))
+
+
+def texts_of(batch: Batch) -> dict[str, str]:
+    """By leaf, what is equal for equal batches: shapes, constants, and checksums of the tensors."""
+    key, named = dict(batch_key(batch)), Arguments.of(batch).leaves[0]
+    values = {n: unwrapped(v) for n, v in named.items()}
+    dense = {n: v for n, v in values.items() if isinstance(v, Tensor) and v.layout == torch.strided}
+    sums = {n: checksum(v) for n, v in dense.items() if not v.is_nested}
+    return {f"batch[{n!r}]": f"{key[n]} {sums.get(n)}" for n in named}
 
 
 def check_leaves(batch: Batch, *, values: bool = False) -> None:

@@ -32,11 +32,12 @@ from fnshard.runtime.executor.scalars import Scalars
 from fnshard.runtime.executor.update import Updater
 from fnshard.runtime.readback import Reading
 from fnshard.runtime.tiers import Transfers, send
-from fnshard.step.agreement import Agreement, check_agreement, compare_replicas
+from fnshard.step.agreement import Agreement, check_agreement, checksum, compare_rows, compare_values
+from fnshard.step.batches import check_leaves, texts_of
 from fnshard.step.cache import ProgramCache
 from fnshard.step.lowered import Lowered
 from fnshard.step.plan import FLAGS, items_of, scalars_of, settings_of
-from fnshard.step.shards import check_blocks
+from fnshard.step.shards import check_blocks, given_to
 from fnshard.step.state import TrainState
 
 
@@ -74,6 +75,7 @@ class RankState:
         bound: by the identity of a lowered step, and who watches it.
         raised: the flags that this rank raises with its next step.
         before, last: the numbers of the last two steps, the flags of all ranks among them.
+        calls: how many steps were begun.
     """
 
     comm: Collectives
@@ -84,6 +86,7 @@ class RankState:
     raised: set[str] = field(default_factory=set)
     before: Reading = Reading()
     last: Reading = Reading()
+    calls: int = 0
 
     def finished(
         self, scalars: Mapping[Any, Tensor], flags: Mapping[str, Tensor], excesses: Mapping[Limit, Tensor]
@@ -117,6 +120,8 @@ class Runner:
         self.cache, self.mesh = cache, cache.mesh
         self.options, self.optimizer = cache.options, cache.optimizer
         self.compares_replicas = True
+        # The axes whose ranks compute parts of the same rows.
+        self._parts = self.mesh.ordered(set(self.mesh.names) - set(self.mesh.data_axes))
         self._ranks: dict[int, RankState] = {}
         self._checked: tuple[Any, list[Any]] = None, []  # specs, and what blocks were that fitted them
         compiled = self.options.compiles_update(self.optimizer, self.mesh.device_type)
@@ -137,17 +142,29 @@ class Runner:
             params: the tree of stored blocks.
             seed, step: what random ops draw from.
         """
+        if self._parts:
+            self._compare_rows(batch)
         lowered, rank = self.cache.get(batch), self.rank
         blocks = self._blocks(params)
         bound = rank.bound.get((id(lowered), rank.observer))
         if bound is None:
             if rank.agreement is None:
-                self._agree(lowered, blocks, seed, step)
+                self._agree(lowered, blocks, given_to(params), seed, step)
             self.cache.compile(lowered, batch)
             bound = self._bind(lowered)
         return bound, self._inputs(lowered, blocks, *self.cache.tensors(lowered, batch), seed, step)
 
-    def _agree(self, lowered: Lowered, blocks: Mapping[str, Tensor], seed: int, step: int) -> None:
+    def _compare_rows(self, batch: Arguments) -> None:
+        """Of ranks that compute parts of the same, at their first, second, fourth, eighth, ... step."""
+        rank = self.rank
+        rank.calls += 1
+        if rank.calls & (rank.calls - 1) == 0:
+            check_leaves(batch, values=True)
+            compare_rows(rank.comm, self._parts, texts_of(batch))
+
+    def _agree(
+        self, lowered: Lowered, blocks: Mapping[str, Tensor], given: Mapping[str, int], seed: int, step: int
+    ) -> None:
         """Compare, at the first step, what ranks run and hold; ranks of a host compile a share each.
 
         A collective.
@@ -161,7 +178,11 @@ class Runner:
         items, compiled = items_of(lowered.program), lowered.compiled is not None
         rank.agreement = check_agreement(rank.comm, lowered.schedule, settings, items, compiled)
         if self.compares_replicas:
-            compare_replicas(rank.comm, blocks, specs.paired)
+            compare_values(rank.comm, blocks, specs.paired, given)
+        constants = lowered.program.constants
+        if self._parts and constants:
+            read = {f"a tensor {list(v.shape)} that `fn` closes over, {n},": v for n, v in constants.items()}
+            compare_rows(rank.comm, self._parts, {n: str(checksum(v)) for n, v in read.items()})
         if self._in_processes and not rank.agreement.compiled:
             lowered.compile_share()
             rank.comm.barrier()

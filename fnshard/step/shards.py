@@ -29,6 +29,7 @@ from fnshard.runtime.collectives.base import Collectives
 from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.packing import Packer, local_block
 from fnshard.runtime.tiers import allocate, check_directory, rest
+from fnshard.step.agreement import checksum
 
 __all__ = ["shard", "unshard"]
 
@@ -38,7 +39,8 @@ def shard(
 ) -> Any:
     """Full tree -> this rank's stored blocks, padded, in storage dtype, where `LayoutSpec.memory` says.
 
-    Moves nothing between ranks: every rank must hold the same full tree. Leaves of a module built under
+    Moves nothing between ranks: every rank must hold the same full tree, bit for bit, which its first step
+    compares. Leaves of a module built under
     `deferred` are made one at a time, of which only the block is kept.
 
     Args:
@@ -279,7 +281,7 @@ def _blocks(
     def take(path: str, leaf: Tensor) -> None:
         spec = specs[path]
         unfit.look(path, spec, leaf)  # the whole leaf, so that all ranks refuse it
-        blocks[path] = stored_at_rest(local_block(leaf, spec.storage, mesh), spec, mesh, disk_dir)
+        blocks[path] = cut_out(leaf, spec, mesh, disk_dir)
 
     values_of(named, seed, take)
     unfit.refuse()
@@ -297,11 +299,37 @@ def with_masters(specs: Mapping[str, LayoutSpec]) -> dict[str, LayoutSpec]:
 def narrowed(shards: Any, specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | None) -> Any:
     """Blocks in the dtype that they are stored in, once the master copies have been taken of them."""
     blocks, structure = tree.flatten_with_paths(shards)
-    stored = [
-        b if b.dtype == specs[p].storage_dtype else stored_at_rest(b, specs[p], mesh, disk_dir)
-        for p, b in blocks.items()
-    ]
-    return tree.unflatten(stored, structure)
+    given, stored = given_to(blocks), dict(blocks)
+    for path, block in blocks.items():
+        if block.dtype != specs[path].storage_dtype:
+            stored[path] = stored_at_rest(block, specs[path], mesh, disk_dir)
+            if path in given:
+                _mark(stored[path], given[path])
+    return tree.unflatten(stored.values(), structure)
+
+
+def cut_out(leaf: Tensor, spec: LayoutSpec, mesh: Mesh, disk_dir: str | None) -> Any:
+    """This rank's stored block of a full leaf; it has the leaf's checksum, for ranks to compare at a step."""
+    block = stored_at_rest(local_block(leaf, spec.storage, mesh), spec, mesh, disk_dir)
+    if mesh.kind != "abstract" and mesh.ordered(spec.storage.axes):
+        _mark(block, checksum(leaf))
+    return block
+
+
+def _mark(block: Any, given: int) -> None:
+    for part in tree.flatten(block)[0]:
+        part.given = given, _version(part)
+
+
+def _version(block: Tensor) -> int:
+    return -1 if block.is_inference() else block._version
+
+
+def given_to(params: Any) -> dict[str, int]:
+    """By path, the checksums of the full leaves that blocks were cut out of, unless written to since."""
+    blocks = tree.flatten_with_paths(params)[0]
+    given = {p: getattr(v, "given", (None, None)) for p, v in blocks.items()}
+    return {p: total for p, (total, version) in given.items() if version == _version(blocks[p])}
 
 
 # ------------------------------------------------------------------ blank states, to be filled

@@ -97,7 +97,8 @@ class Step:
     def init(self, source: Any, *, seed: int | None = None) -> Any:
         """The state before the first step; each rank makes only its own shards.
 
-        The values do not depend on the mesh. Without an optimizer: the parameter shards alone.
+        The values do not depend on the mesh; ranks that have others are an error at the first step. Without
+        an optimizer: the parameter shards alone.
 
         Args:
             source: an `nn.Module` built under `fs.deferred()`, whose leaves become what its constructor makes
@@ -186,14 +187,17 @@ class Step:
         """One step; see `shard_step` for what comes in and goes out.
 
         Args:
-            batch, keywords: this rank's slice, by position or by keyword, as `fn` takes it.
+            batch, keywords: this rank's slice, by position or by keyword, as `fn` takes it. Ranks along a
+                tensor or context axis take the same whole rows, bit for bit: they compare checksums of these
+                at their first, second, fourth, eighth, ... call.
             rng: without an optimizer, the (seed, step) that random ops draw from, (0, 0) by default.
                 With one, the state holds them, and `rng` is an argument of `fn`.
 
         Raises:
             StateError: a consumed state, blocks of another mesh or spec, a batch that `fn` does not
                 take or that micro-batching cannot cut.
-            AgreementError: at the first step, where ranks hold different programs.
+            AgreementError: at the first step, where ranks hold different programs, or were given different
+                parameters; ranks that split the same rows have different ones.
             CollectiveError: a peer died or stayed silent.
         """
         training = check_state(state, self.optimizer is not None, self._cache.specs.stored)

@@ -1,6 +1,7 @@
 """Ranks compare what they are about to run before the first collective that would hang."""
 
 import functools
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -82,8 +83,10 @@ def test_a_batch_that_changes_the_collectives_is_refused():
         fs.simulate(mesh, run)
 
 
-@pytest.mark.parametrize("preset", ["no_shard", "zero2", "hybrid_shard"])
-def test_replicas_that_start_out_different_are_refused_by_name(preset):
+@pytest.mark.parametrize("preset", ["no_shard", "zero2", "hybrid_shard", "full_shard", "loaded"])
+def test_ranks_that_start_out_different_are_refused_by_name(preset):
+    """Replicas, and shards that were cut out of different leaves, unless these were filled later."""
+    loaded, preset = preset == "loaded", preset.replace("loaded", "full_shard")
     axes = {"replicate": 2, "shard": 2} if preset == "hybrid_shard" else {"shard": 2}
     mesh = fs.make_mesh(**axes, simulated=True)
     specs = fs.presets.PRESETS[preset](PARAMS, mesh)
@@ -91,9 +94,46 @@ def test_replicas_that_start_out_different_are_refused_by_name(preset):
     def run(rank):
         step = fs.shard_step(plain(0), specs, mesh=mesh, optimizer=fs.optim.sgd(0.1), backend="eager")
         params = {"a": PARAMS["a"], "b": PARAMS["b"] + (rank == mesh.size - 1)}
-        step(step.init(params), torch.ones(2))
+        state = step.init(params)
+        if loaded:
+            state.params["b"].fill_(1)
+        step(state, torch.ones(2))
 
-    with pytest.raises(fs.AgreementError, match=r"1 leaf replicated over ranks .*\n  params\['b'\] on rank"):
+    refused = pytest.raises(fs.AgreementError, match=r"1 leaf that ranks .*\n  params\['b'\] on rank")
+    with nullcontext() if loaded else refused:
+        fs.simulate(mesh, run)
+
+
+ROWS = {  # what differs among ranks at which step, of (rows, constant), and the message
+    "rows": (
+        1,
+        lambda x, end, odd: (x + odd, end),
+        r"batch\['0'\] on ranks 2 and 3\nFix: cut data by mesh.data_",
+    ),
+    "their order": (2, lambda x, end, odd: (x.flip(0) if odd else x, end), r"batch\['0'\] on ranks 2 and 3"),
+    "their number, later": (4, lambda x, end, odd: (x[: 4 - odd], end), r"batch\['0'\] on ranks 2 and 3"),
+    "a constant": (1, lambda x, end, odd: (x, end + odd), r"batch\['1'\] on ranks 2 and 3"),
+    "nothing at that step": (3, lambda x, end, odd: (x + odd, end), ""),
+}
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context"])
+@pytest.mark.parametrize("kind", ROWS)
+def test_ranks_that_compute_parts_of_the_same_rows_are_given_the_same(kind, axis):
+    mesh = fs.make_mesh(shard=2, **{axis: 2}, simulated=True)
+    number, change, message = ROWS[kind]
+    specs = fs.presets.full_shard(PARAMS, mesh)
+    loss = lambda p, x, end: (x @ (p["a"] + p["b"])).mean() + end  # noqa: E731
+    step = fs.shard_step(loss, specs, mesh=mesh, optimizer=fs.optim.sgd(0.1), backend="eager")
+
+    def run(rank):
+        state, x = step.init(PARAMS), torch.arange(16.0).view(4, 4) + mesh.data_rank
+        for i in range(1, 5):
+            odd = i == number and rank == 3
+            state, _ = step(state, *change(x, 1, odd))
+
+    refused = pytest.raises(fs.AgreementError, match=f"(?s)ranks along '{axis}' compute .*{message}")
+    with refused if message else nullcontext():
         fs.simulate(mesh, run)
 
 
