@@ -297,26 +297,17 @@ def map(
 # ------------------------------------------------------------------ trees of modules
 
 PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+_WRAPPERS = (*PARALLEL, torch.optim.swa_utils.AveragedModel)
 COMPILED = "_orig_mod"  # the name under which torch.compile keeps a module
 
 
 def named_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
     """All modules by all of their names, to which what wraps a module adds nothing: torch.compile, DDP."""
     yield name, module
+    wrapping = (COMPILED, "_checkpoint_wrapped_module", *["module"] * isinstance(module, _WRAPPERS))
     for key, child in module._modules.items():
         if child is not None:
-            yield from named_modules(child, name if _wraps(module, key) else f"{name}.{key}" if name else key)
-
-
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The module that another one wraps; itself if it wraps none."""
-    inner = next((child for key, child in module._modules.items() if _wraps(module, key)), None)
-    return module if inner is None else unwrapped(inner)
-
-
-def _wraps(module: nn.Module, key: str) -> bool:
-    by_class = isinstance(module, (*PARALLEL, torch.optim.swa_utils.AveragedModel))
-    return key in (COMPILED, "_checkpoint_wrapped_module") or (by_class and key == "module")
+            yield from named_modules(child, name if key in wrapping else f"{name}.{key}" if name else key)
 
 
 # ------------------------------------------------------------------ optree

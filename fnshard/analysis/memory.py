@@ -226,20 +226,14 @@ def measure(schedule: Schedule, inputs: MemoryInputs) -> Ledger:
     )
     env, constants = _inputs(tracker, schedule, inputs, slots)
     context.run(env)
-    transport, kernels = comm.transport_bytes(), _kernels_by(inputs.compiled)
+    transport, compiled = comm.transport_bytes(), (inputs.compiled or {}).values()
+    eager = all(f is None or isinstance(f, FunctionType) for pair in compiled for f in pair)
+    kernels = "eager" if eager else "inductor"
     analysis = _analysis(tracker, schedule, transport, constants, slots, kernels)
-    moments = tuple(_with_transport(m, transport) for m in tracker.moments)
+    moments = tuple(
+        replace(m, device={**m.device, BUFFERS: m.device[BUFFERS] + transport}) for m in tracker.moments
+    )
     return Ledger(analysis, MemoryTimeline(moments), context.sizes)
-
-
-def _kernels_by(compiled: Compiled | None) -> str:
-    eager = all(f is None or isinstance(f, FunctionType) for pair in (compiled or {}).values() for f in pair)
-    return "eager" if eager else "inductor"
-
-
-def _with_transport(moment: Moment, size: int) -> Moment:
-    device = {**moment.device, BUFFERS: moment.device[BUFFERS] + size}
-    return replace(moment, device=device) if size else moment
 
 
 def _inputs(

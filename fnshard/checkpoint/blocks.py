@@ -124,7 +124,11 @@ def write_blocks(
 ) -> tuple[DataFile, dict[str, list[Chunk]]]:
     """This rank's file of these leaves, written, flushed and summed; and the chunks of each in it."""
     parts = [(name, leaf, *part) for name, leaf in mine.items() for part in leaf.parts(mesh)]
-    titles = [_title(name, leaf, *part) for name, leaf, *part in parts]
+    # The names in the file: a box that is not the full leaf says where it begins.
+    titles = [
+        name if part.shape == leaf.shape else f"{name}@{','.join(map(str, start))}"
+        for name, leaf, start, part in parts
+    ]
     entries = [
         TensorToWrite(title, tuple(part.shape), part.dtype, lambda part=part: part)
         for title, (_, _, _, part) in zip(titles, parts, strict=True)
@@ -136,11 +140,6 @@ def write_blocks(
         chunk = Chunk(start, tuple(part.shape), file, done.at[title], done.crc32[title])
         chunks.setdefault(name, []).append(chunk)
     return DataFile(done.bytes, done.header_bytes, done.header_crc32), chunks
-
-
-def _title(name: str, leaf: LocalLeaf, start: tuple[int, ...], part: Tensor) -> str:
-    """The name in the file: a box that is not the full leaf says where it begins."""
-    return name if part.shape == leaf.shape else f"{name}@{','.join(map(str, start))}"
 
 
 # ------------------------------------------------------------------ reading

@@ -207,8 +207,9 @@ def check_codecs_alike(specs: Specs, saved: Mapping[str, SavedLeaf]) -> None:
         parts.setdefault(path, set()).add(part)
     wrong: dict[str, tuple[str | None, str | None]] = {}
     for path, spec in specs.items():
-        name = f"params/{path}"
-        found = None if name in saved else _codec_of(parts.get(name, set()), spec)
+        name, shape = f"params/{path}", spec.shape or (1, 1)
+        own = [n for n, codec in CODECS.items() if codec.parts(shape).keys() == parts.get(name)]
+        found = None if name in saved or not own else own[0]
         if found != spec.codec and (found is not None or name in saved):
             wrong[path] = spec.codec, found
     if wrong:
@@ -220,12 +221,6 @@ def check_codecs_alike(specs: Specs, saved: Mapping[str, SavedLeaf]) -> None:
         )
         what = f"the checkpoint has {leaves(len(wrong))} coded otherwise than the specs say:"
         raise CheckpointError(what, _some(lines), fix)
-
-
-def _codec_of(parts: set[str], spec: LayoutSpec) -> str | None:
-    """Whose parts they are."""
-    shape = spec.shape or (1, 1)
-    return next((name for name, codec in CODECS.items() if codec.parts(shape).keys() == parts), None)
 
 
 def _some(lines: list[str], most: int = 20) -> list[str]:

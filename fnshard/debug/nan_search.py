@@ -176,7 +176,8 @@ class NonFiniteTracker:
             if name == CONTROL:
                 continue
             for part, tensor, kind in self._unwell(name, value):
-                if name.is_state or not _is_mask(tensor, kind):
+                is_mask = kind == "inf" and not bool((tensor == float("inf")).any())
+                if name.is_state or not is_mask:
                     what = describe_value(name, part), count_nonfinite(tensor)
                     self.first = self.first or NonFinite(kind, -1, "", *what, self.rank)
                     self.ill |= name.is_state
@@ -193,7 +194,9 @@ class NonFiniteTracker:
             # An infinity from a kernel that reads one may be the same one, a mask's: its ops say.
             suspect = args is not None and before == "inf"
             parts = self._unwell(name, value)
-            news += [(name, p, t, k) for p, t, k in parts if suspect or _worse(k, before)]
+            # NaN of a value without NaN, or inf of a finite one, is the instruction's.
+            worse = {"nan": before != "nan", "inf": not before}
+            news += [(name, p, t, k) for p, t, k in parts if suspect or worse[k]]
             self.ill |= bool(parts) and _counts(name)
         if news and self.first is None:
             self.note(number, line, args, news)
@@ -217,19 +220,10 @@ class NonFiniteTracker:
         self.first = arose
 
 
-def _is_mask(tensor: Tensor, kind: Health) -> bool:
-    return kind == "inf" and not bool((tensor == float("inf")).any())
-
-
 def _counts(name: ValueName) -> bool:
     """Whether a value is of what the step is for: the loss and norms, gradients, the state."""
     plain = name.original
     return plain == SCALARS or plain.is_state or plain.kind in (Kind.REDUCED, Kind.ACCUMULATED)
-
-
-def _worse(kind: Health, before: Health) -> bool:
-    """Whether an instruction made it: NaN of a value without NaN, inf of a finite one."""
-    return before != "nan" if kind == "nan" else not before
 
 
 # ------------------------------------------------------------------ the op of a kernel

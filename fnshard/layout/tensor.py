@@ -69,7 +69,8 @@ def split_dims(named: Mapping[str, Tensor]) -> dict[str, int]:
     >>> split_dims({"0.weight": torch.empty(6, 4), "0.bias": torch.empty(6), "2.weight": torch.empty(3, 6)})
     {'0.weight': 0, '0.bias': 0, '2.weight': 1}
     """
-    leaves = {p: v for p, v in named.items() if _may_split(v)}
+    floats = {p: v for p, v in named.items() if v.is_floating_point() and v.dim() in (1, 2)}
+    leaves = {p: v for p, v in floats.items() if not is_buffer(v) and not hasattr(v, "adapts")}
     matrices = {_stem(p): p for p, v in leaves.items() if v.dim() == 2}
     biases = {_stem(p): p for p, v in leaves.items() if v.dim() == 1 and p.endswith("bias")}
     unit_of = numeric(named)
@@ -101,11 +102,6 @@ def split_dims(named: Mapping[str, Tensor]) -> dict[str, int]:
         if base in out and path.endswith(".b" if out[base] == output_dim[_stem(base)] else ".a"):
             out[path] = 0 if path.endswith(".b") else 1
     return {path: out[path] for path in named if path in out}
-
-
-def _may_split(leaf: Tensor) -> bool:
-    matrix = leaf.is_floating_point() and leaf.dim() in (1, 2)
-    return matrix and not is_buffer(leaf) and not hasattr(leaf, "adapts")
 
 
 def _stem(path: str) -> str:

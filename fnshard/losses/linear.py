@@ -68,11 +68,6 @@ def _slopes(
     return logits.to(hidden.dtype)
 
 
-def run_of(columns: int) -> int:
-    """The number of rows of a half-precision gradient to compute at once."""
-    return max(1, RUN_numbers // max(columns, 1))
-
-
 def _add_products(total: Tensor, one: Tensor, other: Tensor) -> None:
     """total += one @ other, without another tensor of its size: in place, or on a CPU half types by runs of
     rows."""
@@ -82,7 +77,7 @@ def _add_products(total: Tensor, one: Tensor, other: Tensor) -> None:
     if sums_wide(other.dtype, other.device.type):
         torch.addmm(total, one, other, out_dtype=total.dtype, out=total)
         return
-    rows = run_of(other.shape[1])
+    rows = max(1, RUN_numbers // max(other.shape[1], 1))  # of a half-precision gradient at once
     for low in range(0, total.shape[0], rows):
         total[low : low + rows].add_(one[low : low + rows] @ other)
 

@@ -17,9 +17,7 @@ from fnshard.errors import OptimizerError, is_number, leaves
 from fnshard.optim.contract import Optimizer, Slots, StepInfo, Tensors
 from fnshard.optim.schedules import ByPath, PathRules, Rate, RateSchedule, as_schedule, call_text, rate_first
 
-__all__ = [
-    "OPTIMIZERS", "adamw", "chain", "clip_by_global_norm", "ema", "ema_params", "register", "sgd",
-]  # fmt: skip
+__all__ = ["OPTIMIZERS", "adamw", "chain", "clip_by_global_norm", "ema", "ema_params", "register", "sgd"]
 
 # ------------------------------------------------------------------ optimizers
 

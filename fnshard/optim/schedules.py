@@ -15,9 +15,7 @@ from torch import Tensor
 
 from fnshard.errors import OptimizerError, leaves, nearest, stable_repr
 
-__all__ = [
-    "SCHEDULES", "constant", "linear", "register", "warmup_cosine", "wsd",
-]  # fmt: skip
+__all__ = ["SCHEDULES", "constant", "linear", "register", "warmup_cosine", "wsd"]
 
 Arguments = ParamSpec("Arguments")
 Made = TypeVar("Made")

@@ -106,7 +106,9 @@ def memory(memory: Any, *, width: int = 72, height: int = 8) -> str:
     peak 4 B in line 2: backward c
     """
     phases, series = memory_series(memory)
-    totals, lines = totals_of(series), _lines_of(memory)
+    totals = totals_of(series)
+    memory = memory.memory_timeline() if hasattr(memory, "memory_timeline") else memory
+    lines = (memory.as_dict() if hasattr(memory, "as_dict") else memory).get("lines", ())
     if not totals:
         return "nothing runs"
     peak = max(range(len(totals)), key=totals.__getitem__)
@@ -125,11 +127,6 @@ def memory(memory: Any, *, width: int = 72, height: int = 8) -> str:
     out.append(" " * (left + 2) + _phase_line(phases, len(totals), width))
     at = f": {lines[peak]}" if lines else ""
     return "\n".join([*out, f"peak {byte_text(totals[peak])} in line {peak}{at}"])
-
-
-def _lines_of(memory: Any) -> Sequence[str]:
-    memory = memory.memory_timeline() if hasattr(memory, "memory_timeline") else memory
-    return (memory.as_dict() if hasattr(memory, "as_dict") else memory).get("lines", ())
 
 
 def _phase_line(phases: Sequence[str], count: int, width: int) -> str:

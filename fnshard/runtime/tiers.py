@@ -45,15 +45,11 @@ def rest(value: Tensor, tier: str, device: torch.device, disk_dir: str | None = 
     """
     if tier == "device":
         return value.to(device)
-    if tier == "host" and value.device.type == "cpu" and is_resting(value, device):
+    on_host = tier == "host" and value.device.type == "cpu"
+    if on_host and device.type != "cpu" and value.is_pinned():  # it rests there; on a CPU nobody knows
         return value
     out = allocate(value.shape, value.dtype, tier, device, disk_dir)
     return out.copy_(value)
-
-
-def is_resting(value: Tensor, device: torch.device) -> bool:
-    """Whether a host tensor is of the host tier; on a CPU nobody knows."""
-    return device.type != "cpu" and value.is_pinned()
 
 
 def allocate(

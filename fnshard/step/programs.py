@@ -81,7 +81,8 @@ class Programs:
                 lines(changed),
                 "let `fn` use the same parameters whatever the batch; ranks would hang otherwise.",
             )
-        if baked or all(map(_is_constant, changed)):
+        # Leaves of the batch that were constants of the program, and are others now.
+        if baked or all(isinstance(v, Constant | NumberList) for _, *both in changed for v in both):
             return self._repeated(changed)
         other_leaves = not all(isinstance(n, Leaf) and type(b) is type(n) for _, b, n in changed)
         full = len(self) == self.size  # of lengths a warning comes once, where the first is dropped
@@ -165,11 +166,6 @@ def shown(value: Any) -> str:
         return f"a tensor {list(value.shape)}"
     text = str(value) if isinstance(value, Leaf) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _is_constant(change: Change) -> bool:
-    """Whether a leaf of the batch was a constant of the program, and is another one now."""
-    return all(isinstance(value, Constant | NumberList) for value in change[1:])
 
 
 def _is_equal(value: Any, other: Any) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fnshard import tree
 from fnshard.analysis.memory import made_of
@@ -16,11 +16,13 @@ from fnshard.compiler.frontend.contexts import check_autocast, deterministic
 from fnshard.compiler.frontend.limits import check_limits
 from fnshard.compiler.frontend.random import derive_keys
 from fnshard.compiler.ir.arguments import Arguments
-from fnshard.compiler.ir.program import Limit
+from fnshard.compiler.ir.custom_gradient import counting
+from fnshard.compiler.ir.program import Limit, replay
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.schedule.passes.order import graph_length
 from fnshard.layout.pairs import as_pairs
 from fnshard.layout.resolved import compare_paths
+from fnshard.layout.spec import summed_axes
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.runtime.collectives.base import Collectives
 from fnshard.runtime.collectives.connect import connection
@@ -64,6 +66,7 @@ class Bound:
     lowered: Lowered
     run: Callable[[dict[str, Any]], dict[str, Any]]
     scalars: Scalars | None  # none of a forward
+    counting: fx.Graph | None  # what counts a Mean's items ahead of the step, if that has to be
 
 
 @dataclass
@@ -154,6 +157,24 @@ class Runner:
             bound = self._bind(lowered)
         return bound, self._inputs(lowered, blocks, *self.cache.tensors(lowered, batch), seed, step)
 
+    def count(self, bound: Bound, env: Mapping[Any, Tensor]) -> float | None:
+        """What a Mean counts on all ranks, if a hook or a backward of `fn`'s own has to know. A collective.
+
+        Args:
+            env: what the step starts from.
+        """
+        if bound.counting is None:
+            return None
+        program, parts, mine = bound.lowered.program, bound.lowered.options.accumulate, 0.0
+        names = [i.value_name for i in (program.traced or program).inputs]
+        for version in [f"#{micro}" for micro in range(parts)] if parts > 1 else [""]:
+            with torch.no_grad():
+                values = [env.get(n.of(version), env.get(n)) for n in names]
+                mine += float(replay(bound.counting, values)[0])
+        every = self.rank.comm.gather_object(repr(mine))
+        ranks = self.mesh.group_ranks(summed_axes(self.cache.specs.paired.values(), self.mesh))
+        return sum(float(every[rank]) for rank in ranks)
+
     def _compare_rows(self, batch: Arguments) -> None:
         """Of ranks that compute parts of the same, at their first, second, fourth, eighth, ... step."""
         rank = self.rank
@@ -229,7 +250,7 @@ class Runner:
                 error.add_note(made_of(lowered.memory_analysis(), ", by the plan"))
                 raise
 
-        bound = Bound(lowered, in_own_modes, scalars)
+        bound = Bound(lowered, in_own_modes, scalars, counting(lowered.program))
         known = {id(each) for each in self.cache.programs.values()}
         bindings = {k: v for k, v in rank.bound.items() if k[0] in known}
         rank.bound = bindings | {(id(lowered), rank.observer): bound}

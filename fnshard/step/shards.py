@@ -299,12 +299,12 @@ def with_masters(specs: Mapping[str, LayoutSpec]) -> dict[str, LayoutSpec]:
 def narrowed(shards: Any, specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | None) -> Any:
     """Blocks in the dtype that they are stored in, once the master copies have been taken of them."""
     blocks, structure = tree.flatten_with_paths(shards)
-    given, stored = given_to(blocks), dict(blocks)
-    for path, block in blocks.items():
-        if block.dtype != specs[path].storage_dtype:
-            stored[path] = stored_at_rest(block, specs[path], mesh, disk_dir)
-            if path in given:
-                _mark(stored[path], given[path])
+    stored = {
+        p: b if b.dtype == specs[p].storage_dtype else stored_at_rest(b, specs[p], mesh, disk_dir)
+        for p, b in blocks.items()
+    }
+    for path, checksum_of_leaf in given_to(blocks).items():
+        _mark(stored[path], checksum_of_leaf)
     return tree.unflatten(stored.values(), structure)
 
 
@@ -318,18 +318,14 @@ def cut_out(leaf: Tensor, spec: LayoutSpec, mesh: Mesh, disk_dir: str | None) ->
 
 def _mark(block: Any, given: int) -> None:
     for part in tree.flatten(block)[0]:
-        part.given = given, _version(part)
-
-
-def _version(block: Tensor) -> int:
-    return -1 if block.is_inference() else block._version
+        if not part.is_inference():
+            part.given = given, part._version
 
 
 def given_to(params: Any) -> dict[str, int]:
     """By path, the checksums of the full leaves that blocks were cut out of, unless written to since."""
-    blocks = tree.flatten_with_paths(params)[0]
-    given = {p: getattr(v, "given", (None, None)) for p, v in blocks.items()}
-    return {p: total for p, (total, version) in given.items() if version == _version(blocks[p])}
+    marks = {p: (v, v.given) for p, v in tree.flatten_with_paths(params)[0].items() if hasattr(v, "given")}
+    return {p: given for p, (v, (given, version)) in marks.items() if v._version == version}
 
 
 # ------------------------------------------------------------------ blank states, to be filled

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from fnshard import tree
 from fnshard.analysis.slots import Slots, check_slots, slots_of
-from fnshard.compiler.ir.program import Program
 from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT, SCALARS, slots
 from fnshard.compiler.kernels.inductor import inductor_options
 from fnshard.compiler.kernels.remat import Remat
@@ -212,7 +211,7 @@ class Step:
         bound, env = self._runner.prepare(params, passed, seed, number)
         scale, program = self._scale.scale(state.loss_scale if training else {}), bound.lowered.program
         loss = program.results[program.outputs.loss].meta["val"]
-        divisor = self._divisor(program)
+        divisor = self._divisor(bound, env)
         start, rest = exact_seed(float(scale) / divisor, loss.dtype)
         env[LOSS_TANGENT] = torch.full((), start, dtype=loss.dtype, device=self.mesh.device)
         control = StepControl(
@@ -310,12 +309,12 @@ class Step:
             self._chosen_scale = loss_scale_of(self.optimizer, self.resolved, self.options)
         return self._chosen_scale
 
-    def _divisor(self, program: Program) -> float:
-        """What gradients are divided by on the way: the number of parts, or a Mean's item bound."""
-        if program.outputs.count is None:
+    def _divisor(self, bound: Bound, env: dict[str, Any]) -> float:
+        """What gradients are divided by on the way: the number of parts, or a Mean's count or item bound."""
+        if bound.lowered.program.outputs.count is None:
             ranks = self.mesh.axes_size(summed_axes(self.resolved.paired.values(), self.mesh))
             return float(ranks * self.options.accumulate)
-        return float(self._runner.rank.agreement.items)
+        return self._runner.count(bound, env) or float(self._runner.rank.agreement.items)
 
     # -------------------------------------------------------------- checks
 

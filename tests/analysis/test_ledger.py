@@ -97,10 +97,7 @@ def measured_on_rank(rank: int, case: Case, backend: str, world: int) -> dict[st
     predicted = lowered.memory_analysis()
     return {
         "peak": (predicted.peak_bytes, real.peak + transport),
-        "between": (
-            predicted.resident_bytes + sum(lowered.batch_bytes.values()),
-            real.between + transport,
-        ),
+        "between": (predicted.resident_bytes + sum(lowered.batch_bytes.values()), real.between + transport),
         "kernels": predicted.kernels,
     }
 
@@ -259,11 +256,7 @@ def sent_on_rank(rank: int, preset: str, axes: Mapping[str, int]) -> tuple[int, 
 
 @pytest.mark.parametrize(
     ("preset", "axes"),
-    [
-        ("full_shard", {"shard": 4}),
-        ("zero1", {"shard": 4}),
-        ("hybrid_shard", {"replicate": 2, "shard": 2}),
-    ],
+    [("full_shard", {"shard": 4}), ("zero1", {"shard": 4}), ("hybrid_shard", {"replicate": 2, "shard": 2})],
 )
 def test_bytes_on_the_wire_are_exact(ranks: Any, preset: str, axes: dict[str, int]) -> None:
     for sent, predicted, summed, full in ranks(4).run(sent_on_rank, preset, axes, timeout=200.0):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.func import grad, vmap
 from toys import lower
-from zoo import ROWS, WIDTH, Fn, Params, batches, between, check, check_compiled, params, step_on, table
+from zoo import ROWS, WIDTH, Fn, Params, batches, between, check, check_compiled, net, params, step_on, table
 
 import fnshard as fs
 from fnshard import TraceError
@@ -219,6 +219,14 @@ def hooks_of_leaves(p: Params, x: Tensor) -> Tensor:
     return (torch.tanh(h @ c) @ a.t()).square().mean()
 
 
+@program
+def hooks_in_a_mean(p: Params, x: Tensor) -> Tensor:
+    """They see the gradients of the mean over all slices, which count more and fewer items."""
+    y, counted = net(p, x), x[:, 0] > 0
+    y.register_hook(lambda g: g.clamp(-0.01, 0.01) + g * g.abs().max())
+    return fs.Mean((y.square().sum(-1) * counted).sum(), counted.sum())
+
+
 # ------------------------------------------------------------------ within transforms
 
 
@@ -249,7 +257,7 @@ def differentiated_by_autograd(p: Params, x: Tensor) -> Tensor:
 
 
 test_sharded_gradients_are_those_of_plain_torch = table(PROGRAMS)
-ON_PROCESSES = ["leaves_of_two_units", "hooks_of_leaves"]
+ON_PROCESSES = ["leaves_of_two_units", "hooks_of_leaves", "hooks_in_a_mean"]
 
 
 def on_rank(rank: int) -> Any:

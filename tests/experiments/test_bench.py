@@ -254,12 +254,7 @@ def test_starts_of_two_checkouts_take_turns(tmp_path, monkeypatch):
 
 @pytest.mark.long  # whole runs
 @pytest.mark.parametrize(
-    ("case", "more"),
-    [
-        ("starts", ["rounds=1"]),
-        ("watch", ["rounds=1", "steps=4"]),
-        ("loader", ["steps=4"]),
-    ],
+    ("case", "more"), [("starts", ["rounds=1"]), ("watch", ["rounds=1", "steps=4"]), ("loader", ["steps=4"])]
 )
 def test_runs_are_measured_from_outside(case, more, command):
     assert len(command(case, *more, f"overrides='{RUN}'")["rows"]) > 1

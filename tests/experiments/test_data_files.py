@@ -61,10 +61,7 @@ def said(content):
         {"prompt": [USER], "chosen": [said("2")], "rejected": "3"},
         {"prompt": "hi ", "chosen": [USER, said("2")], "rejected": [USER, said("3")]},
         {"prompt": [USER], "chosen": [SYSTEM, USER, said("2")], "rejected": [SYSTEM, USER, said("3")]},
-        {
-            "chosen": [USER, ASSISTANT, USER, said("2")],
-            "rejected": [USER, ASSISTANT, USER, said("3")],
-        },
+        {"chosen": [USER, ASSISTANT, USER, said("2")], "rejected": [USER, ASSISTANT, USER, said("3")]},
     ],
 )
 def test_pairs_are_two_samples_of_one_prompt(prepared_from, line):

@@ -36,10 +36,7 @@ def test_split_is_by_file_and_complete(folder):
     assert not any("tests" in name for name in both)
     assert list(corpus.train_files) == sorted(corpus.train_files)
     assert 5 < len(corpus.held_out_files) < 35
-    for names, joined in (
-        (corpus.train_files, corpus.train),
-        (corpus.held_out_files, corpus.held_out),
-    ):
+    for names, joined in ((corpus.train_files, corpus.train), (corpus.held_out_files, corpus.held_out)):
         parts = bytes(joined.tolist()).split(bytes([SEPARATOR]))
         assert parts == [*((folder / name).read_bytes() for name in names), b""]
 

@@ -45,12 +45,7 @@ def slowed(line: Timeline, times: float) -> Timeline:
     """The same step, as one that took so many times as long."""
     spans = [replace(s, start=s.start * times, end=s.end * times) for s in line.spans]
     busy = {lane: seconds * times for lane, seconds in line.busy_seconds.items()}
-    return replace(
-        line,
-        spans=tuple(spans),
-        step_seconds=line.step_seconds * times,
-        busy_seconds=busy,
-    )
+    return replace(line, spans=tuple(spans), step_seconds=line.step_seconds * times, busy_seconds=busy)
 
 
 def by_hand() -> Timeline:

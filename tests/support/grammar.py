@@ -305,8 +305,16 @@ BACKWARDS = (
     "g", "-0.5 * g", "g * y", "g * v.cos()", "g * (v > 0.13)", "g.relu()", "g - g.mean()", "g.flip(-1) * v", "g.clone().mul_(0.3)",
     "torch.zeros_like(g).copy_(g).mul_(v)", "g.cumsum(-1)", "g.norm() * v", "g * v.norm()", "v.new_zeros(v.shape).add_(g).add_(y * g)", "(g * y).sum() * v", "g.mT.mT.contiguous()",
 )  # fmt: skip
-# In proportion to the gradient: under an fs.Mean it comes times a factor.
-HOOKS = ("g * 0.5", "-g", "g.relu()", "g - g.mean()", "g.flip(-1)", "g.clone().mul_(2)", "g.abs() - g")
+HOOKS = (
+    "g * 0.5",
+    "-g",
+    "g.relu()",
+    "g - g.mean()",
+    "g.flip(-1)",
+    "g.clone().mul_(2)",
+    "g * g.abs().max()",
+    "g.clamp(-0.1, 0.1)",
+)
 
 
 def captured(g: Any, a: Any) -> tuple[str, str]:

@@ -220,7 +220,9 @@ class _Placeholder(Tensor):
                 "changes a deferred module after its fs.deferred() block, where it is lost:",
                 "do it inside the block, below the constructor: model.apply(init), model.to(dtype).",
             )
-        elif name.rpartition(".")[2] in _READS or any(map(_has_values, inputs)):
+        elif name.rpartition(".")[2] in _READS or any(
+            not isinstance(v, _Placeholder) and not v.is_meta for v in inputs
+        ):
             problem = (
                 "needs the values of a deferred module, which has none yet:",
                 "step.init(model) makes them. What forward uses is a parameter or a buffer "
@@ -242,10 +244,6 @@ def _writes(name: str) -> bool:
     last = name.rpartition(".")[2]
     in_place = WRITES.fullmatch(last) and last != "requires_grad_"
     return bool(in_place) or name == "torch.Tensor.data.__set__"
-
-
-def _has_values(value: Tensor) -> bool:
-    return not isinstance(value, _Placeholder) and not value.is_meta
 
 
 def _describe(value: Tensor) -> str:

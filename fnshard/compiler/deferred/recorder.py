@@ -262,10 +262,6 @@ def _set_item(recorder: Recorder, func: Any, tensor: Tensor, index: Any, value: 
     func(tensor, index, value if isinstance(value, Tensor) else torch.tensor(value, dtype=tensor.dtype))
 
 
-def _new_tensor(recorder: Recorder, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return torch.tensor(*args, **{"dtype": tensor.dtype, **kwargs})
-
-
 _RULES: dict[Any, Callable[..., Any]] = {
     Tensor.device.__get__: lambda recorder, func, *_: CPU,
     Tensor.is_meta.__get__: lambda recorder, func, *_: False,
@@ -276,7 +272,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     ),
     **dict.fromkeys((Tensor.to, Tensor.type_as), _to),
     **dict.fromkeys((Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__format__), _with_values),
-    Tensor.new_tensor: _new_tensor,
+    Tensor.new_tensor: lambda _, func, x, *args, **k: torch.tensor(*args, **{"dtype": x.dtype, **k}),
     Tensor.__setitem__: _set_item,
 }
 

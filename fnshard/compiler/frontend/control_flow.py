@@ -29,7 +29,9 @@ def patches() -> Iterator[tuple[Any, str, Callable[[Any, Callable[[], bool]], An
         yield torch, "compile", _uncompiled
     import torch.nn.attention.flex_attention as flex_attention  # here: 15 ms that few need
 
-    yield flex_attention, "_validate_device", _any_device
+    # torch differentiates it on a GPU alone; plain operators are differentiated anywhere.
+    anywhere = lambda original, here: lambda *args: None if here() else original(*args)  # noqa: E731
+    yield flex_attention, "_validate_device", anywhere
     yield flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", lambda *_: True
 
 
@@ -46,11 +48,6 @@ def _uncompiled(original: Function, here: Callable[[], bool]) -> Function:
         return fn if own else original(fn, *args, **kwargs)
 
     return compiled
-
-
-def _any_device(original: Function, here: Callable[[], bool]) -> Function:
-    """torch differentiates flex_attention on a GPU alone; plain operators are differentiated anywhere."""
-    return lambda *args: None if here() else original(*args)
 
 
 class _Branch(TorchFunctionMode):

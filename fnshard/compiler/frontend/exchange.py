@@ -159,11 +159,6 @@ def tracing_on(mesh: Mesh) -> Iterator[None]:
         _state.mesh = before
 
 
-def traced_mesh() -> Mesh | None:
-    """The mesh that `fn` is traced for on this thread."""
-    return getattr(_state, "mesh", None)
-
-
 Summed = TypeVar("Summed", Tensor, int, float)
 Axes = str | Sequence[str] | None
 
@@ -298,7 +293,7 @@ def constrain(x: Tensor, layout: P, axes: str | Sequence[str] | None = None) -> 
     >>> fs.constrain(x, fs.P(None, "tensor")) is x
     True
     """
-    mesh = traced_mesh()
+    mesh = getattr(_state, "mesh", None)  # the one that `fn` is traced for
     if not isinstance(x, Tensor) or not isinstance(layout, P):
         raise TraceError(
             f"`fn` calls fs.constrain of {type(x).__name__} and {type(layout).__name__}.",

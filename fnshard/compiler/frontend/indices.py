@@ -77,11 +77,12 @@ class Indices:
         needed = _ancestors(k.index for k in lookups)
         copied: dict[fx.Node, fx.Node] = {}
         graph = fx.Graph()
+        on_the_cpu = lambda value: torch.device("cpu") if isinstance(value, torch.device) else value  # noqa: E731
         for node in program.graph.nodes:
             if node in needed:
                 copied[node] = graph.node_copy(node, copied.__getitem__)
                 copied[node].args, copied[node].kwargs = fx.node.map_aggregate(
-                    (copied[node].args, copied[node].kwargs), _on_the_cpu
+                    (copied[node].args, copied[node].kwargs), on_the_cpu
                 )
         graph.output([copied[k.index] for k in lookups])
         names = tuple((i.kind, i.name) for n, i in known.items() if n in needed)
@@ -170,7 +171,3 @@ def _ancestors(nodes: Iterator[fx.Node]) -> set[fx.Node]:
             found.add(node)
             ahead += node.all_input_nodes
     return found
-
-
-def _on_the_cpu(value: Any) -> Any:
-    return torch.device("cpu") if isinstance(value, torch.device) else value

@@ -51,7 +51,7 @@ def normalize(module: fx.GraphModule, inputs: int) -> tuple[fx.Graph, list[str],
     for old in [n for n in module.graph.nodes if n.op == "get_attr"]:
         value = getattr(module, old.target)
         if not isinstance(value, Tensor):
-            raise TraceError(_GENERATOR) if _is_generator(value) else higher_order(old.target)
+            raise TraceError(_GENERATOR) if "Generator" in repr(value) else higher_order(old.target)
         constants[old.target] = value
         if old.target not in {n.name for n in graph.nodes}:
             env[old] = graph.placeholder(old.target)
@@ -112,14 +112,10 @@ def _copy_body(module: fx.GraphModule, graph: fx.Graph, env: dict, keys: dict) -
         # A write under no_grad goes to an alias: what is read after it is the tensor itself, whose
         # gradient passes the write as if it were not there, as in torch.
         written = [] if grad else mutated_args(old)
-        env[old] = env[written[0]] if _returns_written(old, written) else made
+        env[old] = env[written[0]] if len(written) == 1 == len(old.target._schema.returns) else made
         for node in fresh:
             if isinstance(node, fx.Node) and node.op == "call_function" and autocast:
                 node.meta["autocast"] = tuple(state for _, state in autocast)
-
-
-def _returns_written(old: fx.Node, written: list[fx.Node]) -> bool:
-    return len(written) == 1 and len(old.target._schema.returns) == 1
 
 
 def _same(node: fx.Node) -> fx.Node | None:
@@ -189,10 +185,6 @@ _GENERATOR = report(
     "`fn` draws from a torch.Generator, whose state a trace loses.",
     fix="leave generator= out: the state's seed replaces it (step.init(..., seed=)).",
 )
-
-
-def _is_generator(value: Any) -> bool:
-    return "Generator" in repr(value)
 
 
 def _is_random(node: fx.Node) -> bool:

@@ -215,7 +215,8 @@ def _patches(hooks: list[torch.Tensor]) -> Iterator[tuple[Any, str, Patch]]:
     yield module_calls, "BackwardHook", _refuse(functions.HOOK, "a full backward hook of a module")
     yield from transforms.patches()
     yield from control_flow.patches()
-    yield torch.autograd, "_engine_run_backward", _refuse(_BACKWARD, "", _accumulates)
+    accumulates = lambda *_, accumulate_grad=False, **__: accumulate_grad  # noqa: E731
+    yield torch.autograd, "_engine_run_backward", _refuse(_BACKWARD, "", accumulates)
     yield _vmap_internals, "_vmap", _refuse(_BATCHED_GRADS, "")
     for owner in (torch, torch.random):
         for name in ("manual_seed", "set_rng_state"):
@@ -244,10 +245,6 @@ def _refuse(message: str, name: str, when: Callable[..., bool] = lambda *_, **__
         return call
 
     return patch
-
-
-def _accumulates(*_: Any, accumulate_grad: bool = False, **__: Any) -> bool:
-    return accumulate_grad
 
 
 def _is_users_hook(context: Any) -> bool:

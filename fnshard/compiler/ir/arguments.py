@@ -87,16 +87,12 @@ def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-def _children(batch: Arguments) -> dict[Any, Any]:
-    return {**dict(enumerate(batch.positional)), **batch.keywords}
-
-
 def _join(children: dict[Any, Any]) -> Arguments:
     positional = tuple(value for name, value in children.items() if isinstance(name, int))
     return Arguments(positional, {n: v for n, v in children.items() if isinstance(n, str)})
 
 
-tree.register(Arguments, _children, _join)
+tree.register(Arguments, lambda batch: {**dict(enumerate(batch.positional)), **batch.keywords}, _join)
 
 
 def sequence_dims(batch: Arguments | Sequence[Any]) -> dict[str, tuple[int, ...]]:

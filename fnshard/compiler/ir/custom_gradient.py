@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fnshard.compiler.ir.program import replay
+from fnshard.compiler.ir.program import Program, eliminate_dead_code, replay
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +65,27 @@ class CustomGradient:
             arguments = () if node.op == "placeholder" else (node.args, node.kwargs)
             lines.append(f"{names[node]} = {op}{fx.map_arg(arguments, names.__getitem__)}")
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:8]
+
+
+def counting(program: Program) -> fx.Graph | None:
+    """What a Mean counts, of the program's inputs, where gradients have to be the mean's own while they are
+    computed: a `CustomGradient` need not be in proportion to what it is given.
+
+    None where there is no such, or where the count depends on more than the batch.
+    """
+    program = program.traced or program
+    custom = any(isinstance(node.target, CustomGradient) for node in program.graph.nodes)
+    if program.outputs.count is None or not custom:
+        return None
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.graph_copy(program.graph, copies)
+    graph.output((copies[program.results[program.outputs.count]],))
+    eliminate_dead_code(graph)
+    read = {
+        i.kind for i, node in zip(program.inputs, program.placeholders, strict=True) if copies[node].users
+    }
+    exchanges = any(getattr(node.target, "namespace", "") == "fnshard" for node in graph.nodes)
+    return None if exchanges or read - {"batch", "constant"} else graph
 
 
 class Attach(torch.autograd.Function):

@@ -119,7 +119,8 @@ def differentiate(
             for a in source.inputs
         )
     differentiable = trainable and any(a.requires_grad for a in source.outputs)
-    with _export_context(mode), _use_lazy_graph_module(True):  # each stage makes code that nobody runs
+    context = torch._guards.tracing(torch._guards.TracingContext(mode))
+    with context, _use_lazy_graph_module(True):  # each stage makes code that nobody runs
         with _refusals(), unchecked(), choosing(source, target):
             joint = aot_export_joint_simple(
                 lambda *values: tuple(map(_laid_out, source(*values), source.outputs)),
@@ -233,10 +234,6 @@ def _laid_out(value: Tensor, traced: Argument) -> Tensor:
             value
         )
     return value if value._base is None else value.clone()
-
-
-def _export_context(mode: FakeTensorMode):
-    return torch._guards.tracing(torch._guards.TracingContext(mode))
 
 
 @contextmanager

@@ -72,10 +72,6 @@ def _alike(program: Program, specs: Mapping[str, LayoutSpec], data_axes: tuple[s
             del same[node]
 
 
-def _empty_like(value: Tensor) -> Tensor:
-    return torch.empty_like(value, requires_grad=value.requires_grad)
-
-
 # ------------------------------------------------------------------ which nodes are lazy
 
 
@@ -417,7 +413,8 @@ def _materialise_results(program: Program, facts: _Facts, home: dict, bounds: li
             continue
         with program.graph.inserting_before(output):
             copy = program.graph.call_function(torch.ops.aten.clone.default, (result,))
-        copy.meta["val"] = _empty_like(result.meta["val"])
+        value = result.meta["val"]
+        copy.meta["val"] = torch.empty_like(value, requires_grad=value.requires_grad)
         home[copy] = len(bounds) - 1
         if number in written and result in facts.lazy:
             units, made = facts.units[result], [home[n] for n in _closure(copy, facts) if n in home]

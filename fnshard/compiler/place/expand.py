@@ -20,7 +20,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
 
 from fnshard.compiler.ir.program import mutated_args
+from fnshard.compiler.place.reductions import LOSSES
 from fnshard.compiler.place.strategies import RULES, Call, dims_of, is_list
+from fnshard.compiler.place.windows import CONVOLUTIONS
 from fnshard.compiler.rewrites.in_place import Write
 
 aten, own = torch.ops.aten, torch.ops.fnshard
@@ -103,11 +105,7 @@ def _added(call: Call, bias: Tensor, one: Tensor, other: Tensor, *, beta: Any = 
     return (bias if beta == 1 else beta * bias) + (product if alpha == 1 else alpha * product)
 
 
-@expansion(
-    aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv1d.padding, aten.conv2d.padding,
-    aten.conv3d.padding, aten.convolution.default, aten.conv_transpose1d.default,
-    aten.conv_transpose2d.input, aten.conv_transpose3d.input,
-)  # fmt: skip
+@expansion(*CONVOLUTIONS)
 def _conv(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None, *more: Any) -> Tensor | None:
     if bias is None or x.dim() != weight.dim():
         return None
@@ -263,11 +261,7 @@ def _rms_norm(
 # ------------------------------------------------------------------ losses
 
 
-@expansion(
-    aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
-    aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.kl_div.default,
-    aten.soft_margin_loss.default, aten.poisson_nll_loss.default,
-)  # fmt: skip
+@expansion(*LOSSES)
 def _loss(call: Call, *args: Any, **kwargs: Any) -> Tensor | None:
     if call["reduction"] == 0:
         return None

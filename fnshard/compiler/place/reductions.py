@@ -112,14 +112,14 @@ def _along(call: Call) -> Iterator[OpStrategy]:
 # ------------------------------------------------------------------ losses
 
 
-_LOSSES = (
+LOSSES = (
     aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
     aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.kl_div.default,
     aten.soft_margin_loss.default, aten.poisson_nll_loss.default,
 )  # fmt: skip
 
 
-@rule(*_LOSSES)
+@rule(*LOSSES)
 def _loss(call: Call) -> Iterator[OpStrategy]:
     """Of each element, where nothing is reduced; else by its expansion."""
     if call["reduction"] == 0:

@@ -123,7 +123,8 @@ class Call:
             more: numbers of runs to be cut besides those of the call's tensors, first.
         """
         outers = dict.fromkeys([*more, *self.outers])
-        for dim in by_preference(shape):
+        # A sum is best scattered along a long dim, not the last, which norms reduce.
+        for dim in sorted(range(len(shape)), key=lambda d: (d == len(shape) - 1, -shape[d])):
             for outer in outers if dims is None or dim in dims else ():
                 split = Split(dim, outer)
                 if fits(shape, split, self.ranks) and not (even and not divides(shape, split, self.ranks)):
@@ -136,11 +137,6 @@ class Call:
     def local(self, placement: Placement, shape: Sequence[int] | None = None) -> list[int]:
         """The shape of what a rank has of the (first) result, or of a tensor of another shape."""
         return list(local_shape(self.shape if shape is None else shape, placement, self.ranks))
-
-
-def by_preference(shape: Sequence[int]) -> list[int]:
-    """Dims in the order in which a sum is best scattered: a long one, not the last, which norms reduce."""
-    return sorted(range(len(shape)), key=lambda d: (d == len(shape) - 1, -shape[d]))
 
 
 def is_list(value: Any) -> bool:

@@ -12,11 +12,14 @@ from fnshard.compiler.place.strategies import Call, OpStrategy, rule
 aten = torch.ops.aten
 
 
-@rule(
+CONVOLUTIONS = (
     aten.conv1d.default, aten.conv2d.default, aten.conv3d.default, aten.conv1d.padding, aten.conv2d.padding,
     aten.conv3d.padding, aten.convolution.default, aten.conv_transpose1d.default,
     aten.conv_transpose2d.input, aten.conv_transpose3d.input,
 )  # fmt: skip
+
+
+@rule(*CONVOLUTIONS)
 def _conv(call: Call) -> Iterator[OpStrategy]:
     """Along the batch, the channels that come out, and those that come in; or along groups."""
     x, weight = call["input"], call["weight"]

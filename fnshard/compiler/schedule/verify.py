@@ -100,14 +100,11 @@ def _check_line(state: _State, number: int, line: Instruction, schedule: Schedul
     if isinstance(line, Free) and not line.drops:
         state.problems.append(f"{here}: frees nothing")
     for name in line.writes:
-        if name in state.live and not _written_in_place(name):
+        in_place = name.is_state or name.is_copy(Kind.LOADED, Kind.STORED, Kind.SLOTS)
+        if name in state.live and not in_place:
             state.problems.append(f"{here}: writes {name} again")
     state.live |= set(line.writes)
     state.live -= set(line.drops)
-
-
-def _written_in_place(name: ValueName) -> bool:
-    return name.is_state or name.is_copy(Kind.LOADED, Kind.STORED, Kind.SLOTS)
 
 
 def _copied(issue: Instruction, name: ValueName) -> bool:

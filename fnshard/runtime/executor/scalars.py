@@ -79,7 +79,10 @@ class Scalars:
 
         0-d, fp64.
         """
-        return (_squares([blocks[p] for p in bucket.paths]) / replicas).sum()
+        own = [blocks[p] for p in bucket.paths]
+        wide = torch.float64 if any(b.dtype == torch.float64 for b in own) else torch.float32
+        norms = torch.stack(torch._foreach_norm(own, 2, dtype=wide))  # by one call, in fp32 at least
+        return (norms.double().square() / replicas).sum()
 
     @property
     def _ranks(self) -> int:
@@ -146,9 +149,3 @@ class Scalars:
 def _positive(count: Tensor) -> Tensor:
     """A count of zero divides a total of zero: the mean of nothing is zero here."""
     return count.clamp(min=torch.finfo(torch.float64).tiny)
-
-
-def _squares(blocks: list[Tensor]) -> Tensor:
-    """Squared norms, fp64 [number of blocks]; the norms are taken in fp32 at least, by one call."""
-    wide = torch.float64 if any(b.dtype == torch.float64 for b in blocks) else torch.float32
-    return torch.stack(torch._foreach_norm(blocks, 2, dtype=wide)).double().square()

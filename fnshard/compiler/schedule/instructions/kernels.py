@@ -84,7 +84,8 @@ class Free(Instruction):
 
     def bind(self, context: Context) -> Action:
         freed, transfers, later = context.freed, context.transfers, context.later(self)
-        pooled = {n for n in self.drops if is_pooled(n)}
+        # In host buffers that go back to the pool: all copies but master parameters.
+        pooled = {n for n in self.drops if n.kind is Kind.HOST and n.original.kind is not Kind.STORED}
         read_on_host = [n for n in self.drops if dropped_by_worker(n)]
         others = [n for n in self.drops if n not in read_on_host]
 
@@ -105,11 +106,6 @@ class Free(Instruction):
 
     def price(self, pricer: Pricer) -> Price:
         return pricer.compute(0.0, 0.0)
-
-
-def is_pooled(name: ValueName) -> bool:
-    """Whether a value lies in a host buffer that goes back to the pool: all copies but master parameters."""
-    return name.kind is Kind.HOST and name.original.kind is not Kind.STORED
 
 
 def dropped_by_worker(name: ValueName) -> bool:

@@ -203,7 +203,7 @@ def _activations(schedule: Schedule, segments: frozenset[int]) -> Schedule:
     after: dict[int, list[ValueName]] = {}
     needed: dict[int, list[ValueName]] = {}
     for name, argument in known.items():
-        backward = [i for i in readers.get(name, ()) if _is_backward(lines[i])]
+        backward = [i for i in readers.get(name, ()) if isinstance(lines[i], Run) and lines[i].backward]
         others = [i for i in readers.get(name, ()) if i not in backward]
         last = max([made[name], *others])
         if not backward or last > backward[0] or not _dense(argument):
@@ -234,10 +234,6 @@ def _with_transfers(
             names = after[index]
             out += _moved(ToHost, line, "", names, [n.on_host() for n in names])
     return out
-
-
-def _is_backward(line: Instruction) -> bool:
-    return isinstance(line, Run) and line.backward
 
 
 def _described(lines: Iterable[Instruction], schedule: Schedule) -> dict[ValueName, Argument]:

@@ -111,15 +111,12 @@ def insert_frees(schedule: Schedule) -> Schedule:
     out: list[Instruction] = []
     for index, line in enumerate(schedule.instructions):
         names = dying.get(index, [])
-        inside = tuple(n for n in names if n in line.reads and _dies_inside(n, line))
+        # An instruction itself lets go of what kernels and waits read, and of what sums hand on.
+        handed_on = line.reads[-1:] if isinstance(line, Accumulate) and not line.first else ()
+        gone = [n for n in names if isinstance(line, Run) or n.kind is Kind.FLIGHT or n in handed_on]
+        inside = tuple(n for n in gone if n in line.reads)
         out.append(replace(line, drops=inside))
         after = tuple(n for n in names if n not in inside)
         if after:
             out.append(Free(line.unit, line.phase, drops=after))
     return schedule.with_instructions(out)
-
-
-def _dies_inside(name: ValueName, line: Instruction) -> bool:
-    """Whether the instruction itself lets go of it: kernels, waits, sums that hand their accumulator on."""
-    handed_on = isinstance(line, Accumulate) and not line.first and name == line.reads[-1]
-    return isinstance(line, Run) or name.kind is Kind.FLIGHT or handed_on
