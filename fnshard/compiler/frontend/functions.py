@@ -420,7 +420,8 @@ def _register_hook(original: Any, here: Here, hooks: list[Tensor]) -> Any:
             raise TraceError(HOOK.format(name="register_multi_grad_hook" if of_several else "register_hook"))
         if not self.requires_grad:
             raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
-        (made,) = attach([self], [self], lambda gradient: [_returned(hook(gradient))], "hook")
+        with torch.enable_grad():  # under no_grad too it is of the tensor, which is read elsewhere
+            (made,) = attach([self], [self], lambda gradient: [_returned(hook(gradient))], "hook")
         hooks.append(made)
         return _Handle(hooks, made)
 
