@@ -60,8 +60,7 @@ def make_functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, Ten
         kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
         fix = "a tree of tensors of one's own is a parameter tree as it is: fs.match_specs(params, rules)."
         raise TraceError(f"make_functional takes a model, an nn.Module, not {kind}.", fix=fix)
-    while isinstance(model, tree.PARALLEL):  # whose forward would communicate
-        model = model.module
+    model = model.module if isinstance(model, tree.PARALLEL) else model  # whose forward would communicate
     _check_hooks(model)
     _check_memory(model)
     params: dict[str, Tensor] = {}

@@ -310,6 +310,11 @@ def named_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.M
             yield from named_modules(child, name if key in wrapping else f"{name}.{key}" if name else key)
 
 
+def unwrapped(module: Any) -> Any:
+    """The module that another one wraps, or itself."""
+    return dict(named_modules(module))[""] if isinstance(module, nn.Module) else module
+
+
 # ------------------------------------------------------------------ optree
 
 

@@ -371,14 +371,11 @@ def _operations(node: fx.Node, kind: str) -> tuple[float, float]:
     count = _numel(_value(node))
     if kind == "reduction":
         count = max(count, _numel(_value(node.args[0])))
-    if name in _COSTLY and not (name == "pow" and _whole_power(node)):
+    power = node.args[1] if name == "pow" and len(node.args) > 1 else None
+    cheap = isinstance(power, int | float) and float(power).is_integer() and abs(power) <= 4
+    if name in _COSTLY and not cheap:
         return 0.0, float(count)
     return float(count), 0.0
-
-
-def _whole_power(node: fx.Node) -> bool:
-    power = node.args[1] if len(node.args) > 1 else None
-    return isinstance(power, int | float) and float(power).is_integer() and abs(power) <= 4
 
 
 def _compute_dtype(node: fx.Node, outputs: list[Tensor]) -> str:

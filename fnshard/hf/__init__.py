@@ -87,7 +87,7 @@ def load(
     tensor([0., 1., 2.])
     """
     mesh, path = mesh or default_mesh(), as_path(path, "load(path, specs)")
-    globs = [ignore] if isinstance(ignore, str) else list(ignore)
+    globs, model = [ignore] if isinstance(ignore, str) else list(ignore), tree.unwrapped(model)
 
     def read() -> Any:
         resolved = _resolved(specs, mesh)
@@ -144,7 +144,7 @@ def save(
         AgreementError: ranks called it with different arguments.
     """
     blocks, specs, mesh = _laid_out(params, specs, mesh)
-    final = as_path(path, "save(params, path)").absolute()
+    final, model = as_path(path, "save(params, path)").absolute(), tree.unwrapped(model)
 
     def planned() -> tuple[list[LeafToWrite], AbstractContextManager[Put]]:
         source = _config(config, model)
@@ -154,7 +154,8 @@ def save(
         check_config(known, model, {leaf.path: leaf.spec.shape for leaf in plan})
         if not (isinstance(max_file_bytes, int | float) and max_file_bytes > 0):
             raise StateError(f"max_file_bytes={max_file_bytes!r}: a number of bytes, more than 0.")
-        if mesh.rank == 0 and os.path.lexists(final) and not _is_empty_folder(final):
+        empty = final.is_dir() and not final.is_symlink() and not any(final.iterdir())
+        if mesh.rank == 0 and os.path.lexists(final) and not empty:
             raise StateError(f"there is something at {str(final)!r}: save elsewhere, or remove it.")
         return plan, model_directory(final, [leaf.entry for leaf in plan], max_file_bytes, source)
 
@@ -212,7 +213,3 @@ def _config(config: Any, model: nn.Module | None) -> Mapping[str, Any] | Path:
         f"config={config!r} is none.",
         fix="a dict, an object with to_dict(), or the path of an existing directory or config.json.",
     )
-
-
-def _is_empty_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink() and not any(path.iterdir())

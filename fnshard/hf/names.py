@@ -115,7 +115,7 @@ def family_of(config: Mapping[str, Any], model: nn.Module | None, paths: Iterabl
     compare_paths(dict.fromkeys(paths), owned)
     saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
     unsaved = tuple(glob.escape(path) for path, leaf in leaves_of(model).items() if id(leaf) not in saved)
-    prefix = getattr(_innermost(model), "base_model_prefix", "") or known.prefix
+    prefix = getattr(model, "base_model_prefix", "") or known.prefix
     return Family(prefix, aliases(model), unsaved, (*unsaved, *known.ignored), known.renamed)
 
 
@@ -153,11 +153,6 @@ def check_config(values: Mapping[str, Any], model: nn.Module | None, shapes: Map
             wrong[:12],
             "config=model.config, with the sizes that the module has now.",
         )
-
-
-def _innermost(model: Any) -> Any:
-    """What a module wraps."""
-    return dict(tree.named_modules(model))[""] if isinstance(model, nn.Module) else model
 
 
 def given_name(path: str, names: Names) -> Named | None:

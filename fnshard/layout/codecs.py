@@ -149,10 +149,13 @@ def _nf4_scales(parts: Mapping[str, Tensor], blocks: int) -> Tensor:
 def _nf4_decode(parts: Mapping[str, Tensor], shape: Shape, dtype: torch.dtype) -> Tensor:
     rows, size = parts["codes"].shape
     blocks = size * 2 // BLOCK
-    # Both codes of a byte at once: unfused, decoding takes 8 bytes per weight instead of 16.
-    pairs = torch.tensor(PAIRS, device=parts["codes"].device)
-    levels = pairs.index_select(0, parts["codes"].flatten().int()).view(rows, blocks, BLOCK)
-    return _rows(levels * _nf4_scales(parts, blocks).unsqueeze(2), shape, dtype)
+    values = _nf4_levels(parts["codes"]).view(rows, blocks, BLOCK) * _nf4_scales(parts, blocks).unsqueeze(2)
+    return _rows(values, shape, dtype)
+
+
+def _nf4_levels(codes: Tensor) -> Tensor:
+    """Decode both codes of a byte at once: unfused, decoding takes 8 bytes per weight instead of 16."""
+    return torch.tensor(PAIRS, device=codes.device).index_select(0, codes.flatten().int())
 
 
 CODECS: dict[str, Codec] = {

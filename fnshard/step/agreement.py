@@ -93,12 +93,10 @@ def optimizer_text(optimizer: Optimizer | None, specs: Mapping[str, LayoutSpec])
 def compare_values(
     comm: Collectives, blocks: Mapping[str, Tensor], specs: Mapping[str, LayoutSpec], given: Mapping[str, int]
 ) -> None:
-    """Refuse leaves that ranks were given different values of, which would train in silence: replicas that
-    stay different, and shards that are parts of different leaves. A collective.
+    """Refuse replicas that start out different, and shards of different leaves: both stay so. A collective.
 
-    What a rank stores whole, or shares with others that store the same block, is summed up and
-    compared; nothing is moved (DDP broadcasts rank 0's values instead). Leaves with aggregation="local" may
-    differ.
+    What ranks store alike is summed up and compared; nothing is moved (DDP broadcasts rank 0's values
+    instead). Leaves with aggregation="local" may differ.
 
     Args:
         given: checksums of the full leaves that this rank's blocks were cut out of, where it has had these.

@@ -158,11 +158,7 @@ class Runner:
         return bound, self._inputs(lowered, blocks, *self.cache.tensors(lowered, batch), seed, step)
 
     def count(self, bound: Bound, env: Mapping[Any, Tensor]) -> float | None:
-        """What a Mean counts on all ranks, if a hook or a backward of `fn`'s own has to know. A collective.
-
-        Args:
-            env: what the step starts from.
-        """
+        """What a Mean counts on all ranks, if a hook or a backward of `fn`'s has to know. A collective."""
         if bound.counting is None:
             return None
         program, parts, mine = bound.lowered.program, bound.lowered.options.accumulate, 0.0

@@ -303,8 +303,8 @@ def narrowed(shards: Any, specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir:
         p: b if b.dtype == specs[p].storage_dtype else stored_at_rest(b, specs[p], mesh, disk_dir)
         for p, b in blocks.items()
     }
-    for path, checksum_of_leaf in given_to(blocks).items():
-        _mark(stored[path], checksum_of_leaf)
+    for path, given in given_to(blocks).items():
+        _mark(stored[path], given)
     return tree.unflatten(stored.values(), structure)
 
 

@@ -42,7 +42,8 @@ def _draws() -> Iterator[tuple[Any, str, Callable[..., Any], str, Callable[..., 
     name = "os.urandom (secrets, a RandomState, a generator without a seed)"
     for module, attribute in ((os, "urandom"), (random, "_urandom")):
         yield module, attribute, os.urandom, name, _by_users
-    yield random.Random, "seed", random.Random.seed, "a random.Random without a seed", _unseeded
+    unseeded = lambda self, a=None, *_, **__: a is None and _by_users()  # noqa: E731
+    yield random.Random, "seed", random.Random.seed, "a random.Random without a seed", unseeded
 
 
 @contextmanager
@@ -70,10 +71,6 @@ def refused(error: Callable[[str], Exception], here: Callable[[], bool]) -> Iter
 
 def _always(*_: Any, **__: Any) -> bool:
     return True
-
-
-def _unseeded(self: Any, a: Any = None, *_: Any, **__: Any) -> bool:
-    return a is None and _by_users()
 
 
 def _by_users(*_: Any) -> bool:

@@ -68,8 +68,7 @@ class CustomGradient:
 
 
 def counting(program: Program) -> fx.Graph | None:
-    """What a Mean counts, of the program's inputs, where gradients have to be the mean's own while they are
-    computed: a `CustomGradient` need not be in proportion to what it is given.
+    """What a Mean counts, of the program's inputs, where a `CustomGradient` has to be given the mean's own.
 
     None where there is no such, or where the count depends on more than the batch.
     """
@@ -81,9 +80,8 @@ def counting(program: Program) -> fx.Graph | None:
     graph.graph_copy(program.graph, copies)
     graph.output((copies[program.results[program.outputs.count]],))
     eliminate_dead_code(graph)
-    read = {
-        i.kind for i, node in zip(program.inputs, program.placeholders, strict=True) if copies[node].users
-    }
+    inputs = zip(program.inputs, program.placeholders, strict=True)
+    read = {i.kind for i, node in inputs if copies[node].users}
     exchanges = any(getattr(node.target, "namespace", "") == "fnshard" for node in graph.nodes)
     return None if exchanges or read - {"batch", "constant"} else graph
 
