@@ -191,7 +191,8 @@ def test_right_command_lines_are_taken(tmp_path):
     assert validate(TRAIN.spec, ["--cfg", "job", "run.steps=0"]) is None  # it is to be looked at
     folder = recipe_of(tmp_path, "run:\n  steps: 7\n  seed: 1\n")
     found = validate(TRAIN.spec, ["--config-dir", folder, "experiment=mine", "run.seed=2"])
-    assert (found.run.steps, found.run.seed) == (7, 2)
+    assert (found.run.steps, found.run.seed, found.run.sampled) == (7, 2, 14)
+    assert [validate(TRAIN.spec, split(line)).run.sampled for line in ("", "run.sample_tokens=9")] == [256, 9]
     with pytest.raises(ConfigError, match=r"^processes=many: Input should be a valid integer"):
         validate(TOKENIZE, ["out=there", "processes=many"])
     with pytest.raises(ConfigError, match=r"^out=\?\?\?: Field required\.$"):
