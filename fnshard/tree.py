@@ -294,8 +294,6 @@ def map(
     return unflatten([fn(leaf) for leaf in leaves], structure)
 
 
-# ------------------------------------------------------------------ trees of modules
-
 PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 _WRAPPERS = (*PARALLEL, torch.optim.swa_utils.AveragedModel)
 COMPILED = "_orig_mod"  # the name under which torch.compile keeps a module
@@ -313,9 +311,6 @@ def named_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.M
 def unwrapped(module: Any) -> Any:
     """The module that another one wraps, or itself."""
     return dict(named_modules(module))[""] if isinstance(module, nn.Module) else module
-
-
-# ------------------------------------------------------------------ optree
 
 
 def _flatten(tree: Any, is_leaf: Callable[[Any], bool] | None) -> tuple[list[Any], optree.PyTreeSpec]:

@@ -62,7 +62,7 @@ PRIVATE = {
     "fnshard.runtime.packing": {"torch._foreach_copy_"},
     "fnshard.runtime.tiers": {"torch._foreach_copy_"},
     "fnshard.runtime.collectives.simulated": {"torch._subclasses"},
-    "fnshard.runtime.collectives.roll_call": {"torch.distributed.distributed_c10d._get_default_store"},
+    "fnshard.mesh.waits": {"torch.distributed.distributed_c10d._get_default_store"},
     "fnshard.compiler.ir.program": {
         "torch._ops",  # OpOverload; others import it from there
         "torch.ops.aten._unsafe_view",

@@ -58,8 +58,6 @@ class HardwarePricer:
         """Of one line."""
         return line.price(self)
 
-    # -------------------------------------------------------------- kernels
-
     def counted(self, line: Run) -> GraphCost:
         """The work of a kernel, one way."""
         kernel = self.schedule.kernels[line.kernel]
@@ -73,8 +71,6 @@ class HardwarePricer:
             host = h.instruction_seconds + cost.host_seconds(h)
             self._kernels[key] = Price(cost.seconds(h), host, flops=cost.flops)
         return self._kernels[key]
-
-    # -------------------------------------------------------------- bytes
 
     def bucket(self, line: OfBucket) -> Bucket:
         """The bucket that a line is about."""
@@ -100,8 +96,6 @@ class HardwarePricer:
     def bytes_of(self, names: Names) -> float:
         """Of values, by name."""
         return float(sum(self.sizes[n] for n in names))
-
-    # -------------------------------------------------------------- moving
 
     def copy(self, size: float, **more: Any) -> Price:
         """Packing and unpacking, of bytes read and written."""

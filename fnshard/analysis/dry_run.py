@@ -94,9 +94,6 @@ class DryContext:
                 self.sizes[name] = sum(t.nbytes for t in tensors_of(env[name]))
 
 
-# ------------------------------------------------------------------ kernels
-
-
 @dataclass(frozen=True)
 class DryKernel:
     """A kernel: arguments die in it, results appear, as its footprint says."""
@@ -147,9 +144,6 @@ class DryKernel:
                 value = torch.empty(0, dtype=dtype, device="meta").set_(homes[key], 0, shape, stride)
             out.append(value)
         return out
-
-
-# ------------------------------------------------------------------ packing, updates, transfers
 
 
 class Packing:

@@ -116,9 +116,6 @@ def graph_cost(graph: fx.GraphModule | None, *, fused: bool) -> GraphCost:
     return known[fused]
 
 
-# ------------------------------------------------------------------ what operators do
-
-
 def _named(node: fx.Node, name: str, default: Any) -> Any:
     """An argument of an operator, by name."""
     for place, argument in enumerate(node.target._schema.arguments):
@@ -234,9 +231,6 @@ def _across_rows(node: fx.Node) -> bool:
         return True
     dims = node.args[1] if len(node.args) > 1 and isinstance(node.args[1], list | tuple) else None
     return dims is None or any(d % max(source.dim(), 1) != source.dim() - 1 for d in dims)
-
-
-# ------------------------------------------------------------------ counting a graph
 
 
 class _Counter:

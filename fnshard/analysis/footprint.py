@@ -166,9 +166,6 @@ def storage_bytes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtyp
     return span * dtype.itemsize
 
 
-# ------------------------------------------------------------------ Inductor's wrapper
-
-
 class Wrapper:
     """A generated `call(args)`, its kernels silent and its allocations fake."""
 

@@ -267,9 +267,6 @@ def _link(value: Mapping[str, Any]) -> Link:
     return Link(value["latency_seconds"], **{name: _curve(value[name]) for name in COLLECTIVES})
 
 
-# ------------------------------------------------------------------ the table
-
-
 def _gpu(
     name: str,
     *,

@@ -111,7 +111,6 @@ class _Bench:
         return torch.randn(*shape, device=self.device).to(dtype)
 
     # -------------------------------------------------------------- arithmetic
-
     def compute(self) -> dict[str, Any]:
         """Matmuls and attention by dtype, exponentials, scattered additions."""
         found: dict[str, Any] = {"flops": {}, "attention": {}, "attention_heads": {}}
@@ -159,7 +158,6 @@ class _Bench:
         return float(length), flops / self.seconds(both)
 
     # -------------------------------------------------------------- memory
-
     def memory(self) -> dict[str, Any]:
         """Streaming and copying by size, the optimizer, the host."""
         counts = [self.large * n for n in COUNTS]
@@ -213,7 +211,6 @@ class _Bench:
         return size, size / self.seconds(lambda: next(turn).step(), device)
 
     # -------------------------------------------------------------- calls
-
     def calls(self) -> dict[str, Any]:
         """What the host spends on starting work."""
         a, out = self.random(8, 8), self.random(8, 8)
@@ -242,7 +239,6 @@ class _Bench:
         return self.seconds(work, torch.device("cpu"))
 
     # -------------------------------------------------------------- collectives
-
     def links(self, mesh: Mesh | None, copy_seconds_per_byte: float) -> dict[str, Any]:
         """What the transport costs besides packing and unpacking; without peers, what memory gives."""
         axes = mesh.ordered(mesh.names) if mesh else ()

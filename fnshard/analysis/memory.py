@@ -173,9 +173,6 @@ _WAYS_OUT = {
 }
 
 
-# ------------------------------------------------------------------ a dry run
-
-
 @dataclass(frozen=True)
 class MemoryInputs:
     """What a schedule does not say of a step's memory.
@@ -315,9 +312,6 @@ def _leaves(specs: Mapping[str, LayoutSpec], slots: Slots, mesh: Mesh) -> dict[s
         }
         for path, s in specs.items()
     }
-
-
-# ------------------------------------------------------------------ kernels
 
 
 _UPDATES: weakref.WeakKeyDictionary[Optimizer, dict[Any, int]] = weakref.WeakKeyDictionary()

@@ -98,8 +98,6 @@ class StorageTracker(TorchDispatchMode):
         self.peak, self.freed = Peak(), []
         self._made: dict[int, Storage] = {}  # by the line under way, still alive, by address
 
-    # -------------------------------------------------------------- storages
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name.startswith("aten::_fused_"):
             return None  # in place on everything, and unknown to fake tensors
@@ -175,8 +173,6 @@ class StorageTracker(TorchDispatchMode):
         before, self.tier, self.slot = self.tier, tier, slot
         yield
         self.tier, self.slot = before, None
-
-    # -------------------------------------------------------------- moments
 
     def begin(self, line: Instruction) -> None:
         """A line begins."""

@@ -160,9 +160,6 @@ def _flops(schedule: Schedule, pricer: HardwarePricer) -> tuple[float, float, st
     return model, spent, max(dtypes, key=dtypes.__getitem__, default="f32")
 
 
-# ------------------------------------------------------------------ clocks
-
-
 @dataclass
 class _Clock:
     """What has happened so far. `ready`: when a value in flight, or one made on the host, is there."""

@@ -200,8 +200,6 @@ class Counting:
         pieces = n if self.kind == "shared" and flat.nbytes > SMALL_BYTES else 1
         return Flight(lambda: self._sum(numel, dtype, n, pieces, into), until_release=kept)
 
-    # -------------------------------------------------------------- of ranks that write to one memory
-
     def gather_leaves(
         self, runs: Sequence[tuple[int, int]], total: int, dtype: torch.dtype, write: Any, axes: Axes
     ) -> Handle[list[Tensor]] | None:

@@ -56,9 +56,6 @@ def _promotion(args: Args, out: Any) -> int:
     return sum(t.numel() * common.itemsize for t in tensors if t.dtype != common)
 
 
-# ------------------------------------------------------------------ CPU
-
-
 def _matmul(a: Tensor, b: Tensor) -> int:
     """oneDNN's scratch for half types: blocks of both operands and of an fp32 sum."""
     if a.dtype not in HALVES:
@@ -144,9 +141,6 @@ def _logsumexp(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
     return args[0].numel() * args[0].dtype.itemsize
 
 
-# ------------------------------------------------------------------ CUDA
-
-
 def _flash_backward_cuda(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
     """An fp32 sum of the query's gradient and a row of sums, lengths and heads rounded up (flash-attn 2)."""
     q = args[1]
@@ -205,8 +199,6 @@ _RULES: dict[tuple[str, str], Rule] = {
     ("cuda", "_scaled_dot_product_efficient_attention_backward"): _efficient_backward_cuda,
 }
 
-
-# ------------------------------------------------------------------ operators of this library
 
 _OPERATORS = (
     linear.token_parts, linear.token_parts_backward,

@@ -43,9 +43,6 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ------------------------------------------------------------------ save
-
-
 def save(
     path: str | Path,
     state: Any,
@@ -128,9 +125,6 @@ def save_async(
     return saving
 
 
-# ------------------------------------------------------------------ what is there
-
-
 def all_steps(root: str | Path) -> list[int]:
     """Steps of the complete checkpoints in a directory, rising."""
     return sorted(step for step, _, _ in complete_checkpoints(as_path(root, "all_steps(root)")))
@@ -172,9 +166,6 @@ def verify(path: str | Path) -> Manifest:
     if wrong:
         raise _unlike(folder, wrong)
     return found
-
-
-# ------------------------------------------------------------------ restore
 
 
 def restore(

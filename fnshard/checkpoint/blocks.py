@@ -42,9 +42,6 @@ READERS = 4  # threads of a restore: the disk, the checksums and the kernel's pa
 SHOWN = 20  # causes that one error names
 
 
-# ------------------------------------------------------------------ writing
-
-
 def save_blocks(
     directory: AtomicDirectory,
     leaves: Mapping[str, LocalLeaf],
@@ -140,9 +137,6 @@ def write_blocks(
         chunk = Chunk(start, tuple(part.shape), file, done.at[title], done.crc32[title])
         chunks.setdefault(name, []).append(chunk)
     return DataFile(done.bytes, done.header_bytes, done.header_crc32), chunks
-
-
-# ------------------------------------------------------------------ reading
 
 
 @dataclass(frozen=True)

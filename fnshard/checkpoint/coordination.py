@@ -1,22 +1,24 @@
-"""Coordination: what all ranks of a mesh do about a checkpoint, on a process group of its own."""
+"""Coordination: what all ranks of a mesh do about a checkpoint, on a group of its own."""
 
 from __future__ import annotations
 
 import functools
 import json
+import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from fnshard.errors import CheckpointError, CollectiveError
 from fnshard.mesh import Mesh
-from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT, failing
+from fnshard.mesh.waits import peers
+from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT
 from fnshard.runtime.files.tensorfile import Corrupt
 
 T = TypeVar("T")
+Exchange = Callable[..., list[bytes]]  # what every rank gives, or those do that `of` names
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,8 @@ class Failed(Exception):
         return [f"rank {rank}: {cause.message}" for rank, cause in self.causes.items()]
 
 
-def group_of(mesh: Mesh, timeout: float | None, purpose: str = "checkpoint") -> Any:
-    """A gloo group of all ranks for this purpose alone, apart from those of a step.
-
-    None in a process of one. A collective call at first.
+def group_of(mesh: Mesh, timeout: float | None, purpose: str = "checkpoint") -> Exchange | None:
+    """What ranks exchange words through for this purpose, apart from others; None in a process of one.
 
     Raises:
         CheckpointError: a mesh whose ranks are no processes.
@@ -59,22 +59,13 @@ def group_of(mesh: Mesh, timeout: float | None, purpose: str = "checkpoint") -> 
         )
     if not dist.is_initialized():
         return None
-    return _gloo(dist.group.WORLD, timeout or next(iter(mesh.connections), DEFAULT_TIMEOUT), purpose)
+    seconds = timeout or next(iter(mesh.connections), DEFAULT_TIMEOUT)
+    return functools.partial(peers().exchange, purpose, timeout=seconds)
 
 
-@functools.lru_cache(maxsize=8)
-def _gloo(world: Any, timeout: float, purpose: str) -> Any:
-    return dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-
-
-def texts(group: Any, text: str) -> list[str]:
+def texts(group: Exchange | None, text: str) -> list[str]:
     """What every rank says."""
-    if group is None:
-        return [text]
-    out: list[Any] = [None] * dist.get_world_size(group)
-    with failing(lambda: "agreement on a checkpoint"):
-        dist.all_gather_object(out, text, group=group)
-    return out
+    return [text] if group is None else [t.decode() for t in group(text.encode())]
 
 
 def all_or_none(gather: Callable[[str], list[str]], what: str, work: Callable[[], T] | None) -> T | None:
@@ -105,12 +96,14 @@ def all_or_none(gather: Callable[[str], list[str]], what: str, work: Callable[[]
     return value
 
 
-def agreed(group: Any, what: str, work: Callable[[], T]) -> T:
+def agreed(group: Exchange | None, what: str, work: Callable[[], T]) -> T:
     """`all_or_none` over a group."""
     return all_or_none(functools.partial(texts, group), what, work)
 
 
-def all_ranks(group: Any, local: Callable[[], T], on_first: Callable[[list[T]], None] | None = None) -> None:
+def all_ranks(
+    group: Exchange | None, local: Callable[[], T], on_first: Callable[[list[T]], None] | None = None
+) -> None:
     """Run `local` on every rank, then `on_first` of what they all return on rank 0. A collective.
 
     Raises:
@@ -119,12 +112,17 @@ def all_ranks(group: Any, local: Callable[[], T], on_first: Callable[[list[T]], 
         CollectiveError: a peer died, or did not answer in time.
     """
     value, error = _attempt(local)
-    results = _gathered(group, (value, _cause_of(error)))
+    results, first = [(value, _cause_of(error))], group is None or dist.get_rank() == 0
+    if group is not None:
+        every = group(pickle.dumps(results[0]), of=None if first else ())
+        results = [pickle.loads(each) for each in every]
     failed = {rank: cause for rank, (_, cause) in enumerate(results) if cause is not None}
     if results and not failed and on_first is not None:
         _, error = _attempt(lambda: on_first([result for result, _ in results]))
         failed = {} if error is None else {0: _cause_of(error)}
-    failed = _broadcast(group, failed)
+    if group is not None:
+        (answer,) = group(pickle.dumps(failed) if first else b"", of=(0,))
+        failed = pickle.loads(answer)
     if error is not None and not isinstance(error, Exception):
         raise error
     if failed:
@@ -142,23 +140,3 @@ def _cause_of(error: BaseException | None) -> Cause | None:
     if error is None:
         return None
     return Cause(str(error) or type(error).__name__, isinstance(error, Corrupt))
-
-
-def _gathered(group: Any, value: Any) -> list[Any]:
-    """What every rank gives, on rank 0; nothing on the others."""
-    if group is None:
-        return [value]
-    out: list[Any] = [None] * dist.get_world_size(group) * (dist.get_rank(group) == 0)
-    with failing(lambda: "gathering results of a checkpoint"):
-        dist.gather_object(value, out or None, dst=0, group=group)
-    return out
-
-
-def _broadcast(group: Any, value: T) -> T:
-    """Rank 0's value on all ranks."""
-    if group is None:
-        return value
-    values = [value]
-    with failing(lambda: "telling all ranks how a checkpoint went"):
-        dist.broadcast_object_list(values, src=0, group=group)
-    return values[0]

@@ -211,9 +211,6 @@ def _content(folder: Path, name: str, limit: int, seal: bytearray | None = None)
         os.close(fd)
 
 
-# ------------------------------------------------------------------ from JSON, believing nothing
-
-
 _read_manifest = reader(Manifest)  # made here: what reads files runs no code, not even annotations
 
 

@@ -21,6 +21,7 @@ import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,9 @@ class Replicas:
         self.memory = agreed(self._group, "replicas", lambda: _folder_of(memory))
         hosts = texts(self._group, f"{socket.gethostname()}:{self.memory.resolve()}")
         names = list(dict.fromkeys(hosts))
+        if len(names) > 1:
+            seconds = timedelta(seconds=self._group.keywords["timeout"])
+            self._between = dist.new_group(backend="gloo", timeout=seconds)
         self._nodes = [names.index(host) for host in hosts]  # by rank
         self._node = self._nodes[self.mesh.rank]
         self._is_first = self._nodes.index(self._node) == self.mesh.rank  # of its node
@@ -96,8 +100,6 @@ class Replicas:
         self._count, self._last = 0, ""  # saves, and the folder of the last complete one
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-
-    # -------------------------------------------------------------- before the first step
 
     def restore(self, newer_than: int = -1) -> TrainState | None:
         """The newest state that is complete in the memory of all nodes together; None if none is that new."""
@@ -186,14 +188,12 @@ class Replicas:
             source, target = self._nodes.index(replica.nodes[name][0]), self._nodes.index(node)
             with failing(lambda: "fetching a replica"):
                 if self.mesh.rank == source:
-                    dist.send(_content(folder / name), target, group=self._group)
+                    dist.send(_content(folder / name), target, group=self._between)
                 elif self.mesh.rank == target:
                     content = torch.empty(replica.manifest.files[name].bytes, dtype=torch.uint8)
-                    dist.recv(content, source, group=self._group)
+                    dist.recv(content, source, group=self._between)
                     received[name] = content
         agreed(self._group, "fetching a replica", lambda: _write_files(folder, received))
-
-    # -------------------------------------------------------------- after a step
 
     def save(self, state: TrainState, data: Any = None) -> None:
         """Copy a state; returns when it is on the host, so that the next step may have it.
@@ -267,22 +267,19 @@ class Replicas:
         with failing(lambda: "copying a replica"):
             for target, sources in zip(self._targets, self._sources, strict=True):
                 sends = [
-                    dist.isend(tensor, target, group=self._group, tag=tag)
+                    dist.isend(tensor, target, group=self._between, tag=tag)
                     for tag, tensor in enumerate((head, content, part))
                 ]
                 for source in sources:
                     sizes = torch.zeros(2, dtype=torch.int64)
-                    dist.recv(sizes, source, group=self._group, tag=0)
+                    dist.recv(sizes, source, group=self._between, tag=0)
                     for tag, end in enumerate(("", PART)):
                         received = torch.empty(int(sizes[tag]), dtype=torch.uint8)
-                        dist.recv(received, source, group=self._group, tag=tag + 1)
+                        dist.recv(received, source, group=self._between, tag=tag + 1)
                         files[f"{data_file(source)}{end}"] = received
                 for send in sends:
                     send.wait()
         return files
-
-
-# ------------------------------------------------------------------ what a node holds
 
 
 def _folder_of(memory: str | Path) -> Path:

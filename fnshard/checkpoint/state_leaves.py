@@ -128,9 +128,6 @@ def resolved_as_saved(specs: ResolvedSpecs, saved: Mapping[str, SavedLeaf]) -> R
     return specs.resolve(tree.unflatten(shapes, specs.structure))
 
 
-# ------------------------------------------------------------------ to be filled
-
-
 def saved_slots(saved: Mapping[str, SavedLeaf], specs: Specs, mesh: Mesh) -> Slots:
     """Shapes and dtypes, on this rank, of the optimizer state that was saved of leaves that train here."""
     # Each of these has an entry, though its optimizer may hold nothing for it (plain SGD).

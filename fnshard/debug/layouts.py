@@ -189,9 +189,6 @@ def bisect(
     return _compare(*sides, rtol, atol)
 
 
-# ------------------------------------------------------------------ two runs, compared
-
-
 def _compare(a: Recording, b: Recording, rtol: float | None, atol: float) -> BisectReport:
     """Two recordings of one function on one mesh, side by side."""
     left_out, known, compared = _incomparable(a, b), a.by_meaning(versions=False), 0
@@ -282,9 +279,6 @@ def _incomparable(a: Recording, b: Recording) -> frozenset[str]:
         return PER_VALUE
     cuts = [[(s.inputs, s.outputs) for s in r.lowered.segments.segments] for r in (a, b)]
     return PER_VALUE - {"value"} if cuts[0] != cuts[1] else frozenset()
-
-
-# ------------------------------------------------------------------ a run, recorded
 
 
 @dataclass(frozen=True)

@@ -226,9 +226,6 @@ def _counts(name: ValueName) -> bool:
     return plain == SCALARS or plain.is_state or plain.kind in (Kind.REDUCED, Kind.ACCUMULATED)
 
 
-# ------------------------------------------------------------------ the op of a kernel
-
-
 def first_nonfinite_op(kernel: Kernel, args: Sequence[Tensor], backward: bool) -> dict[str, str] | None:
     """Where what a kernel returns for `args` began not to be finite; None where no op of it is to blame.
 

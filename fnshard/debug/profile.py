@@ -53,9 +53,6 @@ MICRO = 1e-6  # the unit of a trace
 Event = Mapping[str, Any]
 
 
-# ------------------------------------------------------------------ writing a trace
-
-
 def span_name(number: int, line: Instruction) -> str:
     """What an instruction is called in a trace: its line of the schedule, phase, unit and verb."""
     return f"{PREFIX} {number} {line.phase} {line.unit} {line.verb}"
@@ -92,9 +89,6 @@ def traced(step: Step, path: str | Path) -> Iterator[None]:
         if on_gpu:
             torch.cuda.synchronize()
     profiler.export_chrome_trace(str(path))
-
-
-# ------------------------------------------------------------------ reading a trace
 
 
 def measured(trace: str | Path | Mapping[str, Any], lowered: Lowered, hardware: Any = None) -> Timeline:
@@ -245,9 +239,6 @@ def _alone(spans: Sequence[Span], covering: Sequence[Span]) -> float:
             total += at - before
         mine, others, before = mine + a, others + b, at
     return total
-
-
-# ------------------------------------------------------------------ next to the prediction
 
 
 def table(lowered: Lowered, predicted: Timeline, measured: Timeline) -> str:

@@ -162,9 +162,6 @@ def save(
     write_leaves(f"saving to {str(final)!r}", planned, mesh, connection(mesh))
 
 
-# ------------------------------------------------------------------ arguments
-
-
 def _resolved(specs: Any, mesh: Mesh) -> ResolvedSpecs:
     resolved = ResolvedSpecs.of(specs)
     if not resolved.complete:

@@ -201,9 +201,6 @@ def check_names(names: Names, paths: Iterable[str]) -> None:
         )
 
 
-# ------------------------------------------------------------------ what no file holds
-
-
 def computed_buffers(model: nn.Module, paths: Iterable[str]) -> tuple[dict[str, Tensor], list[str]]:
     """Values of a module's buffers by path, and why others could not be had.
 

@@ -30,9 +30,6 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 SHOWN = 40  # lines of each kind of a problem
 
 
-# ------------------------------------------------------------------ files
-
-
 @dataclass(frozen=True)
 class FileTensor:
     """A tensor in an open file. The file is mapped: `data[slices]` is a view of it."""
@@ -156,9 +153,6 @@ def read_config(path: Path) -> dict[str, Any]:
     """The config.json next to the weights; empty where there is none."""
     file = (path if path.is_dir() else path.parent) / "config.json"
     return read_json(file) if file.exists() else {}
-
-
-# ------------------------------------------------------------------ which tensor fills which leaf
 
 
 @dataclass(frozen=True)
@@ -312,9 +306,6 @@ def _castable(saved: torch.dtype, stored: torch.dtype) -> bool:
         return "float" if wide else "complex" if dtype.is_complex else str(dtype)
 
     return kind(saved) == kind(stored)
-
-
-# ------------------------------------------------------------------ this rank's slices
 
 
 def load_block(

@@ -41,9 +41,6 @@ COPIED = (
 Put = Callable[[str, Tensor], None]
 
 
-# ------------------------------------------------------------------ which leaves
-
-
 @dataclass(frozen=True)
 class LeafToWrite:
     """A leaf on its way out: what makes its block, its name in the files, and how it is stored there."""
@@ -101,9 +98,6 @@ def leaves_to_write(
         fix = "store them in another dtype (storage_dtype= of their specs)."
         raise StateError(f"safetensors files have no such dtype, {leaves(len(odd))}:", odd, fix)
     return out
-
-
-# ------------------------------------------------------------------ to rank 0, leaf by leaf
 
 
 def write_leaves(
@@ -187,9 +181,6 @@ def gather_leaf(block: Tensor, spec: LayoutSpec, mesh: Mesh, comm: Collectives, 
                     valid = rows[(slice(begin - low, end - low), *own[1:])]
                     full[(slice(first + begin, first + end), *where[1:])] = valid
         handle.release()
-
-
-# ------------------------------------------------------------------ files of rank 0
 
 
 def staging_path(final: Path) -> Path:

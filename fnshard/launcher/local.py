@@ -151,9 +151,6 @@ def _run(
             print(line, file=sys.stderr, flush=True)
 
 
-# ------------------------------------------------------------------ signals
-
-
 @dataclass
 class _Signals:
     """Signals that came, for the loop to act on."""
@@ -201,9 +198,6 @@ def _signals(grace_s: float) -> Iterator[_Signals]:
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-
-# ------------------------------------------------------------------ one attempt
 
 
 def _attempt(

@@ -125,9 +125,6 @@ def free_bytes() -> int | None:
     return min(found, default=None)
 
 
-# ------------------------------------------------------------------ what a rank leaves
-
-
 def expect_memory(peak_bytes: int) -> None:
     """In a rank: report what it is predicted to take of the machine's memory, for the message about a rank
     that was killed."""

@@ -26,7 +26,7 @@ from fnshard import checkpoint
 from fnshard.checkpoint.saving import wait_for_save
 from fnshard.errors import LaunchError, stable_repr
 from fnshard.launcher.post_mortem import write_message
-from fnshard.mesh.process_group import join_group, launcher, leave_group, under_launcher, world_size
+from fnshard.mesh.process_group import join_group, launcher, leave_group, sign_off, under_launcher, world_size
 
 __all__ = ["Stop", "run_rank"]
 
@@ -71,12 +71,16 @@ def run_rank(
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher answers Ctrl-C, ranks just end
         end_with_parent(signal.SIGKILL, launcher())
     signal.signal(signal.SIGTERM, signal.SIG_DFL if stop is None else stop.ask)
-    log = _tee_to_log()
+    log = None
+    if LOGS in os.environ and os.environ["RANK"] == "0":  # the others' output is in their files already
+        path = Path(os.environ[LOGS], "rank0.log")
+        log = open(path, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115  (to the end)
+    sys.stdout, sys.stderr = (s and Console(s, log) for s in (sys.stdout, sys.stderr))
     # From here on a SIGTERM is handled, one that the launcher held back during the imports, too.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def joined() -> None:
-        join_group(device_type, timeout_s)
+        join_group(device_type, timeout_s, lambda: stop is not None and stop.asked)
         try:
             main()
         except SystemExit as ended:
@@ -88,7 +92,7 @@ def run_rank(
         checkpoint.wait()  # nothing that is being written is lost; a failed save is an error
         leave_group()
 
-    code = 1
+    code, raised = 1, None
     try:
         record(joined)()
         code = 0
@@ -99,9 +103,11 @@ def run_rank(
                 print(code, file=log or sys.stderr)
             write_message(str(code))
             code = 1
-    except BaseException:
+    except BaseException as error:
+        raised = error
         with suppress(OSError):  # the disk of the logs may be full
             traceback.print_exc(file=log)  # the launcher shows it on the console
+    sign_off(raised)
     # An ended gloo rank can abort while the interpreter tears its threads down: do not let it.
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr, log):
@@ -148,27 +154,28 @@ def run_function(path: str) -> NoReturn:
     run_rank(main)
 
 
-def _tee_to_log() -> TextIO | None:
-    """Send what rank 0 prints to its file, too; the others' output is there already."""
-    if LOGS not in os.environ or os.environ["RANK"] != "0":
-        return None
-    log = open(Path(os.environ[LOGS], "rank0.log"), "a", encoding="utf-8")  # noqa: SIM115  (to the end)
-    sys.stdout, sys.stderr = _Tee(sys.stdout, log), _Tee(sys.stderr, log)
-    return log
+class Console:
+    """A stream that ends no program: what its encoding lacks is written as escapes, and where a disk is full
+    or nobody listens, nothing is. Lines go to a file as well, but for those that are drawn over."""
 
-
-class _Tee:
-    """A console stream whose lines go to a file as well, but for those that are drawn over."""
-
-    def __init__(self, console: TextIO, file: TextIO):
+    def __init__(self, console: TextIO, file: TextIO | None = None):
         self._console, self._file = console, file
 
     def write(self, text: str) -> int:
-        if not text.startswith("\r"):
-            with suppress(OSError):  # a full disk costs lines of a log, and ends nothing
+        if self._file is not None and not text.startswith("\r"):
+            with suppress(OSError):  # a full disk costs lines of a log
                 self._file.write(text)
                 self._file.flush()
-        return self._console.write(text)
+        with suppress(OSError):
+            try:
+                self._console.write(text)
+            except UnicodeEncodeError as error:
+                self._console.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._console.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._console, name)

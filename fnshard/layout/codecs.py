@@ -205,9 +205,6 @@ def _disagreements(codec: Codec, shape: Shape) -> list[str]:
     return wrong
 
 
-# ------------------------------------------------------------------ coded leaves in a spec tree
-
-
 def check_codecs(specs: Mapping[str, LayoutSpec]) -> None:
     """Check that all leaves can take their codecs.
 

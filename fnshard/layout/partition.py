@@ -131,9 +131,6 @@ def _name(axis: Axis) -> str:
     return axis.axis if isinstance(axis, Fused) else axis
 
 
-# ------------------------------------------------------------------ blocks: P on a shape and a mesh
-
-
 def block_shape(shape: Sequence[int], layout: P, mesh: Mesh) -> tuple[int, ...]:
     """Shape of every rank's block, padded so that all are equal.
 

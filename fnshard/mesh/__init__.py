@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from fnshard.errors import SpecError
 from fnshard.mesh.process_group import accelerator, join_group, world_size
+from fnshard.mesh.waits import peers
 
 __all__ = ["Mesh", "make_mesh"]
 
@@ -170,6 +171,7 @@ def make_mesh(
     if world == 1 and not _started():
         return Mesh(names, sizes, chosen, device_type, "local")
     join_group(device_type)
+    peers().exchange("meshes", b"", peers().timeout)
     from torch.distributed.device_mesh import init_device_mesh
 
     device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)

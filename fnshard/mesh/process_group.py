@@ -9,17 +9,20 @@ from __future__ import annotations
 import atexit
 import datetime
 import os
-import queue
 import socket
+import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fnshard.errors import CollectiveError, SpecError
+from fnshard.mesh.waits import LEAVE, STOP_S, Place, peers
 
 MEET_S = 60.0  # that ranks have to come at the least: some import for longer than a collective may take
 POLL_S = 0.05
@@ -91,7 +94,9 @@ def accelerator() -> str:
     return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
 
 
-def join_group(device_type: str | None = None, timeout_s: float = 600.0) -> None:
+def join_group(
+    device_type: str | None = None, timeout_s: float = 600.0, asked: Callable[[], bool] = lambda: False
+) -> None:
     """Set this rank's device and make the default process group; nothing where there is one, or one rank.
 
     The group is taken down when the process ends.
@@ -100,6 +105,7 @@ def join_group(device_type: str | None = None, timeout_s: float = 600.0) -> None
         device_type: "cpu", "cuda", ...; default the accelerator if there is one. CPU tensors can be
             communicated on any.
         timeout_s: how long a collective waits for a silent peer.
+        asked: whether this process was asked to end: then it waits STOP_S for peers that are idle.
 
     Raises:
         SpecError: the environment names no rank, or no place to meet.
@@ -134,11 +140,12 @@ def join_group(device_type: str | None = None, timeout_s: float = 600.0) -> None
     if RENDEZVOUS in os.environ:
         store = dist.FileStore(str(Path(os.environ[RENDEZVOUS]) / f"store-{attempt()}"), world)
     else:
-        store = _met(rank, world, patience)
-        store = dist.PrefixStore(_name_of_start(store, rank, world, patience), store)
-    _wait_for_all(store, rank, world, patience)
+        store = _met(rank, world, patience, asked)
+        store = dist.PrefixStore(_name_of_start(store, rank, world, patience, asked), store)
+    _wait_for_all(store, rank, world, patience, asked)
     store.set_timeout(timeout)
     make_group(device_type, store, rank, world, timeout)
+    peers().asked, peers().timeout = asked, timeout_s
 
 
 def make_group(
@@ -156,7 +163,18 @@ def make_group(
     _joined.append(device_type)
 
 
-def _name_of_start(store: dist.Store, rank: int, world: int, timeout: datetime.timedelta) -> str:
+def _came(ready: Callable[[], Any], timeout: datetime.timedelta, asked: Callable[[], bool]) -> bool:
+    """Wait until it is `ready`; whether it is by then."""
+    until = time.monotonic() + timeout.total_seconds()
+    while not (came := bool(ready())) and time.monotonic() < until:
+        until = min(until, time.monotonic() + STOP_S) if asked() else until
+        time.sleep(POLL_S)
+    return came
+
+
+def _name_of_start(
+    store: dist.Store, rank: int, world: int, timeout: datetime.timedelta, asked: Callable[[], bool]
+) -> str:
     """A name that the ranks of this start share, and no start before them.
 
     torchrun's store may outlive its ranks: who reads the addresses of dead ones there hangs. Agents of
@@ -168,49 +186,48 @@ def _name_of_start(store: dist.Store, rank: int, world: int, timeout: datetime.t
     mine = f"fnshard/{uuid.uuid4().hex}"
     if rank > 0:
         store.set(f"fnshard/came/{rank}", mine)
-        try:
-            store.wait([f"{mine}/answer"], timeout)
-        except RuntimeError:
-            raise _not_met(rank, world, timeout, [0]) from None
+        if not _came(lambda: store.check([f"{mine}/answer"]), timeout, asked):
+            raise _not_met(rank, world, timeout, [0], asked)
         return store.get(f"{mine}/answer").decode()
-    until = time.monotonic() + timeout.total_seconds()
     came = [f"fnshard/came/{other}" for other in range(1, world)]
-    here = [f"{mine}/{_here(other)}" for other in range(1, world)]
-    while not store.check(here) and time.monotonic() < until:
+    here = [f"{mine}/here/{other}" for other in range(1, world)]
+
+    def all_here() -> bool:
         for key in came:
             if store.check([key]):  # what a dead rank has left there is answered, and nobody reads it
                 store.set(f"{store.get(key).decode()}/answer", mine)
-        time.sleep(POLL_S)
+        return store.check(here)
+
+    _came(all_here, timeout, asked)
     return mine
 
 
-def _here(rank: int) -> str:
-    return f"here/{rank}"
-
-
-def _not_met(rank: int, world: int, timeout: datetime.timedelta, missing: list[int]) -> CollectiveError:
-    message = f"rank {rank} of {world} cannot meet the others within {timeout.total_seconds():g} s."
+def _not_met(
+    rank: int, world: int, timeout: datetime.timedelta, missing: list[int], asked: Callable[[], bool]
+) -> CollectiveError:
+    within = "before it was asked to end (SIGTERM)" if asked() else f"within {timeout.total_seconds():g} s"
+    message = f"rank {rank} of {world} cannot meet the others {within}."
     who = f"rank {', '.join(map(str, missing))} did not come"
     fix = "look at the ranks that did not come; if they import slowly, raise the timeout."
     return CollectiveError(message, [who], fix)
 
 
-def _wait_for_all(store: dist.Store, rank: int, world: int, timeout: datetime.timedelta) -> None:
+def _wait_for_all(
+    store: dist.Store, rank: int, world: int, timeout: datetime.timedelta, asked: Callable[[], bool]
+) -> None:
     """Until all ranks have come to the store.
 
     Raises:
         CollectiveError: some did not come in time, by rank.
     """
-    keys = [_here(r) for r in range(world)]
+    keys = [f"here/{r}" for r in range(world)]
     store.set(keys[rank], "")
-    try:
-        store.wait(keys, timeout)
-    except RuntimeError:
+    if not _came(lambda: store.check(keys), timeout, asked):
         missing = [r for r in range(world) if not store.check([keys[r]])]
-        raise _not_met(rank, world, timeout, missing) from None
+        raise _not_met(rank, world, timeout, missing, asked)
 
 
-def _met(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:
+def _met(rank: int, world: int, timeout: datetime.timedelta, asked: Callable[[], bool]) -> dist.Store:
     """The store at `MASTER_ADDR`:`MASTER_PORT`.
 
     Raises:
@@ -227,20 +244,21 @@ def _met(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store:
     except (OSError, ValueError) as error:
         fix = "the name, or address, and port of rank 0's machine, the same on all ranks."
         raise SpecError(f"{message}: there is no such place.", [f"{where}: {error}"], fix) from None
-    found: queue.SimpleQueue[dist.Store | Exception] = queue.SimpleQueue()
+    found: list[dist.Store | Exception] = []
 
     def meet() -> None:
         try:
-            found.put(next(iter(dist.rendezvous("env://", rank, world, timeout=timeout)))[0])
+            found.append(next(iter(dist.rendezvous("env://", rank, world, timeout=timeout)))[0])
         except Exception as error:
-            found.put(error)
+            found.append(error)
 
     # In a thread: if another program listens there, torch waits for its answer without end.
     threading.Thread(target=meet, name=MEETING, daemon=True).start()
-    try:
-        store = found.get(timeout=timeout.total_seconds() + SLACK_S)
-    except queue.Empty:
-        store = TimeoutError("who listens there does not answer, and may be another program")
+    if not _came(lambda: found, timeout + datetime.timedelta(seconds=SLACK_S), asked):
+        if asked():
+            raise _not_met(rank, world, timeout, [0] if rank else list(range(1, world)), asked)
+        found.append(TimeoutError("who listens there does not answer, and may be another program"))
+    store = found[0]
     if not isinstance(store, Exception):
         while isinstance(store, dist.PrefixStore):  # of torch's, by each agent's own count of restarts
             store = store.underlying_store
@@ -260,15 +278,28 @@ _joined: list[str] = []  # the type of device of the groups that this process ha
 
 @atexit.register  # before `saving` registers its own, so it runs after: a save may need the group to the end
 def _leave() -> None:
-    if _joined and dist.is_initialized():
-        dist.destroy_process_group()
+    if dist.is_initialized():
+        sign_off(getattr(sys, "last_value", None))  # what ends this program
+        if _joined and not peers().abandoned:
+            dist.destroy_process_group()
+
+
+def sign_off(raised: BaseException | None) -> None:
+    """Show the others that this rank ends, and why; nothing where there is no group."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        why = "" if raised is None else f"{type(raised).__name__}: {raised}".splitlines()[0]
+        peers().show("ended", Place("has ended", why, ended=True))
 
 
 def leave_group() -> None:
     """Wait for all ranks, then take the default process group down; nothing where there is none."""
     if not dist.is_initialized():
         return
-    dist.all_reduce(torch.zeros(()))  # a barrier over gloo, whatever the device
+    try:
+        peers().exchange("leave", b"", peers().timeout, of=(), call=LEAVE)
+    except CollectiveError as error:
+        if error.__cause__ is None:
+            raise  # else the rank with the store has left, when all had come
     if "cpu" not in _joined and torch.accelerator.is_available():  # a CPU rank must not start a driver
         torch.accelerator.synchronize()
     dist.destroy_process_group()

@@ -19,8 +19,6 @@ from fnshard.optim.schedules import ByPath, PathRules, Rate, RateSchedule, as_sc
 
 __all__ = ["OPTIMIZERS", "adamw", "chain", "clip_by_global_norm", "ema", "ema_params", "register", "sgd"]
 
-# ------------------------------------------------------------------ optimizers
-
 
 @rate_first
 def sgd(
@@ -147,9 +145,6 @@ def adamw(
         settings=settings,
         numbers=numbers,
     )
-
-
-# ------------------------------------------------------------------ members of a chain
 
 
 def clip_by_global_norm(max_norm: float) -> Optimizer:
@@ -341,9 +336,6 @@ def _own(slots: Slots, own: Mapping[str, str], paths: Tensors) -> Slots:
     if all(name == outer for name, outer in own.items()):
         return slots
     return {path: {name: slots[path][outer] for name, outer in own.items()} for path in paths}
-
-
-# ------------------------------------------------------------------ rates and kernels
 
 
 def _hyper(

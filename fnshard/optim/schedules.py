@@ -32,9 +32,6 @@ def call_text(name: str, **arguments: object) -> str:
     return f"{name}({', '.join(f'{key}={stable_repr(value)}' for key, value in arguments.items())})"
 
 
-# ------------------------------------------------------------------ by step
-
-
 @dataclass(frozen=True, eq=False)
 class RateSchedule:
     """A pure function from the step (0-d int64, 0 at the first update) to a 0-d fp64 tensor.
@@ -182,9 +179,6 @@ def _check_phases(text: str, warmup: int, total: int, decay: int = 0) -> None:
         raise OptimizerError(
             f"{text}: the phases do not fit in {total} updates.", fix="0 <= warmup (+ decay) <= total."
         )
-
-
-# ------------------------------------------------------------------ by path
 
 
 @dataclass(frozen=True)

@@ -71,9 +71,6 @@ def layouts_of(spec: LayoutSpec | P, shape: Sequence[int] | None) -> tuple[dict[
     return {layout: ", ".join(fields) for layout, fields in named.items()}, tuple(full)
 
 
-# ------------------------------------------------------------------ bytes
-
-
 @dataclass(frozen=True)
 class LeafBytes:
     """One leaf, or `count` leaves whose paths differ in numbers alone.

@@ -72,9 +72,6 @@ def memory(memory: Any, path: str | Path, *, limit: float | None = None) -> Path
     return save(figure, path)
 
 
-# ------------------------------------------------------------------ what is drawn
-
-
 def memory_series(memory: Any) -> tuple[Sequence[str], Mapping[str, Sequence[float]]]:
     """The phase of each instruction, and the bytes of each category by instruction."""
     if hasattr(memory, "memory_timeline"):
@@ -113,9 +110,6 @@ def _mark_phases(axes: Any, phases: Sequence[str]) -> None:
             )
             if start:
                 axes.axvline(start, color="black", linewidth=0.6, linestyle=":")
-
-
-# ------------------------------------------------------------------ what runs when
 
 
 def timeline(timeline: Timeline, path: str | Path, *, measured: Timeline | None = None) -> Path:
@@ -210,9 +204,6 @@ def _draw_lanes(
     axes.set_yticks(range(len(lanes)), lanes)
     axes.set_ylim(max(len(lanes), 1) - 0.5, -0.5)
     return colours
-
-
-# ------------------------------------------------------------------ figures
 
 
 def figure_of(width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any) -> tuple[Any, Any]:

@@ -184,9 +184,6 @@ def _letter(name: str) -> str:
     return LETTERS.get(name, name[:1].upper())
 
 
-# ------------------------------------------------------------------ characters
-
-
 def _cut(items: list[Any], most: int, gap: Any = "…") -> list[Any]:
     """A list shortened to its beginning and its end."""
     return items if len(items) <= most else [*items[: most - 3], gap, *items[-2:]]

@@ -131,9 +131,6 @@ def send(value: Tensor, device: torch.device) -> Tensor:
     return value.to(device, non_blocking=True)
 
 
-# ------------------------------------------------------------------ transfers
-
-
 @dataclass
 class Transfers:
     """Copies between the device and the host, on a stream of its own for each direction where there are any.

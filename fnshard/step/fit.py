@@ -245,8 +245,6 @@ class Search:
         if any(set(each.axes) & set(mesh.data_axes) for each in exchanges):
             self.divisors = self.divisors[:1]
 
-    # -------------------------------------------------------------- lowering a plan
-
     def _units(self) -> tuple[str, ...]:
         """Units that may be recomputed or kept, in order: all but the last segment's, whose backward follows
         its forward at once.
@@ -311,8 +309,6 @@ class Search:
             memory, seconds = lowered.memory_analysis(), lowered.timeline(self.hardware).step_seconds
             self.seen[choice] = Candidate(choice, memory.peak_bytes, seconds, memory.host_bytes)
         return self.seen[choice]
-
-    # -------------------------------------------------------------- searching
 
     def fit(self, device_bytes: int) -> Fit:
         """The fastest plan within a budget; see `fit`."""
@@ -439,8 +435,6 @@ class Search:
             if not better:
                 return best, around
             best = min(better, key=lambda c: c.cost)
-
-    # -------------------------------------------------------------- nothing fits
 
     def _frugal(self) -> Candidate:
         """The plan that does everything to save memory."""

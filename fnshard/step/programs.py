@@ -172,9 +172,6 @@ def _is_equal(value: Any, other: Any) -> bool:
     return value == other if isinstance(value, Constant | NumberList) else is_same(value, other)
 
 
-# ------------------------------------------------------------------ counted
-
-
 @dataclass(eq=False)
 class Compiles:
     """The lowerings that one `with` has seen, in order: which step, for which batch."""

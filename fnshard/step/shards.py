@@ -222,9 +222,6 @@ def check_blocks(
         raise StateError(f"not this rank's stored blocks on mesh {mesh}, {leaves(len(wrong))}:", wrong, fix)
 
 
-# ------------------------------------------------------------------ the first blocks
-
-
 def init_params(
     source: Any,
     resolved: ResolvedSpecs,
@@ -326,9 +323,6 @@ def given_to(params: Any) -> dict[str, int]:
     """By path, the checksums of the full leaves that blocks were cut out of, unless written to since."""
     marks = {p: (v, v.given) for p, v in tree.flatten_with_paths(params)[0].items() if hasattr(v, "given")}
     return {p: given for p, (v, (given, version)) in marks.items() if v._version == version}
-
-
-# ------------------------------------------------------------------ blank states, to be filled
 
 
 def blank_params(specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | None) -> dict[str, Tensor]:

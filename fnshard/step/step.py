@@ -269,8 +269,6 @@ class Step:
         other._runner.compares_replicas = False  # one may hold the NaN that is looked for
         return other
 
-    # -------------------------------------------------------------- flags of all ranks
-
     def raise_flag(self, flag: str) -> None:
         """Raise a flag ("out_of_data", "stop"), which all ranks see after the step after the next one."""
         if flag not in FLAGS:
@@ -316,8 +314,6 @@ class Step:
             return float(ranks * self.options.accumulate)
         return self._runner.count(bound, env) or float(self._runner.rank.agreement.items)
 
-    # -------------------------------------------------------------- checks
-
     def _check_optimizer(self) -> None:
         if self.optimizer is not None and self.resolved.complete:
             specs, split = self.resolved.stored, self.mesh.ordered
@@ -330,8 +326,6 @@ class Step:
         if self._checked_slots != (list(state), found):  # another state than was checked leaf by leaf
             check_slots(state, self._slots, self.resolved.stored, self.mesh)
             self._checked_slots = list(state), found
-
-    # -------------------------------------------------------------- results
 
     def _gradients(self, bound: Bound, env: dict[str, Any]) -> Any:
         summary, control = env[SCALARS], env[CONTROL]

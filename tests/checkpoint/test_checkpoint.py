@@ -24,8 +24,6 @@ def one(preset: str = "full_shard", stored: str = "fp32", **more: Any) -> Any:
 
 
 # ------------------------------------------------------------------ any mesh to any mesh
-
-
 def on(ranks: Any, world: int, work: Any, *args: Any) -> list[Any]:
     if world == 1:
         return [work(0, world, *args)]
@@ -126,8 +124,6 @@ def test_a_loss_scale_comes_back_or_begins_anew(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------ parts of it
-
-
 def test_specs_alone_restore_what_was_saved(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "7", saved.known(one(stored="bf16")))
     mesh = fs.make_mesh(shard=1)
@@ -186,8 +182,6 @@ def test_everything_that_does_not_fit_is_named_at_once(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------ what comes with it
-
-
 class Shuffled:
     """A loader of somebody else's: its state has tuples, bytes and a tensor."""
 
@@ -236,8 +230,6 @@ def test_a_position_is_of_its_step_alone(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------ in memory
-
-
 @pytest.mark.parametrize("stored", [("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "host")])
 def test_resharding_in_memory(stored: tuple[str, str]) -> None:
     """Every preset to every other on four ranks, their axes changed too."""

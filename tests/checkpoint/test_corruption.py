@@ -29,8 +29,6 @@ def test_both_are_whole_to_begin_with(roots: dict[str, Path], restoring: Any) ->
 
 
 # ------------------------------------------------------------------ bits and bytes
-
-
 def flipped(folder: Path, bits: list[tuple[str, int]], restoring: Any) -> None:
     for name, bit in bits:
         corrupt.flip(folder, name, bit)
@@ -102,8 +100,6 @@ def test_a_file_of_another_checkpoint_is_found(name: str, roots: Any, restoring:
 
 
 # ------------------------------------------------------------------ pickles
-
-
 def test_a_pickle_in_any_place_is_never_run(roots: Any, restoring: Any, tmp_path: Path) -> None:
     marker, folder = tmp_path / "ran", tmp_path / "300"
     for kind, payload in corrupt.payloads(marker).items():
@@ -134,8 +130,6 @@ def test_files_that_do_not_belong_there_are_not_looked_at(roots: Any, restoring:
 
 
 # ------------------------------------------------------------------ manifests whose seal fits
-
-
 def edited(edit: Callable[[Any], Any], root: Path, folder: Path, restoring: Any) -> tuple[Any, Any]:
     """What comes of a checkpoint whose manifest `edit` has changed."""
     manifest = json.loads((corrupt.copied(root / "300", folder) / MANIFEST).read_bytes())

@@ -175,7 +175,6 @@ def bits(tensor: Tensor) -> tuple[Any, ...]:
 
 
 # ------------------------------------------------------------------ positions as JSON
-
 NUMBERS = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.binary(max_size=8)
 )
@@ -253,7 +252,6 @@ def test_what_is_not_plain_is_refused_by_name(value: Any) -> None:
 
 
 # ------------------------------------------------------------------ tensor files
-
 # What the library has names for, in torch, too.
 SHARED = [dtype for dtype in DTYPES.values() if dtype != torch.complex64]
 FILES = st.dictionaries(NAMES, tensors(SHARED), max_size=6)
@@ -294,8 +292,6 @@ def opened(path: Path) -> Any:
 
 
 # ------------------------------------------------------------------ checked bytes
-
-
 @EXAMPLES
 @given(st.data())
 def test_any_range_is_read_right_or_refused(tmp_path: Path, data: Any) -> None:
@@ -338,7 +334,6 @@ def test_a_name_out_of_the_directory_is_refused(tmp_path: Path, name: str) -> No
 
 
 # ------------------------------------------------------------------ what is kept
-
 METRICS = st.dictionaries(
     st.integers(0, 60),
     st.dictionaries(st.sampled_from(["loss", "other"]), st.floats() | st.just(math.nan), max_size=2),

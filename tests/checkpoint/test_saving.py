@@ -27,8 +27,6 @@ def one(preset: str = "full_shard", stored: str = "fp32", **more: Any) -> Any:
 
 
 # ------------------------------------------------------------------ whole or absent
-
-
 def test_leftovers_are_cleared_away_by_the_next_save_and_nothing_else_is(tmp_path: Path) -> None:
     state = saved.known(one())
     for name in (".5.saving", ".6.old", ".mine.saving", "notes"):
@@ -108,8 +106,6 @@ def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: py
 
 
 # ------------------------------------------------------------------ in the background
-
-
 def test_a_step_does_not_tear_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The state is donated to the next steps while its bytes do not reach the disk yet."""
     step = one(stored="bf16")
@@ -184,8 +180,6 @@ def test_all_ranks_hear_of_the_one_that_could_not_write(ranks: Any, tmp_path: Pa
 
 
 # ------------------------------------------------------------------ what is kept, what is refused
-
-
 def test_kept_are_the_last_the_rounds_and_the_best(tmp_path: Path) -> None:
     step = one()
     keep = checkpoint.Keep(last=1, every=10, best=1, metric="held_out")

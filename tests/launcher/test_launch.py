@@ -13,6 +13,7 @@ import tempfile
 import textwrap
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 from launched import HEADER, environment, is_alive, lines_of, program_of, ranks_of, run, started, wait_for
@@ -20,6 +21,7 @@ from launched import HEADER, environment, is_alive, lines_of, program_of, ranks_
 from fnshard.errors import CollectiveError, SpecError
 from fnshard.launcher import local as launcher
 from fnshard.launcher.local import LaunchError
+from fnshard.launcher.rank import Console
 from fnshard.mesh import process_group
 from fnshard.mesh.process_group import MEETING, RENDEZVOUS, join_group
 from fnshard.runtime.files import folder
@@ -247,8 +249,6 @@ def test_a_folder_that_is_cleared_before_it_is_locked_is_made_anew(tmp_path, mon
 
 
 # ------------------------------------------------------------------ meeting at an address
-
-
 def place_to_meet(monkeypatch: pytest.MonkeyPatch, host: str, port: int, rank: int = 0) -> None:
     for name in (RENDEZVOUS, "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
@@ -303,13 +303,26 @@ def test_ranks_may_come_later_than_a_collective_may_take(monkeypatch, tmp_path):
     for name, value in {"RANK": "1", "WORLD_SIZE": "3", RENDEZVOUS: str(tmp_path)}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(process_group, "MEET_S", 0.5)
-    with pytest.raises(CollectiveError, match=r"(?s)rank 1 of 3 .* within 0.5 s\.\n  rank 0, 2 did not come"):
-        join_group("cpu", 0.1)
+    monkeypatch.setattr(process_group, "STOP_S", 0.1)
+    for asked, when in ((False, "within 0.5 s"), (True, r"before it was asked to end \(SIGTERM\)")):
+        with pytest.raises(CollectiveError, match=rf"(?s)rank 1 of 3 .* {when}\.\n  rank 0, 2 did not come"):
+            join_group("cpu", 0.1, lambda asked=asked: asked)
+
+
+@pytest.mark.parametrize("lacks", ["characters", "room", "a reader"])
+def test_a_console_ends_no_program(lacks, tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    target = {"characters": tmp_path / "console", "room": "/dev/full", "a reader": writer}[lacks]
+    log = tmp_path / "log"
+    with suppress(OSError), open(target, "w", encoding="ascii") as stream, log.open("w") as file:
+        for _ in range(2):
+            print("« hello »", file=Console(stream, file), flush=True)
+    assert lacks != "characters" or target.read_text() == "\\xab hello \\xbb\n" * 2
+    assert log.read_text() == "« hello »\n" * 2
 
 
 # ------------------------------------------------------------------ restarts
-
-
 def test_restarts_run_out_and_each_is_told_in_one_line(tmp_path, capfd):
     body = """
     def main():

@@ -17,8 +17,6 @@ from fnshard.launcher.post_mortem import PostMortem
 pytestmark = pytest.mark.usefixtures("forked")
 
 # ------------------------------------------------------------------ ranks that stand still
-
-
 WAITS = """
 def main():
     open(f"{out}/{attempt()}-{rank}", "w").close()
@@ -37,6 +35,41 @@ def test_a_stopped_rank_is_a_death_like_any_other(tmp_path, capfd):
     assert "restart 1 of 1: rank 1 of 2 stood still (SIGSTOP)" in capfd.readouterr().err
 
 
+TRAINS = """
+import fnshard as fs
+def main():
+    mesh, params = fs.make_mesh(shard=2, device="cpu"), {"w": torch.ones(8)}
+    step = fs.shard_step(lambda p, x: (p["w"] * x).sum(), fs.presets.full_shard(params, mesh),
+                         optimizer=fs.optim.sgd(0.1), mesh=mesh, backend="eager", timeout=SECONDS)
+    state = step.init(params)
+    for _ in range(STEPS):
+        state, _ = step(state, torch.ones(8))
+    if rank == 1:
+        ALONE
+    fs.checkpoint.save(f"{out}/saved", state)
+"""
+
+
+@pytest.mark.parametrize(
+    ("steps", "alone", "seconds", "why"),
+    [
+        ("2 - rank", "pass", 600, r"rank 0: step \(program.py.*rank 1: checkpoint.save \(.*fs.lockstep"),
+        ("1", "sys.exit()", 600, "only rank 0 called checkpoint.save.*rank 1: has ended"),
+        ("1", "fs.hf.save(out, state)", 600, "rank 0: checkpoint.save .*rank 1: hf.save"),
+        (
+            "1",
+            "os.kill(os.getpid(), signal.SIGSTOP)",
+            12,
+            "rank 1 did not come within 12 s; its .* is stopped",
+        ),
+    ],
+)
+def test_who_calls_what_alone_is_named(steps, alone, seconds, why, tmp_path):
+    body = TRAINS.replace("STEPS", steps).replace("ALONE", alone).replace("SECONDS", str(seconds))
+    with pytest.raises(LaunchError, match=f"(?s){why}"):
+        run(tmp_path, body)
+
+
 def test_a_silent_rank_is_named(tmp_path):
     with pytest.raises(
         LaunchError, match=r"(?s)rank 0 of 2 failed: .*Still at work, and killed: rank 1 \(log: "
@@ -45,8 +78,6 @@ def test_a_silent_rank_is_named(tmp_path):
 
 
 # ------------------------------------------------------------------ signals
-
-
 UNTIL_ASKED = """
 def main():
     open(f"{out}/ready{rank}", "w").write(str(os.getpid()))

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from fnshard.compiler import lower
 from fnshard.debug.batch import on_device
 from fnshard.launcher import post_mortem
 from fnshard.mesh import process_group
+from fnshard.runtime.collectives import base
 from fnshard.runtime.collectives.base import Group
 from fnshard.step import lowered
 
@@ -45,12 +47,11 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     )
     monkeypatch.setattr(process_group, "_joined", [])
     monkeypatch.setattr(process_group, "_wait_for_all", lambda *_: None)
+    monkeypatch.setattr(process_group, "peers", Mock())
     return seen
 
 
 # ------------------------------------------------------------------ joining and leaving
-
-
 @pytest.mark.parametrize(
     ("visible", "local", "device"), [(2, "1", "cuda:1"), (1, "1", "cuda:0"), (1, "0", "cuda:0")]
 )
@@ -76,7 +77,7 @@ def test_no_device_is_an_error(gpus):
 @pytest.mark.parametrize(("device_type", "calls"), [("cpu", 0), ("cuda", 1)])
 def test_a_cpu_rank_leaves_without_a_call_of_the_driver(gpus, monkeypatch, device_type, calls):
     process_group.make_group(device_type, dist.HashStore(), 0, 1, datetime.timedelta(seconds=9))
-    for name in ("all_reduce", "destroy_process_group", "is_initialized"):
+    for name in ("destroy_process_group", "is_initialized"):
         monkeypatch.setattr(dist, name, lambda *_: True)
     process_group.leave_group()
     assert gpus.synchronized == calls
@@ -87,16 +88,14 @@ def test_nccls_communicators_go_before_kernels_and_give_up_in_time(monkeypatch):
     nccl = SimpleNamespace(Options=lambda **how: how)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
     monkeypatch.setattr(dist, "new_subgroups_by_enumeration", lambda *_, **how: (made.append(how), [])[::-1])
+    monkeypatch.setattr(base, "peers", Mock())
     group = Group(CUDA, timeout=10.0)
-    group.group(("shard",), "gather"), group.group(("shard",), "host")
-    own, host = made
-    assert own["pg_options"] == {"is_high_priority_stream": True} and host["pg_options"] is None
-    assert [m["timeout"].total_seconds() for m in made] == [10.0, 10.0]
+    group.group(("shard",), "gather")
+    (own,) = made
+    assert own["pg_options"] == {"is_high_priority_stream": True} and own["timeout"].total_seconds() == 10.0
 
 
 # ------------------------------------------------------------------ what fails
-
-
 @pytest.mark.parametrize("kind", [torch.OutOfMemoryError, torch.AcceleratorError])
 def test_what_the_device_says_is_no_peers_death(monkeypatch, kind):
     def fails(*_, **__):
@@ -110,8 +109,6 @@ def test_what_the_device_says_is_no_peers_death(monkeypatch, kind):
 
 
 # ------------------------------------------------------------------ tensors on the host
-
-
 NUMBER, TABLE, PLACES = torch.tensor(2.0), torch.arange(8.0), torch.tensor([1, 0])
 ELSEWHERE: dict[str, Callable[..., Any]] = {
     "a number closed over": lambda p, x: (x @ p["w"]).sum() * NUMBER,
@@ -180,8 +177,6 @@ def test_who_is_still_at_work_when_nccls_watchdog_ends_the_others_is_named(tmp_p
 
 
 # ------------------------------------------------------------------ the same bits again
-
-
 def test_a_deterministic_step_is_so_where_it_is_traced_compiled_and_run(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     seen: dict[str, list[bool]] = {"trace": [], "compile": [], "run": []}

@@ -16,8 +16,6 @@ CUDA = fs.make_mesh(shard=2, device="cuda", abstract=True)
 
 
 # ------------------------------------------------------------------ attention
-
-
 def attending(dtype: torch.dtype, *, length: int, head: int, mask: bool) -> lowered.Lowered:
     """Two layers of attention, lowered for CUDA."""
     shown = torch.rand(length, length) > 0.1 if mask else None

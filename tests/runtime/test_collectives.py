@@ -47,8 +47,6 @@ def expect(got: torch.Tensor, expected: torch.Tensor, what: object) -> None:
 
 
 # ------------------------------------------------------------------ the contract
-
-
 def check_gather(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: bool):
     """Issue; returns what to call at the Wait."""
     mesh = by.mesh
@@ -212,8 +210,8 @@ def test_200_rounds_of_random_sizes_take_no_more_memory(ranks, transport):
 
 
 def _two_hosts(rank: int) -> tuple[bool, bool]:
-    host = shared_memory._host
-    shared_memory._host = lambda: f"host {rank // 2}"
+    host = shared_memory.host
+    shared_memory.host = lambda: f"host {rank // 2}"
     try:
         mesh = make_mesh(replicate=2, shard=2, device="cpu")
         assert contract(rank, mesh) == "Shared"
@@ -223,7 +221,7 @@ def _two_hosts(rank: int) -> tuple[bool, bool]:
         by.close()
         return apart, together
     finally:
-        shared_memory._host = host
+        shared_memory.host = host
 
 
 def test_groups_that_span_hosts_go_through_the_process_group(ranks):
@@ -275,8 +273,6 @@ def test_half_types_are_summed_in_fp32():
 
 
 # ------------------------------------------------------------------ peers that fail
-
-
 def _abandoned(rank: int, transport: str, how: str, name: str = "all_gather") -> tuple[str, float]:
     timeout = 6 if how == "dies" else 1
     by = connect(make_mesh(shard=2, device="cpu"), timeout=timeout, transport=transport)
@@ -353,8 +349,6 @@ def test_a_pool_says_what_a_rank_could_not_read_and_what_is_no_exception(ranks):
 
 
 # ------------------------------------------------------------------ simulated ranks
-
-
 @pytest.fixture
 def pair() -> Mesh:
     return make_mesh(shard=2, simulated=True, device="cpu")
@@ -445,8 +439,6 @@ def test_the_adversary_poisons_what_must_not_be_read(pair, adversary):
 
 
 # ------------------------------------------------------------------ slots
-
-
 def test_slots_are_used_again_when_all_are_done():
     slots = messages.Slots(start=messages.PAGE)
     first, second = slots.take(5000), slots.take(100)

@@ -40,7 +40,6 @@ def test_equals_apply(name: str) -> None:
 
 
 # ------------------------------------------------------------------ in a step
-
 COMPILED = {"update": "compiled"}  # the rest eager: it is quicker
 
 
@@ -142,8 +141,6 @@ def test_storage_in_the_compute_dtype_is_the_same_training(update: str) -> None:
 
 
 # ------------------------------------------------------------------ the option
-
-
 def on_paper(update: str, device: str = "cpu", **options: Any) -> Any:
     """The layers' step, lowered on an abstract mesh."""
     mesh = fs.make_mesh(shard=2, abstract=True, device=device)

@@ -51,8 +51,6 @@ def expected(model, steps: int):
 
 
 # ------------------------------------------------------------------ fp64: exact
-
-
 @pytest.mark.parametrize("preset", sorted(fs.presets.PRESETS))
 def test_presets_equal_torch(mesh, preset):
     model = on_gpu(gpt())
@@ -126,8 +124,6 @@ def test_predicted_peak_is_what_the_allocator_saw(mesh, tier, remat):
 
 
 # ------------------------------------------------------------------ Inductor, and shorter dtypes
-
-
 def decoder() -> tuple[Decoder, list[tuple[Tensor, Tensor]]]:
     """A seeded decoder in fp32 on the GPU, and batches."""
     torch.manual_seed(0)

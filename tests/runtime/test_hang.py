@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import time
-from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +12,7 @@ import torch.distributed as dist
 from models import model_of
 
 import fnshard as fs
-from fnshard.runtime.collectives import roll_call
+from fnshard.mesh import waits
 from fnshard.runtime.collectives.connect import connect
 
 TIMEOUT_S = 3
@@ -64,15 +61,25 @@ def test_it_names_the_instruction_the_unit_and_the_rank(ranks: Any, preset: str,
     assert TIMEOUT_S - 0.5 < seconds < TIMEOUT_S + 7
 
 
-def test_a_roll_call_compares_no_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of hosts differ by hours; signatures of an earlier failure do not count."""
-    store, clock = dist.HashStore(), itertools.count(0, 3600)
-    away = SimpleNamespace(time=lambda: next(clock), monotonic=time.monotonic, sleep=time.sleep)
-    monkeypatch.setattr(roll_call, "_get_default_store", lambda: store)
-    monkeypatch.setattr(roll_call, "time", away)
-    monkeypatch.setattr(roll_call, "WAIT_S", 0.5)
-    with ThreadPoolExecutor(3) as ranks:
-        for answering, silent in (([0, 2], [1]), ([0, 2], [1]), ([2], [0, 1])):
-            assert list(ranks.map(lambda rank: roll_call.absent(rank, 3), answering)) == [silent] * len(
-                answering
-            )
+def asked_to_end(rank: int) -> str:
+    """Rank 0 was asked to end while it waits for rank 1, which computes for a while and then sleeps."""
+    here, at_work = waits.peers(), time.monotonic() + 4 * waits.LOOK_S
+    here.exchange("first", b"", 60)
+    if rank == 1:
+        while time.monotonic() < at_work:
+            pass
+        time.sleep(8)
+        return ""
+    here.asked, waits.STOP_S = lambda: True, 1.0
+    try:
+        here.exchange("second", b"", 60)
+    except fs.CollectiveError as error:
+        return f"{time.monotonic() > at_work} {error}"
+    finally:
+        here.asked, waits.STOP_S = lambda: False, 5.0
+    return "no error"
+
+
+def test_who_is_asked_to_end_waits_for_peers_at_work_and_names_those_that_are_not(ranks: Any) -> None:
+    text = ranks(2).run(asked_to_end)[0]
+    assert text.startswith("True ") and "asked to end (SIGTERM) while it waited for rank 1" in text

@@ -18,9 +18,8 @@ from fnshard.runtime.host_worker import Worker
 from fnshard.runtime.tiers import Transfers
 from fnshard.step import runner
 
+
 # ------------------------------------------------------------------ the worker
-
-
 def with_worker(kind: type[Transfers], worker: type[Worker] = Worker) -> type[Transfers]:
     """Transfers that have one on a CPU, too."""
     return type("WithWorker", (kind,), {"__post_init__": lambda self: (

@@ -50,8 +50,6 @@ def check(leaves: list[Tensor], value: float) -> None:
 
 
 # ------------------------------------------------------------------ where blocks lie
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("shape", [(8, 6), (7, 5), (3, 1), (1, 9), (5, 4, 3)], ids=str)
 def test_all_ranks_blocks_make_up_the_leaf(shape, layout):
@@ -70,8 +68,6 @@ def test_all_ranks_blocks_make_up_the_leaf(shape, layout):
 
 
 # ------------------------------------------------------------------ slots
-
-
 def _signs_late(rank: int) -> int:
     """`_one_after_the_other`, where rank 1 takes a while to sign what has died."""
     plain = Units.sweep
@@ -135,8 +131,6 @@ def test_a_leaf_that_a_rank_keeps_costs_its_slot_and_nobody_waits(ranks, who):
 
 
 # ------------------------------------------------------------------ peers that fail
-
-
 def _differ(rank: int) -> str:
     by = connect(make_mesh(shard=2, device="cpu"), timeout=5)
     try:
@@ -181,8 +175,6 @@ def test_a_rank_that_does_not_come_is_named_at_the_timeout(ranks, who):
 
 
 # ------------------------------------------------------------------ in a step
-
-
 def _watched(rank: int, clip: bool) -> dict[str, Any]:
     """Two steps: what lies in the group's memory, and what travels.
 
@@ -229,8 +221,6 @@ def _watched(rank: int, clip: bool) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------ reductions of two
-
-
 @pytest.mark.parametrize("layout", [P("shard"), P(None, "shard")], ids=str)
 @pytest.mark.parametrize("shape", [(8, 6), (7, 5), (3, 1), (1, 9), (5, 4, 3)], ids=str)
 def test_a_peers_row_and_ones_own_gradients_make_the_sum(shape, layout):

@@ -20,9 +20,8 @@ from fnshard.errors import SpecError, StateError
 from fnshard.runtime.tiers import KEPT_steps, Transfers, allocate, rest
 from fnshard.step import runner
 
+
 # ------------------------------------------------------------------ training
-
-
 @pytest.mark.parametrize("tier", TIERS)
 def test_training_equals_the_naive_loop(tier: str, tmp_path: Path) -> None:
     """Every tier with a feature; the rest is the matrix's."""
@@ -68,8 +67,6 @@ def test_gradients_alone_and_forward_alone() -> None:
 
 
 # ------------------------------------------------------------------ the adversary
-
-
 @pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     "tier",
@@ -95,8 +92,6 @@ def test_transfers_under_the_adversary(tier: str, late: bool) -> None:
 
 
 # ------------------------------------------------------------------ the schedule
-
-
 def lowered(tier: str, preset: str = "full_shard", **options: Any) -> Any:
     model = model_of("gpt")
     mesh = fs.make_mesh(shard=4, abstract=True)
@@ -146,8 +141,6 @@ def test_norms_are_taken_where_the_gradients_lie() -> None:
 
 
 # ------------------------------------------------------------------ tensors and mistakes
-
-
 def test_tiers_keep_values(tmp_path: Path) -> None:
     value = torch.arange(6.0).view(2, 3)
     for tier in ("host", "disk"):
@@ -221,8 +214,6 @@ def test_unknown_tiers_and_places() -> None:
 
 
 # ------------------------------------------------------------------ what others broke
-
-
 def one_step(params: Any, fn: Any, specs: Any, mesh: Any, *batch: Any, **options: Any) -> Any:
     step = fs.shard_step(fn, specs, mesh=mesh, optimizer=fs.optim.adamw(1e-2), backend="eager", **options)
     return step(step.init(params), *batch)[0].params

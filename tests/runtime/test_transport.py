@@ -86,8 +86,6 @@ def test_who_died_is_named_and_not_who_waits_for_it(ranks):
 
 
 # ------------------------------------------------------------------ an optimizer's gathers are instructions
-
-
 def momentum_over_norm(lr):
     """Gathers its momentum, and then what rests on that: two gathers a leaf, one after the other."""
 

@@ -182,9 +182,6 @@ def check_closed() -> None:
         raise StateError("values are read inside fs.deferred(), which records.", fix="leave the block first.")
 
 
-# ------------------------------------------------------------------ after the block
-
-
 def _close(recorder: Recorder) -> None:
     """Put recipes on the leaves, and values in place of other tensors that the modules keep."""
     contents = Contents(*recorder.modules.values())

@@ -46,8 +46,6 @@ class Recorder:
         """Note a module, which registers something."""
         self.modules[id(module)] = module
 
-    # -------------------------------------------------------------- tensors
-
     def knows(self, value: Tensor) -> bool:
         """Whether a tensor is recorded."""
         return value.layout == torch.strided and memory_of(value) in self.tape.writers
@@ -73,8 +71,6 @@ class Recorder:
         memory = memory_of(made)
         self.tape.add(RecordedCall(kept.clone, (), {}, (), (memory,), {0: made.detach()}), [memory])
         return made
-
-    # -------------------------------------------------------------- operators
 
     def call(self, op: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator on meta tensors and record it; one that has to do with none, as it is."""

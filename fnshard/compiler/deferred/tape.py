@@ -249,9 +249,6 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-# ------------------------------------------------------------------ what nobody has set
-
-
 def fill_blank(value: Tensor) -> None:
     """Fill with what `has_blanks` finds: NaN, or the largest integer; no bool can mark what is unset."""
     if value.dtype.is_floating_point or value.dtype.is_complex:

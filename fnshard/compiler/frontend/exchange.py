@@ -267,8 +267,6 @@ def _group(kind: str, axes: Axes) -> tuple[tuple[str, ...], int]:
     return names, math.prod(map(mesh.axis_size, names))
 
 
-# ------------------------------------------------------------------ how a value is split
-
 _LIB.define("constrain(Tensor x, str[] axes, int[] dims) -> Tensor")
 _LIB.impl("constrain", lambda x, axes, dims: torch.ops.aten.alias.default(x), "CompositeImplicitAutograd")
 CONSTRAIN = torch.ops.fnshard.constrain.default

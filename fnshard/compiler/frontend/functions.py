@@ -80,9 +80,6 @@ def patches(hooks: list[Tensor]) -> Iterator[tuple[Any, str, Callable[[Any, Here
     yield torch.Tensor, "register_hook", lambda original, here: _register_hook(original, here, hooks)
 
 
-# ------------------------------------------------------------------ a value with a gradient of its own
-
-
 def attach(values: Sequence[Tensor], inputs: Sequence[Tensor], backward: Backward, name: str) -> list[Tensor]:
     """`values` with the derivative `backward(*gradients of values) -> gradients of inputs`, each or None."""
     if any(isinstance(size, torch.SymInt) for v in (*values, *inputs) for size in v.shape):
@@ -172,9 +169,6 @@ def _equal(original: Callable[..., bool], here: Here) -> Callable[..., bool]:
         return False if here() and compared else original(a, b)
 
     return equal
-
-
-# ------------------------------------------------------------------ autograd.Function
 
 
 class _Context(FunctionCtx):
@@ -406,9 +400,6 @@ def _sums_to(gradient: Tensor, value: Tensor) -> bool:
         return torch.broadcast_shapes(gradient.shape, value.shape) == gradient.shape
     except RuntimeError:
         return False
-
-
-# ------------------------------------------------------------------ hooks
 
 
 def _register_hook(original: Any, here: Here, hooks: list[Tensor]) -> Any:

@@ -178,9 +178,6 @@ def _detach_tensor(new: fx.Node, old: fx.Node, detach: Callable[[fx.Node], fx.No
     return detach(new)
 
 
-# ------------------------------------------------------------------ random ops
-
-
 _GENERATOR = report(
     "`fn` draws from a torch.Generator, whose state a trace loses.",
     fix="leave generator= out: the state's seed replaces it (step.init(..., seed=)).",

@@ -23,9 +23,8 @@ from torch.utils.flop_counter import register_flop_formula
 from fnshard.compiler.frontend.limits import require
 from fnshard.compiler.ir.source_lines import user_line
 
+
 # ------------------------------------------------------------------ products of groups
-
-
 @torch.library.custom_op("fnshard::grouped_mm", mutates_args=())
 def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     """One product a group, in any dtype and on any device; what lies after the last group is 0.
@@ -92,8 +91,6 @@ def _grouped_mm(
 
 
 # ------------------------------------------------------------------ losses
-
-
 @torch.library.custom_op("fnshard::ctc_loss", mutates_args=())
 def ctc_losses(
     log_probs: Tensor, targets: Tensor, lengths: Tensor, target_lengths: Tensor, blank: int, zero: bool
@@ -221,8 +218,6 @@ def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) 
 
 
 # ------------------------------------------------------------------ draws
-
-
 def _written(value: Tensor, out: Tensor | None) -> Tensor:
     return value if out is None else out.copy_(value)
 
@@ -272,7 +267,6 @@ def _normal(
 
 
 # ------------------------------------------------------------------ factors and inverses
-
 _CHECK = torch.ops.aten._linalg_check_errors.default
 _lock = threading.RLock()  # one replaces torch's function, and puts it back, at a time
 LEFT_OUT = {_CHECK: lambda *_, **__: None}  # decompositions
@@ -298,8 +292,6 @@ def unchecked() -> Iterator[None]:
 
 
 # ------------------------------------------------------------------ the table
-
-
 SUBSTITUTES: dict[Callable[..., Any], Callable[..., Any]] = {
     torch._grouped_mm: _grouped_mm,
     F.grouped_mm: _grouped_mm,
@@ -315,8 +307,6 @@ SUBSTITUTES: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 # ------------------------------------------------------------------ masks of Python bools in an index
-
-
 def mask_positions(index: Any, shape: Sequence[int]) -> Any:
     """An index of a tensor of this shape, in which lists of bools are lists of integers.
 

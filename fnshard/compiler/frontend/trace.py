@@ -186,9 +186,6 @@ class Traced:
         return [v if i.kind == "leaf" else v.detach() for i, v in self.values.items()]
 
 
-# ------------------------------------------------------------------ capture
-
-
 @dataclass(eq=False)
 class _Flat:
     """`fn` as a function of flat tensors; it notes their names and what `fn` returned."""
@@ -271,9 +268,6 @@ def flatten_batch(batch: Arguments | Sequence[Any]) -> tuple[dict[str, Any], tre
 def _dense(value: Tensor) -> tuple[int, ...]:
     # Micro-batching and collation may hand over any strides; the step copies those that are odd.
     return torch.empty(value.shape, device="meta").stride()
-
-
-# ------------------------------------------------------------------ stages
 
 
 def name_inputs(source: Source, captured: Captured) -> Traced:

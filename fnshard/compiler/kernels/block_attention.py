@@ -112,9 +112,6 @@ _LIB.impl("attention_turn", _turn, "CompositeImplicitAutograd")
 _LIB.impl("attention_merged", lambda *args: _Merged.apply(*args), "CompositeImplicitAutograd")
 
 
-# ------------------------------------------------------------------ one block
-
-
 @torch.library.custom_op("fnshard::block_attention", mutates_args=())
 def block_attention(
     query: Tensor, key: Tensor, value: Tensor, source: Tensor, mask: Tensor | None, blocks: int,
@@ -280,9 +277,6 @@ def _stand_in(of_sums: Tensor, of_weights: Tensor) -> Tensor:
     largest = torch.where(largest == 0, 1.0, largest)
     unit = of_sums / largest
     return unit * (-of_weights.unsqueeze(-1) / largest / unit.square().sum(-1, keepdim=True).clamp_min(1.0))
-
-
-# ------------------------------------------------------------------ without a fused kernel
 
 
 def _chunks(

@@ -294,9 +294,6 @@ def _flatten_signature(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-# ------------------------------------------------------------------ what the partitioner may save
-
-
 def _must_recompute(joint: fx.GraphModule, source: Source) -> None:
     """Tag what rests on leaves and constants alone, and views of inputs: both are there again later."""
     placeholders = joint.graph.find_nodes(op="placeholder")
@@ -376,9 +373,6 @@ def _views(node: fx.Node) -> bool:
     if isinstance(target, OpOverload):
         return target.is_view
     return getattr(target, "__name__", "") == "getitem" and _views(node.args[0])
-
-
-# ------------------------------------------------------------------ reading the partition
 
 
 def _kernel(name: str, source: Source, forward: fx.GraphModule, backward: fx.GraphModule) -> Kernel:

@@ -72,9 +72,6 @@ def _alike(program: Program, specs: Mapping[str, LayoutSpec], data_axes: tuple[s
             del same[node]
 
 
-# ------------------------------------------------------------------ which nodes are lazy
-
-
 @dataclass(frozen=True)
 class _Facts:
     """What cutting needs to know of each node.
@@ -169,9 +166,6 @@ def _is_view(node: fx.Node) -> bool:
     outs = {storage_id(t) for t in _tensors(node)}
     ins = {storage_id(t) for n in node.all_input_nodes for t in _tensors(n)}
     return bool(outs) and outs <= ins
-
-
-# ------------------------------------------------------------------ order and cuts
 
 
 def _order(program: Program, facts: _Facts) -> list[fx.Node]:
@@ -352,9 +346,6 @@ def _forbidden(position: Mapping[fx.Node, int]) -> set[int]:
         for result in _results(node):
             out.update(range(i + 1, position.get(result, i) + 1))
     return out
-
-
-# ------------------------------------------------------------------ building
 
 
 def _segments(program: Program, facts: _Facts, order: list[fx.Node], bounds: list) -> Segments:

@@ -98,9 +98,6 @@ def _drawn_attention(call: Call, split: Split, index: Tensor, *tensors: Tensor, 
     return call.on([*tensors, key], strides=strides_of(call, scores), **changes)
 
 
-# ------------------------------------------------------------------ over a sequence that is split
-
-
 def _ulysses(call: Call) -> Iterator[OpStrategy]:
     """Along the heads."""
     heads = call.tensors[0].dim() - 3
@@ -176,9 +173,6 @@ def _shared_block(call: Call, take: Any, index: Tensor, query: Tensor, block: Te
 def _attention_merged(call: Call) -> Iterator[OpStrategy]:
     for split in call.splits(call.shape, range(len(call.shape) - 1)):
         yield OpStrategy((split, split), split)
-
-
-# ------------------------------------------------------------------ ring
 
 
 def ring(call: Call, index: Tensor, query: Tensor, key: Tensor, value: Tensor, *mask: Tensor) -> Tensor:

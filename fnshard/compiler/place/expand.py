@@ -92,8 +92,6 @@ def without_writes(write: Write, tensors: Sequence[Tensor]) -> fx.Graph | None:
 
 
 # ------------------------------------------------------------------ products
-
-
 @expansion(aten.linear.default)
 def _linear(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     return None if bias is None else aten.linear(x, weight) + bias
@@ -113,8 +111,6 @@ def _conv(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None, *mo
 
 
 # ------------------------------------------------------------------ parts
-
-
 @expansion(aten.split_with_sizes.default, aten.split.sizes)
 def _pieces(call: Call, x: Tensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
     """Of matrices side by side, several in one piece, as queries and then keys and values."""
@@ -123,8 +119,6 @@ def _pieces(call: Call, x: Tensor, sizes: Sequence[int], dim: int = 0) -> list[T
 
 
 # ------------------------------------------------------------------ reductions
-
-
 @expansion(aten.logsumexp.default)
 def _logsumexp(call: Call | None, x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     top = x.detach().amax(dim, keepdim=True)
@@ -215,8 +209,6 @@ def _cumsum(call: Call, x: Tensor, dim: int, *, dtype: Any = None) -> Tensor | N
 
 
 # ------------------------------------------------------------------ softmax and norms
-
-
 def _wide(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """In fp32 at least."""
     x = x if dtype is None else x.to(dtype)
@@ -259,8 +251,6 @@ def _rms_norm(
 
 
 # ------------------------------------------------------------------ losses
-
-
 @expansion(*LOSSES)
 def _loss(call: Call, *args: Any, **kwargs: Any) -> Tensor | None:
     if call["reduction"] == 0:

@@ -148,7 +148,6 @@ class _Placer:
             self.values[node] = self.run(node)
 
     # -------------------------------------------------------------- one op
-
     def run(self, node: fx.Node) -> _Value:
         sources = [self.values[n] for n in tensors_of(node)]
         is_op = isinstance(node.target, OpOverload)
@@ -209,7 +208,6 @@ class _Placer:
         return _Value(new, placement, whole, of_leaf)
 
     # -------------------------------------------------------------- special targets
-
     def outgoing(self, node: fx.Node, sources: Sequence[_Value]) -> _Value:
         """For one exchange alone it comes right before it, after what that converts."""
         (value,) = sources
@@ -317,7 +315,6 @@ class _Placer:
         return map_aggregate(body.output_node().args[0], lambda n: made[n])
 
     # -------------------------------------------------------------- conversions
-
     def preference(self, sources: Sequence[_Value], strategy: OpStrategy, value: Any) -> tuple[float, int]:
         """What a strategy costs, parts that are then to be summed among it; of equal ones the one that takes
         what is split as it is."""
@@ -383,7 +380,6 @@ class _Placer:
         return new
 
     # -------------------------------------------------------------- the end
-
     def results(self) -> list[fx.Node]:
         """What the program returns: sums of all ranks' parts, and whole values.
 

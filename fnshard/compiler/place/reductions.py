@@ -109,9 +109,6 @@ def _along(call: Call) -> Iterator[OpStrategy]:
         yield OpStrategy((PARTIAL,), PARTIAL)
 
 
-# ------------------------------------------------------------------ losses
-
-
 LOSSES = (
     aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
     aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.kl_div.default,

@@ -203,9 +203,6 @@ def broadcast(shape: Sequence[int], to: Sequence[int], split: Split) -> Placemen
     return Split(dim, split.outer) if dim >= 0 and shape[dim] != 1 else REPLICATED
 
 
-# ------------------------------------------------------------------ calls of a graph
-
-
 def tensors_of(node: fx.Node) -> list[fx.Node]:
     """The tensor arguments of a call in the order of its schema, lists taken apart."""
     if not isinstance(node.target, OpOverload):

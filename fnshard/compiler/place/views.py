@@ -74,9 +74,6 @@ def _unfold(call: Call) -> Iterator[OpStrategy]:
     yield from moved(call, [*(None if d == dim else d for d in range(rank)), None])
 
 
-# ------------------------------------------------------------------ broadcasts
-
-
 @rule(aten.expand.default, aten.broadcast_to.default)
 def _expand(call: Call) -> Iterator[OpStrategy]:
     for split in call.splits(call.shape):
@@ -115,9 +112,6 @@ def _repeat_interleave(call: Call) -> Iterator[OpStrategy]:
             if call.part(call.shape, split) == call.part(call.tensors[0].shape, split) * call["repeats"]:
                 yield OpStrategy((split,), split, {"output_size": None})
     yield OpStrategy((PARTIAL,), PARTIAL)
-
-
-# ------------------------------------------------------------------ parts
 
 
 def _cut(call: Call, split: Split, dim: int, start: int, end: int) -> tuple[Split, int, int] | None:

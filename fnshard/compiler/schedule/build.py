@@ -191,7 +191,6 @@ class _Builder:
         return {b.name: min((first[p] for p in b.paths if p in first), default=None) for b in self.reduces}
 
     # -------------------------------------------------------------- names
-
     def phase(self, name: str, micro: int) -> str:
         return f"{name}.{micro}" if self.plan.accumulate > 1 else name
 
@@ -207,7 +206,6 @@ class _Builder:
         return "+".join(segment.units) or "-"
 
     # -------------------------------------------------------------- leaves
-
     def fetch(self, segment: Segment, paths: Sequence[str], phase: str, micro: int) -> dict[str, ValueName]:
         """Gather the buckets that hold `paths`; returns the name each leaf goes by.
 
@@ -231,7 +229,6 @@ class _Builder:
         return names
 
     # -------------------------------------------------------------- forward
-
     def forward(self, micro: int) -> None:
         phase = self.phase("forward", micro)
         for segment in self.segments.segments:
@@ -260,7 +257,6 @@ class _Builder:
         return tuple(ValueName(Kind.VALUE, f"x{segment.index}.{i}", version) for i in range(count))
 
     # -------------------------------------------------------------- backward
-
     def backward(self, micro: int) -> None:
         phase = self.phase("backward", micro)
         tangents = {self.segments.results[self.outputs.loss]: LOSS_TANGENT}
@@ -340,7 +336,6 @@ class _Builder:
         return tangents[name]
 
     # -------------------------------------------------------------- gradients
-
     def reduce(self, bucket: Bucket, micro: int, phase: str, grads: Mapping[str, ValueName]) -> None:
         last = micro == self.plan.accumulate - 1
         paths = tuple(p for p in bucket.paths if p in grads)
@@ -399,7 +394,6 @@ class _Builder:
         return name
 
     # -------------------------------------------------------------- the end of the step
-
     def scalar_count(self) -> int:
         """Numbers that `fn` returns and ranks sum."""
         return len(self.outputs.summed) if self.plan.differentiate else 0

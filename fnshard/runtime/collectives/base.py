@@ -19,9 +19,12 @@
 from __future__ import annotations
 
 import datetime
+import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import torch
@@ -30,7 +33,7 @@ from torch import Tensor
 
 from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh
-from fnshard.runtime.collectives.roll_call import absent, lost
+from fnshard.mesh.waits import Place, lost, peers, ranks_text
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -44,6 +47,9 @@ Transport = Literal["auto", "p2p", "native"]
 Started = tuple[Sequence[Any], Callable[[], Any]]  # torch's `Work`s, and what to make of their outputs
 
 DEFAULT_TIMEOUT = 600.0  # seconds: a peer may be compiling its first step
+SLACK_S = 10.0
+GONE_S = 2.0  # until the process of a peer that closed its connections is gone
+_made = itertools.count()
 
 
 class Handle(Protocol[T_co]):
@@ -97,9 +103,6 @@ class Collectives(Protocol):
 
     def close(self) -> None:
         """Give groups and shared memory back. Leaving without it is clean too."""
-
-
-# ------------------------------------------------------------------ handles and errors
 
 
 @dataclass(frozen=True)
@@ -248,9 +251,6 @@ def from_place(parts: Sequence[Tensor], place: int, distance: int) -> Tensor:
     return parts[(place - distance) % len(parts)].clone()
 
 
-# ------------------------------------------------------------------ without peers
-
-
 @dataclass(frozen=True)
 class SingleRank:
     """The one rank of a mesh without a process group; also what other backends do with groups of one."""
@@ -281,9 +281,6 @@ class SingleRank:
         pass
 
 
-# ------------------------------------------------------------------ torch.distributed
-
-
 @dataclass(frozen=True)
 class Group:
     """Torch's own collectives, asynchronous, on sub-groups that are made at their first use.
@@ -296,6 +293,7 @@ class Group:
     timeout: float = DEFAULT_TIMEOUT
     peer_to_peer: bool = False
     groups: dict[tuple[tuple[str, ...], str], Any] = field(default_factory=dict, compare=False, repr=False)
+    name: str = field(default_factory=lambda: f"connection {next(_made)}", compare=False, repr=False)
 
     def send_buffer(self, numel: int, dtype: torch.dtype, axes: Axes, rows: int = 1) -> Tensor:
         return empty(self.mesh, rows * numel, dtype)
@@ -383,24 +381,30 @@ class Group:
         self, name: str, axes: Axes, purpose: str, start: Callable[[Any, Sequence[int]], Started]
     ) -> Pending[Any]:
         """Start a collective on the sub-group of its axes."""
-        what = self._what(name, axes)
-        with failing(what, self._blame):
+        ranks, what = self.mesh.group_ranks(axes), partial(describe, name, self.mesh, axes)
+        blame = partial(_blame, ranks)
+        with failing(what, blame):
             works, take = start(*self.group(axes, purpose))
 
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        if self.mesh.device_type == "cpu":  # a device's own stream waits, and this rank goes on
+            here, channel = peers(), f"{self.name} {','.join(axes)}"
+            here.come[channel] = number = here.come.get(channel, 0) + 1
+            place = Place("", "", channel, number - 1, ranks)
+            wait = partial(here.run, wait, place, self.timeout, what)
+
         def finish() -> Any:
-            with failing(what, self._blame):
-                for work in works:
-                    work.wait()
+            with failing(what, blame):
+                wait()
                 return take()
 
         return Pending(finish)
 
     def gather_object(self, text: str) -> list[str]:
-        with failing(self._what("gather_object", self.mesh.names), self._blame):
-            group, order = self.group(self.mesh.names, "host")
-            out: list[Any] = [None] * len(order)
-            dist.all_gather_object(out, text, group=group)
-        return out
+        return [t.decode() for t in peers().exchange("host", text.encode(), self.timeout)]
 
     def barrier(self) -> None:
         self.gather_object("")
@@ -416,15 +420,6 @@ class Group:
             if owned:
                 dist.destroy_process_group(group)
 
-    def _what(self, name: str, axes: Axes) -> Callable[[], str]:
-        return lambda: describe(name, self.mesh, axes)
-
-    def _blame(self, line: str) -> str:
-        """Torch says that time ran out, not on whom it waited."""
-        silent = absent(self.mesh.rank, self.mesh.size) if "time" in line.lower() else []
-        named = f"rank {', '.join(map(str, silent))} did not answer within {self.timeout:g} s ({line})"
-        return named if silent else line
-
     def group(self, axes: Axes, purpose: str) -> tuple[Any, tuple[int, ...]]:
         """The sub-group over `axes` and, for each place of `mesh.group_ranks(axes)`, its place there.
 
@@ -432,14 +427,16 @@ class Group:
         not in too. Torch sorts the ranks of a group, hence the second value.
 
         Args:
-            purpose: "gather", "reduce", or "host" (strings and barriers, always gloo).
+            purpose: "gather" or "reduce".
         """
-        backend = "gloo" if purpose == "host" else dist.get_default_backend_for_device(self.mesh.device_type)
+        backend = dist.get_default_backend_for_device(self.mesh.device_type)
         axes = tuple(axes)
         key = (axes, "all" if backend == "gloo" else purpose)
         if key not in self.groups:
             every = sorted({tuple(sorted(self.mesh.group_ranks(axes, r))) for r in range(self.mesh.size)})
-            timeout = datetime.timedelta(seconds=self.timeout)
+            peers().exchange("groups", b"", self.timeout)  # torch's own meeting names nobody
+            slack = SLACK_S if backend == "gloo" else 0.0  # `Wait` ends before, and says why
+            timeout = datetime.timedelta(seconds=self.timeout + slack)
             options = None
             if backend == "nccl":  # kernels that fill the device must not keep communication waiting
                 options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -449,6 +446,14 @@ class Group:
             here = self.mesh.group_ranks(axes)
             self.groups[key] = group, tuple(sorted(here).index(rank) for rank in here)
         return self.groups[key]
+
+
+def _blame(ranks: Sequence[int], line: str) -> str:
+    """Torch says that a connection broke, not who broke it."""
+    until = time.monotonic() + GONE_S
+    while not (gone := peers().gone(ranks)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return f"{ranks_text(gone)} has left" if gone else line
 
 
 def _inverse(order: Sequence[int]) -> list[int]:

@@ -235,7 +235,8 @@ class Endpoint:
             start = head_bytes(group_names(self.mesh).index(named))
             words = [m.words(start, GROUP_BYTES // 8) for m in memories]
             here = ranks.index(self.mesh.rank)
-            self.channels[named] = Channel(named, self.mesh, self.host, memories, words, here)
+            name = f"{self.host.name} {','.join(named)}"
+            self.channels[named] = Channel(name, named, self.mesh, self.host, memories, words, here)
         return self.channels[named]
 
     def bytes_used(self) -> int:

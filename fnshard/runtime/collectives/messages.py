@@ -30,8 +30,8 @@ from torch import Tensor
 
 from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh
+from fnshard.mesh.waits import Missing, Peers, Place, Wait, lost, process_stat
 from fnshard.runtime.collectives.base import check_alike, describe, kind_text, waited_twice
-from fnshard.runtime.collectives.roll_call import lost
 
 T = TypeVar("T")
 Words = MutableSequence[int]  # 64 bits each
@@ -66,8 +66,6 @@ def fence() -> None:
 
 
 # ------------------------------------------------------------------ the ranks of a host
-
-
 @dataclass(frozen=True, eq=False)
 class Memory:
     """One rank's memory as this process maps it."""
@@ -102,19 +100,11 @@ class Memory:
     def left(self) -> bool:
         """Whether its process has closed it, has given up to wait, has ended, or is a zombie."""
         closed, waits = self.words(0, 2)
-        return bool(closed) or waits < 0 or self._process() in "ZX"
+        return bool(closed) or waits < 0 or process_stat(self.pid)[0] in "ZX"
 
     def stopped(self) -> bool:
         """Whether its process stands still (SIGSTOP, or a debugger)."""
-        return self._process() in "Tt"
-
-    def _process(self) -> str:
-        """Its state, a letter as Linux has it; X where there is none."""
-        try:
-            with open(f"/proc/{self.pid}/stat") as file:
-                return file.read().rpartition(")")[2].split()[0]
-        except OSError:
-            return "X"
+        return process_stat(self.pid)[0] in "Tt"
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,26 +118,27 @@ class Host:
     rank: int
     memories: dict[int, Memory]
     timeout: float
+    name: str  # of the connection
+    peers: Peers
 
-    def wait(self, ready: Callable[[], bool], peer: Memory, deadline: float) -> str:
-        """Until `ready()`, by `time.monotonic`; else why the peer will not come."""
-        for _ in range(SPINS):
-            if ready():
-                return ""
-            os.sched_yield()
+    def wait(self, ready: Callable[[], bool], peer: Memory, wait: Wait, missing: Missing) -> str:
+        """Until `ready()`, else why the peer will not come."""
         waits = self.memories[self.rank].words(8 * WAITS, 1)
         waits[0] = 1 + peer.rank
-        for looks in itertools.count(1):
-            gone = (
-                looks % 256 == 0 and peer.left()
-            )  # before the last look: what it sent and then left is good
-            if ready():
-                waits[0] = 0
-                return ""
-            if gone or time.monotonic() > deadline:
-                waits[0] = -waits[0]
-                return self._cause(peer)
-            time.sleep(1e-4)
+        try:
+            for looks in itertools.count():
+                rare = looks % 256 == 255
+                gone = rare and peer.left()  # before the last look: what it sent and then left is good
+                if ready():
+                    waits[0] = 0
+                    return ""
+                if rare:
+                    wait.look(missing, now=gone)
+                if gone or time.monotonic() > wait.began + self.timeout:
+                    return self._cause(peer)
+                time.sleep(1e-4)
+        finally:
+            waits[0] = -waits[0]
 
     def _cause(self, peer: Memory) -> str:
         """Who is to blame, and for what: the peer, or whom that one waits for, and so on."""
@@ -165,8 +156,6 @@ class Host:
 
 
 # ------------------------------------------------------------------ slots
-
-
 def whole_pages(nbytes: int) -> int:
     """Bytes of a slot for so many."""
     return max(-(-nbytes // PAGE), 1) * PAGE
@@ -244,12 +233,11 @@ class Slots:
 
 
 # ------------------------------------------------------------------ channels and messages
-
-
 @dataclass(eq=False)
 class Channel:
     """The messages between the ranks of one group, as this rank sees them; the k-th is each rank's k-th."""
 
+    name: str  # the same on all its ranks
     axes: tuple[str, ...]
     mesh: Mesh
     host: Host
@@ -288,7 +276,6 @@ class Message(Generic[T]):
         self.channel.waiting.append(self)
 
     # -------------------------------------------------------------- the handle
-
     def wait(self) -> T:
         """The result. Once."""
         if self.given:
@@ -311,7 +298,7 @@ class Message(Generic[T]):
         words[self._at(OFFSET)] = 0 if self.slot is None else self.slot.start
         words[self._at(REDUCED)] = 0
         fence()
-        words[COME] = number + 1
+        words[COME] = channel.host.peers.come[channel.name] = number + 1
         self.result = self.run(self)
         self.run = None  # it may hold what was sent
 
@@ -324,7 +311,6 @@ class Message(Generic[T]):
             channel.words[channel.here][OVER] = next(iter(channel.open), last)
 
     # -------------------------------------------------------------- what the slot is asked
-
     @property
     def finished(self) -> bool:
         """Whether this rank reads no slot of the message, or of one before it, any more."""
@@ -339,7 +325,6 @@ class Message(Generic[T]):
         self.poll(lambda place: self.channel.words[place][OVER] > self.number)
 
     # -------------------------------------------------------------- meeting
-
     def parts(self) -> list[Tensor]:
         """What each rank sent, in place, in group order, once all have come."""
         self.meet()
@@ -364,11 +349,19 @@ class Message(Generic[T]):
 
     def poll(self, ready: Callable[[int], Any]) -> None:
         """Wait until `ready(place)` for every place of the group."""
-        host, deadline = self.channel.host, None
-        for place, memory in enumerate(self.channel.memories):
-            if not ready(place):
-                deadline = deadline or time.monotonic() + host.timeout
-                cause = host.wait(lambda at=place: bool(ready(at)), memory, deadline)
+        memories, host = self.channel.memories, self.channel.host
+
+        def missing() -> list[int]:
+            return [memory.rank for place, memory in enumerate(memories) if not ready(place)]
+
+        for _ in range(SPINS):
+            if not missing():
+                return
+            os.sched_yield()
+        where = Place("", "", self.channel.name, self.number, [m.rank for m in memories])
+        with Wait(host.peers, where, host.timeout) as wait:
+            for place, memory in enumerate(memories):
+                cause = host.wait(lambda at=place: bool(ready(at)), memory, wait, missing)
                 if cause:
                     raise CollectiveError(lost(self.what(), cause))
 

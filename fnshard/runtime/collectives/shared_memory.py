@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fnshard.mesh import Mesh
+from fnshard.mesh.waits import host, peers
 from fnshard.runtime.collectives.base import (
     Axes,
     Group,
@@ -34,12 +34,6 @@ from fnshard.runtime.collectives.endpoint import SMALL_BYTES, Add, Endpoint, Run
 from fnshard.runtime.collectives.messages import REDUCED, Host, Memory, Message, fence
 
 
-def _host() -> str:
-    """Equal for processes that see each other's `/proc`: same boot, same process namespace."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{socket.gethostname()} {file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-
-
 def connect_shared(base: Group) -> Shared | None:
     """Shared memory over the ranks of `base`, or None, on all ranks alike, where it cannot be had.
 
@@ -51,7 +45,7 @@ def connect_shared(base: Group) -> Shared | None:
         fd = os.memfd_create("fnshard")
         os.ftruncate(fd, address_space(mesh))  # memory is used only where something was written
         own = Memory.of(fd, rank, os.getpid())
-        offer = json.dumps({"host": _host(), "pid": os.getpid(), "fd": fd})
+        offer = json.dumps({"host": host(), "pid": os.getpid(), "fd": fd})
     except (OSError, ValueError, AttributeError):  # no Linux, no memfd, a limit on address space
         pass
     try:
@@ -73,7 +67,7 @@ def connect_shared(base: Group) -> Shared | None:
     finally:
         if fd >= 0:
             os.close(fd)
-    return Shared(base, hosts, Endpoint(mesh, Host(rank, memories, base.timeout)))
+    return Shared(base, hosts, Endpoint(mesh, Host(rank, memories, base.timeout, base.name, peers())))
 
 
 def _open(peer: int, offer: dict[str, Any]) -> Memory:
@@ -82,9 +76,6 @@ def _open(peer: int, offer: dict[str, Any]) -> Memory:
         return Memory.of(fd, peer, offer["pid"])
     finally:
         os.close(fd)
-
-
-# ------------------------------------------------------------------ the collectives
 
 
 def _sent(

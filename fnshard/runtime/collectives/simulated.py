@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh, check_mesh, simulated_rank
+from fnshard.mesh.waits import lost
 from fnshard.runtime.collectives.base import (
     Axes,
     Done,
@@ -44,7 +45,6 @@ from fnshard.runtime.collectives.base import (
     sum_rows,
     summed_row,
 )
-from fnshard.runtime.collectives.roll_call import lost
 
 __all__ = ["simulate"]
 

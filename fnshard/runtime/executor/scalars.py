@@ -72,8 +72,6 @@ class Scalars:
     norms: bool
     flags: tuple[str, ...] = ()
 
-    # -------------------------------------------------------------- this rank's part
-
     def squares(self, bucket: Bucket, blocks: Mapping[str, Tensor], replicas: int) -> Tensor:
         """What a `Norms` instruction makes: a bucket's squared norm by replicas; the sum over ranks is exact.
 
@@ -107,8 +105,6 @@ class Scalars:
         if self.accumulate == 1:
             return env[name].double()
         return torch.stack([env[f"{name}#{m}"].double() for m in range(self.accumulate)]).sum()
-
-    # -------------------------------------------------------------- all ranks' sum
 
     def unpack(self, vector: Tensor) -> Summary:
         """Read the summed vector."""

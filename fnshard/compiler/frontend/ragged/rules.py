@@ -45,8 +45,6 @@ def _extreme(value: Tensor, sign: int) -> Any:
 
 
 # ------------------------------------------------------------------ what makes ragged dims
-
-
 def _positions(mask: Tensor, size: int, needed: Tensor) -> Tensor:
     """int64 [size]: where a flat mask is True, in order, and then the first of these over again."""
     ends = mask.cumsum(0)
@@ -140,8 +138,6 @@ def _repeat_interleave(c: RaggedOp) -> Tensor:
 
 
 # ------------------------------------------------------------------ indices
-
-
 def _indices(c: RaggedOp, lengths: Sequence[Any]) -> list[Tensor | None]:
     """The indices of an `index` or `index_put`, masks as the positions they stand for.
 
@@ -220,8 +216,6 @@ def _index_add(c: RaggedOp) -> Tensor:
 
 
 # ------------------------------------------------------------------ reductions
-
-
 def _reduced(c: RaggedOp) -> list[int]:
     """The dims that an op reduces, or works along."""
     dim, dims = c.arguments.get("dim", c.arguments.get("dims")), c[next(iter(c.raw))].dim()
@@ -292,8 +286,6 @@ def _cross_entropy(c: RaggedOp) -> Tensor:
 
 
 # ------------------------------------------------------------------ products
-
-
 def _product(first: str, second: str, last: bool = False) -> Rule:
     """Entries along a dim that is summed over count as 0.
 
@@ -310,8 +302,6 @@ def _product(first: str, second: str, last: bool = False) -> Rule:
 
 
 # ------------------------------------------------------------------ shapes
-
-
 def _beside(c: RaggedOp) -> Any:
     """An op along a dim of one tensor, which must not be a ragged one, by numbers that are known."""
     ragged = set(_reduced(c)) & c.dims(next(iter(c.raw))).keys()

@@ -9,8 +9,6 @@ from fnshard.compiler.kernels.derived import SMALL
 from fnshard.compiler.schedule.instructions import Cast, Exchange, Gather, Instruction, Run, ToDevice, Wait
 from fnshard.compiler.schedule.ir import Schedule
 
-# ------------------------------------------------------------------ reshard
-
 
 def reshard(schedule: Schedule) -> Schedule:
     """Drop a gather whose leaves need not have been freed.
@@ -70,9 +68,6 @@ def _last_run_reading(lines: list[Instruction]) -> dict[str, int]:
     return out
 
 
-# ------------------------------------------------------------------ prefetch
-
-
 def prefetch(schedule: Schedule, forward: int, backward: int) -> Schedule:
     """Move each gather above at most `forward` (`backward`) kernels, and the load of what it sends above
     one more.
@@ -126,9 +121,6 @@ def _place(lines: list[Instruction], moved: Instruction, depth: int) -> int:
             depth -= 1
             place = index
     return place
-
-
-# ------------------------------------------------------------------ regather
 
 
 def regather(schedule: Schedule, segments: frozenset[int]) -> Schedule:

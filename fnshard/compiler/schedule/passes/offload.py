@@ -47,9 +47,6 @@ def offload(schedule: Schedule, segments: frozenset[int] = frozenset()) -> Sched
     return replace(schedule.with_instructions(state.out), outputs=outputs, reduced=reduced)
 
 
-# ------------------------------------------------------------------ parameters, slots, gradients
-
-
 @dataclass
 class _State:
     """A walk that rewrites lines.
@@ -184,9 +181,6 @@ def _moved(
     targets = tuple(writes) if into else ()
     issue = kind(line.unit, line.phase, tuple(reads), (flight,), bucket=bucket, into=targets)
     return issue, Wait(line.unit, line.phase, (flight,), tuple(writes), bucket=bucket, of=type(issue))
-
-
-# ------------------------------------------------------------------ activations
 
 
 def _activations(schedule: Schedule, segments: frozenset[int]) -> Schedule:

@@ -21,8 +21,6 @@ from fnshard.compiler.schedule.instructions import (
 )
 from fnshard.compiler.schedule.ir import Schedule
 
-# ------------------------------------------------------------------ updates in the backward
-
 
 def update_in_backward(schedule: Schedule) -> Schedule:
     """Move each Update up, to where its gradient is there and its leaves are read no more.
@@ -59,9 +57,6 @@ def _earliest(lines: list[Instruction], line: Instruction) -> int:
     return 0
 
 
-# ------------------------------------------------------------------ a CUDA graph: updates last
-
-
 def updates_last(schedule: Schedule) -> Schedule:
     """Move what depends on numbers of the host after everything else: updates, and what they wait for.
 
@@ -86,9 +81,6 @@ def graph_length(schedule: Schedule) -> int:
     """How many lines stand before the first that is of the host."""
     lines = schedule.instructions
     return next((n for n, line in enumerate(lines) if of_host(line)), len(lines))
-
-
-# ------------------------------------------------------------------ frees
 
 
 def insert_frees(schedule: Schedule) -> Schedule:

@@ -1,0 +1,358 @@
+"""Waits: what ranks wait for, as each shows it to the others in the store they met at.
+
+Whatever ranks exchange on their hosts goes through that store (`Peers.exchange`): nothing is issued that some
+rank may never come to. A rank that has waited for LOOK_S shows there in which call, and how many messages of
+each channel it has come to; one that ends signs off. So a rank that waits for one that has ended, or that
+waits for it in turn, learns it at its next look and says which ranks called what. That is exact: what a rank
+shows is true until it has what it waits for. A rank that shows nothing is at work, and is waited for until
+the timeout.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from fnshard.errors import CollectiveError, report
+
+LOOK_S = 1.0  # how often a rank that waits looks at what the others do
+ROLL_S = 2.0  # all who wait for one silent rank run out of time at about the same moment
+STOP_S = 5.0  # that a rank which was asked to end waits for peers that are idle
+BUSY = 0.05  # of a CPU: a process that takes more is at work
+LEAVE = "the end of its program"
+DUTY = "all ranks make the same calls in the same order: none of them below `if rank == 0:`."
+LOCKSTEP = "Where batches ran out on some ranks: `for batch in fs.lockstep(loader, step)`."
+NOT_USERS = {*sys.stdlib_module_names, "torch", "optree", "numpy"} - {"__main__"}
+Missing = Callable[[], list[int]]  # the ranks that have not come yet
+_made = itertools.count()
+
+
+def lost(what: object, cause: str) -> str:
+    """The text of a `CollectiveError`."""
+    return report(
+        f"{what}: a peer died, left, or did not answer in time.",
+        [cause],
+        "look at the rank that failed first, its own error is the cause; if all live, raise the timeout.",
+    )
+
+
+def ranks_text(ranks: Collection[int]) -> str:
+    """`rank 1, 3`."""
+    return f"rank {', '.join(map(str, sorted(ranks)))}"
+
+
+def caller() -> tuple[str, str]:
+    """The function of the library that this thread is in, as its user calls it, and the line that does so."""
+    frame, call = sys._getframe(1), ""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith("fnshard.") and module != __name__:
+            call = _public(module.split(".")[1], frame.f_code.co_qualname.partition(".<locals>")[0])
+        elif call and module.partition(".")[0] not in {*NOT_USERS, "fnshard"}:
+            return call, f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return call, ""
+
+
+def _public(package: str, name: str) -> str:
+    name = name.replace("Step.__call__", "step").replace("Forward.__call__", "shard_forward")
+    is_method = name[:1].isupper() or name in ("step", "shard_forward")
+    named = f"fs.{name}" if name in sys.modules["fnshard"].__all__ else f"{package}.{name}"
+    return name if is_method else named
+
+
+def host() -> str:
+    """Equal for processes that see each other's `/proc`: same boot, same process namespace."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{socket.gethostname()} {file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def process_stat(pid: int) -> list[str]:
+    """Of a process of this host as Linux has it, from its state on, a letter: X where there is none."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return ["X"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is: it waits in a call, or has ended.
+
+    Args:
+        call, line: of the program; "has ended", and what it raised.
+        channel, number: of the message that it waits in, and `ranks`: that have to come to it.
+        come: how many messages of each channel it has come to.
+    """
+
+    call: str
+    line: str = ""
+    channel: str = ""
+    number: int = -1
+    ranks: Collection[int] = ()
+    come: Mapping[str, int] = field(default_factory=dict)
+    ended: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.call} ({self.line})" if self.line else self.call
+
+
+def stuck(places: Mapping[int, Place | None]) -> set[int]:
+    """Ranks that have ended, and those that wait for one that will never come; None is at work.
+
+    >>> save, ended = Place("save", "", "a", 0, (0, 1), {"a": 1}), Place("has ended", ended=True)
+    >>> stuck({0: save, 1: None}), stuck({0: save, 1: ended})
+    (set(), {0, 1})
+    """
+    free = {rank for rank, place in places.items() if place is None}
+
+    def waits(place: Place) -> bool:
+        others = (places[r] for r in place.ranks if r not in free and r in places)
+        return place.ended or any(other.come.get(place.channel, 0) <= place.number for other in others)
+
+    while more := {r for r, place in places.items() if r not in free and not waits(place)}:
+        free |= more
+    return {*places} - free
+
+
+def explain(rank: int, places: Mapping[int, Place]) -> CollectiveError:
+    """Why a rank that is stuck would wait in vain: which ranks called what."""
+    failed = [f"rank {r} {p}" for r, p in places.items() if p.ended and p.line]
+    if failed:
+        return CollectiveError(lost(places[rank], "; ".join(failed)))
+    calls = {r: p.call for r, p in sorted(places.items())}
+    known = (places[rank], *places.values())
+    call = next((p.call for p in known if p.call != LEAVE and not p.ended), LEAVE)
+    alone = f"only {ranks_text([r for r in calls if calls[r] == call])} called {call}."
+    head = alone if len({*calls.values()}) > 1 else f"ranks wait for each other in {call}."
+    fix = f"{DUTY} {LOCKSTEP}" if "step" in calls.values() else DUTY
+    return CollectiveError(head, [f"rank {r}: {places[r]}" for r in calls], fix)
+
+
+@dataclass(eq=False)
+class Peers:
+    """The ranks of the default process group, as this one sees them.
+
+    Args:
+        come: messages that this rank has come to, by channel.
+        asked: whether this process was asked to end; `abandoned`: whether a wait outside of Python goes on.
+    """
+
+    store: dist.Store
+    rank: int
+    world: int
+    come: dict[str, int] = field(default_factory=dict)
+    asked: Callable[[], bool] = lambda: False
+    timeout: float = 600.0
+    abandoned: bool = False
+
+    def __post_init__(self) -> None:
+        with suppress(OSError, RuntimeError):  # no Linux; no store
+            self.store.set(f"process/{self.rank}", json.dumps([host(), os.getpid()]))
+
+    def exchange(
+        self, channel: str, data: bytes, timeout: float, of: Iterable[int] | None = None, call: str = ""
+    ) -> list[bytes]:
+        """What every rank gives, by rank, once all have come.
+
+        Args:
+            channel: of which this is each rank's next message.
+            of: ranks whose data is read; default all.
+            call: what to name it by; default the library's function that the program called.
+
+        Raises:
+            CollectiveError: ranks call different functions, wait for each other, have ended or stay silent.
+        """
+        number, ranks = self.come.get(channel, 0), range(self.world)
+        place = Place(*((call, "") if call else caller()), channel, number, ranks)
+        keys = [f"data/{channel}/{number}/{r}" for r in ranks]
+        chosen = [*ranks] if of is None else [*of]
+        self.come[channel] = number + 1
+        try:
+            self.store.set(keys[self.rank], place.call.encode() + b"\n" + data)
+            with Wait(self, place, timeout) as wait:
+                for tries in itertools.count():
+                    if self.store.check(keys):
+                        break
+                    wait.give_up(lambda: [r for r in ranks if not self.store.check([keys[r]])], self.gone)
+                    time.sleep(min(0.05, 1e-5 * tries))
+            found = self.store.multi_get([keys[r] for r in chosen]) if chosen else []
+            if number:  # whoever has come to this message has read the one before
+                self.store.delete_key(f"data/{channel}/{number - 1}/{self.rank}")
+        except BaseException as error:
+            self.come[channel] = number
+            with suppress(RuntimeError):  # who comes later is not to take it for an answer
+                self.store.set(keys[self.rank], b"")
+            if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
+                raise CollectiveError(lost(place, "the store that ranks met at is gone")) from error
+            raise
+        calls, _, texts = zip(*(each.partition(b"\n") for each in found), strict=True) if found else ((),) * 3
+        if len(set(calls)) > 1:
+            named = {r: Place(c.decode() or "gave up") for r, c in zip(chosen, calls, strict=True)}
+            raise explain(self.rank, named)
+        return list(texts)
+
+    def show(self, stream: str, place: Place | None) -> None:
+        """Show the others where this rank is; None is at work, the stream "ended" for good."""
+        values = place and asdict(replace(place, come=dict(self.come), ranks=[*place.ranks]))
+        with suppress(RuntimeError):  # the store may be gone
+            self.store.set(f"at/{stream}/{self.rank}", json.dumps(values))
+
+    def _get(self, key: str) -> Any:
+        with suppress(RuntimeError):
+            return json.loads(self.store.get(key)) if self.store.check([key]) else None
+
+    def place_of(self, rank: int, stream: str) -> Place | None:
+        """Where another rank is, or was when it gave up to wait."""
+        values = self._get(f"at/{stream}/{rank}") or self._get(f"at/ended/{rank}")
+        return values and Place(**values)
+
+    def places(self, mine: Place, of: Iterable[int], stream: str) -> dict[int, Place | None]:
+        """This rank's, those of others, and of those that these wait for."""
+        found, ahead = dict[int, Place | None]({self.rank: mine}), [*of]
+        while ahead:
+            if (rank := ahead.pop()) not in found:
+                found[rank] = place = self.place_of(rank, stream)
+                ahead += place.ranks if place else ()
+        return found
+
+    def stat_of(self, rank: int) -> tuple[int, list[str]]:
+        """Process and `process_stat` of a rank of this host; "?" elsewhere."""
+        there, pid = self._get(f"process/{rank}") or ("", 0)
+        return pid, process_stat(pid) if there and there == host() else ["?"]
+
+    def gone(self, ranks: Iterable[int]) -> set[int]:
+        """Those whose process, on this host, is no more."""
+        return {r for r in ranks if self.stat_of(r)[1][0] in "ZX"}
+
+    def run(self, work: Callable[[], Any], place: Place, timeout: float, what: Callable[[], str]) -> None:
+        """Do what waits for peers outside of Python, in a thread, and look meanwhile."""
+        errors: list[BaseException] = []
+
+        def done() -> None:
+            try:
+                work()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=done, daemon=True)
+        thread.start()
+        with Wait(self, place, timeout, what()) as wait:
+            self.abandoned = True
+            while thread.is_alive():
+                thread.join(0.1)
+                wait.give_up(lambda: [*place.ranks], lambda _: set())  # torch sees who is gone
+            self.abandoned = False
+        if errors:
+            raise errors[0]
+
+
+class Wait:
+    """One wait for peers, in which to `look` again and again; `what`: for a message, default the place."""
+
+    def __init__(self, peers: Peers, place: Place, timeout: float, what: str = ""):
+        self.peers, self.place, self.timeout, self.what = peers, place, timeout, what
+        self.began = time.monotonic()
+        self.next, self.shown = self.began + min(LOOK_S, timeout), False
+        self.stream = "" if threading.current_thread() is threading.main_thread() else place.channel
+        self.asked_at, self.asked_before = 0.0, peers.asked()
+        self.ticks: dict[int, int] = {}
+
+    def __enter__(self) -> Wait:
+        return self
+
+    def __exit__(self, kind: type | None, *_: Any) -> None:
+        if self.shown and kind is None:
+            self.peers.show(self.stream, None)
+        elif self.shown:  # the others look at who gave up, too, before it is forgotten
+            timer = threading.Timer(3 * LOOK_S, self.peers.show, [self.stream, None])
+            timer.daemon = True
+            timer.start()
+
+    def look(self, missing: Missing, now: bool = False) -> list[int]:
+        """Look at the peers, if it is time to; gives whom it looked at.
+
+        Raises:
+            CollectiveError: they will never come; this process was asked to end.
+        """
+        time_s, peers = time.monotonic(), self.peers
+        if time_s < self.next and not now:
+            return []
+        self.next = time_s + LOOK_S
+        if not self.shown:
+            if not self.place.call:
+                call, line = caller()
+                self.place = replace(self.place, call=call, line=line)
+            self.shown = True
+            peers.show(self.stream, self.place)
+        absent = [r for r in missing() if r != peers.rank]
+        places = peers.places(replace(self.place, come=peers.come), absent, self.stream)
+        ended = stuck(places)
+        if peers.rank in ended:
+            raise explain(peers.rank, {r: p for r, p in places.items() if p is not None and r in ended})
+        if peers.asked():
+            self.asked_at = self.asked_at or time_s
+            busy = [r for r in absent if self._busy(r) and places[r] is None]
+            if time_s - self.asked_at > STOP_S and not busy:
+                message = f"{self.place}: asked to end (SIGTERM) while it waited for {ranks_text(absent)}."
+                raise CollectiveError(message, fix="look at what these ranks did, and start them again.")
+        return absent
+
+    def give_up(self, missing: Missing, gone: Callable[[Iterable[int]], set[int]]) -> None:
+        """`look`, and be over when a process is `gone` or time has run out.
+
+        Raises:
+            CollectiveError: as `look` does; a peer has left, or stayed silent.
+        """
+        late = time.monotonic() - self.began > self.timeout
+        absent = self.look(missing, now=late)
+        left = gone(absent) & {*missing()} if absent else ()
+        if left or (late and missing()):
+            cause = f"{ranks_text(left)} has left" if left else self._silent(absent)
+            raise CollectiveError(lost(self.what or self.place, cause))
+
+    def _busy(self, rank: int) -> bool:
+        """Whether a process has computed, or waited for a disk, since the last look. One of another host is
+        taken to be busy where this one began to wait after it was asked to end."""
+        _, (state, *rest) = self.peers.stat_of(rank)
+        ticks = sum(map(int, rest[10:12]))
+        before, self.ticks[rank] = self.ticks.get(rank, ticks), ticks
+        is_far = state == "?" and self.asked_before
+        return is_far or state == "D" or ticks - before > BUSY * LOOK_S * os.sysconf("SC_CLK_TCK")
+
+    def _silent(self, absent: list[int]) -> str:
+        """Who did not come in time: who shows that it waits for the same did."""
+        time.sleep(ROLL_S)
+        shown = {r: self.peers.place_of(r, self.stream) for r in absent}
+        came = {r for r, p in shown.items() if p and p.come.get(self.place.channel, 0) > self.place.number}
+        absent = [r for r in absent if r not in came] or absent
+        stats = [self.peers.stat_of(r) for r in absent]
+        still = [f"; its process {pid} is stopped" for pid, stat in stats if stat[0] in "Tt"]
+        return f"{ranks_text(absent)} did not come within {self.timeout:g} s{''.join(still)}"
+
+
+def peers() -> Peers:
+    """Those of the default process group."""
+    return _peers(dist.group.WORLD)
+
+
+@functools.lru_cache(maxsize=1)
+def _peers(world: Any) -> Peers:
+    # A store may have served a group that this process has left; what lies there is nobody's.
+    store = dist.PrefixStore(f"fnshard/{next(_made)}", _get_default_store())
+    return Peers(store, dist.get_rank(), dist.get_world_size())
