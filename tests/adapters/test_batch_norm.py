@@ -114,16 +114,6 @@ def test_ranks_equal_one_process(name: str, preset: str, remat: str) -> None:
         torch.testing.assert_close(got, plain(name), rtol=1e-10, atol=1e-10)
 
 
-def on_rank(rank: int) -> Any:
-    mesh = fs.make_mesh(shard=2, device="cpu")
-    return trained(rank, mesh, step_of("torch's", mesh, "full_shard"), [6, 6])
-
-
-def test_processes_equal_one(ranks: Any) -> None:
-    for got in ranks(2).run(on_rank):
-        torch.testing.assert_close(got, plain("torch's"), rtol=1e-9, atol=1e-9)
-
-
 def test_uneven_rows_count_as_they_are() -> None:
     """With a Mean, as the loss of one process is a mean over all rows."""
     x, mesh = batches()[0, :, :, 0, 0], fs.make_mesh(shard=2, simulated=True)

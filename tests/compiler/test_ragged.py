@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import grad
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from toys import lower
-from zoo import ROWS, WIDTH, Fn, Params, batches, check, check_compiled, named, params, step_on, table
+from zoo import ROWS, WIDTH, Fn, Params, batches, check_compiled, named, params, table
 
 import fnshard as fs
 from fnshard import StateError, TraceError
@@ -209,14 +209,6 @@ def bounded_experts(p: Params, x: Tensor) -> Tensor:
 def test_inductor_compiles_it() -> None:
     check_compiled(bounded_experts)
     check_compiled(branches, TWINS["branches"])
-
-
-def on_rank(rank: int) -> Any:
-    return step_on(bounded_experts, fs.make_mesh(shard=2))(rank)
-
-
-def test_two_real_ranks(ranks: Any) -> None:
-    check(bounded_experts, ranks(2).run(on_rank), 2)
 
 
 # ------------------------------------------------------------------ bounds

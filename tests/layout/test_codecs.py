@@ -393,29 +393,6 @@ def test_codes_travel_and_nothing_decoded_is_kept() -> None:
         assert max(sizes) <= 2 * width  # activations: no weight, decoded or not
 
 
-def in_both_backends(rank: int) -> tuple[list[float], list[float]]:
-    mesh = fs.make_mesh(shard=2, device="cpu")
-    params = full(dtype=torch.float32)
-    specs = coded(params, "nf4")
-    losses = []
-    for backend in ("eager", "inductor"):
-        step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=fs.optim.adamw(0.01), backend=backend)
-        state = step.init(params)
-        losses.append([])
-        for n in range(3):
-            x = torch.randn(4, 96, generator=torch.Generator().manual_seed(7 * n + rank))
-            state, metrics = step(state, x)
-            losses[-1].append(metrics["loss"].item())
-    return losses[0], losses[1]
-
-
-@pytest.mark.long  # simulated ranks and `test_gloo` hold it apart
-def test_two_processes_and_inductor(ranks: Any) -> None:
-    for eager, compiled in ranks(2).run(in_both_backends, timeout=200.0):
-        assert eager == pytest.approx(compiled, rel=1e-5)
-        assert eager[0] != eager[1]
-
-
 # ------------------------------------------------------------------ in and out
 
 

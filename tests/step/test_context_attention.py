@@ -8,11 +8,10 @@ from functools import cache
 from typing import Any
 
 import pytest
-import reference
 import torch
 import torch.nn.functional as F
 from models import Model
-from sharded import assert_same, by_steps, make_step, specs_of, train
+from sharded import make_step, specs_of
 from tensor_models import ROWS, WIDTH, T, decoder
 from torch import Tensor
 
@@ -33,21 +32,6 @@ def model_of(layers: int = 2) -> Model:
 def step_on(mesh: fs.Mesh, model: Model, attention: str, preset: str = "full_shard", **options: Any) -> Any:
     specs = specs_of(model, preset, mesh, tensor="tensor" if "tensor" in mesh.names else None)
     return specs, make_step(mesh, model, specs, ADAMW, context_attention=attention, **options)
-
-
-def on_rank(rank: int) -> reference.Trained:
-    mesh = fs.make_mesh(context=2, device="cpu")
-    specs, step = step_on(mesh, model_of(1), "ring")
-    return train(rank, mesh, model_of(1), specs, ADAMW, step=step)
-
-
-def test_processes_equal_one(ranks: Any) -> None:
-    """`test_gloo` compiles it."""
-    expected = reference.train(
-        model_of(1).loss, model_of(1).params, by_steps(model_of(1)), reference.adamw(1e-2)
-    )
-    for found in ranks(2).run(on_rank):
-        assert_same(found, expected)
 
 
 # ------------------------------------------------------------------ counted
