@@ -52,9 +52,10 @@ def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_on_a_bare_machine_a_part_is_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = run(tmp_path, "parts=[versions,saves]", "backend=eager", "length=16")
+    done = run(tmp_path, "parts=[saves]", "backend=eager", "length=16")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "torch, Python, device" in done.stdout and "first save: call, step, whole" in done.stdout
+    assert "first save: call, step, whole" in done.stdout
+    assert gpu.versions(CONFIG, tmp_path).keys() == PARTS["versions"].targets.keys()
     for name in PARTS:
         gpu.result_of(tmp_path / "out", name).touch()
     gpu.result_of(tmp_path / "out", "versions").write_text('{"torch, Python, device, CUDA, cuDNN, NCCL": 3}')

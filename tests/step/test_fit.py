@@ -113,7 +113,7 @@ def test_it_says_why() -> None:
 def test_a_plan_runs_within_its_budget() -> None:
     """Measured on one CPU rank, eager: half of what the plain step needs."""
     torch.manual_seed(0)
-    model = Llama(2, 128, 256, 4, 2, 256)
+    model = Llama(1, 128, 256, 4, 2, 256)
     apply, params = fs.make_functional(model)
     tokens = torch.randint(0, 256, (8, 64))
 
