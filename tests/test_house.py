@@ -121,7 +121,7 @@ PRIVATE = {
 # Ratchets: lower them as the house is tidied, never raise them. A module is as long as its noun, so lines are
 # counted by package.
 MAX_FUNCTION = 80
-MAX_LINES = {"fnshard": 38_950, "experiments": 12_500, "tests": 36_800}
+MAX_LINES = {"fnshard": 38_950, "experiments": 12_500, "tests": 36_760}
 
 
 def name_of(path: Path) -> str:
