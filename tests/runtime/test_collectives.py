@@ -317,7 +317,8 @@ def _differ(rank: int, mesh: Mesh | None = None) -> str:
 DIFFERENT = """all_reduce over (shard) of ranks 0, 1, on rank {}: ranks issued different collectives or sizes.
   rank 0: all_reduce of [4] torch.float32
   rank 1: all_reduce of [5] torch.float32
-Fix: all ranks must run the same program on the same specs."""
+Fix: all ranks make the same calls in the same order: none of them below `if rank == 0:`. \
+Their programs and specs are alike, too."""
 
 
 def test_ranks_that_issue_different_sizes_are_an_error(ranks, pair):

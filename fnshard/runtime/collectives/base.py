@@ -33,7 +33,7 @@ from torch import Tensor
 
 from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh
-from fnshard.mesh.waits import Place, lost, peers, ranks_text
+from fnshard.mesh.waits import DUTY, Place, lost, peers, ranks_text
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -171,7 +171,7 @@ def check_alike(what: str, kinds: Mapping[int, str]) -> None:
         raise CollectiveError(
             f"{what}: ranks issued different collectives or sizes.",
             [f"rank {', '.join(those)}: {kind}" for kind, those in ranks.items()],
-            "all ranks must run the same program on the same specs.",
+            f"{DUTY} Their programs and specs are alike, too.",
         )
 
 
