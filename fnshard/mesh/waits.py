@@ -32,6 +32,7 @@ from fnshard.errors import CollectiveError, report
 LOOK_S = 1.0  # how often a rank that waits looks at what the others do
 ROLL_S = 2.0  # all who wait for one silent rank run out of time at about the same moment
 STOP_S = 5.0  # that a rank which was asked to end waits for peers that are idle
+PIECE = 4 << 20  # bytes: a TCPStore hangs up on who sends it 8 MiB at once
 BUSY = 0.05  # of a CPU: a process that takes more is at work
 LEAVE = "the end of its program"
 DUTY = "all ranks make the same calls in the same order: none of them below `if rank == 0:`."
@@ -150,6 +151,7 @@ class Peers:
 
     Args:
         come: messages that this rank has come to, by channel.
+        pieces: beyond the first, of its last message of each channel.
         asked: whether this process was asked to end; `abandoned`: whether a wait outside of Python goes on.
     """
 
@@ -157,6 +159,7 @@ class Peers:
     rank: int
     world: int
     come: dict[str, int] = field(default_factory=dict)
+    pieces: dict[str, int] = field(default_factory=dict)
     asked: Callable[[], bool] = lambda: False
     timeout: float = 600.0
     abandoned: bool = False
@@ -184,16 +187,20 @@ class Peers:
         chosen = [*ranks] if of is None else [*of]
         self.come[channel] = number + 1
         try:
-            self.store.set(keys[self.rank], place.call.encode() + b"\n" + data)
+            before = self.pieces.get(channel, 0)
+            self.pieces[channel] = self._write(keys[self.rank], place.call, data)
             with Wait(self, place, timeout) as wait:
                 for tries in itertools.count():
                     if self.store.check(keys):
                         break
                     wait.give_up(lambda: [r for r in ranks if not self.store.check([keys[r]])], self.gone)
                     time.sleep(min(0.05, 1e-5 * tries))
-            found = self.store.multi_get([keys[r] for r in chosen]) if chosen else []
+            first = self.store.multi_get([keys[r] for r in chosen]) if chosen else []
+            found = [self._read(keys[r], value) for r, value in zip(chosen, first, strict=True)]
             if number:  # whoever has come to this message has read the one before
-                self.store.delete_key(f"data/{channel}/{number - 1}/{self.rank}")
+                old = f"data/{channel}/{number - 1}/{self.rank}"
+                for key in (old, *(f"{old}/{at}" for at in range(before))):
+                    self.store.delete_key(key)
         except BaseException as error:
             self.come[channel] = number
             with suppress(RuntimeError):  # who comes later is not to take it for an answer
@@ -201,11 +208,26 @@ class Peers:
             if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
                 raise CollectiveError(lost(place, "the store that ranks met at is gone")) from error
             raise
-        calls, _, texts = zip(*(each.partition(b"\n") for each in found), strict=True) if found else ((),) * 3
+        calls, texts = zip(*found, strict=True) if found else ((), ())
         if len(set(calls)) > 1:
-            named = {r: Place(c.decode() or "gave up") for r, c in zip(chosen, calls, strict=True)}
+            named = {r: Place(c or "gave up") for r, c in zip(chosen, calls, strict=True)}
             raise explain(self.rank, named)
         return list(texts)
+
+    def _write(self, key: str, call: str, data: bytes) -> int:
+        """Write a message in pieces, the first one last: who finds it finds all; how many there are more."""
+        first, *more = [data[at : at + PIECE] for at in range(0, len(data) or 1, PIECE)]
+        for at, piece in enumerate(more):
+            self.store.set(f"{key}/{at}", piece)
+        self.store.set(key, f"{call}\n{len(more)}\n".encode() + first)
+        return len(more)
+
+    def _read(self, key: str, value: bytes) -> tuple[str, bytes]:
+        """The call and the data of a message by its first piece; empty where its rank gave up."""
+        call, _, rest = value.partition(b"\n")
+        more, _, first = rest.partition(b"\n")
+        pieces = [self.store.get(f"{key}/{at}") for at in range(int(more or 0))]
+        return call.decode(), b"".join((first, *pieces))
 
     def show(self, stream: str, place: Place | None) -> None:
         """Show the others where this rank is; None is at work, the stream "ended" for good."""

@@ -172,10 +172,13 @@ class Runner:
         return sum(float(every[rank]) for rank in ranks)
 
     def _compare_rows(self, batch: Arguments) -> None:
-        """Of ranks that compute parts of the same, at their first, second, fourth, eighth, ... step."""
+        """Of ranks that compute parts of the same, at their first, second, fourth, eighth, ... step.
+
+        Of a forward at the first: ranks along a data axis may call it as often as they have batches.
+        """
         rank = self.rank
         rank.calls += 1
-        if rank.calls & (rank.calls - 1) == 0:
+        if rank.calls == 1 or (self.cache.trains and rank.calls & (rank.calls - 1) == 0):
             check_leaves(batch, values=True)
             compare_rows(rank.comm, self._parts, texts_of(batch))
 

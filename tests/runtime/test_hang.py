@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -83,3 +84,14 @@ def asked_to_end(rank: int) -> str:
 def test_who_is_asked_to_end_waits_for_peers_at_work_and_names_those_that_are_not(ranks: Any) -> None:
     text = ranks(2).run(asked_to_end)[0]
     assert text.startswith("True ") and "asked to end (SIGTERM) while it waited for rank 1" in text
+
+
+def test_a_message_longer_than_a_store_takes_at_once_comes_whole_and_nothing_of_it_stays() -> None:
+    here = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    there = dist.TCPStore("127.0.0.1", here.port, is_master=False, wait_for_workers=False)
+    both = [waits.Peers(store, rank, 2) for rank, store in enumerate((here, there))]
+    with ThreadPoolExecutor(2) as pool:
+        for sent in ([bytes(9 << 20), b"a\nb"], [b"", b"short"]):
+            exchanged = pool.map(lambda p, data: p.exchange("save", data, 60.0, call="save"), both, sent)
+            assert list(exchanged) == [sent, sent]
+    assert here.num_keys() == 2 * len(["process", "the last message"])

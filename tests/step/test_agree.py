@@ -137,6 +137,19 @@ def test_ranks_that_compute_parts_of_the_same_rows_are_given_the_same(kind, axis
         fs.simulate(mesh, run)
 
 
+def test_a_forward_is_called_as_often_as_ranks_along_a_data_axis_have_batches():
+    mesh = fs.make_mesh(shard=2, tensor=2, simulated=True)
+    whole = fs.LayoutSpec(fs.P(None, "tensor"), compute=fs.P(None, "tensor"))
+    specs = fs.match_specs(PARAMS, [("*", whole)])
+    forward = fs.shard_forward(lambda p, x: x @ (p["a"] + p["b"]), specs, mesh=mesh, backend="eager")
+
+    def run(rank):
+        blocks, x = fs.shard(PARAMS, specs, mesh), torch.ones(1, 4)
+        return [forward(blocks, x).sum().item() for _ in range(3 + mesh.data_rank)]
+
+    assert fs.simulate(mesh, run) == [[16.0] * 3] * 2 + [[16.0] * 4] * 2
+
+
 class _Decaying:
     """A learning rate that is an object: its `repr` is an address."""
 

@@ -82,7 +82,7 @@ class Container:
             write(owner, key, *(() if value is ABSENT else (value,)))
 
 
-def peek(owner: Any, name: str, default: Any = None) -> Any:
+def raw_getattr(owner: Any, name: str, default: Any = None) -> Any:
     """An attribute, past what its owner's class makes of reading it: code that may raise, or load modules."""
     try:
         return (type if is_a(owner, type) else object).__getattribute__(owner, name)
@@ -115,7 +115,7 @@ def read(owner: Any) -> dict[Any, Any]:
             return {"cell_contents": owner.cell_contents}
         except ValueError:  # an empty one
             return {}
-    found = {name: peek(owner, name, ABSENT) for name in slots(type(owner))}
+    found = {name: raw_getattr(owner, name, ABSENT) for name in slots(type(owner))}
     return {name: value for name, value in found.items() if value is not ABSENT}
 
 
@@ -160,7 +160,7 @@ class Contents:
             elif is_a(each, nn.Module) or not (
                 is_a(each, type) or is_library(type(each).__module__)
             ):  # torch's and Python's own objects hold what is theirs
-                todo += [held] if is_a(held := peek(each, "__dict__"), dict) else []
+                todo += [attributes] if is_a(attributes := raw_getattr(each, "__dict__"), dict) else []
                 todo += self._enter(each) if slots(type(each)) else ()
 
     def _enter(self, owner: Any) -> Collection[Any]:

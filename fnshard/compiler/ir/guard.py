@@ -26,7 +26,7 @@ from fnshard.compiler.ir.containers import (
     is_a,
     is_library,
     is_plain,
-    peek,
+    raw_getattr,
     slots,
 )
 from fnshard.compiler.ir.source_lines import is_users
@@ -99,7 +99,7 @@ class Reachable:
             self._function(each)
         elif is_a(each, _WRAPPERS):
             for name in _WRAPPED:
-                if (value := peek(each, name)) is not None:
+                if (value := raw_getattr(each, name)) is not None:
                     self._found(each, name, value, "self" if name == "__self__" else f"{path}.{name}")
         else:
             self._object(each, path)
@@ -109,8 +109,8 @@ class Reachable:
         for name in _OF_MODULES if is_module else ():
             if name in vars(each):  # a torch.jit module has none
                 self._enter(vars(each)[name], path, _attribute)
-        if is_a(held := peek(each, "__dict__"), dict):
-            self._enter(held, path, _attribute, partly=not is_module)
+        if is_a(attributes := raw_getattr(each, "__dict__"), dict):
+            self._enter(attributes, path, _attribute, partly=not is_module)
         if slots(type(each)):
             self._enter(each, path, _attribute, partly=True)
         self._classes(type(each))
@@ -220,7 +220,7 @@ class Guard:
         groups: dict[Any, list[Entry]] = {}
         for owner, key, value in self._entries.values():
             owner = vars(owner) if is_a(owner, type) else owner
-            lookup = next((found for kind, found in _LOOKUPS.items() if is_a(owner, kind)), peek)
+            lookup = next((found for kind, found in _LOOKUPS.items() if is_a(owner, kind)), raw_getattr)
             if owner is not None:
                 groups.setdefault(lookup, []).append((owner, key, value))
         self._groups = [(lookup, tuple(zip(*group, strict=True))) for lookup, group in groups.items()]
