@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from custom_functions import function, recomputed, reentrant, scaled_square
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -122,6 +123,7 @@ swish = function(
 nested = function(lambda x: quantized(x) + swish(x), lambda g, y, x: quantized(g * x))
 unmaterialized = function(torch.sin, lambda g, y, x: g * 2, "two unmaterialized")
 once = function(lambda x, y: x + y.sin(), lambda g, *_: g * 2, "once")  # no gradient of y
+EYE = torch.eye(WIDTH, dtype=torch.float64)
 in_place = function(lambda x: x * 3, lambda g, y, x: g * 7, "dirty")
 biased = function(lambda x, b: x + b, lambda g, *_: (g, g))  # a gradient that is summed to its input's shape
 bilinear = function(  # its backward reads leaves, of another unit too
@@ -141,7 +143,7 @@ PROGRAMS |= {
     "outputs_used": between(lambda x: _combined(*Several.apply(x, x.cos()))),
     "unmaterialized": between(lambda x: unmaterialized(x)[1]),
     "once_differentiable": between(lambda x: once(x, x)),
-    "in_place": between(lambda x: in_place(x.sin()) + 1),
+    "in_place": between(lambda x: in_place(x.sin()) + in_place(F.linear(x.cos()[0], EYE))),  # and to a view
     "nested": between(nested),
     "custom_op": between(lambda x: scaled_square(x, 0.5)),
     "under_autocast": between(lambda x: _in_half(x).double()),

@@ -77,6 +77,7 @@ def patches(hooks: list[Tensor]) -> Iterator[tuple[Any, str, Callable[[Any, Here
     yield FunctionMeta, "setup_context", _setup_context
     yield FunctionMeta, "forward", _forward
     yield torch, "equal", _equal
+    yield CustomGradient, "__call__", _recorded
     yield torch.Tensor, "register_hook", lambda original, here: _register_hook(original, here, hooks)
 
 
@@ -134,15 +135,20 @@ def _pure(
     return pure, captured, len(keys)
 
 
-def _record(rule: CustomGradient, *args: Tensor) -> tuple[Tensor, ...]:
-    """One node of the trace that runs."""
-    tracer = get_proxy_mode().tracer
-    note_grad_mode()
-    with untraced():
-        made = rule(*args)
-    proxy = tracer.create_proxy("call_function", rule, tuple(map(tracer.unwrap_proxy, args)), {})
-    made = track_tensor_tree(made, proxy, constant=None, tracer=tracer)
-    return (made,) if isinstance(made, Tensor) else made
+def _recorded(original: Callable[..., Any], here: Here) -> Callable[..., Any]:
+    """A call is one node of the trace that runs."""
+
+    def call(rule: CustomGradient, *args: Tensor) -> Any:
+        if not here() or get_proxy_mode() is None:
+            return original(rule, *args)
+        tracer = get_proxy_mode().tracer
+        note_grad_mode()
+        with untraced():
+            made = original(rule, *args)
+        proxy = tracer.create_proxy("call_function", rule, tuple(map(tracer.unwrap_proxy, args)), {})
+        return track_tensor_tree(made, proxy, constant=None, tracer=tracer)
+
+    return call
 
 
 @contextmanager
@@ -238,13 +244,13 @@ def _applied(cls: Any, forward: Callable[..., Any], args: tuple[Any, ...], enabl
         with _no_gradient_beneath(not enabled):
             return forward(*args)
     operator = cls.__module__ == "torch._library.autograd"  # a custom_op: the tracer keeps it as it is
-    if operator or (cls is Attach and get_proxy_mode() is None):
+    if operator or cls is Attach:
         return forward(*args)
     if cls.__module__.startswith(("torch.distributed", "torch.nn.modules._functions")):
         raise TraceError(f"{COMMUNICATES} ({cls.__name__}).", fix=ONE_DEVICE)
     takes_context = not _has_setup_context(cls)
     with _grad_mode(enabled):
-        run = _SPECIAL.get(cls.__name__ if cls.__module__ == _CHECKPOINTS else cls, _call)
+        run = _OF_CHECKPOINTS.get((cls.__module__, cls.__name__), _call)
         output, dirty = run(cls, args[takes_context:])
     if takes_context:
         _mark(args[0], output, dirty)
@@ -316,12 +322,10 @@ def _call(cls: Any, args: tuple[Any, ...]) -> tuple[Any, Sequence[Tensor]]:
     return tuple(results) if isinstance(output, tuple) else results[0], ctx.dirty_tensors
 
 
-_CHECKPOINTS = "torch.utils.checkpoint"
-_SPECIAL: dict[Any, Callable[..., tuple[Any, Sequence[Tensor]]]] = {
-    Attach: lambda cls, args: (_record(*args), ()),
-    "CheckpointFunction": _checkpoint,
+_OF_CHECKPOINTS: dict[tuple[str, str], Callable[..., tuple[Any, Sequence[Tensor]]]] = {
+    ("torch.utils.checkpoint", "CheckpointFunction"): _checkpoint,
     # PyTorch 2.11 marks the inputs of a checkpoint, which without gradients calls its function and no more.
-    "_NoopSaveInputs": lambda cls, args: (args[0].detach(), ()),
+    ("torch.utils.checkpoint", "_NoopSaveInputs"): lambda cls, args: (args[0].detach(), ()),
 }
 
 

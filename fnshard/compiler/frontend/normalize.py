@@ -47,6 +47,10 @@ def normalize(module: fx.GraphModule, inputs: int) -> tuple[fx.Graph, list[str],
     ]
     if exchanges:
         raise refused_at(f"{COMMUNICATES}:", exchanges, ONE_DEVICE)
+    for old in reversed(module.graph.nodes):
+        # Autograd makes views anew of what was written to, of a base without a name; nobody reads them.
+        if not old.users and (old.op == "get_attr" or getattr(old.target, "is_view", False)):
+            module.graph.erase_node(old)
     constants: dict[str, Tensor] = {}
     for old in [n for n in module.graph.nodes if n.op == "get_attr"]:
         value = getattr(module, old.target)
