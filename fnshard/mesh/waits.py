@@ -197,6 +197,9 @@ class Peers:
                     time.sleep(min(0.05, 1e-5 * tries))
             first = self.store.multi_get([keys[r] for r in chosen]) if chosen else []
             found = [self._read(keys[r], value) for r, value in zip(chosen, first, strict=True)]
+            calls = {r: Place(call or "gave up") for r, (call, _) in zip(chosen, found, strict=True)}
+            if b"" in first:  # and so does this one: what it has written is for no later try of theirs
+                raise explain(self.rank, {self.rank: place, **calls})
             if number:  # whoever has come to this message has read the one before
                 old = f"data/{channel}/{number - 1}/{self.rank}"
                 for key in (old, *(f"{old}/{at}" for at in range(before))):
@@ -208,11 +211,9 @@ class Peers:
             if isinstance(error, RuntimeError) and not isinstance(error, CollectiveError):
                 raise CollectiveError(lost(place, "the store that ranks met at is gone")) from error
             raise
-        calls, texts = zip(*found, strict=True) if found else ((), ())
-        if len(set(calls)) > 1:
-            named = {r: Place(c or "gave up") for r, c in zip(chosen, calls, strict=True)}
-            raise explain(self.rank, named)
-        return list(texts)
+        if len({p.call for p in calls.values()}) > 1:
+            raise explain(self.rank, {self.rank: place, **calls})
+        return [data for _, data in found]
 
     def _write(self, key: str, call: str, data: bytes) -> int:
         """Write a message in pieces, the first one last: who finds it finds all; how many there are more."""

@@ -95,3 +95,16 @@ def test_a_message_longer_than_a_store_takes_at_once_comes_whole_and_nothing_of_
             exchanged = pool.map(lambda p, data: p.exchange("save", data, 60.0, call="save"), both, sent)
             assert list(exchanged) == [sent, sent]
     assert here.num_keys() == 2 * len(["process", "the last message"])
+
+
+@pytest.mark.parametrize("of", [None, (0,)])
+def test_what_came_after_a_rank_gave_up_is_no_answer_to_its_next_try(of: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(waits, "ROLL_S", 0.0)
+    store = dist.HashStore()
+    first, second = (waits.Peers(store, rank, 2) for rank in range(2))
+    with pytest.raises(fs.CollectiveError, match=r"rank 1 did not come within 0\.1 s"):
+        first.exchange("save", b"early", 0.1, call="save")
+    with pytest.raises(fs.CollectiveError, match="rank 0: gave up"):
+        second.exchange("save", b"late", 5.0, of, call="save")
+    with pytest.raises(fs.CollectiveError, match="rank 1: gave up"):
+        first.exchange("save", b"again", 5.0, call="save")
