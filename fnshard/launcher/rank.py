@@ -149,6 +149,8 @@ def run_function(path: str) -> NoReturn:
         with open(path, "rb") as file:
             spawn.prepare(pickle.load(file))  # imports the script, which is not `__main__` here
             function, args = pickle.load(file)
+        if function.__module__ == "__mp_main__":  # hydra.main would take it for a package's, not for a file's
+            os.environ.setdefault("HYDRA_MAIN_MODULE", "__main__")
         function(*args)
 
     run_rank(main)

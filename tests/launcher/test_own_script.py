@@ -88,6 +88,32 @@ def test_one_script_for_every_way_to_start_it(tmp_path):
     assert losses_of(tmp_path, "launch", TORCHRUN) == pytest.approx([2, *losses[1:]], abs=1e-10)
 
 
+HYDRA = """
+import hydra
+import fnshard as fs
+
+
+@hydra.main(config_path="conf", config_name="config", version_base=None)
+def main(cfg):
+    print("RATE", cfg.rate)
+
+
+if __name__ == "__main__":
+    fs.launch(main, ranks=2)
+"""
+
+
+def test_a_function_of_hydra_main_finds_its_configuration(tmp_path):
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "config.yaml").write_text("rate: 1")
+    (tmp_path / "own.py").write_text(HYDRA)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    ended = subprocess.run(
+        [*PYTHON, "own.py", "rate=5"], cwd=tmp_path, env=env, capture_output=True, timeout=300
+    )
+    assert b"RATE 5" in ended.stdout, ended.stderr
+
+
 @pytest.mark.parametrize(("program", "ranks"), [("train.py", 2), (["true"], 0)])
 def test_a_command_is_words_and_ranks_are_there(program, ranks):
     with pytest.raises(LaunchError, match=r"(?s)a function, or a list of words.*Fix: fs\.launch\(\[sys"):
