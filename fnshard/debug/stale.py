@@ -28,6 +28,7 @@ def check_stale(step: Step, state: Any, /, *batch: Any, **keywords: Any) -> None
         DebugError: the programs differ, line by line, or the tensors that `fn` closes over.
 
     >>> import os
+    >>> import torch
     >>> import fnshard as fs
     >>> os.environ["SCALE"] = "1"
     >>> params, x = {"w": torch.ones(2)}, torch.ones(2)
