@@ -206,6 +206,30 @@ KEPT = {
         shapes={"u.w": (4,), "u.b": (4,), "u.c": (4,)}, axes={"shard": 2}, options={"accumulate": 2},
         buffers=dict.fromkeys(["u.b", "u.c"], torch.float64), aggregation={"u.c": "rank0"},
     ),
+    "one op that writes to one memory twice, forward": kept(
+        """
+        v = x * 2
+        a, b = torch._foreach_mul_([v, v], 0.5)
+        return (a + b.cos() * p["u.w"]).square().mean()
+        """,
+        shapes={"u.w": (4,)},
+    ),
+    "one_hot where fn differentiates what it has computed": kept(
+        """
+        v = x * p["u.w"]
+        slope = torch.func.vjp(lambda v: v.sin(), v)[1](v)[0]
+        return (F.one_hot(ids, 5).double() + slope.sum()).square().mean() + x[m].square().mean()
+        """,
+        shapes={"u.w": (4,)},
+    ),
+    "the shape of a value that torch cannot differentiate": kept(
+        """
+        v = x.clone().scatter_(0, torch.full((1, 1, 1), 0), (x * p["u.w"].sum()).cos())
+        w = p["v.w"].sum()
+        return (w.expand_as(v) * x.reshape_as(v) + w.float().type_as(v)).square().mean()
+        """,
+        shapes={"u.w": (4,), "v.w": (4,)}, axes={"shard": 2},
+    ),
     "statistics of a norm whose result nobody reads": kept(
         """
         F.batch_norm(x, p["u.b"], p["u.c"].abs_(), training=True)

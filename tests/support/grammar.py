@@ -593,7 +593,7 @@ IN_PLACE: dict[str, Row] = {
     "mT_": lambda g: f"{g.act(2)}.mT[..., 0].add_({g.num()})",
     "flatten_": lambda g: f"{g.act(1)}.flatten()[::2].sub_({g.num()})",
     "unfold_": lambda g: f"{(a := g.act(1))}.unfold({g.dim(a, 2)}, 2, 2)[..., 0].mul_({g.num()})",
-    "foreach_": lambda g: f"torch._foreach_mul_([{g.act()}, {g.act()}], {g.num()})",
+    "foreach_": lambda g: f"torch._foreach_mul_([{g.act()}, {g.act()}.clone()], {g.num()})",
     "constant_": lambda g: f"torch.tensor({[g.num() for _ in range(g.f(1).shape[-1])]}, dtype=torch.float64).mul_({g.leaf()})",
     "transpose_": lambda g: f"{(a := g.act(2))}.transpose_({g.dim(a)}, {g.dim(a)})",
     "unsqueeze_self_": lambda g: f"{g.act(0, 3)}.unsqueeze_(-1)",

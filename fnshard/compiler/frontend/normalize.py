@@ -30,6 +30,17 @@ _MODES = {
 }
 
 
+# What reads the shape or dtype of its second tensor alone, as the op that takes these in its place: read as a
+# tensor it would be kept for another kernel, which owes it a gradient.
+_LIKE: dict[Any, tuple[Any, Callable[[Tensor], Any]]] = {
+    aten.expand_as.default: (aten.expand.default, lambda v: list(v.shape)),
+    aten.view_as.default: (aten.view.default, lambda v: list(v.shape)),
+    aten.reshape_as.default: (aten.reshape.default, lambda v: list(v.shape)),
+    aten.type_as.default: (aten.to.dtype, lambda v: v.dtype),
+    aten.to.other: (aten.to.dtype, lambda v: v.dtype),
+}
+
+
 def normalize(module: fx.GraphModule, inputs: int) -> tuple[fx.Graph, list[str], dict[str, Tensor]]:
     """A new graph, the names of its key inputs, and its constants by name.
 
@@ -228,7 +239,11 @@ def _emit(graph: fx.Graph, old: fx.Node, args: tuple, kwargs: dict, key: fx.Node
             return args[0]
         if old.target in _SPARSE_GRADIENT:  # a matter of layout: gradients are dense here
             args, kwargs = _with_argument(old, args, kwargs, "sparse", False)
-        node = graph.call_function(old.target, args, kwargs)
+        target = old.target
+        if target in _LIKE and isinstance(old.args[1], fx.Node):
+            target, read = _LIKE[target]
+            args = (args[0], read(old.args[1].meta["val"]), *args[2:])
+        node = graph.call_function(target, args, kwargs)
         node.meta = {k: v for k, v in old.meta.items() if k in ("nn_module_stack", "stack_trace")}
         return node
     if old.target not in _RANDOM:

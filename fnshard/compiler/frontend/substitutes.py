@@ -291,6 +291,29 @@ def unchecked() -> Iterator[None]:
             yield
 
 
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
+    """`F.one_hot` by comparison: on a functorch level torch's own form looks for the least value."""
+    if num_classes < 0 or tensor.dtype != torch.int64:
+        return F.one_hot(tensor, num_classes)
+    return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).long()
+
+
+def _each(name: str) -> Callable[..., Any]:
+    """`torch._foreach_mul_` and its like as one write after another: two of them may go to one memory."""
+
+    def write(tensors: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
+        at = lambda v, i: v[i] if isinstance(v, list | tuple) else v  # noqa: E731
+        for i, tensor in enumerate(tensors):
+            method = getattr(tensor, _FOREACH.get(name, name))
+            method(*(at(v, i) for v in args), **{k: at(v, i) for k, v in kwargs.items()})
+        return list(tensors)
+
+    return write
+
+
+_FOREACH = {"maximum_": "clamp_min_", "minimum_": "clamp_max_"}  # of tensors that have no such method
+
+
 # ------------------------------------------------------------------ the table
 SUBSTITUTES: dict[Callable[..., Any], Callable[..., Any]] = {
     torch._grouped_mm: _grouped_mm,
@@ -303,6 +326,12 @@ SUBSTITUTES: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.multinomial: _multinomial,
     torch.Tensor.multinomial: _multinomial,
     torch.normal: _normal,
+    F.one_hot: _one_hot,
+    **{
+        getattr(torch, name): _each(name.removeprefix("_foreach_"))
+        for name in dir(torch)
+        if name.startswith("_foreach_") and name.endswith("_")
+    },
 }
 
 

@@ -30,7 +30,7 @@ _LINEAR = {
     aten.div.Tensor: ("x", "x."), aten.divide.Tensor: ("x", "x."), aten.true_divide.Tensor: ("x", "x."),
     aten.where.self: (".xx",),
 }  # fmt: skip
-_CASTS = {aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout, aten.to.device, aten.to.other}
+_CASTS = {aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout, aten.to.device}
 
 
 def elementwise(call: Call) -> Iterator[OpStrategy]:
@@ -71,14 +71,6 @@ rule(
     aten.resolve_conj.default, aten.complex.default, aten.polar.default, own.rounded.default,
     aten.fill.Scalar, aten.fill.Tensor,
 )(elementwise)  # fmt: skip
-
-
-@rule(aten.type_as.default, aten.to.other)
-def _typed(call: Call) -> Iterator[OpStrategy]:
-    """Of the other tensor the dtype alone is looked at."""
-    for strategy in elementwise(call):
-        yield OpStrategy((strategy.inputs[0], call.current[1]), strategy.output)
-    yield OpStrategy((REPLICATED, call.current[1]), REPLICATED)
 
 
 @rule(

@@ -15,20 +15,18 @@ aten, own = torch.ops.aten, torch.ops.fnshard
 
 @rule(
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints,
-    aten.unflatten.int, aten.view_as.default, aten.reshape_as.default, aten.squeeze.default,
-    aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
+    aten.unflatten.int, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default,
 )  # fmt: skip
 def _view(call: Call) -> Iterator[OpStrategy]:
-    """Of another tensor the shape alone is looked at."""
-    before, others = call.tensors[0].shape, call.current[1:]
+    before = call.tensors[0].shape
     for split in call.splits(before):
         after_view = through_view(split, before, call.shape, call.ranks)
         if after_view is not None:
             to = call.local(after_view)
-            yield OpStrategy((split, *others), after_view, run=lambda index, x, *_, to=to: x.reshape(to))
+            yield OpStrategy((split,), after_view, run=lambda index, x, *_, to=to: x.reshape(to))
     to = list(call.shape)
     for whole in (REPLICATED, PARTIAL):
-        yield OpStrategy((whole, *others), whole, run=lambda index, x, *_: x.reshape(to))
+        yield OpStrategy((whole,), whole, run=lambda index, x, *_: x.reshape(to))
 
 
 @rule(aten.transpose.int, aten.swapaxes.default, aten.swapdims.default)
@@ -52,12 +50,12 @@ def _permute(call: Call) -> Iterator[OpStrategy]:
     yield from moved(call, [d % call.value.dim() for d in call["dims"]])
 
 
-@rule(aten.view_as_real.default, aten.view_as_complex.default, aten.one_hot.default)
+@rule(aten.view_as_real.default, aten.view_as_complex.default)
 def _last(call: Call) -> Iterator[OpStrategy]:
     """A last dim more, or less."""
     rank = min(call.value.dim(), call.tensors[0].dim())
     more = [None] * (call.value.dim() - rank)
-    yield from moved(call, [*range(rank), *more], linear=call.target is not aten.one_hot.default)
+    yield from moved(call, [*range(rank), *more])
 
 
 @rule(aten.diagonal.default)
@@ -80,18 +78,6 @@ def _expand(call: Call) -> Iterator[OpStrategy]:
         inside = broadcast(call.tensors[0].shape, call.shape, split)
         yield OpStrategy((inside,), split, {"size": call.local(split)})
     yield OpStrategy((PARTIAL,), PARTIAL)
-
-
-@rule(aten.expand_as.default)
-def _expand_as(call: Call) -> Iterator[OpStrategy]:
-    """Of the other tensor the shape alone is looked at; the result is split as it is where that is free."""
-    now = call.current[1]
-    for split in sorted(call.splits(call.shape), key=lambda s: s != now):
-        to, inside = call.local(split), broadcast(call.tensors[0].shape, call.shape, split)
-        yield OpStrategy((inside, now), split, run=lambda index, x, _, to=to: x.expand(to))
-    to = list(call.shape)
-    for whole in (REPLICATED, PARTIAL):
-        yield OpStrategy((whole, now), whole, run=lambda index, x, _: x.expand(to))
 
 
 @rule(aten.repeat.default)

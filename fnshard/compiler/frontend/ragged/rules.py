@@ -413,7 +413,7 @@ _RULES: dict[str, Rule] = {
     "conv1d": _rows, "conv2d": _rows, "group_norm": _rows, "masked_scatter": _rows,
     **dict.fromkeys(("view", "reshape", "flatten", "_unsafe_view", "view_as", "reshape_as"), _view),
     **dict.fromkeys(("index_select", "gather"), _looking_up("index")),
-    **dict.fromkeys(("embedding", "take_along_dim"), _looking_up("indices")), "one_hot": _looking_up("self"),
+    **dict.fromkeys(("embedding", "take_along_dim"), _looking_up("indices")),
     "cat": _cat, "concat": _cat, "arange": _arange,
     "fill": RaggedOp.run, "scalar_tensor": _scalar,
     **dict.fromkeys(("full", "full_like", "new_full"), _full),
