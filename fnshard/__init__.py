@@ -49,6 +49,7 @@ from fnshard.checkpoint.reshard import averaged, reshard
 from fnshard.compiler.deferred.deferred_init import deferred
 from fnshard.compiler.frontend.exchange import all_gather, constrain, psum
 from fnshard.compiler.frontend.limits import bounded
+from fnshard.compiler.kernels.document_attention import attention
 from fnshard.debug import profile
 from fnshard.errors import (
     AgreementError,
@@ -89,8 +90,8 @@ __all__ = [
     "AgreementError", "Buckets", "BudgetError", "CheckpointError", "CollectiveError", "FnshardError",
     "Fused", "Hardware", "LaunchError", "LayoutSpec", "Mean", "Mesh", "OptimizerError", "P",
     "ScheduleError", "Sequence", "SpecError", "StateError", "TraceError", "TrainState", "Whole",
-    "adapters", "all_gather", "averaged", "bounded", "checkpoint", "codecs", "constrain", "debug",
-    "deferred", "errors", "fit", "hf", "launch", "lockstep", "lora", "losses", "make_functional",
+    "adapters", "all_gather", "attention", "averaged", "bounded", "checkpoint", "codecs", "constrain",
+    "debug", "deferred", "errors", "fit", "hf", "launch", "lockstep", "lora", "losses", "make_functional",
     "make_mesh", "match_specs", "optim", "plot", "presets", "profile", "psum", "reshard", "run_rank",
     "schedules", "shard", "shard_forward", "shard_step", "simulate", "sync_batch_norm", "tree", "units",
     "unshard",

@@ -51,7 +51,7 @@ def check_decoder(model: nn.Module) -> None:
     if not taken.keys() & set(CACHES):
         wrong.append(f"its trunk takes no {' and no '.join(CACHES)}")
     attention = getattr(config, "_attn_implementation", None)
-    if attention not in ("sdpa", "eager"):
+    if attention not in ("sdpa", "eager", "fnshard"):
         wrong.append(f"its attention is {attention!r}, not 'sdpa' or 'eager'")
     if getattr(config, "alibi", False):
         wrong.append("its positions are slopes of attention (ALiBi)")

@@ -103,10 +103,12 @@ class LanguageModel:
             tokens: int64 [B, T].
             positions: int64 [B, T], of each token in its document; None counts from 0.
             documents: int64 [B, T]: which document of its row a token is of, 0 for padding. Documents do not
-                see each other. None: a row is one sequence, and attention keeps its fast causal kernel.
+                see each other (`fs.attention`). None: a row is one sequence, with torch's own causal kernel.
         """
         if documents is None:
             return self.run(params, tokens, positions, None, StatelessCache())
+        if self.model.config._attn_implementation != "eager":
+            return self.run(params, tokens, positions, documents[:, None, None], None)
         index = torch.arange(tokens.shape[1], device=tokens.device)
         distance = index[:, None] - index  # [T, T]: how far a key is before a query
         real = documents[:, None, :] != 0
@@ -116,7 +118,7 @@ class LanguageModel:
         return self.run(params, tokens, positions, mask, None)
 
     def _by_kind(self, params: Any, see: Tensor, distance: Tensor) -> Mask:
-        """What the trunk takes as attention_mask: a mask, or one for each kind of layers that there is.
+        """What a trunk of eager attention takes: a mask, or one for each kind of layers that there is.
 
         Args:
             see: bool [B, 1, T, T]: what queries may see of the past.
@@ -126,14 +128,9 @@ class LanguageModel:
         narrow = {kind: w for kind, w in self.windows.items() if w is not None and w < len(distance)}
         for kind in self.windows:
             seen = see & (distance < narrow[kind]) if kind in narrow else see
-            masks[kind] = self._typed_mask(params, seen)
+            dtype = params[self._head].dtype  # of what is added
+            masks[kind] = torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
         return masks if len(masks) > 1 and narrow else next(iter(masks.values()))
-
-    def _typed_mask(self, params: Any, see: Tensor) -> Tensor:
-        if self.model.config._attn_implementation == "sdpa":
-            return see
-        dtype = params[self._head].dtype  # eager attention adds masks
-        return torch.zeros_like(see, dtype=dtype).masked_fill(~see, torch.finfo(dtype).min)
 
     def head(self, params: Any) -> Tensor:
         """The matrix of logits, [V, D]: lm_head.weight, or the embedding it is tied to.
@@ -228,6 +225,8 @@ def of(model: nn.Module) -> LanguageModel:
     """A causal language model of transformers, which is put into eval mode."""
     check_decoder(model)
     model.eval()
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(fs.hf.register_attention())
     config, prefix = model.config, model.base_model_prefix
     apply, params = fs.make_functional(model)
     tied = aliases(model)

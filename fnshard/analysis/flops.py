@@ -130,11 +130,16 @@ def _is_attention(node: fx.Node) -> bool:
 
 
 def _attention(node: fx.Node) -> float:
-    """Forward: scores and their weighted sum. Backward: scores again, and four gradients."""
+    """Forward: scores and their weighted sum. Backward: scores again, and four gradients.
+
+    Documents are data: a row counts as one.
+    """
     query, key, value = (_value(_named(node, name, None)) for name in ("query", "key", "value"))
     scores, sums = (3, 2) if "backward" in node.target.__name__ else (1, 1)
+    keys, window = key.shape[-2], _named(node, "window", 0)
     causal = bool(_named(node, "is_causal", False)) and not _is_other_block(node)
-    pairs = query.shape[:-1].numel() * key.shape[-2] * (0.5 if causal else 1.0)
+    seen = min(window if causal else 2 * window, keys) if window else keys * (0.5 if causal else 1.0)
+    pairs = query.shape[:-1].numel() * seen
     return 2.0 * pairs * (scores * query.shape[-1] + sums * value.shape[-1])
 
 

@@ -171,6 +171,20 @@ def _chunk_of_scores(query: Tensor, key: Tensor, mask: Tensor | None) -> int:
     return 2 * min(block_attention.CHUNK_bytes, scores)
 
 
+def _document(query: Tensor, *tensors: Tensor) -> int:
+    """A row of results, and its keys and values for each of the queries' heads: documents may be as long."""
+    shared = [t for t in tensors if t.shape[1] != query.shape[1]]
+    row = sum(query.shape[1] // t.shape[1] * t[0].numel() for t in shared)
+    return (row + query[0].numel()) * query.element_size()
+
+
+def _document_backward(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """The same, gradients of all three for one row, and sums of those of keys and values."""
+    wide = linear.wide(query.dtype).itemsize
+    row = 2 * query[0].numel() * query.element_size()
+    return _document(query, key, value) + row + (key.numel() + value.numel()) * wide
+
+
 Rule = Callable[[Args, Mapping[str, Any], Any], int]
 _RULES: dict[tuple[str, str], Rule] = {
     ("cpu", "mm"): lambda args, kwargs, out: _matmul(args[0], args[1]),
@@ -178,6 +192,8 @@ _RULES: dict[tuple[str, str], Rule] = {
     ("cpu", "addmm"): lambda args, kwargs, out: _matmul(args[1], args[2]),
     ("cpu", "_scaled_dot_product_flash_attention_for_cpu"): _flash,
     ("cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"): _flash_backward,
+    ("cpu", "document_attention"): lambda args, kwargs, out: _document(*args[:3]),
+    ("cpu", "document_attention_backward"): lambda args, kwargs, out: _document_backward(*args[1:4]),
     ("cpu", "_unsafe_masked_index_put_accumulate"): _masked_put,
     ("cpu", "sum"): _summed,
     ("cpu", "mean"): _mean,

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from fnshard import tree
 from fnshard.checkpoint.coordination import all_or_none
 from fnshard.errors import StateError, leaves
+from fnshard.hf.attention import register_attention
 from fnshard.hf.names import FAMILIES, Family, Names, Transposed, check_config, check_names, family_of
 from fnshard.hf.reading import load_block, match_tensors, open_tensors, read_config
 from fnshard.hf.writing import LeafToWrite, Put, leaves_to_write, model_directory, write_leaves
@@ -40,7 +41,7 @@ from fnshard.runtime.tiers import check_directory
 from fnshard.step.runner import default_mesh, laid_out
 from fnshard.step.shards import check_blocks
 
-__all__ = ["FAMILIES", "Family", "Transposed", "load", "save"]
+__all__ = ["FAMILIES", "Family", "Transposed", "load", "register_attention", "save"]
 
 
 def load(

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from families import FAMILIES, GPT2, LOCAL, SMALL, transformers
 from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fnshard as fs
 from experiments.configs.train import ConfigError
@@ -63,16 +64,31 @@ def test_a_window_that_a_model_does_not_look_at() -> None:
 
 
 def test_padding_sees_itself_and_no_more() -> None:
-    """A softmax over nothing is NaN in some kernels, if not in this one."""
-    model = lm.of(FAMILIES["gemma3"].build())
+    """Of eager attention, whose scores have a cap: a softmax over nothing is NaN in some kernels."""
+    model = lm.of(FAMILIES["gemma2"].build())
     with mock.patch.object(lm.LanguageModel, "run") as run:
         model.hidden(model.params, TOKENS, POSITIONS, DOCUMENTS)
     masks = run.call_args.args[3]
     assert masks.keys() == {"full_attention", "sliding_attention"}
     for mask in masks.values():
-        assert mask.dtype == torch.bool and mask.shape == (2, 1, 11, 11)
-        assert torch.equal(mask[0, 0, 9:], torch.eye(11, dtype=torch.bool)[9:])
-        assert not mask[0, 0, :9, 9:].any()
+        assert mask.shape == (2, 1, 11, 11)
+        assert torch.equal(mask[0, 0, 9:] == 0, torch.eye(11, dtype=torch.bool)[9:])
+        assert not (mask[0, 0, :9, 9:] == 0).any()
+
+
+def test_what_document_attention_does_not_know_is_refused() -> None:
+    """A window that the layer does not pass on, dropout, a cap of scores."""
+    model = lm.of(FAMILIES["gemma3"].build())
+    layer = next(m for m in model.model.modules() if getattr(m, "sliding_window", None))
+    attend = ALL_ATTENTION_FUNCTIONS["fnshard"]
+    x, documents = torch.randn(2, 2, 11, 8), DOCUMENTS[:, None, None]
+    for given, text in (
+        ({}, "a window"),
+        ({"softcap": 3.0}, "softcap=3.0"),
+        ({"dropout": 0.1}, "dropout=0.1"),
+    ):
+        with pytest.raises(ValueError, match=f"{text}.*'eager'"):
+            attend(layer, x, x, x, documents, **given)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -90,13 +106,15 @@ def test_documents_in_a_sharded_program(name: str) -> None:
     close(torch.cat(fs.simulate(mesh, run)), whole)
 
 
-def attention_of(model: lm.LanguageModel, *batch: Tensor) -> list[tuple[bool, bool]]:
-    """(has a mask, is causal) of each attention of a traced forward."""
+def attention_of(model: lm.LanguageModel, *batch: Tensor) -> list[tuple[Any, Any]]:
+    """(has a mask, is causal) of each attention of a traced forward; ("documents", window) of theirs."""
     specs = fs.presets.full_shard(model.params, fs.make_mesh(shard=2, abstract=True))
     forward = fs.shard_forward(model.hidden, specs, mesh=fs.make_mesh(shard=2, abstract=True))
     graph = forward.lower(model.params, *batch).program.graph
     found = []
     for node in graph.nodes:
+        if node.target is torch.ops.fnshard.document_attention.default:
+            found.append(("documents", node.args[6]))
         if node.target is torch.ops.aten.scaled_dot_product_attention.default:
             args = dict(zip(("q", "k", "v", "mask", "dropout", "causal"), node.args, strict=False))
             args |= {
@@ -110,7 +128,7 @@ def test_one_document_a_row_keeps_the_causal_kernel() -> None:
     model = lm.of(FAMILIES["llama"].build())
     assert attention_of(model, TOKENS) == [(False, True)] * 2
     assert attention_of(model, TOKENS, POSITIONS) == [(False, True)] * 2, "positions are not documents"
-    assert attention_of(model, TOKENS, POSITIONS, DOCUMENTS) == [(True, False)] * 2
+    assert attention_of(model, TOKENS, POSITIONS, DOCUMENTS) == [("documents", 0)] * 2
     # A window that is as long as the row is none.
     wide = transformers.MistralForCausalLM(transformers.MistralConfig(**SMALL, sliding_window=11))
     assert attention_of(lm.of(wide), TOKENS) == [(False, True)] * 2

@@ -144,7 +144,7 @@ class Plain:
         result = self.case.program(
             {**{k: v.view_as(v) for k, v in p.items()}, **own}, *(v.clone() for v in batch)
         )
-        self.buffers[rank] = {k: v.detach() for k, v in own.items()}  # the next backward does not reach this one
+        self.buffers[rank] = {k: v.detach() for k, v in own.items()}  # one backward does not reach another
         self.calls += 1
         if self.calls % (micros * self.case.ranks) == 0:
             self.aggregate()

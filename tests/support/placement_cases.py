@@ -212,6 +212,8 @@ _PRODUCTS = [
      None, False),
     (own.attention.default, f(2, 12, 4, 2), f(2, 4, 4, 2), f(2, 4, 4, 2), None, KEY, 0.3, True, None, True),
     (own.attention.default, f(2, 6, 4, 2), f(2, 2, 4, 2), f(2, 2, 4, 2), None, KEY, 0.3, True, None, True),
+    (own.document_attention.default, f(2, 12, 4, 2), f(2, 4, 4, 2), f(2, 4, 4, 3), i(2, 2, 4), None, True, 2,
+     0.7),
     (own.attention_turn.default, f(2, 6, 4, 2), f(2, 6, 3, 5), [], Draw(1, ()), b(2, 1, 4, 6), 2, False, 0.7),
     (own.attention_turn.default, f(2, 12, 4, 2), f(2, 4, 4, 4), CARRY, Draw(2, ()), None, 2, True, 0.7),
     (own.attention_turn.default, f(6, 4, 2), f(2, 4, 4), [], Draw(1, ()), None, 2, True, 0.7),

@@ -28,6 +28,7 @@ _FUSED = {
     "_scaled_dot_product_efficient_attention": "efficient",
     "_scaled_dot_product_flash_attention_for_cpu": "flash on the CPU",
     "block_attention": "by blocks",
+    "document_attention": "by documents",
 }
 
 
@@ -41,7 +42,8 @@ def backends(source: fx.Graph, forward: fx.Graph) -> Counter[str]:
     names = [getattr(n.target, "__name__", "").partition(".")[0] for n in forward.nodes]
     found = Counter(_FUSED[n] for n in names if n in _FUSED)
     own = torch.ops.fnshard
-    all_of_them = (_ATTENTION, own.attention.default, own.attention_turn.default)
+    names_of = ("attention", "attention_turn", "document_attention")
+    all_of_them = (_ATTENTION, *(getattr(own, name).default for name in names_of))
     math = sum(n.target in all_of_them for n in source.nodes)
     return found + Counter(math=math - found.total())
 

@@ -123,13 +123,13 @@ def block_attention(
     Args: as `_turn`'s; heads of keys and values may be fewer; `first`: it is the queries' own block.
     """
     diagonal = is_causal and first
-    key, value = (_of_all_heads(query, t) for t in (key, value))
+    key, value = (of_all_heads(query, t) for t in (key, value))
     bias, size = _bias(query, key, mask, source, blocks), value.shape[-1]
     kind = _fused(query, mask)
     if not kind:
-        out, weight, top = _by_chunks(query, key, value, bias, diagonal, scale)
+        out, weight, top = by_chunks(query, key, value, bias, diagonal, scale)
         return out, weight, _seen(top, source, is_causal, first)
-    tensors = _padded(kind, query, key, value)
+    tensors = padded(kind, query, key, value)
     if kind == "cpu":
         run = aten._scaled_dot_product_flash_attention_for_cpu
         out, top = run(*tensors, 0.0, diagonal, attn_mask=bias, scale=scale)
@@ -194,14 +194,14 @@ def _of_block(
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of queries, keys and values, where probabilities are exp(scores - top)."""
     shapes = query.shape, key.shape, value.shape
-    key, value = (_of_all_heads(query, t) for t in (key, value))
+    key, value = (of_all_heads(query, t) for t in (key, value))
     bias = _bias(query, key, mask, source, blocks)
     kind = _fused(query, mask)
     if not kind:
-        grads = _by_chunks_backward(query, key, value, bias, is_causal, scale, of_sums, of_weights, top)
+        grads = by_chunks_backward(query, key, value, bias, is_causal, scale, of_sums, of_weights, top)
     else:
         sent = (t.to(query.dtype) for t in (of_sums, _stand_in(of_sums, of_weights)))
-        q, k, v, grad, result = _padded(kind, query, key, value, *sent)
+        q, k, v, grad, result = padded(kind, query, key, value, *sent)
         top = top.reshape(q.shape[:-1]).contiguous()
         if kind == "cpu":
             run = aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -213,18 +213,18 @@ def _of_block(
                 grad, q, k, v, result, top, None, None, *rows, 0.0, is_causal, none, none, scale=scale
             )
     return [
-        _of_shared_heads(g[..., : shape[-1]], shape).to(query.dtype)
+        of_shared_heads(g[..., : shape[-1]], shape).to(query.dtype)
         for g, shape in zip(grads, shapes, strict=True)
     ]
 
 
-def _of_all_heads(query: Tensor, x: Tensor) -> Tensor:
+def of_all_heads(query: Tensor, x: Tensor) -> Tensor:
     """Keys or values once for each of the queries' heads."""
     group = query.shape[-3] // x.shape[-3]
     return x if group == 1 else x.repeat_interleave(group, -3)
 
 
-def _of_shared_heads(grad: Tensor, shape: torch.Size) -> Tensor:
+def of_shared_heads(grad: Tensor, shape: torch.Size) -> Tensor:
     """Summed over the heads that share one."""
     grad = grad.reshape(*shape[:-3], -1, *shape[-2:])
     if grad.shape != shape:
@@ -263,7 +263,7 @@ def _fused(query: Tensor, mask: Tensor | None) -> str:
     return kind
 
 
-def _padded(kind: str, *tensors: Tensor) -> list[Tensor]:
+def padded(kind: str, *tensors: Tensor) -> list[Tensor]:
     """Of four dims and one head size, padded by zeros."""
     most = max(t.shape[-1] for t in tensors)
     most += -most % 8 if kind == "cuda" else 0
@@ -299,9 +299,10 @@ def _chunks(
         yield rows, scores
 
 
-def _by_chunks(
+def by_chunks(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention by plain products, some queries at a time: as `block_attention` gives it."""
     made = wide(query.dtype)
     out = query.new_empty((*query.shape[:-1], value.shape[-1]), dtype=made)
     weight, top = (query.new_empty(query.shape[:-1], dtype=made) for _ in range(2))
@@ -314,10 +315,11 @@ def _by_chunks(
     return out, weight, top
 
 
-def _by_chunks_backward(
+def by_chunks_backward(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, scale: float,
     of_sums: Tensor, of_weights: Tensor, top: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, key and value, where probabilities are exp(scores - top)."""
     to_q, dtype = torch.empty_like(query), query.dtype
     to_key, to_value = (torch.zeros_like(t, dtype=of_sums.dtype) for t in (key, value))
     for rows, scores in _chunks(query, key, bias, is_causal, scale):

@@ -52,7 +52,7 @@ NAMED = {
 
 GROUPS = {
     "matmul": ("mm", "addmm", "bmm", "baddbmm", "convolution"),
-    "attention": ("*scaled_dot_product*", "*flex_attention*", "*block_attention*"),
+    "attention": ("*scaled_dot_product*", "*flex_attention*", "*block_attention*", "*document_attention*"),
 }
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
 from fnshard.compiler.frontend.random import key_at
+from fnshard.compiler.kernels import document_attention  # noqa: F401  (its operator)
 from fnshard.compiler.place.draws import first_drawn, strides_of
 from fnshard.compiler.place.placement import REPLICATED, Split, divides, fits
 from fnshard.compiler.place.strategies import Call, OpStrategy, broadcast, rule
@@ -65,6 +66,33 @@ def _any_attention(call: Call) -> Iterator[OpStrategy]:
                 split,
                 run=partial(_shared_attention, call, take, here),
             )
+
+
+@rule(own.document_attention.default)
+def _documents(call: Call) -> Iterator[OpStrategy]:
+    """Along the rows and heads; along the queries, too, where their sequence is split, of whole keys."""
+    query, key = call.tensors[:2]
+    at, whole = call.current[0], (REPLICATED,) * (len(call.tensors) - 4)
+    along = isinstance(at, Split) and at.dim == 2
+    if along and call.attention == "ring":
+        raise _refused(call, "it is of documents or a window", "'auto', 'ulysses' or 'gather'.")
+    for split in call.splits(query.shape, (2,), even=True) if along and call.attention != "ulysses" else ():
+        if split.outer == 1:
+            yield OpStrategy((split, *[REPLICATED] * 3, *whole), split, run=partial(_rows_of_documents, call))
+    for split in call.splits(query.shape, (0, 1)) if not along or call.attention != "gather" else ():
+        documents = split if split.dim == 0 else REPLICATED
+        if divides(key.shape, split, call.ranks) or query.shape[split.dim] == key.shape[split.dim]:
+            yield OpStrategy((split, split, split, documents, *whole), split)
+        elif split.dim == 1 and (take := _heads_taken(call, split)):
+            inputs = (split, REPLICATED, REPLICATED, documents, *whole)
+            yield OpStrategy(inputs, split, run=partial(_shared_attention, call, take, None))
+    if along and call.attention == "ulysses" and query.shape[1] % call.ranks:
+        raise _refused(call, f"its {query.shape[1]} heads cannot be split", "'gather' or 'auto'.")
+
+
+def _rows_of_documents(call: Call, index: Tensor, *tensors: Tensor) -> Any:
+    offset = index * tensors[0].shape[2]
+    return call.on(tensors[:4], offset=offset if call["offset"] is None else tensors[4] + offset)
 
 
 def _heads_taken(call: Call, split: Split) -> Callable[[Tensor, Tensor], Tensor] | None:

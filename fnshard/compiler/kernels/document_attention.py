@@ -1,0 +1,297 @@
+"""Document attention: each document of a packed row attends to itself, and no tensor is [T, T].
+
+Packing without cross-contamination (Krell et al., 2021). On the CPU the fused kernel runs document by
+document, over windows block by block; on CUDA the variable-length flash kernel (Dao, 2023) takes all at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fnshard.compiler.kernels.block_attention import (
+    by_chunks,
+    by_chunks_backward,
+    of_all_heads,
+    of_shared_heads,
+    padded,
+)  # fmt: skip
+from fnshard.losses.linear import wide
+
+__all__ = ["attention"]
+
+aten = torch.ops.aten
+BLOCK = 256  # queries at once where they see a part of their keys
+DOCUMENTS = 256  # of a row on CUDA, whose kernel is started for so many; with more its result is NaN
+
+
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool = True, documents: Tensor | None = None,
+    window: int | None = None, scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention within the documents of packed rows, in memory and time linear in their number.
+
+    Without documents and window it is torch's `scaled_dot_product_attention`.
+
+    Args:
+        query: [B, H, T, D].
+        key, value: [B, G, T, D] and [B, G, T, V]; G divides H.
+        causal: a query sees no later key.
+        documents: integers [B, T]; a document is a run of equal ones. Padding is one like any other.
+        window: a query sees keys that are less than so many places away.
+        scale: of the scores, D ** -0.5 by default.
+
+    Returns:
+        [B, H, T, V] in the query's dtype.
+
+    Raises:
+        ValueError: shapes that do not fit, a window below 1.
+
+    >>> import torch
+    >>> import fnshard as fs
+    >>> x = torch.randn(1, 2, 5, 4)
+    >>> out = fs.attention(x, x, x, documents=torch.tensor([[1, 1, 1, 2, 2]]))
+    >>> torch.allclose(out[:, :, 3:], fs.attention(x[:, :, 3:], x[:, :, 3:], x[:, :, 3:]), atol=1e-6)
+    True
+    """
+    _check(query, key, value, documents, window)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if documents is None and window is None:
+        heads = query.shape[1] != key.shape[1]
+        return F.scaled_dot_product_attention(
+            query, key, value, is_causal=causal, scale=scale, enable_gqa=heads
+        )
+    if documents is None:
+        documents = torch.zeros(query.shape[0], query.shape[2], dtype=torch.int64, device=query.device)
+    return document_attention(query, key, value, documents, None, causal, window or 0, scale)[0]
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, window: int | None) -> None:
+    rows, heads, length, size = query.shape if query.dim() == 4 else (0, 0, 0, 0)
+    wrong = [
+        f"{name} is {list(t.shape)}, expected [B={rows}, heads that divide {heads}, T={length}, "
+        f"{size if name == 'key' else 'V'}]"
+        for name, t in (("key", key), ("value", value))
+        if t.dim() != 4
+        or (t.shape[0], t.shape[2]) != (rows, length)
+        or not t.shape[1]
+        or heads % t.shape[1]
+        or (name == "key" and t.shape[3] != size)
+    ]
+    if query.dim() != 4:
+        wrong = [f"query is {list(query.shape)}, expected [B, H, T, D]"]
+    elif documents is not None and (
+        documents.shape != (rows, length) or documents.is_floating_point() or documents.is_complex()
+    ):
+        wrong += [
+            f"documents are {documents.dtype} {list(documents.shape)}, expected integers [{rows}, {length}]"
+        ]
+    if window is not None and window < 1:
+        wrong += [f"window is {window}, expected at least 1, the query's own place"]
+    if wrong:
+        raise ValueError("fs.attention: " + "; ".join(wrong))
+
+
+# ------------------------------------------------------------------ the operator
+
+
+@torch.library.custom_op("fnshard::document_attention", mutates_args=())
+def document_attention(
+    query: Tensor, key: Tensor, value: Tensor, documents: Tensor, offset: Tensor | None, is_causal: bool,
+    window: int, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """[B, H, T, V], and the log-sum-exp of each query's scores [B, H, T] in fp32 or fp64.
+
+    Args: as of `attention`, and
+        offset: int64 0-d, the queries' place among the keys, where they are a part of the row.
+        window: 0 for none.
+    """
+    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    lse = query.new_empty(query.shape[:-1], dtype=wide(query.dtype))
+    if _varies(query, offset):
+        runs, total = _lengths(documents)
+        q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in padded("cuda", query, key, value))
+        made = aten._flash_attention_forward(
+            q, k, v, runs, runs, *[query.shape[2]] * 2, 0.0, is_causal, False, scale=scale,
+            **_sides(window, is_causal),
+        )  # fmt: skip
+        rows = made[0].unflatten(0, (query.shape[0], -1)).transpose(1, 2)[..., : value.shape[-1]]
+        out.copy_(torch.where(total < len(runs), rows, torch.nan))
+        lse.copy_(made[1].unflatten(-1, (query.shape[0], -1)).transpose(0, 1))
+        return out, lse
+    for row, at, keys, bias, diagonal in _parts(query, documents, offset, is_causal, window):
+        q, k, v = _of(row, at, query), *(of_all_heads(query, _of(row, keys, t)) for t in (key, value))
+        o, top = _forward(q, k, v, bias, diagonal, scale)
+        out[row, :, at], lse[row, :, at] = o[0], top[0]
+    return out, lse
+
+
+@document_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return query.new_empty((*query.shape[:-1], value.shape[-1])), query.new_empty(
+        query.shape[:-1], dtype=wide(query.dtype)
+    )
+
+
+@torch.library.custom_op("fnshard::document_attention_backward", mutates_args=())
+def document_attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, documents: Tensor,
+    offset: Tensor | None, is_causal: bool, window: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of query, key and value; scores are computed again."""
+    if _varies(query, offset):
+        runs, _ = _lengths(documents)
+        flat = [t.transpose(1, 2).flatten(0, 1) for t in padded("cuda", grad, query, key, value, out)]
+        top = lse.transpose(0, 1).flatten(1).contiguous()
+        none = torch.zeros(2, dtype=torch.int64, device=query.device)  # of random numbers
+        made = aten._flash_attention_backward(
+            *flat, top, runs, runs, *[query.shape[2]] * 2, 0.0, is_causal, none, none, scale=scale,
+            **_sides(window, is_causal),
+        )  # fmt: skip
+        return tuple(
+            g.unflatten(0, (query.shape[0], -1)).transpose(1, 2)[..., : t.shape[-1]].contiguous()
+            for g, t in zip(made, (query, key, value), strict=True)
+        )
+    sums = wide(query.dtype)  # of blocks that see the same keys
+    to_q = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    to_key, to_value = (torch.zeros(t.shape, dtype=sums, device=query.device) for t in (key, value))
+    for row, at, keys, bias, diagonal in _parts(query, documents, offset, is_causal, window):
+        q, k, v = _of(row, at, query), *(of_all_heads(query, _of(row, keys, t)) for t in (key, value))
+        g, o, top = (_of(row, at, t) for t in (grad, out, lse))
+        of_q, *of_others = _backward(g, q, k, v, o, top, bias, diagonal, scale)
+        to_q[row, :, at] = of_q[0]
+        for total, part in zip((to_key, to_value), of_others, strict=True):
+            total[row, :, keys] += of_shared_heads(part, total[row : row + 1, :, keys].shape)[0]
+    return to_q, to_key.to(key.dtype), to_value.to(value.dtype)
+
+
+@document_attention_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(t.new_empty(t.shape) for t in (query, key, value))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.form = inputs[5:]
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:5])
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    query, key, value, out, lse, documents, offset = ctx.saved_tensors
+    made = document_attention_backward(grad, query, key, value, out, lse, documents, offset, *ctx.form)
+    return *made, *[None] * 5
+
+
+document_attention.register_autograd(_differentiate, setup_context=_save)
+
+
+# ------------------------------------------------------------------ part by part, on the CPU
+
+
+def _parts(
+    query: Tensor, documents: Tensor, offset: Tensor | None, is_causal: bool, window: int
+) -> Iterator[tuple[int, slice, slice, Tensor | None, bool]]:
+    """(row, its queries, their keys, what is added to the scores, whether torch's causal mask fits).
+
+    Queries count from the offset of `query`, keys from the row's.
+    """
+    start, length = (0 if offset is None else int(offset)), query.shape[2]
+    for row, ids in enumerate(documents):
+        ends = (ids[1:] != ids[:-1]).nonzero().flatten() + 1
+        for low, high in pairwise([0, *ends.tolist(), len(ids)]):
+            begin, end = max(low, start), min(high, start + length)
+            whole = begin == low and (end == high or is_causal)
+            if whole and (not window or high - low <= window):
+                if begin < end:
+                    keys = slice(low, end if is_causal else high)
+                    yield row, slice(begin - start, end - start), keys, None, is_causal
+                continue
+            for at in range(begin, end, max(BLOCK, window)):
+                to = min(at + max(BLOCK, window), end)
+                keys = slice(
+                    max(low, at - window + 1) if window else low,
+                    to if is_causal else min(high, to + window - 1) if window else high,
+                )
+                yield (
+                    row,
+                    slice(at - start, to - start),
+                    keys,
+                    _bias(query, at, to, keys, is_causal, window),
+                    False,
+                )
+
+
+def _bias(query: Tensor, at: int, to: int, keys: slice, is_causal: bool, window: int) -> Tensor | None:
+    """-inf where a query does not see a key, [1, 1, queries, keys]; None where all are seen."""
+    places = torch.arange(keys.start, keys.stop, device=query.device)
+    distance = torch.arange(at, to, device=query.device).unsqueeze(1) - places
+    hidden = distance < (0 if is_causal else -(window or len(places)) + 1)
+    hidden |= distance >= (window or to)
+    return torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, -torch.inf)[
+        None, None
+    ]
+
+
+def _of(row: int, places: slice, x: Tensor) -> Tensor:
+    return x[row : row + 1, :, places]
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, diagonal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    if q.device.type != "cpu":
+        out, weight, top = by_chunks(q, k, v, bias, diagonal, scale)
+        return out, top + weight.log()
+    size, (q, k, v) = v.shape[-1], padded("cpu", q, k, v)
+    run = aten._scaled_dot_product_flash_attention_for_cpu
+    out, top = run(q, k, v, 0.0, diagonal, attn_mask=bias, scale=scale)
+    return out[..., :size], top.reshape(q.shape[:-1])
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bias: Tensor | None,
+    diagonal: bool, scale: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    if q.device.type != "cpu":
+        grad, out = grad.to(lse.dtype), out.to(lse.dtype)
+        return by_chunks_backward(q, k, v, bias, diagonal, scale, grad, -(grad * out).sum(-1), lse)
+    sizes = [t.shape[-1] for t in (q, k, v)]
+    grad, q, k, v, out = padded("cpu", grad, q, k, v, out)
+    run = aten._scaled_dot_product_flash_attention_for_cpu_backward
+    made = run(grad, q, k, v, out, lse, 0.0, diagonal, attn_mask=bias, scale=scale)
+    return tuple(g[..., :size] for g, size in zip(made, sizes, strict=True))
+
+
+# ------------------------------------------------------------------ all at once, on CUDA
+
+
+def _varies(query: Tensor, offset: Tensor | None) -> bool:
+    """Whether the variable-length flash kernel takes it; it does not see a part of a row's queries."""
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return query.device.type == "cuda" and half and query.shape[-1] <= 256 and offset is None
+
+
+def _lengths(documents: Tensor) -> tuple[Tensor, Tensor]:
+    """Where documents of all rows begin and end, int32, as many as there may be; and how many there are.
+
+    No value is read on the host: what is left over is empty.
+    """
+    rows, length = documents.shape
+    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True).flatten()
+    most = rows * min(length, DOCUMENTS)
+    places = torch.arange(rows * length, dtype=torch.int32, device=documents.device)
+    at = torch.where(begins, begins.cumsum(0) - 1, most + 1).clamp(max=most + 1)
+    runs = torch.full((most + 2,), rows * length, dtype=torch.int32, device=documents.device)
+    return runs.scatter_(0, at, places)[: most + 1], begins.sum()
+
+
+def _sides(window: int, is_causal: bool) -> dict[str, int]:
+    """Of the flash kernel's window."""
+    if not window:
+        return {}
+    return {"window_size_left": window - 1, "window_size_right": 0 if is_causal else window - 1}

@@ -1,0 +1,72 @@
+"""Attention of transformers' models over packed documents, by its registry of implementations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fnshard.compiler.kernels.document_attention import attention
+from fnshard.errors import MissingExtraError
+
+NAME = "fnshard"
+
+
+def register_attention() -> str:
+    """Make `fs.attention` an implementation of transformers' attention, and return its name.
+
+    A model that has it takes the documents of its rows as an attention mask of integers [B, 1, 1, T], and
+    makes no mask of T x T; windows are the model's own. With any other mask, and without one, it is "sdpa".
+
+    Raises:
+        MissingExtraError: transformers is not installed.
+
+    >>> import fnshard as fs
+    >>> model.set_attn_implementation(fs.hf.register_attention())  # doctest: +SKIP
+    >>> model(tokens, position_ids=positions, attention_mask=documents[:, None, None])  # doctest: +SKIP
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+    except ImportError as error:
+        raise MissingExtraError(
+            "fs.hf.register_attention is for models of transformers 5 and later, which is not installed.",
+            fix="pip install fnshard[finetune].",
+        ) from error
+
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    return NAME
+
+
+_UNKNOWN = ("softcap", "s_aux", "position_bias")
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    mask = attention_mask
+    if mask is None or mask.dtype == torch.bool or mask.is_floating_point():
+        return sdpa_attention_forward(
+            module, query, key, value, mask, dropout, scaling, sliding_window=sliding_window, **kwargs
+        )
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    kind = kinds[module.layer_idx] if kinds else ""
+    wrong = [f"{name}={kwargs[name]!r:.40}" for name in _UNKNOWN if kwargs.get(name) is not None]
+    wrong += [f"dropout={dropout}"] if dropout else []
+    wrong += ["a window that it does not pass on"] if "sliding" in kind and sliding_window is None else []
+    if wrong:
+        raise ValueError(
+            f"{type(module).__name__} attends with {', '.join(wrong)}, which fs.attention does not know: "
+            "pass a mask of T x T, or set_attn_implementation('eager')."
+        )
+    causal = kwargs.get("is_causal")
+    made = attention(
+        query, key, value, causal=getattr(module, "is_causal", True) if causal is None else causal,
+        documents=mask[:, 0, 0], window=sliding_window, scale=scaling,
+    )  # fmt: skip
+    return made.transpose(1, 2).contiguous(), None
