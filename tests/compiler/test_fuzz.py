@@ -230,6 +230,13 @@ KEPT = {
         """,
         shapes={"u.w": (4,), "v.w": (4,)}, axes={"shard": 2},
     ),
+    "as_strided of leaves and micro-batches, which lie in larger memory": kept(
+        """
+        w = p["u.w"].as_strided((2,), (2,), p["u.w"].storage_offset()) * p["u.v"][:2]
+        return (x[:, 1:].as_strided((2, 1, 2), (1, 2, 1), x.storage_offset()).sin() * w).sum()
+        """,
+        shapes={"u.v": (3,), "u.w": (4,)}, axes={"shard": 2}, options={"accumulate": 2},
+    ),
     "statistics of a norm whose result nobody reads": kept(
         """
         F.batch_norm(x, p["u.b"], p["u.c"].abs_(), training=True)

@@ -269,6 +269,7 @@ REFUSED = (
     "whose forward takes a context",  # next to torch.autograd.grad or vjp, as in torch.func
     "whose backward is once_differentiable",  # there, too
     "registers a gradient hook",  # next to torch.autograd.grad, or where lengths depend on data
+    "whose strides are not those of a copy",  # an input that is written to by as_strided
     "changes requires_grad of",  # a buffer, by what is written in a later turn
 )
 

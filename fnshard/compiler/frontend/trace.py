@@ -46,7 +46,7 @@ from fnshard.compiler.ir.program import Input, Outputs, Program, propagate
 from fnshard.compiler.ir.source_lines import user_traceback
 from fnshard.compiler.rewrites.causal_mask import recognise_causal
 from fnshard.compiler.rewrites.hooks import apply_hooks
-from fnshard.compiler.rewrites.in_place import functionalize
+from fnshard.compiler.rewrites.in_place import functionalize, index_strided
 from fnshard.compiler.rewrites.rounding import keep_rounding
 from fnshard.errors import TraceError
 from fnshard.layout.spec import LayoutSpec
@@ -317,6 +317,8 @@ def remove_writes(source: Source, traced: Traced) -> Traced:
     with traced.program.fake_mode, torch.set_grad_enabled(source.differentiate):
         pure = functionalize(traced.program.graph)
         if pure is not traced.program.graph:
+            propagate(pure, traced.examples())
+        if index_strided(pure):
             propagate(pure, traced.examples())
     return replace(traced, program=replace(traced.program, graph=pure))
 

@@ -61,22 +61,26 @@ def functionalize(graph: fx.Graph) -> fx.Graph:
 def _check_bases(graph: fx.Graph) -> None:
     """Refuse writes to tensors with gaps or overlaps where strides show: a copy of such a tensor is dense."""
     bases: dict[int, fx.Node] = {}
-    strided: set[int] = set()
+    strided: set[fx.Node] = set()
     for node in graph.nodes:
         for memory in _memories(node):
             bases.setdefault(memory, node)
-        if node.target is aten.as_strided.default:
-            strided |= _memories(node)
+        views = {n for n in node.all_input_nodes if n in strided and _memories(n) & _memories(node)}
+        if node.target is aten.as_strided.default or views:
+            strided.add(node)
+    looked_into = {memory for node in strided for memory in _memories(node)}
     wrong = {}
     for node in graph.nodes:
-        for memory in {m for n in mutated_args(node) for m in _memories(n)}:
+        for memory, target in {(m, n) for n in mutated_args(node) for m in _memories(n)}:
             value = next(v for v in _tensors(bases[memory]) if storage_id(v) == memory)
-            shown = "overlaps itself" if _overlaps(value) else "has gaps" if memory in strided else ""
+            shown = "overlaps itself" if _overlaps(value) else "has gaps" if memory in looked_into else ""
             if shown and aten.clone.default(value).stride() != value.stride():
                 wrong[memory] = (node, f"{describe(value)} with strides {list(value.stride())} {shown}")
+            elif target in strided and bases[memory].op == "placeholder":  # a part of a larger tensor
+                wrong[memory] = (node, f"{describe(value)}, an input, by as_strided")
     if wrong:
         raise refused_at(
-            f"`fn` writes in place to {len(wrong)} tensor(s) that are not dense, by their strides:",
+            f"`fn` writes in place to {len(wrong)} tensor(s) whose strides are not those of a copy:",
             list(wrong.values()),
             "make it dense (torch.empty, .contiguous()), or read it by index and slice, not by as_strided.",
         )
@@ -324,3 +328,41 @@ def _tensors(node: fx.Node) -> list[Tensor]:
 
 def _memories(node: fx.Node) -> set[int]:
     return {storage_id(value) for value in _tensors(node)}
+
+
+def index_strided(graph: fx.Graph) -> bool:
+    """Make `as_strided` an index of the dense tensor whose memory it is; whether there was any.
+
+    The op's offset counts from the start of the memory. A program is traced with tensors that have their own;
+    a step's leaves, micro-batches and saved values may be parts of larger ones.
+
+    Args:
+        graph: without writes; its new nodes have no values yet.
+    """
+    bases: dict[int, fx.Node] = {}
+    for node in graph.nodes:
+        if isinstance(node.meta.get("val"), Tensor):
+            bases.setdefault(storage_id(node.meta["val"]), node)
+    changed = False
+    for node in graph.find_nodes(op="call_function", target=aten.as_strided.default):
+        value = node.meta["val"]
+        base = bases[storage_id(value)]
+        if not base.meta["val"].is_contiguous() or base.meta["val"].storage_offset():
+            continue
+        with graph.inserting_before(node):
+            add = graph.call_function
+            places = add(
+                aten.full.default,
+                ([1] * value.dim(), value.storage_offset()),
+                {"dtype": torch.int64, "device": value.device},
+            )
+            for dim, (size, stride) in enumerate(zip(value.shape, value.stride(), strict=True)):
+                row = add(aten.arange.start_step, (0, size), {"dtype": torch.int64, "device": value.device})
+                row = add(aten.view.default, (row, [size if d == dim else 1 for d in range(value.dim())]))
+                places = add(aten.add.Tensor, (places, row), {"alpha": stride})
+            new = add(aten.index.Tensor, (add(aten.view.default, (base, [-1])), [places]))
+        new.meta |= {k: v for k, v in node.meta.items() if k in _KEPT}
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+        changed = True
+    return changed
