@@ -61,6 +61,7 @@ CASES = {
     "collectives": Case("micro:collectives", {"rounds": 7}, on_ranks=True),
     "executor": Case("micro:executor", {"rounds": 200}),
     "loss": Case("micro:loss", {"rows": 4, "length": 512, "rounds": 3}),
+    "documents": Case("micro:documents", {"rows": 1, "length": 8192, "rounds": 3}),
     "lengths": Case("micro:lengths", {"rows": 2, "length": 1000, "steps": 1000, "size": "5m"}),
     "starts": Case("jobs:starts", {"rounds": 5}),
     "watch": Case("jobs:watch", {"rounds": 3, "steps": 100}),
@@ -94,7 +95,7 @@ class BenchConfig:
         every: of checkpoint, steps from one save to the next.
         mb: of collectives, sizes in MiB.
         vocab, frozen: of loss: words, and whether the head has no gradient, as under LoRA.
-        lengths: how many from 100 to `length`.
+        lengths: how many from 100 to `length`; of documents, how many a row has.
         checkout: of starts, another checkout that takes turns with this one.
         overrides: of starts, watch and loader, words for `python -m experiments.train`.
         folder: of checkpoint, on the disk to be measured; of gpu, where results lie (outputs/gpu).

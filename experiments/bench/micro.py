@@ -1,4 +1,4 @@
-"""Cases of one mechanism each: `collectives`, `executor`, `loss`, `lengths`."""
+"""Cases of one mechanism each: `collectives`, `executor`, `loss`, `documents`, `lengths`."""
 
 from __future__ import annotations
 
@@ -182,6 +182,38 @@ def loss(config: BenchConfig, folder: Path) -> Result:
         rows.append([name, f"{size / 1e6:.1f}", share, milliseconds(seconds[name])])
     note = f"{tokens} tokens x {width}, {config.vocab} words; gradients differ by {apart:.1e} of the largest"
     return Result(rows, ["", note], {"bytes": bytes_, "apart": apart, "seconds": seconds})
+
+
+# ------------------------------------------------------------------ documents
+
+
+def documents(config: BenchConfig, folder: Path) -> Result:
+    """What does attention to packed documents cost, next to a mask of T x T? And are its gradients right?"""
+    torch.set_num_threads(1)
+    generator, length = torch.Generator().manual_seed(config.seed), config.length
+    shape = config.rows, config.model.heads, length, config.model.width // config.model.heads
+    tensors = [torch.randn(shape, generator=generator).to(config.compute_dtype) for _ in range(3)]
+    tensors = [t.requires_grad_() for t in tensors]
+    ids = torch.arange(config.lengths).repeat_interleave(-(-length // config.lengths))[:length]
+    ids = ids.expand(config.rows, length)
+    mask = (ids[:, None, :, None] == ids[:, None, None]).tril()
+    attentions = {
+        "mask": partial(F.scaled_dot_product_attention, *tensors, mask),
+        "documents": partial(fs.attention, *tensors, documents=ids),
+    }
+    works = {
+        n: lambda f=f: torch.autograd.grad(f().float().square().sum(), tensors) for n, f in attentions.items()
+    }
+    seconds = interleaved(works, config.rounds)
+    apart = max(
+        ((a - b).abs().max() / a.abs().max()).item()
+        for a, b in zip(*(w() for w in works.values()), strict=True)
+    )
+    shares = [s / m for s, m in zip(seconds["documents"], seconds["mask"], strict=True)]
+    rows = [["attention and backward", "ms", "/ mask"], ["mask", milliseconds(seconds["mask"]), "1.000"]]
+    rows += [["documents", milliseconds(seconds["documents"]), f"{median(shares):.3f}"]]
+    note = f"{list(shape)}, {config.lengths} documents a row; gradients differ by {apart:.1e} of the largest"
+    return Result(rows, ["", note], {"apart": apart, "seconds": seconds})
 
 
 # ------------------------------------------------------------------ lengths

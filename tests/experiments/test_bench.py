@@ -219,6 +219,7 @@ def test_checkpoints_of_both_kinds_are_saved_and_restored_in_turn(command):
         ("executor", ["rounds=2"]),
         ("predict", ["ranks=1", "rounds=1", "backend=eager", "plans=[5m-full_shard]"]),
         ("loss", [*TINY, "vocab=512"]),
+        ("documents", ["size=tiny", "length=64", "rounds=1"]),
         ("lengths", ["size=tiny", "length=120", "steps=4", "lengths=3", "backend=eager"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
