@@ -13,6 +13,7 @@ import torch.distributed as dist
 from experiments import python_path
 from experiments.bench.config import BenchConfig, read
 from experiments.bench.measure import show
+from fnshard.compiler.frontend.contexts import CUBLAS
 from fnshard.launcher.local import launch, run_rank
 from fnshard.mesh.process_group import make_group
 
@@ -22,7 +23,7 @@ TIMEOUT_S = 600.0  # after which a silent rank is an error
 def environment(config: BenchConfig) -> dict[str, str]:
     """Of the processes of a case."""
     threads = {"OMP_NUM_THREADS": "1"} if config.device == "cpu" else {}
-    return {"PYTHONPATH": python_path(), **threads}
+    return {"PYTHONPATH": python_path(), **CUBLAS, **threads}
 
 
 def start(config: BenchConfig, folder: Path) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from fnshard.compiler.frontend.contexts import CUBLAS
 from fnshard.errors import LaunchError
 from fnshard.launcher.post_mortem import ERRORS, PostMortem
 from fnshard.launcher.rank import LOGS, function_command, run_rank
@@ -128,6 +129,7 @@ def _run(
         meeting: a folder for the ranks' files.
     """
     common = {
+        **{name: os.environ.get(name, value) for name, value in CUBLAS.items()},
         LOGS: str(logs),
         LAUNCHER: str(os.getpid()),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(cpu_threads(ranks)),

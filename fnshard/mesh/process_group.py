@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from fnshard.errors import CollectiveError, SpecError
-from fnshard.mesh.waits import LEAVE, STOP_S, Place, peers
+from fnshard.mesh.waits import LEAVE, STOP_S, Place, peers, ranks_text
 
 MEET_S = 60.0  # that ranks have to come at the least: some import for longer than a collective may take
 POLL_S = 0.05
@@ -142,7 +142,7 @@ def join_group(
     else:
         store = _met(rank, world, patience, asked)
         store = dist.PrefixStore(_name_of_start(store, rank, world, patience, asked), store)
-    _wait_for_all(store, rank, world, patience, asked)
+    _wait_for_all(store, rank, world, patience, asked, "" if device_type == "cpu" else _name_of_device())
     store.set_timeout(timeout)
     make_group(device_type, store, rank, world, timeout)
     peers().asked, peers().timeout = asked, timeout_s
@@ -151,15 +151,15 @@ def join_group(
 def make_group(
     device_type: str, store: dist.Store, rank: int, world: int, timeout: datetime.timedelta
 ) -> None:
-    """Make the default process group: gloo for CPU tensors and, on an accelerator, its own backend for the
-    others, which is bound to this rank's device."""
-    backend, device = "gloo", None
+    """Make the default process group: gloo for CPU tensors and, on an accelerator, its own backend.
+
+    It is not bound to a device, for that would start a communicator that no step uses, and each group of a
+    mesh would be split from it by all ranks.
+    """
+    backend = "gloo"
     if device_type != "cpu":
         backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
-        device = torch.device(device_type, torch.accelerator.current_device_index())
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device
-    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     _joined.append(device_type)
 
 
@@ -212,19 +212,38 @@ def _not_met(
     return CollectiveError(message, [who], fix)
 
 
+def _name_of_device() -> str:
+    """Of this rank's accelerator, unique among machines."""
+    index = torch.accelerator.current_device_index()
+    own = torch.cuda.get_device_properties(index).uuid if torch.cuda.is_available() else index
+    return f"device {own} of {socket.gethostname()}"
+
+
 def _wait_for_all(
-    store: dist.Store, rank: int, world: int, timeout: datetime.timedelta, asked: Callable[[], bool]
-) -> None:
+    store: dist.Store, rank: int, world: int, timeout: datetime.timedelta, asked: Callable[[], bool],
+    device: str,
+) -> None:  # fmt: skip
     """Until all ranks have come to the store.
+
+    Args:
+        device: the name of this rank's own, "" for a CPU.
 
     Raises:
         CollectiveError: some did not come in time, by rank.
+        SpecError: several ranks have one device, which NCCL cannot serve.
     """
     keys = [f"here/{r}" for r in range(world)]
-    store.set(keys[rank], "")
+    store.set(keys[rank], device)
     if not _came(lambda: store.check(keys), timeout, asked):
         missing = [r for r in range(world) if not store.check([keys[r]])]
         raise _not_met(rank, world, timeout, missing, asked)
+    same = [r for r in range(world) if device and store.get(keys[r]).decode() == device]
+    if len(same) > 1:
+        raise SpecError(
+            f"one {device} for {ranks_text(same)}: its collectives need a device for each rank.",
+            fix="as many ranks on a machine as it has devices (CUDA_VISIBLE_DEVICES says which they see), or "
+            'device="cpu".',
+        )
 
 
 def _met(rank: int, world: int, timeout: datetime.timedelta, asked: Callable[[], bool]) -> dist.Store:

@@ -125,9 +125,11 @@ def _mapped_file(disk_dir: str | None, nbytes: int) -> mmap.mmap:
 
 
 def send(value: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device, issued without a wait: pageable memory is pinned first, or the host waits."""
-    if device.type != "cpu" and value.device.type == "cpu" and not value.is_pinned():
-        value = value.pin_memory()
+    """A copy on the device, issued without a wait: for it is pinned first, and
+    contiguous, where it is not."""
+    if device.type != "cpu" and value.device.type == "cpu":
+        value = value.contiguous()  # what is strided would be copied to pageable memory once more
+        value = value if value.is_pinned() else value.pin_memory()
     return value.to(device, non_blocking=True)
 
 

@@ -37,7 +37,8 @@ def main():
     dist.all_reduce(total, group=mesh.get_group("shard"))
     print("hello from", rank)
     with open(f"{out}/{rank}.json", "w") as file:
-        json.dump([total.item(), torch.get_num_threads(), os.environ["GLOO_SOCKET_IFNAME"]], file)
+        names = "GLOO_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG"
+        json.dump([total.item(), torch.get_num_threads(), *map(os.environ.get, names)], file)
 """
 
 
@@ -47,9 +48,9 @@ def test_normal_job(tmp_path, capfd, monkeypatch):
     environment, handlers = dict(os.environ), [signal.getsignal(s) for s in launcher.SIGNALS]
     run(tmp_path, REDUCE)
     for rank in range(2):
-        total, threads, interface = json.loads((tmp_path / f"{rank}.json").read_text())
+        total, threads, interface, workspace = json.loads((tmp_path / f"{rank}.json").read_text())
         assert (total, threads) == (6.0, launcher.cpu_threads(2))
-        assert interface == launcher.LOOPBACK
+        assert interface == launcher.LOOPBACK and workspace == ":4096:8"
     shown = capfd.readouterr().out
     assert "hello from 0" in shown and "hello from 1" not in shown
     for rank in range(2):

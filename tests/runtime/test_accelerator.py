@@ -16,13 +16,15 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import fnshard as fs
-from fnshard import SpecError
+from fnshard import SpecError, StateError
 from fnshard.compiler import lower
+from fnshard.compiler.frontend import contexts
 from fnshard.debug.batch import on_device
 from fnshard.launcher import post_mortem
 from fnshard.mesh import process_group
 from fnshard.runtime.collectives import base
 from fnshard.runtime.collectives.base import Group
+from fnshard.runtime.tiers import send
 from fnshard.step import lowered
 
 CUDA = fs.make_mesh(shard=2, device="cuda", abstract=True)
@@ -43,7 +45,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     for name, value in found.items():
         monkeypatch.setattr(torch.accelerator, name, value)
     monkeypatch.setattr(
-        dist, "init_process_group", lambda backend, **how: seen.groups.append((backend, how["device_id"]))
+        dist, "init_process_group", lambda backend, **how: seen.groups.append((backend, "device_id" in how))
     )
     monkeypatch.setattr(process_group, "_joined", [])
     monkeypatch.setattr(process_group, "_wait_for_all", lambda *_: None)
@@ -63,9 +65,27 @@ def test_a_rank_has_its_own_gpu_whether_it_sees_all_or_one(
     for name, value in there.items():
         monkeypatch.setenv(name, value)
     process_group.join_group()
-    assert gpus.groups == [("cpu:gloo,cuda:nccl", torch.device(device))]
+    assert gpus.groups == [("cpu:gloo,cuda:nccl", False)]  # a device would start a communicator nobody uses
+    assert torch.device("cuda", gpus.index) == torch.device(device)
     process_group.join_group("cpu")
-    assert gpus.groups[1:] == [("gloo", None)]
+    assert gpus.groups[1:] == [("gloo", False)]
+
+
+def test_ranks_that_share_a_gpu_are_one_error():
+    store, soon = dist.HashStore(), datetime.timedelta(seconds=5)
+    for rank, device in enumerate(("device 7 of a", "device 7 of a", "device 7 of b")):
+        store.set(f"here/{rank}", device)
+    with pytest.raises(SpecError, match=r"(?s)one device 7 of a for rank 0, 1:.*Fix: as many ranks"):
+        process_group._wait_for_all(store, 0, 3, soon, lambda: False, "device 7 of a")
+    process_group._wait_for_all(store, 2, 3, soon, lambda: False, "device 7 of b")
+    process_group._wait_for_all(store, 0, 3, soon, lambda: False, "")  # CPUs may
+
+
+def test_what_is_strided_is_pinned_as_it_is_copied(monkeypatch):
+    pinned: list[bool] = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: (pinned.append(t.is_contiguous()), t)[1])
+    assert send(torch.ones(4, 6)[:, :-1], torch.device("meta")).shape == (4, 5)
+    assert pinned == [True]
 
 
 def test_no_device_is_an_error(gpus):
@@ -85,14 +105,16 @@ def test_a_cpu_rank_leaves_without_a_call_of_the_driver(gpus, monkeypatch, devic
 
 def test_nccls_communicators_go_before_kernels_and_give_up_in_time(monkeypatch):
     made: list[dict[str, Any]] = []
-    nccl = SimpleNamespace(Options=lambda **how: how)
+    nccl = SimpleNamespace(Options=SimpleNamespace)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
     monkeypatch.setattr(dist, "new_subgroups_by_enumeration", lambda *_, **how: (made.append(how), [])[::-1])
     monkeypatch.setattr(base, "peers", Mock())
     group = Group(CUDA, timeout=10.0)
     group.group(("shard",), "gather")
     (own,) = made
-    assert own["pg_options"] == {"is_high_priority_stream": True} and own["timeout"].total_seconds() == 10.0
+    options = own["pg_options"]
+    assert options.is_high_priority_stream and options._timeout == own["timeout"]
+    assert own["timeout"].total_seconds() == 10.0
 
 
 # ------------------------------------------------------------------ what fails
@@ -177,6 +199,21 @@ def test_who_is_still_at_work_when_nccls_watchdog_ends_the_others_is_named(tmp_p
 
 
 # ------------------------------------------------------------------ the same bits again
+def test_a_deterministic_step_after_a_product_without_its_workspace_is_one_error(monkeypatch):
+    class Ones:
+        def mm(self, other):
+            raise RuntimeError("Deterministic behavior was enabled ... set CUBLAS_WORKSPACE_CONFIG=:4096:8")
+
+    contexts._check_products.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: Ones())
+    late = pytest.raises(StateError, match=r"(?s)comes too late.*CUBLAS_WORKSPACE_CONFIG=:4096:8")
+    with late, contexts.deterministic(True):
+        pytest.fail("the block must not run")
+    assert not torch.are_deterministic_algorithms_enabled()
+    contexts._check_products.cache_clear()
+
+
 def test_a_deterministic_step_is_so_where_it_is_traced_compiled_and_run(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     seen: dict[str, list[bool]] = {"trace": [], "compile": [], "run": []}

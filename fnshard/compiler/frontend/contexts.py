@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fnshard.compiler.frontend.transforms import is_of_a_level
 from fnshard.compiler.ir.containers import Contents, TensorSnapshot, is_plain, one_run
 from fnshard.compiler.ir.guard import CACHE, Reachable, written
-from fnshard.errors import TraceError
+from fnshard.errors import StateError, TraceError
 
+CUBLAS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # else torch refuses cuBLAS in a deterministic run
 CLOSURE_LIMIT_bytes = 1 << 20  # of a tensor that `fn` closes over
 LOCK = threading.RLock()  # the tracer patches torch's globals: one trace at a time
 _AUTOCAST_DEVICES = [d for d in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(d)]
@@ -45,12 +47,16 @@ def deterministic(on: bool) -> Iterator[None]:
     """Where `on`, torch's deterministic algorithms and Inductor's.
 
     The switch is the process's, and ranks may be threads: the last to leave puts it back. The environment's
-    CUBLAS_WORKSPACE_CONFIG stays set: cuBLAS reads it once.
+    CUBLAS_WORKSPACE_CONFIG stays set: torch reads it once, at the process's first product on a GPU.
+
+    Raises:
+        StateError: that product was made without it.
     """
     if not on:
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else torch refuses cuBLAS
+    for name, value in CUBLAS.items():
+        os.environ.setdefault(name, value)
     with _exact_lock:
         chosen = (
             torch.are_deterministic_algorithms_enabled(),
@@ -59,12 +65,29 @@ def deterministic(on: bool) -> Iterator[None]:
         _exact.append(_exact[0] if _exact else chosen)
         torch.use_deterministic_algorithms(True)
     try:
+        if torch.cuda.is_initialized():
+            _check_products()
         yield
     finally:
         with _exact_lock:
             before, warns = _exact.pop()
             if not _exact:
                 torch.use_deterministic_algorithms(before, warn_only=warns)
+
+
+@cache
+def _check_products() -> None:
+    one = torch.ones(1, 1, device="cuda")
+    try:
+        one.mm(one)
+    except RuntimeError as error:
+        if (name := next(iter(CUBLAS))) not in str(error):
+            raise
+        raise StateError(
+            f"deterministic=True comes too late: this process multiplied on the GPU before, without {name}.",
+            fix=f"start it with {name}={CUBLAS[name]}, as fs.launch does, or set it in os.environ before the "
+            "first product.",
+        ) from error
 
 
 class Surroundings:

@@ -440,6 +440,7 @@ class Group:
             options = None
             if backend == "nccl":  # kernels that fill the device must not keep communication waiting
                 options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+                options._timeout = timeout  # another one than `timeout=` is a warning for each group
             group, _ = dist.new_subgroups_by_enumeration(
                 [list(ranks) for ranks in every], timeout=timeout, backend=backend, pg_options=options
             )
