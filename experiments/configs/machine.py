@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from experiments.configs.train import ConfigError
+from experiments.configs.train import AUTO, ConfigError
 from experiments.trackers.registry import check_installed
 from fnshard.checkpoint.replicas import most_copies
 from fnshard.errors import report
@@ -17,7 +17,7 @@ CPU_RANKS = 2  # where there is no accelerator and nobody says how many
 
 
 def place(config: Any, *, accelerators: Mapping[str, int], world: int | None = None, nodes: int = 1) -> Any:
-    """`config` with `run.device` and `mesh.shard` filled in from what there is.
+    """`config` with `run.device`, `mesh.shard` and `precision` filled in from what there is.
 
     Args:
         accelerators: devices by type, `{"cuda": 8}`; empty on a machine without.
@@ -68,10 +68,12 @@ def place(config: Any, *, accelerators: Mapping[str, int], world: int | None = N
             f"Fix: run.replicas={most}, or more nodes."
         )
     _check_rows(config, mesh.data_ranks)
+    sums = ranks > 1 or config.run.accumulate > 1 or config.strategy.name == AUTO
     return replace(
         config,
         mesh=mesh,
         run=replace(config.run, device=device),
+        precision=config.precision.on(device, sums),
     )
 
 

@@ -44,8 +44,8 @@ def tensor_axis(mesh: fs.Mesh) -> str | None:
 
 
 def dtypes_of(precision: PrecisionConfig) -> dict[str, torch.dtype]:
-    """The dtypes of a `LayoutSpec`, by field."""
-    return {f"{field}_dtype": getattr(torch, name) for field, name in vars(precision).items()}
+    """The dtypes of a `LayoutSpec`, by field; fp32 for null."""
+    return {f"{field}_dtype": getattr(torch, name or "float32") for field, name in vars(precision).items()}
 
 
 def plan_of(

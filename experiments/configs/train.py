@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -101,12 +101,21 @@ class StrategyConfig:
 
 @configuration
 class PrecisionConfig:
-    """dtypes of the stored parameters, of compute, of gradients on the wire, of the optimizer."""
+    """dtypes of the stored parameters, of compute, of gradients that are summed, of the optimizer; null: what
+    the device is fast in."""
 
-    storage: Dtype = "float32"
-    compute: Dtype = "float32"
-    reduce: Dtype = "float32"
-    optimizer: Dtype = "float32"
+    storage: Dtype | None = None
+    compute: Dtype | None = None
+    reduce: Dtype | None = None
+    optimizer: Dtype | None = None
+
+    def on(self, device: str, sums: bool) -> PrecisionConfig:
+        """With no null: fp32 on CPUs; elsewhere bf16 and an fp32 master, and fp32 gradients where ranks or
+        micro-batches are summed."""
+        fast = "float32" if device == "cpu" else "bfloat16"
+        chosen = dict.fromkeys(("storage", "compute", "reduce", "optimizer"), fast) | {"optimizer": "float32"}
+        chosen |= {"reduce": "float32"} if sums else {}
+        return replace(self, **{name: value for name, value in chosen.items() if getattr(self, name) is None})
 
 
 @configuration

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,6 +74,8 @@ def explain(config: ExplainConfig) -> Paper:
     """Lower the configuration's step; nothing is compiled, nothing runs."""
     name, gigabytes, found = config.hardware.name, config.run.device_gb, None
     hardware = fs.Hardware.measure() if name == "measure" else fs.Hardware.named(name)
+    device = "cpu" if name in ("cpu", "measure") else "cuda"
+    config = replace(config, precision=config.precision.on(device, sums=True))
     device_bytes = hardware.memory_bytes if gigabytes is None else int(gigabytes * 1e9)
     axes = {name: size for name, size in config.mesh.axes.items() if size > 1 or name == "shard"}
     # "cpu" in name only: an abstract mesh stands for accelerators, and needs none here.

@@ -43,7 +43,7 @@ def test_every_file_of_conf_composes(choice):
     placed = place(compose(choice, *needs.get(choice, [])), accelerators={})
     assert schema.build(dataclasses.asdict(placed)) == placed  # as a rank reads it back
     group, name = choice.split("=")
-    if group in ("optimizer", "schedule") or name in configs.STRATEGIES:
+    if group in ("optimizer", "schedule") or (group == "strategy" and name in configs.STRATEGIES):
         assert getattr(placed, group).name == name
 
 
@@ -106,6 +106,22 @@ def placed(*overrides: str, gpus: int = 0, world: int | None = None, nodes: int 
 def test_ranks_are_all_there_are_or_as_many_as_asked(overrides, gpus, world, expected):
     config = placed(*overrides, gpus=gpus, world=world)
     assert (config.run.device, config.mesh.replicate, config.mesh.shard) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpus", "expected"),
+    [
+        ([], 0, ("float32", "float32", "float32")),
+        ([], 1, ("bfloat16", "bfloat16", "bfloat16")),  # nothing is summed
+        (["run.accumulate=2"], 1, ("bfloat16", "bfloat16", "float32")),
+        ([], 8, ("bfloat16", "bfloat16", "float32")),
+        (["precision=bf16"], 8, ("float32", "bfloat16", "float32")),
+        (["precision.storage=float32"], 1, ("float32", "bfloat16", "bfloat16")),
+    ],
+)
+def test_precision_is_what_the_device_is_fast_in_with_an_fp32_optimizer(overrides, gpus, expected):
+    found = placed(*overrides, gpus=gpus).precision
+    assert (found.storage, found.compute, found.reduce) == expected and found.optimizer == "float32"
 
 
 def test_several_nodes_have_the_ranks_of_all():
