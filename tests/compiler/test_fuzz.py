@@ -237,6 +237,16 @@ KEPT = {
         """,
         shapes={"u.v": (3,), "u.w": (4,)}, axes={"shard": 2}, options={"accumulate": 2},
     ),
+    "writes to conjugates and negatives, which are lazy views": kept(
+        """
+        a = torch.complex(x, x * p["u.w"])
+        b = a.mH
+        b[..., 0].mul_(torch.complex(x, x).mT[..., 0])
+        a.conj().imag.add_(1.0)
+        return ((a.mT * b).real + a.imag.mT).square().mean()
+        """,
+        shapes={"u.w": (4,)},
+    ),
     "statistics of a norm whose result nobody reads": kept(
         """
         F.batch_norm(x, p["u.b"], p["u.c"].abs_(), training=True)

@@ -303,7 +303,7 @@ RAGGED: dict[str, Row] = {
 # Gradients are of the loss of one micro-batch, or of its share in that of all: so far all are homogeneous.
 BACKWARDS = (
     "g", "-0.5 * g", "g * y", "g * v.cos()", "g * (v > 0.13)", "g.relu()", "g - g.mean()", "g.flip(-1) * v", "g.clone().mul_(0.3)",
-    "torch.zeros_like(g).copy_(g).mul_(v)", "g.cumsum(-1)", "g.norm() * v", "g * v.norm()", "v.new_zeros(v.shape).add_(g).add_(y * g)", "(g * y).sum() * v", "g.mT.mT.contiguous()",
+    "torch.zeros_like(g).copy_(g).mul_(v)", "g.cumsum(-1)", "g.norm() * v", "g * v.norm()", "v.new_zeros(v.shape).add_(g).add_(y * g)", "(g * y).sum() * v", "g.flip(-1).flip(-1)",
 )  # fmt: skip
 HOOKS = (
     "g * 0.5",

@@ -256,7 +256,7 @@ def _write(
     body = fx.Graph()
     inputs: list[fx.Node] = []
     inside: dict[fx.Node, fx.Node] = {}
-    windows: list[fx.Node] = []
+    copies: list[tuple[fx.Node, Any]] = []  # of views that a write must not go through, and how they go back
     targets = dict.fromkeys(mutated_args(node))
 
     def enter(old: fx.Node) -> fx.Node:
@@ -274,9 +274,9 @@ def _write(
         new.meta = {}  # all of it runs in the modes of the whole
         if old.target is aten._unsafe_view.default:
             new.target = aten.view.default  # through which autograd sees a write
-        if old.target is aten.unfold.default:
-            new.target = _windows
-            windows.append(new)
+        if old.target in _COPIED:
+            new.target, back = _COPIED[old.target]
+            copies.append((new, back))
         return new
 
     for base in bases:
@@ -286,8 +286,8 @@ def _write(
     op.meta = {}
     for target, written in laid_out.items():
         body.call_function(aten.copy_.default, (place(target), written))
-    for written in reversed(windows):
-        body.call_function(_write_windows, (written, *written.args))
+    for written, back in reversed(copies):
+        body.call_function(back, (written, *written.args))
     values, several = _tensors(node), not isinstance(node.meta["val"], Tensor)
     others = [i for i, v in enumerate(values) if storage_id(v) not in memories]
     fresh = [body.call_function(operator.getitem, (op, i)) if several else op for i in others]
@@ -305,6 +305,22 @@ def _write_windows(windows: Tensor, x: Tensor, dim: int, size: int, step: int) -
     starts = torch.arange(windows.shape[dim], device=x.device) * step
     places = (starts[:, None] + torch.arange(size, device=x.device)).flatten()
     x.index_copy_(dim, places, windows.movedim(-1, dim + 1).flatten(dim, dim + 1))
+
+
+def _write_conjugate(conjugate: Tensor, x: Tensor) -> None:
+    x.copy_(conjugate.conj_physical())
+
+
+def _write_negative(negative: Tensor, x: Tensor) -> None:
+    x.copy_(negative.neg())
+
+
+_COPIED = {
+    aten.unfold.default: (_windows, _write_windows),
+    # What a pure op makes of these is a lazy conjugate of the base, which `view_as_real` refuses.
+    **dict.fromkeys((aten.conj.default, aten._conj.default), (torch.conj_physical, _write_conjugate)),
+    aten._neg_view.default: (torch.neg, _write_negative),
+}
 
 
 def _is_row_major(node: fx.Node) -> bool:
