@@ -256,7 +256,9 @@ def _write(
     body = fx.Graph()
     inputs: list[fx.Node] = []
     inside: dict[fx.Node, fx.Node] = {}
-    copies: list[tuple[fx.Node, Any]] = []  # of views that a write must not go through, and how they go back
+    copies: list[
+        tuple[Any, ...]
+    ] = []  # of views that no write may go through: what writes one back, its inputs
     targets = dict.fromkeys(mutated_args(node))
 
     def enter(old: fx.Node) -> fx.Node:
@@ -274,9 +276,12 @@ def _write(
         new.meta = {}  # all of it runs in the modes of the whole
         if old.target is aten._unsafe_view.default:
             new.target = aten.view.default  # through which autograd sees a write
-        if old.target in _COPIED:
-            new.target, back = _COPIED[old.target]
-            copies.append((new, back))
+        if old.target is aten.unfold.default:
+            new.target = _windows
+            copies.append((_write_windows, new, *new.args))
+        if old.target in _LAZY:
+            (x,), new = new.args, body.call_function(_resolved, (new,))
+            copies.append((_write_lazy, new, x, old.target))
         return new
 
     for base in bases:
@@ -286,8 +291,8 @@ def _write(
     op.meta = {}
     for target, written in laid_out.items():
         body.call_function(aten.copy_.default, (place(target), written))
-    for written, back in reversed(copies):
-        body.call_function(back, (written, *written.args))
+    for back, *values in reversed(copies):
+        body.call_function(back, tuple(values))
     values, several = _tensors(node), not isinstance(node.meta["val"], Tensor)
     others = [i for i, v in enumerate(values) if storage_id(v) not in memories]
     fresh = [body.call_function(operator.getitem, (op, i)) if several else op for i in others]
@@ -307,20 +312,18 @@ def _write_windows(windows: Tensor, x: Tensor, dim: int, size: int, step: int) -
     x.index_copy_(dim, places, windows.movedim(-1, dim + 1).flatten(dim, dim + 1))
 
 
-def _write_conjugate(conjugate: Tensor, x: Tensor) -> None:
-    x.copy_(conjugate.conj_physical())
+_LAZY = {  # each its own inverse; a write through one would leave a lazy base, which `view_as_real` refuses
+    aten.conj.default, aten._conj.default, aten._neg_view.default, aten.adjoint.default, aten.mH.default,
+    aten.matrix_H.default,
+}  # fmt: skip
 
 
-def _write_negative(negative: Tensor, x: Tensor) -> None:
-    x.copy_(negative.neg())
+def _resolved(x: Tensor) -> Tensor:
+    return x.resolve_conj().resolve_neg()
 
 
-_COPIED = {
-    aten.unfold.default: (_windows, _write_windows),
-    # What a pure op makes of these is a lazy conjugate of the base, which `view_as_real` refuses.
-    **dict.fromkeys((aten.conj.default, aten._conj.default), (torch.conj_physical, _write_conjugate)),
-    aten._neg_view.default: (torch.neg, _write_negative),
-}
+def _write_lazy(written: Tensor, x: Tensor, view: Any) -> None:
+    x.copy_(_resolved(view(written)))
 
 
 def _is_row_major(node: fx.Node) -> bool:
