@@ -193,6 +193,7 @@ TABLE = {
     "python -m experiments.bench case=starts checkout=../before rounds=5": Row("rounds=1", needs="another checkout"),
     "python -m experiments.bench case=gpu": Row("parts=[versions]"),
     "python -m experiments.bench case=gpu device=cuda": Row("device=cpu", needs="a GPU"),
+    "python -m experiments.bench case=gpu device=cuda until=540": Row("device=cpu", needs="a GPU"),
     "python -m experiments.bench case=gpu device=cuda 'parts=[profile,bench-2-full_shard]'": (
         Row("device=cpu", needs="a GPU")
     ),

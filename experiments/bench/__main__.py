@@ -6,6 +6,14 @@ import importlib.util
 import sys
 from pathlib import Path
 
+if importlib.util.find_spec("optree") is None:
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    sys.exit(
+        "optree is not installed. Fix: pip install optree; or, where there is a network,\n"
+        f"    pip download optree --no-deps --only-binary=:all: --python-version {version} -d wheels\n"
+        "and on the machine: pip install --no-index --find-links wheels optree"
+    )
+
 from experiments.bench import ranks
 from experiments.bench.config import CASES, BenchConfig, read
 from experiments.bench.measure import show

@@ -101,6 +101,7 @@ class BenchConfig:
         folder: of checkpoint, on the disk to be measured; of gpu, where results lie (outputs/gpu).
         parts: of gpu, names of `gpu.PARTS`: these alone, once more though they have a result.
         minutes: of gpu, that one part may take.
+        until: of gpu, seconds from the start after which nothing runs; none: no end.
         triton: of cuda, whether Triton assembles the kernels for sm_90.
     """
 
@@ -132,6 +133,7 @@ class BenchConfig:
     folder: str | None = None
     parts: tuple[str, ...] = ()
     minutes: float = 8.0
+    until: float | None = None
     triton: bool = True
 
     @property

@@ -28,6 +28,8 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fnshard as fs
 from experiments import ROOT
@@ -53,12 +55,14 @@ class Part:
         run: gives plain values by name; the folder is for what is larger.
         targets: the names that the table shows, and what is expected.
         gpu: whether a CPU has nothing of the kind.
+        group: whether it needs a process group, and NCCL.
         env: of its process.
     """
 
     run: Callable[[BenchConfig, Path], Found]
     targets: Mapping[str, str]
     gpu: bool = False
+    group: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -66,11 +70,13 @@ class Part:
 
 
 class Trained(Training):
-    """`full_shard`, and a `step()` on batches that are on the device and come in turn."""
+    """`full_shard`, and a `make_step()` on batches that come in turn, on the device or on the `host`."""
 
-    def __init__(self, config: BenchConfig, plan: Plan | None = None):
+    def __init__(self, config: BenchConfig, plan: Plan | None = None, host: bool = False):
         task = make_task(config)
         self.config, self.batches = config, list(batches(task, 4))
+        if host:  # strided, as README's `rows[:, :-1]`
+            self.batches = [(F.pad(x.cpu(), (0, 1))[:, :-1], y.cpu()) for x, y in self.batches]
         super().__init__(task, plan or Plan())
 
     def begin(self) -> None:
@@ -105,14 +111,20 @@ def tiny(config: BenchConfig, folder: Path) -> Found:
 
 
 def pytest(config: BenchConfig, folder: Path, which: Sequence[str], **env: str) -> Found:
-    """How many tests passed, and the names of those that failed. The plugins that `pyproject.toml` names need
-    not be there."""
-    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=no", "-o", "addopts=", *which]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True)
-    passed = re.search(r"(\d+) passed", done.stdout)
-    failed = re.findall(r"(?m)^(?:FAILED|ERROR) (\S+)", done.stdout)
-    if done.returncode not in (0, 1) or not (passed or failed):
-        raise RuntimeError(f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
+    """How many tests passed, and the names of those that failed; the part's log says so test by test. The
+    plugins that `pyproject.toml` names need not be there."""
+    command = [sys.executable, "-m", "pytest", "-v", "-rfE", "--tb=no", "-o", "addopts=", *which]
+    output: list[str] = []
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": ROOT}
+    with subprocess.Popen(command, env={**os.environ, **env}, **how) as process:
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            output.append(line)
+    text = "".join(output)
+    passed = re.search(r"(\d+) passed", text)
+    failed = re.findall(r"(?m)^(?:FAILED|ERROR) (\S+)", text)
+    if process.returncode not in (0, 1) or not (passed or failed):
+        raise RuntimeError(f"pytest ended with {process.returncode}: {text[-2000:]}")
     return {"passed": int(passed[1]) if passed else 0, "failed": failed or "none"}
 
 
@@ -126,8 +138,8 @@ VARIANTS = {
 
 
 def syncs(config: BenchConfig, folder: Path) -> Found:
-    """The first place where steps 3 to 6 wait for the device. A CPU cannot tell."""
-    return {name: waits(Trained(small(config), plan)) for name, plan in VARIANTS.items()}
+    """The first place where steps 3 to 6, on batches of the host, wait for the device. A CPU cannot tell."""
+    return {name: waits(Trained(small(config), plan, host=True)) for name, plan in VARIANTS.items()}
 
 
 def waits(training: Trained) -> str:
@@ -156,7 +168,42 @@ def contender(name: str, rows: int, config: BenchConfig, folder: Path) -> Found:
     found = peers.run(own, folder).values["contenders"][name]
     shown = [f"{digits(found['step_ms'])} ms", f"{digits(found['tokens_per_s'])} tokens/s"]
     shown += [byte_text(found["peak_bytes"])] + ([f"MFU {found['mfu']:.1%}"] if "mfu" in found else [])
-    return {**found, "a step": shown}
+    shown += [f"{byte_text(found['reserved_bytes'])} reserved"] if "reserved_bytes" in found else []
+    return {**found, "a step": [*shown, *clock_and_power(config)]}
+
+
+def clock_and_power(config: BenchConfig) -> list[str]:
+    """Of the GPU, right after what was timed."""
+    query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader"]
+    return subprocess.getoutput(" ".join(query)).splitlines()[:1] if config.device == "cuda" else []
+
+
+def ceilings(config: BenchConfig, folder: Path) -> Found:
+    """What the device reaches of itself: products, a copy, each kernel of attention forward and backward."""
+    on_cpu, width = config.device == "cpu", config.model.width // config.model.heads
+    make = partial(torch.randn, dtype=config.compute_dtype, device=config.device)
+    a = make(*(2 * [512 if on_cpu else 8192]))
+    q = make(config.rows, config.model.heads, config.length, width, requires_grad=True)
+    flops = 7 * config.rows * config.model.heads * width * config.length**2  # causal; five of the backward
+
+    def attend() -> None:
+        F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+
+    attention = []
+    for name in ("MATH",) if on_cpu else ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION"):
+        with sdpa_kernel(getattr(SDPBackend, name)):
+            rate = 1e-12 * flops / seconds_of(attend, config)
+        attention.append(f"{name.partition('_')[0].lower()} {rate:.3g}")
+    products, copy = (seconds_of(work, config) for work in (lambda: a @ a, a.clone))
+    return dict(
+        zip(CEILINGS, (2e-12 * len(a) ** 3 / products, 2e-9 * a.nbytes / copy, attention), strict=True)
+    )
+
+
+def seconds_of(work: Callable[[], Any], config: BenchConfig) -> float:
+    """Of a call, warm: the median of five samples of ten."""
+    work()
+    return median(timed(work, steps=10, device=config.device) for _ in range(5))
 
 
 def equal_bits(config: BenchConfig, folder: Path) -> Found:
@@ -228,10 +275,14 @@ KINDS = {"products": "78", "attention": "22 to 33", "elementwise": "17", "update
 
 def profile(config: BenchConfig, folder: Path) -> Found:
     """Milliseconds of a step by kind of work, from a trace that is left in `folder`; seconds without one."""
-    training, trace = Trained(config), folder / "trace.json"
+    training, trace = Trained(config, host=True), folder / "trace.json"
     for _ in range(3):
         training.make_step()
     seconds = training.seconds(3, config.steps)
+    began = time.perf_counter()  # the device has done all before: these launches wait for nothing
+    for _ in range(TRACED):
+        training.make_step()
+    launched, state = (time.perf_counter() - began) / TRACED, clock_and_power(config)
     with fs.profile.traced(training.step, trace):
         for _ in range(TRACED):
             training.make_step()
@@ -240,6 +291,8 @@ def profile(config: BenchConfig, folder: Path) -> Found:
     return {
         "step, ms": 1e3 * seconds,
         "MFU": "" if share is None else f"{share:.1%}",
+        "launched in, ms": 1e3 * launched,
+        "clock, power": state,
         **split(events, TRACED),
     }
 
@@ -278,7 +331,8 @@ def _correlation(event: Event) -> Any:
 # ------------------------------------------------------------------ the hour
 
 COMPILED = "fsdp2_compiled"
-CONTENDERS = ("full_shard", COMPILED, "limit", GRAPH, "shard_grad_op", "fsdp2", "ddp")
+FIRST = ("full_shard", COMPILED, "limit")
+GROUPED = (COMPILED, "fsdp2", "ddp")  # what torch makes of a process group
 ROWS = (2, 8)
 # full_shard's number, as a share of a contender's.
 SHARES = (
@@ -287,28 +341,49 @@ SHARES = (
     (COMPILED, "peak_bytes", "0.85 or less"),
 )
 CORE = ("trace", "differentiate", "remat", "schedule", "step")
-CORE_TESTS = [str(next((ROOT / "tests").rglob(f"test_{name}.py"), name)) for name in CORE]
+CORE_TESTS = {name: str(next((ROOT / "tests").rglob(f"test_{name}.py"), name)) for name in CORE}
 GPU_TESTS = ["tests/runtime/test_gpu.py", "-m", "gpu", "-k", "not bench"]  # the bench is parts of its own
-HIDE_GPU = {"which": [*CORE_TESTS, "-m", "not long and not gpu"], "CUDA_VISIBLE_DEVICES": ""}
 TIMES = dict.fromkeys(("time by data sheet", "time by measured rates"), "0.75 to 1.25")
-STEP, TESTS = {"a step": ""}, {"passed": "", "failed": "none"}
+TESTS = {"passed": "", "failed": "none"}
+CEILINGS = ("products, TFLOP/s", "a copy, GB/s", "attention, TFLOP/s")
+
+
+def race(names: Sequence[str], rows: int, **env: str) -> dict[str, Part]:
+    """A part for each contender."""
+    return {
+        f"bench-{rows}-{name}": Part(
+            partial(contender, name, rows), {"a step": ""}, name == GRAPH, name in GROUPED, env
+        )
+        for name in names
+    }
+
+
+def core(name: str) -> Part:
+    which = [CORE_TESTS[name], "-m", "not long and not gpu"]
+    return Part(partial(pytest, which=which, CUDA_VISIBLE_DEVICES=""), TESTS, gpu=True)
+
+
+# In the order in which they are worth most, where the hour ends early.
 PARTS: dict[str, Part] = {
     "versions": Part(versions, {"torch, Python, device, CUDA, cuDNN, NCCL": ""}),
     "tiny": Part(tiny, {"losses of five steps": "finite", "attention's kernels": ""}),
-    "tests": Part(partial(pytest, which=GPU_TESTS), TESTS, gpu=True),
     "syncs": Part(syncs, dict.fromkeys(VARIANTS, "silent")),
-    "profile": Part(profile, {"step, ms": "128", "MFU": "45%", **KINDS}),
-    **{
-        f"bench-{rows}-{name}": Part(partial(contender, name, rows), STEP, gpu=name == GRAPH)
-        for rows in ROWS
-        for name in CONTENDERS
-    },
+    "profile": Part(
+        profile, {"step, ms": "112", "MFU": "45%", "launched in, ms": "", "clock, power": "", **KINDS}
+    ),
+    **race(FIRST, 2),
+    "ceilings": Part(ceilings, dict.fromkeys(CEILINGS, "")),
     "predictions": Part(predictions, {"peak bytes": "0.95 to 1.05", **TIMES}),
-    # cuDNN's attention last
-    "cudnn": Part(partial(contender, "full_shard", 2), STEP, True, {"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}),
+    **race([GRAPH], 2),
+    **race([*FIRST, GRAPH], 8),
+    "tests": Part(partial(pytest, which=GPU_TESTS), TESTS, gpu=True),
+    **{f"core-{name}": core(name) for name in CORE},
     "equal_bits": Part(equal_bits, {"two runs as they are": "", "two runs deterministic=True": "equal"}),
     "saves": Part(saves, {f"{name} save: call, step, whole, s": "" for name in ("first", "second")}),
-    "core": Part(partial(pytest, **HIDE_GPU), TESTS, gpu=True),
+    **race(("shard_grad_op", "fsdp2", "ddp"), 2),  # the eager ones have no room for eight rows on 80 GB
+    "cudnn": Part(  # cuDNN's attention last
+        partial(contender, "full_shard", 2), {"a step": ""}, True, env={"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
+    ),
 }
 
 
@@ -319,20 +394,24 @@ def run(config: BenchConfig, folder: Path) -> Result:
         raise ConfigError(f"parts={','.join(unknown)}: any of {', '.join(PARTS)}.")
     place = Path(config.folder or Path("outputs", "gpu")).resolve()
     place.mkdir(parents=True, exist_ok=True)
-    failures = {}
+    failures, end = {}, math.inf if config.until is None else time.monotonic() + config.until
+    results: dict[str, Found] = {}
     for name in config.parts or PARTS:
         if PARTS[name].gpu and config.device != "cuda":
             continue
         if not config.parts and result_of(place, name).exists():
             say(f"{name}: has a result")
-        elif reason := run_part(name, config, place):
+        elif reason := run_part(name, config, place, min(60 * config.minutes, end - time.monotonic())):
             failures[name] = reason
-    results = {name: found for name in PARTS if (found := read_json(result_of(place, name)))}
+        results = {name: found for name in PARTS if (found := read_json(result_of(place, name)))}
+        write_json(place / "results.json", {"results": results, "failures": failures})  # all so far in one
     return Result(table(results, failures), values={"results": results}, failed=bool(failures))
 
 
-def run_part(name: str, config: BenchConfig, folder: Path) -> str:
+def run_part(name: str, config: BenchConfig, folder: Path, seconds: float) -> str:
     """Make one part in a process of its own; "" where it left a result, else why it did not."""
+    if seconds <= 0:
+        return f"not started before until={config.until:g} s"
     say(name)
     result, log = result_of(folder, name), folder / f"{name}.log"
     result.unlink(missing_ok=True)
@@ -347,7 +426,7 @@ def run_part(name: str, config: BenchConfig, folder: Path) -> str:
         code = None
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = child.wait(60.0 * config.minutes)
+                code = child.wait(seconds)
         finally:
             signal.signal(signal.SIGTERM, before)
             with contextlib.suppress(ProcessLookupError):
@@ -356,7 +435,7 @@ def run_part(name: str, config: BenchConfig, folder: Path) -> str:
     if result.exists():
         return ""
     last = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [""])[-1]
-    return f"not done in {config.minutes:g} minutes" if code is None else f"ended with {code}: {last}"
+    return f"not done in {seconds / 60:.2g} minutes" if code is None else f"ended with {code}: {last}"
 
 
 def result_of(folder: Path, name: str) -> Path:
@@ -390,9 +469,9 @@ def shown(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    own = read(sys.argv[3:])
-    ranks.join(own)
+    own, part = read(sys.argv[3:]), PARTS[sys.argv[1]]
+    ranks.join(own, part.group)
     try:
-        write_json(result_of(Path(sys.argv[2]), sys.argv[1]), PARTS[sys.argv[1]].run(own, Path(sys.argv[2])))
+        write_json(result_of(Path(sys.argv[2]), sys.argv[1]), part.run(own, Path(sys.argv[2])))
     finally:
         leave_group()

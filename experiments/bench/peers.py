@@ -91,6 +91,7 @@ def race(task: BenchTask, names: Sequence[str]) -> dict[str, Found]:
             if on_gpu:
                 found[name]["peak_bytes"] = torch.cuda.max_memory_allocated() - before
                 found[name]["between_bytes"] = torch.cuda.memory_allocated() - before
+                found[name]["reserved_bytes"] = torch.cuda.max_memory_reserved()
     return found
 
 

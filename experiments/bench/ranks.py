@@ -36,13 +36,13 @@ def start(config: BenchConfig, folder: Path) -> None:
     launch(command, ranks=config.ranks, logs=folder / "ranks", env=environment(config))
 
 
-def join(config: BenchConfig) -> None:
-    """A process group, which DDP and FSDP2 want even in a world of one."""
+def join(config: BenchConfig, group: bool = True) -> None:
+    """A process group, which DDP and FSDP2 want even in a world of one, and nothing else does."""
     if config.device == "cpu":
         torch.set_num_threads(1)
     else:
         torch.accelerator.set_device_index(0)
-    if not dist.is_initialized():
+    if group and not dist.is_initialized():
         make_group(config.device, dist.HashStore(), 0, 1, timedelta(seconds=TIMEOUT_S))
 
 

@@ -70,6 +70,8 @@ def test_a_part_that_hangs_or_dies_loses_nothing(tmp_path: Path, monkeypatch: py
     found = gpu.run(config, tmp_path)
     assert found.failed and found.rows[1][2] == "2.0"
     assert found.rows[-1] == ["tiny", "failed", "not done in 0.0001 minutes", ""]
+    assert gpu.run(replace(config, until=0.0), tmp_path).rows[-1][2] == "not started before until=0 s"
+    assert json.loads((tmp_path / "results.json").read_text())["failures"].keys() == {"tiny"}
     monkeypatch.setenv("PYTHONHOME", str(tmp_path))  # no Python starts
     assert gpu.run(replace(config, minutes=1.0), tmp_path).rows[-1][2].startswith("ended with 1: ")
     assert not gpu.result_of(tmp_path, "tiny").exists()
@@ -118,7 +120,7 @@ def test_all_parts_of_a_cpu(tmp_path: Path) -> None:
 
 
 def test_tests_are_counted_and_those_of_a_gpu_are_there(monkeypatch: Any, tmp_path: Path) -> None:
-    assert all(Path(name).is_file() for name in gpu.CORE_TESTS) and (ROOT / gpu.GPU_TESTS[0]).is_file()
+    assert all(Path(name).is_file() for name in (*gpu.CORE_TESTS.values(), ROOT / gpu.GPU_TESTS[0]))
     file = tmp_path / "test_some.py"
     skip = "import pytest\n@pytest.mark.skip\ndef test_three(): pass\n"
     file.write_text(f"{skip}def test_one(): pass\ndef test_two(): assert False\n")
@@ -137,7 +139,8 @@ def test_steps_3_to_6_must_not_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     modes: list[str] = []
     steps: list[list[str]] = []
 
-    def trained(config: Any, plan: Any) -> SimpleNamespace:
+    def trained(config: Any, plan: Any, host: bool) -> SimpleNamespace:
+        assert host  # as a loader gives them
         steps.append([])
 
         def step() -> None:
