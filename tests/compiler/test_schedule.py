@@ -168,6 +168,23 @@ def test_prefetch_depth_bounds_what_is_alive(depth: Any, forward: int, backward:
     assert [i.bucket for i in lines(low, Gather)] == [i.bucket for i in lines(none, Gather)]
 
 
+def test_a_gather_passes_one_tiny_kernel_besides() -> None:
+    """A norm's kernel hides no gather of the head; the memory that its unit takes is nothing."""
+    widths = {"a.w": (64, 64), "norm.w": (64,), "middle.w": (64,), "head.w": (64, 64)}
+    params = {path: torch.ones(shape) for path, shape in widths.items()}
+
+    def scaled(p: Any, x: Any) -> Any:
+        hidden = ((x @ p["a.w"]).relu() * p["norm.w"]).tanh() * p["middle.w"]
+        return (hidden.sin() @ p["head.w"]).sum()
+
+    low = lower(scaled, params, torch.ones(4, 64))
+    order = [(i.verb, i.unit) for i in low.schedule.instructions if isinstance(i, Run | Gather)]
+    forward = order[: order.index(("run", "head"))]
+    # One kernel, `middle`, and one more of the two tiny ones.
+    assert forward.index(("gather", "head")) < forward.index(("run", "norm"))
+    assert forward.index(("gather", "head")) > forward.index(("run", "a"))
+
+
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_overlap_waits_for_reductions_later(depth: int) -> None:
     low = lower(loss, chain(6), rows(), overlap=depth)

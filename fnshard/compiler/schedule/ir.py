@@ -275,8 +275,9 @@ class Schedule:
     `specs`: of the parts of leaves that a rank computes with (`LayoutSpec.local`).
     `inputs`: names there from the start (stored shards, batch, constants, keys, seeds); `outputs`:
     names the step returns, never dropped. `kernels`, `buckets` by name. `planned`: how many units'
-    gathered leaves may be alive at once, besides those that are kept on purpose. `scalars`: how many
-    numbers ReduceScalars sums, in fp64. `reduced`: by bucket, the value that holds its gradients at the end.
+    gathered leaves may be alive at once, besides a tiny one and those that are kept on purpose. `scalars`:
+    how many numbers ReduceScalars sums, in fp64. `reduced`: by bucket, the value that holds its gradients at
+    the end.
     """
 
     instructions: tuple[Instruction, ...]

@@ -28,6 +28,7 @@ from fnshard.compiler.schedule.instructions import (
     UpdateGather,
     Wait,
 )
+from fnshard.compiler.schedule.instructions.kernels import tiny_runs
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.errors import ScheduleError
 
@@ -166,10 +167,12 @@ def _missing_duals(schedule: Schedule) -> list[str]:
 
 
 def _too_many_units(schedule: Schedule) -> list[str]:
-    """A resharded unit alive, from issue to free, that none of the next `planned` kernels reads.
+    """A resharded unit alive, from issue to free, that none of the next `planned` kernels reads; where one of
+    these is tiny, nor does the one after them.
 
     So at most the units of that many kernels are alive; a kernel may read several.
     """
+    tiny = tiny_runs(schedule)
     runs = [line for line in schedule.instructions if isinstance(line, Run)]
     kept = {b.name for b in schedule.buckets.values() if not all(schedule.specs[p].reshard for p in b.paths)}
     alive: dict[str, str] = {}  # value or flight -> unit
@@ -182,7 +185,8 @@ def _too_many_units(schedule: Schedule) -> list[str]:
             alive |= dict.fromkeys(line.writes, line.unit)
         if isinstance(line, Run):
             units = set(alive.values())
-            read = [n for run in runs[: schedule.planned] for n in run.reads if n.kind is Kind.GATHERED]
+            count = schedule.planned + (not tiny.isdisjoint(runs[: schedule.planned]))
+            read = [n for run in runs[:count] for n in run.reads if n.kind is Kind.GATHERED]
             planned_units = {schedule.specs[n.path].unit for n in read}
             runs.pop(0)
             if not units <= planned_units:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.canonical import Argument
-from fnshard.compiler.schedule.ir import Action, Context, Env, Instruction, Names, Price, Pricer
+from fnshard.compiler.schedule.ir import Action, Context, Env, Instruction, Names, Price, Pricer, Schedule
 
 
 @dataclass(frozen=True)
@@ -158,3 +159,16 @@ class Zeros(Instruction):
 
     def price(self, pricer: Pricer) -> Price:
         return pricer.streamed(pricer.bytes_of(self.writes))
+
+
+TINY = 64  # a kernel whose gathered leaves are so many times smaller than the largest kernel's
+
+
+def tiny_runs(schedule: Schedule) -> frozenset[Run]:
+    """The kernels that read few gathered leaves, and some."""
+    sizes = {}
+    for line in schedule.instructions:
+        if isinstance(line, Run):
+            read = [schedule.specs[n.path] for n in line.reads if n.kind is Kind.GATHERED]
+            sizes[line] = sum(math.prod(s.shape) * s.compute_dtype.itemsize for s in read)
+    return frozenset(line for line, size in sizes.items() if 0 < size * TINY <= max(sizes.values()))
