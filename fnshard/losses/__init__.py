@@ -10,35 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fnshard.losses import policy
 from fnshard.losses.linear import token_parts
+from fnshard.losses.mean import Mean
+from fnshard.losses.policy import dpo
 
 __all__ = [
     "IGNORE", "Mean", "Sequence", "Whole", "dpo", "linear_cross_entropy", "linear_token_losses",
-    "next_token", "sequence_logprobs",
+    "next_token", "policy", "sequence_logprobs",
 ]  # fmt: skip
 
 IGNORE = -100  # the target of a token that is not counted
-
-
-@dataclass(frozen=True)
-class Mean:
-    """`total / count` over *all* counted items of all ranks and micro-batches, exactly.
-
-    Args:
-        total: 0-d, the sum of the items' losses on this rank.
-        count: 0-d, how many items that were (a padding mask's sum). A global count of zero gives
-            zero gradients.
-        bound: the most items that a micro-batch of this rank can count, where that is known. Gradients
-            are divided by it before they are summed; without it by the size of the batch leaves.
-
-    >>> import torch
-    >>> Mean(torch.tensor(6.0), torch.tensor(3)).total
-    tensor(6.)
-    """
-
-    total: Tensor
-    count: Tensor | int | float
-    bound: float | None = None
 
 
 @dataclass(frozen=True)
@@ -146,51 +128,3 @@ def sequence_logprobs(
 ) -> Tensor:
     """log p of each sequence's counted targets after a linear layer, fp32 [B]; shapes as above, [B, T]."""
     return -linear_token_losses(hidden, weight, targets, ignore=ignore, chunk=chunk).sum(-1)
-
-
-def dpo(
-    chosen: Tensor,
-    rejected: Tensor,
-    reference_chosen: Tensor,
-    reference_rejected: Tensor,
-    *,
-    beta: float = 0.1,
-    label_smoothing: float = 0.0,
-    counted: Tensor | None = None,
-) -> tuple[Mean, dict[str, Mean]]:
-    """Direct preference optimisation (Rafailov et al. 2023), averaged over all pairs of all ranks.
-
-    The reference is the same frozen base without its adapters (`tuned.__wrapped__` of `fs.lora`), under
-    `torch.no_grad()`: there is no second model.
-
-    Args:
-        chosen, rejected, reference_chosen, reference_rejected: log-probabilities [B], `sequence_logprobs`.
-        beta: how dear it is to leave the reference.
-        label_smoothing: the share of pairs that may be the wrong way round (Mitchell 2023).
-        counted: bool [B]: which pairs are some, where others are padding; default all.
-
-    Returns:
-        The loss, and what people watch: rewards, their margin, how often the chosen one is ahead.
-
-    >>> import torch
-    >>> loss, aux = dpo(*torch.tensor([[-1.0], [-2.0], [-1.5], [-1.5]]))
-    >>> round(float(loss.total), 4), float(aux["accuracy"].total)
-    (0.6444, 1.0)
-    """
-    gains, losses = chosen - reference_chosen, rejected - reference_rejected
-    margin = beta * (gains - losses)
-    each = -F.logsigmoid(margin) * (1 - label_smoothing) - F.logsigmoid(-margin) * label_smoothing
-    bound = float(each.numel())
-    weights = torch.ones_like(each) if counted is None else counted.to(each.dtype)
-    count = bound if counted is None else counted.sum()
-
-    def mean(value: Tensor) -> Mean:
-        return Mean((value.detach() * weights).sum(), count)
-
-    aux = {
-        "chosen_reward": mean(beta * gains),
-        "rejected_reward": mean(beta * losses),
-        "margin": mean(margin),
-        "accuracy": mean((margin > 0).to(margin.dtype)),
-    }
-    return Mean((each * weights).sum(), count, bound=bound), aux

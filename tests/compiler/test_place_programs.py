@@ -83,6 +83,19 @@ def lowered_in_half(p: dict[str, Tensor], x: Tensor) -> Tensor:
         return F.cross_entropy(h, torch.arange(6) % 6) + 0 * p["norm"].sum()
 
 
+def test_composite_ops_of_tensors_that_are_alike_meet_in_one_op() -> None:
+    """They share a graph; found by the metric of a policy's loss, which counted one of two."""
+
+    def both(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        one = F.linear(x, p["up"], p["b"])
+        other = one * 1.5 + 0.1
+        low, high = (one < -0.1) & (other < 0), (one > 0.1) & (other > 0)
+        return ((low | high) * (F.softsign(one) - F.softsign(other)) + F.mish(one) * F.mish(other)).sum()
+
+    params, batch = leaves(), (rows(4, 6),)
+    assert_placed(traced(both, params, batch), params, batch, MLP)
+
+
 def test_autocast_is_that_of_the_op_that_is_expanded() -> None:
     params = {p: v.float() for p, v in leaves().items()}
     batch = (rows(6, 6).float(),)

@@ -444,6 +444,9 @@ MATRICES: dict[str, Row] = {
     "rmatmul": lambda g: f"{g.leaf(3, (a := g.f(1)).shape[-2 if len(a.shape) > 1 else 0])} @ {a}",
     "mm": lambda g: f"torch.mm({(a := g.f(2, 2))}, {g.leaf(a.shape[1], g.upto(4, 1))})",
     "gram": lambda g: f"{(a := g.f(2))} @ {g.like(a)}.mT",
+    # Composite ops whose results meet in one op.
+    "masks_or": lambda g: f"{(a := g.f(1))} * ((({a} < -0.1) & ({(b := g.like(a))} < 0)) | (({a} > 0.1) & ({b} > 0)))",
+    "composites": lambda g: f"F.{(n := g.pick(['hardtanh', 'tanhshrink', 'softsign', 'silu', 'mish']))}({(a := g.f(1))}) - F.{n}({g.like(a)})",
     "bmm": lambda g: f"torch.bmm({(a := g.f(3, 3))}, {g.like(a)}.transpose(1, 2))",
     "addmm": lambda g: f"torch.addmm({g.leaf(n := g.upto(4, 1))}, {(a := g.f(2, 2))}, {g.leaf(a.shape[1], n)}, beta=0.7)",
     "baddbmm": lambda g: f"torch.baddbmm({g.leaf()}, {(a := g.f(3, 3))}, {g.like(a)}.mT, alpha=0.5)",

@@ -62,9 +62,15 @@ def expanded(call: Call, autocast: bool) -> fx.Graph | None:
         return definition(*map_aggregate(args, take), **map_aggregate(kwargs, take))
 
     # Composite ops are seen before dispatch, and taken apart after it.
-    graph = make_fx(of_tensors, {}, tracing_mode="fake", pre_dispatch=known)(*call.tensors).graph
+    graph = make_fx(of_tensors, {}, tracing_mode="fake", pre_dispatch=known)(*_apart(call.tensors)).graph
     graph.eliminate_dead_code()
     return graph if all(map(_is_pure, graph.nodes)) else None
+
+
+def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of their own: make_fx takes one that comes twice for one input, and calls that share a graph
+    give one and the same."""
+    return [t.detach().requires_grad_(t.requires_grad) for t in tensors]
 
 
 def _is_pure(node: fx.Node) -> bool:
@@ -78,7 +84,7 @@ def without_writes(write: Write, tensors: Sequence[Tensor]) -> fx.Graph | None:
     run = functionalize(lambda *values: write(*values), remove="mutations")
     if write.graph.find_nodes(op="call_function", target=aten.as_strided.default):
         return None  # strides are those of whole values
-    graph = make_fx(run, {}, tracing_mode="fake")(*tensors).graph
+    graph = make_fx(run, {}, tracing_mode="fake")(*_apart(tensors)).graph
     for node in graph.find_nodes(op="call_function", target=aten.copy.default):  # which has no derivative
         value = node.meta["val"]
         with graph.inserting_before(node):

@@ -1,0 +1,421 @@
+"""Policy: losses of language models that learn from rewards and preferences, as pure functions of
+log-probabilities.
+
+Those of rewards take one `PolicyInputs`; `with_aux` of a step gives what they return besides the loss. A
+mean is exact over ranks, micro-batches, tensor and context axes: a mean of means weighs tokens unequally.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fnshard.losses.mean import Mean
+
+__all__ = [
+    "Correction", "PolicyInputs", "bnpo", "dapo", "dpo", "dr_grpo", "gae", "group_advantages", "grpo", "gspo",
+    "ipo", "kto", "orpo", "ppo", "simpo",
+]  # fmt: skip
+
+Loss = tuple[Mean, dict[str, Mean]]
+
+
+@dataclass(frozen=True)
+class PolicyInputs:
+    """What every loss of rewards reads, token by token; float tensors [B, T] where no other shape is named.
+
+    Args:
+        logprobs: log-probabilities of the sampled tokens by the policy that trains.
+        sampler: the same by whatever sampled them. A token for which it is not finite counts nowhere.
+        advantages: [B, T], or [B, 1] for whole rows.
+        mask: bool; the tokens that were sampled, not prompts and padding.
+        old: log-probabilities by the policy before the updates on these samples; default `sampler`.
+        reference: log-probabilities by the model to stay close to.
+        sequences: int64, the sequence of each token among its row's; default: a row is one.
+        most: how many sequences a row can have.
+        entropy: of the policy at each token; a metric alone.
+    """
+
+    logprobs: Tensor
+    sampler: Tensor
+    advantages: Tensor
+    mask: Tensor
+    old: Tensor | None = None
+    reference: Tensor | None = None
+    sequences: Tensor | None = None
+    most: int = 1
+    entropy: Tensor | None = None
+
+    @property
+    def counted(self) -> PolicyInputs:
+        """The same, without the tokens that the sampler has no finite number for; 0 is in their places."""
+        mask = self.mask & self.sampler.isfinite()
+        named = {n: getattr(self, n) for n in ("logprobs", "sampler", "old", "reference")}
+        shown = {n: torch.where(mask, v, 0.0) for n, v in named.items() if v is not None}
+        return replace(self, mask=mask, **shown)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """[B, S]: sums of [B, T] over the counted tokens of each sequence."""
+        values = torch.where(self.mask, values, 0.0)
+        if self.sequences is None:
+            return values.sum(1, keepdim=True)
+        return torch.einsum("bt,bts->bs", values, self._member.to(values.dtype))
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[B, T]: each token's entry of [B, S]."""
+        if self.sequences is None:
+            return values.expand_as(self.logprobs)
+        return torch.einsum("bs,bts->bt", values, self._member.to(values.dtype))
+
+    @property
+    def _member(self) -> Tensor:
+        return self.sequences[..., None] == torch.arange(self.most, device=self.sequences.device)
+
+    def lengths(self) -> Tensor:
+        """[B, S]: counted tokens of each sequence."""
+        return self.sums(torch.ones_like(self.logprobs))
+
+
+@dataclass(frozen=True)
+class Correction:
+    """Importance sampling between the sampler and `old`, where numerics or weights make them differ.
+
+    Args:
+        how: "truncate": weights exp(old - sampler), at most `most` (Yao et al. 2025, TIS); "mask": those
+            outside of [`least`, `most`] count as 0 (IcePop, Ling team 2025).
+        level: of tokens, or of the product over a sequence.
+    """
+
+    how: Literal["truncate", "mask"] = "truncate"
+    level: Literal["token", "sequence"] = "token"
+    most: float = 2.0
+    least: float = 0.0
+
+    def weights(self, inputs: PolicyInputs) -> Tensor:
+        """[B, T], with no gradient."""
+        gap = (_old(inputs) - inputs.sampler).detach()
+        weights = (inputs.spread(inputs.sums(gap)) if self.level == "sequence" else gap).exp()
+        if self.how == "truncate":
+            return weights.clamp(max=self.most)
+        return torch.where((weights >= self.least) & (weights <= self.most), weights, 0.0)
+
+
+# ------------------------------------------------------------------ rewards
+
+
+def grpo(
+    inputs: PolicyInputs, *, clip: float = 0.2, clip_high: float | None = None, beta: float = 0.0,
+    correction: Correction | None = None,
+) -> Loss:  # fmt: skip
+    """Group relative policy optimisation (Shao et al. 2024): the mean over sequences of their tokens' mean.
+
+    A token's loss is -min(r A, clip(r, 1 - clip, 1 + clip_high) A) + beta * KL, r = exp(logprobs - old),
+    KL = exp(d) - d - 1 with d = reference - logprobs.
+
+    Args:
+        clip, clip_high: how far r counts below and above 1; default the same.
+        beta: of the KL to the reference.
+        correction: of what the sampler and `old` differ by.
+
+    Returns:
+        The loss, and metrics: `kl` to the reference, `clipped` (the share of tokens whose r counts no more),
+        `entropy`, and `mismatch` (the KL from the sampler to `old`, by the same estimate).
+
+    Raises:
+        ValueError: `beta`, and no reference.
+
+    >>> import torch
+    >>> logprobs = torch.tensor([[-1.0, -2.0, -0.5]], requires_grad=True)
+    >>> mask, advantages = torch.tensor([[False, True, True]]), torch.tensor([[2.0]])
+    >>> loss, aux = grpo(PolicyInputs(logprobs, logprobs.detach(), advantages, mask))
+    >>> float(loss.total / loss.count), float(aux["clipped"].total)
+    (-2.0, 0.0)
+    """
+    inputs = inputs.counted
+    each, aux = _tokens(inputs, _ratios(inputs), clip, clip_high, beta, correction)
+    return _over_sequences(inputs, each), aux
+
+
+def gspo(
+    inputs: PolicyInputs, *, clip: float = 3e-4, clip_high: float | None = 4e-4, beta: float = 0.0,
+    correction: Correction | None = None,
+) -> Loss:  # fmt: skip
+    """Group sequence policy optimisation (Zheng et al. 2025): `grpo` with r the geometric mean of its
+    sequence's. Arguments and results as there."""
+    inputs = inputs.counted
+    means = inputs.sums(inputs.logprobs - _old(inputs)) / inputs.lengths().clamp(min=1)
+    each, aux = _tokens(inputs, inputs.spread(means).exp(), clip, clip_high, beta, correction)
+    return _over_sequences(inputs, each), aux
+
+
+def dr_grpo(
+    inputs: PolicyInputs, *, longest: int, clip: float = 0.2, clip_high: float | None = None,
+    beta: float = 0.0, correction: Correction | None = None,
+) -> Loss:  # fmt: skip
+    """Dr. GRPO (Liu et al. 2025): the mean over sequences of their tokens' sum, by the constant `longest`, so
+    that no length counts more; advantages are not divided by a deviation. The rest as `grpo`.
+
+    Args:
+        longest: the most tokens that a sequence may have.
+    """
+    inputs = inputs.counted
+    each, aux = _tokens(inputs, _ratios(inputs), clip, clip_high, beta, correction)
+    there = inputs.lengths() > 0
+    total = torch.where(inputs.mask, each, 0.0).sum() / longest
+    return Mean(total, there.sum(), bound=float(there.numel())), aux
+
+
+def bnpo(
+    inputs: PolicyInputs, *, clip: float = 0.2, clip_high: float | None = None, beta: float = 0.0,
+    correction: Correction | None = None,
+) -> Loss:  # fmt: skip
+    """The mean over all tokens of all ranks, as TRL's `loss_type="bnpo"`. The rest as `grpo`."""
+    inputs = inputs.counted
+    each, aux = _tokens(inputs, _ratios(inputs), clip, clip_high, beta, correction)
+    return _over_tokens(inputs, each), aux
+
+
+def dapo(
+    inputs: PolicyInputs, *, clip: float = 0.2, clip_high: float | None = 0.28, beta: float = 0.0,
+    correction: Correction | None = None,
+) -> Loss:  # fmt: skip
+    """DAPO (Yu et al. 2025): `bnpo`, clipped higher above than below. Its other parts are of the loop."""
+    return bnpo(inputs, clip=clip, clip_high=clip_high, beta=beta, correction=correction)
+
+
+def ppo(
+    inputs: PolicyInputs, values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float = 0.2,
+    clip_values: float = 0.2, value_weight: float = 0.1, beta: float = 0.0,
+    correction: Correction | None = None,
+) -> Loss:  # fmt: skip
+    """Proximal policy optimisation (Schulman et al. 2017): `bnpo`, and a value head's clipped squared error.
+
+    Args:
+        values, old_values: [B, T], what the value head says, and said when the tokens were sampled.
+        returns: [B, T], with the advantages by `gae`.
+        clip_values: how far values may move from the old ones.
+        value_weight: of the value loss, which is half of max((values - returns)^2, (clipped - returns)^2).
+
+    Returns:
+        As `grpo`, with `value_loss`.
+    """
+    inputs = inputs.counted
+    values, old_values, returns = (torch.where(inputs.mask, v, 0.0) for v in (values, old_values, returns))
+    each, aux = _tokens(inputs, _ratios(inputs), clip, None, beta, correction)
+    near = old_values + (values - old_values).clamp(-clip_values, clip_values)
+    errors = 0.5 * torch.maximum((values - returns).square(), (near - returns).square())
+    aux["value_loss"] = _metric(inputs, errors)
+    return _over_tokens(inputs, each + value_weight * errors), aux
+
+
+def group_advantages(rewards: Tensor, size: int, *, scale: bool = True, least: float = 1e-4) -> Tensor:
+    """[N]: rewards less their group's mean, by its deviation; groups are `size` neighbours (one prompt's
+    samples).
+
+    Args:
+        scale: False leaves the deviation out, as Dr. GRPO does.
+        least: is added to the deviation.
+
+    >>> import torch
+    >>> group_advantages(torch.tensor([1.0, 0.0, 3.0, 3.0]), 2, scale=False).tolist()
+    [0.5, -0.5, 0.0, 0.0]
+    """
+    groups = rewards.view(-1, size)
+    apart = groups - groups.mean(1, keepdim=True)
+    return (apart / (groups.std(1, keepdim=True) + least) if scale else apart).view(-1)
+
+
+def gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, discount: float = 1.0, trace: float = 0.95
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (Schulman et al. 2016): advantages and returns [B, T], for a loop.
+
+    Args:
+        rewards, values: [B, T]; a sequence's reward stands at its last token.
+        mask: bool [B, T]; tokens that were sampled, in one run in each row.
+        discount, trace: gamma and lambda.
+    """
+    following = torch.zeros_like(values[:, 0])
+    after = torch.zeros_like(values[:, 0])
+    advantages = torch.zeros_like(values)
+    for t in range(values.shape[1] - 1, -1, -1):
+        here = mask[:, t]
+        surprise = rewards[:, t] + discount * after - values[:, t]
+        following = torch.where(here, surprise + discount * trace * following, 0.0)
+        after = torch.where(here, values[:, t], 0.0)
+        advantages[:, t] = following
+    return advantages, torch.where(mask, advantages + values, 0.0)
+
+
+def _old(inputs: PolicyInputs) -> Tensor:
+    return (inputs.sampler if inputs.old is None else inputs.old).detach()
+
+
+def _ratios(inputs: PolicyInputs) -> Tensor:
+    return (inputs.logprobs - _old(inputs)).exp()
+
+
+def _tokens(
+    inputs: PolicyInputs, ratios: Tensor, clip: float, clip_high: float | None, beta: float,
+    correction: Correction | None,
+) -> tuple[Tensor, dict[str, Mean]]:  # fmt: skip
+    """The loss of each token [B, T], and the metrics."""
+    if beta and inputs.reference is None:
+        raise ValueError(f"beta={beta}: inputs.reference is None, and a KL is to something.")
+    high = clip if clip_high is None else clip_high
+    gains = inputs.advantages.detach()
+    bounded = ratios.clamp(1 - clip, 1 + high)
+    each = -torch.minimum(ratios * gains, bounded * gains)
+    if correction is not None:
+        each = each * correction.weights(inputs)
+    beyond = ((ratios < 1 - clip) & (gains < 0)) | ((ratios > 1 + high) & (gains > 0))
+    aux = {
+        "clipped": _metric(inputs, beyond.to(ratios.dtype)),
+        "mismatch": _metric(inputs, _divergence(_old(inputs), inputs.sampler)),
+    }
+    if inputs.reference is not None:
+        divergence = _divergence(inputs.logprobs, inputs.reference)
+        aux["kl"] = _metric(inputs, divergence)
+        each = each + beta * divergence if beta else each
+    if inputs.entropy is not None:
+        aux["entropy"] = _metric(inputs, inputs.entropy)
+    return each, aux
+
+
+def _divergence(ours: Tensor, theirs: Tensor) -> Tensor:
+    """An unbiased estimate of KL(ours | theirs) that is never negative (Schulman 2020, "k3")."""
+    gap = theirs - ours
+    return gap.exp() - gap - 1
+
+
+def _metric(inputs: PolicyInputs, values: Tensor) -> Mean:
+    return Mean(torch.where(inputs.mask, values, 0.0).detach().sum(), inputs.mask.sum())
+
+
+def _over_tokens(inputs: PolicyInputs, each: Tensor) -> Mean:
+    total = torch.where(inputs.mask, each, 0.0).sum()
+    return Mean(total, inputs.mask.sum(), bound=float(inputs.mask.numel()))
+
+
+def _over_sequences(inputs: PolicyInputs, each: Tensor) -> Mean:
+    """Of the sequences that have a token."""
+    lengths = inputs.lengths()
+    means = inputs.sums(each) / lengths.clamp(min=1)
+    return Mean(means.sum(), (lengths > 0).sum(), bound=float(lengths.numel()))
+
+
+# ------------------------------------------------------------------ preferences
+
+
+def dpo(
+    chosen: Tensor,
+    rejected: Tensor,
+    reference_chosen: Tensor,
+    reference_rejected: Tensor,
+    *,
+    beta: float = 0.1,
+    label_smoothing: float = 0.0,
+    counted: Tensor | None = None,
+) -> Loss:
+    """Direct preference optimisation (Rafailov et al. 2023), averaged over all pairs of all ranks.
+
+    The reference is the same frozen base without its adapters (`tuned.__wrapped__` of `fs.lora`), under
+    `torch.no_grad()`: there is no second model.
+
+    Args:
+        chosen, rejected, reference_chosen, reference_rejected: log-probabilities [B], `sequence_logprobs`.
+        beta: how dear it is to leave the reference.
+        label_smoothing: the share of pairs that may be the wrong way round (Mitchell 2023).
+        counted: bool [B]: which pairs are some, where others are padding; default all.
+
+    Returns:
+        The loss, and what people watch: rewards, their margin, how often the chosen one is ahead.
+
+    >>> import torch
+    >>> loss, aux = dpo(*torch.tensor([[-1.0], [-2.0], [-1.5], [-1.5]]))
+    >>> round(float(loss.total), 4), float(aux["accuracy"].total)
+    (0.6444, 1.0)
+    """
+    gains, losses = beta * (chosen - reference_chosen), beta * (rejected - reference_rejected)
+    margin = gains - losses
+    each = -F.logsigmoid(margin) * (1 - label_smoothing) - F.logsigmoid(-margin) * label_smoothing
+    return _pairs(each, gains, losses, counted)
+
+
+def ipo(
+    chosen: Tensor, rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor, *,
+    beta: float = 0.1, counted: Tensor | None = None,
+) -> Loss:  # fmt: skip
+    """Identity preference optimisation (Azar et al. 2023): (margin - 1 / (2 beta))^2, of the mean
+    log-probabilities of a response's tokens [B]. Results as `dpo`."""
+    gains, losses = chosen - reference_chosen, rejected - reference_rejected
+    return _pairs((gains - losses - 1 / (2 * beta)).square(), beta * gains, beta * losses, counted)
+
+
+def orpo(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1, counted: Tensor | None = None) -> Loss:
+    """Odds ratio preference optimisation (Hong et al. 2024): -chosen - beta log s(log odds ratio), of the
+    mean log-probabilities of a response's tokens [B]; no reference.
+
+    The first term is each response's mean, as in the paper; TRL's is the mean over the batch's tokens.
+    """
+    odds = [p - torch.log1p(-p.exp()) for p in (chosen, rejected)]
+    each = -chosen - beta * F.logsigmoid(odds[0] - odds[1])
+    return _pairs(each, beta * chosen, beta * rejected, counted)
+
+
+def simpo(
+    chosen: Tensor, rejected: Tensor, *, beta: float = 2.0, margin: float = 1.0,
+    counted: Tensor | None = None,
+) -> Loss:  # fmt: skip
+    """Simple preference optimisation (Meng et al. 2024): -log s(beta (chosen - rejected) - margin), of the
+    mean log-probabilities of a response's tokens [B]; no reference."""
+    gains, losses = beta * chosen, beta * rejected
+    return _pairs(-F.logsigmoid(gains - losses - margin), gains, losses, counted)
+
+
+def kto(
+    logprobs: Tensor, reference: Tensor, desirable: Tensor, divergence: Tensor, *, beta: float = 0.1,
+    weights: tuple[float, float] = (1.0, 1.0), counted: Tensor | None = None,
+) -> Loss:  # fmt: skip
+    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024), of single responses that are good or bad.
+
+    1 - s(beta (logprobs - reference) - z) for those that are desirable, 1 - s(z - ...) for others.
+
+    Args:
+        logprobs, reference: log-probabilities [B] of responses.
+        desirable: bool [B].
+        divergence: 0-d, the KL to the reference, estimated on prompts with another's response; z is beta
+            times it, not below 0, and has no gradient.
+        weights: of desirable and other responses.
+        counted: as `dpo`.
+
+    Returns:
+        The loss, and the mean `reward`.
+    """
+    rewards, z = beta * (logprobs - reference), beta * divergence.detach().clamp(min=0)
+    good = desirable.to(rewards.dtype)
+    each = (good * weights[0] + (1 - good) * weights[1]) * torch.sigmoid((1 - 2 * good) * (rewards - z))
+    mean = _counting(rewards, counted)
+    return mean(each, float(each.numel())), {"reward": mean(rewards.detach())}
+
+
+def _counting(like: Tensor, counted: Tensor | None) -> Callable[..., Mean]:
+    weights = torch.ones_like(like) if counted is None else counted.to(like.dtype)
+    count = float(like.numel()) if counted is None else counted.sum()
+    return lambda value, bound=None: Mean((value * weights).sum(), count, bound)
+
+
+def _pairs(each: Tensor, gains: Tensor, losses: Tensor, counted: Tensor | None) -> Loss:
+    """A loss of pairs, by the rewards of the chosen and the rejected."""
+    mean, margin = _counting(each, counted), (gains - losses).detach()
+    return mean(each, float(each.numel())), {
+        "chosen_reward": mean(gains.detach()),
+        "rejected_reward": mean(losses.detach()),
+        "margin": mean(margin),
+        "accuracy": mean((margin > 0).to(margin.dtype)),
+    }
