@@ -103,7 +103,6 @@ TABLE = {
         Row(f"{TRAIN.short} data.rows=8 data.held_out_rows=8")
     ),
     "python -m experiments.train strategy=full_shard precision=bf16": TRAIN,
-    "python -m experiments.train strategy=full_shard precision=auto": TRAIN,
     "python -m experiments.train mesh.tensor=2 run.device=cpu": TRAIN,
     "python -m experiments.train mesh.tensor=2 mesh.context=2 run.device=cpu": TRAIN,
     "python -m experiments.train mesh.shard=2 mesh.tensor=2 mesh.context=2 run.device=cpu": TRAIN,

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fnshard.compiler.frontend import dropout_attention  # noqa: F401  (its operator)
 from fnshard.compiler.frontend.random import ops
 from fnshard.compiler.ir.custom_gradient import CustomGradient
 from fnshard.compiler.ir.failures import COMMUNICATES, ONE_DEVICE, higher_order, refused_at

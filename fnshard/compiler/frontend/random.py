@@ -14,20 +14,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_LIB = torch.library.Library("fnshard", "DEF")
-_LIB.define("uniform(Tensor key, int[] shape, ScalarType dtype, float low=0.0, float high=1.0) -> Tensor")
-_LIB.define("normal(Tensor key, int[] shape, ScalarType dtype, float mean=0.0, float std=1.0) -> Tensor")
-_LIB.define("exponential(Tensor key, int[] shape, ScalarType dtype, float rate) -> Tensor")
-_LIB.define("integers(Tensor key, int low, int high, int[] shape, ScalarType dtype) -> Tensor")
-_LIB.define("dropout(Tensor x, Tensor key, float p, int[]? strides=None) -> Tensor")
-_LIB.define("feature_dropout(Tensor x, Tensor key, float p, int[]? strides=None) -> Tensor")
-_LIB.define("alpha_dropout(Tensor x, Tensor key, float p, bool features, int[]? strides=None) -> Tensor")
-_LIB.define("bernoulli_below(float p, Tensor key, int[] shape, ScalarType dtype) -> Tensor")
-_LIB.define("bernoulli(Tensor p, Tensor key, int[] shape, ScalarType dtype, int[]? strides=None) -> Tensor")
-_LIB.define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor key, float p, bool is_causal, "
-    "float? scale, bool enable_gqa, int[]? strides=None) -> Tensor"
-)
+LIB = torch.library.Library("fnshard", "DEF")
+LIB.define("uniform(Tensor key, int[] shape, ScalarType dtype, float low=0.0, float high=1.0) -> Tensor")
+LIB.define("normal(Tensor key, int[] shape, ScalarType dtype, float mean=0.0, float std=1.0) -> Tensor")
+LIB.define("exponential(Tensor key, int[] shape, ScalarType dtype, float rate) -> Tensor")
+LIB.define("integers(Tensor key, int low, int high, int[] shape, ScalarType dtype) -> Tensor")
+LIB.define("dropout(Tensor x, Tensor key, float p, int[]? strides=None) -> Tensor")
+LIB.define("feature_dropout(Tensor x, Tensor key, float p, int[]? strides=None) -> Tensor")
+LIB.define("alpha_dropout(Tensor x, Tensor key, float p, bool features, int[]? strides=None) -> Tensor")
+LIB.define("bernoulli_below(float p, Tensor key, int[] shape, ScalarType dtype) -> Tensor")
+LIB.define("bernoulli(Tensor p, Tensor key, int[] shape, ScalarType dtype, int[]? strides=None) -> Tensor")
 
 
 def _signed(value: int) -> int:
@@ -58,7 +54,7 @@ _DIGITS = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float6
 _STREAMS = 2
 
 
-def key_at(key: Tensor, element: Tensor) -> Tensor:
+def key_at(key: Tensor, element: Tensor | int) -> Tensor:
     """The key under which element 0 of a draw is what this element of it is under `key`.
 
     With the whole draw's strides, a part of it is drawn by itself (not of integers).
@@ -156,6 +152,11 @@ def _scaled_mask(x: Tensor, key: Tensor, p: float, shape: list[int], strides: St
     return x * keep.to(x.dtype) * (1.0 / (1.0 - p))  # a factor in x's dtype would be rounded before
 
 
+def dropout_factors(x: Tensor, key: Tensor, p: float, strides: Strides = None) -> Tensor:
+    """What dropout multiplies `x` by."""
+    return _scaled_mask(torch.ones_like(x), key, p, list(x.shape), strides)
+
+
 def _dropout(x: Tensor, key: Tensor, p: float, strides: Strides = None) -> Tensor:
     return _scaled_mask(x, key, p, list(x.shape), strides)
 
@@ -191,34 +192,13 @@ def _bernoulli_below(p: float, key: Tensor, shape: list[int], dtype: torch.dtype
     return (_unit(key, shape, 0, torch.float64) < p).to(dtype)
 
 
-def _attention(q, k, v, mask, key, p, is_causal, scale, enable_gqa, strides=None):
-    """SDPA with dropout, spelled out: flash kernels draw their mask from hidden state."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if enable_gqa:
-        k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
-        v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
-    scores = (q * scale) @ k.transpose(-2, -1)  # [..., T, S]
-    if is_causal:
-        t, s = scores.shape[-2:]
-        ok = torch.ones(t, s, dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~ok, -math.inf)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-        # A query that may look at nothing gives zero, as in torch; zero scores keep its gradient finite.
-        blind = (scores == -math.inf).all(-1, keepdim=True)
-        shares = torch.softmax(scores.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
-    else:
-        shares = torch.softmax(scores, -1)
-    return _dropout(shares, key, p, strides) @ v
-
-
 for _name, _impl in {
     "uniform": _uniform, "normal": _normal, "integers": _integers, "dropout": _dropout,
-    "feature_dropout": _feature_dropout, "bernoulli": _bernoulli, "attention": _attention,
+    "feature_dropout": _feature_dropout, "bernoulli": _bernoulli,
     "bernoulli_below": _bernoulli_below, "exponential": _exponential,
     "alpha_dropout": _alpha_dropout,
 }.items():  # fmt: skip
-    _LIB.impl(_name, _impl, "CompositeImplicitAutograd")
+    LIB.impl(_name, _impl, "CompositeImplicitAutograd")
 
 ops = torch.ops.fnshard
 

@@ -29,6 +29,7 @@ _FUSED = {
     "_scaled_dot_product_flash_attention_for_cpu": "flash on the CPU",
     "block_attention": "by blocks",
     "document_attention": "by documents",
+    "dropout_attention": "with dropout, by blocks",
 }
 
 

@@ -52,7 +52,13 @@ NAMED = {
 
 GROUPS = {
     "matmul": ("mm", "addmm", "bmm", "baddbmm", "convolution"),
-    "attention": ("*scaled_dot_product*", "*flex_attention*", "*block_attention*", "*document_attention*"),
+    "attention": (
+        "*scaled_dot_product*",
+        "*flex_attention*",
+        "*block_attention*",
+        "*document_attention*",
+        "*dropout_attention*",
+    ),
 }
 
 
