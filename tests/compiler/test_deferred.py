@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import fnshard as fs
 from fnshard import LayoutSpec, StateError
+from fnshard.compiler.deferred import tape
 
 transformers = pytest.importorskip("transformers")
 
@@ -206,6 +207,49 @@ def test_shards_are_what_building_on_one_cpu_gives(name: str) -> None:
     for world in (1, 2, 4):
         for got in whole(model, world, seed=7):
             same(got, expected)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_large_module_has_the_same_numbers_on_every_mesh(monkeypatch: Any, name: str) -> None:
+    """And those that the constructor does not draw are its own."""
+    monkeypatch.setattr(tape, "LARGE", 1)
+    monkeypatch.setattr(tape, "CHUNK", 64)
+    model, exact = deferred(EVERY[name]), built(EVERY[name], seed=7)
+    expected = whole(model, 1, seed=7)[0]
+    for world in (2, 4):
+        for got in whole(model, world, seed=7):
+            same(got, expected)
+    for path, leaf in expected.items():
+        assert leaf.shape == exact[path].shape and leaf.dtype == exact[path].dtype
+        if leaf.numel() > 1 and exact[path].unique().numel() == 1:
+            assert torch.equal(leaf, exact[path]), path
+
+
+def test_of_a_large_module_a_rank_draws_its_own_rows(monkeypatch: Any) -> None:
+    monkeypatch.setattr(tape, "LARGE", 1)
+    monkeypatch.setattr(tape, "CHUNK", 1000)
+    monkeypatch.setattr(tape, "has_blanks", lambda *_: pytest.fail("no leaf is made whole"))
+    drawn: list[int] = []
+
+    def make() -> nn.Module:
+        model = nn.Sequential(*(nn.Linear(100, 200, bias=False) for _ in range(3)), nn.Embedding(400, 100))
+        for leaf in model.parameters():
+            nn.init.normal_(leaf, std=0.5)
+        return model
+
+    model = deferred(make)
+    kept = tape._seed_of
+    monkeypatch.setattr(tape, "_seed_of", lambda *numbers: drawn.append(1000) or kept(*numbers))
+    mesh = fs.make_mesh(shard=4, simulated=True)
+    specs = fs.presets.full_shard(fs.make_functional(model)[1], mesh)
+    step = fs.shard_step(lambda p: 0, specs, mesh=mesh, backend="eager")
+    found = fs.simulate(mesh, lambda rank: fs.unshard(step.init(model, seed=1), specs, mesh))
+    total = 3 * 100 * 200 + 400 * 100
+    assert total <= sum(drawn) <= 1.2 * total  # all four ranks together
+    weights = list(found[0].values())
+    assert all(abs(leaf.std().item() - 0.5) < 0.02 for leaf in weights)
+    firsts = [leaf.flatten()[:1000] for leaf in weights] + [weights[0].flatten()[1000:2000]]
+    assert len({tuple(f.tolist()) for f in firsts}) == len(firsts)  # no two chunks are the same
 
 
 def test_blocks_of_threads_do_not_mix() -> None:

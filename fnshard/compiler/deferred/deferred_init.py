@@ -19,7 +19,7 @@ from torch.overrides import resolve_name
 
 from fnshard.compiler.deferred.host_random import refused
 from fnshard.compiler.deferred.recorder import META, Functions, Operators, Recorder
-from fnshard.compiler.deferred.tape import START, Tape, generator_lock, leaves_of
+from fnshard.compiler.deferred.tape import START, Take, Tape, generator_lock, leaves_of
 from fnshard.compiler.ir.containers import Contents
 from fnshard.compiler.ir.program import WRITES
 from fnshard.errors import StateError, leaves
@@ -130,11 +130,12 @@ def on_meta(leaf: Tensor) -> Tensor:
     return plain
 
 
-def values_of(named: Mapping[str, Tensor], seed: int, take: Callable[[str, Tensor], None]) -> None:
+def values_of(named: Mapping[str, Tensor], seed: int, take: Take, rows: Callable[[str], set[int]]) -> None:
     """Hand each leaf to `take` with its values: its own, or those of its recipe; one of these at a time.
 
     Args:
         named: what `check_values` has let pass.
+        rows: those that are needed, of a leaf of a large module (`Tape.replay`).
 
     Raises:
         StateError: leaves that their module's constructor leaves unset.
@@ -144,10 +145,10 @@ def values_of(named: Mapping[str, Tensor], seed: int, take: Callable[[str, Tenso
     for path, leaf in named.items():
         recipe = recipe_of(leaf)
         if recipe is None:
-            take(path, leaf.detach())
+            take(path, leaf.detach(), True)
         else:
             recorded.setdefault(id(recipe.tape), (recipe.tape, {}))[1][path] = recipe.alias
-    unset = [p for tape, aliases in recorded.values() for p in tape.replay(aliases, seed, take)]
+    unset = [p for tape, aliases in recorded.values() for p in tape.replay(aliases, seed, take, rows)]
     if unset:
         raise StateError(
             f"the constructor leaves {leaves(len(unset))} unset, in whole or in part:",

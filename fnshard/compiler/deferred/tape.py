@@ -7,6 +7,7 @@ operators are a chain: each begins in the generator state in which another one e
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,9 @@ from torch import Tensor, fx
 
 START = -1  # the call that every chain of random operators begins after: the seed
 CPU = torch.device("cpu")
+LARGE = 1 << 32  # random numbers of a module, from which on leaves do not wait for one another's
+CHUNK = 1 << 16  # numbers of a large module's leaf that are drawn together
+Take = Callable[[str, Tensor, bool], None]  # a leaf by its path, and whether all of it is there
 generator_lock = threading.Lock()  # torch's default generator belongs to all threads, simulated ranks too
 
 
@@ -69,6 +73,7 @@ class RecordedCall:
         makes: its results that have a memory of their own, by their place among the results.
         follows: of a random operator, the random call in whose last state of the generator it begins.
         blank: it makes a memory without setting it.
+        alike: it sets each element of a whole memory by itself, or changes it.
         default_dtype: torch's default at the call.
     """
 
@@ -80,12 +85,19 @@ class RecordedCall:
     makes: Mapping[int, Tensor] = field(default_factory=dict)
     follows: int | None = None
     blank: bool = False
+    alike: bool = False
     default_dtype: torch.dtype = torch.float32
 
     @property
     def is_random(self) -> bool:
         """Whether it draws from the generator."""
         return self.follows is not None
+
+    @property
+    def drawn(self) -> int:
+        """How many random numbers it draws, about."""
+        tensors = [*leaves_of((self.args, self.kwargs), Tensor), *self.makes.values()]
+        return max((t.numel() for t in tensors), default=1) if self.is_random else 0
 
     @property
     def memories(self) -> set[int]:
@@ -141,12 +153,17 @@ class Tape:
             return shown(alias, self._run(memory_of(alias), numbers, {}))
 
     def replay(
-        self, leaves: Mapping[str, Tensor], seed: int, take: Callable[[str, Tensor], None]
+        self, leaves: Mapping[str, Tensor], seed: int, take: Take, rows: Callable[[str], set[int]]
     ) -> list[str]:
         """Hand each leaf to `take` as building the module under this seed makes it, one at a time.
 
         Random calls run in program order: the state in which each ends is kept, where others begin. A leaf is
-        made when the last one that it depends on is due; those before it run again.
+        made when the last one that it depends on is due; those before it run again. In a module of `LARGE`
+        random numbers each call has a seed of its own, and so has each chunk of a leaf whose elements are set
+        alike: no more of these is made than has `rows`.
+
+        Args:
+            rows: those of a leaf that are needed, of a large module.
 
         Returns:
             The leaves that no call sets, in whole or in part; `take` does not get them.
@@ -155,6 +172,7 @@ class Tape:
         for path, alias in leaves.items():
             by_memory.setdefault(memory_of(alias), {})[path] = alias
         unset: list[str] = []
+        large = sum(call.drawn for call in self.calls) >= LARGE
 
         def make(memory: int | None, calls: list[int], ends: dict[int, Tensor]) -> None:
             storage = self._run(memory, calls, ends)
@@ -164,15 +182,51 @@ class Tape:
                 if blank and (len(calls) == 1 or has_blanks(leaf)):
                     unset.append(path)
                 else:
-                    take(path, leaf)
+                    take(path, leaf, True)
 
-        jobs = self._jobs(by_memory)
         with torch.no_grad(), torch.autocast("cpu", enabled=False), seeded(seed):
+            if large:
+                for memory, aliases in by_memory.items():
+                    calls = self.slice([memory], len(self.calls))
+                    if self._alike(calls, aliases):
+                        self._make_rows(calls, aliases, seed, take, rows)
+                    else:
+                        make(memory, calls, _OwnSeeds(seed))
+                return unset
+            jobs = self._jobs(by_memory)
             ends = {START: torch.default_generator.get_state()}
             for number in sorted(jobs):
                 for job in jobs[number]:
                     make(*job, ends)
         return unset
+
+    def _alike(self, numbers: Sequence[int], aliases: Mapping[str, Tensor]) -> bool:
+        """Whether these calls set all of a memory's elements alike, and leaves are the whole memory."""
+        calls = [self.calls[n] for n in numbers]
+        if not all(call.alike for call in calls) or not calls[0].overwrites:
+            return False
+        tensors = [t for call in calls for t in leaves_of((call.args, call.kwargs), Tensor)]
+        (layout, *others) = {_layout(t) for t in (*tensors, *aliases.values())}
+        return not others and bool(layout[1]) and next(iter(aliases.values())).is_contiguous()
+
+    def _make_rows(
+        self, numbers: Sequence[int], aliases: Mapping[str, Tensor], seed: int, take: Take,
+        rows: Callable[[str], set[int]],
+    ) -> None:  # fmt: skip
+        """A leaf of which the chunks are made that have these rows; no memory is taken by the rest."""
+        alias = next(iter(aliases.values()))
+        leaf = torch.empty(alias.shape, dtype=alias.dtype)
+        size = max(1, CHUNK // max(1, leaf[0].numel()))
+        for chunk in sorted({row // size for path in aliases for row in rows(path)}):
+            part = leaf[chunk * size : (chunk + 1) * size]
+            for number in numbers:
+                call = self.calls[number]
+                args, kwargs = map_leaves((call.args, call.kwargs), Tensor, lambda _: part)  # noqa: B023
+                torch.default_generator.manual_seed(_seed_of(seed, number, chunk))
+                with _default_dtype(call.default_dtype):
+                    call.op(*args, **kwargs)
+        for path in aliases:
+            take(path, leaf, False)
 
     def _jobs(self, memories: Iterable[int]) -> dict[int, list[tuple[int | None, list[int]]]]:
         """Memories, each with the calls that make it, by the last random one of these.
@@ -209,6 +263,25 @@ class Tape:
             for memory in [m for m in memories if last[m] == number and m != needed]:
                 del memories[memory]
         return memories.get(needed)
+
+
+def _seed_of(*numbers: int) -> int:
+    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+@dataclass(frozen=True)
+class _OwnSeeds:
+    """States of the generator that no call has left: each begins in one that is its own."""
+
+    seed: int
+
+    def __getitem__(self, follows: int) -> Tensor:
+        torch.default_generator.manual_seed(_seed_of(self.seed, follows))
+        return torch.default_generator.get_state()
+
+    def __setitem__(self, number: int, state: Tensor) -> None:
+        """Nobody reads it."""
 
 
 def _execute(call: RecordedCall, memories: dict[int, torch.UntypedStorage]) -> None:
