@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from experiments.configs.checks import configuration
 from experiments.configs.train import (
@@ -44,13 +44,38 @@ class MethodConfig:
     rank_stabilised: bool = False
 
 
+@dataclass(frozen=True)
+class ObjectiveKind:
+    """What an objective needs: `data` of "samples" or "pairs", perhaps the `reference`, the model as it was.
+    `beta`: its default."""
+
+    data: str
+    reference: bool = False
+    beta: float = 0.1
+
+
+OBJECTIVE_KINDS = {
+    "sft": ObjectiveKind("samples"),
+    "dpo": ObjectiveKind("pairs", reference=True),
+    "ipo": ObjectiveKind("pairs", reference=True),
+    "orpo": ObjectiveKind("pairs"),
+    "simpo": ObjectiveKind("pairs", beta=2.0),
+}
+
+
 @configuration
 class ObjectiveConfig:
-    """`sft`: the likelihood of responses; `dpo`: of the chosen above the rejected, by `beta`."""
+    """`sft`: the likelihood of responses; the others, of `fs.losses.policy`: of the chosen above the
+    rejected, by `beta` (null: its paper's), `label_smoothing` of dpo and `margin` of simpo."""
 
-    name: Literal["sft", "dpo"] = "sft"
-    beta: PositiveFloat = 0.1
+    name: Literal[tuple(OBJECTIVE_KINDS)] = "sft"
+    beta: PositiveFloat | None = None
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    margin: NonNegativeFloat = 1.0
+
+    @property
+    def kind(self) -> ObjectiveKind:
+        return OBJECTIVE_KINDS[self.name]
 
 
 @configuration
@@ -111,7 +136,7 @@ class FinetuneConfig:
             wrong.append(f"export={self.export}: method=full has no adapters. Fix: export=merged.")
         if isinstance(self.optimizer, SGDConfig) and self.optimizer.lr is None:
             wrong.append("optimizer.lr=null: the defaults are AdamW's. Fix: optimizer.lr=0.1.")
-        if not self.data.pack and self.objective.name == "dpo":
+        if not self.data.pack and self.objective.kind.data == "pairs":
             wrong.append("data.pack=false: pairs are never packed; leave the default.")
         if wrong:
             raise ValueError("\n  ".join(wrong))

@@ -26,8 +26,7 @@ DATA = Path("outputs", "data")
 MOST_SHOWN = 600  # characters of one stretch of a sample that is shown
 OPENING = 32  # tokens of plain text that are shown as a prompt
 SHOWN = 4  # held-out prompts
-KINDS = {"sft": "samples", "dpo": "pairs"}  # of data, by objective
-BUILT_IN: dict[str, Callable[[Path], tuple[Path, Path]]] = {"sft": sft_files, "dpo": pair_files}
+BUILT_IN: dict[str, Callable[[Path], tuple[Path, Path]]] = {"samples": sft_files, "pairs": pair_files}
 
 
 @dataclass(frozen=True)
@@ -123,11 +122,11 @@ def prepared(config: FinetuneConfig) -> FinetuneConfig:
         ConfigError: a file that cannot be read, and all lines of it that cannot be used.
     """
     tokenizer, data = open_directory(config.model), config.data
-    objective, cache = config.objective.name, (DATA / "prepared").resolve()
-    policy = RecordPolicy(KINDS[objective], data.context, data.broken, data.too_long)
+    kind, cache = config.objective.kind.data, (DATA / "prepared").resolve()
+    policy = RecordPolicy(kind, data.context, data.broken, data.too_long)
     files = [data.train, data.held_out]
     if data.train is None:
-        files = list(map(str, BUILT_IN[objective]((DATA / "stdlib").resolve())))
+        files = list(map(str, BUILT_IN[kind]((DATA / "stdlib").resolve())))
     split, folders, wrong = files[1] is None, [], []
     for path in files[:1] if split else files:
         try:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fnshard as fs
-from experiments.finetune.config import ObjectiveConfig
+from experiments.finetune.config import OBJECTIVE_KINDS, ObjectiveConfig
 from experiments.finetune.lm import LanguageModel
 from experiments.finetune.tuning import Tuning
 from fnshard.losses import IGNORE, Mean
@@ -39,25 +39,30 @@ def sft(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Loss:
     return loss
 
 
-def dpo(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Loss:
-    """Direct preference optimisation; the reference is the same base without its adapters.
+def preference(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Loss:
+    """A loss of pairs, of `fs.losses.policy`; the reference is the same base without its adapters.
+
+    Of the others than dpo a row's log-probability is the mean of its tokens'.
 
     The batch: `chosen` and `rejected`, each int64 [B, T] `tokens` and `targets`.
     """
 
     def logprobs(params: Any, batch: Batch) -> Tensor:
-        return row_logprobs(tuning.lm, params, batch)
+        sums = row_logprobs(tuning.lm, params, batch)
+        return sums if config.name == "dpo" else sums / (batch["targets"] != IGNORE).sum(1).clamp(min=1)
 
     policy, reference = tuning.policy(logprobs, training=training), tuning.reference(logprobs)
+    of_name = {"dpo": {"label_smoothing": config.label_smoothing}, "simpo": {"margin": config.margin}}
+    how = {"beta": config.beta or config.kind.beta, **of_name.get(config.name, {})}
 
     def loss(params: Any, batch: Batch) -> tuple[Mean, dict[str, Mean]]:
         both = {n: torch.cat([batch["chosen"][n], batch["rejected"][n]]) for n in ("tokens", "targets")}
-        ours = policy(params, both).chunk(2)
-        with torch.no_grad():
-            theirs = reference(params, both).chunk(2)
+        numbers = policy(params, both).chunk(2)
+        if config.kind.reference:
+            with torch.no_grad():
+                numbers += reference(params, both).chunk(2)
         counted = (batch["chosen"]["targets"] != IGNORE).any(1)
-        how = {"beta": config.beta, "label_smoothing": config.label_smoothing, "counted": counted}
-        return fs.losses.dpo(*ours, *theirs, **how)
+        return getattr(fs.losses.policy, config.name)(*numbers, counted=counted, **how)
 
     return loss
 
@@ -69,4 +74,6 @@ def row_logprobs(lm: LanguageModel, params: Any, batch: Batch) -> Tensor:
     return -lm.token_losses(params, tokens, positions, None, batch["targets"]).sum(-1)
 
 
-OBJECTIVES: Mapping[str, Callable[..., Loss]] = {"sft": sft, "dpo": dpo}
+OBJECTIVES: Mapping[str, Callable[..., Loss]] = {
+    name: {"samples": sft, "pairs": preference}[kind.data] for name, kind in OBJECTIVE_KINDS.items()
+}

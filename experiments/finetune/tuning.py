@@ -112,7 +112,7 @@ def tuning_of(config: FinetuneConfig, lm: LanguageModel) -> Tuning:
     """
     chosen = config.method
     if chosen.name == "full":
-        if config.objective.name != "dpo":
+        if not config.objective.kind.reference:
             return Tuning(lm, chosen, lm.params)
         frozen = {p: _frozen(leaf) for p, leaf in lm.params.items()}
         return Tuning(lm, chosen, {"policy": lm.params, "reference": frozen})

@@ -27,7 +27,7 @@ from experiments.finetune.base_models import directory_of
 from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.lm import from_directory
 from experiments.finetune.method import default_rate
-from experiments.finetune.tuning import Tuning
+from experiments.finetune.tuning import Tuning, tuning_of
 from experiments.generate import main as generate
 from experiments.training import steps
 from experiments.training.result import read_result
@@ -46,13 +46,14 @@ transformers = pytest.importorskip("transformers")
         ("full", "sft"),
         ("lora", "sft"),
         ("qlora4", "dpo"),
+        pytest.param("lora", "simpo", marks=pytest.mark.long),
         pytest.param("qlora8", "sft", marks=pytest.mark.long),
         pytest.param("full", "dpo", marks=pytest.mark.long),
     ],
 )
 def test_a_run_leaves_what_it_promises(model, data, tmp_path, capfd, method, objective):
     """Losses fall; what is exported opens elsewhere and is what was tuned."""
-    rate = {"sft": 0.02, "dpo": 0.004}[objective]
+    rate = {"sft": 0.02}.get(objective, 0.004)
     config = config_of(model, data, tmp_path, f"method={method}", f"objective={objective}",
                        f"optimizer.lr={rate}", "schedule=constant", "schedule.warmup=0",
                        f"export={'merged' if method == 'full' else 'both'}")  # fmt: skip
@@ -188,14 +189,28 @@ def test_packed_rows_are_told_apart(model, data, tmp_path, pack):
     assert float(loss.total) == pytest.approx(alone, rel=1e-5) and int(loss.count) == count
 
 
-def test_pairs_of_padding_do_not_count():
-    numbers = torch.randn(4, 5, generator=torch.Generator().manual_seed(0))
-    loss, aux = fs.losses.dpo(*numbers, counted=torch.tensor([True, False, True, True, False]))
-    some, aux_of_some = fs.losses.dpo(*numbers[:, [0, 2, 3]])
-    assert (loss.total, loss.count) == (some.total, some.count)
-    assert {n: float(m.total / m.count) for n, m in aux.items()} == pytest.approx(
-        {n: float(m.total / m.count) for n, m in aux_of_some.items()}
-    )
+@pytest.mark.parametrize("name", ["dpo", "ipo", "orpo", "simpo"])
+def test_pairs_are_compared_by_their_rows(model, data, tmp_path, name):
+    config = config_of(model, data, tmp_path, "method=lora", f"objective={name}", "objective.beta=0.7")
+    mesh, lm, given = fs.make_mesh(shard=1, device="cpu"), from_directory(model), dataset.opened(config)
+    (batch,) = next(given.loader(config, mesh))
+    tuning = tuning_of(config, lm)
+    loaded = fs.hf.load(model, fs.presets.full_shard(lm.params, mesh), mesh, model=lm.model)
+    adapters = fs.tree.map(lambda v: torch.full_like(v, 0.03), tuning.params["adapters"])
+    params = {"base": loaded, "adapters": adapters}
+    loss, aux = loop.OBJECTIVES[name](tuning, config.objective, training=False)(params, batch)
+    sums = []
+    for of in (tuning.policy, tuning.reference):
+        for side in ("chosen", "rejected"):
+            rows = of(lambda p, b: objectives.row_logprobs(lm, p, b))(params, batch[side])
+            lengths = (batch[side]["targets"] != -100).sum(1)
+            sums.append(rows if name == "dpo" else rows / lengths.clamp(min=1))
+    more = {"margin": 1.0} if name == "simpo" else {}
+    numbers = sums if config.objective.kind.reference else sums[:2]
+    there = (batch["chosen"]["targets"] != -100).any(1)
+    expected, _ = getattr(fs.losses.policy, name)(*numbers, beta=0.7, counted=there, **more)
+    assert float(loss.total) == pytest.approx(float(expected.total), rel=1e-5)
+    assert float(loss.count) == float(expected.count) and "accuracy" in aux
 
 
 # ------------------------------------------------------------------ what is refused

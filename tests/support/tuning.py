@@ -12,7 +12,7 @@ from runs import compose
 from experiments.configs.machine import place
 from experiments.data.tokenizer import byte_tokenizer
 from experiments.finetune import dataset, job
-from experiments.finetune.config import FinetuneConfig
+from experiments.finetune.config import OBJECTIVE_KINDS, FinetuneConfig
 
 transformers = pytest.importorskip("transformers")
 STEPS = 6
@@ -53,7 +53,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def config_of(model: Path, data: dict[str, Path], where: Path, *overrides: str) -> FinetuneConfig:
     """Placed, with its data tokenised below `where`."""
-    train = data["pairs" if "objective=dpo" in overrides else "samples"]
+    chosen = next((o.partition("=")[2] for o in overrides if o.startswith("objective=")), "sft")
+    train = data[OBJECTIVE_KINDS[chosen].data]
     named = (f"model={model}", f"data.train={train}")
     config = place(compose(*SMALL, *named, *overrides, spec=job.SPEC), accelerators={})
     with pytest.MonkeyPatch.context() as patch:
