@@ -82,7 +82,7 @@ class BenchConfig:
         size: a file of `conf/model`.
         dtype: of compute; parameters are updated in fp32.
         reduce: dtype of gradients on the wire; None is `dtype`.
-        backend: of fnshard.
+        backend: of fnshard, and of the loss of torch's contenders.
         rows, length: of one rank's batch of tokens.
         rounds: timed samples of each contender, each of `steps` steps; `warmup` steps come before, of which
             the first compiles. A GPU takes several steps, so that they are launched without a pause.

@@ -85,9 +85,8 @@ def ddp(task: BenchTask) -> Contender:
     )
     if task.config.reduce_dtype == torch.bfloat16:
         model.register_comm_hook(None, _in_bf16)
-    return _trained(
-        model, functools.partial(torch.autocast, device.type, task.config.compute_dtype, task.is_mixed)
-    )
+    autocast = functools.partial(torch.autocast, device.type, task.config.compute_dtype, task.is_mixed)
+    return _trained(task, model, autocast)
 
 
 def _in_bf16(state, bucket):  # DDP inspects annotations, and takes no strings for them
@@ -107,12 +106,14 @@ def fsdp2(task: BenchTask, compiled: bool = False) -> Contender:
             block.compile(fullgraph=True)
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    return _trained(model, contextlib.nullcontext)
+    return _trained(task, model, contextlib.nullcontext)
 
 
-def _trained(model: nn.Module, context: Callable[[], Any]) -> Contender:
+def _trained(task: BenchTask, model: nn.Module, context: Callable[[], Any]) -> Contender:
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW, fused=True)
-    loss_of = torch.compile(next_token_loss, fullgraph=True)  # as fnshard's is
+    loss_of = next_token_loss
+    if task.config.backend == "inductor":  # as fnshard's is
+        loss_of = torch.compile(loss_of, fullgraph=True)
 
     def run(tokens: Tensor, targets: Tensor) -> Tensor:
         with context():

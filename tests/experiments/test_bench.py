@@ -177,7 +177,7 @@ TINY = ("size=tiny", "length=16", "rounds=1", "backend=eager")
 
 def test_contenders_are_measured_and_agree_with_the_reference(command):
     few = "contenders=[ddp,fsdp2,full_shard]"
-    found = command("peers", *TINY, "rounds=2", "warmup=1", "losses=3", "memory=3", few)
+    found = command("peers", *TINY, "rounds=2", "warmup=1", "losses=3", "memory=2", few)
     contenders, parameters = found["contenders"], found["parameters"]
     assert list(contenders) == ["ddp", "fsdp2", "full_shard"] and len(found["reference_losses"]) == 3
     for name, row in contenders.items():
