@@ -192,6 +192,7 @@ def test_contenders_are_measured_and_agree_with_the_reference(command):
         assert copies <= resting / (4 * parameters) < copies + 0.4, name  # gloo may still hold a buffer
 
 
+@pytest.mark.long  # the ledger's tests compare bytes, too
 def test_bytes_and_times_are_predicted(command):
     found = command("memory", *TINY, "memory=1", "plans=[full_shard,ddp,remat-bf16-host]")["plans"]
     for name, plan in found.items():
