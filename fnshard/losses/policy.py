@@ -1,8 +1,8 @@
 """Policy: losses of language models that learn from rewards and preferences, as pure functions of
 log-probabilities.
 
-Those of rewards take one `PolicyInputs`; `with_aux` of a step gives what they return besides the loss. A
-mean is exact over ranks, micro-batches, tensor and context axes: a mean of means weighs tokens unequally.
+Those of rewards take one `PolicyInputs`. Each returns the loss and metrics, as `fn` of a step may. A mean is
+exact over ranks, micro-batches, tensor and context axes: a mean of means would weigh tokens unequally.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from fnshard.errors import CollectiveError, SpecError
-from fnshard.mesh.waits import LEAVE, STOP_S, Place, peers, ranks_text
+from fnshard.mesh.waits import LEAVE, STOP_S, Place, peers
 
 MEET_S = 60.0  # that ranks have to come at the least: some import for longer than a collective may take
 POLL_S = 0.05
@@ -233,14 +233,15 @@ def _wait_for_all(
         SpecError: several ranks have one device, which NCCL cannot serve.
     """
     keys = [f"here/{r}" for r in range(world)]
-    store.set(keys[rank], device)
+    if device:
+        store.add(device, 1)
+    store.set(keys[rank], "")
     if not _came(lambda: store.check(keys), timeout, asked):
         missing = [r for r in range(world) if not store.check([keys[r]])]
         raise _not_met(rank, world, timeout, missing, asked)
-    same = [r for r in range(world) if device and store.get(keys[r]).decode() == device]
-    if len(same) > 1:
+    if device and (ranks := store.add(device, 0)) > 1:
         raise SpecError(
-            f"one {device} for {ranks_text(same)}: its collectives need a device for each rank.",
+            f"one {device} for {ranks} ranks: its collectives need a device for each rank.",
             fix="as many ranks on a machine as it has devices (CUDA_VISIBLE_DEVICES says which they see), or "
             'device="cpu".',
         )

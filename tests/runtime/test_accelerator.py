@@ -6,6 +6,7 @@ import datetime
 import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -73,11 +74,16 @@ def test_a_rank_has_its_own_gpu_whether_it_sees_all_or_one(
 
 def test_ranks_that_share_a_gpu_are_one_error():
     store, soon = dist.HashStore(), datetime.timedelta(seconds=5)
-    for rank, device in enumerate(("device 7 of a", "device 7 of a", "device 7 of b")):
-        store.set(f"here/{rank}", device)
-    with pytest.raises(SpecError, match=r"(?s)one device 7 of a for rank 0, 1:.*Fix: as many ranks"):
-        process_group._wait_for_all(store, 0, 3, soon, lambda: False, "device 7 of a")
-    process_group._wait_for_all(store, 2, 3, soon, lambda: False, "device 7 of b")
+    devices = ["device 7 of a", "device 7 of a", "device 7 of b"]
+    with ThreadPoolExecutor(3) as threads:
+        found = [
+            threads.submit(process_group._wait_for_all, store, rank, 3, soon, lambda: False, device)
+            for rank, device in enumerate(devices)
+        ]
+    for each in found[:2]:
+        with pytest.raises(SpecError, match=r"(?s)one device 7 of a for 2 ranks:.*Fix: as many ranks"):
+            each.result()
+    assert found[2].result() is None
     process_group._wait_for_all(store, 0, 3, soon, lambda: False, "")  # CPUs may
 
 

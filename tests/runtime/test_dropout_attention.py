@@ -49,6 +49,21 @@ def test_by_blocks_it_is_what_it_is_spelled_out(monkeypatch: Any, kind: str) -> 
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
+def test_half_types_are_summed_in_fp32(monkeypatch: Any) -> None:
+    """Next to fp32: no further off than spelled out."""
+    random, apart = torch.Generator().manual_seed(0), []
+    exact = 3 * torch.randn(3, 1, 2, 64, 16, generator=random)
+    for dtype, long in ((torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 1 << 20)):
+        monkeypatch.setattr(dropout_attention, "LONG", long)
+        leaves = [t.to(dtype).requires_grad_() for t in exact]
+        key = torch.tensor(7)
+        out = torch.ops.fnshard.attention(*leaves, None, key, 0.0, True, None, False, None)  # no draw
+        apart.append([out, *torch.autograd.grad(out.float().square().sum(), leaves)])
+    reference, ours, spelled = apart
+    for a, b, c in zip(reference, ours, spelled, strict=True):
+        assert (b.float() - a).norm() < 1.2 * (c.float() - a).norm() + 1e-6
+
+
 def test_the_mask_is_the_same_over_any_split_and_in_the_backward(monkeypatch: Any) -> None:
     monkeypatch.setattr(dropout_attention, "LONG", 1)
     monkeypatch.setattr(dropout_attention, "BLOCK_bytes", 5 * 8 * 8 * T)

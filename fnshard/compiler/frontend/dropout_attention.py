@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from fnshard.compiler.frontend.random import LIB, dropout_factors, key_at
+from fnshard.losses.linear import wide
 
 BLOCK_bytes = 1 << 24  # of scores at once; random bits of them take several times as many
 LONG = 1 << 20  # scores of a row and head, from which on they are made block by block
@@ -25,7 +26,7 @@ def dropout_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, draw: Tensor, p: float, is_causal: bool,
     scale: float, strides: list[int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """[..., T, V], and the log-sum-exp of each query's scores [..., T].
+    """[..., T, V], and the log-sum-exp of each query's scores [..., T] in fp32 or fp64.
 
     Args:
         query, key, value: [..., T, D], [..., S, D], [..., S, V].
@@ -33,13 +34,13 @@ def dropout_attention(
         draw: the key of the random numbers, of scores with these `strides`.
     """
     out = query.new_empty((*query.shape[:-1], value.shape[-1]))
-    lse = query.new_empty(query.shape[:-1])
+    lse = query.new_empty(query.shape[:-1], dtype=wide(query.dtype))
     for rows in _blocks(query, key):
         scores = _scores(query, key, mask, is_causal, scale, rows)
         top = scores.logsumexp(-1)
         lse[..., rows] = top
         shares = _shares(scores, top)
-        out[..., rows, :] = (shares * _kept(shares, draw, p, strides, rows)) @ value
+        out[..., rows, :] = (shares * _kept(shares, draw, p, strides, rows)).to(value.dtype) @ value
     return out, lse
 
 
@@ -50,22 +51,23 @@ def dropout_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of query, key and value."""
     to_query = query.new_empty(query.shape)
-    to_key, to_value = (t.new_zeros(t.shape) for t in (key, value))
+    to_key, to_value = (t.new_zeros(t.shape, dtype=wide(t.dtype)) for t in (key, value))
     for rows in _blocks(query, key):
         shares = _shares(_scores(query, key, mask, is_causal, scale, rows), lse[..., rows])
         kept = _kept(shares, draw, p, strides, rows)
         g = grad[..., rows, :]
-        to_value += (shares * kept).mT @ g
+        to_value += (shares * kept).to(g.dtype).mT @ g
         slope = (g @ value.mT) * kept
-        slope = shares * (slope - (slope * shares).sum(-1, keepdim=True)) * scale
+        slope = (shares * (slope - (slope * shares).sum(-1, keepdim=True)) * scale).to(key.dtype)
         to_query[..., rows, :] = slope @ key
         to_key += slope.mT @ query[..., rows, :]
-    return to_query, to_key, to_value
+    return to_query, to_key.to(key.dtype), to_value.to(value.dtype)
 
 
 @dropout_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return query.new_empty((*query.shape[:-1], value.shape[-1])), query.new_empty(query.shape[:-1])
+    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    return out, query.new_empty(query.shape[:-1], dtype=wide(query.dtype))
 
 
 @dropout_attention_backward.register_fake
@@ -112,7 +114,7 @@ def _blocks(query: Tensor, key: Tensor) -> Iterator[slice]:
 def _scores(
     query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float, rows: slice
 ) -> Tensor:
-    scores = (query[..., rows, :] * scale) @ key.mT
+    scores = ((query[..., rows, :] * scale) @ key.mT).to(wide(query.dtype))
     if is_causal:
         places = torch.arange(key.shape[-2], device=key.device)
         own = torch.arange(rows.start, rows.stop, device=key.device)
