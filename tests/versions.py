@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "fnshard", "versions")
 FOLDERS = ["compiler", "losses", "optim", "runtime", "step"]
 NEEDED = ["numpy", "optree", "safetensors", "einops", "attrs", "transformers", "hypothesis"]
-NEEDED += ["pytest", "pytest-timeout", "pytest-xdist"]
+NEEDED += ["hydra-core", "pydantic", "pytest", "pytest-timeout", "pytest-xdist"]
 
 
 def environment(version: str) -> Path:
