@@ -37,7 +37,7 @@ class PolicyInputs:
         old: log-probabilities by the policy before the updates on these samples; default `sampler`.
         reference: log-probabilities by the model to stay close to.
         sequences: int64, the sequence of each token among its row's; default: a row is one.
-        most: how many sequences a row can have.
+        max_sequences: of a row.
         entropy: of the policy at each token; a metric alone.
     """
 
@@ -48,7 +48,7 @@ class PolicyInputs:
     old: Tensor | None = None
     reference: Tensor | None = None
     sequences: Tensor | None = None
-    most: int = 1
+    max_sequences: int = 1
     entropy: Tensor | None = None
 
     @property
@@ -74,7 +74,7 @@ class PolicyInputs:
 
     @property
     def _member(self) -> Tensor:
-        return self.sequences[..., None] == torch.arange(self.most, device=self.sequences.device)
+        return self.sequences[..., None] == torch.arange(self.max_sequences, device=self.sequences.device)
 
     def lengths(self) -> Tensor:
         """[B, S]: counted tokens of each sequence."""
@@ -86,23 +86,23 @@ class Correction:
     """Importance sampling between the sampler and `old`, where numerics or weights make them differ.
 
     Args:
-        how: "truncate": weights exp(old - sampler), at most `most` (Yao et al. 2025, TIS); "mask": those
-            outside of [`least`, `most`] count as 0 (IcePop, Ling team 2025).
+        how: "truncate": weights exp(old - sampler), at most `high` (Yao et al. 2025, TIS); "mask": those
+            outside of [`low`, `high`] count as 0 (IcePop, Ling team 2025).
         level: of tokens, or of the product over a sequence.
     """
 
     how: Literal["truncate", "mask"] = "truncate"
     level: Literal["token", "sequence"] = "token"
-    most: float = 2.0
-    least: float = 0.0
+    high: float = 2.0
+    low: float = 0.0
 
     def weights(self, inputs: PolicyInputs) -> Tensor:
         """[B, T], with no gradient."""
         gap = (_old(inputs) - inputs.sampler).detach()
         weights = (inputs.spread(inputs.sums(gap)) if self.level == "sequence" else gap).exp()
         if self.how == "truncate":
-            return weights.clamp(max=self.most)
-        return torch.where((weights >= self.least) & (weights <= self.most), weights, 0.0)
+            return weights.clamp(max=self.high)
+        return torch.where((weights >= self.low) & (weights <= self.high), weights, 0.0)
 
 
 # ------------------------------------------------------------------ rewards
@@ -123,7 +123,7 @@ def grpo(
         correction: of what the sampler and `old` differ by.
 
     Returns:
-        The loss, and metrics: `kl` to the reference, `clipped` (the share of tokens whose r counts no more),
+        The loss, and metrics: `kl` to the reference, `clip_fraction` (of the tokens whose r counts no more),
         `entropy`, and `mismatch` (the KL from the sampler to `old`, by the same estimate).
 
     Raises:
@@ -133,7 +133,7 @@ def grpo(
     >>> logprobs = torch.tensor([[-1.0, -2.0, -0.5]], requires_grad=True)
     >>> mask, advantages = torch.tensor([[False, True, True]]), torch.tensor([[2.0]])
     >>> loss, aux = grpo(PolicyInputs(logprobs, logprobs.detach(), advantages, mask))
-    >>> float(loss.total / loss.count), float(aux["clipped"].total)
+    >>> float(loss.total / loss.count), float(aux["clip_fraction"].total)
     (-2.0, 0.0)
     """
     inputs = inputs.counted
@@ -154,19 +154,19 @@ def gspo(
 
 
 def dr_grpo(
-    inputs: PolicyInputs, *, longest: int, clip: float = 0.2, clip_high: float | None = None,
+    inputs: PolicyInputs, *, max_length: int, clip: float = 0.2, clip_high: float | None = None,
     beta: float = 0.0, correction: Correction | None = None,
 ) -> Loss:  # fmt: skip
-    """Dr. GRPO (Liu et al. 2025): the mean over sequences of their tokens' sum, by the constant `longest`, so
-    that no length counts more; advantages are not divided by a deviation. The rest as `grpo`.
+    """Dr. GRPO (Liu et al. 2025): the mean over sequences of their tokens' sum, by the constant `max_length`,
+    so that no length counts more; advantages are not divided by a deviation. The rest as `grpo`.
 
     Args:
-        longest: the most tokens that a sequence may have.
+        max_length: the most tokens that a sequence may have.
     """
     inputs = inputs.counted
     each, aux = _tokens(inputs, _ratios(inputs), clip, clip_high, beta, correction)
     there = inputs.lengths() > 0
-    total = torch.where(inputs.mask, each, 0.0).sum() / longest
+    total = torch.where(inputs.mask, each, 0.0).sum() / max_length
     return Mean(total, there.sum(), bound=float(there.numel())), aux
 
 
@@ -213,13 +213,13 @@ def ppo(
     return _over_tokens(inputs, each + value_weight * errors), aux
 
 
-def group_advantages(rewards: Tensor, size: int, *, scale: bool = True, least: float = 1e-4) -> Tensor:
+def group_advantages(rewards: Tensor, size: int, *, scale: bool = True, eps: float = 1e-4) -> Tensor:
     """[N]: rewards less their group's mean, by its deviation; groups are `size` neighbours (one prompt's
     samples).
 
     Args:
         scale: False leaves the deviation out, as Dr. GRPO does.
-        least: is added to the deviation.
+        eps: is added to the deviation.
 
     >>> import torch
     >>> group_advantages(torch.tensor([1.0, 0.0, 3.0, 3.0]), 2, scale=False).tolist()
@@ -227,26 +227,26 @@ def group_advantages(rewards: Tensor, size: int, *, scale: bool = True, least: f
     """
     groups = rewards.view(-1, size)
     apart = groups - groups.mean(1, keepdim=True)
-    return (apart / (groups.std(1, keepdim=True) + least) if scale else apart).view(-1)
+    return (apart / (groups.std(1, keepdim=True) + eps) if scale else apart).view(-1)
 
 
 def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, *, discount: float = 1.0, trace: float = 0.95
+    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lam: float = 0.95
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016): advantages and returns [B, T], for a loop.
 
     Args:
         rewards, values: [B, T]; a sequence's reward stands at its last token.
         mask: bool [B, T]; tokens that were sampled, in one run in each row.
-        discount, trace: gamma and lambda.
+        gamma, lam: the discount, and the decay of what later tokens' errors count.
     """
     following = torch.zeros_like(values[:, 0])
     after = torch.zeros_like(values[:, 0])
     advantages = torch.zeros_like(values)
     for t in range(values.shape[1] - 1, -1, -1):
         here = mask[:, t]
-        surprise = rewards[:, t] + discount * after - values[:, t]
-        following = torch.where(here, surprise + discount * trace * following, 0.0)
+        delta = rewards[:, t] + gamma * after - values[:, t]
+        following = torch.where(here, delta + gamma * lam * following, 0.0)
         after = torch.where(here, values[:, t], 0.0)
         advantages[:, t] = following
     return advantages, torch.where(mask, advantages + values, 0.0)
@@ -275,7 +275,7 @@ def _tokens(
         each = each * correction.weights(inputs)
     beyond = ((ratios < 1 - clip) & (gains < 0)) | ((ratios > 1 + high) & (gains > 0))
     aux = {
-        "clipped": _metric(inputs, beyond.to(ratios.dtype)),
+        "clip_fraction": _metric(inputs, beyond.to(ratios.dtype)),
         "mismatch": _metric(inputs, _divergence(_old(inputs), inputs.sampler)),
     }
     if inputs.reference is not None:

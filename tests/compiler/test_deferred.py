@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import fnshard as fs
-from fnshard import LayoutSpec, StateError
+from fnshard import Fused, LayoutSpec, P, StateError
 from fnshard.compiler.deferred import tape
 
 transformers = pytest.importorskip("transformers")
@@ -223,6 +224,30 @@ def test_a_large_module_has_the_same_numbers_on_every_mesh(monkeypatch: Any, nam
         assert leaf.shape == exact[path].shape and leaf.dtype == exact[path].dtype
         if leaf.numel() > 1 and exact[path].unique().numel() == 1:
             assert torch.equal(leaf, exact[path]), path
+
+
+@pytest.mark.parametrize(
+    ("axes", "spec"),
+    [
+        ({"shard": 5}, LayoutSpec(P("shard"))),  # padding
+        ({"shard": 2, "tensor": 2}, LayoutSpec(P(("shard", "tensor")))),
+        ({"shard": 1, "tensor": 2}, LayoutSpec(P(Fused("tensor", 3)), compute=P(Fused("tensor", 3)))),
+        ({"shard": 2}, LayoutSpec(P(None, "shard"))),
+        ({"shard": 2}, LayoutSpec(P("shard"), codec="int8", trainable=False)),
+    ],
+    ids=["padding", "two axes", "fused", "columns", "codes"],
+)
+def test_rows_of_any_layout_are_drawn(monkeypatch: Any, axes: dict[str, int], spec: LayoutSpec) -> None:
+    monkeypatch.setattr(tape, "LARGE", 1)
+    monkeypatch.setattr(tape, "CHUNK", 64)
+    model = deferred(lambda: nn.Linear(64, 24, bias=False))
+    params, found = fs.make_functional(model)[1], []
+    for split, layout in (({"shard": 1}, replace(spec, storage=P(), compute=P())), (axes, spec)):
+        mesh = fs.make_mesh(**split, simulated=True)
+        specs = fs.match_specs(params, [("*", layout)])
+        step = fs.shard_step(lambda p: 0, specs, mesh=mesh, backend="eager")
+        found += fs.simulate(mesh, lambda rank: fs.unshard(step.init(model, seed=3), specs, mesh))  # noqa: B023
+    assert all(torch.equal(each["weight"], found[0]["weight"]) for each in found)
 
 
 def test_of_a_large_module_a_rank_draws_its_own_rows(monkeypatch: Any) -> None:

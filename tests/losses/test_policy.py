@@ -31,7 +31,7 @@ def inputs_of(seed: int = 0, packed: bool = False) -> PolicyInputs:
     mask[:, 0], mask[0, 3:], mask[3] = False, False, False  # prompts, a short row, one with no token
     sampler = logprobs + draw(0.1)
     sampler[NOT_THERE] = -math.inf
-    more = {"sequences": (torch.arange(T) // 3).expand(B, T), "most": 2} if packed else {}
+    more = {"sequences": (torch.arange(T) // 3).expand(B, T), "max_sequences": 2} if packed else {}
     return PolicyInputs(
         logprobs, sampler, draw(1.0) if packed else draw(1.0)[:, :1], mask, old=logprobs + draw(0.2),
         reference=logprobs + draw(0.2), entropy=draw().exp(), **more,
@@ -68,12 +68,12 @@ def by_hand(name: str, x: PolicyInputs, beta: float, clip: float, high: float, w
 
 WEIGHTS: dict[str, tuple[Correction | None, Callable[[float, float], float]]] = {
     "none": (None, lambda token, all_: 1.0),
-    "truncated": (Correction(most=1.05), lambda token, all_: min(math.exp(token), 1.05)),
+    "truncated": (Correction(high=1.05), lambda token, all_: min(math.exp(token), 1.05)),
     "truncated sequences": (
-        Correction(level="sequence", most=1.05), lambda token, all_: min(math.exp(all_), 1.05),
+        Correction(level="sequence", high=1.05), lambda token, all_: min(math.exp(all_), 1.05),
     ),
     "masked": (
-        Correction("mask", most=1.1, least=0.9),
+        Correction("mask", high=1.1, low=0.9),
         lambda token, all_: math.exp(token) * (0.9 <= math.exp(token) <= 1.1),
     ),
 }  # fmt: skip
@@ -84,13 +84,16 @@ WEIGHTS: dict[str, tuple[Correction | None, Callable[[float, float], float]]] = 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "dr_grpo", "bnpo", "dapo"])
 def test_it_is_the_papers_formula(name: str, correction: str, packed: bool) -> None:
     x, (how, weight) = inputs_of(packed=packed), WEIGHTS[correction]
-    more = {"longest": 16} if name == "dr_grpo" else {}
+    more = {"max_length": 16} if name == "dr_grpo" else {}
     loss, aux = getattr(policy, name)(x, clip=0.1, clip_high=0.15, beta=0.05, correction=how, **more)
     expected = by_hand(name, x, 0.05, 0.1, 0.15, weight)
     assert float(loss.total / loss.count) == pytest.approx(expected, abs=1e-12)
     counted = int(x.mask.sum()) - 1
     assert {int(mean.count) for mean in aux.values()} == {counted}
-    assert set(aux) == {"clipped", "kl", "entropy", "mismatch"} and 0 < float(aux["clipped"].total) < counted
+    assert (
+        set(aux) == {"clip_fraction", "kl", "entropy", "mismatch"}
+        and 0 < float(aux["clip_fraction"].total) < counted
+    )
 
 
 def test_values_that_do_not_count_are_nowhere_and_a_missing_reference_is_said() -> None:
@@ -132,7 +135,7 @@ def test_advantages_by_groups_and_by_a_value_head() -> None:
     rewards, values = torch.randn(2, 3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     mask = torch.zeros(3, 7, dtype=torch.bool)
     mask[0, 2:6], mask[1, :], mask[2, 4:5] = True, True, True
-    advantages, returns = policy.gae(rewards, values, mask, discount=0.9, trace=0.8)
+    advantages, returns = policy.gae(rewards, values, mask, gamma=0.9, lam=0.8)
     for b in range(3):
         own = mask[b].nonzero().flatten().tolist()
         for i, t in enumerate(own):
@@ -192,11 +195,11 @@ def loss_of(name: str, p: Any, tokens: Tensor, x: dict[str, Tensor]) -> tuple[Me
     logits = F.embedding(tokens, p["embed"]).tanh() @ p["layers.0.w"] @ p["embed"].T
     logprobs = logits.log_softmax(-1).gather(-1, x["drawn"][..., None]).squeeze(-1)
     names = ("sampler", "advantages", "mask", "old", "reference", "sequences")
-    inputs = PolicyInputs(logprobs, **{n: x[n] for n in names}, most=2)
-    correction = Correction(level="sequence", most=1.1)
+    inputs = PolicyInputs(logprobs, **{n: x[n] for n in names}, max_sequences=2)
+    correction = Correction(level="sequence", high=1.1)
     if name == "ppo":
         return policy.ppo(inputs, logprobs * 0.1, x["old"], x["reference"], beta=0.1, correction=correction)
-    more = {"longest": 9} if name == "dr_grpo" else {}
+    more = {"max_length": 9} if name == "dr_grpo" else {}
     return getattr(policy, name)(inputs, beta=0.1, correction=correction, **more)
 
 
@@ -264,7 +267,7 @@ def test_it_is_trls_loss(kind: str) -> None:
         model=SimpleNamespace(training=False),
         accelerator=SimpleNamespace(num_processes=1, reduce=lambda v, **_: v, gather=lambda v: v),
     )  # fmt: skip
-    correction = Correction(most=1.05)
+    correction = Correction(high=1.05)
     ids = torch.ones(B, T, dtype=torch.int64)
     given = {
         "prompt_ids": ids[:, :0], "prompt_mask": ids[:, :0], "completion_ids": ids,
@@ -273,9 +276,9 @@ def test_it_is_trls_loss(kind: str) -> None:
         "importance_sampling_ratio": correction.weights(x.counted),
     }  # fmt: skip
     theirs = trl.GRPOTrainer._compute_loss(trainer, None, given)
-    more = {"longest": 16} if kind == "dr_grpo" else {}
+    more = {"max_length": 16} if kind == "dr_grpo" else {}
     loss, aux = getattr(policy, kind)(x, clip=0.1, clip_high=0.15, beta=0.05, correction=correction, **more)
     assert float(loss.total / loss.count) == pytest.approx(float(theirs), abs=1e-6)
     clipped = trainer._metrics["eval"]["clip_ratio/region_mean"][0]
     if kind != "gspo":  # TRL's is of sequences there
-        assert float(aux["clipped"].total / aux["clipped"].count) == pytest.approx(clipped)
+        assert float(aux["clip_fraction"].total / aux["clip_fraction"].count) == pytest.approx(clipped)
