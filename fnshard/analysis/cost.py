@@ -17,13 +17,15 @@ from typing import Any
 from fnshard.analysis.flops import GraphCost, graph_cost
 from fnshard.analysis.hardware import Hardware, Link
 from fnshard.compiler.ir.values import Kind, ValueName, slots
-from fnshard.compiler.schedule.buckets import Bucket, Piece
+from fnshard.compiler.schedule.buckets import Bucket, Piece, end_to_end
 from fnshard.compiler.schedule.instructions import (
     COMMUNICATION,
     TRANSFER,
+    Gather,
     Instruction,
     Names,
     OfBucket,
+    ReduceScatter,
     Run,
     ToDevice,
     ToHost,
@@ -100,6 +102,11 @@ class HardwarePricer:
     def copy(self, size: float, **more: Any) -> Price:
         """Packing and unpacking, of bytes read and written."""
         return self.compute(self.hardware.copy.seconds(size), size, **more)
+
+    def unpacked(self, line: Gather | ReduceScatter) -> bool:
+        """Whether a collective reads and writes leaves where they lie, as `Group` does on accelerators."""
+        alike = end_to_end(self.bucket(line), self.schedule.mesh) and line.in_place(self.schedule)
+        return self.hardware.overlap and alike
 
     def streamed(self, size: float) -> Price:
         """A cast, a sum: bytes read and written."""

@@ -149,6 +149,22 @@ class Counting:
         others = [self._new(flat.numel(), flat.dtype) for _ in range(n - 1 if self.kind == "p2p" else 1)]
         return Flight(lambda: rows, until_release=(flat, others))
 
+    def gather_blocks(self, blocks: Sequence[Tensor], axes: Axes) -> Handle[list[Tensor]] | None:
+        """See `Group.gather_blocks`."""
+        n = self._ranks(axes)
+        if self.kind != "native" or n == 1:
+            return None
+        leaves = [self._new(n * b.numel(), b.dtype) for b in blocks]
+        return Flight(lambda: leaves, until_wait=blocks)
+
+    def reduce_leaves(self, leaves: Sequence[Tensor], axes: Axes) -> Handle[Tensor] | None:
+        """See `Group.reduce_leaves`."""
+        n = self._ranks(axes)
+        if self.kind != "native" or n == 1:
+            return None
+        out = self._new(sum(leaf.numel() for leaf in leaves) // n, leaves[0].dtype)
+        return Flight(lambda: out, until_wait=leaves)
+
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Any]:
         """See `Collectives`."""
         n = self._ranks(axes)

@@ -115,9 +115,40 @@ def check_permute(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered:
     return finish
 
 
+def check_blocks(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: bool):
+    """Two leaves at once, gathered from their blocks where a backend can."""
+    mesh = by.mesh
+    sent = [data(mesh.rank, size, dtype, seed + size) for size in (numel, 2)]
+    handle = getattr(by, "gather_blocks", lambda *_: None)(sent, axes)
+
+    def finish() -> None:
+        if handle is not None:
+            for size, leaf in zip((numel, 2), handle.wait(), strict=True):
+                rows = [data(rank, size, dtype, seed + size) for rank in mesh.group_ranks(axes)]
+                expect(leaf, torch.cat(rows), ("gather_blocks", axes, numel, dtype))
+
+    return finish
+
+
+def check_leaves(by, axes, numel: int, dtype: torch.dtype, seed: int, buffered: bool):
+    """Two leaves at once, reduced where they lie."""
+    mesh, ranks = by.mesh, by.mesh.group_ranks(axes)
+    n, here = len(ranks), ranks.index(mesh.rank)
+    sent = [data(mesh.rank, n * size, dtype, seed + size) for size in (numel, 2)]
+    handle = getattr(by, "reduce_leaves", lambda *_: None)(sent, axes)
+
+    def finish() -> None:
+        if handle is not None:
+            sums = [sum(data(rank, n * size, dtype, seed + size) for rank in ranks) for size in (numel, 2)]
+            row = torch.cat([full.view(n, -1)[here] for full in sums])
+            expect(handle.wait(), row, ("reduce_leaves", axes, numel, dtype))
+
+    return finish
+
+
 CHECKS = {
     check_gather: GATHERED, check_scatter: REDUCED, check_reduce: REDUCED, check_swap: GATHERED,
-    check_permute: GATHERED,
+    check_permute: GATHERED, check_blocks: GATHERED, check_leaves: REDUCED,
 }  # fmt: skip
 
 

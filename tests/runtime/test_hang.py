@@ -20,8 +20,10 @@ TIMEOUT_S = 3
 KINDS = {
     "all_gather": {"gather"},
     "gather_leaves": {"gather"},
+    "gather_blocks": {"gather"},
     "reduce_scatter": {"reduce_scatter"},
     "reduce_pair": {"reduce_scatter"},
+    "reduce_leaves": {"reduce_scatter"},
     "all_reduce": {"all_reduce", "reduce_scalars"},
 }  # the instructions that issue a collective, or wait for it
 
@@ -48,7 +50,8 @@ def waits_for_nobody(rank: int, preset: str, transport: str) -> tuple[str, float
 
 
 @pytest.mark.parametrize(
-    ("preset", "transport"), [("full_shard", "auto"), ("full_shard", "p2p"), ("no_shard", "native")]
+    ("preset", "transport"),
+    [("full_shard", "auto"), ("full_shard", "p2p"), ("no_shard", "native"), ("full_shard", "native")],
 )
 def test_it_names_the_instruction_the_unit_and_the_rank(ranks: Any, preset: str, transport: str) -> None:
     message, seconds, schedule = ranks(2).run(waits_for_nobody, preset, transport)[0]

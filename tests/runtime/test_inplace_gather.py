@@ -18,6 +18,7 @@ from fnshard.compiler.schedule.buckets import leaf_runs, make_buckets
 from fnshard.errors import CollectiveError
 from fnshard.layout.spec import LayoutSpec, P
 from fnshard.mesh import make_mesh
+from fnshard.runtime.collectives.base import Group
 from fnshard.runtime.collectives.connect import connect, connection
 from fnshard.runtime.collectives.endpoint import Units
 from fnshard.runtime.collectives.messages import PAGE
@@ -250,3 +251,30 @@ def test_gathered_leaves_lie_there_and_gradients_updated_at_once_stay_in_the_slo
         assert seen["sums"] and seen["slots"] == 1
         assert set(seen["sums"]) == {not clip}
         assert seen["sent"] == seen["rows"] > 0
+
+
+# ------------------------------------------------------------------ torch's own collectives
+def _natively(rank: int, transport: str) -> tuple[set[str], dict[str, Tensor]]:
+    mesh = make_mesh(shard=2, device="cpu")
+    mesh.connections[20] = by = connect(mesh, timeout=20, transport=transport)
+    made, used = torch.Generator().manual_seed(0), set()
+    params = {p: torch.randn(64, 32, generator=made) for p in ("up", "down")}
+    issue = getattr(by, "_issue", None)
+    loss = lambda p, x: ((x @ p["up"].T).tanh() @ p["down"]).square().mean()  # noqa: E731
+    specs, sgd = fs.presets.full_shard(params, mesh), fs.optim.sgd(0.1)
+    step = fs.shard_step(loss, specs, mesh=mesh, optimizer=sgd, timeout=20)
+    state = step.init(params)
+    with mock.patch.object(Group, "_issue", lambda _, name, *rest: (used.add(name), issue(name, *rest))[1]):
+        for _ in range(3):
+            state, _ = step(state, torch.randn(4, 32, generator=made))
+    full = {p: state.params[p].clone() for p in params}
+    by.close()
+    return used, full
+
+
+def test_torchs_own_collectives_read_and_write_leaves_where_they_lie(ranks):
+    (used, own), _ = ranks(2).run(_natively, "native")
+    assert {"gather_blocks", "reduce_leaves"} <= used and not {"all_gather", "reduce_scatter"} & used
+    (_, packed), _ = ranks(2).run(_natively, "p2p")
+    for path, full in packed.items():
+        assert torch.allclose(own[path], full, rtol=0, atol=1e-6)

@@ -111,6 +111,15 @@ def summed_whole(bucket: Bucket, specs: Mapping[str, LayoutSpec], axes: Sequence
     return tuple(a for a in axes if a not in split)
 
 
+def end_to_end(bucket: Bucket, mesh: Mesh) -> bool:
+    """Whether each leaf is the blocks of the bucket's ranks one after another, and a row blocks without gaps:
+    a collective can then read and write leaves where they lie."""
+    ranks = mesh.axes_size(bucket.axes)
+    split = all(p.layout.axes == p.layout.of(0) == bucket.axes for p in bucket.pieces)
+    whole = all(math.prod(p.shape) == ranks * p.numel for p in bucket.pieces)
+    return split and whole and sum(p.numel for p in bucket.pieces) == bucket.numel
+
+
 def leaf_runs(bucket: Bucket) -> tuple[list[tuple[int, int]], int]:
     """Where its full leaves lie when they share one memory, (start, length) in elements; of how many."""
     sizes = [math.prod(p.shape) for p in bucket.pieces]

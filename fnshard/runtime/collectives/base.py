@@ -11,7 +11,8 @@
 - A tensor handed over must not change until the handle was waited for, and for a gather released
   (`verify` holds schedules to it, and the adversarial simulation shows who breaks it).
 - Every handle is waited for, and a gather's is released; every send buffer is sent.
-- A backend whose ranks write to one memory (`Shared`) has `gather_leaves` and `reduce_pair` too.
+- A backend whose ranks write to one memory (`Shared`) has `gather_leaves` and `reduce_pair` too, one with
+  torch's own collectives (`Group`) `gather_blocks` and `reduce_leaves`: what they read lives until the wait.
 - A peer that dies, leaves or stays silent for `timeout` seconds is a `CollectiveError`, never a hang. On
   accelerators NCCL's watchdog ends the process instead, which the launcher reports.
 """
@@ -313,6 +314,37 @@ class Group:
             return [work], lambda: (flat, [rows[place] for place in order])[1]
 
         return self._issue("all_gather", axes, "gather", start)
+
+    def gather_blocks(self, blocks: Sequence[Tensor], axes: Axes) -> Handle[list[Tensor]] | None:
+        """Flat blocks [k_i] on each rank -> leaves [n * k_i], in one launch; None: pack them into one."""
+        if not self._in_place(axes):
+            return None
+        out = [b.new_empty(self.mesh.axes_size(axes) * b.numel()) for b in blocks]
+
+        def start(group: Any, _: Sequence[int]) -> Started:
+            to, sent = ([as_bytes(t) for t in each] for each in (out, blocks))
+            return [group.allgather_into_tensor_coalesced(to, sent)], lambda: (blocks, out)[1]
+
+        return self._issue("gather_blocks", axes, "gather", start)
+
+    def reduce_leaves(self, leaves: Sequence[Tensor], axes: Axes) -> Handle[Tensor] | None:
+        """Flat leaves [n * k_i] on each rank -> one row of this rank's blocks of their sums, in one launch;
+        None: pack them into rows."""
+        if not self._in_place(axes):
+            return None
+        sizes = [leaf.numel() // self.mesh.axes_size(axes) for leaf in leaves]
+        out = leaves[0].new_empty(sum(sizes))
+
+        def start(group: Any, _: Sequence[int]) -> Started:
+            parts = list(out.split(sizes))
+            return [group.reduce_scatter_tensor_coalesced(parts, leaves)], lambda: (leaves, out)[1]
+
+        return self._issue("reduce_leaves", axes, "reduce", start)
+
+    def _in_place(self, axes: Axes) -> bool:
+        """Whether torch's own collectives serve a group, whose ranks lie in it as they do on the axes."""
+        ranks = self.mesh.group_ranks(axes)
+        return len(ranks) > 1 and not self.peer_to_peer and list(ranks) == sorted(ranks)
 
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
         n = self.mesh.axes_size(axes)

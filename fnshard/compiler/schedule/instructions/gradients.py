@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fnshard.compiler.ir.values import Kind
+from fnshard.compiler.schedule.buckets import end_to_end
 from fnshard.compiler.schedule.instructions.kernels import Run
 from fnshard.compiler.schedule.instructions.leaves import cast_together
 from fnshard.compiler.schedule.instructions.updates import Update
@@ -84,10 +86,10 @@ class ReduceScatter(OfBucket):
 
     lane, trips, outgoing, wire_bytes = COMMUNICATION, 1, True, OfBucket.rows_bytes
 
-    def keeps_own_row(self, schedule: Schedule) -> bool:
-        """Whether two ranks that share memory send only the other's row of this reduction.
+    def in_place(self, schedule: Schedule) -> bool:
+        """Whether a transport may read gradients where they lie: they need no cast, and none is missing.
 
-        Its gradients live until it is waited for; they need no cast, and none is missing.
+        They live until it is waited for.
         """
         bucket = schedule.buckets[self.bucket]
         as_made = all(schedule.specs[p].compute_dtype == bucket.dtype for p in bucket.paths)
@@ -108,29 +110,42 @@ class ReduceScatter(OfBucket):
         )
 
     def bind(self, context: Context) -> Action:
-        """Add to rows that are kept, or pack full gradients; issue."""
+        """Issue, from gradients where they lie, or packed."""
         bucket, packer, comm = bucket_of(self, context), context.packer(self.bucket), context.comm
-        full, (flight,) = _full_gradients(self), self.writes
-        pair = getattr(comm, "reduce_pair", None) if self.keeps_own_row(context.schedule) else None
-        in_place = pair is not None and self.updated_at_once(context.schedule)
+        full, (flight,), issue = _full_gradients(self), self.writes, self._bind_in_place(context)
 
         def run(env: Env) -> None:
-            if pair is not None:
-                grads = {p: g.contiguous() for p, g in full(env).items()}
-                pack, add = partial(packer.pack_for_peer, grads), partial(packer.add_to_own, grads)
-                handle = pair(bucket.numel, bucket.dtype, pack, add, bucket.axes, in_place)
-                if handle is not None:
-                    env[flight] = handle
-                    return
-            rows = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes, rows=packer.rows)
-            packer.pack_full(full(env), rows)
-            env[flight] = comm.reduce_scatter(rows, bucket.axes)
+            handle = issue(full(env))
+            if handle is None:
+                rows = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes, rows=packer.rows)
+                packer.pack_full(full(env), rows)
+                handle = comm.reduce_scatter(rows, bucket.axes)
+            env[flight] = handle
 
         return run
 
+    def _bind_in_place(self, context: Context) -> Callable[[Mapping[str, Tensor]], Any]:
+        """What issues the reduction of gradients where they lie; it returns None where none can."""
+        bucket, packer, comm = bucket_of(self, context), context.packer(self.bucket), context.comm
+        pair, of_leaves = (getattr(comm, n, None) for n in ("reduce_pair", "reduce_leaves"))
+        if not self.in_place(context.schedule):
+            return lambda grads: None
+        if pair is not None:
+            at_once = self.updated_at_once(context.schedule)
+
+            def issue(full: Mapping[str, Tensor]) -> Any:
+                grads = {p: g.contiguous() for p, g in full.items()}
+                pack, add = partial(packer.pack_for_peer, grads), partial(packer.add_to_own, grads)
+                return pair(bucket.numel, bucket.dtype, pack, add, bucket.axes, at_once)
+
+            return issue
+        if of_leaves is not None and end_to_end(bucket, context.schedule.mesh):
+            return lambda grads: of_leaves([grads[p].reshape(-1) for p in bucket.paths], bucket.axes)
+        return lambda grads: None
+
     def price(self, pricer: Pricer) -> Price:
         bucket, rows = pricer.bucket(self), self.rows_bytes(pricer.schedule)
-        packed = pricer.leaf_bytes(bucket, "compute_dtype") + rows
+        packed = 0.0 if pricer.unpacked(self) else pricer.leaf_bytes(bucket, "compute_dtype") + rows
         return pricer.copy(packed, **pricer.collective("reduce_scatter", bucket.axes, rows))
 
     bind_wait = staticmethod(_bind_wait)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fnshard.compiler.ir.values import Kind
-from fnshard.compiler.schedule.buckets import leaf_runs
+from fnshard.compiler.schedule.buckets import end_to_end, leaf_runs
 from fnshard.compiler.schedule.ir import (
     COMMUNICATION,
     Action,
@@ -55,10 +55,10 @@ def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]
     return out
 
 
-def _price_of_blocks(line: OfBucket, pricer: Pricer) -> Price:
-    """Packing stored blocks, and gathering them."""
+def _price_of_blocks(line: OfBucket, pricer: Pricer, copied: bool = True) -> Price:
+    """Packing stored blocks, if they are `copied`, and gathering them."""
     bucket = pricer.bucket(line)
-    packed = pricer.block_bytes(bucket, "storage_dtype") + bucket.row_bytes
+    packed = pricer.block_bytes(bucket, "storage_dtype") + bucket.row_bytes if copied else 0.0
     return pricer.copy(packed, **pricer.collective("gather", bucket.axes, line.rows_bytes(pricer.schedule)))
 
 
@@ -75,37 +75,54 @@ class Gather(OfBucket):
 
     lane, trips, wire_bytes = COMMUNICATION, 1, OfBucket.rows_bytes
 
-    def in_place_if_shared(self, schedule: Schedule) -> bool:
-        """Whether ranks that share memory gather this into leaves that they share (`collectives.endpoint`).
-
-        It is sent as it is stored, without a cast.
-        """
+    def in_place(self, schedule: Schedule) -> bool:
+        """Whether a transport that can gathers this into leaves, not rows: it needs no cast."""
         bucket = schedule.buckets[self.bucket]
         as_sent = all(schedule.specs[p].compute_dtype == bucket.dtype for p in bucket.paths)
         return as_sent and all(n.kind is Kind.STORED for n in self.reads)
 
     def bind(self, context: Context) -> Action:
-        """Write this rank's blocks into leaves that the ranks share, or pack them; issue."""
+        """Issue, from blocks to leaves where they lie, or packed."""
         bucket, packer, comm = bucket_of(self, context), context.packer(self.bucket), context.comm
-        gather_leaves = getattr(comm, "gather_leaves", None)
-        if not self.in_place_if_shared(context.schedule):
-            gather_leaves = None
-        runs, total = leaf_runs(bucket)
         pairs, (flight,) = list(zip(bucket.paths, self.reads, strict=True)), self.writes
+        issue = self._bind_in_place(context)
 
         def run(env: Env) -> None:
             stored = {p: env[n] for p, n in pairs}
-            if gather_leaves is not None:
-                write = partial(packer.write_blocks, stored)
-                handle = gather_leaves(runs, total, bucket.dtype, write, bucket.axes)
-                if handle is not None:
-                    env[flight] = GatheredInPlace(handle)
-                    return
+            handle = issue(stored)
+            if handle is not None:
+                env[flight] = GatheredInPlace(handle)
+                return
             flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
             packer.pack_blocks(stored, flat)
             env[flight] = comm.all_gather(flat, bucket.axes)
 
         return run
+
+    def _bind_in_place(self, context: Context) -> Callable[[Mapping[str, Tensor]], Any]:
+        """What issues the gather of stored blocks to leaves where they lie; it returns None if none can."""
+        bucket, packer, comm = bucket_of(self, context), context.packer(self.bucket), context.comm
+        into_shared, into_own = (getattr(comm, n, None) for n in ("gather_leaves", "gather_blocks"))
+        specs, (runs, total) = context.schedule.specs, leaf_runs(bucket)
+        if not self.in_place(context.schedule):
+            return lambda stored: None
+        if into_shared is not None:
+            return lambda stored: into_shared(
+                runs, total, bucket.dtype, partial(packer.write_blocks, stored), bucket.axes
+            )
+        if into_own is None or not end_to_end(bucket, context.schedule.mesh):
+            return lambda stored: None
+        as_stored = all(specs[p].storage_dtype == bucket.dtype for p in bucket.paths)
+
+        def issue(stored: Mapping[str, Tensor]) -> Any:
+            blocks = stored
+            if not as_stored:
+                flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
+                packer.pack_blocks(stored, flat)
+                blocks = packer.blocks(flat)
+            return into_own([blocks[p].reshape(-1) for p in bucket.paths], bucket.axes)
+
+        return issue
 
     @classmethod
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
@@ -127,12 +144,16 @@ class Gather(OfBucket):
 
         return run
 
-    price = _price_of_blocks
+    def price(self, pricer: Pricer) -> Price:
+        bucket, specs = pricer.bucket(self), pricer.schedule.specs
+        as_stored = all(specs[p].storage_dtype == bucket.dtype for p in bucket.paths)
+        return _price_of_blocks(self, pricer, copied=not (as_stored and pricer.unpacked(self)))
 
     @classmethod
     def wait_price(cls, wait: Wait, pricer: Pricer) -> Price:
+        issue = pricer.schedule.issues[wait.reads[0]]
         leaves = pricer.leaf_bytes(pricer.bucket(wait), "compute_dtype")
-        return pricer.copy(wait.rows_bytes(pricer.schedule) + leaves)
+        return pricer.copy(0.0 if pricer.unpacked(issue) else wait.rows_bytes(pricer.schedule) + leaves)
 
 
 @dataclass(frozen=True)
