@@ -14,8 +14,9 @@ from models import model_of
 from torch import Tensor
 
 import fnshard as fs
-from fnshard.compiler.schedule.buckets import leaf_runs, make_buckets
+from fnshard.compiler.schedule.buckets import end_to_end, leaf_runs, make_buckets
 from fnshard.errors import CollectiveError
+from fnshard.layout.partition import Fused
 from fnshard.layout.spec import LayoutSpec, P
 from fnshard.mesh import make_mesh
 from fnshard.runtime.collectives.base import Group
@@ -259,7 +260,7 @@ def _natively(rank: int, transport: str) -> tuple[set[str], dict[str, Tensor]]:
     mesh.connections[20] = by = connect(mesh, timeout=20, transport=transport)
     made, used = torch.Generator().manual_seed(0), set()
     params = {p: torch.randn(64, 32, generator=made) for p in ("up", "down")}
-    issue = getattr(by, "_issue", None)
+    issue = by._issue
     loss = lambda p, x: ((x @ p["up"].T).tanh() @ p["down"]).square().mean()  # noqa: E731
     specs, sgd = fs.presets.full_shard(params, mesh), fs.optim.sgd(0.1)
     step = fs.shard_step(loss, specs, mesh=mesh, optimizer=sgd, timeout=20)
@@ -267,14 +268,32 @@ def _natively(rank: int, transport: str) -> tuple[set[str], dict[str, Tensor]]:
     with mock.patch.object(Group, "_issue", lambda _, name, *rest: (used.add(name), issue(name, *rest))[1]):
         for _ in range(3):
             state, _ = step(state, torch.randn(4, 32, generator=made))
-    full = {p: state.params[p].clone() for p in params}
+    shards = {p: state.params[p].clone() for p in params}
     by.close()
-    return used, full
+    return used, shards
 
 
 def test_torchs_own_collectives_read_and_write_leaves_where_they_lie(ranks):
     (used, own), _ = ranks(2).run(_natively, "native")
     assert {"gather_blocks", "reduce_leaves"} <= used and not {"all_gather", "reduce_scatter"} & used
     (_, packed), _ = ranks(2).run(_natively, "p2p")
-    for path, full in packed.items():
-        assert torch.allclose(own[path], full, rtol=0, atol=1e-6)
+    for path, shard in packed.items():
+        assert torch.allclose(own[path], shard, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "whole"),
+    [
+        (P(("replicate", "shard")), (8, 32), True),
+        (P(("shard", "replicate")), (8, 32), False),  # blocks in another order
+        (P("replicate", "shard"), (8, 64), False),  # columns
+        (P(("replicate", "shard")), (7, 32), False),  # padding
+        (P(("replicate", "shard")), (8, 33), False),  # a gap before the next leaf
+        (P((Fused("replicate", 2), "shard")), (8, 32), False),
+    ],
+)
+def test_which_leaves_need_no_packing(layout, shape, whole):
+    mesh = make_mesh(replicate=2, shard=2, abstract=True)
+    specs = {p: LayoutSpec(layout).resolve(torch.empty(shape), "u") for p in "ab"}
+    (bucket,) = make_buckets(specs, mesh, lambda s: s.storage, lambda s: torch.float32, "gather")
+    assert end_to_end(bucket, mesh) == whole

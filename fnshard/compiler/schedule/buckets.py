@@ -115,7 +115,7 @@ def end_to_end(bucket: Bucket, mesh: Mesh) -> bool:
     """Whether each leaf is the blocks of the bucket's ranks one after another, and a row blocks without gaps:
     a collective can then read and write leaves where they lie."""
     ranks = mesh.axes_size(bucket.axes)
-    split = all(p.layout.axes == p.layout.of(0) == bucket.axes for p in bucket.pieces)
+    split = all(p.layout.axes == p.layout.entries(0) == bucket.axes for p in bucket.pieces)  # none is Fused
     whole = all(math.prod(p.shape) == ranks * p.numel for p in bucket.pieces)
     return split and whole and sum(p.numel for p in bucket.pieces) == bucket.numel
 
