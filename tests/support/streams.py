@@ -34,7 +34,7 @@ from fnshard.runtime.host_worker import Worker
 from fnshard.runtime.tiers import Transfers
 from fnshard.step import runner, step
 
-COMPUTE = 0
+COMPUTE, POOL = 0, 999
 CPU = torch.device("cpu")
 Sync = tuple[str, str, int]  # the thread, the function that waits, and its how many-th wait
 
@@ -279,12 +279,28 @@ class _Ordered(Worker):
             self.log.wait(self.log.host, self.done, _caller())
 
 
+@dataclass
+class _Pooled(Transfers):
+    """Who takes a buffer comes after who gave it back: a lock is between them."""
+
+    log: Log | None = None
+
+    def take(self, *args: Any, **how: Any) -> Tensor:
+        buffer = super().take(*args, **how)
+        self.log.wait(self.log.host, self.log.record(POOL))
+        return buffer
+
+    def _give(self, tensor: Tensor) -> Tensor:
+        self.log.record(POOL)
+        return super()._give(tensor)
+
+
 @contextmanager
 def gpu(log: Log, nccl: Nccl) -> Iterator[None]:
     """This process is one rank of a mesh of GPUs, as far as fnshard sees."""
 
     def transfers(device: torch.device) -> Transfers:
-        made = Transfers(device)
+        made = _Pooled(device, log=log)
         made.worker, made.upward, made.downward = _Ordered(log), Stream(log), Stream(log)
         return made
 
