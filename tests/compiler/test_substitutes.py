@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.distributions as D
 import torch.nn.functional as F
+from emulated import OnGpu, Waits, on_gpu
 from torch import Tensor
 from toys import assert_same_grads, our_grads, plain_grads, step_of
 
 import fnshard as fs
-from fnshard.compiler.frontend.substitutes import unchecked
+from fnshard.compiler.frontend.substitutes import grouped_by_blocks, unchecked
 
 DOUBLE = torch.float64
 
@@ -51,6 +52,21 @@ def test_a_product_of_groups(form: str, backend: str) -> None:
         lambda p, offs: F.grouped_mm(p["a"], p["b"], offs=offs).sin().sum(), params, backend=backend
     )
     torch.testing.assert_close(step(params, offsets), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("ends", [[0, 0, 300], [129, 129, 257, 300], [128, 256, 290], [0], [300] * 20])
+@pytest.mark.parametrize("form", GROUPED)
+def test_a_product_of_groups_on_a_device_reads_no_value(form: str, ends: list[int]) -> None:
+    """Rows after the last group are 0."""
+    sizes = {"rows": ((300, 3), (len(ends), 3, 5)), "columns": ((len(ends), 3, 5), (5, 300)),
+             "middle": ((3, 300), (300, 5))}[form]  # fmt: skip
+    a, b = leaves(a=sizes[0], b=sizes[1]).values()
+    waits, offsets = Waits(), torch.tensor(ends, dtype=torch.int32)
+    expected = torch.ops.fnshard.grouped_mm(a, b, offsets)
+    with on_gpu(waits), waits.watching():
+        found = grouped_by_blocks(*(OnGpu(t, waits) for t in (a, b, offsets)))
+    assert not waits.errors and found.stride() == expected.stride()
+    torch.testing.assert_close(found.inside, expected, rtol=0, atol=1e-12)
 
 
 # ------------------------------------------------------------------ losses

@@ -2,8 +2,8 @@
 
 The accesses and waits go to torch's own sanitizer for CUDA streams (`torch.cuda._sanitizer`), which needs no
 CUDA to find two accesses that nothing orders. What the host itself does is a stream of its own for each
-thread, and whatever a thread launches comes after what it has waited for. Memory is never used again: how
-long tensors live is not looked at.
+thread, and whatever a thread launches comes after what it has waited for. Memory that a stream allocated and
+nobody holds any more is that stream's to write to, as it is to CUDA's caching allocator.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,8 @@ import torch
 import torch._dynamo  # it takes torch.Event as a base, before a function stands in for it
 import torch.distributed as dist
 from torch import Tensor
-from torch.cuda._sanitizer import EventHandler
+from torch.cuda import _sanitizer
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -30,11 +31,12 @@ import fnshard as fs
 from fnshard.mesh import Mesh, simulated_rank
 from fnshard.runtime.collectives import base, connect
 from fnshard.runtime.collectives.base import Group
+from fnshard.runtime.executor import scalars
 from fnshard.runtime.host_worker import Worker
 from fnshard.runtime.tiers import Transfers
 from fnshard.step import runner, step
 
-COMPUTE, POOL = 0, 999
+COMPUTE, FREE, POOL = 0, 998, 999
 CPU = torch.device("cpu")
 Sync = tuple[str, str, int]  # the thread, the function that waits, and its how many-th wait
 
@@ -47,10 +49,12 @@ class Log:
     """
 
     def __init__(self, dropped: Sync | None = None):
-        self.dropped, self.handler = dropped, EventHandler()
+        self.dropped, self.handler = dropped, _sanitizer.EventHandler()
         self.errors: list[str] = []
         self.syncs: list[Sync] = []
-        self._kept: list[Any] = []
+        self.needed: list[Sync] = []  # of these, those that order what nothing before them ordered
+        self.steps: list[SimpleNamespace] = []  # how many there were when each began
+        self._storages: dict[int, tuple[StorageWeakRef, int | None]] = {}  # and the streams that allocated
         self._events, self._lock, self._thread = itertools.count(1), threading.RLock(), threading.local()
 
     @property
@@ -74,9 +78,17 @@ class Log:
         finally:
             self._thread.stream = before
 
+    def begin_step(self) -> None:
+        self.steps.append(SimpleNamespace(syncs=len(self.syncs), errors=len(self.errors)))
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """This thread's ops are launches."""
+        return Watched(self)
+
     def record(self, stream: int) -> int:
         """An event after what the stream has to do, and after what this thread has waited for."""
         with self._lock:
+            self._free()
             event = next(self._events)
             if stream != self.host:
                 self.handler.syncs.record_state(0, self.host)
@@ -90,22 +102,71 @@ class Log:
             if by:
                 thread = "main" if self.host == -1 else "worker"
                 self.syncs.append((thread, by, sum(s[:2] == (thread, by) for s in self.syncs)))
+                now = self.handler.syncs.current_sync_states.get(stream, {})
+                state = self.handler.syncs.recorded_sync_states.get(event, {})
+                if any(number > now.get(other, -1) for other, number in state.items()):
+                    self.needed.append(self.syncs[-1])
+            self._free()
             if not by or self.syncs[-1] != self.dropped:
                 self.handler.syncs.stream_wait_for_event(stream, event)
 
-    def launch(self, stream: int, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
+    def launch(
+        self,
+        stream: int,
+        what: str,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        made: Sequence[Tensor] = (),
+    ) -> None:
+        """An op; `made`, of what it writes, is memory that the current stream allocates."""
         with self._lock:
             self.record(stream)
-            read, written = ({_address(t) for t in those} - {0} for those in (reads, writes))
-            self._kept += [t.untyped_storage() for t in (*reads, *writes)]
-            names = {address: [] for address in read | written}
-            found = self.handler._handle_kernel_launch(stream, read - written, written, set(), what, names)
-            self.errors += [f"{e.previous_access.operator} ({e.previous_access.stream}) -> {what} ({stream})"
-                            for e in found]  # fmt: skip
+            for tensor in made:
+                self._storage(tensor, stream)
+            read, written = ({self._storage(t) for t in those if t.numel()} for those in (reads, writes))
+            self._access(stream, what, read - written, written)
+
+    def send(self, value: Tensor, device: torch.device) -> Tensor:
+        """By way of pinned memory, which CUDA's caching host allocator keeps until the copy is made."""
+        if self.place([value], []) >= 0:  # it is there
+            return value
+        with _disable_current_modes():
+            pinned = value.clone()
+        self.launch(self.host, "pin", [value], [pinned])
+        return pinned
+
+    def place(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
+        """The stream of an op: the host itself where its threads have made all the op's tensors."""
+        known = [self._storages.get(_address(t), (None, None))[1] for t in (*reads, *writes)]
+        return self.host if known and all(s is not None and s < 0 for s in known) else self.stream
+
+    def _access(self, stream: int, what: str, read: set[int], written: set[int]) -> None:
+        names = {storage: [] for storage in read | written}
+        found = self.handler._handle_kernel_launch(stream, read, written, set(), what, names)
+        self.errors += [f"{e.previous_access.operator} ({e.previous_access.stream}) -> {what} ({stream})"
+                        for e in found]  # fmt: skip
+
+    def _storage(self, tensor: Tensor, allocated_on: int | None = None) -> int:
+        """Names its storage, which is no other's as long as the weak reference stays."""
+        storage = StorageWeakRef(tensor.untyped_storage())
+        return self._storages.setdefault(storage.cdata, (storage, allocated_on))[0].cdata
+
+    def _free(self) -> None:
+        gone = [name for name, (storage, _) in self._storages.items() if storage.expired()]
+        for name in gone:
+            _, stream = self._storages.pop(name)
+            if stream is not None and stream < 0:  # whichever thread did, what threads have read is done
+                for thread in [s for s in self.handler.syncs.current_sync_states if s < 0]:
+                    self.handler.syncs.record_state(0, thread)
+                    self.handler.syncs.stream_wait_for_event(FREE, 0)
+                stream = FREE
+            if stream is not None:
+                self._access(stream, "free", set(), {name})
+            self.handler._handle_memory_deallocation(name)
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage()._cdata
 
 
 class Watched(TorchDispatchMode):
@@ -126,17 +187,17 @@ class Watched(TorchDispatchMode):
                 reads += values
             elif argument.alias_info.is_write:
                 writes += values
-        known = {_address(t) for t in (*reads, *writes)}
+        known, made = {_address(t) for t in (*reads, *writes)}, []
         outs = out if isinstance(out, tuple) and len(schema.returns) > 1 else [out]
         for result, value in zip(schema.returns, outs, strict=False):
             if result.alias_info is None:
-                made = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
-                writes += [t for t in made if _address(t) not in known]
+                outs_of = [t for t in tree_leaves(value) if isinstance(t, Tensor)]
+                made += [t for t in outs_of if _address(t) not in known]
         if schema.name.startswith("aten::new_") or schema.name.endswith("_like"):
             reads = []
         if schema.name == "aten::set_":  # what it writes to is no memory
             writes = []
-        self.log.launch(self.log.stream, schema.name, reads, writes)
+        self.log.launch(self.log.place(reads, writes), schema.name, reads, [*writes, *made], made)
         return out
 
 
@@ -177,7 +238,7 @@ class Event:
 
 
 # ------------------------------------------------------------------ NCCL
-Issued = tuple[tuple[int, ...], str, str, tuple[tuple[torch.dtype, int], ...]]
+Issued = tuple[str, str, tuple[tuple[torch.dtype, int], ...]]  # communicator, collective, tensors
 
 
 @dataclass
@@ -191,8 +252,8 @@ class Nccl:
 
     def new_subgroups(self, ranks: list[list[int]], **_: Any) -> tuple[Communicator, None]:
         self.made.append(ranks)
-        (own,) = [tuple(group) for group in ranks if self.rank in group]
-        return Communicator(self, own, f"communicator {len(self.made)}"), None
+        assert sum(self.rank in group for group in ranks) == 1
+        return Communicator(self, f"communicator {len(self.made)}"), None
 
     def patches(self) -> Iterator[Any]:
         def gather(out: Tensor, flat: Tensor, group: Communicator, async_op: bool) -> Work:
@@ -222,13 +283,13 @@ class Nccl:
 class Communicator:
     """On a stream of its own, as NCCL's. Nothing is sent: a rank gets what it gave."""
 
-    def __init__(self, nccl: Nccl, ranks: tuple[int, ...], name: str):
-        self.nccl, self.ranks, self.name, self.stream = nccl, ranks, name, Stream(nccl.log)
+    def __init__(self, nccl: Nccl, name: str):
+        self.nccl, self.name, self.stream = nccl, name, Stream(nccl.log)
 
     def issue(self, kind: str, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Work:
         log = self.nccl.log
         sizes = tuple((t.dtype, t.numel()) for t in (*reads, *writes))
-        self.nccl.issued.append((self.ranks, self.name, kind, sizes))
+        self.nccl.issued.append((self.name, kind, sizes))
         with _disable_current_modes():
             for sent, out in zip(reads, writes, strict=True):
                 if sent is not out:
@@ -236,7 +297,7 @@ class Communicator:
                     out.copy_(sent.repeat(max(times, 1))[: out.numel()])
         log.wait(self.stream.id, log.record(log.stream))
         log.launch(self.stream.id, kind, reads, writes)
-        return Work(log, log.record(self.stream.id))
+        return Work(log, log.record(self.stream.id), (*reads, *writes))
 
     def allgather_into_tensor_coalesced(self, out: Sequence[Tensor], flat: Sequence[Tensor]) -> Work:
         return self.issue("gather_coalesced", flat, out)
@@ -249,9 +310,11 @@ class Communicator:
 class Work:
     log: Log
     event: int
+    tensors: tuple[Tensor, ...]  # which NCCL's holds until it has been waited for
 
     def wait(self) -> None:
         self.log.wait(self.log.stream, self.event, "Work.wait")
+        self.tensors = ()
 
 
 # ------------------------------------------------------------------ a rank
@@ -267,7 +330,7 @@ class _Ordered(Worker):
 
         def ordered() -> None:
             self.log.wait(self.log.host, asked)
-            with Watched(self.log):
+            with self.log.watching():
                 call()
             self.done = self.log.record(self.log.host)
 
@@ -305,6 +368,8 @@ def gpu(log: Log, nccl: Nccl) -> Iterator[None]:
         return made
 
     patches = [
+        mock.patch.object(scalars, "send", log.send),
+        mock.patch.object(_sanitizer.traceback, "walk_stack", lambda *_: iter(())),  # slow, and not shown
         mock.patch.object(torch.cuda, "Stream", lambda *_: Stream(log)),
         mock.patch.object(torch.cuda, "Event", lambda *_: Event(log)),
         mock.patch.object(torch, "Event", lambda *_: Event(log)),

@@ -37,6 +37,8 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
     Returns:
         [M, N], or [G, M, N] of two flat ones.
     """
+    if a.device.type != "cpu":
+        return grouped_by_blocks(a, b, ends)
     stops = ends.tolist()
     parts = [slice(*ends) for ends in zip([0, *stops], stops, strict=False)]
     out = torch.zeros(_grouped_shape(a, b, ends), dtype=a.dtype, device=a.device)
@@ -48,6 +50,38 @@ def grouped_mm(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
         else:
             out[:, part] = a[g] @ b[:, part]
     return out
+
+
+GROUP_BLOCK, BLOCKS_AT_ONCE = 128, 16
+
+
+def grouped_by_blocks(a: Tensor, b: Tensor, ends: Tensor) -> Tensor:
+    """`grouped_mm` of blocks of rows, each of one group: no value is read, so that the host does not wait.
+
+    Groups are padded to whole blocks. How many there are at most is known without their sizes.
+    """
+    if a.dim() == 3:
+        return grouped_by_blocks(b.mT, a.mT, ends).mT.contiguous()
+    flat = a.dim() == b.dim()
+    rows = a.mT if flat else a
+    counts = ends - torch.cat([ends.new_zeros(1), ends[:-1]])
+    blocks = (counts + GROUP_BLOCK - 1) // GROUP_BLOCK
+    last = blocks.cumsum(0)
+    number = torch.arange(-(-len(rows) // GROUP_BLOCK) + len(ends), device=a.device)
+    group = torch.searchsorted(last, number, right=True).clamp(max=len(ends) - 1)
+    first = (ends - counts)[group] + (number - (last - blocks)[group]) * GROUP_BLOCK
+    index = first[:, None] + torch.arange(GROUP_BLOCK, device=a.device)
+    index = torch.where(index < ends[group, None], index, len(rows))  # what pads is a row of zeros at the end
+    rows, other = (F.pad(t, (0, 0, 0, 1)) for t in (rows, b if flat else rows))
+    out = a.new_zeros(len(ends), a.shape[0], b.shape[1]) if flat else a.new_zeros(len(rows), b.shape[2])
+    groups = torch.arange(len(ends), device=a.device)
+    for some, where in zip(group.split(BLOCKS_AT_ONCE), index.split(BLOCKS_AT_ONCE), strict=True):
+        if flat:  # sums in one order, which atomic additions have not
+            of_group = (groups[:, None] == some).to(a.dtype)
+            out += torch.tensordot(of_group, rows[where].mT @ other[where], 1)
+        else:
+            out.index_put_((where,), rows[where] @ b[some])
+    return out if flat else out[:-1]
 
 
 def _grouped_shape(a: Tensor, b: Tensor, ends: Tensor) -> list[int]:
