@@ -39,6 +39,8 @@ CALLS = {
     "triton": r"\b(triton_\w+)\.run\(",
     "products": r"\b(extern_kernels\.\w+)\(",
     "other ops": r"= (torch\.ops\.\w+\.\w+)",
+    # What a reduction along both dims leaves to PyTorch: the sum of its parts, and a cast of that.
+    "sums": r"\]\.view\([^=]*?\)\.\w+\(dim=0\)|(?<=\(dim=0\))(?:\.view\([^=]*?\))?\.to\(",
 }
 HOST = re.compile(r"\.item\(\)|\.cpu\(\)|empty_strided_cpu\(|device='cpu'|device=cpu")
 OPTIONS = {"compile_threads": 1, "force_disable_caches": True}
@@ -119,6 +121,7 @@ def updates(found: Any) -> dict[tuple[Leaf, ...], tuple[tuple[str, ...], int]]:
 def h100() -> Iterator[None]:
     """As far as Inductor and Triton can tell, there is one."""
     import triton
+    from torch._dynamo.device_interface import CudaInterface
     from torch._inductor import config as inductor
     from torch._inductor.runtime import triton_helpers
     from torch._subclasses import fake_tensor
@@ -133,6 +136,7 @@ def h100() -> Iterator[None]:
         "is_available": True, "device_count": 1, "current_device": 0, "get_device_capability": (9, 0),
         "get_device_properties": props, "_lazy_init": None,
         "set_device": None, "_exchange_device": 0, "_maybe_exchange_device": 0,
+        "get_rng_state": torch.empty(0), "set_rng_state": None,
     }  # fmt: skip
     driver = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0,
@@ -141,7 +145,10 @@ def h100() -> Iterator[None]:
     )  # fmt: skip
     with ExitStack() as stack:
         for name, answer in answers.items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, lambda *_, answer=answer: answer))
+            says = lambda *_, answer=answer: answer  # noqa: E731
+            for place in (torch.cuda, CudaInterface, CudaInterface.Worker):  # some took their own copies
+                if hasattr(place, name):
+                    stack.enter_context(mock.patch.object(place, name, staticmethod(says)))
         stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", lambda *_: None))
         stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None))
         stack.enter_context(inductor.patch(use_static_cuda_launcher=False))  # it hides binaries

@@ -270,7 +270,16 @@ def test_the_code_of_a_gpu_needs_a_build_for_one(tmp_path):
     config = replace(SPEC.read({"case": "cuda"}), size="tiny", rows=1, length=16, ranks=2)
     found = cuda.lowered(config)
     assert found.attention
+    ops = {str(n.target) for k in found.schedule.kernels.values() for n in k.forward.graph.nodes}
+    assert not [op for op in ops if "norm" in op]  # CUDA's own kernels of norms are taken apart, too
     assert {spec.storage_dtype for spec in found.schedule.specs.values()} == {torch.bfloat16}
     if torch.version.cuda is None:
         with pytest.raises(ConfigError, match="case=cuda: needs a build of torch for CUDA"):
             cuda.run(config, tmp_path)
+
+
+def test_sums_that_a_reduction_leaves_to_pytorch_are_counted():
+    """By Inductor's reductions along both dims, and a cast of each sum."""
+    part = "workspace_0[0 * (64) * (8) : (0 + 1) * (64) * (8)].view(64, 8).sum(dim=0)"
+    code = [f"buf3 = {part}", f"buf4 = {part}.view([8]).to(torch.bfloat16)", "buf5 = reinterpret_tensor(buf4, (8,))"]
+    assert len(re.findall(cuda.CALLS["sums"], "\n".join(code))) == 3
