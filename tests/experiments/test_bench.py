@@ -281,5 +281,5 @@ def test_the_code_of_a_gpu_needs_a_build_for_one(tmp_path):
 def test_sums_that_a_reduction_leaves_to_pytorch_are_counted():
     """By Inductor's reductions along both dims, and a cast of each sum."""
     part = "workspace_0[0 * (64) * (8) : (0 + 1) * (64) * (8)].view(64, 8).sum(dim=0)"
-    code = [f"buf3 = {part}", f"buf4 = {part}.view([8]).to(torch.bfloat16)", "buf5 = reinterpret_tensor(buf4, (8,))"]
-    assert len(re.findall(cuda.CALLS["sums"], "\n".join(code))) == 3
+    code = f"buf3 = {part}\nbuf4 = {part}.view([8]).to(torch.bfloat16)\nbuf5 = reinterpret_tensor(buf4, (8,))"
+    assert len(re.findall(cuda.CALLS["sums"], code)) == 3
