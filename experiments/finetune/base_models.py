@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,8 +31,10 @@ from experiments.configs.train import (
 )
 from experiments.data.builtin import text_files
 from experiments.data.tokenizer import Tokenizer, byte_tokenizer, open_directory
+from experiments.finetune import rewards
 from experiments.finetune.config import FinetuneConfig, FinetuneDataConfig, MethodConfig, ObjectiveConfig
 from experiments.finetune.lm import LanguageModel, from_directory
+from experiments.finetune.rewards import PROBLEMS, task_files
 from experiments.training.result import STOPPED
 from experiments.training.resume import identity_of
 from fnshard.errors import report
@@ -43,6 +45,7 @@ PRETRAINED = "stdlib"  # the tiny one, after PRETRAINING
 PRETRAINING: Mapping[str, Any] = {  # settings of its run
     "steps": 300, "held_out_every": 150, "save_every": 100, "sample_tokens": 64, "prompt": "def ",
 }  # fmt: skip
+WARMING: Mapping[str, Any] = {"steps": 110, "held_out_every": 110, "save_every": 55, "sample_tokens": 8}
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # of a model on the hub: organisation and name
 EXPORTED = "model"  # in a run's folder: the whole model, exported
 RANDOM: Mapping[str, Mapping[str, int]] = {
@@ -135,33 +138,50 @@ def _random(name: str, seed: int) -> Path:
 
 
 def pretrained(config: FinetuneConfig, job: Job) -> str:
-    """The directory of the tiny model after a short run on functions of the standard library.
+    """The directory of the tiny model after a short run on functions of the standard library."""
+    of = [dict(RANDOM["tiny"]), sys.version]  # another Python's text is another base
+    return _tuned_once(config, job, PRETRAINED, "tiny", PRETRAINING, text_files, of)
 
-    The run is made once, on two ranks of a CPU or on one device, whatever the mesh of `config`; one that
-    was cut off is resumed.
+
+def warmed(config: FinetuneConfig, base: str, job: Job) -> str:
+    """The directory of a base that a short run has shown the built-in tasks: some answers are right."""
+    of = [PROBLEMS, Path(rewards.__file__).read_text()]
+    return _tuned_once(config, job, "tasks", base, WARMING, task_files, of)
+
+
+def _tuned_once(
+    config: FinetuneConfig, job: Job, name: str, model: str, settings: Mapping[str, Any],
+    files: Callable[[Path], tuple[Path, Path]], of: list[Any],
+) -> str:  # fmt: skip
+    """The directory of what a run of its own makes of a model; made once, and resumed where it was cut off.
+
+    It runs on two ranks of a CPU or on one device, whatever the mesh of `config`.
+
+    Args:
+        files: writes what it learns from, and what is held out.
+        of: what it depends on besides its configuration.
     """
     shard = CPU_RANKS if config.run.device == "cpu" else 1
     like = {name: getattr(config.run, name) for name in ("seed", "backend", "device")}
     first = FinetuneConfig(
         method=MethodConfig(name="full"), objective=ObjectiveConfig(), strategy=StrategyConfig(),
         precision=PrecisionConfig(), optimizer=AdamWConfig(),
-        schedule=ScheduleConfig(warmup=0.06, floor=0.05), run=RunConfig(**PRETRAINING, **like),
-        hardware=HardwareConfig(), mesh=MeshConfig(shard=shard), model="tiny", export="merged",
+        schedule=ScheduleConfig(warmup=0.06, floor=0.05), run=RunConfig(**settings, **like),
+        hardware=HardwareConfig(), mesh=MeshConfig(shard=shard), model=model, export="merged",
         data=FinetuneDataConfig(rows=16, too_long="truncate"),
     )  # fmt: skip
-    of = [identity_of(first), dict(RANDOM["tiny"]), sys.version]  # another Python's text is another base
-    folder = (BASES / f"{PRETRAINED}-{_digest(of)}").resolve()
+    folder = (BASES / f"{name}-{_digest([identity_of(first), *of])}").resolve()
     if (folder / EXPORTED).is_dir():
         return str(folder / EXPORTED)
     if under_launcher():
         raise ConfigError(
-            "model=stdlib is made by a job of its own, which cannot be started under torchrun. Fix: run "
+            f"the base {name!r} is made by a job of its own, which torchrun's ranks cannot start. Fix: run "
             "`python -m experiments.finetune` without it once, or name a model directory."
         )
     from experiments.cli.job import start  # brings Hydra, which ranks do not need
 
-    print(f"model={PRETRAINED}: pre-training a tiny base first, once, in {folder}", flush=True)
-    train, held_out = map(str, text_files(folder))
+    print(f"{name}: a short run makes a tiny base first, once, in {folder}", flush=True)
+    train, held_out = map(str, files(folder))
     first = replace(first, data=replace(first.data, train=train, held_out=held_out))
     if start(job, first, folder, [], chosen=True) == STOPPED:
         raise SystemExit(0)

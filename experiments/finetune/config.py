@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -46,36 +46,54 @@ class MethodConfig:
 
 @dataclass(frozen=True)
 class ObjectiveKind:
-    """What an objective needs: `data` of "samples" or "pairs", perhaps the `reference`, the model as it was.
-    `beta`: its default."""
+    """What an objective needs: `data` of "samples", "pairs" or "prompts", whose answers are drawn and
+    rewarded; perhaps the `reference`, the model as it was. `beta`: its default."""
 
     data: str
     reference: bool = False
     beta: float = 0.1
 
+    @property
+    def records(self) -> str:
+        """What its files hold."""
+        return "pairs" if self.data == "pairs" else "samples"
 
+
+REWARDED = ObjectiveKind("prompts", beta=0.0)
 OBJECTIVE_KINDS = {
     "sft": ObjectiveKind("samples"),
     "dpo": ObjectiveKind("pairs", reference=True),
     "ipo": ObjectiveKind("pairs", reference=True),
     "orpo": ObjectiveKind("pairs"),
     "simpo": ObjectiveKind("pairs", beta=2.0),
+    **dict.fromkeys(("grpo", "dr_grpo", "bnpo", "dapo", "gspo"), REWARDED),
 }
 
 
 @configuration
 class ObjectiveConfig:
-    """`sft`: the likelihood of responses; the others, of `fs.losses.policy`: of the chosen above the
-    rejected, by `beta` (null: its paper's), `label_smoothing` of dpo and `margin` of simpo."""
+    """`sft`: the likelihood of responses; the others are of `fs.losses.policy`.
+
+    Of pairs: the chosen above the rejected, by `beta` (null: its paper's), `label_smoothing` of dpo and
+    `margin` of simpo. Of rewards: `group` answers to each prompt, of at most `tokens` tokens, are drawn at
+    `temperature` and `top_p`, and rewarded by `reward`: a name, or a mapping with `_target_` (null: "exact",
+    of the built-in tasks "solved"). There `beta` weighs the KL to the model as it was.
+    """
 
     name: Literal[tuple(OBJECTIVE_KINDS)] = "sft"
-    beta: PositiveFloat | None = None
+    beta: NonNegativeFloat | None = None
+    group: Annotated[int, Field(ge=2)] = 16
+    tokens: PositiveInt = 16
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    reward: str | dict[str, Any] | None = None
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     margin: NonNegativeFloat = 1.0
 
     @property
     def kind(self) -> ObjectiveKind:
-        return OBJECTIVE_KINDS[self.name]
+        kind = OBJECTIVE_KINDS[self.name]
+        return replace(kind, reference=True) if kind.data == "prompts" and self.beta else kind
 
 
 @configuration

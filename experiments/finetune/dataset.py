@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
 import fnshard as fs
 from experiments.configs.train import MULTIPLE, ConfigError, RunConfig
@@ -20,13 +22,16 @@ from experiments.data.loader import Loader, place_of
 from experiments.data.prepared import Prepared, RecordPolicy, open_prepared, prepare
 from experiments.data.tokenizer import DirectoryTokenizer, Tokenizer, open_directory
 from experiments.finetune.config import FinetuneConfig
+from experiments.finetune.rewards import task_files
 from experiments.training.sample import Sampler, safe
 
 DATA = Path("outputs", "data")
 MOST_SHOWN = 600  # characters of one stretch of a sample that is shown
 OPENING = 32  # tokens of plain text that are shown as a prompt
 SHOWN = 4  # held-out prompts
-BUILT_IN: dict[str, Callable[[Path], tuple[Path, Path]]] = {"samples": sft_files, "pairs": pair_files}
+BUILT_IN: dict[str, Callable[[Path], tuple[Path, Path]]] = {
+    "samples": sft_files, "pairs": pair_files, "prompts": task_files,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,24 @@ class Example:
 
     prompt: list[int]
     answer: list[int]
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Samples by their numbers alone, for a `Loader`: their answers are drawn when they are needed."""
+
+    prepared: Prepared
+
+    @property
+    def count(self) -> int:
+        return self.prepared.records
+
+    @property
+    def key(self) -> Mapping[str, Any]:
+        return {"data": self.prepared.key, "prompts": True}
+
+    def batch(self, numbers: np.ndarray) -> tuple[torch.Tensor]:
+        return (torch.from_numpy(numbers.astype(np.int64)),)
 
 
 @dataclass(frozen=True)
@@ -47,10 +70,11 @@ class FinetuneData:
     tokenizer: DirectoryTokenizer
     train: Prepared
     held_out: Prepared
-    rows: Samples
+    rows: Samples | Prompts
     measured: Samples
 
     def loader(self, config: FinetuneConfig, mesh: fs.Mesh) -> Loader:
+        """Batches of rows; of prompts their numbers."""
         return Loader(self.rows, config.data.rows, config.run.seed, **place_of(mesh))
 
     def examples(self, run: RunConfig, limit: int | None) -> list[Example]:
@@ -66,7 +90,7 @@ class FinetuneData:
         step = 2 if self.held_out.kind == "pairs" else 1
         there = self.held_out.records
         numbers = np.unique(np.linspace(0, there - 1, min(SHOWN, there)).astype(int)) * step
-        found = [self._example(int(n)) for n in numbers]
+        found = [self.example(self.held_out, int(n)) for n in numbers]
         if run.prompt is not None:
             found.append(Example(self._asked(run.prompt), []))
         most = None if limit is None else max(1, limit - run.sampled)
@@ -85,8 +109,9 @@ class FinetuneData:
             return opening(self.tokenizer, [{"role": "user", "content": prompt}])
         return [*self.tokenizer.begin, *self.tokenizer.encode(prompt)]
 
-    def _example(self, number: int) -> Example:
-        tokens, learned = self.held_out.sample(number)
+    def example(self, data: Prepared, number: int) -> Example:
+        """A sample's prompt, and what follows it."""
+        tokens, learned = data.sample(number)
         first = max(1, int(np.argmax(learned)))
         if learned[0] or (first == 1 and tokens[:1].tolist() == list(self.tokenizer.begin)):
             first = max(1, min(len(tokens) // 2, OPENING))  # plain text: what it begins with
@@ -122,11 +147,11 @@ def prepared(config: FinetuneConfig) -> FinetuneConfig:
         ConfigError: a file that cannot be read, and all lines of it that cannot be used.
     """
     tokenizer, data = open_directory(config.model), config.data
-    kind, cache = config.objective.kind.data, (DATA / "prepared").resolve()
-    policy = RecordPolicy(kind, data.context, data.broken, data.too_long)
+    kind, cache = config.objective.kind, (DATA / "prepared").resolve()
+    policy = RecordPolicy(kind.records, data.context, data.broken, data.too_long)
     files = [data.train, data.held_out]
     if data.train is None:
-        files = list(map(str, BUILT_IN[kind]((DATA / "stdlib").resolve())))
+        files = list(map(str, BUILT_IN[kind.data]((DATA / "stdlib").resolve())))
     split, folders, wrong = files[1] is None, [], []
     for path in files[:1] if split else files:
         try:
@@ -140,8 +165,9 @@ def prepared(config: FinetuneConfig) -> FinetuneConfig:
 
 def opened(config: FinetuneConfig) -> FinetuneData:
     train, held_out = open_prepared(config.data.train), open_prepared(config.data.held_out)
-    samples = Samples(train, config.data.pack), Samples(held_out)
-    return FinetuneData(open_directory(config.model), train, held_out, *samples)
+    packs = config.data.pack and config.objective.kind.data == "samples"
+    rows = Prompts(train) if config.objective.kind.data == "prompts" else Samples(train, packs)
+    return FinetuneData(open_directory(config.model), train, held_out, rows, Samples(held_out))
 
 
 # ------------------------------------------------------------------ answers

@@ -15,8 +15,9 @@ from experiments.finetune.config import FinetuneConfig
 def prepare(config: FinetuneConfig) -> FinetuneConfig:
     """The configuration with directories in the place of names: of the model, and of tokenised data."""
     from experiments.data.rows import readable
-    from experiments.finetune.base_models import PRETRAINED, directory_of, pretrained
+    from experiments.finetune.base_models import PRETRAINED, directory_of, pretrained, warmed
     from experiments.finetune.dataset import prepared
+    from experiments.finetune.rewards import reward_of
 
     wrong, model, data = [], config.model, config.data
     for path in filter(None, (data.train, data.held_out)):
@@ -32,7 +33,11 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
         raise ConfigError("\n".join(wrong))
     if model == PRETRAINED:
         model = pretrained(config, JOB)
-    return prepared(replace(config, model=model))
+        if config.objective.kind.data == "prompts" and data.train is None:
+            model = warmed(config, model, JOB)
+    reward = config.objective.reward or ("exact" if data.train else "solved")
+    reward_of(reward)  # a mistake is refused before anything runs
+    return prepared(replace(config, model=model, objective=replace(config.objective, reward=reward)))
 
 
 # A folder of its own: a group that is called "model", as the main job has, would take `model=` for its own.

@@ -83,7 +83,7 @@ class LanguageModel:
         Args:
             tokens: int64 [B, T].
             positions: int64 [B, T]; None counts from 0.
-            mask: of `_by_kind`, or None for what the model itself would do with this cache.
+            mask: of `mask`, or None for what the model itself would do with this cache.
         """
         return self._trunk(
             params, input_ids=tokens, position_ids=positions, attention_mask=mask,
@@ -114,18 +114,18 @@ class LanguageModel:
         real = documents[:, None, :] != 0
         see = (documents[:, :, None] == documents[:, None, :]) & real & (distance >= 0)
         # Padding sees itself: a softmax over nothing would be NaN, and so would every gradient.
-        mask = self._by_kind(params, (see | (distance == 0))[:, None], distance)
+        mask = self.mask(params, (see | (distance == 0))[:, None], distance)
         return self.run(params, tokens, positions, mask, None)
 
-    def _by_kind(self, params: Any, see: Tensor, distance: Tensor) -> Mask:
-        """What a trunk of eager attention takes: a mask, or one for each kind of layers that there is.
+    def mask(self, params: Any, see: Tensor, distance: Tensor) -> Mask:
+        """What a trunk is told to attend to: a mask, or one for each kind of layers that there is.
 
         Args:
-            see: bool [B, 1, T, T]: what queries may see of the past.
-            distance: how far keys are before queries, [T, T]: windows that are not smaller do not count.
+            see: bool [B, 1, queries, keys]: what queries may see of the past.
+            distance: how far keys are before queries; windows as wide as all keys do not count.
         """
         masks: dict[str, Tensor] = {}
-        narrow = {kind: w for kind, w in self.windows.items() if w is not None and w < len(distance)}
+        narrow = {kind: w for kind, w in self.windows.items() if w is not None and w < distance.shape[-1]}
         for kind in self.windows:
             seen = see & (distance < narrow[kind]) if kind in narrow else see
             dtype = params[self._head].dtype  # of what is added
@@ -163,6 +163,7 @@ class LanguageModel:
         *,
         ignore: int = IGNORE,
         chunk: int = 0,
+        temperature: float = 1.0,
     ) -> Tensor:
         """-log p of every target, [B, T] in fp32 or wider, 0 where it is `ignore`.
 
@@ -171,14 +172,16 @@ class LanguageModel:
         Args:
             tokens, positions, documents: as of `hidden`.
             targets: int64 [B, T]: what follows each token.
+            temperature: logits are divided by it.
             chunk: tokens whose logits are there at once, as `fs.losses.linear_cross_entropy`'s.
         """
         hidden = self.hidden(params, tokens, positions, documents)
         if self.plain_head:
+            hidden = hidden if temperature == 1.0 else hidden / temperature
             return linear_token_losses(hidden, self.head(params), targets, ignore=ignore, chunk=chunk)
         flat = self.unembed(params, hidden).flatten(0, 1)
         flat = flat.float() if flat.dtype.itemsize < 4 else flat
-        losses = F.cross_entropy(flat, targets.flatten(), ignore_index=ignore, reduction="none")
+        losses = F.cross_entropy(flat / temperature, targets.flatten(), ignore_index=ignore, reduction="none")
         return losses.view(targets.shape)
 
 

@@ -26,6 +26,7 @@ from experiments.finetune.dataset import FinetuneData, Shown, opened, window_of
 from experiments.finetune.lm import from_directory
 from experiments.finetune.method import MethodPlan, choose_method
 from experiments.finetune.objectives import OBJECTIVES
+from experiments.finetune.rewarded import Learner, RewardedData, learner_of
 from experiments.finetune.tuning import Tuning, first_state
 from experiments.training.metrics_file import METRICS
 from experiments.training.report import plot_losses
@@ -38,6 +39,7 @@ from fnshard.launcher.rank import Stop
 from fnshard.losses import Mean
 
 BEFORE, SAMPLES, ADAPTERS = "before.json", "samples.txt", "adapters"
+WIDTHS = 8  # what a batch of answers is a multiple of
 Measured = dict[str, Any]  # held-out numbers by name, and "answers"
 
 
@@ -63,7 +65,8 @@ class FinetuneSetup:
     step: Any
     held_out: Any
     shown: Shown
-    batch: Any
+    first_batch: Any
+    learner: Learner | None
 
     unit: str = field(default="token", init=False)
 
@@ -77,6 +80,8 @@ class FinetuneSetup:
 
     @property
     def tokens(self) -> int:
+        if self.learner is not None:
+            return self.learner.of.answers * self.learner.of.ranks * self.learner.of.width
         sides = 2 if self.data.train.kind == "pairs" else 1
         return self.config.data.rows * self.data.rows.width * sides
 
@@ -99,7 +104,7 @@ class FinetuneSetup:
     def baseline(self, state: fs.TrainState, folder: Path, spent: TimeSpent) -> Measured:
         """What is measured before the first step: now, or by the process that began the run."""
         with spent.on("compile"):  # the step, in a thread, while the model is measured as it is
-            self.step.lower(state, self.batch).compile_async()
+            self.step.lower(state, self.first_batch).compile_async()
         data, run = self.config.data, self.config.run
         of = [self.config.model, self.config.objective.name, data.held_out, run.prompt, run.sampled]
         known = read_json(folder / BEFORE)
@@ -113,8 +118,13 @@ class FinetuneSetup:
         # A run that goes on from another one's checkpoint has none.
         return known or {"answers": ["-"] * len(self.shown.examples)}
 
+    def batch(self, state: fs.TrainState, loaded: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What the loader gives; answers to it, where they are rewarded."""
+        return loaded if self.learner is None else (self.learner.batch(state, *loaded),)
+
     def evaluate(self, params: Any) -> float:
-        """The objective's mean over held-out data; all ranks call it together."""
+        """The objective's mean over held-out data, of rewards what the likeliest answers lack to 1; all ranks
+        call it together."""
         return self._held_out(params)[0]
 
     def sample(self, params: Any) -> str:
@@ -145,6 +155,9 @@ class FinetuneSetup:
 
     def _held_out(self, params: Any) -> tuple[float, dict[str, float]]:
         """The objective's mean, and the means of its `aux`."""
+        if self.learner is not None:
+            reward = self.learner.mean_reward(params)
+            return 1 - reward, {"reward": reward}
         rows = self.config.data.rows // self.plan.accumulate  # as a training step holds at once
         batches = self.data.measured.once(rows, self.config.data.held_out_rows, **place_of(self.mesh))
         return mean_over(self.held_out, params, batches, self.mesh.device)
@@ -167,7 +180,13 @@ def prepare(config: FinetuneConfig, only_prompt: bool = False) -> FinetuneSetup:
     run = config.run
     mesh = fs.make_mesh(**config.mesh.axes, device=run.device)
     lm, data = from_directory(config.model), opened(config)
-    (batch,) = next(data.loader(config, mesh))
+    if config.objective.kind.data == "prompts":
+        multiple = math.lcm(WIDTHS, config.mesh.context)
+        prompts = RewardedData(config, data, mesh.data_size, multiple)
+        prompts.check(lm)
+        batch = prompts.blank()
+    else:
+        prompts, (batch,) = None, next(data.loader(config, mesh))
     chosen = choose_method(config, lm, mesh, batch)
     config = replace(config, optimizer=replace(config.optimizer, lr=chosen.rate))
     tuning, plan = chosen.tuning, chosen.plan
@@ -184,7 +203,8 @@ def prepare(config: FinetuneConfig, only_prompt: bool = False) -> FinetuneSetup:
     window = window_of(examples, run.sampled, lm.context)
     sampler = Sampler(answer, window, mesh.device, temperature=0.0)
     shown = Shown(sampler, data.tokenizer, examples, run.sampled)
-    return FinetuneSetup(config, mesh, chosen, data, step, held_out, shown, batch)
+    learner = None if prompts is None else learner_of(prompts, tuning, step, plan.specs, mesh, how)
+    return FinetuneSetup(config, mesh, chosen, data, step, held_out, shown, batch, learner)
 
 
 def mean_over(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from experiments.finetune.config import OBJECTIVE_KINDS, ObjectiveConfig
 from experiments.finetune.lm import LanguageModel
 from experiments.finetune.tuning import Tuning
 from fnshard.losses import IGNORE, Mean
+from fnshard.losses.policy import PolicyInputs
 
 Batch = Mapping[str, Any]
 Loss = Callable[[Any, Batch], tuple[Mean, dict[str, Mean]]]
@@ -67,6 +69,38 @@ def preference(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Lo
     return loss
 
 
+def rewarded(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Loss:
+    """A loss of rewards, of `fs.losses.policy`, on answers that the policy has drawn.
+
+    The batch: `tokens` and `targets`, int64 [N, T]; `sampler` and `entropy`, fp32 [N, T]; `advantages`, fp32
+    [N, 1]; `rewards`, fp32 [N].
+    """
+
+    def logprobs(params: Any, batch: Batch) -> Tensor:
+        hot = config.temperature
+        return -tuning.lm.token_losses(params, batch["tokens"], None, None, batch["targets"], temperature=hot)
+
+    policy, reference = tuning.policy(logprobs, training=training), tuning.reference(logprobs)
+    how = {"max_length": config.tokens} if config.name == "dr_grpo" else {}
+
+    def loss(params: Any, batch: Batch) -> tuple[Mean, dict[str, Mean]]:
+        inputs = PolicyInputs(
+            policy(params, batch), batch["sampler"], batch["advantages"], batch["targets"] != IGNORE,
+            entropy=batch["entropy"],
+        )  # fmt: skip
+        if config.kind.reference:
+            with torch.no_grad():
+                inputs = replace(inputs, reference=reference(params, batch))
+        loss, aux = getattr(fs.losses.policy, config.name)(inputs, beta=config.beta or 0.0, **how)
+        rows = float(len(batch["rewards"]))
+        return loss, {
+            **aux, "reward": Mean(batch["rewards"].sum(), rows),
+            "length": Mean(inputs.mask.sum().float(), rows),
+        }  # fmt: skip
+
+    return loss
+
+
 def row_logprobs(lm: LanguageModel, params: Any, batch: Batch) -> Tensor:
     """log p of each row's learned tokens, fp32 [B]; rows are padded at the end, not packed."""
     tokens = batch["tokens"]
@@ -74,6 +108,5 @@ def row_logprobs(lm: LanguageModel, params: Any, batch: Batch) -> Tensor:
     return -lm.token_losses(params, tokens, positions, None, batch["targets"]).sum(-1)
 
 
-OBJECTIVES: Mapping[str, Callable[..., Loss]] = {
-    name: {"samples": sft, "pairs": preference}[kind.data] for name, kind in OBJECTIVE_KINDS.items()
-}
+BY_DATA: Mapping[str, Callable[..., Loss]] = {"samples": sft, "pairs": preference, "prompts": rewarded}
+OBJECTIVES = {name: BY_DATA[kind.data] for name, kind in OBJECTIVE_KINDS.items()}

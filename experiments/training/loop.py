@@ -69,6 +69,10 @@ class TrainSetup:
     def baseline(self, state: fs.TrainState, folder: Path, spent: TimeSpent) -> None:
         """Nothing is measured before the first step."""
 
+    def batch(self, state: fs.TrainState, loaded: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What the loader gives."""
+        return loaded
+
     def evaluate(self, params: Any) -> float:
         """Mean loss over all held-out windows, nats per token; all ranks call it together."""
         # The forward sends them to the device.

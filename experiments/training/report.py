@@ -173,7 +173,8 @@ class Report:
             self._file.flush()  # a run that dies leaves all its rows, and trackers read them
 
     def _text(self, values: Mapping[str, float]) -> str:
-        shown = [f"loss {values['loss']:.3f}"]
+        name = "reward" if "reward" in values else "loss"
+        shown = [f"{name} {values[name]:.3f}"]
         if not math.isnan(self.totals.held_out):
             shown.append(f"held-out {self.totals.held_out:.3f}")
         shown.append(f"lr {values['lr']:.1e}")

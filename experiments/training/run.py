@@ -52,6 +52,9 @@ class Setup(Protocol):
     def baseline(self, state: fs.TrainState, folder: Path, spent: TimeSpent) -> Any:
         """What is measured before the first step, for `finish`."""
 
+    def batch(self, state: fs.TrainState, loaded: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What a step takes, of its state and of what the loader gives."""
+
     def evaluate(self, params: Any) -> float:
         """The held-out loss."""
 
@@ -127,7 +130,7 @@ def run_job(job: str, make: Callable[[], Setup], run: RunFolder, overrides: list
         baseline = setup.baseline(state, folder, spent)
         training = Training(
             config, setup.plan, setup.step, loader, setup.evaluate, lambda: begin(setup, run)[:2], report,
-            Saver(config, run.root, mesh.rank), spent, replicas, setup.compile_ahead,
+            Saver(config, run.root, mesh.rank), spent, replicas, setup.compile_ahead, setup.batch,
         )  # fmt: skip
         state, held_out = run_steps(training, state, stop)
         report.close()

@@ -48,6 +48,7 @@ class Training:
         spent: where this process's time goes.
         replicas: what keeps states in memory, if anything does.
         prepare: called once after the first step, with its state: compiles what later steps need.
+        batch: what a step takes, of its state and of what the loader gives.
     """
 
     config: Any
@@ -61,6 +62,7 @@ class Training:
     spent: TimeSpent
     replicas: fs.checkpoint.Replicas | None = None
     prepare: Callable[[fs.TrainState], None] = lambda state: None
+    batch: Callable[[fs.TrainState, tuple[Any, ...]], tuple[Any, ...]] = lambda state, loaded: loaded
     tracer: Tracer | None = field(default=None, init=False)
     unread: list[Launched] = field(default_factory=list, init=False)  # at most the last step
 
@@ -139,7 +141,7 @@ def one_step(training: Training, state: fs.TrainState, number: int, here: int) -
     step, spent = training.step, training.spent
     on_gpu, is_first = step.mesh.device_type == "cuda", here == 1
     with spent.on("data"):
-        batch = next(training.loader)  # the step sends it to the device
+        batch = training.batch(state, next(training.loader))  # the step sends it to the device
     lowered = None
     if is_first and step.mesh.rank == 0:
         with spent.on("compile"):

@@ -1,0 +1,156 @@
+"""Learning from rewards: the leaves that train answer prompts, and what a step takes is made of that."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import fnshard as fs
+from experiments.configs.train import ConfigError
+from experiments.data.permutation import order
+from experiments.data.prepared import Prepared
+from experiments.finetune.config import FinetuneConfig
+from experiments.finetune.dataset import Example, FinetuneData
+from experiments.finetune.decode import decode_of, prefill_of
+from experiments.finetune.lm import LanguageModel
+from experiments.finetune.rewards import Reward, reward_of, rewarded
+from experiments.finetune.rollout import Answers, Rollouts
+from experiments.finetune.tuning import Tuning
+from fnshard.losses import IGNORE
+from fnshard.losses.policy import group_advantages
+
+AT_ONCE = 256  # answers that a rank draws at once, at most
+
+
+@dataclass(frozen=True)
+class RewardedData:
+    """Prompts of both sides of the data, and the shape of a batch.
+
+    Args:
+        ranks: along the data axes.
+        multiple: of a batch's width.
+    """
+
+    config: FinetuneConfig
+    data: FinetuneData
+    ranks: int
+    multiple: int
+
+    @property
+    def answers(self) -> int:
+        """Of this rank in a step."""
+        return self.config.data.rows // self.ranks * self.config.objective.group
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of a prompt."""
+        return max(self._longest(side) for side in (self.data.train, self.data.held_out))
+
+    def _longest(self, side: Prepared) -> int:
+        return max(len(self.data.example(side, n).prompt) for n in range(side.records))
+
+    @property
+    def width(self) -> int:
+        """Positions of a row: the prompt and the answer, but for its last token."""
+        wide = self.longest + self.config.objective.tokens - 1
+        return -(-wide // self.multiple) * self.multiple
+
+    def check(self, lm: LanguageModel) -> None:
+        """Refuse prompts that leave no room for an answer."""
+        most = self.config.objective.tokens
+        if lm.context is not None and self.longest + most > lm.context:
+            raise ConfigError(
+                f"a prompt has {self.longest} tokens, an answer may have objective.tokens={most}, the model "
+                f"was made for {lm.context} positions. Fix: fewer tokens, or leave such prompts out."
+            )
+
+    def blank(self) -> Mapping[str, Tensor]:
+        """A batch of nothing, of the shape of all."""
+        shape = self.answers, self.width
+        integers = {n: torch.zeros(shape, dtype=torch.int64) for n in ("tokens", "targets")}
+        floats = {n: torch.zeros(shape) for n in ("sampler", "entropy")}
+        advantages, rewards = torch.zeros(self.answers, 1), torch.zeros(self.answers)
+        return {**integers, **floats, "advantages": advantages, "rewards": rewards}
+
+
+@dataclass(frozen=True)
+class Learner:
+    """Makes a step's batch, and measures the held-out data; all ranks call its methods together."""
+
+    of: RewardedData
+    rollouts: Rollouts
+    reward: Reward
+    mesh: fs.Mesh
+
+    def batch(self, state: fs.TrainState, numbers: Tensor) -> Mapping[str, Tensor]:
+        """Draw answers to prompts, reward them, and lay them out as `objectives.rewarded` takes them.
+
+        What is drawn depends on the run's seed, the step and the prompt: the same on any mesh, and after a
+        restart.
+        """
+        config, data = self.of.config, self.of.data
+        group, step = config.objective.group, int(state.step)
+        examples = [data.example(data.train, n) for n in numbers.tolist() for _ in range(group)]
+        drawn = [self._numbers(step, n, group) for n in numbers.tolist()]
+        answers = self.rollouts(state.params, [e.prompt for e in examples], torch.cat(drawn))
+        rewards = torch.tensor(self._rewards(examples, answers))
+        scaled = config.objective.name != "dr_grpo"
+        advantages = group_advantages(rewards, group, scale=scaled)
+        return {**self._rows(examples, answers), "advantages": advantages[:, None], "rewards": rewards}
+
+    def mean_reward(self, params: Any) -> float:
+        """Of the likeliest answers to held-out prompts, over all ranks."""
+        data, most = self.of.data, self.of.config.data.held_out_rows
+        numbers = order(data.held_out.records, 0, 0, min(most, data.held_out.records))
+        mine = numbers[self.mesh.data_rank :: self.mesh.data_size]
+        examples = [data.example(data.held_out, int(n)) for n in mine]
+        unused = torch.zeros(len(examples), self.rollouts.length, dtype=torch.float64)
+        answers = replace(self.rollouts, temperature=0.0)(params, [e.prompt for e in examples], unused)
+        rewards = self._rewards(examples, answers)
+        every = self.rollouts.agree(repr(math.fsum(rewards)))
+        ranks = self.mesh.size // self.mesh.data_size  # that hold the same rows
+        return math.fsum(map(float, every)) / ranks / len(numbers)
+
+    def _numbers(self, step: int, prompt: int, group: int) -> Tensor:
+        draw = np.random.default_rng([self.of.config.run.seed, step, prompt])
+        return torch.from_numpy(draw.random((group, self.rollouts.length)))
+
+    def _rewards(self, examples: Sequence[Example], answers: Answers) -> list[float]:
+        tokenizer, ends = self.of.data.tokenizer, self.rollouts.stops
+        texts = lambda rows: [tokenizer.decode([t for t in row if t not in ends]) for row in rows]  # noqa: E731
+        prompts, own = texts(e.prompt for e in examples), texts(e.answer for e in examples)
+        rows = [{"prompt": p, "response": r} for p, r in zip(prompts, own, strict=True)]
+        return rewarded(self.reward, prompts, texts(answers.texts()), rows) if examples else []
+
+    def _rows(self, examples: Sequence[Example], answers: Answers) -> Mapping[str, Tensor]:
+        batch = self.of.blank()
+        batch["targets"].fill_(IGNORE)
+        for row, (example, tokens) in enumerate(zip(examples, answers.texts(), strict=True)):
+            whole, first = torch.tensor([*example.prompt, *tokens]), len(example.prompt) - 1
+            batch["tokens"][row, : len(whole) - 1] = whole[:-1]
+            batch["targets"][row, first : len(whole) - 1] = whole[first + 1 :]
+            for name, values in (("sampler", answers.logprobs), ("entropy", answers.entropy)):
+                batch[name][row, first : len(whole) - 1] = values[row, : len(tokens)]
+        return batch
+
+
+def learner_of(
+    of: RewardedData, tuning: Tuning, step: Any, specs: Any, mesh: fs.Mesh, how: Mapping[str, Any]
+) -> Learner:
+    """A learner on compiled forwards of the step's own leaves; `how`: options of `fs.shard_forward`."""
+    config, stops = of.config.objective, frozenset(of.data.tokenizer.stops)
+    slots = of.longest + config.tokens
+    prefill = fs.shard_forward(tuning.policy(prefill_of(tuning.lm, slots)), specs, **how)
+    decode = fs.shard_forward(tuning.policy(decode_of(tuning.lm)), specs, **how)
+    rollouts = Rollouts(
+        prefill, decode, min(of.answers, AT_ONCE), of.longest, config.tokens,
+        stops, step.gather_strings, mesh.device, config.temperature, config.top_p,
+    )  # fmt: skip
+    return Learner(of, rollouts, reward_of(config.reward), mesh)
