@@ -81,4 +81,5 @@ def decode_of(lm: LanguageModel) -> Decode:
 
 def _logits(lm: LanguageModel, params: Any, hidden: Tensor, at: Tensor) -> Tensor:
     index = at[:, None, None].expand(-1, 1, hidden.shape[-1])
-    return lm.unembed(params, hidden.gather(1, index)).squeeze(1).float()
+    logits = lm.unembed(params, hidden.gather(1, index)).squeeze(1)
+    return logits.float() if logits.dtype.itemsize < 4 else logits

@@ -45,7 +45,8 @@ SPEC = CommandSpec(
     "finetune",
     FinetuneConfig,
     "Fine-tune a causal language model, whole or by adapters, on JSONL files of prompts and responses (or of "
-    "pairs, objective=dpo). With nothing said: a tiny base and docstrings of Python's own library.",
+    "pairs, objective=dpo; or of prompts whose answers are rewarded, objective=grpo). "
+    "With nothing said: a tiny base and docstrings of Python's own library.",
     {
         "python -m experiments.finetune experiment=sft_lora run.steps=50": (
             "a whole recipe; what follows it changes it"

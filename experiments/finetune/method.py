@@ -28,7 +28,7 @@ RATES: Mapping[tuple[str, str], Sequence[tuple[float, float]]] = {
     ("samples", "adapters"): ((TINY, 5e-3), (LARGE, 2e-4), (math.inf, 1e-4)),
     ("pairs", "full"): ((TINY, 1e-4), (math.inf, 5e-7)),
     ("prompts", "full"): ((TINY, 3e-4), (math.inf, 1e-6)),
-    ("prompts", "adapters"): ((TINY, 2e-3), (math.inf, 1e-5)),
+    ("prompts", "adapters"): ((TINY, 1e-3), (math.inf, 1e-5)),
     ("pairs", "adapters"): ((TINY, 5e-4), (math.inf, 5e-6)),
 }
 

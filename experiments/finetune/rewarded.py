@@ -67,8 +67,8 @@ class RewardedData:
         most = self.config.objective.tokens
         if lm.context is not None and self.longest + most > lm.context:
             raise ConfigError(
-                f"a prompt has {self.longest} tokens, an answer may have objective.tokens={most}, the model "
-                f"was made for {lm.context} positions. Fix: fewer tokens, or leave such prompts out."
+                f"a prompt has {self.longest} tokens, an answer may have objective.tokens={most}, and "
+                f"{lm.context} is what the model was made for. Fix: fewer tokens, or leave such prompts out."
             )
 
     def blank(self) -> Mapping[str, Tensor]:

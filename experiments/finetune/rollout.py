@@ -150,7 +150,7 @@ def draw(
     >>> token.item(), round(logprob.item(), 3)
     (1, -0.049)
     """
-    logprobs = (logits.float().nan_to_num() / (temperature or 1.0)).log_softmax(-1)
+    logprobs = (logits.nan_to_num() / (temperature or 1.0)).log_softmax(-1)
     probs = logprobs.double().exp()
     entropy = -(probs * logprobs).sum(-1).float()
     if temperature == 0:
@@ -163,7 +163,7 @@ def draw(
         sums = probs.cumsum(-1)
         tokens = torch.searchsorted(sums, numbers[:, None] * sums[:, -1:], right=True)[:, 0]
         tokens = tokens.clamp(max=logits.shape[-1] - 1)
-    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0], entropy
+    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0].float(), entropy
 
 
 def _merged(cache: Any, new: Any, rows: Sequence[int], device: torch.device) -> Any:

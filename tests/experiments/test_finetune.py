@@ -262,7 +262,8 @@ def test_the_rate_that_nobody_names_is_by_method_objective_and_size(model, data,
         r"\| base \|.*\n\|---.*\n((?:\|.*\n)+)", (ROOT / "experiments/finetune/README.md").read_text()
     )
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in table[1].splitlines()]
-    columns = (("sft", "full"), ("sft", "lora"), ("dpo", "full"), ("dpo", "qlora4"))
+    columns = (("sft", "full"), ("sft", "lora"), ("dpo", "full"), ("dpo", "qlora4"),
+               ("grpo", "full"), ("grpo", "lora"))  # fmt: skip
     for size, (_, *row) in zip((1e6, 1e9, 8e9, 7e10), cells, strict=True):
         assert [default_rate(*each, int(size)) for each in columns] == [float(cell) for cell in row]
     config = config_of(model, data, tmp_path, "run.steps=1", "run.sample_tokens=0", "export=none")

@@ -54,7 +54,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def config_of(model: Path, data: dict[str, Path], where: Path, *overrides: str) -> FinetuneConfig:
     """Placed, with its data tokenised below `where`."""
     chosen = next((o.partition("=")[2] for o in overrides if o.startswith("objective=")), "sft")
-    train = data[OBJECTIVE_KINDS[chosen].data]
+    train = data[OBJECTIVE_KINDS[chosen].records]
     named = (f"model={model}", f"data.train={train}")
     config = place(compose(*SMALL, *named, *overrides, spec=job.SPEC), accelerators={})
     with pytest.MonkeyPatch.context() as patch:

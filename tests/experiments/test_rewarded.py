@@ -1,0 +1,246 @@
+"""Learning from rewards: decoding with a cache, rollouts, rewards, and the job on top of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES
+from runs import rows_of, run_in
+from torch import Tensor
+from tuning import STEPS, config_of
+
+import fnshard as fs
+from experiments.configs.train import ConfigError
+from experiments.finetune import lm, loop
+from experiments.finetune.config import FinetuneConfig
+from experiments.finetune.decode import decode_of, prefill_of
+from experiments.finetune.rewards import REWARDS, reward_of, rewarded, solved, task_files
+from experiments.finetune.rollout import Rollouts, draw
+from experiments.training import steps
+from experiments.training.result import read_result
+from fnshard.launcher.rank import Stop
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt2"]
+SLOTS = 14
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_token_at_a_time_is_what_all_at_once_are(name: str) -> None:
+    """Prompts of three lengths in one batch; windows, caps and positions are the model's own."""
+    family = FAMILIES[name]
+    model = lm.of(family.build())
+    tokens = torch.randint(1, 61, (3, SLOTS), generator=torch.Generator().manual_seed(0))
+    expected = model.logits(model.params, tokens)
+    lengths = torch.tensor([2, 7, 4])
+    prompts = torch.where(torch.arange(7) < lengths[:, None], tokens[:, :7], 0)
+    rows = torch.arange(3)
+    logits, cache = prefill_of(model, SLOTS)(model.params, prompts, lengths - 1)
+    for ahead in range(SLOTS - 7):
+        at = lengths + ahead
+        torch.testing.assert_close(logits, expected[rows, at - 1], rtol=0, atol=max(family.atol, 1e-10))
+        logits, cache = decode_of(model)(model.params, tokens[rows, at], at, cache)
+
+
+# ------------------------------------------------------------------ rollouts
+
+PROMPTS = [[5, 9, 2], [7], [3, 3, 3, 3, 8], [11, 4], [6, 2, 9], [1, 12], [30, 31, 32]]
+LENGTH, STOP = 6, 17
+
+
+def rollouts(mesh: fs.Mesh, rows: int, **how: Any) -> tuple[Rollouts, Any, lm.LanguageModel]:
+    model = lm.of(FAMILIES["llama"].build())
+    specs = fs.presets.full_shard(model.params, mesh)
+    forwards = [
+        fs.shard_forward(fn, specs, mesh=mesh, backend="eager")
+        for fn in (prefill_of(model, 5 + LENGTH), decode_of(model))
+    ]
+    agree = (lambda text: [text]) if mesh.size == 1 else fs.shard_step(
+        lambda p: 0, specs, mesh=mesh).gather_strings  # fmt: skip
+    stops = frozenset(how.pop("stops", {STOP}))
+    made = Rollouts(*forwards, rows, 5, LENGTH, stops, agree, torch.device("cpu"), **how)
+    return made, fs.shard({p: v.detach() for p, v in model.params.items()}, specs, mesh), model
+
+
+def numbers(count: int) -> Tensor:
+    return torch.rand(count, LENGTH, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+def test_rows_that_are_free_take_the_next_prompt() -> None:
+    """With two rows for seven prompts each has the answer that it has alone."""
+    mesh = fs.make_mesh(shard=1, device="cpu")
+    every, params, model = rollouts(mesh, 7, stops=set(range(17, 40)))
+    two = rollouts(mesh, 2, stops=set(range(17, 40)))[0]
+    one, other = (each(params, PROMPTS, numbers(7)) for each in (every, two))
+    assert torch.equal(one.tokens, other.tokens) and torch.equal(one.lengths, other.lengths)
+    torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-6)
+    assert len(set(one.lengths.tolist())) > 1 and one.lengths.max() == LENGTH
+    for prompt, answer, logprobs in zip(PROMPTS, one.texts(), one.logprobs, strict=True):
+        assert not set(answer[:-1]) & every.stops  # a stop is the last token, if there is one
+        whole = torch.tensor([[*prompt, *answer]])
+        full = model.logits(model.params, whole[:, :-1])[0, len(prompt) - 1 :].log_softmax(-1)
+        expected = full.gather(1, torch.tensor(answer)[:, None])[:, 0]  # by the forward that trains
+        torch.testing.assert_close(logprobs[: len(answer)], expected.float(), rtol=0, atol=1e-5)
+
+
+def test_without_temperature_it_is_the_likeliest_token() -> None:
+    mesh = fs.make_mesh(shard=1, device="cpu")
+    greedy, params, model = rollouts(mesh, 3, temperature=0.0)
+    for prompt, answer in zip(PROMPTS, greedy(params, PROMPTS, numbers(7)).texts(), strict=True):
+        for count, token in enumerate(answer):
+            seen = torch.tensor([[*prompt, *answer[:count]]])
+            assert model.logits(model.params, seen)[0, -1].argmax() == token
+
+
+def shared(rank: int) -> list[list[int]]:
+    mesh = fs.make_mesh(shard=2, device="cpu")
+    made, params, _ = rollouts(mesh, 2)
+    mine = slice(0, 5) if rank == 0 else slice(5, 7)  # unequally many
+    return made(params, PROMPTS[mine], numbers(7)[mine]).texts()
+
+
+def test_ranks_with_unequal_prompts_end_together(ranks: Any) -> None:
+    made, params, _ = rollouts(fs.make_mesh(shard=1, device="cpu"), 7)
+    first, second = ranks(2).run(shared)
+    assert first + second == made(params, PROMPTS, numbers(7)).texts()
+
+
+def test_tokens_are_drawn_by_their_probabilities() -> None:
+    logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log().expand(4000, 4)
+    uniform = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
+    tokens, logprobs, entropy = draw(logits, uniform)
+    assert torch.bincount(tokens).tolist() == [400, 800, 1200, 1600]
+    torch.testing.assert_close(logprobs, logits[0][tokens])
+    assert entropy[0].item() == pytest.approx(-sum(p * math.log(p) for p in (0.1, 0.2, 0.3, 0.4)), rel=1e-5)
+    assert torch.bincount(draw(logits, uniform, top_p=0.6)[0], minlength=4)[:2].tolist() == [0, 0]
+    hot = draw(logits, uniform, temperature=0.5)[0]
+    assert torch.bincount(hot)[3].item() == pytest.approx(4000 * 16 / 30, abs=1)
+    assert set(draw(logits, uniform, temperature=0.0)[0].tolist()) == {3}
+
+
+# ------------------------------------------------------------------ rewards
+
+
+def row(response: str) -> list[dict[str, str]]:
+    return [{"prompt": "", "response": response}]
+
+
+def test_rewards_by_name(tmp_path: Path) -> None:
+    assert REWARDS["exact"]([""], [" 12\n"], row("12")) == [1.0]
+    assert REWARDS["number"]([""], ["so it is 1,204."], row("#### 1204")) == [1.0]
+    assert REWARDS["number"]([""], ["none"], row("3")) == [0.0]
+    assert reward_of({"name": "format", "pattern": r"<a>.*</a>"})([""], ["<a>x</a>"], row("")) == [1.0]
+    assert reward_of({"name": "length", "most": 2})([""], ["1234"], row("")) == [0.5]
+    assert solved(["make 12 of 3 4="], ["4*3"], row("3*4")) == [1.0]
+    for wrong in ("12", "3*4*1", "3**4", "4*3)", "__import__('os')", "3+4", ""):
+        assert solved(["make 12 of 3 4="], [wrong], row("3*4")) == [0.0]
+    train, held_out = ({*path.read_text().splitlines()} for path in task_files(tmp_path))
+    assert not train & held_out and len(held_out) == 200
+
+
+def ones(prompts: Any, answers: Any, rows: Any, *, value: float = 1.0) -> list[float]:
+    return [value] * len(prompts)
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (lambda p, a, r: [1.0], "1 numbers for 2 answers, the first of them to 'one'"),
+        (lambda p, a, r: [1.0, math.nan], "not finite:\n  'two' -> 'b': nan"),
+        (lambda p, a, r: [1.0, "x"], "ValueError: could not convert"),
+        (lambda p, a, r: r[9], "IndexError"),
+    ],
+)
+def test_a_reward_that_gives_something_else_is_one_error(reward: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        rewarded(reward, ["one", "two"], ["a", "b"], row("") * 2)
+    assert message in str(error.value)
+
+
+def test_a_reward_of_ones_own_is_named_by_its_path() -> None:
+    made = reward_of({"_target_": "test_rewarded.ones", "value": 0.25})
+    assert rewarded(made, ["p"], ["a"], row("")) == [0.25]
+    with pytest.raises(ConfigError, match=r"Error locating target 'nowhere.at_all'"):
+        reward_of({"_target_": "nowhere.at_all"})
+    with pytest.raises(ConfigError, match="exakt: one of exact"):
+        reward_of("exakt")
+
+
+# ------------------------------------------------------------------ the job
+
+SMALL = ("objective.group=4", "objective.tokens=3", "optimizer.lr=0.02")
+TIMES = ("seconds", "tokens_per_s")
+
+
+def timeless(folder: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in each.items() if k not in TIMES} for each in rows_of(folder)]
+
+
+@pytest.mark.parametrize(
+    ("objective", "more"),
+    [
+        ("grpo", ("objective.beta=0.1",)),
+        ("gspo", ("method=full",)),
+        *(pytest.param(n, (), marks=pytest.mark.long) for n in ("dr_grpo", "bnpo", "dapo")),
+    ],
+)
+def test_a_run_is_rewarded_and_resumes_bit_for_bit(model, data, tmp_path, monkeypatch, objective, more):
+    """Killed while answers are drawn, and again between two steps."""
+    config = config_of(model, data, tmp_path, f"objective={objective}", *SMALL, *more)
+    config = replace(config, objective=replace(config.objective, reward={"name": "length", "most": 1}))
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    setup = loop.prepare(config)
+    monkeypatch.setattr(loop, "prepare", lambda _: setup)
+    loop.finetune(config, run_in(whole), [], Stop())
+    assert read_result(whole)["status"] == "ok" and 0 <= read_result(whole)["held_out_reward"] <= 1
+    rows = [each for each in timeless(whole) if "loss" in each]
+    assert len(rows) == STEPS and all(each["mismatch"] < 1e-9 and each["entropy"] > 0 for each in rows)
+    assert ("kl" in rows[0]) == (objective == "grpo") and any(each["grad_norm"] > 0 for each in rows)
+
+    class KilledError(Exception):
+        pass
+
+    def dying(of: Any, name: str, call: int) -> Any:
+        calls, real = iter(range(1, 1000)), getattr(of, name)
+
+        def dies(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == call:
+                raise KilledError
+            return real(*args, **kwargs)
+
+        return monkeypatch.context(), of, name, dies
+
+    for of, name, call in ((Rollouts, "_draw", 16), (steps, "one_step", 2)):
+        context, of, name, dies = dying(of, name, call)
+        with context as patch:
+            patch.setattr(of, name, dies)
+            with pytest.raises(KilledError):
+                loop.finetune(config, run_in(broken), [], Stop())
+    loop.finetune(config, run_in(broken), [], Stop())
+    assert timeless(whole) == timeless(broken)
+
+
+def tuned(rank: int, config: FinetuneConfig, folder: str) -> None:
+    loop.finetune(config, run_in(Path(folder)), [], Stop())
+
+
+@pytest.mark.parametrize("axes", [{"shard": 2}, {"tensor": 2}], ids=str)
+def test_two_ranks_draw_what_one_does(ranks, model, data, tmp_path, axes):
+    double = [f"precision.{part}=float64" for part in ("storage", "compute", "reduce", "optimizer")]
+    config = config_of(model, data, tmp_path, "objective=grpo", "run.steps=2", *SMALL, *double)
+    config = replace(config, objective=replace(config.objective, reward={"name": "length", "most": 1}))
+    one, two = tmp_path / "one", tmp_path / "two"
+    tuned(0, config, str(one))
+    ranks(2).run(tuned, replace(config, mesh=replace(config.mesh, **axes)), str(two))
+    assert [pytest.approx(each, rel=1e-6, abs=1e-9) for each in timeless(two)] == timeless(one)
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(model, data, tmp_path):
+    config = config_of(model, data, tmp_path, "objective=grpo", "objective.tokens=61")
+    with pytest.raises(ConfigError, match=r"objective.tokens=61, and 64 is"):
+        loop.prepare(config)
