@@ -124,7 +124,7 @@ ALONE_TRAIN = {
 WRONG_FINETUNE = {
     "method=qlora objective=ppo method.rnak=4 method.alpha=big model.width=64 experiment=qlora": (
         r"no such choice\. Did you mean method=qlora[48]\? method has full, lora, ",
-        r"no such choice\. Did you mean objective=ipo\? objective has dpo, ipo, orpo, sft, simpo\.",
+        r"no such choice\. Did you mean objective=\w+\? objective has bnpo, dapo, dpo, dr_grpo, grpo, ",
         r"method\.rnak=4: no such key\. Did you mean method\.rank\?",
         r"method\.alpha=big: Input should be a valid number",
         r"model=\{'width': 64\}: Input should be a valid string",

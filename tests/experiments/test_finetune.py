@@ -325,7 +325,7 @@ def test_the_tiny_base_is_made_once_of_text_without_docstrings(tmp_path, monkeyp
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "1")
     assert base_models.pretrained(configs[0], job.JOB) == first
-    with pytest.raises(ConfigError, match=r"cannot be started under torchrun\. Fix: run `python -m exp"):
+    with pytest.raises(ConfigError, match=r"which torchrun's ranks cannot start\. Fix: run `python -m exp"):
         base_models.pretrained(compose(*SMALL, "run.seed=2", spec=job.SPEC), job.JOB)
 
 
