@@ -89,7 +89,8 @@ class Rollouts:
             if not any(each[1] == "1" for each in said):
                 return answers
             if any(each[0] == "1" for each in said):  # a rank that has no more prompts joins in
-                fresh = [row for row in free if waiting and owner.__setitem__(row, waiting.popleft()) is None]
+                fresh = free[: len(waiting)]
+                owner[fresh] = [waiting.popleft() for _ in fresh]
                 logits, new = self._begin(params, prompts, owner, fresh)
                 cache = new if cache is None else _merged(cache, new, fresh, self.device)
                 self._draw(logits, answers, fresh, owner, tokens, numbers)
