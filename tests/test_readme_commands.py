@@ -66,6 +66,7 @@ TINY = Row(
     TUNE.short.removeprefix("model=/models/llama data.context=96 "),
     patches=(
         ("experiments.finetune.base_models.PRETRAINING", {"steps": 2, "sample_tokens": 0}),
+        ("experiments.finetune.base_models.WARMING", {"steps": 2, "sample_tokens": 0}),
         ("experiments.finetune.base_models.RANDOM", {"tiny": TINY_SIZES}),
     ),
 )
@@ -164,6 +165,9 @@ TABLE = {
     "python -m experiments.finetune method=lora": TINY,
     "python -m experiments.finetune method=qlora4 precision=bf16": TINY,
     "python -m experiments.finetune method=lora data.train=mine.jsonl": Row(f"{TUNE.short} mesh.shard=1"),
+    "python -m experiments.finetune objective=grpo": replace(TINY, short=f"{TINY.short} objective.group=4"),
+    "python -m experiments.finetune objective=grpo model=/models/llama data.train=mine.jsonl "
+    "objective.reward=number": replace(TUNE, short=f"{TUNE.short} objective.group=4"),
     "python -m experiments.finetune objective=dpo data.train=pairs.jsonl": TUNE,
     "python -m experiments.finetune objective=dpo data.train=pairs.jsonl model=/models/llama": TUNE,
     "python -m experiments.finetune model=/models/llama data.train=mine.jsonl method=qlora4 precision=bf16": TUNE,
