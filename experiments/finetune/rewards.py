@@ -51,7 +51,7 @@ def length(prompts: Sequence[str], answers: Sequence[str], rows: Rows, *, most: 
 
 
 def solved(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
-    """Of the built-in tasks: as `exact`, and any sum that makes the number is right."""
+    """Of the built-in tasks: as `exact`, and any expression that makes the number is right."""
     right = exact(prompts, answers, rows)
     for place, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         if task := _MAKE.search(prompt):
@@ -148,7 +148,7 @@ def _problem(draw: random.Random, kind: int) -> tuple[str, str]:
 
 
 def _makes(text: str, target: int, numbers: list[str]) -> bool:
-    """Whether a sum of these numbers, each once, is the target. Nothing but arithmetic is evaluated."""
+    """Whether an expression of these numbers, each once, is the target. Only + - * are evaluated."""
     if not re.fullmatch(r"[\d+\-* ()]{1,40}", text) or sorted(re.findall(r"\d+", text)) != numbers:
         return False
     try:

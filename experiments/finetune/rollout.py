@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fnshard.step.forward import Forward
 
-REFILL = 4  # free rows are filled again when one in so many is
+REFILL = 4  # prompts that wait are prefilled once a quarter of the rows is free
 
 
 @dataclass(frozen=True)
