@@ -27,10 +27,14 @@ SPEC = CommandSpec(
 
 
 def prepare(config: TrainConfig) -> TrainConfig:
-    """As it is, if its text or its shards are there."""
+    """As it is, if its data are there, and what its `_target_`s name."""
     from experiments.training.dataset import open_dataset
+    from experiments.training.own import check_targets
 
-    open_dataset(config)
+    if isinstance(config.data, dict):
+        check_targets(config)
+    else:
+        open_dataset(config)
     return config
 
 

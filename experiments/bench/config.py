@@ -63,6 +63,7 @@ CASES = {
     "loss": Case("micro:loss", {"rows": 4, "length": 512, "rounds": 3}),
     "documents": Case("micro:documents", {"rows": 1, "length": 8192, "rounds": 3}),
     "lengths": Case("micro:lengths", {"rows": 2, "length": 1000, "steps": 1000, "size": "5m"}),
+    "decode": Case("micro:decode", {"rows": 16, "size": "tiny", "rounds": 5}),
     "starts": Case("jobs:starts", {"rounds": 5}),
     "watch": Case("jobs:watch", {"rounds": 3, "steps": 100}),
     "loader": Case("jobs:loader", {"steps": 100}),

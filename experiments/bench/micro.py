@@ -1,4 +1,4 @@
-"""Cases of one mechanism each: `collectives`, `executor`, `loss`, `documents`, `lengths`."""
+"""Cases of one mechanism each: `collectives`, `executor`, `loss`, `documents`, `lengths`, `decode`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import Tensor
 import fnshard as fs
 from experiments.bench.config import BenchConfig
 from experiments.bench.contenders import make_task
-from experiments.bench.measure import Result, barrier, interleaved, milliseconds
+from experiments.bench.measure import Result, barrier, interleaved, milliseconds, ratio
 from experiments.bench.memory import live_bytes
 from experiments.training.decoder import Decoder, DecoderConfig, loss_function
 from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT
@@ -269,3 +269,56 @@ def _step(config: BenchConfig, shapes: fs.Buckets | None) -> Callable[[int], flo
         return time.perf_counter() - began
 
     return run
+
+
+# ------------------------------------------------------------------ decode
+
+NEW, PROMPT = 64, 16  # tokens of an answer, and of the longest prompt
+
+
+def decode(config: BenchConfig, folder: Path) -> Result:
+    """How fast are answers drawn from the leaves that train, next to `transformers.generate`? The same?"""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from experiments.finetune import lm
+    from experiments.finetune.decode import decode_of, prefill_of
+    from experiments.finetune.rollout import Rollouts
+
+    torch.manual_seed(config.seed)
+    sizes, mesh = config.model, fs.make_mesh(shard=1, device="cpu")
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=sizes.vocab, hidden_size=sizes.width, num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads, eos_token_id=None,
+        intermediate_size=8 * sizes.width // 3, max_position_embeddings=PROMPT + NEW,
+    )).eval()  # fmt: skip
+    ours = lm.of(model)
+    specs = fs.presets.full_shard(ours.params, mesh)
+    forwards = [
+        fs.shard_forward(fn, specs, mesh=mesh, backend=config.backend)
+        for fn in (prefill_of(ours, PROMPT + NEW), decode_of(ours))
+    ]
+    rollouts = Rollouts(
+        *forwards, config.rows, PROMPT, NEW, frozenset(), lambda text: [text], mesh.device, 0.0
+    )  # fmt: skip
+    blocks = fs.shard({path: leaf.detach() for path, leaf in ours.params.items()}, specs, mesh)
+    lengths = torch.randint(1, PROMPT + 1, (config.rows,)).tolist()
+    prompts = [torch.randint(1, sizes.vocab, (length,)).tolist() for length in lengths]
+    numbers = torch.zeros(config.rows, NEW, dtype=torch.float64)
+    left = torch.tensor([[0] * (PROMPT - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (PROMPT - n) + [1] * n for n in lengths])
+    how = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
+    works = {
+        "fnshard": lambda: rollouts(blocks, prompts, numbers).tokens,
+        "generate": lambda: model.generate(left, attention_mask=mask, **how)[:, PROMPT:],
+        "generate, static cache": lambda: model.generate(
+            left, attention_mask=mask, cache_implementation="static", **how
+        )[:, PROMPT:],
+    }
+    tokens = [work() for work in works.values()]  # which compiles
+    same = [(tokens[0] == other).float().mean().item() for other in tokens]
+    seconds = interleaved(works, config.rounds, seed=config.seed)
+    rows = [["", "tokens/s", "fnshard / it", "the same tokens"]]
+    for (name, taken), share in zip(seconds.items(), same, strict=True):
+        speed = config.rows * NEW / median(taken)
+        rows.append([name, f"{speed:,.0f}", f"{ratio(taken, seconds['fnshard']):.2f}", f"{share:.1%}"])
+    return Result(rows, values={"seconds": seconds})

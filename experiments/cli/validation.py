@@ -33,6 +33,7 @@ from experiments.configs.checks import TARGET, ConfigError, refusal
 
 QUOTES = "quote a value with brackets, blanks or letters beyond ASCII: 'run.prompt=\"a b\"'"
 OWN_GROUP = re.compile(rf"(\w+)=(\{{.*\b{TARGET}:.*\}})", re.DOTALL)
+OWN_KEY = re.compile(rf"(model|data|objective|optimizer)\.{TARGET}=.*", re.DOTALL)
 SWEPT = 64  # values of an argument of a sweep that are checked before it starts; each job checks its own
 
 
@@ -41,12 +42,16 @@ def with_own_groups(arguments: list[str]) -> list[str]:
 
     >>> with_own_groups(["optimizer={_target_: mine.lion, lr: 1e-4}"])
     ['~optimizer', '+optimizer={_target_: mine.lion, lr: 1e-4}']
+    >>> with_own_groups(["model._target_=mine.Net", "model.width=8"])
+    ['~model', '+model._target_=mine.Net', '+model.width=8']
     """
-    out = []
+    out: list[str] = []
+    own = {found[1] for found in map(OWN_KEY.fullmatch, arguments) if found}
     for argument in arguments:
         found = OWN_GROUP.fullmatch(argument)
-        out += [f"~{found[1]}", f"+{argument}"] if found else [argument]
-    return out
+        below = argument.partition(".")[0] in own and "=" in argument
+        out += [f"~{found[1]}", f"+{argument}"] if found else [f"+{argument}" if below else argument]
+    return [f"~{group}" for group in sorted(own)] + out
 
 
 def validate(spec: CommandSpec, arguments: list[str]) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from experiments.configs.train import AUTO, ConfigError
+from experiments.configs.train import AUTO, ConfigError, rows_of
 from experiments.trackers.registry import check_installed
 from fnshard.checkpoint.replicas import most_copies
 from fnshard.errors import report
@@ -93,7 +93,7 @@ def _check_rows(config: Any, ranks: int) -> None:
     parts = {"rows": (ranks * config.run.accumulate, over + micro), "held_out_rows": (ranks, over)}
     wrong, fixes = [], []
     for name, (divisor, shown) in parts.items():
-        rows = getattr(config.data, name)
+        rows = rows_of(config.data)[name]
         if rows % divisor:
             wrong.append(f"data.{name}={rows} does not divide over {shown}.")
             fixes.append(f"data.{name}={math.ceil(rows / divisor) * divisor}")

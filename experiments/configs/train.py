@@ -39,6 +39,7 @@ def _names_its_target(values: dict[str, Any]) -> dict[str, Any]:
 
 # In place of a group's dataclass: hydra.utils.instantiate calls what `_target_` names with the other keys.
 Target = Annotated[dict[str, Any], AfterValidator(_names_its_target)]
+OWN_ROWS = {"rows": 8, "held_out_rows": 128}  # of `data`, where it is one
 
 # ------------------------------------------------------------------ one dataclass per group
 
@@ -203,7 +204,7 @@ class TrackerConfig:
     """What gets a run's rows besides its `metrics.jsonl`; several may: `tracker=[tensorboard,wandb]`.
 
     `project`: what wandb calls the project, MLflow the experiment; `store`: MLflow's, a folder below the one
-    that the job is started in, or a URI.
+    that the job is started in, or a URI. `own`: trackers of your own, each a `_target_`.
     """
 
     tensorboard: bool = False
@@ -211,6 +212,7 @@ class TrackerConfig:
     mlflow: bool = False
     project: str = "fnshard"
     store: str = "mlruns"
+    own: tuple[Target, ...] = ()
 
 
 @configuration
@@ -284,6 +286,12 @@ class TrainConfig:
     A `model` with a `_target_` is a module from tokens [B, T] to logits [B, T, V]; its keys `context` (T) and
     `vocab` (V) are the data's, too. An `optimizer` with one is an `fnshard.optim.Optimizer`; its `lr`, if it
     has one, is the rate by step that `schedule` makes of it.
+
+    `data` with one gives `(train, held_out)`, two map-style data sets; its keys `rows` and `held_out_rows`,
+    of which `OWN_ROWS` are the defaults, are not passed on. Then `objective` has one, too: a loss
+    `(model, *batch)`; and `model` is any module, or gives `(apply, params)`. `specs`: rules `[glob, how]` in
+    the place of the strategy's preset; `how` is null (whole on every rank), an axis that splits dim 0, or
+    fields of `LayoutSpec`.
     """
 
     model: DecoderConfig | Target
@@ -292,14 +300,25 @@ class TrainConfig:
     precision: PrecisionConfig
     optimizer: AdamWConfig | SGDConfig | Target
     schedule: ScheduleConfig
-    data: DataConfig | ShardsConfig
+    data: DataConfig | ShardsConfig | Target
     run: RunConfig
     hardware: HardwareConfig
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    objective: Target | None = None
+    specs: list[tuple[str, str | dict[str, Any] | None]] | None = None
 
     def __post_init__(self) -> None:
         wrong = misfits(self.strategy, self.run)
-        sizes = {"context": self.context, "vocab": self.vocab}
+        if isinstance(self.data, dict) != (self.objective is not None):
+            wrong.append("data and objective: either both are a _target_ of your own, or neither.")
+        wrong += [
+            f"data.{name}={rows}: must be a whole number above 0."
+            for name, rows in rows_of(self.data).items()
+            if type(rows) is not int or rows < 1
+        ]
+        if self.specs is not None and self.strategy.name == AUTO:
+            wrong.append("specs: strategy=auto chooses them by itself; leave null.")
+        sizes = {} if isinstance(self.data, dict) else {"context": self.context, "vocab": self.vocab}
         unnamed = {name: size for name, size in sizes.items() if type(size) is not int or size < 1}
         wrong += [
             f"model.{name}={size}: a model of one's own names its {name} here, a whole number above 0."
@@ -325,6 +344,12 @@ class TrainConfig:
     def vocab(self) -> int:
         """V."""
         return self.model.vocab if isinstance(self.model, DecoderConfig) else self.model.get("vocab")
+
+
+def rows_of(data: Any) -> dict[str, int]:
+    """`rows` and `held_out_rows` of a group, or of a `_target_`."""
+    own = isinstance(data, dict)
+    return {n: data.get(n, least) if own else getattr(data, n) for n, least in OWN_ROWS.items()}
 
 
 def misfits(strategy: StrategyConfig, run: RunConfig) -> list[str]:

@@ -87,6 +87,14 @@ class Prepared:
         start, stop = (int(s) for s in self._arrays["starts"][number : number + 2])
         return self._arrays["tokens"][start:stop], self._arrays["learned"][start:stop]
 
+    def first_learned(self) -> np.ndarray:
+        """Where in each sample the first learned token is; int64 [samples]."""
+        starts, learned = (
+            self._arrays["starts"][:-1].astype(np.int64),
+            np.flatnonzero(self._arrays["learned"]),
+        )
+        return learned[np.searchsorted(learned, starts)] - starts
+
     @cached_property
     def _arrays(self) -> dict[str, np.ndarray]:
         return {n: np.memmap(self.folder / f"{n}.bin", dtype, "r") for n, dtype in ARRAYS.items()}

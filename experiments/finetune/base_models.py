@@ -31,10 +31,10 @@ from experiments.configs.train import (
 )
 from experiments.data.builtin import text_files
 from experiments.data.tokenizer import Tokenizer, byte_tokenizer, open_directory
-from experiments.finetune import rewards
+from experiments.finetune import tasks
 from experiments.finetune.config import FinetuneConfig, FinetuneDataConfig, MethodConfig, ObjectiveConfig
 from experiments.finetune.lm import LanguageModel, from_directory
-from experiments.finetune.rewards import PROBLEMS, task_files
+from experiments.finetune.tasks import PROBLEMS, task_files
 from experiments.training.result import STOPPED
 from experiments.training.resume import identity_of
 from fnshard.errors import report
@@ -145,7 +145,7 @@ def pretrained(config: FinetuneConfig, job: Job) -> str:
 
 def warmed(config: FinetuneConfig, base: str, job: Job) -> str:
     """The directory of a base that a short run has shown the built-in tasks: some answers are right."""
-    of = [PROBLEMS, Path(rewards.__file__).read_text()]
+    of = [PROBLEMS, Path(tasks.__file__).read_text()]
     return _tuned_once(config, job, "tasks", base, WARMING, task_files, of)
 
 

@@ -47,11 +47,12 @@ class MethodConfig:
 @dataclass(frozen=True)
 class ObjectiveKind:
     """What an objective needs: `data` of "samples", "pairs" or "prompts", whose answers are drawn and
-    rewarded; perhaps the `reference`, the model as it was. `beta`: its default."""
+    rewarded; perhaps the `reference`, the model as it was; `values`, a value head. `beta`: its default."""
 
     data: str
     reference: bool = False
     beta: float = 0.1
+    values: bool = False
 
     @property
     def records(self) -> str:
@@ -67,6 +68,7 @@ OBJECTIVE_KINDS = {
     "orpo": ObjectiveKind("pairs"),
     "simpo": ObjectiveKind("pairs", beta=2.0),
     **dict.fromkeys(("grpo", "dr_grpo", "bnpo", "dapo", "gspo"), REWARDED),
+    "ppo": replace(REWARDED, values=True),
 }
 
 
@@ -77,7 +79,8 @@ class ObjectiveConfig:
     Of pairs: the chosen above the rejected, by `beta` (null: its paper's), `label_smoothing` of dpo and
     `margin` of simpo. Of rewards: `group` answers to each prompt, of at most `tokens` tokens, are drawn at
     `temperature` and `top_p`, and rewarded by `reward`: a name, or a mapping with `_target_` (null: "exact",
-    of the built-in tasks "solved"). There `beta` weighs the KL to the model as it was.
+    of the built-in tasks "solved") or a reward model's directory. There `beta` weighs the KL to the model as
+    it was, `lam` is of ppo's advantages, and `fp32_head` computes logits in fp32 whatever the rest is.
     """
 
     name: Literal[tuple(OBJECTIVE_KINDS)] = "sft"
@@ -87,6 +90,8 @@ class ObjectiveConfig:
     temperature: PositiveFloat = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     reward: str | dict[str, Any] | None = None
+    lam: Annotated[float, Field(ge=0, le=1)] = 0.95
+    fp32_head: bool = False
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     margin: NonNegativeFloat = 1.0
 

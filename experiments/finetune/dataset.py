@@ -22,7 +22,7 @@ from experiments.data.loader import Loader, place_of
 from experiments.data.prepared import Prepared, RecordPolicy, open_prepared, prepare
 from experiments.data.tokenizer import DirectoryTokenizer, Tokenizer, open_directory
 from experiments.finetune.config import FinetuneConfig
-from experiments.finetune.rewards import task_files
+from experiments.finetune.tasks import task_files
 from experiments.training.sample import Sampler, safe
 
 DATA = Path("outputs", "data")
@@ -112,12 +112,20 @@ class FinetuneData:
     def example(self, data: Prepared, number: int) -> Example:
         """A sample's prompt, and what follows it."""
         tokens, learned = data.sample(number)
-        first = max(1, int(np.argmax(learned)))
-        if learned[0] or (first == 1 and tokens[:1].tolist() == list(self.tokenizer.begin)):
-            first = max(1, min(len(tokens) // 2, OPENING))  # plain text: what it begins with
+        first = int(self._prompts(np.argmax(learned), np.int64(len(tokens))))
         after = np.flatnonzero(learned[first:] == 0)
         last = first + int(after[0]) if len(after) else len(tokens)
         return Example(tokens[:first].tolist(), tokens[first:last].tolist())
+
+    def longest_prompt(self, data: Prepared) -> int:
+        """Tokens of a sample's prompt, at most."""
+        every = np.arange(data.samples)
+        return int(self._prompts(data.first_learned(), data.lengths(every) + 1).max())
+
+    def _prompts(self, first: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Tokens of prompts, by where the first learned token is; of plain text what it begins with."""
+        plain = first <= len(self.tokenizer.begin)
+        return np.where(plain, np.clip(lengths // 2, 1, OPENING), first)
 
 
 def marked(tokenizer: Tokenizer, tokens: np.ndarray, learned: np.ndarray, *, colour: bool = False) -> str:

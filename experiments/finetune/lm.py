@@ -38,6 +38,8 @@ class LanguageModel:
         apply, params: of `fs.make_functional(model)`. All functions here take these leaves.
         plain_head: logits are `hidden @ head.T`, and nothing else is done to them.
         windows: how far back layers of a kind see; None: to the beginning.
+        fp32_head: whether logits are computed in fp32 whatever the rest is, which keeps the sampler's and the
+            trainer's log-probabilities together (MiniMax-M1, 2025).
     """
 
     model: nn.Module
@@ -45,6 +47,7 @@ class LanguageModel:
     params: dict[str, Tensor]
     plain_head: bool
     windows: Mapping[str, int | None]
+    fp32_head: bool
     _trunk: _Part
     _rest: _Part
     _head: str
@@ -141,7 +144,13 @@ class LanguageModel:
 
     def unembed(self, params: Any, hidden: Tensor) -> Tensor:
         """Hidden states [B, T, D] -> logits [B, T, V], as the model itself makes them."""
+        hidden, head = self._widened(hidden, self.head(params))
+        params = {**params, self._head: head}
         return self._rest(params, inputs_embeds=hidden, use_cache=False).logits
+
+    def _widened(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        wide = self.fp32_head and tensors[0].dtype.itemsize < 4
+        return tuple(t.float() for t in tensors) if wide else tensors
 
     def logits(
         self,
@@ -176,9 +185,17 @@ class LanguageModel:
             chunk: tokens whose logits are there at once, as `fs.losses.linear_cross_entropy`'s.
         """
         hidden = self.hidden(params, tokens, positions, documents)
+        return self.losses(params, hidden, targets, ignore=ignore, chunk=chunk, temperature=temperature)
+
+    def losses(
+        self, params: Any, hidden: Tensor, targets: Tensor, *, ignore: int = IGNORE, chunk: int = 0,
+        temperature: float = 1.0,
+    ) -> Tensor:  # fmt: skip
+        """`token_losses` of hidden states [B, T, D]."""
         if self.plain_head:
+            hidden, head = self._widened(hidden, self.head(params))
             hidden = hidden if temperature == 1.0 else hidden / temperature
-            return linear_token_losses(hidden, self.head(params), targets, ignore=ignore, chunk=chunk)
+            return linear_token_losses(hidden, head, targets, ignore=ignore, chunk=chunk)
         flat = self.unembed(params, hidden).flatten(0, 1)
         flat = flat.float() if flat.dtype.itemsize < 4 else flat
         losses = F.cross_entropy(flat / temperature, targets.flatten(), ignore_index=ignore, reduction="none")
@@ -245,7 +262,7 @@ def of(model: nn.Module) -> LanguageModel:
         raise no_decoder(type(model).__name__, f"its head reaches into its trunk ({error})") from error
     inner = getattr(model, prefix)
     windows, cache = windows_of(inner, config), cache_parameter(inner)
-    return LanguageModel(model, apply, params, plain, windows, trunk, rest, head, cache)
+    return LanguageModel(model, apply, params, plain, windows, False, trunk, rest, head, cache)
 
 
 def from_config(config: Any, dtype: torch.dtype = torch.float32) -> LanguageModel:

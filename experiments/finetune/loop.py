@@ -7,13 +7,11 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import fnshard as fs
 from experiments.configs.plan import Plan
@@ -26,7 +24,7 @@ from experiments.finetune.dataset import FinetuneData, Shown, opened, window_of
 from experiments.finetune.lm import from_directory
 from experiments.finetune.method import MethodPlan, choose_method
 from experiments.finetune.objectives import OBJECTIVES
-from experiments.finetune.rewarded import Learner, RewardedData, learner_of
+from experiments.finetune.rewarded import RewardedBatches, RewardedData, rewarded_batches
 from experiments.finetune.tuning import Tuning, first_state
 from experiments.training.metrics_file import METRICS
 from experiments.training.report import plot_losses
@@ -34,9 +32,9 @@ from experiments.training.resume import RunFolder
 from experiments.training.run import Ending, run_job
 from experiments.training.run_record import TimeSpent
 from experiments.training.sample import Sampler, last_logits
+from experiments.training.steps import mean_over
 from fnshard.hf.reading import read_config
 from fnshard.launcher.rank import Stop
-from fnshard.losses import Mean
 
 BEFORE, SAMPLES, ADAPTERS = "before.json", "samples.txt", "adapters"
 WIDTHS = 8  # what a batch of answers is a multiple of
@@ -66,7 +64,7 @@ class FinetuneSetup:
     held_out: Any
     shown: Shown
     first_batch: Any
-    learner: Learner | None
+    rewarded: RewardedBatches | None
 
     unit: str = field(default="token", init=False)
 
@@ -80,8 +78,8 @@ class FinetuneSetup:
 
     @property
     def tokens(self) -> int:
-        if self.learner is not None:
-            return self.learner.of.answers * self.learner.of.ranks * self.learner.of.width
+        if self.rewarded is not None:
+            return self.rewarded.of.answers * self.rewarded.of.ranks * self.rewarded.of.width
         sides = 2 if self.data.train.kind == "pairs" else 1
         return self.config.data.rows * self.data.rows.width * sides
 
@@ -120,7 +118,7 @@ class FinetuneSetup:
 
     def batch(self, state: fs.TrainState, loaded: tuple[Any, ...]) -> tuple[Any, ...]:
         """What the loader gives; answers to it, where they are rewarded."""
-        return loaded if self.learner is None else (self.learner.batch(state, *loaded),)
+        return loaded if self.rewarded is None else (self.rewarded.batch(state, *loaded),)
 
     def evaluate(self, params: Any) -> float:
         """The objective's mean over held-out data, of rewards what the likeliest answers lack to 1; all ranks
@@ -155,12 +153,12 @@ class FinetuneSetup:
 
     def _held_out(self, params: Any) -> tuple[float, dict[str, float]]:
         """The objective's mean, and the means of its `aux`."""
-        if self.learner is not None:
-            reward = self.learner.mean_reward(params)
+        if self.rewarded is not None:
+            reward = self.rewarded.mean_reward(params)
             return 1 - reward, {"reward": reward}
         rows = self.config.data.rows // self.plan.accumulate  # as a training step holds at once
         batches = self.data.measured.once(rows, self.config.data.held_out_rows, **place_of(self.mesh))
-        return mean_over(self.held_out, params, batches, self.mesh.device)
+        return mean_over(self.held_out, params, zip(batches), self.mesh.device)
 
     def _measure(self, state: fs.TrainState, spent: TimeSpent) -> Measured:
         """Held-out loss and perplexity, and answers; all ranks call it together."""
@@ -180,6 +178,7 @@ def prepare(config: FinetuneConfig, only_prompt: bool = False) -> FinetuneSetup:
     run = config.run
     mesh = fs.make_mesh(**config.mesh.axes, device=run.device)
     lm, data = from_directory(config.model), opened(config)
+    lm = replace(lm, fp32_head=config.objective.fp32_head)
     if config.objective.kind.data == "prompts":
         multiple = math.lcm(WIDTHS, config.mesh.context)
         prompts = RewardedData(config, data, mesh.data_size, multiple)
@@ -203,30 +202,8 @@ def prepare(config: FinetuneConfig, only_prompt: bool = False) -> FinetuneSetup:
     window = window_of(examples, run.sampled, lm.context)
     sampler = Sampler(answer, window, mesh.device, temperature=0.0)
     shown = Shown(sampler, data.tokenizer, examples, run.sampled)
-    learner = None if prompts is None else learner_of(prompts, tuning, step, plan.specs, mesh, how)
-    return FinetuneSetup(config, mesh, chosen, data, step, held_out, shown, batch, learner)
-
-
-def mean_over(
-    forward: Callable[..., Any], params: Any, batches: Iterable[Any], device: torch.device
-) -> tuple[float, dict[str, float]]:
-    """The loss of all batches of all ranks, and the means of its `aux`; exact means, not means of means."""
-    sums: dict[str, torch.Tensor] = {}
-    for batch in batches:
-        loss, aux = forward(params, batch)  # which sends it to the device
-        for name, mean in {"": loss, **aux}.items():
-            sums[name] = sums.get(name, torch.zeros((), device=device)) + _both(mean, device)
-    sums = {name: both.cpu() for name, both in sums.items()}
-    if dist.is_initialized():
-        for both in sums.values():
-            dist.all_reduce(both)
-    means = {name: (both[0] / both[1].clamp(min=1)).item() for name, both in sums.items()}
-    return means.pop("", math.nan), means
-
-
-def _both(mean: Mean, device: torch.device) -> torch.Tensor:
-    both = mean.total, mean.count
-    return torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in both])
+    rewarded = None if prompts is None else rewarded_batches(prompts, tuning, step, plan.specs, mesh, how)
+    return FinetuneSetup(config, mesh, chosen, data, step, held_out, shown, batch, rewarded)
 
 
 # ------------------------------------------------------------------ what is left of a run

@@ -69,29 +69,32 @@ def preference(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Lo
     return loss
 
 
-def rewarded(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Loss:
+def policy_gradient(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Loss:
     """A loss of rewards, of `fs.losses.policy`, on answers that the policy has drawn.
 
     The batch: `tokens` and `targets`, int64 [N, T]; `sampler` and `entropy`, fp32 [N, T]; `advantages`, fp32
-    [N, 1]; `rewards`, fp32 [N].
+    [N, 1]; `rewards`, fp32 [N]; of ppo `values` and `returns`, fp32 [N, T], and `advantages` are such, too.
     """
+    lm, hot = tuning.lm, config.temperature
 
-    def logprobs(params: Any, batch: Batch) -> Tensor:
-        hot = config.temperature
-        return -tuning.lm.token_losses(params, batch["tokens"], None, None, batch["targets"], temperature=hot)
+    def both(params: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+        hidden = lm.hidden(params, batch["tokens"])
+        return hidden, -lm.losses(params, hidden, batch["targets"], temperature=hot)
 
-    policy, reference = tuning.policy(logprobs, training=training), tuning.reference(logprobs)
+    policy, reference = tuning.policy(both, training=training), tuning.reference(both)
     how = {"max_length": config.tokens} if config.name == "dr_grpo" else {}
 
     def loss(params: Any, batch: Batch) -> tuple[Mean, dict[str, Mean]]:
+        hidden, logprobs = policy(params, batch)
         inputs = PolicyInputs(
-            policy(params, batch), batch["sampler"], batch["advantages"], batch["targets"] != IGNORE,
+            logprobs, batch["sampler"], batch["advantages"], batch["targets"] != IGNORE,
             entropy=batch["entropy"],
         )  # fmt: skip
         if config.kind.reference:
             with torch.no_grad():
-                inputs = replace(inputs, reference=reference(params, batch))
-        loss, aux = getattr(fs.losses.policy, config.name)(inputs, beta=config.beta or 0.0, **how)
+                inputs = replace(inputs, reference=reference(params, batch)[1])
+        values = (value_of(params, hidden), batch["values"], batch["returns"]) if config.kind.values else ()
+        loss, aux = getattr(fs.losses.policy, config.name)(inputs, *values, beta=config.beta or 0.0, **how)
         rows = float(len(batch["rewards"]))
         return loss, {
             **aux, "reward": Mean(batch["rewards"].sum(), rows),
@@ -101,6 +104,18 @@ def rewarded(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Loss
     return loss
 
 
+def values_of(tuning: Tuning) -> Callable[[Any, Tensor], Tensor]:
+    """The value of each token, `fn(params, tokens [N, T]) -> fp32 [N, T]`."""
+    hidden = tuning.policy(tuning.lm.hidden)
+    return lambda params, tokens: value_of(params, hidden(params, tokens))
+
+
+def value_of(params: Any, hidden: Tensor) -> Tensor:
+    """The value head's, in fp32 or wider, of hidden states [N, T, D]."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return hidden.to(wide) @ params["value"]["weight"].to(wide)
+
+
 def row_logprobs(lm: LanguageModel, params: Any, batch: Batch) -> Tensor:
     """log p of each row's learned tokens, fp32 [B]; rows are padded at the end, not packed."""
     tokens = batch["tokens"]
@@ -108,5 +123,5 @@ def row_logprobs(lm: LanguageModel, params: Any, batch: Batch) -> Tensor:
     return -lm.token_losses(params, tokens, positions, None, batch["targets"]).sum(-1)
 
 
-BY_DATA: Mapping[str, Callable[..., Loss]] = {"samples": sft, "pairs": preference, "prompts": rewarded}
+BY_DATA: Mapping[str, Callable[..., Loss]] = {"samples": sft, "pairs": preference, "prompts": policy_gradient}
 OBJECTIVES = {name: BY_DATA[kind.data] for name, kind in OBJECTIVE_KINDS.items()}

@@ -15,16 +15,16 @@ from torch import Tensor
 import fnshard as fs
 from experiments.configs.train import ConfigError
 from experiments.data.permutation import order
-from experiments.data.prepared import Prepared
 from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.dataset import Example, FinetuneData
 from experiments.finetune.decode import decode_of, prefill_of
 from experiments.finetune.lm import LanguageModel
-from experiments.finetune.rewards import Reward, reward_of, rewarded
+from experiments.finetune.objectives import values_of
+from experiments.finetune.rewards import Reward, checked, reward_of
 from experiments.finetune.rollout import Answers, Rollouts
 from experiments.finetune.tuning import Tuning
 from fnshard.losses import IGNORE
-from fnshard.losses.policy import group_advantages
+from fnshard.losses.policy import gae, group_advantages
 
 AT_ONCE = 256  # answers that a rank draws at once, at most
 
@@ -51,10 +51,7 @@ class RewardedData:
     @cached_property
     def longest(self) -> int:
         """Tokens of a prompt."""
-        return max(self._longest(side) for side in (self.data.train, self.data.held_out))
-
-    def _longest(self, side: Prepared) -> int:
-        return max(len(self.data.example(side, n).prompt) for n in range(side.records))
+        return max(map(self.data.longest_prompt, (self.data.train, self.data.held_out)))
 
     @property
     def width(self) -> int:
@@ -73,24 +70,33 @@ class RewardedData:
 
     def blank(self) -> Mapping[str, Tensor]:
         """A batch of nothing, of the shape of all."""
-        shape = self.answers, self.width
-        integers = {n: torch.zeros(shape, dtype=torch.int64) for n in ("tokens", "targets")}
-        floats = {n: torch.zeros(shape) for n in ("sampler", "entropy")}
-        advantages, rewards = torch.zeros(self.answers, 1), torch.zeros(self.answers)
-        return {**integers, **floats, "advantages": advantages, "rewards": rewards}
+        shape, values = (self.answers, self.width), self.config.objective.kind.values
+        floats = ["sampler", "entropy", *(["values", "returns"] if values else [])]
+        return {
+            **{name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")},
+            **{name: torch.zeros(shape) for name in floats},
+            "advantages": torch.zeros(shape if values else (self.answers, 1)),
+            "rewards": torch.zeros(self.answers),
+        }
 
 
 @dataclass(frozen=True)
-class Learner:
-    """Makes a step's batch, and measures the held-out data; all ranks call its methods together."""
+class RewardedBatches:
+    """Makes a step's batch, and measures the held-out data; all ranks call its methods together.
+
+    Args:
+        values: of the tokens of a batch, where the objective has a value head.
+    """
 
     of: RewardedData
     rollouts: Rollouts
     reward: Reward
     mesh: fs.Mesh
+    values: Any = None
 
     def batch(self, state: fs.TrainState, numbers: Tensor) -> Mapping[str, Tensor]:
-        """Draw answers to prompts, reward them, and lay them out as `objectives.rewarded` takes them.
+        """Draw answers to prompts, reward them, and lay them out as `objectives.policy_gradient` takes
+        them.
 
         What is drawn depends on the run's seed, the step and the prompt: the same on any mesh, and after a
         restart.
@@ -101,9 +107,19 @@ class Learner:
         drawn = [self._numbers(step, n, group) for n in numbers.tolist()]
         answers = self.rollouts(state.params, [e.prompt for e in examples], torch.cat(drawn))
         rewards = torch.tensor(self._rewards(examples, answers))
-        scaled = config.objective.name != "dr_grpo"
-        advantages = group_advantages(rewards, group, scale=scaled)
-        return {**self._rows(examples, answers), "advantages": advantages[:, None], "rewards": rewards}
+        batch = {**self._rows(examples, answers), "rewards": rewards}
+        if self.values is not None:
+            return {**batch, **self._estimates(state.params, batch)}
+        advantages = group_advantages(rewards, group, scale=config.objective.name != "dr_grpo")
+        return {**batch, "advantages": advantages[:, None]}
+
+    def _estimates(self, params: Any, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Values before the step, and what generalised advantage estimation makes of them."""
+        values, mask = self.values(params, batch["tokens"]).cpu().float(), batch["targets"] != IGNORE
+        last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
+        rewards = torch.where(last, batch["rewards"][:, None], 0.0)
+        advantages, returns = gae(rewards, values, mask, lam=self.of.config.objective.lam)
+        return {"values": values, "advantages": advantages, "returns": returns}
 
     def mean_reward(self, params: Any) -> float:
         """Of the likeliest answers to held-out prompts, over all ranks."""
@@ -127,7 +143,7 @@ class Learner:
         texts = lambda rows: [tokenizer.decode([t for t in row if t not in ends]) for row in rows]  # noqa: E731
         prompts, own = texts(e.prompt for e in examples), texts(e.answer for e in examples)
         rows = [{"prompt": p, "response": r} for p, r in zip(prompts, own, strict=True)]
-        return rewarded(self.reward, prompts, texts(answers.texts()), rows) if examples else []
+        return checked(self.reward, prompts, texts(answers.texts()), rows) if examples else []
 
     def _rows(self, examples: Sequence[Example], answers: Answers) -> Mapping[str, Tensor]:
         batch = self.of.blank()
@@ -141,10 +157,10 @@ class Learner:
         return batch
 
 
-def learner_of(
+def rewarded_batches(
     of: RewardedData, tuning: Tuning, step: Any, specs: Any, mesh: fs.Mesh, how: Mapping[str, Any]
-) -> Learner:
-    """A learner on compiled forwards of the step's own leaves; `how`: options of `fs.shard_forward`."""
+) -> RewardedBatches:
+    """On compiled forwards of the step's own leaves; `how`: options of `fs.shard_forward`."""
     config, stops = of.config.objective, frozenset(of.data.tokenizer.stops)
     slots = of.longest + config.tokens
     prefill = fs.shard_forward(tuning.policy(prefill_of(tuning.lm, slots)), specs, **how)
@@ -153,4 +169,5 @@ def learner_of(
         prefill, decode, min(of.answers, AT_ONCE), of.longest, config.tokens,
         stops, step.gather_strings, mesh.device, config.temperature, config.top_p,
     )  # fmt: skip
-    return Learner(of, rollouts, reward_of(config.reward), mesh)
+    values = fs.shard_forward(values_of(tuning), specs, **how) if config.kind.values else None
+    return RewardedBatches(of, rollouts, reward_of(config.reward), mesh, values)

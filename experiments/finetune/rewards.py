@@ -1,23 +1,22 @@
-"""Rewards: functions (prompts, answers, rows) -> a number for each answer; and the tasks that are built in.
+"""Rewards: functions (prompts, answers, rows) -> a number for each answer.
 
-`rows`: the records, `{"prompt": ..., "response": ...}`. A reward of one's own is named by `_target_`.
+`rows`: the records, `{"prompt": ..., "response": ...}`. A reward of one's own is named by `_target_`; the
+directory of a model is one, too.
 """
 
 from __future__ import annotations
 
-import ast
-import itertools
-import json
 import math
-import random
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from experiments.configs.train import ConfigError
-from experiments.data.files import write_text
+from experiments.finetune.tasks import solved
 from fnshard.errors import report
 
 Rows = Sequence[Mapping[str, str]]
@@ -50,26 +49,19 @@ def length(prompts: Sequence[str], answers: Sequence[str], rows: Rows, *, most: 
     return [min(1.0, most / max(len(answer), 1)) for answer in answers]
 
 
-def solved(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
-    """Of the built-in tasks: as `exact`, and any expression that makes the number is right."""
-    right = exact(prompts, answers, rows)
-    for place, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        if task := _MAKE.search(prompt):
-            right[place] = float(_makes(answer.strip(), int(task[1]), sorted(task[2].split())))
-    return right
-
-
 REWARDS: Mapping[str, Reward] = {"exact": exact, "number": number, "format": form, "length": length,
                                  "solved": solved}  # fmt: skip
 
 
 def reward_of(chosen: str | Mapping[str, Any]) -> Reward:
-    """A reward by its name, or by a mapping of `_target_` (or `name`) and its arguments.
+    """A reward by its name, by a mapping of `_target_` (or `name`) and its arguments, or by a directory.
 
     Raises:
-        ConfigError: there is none of this name, it does not import, or takes other arguments.
+        ConfigError: there is none of this name, it does not import, or takes other arguments; no such model.
     """
     chosen = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
+    if Path(str(chosen.get("name"))).is_dir():
+        return model_reward(chosen["name"])
     if "_target_" in chosen:
         from hydra.errors import InstantiationException
         from hydra.utils import instantiate
@@ -81,12 +73,47 @@ def reward_of(chosen: str | Mapping[str, Any]) -> Reward:
     name = chosen.pop("name", None)
     if name not in REWARDS:
         raise ConfigError(
-            f"objective.reward={name}: one of {', '.join(REWARDS)}, or a mapping with _target_."
+            f"objective.reward={name}: one of {', '.join(REWARDS)}, a mapping with _target_, or "
+            "the directory of a model that gives a number."
         )
     return partial(REWARDS[name], **chosen)
 
 
-def rewarded(reward: Reward, prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
+def model_reward(folder: str, device: torch.device | None = None) -> Reward:
+    """The number that a reward model of transformers gives (a sequence classifier with one label), which each
+    rank holds whole. Where its tokenizer has a chat template, it reads a conversation of two messages.
+
+    Raises:
+        ConfigError: the directory holds none.
+    """
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model = AutoModelForSequenceClassification.from_pretrained(folder, local_files_only=True)
+    except (ValueError, KeyError, OSError) as error:
+        raise ConfigError(f"objective.reward={folder}: {str(error).splitlines()[0]}") from error
+    if model.config.num_labels != 1:
+        raise ConfigError(f"objective.reward={folder}: it has {model.config.num_labels} labels; expected: 1.")
+    model.to(device or "cpu").eval().requires_grad_(False)
+
+    def text(prompt: str, answer: str) -> str:
+        if not tokenizer.chat_template:
+            return prompt + answer
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        return tokenizer.apply_chat_template(turns, tokenize=False)
+
+    def reward(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
+        numbers = []
+        for prompt, answer in zip(prompts, answers, strict=True):  # alone: no padding to get wrong
+            ids = tokenizer(text(prompt, answer), return_tensors="pt").to(model.device)
+            numbers.append(model(**ids).logits.item())
+        return numbers
+
+    return reward
+
+
+def checked(reward: Reward, prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
     """One finite number for each answer.
 
     Raises:
@@ -104,61 +131,3 @@ def rewarded(reward: Reward, prompts: Sequence[str], answers: Sequence[str], row
     if wrong:
         raise ConfigError(report("objective.reward: numbers that are not finite:", wrong[:10]))
     return numbers
-
-
-# ------------------------------------------------------------------ built-in tasks
-
-PROBLEMS = {"train": 8000, "held_out": 200}
-_MAKE = re.compile(r"make (-?\d+) of ((?:\d+ ?)+)=")
-_OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
-
-
-def task_files(folder: str | Path) -> tuple[Path, Path]:
-    """Write `train_tasks.jsonl` and `held_out_tasks.jsonl`, which share no problem: digits reversed, sorted,
-    summed, and two numbers of which a third is made."""
-    draw, folder = random.Random(0), Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{side}_tasks.jsonl" for side in PROBLEMS]
-    held_out: dict[str, str] = {}
-    while len(held_out) < PROBLEMS["held_out"]:
-        held_out.setdefault(*_problem(draw, len(held_out) % 4))
-    every = (_problem(draw, number % 4) for number in itertools.count())
-    train = itertools.islice((each for each in every if each[0] not in held_out), PROBLEMS["train"])
-    for path, problems in zip(paths, (train, held_out.items()), strict=True):
-        lines = [json.dumps({"prompt": prompt, "response": response}) for prompt, response in problems]
-        write_text(path, "\n".join(lines) + "\n")
-    return paths[0], paths[1]
-
-
-def _problem(draw: random.Random, kind: int) -> tuple[str, str]:
-    digits = [str(draw.randrange(10)) for _ in range(4)]
-    text = "".join(digits)
-    if kind == 0:
-        return f"reverse {text}=", text[::-1]
-    if kind == 1:
-        return f"sort {text}=", "".join(sorted(text))
-    if kind == 2:
-        return f"sum {text[:3]}=", str(sum(map(int, text[:3])))
-    one, other = (draw.randrange(1, 10) for _ in range(2))
-    sign = draw.choice("+-*")
-    return (
-        f"make {_OPERATORS[sign](one, other)} of {min(one, other)} {max(one, other)}=",
-        f"{one}{sign}{other}",
-    )
-
-
-def _makes(text: str, target: int, numbers: list[str]) -> bool:
-    """Whether an expression of these numbers, each once, is the target. Only + - * are evaluated."""
-    if not re.fullmatch(r"[\d+\-* ()]{1,40}", text) or sorted(re.findall(r"\d+", text)) != numbers:
-        return False
-    try:
-        return _value(ast.parse(text, mode="eval").body) == target
-    except (SyntaxError, KeyError, AttributeError, RecursionError):
-        return False
-
-
-def _value(node: Any) -> int:
-    if isinstance(node, ast.Constant):
-        return node.value
-    operator = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}[type(node.op)]
-    return _OPERATORS[operator](_value(node.left), _value(node.right))

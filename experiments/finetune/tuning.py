@@ -29,7 +29,8 @@ class Tuning:
 
     Args:
         params: the tree that the step is of: the model's leaves; or `{"base", "adapters"}`; or, where the
-            whole model is tuned against its former self, `{"policy", "reference"}`. On meta, but adapters.
+            whole model is tuned against its former self or beside a value head, `{"policy"}` with
+            `"reference"`. `"value"`, of any but the first, is the value head's leaf. On meta, but adapters.
         lora: of the adapters, if there are any.
         coded: paths, in the tree, of leaves that are kept as codes.
     """
@@ -45,7 +46,7 @@ class Tuning:
         """Where in the tree the model's leaves are; "" is the tree itself."""
         if self.lora is not None:
             return ("base",)
-        return ("policy", "reference") if "reference" in self.params else ("",)
+        return tuple(name for name in ("policy", "reference") if name in self.params) or ("",)
 
     def policy(self, fn: Fn, *, training: bool = False) -> Fn:
         """`fn(the model's leaves, ...)` as a function of the tree: the model as it is tuned."""
@@ -110,12 +111,14 @@ def tuning_of(config: FinetuneConfig, lm: LanguageModel) -> Tuning:
     Raises:
         ConfigError: targets that the model has not, a rank that is more than its matrices are wide.
     """
-    chosen = config.method
+    chosen, kind = config.method, config.objective.kind
+    value = {"value": _value_head(lm)} if kind.values else {}
     if chosen.name == "full":
-        if not config.objective.kind.reference:
+        if not (kind.reference or value):
             return Tuning(lm, chosen, lm.params)
-        frozen = {p: _frozen(leaf) for p, leaf in lm.params.items()}
-        return Tuning(lm, chosen, {"policy": lm.params, "reference": frozen})
+        frozen = {p: _frozen(leaf) for p, leaf in lm.params.items()} if kind.reference else None
+        reference = {"reference": frozen} if frozen else {}
+        return Tuning(lm, chosen, {"policy": lm.params, **reference, **value})
     matrices = lm.matrices()
     targets = list(matrices) if chosen.targets == ALL_LINEAR else chosen.targets
     try:
@@ -130,7 +133,13 @@ def tuning_of(config: FinetuneConfig, lm: LanguageModel) -> Tuning:
     except SpecError as error:
         raise ConfigError(f"method.targets={chosen.targets}, method.rank={chosen.rank}: {error}") from None
     coded = tuple(f"base.{p}" for p in matrices) if chosen.name in CODECS else ()
-    return Tuning(lm, chosen, params, fn.lora, coded)
+    return Tuning(lm, chosen, {**params, **value}, fn.lora, coded)
+
+
+def _value_head(lm: LanguageModel) -> dict[str, torch.Tensor]:
+    """A row that makes a token's value of its hidden state; at first 0, on every rank."""
+    head = lm.head(lm.params)
+    return {"weight": torch.nn.Parameter(torch.zeros(head.shape[1], dtype=head.dtype))}
 
 
 def _frozen(leaf: torch.Tensor) -> torch.Tensor:
@@ -152,6 +161,7 @@ def first_state(tuning: Tuning, step: Any, specs: Any, mesh: fs.Mesh, path: str,
             blocks = {**blocks, place: loaded} if place else loaded
     except (StateError, CheckpointError) as error:  # the latter where another rank has found it
         raise ConfigError(report(f"model={path}:", [str(error)])) from None
-    if tuning.lora is not None:
-        blocks["adapters"] = fs.shard(tuning.params["adapters"], specs["adapters"], mesh)
+    for place in ("adapters", "value"):
+        if place in tuning.params:
+            blocks[place] = fs.shard(tuning.params[place], specs[place], mesh)
     return step.adopt(blocks, seed=seed)

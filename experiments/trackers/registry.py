@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 
+from hydra.utils import instantiate
+
+from experiments.configs.checks import TARGET
 from experiments.configs.train import ConfigError, TrackerConfig
 from experiments.trackers.base import Tracker
 from experiments.trackers.mlflow import MLflow
@@ -22,7 +25,8 @@ TRACKERS: dict[str, Callable[[TrackerConfig], Tracker]] = {
 
 def chosen(config: TrackerConfig) -> dict[str, Tracker]:
     """The trackers that a configuration names, by name."""
-    return {name: make(config) for name, make in TRACKERS.items() if getattr(config, name)}
+    own = {each[TARGET]: instantiate(each) for each in config.own}
+    return {name: make(config) for name, make in TRACKERS.items() if getattr(config, name)} | own
 
 
 def check_installed(config: TrackerConfig) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,9 +48,21 @@ class Dataset:
         windows = Windows(self.train, self.config.context)
         return Loader(windows, self.config.data.rows, self.config.run.seed, **place_of(mesh))
 
-    def held_out(self, starts: Tensor) -> Batch:
-        """The held-out windows at `starts`; int64 [starts, T] twice."""
-        return cut(self.measured, starts.numpy(), self.config.context)
+    @property
+    def rows(self) -> int:
+        """Of the global batch."""
+        return self.config.data.rows
+
+    @property
+    def tokens(self) -> int:
+        """Of one step."""
+        return self.rows * self.config.context
+
+    def held_out(self, mesh: fs.Mesh, rows: int) -> Iterator[Batch]:
+        """This rank's held-out windows, at most so many at once; int64 [rows, T] twice."""
+        mine = self.starts.chunk(mesh.data_size)[mesh.data_rank]
+        for starts in mine.split(math.gcd(len(mine), rows)):
+            yield cut(self.measured, starts.numpy(), self.config.context)
 
     def tables(self) -> dict[str, float]:
         """Losses of n-gram tables at exactly the targets of the held-out windows, nats; none where tokens are

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import math
+import glob
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from hydra.utils import instantiate
 from torch import Tensor, nn
 
 import fnshard as fs
 from experiments.configs.plan import Plan, dtypes_of, plan_of, tensor_axis
-from experiments.configs.train import TrainConfig
+from experiments.configs.train import ConfigError, TrainConfig
 from experiments.data.files import write_text
 from experiments.data.loader import Loader
 from experiments.training.dataset import Dataset, open_dataset
 from experiments.training.decoder import Decoder, next_token_loss
 from experiments.training.metrics_file import METRICS
+from experiments.training.own import OwnData, loss_of, model_of, of_rows, own_data
 from experiments.training.report import comparison, plot_losses
 from experiments.training.resume import RunFolder
 from experiments.training.run import Ending, run_job
 from experiments.training.run_record import TimeSpent
 from experiments.training.sample import Sampler, last_logits, safe
-from experiments.training.steps import make_optimizer
+from experiments.training.steps import make_optimizer, mean_over
 from fnshard.launcher.rank import Stop
 
 
@@ -43,15 +43,15 @@ class TrainSetup:
     config: TrainConfig
     mesh: fs.Mesh
     plan: Plan
-    dataset: Dataset
-    model: nn.Module
+    dataset: Dataset | OwnData
+    model: Any
     step: Any
     forward: Any
-    sampler: Sampler
+    sampler: Sampler | None
 
     @property
     def tokens(self) -> int:
-        return self.config.data.rows * self.config.context
+        return self.dataset.tokens
 
     @property
     def unit(self) -> str:
@@ -74,24 +74,21 @@ class TrainSetup:
         return loaded
 
     def evaluate(self, params: Any) -> float:
-        """Mean loss over all held-out windows, nats per token; all ranks call it together."""
-        # The forward sends them to the device.
-        losses = [self.forward(params, *self.dataset.held_out(s)) for s in self._held_out_starts()]
-        mean = torch.stack(losses).double().mean().cpu()
-        if dist.is_initialized():  # every rank's mean is over equally many tokens
-            dist.all_reduce(mean)
-        return mean.item() / self.mesh.size
+        """Mean loss over all held-out rows, of text in nats per token; all ranks call it together."""
+        return self._means(params)[0]
 
     def sample(self, params: Any) -> str:
-        """The prompt and what follows it; each rank draws its own."""
+        """The prompt and what follows it; each rank draws its own. Nothing where the data are no text."""
+        if self.sampler is None:
+            return ""
         run, prompt = self.config.run, self.dataset.encode(self.config.run.prompt)
         (drawn,) = self.sampler(params, [prompt], run.sampled, run.seed + self.mesh.data_rank)
         return safe(self.dataset.decode([*prompt, *drawn]))
 
     def compile_ahead(self, state: fs.TrainState) -> None:
         """Compile what measures the model and samples from it, while it trains."""
-        lowered = [self.forward.lower(state, *self.dataset.held_out(self._held_out_starts()[0]))]
-        if self.config.run.sampled:
+        lowered = [self.forward.lower(state, *next(self._held_out()))]
+        if self.config.run.sampled and self.sampler is not None:
             lowered.append(self.sampler.lower(state))
         for each in lowered:  # after all of them: nothing is traced while a thread compiles
             each.compile_async()
@@ -100,6 +97,8 @@ class TrainSetup:
         """Draw a sample; on rank 0 write and print the results."""
         with end.spent.on("samples"):
             sampled = self.sample(end.state.params)
+        with end.spent.on("evaluation"):  # of text a loss is all there is, and known
+            more = {} if self.config.objective is None else self._means(end.state.params)[1]
         with end.spent.on("saves"):
             fs.checkpoint.wait()
         if self.mesh.rank != 0:
@@ -108,44 +107,103 @@ class TrainSetup:
         with end.spent.on("reports"):
             tables = self.dataset.tables()
             plot_losses(end.folder / METRICS, tables, end.folder / "loss.png", unit=self.unit)
-        closing = end.write_result({"held_out_loss": end.held_out, **tables}, sample="sample.txt")
+        measured = {"held_out_loss": end.held_out, **{f"held_out_{n}": v for n, v in more.items()}, **tables}
+        closing = end.write_result(measured, sample="sample.txt")
         text = comparison(end.held_out, tables, unit=self.unit)
-        print(f"\n{text}\n\n{sampled}\n\n{closing}\nresults: {end.folder}", flush=True)
+        print(
+            "\n\n".join(filter(None, ["", text, sampled, closing])) + f"\nresults: {end.folder}", flush=True
+        )
 
-    def _held_out_starts(self) -> tuple[Tensor, ...]:
-        """This rank's held-out windows, as many at once as a training step has: that much memory there is."""
-        mine = self.dataset.starts.chunk(self.mesh.data_size)[self.mesh.data_rank]
-        rows = self.config.data.rows // self.mesh.data_size // self.plan.accumulate
-        return mine.split(math.gcd(len(mine), rows))
+    def _means(self, params: Any) -> tuple[float, dict[str, float]]:
+        return mean_over(self.forward, params, self._held_out(), self.mesh.device)
+
+    def _held_out(self) -> Iterator[tuple[Any, ...]]:
+        """This rank's held-out batches, of as many rows as a training step has: that much memory there is."""
+        return self.dataset.held_out(
+            self.mesh, self.dataset.rows // self.mesh.data_size // self.plan.accumulate
+        )
+
+
+@dataclass(frozen=True)
+class Task:
+    """What trains: a model as a pure function, and its loss.
+
+    Args:
+        init: what `step.init` takes.
+        apply, params: as of `fs.make_functional`.
+        loss: of a step; `measured` is the same in `Mean`s.
+        undecayed: globs of leaves that do not decay.
+    """
+
+    init: Any
+    apply: Callable[..., Any]
+    params: Any
+    loss: Callable[..., Any]
+    measured: Callable[..., Any]
+    undecayed: tuple[str, ...]
+
+
+def task_of(config: TrainConfig) -> Task:
+    """A decoder that learns next tokens, or what `_target_`s name."""
+    with fs.deferred():
+        model = model_of(config.model) if isinstance(config.model, dict) else Decoder(config.model)
+    apply, params = fs.make_functional(model) if isinstance(model, nn.Module) else model
+    init = model if isinstance(model, nn.Module) else params
+    if config.objective is not None:
+        loss = of_rows(loss_of(config.objective), apply)
+        vectors = (
+            glob.escape(p) for p, leaf in fs.tree.flatten_with_paths(params)[0].items() if leaf.dim() < 2
+        )
+        return Task(init, apply, params, loss, loss, tuple(vectors))
+
+    def next_token(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        return next_token_loss(model(tokens), targets)
+
+    def loss_fn(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        return next_token(partial(apply, params), tokens, targets)
+
+    return Task(init, apply, params, loss_fn, of_rows(next_token, apply), ("*norm*", "embed.*"))
 
 
 def prepare(config: TrainConfig) -> TrainSetup:
     """Mesh, specs, step: all of fnshard that the job uses."""
     run = config.run
     mesh = fs.make_mesh(**config.mesh.axes, device=run.device)
-    with fs.deferred():
-        own = isinstance(config.model, dict)
-        model = instantiate(config.model, _convert_="all") if own else Decoder(config.model)
-    apply, params = fs.make_functional(model)
-
-    def loss_fn(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-        return next_token_loss(apply(params, tokens), targets)
-
-    optimizer = make_optimizer(config.optimizer, config.schedule, run.steps, ("*norm*", "embed.*"))
-    rows = config.data.rows // mesh.data_size
-    tokens = torch.empty(rows, config.context, dtype=torch.int64, device="meta")
-    dtypes = dtypes_of(config.precision)
+    task = task_of(config)
+    dataset = own_data(config.data, run.seed) if isinstance(config.data, dict) else open_dataset(config)
+    optimizer = make_optimizer(config.optimizer, config.schedule, run.steps, task.undecayed)
     plan = plan_of(
-        config.strategy, run, loss_fn, params, mesh, optimizer,
-        batch=(tokens, tokens),
-        specs=lambda preset, **policy: preset(params, mesh, tensor=tensor_axis(mesh), **dtypes, **policy),
+        config.strategy, run, task.loss, task.params, mesh, optimizer,
+        batch=next(dataset.loader(mesh)), specs=partial(_specs, config, task.params, mesh),
         hardware=config.hardware.name, attention=config.mesh.context_attention,
     )  # fmt: skip
-    step = fs.shard_step(loss_fn, plan.specs, mesh=mesh, optimizer=optimizer, **plan.options)
+    step = fs.shard_step(task.loss, plan.specs, mesh=mesh, optimizer=optimizer, **plan.options)
     how = {
         "mesh": mesh, "backend": run.backend, "deterministic": run.deterministic, "timeout": run.timeout_s,
         "context_attention": config.mesh.context_attention,
     }  # fmt: skip
-    forward = fs.shard_forward(loss_fn, plan.specs, **how)
-    sampler = Sampler(fs.shard_forward(last_logits(apply), plan.specs, **how), config.context, mesh.device)
-    return TrainSetup(config, mesh, plan, open_dataset(config), model, step, forward, sampler)
+    forward, sampler = fs.shard_forward(task.measured, plan.specs, **how), None
+    if config.objective is None:
+        logits = fs.shard_forward(last_logits(task.apply), plan.specs, **how)
+        sampler = Sampler(logits, config.context, mesh.device)
+    return TrainSetup(config, mesh, plan, dataset, task.init, step, forward, sampler)
+
+
+def _specs(config: TrainConfig, params: Any, mesh: fs.Mesh, preset: Callable[..., Any], **policy: Any) -> Any:
+    """By the rules of the configuration, or by a preset."""
+    policy = dtypes_of(config.precision) | policy
+    if config.specs is None:
+        return preset(params, mesh, tensor=tensor_axis(mesh), **policy)
+    try:
+        return fs.match_specs(params, [(of, rule_of(how, policy)) for of, how in config.specs])
+    except fs.errors.SpecError as error:
+        raise ConfigError(f"specs: {error}") from None
+
+
+def rule_of(how: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A rule of `TrainConfig.specs`, with other fields where it has none, as `fs.match_specs` takes it.
+
+    >>> rule_of("shard", {"memory": "host"}), rule_of({"storage": [None, "shard"]}, {"memory": "device"})
+    ({'memory': 'host', 'storage': ['shard']}, {'memory': 'device', 'storage': [None, 'shard']})
+    """
+    return {**fields, **({"storage": [how]} if isinstance(how, str) else how or {})}

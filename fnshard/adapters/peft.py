@@ -245,7 +245,7 @@ def _peft_config(settings: Lora, base: str | None) -> dict[str, Any]:
 
 def _laid_out(params: Any, specs: Any, mesh: Mesh | None) -> tuple[Any, Any, Mesh]:
     blocks, specs, mesh = laid_out(params, specs, mesh)
-    if specs is None or not isinstance(blocks, Mapping) or set(blocks) != {"base", "adapters"}:
+    if specs is None or not isinstance(blocks, Mapping) or not {"base", "adapters"} <= set(blocks):
         raise StateError(
             "these are not the base and adapters of fs.lora, with their specs.",
             fix="pass a state of a tuned step, or its params with specs= and mesh=.",

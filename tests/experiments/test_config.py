@@ -122,7 +122,7 @@ ALONE_TRAIN = {
     "--config-dir nowhere": r"--config-dir=nowhere: is no directory",
 }
 WRONG_FINETUNE = {
-    "method=qlora objective=ppo method.rnak=4 method.alpha=big model.width=64 experiment=qlora": (
+    "method=qlora objective=pppo method.rnak=4 method.alpha=big model.width=64 experiment=qlora": (
         r"no such choice\. Did you mean method=qlora[48]\? method has full, lora, ",
         r"no such choice\. Did you mean objective=\w+\? objective has bnpo, dapo, dpo, dr_grpo, grpo, ",
         r"method\.rnak=4: no such key\. Did you mean method\.rank\?",

@@ -19,8 +19,9 @@ from experiments.configs.train import ConfigError
 from experiments.finetune import lm, loop
 from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.decode import decode_of, prefill_of
-from experiments.finetune.rewards import REWARDS, reward_of, rewarded, solved, task_files
+from experiments.finetune.rewards import REWARDS, checked, reward_of
 from experiments.finetune.rollout import Rollouts, draw
+from experiments.finetune.tasks import solved, task_files
 from experiments.training import steps
 from experiments.training.result import read_result
 from fnshard.launcher.rank import Stop
@@ -158,13 +159,13 @@ def ones(prompts: Any, answers: Any, rows: Any, *, value: float = 1.0) -> list[f
 )
 def test_a_reward_that_gives_something_else_is_one_error(reward: Any, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        rewarded(reward, ["one", "two"], ["a", "b"], row("") * 2)
+        checked(reward, ["one", "two"], ["a", "b"], row("") * 2)
     assert message in str(error.value)
 
 
 def test_a_reward_of_ones_own_is_named_by_its_path() -> None:
     made = reward_of({"_target_": "test_rewarded.ones", "value": 0.25})
-    assert rewarded(made, ["p"], ["a"], row("")) == [0.25]
+    assert checked(made, ["p"], ["a"], row("")) == [0.25]
     with pytest.raises(ConfigError, match=r"Error locating target 'nowhere.at_all'"):
         reward_of({"_target_": "nowhere.at_all"})
     with pytest.raises(ConfigError, match="exakt: one of exact"):
@@ -186,6 +187,8 @@ def timeless(folder: Path) -> list[dict[str, Any]]:
     [
         ("grpo", ("objective.beta=0.1",)),
         ("gspo", ("method=full",)),
+        ("ppo", ("method=full", "objective.beta=0.1", "objective.fp32_head=true")),
+        pytest.param("ppo", (), marks=pytest.mark.long),
         *(pytest.param(n, (), marks=pytest.mark.long) for n in ("dr_grpo", "bnpo", "dapo")),
     ],
 )
@@ -200,7 +203,9 @@ def test_a_run_is_rewarded_and_resumes_bit_for_bit(model, data, tmp_path, monkey
     assert read_result(whole)["status"] == "ok" and 0 <= read_result(whole)["held_out_reward"] <= 1
     rows = [each for each in timeless(whole) if "loss" in each]
     assert len(rows) == STEPS and all(each["mismatch"] < 1e-9 and each["entropy"] > 0 for each in rows)
-    assert ("kl" in rows[0]) == (objective == "grpo") and any(each["grad_norm"] > 0 for each in rows)
+    assert ("kl" in rows[0]) == any("beta" in each for each in more) and any(
+        each["grad_norm"] > 0 for each in rows
+    )
 
     class KilledError(Exception):
         pass
@@ -229,10 +234,12 @@ def tuned(rank: int, config: FinetuneConfig, folder: str) -> None:
     loop.finetune(config, run_in(Path(folder)), [], Stop())
 
 
-@pytest.mark.parametrize("axes", [{"shard": 2}, {"tensor": 2}], ids=str)
-def test_two_ranks_draw_what_one_does(ranks, model, data, tmp_path, axes):
+@pytest.mark.parametrize(
+    ("objective", "axes"), [("grpo", {"shard": 2}), ("grpo", {"tensor": 2}), ("ppo", {"shard": 2})], ids=str
+)
+def test_two_ranks_draw_what_one_does(ranks, model, data, tmp_path, objective, axes):
     double = [f"precision.{part}=float64" for part in ("storage", "compute", "reduce", "optimizer")]
-    config = config_of(model, data, tmp_path, "objective=grpo", "run.steps=2", *SMALL, *double)
+    config = config_of(model, data, tmp_path, f"objective={objective}", "run.steps=2", *SMALL, *double)
     config = replace(config, objective=replace(config.objective, reward={"name": "length", "most": 1}))
     one, two = tmp_path / "one", tmp_path / "two"
     tuned(0, config, str(one))

@@ -1,0 +1,151 @@
+"""Data and losses of one's own, by `_target_`: what a run takes in the place of text and next tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+import fnshard as fs
+from experiments.configs.checks import TARGET, refusal
+from experiments.configs.train import OWN_ROWS, ConfigError, TrainConfig, rows_of
+from experiments.data.loader import Loader, place_of
+from fnshard.losses import Mean
+
+Loss = Callable[..., tuple[Mean, dict[str, Mean]]]
+
+
+def made(group: str, values: Mapping[str, Any], *arguments: Any, partly: bool = False) -> Any:
+    """What a `_target_` makes of the other keys; with `partly` it is called later, with more arguments.
+
+    Raises:
+        ConfigError: it does not import, or does not take these keys, or fails.
+    """
+    try:
+        return instantiate(dict(values), *arguments, _convert_="all", _partial_=partly)
+    except InstantiationException as error:
+        raise ConfigError(f"{group}.{TARGET}={values[TARGET]}: {str(error).splitlines()[0]}") from error
+
+
+@dataclass(frozen=True)
+class Items:
+    """Items of a map-style data set, for a `Loader`: `default_collate` makes batches of them."""
+
+    items: Any
+    key: Mapping[str, Any]
+
+    @property
+    def count(self) -> int:
+        return len(self.items)
+
+    def batch(self, numbers: np.ndarray) -> tuple[Any, ...]:
+        batch = default_collate([self.items[int(number)] for number in numbers])
+        return tuple(batch) if isinstance(batch, list | tuple) else (batch,)
+
+
+@dataclass(frozen=True)
+class OwnData:
+    """Two map-style data sets: what is trained on, and what the held-out loss is of.
+
+    Args:
+        rows: of the global batch.
+        held_out_rows: as many are measured, at most.
+    """
+
+    train: Items
+    measured: Items
+    rows: int
+    held_out_rows: int
+    seed: int
+    unit: str = "row"
+
+    @property
+    def tokens(self) -> int:
+        """Of one step: rows, here."""
+        return self.rows
+
+    def loader(self, mesh: fs.Mesh) -> Loader:
+        """This rank's batches, from the first step on."""
+        return Loader(self.train, self.rows, self.seed, **place_of(mesh))
+
+    def held_out(self, mesh: fs.Mesh, rows: int) -> Iterator[tuple[Any, ...]]:
+        """This rank's held-out batches, of as many rows on each; what does not fill one is left out."""
+        count = min(self.measured.count, self.held_out_rows)
+        for first in range(0, count - rows * mesh.data_size + 1, rows * mesh.data_size):
+            yield self.measured.batch(first + mesh.data_rank * rows + np.arange(rows))
+
+    def tables(self) -> dict[str, float]:
+        """There are none."""
+        return {}
+
+
+def own_data(values: Mapping[str, Any], seed: int) -> OwnData:
+    """The data that a `_target_` gives: `(train, held_out)`, each with `len()` and `[number]`.
+
+    Raises:
+        ConfigError: as `made`; it gives something else, or fewer rows than a batch has.
+    """
+    target = {name: value for name, value in values.items() if name not in OWN_ROWS}
+    rows, held_out_rows = rows_of(values).values()
+    pair, of = made("data", target), f"data.{TARGET}={values[TARGET]}"
+    whole = isinstance(pair, tuple | list) and len(pair) == 2
+    if not whole or not all(hasattr(each, "__len__") and hasattr(each, "__getitem__") for each in pair):
+        raise ConfigError(f"{of}: expected (train, held_out), two data sets with len() and [number].")
+    if (least := min(map(len, pair))) < rows:
+        raise ConfigError(f"{of}: a data set of {least} items, and a batch is of data.rows={rows}.")
+    key = {"data": json.dumps(target, sort_keys=True, default=str)}
+    return OwnData(Items(pair[0], key), Items(pair[1], key), rows, held_out_rows, seed)
+
+
+def model_of(values: Mapping[str, Any]) -> Any:
+    """What a `_target_` gives: a module, or the pair `(apply, params)` that a function returns."""
+    model = made("model", values)
+    if isinstance(model, nn.Module) or (isinstance(model, tuple) and len(model) == 2 and callable(model[0])):
+        return model
+    raise ConfigError(f"model.{TARGET}={values[TARGET]}: expected a module, or (apply, params).")
+
+
+def loss_of(values: Mapping[str, Any]) -> Callable[..., Any]:
+    """The loss `(model, *batch)` that a `_target_` is with its other keys: a mean over the batch's rows or an
+    `fs.Mean`, or a pair of it and a dict of more of them."""
+    return made("objective", values, partly=True)
+
+
+def of_rows(loss: Callable[..., Any], apply: Callable[..., Any]) -> Loss:
+    """`fn(params, *batch)` of a loss `(model, *batch)`, with exact means over all ranks' rows."""
+
+    def fn(params: Any, *batch: Any) -> tuple[Mean, dict[str, Mean]]:
+        rows = float(next(len(leaf) for leaf in fs.tree.flatten(batch)[0] if isinstance(leaf, Tensor)))
+        found = loss(partial(apply, params), *batch)
+        value, aux = found if isinstance(found, tuple) else (found, {})
+        mean = lambda v: v if isinstance(v, Mean) else Mean(v * rows, rows)  # noqa: E731
+        return mean(value), {name: mean(each) for name, each in aux.items()}
+
+    return fn
+
+
+def check_targets(config: TrainConfig) -> None:
+    """Make the data, and see that the others import, before a rank starts.
+
+    Raises:
+        ConfigError: as `made` and `own_data`; of all groups.
+    """
+    wrong = []
+    makes = [lambda: own_data(config.data, 0), lambda: loss_of(config.objective)]
+    if isinstance(config.model, dict):
+        makes.append(lambda: made("model", config.model, partly=True))
+    for make in makes:
+        try:
+            make()
+        except ConfigError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise refusal(wrong)

@@ -1,0 +1,164 @@
+"""Models, data, losses and trackers of one's own, by `_target_`, and specs from a configuration."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import rows_of, run_in
+from torch import Tensor
+
+import fnshard as fs
+from experiments import ROOT
+from experiments.cli.validation import validate
+from experiments.configs.machine import place
+from experiments.configs.train import ConfigError, TrainConfig
+from experiments.train import JOB, SPEC
+from experiments.training import loop
+from experiments.training.result import read_result
+from fnshard.launcher.rank import Stop
+
+EXAMPLE = ROOT / "experiments" / "examples" / "own_research"
+SMALL = ("run.steps=4", "run.held_out_every=2", "run.save_every=2", "run.backend=eager", "mesh.shard=1")
+
+
+def linear(width: int) -> tuple[Any, dict[str, Tensor]]:
+    """A function and its parameters, in the place of a module."""
+    return lambda params, x: x @ params["w"] + params["b"], {"w": torch.zeros(width, 1), "b": torch.zeros(1)}
+
+
+def points(count: int, width: int = 3) -> tuple[Any, Any]:
+    x = torch.randn(2 * count, width, generator=torch.Generator().manual_seed(0))
+    items = list(zip(x, x.sum(1, keepdim=True), strict=True))
+    return items[:count], items[count:]
+
+
+def squares(model: Any, x: Tensor, y: Tensor, weight: float = 1.0) -> Any:
+    errors = (model(x) - y).square()
+    return fs.Mean(weight * errors.sum(), float(errors.numel())), {"worst": errors.amax()}
+
+
+class Memory:
+    rows: list[Any] = []  # noqa: RUF012  # one list for the test to read
+
+    def start(self, run: Any) -> str:
+        return ""
+
+    def log(self, rows: Any) -> None:
+        self.rows.extend(rows)
+
+    def artifact(self, path: Path) -> None:
+        pass
+
+    def finish(self, status: str, summary: Any) -> None:
+        pass
+
+
+HERE = (
+    f"model._target_={__name__}.linear data._target_={__name__}.points objective._target_={__name__}.squares"
+)
+OWN = (*HERE.split(), "model.width=3", "data.count=32", "data.held_out_rows=32", *SMALL, "optimizer.lr=0.1")
+
+
+def config_of(*words: str) -> TrainConfig:
+    return JOB.prepare(place(validate(SPEC, [*OWN, *words]), accelerators={}))
+
+
+def test_functions_of_ones_own_train_and_resume(tmp_path, monkeypatch):
+    """A function in the place of a module, a weighted `Mean`, more numbers, a tracker, rules of specs."""
+    specs = "specs=[[w,shard],[b,null]]"
+    config = config_of(specs, f"tracker.own=[{{_target_: {__name__}.Memory}}]")
+    assert loop.prepare(config).plan.specs["w"].storage == fs.P("shard")
+    assert loop.prepare(config).plan.specs["b"].storage == fs.P()
+    Memory.rows.clear()
+    loop.train(config, run_in(tmp_path / "whole"), [], Stop())
+    result, rows = read_result(tmp_path / "whole"), rows_of(tmp_path / "whole")
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert len(losses) == 4 and losses[-1] < losses[0] and result["held_out_worst"] > 0
+    assert [row["step"] for row in Memory.rows if "loss" in row] == [1, 2, 3, 4]
+    params, expected = {"w": torch.zeros(3, 1), "b": torch.zeros(1)}, loop.prepare(config)
+    x, y = next(expected.loader())
+    assert losses[0] == pytest.approx(((linear(3)[0](params, x) - y) ** 2).mean().item(), rel=1e-5)
+
+    real, calls = loop.TrainSetup.batch, iter(range(100))
+
+    def dies(*args: Any) -> Any:
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop.TrainSetup, "batch", dies)
+        loop.train(config, run_in(tmp_path / "broken"), [], Stop())
+    loop.train(config, run_in(tmp_path / "broken"), [], Stop())
+    assert losses == [row["loss"] for row in rows_of(tmp_path / "broken") if "loss" in row]
+
+
+def held_out(rank: int, config: TrainConfig) -> float:
+    setup = loop.prepare(config)
+    return setup.evaluate(setup.first_state().params)
+
+
+def test_two_ranks_measure_what_one_does(ranks):
+    alone = held_out(0, config_of())
+    assert ranks(2).run(held_out, config_of("mesh.shard=2")) == [pytest.approx(alone)] * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model._target_=nowhere.Model"], r"model\._target_=nowhere\.Model: Error locating target"),
+        (["data.colour=red"], r"data\._target_=.*points: .*unexpected keyword argument 'colour'"),
+        (["objective._target_=no.loss"], r"objective\._target_=no\.loss: Error locating target 'no\.loss'"),
+        (["data._target_=builtins.dict"], r"data\._target_=builtins\.dict: expected \(train, held_out\)"),
+        (["data.rows=64"], r"a data set of 32 items, and a batch is of data\.rows=64"),
+    ],
+)
+def test_what_does_not_import_or_fit_is_one_error_before_a_rank_starts(words, message):
+    keys = {word.partition("=")[0] for word in words}
+    given = [word for word in OWN if word.partition("=")[0] not in keys]
+    if "data._target_=builtins.dict" in words:
+        given = [word for word in given if not word.startswith("data.count")]
+    with pytest.raises(ConfigError, match=message):
+        JOB.prepare(place(validate(SPEC, [*given, *words]), accelerators={}))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["~objective"], r"data and objective: either both are a _target_ of your own, or neither"),
+        (["data.rows=0"], r"data\.rows=0: must be a whole number above 0"),
+        (["specs=[[w,shard]]", "strategy=auto", "run.device_gb=1"], r"specs: strategy=auto chooses them"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(words, message):
+    given = [word for word in OWN if not (words == ["~objective"] and word.startswith("objective"))]
+    with pytest.raises(ConfigError, match=message):
+        validate(SPEC, given if words == ["~objective"] else [*given, *words])
+
+
+def test_a_rule_that_matches_nothing_is_named():
+    with pytest.raises(ConfigError, match=r"specs: 1 rule\(s\) match no leaf.*\n.*'\*norm\*'"):
+        loop.prepare(config_of('specs=[["*norm*",null],["*",shard]]'))
+
+
+def test_the_worked_example_is_swept_from_its_own_folder(tmp_path):
+    """As its docstring says, on two ranks, with fewer steps."""
+    text = (EXAMPLE / "shapes.py").read_text()
+    (line,) = [line.strip() for line in text.splitlines() if "--multirun" in line]
+    assert len(text.splitlines()) < 100
+    words = [*shlex.split(line)[1:-1], "model.width=4,8", "run.steps=3", "run.held_out_every=3"]
+    words += ["run.backend=eager", "data.train=256", f"hydra.sweep.dir={tmp_path}"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *words], cwd=EXAMPLE, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for number in "01":
+        result = read_result(tmp_path / number)
+        assert math.isfinite(result["held_out_loss"]) and 0 <= result["held_out_accuracy"] <= 1
