@@ -71,7 +71,7 @@ def generate(config: GenerateConfig) -> None:
     state = fs.checkpoint.restore(folder / CHECKPOINTS / str(number), setup.step, setup.mesh)
     print(f"step {number} of {folder.resolve()}", flush=True)
     if config.held_out:
-        print(f"held-out loss: {setup.evaluate(state.params):.3f} nats per {setup.unit}", flush=True)
+        print(f"held-out loss: {setup.evaluate(state.params)[0]:.3f} nats per {setup.unit}", flush=True)
     if setup.config.run.sampled:
         print(f"\n{setup.sample(state.params)}", flush=True)
 

@@ -23,6 +23,7 @@ from experiments import train
 from experiments.bench import command as bench
 from experiments.cli.validation import validate
 from experiments.data.tokenizer import byte_tokenizer
+from experiments.evaluate import config as evaluate
 from experiments.explain import config as explain
 from experiments.finetune import job as finetune
 from experiments.tokenize import config as tokenize
@@ -52,6 +53,7 @@ SPECS = {
     "experiments.finetune": finetune.JOB.spec,
     "experiments.explain": explain.SPEC,
     "experiments.bench": bench.SPEC,
+    "experiments.evaluate": evaluate.SPEC,
     "experiments.tokenize": tokenize.SPEC,
 }
 SMALL = "model.width=16 model.layers=1 model.context=16 data.held_out_rows=4 run.backend=eager"
@@ -117,6 +119,16 @@ TABLE = {
     "python -m experiments.train run.resume=auto": TRAIN,
     "python -m experiments.train run.save_every=100 run.keep=2 run.keep_best=2": TRAIN,
     "python -m experiments.train data=shards data.root=shards model.vocab=264": Row(BRIEF),
+    # -- evaluation
+    "python -m experiments.evaluate model=FOLDER 'tasks=[arc:test.jsonl,gsm8k:test.jsonl]'": (
+        Row(needs="files, and test_evaluate.py")
+    ),
+    "python -m experiments.evaluate model=FOLDER 'tasks=[mmlu:anatomy_test.csv:anatomy_dev.csv]' shots=5": (
+        Row(needs="files, and test_evaluate.py")
+    ),
+    "python -m experiments.evaluate model=FOLDER 'tasks=[lm-eval:arc_easy]'": (
+        Row(needs="a network, and test_evaluate.py")
+    ),
     # -- sweeps
     "python -m experiments.train --multirun strategy=full_shard,zero2,no_shard": TRAIN,
     "python -m experiments.train --multirun strategy=full_shard,shard_grad_op,no_shard": TRAIN,

@@ -34,6 +34,7 @@ from experiments.configs.checks import TARGET, ConfigError, refusal
 QUOTES = "quote a value with brackets, blanks or letters beyond ASCII: 'run.prompt=\"a b\"'"
 OWN_GROUP = re.compile(rf"(\w+)=(\{{.*\b{TARGET}:.*\}})", re.DOTALL)
 OWN_KEY = re.compile(rf"(model|data|objective|optimizer)\.{TARGET}=.*", re.DOTALL)
+OBJECTIVE = "objective"  # which of the main job is no group of files
 SWEPT = 64  # values of an argument of a sweep that are checked before it starts; each job checks its own
 
 
@@ -43,15 +44,17 @@ def with_own_groups(arguments: list[str]) -> list[str]:
     >>> with_own_groups(["optimizer={_target_: mine.lion, lr: 1e-4}"])
     ['~optimizer', '+optimizer={_target_: mine.lion, lr: 1e-4}']
     >>> with_own_groups(["model._target_=mine.Net", "model.width=8"])
-    ['~model', '+model._target_=mine.Net', '+model.width=8']
+    ['~model', '++model._target_=mine.Net', '++model.width=8']
     """
-    out: list[str] = []
     own = {found[1] for found in map(OWN_KEY.fullmatch, arguments) if found}
+    out = [f"~{group}" for group in sorted(own - {OBJECTIVE})]
     for argument in arguments:
-        found = OWN_GROUP.fullmatch(argument)
-        below = argument.partition(".")[0] in own and "=" in argument
-        out += [f"~{found[1]}", f"+{argument}"] if found else [f"+{argument}" if below else argument]
-    return [f"~{group}" for group in sorted(own)] + out
+        found, group = OWN_GROUP.fullmatch(argument), argument.partition(".")[0]
+        if found:
+            out += [f"++{argument}"] if found[1] == OBJECTIVE else [f"~{found[1]}", f"+{argument}"]
+        else:
+            out.append(f"++{argument}" if group in own and "=" in argument else argument)
+    return out
 
 
 def validate(spec: CommandSpec, arguments: list[str]) -> Any:

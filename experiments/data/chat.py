@@ -21,12 +21,17 @@ class LineError(ValueError):
     """A record cannot be used; the message says why."""
 
 
-def conversation(tokenizer: DirectoryTokenizer, messages: Messages, first: int = 0) -> Sample:
+def conversation(
+    tokenizer: DirectoryTokenizer, messages: Messages, first: int = 0, tools: list[Any] | None = None
+) -> Sample:
     """A conversation up to its last assistant's turn; what assistants wrote from message `first` on is
     learned.
 
     A template without `{% generation %}` marks says what that is by its prefixes: an assistant's turn is what
     a rendering has more than the prompt that asked for it.
+
+    Args:
+        tools: that the template is shown, as JSON schemas.
 
     Raises:
         LineError: a message spells a control token, the template refuses the conversation, or a rendering is
@@ -34,20 +39,24 @@ def conversation(tokenizer: DirectoryTokenizer, messages: Messages, first: int =
     """
     last = max(n for n, message in enumerate(messages) if message["role"] == "assistant")
     messages = messages[: last + 1]
-    _check_controls(tokenizer, messages)
+    _check_controls(tokenizer, [*messages, *(tools or [])])
+    shown = {"tools": tools, "tool_calls": any(message.get("tool_calls") for message in messages)}
+    if hidden := [n for n, there in shown.items() if there and n not in tokenizer.hf.get_chat_template()]:
+        raise LineError(f"the chat template does not show {' and '.join(hidden)} (take one that does)")
     if MARKED.search(tokenizer.hf.get_chat_template()):
         encoded = _render(
-            tokenizer, messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"return_offsets_mapping": True},
+            tokenizer, messages, tools=tools, tokenize=True, return_dict=True,
+            return_assistant_tokens_mask=True, tokenizer_kwargs={"return_offsets_mapping": True},
         )  # fmt: skip
         ids, learned = (np.array(encoded[name]) for name in ("input_ids", "assistant_masks"))
         if first:
             number = next(n for n in range(first, len(messages)) if messages[n]["role"] == "assistant")
-            text, prompt = _text(tokenizer, messages), _text(tokenizer, messages[:number], ask=True)
+            text = _text(tokenizer, messages, tools)
+            prompt = _text(tokenizer, messages[:number], tools, ask=True)
             _check_prefix(text.startswith(prompt), number)
             learned[np.array(encoded["offset_mapping"])[:, 0] < len(prompt)] = 0
         return ids.astype(np.uint32), learned.astype(np.uint8)
-    return rendered(tokenizer, *_spans(tokenizer, messages, first))
+    return rendered(tokenizer, *_spans(tokenizer, messages, first, tools))
 
 
 def rendered(tokenizer: DirectoryTokenizer, text: str, spans: Sequence[tuple[int, int]]) -> Sample:
@@ -75,7 +84,7 @@ def opening(tokenizer: DirectoryTokenizer, messages: Messages) -> list[int]:
 
 
 def _spans(
-    tokenizer: DirectoryTokenizer, messages: Messages, first: int
+    tokenizer: DirectoryTokenizer, messages: Messages, first: int, tools: list[Any] | None
 ) -> tuple[str, list[tuple[int, int]]]:
     """The text of a conversation, and from where to where an assistant wrote it."""
     full, spans = "", []
@@ -83,8 +92,8 @@ def _spans(
         if message["role"] == "assistant" and number >= first:
             if not number:
                 raise LineError("messages[0] is an assistant's, so there is no prompt that asks for it")
-            before, prompt = full, _text(tokenizer, messages[:number], ask=True)
-            full = _text(tokenizer, messages[: number + 1])
+            before, prompt = full, _text(tokenizer, messages[:number], tools, ask=True)
+            full = _text(tokenizer, messages[: number + 1], tools)
             _check_prefix(prompt.startswith(before) and full.startswith(prompt), number)
             spans.append((len(prompt), _end(tokenizer, full, len(prompt))))
     return full, spans
@@ -105,8 +114,10 @@ def _check_prefix(holds: bool, number: int) -> None:
         )
 
 
-def _text(tokenizer: DirectoryTokenizer, messages: Messages, ask: bool = False) -> str:
-    return _render(tokenizer, messages, add_generation_prompt=ask, tokenize=False)
+def _text(
+    tokenizer: DirectoryTokenizer, messages: Messages, tools: list[Any] | None, ask: bool = False
+) -> str:
+    return _render(tokenizer, messages, tools=tools, add_generation_prompt=ask, tokenize=False)
 
 
 def _render(tokenizer: DirectoryTokenizer, messages: Messages, **options: Any) -> Any:

@@ -12,18 +12,19 @@ from experiments.data.tokenizer import DirectoryTokenizer
 
 Record = Mapping[str, Any]
 RESPONSES = ("response", "completion", "output")
-TOOLS = ("tools", "functions", "tool_calls", "function_call")  # what no template is shown
+OLD_TOOLS = ("functions", "function_call")  # of before `tools` and `tool_calls`: no template is shown them
 
 
 def sample(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:
     """Something to learn: `messages`, a prompt and its response, or `text`.
 
+    `tools` beside messages are shown to the chat template, which also writes an assistant's `tool_calls`.
     An instruction is a prompt that ends in a blank line, after its input if it has one. Texts that spell a
     control token of the tokenizer are of a chat template: see `chat.rendered`.
     """
     if "messages" in record:
-        check(record, messages=_messages)
-        return [_conversation(tokenizer, record["messages"], 0)]
+        check({"tools": None, **record}, messages=_messages, tools=_tools)
+        return [_conversation(tokenizer, record["messages"], 0, record.get("tools"))]
     if "text" in record and "prompt" not in record:
         check(record, text=_text)
         if is_rendered(tokenizer, record["text"]):
@@ -103,10 +104,12 @@ def _talk(tokenizer: DirectoryTokenizer, asked: list[Any], response: str | list[
     return _conversation(tokenizer, [*asked, *answer], len(asked))
 
 
-def _conversation(tokenizer: DirectoryTokenizer, messages: Messages, first: int) -> Sample:
+def _conversation(
+    tokenizer: DirectoryTokenizer, messages: Messages, first: int, tools: list[Any] | None = None
+) -> Sample:
     if not any(message["role"] == "assistant" for message in messages[first:]):
         raise LineError("there is no assistant's message to learn")
-    return conversation(tokenizer, messages, first)
+    return conversation(tokenizer, messages, first, tools)
 
 
 def _as_messages(said: str | list[Any], role: str) -> list[Any]:
@@ -114,7 +117,7 @@ def _as_messages(said: str | list[Any], role: str) -> list[Any]:
 
 
 def _turn(message: Mapping[str, Any]) -> tuple[str, str]:
-    return message["role"], message["content"].strip()
+    return message["role"], (message.get("content") or "").strip()
 
 
 def _joined(asked: Any, learned: list[int]) -> Sample:
@@ -135,7 +138,7 @@ def check(record: Record, **fields: Callable[[Any], str]) -> None:
         LineError: all that is wrong with any of them.
     """
     wrong = [f"{name}: {why}" for name, is_wrong in fields.items() if (why := is_wrong(record.get(name)))]
-    wrong += [f"{name}: tools and their calls are not learned" for name in TOOLS if record.get(name)]
+    wrong += [f"{name}: write it as tools and tool_calls" for name in OLD_TOOLS if record.get(name)]
     if wrong:
         raise LineError("; ".join(wrong))
 
@@ -167,11 +170,27 @@ def _messages(value: Any) -> str:
 def _message(message: Any) -> str:
     if not isinstance(message, Mapping):
         return "expected an object with 'role' and 'content'"
+    calls = message.get("tool_calls")
+    said = _text if message.get("role") == "assistant" and not calls else _string
+    content = message.get("content")
     try:
-        check(message, role=_text, content=_text if message.get("role") == "assistant" else _string)
+        check({**message, "content": "" if calls and content is None else content}, role=_text, content=said)
     except LineError as error:
         return str(error)
-    return ""
+    return "" if calls is None else _calls(calls)
+
+
+def _calls(value: Any) -> str:
+    if not isinstance(value, list) or not value:
+        return "tool_calls: expected a list of calls"
+    functions = [call.get("function", call) if isinstance(call, Mapping) else None for call in value]
+    whole = all(isinstance(f, Mapping) and isinstance(f.get("name"), str) for f in functions)
+    return "" if whole else "tool_calls: expected objects with a function, which has a name and arguments"
+
+
+def _tools(value: Any) -> str:
+    is_list = isinstance(value, list) and all(isinstance(tool, Mapping) for tool in value)
+    return "" if value is None or is_list else "expected a list of objects"
 
 
 def _said(value: Any) -> str:

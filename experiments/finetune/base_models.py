@@ -45,7 +45,7 @@ PRETRAINED = "stdlib"  # the tiny one, after PRETRAINING
 PRETRAINING: Mapping[str, Any] = {  # settings of its run
     "steps": 300, "held_out_every": 150, "save_every": 100, "sample_tokens": 64, "prompt": "def ",
 }  # fmt: skip
-WARMING: Mapping[str, Any] = {"steps": 110, "held_out_every": 110, "save_every": 55, "sample_tokens": 8}
+WARMING: Mapping[str, Any] = {"steps": 75, "held_out_every": 75, "save_every": 75, "sample_tokens": 8}
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # of a model on the hub: organisation and name
 EXPORTED = "model"  # in a run's folder: the whole model, exported
 RANDOM: Mapping[str, Mapping[str, int]] = {
@@ -62,15 +62,24 @@ def directory_of(config: FinetuneConfig) -> str:
     Raises:
         ConfigError: a package that fine-tuning needs is not installed.
     """
-    if missing := [name for name in ("transformers", "datasets", "jinja2") if find_spec(name) is None]:
-        raise ConfigError(report("not installed:", missing, "pip install 'fnshard[finetune]'."))
     if config.model in RANDOM:
+        check_installed()
         return str(_random(config.model, config.run.seed))
-    path = Path(config.model)
-    if not path.is_dir():
-        path = downloaded(config.model)
+    path = directory_of_model(config.model)
     _check_fit(config, from_directory(path), open_directory(path))
     return str(path.resolve())
+
+
+def check_installed() -> None:
+    """Refuse to go on without the packages that language models need."""
+    if missing := [name for name in ("transformers", "datasets", "jinja2") if find_spec(name) is None]:
+        raise ConfigError(report("not installed:", missing, "pip install 'fnshard[finetune]'."))
+
+
+def directory_of_model(model: str) -> Path:
+    """A directory, or that of a model of the hub that was downloaded before."""
+    check_installed()
+    return Path(model) if Path(model).is_dir() else downloaded(model)
 
 
 def downloaded(name: str) -> Path:

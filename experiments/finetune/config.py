@@ -33,7 +33,9 @@ ALL_LINEAR = "all-linear"  # of method.targets: every matrix of every layer
 class MethodConfig:
     """What trains: all (`full`), or adapters (`lora`) with a base that is frozen, as it is or as codes.
 
-    `targets`: globs of leaves, joined by "|", or "all-linear".
+    `targets`: globs of leaves, joined by "|", or "all-linear". `rank_stabilised`: rsLoRA; `dora`: DoRA.
+    `b_rate`: how many times A's rate B has (LoRA+, Hayou et al. 2024: 16). `neftune`: of the noise on
+    embeddings in training (NEFTune, Jain et al. 2023: 5).
     """
 
     name: Literal[METHODS] = "lora"
@@ -42,6 +44,9 @@ class MethodConfig:
     targets: str = ALL_LINEAR
     dropout: Fraction = 0.0
     rank_stabilised: bool = False
+    dora: bool = False
+    b_rate: PositiveFloat = 1.0
+    neftune: NonNegativeFloat = 0.0
 
 
 @dataclass(frozen=True)
@@ -77,21 +82,24 @@ class ObjectiveConfig:
     """`sft`: the likelihood of responses; the others are of `fs.losses.policy`.
 
     Of pairs: the chosen above the rejected, by `beta` (null: its paper's), `label_smoothing` of dpo and
-    `margin` of simpo. Of rewards: `group` answers to each prompt, of at most `tokens` tokens, are drawn at
-    `temperature` and `top_p`, and rewarded by `reward`: a name, or a mapping with `_target_` (null: "exact",
-    of the built-in tasks "solved") or a reward model's directory. There `beta` weighs the KL to the model as
-    it was, `lam` is of ppo's advantages, and `fp32_head` computes logits in fp32 whatever the rest is.
+    `margin` of simpo. Of rewards: `group` answers to each prompt, of at most `tokens` tokens (null: 128, of
+    the built-in tasks 4), are drawn at `temperature` and `top_p`. `reward`: a name, a mapping with _target_,
+    a reward model's directory, or a list of these, whose sum counts (null: exact). `beta` weighs the KL to
+    the model as it was, `lam` is of ppo's advantages. `fp32_head`: logits in fp32 whatever the rest is.
+    `gather_once`: ranks hold the whole model while they draw a step's answers, and not a layer at a time for
+    each token; null: where it takes a quarter of a device's memory at most.
     """
 
     name: Literal[tuple(OBJECTIVE_KINDS)] = "sft"
     beta: NonNegativeFloat | None = None
     group: Annotated[int, Field(ge=2)] = 16
-    tokens: PositiveInt = 16
+    tokens: PositiveInt | None = None
     temperature: PositiveFloat = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    reward: str | dict[str, Any] | None = None
+    reward: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
     lam: Annotated[float, Field(ge=0, le=1)] = 0.95
     fp32_head: bool = False
+    gather_once: bool | None = None
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     margin: NonNegativeFloat = 1.0
 
@@ -155,6 +163,13 @@ class FinetuneConfig:
                 f"mesh.context={self.mesh.context}: has to divide data.context={self.data.context} and "
                 f"{MULTIPLE}, of which rows that are not packed are multiples. Fix: mesh.context={most}."
             )
+        idle = [n for n, v in {"dora": self.method.dora, "b_rate": self.method.b_rate != 1}.items() if v]
+        if self.method.name == "full" and idle:
+            wrong.append(
+                f"method.{' and method.'.join(idle)}: method=full has no adapters; leave the default."
+            )
+        if isinstance(self.optimizer, SGDConfig) and self.method.b_rate != 1:
+            wrong.append("method.b_rate: is of AdamW's rates. Fix: optimizer=adamw.")
         if self.method.name == "full" and self.export in ("adapters", "both"):
             wrong.append(f"export={self.export}: method=full has no adapters. Fix: export=merged.")
         if isinstance(self.optimizer, SGDConfig) and self.optimizer.lr is None:

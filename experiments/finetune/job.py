@@ -15,9 +15,12 @@ from experiments.finetune.config import FinetuneConfig
 def prepare(config: FinetuneConfig) -> FinetuneConfig:
     """The configuration with directories in the place of names: of the model, and of tokenised data."""
     from experiments.data.rows import readable
+    from experiments.evaluate.config import check_tasks
+    from experiments.evaluate.tasks import task_of
     from experiments.finetune.base_models import PRETRAINED, directory_of, pretrained, warmed
     from experiments.finetune.dataset import prepared
-    from experiments.finetune.rewards import reward_of
+    from experiments.finetune.rewards import rewards_of
+    from experiments.finetune.tasks import TASK_REWARDS
 
     wrong, model, data = [], config.model, config.data
     for path in filter(None, (data.train, data.held_out)):
@@ -25,6 +28,12 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
             readable(path)
         except ConfigError as error:
             wrong.append(str(error))
+    try:
+        if config.run.evaluate:
+            check_tasks(config.run.evaluate)
+            list(map(task_of, config.run.evaluate))
+    except ConfigError as error:
+        wrong.append(f"run.evaluate: {error}")
     try:
         model = model if model == PRETRAINED else directory_of(config)
     except ConfigError as error:
@@ -35,9 +44,11 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
         model = pretrained(config, JOB)
         if config.objective.kind.data == "prompts" and data.train is None:
             model = warmed(config, model, JOB)
-    reward = config.objective.reward or ("exact" if data.train else "solved")
-    reward_of(reward)  # a mistake is refused before anything runs
-    return prepared(replace(config, model=model, objective=replace(config.objective, reward=reward)))
+    reward = config.objective.reward or ("exact" if data.train else TASK_REWARDS)
+    rewards_of(reward)  # a mistake is refused before anything runs
+    tokens = config.objective.tokens or (128 if data.train else 4)
+    objective = replace(config.objective, reward=reward, tokens=tokens)
+    return prepared(replace(config, model=model, objective=objective))
 
 
 # A folder of its own: a group that is called "model", as the main job has, would take `model=` for its own.

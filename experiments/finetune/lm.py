@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ class LanguageModel:
         windows: how far back layers of a kind see; None: to the beginning.
         fp32_head: whether logits are computed in fp32 whatever the rest is, which keeps the sampler's and the
             trainer's log-probabilities together (MiniMax-M1, 2025).
+        noise: on embeddings (NEFTune).
     """
 
     model: nn.Module
@@ -48,7 +50,9 @@ class LanguageModel:
     plain_head: bool
     windows: Mapping[str, int | None]
     fp32_head: bool
+    noise: float
     _trunk: _Part
+    _embedding: _Part
     _rest: _Part
     _head: str
     _cache: str  # the trunk's parameter
@@ -84,14 +88,26 @@ class LanguageModel:
         """The trunk's output after the final norm, [B, T, D].
 
         Args:
-            tokens: int64 [B, T].
+            tokens: int64 [B, T]; or what they are embedded as, [B, T, D].
             positions: int64 [B, T]; None counts from 0.
             mask: of `mask`, or None for what the model itself would do with this cache.
         """
+        if self.noise and not tokens.is_floating_point():
+            tokens = self._noisy(self.embed(params, tokens))
+        given = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
         return self._trunk(
-            params, input_ids=tokens, position_ids=positions, attention_mask=mask,
-            use_cache=cache is not None, **{self._cache: cache},
+            params, position_ids=positions, attention_mask=mask, use_cache=cache is not None,
+            **{given: tokens, self._cache: cache},
         ).last_hidden_state  # fmt: skip
+
+    def embed(self, params: Any, tokens: Tensor) -> Tensor:
+        """Tokens [B, T] as the trunk sees them, [B, T, D]."""
+        return self._embedding(params, tokens)
+
+    def _noisy(self, embedded: Tensor) -> Tensor:
+        """With uniform noise in [-1, 1] times noise / sqrt(T D)."""
+        scale = self.noise / math.sqrt(embedded.shape[-2] * embedded.shape[-1])
+        return embedded + (2 * torch.rand_like(embedded) - 1) * scale
 
     def hidden(
         self,
@@ -214,8 +230,8 @@ class _Part:
         apply, params = fs.make_functional(module)
         return cls(apply, {name: tied.get(prefix + name, prefix + name) for name in params})
 
-    def __call__(self, params: Any, **kwargs: Any) -> Any:
-        return self.apply({name: params[path] for name, path in self.paths.items()}, **kwargs)
+    def __call__(self, params: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.apply({name: params[path] for name, path in self.paths.items()}, *args, **kwargs)
 
 
 class _KnownTrunk(nn.Module):
@@ -262,7 +278,10 @@ def of(model: nn.Module) -> LanguageModel:
         raise no_decoder(type(model).__name__, f"its head reaches into its trunk ({error})") from error
     inner = getattr(model, prefix)
     windows, cache = windows_of(inner, config), cache_parameter(inner)
-    return LanguageModel(model, apply, params, plain, windows, False, trunk, rest, head, cache)
+    embedding = model.get_input_embeddings()
+    name = next(name for name, module in model.named_modules() if module is embedding)
+    embed = _Part.make(embedding, f"{name}.", tied)
+    return LanguageModel(model, apply, params, plain, windows, False, 0.0, trunk, embed, rest, head, cache)
 
 
 def from_config(config: Any, dtype: torch.dtype = torch.float32) -> LanguageModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import shutil
@@ -18,6 +19,8 @@ from experiments.configs.plan import Plan
 from experiments.configs.train import AUTO
 from experiments.data.files import read_json, write_json, write_text
 from experiments.data.loader import Loader, place_of
+from experiments.evaluate.scorer import Scorer
+from experiments.evaluate.tasks import Task, task_of
 from experiments.finetune.base_models import EXPORTED
 from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.dataset import FinetuneData, Shown, opened, window_of
@@ -65,6 +68,8 @@ class FinetuneSetup:
     shown: Shown
     first_batch: Any
     rewarded: RewardedBatches | None
+    tasks: tuple[Task, ...]
+    scorer: Scorer
 
     unit: str = field(default="token", init=False)
 
@@ -105,6 +110,7 @@ class FinetuneSetup:
             self.step.lower(state, self.first_batch).compile_async()
         data, run = self.config.data, self.config.run
         of = [self.config.model, self.config.objective.name, data.held_out, run.prompt, run.sampled]
+        of += run.evaluate
         known = read_json(folder / BEFORE)
         known = known if known.get("of") == of else {}  # another configuration's
         fresh = self.step.gather_strings("" if int(state.step) or known else "fresh")[0]
@@ -120,10 +126,10 @@ class FinetuneSetup:
         """What the loader gives; answers to it, where they are rewarded."""
         return loaded if self.rewarded is None else (self.rewarded.batch(state, *loaded),)
 
-    def evaluate(self, params: Any) -> float:
-        """The objective's mean over held-out data, of rewards what the likeliest answers lack to 1; all ranks
-        call it together."""
-        return self._held_out(params)[0]
+    def evaluate(self, params: Any) -> tuple[float, dict[str, float]]:
+        """The objective's mean over held-out data, of rewards what the first lacks to 1, and the means of its
+        `aux`; and the results of tasks. All ranks call it together."""
+        return self._held_out(params)
 
     def sample(self, params: Any) -> str:
         """Prompts and answers."""
@@ -152,13 +158,29 @@ class FinetuneSetup:
         print(f"\n{table}\n" + "\n".join(lines), flush=True)
 
     def _held_out(self, params: Any) -> tuple[float, dict[str, float]]:
-        """The objective's mean, and the means of its `aux`."""
+        loss, more = self._objective(params)
+        return loss, more | self._tasks(params)
+
+    def _objective(self, params: Any) -> tuple[float, dict[str, float]]:
         if self.rewarded is not None:
-            reward = self.rewarded.mean_reward(params)
-            return 1 - reward, {"reward": reward}
+            means = self.rewarded.mean_rewards(params)
+            return 1 - next(iter(means.values())), means
         rows = self.config.data.rows // self.plan.accumulate  # as a training step holds at once
         batches = self.data.measured.once(rows, self.config.data.held_out_rows, **place_of(self.mesh))
         return mean_over(self.held_out, params, zip(batches), self.mesh.device)
+
+    def _tasks(self, params: Any) -> dict[str, float]:
+        """`{task/metric: mean}` of the tasks of `run.evaluate`."""
+        out: dict[str, float] = {}
+        for task in self.tasks:
+            results = [result for _, result in self.scorer.results(params, task)]
+            sums = {metric: sum(result[metric] for result in results) for metric in task.metrics}
+            every = list(map(json.loads, self.step.gather_strings(json.dumps(sums))))
+            count = (
+                len(task.questions) * self.mesh.size // self.mesh.data_size
+            )  # some ranks have the same rows
+            out |= {f"{task.name}/{metric}": sum(each[metric] for each in every) / count for metric in sums}
+        return out
 
     def _measure(self, state: fs.TrainState, spent: TimeSpent) -> Measured:
         """Held-out loss and perplexity, and answers; all ranks call it together."""
@@ -203,7 +225,13 @@ def prepare(config: FinetuneConfig, only_prompt: bool = False) -> FinetuneSetup:
     sampler = Sampler(answer, window, mesh.device, temperature=0.0)
     shown = Shown(sampler, data.tokenizer, examples, run.sampled)
     rewarded = None if prompts is None else rewarded_batches(prompts, tuning, step, plan.specs, mesh, how)
-    return FinetuneSetup(config, mesh, chosen, data, step, held_out, shown, batch, rewarded)
+    tasks = tuple(map(task_of, run.evaluate))
+    longest = max((len(q.choices) for task in tasks for q in task.questions), default=1)
+    scorer = Scorer(
+        lm, data.tokenizer, mesh, lambda fn: fs.shard_forward(tuning.policy(fn), plan.specs, **how),
+        rows=max(config.data.rows // mesh.data_size, longest),
+    )  # fmt: skip
+    return FinetuneSetup(config, mesh, chosen, data, step, held_out, shown, batch, rewarded, tasks, scorer)
 
 
 # ------------------------------------------------------------------ what is left of a run

@@ -89,7 +89,9 @@ def _optimizer(config: FinetuneConfig, tuning: Tuning) -> fs.optim.Optimizer:
     chosen = replace(config.optimizer, lr=rate_of(config, tuning))
     if len(still) == len(trained):  # a rule for the rest would match nothing
         chosen, still = replace(chosen, weight_decay=0.0), []
-    return make_optimizer(chosen, config.schedule, config.run.steps, tuple(glob.escape(p) for p in still))
+    rates = [("adapters.*.b", config.method.b_rate), ("*", 1.0)] if config.method.b_rate != 1 else 1.0
+    undecayed = tuple(glob.escape(p) for p in still)
+    return make_optimizer(chosen, config.schedule, config.run.steps, undecayed, rates)
 
 
 def rate_of(config: FinetuneConfig, tuning: Tuning) -> float:

@@ -25,9 +25,10 @@ def sft(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Loss:
 
     The batch: int64 [B, T] `tokens`, `targets`, `positions`, and `documents` if rows are packed.
     """
+    lm = replace(tuning.lm, noise=tuning.method.neftune if training else 0.0)
 
     def losses(params: Any, batch: Batch) -> Tensor:
-        return tuning.lm.token_losses(
+        return lm.token_losses(
             params, batch["tokens"], batch["positions"], batch.get("documents"), batch["targets"]
         )
 
@@ -73,7 +74,8 @@ def policy_gradient(tuning: Tuning, config: ObjectiveConfig, *, training: bool) 
     """A loss of rewards, of `fs.losses.policy`, on answers that the policy has drawn.
 
     The batch: `tokens` and `targets`, int64 [N, T]; `sampler` and `entropy`, fp32 [N, T]; `advantages`, fp32
-    [N, 1]; `rewards`, fp32 [N]; of ppo `values` and `returns`, fp32 [N, T], and `advantages` are such, too.
+    [N, 1]; `rewards`, fp32 [N], and `each` of them by name. Of ppo `advantages`, `values` and `returns` are
+    fp32 [N, T].
     """
     lm, hot = tuning.lm, config.temperature
 
@@ -98,6 +100,7 @@ def policy_gradient(tuning: Tuning, config: ObjectiveConfig, *, training: bool) 
         rows = float(len(batch["rewards"]))
         return loss, {
             **aux, "reward": Mean(batch["rewards"].sum(), rows),
+            **{name: Mean(each.sum(), rows) for name, each in batch["each"].items()},
             "length": Mean(inputs.mask.sum().float(), rows),
         }  # fmt: skip
 

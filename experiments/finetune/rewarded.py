@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +22,7 @@ from experiments.finetune.dataset import Example, FinetuneData
 from experiments.finetune.decode import decode_of, prefill_of
 from experiments.finetune.lm import LanguageModel
 from experiments.finetune.objectives import values_of
-from experiments.finetune.rewards import Reward, checked, reward_of
+from experiments.finetune.rewards import Weighted, checked, rewards_of
 from experiments.finetune.rollout import Answers, Rollouts
 from experiments.finetune.tuning import Tuning
 from fnshard.losses import IGNORE
@@ -47,6 +49,12 @@ class RewardedData:
     def answers(self) -> int:
         """Of this rank in a step."""
         return self.config.data.rows // self.ranks * self.config.objective.group
+
+    @property
+    def names(self) -> list[str]:
+        """Of rewards, where there are several."""
+        names = [each.name for each in rewards_of(self.config.objective.reward)]
+        return names if len(names) > 1 else []
 
     @cached_property
     def longest(self) -> int:
@@ -77,6 +85,7 @@ class RewardedData:
             **{name: torch.zeros(shape) for name in floats},
             "advantages": torch.zeros(shape if values else (self.answers, 1)),
             "rewards": torch.zeros(self.answers),
+            "each": {f"reward_{name}": torch.zeros(self.answers) for name in self.names},
         }
 
 
@@ -85,13 +94,17 @@ class RewardedBatches:
     """Makes a step's batch, and measures the held-out data; all ranks call its methods together.
 
     Args:
+        exchange: one string of each rank to all.
+        gather: makes of the leaves of a step those that answers are drawn from.
         values: of the tokens of a batch, where the objective has a value head.
     """
 
     of: RewardedData
     rollouts: Rollouts
-    reward: Reward
+    rewards: tuple[Weighted, ...]
     mesh: fs.Mesh
+    exchange: Callable[[str], list[str]]
+    gather: Callable[[Any], Any]
     values: Any = None
 
     def batch(self, state: fs.TrainState, numbers: Tensor) -> Mapping[str, Tensor]:
@@ -105,9 +118,13 @@ class RewardedBatches:
         group, step = config.objective.group, int(state.step)
         examples = [data.example(data.train, n) for n in numbers.tolist() for _ in range(group)]
         drawn = [self._numbers(step, n, group) for n in numbers.tolist()]
-        answers = self.rollouts(state.params, [e.prompt for e in examples], torch.cat(drawn))
-        rewards = torch.tensor(self._rewards(examples, answers))
-        batch = {**self._rows(examples, answers), "rewards": rewards}
+        params = self.gather(state.params)
+        answers = self.rollouts(params, [e.prompt for e in examples], torch.cat(drawn))
+        del params
+        each = self._rewards(examples, answers)
+        rewards = sum(torch.tensor(each[own.name]) * own.weight for own in self.rewards)
+        shown = {f"reward_{name}": torch.tensor(values) for name, values in each.items()}
+        batch = {**self._rows(examples, answers), "rewards": rewards, "each": shown if len(each) > 1 else {}}
         if self.values is not None:
             return {**batch, **self._estimates(state.params, batch)}
         advantages = group_advantages(rewards, group, scale=config.objective.name != "dr_grpo")
@@ -121,29 +138,30 @@ class RewardedBatches:
         advantages, returns = gae(rewards, values, mask, lam=self.of.config.objective.lam)
         return {"values": values, "advantages": advantages, "returns": returns}
 
-    def mean_reward(self, params: Any) -> float:
-        """Of the likeliest answers to held-out prompts, over all ranks."""
+    def mean_rewards(self, params: Any) -> dict[str, float]:
+        """Of answers to held-out prompts, drawn as in training, over all ranks, by reward."""
         data, most = self.of.data, self.of.config.data.held_out_rows
         numbers = order(data.held_out.records, 0, 0, min(most, data.held_out.records))
         mine = numbers[self.mesh.data_rank :: self.mesh.data_size]
         examples = [data.example(data.held_out, int(n)) for n in mine]
-        unused = torch.zeros(len(examples), self.rollouts.length, dtype=torch.float64)
-        answers = replace(self.rollouts, temperature=0.0)(params, [e.prompt for e in examples], unused)
-        rewards = self._rewards(examples, answers)
-        every = self.rollouts.agree(repr(math.fsum(rewards)))
+        drawn = torch.cat([self._numbers(0, int(n), 1) for n in mine]) if len(mine) else torch.zeros(0, 0)
+        answers = self.rollouts(self.gather(params), [e.prompt for e in examples], drawn)
+        sums = {name: math.fsum(values) for name, values in self._rewards(examples, answers).items()}
+        every = list(map(json.loads, self.exchange(json.dumps(sums))))
         ranks = self.mesh.size // self.mesh.data_size  # that hold the same rows
-        return math.fsum(map(float, every)) / ranks / len(numbers)
+        return {name: math.fsum(each[name] for each in every) / ranks / len(numbers) for name in sums}
 
     def _numbers(self, step: int, prompt: int, group: int) -> Tensor:
         draw = np.random.default_rng([self.of.config.run.seed, step, prompt])
         return torch.from_numpy(draw.random((group, self.rollouts.length)))
 
-    def _rewards(self, examples: Sequence[Example], answers: Answers) -> list[float]:
+    def _rewards(self, examples: Sequence[Example], answers: Answers) -> dict[str, list[float]]:
         tokenizer, ends = self.of.data.tokenizer, self.rollouts.stops
         texts = lambda rows: [tokenizer.decode([t for t in row if t not in ends]) for row in rows]  # noqa: E731
         prompts, own = texts(e.prompt for e in examples), texts(e.answer for e in examples)
         rows = [{"prompt": p, "response": r} for p, r in zip(prompts, own, strict=True)]
-        return checked(self.reward, prompts, texts(answers.texts()), rows) if examples else []
+        given = prompts, texts(answers.texts()), rows
+        return {own.name: checked(own.reward, *given) if rows else [] for own in self.rewards}
 
     def _rows(self, examples: Sequence[Example], answers: Answers) -> Mapping[str, Tensor]:
         batch = self.of.blank()
@@ -162,12 +180,25 @@ def rewarded_batches(
 ) -> RewardedBatches:
     """On compiled forwards of the step's own leaves; `how`: options of `fs.shard_forward`."""
     config, stops = of.config.objective, frozenset(of.data.tokenizer.stops)
-    slots = of.longest + config.tokens
-    prefill = fs.shard_forward(tuning.policy(prefill_of(tuning.lm, slots)), specs, **how)
-    decode = fs.shard_forward(tuning.policy(decode_of(tuning.lm)), specs, **how)
+    slots, exchange = of.longest + config.tokens, step.gather_strings
+    once = _fits(tuning, mesh) if config.gather_once is None else config.gather_once
+    once = exchange(str(once)) == ["True"] * mesh.size
+    whole = tuning.specs(mesh, of.config.precision, fs.presets.no_shard) if once else specs
+    prefill = fs.shard_forward(tuning.policy(prefill_of(tuning.lm, slots)), whole, **how)
+    decode = fs.shard_forward(tuning.policy(decode_of(tuning.lm)), whole, **how)
     rollouts = Rollouts(
-        prefill, decode, min(of.answers, AT_ONCE), of.longest, config.tokens,
-        stops, step.gather_strings, mesh.device, config.temperature, config.top_p,
+        prefill, decode, min(of.answers, AT_ONCE), of.longest, config.tokens, stops,
+        (lambda text: [text]) if once else exchange, mesh.device, config.temperature, config.top_p,
     )  # fmt: skip
     values = fs.shard_forward(values_of(tuning), specs, **how) if config.kind.values else None
-    return RewardedBatches(of, rollouts, reward_of(config.reward), mesh, values)
+    gather = (lambda blocks: fs.reshard(blocks, specs, whole, mesh)) if once else (lambda blocks: blocks)
+    return RewardedBatches(of, rollouts, rewards_of(config.reward), mesh, exchange, gather, values)
+
+
+def _fits(tuning: Tuning, mesh: fs.Mesh) -> bool:
+    """Whether a rank may hold the whole model: where that takes a quarter of its device at most."""
+    leaves = fs.tree.flatten_with_paths(tuning.params)[0].values()
+    size = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
+    if mesh.device_type == "cuda":
+        return 4 * size <= torch.cuda.mem_get_info()[1]
+    return 4 * size * mesh.size <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

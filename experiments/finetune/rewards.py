@@ -9,14 +9,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from experiments.configs.checks import TARGET
 from experiments.configs.train import ConfigError
 from experiments.finetune.tasks import solved
+from experiments.training.own import made
 from fnshard.errors import report
 
 Rows = Sequence[Mapping[str, str]]
@@ -49,34 +52,56 @@ def length(prompts: Sequence[str], answers: Sequence[str], rows: Rows, *, most: 
     return [min(1.0, most / max(len(answer), 1)) for answer in answers]
 
 
+def places(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
+    """The share of the response's characters that stand where they do in the record's."""
+    pairs = [(answer, row["response"]) for answer, row in zip(answers, rows, strict=True)]
+    return [sum(map(str.__eq__, *both)) / max(map(len, (*both, " "))) for both in pairs]
+
+
 REWARDS: Mapping[str, Reward] = {"exact": exact, "number": number, "format": form, "length": length,
-                                 "solved": solved}  # fmt: skip
+                                 "places": places, "solved": solved}  # fmt: skip
 
 
-def reward_of(chosen: str | Mapping[str, Any]) -> Reward:
-    """A reward by its name, by a mapping of `_target_` (or `name`) and its arguments, or by a directory.
+@dataclass(frozen=True)
+class Weighted:
+    """A reward, its name in metrics, and what it counts in the sum."""
+
+    name: str
+    reward: Reward
+    weight: float = 1.0
+
+
+def rewards_of(chosen: Any) -> tuple[Weighted, ...]:
+    """Rewards by name, by mappings of `_target_` (or `name`), `weight` and arguments, or by directories: one,
+    or a list of them.
 
     Raises:
-        ConfigError: there is none of this name, it does not import, or takes other arguments; no such model.
+        ConfigError: there is none of this name, it does not import, or takes other arguments; no such model;
+            two of one name.
     """
-    chosen = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
-    if Path(str(chosen.get("name"))).is_dir():
-        return model_reward(chosen["name"])
-    if "_target_" in chosen:
-        from hydra.errors import InstantiationException
-        from hydra.utils import instantiate
+    found = tuple(map(_weighted, chosen if isinstance(chosen, list | tuple) else [chosen]))
+    names = [each.name for each in found]
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(f"objective.reward: rewards of different names, not {', '.join(names) or 'none'}.")
+    return found
 
-        try:
-            return instantiate(chosen, _partial_=True)
-        except InstantiationException as error:
-            raise ConfigError(f"objective.reward: {str(error).splitlines()[0]}") from error
-    name = chosen.pop("name", None)
+
+def _weighted(chosen: str | Mapping[str, Any]) -> Weighted:
+    how = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
+    weight = how.pop("weight", 1.0)
+    if not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise ConfigError(f"objective.reward: weight={weight}: expected a number.")
+    if TARGET in how:
+        return Weighted(how[TARGET].rpartition(".")[2], made("objective.reward", how, partly=True), weight)
+    name = str(how.pop("name", None))
+    if Path(name).is_dir():
+        return Weighted(Path(name).name, model_reward(name), weight)
     if name not in REWARDS:
         raise ConfigError(
             f"objective.reward={name}: one of {', '.join(REWARDS)}, a mapping with _target_, or "
             "the directory of a model that gives a number."
         )
-    return partial(REWARDS[name], **chosen)
+    return Weighted(name, partial(REWARDS[name], **how), weight)
 
 
 def model_reward(folder: str, device: torch.device | None = None) -> Reward:
@@ -97,17 +122,16 @@ def model_reward(folder: str, device: torch.device | None = None) -> Reward:
         raise ConfigError(f"objective.reward={folder}: it has {model.config.num_labels} labels; expected: 1.")
     model.to(device or "cpu").eval().requires_grad_(False)
 
-    def text(prompt: str, answer: str) -> str:
+    def ids_of(prompt: str, answer: str) -> torch.Tensor:
         if not tokenizer.chat_template:
-            return prompt + answer
+            return tokenizer(prompt + answer, return_tensors="pt")["input_ids"]
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-        return tokenizer.apply_chat_template(turns, tokenize=False)
+        return tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)["input_ids"]
 
     def reward(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
         numbers = []
         for prompt, answer in zip(prompts, answers, strict=True):  # alone: no padding to get wrong
-            ids = tokenizer(text(prompt, answer), return_tensors="pt").to(model.device)
-            numbers.append(model(**ids).logits.item())
+            numbers.append(model(ids_of(prompt, answer).to(model.device)).logits.item())
         return numbers
 
     return reward

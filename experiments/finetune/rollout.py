@@ -50,7 +50,7 @@ class Rollouts:
         width: the longest prompt.
         length: the most tokens of an answer.
         stops: tokens that end one.
-        agree: one string of each rank to all.
+        agree: one string of each rank to all, where forwards are collectives: ranks end together.
         temperature: logits are divided by it; 0 takes the likeliest token.
         top_p: tokens are drawn from the likeliest, as many as have this probability together (Holtzman et al.
             2020). Log-probabilities are of the whole distribution.

@@ -13,14 +13,15 @@ from typing import Any
 
 from experiments.data.files import write_text
 
+TASK_REWARDS = ["solved", {"name": "places", "weight": 0.5}]  # the second leads to the first
 PROBLEMS = {"train": 8000, "held_out": 200}
-_MAKE = re.compile(r"make (-?\d+) of ((?:\d+ ?)+)=")
+_MAKE = re.compile(r"make (\d+): (\d)(\d)=")
 _OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 
 def task_files(folder: str | Path) -> tuple[Path, Path]:
     """Write `train_tasks.jsonl` and `held_out_tasks.jsonl`, which share no problem: digits reversed, sorted,
-    summed, and two numbers of which a third is made."""
+    summed, and two numbers of which a third is made (as in countdown)."""
     draw, folder = random.Random(0), Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{side}_tasks.jsonl" for side in PROBLEMS]
@@ -36,20 +37,18 @@ def task_files(folder: str | Path) -> tuple[Path, Path]:
 
 
 def _problem(draw: random.Random, kind: int) -> tuple[str, str]:
-    digits = [str(draw.randrange(10)) for _ in range(4)]
+    digits = [str(draw.randrange(10)) for _ in range(3)]
     text = "".join(digits)
     if kind == 0:
-        return f"reverse {text}=", text[::-1]
+        return f"rev {text}=", text[::-1]
     if kind == 1:
-        return f"sort {text}=", "".join(sorted(text))
+        return f"sort {text}=", "".join(sorted(digits))
     if kind == 2:
-        return f"sum {text[:3]}=", str(sum(map(int, text[:3])))
-    one, other = (draw.randrange(1, 10) for _ in range(2))
-    sign = draw.choice("+-*")
-    return (
-        f"make {_OPERATORS[sign](one, other)} of {min(one, other)} {max(one, other)}=",
-        f"{one}{sign}{other}",
-    )
+        small = [draw.randrange(5) for _ in range(4)]
+        return f"sum {''.join(map(str, small))}=", str(sum(small))
+    small, large = sorted(draw.randrange(1, 10) for _ in range(2))
+    sign = draw.choice("+-*" if small * large > 18 else "+-")  # which of them it is shows in the number
+    return f"make {_OPERATORS[sign](large, small)}: {small}{large}=", f"{large}{sign}{small}"
 
 
 def _makes(text: str, target: int, numbers: list[str]) -> bool:
@@ -78,4 +77,4 @@ def _is_right(prompt: str, answer: str, row: Mapping[str, str]) -> bool:
     task = _MAKE.search(prompt)
     if task is None:
         return answer.strip() == row["response"].strip()
-    return _makes(answer.strip(), int(task[1]), sorted(task[2].split()))
+    return _makes(answer.strip(), int(task[1]), sorted(task.groups()[1:]))

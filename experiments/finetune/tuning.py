@@ -128,7 +128,7 @@ def tuning_of(config: FinetuneConfig, lm: LanguageModel) -> Tuning:
         fn, params = fs.lora(
             lm.logits, lm.params, rank=chosen.rank, alpha=chosen.alpha, targets=targets,
             transposed="|".join(turned), dropout=chosen.dropout, rank_stabilised=chosen.rank_stabilised,
-            seed=config.run.seed,
+            dora=chosen.dora, seed=config.run.seed,
         )  # fmt: skip
     except SpecError as error:
         raise ConfigError(f"method.targets={chosen.targets}, method.rank={chosen.rank}: {error}") from None

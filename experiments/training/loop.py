@@ -73,9 +73,10 @@ class TrainSetup:
         """What the loader gives."""
         return loaded
 
-    def evaluate(self, params: Any) -> float:
-        """Mean loss over all held-out rows, of text in nats per token; all ranks call it together."""
-        return self._means(params)[0]
+    def evaluate(self, params: Any) -> tuple[float, dict[str, float]]:
+        """Mean loss over all held-out rows, of text in nats per token, and the means of what else the loss
+        gives; all ranks call it together."""
+        return mean_over(self.forward, params, self._held_out(), self.mesh.device)
 
     def sample(self, params: Any) -> str:
         """The prompt and what follows it; each rank draws its own. Nothing where the data are no text."""
@@ -98,7 +99,7 @@ class TrainSetup:
         with end.spent.on("samples"):
             sampled = self.sample(end.state.params)
         with end.spent.on("evaluation"):  # of text a loss is all there is, and known
-            more = {} if self.config.objective is None else self._means(end.state.params)[1]
+            more = {} if self.config.objective is None else self.evaluate(end.state.params)[1]
         with end.spent.on("saves"):
             fs.checkpoint.wait()
         if self.mesh.rank != 0:
@@ -113,9 +114,6 @@ class TrainSetup:
         print(
             "\n\n".join(filter(None, ["", text, sampled, closing])) + f"\nresults: {end.folder}", flush=True
         )
-
-    def _means(self, params: Any) -> tuple[float, dict[str, float]]:
-        return mean_over(self.forward, params, self._held_out(), self.mesh.device)
 
     def _held_out(self) -> Iterator[tuple[Any, ...]]:
         """This rank's held-out batches, of as many rows as a training step has: that much memory there is."""

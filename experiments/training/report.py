@@ -102,9 +102,9 @@ class Report:
         self._row(step=number, **values, tokens_per_s=speed, seconds=float(f"{seconds:.8g}"))
         self._progress.step(number, self._text(values), seconds)
 
-    def held_out(self, number: int, loss: float) -> None:
-        """The held-out loss after step `number`, nats per token."""
-        self._row(step=number, held_out_loss=loss)
+    def held_out(self, number: int, loss: float, more: Mapping[str, float]) -> None:
+        """The held-out loss after step `number`, and what else was measured."""
+        self._row(step=number, held_out_loss=loss, **more)
 
     def say(self, text: str) -> None:
         self._progress.say(text)

@@ -55,8 +55,8 @@ class Setup(Protocol):
     def batch(self, state: fs.TrainState, loaded: tuple[Any, ...]) -> tuple[Any, ...]:
         """What a step takes, of its state and of what the loader gives."""
 
-    def evaluate(self, params: Any) -> float:
-        """The held-out loss."""
+    def evaluate(self, params: Any) -> tuple[float, Mapping[str, float]]:
+        """The held-out loss, and more numbers by name."""
 
     def sample(self, params: Any) -> str:
         """What the model says after the configuration's prompts."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +45,7 @@ class Training:
         config: the job's.
         plan: specs and options of `step`.
         loader: this rank's batches, each a tuple of arguments; it has `state_dict`.
-        evaluate: the held-out loss of parameters; all ranks call it together.
+        evaluate: the held-out loss of parameters, and more numbers; all ranks call it together.
         begin: the state to resume, and a loader that stands there.
         spent: where this process's time goes.
         replicas: what keeps states in memory, if anything does.
@@ -57,7 +57,7 @@ class Training:
     plan: Plan
     step: Any
     loader: Iterator[tuple[Any, ...]]
-    evaluate: Callable[[Any], float]
+    evaluate: Callable[[Any], tuple[float, Mapping[str, float]]]
     begin: Begin
     report: Report | Silent
     saver: Saver
@@ -237,8 +237,8 @@ def _held_out(training: Training, state: fs.TrainState, number: int) -> float | 
     if not _measures(training.config.run, number):
         return None
     with training.spent.on("evaluation"):
-        loss = training.evaluate(state.params)
-    training.report.held_out(number, loss)
+        loss, more = training.evaluate(state.params)
+    training.report.held_out(number, loss, {f"held_out_{name}": value for name, value in more.items()})
     return loss
 
 
@@ -272,8 +272,10 @@ def make_optimizer(
     schedule: ScheduleConfig,
     steps: int,
     undecayed: tuple[str, ...],
+    rates: Any = 1.0,
 ) -> fs.optim.Optimizer:
-    """Clipping, then the optimizer named; leaves that `undecayed`'s globs match do not decay. Or what a
+    """Clipping, then the optimizer named; leaves that `undecayed`'s globs match do not decay, and `rates` are
+    adamw's `lr_scale`. Or what a
     `_target_` makes by itself of the rate, if it has an `lr`, and of its other keys."""
     if isinstance(chosen, dict):
         rate = {"lr": make_rate(schedule, chosen["lr"], steps)} if "lr" in chosen else {}
@@ -282,7 +284,9 @@ def make_optimizer(
     rate = make_rate(schedule, chosen.lr, steps)
     decay = [*((glob, 0.0) for glob in undecayed), ("*", chosen.weight_decay)]
     if isinstance(chosen, AdamWConfig):
-        made = fs.optim.adamw(rate, b1=chosen.b1, b2=chosen.b2, eps=chosen.eps, weight_decay=decay)
+        made = fs.optim.adamw(
+            rate, b1=chosen.b1, b2=chosen.b2, eps=chosen.eps, weight_decay=decay, lr_scale=rates
+        )
     else:
         made = fs.optim.sgd(rate, momentum=chosen.momentum, nesterov=chosen.nesterov, weight_decay=decay)
     return made if chosen.clip is None else fs.optim.chain(fs.optim.clip_by_global_norm(chosen.clip), made)

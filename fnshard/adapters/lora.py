@@ -38,6 +38,8 @@ class Lora:
         targets: paths of the leaves that have one.
         transposed: those that `fn` multiplies by as they are, [in, out], as GPT-2 does.
         dropout: of what goes into the adapters.
+        dora: each row of W + s B A has the norm that the row had in W, times a number that trains, at first 1
+            (DoRA, Liu et al. 2024; there the product of the two trains).
     """
 
     rank: int
@@ -46,6 +48,7 @@ class Lora:
     transposed: tuple[str, ...] = ()
     dropout: float = 0.0
     rank_stabilised: bool = False
+    dora: bool = False
 
     @property
     def scale(self) -> float:
@@ -63,16 +66,18 @@ def lora(
     transposed: str = "",
     dropout: float = 0.0,
     rank_stabilised: bool = False,
+    dora: bool = False,
     train: str = "",
     seed: int = 0,
 ) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """`fn` with adapters, and its tree `{"base": params, frozen, "adapters": {path: {"a", "b"}}}`.
+    """`fn` with adapters, and its tree `{"base": params, frozen, "adapters": {path: {"a", "b"}}}`, or
+    `{"a", "b", "g"}` where `dora`.
 
     Args:
         fn: a pure function of (params, *batch).
         params: its tree; full leaves, which may be on meta. Adapters are real: A uniform, B zero, so that the
             function is at first what it was.
-        rank, alpha, dropout, rank_stabilised: see `Lora`; the returned function has it as `.lora`.
+        rank, alpha, dropout, rank_stabilised, dora: see `Lora`; the returned function has it as `.lora`.
         targets: globs of leaves, with or without ".weight", joined by "|", or a list of them.
         transposed: globs of those among them that are [in, out].
         train: globs of base leaves that train all the same ("*norm*|lm_head*").
@@ -98,7 +103,7 @@ def lora(
     if wrong:
         fix = f"name matrices that are frozen and at least {rank} both ways, or take a smaller rank."
         raise SpecError(f"{leaves(len(wrong))} cannot have an adapter:", wrong, fix)
-    settings = Lora(rank, float(alpha), tuple(chosen), tuple(turned), dropout, rank_stabilised)
+    settings = Lora(rank, float(alpha), tuple(chosen), tuple(turned), dropout, rank_stabilised, dora)
     base = [_frozen(leaf, path in trained) for path, leaf in named.items()]
     tuned = with_adapters(fn, settings)
     return tuned, {"base": tree.unflatten(base, structure), "adapters": init_adapters(settings, named, seed)}
@@ -159,6 +164,8 @@ def init_adapters(
         bound = 1 / math.sqrt(columns)
         a = torch.empty(settings.rank, columns, dtype=dtype).uniform_(-bound, bound, generator=generator)
         out[path] = {"a": nn.Parameter(a), "b": nn.Parameter(torch.zeros(rows, settings.rank, dtype=dtype))}
+        if settings.dora:
+            out[path]["g"] = nn.Parameter(torch.ones(rows, dtype=dtype))
         for part in out[path].values():
             part.adapts = f"base.{path}"  # the leaf whose unit it joins
     return out
@@ -231,7 +238,12 @@ class _Adapted(TorchFunctionMode):
             return out
         self._note(func, {k: v for k, v in given.items() if k != names[-1]})
         self.used.add(path)
-        return out + self._update(given[names[-2]], self.adapters[path]).to(out.dtype)
+        update = self._update(given[names[-2]], self.adapters[path]).to(out.dtype)
+        if not self.settings.dora:
+            return out + update
+        scale = row_scale(given[names[-1]], self.adapters[path], self.settings, turned).to(out.dtype)
+        bias = given.get("bias")
+        return (out + update) * scale if bias is None else (out - bias + update) * scale + bias
 
     def _note(self, func: Any, given: Any) -> None:
         """Targets that go elsewhere, in whatever they lie."""
@@ -243,6 +255,20 @@ class _Adapted(TorchFunctionMode):
         if self.settings.dropout:
             x = F.dropout(x, self.settings.dropout, training=True)
         return F.linear(F.linear(x, a), b) * self.settings.scale
+
+
+def row_scale(weight: Tensor, adapter: Mapping[str, Tensor], settings: Lora, transposed: bool) -> Tensor:
+    """What DoRA multiplies each row of W + s B A by, [rows]; its norms have no gradient, as in the paper.
+
+    Args:
+        weight: W, or its transpose.
+    """
+    with torch.no_grad():
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        whole = (weight.t() if transposed else weight).to(wide)
+        update = settings.scale * (adapter["b"].to(wide) @ adapter["a"].to(wide))
+        norms = whole.norm(dim=1) / (whole + update).norm(dim=1)
+    return adapter["g"].to(wide) * norms
 
 
 # By function: the names of its arguments up to the matrix, and whether that is [in, out] there.

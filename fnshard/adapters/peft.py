@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fnshard import tree
-from fnshard.adapters.lora import Lora
+from fnshard.adapters.lora import Lora, row_scale
 from fnshard.checkpoint.coordination import all_or_none
 from fnshard.errors import StateError, leaves
 from fnshard.layout.codecs import block_of, is_coded
@@ -39,7 +39,7 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def merge(params: Any, settings: Lora, specs: Any = None, mesh: Mesh | None = None) -> tuple[Any, Any]:
-    """The base with its adapters written into it: W + s B A. A collective.
+    """The base with its adapters written into it: W + s B A, of DoRA with its rows scaled. A collective.
 
     Args:
         params: `{"base", "adapters"}` of stored blocks, or a state of them.
@@ -70,7 +70,12 @@ def merge(params: Any, settings: Lora, specs: Any = None, mesh: Mesh | None = No
             if path in settings.targets:
                 full = _update(adapters[path], settings, path)
                 update = local_block(full.to(block.device), spec.storage, mesh)
-                block = (block.to(update.dtype) + update).to(spec.storage_dtype)
+                block = block.to(update.dtype) + update
+                if settings.dora:
+                    whole = _whole(stored, base, path, mesh)
+                    scale = _scale(whole, adapters[path], settings, path in settings.transposed)
+                    block = block * local_block(scale.to(block.device).expand_as(full), spec.storage, mesh)
+                block = block.to(spec.storage_dtype)
             out.append(block)
     plain = base.with_leaves(replace(s, codec=None) if is_coded(s) else s for s in base.leaves.values())
     return tree.unflatten(out, base.leaf_structure), plain.tree
@@ -80,6 +85,13 @@ def _update(adapter: Mapping[str, Tensor], settings: Lora, path: str) -> Tensor:
     wide = torch.promote_types(adapter["b"].dtype, torch.float32)
     update = settings.scale * (adapter["b"].to(wide) @ adapter["a"].to(wide))
     return update.t() if path in settings.transposed else update
+
+
+def _scale(whole: Tensor, adapter: Mapping[str, Tensor], settings: Lora, turned: bool) -> Tensor:
+    """What DoRA multiplies a leaf's rows by, as the leaf lies."""
+    adapter = {name: value.to(whole.device) for name, value in adapter.items()}
+    scale = row_scale(whole, adapter, settings, turned)
+    return scale if turned else scale[:, None]
 
 
 def save(
@@ -109,11 +121,13 @@ def save(
         what = "train with the adapters" if trained else "are transposed while others are not"
         raise StateError(f"PEFT's files have no place for leaves that {what}:", lines, fix)
     adapters = unshard(blocks["adapters"], specs["adapters"], mesh)
+    magnitudes = _magnitudes(blocks["base"], specs["base"], adapters, settings, mesh)
 
     def written() -> None:
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {_peft_name(leaf, n): v for leaf, parts in adapters.items() for n, v in parts.items()}
+        tensors = {_peft_name(leaf, n): parts[n] for leaf, parts in adapters.items() for n in "ab"}
+        tensors |= {_peft_name(leaf, "magnitude"): value for leaf, value in magnitudes.items()}
         aside = folder / f".{WEIGHTS}.writing"
         save_file({name: v.contiguous() for name, v in tensors.items()}, aside, {"format": "pt"})
         config = folder / f".{CONFIG}.writing"
@@ -229,8 +243,30 @@ def _misfits(leaf: str, parts: Mapping[str, Tensor], base: Tensor, settings: Lor
     return [] if found == wanted else [f"{of}: a, b are {found}, not {wanted or 'of a matrix'}"]
 
 
+def _magnitudes(
+    blocks: Any, specs: Any, adapters: Mapping[str, Any], settings: Lora, mesh: Mesh
+) -> dict[str, Tensor]:
+    """DoRA's norms of rows, which train there as they are."""
+    out: dict[str, Tensor] = {}
+    if settings.dora:
+        base, stored = ResolvedSpecs.of(specs), tree.flatten_with_paths(blocks)[0]
+        for leaf in settings.targets:
+            whole = _whole(stored, base, leaf, mesh)
+            norms = (whole.t() if leaf in settings.transposed else whole).float().norm(dim=1)
+            out[leaf] = adapters[leaf]["g"].float() * norms.to(adapters[leaf]["g"].device)
+    return out
+
+
+def _whole(stored: Any, base: ResolvedSpecs, path: str, mesh: Mesh | None) -> Tensor:
+    """A leaf of the base, decoded. A collective."""
+    spec = base.leaves[path]
+    block = block_of(stored, path, spec)
+    return unshard({path: block}, {path: replace(spec, codec=None)}, mesh)[path]
+
+
 def _peft_name(leaf: str, part: str) -> str:
-    return f"base_model.model.{leaf.removesuffix('.weight')}.lora_{part.upper()}.weight"
+    of = f"base_model.model.{leaf.removesuffix('.weight')}.lora_"
+    return f"{of}magnitude_vector" if part == "magnitude" else f"{of}{part.upper()}.weight"
 
 
 def _peft_config(settings: Lora, base: str | None) -> dict[str, Any]:
@@ -238,7 +274,8 @@ def _peft_config(settings: Lora, base: str | None) -> dict[str, Any]:
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "bias": "none",
         "inference_mode": True, "r": settings.rank, "lora_alpha": settings.alpha,
         "lora_dropout": settings.dropout,
-        "use_rslora": settings.rank_stabilised, "fan_in_fan_out": bool(settings.transposed),
+        "use_rslora": settings.rank_stabilised, "use_dora": settings.dora,
+        "fan_in_fan_out": bool(settings.transposed),
         "target_modules": sorted(path.removesuffix(".weight") for path in settings.targets),
     }  # fmt: skip
 

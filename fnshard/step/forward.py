@@ -77,6 +77,10 @@ class Forward:
         """How many programs were traced, and kernels compiled."""
         return self._cache.stats
 
+    def gather_strings(self, text: str) -> list[str]:
+        """As `Step.gather_strings`."""
+        return self._runner.rank.comm.gather_object(text)
+
     def lower(self, params: Any, /, *batch: Any, **keywords: Any) -> Lowered:
         """The forward for this batch, on paper; see `Step.lower`."""
         if isinstance(params, TrainState):

@@ -202,6 +202,42 @@ def test_peft_opens_them(tmp_path: Path) -> None:
     torch.testing.assert_close(opened(ids()).logits, mine, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_dora_is_pefts(tmp_path: Path, ranks: int) -> None:
+    """The same forward and gradients as PEFT's of the same numbers; merged and exported from shards."""
+    peft = pytest.importorskip("peft")
+    model, targets = llama().float(), "*.q_proj|*.down_proj"
+    apply, params = fs.make_functional(model)
+    fn, tree = fs.lora(lambda p, x: apply(p, input_ids=x).logits, params, rank=4, targets=targets, dora=True)
+    with torch.no_grad():
+        for parts in tree["adapters"].values():
+            parts["b"].normal_(generator=torch.Generator().manual_seed(1))
+            parts["g"].uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(2))
+    mine = fn(tree, ids())
+    mesh = fs.make_mesh(shard=ranks, simulated=True)
+    specs = fs.match_specs(tree, [("*", LayoutSpec(P("shard")))])
+
+    def written(rank: int) -> dict[str, torch.Tensor]:
+        blocks = fs.shard(tree, specs, mesh)
+        adapters.save(blocks, tmp_path, fn.lora, specs, mesh, base="tiny")
+        merged, plain = adapters.merge(blocks, fn.lora, specs, mesh)
+        return fs.unshard(merged, plain, mesh)
+
+    merged = fs.simulate(mesh, written)[0]
+    torch.testing.assert_close(apply(merged, input_ids=ids()).logits, mine, atol=1e-4, rtol=1e-4)
+    opened = peft.PeftModel.from_pretrained(model, str(tmp_path), is_trainable=True)
+    theirs = opened(ids()).logits
+    torch.testing.assert_close(theirs, mine, atol=1e-4, rtol=1e-4)
+    theirs.square().mean().backward()
+    expected = {n: p.grad for n, p in opened.named_parameters() if p.grad is not None}
+    gradients = torch.autograd.grad(mine.square().mean(), [parts["b"] for parts in tree["adapters"].values()])
+    for leaf, gradient in zip(tree["adapters"], gradients, strict=True):
+        name = f"base_model.model.{leaf.removesuffix('.weight')}.lora_B.default.weight"
+        torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-4)
+    with pytest.raises(StateError, match="use_dora is true, which is not known here"):
+        adapters.load(tmp_path, tree["base"])
+
+
 def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:
     fn, tree, _ = tuned(llama().float())
     adapters.save(tree, tmp_path, fn.lora, fs.match_specs(tree, [("*", LayoutSpec())]))

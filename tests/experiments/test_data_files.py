@@ -123,8 +123,8 @@ WRONG = {
         ({"messages": [{"role": "tool", "content": "a"}, ASSISTANT]}, "the chat template refuses it (Templ"),
         ({"messages": [{**USER, "content": "a<|end|>"}, ASSISTANT]}, "messages[0] spells the control token"),
         ({"prompt": "bye", "response": [USER, ASSISTANT]}, "a response begins with a user's message that is"),
-        ({"messages": [USER, ASSISTANT], "tools": [{"name": "f"}]}, "tools: tools and their calls are not"),
-        ({"messages": [USER, {**ASSISTANT, "tool_calls": [{}]}]}, "messages: [1]: tool_calls: tools"),
+        ({"messages": [USER, ASSISTANT], "tools": [{"name": "f"}]}, "the chat template does not show tools"),
+        ({"messages": [USER, {**ASSISTANT, "tool_calls": [{}]}]}, "messages: [1]: tool_calls: expected"),
         ({"prompt": "a" * 100, "response": "a"}, "takes 102 positions, the context has 64"),
     ],
     "pairs": [

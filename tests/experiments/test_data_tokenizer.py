@@ -51,6 +51,30 @@ def test_transformers_opens_the_saved_byte_tokenizer(tmp_path, kind):
     assert load_tokenizer(tmp_path) == ours and theirs.key != ours.key
 
 
+CALLING = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content or '' }}{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}</s>"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_calls_of_tools_are_learned_as_the_template_writes_them(directory):
+    tokenizer = open_directory(directory(tokenizer_config={"eos_token": "</s>", "chat_template": CALLING}))
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    talk = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2"},
+        {"role": "assistant", "content": "Two."},
+    ]
+    (found,) = sample({"messages": talk, "tools": tools}, tokenizer)
+    text, ids = learned_text(tokenizer, found)
+    whole = tokenizer.decode(ids, control=True)
+    assert "add" in text and "Two." in text and "1+1?" not in text and text.count("</s>") == 2
+    assert "parameters" in whole and "parameters" not in text
+
+
 # ------------------------------------------------------------------ files
 
 

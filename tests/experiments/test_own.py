@@ -103,7 +103,7 @@ def test_functions_of_ones_own_train_and_resume(tmp_path, monkeypatch):
 
 def held_out(rank: int, config: TrainConfig) -> float:
     setup = loop.prepare(config)
-    return setup.evaluate(setup.first_state().params)
+    return setup.evaluate(setup.first_state().params)[0]
 
 
 def test_two_ranks_measure_what_one_does(ranks):

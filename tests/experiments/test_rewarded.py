@@ -16,10 +16,11 @@ from tuning import STEPS, config_of
 
 import fnshard as fs
 from experiments.configs.train import ConfigError
+from experiments.data.tokenizer import byte_tokenizer
 from experiments.finetune import lm, loop
 from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.decode import decode_of, prefill_of
-from experiments.finetune.rewards import REWARDS, checked, reward_of
+from experiments.finetune.rewards import REWARDS, checked, rewards_of
 from experiments.finetune.rollout import Rollouts, draw
 from experiments.finetune.tasks import solved, task_files
 from experiments.training import steps
@@ -135,11 +136,15 @@ def test_rewards_by_name(tmp_path: Path) -> None:
     assert REWARDS["exact"]([""], [" 12\n"], row("12")) == [1.0]
     assert REWARDS["number"]([""], ["so it is 1,204."], row("#### 1204")) == [1.0]
     assert REWARDS["number"]([""], ["none"], row("3")) == [0.0]
-    assert reward_of({"name": "format", "pattern": r"<a>.*</a>"})([""], ["<a>x</a>"], row("")) == [1.0]
-    assert reward_of({"name": "length", "most": 2})([""], ["1234"], row("")) == [0.5]
-    assert solved(["make 12 of 3 4="], ["4*3"], row("3*4")) == [1.0]
+    (form,) = rewards_of({"name": "format", "pattern": r"<a>.*</a>"})
+    assert form.reward([""], ["<a>x</a>"], row("")) == [1.0]
+    both = rewards_of(["exact", {"name": "length", "most": 2, "weight": 0.25}])
+    assert [(each.name, each.weight) for each in both] == [("exact", 1.0), ("length", 0.25)]
+    assert both[1].reward([""], ["1234"], row("")) == [0.5]
+    assert REWARDS["places"](["", ""], ["12x", ""], row("1234") * 2) == [0.5, 0.0]
+    assert solved(["make 12: 34="], ["4*3"], row("3*4")) == [1.0]
     for wrong in ("12", "3*4*1", "3**4", "4*3)", "__import__('os')", "3+4", ""):
-        assert solved(["make 12 of 3 4="], [wrong], row("3*4")) == [0.0]
+        assert solved(["make 12: 34="], [wrong], row("3*4")) == [0.0]
     train, held_out = ({*path.read_text().splitlines()} for path in task_files(tmp_path))
     assert not train & held_out and len(held_out) == 200
 
@@ -164,17 +169,47 @@ def test_a_reward_that_gives_something_else_is_one_error(reward: Any, message: s
 
 
 def test_a_reward_of_ones_own_is_named_by_its_path() -> None:
-    made = reward_of({"_target_": "test_rewarded.ones", "value": 0.25})
-    assert checked(made, ["p"], ["a"], row("")) == [0.25]
+    (made,) = rewards_of({"_target_": "test_rewarded.ones", "value": 0.25})
+    assert made.name == "ones" and checked(made.reward, ["p"], ["a"], row("")) == [0.25]
+    for wrong, message in {
+        "exakt": "exakt: one of exact",
+        ("exact", "exact"): "rewards of different names, not exact, exact",
+        (): "rewards of different names, not none",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            rewards_of(wrong)
     with pytest.raises(ConfigError, match=r"Error locating target 'nowhere.at_all'"):
-        reward_of({"_target_": "nowhere.at_all"})
-    with pytest.raises(ConfigError, match="exakt: one of exact"):
-        reward_of("exakt")
+        rewards_of({"_target_": "nowhere.at_all"})
+    with pytest.raises(ConfigError, match="weight=heavy: expected a number"):
+        rewards_of({"name": "exact", "weight": "heavy"})
+
+
+def test_a_reward_model_is_a_directory(model, tmp_path):
+    """It gives the number that transformers gives for prompt and answer together."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.from_pretrained(model, num_labels=1, pad_token_id=0)
+    torch.manual_seed(1)
+    theirs = transformers.AutoModelForSequenceClassification.from_config(config).eval()
+    theirs.save_pretrained(tmp_path)
+    byte_tokenizer().save(tmp_path)
+    (made,) = rewards_of(str(tmp_path))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    numbers = checked(made.reward, ["1+1=", "longer, 1+1="], ["2", "3"], row("") * 2)
+    for number, prompt, answer in zip(numbers, ("1+1=", "longer, 1+1="), "23", strict=True):
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        ids = tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)
+        assert number == pytest.approx(theirs(ids["input_ids"]).logits.item(), rel=1e-5)
+    assert numbers[0] != numbers[1]
+    with pytest.raises(ConfigError, match="it has 2 labels; expected: 1"):
+        two = transformers.AutoConfig.from_pretrained(model, num_labels=2, pad_token_id=0)
+        transformers.AutoModelForSequenceClassification.from_config(two).save_pretrained(tmp_path / "two")
+        byte_tokenizer().save(tmp_path / "two")
+        rewards_of(str(tmp_path / "two"))
 
 
 # ------------------------------------------------------------------ the job
 
-SMALL = ("objective.group=4", "objective.tokens=3", "optimizer.lr=0.02")
+SMALL = ("objective.group=4", "data.held_out_rows=4", "objective.tokens=3", "optimizer.lr=0.02")
 TIMES = ("seconds", "tokens_per_s")
 
 
@@ -195,12 +230,14 @@ def timeless(folder: Path) -> list[dict[str, Any]]:
 def test_a_run_is_rewarded_and_resumes_bit_for_bit(model, data, tmp_path, monkeypatch, objective, more):
     """Killed while answers are drawn, and again between two steps."""
     config = config_of(model, data, tmp_path, f"objective={objective}", *SMALL, *more)
-    config = replace(config, objective=replace(config.objective, reward={"name": "length", "most": 1}))
+    config = replace(
+        config, objective=replace(config.objective, reward=[{"name": "length", "most": 1}, "exact"])
+    )
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     setup = loop.prepare(config)
     monkeypatch.setattr(loop, "prepare", lambda _: setup)
     loop.finetune(config, run_in(whole), [], Stop())
-    assert read_result(whole)["status"] == "ok" and 0 <= read_result(whole)["held_out_reward"] <= 1
+    assert read_result(whole)["status"] == "ok" and 0 <= read_result(whole)["held_out_length"] <= 1
     rows = [each for each in timeless(whole) if "loss" in each]
     assert len(rows) == STEPS and all(each["mismatch"] < 1e-9 and each["entropy"] > 0 for each in rows)
     assert ("kl" in rows[0]) == any("beta" in each for each in more) and any(

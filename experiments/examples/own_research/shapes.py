@@ -2,7 +2,7 @@
 
     cd experiments/examples/own_research
     python -m experiments.train --config-dir conf experiment=shapes
-    python -m experiments.train --config-dir conf experiment=shapes --multirun model.width=8,16,32
+    python -m experiments.train --config-dir conf --multirun experiment=shapes model.width=8,16,32
 
 A model, data and a loss, and nothing that knows of ranks, shards, checkpoints or dtypes.
 """

@@ -1,0 +1,1 @@
+"""Evaluation of language models on public benchmarks: `python -m experiments.evaluate`."""

@@ -1,0 +1,102 @@
+"""A scorer as a model of lm-eval (Gao et al. 2023), whose tasks, prompts and metrics are its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from experiments.configs.train import ConfigError
+from experiments.evaluate.config import EvaluateConfig
+from experiments.evaluate.scorer import Scorer
+from fnshard.errors import MissingExtraError
+
+try:
+    import lm_eval
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.model import LM
+except ImportError as error:
+    raise MissingExtraError("lm-eval is not installed. Fix: pip install 'fnshard[lm-eval]'.") from error
+
+
+class HarnessModel(LM):
+    """All ranks run the harness, and share what it asks of this."""
+
+    def __init__(self, scorer: Scorer, params: Any):
+        super().__init__()
+        self.scorer, self.params = scorer, params
+        self.gather = scorer.forward(lambda params: 0).gather_strings
+
+    def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
+        """Of (context, continuation)."""
+        pairs = [self.scorer.pair(*request.args) for request in requests]
+        begin = list(self.scorer.tokenizer.begin or self.scorer.tokenizer.stops[:1])  # of an empty context
+        groups = [[(context or begin, after)] for context, after in pairs]
+        mine = {number: found[0] for number, found in self.scorer.logprobs(self.params, groups)}
+        return [tuple(each) for each in self._all(mine, len(requests))]
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
+        """Of whole texts, of which the last tokens count if they are longer than the model's context."""
+        begin = list(self.scorer.tokenizer.begin or self.scorer.tokenizer.stops[:1])
+        groups = [[(begin, self.scorer.tokenizer.encode(*request.args))] for request in requests]
+        mine = {number: found[0][0] for number, found in self.scorer.logprobs(self.params, groups)}
+        return self._all(mine, len(requests))
+
+    def generate_until(self, requests: Sequence[Instance]) -> list[str]:
+        """Greedy answers to (context, options), up to one of the options' `until`."""
+        out: dict[int, str] = {}
+        for most in sorted({how.get("max_gen_toks", self.scorer.tokens) for _, how in map(_args, requests)}):
+            of = [
+                n
+                for n, r in enumerate(requests)
+                if _args(r)[1].get("max_gen_toks", self.scorer.tokens) == most
+            ]
+            prompts = [_args(requests[number])[0] for number in of]
+            mine = dict(self.scorer.answers(self.params, prompts, most))
+            out |= dict(zip(of, self._all(mine, len(of)), strict=True))
+        return [_until(out[number], _args(request)[1]) for number, request in enumerate(requests)]
+
+    def _all(self, mine: dict[int, Any], count: int) -> list[Any]:
+        found = {int(n): v for each in self.gather(json.dumps(mine)) for n, v in json.loads(each).items()}
+        return [found[number] for number in range(count)]
+
+
+def _args(request: Instance) -> tuple[str, dict[str, Any]]:
+    return request.args
+
+
+def _until(text: str, how: dict[str, Any]) -> str:
+    stops = how.get("until") or []
+    for stop in [stops] if isinstance(stops, str) else stops:
+        text = text.split(stop)[0] if stop else text
+    return text
+
+
+def harness_results(
+    task: str, scorer: Scorer, params: Any, config: EvaluateConfig
+) -> dict[str, dict[str, float]]:
+    """`{task/metric: {value, stderr, questions}}` of a task of the harness, by name or by its YAML file.
+
+    Raises:
+        ConfigError: it knows no such task.
+    """
+    try:
+        found = lm_eval.simple_evaluate(
+            HarnessModel(scorer, params), tasks=[task], num_fewshot=config.shots or None, limit=config.limit,
+            bootstrap_iters=1000, log_samples=False,
+        )  # fmt: skip
+    except (KeyError, ValueError, FileNotFoundError) as error:
+        raise ConfigError(f"tasks=lm-eval:{task}: {error}") from error
+    out: dict[str, dict[str, float]] = {}
+    if found is None:  # the first rank of a machine alone has them
+        return out
+    for name, metrics in found["results"].items():
+        count = found["n-samples"][name]["effective"]
+        for metric, value in metrics.items():
+            kind, _, how = metric.partition(",")
+            if how and not kind.endswith("_stderr") and isinstance(value, float):
+                label = f"{name}/{kind}" + ("" if how == "none" else f" ({how})")
+                spread = metrics.get(f"{kind}_stderr,{how}")
+                spread = spread if isinstance(spread, float) else float("nan")
+                out[label] = {"value": value, "stderr": spread, "questions": count}
+    return out

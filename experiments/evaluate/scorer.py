@@ -1,0 +1,152 @@
+"""Scorer: log-probabilities of texts and greedy answers, from sharded leaves."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fnshard as fs
+from experiments.data.tokenizer import DirectoryTokenizer
+from experiments.evaluate.tasks import STOPS, Question, Task, graded
+from experiments.finetune.decode import decode_of, prefill_of
+from experiments.finetune.lm import LanguageModel
+from experiments.finetune.rollout import Rollouts
+from fnshard.losses import IGNORE
+
+WIDTH = 64  # rows are as wide as this times a power of two: one program for each
+Pair = tuple[list[int], list[int]]  # tokens of a context, and of what follows it
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """All ranks call its methods together, with the same arguments; each computes a part of the questions.
+
+    Args:
+        forward: compiles a function of the model's leaves for the leaves that are sharded.
+        rows: that a rank computes at once.
+        tokens: the most of a generated answer.
+    """
+
+    lm: LanguageModel
+    tokenizer: DirectoryTokenizer
+    mesh: fs.Mesh
+    forward: Callable[[Callable[..., Any]], Any]
+    rows: int = 16
+    tokens: int = 256
+
+    def results(self, params: Any, task: Task, done: set[int] = frozenset()) -> Iterator[tuple[int, dict]]:
+        """`(number, {metric: 1 or 0})` of this rank's questions, as they are answered.
+
+        Args:
+            done: numbers of questions that are left out.
+        """
+        numbers = [n for n in range(len(task.questions)) if n not in done]
+        choose = [n for n in numbers if task.questions[n].choices]
+        yield from self._chosen(params, task, choose)
+        yield from self._generated(params, task, [n for n in numbers if not task.questions[n].choices])
+
+    def logprobs(
+        self, params: Any, groups: Sequence[Sequence[Pair]]
+    ) -> Iterator[tuple[int, list[tuple[float, bool]]]]:
+        """Of this rank's groups: number, and of each pair the log-probability of what follows its context and
+        whether that is the likeliest."""
+        rows = max([self.rows, *map(len, groups)])
+        run = self.forward(_sums(self.lm))
+        lengths = [max(len(a) + len(b) for a, b in group) - 1 for group in groups]
+        for width, mine in self._rounds(lengths, [len(group) for group in groups], rows):
+            tokens = torch.zeros(rows, width, dtype=torch.int64)
+            targets = torch.full_like(tokens, IGNORE)
+            for row, (context, after) in enumerate(pair for number in mine for pair in groups[number]):
+                whole = torch.tensor([*context, *after][-width - 1 :])
+                tokens[row, : len(whole) - 1] = whole[:-1]
+                targets[row, max(0, len(whole) - 1 - len(after)) : len(whole) - 1] = whole[1:][-len(after) :]
+            both = iter(zip(*(each.tolist() for each in run(params, tokens, targets)), strict=True))
+            yield from ((number, list(islice(both, len(groups[number])))) for number in mine)
+
+    def answers(self, params: Any, prompts: Sequence[str], tokens: int) -> Iterator[tuple[int, str]]:
+        """Of this rank's prompts: number, and a greedy answer."""
+        most = (self.lm.context or 2**31) - tokens
+        encoded = [self.encode(prompt)[-most:] for prompt in prompts]
+        stops, decode = frozenset(self.tokenizer.stops), self.forward(decode_of(self.lm))
+        for wide, mine in self._rounds(list(map(len, encoded)), [1] * len(encoded), self.rows):
+            width = min(wide, most)
+            rollouts = Rollouts(
+                self.forward(prefill_of(self.lm, width + tokens)), decode, self.rows, width, tokens, stops,
+                decode.gather_strings, self.mesh.device, temperature=0.0,
+            )  # fmt: skip
+            unused = torch.zeros(len(mine), tokens, dtype=torch.float64)
+            drawn = rollouts(params, [encoded[number] for number in mine], unused)
+            for number, row in zip(mine, drawn.texts(), strict=True):
+                yield number, self.tokenizer.decode([t for t in row if t not in stops])
+
+    def encode(self, text: str) -> list[int]:
+        """As the model's tokenizer encodes a text that nothing comes before."""
+        return [*self.tokenizer.begin, *self.tokenizer.encode(text)]
+
+    def pair(self, context: str, after: str) -> Pair:
+        """Tokens of both; blanks at the end of a context are of what follows it."""
+        kept = context.rstrip()
+        whole, first = self.encode(context + after), self.encode(kept)
+        return whole[: len(first)], whole[len(first) :]
+
+    def _chosen(self, params: Any, task: Task, numbers: Sequence[int]) -> Iterator[tuple[int, dict]]:
+        asked = [task.questions[number] for number in numbers]
+        groups = [[self.pair(q.prompt, f" {choice}") for choice in q.choices] for q in asked]
+        for place, found in self.logprobs(params, groups):
+            yield numbers[place], _accuracy(asked[place], [logprob for logprob, _ in found])
+
+    def _generated(self, params: Any, task: Task, numbers: Sequence[int]) -> Iterator[tuple[int, dict]]:
+        prompts = [task.questions[number].prompt for number in numbers]
+        for place, answer in self.answers(params, prompts, self.tokens):
+            for stop in STOPS:
+                answer = answer.split(stop)[0]
+            question = task.questions[numbers[place]]
+            yield numbers[place], {**graded(question, answer), "answer": answer}
+
+    def _rounds(
+        self, lengths: Sequence[int], sizes: Sequence[int], rows: int
+    ) -> Iterator[tuple[int, list[int]]]:
+        """A width, and this rank's numbers, whose sizes come to `rows` at most; the longest come first, and
+        memory that suffices for these suffices for all."""
+        waiting = deque(sorted(range(len(lengths)), key=lambda number: -lengths[number]))
+        while waiting:
+            width, ranks = self._width(lengths[waiting[0]]), []
+            for _ in range(self.mesh.data_size):
+                ranks.append([])
+                room = rows
+                while waiting and sizes[waiting[0]] <= room:
+                    room -= sizes[waiting[0]]
+                    ranks[-1].append(waiting.popleft())
+            yield width, ranks[self.mesh.data_rank]
+
+    def _width(self, length: int) -> int:
+        wide = WIDTH
+        while wide < length:
+            wide *= 2
+        return min(wide, self.lm.context or wide)
+
+
+def _accuracy(question: Question, logprobs: Sequence[float]) -> dict[str, float]:
+    """Whether the likeliest choice is right, as it is and by its letters."""
+    by_letter = [p / len(choice) for p, choice in zip(logprobs, question.choices, strict=True)]
+    best = {"acc": logprobs, "acc_norm": by_letter}
+    return {metric: float(numbers.index(max(numbers)) == question.answer) for metric, numbers in best.items()}
+
+
+def _sums(lm: LanguageModel) -> Callable[..., tuple[Tensor, Tensor]]:
+    """`fn(params, tokens [B, T], targets [B, T]) -> (fp32 [B], bool [B])`."""
+
+    def fn(params: Any, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = lm.hidden(params, tokens)
+        likeliest = lm.unembed(params, hidden).argmax(-1)
+        return -lm.losses(params, hidden, targets).sum(1), ((likeliest == targets) | (targets == IGNORE)).all(
+            1
+        )
+
+    return fn
