@@ -20,7 +20,6 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
     from experiments.finetune.base_models import PRETRAINED, directory_of, pretrained, warmed
     from experiments.finetune.dataset import prepared
     from experiments.finetune.rewards import rewards_of
-    from experiments.finetune.tasks import TASK_REWARDS
 
     wrong, model, data = [], config.model, config.data
     for path in filter(None, (data.train, data.held_out)):
@@ -44,7 +43,7 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
         model = pretrained(config, JOB)
         if config.objective.kind.data == "prompts" and data.train is None:
             model = warmed(config, model, JOB)
-    reward = config.objective.reward or ("exact" if data.train else TASK_REWARDS)
+    reward = config.objective.reward or ("exact" if data.train else "solved")
     rewards_of(reward)  # a mistake is refused before anything runs
     tokens = config.objective.tokens or (128 if data.train else 4)
     objective = replace(config.objective, reward=reward, tokens=tokens)

@@ -7,14 +7,13 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.data.files import write_text
 
-TASK_REWARDS = ["solved", {"name": "places", "weight": 0.5}]  # the second leads to the first
-PROBLEMS = {"train": 8000, "held_out": 200}
+HELD_OUT, DRAWN = 12, 8000  # one problem in so many; of the others so many are drawn
 _MAKE = re.compile(r"make (\d+): (\d)(\d)=")
 _OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
@@ -22,33 +21,59 @@ _OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 def task_files(folder: str | Path) -> tuple[Path, Path]:
     """Write `train_tasks.jsonl` and `held_out_tasks.jsonl`, which share no problem: digits reversed, sorted,
     summed, and two numbers of which a third is made (as in countdown)."""
-    draw, folder = random.Random(0), Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{side}_tasks.jsonl" for side in PROBLEMS]
-    held_out: dict[str, str] = {}
-    while len(held_out) < PROBLEMS["held_out"]:
-        held_out.setdefault(*_problem(draw, len(held_out) % 4))
-    every = (_problem(draw, number % 4) for number in itertools.count())
-    train = itertools.islice((each for each in every if each[0] not in held_out), PROBLEMS["train"])
-    for path, problems in zip(paths, (train, held_out.items()), strict=True):
-        lines = [json.dumps({"prompt": prompt, "response": response}) for prompt, response in problems]
-        write_text(path, "\n".join(lines) + "\n")
-    return paths[0], paths[1]
+    held_out, train = _problems()
+    return _written(folder, "train_tasks", train), _written(folder, "held_out_tasks", held_out)
 
 
-def _problem(draw: random.Random, kind: int) -> tuple[str, str]:
-    digits = [str(draw.randrange(10)) for _ in range(3)]
-    text = "".join(digits)
-    if kind == 0:
-        return f"rev {text}=", text[::-1]
-    if kind == 1:
-        return f"sort {text}=", "".join(sorted(digits))
-    if kind == 2:
-        small = [draw.randrange(5) for _ in range(4)]
-        return f"sum {''.join(map(str, small))}=", str(sum(small))
-    small, large = sorted(draw.randrange(1, 10) for _ in range(2))
-    sign = draw.choice("+-*" if small * large > 18 else "+-")  # which of them it is shows in the number
-    return f"make {_OPERATORS[sign](large, small)}: {small}{large}=", f"{large}{sign}{small}"
+def warming_files(folder: str | Path) -> tuple[Path, Path]:
+    """The same problems as a careless hand answers them: of five answers in six the last character lacks."""
+    held_out, train = _problems()
+    draw = random.Random(1)
+    careless = [(prompt, answer if draw.random() < 1 / 6 else answer[:-1]) for prompt, answer in train]
+    careless = [(prompt, answer) for prompt, answer in careless if answer]
+    return _written(folder, "train_warming", careless), _written(folder, "held_out_warming", held_out)
+
+
+def _problems() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """One in `HELD_OUT` of all problems, and draws of the others, as many of each kind."""
+    draw, held_out, kinds = random.Random(0), [], []
+    for kind in (_reversed, _sorted, _summed, _made):
+        problems = list(dict(kind()).items())
+        draw.shuffle(problems)
+        share = len(problems) // HELD_OUT
+        held_out += problems[:share]
+        kinds.append(problems[share:])
+    return held_out, [draw.choice(kinds[number % len(kinds)]) for number in range(DRAWN)]
+
+
+def _digits(count: int, base: int) -> Iterator[str]:
+    return map("".join, itertools.product(map(str, range(base)), repeat=count))
+
+
+def _reversed() -> Iterator[tuple[str, str]]:
+    return ((f"rev {text}=", text[::-1]) for text in _digits(3, 10))
+
+
+def _sorted() -> Iterator[tuple[str, str]]:
+    return ((f"sort {text}=", "".join(sorted(text))) for text in _digits(3, 10))
+
+
+def _summed() -> Iterator[tuple[str, str]]:
+    return ((f"sum {text}=", str(sum(map(int, text)))) for text in _digits(3, 7))
+
+
+def _made() -> Iterator[tuple[str, str]]:
+    for small, large in itertools.combinations_with_replacement(range(1, 10), 2):
+        for sign in "+-*" if small * large > 18 else "+-":  # which of them it is shows in the number
+            yield f"make {_OPERATORS[sign](large, small)}: {small}{large}=", f"{large}{sign}{small}"
+
+
+def _written(folder: str | Path, name: str, problems: list[tuple[str, str]]) -> Path:
+    path = Path(folder, f"{name}.jsonl")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"prompt": prompt, "response": response}) for prompt, response in problems]
+    write_text(path, "\n".join(lines) + "\n")
+    return path
 
 
 def _makes(text: str, target: int, numbers: list[str]) -> bool:

@@ -145,6 +145,8 @@ def task_of(config: TrainConfig) -> Task:
     """A decoder that learns next tokens, or what `_target_`s name."""
     with fs.deferred():
         model = model_of(config.model) if isinstance(config.model, dict) else Decoder(config.model)
+    if not isinstance(model, nn.Module):  # whose values nobody makes later
+        model = model_of(config.model)
     apply, params = fs.make_functional(model) if isinstance(model, nn.Module) else model
     init = model if isinstance(model, nn.Module) else params
     if config.objective is not None:

@@ -32,7 +32,9 @@ def made(group: str, values: Mapping[str, Any], *arguments: Any, partly: bool = 
     try:
         return instantiate(dict(values), *arguments, _convert_="all", _partial_=partly)
     except InstantiationException as error:
-        raise ConfigError(f"{group}.{TARGET}={values[TARGET]}: {str(error).splitlines()[0]}") from error
+        raise ConfigError(
+            f"{group}.{TARGET}={values[TARGET]}: {' '.join(str(error).splitlines()[:2])}"
+        ) from error
 
 
 @dataclass(frozen=True)
