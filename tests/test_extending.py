@@ -272,7 +272,7 @@ def test_a_pass_and_a_rewrite(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_tracker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(registry.TRACKERS, "notes", lambda config: Notes())
-    config = SimpleNamespace(tensorboard=False, wandb=False, mlflow=False, notes=True)
+    config = SimpleNamespace(tensorboard=False, wandb=False, mlflow=False, own=(), notes=True)
     notes = registry.chosen(config)["notes"]
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 1, "loss": 2.0}\n')

@@ -91,7 +91,7 @@ def harness_results(
     if found is None:  # the first rank of a machine alone has them
         return out
     for name, metrics in found["results"].items():
-        count = found["n-samples"][name]["effective"]
+        count = found["n-samples"].get(name, {}).get("effective", 0)  # a group of tasks has none of its own
         for metric, value in metrics.items():
             kind, _, how = metric.partition(",")
             if how and not kind.endswith("_stderr") and isinstance(value, float):

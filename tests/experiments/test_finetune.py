@@ -123,13 +123,23 @@ def tuned(rank: int, config: FinetuneConfig, folder: str) -> None:
     loop.finetune(config, run_in(Path(folder)), [], Stop())
 
 
+DORA = ("method.dora=true", "method.b_rate=4")
+
+
 @pytest.mark.parametrize(
-    "axes", [{"tensor": 2}, pytest.param({"context": 2}, marks=pytest.mark.long)], ids=str
+    ("axes", "more"),
+    [
+        ({"tensor": 2}, ("method.neftune=5",)),
+        ({"shard": 2}, DORA),
+        ({"tensor": 2}, DORA),
+        pytest.param({"context": 2}, (), marks=pytest.mark.long),
+    ],
+    ids=str,
 )
-def test_split_over_two_ranks_it_is_the_same(ranks, model, data, tmp_path, axes):
+def test_split_over_two_ranks_it_is_the_same(ranks, model, data, tmp_path, axes, more):
     """Losses and answers."""
     double = [f"precision.{part}=float64" for part in ("storage", "compute", "reduce", "optimizer")]
-    config = config_of(model, data, tmp_path, "export=merged", "run.steps=2", *double)
+    config = config_of(model, data, tmp_path, "export=merged", "run.steps=2", *double, *more)
     one, two = tmp_path / "one", tmp_path / "two"
     tuned(0, config, str(one))
     ranks(2).run(tuned, replace(config, mesh=replace(config.mesh, **axes)), str(two))
@@ -139,6 +149,32 @@ def test_split_over_two_ranks_it_is_the_same(ranks, model, data, tmp_path, axes)
     ]
     assert [pytest.approx(row, rel=1e-9) for row in rows[1]] == rows[0]
     assert (one / "samples.txt").read_text() == (two / "samples.txt").read_text()
+
+
+def test_noise_rates_and_scales_change_what_is_trained_and_not_what_is_measured(model, data, tmp_path):
+    """NEFTune is in the training's loss alone; B has a rate of its own; DoRA's scales train."""
+    finals = {}
+    for name, more in {
+        "plain": (),
+        "noise": ("method.neftune=5",),
+        "rate": ("method.b_rate=16",),
+        "dora": DORA,
+    }.items():
+        setup = loop.prepare(config_of(model, data, tmp_path, "run.steps=1", *more))
+        state = setup.first_state()
+        assert setup.evaluate(state.params)[0] == pytest.approx(
+            finals.setdefault("at first", setup.evaluate(state.params)[0])
+        )
+        state, metrics = setup.step(state, *next(setup.loader()))
+        moved = fs.tree.flatten_with_paths(state.params["adapters"])[0]
+        finals[name] = (
+            metrics.numbers()["loss"],
+            max(v.abs().max().item() for p, v in moved.items() if p.endswith(".b")),
+        )
+        if name == "dora":
+            assert all((v != 1).any() for p, v in moved.items() if p.endswith(".g"))
+    assert finals["noise"][0] != finals["plain"][0] == pytest.approx(finals["rate"][0])
+    assert finals["rate"][1] == pytest.approx(16 * finals["plain"][1], rel=1e-3)
 
 
 def test_what_is_in_the_way_is_kept(model, data, tmp_path, capfd):

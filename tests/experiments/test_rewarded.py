@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.decode import decode_of, prefill_of
 from experiments.finetune.rewards import REWARDS, checked, rewards_of
 from experiments.finetune.rollout import Rollouts, draw
-from experiments.finetune.tasks import solved, task_files
+from experiments.finetune.tasks import solved, task_files, warming_files
 from experiments.training import steps
 from experiments.training.result import read_result
 from fnshard.launcher.rank import Stop
@@ -145,8 +146,15 @@ def test_rewards_by_name(tmp_path: Path) -> None:
     assert solved(["make 12: 34="], ["4*3"], row("3*4")) == [1.0]
     for wrong in ("12", "3*4*1", "3**4", "4*3)", "__import__('os')", "3+4", ""):
         assert solved(["make 12: 34="], [wrong], row("3*4")) == [0.0]
-    train, held_out = ({*path.read_text().splitlines()} for path in task_files(tmp_path))
-    assert not train & held_out and len(held_out) == 200
+    train, held_out = ([*map(json.loads, p.read_text().splitlines())] for p in task_files(tmp_path))
+    assert not {r["prompt"] for r in train} & {r["prompt"] for r in held_out} and len(held_out) == 203
+    for each in (train, held_out):
+        given = [r["prompt"] for r in each], [r["response"] for r in each]
+        assert sum(solved(*given, each)) == len(each)
+    careless = [json.loads(line) for line in warming_files(tmp_path)[0].read_text().splitlines()]
+    whole = {r["prompt"]: r["response"] for r in train}
+    assert 0.1 < sum(r["response"] == whole[r["prompt"]] for r in careless) / len(careless) < 0.25
+    assert len(careless) > 7000 and {r["prompt"] for r in careless} <= {r["prompt"] for r in train}
 
 
 def ones(prompts: Any, answers: Any, rows: Any, *, value: float = 1.0) -> list[float]:

@@ -31,12 +31,12 @@ def test_a_report_goes_on_where_its_checkpoint_is(tmp_path):
     for number in (1, 2, 3, 4, 5):
         first.step(number, values, 0.5)
         if number % 2 == 0:
-            first.held_out(number, 2.0)
+            first.held_out(number, 2.0, {})
     first.close()
     path = tmp_path / METRICS
     path.write_text(path.read_text() + '{"step": 6, "lo')  # it was killed there
     again = Report(tmp_path, 6, 10, 4, path, stream=shown)
-    again.held_out(4, 2.0)
+    again.held_out(4, 2.0, {})
     again.step(5, values, 0.5)
     again.step(6, values, 0.5)
     again.close()
