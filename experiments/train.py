@@ -31,9 +31,8 @@ def prepare(config: TrainConfig) -> TrainConfig:
     from experiments.training.dataset import open_dataset
     from experiments.training.own import check_targets
 
-    if isinstance(config.data, dict):
-        check_targets(config)
-    else:
+    check_targets(config)
+    if not isinstance(config.data, dict):
         open_dataset(config)
     return config
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -39,6 +39,7 @@ class Scorer:
     forward: Callable[[Callable[..., Any]], Any]
     rows: int = 16
     tokens: int = 256
+    _programs: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def results(self, params: Any, task: Task, done: set[int] = frozenset()) -> Iterator[tuple[int, dict]]:
         """`(number, {metric: 1 or 0})` of this rank's questions, as they are answered.
@@ -57,7 +58,7 @@ class Scorer:
         """Of this rank's groups: number, and of each pair the log-probability of what follows its context and
         whether that is the likeliest."""
         rows = max([self.rows, *map(len, groups)])
-        run = self.forward(_sums(self.lm))
+        run = self._program(_sums)
         lengths = [max(len(a) + len(b) for a, b in group) - 1 for group in groups]
         for width, mine in self._rounds(lengths, [len(group) for group in groups], rows):
             tokens = torch.zeros(rows, width, dtype=torch.int64)
@@ -73,11 +74,11 @@ class Scorer:
         """Of this rank's prompts: number, and a greedy answer."""
         most = (self.lm.context or 2**31) - tokens
         encoded = [self.encode(prompt)[-most:] for prompt in prompts]
-        stops, decode = frozenset(self.tokenizer.stops), self.forward(decode_of(self.lm))
+        stops, decode = frozenset(self.tokenizer.stops), self._program(decode_of)
         for wide, mine in self._rounds(list(map(len, encoded)), [1] * len(encoded), self.rows):
             width = min(wide, most)
             rollouts = Rollouts(
-                self.forward(prefill_of(self.lm, width + tokens)), decode, self.rows, width, tokens, stops,
+                self._program(prefill_of, width + tokens), decode, self.rows, width, tokens, stops,
                 decode.gather_strings, self.mesh.device, temperature=0.0,
             )  # fmt: skip
             unused = torch.zeros(len(mine), tokens, dtype=torch.float64)
@@ -108,6 +109,13 @@ class Scorer:
                 answer = answer.split(stop)[0]
             question = task.questions[numbers[place]]
             yield numbers[place], {**graded(question, answer), "answer": answer}
+
+    def _program(self, make: Callable[..., Callable[..., Any]], *sizes: int) -> Any:
+        """Compiled once, however often a model is measured."""
+        key = make, sizes
+        if key not in self._programs:
+            self._programs[key] = self.forward(make(self.lm, *sizes))
+        return self._programs[key]
 
     def _rounds(
         self, lengths: Sequence[int], sizes: Sequence[int], rows: int
@@ -144,9 +152,7 @@ def _sums(lm: LanguageModel) -> Callable[..., tuple[Tensor, Tensor]]:
 
     def fn(params: Any, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         hidden = lm.hidden(params, tokens)
-        likeliest = lm.unembed(params, hidden).argmax(-1)
-        return -lm.losses(params, hidden, targets).sum(1), ((likeliest == targets) | (targets == IGNORE)).all(
-            1
-        )
+        likeliest = lm.unembed(params, hidden).argmax(-1) == targets
+        return -lm.losses(params, hidden, targets).sum(1), (likeliest | (targets == IGNORE)).all(1)
 
     return fn

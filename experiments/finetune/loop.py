@@ -203,7 +203,7 @@ def prepare(config: FinetuneConfig, only_prompt: bool = False) -> FinetuneSetup:
     lm = replace(lm, fp32_head=config.objective.fp32_head)
     if config.objective.kind.data == "prompts":
         multiple = math.lcm(WIDTHS, config.mesh.context)
-        prompts = RewardedData(config, data, mesh.data_size, multiple)
+        prompts = RewardedData(config, data, mesh.data_size, multiple, mesh.device)
         prompts.check(lm)
         batch = prompts.blank()
     else:

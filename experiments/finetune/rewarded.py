@@ -38,12 +38,14 @@ class RewardedData:
     Args:
         ranks: along the data axes.
         multiple: of a batch's width.
+        device: where a reward model computes.
     """
 
     config: FinetuneConfig
     data: FinetuneData
     ranks: int
     multiple: int
+    device: torch.device
 
     @property
     def answers(self) -> int:
@@ -53,8 +55,12 @@ class RewardedData:
     @property
     def names(self) -> list[str]:
         """Of rewards, where there are several."""
-        names = [each.name for each in rewards_of(self.config.objective.reward)]
-        return names if len(names) > 1 else []
+        return [each.name for each in self.rewards] if len(self.rewards) > 1 else []
+
+    @cached_property
+    def rewards(self) -> tuple[Weighted, ...]:
+        """Of the configuration."""
+        return rewards_of(self.config.objective.reward, self.device)
 
     @cached_property
     def longest(self) -> int:
@@ -192,7 +198,7 @@ def rewarded_batches(
     )  # fmt: skip
     values = fs.shard_forward(values_of(tuning), specs, **how) if config.kind.values else None
     gather = (lambda blocks: fs.reshard(blocks, specs, whole, mesh)) if once else (lambda blocks: blocks)
-    return RewardedBatches(of, rollouts, rewards_of(config.reward), mesh, exchange, gather, values)
+    return RewardedBatches(of, rollouts, of.rewards, mesh, exchange, gather, values)
 
 
 def _fits(tuning: Tuning, mesh: fs.Mesh) -> bool:

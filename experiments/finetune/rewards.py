@@ -71,22 +71,25 @@ class Weighted:
     weight: float = 1.0
 
 
-def rewards_of(chosen: Any) -> tuple[Weighted, ...]:
+def rewards_of(chosen: Any, device: torch.device | str = "cpu") -> tuple[Weighted, ...]:
     """Rewards by name, by mappings of `_target_` (or `name`), `weight` and arguments, or by directories: one,
     or a list of them.
+
+    Args:
+        device: where models compute.
 
     Raises:
         ConfigError: there is none of this name, it does not import, or takes other arguments; no such model;
             two of one name.
     """
-    found = tuple(map(_weighted, chosen if isinstance(chosen, list | tuple) else [chosen]))
+    found = tuple(_weighted(c, device) for c in (chosen if isinstance(chosen, list | tuple) else [chosen]))
     names = [each.name for each in found]
     if not names or len(set(names)) < len(names):
         raise ConfigError(f"objective.reward: rewards of different names, not {', '.join(names) or 'none'}.")
     return found
 
 
-def _weighted(chosen: str | Mapping[str, Any]) -> Weighted:
+def _weighted(chosen: str | Mapping[str, Any], device: torch.device | str) -> Weighted:
     how = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
     weight = how.pop("weight", 1.0)
     if not isinstance(weight, int | float) or not math.isfinite(weight):
@@ -95,7 +98,7 @@ def _weighted(chosen: str | Mapping[str, Any]) -> Weighted:
         return Weighted(how[TARGET].rpartition(".")[2], made("objective.reward", how, partly=True), weight)
     name = str(how.pop("name", None))
     if Path(name).is_dir():
-        return Weighted(Path(name).name, model_reward(name), weight)
+        return Weighted(Path(name).name, model_reward(name, device), weight)
     if name not in REWARDS:
         raise ConfigError(
             f"objective.reward={name}: one of {', '.join(REWARDS)}, a mapping with _target_, or "
@@ -104,7 +107,7 @@ def _weighted(chosen: str | Mapping[str, Any]) -> Weighted:
     return Weighted(name, partial(REWARDS[name], **how), weight)
 
 
-def model_reward(folder: str, device: torch.device | None = None) -> Reward:
+def model_reward(folder: str, device: torch.device | str) -> Reward:
     """The number that a reward model of transformers gives (a sequence classifier with one label), which each
     rank holds whole. Where its tokenizer has a chat template, it reads a conversation of two messages.
 
@@ -120,7 +123,7 @@ def model_reward(folder: str, device: torch.device | None = None) -> Reward:
         raise ConfigError(f"objective.reward={folder}: {str(error).splitlines()[0]}") from error
     if model.config.num_labels != 1:
         raise ConfigError(f"objective.reward={folder}: it has {model.config.num_labels} labels; expected: 1.")
-    model.to(device or "cpu").eval().requires_grad_(False)
+    model.to(device).eval().requires_grad_(False)
 
     def ids_of(prompt: str, answer: str) -> torch.Tensor:
         if not tokenizer.chat_template:

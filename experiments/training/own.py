@@ -135,15 +135,21 @@ def of_rows(loss: Callable[..., Any], apply: Callable[..., Any]) -> Loss:
 
 
 def check_targets(config: TrainConfig) -> None:
-    """Make the data, and see that the others import, before a rank starts.
+    """Make what `_target_`s name, or see that it imports, before a rank starts.
 
     Raises:
-        ConfigError: as `made` and `own_data`; of all groups.
+        ConfigError: as `made`, `own_data` and `model_of`; of all groups.
     """
-    wrong = []
-    makes = [lambda: own_data(config.data, 0), lambda: loss_of(config.objective)]
+    makes: list[Callable[[], Any]] = []
     if isinstance(config.model, dict):
-        makes.append(lambda: made("model", config.model, partly=True))
+        makes.append(lambda: _without_values(config.model))
+    if isinstance(config.data, dict):
+        makes.append(lambda: own_data(config.data, 0))
+    others = {"objective": config.objective, "optimizer": config.optimizer}
+    named = [(group, each) for group, each in others.items() if isinstance(each, dict)]
+    named += [("tracker.own", each) for each in config.tracker.own]
+    makes += [partial(made, group, each, partly=True) for group, each in named]
+    wrong = []
     for make in makes:
         try:
             make()
@@ -151,3 +157,9 @@ def check_targets(config: TrainConfig) -> None:
             wrong.append(str(error))
     if wrong:
         raise refusal(wrong)
+
+
+def _without_values(model: Mapping[str, Any]) -> Any:
+    """As `model_of`; a module's values are for its ranks to make."""
+    with fs.deferred():
+        return model_of(model)

@@ -275,8 +275,8 @@ def make_optimizer(
     rates: Any = 1.0,
 ) -> fs.optim.Optimizer:
     """Clipping, then the optimizer named; leaves that `undecayed`'s globs match do not decay, and `rates` are
-    adamw's `lr_scale`. Or what a
-    `_target_` makes by itself of the rate, if it has an `lr`, and of its other keys."""
+    adamw's `lr_scale`. Or what a `_target_` makes by itself of the rate, if it has an `lr`, and of its other
+    keys."""
     if isinstance(chosen, dict):
         rate = {"lr": make_rate(schedule, chosen["lr"], steps)} if "lr" in chosen else {}
         others = {name: value for name, value in chosen.items() if name != "lr"}

@@ -23,8 +23,8 @@ from experiments import ROOT
 from experiments.cli.exceptions import MISTAKES
 from experiments.configs.train import ConfigError
 from experiments.data.tokenizer import byte_tokenizer
-from experiments.evaluate import run
-from experiments.evaluate.config import EvaluateConfig, check_tasks
+from experiments.evaluate import run, tasks
+from experiments.evaluate.config import FORMATS, HARNESS, EvaluateConfig, check_tasks
 from experiments.evaluate.tasks import Question, graded, task_of
 from experiments.finetune import job, loop
 from experiments.training.result import read_result
@@ -228,6 +228,7 @@ def test_tasks_that_name_nothing_are_one_error(tmp_path):
         check_tasks(("arc", "quiz:x"))
     with pytest.raises(ConfigError, match=r"shots=2: arc:a\.jsonl names no file of shots"):
         check_tasks(("arc:a.jsonl",), 2)
+    assert set(FORMATS) == {*tasks.FORMATS, HARNESS}
     with pytest.raises(ConfigError, match="there is no such file"):
         task_of(f"arc:{tmp_path / 'none'}")
     assert ConfigError in MISTAKES or issubclass(ConfigError, MISTAKES)

@@ -124,6 +124,8 @@ def test_two_ranks_measure_what_one_does(ranks):
     [
         (["model._target_=nowhere.Model"], r"model\._target_=nowhere\.Model: Error locating target"),
         (["data.colour=red"], r"data\._target_=.*points: .*unexpected keyword argument 'colour'"),
+        (["model.depth=3"], r"model\._target_=.*linear: .*unexpected keyword argument 'depth'"),
+        (["tracker.own=[{_target_: no.tracker}]"], r"tracker\.own\._target_=no\.tracker: Error locating"),
         (["objective._target_=no.loss"], r"objective\._target_=no\.loss: Error locating target 'no\.loss'"),
         (["data._target_=builtins.dict"], r"data\._target_=builtins\.dict: expected \(train, held_out\)"),
         (["data.rows=64"], r"a data set of 32 items, and a batch is of data\.rows=64"),

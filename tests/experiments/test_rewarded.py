@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from experiments.data.tokenizer import byte_tokenizer
 from experiments.finetune import lm, loop
 from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.decode import decode_of, prefill_of
+from experiments.finetune.rewarded import RewardedBatches
 from experiments.finetune.rewards import REWARDS, checked, rewards_of
 from experiments.finetune.rollout import Rollouts, draw
 from experiments.finetune.tasks import solved, task_files, warming_files
@@ -213,6 +215,18 @@ def test_a_reward_model_is_a_directory(model, tmp_path):
         transformers.AutoModelForSequenceClassification.from_config(two).save_pretrained(tmp_path / "two")
         byte_tokenizer().save(tmp_path / "two")
         rewards_of(str(tmp_path / "two"))
+
+
+def test_a_reward_is_credited_to_the_tokens_of_its_answer():
+    """With no discount and a value head that says 0, each token's advantage is the whole reward."""
+    of = SimpleNamespace(config=SimpleNamespace(objective=SimpleNamespace(lam=1.0)))
+    zeros = lambda params, tokens: torch.zeros(tokens.shape)  # noqa: E731
+    batches = RewardedBatches(of, None, (), None, None, None, zeros)
+    targets = torch.tensor([[-100, 4, 5, -100], [-100, -100, 6, -100]])
+    batch = {"tokens": torch.zeros(2, 4), "targets": targets, "rewards": torch.tensor([1.0, 0.5])}
+    found = batches._estimates(None, batch)
+    assert found["advantages"].tolist() == [[0, 1, 1, 0], [0, 0, 0.5, 0]]
+    assert torch.equal(found["returns"], found["advantages"])
 
 
 # ------------------------------------------------------------------ the job
