@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from experiments.configs.train import ConfigError
 from experiments.evaluate.config import EvaluateConfig
 from experiments.evaluate.scorer import Scorer
 from fnshard.errors import MissingExtraError
 
-try:
-    import lm_eval
+if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
-    from lm_eval.api.model import LM
-except ImportError as error:
-    raise MissingExtraError("lm-eval is not installed. Fix: pip install 'fnshard[lm-eval]'.") from error
 
 
-class HarnessModel(LM):
-    """All ranks run the harness, and share what it asks of this."""
+class HarnessModel:
+    """What a model of the harness answers. All ranks run the harness, and share what it asks of this."""
 
     def __init__(self, scorer: Scorer, params: Any):
         super().__init__()
@@ -79,10 +75,17 @@ def harness_results(
 
     Raises:
         ConfigError: it knows no such task.
+        MissingExtraError: lm-eval is not installed.
     """
     try:
+        import lm_eval
+        from lm_eval.api.model import LM
+    except ImportError as error:
+        raise MissingExtraError("lm-eval is not installed. Fix: pip install 'fnshard[lm-eval]'.") from error
+    model = type("Model", (HarnessModel, LM), {})(scorer, params)
+    try:
         found = lm_eval.simple_evaluate(
-            HarnessModel(scorer, params), tasks=[task], num_fewshot=config.shots or None, limit=config.limit,
+            model, tasks=[task], num_fewshot=config.shots or None, limit=config.limit,
             bootstrap_iters=1000, log_samples=False,
         )  # fmt: skip
     except (KeyError, ValueError, FileNotFoundError) as error:
