@@ -8,7 +8,7 @@ earlier ones of its own document.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -88,14 +88,17 @@ class Samples:
     Args:
         pack: several samples a row, of the context's width; else one, of `width_of(prepared)`. Which samples
             share a row is the same in every epoch.
+        images: `fn(paths of each row's images, tokens)`: what a batch has as `images`. Its rows have one
+            sample each.
     """
 
     prepared: Prepared
     pack: bool = True
+    images: Callable[[list[list[str]], Tensor], Batch] | None = None
 
     @property
     def packed(self) -> bool:
-        return self.pack and self.prepared.kind != "pairs"
+        return self.pack and self.prepared.kind != "pairs" and self.images is None
 
     @property
     def width(self) -> int:
@@ -118,7 +121,11 @@ class Samples:
             rows = [self._rows[n] if n >= 0 else [] for n in numbers.tolist()]
             return (fill(self.prepared, rows, self.width),)
         batch = fill(self.prepared, [[n] if n >= 0 else [] for n in numbers.tolist()], self.width)
-        return ({name: part for name, part in batch.items() if name != "documents"},)
+        batch = {name: part for name, part in batch.items() if name != "documents"}
+        if self.images is not None:
+            paths = [self.prepared.images_of(n) if n >= 0 else [] for n in numbers.tolist()]
+            batch["images"] = self.images(paths, batch["tokens"])
+        return (batch,)
 
     def once(self, rows: int, most: int, *, rank: int = 0, ranks: int = 1) -> Iterator[Any]:
         """At most `most` rows, each once, for a held-out loss: batches of `rows`, equally many on every rank.

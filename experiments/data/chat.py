@@ -43,6 +43,9 @@ def conversation(
     shown = {"tools": tools, "tool_calls": any(message.get("tool_calls") for message in messages)}
     if hidden := [n for n, there in shown.items() if there and n not in tokenizer.hf.get_chat_template()]:
         raise LineError(f"the chat template does not show {' and '.join(hidden)} (take one that does)")
+    paths = [part["image"] for m in messages for part in parts(m) if part.get("type") == "image"]
+    if paths and tokenizer.images is None:
+        raise LineError("has images, and the model's directory no image processor that is known here")
     if MARKED.search(tokenizer.hf.get_chat_template()):
         encoded = _render(
             tokenizer, messages, tools=tools, tokenize=True, return_dict=True,
@@ -55,8 +58,19 @@ def conversation(
             prompt = _text(tokenizer, messages[:number], tools, ask=True)
             _check_prefix(text.startswith(prompt), number)
             learned[np.array(encoded["offset_mapping"])[:, 0] < len(prompt)] = 0
-        return ids.astype(np.uint32), learned.astype(np.uint8)
-    return rendered(tokenizer, *_spans(tokenizer, messages, first, tools))
+        if not paths:
+            return ids.astype(np.uint32), learned.astype(np.uint8)
+        offsets = np.array(encoded["offset_mapping"])[learned != 0]
+        text, spans = _text(tokenizer, messages, tools), [tuple(span) for span in offsets.tolist()]
+    else:
+        text, spans = _spans(tokenizer, messages, first, tools)
+    return rendered(tokenizer, *(tokenizer.images.expanded(text, spans, paths) if paths else (text, spans)))
+
+
+def parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Of a message whose content is a list of them: texts and images."""
+    content = message.get("content")
+    return content if isinstance(content, list) else []
 
 
 def rendered(tokenizer: DirectoryTokenizer, text: str, spans: Sequence[tuple[int, int]]) -> Sample:

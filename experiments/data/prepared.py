@@ -18,11 +18,11 @@ import numpy as np
 from experiments.configs.train import ConfigError
 from experiments.data.chat import LineError, Sample, is_rendered
 from experiments.data.records import KINDS, RESPONSES
-from experiments.data.rows import Dataset, line_of, mapped, readable, record_of, rows_of
+from experiments.data.rows import Dataset, library, line_of, mapped, readable, record_of, rows_of
 from experiments.data.tokenizer import DirectoryTokenizer
 from fnshard.errors import report
 
-FORMAT = 5  # another number where files mean something else: another key
+FORMAT = 6  # another number where files mean something else: another key
 FACTS = "prepared.json"
 ARRAYS: dict[str, type] = {"tokens": np.uint32, "learned": np.uint8, "starts": np.int64}
 HELD_OUT_EVERY = 20  # of a file that is split, one record in so many
@@ -32,7 +32,7 @@ PAIR = ("chosen", "rejected")
 CHATS = ("messages", "prompt", *PAIR, *RESPONSES)  # lists of messages there go through the chat template
 TEXTS = ("text", "prompt", "instruction", "input", *PAIR, *RESPONSES)
 FEATURES = {"line": "int64", "tokens": [["uint32"]], "learned": [["uint8"]], "reason": "string",
-            "why": "string", "chat": "bool", "rendered": "bool"}  # fmt: skip
+            "why": "string", "chat": "bool", "rendered": "bool", "images": ["string"]}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Prepared:
         chats: whether a record went through the chat template.
         rendered: records whose texts spell control tokens, which are read as these.
         left_out: records by reason, "broken" and "too_long".
+        images: of a sample, at most.
     """
 
     folder: Path
@@ -66,6 +67,7 @@ class Prepared:
     chats: bool = False
     rendered: int = 0
     left_out: Mapping[str, int] = field(default_factory=dict)
+    images: int = 0
 
     @property
     def records(self) -> int:
@@ -87,6 +89,10 @@ class Prepared:
         start, stop = (int(s) for s in self._arrays["starts"][number : number + 2])
         return self._arrays["tokens"][start:stop], self._arrays["learned"][start:stop]
 
+    def images_of(self, number: int) -> list[str]:
+        """Paths of a sample's images."""
+        return self._images[number]["images"] if self.images else []
+
     def first_learned(self) -> np.ndarray:
         """Where in each sample the first learned token is; int64 [samples]."""
         starts, learned = (
@@ -94,6 +100,10 @@ class Prepared:
             np.flatnonzero(self._arrays["learned"]),
         )
         return learned[np.searchsorted(learned, starts)] - starts
+
+    @cached_property
+    def _images(self) -> Dataset:
+        return library().load_from_disk(str(self.folder / "images"))
 
     @cached_property
     def _arrays(self) -> dict[str, np.ndarray]:
@@ -143,7 +153,9 @@ def prepare(
         MissingExtraError: `datasets` is not installed.
     """
     path = readable(path)
-    digest = hashlib.sha256(json.dumps([FORMAT, vars(policy), split, tokenizer.key, tokenizer.pad]).encode())
+    root = path.resolve().parent  # of its images
+    facts = [FORMAT, vars(policy), split, tokenizer.key, tokenizer.pad, str(root) if tokenizer.images else ""]
+    digest = hashlib.sha256(json.dumps(facts).encode())
     for each in sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]:
         with each.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
@@ -181,7 +193,8 @@ def _make(folder: Path, path: Path, tokenizer: DirectoryTokenizer, policy: Recor
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(mkdtemp(prefix=f"{folder.name}.", suffix=".partial", dir=folder.parent))
     try:
-        rows, encode = rows_of(path, aside / "rows"), partial(_encoded, tokenizer=tokenizer, policy=policy)
+        rows, root = rows_of(path, aside / "rows"), path.resolve().parent
+        encode = partial(_encoded, tokenizer=tokenizer, policy=policy, root=root)
         encoded = mapped(rows, encode, FEATURES, aside / "encoded.arrow")
         kept, left_out = _kept(path, encoded, policy)
         parts = [kept]
@@ -212,19 +225,17 @@ def _make(folder: Path, path: Path, tokenizer: DirectoryTokenizer, policy: Recor
 
 
 def _encoded(
-    row: Mapping[str, Any], index: int, tokenizer: DirectoryTokenizer, policy: RecordPolicy
+    row: Mapping[str, Any], index: int, tokenizer: DirectoryTokenizer, policy: RecordPolicy, root: Path
 ) -> dict[str, Any]:
     """A row's samples; none, and the reason, where it cannot be used."""
-    found = {
-        "line": line_of(row, index),
-        "tokens": [],
-        "learned": [],
-        "reason": "",
-        "why": "",
-        "rendered": False,
-    }
+    found = {"line": line_of(row, index), "tokens": [], "learned": [], "images": [], "reason": "", "why": "",
+             "rendered": False}  # fmt: skip
     try:
         record = record_of(row)
+        if policy.kind == "samples":
+            from experiments.data.images import with_images
+
+            record, found["images"] = with_images(record, root)
         samples = KINDS[policy.kind](record, tokenizer)
     except LineError as error:
         return {**found, "reason": BROKEN, "why": str(error)[:LONGEST_WHY], "chat": False}
@@ -272,7 +283,7 @@ def _kept(path: Path, encoded: Dataset, policy: RecordPolicy) -> tuple[Dataset, 
 def _write(folder: Path, part: Dataset, facts: Mapping[str, Any]) -> None:
     """The samples of some rows as arrays, and what is known of them."""
     folder.mkdir(parents=True)
-    sizes, learned, chats, rendered = [], 0, False, 0
+    sizes, learned, chats, rendered, most = [], 0, False, 0, 0
     with (folder / "tokens.bin").open("wb") as tokens_file, (folder / "learned.bin").open("wb") as mask_file:
         for block in part.with_format("arrow").iter(1024):
             tokens, masks = (block[name].combine_chunks().flatten() for name in ("tokens", "learned"))
@@ -284,11 +295,14 @@ def _write(folder: Path, part: Dataset, facts: Mapping[str, Any]) -> None:
             chats |= any(block["chat"].to_pylist())
             rendered += sum(block["rendered"].to_pylist())
             sizes.append(lengths)
+            most = max(most, *map(len, block["images"].to_pylist()))
+    if most:
+        part.select_columns(["images"]).save_to_disk(str(folder / "images"))
     lengths = np.concatenate(sizes).astype(np.int64)
     np.concatenate([[0], np.cumsum(lengths)]).tofile(folder / "starts.bin")
     known = {
         "samples": len(lengths), "tokens": int(lengths.sum()), "learned": learned, "chats": chats,
-        "rendered": rendered,
+        "rendered": rendered, "images": most,
         "longest": int(lengths.max()) - 1, "shortest": int(lengths.min()) - 1,
     }  # fmt: skip
     (folder / FACTS).write_text(json.dumps({**facts, **known}, indent=1))

@@ -173,11 +173,25 @@ def _message(message: Any) -> str:
     calls = message.get("tool_calls")
     said = _text if message.get("role") == "assistant" and not calls else _string
     content = message.get("content")
+    if isinstance(content, list):
+        if wrong := _parts(content):
+            return f"content: {wrong}"
+        content = "".join(part.get("text", " ") for part in content)
     try:
         check({**message, "content": "" if calls and content is None else content}, role=_text, content=said)
     except LineError as error:
         return str(error)
     return "" if calls is None else _calls(calls)
+
+
+def _parts(value: list[Any]) -> str:
+    for part in value:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text" and _string(part.get("text")):
+            return f"a part's text: {_string(part.get('text'))}"
+        if kind not in ("text", "image"):
+            return "expected a text, or parts of the types 'text' and 'image'"
+    return ""
 
 
 def _calls(value: Any) -> str:

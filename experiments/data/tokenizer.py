@@ -18,7 +18,9 @@ from experiments.data.files import first_few, read_json, write_json
 from fnshard.errors import MissingExtraError, report
 
 FILE, CONFIG, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-COPIED = (FILE, CONFIG, "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE, "chat_template.json")
+OLD_TEMPLATE = "chat_template.json"  # a processor's, of models that see
+COPIED = (FILE, CONFIG, "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE, OLD_TEMPLATE)
+PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 STOPS = ("generation_config.json", "config.json")  # files that name tokens which end a generation
 BUILT_IN = "fnshard_tokenizer"  # a key of `CONFIG`: the files are the byte tokenizer's
 
@@ -72,18 +74,23 @@ class ByteTokenizer:
         spelled = {i: name.encode() for name, i in CONTROL.items()} if control else {}
         return b"".join(bytes([i]) if i < 256 else spelled.get(i, b"") for i in ids).decode(errors="replace")
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, more: Sequence[str] = (), template: str = TEMPLATE) -> None:
         """Write `tokenizer.json`, byte-level BPE that merges nothing, and `tokenizer_config.json`, which
         `transformers.AutoTokenizer` opens.
 
         In a directory of a model of type qwen2 it takes a class of its own, which composes characters first.
+
+        Args:
+            more: control tokens, of ids from `vocab` on; transformers alone reads such files.
         """
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
         file = Tokenizer(models.BPE({sign: byte for byte, sign in enumerate(_signs())}, []))
         file.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         file.decoder = decoders.ByteLevel()
-        file.add_special_tokens([AddedToken(name, normalized=False) for name in CONTROL])
+        spare = [f"<|spare_{number}|>" for number in range(self.vocab - len(CONTROL) - 256)] if more else []
+        names = [*CONTROL, *spare, *more]
+        file.add_special_tokens([AddedToken(name, normalized=False) for name in names])
         file.post_processor = processors.TemplateProcessing(
             single="<|begin|> $A", pair="<|begin|> $A $B", special_tokens=[("<|begin|>", BEGIN)]
         )
@@ -94,8 +101,8 @@ class ByteTokenizer:
             "eos_token": "<|end|>",
             "pad_token": "<|pad|>",
             "clean_up_tokenization_spaces": False,
-            "chat_template": TEMPLATE,
-            BUILT_IN: self.key,
+            "chat_template": template,
+            **({} if more else {BUILT_IN: self.key}),
         }
         write_json(folder / CONFIG, config)
 
@@ -120,6 +127,7 @@ class DirectoryTokenizer:
         stops: every id that ends a generation, the end of a text first.
         pad: fills rows; never a target.
         plain: the directory has no chat template; `PLAIN` stands in for it.
+        images: the `Images` of a model that sees.
     """
 
     folder: Path
@@ -130,6 +138,7 @@ class DirectoryTokenizer:
     pad: int
     key: str
     plain: bool
+    images: Any = field(default=None, repr=False, compare=False)
 
     @property
     def eos(self) -> int:
@@ -155,7 +164,7 @@ class DirectoryTokenizer:
 
     def save(self, folder: Path) -> None:
         """Copy its files, and write what they do not say: the chat template, and what ends a generation."""
-        for name in COPIED:
+        for name in COPIED + PROCESSORS:
             if (self.folder / name).is_file():
                 shutil.copyfile(self.folder / name, folder / name)
         if self.plain:
@@ -230,11 +239,18 @@ def open_directory(directory: str | Path) -> DirectoryTokenizer:
     stops = _stops(hf, folder)
     hf.add_tokens([hf.convert_ids_to_tokens(stop) for stop in stops], special_tokens=True)
     begin = (hf.bos_token_id,) if hf("").input_ids[:1] == [hf.bos_token_id] else ()
+    hf.chat_template = hf.chat_template or read_json(folder / OLD_TEMPLATE).get("chat_template")
     plain = hf.chat_template is None
     if plain:
         hf.eos_token = hf.convert_ids_to_tokens(stops[0])
         hf.chat_template = ("{{ bos_token }}" if begin else "") + PLAIN
-    identity = json.dumps([hf.backend_tokenizer.to_str(), begin, stops, hf.chat_template])
+    images = None
+    if any((folder / name).is_file() for name in PROCESSORS):
+        from experiments.data.images import open_images  # and with it torch
+
+        images = open_images(folder, hf)
+    identity = [hf.backend_tokenizer.to_str(), begin, stops, hf.chat_template]
+    identity = json.dumps(identity if images is None else [*identity, images.hf.to_json_string()])
     return DirectoryTokenizer(
         folder=folder,
         hf=hf,
@@ -244,6 +260,7 @@ def open_directory(directory: str | Path) -> DirectoryTokenizer:
         pad=stops[0] if hf.pad_token_id is None else hf.pad_token_id,
         key=hashlib.sha256(identity.encode()).hexdigest(),
         plain=plain,
+        images=images,
     )
 
 

@@ -29,12 +29,21 @@ def no_decoder(name: str, *why: str) -> ConfigError:
     )
 
 
+def trunk_of(model: nn.Module) -> str:
+    """The path of the module that is all but the head; of a model that sees it is the part that writes."""
+    if not hasattr(model.config, "vision_config"):
+        return model.base_model_prefix
+    decoder = model.get_decoder()
+    return next(name for name, module in model.named_modules() if module is decoder)
+
+
 def check_decoder(model: nn.Module) -> None:
     """Refuse what is no causal decoder, or none that can be masked and cached by hand."""
     config, prefix = getattr(model, "config", None), getattr(model, "base_model_prefix", "")
     trunk = getattr(model, prefix, None) if prefix else None
     if config is None or not isinstance(trunk, nn.Module) or model.get_output_embeddings() is None:
         raise no_decoder(type(model).__name__, "it is no trunk with a head over a vocabulary")
+    trunk, config = model.get_submodule(trunk_of(model)), config.get_text_config()
     wrong = []
     causal = [m.is_causal for m in trunk.modules() if hasattr(m, "is_causal")]
     if getattr(config, "is_encoder_decoder", False):

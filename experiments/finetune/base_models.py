@@ -35,6 +35,7 @@ from experiments.finetune import tasks
 from experiments.finetune.config import FinetuneConfig, FinetuneDataConfig, MethodConfig, ObjectiveConfig
 from experiments.finetune.lm import LanguageModel, from_directory
 from experiments.finetune.tasks import warming_files
+from experiments.finetune.vision_models import TINY, write_model
 from experiments.training.result import STOPPED
 from experiments.training.resume import identity_of
 from fnshard.errors import report
@@ -62,7 +63,7 @@ def directory_of(config: FinetuneConfig) -> str:
     Raises:
         ConfigError: a package that fine-tuning needs is not installed.
     """
-    if config.model in RANDOM:
+    if config.model in RANDOM or config.model in TINY:
         check_installed()
         return str(_random(config.model, config.run.seed))
     path = directory_of_model(config.model)
@@ -84,7 +85,7 @@ def directory_of_model(model: str) -> Path:
 
 def downloaded(name: str) -> Path:
     """The directory of a model of the hub in the local Hugging Face cache; nothing is fetched."""
-    known = f"a model directory, or {', '.join([PRETRAINED, *RANDOM])}"
+    known = f"a model directory, or {', '.join([PRETRAINED, *RANDOM, *TINY])}"
     if not HUB_ID.fullmatch(name):
         raise ConfigError(f"model={name}: no directory is there. Fix: {known}.")
     from huggingface_hub import constants, snapshot_download
@@ -116,34 +117,35 @@ def _check_fit(config: FinetuneConfig, lm: LanguageModel, tokenizer: Tokenizer) 
 
 
 def _random(name: str, seed: int) -> Path:
-    """A random Llama of bytes, in a directory; made once."""
-    final = (BASES / f"{name}-{seed}-{_digest(dict(RANDOM[name]))}").resolve()
+    """A random model of bytes, in a directory; made once."""
+    sizes = RANDOM.get(name) or TINY[name]
+    final = (BASES / f"{name}-{seed}-{_digest(dict(sizes))}").resolve()
     if final.is_dir():
         return final
-    from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-
-    tokenizer = byte_tokenizer()
-    sizes = {"vocab_size": tokenizer.vocab, **RANDOM[name]}
-    config = LlamaConfig(
-        **sizes, max_position_embeddings=2048, tie_word_embeddings=False, bos_token_id=tokenizer.bos,
-        eos_token_id=tokenizer.eos, pad_token_id=tokenizer.pad,
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
     final.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{name}-"))
-    model.save_pretrained(aside)
-    tokenizer.save(aside)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        write_model(name, aside) if name in TINY else _write_llama(sizes, aside)
     aside.chmod(0o755)  # not for us alone
     try:
         os.replace(aside, final)
     except OSError:  # somebody else was quicker
         shutil.rmtree(aside, ignore_errors=True)
     return final
+
+
+def _write_llama(sizes: Mapping[str, int], folder: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = byte_tokenizer()
+    special = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.pad}
+    sizes = {"vocab_size": tokenizer.vocab, "max_position_embeddings": 2048, **sizes}
+    LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False, **special)).save_pretrained(folder)
+    tokenizer.save(folder)
 
 
 def pretrained(config: FinetuneConfig, job: Job) -> str:

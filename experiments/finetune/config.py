@@ -26,14 +26,16 @@ from experiments.configs.train import (
 )
 
 METHODS = ("full", "lora", "qlora8", "qlora4")  # from the most memory to the least
-ALL_LINEAR = "all-linear"  # of method.targets: every matrix of every layer
+ALL_LINEAR, VISION_LINEAR = "all-linear", "vision-linear"  # of method.targets
 
 
 @configuration
 class MethodConfig:
-    """What trains: all (`full`), or adapters (`lora`) with a base that is frozen, as it is or as codes.
+    """What trains: all (`full`) but what `freeze` names by globs, joined by "|"; or adapters (`lora`) with a
+    base that is frozen, as it is or as codes.
 
-    `targets`: globs of leaves, joined by "|", or "all-linear". `rank_stabilised`: rsLoRA; `dora`: DoRA.
+    `targets`: globs of leaves, joined by "|", or among them "all-linear", every matrix of the layers, and
+    "vision-linear", every one of what a model sees with. `rank_stabilised`: rsLoRA; `dora`: DoRA.
     `b_rate`: how many times A's rate B has (LoRA+, Hayou et al. 2024: 16). `neftune`: of the noise on
     embeddings in training (NEFTune, Jain et al. 2023: 5).
     """
@@ -42,6 +44,7 @@ class MethodConfig:
     rank: PositiveInt = 8
     alpha: PositiveFloat = 16.0
     targets: str = ALL_LINEAR
+    freeze: str | None = None
     dropout: Fraction = 0.0
     rank_stabilised: bool = False
     dora: bool = False
@@ -167,6 +170,10 @@ class FinetuneConfig:
         if self.method.name == "full" and idle:
             wrong.append(
                 f"method.{' and method.'.join(idle)}: method=full has no adapters; leave the default."
+            )
+        if self.method.name != "full" and self.method.freeze is not None:
+            wrong.append(
+                f"method.freeze: method={self.method.name} trains adapters alone; leave the default."
             )
         if isinstance(self.optimizer, SGDConfig) and self.method.b_rate != 1:
             wrong.append("method.b_rate: is of AdamW's rates. Fix: optimizer=adamw.")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, takewhile
 from operator import itemgetter
 from pathlib import Path
@@ -23,7 +25,10 @@ from experiments.data.prepared import Prepared, RecordPolicy, open_prepared, pre
 from experiments.data.tokenizer import DirectoryTokenizer, Tokenizer, open_directory
 from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.tasks import task_files
+from experiments.finetune.vision import Vision
+from experiments.finetune.vision_models import image_files
 from experiments.training.sample import Sampler, safe
+from fnshard.errors import report
 
 DATA = Path("outputs", "data")
 MOST_SHOWN = 600  # characters of one stretch of a sample that is shown
@@ -40,6 +45,7 @@ class Example:
 
     prompt: list[int]
     answer: list[int]
+    images: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,18 @@ class FinetuneData:
         if run.prompt is not None:
             found.append(Example(self._asked(run.prompt), []))
         most = None if limit is None else max(1, limit - run.sampled)
+        if most is not None:  # a prompt without its beginning lacks an image
+            found = [e for e in found if not e.images or len(e.prompt) <= most]
         return [replace(e, prompt=e.prompt if most is None else e.prompt[-most:]) for e in found]
+
+    def images_of(self, examples: Sequence[Example], width: int) -> tuple[Any, ...]:
+        """The images of prompts in rows of `width` tokens, as `LanguageModel.hidden` takes them."""
+        if self.measured.images is None or not examples:
+            return ()
+        tokens = torch.zeros(len(examples), width, dtype=torch.int64)
+        for row, example in zip(tokens, examples, strict=True):
+            row[: len(example.prompt)] = torch.tensor(example.prompt)
+        return (self.measured.images([list(example.images) for example in examples], tokens),)
 
     def shown(self, colour: bool = False) -> str:
         """The first sample of the training data as the model sees it, of pairs both; see `marked`."""
@@ -115,7 +132,7 @@ class FinetuneData:
         first = int(self._prompts(np.argmax(learned), np.int64(len(tokens))))
         after = np.flatnonzero(learned[first:] == 0)
         last = first + int(after[0]) if len(after) else len(tokens)
-        return Example(tokens[:first].tolist(), tokens[first:last].tolist())
+        return Example(tokens[:first].tolist(), tokens[first:last].tolist(), data.images_of(number))
 
     def longest_prompt(self, data: Prepared) -> int:
         """Tokens of a sample's prompt, at most."""
@@ -141,7 +158,7 @@ def marked(tokenizer: Tokenizer, tokens: np.ndarray, learned: np.ndarray, *, col
     """
     out, targets = [], [False, *map(bool, learned[1:])]
     for is_target, group in groupby(zip(targets, tokens.tolist(), strict=True), key=itemgetter(0)):
-        text = safe(tokenizer.decode([token for _, token in group], control=True))
+        text = brief(safe(tokenizer.decode([token for _, token in group], control=True)))
         text = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} [{len(text) - MOST_SHOWN} more] "
         green = f"\x1b[32m«{text}»\x1b[0m" if colour else f"«{text}»"
         out.append(green if is_target else text)
@@ -159,7 +176,9 @@ def prepared(config: FinetuneConfig) -> FinetuneConfig:
     policy = RecordPolicy(kind.records, data.context, data.broken, data.too_long)
     files = [data.train, data.held_out]
     if data.train is None:
-        files = list(map(str, BUILT_IN[kind.data]((DATA / "stdlib").resolve())))
+        sees = tokenizer.images and kind.data == "samples"
+        make, of = (image_files, "images") if sees else (BUILT_IN[kind.data], "stdlib")
+        files = list(map(str, make((DATA / of).resolve())))
     split, folders, wrong = files[1] is None, [], []
     for path in files[:1] if split else files:
         try:
@@ -171,11 +190,29 @@ def prepared(config: FinetuneConfig) -> FinetuneConfig:
     return replace(config, data=replace(data, train=folders[0], held_out=folders[1]))
 
 
-def opened(config: FinetuneConfig) -> FinetuneData:
+def opened(config: FinetuneConfig, vision: Vision | None) -> FinetuneData:
+    """The data of a configuration, and of a model that may see.
+
+    Raises:
+        ConfigError: images where nothing looks at them.
+    """
     train, held_out = open_prepared(config.data.train), open_prepared(config.data.held_out)
-    packs = config.data.pack and config.objective.kind.data == "samples"
-    rows = Prompts(train) if config.objective.kind.data == "prompts" else Samples(train, packs)
-    return FinetuneData(open_directory(config.model), train, held_out, rows, Samples(held_out))
+    tokenizer, of = open_directory(config.model), config.objective.kind.data
+    packs, images = config.data.pack and of == "samples", None
+    if train.images or held_out.images:
+        wrong = {
+            f"model={config.model} does not see": vision is None,
+            f"objective={config.objective.name} draws answers to texts alone": of != "samples",
+            f"mesh.context={config.mesh.context}: images are not split": config.mesh.context > 1,
+        }
+        if any(wrong.values()):
+            ways = "objective=sft, mesh.context=1, and a model that sees."
+            raise ConfigError(
+                report("the data have images:", [w for w, is_so in wrong.items() if is_so], ways)
+            )
+        images = partial(vision.rows, tokenizer.images)
+    rows = Prompts(train) if of == "prompts" else Samples(train, packs, images)
+    return FinetuneData(tokenizer, train, held_out, rows, Samples(held_out, images=images))
 
 
 # ------------------------------------------------------------------ answers
@@ -205,10 +242,19 @@ class Shown:
             own = self.tokenizer.decode(example.answer) or "-"
             texts = {**{who: told[number] for who, told in answers.items()}, "author": own}
             # Roles are control tokens, as a rule.
-            lines.append(safe(self.tokenizer.decode(example.prompt, control=True)))
+            lines.append(brief(safe(self.tokenizer.decode(example.prompt, control=True))))
             lines += [f"  {f'{who}:':<7} {_line(text)}" for who, text in texts.items()]
             lines.append("")
         return "\n".join(lines)
+
+
+def brief(text: str) -> str:
+    """A text in which many equal control tokens, as an image has them, are one with their number.
+
+    >>> brief("<image><image><image><image>?")
+    '<image>*4?'
+    """
+    return re.sub(r"(<[^<>]+>)\1{3,}", lambda found: f"{found[1]}*{len(found[0]) // len(found[1])}", text)
 
 
 def _line(text: str) -> str:

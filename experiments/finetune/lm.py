@@ -21,8 +21,10 @@ from experiments.finetune.architecture import (
     check_decoder,
     is_plain,
     no_decoder,
+    trunk_of,
     windows_of,
 )
+from experiments.finetune.vision import Vision, vision_of
 from fnshard.errors import report
 from fnshard.functional import aliases
 from fnshard.losses import IGNORE, linear_token_losses
@@ -42,6 +44,7 @@ class LanguageModel:
         fp32_head: whether logits are computed in fp32 whatever the rest is, which keeps the sampler's and the
             trainer's log-probabilities together (MiniMax-M1, 2025).
         noise: on embeddings (NEFTune).
+        vision: of a model that sees.
     """
 
     model: nn.Module
@@ -51,6 +54,7 @@ class LanguageModel:
     windows: Mapping[str, int | None]
     fp32_head: bool
     noise: float
+    vision: Vision | None
     _trunk: _Part
     _embedding: _Part
     _rest: _Part
@@ -60,7 +64,7 @@ class LanguageModel:
     @property
     def context(self) -> int | None:
         """The most tokens that the model was made for, where it says."""
-        return getattr(self.model.config, "max_position_embeddings", None)
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     @property
     def vocab(self) -> int:
@@ -70,6 +74,12 @@ class LanguageModel:
         """Paths of all weights that the trunk's layers multiply by: neither embeddings nor the head."""
         return [*self._weights(nn.Linear), *self.transposed()]
 
+    def vision_matrices(self) -> list[str]:
+        """Those of all that is neither the trunk nor the head; none where nothing sees."""
+        skipped = (f"{trunk_of(self.model)}.", self._head)
+        linear = [f"{n}.weight" for n, m in self.model.named_modules() if isinstance(m, nn.Linear)]
+        return [p for p in linear if p in self.params and not p.startswith(skipped)] if self.vision else []
+
     def transposed(self) -> list[str]:
         """Those of `matrices` that are stored [in, out], as GPT-2's are."""
         from transformers.pytorch_utils import Conv1D
@@ -77,7 +87,7 @@ class LanguageModel:
         return self._weights(Conv1D)
 
     def _weights(self, kind: type[nn.Module]) -> list[str]:
-        start = f"{self.model.base_model_prefix}."
+        start = f"{trunk_of(self.model)}."
         owners = [n for n, m in self.model.named_modules() if isinstance(m, kind) and n.startswith(start)]
         paths = [f"{name}.weight" for name in owners]
         return [path for path in paths if path in self.params and path != self._head]
@@ -89,11 +99,13 @@ class LanguageModel:
 
         Args:
             tokens: int64 [B, T]; or what they are embedded as, [B, T, D].
-            positions: int64 [B, T]; None counts from 0.
+            positions: int64 [B, T], or [B, 3, T] of a trunk that has three; None counts from 0.
             mask: of `mask`, or None for what the model itself would do with this cache.
         """
         if self.noise and not tokens.is_floating_point():
             tokens = self._noisy(self.embed(params, tokens))
+        if positions is not None and positions.dim() > 2:
+            positions = positions.movedim(1, 0)
         given = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
         return self._trunk(
             params, position_ids=positions, attention_mask=mask, use_cache=cache is not None,
@@ -115,6 +127,7 @@ class LanguageModel:
         tokens: Tensor,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
+        images: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """The trunk's output after the final norm, [B, T, D]: no logits.
 
@@ -123,7 +136,13 @@ class LanguageModel:
             positions: int64 [B, T], of each token in its document; None counts from 0.
             documents: int64 [B, T]: which document of its row a token is of, 0 for padding. Documents do not
                 see each other (`fs.attention`). None: a row is one sequence, with torch's own causal kernel.
+            images: of `Vision.rows`; None: no token stands for one.
         """
+        if images is not None:
+            embedded = self.embed(params, tokens)
+            embedded = self._noisy(embedded) if self.noise else embedded
+            tokens = self.vision.merged(params, embedded, tokens, images)
+            positions = images.get("positions", positions)
         if documents is None:
             return self.run(params, tokens, positions, None, StatelessCache())
         if self.model.config._attn_implementation != "eager":
@@ -174,9 +193,10 @@ class LanguageModel:
         tokens: Tensor,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
+        images: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """[B, T, V]; arguments as of `hidden`."""
-        return self.unembed(params, self.hidden(params, tokens, positions, documents))
+        return self.unembed(params, self.hidden(params, tokens, positions, documents, images))
 
     def token_losses(
         self,
@@ -189,18 +209,19 @@ class LanguageModel:
         ignore: int = IGNORE,
         chunk: int = 0,
         temperature: float = 1.0,
+        images: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
         """-log p of every target, [B, T] in fp32 or wider, 0 where it is `ignore`.
 
         Where the head is plain, few tokens' logits are there at once.
 
         Args:
-            tokens, positions, documents: as of `hidden`.
+            tokens, positions, documents, images: as of `hidden`.
             targets: int64 [B, T]: what follows each token.
             temperature: logits are divided by it.
             chunk: tokens whose logits are there at once, as `fs.losses.linear_cross_entropy`'s.
         """
-        hidden = self.hidden(params, tokens, positions, documents)
+        hidden = self.hidden(params, tokens, positions, documents, images)
         return self.losses(params, hidden, targets, ignore=ignore, chunk=chunk, temperature=temperature)
 
     def losses(
@@ -263,10 +284,10 @@ def of(model: nn.Module) -> LanguageModel:
     model.eval()
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(fs.hf.register_attention())
-    config, prefix = model.config, model.base_model_prefix
+    config, prefix, inner = model.config.get_text_config(), model.base_model_prefix, trunk_of(model)
     apply, params = fs.make_functional(model)
     tied = aliases(model)
-    trunk = _Part.make(getattr(model, prefix), f"{prefix}.", tied)
+    trunk = _Part.make(model.get_submodule(inner), f"{inner}.", tied)
     beheaded = copy.copy(model)
     vars(beheaded)["_modules"] = {**model._modules, prefix: _KnownTrunk()}
     rest = _Part.make(beheaded, "", tied)
@@ -276,12 +297,15 @@ def of(model: nn.Module) -> LanguageModel:
         plain = is_plain(rest, {p: v.detach().to("meta") for p, v in params.items()}, head)
     except (AttributeError, KeyError, TypeError) as error:
         raise no_decoder(type(model).__name__, f"its head reaches into its trunk ({error})") from error
-    inner = getattr(model, prefix)
+    inner = model.get_submodule(inner)
     windows, cache = windows_of(inner, config), cache_parameter(inner)
     embedding = model.get_input_embeddings()
     name = next(name for name, module in model.named_modules() if module is embedding)
     embed = _Part.make(embedding, f"{name}.", tied)
-    return LanguageModel(model, apply, params, plain, windows, False, 0.0, trunk, embed, rest, head, cache)
+    vision = vision_of(model, tied, _Part.make)
+    return LanguageModel(
+        model, apply, params, plain, windows, False, 0.0, vision, trunk, embed, rest, head, cache
+    )
 
 
 def from_config(config: Any, dtype: torch.dtype = torch.float32) -> LanguageModel:
@@ -293,14 +317,15 @@ def from_config(config: Any, dtype: torch.dtype = torch.float32) -> LanguageMode
     Raises:
         ConfigError: as `of`; no such class of models.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = copy.deepcopy(config)  # transformers writes the dtype into it
     if getattr(config, "is_encoder_decoder", False):
         raise no_decoder(type(config).__name__, "it is an encoder with a decoder")
     try:
         with fs.deferred():
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+            kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+            model = kind.from_config(config, dtype=dtype, trust_remote_code=False)
     except (ValueError, KeyError, ImportError) as error:
         raise no_decoder(type(config).__name__, _line(error)) from error
     return of(model)

@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from experiments.evaluate.tasks import Task, task_of
 from experiments.finetune.base_models import EXPORTED
 from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.dataset import FinetuneData, Shown, opened, window_of
-from experiments.finetune.lm import from_directory
+from experiments.finetune.lm import LanguageModel, from_directory
 from experiments.finetune.method import MethodPlan, choose_method
 from experiments.finetune.objectives import OBJECTIVES
 from experiments.finetune.rewarded import RewardedBatches, RewardedData, rewarded_batches
@@ -199,8 +200,8 @@ def prepare(config: FinetuneConfig, only_prompt: bool = False) -> FinetuneSetup:
     `run.prompt`."""
     run = config.run
     mesh = fs.make_mesh(**config.mesh.axes, device=run.device)
-    lm, data = from_directory(config.model), opened(config)
-    lm = replace(lm, fp32_head=config.objective.fp32_head)
+    lm = replace(from_directory(config.model), fp32_head=config.objective.fp32_head)
+    data = opened(config, lm.vision)
     if config.objective.kind.data == "prompts":
         multiple = math.lcm(WIDTHS, config.mesh.context)
         prompts = RewardedData(config, data, mesh.data_size, multiple, mesh.device)
@@ -220,9 +221,10 @@ def prepare(config: FinetuneConfig, only_prompt: bool = False) -> FinetuneSetup:
     objective_of_data = objective(tuning, config.objective, training=False)
     held_out = fs.shard_forward(objective_of_data, plan.specs, **how)
     examples = data.examples(run, lm.context)[-1 if only_prompt else 0 :]
-    answer = fs.shard_forward(tuning.policy(last_logits(lm.hidden, lm.unembed)), plan.specs, **how)
+    hidden = lm.hidden if not data.measured.images else partial(_of_images, lm)
+    answer = fs.shard_forward(tuning.policy(last_logits(hidden, lm.unembed)), plan.specs, **how)
     window = window_of(examples, run.sampled, lm.context)
-    sampler = Sampler(answer, window, mesh.device, temperature=0.0)
+    sampler = Sampler(answer, window, mesh.device, temperature=0.0, more=data.images_of(examples, window))
     shown = Shown(sampler, data.tokenizer, examples, run.sampled)
     rewarded = None if prompts is None else rewarded_batches(prompts, tuning, step, plan.specs, mesh, how)
     tasks = tuple(map(task_of, run.evaluate))
@@ -232,6 +234,10 @@ def prepare(config: FinetuneConfig, only_prompt: bool = False) -> FinetuneSetup:
         rows=max(config.data.rows // mesh.data_size, longest),
     )  # fmt: skip
     return FinetuneSetup(config, mesh, chosen, data, step, held_out, shown, batch, rewarded, tasks, scorer)
+
+
+def _of_images(lm: LanguageModel, params: Any, tokens: torch.Tensor, images: Any) -> torch.Tensor:
+    return lm.hidden(params, tokens, images=images)
 
 
 # ------------------------------------------------------------------ what is left of a run

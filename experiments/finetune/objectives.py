@@ -23,14 +23,16 @@ Loss = Callable[[Any, Batch], tuple[Mean, dict[str, Mean]]]
 def sft(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Loss:
     """-log p of the learned tokens, averaged over all of them exactly.
 
-    The batch: int64 [B, T] `tokens`, `targets`, `positions`, and `documents` if rows are packed.
+    The batch: int64 [B, T] `tokens`, `targets`, `positions`, and `documents` if rows are packed; `images` of
+    a model that sees (`vision.Vision.rows`).
     """
     lm = replace(tuning.lm, noise=tuning.method.neftune if training else 0.0)
 
     def losses(params: Any, batch: Batch) -> Tensor:
         return lm.token_losses(
-            params, batch["tokens"], batch["positions"], batch.get("documents"), batch["targets"]
-        )
+            params, batch["tokens"], batch["positions"], batch.get("documents"), batch["targets"],
+            images=batch.get("images"),
+        )  # fmt: skip
 
     policy = tuning.policy(losses, training=training)
 

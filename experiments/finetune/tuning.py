@@ -12,7 +12,7 @@ import torch
 import fnshard as fs
 from experiments.configs.plan import dtypes_of, tensor_axis
 from experiments.configs.train import ConfigError, PrecisionConfig
-from experiments.finetune.config import ALL_LINEAR, FinetuneConfig, MethodConfig
+from experiments.finetune.config import ALL_LINEAR, VISION_LINEAR, FinetuneConfig, MethodConfig
 from experiments.finetune.lm import LanguageModel
 from fnshard import tree
 from fnshard.adapters.lora import Lora, matched_leaves, with_adapters
@@ -114,13 +114,20 @@ def tuning_of(config: FinetuneConfig, lm: LanguageModel) -> Tuning:
     chosen, kind = config.method, config.objective.kind
     value = {"value": _value_head(lm)} if kind.values else {}
     if chosen.name == "full":
+        params = _partly_frozen(lm.params, chosen.freeze)
         if not (kind.reference or value):
-            return Tuning(lm, chosen, lm.params)
+            return Tuning(lm, chosen, params)
         frozen = {p: _frozen(leaf) for p, leaf in lm.params.items()} if kind.reference else None
         reference = {"reference": frozen} if frozen else {}
-        return Tuning(lm, chosen, {"policy": lm.params, **reference, **value})
+        return Tuning(lm, chosen, {"policy": params, **reference, **value})
     matrices = lm.matrices()
-    targets = list(matrices) if chosen.targets == ALL_LINEAR else chosen.targets
+    named = {ALL_LINEAR: matrices, VISION_LINEAR: lm.vision_matrices()}
+    parts = [named.get(part, [part]) for part in chosen.targets.split("|")]
+    targets = (
+        [path for part in parts for path in part]
+        if {*chosen.targets.split("|")} & {*named}
+        else chosen.targets
+    )
     try:
         globs = "|".join(targets) if isinstance(targets, list) else targets
         chosen_paths = set(matched_leaves("targets", globs, lm.params))
@@ -134,6 +141,14 @@ def tuning_of(config: FinetuneConfig, lm: LanguageModel) -> Tuning:
         raise ConfigError(f"method.targets={chosen.targets}, method.rank={chosen.rank}: {error}") from None
     coded = tuple(f"base.{p}" for p in matrices) if chosen.name in CODECS else ()
     return Tuning(lm, chosen, {**params, **value}, fn.lora, coded)
+
+
+def _partly_frozen(params: dict[str, torch.Tensor], globs: str | None) -> dict[str, torch.Tensor]:
+    try:
+        frozen = set() if globs is None else set(matched_leaves("freeze", globs, params))
+    except SpecError as error:
+        raise ConfigError(f"method.freeze={globs}: {error}") from None
+    return {path: _frozen(leaf) if path in frozen else leaf for path, leaf in params.items()}
 
 
 def _value_head(lm: LanguageModel) -> dict[str, torch.Tensor]:

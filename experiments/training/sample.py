@@ -15,21 +15,21 @@ from torch import Tensor
 from fnshard.step.forward import Forward
 from fnshard.step.lowered import Lowered
 
-Logits = Callable[[Any, Tensor, Tensor], Tensor]
+Logits = Callable[..., Tensor]
 
 
 def last_logits(
-    hidden: Callable[[Any, Tensor], Tensor], head: Callable[[Any, Tensor], Tensor] = lambda _, x: x
+    hidden: Callable[..., Tensor], head: Callable[[Any, Tensor], Tensor] = lambda _, x: x
 ) -> Logits:
-    """`fn(params, tokens [B, T], last [B]) -> logits [B, V]`: what follows position `last` of each row.
+    """`fn(params, tokens [B, T], last [B], *more) -> logits [B, V]`: what follows `last` in each row.
 
     Args:
-        hidden: of tokens, [B, T, D]; or their logits.
+        hidden: of tokens, and `more` of them, [B, T, D]; or their logits.
         head: what is left to do for a position: [B, 1, D] to [B, 1, V].
     """
 
-    def fn(params: Any, tokens: Tensor, last: Tensor) -> Tensor:
-        every = hidden(params, tokens)
+    def fn(params: Any, tokens: Tensor, last: Tensor, *more: Any) -> Tensor:
+        every = hidden(params, tokens, *more)
         index = last[:, None, None].expand(-1, 1, every.shape[-1])
         return head(params, every.gather(1, index)).squeeze(1)
 
@@ -45,12 +45,14 @@ class Sampler:
         context: T, tokens in the window. Beyond them the oldest fall out.
         temperature: logits are divided by it; below 1 keeps closer to the likely tokens, 0 takes the
             likeliest.
+        more: what else `forward` takes of the prompts, their images.
     """
 
     forward: Forward
     context: int
     device: torch.device
     temperature: float = 0.8
+    more: tuple[Any, ...] = ()
 
     def lower(self, params: Any) -> Lowered:
         """The program that draws a token for one row."""
@@ -63,7 +65,7 @@ class Sampler:
         random = torch.Generator().manual_seed(seed)
         rows = [list(prompt) for prompt in prompts]
         for _ in range(length):
-            logits = self.forward(params, *self._windows(rows))  # [B, V]
+            logits = self.forward(params, *self._windows(rows), *self.more)  # [B, V]
             # A model that is not finite (run.watch=off) gives noise, not an error: all ranks continue.
             logits = logits.float().cpu().nan_to_num()
             if self.temperature:

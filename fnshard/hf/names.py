@@ -71,6 +71,19 @@ _BERT = Family(
     "bert", {"cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight"},
     ("*.position_ids", "*.token_type_ids"), ("*.position_ids", "*.token_type_ids"),
 )  # fmt: skip
+_QWEN_VL = Family(
+    "model", {"lm_head.weight": "model.language_model.embed_tokens.weight"}, _ROTARY, _ROTARY,
+    {"model.language_model.": "model.", "model.visual.": "visual."},
+)  # fmt: skip
+_LLAVA = Family(
+    "", {}, _ROTARY, _ROTARY,
+    {
+        "model.language_model.": "language_model.model.",
+        "model.vision_tower.": "vision_tower.vision_model.",
+        "model.multi_modal_projector.": "multi_modal_projector.",
+        "lm_head.": "language_model.lm_head.",
+    },
+)  # fmt: skip
 _VIT = Family(
     "vit",
     renamed={  # its files are older than the names in its module
@@ -90,6 +103,8 @@ FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _GEMMA),
     "bert": _BERT,
     "vit": _VIT,
+    "llava": _LLAVA,
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _QWEN_VL),
     "gpt2": Family("transformer", {"lm_head.weight": "transformer.wte.weight"}, _MASKS, _MASKS),
 }
 

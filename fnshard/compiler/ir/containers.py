@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -69,10 +69,11 @@ class Container:
     def _write(self, key: Any, value: Any) -> None:
         owner = self.owner
         if is_a(owner, dict):  # past what a subclass makes of it
+            kind = OrderedDict if is_a(owner, OrderedDict) else dict  # which keeps its order in a list
             if value is not ABSENT:
-                dict.__setitem__(owner, key, value)
+                kind.__setitem__(owner, key, value)
             elif key in owner:
-                dict.__delitem__(owner, key)
+                kind.__delitem__(owner, key)
         elif is_a(owner, list):
             owner[key] = value
         elif is_a(owner, (type, CellType)):

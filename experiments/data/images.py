@@ -1,0 +1,282 @@
+"""Images of records: what a text has in their place, and their pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from experiments.configs.train import ConfigError
+from experiments.data.chat import LineError
+from experiments.data.files import read_json
+from fnshard.errors import MissingExtraError
+
+
+@dataclass(frozen=True)
+class ImageKind:
+    """How a family of models takes its images.
+
+    Args:
+        layout: "tiles" of one size, or "patches", as many as an image has.
+        text: `fn(images, image)`: what a chat template's image token becomes.
+    """
+
+    layout: str
+    text: Callable[[Images, Any], str]
+
+
+@dataclass(frozen=True)
+class Images:
+    """A model directory's image processor; made by `open_images`.
+
+    Args:
+        hf: of transformers.
+        config: the model's, of transformers.
+        token: that a chat template writes for an image.
+    """
+
+    hf: Any
+    config: Any
+    token: str
+    kind: ImageKind
+
+    def expanded(
+        self, text: str, spans: Sequence[tuple[int, int]], paths: Sequence[str]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """A text with as many image tokens as its images have features, and the spans in it.
+
+        Raises:
+            LineError: an image that cannot be opened, a template that does not show all images.
+        """
+        parts = text.split(self.token)
+        if len(parts) != len(paths) + 1:
+            raise LineError(f"has {len(paths)} images, of which the chat template shows {len(parts) - 1}")
+        out, starts, gained = parts[0], [], []  # where tokens end, and what is added by then
+        for path, part in zip(paths, parts[1:], strict=True):
+            starts.append(sum(map(len, parts[: len(starts) + 1])) + len(self.token) * (len(starts) + 1))
+            out += self.kind.text(self, opened(path))
+            gained.append(len(out) - starts[-1])
+            out += part
+
+        def moved(at: int) -> int:
+            before = np.searchsorted(starts, at, side="right")
+            return at + (gained[before - 1] if before else 0)
+
+        return out, [(moved(start), moved(end)) for start, end in spans]
+
+    def pixels(self, paths: Sequence[str]) -> dict[str, Tensor]:
+        """A row's images, as its model takes them; nothing of none.
+
+        Raises:
+            ConfigError: an image that cannot be opened.
+        """
+        try:
+            images = [opened(path) for path in paths]
+        except LineError as error:
+            raise ConfigError(f"{error}.") from None
+        return self._pixels(images) if images else {}
+
+    def blank(self) -> dict[str, Tensor]:
+        """What stands for the images of a row that has none: its tower runs for the others' sake."""
+        from PIL import Image
+
+        made = self._pixels([Image.new("RGB", (64, 64))])
+        return {name: part if name == "grid" else torch.zeros_like(part[:0]) for name, part in made.items()}
+
+    def features(self, found: Mapping[str, Tensor]) -> int:
+        """How many a row's images have."""
+        many = len(found["pixels"])
+        return many * self._of_tile if self.kind.layout == "tiles" else many // self.merged
+
+    @property
+    def merged(self) -> int:
+        """Patches that become a feature."""
+        return self.config.vision_config.spatial_merge_size**2
+
+    @property
+    def _of_tile(self) -> int:
+        """Features of a tile."""
+        vision = self.config.vision_config
+        side = vision.image_size // vision.patch_size // getattr(self.config, "scale_factor", 1)
+        whole = getattr(self.config, "vision_feature_select_strategy", "") == "full"
+        return side * side + (whole and "clip" in vision.model_type)  # which has one for the whole tile
+
+    def _pixels(self, images: list[Any]) -> dict[str, Tensor]:
+        if self.kind.layout == "tiles":
+            nested = hasattr(self.config, "scale_factor")
+            made = self.hf(images=[images] if nested else images, return_tensors="pt")
+            return {"pixels": made["pixel_values"].flatten(0, 1) if nested else made["pixel_values"]}
+        from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
+
+        made, vision = self.hf(images=images, return_tensors="pt"), self.config.vision_config
+        grid, merge = made["image_grid_thw"], vision.spatial_merge_size
+        number = torch.arange(1, len(grid) + 1)
+        found = {
+            "pixels": made["pixel_values"], "places": get_vision_position_ids(grid, merge), "grid": grid,
+            "documents": number.repeat_interleave(grid.prod(-1)),
+        }  # fmt: skip
+        if hasattr(vision, "window_size"):
+            order, bounds = get_vision_window_index(grid, merge, vision.window_size, vision.patch_size)
+            windows = torch.arange(1, len(bounds)).repeat_interleave(bounds.diff())
+            found |= {"order": order, "windows": windows}
+        return found
+
+
+def opened(path: str) -> Any:
+    """An image, upright and in RGB.
+
+    Raises:
+        LineError: it is not there, or no image.
+    """
+    from PIL import Image, ImageOps
+
+    try:
+        with Image.open(path) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except FileNotFoundError:
+        raise LineError(f"the image {path} is not there") from None
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise LineError(f"{path} is no image that can be read ({error})") from None
+
+
+def _of_tiles(images: Images, image: Any) -> str:
+    return images.token * images._of_tile
+
+
+def _of_split_tiles(images: Images, image: Any) -> str:
+    """Rows of tiles with their places, and the whole of it, as Idefics3 has them (Laurençon et al. 2024)."""
+    made = images.hf(images=[[image]], return_row_col_info=True)
+    (rows,), (columns,) = made["rows"][0], made["cols"][0]
+    fake, tile = "<fake_token_around_image>", images.token * images._of_tile
+    lines = [
+        "".join(f"{fake}<row_{r + 1}_col_{c + 1}>{tile}" for c in range(columns)) + "\n" for r in range(rows)
+    ]
+    return "".join(lines) + ("\n" if rows else "") + f"{fake}<global-img>{tile}{fake}"
+
+
+def _of_patches(images: Images, image: Any) -> str:
+    grid = images.hf(images=[image])["image_grid_thw"][0]
+    return images.token * (int(np.prod(grid)) // images.merged)
+
+
+KINDS: Mapping[str, ImageKind] = {  # by the model_type of config.json
+    "llava": ImageKind("tiles", _of_tiles),
+    **dict.fromkeys(("idefics3", "smolvlm"), ImageKind("tiles", _of_split_tiles)),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), ImageKind("patches", _of_patches)),
+}
+
+
+def open_images(folder: Path, tokenizer: Any) -> Images | None:
+    """The image processor of a model directory; None of a model of no kind in `KINDS`.
+
+    Raises:
+        ConfigError: one that transformers does not open.
+        MissingExtraError: pillow, or a transformers that knows its processors, is not installed.
+    """
+    config = read_json(folder / "config.json")
+    kind = KINDS.get(config.get("model_type", ""))
+    if kind is None:
+        return None
+    try:
+        import PIL  # noqa: F401
+        import transformers.vision_utils
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{folder}: its images need pillow, and a transformers with vision_utils. "
+            "Fix: pip install 'fnshard[vision]'."
+        ) from error
+    local = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        hf = transformers.AutoImageProcessor.from_pretrained(folder, **local)
+        whole = transformers.AutoConfig.from_pretrained(folder, **local)
+    except Exception as error:  # the libraries raise errors of every kind
+        raise ConfigError(f"{folder}: transformers opens no image processor there: {error}.") from error
+    return Images(hf, whole, tokenizer.convert_ids_to_tokens(whole.image_token_id), kind)
+
+
+# ------------------------------------------------------------------ records
+
+MARK = "<image>"  # in texts of records with a list of images
+PLACES = ("image", "path", "url", "image_url")  # keys of an image among a message's parts
+
+
+def with_images(record: Mapping[str, Any], root: Path) -> tuple[Mapping[str, Any], list[str]]:
+    """A record whose images are parts of its messages, and their paths in order.
+
+    A record may have a list of `images` (or one `image`), which stand where its texts say "<image>", or else
+    before the first message of a user; or parts `{"type": "image", "image": path}` in messages.
+
+    Args:
+        root: that paths are relative to.
+
+    Raises:
+        LineError: images that are no paths, or not as many as the texts say.
+    """
+    listed = record.get("images", record.get("image"))
+    if listed is None and not isinstance(record.get("messages"), list):
+        return record, []
+    listed = [listed] if isinstance(listed, (str, Mapping)) else list(listed or [])
+    messages = record.get("messages") or _messages_of(record)
+    paths = [_path(each, root) for each in listed]
+    marked = (
+        sum(str(m.get("content")).count(MARK) for m in messages if isinstance(m, Mapping)) if paths else 0
+    )
+    if paths and not marked:
+        first = next((n for n, m in enumerate(messages) if m.get("role") == "user"), 0)
+        start = MARK * len(paths)
+        messages = [
+            {**m, "content": f"{start}{m['content']}"} if n == first else m for n, m in enumerate(messages)
+        ]
+    elif marked != len(paths):
+        raise LineError(f"images: has {len(paths)}, and {MARK} stands {marked} times in its texts")
+    queue, found = iter(paths), []
+
+    def parts_of(content: Any) -> Any:
+        if isinstance(content, str) and paths and MARK in content:
+            text, *rest = content.split(MARK)
+            content = [{"type": "text", "text": text}] if text else []
+            for after in rest:
+                content.append({"type": "image", "image": next(queue)})
+                content += [{"type": "text", "text": after}] if after else []
+        if not isinstance(content, list):
+            return content
+        out = []
+        for part in content:
+            if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
+                part = {"type": "image", "image": _path(part, root)}
+                found.append(part["image"])
+            out.append(part)
+        return out
+
+    messages = [
+        {**m, "content": parts_of(m.get("content"))} if isinstance(m, Mapping) and "content" in m else m
+        for m in messages
+    ]
+    if not found:
+        return record, []
+    return {"messages": messages, **{n: v for n, v in record.items() if n == "tools"}}, found
+
+
+def _messages_of(record: Mapping[str, Any]) -> list[Any]:
+    """A prompt and its response as a conversation; of other records nothing."""
+    prompt = record.get("prompt", record.get("instruction"))
+    more = record.get("input")
+    response = next((record[name] for name in ("response", "completion", "output") if name in record), None)
+    if not isinstance(prompt, str) or not isinstance(response, str):
+        raise LineError("images: are of messages, or of a prompt and its response")
+    prompt = f"{prompt}\n\n{more}" if more else prompt
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+
+
+def _path(image: Any, root: Path) -> str:
+    named = next((image[n] for n in PLACES if n in image), None) if isinstance(image, Mapping) else image
+    if isinstance(named, Mapping):  # {"type": "image_url", "image_url": {"url": ...}}
+        named = named.get("url")
+    if not isinstance(named, str) or not named or "://" in named or named.startswith("data:"):
+        raise LineError(f"images: expected the path of a file, got {str(named)[:60]!r}")
+    return str(root / named)
