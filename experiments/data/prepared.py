@@ -118,8 +118,8 @@ class RecordPolicy:
         kind: "samples" or "pairs": what `records` makes of one.
         context: the most positions of a sample.
         broken: "refuse", or "skip" records that cannot be used.
-        too_long: "refuse", "skip", or "truncate" what has more positions than the context; a sample that has
-            nothing left to learn then is left out.
+        too_long: "refuse", "skip", or "truncate" what has more positions than the context; a sample with
+            images, or that has nothing left to learn then, is left out.
     """
 
     kind: str
@@ -243,7 +243,7 @@ def _encoded(
     found["rendered"] = not found["chat"] and is_rendered(tokenizer, *(record.get(name) for name in TEXTS))
     longest = max(len(tokens) for tokens, _ in samples) - 1
     long, why = longest > policy.context, ""
-    if long and policy.too_long != "truncate":
+    if long and (policy.too_long != "truncate" or found["images"]):  # half an image is none
         why = f"takes {longest} positions, the context has {policy.context}"
     samples = [tuple(part[: policy.context + 1] for part in each) for each in samples]
     # The first token is never a target: nothing stands before it.

@@ -59,15 +59,15 @@ class Vision:
         while size < max(sizes, default=1):
             size *= 2
         blank = images.blank() if not all(made) else {}
-        rows = [self._row(each or blank, row, size) for each, row in zip(made, tokens, strict=True)]
         for row, each, of in zip(tokens, made, paths, strict=True):
             there, wanted = images.features(each) if each else 0, int((row == self.token).sum())
-            if there < wanted:
+            if there != wanted:
                 raise ConfigError(
                     f"{', '.join(of)}: {there} features for {wanted} image tokens."
                     "Fix: the images are not those that the data were prepared of; prepare them anew (remove "
                     "outputs/data/prepared)."
                 )
+        rows = [self._row(each or blank, row, size) for each, row in zip(made, tokens, strict=True)]
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
     def _row(self, found: Mapping[str, Tensor], tokens: Tensor, size: int) -> dict[str, Tensor]:
