@@ -166,7 +166,6 @@ TABLE = {
     "python -m experiments.examples.vit": Row(),
     "python -m experiments.examples.gpt": Row(),
     "python -m experiments.examples.moe": Row(),
-    "python -m experiments.examples.grpo": Row(),
     "python -m experiments.examples.maml": Row(),
     "python -m experiments.examples.gradient_penalty_gan": Row(),
     "python -m experiments.examples.ensemble_vmap": Row(),

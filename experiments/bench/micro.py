@@ -281,8 +281,8 @@ def decode(config: BenchConfig, folder: Path) -> Result:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from experiments.finetune import lm
-    from experiments.finetune.decode import decode_of, prefill_of
-    from experiments.finetune.rollout import Rollouts
+    from experiments.finetune.decode import first_of, next_of
+    from experiments.finetune.rollout import TOGETHER, Rollouts
 
     torch.manual_seed(config.seed)
     sizes, mesh = config.model, fs.make_mesh(shard=1, device="cpu")
@@ -295,10 +295,10 @@ def decode(config: BenchConfig, folder: Path) -> Result:
     specs = fs.presets.full_shard(ours.params, mesh)
     forwards = [
         fs.shard_forward(fn, specs, mesh=mesh, backend=config.backend)
-        for fn in (prefill_of(ours, PROMPT + NEW), decode_of(ours))
+        for fn in (first_of(ours, PROMPT + NEW, 0.0, 1.0), next_of(ours, TOGETHER, 0.0, 1.0))
     ]
     rollouts = Rollouts(
-        *forwards, config.rows, PROMPT, NEW, frozenset(), lambda text: [text], mesh.device, 0.0
+        *forwards, TOGETHER, config.rows, PROMPT, NEW, frozenset(), lambda text: [text], mesh.device
     )  # fmt: skip
     blocks = fs.shard({path: leaf.detach() for path, leaf in ours.params.items()}, specs, mesh)
     lengths = torch.randint(1, PROMPT + 1, (config.rows,)).tolist()

@@ -14,9 +14,9 @@ from torch import Tensor
 import fnshard as fs
 from experiments.data.tokenizer import DirectoryTokenizer
 from experiments.evaluate.tasks import STOPS, Question, Task, graded
-from experiments.finetune.decode import decode_of, prefill_of
+from experiments.finetune.decode import first_of, next_of
 from experiments.finetune.lm import LanguageModel
-from experiments.finetune.rollout import Rollouts
+from experiments.finetune.rollout import TOGETHER, Rollouts
 from fnshard.losses import IGNORE
 
 WIDTH = 64  # rows are as wide as this times a power of two: one program for each
@@ -74,12 +74,13 @@ class Scorer:
         """Of this rank's prompts: number, and a greedy answer."""
         most = (self.lm.context or 2**31) - tokens
         encoded = [self.encode(prompt)[-most:] for prompt in prompts]
-        stops, decode = frozenset(self.tokenizer.stops), self._program(decode_of)
+        stops, count = frozenset(self.tokenizer.stops), min(TOGETHER, tokens)
+        decode = self._program(next_of, count, 0.0, 1.0)
         for wide, mine in self._rounds(list(map(len, encoded)), [1] * len(encoded), self.rows):
             width = min(wide, most)
             rollouts = Rollouts(
-                self._program(prefill_of, width + tokens), decode, self.rows, width, tokens, stops,
-                decode.gather_strings, self.mesh.device, temperature=0.0,
+                self._program(first_of, width + tokens, 0.0, 1.0), decode, count, self.rows, width, tokens,
+                stops, decode.gather_strings, self.mesh.device,
             )  # fmt: skip
             unused = torch.zeros(len(mine), tokens, dtype=torch.float64)
             drawn = rollouts(params, [encoded[number] for number in mine], unused)
@@ -110,11 +111,11 @@ class Scorer:
             question = task.questions[numbers[place]]
             yield numbers[place], {**graded(question, answer), "answer": answer}
 
-    def _program(self, make: Callable[..., Callable[..., Any]], *sizes: int) -> Any:
+    def _program(self, make: Callable[..., Callable[..., Any]], *how: float) -> Any:
         """Compiled once, however often a model is measured."""
-        key = make, sizes
+        key = make, how
         if key not in self._programs:
-            self._programs[key] = self.forward(make(self.lm, *sizes))
+            self._programs[key] = self.forward(make(self.lm, *how))
         return self._programs[key]
 
     def _rounds(

@@ -104,14 +104,15 @@ class FinetuneData:
             found = [e for e in found if not e.images or len(e.prompt) <= most]
         return [replace(e, prompt=e.prompt if most is None else e.prompt[-most:]) for e in found]
 
-    def images_of(self, examples: Sequence[Example], width: int) -> tuple[Any, ...]:
+    def images_of(self, examples: Sequence[Example], width: int, device: torch.device) -> tuple[Any, ...]:
         """The images of prompts in rows of `width` tokens, as `LanguageModel.hidden` takes them."""
         if self.measured.images is None or not examples:
             return ()
         tokens = torch.zeros(len(examples), width, dtype=torch.int64)
         for row, example in zip(tokens, examples, strict=True):
             row[: len(example.prompt)] = torch.tensor(example.prompt)
-        return (self.measured.images([list(example.images) for example in examples], tokens),)
+        images = self.measured.images([list(example.images) for example in examples], tokens)
+        return ({name: part.to(device) for name, part in images.items()},)
 
     def shown(self, colour: bool = False) -> str:
         """The first sample of the training data as the model sees it, of pairs both; see `marked`."""

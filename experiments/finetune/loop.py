@@ -99,8 +99,9 @@ class FinetuneSetup:
     def introduce(self, state: fs.TrainState) -> None:
         """Print what trains, and on what."""
         shown = self.data.shown(colour=sys.stdout.isatty())
+        drawn = "" if self.rewarded is None else f"{self.rewarded}\n"
         print(
-            f"{self.planned.why}\n{self.tuning.codes(state.params)}data: {self.data.train}\n"
+            f"{self.planned.why}\n{self.tuning.codes(state.params)}{drawn}data: {self.data.train}\n"
             f"the first of them, what is learned between « and »:\n{shown}\n",
             flush=True,
         )
@@ -224,7 +225,9 @@ def prepare(config: FinetuneConfig, only_prompt: bool = False) -> FinetuneSetup:
     hidden = lm.hidden if not data.measured.images else partial(_of_images, lm)
     answer = fs.shard_forward(tuning.policy(last_logits(hidden, lm.unembed)), plan.specs, **how)
     window = window_of(examples, run.sampled, lm.context)
-    sampler = Sampler(answer, window, mesh.device, temperature=0.0, more=data.images_of(examples, window))
+    sampler = Sampler(
+        answer, window, mesh.device, temperature=0.0, more=data.images_of(examples, window, mesh.device)
+    )
     shown = Shown(sampler, data.tokenizer, examples, run.sampled)
     rewarded = None if prompts is None else rewarded_batches(prompts, tuning, step, plan.specs, mesh, how)
     tasks = tuple(map(task_of, run.evaluate))

@@ -19,11 +19,11 @@ from experiments.configs.train import ConfigError
 from experiments.data.permutation import order
 from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.dataset import Example, FinetuneData
-from experiments.finetune.decode import decode_of, prefill_of
+from experiments.finetune.decode import first_of, next_of
 from experiments.finetune.lm import LanguageModel
 from experiments.finetune.objectives import values_of
 from experiments.finetune.rewards import Weighted, checked, rewards_of
-from experiments.finetune.rollout import Answers, Rollouts
+from experiments.finetune.rollout import TOGETHER, Answers, Rollouts
 from experiments.finetune.tuning import Tuning
 from fnshard.losses import IGNORE
 from fnshard.losses.policy import gae, group_advantages
@@ -102,6 +102,7 @@ class RewardedBatches:
     Args:
         exchange: one string of each rank to all.
         gather: makes of the leaves of a step those that answers are drawn from.
+        gathered: bytes that a rank has of them, all at once; None: a layer at a time.
         values: of the tokens of a batch, where the objective has a value head.
     """
 
@@ -111,7 +112,12 @@ class RewardedBatches:
     mesh: fs.Mesh
     exchange: Callable[[str], list[str]]
     gather: Callable[[Any], Any]
+    gathered: int | None = None
     values: Any = None
+
+    def __str__(self) -> str:
+        how = "a layer at a time" if self.gathered is None else f"once a step, {self.gathered / 1e6:.1f} MB"
+        return f"answers: {self.rollouts.rows} rows a rank are drawn from leaves that it gathers {how}"
 
     def batch(self, state: fs.TrainState, numbers: Tensor) -> Mapping[str, Tensor]:
         """Draw answers to prompts, reward them, and lay them out as `objectives.policy_gradient` takes
@@ -187,24 +193,24 @@ def rewarded_batches(
     """On compiled forwards of the step's own leaves; `how`: options of `fs.shard_forward`."""
     config, stops = of.config.objective, frozenset(of.data.tokenizer.stops)
     slots, exchange = of.longest + config.tokens, step.gather_strings
-    once = _fits(tuning, mesh) if config.gather_once is None else config.gather_once
+    size = sum(leaf.nbytes for leaf in fs.tree.flatten_with_paths(tuning.params)[0].values())
+    once = _fits(size, mesh) if config.gather_once is None else config.gather_once
     once = exchange(str(once)) == ["True"] * mesh.size
     whole = tuning.specs(mesh, of.config.precision, fs.presets.no_shard) if once else specs
-    prefill = fs.shard_forward(tuning.policy(prefill_of(tuning.lm, slots)), whole, **how)
-    decode = fs.shard_forward(tuning.policy(decode_of(tuning.lm)), whole, **how)
+    drawing, count = (config.temperature, config.top_p), min(TOGETHER, config.tokens)
+    prefill = fs.shard_forward(tuning.policy(first_of(tuning.lm, slots, *drawing)), whole, **how)
+    decode = fs.shard_forward(tuning.policy(next_of(tuning.lm, count, *drawing)), whole, **how)
     rollouts = Rollouts(
-        prefill, decode, min(of.answers, AT_ONCE), of.longest, config.tokens, stops,
-        (lambda text: [text]) if once else exchange, mesh.device, config.temperature, config.top_p,
+        prefill, decode, count, min(of.answers, AT_ONCE), of.longest, config.tokens, stops,
+        (lambda text: [text]) if once else exchange, mesh.device,
     )  # fmt: skip
     values = fs.shard_forward(values_of(tuning), specs, **how) if config.kind.values else None
     gather = (lambda blocks: fs.reshard(blocks, specs, whole, mesh)) if once else (lambda blocks: blocks)
-    return RewardedBatches(of, rollouts, of.rewards, mesh, exchange, gather, values)
+    return RewardedBatches(of, rollouts, of.rewards, mesh, exchange, gather, size if once else None, values)
 
 
-def _fits(tuning: Tuning, mesh: fs.Mesh) -> bool:
+def _fits(size: int, mesh: fs.Mesh) -> bool:
     """Whether a rank may hold the whole model: where that takes a quarter of its device at most."""
-    leaves = fs.tree.flatten_with_paths(tuning.params)[0].values()
-    size = sum(leaf.numel() * leaf.element_size() for leaf in leaves)
     if mesh.device_type == "cuda":
         return 4 * size <= torch.cuda.mem_get_info()[1]
     return 4 * size * mesh.size <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

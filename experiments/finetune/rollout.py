@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from experiments.finetune.decode import Drawn
 from fnshard.step.forward import Forward
 
+TOGETHER = 8  # tokens of a row that a program draws, as a rule
 REFILL = 4  # prompts that wait are prefilled once a quarter of the rows is free
 
 
@@ -45,27 +48,26 @@ class Rollouts:
     Rows whose answer has ended take the next prompt, so that long answers hold up no others.
 
     Args:
-        prefill, decode: of `decode.prefill_of` and `decode_of`.
+        prefill, decode: of `decode.first_of` and `next_of`, with one `temperature` and `top_p`: tokens are
+            drawn from the likeliest, as many as have this probability together (Holtzman et al. 2020), and
+            their log-probabilities are of the whole distribution. A temperature of 0 takes the likeliest.
+        count: tokens of a row that `decode` draws in a call.
         rows: prompts that are answered at once.
         width: the longest prompt.
         length: the most tokens of an answer.
         stops: tokens that end one.
         agree: one string of each rank to all, where forwards are collectives: ranks end together.
-        temperature: logits are divided by it; 0 takes the likeliest token.
-        top_p: tokens are drawn from the likeliest, as many as have this probability together (Holtzman et al.
-            2020). Log-probabilities are of the whole distribution.
     """
 
     prefill: Forward
     decode: Forward
+    count: int
     rows: int
     width: int
     length: int
     stops: frozenset[int]
     agree: Callable[[str], list[str]]
     device: torch.device
-    temperature: float = 1.0
-    top_p: float = 1.0
 
     def __call__(self, params: Any, prompts: Sequence[Sequence[int]], numbers: Tensor) -> Answers:
         """Answers to prompts.
@@ -79,6 +81,7 @@ class Rollouts:
             torch.zeros(shape, dtype=torch.int64), torch.zeros(shape[0], dtype=torch.int64),
             torch.zeros(shape), torch.zeros(shape),
         )  # fmt: skip
+        numbers = F.pad(numbers, (0, self.count))
         waiting, cache = deque(range(len(prompts))), None
         owner = np.full(self.rows, -1)  # which prompt a row answers
         tokens, positions = np.zeros((2, self.rows), np.int64)
@@ -91,80 +94,55 @@ class Rollouts:
             if any(each[0] == "1" for each in said):  # a rank that has no more prompts joins in
                 fresh = free[: len(waiting)]
                 owner[fresh] = [waiting.popleft() for _ in fresh]
-                logits, new = self._begin(params, prompts, owner, fresh)
+                drawn, new = self._begin(params, prompts, owner, fresh, numbers)
                 cache = new if cache is None else _merged(cache, new, fresh, self.device)
-                self._draw(logits, answers, fresh, owner, tokens, numbers)
                 for row in fresh:
                     positions[row] = len(prompts[owner[row]])
-                self._release(answers, owner, tokens)
+                self._keep(drawn, answers, fresh, owner, tokens)
                 continue
             busy = np.flatnonzero(owner >= 0)
-            at = (torch.from_numpy(v.copy()).to(self.device) for v in (tokens, positions))
-            logits, cache = self.decode(params, *at, cache)
-            self._draw(logits, answers, busy, owner, tokens, numbers)
-            positions[busy] += 1
-            self._release(answers, owner, tokens)
+            own = np.zeros((self.rows, self.count))
+            if len(busy):
+                at = answers.lengths[owner[busy], None] + torch.arange(self.count)
+                own[busy] = numbers[torch.from_numpy(owner[busy])[:, None], at].numpy()
+            drawn, cache = self.decode(params, *self._there(tokens, positions, own), cache)
+            positions[busy] += self.count
+            self._keep(drawn, answers, busy, owner, tokens)
+
+    def _there(self, *arrays: np.ndarray) -> list[Tensor]:
+        return [torch.from_numpy(array.copy()).to(self.device) for array in arrays]
 
     def _begin(
-        self, params: Any, prompts: Sequence[Sequence[int]], owner: np.ndarray, fresh: Sequence[int]
-    ) -> tuple[Tensor, Any]:
+        self, params: Any, prompts: Sequence[Sequence[int]], owner: np.ndarray, fresh: Sequence[int],
+        numbers: Tensor,
+    ) -> tuple[Drawn, Any]:  # fmt: skip
         """Prefill the rows that are new; the others are looked at by nobody."""
         padded, last = np.zeros((self.rows, self.width), np.int64), np.zeros(self.rows, np.int64)
+        own = np.zeros((self.rows, 1))
         for row in fresh:
             prompt = prompts[owner[row]]
             padded[row, : len(prompt)], last[row] = prompt, len(prompt) - 1
-        return self.prefill(params, *(torch.from_numpy(v).to(self.device) for v in (padded, last)))
+            own[row] = numbers[owner[row], 0]
+        return self.prefill(params, *self._there(padded, last, own))
 
-    def _draw(
-        self, logits: Tensor, answers: Answers, rows: Sequence[int], owner: np.ndarray, tokens: np.ndarray,
-        numbers: Tensor,
-    ) -> None:  # fmt: skip
-        """The next token of some rows."""
+    def _keep(
+        self, drawn: Drawn, answers: Answers, rows: np.ndarray, owner: np.ndarray, tokens: np.ndarray
+    ) -> None:
+        """What some rows have drawn, up to their ends; answers that have ended leave their rows."""
         if not len(rows):
             return
+        found, logprobs, entropy = (part.cpu()[torch.from_numpy(rows)] for part in drawn)
         whose = torch.from_numpy(owner[rows])
-        at = answers.lengths[whose]
-        own = logits.cpu()[torch.as_tensor(rows)]
-        drawn, logprobs, entropy = draw(own, numbers[whose, at], self.temperature, self.top_p)
-        for of, values in ((answers.tokens, drawn), (answers.logprobs, logprobs), (answers.entropy, entropy)):
-            of[whose, at] = values
-        answers.lengths[whose] += 1
-        tokens[rows] = drawn.numpy()
-
-    def _release(self, answers: Answers, owner: np.ndarray, tokens: np.ndarray) -> None:
-        """Answers that have ended leave their rows."""
-        for row in np.flatnonzero(owner >= 0):
-            if int(tokens[row]) in self.stops or int(answers.lengths[owner[row]]) == self.length:
-                owner[row] = -1
-
-
-def draw(
-    logits: Tensor, numbers: Tensor, temperature: float = 1.0, top_p: float = 1.0
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A token by row, its log-probability, and the entropy of the distribution.
-
-    Args:
-        logits: [B, V]. What is not finite is noise, not an error.
-        numbers: fp64 [B] in [0, 1).
-
-    >>> token, logprob, _ = draw(torch.tensor([[0.0, 3.0]]), torch.tensor([0.5], dtype=torch.float64))
-    >>> token.item(), round(logprob.item(), 3)
-    (1, -0.049)
-    """
-    logprobs = (logits.nan_to_num() / (temperature or 1.0)).log_softmax(-1)
-    probs = logprobs.double().exp()
-    entropy = -(probs * logprobs).sum(-1).float()
-    if temperature == 0:
-        tokens = logprobs.argmax(-1)
-    else:
-        if top_p < 1:
-            most, order = probs.sort(-1, descending=True)
-            kept = most.cumsum(-1) - most < top_p
-            probs = torch.zeros_like(probs).scatter(-1, order, torch.where(kept, most, 0.0))
-        sums = probs.cumsum(-1)
-        tokens = torch.searchsorted(sums, numbers[:, None] * sums[:, -1:], right=True)[:, 0]
-        tokens = tokens.clamp(max=logits.shape[-1] - 1)
-    return tokens, logprobs.gather(-1, tokens[:, None])[:, 0].float(), entropy
+        stops = torch.isin(found, torch.tensor(sorted(self.stops), dtype=torch.int64))
+        at = answers.lengths[whose, None] + torch.arange(found.shape[1])
+        kept = (stops.cumsum(1) - stops.long() == 0) & (at < self.length)
+        to = whose[:, None].expand_as(at)[kept], at[kept]
+        for of, values in ((answers.tokens, found), (answers.logprobs, logprobs), (answers.entropy, entropy)):
+            of[to] = values[kept]
+        answers.lengths[whose] += kept.sum(1)
+        tokens[rows] = found[:, -1].numpy()
+        ended = (kept & stops).any(1) | (answers.lengths[whose] == self.length)
+        owner[rows[ended.numpy()]] = -1
 
 
 def _merged(cache: Any, new: Any, rows: Sequence[int], device: torch.device) -> Any:

@@ -14,7 +14,6 @@ from experiments.examples import (
     ensemble_vmap,
     gpt,
     gradient_penalty_gan,
-    grpo,
     maml,
     mlp,
     moe,
@@ -39,11 +38,6 @@ def test_the_vit_learns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def train_gpt(rank: int) -> list[float]:
     return gpt.train(steps=12, backend="eager")
-
-
-def test_rewards_are_learned_from() -> None:
-    shares = grpo.train(steps=25, backend="eager")
-    assert sum(shares[-5:]) / 5 > 2 * shares[0]
 
 
 def test_the_gpt_learns_on_two_ranks(ranks: Any) -> None:
@@ -79,7 +73,7 @@ def test_it_learns_and_two_ranks_are_one_process(module: Any, steps: int, by: fl
 
 
 @pytest.mark.parametrize(
-    "module", [dino, ensemble_vmap, gpt, gradient_penalty_gan, grpo, maml, mlp, moe, pinn, vit]
+    "module", [dino, ensemble_vmap, gpt, gradient_penalty_gan, maml, mlp, moe, pinn, vit]
 )
 def test_an_example_is_one_page(module: Any) -> None:
     assert len(inspect.getsource(module).splitlines()) < 100

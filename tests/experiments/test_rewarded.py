@@ -21,10 +21,10 @@ from experiments.configs.train import ConfigError
 from experiments.data.tokenizer import byte_tokenizer
 from experiments.finetune import lm, loop
 from experiments.finetune.config import FinetuneConfig
-from experiments.finetune.decode import decode_of, prefill_of
+from experiments.finetune.decode import decode_of, draw, first_of, next_of, prefill_of
 from experiments.finetune.rewarded import RewardedBatches
 from experiments.finetune.rewards import REWARDS, checked, rewards_of
-from experiments.finetune.rollout import Rollouts, draw
+from experiments.finetune.rollout import Rollouts
 from experiments.finetune.tasks import solved, task_files, warming_files
 from experiments.training import steps
 from experiments.training.result import read_result
@@ -58,17 +58,19 @@ PROMPTS = [[5, 9, 2], [7], [3, 3, 3, 3, 8], [11, 4], [6, 2, 9], [1, 12], [30, 31
 LENGTH, STOP = 6, 17
 
 
-def rollouts(mesh: fs.Mesh, rows: int, **how: Any) -> tuple[Rollouts, Any, lm.LanguageModel]:
+def rollouts(
+    mesh: fs.Mesh, rows: int, count: int = 1, temperature: float = 1.0, **how: Any
+) -> tuple[Rollouts, Any, lm.LanguageModel]:
     model = lm.of(FAMILIES["llama"].build())
     specs = fs.presets.full_shard(model.params, mesh)
     forwards = [
         fs.shard_forward(fn, specs, mesh=mesh, backend="eager")
-        for fn in (prefill_of(model, 5 + LENGTH), decode_of(model))
+        for fn in (first_of(model, 5 + LENGTH, temperature, 1.0), next_of(model, count, temperature, 1.0))
     ]
     agree = (lambda text: [text]) if mesh.size == 1 else fs.shard_step(
         lambda p: 0, specs, mesh=mesh).gather_strings  # fmt: skip
     stops = frozenset(how.pop("stops", {STOP}))
-    made = Rollouts(*forwards, rows, 5, LENGTH, stops, agree, torch.device("cpu"), **how)
+    made = Rollouts(*forwards, count, rows, 5, LENGTH, stops, agree, torch.device("cpu"), **how)
     return made, fs.shard({p: v.detach() for p, v in model.params.items()}, specs, mesh), model
 
 
@@ -80,10 +82,12 @@ def test_rows_that_are_free_take_the_next_prompt() -> None:
     """With two rows for seven prompts each has the answer that it has alone."""
     mesh = fs.make_mesh(shard=1, device="cpu")
     every, params, model = rollouts(mesh, 7, stops=set(range(17, 40)))
-    two = rollouts(mesh, 2, stops=set(range(17, 40)))[0]
-    one, other = (each(params, PROMPTS, numbers(7)) for each in (every, two))
-    assert torch.equal(one.tokens, other.tokens) and torch.equal(one.lengths, other.lengths)
-    torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-6)
+    one = every(params, PROMPTS, numbers(7))
+    for count in (1, 4):  # tokens of a program: the fourth of the second ends an answer of six
+        other = rollouts(mesh, 2, count, stops=set(range(17, 40)))[0](params, PROMPTS, numbers(7))
+        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.lengths, other.lengths)
+        torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-6)
+        torch.testing.assert_close(one.entropy, other.entropy, rtol=0, atol=1e-6)
     assert len(set(one.lengths.tolist())) > 1 and one.lengths.max() == LENGTH
     for prompt, answer, logprobs in zip(PROMPTS, one.texts(), one.logprobs, strict=True):
         assert not set(answer[:-1]) & every.stops  # a stop is the last token, if there is one

@@ -353,6 +353,33 @@ def test_leaves_that_are_not_the_modules_are_named() -> None:
         apply({"0.weight": leaf, "1.weight": leaf, "x": leaf}, rows())
 
 
+class Hooking(nn.Module):
+    """Takes the hooks of a part away, and gives it another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Linear(WIDTH, WIDTH)
+        for _ in range(2):
+            self.part.register_forward_hook(lambda module, args, out: out + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.part(x)
+        self.part._forward_hooks.clear()
+        self.part.register_forward_hook(lambda module, args, out: out + 2)
+        return out + self.part(x)
+
+
+def test_the_order_of_an_ordered_dict_is_put_back() -> None:
+    """It is kept in a list beside the values, which `dict`'s own methods leave as it is."""
+    module = Hooking()
+    before, known = dict(module.part._forward_hooks), module.part(rows())
+    apply, params = fs.make_functional(module)
+    out = apply(params, rows())
+    assert list(module.part._forward_hooks.items()) == list(before.items())
+    torch.testing.assert_close(module.part(rows()), known)
+    torch.testing.assert_close(apply(params, rows()), out)
+
+
 class Lazy(collections.OrderedDict):
     """A mapping that loads each key when it is read, and cannot load all of them."""
 
