@@ -225,7 +225,7 @@ def test_a_reward_is_credited_to_the_tokens_of_its_answer():
     """With no discount and a value head that says 0, each token's advantage is the whole reward."""
     of = SimpleNamespace(config=SimpleNamespace(objective=SimpleNamespace(lam=1.0)))
     zeros = lambda params, tokens: torch.zeros(tokens.shape)  # noqa: E731
-    batches = RewardedBatches(of, None, (), None, None, None, zeros)
+    batches = RewardedBatches(of, None, (), None, None, None, values=zeros)
     targets = torch.tensor([[-100, 4, 5, -100], [-100, -100, 6, -100]])
     batch = {"tokens": torch.zeros(2, 4), "targets": targets, "rewards": torch.tensor([1.0, 0.5])}
     found = batches._estimates(None, batch)
@@ -283,7 +283,7 @@ def test_a_run_is_rewarded_and_resumes_bit_for_bit(model, data, tmp_path, monkey
 
         return monkeypatch.context(), of, name, dies
 
-    for of, name, call in ((Rollouts, "_draw", 16), (steps, "one_step", 2)):
+    for of, name, call in ((Rollouts, "_keep", 6), (steps, "one_step", 2)):
         context, of, name, dies = dying(of, name, call)
         with context as patch:
             patch.setattr(of, name, dies)
