@@ -58,15 +58,11 @@ CASES = {
     "memory": Case("plans:run", {"rows": 4, "rounds": 3}, on_ranks=True),
     "predict": Case("plans:run", {"rounds": 7, "memory": 0}, on_ranks=True),
     "checkpoint": Case("checkpoint:run", {"rows": 2, "rounds": 9, "steps": 8}, on_ranks=True),
-    "collectives": Case("micro:collectives", {"rounds": 7}, on_ranks=True),
     "executor": Case("micro:executor", {"rounds": 200}),
-    "loss": Case("micro:loss", {"rows": 4, "length": 512, "rounds": 3}),
     "documents": Case("micro:documents", {"rows": 1, "length": 8192, "rounds": 3}),
     "lengths": Case("micro:lengths", {"rows": 2, "length": 1000, "steps": 1000, "size": "5m"}),
     "decode": Case("micro:decode", {"rows": 16, "size": "tiny", "rounds": 5}),
     "starts": Case("jobs:starts", {"rounds": 5}),
-    "watch": Case("jobs:watch", {"rounds": 3, "steps": 100}),
-    "loader": Case("jobs:loader", {"steps": 100}),
     "gpu": Case("gpu:run", TINY),
     "cuda": Case("cuda:run", CUDA | {"ranks": 8}),
 }
@@ -94,11 +90,9 @@ class BenchConfig:
         plans: of memory and predict, the names that take part; none: all.
         clock: of predict: "wall", or "cpu", which leaves out what other processes took.
         every: of checkpoint, steps from one save to the next.
-        mb: of collectives, sizes in MiB.
-        vocab, frozen: of loss: words, and whether the head has no gradient, as under LoRA.
         lengths: how many from 100 to `length`; of documents, how many a row has.
         checkout: of starts, another checkout that takes turns with this one.
-        overrides: of starts, watch and loader, words for `python -m experiments.train`.
+        overrides: of starts, words for `python -m experiments.train`.
         folder: of checkpoint, on the disk to be measured; of gpu, where results lie (outputs/gpu).
         parts: of gpu, names of `gpu.PARTS`: these alone, once more though they have a result.
         minutes: of gpu, that one part may take.
@@ -125,9 +119,6 @@ class BenchConfig:
     plans: tuple[str, ...] = ()
     clock: str = "wall"
     every: int = 2
-    mb: tuple[float, ...] = (1.0, 8.0, 32.0, 128.0)
-    vocab: int = 128_256
-    frozen: bool = False
     lengths: int = 32
     checkout: str | None = None
     overrides: str = ""
@@ -192,7 +183,7 @@ def complete(config: BenchConfig) -> BenchConfig:
         "size": names(), "dtype": DTYPES, "reduce": DTYPES, "contenders": (*TORCH, *FNSHARD, GRAPH),
         "backend": ("inductor", "eager"), "clock": ("wall", "cpu"),
     }  # fmt: skip
-    counts = ("ranks", "rounds", "steps", "warmup", "rows", "length", "every", "vocab", "lengths")
+    counts = ("ranks", "rounds", "steps", "warmup", "rows", "length", "every", "lengths")
     problems = out_of_range(config, choices, dict.fromkeys(counts, 1) | {"losses": 0, "memory": 0})
     if config.device == "cuda" and not torch.cuda.is_available():
         problems.append("device=cuda: this machine has no CUDA device that torch can use. Fix: device=cpu.")

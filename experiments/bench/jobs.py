@@ -1,4 +1,4 @@
-"""Cases of whole runs of `python -m experiments.train`, seen from outside: `starts`, `watch`, `loader`."""
+"""The case of whole runs of `python -m experiments.train`, seen from outside: `starts`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from typing import Any
 
 from experiments import ROOT
 from experiments.bench.config import BenchConfig
-from experiments.bench.measure import Result, ratio, say
+from experiments.bench.measure import Result, say
 from experiments.training.metrics_file import METRICS, read_rows
 from experiments.training.result import read_result
-from experiments.training.run_record import PARTS
 
 START = ("run.steps=40", "run.held_out_every=20", "run.sample_tokens=2")
 TRACKERS = ("tensorboard", "wandb", "mlflow")
@@ -66,32 +65,3 @@ def starts(config: BenchConfig, folder: Path) -> Result:
                     say(f"round {number + 1}, {checkout.name}, {which} start: {seconds:.1f} s")
     rows = [[name, f"{median(seconds):.1f}", f"{max(seconds):.1f}"] for name, seconds in taken.items()]
     return Result([["", "median s", "longest s"], *rows], values={"seconds": taken})
-
-
-def watch(config: BenchConfig, folder: Path) -> Result:
-    """What do trackers cost a run: its speed with each next to its speed with none?"""
-    choices = {"none": [], **{name: [f"tracker={name}"] for name in TRACKERS}}
-    choices["all"] = [f"tracker=[{','.join(TRACKERS)}]"]
-    found: dict[str, list[Mapping[str, Any]]] = {name: [] for name in choices}
-    with tempfile.TemporaryDirectory() as place:
-        for number in range(config.rounds):
-            for name, words in choices.items():
-                words = [f"run.steps={config.steps}", *words, *shlex.split(config.overrides)]
-                found[name].append(train(words, Path(place))[1])
-                say(f"round {number + 1}, {name}: {found[name][-1]['tokens_per_s']:,.0f} tokens/s")
-    speeds = {name: [each["tokens_per_s"] for each in results] for name, results in found.items()}
-    rows = [["trackers", "tokens/s", "/ none", "reports, of the run"]]
-    for name, results in found.items():
-        spent = (each["reports_s"] / sum(each.get(f"{part}_s", 0.0) for part in PARTS) for each in results)
-        share = f"{ratio(speeds[name], speeds['none']):.3f}"
-        rows.append([name, f"{median(speeds[name]):,.0f}", share, f"{median(spent):.2%}"])
-    return Result(rows, values={"results": found})
-
-
-def loader(config: BenchConfig, folder: Path) -> Result:
-    """How much of a training's time waits for batches (`overrides="data=shards data.root=..."`)?"""
-    with tempfile.TemporaryDirectory() as place:
-        _, found = train([f"run.steps={config.steps}", *shlex.split(config.overrides)], Path(place))
-    share = found["data_s"] / (found["data_s"] + found["steps_s"])
-    rows = [["tokens/s", "waiting for batches"], [f"{found['tokens_per_s']:,.0f}", f"{share:.3%}"]]
-    return Result(rows, values={"result": found})

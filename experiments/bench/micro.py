@@ -1,4 +1,4 @@
-"""Cases of one mechanism each: `collectives`, `executor`, `loss`, `documents`, `lengths`, `decode`."""
+"""Cases of one mechanism each: `executor`, `documents`, `lengths`, `decode`."""
 
 from __future__ import annotations
 
@@ -19,69 +19,17 @@ from torch import Tensor
 
 import fnshard as fs
 from experiments.bench.config import BenchConfig
-from experiments.bench.contenders import make_task
-from experiments.bench.measure import Result, barrier, interleaved, milliseconds, ratio
-from experiments.bench.memory import live_bytes
+from experiments.bench.measure import Result, interleaved, milliseconds, ratio
 from experiments.training.decoder import Decoder, DecoderConfig, loss_function
 from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT
 from fnshard.compiler.schedule.instructions import Run
-from fnshard.runtime.collectives.base import Collectives, Done
-from fnshard.runtime.collectives.connect import connect
+from fnshard.runtime.collectives.base import Done
 from fnshard.runtime.executor.context import ExecutorContext
 from fnshard.runtime.executor.control import StepControl
 from fnshard.runtime.executor.execute import bind
 from fnshard.step.plan import scalars_of
 
 AXES = ("shard",)
-
-# ------------------------------------------------------------------ collectives
-
-
-def collectives(config: BenchConfig, folder: Path) -> Result:
-    """Which way is fastest, torch's own collectives, sends from rank to rank, or shared memory?
-
-    A time is what the executor sees: what is sent is packed, the result copied out. Sizes are of the whole
-    tensor, of which a rank's shard is one part.
-    """
-    mesh = make_task(replace(config, size="tiny")).mesh
-    ways = {name: connect(mesh, transport=name) for name in ("native", "p2p", "auto")}
-    rows, values = [["MiB", "collective", *(f"{name}, ms" for name in ways)]], []
-    for mb in config.mb:
-        numel = int(mb * 2**20) // config.compute_dtype.itemsize // mesh.size * mesh.size
-        whole = torch.arange(numel, dtype=torch.float32).remainder_(7).to(config.compute_dtype)
-        for verb, work in COLLECTIVES.items():
-            works = {name: partial(work, by, whole, mesh.size) for name, by in ways.items()}
-            seconds = interleaved(works, config.rounds + 2, seed=config.seed)
-            rows.append([f"{mb:g}", verb, *(milliseconds(s[2:]) for s in seconds.values())])
-            values.append({"mb": mb, "collective": verb, "seconds": seconds})
-    barrier()
-    for way in ways.values():
-        way.close()
-    return Result(rows, values={"measured": values})
-
-
-def _gather(by: Collectives, whole: Tensor, ranks: int) -> None:
-    shard, out = whole[: whole.numel() // ranks], torch.empty_like(whole)
-    sent = by.send_buffer(shard.numel(), shard.dtype, AXES)
-    sent.copy_(shard)
-    handle = by.all_gather(sent, AXES)
-    for to, row in zip(out.view(ranks, -1), handle.wait(), strict=True):
-        to.copy_(row)
-    handle.release()
-
-
-def _rows(verb: str, by: Collectives, whole: Tensor, ranks: int) -> None:
-    sent = by.send_buffer(whole.numel() // ranks, whole.dtype, AXES, rows=ranks)
-    sent.copy_(whole)
-    getattr(by, verb)(sent, AXES).wait()
-
-
-COLLECTIVES: dict[str, Callable[[Collectives, Tensor, int], None]] = {
-    "all_gather": _gather,
-    "reduce_scatter": partial(_rows, "reduce_scatter"),
-    "all_to_all": partial(_rows, "all_to_all"),
-    "all_reduce": lambda by, whole, ranks: by.all_reduce(whole.clone(), AXES).wait(),
-}
 
 # ------------------------------------------------------------------ executor
 
@@ -145,43 +93,6 @@ def schedule_alone(preset: str) -> tuple[Callable[[], None], int]:
         run(env)
 
     return work, sum(isinstance(line, Run) for line in lowered.schedule.instructions)
-
-
-# ------------------------------------------------------------------ loss
-
-
-def naive(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """All logits at once."""
-    return F.cross_entropy(F.linear(hidden, head).float(), targets)
-
-
-def chunked(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """As many tokens at once as the library chooses."""
-    mean = fs.losses.linear_cross_entropy(hidden, head, targets)
-    return mean.total / mean.count
-
-
-def loss(config: BenchConfig, folder: Path) -> Result:
-    """What does the fused linear cross-entropy save over a large vocabulary? And are its gradients right?"""
-    generator = torch.Generator().manual_seed(config.seed)
-    width, tokens = config.model.width, config.rows * config.length
-    hidden, head = (torch.randn(n, width, generator=generator) for n in (tokens, config.vocab))
-    hidden = hidden.to(config.compute_dtype).requires_grad_()
-    head = (head / width**0.5).to(config.compute_dtype).requires_grad_(not config.frozen)
-    inputs = hidden, head, torch.randint(config.vocab, (tokens,), generator=generator)
-    trained = [t for t in inputs if t.requires_grad]
-    works = {f.__name__: lambda f=f: torch.autograd.grad(f(*inputs), trained) for f in (naive, chunked)}
-    seen = {name: live_bytes(lambda work=work: work, hidden.device, steps=1) for name, work in works.items()}
-    bytes_ = {name: live.peak - live.between for name, live in seen.items()}
-    seconds = interleaved(works, config.rounds)
-    gradients = [work() for work in works.values()]
-    apart = max(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(*gradients, strict=True))
-    rows = [["loss and backward", "peak MB", "/ naive", "ms"]]
-    for name, size in bytes_.items():
-        share = f"{size / bytes_['naive']:.3f}"
-        rows.append([name, f"{size / 1e6:.1f}", share, milliseconds(seconds[name])])
-    note = f"{tokens} tokens x {width}, {config.vocab} words; gradients differ by {apart:.1e} of the largest"
-    return Result(rows, ["", note], {"bytes": bytes_, "apart": apart, "seconds": seconds})
 
 
 # ------------------------------------------------------------------ documents

@@ -37,7 +37,7 @@ def connect(mesh: Mesh, *, timeout: float = DEFAULT_TIMEOUT, transport: Transpor
     if mesh.size == 1:
         return SingleRank(mesh)
     # CPU, 32 MiB fp32, median ms of gather / reduce-scatter / all-reduce, packing and unpacking
-    # included (2 cores; `python -m experiments.bench case=collectives` measures anew):
+    # included (2 cores):
     #   ranks   native          p2p            shared memory
     #   2       51 / 46 / 24    28 / 26 / 24   4 / 5 / 10
     #   4       110 / 94 / 50   45 / 59 / 50   6 / 10 / 21
