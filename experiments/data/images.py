@@ -218,48 +218,34 @@ def with_images(record: Mapping[str, Any], root: Path) -> tuple[Mapping[str, Any
         LineError: images that are no paths, or not as many as the texts say.
     """
     listed = record.get("images", record.get("image"))
-    if listed is None and not isinstance(record.get("messages"), list):
-        return record, []
     listed = [listed] if isinstance(listed, (str, Mapping)) else list(listed or [])
-    messages = record.get("messages") or _messages_of(record)
-    paths = [_path(each, root) for each in listed]
-    marked = (
-        sum(str(m.get("content")).count(MARK) for m in messages if isinstance(m, Mapping)) if paths else 0
-    )
-    if paths and not marked:
-        first = next((n for n, m in enumerate(messages) if m.get("role") == "user"), 0)
-        start = MARK * len(paths)
-        messages = [
-            {**m, "content": f"{start}{m['content']}"} if n == first else m for n, m in enumerate(messages)
-        ]
-    elif marked != len(paths):
-        raise LineError(f"images: has {len(paths)}, and {MARK} stands {marked} times in its texts")
-    queue, found = iter(paths), []
-
-    def parts_of(content: Any) -> Any:
-        if isinstance(content, str) and paths and MARK in content:
-            text, *rest = content.split(MARK)
-            content = [{"type": "text", "text": text}] if text else []
-            for after in rest:
-                content.append({"type": "image", "image": next(queue)})
-                content += [{"type": "text", "text": after}] if after else []
-        if not isinstance(content, list):
-            return content
-        out = []
-        for part in content:
-            if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
-                part = {"type": "image", "image": _path(part, root)}
-                found.append(part["image"])
-            out.append(part)
-        return out
-
-    messages = [
-        {**m, "content": parts_of(m.get("content"))} if isinstance(m, Mapping) and "content" in m else m
-        for m in messages
-    ]
-    if not found:
+    if not listed and not isinstance(record.get("messages"), list):
         return record, []
-    return {"messages": messages, **{n: v for n, v in record.items() if n == "tools"}}, found
+    messages = record.get("messages") or _messages_of(record)
+    messages = [dict(m) if isinstance(m, Mapping) else {"content": m} for m in messages]
+    marks = sum(m["content"].count(MARK) for m in messages if isinstance(m.get("content"), str))
+    if listed and not marks:
+        first = next((m for m in messages if m.get("role") == "user"), messages[0])
+        first["content"] = f"{MARK * len(listed)}{first.get('content')}"
+    elif listed and marks != len(listed):
+        raise LineError(f"images: has {len(listed)}, and {MARK} stands {marks} times in its texts")
+    queue, found = iter(listed), []
+    for message in messages:
+        content = message.get("content")
+        if listed and isinstance(content, str) and MARK in content:
+            text, *rest = content.split(MARK)
+            content = [{"type": "text", "text": text}]
+            for after in rest:
+                content += [{"type": "image", "image": next(queue)}, {"type": "text", "text": after}]
+            content = [part for part in content if part["type"] == "image" or part["text"]]
+        content = list(content) if isinstance(content, list) else content
+        for n, part in enumerate(content if isinstance(content, list) else []):
+            if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
+                content[n] = {"type": "image", "image": _path(part, root)}
+                found.append(content[n]["image"])
+        message["content"] = content
+    tools = {name: value for name, value in record.items() if name == "tools"}
+    return ({"messages": messages, **tools}, found) if found else (record, [])
 
 
 def _messages_of(record: Mapping[str, Any]) -> list[Any]:
@@ -274,9 +260,9 @@ def _messages_of(record: Mapping[str, Any]) -> list[Any]:
 
 
 def _path(image: Any, root: Path) -> str:
-    named = next((image[n] for n in PLACES if n in image), None) if isinstance(image, Mapping) else image
-    if isinstance(named, Mapping):  # {"type": "image_url", "image_url": {"url": ...}}
-        named = named.get("url")
+    named = image
+    while isinstance(named, Mapping):  # {"type": "image_url", "image_url": {"url": ...}}
+        named = next((named[n] for n in PLACES if named.get(n)), None)
     if not isinstance(named, str) or not named or "://" in named or named.startswith("data:"):
         raise LineError(f"images: expected the path of a file, got {str(named)[:60]!r}")
     return str(root / named)
