@@ -24,7 +24,8 @@ def no_decoder(name: str, *why: str) -> ConfigError:
         report(
             f"{name} is no causal language model that can be tuned here:",
             why,
-            "take a dense decoder whose layers all attend causally (Llama, Qwen, Mistral, Gemma, GPT-2).",
+            "take a decoder whose layers all attend causally (Llama, Qwen, Mistral, Gemma, GPT-2), dense or of "
+            "experts as Mixtral, Qwen3-MoE, OLMoE and gpt-oss have them.",
         )
     )
 
@@ -64,7 +65,10 @@ def check_decoder(model: nn.Module) -> None:
         wrong.append(f"its attention is {attention!r}, not 'sdpa' or 'eager'")
     if getattr(config, "alibi", False):
         wrong.append("its positions are slopes of attention (ALiBi)")
-    wrong += _experts(trunk)
+    convolved = [f"{n}.weight" for n, m in trunk.named_modules() if isinstance(m, nn.Conv1d)]
+    known = {*experts_of(trunk), *convolved}
+    odd = [f"{n} {list(p.shape)}" for n, p in trunk.named_parameters() if p.dim() > 2 and n not in known]
+    wrong += [f"{odd[0]} and {len(odd) - 1} more are of experts of another kind"] if odd else []
     if wrong:
         raise no_decoder(type(model).__name__, *wrong)
 
@@ -74,21 +78,14 @@ def cache_parameter(trunk: nn.Module) -> str:
     return next(name for name in CACHES if name in inspect.signature(trunk.forward).parameters)
 
 
-def _experts(trunk: nn.Module) -> list[str]:
-    """Weights that only some tokens meet: one leaf for all experts of a layer, or a module for each."""
-    leaves = [
-        f"{name}.{key} {list(leaf.shape)}"
+def experts_of(trunk: nn.Module) -> dict[str, bool]:
+    """Leaves with a matrix of each expert, and whether these are [in, out]; paths are the trunk's."""
+    return {
+        f"{name}.{key}": getattr(module, "is_transposed", False)
         for name, module in trunk.named_modules()
         for key, leaf in module.named_parameters(recurse=False)
-        if "experts" in name.split(".") or (leaf.dim() > 2 and not isinstance(module, nn.Conv1d))
-    ]
-    if not leaves:
-        return []
-    others = f" and {len(leaves) - 1} more" if len(leaves) > 1 else ""
-    return [
-        f"it is a mixture of experts ({leaves[0]}{others}): which of them a token meets is known in the step "
-        "alone, and adapters and codecs are for matrices that all tokens meet"
-    ]
+        if name.split(".")[-1] == "experts" and leaf.dim() == 3
+    }
 
 
 def windows_of(trunk: nn.Module, config: Any) -> dict[str, int | None]:

@@ -54,6 +54,9 @@ RANDOM: Mapping[str, Mapping[str, int]] = {
              "num_key_value_heads": 2},
     "100m": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
              "num_attention_heads": 12, "num_key_value_heads": 12, "vocab_size": 16384},
+    "tiny-moe": {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4,
+                 "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "num_experts": 8,
+                 "num_experts_per_tok": 2, "moe_intermediate_size": 128},
 }  # fmt: skip
 
 
@@ -129,7 +132,7 @@ def _random(name: str, seed: int) -> Path:
     aside = Path(tempfile.mkdtemp(dir=final.parent, prefix=f".{name}-"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        write_model(name, aside) if name in TINY else _write_llama(sizes, aside)
+        write_model(name, aside) if name in TINY else _write_decoder(sizes, aside)
     aside.chmod(0o755)  # not for us alone
     try:
         os.replace(aside, final)
@@ -138,13 +141,16 @@ def _random(name: str, seed: int) -> Path:
     return final
 
 
-def _write_llama(sizes: Mapping[str, int], folder: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _write_decoder(sizes: Mapping[str, int], folder: Path) -> None:
+    """A Llama; of experts a Qwen3-MoE."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = byte_tokenizer()
     special = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.pad}
     sizes = {"vocab_size": tokenizer.vocab, "max_position_embeddings": 2048, **sizes}
-    LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False, **special)).save_pretrained(folder)
+    kind = "qwen3_moe" if "num_experts" in sizes else "llama"
+    config = AutoConfig.for_model(kind, **sizes, tie_word_embeddings=False, **special)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save(folder)
 
 

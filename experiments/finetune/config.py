@@ -26,7 +26,7 @@ from experiments.configs.train import (
 )
 
 METHODS = ("full", "lora", "qlora8", "qlora4")  # from the most memory to the least
-ALL_LINEAR, VISION_LINEAR = "all-linear", "vision-linear"  # of method.targets
+ALL_LINEAR, VISION_LINEAR, EXPERTS = "all-linear", "vision-linear", "experts"  # of method.targets
 
 
 @configuration
@@ -35,7 +35,8 @@ class MethodConfig:
     base that is frozen, as it is or as codes.
 
     `targets`: globs of leaves, joined by "|", or among them "all-linear", every matrix of the layers, and
-    "vision-linear", every one of what a model sees with. `rank_stabilised`: rsLoRA; `dora`: DoRA.
+    "vision-linear", every one of what a model sees with, and "experts". `rank_stabilised`: rsLoRA;
+    `dora`: DoRA.
     `b_rate`: how many times A's rate B has (LoRA+, Hayou et al. 2024: 16). `neftune`: of the noise on
     embeddings in training (NEFTune, Jain et al. 2023: 5).
     """

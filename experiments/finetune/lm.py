@@ -19,6 +19,7 @@ from experiments.finetune.architecture import (
     StatelessCache,
     cache_parameter,
     check_decoder,
+    experts_of,
     is_plain,
     no_decoder,
     trunk_of,
@@ -81,10 +82,19 @@ class LanguageModel:
         return [p for p in linear if p in self.params and not p.startswith(skipped)] if self.vision else []
 
     def transposed(self) -> list[str]:
-        """Those of `matrices` that are stored [in, out], as GPT-2's are."""
+        """Those of `matrices` and `experts` that are stored [in, out], as GPT-2's are."""
         from transformers.pytorch_utils import Conv1D
 
-        return self._weights(Conv1D)
+        return [*self._weights(Conv1D), *(path for path, turned in self._experts().items() if turned)]
+
+    def experts(self) -> list[str]:
+        """Leaves that have a matrix of each expert; none of a dense model."""
+        return list(self._experts())
+
+    def _experts(self) -> dict[str, bool]:
+        trunk = trunk_of(self.model)
+        found = experts_of(self.model.get_submodule(trunk))
+        return {f"{trunk}.{path}": turned for path, turned in found.items()}
 
     def _weights(self, kind: type[nn.Module]) -> list[str]:
         start = f"{trunk_of(self.model)}."
@@ -284,6 +294,8 @@ def of(model: nn.Module) -> LanguageModel:
     model.eval()
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(fs.hf.register_attention())
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("grouped_mm")  # whose shapes do not depend on what goes where
     config, prefix, inner = model.config.get_text_config(), model.base_model_prefix, trunk_of(model)
     apply, params = fs.make_functional(model)
     tied = aliases(model)

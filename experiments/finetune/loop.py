@@ -255,7 +255,7 @@ def export(setup: FinetuneSetup, state: fs.TrainState, folder: Path) -> list[str
     config, tuning, mesh = setup.config, setup.tuning, setup.mesh
     kinds = config.export
     if kinds == AUTO:
-        kinds = "merged" if tuning.lora is None else "adapters"
+        kinds = "merged" if tuning.lora is None or tuning.stacked else "adapters"
     lines = []
     if kinds in ("adapters", "both") and tuning.lora is not None:
         fs.adapters.save(state, folder / ADAPTERS, tuning.lora, base=config.model)

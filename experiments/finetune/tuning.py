@@ -12,7 +12,7 @@ import torch
 import fnshard as fs
 from experiments.configs.plan import dtypes_of, tensor_axis
 from experiments.configs.train import ConfigError, PrecisionConfig
-from experiments.finetune.config import ALL_LINEAR, VISION_LINEAR, FinetuneConfig, MethodConfig
+from experiments.finetune.config import ALL_LINEAR, EXPERTS, VISION_LINEAR, FinetuneConfig, MethodConfig
 from experiments.finetune.lm import LanguageModel
 from fnshard import tree
 from fnshard.adapters.lora import Lora, matched_leaves, with_adapters
@@ -47,6 +47,12 @@ class Tuning:
         if self.lora is not None:
             return ("base",)
         return tuple(name for name in ("policy", "reference") if name in self.params) or ("",)
+
+    @property
+    def stacked(self) -> bool:
+        """Whether adapters have a matrix for each expert, for which PEFT's files have no place here."""
+        adapters = self.params.get("adapters", {}) if self.lora is not None else {}
+        return any(parts["a"].dim() > 2 for parts in adapters.values())
 
     def policy(self, fn: Fn, *, training: bool = False) -> Fn:
         """`fn(the model's leaves, ...)` as a function of the tree: the model as it is tuned."""
@@ -121,7 +127,7 @@ def tuning_of(config: FinetuneConfig, lm: LanguageModel) -> Tuning:
         reference = {"reference": frozen} if frozen else {}
         return Tuning(lm, chosen, {"policy": params, **reference, **value})
     matrices = lm.matrices()
-    named = {ALL_LINEAR: matrices, VISION_LINEAR: lm.vision_matrices()}
+    named = {ALL_LINEAR: matrices, VISION_LINEAR: lm.vision_matrices(), EXPERTS: lm.experts()}
     parts = [named.get(part, [part]) for part in chosen.targets.split("|")]
     targets = (
         [path for part in parts for path in part]
@@ -139,7 +145,11 @@ def tuning_of(config: FinetuneConfig, lm: LanguageModel) -> Tuning:
         )  # fmt: skip
     except SpecError as error:
         raise ConfigError(f"method.targets={chosen.targets}, method.rank={chosen.rank}: {error}") from None
-    coded = tuple(f"base.{p}" for p in matrices) if chosen.name in CODECS else ()
+    if config.export in ("adapters", "both") and any(lm.params[p].dim() > 2 for p in fn.lora.targets):
+        raise ConfigError(
+            f"export={config.export}: adapters of experts are not written as PEFT's. Fix: export=merged."
+        )
+    coded = tuple(f"base.{p}" for p in (*matrices, *lm.experts())) if chosen.name in CODECS else ()
     return Tuning(lm, chosen, {**params, **value}, fn.lora, coded)
 
 

@@ -84,8 +84,8 @@ def lora(
         seed: of the adapters.
 
     Raises:
-        SpecError: numbers that are out of range, globs that match nothing, leaves that are no matrices or
-            smaller than the rank.
+        SpecError: numbers that are out of range, globs that match nothing, leaves that are no matrices (nor
+            stacks of such, one for each expert) or smaller than the rank.
         TraceError: (of the new function) a target that `fn` does not multiply by.
 
     >>> fn = lambda p, x: F.linear(x, p["w"]).sum()
@@ -99,7 +99,7 @@ def lora(
     chosen = matched_leaves("targets", targets, named)
     turned = matched_leaves("transposed", transposed, chosen) if transposed else []
     trained = matched_leaves("train", train, named) if train else []
-    wrong = [line for p in chosen for line in _misfits(p, named[p], rank, p in trained)]
+    wrong = [line for p in chosen for line in _misfits(p, named[p], rank, p in trained, dora)]
     if wrong:
         fix = f"name matrices that are frozen and at least {rank} both ways, or take a smaller rank."
         raise SpecError(f"{leaves(len(wrong))} cannot have an adapter:", wrong, fix)
@@ -119,14 +119,17 @@ def _check_numbers(rank: Any, alpha: Any, dropout: Any) -> None:
         raise SpecError("no such adapters:", wrong)
 
 
-def _misfits(path: str, leaf: Tensor, rank: int, trains: bool) -> list[str]:
+def _misfits(path: str, leaf: Tensor, rank: int, trains: bool, dora: bool) -> list[str]:
     """Why a leaf cannot have an adapter, if it cannot."""
     of = f"params[{path!r}] {list(leaf.shape)}"
     if trains:
         return [f"{of} trains and has an adapter"]
-    if leaf.dim() != 2 or not leaf.is_floating_point():
+    if leaf.dim() not in (2, 3) or not leaf.is_floating_point():
         return [f"{of} {leaf.dtype} is no matrix of floats"]
-    return [f"{of}: rank={rank} is more than {min(leaf.shape)}"] if rank > min(leaf.shape) else []
+    if leaf.dim() == 3 and dora:
+        return [f"{of} is a matrix of each expert, and dora is for one"]
+    small = min(leaf.shape[-2:])
+    return [f"{of}: rank={rank} is more than {small}"] if rank > small else []
 
 
 def matched_leaves(
@@ -158,12 +161,14 @@ def init_adapters(
     """A as `nn.Linear` would have it, B zero; the same on every rank."""
     out = {}
     for number, path in enumerate(settings.targets):
-        rows, columns = shapes[path].shape[::-1] if path in settings.transposed else shapes[path].shape
+        *experts, rows, columns = shapes[path].mT.shape if path in settings.transposed else shapes[path].shape
         dtype = shapes[path].dtype if shapes[path].dtype.itemsize > 2 else torch.float32
         generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
         bound = 1 / math.sqrt(columns)
-        a = torch.empty(settings.rank, columns, dtype=dtype).uniform_(-bound, bound, generator=generator)
-        out[path] = {"a": nn.Parameter(a), "b": nn.Parameter(torch.zeros(rows, settings.rank, dtype=dtype))}
+        a = torch.empty(*experts, settings.rank, columns, dtype=dtype)
+        a.uniform_(-bound, bound, generator=generator)
+        b = torch.zeros(*experts, rows, settings.rank, dtype=dtype)
+        out[path] = {"a": nn.Parameter(a), "b": nn.Parameter(b)}
         if settings.dora:
             out[path]["g"] = nn.Parameter(torch.ones(rows, dtype=dtype))
         for part in out[path].values():
@@ -208,9 +213,10 @@ def _check_uses(settings: Lora, mode: _Adapted) -> None:
         raise TraceError(
             f"{leaves(len(wrong))} cannot have an adapter:",
             wrong,
-            "an adapter goes with F.linear(x, w), or with x @ w and addmm if the leaf is in transposed=, "
-            "of the leaf itself: say its dtype by compute_dtype= rather than cast it in `fn`; leave out "
-            "others, such as a head that is tied to the embedding.",
+            "an adapter goes with F.linear(x, w), or with x @ w and addmm if the leaf is in transposed=, and "
+            "of experts with F.grouped_mm(x, w.mT, offs=), of the leaf itself: say its dtype by "
+            "compute_dtype= rather than cast it in `fn`; leave out others, such as a head that is tied to "
+            "the embedding.",
         )
 
 
@@ -219,7 +225,10 @@ class _Adapted(TorchFunctionMode):
 
     def __init__(self, settings: Lora, adapters: Mapping[str, Any], targets: Mapping[int, str]):
         super().__init__()
-        self.settings, self.adapters, self.targets = settings, adapters, targets
+        self.settings, self.adapters, self.targets = settings, adapters, dict(targets)
+        self.transposes: dict[
+            int, Tensor
+        ] = {}  # of stacks of matrices; kept, so that an id is never used twice
         self.used: set[str] = set()
         self.others: dict[str, dict[str, None]] = {}
 
@@ -231,14 +240,22 @@ class _Adapted(TorchFunctionMode):
         if not any(isinstance(o, Tensor) for o in tree.flatten(out)[0]):  # a shape, a dtype
             return out
         names, turned = _PLACES.get(func, ((), False))
+        if func in _TRANSPOSES and id(args[0]) in self.targets and {*args[1:]} in ({-2, -1}, {1, 2}, set()):
+            self.transposes[id(out)], self.targets[id(out)] = out, self.targets[id(args[0])]
+            return out
         given = dict(zip(names, args, strict=False)) | kwargs
         path = self.targets.get(id(given[names[-1]])) if names and names[-1] in given else None
-        if path is None or (path in self.settings.transposed) != turned or given.keys() & _UNLIKE:
+        turned = turned and not (path is not None and id(given[names[-1]]) in self.transposes)
+        stacked = path is not None and given[names[-1]].dim() == 3
+        if (
+            path is None or (path in self.settings.transposed) != turned or given.keys() & _UNLIKE
+            or stacked != (func in _GROUPED)
+        ):  # fmt: skip
             self._note(func, (args, kwargs))
             return out
         self._note(func, {k: v for k, v in given.items() if k != names[-1]})
         self.used.add(path)
-        update = self._update(given[names[-2]], self.adapters[path]).to(out.dtype)
+        update = self._update(given[names[-2]], self.adapters[path], given.get("offs")).to(out.dtype)
         if not self.settings.dora:
             return out + update
         scale = row_scale(given[names[-1]], self.adapters[path], self.settings, turned).to(out.dtype)
@@ -250,10 +267,14 @@ class _Adapted(TorchFunctionMode):
         for path in {self.targets.get(id(leaf)) for leaf in tree.flatten(given)[0]} - {None}:
             self.others.setdefault(path, {})[getattr(func, "__name__", str(func))] = None
 
-    def _update(self, x: Tensor, adapter: Mapping[str, Tensor]) -> Tensor:
+    def _update(self, x: Tensor, adapter: Mapping[str, Tensor], ends: Tensor | None) -> Tensor:
+        """`ends`: of the rows of each expert, where there are several."""
         a, b = adapter["a"].to(x.dtype), adapter["b"].to(x.dtype)
         if self.settings.dropout:
             x = F.dropout(x, self.settings.dropout, training=True)
+        if ends is not None:
+            inner = F.grouped_mm(x, a.mT, offs=ends)
+            return F.grouped_mm(inner, b.mT, offs=ends) * self.settings.scale
         return F.linear(F.linear(x, a), b) * self.settings.scale
 
 
@@ -281,5 +302,9 @@ _PLACES: Mapping[Any, tuple[tuple[str, ...], bool]] = {
     Tensor.matmul: (("input", "other"), True),
     Tensor.__matmul__: (("input", "other"), True),
     Tensor.mm: (("input", "mat2"), True),
+    F.grouped_mm: (("mat_a", "mat_b"), True),
+    torch._grouped_mm: (("mat_a", "mat_b"), True),
 }
+_GROUPED = (F.grouped_mm, torch._grouped_mm)
+_TRANSPOSES = (Tensor.transpose, torch.transpose, Tensor.mT.__get__)
 _UNLIKE = {"alpha", "beta", "out"}  # what makes more of a product than the update would know of

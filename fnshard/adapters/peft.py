@@ -84,7 +84,7 @@ def merge(params: Any, settings: Lora, specs: Any = None, mesh: Mesh | None = No
 def _update(adapter: Mapping[str, Tensor], settings: Lora, path: str) -> Tensor:
     wide = torch.promote_types(adapter["b"].dtype, torch.float32)
     update = settings.scale * (adapter["b"].to(wide) @ adapter["a"].to(wide))
-    return update.t() if path in settings.transposed else update
+    return update.mT if path in settings.transposed else update
 
 
 def _scale(whole: Tensor, adapter: Mapping[str, Tensor], settings: Lora, turned: bool) -> Tensor:
@@ -114,7 +114,12 @@ def save(
         CheckpointError: it could not be written.
     """
     blocks, specs, mesh = _laid_out(params, specs, mesh)
-    trained = [f"params['base'][{p!r}]" for p in ResolvedSpecs.of(specs["base"]).trainable]
+    resolved = ResolvedSpecs.of(specs["base"])
+    stacks = [f"params['base'][{p!r}]" for p in settings.targets if len(resolved.leaves[p].shape) > 2]
+    if stacks:
+        fix = "merge them, fs.adapters.merge, and save the whole by fs.hf.save; or a checkpoint."
+        raise StateError("adapters of a matrix for each expert are not written as PEFT's:", stacks, fix)
+    trained = [f"params['base'][{p!r}]" for p in resolved.trainable]
     if trained or (settings.transposed and settings.transposed != settings.targets):
         lines = trained or [f"params['base'][{p!r}] is [in, out]" for p in settings.transposed]
         fix = "merge them, fs.adapters.merge, and save the whole by fs.hf.save; or a checkpoint."

@@ -29,7 +29,7 @@ from fnshard.checkpoint.coordination import all_or_none
 from fnshard.errors import StateError, leaves
 from fnshard.hf.attention import register_attention
 from fnshard.hf.names import FAMILIES, Family, Names, Transposed, check_config, check_names, family_of
-from fnshard.hf.reading import load_block, match_tensors, open_tensors, read_config
+from fnshard.hf.reading import load_block, match_tensors, open_tensors, read_config, stacked
 from fnshard.hf.writing import LeafToWrite, Put, leaves_to_write, model_directory, write_leaves
 from fnshard.layout.codecs import Unfit, check_codecs
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
@@ -96,7 +96,8 @@ def load(
         check_names(names, named)
         family = family_of(read_config(path), model, named)
         check_directory(disk_dir, [p for p, s in named.items() if s.memory == "disk"])
-        with open_tensors(path) as tensors:
+        with open_tensors(path) as files:
+            tensors = stacked(files, family)
             sources, values = match_tensors(named, tensors, names, family, model, missing or {}, globs)
             unfit, found = Unfit(), {**sources, **values}
             with torch.no_grad():
@@ -158,7 +159,9 @@ def save(
         empty = final.is_dir() and not final.is_symlink() and not any(final.iterdir())
         if mesh.rank == 0 and os.path.lexists(final) and not empty:
             raise StateError(f"there is something at {str(final)!r}: save elsewhere, or remove it.")
-        return plan, model_directory(final, [leaf.entry for leaf in plan], max_file_bytes, source)
+        return plan, model_directory(
+            final, [entry for leaf in plan for entry in leaf.entries], max_file_bytes, source
+        )
 
     write_leaves(f"saving to {str(final)!r}", planned, mesh, connection(mesh))
 

@@ -41,6 +41,8 @@ class Family:
         unsaved: globs of leaves that are not saved: buffers that their modules make.
         ignored: globs of tensors that some files hold and no leaf needs.
         renamed: `{part of a path: what the files have in its place}`.
+        experts: `{leaf of all experts, [E, ...]: the matrices of one, which lie one below another}`, where
+            files have each expert's own.
     """
 
     prefix: str = ""
@@ -48,6 +50,12 @@ class Family:
     unsaved: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
+    experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def parts(self, path: str) -> tuple[str, ...]:
+        """The matrices of one expert that a leaf has of all; none of any other leaf."""
+        *_, module, name = ("", *path.split("."))
+        return self.experts.get(name, ()) if module == "experts" else ()
 
     def name(self, path: str) -> str:
         """What the files call a leaf."""
@@ -65,6 +73,11 @@ _ROTARY = ("*rotary_emb.*inv_freq",)  # and the original ones, one for each kind
 _MASKS = ("*.attn.bias", "*.attn.masked_bias")
 _UNKNOWN = Family(unsaved=_ROTARY, ignored=_ROTARY)
 _LLAMA = Family("model", {"lm_head.weight": "model.embed_tokens.weight"}, _ROTARY, _ROTARY)
+_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_MIXTRAL = replace(
+    _LLAMA, renamed={".mlp.": ".block_sparse_moe."},
+    experts={"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
+)  # fmt: skip
 _GEMMA = replace(_LLAMA, unsaved=(*_ROTARY, "*.embed_scale"))
 
 _BERT = Family(
@@ -100,6 +113,8 @@ _VIT = Family(
 # By the `model_type` of config.json. A module given as `model=` says the same of itself, but for `renamed`.
 FAMILIES: Mapping[str, Family] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), replace(_LLAMA, experts=_EXPERTS)),
+    "mixtral": _MIXTRAL,
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _GEMMA),
     "bert": _BERT,
     "vit": _VIT,
@@ -131,7 +146,8 @@ def family_of(config: Mapping[str, Any], model: nn.Module | None, paths: Iterabl
     saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
     unsaved = tuple(glob.escape(path) for path, leaf in leaves_of(model).items() if id(leaf) not in saved)
     prefix = getattr(model, "base_model_prefix", "") or known.prefix
-    return Family(prefix, aliases(model), unsaved, (*unsaved, *known.ignored), known.renamed)
+    ignored = (*unsaved, *known.ignored)
+    return Family(prefix, aliases(model), unsaved, ignored, known.renamed, known.experts)
 
 
 def check_config(values: Mapping[str, Any], model: nn.Module | None, shapes: Mapping[str, Any]) -> None:

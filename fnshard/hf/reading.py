@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -41,6 +42,59 @@ class FileTensor:
 
     def __str__(self) -> str:
         return f"{list(self.shape)} {self.dtype} in {self.file}"
+
+
+@dataclass(frozen=True)
+class _StackedExperts:
+    """The data of a leaf whose experts lie in files one by one; `parts[expert]` are one below another."""
+
+    parts: list[list[FileTensor]]
+
+    def __getitem__(self, slices: Any) -> Tensor:
+        experts, rows, *rest = (slice(None), slice(None)) if slices is ... else slices
+        start, stop, _ = rows.indices(sum(part.shape[0] for part in self.parts[0]))
+        return torch.stack([_rows(parts, start, stop, rest) for parts in self.parts[experts]])
+
+
+def _rows(parts: list[FileTensor], start: int, stop: int, rest: Sequence[slice]) -> Tensor:
+    """Some rows of matrices one below another."""
+    out, low = [], 0
+    for part in parts:
+        begin, end = max(start - low, 0), min(stop - low, part.shape[0])
+        if begin < end:
+            out.append(part.data[(slice(begin, end), *rest)])
+        low += part.shape[0]
+    return torch.cat(out)
+
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+
+
+def stacked(tensors: Mapping[str, FileTensor], family: Family) -> Mapping[str, FileTensor]:
+    """Tensors of single experts as those of all experts that leaves are; of others, and of such as are not
+    whole, they themselves."""
+    found: dict[str, dict[tuple[int, str], str]] = {}
+    for name in tensors if family.experts else ():
+        if match := _EXPERT.fullmatch(name):
+            found.setdefault(match[1], {})[int(match[2]), match[3]] = name
+    out = dict(tensors)
+    for prefix, names in found.items():
+        count = 1 + max(number for number, _ in names)
+        for leaf, parts in family.experts.items():
+            own = [[names.get((number, part), "") for part in parts] for number in range(count)]
+            every = [[tensors.get(name) for name in row] for row in own]
+            if any(None in row for row in every) or len({tuple(map(str, _like(row))) for row in every}) > 1:
+                continue
+            first = every[0]
+            shape = (count, sum(part.shape[0] for part in first), *first[0].shape[1:])
+            out[f"{prefix}.{leaf}"] = FileTensor(first[0].file, _StackedExperts(every), first[0].dtype, shape)
+            for name in (name for row in own for name in row):
+                del out[name]
+    return out
+
+
+def _like(parts: Sequence[FileTensor]) -> list[Any]:
+    return [(part.shape, part.dtype) for part in parts]
 
 
 @contextmanager

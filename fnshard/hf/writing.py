@@ -43,7 +43,8 @@ Put = Callable[[str, Tensor], None]
 
 @dataclass(frozen=True)
 class LeafToWrite:
-    """A leaf on its way out: what makes its block, its name in the files, and how it is stored there."""
+    """A leaf on its way out: what makes its block, its name in the files, and how it is stored there; the
+    matrices that files have of each of its experts."""
 
     path: str
     spec: LayoutSpec
@@ -51,12 +52,22 @@ class LeafToWrite:
     name: str
     dtype: torch.dtype
     transposed: bool
+    experts: tuple[str, ...] = ()
 
     @property
-    def entry(self) -> TensorToWrite:
-        """The tensor that is written."""
+    def entries(self) -> list[TensorToWrite]:
+        """The tensors that are written."""
         shape = self.spec.shape[::-1] if self.transposed else self.spec.shape
-        return TensorToWrite(self.name, shape, self.dtype)
+        if self.experts:
+            shape = (shape[1] // len(self.experts), *shape[2:])
+        return [TensorToWrite(name, shape, self.dtype) for name in self.names]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tensors; of each expert its matrices in turn."""
+        prefix = self.name.rpartition(".")[0]
+        experts = range(self.spec.shape[0]) if self.experts else ()
+        return [f"{prefix}.{e}.{part}.weight" for e in experts for part in self.experts] or [self.name]
 
 
 def leaves_to_write(
@@ -90,7 +101,8 @@ def leaves_to_write(
         wide = spec.storage_dtype.is_floating_point and spec.storage_dtype.itemsize > 1
         kind = dtype if dtype is not None and wide else spec.storage_dtype
         make = partial(block_of, blocks, path, spec)
-        out.append(LeafToWrite(path, spec, make, name, kind, transposed))
+        parts = family.parts(path) if named is None else ()
+        out.append(LeafToWrite(path, spec, make, name, kind, transposed, parts))
     if wrong:
         raise StateError("names= does not fit the leaves:", wrong, "give each leaf its own name.")
     odd = [f"params[{leaf.path!r}] is {leaf.dtype}" for leaf in out if leaf.dtype not in NAMES]
@@ -140,7 +152,11 @@ def write_leaves(
 
 
 def _put(put: Put, leaf: LeafToWrite, full: Tensor) -> None:
-    put(leaf.name, full.t() if leaf.transposed else full)
+    if not leaf.experts:
+        put(leaf.name, full.t() if leaf.transposed else full)
+        return
+    for name, part in zip(leaf.names, full.flatten(0, 1).chunk(len(leaf.names)), strict=True):
+        put(name, part)
 
 
 def _digest(plan: Sequence[LeafToWrite]) -> str:

@@ -1,0 +1,234 @@
+"""Mixtures of experts without an axis: gradients, adapters, codes, files, runs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import run_in
+from torch import Tensor
+from tuning import config_of
+
+import fnshard as fs
+from experiments.configs.train import ConfigError
+from experiments.finetune import loop
+from experiments.finetune.base_models import EXPORTED, directory_of
+from experiments.finetune.lm import LanguageModel, of
+from fnshard.errors import SpecError, StateError, TraceError
+from fnshard.launcher.rank import Stop
+
+transformers = pytest.importorskip("transformers")
+SIZES = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+FAMILIES = {
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 8},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 2, "eos_token_id": 3},
+    "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8,
+                "layer_types": ["full_attention"] * 2},
+}  # fmt: skip
+TOKENS = torch.randint(
+    1, 61, (2, 5), generator=torch.Generator().manual_seed(1)
+)  # few: some experts get none
+
+
+class Wide:
+    """torch, in which float32 is float64: what goes through it rounds away what a test compares."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in FAMILIES:
+        module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        monkeypatch.setattr(module, "torch", Wide())
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
+
+
+def built(name: str) -> Any:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(name, **SIZES, **FAMILIES[name])
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def plainly(module: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradients of the module itself, which loops over its experts."""
+    module = deepcopy(module)
+    module.set_experts_implementation("eager")
+    loss = module(TOKENS).logits.logsumexp(-1).mean()
+    loss.backward()
+    return loss.detach(), {path: leaf.grad for path, leaf in module.named_parameters()}
+
+
+def loss_of(model: LanguageModel) -> Any:
+    return lambda params, tokens: model.logits(params, tokens).logsumexp(-1).mean()
+
+
+@pytest.mark.parametrize("axes", [{"shard": 1}, {"shard": 2}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_are_those_of_plain_autograd(name, axes, wide):
+    """Also of experts that no token meets: zero, and nobody waits."""
+    module = built(name).double()
+    expected, wanted = plainly(module)
+    idle = [g for g in wanted.values() if g.dim() == 3 and (g.flatten(1).abs().amax(1) == 0).any()]
+    assert idle
+    model, mesh = of(module), fs.make_mesh(**axes, simulated=True)
+    specs = fs.presets.full_shard(model.params, mesh, tensor="tensor" if "tensor" in axes else None)
+    step = fs.shard_step(loss_of(model), specs, mesh=mesh, backend="eager")
+
+    def on_rank(rank: int) -> Any:
+        mine = TOKENS[rank : rank + 1] if mesh.data_size == 2 else TOKENS
+        loss, gradients = step(fs.shard(model.params, specs, mesh), mine)
+        there = {path: g for path, g in gradients.items() if g is not None}
+        layouts = {p: fs.LayoutSpec(specs[p].gradient).resolve(model.params[p], "u") for p in there}
+        return loss, fs.unshard(there, layouts, mesh)
+
+    for loss, gradients in fs.simulate(mesh, on_rank):
+        torch.testing.assert_close(loss, expected, atol=1e-10, rtol=0)
+        assert gradients.keys() == {path for path, g in wanted.items() if g is not None}
+        for path, gradient in gradients.items():
+            torch.testing.assert_close(gradient, wanted[path], atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_adapters_of_experts_are_what_they_are_merged_to(name, wide):
+    """Loss and gradients, next to those of a module with W + s B A in its experts."""
+    module = built(name).double()
+    model, mesh = of(deepcopy(module)), fs.make_mesh(shard=1, device="cpu")
+    tuned, params = fs.lora(
+        loss_of(model), model.params, rank=2, targets=[*model.experts(), *model.matrices()],
+        transposed="|".join(model.transposed()),
+    )  # fmt: skip
+    for parts in params["adapters"].values():
+        parts["b"].data.normal_(0, 0.1)
+    specs = fs.presets.full_shard(params, mesh)
+    blocks = fs.shard(params, specs, mesh)
+    loss, gradients = fs.shard_step(tuned, specs, mesh=mesh, backend="eager")(blocks, TOKENS)
+    merged, _ = fs.adapters.merge(blocks, tuned.lora, specs, mesh)
+    with torch.no_grad():
+        for path, leaf in module.named_parameters():
+            leaf.copy_(merged[path])
+    expected, wanted = plainly(module)
+    torch.testing.assert_close(loss, expected, atol=1e-10, rtol=0)
+    assert model.experts()
+    for path in model.experts():
+        of_whole, parts = wanted[path], params["adapters"][path]
+        of_whole = tuned.lora.scale * (of_whole.mT if path in tuned.lora.transposed else of_whole)
+        found = gradients["adapters"][path]
+        torch.testing.assert_close(found["b"], of_whole @ parts["a"].mT, atol=1e-10, rtol=0)
+        torch.testing.assert_close(found["a"], parts["b"].mT @ of_whole, atol=1e-10, rtol=0)
+
+
+def test_what_adapters_of_experts_cannot_be_is_said(tmp_path):
+    model = of(built("qwen3_moe"))
+    targets, loss = model.experts(), loss_of(model)
+    with pytest.raises(SpecError, match="a matrix of each expert, and dora is for one"):
+        fs.lora(loss, model.params, targets=targets, dora=True)
+    with pytest.raises(SpecError, match="rank=20 is more than 12"):
+        fs.lora(loss, model.params, targets=targets, rank=20)
+    tuned, params = fs.lora(loss, model.params, targets=targets, rank=2)
+    specs = fs.presets.full_shard(params, fs.make_mesh(shard=1))
+    with pytest.raises(StateError, match="adapters of a matrix for each expert are not written as PEFT's"):
+        fs.adapters.save(params, tmp_path, tuned.lora, specs, fs.make_mesh(shard=1))
+    with pytest.raises(TraceError, match=r"`fn` also gives it to sum"):
+        fs.lora(lambda p, x: p["w"].sum() + x, {"w": torch.ones(2, 4, 4)}, rank=1, targets="w")[0](
+            fs.lora(lambda p, x: x, {"w": torch.ones(2, 4, 4)}, rank=1, targets="w")[1], torch.ones(1)
+        )
+
+
+# ------------------------------------------------------------------ files
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_files_of_single_experts_are_read_and_written(name, tmp_path):
+    """As transformers writes them; each rank reads its slices, also through the middle of an expert."""
+    module = built(name)
+    module.save_pretrained(tmp_path / "theirs")
+    mesh = fs.make_mesh(shard=3, simulated=True)
+    _, params = fs.make_functional(module)
+    on_dim = {
+        path: fs.P(None, "shard") if leaf.dim() == 3 else fs.P("shard") for path, leaf in params.items()
+    }
+    specs = fs.match_specs(params, [(path, fs.LayoutSpec(part)) for path, part in on_dim.items()])
+
+    def on_rank(rank: int) -> Any:
+        blocks = fs.hf.load(tmp_path / "theirs", specs, mesh, model=module)
+        for path, block in fs.shard(params, specs, mesh).items():
+            assert torch.equal(blocks[path], block), path
+        fs.hf.save(blocks, tmp_path / "ours", specs, mesh, model=module, config=tmp_path / "theirs")
+
+    fs.simulate(mesh, on_rank)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours").eval()
+    for path, leaf in module.named_parameters():
+        assert torch.equal(again.get_parameter(path), leaf), path
+
+
+def test_an_expert_that_is_not_there_is_named(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    module, file = built("mixtral"), tmp_path / "model.safetensors"
+    module.save_pretrained(tmp_path)
+    tensors = load_file(file)
+    del tensors["model.layers.1.block_sparse_moe.experts.3.w3.weight"]
+    save_file(tensors, file, {"format": "pt"})
+    _, params = fs.make_functional(module)
+    specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
+    with pytest.raises(StateError) as caught:
+        fs.hf.load(tmp_path, specs, fs.make_mesh(shard=1), model=module)
+    assert "'model.layers.1.mlp.experts.gate_up_proj'] [8, 48, 16]: no tensor" in str(caught.value)
+    assert "experts.0.w1.weight' [24, 16]" in str(caught.value)
+    assert "layers.0" not in str(caught.value)
+
+
+# ------------------------------------------------------------------ tuning
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("mixture"))
+        from runs import compose
+
+        from experiments.finetune import job
+
+        return Path(directory_of(compose("model=tiny-moe", "data.context=48", spec=job.SPEC)))
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        ("method=lora", "method.targets=all-linear|experts"),
+        ("method=qlora4", "objective=dpo", "export=merged"),
+        pytest.param(("method=full",), marks=pytest.mark.long),
+        pytest.param(("method=full", "objective=dpo"), marks=pytest.mark.long),
+    ],
+    ids=" ".join,
+)
+def test_a_mixture_is_tuned_exported_and_opened(mixture, data, tmp_path, chosen):
+    config = config_of(mixture, data, tmp_path, *chosen, "optimizer.lr=0.01")
+    folder = tmp_path / "run"
+    loop.finetune(config, run_in(folder), [], Stop())
+    result, before = (json.loads((folder / name).read_text()) for name in ("result.json", loop.BEFORE))
+    assert result["held_out_loss"] < before["held_out_loss"]
+    tuned = transformers.AutoModelForCausalLM.from_pretrained(folder / EXPORTED).eval()
+    plain = dict(transformers.AutoModelForCausalLM.from_pretrained(mixture).named_parameters())
+    changed = {path for path, leaf in tuned.named_parameters() if not torch.equal(leaf, plain[path])}
+    experts = {path for path in plain if path.split(".")[-2] == "experts"}
+    assert experts and (experts <= changed)  # by their adapters, or by the rounding of their codes
+    ours = of(deepcopy(tuned))
+    torch.testing.assert_close(ours.logits(dict(ours.params), TOKENS), tuned(TOKENS).logits)
+
+
+def test_adapters_of_experts_have_no_files_of_their_own(mixture, data, tmp_path):
+    config = config_of(mixture, data, tmp_path, "method.targets=experts", "export=adapters")
+    with pytest.raises(ConfigError, match="adapters of experts are not written as PEFT's"):
+        loop.prepare(config)
