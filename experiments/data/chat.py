@@ -10,15 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from experiments.data.files import LineError
 from experiments.data.tokenizer import DirectoryTokenizer
 
 Messages = Sequence[Mapping[str, Any]]
 Sample = tuple[np.ndarray, np.ndarray]  # token ids (uint32), and whether each is learned (uint8)
 MARKED = re.compile(r"\{%-?\s*generation\b")  # a template that says what an assistant writes
-
-
-class LineError(ValueError):
-    """A record cannot be used; the message says why."""
 
 
 def conversation(

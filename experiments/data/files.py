@@ -10,6 +10,10 @@ from pathlib import Path
 from typing import Any
 
 
+class LineError(ValueError):
+    """A record cannot be used; the message says why."""
+
+
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
     """An OSError in here that names no file names this one: `write` and `flush` do not say what they fill."""

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from experiments.configs.train import ConfigError
-from experiments.data.chat import LineError
-from experiments.data.files import read_json
+from experiments.data.files import LineError, read_json
 from fnshard.errors import MissingExtraError
 
 
@@ -219,9 +218,10 @@ def with_images(record: Mapping[str, Any], root: Path) -> tuple[Mapping[str, Any
     """
     listed = record.get("images", record.get("image"))
     listed = [listed] if isinstance(listed, (str, Mapping)) else list(listed or [])
-    if not listed and not isinstance(record.get("messages"), list):
+    messages = record.get("messages")
+    if messages == [] or (not listed and not isinstance(messages, list)):
         return record, []
-    messages = record.get("messages") or _messages_of(record)
+    messages = messages if isinstance(messages, list) else _messages_of(record)
     messages = [dict(m) if isinstance(m, Mapping) else {"content": m} for m in messages]
     marks = sum(m["content"].count(MARK) for m in messages if isinstance(m.get("content"), str))
     if listed and not marks:

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from experiments.configs.train import ConfigError
-from experiments.data.chat import LineError, Sample, is_rendered
+from experiments.data.chat import Sample, is_rendered
+from experiments.data.files import LineError
 from experiments.data.records import KINDS, RESPONSES
 from experiments.data.rows import Dataset, library, line_of, mapped, readable, record_of, rows_of
 from experiments.data.tokenizer import DirectoryTokenizer

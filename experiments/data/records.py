@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.data.chat import LineError, Messages, Sample, conversation, is_rendered, rendered
+from experiments.data.chat import Messages, Sample, conversation, is_rendered, rendered
+from experiments.data.files import LineError
 from experiments.data.tokenizer import DirectoryTokenizer
 
 Record = Mapping[str, Any]

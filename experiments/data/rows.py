@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.configs.train import ConfigError
-from experiments.data.chat import LineError
+from experiments.data.files import LineError
 from fnshard.errors import MissingExtraError
 
 Dataset = Any  # `datasets.Dataset`

@@ -24,8 +24,8 @@ def no_decoder(name: str, *why: str) -> ConfigError:
         report(
             f"{name} is no causal language model that can be tuned here:",
             why,
-            "take a decoder whose layers all attend causally (Llama, Qwen, Mistral, Gemma, GPT-2), dense or of "
-            "experts as Mixtral, Qwen3-MoE, OLMoE and gpt-oss have them.",
+            "take a decoder whose layers all attend causally (Llama, Qwen, Mistral, Gemma, GPT-2), dense or "
+            "of experts as Mixtral, Qwen3-MoE, OLMoE and gpt-oss have them.",
         )
     )
 

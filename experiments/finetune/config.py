@@ -91,7 +91,8 @@ class ObjectiveConfig:
     a reward model's directory, or a list of these, whose sum counts (null: exact). `beta` weighs the KL to
     the model as it was, `lam` is of ppo's advantages. `fp32_head`: logits in fp32 whatever the rest is.
     `gather_once`: ranks hold the whole model while they draw a step's answers, and not a layer at a time for
-    each token; null: where it takes a quarter of a device's memory at most.
+    each token; null: where it takes a quarter of a device's memory at most. `balance` weighs the load balance
+    of a mixture of experts (sft; Switch Transformer: 0.01).
     """
 
     name: Literal[tuple(OBJECTIVE_KINDS)] = "sft"
@@ -104,6 +105,7 @@ class ObjectiveConfig:
     lam: Annotated[float, Field(ge=0, le=1)] = 0.95
     fp32_head: bool = False
     gather_once: bool | None = None
+    balance: NonNegativeFloat = 0.0
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     margin: NonNegativeFloat = 1.0
 

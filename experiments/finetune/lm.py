@@ -103,24 +103,30 @@ class LanguageModel:
         return [path for path in paths if path in self.params and path != self._head]
 
     def run(
-        self, params: Any, tokens: Tensor, positions: Tensor | None, mask: Mask, cache: StatelessCache | None
-    ) -> Tensor:
+        self, params: Any, tokens: Tensor, positions: Tensor | None, mask: Mask,
+        cache: StatelessCache | None, routers: list[Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
         """The trunk's output after the final norm, [B, T, D].
 
         Args:
             tokens: int64 [B, T]; or what they are embedded as, [B, T, D].
             positions: int64 [B, T], or [B, 3, T] of a trunk that has three; None counts from 0.
             mask: of `mask`, or None for what the model itself would do with this cache.
+            routers: takes the logits of each layer's router, [B T, E].
         """
         if self.noise and not tokens.is_floating_point():
             tokens = self._noisy(self.embed(params, tokens))
         if positions is not None and positions.dim() > 2:
             positions = positions.movedim(1, 0)
         given = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
-        return self._trunk(
+        more = {} if routers is None else {"output_router_logits": True}
+        out = self._trunk(
             params, position_ids=positions, attention_mask=mask, use_cache=cache is not None,
-            **{given: tokens, self._cache: cache},
-        ).last_hidden_state  # fmt: skip
+            **{given: tokens, self._cache: cache}, **more,
+        )  # fmt: skip
+        if routers is not None:
+            routers.extend(out.router_logits)
+        return out.last_hidden_state
 
     def embed(self, params: Any, tokens: Tensor) -> Tensor:
         """Tokens [B, T] as the trunk sees them, [B, T, D]."""
@@ -138,6 +144,7 @@ class LanguageModel:
         positions: Tensor | None = None,
         documents: Tensor | None = None,
         images: Mapping[str, Tensor] | None = None,
+        routers: list[Tensor] | None = None,
     ) -> Tensor:
         """The trunk's output after the final norm, [B, T, D]: no logits.
 
@@ -147,6 +154,7 @@ class LanguageModel:
             documents: int64 [B, T]: which document of its row a token is of, 0 for padding. Documents do not
                 see each other (`fs.attention`). None: a row is one sequence, with torch's own causal kernel.
             images: of `Vision.rows`; None: no token stands for one.
+            routers: as of `run`.
         """
         if images is not None:
             embedded = self.embed(params, tokens)
@@ -154,16 +162,16 @@ class LanguageModel:
             tokens = self.vision.merged(params, embedded, tokens, images)
             positions = images.get("positions", positions)
         if documents is None:
-            return self.run(params, tokens, positions, None, StatelessCache())
+            return self.run(params, tokens, positions, None, StatelessCache(), routers)
         if self.model.config._attn_implementation != "eager":
-            return self.run(params, tokens, positions, documents[:, None, None], None)
+            return self.run(params, tokens, positions, documents[:, None, None], None, routers)
         index = torch.arange(tokens.shape[1], device=tokens.device)
         distance = index[:, None] - index  # [T, T]: how far a key is before a query
         real = documents[:, None, :] != 0
         see = (documents[:, :, None] == documents[:, None, :]) & real & (distance >= 0)
         # Padding sees itself: a softmax over nothing would be NaN, and so would every gradient.
         mask = self.mask(params, (see | (distance == 0))[:, None], distance)
-        return self.run(params, tokens, positions, mask, None)
+        return self.run(params, tokens, positions, mask, None, routers)
 
     def mask(self, params: Any, see: Tensor, distance: Tensor) -> Mask:
         """What a trunk is told to attend to: a mask, or one for each kind of layers that there is.
@@ -220,18 +228,19 @@ class LanguageModel:
         chunk: int = 0,
         temperature: float = 1.0,
         images: Mapping[str, Tensor] | None = None,
+        routers: list[Tensor] | None = None,
     ) -> Tensor:
         """-log p of every target, [B, T] in fp32 or wider, 0 where it is `ignore`.
 
         Where the head is plain, few tokens' logits are there at once.
 
         Args:
-            tokens, positions, documents, images: as of `hidden`.
+            tokens, positions, documents, images, routers: as of `hidden`.
             targets: int64 [B, T]: what follows each token.
             temperature: logits are divided by it.
             chunk: tokens whose logits are there at once, as `fs.losses.linear_cross_entropy`'s.
         """
-        hidden = self.hidden(params, tokens, positions, documents, images)
+        hidden = self.hidden(params, tokens, positions, documents, images, routers)
         return self.losses(params, hidden, targets, ignore=ignore, chunk=chunk, temperature=temperature)
 
     def losses(

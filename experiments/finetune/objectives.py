@@ -21,25 +21,40 @@ Loss = Callable[[Any, Batch], tuple[Mean, dict[str, Mean]]]
 
 
 def sft(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Loss:
-    """-log p of the learned tokens, averaged over all of them exactly.
+    """-log p of the learned tokens, averaged over all of them exactly; of a mixture of experts and `balance`
+    times its load balance, which its `aux` has in any case.
 
     The batch: int64 [B, T] `tokens`, `targets`, `positions`, and `documents` if rows are packed; `images` of
     a model that sees (`vision.Vision.rows`).
     """
     lm = replace(tuning.lm, noise=tuning.method.neftune if training else 0.0)
+    mixture = bool(lm.experts())
 
-    def losses(params: Any, batch: Batch) -> Tensor:
-        return lm.token_losses(
+    def losses(params: Any, batch: Batch) -> tuple[Tensor, Mean | None]:
+        routers = [] if mixture else None
+        found = lm.token_losses(
             params, batch["tokens"], batch["positions"], batch.get("documents"), batch["targets"],
-            images=batch.get("images"),
+            images=batch.get("images"), routers=routers,
         )  # fmt: skip
+        if routers is None:
+            return found, None
+        real = batch["documents"] != 0 if "documents" in batch else None
+        top_k = lm.model.config.get_text_config().num_experts_per_tok
+        counted = None if real is None else real.flatten()
+        return found, fs.losses.load_balance(routers, top_k, counted, fs.psum)
 
     policy = tuning.policy(losses, training=training)
 
     def loss(params: Any, batch: Batch) -> tuple[Mean, dict[str, Mean]]:
         counted = (batch["targets"] != IGNORE).sum()
-        bound = float(batch["targets"].numel())
-        return Mean(policy(params, batch).sum(), counted, bound=bound), {}
+        each, balance = policy(params, batch)
+        total, aux = each.sum(), {}
+        if balance is not None:
+            aux = {"balance": Mean(balance.total.detach(), balance.count)}
+            if config.balance and training:  # a sum over ranks of what is divided by all ranks' tokens
+                share = fs.psum(counted) / fs.psum(balance.count).clamp(min=1)
+                total = total + config.balance * share * balance.total
+        return Mean(total, counted, bound=float(batch["targets"].numel())), aux
 
     return loss
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fnshard import tree
+from fnshard.compiler.frontend.substitutes import GROUPED
 from fnshard.errors import SpecError, TraceError, counts, is_number, leaves, misfits, nearest
 from fnshard.layout.rules import check_tree
 from fnshard.layout.spec import is_buffer
@@ -249,7 +250,7 @@ class _Adapted(TorchFunctionMode):
         stacked = path is not None and given[names[-1]].dim() == 3
         if (
             path is None or (path in self.settings.transposed) != turned or given.keys() & _UNLIKE
-            or stacked != (func in _GROUPED)
+            or stacked != (func in GROUPED)
         ):  # fmt: skip
             self._note(func, (args, kwargs))
             return out
@@ -302,9 +303,7 @@ _PLACES: Mapping[Any, tuple[tuple[str, ...], bool]] = {
     Tensor.matmul: (("input", "other"), True),
     Tensor.__matmul__: (("input", "other"), True),
     Tensor.mm: (("input", "mat2"), True),
-    F.grouped_mm: (("mat_a", "mat_b"), True),
-    torch._grouped_mm: (("mat_a", "mat_b"), True),
+    **dict.fromkeys(GROUPED, (("mat_a", "mat_b"), True)),
 }
-_GROUPED = (F.grouped_mm, torch._grouped_mm)
 _TRANSPOSES = (Tensor.transpose, torch.transpose, Tensor.mT.__get__)
 _UNLIKE = {"alpha", "beta", "out"}  # what makes more of a product than the update would know of

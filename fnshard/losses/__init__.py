@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnshard.losses import policy
+from fnshard.losses.balance import load_balance
 from fnshard.losses.linear import token_parts
 from fnshard.losses.mean import Mean
 from fnshard.losses.policy import dpo
 
 __all__ = [
     "IGNORE", "Mean", "Sequence", "Whole", "dpo", "linear_cross_entropy", "linear_token_losses",
-    "next_token", "policy", "sequence_logprobs",
+    "load_balance", "next_token", "policy", "sequence_logprobs",
 ]  # fmt: skip
 
 IGNORE = -100  # the target of a token that is not counted

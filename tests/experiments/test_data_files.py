@@ -13,7 +13,7 @@ from made_data import ASSISTANT, BYTES, SYSTEM, USER, shown
 
 from experiments.configs.train import ConfigError
 from experiments.data import builtin, prepared, rows
-from experiments.data.chat import LineError
+from experiments.data.files import LineError
 from experiments.data.prepared import RecordPolicy, open_prepared, prepare
 from experiments.data.records import KINDS
 from experiments.data.tokenizer import open_directory

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from made_data import CHATML, EVERY_BYTE, MARKED, TALK, learned_text
 
 from experiments.configs.train import ConfigError
-from experiments.data.chat import LineError, conversation, opening
+from experiments.data.chat import conversation, opening
+from experiments.data.files import LineError
 from experiments.data.records import sample
 from experiments.data.tokenizer import FILE, ByteTokenizer, byte_tokenizer, load_tokenizer, open_directory
 from fnshard.errors import MissingExtraError

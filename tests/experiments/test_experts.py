@@ -232,3 +232,42 @@ def test_adapters_of_experts_have_no_files_of_their_own(mixture, data, tmp_path)
     config = config_of(mixture, data, tmp_path, "method.targets=experts", "export=adapters")
     with pytest.raises(ConfigError, match="adapters of experts are not written as PEFT's"):
         loop.prepare(config)
+
+
+def test_the_load_balance_is_transformers_and_of_all_ranks():
+    """Counts and probabilities of all rows, with uneven masks; gradients too."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    draw = torch.Generator().manual_seed(0)
+    layers = tuple(torch.randn(12, 8, generator=draw).requires_grad_() for _ in range(2))
+    mask = torch.rand(4, 3, generator=draw) < 0.6
+    expected = load_balancing_loss_func(layers, 8, 2, mask)
+    expected.backward()
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    params = {"w": torch.stack([leaf.detach() for leaf in layers]).view(2, 2, 6, 8)}  # ranks' rows in turn
+    specs = fs.match_specs(params, [("*", fs.LayoutSpec(fs.P("shard")))])
+
+    def fn(params, mine, counted):
+        return fs.losses.load_balance(list((params["w"] * mine).sum(1)), 2, counted, fs.psum)
+
+    step = fs.shard_step(fn, specs, mesh=mesh, backend="eager")
+
+    def on_rank(rank):
+        mine = torch.nn.functional.one_hot(torch.tensor(rank), 2).view(1, 2, 1, 1).float()
+        loss, gradients = step(fs.shard(params, specs, mesh), mine, mask.flatten()[6 * rank : 6 * rank + 6])
+        layout = {"w": fs.LayoutSpec(specs["w"].gradient).resolve(params["w"], "u")}
+        return loss, fs.unshard(gradients, layout, mesh)["w"]
+
+    for loss, gradient in fs.simulate(mesh, on_rank):
+        torch.testing.assert_close(loss, expected.detach())
+        wanted = torch.stack([leaf.grad for leaf in layers]).view(2, 2, 6, 8)
+        torch.testing.assert_close(gradient, wanted)
+
+
+def test_a_balanced_mixture_is_spread_more_evenly(mixture, data, tmp_path):
+    found = {}
+    for weight in (0, 3):
+        config = config_of(mixture, data, tmp_path, "method=full", f"objective.balance={weight}")
+        loop.finetune(config, run_in(tmp_path / str(weight)), [], Stop())
+        found[weight] = json.loads((tmp_path / str(weight) / "result.json").read_text())["held_out_balance"]
+    assert 2 <= found[3] < found[0]

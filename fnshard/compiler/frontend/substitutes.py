@@ -124,6 +124,9 @@ def _grouped_mm(
     return product if out_dtype is None else product.to(out_dtype)
 
 
+GROUPED = (F.grouped_mm, torch._grouped_mm)  # the first is seen as the second
+
+
 # ------------------------------------------------------------------ losses
 @torch.library.custom_op("fnshard::ctc_loss", mutates_args=())
 def ctc_losses(
@@ -350,8 +353,7 @@ _FOREACH = {"maximum_": "clamp_min_", "minimum_": "clamp_max_"}  # of tensors th
 
 # ------------------------------------------------------------------ the table
 SUBSTITUTES: dict[Callable[..., Any], Callable[..., Any]] = {
-    torch._grouped_mm: _grouped_mm,
-    F.grouped_mm: _grouped_mm,
+    **dict.fromkeys(GROUPED, _grouped_mm),
     F.ctc_loss: _ctc_loss,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.bincount: _bincount,
