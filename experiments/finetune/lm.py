@@ -303,7 +303,7 @@ def of(model: nn.Module) -> LanguageModel:
     model.eval()
     if model.config._attn_implementation == "sdpa":
         model.set_attn_implementation(fs.hf.register_attention())
-    if hasattr(model, "set_experts_implementation"):
+    if experts_of(model.get_submodule(trunk_of(model))):
         model.set_experts_implementation("grouped_mm")  # whose shapes do not depend on what goes where
     config, prefix, inner = model.config.get_text_config(), model.base_model_prefix, trunk_of(model)
     apply, params = fs.make_functional(model)
