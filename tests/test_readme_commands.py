@@ -26,6 +26,7 @@ from experiments.data.tokenizer import byte_tokenizer
 from experiments.evaluate import config as evaluate
 from experiments.explain import config as explain
 from experiments.finetune import job as finetune
+from experiments.finetune.vision_models import image_files, write_model
 from experiments.tokenize import config as tokenize
 
 
@@ -72,6 +73,8 @@ TINY = Row(
         ("experiments.finetune.base_models.RANDOM", {"tiny": TINY_SIZES}),
     ),
 )
+SEES = Row("data.context=128 data.rows=4 data.held_out_rows=2 run.steps=2 run.held_out_every=2 "
+           "run.sample_tokens=2 run.backend=eager")  # fmt: skip
 PAPER = Row("model.layers=2")
 SAMPLE = Row(
     "size=tiny length=16 rounds=1 steps=1 warmup=1 losses=1 memory=1 backend=eager contenders=[ddp,full_shard]"
@@ -184,6 +187,9 @@ TABLE = {
     "python -m experiments.finetune model=/models/llama data.train=mine.jsonl method=qlora4 precision=bf16": TUNE,
     "python -m experiments.finetune method=qlora4 strategy=auto run.device_gb=24 model=/models/llama "
     "data.train=mine.jsonl": TUNE,
+    "python -m experiments.finetune model=tiny-qwen2.5-vl method=full": SEES,
+    "python -m experiments.finetune model=/models/qwen2.5-vl data.train=images.jsonl "
+    "method.targets='all-linear|vision-linear'": SEES,
     "python -m experiments.finetune model=100m method=qlora4 data.rows=2 data.context=128 data.too_long=skip "
     "data.held_out_rows=4 run.steps=20 run.held_out_every=10 run.sample_tokens=4 run.backend=eager": (
         Row("run.steps=2 run.held_out_every=2")
@@ -252,13 +258,15 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     sums = [(f"{n}+1=", f"{n + 1}", f"{n + 2}") for n in range(60)]
     mine = _lines(home / "mine.jsonl", *({"prompt": q, "response": a} for q, a, _ in sums))
     pairs = _lines(home / "pairs.jsonl", *({"prompt": q, "chosen": a, "rejected": b} for q, a, b in sums))
+    write_model("tiny-qwen2.5-vl", home / "qwen2.5-vl")
+    images = image_files(home)[0]
     _run(f"experiments.tokenize out=shards files={home}/text", home)
     run = "outputs/2030-01-31/12-00-00"
     _run(f"experiments.train {BRIEF} mesh.shard=1 data.root={home}/text hydra.run.dir={run}", home)
     (home / "multirun").symlink_to(home / "outputs")
     return {
         "/models/llama": f"{home}/llama", "/text": f"{home}/text", "/more/": f"{home}/more/",
-        "/fast/disk": f"{home}/disk", "mine.jsonl": str(mine), "pairs.jsonl": str(pairs),
+        "/models/qwen2.5-vl": f"{home}/qwen2.5-vl", "images.jsonl": str(images), "/fast/disk": f"{home}/disk", "mine.jsonl": str(mine), "pairs.jsonl": str(pairs),
         "data.root=shards": f"data.root={home}/shards", "RUN_DIR...": f"{home}/{run}", "run=RUN_DIR": f"run={home}/{run}",
         "multirun/2030": f"{home}/multirun/2030", "outputs/2030": f"{home}/outputs/2030",
     }  # fmt: skip
