@@ -14,8 +14,8 @@ import fnshard as fs
 from experiments.configs.train import ConfigError
 from experiments.data.images import KINDS, Images
 
-FLASH = "fnshard_flash"  # an attention that is handed the bounds of images, as those with "flash" in them are
-LEAST = {"patches": 64, "tiles": 1}  # of a row; from there on powers of two
+FLASH = "fnshard_flash"  # to an attention with "flash" in its name towers pass the bounds of images
+LEAST = {"patches": 64, "tiles": 1}  # of a row; then powers of two
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class Vision:
         return torch.where(here[..., None], features.gather(1, index), embedded)
 
     def rows(self, images: Images, paths: list[list[str]], tokens: Tensor) -> dict[str, Tensor]:
-        """The images of rows, as `tower` takes them: padded to the next power of two, in the longest row's
-        place, so that few shapes are compiled. A row without images has padding alone.
+        """The images of rows, as `tower` takes them: padded to a power of two that holds the longest row's, so
+        that few shapes are compiled. A row without images has padding alone.
 
         Args:
             paths: of each row's images.
@@ -63,7 +63,7 @@ class Vision:
             there, wanted = images.features(each) if each else 0, int((row == self.token).sum())
             if there != wanted:
                 raise ConfigError(
-                    f"{', '.join(of)}: {there} features for {wanted} image tokens."
+                    f"{', '.join(of)}: {there} features for {wanted} image tokens. "
                     "Fix: the images are not those that the data were prepared of; prepare them anew (remove "
                     "outputs/data/prepared)."
                 )

@@ -66,7 +66,7 @@ def rows_of_images(images: Any, hf: Any, pictures: list[str]) -> list[tuple[list
     return rows
 
 
-def told_by_transformers(model: Any, images: Any, ids: list[int], paths: list[str]) -> Tensor:
+def logits_of_transformers(model: Any, images: Any, ids: list[int], paths: list[str]) -> Tensor:
     """The logits of one row alone, as the model itself makes them."""
     seen = {}
     if paths:
@@ -98,7 +98,7 @@ def test_gradients_are_those_of_plain_autograd(folders, pictures, monkeypatch, n
     model = transformers.AutoModelForImageTextToText.from_pretrained(folders[name]).double().eval()
     plain, tokenizer = deepcopy(model), open_directory(folders[name])
     rows = rows_of_images(tokenizer.images, tokenizer.hf, pictures)
-    known = [told_by_transformers(plain, tokenizer.images, *row) for row in rows]
+    known = [logits_of_transformers(plain, tokenizer.images, *row) for row in rows]
     whole = sum(each.logsumexp(-1).sum() for each in known)
     whole.backward()
 
@@ -177,7 +177,7 @@ def written(folder: Path, *records: Any) -> Path:
 
 
 def test_records_say_their_images_in_three_ways(folders, pictures, tmp_path):
-    """A list beside texts, marked or not, and parts of messages: one sample, learned alike."""
+    """A list next to texts, marked or not, and parts of messages: one sample, learned alike."""
     picture = Path(pictures[0]).name
     user = {
         "role": "user",
@@ -296,13 +296,13 @@ def test_what_is_tuned_is_exported_and_opened(folders, shapes, pictures, tmp_pat
     tokens, lm = torch.tensor([ids]), of(deepcopy(after))
     images = lm.vision.rows(tokenizer.images, [paths], tokens)
     ours = lm.logits(dict(lm.params), tokens, images=images)
-    torch.testing.assert_close(ours[0], told_by_transformers(after, tokenizer.images, ids, paths))
+    torch.testing.assert_close(ours[0], logits_of_transformers(after, tokenizer.images, ids, paths))
     if "method=lora" in chosen:
         peft = pytest.importorskip("peft")
         base = transformers.AutoModelForImageTextToText.from_pretrained(folders[name])
         adapted = peft.PeftModel.from_pretrained(base, folder / loop.ADAPTERS).eval()
-        told = told_by_transformers(adapted.base_model.model, tokenizer.images, ids, paths)
-        torch.testing.assert_close(told, ours[0], atol=1e-4, rtol=1e-4)
+        logits = logits_of_transformers(adapted.base_model.model, tokenizer.images, ids, paths)
+        torch.testing.assert_close(logits, ours[0], atol=1e-4, rtol=1e-4)
 
 
 def test_globs_that_match_nothing_are_refused(folders, shapes, tmp_path):

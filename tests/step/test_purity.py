@@ -370,7 +370,7 @@ class Hooking(nn.Module):
 
 
 def test_the_order_of_an_ordered_dict_is_put_back() -> None:
-    """It is kept in a list beside the values, which `dict`'s own methods leave as it is."""
+    """It is kept in a list next to the values, which `dict`'s own methods leave as it is."""
     module = Hooking()
     before, known = dict(module.part._forward_hooks), module.part(rows())
     apply, params = fs.make_functional(module)
