@@ -43,8 +43,8 @@ class Vision:
         return torch.where(here[..., None], features.gather(1, index), embedded)
 
     def rows(self, images: Images, paths: list[list[str]], tokens: Tensor) -> dict[str, Tensor]:
-        """The images of rows, as `tower` takes them: padded to a power of two that holds the longest row's, so
-        that few shapes are compiled. A row without images has padding alone.
+        """The images of rows, as `tower` takes them: padded to a power of two that holds the longest row's, and
+        so in few shapes. A row without images has padding alone.
 
         Args:
             paths: of each row's images.
