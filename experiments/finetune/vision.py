@@ -43,7 +43,7 @@ class Vision:
         return torch.where(here[..., None], features.gather(1, index), embedded)
 
     def rows(self, images: Images, paths: list[list[str]], tokens: Tensor) -> dict[str, Tensor]:
-        """The images of rows, as `tower` takes them: padded to a power of two that holds the longest row's, and
+        """The images of rows, as `tower` takes them: padded to a power of two that holds the longest, and
         so in few shapes. A row without images has padding alone.
 
         Args:
