@@ -41,10 +41,10 @@ def slots_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh) 
         if not spec.trainable:
             continue
         shape = block_shape(spec.shape, spec.optimizer, mesh)
-        key = shape, spec.optimizer_dtype, spec.has_master
+        key = shape, spec.optimizer_dtype, spec.has_master, optimizer.settings(path)
         if key not in known:
             block = as_pairs(torch.empty(shape, dtype=spec.optimizer_dtype, device="meta"))
-            made = optimizer.init_leaf(block) | ({MASTER: block} if spec.has_master else {})
+            made = optimizer.init_leaf(path, block) | ({MASTER: block} if spec.has_master else {})
             known[key] = {n: (tuple(v.shape), v.dtype) for n, v in slots_at_rest(made, spec).items()}
         out[path] = known[key]
     return out
@@ -125,7 +125,7 @@ def _gathered(optimizer: Optimizer, path: str, spec: LayoutSpec) -> tuple[torch.
     info = _numbers(torch.device("cpu")).with_gather(gather, lambda path, whole: whole)
     with _fakes():
         param = torch.empty(spec.shape, dtype=spec.optimizer_dtype)
-        slots = optimizer.init_leaf(param)
+        slots = optimizer.init_leaf(path, param)
         optimizer.update_leaf(path, param, slots, param, optimizer.given(path, info), info.grad_scale)
     return tuple(found)
 

@@ -121,6 +121,8 @@ class Optimizer:
             update can be compiled (`shard_step(update=)`): numbers are inputs of the kernel, never constants.
             `leaf` and `numbers` may then depend on the path through `settings(path)` alone: leaves that are
             alike share a kernel.
+        parts, which: of an optimizer that leaves each leaf to another one, `parts[which(path, dims)]`, as
+            `by_path` does; it has no `leaf` and no `slots` of its own.
 
     >>> half = Optimizer("half()", leaf=lambda path, grad, slots, param, info: (-0.5 * grad, {}))
     >>> params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
@@ -144,6 +146,8 @@ class Optimizer:
     in_place: Callable[[Tensors, Slots, Tensors, StepInfo], None] | None = None
     members: tuple[Optimizer, ...] = ()
     numbers: Callable[[str, StepInfo], Any] | None = None
+    parts: tuple[Optimizer, ...] = ()
+    which: Callable[[str, int], int] | None = None
 
     def __post_init__(self) -> None:
         unknown = sorted(self.needs - NEEDS)
@@ -162,14 +166,30 @@ class Optimizer:
         Raises:
             OptimizerError: a rule by path that decides for no leaf, or a leaf without one.
         """
-        for rules in self.rules:
-            rules.check(params)
-        return {path: self.init_leaf(param) for path, param in params.items()}
+        self.check({path: param.dim() for path, param in params.items()})
+        return {path: self.init_leaf(path, param) for path, param in params.items()}
 
     @torch.no_grad()
-    def init_leaf(self, param: Tensor) -> dict[str, Tensor]:
+    def init_leaf(self, path: str, param: Tensor) -> dict[str, Tensor]:
         """State of one leaf; `init` checks the rules by path too."""
-        return {n: make(param) for n, make in self.slots.items()}
+        return {n: make(param) for n, make in self.of(path, param.dim()).slots.items()}
+
+    def of(self, path: str, dims: int) -> Optimizer:
+        """The optimizer that a leaf of so many dims has."""
+        return self if self.which is None else self.parts[self.which(path, dims)].of(path, dims)
+
+    def check(self, dims: Mapping[str, int]) -> None:
+        """Check the rules by path against all leaves, of which the numbers of dims are given.
+
+        Raises:
+            OptimizerError: a rule that decides for no leaf, or a leaf without one.
+        """
+        for rules in self.rules:
+            rules.check(dims)
+        for index, part in enumerate(self.parts):
+            own = {path: n for path, n in dims.items() if self.which(path, n) == index}
+            if own:
+                part.check(own)
 
     @torch.no_grad()
     def update(
@@ -192,6 +212,14 @@ class Optimizer:
         """
         if self.in_place is not None:
             self.in_place(grads, slots, params, info)
+            return
+        if self.which is not None:
+            owned: dict[int, list[str]] = {}
+            for path in grads:
+                owned.setdefault(self.which(path, params[path].dim()), []).append(path)
+            for index, paths in owned.items():
+                some = ({path: each[path] for path in paths} for each in (grads, slots, params))
+                self.parts[index].apply(*some, info)
             return
         groups: dict[Hashable, list[str]] = {}
         for path, grad in grads.items():
@@ -234,6 +262,9 @@ class Optimizer:
             given: what `given` returned.
             scale: the gradient is multiplied by it.
         """
+        if self.which is not None:
+            part = self.parts[self.which(path, param.dim())]
+            return part.update_leaf(path, grad, slots, param, part.given(path, given), scale)
         wide = torch.promote_types(param.dtype, torch.float32)
         grad = grad.to(wide)
         if scale is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,17 @@ from fnshard.errors import OptimizerError, is_number, leaves
 from fnshard.optim.contract import Optimizer, Slots, StepInfo, Tensors
 from fnshard.optim.schedules import ByPath, PathRules, Rate, RateSchedule, as_schedule, call_text, rate_first
 
-__all__ = ["OPTIMIZERS", "adamw", "chain", "clip_by_global_norm", "ema", "ema_params", "register", "sgd"]
+__all__ = [
+    "OPTIMIZERS",
+    "adamw",
+    "by_path",
+    "chain",
+    "clip_by_global_norm",
+    "ema",
+    "ema_params",
+    "register",
+    "sgd",
+]
 
 
 @rate_first
@@ -239,6 +250,11 @@ def chain(*transforms: Optimizer) -> Optimizer:
             strange,
             "chain(clip_by_global_norm(1.0), adamw(3e-4)); torch.optim's are no pure functions.",
         )
+    for at, transform in enumerate(transforms):
+        if transform.which is not None:  # what comes before and after it is around each of its parts
+            parts = [chain(*transforms[:at], part, *transforms[at + 1 :]) for part in transform.parts]
+            name = f"chain({', '.join(t.name for t in transforms)})"
+            return dispatched(name, parts, transform.which)
     members = tuple(m for t in transforms for m in (t.members or (t,)))
     heads = next((i for i, m in enumerate(members) if m.factor is None), len(members))
     tails = next((i for i, m in reversed(list(enumerate(members))) if m.follow is None), -1) + 1
@@ -287,6 +303,52 @@ def chain(*transforms: Optimizer) -> Optimizer:
         members=members,
         numbers=numbers,
     )
+
+
+def by_path(*rules: tuple[str, Optimizer]) -> Optimizer:
+    """Each leaf by the optimizer of the first glob that its path matches, as `optax.multi_transform`.
+
+    What goes around all of them, clipping first and `ema` last, is a `chain` with this in it.
+
+    Raises:
+        OptimizerError: no rules, or something else than pairs of a glob and an optimizer; and with all
+            leaves: some that no glob matches, or a glob that is first for none.
+
+    >>> optimizer = by_path(("*bias", sgd(0.1)), ("*", adamw(3e-4)))
+    >>> slots = optimizer.init({"bias": torch.zeros(2), "w": torch.ones(2)})
+    >>> {path: list(own) for path, own in slots.items()}
+    {'bias': [], 'w': ['mu', 'nu']}
+    """
+    wrong = [
+        f"{rule!r}" for rule in rules
+        if not (isinstance(rule, tuple) and len(rule) == 2 and isinstance(rule[0], str)
+                and isinstance(rule[1], Optimizer))
+    ]  # fmt: skip
+    if wrong or not rules:
+        raise OptimizerError(
+            "by_path takes pairs of a glob and an optimizer:", wrong or ["there are none"],
+            'by_path(("*norm*", adamw(3e-4)), ("*", muon(0.02))).',
+        )  # fmt: skip
+    name = f"by_path({', '.join(f'({glob!r}, {optimizer.name})' for glob, optimizer in rules)})"
+    chosen = PathRules.of(name, [(glob, float(index)) for index, (glob, _) in enumerate(rules)])
+    parts = [optimizer for _, optimizer in rules]
+    return replace(dispatched(name, parts, lambda path, dims: int(chosen(path))), rules=(chosen,))
+
+
+def dispatched(name: str, parts: Sequence[Optimizer], which: Callable[[str, int], int]) -> Optimizer:
+    """An optimizer that leaves each leaf to `parts[which(path, dims)]`."""
+
+    def leaf(*_: Any) -> Any:
+        raise OptimizerError(f"{name} has no update of its own.")
+
+    return Optimizer(
+        name, leaf,
+        needs=frozenset().union(*(part.needs for part in parts)),
+        elementwise=all(part.elementwise for part in parts),
+        values=lambda info: {k: v for part in reversed(parts) for k, v in part.values(info).items()},
+        settings=lambda path: tuple(which(path, dims) for dims in range(5)),
+        parts=tuple(parts), which=which,
+    )  # fmt: skip
 
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"sgd": sgd, "adamw": adamw}

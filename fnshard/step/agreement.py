@@ -81,7 +81,9 @@ def optimizer_text(optimizer: Optimizer | None, specs: Mapping[str, LayoutSpec])
             gather=lambda path, shard: shard, cut=lambda path, whole: whole,
         )  # fmt: skip
         try:
-            update = optimizer.update({path: grad}, {path: optimizer.init_leaf(param)}, {path: param}, info)
+            update = optimizer.update(
+                {path: grad}, {path: optimizer.init_leaf(path, param)}, {path: param}, info
+            )
             numbers = {**optimizer.metrics(info), "update": update[0][path].sum()}
             text = ", ".join(f"{name} {float(value):.9e}" for name, value in numbers.items())
         except Exception as error:  # of the user's function, which may not run on such a leaf or so late

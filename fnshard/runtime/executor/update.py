@@ -268,12 +268,11 @@ def init_slots(
     outside its tier.
     """
     trained = {p: s for p, s in specs.items() if s.trainable}
-    for rules in optimizer.rules:
-        rules.check(trained)
+    optimizer.check({path: len(spec.shape) for path, spec in trained.items()})
     out = {}
     for path, spec in trained.items():
         block = optimizer_block(params[path], spec, mesh, rank).to(spec.optimizer_dtype)
-        slots = dict(optimizer.init_leaf(block))
+        slots = dict(optimizer.init_leaf(path, block))
         if spec.has_master:
             slots[MASTER] = block.clone() if spec.optimizer_memory == "device" else block
         out[path] = {k: rest(v, spec.optimizer_memory, mesh.device, disk_dir) for k, v in slots.items()}

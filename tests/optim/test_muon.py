@@ -1,0 +1,140 @@
+"""Muon and optimizers by path: torch's own, every layout, what is gathered, mistakes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fnshard as fs
+from fnshard.errors import OptimizerError
+from fnshard.optim import StepInfo, adamw, by_path, chain, clip_by_global_norm, ema, muon, sgd
+from fnshard.optim.muon import orthogonalized
+
+SHAPES = {"embed.weight": (7, 6), "a.weight": (6, 10), "b.weight": (9, 6), "b.bias": (6,),
+          "experts.w": (3, 6, 5)}  # fmt: skip
+DECAYED = adamw(0.1, weight_decay=[("b*", 0.0), ("*", 0.1)])  # of its own leaves the first has none
+PRESETS = ["full_shard", "zero1", "zero2", "no_shard"]
+
+
+def leaves() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return {p: torch.randn(s, dtype=torch.float64, generator=draw) for p, s in SHAPES.items()}
+
+
+def loss(params: Any, x: Tensor) -> fs.Mean:
+    hidden = torch.tanh(x @ params["embed.weight"])
+    hidden = torch.tanh(hidden @ params["a.weight"])[:, :6] + params["b.bias"]
+    each = torch.einsum("bi,eio->beo", hidden, params["experts.w"]).square().sum()
+    return fs.Mean((hidden @ params["b.weight"].T).square().sum() + each, torch.tensor(float(len(x))))
+
+
+ROWS = torch.randn(4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_it_is_torchs(scale, nesterov):
+    mine = {path: leaf for path, leaf in leaves().items() if leaf.dim() < 3}
+    theirs = {path: leaf.clone().requires_grad_() for path, leaf in mine.items()}
+    matrices = [theirs[path] for path in ("a.weight", "b.weight")]
+    both = [
+        torch.optim.Muon(matrices, lr=0.05, momentum=0.8, nesterov=nesterov, adjust_lr_fn=scale),
+        torch.optim.AdamW([theirs["embed.weight"], theirs["b.bias"]], lr=0.05, weight_decay=0.1),
+    ]
+    optimizer = muon(0.05, momentum=0.8, nesterov=nesterov, scale=scale)
+    slots, draw = optimizer.init(mine), torch.Generator().manual_seed(2)
+    assert {path: sorted(own) for path, own in slots.items()} == {
+        "embed.weight": ["mu", "nu"], "a.weight": ["momentum"], "b.weight": ["momentum"],
+        "b.bias": ["mu", "nu"],
+    }  # fmt: skip
+    for step in range(3):
+        for leaf in theirs.values():
+            leaf.grad = torch.randn(leaf.shape, dtype=torch.float64, generator=draw)
+        gradients = {path: leaf.grad.clone() for path, leaf in theirs.items()}
+        for each in both:
+            each.step()
+        optimizer.apply(gradients, slots, mine, StepInfo(torch.tensor(step)))
+        for path, leaf in mine.items():
+            torch.testing.assert_close(leaf, theirs[path].detach(), atol=1e-12, rtol=0)
+
+
+def trained(axes: dict[str, int], preset: str, optimizer: Any) -> list[dict[str, Tensor]]:
+    """The parameters of each rank after three steps."""
+    params, mesh = leaves(), fs.make_mesh(**axes, simulated=True)
+    tensor = {"tensor": "tensor"} if "tensor" in axes else {}
+    specs = fs.presets.PRESETS[preset](params, mesh, **tensor)
+    step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optimizer, backend="eager")
+
+    def on_rank(rank: int) -> dict[str, Tensor]:
+        part = len(ROWS) // mesh.data_size
+        at = rank // (mesh.size // mesh.data_size)
+        state = step.init(params)
+        for _ in range(3):
+            state, _ = step(state, ROWS[at * part : (at + 1) * part])
+        return fs.unshard(state.params, specs, mesh)
+
+    return fs.simulate(mesh, on_rank)
+
+
+def around(own: Any) -> Any:
+    return chain(clip_by_global_norm(0.5), own, ema(0.9))
+
+
+@pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 4}, {"shard": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_layout_is_one_rank(preset, axes):
+    """To 1e-10, clipping and an average around it; also matrices that no rank has evenly many rows of."""
+    own = around(by_path(("embed*", sgd(0.1)), ("*", muon(0.05, dtype=None))))
+    expected = trained({"shard": 1}, "no_shard", own)[0]
+    moved = {path for path, leaf in leaves().items() if (leaf - expected[path]).abs().max() > 1e-3}
+    assert moved == set(SHAPES)
+    for found in trained(axes, preset, own):
+        for path, leaf in expected.items():
+            torch.testing.assert_close(found[path], leaf, atol=1e-10, rtol=0)
+
+
+def test_matrices_alone_are_gathered_once_and_in_their_dtype():
+    """Momentum in bf16 on the wire, and nothing of what AdamW has."""
+    params, mesh = leaves(), fs.make_mesh(shard=2, abstract=True)
+    specs = fs.presets.full_shard(params, mesh)
+    step = fs.shard_step(loss, specs, mesh=mesh, optimizer=muon(0.05), backend="eager")
+    lowered = step.lower(params, ROWS)
+    lines = [line for line in lowered.schedule.instructions if type(line).__name__ == "UpdateGather"]
+    gathered = [path for line in lines for path in line.paths]
+    assert sorted(gathered) == ["a.weight", "b.weight", "experts.w"]
+    assert {lowered.schedule.buckets[line.bucket].dtype for line in lines} == {torch.bfloat16}
+
+
+def test_orthogonal_is_what_newton_schulz_makes():
+    for shape in ((5, 9), (9, 5), (3, 4, 6)):
+        matrix = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        values = torch.linalg.svdvals(orthogonalized(matrix))
+        assert values.min() > 0.6 and values.max() < 1.3
+        u, _, v = torch.linalg.svd(matrix, full_matrices=False)
+        assert (orthogonalized(matrix, 30) * (u @ v)).sum((-2, -1)).min() > 0.7 * min(shape[-2:])
+    assert not orthogonalized(torch.zeros(3, 3)).any()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: muon(0.1, momentum=1.0), r"momentum=1.0: at least 0 and below 1"),
+        (lambda: muon(0.1, ns_steps=0), "ns_steps=0"),
+        (lambda: muon(0.1, scale="none"), "scale='none': one of original, match_rms_adamw"),
+        (lambda: muon(0.1, weight_decay=-1), "weight_decay=-1"),
+        (lambda: by_path(), "pairs of a glob and an optimizer"),
+        (lambda: by_path(("*", 0.1)), r"\('\*', 0.1\)"),
+        (lambda: by_path(("a*", sgd(0.1))).init(leaves()), r"(?s)4 leaves of 5 matched by no rule.*b.weight"),
+        (lambda: by_path(("*", sgd(0.1)), ("b*", muon(0.1))).init(leaves()), "rules of by_path.*no leaf"),
+        (
+            lambda: by_path(("a*", DECAYED), ("*", sgd(1))).init(leaves()),
+            r"(?s)rules of weight_decay that match no leaf.*b\*",
+        ),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(make, words):
+    with pytest.raises(OptimizerError, match=words):
+        make()
