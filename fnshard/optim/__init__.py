@@ -1,4 +1,4 @@
-"""Optimizers: the contract, `sgd`, `adamw` and what chains are made of, schedules, loss scaling."""
+"""Optimizers: the contract, `sgd`, `adamw`, `lion`, `muon`, chains of them, schedules, loss scaling."""
 
 from fnshard.optim.contract import Optimizer, StepInfo
 from fnshard.optim.muon import muon
@@ -10,11 +10,12 @@ from fnshard.optim.optimizers import (
     clip_by_global_norm,
     ema,
     ema_params,
+    lion,
     register,
     sgd,
 )
 
 __all__ = [
     "OPTIMIZERS", "Optimizer", "StepInfo", "adamw", "by_path", "chain", "clip_by_global_norm", "ema",
-    "ema_params", "muon", "register", "sgd",
+    "ema_params", "lion", "muon", "register", "sgd",
 ]  # fmt: skip

@@ -126,6 +126,21 @@ def test_clip_equals_torch(max_norm):
     torch.testing.assert_close(clip.metrics(info)["grad_norm"], norm, atol=1e-12, rtol=1e-12)
 
 
+def test_lion_is_its_paper():
+    """Algorithm 2, line by line."""
+    params, lr, b1, b2, decay = random_tree(0), 0.02, 0.8, 0.95, 0.3
+    found, slots = train(optim.lion(lr, b1, b2, weight_decay=decay), params)
+    for path, leaf in params.items():
+        mean = torch.zeros_like(leaf)
+        for step in range(6):
+            gradient = random_tree(100 + step, {p: t.shape for p, t in params.items()})[path]
+            interpolated = b1 * mean + (1 - b1) * gradient
+            leaf = leaf - lr * (interpolated.sign() + decay * leaf)
+            mean = b2 * mean + (1 - b2) * gradient
+        torch.testing.assert_close(found[path], leaf, atol=1e-12, rtol=0)
+        torch.testing.assert_close(slots[path]["mu"], mean, atol=1e-12, rtol=0)
+
+
 def test_the_norms_a_member_sees_are_those_of_its_own_input():
     """Clipping twice equals the same by hand, one after the other."""
     params, grads = random_tree(0), random_tree(1)
