@@ -264,6 +264,16 @@ def test_the_load_balance_is_transformers_and_of_all_ranks():
         torch.testing.assert_close(gradient, wanted)
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_routers_are_those_that_the_model_balances(name):
+    module = built(name)
+    expected = module(TOKENS, output_router_logits=True, labels=TOKENS).aux_loss
+    model, routers = of(module), []
+    model.hidden(dict(model.params), TOKENS, routers=routers)
+    found = fs.losses.load_balance(routers, module.config.num_experts_per_tok)
+    torch.testing.assert_close(found.total / found.count, expected)
+
+
 def test_a_balanced_mixture_is_spread_more_evenly(mixture, data, tmp_path):
     found = {}
     for weight in (0, 3):
