@@ -191,7 +191,7 @@ def prepared(config: FinetuneConfig) -> FinetuneConfig:
     return replace(config, data=replace(data, train=folders[0], held_out=folders[1]))
 
 
-def opened(config: FinetuneConfig, vision: Vision | None) -> FinetuneData:
+def opened(config: FinetuneConfig, vision: Vision | None = None) -> FinetuneData:
     """The data of a configuration, and of a model that may see.
 
     Raises:
