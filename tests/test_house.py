@@ -121,7 +121,7 @@ PRIVATE = {
 # Ratchets: lower them as the house is tidied, raise one for a new capability alone. A module is as long as
 # its noun, so lines are counted by package.
 MAX_FUNCTION = 80
-MAX_LINES = {"fnshard": 40_790, "experiments": 15_540, "tests": 40_260}
+MAX_LINES = {"fnshard": 40_790, "experiments": 15_540, "tests": 40_330}
 
 
 def name_of(path: Path) -> str:

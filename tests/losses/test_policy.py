@@ -282,3 +282,63 @@ def test_it_is_trls_loss(kind: str) -> None:
     clipped = trainer._metrics["eval"]["clip_ratio/region_mean"][0]
     if kind != "gspo":  # TRL's is of sequences there
         assert float(aux["clip_fraction"].total / aux["clip_fraction"].count) == pytest.approx(clipped)
+
+
+def trainer_of(**own: Any) -> SimpleNamespace:
+    """What TRL's trainers read of themselves."""
+    same = lambda value, **_: value  # noqa: E731
+    accelerator = {"device": torch.device("cpu"), "gather_for_metrics": same, "gather": same}
+    return SimpleNamespace(
+        accelerator=SimpleNamespace(**accelerator, num_processes=1), model=SimpleNamespace(training=False),
+        aux_loss_enabled=False, ld_alpha=None, precompute_ref_logps=True, use_weighting=False, alpha=0.0,
+        f_divergence_type="reverse_kl", loss_weights=[1.0], label_smoothing=0.0, calculate_KL=True,
+        args=SimpleNamespace(gradient_checkpointing_kwargs=None), _total_train_tokens=0,
+        _metrics=defaultdict(lambda: defaultdict(list)), **own,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["dpo", "ipo", "simpo", "orpo", "kto"])
+def test_losses_of_pairs_are_trls(kind: str) -> None:
+    """Of its extra `parity`. ORPO's second term alone: TRL's first is the mean over the batch's tokens, and
+    not of each response's."""
+    trl = pytest.importorskip("trl")
+    draw, pairs, length = torch.Generator().manual_seed(0), 3, 5
+    each = -torch.rand(2 * pairs, length, generator=draw, dtype=torch.float64)
+    reference = -torch.rand(2 * pairs, generator=draw, dtype=torch.float64) * length
+    mask = torch.tensor([[0, *[1] * n, *[0] * (length - n)] for n in (5, 2, 3, 4, 5, 1)])
+    each = each * mask[:, 1:]
+    sums, means = each.sum(1), each.sum(1) / mask.sum(1)
+    zeros = torch.zeros_like(each)
+    outputs = SimpleNamespace(log_probs=each, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool())
+    ids = torch.ones_like(mask)
+    given = {"input_ids": ids, "attention_mask": ids, "completion_mask": mask}
+    if kind in ("dpo", "ipo"):
+        trainer = trainer_of(beta=0.3, loss_types=["sigmoid" if kind == "dpo" else "ipo"])
+        chosen, rejected = reference.chunk(2)
+        given |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+        theirs = trl.DPOTrainer._compute_loss(trainer, lambda **_: outputs, given, False)
+        ours = (sums, reference) if kind == "dpo" else (means, reference / mask.sum(1))
+        loss, _ = getattr(policy, kind)(*ours[0].chunk(2), *ours[1].chunk(2), beta=0.3)
+    elif kind == "simpo":
+        from trl.experimental.cpo import CPOTrainer
+
+        trainer = trainer_of(beta=2.0, loss_type="simpo", simpo_gamma=0.7)
+        theirs = CPOTrainer.cpo_loss(trainer, *means.chunk(2))[0].mean()
+        loss, _ = policy.simpo(*means.chunk(2), beta=2.0, margin=0.7)
+    elif kind == "orpo":
+        from trl.experimental.orpo import ORPOTrainer
+
+        theirs = -ORPOTrainer.odds_ratio_loss(trainer_of(beta=0.3), *means.chunk(2))[0].mean()
+        loss, _ = policy.orpo(*means.chunk(2), beta=0.3)
+        loss = replace(loss, total=loss.total + means.chunk(2)[0].sum())
+    else:
+        desirable, divergence = torch.tensor([1, 0, 1, 1, 0, 0]).bool(), torch.tensor(0.4).double()
+        trainer = trainer_of(
+            beta=0.3, loss_type="kto", desirable_weight=1.5, undesirable_weight=0.5,
+            _compute_kl_logps=lambda *_: divergence.expand(6),
+        )  # fmt: skip
+        zeros = torch.zeros(6, dtype=torch.float64)
+        given |= {"label": desirable, "ref_logps": reference, "ref_KL_logps": torch.zeros(6)}
+        theirs = trl.KTOTrainer._compute_loss(trainer, lambda **_: outputs, given, False)
+        loss, _ = policy.kto(sums, reference, desirable, divergence, beta=0.3, weights=(1.5, 0.5))
+    assert float(loss.total / loss.count) == pytest.approx(float(theirs), abs=1e-6)
