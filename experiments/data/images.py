@@ -55,16 +55,18 @@ class Images:
         parts = text.split(self.token)
         if len(parts) != len(paths) + 1:
             raise LineError(f"has {len(paths)} images, of which the chat template shows {len(parts) - 1}")
-        out, starts, gained = parts[0], [], []  # where tokens end, and what is added by then
+        out, at, ends = (
+            parts[0],
+            len(parts[0]),
+            [],
+        )  # of each token its end, and how much longer `out` is there
         for path, part in zip(paths, parts[1:], strict=True):
-            starts.append(sum(map(len, parts[: len(starts) + 1])) + len(self.token) * (len(starts) + 1))
-            out += self.kind.text(self, opened(path))
-            gained.append(len(out) - starts[-1])
-            out += part
+            out, at = out + self.kind.text(self, opened(path)), at + len(self.token)
+            ends.append((at, len(out) - at))
+            out, at = out + part, at + len(part)
 
-        def moved(at: int) -> int:
-            before = np.searchsorted(starts, at, side="right")
-            return at + (gained[before - 1] if before else 0)
+        def moved(place: int) -> int:
+            return place + next((more for end, more in reversed(ends) if end <= place), 0)
 
         return out, [(moved(start), moved(end)) for start, end in spans]
 

@@ -128,15 +128,9 @@ def tuning_of(config: FinetuneConfig, lm: LanguageModel) -> Tuning:
         return Tuning(lm, chosen, {"policy": params, **reference, **value})
     matrices = lm.matrices()
     named = {ALL_LINEAR: matrices, VISION_LINEAR: lm.vision_matrices(), EXPERTS: lm.experts()}
-    parts = [named.get(part, [part]) for part in chosen.targets.split("|")]
-    targets = (
-        [path for part in parts for path in part]
-        if {*chosen.targets.split("|")} & {*named}
-        else chosen.targets
-    )
+    targets = [path for part in chosen.targets.split("|") for path in named.get(part) or [part]]
     try:
-        globs = "|".join(targets) if isinstance(targets, list) else targets
-        chosen_paths = set(matched_leaves("targets", globs, lm.params))
+        chosen_paths = set(matched_leaves("targets", targets, lm.params))
         turned = [p for p in lm.transposed() if p in chosen_paths]
         fn, params = fs.lora(
             lm.logits, lm.params, rank=chosen.rank, alpha=chosen.alpha, targets=targets,

@@ -310,5 +310,9 @@ def test_globs_that_match_nothing_are_refused(folders, shapes, tmp_path):
     config = config_of(folders["tiny-llava"], {"samples": shapes}, tmp_path, "data.context=192", *wrong)
     with pytest.raises(ConfigError, match=r"method\.freeze=\*nothing\*"):
         loop.prepare(config)
+    config = config_of(folders["tiny-llava"], {"samples": shapes}, tmp_path, "data.context=192",
+                       "method.targets=all-linear|experts")  # fmt: skip
+    with pytest.raises(ConfigError, match=r"(?s)method\.targets=all-linear\|experts.*matches no leaf by"):
+        loop.prepare(config)
     with pytest.raises(ValueError, match="freeze"):
         config_of(folders["tiny-llava"], {"samples": shapes}, tmp_path, "method.freeze=*")
