@@ -119,7 +119,8 @@ def image_files(folder: str | Path) -> tuple[Path, Path]:
         if number % 4:
             records.append({"images": [path], "prompt": "<image>What is it?", "response": said})
         else:
-            other, second = draw.choice(paths)
+            own_side = paths[:HELD_OUT] if number < HELD_OUT else paths[HELD_OUT:]
+            other, second = draw.choice(own_side)
             asked = "<image><image>What are they?"
             records.append({"images": [path, other], "prompt": asked, "response": f"{said}, {second}"})
     sides = {"held_out": records[:HELD_OUT], "train": records[HELD_OUT:]}

@@ -227,9 +227,8 @@ class _Adapted(TorchFunctionMode):
     def __init__(self, settings: Lora, adapters: Mapping[str, Any], targets: Mapping[int, str]):
         super().__init__()
         self.settings, self.adapters, self.targets = settings, adapters, dict(targets)
-        self.transposes: dict[
-            int, Tensor
-        ] = {}  # of stacks of matrices; kept, so that an id is never used twice
+        # Of targets, and kept: an id is never used twice.
+        self.transposes: dict[int, Tensor] = {}
         self.used: set[str] = set()
         self.others: dict[str, dict[str, None]] = {}
 

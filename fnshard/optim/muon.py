@@ -23,7 +23,7 @@ SCALES = {
     # So large are AdamW's updates, by root mean square (Liu et al. 2025, Moonlight): rates may be AdamW's.
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
-OTHERS = "*embed*|*wte*|*wpe*|*token*|*position*|*head*"
+OTHERS = "*embed*|*token.*|*wte*|*wpe*|*lm_head*|head.*|*.head.*"
 
 
 @rate_first

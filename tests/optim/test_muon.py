@@ -61,6 +61,19 @@ def test_it_is_torchs(scale, nesterov):
             torch.testing.assert_close(leaf, theirs[path].detach(), atol=1e-12, rtol=0)
 
 
+def test_embeddings_and_heads_are_adamws_and_heads_of_attention_are_not():
+    paths = [
+        "wte.weight",
+        "lm_head.weight",
+        "head.weight",
+        "a.head.weight",
+        "multihead_attn.weight",
+        "heads.w",
+    ]
+    slots = muon(0.1).init({path: torch.zeros(2, 2) for path in paths})
+    assert [path for path in paths if "momentum" in slots[path]] == paths[4:]
+
+
 def trained(axes: dict[str, int], preset: str, optimizer: Any) -> list[dict[str, Tensor]]:
     """The parameters of each rank after three steps."""
     params, mesh = leaves(), fs.make_mesh(**axes, simulated=True)
