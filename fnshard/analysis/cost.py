@@ -10,9 +10,11 @@ the host up until it is done (CUDA stages such copies), so nothing is issued mea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch import fx
 
 from fnshard.analysis.flops import GraphCost, graph_cost
 from fnshard.analysis.hardware import Hardware, Link
@@ -30,6 +32,7 @@ from fnshard.compiler.schedule.instructions import (
     ToDevice,
     ToHost,
     Update,
+    UpdateBegin,
 )
 from fnshard.compiler.schedule.ir import Price, Schedule
 from fnshard.layout.partition import block_shape
@@ -73,6 +76,12 @@ class HardwarePricer:
             host = h.instruction_seconds + cost.host_seconds(h)
             self._kernels[key] = Price(cost.seconds(h), host, flops=cost.flops)
         return self._kernels[key]
+
+    def graphs(self, graphs: Sequence[fx.GraphModule]) -> Price:
+        """Graphs that run one after another, operator by operator."""
+        h, costs = self.hardware, [graph_cost(g, fused=False) for g in graphs]
+        host = h.instruction_seconds + sum(c.host_seconds(h) for c in costs)
+        return Price(sum(c.seconds(h) for c in costs), host, flops=sum(c.flops for c in costs))
 
     def bucket(self, line: OfBucket) -> Bucket:
         """The bucket that a line is about."""
@@ -163,11 +172,11 @@ class HardwarePricer:
         spec = self.schedule.specs[name.path]
         return (spec.memory if name.kind is Kind.STORED else spec.optimizer_memory) == "disk"
 
-    def update_bytes(self, line: Update) -> float:
+    def update_bytes(self, line: Update | UpdateBegin) -> float:
         """Gradient, parameter and slots are read, the latter two written; and casts, where not fused."""
         bucket, specs, mesh = self.schedule.buckets[line.bucket], self.schedule.specs, self.schedule.mesh
         size = 0.0
-        for path, its_slots in zip(bucket.paths, slots(bucket.paths), strict=True):
+        for path, its_slots in zip(line.paths, slots(line.paths), strict=True):
             spec = specs[path]
             count = math.prod(block_shape(spec.shape, spec.optimizer, mesh))
             own, at_rest, sent = (
@@ -182,7 +191,7 @@ class HardwarePricer:
             size += count * (own + sent) * (spec.optimizer_dtype != bucket.dtype)
         return size
 
-    def update(self, line: Update) -> Price:
+    def update(self, line: Update | UpdateBegin) -> Price:
         """Of the optimizer on one bucket."""
         size, h = self.update_bytes(line), self.hardware
         if self.schedule.specs[line.paths[0]].updated_on == "host":

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,10 +19,10 @@ from fnshard.analysis.footprint import CallArgument, Footprint
 from fnshard.analysis.storages import UNCOUNTED, Storage, StorageTracker, category_of, tensors_of
 from fnshard.analysis.transport import Counting
 from fnshard.compiler.ir.values import CONTROL, SCALARS, ValueName
-from fnshard.compiler.schedule.buckets import Bucket
+from fnshard.compiler.schedule.buckets import Bucket, of_owner
 from fnshard.compiler.schedule.instructions import Env, Free, Gather, Instruction, Reduced, Run, Update, Wait
 from fnshard.compiler.schedule.ir import Schedule
-from fnshard.layout.partition import block_slices
+from fnshard.layout.partition import block_shape, block_slices
 from fnshard.mesh import Mesh
 from fnshard.runtime.host_worker import PENDING
 from fnshard.runtime.packing import contiguous_strides, padded
@@ -45,7 +45,7 @@ class DryContext:
     tracker: StorageTracker
     comm: Counting
     footprint: FootprintOf
-    update_bytes: Callable[[Bucket, bool], int]
+    update_bytes: Callable[[Bucket, str, bool], int]
     rank: int
     freed: None = None
     worker: None = None
@@ -75,6 +75,9 @@ class DryContext:
         if bucket not in self.packers:
             self.packers[bucket] = Packing(self.schedule.buckets[bucket], self)
         return self.packers[bucket]
+
+    def owners(self, bucket: str) -> DryOwners:
+        return DryOwners(self.schedule.buckets[bucket], self)
 
     def run(self, env: Env) -> None:
         """All lines, on an environment of tensors that the tracker follows."""
@@ -184,23 +187,57 @@ class Packing:
         pass
 
 
+class DryOwners:
+    """`runtime.packing.Owners`, likewise."""
+
+    def __init__(self, bucket: Bucket, context: DryContext) -> None:
+        ranks = context.mesh.group_ranks(bucket.axes, context.rank)
+        self.bucket, self._context = bucket, context
+        self._mine = of_owner(bucket, ranks.index(context.rank), len(ranks))
+
+    def blocks(self, flat: Tensor) -> dict[str, Tensor]:
+        return {
+            p.path: flat.as_strided(p.block, contiguous_strides(p.block), p.offset)
+            for p in self.bucket.pieces
+        }
+
+    def pack_blocks(self, *_: Any) -> None:
+        pass
+
+    pack_wholes = pack_blocks
+
+    def wholes(self, rows: Tensor) -> dict[str, Tensor]:
+        return {p.path: self._context.tracker.new(p.shape, self.bucket.dtype) for p in self._mine.pieces}
+
+
 @dataclass
 class DryUpdater:
     """The optimizer and the step's scalars: the executor's `Updater` and `Scalars`, without numbers."""
 
     context: DryContext
 
-    def bind(self, bucket: Bucket) -> Callable[..., None]:
-        spec, line = self.context.schedule.specs[bucket.paths[0]], self.context.tracker.line
-        if spec.updated_on == "host" and self.context.mesh.device_type != "cpu":
-            return lambda *_: None
-        return lambda *_: self._take(self.context.update_bytes(bucket, SCALARS in line.reads))
+    def bind(self, paths: tuple[str, ...]) -> Callable[..., None]:
+        return lambda *_: self._update(paths, "bind")
 
-    def bind_send(self, bucket: Bucket) -> Callable[..., dict[str, Tensor]]:
-        def send(*_: Any) -> dict[str, Tensor]:
-            return {p.path: self._new(p.block, bucket.dtype) for p in bucket.pieces}
+    def bind_end(self, paths: tuple[str, ...]) -> Callable[..., None]:
+        return lambda *_: self._update(paths, "bind_end")
 
-        return send
+    def bind_begin(self, paths: tuple[str, ...]) -> Callable[..., dict[str, Tensor]]:
+        specs, mesh, line = self.context.schedule.specs, self.context.mesh, self.context.tracker.line
+
+        def begin(*_: Any) -> dict[str, Tensor]:
+            self._update(paths, "bind_begin")
+            blocks = {p: block_shape(specs[p].shape, specs[p].optimizer, mesh) for p in paths}
+            return {p: self._new(blocks[p], dtype) for p, dtype in zip(paths, line.dtypes, strict=True)}
+
+        return begin
+
+    def _update(self, paths: tuple[str, ...], stage: str) -> None:
+        spec, line = self.context.schedule.specs[paths[0]], self.context.tracker.line
+        bucket = self.context.schedule.buckets[line.bucket]
+        bucket = replace(bucket, pieces=tuple(p for p in bucket.pieces if p.path in paths))
+        if spec.updated_on == "device" or self.context.mesh.device_type == "cpu":
+            self._take(self.context.update_bytes(bucket, stage, SCALARS in line.reads))
 
     def control(self, env: Env, bucket: Bucket) -> tuple[DryUpdater, None]:
         return self, None

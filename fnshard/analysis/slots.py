@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fnshard.analysis.storages import INPUTS, StorageTracker, tensors_of
 from fnshard.compiler.ir.values import MASTER
 from fnshard.compiler.schedule.buckets import Bucket
+from fnshard.compiler.schedule.instructions import Whole
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.errors import OptimizerError, StateError, leaves
 from fnshard.layout.pairs import as_pairs, slots_at_rest
@@ -88,46 +90,41 @@ def check_slots(
         )
 
 
-def gathers_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec]) -> dict[str, tuple[torch.dtype, ...]]:
-    """By path, the dtypes of what the optimizer gathers of a leaf in one update, in its order.
+def wholes_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh) -> dict[str, Whole]:
+    """By path, what the owners of leaves compute, of those that ranks must send.
 
     Raises:
-        OptimizerError: it needs a gather, and its code cannot run without data.
+        OptimizerError: its code cannot run without data.
     """
-    if "gather" not in optimizer.needs:
-        return {}
-    out: dict[str, tuple[torch.dtype, ...]] = {}
-    known: dict[Any, tuple[torch.dtype, ...]] = {}
+    out: dict[str, Whole] = {}
+    known: dict[Any, Whole] = {}
     for path, spec in specs.items():
-        key = replace(spec, unit="-"), optimizer.settings(path)
-        if spec.trainable and key not in known:
+        dims = len(spec.shape)
+        split = [d for d in range(dims) if mesh.ordered(spec.optimizer.of(d))]
+        if not (spec.trainable and optimizer.wholes(path, dims, split)):
+            continue
+        key = spec.shape, spec.optimizer, spec.optimizer_dtype, optimizer.settings(path)
+        if key not in known:
             try:
-                known[key] = _gathered(optimizer, path, spec)
+                known[key] = _whole(optimizer.of(path, dims), path, spec)
             except Exception as error:  # an optimizer of the user's: any may come
                 raise OptimizerError(
-                    f"{optimizer} gathers params[{path!r}], and does not run on fake tensors, which show "
-                    f"what it gathers ({type(error).__name__}: {error})",
-                    fix="write its `leaf` without float(), .item() and branches on values.",
+                    f"{optimizer} needs all of params[{path!r}], and does not run on fake tensors, which "
+                    f"show what ranks send ({type(error).__name__}: {error})",
+                    fix="write its `before` and `whole` without float(), .item() and branches on values.",
                 ) from error
-        if spec.trainable:
-            out[path] = known[key]
+        out[path] = known[key]
     return out
 
 
-def _gathered(optimizer: Optimizer, path: str, spec: LayoutSpec) -> tuple[torch.dtype, ...]:
-    """Of one leaf, run whole: what it gathers depends on nothing of the mesh."""
-    found: list[torch.dtype] = []
-
-    def gather(path: str, shard: torch.Tensor) -> torch.Tensor:
-        found.append(shard.dtype)
-        return shard
-
-    info = _numbers(torch.device("cpu")).with_gather(gather, lambda path, whole: whole)
+def _whole(optimizer: Optimizer, path: str, spec: LayoutSpec) -> Whole:
+    info = _numbers(torch.device("cpu"))
     with _fakes():
         param = torch.empty(spec.shape, dtype=spec.optimizer_dtype)
-        slots = optimizer.init_leaf(path, param)
-        optimizer.update_leaf(path, param, slots, param, optimizer.given(path, info), info.grad_scale)
-    return tuple(found)
+        slots, given = optimizer.init_leaf(path, param), optimizer.given(path, info)
+        sent, _ = optimizer.begin_leaf(path, param, slots, param, given, info.grad_scale)
+        graph = make_fx(lambda leaf: optimizer.whole(path, leaf))(torch.empty_like(sent))
+    return Whole(sent.dtype, graph, spec.optimizer)
 
 
 class _Numbers(TorchDispatchMode):
@@ -165,24 +162,25 @@ class Updates:
     known: dict[Any, int]
     fused: bool = False
 
-    def bytes(self, bucket: Bucket, barrier: bool) -> int:
-        """Of one bucket, on the device that updates it.
+    def bytes(self, bucket: Bucket, stage: str, barrier: bool) -> int:
+        """Of the leaves of one bucket, on the device that updates them.
 
         Where the optimizer's code cannot run without data, one copy of the bucket's state.
 
         Args:
+            stage: "bind", of the whole update; of leaves that have owners "bind_begin" or "bind_end".
             barrier: whether the step's scalars are known by then (gradients may be scaled by them).
         """
         specs, mesh, settings = self.schedule.specs, self.schedule.mesh, self.optimizer.settings
         if self.fused and specs[bucket.paths[0]].updated_on == "device":
             return 0
         key = (
-            mesh.names, mesh.sizes, mesh.rank, mesh.device_type, barrier, self.schedule.accumulate > 1,
+            stage, mesh.names, mesh.sizes, mesh.rank, mesh.device_type, barrier, self.schedule.accumulate > 1,
             bucket.dtype, tuple((replace(specs[p], unit="-"), settings(p)) for p in bucket.paths),
         )  # fmt: skip
         if key not in self.known:
             try:
-                self.known[key] = self._run(bucket, barrier)
+                self.known[key] = self._run(bucket, stage, barrier)
             except Exception as error:  # an optimizer of the user's: any may come, and none is a mistake
                 warnings.warn(
                     f"the memory of {self.optimizer.name}'s update is estimated as one copy of its state, "
@@ -193,25 +191,23 @@ class Updates:
                 self.known[key] = sum(size_of(shape, dtype) for shape, dtype in state)
         return self.known[key]
 
-    def _run(self, bucket: Bucket, barrier: bool) -> int:
+    def _run(self, bucket: Bucket, stage: str, barrier: bool) -> int:
         specs, mesh = self.schedule.specs, self.schedule.mesh
         # Fakes of a device that torch was not built for cannot be written to.
         device = torch.device("cuda" if mesh.device_type == "cuda" and torch.cuda.is_available() else "cpu")
         numbers = _numbers(device) if barrier else StepInfo(torch.tensor(0))
         with _fakes():
             updater = Updater(self.optimizer, specs, mesh, mesh.rank)
-            update = updater.bind(bucket)
+            update = getattr(updater, stage)(bucket.paths)
             blocks, own_slots, params = {}, {}, {}
-            gathers = gathers_of(self.optimizer, {p: specs[p] for p in bucket.paths})
-            gathered = {
-                p: [torch.empty(specs[p].shape, dtype=d, device=device) for d in dtypes]
-                for p, dtypes in gathers.items()
-            }
             for path in bucket.paths:
-                spec, dtype = specs[path], bucket.dtype
-                if self.schedule.accumulate > 1:
+                spec = specs[path]
+                layout, dtype = spec.gradient, spec.reduce_dtype
+                if stage == "bind_end":
+                    layout, dtype = spec.optimizer, bucket.dtype
+                elif self.schedule.accumulate > 1:
                     dtype = torch.promote_types(spec.reduce_dtype, spec.optimizer_dtype)
-                block = block_shape(spec.shape, spec.gradient, mesh)
+                block = block_shape(spec.shape, layout, mesh)
                 blocks[path] = torch.empty(block, dtype=dtype, device=device)
                 own_slots[path] = {
                     n: torch.empty(s, dtype=d, device=device) for n, (s, d) in self.slots[path].items()
@@ -220,10 +216,10 @@ class Updates:
                     shape = block_shape(spec.shape, spec.storage, mesh)
                     params[path] = torch.empty(shape, dtype=spec.storage_dtype, device=device)
             tracker = StorageTracker(mesh.device_type)
-            for value in tensors_of([blocks, params, own_slots, gathered]):
+            for value in tensors_of([blocks, params, own_slots]):
                 tracker.adopt(value, INPUTS, size=0)
             with tracker:
-                update(blocks, own_slots, params, gathered, StepControl(info=numbers))
+                update(blocks, own_slots, params, StepControl(info=numbers))
         return max(tracker.peak.bytes, 0)
 
 

@@ -4,8 +4,9 @@ thing in place.
 All trees are flat, `{path: tensor}`, and the tensors are whatever piece of the leaf this rank holds.
 An optimizer is a function of *one leaf*, so it may be called for any subset of the leaves, in any
 order: a unit is updated as soon as its gradients have arrived. What a leaf cannot know alone (the
-step, norms over all ranks, the whole of a sharded leaf) comes in a `StepInfo`. An optimizer that is
-not elementwise must declare that it needs the latter; `check` refuses any other on a sharded leaf.
+step, norms over all ranks) comes in a `StepInfo`. What is a function of a whole leaf (Muon's matrices,
+row norms) is `whole`: ranks send their shards to an owner, who computes it once, and sends shards back.
+An optimizer that is not elementwise and has no `whole` is refused on a sharded leaf by `check`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["Optimizer", "StepInfo", "check"]
 
 Tensors = Mapping[str, Tensor]
 Slots = Mapping[str, Mapping[str, Tensor]]
-NEEDS = frozenset({"global_norm", "gather"})
+NEEDS = frozenset({"global_norm"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,17 +39,13 @@ class StepInfo:
             are exact and nothing waits for them. A 0-d tensor there may meet tensors of any device.
         global_norm: L2 norm of all gradients of all ranks; where the optimizer needs it.
         grad_scale: all gradients are multiplied by it first. `global_norm` is that of the product.
-        gather: `(path, shard) -> whole`, padding cut off; where the optimizer needs it. The schedule has an
-            instruction for every call, which runs the leaf up to it: how often a leaf calls it, and with what
-            dtype, may not depend on values.
-        cut: `(path, whole) -> shard`, the inverse; comes with `gather`.
+        shapes: of whole leaves by path, where shards have others.
     """
 
     step: Tensor
     global_norm: Tensor | None = None
     grad_scale: Tensor | None = None
-    gather: Callable[[str, Tensor], Tensor] | None = None
-    cut: Callable[[str, Tensor], Tensor] | None = None
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     _memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
@@ -75,11 +72,9 @@ class StepInfo:
             grad_scale=factor if self.grad_scale is None else self.grad_scale * factor,
         )
 
-    def with_gather(
-        self, gather: Callable[[str, Tensor], Tensor], cut: Callable[[str, Tensor], Tensor]
-    ) -> StepInfo:
-        """The same step for an update that looks at whole leaves."""
-        return replace(self, gather=gather, cut=cut)
+    def shape(self, path: str, tensor: Tensor) -> tuple[int, ...]:
+        """Of the whole leaf that `tensor` is all or a shard of."""
+        return self.shapes.get(path, tuple(tensor.shape))
 
     def to(self, device: torch.device) -> StepInfo:
         """The same step for leaves on another device (host optimizer state). Nobody waits: on the host its
@@ -91,7 +86,8 @@ class StepInfo:
         return replace(self, global_norm=move(self.global_norm), grad_scale=move(self.grad_scale))
 
 
-LeafRule = Callable[[str, Tensor, Mapping[str, Tensor], Tensor, StepInfo], tuple[Tensor, dict[str, Tensor]]]
+Changed = tuple[Tensor, dict[str, Tensor]]  # an update, or what becomes one, and the slots that change
+LeafRule = Callable[[str, Tensor, Mapping[str, Tensor], Tensor, StepInfo], Changed]
 InPlaceKernel = Callable[[list[Tensor], list[Tensor], dict[str, list[Tensor]], Any, StepInfo], None]
 
 
@@ -105,8 +101,13 @@ class Optimizer:
             shorter dtype, and gradients that `info.grad_scale` has been multiplied into. Where there are
             `numbers`, it takes what they return in the place of `info`.
         slots: state by name, each made from the parameter and of its shape, dtype and device.
-        needs: which of "global_norm", "gather" the `StepInfo` must carry.
+        needs: what the `StepInfo` must carry: "global_norm".
         elementwise: an element's update depends on nothing of the leaf but that element.
+        whole: `(path, tensor) -> tensor` of one shape, a pure function of a whole leaf: its owner alone
+            computes it. `leaf` is given this rank's shard of it in the gradient's place.
+        whole_dims: how many trailing dims `whole` looks along; None: all. Matrices of a stack are two.
+        before: as `leaf`, from gradients to what `whole` is computed of; the slots that it gives are written
+            before `leaf` runs. Its dtype is that on the wire. None: gradients.
         rules: numbers by path, checked against all leaves by `init`.
         values: `info -> {name: 0-d tensor}` for the step's metrics.
         kernel: `leaf` in place on many leaves of one dtype and device whose `settings(path)` are
@@ -136,6 +137,9 @@ class Optimizer:
     slots: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     needs: frozenset[str] = frozenset()
     elementwise: bool = True
+    whole: Callable[[str, Tensor], Tensor] | None = None
+    whole_dims: int | None = None
+    before: LeafRule | None = None
     rules: tuple[PathRules, ...] = ()
     values: Callable[[StepInfo], dict[str, Tensor]] = lambda info: {}
     kernel: InPlaceKernel | None = None
@@ -177,6 +181,12 @@ class Optimizer:
     def of(self, path: str, dims: int) -> Optimizer:
         """The optimizer that a leaf of so many dims has."""
         return self if self.which is None else self.parts[self.which(path, dims)].of(path, dims)
+
+    def wholes(self, path: str, dims: int, split: Collection[int]) -> bool:
+        """Whether the update of a leaf of which these dims are split needs all of it."""
+        own = self.of(path, dims)
+        first = 0 if own.whole_dims is None else max(0, dims - own.whole_dims)
+        return own.whole is not None and any(dim >= first for dim in split)
 
     def check(self, dims: Mapping[str, int]) -> None:
         """Check the rules by path against all leaves, of which the numbers of dims are given.
@@ -256,7 +266,7 @@ class Optimizer:
         self, path: str, grad: Tensor, slots: Mapping[str, Tensor], param: Tensor, given: Any,
         scale: Tensor | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-        """Update and new slots of one leaf, computed in fp32 at least, in the dtypes of the leaf.
+        """Update and new slots of one whole leaf, computed in fp32 at least, in the dtypes of the leaf.
 
         Args:
             given: what `given` returned.
@@ -265,13 +275,38 @@ class Optimizer:
         if self.which is not None:
             part = self.parts[self.which(path, param.dim())]
             return part.update_leaf(path, grad, slots, param, part.given(path, given), scale)
+        if self.whole is None:
+            return self._rule(self.leaf, path, grad, slots, param, given, scale, param.dtype)
+        sent, first = self.begin_leaf(path, grad, slots, param, given, scale)
+        update, last = self.end_leaf(path, self.whole(path, sent), {**slots, **first}, param, given)
+        return update, first | last
+
+    def begin_leaf(
+        self, path: str, grad: Tensor, slots: Mapping[str, Tensor], param: Tensor, given: Any,
+        scale: Tensor | None,
+    ) -> Changed:  # fmt: skip
+        """What `whole` is computed of, and the slots that change by then."""
+        before = self.before or (lambda path, grad, slots, param, given: (grad, {}))
+        return self._rule(before, path, grad, slots, param, given, scale, None)
+
+    def end_leaf(
+        self, path: str, update: Tensor, slots: Mapping[str, Tensor], param: Tensor, given: Any
+    ) -> Changed:
+        """Update and the slots that change, of what `whole` has made."""
+        return self._rule(self.leaf, path, update, slots, param, given, None, param.dtype)
+
+    def _rule(
+        self, rule: LeafRule, path: str, grad: Tensor, slots: Mapping[str, Tensor], param: Tensor, given: Any,
+        scale: Tensor | None, dtype: torch.dtype | None,
+    ) -> Changed:  # fmt: skip
         wide = torch.promote_types(param.dtype, torch.float32)
         grad = grad.to(wide)
         if scale is not None:
             grad = (grad * scale).to(wide)  # a 0-d leaf takes on the factor's dtype
         state = {name: slots[name].to(wide) for name in self.slots}
-        update, new = self.leaf(path, grad, state, param.to(wide), given)
-        return update.to(param.dtype), {name: value.to(slots[name].dtype) for name, value in new.items()}
+        update, new = rule(path, grad, state, param.to(wide), given)
+        new = {name: value.to(slots[name].dtype) for name, value in new.items()}
+        return update if dtype is None else update.to(dtype), new
 
 
 def check_kind(optimizer: object) -> None:
@@ -299,18 +334,20 @@ def check_kind(optimizer: object) -> None:
     raise OptimizerError(f"optimizer= is {kind}, and no optimizer of fs.optim.", fix=fix)
 
 
-def check(optimizer: Optimizer, sharded_paths: Collection[str]) -> None:
-    """Check that an optimizer of sharded leaves does not treat a shard as the leaf.
+def check(optimizer: Optimizer, sharded: Mapping[str, int]) -> None:
+    """Check that an optimizer of sharded leaves, of which the numbers of dims are given, does not treat a
+    shard as the leaf.
 
     Raises:
-        OptimizerError: it is not elementwise, does not need a gather, and leaves are sharded.
+        OptimizerError: it is not elementwise, has no `whole`, and leaves are sharded.
     """
-    blind = not optimizer.elementwise and "gather" not in optimizer.needs
-    if blind and sharded_paths:
+    own = {path: optimizer.of(path, dims) for path, dims in sharded.items()}
+    blind = [path for path, each in own.items() if not each.elementwise and each.whole is None]
+    if blind:
         raise OptimizerError(
-            f"{optimizer} is not elementwise, and {leaves(len(sharded_paths))} it would see are sharded:",
-            [f"params[{path!r}]" for path in sharded_paths],
-            'declare needs={"gather"} and use what StepInfo then carries, or keep '
+            f"{optimizer} is not elementwise, and {leaves(len(blind))} it would see are sharded:",
+            [f"params[{path!r}]" for path in blind],
+            "declare what it computes of a whole leaf as Optimizer(whole=), or keep "
             "these leaves whole in the optimizer: LayoutSpec(gradient=P(), optimizer=P()).",
         )
 

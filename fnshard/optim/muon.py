@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fnshard.errors import OptimizerError, counts, is_number, misfits
-from fnshard.optim.contract import Optimizer, StepInfo
+from fnshard.optim.contract import Changed, Optimizer, StepInfo
 from fnshard.optim.optimizers import adamw as make_adamw
 from fnshard.optim.optimizers import dispatched
 from fnshard.optim.schedules import Rate, as_schedule, call_text, rate_first
@@ -41,8 +41,9 @@ def muon(
 ) -> Optimizer:
     """`torch.optim.Muon` for matrices, and for stacks of them ("experts"); AdamW for all other leaves.
 
-    A matrix that is sharded is gathered in `dtype`, a line of the schedule, and each rank makes all of it
-    orthogonal; its momentum is laid out as AdamW's.
+    Shards of a matrix go to the rank that owns it, in `dtype`, which makes it orthogonal and sends shards
+    back, as in torchtitan's and Moonlight's distributed forms; matrices of one shape have different owners. A
+    stack that is split between its matrices is not sent. Momentum is laid out as AdamW's.
 
     Args:
         lr: a rate, or a schedule.
@@ -78,20 +79,19 @@ def muon(
         raise OptimizerError(f"{name}: no such optimizer:", wrong)
     rate, globs = as_schedule(lr), others.split("|")
 
-    def leaf(
-        path: str, grad: Tensor, slots: Any, param: Tensor, info: StepInfo
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def before(path: str, grad: Tensor, slots: Any, param: Tensor, info: StepInfo) -> Changed:
         mu = slots["momentum"].lerp(grad, 1 - momentum)
         step = grad.lerp(mu, momentum) if nesterov else mu
-        step = step if dtype is None else step.to(dtype)
-        whole = step if info.gather is None else info.gather(path, step)
-        update = orthogonalized(whole, ns_steps).to(param.dtype) * SCALES[scale](*whole.shape[-2:])
-        own = update if info.cut is None else info.cut(path, update)
+        return step if dtype is None else step.to(dtype), {"momentum": mu}
+
+    def leaf(path: str, update: Tensor, slots: Any, param: Tensor, info: StepInfo) -> Changed:
         lr = info.once(rate, lambda: rate(info.step)).to(param.dtype)
-        return -lr * (own + weight_decay * param), {"momentum": mu}
+        factor = SCALES[scale](*info.shape(path, param)[-2:])
+        return -lr * (update * factor + weight_decay * param), {}
 
     matrices = Optimizer(
-        name, leaf, {"momentum": torch.zeros_like}, needs=frozenset({"gather"}), elementwise=False,
+        name, leaf, {"momentum": torch.zeros_like}, elementwise=False, before=before,
+        whole=lambda path, step: orthogonalized(step, ns_steps), whole_dims=2,
         values=lambda info: {"lr": info.once(rate, lambda: rate(info.step))},
     )  # fmt: skip
 

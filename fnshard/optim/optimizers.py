@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fnshard.errors import OptimizerError, is_number, leaves
-from fnshard.optim.contract import Optimizer, Slots, StepInfo, Tensors
+from fnshard.optim.contract import Changed, Optimizer, Slots, StepInfo, Tensors
 from fnshard.optim.schedules import ByPath, PathRules, Rate, RateSchedule, as_schedule, call_text, rate_first
 
 __all__ = [
@@ -302,12 +302,27 @@ def chain(*transforms: Optimizer) -> Optimizer:
         seen = info.once((leaf, "views"), lambda: views(info))
         return tuple(member.given(path, view) for member, view in zip(members, seen, strict=True))
 
-    def leaf(path, grad, slots, param, given):
-        new: dict[str, Tensor] = {}
-        for member, own, each in zip(members, names, given, strict=True):
-            grad, part = member.leaf(path, grad.to(param.dtype), {n: slots[own[n]] for n in own}, param, each)
-            new.update({own[n]: value for n, value in part.items()})
-        return grad, new
+    def through(rules: Mapping[int, Any]) -> Callable[..., Changed]:
+        """One rule of each member of these numbers in turn."""
+
+        def rule(path, grad, slots, param, given):
+            new: dict[str, Tensor] = {}
+            for number, own_rule in rules.items():
+                own = names[number]
+                state = {n: slots[own[n]] for n in own}
+                grad, part = own_rule(path, grad.to(param.dtype), state, param, given[number])
+                new.update({own[n]: value for n, value in part.items()})
+            return grad, new
+
+        return rule
+
+    rules = {number: member.leaf for number, member in enumerate(members)}
+    at = next((number for number, member in enumerate(members) if member.whole is not None), None)
+    before, leaf = None, through(rules)
+    if at is not None:
+        own_before = members[at].before or (lambda path, grad, *_: (grad, {}))
+        before = through({n: r for n, r in rules.items() if n < at} | {at: own_before})
+        leaf = through({n: r for n, r in rules.items() if n >= at})
 
     def in_place(grads: Tensors, slots: Slots, params: Tensors, info: StepInfo) -> None:
         """Factors ride on the gradients' scale, one member updates, the rest follow."""
@@ -322,6 +337,9 @@ def chain(*transforms: Optimizer) -> Optimizer:
         {own[n]: make for m, own in zip(members, names, strict=True) for n, make in m.slots.items()},
         needs=frozenset().union(*(m.needs for m in members)),
         elementwise=all(m.elementwise for m in members),
+        whole=None if at is None else members[at].whole,
+        whole_dims=None if at is None else members[at].whole_dims,
+        before=before,
         rules=tuple(r for m in members for r in m.rules),
         values=lambda info: {k: v for m in members for k, v in m.values(info).items()},
         settings=lambda path: tuple(m.settings(path) for m in members),
@@ -399,6 +417,9 @@ def _check_order(members: Sequence[Optimizer], heads: int, tails: int) -> None:
         if i > heads and "global_norm" in m.needs
     ]
     early = [f"{m} at {i}" for i, m in enumerate(members[:tails]) if m.follow is not None]
+    several = [f"{m} at {i}" for i, m in enumerate(members) if m.whole is not None]
+    if len(several) > 1:
+        raise OptimizerError("one member of a chain may look at whole leaves:", several, "by_path(...).")
     if late or early:
         raise OptimizerError(
             f"{len(late) + len(early)} member(s) of the chain stand in the wrong place:",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fnshard.compiler.schedule.buckets import Bucket, Piece
+from fnshard.compiler.schedule.buckets import Bucket, Piece, of_owner
 from fnshard.layout.partition import P, block_shape, block_slices, side_by_side
 from fnshard.mesh import Mesh
 
@@ -154,6 +154,36 @@ class Packer:
         return {
             path: padded(full_leaves[path][slices], block) for path, (slices, block) in self._mine.items()
         }
+
+
+class Owners:
+    """Moves leaves that ranks own: a row [numel / n] for each owner, of one rank's blocks of its leaves."""
+
+    def __init__(self, bucket: Bucket, mesh: Mesh, rank: int):
+        self.bucket = bucket
+        ranks = mesh.group_ranks(bucket.axes, rank)
+        self._ranks, self._mine = len(ranks), of_owner(bucket, ranks.index(rank), len(ranks))
+        self._packer = Packer(self._mine, mesh, rank)
+
+    def blocks(self, flat: Tensor) -> dict[str, Tensor]:
+        """Views of all rows, one padded block per leaf."""
+        return {p.path: flat[p.offset : p.offset + p.numel].view(p.block) for p in self.bucket.pieces}
+
+    def pack_blocks(self, blocks: Mapping[str, Tensor], out: Tensor) -> None:
+        """This rank's padded blocks of all leaves -> rows, cast to the wire dtype."""
+        views = self.blocks(out)
+        torch._foreach_copy_(list(views.values()), [blocks[path] for path in views])
+
+    def wholes(self, rows: Tensor) -> dict[str, Tensor]:
+        """Every rank's row of what this rank owns -> whole leaves."""
+        if not self._mine.pieces:
+            return {}
+        return self._packer.unpack_rows(rows.view(self._ranks, -1).unbind(0), rows.dtype)
+
+    def pack_wholes(self, leaves: Mapping[str, Tensor], out: Tensor) -> None:
+        """The inverse."""
+        if self._mine.pieces:
+            self._packer.pack_full(leaves, out)
 
 
 @dataclass(frozen=True)

@@ -76,10 +76,7 @@ def optimizer_text(optimizer: Optimizer | None, specs: Mapping[str, LayoutSpec])
     grad = param * 3 - 1
     out = stable_repr(optimizer)
     for count in _PROBED:
-        info = StepInfo(
-            torch.tensor(count), grad.norm(),
-            gather=lambda path, shard: shard, cut=lambda path, whole: whole,
-        )  # fmt: skip
+        info = StepInfo(torch.tensor(count), grad.norm())
         try:
             update = optimizer.update(
                 {path: grad}, {path: optimizer.init_leaf(path, param)}, {path: param}, info

@@ -166,7 +166,7 @@ class ProgramCache:
 
     @property
     def _plan(self) -> Plan:
-        return plan_of(self.optimizer, self.specs, self.options) if self.trains else FORWARD
+        return plan_of(self.optimizer, self.specs, self.mesh, self.options) if self.trains else FORWARD
 
     def compile(self, lowered: Lowered, batch: Batch) -> None:
         """Compile what is not compiled; kernels of a further length are announced, if it needs its own."""

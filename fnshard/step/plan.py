@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fnshard.analysis.slots import gathers_of
+from fnshard.analysis.slots import wholes_of
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.schedule.build import Plan
@@ -26,7 +26,7 @@ def loss_scale_of(optimizer: Optimizer | None, specs: ResolvedSpecs, options: Op
     return LossScale.choose(options.loss_scale, fp16, optimizer is not None)
 
 
-def plan_of(optimizer: Optimizer | None, specs: ResolvedSpecs, options: Options) -> Plan:
+def plan_of(optimizer: Optimizer | None, specs: ResolvedSpecs, mesh: Mesh, options: Options) -> Plan:
     """What a training step does, whatever `fn` returns."""
     needs = optimizer.needs if optimizer is not None else frozenset()
     dynamic = loss_scale_of(optimizer, specs, options).dynamic
@@ -39,7 +39,7 @@ def plan_of(optimizer: Optimizer | None, specs: ResolvedSpecs, options: Options)
         norms=norms,
         scalars=norms + len(FLAGS),
         barrier=stands_between,
-        gathers=gathers_of(optimizer, specs.paired) if optimizer is not None else {},
+        wholes=wholes_of(optimizer, specs.paired, mesh) if optimizer is not None else {},
     )
 
 
@@ -58,7 +58,7 @@ def scalars_of(
         mesh=mesh,
         specs=specs.paired,
         accumulate=options.accumulate,
-        norms=plan_of(optimizer, specs, options).norms,
+        norms=plan_of(optimizer, specs, mesh, options).norms,
         flags=FLAGS,
     )
 

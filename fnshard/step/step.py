@@ -319,7 +319,8 @@ class Step:
         if self.optimizer is not None and self.resolved.complete:
             specs, split = self.resolved.stored, self.mesh.ordered
             check_optimizer(
-                self.optimizer, [p for p in self.resolved.trainable if split(specs[p].optimizer.axes)]
+                self.optimizer,
+                {p: len(specs[p].shape) for p in self.resolved.trainable if split(specs[p].optimizer.axes)},
             )
 
     def _check_slots(self, state: dict[str, dict[str, Tensor]]) -> None:

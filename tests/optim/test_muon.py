@@ -109,16 +109,56 @@ def test_every_layout_is_one_rank(preset, axes):
             torch.testing.assert_close(found[path], leaf, atol=1e-10, rtol=0)
 
 
-def test_matrices_alone_are_gathered_once_and_in_their_dtype():
-    """Momentum in bf16 on the wire, and nothing of what AdamW has."""
-    params, mesh = leaves(), fs.make_mesh(shard=2, abstract=True)
-    specs = fs.presets.full_shard(params, mesh)
-    step = fs.shard_step(loss, specs, mesh=mesh, optimizer=muon(0.05), backend="eager")
-    lowered = step.lower(params, ROWS)
-    lines = [line for line in lowered.schedule.instructions if type(line).__name__ == "UpdateGather"]
-    gathered = [path for line in lines for path in line.paths]
-    assert sorted(gathered) == ["a.weight", "b.weight", "experts.w"]
-    assert {lowered.schedule.buckets[line.bucket].dtype for line in lines} == {torch.bfloat16}
+def schedule_of(shapes: dict[str, tuple[int, ...]], ranks: int, **policy: Any) -> Any:
+    mesh = fs.make_mesh(shard=ranks, abstract=True)
+    params = {path: torch.zeros(shape) for path, shape in shapes.items()}
+    specs = fs.presets.full_shard(params, mesh, **policy)
+
+    def total(params: Any, x: Tensor) -> Tensor:
+        hidden = x
+        for leaf in params.values():  # one unit after another, so that gradients arrive in turn
+            hidden = torch.tanh(hidden) + leaf.square().sum()
+        return hidden.sum()
+
+    step = fs.shard_step(total, specs, mesh=mesh, optimizer=muon(0.05), backend="eager")
+    return step.lower(params, torch.ones(2)).schedule
+
+
+def test_matrices_alone_have_owners_and_go_in_their_dtype():
+    """bf16 on the wire, twice; nothing of what AdamW has, and no stack that is split between its matrices."""
+    shapes = {**SHAPES, "experts.even": (4, 6, 5)}
+    schedule = schedule_of(shapes, 2)
+    lines = [line for line in schedule.instructions if line.verb == "update_exchange"]
+    buckets = [schedule.buckets[line.bucket] for line in lines]
+    assert sorted(buckets[0].paths) == ["a.weight", "b.weight", "experts.w"] and buckets[1] is buckets[0]
+    assert {bucket.dtype for bucket in buckets} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_each_rank_makes_its_share_orthogonal_and_no_matrix_twice(ranks):
+    """48 layers: rows of all ranks hold the same work to 5%, every matrix has one owner, and owners begin
+    while earlier layers are still in the backward."""
+    shapes = {}
+    for layer in range(48):
+        shapes |= {f"layers.{layer}.{n}": (32, 32) for n in "qkvo"}
+        shapes |= {f"layers.{layer}.up": (64, 32), f"layers.{layer}.gate": (64, 32)}
+        shapes |= {f"layers.{layer}.down": (32, 64)}
+    schedule = schedule_of(shapes, ranks)
+    owned: list[list[str]] = [[] for _ in range(ranks)]
+    work = [0] * ranks
+    for bucket in (b for name, b in schedule.buckets.items() if name.startswith("owners/")):
+        for piece in bucket.pieces:
+            place = piece.offset * ranks // bucket.numel
+            owned[place].append(piece.path)
+            work[place] += min(piece.shape) ** 2 * max(piece.shape)
+    assert sorted(path for paths in owned for path in paths) == sorted(shapes)
+    assert max(work) <= 1.05 * sum(work) / ranks
+    lines = list(schedule.instructions)
+    first = next(n for n, line in enumerate(lines) if line.verb == "update_whole")
+    assert sum(line.verb == "reduce_scatter" for line in lines[first:]) >= 48 - ranks
+    wire = sum(line.wire_bytes(schedule) for line in lines if line.verb == "update_exchange")
+    numel = sum(a * b for a, b in shapes.values())
+    assert wire == 2 * 2 * numel / ranks  # of a rank's rows, both ways in bf16, and no padding
 
 
 def test_orthogonal_is_what_newton_schulz_makes():

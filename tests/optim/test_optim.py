@@ -35,7 +35,7 @@ from fnshard import optim, schedules
 from fnshard.errors import OptimizerError
 from fnshard.optim import contract
 from fnshard.optim.contract import Optimizer, StepInfo
-from fnshard.optim.optimizers import adamw, chain, clip_by_global_norm, ema, sgd
+from fnshard.optim.optimizers import adamw, by_path, chain, clip_by_global_norm, ema, sgd
 
 # ------------------------------------------------------------------ against torch.optim
 
@@ -169,19 +169,25 @@ def test_ema_equals_torch(decay):
     assert_close(optim.ema_params(slots), expected)
 
 
-def test_a_gather_makes_shards_equal_the_whole():
-    full, grads = {"w": random_tree(0)["a.w"]}, {"w": random_tree(1)["a.w"]}
-    optimizer, info, parts = row_sgd(0.1), make_info(0, grads, full), []
-    expected, _ = optimizer.update(grads, optimizer.init(full), full, info)
-    for rows in (slice(0, 2), slice(2, 4)):
-        part, grad = {"w": full["w"][rows]}, {"w": grads["w"][rows]}
-        sharded = StepInfo(
-            info.step,
-            gather=lambda path, shard: grads[path],
-            cut=lambda path, tensor, rows=rows: tensor[rows],
-        )
-        parts.append(optimizer.update(grad, optimizer.init(part), part, sharded)[0]["w"])
-    torch.testing.assert_close(torch.cat(parts), expected["w"], atol=0, rtol=0)
+def test_an_owner_makes_shards_equal_the_whole():
+    """Each rank begins, the owner computes, each rank ends: as the update of the whole leaf."""
+    full, grads = random_tree(0)["a.w"], random_tree(1)["a.w"]
+    optimizer = chain(sgd(1.0, momentum=0.5), row_sgd(0.1), ema(0.9))
+    info, slots = make_info(0, {"w": grads}, {"w": full}, 0.5), optimizer.init({"w": full})
+    expected, new = optimizer.update({"w": grads}, slots, {"w": full}, info)
+    halves, sent = (slice(0, 2), slice(2, 4)), []
+    own = [{name: slot[rows] for name, slot in slots["w"].items()} for rows in halves]
+    given = optimizer.given("w", info)
+    for state, rows in zip(own, halves, strict=True):
+        part, first = optimizer.begin_leaf("w", grads[rows], state, full[rows], given, info.grad_scale)
+        assert set(first) == {"momentum"}
+        state |= first
+        sent.append(part)
+    made = optimizer.whole("w", torch.cat(sent))
+    for state, rows in zip(own, halves, strict=True):
+        update, last = optimizer.end_leaf("w", made[rows], state, full[rows], given)
+        torch.testing.assert_close(update, expected["w"][rows], atol=0, rtol=0)
+        assert_equal(state | last, {name: slot[rows] for name, slot in new["w"].items()})
 
 
 # ------------------------------------------------------------------ the contract, for all
@@ -515,15 +521,17 @@ def test_rules_that_do_not_meet_the_leaves_are_refused():
 
 def test_a_blind_optimizer_on_sharded_leaves_is_refused():
     blind = Optimizer("spectral()", lambda path, grad, slots, param, info: (-grad, {}), elementwise=False)
-    contract.check(blind, [])
+    contract.check(blind, {})
     with pytest.raises(
         OptimizerError, match=r"spectral\(\)(.|\n)*2 leaves(.|\n)*'a.w'(.|\n)*'b.w'(.|\n)*Fix"
     ):
-        contract.check(blind, ["a.w", "b.w"])
+        contract.check(blind, {"a.w": 2, "b.w": 2})
     with pytest.raises(OptimizerError, match="not elementwise"):
-        contract.check(chain(clip_by_global_norm(1.0), blind), ["a.w"])
+        contract.check(chain(clip_by_global_norm(1.0), blind), {"a.w": 2})
+    with pytest.raises(OptimizerError, match=r"1 leaf(.|\n)*'a.w'"):
+        contract.check(by_path(("a*", blind), ("*", row_sgd(0.1))), {"a.w": 2, "b.w": 2})
     for optimizer in (adamw(0.1), row_sgd(0.1), ALL["clip_row_sgd"]):
-        contract.check(optimizer, ["a.w", "b.w"])
+        contract.check(optimizer, {"a.w": 2, "b.w": 2})
 
 
 @pytest.mark.parametrize(
@@ -546,6 +554,7 @@ def test_a_blind_optimizer_on_sharded_leaves_is_refused():
         (lambda: schedules.wsd(0.1, 3, 5, 3), "phases do not fit in 5"),
         (lambda: chain(), "no members"),
         (lambda: chain(adamw(0.1), clip_by_global_norm(1.0)), r"clip_by_global_norm\(max_norm=1.0\) at 1"),
+        (lambda: chain(row_sgd(0.1), row_sgd(0.2)), r"(?s)one member.*row_sgd\(lr=0.2\) at 1"),
         (lambda: chain(ema(0.9), adamw(0.1)), r"ema\(decay=0.9\) at 0"),
         (lambda: Optimizer("x()", None, needs=frozenset({"hessian"})), "needs 'hessian'"),
         (lambda: optim.ema_params({"w": {"mu": torch.zeros(1)}}), r"params\['w'\] has mu"),
@@ -557,10 +566,9 @@ def test_mistakes_are_named(make, words):
 
 
 def test_a_step_without_what_is_needed_is_named():
-    params = random_tree(0)
-    for optimizer, name in ((clip_by_global_norm(1.0), "global_norm"), (row_sgd(0.1), "gather")):
-        with pytest.raises(OptimizerError, match=f"StepInfo.{name}"):
-            optimizer.update(params, optimizer.init(params), params, StepInfo(torch.tensor(0)))
+    params, optimizer = random_tree(0), clip_by_global_norm(1.0)
+    with pytest.raises(OptimizerError, match=r"StepInfo\.global_norm"):
+        optimizer.update(params, optimizer.init(params), params, StepInfo(torch.tensor(0)))
 
 
 def test_step_info_moves_to_another_device():
@@ -568,7 +576,6 @@ def test_step_info_moves_to_another_device():
     moved = info.to(torch.device("meta"))
     values = (moved.global_norm, moved.grad_scale)
     assert {value.device.type for value in values} == {"meta"} and moved.step is info.step
-    assert moved.gather is info.gather and moved.cut is info.cut
 
 
 def test_registries_name_constructors():

@@ -85,21 +85,22 @@ def test_who_died_is_named_and_not_who_waits_for_it(ranks):
     assert "rank 3 has left" in zero and "rank 3 has left" in two and one is None
 
 
-# ------------------------------------------------------------------ an optimizer's gathers are instructions
+# ------------------------------------------------------------------ what owners compute is instructions
 def momentum_over_norm(lr):
-    """Gathers its momentum, and then what rests on that: two gathers a leaf, one after the other."""
+    """The momentum over its norm, which is of a whole leaf."""
 
-    def leaf(path, grad, slots, param, info):
+    def before(path, grad, slots, param, info):
         momentum = 0.9 * slots["m"] + grad
-        full = info.require("gather")(path, momentum)
-        scaled = info.require("gather")(path, grad / full.norm())
-        return -lr * info.require("cut")(path, full * scaled.norm()), {"m": momentum}
+        return momentum, {"m": momentum}
 
-    slots = {"m": torch.zeros_like}
-    return Optimizer("momentum_over_norm", leaf, slots=slots, needs=frozenset({"gather"}), elementwise=False)
+    return Optimizer(
+        "momentum_over_norm", lambda path, update, slots, param, info: (-lr * update, {}),
+        slots={"m": torch.zeros_like}, elementwise=False, before=before,
+        whole=lambda path, momentum: momentum / momentum.norm(),
+    )  # fmt: skip
 
 
-def gathering_step(ranks, optimizer, **policy):
+def owned_step(ranks, optimizer, **policy):
     mesh = fs.make_mesh(shard=ranks, device="cpu", simulated=True)
     params = {"l.0.w": torch.arange(1.0, 7.0).double().reshape(3, 2), "l.1.w": torch.ones(5).double()}
     specs = fs.presets.full_shard(params, mesh, **policy)
@@ -117,18 +118,20 @@ def gathering_step(ranks, optimizer, **policy):
 
 
 def test_nothing_communicates_inside_an_update():
-    lowered, _ = gathering_step(2, momentum_over_norm(0.01))
-    lines = [i for i in lowered.schedule.instructions if i.unit == "l.0" and i.phase == "update"]
-    assert [i.verb for i in lines] == [*["update_gather", "wait"] * 2, "update", "free"]
-    assert [n for n in lines[4].reads if n.startswith("w:")] == ["w:update/l.0", "w:update/l.0.1"]
-    assert lines[2].reads[-1] == "w:update/l.0"  # the second rests on the first
-    # Blocks of [3, 1] and of 3, each twice, of two ranks, in fp64.
-    assert lowered.comm_analysis()["update_gather"] == {"count": 4, "bytes": 2 * 2 * (3 + 3) * 8}
-    assert sum(c.startswith("update_gather") for c in lowered.schedule.communication()) == 4
-    plain, _ = gathering_step(2, fs.optim.sgd(0.01))
+    lowered, _ = owned_step(2, momentum_over_norm(0.01))
+    lines = [i for i in lowered.schedule.instructions if i.phase == "update" and i.verb != "free"]
+    exchange = ["update_exchange", "wait"]
+    own = [*["update_begin"] * 2, *exchange, "update_whole", *exchange, "update"]
+    assert [i.verb for i in lines if i.unit != "-"] == own
+    # A leaf of [3, 2] and one of [5] have owners of their own: two rows of 128 and 3 elements each, in fp64.
+    bucket = next(b for name, b in lowered.schedule.buckets.items() if name.startswith("owners/"))
+    assert [(p.path, p.offset) for p in bucket.pieces] == [("l.0.w", 0), ("l.1.w", bucket.numel // 2 + 16)]
+    assert lowered.comm_analysis()["update_exchange"] == {"count": 2, "bytes": 2 * 2 * (16 + 16) * 8}
+    assert sum(c.startswith("update_exchange") for c in lowered.schedule.communication()) == 2
+    plain, _ = owned_step(2, fs.optim.sgd(0.01))
     assert plain.schedule.fingerprint() != lowered.schedule.fingerprint()
-    alone, _ = gathering_step(1, momentum_over_norm(0.01))
-    assert "update_gather" not in alone.schedule.counts()
+    alone, _ = owned_step(1, momentum_over_norm(0.01))
+    assert "update_exchange" not in alone.schedule.counts()
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -139,15 +142,15 @@ def test_an_optimizer_that_gathers_is_the_same_on_any_mesh(ranks, place):
         "streamed": {"optimizer_memory": "host"},
     }
     make = lambda: fs.optim.chain(fs.optim.clip_by_global_norm(0.5), momentum_over_norm(0.01))  # noqa: E731
-    _, expected = gathering_step(1, make())
-    _, got = gathering_step(ranks, make(), **tiers.get(place, {}))
+    _, expected = owned_step(1, make())
+    _, got = owned_step(ranks, make(), **tiers.get(place, {}))
     assert all((got[p] - expected[p]).abs().max() < 1e-12 for p in got)
 
 
-def test_an_optimizer_whose_gathers_depend_on_values_is_refused():
-    def leaf(path, grad, slots, param, info):
-        return (-info.require("gather")(path, grad)[:1] if float(grad.sum()) > 0 else grad), {}
-
-    optimizer = Optimizer("fickle()", leaf, needs=frozenset({"gather"}), elementwise=False)
+def test_an_optimizer_whose_owners_look_at_values_is_refused():
+    optimizer = Optimizer(
+        "fickle()", lambda path, update, slots, param, info: (-update, {}), elementwise=False,
+        whole=lambda path, grad: grad if float(grad.sum()) > 0 else -grad,
+    )  # fmt: skip
     with pytest.raises(fs.OptimizerError, match=r"fickle.*does not run on fake tensors"):
-        gathering_step(2, optimizer)
+        owned_step(2, optimizer)

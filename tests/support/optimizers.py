@@ -20,12 +20,11 @@ RATE = schedules.warmup_cosine(0.1, warmup=2, total=6, floor=0.01)
 def row_sgd(lr: float) -> Optimizer:
     """A user's own optimizer that looks at whole leaves: gradients over their largest element."""
 
-    def leaf(path, grad, slots, param, info):
-        full = info.require("gather")(path, grad)
-        largest = full.abs().max() if full.numel() else full.sum()
-        return info.require("cut")(path, -lr * full / (largest + 1e-6)), {}
+    def whole(path, grad):
+        return grad / ((grad.abs().max() if grad.numel() else grad.sum()) + 1e-6)
 
-    return Optimizer(f"row_sgd(lr={lr})", leaf, needs=frozenset({"gather"}), elementwise=False)
+    leaf = lambda path, update, slots, param, info: (-lr * update, {})  # noqa: E731
+    return Optimizer(f"row_sgd(lr={lr})", leaf, whole=whole, elementwise=False)
 
 
 ALL = {
@@ -80,8 +79,6 @@ def make_info(step: int, grads, params, scale: float | None = None) -> StepInfo:
         step=torch.tensor(step),
         global_norm=norm_of(grads) * factor,
         grad_scale=None if scale is None else torch.tensor(scale, dtype=torch.float64),
-        gather=lambda path, shard: shard,
-        cut=lambda path, full: full,
     )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -141,29 +142,70 @@ def _aligned(sizes: Sequence[int], dtype: torch.dtype) -> tuple[list[int], int]:
     return starts, at if end > step else end
 
 
-def update_buckets(
-    reduced: Bucket,
-    dtypes: Mapping[str, tuple[torch.dtype, ...]],
-    specs: Mapping[str, LayoutSpec],
-    mesh: Mesh,
-) -> list[Bucket]:
-    """What is gathered for the update of a bucket's leaves, in order: a leaf's second rests on its first.
+def owner_buckets(
+    reduced: Sequence[Bucket], dtypes: Mapping[str, torch.dtype], specs: Mapping[str, LayoutSpec], mesh: Mesh
+) -> dict[str, list[Bucket]]:
+    """What goes to the owners of whole leaves, by the reduced bucket after which all of it is there.
 
-    Of a `Fused` leaf the parts of each rank lie side by side.
+    Each of n ranks owns one of n leaves of one shape; as many such groups as there are travel together. What
+    is left at the end is spread over the ranks as evenly as it can be: a rank's row may have gaps.
 
     Args:
-        dtypes: by path, of all that the optimizer gathers of a leaf.
+        reduced: in the order in which their gradients arrive.
+        dtypes: by path, of what is sent of leaves that have owners.
     """
-    out: list[Bucket] = []
-    for number in range(max((len(dtypes.get(p, ())) for p in reduced.paths), default=0)):
-        left = {p: dtypes[p][number] for p in reduced.paths if number < len(dtypes.get(p, ()))}
-        for dtype in dict.fromkeys(left.values()):
-            some = {p: specs[p] for p, d in left.items() if d == dtype}
-            layout = lambda s: s.optimizer.contiguous  # noqa: E731
-            made = make_buckets(some, mesh, layout, lambda s, d=dtype: d, "update")
-            out += [b for b in made if b.axes]  # a leaf that is whole on every rank needs no gather
-    first = reduced.name.replace("reduce", "update", 1)
-    return [replace(b, name=f"{first}.{n}" if n else first) for n, b in enumerate(out)]
+    waiting: dict[Any, dict[Any, list[str]]] = {}  # by what travels together, then by shape
+    out: dict[str, list[Bucket]] = {}
+    for bucket in reduced:
+        for path in (p for p in bucket.paths if p in dtypes):
+            spec = specs[path]
+            layout = spec.optimizer.contiguous
+            tiers = spec.updated_on, spec.optimizer_memory, spec.memory
+            together = mesh.ordered(layout.axes), dtypes[path], tiers
+            waiting.setdefault(together, {}).setdefault((spec.shape, layout), []).append(path)
+        for together, shapes in waiting.items():
+            n, last = mesh.axes_size(together[0]), bucket is reduced[-1]
+            rows: list[list[tuple[str, Any]]] = [[] for _ in range(n)]
+            turn = 0
+            for shape, paths in shapes.items():
+                while len(paths) >= n or (last and paths):
+                    some = [paths.pop(0) for _ in range(min(n, len(paths)))]
+                    own = ["" for _ in range(n)]
+                    for path in some:
+                        own[turn % n], turn = path, turn + 1
+                    for row, path in zip(rows, own, strict=True):
+                        row.append((path, shape))
+            if rows[0]:
+                names = {b.name for some in out.values() for b in some}
+                name = _unused(bucket.name.replace("reduce", "owners", 1), names)
+                made = _owned(name, bucket.unit, *together[:2], rows, mesh)
+                out.setdefault(bucket.name, []).append(made)
+    return out
+
+
+def _owned(
+    name: str, unit: str, axes: tuple[str, ...], dtype: torch.dtype,
+    rows: Sequence[Sequence[tuple[str, Any]]], mesh: Mesh,
+) -> Bucket:  # fmt: skip
+    """The bucket of rows, one for each owner: paths, or "", and their shapes and layouts."""
+    blocks = [block_shape(shape, layout, mesh) for _, (shape, layout) in rows[0]]
+    starts, numel = _aligned([math.prod(b) for b in blocks], dtype)
+    pieces = tuple(
+        Piece(path, *shape, block, owner * numel + start)
+        for owner, row in enumerate(rows)
+        for (path, shape), block, start in zip(row, blocks, starts, strict=True)
+        if path
+    )
+    return Bucket(name, unit, axes, dtype, pieces, numel * len(rows))
+
+
+def of_owner(bucket: Bucket, place: int, ranks: int) -> Bucket:
+    """The leaves that one of the ranks owns, in its row."""
+    numel = bucket.numel // ranks
+    mine = [p for p in bucket.pieces if p.offset // numel == place]
+    return replace(
+        bucket, pieces=tuple(replace(p, offset=p.offset - place * numel) for p in mine), numel=numel
+    )
 
 
 def wire_dtype(spec: LayoutSpec) -> torch.dtype:

@@ -11,14 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-import torch
-
 from fnshard.compiler.ir.program import Outputs, Program
 from fnshard.compiler.ir.values import LOSS_TANGENT, SCALARS, Kind, ValueName, slots, stored
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.kernels.segments import Exchanged, Segment, Segments, last_first
 from fnshard.compiler.schedule.aggregate import aggregate
-from fnshard.compiler.schedule.buckets import Bucket, make_buckets, summed_whole, update_buckets, wire_dtype
+from fnshard.compiler.schedule.buckets import Bucket, make_buckets, owner_buckets, summed_whole, wire_dtype
 from fnshard.compiler.schedule.instructions import (
     Accumulate,
     AllReduce,
@@ -33,8 +31,11 @@ from fnshard.compiler.schedule.instructions import (
     ReduceScatter,
     Run,
     Update,
-    UpdateGather,
+    UpdateBegin,
+    UpdateExchange,
+    UpdateWhole,
     Wait,
+    Whole,
     Zeros,
 )
 from fnshard.compiler.schedule.instructions.exchange import exchange
@@ -60,7 +61,7 @@ class Plan:
         scalars: how many numbers ride on ReduceScalars besides what `fn` returns.
         barrier: something global that is made of gradients (a norm, an overflow flag) stands between the
             last of them and the first update.
-        gathers: by path, the dtypes of what the optimizer gathers of a leaf in one update, in its order.
+        wholes: by path, what the owners of leaves compute, where ranks send these to owners.
         rows: of this rank's batch, by which the new values of buffers are averaged.
         counted: updates need the scalars of the forward (a Mean's count), which are summed before the
             backward, so that updates stay in it.
@@ -72,7 +73,7 @@ class Plan:
     norms: bool = False
     barrier: bool = False
     counted: bool = False
-    gathers: Mapping[str, tuple[torch.dtype, ...]] = field(default_factory=dict)
+    wholes: Mapping[str, Whole] = field(default_factory=dict)
     scalars: int = 0
     differentiate: bool = True
     rows: int = 1
@@ -142,9 +143,6 @@ class _Builder:
         self.publishes = make_buckets(
             published, self.mesh, lambda s: s.optimizer, lambda s: s.storage_dtype, "publish"
         )
-        self.update_gathers = {
-            b.name: update_buckets(b, self.plan.gathers, self.whole, self.mesh) for b in self.reduces
-        }
         self.gather_of = {p: b for b in self.gathers for p in b.paths}
         self.written = {self.segments.results[i]: p for p, i in self.outputs.writes.items()}
         last = {p: self.value(n, self.plan.accumulate - 1) for n, p in self.written.items()}
@@ -152,6 +150,9 @@ class _Builder:
         self.exchanges = self.segments.exchanges_after()
         self.active = self._active()
         self.complete = self._completion()
+        self.arriving = sorted(self.reduces, key=lambda b: -(self.complete[b.name] or 0))
+        dtypes = {p: whole.dtype for p, whole in self.plan.wholes.items()}
+        self.owned = owner_buckets(self.arriving, dtypes, self.whole, self.mesh)
         self.reduced: dict[str, ValueName] = {}
         self.local: dict[str, ValueName] = {}
 
@@ -431,28 +432,59 @@ class _Builder:
         self.scalars_wait()
 
     def updates(self) -> None:
-        scalars = (SCALARS,) if self.plan.barrier or self.plan.counted else ()
-        for bucket in sorted(self.reduces, key=lambda b: -(self.complete[b.name] or 0)):
-            spec = self.specs[bucket.paths[0]]
-            shards, own_slots = stored(bucket.paths), slots(bucket.paths)
-            # On the host, of a leaf that the device stores, the optimizer reads its own master copy.
-            params = () if spec.updated_on == "host" and spec.memory == "device" else shards
-            reads = (self.reduced[bucket.name], *params, *own_slots, *scalars)
-            for sent in self.update_gathers[bucket.name]:
-                flight, full = (ValueName(k, sent.name) for k in (Kind.FLIGHT, Kind.FULL))
-                self.lines += [
-                    UpdateGather(bucket.unit, "update", reads, (flight,), bucket=sent.name, paths=sent.paths),
-                    Wait(bucket.unit, "update", (flight,), (full,), bucket=sent.name, of=UpdateGather),
-                ]
-                reads += (full,)
-            writes = (*shards, *own_slots)
-            self.lines.append(
-                Update(bucket.unit, "update", reads, writes, bucket=bucket.name, paths=bucket.paths)
-            )
+        bucket_of = {p: b.name for b in self.reduces for p in b.paths}
+        for bucket in self.arriving:
+            some = [[p for p in bucket.paths if (p in self.plan.wholes) is owned] for owned in (True, False)]
+            begun, whole = map(tuple, some)
+            if begun:
+                self.begin(bucket, begun)
+            if whole:
+                self.update(bucket, whole, self.reduced[bucket.name])
+            for owned in self.owned.get(bucket.name, ()):
+                names = dict.fromkeys(ValueName(Kind.SENT, bucket_of[p]) for p in owned.paths)
+                self.update(owned, owned.paths, self.by_owners(owned, tuple(names)))
         for bucket in self.publishes:
             shards, flight = stored(bucket.paths), ValueName(Kind.FLIGHT, bucket.name)
             self.lines.append(Publish(bucket.unit, "update", shards, (flight,), bucket=bucket.name))
             self.lines.append(Wait(bucket.unit, "update", (flight,), shards, bucket=bucket.name, of=Publish))
+
+    def update(self, bucket: Bucket, paths: tuple[str, ...], made: ValueName) -> None:
+        """The optimizer on leaves of which the gradients, or what owners have made of them, are there."""
+        writes = (*stored(paths), *slots(paths))
+        reads = (made, *self.state_reads(paths))
+        self.lines.append(Update(bucket.unit, "update", reads, writes, bucket=bucket.name, paths=paths))
+
+    def state_reads(self, paths: tuple[str, ...]) -> Names:
+        """What an update of leaves reads besides gradients."""
+        scalars = (SCALARS,) if self.plan.barrier or self.plan.counted else ()
+        spec = self.specs[paths[0]]
+        # On the host, of a leaf that the device stores, the optimizer reads its own master copy.
+        params = () if spec.updated_on == "host" and spec.memory == "device" else stored(paths)
+        return (*params, *slots(paths), *scalars)
+
+    def begin(self, bucket: Bucket, paths: tuple[str, ...]) -> None:
+        """The optimizer on leaves that have owners, up to what these need."""
+        reads = (self.reduced[bucket.name], *self.state_reads(paths))
+        writes = (ValueName(Kind.SENT, bucket.name), *slots(paths))
+        dtypes = tuple(self.plan.wholes[p].dtype for p in paths)
+        self.lines.append(
+            UpdateBegin(bucket.unit, "update", reads, writes, bucket=bucket.name, paths=paths, dtypes=dtypes)
+        )
+
+    def by_owners(self, bucket: Bucket, sent: Names) -> ValueName:
+        """To the owners, what they compute, and back."""
+        there, made, back = (ValueName(Kind.SENT, bucket.name, v) for v in ("", "#whole", "#back"))
+        to, fro = (ValueName(Kind.FLIGHT, bucket.name, v) for v in ("", "#back"))
+        where = {"unit": bucket.unit, "phase": "update", "bucket": bucket.name}
+        work = {p: self.plan.wholes[p] for p in bucket.paths}
+        self.lines += [
+            UpdateExchange(**where, reads=sent, writes=(to,)),
+            Wait(**where, reads=(to,), writes=(there,), of=UpdateExchange),
+            UpdateWhole(**where, reads=(there,), writes=(made,), work=work),
+            UpdateExchange(**where, reads=(made,), writes=(fro,), back=True),
+            Wait(**where, reads=(fro,), writes=(back,), of=UpdateExchange),
+        ]
+        return back
 
     def schedule(self) -> Schedule:
         last = self.plan.accumulate - 1
@@ -467,7 +499,7 @@ class _Builder:
             *stored(self.specs),
             *(n for n in named if n.kind is not Kind.STORED and (n not in made or n.kind is Kind.SLOTS)),
         ]
-        of_updates = (b for some in self.update_gathers.values() for b in some)
+        of_updates = (b for some in self.owned.values() for b in some) if self.plan.update else ()
         moved = (*self.gathers, *self.reduces, *self.publishes, *of_updates, *self.aggregated.buckets)
         return Schedule(
             tuple(self.lines),

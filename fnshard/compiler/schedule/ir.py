@@ -68,6 +68,9 @@ class Context(Protocol):
     def packer(self, bucket: str) -> Any:
         """What packs the bucket of this name into flat rows."""
 
+    def owners(self, bucket: str) -> Any:
+        """What packs the bucket of this name, whose rows are of leaves that ranks own."""
+
 
 @dataclass(frozen=True)
 class Price:
@@ -113,6 +116,8 @@ class Pricer(Protocol):
     def here_or_on_host(self, line: Instruction, size: float) -> Price: ...
 
     def kernel(self, line: Any) -> Price: ...
+
+    def graphs(self, graphs: Any) -> Price: ...
 
     def transfer(self, line: Any) -> Price: ...
 

@@ -25,7 +25,7 @@ from fnshard.compiler.schedule.instructions import (
     Norms,
     ReduceScalars,
     Run,
-    UpdateGather,
+    UpdateExchange,
     Wait,
 )
 from fnshard.compiler.schedule.instructions.kernels import tiny_runs
@@ -115,7 +115,7 @@ def _copied(issue: Instruction, name: ValueName) -> bool:
     return (
         name.kind in (Kind.GRADIENT, Kind.ACCUMULATED, Kind.NORMS, Kind.REDUCED)
         or name.is_copy(Kind.LOADED, Kind.STORED)
-        or isinstance(issue, AggregateBuffers | Exchange | ReduceScalars | UpdateGather)
+        or isinstance(issue, AggregateBuffers | Exchange | ReduceScalars | UpdateExchange)
     )
 
 

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from fnshard.compiler.kernels.inductor import Boxed
-from fnshard.compiler.schedule.instructions import Accumulate, Action, Free, Instruction, Norms, Update
+from fnshard.compiler.schedule.instructions import (
+    Accumulate,
+    Action,
+    Free,
+    Instruction,
+    Norms,
+    Update,
+    UpdateBegin,
+)
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import Collectives
 from fnshard.runtime.executor.scalars import Scalars
 from fnshard.runtime.executor.update import Updater
 from fnshard.runtime.host_worker import Worker
-from fnshard.runtime.packing import Packer
+from fnshard.runtime.packing import Owners, Packer
 from fnshard.runtime.tiers import Transfers
 
 Watch = Callable[[int, Instruction, Action], Action]  # (line number, line, what it does) -> what is done
@@ -39,7 +48,7 @@ class ExecutorContext:
     freed: Callable[[str, Any], None] | None = None
     transfers: Transfers | None = None
     watch: Watch | None = None
-    packers: dict[str, Packer] = field(default_factory=dict)
+    packers: dict[str, Packer | Owners] = field(default_factory=dict)
 
     @property
     def mesh(self) -> Mesh:
@@ -49,11 +58,11 @@ class ExecutorContext:
     def device(self) -> torch.device:
         return self.schedule.mesh.device
 
-    @property
+    @cached_property
     def worker(self) -> Worker | None:
         """Who runs what is `on_host`; nobody where lines are watched, or an update communicates."""
-        gathers = self.updater is not None and "gather" in self.updater.optimizer.needs
-        alone = self.transfers is None or self.watch is not None or gathers
+        owned = any(isinstance(line, UpdateBegin) for line in self.schedule.instructions)
+        alone = self.transfers is None or self.watch is not None or owned
         return None if alone else self.transfers.worker
 
     def later(self, line: Instruction) -> Callable[[Callable[[], None]], None]:
@@ -74,4 +83,9 @@ class ExecutorContext:
     def packer(self, bucket: str) -> Packer:
         if bucket not in self.packers:
             self.packers[bucket] = Packer(self.schedule.buckets[bucket], self.mesh, self.rank)
+        return self.packers[bucket]
+
+    def owners(self, bucket: str) -> Owners:
+        if bucket not in self.packers:
+            self.packers[bucket] = Owners(self.schedule.buckets[bucket], self.mesh, self.rank)
         return self.packers[bucket]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,26 +11,18 @@ from torch import Tensor
 
 from fnshard.compiler.ir.values import CONTROL, CONTROL_ON_HOST, MASTER
 from fnshard.compiler.schedule.buckets import Bucket
-from fnshard.errors import OptimizerError
-from fnshard.layout.partition import block_shape, block_slices, side_by_side
+from fnshard.layout.partition import block_shape, block_slices
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
-from fnshard.optim.contract import Optimizer, Slots, StepInfo, Tensors
+from fnshard.optim.contract import Optimizer, Slots, Tensors
 from fnshard.runtime.executor.control import StepControl
 from fnshard.runtime.executor.fused_update import FusedUpdates
+from fnshard.runtime.packing import padded
 from fnshard.runtime.tiers import rest
 
-# gradients, slots, parameters, what was gathered of each leaf in order, and the step's control
-Gathered = Mapping[str, list[Tensor]]
-UpdateOf = Callable[[Tensors, Slots, Tensors, Gathered, StepControl], None]
-SendOf = Callable[[Tensors, Slots, Tensors, Gathered, StepControl], dict[str, Tensor]]
-
-
-class _Reached(Exception):
-    """An optimizer's `leaf` has come to a gather whose result is not there yet."""
-
-    def __init__(self, shard: Tensor):
-        self.shard = shard
+# gradients, slots, parameters, and the step's control
+UpdateOf = Callable[[Tensors, Slots, Tensors, StepControl], None]
+BeginOf = Callable[[Tensors, Slots, Tensors, StepControl], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -76,99 +68,94 @@ class Updater:
     fused: FusedUpdates | None = None
     places: dict[str, Place] = field(default_factory=dict)
 
-    def bind(self, bucket: Bucket) -> UpdateOf:
-        """A function that updates the bucket's leaves from their reduced blocks, where these lie."""
-        paths = bucket.paths
+    def bind(self, paths: tuple[str, ...]) -> UpdateOf:
+        """A function that updates leaves of one bucket from their reduced blocks, where these lie."""
         self._locate(paths)
         if self.fused is not None and self.specs[paths[0]].updated_on == "device":
             return self._bind_fused(paths)
         if all(self._plain(p) for p in paths):
 
-            def update_plain(
-                blocks: Tensors, slots: Slots, params: Tensors, gathered: Gathered, control: StepControl
-            ) -> None:
+            def update_plain(blocks: Tensors, slots: Slots, params: Tensors, control: StepControl) -> None:
                 if not control.skip:
-                    self.optimizer.apply(blocks, slots, params, self._info(control, gathered))
+                    self.optimizer.apply({p: blocks[p] for p in paths}, slots, params, control.info)
 
             return update_plain
 
-        def update(
-            blocks: Tensors, slots: Slots, params: Tensors, gathered: Gathered, control: StepControl
-        ) -> None:
+        def update(blocks: Tensors, slots: Slots, params: Tensors, control: StepControl) -> None:
             if control.skip:
                 return
-            grads, own_slots, targets = self._parts(paths, blocks, slots, params)
-            self.optimizer.apply(grads, own_slots, targets, self._info(control, gathered))
-            for path in paths:
-                if MASTER in slots[path] and path in params:
-                    _cut(params[path], self.places[path].stored).copy_(targets[path])
+            grads = {p: _cut(blocks[p], self.places[p].gradient) for p in paths}
+            own_slots, targets = self._state(paths, slots, params)
+            self.optimizer.apply(grads, own_slots, targets, control.info)
+            self._store(paths, slots, params, targets)
 
         return update
 
-    def bind_send(self, bucket: Bucket) -> SendOf:
-        """A function that runs an UpdateGather's leaves up to their next gather: padded blocks to send."""
-        paths = bucket.paths
+    def bind_begin(self, paths: tuple[str, ...]) -> BeginOf:
+        """A function that runs an update up to what is sent to the owners of leaves: padded blocks."""
         self._locate(paths)
+        specs = {p: self.specs[p] for p in paths}
+        shapes = {p: block_shape(s.shape, s.optimizer, self.mesh) for p, s in specs.items()}
 
-        def send(
-            blocks: Tensors, slots: Slots, params: Tensors, gathered: Gathered, control: StepControl
-        ) -> dict[str, Tensor]:
-            grads, own_slots, targets = self._parts(paths, blocks, slots, params)
+        def begin(blocks: Tensors, slots: Slots, params: Tensors, control: StepControl) -> dict[str, Tensor]:
+            own_slots, targets = self._state(paths, slots, params)
             out = {}
-            for piece in bucket.pieces:
-                info = self._info(control, {piece.path: gathered.get(piece.path, [])})
-                shard = next_gathered(
-                    self.optimizer,
-                    piece.path,
-                    grads[piece.path],
-                    own_slots[piece.path],
-                    targets[piece.path],
-                    info,
-                )
-                if shard is None:
-                    raise OptimizerError(
-                        f"{self.optimizer} gathers less of params[{piece.path!r}] than when the step was "
-                        "lowered: what it gathers may not depend on values."
-                    )
-                out[piece.path] = shard.new_zeros(piece.block)
-                _cut(out[piece.path], self.places[piece.path].valid).copy_(shard)
+            for path in paths:
+                rule, info = self._rule(path), control.info
+                grad, own = _cut(blocks[path], self.places[path].gradient), own_slots[path]
+                given = rule.given(path, info)
+                sent, new = rule.begin_leaf(path, grad, own, targets[path], given, info.grad_scale)
+                out[path] = padded(sent, shapes[path])
+                if not control.skip:
+                    _write(own, new)
             return out
 
-        return send
+        return begin
+
+    def bind_end(self, paths: tuple[str, ...]) -> UpdateOf:
+        """A function that updates leaves from what their owners have made: padded blocks."""
+        self._locate(paths)
+        shapes = {p: tuple(self.specs[p].shape) for p in paths}
+
+        def end(blocks: Tensors, slots: Slots, params: Tensors, control: StepControl) -> None:
+            if control.skip:
+                return
+            info = replace(control.info, shapes=shapes)
+            own_slots, targets = self._state(paths, slots, params)
+            for path in paths:
+                rule, own = self._rule(path), own_slots[path]
+                made = _cut(blocks[path], self.places[path].valid)
+                change, new = rule.end_leaf(path, made, own, targets[path], rule.given(path, info))
+                targets[path].add_(change)
+                _write(own, new)
+            self._store(paths, slots, params, targets)
+
+        return end
+
+    def _rule(self, path: str) -> Optimizer:
+        return self.optimizer.of(path, len(self.specs[path].shape))
 
     def _locate(self, paths: Sequence[str]) -> None:
         for path in paths:
             self.places[path] = place(self.specs[path], self.mesh, self.rank)
 
-    def _parts(
-        self, paths: Sequence[str], blocks: Tensors, slots: Slots, params: Tensors
-    ) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]], dict[str, Tensor]]:
-        """Gradients, slots and what is updated (parameters or their masters), padding cut off."""
-        grads, own_slots, targets = {}, {}, {}
+    def _state(
+        self, paths: Sequence[str], slots: Slots, params: Tensors
+    ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+        """Slots and what is updated (parameters or their masters), padding cut off."""
+        own_slots, targets = {}, {}
         for path in paths:
             where = self.places[path]
-            grads[path] = _cut(blocks[path], where.gradient)
             own_slots[path] = {k: _cut(v, where.valid) for k, v in slots[path].items()}
             master = own_slots[path].pop(MASTER, None)
             targets[path] = _cut(params[path], where.stored) if master is None else master
-        return grads, own_slots, targets
+        return own_slots, targets
 
-    def _info(self, control: StepControl, gathered: Gathered) -> StepInfo:
-        """The step, with what was gathered for this update in the place of a collective."""
-        if "gather" not in self.optimizer.needs:
-            return control.info
-        taken: dict[str, int] = {}
-
-        def gather(path: str, shard: Tensor) -> Tensor:
-            number = taken[path] = taken.get(path, -1) + 1
-            if not self.mesh.ordered(self.specs[path].optimizer.axes):
-                return shard
-            if number >= len(gathered.get(path, ())):
-                raise _Reached(shard)
-            whole = gathered[path][number].to(shard.device)
-            return side_by_side(whole, self.specs[path].optimizer, self.mesh, inverse=True)
-
-        return control.info.with_gather(gather, self._cut_shard)
+    def _store(self, paths: Sequence[str], slots: Slots, params: Tensors, targets: Tensors) -> None:
+        """Masters to what is stored, where that is here."""
+        for path in paths:
+            if MASTER in slots[path] and path in params:
+                _cut(params[path], self.places[path].stored).copy_(targets[path])
 
     def control(self, env: dict[str, Any], bucket: Bucket) -> tuple[StepControl, Any]:
         """What the bucket's update reads of the step, and the event after which it is there, if any.
@@ -209,9 +196,7 @@ class Updater:
                 *(_cut(own_slots[n], where.valid) for n in names),
             ]
 
-        def update(
-            blocks: Tensors, slots: Slots, params: Tensors, gathered: Gathered, control: StepControl
-        ) -> None:
+        def update(blocks: Tensors, slots: Slots, params: Tensors, control: StepControl) -> None:
             if control.skip:
                 return
             for mine, run in parts:
@@ -233,25 +218,14 @@ class Updater:
         one_dtype = spec.storage_dtype == spec.optimizer_dtype == spec.reduce_dtype
         return one_dtype and not spec.has_master and self.places[path] == Place(None, None, None)
 
-    def _cut_shard(self, path: str, whole: Tensor) -> Tensor:
-        spec, here = self.specs[path], self.mesh.coordinate(self.rank)
-        whole = side_by_side(whole, spec.optimizer, self.mesh)
-        return whole[block_slices(spec.shape, spec.optimizer.contiguous, self.mesh, here)]
+
+def _write(slots: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
+    for name, value in new.items():
+        slots[name].copy_(value)
 
 
 def _cut(tensor: Tensor, slices: tuple[slice, ...] | None) -> Tensor:
     return tensor if slices is None else tensor[slices]
-
-
-def next_gathered(
-    optimizer: Optimizer, path: str, grad: Tensor, slots: Tensors, param: Tensor, info: StepInfo
-) -> Tensor | None:
-    """The shard that a leaf's update gathers next, or None where it comes to its end without."""
-    try:
-        optimizer.update_leaf(path, grad, slots, param, optimizer.given(path, info), info.grad_scale)
-    except _Reached as reached:
-        return reached.shard
-    return None
 
 
 def init_slots(

@@ -12,7 +12,15 @@ from fnshard.compiler.schedule.instructions.gradients import (
 from fnshard.compiler.schedule.instructions.kernels import Add, Free, Run, Zeros
 from fnshard.compiler.schedule.instructions.leaves import Cast, Gather, Publish
 from fnshard.compiler.schedule.instructions.transfers import ToDevice, ToHost
-from fnshard.compiler.schedule.instructions.updates import Norms, ReduceScalars, Update, UpdateGather
+from fnshard.compiler.schedule.instructions.updates import (
+    Norms,
+    ReduceScalars,
+    Update,
+    UpdateBegin,
+    UpdateExchange,
+    UpdateWhole,
+    Whole,
+)
 from fnshard.compiler.schedule.ir import (
     COMMUNICATION,
     COMPUTE,
@@ -31,5 +39,6 @@ __all__ = [
     "COMMUNICATION", "COMPUTE", "HOST", "LANES", "TRANSFER", "Accumulate", "Action", "Add",
     "AggregateBuffers", "AllReduce", "Cast", "Env", "Exchange", "Free", "Gather", "Instruction", "Local",
     "Names", "Norms", "OfBucket", "Publish", "ReduceScalars", "ReduceScatter", "Reduced", "Run",
-    "StoreBuffers", "ToDevice", "ToHost", "Update", "UpdateGather", "Wait", "Zeros",
+    "StoreBuffers", "ToDevice", "ToHost", "Update", "UpdateBegin", "UpdateExchange", "UpdateWhole",
+    "Wait", "Whole", "Zeros",
 ]  # fmt: skip

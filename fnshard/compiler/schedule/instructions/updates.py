@@ -1,13 +1,15 @@
-"""Updates: the end of a step: norms, the sum of scalars, the optimizer and what it gathers."""
+"""Updates: the end of a step: norms, the sum of scalars, the optimizer and what owners compute for it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from torch import Tensor
+import torch
+from torch import Tensor, fx
 
 from fnshard.compiler.ir.values import CONTROL, MASTER, Kind, ValueName
+from fnshard.compiler.schedule.buckets import of_owner
 from fnshard.compiler.schedule.ir import (
     COMMUNICATION,
     Action,
@@ -23,6 +25,8 @@ from fnshard.compiler.schedule.ir import (
     bucket_of,
     reduced_names,
 )
+from fnshard.layout.partition import P, side_by_side
+from fnshard.mesh import Mesh
 
 
 @dataclass(frozen=True)
@@ -87,10 +91,10 @@ class ReduceScalars(Instruction):
 
 @dataclass(frozen=True)
 class _OfOptimizer(OfBucket):
-    """Reads a bucket's gradients, then the slots and the parameters of its leaves."""
+    """Reads gradients, then the slots and the parameters of its leaves."""
 
     def _named(self, kind: Kind) -> dict[str, ValueName]:
-        return {n.path: n for n in self.reads[1:] if n.original.kind is kind}
+        return {n.path: n for n in self.reads if n.original.kind is kind}
 
     @property
     def slots(self) -> dict[str, ValueName]:
@@ -102,68 +106,119 @@ class _OfOptimizer(OfBucket):
         """By path, the name its stored shard goes by; none where master copies are updated."""
         return self._named(Kind.STORED)
 
-    @property
-    def gathered(self) -> list[ValueName]:
-        """What earlier UpdateGathers brought."""
-        return [n for n in self.reads if n.kind is Kind.FULL]
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """What the owner of a leaf computes: `graph` of a tensor of the leaf's shape in `dtype`, which ranks send
+    and which lies over them in `layout`."""
+
+    dtype: torch.dtype
+    graph: fx.GraphModule
+    layout: P
+
+    def of(self, leaf: Tensor, mesh: Mesh) -> Tensor:
+        """Of a leaf in which each rank's parts lie side by side, as the result's do."""
+        made = self.graph(side_by_side(leaf, self.layout, mesh, inverse=True))
+        return side_by_side(made, self.layout, mesh)
 
 
 @dataclass(frozen=True)
-class UpdateGather(_OfOptimizer):
-    """Issue: the next thing that the optimizer gathers of the leaves in `paths` -> every rank's blocks of it.
+class UpdateBegin(_OfOptimizer):
+    """The optimizer on leaves that have owners, up to what it sends to these: slots change in place, and the
+    blocks to be sent are made, by path, in `dtypes`."""
 
-    Reads what their Update reads: the optimizer is pure, so it is run up to that gather. What earlier ones
-    brought is among `reads`.
-    """
-
-    lane, trips, wire_bytes = COMMUNICATION, 1, OfBucket.rows_bytes
+    dtypes: tuple[torch.dtype, ...] = ()
 
     def bind(self, context: Context) -> Action:
-        """Run the optimizer up to its next gather; pack what it sends; issue."""
-        bucket, packer, comm = bucket_of(self, context), context.packer(self.bucket), context.comm
-        updater, send = context.updater, context.updater.bind_send(bucket)
-        reduced, (flight,) = self.reads[0], self.writes
-        slots, params, earlier = self.slots, self.params, self.gathered
+        bucket, updater = bucket_of(self, context), context.updater
+        begin, out = updater.bind_begin(self.paths), self.writes[0]
+        reduced, slots, params = self.reads[0], self.slots, self.params
 
         def run(env: Env) -> None:
             control, event = updater.control(env, bucket)
             if event is not None:
                 event.synchronize()
             own_slots, own_params = ({p: env[n] for p, n in names.items()} for names in (slots, params))
-            shards = send(env[reduced].blocks, own_slots, own_params, gathered(env, earlier), control)
+            env[out] = begin(env[reduced].blocks, own_slots, own_params, control)
+
+        return run
+
+    def price(self, pricer: Pricer) -> Price:
+        return pricer.update(self)
+
+
+@dataclass(frozen=True)
+class UpdateExchange(OfBucket):
+    """Issue: every rank's blocks of leaves to the leaves' owners; or `back`, of what these have made."""
+
+    lane, trips = COMMUNICATION, 1
+
+    back: bool = False
+
+    def wire_bytes(self, schedule: Schedule) -> int:
+        return schedule.buckets[self.bucket].row_bytes
+
+    def bind(self, context: Context) -> Action:
+        bucket, comm, (flight,) = bucket_of(self, context), context.comm, self.writes
+        owners = context.owners(self.bucket)
+        pack = owners.pack_wholes if self.back else owners.pack_blocks
+
+        def run(env: Env) -> None:
             flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
-            packer.pack_blocks(shards, flat)
-            env[flight] = comm.all_gather(flat, bucket.axes)
+            pack({path: sent for name in self.reads for path, sent in env[name].items()}, flat)
+            env[flight] = comm.all_to_all(flat, bucket.axes)
 
         return run
 
     @classmethod
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
-        """Every rank's blocks -> full tensors, by path."""
-        (flight,), (out,), packer = wait.reads, wait.writes, context.packer(wait.bucket)
-        dtype = bucket_of(wait, context).dtype
+        """This rank's blocks by path; or the whole leaves that it owns."""
+        (flight,), (out,), owners = wait.reads, wait.writes, context.owners(wait.bucket)
+        back = context.schedule.issues[flight].back
 
         def run(env: Env) -> None:
             handle = env.pop(flight)
-            env[out] = packer.unpack_rows(handle.wait(), dtype)
+            rows = handle.wait()
+            env[out] = owners.blocks(rows) if back else owners.wholes(rows)
             handle.release()
 
         return run
 
     def price(self, pricer: Pricer) -> Price:
-        bucket, rows = pricer.bucket(self), self.rows_bytes(pricer.schedule)
-        return pricer.copy(2 * bucket.row_bytes, **pricer.collective("gather", bucket.axes, rows))
+        bucket = pricer.bucket(self)
+        flight = pricer.collective("all_to_all", bucket.axes, bucket.row_bytes)
+        return pricer.copy(2 * bucket.row_bytes, **flight)
 
     @classmethod
     def wait_price(cls, wait: Wait, pricer: Pricer) -> Price:
-        return pricer.copy(2 * wait.rows_bytes(pricer.schedule))
+        return pricer.copy(2 * pricer.bucket(wait).row_bytes)
+
+
+@dataclass(frozen=True)
+class UpdateWhole(OfBucket):
+    """Each owner computes what its leaves need as a whole: `work`, by path."""
+
+    work: Mapping[str, Whole] = field(default_factory=dict, compare=False, repr=False)
+
+    def bind(self, context: Context) -> Action:
+        (source,), (out,), mesh = self.reads, self.writes, context.mesh
+
+        def run(env: Env) -> None:
+            env[out] = {path: self.work[path].of(leaf, mesh) for path, leaf in env[source].items()}
+
+        return run
+
+    def price(self, pricer: Pricer) -> Price:
+        bucket = pricer.bucket(self)
+        first = of_owner(bucket, 0, pricer.schedule.mesh.axes_size(bucket.axes))
+        return pricer.graphs([self.work[path].graph for path in first.paths])
 
 
 @dataclass(frozen=True)
 class Update(_OfOptimizer):
-    """The optimizer on one bucket's leaves, in place: reads the gradients, the parameters (but where the host
-    updates its master copies), slots, the scalars it must wait for, and what an UpdateGather brought; in the
-    order of `paths`.
+    """The optimizer on leaves of one bucket, in place: reads the gradients (or what owners have made of
+    them), the parameters (but where the host updates its master copies), slots, and the scalars it must wait
+    for; in the order of `paths`.
     """
 
     @property
@@ -176,8 +231,9 @@ class Update(_OfOptimizer):
 
     def bind(self, context: Context) -> Action:
         bucket, updater = bucket_of(self, context), context.updater
-        update, later = updater.bind(bucket), context.later(self)
-        reduced, slots, params, earlier = self.reads[0], self.slots, self.params, self.gathered
+        owned, later = self.reads[0].original.kind is Kind.SENT, context.later(self)
+        update = updater.bind_end(self.paths) if owned else updater.bind(self.paths)
+        reduced, slots, params = self.reads[0], self.slots, self.params
         masters = {} if params else dict(zip(self.paths, self.writes[: len(self.paths)], strict=True))
 
         def run(env: Env) -> None:
@@ -187,7 +243,7 @@ class Update(_OfOptimizer):
                 if event is not None:
                     event.synchronize()
                 own_slots, own_params = ({p: env[n] for p, n in names.items()} for names in (slots, params))
-                update(env[reduced].blocks, own_slots, own_params, gathered(env, earlier), control)
+                update(env[reduced] if owned else env[reduced].blocks, own_slots, own_params, control)
                 for path, out in masters.items():
                     env[out] = updater.valid_part(path, own_slots[path][MASTER])
 
@@ -197,12 +253,3 @@ class Update(_OfOptimizer):
 
     def price(self, pricer: Pricer) -> Price:
         return pricer.update(self)
-
-
-def gathered(env: Env, names: Sequence[ValueName]) -> dict[str, list[Tensor]]:
-    """By path, what the optimizer has gathered of the leaf, in its order."""
-    out: dict[str, list[Tensor]] = {}
-    for name in names:
-        for path, full in env[name].items():
-            out.setdefault(path, []).append(full)
-    return out

@@ -22,7 +22,7 @@ from fnshard.compiler.schedule.instructions import (
     ToDevice,
     ToHost,
     Update,
-    UpdateGather,
+    UpdateBegin,
     Wait,
 )
 from fnshard.compiler.schedule.ir import Schedule
@@ -65,7 +65,7 @@ class _State:
 
     def __post_init__(self) -> None:
         lines = self.schedule.instructions
-        self.updates = {i.bucket: i for i in lines if isinstance(i, Update)}
+        self.updates = {i.bucket: i for i in lines if isinstance(i, UpdateBegin | Update)}
         self.normed = any(isinstance(i, Norms) for i in lines)
         finals = {n for i in lines if not isinstance(i, AllReduce) for n in i.reads} | set(
             self.schedule.outputs
@@ -82,7 +82,7 @@ class _State:
 
     def on_host(self, line: Instruction) -> bool:
         """Where the instruction runs."""
-        if isinstance(line, UpdateGather | Update):
+        if isinstance(line, UpdateBegin | Update):
             return self.schedule.specs[line.paths[0]].updated_on == "host"
         local = isinstance(line, Accumulate) and line.writes[0].kind is Kind.ACCUMULATED
         return isinstance(line, Accumulate | Norms) and not local and self.rests(line.bucket)

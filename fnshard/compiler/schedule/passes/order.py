@@ -16,10 +16,14 @@ from fnshard.compiler.schedule.instructions import (
     ReduceScalars,
     Run,
     Update,
-    UpdateGather,
+    UpdateBegin,
+    UpdateExchange,
+    UpdateWhole,
     Wait,
 )
 from fnshard.compiler.schedule.ir import Schedule
+
+_UPDATES = UpdateBegin | UpdateExchange | UpdateWhole | Update
 
 
 def update_in_backward(schedule: Schedule) -> Schedule:
@@ -36,8 +40,8 @@ def update_in_backward(schedule: Schedule) -> Schedule:
 
 
 def _moves(line: Instruction) -> bool:
-    waits = isinstance(line, Wait) and line.is_for(Publish, UpdateGather)
-    return waits or isinstance(line, Norms | UpdateGather | Update | Publish)
+    waits = isinstance(line, Wait) and line.is_for(Publish, UpdateExchange)
+    return waits or isinstance(line, Norms | _UPDATES | Publish)
 
 
 def _earliest(lines: list[Instruction], line: Instruction) -> int:
@@ -73,8 +77,8 @@ def updates_last(schedule: Schedule) -> Schedule:
 
 def of_host(line: Instruction) -> bool:
     """Whether an instruction reads rates, step counts or flags, which are numbers of Python."""
-    waits = isinstance(line, Wait) and line.is_for(ReduceScalars, Publish, UpdateGather)
-    return waits or isinstance(line, UpdateGather | Update | Publish)
+    waits = isinstance(line, Wait) and line.is_for(ReduceScalars, Publish, UpdateExchange)
+    return waits or isinstance(line, _UPDATES | Publish)
 
 
 def graph_length(schedule: Schedule) -> int:
