@@ -16,6 +16,7 @@ from fnshard.compiler.kernels.inductor import TRACING
 from fnshard.compiler.kernels.remat import Remat, policies
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.kernels.split import split
+from fnshard.compiler.place.experts import place_experts
 from fnshard.compiler.place.place import place_axes
 from fnshard.compiler.place.strategies import ContextAttention, Residual
 from fnshard.compiler.schedule.build import Plan, build
@@ -60,7 +61,7 @@ class LowerOptions:
 
     Args:
         remat, save: what segments keep for their backward; see `compiler.kernels.remat`.
-        residual, context_attention: see `compiler.place`.
+        residual, context_attention, expert_capacity: see `compiler.place`.
         sources: nodes keep where in the user's code they come from.
     """
 
@@ -69,6 +70,7 @@ class LowerOptions:
     save: tuple[str, ...] = ()
     residual: Residual = "split"
     context_attention: ContextAttention = "auto"
+    expert_capacity: float | None = None
     sources: bool = False
 
 
@@ -114,6 +116,7 @@ def trace_and_split(
             sources=options.sources,
         )  # fmt: skip
         sequences = {name: dims[0] for name, dims in sequence_dims(batch).items()}
+        program = place_experts(program, stored, mesh, options.expert_capacity)
         program = place_axes(program, stored, mesh, options.residual, sequences, options.context_attention)
         local = {p: s.local(mesh) for p, s in stored.items()}
         cuts = frozenset(p for p, s in local.items() if s.trainable or mesh.ordered(s.storage.axes))

@@ -34,6 +34,7 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
         rules: Sequence[Rule] = (),
         units: Callable[[Any], Mapping[str, str]] | None = None,
         tensor: str | Mapping[str, P] | None = None,
+        expert: str | None = None,
         **policy: Any,
     ) -> Any:
         named, _ = tree.flatten_with_paths(params)
@@ -42,14 +43,15 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
         own: list[Rule] = []
         free = {p: v for p, v in named.items() if not any(fnmatch.fnmatchcase(p, glob) for glob, _ in rules)}
         coded = bool(policy.get("codec"))
-        computes = _computes(named, free, tensor, mesh, coded)
+        computes = {**_computes(named, free, tensor, mesh, coded), **_stacks(free, expert, mesh, policy)}
         for path, leaf in free.items():
             compute = computes.get(path, P())
+            over = tuple(a for a in axes(mesh) if a not in compute.axes)
             if is_buffer(leaf) or not (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
                 layout = P()
             else:
                 split = leaf.shape[:1] if coded else leaf.shape  # rows are coded one by one
-                layout = best_split(split, axes(mesh), mesh, compute)
+                layout = best_split(split, over, mesh, compute)
             own.append((escape(path), LayoutSpec(**{"compute": compute, **layouts(layout), **policy})))
         return match_specs(params, [*rules, *own], units=units)
 
@@ -60,6 +62,8 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
         "        tensor: a mesh axis that splits what matrices compute (tensor parallelism): columns, rows,\n"
         "            heads, vocabulary, by name or in pairs; or `LayoutSpec.compute` by path. Leaves that\n"
         "            it does not divide stay whole, with a warning.\n"
+        "        expert: a data axis that splits stacks of experts, leaves [E, M, N] with \"experts\" in their\n"
+        "            path, while they compute (expert parallelism): see `LayoutSpec.compute`.\n"
         "        policy: further LayoutSpec fields for all leaves, such as compute_dtype.\n"
     )
     return preset
@@ -124,6 +128,39 @@ def _computes(
             stacklevel=3,
         )
     return layouts
+
+
+def _stacks(
+    free: Mapping[str, Tensor], expert: str | None, mesh: Mesh, policy: Mapping[str, Any]
+) -> dict[str, P]:
+    """`{path: compute}` of the stacks of experts that a data axis is to split.
+
+    Raises:
+        SpecError: an axis that is no data axis, codes, or no stack.
+    """
+    if expert is None:
+        return {}
+    if expert not in mesh.data_axes:
+        raise SpecError(
+            f"expert={expert!r} is {'no data' if expert in mesh.names else 'no'} axis of the mesh {mesh}.",
+            fix="name an axis whose ranks see other rows: make_mesh(shard=2, expert=4), expert='expert'.",
+        )
+    if policy.get("codec"):
+        raise SpecError(
+            f"expert={expert!r}, codec={policy['codec']!r}: codes of experts stay where they are stored.",
+            fix="expert=None, which gathers codes, or codec=None.",
+        )
+    stacks = {p: P(expert) for p, leaf in free.items() if "experts" in p and leaf.dim() == 3}
+    if not stacks and any("experts" in p for p in free):
+        raise SpecError(
+            f'expert={expert!r}: no leaf is a stack of experts, [E, M, N] with "experts" in its path.',
+            fix="stack the experts of a layer in one leaf, and multiply by F.grouped_mm.",
+        )
+    if not stacks:
+        raise SpecError(
+            f'expert={expert!r}: no leaf has "experts" in its path.', fix="rules=[(glob, LayoutSpec(...))]."
+        )
+    return stacks
 
 
 def best_split(shape: Sequence[int], axes: tuple[str, ...], mesh: Mesh, compute: P | None = None) -> P:

@@ -56,6 +56,8 @@ class LayoutSpec:
             axes of storage alone. Axes of `compute` stand first in storage, dim by dim:
             `LayoutSpec(P(("tensor", "shard")), compute=P("tensor"))`; storage=P() takes them by itself. Of
             matrices side by side (a fused query, key and value) each is split by `P(Fused("tensor", 3))`.
+            A data axis splits stacks of experts [E, ...] along dim 0: rows go to the ranks that have their
+            experts, and to all else it is a data axis.
         gradient: layout of the reduced gradient; `storage` or `P()`-to-sharded as in ZeRO 2.
         optimizer: layout of optimizer state and update.
         memory: where the stored shard rests: "device", "host" (pinned where there is CUDA) or "disk" (mapped
@@ -321,10 +323,17 @@ def _unfit_compute(spec: LayoutSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
     """A rank computes with what it stores alone: axes of `compute` are major, and parts are even."""
     if not spec.compute.axes:
         return
-    if data := [a for a in spec.compute.axes if a in mesh.data_axes]:
+    data = [a for a in spec.compute.axes if a in mesh.data_axes]
+    if data and (len(data) > 1 or spec.compute.of(0) != (data[0],) or len(spec.shape) < 2):
         yield (
             f"compute={spec.compute!r}: {data[0]!r} is a data axis, whose ranks see other rows",
+            "such an axis splits stacks of experts, along dim 0 alone: compute=P('expert'). For other leaves "
             "name an axis that is none, as 'tensor' in make_mesh(shard=4, tensor=2).",
+        )
+    elif data and spec.shape[0] % mesh.axis_size(data[0]):
+        yield (
+            f"compute={spec.compute!r}: {mesh.axis_size(data[0])} ranks do not divide {spec.shape[0]} experts",
+            f"as many ranks along {data[0]!r} as divide them.",
         )
     if "context" in spec.compute.axes:
         yield (

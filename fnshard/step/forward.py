@@ -34,6 +34,7 @@ def shard_forward(
     options: Mapping[str, Any] | None = None,
     deterministic: bool = False,
     context_attention: ContextAttention = "auto",
+    expert_capacity: float | None = None,
     shapes: Buckets | None = None,
     cache: int = 8,
     timeout: float = DEFAULT_TIMEOUT,
@@ -56,7 +57,9 @@ def shard_forward(
     """
     chosen = Options(
         lowering=LowerOptions(
-            Passes((prefetch, prefetch), 1, mode == MODE), context_attention=context_attention
+            Passes((prefetch, prefetch), 1, mode == MODE),
+            context_attention=context_attention,
+            expert_capacity=expert_capacity,
         ),
         backend=backend, inductor=inductor_options(mode, options), deterministic=deterministic, cache=cache,
         timeout=timeout, shapes=shapes,

@@ -69,6 +69,7 @@ _EXPECTED = {
     "accumulate_mode": one_of(*get_args(AccumulateMode)), "backend": one_of(*get_args(Backend)),
     "update": one_of(*get_args(UpdateMode)), "residual": one_of(*get_args(Residual)),
     "context_attention": one_of(*get_args(ContextAttention)),
+    "expert_capacity": (lambda v: v is None or (is_number(v) and v > 0), "a number above 0, or None"),
     "deterministic": one_of(True, False), "grad_norm": one_of(True, False),
     "shapes": (lambda v: isinstance(v, Buckets | None), "fs.Buckets(multiple=64, pad=...), or None"),
     "prefetch": (

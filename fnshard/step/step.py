@@ -385,6 +385,7 @@ def shard_step(
     residual: Residual = "split",
     shapes: Buckets | None = None,
     context_attention: ContextAttention = "auto",
+    expert_capacity: float | None = None,
     cache: int = 8,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Step:
@@ -432,6 +433,9 @@ def shard_step(
             values; "ring", keys and values go round the ranks, one block at a time, and what is kept of them
             is the rank's own (Liu et al. 2023; no dropout). "auto" is what moves the fewest bytes of whole
             attention over heads, rows or gathered keys.
+        expert_capacity: room for the rows that a rank sends to each other's experts, where a data axis splits
+            stacks of experts (`LayoutSpec.compute`), as a multiple of an even share. None: for all rows, which
+            any routing fits; with less, a step that needs more is a StateError, and says how much.
         shapes: pads batches of many lengths to few, `fs.Buckets(multiple=64, pad={"labels": -100, "*": 0})`.
             Each length is traced; from the second on, lengths share compiled kernels wherever these differ
             in sizes that follow the length, `a * length + b`.
@@ -457,8 +461,9 @@ def shard_step(
     saved = save if isinstance(save, str) else tuple(save)
     passes = Passes(depth, later, mode == MODE)
     chosen = Options(
-        accumulate, accumulate_mode, LowerOptions(passes, remat, saved, residual, context_attention), backend,
-        inductor_options(mode, options), loss_scale, grad_norm, cache, timeout, disk_dir, deterministic,
+        accumulate, accumulate_mode,
+        LowerOptions(passes, remat, saved, residual, context_attention, expert_capacity),
+        backend, inductor_options(mode, options), loss_scale, grad_norm, cache, timeout, disk_dir, deterministic,
         update, shapes,
     )  # fmt: skip
     return Step(fn, specs, mesh, optimizer, chosen)

@@ -53,13 +53,15 @@ def place_axes(
     sequences: Mapping[str, int],
     attention: ContextAttention = "auto",
 ) -> Program:
-    """The program of each rank, placed over the context axis and every axis that a spec's `compute` names.
+    """The program of each rank, placed over the context axis and every axis that a spec's `compute` names but
+    data axes (`place.experts`).
 
     Args:
         sequences: the dim of each batch leaf that the context axis splits.
     """
     traced = program
-    tensor = mesh.ordered({"tensor", *(a for s in specs.values() for a in s.compute.axes)} - {"context"})
+    named = {"tensor", *(a for s in specs.values() for a in s.compute.axes)}
+    tensor = mesh.ordered(named - {"context", *mesh.data_axes})
     if "context" in mesh.ordered(set(mesh.names) - set(mesh.data_axes)):
         sliced = {Input("batch", name): Split(dim) for name, dim in sequences.items()}
         ranks, later = mesh.axis_size("context"), mesh.axes_size(tensor)

@@ -1,0 +1,345 @@
+"""Experts: stacks of leaves that a data axis splits while they compute, and the rows that go to them.
+
+Over such an axis ranks have rows of their own, and each has whole experts: `LayoutSpec(compute=P("expert"))`.
+`fn` multiplies rows that are sorted by expert with the stack (`F.grouped_mm`); here each product's rows go to
+the ranks of their experts and back, by all-to-alls of a fixed size (GShard, Lepikhin et al. 2020). What is
+computed of rows alone between two products (a gate, an activation) is computed where they are. Any other use
+of a stack gathers it whole. It runs before `place`, to which the exchanges are ops like others.
+"""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_aggregate
+
+from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
+from fnshard.compiler.ir.program import Limit, OpOverload, Program, eliminate_dead_code, propagate
+from fnshard.compiler.place.placement import Split
+from fnshard.compiler.place.rules import rule_of
+from fnshard.compiler.place.strategies import Call, local_arguments, tensors_of
+from fnshard.errors import TraceError, report
+from fnshard.layout.spec import LayoutSpec
+from fnshard.mesh import Mesh
+
+aten = torch.ops.aten
+GROUPED = (torch.ops.fnshard.grouped_mm.default, aten._grouped_mm.default)
+VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+ALONG_A_DIM = (
+    aten.slice.Tensor, aten.select.int, aten.chunk.default, aten.split.Tensor, aten.split.default,
+    aten.split_with_sizes.default, aten.unbind.int, aten.unsqueeze.default, aten.squeeze.dim, aten.cat.default,
+    aten.stack.default,
+)  # fmt: skip
+COPIES = (
+    aten.clone.default, aten.contiguous.default, aten.detach.default, aten.alias.default,
+    aten.to.dtype, aten.to.dtype_layout, aten._to_copy.default, aten.type_as.default,
+)  # fmt: skip
+
+
+def place_experts(
+    program: Program, specs: Mapping[str, LayoutSpec], mesh: Mesh, capacity: float | None
+) -> Program:
+    """The program of each rank, along every data axis that a spec's `compute` names.
+
+    Args:
+        capacity: how many rows a rank has room for from each other, as a multiple of an even share; None: all.
+
+    Raises:
+        TraceError: `fn` writes to a stack.
+    """
+    for axis in mesh.ordered(mesh.data_axes):
+        stacks = {p for p, s in specs.items() if axis in s.compute.axes}
+        if stacks:
+            with program.fake_mode, torch.enable_grad():
+                program = _Experts(program, axis, mesh.axis_size(axis), stacks, capacity).placed()
+    return program
+
+
+# ------------------------------------------------------------------ where rows go
+def departures(ends: Tensor, rows: int, experts: int, ranks: int, room: int) -> tuple[Tensor, ...]:
+    """Of rows that are sorted by expert: which fill the room for each rank, how many each expert gets, where
+    each row comes back to, and how many have no room.
+
+    Args:
+        ends: [experts], where each expert's rows end.
+
+    Returns:
+        int64 [ranks * room], [experts], [rows] and 0-d; an index past the end stands for no row.
+    """
+    ends = ends.to(torch.int64)
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    last = ends.view(ranks, -1)[:, -1]
+    first = starts.view(ranks, -1)[:, 0]
+    slots = first[:, None] + torch.arange(room, device=ends.device)
+    sent = torch.where(slots < last[:, None], slots, rows).flatten()
+    most = (first + room)[:, None].expand(ranks, experts // ranks).reshape(experts)
+    counts = torch.minimum(ends, most) - torch.minimum(starts, most)
+    row = torch.arange(rows, device=ends.device)
+    owner = torch.searchsorted(last.contiguous(), row, right=True)
+    place = row - first[owner.clamp(max=ranks - 1)]
+    back = torch.where((owner < ranks) & (place < room), owner * room + place, ranks * room)
+    return sent, counts, back, (last - first - room).clamp(min=0).sum()
+
+
+def arrivals(counts: Tensor, ranks: int, room: int) -> tuple[Tensor, ...]:
+    """Of rows as they came, each rank's sorted by expert: their order by expert, back from there, and where
+    each expert's rows end.
+
+    Args:
+        counts: int64 [ranks * experts of this rank], how many came of each rank for each.
+
+    Returns:
+        int64 [ranks * room] twice, and [experts of this rank].
+    """
+    counts = counts.view(ranks, -1)
+    upto, experts, total = counts.cumsum(1), counts.shape[1], ranks * room
+    before, sorted_counts = upto - counts, counts.t().reshape(-1)  # by expert, then by rank
+    sums = sorted_counts.cumsum(0)
+    number = torch.arange(total, device=counts.device)
+    group = torch.searchsorted(sums, number, right=True).clamp(max=len(sums) - 1)
+    expert, rank = group // ranks, group % ranks
+    come = rank * room + before[rank, expert] + number - (sums - sorted_counts)[group]
+    order = torch.where(number < sums[-1], come, total)
+    slot = torch.arange(room, device=counts.device).expand(ranks, room).contiguous()
+    of_slot = torch.searchsorted(upto, slot, right=True)
+    inside, of_slot = of_slot < experts, of_slot.clamp(max=experts - 1)
+    start = (sums - sorted_counts).view(experts, ranks).t().gather(1, of_slot)
+    back = torch.where(inside, start + slot - before.gather(1, of_slot), total).flatten()
+    return order, back, counts.sum(0).cumsum(0)
+
+
+# ------------------------------------------------------------------ the program
+@dataclass(frozen=True)
+class _Route:
+    """Where rows go that are sorted by expert: nodes of what `departures` and `arrivals` give."""
+
+    rows: int
+    room: int
+    sent: fx.Node
+    back: fx.Node
+    order: fx.Node
+    restored: fx.Node
+    ends: fx.Node
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A value's node. `stack`: it is a rank's experts of the whole stack; `route`: rows where experts are."""
+
+    node: fx.Node
+    stack: bool = False
+    route: _Route | None = None
+
+
+@dataclass
+class _Experts:
+    program: Program
+    axis: str
+    ranks: int
+    stacks: set[str]
+    capacity: float | None
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    values: dict[fx.Node, _Value] = field(default_factory=dict)
+    wholes: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    routes: dict[tuple[fx.Node, int], _Route] = field(default_factory=dict)
+    bodies: dict[Any, fx.Graph] = field(default_factory=dict)
+    excesses: list[tuple[Limit, fx.Node]] = field(default_factory=list)
+    gathered: list[str] = field(default_factory=list)
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def placed(self) -> Program:
+        """Walk over the program, forward."""
+        for node, each in zip(self.program.placeholders, self.program.inputs, strict=True):
+            stack = each.kind == "leaf" and each.name in self.stacks
+            self.values[node] = _Value(self.graph.placeholder(node.name), stack)
+        for node in self.program.graph.nodes:
+            if node.op == "call_function":
+                self.meta = {k: node.meta[k] for k in ("autocast", "stack_trace") if k in node.meta}
+                self.values[node] = self.visit(node)
+        outputs = self.outputs()
+        self.warn()
+        eliminate_dead_code(self.graph)
+        inputs = zip(self.program.placeholders, self.program.inputs, strict=True)
+        fakes = [self.local(n.meta["val"]) if i.name in self.stacks else n.meta["val"] for n, i in inputs]
+        propagate(self.graph, fakes)
+        return replace(self.program, graph=self.graph, outputs=outputs, traced=self.program)
+
+    def local(self, whole: Tensor) -> Tensor:
+        """A rank's experts."""
+        shape = (whole.shape[0] // self.ranks, *whole.shape[1:])
+        made = torch.empty(shape, dtype=whole.dtype, device=whole.device)
+        return made.requires_grad_(whole.requires_grad)
+
+    def outputs(self) -> Any:
+        """Results are whole; a new value of a stack is no result that a rank could have."""
+        old, written = self.program.outputs, self.stacks & self.program.outputs.writes.keys()
+        if written:
+            raise TraceError(
+                f"`fn` writes to params[{min(written)!r}], a stack that {self.axis!r} splits.",
+                fix="keep what `fn` writes to whole: LayoutSpec(compute=P()).",
+            )
+        results = [self.whole(n) for n in self.program.results]
+        limits = tuple(replace(n, result=len(results) + i) for i, (n, _) in enumerate(self.excesses))
+        self.graph.output((*results, *(excess for _, excess in self.excesses)))
+        return replace(old, limits=old.limits + limits)
+
+    def warn(self) -> None:
+        if self.gathered:
+            warnings.warn(
+                report(
+                    f"{len(self.gathered)} op(s) take whole stacks of experts, which ranks gather over "
+                    f"{self.axis!r}:",
+                    list(dict.fromkeys(self.gathered))[:8],
+                    "multiply rows that are sorted by expert with the stack, by F.grouped_mm; or compute=P() for "
+                    "the leaf.",
+                ),
+                stacklevel=2,
+            )
+
+    # -------------------------------------------------------------- one op
+    def visit(self, node: fx.Node) -> _Value:
+        sources = [self.values[n] for n in tensors_of(node)]
+        if node.target is operator.getitem:
+            (source,) = sources
+            return replace(source, node=self.call(operator.getitem, (source.node, node.args[1])))
+        if any(s.stack for s in sources):
+            for rule in (self.product, self.of_stacks):
+                if (value := rule(node, sources)) is not None:
+                    return value
+        if any(s.route for s in sources) and (value := self.of_rows(node, sources)) is not None:
+            return value
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.whole)
+        return _Value(self.call(node.target, args, kwargs))
+
+    def product(self, node: fx.Node, sources: Sequence[_Value]) -> _Value | None:
+        """Rows times a stack, where the stack is."""
+        if node.target not in GROUPED or len(sources) != 3:
+            return None
+        (a, b, ends), (of_a, of_b, of_ends) = tensors_of(node), sources
+        if a.meta["val"].dim() != 2 or not of_b.stack or of_ends.stack or of_ends.route:
+            return None
+        route = self.route(ends, a.meta["val"].shape[0], b.meta["val"].shape[0], node)
+        rows = of_a.node if of_a.route is route else self.to_experts(self.whole(a), route)
+        where = self.call(aten.to.dtype, (route.ends, ends.meta["val"].dtype))
+        feed = iter([rows, of_b.node, where])
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(feed))
+        return _Value(self.call(node.target, args, kwargs), route=route)
+
+    def of_stacks(self, node: fx.Node, sources: Sequence[_Value]) -> _Value | None:
+        """What is computed of each expert alone: as of a leaf that is split along its first dim."""
+        if not all(s.stack for s in sources) or not isinstance(node.target, OpOverload):
+            return None
+        find = rule_of(node.target)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        split = (Split(0),) * len(sources)
+        call = Call(
+            node.target, args, kwargs, node.meta["val"], split, self.ranks, 1, self.axis, "auto", ""
+        )  # fmt: skip
+        for strategy in find(call) if find else ():
+            if strategy.inputs == split and strategy.output == Split(0) and strategy.run is None:
+                reads = [s.node for s in sources]
+                return _Value(self.call(node.target, *local_arguments(node, call, strategy, reads)), stack=True)
+        return None
+
+    def of_rows(self, node: fx.Node, sources: Sequence[_Value]) -> _Value | None:
+        """What is computed of each row alone, where the rows are."""
+        routes = {s.route for s in sources}
+        if len(routes) > 1 or not isinstance(node.target, OpOverload):
+            return None
+        (route,) = routes
+        values = [n.meta["val"] for n in tensors_of(node)]
+        dims, args = values[0].dim(), list(node.args)
+        if node.target in VIEWS:
+            size = list(args[1])
+            if not size or size[0] != route.rows:
+                return None
+            args[1] = [self.ranks * route.room, *size[1:]]
+        elif node.target in ALONG_A_DIM:
+            names = [a.name for a in node.target._schema.arguments]
+            at = names.index("dim")
+            dim = args[at] if at < len(args) else node.kwargs.get("dim", 0)
+            new = node.target in (aten.unsqueeze.default, aten.stack.default)
+            if dim % (dims + new) == 0:
+                return None
+        elif torch.Tag.pointwise in node.target.tags:
+            if any(v.dim() != dims or v.shape[0] != route.rows for v in values):
+                return None
+        elif node.target not in COPIES:
+            return None
+        args, kwargs = fx.map_arg((tuple(args), node.kwargs), lambda n: self.values[n].node)
+        return _Value(self.call(node.target, args, kwargs), route=route)
+
+    # -------------------------------------------------------------- exchanges
+    def route(self, ends: fx.Node, rows: int, experts: int, node: fx.Node) -> _Route:
+        """Made once for all products of the same rows."""
+        if (ends, rows) not in self.routes:
+            ranks, share = self.ranks, -(-rows // self.ranks)
+            room = rows if self.capacity is None else min(rows, int(-(-share * self.capacity // 1)))
+            shape = (experts, rows, room)
+            sent, counts, back, excess = self.inline(
+                ("departures", *shape), lambda e: departures(e, rows, experts, ranks, room), ends.meta["val"],
+                reads=[self.whole(ends)],
+            )  # fmt: skip
+            come = self.exchange(counts)
+            order, restored, local_ends = self.inline(
+                ("arrivals", *shape), lambda c: arrivals(c, ranks, room),
+                ends.meta["val"].new_empty(experts, dtype=torch.int64), reads=[come],
+            )  # fmt: skip
+            if room < rows:
+                op = f"the experts of another rank over {self.axis!r} (shard_step(expert_capacity=))"
+                limit = Limit(-1, room, op, node.meta.get("stack_trace", ""))
+                self.excesses.append((limit, self.call(aten.to.dtype, (excess, torch.float64))))
+            self.routes[ends, rows] = _Route(rows, room, sent, back, order, restored, local_ends)
+        return self.routes[ends, rows]
+
+    def to_experts(self, rows: fx.Node, route: _Route) -> fx.Node:
+        return self.taken(self.exchange(self.taken(rows, route.sent)), route.order)
+
+    def whole(self, node: fx.Node) -> fx.Node:
+        """A value as the traced program has it: rows in this rank's order; of a stack all experts."""
+        value = self.values[node]
+        if not value.stack and value.route is None:
+            return value.node
+        if node not in self.wholes:
+            if value.route is not None:
+                dims, route = node.meta["val"].dim(), value.route
+                there = self.taken(value.node, route.restored, dims)
+                made = self.taken(self.exchange(there), route.back, dims)
+            else:
+                made = self.exchange(value.node, "all_gather")
+                size = node.meta["val"].numel() * node.meta["val"].element_size()
+                self.gathered.append(f"{node.name}: {size / 1e6:.3f} MB")
+            self.wholes[node] = made
+        return self.wholes[node]
+
+    def exchange(self, node: fx.Node, kind: str = "all_to_all") -> fx.Node:
+        more = (0,) if kind == "all_to_all" else ()
+        return self.call(EXCHANGE, (self.call(OUTGOING, (node,)), kind, self.axis, 0, self.ranks, *more))
+
+    def taken(self, rows: fx.Node, index: fx.Node, dims: int = 2) -> fx.Node:
+        """Rows by their index; zeros for one past the end."""
+        more = self.call(aten.constant_pad_nd.default, (rows, [0, 0] * (dims - 1) + [0, 1]))
+        return self.call(aten.index_select.default, (more, 0, index))
+
+    def call(self, target: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> fx.Node:
+        node = self.graph.call_function(target, args, dict(kwargs or {}))
+        node.meta |= self.meta
+        return node
+
+    def inline(self, key: Any, run: Callable[..., Any], *fakes: Tensor, reads: Sequence[fx.Node]) -> Any:
+        """The nodes of a function, which is traced once."""
+        if key not in self.bodies:
+            self.bodies[key] = make_fx(run, tracing_mode="fake", pre_dispatch=True)(*fakes).graph
+        body = self.bodies[key]
+        made = dict(zip([n for n in body.nodes if n.op == "placeholder"], reads, strict=True))
+        for node in body.nodes:
+            if node.op == "call_function":
+                made[node] = self.call(node.target, *fx.map_arg((node.args, node.kwargs), made.__getitem__))
+        return map_aggregate(body.output_node().args[0], lambda n: made[n])
