@@ -230,7 +230,7 @@ CONTENDERS: dict[str, Callable[[BenchTask], Contender | Training]] = {
     "fsdp2_compiled": functools.partial(fsdp2, compiled=True),
     "limit": limit,
     **{name: functools.partial(Training, plan=Plan(name)) for name in FNSHARD},
-    # Of `full_shard` each matrix has an owner; of `no_shard` every rank makes all of them orthogonal, as usual.
+    # Of `full_shard` each matrix has an owner; of `no_shard` each rank makes all orthogonal, the usual form.
     "muon": functools.partial(Training, plan=Plan(optimizer=fs.optim.muon(1e-3))),
     "muon_no_shard": functools.partial(Training, plan=Plan("no_shard", optimizer=fs.optim.muon(1e-3))),
     GRAPH: functools.partial(Training, plan=Plan(options={"mode": "reduce-overhead"})),

@@ -62,8 +62,8 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
         "        tensor: a mesh axis that splits what matrices compute (tensor parallelism): columns, rows,\n"
         "            heads, vocabulary, by name or in pairs; or `LayoutSpec.compute` by path. Leaves that\n"
         "            it does not divide stay whole, with a warning.\n"
-        "        expert: a data axis that splits stacks of experts, leaves [E, M, N] with \"experts\" in their\n"
-        "            path, while they compute (expert parallelism): see `LayoutSpec.compute`.\n"
+        '        expert: a data axis that splits stacks of experts, leaves [E, M, N] with "experts" in\n'
+        "            their path, while they compute (expert parallelism): see `LayoutSpec.compute`.\n"
         "        policy: further LayoutSpec fields for all leaves, such as compute_dtype.\n"
     )
     return preset

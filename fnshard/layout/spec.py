@@ -331,8 +331,9 @@ def _unfit_compute(spec: LayoutSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
             "name an axis that is none, as 'tensor' in make_mesh(shard=4, tensor=2).",
         )
     elif data and spec.shape[0] % mesh.axis_size(data[0]):
+        ranks = mesh.axis_size(data[0])
         yield (
-            f"compute={spec.compute!r}: {mesh.axis_size(data[0])} ranks do not divide {spec.shape[0]} experts",
+            f"compute={spec.compute!r}: {ranks} ranks do not divide {spec.shape[0]} experts",
             f"as many ranks along {data[0]!r} as divide them.",
         )
     if "context" in spec.compute.axes:

@@ -434,7 +434,7 @@ def shard_step(
             is the rank's own (Liu et al. 2023; no dropout). "auto" is what moves the fewest bytes of whole
             attention over heads, rows or gathered keys.
         expert_capacity: room for the rows that a rank sends to each other's experts, where a data axis splits
-            stacks of experts (`LayoutSpec.compute`), as a multiple of an even share. None: for all rows, which
+            stacks of experts (`LayoutSpec.compute`), as a multiple of an even share. None: for all rows, so
             any routing fits; with less, a step that needs more is a StateError, and says how much.
         shapes: pads batches of many lengths to few, `fs.Buckets(multiple=64, pad={"labels": -100, "*": 0})`.
             Each length is traced; from the second on, lengths share compiled kernels wherever these differ
@@ -463,7 +463,7 @@ def shard_step(
     chosen = Options(
         accumulate, accumulate_mode,
         LowerOptions(passes, remat, saved, residual, context_attention, expert_capacity),
-        backend, inductor_options(mode, options), loss_scale, grad_norm, cache, timeout, disk_dir, deterministic,
-        update, shapes,
+        backend, inductor_options(mode, options), loss_scale, grad_norm, cache, timeout, disk_dir,
+        deterministic, update, shapes,
     )  # fmt: skip
     return Step(fn, specs, mesh, optimizer, chosen)

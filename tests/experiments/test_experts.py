@@ -73,7 +73,9 @@ def loss_of(model: LanguageModel) -> Any:
     return lambda params, tokens: model.logits(params, tokens).logsumexp(-1).mean()
 
 
-@pytest.mark.parametrize("axes", [{"shard": 1}, {"shard": 2}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes", [{"shard": 1}, {"shard": 2}, {"tensor": 2}, {"expert": 2}, {"expert": 2, "tensor": 2}], ids=str
+)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_gradients_are_those_of_plain_autograd(name, axes, wide):
     """Also of experts that no token meets: zero, and nobody waits."""
@@ -82,11 +84,12 @@ def test_gradients_are_those_of_plain_autograd(name, axes, wide):
     idle = [g for g in wanted.values() if g.dim() == 3 and (g.flatten(1).abs().amax(1) == 0).any()]
     assert idle
     model, mesh = of(module), fs.make_mesh(**axes, simulated=True)
-    specs = fs.presets.full_shard(model.params, mesh, tensor="tensor" if "tensor" in axes else None)
+    named = {axis: axis for axis in ("tensor", "expert") if axis in axes}
+    specs = fs.presets.full_shard(model.params, mesh, **named)
     step = fs.shard_step(loss_of(model), specs, mesh=mesh, backend="eager")
 
     def on_rank(rank: int) -> Any:
-        mine = TOKENS[rank : rank + 1] if mesh.data_size == 2 else TOKENS
+        mine = TOKENS[mesh.data_rank :][:1] if mesh.data_size == 2 else TOKENS
         loss, gradients = step(fs.shard(model.params, specs, mesh), mine)
         there = {path: g for path, g in gradients.items() if g is not None}
         layouts = {p: fs.LayoutSpec(specs[p].gradient).resolve(model.params[p], "u") for p in there}

@@ -34,8 +34,8 @@ GROUPED = (torch.ops.fnshard.grouped_mm.default, aten._grouped_mm.default)
 VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 ALONG_A_DIM = (
     aten.slice.Tensor, aten.select.int, aten.chunk.default, aten.split.Tensor, aten.split.default,
-    aten.split_with_sizes.default, aten.unbind.int, aten.unsqueeze.default, aten.squeeze.dim, aten.cat.default,
-    aten.stack.default,
+    aten.split_with_sizes.default, aten.unbind.int, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.cat.default, aten.stack.default,
 )  # fmt: skip
 COPIES = (
     aten.clone.default, aten.contiguous.default, aten.detach.default, aten.alias.default,
@@ -49,7 +49,8 @@ def place_experts(
     """The program of each rank, along every data axis that a spec's `compute` names.
 
     Args:
-        capacity: how many rows a rank has room for from each other, as a multiple of an even share; None: all.
+        capacity: how many rows a rank has room for from each other, as a multiple of an even share; None: of
+            all.
 
     Raises:
         TraceError: `fn` writes to a stack.
@@ -197,8 +198,8 @@ class _Experts:
                     f"{len(self.gathered)} op(s) take whole stacks of experts, which ranks gather over "
                     f"{self.axis!r}:",
                     list(dict.fromkeys(self.gathered))[:8],
-                    "multiply rows that are sorted by expert with the stack, by F.grouped_mm; or compute=P() for "
-                    "the leaf.",
+                    "multiply rows that are sorted by expert with the stack, by F.grouped_mm; or compute=P() "
+                    "for the leaf.",
                 ),
                 stacklevel=2,
             )
@@ -215,6 +216,8 @@ class _Experts:
                     return value
         if any(s.route for s in sources) and (value := self.of_rows(node, sources)) is not None:
             return value
+        stacks = [n.meta["val"] for n, s in zip(tensors_of(node), sources, strict=True) if s.stack]
+        self.gathered += [f"{node.target}: {v.numel() * v.element_size() / 1e6:.3f} MB" for v in stacks]
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.whole)
         return _Value(self.call(node.target, args, kwargs))
 
@@ -244,8 +247,8 @@ class _Experts:
         )  # fmt: skip
         for strategy in find(call) if find else ():
             if strategy.inputs == split and strategy.output == Split(0) and strategy.run is None:
-                reads = [s.node for s in sources]
-                return _Value(self.call(node.target, *local_arguments(node, call, strategy, reads)), stack=True)
+                local = local_arguments(node, call, strategy, [s.node for s in sources])
+                return _Value(self.call(node.target, *local), stack=True)
         return None
 
     def of_rows(self, node: fx.Node, sources: Sequence[_Value]) -> _Value | None:
@@ -314,8 +317,6 @@ class _Experts:
                 made = self.taken(self.exchange(there), route.back, dims)
             else:
                 made = self.exchange(value.node, "all_gather")
-                size = node.meta["val"].numel() * node.meta["val"].element_size()
-                self.gathered.append(f"{node.name}: {size / 1e6:.3f} MB")
             self.wholes[node] = made
         return self.wholes[node]
 

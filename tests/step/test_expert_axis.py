@@ -1,0 +1,264 @@
+"""A data axis that splits stacks of experts while they compute: layouts and options, routing, mistakes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import reference
+import sharded
+import torch
+import torch.nn.functional as F
+from models import Model, generator
+from sharded import assert_same, by_steps, make_step, specs_of, train
+from torch import Tensor
+
+import fnshard as fs
+
+ROWS, T, WIDTH, HIDDEN, VOCAB, EXPERTS, CHOSEN = 4, 6, 8, 12, 16, 8, 2
+ADAMW = fs.optim.adamw(1e-2, weight_decay=0.1)
+CLIPPED = fs.optim.chain(fs.optim.clip_by_global_norm(0.05), fs.optim.sgd(0.1))
+RULES = {"adamw": (ADAMW, reference.adamw(1e-2), None), "clipped": (CLIPPED, reference.sgd(0.1), 0.05)}
+
+
+def mixture(tied: bool = False, skew: float = 0.0, dense: bool = False) -> Model:
+    """Two blocks of attention and experts. `tied`: both have one router; `skew`: how much the first expert is
+    preferred, so that others get no rows; `dense`: every expert sees all rows, as the truth has it."""
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (VOCAB, WIDTH), "norm": (WIDTH,)}
+    for i in range(2):
+        shapes |= {
+            f"layers.{i}.qkv": (3 * WIDTH, WIDTH), f"layers.{i}.norm1": (WIDTH,),
+            f"layers.{i}.experts.up": (EXPERTS, 2 * HIDDEN, WIDTH), f"layers.{i}.norm2": (WIDTH,),
+            f"layers.{i}.experts.down": (EXPERTS, WIDTH, HIDDEN),
+        }  # fmt: skip
+    shapes |= {f"layers.{i}.router": (EXPERTS, WIDTH) for i in range(1 if tied else 2)}
+    draw = generator(0)
+    params = {p: torch.randn(s, dtype=torch.float64, generator=draw) * 0.3 for p, s in shapes.items()}
+    bias = torch.arange(EXPERTS, 0.0, -1.0, dtype=torch.float64) * skew
+
+    def loss(p: dict[str, Tensor], tokens: Tensor) -> Tensor:
+        x = F.embedding(tokens, p["embed.weight"])
+        for i in range(2):
+            h = F.layer_norm(x, (WIDTH,), p[f"layers.{i}.norm1"])
+            q, k, v = F.linear(h, p[f"layers.{i}.qkv"]).chunk(3, -1)
+            attention = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], is_causal=True)
+            x = x + attention[:, 0]
+            router = p[f"layers.{0 if tied else i}.router"]
+            rows = F.layer_norm(x, (WIDTH,), p[f"layers.{i}.norm2"]).flatten(0, 1)
+            up, down = (p[f"layers.{i}.experts.{name}"] for name in ("up", "down"))
+            weights, ids = (rows @ router.T + bias.to(rows.dtype)).softmax(-1).topk(CHOSEN, -1)
+            x = x + (by_all if dense else by_experts)(rows, up, down, weights, ids).view_as(x)
+        logits = F.linear(F.layer_norm(x, (WIDTH,), p["norm"]), p["embed.weight"])
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    return Model(params, loss, lambda seed: (torch.randint(0, VOCAB, (ROWS, T), generator=generator(seed)),))
+
+
+def by_experts(rows: Tensor, up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """Each row by its two best experts: rows are sorted by expert, as transformers does."""
+    order = ids.flatten().argsort(stable=True)
+    ends = F.one_hot(ids.flatten(), EXPERTS).sum(0).cumsum(0).to(torch.int32)
+    gate, value = F.grouped_mm(rows[order // CHOSEN], up.mT, offs=ends).chunk(2, -1)
+    made = F.grouped_mm(F.silu(gate) * value, down.mT, offs=ends) * weights.flatten()[order][:, None]
+    return torch.zeros_like(made).index_copy(0, order, made).view(-1, CHOSEN, WIDTH).sum(1)
+
+
+def by_all(rows: Tensor, up: Tensor, down: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+    """The same in plain products."""
+    gate, value = torch.einsum("nd,efd->enf", rows, up).chunk(2, -1)
+    made = torch.einsum("enf,edf->ned", F.silu(gate) * value, down)
+    return (made * torch.zeros(len(rows), EXPERTS, dtype=rows.dtype).scatter(1, ids, weights)[..., None]).sum(
+        1
+    )
+
+
+MODELS = {"mixture": {}, "tied": {"tied": True}, "one expert": {"skew": 40.0}}
+
+
+@cache
+def model_of(name: str, dense: bool = False) -> Model:
+    return mixture(**MODELS[name], dense=dense)
+
+
+@cache
+def truth(name: str, rule: str) -> reference.Trained:
+    model, (_, optimizer, clip) = model_of(name, True), RULES[rule]
+    return reference.train(model.loss, model.params, by_steps(model), optimizer, clip=clip)
+
+
+def trained(
+    model: Model, axes: Mapping[str, int], optimizer: Any, preset: str = "full_shard", policy: Any = None,
+    **options: Any,
+) -> list[reference.Trained]:  # fmt: skip
+    mesh = fs.make_mesh(**axes, simulated=True)
+    policy = {"expert": "expert", **(policy or {})}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a tensor axis has no rule for some of the routing
+        specs = specs_of(model, preset, mesh, **policy)
+        step = make_step(mesh, model, specs, optimizer, **options)
+        return fs.simulate(mesh, lambda rank: train(rank, mesh, model, specs, optimizer, step=step))
+
+
+HOST = {"optimizer_memory": "host", "update_on": "host"}
+
+
+@pytest.mark.parametrize(
+    ("axes", "preset", "policy", "options"),
+    [
+        ({"expert": 2}, "full_shard", {}, {}),
+        ({"expert": 4}, "full_shard", {}, {}),
+        ({"shard": 2, "expert": 2}, "full_shard", {}, {}),
+        ({"replicate": 2, "expert": 2}, "hybrid_shard", {}, {}),
+        ({"expert": 2, "tensor": 2}, "full_shard", {"tensor": "tensor"}, {}),
+        ({"expert": 2, "context": 2}, "full_shard", {}, {}),
+        ({"shard": 2, "expert": 2}, "zero1", {}, {}),
+        ({"shard": 2, "expert": 2}, "zero2", HOST, {}),
+        ({"expert": 2}, "no_shard", {}, {}),
+        ({"expert": 2}, "shard_grad_op", {}, {"remat": "unit"}),
+        ({"expert": 2}, "full_shard", {}, {"accumulate": 2, "remat": "unit"}),
+        ({"expert": 2}, "full_shard", {"memory": "host", **HOST}, {"accumulate": 2}),
+        ({"expert": 2}, "full_shard", {}, {"accumulate": 2, "accumulate_mode": "local", "prefetch": 2}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("rule", RULES)
+def test_every_layout_trains_as_one_process_does(rule, axes, preset, policy, options):
+    for got in trained(model_of("mixture"), axes, RULES[rule][0], preset, policy, **options):
+        assert_same(got, truth("mixture", rule))
+
+
+@pytest.mark.parametrize("name", ["tied", "one expert"])
+def test_any_routing_is_exact(name):
+    """All rows may go to one rank's experts: there is room for them."""
+    model, dense = model_of(name), model_of(name, True)
+    grads, _ = reference.gradients(dense.loss, model.params, *model.batch(0))
+    idle = [g for g in grads.values() if g.dim() == 3 and (g.flatten(1).abs().amax(1) == 0).any()]
+    assert idle or name == "tied"
+    for got in trained(model, {"shard": 2, "expert": 2}, ADAMW):
+        assert_same(got, truth(name, "adamw"))
+
+
+def test_muon_has_whole_experts_on_every_rank():
+    """Each rank makes its own experts' matrices orthogonal, and sends none."""
+    model, muon = model_of("mixture"), fs.optim.muon(0.02, dtype=None)
+    (expected,) = trained(model, {"shard": 1}, muon, policy={"expert": None})
+    for got in trained(model, {"shard": 2, "expert": 2}, muon):
+        assert_same(got, expected)
+    schedule = lowered({"expert": 2}, optimizer=muon).schedule
+    owned = [p for name, b in schedule.buckets.items() if name.startswith("owners/") for p in b.paths]
+    assert owned and not any("experts" in path for path in owned)
+
+
+def lowered(
+    axes: Mapping[str, int], optimizer: Any = ADAMW, expert: str | None = "expert", **options: Any
+) -> Any:
+    model, mesh = model_of("mixture"), fs.make_mesh(**axes, abstract=True)
+    specs = fs.presets.full_shard(model.params, mesh, expert=expert)
+    step = make_step(mesh, model, specs, optimizer, **options)
+    return step.lower(model.params, model.batch(0)[0][: ROWS // mesh.data_size])
+
+
+def test_rows_travel_and_experts_do_not():
+    """Of each layer: how many rows come, the rows there and back; and in the backward the rows alone. What is
+    computed between the two products is computed where the experts are."""
+    schedule = lowered({"expert": 2}).schedule
+    exchanges = [line for line in schedule.instructions if line.verb == "exchange"]
+    assert {(line.kind, line.axes) for line in exchanges} == {("all_to_all", ("expert",))}
+    rows = ROWS // 2 * T * CHOSEN
+    sent = [list(line.like.shape) for line in exchanges if line.phase == "forward"]
+    assert sorted(sent) == sorted([[EXPERTS], [2 * rows, WIDTH], [2 * rows, WIDTH]] * 2)
+    assert [list(line.like.shape) for line in exchanges if line.phase == "backward"] == [
+        [2 * rows, WIDTH]
+    ] * 4
+    gathered = {p for name, b in schedule.buckets.items() if name.startswith("gather/") for p in b.paths}
+    assert not any("experts" in path for path in gathered)
+    half = lowered({"expert": 2}, expert_capacity=0.75).schedule
+    assert [9 * 2, WIDTH] in [list(line.like.shape) for line in half.instructions if line.verb == "exchange"]
+
+
+def test_a_rank_holds_its_share_of_experts():
+    whole, split = (lowered({"expert": n}).memory_analysis() for n in (1, 4))
+    model = model_of("mixture")
+    stacks = sum(leaf.nbytes for path, leaf in model.params.items() if "experts" in path)
+    rest = sum(leaf.nbytes for leaf in model.params.values()) - stacks
+    assert whole.resident["parameter shards"] == stacks + rest
+    assert stacks / 4 <= split.resident["parameter shards"] <= (stacks + rest) / 4 + 1024
+
+
+def on_real_ranks(rank: int) -> reference.Trained:
+    mesh, model = fs.make_mesh(expert=2, device="cpu"), sharded.as_float(model_of("mixture"))
+    specs = specs_of(model, "full_shard", mesh, expert="expert")
+    return train(rank, mesh, model, specs, ADAMW, backend="inductor")
+
+
+def test_compiled_on_real_ranks_it_is_what_one_process_does(ranks: Any) -> None:
+    model = sharded.as_float(model_of("mixture", True))
+    expected = reference.train(model.loss, model.params, by_steps(model), reference.adamw(1e-2))
+    for got in ranks(2).run(on_real_ranks, timeout=300.0):
+        assert_same(got, expected, atol=2e-5)
+
+
+def test_more_rows_than_there_is_room_for_are_told():
+    with pytest.raises(fs.StateError, match=r"(?s)experts of another rank over 'expert'.*of 9, in all ranks"):
+        trained(model_of("one expert"), {"expert": 2}, ADAMW, expert_capacity=0.75)
+    for got in trained(model_of("one expert"), {"expert": 2}, ADAMW, expert_capacity=2):
+        assert_same(got, truth("one expert", "adamw"))
+
+
+def test_another_use_of_a_stack_gathers_it_and_says_so():
+    model, dense = model_of("mixture"), model_of("mixture", True)
+
+    def with_penalty(loss: Any) -> Any:
+        return lambda p, tokens: loss(p, tokens) + p["layers.0.experts.up"].square().flatten().sum()
+
+    expected = reference.train(with_penalty(dense.loss), model.params, by_steps(model), reference.adamw(1e-2))
+    mesh = fs.make_mesh(expert=2, simulated=True)
+    specs = fs.presets.full_shard(model.params, mesh, expert="expert")
+    step = make_step(mesh, model, specs, ADAMW, loss=with_penalty(model.loss))
+    with pytest.warns(UserWarning, match=r"(?s)whole stacks of experts.*aten.flatten"):
+        for got in fs.simulate(mesh, lambda rank: train(rank, mesh, model, specs, ADAMW, step=step)):
+            assert_same(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("axes", "policy", "words"),
+    [
+        ({"expert": 3}, {}, r"(?s)4 leaves.*experts.up.*3 ranks do not divide 8 experts"),
+        ({"shard": 2}, {}, "expert='expert' is no axis of the mesh"),
+        ({"shard": 2, "tensor": 2}, {"expert": "tensor"}, "'tensor' is no data axis"),
+        ({"expert": 2}, {"codec": "int8", "trainable": False}, "codes of experts stay"),
+        ({"expert": 2}, {"rules": [("*experts*", fs.LayoutSpec())]}, "no leaf has \"experts\""),
+        ({"expert": 2}, {"rules": [("*router", fs.LayoutSpec(compute=fs.P(None, "expert")))]},
+         r"(?s)router.*splits stacks of experts, along dim 0 alone"),
+        ({"expert": 2}, {"rules": [("*norm1", fs.LayoutSpec(compute=fs.P("expert")))]},
+         r"(?s)norm1.*a data axis, whose ranks see other rows"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(axes, policy, words):
+    model, mesh = model_of("mixture"), fs.make_mesh(**axes, abstract=True)
+    with pytest.raises(fs.SpecError, match=words):
+        specs = fs.presets.full_shard(model.params, mesh, **{"expert": "expert", **policy})
+        make_step(mesh, model, specs, ADAMW)
+
+
+def test_capacity_is_more_than_nothing():
+    with pytest.raises(fs.SpecError, match="expert_capacity=0: a number above 0"):
+        lowered({"expert": 2}, expert_capacity=0)
+
+
+def test_a_stack_that_is_written_to_is_refused():
+    model, mesh = model_of("mixture"), fs.make_mesh(expert=2, abstract=True)
+    specs = fs.presets.full_shard(model.params, mesh, expert="expert")
+    specs["layers.0.experts.up"] = replace(specs["layers.0.experts.up"], trainable=False)
+
+    def loss(p: dict[str, Tensor], tokens: Tensor) -> Tensor:
+        p["layers.0.experts.up"].mul_(0.5)
+        return model.loss(p, tokens)
+
+    step = fs.shard_step(loss, specs, mesh=mesh, backend="eager")
+    with pytest.raises(fs.TraceError, match=r"layers.0.experts.up.*a stack that 'expert' splits"):
+        step.lower(model.params, model.batch(0)[0])
