@@ -63,6 +63,7 @@ CASES = {
     "documents": Case("micro:documents", {"rows": 1, "length": 8192, "rounds": 3}),
     "lengths": Case("micro:lengths", {"rows": 2, "length": 1000, "steps": 1000, "size": "5m"}),
     "decode": Case("micro:decode", {"rows": 16, "size": "tiny", "rounds": 5}),
+    "experts": Case("micro:experts", {"size": "85m", "length": 128, "rounds": 8}, on_ranks=True),
     "starts": Case("jobs:starts", {"rounds": 5}),
     "gpu": Case("gpu:run", TINY),
     "cuda": Case("cuda:run", CUDA | {"ranks": 8}),

@@ -1,4 +1,4 @@
-"""Cases of one mechanism each: `executor`, `documents`, `lengths`, `decode`."""
+"""Cases of one mechanism each: `executor`, `documents`, `lengths`, `decode`, `experts`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import fnshard as fs
 from experiments.bench.config import BenchConfig
@@ -233,3 +233,79 @@ def decode(config: BenchConfig, folder: Path) -> Result:
         speed = config.rows * NEW / median(taken)
         rows.append([name, f"{speed:,.0f}", f"{ratio(taken, seconds['fnshard']):.2f}", f"{share:.1%}"])
     return Result(rows, values={"seconds": seconds})
+
+
+# ------------------------------------------------------------------ experts
+EXPERTS, CHOSEN = 8, 2
+
+
+class Mixture(nn.Module):
+    """In a block's MLP's place: each row by its two best experts, sorted by expert."""
+
+    def __init__(self, width: int, hidden: int):
+        super().__init__()
+        self.router = nn.Linear(width, EXPERTS, bias=False)
+        self.experts = nn.ParameterDict(
+            {
+                "up": torch.randn(EXPERTS, 2 * hidden, width) * width**-0.5,
+                "down": torch.randn(EXPERTS, width, hidden) * hidden**-0.5,
+            }
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        weights, ids = self.router(rows).softmax(-1).topk(CHOSEN, -1)
+        order = ids.flatten().argsort(stable=True)
+        ends = F.one_hot(ids.flatten(), EXPERTS).sum(0).cumsum(0).to(torch.int32)
+        up, down = (self.experts[name].mT for name in ("up", "down"))
+        gate, value = F.grouped_mm(rows[order // CHOSEN], up, offs=ends).chunk(2, -1)
+        made = F.grouped_mm(F.silu(gate) * value, down, offs=ends) * weights.flatten()[order, None]
+        return (
+            torch.zeros_like(made).index_copy(0, order, made).view(-1, CHOSEN, x.shape[-1]).sum(1).view_as(x)
+        )
+
+
+def experts(config: BenchConfig, folder: Path) -> Result:
+    """How fast is a mixture of 8 experts whose rows go to experts, next to experts that are gathered?"""
+    torch.manual_seed(config.seed)
+    model = Decoder(config.model)
+    for block in model.layers:
+        block.mlp = Mixture(config.model.width, config.model.width // 2)
+    loss, params = loss_function(model)
+    works, rows = {}, torch.randint(config.model.vocab, (config.rows, config.length + 1))
+    batch = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+    for name, capacity in (("gathered", None), ("expert axis", None), ("expert axis, capacity 1.5", 1.5)):
+        axes = {"expert": config.ranks}
+        mesh = fs.make_mesh(**axes, device=config.device)
+        specs = fs.presets.full_shard(
+            params, mesh, expert=None if name == "gathered" else "expert", compute_dtype=config.compute_dtype
+        )
+        step = fs.shard_step(
+            loss,
+            specs,
+            mesh=mesh,
+            optimizer=fs.optim.adamw(3e-4),
+            backend=config.backend,
+            expert_capacity=capacity,
+        )
+        works[name] = _stepping(step, params, batch)
+        works[name]()
+    seconds = interleaved(works, config.rounds, seed=config.seed)
+    share = sum(p.numel() for n, p in params.items() if "experts" in n) / sum(
+        p.numel() for p in params.values()
+    )
+    table = [["", "step ms", "/ gathered"]]
+    for name, each in seconds.items():
+        ratios = median(b / a for a, b in zip(seconds["gathered"], each, strict=True))
+        table.append([name, milliseconds(each), f"{ratios:.3f}"])
+    return Result(table, ["", f"experts are {share:.0%} of the parameters"], {"seconds": seconds})
+
+
+def _stepping(step: Any, params: Any, batch: Any) -> Callable[[], None]:
+    state = step.init(params)
+
+    def one() -> None:
+        nonlocal state
+        state, _ = step(state, *batch)
+
+    return one

@@ -40,7 +40,7 @@ def place(config: Any, *, accelerators: Mapping[str, int], world: int | None = N
         has = ", ".join(["cpu", *accelerators])
         raise ConfigError(f"run.device={device}: this machine has {has}. Fix: run.device=auto.")
     mesh = config.mesh
-    fixed = mesh.replicate * mesh.tensor * mesh.context
+    fixed = mesh.replicate * mesh.expert * mesh.tensor * mesh.context
     there = world or nodes * (CPU_RANKS if device == "cpu" else accelerators[device])
     if mesh.shard is None:
         if there % fixed and (world or fixed < there):
@@ -80,7 +80,7 @@ def place(config: Any, *, accelerators: Mapping[str, int], world: int | None = N
 def _product(mesh: Any) -> str:
     """The axes that are named, and those that split."""
     sizes = {"replicate": mesh.replicate, "shard": mesh.shard}
-    split = {name: getattr(mesh, name) for name in ("tensor", "context")}
+    split = {name: getattr(mesh, name) for name in ("expert", "tensor", "context")}
     sizes |= {name: size for name, size in split.items() if size > 1}
     return " times ".join(f"mesh.{name}={size}" for name, size in sizes.items() if size is not None)
 

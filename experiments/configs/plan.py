@@ -38,9 +38,9 @@ class Plan:
         return self.options["accumulate"]
 
 
-def tensor_axis(mesh: fs.Mesh) -> str | None:
-    """What presets take as `tensor=`."""
-    return "tensor" if "tensor" in mesh.names else None
+def axis_of(name: str, mesh: fs.Mesh) -> str | None:
+    """What presets take as `tensor=` and `expert=`."""
+    return name if name in mesh.names else None
 
 
 def dtypes_of(precision: PrecisionConfig) -> dict[str, torch.dtype]:
@@ -59,7 +59,7 @@ def plan_of(
     batch: tuple[Any, ...],
     specs: Callable[..., Any],
     hardware: str = AUTO,
-    attention: str = "auto",
+    along: Mapping[str, Any] | None = None,
 ) -> Plan:
     """A strategy as specs and options of the step; the same on every rank, as its inputs are.
 
@@ -67,7 +67,7 @@ def plan_of(
         batch: this rank's of one step; may be meta.
         specs: from a preset, and fields of `LayoutSpec` for all leaves that train.
         hardware: whose speed `strategy=auto` plans for, see `hardware_of`.
-        attention: `shard_step`'s `context_attention`.
+        along: options of the step by `MeshConfig.options`.
 
     Raises:
         BudgetError: `strategy=auto`, and nothing fits.
@@ -75,7 +75,7 @@ def plan_of(
     """
     options = {
         "accumulate_mode": run.accumulate_mode, "backend": run.backend, "timeout": run.timeout_s,
-        "grad_norm": True, "context_attention": attention,
+        "grad_norm": True, **(along or {}),
     }  # fmt: skip
     exact = {"deterministic": run.deterministic}
     if strategy.name == AUTO:

@@ -48,21 +48,25 @@ OWN_ROWS = {"rows": 8, "held_out_rows": 128}  # of `data`, where it is one
 class MeshConfig:
     """Ranks by axis; `shard: null` means all that are left.
 
-    Ranks along `replicate` and `shard` take other rows; those along `tensor` and `context` split the matrices
-    and the sequences of the same rows; attention over these runs as `context_attention` says (`shard_step`).
+    Ranks along `replicate`, `shard` and `expert` take other rows; those along `expert` have other experts of
+    a mixture, too, to which rows go, with room as `expert_capacity` says (`shard_step`). Those along `tensor`
+    and `context` split the matrices and the sequences of the same rows; attention over these runs as
+    `context_attention` says.
     """
 
     replicate: PositiveInt = 1
     shard: PositiveInt | None = None
+    expert: PositiveInt = 1
     tensor: PositiveInt = 1
     context: PositiveInt = 1
     context_attention: Literal["auto", "ulysses", "gather", "ring"] = "auto"
+    expert_capacity: PositiveFloat | None = None
 
     @property
     def axes(self) -> dict[str, int]:
         """What `fnshard.make_mesh` takes; those of a tensor group are neighbours."""
         sizes = {"replicate": self.replicate, "shard": self.shard or 1}
-        split = {"context": self.context, "tensor": self.tensor}
+        split = {"expert": self.expert, "context": self.context, "tensor": self.tensor}
         return sizes | {name: size for name, size in split.items() if size > 1}
 
     @property
@@ -72,7 +76,12 @@ class MeshConfig:
     @property
     def data_ranks(self) -> int:
         """Ranks that take other rows."""
-        return self.replicate * (self.shard or 1)
+        return self.replicate * (self.shard or 1) * self.expert
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of `fnshard.shard_step` and `shard_forward`: what runs along the axes."""
+        return {"context_attention": self.context_attention, "expert_capacity": self.expert_capacity}
 
 
 @configuration
@@ -385,7 +394,7 @@ def uneven_splits(model: DecoderConfig, mesh: MeshConfig) -> list[str]:
     ['mesh.tensor=4: has to divide model.kv_heads=2. Fix: mesh.tensor=2.']
     """
     sizes = {"heads": model.heads, "kv_heads": model.kv_heads, "mlp": model.hidden, "vocab": model.vocab}
-    wrong = []
+    wrong = [f"mesh.expert={mesh.expert}: the model has no experts. Fix: mesh.expert=1."] * (mesh.expert > 1)
     for axis, split in {"tensor": sizes, "context": {"context": model.context}}.items():
         ranks = getattr(mesh, axis)
         uneven = [f"model.{name}={size}" for name, size in split.items() if size % ranks]

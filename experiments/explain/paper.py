@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import fnshard as fs
-from experiments.configs.plan import dtypes_of, tensor_axis
+from experiments.configs.plan import axis_of, dtypes_of
 from experiments.configs.train import AUTO, ScheduleConfig
 from experiments.explain.config import ExplainConfig
 from experiments.training.decoder import Decoder, loss_function
@@ -85,8 +85,8 @@ def explain(config: ExplainConfig) -> Paper:
         tokens = torch.empty(config.rows, config.model.context, dtype=torch.int64)
     loss_fn, params = loss_function(model)
     optimizer = make_optimizer(config.optimizer, ScheduleConfig(name="constant"), 1, UNDECAYED)
-    how = {"tensor": tensor_axis(mesh), **dtypes_of(config.precision)}
-    options = {"grad_norm": True, "context_attention": config.mesh.context_attention}
+    how = {"tensor": axis_of("tensor", mesh), **dtypes_of(config.precision)}
+    options = {"grad_norm": True, **config.mesh.options}
     strategy = config.strategy
     if strategy.name == AUTO:
         found = fs.fit(

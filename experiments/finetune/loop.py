@@ -218,6 +218,7 @@ def prepare(config: FinetuneConfig, only_prompt: bool = False) -> FinetuneSetup:
     step = fs.shard_step(loss, plan.specs, mesh=mesh, optimizer=chosen.optimizer, **plan.options)
     how = {
         "mesh": mesh, "backend": run.backend, "deterministic": run.deterministic, "timeout": run.timeout_s,
+        **config.mesh.options,
     }  # fmt: skip
     objective_of_data = objective(tuning, config.objective, training=False)
     held_out = fs.shard_forward(objective_of_data, plan.specs, **how)

@@ -75,7 +75,7 @@ def choose_method(config: FinetuneConfig, lm: LanguageModel, mesh: fs.Mesh, batc
     specs = partial(tuning.specs, mesh, config.precision)
     plan = plan_of(
         config.strategy, config.run, loss, tuning.params, mesh, optimizer,
-        batch=(batch,), specs=specs, hardware=config.hardware.name, attention=config.mesh.context_attention,
+        batch=(batch,), specs=specs, hardware=config.hardware.name, along=config.mesh.options,
     )  # fmt: skip
     why = f"method={tuning.method.name}: {_counts(tuning)}\n{_rate_in_words(config, tuning)}"
     return MethodPlan(tuning, optimizer, plan, why, rate_of(config, tuning))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import fnshard as fs
-from experiments.configs.plan import dtypes_of, tensor_axis
+from experiments.configs.plan import axis_of, dtypes_of
 from experiments.configs.train import ConfigError, PrecisionConfig
 from experiments.finetune.config import ALL_LINEAR, EXPERTS, VISION_LINEAR, FinetuneConfig, MethodConfig
 from experiments.finetune.lm import LanguageModel
@@ -78,18 +78,22 @@ class Tuning:
             (list(self.coded), {**frozen, **where, "codec": CODECS.get(self.method.name)}),
         ]
         computes = self._computes(mesh)
+        # Codes are gathered; what is computed with them is then of all experts.
+        expert = None if any("experts" in p for p in self.coded) else axis_of("expert", mesh)
         made: dict[str, Any] = {}
         for paths, fields in kinds:
             if paths:
                 tensor = {p: computes[p] for p in paths if p in computes}
+                stacked = expert if any("experts" in p and named[p].dim() == 3 for p in paths) else None
                 made |= preset(
-                    {p: named[p] for p in paths}, mesh, units=lambda _: units, tensor=tensor, **fields
-                )
+                    {p: named[p] for p in paths}, mesh, units=lambda _: units, tensor=tensor, expert=stacked,
+                    **fields,
+                )  # fmt: skip
         return tree.unflatten([made[p] for p in named], structure)
 
     def _computes(self, mesh: fs.Mesh) -> dict[str, P]:
         """`LayoutSpec.compute` by path: adapters split as their matrices do; codes only by rows."""
-        axis = tensor_axis(mesh)
+        axis = axis_of("tensor", mesh)
         if axis is None:
             return {}
         named = tree.flatten_with_paths(self.params)[0]
@@ -118,6 +122,11 @@ def tuning_of(config: FinetuneConfig, lm: LanguageModel) -> Tuning:
         ConfigError: targets that the model has not, a rank that is more than its matrices are wide.
     """
     chosen, kind = config.method, config.objective.kind
+    if config.mesh.expert > 1 and not lm.experts():
+        raise ConfigError(
+            f"mesh.expert={config.mesh.expert}: the model has no experts. Fix: mesh.expert=1, mesh.shard="
+            f"{config.mesh.expert}."
+        )
     value = {"value": _value_head(lm)} if kind.values else {}
     if chosen.name == "full":
         params = _partly_frozen(lm.params, chosen.freeze)

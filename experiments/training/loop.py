@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import fnshard as fs
-from experiments.configs.plan import Plan, dtypes_of, plan_of, tensor_axis
+from experiments.configs.plan import Plan, axis_of, dtypes_of, plan_of
 from experiments.configs.train import ConfigError, TrainConfig
 from experiments.data.files import write_text
 from experiments.data.loader import Loader
@@ -175,12 +175,12 @@ def prepare(config: TrainConfig) -> TrainSetup:
     plan = plan_of(
         config.strategy, run, task.loss, task.params, mesh, optimizer,
         batch=next(dataset.loader(mesh)), specs=partial(_specs, config, task.params, mesh),
-        hardware=config.hardware.name, attention=config.mesh.context_attention,
+        hardware=config.hardware.name, along=config.mesh.options,
     )  # fmt: skip
     step = fs.shard_step(task.loss, plan.specs, mesh=mesh, optimizer=optimizer, **plan.options)
     how = {
         "mesh": mesh, "backend": run.backend, "deterministic": run.deterministic, "timeout": run.timeout_s,
-        "context_attention": config.mesh.context_attention,
+        **config.mesh.options,
     }  # fmt: skip
     forward, sampler = fs.shard_forward(task.measured, plan.specs, **how), None
     if config.objective is None:
@@ -193,7 +193,7 @@ def _specs(config: TrainConfig, params: Any, mesh: fs.Mesh, preset: Callable[...
     """By the rules of the configuration, or by a preset."""
     policy = dtypes_of(config.precision) | policy
     if config.specs is None:
-        return preset(params, mesh, tensor=tensor_axis(mesh), **policy)
+        return preset(params, mesh, tensor=axis_of("tensor", mesh), **policy)
     try:
         return fs.match_specs(params, [(of, rule_of(how, policy)) for of, how in config.specs])
     except fs.errors.SpecError as error:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import json
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from runs import run_in
+from safetensors.torch import load_file
 from torch import Tensor
 from tuning import config_of
 
@@ -229,6 +231,37 @@ def test_a_mixture_is_tuned_exported_and_opened(mixture, data, tmp_path, chosen)
     assert experts and (experts <= changed)  # by their adapters, or by the rounding of their codes
     ours = of(deepcopy(tuned))
     torch.testing.assert_close(ours.logits(dict(ours.params), TOKENS), tuned(TOKENS).logits)
+
+
+def tuned(rank: int, config: Any, folder: str) -> None:
+    loop.finetune(config, run_in(Path(folder)), [], Stop())
+
+
+@pytest.mark.parametrize(
+    "chosen", [("method=full", "objective.balance=0.1"), ("method=lora", "method.targets=experts|all-linear")],
+    ids=" ".join,
+)  # fmt: skip
+def test_experts_on_two_ranks_are_tuned_as_on_one(ranks, mixture, data, tmp_path, chosen):
+    """Rows go to their experts; losses, balance, answers and the exported model are those of one rank."""
+    double = [f"precision.{part}=float64" for part in ("storage", "compute", "reduce", "optimizer")]
+    config = config_of(mixture, data, tmp_path, "export=merged", "run.steps=2", *double, *chosen)
+    one, two = tmp_path / "one", tmp_path / "two"
+    tuned(0, config, str(one))
+    ranks(2).run(tuned, replace(config, mesh=replace(config.mesh, expert=2)), str(two))
+    assert "over expert" in (two / "schedule.txt").read_text()
+    found, expected = (json.loads((folder / "result.json").read_text()) for folder in (two, one))
+    same = [key for key in expected if key.startswith("held_out")]
+    assert same and {k: found[k] for k in same} == pytest.approx({k: expected[k] for k in same}, rel=1e-9)
+    assert (one / "samples.txt").read_text() == (two / "samples.txt").read_text()
+    files = (load_file(folder / EXPORTED / "model.safetensors") for folder in (two, one))
+    for (path, leaf), (_, other) in zip(*(sorted(f.items()) for f in files), strict=True):
+        torch.testing.assert_close(leaf, other, rtol=0, atol=1e-9, msg=path)
+
+
+def test_a_model_without_experts_has_no_expert_axis(model, data, tmp_path):
+    config = config_of(model, data, tmp_path)
+    with pytest.raises(ConfigError, match=r"mesh.expert=2: the model has no experts.*mesh.shard=2"):
+        loop.prepare(replace(config, mesh=replace(config.mesh, expert=2)))
 
 
 def test_adapters_of_experts_have_no_files_of_their_own(mixture, data, tmp_path):
