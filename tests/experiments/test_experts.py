@@ -21,6 +21,7 @@ from experiments.configs.train import ConfigError
 from experiments.finetune import loop
 from experiments.finetune.base_models import EXPORTED, directory_of
 from experiments.finetune.lm import LanguageModel, of
+from experiments.finetune.tuning import tuning_of
 from fnshard.errors import SpecError, StateError, TraceError
 from fnshard.launcher.rank import Stop
 
@@ -238,9 +239,10 @@ def tuned(rank: int, config: Any, folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "chosen", [("method=full", "objective.balance=0.1"), ("method=lora", "method.targets=experts|all-linear")],
+    "chosen",
+    [("method=full", "objective.balance=0.1"), ("method=lora", "method.targets=experts|all-linear")],
     ids=" ".join,
-)  # fmt: skip
+)
 def test_experts_on_two_ranks_are_tuned_as_on_one(ranks, mixture, data, tmp_path, chosen):
     """Rows go to their experts; losses, balance, answers and the exported model are those of one rank."""
     double = [f"precision.{part}=float64" for part in ("storage", "compute", "reduce", "optimizer")]
@@ -260,8 +262,10 @@ def test_experts_on_two_ranks_are_tuned_as_on_one(ranks, mixture, data, tmp_path
 
 def test_a_model_without_experts_has_no_expert_axis(model, data, tmp_path):
     config = config_of(model, data, tmp_path)
+    config = replace(config, mesh=replace(config.mesh, expert=2))
+    module = of(transformers.AutoModelForCausalLM.from_pretrained(model))
     with pytest.raises(ConfigError, match=r"mesh.expert=2: the model has no experts.*mesh.shard=2"):
-        loop.prepare(replace(config, mesh=replace(config.mesh, expert=2)))
+        tuning_of(config, module)
 
 
 def test_adapters_of_experts_have_no_files_of_their_own(mixture, data, tmp_path):
