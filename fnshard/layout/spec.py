@@ -56,7 +56,7 @@ class LayoutSpec:
             axes of storage alone. Axes of `compute` stand first in storage, dim by dim:
             `LayoutSpec(P(("tensor", "shard")), compute=P("tensor"))`; storage=P() takes them by itself. Of
             matrices side by side (a fused query, key and value) each is split by `P(Fused("tensor", 3))`.
-            A data axis splits stacks of experts [E, ...] along dim 0: rows go to the ranks that have their
+            A data axis splits stacks of experts [E, M, N] along dim 0: rows go to the ranks that have their
             experts, and to all else it is a data axis.
         gradient: layout of the reduced gradient; `storage` or `P()`-to-sharded as in ZeRO 2.
         optimizer: layout of optimizer state and update.
@@ -324,7 +324,7 @@ def _unfit_compute(spec: LayoutSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
     if not spec.compute.axes:
         return
     data = [a for a in spec.compute.axes if a in mesh.data_axes]
-    if data and (len(data) > 1 or spec.compute.of(0) != (data[0],) or len(spec.shape) < 2):
+    if data and (len(data) > 1 or spec.compute.of(0) != (data[0],) or len(spec.shape) < 3):
         yield (
             f"compute={spec.compute!r}: {data[0]!r} is a data axis, whose ranks see other rows",
             "such an axis splits stacks of experts, along dim 0 alone: compute=P('expert'). For other leaves "

@@ -39,7 +39,7 @@ WRONG_TRAIN = {
         r"optimizer\.b1=0\.1: no such key\. .* has name, lr, momentum",
     ),
     "+mesh.z=1 mesh={shart: 2} +new.key=1 ++run.stepz=5 data.held_out_rowz=8 model.width.x=64": (
-        r"mesh\.z=1: no such key\. mesh has replicate, .*context_attention\.",
+        r"mesh\.z=1: no such key\. mesh has replicate, .*expert_capacity\.",
         r"mesh\.shart=2: no such key\. Did you mean mesh\.shard\?",
         r"new\.key=1: no such key\. The top has model, mesh",
         r"run\.stepz=5: no such key\. Did you mean run\.steps\?",
