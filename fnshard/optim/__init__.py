@@ -1,4 +1,4 @@
-"""Optimizers: the contract, `sgd`, `adamw`, `lion`, `muon`, chains of them, schedules, loss scaling."""
+"""Optimizers: the contract, `sgd`, `adamw`, `muon` and others, chains of them, schedules, loss scaling."""
 
 from fnshard.optim.contract import Optimizer, StepInfo
 from fnshard.optim.muon import muon
@@ -12,10 +12,11 @@ from fnshard.optim.optimizers import (
     ema_params,
     lion,
     register,
+    schedule_free_adamw,
     sgd,
 )
 
 __all__ = [
     "OPTIMIZERS", "Optimizer", "StepInfo", "adamw", "by_path", "chain", "clip_by_global_norm", "ema",
-    "ema_params", "lion", "muon", "register", "sgd",
+    "ema_params", "lion", "muon", "register", "schedule_free_adamw", "sgd",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ from fnshard.optim.schedules import ByPath, PathRules, Rate, RateSchedule, as_sc
 
 __all__ = [
     "OPTIMIZERS", "adamw", "by_path", "chain", "clip_by_global_norm", "ema", "ema_params", "lion", "register",
-    "sgd",
+    "schedule_free_adamw", "sgd",
 ]  # fmt: skip
 
 
@@ -181,6 +181,63 @@ def lion(
         name, leaf, {"mu": torch.zeros_like}, rules=rules, settings=settings,
         values=lambda info: {"lr": _rate(rate, 1.0, info)},
         numbers=lambda path, info: _rate(rate, settings(path)[1], info),
+    )  # fmt: skip
+
+
+@rate_first
+def schedule_free_adamw(
+    lr: Rate = 2.5e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: ByPath = 0.0,
+    lr_scale: ByPath = 1.0,
+) -> Optimizer:
+    """AdamW without a schedule (Defazio et al. 2024, schedulefree's `AdamWScheduleFree`); two slots.
+
+    Gradients are taken between a fast sequence and its average, which `fs.averaged(state)` gives: evaluate
+    and export that. A warm-up is the rate's, a function of the step.
+
+    `weight_decay` and `lr_scale` take a number, or `(glob, number)` rules on paths, first match wins.
+
+    >>> schedule_free_adamw(1e-3).init({"w": torch.ones(2)})["w"]
+    {'ema': tensor([1., 1.]), 'nu': tensor([0., 0.])}
+    """
+    name = call_text(
+        "schedule_free_adamw", lr=lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, lr_scale=lr_scale
+    )
+    _within(name, b1=b1, b2=b2)
+    if not b1 > 0:
+        raise OptimizerError(f"{name}: b1 must be above 0: the average would have no part in the parameters.")
+    rate, rules, settings = _hyper(lr, weight_decay, lr_scale)
+    sums = [(0.0, 0.0)]  # by step: the largest rate so far, and the sum of its squares
+
+    def share(info: StepInfo) -> Tensor:
+        """Of the newest point in the average: points weigh as the square of the largest rate."""
+        step = int(info.step)
+        while len(sums) < step + 2:
+            most = max(sums[-1][0], float(rate(torch.tensor(len(sums) - 1))))
+            sums.append((most, sums[-1][1] + most**2))
+        most, total = sums[step + 1]
+        return torch.tensor(most**2 / total if total else 0.0, dtype=torch.float64)
+
+    def numbers(path, info):
+        count = (info.step + 1).to(torch.float64)
+        bias = info.once((leaf, "bias"), lambda: (1 - torch.pow(b2, count)).sqrt())
+        return _rate(rate, settings(path)[1], info), info.once((leaf, "share"), lambda: share(info)), bias
+
+    def leaf(path, grad, slots, param, given):
+        (lr, part, bias), decay = given, settings(path)[0]
+        nu = (slots["nu"] * b2).addcmul_(grad, grad, value=1 - b2)
+        step = grad / (nu.sqrt() / bias).add_(eps)
+        step = step + decay * param if decay else step
+        fast = (param - b1 * slots["ema"]) / (1 - b1) - lr * step
+        average = slots["ema"] + part * (fast - slots["ema"])
+        return (1 - b1) * fast + b1 * average - param, {"ema": average, "nu": nu}
+
+    return Optimizer(
+        name, leaf, {"ema": torch.clone, "nu": torch.zeros_like}, rules=rules, settings=settings,
+        values=lambda info: {"lr": _rate(rate, 1.0, info)}, numbers=numbers,
     )  # fmt: skip
 
 
@@ -395,7 +452,9 @@ def dispatched(name: str, parts: Sequence[Optimizer], which: Callable[[str, int]
     )  # fmt: skip
 
 
-OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"sgd": sgd, "adamw": adamw, "lion": lion}
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
+    "sgd": sgd, "adamw": adamw, "lion": lion, "schedule_free_adamw": schedule_free_adamw,
+}  # fmt: skip
 
 
 def register(name: str, make: Callable[..., Optimizer]) -> None:

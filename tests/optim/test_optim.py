@@ -126,6 +126,30 @@ def test_clip_equals_torch(max_norm):
     torch.testing.assert_close(clip.metrics(info)["grad_norm"], norm, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_schedule_free_is_its_authors(warmup, decay):
+    """Parameters, and the average that they evaluate."""
+    schedulefree = pytest.importorskip("schedulefree")
+    params = random_tree(0)
+    theirs = {path: nn.Parameter(leaf.clone()) for path, leaf in params.items()}
+    own = schedulefree.AdamWScheduleFree(
+        theirs.values(), lr=0.05, betas=(0.8, 0.95), weight_decay=decay, warmup_steps=warmup, foreach=False
+    )
+    rate = (lambda step: 0.05 * min(1.0, (float(step) + 1) / warmup)) if warmup else 0.05
+    optimizer = optim.schedule_free_adamw(rate, b1=0.8, b2=0.95, weight_decay=decay)
+    found, slots = train(optimizer, params)
+    own.train()
+    for step in range(6):
+        gradients = random_tree(100 + step, {p: t.shape for p, t in params.items()})
+        for path, leaf in theirs.items():
+            leaf.grad = gradients[path]
+        own.step()
+    assert_close(found, {path: leaf.detach() for path, leaf in theirs.items()})
+    own.eval()
+    assert_close(optim.ema_params(slots), {path: leaf.detach() for path, leaf in theirs.items()})
+
+
 def test_lion_is_its_paper():
     """Algorithm 2, line by line."""
     params, lr, b1, b2, decay = random_tree(0), 0.02, 0.8, 0.95, 0.3
@@ -547,6 +571,7 @@ def test_a_blind_optimizer_on_sharded_leaves_is_refused():
         (lambda: sgd(0.1, nesterov=True), "nesterov needs a momentum"),
         (lambda: clip_by_global_norm(0.0), "norm must be a number above 0"),
         (lambda: clip_by_global_norm("1"), "norm must be a number above 0"),
+        (lambda: optim.schedule_free_adamw(0.1, b1=0.0), "b1 must be above 0"),
         (lambda: ema(1.5), "decay=1.5"),
         (lambda: ema("0.9"), "decay='0.9'"),
         (lambda: chain(torch.optim.SGD), r"(?s)transforms of fnshard.optim.*SGD"),

@@ -10,7 +10,16 @@ from torch import Tensor
 from fnshard import schedules
 from fnshard.optim.contract import Optimizer, StepInfo
 from fnshard.optim.muon import muon
-from fnshard.optim.optimizers import adamw, by_path, chain, clip_by_global_norm, ema, lion, sgd
+from fnshard.optim.optimizers import (
+    adamw,
+    by_path,
+    chain,
+    clip_by_global_norm,
+    ema,
+    lion,
+    schedule_free_adamw,
+    sgd,
+)
 
 RULES = {"weight_decay": [("*norm*", 0.0), ("*", 0.1)], "lr_scale": [("embed*", 0.5), ("*", 1.0)]}
 SHAPES = {"embed.w": (7, 3), "a.norm.w": (5,), "a.w": (4, 6), "b.scalar": (), "b.empty": (0, 3)}
@@ -45,6 +54,8 @@ ALL = {
     "ema_schedule": chain(sgd(0.1, 0.9), ema(RATE)),
     "two_bodies": chain(sgd(1.0, momentum=0.5), sgd(0.1, momentum=0.9), ema(0.9)),
     "lion": lion(RATE, weight_decay=0.3),
+    "schedule_free": schedule_free_adamw(RATE, weight_decay=0.1),
+    "clip_schedule_free_rules": chain(clip_by_global_norm(0.5), schedule_free_adamw(1e-2, **RULES)),
     "muon": muon(RATE, dtype=None),
     "clip_muon_ema": chain(clip_by_global_norm(0.5), muon(0.02, ns_steps=3, scale="original"), ema(0.9)),
     "rules_of_optimizers": by_path(
