@@ -19,6 +19,7 @@ from fnshard.compiler.kernels.split import split
 from fnshard.compiler.place.experts import place_experts
 from fnshard.compiler.place.place import place_axes
 from fnshard.compiler.place.strategies import ContextAttention, Residual
+from fnshard.compiler.rewrites.fp8 import fp8_products
 from fnshard.compiler.schedule.build import Plan, build
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.compiler.schedule.passes import (
@@ -115,6 +116,8 @@ def trace_and_split(
             device=trace_device(mesh), mesh=mesh, differentiate=plan.differentiate,
             sources=options.sources,
         )  # fmt: skip
+        if eight_bits := {p for p, s in stored.items() if s.wire_dtype is not None}:
+            fp8_products(program, eight_bits)
         sequences = {name: dims[0] for name, dims in sequence_dims(batch).items()}
         program = place_experts(program, stored, mesh, options.expert_capacity)
         program = place_axes(program, stored, mesh, options.residual, sequences, options.context_attention)

@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping, Sequence
 from glob import escape
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from fnshard import tree
 from fnshard.errors import SpecError, leaves, report
 from fnshard.layout.partition import P, block_shape
 from fnshard.layout.rules import Rule, check_params, match_specs
-from fnshard.layout.spec import LayoutSpec, is_buffer
+from fnshard.layout.spec import FP8, LayoutSpec, fits_fp8, is_buffer
 from fnshard.layout.tensor import tensor_layouts
 from fnshard.mesh import Mesh, check_mesh
 
@@ -24,6 +25,7 @@ __all__ = [
 ]  # fmt: skip
 
 Layouts = Callable[[P], dict[str, Any]]
+EMBEDDINGS = "*embed*|*token.*|*wte*|*wpe*|*lm_head*|head.*|*.head.*"  # and heads
 
 
 def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str) -> Callable[..., Any]:
@@ -43,6 +45,7 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
         own: list[Rule] = []
         free = {p: v for p, v in named.items() if not any(fnmatch.fnmatchcase(p, glob) for glob, _ in rules)}
         coded = bool(policy.get("codec"))
+        narrow = policy.get("compute_dtype") == FP8 and policy.get("trainable") is not False
         computes = {**_computes(named, free, tensor, mesh, coded), **_stacks(free, expert, mesh, policy)}
         for path, leaf in free.items():
             compute = computes.get(path, P())
@@ -52,7 +55,10 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
             else:
                 split = leaf.shape[:1] if coded else leaf.shape  # rows are coded one by one
                 layout = best_split(split, over, mesh, compute)
-            own.append((escape(path), LayoutSpec(**{"compute": compute, **layouts(layout), **policy})))
+            fields = {"compute": compute, **layouts(layout), **policy}
+            if narrow and not _in_fp8(path, leaf, compute):
+                fields["compute_dtype"] = torch.bfloat16
+            own.append((escape(path), LayoutSpec(**fields)))
         return match_specs(params, [*rules, *own], units=units)
 
     preset.__doc__ = doc + (
@@ -64,9 +70,18 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
         "            it does not divide stay whole, with a warning.\n"
         '        expert: a data axis that splits stacks of experts, leaves [E, M, N] with "experts" in\n'
         "            their path, while they compute (expert parallelism): see `LayoutSpec.compute`.\n"
-        "        policy: further LayoutSpec fields for all leaves, such as compute_dtype.\n"
+        "        policy: further LayoutSpec fields for all leaves, such as compute_dtype. Of float8_e4m3fn\n"
+        "            embeddings, heads, and what is no matrix of multiples of 16 or does not train, stay in\n"
+        "            bf16.\n"
     )
     return preset
+
+
+def _in_fp8(path: str, leaf: Tensor, compute: P) -> bool:
+    """Whether products with a leaf are in eight bits where the policy says so."""
+    trains = leaf.requires_grad or not isinstance(leaf, nn.Parameter)
+    at_the_ends = any(fnmatch.fnmatchcase(path, glob) for glob in EMBEDDINGS.split("|"))
+    return trains and fits_fp8(leaf.shape) and not compute.axes and not at_the_ends
 
 
 def _computes(

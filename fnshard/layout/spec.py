@@ -36,7 +36,8 @@ __all__ = ["LayoutSpec"]
 Memory = Literal["device", "host", "disk"]
 Aggregation = Literal["mean", "sum", "rank0", "local"]
 PARTITION_FIELDS = ("storage", "compute", "gradient", "optimizer")
-DTYPE_FIELDS = ("storage_dtype", "compute_dtype", "reduce_dtype", "optimizer_dtype")
+DTYPE_FIELDS = ("storage_dtype", "compute_dtype", "reduce_dtype", "optimizer_dtype", "wire_dtype")
+FP8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,10 @@ class LayoutSpec:
     `LayoutSpec(storage=["shard"], compute_dtype="bfloat16")`.
 
     Of dtypes, `storage_dtype` is the leaf's own by default; `compute_dtype` storage's; `reduce_dtype`
-    compute's; `optimizer_dtype` storage's.
+    compute's; `optimizer_dtype` storage's; `wire_dtype`, in which a gather carries the leaf, the narrower of
+    storage's and compute's. `compute_dtype=torch.float8_e4m3fn` of a matrix that trains means
+    `wire_dtype=torch.float8_e4m3fn` and bf16: `fn` sees numbers that are rounded to fp8, by a scale for the
+    whole leaf, and its linear layers multiply in fp8 (`compiler.rewrites.fp8`).
 
     Args:
         storage: layout between steps.
@@ -88,6 +92,7 @@ class LayoutSpec:
     compute_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     optimizer_dtype: torch.dtype | None = None
+    wire_dtype: torch.dtype | None = None
     memory: Memory = "device"
     optimizer_memory: Memory = "device"
     update_on: Literal["host", "device"] | None = None
@@ -142,10 +147,12 @@ class LayoutSpec:
     def resolve(self, leaf: Tensor, unit: str) -> LayoutSpec:
         """All defaults filled in from `leaf` (its full shape and dtype) and the unit policy."""
         storage_dtype = self.storage_dtype or leaf.dtype
-        compute_dtype = self.compute_dtype or storage_dtype
+        compute_dtype, wire_dtype = self.compute_dtype or storage_dtype, self.wire_dtype
         trainable = _trainable(leaf) if self.trainable is None else self.trainable
         if not storage_dtype.is_floating_point and not storage_dtype.is_complex:
             trainable = bool(self.trainable)
+        if trainable and compute_dtype == FP8:
+            compute_dtype, wire_dtype = torch.bfloat16, FP8
         storage, gradient, optimizer = (
             p if p is None or p.axes else self.compute for p in (self.storage, self.gradient, self.optimizer)
         )
@@ -158,6 +165,7 @@ class LayoutSpec:
             compute_dtype=compute_dtype,
             reduce_dtype=self.reduce_dtype or compute_dtype,
             optimizer_dtype=self.optimizer_dtype or storage_dtype,
+            wire_dtype=wire_dtype,
             trainable=trainable,
             unit=self.unit or unit,
             shape=tuple(leaf.shape),
@@ -359,7 +367,26 @@ def _unfit_compute(spec: LayoutSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
                 )
 
 
+def fits_fp8(shape: Sequence[int]) -> bool:
+    """Whether a leaf of this shape is a matrix whose products there are in fp8."""
+    return len(shape) == 2 and not any(size % 16 for size in shape)
+
+
 def _unfit_policy(spec: LayoutSpec) -> Iterator[tuple[str, str]]:
+    if spec.wire_dtype is not None:
+        problems = {
+            f"wire_dtype={spec.wire_dtype}": spec.wire_dtype != FP8,
+            "fp8 of what does not train": not spec.trainable,
+            "fp8 of what is no matrix of multiples of 16": not fits_fp8(spec.shape),
+            f"fp8 and compute={spec.compute!r}": bool(spec.compute.axes),
+            f"fp8 and memory={spec.memory!r}": spec.memory != "device",
+        }
+        for problem in (p for p, is_one in problems.items() if is_one):
+            yield (
+                problem,
+                "compute_dtype=torch.bfloat16 for the leaf; fp8 is for matrices that train, rest on the "
+                "device and are whole while they compute.",
+            )
     if not spec.trainable and spec.aggregation == "local" and spec.storage.axes:
         yield (
             f"aggregation='local' and storage={spec.storage!r}",

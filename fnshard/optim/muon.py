@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fnshard.errors import OptimizerError, counts, is_number, misfits
+from fnshard.layout.presets import EMBEDDINGS
 from fnshard.optim.contract import Changed, Optimizer, StepInfo
 from fnshard.optim.optimizers import adamw as make_adamw
 from fnshard.optim.optimizers import dispatched
@@ -23,7 +24,6 @@ SCALES = {
     # So large are AdamW's updates, by root mean square (Liu et al. 2025, Moonlight): rates may be AdamW's.
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
-OTHERS = "*embed*|*token.*|*wte*|*wpe*|*lm_head*|head.*|*.head.*"
 
 
 @rate_first
@@ -35,7 +35,7 @@ def muon(
     weight_decay: float = 0.1,
     scale: str = "match_rms_adamw",
     *,
-    others: str = OTHERS,
+    others: str = EMBEDDINGS,
     adamw: Optimizer | None = None,
     dtype: torch.dtype | None = torch.bfloat16,
 ) -> Optimizer:
@@ -64,7 +64,7 @@ def muon(
     """
     name = call_text(
         "muon", lr=lr, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, weight_decay=weight_decay,
-        scale=scale, **({} if others == OTHERS else {"others": others}),
+        scale=scale, **({} if others == EMBEDDINGS else {"others": others}),
         **({} if dtype == torch.bfloat16 else {"dtype": dtype}),
     )  # fmt: skip
     expected = {

@@ -99,6 +99,7 @@ class ValueName(str):
 
 _OF_LEAVES = (Kind.STORED, Kind.SLOTS, Kind.GATHERED, Kind.WRITTEN, Kind.GRADIENT)
 MASTER = "master"  # the slot of a leaf's copy in the optimizer's dtype
+SCALES = ValueName(Kind.VALUE, "scales")  # by path, of leaves that are gathered in eight bits
 SCALARS = ValueName(Kind.VALUE, "scalars")  # the summed ones of a step
 LOSS_TANGENT = ValueName(Kind.VALUE, "loss_tangent")  # what the backward begins with
 CONTROL = ValueName(Kind.VALUE, "control")  # a step's `runtime.executor.control.StepControl`

@@ -209,5 +209,5 @@ def of_owner(bucket: Bucket, place: int, ranks: int) -> Bucket:
 
 
 def wire_dtype(spec: LayoutSpec) -> torch.dtype:
-    """What a gathered leaf travels as: the narrower of storage and compute."""
-    return min(spec.storage_dtype, spec.compute_dtype, key=lambda d: d.itemsize)
+    """What a gathered leaf travels as: its own choice, or the narrower of storage and compute."""
+    return spec.wire_dtype or min(spec.storage_dtype, spec.compute_dtype, key=lambda d: d.itemsize)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from fnshard.compiler.ir.program import Outputs, Program
-from fnshard.compiler.ir.values import LOSS_TANGENT, SCALARS, Kind, ValueName, slots, stored
+from fnshard.compiler.ir.values import LOSS_TANGENT, SCALARS, SCALES, Kind, ValueName, slots, stored
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.kernels.segments import Exchanged, Segment, Segments, last_first
 from fnshard.compiler.schedule.aggregate import aggregate
@@ -30,6 +30,7 @@ from fnshard.compiler.schedule.instructions import (
     ReduceScalars,
     ReduceScatter,
     Run,
+    Scales,
     Update,
     UpdateBegin,
     UpdateExchange,
@@ -159,7 +160,11 @@ class _Builder:
     def _is_alias(self, path: str) -> bool:
         """Whether the stored leaf is what `fn` sees: nothing to gather, nothing to cast."""
         spec = self.specs[path]
-        return not self.mesh.ordered(spec.storage.axes) and spec.compute_dtype == spec.storage_dtype
+        return (
+            spec.wire_dtype is None
+            and not self.mesh.ordered(spec.storage.axes)
+            and spec.compute_dtype == spec.storage_dtype
+        )
 
     def _must_publish(self, spec: LayoutSpec) -> bool:
         return bool(self.mesh.ordered(spec.optimizer.axes)) and not self.mesh.ordered(spec.storage.axes)
@@ -220,18 +225,34 @@ class _Builder:
         for bucket in dict.fromkeys(self.gather_of[p] for p in paths if p in self.gather_of):
             shards = stored(bucket.paths)
             fresh = tuple(ValueName(Kind.GATHERED, p, f"#{version}") for p in bucket.paths)
+            scales = (SCALES,) if self.specs[bucket.paths[0]].wire_dtype is not None else ()
             if bucket.axes:
                 flight = ValueName(Kind.FLIGHT, bucket.name, f"#{version}")
-                self.lines.append(Gather(bucket.unit, phase, shards, (flight,), bucket=bucket.name))
-                self.lines.append(Wait(bucket.unit, phase, (flight,), fresh, bucket=bucket.name, of=Gather))
+                self.lines += [
+                    Gather(bucket.unit, phase, shards + scales, (flight,), bucket=bucket.name),
+                    Wait(bucket.unit, phase, (flight,), fresh, bucket=bucket.name, of=Gather),
+                ]
             else:
-                self.lines.append(Cast(bucket.unit, phase, shards, fresh, bucket=bucket.name))
+                self.lines.append(Cast(bucket.unit, phase, shards + scales, fresh, bucket=bucket.name))
             names = dict(zip(bucket.paths, fresh, strict=True)) | names  # besides what is written
         return names
 
     # -------------------------------------------------------------- forward
+    def scales(self, phase: str) -> None:
+        """Of the leaves that are gathered in eight bits."""
+        paths = tuple(p for b in self.gathers for p in b.paths if self.specs[p].wire_dtype is not None)
+        axes = self.mesh.ordered({a for p in paths for a in self.whole[p].storage.axes})
+        if paths:
+            flight = ValueName(Kind.FLIGHT, SCALES)
+            self.lines += [
+                Scales("-", phase, stored(paths), (flight,), paths=paths, axes=axes),
+                Wait("-", phase, (flight,), (SCALES,), of=Scales),
+            ]
+
     def forward(self, micro: int) -> None:
         phase = self.phase("forward", micro)
+        if micro == 0:
+            self.scales(phase)
         for segment in self.segments.segments:
             kernel = self.kernels[segment.index]
             names = self.fetch(segment, segment.leaves, phase, micro)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from fnshard.compiler.ir.values import Kind, ValueName
+from fnshard.compiler.ir.values import SCALES, Kind, ValueName
 from fnshard.compiler.kernels.canonical import Source
 from fnshard.compiler.kernels.derived import Derived, derived
 from fnshard.compiler.kernels.differentiate import Kernel
@@ -115,6 +115,7 @@ def _copied(issue: Instruction, name: ValueName) -> bool:
     return (
         name.kind in (Kind.GRADIENT, Kind.ACCUMULATED, Kind.NORMS, Kind.REDUCED)
         or name.is_copy(Kind.LOADED, Kind.STORED)
+        or name == SCALES  # which the flight holds
         or isinstance(issue, AggregateBuffers | Exchange | ReduceScalars | UpdateExchange)
     )
 

@@ -10,7 +10,7 @@ from fnshard.compiler.schedule.instructions.gradients import (
     ReduceScatter,
 )
 from fnshard.compiler.schedule.instructions.kernels import Add, Free, Run, Zeros
-from fnshard.compiler.schedule.instructions.leaves import Cast, Gather, Publish
+from fnshard.compiler.schedule.instructions.leaves import Cast, Gather, Publish, Scales
 from fnshard.compiler.schedule.instructions.transfers import ToDevice, ToHost
 from fnshard.compiler.schedule.instructions.updates import (
     Norms,
@@ -39,6 +39,6 @@ __all__ = [
     "COMMUNICATION", "COMPUTE", "HOST", "LANES", "TRANSFER", "Accumulate", "Action", "Add",
     "AggregateBuffers", "AllReduce", "Cast", "Env", "Exchange", "Free", "Gather", "Instruction", "Local",
     "Names", "Norms", "OfBucket", "Publish", "ReduceScalars", "ReduceScatter", "Reduced", "Run",
-    "StoreBuffers", "ToDevice", "ToHost", "Update", "UpdateBegin", "UpdateExchange", "UpdateWhole",
-    "Wait", "Whole", "Zeros",
+    "Scales", "StoreBuffers", "ToDevice", "ToHost", "Update", "UpdateBegin", "UpdateExchange",
+    "UpdateWhole", "Wait", "Whole", "Zeros",
 ]  # fmt: skip

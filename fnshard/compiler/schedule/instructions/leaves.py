@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnshard.compiler.ir.values import Kind
+from fnshard.compiler.ir.values import SCALES, Kind
+from fnshard.compiler.rewrites.fp8 import scale_of
 from fnshard.compiler.schedule.buckets import end_to_end, leaf_runs
 from fnshard.compiler.schedule.ir import (
     COMMUNICATION,
     Action,
     Context,
     Env,
+    Instruction,
     OfBucket,
     Price,
     Pricer,
@@ -24,18 +26,82 @@ from fnshard.compiler.schedule.ir import (
     Wait,
     bucket_of,
 )
+from fnshard.errors import leaves
+from fnshard.layout.spec import FP8
+
+
+@dataclass(frozen=True)
+class Scales(Instruction):
+    """Issue: the largest number of every leaf in `paths`, of all ranks' shards, once a step."""
+
+    lane, trips = COMMUNICATION, 1
+
+    paths: tuple[str, ...] = ()
+    axes: tuple[str, ...] = ()
+
+    @property
+    def detail(self) -> str:
+        return f"{leaves(len(self.paths))} over {', '.join(self.axes) or 'no axis'}"
+
+    @classmethod
+    def wait_detail(cls, wait: Wait) -> str:
+        return ", ".join(wait.writes)
+
+    def axes_of(self, schedule: Schedule) -> tuple[str, ...]:
+        return self.axes
+
+    def wire_bytes(self, schedule: Schedule) -> int:
+        return 4 * len(self.paths) * schedule.mesh.axes_size(self.axes)
+
+    def bind(self, context: Context) -> Action:
+        (flight,), reads, axes, comm = self.writes, self.reads, self.axes, context.comm
+
+        def run(env: Env) -> None:
+            shards = [env[n] for n in reads]
+            flat = comm.send_buffer(len(shards), torch.float32, axes)
+            largest = [s.abs().amax() if s.numel() else s.new_zeros(()) for s in shards]
+            env[flight] = comm.all_gather(flat.copy_(torch.stack(largest)), axes)
+
+        return run
+
+    @classmethod
+    def bind_wait(cls, wait: Wait, context: Context) -> Action:
+        """Scales by path, fp32 0-d."""
+        (flight,), (out,) = wait.reads, wait.writes
+        paths = context.schedule.issues[flight].paths
+
+        def run(env: Env) -> None:
+            handle = env.pop(flight)
+            largest = torch.stack(list(handle.wait())).amax(0)
+            handle.release()
+            env[out] = dict(zip(paths, scale_of(largest, FP8).unbind(), strict=True))
+
+        return run
+
+    def price(self, pricer: Pricer) -> Price:
+        size = float(self.wire_bytes(pricer.schedule))
+        return pricer.copy(pricer.bytes_of(self.reads), **pricer.collective("gather", self.axes, size))
 
 
 @dataclass(frozen=True)
 class Cast(OfBucket):
-    """Stored leaves -> leaves in compute dtype, on this rank alone."""
+    """Stored leaves -> leaves in compute dtype, on this rank alone; by way of the wire's dtype, where that is
+    narrower."""
 
     def bind(self, context: Context) -> Action:
-        dtype = context.schedule.specs[bucket_of(self, context).paths[0]].compute_dtype
-        reads, writes = self.reads, self.writes
+        bucket = bucket_of(self, context)
+        dtype = context.schedule.specs[bucket.paths[0]].compute_dtype
+        reads, writes, scaled = self.reads, self.writes, SCALES in self.reads
 
         def run(env: Env) -> None:
-            env.update(zip(writes, cast_together([env[n] for n in reads], dtype), strict=True))
+            tensors = [env[n] for n in reads[: len(writes)]]
+            if scaled:
+                scales = [env[SCALES][p] for p in bucket.paths]
+                tensors = [(t * s).to(bucket.dtype) for t, s in zip(tensors, scales, strict=True)]
+            made = cast_together(tensors, dtype)
+            if scaled:
+                torch._foreach_div_(made, [s.to(dtype) for s in scales])
+            env.update(zip(writes, made, strict=True))
 
         return run
 
@@ -70,6 +136,14 @@ class GatheredInPlace:
 
 
 @dataclass(frozen=True)
+class Scaled:
+    """A gather in flight of leaves that were multiplied by their scales, by path."""
+
+    handle: Any
+    scales: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
 class Gather(OfBucket):
     """Issue: this rank's stored blocks -> every rank's, over the bucket's axes."""
 
@@ -84,18 +158,21 @@ class Gather(OfBucket):
     def bind(self, context: Context) -> Action:
         """Issue, from blocks to leaves where they lie, or packed."""
         bucket, packer, comm = bucket_of(self, context), context.packer(self.bucket), context.comm
-        pairs, (flight,) = list(zip(bucket.paths, self.reads, strict=True)), self.writes
-        issue = self._bind_in_place(context)
+        pairs, (flight,) = list(zip(bucket.paths, self.reads, strict=False)), self.writes
+        issue, scaled = self._bind_in_place(context), SCALES in self.reads
 
         def run(env: Env) -> None:
             stored = {p: env[n] for p, n in pairs}
+            if scaled:
+                stored = {p: shard * env[SCALES][p] for p, shard in stored.items()}
             handle = issue(stored)
             if handle is not None:
                 env[flight] = GatheredInPlace(handle)
                 return
             flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
             packer.pack_blocks(stored, flat)
-            env[flight] = comm.all_gather(flat, bucket.axes)
+            handle = comm.all_gather(flat, bucket.axes)
+            env[flight] = Scaled(handle, env[SCALES]) if scaled else handle
 
         return run
 
@@ -132,15 +209,19 @@ class Gather(OfBucket):
         dtype = context.schedule.specs[pieces[0].path].compute_dtype
 
         def run(env: Env) -> None:
-            handle = env.pop(flight)
+            handle, scales = env.pop(flight), None
+            if isinstance(handle, Scaled):
+                handle, scales = handle.handle, handle.scales
             if isinstance(handle, GatheredInPlace):
                 for piece, name, leaf in zip(pieces, writes, handle.leaves.wait(), strict=True):
                     env[name] = leaf.view(piece.shape)
                 return
-            leaves = packer.unpack_rows(handle.wait(), dtype)
+            full = packer.unpack_rows(handle.wait(), dtype)
             handle.release()
+            if scales is not None:
+                torch._foreach_div_(list(full.values()), [scales[p].to(dtype) for p in full])
             for piece, name in zip(pieces, writes, strict=True):
-                env[name] = leaves[piece.path]
+                env[name] = full[piece.path]
 
         return run
 
@@ -152,8 +233,8 @@ class Gather(OfBucket):
     @classmethod
     def wait_price(cls, wait: Wait, pricer: Pricer) -> Price:
         issue = pricer.schedule.issues[wait.reads[0]]
-        leaves = pricer.leaf_bytes(pricer.bucket(wait), "compute_dtype")
-        return pricer.copy(0.0 if pricer.unpacked(issue) else wait.rows_bytes(pricer.schedule) + leaves)
+        size = pricer.leaf_bytes(pricer.bucket(wait), "compute_dtype")
+        return pricer.copy(0.0 if pricer.unpacked(issue) else wait.rows_bytes(pricer.schedule) + size)
 
 
 @dataclass(frozen=True)
@@ -191,5 +272,5 @@ class Publish(OfBucket):
 
     @classmethod
     def wait_price(cls, wait: Wait, pricer: Pricer) -> Price:
-        leaves = pricer.leaf_bytes(pricer.bucket(wait), "storage_dtype")
-        return pricer.copy(wait.rows_bytes(pricer.schedule) + leaves)
+        size = pricer.leaf_bytes(pricer.bucket(wait), "storage_dtype")
+        return pricer.copy(wait.rows_bytes(pricer.schedule) + size)

@@ -1,0 +1,138 @@
+"""fp8: products of linear layers in eight bits (Micikevicius et al. 2022), one scale a tensor.
+
+A leaf whose `LayoutSpec.wire_dtype` is `float8_e4m3fn` is rounded to it before it is gathered (`Scales`), and
+`fn` has the rounded numbers in bf16. Here a `linear` of such a leaf becomes `fp8_linear`, which rounds its
+input (e4m3) and, in the backward, its gradient (e5m2). Scales are powers of two, so bf16 holds every rounded
+number exactly: what is emulated in bf16 and what `torch._scaled_mm` computes are the same products.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import register_flop_formula
+
+from fnshard.compiler.ir.program import Program
+from fnshard.errors import leaves, report
+
+aten = torch.ops.aten
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MULTIPLE = 16  # of which `_scaled_mm` takes dims
+
+
+def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """The power of two by which numbers of at most this size fit best into a dtype; fp32, 1 of zero.
+
+    >>> scale_of(torch.tensor([1.0, 448.0, 0.0]), E4M3)
+    tensor([256.,   1.,   1.])
+    """
+    largest = largest.float()
+    _, exponent = torch.frexp(torch.finfo(dtype).max / largest.clamp(min=2.0**-100))
+    return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent - 1), 1.0)
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x times its scale in a dtype of eight bits, and the scale's inverse."""
+    scale = scale_of(x.abs().amax(), dtype) if x.numel() else x.new_ones((), dtype=torch.float32)
+    return (x * scale).to(dtype), 1 / scale
+
+
+def has_products(device: torch.device) -> bool:
+    """Whether the device multiplies in eight bits: NVIDIA's from Ada and Hopper on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """[M, K] times [K, N] of rounded numbers and their inverse scales, summed in fp32."""
+    (left, of_left), (right, of_right) = a, b
+    if has_products(left.device) and not any(size % MULTIPLE for size in (*left.shape, *right.shape)):
+        columns = right.t().contiguous().t()
+        return torch._scaled_mm(
+            left.contiguous(), columns, scale_a=of_left, scale_b=of_right, out_dtype=dtype
+        )
+    return (left.to(dtype) * of_left.to(dtype)) @ (right.to(dtype) * of_right.to(dtype))
+
+
+@torch.library.custom_op("fnshard::fp8_linear", mutates_args=())
+def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """[..., K] and [N, K], whose numbers fit into e4m3 by a scale -> [..., N], x rounded to e4m3."""
+    rows, turned = x.reshape(-1, x.shape[-1]), rounded(weight, E4M3)
+    made = product(rounded(rows, E4M3), (turned[0].t(), turned[1]), x.dtype)
+    return made.view(*x.shape[:-1], weight.shape[0])
+
+
+@fp8_linear.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+@torch.library.custom_op("fnshard::fp8_linear_backward", mutates_args=())
+def fp8_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of both, of a gradient that is rounded to e5m2."""
+    flat, rows = (t.reshape(-1, t.shape[-1]) for t in (grad, x))
+    of_grad, of_rows = rounded(flat, E5M2), rounded(rows, E4M3)
+    to_x = product(of_grad, rounded(weight, E4M3), x.dtype).view(x.shape)
+    return to_x, product((of_grad[0].t(), of_grad[1]), of_rows, weight.dtype)
+
+
+@fp8_linear_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight)
+
+
+fp8_linear.register_autograd(
+    lambda ctx, grad: fp8_linear_backward(grad, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+@register_flop_formula(torch.ops.fnshard.fp8_linear)
+def _flops(x: Any, weight: Any, out_shape: Any = None, **_: Any) -> int:
+    return 2 * torch.Size(x).numel() * weight[0]
+
+
+@register_flop_formula(torch.ops.fnshard.fp8_linear_backward)
+def _backward_flops(grad: Any, x: Any, weight: Any, out_shape: Any = None, **_: Any) -> int:
+    return 4 * torch.Size(x).numel() * weight[0]
+
+
+def fp8_products(program: Program, paths: Collection[str]) -> None:
+    """Multiply in eight bits by the leaves of these paths, in place of `linear`; a warning lists leaves that
+    no `linear` reads."""
+    inputs = zip(program.placeholders, program.inputs, strict=True)
+    nodes = {node: each.name for node, each in inputs if each.kind == "leaf" and each.name in paths}
+    found: set[str] = set()
+    for node in program.graph.find_nodes(op="call_function", target=aten.linear.default):
+        x, weight, *bias = node.args
+        if (
+            weight not in nodes
+            or node.meta.get("autocast")
+            or x.meta["val"].dtype != weight.meta["val"].dtype
+        ):
+            continue
+        found.add(nodes[weight])
+        with program.graph.inserting_before(node):
+            made = _call(program.graph, torch.ops.fnshard.fp8_linear.default, (x, weight), node)
+            if bias and bias[0] is not None:
+                made = _call(program.graph, aten.add.Tensor, (made, bias[0]), node)
+        node.replace_all_uses_with(made)
+        program.graph.erase_node(node)
+    if idle := sorted(set(nodes.values()) - found):
+        warnings.warn(
+            report(
+                f"{leaves(len(idle))} in fp8 that no linear layer reads, rounded and multiplied as they are:",
+                [f"params[{path!r}]" for path in idle[:8]],
+                "compute_dtype=torch.bfloat16 for them, or F.linear.",
+            ),
+            stacklevel=2,
+        )
+
+
+def _call(graph: fx.Graph, target: Any, args: Any, like: fx.Node) -> fx.Node:
+    node = graph.call_function(target, args)
+    node.meta = dict(like.meta)
+    return node
