@@ -115,7 +115,7 @@ class PrecisionConfig:
     the device is fast in."""
 
     storage: Dtype | None = None
-    compute: Dtype | None = None
+    compute: Dtype | Literal["float8_e4m3fn"] | None = None
     reduce: Dtype | None = None
     optimizer: Dtype | None = None
 

@@ -69,7 +69,9 @@ class Tuning:
         named, structure = tree.flatten_with_paths(self.params)
         units = fs.units.numeric(self.params)
         dtypes = dtypes_of(precision)
-        frozen = {"storage_dtype": dtypes["compute_dtype"], "compute_dtype": dtypes["compute_dtype"]}
+        narrow = dtypes["compute_dtype"] == torch.float8_e4m3fn  # which is for what trains
+        compute = torch.bfloat16 if narrow else dtypes["compute_dtype"]
+        frozen = {"storage_dtype": compute, "compute_dtype": compute}
         where = {"trainable": False, "memory": policy.get("memory", "device")}
         rest = [p for p in named if p not in self.coded]
         kinds = [

@@ -117,7 +117,7 @@ def trace_and_split(
             sources=options.sources,
         )  # fmt: skip
         if eight_bits := {p for p, s in stored.items() if s.wire_dtype is not None}:
-            fp8_products(program, eight_bits)
+            program = fp8_products(program, eight_bits)
         sequences = {name: dims[0] for name, dims in sequence_dims(batch).items()}
         program = place_experts(program, stored, mesh, options.expert_capacity)
         program = place_axes(program, stored, mesh, options.residual, sequences, options.context_attention)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -100,9 +101,12 @@ def _backward_flops(grad: Any, x: Any, weight: Any, out_shape: Any = None, **_: 
     return 4 * torch.Size(x).numel() * weight[0]
 
 
-def fp8_products(program: Program, paths: Collection[str]) -> None:
-    """Multiply in eight bits by the leaves of these paths, in place of `linear`; a warning lists leaves that
-    no `linear` reads."""
+def fp8_products(program: Program, paths: Collection[str]) -> Program:
+    """The program that multiplies in eight bits by the leaves of these paths, in place of `linear`; a warning
+    lists leaves that no `linear` reads."""
+    graph = fx.Graph()  # other specs may have the same trace
+    graph.output(graph.graph_copy(program.graph, {}))
+    program = replace(program, graph=graph)
     inputs = zip(program.placeholders, program.inputs, strict=True)
     nodes = {node: each.name for node, each in inputs if each.kind == "leaf" and each.name in paths}
     found: set[str] = set()
@@ -130,6 +134,7 @@ def fp8_products(program: Program, paths: Collection[str]) -> None:
             ),
             stacklevel=2,
         )
+    return program
 
 
 def _call(graph: fx.Graph, target: Any, args: Any, like: fx.Node) -> fx.Node:

@@ -1,0 +1,201 @@
+"""fp8: what is rounded, by which scale; products next to plain autograd and the device's; bytes; mistakes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fnshard as fs
+from fnshard.compiler.rewrites import fp8
+from fnshard.layout.spec import FP8
+
+SHAPES = {"embed.weight": (20, 32), "norm": (32,), "up": (64, 32), "up_bias": (64,), "down": (32, 64),
+          "odd": (32, 20)}  # fmt: skip
+NARROW = ("up", "down")
+
+
+def leaves() -> dict[str, Tensor]:
+    """Rows of `up` grow, so that each rank's shard has another largest number."""
+    draw = torch.Generator().manual_seed(0)
+    params = {p: torch.randn(s, generator=draw) * 0.3 for p, s in SHAPES.items()}
+    params["up"] *= torch.linspace(0.1, 3, 64)[:, None]
+    return params
+
+
+def loss(p: dict[str, Tensor], tokens: Tensor) -> Any:
+    x = F.rms_norm(F.embedding(tokens, p["embed.weight"]), (32,), p["norm"])
+    h = F.silu(F.linear(x, p["up"], p["up_bias"]))
+    x = x + F.linear(h, p["down"])
+    logits = (x @ p["odd"]).float()
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()), {"up": p["up"]}
+
+
+TOKENS = torch.randint(20, (4, 9), generator=torch.Generator().manual_seed(1))
+
+
+# ------------------------------------------------------------------ the truth, by hand
+def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x rounded to a dtype by the largest power of two that keeps it finite, in fp64."""
+    largest, most = float(x.abs().max()), torch.finfo(dtype).max
+    scale = 1.0
+    while largest * scale * 2 <= most:
+        scale *= 2
+    while largest * scale > most:
+        scale /= 2
+    return (x.double() * scale).to(dtype).double() / scale
+
+
+class Rounded(torch.autograd.Function):
+    """A product of rounded numbers, and of a gradient that is rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        narrow, turned = nearest(x, torch.float8_e4m3fn), nearest(weight, torch.float8_e4m3fn)
+        ctx.save_for_backward(narrow, turned)
+        return (narrow @ turned.T).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        narrow = nearest(grad, torch.float8_e5m2)
+        return (narrow @ weight).to(grad.dtype), (narrow.flatten(0, -2).T @ x.flatten(0, -2)).to(grad.dtype)
+
+
+def by_hand(params: dict[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
+    """Gradients of one rank's rows, in bf16 but for the products."""
+    p = {path: leaf.bfloat16().requires_grad_() for path, leaf in params.items()}
+    for path in NARROW:
+        p[path] = nearest(params[path], torch.float8_e4m3fn).bfloat16().requires_grad_()
+    x = F.rms_norm(F.embedding(tokens, p["embed.weight"]), (32,), p["norm"])
+    h = F.silu(Rounded.apply(x, p["up"]) + p["up_bias"])
+    x = x + Rounded.apply(h, p["down"])
+    logits = (x @ p["odd"]).float()
+    F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    return {path: leaf.grad.float() for path, leaf in p.items()}
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def step_on(
+    ranks: int, preset: str = "full_shard", abstract: bool = False, dtype: Any = FP8, **options: Any
+) -> Any:
+    params = leaves()
+    mesh = fs.make_mesh(shard=ranks, **{"abstract" if abstract else "simulated": True})
+    specs = fs.presets.PRESETS[preset](params, mesh, compute_dtype=dtype, reduce_dtype=torch.float32)
+    return fs.shard_step(loss, specs, mesh=mesh, backend="eager", **options), params, specs, mesh
+
+
+@pytest.mark.parametrize("preset", ["full_shard", "zero2", "no_shard"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_gradients_are_those_of_rounded_products(ranks, preset):
+    """Of every rank's rows by hand, and their mean; `fn` sees what one scale for all shards rounds to."""
+    step, params, specs, mesh = step_on(ranks, preset)
+    part = len(TOKENS) // ranks
+    by_rank = [by_hand(params, TOKENS[i * part :][:part]) for i in range(ranks)]
+    expected = {path: torch.stack([g[path] for g in by_rank]).mean(0) for path in params}
+
+    def on_rank(rank: int) -> Any:
+        (_, aux), grads = step(fs.shard(params, specs, mesh), TOKENS[rank * part :][:part])
+        return aux["up"], fs.unshard(grads, specs, mesh, layout="gradient")
+
+    for seen, found in fs.simulate(mesh, on_rank):
+        assert torch.equal(seen.double(), nearest(params["up"], torch.float8_e4m3fn))
+        for path, gradient in expected.items():
+            assert apart(found[path], gradient) < 0.02, path  # what bf16 rounds
+
+
+def test_rounding_matters():
+    """The test above would see products that round nothing, or by another operand's scale."""
+    step, params, specs, mesh = step_on(1, dtype=torch.bfloat16)
+    (_, aux), grads = fs.simulate(mesh, lambda _: step(fs.shard(params, specs, mesh), TOKENS))[0]
+    expected = by_hand(params, TOKENS)
+    assert apart(grads["up"], expected["up"]) > 0.04
+    assert not torch.equal(aux["up"].double(), nearest(params["up"], torch.float8_e4m3fn))
+
+
+@pytest.mark.parametrize("rows", [16, 7])
+def test_the_device_s_products_are_the_emulated_ones(rows, monkeypatch):
+    """Where it has them; here torch's own of a CPU. Rows that it does not take are emulated."""
+    draw = torch.Generator().manual_seed(0)
+    x, weight, grad = (torch.randn(s, generator=draw).bfloat16() for s in ((rows, 32), (48, 32), (rows, 48)))
+    weight, grad = nearest(weight, FP8).bfloat16() * 8, grad * 1e-4
+    emulated = fp8.fp8_linear(x, weight), *fp8.fp8_linear_backward(grad, x, weight)
+    called: list[Any] = []
+    real = torch._scaled_mm
+    monkeypatch.setattr(fp8, "has_products", lambda device: True)
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: called.append(a) or real(*a, **k))
+    found = fp8.fp8_linear(x, weight), *fp8.fp8_linear_backward(grad, x, weight)
+    assert len(called) == (3 if rows == 16 else 0)
+    for a, b in zip(found, emulated, strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=float(b.abs().max()) * 2**-8)
+
+
+@given(st.floats(2.0**-90, 2.0**90), st.sampled_from([fp8.E4M3, fp8.E5M2]))
+def test_a_scale_is_the_largest_power_of_two_that_fits(largest, dtype):
+    scale, most = float(fp8.scale_of(torch.tensor(largest), dtype)), torch.finfo(dtype).max
+    assert torch.frexp(torch.tensor(scale))[0] == 0.5
+    assert most / 2 * (1 - 1e-6) < float(torch.tensor(largest)) * scale <= most * (1 + 1e-6)
+
+
+def test_half_the_bytes_are_gathered_and_one_small_line_has_the_scales():
+    sizes = {}
+    for dtype in (FP8, torch.bfloat16):
+        step, params, _, _ = step_on(
+            2, abstract=True, dtype=dtype, optimizer=fs.optim.adamw(0.1), accumulate=2
+        )
+        schedule = step.lower(params, TOKENS[:2]).schedule
+        sizes[dtype] = {
+            path: bucket.dtype.itemsize for name, bucket in schedule.buckets.items()
+            for path in bucket.paths if name.startswith("gather/")
+        }  # fmt: skip
+        lines = [line for line in schedule.instructions if line.verb == "scales"]
+        assert [(line.paths, line.axes) for line in lines] == [(("up", "down"), ("shard",))] * (dtype == FP8)
+    assert sizes[FP8] == sizes[torch.bfloat16] | dict.fromkeys(NARROW, 1)
+    assert set(sizes[torch.bfloat16].values()) == {2}
+
+
+def test_compiled_it_is_the_same():
+    found = []
+    for backend in ("eager", "inductor"):
+        params, mesh = leaves(), fs.make_mesh(shard=1, device="cpu")
+        specs = fs.presets.full_shard(params, mesh, compute_dtype=FP8, reduce_dtype=torch.float32)
+        step = fs.shard_step(loss, specs, mesh=mesh, backend=backend, optimizer=fs.optim.sgd(0.1))
+        state = step.init(params)
+        for _ in range(3):
+            state, metrics = step(state, TOKENS)
+        found.append(metrics["loss"])
+    torch.testing.assert_close(*found, rtol=0.02, atol=0)
+
+
+def test_what_no_linear_layer_reads_is_named():
+    params, mesh = leaves(), fs.make_mesh(shard=1, device="cpu")
+    specs = fs.presets.full_shard(params, mesh, compute_dtype=FP8)
+    step = fs.shard_step(lambda p, x: (p["up"].float().sum() * x).sum(), specs, mesh=mesh, backend="eager")
+    with pytest.warns(UserWarning, match=r"(?s)2 leaves in fp8 that no linear layer reads.*'down'"):
+        step(params, torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("path", "spec", "words"),
+    [
+        ("norm", {}, r"params\['norm'\].*fp8 of what is no matrix of multiples of 16"),
+        ("odd", {}, r"params\['odd'\].*no matrix of multiples of 16"),
+        ("up", {"memory": "host"}, r"fp8 and memory='host'"),
+        ("up", {"storage": fs.P("tensor"), "compute": fs.P("tensor")}, r"fp8 and compute=P\('tensor'\)"),
+        ("up", {"trainable": False, "compute_dtype": None, "wire_dtype": FP8}, "fp8 of what does not train"),
+        ("up", {"compute_dtype": None, "wire_dtype": torch.bfloat16}, "wire_dtype=torch.bfloat16"),
+    ],
+)
+def test_mistakes_are_named(path, spec, words):
+    params, mesh = leaves(), fs.make_mesh(shard=2, tensor=2, abstract=True)
+    rules = [(path, fs.LayoutSpec(**{"compute_dtype": FP8, **spec})), ("*", fs.LayoutSpec())]
+    with pytest.raises(fs.SpecError, match=f"(?s){words}.*Fix: compute_dtype=torch.bfloat16"):
+        fs.shard_step(loss, fs.match_specs(params, rules), mesh=mesh)
