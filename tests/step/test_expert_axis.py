@@ -262,3 +262,27 @@ def test_a_stack_that_is_written_to_is_refused():
     step = fs.shard_step(loss, specs, mesh=mesh, backend="eager")
     with pytest.raises(fs.TraceError, match=r"layers.0.experts.up.*a stack that 'expert' splits"):
         step.lower(model.params, model.batch(0)[0])
+
+
+def test_a_bias_that_balances_is_a_buffer_that_changes():
+    """Experts that got less of all ranks' rows than their share are preferred more from then on (Wang et al.
+    2024): no loss of its own."""
+    model, dense = mixture(), mixture(dense=True)
+    params = {**model.params, "bias": torch.zeros(EXPERTS, dtype=torch.float64)}
+
+    def balancing(loss: Any) -> Any:
+        def of(p: dict[str, Tensor], tokens: Tensor) -> Tensor:
+            best = (F.embedding(tokens, p["embed.weight"]) @ p["layers.0.router"].T + p["bias"]).flatten(0, 1)
+            load = fs.psum(F.one_hot(best.topk(CHOSEN, -1).indices, EXPERTS).sum((0, 1)).double())
+            p["bias"].add_(0.1 * (load.mean() - load).sign())
+            return loss(p, tokens)
+
+        return of
+
+    balanced = replace(model, params=params, loss=balancing(model.loss), frozen=("bias",))
+    expected = reference.train(
+        balancing(dense.loss), params, by_steps(model), reference.adamw(1e-2), frozen=("bias",)
+    )
+    assert expected.params["bias"].abs().max() > 0.15
+    for got in trained(balanced, {"shard": 2, "expert": 2}, ADAMW):
+        assert_same(got, expected)
