@@ -55,7 +55,8 @@ PRIVATE = {
         "torch.nn.init._no_grad_trunc_normal_",
         "torch.utils._python_dispatch",
     },
-    "fnshard.compiler.schedule.instructions.leaves": {"torch._foreach_copy_"},
+    "fnshard.compiler.schedule.instructions.leaves": {"torch._foreach_copy_", "torch._foreach_div_"},
+    "fnshard.compiler.rewrites.fp8": {"torch._scaled_mm"},
     "fnshard.optim.contract": {"torch._foreach_copy_", "torch._foreach_mul_"},
     "fnshard.optim.optimizers": {"torch._foreach_lerp_", "torch._fused_adamw_", "torch._fused_sgd_"},
     "fnshard.runtime.executor.scalars": {"torch._foreach_norm"},
@@ -121,7 +122,7 @@ PRIVATE = {
 # Ratchets: lower them as the house is tidied, raise one for a new capability alone. A module is as long as
 # its noun, so lines are counted by package.
 MAX_FUNCTION = 80
-MAX_LINES = {"fnshard": 40_790, "experiments": 15_540, "tests": 40_330}
+MAX_LINES = {"fnshard": 41_800, "experiments": 15_680, "tests": 40_930}
 
 
 def name_of(path: Path) -> str:

@@ -36,7 +36,7 @@ __all__ = ["LayoutSpec"]
 Memory = Literal["device", "host", "disk"]
 Aggregation = Literal["mean", "sum", "rank0", "local"]
 PARTITION_FIELDS = ("storage", "compute", "gradient", "optimizer")
-DTYPE_FIELDS = ("storage_dtype", "compute_dtype", "reduce_dtype", "optimizer_dtype", "wire_dtype")
+DTYPE_FIELDS = ("storage_dtype", "compute_dtype", "reduce_dtype", "optimizer_dtype")
 FP8 = torch.float8_e4m3fn
 
 
@@ -107,7 +107,7 @@ class LayoutSpec:
     def __post_init__(self) -> None:
         for name in PARTITION_FIELDS:
             object.__setattr__(self, name, _partition(name, getattr(self, name)))
-        for name in DTYPE_FIELDS:
+        for name in (*DTYPE_FIELDS, "wire_dtype"):
             object.__setattr__(self, name, _dtype(name, getattr(self, name)))
         if wrong := misfits(vars(self), _EXPECTED):
             value, _, expected = wrong[0].rpartition(": ")
