@@ -64,6 +64,7 @@ CASES = {
     "lengths": Case("micro:lengths", {"rows": 2, "length": 1000, "steps": 1000, "size": "5m"}),
     "decode": Case("micro:decode", {"rows": 16, "size": "tiny", "rounds": 5}),
     "experts": Case("micro:experts", {"size": "85m", "length": 128, "rounds": 8}, on_ranks=True),
+    "published": Case("published:run"),
     "starts": Case("jobs:starts", {"rounds": 5}),
     "gpu": Case("gpu:run", TINY),
     "cuda": Case("cuda:run", CUDA | {"ranks": 8}),

@@ -342,6 +342,27 @@ TABLE: dict[str, Hardware] = {
         network=25,
         pcie=32,
     ),
+    # The same with 40 GB of HBM2 at 1.555 TB/s.
+    "a100-40gb": _gpu(
+        "a100-40gb",
+        gigabytes=40,
+        tflops={"f64": 19.5, "f32": 19.5, "bf16": 312, "f16": 312},
+        terabytes_per_s=1.555,
+        nvlink=300,
+        network=25,
+        pcie=32,
+    ),
+    # An H100 of 96 GB HBM2e at 2.4 TB/s that is limited to 500 W (torchtitan's benchmarks): its clock under
+    # load is some 0.8 of the SXM's.
+    "h100-500w": _gpu(
+        "h100-500w",
+        gigabytes=96,
+        tflops={"f64": 54, "f32": 54, "bf16": 791, "f16": 791},
+        terabytes_per_s=2.4,
+        nvlink=450,
+        network=50,
+        pcie=64,
+    ),
     # Two cores of a server CPU with AVX-512 and its bf16 dot products, one rank on each, rounded from
     # `Hardware.measure()` there. For plans that never see a GPU: measure yours instead.
     "cpu": Hardware(

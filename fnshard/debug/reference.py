@@ -153,7 +153,7 @@ def check(
 def _dtypes(spec: LayoutSpec) -> Sequence[torch.dtype]:
     if not spec.trainable:
         return [spec.compute_dtype] if spec.compute_dtype.is_floating_point else []
-    return [spec.storage_dtype, spec.compute_dtype, spec.reduce_dtype]
+    return [spec.storage_dtype, spec.wire_dtype or spec.compute_dtype, spec.compute_dtype, spec.reduce_dtype]
 
 
 def _sharded(

@@ -175,6 +175,12 @@ def test_compiled_it_is_the_same():
     torch.testing.assert_close(*found, rtol=0.02, atol=0)
 
 
+def test_a_check_knows_how_far_fp8_rounds():
+    params, mesh = leaves(), fs.make_mesh(shard=2, simulated=True)
+    specs = fs.presets.full_shard(params, mesh, compute_dtype=FP8)
+    assert fs.debug.check(loss, params, (TOKENS,), specs, mesh)
+
+
 def test_what_no_linear_layer_reads_is_named():
     params, mesh = leaves(), fs.make_mesh(shard=1, device="cpu")
     specs = fs.presets.full_shard(params, mesh, compute_dtype=FP8)
