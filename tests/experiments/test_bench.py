@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,10 +17,10 @@ from commands import run_command
 
 import fnshard as fs
 from experiments import ROOT
-from experiments.bench import cuda, jobs, plans
+from experiments.bench import cuda, jobs, plans, published
 from experiments.bench.checkpoint import compare
 from experiments.bench.command import SPEC
-from experiments.bench.config import CASES, FNSHARD, GRAPH, TORCH, read
+from experiments.bench.config import CASES, FNSHARD, GRAPH, MUON, TORCH, read
 from experiments.bench.contenders import CONTENDERS
 from experiments.bench.measure import interleaved, ratio, timed
 from experiments.bench.memory import Heap, live_bytes
@@ -54,7 +56,7 @@ def test_all_mistakes_in_one_error():
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match=r"no CUDA device.*Fix: device=cpu"):
             SPEC.read({"device": "cuda"})
-    assert (*TORCH, *FNSHARD, GRAPH) == tuple(CONTENDERS)
+    assert {*TORCH, *FNSHARD, *MUON, GRAPH} == {*CONTENDERS}
 
 
 def test_a_rank_reads_the_configuration_that_was_composed():
@@ -122,6 +124,35 @@ def test_sizes_are_read_as_yaml_reads_them():
         model = decoder(name)
         sizes = (model.width, model.head, model.kv_heads * model.head, model.hidden, model.vocab)
         assert not model.tied and all(size % 64 == 0 for size in sizes)
+
+
+# ------------------------------------------------------------------ published rows
+
+
+def test_every_published_row_is_predicted_or_left_out_with_a_reason():
+    rows, reasons = published.published()
+    with published.ROWS.open(encoding="utf-8") as file:
+        assert len(rows) + sum(reasons.values()) == len(list(csv.DictReader(file)))
+    assert len(rows) > 200 and all(row.rate > 0 for row in rows)
+    small = min(rows, key=lambda row: row.model.parameters)
+    found = published.predicted(replace(small, model=replace(small.model, layers=2), micro_batches=1))
+    assert all(found[name] >= found[""] > 0 for name in published.CONSTANTS) and found["matmul"] > found[""]
+
+
+def test_a_fit_finds_what_differs():
+    """Hardware that multiplies at 0.7 and is joined at 0.5 of the table's rates: shares of a step's time by
+    constant, which differ from row to row."""
+    shares = [(0.8, 0.1, 0.05, 0.05), (0.3, 0.1, 0.1, 0.5), (0.5, 0.4, 0.05, 0.05), (0.2, 0.1, 0.6, 0.1)]
+    row, truth = published.published()[0][0], (0.7, 1.0, 1.0, 0.5)
+    comparisons = [
+        published.Comparison(
+            replace(row, rate=math.prod(t**s for t, s in zip(truth, some, strict=True))),
+            {"": 1.0} | {n: published.STEP**s for n, s in zip(published.CONSTANTS, some, strict=True)},
+        )
+        for some in shares
+    ]
+    assert list(published.fitted(comparisons).values()) == pytest.approx(truth, abs=0.02)
+    assert published.rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == -1
 
 
 # ------------------------------------------------------------------ memory
@@ -219,6 +250,7 @@ def test_checkpoints_of_both_kinds_are_saved_and_restored_in_turn(command):
         ("executor", ["rounds=2"]),
         ("predict", ["ranks=1", "rounds=1", "backend=eager", "plans=[5m-full_shard]"]),
         ("documents", ["size=tiny", "length=64", "rounds=1"]),
+        ("experts", ["size=tiny", "length=16", "rounds=1", "ranks=2", "backend=eager"]),
         ("lengths", ["size=tiny", "length=120", "steps=4", "lengths=3", "backend=eager"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
