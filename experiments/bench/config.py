@@ -60,8 +60,6 @@ CASES = {
     "predict": Case("plans:run", {"rounds": 7, "memory": 0}, on_ranks=True),
     "checkpoint": Case("checkpoint:run", {"rows": 2, "rounds": 9, "steps": 8}, on_ranks=True),
     "executor": Case("micro:executor", {"rounds": 200}),
-    "documents": Case("micro:documents", {"rows": 1, "length": 8192, "rounds": 3}),
-    "lengths": Case("micro:lengths", {"rows": 2, "length": 1000, "steps": 1000, "size": "5m"}),
     "decode": Case("micro:decode", {"rows": 16, "size": "tiny", "rounds": 5}),
     "experts": Case("micro:experts", {"size": "85m", "length": 128, "rounds": 8}, on_ranks=True),
     "published": Case("published:run"),
@@ -93,7 +91,6 @@ class BenchConfig:
         plans: of memory and predict, the names that take part; none: all.
         clock: of predict: "wall", or "cpu", which leaves out what other processes took.
         every: of checkpoint, steps from one save to the next.
-        lengths: how many from 100 to `length`; of documents, how many a row has.
         checkout: of starts, another checkout that takes turns with this one.
         overrides: of starts, words for `python -m experiments.train`.
         folder: of checkpoint, on the disk to be measured; of gpu, where results lie (outputs/gpu).
@@ -122,7 +119,6 @@ class BenchConfig:
     plans: tuple[str, ...] = ()
     clock: str = "wall"
     every: int = 2
-    lengths: int = 32
     checkout: str | None = None
     overrides: str = ""
     folder: str | None = None
@@ -186,7 +182,7 @@ def complete(config: BenchConfig) -> BenchConfig:
         "size": names(), "dtype": DTYPES, "reduce": DTYPES, "contenders": (*TORCH, *FNSHARD, *MUON, GRAPH),
         "backend": ("inductor", "eager"), "clock": ("wall", "cpu"),
     }  # fmt: skip
-    counts = ("ranks", "rounds", "steps", "warmup", "rows", "length", "every", "lengths")
+    counts = ("ranks", "rounds", "steps", "warmup", "rows", "length", "every")
     problems = out_of_range(config, choices, dict.fromkeys(counts, 1) | {"losses": 0, "memory": 0})
     if config.device == "cuda" and not torch.cuda.is_available():
         problems.append("device=cuda: this machine has no CUDA device that torch can use. Fix: device=cpu.")

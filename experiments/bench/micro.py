@@ -1,13 +1,9 @@
-"""Cases of one mechanism each: `executor`, `documents`, `lengths`, `decode`, `experts`."""
+"""Cases of one mechanism each: `executor`, `decode`, `experts`."""
 
 from __future__ import annotations
 
-import math
-import random
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -93,93 +89,6 @@ def schedule_alone(preset: str) -> tuple[Callable[[], None], int]:
         run(env)
 
     return work, sum(isinstance(line, Run) for line in lowered.schedule.instructions)
-
-
-# ------------------------------------------------------------------ documents
-
-
-def documents(config: BenchConfig, folder: Path) -> Result:
-    """What does attention to packed documents cost, next to a mask of T x T? And are its gradients right?"""
-    torch.set_num_threads(1)
-    generator, length = torch.Generator().manual_seed(config.seed), config.length
-    shape = config.rows, config.model.heads, length, config.model.width // config.model.heads
-    tensors = [torch.randn(shape, generator=generator).to(config.compute_dtype) for _ in range(3)]
-    tensors = [t.requires_grad_() for t in tensors]
-    ids = torch.arange(config.lengths).repeat_interleave(-(-length // config.lengths))[:length]
-    ids = ids.expand(config.rows, length)
-    mask = (ids[:, None, :, None] == ids[:, None, None]).tril()
-    attentions = {
-        "mask": partial(F.scaled_dot_product_attention, *tensors, mask),
-        "documents": partial(fs.attention, *tensors, documents=ids),
-    }
-    works = {
-        n: lambda f=f: torch.autograd.grad(f().float().square().sum(), tensors) for n, f in attentions.items()
-    }
-    seconds = interleaved(works, config.rounds)
-    apart = max(
-        ((a - b).abs().max() / a.abs().max()).item()
-        for a, b in zip(*(w() for w in works.values()), strict=True)
-    )
-    shares = [s / m for s, m in zip(seconds["documents"], seconds["mask"], strict=True)]
-    rows = [["attention and backward", "ms", "/ mask"], ["mask", milliseconds(seconds["mask"]), "1.000"]]
-    rows += [["documents", milliseconds(seconds["documents"]), f"{median(shares):.3f}"]]
-    note = f"{list(shape)}, {config.lengths} documents a row; gradients differ by {apart:.1e} of the largest"
-    return Result(rows, ["", note], {"apart": apart, "seconds": seconds})
-
-
-# ------------------------------------------------------------------ lengths
-
-MULTIPLE, PAD = 64, {"0": 0, "1": fs.losses.IGNORE}
-
-
-def lengths(config: BenchConfig, folder: Path) -> Result:
-    """What do batches of many lengths cost, padded to buckets, next to as many tokens in one shape?"""
-    torch.set_num_threads(1)
-    shortest, draw = min(100, config.length), random.Random(config.seed)
-    span = config.length - shortest
-    choices = [shortest + span * i // max(config.lengths - 1, 1) for i in range(config.lengths)]
-    drawn = [draw.choice(choices) for _ in range(config.steps)]
-    mean = round(sum(drawn) / len(drawn))
-    mixed, one = (_step(config, shapes) for shapes in (fs.Buckets(MULTIPLE, pad=PAD), None))
-    seconds: list[float] = []
-    alike: list[float] = []
-    with fs.debug.assert_max_compiles(10**6) as compiles:
-        for start in range(0, len(drawn), 20):  # rounds of both alternate
-            seconds += [mixed(length) for length in drawn[start : start + 20]]
-            alike += [one(mean) for _ in drawn[start : start + 20]]
-    again = [(n, s) for at, (n, s) in enumerate(zip(drawn, seconds, strict=True)) if n in drawn[:at]]
-    padded = sum(-(-n // MULTIPLE) * MULTIPLE for n in drawn) / sum(drawn)
-    warm = sum(s for _, s in again) / (median(alike) * len(again)) if again else math.nan
-    rows = [
-        ["", "mixed / one shape"],
-        ["tokens, padding included", f"{padded:.3f}"],
-        ["steps of lengths that came before", f"{warm:.3f}"],
-        ["with tracing and compiling", f"{sum(seconds) / sum(alike):.3f}"],
-    ]
-    drew = f"{config.steps} steps, {config.lengths} lengths from {shortest} to {config.length}"
-    note = f"{drew}; one shape: {mean}; compiled {len(compiles) - 1} times"
-    return Result(rows, ["", note], {"lengths": drawn, "seconds": seconds, "one": alike})
-
-
-def _step(config: BenchConfig, shapes: fs.Buckets | None) -> Callable[[int], float]:
-    """Seconds of one step of a batch of so many tokens a row."""
-    torch.manual_seed(config.seed)
-    sizes = replace(config.model, context=2 * config.length)
-    loss_fn, params = loss_function(Decoder(sizes))
-    step = fs.shard_step(
-        loss_fn, fs.presets.full_shard(params, fs.make_mesh(shard=1, device="cpu")),
-        optimizer=fs.optim.adamw(1e-4), shapes=shapes, backend=config.backend,
-    )  # fmt: skip
-    state, generator = step.init(params), torch.Generator().manual_seed(config.seed)
-
-    def run(length: int) -> float:
-        nonlocal state
-        batch = torch.randint(sizes.vocab, (2, config.rows, length), generator=generator).unbind()
-        began = time.perf_counter()
-        state, _ = step(state, *batch)
-        return time.perf_counter() - began
-
-    return run
 
 
 # ------------------------------------------------------------------ decode

@@ -249,9 +249,7 @@ def test_checkpoints_of_both_kinds_are_saved_and_restored_in_turn(command):
     [
         ("executor", ["rounds=2"]),
         ("predict", ["ranks=1", "rounds=1", "backend=eager", "plans=[5m-full_shard]"]),
-        ("documents", ["size=tiny", "length=64", "rounds=1"]),
         ("experts", ["size=tiny", "length=16", "rounds=1", "ranks=2", "backend=eager"]),
-        ("lengths", ["size=tiny", "length=120", "steps=4", "lengths=3", "backend=eager"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
