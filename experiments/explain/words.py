@@ -58,6 +58,7 @@ def summary(paper: Paper) -> dict[str, str]:
         "for collectives": time.exposed_communication_seconds,
         "for transfers": time.exposed_transfer_seconds,
     }
+    between = f" ({' to '.join(map(time_text, time.interval))})" if time.interval else ""
     waited = [f"{time_text(seconds)} {what}" for what, seconds in waits.items() if seconds >= 5e-7]
     return {
         "model": f"{model.layers} layers of width {model.width:,}, vocabulary {model.vocab:,}, "
@@ -74,7 +75,7 @@ def summary(paper: Paper) -> dict[str, str]:
         "between steps": ", ".join([f"{byte_text(memory.resident_bytes)} on the device", *_listed(resting)]),
         "sent": f"{byte_text(paper.traffic.sent_bytes)} by each rank in a step"
         + (f"; over the host link {' and '.join(over)}" if over else ""),
-        "step time": f"{time_text(time.step_seconds)}, MFU {time.mfu:.1%}"
+        "step time": f"{time_text(time.step_seconds)}{between}, MFU {time.mfu:.1%}"
         + (f"; compute waits {' and '.join(waited)}" if waited else ""),
         "speed": f"{big(paper.tokens_per_day)} tokens a day, "
         f"{big(paper.tokens_per_day / 86_400 / config.mesh.ranks)} a second on each rank",

@@ -53,6 +53,7 @@ class Timeline:
     `exposed_*_seconds`: how long compute stood still for a collective, or a transfer. `model_flops`: of
     forward and backward without recomputation; `hardware_flops`: with it; both of one rank and one step.
     `peak_flops`: of one device, per second, in the dtype of most FLOPs; NaN where nobody knows it.
+    `interval`: seconds between which four fifths of such steps lie (`Hardware.spread`), where that is known.
     """
 
     hardware: str
@@ -66,6 +67,7 @@ class Timeline:
     peak_flops: float
     ranks: int
     tokens_per_second: float | None = None
+    interval: tuple[float, float] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, without the spans."""
@@ -87,6 +89,8 @@ class Timeline:
         ]
         lines = [f"{self.ranks} x {self.hardware}"]
         lines += [f"{name:24s} {s * 1e3:12.3f} ms  {s / step:6.1%}" for name, s in rows]
+        if self.interval is not None:
+            lines[1] += f"  ({' to '.join(f'{s * 1e3:.4g}' for s in self.interval)})"
         lines.append(
             f"{'model FLOPs':24s} {self.model_flops / 1e12:12.3f} T   {self.mfu:6.1%} MFU, hardware "
             f"{self.hardware_flops / 1e12:.3f} T"
@@ -134,6 +138,7 @@ def simulate(
         peak,
         schedule.mesh.size,
         None if tokens is None or not seconds else tokens / seconds,
+        None if hardware.spread is None else tuple(seconds * share for share in hardware.spread),
     )
 
 

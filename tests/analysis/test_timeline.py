@@ -263,3 +263,13 @@ def test_it_prints_and_is_plain() -> None:
     assert "16 x h100" in text and "exposed communication" in text and "MFU" in text
     assert "spans" not in plain and plain["step_seconds"] == got.step_seconds
     assert plain["busy_seconds"]["compute"] > 0
+
+
+def test_a_time_says_between_what_it_lies_where_that_was_compared() -> None:
+    time = lowered("full_shard", 2).timeline(H100)
+    assert time.interval == tuple(time.step_seconds * share for share in H100.spread)
+    low, high = (f"{seconds * 1e3:.4g}" for seconds in time.interval)
+    assert f"({low} to {high})" in str(time).splitlines()[1]
+    own = lowered("full_shard", 2).timeline("cpu")
+    assert own.interval is None and "to" not in str(own).splitlines()[1]
+    assert Hardware.from_dict(H100.as_dict()) == H100
