@@ -124,7 +124,7 @@ class Updater:
             own_slots, targets = self._state(paths, slots, params)
             for path in paths:
                 rule, own = self._rule(path), own_slots[path]
-                made = _cut(blocks[path], self.places[path].valid)
+                made = _cut(blocks[path], self.places[path].valid).to(targets[path].device)
                 change, new = rule.end_leaf(path, made, own, targets[path], rule.given(path, info))
                 targets[path].add_(change)
                 _write(own, new)
