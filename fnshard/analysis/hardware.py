@@ -314,7 +314,7 @@ def _gpu(
 
 
 # What training reaches of products, attention, memory and links: fitted to 209 published rates of llm-foundry
-# (FSDP, 125M to 70B, 8 to 512 GPUs). Of 13 rates of four other sources the median is 12.5% off, and four
+# (FSDP, 125M to 70B, 8 to 512 GPUs). Of 13 rates of four other sources the median is 12.3% off, and four
 # fifths of steps take 0.82 to 1.2 of what is predicted (`python -m experiments.bench case=published`).
 AMPERE, HOPPER = (0.70, 0.37, 0.66, 0.78), (0.65, 0.18, 0.545, 0.73)
 TABLE: dict[str, Hardware] = {
