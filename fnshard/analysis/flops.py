@@ -378,6 +378,8 @@ def _operations(node: fx.Node, kind: str) -> tuple[float, float]:
 
 
 def _compute_dtype(node: fx.Node, outputs: list[Tensor]) -> str:
+    if _name(node).startswith("fp8_linear"):
+        return short_dtype(torch.float8_e4m3fn)
     for source in node.all_input_nodes:
         for t in _tensors(_value(source)):
             if t.dtype.is_floating_point:

@@ -233,8 +233,9 @@ class Hardware:
         return Link(self.network.latency_seconds, **{name: through(name) for name in COLLECTIVES})
 
     def rate_of(self, curves: Mapping[str, Curve], dtype: str) -> Curve:
-        """By dtype; one that is not in the table goes at fp32's rate."""
-        return curves.get(dtype) or curves["f32"]
+        """By dtype; fp8 that is not in the table is emulated in bf16, others go at fp32's rate."""
+        emulated = "bf16" if dtype.startswith("float8") else "f32"
+        return curves.get(dtype) or curves.get(emulated) or curves["f32"]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON; `from_dict` reads them back."""

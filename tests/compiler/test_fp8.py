@@ -162,6 +162,21 @@ def test_half_the_bytes_are_gathered_and_one_small_line_has_the_scales():
     assert set(sizes[torch.bfloat16].values()) == {2}
 
 
+def test_products_are_priced_as_the_device_multiplies():
+    """At the rate of eight bits where the device has one, and as bf16's elsewhere."""
+    wide = {path: torch.empty(4096, 4096, device="meta") for path in ("up", "down")}
+    rows, mesh = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta"), fs.make_mesh(abstract=True)
+    work: dict[Any, Any] = {}
+    for dtype in (FP8, torch.bfloat16):
+        specs = fs.presets.full_shard(wide, mesh, compute_dtype=dtype)
+        step = fs.shard_step(
+            lambda p, x: F.linear(F.linear(x, p["up"]), p["down"]).float().sum(), specs, mesh=mesh
+        )
+        work[dtype] = {name: step.lower(wide, rows).timeline(name) for name in ("h100", "a100")}
+    assert work[FP8]["h100"].step_seconds < 0.8 * work[torch.bfloat16]["h100"].step_seconds
+    assert work[FP8]["a100"].step_seconds > 0.9 * work[torch.bfloat16]["a100"].step_seconds
+
+
 def test_compiled_it_is_the_same():
     found = []
     for backend in ("eager", "inductor"):
