@@ -49,6 +49,7 @@ RECOMPUTE = {  # what `shard_step` takes
     "minimal_flash": {"remat": "unit", "save": ("matmul", "attention")},
 }  # fmt: skip
 CONSTANTS = ("matmul", "attention", "memory", "wire")
+STEP = 1.2  # by how much a constant is changed, to see what it does
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def scaled(hardware: Hardware, **by: float) -> Hardware:
 
 
 def predicted(row: PublishedRow) -> dict[str, float]:
-    """Tokens a second and device, as the table says, and where one constant is 1.2 times as large."""
+    """Tokens a second and device, as the table says, and where one constant is `STEP` times as large."""
     micro = min(row.micro_batches, MOST_MICRO_BATCHES)
     mesh = fs.make_mesh(**row.axes, device="cpu", abstract=True)
     with torch.device("meta"):
@@ -162,9 +163,6 @@ def predicted(row: PublishedRow) -> dict[str, float]:
     count = tokens.numel() / row.axes.get("tensor", 1)
     ways = {"": hardware} | {name: scaled(hardware, **{name: STEP}) for name in CONSTANTS}
     return {name: count / lowered.timeline(each).step_seconds for name, each in ways.items()}
-
-
-STEP = 1.2
 
 
 @dataclass(frozen=True)

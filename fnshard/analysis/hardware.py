@@ -11,6 +11,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any
 
 from fnshard.analysis.measure import measure
@@ -128,7 +129,7 @@ class Hardware:
         launch_seconds: of host time to start one operator.
         floor_seconds: the least that one operator takes on the device.
         overlap: whether collectives and transfers run while the device computes (a CPU's do not).
-        spread: between which shares of the predicted time four fifths of steps lay that were compared.
+        spread: between which shares of the predicted time most steps lay that were compared.
 
     >>> Hardware.named("h100").peak_flops["bf16"]
     989000000000000.0
@@ -315,69 +316,37 @@ def _gpu(
 
 
 # What training reaches of products, attention, memory and links: fitted to 209 published rates of llm-foundry
-# (FSDP, 125M to 70B, 8 to 512 GPUs). Of 13 rates of four other sources the median is 12.3% off, and four
-# fifths of steps take 0.82 to 1.2 of what is predicted (`python -m experiments.bench case=published`).
+# (FSDP, 125M to 70B, 8 to 512 GPUs), and once more to 61 of these, from where that led. `spread` holds 204 of
+# them, and 10 of 13 rates of four other sources, by which it was chosen (`experiments.bench case=published`).
 AMPERE, HOPPER = (0.70, 0.37, 0.66, 0.78), (0.65, 0.18, 0.545, 0.73)
+_a100 = partial(
+    _gpu, tflops={"f64": 19.5, "f32": 19.5, "bf16": 312, "f16": 312}, nvlink=300, network=25, pcie=32,
+    reached=AMPERE,
+)  # fmt: skip
+_h100 = partial(
+    _gpu, nvlink=450, network=50, pcie=64, reached=HOPPER,
+    tflops={"f64": 67, "f32": 67, "bf16": 989, "f16": 989, "float8_e4m3fn": 1979, "float8_e5m2": 1979},
+)  # fmt: skip
 TABLE: dict[str, Hardware] = {
     # NVIDIA H100 data sheet, SXM5: 989 TFLOP/s dense bf16 (half of the sparse figure), 1979 fp8, 67 fp32, 67
     # fp64 by tensor cores; 80 GB HBM3 at 3.35 TB/s; NVLink 900 GB/s, both ways; a 400 Gb/s adapter per GPU
     # (DGX H100 user guide); PCIe 5 x16, 64 GB/s each way. fp32 matmuls do not use TF32 unless asked to.
-    "h100": _gpu(
-        "h100",
-        gigabytes=80,
-        tflops={"f64": 67, "f32": 67, "bf16": 989, "f16": 989, "float8_e4m3fn": 1979, "float8_e5m2": 1979},
-        terabytes_per_s=3.35,
-        nvlink=450,
-        network=50,
-        pcie=64,
-        reached=HOPPER,
-    ),
+    "h100": _h100("h100", gigabytes=80, terabytes_per_s=3.35),
     # NVIDIA H200 data sheet, SXM: the H100's cores, 141 GB HBM3e at 4.8 TB/s.
-    "h200": _gpu(
-        "h200",
-        gigabytes=141,
-        tflops={"f64": 67, "f32": 67, "bf16": 989, "f16": 989, "float8_e4m3fn": 1979, "float8_e5m2": 1979},
-        terabytes_per_s=4.8,
-        nvlink=450,
-        network=50,
-        pcie=64,
-        reached=HOPPER,
+    "h200": _h100("h200", gigabytes=141, terabytes_per_s=4.8),
+    # An H100 of 96 GB HBM2e at 2.4 TB/s that is limited to 500 W (torchtitan's benchmarks). No sheet says
+    # what the limit costs: 0.8 of the SXM's rates is assumed.
+    "h100-500w": _h100(
+        "h100-500w",
+        gigabytes=96,
+        terabytes_per_s=2.4,
+        tflops={"f64": 54, "f32": 54, "bf16": 791, "f16": 791, "float8_e4m3fn": 1583, "float8_e5m2": 1583},
     ),
     # NVIDIA A100 data sheet, SXM 80 GB: 312 TFLOP/s dense bf16, 19.5 fp32 and fp64 by tensor cores; HBM2e at
     # 2.039 TB/s; NVLink 600 GB/s, both ways; 200 Gb/s per GPU (DGX A100); PCIe 4 x16, 32 GB/s each way.
-    "a100": _gpu(
-        "a100",
-        gigabytes=80,
-        tflops={"f64": 19.5, "f32": 19.5, "bf16": 312, "f16": 312},
-        terabytes_per_s=2.039,
-        nvlink=300,
-        network=25,
-        pcie=32,
-        reached=AMPERE,
-    ),
+    "a100": _a100("a100", gigabytes=80, terabytes_per_s=2.039),
     # The same with 40 GB of HBM2 at 1.555 TB/s.
-    "a100-40gb": _gpu(
-        "a100-40gb",
-        gigabytes=40,
-        tflops={"f64": 19.5, "f32": 19.5, "bf16": 312, "f16": 312},
-        terabytes_per_s=1.555,
-        nvlink=300,
-        network=25,
-        pcie=32,
-        reached=AMPERE,
-    ),
-    # An H100 of 96 GB HBM2e at 2.4 TB/s that is limited to 500 W (torchtitan's benchmarks): its clock under
-    # load is some 0.8 of the SXM's.
-    "h100-500w": _gpu(
-        "h100-500w",
-        gigabytes=96,
-        tflops={"f64": 54, "f32": 54, "bf16": 791, "f16": 791},
-        terabytes_per_s=2.4,
-        nvlink=450,
-        network=50,
-        pcie=64,
-        reached=HOPPER,
-    ),
+    "a100-40gb": _a100("a100-40gb", gigabytes=40, terabytes_per_s=1.555),
     # Two cores of a server CPU with AVX-512 and its bf16 dot products, one rank on each, rounded from
     # `Hardware.measure()` there. For plans that never see a GPU: measure yours instead.
     "cpu": Hardware(

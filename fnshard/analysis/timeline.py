@@ -53,7 +53,7 @@ class Timeline:
     `exposed_*_seconds`: how long compute stood still for a collective, or a transfer. `model_flops`: of
     forward and backward without recomputation; `hardware_flops`: with it; both of one rank and one step.
     `peak_flops`: of one device, per second, in the dtype of most FLOPs; NaN where nobody knows it.
-    `interval`: seconds between which four fifths of such steps lie (`Hardware.spread`), where that is known.
+    `interval`: seconds between which most steps lay that were compared (`Hardware.spread`), where some were.
     """
 
     hardware: str
