@@ -148,7 +148,7 @@ def decode(config: BenchConfig, folder: Path) -> Result:
 EXPERTS, CHOSEN = 8, 2
 
 
-class Mixture(nn.Module):
+class ExpertMLP(nn.Module):
     """In a block's MLP's place: each row by its two best experts, sorted by expert."""
 
     def __init__(self, width: int, hidden: int):
@@ -179,7 +179,7 @@ def experts(config: BenchConfig, folder: Path) -> Result:
     torch.manual_seed(config.seed)
     model = Decoder(config.model)
     for block in model.layers:
-        block.mlp = Mixture(config.model.width, config.model.width // 2)
+        block.mlp = ExpertMLP(config.model.width, config.model.width // 2)
     loss, params = loss_function(model)
     works, rows = {}, torch.randint(config.model.vocab, (config.rows, config.length + 1))
     batch = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fnshard.analysis.storages import INPUTS, StorageTracker, tensors_of
 from fnshard.compiler.ir.values import MASTER
 from fnshard.compiler.schedule.buckets import Bucket
-from fnshard.compiler.schedule.instructions import Whole
+from fnshard.compiler.schedule.instructions import OwnerWork
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.errors import OptimizerError, StateError, leaves
 from fnshard.layout.pairs import as_pairs, slots_at_rest
@@ -90,14 +90,14 @@ def check_slots(
         )
 
 
-def wholes_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh) -> dict[str, Whole]:
+def owner_work_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh) -> dict[str, OwnerWork]:
     """By path, what the owners of leaves compute, of those that ranks must send.
 
     Raises:
         OptimizerError: its code cannot run without data.
     """
-    out: dict[str, Whole] = {}
-    known: dict[Any, Whole] = {}
+    out: dict[str, OwnerWork] = {}
+    known: dict[Any, OwnerWork] = {}
     for path, spec in specs.items():
         dims = len(spec.shape)
         split = [d for d in range(dims) if mesh.ordered(spec.optimizer.of(d))]
@@ -106,7 +106,7 @@ def wholes_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh)
         key = spec.shape, spec.optimizer, spec.optimizer_dtype, optimizer.settings(path)
         if key not in known:
             try:
-                known[key] = _whole(optimizer.of(path, dims), path, spec)
+                known[key] = _owner_work(optimizer.of(path, dims), path, spec)
             except Exception as error:  # an optimizer of the user's: any may come
                 raise OptimizerError(
                     f"{optimizer} needs all of params[{path!r}], and does not run on fake tensors, which "
@@ -117,14 +117,14 @@ def wholes_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh)
     return out
 
 
-def _whole(optimizer: Optimizer, path: str, spec: LayoutSpec) -> Whole:
+def _owner_work(optimizer: Optimizer, path: str, spec: LayoutSpec) -> OwnerWork:
     info = _numbers(torch.device("cpu"))
     with _fakes():
         param = torch.empty(spec.shape, dtype=spec.optimizer_dtype)
         slots, given = optimizer.init_leaf(path, param), optimizer.given(path, info)
         sent, _ = optimizer.begin_leaf(path, param, slots, param, given, info.grad_scale)
         graph = make_fx(lambda leaf: optimizer.whole(path, leaf))(torch.empty_like(sent))
-    return Whole(sent.dtype, graph, spec.optimizer)
+    return OwnerWork(sent.dtype, graph, spec.optimizer)
 
 
 class _Numbers(TorchDispatchMode):

@@ -47,6 +47,7 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
         coded = bool(policy.get("codec"))
         narrow = policy.get("compute_dtype") == FP8 and policy.get("trainable") is not False
         computes = {**_computes(named, free, tensor, mesh, coded), **_stacks(free, expert, mesh, policy)}
+        stay: list[str] = []
         for path, leaf in free.items():
             compute = computes.get(path, P())
             over = tuple(a for a in axes(mesh) if a not in compute.axes)
@@ -58,7 +59,12 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
             fields = {"compute": compute, **layouts(layout), **policy}
             if narrow and not _in_fp8(path, leaf, compute):
                 fields["compute_dtype"] = torch.bfloat16
+                stay += [f"params[{path!r}] {list(leaf.shape)}"] * (leaf.dim() == 2)
             own.append((escape(path), LayoutSpec(**fields)))
+        if stay:
+            shown = [*stay[:8], *["..."] * (len(stay) > 8)]
+            message = report(f"{leaves(len(stay))} of two dims stay in bf16, not fp8:", shown)
+            warnings.warn(message, stacklevel=2)
         return match_specs(params, [*rules, *own], units=units)
 
     preset.__doc__ = doc + (

@@ -344,6 +344,7 @@ def _unfit_compute(spec: LayoutSpec, mesh: Mesh) -> Iterator[tuple[str, str]]:
             f"compute={spec.compute!r}: {ranks} ranks do not divide {spec.shape[0]} experts",
             f"as many ranks along {data[0]!r} as divide them.",
         )
+        return
     if "context" in spec.compute.axes:
         yield (
             f"compute={spec.compute!r}: the context axis splits sequences, and no leaf",

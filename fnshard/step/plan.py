@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fnshard.analysis.slots import wholes_of
+from fnshard.analysis.slots import owner_work_of
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.schedule.build import Plan
@@ -39,7 +39,7 @@ def plan_of(optimizer: Optimizer | None, specs: ResolvedSpecs, mesh: Mesh, optio
         norms=norms,
         scalars=norms + len(FLAGS),
         barrier=stands_between,
-        wholes=wholes_of(optimizer, specs.paired, mesh) if optimizer is not None else {},
+        owner_work=owner_work_of(optimizer, specs.paired, mesh) if optimizer is not None else {},
     )
 
 

@@ -196,6 +196,12 @@ def test_a_check_knows_how_far_fp8_rounds():
     assert fs.debug.check(loss, params, (TOKENS,), specs, mesh)
 
 
+def test_matrices_that_stay_in_bf16_are_listed():
+    with pytest.warns(UserWarning, match=r"(?s)2 leaves of two dims.*'embed.weight'.*'odd'\] \[32, 20\]"):
+        specs = fs.presets.full_shard(leaves(), fs.make_mesh(abstract=True), compute_dtype=FP8)
+    assert [path for path, spec in specs.items() if spec.wire_dtype == FP8] == list(NARROW)
+
+
 def test_what_no_linear_layer_reads_is_named():
     params, mesh = leaves(), fs.make_mesh(shard=1, device="cpu")
     specs = fs.presets.full_shard(params, mesh, compute_dtype=FP8)

@@ -131,7 +131,7 @@ class _Route:
 
 
 @dataclass(frozen=True)
-class _Value:
+class _Placed:
     """A value's node. `stack`: it is a rank's experts of the whole stack; `route`: rows where experts are."""
 
     node: fx.Node
@@ -147,7 +147,7 @@ class _Experts:
     stacks: set[str]
     capacity: float | None
     graph: fx.Graph = field(default_factory=fx.Graph)
-    values: dict[fx.Node, _Value] = field(default_factory=dict)
+    values: dict[fx.Node, _Placed] = field(default_factory=dict)
     wholes: dict[fx.Node, fx.Node] = field(default_factory=dict)
     routes: dict[tuple[fx.Node, int], _Route] = field(default_factory=dict)
     bodies: dict[Any, fx.Graph] = field(default_factory=dict)
@@ -159,7 +159,7 @@ class _Experts:
         """Walk over the program, forward."""
         for node, each in zip(self.program.placeholders, self.program.inputs, strict=True):
             stack = each.kind == "leaf" and each.name in self.stacks
-            self.values[node] = _Value(self.graph.placeholder(node.name), stack)
+            self.values[node] = _Placed(self.graph.placeholder(node.name), stack)
         for node in self.program.graph.nodes:
             if node.op == "call_function":
                 self.meta = {k: node.meta[k] for k in ("autocast", "stack_trace") if k in node.meta}
@@ -205,7 +205,7 @@ class _Experts:
             )
 
     # -------------------------------------------------------------- one op
-    def visit(self, node: fx.Node) -> _Value:
+    def visit(self, node: fx.Node) -> _Placed:
         sources = [self.values[n] for n in tensors_of(node)]
         if node.target is operator.getitem:
             (source,) = sources
@@ -219,9 +219,9 @@ class _Experts:
         stacks = [n.meta["val"] for n, s in zip(tensors_of(node), sources, strict=True) if s.stack]
         self.gathered += [f"{node.target}: {v.numel() * v.element_size() / 1e6:.3f} MB" for v in stacks]
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.whole)
-        return _Value(self.call(node.target, args, kwargs))
+        return _Placed(self.call(node.target, args, kwargs))
 
-    def product(self, node: fx.Node, sources: Sequence[_Value]) -> _Value | None:
+    def product(self, node: fx.Node, sources: Sequence[_Placed]) -> _Placed | None:
         """Rows times a stack, where the stack is."""
         if node.target not in GROUPED or len(sources) != 3:
             return None
@@ -233,9 +233,9 @@ class _Experts:
         where = self.call(aten.to.dtype, (route.ends, ends.meta["val"].dtype))
         feed = iter([rows, of_b.node, where])
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(feed))
-        return _Value(self.call(node.target, args, kwargs), route=route)
+        return _Placed(self.call(node.target, args, kwargs), route=route)
 
-    def of_stacks(self, node: fx.Node, sources: Sequence[_Value]) -> _Value | None:
+    def of_stacks(self, node: fx.Node, sources: Sequence[_Placed]) -> _Placed | None:
         """What is computed of each expert alone: as of a leaf that is split along its first dim."""
         if not all(s.stack for s in sources) or not isinstance(node.target, OpOverload):
             return None
@@ -248,10 +248,10 @@ class _Experts:
         for strategy in find(call) if find else ():
             if strategy.inputs == split and strategy.output == Split(0) and strategy.run is None:
                 local = local_arguments(node, call, strategy, [s.node for s in sources])
-                return _Value(self.call(node.target, *local), stack=True)
+                return _Placed(self.call(node.target, *local), stack=True)
         return None
 
-    def of_rows(self, node: fx.Node, sources: Sequence[_Value]) -> _Value | None:
+    def of_rows(self, node: fx.Node, sources: Sequence[_Placed]) -> _Placed | None:
         """What is computed of each row alone, where the rows are."""
         routes = {s.route for s in sources}
         if len(routes) > 1 or not isinstance(node.target, OpOverload):
@@ -277,7 +277,7 @@ class _Experts:
         elif node.target not in COPIES:
             return None
         args, kwargs = fx.map_arg((tuple(args), node.kwargs), lambda n: self.values[n].node)
-        return _Value(self.call(node.target, args, kwargs), route=route)
+        return _Placed(self.call(node.target, args, kwargs), route=route)
 
     # -------------------------------------------------------------- exchanges
     def route(self, ends: fx.Node, rows: int, experts: int, node: fx.Node) -> _Route:

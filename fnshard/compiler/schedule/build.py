@@ -26,6 +26,7 @@ from fnshard.compiler.schedule.instructions import (
     Local,
     Names,
     Norms,
+    OwnerWork,
     Publish,
     ReduceScalars,
     ReduceScatter,
@@ -36,7 +37,6 @@ from fnshard.compiler.schedule.instructions import (
     UpdateExchange,
     UpdateWhole,
     Wait,
-    Whole,
     Zeros,
 )
 from fnshard.compiler.schedule.instructions.exchange import exchange
@@ -62,7 +62,7 @@ class Plan:
         scalars: how many numbers ride on ReduceScalars besides what `fn` returns.
         barrier: something global that is made of gradients (a norm, an overflow flag) stands between the
             last of them and the first update.
-        wholes: by path, what the owners of leaves compute, where ranks send these to owners.
+        owner_work: by path, what the owners of leaves compute, where ranks send these to owners.
         rows: of this rank's batch, by which the new values of buffers are averaged.
         counted: updates need the scalars of the forward (a Mean's count), which are summed before the
             backward, so that updates stay in it.
@@ -74,7 +74,7 @@ class Plan:
     norms: bool = False
     barrier: bool = False
     counted: bool = False
-    wholes: Mapping[str, Whole] = field(default_factory=dict)
+    owner_work: Mapping[str, OwnerWork] = field(default_factory=dict)
     scalars: int = 0
     differentiate: bool = True
     rows: int = 1
@@ -152,7 +152,7 @@ class _Builder:
         self.active = self._active()
         self.complete = self._completion()
         self.arriving = sorted(self.reduces, key=lambda b: -(self.complete[b.name] or 0))
-        dtypes = {p: whole.dtype for p, whole in self.plan.wholes.items()}
+        dtypes = {p: work.dtype for p, work in self.plan.owner_work.items()}
         self.owned = owner_buckets(self.arriving, dtypes, self.whole, self.mesh)
         self.reduced: dict[str, ValueName] = {}
         self.local: dict[str, ValueName] = {}
@@ -455,7 +455,9 @@ class _Builder:
     def updates(self) -> None:
         bucket_of = {p: b.name for b in self.reduces for p in b.paths}
         for bucket in self.arriving:
-            some = [[p for p in bucket.paths if (p in self.plan.wholes) is owned] for owned in (True, False)]
+            some = [
+                [p for p in bucket.paths if (p in self.plan.owner_work) is owned] for owned in (True, False)
+            ]
             begun, whole = map(tuple, some)
             if begun:
                 self.begin(bucket, begun)
@@ -487,7 +489,7 @@ class _Builder:
         """The optimizer on leaves that have owners, up to what these need."""
         reads = (self.reduced[bucket.name], *self.state_reads(paths))
         writes = (ValueName(Kind.SENT, bucket.name), *slots(paths))
-        dtypes = tuple(self.plan.wholes[p].dtype for p in paths)
+        dtypes = tuple(self.plan.owner_work[p].dtype for p in paths)
         self.lines.append(
             UpdateBegin(bucket.unit, "update", reads, writes, bucket=bucket.name, paths=paths, dtypes=dtypes)
         )
@@ -497,7 +499,7 @@ class _Builder:
         there, made, back = (ValueName(Kind.SENT, bucket.name, v) for v in ("", "#whole", "#back"))
         to, fro = (ValueName(Kind.FLIGHT, bucket.name, v) for v in ("", "#back"))
         where = {"unit": bucket.unit, "phase": "update", "bucket": bucket.name}
-        work = {p: self.plan.wholes[p] for p in bucket.paths}
+        work = {p: self.plan.owner_work[p] for p in bucket.paths}
         self.lines += [
             UpdateExchange(**where, reads=sent, writes=(to,)),
             Wait(**where, reads=(to,), writes=(there,), of=UpdateExchange),

@@ -14,12 +14,12 @@ from fnshard.compiler.schedule.instructions.leaves import Cast, Gather, Publish,
 from fnshard.compiler.schedule.instructions.transfers import ToDevice, ToHost
 from fnshard.compiler.schedule.instructions.updates import (
     Norms,
+    OwnerWork,
     ReduceScalars,
     Update,
     UpdateBegin,
     UpdateExchange,
     UpdateWhole,
-    Whole,
 )
 from fnshard.compiler.schedule.ir import (
     COMMUNICATION,
@@ -38,7 +38,7 @@ from fnshard.compiler.schedule.ir import (
 __all__ = [
     "COMMUNICATION", "COMPUTE", "HOST", "LANES", "TRANSFER", "Accumulate", "Action", "Add",
     "AggregateBuffers", "AllReduce", "Cast", "Env", "Exchange", "Free", "Gather", "Instruction", "Local",
-    "Names", "Norms", "OfBucket", "Publish", "ReduceScalars", "ReduceScatter", "Reduced", "Run",
+    "Names", "Norms", "OfBucket", "OwnerWork", "Publish", "ReduceScalars", "ReduceScatter", "Reduced", "Run",
     "Scales", "StoreBuffers", "ToDevice", "ToHost", "Update", "UpdateBegin", "UpdateExchange",
-    "UpdateWhole", "Wait", "Whole", "Zeros",
+    "UpdateWhole", "Wait", "Zeros",
 ]  # fmt: skip

@@ -108,7 +108,7 @@ class _OfOptimizer(OfBucket):
 
 
 @dataclass(frozen=True, eq=False)
-class Whole:
+class OwnerWork:
     """What the owner of a leaf computes: `graph` of a tensor of the leaf's shape in `dtype`, which ranks send
     and which lies over them in `layout`."""
 
@@ -198,7 +198,7 @@ class UpdateExchange(OfBucket):
 class UpdateWhole(OfBucket):
     """Each owner computes what its leaves need as a whole: `work`, by path."""
 
-    work: Mapping[str, Whole] = field(default_factory=dict, compare=False, repr=False)
+    work: Mapping[str, OwnerWork] = field(default_factory=dict, compare=False, repr=False)
 
     def bind(self, context: Context) -> Action:
         (source,), (out,), mesh = self.reads, self.writes, context.mesh
