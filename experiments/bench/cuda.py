@@ -108,7 +108,7 @@ def updates(found: Any) -> dict[tuple[Leaf, ...], tuple[tuple[str, ...], int]]:
             dtypes += [spec.optimizer_dtype] * len(optimizer.slots)
             block = block_shape(spec.shape, spec.optimizer, schedule.mesh)
             forms = tuple(form_of(torch.empty(block, dtype=dtype, device="meta")) for dtype in dtypes)
-            leaves.append(Leaf(optimizer.settings(path), 0, True, forms))
+            leaves.append(Leaf(tuple(optimizer.slots), optimizer.settings(path), 0, True, forms))
         paths, times = out.get(tuple(leaves), (bucket.paths, 0))
         out[tuple(leaves)] = paths, times + 1
     return out

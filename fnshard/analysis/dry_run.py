@@ -7,6 +7,7 @@ kernels that give what their graphs would (`footprint`), an optimizer that takes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,17 @@ from fnshard.analysis.storages import UNCOUNTED, Storage, StorageTracker, catego
 from fnshard.analysis.transport import Counting
 from fnshard.compiler.ir.values import CONTROL, SCALARS, ValueName
 from fnshard.compiler.schedule.buckets import Bucket, of_owner
-from fnshard.compiler.schedule.instructions import Env, Free, Gather, Instruction, Reduced, Run, Update, Wait
+from fnshard.compiler.schedule.instructions import (
+    Env,
+    Free,
+    Gather,
+    Instruction,
+    Reduced,
+    Run,
+    SumShapes,
+    Update,
+    Wait,
+)
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.layout.partition import block_shape, block_slices
 from fnshard.mesh import Mesh
@@ -45,7 +56,7 @@ class DryContext:
     tracker: StorageTracker
     comm: Counting
     footprint: FootprintOf
-    update_bytes: Callable[[Bucket, str, bool], int]
+    update_bytes: Callable[[Bucket, str, bool, int], int]
     rank: int
     freed: None = None
     worker: None = None
@@ -222,6 +233,19 @@ class DryUpdater:
     def bind_end(self, paths: tuple[str, ...]) -> Callable[..., None]:
         return lambda *_: self._update(paths, "bind_end")
 
+    def bind_summed(self, paths: tuple[str, ...]) -> Callable[..., None]:
+        return lambda *_: self._update(paths, "bind_summed")
+
+    def bind_sums(self, paths: tuple[str, ...], number: int) -> Callable[..., None]:
+        return lambda *_: self._update(paths, "bind_sums", number)
+
+    def pack_sums(self, parts: None, shapes: SumShapes, dtype: torch.dtype) -> Tensor:
+        size = sum(math.prod(shape) for own in shapes.values() for shape in own.values())
+        return self._new((size,), dtype)
+
+    def unpack_sums(self, flat: Tensor, shapes: SumShapes) -> dict[str, dict[str, Tensor]]:
+        return {p: {n: self._new(s, flat.dtype) for n, s in own.items()} for p, own in shapes.items()}
+
     def bind_begin(self, paths: tuple[str, ...]) -> Callable[..., dict[str, Tensor]]:
         specs, mesh, line = self.context.schedule.specs, self.context.mesh, self.context.tracker.line
 
@@ -232,12 +256,12 @@ class DryUpdater:
 
         return begin
 
-    def _update(self, paths: tuple[str, ...], stage: str) -> None:
+    def _update(self, paths: tuple[str, ...], stage: str, number: int = 0) -> None:
         spec, line = self.context.schedule.specs[paths[0]], self.context.tracker.line
         bucket = self.context.schedule.buckets[line.bucket]
         bucket = replace(bucket, pieces=tuple(p for p in bucket.pieces if p.path in paths))
         if spec.updated_on == "device" or self.context.mesh.device_type == "cpu":
-            self._take(self.context.update_bytes(bucket, stage, SCALARS in line.reads))
+            self._take(self.context.update_bytes(bucket, stage, SCALARS in line.reads, number))
 
     def control(self, env: Env, bucket: Bucket) -> tuple[DryUpdater, None]:
         return self, None

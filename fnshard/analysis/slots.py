@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -15,18 +17,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fnshard.analysis.storages import INPUTS, StorageTracker, tensors_of
-from fnshard.compiler.ir.values import MASTER
 from fnshard.compiler.schedule.buckets import Bucket
-from fnshard.compiler.schedule.instructions import OwnerWork
+from fnshard.compiler.schedule.instructions import OwnerWork, UpdateSums
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.errors import OptimizerError, StateError, leaves
-from fnshard.layout.pairs import as_pairs, slots_at_rest
-from fnshard.layout.partition import block_shape
+from fnshard.layout.partition import block_shape, slot_layout
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer, StepInfo
 from fnshard.runtime.executor.control import StepControl
-from fnshard.runtime.executor.update import Updater
+from fnshard.runtime.executor.update import Updater, made_slots
 
 Slots = Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
 
@@ -36,20 +36,39 @@ def slots_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh) 
 
     Args:
         specs: of leaves as they rest, or as a step works with them (`ResolvedSpecs.paired`); so is the state.
+
+    Raises:
+        OptimizerError: state that lies on no mesh like its leaf (`slot_layout`).
     """
-    out: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
-    known: dict[Any, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
+    out, wrong = {}, []
+    known: dict[Any, tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], list[str]]] = {}
     for path, spec in specs.items():
         if not spec.trainable:
             continue
-        shape = block_shape(spec.shape, spec.optimizer, mesh)
-        key = shape, spec.optimizer_dtype, spec.has_master, optimizer.settings(path)
+        key = spec.shape, spec.optimizer, spec.optimizer_dtype, spec.has_master, optimizer.settings(path)
         if key not in known:
-            block = as_pairs(torch.empty(shape, dtype=spec.optimizer_dtype, device="meta"))
-            made = optimizer.init_leaf(path, block) | ({MASTER: block} if spec.has_master else {})
-            known[key] = {n: (tuple(v.shape), v.dtype) for n, v in slots_at_rest(made, spec).items()}
-        out[path] = known[key]
+            own = made_slots(optimizer, path, spec, block_shape(spec.shape, spec.optimizer, mesh))
+            known[key] = own, _astray(own, made_slots(optimizer, path, spec, spec.shape), spec, mesh)
+        out[path], odd = known[key]
+        wrong += [f"params[{path!r}] {list(spec.shape)} by {spec.optimizer!r}: {what}" for what in odd]
+    if wrong:
+        raise OptimizerError(
+            f"{optimizer} keeps state that the layout of its leaves cuts in two:", wrong[:12],
+            "split these leaves along other dims (LayoutSpec.optimizer), or give them another optimizer: "
+            "fs.optim.by_path(...).",
+        )  # fmt: skip
     return out
+
+
+def _astray(own: Any, whole: Any, spec: LayoutSpec, mesh: Mesh) -> list[str]:
+    """What of a block's state is no block of the whole leaf's."""
+    out = []
+    for name in own.keys() | whole.keys():
+        (shape, dtype), mine = whole.get(name, ((), None)), own.get(name, ((), None))
+        layout = slot_layout(shape, spec.shape, spec.optimizer, mesh)
+        if layout is None or mine != (block_shape(shape, layout, mesh), dtype):
+            out.append(f"{name} is {list(shape)} of the leaf, {list(mine[0])} of a block")
+    return sorted(out)
 
 
 def check_slots(
@@ -117,6 +136,56 @@ def owner_work_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: M
     return out
 
 
+def sums_of(
+    optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh
+) -> dict[str, tuple[Mapping[str, tuple[int, ...]], ...]]:
+    """By path, of leaves that are split, shapes of what an optimizer sums over them, by round and name.
+
+    Raises:
+        OptimizerError: its code cannot run without data, or sums do not lie like their leaf.
+    """
+    out, known = {}, dict[Any, Any]()
+    for path, spec in specs.items():
+        rule = optimizer.of(path, len(spec.shape))
+        if not (spec.trainable and rule.sums and mesh.ordered(spec.optimizer.axes)):
+            continue
+        key = spec.shape, spec.optimizer_dtype, optimizer.settings(path)
+        if key not in known:
+            try:
+                known[key] = _sums(rule, path, spec)
+            except Exception as error:  # an optimizer of the user's: any may come
+                raise OptimizerError(
+                    f"{optimizer} sums over params[{path!r}], and does not run on fake tensors, which show "
+                    f"what ranks add up ({type(error).__name__}: {error})",
+                    fix="write its `sums` without float(), .item() and branches on values.",
+                ) from error
+        out[path] = known[key]
+        odd = [
+            f"{name} {list(shape)} of params[{path!r}] {list(spec.shape)}"
+            for own in out[path] for name, shape in own.items()
+            if any(mine not in (1, size) for mine, size in zip(shape, spec.shape, strict=False))
+            or len(shape) != len(spec.shape)
+        ]  # fmt: skip
+        if odd:
+            raise OptimizerError(
+                f"{optimizer} sums over leaves to other shapes than theirs:", odd,
+                "a sum has its leaf's dims, those that it was summed over of size 1: sum(dim, keepdim=True).",
+            )  # fmt: skip
+    return out
+
+
+def _sums(rule: Optimizer, path: str, spec: LayoutSpec) -> tuple[dict[str, tuple[int, ...]], ...]:
+    info, rounds = _numbers(torch.device("cpu")), []
+    with _fakes():
+        param = torch.empty(spec.shape, dtype=spec.optimizer_dtype)
+        slots, given = dict(rule.init_leaf(path, param)), rule.given(path, info)
+        for number in range(len(rule.sums)):
+            made = rule.sum_leaf(number, path, param, slots, param, given, info.grad_scale)
+            rounds.append({n: tuple(v.shape) for n, v in made.items()})
+            slots |= made
+    return tuple(rounds)
+
+
 def _owner_work(optimizer: Optimizer, path: str, spec: LayoutSpec) -> OwnerWork:
     info = _numbers(torch.device("cpu"))
     with _fakes():
@@ -162,25 +231,31 @@ class Updates:
     known: dict[Any, int]
     fused: bool = False
 
-    def bytes(self, bucket: Bucket, stage: str, barrier: bool) -> int:
+    def bytes(self, bucket: Bucket, stage: str, barrier: bool, number: int = 0) -> int:
         """Of the leaves of one bucket, on the device that updates them.
 
         Where the optimizer's code cannot run without data, one copy of the bucket's state.
 
         Args:
-            stage: "bind", of the whole update; of leaves that have owners "bind_begin" or "bind_end".
+            stage: "bind", of the whole update; of leaves that have owners "bind_begin" or "bind_end"; of
+                those with sums "bind_sums", of which `number` is a round, or "bind_summed".
             barrier: whether the step's scalars are known by then (gradients may be scaled by them).
         """
         specs, mesh, settings = self.schedule.specs, self.schedule.mesh, self.optimizer.settings
-        if self.fused and specs[bucket.paths[0]].updated_on == "device":
-            return 0
+        if self.fused and stage == "bind" and specs[bucket.paths[0]].updated_on == "device":
+            rules = {p.path: self.optimizer.of(p.path, len(p.shape)) for p in bucket.pieces}
+            plain = tuple(p for p in bucket.pieces if not rules[p.path].compilable)
+            if not plain:
+                return 0
+            bucket = replace(bucket, pieces=plain)
         key = (
-            stage, mesh.names, mesh.sizes, mesh.rank, mesh.device_type, barrier, self.schedule.accumulate > 1,
-            bucket.dtype, tuple((replace(specs[p], unit="-"), settings(p)) for p in bucket.paths),
+            stage, number, mesh.names, mesh.sizes, mesh.rank, mesh.device_type, barrier,
+            self.schedule.accumulate > 1, bucket.dtype,
+            tuple((replace(specs[p], unit="-"), settings(p)) for p in bucket.paths),
         )  # fmt: skip
         if key not in self.known:
             try:
-                self.known[key] = self._run(bucket, stage, barrier)
+                self.known[key] = self._run(bucket, stage, barrier, number)
             except Exception as error:  # an optimizer of the user's: any may come, and none is a mistake
                 warnings.warn(
                     f"the memory of {self.optimizer.name}'s update is estimated as one copy of its state, "
@@ -191,14 +266,19 @@ class Updates:
                 self.known[key] = sum(size_of(shape, dtype) for shape, dtype in state)
         return self.known[key]
 
-    def _run(self, bucket: Bucket, stage: str, barrier: bool) -> int:
+    def _run(self, bucket: Bucket, stage: str, barrier: bool, number: int) -> int:
         specs, mesh = self.schedule.specs, self.schedule.mesh
         # Fakes of a device that torch was not built for cannot be written to.
         device = torch.device("cuda" if mesh.device_type == "cuda" and torch.cuda.is_available() else "cpu")
         numbers = _numbers(device) if barrier else StepInfo(torch.tensor(0))
         with _fakes():
             updater = Updater(self.optimizer, specs, mesh, mesh.rank)
-            update = getattr(updater, stage)(bucket.paths)
+            of_sums = {"bind_sums": number, "bind_summed": sys.maxsize}  # how many rounds are summed before
+            if stage == "bind_sums":
+                sums = updater.bind_sums(bucket.paths, number)
+                update = lambda *given: list(sums(*given))  # noqa: E731
+            else:
+                update = getattr(updater, stage)(bucket.paths)
             blocks, own_slots, params = {}, {}, {}
             for path in bucket.paths:
                 spec = specs[path]
@@ -215,12 +295,26 @@ class Updates:
                 if not (spec.updated_on == "host" and spec.memory == "device"):
                     shape = block_shape(spec.shape, spec.storage, mesh)
                     params[path] = torch.empty(shape, dtype=spec.storage_dtype, device=device)
+            earlier = [self._summed(bucket.paths, of_sums[stage])] if stage in of_sums else []
             tracker = StorageTracker(mesh.device_type)
-            for value in tensors_of([blocks, params, own_slots]):
+            for value in tensors_of([blocks, params, own_slots, earlier]):
                 tracker.adopt(value, INPUTS, size=0)
             with tracker:
-                update(blocks, own_slots, params, StepControl(info=numbers))
+                update(blocks, own_slots, params, StepControl(info=numbers), *earlier)
         return max(tracker.peak.bytes, 0)
+
+    def _summed(self, paths: Sequence[str], rounds: int) -> dict[str, dict[str, torch.Tensor]]:
+        """What so many rounds have summed, for this rank's blocks, by path and name."""
+        out: dict[str, dict[str, torch.Tensor]] = {path: {} for path in paths}
+        lines = [line for line in self.schedule.instructions if isinstance(line, UpdateSums)]
+        for line, path in itertools.product(lines, paths):
+            if path in line.paths and line.number < rounds:
+                spec = self.schedule.specs[path]
+                block = block_shape(spec.shape, spec.optimizer, self.schedule.mesh)
+                for name, whole in line.shapes[path].items():
+                    shape = tuple(1 if w == 1 else b for w, b in zip(whole, block, strict=True))
+                    out[path][name] = torch.empty(shape, dtype=line.dtype)
+        return out
 
 
 def size_of(shape: Sequence[int], dtype: torch.dtype) -> int:

@@ -240,7 +240,7 @@ def _inside(line: Instruction) -> str:
     return BUFFERS if line.lane != COMPUTE or isinstance(line, Wait) else WORKSPACES
 
 
-_SENT = (Kind.NORMS, Kind.SENT, Kind.WRITTEN, Kind.FLIGHT)
+_SENT = (Kind.NORMS, Kind.SENT, Kind.SUMS, Kind.WRITTEN, Kind.FLIGHT)
 
 
 def category_of(name: ValueName) -> str:

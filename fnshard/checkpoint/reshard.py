@@ -136,10 +136,10 @@ def _blank(
     tree_of_blocks = tree.unflatten(params.values(), specs.structure)
     new = TrainState(
         state.step.clone(), tree_of_blocks, slots, scale, state.seed.clone(), where=(specs.tree, mesh),
-        data=state.data,
+        data=state.data, slot_shapes=state.slot_shapes,
     )  # fmt: skip
     targets: dict[str, list[RestoreTarget]] = {}
-    blank = param_leaves(params, named) | slot_leaves(slots, named, mesh)
+    blank = param_leaves(params, named) | slot_leaves(slots, state.slot_shapes, named, mesh)
     for leaf in restore_targets(blank, saved, set(specs.trainable)).values():
         targets.setdefault(leaf.source, []).append(leaf)
     return new, targets
@@ -160,7 +160,9 @@ def _move(
             full, split, found = old.block, bool(mesh.ordered(old.layout.axes)), targets.get(name, ())
             stays = same_mesh and all(leaf.layout == old.layout for leaf in found)
             if found and split and not stays:
-                spec = replace(specs[path_of(name)], storage=old.layout, storage_dtype=full.dtype)
+                spec = replace(
+                    specs[path_of(name)], shape=old.shape, storage=old.layout, storage_dtype=full.dtype
+                )
                 full = gather_full({name: full}, {name: spec}, mesh, comm)[name]
             for leaf in found:
                 leaf.block.copy_(full if split and stays else local_block(full, leaf.layout, to))
@@ -183,7 +185,7 @@ def _decoded(
     with torch.no_grad():
         values = [block_of(blocks, p, s) if p in changed else _stored(blocks, p, s) for p, s in old.items()]
     fields = {**state.as_dict(), "params": tree.unflatten(values, before.leaf_structure)}
-    return TrainState(**fields, data=state.data), plain(before), plain(after)
+    return state.replace(**fields, data=state.data), plain(before), plain(after)
 
 
 def _plain(spec: LayoutSpec) -> LayoutSpec:

@@ -19,6 +19,7 @@ from fnshard.checkpoint.state_leaves import (
     check_codecs_alike,
     resolved_as_saved,
     restore_targets,
+    saved_slot_shapes,
     saved_slots,
     state_leaves,
 )
@@ -61,7 +62,9 @@ def state_filler(
         scale = {n: n.partition("/")[2] for n in found.leaves if n.startswith("loss_scale/")}
         loss_scale = {k: torch.zeros((), dtype=STATE_DTYPES[found.leaves[n].dtype]) for n, k in scale.items()}
         zero = torch.zeros((), dtype=torch.int64)
-        return TrainState(zero, params, slots, loss_scale, zero.clone(), where=(specs.tree, on))
+        shapes = saved_slot_shapes(found.leaves, named)
+        where = (specs.tree, on)
+        return TrainState(zero, params, slots, loss_scale, zero.clone(), where=where, slot_shapes=shapes)
 
     def made(found: Manifest) -> tuple[TrainState, Targets]:
         check_codecs_alike(resolved.leaves, found.leaves)

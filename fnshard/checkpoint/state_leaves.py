@@ -18,7 +18,7 @@ from fnshard.checkpoint.manifest_file import Chunk, SavedLeaf
 from fnshard.compiler.ir.values import MASTER
 from fnshard.errors import CheckpointError, leaves
 from fnshard.layout.codecs import CODECS
-from fnshard.layout.partition import P, block_shape, boxes
+from fnshard.layout.partition import P, block_shape, boxes, slot_layout
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
@@ -27,6 +27,7 @@ from fnshard.step.shards import check_blocks
 from fnshard.step.state import TrainState
 
 Specs = Mapping[str, LayoutSpec]
+SlotShapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ def state_leaves(state: TrainState, specs: Specs, mesh: Mesh) -> dict[str, Local
         CheckpointError: optimizer state that is neither one block of its leaf nor one number.
     """
     scale = {f"loss_scale/{k}": LocalLeaf((), P(), v) for k, v in state.loss_scale.items()}
-    return checked_param_leaves(state.params, specs, mesh) | slot_leaves(state.opt_state, specs, mesh) | scale
+    slots = slot_leaves(state.opt_state, state.slot_shapes, specs, mesh)
+    return checked_param_leaves(state.params, specs, mesh) | slots | scale
 
 
 def param_leaves(blocks: Mapping[str, Tensor], specs: Specs) -> dict[str, LocalLeaf]:
@@ -84,23 +86,28 @@ def param_leaves(blocks: Mapping[str, Tensor], specs: Specs) -> dict[str, LocalL
     return {f"params/{p}": LocalLeaf(s.shape, s.storage, blocks[p]) for p, s in specs.items()}
 
 
-def slot_leaves(state: Mapping[str, Mapping[str, Tensor]], specs: Specs, mesh: Mesh) -> dict[str, LocalLeaf]:
-    """By name; a slot's layout follows from its shape."""
+def slot_leaves(
+    state: Mapping[str, Mapping[str, Tensor]], shapes: SlotShapes, specs: Specs, mesh: Mesh
+) -> dict[str, LocalLeaf]:
+    """By name. `shapes`: of whole slots that are not of their leaves' shape."""
     out, odd = {}, []
     for path, slots in state.items():
         spec = specs[path]
         for name, value in slots.items():
-            if tuple(value.shape) == block_shape(spec.shape, spec.optimizer, mesh):
-                out[f"optimizer/{path}/{name}"] = LocalLeaf(spec.shape, spec.optimizer, value)
-            elif value.dim() == 0 or not mesh.ordered(spec.optimizer.axes):
-                out[f"optimizer/{path}/{name}"] = LocalLeaf(tuple(value.shape), P(), value)
+            own, whole = tuple(value.shape), shapes.get(path, {}).get(name)
+            if whole is None:
+                whole = spec.shape if own == block_shape(spec.shape, spec.optimizer, mesh) else own
+            layout = slot_layout(whole, spec.shape, spec.optimizer, mesh)
+            if layout is not None and own == block_shape(whole, layout, mesh):
+                out[f"optimizer/{path}/{name}"] = LocalLeaf(whole, layout, value)
             else:
                 odd.append(f"{path!r}: {name} {list(value.shape)} of a leaf {list(spec.shape)}")
     if odd:
         raise CheckpointError(
             f"nobody knows how {leaves(len(odd))} of optimizer state lie on mesh {mesh}:",
             odd,
-            "a slot of a sharded leaf is as large as its block, or one number.",
+            "a slot of a sharded leaf is as large as its block, or one number; others lie as "
+            "TrainState.slot_shapes says, of a state that its step has made.",
         )
     return out
 
@@ -138,16 +145,28 @@ def saved_slots(saved: Mapping[str, SavedLeaf], specs: Specs, mesh: Mesh) -> Slo
         path, _, slot = rest.rpartition("/")
         if kind != "optimizer" or path not in out:
             continue
-        spec, whole = specs[path], leaf.shape == specs[path].shape
+        spec, dtype = specs[path], STATE_DTYPES[leaf.dtype]
         if slot == MASTER and not spec.has_master:
             continue
-        dtype = spec.optimizer_dtype if whole else STATE_DTYPES[leaf.dtype]
-        shape = block_shape(spec.shape, spec.optimizer, mesh) if whole else leaf.shape
-        out[path][slot] = shape, dtype
+        layout = slot_layout(leaf.shape, spec.shape, spec.optimizer, mesh)
+        alike = leaf.shape == spec.shape and (dtype.is_floating_point or dtype.is_complex)
+        shape = leaf.shape if layout is None else block_shape(leaf.shape, layout, mesh)
+        out[path][slot] = shape, spec.optimizer_dtype if alike else dtype
     for path in out:
         if (spec := specs[path]).has_master:
             block = block_shape(spec.shape, spec.optimizer, mesh)
             out[path][MASTER] = block, spec.optimizer_dtype
+    return out
+
+
+def saved_slot_shapes(saved: Mapping[str, SavedLeaf], specs: Specs) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Of the whole slots that were saved and are not of their leaves' shape."""
+    out: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, leaf in saved.items():
+        kind, _, rest = name.partition("/")
+        path, _, slot = rest.rpartition("/")
+        if kind == "optimizer" and path in specs and leaf.shape != specs[path].shape:
+            out.setdefault(path, {})[slot] = leaf.shape
     return out
 
 

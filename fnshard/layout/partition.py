@@ -208,6 +208,30 @@ def side_by_side(full: Tensor, layout: P, mesh: Mesh, inverse: bool = False) -> 
     return full
 
 
+def slot_layout(slot: Sequence[int], shape: Sequence[int], layout: P, mesh: Mesh) -> P | None:
+    """How optimizer state of shape `slot` lies, of a leaf of `shape` whose blocks are of `layout`.
+
+    Along a dim of the leaf's size it is cut as the leaf; of size 1 it is whole; shorter by a whole factor, a
+    number for so many of the leaf's, it is cut as the leaf, if no cut goes through these. None: it is of
+    another shape. What has no dims is whole, and so is all state of a leaf that is.
+
+    >>> from fnshard.mesh import make_mesh
+    >>> slot_layout((1, 2), (6, 128), P("shard", "tensor"), make_mesh(shard=2, tensor=2, abstract=True))
+    P(None, 'tensor')
+    """
+    if not slot or not mesh.ordered(layout.axes):
+        return P()
+    if len(slot) != len(shape):
+        return None
+    parts = []
+    for dim, (own, size) in enumerate(zip(slot, shape, strict=True)):
+        entries, pieces = layout.entries(dim), mesh.axes_size(layout.of(dim)) * layout.fused(dim)
+        if own != size and own != 1 and (own == 0 or size % own or own % pieces):
+            return None
+        parts.append(None if own == 1 != size else entries)
+    return P(*parts)
+
+
 def every_rank_has_some(size: int, ranks: int) -> bool:
     """Whether a dim that is cut in equal blocks, the last of them padded, leaves no rank without numbers."""
     return -(-size // ranks) * (ranks - 1) < size

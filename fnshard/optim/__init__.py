@@ -1,5 +1,6 @@
 """Optimizers: the contract, `sgd`, `adamw`, `muon` and others, chains of them, schedules, loss scaling."""
 
+from fnshard.optim.compact import adafactor, adamw_8bit
 from fnshard.optim.contract import Optimizer, StepInfo
 from fnshard.optim.muon import muon
 from fnshard.optim.optimizers import (
@@ -17,6 +18,6 @@ from fnshard.optim.optimizers import (
 )
 
 __all__ = [
-    "OPTIMIZERS", "Optimizer", "StepInfo", "adamw", "by_path", "chain", "clip_by_global_norm", "ema",
-    "ema_params", "lion", "muon", "register", "schedule_free_adamw", "sgd",
+    "OPTIMIZERS", "Optimizer", "StepInfo", "adafactor", "adamw", "adamw_8bit", "by_path", "chain",
+    "clip_by_global_norm", "ema", "ema_params", "lion", "muon", "register", "schedule_free_adamw", "sgd",
 ]  # fmt: skip

@@ -5,8 +5,9 @@ All trees are flat, `{path: tensor}`, and the tensors are whatever piece of the 
 An optimizer is a function of *one leaf*, so it may be called for any subset of the leaves, in any
 order: a unit is updated as soon as its gradients have arrived. What a leaf cannot know alone (the
 step, norms over all ranks) comes in a `StepInfo`. What is a function of a whole leaf (Muon's matrices,
-row norms) is `whole`: ranks send their shards to an owner, who computes it once, and sends shards back.
-An optimizer that is not elementwise and has no `whole` is refused on a sharded leaf by `check`.
+row norms) is `whole`: ranks send their shards to an owner, who computes it once, and sends shards back; or,
+of sums over a leaf alone (Adafactor's), `sums`, which ranks add up. An optimizer that is not elementwise and
+has neither is refused on a sharded leaf by `check`.
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ class StepInfo:
 
 Changed = tuple[Tensor, dict[str, Tensor]]  # an update, or what becomes one, and the slots that change
 LeafRule = Callable[[str, Tensor, Mapping[str, Tensor], Tensor, StepInfo], Changed]
+SumRule = Callable[[str, Tensor, Mapping[str, Tensor], Tensor, Any], dict[str, Tensor]]
 InPlaceKernel = Callable[[list[Tensor], list[Tensor], dict[str, list[Tensor]], Any, StepInfo], None]
 
 
@@ -100,14 +102,20 @@ class Optimizer:
             of one leaf. `param + update` is the new parameter. It sees fp32 where the leaf is of a
             shorter dtype, and gradients that `info.grad_scale` has been multiplied into. Where there are
             `numbers`, it takes what they return in the place of `info`.
-        slots: state by name, each made from the parameter and of its shape, dtype and device.
+        slots: state by name, each made from the parameter (a block of it), or None: this leaf has none. It is
+            of the parameter's shape, or along some dims of size 1 (it is whole on every rank) or shorter by
+            a whole factor (one number for so many of the parameter's: see `slot_layout`).
         needs: what the `StepInfo` must carry: "global_norm".
-        elementwise: an element's update depends on nothing of the leaf but that element.
+        elementwise: an element's update depends on nothing of the leaf but that element, and those that share
+            a number of a slot with it.
         whole: `(path, tensor) -> tensor` of one shape, a pure function of a whole leaf: its owner alone
             computes it. `leaf` is given this rank's shard of it in the gradient's place.
         whole_dims: how many trailing dims `whole` looks along; None: all. Matrices of a stack are two.
         before: as `leaf`, from gradients to what `whole` is computed of; the slots that it gives are written
             before `leaf` runs. Its dtype is that on the wire. None: gradients.
+        sums: of an update that needs no more of a whole leaf than sums over it, in rounds: each as `leaf`, to
+            `{name: tensor}` with the leaf's dims, of which those that it has summed over are 1. Ranks add
+            theirs up; later rounds and `leaf` find the sums among the slots.
         rules: numbers by path, checked against all leaves by `init`.
         values: `info -> {name: 0-d tensor}` for the step's metrics.
         kernel: `leaf` in place on many leaves of one dtype and device whose `settings(path)` are
@@ -134,12 +142,13 @@ class Optimizer:
 
     name: str
     leaf: LeafRule
-    slots: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    slots: Mapping[str, Callable[[Tensor], Tensor | None]] = field(default_factory=dict)
     needs: frozenset[str] = frozenset()
     elementwise: bool = True
     whole: Callable[[str, Tensor], Tensor] | None = None
     whole_dims: int | None = None
     before: LeafRule | None = None
+    sums: tuple[SumRule, ...] = ()
     rules: tuple[PathRules, ...] = ()
     values: Callable[[StepInfo], dict[str, Tensor]] = lambda info: {}
     kernel: InPlaceKernel | None = None
@@ -176,7 +185,8 @@ class Optimizer:
     @torch.no_grad()
     def init_leaf(self, path: str, param: Tensor) -> dict[str, Tensor]:
         """State of one leaf; `init` checks the rules by path too."""
-        return {n: make(param) for n, make in self.of(path, param.dim()).slots.items()}
+        made = {n: make(param) for n, make in self.of(path, param.dim()).slots.items()}
+        return {n: value for n, value in made.items() if value is not None}
 
     def of(self, path: str, dims: int) -> Optimizer:
         """The optimizer that a leaf of so many dims has."""
@@ -255,7 +265,10 @@ class Optimizer:
 
     @property
     def compilable(self) -> bool:
-        """Whether the update reads nothing of the step but `numbers`, so that it can be compiled."""
+        """Whether the update (of some leaves, at least) reads nothing of the step but `numbers`, so that it
+        can be compiled."""
+        if self.which is not None:
+            return any(part.compilable for part in self.parts)
         return self.numbers is not None and all(m.compilable for m in self.members)
 
     def given(self, path: str, info: StepInfo) -> Any:
@@ -264,22 +277,34 @@ class Optimizer:
 
     def update_leaf(
         self, path: str, grad: Tensor, slots: Mapping[str, Tensor], param: Tensor, given: Any,
-        scale: Tensor | None,
+        scale: Tensor | None, sums: Mapping[str, Tensor] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
         """Update and new slots of one whole leaf, computed in fp32 at least, in the dtypes of the leaf.
 
         Args:
             given: what `given` returned.
             scale: the gradient is multiplied by it.
+            sums: of all ranks, by name, where the leaf is a shard.
         """
         if self.which is not None:
             part = self.parts[self.which(path, param.dim())]
-            return part.update_leaf(path, grad, slots, param, part.given(path, given), scale)
+            return part.update_leaf(path, grad, slots, param, part.given(path, given), scale, sums)
         if self.whole is None:
-            return self._rule(self.leaf, path, grad, slots, param, given, scale, param.dtype)
+            totals = {**(sums or {})}
+            for number in range(len(self.sums) if sums is None else 0):
+                totals |= self.sum_leaf(number, path, grad, {**slots, **totals}, param, given, scale)
+            return self._rule(self.leaf, path, grad, {**slots, **totals}, param, given, scale, param.dtype)
         sent, first = self.begin_leaf(path, grad, slots, param, given, scale)
         update, last = self.end_leaf(path, self.whole(path, sent), {**slots, **first}, param, given)
         return update, first | last
+
+    def sum_leaf(
+        self, number: int, path: str, grad: Tensor, slots: Mapping[str, Tensor], param: Tensor, given: Any,
+        scale: Tensor | None,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """This rank's part of a round of sums; those of earlier rounds are among the slots."""
+        rule = lambda *args: (grad, self.sums[number](*args))  # noqa: E731
+        return self._rule(rule, path, grad, slots, param, given, scale, None)[1]
 
     def begin_leaf(
         self, path: str, grad: Tensor, slots: Mapping[str, Tensor], param: Tensor, given: Any,
@@ -303,9 +328,9 @@ class Optimizer:
         grad = grad.to(wide)
         if scale is not None:
             grad = (grad * scale).to(wide)  # a 0-d leaf takes on the factor's dtype
-        state = {name: slots[name].to(wide) for name in self.slots}
+        state = {n: v.to(wide) if v.is_floating_point() else v for n, v in slots.items()}
         update, new = rule(path, grad, state, param.to(wide), given)
-        new = {name: value.to(slots[name].dtype) for name, value in new.items()}
+        new = {n: v.to(slots[n].dtype) if n in slots else v for n, v in new.items()}
         return update if dtype is None else update.to(dtype), new
 
 
@@ -339,15 +364,15 @@ def check(optimizer: Optimizer, sharded: Mapping[str, int]) -> None:
     shard as the leaf.
 
     Raises:
-        OptimizerError: it is not elementwise, has no `whole`, and leaves are sharded.
+        OptimizerError: it is not elementwise, has no `whole` and no `sums`, and leaves are sharded.
     """
     own = {path: optimizer.of(path, dims) for path, dims in sharded.items()}
-    blind = [path for path, each in own.items() if not each.elementwise and each.whole is None]
+    blind = [p for p, each in own.items() if not (each.elementwise or each.whole or each.sums)]
     if blind:
         raise OptimizerError(
             f"{optimizer} is not elementwise, and {leaves(len(blind))} it would see are sharded:",
             [f"params[{path!r}]" for path in blind],
-            "declare what it computes of a whole leaf as Optimizer(whole=), or keep "
+            "declare what it computes of a whole leaf as Optimizer(whole=) or Optimizer(sums=), or keep "
             "these leaves whole in the optimizer: LayoutSpec(gradient=P(), optimizer=P()).",
         )
 

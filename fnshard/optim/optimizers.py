@@ -45,10 +45,10 @@ def sgd(
     _within(name, momentum=momentum)
     if nesterov and momentum == 0:
         raise OptimizerError(f"{name}: nesterov needs a momentum above 0.")
-    rate, rules, settings = _hyper(lr, weight_decay, lr_scale)
+    rate, rules, settings = hyper(lr, weight_decay, lr_scale)
 
     def numbers(path, info):
-        return _rate(rate, settings(path)[1], info)
+        return rate_of(rate, settings(path)[1], info)
 
     def leaf(path, grad, slots, param, lr):
         decay, _ = settings(path)
@@ -77,7 +77,7 @@ def sgd(
         leaf,
         {"momentum": torch.zeros_like} if momentum else {},
         rules=rules,
-        values=lambda info: {"lr": _rate(rate, 1.0, info)},
+        values=lambda info: {"lr": rate_of(rate, 1.0, info)},
         kernel=kernel,
         settings=settings,
         takes=takes,
@@ -109,7 +109,7 @@ def adamw(
         b1, b2 = _pair(betas, b1, b2)
     name = call_text("adamw", lr=lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, lr_scale=lr_scale)
     _within(name, b1=b1, b2=b2)
-    rate, rules, settings = _hyper(lr, weight_decay, lr_scale)
+    rate, rules, settings = hyper(lr, weight_decay, lr_scale)
 
     def biases(info: StepInfo) -> tuple[Tensor, Tensor]:
         count = (info.step + 1).to(torch.float64)
@@ -117,7 +117,7 @@ def adamw(
 
     def numbers(path, info):
         decay, scale = settings(path)
-        lr = _rate(rate, scale, info)
+        lr = rate_of(rate, scale, info)
         bias1, bias2 = info.once((leaf, "biases"), lambda: biases(info))
         return -(lr / bias1), bias2, lr * decay
 
@@ -144,7 +144,7 @@ def adamw(
         leaf,
         {"mu": torch.zeros_like, "nu": torch.zeros_like},
         rules=rules,
-        values=lambda info: {"lr": _rate(rate, 1.0, info)},
+        values=lambda info: {"lr": rate_of(rate, 1.0, info)},
         kernel=kernel,
         settings=settings,
         numbers=numbers,
@@ -169,7 +169,7 @@ def lion(
     """
     name = call_text("lion", lr=lr, b1=b1, b2=b2, weight_decay=weight_decay, lr_scale=lr_scale)
     _within(name, b1=b1, b2=b2)
-    rate, rules, settings = _hyper(lr, weight_decay, lr_scale)
+    rate, rules, settings = hyper(lr, weight_decay, lr_scale)
 
     def leaf(path, grad, slots, param, lr):
         decay, _ = settings(path)
@@ -179,8 +179,8 @@ def lion(
 
     return Optimizer(
         name, leaf, {"mu": torch.zeros_like}, rules=rules, settings=settings,
-        values=lambda info: {"lr": _rate(rate, 1.0, info)},
-        numbers=lambda path, info: _rate(rate, settings(path)[1], info),
+        values=lambda info: {"lr": rate_of(rate, 1.0, info)},
+        numbers=lambda path, info: rate_of(rate, settings(path)[1], info),
     )  # fmt: skip
 
 
@@ -209,7 +209,7 @@ def schedule_free_adamw(
     _within(name, b1=b1, b2=b2)
     if not b1 > 0:
         raise OptimizerError(f"{name}: b1 must be above 0: the average would have no part in the parameters.")
-    rate, rules, settings = _hyper(lr, weight_decay, lr_scale)
+    rate, rules, settings = hyper(lr, weight_decay, lr_scale)
     sums = [(0.0, 0.0)]  # by step: the largest rate so far, and the sum of its squares
 
     def share(info: StepInfo) -> Tensor:
@@ -224,7 +224,7 @@ def schedule_free_adamw(
     def numbers(path, info):
         count = (info.step + 1).to(torch.float64)
         bias = info.once((leaf, "bias"), lambda: (1 - torch.pow(b2, count)).sqrt())
-        return _rate(rate, settings(path)[1], info), info.once((leaf, "share"), lambda: share(info)), bias
+        return rate_of(rate, settings(path)[1], info), info.once((leaf, "share"), lambda: share(info)), bias
 
     def leaf(path, grad, slots, param, given):
         (lr, part, bias), decay = given, settings(path)[0]
@@ -237,7 +237,7 @@ def schedule_free_adamw(
 
     return Optimizer(
         name, leaf, {"ema": torch.clone, "nu": torch.zeros_like}, rules=rules, settings=settings,
-        values=lambda info: {"lr": _rate(rate, 1.0, info)}, numbers=numbers,
+        values=lambda info: {"lr": rate_of(rate, 1.0, info)}, numbers=numbers,
     )  # fmt: skip
 
 
@@ -296,7 +296,7 @@ def ema(decay: Rate) -> Optimizer:
 
     return Optimizer(
         name, leaf, {"ema": torch.clone}, follow=follow,
-        numbers=lambda path, info: () if fixed else _rate(rate, 1.0, info),
+        numbers=lambda path, info: () if fixed else rate_of(rate, 1.0, info),
     )  # fmt: skip
 
 
@@ -343,6 +343,7 @@ def chain(*transforms: Optimizer) -> Optimizer:
     tails = next((i for i, m in reversed(list(enumerate(members))) if m.follow is None), -1) + 1
     _check_order(members, heads, tails)
     names = _slot_names(members)
+    made = {own[n]: make for m, own in zip(members, names, strict=True) for n, make in m.slots.items()}
 
     def views(info: StepInfo) -> list[StepInfo]:
         """The StepInfo of each member: norms are those of its own input, or None."""
@@ -359,6 +360,10 @@ def chain(*transforms: Optimizer) -> Optimizer:
         seen = info.once((leaf, "views"), lambda: views(info))
         return tuple(member.given(path, view) for member, view in zip(members, seen, strict=True))
 
+    def sums(slots):
+        """What is among the slots and is none."""
+        return {n: v for n, v in slots.items() if n not in made}
+
     def through(rules: Mapping[int, Any]) -> Callable[..., Changed]:
         """One rule of each member of these numbers in turn."""
 
@@ -366,7 +371,7 @@ def chain(*transforms: Optimizer) -> Optimizer:
             new: dict[str, Tensor] = {}
             for number, own_rule in rules.items():
                 own = names[number]
-                state = {n: slots[own[n]] for n in own}
+                state = sums(slots) | {n: slots[o] for n, o in own.items() if o in slots}
                 grad, part = own_rule(path, grad.to(param.dtype), state, param, given[number])
                 new.update({own[n]: value for n, value in part.items()})
             return grad, new
@@ -374,9 +379,22 @@ def chain(*transforms: Optimizer) -> Optimizer:
         return rule
 
     rules = {number: member.leaf for number, member in enumerate(members)}
-    at = next((number for number, member in enumerate(members) if member.whole is not None), None)
-    before, leaf = None, through(rules)
-    if at is not None:
+    at = next((number for number, member in enumerate(members) if member.whole or member.sums), None)
+    before, leaf, rounds = None, through(rules), ()
+    if at is not None and members[at].sums:
+
+        def summed(own_rule: Any) -> Any:
+            earlier, own = through({n: r for n, r in rules.items() if n < at}), names[at]
+
+            def rule(path, grad, slots, param, given):
+                grad, _ = earlier(path, grad, slots, param, given)
+                state = sums(slots) | {n: slots[o] for n, o in own.items() if o in slots}
+                return own_rule(path, grad.to(param.dtype), state, param, given[at])
+
+            return rule
+
+        rounds = tuple(map(summed, members[at].sums))
+    elif at is not None:
         own_before = members[at].before or (lambda path, grad, *_: (grad, {}))
         before = through({n: r for n, r in rules.items() if n < at} | {at: own_before})
         leaf = through({n: r for n, r in rules.items() if n >= at})
@@ -391,12 +409,13 @@ def chain(*transforms: Optimizer) -> Optimizer:
     return Optimizer(
         f"chain({', '.join(m.name for m in members)})",
         leaf,
-        {own[n]: make for m, own in zip(members, names, strict=True) for n, make in m.slots.items()},
+        made,
         needs=frozenset().union(*(m.needs for m in members)),
         elementwise=all(m.elementwise for m in members),
         whole=None if at is None else members[at].whole,
         whole_dims=None if at is None else members[at].whole_dims,
         before=before,
+        sums=rounds,
         rules=tuple(r for m in members for r in m.rules),
         values=lambda info: {k: v for m in members for k, v in m.values(info).items()},
         settings=lambda path: tuple(m.settings(path) for m in members),
@@ -476,7 +495,7 @@ def _check_order(members: Sequence[Optimizer], heads: int, tails: int) -> None:
         if i > heads and "global_norm" in m.needs
     ]
     early = [f"{m} at {i}" for i, m in enumerate(members[:tails]) if m.follow is not None]
-    several = [f"{m} at {i}" for i, m in enumerate(members) if m.whole is not None]
+    several = [f"{m} at {i}" for i, m in enumerate(members) if m.whole or m.sums]
     if len(several) > 1:
         raise OptimizerError("one member of a chain may look at whole leaves:", several, "by_path(...).")
     if late or early:
@@ -503,24 +522,24 @@ def _slot_names(members: Sequence[Optimizer]) -> list[dict[str, str]]:
 def _own(slots: Slots, own: Mapping[str, str], paths: Tensors) -> Slots:
     if all(name == outer for name, outer in own.items()):
         return slots
-    return {path: {name: slots[path][outer] for name, outer in own.items()} for path in paths}
+    return {path: {n: slots[path][o] for n, o in own.items() if o in slots[path]} for path in paths}
 
 
-def _hyper(
+def hyper(
     lr: Rate, weight_decay: ByPath, lr_scale: ByPath
 ) -> tuple[RateSchedule, tuple[PathRules, ...], Callable[[str], tuple[float, float]]]:
     decays, scales = PathRules.of("weight_decay", weight_decay), PathRules.of("lr_scale", lr_scale)
     return as_schedule(lr), (decays, scales), cache(lambda path: (decays(path), scales(path)))
 
 
-def _rate(rate: RateSchedule, scale: float, info: StepInfo) -> Tensor:
+def rate_of(rate: RateSchedule, scale: float, info: StepInfo) -> Tensor:
     base = info.once(rate, lambda: rate(info.step))
     return base if scale == 1 else info.once((rate, scale), lambda: base * scale)
 
 
 def _kernel_rate(rate: RateSchedule, scale: float, info: StepInfo) -> float:
     """A number, which is exact: a tensor is read through an fp32 pointer by torch's CUDA kernels."""
-    return info.once((rate, scale, "number"), lambda: float(_rate(rate, scale, info)))
+    return info.once((rate, scale, "number"), lambda: float(rate_of(rate, scale, info)))
 
 
 def _within(name: str, **values: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fnshard.analysis.slots import owner_work_of
+from fnshard.analysis.slots import owner_work_of, sums_of
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.schedule.build import Plan
@@ -40,6 +40,7 @@ def plan_of(optimizer: Optimizer | None, specs: ResolvedSpecs, mesh: Mesh, optio
         scalars=norms + len(FLAGS),
         barrier=stands_between,
         owner_work=owner_work_of(optimizer, specs.paired, mesh) if optimizer is not None else {},
+        sums=sums_of(optimizer, specs.paired, mesh) if optimizer is not None else {},
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -84,6 +84,7 @@ class TrainState:
         where: the spec tree and the mesh that the tensors are laid out by, where they are known
             (`step.init` knows them): a checkpoint needs neither as an argument.
         data: of a state that was restored, the position in the data that was saved with it.
+        slot_shapes: by path and slot, of whole slots that are not of their leaves' shape.
 
     A step takes a state over ("donation"): its tensors are updated in place and live on in the new
     state; the old one is marked consumed, and reading it is an error.
@@ -92,7 +93,7 @@ class TrainState:
         StateError: on reading a field of a consumed state.
     """
 
-    __slots__ = ("_consumed_by", "_values", "data", "where")
+    __slots__ = ("_consumed_by", "_values", "data", "slot_shapes", "where")
 
     def __init__(
         self,
@@ -104,10 +105,11 @@ class TrainState:
         *,
         where: tuple[Any, Any] | None = None,
         data: Any = None,
+        slot_shapes: Mapping[str, Mapping[str, tuple[int, ...]]] | None = None,
     ):
         self._values = dict(zip(_FIELDS, (step, params, opt_state, loss_scale, seed), strict=True))
         self._consumed_by: str | None = None
-        self.where, self.data = where, data
+        self.where, self.data, self.slot_shapes = where, data, slot_shapes or {}
 
     def __getattr__(self, name: str) -> Any:
         if name not in _FIELDS:
@@ -136,11 +138,12 @@ class TrainState:
             return torch.empty_like(tensor, pin_memory=pinned).copy_(tensor)
 
         fields = {k: tree.map(copied, v) for k, v in self.as_dict().items()}
-        return TrainState(**fields, where=self.where, data=self.data)
+        return self.replace(data=self.data, **fields)
 
     def replace(self, **fields: Any) -> TrainState:
         """The same with other fields; the data has moved on."""
-        return TrainState(**{**self.as_dict(), **fields}, where=self.where)
+        known = {"where": self.where, "slot_shapes": self.slot_shapes}
+        return TrainState(**{**self.as_dict(), **known, **fields})
 
     def consume(self, by: str | None = None) -> TrainState:
         """Hand the tensors on: a new state that holds them; this one becomes unreadable.
@@ -153,7 +156,7 @@ class TrainState:
         fields = self.as_dict()
         self._consumed_by = by or f"step {int(fields['step'])}"
         self._values = {}
-        return TrainState(**fields, where=self.where)
+        return TrainState(**fields, where=self.where, slot_shapes=self.slot_shapes)
 
     def __repr__(self) -> str:
         if self._consumed_by is not None:

@@ -32,7 +32,7 @@ from fnshard.runtime.executor.context import Watch
 from fnshard.runtime.executor.control import StepControl
 from fnshard.runtime.executor.cuda_graph import MODE
 from fnshard.runtime.executor.scalars import rescale
-from fnshard.runtime.executor.update import init_slots
+from fnshard.runtime.executor.update import init_slots, slot_shapes
 from fnshard.runtime.readback import Reading
 from fnshard.runtime.tiers import check_directory
 from fnshard.step.buckets import Buckets
@@ -148,7 +148,7 @@ class Step:
         slots = {p: slots_at_rest(own, specs[p]) for p, own in slots.items()}
         shards = narrowed(shards, specs, mesh, disk_dir)
         step, number = torch.zeros((), dtype=torch.int64), torch.tensor(seed, dtype=torch.int64)
-        return TrainState(step, shards, slots, self._scale.init(), number, where=(self.specs, mesh))
+        return self._state(step, shards, slots, number)
 
     def blank(self, specs: Any) -> TrainState:
         """A state of zeros, laid out and resting as this step's states are; for what fills it in.
@@ -168,7 +168,12 @@ class Step:
         slots = blank_slots(self._slots, specs, mesh, self.options.disk_dir)
         step, seed = (torch.zeros((), dtype=torch.int64) for _ in range(2))
         blocks = tree.unflatten(params.values(), self.resolved.structure)
-        return TrainState(step, blocks, slots, self._scale.init(), seed, where=(self.specs, mesh))
+        return self._state(step, blocks, slots, seed)
+
+    def _state(self, step: Tensor, blocks: Any, slots: Any, seed: Tensor) -> TrainState:
+        shapes = slot_shapes(self.optimizer, self.resolved.stored)
+        where = (self.specs, self.mesh)
+        return TrainState(step, blocks, slots, self._scale.init(), seed, where=where, slot_shapes=shapes)
 
     def lower(self, params: Any, /, *batch: Any, **keywords: Any) -> Lowered:
         """The step for this batch, on paper; `params` and `batch` may be real, meta or fake.
@@ -322,6 +327,7 @@ class Step:
                 self.optimizer,
                 {p: len(specs[p].shape) for p in self.resolved.trainable if split(specs[p].optimizer.axes)},
             )
+            _ = self._slots  # refuses those that the layouts cut in two
 
     def _check_slots(self, state: dict[str, dict[str, Tensor]]) -> None:
         found = [(p, n, v.shape, v.dtype, v.device) for p, own in state.items() for n, v in own.items()]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fnshard import schedules
+from fnshard.optim.compact import adafactor, adamw_8bit
 from fnshard.optim.contract import Optimizer, StepInfo
 from fnshard.optim.muon import muon
 from fnshard.optim.optimizers import (
@@ -61,6 +62,11 @@ ALL = {
     "rules_of_optimizers": by_path(
         ("*norm*", sgd(0.1)), ("embed*", adamw(1e-2)), ("*", muon(0.02, dtype=None, others="no"))
     ),
+    "rules_of_elementwise": by_path(("a.*", adamw(RATE)), ("*", sgd(0.1, 0.9))),
+    "adamw_8bit": adamw_8bit(RATE, b2=0.95, weight_decay=0.1, block=2),
+    "clip_adamw_8bit_ema": chain(clip_by_global_norm(0.5), adamw_8bit(1e-2, block=3), ema(0.9)),
+    "adafactor": adafactor(RATE, weight_decay=0.1),
+    "clip_adafactor_ema": chain(clip_by_global_norm(0.5), adafactor(0.1, d=0.5), ema(0.9)),
     "row_sgd": row_sgd(0.1),
     "clip_row_sgd": chain(clip_by_global_norm(0.5), row_sgd(0.1)),
 }

@@ -7,9 +7,12 @@ accumulation, written out.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
+
+import torch
 
 from fnshard.compiler.ir.program import Outputs, Program
 from fnshard.compiler.ir.values import LOSS_TANGENT, SCALARS, SCALES, Kind, ValueName, slots, stored
@@ -35,6 +38,7 @@ from fnshard.compiler.schedule.instructions import (
     Update,
     UpdateBegin,
     UpdateExchange,
+    UpdateSums,
     UpdateWhole,
     Wait,
     Zeros,
@@ -63,6 +67,7 @@ class Plan:
         barrier: something global that is made of gradients (a norm, an overflow flag) stands between the
             last of them and the first update.
         owner_work: by path, what the owners of leaves compute, where ranks send these to owners.
+        sums: by path, shapes of what updates sum over leaves that are split, by round and name.
         rows: of this rank's batch, by which the new values of buffers are averaged.
         counted: updates need the scalars of the forward (a Mean's count), which are summed before the
             backward, so that updates stay in it.
@@ -75,6 +80,7 @@ class Plan:
     barrier: bool = False
     counted: bool = False
     owner_work: Mapping[str, OwnerWork] = field(default_factory=dict)
+    sums: Mapping[str, Sequence[Mapping[str, tuple[int, ...]]]] = field(default_factory=dict)
     scalars: int = 0
     differentiate: bool = True
     rows: int = 1
@@ -455,26 +461,57 @@ class _Builder:
     def updates(self) -> None:
         bucket_of = {p: b.name for b in self.reduces for p in b.paths}
         for bucket in self.arriving:
-            some = [
-                [p for p in bucket.paths if (p in self.plan.owner_work) is owned] for owned in (True, False)
-            ]
-            begun, whole = map(tuple, some)
+            begun = tuple(p for p in bucket.paths if p in self.plan.owner_work)
+            summed = tuple(p for p in bucket.paths if p in self.plan.sums)
+            plain = tuple(p for p in bucket.paths if p not in begun and p not in summed)
             if begun:
                 self.begin(bucket, begun)
-            if whole:
-                self.update(bucket, whole, self.reduced[bucket.name])
+            if plain:
+                self.update(bucket, plain, (self.reduced[bucket.name],))
+            for paths in self.alike(summed):
+                self.update(bucket, paths, (self.reduced[bucket.name], *self.summed_over(bucket, paths)))
             for owned in self.owned.get(bucket.name, ()):
                 names = dict.fromkeys(ValueName(Kind.SENT, bucket_of[p]) for p in owned.paths)
-                self.update(owned, owned.paths, self.by_owners(owned, tuple(names)))
+                self.update(owned, owned.paths, (self.by_owners(owned, tuple(names)),))
         for bucket in self.publishes:
             shards, flight = stored(bucket.paths), ValueName(Kind.FLIGHT, bucket.name)
             self.lines.append(Publish(bucket.unit, "update", shards, (flight,), bucket=bucket.name))
             self.lines.append(Wait(bucket.unit, "update", (flight,), shards, bucket=bucket.name, of=Publish))
 
-    def update(self, bucket: Bucket, paths: tuple[str, ...], made: ValueName) -> None:
+    def alike(self, paths: Sequence[str]) -> list[tuple[str, ...]]:
+        """Leaves apart whose updates sum over other axes, or in another number of rounds."""
+        groups: dict[Any, list[str]] = {}
+        for path in paths:
+            axes = self.mesh.ordered(self.whole[path].optimizer.axes)
+            groups.setdefault((axes, len(self.plan.sums[path])), []).append(path)
+        return list(map(tuple, groups.values()))
+
+    def summed_over(self, bucket: Bucket, paths: tuple[str, ...]) -> Names:
+        """What updates sum over leaves, round by round."""
+        out: Names = ()
+        axes = self.mesh.ordered(self.whole[paths[0]].optimizer.axes)
+        wide = [self.whole[p].optimizer_dtype for p in paths]
+        dtype = functools.reduce(torch.promote_types, wide, torch.float32)
+        for number in range(len(self.plan.sums[paths[0]])):
+            version = f" {paths[0]}#{number}"
+            flight, made = (ValueName(kind, bucket.name, version) for kind in (Kind.FLIGHT, Kind.SUMS))
+            shapes = {p: self.plan.sums[p][number] for p in paths}
+            where = {"unit": bucket.unit, "phase": "update", "bucket": bucket.name}
+            reads = (self.reduced[bucket.name], *self.state_reads(paths), *out)
+            self.lines += [
+                UpdateSums(
+                    **where, reads=reads, writes=(flight,), paths=paths, axes=axes, number=number,
+                    dtype=dtype, shapes=shapes,
+                ),
+                Wait(**where, reads=(flight,), writes=(made,), of=UpdateSums),
+            ]  # fmt: skip
+            out = (*out, made)
+        return out
+
+    def update(self, bucket: Bucket, paths: tuple[str, ...], made: Names) -> None:
         """The optimizer on leaves of which the gradients, or what owners have made of them, are there."""
         writes = (*stored(paths), *slots(paths))
-        reads = (made, *self.state_reads(paths))
+        reads = (made[0], *self.state_reads(paths), *made[1:])
         self.lines.append(Update(bucket.unit, "update", reads, writes, bucket=bucket.name, paths=paths))
 
     def state_reads(self, paths: tuple[str, ...]) -> Names:

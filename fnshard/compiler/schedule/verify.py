@@ -26,6 +26,7 @@ from fnshard.compiler.schedule.instructions import (
     ReduceScalars,
     Run,
     UpdateExchange,
+    UpdateSums,
     Wait,
 )
 from fnshard.compiler.schedule.instructions.kernels import tiny_runs
@@ -116,7 +117,7 @@ def _copied(issue: Instruction, name: ValueName) -> bool:
         name.kind in (Kind.GRADIENT, Kind.ACCUMULATED, Kind.NORMS, Kind.REDUCED)
         or name.is_copy(Kind.LOADED, Kind.STORED)
         or name == SCALES  # which the flight holds
-        or isinstance(issue, AggregateBuffers | Exchange | ReduceScalars | UpdateExchange)
+        or isinstance(issue, AggregateBuffers | Exchange | ReduceScalars | UpdateExchange | UpdateSums)
     )
 
 
@@ -124,7 +125,8 @@ def _sums(schedule: Schedule) -> list[str]:
     """Buckets whose gradients are summed over too many axes or too few."""
     found: dict[tuple[str, str], list[str]] = {}
     for line in schedule.instructions:
-        if line.lane == COMMUNICATION and getattr(line, "bucket", "") in schedule.reduced:
+        of_gradients = line.lane == COMMUNICATION and not isinstance(line, UpdateSums)
+        if of_gradients and getattr(line, "bucket", "") in schedule.reduced:
             found.setdefault((line.bucket, line.phase), []).extend(line.axes_of(schedule))
     problems = []
     for (name, phase), axes in found.items():

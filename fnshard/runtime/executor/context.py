@@ -18,6 +18,7 @@ from fnshard.compiler.schedule.instructions import (
     Norms,
     Update,
     UpdateBegin,
+    UpdateSums,
 )
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.mesh import Mesh
@@ -61,7 +62,7 @@ class ExecutorContext:
     @cached_property
     def worker(self) -> Worker | None:
         """Who runs what is `on_host`; nobody where lines are watched, or an update communicates."""
-        owned = any(isinstance(line, UpdateBegin) for line in self.schedule.instructions)
+        owned = any(isinstance(line, UpdateBegin | UpdateSums) for line in self.schedule.instructions)
         alone = self.transfers is None or self.watch is not None or owned
         return None if alone else self.transfers.worker
 

@@ -50,9 +50,11 @@ class Leaf:
     Args:
         settings: the optimizer's, of the leaf's path.
         group: the number of the vector of numbers that it reads.
+        slots: their names.
         tensors_like: of gradient, parameter, the stored copy (where the parameter is a master) and the slots.
     """
 
+    slots: tuple[str, ...]
     settings: Hashable
     group: int
     copied: bool
@@ -64,10 +66,14 @@ def form_of(value: Tensor) -> Form:
     return tuple(value.shape), value.dtype, value.stride()
 
 
-def groups_of(optimizer: Optimizer, paths: Sequence[str], wides: Mapping[str, torch.dtype]) -> dict[str, int]:
-    """By path, which vector of numbers its update reads: leaves of equal settings share one."""
+def groups_of(rules: Mapping[str, Optimizer], wides: Mapping[str, torch.dtype]) -> dict[str, int]:
+    """By path, which vector of numbers its update reads: leaves of equal settings share one.
+
+    Args:
+        rules: the optimizer of each leaf (`Optimizer.of`).
+    """
     known: dict[Hashable, int] = {}
-    keys = {p: (wides[p], optimizer.settings(p)) for p in paths}
+    keys = {p: (wides[p], rule, rule.settings(p)) for p, rule in rules.items()}
     return {p: known.setdefault(key, len(known)) for p, key in keys.items()}
 
 
@@ -105,12 +111,13 @@ def update_graph(
             grad, param, *others = (next(rest) for _ in leaf.tensors_like)
             copies, own_slots = (
                 others[: leaf.copied],
-                dict(zip(optimizer.slots, others[leaf.copied :], strict=True)),
+                dict(zip(leaf.slots, others[leaf.copied :], strict=True)),
             )
             inputs = tree.unflatten(numbers, structures[leaf.group][0])
-            change, new = optimizer.update_leaf(path, grad, own_slots, param, inputs, scale)
+            rule = optimizer.of(path, param.dim())
+            change, new = rule.update_leaf(path, grad, own_slots, param, inputs, scale)
             out += [param + change, *((param + change).to(c.dtype) for c in copies)]
-            out += [new[name] for name in optimizer.slots]
+            out += [new.get(name, own_slots[name]) for name in leaf.slots]
         return out
 
     with FakeTensorMode(), torch.no_grad():
@@ -136,11 +143,12 @@ def _structures(
         if leaf.group not in out:
             one = torch.ones((), dtype=torch.float64)
             info = StepInfo(torch.tensor(0), global_norm=one)
-            flat, structure = tree.flatten(optimizer.given(path, info))
+            like = leaf.tensors_like[1]
+            flat, structure = tree.flatten(optimizer.of(path, len(like[0])).given(path, info))
             out[leaf.group] = (
                 structure,
                 len(flat),
-                torch.promote_types(leaf.tensors_like[1][1], torch.float32),
+                torch.promote_types(like[1], torch.float32),
             )
     return out
 
@@ -185,30 +193,38 @@ class FusedUpdates:
                     )
         return self.made[leaves]
 
-    def bind(self, paths: Sequence[str], copied: bool) -> Callable[..., None]:
+    def bind(self, names: Mapping[str, tuple[str, ...]], copied: bool) -> Callable[..., None]:
         """A function of the tensors of a bucket's leaves, by path in the order of `Leaf.tensors_like`, and of
         the step.
 
         It is compiled when it is called with tensors of other strides or dtypes than before.
 
         Args:
-            paths: of leaves whose blocks are not empty.
+            names: of slots, by path, of leaves whose blocks are not empty.
             copied: whether stored copies of master parameters are among the tensors.
         """
+        paths = list(names)
         known: dict[Hashable, tuple[Boxed, Callable[[StepInfo], list[Tensor]]]] = {}
 
         def compiled(by_path: Mapping[str, Sequence[Tensor]]) -> Any:
             wides = {p: torch.promote_types(by_path[p][1].dtype, torch.float32) for p in paths}
-            groups = groups_of(self.optimizer, paths, wides)
+            rules = {p: self.optimizer.of(p, by_path[p][1].dim()) for p in paths}
+            groups = groups_of(rules, wides)
             leads = {group: path for path, group in reversed(groups.items())}
             first = [leads[group] for group in sorted(leads)]
             leaves = tuple(
-                Leaf(self.optimizer.settings(p), groups[p], copied, tuple(map(form_of, by_path[p])))
+                Leaf(
+                    names[p],
+                    (rules[p], rules[p].settings(p)),
+                    groups[p],
+                    copied,
+                    tuple(map(form_of, by_path[p])),
+                )
                 for p in paths
             )
             device = by_path[paths[0]][0].device
             return self.get(paths, leaves, device), lambda info: [
-                numbers_of(self.optimizer, p, wides[p], info, device) for p in first
+                numbers_of(rules[p], p, wides[p], info, device) for p in first
             ]
 
         def run(by_path: Mapping[str, Sequence[Tensor]], info: StepInfo) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from fnshard.compiler.ir.values import CONTROL, CONTROL_ON_HOST, MASTER
 from fnshard.compiler.schedule.buckets import Bucket
-from fnshard.layout.partition import block_shape, block_slices
+from fnshard.compiler.schedule.instructions import SumShapes
+from fnshard.layout.pairs import as_pairs, slots_at_rest
+from fnshard.layout.partition import block_shape, block_slices, boxes, slot_layout
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer, Slots, Tensors
@@ -30,16 +33,24 @@ class Place:
     """How one leaf's optimizer block lies in its stored and its gradient block; padding cut off.
 
     `stored`, `gradient`: slices of the local tensors, or None for the whole. `valid`: extent of the
-    part of the optimizer block that is not padding, or None where nothing is padded.
+    part of the optimizer block that is not padding, or None where nothing is padded; `slots`: likewise of the
+    slots that are not of the leaf's shape.
     """
 
     stored: tuple[slice, ...] | None
     gradient: tuple[slice, ...] | None
     valid: tuple[slice, ...] | None
+    slots: Mapping[str, tuple[slice, ...]] = field(default_factory=dict)
 
 
-def place(spec: LayoutSpec, mesh: Mesh, rank: int) -> Place:
-    """Where a rank's optimizer block lies in what it stores and reduces."""
+def place(
+    spec: LayoutSpec, mesh: Mesh, rank: int, slots: Mapping[str, tuple[int, ...]] | None = None
+) -> Place:
+    """Where a rank's optimizer block lies in what it stores and reduces.
+
+    Args:
+        slots: shapes of whole slots that are not of the leaf's shape.
+    """
     spec = spec.local(mesh)
     here = mesh.coordinate(rank)
     mine = block_slices(spec.shape, spec.optimizer, mesh, here)
@@ -51,7 +62,17 @@ def place(spec: LayoutSpec, mesh: Mesh, rank: int) -> Place:
         stored=sliced if spec.storage == spec.optimizer else mine,
         gradient=sliced if spec.gradient == spec.optimizer else mine,
         valid=sliced,
+        slots={n: slot_extent(shape, spec, mesh, here) for n, shape in (slots or {}).items()},
     )
+
+
+def slot_extent(
+    shape: tuple[int, ...], spec: LayoutSpec, mesh: Mesh, here: Mapping[str, int]
+) -> tuple[slice, ...]:
+    """The part of a rank's block of a slot, or of a sum over the leaf, that is not padding."""
+    layout = slot_layout(shape, spec.shape, spec.optimizer, mesh)
+    mine = block_slices(shape, layout.contiguous, mesh, here)
+    return tuple(slice(0, s.stop - s.start) for s in mine)
 
 
 @dataclass
@@ -71,8 +92,22 @@ class Updater:
     def bind(self, paths: tuple[str, ...]) -> UpdateOf:
         """A function that updates leaves of one bucket from their reduced blocks, where these lie."""
         self._locate(paths)
-        if self.fused is not None and self.specs[paths[0]].updated_on == "device":
-            return self._bind_fused(paths)
+        compiled = self.fused is not None and self.specs[paths[0]].updated_on == "device"
+        fused = tuple(p for p in paths if compiled and self._rule(p).compilable)
+        if fused:
+            rest = tuple(p for p in paths if p not in fused)
+            updates = [self._bind_fused(fused), *([self.bind_plain(rest)] if rest else [])]
+
+            def update_both(*args: Any) -> None:
+                for each in updates:
+                    each(*args)
+
+            return updates[0] if not rest else update_both
+        return self.bind_plain(paths)
+
+    def bind_plain(self, paths: tuple[str, ...]) -> UpdateOf:
+        """The same, not compiled."""
+        self._locate(paths)
         if all(self._plain(p) for p in paths):
 
             def update_plain(blocks: Tensors, slots: Slots, params: Tensors, control: StepControl) -> None:
@@ -132,12 +167,87 @@ class Updater:
 
         return end
 
+    def bind_sums(self, paths: tuple[str, ...], number: int = 0) -> Callable[..., Iterator[Any]]:
+        """A function that makes one round of sums over this rank's blocks of leaves: (path, sums by name)."""
+        self._locate(paths)
+        shapes = {p: tuple(self.specs[p].shape) for p in paths}
+
+        def sums(
+            blocks: Tensors, slots: Slots, params: Tensors, control: StepControl, earlier: Slots
+        ) -> Iterator[tuple[str, dict[str, Tensor]]]:
+            own_slots, targets = self._state(paths, slots, params)
+            info = replace(control.info, shapes=shapes)
+            for path in paths:
+                rule, grad = self._rule(path), _cut(blocks[path], self.places[path].gradient)
+                own, given = {**own_slots[path], **earlier.get(path, {})}, rule.given(path, info)
+                yield path, rule.sum_leaf(number, path, grad, own, targets[path], given, info.grad_scale)
+
+        return sums
+
+    def pack_sums(self, parts: Iterable[Any], shapes: SumShapes, dtype: torch.dtype) -> Tensor:
+        """This rank's parts of whole sums, flat, zero elsewhere."""
+        size = sum(math.prod(s) for own in shapes.values() for s in own.values())
+        flat = torch.zeros(size, dtype=dtype, device=self.mesh.device)
+        views = _views(flat, shapes)
+        for path, made in parts:
+            for name, part in made.items():
+                for full, mine in self._boxes(path, shapes[path][name]):
+                    views[path][name][full] = part[mine]
+        return flat
+
+    def unpack_sums(self, flat: Tensor, shapes: SumShapes) -> dict[str, dict[str, Tensor]]:
+        """What this rank's block of each leaf needs of whole sums, by path and name."""
+        out: dict[str, dict[str, Tensor]] = {}
+        for path, own in _views(flat, shapes).items():
+            out[path] = {}
+            for name, full in own.items():
+                layout = slot_layout(
+                    full.shape, self.specs[path].shape, self.specs[path].optimizer, self.mesh
+                )
+                where = self._boxes(path, tuple(full.shape))
+                part = full.new_empty(block_shape(full.shape, layout, self.mesh))
+                for theirs, mine in where:
+                    part[mine] = full[theirs]
+                extent = tuple(slice(0, max(m[d].stop for _, m in where)) for d in range(full.dim()))
+                out[path][name] = part[extent]
+        return out
+
+    def bind_summed(self, paths: tuple[str, ...]) -> Callable[..., None]:
+        """As `bind`, of leaves over which all ranks have summed what their updates need."""
+        self._locate(paths)
+        shapes = {p: tuple(self.specs[p].shape) for p in paths}
+
+        def update(blocks: Tensors, slots: Slots, params: Tensors, control: StepControl, sums: Slots) -> None:
+            if control.skip:
+                return
+            info = replace(control.info, shapes=shapes)
+            own_slots, targets = self._state(paths, slots, params)
+            for path in paths:
+                rule, own, target = self._rule(path), own_slots[path], targets[path]
+                grad = _cut(blocks[path], self.places[path].gradient)
+                totals = {n: v.to(target.device) for n, v in sums[path].items()}
+                given = rule.given(path, info)
+                change, new = rule.update_leaf(path, grad, own, target, given, info.grad_scale, totals)
+                target.add_(change)
+                _write(own, new)
+            self._store(paths, slots, params, targets)
+
+        return update
+
+    def _boxes(self, path: str, shape: tuple[int, ...]) -> list[tuple[Any, Any]]:
+        """Where this rank's part of a sum over a leaf lies in the whole sum, box by box."""
+        spec = self.specs[path]
+        layout = slot_layout(shape, spec.shape, spec.optimizer, self.mesh)
+        return boxes(shape, layout, self.mesh, self.mesh.coordinate(self.rank))
+
     def _rule(self, path: str) -> Optimizer:
         return self.optimizer.of(path, len(self.specs[path].shape))
 
     def _locate(self, paths: Sequence[str]) -> None:
-        for path in paths:
-            self.places[path] = place(self.specs[path], self.mesh, self.rank)
+        specs = {p: self.specs[p].local(self.mesh) for p in paths}
+        shapes = slot_shapes(self.optimizer, specs)
+        for path, spec in specs.items():
+            self.places[path] = place(spec, self.mesh, self.rank, shapes.get(path))
 
     def _state(
         self, paths: Sequence[str], slots: Slots, params: Tensors
@@ -146,10 +256,15 @@ class Updater:
         own_slots, targets = {}, {}
         for path in paths:
             where = self.places[path]
-            own_slots[path] = {k: _cut(v, where.valid) for k, v in slots[path].items()}
+            own_slots[path] = {k: self._slot(path, k, v) for k, v in slots[path].items()}
             master = own_slots[path].pop(MASTER, None)
             targets[path] = _cut(params[path], where.stored) if master is None else master
         return own_slots, targets
+
+    def _slot(self, path: str, name: str, value: Tensor) -> Tensor:
+        """Without its padding."""
+        where = self.places[path]
+        return _cut(value, where.slots.get(name, where.valid))
 
     def _store(self, paths: Sequence[str], slots: Slots, params: Tensors, targets: Tensors) -> None:
         """Masters to what is stored, where that is here."""
@@ -174,7 +289,11 @@ class Updater:
 
     def _bind_fused(self, paths: tuple[str, ...]) -> UpdateOf:
         """The same, compiled. A bucket's leaves are of one dtype on the wire, and may differ in all else."""
-        places, names = self.places, tuple(self.optimizer.slots)
+        places, names = self.places, {}
+        for path in paths:
+            spec = self.specs[path].local(self.mesh)
+            made = made_slots(self.optimizer, path, spec, block_shape(spec.shape, spec.optimizer, self.mesh))
+            names[path] = tuple(n for n in made if n != MASTER)
         empty = {
             p for p in paths
             if 0 in self.specs[p].shape or any(s.start == s.stop for s in places[p].valid or ())
@@ -183,7 +302,7 @@ class Updater:
         for copied in (False, True):
             mine = [p for p in paths if self.specs[p].has_master is copied and p not in empty]
             if mine:
-                parts.append((mine, self.fused.bind(mine, copied)))
+                parts.append((mine, self.fused.bind({p: names[p] for p in mine}, copied)))
 
         def tensors(path: str, blocks: Tensors, slots: Slots, params: Tensors) -> list[Tensor]:
             where, own_slots = places[path], slots[path]
@@ -193,7 +312,7 @@ class Updater:
             return [
                 _cut(blocks[path], where.gradient),
                 *own,
-                *(_cut(own_slots[n], where.valid) for n in names),
+                *(self._slot(path, n, own_slots[n]) for n in names[path]),
             ]
 
         def update(blocks: Tensors, slots: Slots, params: Tensors, control: StepControl) -> None:
@@ -219,6 +338,12 @@ class Updater:
         return one_dtype and not spec.has_master and self.places[path] == Place(None, None, None)
 
 
+def _views(flat: Tensor, shapes: SumShapes) -> dict[str, dict[str, Tensor]]:
+    sizes = [math.prod(s) for own in shapes.values() for s in own.values()]
+    parts = iter(flat.split_with_sizes(sizes))
+    return {p: {n: next(parts).view(s) for n, s in own.items()} for p, own in shapes.items()}
+
+
 def _write(slots: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
     for name, value in new.items():
         slots[name].copy_(value)
@@ -226,6 +351,31 @@ def _write(slots: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
 
 def _cut(tensor: Tensor, slices: tuple[slice, ...] | None) -> Tensor:
     return tensor if slices is None else tensor[slices]
+
+
+def slot_shapes(
+    optimizer: Optimizer, specs: Mapping[str, LayoutSpec]
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Shapes of whole slots, by path, of those that are not of their leaves' shape."""
+    out: dict[str, dict[str, tuple[int, ...]]] = {}
+    known: dict[Any, dict[str, tuple[int, ...]]] = {}
+    for path, spec in specs.items():
+        key = spec.shape, spec.optimizer_dtype, optimizer.settings(path)
+        if spec.trainable and key not in known:
+            made = {n: shape for n, (shape, _) in made_slots(optimizer, path, spec, spec.shape).items()}
+            known[key] = {n: shape for n, shape in made.items() if shape != spec.shape}
+        if spec.trainable and known[key]:
+            out[path] = known[key]
+    return out
+
+
+def made_slots(
+    optimizer: Optimizer, path: str, spec: LayoutSpec, shape: tuple[int, ...]
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of the state of a leaf, or of a block of it, of this shape, as it rests."""
+    block = as_pairs(torch.empty(shape, dtype=spec.optimizer_dtype, device="meta"))
+    made = optimizer.init_leaf(path, block) | ({MASTER: block} if spec.has_master else {})
+    return {n: (tuple(v.shape), v.dtype) for n, v in slots_at_rest(made, spec).items()}
 
 
 def init_slots(

@@ -16,9 +16,11 @@ from fnshard.compiler.schedule.instructions.updates import (
     Norms,
     OwnerWork,
     ReduceScalars,
+    SumShapes,
     Update,
     UpdateBegin,
     UpdateExchange,
+    UpdateSums,
     UpdateWhole,
 )
 from fnshard.compiler.schedule.ir import (
@@ -39,6 +41,6 @@ __all__ = [
     "COMMUNICATION", "COMPUTE", "HOST", "LANES", "TRANSFER", "Accumulate", "Action", "Add",
     "AggregateBuffers", "AllReduce", "Cast", "Env", "Exchange", "Free", "Gather", "Instruction", "Local",
     "Names", "Norms", "OfBucket", "OwnerWork", "Publish", "ReduceScalars", "ReduceScatter", "Reduced", "Run",
-    "Scales", "StoreBuffers", "ToDevice", "ToHost", "Update", "UpdateBegin", "UpdateExchange",
-    "UpdateWhole", "Wait", "Zeros",
+    "Scales", "StoreBuffers", "SumShapes", "ToDevice", "ToHost", "Update", "UpdateBegin", "UpdateExchange",
+    "UpdateSums", "UpdateWhole", "Wait", "Zeros",
 ]  # fmt: skip

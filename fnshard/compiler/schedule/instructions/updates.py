@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, fx
@@ -122,6 +124,83 @@ class OwnerWork:
         return side_by_side(made, self.layout, mesh)
 
 
+SumShapes = Mapping[str, Mapping[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class UpdateSums(_OfOptimizer):
+    """Issue: one round of what the optimizer sums over leaves, of all ranks of `axes`, which split them.
+    `shapes`: of whole sums, by path and name."""
+
+    lane, trips, outgoing = COMMUNICATION, 2, True
+
+    axes: tuple[str, ...] = ()
+    number: int = 0
+    dtype: torch.dtype = torch.float32
+    shapes: SumShapes = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def detail(self) -> str:
+        return f"{self.bucket} over {', '.join(self.axes)}"
+
+    def axes_of(self, schedule: Schedule) -> tuple[str, ...]:
+        return self.axes
+
+    def on_host(self, schedule: Schedule) -> bool:
+        return schedule.specs[self.paths[0]].updated_on == "host"
+
+    def wire_bytes(self, schedule: Schedule) -> int:
+        return self.dtype.itemsize * sum(math.prod(s) for own in self.shapes.values() for s in own.values())
+
+    def bind(self, context: Context) -> Action:
+        bucket, updater, comm, (flight,) = (
+            bucket_of(self, context),
+            context.updater,
+            context.comm,
+            self.writes,
+        )
+        sums, shapes, dtype = updater.bind_sums(self.paths, self.number), self.shapes, self.dtype
+        reduced, slots, params, earlier = self.reads[0], self.slots, self.params, sums_read(self)
+        send = partial(comm.all_reduce, axes=self.axes)
+
+        def run(env: Env) -> None:
+            control, event = updater.control(env, bucket)
+            if event is not None:
+                event.synchronize()
+            own_slots, own_params = ({p: env[n] for p, n in names.items()} for names in (slots, params))
+            parts = sums(env[reduced].blocks, own_slots, own_params, control, earlier(env))
+            env[flight] = send(updater.pack_sums(parts, shapes, dtype))
+
+        return run
+
+    @classmethod
+    def bind_wait(cls, wait: Wait, context: Context) -> Action:
+        """This rank's parts of the sums, by path and name."""
+        (flight,), (out,) = wait.reads, wait.writes
+        shapes, unpack = context.schedule.issues[flight].shapes, context.updater.unpack_sums
+
+        def run(env: Env) -> None:
+            handle = env.pop(flight)
+            env[out] = unpack(handle.wait().clone(), shapes)
+            handle.release()
+
+        return run
+
+    def price(self, pricer: Pricer) -> Price:
+        flight = pricer.collective("all_reduce", self.axes, self.wire_bytes(pricer.schedule))
+        return pricer.copy(pricer.bytes_of(self.reads), **flight)
+
+
+def sums_read(line: UpdateSums | Update) -> Callable[[Env], dict[str, dict[str, Tensor]]]:
+    """What earlier rounds have summed, by path and name."""
+    names = [n for n in line.reads if n.original.kind is Kind.SUMS]
+
+    def read(env: Env) -> dict[str, dict[str, Tensor]]:
+        return {p: {k: v for n in names for k, v in env[n][p].items()} for p in line.paths} if names else {}
+
+    return read
+
+
 @dataclass(frozen=True)
 class UpdateBegin(_OfOptimizer):
     """The optimizer on leaves that have owners, up to what it sends to these: slots change in place, and the
@@ -151,7 +230,7 @@ class UpdateBegin(_OfOptimizer):
 class UpdateExchange(OfBucket):
     """Issue: every rank's blocks of leaves to the leaves' owners; or `back`, of what these have made."""
 
-    lane, trips = COMMUNICATION, 1
+    lane, trips, outgoing = COMMUNICATION, 1, True
 
     back: bool = False
 
@@ -232,7 +311,9 @@ class Update(_OfOptimizer):
     def bind(self, context: Context) -> Action:
         bucket, updater = bucket_of(self, context), context.updater
         owned, later = self.reads[0].original.kind is Kind.SENT, context.later(self)
-        update = updater.bind_end(self.paths) if owned else updater.bind(self.paths)
+        summed = any(n.original.kind is Kind.SUMS for n in self.reads)
+        bind = updater.bind_end if owned else updater.bind_summed if summed else updater.bind
+        update, sums = bind(self.paths), sums_read(self)
         reduced, slots, params = self.reads[0], self.slots, self.params
         masters = {} if params else dict(zip(self.paths, self.writes[: len(self.paths)], strict=True))
 
@@ -243,7 +324,8 @@ class Update(_OfOptimizer):
                 if event is not None:
                     event.synchronize()
                 own_slots, own_params = ({p: env[n] for p, n in names.items()} for names in (slots, params))
-                update(env[reduced] if owned else env[reduced].blocks, own_slots, own_params, control)
+                given = (env[reduced] if owned else env[reduced].blocks, own_slots, own_params, control)
+                update(*given, *([sums(env)] if summed else []))
                 for path, out in masters.items():
                     env[out] = updater.valid_part(path, own_slots[path][MASTER])
 

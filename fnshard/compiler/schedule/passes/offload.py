@@ -23,6 +23,7 @@ from fnshard.compiler.schedule.instructions import (
     ToHost,
     Update,
     UpdateBegin,
+    UpdateSums,
     Wait,
 )
 from fnshard.compiler.schedule.ir import Schedule
@@ -65,7 +66,7 @@ class _State:
 
     def __post_init__(self) -> None:
         lines = self.schedule.instructions
-        self.updates = {i.bucket: i for i in lines if isinstance(i, UpdateBegin | Update)}
+        self.updates = {i.bucket: i for i in lines if isinstance(i, UpdateBegin | UpdateSums | Update)}
         self.normed = any(isinstance(i, Norms) for i in lines)
         finals = {n for i in lines if not isinstance(i, AllReduce) for n in i.reads} | set(
             self.schedule.outputs
@@ -82,7 +83,7 @@ class _State:
 
     def on_host(self, line: Instruction) -> bool:
         """Where the instruction runs."""
-        if isinstance(line, UpdateBegin | Update):
+        if isinstance(line, UpdateBegin | UpdateSums | Update):
             return self.schedule.specs[line.paths[0]].updated_on == "host"
         local = isinstance(line, Accumulate) and line.writes[0].kind is Kind.ACCUMULATED
         return isinstance(line, Accumulate | Norms) and not local and self.rests(line.bucket)

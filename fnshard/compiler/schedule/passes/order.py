@@ -18,12 +18,13 @@ from fnshard.compiler.schedule.instructions import (
     Update,
     UpdateBegin,
     UpdateExchange,
+    UpdateSums,
     UpdateWhole,
     Wait,
 )
 from fnshard.compiler.schedule.ir import Schedule
 
-_UPDATES = UpdateBegin | UpdateExchange | UpdateWhole | Update
+_UPDATES = UpdateBegin | UpdateExchange | UpdateSums | UpdateWhole | Update
 
 
 def update_in_backward(schedule: Schedule) -> Schedule:
@@ -40,7 +41,7 @@ def update_in_backward(schedule: Schedule) -> Schedule:
 
 
 def _moves(line: Instruction) -> bool:
-    waits = isinstance(line, Wait) and line.is_for(Publish, UpdateExchange)
+    waits = isinstance(line, Wait) and line.is_for(Publish, UpdateExchange, UpdateSums)
     return waits or isinstance(line, Norms | _UPDATES | Publish)
 
 
@@ -77,7 +78,7 @@ def updates_last(schedule: Schedule) -> Schedule:
 
 def of_host(line: Instruction) -> bool:
     """Whether an instruction reads rates, step counts or flags, which are numbers of Python."""
-    waits = isinstance(line, Wait) and line.is_for(ReduceScalars, Publish, UpdateExchange)
+    waits = isinstance(line, Wait) and line.is_for(ReduceScalars, Publish, UpdateExchange, UpdateSums)
     return waits or isinstance(line, _UPDATES | Publish)
 
 

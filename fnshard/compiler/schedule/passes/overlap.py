@@ -10,8 +10,8 @@ from fnshard.compiler.schedule.ir import Schedule
 
 
 def overlap(schedule: Schedule, depth: int) -> Schedule:
-    """Move the Wait of each reduction, each permutation and each transfer to the host, and all that rests on
-    it, below `depth` more kernels.
+    """Move the Wait of each reduction, each permutation, each transfer to the host and what updates send, and
+    all that rests on it, below `depth` more kernels.
 
     So a unit's gradients travel while the next unit's backward computes; at most `depth` + 1
     buckets of full gradients are in flight. A kernel is never moved: what it reads is waited for in time,
