@@ -54,8 +54,8 @@ def slots_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh) 
     if wrong:
         raise OptimizerError(
             f"{optimizer} keeps state that the layout of its leaves cuts in two:", wrong[:12],
-            "split these leaves along other dims (LayoutSpec.optimizer), or give them another optimizer: "
-            "fs.optim.by_path(...).",
+            "state of fewer numbers each (a smaller `block` of adamw_8bit), another dim to split "
+            "(LayoutSpec.optimizer), or another optimizer for these: fs.optim.by_path(...).",
         )  # fmt: skip
     return out
 

@@ -55,12 +55,11 @@ def adamw_8bit(
     def leaf(path: str, grad: Tensor, slots: Any, param: Tensor, given: Any) -> Changed:
         if "mu_scales" not in slots:
             return wide.leaf(path, grad, slots, param, given)
-        moments = {n: _decoded(slots[n], slots[f"{n}_scales"], n == "mu") for n in wide.slots}
+        moments = {n: decoded(slots[n], slots[f"{n}_scales"], n == "mu") for n in wide.slots}
         update, new = wide.leaf(path, grad, moments, param, given)
-        coded = {n: _coded(value, block, n == "mu") for n, value in new.items()}
-        return update, {n: c for n, (c, _) in coded.items()} | {
-            f"{n}_scales": s for n, (_, s) in coded.items()
-        }
+        for n in wide.slots:
+            new[n], new[f"{n}_scales"] = coded(new[n], block, n == "mu")
+        return update, new
 
     def fits(param: Tensor) -> bool:
         return param.dim() > 1 and param.shape[-1] > 0 and param.shape[-1] % block == 0
@@ -88,14 +87,14 @@ def _levels(signed: bool) -> tuple[tuple[float, ...], int]:
     return tuple(sorted(out)), sorted(out).index(0.0)
 
 
-def _decoded(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
+def decoded(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     levels, zero = _levels(signed)
     levels = torch.tensor([*levels[zero:], *levels[:zero]], dtype=scales.dtype, device=codes.device)
     unit = levels[codes.int()].unflatten(-1, (scales.shape[-1], -1))
     return (unit * scales.unsqueeze(-1)).flatten(-2)
 
 
-def _coded(values: Tensor, block: int, signed: bool) -> tuple[Tensor, Tensor]:
+def coded(values: Tensor, block: int, signed: bool) -> tuple[Tensor, Tensor]:
     """Codes of the nearest levels, and scales."""
     runs = values.unflatten(-1, (-1, block))
     scales = runs.abs().amax(-1)

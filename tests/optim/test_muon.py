@@ -1,4 +1,4 @@
-"""Muon and optimizers by path: torch's own, every layout, what is gathered, mistakes."""
+"""Muon and optimizers by path: torch's own, what is gathered, mistakes; layouts: `test_layouts`."""
 
 from __future__ import annotations
 
@@ -6,32 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from matrices import SHAPES, leaves
 from torch import Tensor
 
 import fnshard as fs
 from fnshard.errors import OptimizerError
-from fnshard.optim import StepInfo, adamw, by_path, chain, clip_by_global_norm, ema, muon, sgd
+from fnshard.optim import StepInfo, adamw, by_path, muon, sgd
 from fnshard.optim.muon import orthogonalized
 
-SHAPES = {"embed.weight": (7, 6), "a.weight": (6, 10), "b.weight": (9, 6), "b.bias": (6,),
-          "experts.w": (3, 6, 5)}  # fmt: skip
 DECAYED = adamw(0.1, weight_decay=[("b*", 0.0), ("*", 0.1)])  # of its own leaves the first has none
-PRESETS = ["full_shard", "zero1", "zero2", "no_shard"]
-
-
-def leaves() -> dict[str, Tensor]:
-    draw = torch.Generator().manual_seed(0)
-    return {p: torch.randn(s, dtype=torch.float64, generator=draw) for p, s in SHAPES.items()}
-
-
-def loss(params: Any, x: Tensor) -> fs.Mean:
-    hidden = torch.tanh(x @ params["embed.weight"])
-    hidden = torch.tanh(hidden @ params["a.weight"])[:, :6] + params["b.bias"]
-    each = torch.einsum("bi,eio->beo", hidden, params["experts.w"]).square().sum()
-    return fs.Mean((hidden @ params["b.weight"].T).square().sum() + each, torch.tensor(float(len(x))))
-
-
-ROWS = torch.randn(4, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
@@ -72,41 +55,6 @@ def test_embeddings_and_heads_are_adamws_and_heads_of_attention_are_not():
     ]
     slots = muon(0.1).init({path: torch.zeros(2, 2) for path in paths})
     assert [path for path in paths if "momentum" in slots[path]] == paths[4:]
-
-
-def trained(axes: dict[str, int], preset: str, optimizer: Any) -> list[dict[str, Tensor]]:
-    """The parameters of each rank after three steps."""
-    params, mesh = leaves(), fs.make_mesh(**axes, simulated=True)
-    tensor = {"tensor": "tensor"} if "tensor" in axes else {}
-    specs = fs.presets.PRESETS[preset](params, mesh, **tensor)
-    step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optimizer, backend="eager")
-
-    def on_rank(rank: int) -> dict[str, Tensor]:
-        part = len(ROWS) // mesh.data_size
-        at = rank // (mesh.size // mesh.data_size)
-        state = step.init(params)
-        for _ in range(3):
-            state, _ = step(state, ROWS[at * part : (at + 1) * part])
-        return fs.unshard(state.params, specs, mesh)
-
-    return fs.simulate(mesh, on_rank)
-
-
-def around(own: Any) -> Any:
-    return chain(clip_by_global_norm(0.5), own, ema(0.9))
-
-
-@pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 4}, {"shard": 2, "tensor": 2}], ids=str)
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_layout_is_one_rank(preset, axes):
-    """To 1e-10, clipping and an average around it; also matrices that no rank has evenly many rows of."""
-    own = around(by_path(("embed*", sgd(0.1)), ("*", muon(0.05, dtype=None))))
-    expected = trained({"shard": 1}, "no_shard", own)[0]
-    moved = {path for path, leaf in leaves().items() if (leaf - expected[path]).abs().max() > 1e-3}
-    assert moved == set(SHAPES)
-    for found in trained(axes, preset, own):
-        for path, leaf in expected.items():
-            torch.testing.assert_close(found[path], leaf, atol=1e-10, rtol=0)
 
 
 def schedule_of(shapes: dict[str, tuple[int, ...]], ranks: int, **policy: Any) -> Any:

@@ -18,6 +18,7 @@ from optimizers import (
     ELEMENTWISE,
     RATE,
     RULES,
+    SHAPES,
     assert_close,
     assert_equal,
     copy,
@@ -34,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fnshard import optim, schedules
 from fnshard.errors import OptimizerError
 from fnshard.optim import contract
+from fnshard.optim.compact import decoded
 from fnshard.optim.contract import Optimizer, StepInfo
 from fnshard.optim.optimizers import adamw, by_path, chain, clip_by_global_norm, ema, sgd
 
@@ -148,6 +150,41 @@ def test_schedule_free_is_its_authors(warmup, decay):
     assert_close(found, {path: leaf.detach() for path, leaf in theirs.items()})
     own.eval()
     assert_close(optim.ema_params(slots), {path: leaf.detach() for path, leaf in theirs.items()})
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_adafactor_is_torchs(decay):
+    """Vectors, matrices, numbers and a stack."""
+    shapes = {**SHAPES, "stack": (3, 4, 5)}
+    del shapes["b.empty"]
+    params = random_tree(0, shapes)
+    theirs = {path: nn.Parameter(leaf.clone()) for path, leaf in params.items()}
+    own = torch.optim.Adafactor(theirs.values(), lr=0.3, weight_decay=decay, foreach=False)
+    found, _ = train(optim.adafactor(0.3, weight_decay=decay), params)
+    for step in range(6):
+        gradients = random_tree(100 + step, shapes)
+        for path, leaf in theirs.items():
+            leaf.grad = gradients[path]
+        own.step()
+    assert_close(found, {path: leaf.detach() for path, leaf in theirs.items()})
+
+
+def test_adamw_8bit_is_torchaos():
+    """Codes, scales and parameters; with one scale a row, whose numbers are few."""
+    torchao = pytest.importorskip("torchao.optim")
+    params = {"w": torch.randn(64, 256, generator=torch.Generator().manual_seed(0))}
+    theirs = nn.Parameter(params["w"].clone())
+    own = torchao.AdamW8bit([theirs], lr=0.01, betas=(0.8, 0.95), weight_decay=0.1, block_size=256)
+    found, slots = train(optim.adamw_8bit(0.01, 0.8, 0.95, weight_decay=0.1, block=256), params)
+    for step in range(6):
+        theirs.grad = random_tree(100 + step, {"w": (64, 256)})["w"].float()
+        own.step()
+    state = own.state[theirs]
+    for name, key in (("mu", "exp_avg"), ("nu", "exp_avg_sq")):
+        made = decoded(slots["w"][name], slots["w"][f"{name}_scales"], name == "mu")
+        off = (made - state[key].dequantize()).abs() / made.abs().amax()
+        assert off.max() < 0.02 and (off > 1e-6).float().mean() < 0.01  # ties go the other way
+    assert (found["w"] - theirs.detach()).abs().max() < 1e-3 * 0.01 * 6
 
 
 def test_lion_is_its_paper():
