@@ -106,7 +106,7 @@ def restoring(
     """The state by a step's and by specs alone, resharded, and after one more step."""
     mesh = fs.make_mesh(shard=world, device="cpu")
     step, _ = router_step(mesh, name, shape)
-    other, _ = router_step(mesh, name, shape, "zero1")
+    other, _ = router_step(mesh, name, shape, "no_shard")
     out = {"step": fs.checkpoint.restore(folder, step)}
     out["specs"] = fs.checkpoint.restore(folder, step.specs, mesh=mesh)
     moved = fs.reshard(fs.checkpoint.restore(folder, step), step.specs, other.specs, mesh)
@@ -186,7 +186,7 @@ def test_sums_are_small_and_travel_during_the_backward():
     first = lines.index(sums[0])
     wait = next(n for n, line in enumerate(lines) if line.verb == "wait" and line.reads == sums[0].writes)
     assert any(first < n < wait for n in runs)  # a kernel runs while they travel
-    assert made.collective_analysis()["update_sums"] == {
+    assert made.comm_analysis()["update_sums"] == {
         "count": len(sums),
         "bytes": 4 * (4 * (32 + 48 + 2 + 1) + 2),
     }
