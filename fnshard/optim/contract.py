@@ -202,7 +202,8 @@ class Optimizer:
         """Check the rules by path against all leaves, of which the numbers of dims are given.
 
         Raises:
-            OptimizerError: a rule that decides for no leaf, or a leaf without one.
+            OptimizerError: a rule that decides for no leaf, a leaf without one, or vectors alone that are
+                given to an optimizer of matrices.
         """
         for rules in self.rules:
             rules.check(dims)
@@ -210,6 +211,12 @@ class Optimizer:
             own = {path: n for path, n in dims.items() if self.which(path, n) == index}
             if own:
                 part.check(own)
+            if own and part.which is not None and all(part.which(path, n) for path, n in own.items()):
+                raise OptimizerError(
+                    f"{self.name} gives {part} none of the leaves that it is for:",
+                    [f"params[{path!r}], of {n} dim{'s' * (n != 1)}" for path, n in own.items()][:12],
+                    "name these to another optimizer: muon is for matrices that are no embeddings and heads.",
+                )
 
     @torch.no_grad()
     def update(

@@ -126,6 +126,10 @@ def test_orthogonal_is_what_newton_schulz_makes():
         (lambda: muon(0.1, ns_steps=0), "ns_steps=0"),
         (lambda: muon(0.1, scale="none"), "scale='none': one of original, match_rms_adamw"),
         (lambda: muon(0.1, weight_decay=-1), "weight_decay=-1"),
+        (
+            lambda: by_path(("*bias", muon(0.1)), ("*", sgd(1))).init(leaves()),
+            r"(?s)none of the leaves.*b.bias.*1 dim",
+        ),
         (lambda: by_path(), "pairs of a glob and an optimizer"),
         (lambda: by_path(("*", 0.1)), r"\('\*', 0.1\)"),
         (lambda: by_path(("a*", sgd(0.1))).init(leaves()), r"(?s)4 leaves of 5 matched by no rule.*b.weight"),
