@@ -1,0 +1,68 @@
+"""The configuration of `experiments.plan`: groups of the main job, and what is looked for."""
+
+from __future__ import annotations
+
+from pydantic import PositiveFloat, PositiveInt
+
+from experiments.cli.command_spec import CommandSpec
+from experiments.configs.checks import configuration
+from experiments.configs.train import AUTO, AdamWConfig, DecoderConfig, HardwareConfig, PrecisionConfig, SGDConfig
+
+PER_PARAMETER = 20  # tokens of a compute-optimal run (Hoffmann et al., 2022)
+BATCH_TOKENS = 4_000_000  # about so many in a step, where nothing is said
+
+
+@configuration
+class PlanConfig:
+    """The whole configuration of `experiments.plan`.
+
+    `devices`: how many there are; null, with `days`: the fewest that read `tokens` in so many days are looked
+    for, up to `most_devices`. `rows`: of a step's batch, of all ranks; null: the power of two that makes about
+    four million tokens, or one for each device of a smaller model. `tokens`: that the whole training reads;
+    null: 20 a parameter. `device_gb`: what a step may take of a device, in 1e9 bytes; null: nine tenths of what
+    the hardware has (the rest is the allocator's and NCCL's).
+    """
+
+    model: DecoderConfig
+    precision: PrecisionConfig
+    optimizer: AdamWConfig | SGDConfig
+    hardware: HardwareConfig
+    devices: PositiveInt | None = 8
+    days: PositiveFloat | None = None
+    most_devices: PositiveInt = 65_536
+    rows: PositiveInt | None = None
+    tokens: PositiveFloat | None = None
+    device_gb: PositiveFloat | None = None
+
+    def __post_init__(self) -> None:
+        wrong = []
+        if self.hardware.name == AUTO:
+            wrong.append("hardware=auto: a job looks what it runs on; here say which, or hardware=measure.")
+        if self.optimizer.lr is None:
+            wrong.append("optimizer.lr=null: only fine-tuning has defaults. Fix: leave it out.")
+        if self.devices is None and self.days is None:
+            wrong.append("devices=null: say how many, or days=30 for the fewest that train so long.")
+        if wrong:
+            raise ValueError("\n  ".join(wrong))
+
+    @property
+    def budget(self) -> int:
+        """Tokens of the whole training."""
+        return int(self.tokens or PER_PARAMETER * self.model.parameters)
+
+    @property
+    def batch_rows(self) -> int:
+        return self.rows or 2 ** max(0, round((BATCH_TOKENS / self.model.context).bit_length() - 1))
+
+
+SPEC = CommandSpec(
+    "plan",
+    PlanConfig,
+    "The fastest plan for a model on so many devices: axes, micro-batches, what is recomputed and what rests "
+    "on the host, by bytes first and then by time; its rivals, days and cost. Nothing runs.",
+    {
+        "python -m experiments.plan model=70b devices=64": "70B on 64 H100s",
+        "python -m experiments.plan model=405b devices=16384 tokens=15e12 rows=2048": "Llama 3.1's own size",
+        "python -m experiments.plan model=8b devices=null days=30 tokens=1e12": "the fewest that take 30 days",
+    },
+)

@@ -1,0 +1,318 @@
+"""Search: plans of a decoder on paper, and the descent to the fastest that fits.
+
+A plan's step is lowered at two small depths, and at one and two micro-batches, and carried on from there: layers
+are alike, so time and memory are affine in both. What is chosen is lowered once more as it is.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+
+import fnshard as fs
+from experiments.configs.plan import axis_of, dtypes_of
+from experiments.configs.train import MeshConfig, ScheduleConfig, uneven_splits
+from experiments.plan.config import PlanConfig
+from experiments.training.decoder import Decoder, loss_function
+from experiments.training.steps import make_optimizer
+from fnshard.analysis.memory import MemoryTimeline
+from fnshard.compiler.ir.arguments import Arguments
+from fnshard.compiler.lower import Front, Passes, schedule_for
+from fnshard.compiler.schedule.instructions import Run
+from fnshard.layout.resolved import ResolvedSpecs
+from fnshard.step.batches import bytes_of_batch
+from fnshard.step.lowered import Lowered
+from fnshard.step.plan import plan_of
+
+UNDECAYED = ("*norm*", "embed.*")  # as the main job has it
+DEPTHS = (4, 5)  # that are lowered
+REMAT = ("none", 0.5, "unit")  # from most memory to most time
+TIERS = ("device", "streamed", "host")  # of the optimizer's state; streamed: updated on the device
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """One plan. `micro_rows`: of a rank's micro-batch; `keep`: leaves stay gathered until their backward."""
+
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+    context: int = 1
+    micro_rows: int = 1
+    remat: str | float = "none"
+    keep: bool = False
+    optimizer: str = "device"
+
+    @property
+    def data_ranks(self) -> int:
+        return self.replicate * self.shard
+
+    @property
+    def mesh(self) -> MeshConfig:
+        return MeshConfig(**{n: getattr(self, n) for n in ("replicate", "shard", "tensor", "context")})
+
+    def overrides(self, rows: int) -> str:
+        """What `experiments.train` and `experiments.explain` take."""
+        strategy = "hybrid_shard" if self.replicate > 1 else "shard_grad_op" if self.keep else "full_shard"
+        accumulate = rows // self.data_ranks // self.micro_rows
+        words = {
+            "strategy": strategy, "mesh.shard": self.shard, "data.rows": rows,
+            **{f"mesh.{n}": v for n in ("replicate", "tensor", "context") if (v := getattr(self, n)) > 1},
+            **({"strategy.remat": self.remat} if self.remat != "none" else {}),
+            **({"strategy.optimizer_memory": "host"} if self.optimizer != "device" else {}),
+            **({"strategy.update_on": "device"} if self.optimizer == "streamed" else {}),
+            **({"run.accumulate": accumulate} if accumulate > 1 else {}),
+        }  # fmt: skip
+        return " ".join(f"{key}={value}" for key, value in words.items())
+
+
+PARTS = {  # of a step, in seconds: what a plan may lose by
+    "compute": "computing",
+    "communication": "waiting for collectives",
+    "transfer": "waiting for the host link",
+    "host": "updates on the host",
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan and what is predicted of it: bytes of a device and of the host, seconds of a step and what they
+    go to (`PARTS`), and the model's FLOPs of a rank."""
+
+    knobs: Knobs
+    peak_bytes: float
+    host_bytes: float
+    seconds: float
+    parts: Mapping[str, float] = field(compare=False)
+    flops: float = 0.0
+
+    def cost(self, budget: int) -> tuple[float, float, int]:
+        """What the search makes small: bytes too many, then time to a microsecond, then what is done."""
+        done = (self.knobs.optimizer != "device") + REMAT.index(self.knobs.remat)
+        return max(0.0, self.peak_bytes - budget), round(self.seconds, 6), done
+
+
+@dataclass
+class Planner:
+    """The plans of one configuration on so many devices; remembers those it has looked at."""
+
+    config: PlanConfig
+    devices: int
+    hardware: fs.Hardware
+    seen: dict[Knobs, Candidate] = field(default_factory=dict)
+    _fronts: dict[Any, tuple[Front, dict[str, Any]]] = field(default_factory=dict)
+
+    @property
+    def budget(self) -> int:
+        gigabytes = self.config.device_gb
+        return int(0.9 * self.hardware.memory_bytes if gigabytes is None else gigabytes * 1e9)
+
+    # -------------------------------------------------------------- which plans there are
+    def valid(self, knobs: Knobs) -> bool:
+        """Whether the axes divide what they split, and all rows are taken."""
+        axes = knobs.replicate * knobs.shard * knobs.tensor * knobs.context
+        rows, own = self.config.batch_rows, knobs.data_ranks * knobs.micro_rows
+        return (
+            axes == self.devices and rows % own == 0
+            and knobs.tensor * knobs.context <= max(self.hardware.ranks_per_node, 1) * 8
+            and knobs.tensor <= self.hardware.ranks_per_node
+            and not (knobs.keep and knobs.replicate > 1)
+            and not uneven_splits(self.config.model, knobs.mesh)
+        )  # fmt: skip
+
+    def starts(self) -> Iterator[Knobs]:
+        """For each way to split rows' sequences and matrices, all other ranks a shard."""
+        near = self.hardware.ranks_per_node
+        least = max(near, self.devices // math.gcd(self.devices, self.config.batch_rows))  # that share a row
+        for tensor, context in ((t, c) for t in _divisors(self.devices) for c in _divisors(self.devices // t)):
+            data = self.devices // tensor // context
+            if tensor * context > least:
+                continue
+            for shard in sorted({data, min(data, self.hardware.ranks_per_node)}, reverse=True):
+                if data % shard == 0:
+                    knobs = Knobs(data // shard, shard, tensor, context, remat="unit")
+                    if self.valid(knobs):
+                        yield knobs
+                        break
+
+    def neighbours(self, knobs: Knobs) -> list[Knobs]:
+        """Plans that are one step away along a knob; a factor goes from one axis to another."""
+        out = [replace(knobs, remat=r) for r in REMAT] + [replace(knobs, optimizer=t) for t in TIERS]
+        out.append(replace(knobs, keep=not knobs.keep))
+        for prime in _primes(self.devices):
+            for source in AXES:
+                for target in (a for a in AXES if a != source):
+                    size = getattr(knobs, source)
+                    if size % prime == 0:
+                        moved = {source: size // prime, target: getattr(knobs, target) * prime}
+                        out.append(replace(knobs, **moved))
+        for prime in _primes(self.config.batch_rows):
+            out.append(replace(knobs, micro_rows=knobs.micro_rows * prime))
+            if knobs.micro_rows % prime == 0:
+                out.append(replace(knobs, micro_rows=knobs.micro_rows // prime))
+        return [k for k in dict.fromkeys(out) if k != knobs and self.valid(k)]
+
+    # -------------------------------------------------------------- what is predicted of one
+    def look(self, knobs: Knobs) -> Candidate:
+        """A plan's bytes and time, carried on from few layers and micro-batches."""
+        if knobs in self.seen:
+            return self.seen[knobs]
+        layers, micro = self.config.model.layers, self.micro_batches(knobs)
+        depths = DEPTHS if layers > DEPTHS[1] else (layers,)
+        counts = (1, 2) if micro > 2 else (micro,)
+        points = [[self.measured(knobs, d, c) for c in counts] for d in depths]
+        along = [_line(dict(zip(counts, row, strict=True)), micro) for row in points]
+        whole = _line(dict(zip(depths, along, strict=True)), layers)
+        # Gradients are summed in place: memory is that of two micro-batches. Each moment of few layers, counted
+        # from the first layer and from the last, is one of many: which of them is the peak may change.
+        memory = _line({d: row[-1] for d, row in zip(depths, points, strict=True)}, layers)
+        peak = max(v for name, v in memory.items() if isinstance(name, tuple))
+        self.seen[knobs] = Candidate(
+            knobs, peak, memory["host_bytes"], whole["seconds"], {n: whole[n] for n in PARTS}, whole["flops"]
+        )
+        return self.seen[knobs]
+
+    def exact(self, knobs: Knobs) -> Candidate:
+        """The same, of all layers; micro-batches are carried on from two."""
+        micro = self.micro_batches(knobs)
+        counts = (1, 2) if micro > 2 else (micro,)
+        row = [self.measured(knobs, self.config.model.layers, c) for c in counts]
+        found = _line(dict(zip(counts, row, strict=True)), micro)
+        return Candidate(
+            knobs, row[-1]["peak"], row[-1]["host_bytes"], found["seconds"], {n: found[n] for n in PARTS},
+            found["flops"],
+        )  # fmt: skip
+
+    def micro_batches(self, knobs: Knobs) -> int:
+        return self.config.batch_rows // knobs.data_ranks // knobs.micro_rows
+
+    def measured(self, knobs: Knobs, layers: int, micro: int) -> dict[str, float]:
+        lowered = self.lowered(knobs, layers, micro)
+        memory, time = lowered.memory_analysis(), lowered.timeline(self.hardware)
+        compute = time.busy_seconds.get("compute", 0.0)
+        return _moments(lowered.memory_timeline(), layers) | {
+            "peak": memory.peak_bytes, "host_bytes": memory.host_bytes, "seconds": time.step_seconds,
+            "compute": compute, "communication": time.exposed_communication_seconds,
+            "transfer": time.exposed_transfer_seconds,
+            "host": max(0.0, time.step_seconds - compute - time.exposed_communication_seconds
+                        - time.exposed_transfer_seconds),
+            "flops": time.model_flops,
+        }  # fmt: skip
+
+    def lowered(self, knobs: Knobs, layers: int, micro: int) -> Lowered:
+        """The step of so many layers and micro-batches; traces are shared by plans that trace alike."""
+        model = replace(self.config.model, layers=layers)
+        axes = {n: s for n, s in knobs.mesh.axes.items() if s > 1 or n == "shard"}
+        mesh = fs.make_mesh(**axes, device="cpu", abstract=True)
+        with torch.device("meta"):
+            loss, params = loss_function(Decoder(model))
+            tokens = torch.empty(knobs.micro_rows * micro, model.context, dtype=torch.int64)
+        place = {"device": {}, "host": {"optimizer_memory": "host"},
+                 "streamed": {"optimizer_memory": "host", "update_on": "device"}}[knobs.optimizer]  # fmt: skip
+        preset = "hybrid_shard" if knobs.replicate > 1 else "shard_grad_op" if knobs.keep else "full_shard"
+        specs = fs.presets.PRESETS[preset](
+            params, mesh, tensor=axis_of("tensor", mesh), **dtypes_of(self.config.precision), **place
+        )
+        optimizer = make_optimizer(self.config.optimizer, ScheduleConfig(name="constant"), 1, UNDECAYED)
+        step = fs.shard_step(
+            loss, specs, mesh=mesh, optimizer=optimizer, accumulate=micro, grad_norm=True, prefetch=1, overlap=1
+        )
+        step.resolve(params)
+        resolved, options = ResolvedSpecs.of(step.specs), step.options
+        key = knobs.tensor, knobs.context, knobs.micro_rows, tuple(axes), layers, micro
+        if key not in self._fronts:
+            known = next((k for other, (_, k) in self._fronts.items() if other[:4] == key[:4]), {})
+            self._fronts[key] = step.front(tokens, tokens), known
+        front, known = self._fronts[key]
+        front = replace(front, plan=plan_of(optimizer, resolved, mesh, options).for_program(front.program))
+        lowering = replace(options.lowering, remat=knobs.remat, passes=Passes((1, 1), 1))
+        stages = schedule_for(front, resolved.paired, mesh, lowering, known, False)
+        chosen, sizes = replace(options, lowering=lowering), bytes_of_batch(Arguments((tokens, tokens), {}))
+        return Lowered(stages, chosen, optimizer=optimizer, batch_bytes=sizes)
+
+    # -------------------------------------------------------------- the search
+    def best(self, say: Callable[[str], None] = lambda text: None) -> Candidate:
+        """The fastest plan that fits, of which no neighbour is faster and fits; or the one that lacks least.
+
+        Descends from the two best of `starts`, one for each split of sequences and matrices.
+        """
+        begun = sorted((self.look(k) for k in self.starts()), key=lambda c: c.cost(self.budget))
+        if not begun:
+            raise fs.BudgetError(self.nothing())
+        say(f"{len(begun)} ways to split {self.devices:,} devices")
+        ends = [self.descend(each, say) for each in begun[:2]]
+        return min(ends, key=lambda c: c.cost(self.budget))
+
+    def descend(self, best: Candidate, say: Callable[[str], None]) -> Candidate:
+        while True:
+            around = [self.look(k) for k in self.neighbours(best.knobs)]
+            better = min([best, *around], key=lambda c: c.cost(self.budget))
+            if better.cost(self.budget) >= best.cost(self.budget):
+                return best
+            best = better
+            say(f"{best.seconds:.3f} s, {best.peak_bytes / 1e9:.1f} GB: {best.knobs.overrides(self.config.batch_rows)}")
+
+    def nothing(self) -> str:
+        rows, parts = self.config.batch_rows, self.devices
+        return (
+            f"{parts:,} devices cannot share {rows:,} rows of {self.config.model.context:,} tokens: along `tensor` "
+            f"and `context` at most {self.hardware.ranks_per_node} and the model's heads split them. "
+            f"Fix: rows={math.lcm(rows, parts)}, or devices={math.gcd(rows, parts)}."
+        )
+
+
+AXES = ("replicate", "shard", "tensor", "context")
+
+
+def _moments(timeline: MemoryTimeline, layers: int) -> dict[Any, float]:
+    """Bytes of the device by line. A line is named by the kernel before it, whose layer is counted from the
+    first, and from the last; after the last kernel by its own unit. Two layers from either end are alike at
+    all depths: what is gathered and reduced during a kernel is of its neighbours."""
+    lines = [moment.instruction for moment in timeline.moments]
+    last = max((n for n, line in enumerate(lines) if isinstance(line, Run)), default=0)
+    out: dict[Any, float] = {}
+    counts: dict[Any, int] = {}
+    kernel: tuple[Any, ...] = ("", "", 0)
+    for n, (line, moment) in enumerate(zip(lines, timeline.moments, strict=True)):
+        if isinstance(line, Run):
+            counts[line.phase, line.unit] = counts.get((line.phase, line.unit), 0) + 1
+            kernel = line.phase, line.unit, counts[line.phase, line.unit]
+        phase, unit, run = kernel if n <= last else (line.verb, line.unit, 0)
+        nth = counts[phase, unit, run] = counts.get((phase, unit, run), 0) + 1
+        out |= {(phase, name, run, nth): float(moment.bytes) for name in _numbered(unit, layers)}
+    return out
+
+
+def _numbered(unit: str, layers: int) -> list[Any]:
+    """A unit by its name; a layer by how far it is from the first and from the last, where it is near."""
+    found = re.fullmatch(r"layers\.(\d+)", unit)
+    if found is None:
+        return [unit]
+    number = int(found[1])
+    return [n for n in (number, number - layers) if -2 <= n < 2]
+
+
+def _line(points: Mapping[int, Mapping[Any, float]], at: int) -> dict[Any, float]:
+    """Values at one place of lines through two, of those that both have; or of the one that is known."""
+    (first, a), *more = points.items()
+    if not more:
+        return dict(a)
+    second, b = more[0]
+    share = (at - first) / (second - first)
+    return {name: a[name] + share * (b[name] - a[name]) for name in a.keys() & b.keys()}
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0] if n < 10_000 else sorted(
+        {d for i in range(1, math.isqrt(n) + 1) if n % i == 0 for d in (i, n // i)}
+    )
+
+
+def _primes(n: int) -> list[int]:
+    """The prime factors, each once."""
+    return [p for p in _divisors(n) if p > 1 and all(p % q for q in range(2, math.isqrt(p) + 1))]
