@@ -27,6 +27,7 @@ from experiments.evaluate import config as evaluate
 from experiments.explain import config as explain
 from experiments.finetune import job as finetune
 from experiments.finetune.vision_models import image_files, write_model
+from experiments.plan import config as plan
 from experiments.tokenize import config as tokenize
 
 
@@ -53,6 +54,7 @@ SPECS = {
     "experiments.train": train.SPEC,
     "experiments.finetune": finetune.JOB.spec,
     "experiments.explain": explain.SPEC,
+    "experiments.plan": plan.SPEC,
     "experiments.bench": bench.SPEC,
     "experiments.evaluate": evaluate.SPEC,
     "experiments.tokenize": tokenize.SPEC,
@@ -76,6 +78,7 @@ TINY = Row(
 SEES = Row("data.context=128 data.rows=4 data.held_out_rows=2 run.steps=2 run.held_out_every=2 "
            "run.sample_tokens=2 run.backend=eager")  # fmt: skip
 PAPER = Row("model.layers=2")
+SEARCH = Row("model.layers=2 devices=1 rows=1 days=null")
 SAMPLE = Row(
     "size=tiny length=16 rounds=1 steps=1 warmup=1 losses=1 memory=1 backend=eager contenders=[ddp,full_shard]"
 )
@@ -204,6 +207,9 @@ TABLE = {
     "python -m experiments.explain model=70b mesh.shard=32 mesh.context=4 mesh.tensor=8 strategy=full_shard_remat": PAPER,
     "python -m experiments.explain model=7b strategy=no_shard hardware.price_per_hour=3": PAPER,
     "python -m experiments.explain model=7b strategy=auto mesh.shard=8 data.rows=32 run.device_gb=24 hardware=a100": PAPER,
+    "python -m experiments.plan model=70b devices=64": Row("model.layers=2 devices=1 rows=1", quick=True),
+    "python -m experiments.plan model=405b devices=16384 tokens=15e12 rows=2048": SEARCH,
+    "python -m experiments.plan model=8b days=30 tokens=1e12": SEARCH,
     # -- measuring
     "python -m experiments.bench": SAMPLE,
     "python -m experiments.bench size=85m dtype=bf16 rounds=20": SAMPLE,

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 from pydantic import PositiveFloat, PositiveInt
 
 from experiments.cli.command_spec import CommandSpec
 from experiments.configs.checks import configuration
-from experiments.configs.train import AUTO, AdamWConfig, DecoderConfig, HardwareConfig, PrecisionConfig, SGDConfig
+from experiments.configs.train import (
+    AUTO,
+    AdamWConfig,
+    DecoderConfig,
+    HardwareConfig,
+    PrecisionConfig,
+    SGDConfig,
+)
 
 PER_PARAMETER = 20  # tokens of a compute-optimal run (Hoffmann et al., 2022)
 BATCH_TOKENS = 4_000_000  # about so many in a step, where nothing is said
@@ -16,18 +25,18 @@ BATCH_TOKENS = 4_000_000  # about so many in a step, where nothing is said
 class PlanConfig:
     """The whole configuration of `experiments.plan`.
 
-    `devices`: how many there are; null, with `days`: the fewest that read `tokens` in so many days are looked
-    for, up to `most_devices`. `rows`: of a step's batch, of all ranks; null: the power of two that makes about
-    four million tokens, or one for each device of a smaller model. `tokens`: that the whole training reads;
-    null: 20 a parameter. `device_gb`: what a step may take of a device, in 1e9 bytes; null: nine tenths of what
-    the hardware has (the rest is the allocator's and NCCL's).
+    `devices`: how many there are. `days`: instead, the fewest that read `tokens` in so many days are
+    looked for, by powers of two up to `most_devices`. `rows`: of a step's batch, of all ranks; null: the
+    power of two that makes about four million tokens. `tokens`: that the whole training reads; null: 20 a
+    parameter. `device_gb`: what a step may take of a device, in 1e9 bytes; null: nine tenths of what the
+    hardware has (the rest is the allocator's and NCCL's).
     """
 
     model: DecoderConfig
     precision: PrecisionConfig
     optimizer: AdamWConfig | SGDConfig
     hardware: HardwareConfig
-    devices: PositiveInt | None = 8
+    devices: PositiveInt = 8
     days: PositiveFloat | None = None
     most_devices: PositiveInt = 65_536
     rows: PositiveInt | None = None
@@ -40,8 +49,6 @@ class PlanConfig:
             wrong.append("hardware=auto: a job looks what it runs on; here say which, or hardware=measure.")
         if self.optimizer.lr is None:
             wrong.append("optimizer.lr=null: only fine-tuning has defaults. Fix: leave it out.")
-        if self.devices is None and self.days is None:
-            wrong.append("devices=null: say how many, or days=30 for the fewest that train so long.")
         if wrong:
             raise ValueError("\n  ".join(wrong))
 
@@ -52,7 +59,7 @@ class PlanConfig:
 
     @property
     def batch_rows(self) -> int:
-        return self.rows or 2 ** max(0, round((BATCH_TOKENS / self.model.context).bit_length() - 1))
+        return self.rows or 2 ** max(0, round(math.log2(BATCH_TOKENS / self.model.context)))
 
 
 SPEC = CommandSpec(
@@ -63,6 +70,6 @@ SPEC = CommandSpec(
     {
         "python -m experiments.plan model=70b devices=64": "70B on 64 H100s",
         "python -m experiments.plan model=405b devices=16384 tokens=15e12 rows=2048": "Llama 3.1's own size",
-        "python -m experiments.plan model=8b devices=null days=30 tokens=1e12": "the fewest that take 30 days",
+        "python -m experiments.plan model=8b days=30 tokens=1e12": "the fewest that take 30 days",
     },
 )

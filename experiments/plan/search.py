@@ -1,15 +1,15 @@
 """Search: plans of a decoder on paper, and the descent to the fastest that fits.
 
-A plan's step is lowered at two small depths, and at one and two micro-batches, and carried on from there: layers
-are alike, so time and memory are affine in both. What is chosen is lowered once more as it is.
+A plan's step is lowered at two small depths, with two and three micro-batches, and carried on from there:
+layers are alike, so time and memory are affine in both. What is chosen is lowered once more as it is.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.lower import Front, Passes, schedule_for
 from fnshard.compiler.schedule.instructions import Run
 from fnshard.layout.resolved import ResolvedSpecs
+from fnshard.plot.scales import byte_text, time_text
 from fnshard.step.batches import bytes_of_batch
 from fnshard.step.lowered import Lowered
 from fnshard.step.plan import plan_of
@@ -90,6 +91,7 @@ class Candidate:
     seconds: float
     parts: Mapping[str, float] = field(compare=False)
     flops: float = 0.0
+    peak_flops: float = 1.0
 
     def cost(self, budget: int) -> tuple[float, float, int]:
         """What the search makes small: bytes too many, then time to a microsecond, then what is done."""
@@ -105,7 +107,8 @@ class Planner:
     devices: int
     hardware: fs.Hardware
     seen: dict[Knobs, Candidate] = field(default_factory=dict)
-    _fronts: dict[Any, tuple[Front, dict[str, Any]]] = field(default_factory=dict)
+    _fronts: dict[Any, Front] = field(default_factory=dict)
+    _kernels: dict[str, Any] = field(default_factory=dict)
 
     @property
     def budget(self) -> int:
@@ -129,7 +132,9 @@ class Planner:
         """For each way to split rows' sequences and matrices, all other ranks a shard."""
         near = self.hardware.ranks_per_node
         least = max(near, self.devices // math.gcd(self.devices, self.config.batch_rows))  # that share a row
-        for tensor, context in ((t, c) for t in _divisors(self.devices) for c in _divisors(self.devices // t)):
+        for tensor, context in (
+            (t, c) for t in _divisors(self.devices) for c in _divisors(self.devices // t)
+        ):
             data = self.devices // tensor // context
             if tensor * context > least:
                 continue
@@ -162,31 +167,27 @@ class Planner:
         """A plan's bytes and time, carried on from few layers and micro-batches."""
         if knobs in self.seen:
             return self.seen[knobs]
-        layers, micro = self.config.model.layers, self.micro_batches(knobs)
+        layers = self.config.model.layers
         depths = DEPTHS if layers > DEPTHS[1] else (layers,)
-        counts = (1, 2) if micro > 2 else (micro,)
-        points = [[self.measured(knobs, d, c) for c in counts] for d in depths]
-        along = [_line(dict(zip(counts, row, strict=True)), micro) for row in points]
-        whole = _line(dict(zip(depths, along, strict=True)), layers)
-        # Gradients are summed in place: memory is that of two micro-batches. Each moment of few layers, counted
-        # from the first layer and from the last, is one of many: which of them is the peak may change.
-        memory = _line({d: row[-1] for d, row in zip(depths, points, strict=True)}, layers)
-        peak = max(v for name, v in memory.items() if isinstance(name, tuple))
-        self.seen[knobs] = Candidate(
-            knobs, peak, memory["host_bytes"], whole["seconds"], {n: whole[n] for n in PARTS}, whole["flops"]
-        )
+        self.seen[knobs] = self._predicted(knobs, depths)
         return self.seen[knobs]
 
     def exact(self, knobs: Knobs) -> Candidate:
-        """The same, of all layers; micro-batches are carried on from two."""
-        micro = self.micro_batches(knobs)
-        counts = (1, 2) if micro > 2 else (micro,)
-        row = [self.measured(knobs, self.config.model.layers, c) for c in counts]
-        found = _line(dict(zip(counts, row, strict=True)), micro)
-        return Candidate(
-            knobs, row[-1]["peak"], row[-1]["host_bytes"], found["seconds"], {n: found[n] for n in PARTS},
-            found["flops"],
-        )  # fmt: skip
+        """The same, of all layers."""
+        return self._predicted(knobs, (self.config.model.layers,))
+
+    def _predicted(self, knobs: Knobs, depths: tuple[int, ...]) -> Candidate:
+        """Carried on from steps of so many layers; which of a step's moments is the peak changes with the
+        depth, so each of them is."""
+        micro, by_count = self.micro_batches(knobs), {}
+        for count in (2, 3) if micro > 3 else (micro,):  # gradients are summed from the second on
+            found = _line({d: self.measured(knobs, d, count) for d in depths}, self.config.model.layers)
+            peak = max(value for name, value in found.items() if isinstance(name, tuple))
+            by_count[count] = {n: v for n, v in found.items() if isinstance(n, str)} | {"peak": peak}
+        found = _line(by_count, micro)
+        parts = {name: found[name] for name in PARTS}
+        others = (found[n] for n in ("peak", "host_bytes", "seconds"))
+        return Candidate(knobs, *others, parts, found["flops"], found["peak_flops"])
 
     def micro_batches(self, knobs: Knobs) -> int:
         return self.config.batch_rows // knobs.data_ranks // knobs.micro_rows
@@ -196,12 +197,12 @@ class Planner:
         memory, time = lowered.memory_analysis(), lowered.timeline(self.hardware)
         compute = time.busy_seconds.get("compute", 0.0)
         return _moments(lowered.memory_timeline(), layers) | {
-            "peak": memory.peak_bytes, "host_bytes": memory.host_bytes, "seconds": time.step_seconds,
+            "host_bytes": memory.host_bytes, "seconds": time.step_seconds,
             "compute": compute, "communication": time.exposed_communication_seconds,
             "transfer": time.exposed_transfer_seconds,
             "host": max(0.0, time.step_seconds - compute - time.exposed_communication_seconds
                         - time.exposed_transfer_seconds),
-            "flops": time.model_flops,
+            "flops": time.model_flops, "peak_flops": time.peak_flops,
         }  # fmt: skip
 
     def lowered(self, knobs: Knobs, layers: int, micro: int) -> Lowered:
@@ -212,30 +213,41 @@ class Planner:
         with torch.device("meta"):
             loss, params = loss_function(Decoder(model))
             tokens = torch.empty(knobs.micro_rows * micro, model.context, dtype=torch.int64)
-        place = {"device": {}, "host": {"optimizer_memory": "host"},
-                 "streamed": {"optimizer_memory": "host", "update_on": "device"}}[knobs.optimizer]  # fmt: skip
+        place = {"optimizer_memory": "host"} if knobs.optimizer != "device" else {}
+        place |= {"update_on": "device"} if knobs.optimizer == "streamed" else {}
         preset = "hybrid_shard" if knobs.replicate > 1 else "shard_grad_op" if knobs.keep else "full_shard"
         specs = fs.presets.PRESETS[preset](
             params, mesh, tensor=axis_of("tensor", mesh), **dtypes_of(self.config.precision), **place
         )
         optimizer = make_optimizer(self.config.optimizer, ScheduleConfig(name="constant"), 1, UNDECAYED)
         step = fs.shard_step(
-            loss, specs, mesh=mesh, optimizer=optimizer, accumulate=micro, grad_norm=True, prefetch=1, overlap=1
+            loss,
+            specs,
+            mesh=mesh,
+            optimizer=optimizer,
+            accumulate=micro,
+            grad_norm=True,
+            prefetch=1,
+            overlap=1,
         )
         step.resolve(params)
         resolved, options = ResolvedSpecs.of(step.specs), step.options
         key = knobs.tensor, knobs.context, knobs.micro_rows, tuple(axes), layers, micro
         if key not in self._fronts:
-            known = next((k for other, (_, k) in self._fronts.items() if other[:4] == key[:4]), {})
-            self._fronts[key] = step.front(tokens, tokens), known
-        front, known = self._fronts[key]
+            self._fronts[key] = step.front(tokens, tokens)
+        front = self._fronts[key]
         front = replace(front, plan=plan_of(optimizer, resolved, mesh, options).for_program(front.program))
         lowering = replace(options.lowering, remat=knobs.remat, passes=Passes((1, 1), 1))
-        stages = schedule_for(front, resolved.paired, mesh, lowering, known, False)
+        stages = schedule_for(front, resolved.paired, mesh, lowering, self._kernels, False)
         chosen, sizes = replace(options, lowering=lowering), bytes_of_batch(Arguments((tokens, tokens), {}))
         return Lowered(stages, chosen, optimizer=optimizer, batch_bytes=sizes)
 
     # -------------------------------------------------------------- the search
+    def is_too_small(self) -> bool:
+        """Whether not even the plans that save most memory fit."""
+        frugal = [replace(k, remat="unit", optimizer="host") for k in self.starts()]
+        return all(self.look(k).peak_bytes > self.budget for k in frugal)
+
     def best(self, say: Callable[[str], None] = lambda text: None) -> Candidate:
         """The fastest plan that fits, of which no neighbour is faster and fits; or the one that lacks least.
 
@@ -244,9 +256,13 @@ class Planner:
         begun = sorted((self.look(k) for k in self.starts()), key=lambda c: c.cost(self.budget))
         if not begun:
             raise fs.BudgetError(self.nothing())
-        say(f"{len(begun)} ways to split {self.devices:,} devices")
+        say(f"{counted(len(begun), 'way')} to split {counted(self.devices, 'device')}")
         ends = [self.descend(each, say) for each in begun[:2]]
-        return min(ends, key=lambda c: c.cost(self.budget))
+        best = min(ends, key=lambda c: c.cost(self.budget))
+        while (found := self.exact(best.knobs)).cost(self.budget) > best.cost(self.budget):
+            self.seen[best.knobs] = found  # of few layers it looked better than it is
+            best = self.descend(found, say)
+        return best
 
     def descend(self, best: Candidate, say: Callable[[str], None]) -> Candidate:
         while True:
@@ -255,18 +271,28 @@ class Planner:
             if better.cost(self.budget) >= best.cost(self.budget):
                 return best
             best = better
-            say(f"{best.seconds:.3f} s, {best.peak_bytes / 1e9:.1f} GB: {best.knobs.overrides(self.config.batch_rows)}")
+            found = f"{time_text(best.seconds)}, {byte_text(best.peak_bytes)}"
+            say(f"{found}: {best.knobs.overrides(self.config.batch_rows)}")
 
     def nothing(self) -> str:
         rows, parts = self.config.batch_rows, self.devices
         return (
-            f"{parts:,} devices cannot share {rows:,} rows of {self.config.model.context:,} tokens: along `tensor` "
-            f"and `context` at most {self.hardware.ranks_per_node} and the model's heads split them. "
+            f"{counted(parts, 'device')} cannot share {rows:,} rows of {self.config.model.context:,} tokens: a "
+            f"rank has whole rows, and at most {self.hardware.ranks_per_node} share its matrices. "
             f"Fix: rows={math.lcm(rows, parts)}, or devices={math.gcd(rows, parts)}."
         )
 
 
 AXES = ("replicate", "shard", "tensor", "context")
+
+
+def counted(number: int, of: str) -> str:
+    """A number and what it counts.
+
+    >>> counted(1, "way"), counted(4096, "device")
+    ('1 way', '4,096 devices')
+    """
+    return f"{number:,} {of}{'s' if number != 1 else ''}"
 
 
 def _moments(timeline: MemoryTimeline, layers: int) -> dict[Any, float]:
@@ -308,8 +334,10 @@ def _line(points: Mapping[int, Mapping[Any, float]], at: int) -> dict[Any, float
 
 
 def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0] if n < 10_000 else sorted(
-        {d for i in range(1, math.isqrt(n) + 1) if n % i == 0 for d in (i, n // i)}
+    return (
+        [d for d in range(1, n + 1) if n % d == 0]
+        if n < 10_000
+        else sorted({d for i in range(1, math.isqrt(n) + 1) if n % i == 0 for d in (i, n // i)})
     )
 
 

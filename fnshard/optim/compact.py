@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -88,6 +89,7 @@ def _levels(signed: bool) -> tuple[tuple[float, ...], int]:
 
 
 def decoded(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
+    """The numbers that codes stand for, in the dtype of the scales."""
     levels, zero = _levels(signed)
     levels = torch.tensor([*levels[zero:], *levels[:zero]], dtype=scales.dtype, device=codes.device)
     unit = levels[codes.int()].unflatten(-1, (scales.shape[-1], -1))
@@ -103,6 +105,16 @@ def coded(values: Tensor, block: int, signed: bool) -> tuple[Tensor, Tensor]:
     levels = torch.tensor(levels, dtype=values.dtype, device=values.device)
     codes = torch.bucketize(unit.contiguous(), (levels[1:] + levels[:-1]) / 2, out_int32=True) - zero
     return codes.remainder(256).to(torch.uint8).flatten(-2), scales
+
+
+_EXPECTED = {  # of Adafactor's numbers
+    "beta2_decay": (lambda v: is_number(v) and v <= 0, "at most 0"),
+    "eps": (
+        lambda v: isinstance(v, tuple | list) and len(v) == 2 and (v[0] is None or v[0] > 0) and v[1] > 0,
+        "two numbers above 0, the first of them or None",
+    ),
+    "d": (lambda v: is_number(v) and v > 0, "a number above 0"),
+}
 
 
 @rate_first
@@ -131,37 +143,11 @@ def adafactor(
     >>> {n: tuple(slot.shape) for n, slot in adafactor().init({"w": torch.ones(2, 3)})["w"].items()}
     {'rows': (2, 1), 'columns': (1, 3), 'mean': (1, 1)}
     """
-    name = call_text(
-        "adafactor",
-        lr=lr,
-        beta2_decay=beta2_decay,
-        eps=eps,
-        d=d,
-        weight_decay=weight_decay,
-        lr_scale=lr_scale,
-    )
-    pair = isinstance(eps, tuple | list) and len(eps) == 2
-    positive = (lambda v: is_number(v) and v > 0, "a number above 0")
-    expected = {
-        "beta2_decay": (lambda v: is_number(v) and v <= 0, "at most 0"),
-        "eps": (
-            lambda v: (
-                pair and all((i == 0 and e is None) or (is_number(e) and e > 0) for i, e in enumerate(v))
-            ),
-            "two numbers above 0, the first of them or None",
-        ),
-        "d": positive,
-    }
-    if wrong := misfits({"beta2_decay": beta2_decay, "eps": eps, "d": d}, expected):
+    given = {"lr": lr, "beta2_decay": beta2_decay, "eps": eps, "d": d}
+    name = call_text("adafactor", **given, weight_decay=weight_decay, lr_scale=lr_scale)
+    if wrong := misfits({n: given[n] for n in _EXPECTED}, _EXPECTED):
         raise OptimizerError(f"{name}: no such optimizer:", wrong)
     rate, rules, settings = hyper(lr, weight_decay, lr_scale)
-
-    def first_sums(path: str, grad: Tensor, slots: Any, param: Tensor, info: StepInfo) -> dict[str, Tensor]:
-        out, square = {"param_square": _summed(param.square(), range(param.dim()))}, grad.square()
-        if param.dim() > 1:
-            out |= {"row_square": _summed(square, [-1]), "column_square": _summed(square, [-2])}
-            out |= {"square": _summed(square, [-2, -1])}
-        return out
 
     def second_sums(path: str, grad: Tensor, slots: Any, param: Tensor, info: StepInfo) -> dict[str, Tensor]:
         made = normalized(path, grad, slots, param, info)[0]
@@ -195,21 +181,10 @@ def adafactor(
         update = -step * made
         return (update - lr * decay * param if decay else update), new
 
-    def of_matrix(*dims: int) -> Any:
-        """A slot that is 1 along these dims of a matrix, and is none of other leaves."""
-
-        def make(param: Tensor) -> Tensor | None:
-            shape = list(param.shape)
-            for dim in dims if param.dim() > 1 else ():
-                shape[dim] = 1
-            return param.new_zeros(shape) if param.dim() > 1 else None
-
-        return make
-
-    slots = {"rows": of_matrix(-1), "columns": of_matrix(-2), "mean": of_matrix(-2, -1)}
+    slots = {"rows": _mean_over(-1), "columns": _mean_over(-2), "mean": _mean_over(-2, -1)}
     slots["moment"] = lambda param: torch.zeros_like(param) if param.dim() < 2 else None
     return Optimizer(
-        name, leaf, slots, elementwise=False, sums=(first_sums, second_sums), rules=rules, settings=settings,
+        name, leaf, slots, elementwise=False, sums=(_squares, second_sums), rules=rules, settings=settings,
         values=lambda info: {"lr": rate_of(rate, 1.0, info)},
     )  # fmt: skip
 
@@ -217,3 +192,24 @@ def adafactor(
 def _summed(values: Tensor, dims: Any) -> Tensor:
     """The sum over these dims, which are 1 afterwards; of no dims the tensor itself."""
     return values.sum(list(dims), keepdim=True) if len(dims) else values
+
+
+def _squares(path: str, grad: Tensor, slots: Any, param: Tensor, info: StepInfo) -> dict[str, Tensor]:
+    """Sums of squares: of the parameter; of a matrix's gradient by rows, by columns and in all."""
+    out, square = {"param_square": _summed(param.square(), range(param.dim()))}, grad.square()
+    if param.dim() > 1:
+        out |= {"row_square": _summed(square, [-1]), "column_square": _summed(square, [-2])}
+        out |= {"square": _summed(square, [-2, -1])}
+    return out
+
+
+def _mean_over(*dims: int) -> Callable[[Tensor], Tensor | None]:
+    """A slot that is 1 along these dims of a matrix; other leaves have none."""
+
+    def make(param: Tensor) -> Tensor | None:
+        if param.dim() < 2:
+            return None
+        left = {dim % param.dim() for dim in dims}
+        return param.new_zeros([1 if dim in left else size for dim, size in enumerate(param.shape)])
+
+    return make

@@ -6,7 +6,7 @@ leaf, in plain ops, stands next to each and says the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fnshard.errors import OptimizerError, is_number, leaves
-from fnshard.optim.contract import Changed, Optimizer, Slots, StepInfo, Tensors
+from fnshard.optim.contract import LeafRule, Optimizer, Slots, StepInfo, SumRule, Tensors
 from fnshard.optim.schedules import ByPath, PathRules, Rate, RateSchedule, as_schedule, call_text, rate_first
 
 __all__ = [
@@ -360,44 +360,8 @@ def chain(*transforms: Optimizer) -> Optimizer:
         seen = info.once((leaf, "views"), lambda: views(info))
         return tuple(member.given(path, view) for member, view in zip(members, seen, strict=True))
 
-    def sums(slots):
-        """What is among the slots and is none."""
-        return {n: v for n, v in slots.items() if n not in made}
-
-    def through(rules: Mapping[int, Any]) -> Callable[..., Changed]:
-        """One rule of each member of these numbers in turn."""
-
-        def rule(path, grad, slots, param, given):
-            new: dict[str, Tensor] = {}
-            for number, own_rule in rules.items():
-                own = names[number]
-                state = sums(slots) | {n: slots[o] for n, o in own.items() if o in slots}
-                grad, part = own_rule(path, grad.to(param.dtype), state, param, given[number])
-                new.update({own[n]: value for n, value in part.items()})
-            return grad, new
-
-        return rule
-
-    rules = {number: member.leaf for number, member in enumerate(members)}
-    at = next((number for number, member in enumerate(members) if member.whole or member.sums), None)
-    before, leaf, rounds = None, through(rules), ()
-    if at is not None and members[at].sums:
-
-        def summed(own_rule: Any) -> Any:
-            earlier, own = through({n: r for n, r in rules.items() if n < at}), names[at]
-
-            def rule(path, grad, slots, param, given):
-                grad, _ = earlier(path, grad, slots, param, given)
-                state = sums(slots) | {n: slots[o] for n, o in own.items() if o in slots}
-                return own_rule(path, grad.to(param.dtype), state, param, given[at])
-
-            return rule
-
-        rounds = tuple(map(summed, members[at].sums))
-    elif at is not None:
-        own_before = members[at].before or (lambda path, grad, *_: (grad, {}))
-        before = through({n: r for n, r in rules.items() if n < at} | {at: own_before})
-        leaf = through({n: r for n, r in rules.items() if n >= at})
+    before, rounds, leaf = _stages(members, names, made)
+    at = next((m for m in members if m.whole is not None), None)
 
     def in_place(grads: Tensors, slots: Slots, params: Tensors, info: StepInfo) -> None:
         """Factors ride on the gradients' scale, one member updates, the rest follow."""
@@ -412,8 +376,8 @@ def chain(*transforms: Optimizer) -> Optimizer:
         made,
         needs=frozenset().union(*(m.needs for m in members)),
         elementwise=all(m.elementwise for m in members),
-        whole=None if at is None else members[at].whole,
-        whole_dims=None if at is None else members[at].whole_dims,
+        whole=None if at is None else at.whole,
+        whole_dims=None if at is None else at.whole_dims,
         before=before,
         sums=rounds,
         rules=tuple(r for m in members for r in m.rules),
@@ -423,6 +387,52 @@ def chain(*transforms: Optimizer) -> Optimizer:
         members=members,
         numbers=numbers,
     )
+
+
+def _stages(
+    members: Sequence[Optimizer], names: Sequence[Mapping[str, str]], made: Collection[str]
+) -> tuple[LeafRule | None, tuple[SumRule, ...], LeafRule]:
+    """A chain's `before`, `sums` and `leaf`, which run its members' in turn.
+
+    Args:
+        names: of each member's slots in the chain, by its own.
+        made: all slots of the chain; what else is among slots has been summed over ranks.
+    """
+
+    def state_of(number: int, slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        own = {n: slots[o] for n, o in names[number].items() if o in slots}
+        return {n: v for n, v in slots.items() if n not in made} | own
+
+    def through(rules: Mapping[int, Any]) -> LeafRule:
+        """One rule of each member of these numbers."""
+
+        def rule(path, grad, slots, param, given):
+            new: dict[str, Tensor] = {}
+            for number, own_rule in rules.items():
+                state = state_of(number, slots)
+                grad, part = own_rule(path, grad.to(param.dtype), state, param, given[number])
+                new.update({names[number][n]: value for n, value in part.items()})
+            return grad, new
+
+        return rule
+
+    rules = {number: member.leaf for number, member in enumerate(members)}
+    at = next((n for n, member in enumerate(members) if member.whole or member.sums), None)
+    if at is None:
+        return None, (), through(rules)
+    earlier = {n: rule for n, rule in rules.items() if n < at}
+    if members[at].whole:
+        before = members[at].before or (lambda path, grad, *_: (grad, {}))
+        return through(earlier | {at: before}), (), through({n: r for n, r in rules.items() if n >= at})
+
+    def summed(own_rule: SumRule) -> SumRule:
+        def rule(path, grad, slots, param, given):
+            grad, _ = through(earlier)(path, grad, slots, param, given)
+            return own_rule(path, grad.to(param.dtype), state_of(at, slots), param, given[at])
+
+        return rule
+
+    return None, tuple(map(summed, members[at].sums)), through(rules)
 
 
 def by_path(*rules: tuple[str, Optimizer]) -> Optimizer:
@@ -528,11 +538,13 @@ def _own(slots: Slots, own: Mapping[str, str], paths: Tensors) -> Slots:
 def hyper(
     lr: Rate, weight_decay: ByPath, lr_scale: ByPath
 ) -> tuple[RateSchedule, tuple[PathRules, ...], Callable[[str], tuple[float, float]]]:
+    """A rate, the rules by path, and a leaf's (decay, scale of the rate) by its path."""
     decays, scales = PathRules.of("weight_decay", weight_decay), PathRules.of("lr_scale", lr_scale)
     return as_schedule(lr), (decays, scales), cache(lambda path: (decays(path), scales(path)))
 
 
 def rate_of(rate: RateSchedule, scale: float, info: StepInfo) -> Tensor:
+    """Of this step, times a leaf's scale; made once a step."""
     base = info.once(rate, lambda: rate(info.step))
     return base if scale == 1 else info.once((rate, scale), lambda: base * scale)
 

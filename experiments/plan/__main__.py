@@ -1,0 +1,221 @@
+"""`python -m experiments.plan model=70b hardware=h100 devices=64`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+
+import fnshard as fs
+from experiments.cli.main import answer
+from experiments.data.files import write_json, write_text
+from experiments.explain.words import big
+from experiments.plan.config import PER_PARAMETER, SPEC, PlanConfig
+from experiments.plan.search import PARTS, Candidate, Planner, counted
+from fnshard.analysis.hardware import Hardware, mfu
+from fnshard.plot.scales import byte_text, digits, time_text
+
+RIVALS = 5
+GROUPS = ("model", "precision", "optimizer", "hardware")  # of the main job, too
+Say = Callable[[str], None]
+
+
+def write(config: PlanConfig, folder: Path) -> None:
+    """Print the best plan and why, and leave it in a folder with a picture of all that were looked at."""
+    name = config.hardware.name
+    hardware = Hardware.measure() if name == "measure" else Hardware.named(name)
+    device = "cpu" if name in ("cpu", "measure") else "cuda"
+    config = replace(config, precision=config.precision.on(device, sums=True))
+
+    def say(text: str) -> None:
+        print(f"  {text}", flush=True)
+
+    planner, best = planned(config, hardware, say)
+    text = as_text(planner, best, _given())
+    print(text, flush=True)
+    write_text(folder / "plan.txt", text + "\n")
+    write_json(folder / "plan.json", numbers(planner, best))
+    picture(planner, best, folder / "plan.png")
+    print(f"\nresults: {folder}", flush=True)
+
+
+def _given() -> str:
+    """The overrides of this command line that the main job takes, too."""
+    if not HydraConfig.initialized():
+        return ""
+    own = {f"{field.name}=" for field in fields(PlanConfig)} - {f"{group}=" for group in GROUPS}
+    return " ".join(o for o in HydraConfig.get().overrides.task if not o.startswith(tuple(own)))
+
+
+def planned(config: PlanConfig, hardware: Hardware, say: Say) -> tuple[Planner, Candidate]:
+    """The best plan on so many devices; or on the fewest that are done in so many days.
+
+    Raises:
+        BudgetError: none fits, or is fast enough; says what would.
+    """
+    if config.days is None:
+        planner = Planner(config, config.devices, hardware)
+        best = planner.best(say)
+        if best.peak_bytes > planner.budget:
+            raise too_big(planner, best)
+        return planner, best
+    slow = "no number of devices that divides the rows of a step was tried"
+    for devices in _doubled(config):
+        say(counted(devices, "device"))
+        planner = Planner(config, devices, hardware)
+        if planner.is_too_small():
+            slow = f"{counted(devices, 'device')} cannot hold the model"
+            continue
+        best = planner.best(say)
+        took = days_of(planner, best)
+        if best.peak_bytes <= planner.budget and took <= config.days:
+            return planner, best
+        slow = f"{counted(devices, 'device')} would take {digits(took)} days"
+    raise fs.BudgetError(
+        f"{big(config.budget)} tokens are not read in {config.days:g} days: {slow}. Fix: more rows in a step "
+        f"(rows={2 * config.batch_rows}), more days, or most_devices={2 * config.most_devices}."
+    )
+
+
+def _doubled(config: PlanConfig) -> list[int]:
+    """Numbers of devices, from the first that could be fast enough: at six tenths of the data sheet."""
+    sheet = Hardware.named(config.hardware.name).peak_flops.get("bf16", 1e12)
+    least = 6 * config.model.parameters * config.budget / (0.6 * sheet * 86_400 * config.days)
+    found = [2**n for n in range(config.most_devices.bit_length())]
+    return [n for n in found if n >= least and n <= config.most_devices]
+
+
+def too_big(planner: Planner, best: Candidate) -> fs.BudgetError:
+    """What lacks least, and the fewest devices that hold it."""
+    config, more = planner.config, planner.devices
+    while more < config.most_devices:
+        more *= 2
+        if not Planner(config, more, planner.hardware).is_too_small():
+            fix = f"devices={more}"
+            break
+    else:
+        fix = "another model or shorter rows (model.context)"
+    return fs.BudgetError(
+        f"nothing fits on {counted(planner.devices, 'device')}: the plan that lacks least takes "
+        f"{byte_text(best.peak_bytes)} of {byte_text(planner.budget)} "
+        f"({best.knobs.overrides(config.batch_rows)}). Fix: {fix}."
+    )
+
+
+# ------------------------------------------------------------------ words and numbers
+
+
+def days_of(planner: Planner, candidate: Candidate) -> float:
+    """Of the whole training."""
+    config = planner.config
+    return candidate.seconds * config.budget / (config.batch_rows * config.model.context) / 86_400
+
+
+def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
+    """What is said of a plan. `given`: overrides of the search that the main job takes, too."""
+    config, hardware, days = planner.config, planner.hardware, days_of(planner, best)
+    tokens = config.batch_rows * config.model.context
+    micro, price = planner.micro_batches(best.knobs), config.hardware.price_per_hour
+
+    def between(value: float, text: Callable[[float], str]) -> str:
+        """A value and the interval of most steps that were compared."""
+        ends = [text(value * share) for share in hardware.spread or ()]
+        return text(value) + (f" ({' to '.join(ends)})" if ends else "")
+
+    took = between(days, lambda d: f"{digits(d)} days")
+    if price is not None:
+        took += ", " + between(days, lambda d: f"${big(price * 24 * d * planner.devices)}")
+    parts = [f"{time_text(s)} {PARTS[n]}" for n, s in best.parts.items() if s >= 0.005 * best.seconds]
+    plan, used = best.knobs.overrides(config.batch_rows), mfu(best.flops, best.seconds, best.peak_flops)
+    rows = {
+        "model": f"{config.model.parameters:,} parameters, context {config.model.context:,}",
+        "devices": f"{planner.devices:,} × {hardware.name}",
+        "batch": f"{config.batch_rows:,} rows, {big(tokens)} tokens; a rank "
+        f"has {micro} times {counted(best.knobs.micro_rows, 'row')}",
+        "plan": plan,
+        "peak memory": f"{byte_text(best.peak_bytes)} of {byte_text(planner.budget)}"
+        + (f", {byte_text(best.host_bytes)} on the host" if best.host_bytes else ""),
+        "step time": f"{between(best.seconds, time_text)}, MFU {used:.1%}: {', '.join(parts)}",
+        "speed": f"{big(tokens / best.seconds / planner.devices)} tokens a second on each device",
+        "training": f"{big(config.budget)} tokens"
+        f"{'' if config.tokens else f' ({PER_PARAMETER} a parameter)'}: {took}",
+        "run": " ".join(filter(None, ("python -m experiments.train", given, plan))),
+    }  # fmt: skip
+    wide = max(map(len, rows)) + 2
+    lines = [f"{name.ljust(wide)}{text}" for name, text in rows.items()]
+    others = rivals(planner, best)
+    lines += ["", f"rivals, of {len(planner.seen)} plans looked at:"]
+    lines += [f"  {c.knobs.overrides(config.batch_rows)}\n    {why(c, best, planner.budget)}" for c in others]
+    return "\n".join(lines)
+
+
+def rivals(planner: Planner, best: Candidate) -> list[Candidate]:
+    """Plans that were not taken: those that fit and are nearest in time, and the fastest that do not fit."""
+    others = sorted((c for c in planner.seen.values() if c.knobs != best.knobs), key=lambda c: c.seconds)
+    fit = [c for c in others if c.peak_bytes <= planner.budget]
+    big_ones = [c for c in others if c.peak_bytes > planner.budget and c.seconds < best.seconds]
+    shown = big_ones[: max(2, RIVALS - len(fit))]
+    return [*fit[: RIVALS - len(shown)], *shown]
+
+
+def why(candidate: Candidate, best: Candidate, budget: int) -> str:
+    """Why a plan was not taken."""
+    slower = candidate.seconds / best.seconds - 1
+    gaps = {n: candidate.parts[n] - best.parts[n] for n in PARTS}
+    most = max(gaps, key=gaps.__getitem__)
+    much = f"{abs(slower):.1%} {'slower' if slower > 0 else 'faster'}"
+    if candidate.peak_bytes > budget:
+        return f"{byte_text(candidate.peak_bytes - budget)} too many ({much})"
+    if slower < 5e-4:
+        return f"as fast, {byte_text(candidate.peak_bytes)}"
+    return f"{much}: {time_text(gaps[most])} more {PARTS[most]}; {byte_text(candidate.peak_bytes)}"
+
+
+def numbers(planner: Planner, best: Candidate) -> dict[str, Any]:
+    """Plain values, of the best plan first and of all others."""
+    config, rows = planner.config, planner.config.batch_rows
+
+    def plain(c: Candidate) -> dict[str, Any]:
+        return {**vars(c), "knobs": vars(c.knobs), "parts": dict(c.parts), "run": c.knobs.overrides(rows)}
+
+    return {
+        "hardware": planner.hardware.name, "devices": planner.devices, "budget_bytes": planner.budget,
+        "rows": rows, "tokens": config.budget, "days": days_of(planner, best),
+        "interval": planner.hardware.spread, "best": plain(best),
+        "looked_at": [plain(c) for c in planner.seen.values()],
+    }  # fmt: skip
+
+
+def picture(planner: Planner, best: Candidate, path: Path) -> None:
+    """Memory against time of all plans that were looked at, and those that no other beats in both."""
+    import matplotlib.pyplot as plt
+
+    some = sorted(planner.seen.values(), key=lambda c: c.peak_bytes)
+    figure, axes = plt.subplots(figsize=(6, 4.5))
+    axes.scatter([c.peak_bytes / 1e9 for c in some], [c.seconds for c in some], s=12, label="looked at")
+    front = pareto(some)
+    axes.step(
+        [c.peak_bytes / 1e9 for c in front], [c.seconds for c in front], where="post", label="not beaten"
+    )
+    axes.scatter([best.peak_bytes / 1e9], [best.seconds], s=60, marker="*", label="chosen", zorder=3)
+    axes.axvline(planner.budget / 1e9, linewidth=0.8, linestyle="--", label="budget")
+    axes.set(xlabel="peak of a device, GB", ylabel="step, s", xscale="log", yscale="log")
+    axes.legend()
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+    plt.close(figure)
+
+
+def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Of plans in the order of their memory, those that are faster than all that take less."""
+    out: list[Candidate] = []
+    for each in candidates:
+        if not out or each.seconds < out[-1].seconds:
+            out.append(each)
+    return out
+
+
+if __name__ == "__main__":
+    answer(SPEC, write)

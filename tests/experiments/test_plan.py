@@ -1,0 +1,150 @@
+"""`experiments.plan`: predictions that are carried on are those of the whole step; no neighbour is better."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import hydra
+import pytest
+from omegaconf import OmegaConf
+
+from experiments.cli.schema import build
+from experiments.configs.checks import ConfigError
+from experiments.explain.config import SPEC as EXPLAIN
+from experiments.explain.config import ExplainConfig
+from experiments.explain.paper import explain
+from experiments.plan.__main__ import as_text, days_of, planned, rivals, write
+from experiments.plan.config import SPEC, PlanConfig
+from experiments.plan.search import REMAT, TIERS, Candidate, Knobs, Planner
+from fnshard.analysis.hardware import Hardware
+from fnshard.errors import BudgetError
+
+MODEL = (
+    "model.width=64", "model.layers=7", "model.heads=4", "model.kv_heads=2", "model.context=64",
+    "model.vocab=128", "model.mlp=128",
+)  # fmt: skip
+FEW = "model.layers=2"  # so few are lowered as they are
+H100 = Hardware.named("h100")
+
+
+def config_of(*overrides: str, spec: Any = SPEC, kind: Any = PlanConfig) -> Any:
+    spec.register()
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(spec.conf)):
+        composed = hydra.compose(spec.name, overrides=[*MODEL, *overrides])
+    return build(OmegaConf.to_container(composed, resolve=True), kind)
+
+
+def planner_of(devices: int, *overrides: str) -> Planner:
+    return Planner(config_of(f"devices={devices}", *overrides), devices, H100)
+
+
+PLANS = [
+    Knobs(1, 8), Knobs(1, 8, remat="unit"), Knobs(1, 8, remat=0.5, micro_rows=2), Knobs(1, 8, keep=True),
+    Knobs(2, 4, optimizer="host"), Knobs(2, 4, optimizer="streamed", remat="unit"), Knobs(1, 4, 2),
+    Knobs(1, 2, 2, 2, remat="unit", optimizer="host"), Knobs(2, 2, 2, micro_rows=2), Knobs(8, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("knobs", PLANS, ids=str)
+def test_few_layers_say_what_all_need(knobs: Knobs) -> None:
+    """Time, bytes on the device and on the host, to rounding: seven layers and four micro-batches, of four
+    and five layers, two and three micro-batches. What is streamed from the host may look larger."""
+    planner = planner_of(8, "rows=32")
+    near, exact = planner.look(knobs), planner.exact(knobs)
+    assert near.seconds == pytest.approx(exact.seconds, rel=1e-9)
+    alike = near.peak_bytes == exact.peak_bytes
+    assert alike or (knobs.optimizer == "streamed" and near.peak_bytes > exact.peak_bytes)
+    assert near.host_bytes == exact.host_bytes
+    assert near.parts == pytest.approx(exact.parts, rel=1e-6, abs=1e-9)
+
+
+def test_more_micro_batches_are_so_many_more() -> None:
+    """Of a whole lowering with all eight."""
+    planner = planner_of(2, "rows=16")
+    knobs = Knobs(1, 2, remat="unit")
+    whole = planner.measured(knobs, 7, 8)
+    assert planner.look(knobs).seconds == pytest.approx(whole["seconds"], rel=1e-9)
+    assert planner.look(knobs).peak_bytes == max(v for n, v in whole.items() if isinstance(n, tuple))
+
+
+def test_the_line_that_is_printed_is_the_plan() -> None:
+    """`explain` predicts for it what the search did."""
+    planner = planner_of(8, "rows=32")
+    for knobs in (
+        Knobs(1, 4, 2, remat="unit"),
+        Knobs(2, 4, optimizer="host"),
+        Knobs(1, 8, keep=True, remat=0.5),
+    ):
+        found = explain(config_of(*knobs.overrides(32).split(), spec=EXPLAIN, kind=ExplainConfig))
+        exact = planner.exact(knobs)
+        assert found.memory.peak_bytes == exact.peak_bytes
+        assert found.timeline.step_seconds == pytest.approx(exact.seconds, rel=1e-9)
+
+
+def no_better_neighbour(planner: Planner, best: Candidate) -> int:
+    """How many neighbours there are, each lowered in full; none is faster and fits."""
+    around = planner.neighbours(best.knobs)
+    for knobs in around:
+        each = planner.exact(knobs)
+        assert each.peak_bytes > planner.budget or each.seconds >= best.seconds - 1e-6, knobs
+    return len(around)
+
+
+@pytest.mark.parametrize(
+    ("devices", "budget"),
+    [(2, 0.0008), *(pytest.param(n, b, marks=pytest.mark.long)
+     for n in (1, 4, 6, 12, 16, 32) for b in (1.0, 0.002, 0.001, 0.0006))],
+)  # fmt: skip
+def test_no_neighbour_is_faster_and_fits(devices: int, budget: float) -> None:
+    planner = planner_of(devices, f"rows={2 * devices}", f"device_gb={budget}", FEW)
+    best = planner.best()
+    if best.peak_bytes <= planner.budget:
+        assert no_better_neighbour(planner, best) >= 4
+
+
+def test_a_budget_is_kept_and_costs_time() -> None:
+    free, tight = (planner_of(1, "rows=8", f"device_gb={gb}", FEW) for gb in (1.0, 0.0015))
+    fast, small = free.best(), tight.best()
+    assert small.peak_bytes <= tight.budget < fast.peak_bytes and fast.seconds < small.seconds
+    assert len({c.knobs for c in rivals(tight, small)}) == 5
+    said = as_text(tight, small, "model=own")
+    assert "too many" in said and "slower" in said and "experiments.train model=own strategy=" in said
+
+
+def test_the_fewest_devices_for_so_many_days() -> None:
+    wide = ("model.width=2048", "model.mlp=8192", "model.context=2048", FEW)
+    config, said = config_of("days=0.2", "tokens=1e10", "rows=8", "most_devices=8", *wide), []
+    planner, best = planned(config, H100, said.append)
+    assert planner.devices > 1 and days_of(planner, best) <= 0.2
+    fewer = Planner(config, planner.devices // 2, H100)
+    assert days_of(fewer, fewer.best()) > 0.2
+    with pytest.raises(BudgetError, match=r"not read in 1e-09 days.*Fix: more rows"):
+        planned(replace(config, days=1e-9), H100, said.append)
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(BudgetError, match=r"7 devices cannot share 8 rows.*Fix: rows=56, or devices=1"):
+        planner_of(7, "rows=8").best()
+    with pytest.raises(BudgetError, match=r"nothing fits on 1 device:.*takes .* kB of .*Fix: devices=\d+"):
+        planned(config_of("devices=1", "rows=8", "device_gb=0.0005", FEW), H100, print)
+    with pytest.raises(ConfigError, match="hardware"):
+        config_of("hardware.name=z9000")
+    with pytest.raises(ConfigError, match="say which"):
+        config_of("hardware=auto")
+
+
+def test_what_the_command_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(config_of(FEW, "devices=1", "rows=4", "hardware.price_per_hour=3"), tmp_path)
+    text = (tmp_path / "plan.txt").read_text(encoding="utf-8")
+    assert text in capsys.readouterr().out
+    for expected in ("1 × h100", " to ", "MFU", "days", "$", "rivals, of"):
+        assert expected in text, expected
+    numbers = json.loads((tmp_path / "plan.json").read_text())
+    assert numbers["best"]["knobs"]["remat"] in REMAT and numbers["best"]["knobs"]["optimizer"] in TIERS
+    assert numbers["best"]["seconds"] == min(
+        c["seconds"] for c in numbers["looked_at"] if c["peak_bytes"] <= numbers["budget_bytes"]
+    )
+    assert (tmp_path / "plan.png").stat().st_size > 5_000
