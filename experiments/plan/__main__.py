@@ -63,7 +63,7 @@ def planned(config: PlanConfig, hardware: Hardware, say: Say) -> tuple[Planner, 
             raise too_big(planner, best)
         return planner, best
     slow = "no number of devices that divides the rows of a step was tried"
-    for devices in _doubled(config):
+    for devices in _doubled(config, hardware):
         say(counted(devices, "device"))
         planner = Planner(config, devices, hardware)
         if planner.is_too_small():
@@ -80,10 +80,10 @@ def planned(config: PlanConfig, hardware: Hardware, say: Say) -> tuple[Planner, 
     )
 
 
-def _doubled(config: PlanConfig) -> list[int]:
+def _doubled(config: PlanConfig, hardware: Hardware) -> list[int]:
     """Numbers of devices, from the first that could be fast enough: at six tenths of the data sheet."""
-    sheet = Hardware.named(config.hardware.name).peak_flops.get("bf16", 1e12)
-    least = 6 * config.model.parameters * config.budget / (0.6 * sheet * 86_400 * config.days)
+    sheet = 0.6 * max(hardware.peak_flops.values())
+    least = 6 * config.model.parameters * config.budget / (sheet * 86_400 * config.days)
     found = [2**n for n in range(config.most_devices.bit_length())]
     return [n for n in found if n >= least and n <= config.most_devices]
 

@@ -122,7 +122,6 @@ class Planner:
         rows, own = self.config.batch_rows, knobs.data_ranks * knobs.micro_rows
         return (
             axes == self.devices and rows % own == 0
-            and knobs.tensor * knobs.context <= max(self.hardware.ranks_per_node, 1) * 8
             and knobs.tensor <= self.hardware.ranks_per_node
             and not (knobs.keep and knobs.replicate > 1)
             and not uneven_splits(self.config.model, knobs.mesh)
@@ -138,12 +137,9 @@ class Planner:
             data = self.devices // tensor // context
             if tensor * context > least:
                 continue
-            for shard in sorted({data, min(data, self.hardware.ranks_per_node)}, reverse=True):
-                if data % shard == 0:
-                    knobs = Knobs(data // shard, shard, tensor, context, remat="unit")
-                    if self.valid(knobs):
-                        yield knobs
-                        break
+            knobs = Knobs(1, data, tensor, context, remat="unit")
+            if self.valid(knobs):
+                yield knobs
 
     def neighbours(self, knobs: Knobs) -> list[Knobs]:
         """Plans that are one step away along a knob; a factor goes from one axis to another."""
@@ -277,8 +273,8 @@ class Planner:
     def nothing(self) -> str:
         rows, parts = self.config.batch_rows, self.devices
         return (
-            f"{counted(parts, 'device')} cannot share {rows:,} rows of {self.config.model.context:,} tokens: a "
-            f"rank has whole rows, and at most {self.hardware.ranks_per_node} share its matrices. "
+            f"{counted(parts, 'device')} cannot share {rows:,} rows of {self.config.model.context:,} tokens: "
+            f"a rank has whole rows, and at most {self.hardware.ranks_per_node} share its matrices. "
             f"Fix: rows={math.lcm(rows, parts)}, or devices={math.gcd(rows, parts)}."
         )
 

@@ -45,6 +45,7 @@ from fnshard.debug.batch import (
     valid_parts,
 )
 from fnshard.debug.values import describe_line, located, tensors
+from fnshard.layout.partition import block_shape
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec, P
 from fnshard.mesh import Mesh
@@ -411,7 +412,7 @@ def _after(line: Instruction, env: Env, schedule: Schedule, specs: _Specs) -> _F
     elif isinstance(line, Wait | Local | Accumulate):
         yield from _of_reduction(line, env, schedule, specs)
     elif isinstance(line, Update):
-        yield from _of_update(line, env, specs)
+        yield from _of_update(line, env, schedule.mesh, specs)
 
 
 def _of_reduction(line: Wait | Local | Accumulate, env: Env, schedule: Schedule, specs: _Specs) -> _Found:
@@ -427,12 +428,14 @@ def _of_reduction(line: Wait | Local | Accumulate, env: Env, schedule: Schedule,
         yield meaning, block, specs[path].gradient, ""
 
 
-def _of_update(line: Update, env: Env, specs: _Specs) -> _Found:
+def _of_update(line: Update, env: Env, mesh: Mesh, specs: _Specs) -> _Found:
+    """Of an optimizer's state what is of its leaf's shape, and no codes."""
     for path in line.paths:
         spec = specs[path]
         if spec.storage == spec.optimizer and path in line.params:
             yield ("updated leaf", path), env[line.params[path]], spec.storage, ""
         slots = env.get(line.slots.get(path, ""))
         for slot, tensor in tensors(slots) if slots is not None else ():
-            if tensor.dim() == len(spec.shape) and tensor.dim():
+            shape = block_shape(spec.shape, spec.optimizer, mesh)
+            if tensor.dim() and tuple(tensor.shape) == shape and tensor.is_floating_point():
                 yield ("optimizer state", path, slot), tensor, spec.optimizer, ""
