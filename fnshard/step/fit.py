@@ -14,6 +14,7 @@ import heapq
 import inspect
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,14 +27,14 @@ from fnshard.analysis.timeline import Timeline
 from fnshard.compiler.ir.arguments import Arguments, signature_of
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.lower import Front, Passes, schedule_for
-from fnshard.errors import BudgetError, SpecError, is_number
+from fnshard.errors import BudgetError, SpecError, StateError, is_number
 from fnshard.layout import presets
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec, is_spec
-from fnshard.mesh import Mesh
+from fnshard.mesh import Mesh, make_mesh
 from fnshard.optim.contract import Optimizer
 from fnshard.optim.optimizers import adamw
-from fnshard.step.batches import bytes_of_batch, check_arguments
+from fnshard.step.batches import bytes_of_batch, check_arguments, split_batch
 from fnshard.step.lowered import Lowered
 from fnshard.step.step import Step, shard_step
 
@@ -103,9 +104,9 @@ class Candidate:
 class Fit:
     """What `fit` chose.
 
-    `specs` and `options` are what `shard_step(fn, specs, mesh=mesh, optimizer=..., **options)` takes;
+    `specs`, `mesh` and `options` are what `shard_step(fn, specs, mesh=mesh, optimizer=..., **options)` takes;
     `lowered` is that step on paper, `timeline` its predicted run. `rejected`: the plans that differ in one
-    decision, with why they were not taken.
+    decision, with why they were not taken; `meshes`: the other meshes of as many ranks, likewise.
     """
 
     specs: Any
@@ -116,6 +117,8 @@ class Fit:
     lowered: Lowered = field(repr=False)
     timeline: Timeline = field(repr=False)
     looked_at: int = 0
+    mesh: Mesh | None = None
+    meshes: tuple[tuple[Mesh, str], ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -141,12 +144,15 @@ class Fit:
                 for c, why in self.rejected
             ],
             "looked_at": self.looked_at,
+            "mesh": dict(zip(self.mesh.names, self.mesh.sizes, strict=True)),
+            "meshes": [{"mesh": str(mesh), "why": why} for mesh, why in self.meshes],
         }
 
     def __str__(self) -> str:
         lines = [f"within {size(self.device_bytes)}, of {self.looked_at} plans looked at:"]
-        lines.append(f"  {self.chosen}  <- chosen")
+        lines.append(f"  {self.chosen}  <- chosen" + (f", on {self.mesh}" if self.meshes else ""))
         lines += [f"  {candidate}: {why}" for candidate, why in self.rejected]
+        lines += [f"  on {mesh}: {why}" for mesh, why in self.meshes]
         return "\n".join(lines)
 
 
@@ -162,9 +168,10 @@ def size(nbytes: float) -> str:
 def fit(
     fn: Callable[..., Any],
     params: Any,
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     *,
     batch: Sequence[Any],
+    ranks: int | None = None,
     keywords: Mapping[str, Any] | None = None,
     device_bytes: int | None = None,
     hardware: Hardware | str = "h100",
@@ -180,12 +187,15 @@ def fit(
     Args:
         fn, params: as `shard_step` and `Step.lower` take them; `params` may be meta.
         mesh: may be abstract.
-        batch: this rank's batch of one step, all micro-batches; may be meta.
+        batch: this rank's batch of one step, all micro-batches; may be meta. With `ranks` that of all ranks.
+        ranks: in place of a mesh: all ways to split so many ranks into `replicate`, `shard` and, within a
+            node, `tensor` are looked at, those first that are fastest with room for all.
         keywords: of the batch, what `fn` takes by name.
         device_bytes: of one rank's device; default all that `hardware` has.
         hardware: what the time is predicted for; a `Hardware` or the name of one.
         optimizer: default AdamW.
         specs: where to start from; layouts and dtypes are taken as they are. Default `presets.full_shard`.
+            With `ranks` a function of a mesh.
         options: of `shard_step`, but for those that are chosen here.
 
     Raises:
@@ -201,11 +211,85 @@ def fit(
     >>> plan.options["remat"], plan.peak_bytes < 1e6
     ('none', True)
     """
-    search = Search(
-        fn, params, mesh, batch=batch, keywords=keywords, hardware=hardware, optimizer=optimizer, specs=specs,
-        **options,
-    )  # fmt: skip
+    how = {"hardware": hardware, "optimizer": optimizer, **options}
+    if ranks is not None:
+        if mesh is not None or not is_number(ranks) or ranks < 1 or not (specs is None or callable(specs)):
+            raise SpecError(
+                "with ranks=, a number from 1, fit chooses the mesh: specs= is a function of one."
+            )
+        return _over_meshes(
+            fn, params, ranks, Arguments(tuple(batch), keywords or {}), specs, device_bytes, how
+        )
+    search = Search(fn, params, mesh, batch=batch, keywords=keywords, specs=specs, **how)
     return search.fit(search.hardware.memory_bytes if device_bytes is None else device_bytes)
+
+
+def _over_meshes(
+    fn: Callable[..., Any],
+    params: Any,
+    ranks: int,
+    batch: Arguments,
+    specs: Callable[[Mesh], Any] | None,
+    device_bytes: int | None,
+    how: Mapping[str, Any],
+) -> Fit:
+    """The best of all meshes; one that is slower than the best so far even with room for all is passed by."""
+    hardware = how["hardware"]
+    hardware = Hardware.named(hardware) if isinstance(hardware, str) else hardware
+    budget = hardware.memory_bytes if device_bytes is None else device_bytes
+    bounds: list[tuple[float, int, Search]] = []
+    why: dict[Mesh, str] = {}
+    for mesh in _meshes(ranks, hardware.ranks_per_node):
+        try:
+            part = next(split_batch(batch, mesh.data_size, "parts for ranks"))
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", UserWarning)  # leaves that an axis leaves whole
+                base = specs(mesh) if specs is not None else _preset(params, mesh)
+            search = Search(
+                fn, params, mesh, batch=part.positional, keywords=part.keywords, specs=base, **how
+            )
+        except (SpecError, StateError, UserWarning) as error:
+            why[mesh] = str(error).splitlines()[0]
+            continue
+        free = search.look(search._free(Choice(accumulate=search.divisors[0])))
+        bounds.append((free.seconds, len(bounds), search))
+    best: Fit | None = None
+    for bound, _, search in sorted(bounds):
+        if best is not None and bound >= best.seconds:
+            why[search.mesh] = f"at least {bound / best.seconds - 1:.1%} slower"
+            continue
+        try:
+            found = search.fit(budget)
+        except BudgetError as error:
+            why[search.mesh] = str(error).splitlines()[0].partition(" (")[0]
+            continue
+        slower, faster = (best, found) if best is not None and found.seconds < best.seconds else (found, best)
+        best = faster or found
+        if faster is not None:
+            why[slower.mesh] = f"{slower.seconds / best.seconds - 1:.1%} slower"
+    if best is None:
+        causes = [f"{mesh}: {cause}" for mesh, cause in why.items()]
+        raise BudgetError(
+            f"nothing fits on {ranks} ranks, whatever the mesh:",
+            causes,
+            "more ranks, or rows that they divide.",
+        )
+    return replace(best, meshes=tuple((mesh, cause) for mesh, cause in why.items() if mesh != best.mesh))
+
+
+def _meshes(ranks: int, near: int) -> Iterator[Mesh]:
+    """All of so many ranks; those of a tensor group are neighbours in a node of `near`."""
+    divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
+    for tensor in (d for d in divisors if d <= near):
+        for shard in (d for d in divisors if ranks // tensor % d == 0):
+            axes = {"replicate": ranks // tensor // shard, "shard": shard, "tensor": tensor}
+            axes = {n: size for n, size in axes.items() if size > 1 or n == "shard"}
+            yield make_mesh(**axes, abstract=True, device="cpu")
+
+
+def _preset(params: Any, mesh: Mesh) -> Any:
+    preset = presets.hybrid_shard if "replicate" in mesh.names else presets.full_shard
+    return preset(params, mesh, tensor="tensor" if "tensor" in mesh.names else None)
 
 
 class Search:
@@ -326,7 +410,7 @@ class Search:
         return Fit(
             self.specs_of(best.choice), self.options_of(best.choice), best, device_bytes,
             tuple((c, _why(c, best, device_bytes)) for c in shown), lowered, lowered.timeline(self.hardware),
-            len(self.seen),
+            len(self.seen), self.mesh,
         )  # fmt: skip
 
     def _best_first(self, budget: int) -> Candidate | None:

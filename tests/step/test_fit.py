@@ -199,3 +199,43 @@ def test_frozen_codes_beside_adapters() -> None:
     plan = fit(tuned, tree, mesh, batch=(tokens,), specs=specs, device_bytes=int(free.peak_bytes * 0.8))
     step = fs.shard_step(tuned, plan.specs, mesh=mesh, optimizer=fs.optim.adamw(1e-3), **plan.options)
     assert step.lower(tree, tokens).memory_analysis().peak_bytes == plan.peak_bytes <= free.peak_bytes * 0.8
+
+
+# ------------------------------------------------------------------ meshes too
+
+
+def over(ranks: int, rows: int = 8, **options: Any) -> Any:
+    with torch.device("meta"):
+        model, tokens = Llama(2, 64, 128, 4, 2, 64), torch.zeros(rows, 32, dtype=torch.int64)
+    apply, params = fs.make_functional(model)
+
+    def loss(params: Any, tokens: Any) -> Any:
+        return F.cross_entropy(apply(params, tokens).float()[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    return fs.fit(loss, params, ranks=ranks, batch=(tokens,), **options)
+
+
+def test_of_all_meshes_the_fastest_that_fits() -> None:
+    """With room none is sharded; with less one is, and each other mesh has a reason."""
+    free = over(2)
+    assert str(free.mesh) == "(replicate=2, shard=1)" and len(free.meshes) == 2
+    tight = over(2, device_bytes=int(0.4 * free.peak_bytes))
+    assert tight.peak_bytes <= 0.4 * free.peak_bytes and tight.seconds > free.seconds
+    assert {str(mesh) for mesh, _ in tight.meshes} | {str(tight.mesh)} == {
+        "(replicate=2, shard=1)", "(shard=2)", "(shard=1, tensor=2)",
+    }  # fmt: skip
+    assert all("slower" in why or "nothing fits" in why for _, why in tight.meshes)
+    assert "<- chosen, on" in str(tight) and tight.as_dict()["mesh"] == dict(
+        zip(tight.mesh.names, tight.mesh.sizes, strict=True)
+    )
+
+
+def test_meshes_that_cannot_be_are_named() -> None:
+    with pytest.raises(
+        BudgetError, match=r"(?s)nothing fits on 3 ranks.*\(shard=3\): .*cannot be cut into 3"
+    ):
+        over(3)
+    with pytest.raises(BudgetError, match=r"(?s)nothing fits on 2 ranks.*\(shard=2\): nothing fits into"):
+        over(2, device_bytes=1000)
+    with pytest.raises(SpecError, match="fit chooses the mesh"):
+        over(2, mesh=fs.make_mesh(shard=2, abstract=True, device="cpu"))
