@@ -67,9 +67,9 @@ def summary(paper: Paper) -> dict[str, str]:
         "FLOPs per token": f"{big(each)} forward and backward, "
         f"{f'{again:.1%} more' if again >= 5e-4 else 'nothing'} recomputed",
         "mesh": f"{paper.mesh}: {config.mesh.ranks:,} × {paper.hardware.name}, "
-        f"{_count(-(-config.mesh.ranks // near), 'node')} of {min(near, config.mesh.ranks)}",
+        f"{counted(-(-config.mesh.ranks // near), 'node')} of {min(near, config.mesh.ranks)}",
         "batch": f"{config.rows * config.mesh.data_ranks:,} rows, {big(paper.tokens_per_step)} tokens; "
-        f"{_count(config.rows, 'row')} a rank{micro}",
+        f"{counted(config.rows, 'row')} a rank{micro}",
         "plan": plan_line(paper),
         "peak memory": fits_line(paper),
         "between steps": ", ".join([f"{byte_text(memory.resident_bytes)} on the device", *_listed(resting)]),
@@ -83,8 +83,13 @@ def summary(paper: Paper) -> dict[str, str]:
     }
 
 
-def _count(number: int, of: str) -> str:
-    return f"{number:,} {of}{'s' if number > 1 else ''}"
+def counted(number: int, of: str) -> str:
+    """A number and what it counts.
+
+    >>> counted(1, "way"), counted(4096, "device")
+    ('1 way', '4,096 devices')
+    """
+    return f"{number:,} {of}{'s' if number != 1 else ''}"
 
 
 def _listed(sizes: Mapping[str, int]) -> list[str]:

@@ -12,9 +12,10 @@ from hydra.core.hydra_config import HydraConfig
 import fnshard as fs
 from experiments.cli.main import answer
 from experiments.data.files import write_json, write_text
-from experiments.explain.words import big
-from experiments.plan.config import PER_PARAMETER, SPEC, PlanConfig
-from experiments.plan.search import PARTS, Candidate, Planner, counted
+from experiments.explain.config import PER_PARAMETER
+from experiments.explain.words import big, counted
+from experiments.plan.config import SPEC, PlanConfig
+from experiments.plan.search import PARTS, Candidate, Planner
 from fnshard.analysis.hardware import Hardware, mfu
 from fnshard.plot.scales import byte_text, digits, time_text
 

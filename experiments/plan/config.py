@@ -16,8 +16,8 @@ from experiments.configs.train import (
     PrecisionConfig,
     SGDConfig,
 )
+from experiments.explain.config import PER_PARAMETER
 
-PER_PARAMETER = 20  # tokens of a compute-optimal run (Hoffmann et al., 2022)
 BATCH_TOKENS = 4_000_000  # about so many in a step, where nothing is said
 
 

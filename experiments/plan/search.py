@@ -17,6 +17,8 @@ import torch
 import fnshard as fs
 from experiments.configs.plan import axis_of, dtypes_of
 from experiments.configs.train import MeshConfig, ScheduleConfig, uneven_splits
+from experiments.explain.paper import UNDECAYED
+from experiments.explain.words import counted
 from experiments.plan.config import PlanConfig
 from experiments.training.decoder import Decoder, loss_function
 from experiments.training.steps import make_optimizer
@@ -30,7 +32,6 @@ from fnshard.step.batches import bytes_of_batch
 from fnshard.step.lowered import Lowered
 from fnshard.step.plan import plan_of
 
-UNDECAYED = ("*norm*", "embed.*")  # as the main job has it
 DEPTHS = (4, 5)  # that are lowered
 REMAT = ("none", 0.5, "unit")  # from most memory to most time
 TIERS = ("device", "streamed", "host")  # of the optimizer's state; streamed: updated on the device
@@ -280,15 +281,6 @@ class Planner:
 
 
 AXES = ("replicate", "shard", "tensor", "context")
-
-
-def counted(number: int, of: str) -> str:
-    """A number and what it counts.
-
-    >>> counted(1, "way"), counted(4096, "device")
-    ('1 way', '4,096 devices')
-    """
-    return f"{number:,} {of}{'s' if number != 1 else ''}"
 
 
 def _moments(timeline: MemoryTimeline, layers: int) -> dict[Any, float]:

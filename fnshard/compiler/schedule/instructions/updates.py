@@ -153,15 +153,10 @@ class UpdateSums(_OfOptimizer):
         return self.dtype.itemsize * sum(math.prod(s) for own in self.shapes.values() for s in own.values())
 
     def bind(self, context: Context) -> Action:
-        bucket, updater, comm, (flight,) = (
-            bucket_of(self, context),
-            context.updater,
-            context.comm,
-            self.writes,
-        )
+        bucket, updater, (flight,) = bucket_of(self, context), context.updater, self.writes
         sums, shapes, dtype = updater.bind_sums(self.paths, self.number), self.shapes, self.dtype
         reduced, slots, params, earlier = self.reads[0], self.slots, self.params, sums_read(self)
-        send = partial(comm.all_reduce, axes=self.axes)
+        send = partial(context.comm.all_reduce, axes=self.axes)
 
         def run(env: Env) -> None:
             control, event = updater.control(env, bucket)
