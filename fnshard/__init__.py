@@ -34,10 +34,11 @@ ranks: `fs.launch(main, ranks=2)`, or `torchrun`. README.md is the way in, `dir(
 #
 # A change to what a step does is a pass over its schedule (`compiler.schedule.passes`, listed in
 # `compiler.lower`), a new kind of line a class of `compiler.schedule.instructions`; a new way to store leaves
-# a function in `layout.presets`; a new optimizer an `optim.Optimizer` (`whole=` if it sees whole
-# matrices); a new storage format a codec; a rewrite of the traced graph a function of `compiler.rewrites`,
-# named in `rewrite` of `compiler.frontend.trace`; an operator's rule over tensor and context axes one of
-# `compiler.place`: none of them touches the rest. `tests/test_extending.py` adds one of each from outside.
+# a function in `layout.presets`; a new optimizer an `optim.Optimizer` (`whole=` if it sees whole matrices,
+# `sums=` if it sums over leaves); a new storage format a codec; a rewrite of the traced graph a function of
+# `compiler.rewrites`, named in `rewrite` of `compiler.frontend.trace`; an operator's rule over tensor and
+# context axes one of `compiler.place`: none of them touches the rest. `tests/test_extending.py` adds one of
+# each from outside.
 # Objectives of fine-tuning are outside (`experiments.finetune.objectives`). One schedule serves all ranks
 # (verify, agreement and transports rest on it): that is what a pipeline axis has to change.
 

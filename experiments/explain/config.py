@@ -21,6 +21,16 @@ from experiments.configs.train import (
 PER_PARAMETER = 20  # tokens of a compute-optimal run (Hoffmann et al., 2022)
 
 
+def not_on_paper(hardware: HardwareConfig, optimizer: AdamWConfig | SGDConfig) -> list[str]:
+    """What only a job can find out by itself."""
+    wrong = []
+    if hardware.name == AUTO:
+        wrong.append("hardware=auto: a job looks what it runs on; here say which, or hardware=measure.")
+    if optimizer.lr is None:
+        wrong.append("optimizer.lr=null: only fine-tuning has defaults. Fix: leave it out.")
+    return wrong
+
+
 @configuration
 class RowsConfig:
     """`rows` of the global batch; null: one for each rank and micro-batch."""
@@ -55,11 +65,7 @@ class ExplainConfig:
     tokens: PositiveFloat | None = None
 
     def __post_init__(self) -> None:
-        wrong = []
-        if self.hardware.name == AUTO:
-            wrong.append("hardware=auto: a job looks what it runs on; here say which, or hardware=measure.")
-        if self.optimizer.lr is None:
-            wrong.append("optimizer.lr=null: only fine-tuning has defaults. Fix: leave it out.")
+        wrong = not_on_paper(self.hardware, self.optimizer)
         if self.strategy.name == AUTO and self.run.accumulate != 1:
             key = f"run.accumulate={self.run.accumulate}"
             wrong.append(f"{key}: strategy=auto chooses the micro-batches; leave 1, and say data.rows.")

@@ -9,14 +9,13 @@ from pydantic import PositiveFloat, PositiveInt
 from experiments.cli.command_spec import CommandSpec
 from experiments.configs.checks import configuration
 from experiments.configs.train import (
-    AUTO,
     AdamWConfig,
     DecoderConfig,
     HardwareConfig,
     PrecisionConfig,
     SGDConfig,
 )
-from experiments.explain.config import PER_PARAMETER
+from experiments.explain.config import PER_PARAMETER, not_on_paper
 
 BATCH_TOKENS = 4_000_000  # about so many in a step, where nothing is said
 
@@ -44,11 +43,7 @@ class PlanConfig:
     device_gb: PositiveFloat | None = None
 
     def __post_init__(self) -> None:
-        wrong = []
-        if self.hardware.name == AUTO:
-            wrong.append("hardware=auto: a job looks what it runs on; here say which, or hardware=measure.")
-        if self.optimizer.lr is None:
-            wrong.append("optimizer.lr=null: only fine-tuning has defaults. Fix: leave it out.")
+        wrong = not_on_paper(self.hardware, self.optimizer)
         if wrong:
             raise ValueError("\n  ".join(wrong))
 

@@ -34,7 +34,11 @@ from fnshard.step.plan import plan_of
 
 DEPTHS = (4, 5)  # that are lowered
 REMAT = ("none", 0.5, "unit")  # from most memory to most time
-TIERS = ("device", "streamed", "host")  # of the optimizer's state; streamed: updated on the device
+TIERS = {  # of the optimizer's state
+    "device": {},
+    "streamed": {"optimizer_memory": "host", "update_on": "device"},
+    "host": {"optimizer_memory": "host"},
+}
 
 
 @dataclass(frozen=True)
@@ -58,16 +62,24 @@ class Knobs:
     def mesh(self) -> MeshConfig:
         return MeshConfig(**{n: getattr(self, n) for n in ("replicate", "shard", "tensor", "context")})
 
+    @property
+    def preset(self) -> str:
+        """The name of one in `fnshard.presets`, and of a strategy."""
+        return "hybrid_shard" if self.replicate > 1 else "shard_grad_op" if self.keep else "full_shard"
+
+    @property
+    def tiers(self) -> dict[str, str]:
+        """Fields of `LayoutSpec`, and of a strategy."""
+        return TIERS[self.optimizer]
+
     def overrides(self, rows: int) -> str:
         """What `experiments.train` and `experiments.explain` take."""
-        strategy = "hybrid_shard" if self.replicate > 1 else "shard_grad_op" if self.keep else "full_shard"
         accumulate = rows // self.data_ranks // self.micro_rows
         words = {
-            "strategy": strategy, "mesh.shard": self.shard, "data.rows": rows,
+            "strategy": self.preset, "mesh.shard": self.shard, "data.rows": rows,
             **{f"mesh.{n}": v for n in ("replicate", "tensor", "context") if (v := getattr(self, n)) > 1},
             **({"strategy.remat": self.remat} if self.remat != "none" else {}),
-            **({"strategy.optimizer_memory": "host"} if self.optimizer != "device" else {}),
-            **({"strategy.update_on": "device"} if self.optimizer == "streamed" else {}),
+            **{f"strategy.{name}": value for name, value in self.tiers.items()},
             **({"run.accumulate": accumulate} if accumulate > 1 else {}),
         }  # fmt: skip
         return " ".join(f"{key}={value}" for key, value in words.items())
@@ -77,7 +89,7 @@ PARTS = {  # of a step, in seconds: what a plan may lose by
     "compute": "computing",
     "communication": "waiting for collectives",
     "transfer": "waiting for the host link",
-    "host": "updates on the host",
+    "host": "waiting for the host",  # its updates and launches: what is left
 }
 
 
@@ -210,23 +222,10 @@ class Planner:
         with torch.device("meta"):
             loss, params = loss_function(Decoder(model))
             tokens = torch.empty(knobs.micro_rows * micro, model.context, dtype=torch.int64)
-        place = {"optimizer_memory": "host"} if knobs.optimizer != "device" else {}
-        place |= {"update_on": "device"} if knobs.optimizer == "streamed" else {}
-        preset = "hybrid_shard" if knobs.replicate > 1 else "shard_grad_op" if knobs.keep else "full_shard"
-        specs = fs.presets.PRESETS[preset](
-            params, mesh, tensor=axis_of("tensor", mesh), **dtypes_of(self.config.precision), **place
-        )
+        how = {"tensor": axis_of("tensor", mesh), **dtypes_of(self.config.precision), **knobs.tiers}
+        specs = fs.presets.PRESETS[knobs.preset](params, mesh, **how)
         optimizer = make_optimizer(self.config.optimizer, ScheduleConfig(name="constant"), 1, UNDECAYED)
-        step = fs.shard_step(
-            loss,
-            specs,
-            mesh=mesh,
-            optimizer=optimizer,
-            accumulate=micro,
-            grad_norm=True,
-            prefetch=1,
-            overlap=1,
-        )
+        step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optimizer, accumulate=micro, grad_norm=True)
         step.resolve(params)
         resolved, options = ResolvedSpecs.of(step.specs), step.options
         key = knobs.tensor, knobs.context, knobs.micro_rows, tuple(axes), layers, micro
@@ -322,11 +321,7 @@ def _line(points: Mapping[int, Mapping[Any, float]], at: int) -> dict[Any, float
 
 
 def _divisors(n: int) -> list[int]:
-    return (
-        [d for d in range(1, n + 1) if n % d == 0]
-        if n < 10_000
-        else sorted({d for i in range(1, math.isqrt(n) + 1) if n % i == 0 for d in (i, n // i)})
-    )
+    return sorted({d for i in range(1, math.isqrt(n) + 1) if n % i == 0 for d in (i, n // i)})
 
 
 def _primes(n: int) -> list[int]:

@@ -6,8 +6,8 @@ import itertools
 import math
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,7 +48,7 @@ def slots_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh) 
         key = spec.shape, spec.optimizer, spec.optimizer_dtype, spec.has_master, optimizer.settings(path)
         if key not in known:
             own = made_slots(optimizer, path, spec, block_shape(spec.shape, spec.optimizer, mesh))
-            known[key] = own, _astray(own, made_slots(optimizer, path, spec, spec.shape), spec, mesh)
+            known[key] = own, _misplaced(own, made_slots(optimizer, path, spec, spec.shape), spec, mesh)
         out[path], odd = known[key]
         wrong += [f"params[{path!r}] {list(spec.shape)} by {spec.optimizer!r}: {what}" for what in odd]
     if wrong:
@@ -60,7 +60,7 @@ def slots_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh) 
     return out
 
 
-def _astray(own: Any, whole: Any, spec: LayoutSpec, mesh: Mesh) -> list[str]:
+def _misplaced(own: Any, whole: Any, spec: LayoutSpec, mesh: Mesh) -> list[str]:
     """What of a block's state is no block of the whole leaf's."""
     out = []
     for name in own.keys() | whole.keys():
@@ -124,14 +124,8 @@ def owner_work_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: M
             continue
         key = spec.shape, spec.optimizer, spec.optimizer_dtype, optimizer.settings(path)
         if key not in known:
-            try:
+            with _on_fakes(optimizer, f"needs all of params[{path!r}]", "`before` and `whole`"):
                 known[key] = _owner_work(optimizer.of(path, dims), path, spec)
-            except Exception as error:  # an optimizer of the user's: any may come
-                raise OptimizerError(
-                    f"{optimizer} needs all of params[{path!r}], and does not run on fake tensors, which "
-                    f"show what ranks send ({type(error).__name__}: {error})",
-                    fix="write its `before` and `whole` without float(), .item() and branches on values.",
-                ) from error
         out[path] = known[key]
     return out
 
@@ -144,34 +138,41 @@ def sums_of(
     Raises:
         OptimizerError: its code cannot run without data, or sums do not lie like their leaf.
     """
-    out, known = {}, dict[Any, Any]()
+    out, known, odd = {}, dict[Any, Any](), []
     for path, spec in specs.items():
         rule = optimizer.of(path, len(spec.shape))
         if not (spec.trainable and rule.sums and mesh.ordered(spec.optimizer.axes)):
             continue
         key = spec.shape, spec.optimizer_dtype, optimizer.settings(path)
         if key not in known:
-            try:
+            with _on_fakes(optimizer, f"sums over params[{path!r}]", "`sums`"):
                 known[key] = _sums(rule, path, spec)
-            except Exception as error:  # an optimizer of the user's: any may come
-                raise OptimizerError(
-                    f"{optimizer} sums over params[{path!r}], and does not run on fake tensors, which show "
-                    f"what ranks add up ({type(error).__name__}: {error})",
-                    fix="write its `sums` without float(), .item() and branches on values.",
-                ) from error
         out[path] = known[key]
-        odd = [
+        odd += [
             f"{name} {list(shape)} of params[{path!r}] {list(spec.shape)}"
             for own in out[path] for name, shape in own.items()
-            if any(mine not in (1, size) for mine, size in zip(shape, spec.shape, strict=False))
-            or len(shape) != len(spec.shape)
+            if len(shape) != len(spec.shape)
+            or any(n not in (1, m) for n, m in zip(shape, spec.shape, strict=True))
         ]  # fmt: skip
-        if odd:
-            raise OptimizerError(
-                f"{optimizer} sums over leaves to other shapes than theirs:", odd,
-                "a sum has its leaf's dims, those that it was summed over of size 1: sum(dim, keepdim=True).",
-            )  # fmt: skip
+    if odd:
+        raise OptimizerError(
+            f"{optimizer} sums over leaves to other shapes than theirs:", odd[:12],
+            "a sum has its leaf's dims, those that it was summed over of size 1: sum(dim, keepdim=True).",
+        )  # fmt: skip
     return out
+
+
+@contextmanager
+def _on_fakes(optimizer: Optimizer, does: str, what: str) -> Iterator[None]:
+    """An error of the optimizer's own code, which is run to see what ranks send, says what to mend."""
+    try:
+        yield
+    except Exception as error:  # an optimizer of the user's: any may come
+        raise OptimizerError(
+            f"{optimizer} {does}, and does not run on fake tensors, which show what ranks send "
+            f"({type(error).__name__}: {error})",
+            fix=f"write its {what} without float(), .item() and branches on values.",
+        ) from error
 
 
 def _sums(rule: Optimizer, path: str, spec: LayoutSpec) -> tuple[dict[str, tuple[int, ...]], ...]:

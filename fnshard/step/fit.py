@@ -116,8 +116,8 @@ class Fit:
     rejected: tuple[tuple[Candidate, str], ...]
     lowered: Lowered = field(repr=False)
     timeline: Timeline = field(repr=False)
+    mesh: Mesh
     looked_at: int = 0
-    mesh: Mesh | None = None
     meshes: tuple[tuple[Mesh, str], ...] = ()
 
     @property
@@ -213,10 +213,12 @@ def fit(
     """
     how = {"hardware": hardware, "optimizer": optimizer, **options}
     if ranks is not None:
-        if mesh is not None or not is_number(ranks) or ranks < 1 or not (specs is None or callable(specs)):
-            raise SpecError(
-                "with ranks=, a number from 1, fit chooses the mesh: specs= is a function of one."
-            )
+        whole = type(ranks) is int and ranks >= 1
+        if mesh is not None or not whole or not (specs is None or callable(specs)):
+            raise SpecError(f"ranks={ranks!r}: a whole number from 1, for which fit chooses the mesh.",
+                            fix="leave mesh= out, and give specs= as a function of a mesh.")  # fmt: skip
+        if not isinstance(hardware, str | Hardware):
+            raise SpecError(f"hardware={hardware!r}: a name such as 'h100', or a Hardware")
         return _over_meshes(
             fn, params, ranks, Arguments(tuple(batch), keywords or {}), specs, device_bytes, how
         )
@@ -253,28 +255,29 @@ def _over_meshes(
             continue
         free = search.look(search._free(Choice(accumulate=search.divisors[0])))
         bounds.append((free.seconds, len(bounds), search))
-    best: Fit | None = None
+    found: list[Fit] = []
+    least = math.inf
     for bound, _, search in sorted(bounds):
-        if best is not None and bound >= best.seconds:
-            why[search.mesh] = f"at least {bound / best.seconds - 1:.1%} slower"
-            continue
+        if bound >= least:
+            continue  # even with room for all
         try:
-            found = search.fit(budget)
+            found.append(search.fit(budget))
         except BudgetError as error:
             why[search.mesh] = str(error).splitlines()[0].partition(" (")[0]
-            continue
-        slower, faster = (best, found) if best is not None and found.seconds < best.seconds else (found, best)
-        best = faster or found
-        if faster is not None:
-            why[slower.mesh] = f"{slower.seconds / best.seconds - 1:.1%} slower"
-    if best is None:
+        else:
+            least = min(least, found[-1].seconds)
+    if not found:
         causes = [f"{mesh}: {cause}" for mesh, cause in why.items()]
         raise BudgetError(
             f"nothing fits on {ranks} ranks, whatever the mesh:",
             causes,
             "more ranks, or rows that they divide.",
         )
-    return replace(best, meshes=tuple((mesh, cause) for mesh, cause in why.items() if mesh != best.mesh))
+    best = min(found, key=lambda each: each.seconds)
+    slower = {each.mesh: f"{each.seconds / least - 1:.1%} slower" for each in found}
+    bounded = {s.mesh: f"at least {bound / least - 1:.1%} slower" for bound, _, s in bounds if bound >= least}
+    reasons = bounded | slower | why
+    return replace(best, meshes=tuple((mesh, cause) for mesh, cause in reasons.items() if mesh != best.mesh))
 
 
 def _meshes(ranks: int, near: int) -> Iterator[Mesh]:
@@ -410,7 +413,7 @@ class Search:
         return Fit(
             self.specs_of(best.choice), self.options_of(best.choice), best, device_bytes,
             tuple((c, _why(c, best, device_bytes)) for c in shown), lowered, lowered.timeline(self.hardware),
-            len(self.seen), self.mesh,
+            self.mesh, len(self.seen),
         )  # fmt: skip
 
     def _best_first(self, budget: int) -> Candidate | None:

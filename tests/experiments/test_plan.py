@@ -96,13 +96,12 @@ def no_better_neighbour(planner: Planner, best: Candidate) -> int:
 @pytest.mark.parametrize(
     ("devices", "budget"),
     [(2, 0.0008), *(pytest.param(n, b, marks=pytest.mark.long)
-     for n in (1, 4, 6, 12, 16, 32) for b in (1.0, 0.002, 0.001, 0.0006))],
+     for n in (1, 4, 6, 12, 16, 32) for b in (1.0, 0.002, 0.001, 0.0007))],
 )  # fmt: skip
 def test_no_neighbour_is_faster_and_fits(devices: int, budget: float) -> None:
     planner = planner_of(devices, f"rows={2 * devices}", f"device_gb={budget}", FEW)
     best = planner.best()
-    if best.peak_bytes <= planner.budget:
-        assert no_better_neighbour(planner, best) >= 4
+    assert best.peak_bytes <= planner.budget and no_better_neighbour(planner, best) >= 4
 
 
 def test_a_budget_is_kept_and_costs_time() -> None:

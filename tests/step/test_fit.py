@@ -237,5 +237,5 @@ def test_meshes_that_cannot_be_are_named() -> None:
         over(3)
     with pytest.raises(BudgetError, match=r"(?s)nothing fits on 2 ranks.*\(shard=2\): nothing fits into"):
         over(2, device_bytes=1000)
-    with pytest.raises(SpecError, match="fit chooses the mesh"):
+    with pytest.raises(SpecError, match="leave mesh= out"):
         over(2, mesh=fs.make_mesh(shard=2, abstract=True, device="cpu"))

@@ -69,7 +69,7 @@ def place(
 def slot_extent(
     shape: tuple[int, ...], spec: LayoutSpec, mesh: Mesh, here: Mapping[str, int]
 ) -> tuple[slice, ...]:
-    """The part of a rank's block of a slot, or of a sum over the leaf, that is not padding."""
+    """The part of a rank's block of a slot that is not padding."""
     layout = slot_layout(shape, spec.shape, spec.optimizer, mesh)
     mine = block_slices(shape, layout.contiguous, mesh, here)
     return tuple(slice(0, s.stop - s.start) for s in mine)
