@@ -283,21 +283,20 @@ AXES = ("replicate", "shard", "tensor", "context")
 
 
 def _moments(timeline: MemoryTimeline, layers: int) -> dict[Any, float]:
-    """Bytes of the device by line. A line is named by the kernel before it, whose layer is counted from the
-    first, and from the last; after the last kernel by its own unit. Two layers from either end are alike at
+    """Bytes of the device by line. A line is named by the unit of the kernel before it, a layer as counted
+    from the first, and from the last; after the last kernel by its own. Two layers from either end are alike at
     all depths: what is gathered and reduced during a kernel is of its neighbours."""
     lines = [moment.instruction for moment in timeline.moments]
     last = max((n for n, line in enumerate(lines) if isinstance(line, Run)), default=0)
     out: dict[Any, float] = {}
     counts: dict[Any, int] = {}
-    kernel: tuple[Any, ...] = ("", "", 0)
+    kernel = "", ""
     for n, (line, moment) in enumerate(zip(lines, timeline.moments, strict=True)):
         if isinstance(line, Run):
-            counts[line.phase, line.unit] = counts.get((line.phase, line.unit), 0) + 1
-            kernel = line.phase, line.unit, counts[line.phase, line.unit]
-        phase, unit, run = kernel if n <= last else (line.verb, line.unit, 0)
-        nth = counts[phase, unit, run] = counts.get((phase, unit, run), 0) + 1
-        out |= {(phase, name, run, nth): float(moment.bytes) for name in _numbered(unit, layers)}
+            kernel = line.phase, line.unit
+        phase, unit = kernel if n <= last else (line.verb, line.unit)
+        nth = counts[phase, unit] = counts.get((phase, unit), 0) + 1
+        out |= {(phase, name, nth): float(moment.bytes) for name in _numbered(unit, layers)}
     return out
 
 

@@ -204,7 +204,7 @@ def test_frozen_codes_beside_adapters() -> None:
 # ------------------------------------------------------------------ meshes too
 
 
-def over(ranks: int, rows: int = 8, **options: Any) -> Any:
+def small(rows: int) -> Any:
     with torch.device("meta"):
         model, tokens = Llama(2, 64, 128, 4, 2, 64), torch.zeros(rows, 32, dtype=torch.int64)
     apply, params = fs.make_functional(model)
@@ -212,6 +212,11 @@ def over(ranks: int, rows: int = 8, **options: Any) -> Any:
     def loss(params: Any, tokens: Any) -> Any:
         return F.cross_entropy(apply(params, tokens).float()[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
+    return loss, params, tokens
+
+
+def over(ranks: int, **options: Any) -> Any:
+    loss, params, tokens = small(8)
     return fs.fit(loss, params, ranks=ranks, batch=(tokens,), **options)
 
 
@@ -225,6 +230,14 @@ def test_of_all_meshes_the_fastest_that_fits() -> None:
         "(replicate=2, shard=1)", "(shard=2)", "(shard=1, tensor=2)",
     }  # fmt: skip
     assert all("slower" in why or "nothing fits" in why for _, why in tight.meshes)
+    alone = []
+    for axes, preset in (({"shard": 2}, "full_shard"), ({"replicate": 2, "shard": 1}, "hybrid_shard")):
+        mesh, (loss, params, tokens) = fs.make_mesh(**axes, abstract=True, device="cpu"), small(4)
+        specs = fs.presets.PRESETS[preset](params, mesh)
+        alone.append(
+            fs.fit(loss, params, mesh, batch=(tokens,), specs=specs, device_bytes=tight.device_bytes)
+        )
+    assert tight.seconds == min(each.seconds for each in alone) < max(each.seconds for each in alone)
     assert "<- chosen, on" in str(tight) and tight.as_dict()["mesh"] == dict(
         zip(tight.mesh.names, tight.mesh.sizes, strict=True)
     )
