@@ -284,8 +284,8 @@ AXES = ("replicate", "shard", "tensor", "context")
 
 def _moments(timeline: MemoryTimeline, layers: int) -> dict[Any, float]:
     """Bytes of the device by line. A line is named by the unit of the kernel before it, a layer as counted
-    from the first, and from the last; after the last kernel by its own. Two layers from either end are alike at
-    all depths: what is gathered and reduced during a kernel is of its neighbours."""
+    from the first, and from the last; after the last kernel by its own. Two layers from either end are alike
+    at all depths: what is gathered and reduced during a kernel is of its neighbours."""
     lines = [moment.instruction for moment in timeline.moments]
     last = max((n for n, line in enumerate(lines) if isinstance(line, Run)), default=0)
     out: dict[Any, float] = {}
