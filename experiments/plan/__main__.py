@@ -126,7 +126,7 @@ def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
         ends = [text(value * share) for share in hardware.spread or ()]
         return text(value) + (f" ({' to '.join(ends)})" if ends else "")
 
-    took = between(days, lambda d: f"{digits(d)} days")
+    took = between(days, lambda d: f"{digits(d)} days" if d >= 2 else time_text(86_400 * d))
     if price is not None:
         took += ", " + between(days, lambda d: f"${big(price * 24 * d * planner.devices)}")
     parts = [f"{time_text(s)} {PARTS[n]}" for n, s in best.parts.items() if s >= 0.005 * best.seconds]

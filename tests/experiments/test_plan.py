@@ -139,7 +139,7 @@ def test_what_the_command_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[s
     write(config_of(FEW, "devices=1", "rows=4", "hardware.price_per_hour=3"), tmp_path)
     text = (tmp_path / "plan.txt").read_text(encoding="utf-8")
     assert text in capsys.readouterr().out
-    for expected in ("1 × h100", " to ", "MFU", "days", "$", "rivals, of"):
+    for expected in ("1 × h100", " to ", "MFU", "tokens (20 a parameter): ", "$", "rivals, of"):
         assert expected in text, expected
     numbers = json.loads((tmp_path / "plan.json").read_text())
     assert numbers["best"]["knobs"]["remat"] in REMAT and numbers["best"]["knobs"]["optimizer"] in TIERS
