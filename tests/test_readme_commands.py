@@ -207,6 +207,8 @@ TABLE = {
     "python -m experiments.explain model=70b mesh.shard=32 mesh.context=4 mesh.tensor=8 strategy=full_shard_remat": PAPER,
     "python -m experiments.explain model=7b strategy=no_shard hardware.price_per_hour=3": PAPER,
     "python -m experiments.explain model=7b strategy=auto mesh.shard=8 data.rows=32 run.device_gb=24 hardware=a100": PAPER,
+    "python -m experiments.explain run=outputs/2030-01-31/12-00-00": Row(quick=True),
+    "python -m experiments.explain hardware=measured:outputs/2030-01-31": PAPER,
     "python -m experiments.plan model=70b devices=64": Row("model.layers=2 devices=1 rows=1", quick=True),
     "python -m experiments.plan model=405b devices=16384 tokens=15e12 rows=2048": SEARCH,
     "python -m experiments.plan model=8b days=30 tokens=1e12": SEARCH,

@@ -57,7 +57,7 @@ TINY = {"ranks": 1, "size": "tiny", "rows": 2, "length": 64, "rounds": 2, "steps
 CASES = {
     "peers": Case("peers:run", on_ranks=True),
     "memory": Case("plans:run", {"rows": 4, "rounds": 3}, on_ranks=True),
-    "predict": Case("plans:run", {"rounds": 7, "memory": 0}, on_ranks=True),
+    "predict": Case("plans:run", {"rounds": 7, "memory": 1}, on_ranks=True),
     "checkpoint": Case("checkpoint:run", {"rows": 2, "rounds": 9, "steps": 8}, on_ranks=True),
     "executor": Case("micro:executor", {"rounds": 200}),
     "decode": Case("micro:decode", {"rows": 16, "size": "tiny", "rounds": 5}),
@@ -80,6 +80,7 @@ class BenchConfig:
         size: a file of `conf/model`.
         dtype: of compute; parameters are updated in fp32.
         reduce: dtype of gradients on the wire; None is `dtype`.
+        tensor, context: axes of fnshard's mesh, next to "shard".
         backend: of fnshard, and of the loss of torch's contenders.
         rows, length: of one rank's batch of tokens.
         rounds: timed samples of each contender, each of `steps` steps; `warmup` steps come before, of which
@@ -106,6 +107,8 @@ class BenchConfig:
     size: str | None = None
     dtype: str | None = None
     reduce: str | None = None
+    tensor: int = 1
+    context: int = 1
     backend: str = "inductor"
     rows: int | None = None
     length: int | None = None
@@ -145,9 +148,16 @@ class BenchConfig:
         return self.compute_dtype if self.device == "cuda" else torch.float32
 
     @property
+    def axes(self) -> dict[str, int]:
+        """Of fnshard's mesh."""
+        split = {"context": self.context, "tensor": self.tensor}
+        shard = self.ranks // self.context // self.tensor
+        return {"shard": shard, **{name: size for name, size in split.items() if size > 1}}
+
+    @property
     def tokens(self) -> int:
         """Of one step, all ranks together."""
-        return self.ranks * self.rows * self.length
+        return self.axes["shard"] * self.rows * self.length
 
     def words(self) -> list[str]:
         """The command line of this configuration, as `read` takes it."""

@@ -30,7 +30,7 @@ class BenchTask:
 
     Args:
         model: fp32 parameters on the CPU, equal on all ranks, not to be changed.
-        mesh: an axis "shard".
+        mesh: an axis "shard", and those that split a row's computation.
     """
 
     config: BenchConfig
@@ -47,7 +47,7 @@ def make_task(config: BenchConfig) -> BenchTask:
     torch.manual_seed(config.seed)
     with torch.device(config.device):
         model = Decoder(replace(config.model, context=max(config.length, config.model.context))).cpu()
-    return BenchTask(config, model, fs.make_mesh(shard=config.ranks, device=config.device))
+    return BenchTask(config, model, fs.make_mesh(**config.axes, device=config.device))
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class Training:
     def __init__(self, task: BenchTask, plan: Plan):
         config = task.config
         self.trains = plan.optimizer is None  # as the reference does
-        mesh = fs.make_mesh(shard=config.ranks, device=config.device)  # with a connection of its own
+        mesh = fs.make_mesh(**config.axes, device=config.device)  # with a connection of its own
         apply, self._params = fs.make_functional(task.model)
 
         def loss_fn(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -195,6 +195,7 @@ class Training:
 
         specs = fs.presets.PRESETS[plan.preset](
             self._params, mesh, units=(lambda p: dict.fromkeys(p, "model")) if plan.one_unit else None,
+            tensor="tensor" if config.tensor > 1 else None,
             compute_dtype=config.compute_dtype, reduce_dtype=config.reduce_dtype,
             storage_dtype=config.store_dtype, optimizer_dtype=torch.float32, **plan.tiers,
         )  # fmt: skip
@@ -268,7 +269,7 @@ def reference_losses(task: BenchTask, batches: Iterable[Batch]) -> list[float]:
 def global_batches(task: BenchTask, steps: int) -> Iterator[Batch]:
     """Batches of all ranks together; noisy counting, so that there is a pattern."""
     config, vocab = task.config, task.model.config.vocab
-    rows, length = task.mesh.size * config.rows, config.length + 1
+    rows, length = task.mesh.data_size * config.rows, config.length + 1
     for step in range(steps):
         random = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
         start = torch.randint(vocab, (rows, 1), generator=random)
@@ -279,6 +280,6 @@ def global_batches(task: BenchTask, steps: int) -> Iterator[Batch]:
 
 def batches(task: BenchTask, steps: int) -> Iterator[Batch]:
     """This rank's rows of `global_batches`."""
-    first = task.mesh.rank * task.config.rows
+    first = task.mesh.data_rank * task.config.rows
     for batch in global_batches(task, steps):
         yield tuple(part[first:][: task.config.rows].clone() for part in batch)

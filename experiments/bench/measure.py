@@ -175,3 +175,15 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Spearman's; 1 of fewer than three.
+
+    >>> rank_correlation([1, 5, 3], [10, 30, 20])
+    1.0
+    """
+    if len(a) < 3:
+        return 1.0
+    ranks = [[float(sorted(values).index(v)) for v in values] for values in (a, b)]
+    return statistics.correlation(*ranks)

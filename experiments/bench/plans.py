@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -14,7 +15,7 @@ from typing import Any
 import fnshard as fs
 from experiments.bench.config import BenchConfig
 from experiments.bench.contenders import BenchTask, Plan, Training, ddp, make_task
-from experiments.bench.measure import Result, interleaved, ratio, say
+from experiments.bench.measure import Result, interleaved, rank_correlation, ratio, say
 from experiments.bench.peers import Found, Maker, memory_of, started
 from experiments.configs.checks import ConfigError
 
@@ -28,36 +29,46 @@ COLUMNS = {
 }  # fmt: skip
 HOST = {"memory": "host", "optimizer_memory": "host"}
 BF16 = {"dtype": "bf16", "reduce": "fp32"}
-REMAT, FOUR, LONG = {"remat": "unit"}, {"accumulate": 4}, {"length": 1024}
-SMALL, LARGE = {"size": "5m", "rows": 4}, {"size": "25m", "rows": 4}
-# A plan of fnshard, None for torch's DDP, and what it changes in the configuration.
-VARIANTS: dict[str, dict[str, tuple[Plan | None, dict[str, Any]]]] = {
-    "memory": {
-        "full_shard": (Plan(), {}),
-        "ddp": (None, {}),
-        "no_shard": (Plan("no_shard", clip=1.0), {}),  # clipped, or gradients never wait for each other
-        "zero1": (Plan("zero1", clip=1.0), {}),
-        "zero2": (Plan("zero2", clip=1.0), {}),
-        "zero3": (Plan("zero3", clip=1.0), {}),
-        "one_unit": (Plan(one_unit=True), {}),
-        "remat": (Plan(options=REMAT), {}),
-        "remat-bf16": (Plan(options=REMAT), BF16),
-        "remat-bf16-host": (Plan(options=REMAT, tiers=HOST), BF16),
-        "optimizer-host": (Plan(tiers={"optimizer_memory": "host"}), {}),
-    },
-    "predict": {
-        "5m-full_shard": (Plan(), SMALL),
-        "5m-no_shard-8x256": (Plan("no_shard"), SMALL | {"rows": 8}),
-        "5m-full_shard-remat": (Plan(options=REMAT), SMALL),
-        "5m-zero2-bf16-accumulate4-16x256": (Plan("zero2", options=FOUR), SMALL | BF16 | {"rows": 16}),
-        "5m-zero3-bf16-remat-clip-4x1024": (Plan("zero3", clip=1.0, options=REMAT), SMALL | BF16 | LONG),
-        "25m-full_shard": (Plan(), LARGE),
-        "25m-full_shard-bf16-remat0.5": (Plan(options={"remat": 0.5}), LARGE | BF16),
-        "25m-shard_grad_op-bf16-clip-8x256": (Plan("shard_grad_op", clip=1.0), LARGE | BF16 | {"rows": 8}),
-        "25m-no_shard-remat-accumulate2": (Plan("no_shard", options=REMAT | {"accumulate": 2}), LARGE),
-        "25m-zero1-bf16-2x512": (Plan("zero1"), LARGE | BF16 | {"rows": 2, "length": 512}),
-    },
+REMAT = {"remat": "unit"}
+Variant = tuple[Plan | None, dict[str, Any]]  # None for torch's DDP; what it changes in the configuration
+MEMORY: dict[str, Variant] = {
+    "full_shard": (Plan(), {}),
+    "ddp": (None, {}),
+    "no_shard": (Plan("no_shard", clip=1.0), {}),  # clipped, or gradients never wait for each other
+    "zero1": (Plan("zero1", clip=1.0), {}),
+    "zero2": (Plan("zero2", clip=1.0), {}),
+    "zero3": (Plan("zero3", clip=1.0), {}),
+    "one_unit": (Plan(one_unit=True), {}),
+    "remat": (Plan(options=REMAT), {}),
+    "remat-bf16": (Plan(options=REMAT), BF16),
+    "remat-bf16-host": (Plan(options=REMAT, tiers=HOST), BF16),
+    "optimizer-host": (Plan(tiers={"optimizer_memory": "host"}), {}),
 }
+# Words of a plan's name: what they change, of the configuration, of `Plan` or of the options of `shard_step`.
+WORDS: dict[str, Callable[..., tuple[str, dict[str, Any]]]] = {
+    r"bf16": lambda: ("changes", BF16),
+    r"(tensor|context)(\d+)": lambda axis, size: ("changes", {axis: int(size)}),
+    r"(\d+)x(\d+)": lambda rows, length: ("changes", {"rows": int(rows), "length": int(length)}),
+    r"clip": lambda: ("plan", {"clip": 1.0}),
+    r"remat([\d.]*)": lambda share: ("options", {"remat": float(share) if share else "unit"}),
+    r"accumulate(\d+)": lambda times: ("options", {"accumulate": int(times)}),
+}
+PREDICT = {  # by ranks; a name says all, see `variant`
+    2: (
+        "5m-full_shard", "5m-no_shard-8x256", "5m-full_shard-remat", "5m-zero2-bf16-accumulate4-16x256",
+        "5m-zero3-bf16-remat-clip-4x1024", "25m-full_shard", "25m-full_shard-bf16-remat0.5",
+        "25m-shard_grad_op-bf16-clip-8x256", "25m-no_shard-remat-accumulate2", "25m-zero1-bf16-2x512",
+        "5m-full_shard-tensor2", "5m-full_shard-context2-4x1024", "5m-shard_grad_op-accumulate2-8x256",
+        "25m-full_shard-tensor2", "25m-zero2-tensor2-bf16-remat", "25m-full_shard-context2",
+        "25m-zero3-accumulate2-remat", "25m-no_shard-context2-bf16-2x512", "25m-zero1-clip",
+        "25m-full_shard-tensor2-accumulate2-8x256",
+    ),
+    4: (
+        "5m-full_shard-2x256", "5m-no_shard-2x256", "5m-zero2-bf16-4x256", "5m-full_shard-remat-2x512",
+        "5m-full_shard-tensor2-2x512", "5m-full_shard-context2-2x1024", "5m-zero3-accumulate2-4x256",
+        "25m-full_shard-2x256", "25m-shard_grad_op-tensor2-remat-2x256", "25m-zero1-bf16-tensor4-4x256",
+    ),
+}  # fmt: skip
 
 
 def run(config: BenchConfig, folder: Path) -> Result:
@@ -79,16 +90,42 @@ def run(config: BenchConfig, folder: Path) -> Result:
         shown = [f"{each[key] * by:.1f}" if key in each else "-" for key, by in COLUMNS.values()]
         rows.append([name, *shown, f"{ratio(seconds[name], next(iter(seconds.values()))):.2f}"])
     known = {n: (f["seconds"], f["predicted_seconds"]) for n, f in found.items() if "predicted_seconds" in f}
-    return Result(rows, ["", verdict(known)], {"plans": found, "seconds": seconds})
+    sizes = [f["predicted_peak_bytes"] / f["peak_bytes"] for f in found.values() if len(f) > 5]
+    notes = ["", verdict(known)]
+    if sizes:
+        notes.append(f"peak bytes, predicted / measured: {min(sizes):.3f} to {max(sizes):.3f}")
+    return Result(rows, notes, {"plans": found, "seconds": seconds})
 
 
-def chosen(config: BenchConfig) -> dict[str, tuple[Plan | None, dict[str, Any]]]:
+def chosen(config: BenchConfig) -> dict[str, Variant]:
     """The plans that take part."""
-    variants = VARIANTS[config.case]
-    unknown = [name for name in config.plans if name not in variants]
+    if config.case == "predict":
+        return {name: variant(name) for name in config.plans or PREDICT.get(config.ranks, PREDICT[2])}
+    unknown = [name for name in config.plans if name not in MEMORY]
     if unknown:
-        raise ConfigError(f"plans={','.join(unknown)}: any of {', '.join(variants)}.")
-    return {name: variants[name] for name in config.plans or variants}
+        raise ConfigError(f"plans={','.join(unknown)}: any of {', '.join(MEMORY)}.")
+    return {name: MEMORY[name] for name in config.plans or MEMORY}
+
+
+def variant(name: str) -> Variant:
+    """A plan by its name: size, preset, then any of `WORDS`.
+
+    >>> plan, changes = variant("25m-zero1-bf16-remat0.5-tensor2-2x512")
+    >>> plan.options, changes["tensor"], changes["length"]
+    ({'remat': 0.5}, 2, 512)
+    """
+    size, preset, *words = name.split("-")
+    if preset not in fs.presets.PRESETS:
+        raise ConfigError(f"plans={name}: SIZE-PRESET-..., a preset is one of {', '.join(fs.presets.PRESETS)}.")
+    found: dict[str, dict[str, Any]] = {"changes": {"size": size, "rows": 4}, "plan": {}, "options": {}}
+    for word in words:
+        matches = [(re.fullmatch(pattern, word), read) for pattern, read in WORDS.items()]
+        known = [read(*match.groups()) for match, read in matches if match]
+        if not known:
+            raise ConfigError(f"plans={name}: {word!r} is none of {', '.join(WORDS)}.")
+        where, values = known[0]
+        found[where] |= values
+    return Plan(preset, **found["plan"], options=found["options"]), found["changes"]
 
 
 def times(config: BenchConfig, makers: Mapping[str, tuple[BenchTask, Maker]]) -> tuple[Found, Found]:
@@ -117,11 +154,13 @@ def verdict(plans: Mapping[str, tuple[float, float]]) -> str:
     """How many predictions are near, and which pairs of plans they put in the wrong order.
 
     >>> verdict({"a": (1.0, 1.2), "b": (2.0, 1.1), "c": (2.1, 2.0)})
-    '2 of 3 within 25%; 1 of 2 pairs more than 10% apart in the right order; wrong: a < b'
+    '2 of 3 within 25%, rank correlation 0.500; 1 of 2 pairs more than 10% apart in the right order; wrong: a < b'
     """
     near = sum(abs(predicted / measured - 1) <= 0.25 for measured, predicted in plans.values())
     ordered = sorted(plans, key=lambda name: plans[name][0])
     pairs = [(a, b) for a, b in combinations(ordered, 2) if plans[b][0] > (1 + APART) * plans[a][0]]
     wrong = [f"{a} < {b}" for a, b in pairs if plans[a][1] >= plans[b][1]]
-    text = f"{near} of {len(plans)} within 25%; {len(pairs) - len(wrong)} of {len(pairs)} pairs more than "
+    rank = rank_correlation(*zip(*plans.values(), strict=True)) if plans else 1.0
+    text = f"{near} of {len(plans)} within 25%, rank correlation {rank:.3f}; "
+    text += f"{len(pairs) - len(wrong)} of {len(pairs)} pairs more than "
     return f"{text}{APART:.0%} apart in the right order" + (f"; wrong: {', '.join(wrong)}" if wrong else "")

@@ -10,19 +10,21 @@ import csv
 import math
 import re
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 import fnshard as fs
 from experiments.bench.config import BenchConfig
-from experiments.bench.measure import Result, say
+from experiments.bench.measure import Result, rank_correlation, say
 from experiments.configs.decoders import DecoderConfig
 from experiments.training.decoder import Decoder, loss_function
-from fnshard.analysis.hardware import COLLECTIVES, Curve, Hardware
+from fnshard.analysis.calibrate import Observation, changed, fitted
+from fnshard.analysis.hardware import Hardware
 
 ROWS = Path(__file__).with_name("published_rows.csv")
 MOST_MICRO_BATCHES = 4  # of a step that is lowered; more repeat them
@@ -41,15 +43,16 @@ LLAMA = {  # width, layers, heads, kv_heads, mlp, vocab, by a part of the name
 }  # fmt: skip
 GPUS = {  # a row's hardware, and which of the table it is; the first that the name begins with
     "a100_40gb": "a100-40gb", "a100-40g": "a100-40gb", "a100": "a100", "h100 96gb hbm2e 500w": "h100-500w",
-    "h100": "h100", "h200": "h200",
+    "h100": "h100", "dgx-h100": "h100", "h200": "h200", "8x b200": "b200", "b200": "b200", "dgx-b200": "b200",
+    "dgx-gb200": "gb200", "dgx-gb300": "gb300",
 }  # fmt: skip
+GENERATION = {"a100": "a100", "h100": "h100", "h200": "h100"}  # that constants are shared by; others' is theirs
 RECOMPUTE = {  # what `shard_step` takes
     "none": {}, "full": {"remat": "unit"}, "selective": {"remat": "unit", "save": ("matmul", "attention")},
     "per-op selective": {"remat": "unit", "save": ("matmul", "attention")},
     "minimal_flash": {"remat": "unit", "save": ("matmul", "attention")},
 }  # fmt: skip
-CONSTANTS = ("matmul", "attention", "memory", "wire")
-STEP = 1.2  # by how much a constant is changed, to see what it does
+CONSTANTS = ("matmul", "attention", "memory", "wire")  # that are fitted
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class PublishedRow:
     micro_batches: int
     recompute: str
     narrow: bool
+    fp8: bool
     rate: float
 
 
@@ -82,35 +86,49 @@ def _row(row: Mapping[str, str]) -> PublishedRow | str:
     """A row, or why it is left out."""
     gpu = next((g for part, g in GPUS.items() if row["hardware"].lower().startswith(part)), None)
     rate, sequence = (re.match(r"[\d.]+", row[key]) for key in ("tok_s_gpu", "seq"))
-    rows, ways = re.fullmatch(r"\d+", row["mbs"]), row["parallel"]
+    ways, precision, recompute = row["parallel"], row["precision"].lower(), row["recompute"].split(" (")[0]
+    rows = _rows(row["mbs"], sequence and int(sequence[0]))
+    axes = {name: int(found[1]) if (found := re.search(rf"{short}(\d+)", ways)) else 1
+            for name, short in (("context", "CP"), ("tensor", "TP"))}  # fmt: skip
+    fp8 = "fp8" in precision
     problems = {
         "no rate in tokens": rate is None,
         "another device than the table has": gpu is None,
-        "fp8 or narrower": "bf16" not in row["precision"].lower(),
-        "pipeline or experts": bool(re.search(r"PP=?[1-9]\d|PP=?[2-9]|EP=?\d|pp-[2-9]", ways)),
-        "sequence or rows of a batch are not said": sequence is None or rows is None,
-        "recomputation is not said": row["recompute"] not in RECOMPUTE,
+        "a power limit that is not said": "power limited" in row["hardware"],
+        "products narrower than bf16 in blocks or rows": bool(re.search("mx|nv|row", precision)),
+        "precision is not said": "bf16" not in precision and not fp8,
+        "pipeline or experts": bool(re.search(r"PP=?[1-9]\d|PP=?[2-9]|EP=?[2-9]|EP=?1\d|pp-[2-9]", ways)),
         "another model than the table has": _model(row["model"], 1) is None,
+        "sequence or rows of a batch are not said": sequence is None or rows is None,
+        "recomputation is not said": recompute not in RECOMPUTE,
         "not compiled": "torchtitan" in row["source"] and "compile" not in ways,
         "products in chunks between exchanges": "async" in ways.lower(),
+        "fp8 on a tensor axis": fp8 and axes["tensor"] > 1,
     }
     for reason, is_one in problems.items():
         if is_one:
             return reason
-    devices, tensor = int(row["devices"]), re.search(r"TP(\d+)", ways)
-    tensors = int(tensor[1]) if tensor else 1
-    inner = 8 if "HSDP" in ways else devices // tensors
-    axes = {"replicate": devices // tensors // inner, "shard": inner, "tensor": tensors}
+    outer = int(row["devices"]) // math.prod(axes.values())
+    inner = 8 if "HSDP" in ways else outer
+    axes = {"replicate": outer // inner, "shard": inner, **axes}
     return PublishedRow(
         row["source"], row["model"], gpu, _model(row["model"], int(sequence[0])),
         {name: size for name, size in axes.items() if size > 1 or name == "shard"},
-        int(rows[0]), int(row["accum"] or 1), row["recompute"],
-        "mp=PURE" in ways or "fms" in row["source"], float(rate[0]),
+        rows, int(row["accum"] or 1), recompute, "mp=PURE" in ways or "fms" in row["source"], fp8,
+        float(rate[0]),
     )  # fmt: skip
 
 
+def _rows(text: str, sequence: int | None) -> int | None:
+    """Of a micro-batch, that says how many or of how many thousand tokens."""
+    tokens = re.match(r"(\d+)k tokens", text)
+    if tokens and sequence:
+        return 1024 * int(tokens[1]) // sequence
+    return int(text) if text.isdigit() else None
+
+
 def _model(name: str, sequence: int) -> DecoderConfig | None:
-    low = name.lower()
+    low = re.sub(r"^llama3(?=[-.])", "llama-3", re.sub("[ _]", "-", name.lower()))
     if low.startswith("mpt-"):
         width, heads, layers = MPT[low.removeprefix("mpt-")]
         # Two matrices of 4 D there have as many numbers as three of 8/3 D here.
@@ -125,26 +143,33 @@ def _model(name: str, sequence: int) -> DecoderConfig | None:
 
 
 # ------------------------------------------------------------------ predictions
-def scaled(hardware: Hardware, **by: float) -> Hardware:
-    """Hardware that reaches so many times as much of its sheet, by constant."""
-
-    def faster(curve: Curve, constant: str) -> Curve:
-        return Curve(tuple((size, rate * by.get(constant, 1.0)) for size, rate in curve.points))
-
-    links = {
-        name: replace(link, **{c: faster(getattr(link, c), "wire") for c in COLLECTIVES})
-        for name, link in (("node", hardware.node), ("network", hardware.network))
-    }
-    return replace(
-        hardware, **links,
-        flops={d: faster(c, "matmul") for d, c in hardware.flops.items()},
-        attention={d: faster(c, "attention") for d, c in hardware.attention.items()},
-        **{name: faster(getattr(hardware, name), "memory") for name in ("memory", "update", "copy")},
-    )  # fmt: skip
 
 
-def predicted(row: PublishedRow) -> dict[str, float]:
-    """Tokens a second and device, as the table says, and where one constant is `STEP` times as large."""
+@dataclass(frozen=True)
+class Comparison:
+    """One row next to what is predicted of it.
+
+    Args:
+        step: seconds that are predicted, with constants as they are and changed, and those of the rate.
+        tokens: of one device's step.
+        fit: by what the fit multiplies constants.
+    """
+
+    row: PublishedRow
+    step: Observation
+    tokens: float
+    fit: Mapping[str, float] = field(default_factory=dict)
+
+    def rate(self, fitted: bool = True) -> float:
+        """Predicted tokens a second and device."""
+        return self.tokens / self.step.seconds(self.fit if fitted else {})
+
+    def error(self, fitted: bool = True) -> float:
+        return abs(self.rate(fitted) / self.row.rate - 1)
+
+
+def compared(row: PublishedRow) -> Comparison:
+    """Lower a row's step and price it."""
     micro = min(row.micro_batches, MOST_MICRO_BATCHES)
     mesh = fs.make_mesh(**row.axes, device="cpu", abstract=True)
     with torch.device("meta"):
@@ -153,72 +178,95 @@ def predicted(row: PublishedRow) -> dict[str, float]:
     tensor = {"tensor": "tensor"} if "tensor" in row.axes else {}
     specs = fs.presets.PRESETS["hybrid_shard" if "replicate" in row.axes else "full_shard"](
         params, mesh, **tensor, storage_dtype=torch.float32, optimizer_dtype=torch.float32,
-        compute_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16 if row.narrow else torch.float32,
+        compute_dtype=torch.float8_e4m3fn if row.fp8 else torch.bfloat16,
+        reduce_dtype=torch.bfloat16 if row.narrow else torch.float32,
     )  # fmt: skip
     step = fs.shard_step(
         loss, specs, mesh=mesh, optimizer=fs.optim.adamw(1e-4), accumulate=micro, prefetch=1, overlap=1,
         **RECOMPUTE[row.recompute],
     )  # fmt: skip
-    lowered, hardware = step.lower(params, tokens, tokens), Hardware.named(row.hardware)
-    count = tokens.numel() / row.axes.get("tensor", 1)
-    ways = {"": hardware} | {name: scaled(hardware, **{name: STEP}) for name in CONSTANTS}
-    return {name: count / lowered.timeline(each).step_seconds for name, each in ways.items()}
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One row, what is predicted (`predicted`), and by what the fit multiplies the rate."""
-
-    row: PublishedRow
-    found: Mapping[str, float]
-    gain: float = 1.0
-
-    def error(self, fitted: bool) -> float:
-        return abs(self.rate(fitted) / self.row.rate - 1)
-
-    def rate(self, fitted: bool) -> float:
-        return self.found[""] * (self.gain if fitted else 1.0)
+    lowered = step.lower(params, tokens, tokens)
+    count = tokens.numel() / row.axes.get("tensor", 1) / row.axes.get("context", 1)
+    ways = changed(Hardware.named(row.hardware), CONSTANTS)
+    seconds = {name: lowered.timeline(each).step_seconds for name, each in ways.items()}
+    return Comparison(row, Observation(seconds, count / row.rate), count)
 
 
 def run(config: BenchConfig, folder: Path) -> Result:
     """How near are predictions to what others have measured on GPUs, by model and hardware?
 
-    Constants are fitted, in logarithms, on the source with most rows, and tried on the others.
+    Constants of each generation are fitted, in logarithms, on every other source by number of rows, each source
+    with the same weight; the interval is what these leave; both are tried on the other sources.
     """
     rows, reasons = published()
     say(f"{len(rows)} rows, {sum(reasons.values())} left out")
     with ProcessPoolExecutor(2) as pool:
-        all_rows = [Comparison(*pair) for pair in zip(rows, pool.map(predicted, rows), strict=True)]
-    sources = [r.source for r in rows]
-    source = max(sources, key=sources.count)
-    fits = {
-        chip: fitted([c for c in all_rows if c.row.source == source and _chip(c.row) == chip])
-        for chip in dict.fromkeys(map(_chip, rows))
-    }
-    all_rows = [replace(c, gain=_gain(c.found, fits[_chip(c.row)])) for c in all_rows]
-    held = sorted(c.row.rate / c.rate(True) for c in all_rows if c.row.source != source)
+        all_rows = list(pool.map(compared, rows))
+    sources = halves(rows)
+    fits = {name: _fit(name, all_rows, sources[0]) for name in dict.fromkeys(map(_generation, rows))}
+    all_rows = [replace(c, fit=fits[_generation(c.row)]) for c in all_rows]
+    interval = _interval([c for c in all_rows if c.row.source in sources[0]])
+    held = sorted(c.row.rate / c.rate() for c in all_rows if c.row.source in sources[1])
+    within = sum(interval[0] <= 1 / each <= interval[1] for each in held)
     constants = "; ".join(
         f"{chip} {', '.join(f'{n} {v:.2f}' for n, v in fit.items())}" for chip, fit in fits.items()
     )
     left_out = "; ".join(f"{count} {reason}" for reason, count in reasons.items())
     notes = [
         "", f"constants, times those of the table: {constants}",
-        f"held out, measured / predicted: {held[0]:.2f} to {held[-1]:.2f}, four fifths within "
-        f"{_quantile(held, 0.1):.2f} and {_quantile(held, 0.9):.2f}",
+        f"the interval of a step's seconds: {interval[0]:.2f} to {interval[1]:.2f} times what is predicted; "
+        f"it holds {within} of {len(held)} rows that are held out ({held[0]:.2f} to {held[-1]:.2f} "
+        "of what is predicted, in tokens a second)",
         f"left out: {left_out}",
     ]  # fmt: skip
     values = [
-        {**vars(c.row), "model": vars(c.row.model), "predicted": c.found, "gain": c.gain} for c in all_rows
+        {**vars(c.row), "model": vars(c.row.model), "predicted": c.rate(False), "fitted": c.rate()}
+        for c in all_rows
     ]
     folder.mkdir(parents=True, exist_ok=True)
-    _scatter(all_rows, source, folder)
-    return Result(_table(all_rows, source), notes, {"rows": values, "fitted": fits, "left_out": reasons})
+    _scatter(all_rows, sources[0], folder)
+    return Result(
+        _table(all_rows, sources), notes,
+        {"rows": values, "fitted": fits, "interval": interval, "left_out": reasons},
+    )  # fmt: skip
 
 
-def _table(all_rows: Sequence[Comparison], source: str) -> list[list[str]]:
-    groups: dict[str, list[Comparison]] = {"fitted on": [], "held out": []}
-    for each in all_rows:
-        groups["fitted on" if each.row.source == source else "held out"].append(each)
+def halves(rows: Sequence[PublishedRow]) -> tuple[list[str], list[str]]:
+    """Sources that constants are fitted on, and those they are tried on: every other one, by number of rows."""
+    counts = Counter(row.source for row in rows)
+    ordered = sorted(counts, key=lambda source: (-counts[source], source))
+    return ordered[::2], ordered[1::2]
+
+
+def _fit(generation: str, all_rows: Sequence[Comparison], sources: Sequence[str]) -> dict[str, float]:
+    some = [c for c in all_rows if c.row.source in sources and _generation(c.row) == generation]
+    counts = Counter(c.row.source for c in some)
+    return fitted([replace(c.step, weight=1 / counts[c.row.source]) for c in some], CONSTANTS)
+
+
+def _interval(some: Sequence[Comparison]) -> tuple[float, float]:
+    """Between which shares of the predicted seconds nine tenths of the sources' rows lie, each source with the
+    same weight."""
+    counts = Counter(c.row.source for c in some)
+    ordered = sorted((c.rate() / c.row.rate, 1 / counts[c.row.source]) for c in some)
+    total = sum(weight for _, weight in ordered)
+    sums = [sum(w for _, w in ordered[: n + 1]) / total for n in range(len(ordered))]
+    low = next(ratio for (ratio, _), share in zip(ordered, sums, strict=True) if share >= 0.05)
+    high = next(ratio for (ratio, _), share in zip(ordered, sums, strict=True) if share >= 0.95)
+    return low, high
+
+
+def _generation(row: PublishedRow) -> str:
+    chip = row.hardware.partition("-")[0]
+    return GENERATION.get(chip, chip)
+
+
+def _table(all_rows: Sequence[Comparison], sources: tuple[list[str], list[str]]) -> list[list[str]]:
+    groups: dict[str, list[Comparison]] = {}
+    for name, some in zip(("fitted on", "held out"), sources, strict=True):
+        groups[name] = [c for c in all_rows if c.row.source in some]
+        for source in some:
+            groups[f"  {source.partition(' [')[0][:60]}"] = [c for c in all_rows if c.row.source == source]
     for key in ("hardware", "name"):
         for each in all_rows:
             groups.setdefault(f"  {getattr(each.row, key).lower()}", []).append(each)
@@ -232,54 +280,14 @@ def _table(all_rows: Sequence[Comparison], source: str) -> list[list[str]]:
     return table
 
 
-def _chip(row: PublishedRow) -> str:
-    return row.hardware[:4]
-
-
-def fitted(rows: Sequence[Comparison]) -> dict[str, float]:
-    """The constants, times those of the table, that bring predictions nearest in logarithms; nothing says by
-    how much a constant that no row is bound by differs, so small changes are preferred."""
-    if not rows:
-        return dict.fromkeys(CONSTANTS, 1.0)
-    slopes = torch.tensor([[_slope(each.found, c) for c in CONSTANTS] for each in rows], dtype=torch.float64)
-    gaps = torch.tensor([math.log(each.row.rate / each.rate(False)) for each in rows], dtype=torch.float64)
-    prior = len(rows) * 1e-3 * torch.eye(len(CONSTANTS), dtype=torch.float64)
-    logs = torch.linalg.solve(slopes.T @ slopes + prior, slopes.T @ gaps)
-    return dict(zip(CONSTANTS, logs.exp().tolist(), strict=True))
-
-
-def _slope(found: Mapping[str, float], constant: str) -> float:
-    return math.log(found[constant] / found[""]) / math.log(STEP)
-
-
-def _gain(found: Mapping[str, float], fit: Mapping[str, float]) -> float:
-    return math.exp(sum(_slope(found, c) * math.log(fit[c]) for c in CONSTANTS))
-
-
-def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's; 1 of fewer than three.
-
-    >>> rank_correlation([1, 5, 3], [10, 30, 20])
-    1.0
-    """
-    if len(a) < 3:
-        return 1.0
-    ranks = [[float(sorted(values).index(v)) for v in values] for values in (a, b)]
-    return statistics.correlation(*ranks)
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    return ordered[round(share * (len(ordered) - 1))]
-
-
-def _scatter(all_rows: Sequence[Comparison], source: str, folder: Path) -> None:
+def _scatter(all_rows: Sequence[Comparison], sources: Sequence[str], folder: Path) -> None:
     """Measured against predicted rates, in `published.png`."""
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(5, 5))
     for label, mark, was_fitted in (("fitted on", ".", True), ("held out", "x", False)):
-        some = [c for c in all_rows if (c.row.source == source) is was_fitted]
-        axes.loglog([c.row.rate for c in some], [c.rate(True) for c in some], mark, label=label)
+        some = [c for c in all_rows if (c.row.source in sources) is was_fitted]
+        axes.loglog([c.row.rate for c in some], [c.rate() for c in some], mark, label=label)
     ends = [pick(c.row.rate for c in all_rows) for pick in (min, max)]
     axes.loglog(ends, ends, linewidth=0.8)
     axes.set(xlabel="measured tokens/s and GPU", ylabel="predicted")

@@ -30,6 +30,7 @@ from experiments.cli import schema
 from experiments.cli.command_spec import CommandSpec
 from experiments.cli.exceptions import MISTAKES, text_of
 from experiments.configs.checks import TARGET, ConfigError, refusal
+from experiments.configs.train import MEASURED
 
 QUOTES = "quote a value with brackets, blanks or letters beyond ASCII: 'run.prompt=\"a b\"'"
 OWN_GROUP = re.compile(rf"(\w+)=(\{{.*\b{TARGET}:.*\}})", re.DOTALL)
@@ -39,13 +40,17 @@ SWEPT = 64  # values of an argument of a sweep that are checked before it starts
 
 
 def with_own_groups(arguments: list[str]) -> list[str]:
-    """The arguments, where a group that is a `_target_` replaces the defaults of the group.
+    """The arguments, where a group that is a `_target_` replaces the defaults of the group, and what is
+    measured is a name.
 
     >>> with_own_groups(["optimizer={_target_: mine.lion, lr: 1e-4}"])
     ['~optimizer', '+optimizer={_target_: mine.lion, lr: 1e-4}']
     >>> with_own_groups(["model._target_=mine.Net", "model.width=8"])
     ['~model', '++model._target_=mine.Net', '++model.width=8']
+    >>> with_own_groups(["hardware=measured:outputs"])
+    ['hardware.name=measured:outputs']
     """
+    arguments = [re.sub(f"^hardware=(?={MEASURED})", "hardware.name=", each) for each in arguments]
     own = {found[1] for found in map(OWN_KEY.fullmatch, arguments) if found}
     out = [f"~{group}" for group in sorted(own - {OBJECTIVE})]
     for argument in arguments:

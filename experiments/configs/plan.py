@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 import fnshard as fs
-from experiments.configs.train import AUTO, PrecisionConfig, RunConfig, StrategyConfig
+from experiments.configs.measured import measured_hardware
+from experiments.configs.train import AUTO, MEASURED, PrecisionConfig, RunConfig, StrategyConfig
 from experiments.data.files import append, write_json, write_text
-from fnshard.analysis.hardware import TABLE
 from fnshard.errors import report
 from fnshard.launcher.post_mortem import expect_memory
 from fnshard.step.lowered import Lowered
@@ -111,16 +111,23 @@ def _agreed(*args: Any, **options: Any) -> fs.Fit:
     return found
 
 
-def hardware_of(name: str, mesh: fs.Mesh) -> fs.Hardware:
-    """Whose speed to plan for: by name, measured together by all ranks, or by what the device is called."""
+def hardware_of(name: str, mesh: fs.Mesh | None = None) -> fs.Hardware:
+    """Whose speed to plan for: by name, measured together by all ranks, what runs of a folder have measured,
+    or by what the device of `mesh` is called.
+
+    Raises:
+        ConfigError: no run below the folder of `measured:FOLDER` says what it measured.
+    """
     if name == "measure":
         return fs.Hardware.measure(mesh)
+    if name.startswith(MEASURED):
+        return measured_hardware(name.removeprefix(MEASURED))
     if name != AUTO:
         return fs.Hardware.named(name)
     if mesh.device_type == "cpu":
         return fs.Hardware.named("cpu")
-    called = torch.cuda.get_device_name().lower() if mesh.device_type == "cuda" else ""
-    return fs.Hardware.named(next((known for known in TABLE if known in called), "h100"))
+    called = torch.cuda.get_device_name() if mesh.device_type == "cuda" else ""
+    return fs.Hardware.of_gpu(called) or fs.Hardware.named("h100")
 
 
 def write_plan(plan: Plan, folder: Path) -> None:

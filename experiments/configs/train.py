@@ -11,7 +11,15 @@ import math
 from dataclasses import field, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    StringConstraints,
+)
 from pydantic_core import PydanticCustomError
 
 from experiments.configs.checks import TARGET, configuration, registered
@@ -23,6 +31,7 @@ NEVER = "never"  # of run.resume
 MULTIPLE = 32  # of the positions of padded rows
 STRATEGIES = (*registered("layout/presets.py", "PRESETS"), AUTO)
 HARDWARE = (AUTO, *sorted(registered("analysis/hardware.py", "TABLE")), "measure")
+MEASURED = "measured:"  # and a folder of runs: hardware as these have measured it
 SCHEDULES = registered("optim/schedules.py", "SCHEDULES")
 
 
@@ -283,12 +292,13 @@ class RunConfig:
 @configuration
 class HardwareConfig:
     """Whose speed is planned for and compared with: a name of `analysis.hardware.TABLE`; "auto" is what the
-    job runs on, "measure" takes a few seconds to find out.
+    job runs on, "measure" takes a few seconds to find out, "measured:FOLDER" corrects what earlier runs were
+    predicted by with what they measured.
 
     `price_per_hour`: of one device, in a currency of your own; null leaves costs out.
     """
 
-    name: Literal[HARDWARE] = AUTO
+    name: Literal[HARDWARE] | Annotated[str, StringConstraints(pattern=f"^{MEASURED}.")] = AUTO
     price_per_hour: NonNegativeFloat | None = None
 
 

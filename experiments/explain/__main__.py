@@ -1,14 +1,17 @@
-"""`python -m experiments.explain model=70b strategy=full_shard mesh.shard=1024 hardware=h100`."""
+"""`python -m experiments.explain model=70b strategy=full_shard mesh.shard=1024 hardware=h100`; and of a run,
+`python -m experiments.explain run=outputs/2030-01-31/12-00-00`."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
-from experiments.cli.main import answer
+from experiments.cli.main import answer, exiting
 from experiments.data.files import write_json, write_text
 from experiments.explain import words
 from experiments.explain.config import SPEC, ExplainConfig
 from experiments.explain.paper import explain
+from experiments.explain.waste import waste
 from fnshard import plot
 
 
@@ -27,5 +30,20 @@ def write(config: ExplainConfig, folder: Path) -> None:
     print(f"\nresults: {folder}", flush=True)
 
 
+def write_waste(folder: Path) -> None:
+    """Print where a run's time went, and leave it there."""
+    text = waste(folder)
+    print(text, flush=True)
+    write_text(folder / "waste.txt", text + "\n")
+
+
+def main(arguments: list[str]) -> None:
+    """Explain the run that the one argument names, or a configuration."""
+    if len(arguments) == 1 and arguments[0].startswith("run="):
+        exiting(lambda: write_waste(Path(arguments[0].removeprefix("run="))))
+    else:
+        answer(SPEC, write)
+
+
 if __name__ == "__main__":
-    answer(SPEC, write)
+    main(sys.argv[1:])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import fnshard as fs
-from experiments.configs.plan import axis_of, dtypes_of
+from experiments.configs.plan import axis_of, dtypes_of, hardware_of
 from experiments.configs.train import AUTO, ScheduleConfig
 from experiments.explain.config import ExplainConfig
 from experiments.training.decoder import Decoder, loss_function
@@ -73,9 +73,8 @@ class Paper:
 def explain(config: ExplainConfig) -> Paper:
     """Lower the configuration's step; nothing is compiled, nothing runs."""
     name, gigabytes, found = config.hardware.name, config.run.device_gb, None
-    hardware = fs.Hardware.measure() if name == "measure" else fs.Hardware.named(name)
-    device = "cpu" if name in ("cpu", "measure") else "cuda"
-    config = replace(config, precision=config.precision.on(device, sums=True))
+    hardware = hardware_of(name)
+    config = replace(config, precision=config.precision.on("cuda" if hardware.overlap else "cpu", sums=True))
     device_bytes = hardware.memory_bytes if gigabytes is None else int(gigabytes * 1e9)
     axes = {name: size for name, size in config.mesh.axes.items() if size > 1 or name == "shard"}
     # "cpu" in name only: an abstract mesh stands for accelerators, and needs none here.

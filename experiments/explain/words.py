@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import fnshard as fs
 from experiments.configs.train import AUTO
 from experiments.explain.config import PER_PARAMETER
 from experiments.explain.paper import Paper
@@ -67,7 +68,8 @@ def summary(paper: Paper) -> dict[str, str]:
         "FLOPs per token": f"{big(each)} forward and backward, "
         f"{f'{again:.1%} more' if again >= 5e-4 else 'nothing'} recomputed",
         "mesh": f"{paper.mesh}: {config.mesh.ranks:,} × {paper.hardware.name}, "
-        f"{counted(-(-config.mesh.ranks // near), 'node')} of {min(near, config.mesh.ranks)}",
+        f"{counted(-(-config.mesh.ranks // near), 'node')} of {min(near, config.mesh.ranks)}; "
+        f"{over_nodes(paper.mesh, paper.hardware)}",
         "batch": f"{config.rows * config.mesh.data_ranks:,} rows, {big(paper.tokens_per_step)} tokens; "
         f"{counted(config.rows, 'row')} a rank{micro}",
         "plan": plan_line(paper),
@@ -81,6 +83,21 @@ def summary(paper: Paper) -> dict[str, str]:
         f"{big(paper.tokens_per_day / 86_400 / config.mesh.ranks)} a second on each rank",
         "training": _training(paper),
     }
+
+
+def over_nodes(mesh: fs.Mesh, hardware: fs.Hardware) -> str:
+    """Over how many nodes the groups of each axis lie: ranks of the last axes are neighbours.
+
+    >>> mesh = fs.make_mesh(shard=4, tensor=8, abstract=True)
+    >>> over_nodes(mesh, fs.Hardware.named("h100"))
+    'shard over 4 nodes, tensor within a node'
+    """
+    found = {
+        name: len({rank // hardware.ranks_per_node for rank in mesh.group_ranks((name,), 0)})
+        for name, size in zip(mesh.names, mesh.sizes, strict=True) if size > 1
+    }  # fmt: skip
+    near = {name: "within a node" if n == 1 else f"over {n:,} nodes" for name, n in found.items()}
+    return ", ".join(f"{name} {where}" for name, where in near.items()) or "one device"
 
 
 def counted(number: int, of: str) -> str:

@@ -11,9 +11,10 @@ from hydra.core.hydra_config import HydraConfig
 
 import fnshard as fs
 from experiments.cli.main import answer
+from experiments.configs.plan import hardware_of
 from experiments.data.files import write_json, write_text
 from experiments.explain.config import PER_PARAMETER
-from experiments.explain.words import big, counted
+from experiments.explain.words import big, counted, over_nodes
 from experiments.plan.config import SPEC, PlanConfig
 from experiments.plan.search import PARTS, Candidate, Planner
 from fnshard.analysis.hardware import Hardware, mfu
@@ -26,10 +27,8 @@ Say = Callable[[str], None]
 
 def write(config: PlanConfig, folder: Path) -> None:
     """Print the best plan and why, and leave it in a folder with a picture of all that were looked at."""
-    name = config.hardware.name
-    hardware = Hardware.measure() if name == "measure" else Hardware.named(name)
-    device = "cpu" if name in ("cpu", "measure") else "cuda"
-    config = replace(config, precision=config.precision.on(device, sums=True))
+    hardware = hardware_of(config.hardware.name)
+    config = replace(config, precision=config.precision.on("cuda" if hardware.overlap else "cpu", sums=True))
 
     def say(text: str) -> None:
         print(f"  {text}", flush=True)
@@ -133,7 +132,7 @@ def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
     plan, used = best.knobs.overrides(config.batch_rows), mfu(best.flops, best.seconds, best.peak_flops)
     rows = {
         "model": f"{config.model.parameters:,} parameters, context {config.model.context:,}",
-        "devices": f"{planner.devices:,} × {hardware.name}",
+        "devices": f"{planner.devices:,} × {hardware.name}; {over_nodes(planner.mesh(best.knobs), hardware)}",
         "batch": f"{config.batch_rows:,} rows, {big(tokens)} tokens; a rank "
         f"has {micro} times {counted(best.knobs.micro_rows, 'row')}",
         "plan": plan,

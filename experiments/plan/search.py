@@ -43,7 +43,8 @@ TIERS = {  # of the optimizer's state
 
 @dataclass(frozen=True)
 class Knobs:
-    """One plan. `micro_rows`: of a rank's micro-batch; `keep`: leaves stay gathered until their backward."""
+    """One plan. `micro_rows`: of a rank's micro-batch; `keep`: leaves stay gathered until their backward;
+    `optimizer_dtype`: None is the precision's."""
 
     replicate: int = 1
     shard: int = 1
@@ -53,6 +54,7 @@ class Knobs:
     remat: str | float = "none"
     keep: bool = False
     optimizer: str = "device"
+    optimizer_dtype: str | None = None
 
     @property
     def data_ranks(self) -> int:
@@ -81,6 +83,7 @@ class Knobs:
             **({"strategy.remat": self.remat} if self.remat != "none" else {}),
             **{f"strategy.{name}": value for name, value in self.tiers.items()},
             **({"run.accumulate": accumulate} if accumulate > 1 else {}),
+            **({"precision.optimizer": self.optimizer_dtype} if self.optimizer_dtype else {}),
         }  # fmt: skip
         return " ".join(f"{key}={value}" for key, value in words.items())
 
@@ -158,6 +161,7 @@ class Planner:
         """Plans that are one step away along a knob; a factor goes from one axis to another."""
         out = [replace(knobs, remat=r) for r in REMAT] + [replace(knobs, optimizer=t) for t in TIERS]
         out.append(replace(knobs, keep=not knobs.keep))
+        out += [replace(knobs, optimizer_dtype=d) for d in (None, *self.config.optimizer_dtypes)]
         for prime in _primes(self.devices):
             for source in AXES:
                 for target in (a for a in AXES if a != source):
@@ -214,21 +218,27 @@ class Planner:
             "flops": time.model_flops, "peak_flops": time.peak_flops,
         }  # fmt: skip
 
+    def mesh(self, knobs: Knobs) -> fs.Mesh:
+        """Axes that split nothing are left out; those that exchange most lie in one node, as the last."""
+        axes = {n: s for n, s in knobs.mesh.axes.items() if s > 1 or n == "shard"}
+        return fs.make_mesh(**axes, device="cpu", abstract=True)
+
     def lowered(self, knobs: Knobs, layers: int, micro: int) -> Lowered:
         """The step of so many layers and micro-batches; traces are shared by plans that trace alike."""
         model = replace(self.config.model, layers=layers)
-        axes = {n: s for n, s in knobs.mesh.axes.items() if s > 1 or n == "shard"}
-        mesh = fs.make_mesh(**axes, device="cpu", abstract=True)
+        mesh = self.mesh(knobs)
         with torch.device("meta"):
             loss, params = loss_function(Decoder(model))
             tokens = torch.empty(knobs.micro_rows * micro, model.context, dtype=torch.int64)
-        how = {"tensor": axis_of("tensor", mesh), **dtypes_of(self.config.precision), **knobs.tiers}
+        precision = self.config.precision
+        precision = replace(precision, optimizer=knobs.optimizer_dtype or precision.optimizer)
+        how = {"tensor": axis_of("tensor", mesh), **dtypes_of(precision), **knobs.tiers}
         specs = fs.presets.PRESETS[knobs.preset](params, mesh, **how)
         optimizer = make_optimizer(self.config.optimizer, ScheduleConfig(name="constant"), 1, UNDECAYED)
         step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optimizer, accumulate=micro, grad_norm=True)
         step.resolve(params)
         resolved, options = ResolvedSpecs.of(step.specs), step.options
-        key = knobs.tensor, knobs.context, knobs.micro_rows, tuple(axes), layers, micro
+        key = knobs.tensor, knobs.context, knobs.micro_rows, mesh.names, layers, micro
         if key not in self._fronts:
             self._fronts[key] = step.front(tokens, tokens)
         front = self._fronts[key]

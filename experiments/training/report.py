@@ -157,7 +157,9 @@ class Report:
                 "flops_per_token": work.model_flops * work.ranks / self.tokens,
                 "predicted_peak_bytes": work.peak_bytes,
             }
-        return self.record.write(status, self._reached, work and work.attention, **measured)
+        known = work is not None and math.isfinite(seconds)
+        predicted = {**work.prediction, "measured_s": seconds} if known else None
+        return self.record.write(status, self._reached, work and work.attention, predicted, **measured)
 
     @property
     def _reached(self) -> int:

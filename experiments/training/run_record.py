@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 import fnshard as fs
+from experiments.configs.measured import RUN, prediction_of
 from experiments.data.files import read_json, write_json
 from fnshard.analysis.hardware import mfu
 
-RUN = "run.json"
 PACKAGES = (
     "fnshard", "torch", "numpy", "hydra-core", "safetensors", "transformers", "tensorboard", "wandb",
     "mlflow-skinny",
@@ -150,7 +150,7 @@ class StepWork:
     """What is predicted of a step, for one rank.
 
     `peak_flops`: per second, of the hardware; NaN where it is not known. `attention`: how many of one forward
-    are which of torch's kernels.
+    are which of torch's kernels. `prediction`: of its time, as `run.json` keeps it.
     """
 
     model_flops: float
@@ -158,14 +158,23 @@ class StepWork:
     peak_bytes: int
     peak_flops: float = math.nan
     attention: Mapping[str, int] = field(default_factory=dict)
+    prediction: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
-    def of(lowered: Any, hardware: fs.Hardware | None) -> StepWork:
-        """Read off a lowered step; any hardware has the same FLOPs."""
+    def of(
+        lowered: Any, hardware: fs.Hardware | None, predicted_for: fs.Hardware | None = None
+    ) -> StepWork:
+        """Read off a lowered step; any hardware has the same FLOPs.
+
+        Args:
+            hardware: whose peak an MFU is a share of.
+            predicted_for: whose speed its time is predicted with.
+        """
         timeline = lowered.timeline(hardware or "cpu")
         peak = math.nan if hardware is None else timeline.peak_flops
         peak_bytes = lowered.memory_analysis().peak_bytes
-        return StepWork(timeline.model_flops, timeline.ranks, peak_bytes, peak, lowered.attention)
+        predicted = {} if predicted_for is None else prediction_of(lowered, predicted_for)
+        return StepWork(timeline.model_flops, timeline.ranks, peak_bytes, peak, lowered.attention, predicted)
 
     def mfu(self, seconds: float) -> float:
         """Of a step that takes so long, as `fnshard.analysis.hardware.mfu` defines it."""
@@ -194,12 +203,18 @@ class RunRecord:
         self._known = read_json(self.folder / RUN)
 
     def write(
-        self, status: str, step: int, attention: Mapping[str, int] | None = None, **measured: float
+        self,
+        status: str,
+        step: int,
+        attention: Mapping[str, int] | None = None,
+        prediction: Mapping[str, Any] | None = None,
+        **measured: float,
     ) -> dict[str, Any]:
         """The run after step `step`. What is NaN is not known, and what was known before stays.
 
         Args:
             attention: of `StepWork`; None: not known yet.
+            prediction: of `StepWork`, with the seconds that a step has taken (`measured_s`).
 
         Returns:
             The totals over all processes.
@@ -221,6 +236,7 @@ class RunRecord:
         values = {
             "status": status, "totals": totals, "attempts": attempts,
             "attention": self._known.get("attention") if attention is None else dict(attention),
+            "prediction": self._known.get("prediction") if prediction is None else dict(prediction),
         }  # fmt: skip
         write_json(self.folder / RUN, values | dict(self.facts))
         return totals

@@ -145,9 +145,13 @@ def one_step(training: Training, state: fs.TrainState, number: int, here: int) -
     with spent.on("data"):
         batch = training.batch(state, next(training.loader))  # the step sends it to the device
     lowered = None
-    if is_first and step.mesh.rank == 0:
+    if is_first and (step.mesh.rank == 0 or training.config.run.profile):
         with spent.on("compile"):
-            lowered = _describe(training, step.lower(state, *batch))
+            lowered = step.lower(state, *batch)
+            if training.config.run.profile:
+                training.tracer = _tracer(training, lowered)
+            if step.mesh.rank == 0:
+                _describe(training, lowered)
     if here == 2 and on_gpu:
         torch.cuda.reset_peak_memory_stats()
     tracing = nullcontext() if training.tracer is None else training.tracer.on(here)
@@ -162,7 +166,7 @@ def one_step(training: Training, state: fs.TrainState, number: int, here: int) -
         with spent.on("compile"):
             report_rows(training, read(training))  # nobody waits for what is prepared
             training.prepare(state)
-    if lowered is not None:
+    if lowered is not None and step.mesh.rank == 0:
         _describe_compiled(training, lowered)
     if here == 2 and on_gpu and step.mesh.rank == 0:
         peak = torch.cuda.max_memory_allocated()
@@ -172,18 +176,17 @@ def one_step(training: Training, state: fs.TrainState, number: int, here: int) -
     return state
 
 
-def _describe(training: Training, lowered: Any) -> Any:
-    """Write what the step is before it runs: its schedule, its memory; returns it."""
+def _describe(training: Training, lowered: Any) -> None:
+    """Write what the step is before it runs: its schedule, its memory."""
     mesh, planned = training.step.mesh, training.plan.hardware
     write_text(training.folder / "schedule.txt", lowered.as_text() + "\n")
     write_memory(lowered, training.folder, mesh.device_type)
-    training.report.work = StepWork.of(lowered, peak_of(planned, mesh))
-    if training.config.run.profile:
-        hardware = planned or hardware_of(AUTO, mesh)
-        training.tracer = Tracer(
-            training.step, training.config.run.profile, lowered, hardware, training.folder
-        )
-    return lowered
+    training.report.work = StepWork.of(lowered, peak_of(planned, mesh), hardware_of(AUTO, mesh))
+
+
+def _tracer(training: Training, lowered: Any) -> Tracer:
+    steps, base = training.config.run.profile, hardware_of(AUTO, training.step.mesh)
+    return Tracer(training.step, steps, lowered, training.plan.hardware or base, base, training.folder)
 
 
 def _describe_compiled(training: Training, lowered: Any) -> None:

@@ -1,4 +1,4 @@
-"""`run.profile=N`: N steps of rank 0 as a trace, next to what was predicted of them, in `profile/`."""
+"""`run.profile=N`: N steps as a trace, next to what was predicted of them, line by line, in `profile/`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import fnshard as fs
-from experiments.data.files import write_text
+from experiments.configs.measured import LINES, lines_of
+from experiments.data.files import write_json, write_text
 from fnshard.analysis.hardware import TABLE
 from fnshard.errors import MissingExtraError
 
-FOLDER, TRACE, TEXT, PICTURE = "profile", "trace.json", "timeline.txt", "timeline.png"
+FOLDER, TRACE, TEXT, PICTURE = LINES.parent, "trace.json", "timeline.txt", "timeline.png"
 FIRST = 3  # step of a process: the first compiles, the second is where memory is measured
 
 
 @dataclass
 class Tracer:
-    """Traces `steps` steps of this process on rank 0: all ranks do the same.
+    """Traces `steps` steps of this process; all ranks do, so that who is waited for can be seen.
 
     Args:
-        lowered: the step; `hardware`: what its prediction is for.
+        lowered: the step; `hardware`: what its prediction is for; `base`: what `run.json` predicts with.
         folder: of the run.
     """
 
@@ -30,6 +31,7 @@ class Tracer:
     steps: int
     lowered: Any
     hardware: fs.Hardware
+    base: fs.Hardware
     folder: Path
     _traced: int = 0
     _open: ExitStack = field(default_factory=ExitStack)
@@ -41,7 +43,7 @@ class Tracer:
     def on(self, here: int) -> Iterator[None]:
         """Around the `here`th step of this process."""
         if here == FIRST:
-            self._open.enter_context(fs.profile.traced(self.step, self.folder / FOLDER / TRACE))
+            self._open.enter_context(fs.profile.traced(self.step, self._trace))
         yield
         self._traced += FIRST <= here < FIRST + self.steps
 
@@ -49,13 +51,28 @@ class Tracer:
         """Whether the `here`th step of this process is the last one that is traced."""
         return here == FIRST + self.steps - 1
 
+    @property
+    def _trace(self) -> Path:
+        """Of rank 0 it stays; others' are read and removed."""
+        rank = self.step.mesh.rank
+        return self.folder / FOLDER / (f"rank-{rank}.json" if rank else TRACE)
+
     def write(self) -> str:
-        """End the trace and write what is measured; returns a line about it, or nothing where nothing was."""
+        """End the trace and write what is measured; returns a line about it, or nothing where nothing was.
+
+        All ranks call it together.
+        """
         self._open.close()
         if not self._traced:
             return ""
         folder, predicted = self.folder / FOLDER, self._predicted
-        measured = fs.profile.measured(folder / TRACE, self.lowered, self.hardware)
+        measured = fs.profile.measured(self._trace, self.lowered, self.hardware)
+        waited = self.step.gather_strings(str(measured.exposed_communication_seconds))
+        if self.step.mesh.rank:
+            self._trace.unlink()
+            return ""
+        values = lines_of(self.lowered, self.base, measured)
+        write_json(self.folder / LINES, {**values, "exposed_s": [float(text) for text in waited]})
         name = self.hardware.name
         nominal = f"; predicted with the nominal speeds of {name}: hardware=measure takes this machine's"
         note = nominal if name in TABLE else ""

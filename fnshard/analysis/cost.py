@@ -119,7 +119,7 @@ class HardwarePricer:
 
     def streamed(self, size: float) -> Price:
         """A cast, a sum: bytes read and written."""
-        return self.compute(self.hardware.memory.seconds(size), size)
+        return self.compute(self.hardware.copy.seconds(size), size)
 
     def here_or_on_host(self, line: Instruction, size: float) -> Price:
         """A cast or sum of so many bytes, on the host if what it reads rests there."""

@@ -7,6 +7,7 @@ a cache). Nothing here knows of models or schedules: `Hardware.measure` is micro
 from __future__ import annotations
 
 import math
+import re
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
@@ -119,8 +120,9 @@ class Hardware:
         transcendental: exp and its like, elements/s.
         scatter: bytes/s of additions to rows that an index names (the backward of an embedding).
         update: bytes/s of the optimizer's fused kernel, all it reads and writes counted.
-        copy: bytes/s of packing and unpacking, read and written both counted.
-        node, network: links among the ranks of one node, and between nodes.
+        copy: bytes/s of packing, unpacking and casts, read and written both counted.
+        node, network: links among the ranks of one node (of one NVLink domain, where that is larger), and
+            between nodes.
         host_link_bytes_per_s: one direction between device and host.
         host_update_bytes_per_s: the optimizer on the host.
         disk_bytes_per_s: between disk and host.
@@ -162,7 +164,7 @@ class Hardware:
 
     @staticmethod
     def named(name: str) -> Hardware:
-        """One of the table: "h100", "h200", "a100", "cpu".
+        """One of the table: "h100", "h200", "a100", "b200", "gb200", "mi300x", "l4", "cpu" and others.
 
         Raises:
             SpecError: an unknown name; lists the known ones.
@@ -195,10 +197,12 @@ class Hardware:
     def of_gpu(name: str) -> Hardware | None:
         """What the table says of a GPU that calls itself `name`; None if it is not in there.
 
-        >>> Hardware.of_gpu("NVIDIA H200").name
-        'h200'
+        >>> Hardware.of_gpu("NVIDIA A100-SXM4-40GB").name
+        'a100-40gb'
         """
-        return next((each for key, each in TABLE.items() if key in name.lower() and key != "cpu"), None)
+        words = set(re.split(r"[^a-z0-9]+", name.lower()))
+        known = [key for key in TABLE if words.issuperset(key.split("-"))]
+        return TABLE[max(known, key=len)] if known else None
 
     @staticmethod
     def measure(mesh: Mesh | None = None, clock: Callable[[], float] = time.perf_counter) -> Hardware:
@@ -278,12 +282,14 @@ def _gpu(
     gigabytes: float,
     tflops: Mapping[str, float],
     terabytes_per_s: float,
-    nvlink: float,
+    node: float,
     network: float,
-    pcie: float,
+    host: float,
     reached: tuple[float, float, float, float],
+    per_node: int = 8,
+    spread: tuple[float, float] | None = None,
 ) -> Hardware:
-    """A data-centre GPU, eight to a node: data-sheet rates times what training reaches of them."""
+    """A GPU: data-sheet rates times what training reaches of them; links in GB/s and direction, of one GPU."""
     matmul, attention, memory, wire = reached
     streaming = Curve.flat(terabytes_per_s * 1e12 * memory)
     return Hardware(
@@ -300,10 +306,10 @@ def _gpu(
         scatter=streaming.best / 4,
         update=streaming,
         copy=streaming,
-        node=Link.even(15e-6, nvlink * 1e9 * wire),
+        node=Link.even(15e-6, node * 1e9 * wire),
         network=Link.even(30e-6, network * 1e9 * wire),
-        ranks_per_node=8,
-        host_link_bytes_per_s=pcie * 1e9 * wire,
+        ranks_per_node=per_node,
+        host_link_bytes_per_s=host * 1e9 * wire,
         host_update_bytes_per_s=20e9,  # a host's memory, some 200 GB/s of it, shared by eight
         disk_bytes_per_s=3e9,  # NVMe
         instruction_seconds=15e-6,
@@ -311,42 +317,79 @@ def _gpu(
         launch_seconds=4e-6,
         floor_seconds=2.5e-6,
         overlap=True,
-        spread=(0.82, 1.2),
+        spread=spread,
     )
 
 
 # What training reaches of products, attention, memory and links: fitted to 209 published rates of llm-foundry
 # (FSDP, 125M to 70B, 8 to 512 GPUs), and once more to 61 of these, from where that led. `spread` holds 204 of
 # them, and 10 of 13 rates of four other sources, by which it was chosen (`experiments.bench case=published`).
+# Chips of which nothing was compared are taken to reach as much as the nearest generation, and say no interval.
 AMPERE, HOPPER = (0.70, 0.37, 0.66, 0.78), (0.65, 0.18, 0.545, 0.73)
-_a100 = partial(
-    _gpu, tflops={"f64": 19.5, "f32": 19.5, "bf16": 312, "f16": 312}, nvlink=300, network=25, pcie=32,
-    reached=AMPERE,
-)  # fmt: skip
-_h100 = partial(
-    _gpu, nvlink=450, network=50, pcie=64, reached=HOPPER,
-    tflops={"f64": 67, "f32": 67, "bf16": 989, "f16": 989, "float8_e4m3fn": 1979, "float8_e5m2": 1979},
-)  # fmt: skip
+SPREAD = (0.82, 1.2)
+
+
+def _tflops(bf16: float, fp32: float, fp64: float, fp8: float | None = None) -> dict[str, float]:
+    """Dense peaks, by dtype."""
+    narrow = {} if fp8 is None else {"float8_e4m3fn": fp8, "float8_e5m2": fp8}
+    return {"f64": fp64, "f32": fp32, "bf16": bf16, "f16": bf16, **narrow}
+
+
+_a100 = partial(_gpu, tflops=_tflops(312, 19.5, 19.5), node=300, network=25, host=32, reached=AMPERE,
+                spread=SPREAD)  # fmt: skip
+_h100 = partial(_gpu, node=450, network=50, host=64, reached=HOPPER, spread=SPREAD)
+_blackwell = partial(_gpu, node=900, reached=HOPPER)
+H100 = _tflops(989, 67, 67, 1979)
+# By name: the data sheet of each, dense (half of a sparse figure), with fp32 products that do not use TF32.
 TABLE: dict[str, Hardware] = {
-    # NVIDIA H100 data sheet, SXM5: 989 TFLOP/s dense bf16 (half of the sparse figure), 1979 fp8, 67 fp32, 67
-    # fp64 by tensor cores; 80 GB HBM3 at 3.35 TB/s; NVLink 900 GB/s, both ways; a 400 Gb/s adapter per GPU
-    # (DGX H100 user guide); PCIe 5 x16, 64 GB/s each way. fp32 matmuls do not use TF32 unless asked to.
-    "h100": _h100("h100", gigabytes=80, terabytes_per_s=3.35),
-    # NVIDIA H200 data sheet, SXM: the H100's cores, 141 GB HBM3e at 4.8 TB/s.
-    "h200": _h100("h200", gigabytes=141, terabytes_per_s=4.8),
-    # An H100 of 96 GB HBM2e at 2.4 TB/s that is limited to 500 W (torchtitan's benchmarks). No sheet says
-    # what the limit costs: 0.8 of the SXM's rates is assumed.
-    "h100-500w": _h100(
-        "h100-500w",
-        gigabytes=96,
-        terabytes_per_s=2.4,
-        tflops={"f64": 54, "f32": 54, "bf16": 791, "f16": 791, "float8_e4m3fn": 1583, "float8_e5m2": 1583},
+    # NVIDIA H100, SXM5: HBM3; NVLink 900 GB/s, both ways; a 400 Gb/s adapter per GPU (DGX H100); PCIe 5 x16.
+    "h100": _h100("h100", gigabytes=80, terabytes_per_s=3.35, tflops=H100),
+    # NVIDIA H100 PCIe: HBM2e; no NVLink but in pairs, so that groups talk over PCIe 5 x16.
+    "h100-pcie": _h100(
+        "h100-pcie", gigabytes=80, terabytes_per_s=2.0, tflops=_tflops(756, 51, 51, 1513), node=64, spread=None
     ),
-    # NVIDIA A100 data sheet, SXM 80 GB: 312 TFLOP/s dense bf16, 19.5 fp32 and fp64 by tensor cores; HBM2e at
-    # 2.039 TB/s; NVLink 600 GB/s, both ways; 200 Gb/s per GPU (DGX A100); PCIe 4 x16, 32 GB/s each way.
+    # NVIDIA H200, SXM: the H100's cores and HBM3e.
+    "h200": _h100("h200", gigabytes=141, terabytes_per_s=4.8, tflops=H100),
+    # An H100 of 96 GB HBM2e that is limited to 500 W (torchtitan's benchmarks). No sheet says what the limit
+    # costs: 0.8 of the SXM's rates is assumed.
+    "h100-500w": _h100(
+        "h100-500w", gigabytes=96, terabytes_per_s=2.4, tflops=_tflops(791, 54, 54, 1583)
+    ),
+    # NVIDIA A100, SXM: HBM2e; NVLink 600 GB/s, both ways; 200 Gb/s per GPU (DGX A100); PCIe 4 x16.
     "a100": _a100("a100", gigabytes=80, terabytes_per_s=2.039),
-    # The same with 40 GB of HBM2 at 1.555 TB/s.
-    "a100-40gb": _a100("a100-40gb", gigabytes=40, terabytes_per_s=1.555),
+    "a100-40gb": _a100("a100-40gb", gigabytes=40, terabytes_per_s=1.555),  # the same with HBM2
+    # NVIDIA HGX B200: NVLink 5, 1.8 TB/s both ways; 400 Gb/s per GPU (DGX B200); PCIe 5 x16.
+    "b200": _blackwell(
+        "b200", gigabytes=180, terabytes_per_s=7.7, tflops=_tflops(2250, 75, 37, 4500), network=50, host=64
+    ),
+    # NVIDIA GB200 NVL72: 72 GPUs in one NVLink domain, which is a node here; 400 Gb/s per GPU to other racks;
+    # to the host's memory by NVLink-C2C, 900 GB/s of two GPUs, both ways.
+    "gb200": _blackwell(
+        "gb200", gigabytes=186, terabytes_per_s=8.0, tflops=_tflops(2500, 80, 40, 5000), network=50, host=225,
+        per_node=72,
+    ),
+    # NVIDIA GB300 NVL72: more memory, 800 Gb/s per GPU to other racks, and hardly any fp64.
+    "gb300": _blackwell(
+        "gb300", gigabytes=279, terabytes_per_s=8.0, tflops=_tflops(2500, 80, 1.3, 5000), network=100,
+        host=225, per_node=72,
+    ),
+    # AMD Instinct MI300X: HBM3; seven Infinity Fabric links of 64 GB/s each way to the seven others; 400 Gb/s
+    # per GPU; PCIe 5 x16.
+    "mi300x": _gpu(
+        "mi300x", gigabytes=192, terabytes_per_s=5.3, tflops=_tflops(1307, 163, 163, 2615), node=448,
+        network=50, host=64, reached=HOPPER,
+    ),
+    # NVIDIA L4, eight in a cloud's box: GDDR6; PCIe 4 x16, and one 100 Gb/s adapter for all.
+    "l4": _gpu(
+        "l4", gigabytes=24, terabytes_per_s=0.3, tflops=_tflops(121, 30.3, 0.5, 242), node=32, network=1.5,
+        host=32, reached=AMPERE,
+    ),
+    # NVIDIA GeForce RTX 4090, eight in a box: GDDR6X; PCIe 4 x16 without peer-to-peer, so that what is sent
+    # passes the host's memory; one 100 Gb/s adapter for all. Tensor cores with fp32 sums.
+    "rtx-4090": _gpu(
+        "rtx-4090", gigabytes=24, terabytes_per_s=1.008, tflops=_tflops(165, 82.6, 1.3, 330), node=16,
+        network=1.5, host=32, reached=AMPERE,
+    ),
     # Two cores of a server CPU with AVX-512 and its bf16 dot products, one rank on each, rounded from
     # `Hardware.measure()` there. For plans that never see a GPU: measure yours instead.
     "cpu": Hardware(

@@ -44,7 +44,7 @@ from fnshard.errors import SpecError
 from fnshard.step.lowered import Lowered
 from fnshard.step.step import Step
 
-__all__ = ["measured", "table", "traced"]
+__all__ = ["by_kind", "exposed", "kind_of", "measured", "table", "traced"]
 
 PREFIX = "fnshard"
 LAUNCHES = ("cuda_runtime", "cuda_driver")  # categories of a trace: what the host asked for
@@ -247,7 +247,7 @@ def table(lowered: Lowered, predicted: Timeline, measured: Timeline) -> str:
     Kinds without predicted and measured time are left out.
     """
     lines = lowered.schedule.instructions
-    both = [_by_kind(t, lines) for t in (predicted, measured)]
+    both = [by_kind(t, lines) for t in (predicted, measured)]
     kinds = sorted(set(both[0]) | set(both[1]), key=lambda k: -max(t.get(k, 0.0) for t in both))
     rows = [("step", predicted.step_seconds, measured.step_seconds)]
     rows += [(f"  {k}", both[0].get(k, 0.0), both[1].get(k, 0.0)) for k in kinds]
@@ -260,15 +260,27 @@ def table(lowered: Lowered, predicted: Timeline, measured: Timeline) -> str:
     return "\n".join(out)
 
 
-def _by_kind(timeline: Timeline, lines: Sequence[Instruction]) -> dict[str, float]:
+def by_kind(timeline: Timeline, lines: Sequence[Instruction]) -> dict[str, float]:
+    """Seconds of a timeline by `kind_of` the lines of its schedule."""
     out: dict[str, float] = {}
     for span in timeline.spans:
-        kind = _kind(lines[span.index])
+        kind = kind_of(lines[span.index])
         out[kind] = out.get(kind, 0.0) + span.end - span.start
     return out
 
 
-def _kind(line: Instruction) -> str:
+def exposed(timeline: Timeline) -> dict[int, float]:
+    """By line of the schedule: seconds of its collectives and transfers in which nothing is computed."""
+    busy = [s for s in timeline.spans if s.lane in (COMPUTE, HOST)]
+    out: dict[int, float] = {}
+    for span in timeline.spans:
+        if span.lane in (COMMUNICATION, TRANSFER):
+            out[span.index] = out.get(span.index, 0.0) + _alone([span], busy)
+    return out
+
+
+def kind_of(line: Instruction) -> str:
+    """What a line does: its verb, or that of what it waits for; of a kernel which way it runs."""
     if isinstance(line, Run):
         return f"run {'backward' if line.backward else 'forward'}"
     return (line.of if isinstance(line, Wait) else line).verb

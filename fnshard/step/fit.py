@@ -138,6 +138,7 @@ class Fit:
             "host_bytes": self.chosen.host_bytes,
             "device_bytes": self.device_bytes,
             "seconds": self.seconds,
+            "interval": self.timeline.interval,
             "mfu": self.timeline.mfu,
             "rejected": [
                 {"plan": str(c.choice), "peak_bytes": c.peak_bytes, "seconds": c.seconds, "why": why}
@@ -150,7 +151,9 @@ class Fit:
 
     def __str__(self) -> str:
         lines = [f"within {size(self.device_bytes)}, of {self.looked_at} plans looked at:"]
-        lines.append(f"  {self.chosen}  <- chosen" + (f", on {self.mesh}" if self.meshes else ""))
+        between = [f"{s * 1e3:.1f}" for s in self.timeline.interval or ()]
+        why = [f"on {self.mesh}"] * bool(self.meshes) + [f"{' to '.join(between)} ms"] * bool(between)
+        lines.append(f"  {self.chosen}  <- " + ", ".join(["chosen", *why]))
         lines += [f"  {candidate}: {why}" for candidate, why in self.rejected]
         lines += [f"  on {mesh}: {why}" for mesh, why in self.meshes]
         return "\n".join(lines)

@@ -17,7 +17,7 @@ from commands import run_command
 
 import fnshard as fs
 from experiments import ROOT
-from experiments.bench import cuda, jobs, plans, published
+from experiments.bench import cuda, jobs, measure, plans, published
 from experiments.bench.checkpoint import compare
 from experiments.bench.command import SPEC
 from experiments.bench.config import CASES, FNSHARD, GRAPH, MUON, TORCH, read
@@ -28,6 +28,7 @@ from experiments.bench.peers import model_flops
 from experiments.configs.decoders import DecoderConfig, decoder, names
 from experiments.configs.train import ConfigError
 from experiments.training.decoder import Decoder, next_token_loss
+from fnshard.analysis.calibrate import STEP, Observation, fitted
 from fnshard.analysis.hardware import mfu
 
 MB = 2**20
@@ -135,24 +136,33 @@ def test_every_published_row_is_predicted_or_left_out_with_a_reason():
         assert len(rows) + sum(reasons.values()) == len(list(csv.DictReader(file)))
     assert len(rows) > 200 and all(row.rate > 0 for row in rows)
     small = min(rows, key=lambda row: row.model.parameters)
-    found = published.predicted(replace(small, model=replace(small.model, layers=2), micro_batches=1))
-    assert all(found[name] >= found[""] > 0 for name in published.CONSTANTS) and found["matmul"] > found[""]
+    found = published.compared(replace(small, model=replace(small.model, layers=2), micro_batches=1))
+    seconds = found.step.predicted
+    assert all(0 < seconds[name] <= seconds[""] for name in published.CONSTANTS)
+    assert seconds["matmul"] < seconds[""] and found.error() == abs(found.rate() / small.rate - 1)
+
+
+def test_sources_are_fitted_on_or_held_out():
+    rows, _ = published.published()
+    fit, held = published.halves(rows)
+    assert len(fit) == len(held) == 4 and set(fit) | set(held) == {row.source for row in rows}
+    assert {row.fp8 for row in rows} == {True, False} and any("context" in row.axes for row in rows)
 
 
 def test_a_fit_finds_what_differs():
     """Hardware that multiplies at 0.7 and is joined at 0.5 of the table's rates: shares of a step's time by
     constant, which differ from row to row."""
     shares = [(0.8, 0.1, 0.05, 0.05), (0.3, 0.1, 0.1, 0.5), (0.5, 0.4, 0.05, 0.05), (0.2, 0.1, 0.6, 0.1)]
-    row, truth = published.published()[0][0], (0.7, 1.0, 1.0, 0.5)
-    comparisons = [
-        published.Comparison(
-            replace(row, rate=math.prod(t**s for t, s in zip(truth, some, strict=True))),
-            {"": 1.0} | {n: published.STEP**s for n, s in zip(published.CONSTANTS, some, strict=True)},
+    truth = (0.7, 1.0, 1.0, 0.5)
+    steps = [
+        Observation(
+            {"": 1.0} | {n: STEP**-s for n, s in zip(published.CONSTANTS, some, strict=True)},
+            math.prod(t**-s for t, s in zip(truth, some, strict=True)),
         )
         for some in shares
     ]
-    assert list(published.fitted(comparisons).values()) == pytest.approx(truth, abs=0.02)
-    assert published.rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == -1
+    assert list(fitted(steps, published.CONSTANTS).values()) == pytest.approx(truth, abs=0.02)
+    assert measure.rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == -1
 
 
 # ------------------------------------------------------------------ memory

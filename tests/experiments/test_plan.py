@@ -77,6 +77,7 @@ def test_the_line_that_is_printed_is_the_plan() -> None:
         Knobs(1, 4, 2, remat="unit"),
         Knobs(2, 4, optimizer="host"),
         Knobs(1, 8, keep=True, remat=0.5),
+        Knobs(1, 8, optimizer_dtype="bfloat16"),
     ):
         found = explain(config_of(*knobs.overrides(32).split(), spec=EXPLAIN, kind=ExplainConfig))
         exact = planner.exact(knobs)
@@ -111,6 +112,13 @@ def test_a_budget_is_kept_and_costs_time() -> None:
     assert len({c.knobs for c in rivals(tight, small)}) == 5
     said = as_text(tight, small, "model=own")
     assert "too many" in said and "slower" in said and "experiments.train model=own strategy=" in said
+
+
+def test_a_narrower_optimizer_is_tried_where_it_is_allowed() -> None:
+    planner = planner_of(1, "rows=8", "device_gb=0.0013", "optimizer_dtypes=[bfloat16]", FEW)
+    best = planner.best()
+    wide = planner.exact(replace(best.knobs, optimizer_dtype=None))
+    assert best.knobs.optimizer_dtype == "bfloat16" and best.peak_bytes < wide.peak_bytes
 
 
 def test_the_fewest_devices_for_so_many_days() -> None:

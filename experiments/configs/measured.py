@@ -1,0 +1,120 @@
+"""What runs were predicted to take, next to what they took: kept with each run, read back as a `Hardware`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fnshard as fs
+from experiments.configs.train import MEASURED, ConfigError
+from experiments.data.files import first_few
+from fnshard.analysis.calibrate import Observation, changed, corrected
+from fnshard.analysis.timeline import Timeline
+from fnshard.errors import report
+from fnshard.step.lowered import Lowered
+
+RUN, LINES = "run.json", Path("profile", "lines.json")  # of a run's folder
+MOST = 5  # damaged files that an error names
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """One run. `hardware`: what it was predicted for; `kinds`: of a run with a profile, kinds of lines."""
+
+    hardware: Mapping[str, Any]
+    step: Observation
+    kinds: tuple[Observation, ...] = ()
+
+
+def prediction_of(lowered: Lowered, hardware: fs.Hardware) -> dict[str, Any]:
+    """What `run.json` keeps of a step before it runs."""
+    found = {name: lowered.timeline(each).step_seconds for name, each in changed(hardware).items()}
+    return {"hardware": hardware.as_dict(), "predicted_s": found}
+
+
+def lines_of(lowered: Lowered, hardware: fs.Hardware, measured: Timeline) -> dict[str, Any]:
+    """What a profile keeps: predicted and measured seconds of each line of the schedule, and of each kind of
+    line, of which those that were predicted count for `measured_hardware`."""
+    lines = lowered.schedule.instructions
+    waits = fs.profile.exposed(measured)
+    seconds = [_by_line(lowered.timeline(hardware)), _by_line(measured)]
+    kinds = fs.profile.by_kind(measured, lines)
+    found: dict[str, dict[str, float]] = {}
+    for constant, each in changed(hardware).items():
+        for kind, value in fs.profile.by_kind(lowered.timeline(each), lines).items():
+            found.setdefault(kind, {})[constant] = value
+    return {
+        "lines": [
+            {
+                "kind": fs.profile.kind_of(line), "unit": line.unit, "phase": line.phase,
+                "predicted_s": seconds[0].get(n, 0.0), "measured_s": seconds[1].get(n, 0.0),
+                "exposed_s": waits.get(n, 0.0),
+            }
+            for n, line in enumerate(lines)
+        ],
+        "kinds": [
+            {"kind": kind, "predicted_s": values, "measured_s": kinds[kind]}
+            for kind, values in found.items() if kinds.get(kind) and all(values.values())
+        ],
+    }  # fmt: skip
+
+
+def _by_line(timeline: Timeline) -> dict[int, float]:
+    out: dict[int, float] = {}
+    for span in timeline.spans:
+        out[span.index] = out.get(span.index, 0.0) + span.end - span.start
+    return out
+
+
+def measured_run(folder: Path) -> MeasuredRun | None:
+    """What a run has measured; None if it made no second step, or is of a version that kept nothing.
+
+    Raises:
+        ValueError, KeyError, TypeError: a file is damaged.
+    """
+    found = json.loads((folder / RUN).read_text(encoding="utf-8")).get("prediction") or {}
+    if found.get("measured_s") is None:
+        return None
+    step = Observation(found["predicted_s"], float(found["measured_s"]))
+    kinds: tuple[Observation, ...] = ()
+    if (folder / LINES).exists():
+        values = json.loads((folder / LINES).read_text(encoding="utf-8"))["kinds"]
+        total = sum(each["predicted_s"][""] for each in values)
+        kinds = tuple(
+            Observation(v["predicted_s"], v["measured_s"], v["predicted_s"][""] / total) for v in values
+        )
+    return MeasuredRun(found["hardware"], step, kinds)
+
+
+def measured_hardware(place: str) -> fs.Hardware:
+    """The hardware of the newest run in a folder or below it, as all its runs on the same have measured it.
+
+    Raises:
+        ConfigError: no run says what it measured, or a file of one is damaged.
+    """
+    folders = sorted((path.parent for path in Path(place).rglob(RUN)), key=lambda f: (f / RUN).stat().st_mtime)
+    runs, damaged = [], []
+    for folder in folders:
+        try:
+            runs.append(measured_run(folder))
+        except (ValueError, KeyError, TypeError) as error:
+            damaged.append(f"{folder}: {type(error).__name__}: {error}")
+    if damaged:
+        fix = "another folder, or remove what cannot be read."
+        raise ConfigError(
+            report(f"hardware={MEASURED}{place}: runs are damaged:", first_few(damaged, MOST), fix)
+        )
+    known = [run for run in runs if run is not None]
+    if not known:
+        raise ConfigError(
+            f"hardware={MEASURED}{place}: no run in it says what it measured; those of experiments.train and "
+            "experiments.finetune do, from their second step on."
+        )
+    base = fs.Hardware.from_dict(known[-1].hardware)
+    alike = [run for run in known if run.hardware == known[-1].hardware]
+    observations = [each for run in alike for each in (run.step, *run.kinds)]
+    runs_text = f"{len(alike)} run{'s' if len(alike) > 1 else ''}"
+    return corrected(base, observations, [run.step for run in alike], f"{base.name} as {runs_text} measured")

@@ -1,0 +1,176 @@
+"""Waste: where the time of a run went, next to what a step could take, and which change would save most."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from experiments.cli import schema
+from experiments.configs.checks import ConfigError
+from experiments.configs.measured import LINES, RUN, measured_run
+from experiments.configs.train import AUTO, MEASURED
+from experiments.explain.config import ExplainConfig
+from experiments.explain.paper import Paper, explain
+from experiments.training.run_record import PARTS
+from fnshard.analysis.tables import columns
+from fnshard.compiler.schedule.instructions import Run
+from fnshard.plot.scales import byte_text, time_text
+
+WORTH = 0.01  # of a step, below which nothing is shown
+MOST = 6  # lines, and changes, that are shown
+SLOW = 1.25  # times the prediction, from which on a kernel is slow
+SHARED = ("model", "mesh", "strategy", "precision", "optimizer")  # of the main job and of `explain`
+# What a share of a run's seconds depends on.
+KEYS = {
+    "start": "ranks start, data are prepared", "compile": "once; kernels are kept for the next run",
+    "data": "data", "evaluation": "run.held_out_every, data.held_out_rows", "samples": "run.prompt",
+    "saves": "run.save_every, run.async_save", "tracing": "run.profile", "reports": "tracker",
+}  # fmt: skip
+
+
+def waste(folder: Path) -> str:
+    """What is said of a run.
+
+    Raises:
+        ConfigError: it is no run's folder, or one of its files is damaged.
+    """
+    record = _read(folder)
+    parts = [f"{folder}: {record['totals'].get('steps', 0)} steps, {record['status']}", _spent(record)]
+    run = measured_run(folder)
+    if run is None:
+        return "\n\n".join([*parts, "no second step was made: nothing is known of a step's time"])
+    paper = _paper(record, folder)
+    parts.append(_step(run.step.measured, run.step.predicted[""], paper))
+    if (folder / LINES).exists():
+        parts.append(_lines(json.loads((folder / LINES).read_text(encoding="utf-8"))))
+    else:
+        parts.append("which lines of the schedule: run.profile=3 measures them")
+    parts.append(_changes(paper) if paper else "changes: only those of the main job's decoder are predicted")
+    return "\n\n".join(parts)
+
+
+def _read(folder: Path) -> Mapping[str, Any]:
+    if not (folder / RUN).exists():
+        raise ConfigError(f"run={folder}: has no {RUN}; a run of train or finetune writes it.")
+    try:
+        record = json.loads((folder / RUN).read_text(encoding="utf-8"))
+        measured_run(folder)
+        if {"totals", "status", "config"} <= record.keys():
+            return record
+        raise KeyError(*({"totals", "status", "config"} - record.keys()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"run={folder}: its files are damaged: {type(error).__name__}: {error}.") from None
+
+
+def _spent(record: Mapping[str, Any]) -> str:
+    """Seconds of the run, by what they went to."""
+    totals = record["totals"]
+    seconds = {name: totals.get(f"{name}_s", 0.0) for name in PARTS}
+    whole = max(totals["seconds"], 1e-9)
+    rows = [("seconds of the run", "", "", "")]
+    for name, each in sorted(seconds.items(), key=lambda pair: -pair[1]):
+        if each >= WORTH * whole:
+            rows.append((f"  {name}", f"{each:.1f}", f"{each / whole:.0%}", KEYS.get(name, "")))
+    return "\n".join(columns(rows))
+
+
+def _paper(record: Mapping[str, Any], folder: Path) -> Paper | None:
+    """The run's step on paper, with the speed that the run has measured; None of jobs and models of one's own."""
+    config = record["config"]
+    rows, run = config.get("data", {}).get("rows"), config["run"]
+    decoder = isinstance(config.get("model"), Mapping) and "width" in config["model"]
+    if rows is None or not decoder or "_target_" in config["optimizer"] or config["strategy"]["name"] == AUTO:
+        return None
+    values = {name: config[name] for name in SHARED} | {
+        "data": {"rows": rows}, "run": {"accumulate": run["accumulate"]},
+        "hardware": {"name": f"{MEASURED}{folder}"},
+    }  # fmt: skip
+    return explain(schema.build(values, ExplainConfig))
+
+
+def _step(measured: float, predicted: float, paper: Paper | None) -> str:
+    """A step next to its prediction and to its kernels alone."""
+    rows = [("a step", ""), ("  measured", time_text(measured)), ("  predicted before it ran", time_text(predicted))]
+    if paper is not None:
+        runs = {n for n, line in enumerate(paper.lowered.schedule.instructions) if isinstance(line, Run)}
+        limit = sum(s.end - s.start for s in paper.timeline.spans if s.index in runs)
+        text = f"{time_text(limit)}, so {max(0.0, 1 - limit / measured):.0%} are spent on all else"
+        rows.append(("  its kernels alone, by the speed measured", text))
+    return "\n".join(columns(rows))
+
+
+def _lines(profile: Mapping[str, Any]) -> str:
+    """Lines of the schedule that take longest beyond what they could: collectives that nothing hides, kernels
+    that are slower than predicted. And which rank the others wait for."""
+    groups: dict[tuple[str, str], list[float]] = {}
+    for line in profile["lines"]:
+        unit = re.sub(r"\.\d+", ".*", line["unit"])
+        group = groups.setdefault((line["kind"], unit), [0.0, 0.0, 0.0])
+        for place, name in enumerate(("measured_s", "predicted_s", "exposed_s")):
+            group[place] += line[name]
+    total = sum(measured for measured, _, _ in groups.values())
+    found = []
+    for (kind, unit), (measured, predicted, exposed) in groups.items():
+        slow = kind.startswith("run") and measured > SLOW * predicted
+        lost = exposed or (measured - predicted if slow else 0.0)
+        why = "nothing is computed meanwhile" if exposed else f"{measured / max(predicted, 1e-9):.1f} of the prediction"
+        if lost >= WORTH * total:
+            found.append((lost, (f"  {kind} {unit}", time_text(measured), time_text(lost), why)))
+    rows = [("lines of a step", "measured", "lost", "")]
+    rows += [row for _, row in sorted(found, key=lambda pair: -pair[0])[:MOST]]
+    text = "\n".join(columns(rows) if found else ["lines of a step: none loses 1% of it"])
+    waits = profile["exposed_s"]
+    if len(waits) > 1 and max(waits) - min(waits) >= WORTH * total:
+        least = waits.index(min(waits))
+        text += f"\nrank {least} is waited for: others wait up to {time_text(max(waits) - min(waits))} longer a step"
+    return text
+
+
+# ------------------------------------------------------------------ changes
+
+
+def _changes(paper: Paper) -> str:
+    """The changes of one key that make most tokens a second, by prediction, and fit."""
+    found = []
+    for words, config in neighbours(paper.config):
+        other = explain(config)
+        gain = other.tokens_per_day / paper.tokens_per_day - 1
+        if other.fits and gain >= WORTH:
+            extra = other.memory.peak_bytes - paper.memory.peak_bytes
+            more = f"{byte_text(abs(extra))} {'more' if extra > 0 else 'less'} on the device"
+            found.append((gain, (f"  {words}", f"{gain:+.1%}", more if extra else "")))
+    if not found:
+        return "changes of one key: none makes the step 1% faster, by prediction"
+    rows = [("changes of one key", "tokens a second, predicted", "")]
+    return "\n".join(columns(rows + [row for _, row in sorted(found, key=lambda pair: -pair[0])[:MOST]]))
+
+
+def neighbours(config: ExplainConfig) -> Iterator[tuple[str, ExplainConfig]]:
+    """A configuration with one key changed at a time, and the words that change it; the numbers that a step
+    computes stay what they are, but for `precision`, and for rounding."""
+    strategy, rows = config.strategy, config.rows
+    for name in ("full_shard", "shard_grad_op", "zero2", "no_shard"):
+        yield from _changed(config, "strategy", name=name)
+    for remat in ("none", 0.5, "unit"):
+        yield from _changed(config, "strategy", remat=remat)
+    for key in ("memory", "optimizer_memory"):
+        if getattr(strategy, key) not in (None, "device"):
+            yield from _changed(config, "strategy", **{key: "device"})
+    for key in ("prefetch_forward", "prefetch_backward"):
+        yield from _changed(config, "strategy", **{key: (getattr(strategy, key) or 0) + 1})
+    for accumulate in (config.run.accumulate // 2, config.run.accumulate * 2):
+        if accumulate and rows % accumulate == 0:
+            yield from _changed(config, "run", accumulate=accumulate)
+    if config.precision.compute in (None, "float32"):
+        yield from _changed(config, "precision", compute="bfloat16")
+
+
+def _changed(config: ExplainConfig, group: str, **values: Any) -> Iterator[tuple[str, ExplainConfig]]:
+    before = getattr(config, group)
+    if any(getattr(before, key) != value for key, value in values.items()):
+        words = " ".join(f"{group}.{key}={value}" for key, value in values.items())
+        yield words, replace(config, **{group: replace(before, **values)})

@@ -1,0 +1,119 @@
+"""What runs measure corrects the next prediction, and what of a run was lost is said."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import config_of, run_in
+from toys import llama, lower
+
+import fnshard as fs
+from experiments.cli.validation import validate
+from experiments.configs.checks import ConfigError
+from experiments.configs.measured import LINES, RUN, measured_hardware, measured_run, prediction_of
+from experiments.configs.plan import hardware_of
+from experiments.explain.config import SPEC
+from experiments.explain.waste import neighbours, waste
+from experiments.training import loop
+from fnshard.analysis.calibrate import fitted, scaled
+from fnshard.launcher.rank import Stop
+
+CPU = fs.Hardware.named("cpu")
+
+
+def record(folder: Path, lowered: Any, hardware: fs.Hardware, truth: fs.Hardware) -> None:
+    """What a run leaves on a machine that is `truth` and was taken for `hardware`."""
+    folder.mkdir(parents=True)
+    values = prediction_of(lowered, hardware) | {"measured_s": lowered.timeline(truth).step_seconds}
+    (folder / RUN).write_text(json.dumps({"prediction": values}))
+
+
+# ------------------------------------------------------------------ hardware
+
+
+def test_hardware_is_what_its_runs_have_measured(tmp_path: Path) -> None:
+    """Of a machine that multiplies at half the rate and is joined at a third, by runs of other plans."""
+    truth = scaled(CPU, {"matmul": 0.5, "wire": 0.33})
+    for layers, ranks in ((1, 1), (2, 2), (2, 4), (4, 2), (3, 8), (1, 8)):
+        record(tmp_path / f"{layers}x{ranks}", lower(*llama(layers), ranks=ranks), CPU, truth)
+    learned, other = measured_hardware(str(tmp_path)), lower(*llama(3), ranks=4)
+    first, second, real = (other.timeline(h).step_seconds for h in (CPU, learned, truth))
+    assert abs(second / real - 1) < 0.03 < abs(first / real - 1)
+    assert learned.name == "cpu as 6 runs measured" and learned.spread is not None
+    assert learned.spread[0] <= 1 <= learned.spread[1]
+    assert hardware_of(f"measured:{tmp_path}") == learned
+
+
+def test_runs_on_other_hardware_say_nothing(tmp_path: Path) -> None:
+    low = lower(*llama(1), ranks=2)
+    record(tmp_path / "a", low, fs.Hardware.named("h100"), scaled(fs.Hardware.named("h100"), {"wire": 0.1}))
+    record(tmp_path / "b", low, CPU, CPU)
+    assert measured_hardware(str(tmp_path)).flops == pytest.approx(CPU.flops)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (None, "no run in it says what it measured"),
+        ("{}", "no run in it says what it measured"),
+        ("{", "runs are damaged"),
+        ('{"prediction": {"measured_s": 1.0}}', "runs are damaged"),
+    ],
+)
+def test_a_folder_that_says_nothing_is_one_error(tmp_path: Path, text: str | None, expected: str) -> None:
+    if text is not None:
+        (tmp_path / RUN).write_text(text)
+    with pytest.raises(ConfigError, match=expected):
+        measured_hardware(str(tmp_path))
+    if text:
+        with pytest.raises(ConfigError, match="run=.*"):
+            waste(tmp_path)
+
+
+def test_the_command_line_takes_a_folder_of_runs(tmp_path: Path) -> None:
+    config = validate(SPEC, [f"hardware=measured:{tmp_path}"])
+    assert config.hardware.name == f"measured:{tmp_path}"
+    with pytest.raises(ConfigError, match="hardware.name=measured: Input should be"):
+        validate(SPEC, ["hardware=measured:"])
+
+
+# ------------------------------------------------------------------ this machine
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two runs of the main job on this machine, of other sizes; the first with a profile."""
+    folders = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
+    more = ("run.save_every=0", "run.steps=8", "run.sample_tokens=2")
+    loop.train(config_of("run.profile=3", *more), run_in(folders[0]), [], Stop())
+    loop.train(config_of("data.rows=64", "model.layers=3", *more), run_in(folders[1]), [], Stop())
+    return folders
+
+
+def test_the_second_prediction_is_better_than_the_first(runs: tuple[Path, Path]) -> None:
+    """Of the second run, without what it measured itself."""
+    first, second = map(measured_run, runs)
+    learned = second.step.seconds(fitted([first.step, *first.kinds]))
+    untaught = second.step.predicted[""]
+    print(first.step.measured / first.step.predicted[""], second.step.measured / untaught, learned / untaught)
+    assert abs(math.log(second.step.measured / learned)) < abs(math.log(second.step.measured / untaught))
+
+
+def test_a_profile_holds_every_line(runs: tuple[Path, Path]) -> None:
+    profile = json.loads((runs[0] / LINES).read_text())
+    assert len(profile["lines"]) == len((runs[0] / "schedule.txt").read_text().splitlines()) - 1
+    assert len(profile["exposed_s"]) == 1 and {"run forward", "update"} <= {k["kind"] for k in profile["kinds"]}
+    measured = sum(line["measured_s"] for line in profile["lines"])
+    assert measured == pytest.approx(sum(kind["measured_s"] for kind in profile["kinds"]), rel=0.05)
+
+
+def test_where_the_time_of_a_run_went(runs: tuple[Path, Path]) -> None:
+    text = waste(runs[0])
+    for expected in ("seconds of the run", "compile", "predicted before it ran", "its kernels alone", "lines of a"):
+        assert expected in text, text
+    assert "run.profile=3 measures them" in waste(runs[1])
