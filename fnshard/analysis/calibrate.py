@@ -1,14 +1,14 @@
 """Calibration: a `Hardware` corrected by steps that were measured.
 
-A prediction is kept together with what it becomes where one constant is `STEP` times as large. The constants
-that bring many predictions nearest to what was measured are a linear fit in logarithms, in which small changes
-are preferred (ridge regression, Hoerl and Kennard, Technometrics 1970): nothing says by how much a constant
-differs that no step is bound by.
+A prediction is kept together with what it becomes where one constant is `STEP` times as large: so much of its
+seconds hangs on that constant, and goes as one over it. The constants that bring many predictions nearest to
+what was measured are a least-squares fit of logarithms by Gauss-Newton, in which small changes are preferred
+(ridge regression, Hoerl and Kennard, Technometrics 1970): nothing says by how much a constant differs that no
+step is bound by.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -21,6 +21,7 @@ __all__ = ["CONSTANTS", "Observation", "changed", "corrected", "fitted", "scaled
 
 STEP = 1.2  # by how much a constant is changed, to see what it does
 PRIOR = 1e-3  # of an observation's weight, against any change
+ROUNDS, MOST = 20, 3.0  # of Gauss-Newton; in logarithms, that a constant is changed by
 # Which rates and times of a `Hardware` go up and down together.
 CONSTANTS: dict[str, tuple[str, ...]] = {
     "matmul": ("flops",),
@@ -46,14 +47,14 @@ class Observation:
     measured: float
     weight: float = 1.0
 
-    def slope(self, constant: str) -> float:
-        """By which power of a constant the seconds change; a constant that was not tried has none."""
-        seconds = self.predicted.get(constant, self.predicted[""])
-        return math.log(seconds / self.predicted[""]) / math.log(STEP)
+    def share(self, constant: str) -> float:
+        """Seconds that go as one over a constant; none of one that was not tried."""
+        saved = self.predicted[""] - self.predicted.get(constant, self.predicted[""])
+        return saved / (1 - 1 / STEP)
 
     def seconds(self, by: Mapping[str, float]) -> float:
-        """What is predicted where constants are so many times as large, to first order."""
-        return self.predicted[""] * math.exp(sum(self.slope(c) * math.log(v) for c, v in by.items()))
+        """What is predicted where constants are so many times as large: exact where nothing overlaps."""
+        return self.predicted[""] + sum(self.share(c) * (1 / value - 1) for c, value in by.items())
 
 
 def scaled(hardware: Hardware, by: Mapping[str, float]) -> Hardware:
@@ -93,14 +94,19 @@ def fitted(
     >>> {c: round(v, 2) for c, v in fitted([step], ["matmul", "wire"]).items()}
     {'matmul': 0.5, 'wire': 1.0}
     """
+    logs = torch.zeros(len(constants), dtype=torch.float64)
     weights = torch.tensor([each.weight for each in observations], dtype=torch.float64)
-    slopes = torch.tensor([[o.slope(c) for c in constants] for o in observations], dtype=torch.float64)
-    gaps = [math.log(each.measured / each.predicted[""]) for each in observations]
-    if not observations:
-        return dict.fromkeys(constants, 1.0)
-    prior = PRIOR * weights.sum() * torch.eye(len(constants), dtype=torch.float64)
-    weighted = slopes.T * weights
-    logs = torch.linalg.solve(weighted @ slopes + prior, weighted @ torch.tensor(gaps, dtype=torch.float64))
+    shares = torch.tensor([[o.share(c) for c in constants] for o in observations], dtype=torch.float64)
+    measured = torch.tensor([each.measured for each in observations], dtype=torch.float64)
+    prior = PRIOR * weights.sum()
+    for _ in range(ROUNDS if observations else 0):
+        by = dict(zip(constants, logs.exp().tolist(), strict=True))
+        seconds = torch.tensor([each.seconds(by) for each in observations], dtype=torch.float64)
+        slopes = -shares / logs.exp() / seconds[:, None]
+        weighted = slopes.T * weights
+        least = weighted @ slopes + prior * torch.eye(len(constants), dtype=torch.float64)
+        step = torch.linalg.solve(least, weighted @ (measured / seconds).log() - prior * logs)
+        logs = (logs + step).clamp(-MOST, MOST)
     return dict(zip(constants, logs.exp().tolist(), strict=True))
 
 

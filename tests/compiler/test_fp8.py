@@ -112,6 +112,28 @@ def test_gradients_are_those_of_rounded_products(ranks, preset):
             assert apart(found[path], gradient) < 0.02, path  # what bf16 rounds
 
 
+def test_sequences_split_without_an_exchange_for_products():
+    """Ranks round the positions that they have; a scale is a power of two, so rounding is the whole's."""
+    found = {}
+    for context in (1, 2):
+        params, mesh = leaves(), fs.make_mesh(shard=1, context=context, simulated=True)
+        specs = fs.presets.full_shard(params, mesh, compute_dtype=FP8, reduce_dtype=torch.float32)
+        step = fs.shard_step(
+            lambda p, x: F.linear(F.silu(F.linear(p["embed.weight"][x], p["up"])), p["down"]).float().square().mean(),
+            specs, mesh=mesh, backend="eager",
+        )  # fmt: skip
+
+        def on_rank(_: int) -> Any:
+            own = fs.shard(params, specs, mesh)  # noqa: B023
+            verbs = [line.verb for line in step.lower(own, TOKENS[:, :8]).schedule.instructions]  # noqa: B023
+            assert "exchange" not in verbs
+            return fs.unshard(step(own, TOKENS[:, :8])[1], specs, mesh, layout="gradient")  # noqa: B023
+
+        found[context] = fs.simulate(mesh, on_rank)[0]
+    for path in NARROW:
+        assert apart(found[2][path], found[1][path]) < 0.02, path
+
+
 def test_rounding_matters():
     """The test above would see products that round nothing, or by another operand's scale."""
     step, params, specs, mesh = step_on(1, dtype=torch.bfloat16)

@@ -156,8 +156,8 @@ def test_a_fit_finds_what_differs():
     truth = (0.7, 1.0, 1.0, 0.5)
     steps = [
         Observation(
-            {"": 1.0} | {n: STEP**-s for n, s in zip(published.CONSTANTS, some, strict=True)},
-            math.prod(t**-s for t, s in zip(truth, some, strict=True)),
+            {"": 1.0} | {n: 1 - s * (1 - 1 / STEP) for n, s in zip(published.CONSTANTS, some, strict=True)},
+            sum(s / t for t, s in zip(truth, some, strict=True)),
         )
         for some in shares
     ]

@@ -78,7 +78,7 @@ def test_a_folder_that_says_nothing_is_one_error(tmp_path: Path, text: str | Non
 def test_the_command_line_takes_a_folder_of_runs(tmp_path: Path) -> None:
     config = validate(SPEC, [f"hardware=measured:{tmp_path}"])
     assert config.hardware.name == f"measured:{tmp_path}"
-    with pytest.raises(ConfigError, match="hardware.name=measured: Input should be"):
+    with pytest.raises(ConfigError, match="hardware.name=measured:: Input should be"):
         validate(SPEC, ["hardware=measured:"])
 
 

@@ -51,7 +51,7 @@ NAMED = {
 }
 
 GROUPS = {
-    "matmul": ("mm", "addmm", "bmm", "baddbmm", "convolution"),
+    "matmul": ("mm", "addmm", "bmm", "baddbmm", "convolution", "fp8_linear"),
     "attention": (
         "*scaled_dot_product*",
         "*flex_attention*",

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Placement, Split, divides, fits
 from fnshard.compiler.place.strategies import Call, OpStrategy, rule
+from fnshard.compiler.rewrites import fp8
 
 aten, own = torch.ops.aten, torch.ops.fnshard
 
@@ -54,6 +55,13 @@ def _linear(call: Call) -> Iterator[OpStrategy]:
     rows = _LETTERS[: call.tensors[0].dim() - 1]
     if call.tensors[1].dim() == 2:
         yield from contraction(call, [rows + "k", "nk", "N"][: len(call.tensors)], rows + "n")
+
+
+@rule(fp8.LINEAR)
+def _fp8_linear(call: Call) -> Iterator[OpStrategy]:
+    """Along rows: a rank rounds those that it has, as where batches are split."""
+    rows = _LETTERS[: call.tensors[0].dim() - 1]
+    yield from contraction(call, [rows + "k", "nk"], rows + "n", along=rows)
 
 
 @rule(aten.mm.default, aten.bmm.default, aten.matmul.default, aten.mv.default, aten.dot.default)

@@ -85,6 +85,8 @@ def _(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight)
 
 
+LINEAR = torch.ops.fnshard.fp8_linear.default
+
 fp8_linear.register_autograd(
     lambda ctx, grad: fp8_linear_backward(grad, *ctx.saved_tensors),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
@@ -120,7 +122,7 @@ def fp8_products(program: Program, paths: Collection[str]) -> Program:
             continue
         found.add(nodes[weight])
         with program.graph.inserting_before(node):
-            made = _call(program.graph, torch.ops.fnshard.fp8_linear.default, (x, weight), node)
+            made = _call(program.graph, LINEAR, (x, weight), node)
             if bias and bias[0] is not None:
                 made = _call(program.graph, aten.add.Tensor, (made, bias[0]), node)
         node.replace_all_uses_with(made)
