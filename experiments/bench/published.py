@@ -46,7 +46,11 @@ GPUS = {  # a row's hardware, and which of the table it is; the first that the n
     "h100": "h100", "dgx-h100": "h100", "h200": "h200", "8x b200": "b200", "b200": "b200", "dgx-b200": "b200",
     "dgx-gb200": "gb200", "dgx-gb300": "gb300",
 }  # fmt: skip
-GENERATION = {"a100": "a100", "h100": "h100", "h200": "h100"}  # that constants are shared by; others' is theirs
+GENERATION = {
+    "a100": "a100",
+    "h100": "h100",
+    "h200": "h100",
+}  # that constants are shared by; others' is theirs
 RECOMPUTE = {  # what `shard_step` takes
     "none": {}, "full": {"remat": "unit"}, "selective": {"remat": "unit", "save": ("matmul", "attention")},
     "per-op selective": {"remat": "unit", "save": ("matmul", "attention")},
@@ -195,8 +199,8 @@ def compared(row: PublishedRow) -> Comparison:
 def run(config: BenchConfig, folder: Path) -> Result:
     """How near are predictions to what others have measured on GPUs, by model and hardware?
 
-    Constants of each generation are fitted, in logarithms, on every other source by number of rows, each source
-    with the same weight; the interval is what these leave; both are tried on the other sources.
+    Constants of each generation are fitted, in logarithms, on every other source by number of rows, each
+    source with the same weight; the interval is what these leave; both are tried on the other sources.
     """
     rows, reasons = published()
     say(f"{len(rows)} rows, {sum(reasons.values())} left out")
@@ -232,7 +236,7 @@ def run(config: BenchConfig, folder: Path) -> Result:
 
 
 def halves(rows: Sequence[PublishedRow]) -> tuple[list[str], list[str]]:
-    """Sources that constants are fitted on, and those they are tried on: every other one, by number of rows."""
+    """Sources that constants are fitted on, and those they are tried on: every other, by number of rows."""
     counts = Counter(row.source for row in rows)
     ordered = sorted(counts, key=lambda source: (-counts[source], source))
     return ordered[::2], ordered[1::2]
@@ -245,8 +249,8 @@ def _fit(generation: str, all_rows: Sequence[Comparison], sources: Sequence[str]
 
 
 def _interval(some: Sequence[Comparison]) -> tuple[float, float]:
-    """Between which shares of the predicted seconds nine tenths of the sources' rows lie, each source with the
-    same weight."""
+    """Between which shares of the predicted seconds nine tenths of the rows lie, each source with the same
+    weight."""
     counts = Counter(c.row.source for c in some)
     ordered = sorted((c.rate() / c.row.rate, 1 / counts[c.row.source]) for c in some)
     total = sum(weight for _, weight in ordered)

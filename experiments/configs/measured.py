@@ -95,7 +95,9 @@ def measured_hardware(place: str) -> fs.Hardware:
     Raises:
         ConfigError: no run says what it measured, or a file of one is damaged.
     """
-    folders = sorted((path.parent for path in Path(place).rglob(RUN)), key=lambda f: (f / RUN).stat().st_mtime)
+    folders = sorted(
+        (path.parent for path in Path(place).rglob(RUN)), key=lambda f: (f / RUN).stat().st_mtime
+    )
     runs, damaged = [], []
     for folder in folders:
         try:

@@ -79,7 +79,7 @@ def _spent(record: Mapping[str, Any]) -> str:
 
 
 def _paper(record: Mapping[str, Any], folder: Path) -> Paper | None:
-    """The run's step on paper, with the speed that the run has measured; None of jobs and models of one's own."""
+    """The run's step on paper, with the speed that it has measured; None of jobs and models of one's own."""
     config = record["config"]
     rows, run = config.get("data", {}).get("rows"), config["run"]
     decoder = isinstance(config.get("model"), Mapping) and "width" in config["model"]
@@ -94,7 +94,11 @@ def _paper(record: Mapping[str, Any], folder: Path) -> Paper | None:
 
 def _step(measured: float, predicted: float, paper: Paper | None) -> str:
     """A step next to its prediction and to its kernels alone."""
-    rows = [("a step", ""), ("  measured", time_text(measured)), ("  predicted before it ran", time_text(predicted))]
+    rows = [
+        ("a step", ""),
+        ("  measured", time_text(measured)),
+        ("  predicted before it ran", time_text(predicted)),
+    ]
     if paper is not None:
         runs = {n for n, line in enumerate(paper.lowered.schedule.instructions) if isinstance(line, Run)}
         limit = sum(s.end - s.start for s in paper.timeline.spans if s.index in runs)
@@ -117,7 +121,11 @@ def _lines(profile: Mapping[str, Any]) -> str:
     for (kind, unit), (measured, predicted, exposed) in groups.items():
         slow = kind.startswith("run") and measured > SLOW * predicted
         lost = exposed or (measured - predicted if slow else 0.0)
-        why = "nothing is computed meanwhile" if exposed else f"{measured / max(predicted, 1e-9):.1f} of the prediction"
+        why = (
+            "nothing is computed meanwhile"
+            if exposed
+            else f"{measured / max(predicted, 1e-9):.1f} of the prediction"
+        )
         if lost >= WORTH * total:
             found.append((lost, (f"  {kind} {unit}", time_text(measured), time_text(lost), why)))
     rows = [("lines of a step", "measured", "lost", "")]
@@ -126,7 +134,8 @@ def _lines(profile: Mapping[str, Any]) -> str:
     waits = profile["exposed_s"]
     if len(waits) > 1 and max(waits) - min(waits) >= WORTH * total:
         least = waits.index(min(waits))
-        text += f"\nrank {least} is waited for: others wait up to {time_text(max(waits) - min(waits))} longer a step"
+        longer = time_text(max(waits) - min(waits))
+        text += f"\nrank {least} is waited for: others wait up to {longer} longer a step"
     return text
 
 

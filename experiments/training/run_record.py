@@ -161,9 +161,7 @@ class StepWork:
     prediction: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
-    def of(
-        lowered: Any, hardware: fs.Hardware | None, predicted_for: fs.Hardware | None = None
-    ) -> StepWork:
+    def of(lowered: Any, hardware: fs.Hardware | None, predicted_for: fs.Hardware | None = None) -> StepWork:
         """Read off a lowered step; any hardware has the same FLOPs.
 
         Args:

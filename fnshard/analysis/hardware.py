@@ -289,7 +289,7 @@ def _gpu(
     per_node: int = 8,
     spread: tuple[float, float] | None = None,
 ) -> Hardware:
-    """A GPU: data-sheet rates times what training reaches of them; links in GB/s and direction, of one GPU."""
+    """A GPU: data-sheet rates times what training reaches of them; links in GB/s, one way, of one GPU."""
     matmul, attention, memory, wire = reached
     streaming = Curve.flat(terabytes_per_s * 1e12 * memory)
     return Hardware(
@@ -324,7 +324,7 @@ def _gpu(
 # What training reaches of products, attention, memory and links: fitted to 209 published rates of llm-foundry
 # (FSDP, 125M to 70B, 8 to 512 GPUs), and once more to 61 of these, from where that led. `spread` holds 204 of
 # them, and 10 of 13 rates of four other sources, by which it was chosen (`experiments.bench case=published`).
-# Chips of which nothing was compared are taken to reach as much as the nearest generation, and say no interval.
+# Chips of which nothing was compared are taken to reach as much as those nearest to them, with no interval.
 AMPERE, HOPPER = (0.70, 0.37, 0.66, 0.78), (0.65, 0.18, 0.545, 0.73)
 SPREAD = (0.82, 1.2)
 
@@ -346,15 +346,18 @@ TABLE: dict[str, Hardware] = {
     "h100": _h100("h100", gigabytes=80, terabytes_per_s=3.35, tflops=H100),
     # NVIDIA H100 PCIe: HBM2e; no NVLink but in pairs, so that groups talk over PCIe 5 x16.
     "h100-pcie": _h100(
-        "h100-pcie", gigabytes=80, terabytes_per_s=2.0, tflops=_tflops(756, 51, 51, 1513), node=64, spread=None
+        "h100-pcie",
+        gigabytes=80,
+        terabytes_per_s=2.0,
+        tflops=_tflops(756, 51, 51, 1513),
+        node=64,
+        spread=None,
     ),
     # NVIDIA H200, SXM: the H100's cores and HBM3e.
     "h200": _h100("h200", gigabytes=141, terabytes_per_s=4.8, tflops=H100),
     # An H100 of 96 GB HBM2e that is limited to 500 W (torchtitan's benchmarks). No sheet says what the limit
     # costs: 0.8 of the SXM's rates is assumed.
-    "h100-500w": _h100(
-        "h100-500w", gigabytes=96, terabytes_per_s=2.4, tflops=_tflops(791, 54, 54, 1583)
-    ),
+    "h100-500w": _h100("h100-500w", gigabytes=96, terabytes_per_s=2.4, tflops=_tflops(791, 54, 54, 1583)),
     # NVIDIA A100, SXM: HBM2e; NVLink 600 GB/s, both ways; 200 Gb/s per GPU (DGX A100); PCIe 4 x16.
     "a100": _a100("a100", gigabytes=80, terabytes_per_s=2.039),
     "a100-40gb": _a100("a100-40gb", gigabytes=40, terabytes_per_s=1.555),  # the same with HBM2
@@ -365,30 +368,58 @@ TABLE: dict[str, Hardware] = {
     # NVIDIA GB200 NVL72: 72 GPUs in one NVLink domain, which is a node here; 400 Gb/s per GPU to other racks;
     # to the host's memory by NVLink-C2C, 900 GB/s of two GPUs, both ways.
     "gb200": _blackwell(
-        "gb200", gigabytes=186, terabytes_per_s=8.0, tflops=_tflops(2500, 80, 40, 5000), network=50, host=225,
+        "gb200",
+        gigabytes=186,
+        terabytes_per_s=8.0,
+        tflops=_tflops(2500, 80, 40, 5000),
+        network=50,
+        host=225,
         per_node=72,
     ),
     # NVIDIA GB300 NVL72: more memory, 800 Gb/s per GPU to other racks, and hardly any fp64.
     "gb300": _blackwell(
-        "gb300", gigabytes=279, terabytes_per_s=8.0, tflops=_tflops(2500, 80, 1.3, 5000), network=100,
-        host=225, per_node=72,
+        "gb300",
+        gigabytes=279,
+        terabytes_per_s=8.0,
+        tflops=_tflops(2500, 80, 1.3, 5000),
+        network=100,
+        host=225,
+        per_node=72,
     ),
     # AMD Instinct MI300X: HBM3; seven Infinity Fabric links of 64 GB/s each way to the seven others; 400 Gb/s
     # per GPU; PCIe 5 x16.
     "mi300x": _gpu(
-        "mi300x", gigabytes=192, terabytes_per_s=5.3, tflops=_tflops(1307, 163, 163, 2615), node=448,
-        network=50, host=64, reached=HOPPER,
+        "mi300x",
+        gigabytes=192,
+        terabytes_per_s=5.3,
+        tflops=_tflops(1307, 163, 163, 2615),
+        node=448,
+        network=50,
+        host=64,
+        reached=HOPPER,
     ),
     # NVIDIA L4, eight in a cloud's box: GDDR6; PCIe 4 x16, and one 100 Gb/s adapter for all.
     "l4": _gpu(
-        "l4", gigabytes=24, terabytes_per_s=0.3, tflops=_tflops(121, 30.3, 0.5, 242), node=32, network=1.5,
-        host=32, reached=AMPERE,
+        "l4",
+        gigabytes=24,
+        terabytes_per_s=0.3,
+        tflops=_tflops(121, 30.3, 0.5, 242),
+        node=32,
+        network=1.5,
+        host=32,
+        reached=AMPERE,
     ),
     # NVIDIA GeForce RTX 4090, eight in a box: GDDR6X; PCIe 4 x16 without peer-to-peer, so that what is sent
     # passes the host's memory; one 100 Gb/s adapter for all. Tensor cores with fp32 sums.
     "rtx-4090": _gpu(
-        "rtx-4090", gigabytes=24, terabytes_per_s=1.008, tflops=_tflops(165, 82.6, 1.3, 330), node=16,
-        network=1.5, host=32, reached=AMPERE,
+        "rtx-4090",
+        gigabytes=24,
+        terabytes_per_s=1.008,
+        tflops=_tflops(165, 82.6, 1.3, 330),
+        node=16,
+        network=1.5,
+        host=32,
+        reached=AMPERE,
     ),
     # Two cores of a server CPU with AVX-512 and its bf16 dot products, one rank on each, rounded from
     # `Hardware.measure()` there. For plans that never see a GPU: measure yours instead.

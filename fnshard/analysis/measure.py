@@ -92,7 +92,7 @@ class _Bench:
 
     @cached_property
     def crowded(self) -> bool:
-        """Whether ranks take turns on too few cores: a step waits for whoever is last, and so does a sample."""
+        """Whether ranks take turns on too few cores: a step waits for the last one, and so does a sample."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return self.device.type == "cpu" and self.ranks_here > cores
 

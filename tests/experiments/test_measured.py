@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -18,7 +17,7 @@ from experiments.configs.checks import ConfigError
 from experiments.configs.measured import LINES, RUN, measured_hardware, measured_run, prediction_of
 from experiments.configs.plan import hardware_of
 from experiments.explain.config import SPEC
-from experiments.explain.waste import neighbours, waste
+from experiments.explain.waste import waste
 from experiments.training import loop
 from fnshard.analysis.calibrate import fitted, scaled
 from fnshard.launcher.rank import Stop
@@ -71,14 +70,14 @@ def test_a_folder_that_says_nothing_is_one_error(tmp_path: Path, text: str | Non
     with pytest.raises(ConfigError, match=expected):
         measured_hardware(str(tmp_path))
     if text:
-        with pytest.raises(ConfigError, match="run=.*"):
+        with pytest.raises(ConfigError, match=r"damaged|no "):
             waste(tmp_path)
 
 
 def test_the_command_line_takes_a_folder_of_runs(tmp_path: Path) -> None:
     config = validate(SPEC, [f"hardware=measured:{tmp_path}"])
     assert config.hardware.name == f"measured:{tmp_path}"
-    with pytest.raises(ConfigError, match="hardware.name=measured:: Input should be"):
+    with pytest.raises(ConfigError, match=r"hardware\.name=measured:: Input should be"):
         validate(SPEC, ["hardware=measured:"])
 
 
@@ -107,13 +106,21 @@ def test_the_second_prediction_is_better_than_the_first(runs: tuple[Path, Path])
 def test_a_profile_holds_every_line(runs: tuple[Path, Path]) -> None:
     profile = json.loads((runs[0] / LINES).read_text())
     assert len(profile["lines"]) == len((runs[0] / "schedule.txt").read_text().splitlines()) - 1
-    assert len(profile["exposed_s"]) == 1 and {"run forward", "update"} <= {k["kind"] for k in profile["kinds"]}
+    assert len(profile["exposed_s"]) == 1 and {"run forward", "update"} <= {
+        k["kind"] for k in profile["kinds"]
+    }
     measured = sum(line["measured_s"] for line in profile["lines"])
     assert measured == pytest.approx(sum(kind["measured_s"] for kind in profile["kinds"]), rel=0.05)
 
 
 def test_where_the_time_of_a_run_went(runs: tuple[Path, Path]) -> None:
     text = waste(runs[0])
-    for expected in ("seconds of the run", "compile", "predicted before it ran", "its kernels alone", "lines of a"):
+    for expected in (
+        "seconds of the run",
+        "compile",
+        "predicted before it ran",
+        "its kernels alone",
+        "lines of a",
+    ):
         assert expected in text, text
     assert "run.profile=3 measures them" in waste(runs[1])
