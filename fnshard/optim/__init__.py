@@ -11,6 +11,7 @@ from fnshard.optim.optimizers import (
     clip_by_global_norm,
     ema,
     ema_params,
+    lars,
     lion,
     register,
     schedule_free_adamw,
@@ -19,5 +20,6 @@ from fnshard.optim.optimizers import (
 
 __all__ = [
     "OPTIMIZERS", "Optimizer", "StepInfo", "adafactor", "adamw", "adamw_8bit", "by_path", "chain",
-    "clip_by_global_norm", "ema", "ema_params", "lion", "muon", "register", "schedule_free_adamw", "sgd",
+    "clip_by_global_norm", "ema", "ema_params", "lars", "lion", "muon", "register", "schedule_free_adamw",
+    "sgd",
 ]  # fmt: skip

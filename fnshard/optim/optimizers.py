@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from fnshard.errors import OptimizerError, is_number, leaves
-from fnshard.optim.contract import LeafRule, Optimizer, Slots, StepInfo, SumRule, Tensors
+from fnshard.optim.contract import Changed, LeafRule, Optimizer, Slots, StepInfo, SumRule, Tensors
 from fnshard.optim.schedules import ByPath, PathRules, Rate, RateSchedule, as_schedule, call_text, rate_first
 
 __all__ = [
-    "OPTIMIZERS", "adamw", "by_path", "chain", "clip_by_global_norm", "ema", "ema_params", "lion", "register",
-    "schedule_free_adamw", "sgd",
+    "OPTIMIZERS", "adamw", "by_path", "chain", "clip_by_global_norm", "ema", "ema_params", "lars", "lion",
+    "register", "schedule_free_adamw", "sgd",
 ]  # fmt: skip
 
 
@@ -83,6 +83,54 @@ def sgd(
         takes=takes,
         numbers=numbers,
     )
+
+
+@rate_first
+def lars(
+    lr: Rate,
+    momentum: float = 0.9,
+    weight_decay: ByPath = 0.0,
+    lr_scale: ByPath = 1.0,
+    *,
+    trust: float = 1e-3,
+    eps: float = 1e-8,
+) -> Optimizer:
+    """`sgd` whose gradients are scaled by `trust * |param| / (|grad| + weight_decay * |param| + eps)`, norms
+    of whole leaves (You, Gitman and Ginsburg 2017, in apex's form); for large batches.
+
+    Leaves of one dim, and those that are zero or get no gradient, are not scaled. Squares are summed over
+    ranks (`Optimizer.sums`). `weight_decay`, which is added to the gradient, and `lr_scale` are numbers, or
+    `(glob, number)` rules on paths.
+
+    >>> lars(0.1).init({"w": torch.ones(2, 2)})["w"]["momentum"].shape
+    torch.Size([2, 2])
+    """
+    name = call_text(
+        "lars", lr=lr, momentum=momentum, weight_decay=weight_decay, lr_scale=lr_scale, trust=trust, eps=eps
+    )
+    _within(name, momentum=momentum)
+    if not (trust > 0 and eps > 0):
+        raise OptimizerError(f"{name}: trust and eps are above 0.")
+    rate, rules, settings = hyper(lr, weight_decay, lr_scale)
+
+    def squares(path: str, grad: Tensor, slots: Any, param: Tensor, info: StepInfo) -> dict[str, Tensor]:
+        both = {"param_square": param, "grad_square": grad} if param.dim() > 1 else {}
+        return {n: value.square().sum().reshape([1] * value.dim()) for n, value in both.items()}
+
+    def leaf(path: str, grad: Tensor, slots: Any, param: Tensor, info: StepInfo) -> Changed:
+        decay, scale = settings(path)
+        step = grad + decay * param if decay else grad
+        if param.dim() > 1:
+            size, slope = slots["param_square"].sqrt(), slots["grad_square"].sqrt()
+            ratio = trust * size / (slope + decay * size + eps)
+            step = step * torch.where((size > 0) & (slope > 0), ratio, 1.0)
+        trace = momentum * slots["momentum"] + step
+        return -rate_of(rate, scale, info).to(param.dtype) * trace, {"momentum": trace}
+
+    return Optimizer(
+        name, leaf, {"momentum": torch.zeros_like}, elementwise=False, sums=(squares,), rules=rules,
+        settings=settings, values=lambda info: {"lr": rate_of(rate, 1.0, info)},
+    )  # fmt: skip
 
 
 @rate_first

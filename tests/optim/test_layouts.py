@@ -14,13 +14,25 @@ from torch import Tensor
 import fnshard as fs
 from fnshard.checkpoint.state_leaves import state_leaves
 from fnshard.errors import OptimizerError
-from fnshard.optim import adafactor, adamw, adamw_8bit, by_path, chain, clip_by_global_norm, ema, muon, sgd
+from fnshard.optim import (
+    adafactor,
+    adamw,
+    adamw_8bit,
+    by_path,
+    chain,
+    clip_by_global_norm,
+    ema,
+    lars,
+    muon,
+    sgd,
+)
 from fnshard.optim.contract import Optimizer
 
 OWN = {
     "muon": muon(0.05, dtype=None),
     "adamw_8bit": adamw_8bit(0.05, b2=0.9, weight_decay=0.1, block=3),
     "adafactor": adafactor(0.3, weight_decay=0.1),
+    "lars": lars(0.3, weight_decay=0.1, trust=0.5),
 }
 PRESETS = ["full_shard", "zero1", "zero2", "no_shard"]
 

@@ -169,6 +169,21 @@ def test_adafactor_is_torchs(decay):
     assert_close(found, {path: leaf.detach() for path, leaf in theirs.items()})
 
 
+def test_lars_is_the_paper_s():
+    """Equation 6, then momentum: by hand, of a matrix, and of a vector as SGD."""
+    params = {"w": torch.randn(3, 4, dtype=torch.float64), "b": torch.randn(3, dtype=torch.float64)}
+    by_hand, traces = {p: leaf.clone() for p, leaf in params.items()}, dict.fromkeys(params, 0.0)
+    found, _ = train(optim.lars(0.2, 0.9, 0.1, trust=0.01), params)
+    for step in range(6):
+        for path, grad in random_tree(100 + step, {"w": (3, 4), "b": (3,)}).items():
+            leaf, rate = by_hand[path], 1.0
+            if leaf.dim() > 1:
+                rate = 0.01 * leaf.norm() / (grad.norm() + 0.1 * leaf.norm() + 1e-8)
+            traces[path] = 0.9 * traces[path] + rate * (grad + 0.1 * leaf)
+            by_hand[path] = leaf - 0.2 * traces[path]
+    assert_close(found, by_hand)
+
+
 def test_adamw_8bit_is_torchaos():
     """Codes, scales and parameters; with one scale a row, whose numbers are few."""
     torchao = pytest.importorskip("torchao.optim")

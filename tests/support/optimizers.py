@@ -17,6 +17,7 @@ from fnshard.optim.optimizers import (
     chain,
     clip_by_global_norm,
     ema,
+    lars,
     lion,
     schedule_free_adamw,
     sgd,
@@ -67,6 +68,8 @@ ALL = {
     "clip_adamw_8bit_ema": chain(clip_by_global_norm(0.5), adamw_8bit(1e-2, block=3), ema(0.9)),
     "adafactor": adafactor(RATE, weight_decay=0.1),
     "clip_adafactor_ema": chain(clip_by_global_norm(0.5), adafactor(0.1, d=0.5), ema(0.9)),
+    "lars": lars(RATE, weight_decay=0.1, trust=0.5),
+    "clip_lars_ema": chain(clip_by_global_norm(0.5), lars(0.1, trust=0.1), ema(0.9)),
     "row_sgd": row_sgd(0.1),
     "clip_row_sgd": chain(clip_by_global_norm(0.5), row_sgd(0.1)),
 }
