@@ -7,9 +7,11 @@ What hardware reaches of its data sheet is fitted on some sources and tried on t
 from __future__ import annotations
 
 import csv
+import itertools
 import math
 import re
 import statistics
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -200,7 +202,8 @@ def run(config: BenchConfig, folder: Path) -> Result:
     """How near are predictions to what others have measured on GPUs, by model and hardware?
 
     Constants of each generation are fitted, in logarithms, on every other source by number of rows, each
-    source with the same weight; the interval is what these leave; both are tried on the other sources.
+    source with the same weight; the interval is that of each of these sources by constants of the others.
+    Both are tried on the sources that are held out.
     """
     rows, reasons = published()
     say(f"{len(rows)} rows, {sum(reasons.values())} left out")
@@ -209,7 +212,7 @@ def run(config: BenchConfig, folder: Path) -> Result:
     sources = halves(rows)
     fits = {name: _fit(name, all_rows, sources[0]) for name in dict.fromkeys(map(_generation, rows))}
     all_rows = [replace(c, fit=fits[_generation(c.row)]) for c in all_rows]
-    interval = _interval([c for c in all_rows if c.row.source in sources[0]])
+    interval = _interval(all_rows, sources[0])
     held = sorted(c.row.rate / c.rate() for c in all_rows if c.row.source in sources[1])
     within = sum(interval[0] <= 1 / each <= interval[1] for each in held)
     constants = "; ".join(
@@ -224,7 +227,13 @@ def run(config: BenchConfig, folder: Path) -> Result:
         f"left out: {left_out}",
     ]  # fmt: skip
     values = [
-        {**vars(c.row), "model": vars(c.row.model), "predicted": c.rate(False), "fitted": c.rate()}
+        {
+            **vars(c.row),
+            "model": vars(c.row.model),
+            "predicted": c.rate(False),
+            "fitted": c.rate(),
+            "step": vars(c.step),
+        }
         for c in all_rows
     ]
     folder.mkdir(parents=True, exist_ok=True)
@@ -248,15 +257,19 @@ def _fit(generation: str, all_rows: Sequence[Comparison], sources: Sequence[str]
     return fitted([replace(c.step, weight=1 / counts[c.row.source]) for c in some], CONSTANTS)
 
 
-def _interval(some: Sequence[Comparison]) -> tuple[float, float]:
+def _interval(all_rows: Sequence[Comparison], sources: Sequence[str]) -> tuple[float, float]:
     """Between which shares of the predicted seconds nine tenths of the rows lie, each source with the same
-    weight."""
-    counts = Counter(c.row.source for c in some)
-    ordered = sorted((c.rate() / c.row.rate, 1 / counts[c.row.source]) for c in some)
-    total = sum(weight for _, weight in ordered)
-    sums = [sum(w for _, w in ordered[: n + 1]) / total for n in range(len(ordered))]
-    low = next(ratio for (ratio, _), share in zip(ordered, sums, strict=True) if share >= 0.05)
-    high = next(ratio for (ratio, _), share in zip(ordered, sums, strict=True) if share >= 0.95)
+    weight and predicted by constants of the others: what to expect of one that was never seen."""
+    weighted = []
+    for source in sources:
+        some = [c for c in all_rows if c.row.source == source]
+        others = [each for each in sources if each != source]
+        fits = {g: _fit(g, all_rows, others) for g in {_generation(c.row) for c in some}}
+        ratios = (replace(c, fit=fits[_generation(c.row)]).rate() / c.row.rate for c in some)
+        weighted += [(ratio, 1 / len(some)) for ratio in ratios]
+    weighted.sort()
+    sums = list(itertools.accumulate(weight / len(sources) for _, weight in weighted))
+    low, high = (weighted[bisect_left(sums, share)][0] for share in (0.05, 0.95))
     return low, high
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from experiments.cli.main import answer, exiting
+from experiments.configs.checks import ConfigError
 from experiments.data.files import write_json, write_text
 from experiments.explain import words
 from experiments.explain.config import SPEC, ExplainConfig
@@ -30,8 +31,11 @@ def write(config: ExplainConfig, folder: Path) -> None:
     print(f"\nresults: {folder}", flush=True)
 
 
-def write_waste(folder: Path) -> None:
+def write_waste(arguments: list[str]) -> None:
     """Print where a run's time went, and leave it there."""
+    if len(arguments) > 1:
+        raise ConfigError(f"{' '.join(arguments)}: run=DIR stands alone, a run has its configuration.")
+    folder = Path(arguments[0].removeprefix("run="))
     text = waste(folder)
     print(text, flush=True)
     write_text(folder / "waste.txt", text + "\n")
@@ -39,8 +43,8 @@ def write_waste(folder: Path) -> None:
 
 def main(arguments: list[str]) -> None:
     """Explain the run that the one argument names, or a configuration."""
-    if len(arguments) == 1 and arguments[0].startswith("run="):
-        exiting(lambda: write_waste(Path(arguments[0].removeprefix("run="))))
+    if any(each.startswith("run=") for each in arguments):
+        exiting(lambda: write_waste(arguments))
     else:
         answer(SPEC, write)
 

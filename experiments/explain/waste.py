@@ -43,13 +43,14 @@ def waste(folder: Path) -> str:
     run = measured_run(folder)
     if run is None:
         return "\n\n".join([*parts, "no second step was made: nothing is known of a step's time"])
-    paper = _paper(record, folder)
+    why = _not_on_paper(record["config"])
+    paper = None if why else _paper(record["config"], folder)
     parts.append(_step(run.step.measured, run.step.predicted[""], paper))
     if (folder / LINES).exists():
         parts.append(_lines(json.loads((folder / LINES).read_text(encoding="utf-8"))))
     else:
         parts.append("which lines of the schedule: run.profile=3 measures them")
-    parts.append(_changes(paper) if paper else "changes: only those of the main job's decoder are predicted")
+    parts.append(_changes(paper) if paper else f"changes of one key: {why}")
     return "\n\n".join(parts)
 
 
@@ -78,13 +79,18 @@ def _spent(record: Mapping[str, Any]) -> str:
     return "\n".join(columns(rows))
 
 
-def _paper(record: Mapping[str, Any], folder: Path) -> Paper | None:
-    """The run's step on paper, with the speed that it has measured; None of jobs and models of one's own."""
-    config = record["config"]
-    rows, run = config.get("data", {}).get("rows"), config["run"]
-    decoder = isinstance(config.get("model"), Mapping) and "width" in config["model"]
-    if rows is None or not decoder or "_target_" in config["optimizer"] or config["strategy"]["name"] == AUTO:
-        return None
+def _not_on_paper(config: Mapping[str, Any]) -> str:
+    """Why no change of a run is predicted; empty where they are."""
+    if "rows" not in config.get("data", {}) or "width" not in config.get("model", {}):
+        return "predicted for runs of experiments.train with a model of its own"
+    if "_target_" in config["optimizer"]:
+        return "an optimizer of one's own is not predicted"
+    return "strategy=auto has looked for the best plan" if config["strategy"]["name"] == AUTO else ""
+
+
+def _paper(config: Mapping[str, Any], folder: Path) -> Paper:
+    """The run's step on paper, with the speed that it has measured."""
+    rows, run = config["data"]["rows"], config["run"]
     values = {name: config[name] for name in SHARED} | {
         "data": {"rows": rows}, "run": {"accumulate": run["accumulate"]},
         "hardware": {"name": f"{MEASURED}{folder}"},

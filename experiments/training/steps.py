@@ -307,7 +307,7 @@ def make_rate(shape: ScheduleConfig, peak: float, steps: int) -> fs.schedules.Ra
 
 def peak_of(planned: fs.Hardware | None, mesh: fs.Mesh) -> fs.Hardware | None:
     """The hardware whose peak an MFU is a share of: one that was measured, or a GPU that the table knows."""
-    if planned is not None and planned.name not in TABLE:
+    if planned is not None and not planned.name.startswith(tuple(TABLE)):
         return planned
     if mesh.device_type != "cuda":
         return None  # the table's CPU is nobody's

@@ -79,8 +79,9 @@ def loss_of(model: LanguageModel) -> Any:
 @pytest.mark.parametrize(
     "axes", [{"shard": 1}, {"shard": 2}, {"tensor": 2}, {"expert": 2}, {"expert": 2, "tensor": 2}], ids=str
 )
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_gradients_are_those_of_plain_autograd(name, axes, wide):
+def test_gradients_are_those_of_plain_autograd(name, backend, axes, wide):
     """Also of experts that no token meets: zero, and nobody waits."""
     module = built(name).double()
     expected, wanted = plainly(module)
@@ -89,7 +90,7 @@ def test_gradients_are_those_of_plain_autograd(name, axes, wide):
     model, mesh = of(module), fs.make_mesh(**axes, simulated=True)
     named = {axis: axis for axis in ("tensor", "expert") if axis in axes}
     specs = fs.presets.full_shard(model.params, mesh, **named)
-    step = fs.shard_step(loss_of(model), specs, mesh=mesh, backend="eager")
+    step = fs.shard_step(loss_of(model), specs, mesh=mesh, backend=backend)
 
     def on_rank(rank: int) -> Any:
         mine = TOKENS[mesh.data_rank :][:1] if mesh.data_size == 2 else TOKENS
