@@ -30,7 +30,7 @@ AUTO = "auto"  # of strategies: `fnshard.fit` chooses, within run.device_gb; of 
 NEVER = "never"  # of run.resume
 MULTIPLE = 32  # of the positions of padded rows
 STRATEGIES = (*registered("layout/presets.py", "PRESETS"), AUTO)
-HARDWARE = (AUTO, *sorted(registered("analysis/hardware.py", "TABLE")), "measure")
+HARDWARE = (AUTO, *sorted(registered("analysis/hardware.py", "SHEETS")), "cpu", "measure")
 MEASURED = "measured:"  # and a folder of runs: hardware as these have measured it
 SCHEDULES = registered("optim/schedules.py", "SCHEDULES")
 

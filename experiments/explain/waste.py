@@ -166,7 +166,7 @@ def _changes(paper: Paper) -> str:
 
 def neighbours(config: ExplainConfig) -> Iterator[tuple[str, ExplainConfig]]:
     """A configuration with one key changed at a time, and the words that change it; the numbers that a step
-    computes stay what they are, but for `precision`, and for rounding."""
+    computes stay what they are, but for rounding (a dtype that no run has measured is not predicted well)."""
     strategy, rows = config.strategy, config.rows
     for name in ("full_shard", "shard_grad_op", "zero2", "no_shard"):
         yield from _changed(config, "strategy", name=name)
@@ -180,8 +180,6 @@ def neighbours(config: ExplainConfig) -> Iterator[tuple[str, ExplainConfig]]:
     for accumulate in (config.run.accumulate // 2, config.run.accumulate * 2):
         if accumulate and rows % accumulate == 0:
             yield from _changed(config, "run", accumulate=accumulate)
-    if config.precision.compute in (None, "float32"):
-        yield from _changed(config, "precision", compute="bfloat16")
 
 
 def _changed(config: ExplainConfig, group: str, **values: Any) -> Iterator[tuple[str, ExplainConfig]]:

@@ -12,7 +12,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 from typing import Any
 
 from fnshard.analysis.measure import measure
@@ -278,38 +277,37 @@ def _link(value: Mapping[str, Any]) -> Link:
 
 def _gpu(
     name: str,
-    *,
-    gigabytes: float,
-    tflops: Mapping[str, float],
-    terabytes_per_s: float,
-    node: float,
-    network: float,
-    host: float,
+    memory: tuple[float, float],
+    tflops: tuple[float, float, float, float],
+    links: tuple[float, float, float],
+    per_node: int,
     reached: tuple[float, float, float, float],
-    per_node: int = 8,
-    spread: tuple[float, float] | None = None,
+    spread: tuple[float, float] | None,
 ) -> Hardware:
-    """A GPU: data-sheet rates times what training reaches of them; links in GB/s, one way, of one GPU."""
-    matmul, attention, memory, wire = reached
-    streaming = Curve.flat(terabytes_per_s * 1e12 * memory)
+    """A GPU: data-sheet rates times what training reaches of them; arguments as `SHEETS` has them."""
+    matmul, attention, streaming, wire = reached
+    rates = dict(zip(("bf16", "f16", "f32", "f64"), (tflops[0], *tflops[:3]), strict=True))
+    rates |= dict.fromkeys(("float8_e4m3fn", "float8_e5m2"), tflops[3]) if tflops[3] else {}
+    streamed = Curve.flat(memory[1] * 1e12 * streaming)
+    node, network, host = (each * 1e9 * wire for each in links)
     return Hardware(
         name,
-        memory_bytes=int(gigabytes * 1e9),
-        flops={dtype: Curve.flat(rate * 1e12 * matmul) for dtype, rate in tflops.items()},
-        peak_flops={dtype: rate * 1e12 for dtype, rate in tflops.items()},
-        attention={dtype: Curve.flat(rate * 1e12 * attention) for dtype, rate in tflops.items()},
+        memory_bytes=int(memory[0] * 1e9),
+        flops={dtype: Curve.flat(rate * 1e12 * matmul) for dtype, rate in rates.items()},
+        peak_flops={dtype: rate * 1e12 for dtype, rate in rates.items()},
+        attention={dtype: Curve.flat(rate * 1e12 * attention) for dtype, rate in rates.items()},
         # The H100 at head size 64: 330 to 380 TFLOP/s of what is 490 at 128.
         attention_heads={"f32": Curve(((32.0, 0.45), (64.0, 0.72), (128.0, 1.0)))},
-        memory=streaming,
-        elementwise=tflops["f32"] * 1e12 / 2,
-        transcendental=tflops["f32"] * 1e12 / 16,
-        scatter=streaming.best / 4,
-        update=streaming,
-        copy=streaming,
-        node=Link.even(15e-6, node * 1e9 * wire),
-        network=Link.even(30e-6, network * 1e9 * wire),
+        memory=streamed,
+        elementwise=rates["f32"] * 1e12 / 2,
+        transcendental=rates["f32"] * 1e12 / 16,
+        scatter=streamed.best / 4,
+        update=streamed,
+        copy=streamed,
+        node=Link.even(15e-6, node),
+        network=Link.even(30e-6, network),
         ranks_per_node=per_node,
-        host_link_bytes_per_s=host * 1e9 * wire,
+        host_link_bytes_per_s=host,
         host_update_bytes_per_s=20e9,  # a host's memory, some 200 GB/s of it, shared by eight
         disk_bytes_per_s=3e9,  # NVMe
         instruction_seconds=15e-6,
@@ -321,131 +319,79 @@ def _gpu(
     )
 
 
-# What training reaches of products, attention, memory and links: fitted to 227 published rates of four sources
-# (llm-foundry's has 216, 125M to 70B on 8 to 512 GPUs). `SPREAD`: nine tenths of what each of these takes, as a
-# share of what the others' constants predict; of four sources that were held out, 9 of 12 rates lie within
-# (`experiments.bench case=published`).
+# What training reaches of products, attention, memory and links: fitted to 227 published rates of four
+# sources (llm-foundry has 216 of them, 125M to 70B on 8 to 512 GPUs). `SPREAD`: nine tenths of what each of
+# these took, as shares of what the others' constants predict; of four sources that were held out, 9 of 12
+# rates lie in it (`experiments.bench case=published`).
 # Chips of which nothing was compared are taken to reach as much as those nearest to them, with no interval.
 AMPERE, HOPPER = (0.71, 0.37, 0.62, 0.77), (0.67, 0.23, 0.54, 0.64)
 SPREAD = (0.74, 1.15)
-
-
-def _tflops(bf16: float, fp32: float, fp64: float, fp8: float | None = None) -> dict[str, float]:
-    """Dense peaks, by dtype."""
-    narrow = {} if fp8 is None else {"float8_e4m3fn": fp8, "float8_e5m2": fp8}
-    return {"f64": fp64, "f32": fp32, "bf16": bf16, "f16": bf16, **narrow}
-
-
-_a100 = partial(_gpu, tflops=_tflops(312, 19.5, 19.5), node=300, network=25, host=32, reached=AMPERE,
-                spread=SPREAD)  # fmt: skip
-_h100 = partial(_gpu, node=450, network=50, host=64, reached=HOPPER, spread=SPREAD)
-_blackwell = partial(_gpu, node=900, reached=HOPPER)
-H100 = _tflops(989, 67, 67, 1979)
-# By name: the data sheet of each, dense (half of a sparse figure), with fp32 products that do not use TF32.
-TABLE: dict[str, Hardware] = {
-    # NVIDIA H100, SXM5: HBM3; NVLink 900 GB/s, both ways; a 400 Gb/s adapter per GPU (DGX H100); PCIe 5 x16.
-    "h100": _h100("h100", gigabytes=80, terabytes_per_s=3.35, tflops=H100),
-    # NVIDIA H100 PCIe: HBM2e; no NVLink but in pairs, so that groups talk over PCIe 5 x16.
-    "h100-pcie": _h100(
-        "h100-pcie",
-        gigabytes=80,
-        terabytes_per_s=2.0,
-        tflops=_tflops(756, 51, 51, 1513),
-        node=64,
-        spread=None,
-    ),
-    # NVIDIA H200, SXM: the H100's cores and HBM3e.
-    "h200": _h100("h200", gigabytes=141, terabytes_per_s=4.8, tflops=H100),
+# Data sheets: GB and TB/s of memory; dense TFLOP/s in bf16, fp32 (no TF32), fp64 and fp8; GB/s of a GPU, one
+# way, within a node, between nodes and to the host; GPUs of an NVLink domain; what is reached; the interval.
+SHEETS: dict[str, tuple[Any, ...]] = {
+    # NVIDIA H100, SXM5: NVLink 900 GB/s, both ways; a 400 Gb/s adapter per GPU (DGX H100); PCIe 5 x16.
+    "h100": ((80, 3.35), (989, 67, 67, 1979), (450, 50, 64), 8, HOPPER, SPREAD),
+    # NVIDIA H100 PCIe: no NVLink but in pairs, so that groups talk over PCIe 5 x16.
+    "h100-pcie": ((80, 2.0), (756, 51, 51, 1513), (64, 50, 64), 8, HOPPER, None),
+    # NVIDIA H200, SXM: the H100's cores, with HBM3e.
+    "h200": ((141, 4.8), (989, 67, 67, 1979), (450, 50, 64), 8, HOPPER, SPREAD),
     # An H100 of 96 GB HBM2e that is limited to 500 W (torchtitan's benchmarks). No sheet says what the limit
     # costs: 0.8 of the SXM's rates is assumed.
-    "h100-500w": _h100("h100-500w", gigabytes=96, terabytes_per_s=2.4, tflops=_tflops(791, 54, 54, 1583)),
-    # NVIDIA A100, SXM: HBM2e; NVLink 600 GB/s, both ways; 200 Gb/s per GPU (DGX A100); PCIe 4 x16.
-    "a100": _a100("a100", gigabytes=80, terabytes_per_s=2.039),
-    "a100-40gb": _a100("a100-40gb", gigabytes=40, terabytes_per_s=1.555),  # the same with HBM2
+    "h100-500w": ((96, 2.4), (791, 54, 54, 1583), (450, 50, 64), 8, HOPPER, SPREAD),
+    # NVIDIA A100, SXM: NVLink 600 GB/s, both ways; 200 Gb/s per GPU (DGX A100); PCIe 4 x16.
+    "a100": ((80, 2.039), (312, 19.5, 19.5, 0), (300, 25, 32), 8, AMPERE, SPREAD),
+    "a100-40gb": ((40, 1.555), (312, 19.5, 19.5, 0), (300, 25, 32), 8, AMPERE, SPREAD),
     # NVIDIA HGX B200: NVLink 5, 1.8 TB/s both ways; 400 Gb/s per GPU (DGX B200); PCIe 5 x16.
-    "b200": _blackwell(
-        "b200", gigabytes=180, terabytes_per_s=7.7, tflops=_tflops(2250, 75, 37, 4500), network=50, host=64
-    ),
-    # NVIDIA GB200 NVL72: 72 GPUs in one NVLink domain, which is a node here; 400 Gb/s per GPU to other racks;
-    # to the host's memory by NVLink-C2C, 900 GB/s of two GPUs, both ways.
-    "gb200": _blackwell(
-        "gb200",
-        gigabytes=186,
-        terabytes_per_s=8.0,
-        tflops=_tflops(2500, 80, 40, 5000),
-        network=50,
-        host=225,
-        per_node=72,
-    ),
-    # NVIDIA GB300 NVL72: more memory, 800 Gb/s per GPU to other racks, and hardly any fp64.
-    "gb300": _blackwell(
-        "gb300",
-        gigabytes=279,
-        terabytes_per_s=8.0,
-        tflops=_tflops(2500, 80, 1.3, 5000),
-        network=100,
-        host=225,
-        per_node=72,
-    ),
-    # AMD Instinct MI300X: HBM3; seven Infinity Fabric links of 64 GB/s each way to the seven others; 400 Gb/s
-    # per GPU; PCIe 5 x16.
-    "mi300x": _gpu(
-        "mi300x",
-        gigabytes=192,
-        terabytes_per_s=5.3,
-        tflops=_tflops(1307, 163, 163, 2615),
-        node=448,
-        network=50,
-        host=64,
-        reached=HOPPER,
-    ),
-    # NVIDIA L4, eight in a cloud's box: GDDR6; PCIe 4 x16, and one 100 Gb/s adapter for all.
-    "l4": _gpu(
-        "l4",
-        gigabytes=24,
-        terabytes_per_s=0.3,
-        tflops=_tflops(121, 30.3, 0.5, 242),
-        node=32,
-        network=1.5,
-        host=32,
-        reached=AMPERE,
-    ),
-    # NVIDIA GeForce RTX 4090, eight in a box: GDDR6X; PCIe 4 x16 without peer-to-peer, so that what is sent
-    # passes the host's memory; one 100 Gb/s adapter for all. Tensor cores with fp32 sums.
-    "rtx-4090": _gpu(
-        "rtx-4090",
-        gigabytes=24,
-        terabytes_per_s=1.008,
-        tflops=_tflops(165, 82.6, 1.3, 330),
-        node=16,
-        network=1.5,
-        host=32,
-        reached=AMPERE,
-    ),
-    # Two cores of a server CPU with AVX-512 and its bf16 dot products, one rank on each, rounded from
+    "b200": ((180, 7.7), (2250, 75, 37, 4500), (900, 50, 64), 8, HOPPER, None),
+    # NVIDIA GB200 and GB300 NVL72: 400 and 800 Gb/s per GPU to other racks; NVLink-C2C, 900 GB/s of two GPUs,
+    # both ways, to the host's memory. The GB300 has hardly any fp64.
+    "gb200": ((186, 8.0), (2500, 80, 40, 5000), (900, 50, 225), 72, HOPPER, None),
+    "gb300": ((279, 8.0), (2500, 80, 1.3, 5000), (900, 100, 225), 72, HOPPER, None),
+    # AMD Instinct MI300X: seven Infinity Fabric links of 64 GB/s each way; 400 Gb/s per GPU; PCIe 5 x16.
+    "mi300x": ((192, 5.3), (1307, 163, 163, 2615), (448, 50, 64), 8, HOPPER, None),
+    # NVIDIA L4, eight in a cloud's box: PCIe 4 x16, and one 100 Gb/s adapter for all.
+    "l4": ((24, 0.3), (121, 30.3, 0.5, 242), (32, 1.5, 32), 8, AMPERE, None),
+    # NVIDIA GeForce RTX 4090, eight in a box: PCIe 4 x16 without peer-to-peer, so what is sent passes the
+    # host's memory; one 100 Gb/s adapter for all. Tensor cores with fp32 sums.
+    "rtx-4090": ((24, 1.008), (165, 82.6, 1.3, 330), (16, 1.5, 32), 8, AMPERE, None),
+}
+TABLE: dict[str, Hardware] = {
+    **{name: _gpu(name, *sheet) for name, sheet in SHEETS.items()},
+    # Two cores of a server CPU with AVX-512 and its bf16 matrices, one rank on each, rounded from
     # `Hardware.measure()` there. For plans that never see a GPU: measure yours instead.
     "cpu": Hardware(
         "cpu",
         memory_bytes=int(8e9),
-        flops={"f64": Curve.flat(50e9), "f32": Curve.flat(100e9), "bf16": Curve.flat(450e9)},
-        peak_flops={"f64": 60e9, "f32": 120e9, "bf16": 500e9},
-        attention={"f64": Curve.flat(20e9), "f32": Curve.flat(45e9), "bf16": Curve.flat(45e9)},
-        attention_heads={"f32": Curve(((32.0, 0.85), (64.0, 1.0)))},
-        memory=Curve(((1e6, 60e9), (32e6, 40e9), (256e6, 15e9))),
-        elementwise=50e9,
-        transcendental=1.5e9,
-        scatter=5e9,
-        update=Curve(((1e6, 40e9), (32e6, 25e9), (256e6, 15e9))),
-        copy=Curve(((1e6, 60e9), (32e6, 20e9), (256e6, 12e9))),
-        node=Link.even(30e-6, 8e9),
+        flops={
+            "f64": Curve.flat(65e9),
+            "f32": Curve(((3e6, 65e9), (2e7, 100e9), (2e8, 125e9), (1.5e9, 140e9))),
+            "bf16": Curve(((3e6, 65e9), (2e7, 260e9), (2e8, 480e9), (1.5e9, 680e9))),
+        },
+        peak_flops={"f64": 70e9, "f32": 150e9, "bf16": 700e9},
+        attention={
+            "f64": Curve.flat(25e9),
+            "f32": Curve(((128, 38e9), (512, 56e9), (1024, 75e9))),
+            "bf16": Curve(((128, 17e9), (256, 48e9), (512, 65e9), (1024, 110e9))),
+        },
+        attention_heads={
+            "f32": Curve(((32, 0.85), (64, 1.0), (128, 1.1))),
+            "bf16": Curve(((32, 0.58), (64, 1.0), (128, 1.5))),
+        },
+        memory=Curve(((1e6, 90e9), (4e6, 25e9), (50e6, 18e9), (200e6, 6e9))),
+        elementwise=70e9,
+        transcendental=5e9,
+        scatter=15e9,
+        update=Curve(((7e6, 16e9), (120e6, 23e9))),
+        copy=Curve(((1e5, 8.5e9), (30e6, 11e9), (130e6, 7.5e9))),
+        node=Link(35e-6, Curve.flat(18e9), *(Curve.flat(4.5e9),) * 3),
         network=Link.even(200e-6, 1e9),
         ranks_per_node=2,
-        host_link_bytes_per_s=12e9,
-        host_update_bytes_per_s=15e9,
+        host_link_bytes_per_s=13e9,
+        host_update_bytes_per_s=20e9,
         disk_bytes_per_s=1e9,
-        instruction_seconds=5e-6,
-        kernel_seconds=30e-6,
-        launch_seconds=3e-6,
+        instruction_seconds=2.5e-6,
+        kernel_seconds=10e-6,
+        launch_seconds=1e-6,
         floor_seconds=0.0,
         overlap=False,
     ),

@@ -48,7 +48,7 @@ def measure(mesh: Mesh | None = None, clock: Callable[[], float] = time.perf_cou
     comm = connection(mesh) if mesh and mesh.size > 1 else None
     bench = _Bench(device, comm, clock)
     found = bench.compute() | bench.memory() | bench.calls()
-    found |= bench.links(mesh, 1 / found["copy"]["points"][-1][1])
+    found |= bench.links(mesh, found["copy"])
     if comm is None:
         return found
     all_found = [json.loads(text) for text in comm.gather_object(json.dumps(found))]
@@ -275,23 +275,23 @@ class _Bench:
         return self.seconds(work, torch.device("cpu"))
 
     # -------------------------------------------------------------- collectives
-    def links(self, mesh: Mesh | None, copy_seconds_per_byte: float) -> dict[str, Any]:
+    def links(self, mesh: Mesh | None, copy: dict[str, Any]) -> dict[str, Any]:
         """What the transport costs besides packing and unpacking; without peers, what memory gives."""
         axes = mesh.ordered(mesh.names) if mesh else ()
         if self.comm is None or not axes:
-            flat = _curve([(1.0, 1 / copy_seconds_per_byte)])
-            link = {"latency_seconds": 1e-6} | dict.fromkeys(_collectives(1), flat)
+            link = {"latency_seconds": 1e-6} | dict.fromkeys(_collectives(1), copy)
         else:
-            link = self._link(mesh, axes, copy_seconds_per_byte)
+            link = self._link(mesh, axes)
         return {"node": link, "network": link, "ranks_per_node": mesh.size if mesh else 1}
 
-    def _link(self, mesh: Mesh, axes: tuple[str, ...], copy: float) -> dict[str, Any]:
+    def _link(self, mesh: Mesh, axes: tuple[str, ...]) -> dict[str, Any]:
         n, latency, times = mesh.axes_size(axes), math.inf, dict[str, Points]()
         for verb, (name, rows, share) in _collectives(n).items():
             issue: Callable[[Tensor, tuple[str, ...]], Handle] = getattr(self.comm, name)
             times[verb] = []
             for count in ROWS:
-                source, outs = self.random(n * count), [self.random(n * count) for _ in range(n)]
+                source, spare = self.random(n * count), self.random(n * count)
+                outs = [self.random(n * count) for _ in range(n)]
 
                 def once(issue=issue, rows=rows, source=source, outs=outs, verb=verb) -> None:
                     buffer = self.comm.send_buffer(source.numel() // rows, source.dtype, axes, rows=rows)
@@ -302,8 +302,8 @@ class _Bench:
                         out.copy_(row)
                     handle.release()
 
-                copies = (1 + n if verb == "gather" else 1) * 2 * source.nbytes * copy
-                seconds = self.seconds(once)
+                copy = self.seconds(lambda source=source, spare=spare: spare.copy_(source))
+                copies, seconds = (1 + n if verb == "gather" else 1) * copy, self.seconds(once)
                 latency = min(latency, seconds)
                 times[verb].append((share * source.nbytes, max(seconds - copies, seconds / 20)))
 

@@ -99,7 +99,6 @@ def test_the_second_prediction_is_better_than_the_first(runs: tuple[Path, Path])
     first, second = map(measured_run, runs)
     learned = second.step.seconds(fitted([first.step, *first.kinds]))
     untaught = second.step.predicted[""]
-    print(first.step.measured / first.step.predicted[""], second.step.measured / untaught, learned / untaught)
     assert abs(math.log(second.step.measured / learned)) < abs(math.log(second.step.measured / untaught))
 
 
