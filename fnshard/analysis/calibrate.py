@@ -53,8 +53,10 @@ class Observation:
         return saved / (1 - 1 / STEP)
 
     def seconds(self, by: Mapping[str, float]) -> float:
-        """What is predicted where constants are so many times as large: exact where nothing overlaps."""
-        return self.predicted[""] + sum(self.share(c) * (1 / value - 1) for c, value in by.items())
+        """What is predicted where constants are so many times as large: exact where nothing overlaps. Where
+        things do, shares may come to more than all; a thousandth is left."""
+        base = self.predicted[""]
+        return max(base / 1000, base + sum(self.share(c) * (1 / value - 1) for c, value in by.items()))
 
 
 def scaled(hardware: Hardware, by: Mapping[str, float]) -> Hardware:
