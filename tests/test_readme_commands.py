@@ -218,6 +218,8 @@ TABLE = {
     "python -m experiments.bench device=cuda": Row("device=cpu", needs="a GPU"),
     "python -m experiments.bench case=memory": replace(SAMPLE, short=f"{SAMPLE.short} plans=[full_shard]"),
     "python -m experiments.bench case=predict clock=cpu": Row("rounds=1 ranks=1 backend=eager plans=[5m-full_shard]"),
+    "python -m experiments.bench case=predict ranks=4 "
+    "'plans=[5m-zero2-bf16-tensor2-4x256,25m-full_shard-remat-context2]'": Row("rounds=1 memory=0 backend=eager"),
     "python -m experiments.bench case=checkpoint rounds=21": SAMPLE,
     "python -m experiments.bench case=starts checkout=../before rounds=5": Row("rounds=1", needs="another checkout"),
     "python -m experiments.bench case=gpu": Row("parts=[versions]"),

@@ -89,7 +89,8 @@ class BenchConfig:
         losses: how many steps of peers are compared with the fp64 reference; 0 skips it.
         memory: how often bytes of peers, memory and predict are followed (what one pass gets wrong makes
             numbers larger only, so the smallest counts); 0 skips it.
-        plans: of memory and predict, the names that take part; none: all.
+        plans: of memory, the names that take part; of predict any plans as SIZE-PRESET-WORD-..., with
+            `plans.WORDS`; none: all that there are for so many ranks.
         clock: of predict: "wall", or "cpu", which leaves out what other processes took.
         every: of checkpoint, steps from one save to the next.
         checkout: of starts, another checkout that takes turns with this one.
