@@ -193,8 +193,11 @@ def complete(config: BenchConfig) -> BenchConfig:
         "size": names(), "dtype": DTYPES, "reduce": DTYPES, "contenders": (*TORCH, *FNSHARD, *MUON, GRAPH),
         "backend": ("inductor", "eager"), "clock": ("wall", "cpu"),
     }  # fmt: skip
-    counts = ("ranks", "rounds", "steps", "warmup", "rows", "length", "every")
+    counts = ("ranks", "rounds", "steps", "warmup", "rows", "length", "every", "tensor", "context")
     problems = out_of_range(config, choices, dict.fromkeys(counts, 1) | {"losses": 0, "memory": 0})
+    if not problems and config.ranks % (config.tensor * config.context):
+        split = f"tensor={config.tensor} times context={config.context}"
+        problems.append(f"ranks={config.ranks}: {split} does not divide them.")
     if config.device == "cuda" and not torch.cuda.is_available():
         problems.append("device=cuda: this machine has no CUDA device that torch can use. Fix: device=cpu.")
     elif config.device == "cuda" and config.ranks != 1:

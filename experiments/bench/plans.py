@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 import fnshard as fs
-from experiments.bench.config import BenchConfig
+from experiments.bench.config import BenchConfig, complete
 from experiments.bench.contenders import BenchTask, Plan, Training, ddp, make_task
 from experiments.bench.measure import Result, interleaved, rank_correlation, ratio, say
 from experiments.bench.peers import Found, Maker, memory_of, started
@@ -50,7 +50,7 @@ WORDS: dict[str, Callable[..., tuple[str, dict[str, Any]]]] = {
     r"(tensor|context)(\d+)": lambda axis, size: ("changes", {axis: int(size)}),
     r"(\d+)x(\d+)": lambda rows, length: ("changes", {"rows": int(rows), "length": int(length)}),
     r"clip": lambda: ("plan", {"clip": 1.0}),
-    r"remat([\d.]*)": lambda share: ("options", {"remat": float(share) if share else "unit"}),
+    r"remat(\d*\.?\d+|)": lambda share: ("options", {"remat": float(share) if share else "unit"}),
     r"accumulate(\d+)": lambda times: ("options", {"accumulate": int(times)}),
 }
 PREDICT = {  # by ranks; a name says all, see `variant`
@@ -90,7 +90,8 @@ def run(config: BenchConfig, folder: Path) -> Result:
         shown = [f"{each[key] * by:.1f}" if key in each else "-" for key, by in COLUMNS.values()]
         rows.append([name, *shown, f"{ratio(seconds[name], next(iter(seconds.values()))):.2f}"])
     known = {n: (f["seconds"], f["predicted_seconds"]) for n, f in found.items() if "predicted_seconds" in f}
-    sizes = [f["predicted_peak_bytes"] / f["peak_bytes"] for f in found.values() if len(f) > 5]
+    both = [f for f in found.values() if {"peak_bytes", "predicted_peak_bytes"} <= f.keys()]
+    sizes = [f["predicted_peak_bytes"] / f["peak_bytes"] for f in both]
     notes = ["", verdict(known)]
     if sizes:
         notes.append(f"peak bytes, predicted / measured: {min(sizes):.3f} to {max(sizes):.3f}")
@@ -100,7 +101,13 @@ def run(config: BenchConfig, folder: Path) -> Result:
 def chosen(config: BenchConfig) -> dict[str, Variant]:
     """The plans that take part."""
     if config.case == "predict":
-        return {name: variant(name) for name in config.plans or PREDICT.get(config.ranks, PREDICT[2])}
+        names = config.plans or PREDICT.get(config.ranks, ())
+        if not names:
+            raise ConfigError(f"ranks={config.ranks}: plans=[...] names which; 2 and 4 ranks have their own.")
+        found = {name: variant(name) for name in names}
+        for _, changes in found.values():
+            complete(replace(config, **changes))
+        return found
     unknown = [name for name in config.plans if name not in MEMORY]
     if unknown:
         raise ConfigError(f"plans={','.join(unknown)}: any of {', '.join(MEMORY)}.")

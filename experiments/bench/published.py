@@ -48,11 +48,8 @@ GPUS = {  # a row's hardware, and which of the table it is; the first that the n
     "h100": "h100", "dgx-h100": "h100", "h200": "h200", "8x b200": "b200", "b200": "b200", "dgx-b200": "b200",
     "dgx-gb200": "gb200", "dgx-gb300": "gb300",
 }  # fmt: skip
-GENERATION = {
-    "a100": "a100",
-    "h100": "h100",
-    "h200": "h100",
-}  # that constants are shared by; others' is theirs
+# Chips that share constants; any other has its own.
+GENERATION = {"a100": "a100", "h100": "h100", "h200": "h100"}
 RECOMPUTE = {  # what `shard_step` takes
     "none": {}, "full": {"remat": "unit"}, "selective": {"remat": "unit", "save": ("matmul", "attention")},
     "per-op selective": {"remat": "unit", "save": ("matmul", "attention")},
@@ -264,11 +261,14 @@ def _interval(all_rows: Sequence[Comparison], sources: Sequence[str]) -> tuple[f
     for source in sources:
         some = [c for c in all_rows if c.row.source == source]
         others = [each for each in sources if each != source]
-        fits = {g: _fit(g, all_rows, others) for g in {_generation(c.row) for c in some}}
+        known = {_generation(c.row) for c in all_rows if c.row.source in others}
+        some = [c for c in some if _generation(c.row) in known]  # what others say nothing of is left out
+        fits = {g: _fit(g, all_rows, others) for g in known}
         ratios = (replace(c, fit=fits[_generation(c.row)]).rate() / c.row.rate for c in some)
         weighted += [(ratio, 1 / len(some)) for ratio in ratios]
     weighted.sort()
-    sums = list(itertools.accumulate(weight / len(sources) for _, weight in weighted))
+    whole = sum(weight for _, weight in weighted)
+    sums = list(itertools.accumulate(weight / whole for _, weight in weighted))
     low, high = (weighted[bisect_left(sums, share)][0] for share in (0.05, 0.95))
     return low, high
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,17 @@ from fnshard.errors import report
 from fnshard.step.lowered import Lowered
 
 RUN, LINES = "run.json", Path("profile", "lines.json")  # of a run's folder
+DAMAGED = (ValueError, KeyError, TypeError, AttributeError)
 MOST = 5  # damaged files that an error names
 
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """One run. `hardware`: what it was predicted for; `kinds`: of a run with a profile, kinds of lines."""
+    """One run. `hardware`: what it was predicted for; `machine`: what it ran on; `kinds`: of a run with a
+    profile, kinds of lines."""
 
     hardware: Mapping[str, Any]
+    machine: Mapping[str, Any]
     step: Observation
     kinds: tuple[Observation, ...] = ()
 
@@ -73,24 +76,31 @@ def measured_run(folder: Path) -> MeasuredRun | None:
     """What a run has measured; None if it made no second step, or is of a version that kept nothing.
 
     Raises:
-        ValueError, KeyError, TypeError: a file is damaged.
+        ValueError, KeyError, TypeError, AttributeError: a file is damaged.
     """
-    found = json.loads((folder / RUN).read_text(encoding="utf-8")).get("prediction") or {}
+    record = json.loads((folder / RUN).read_text(encoding="utf-8"))
+    found, there = record.get("prediction") or {}, record.get("hardware", {})
     if found.get("measured_s") is None:
         return None
+    machine = {name: there.get(name) for name in ("device", "gpu", "gpu_memory_bytes", "cores")}
+    machine["ranks_of_host"] = there.get("ranks", 1) / max(1, len(there.get("hosts", ())))
     step = Observation(found["predicted_s"], float(found["measured_s"]))
+    if not step.predicted[""] > 0:
+        raise ValueError("nothing was predicted")
     kinds: tuple[Observation, ...] = ()
     if (folder / LINES).exists():
-        values = json.loads((folder / LINES).read_text(encoding="utf-8"))["kinds"]
+        profile = json.loads((folder / LINES).read_text(encoding="utf-8"))
+        values, _ = profile["kinds"], (profile["lines"], profile["exposed_s"])
         total = sum(each["predicted_s"][""] for each in values)
         kinds = tuple(
             Observation(v["predicted_s"], v["measured_s"], v["predicted_s"][""] / total) for v in values
         )
-    return MeasuredRun(found["hardware"], step, kinds)
+    return MeasuredRun(found["hardware"], machine, step, kinds)
 
 
 def measured_hardware(place: str) -> fs.Hardware:
-    """The hardware of the newest run in a folder or below it, as all its runs on the same have measured it.
+    """The hardware of the newest run in a folder or below it, as all runs there have measured it that ran on
+    such a machine, with as many ranks on a host.
 
     Raises:
         ConfigError: no run says what it measured, or a file of one is damaged.
@@ -102,7 +112,7 @@ def measured_hardware(place: str) -> fs.Hardware:
     for folder in folders:
         try:
             runs.append(measured_run(folder))
-        except (ValueError, KeyError, TypeError) as error:
+        except DAMAGED as error:
             damaged.append(f"{folder}: {type(error).__name__}: {error}")
     if damaged:
         fix = "another folder, or remove what cannot be read."
@@ -115,8 +125,9 @@ def measured_hardware(place: str) -> fs.Hardware:
             f"hardware={MEASURED}{place}: no run in it says what it measured; those of experiments.train and "
             "experiments.finetune do, from their second step on."
         )
-    base = fs.Hardware.from_dict(known[-1].hardware)
-    alike = [run for run in known if run.hardware == known[-1].hardware]
-    observations = [each for run in alike for each in (run.step, *run.kinds)]
-    runs_text = f"{len(alike)} run{'s' if len(alike) > 1 else ''}"
-    return corrected(base, observations, [run.step for run in alike], f"{base.name} as {runs_text} measured")
+    last = known[-1]
+    base = fs.Hardware.from_dict(last.hardware)
+    base = replace(base, memory_bytes=last.machine["gpu_memory_bytes"] or base.memory_bytes)
+    alike = [r for r in known if (r.hardware, r.machine) == (last.hardware, last.machine)]
+    name = f"{base.name} as {len(alike)} run{'s' if len(alike) > 1 else ''} measured"
+    return corrected(base, [(run.step, *run.kinds) for run in alike], name)

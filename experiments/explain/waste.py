@@ -11,13 +11,14 @@ from typing import Any
 
 from experiments.cli import schema
 from experiments.configs.checks import ConfigError
-from experiments.configs.measured import LINES, RUN, measured_run
+from experiments.configs.measured import DAMAGED, LINES, RUN, measured_run
 from experiments.configs.train import AUTO, MEASURED
 from experiments.explain.config import ExplainConfig
 from experiments.explain.paper import Paper, explain
 from experiments.training.run_record import PARTS
 from fnshard.analysis.tables import columns
 from fnshard.compiler.schedule.instructions import Run
+from fnshard.errors import FnshardError
 from fnshard.plot.scales import byte_text, time_text
 
 WORTH = 0.01  # of a step, below which nothing is shown
@@ -25,7 +26,7 @@ MOST = 6  # lines, and changes, that are shown
 SLOW = 1.25  # times the prediction, from which on a kernel is slow
 SHARED = ("model", "mesh", "strategy", "precision", "optimizer")  # of the main job and of `explain`
 # What a share of a run's seconds depends on.
-KEYS = {
+HINTS = {
     "start": "ranks start, data are prepared", "compile": "once; kernels are kept for the next run",
     "data": "data", "evaluation": "run.held_out_every, data.held_out_rows", "samples": "run.prompt",
     "saves": "run.save_every, run.async_save", "tracing": "run.profile", "reports": "tracker",
@@ -47,7 +48,8 @@ def waste(folder: Path) -> str:
     paper = None if why else _paper(record["config"], folder)
     parts.append(_step(run.step.measured, run.step.predicted[""], paper))
     if (folder / LINES).exists():
-        parts.append(_lines(json.loads((folder / LINES).read_text(encoding="utf-8"))))
+        profile = json.loads((folder / LINES).read_text(encoding="utf-8"))
+        parts.append(_lines(profile, run.step.measured, run.hardware["overlap"]))
     else:
         parts.append("which lines of the schedule: run.profile=3 measures them")
     parts.append(_changes(paper) if paper else f"changes of one key: {why}")
@@ -63,7 +65,7 @@ def _read(folder: Path) -> Mapping[str, Any]:
         if {"totals", "status", "config"} <= record.keys():
             return record
         raise KeyError(*({"totals", "status", "config"} - record.keys()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except DAMAGED as error:
         raise ConfigError(f"run={folder}: its files are damaged: {type(error).__name__}: {error}.") from None
 
 
@@ -75,7 +77,7 @@ def _spent(record: Mapping[str, Any]) -> str:
     rows = [("seconds of the run", "", "", "")]
     for name, each in sorted(seconds.items(), key=lambda pair: -pair[1]):
         if each >= WORTH * whole:
-            rows.append((f"  {name}", f"{each:.1f}", f"{each / whole:.0%}", KEYS.get(name, "")))
+            rows.append((f"  {name}", f"{each:.1f}", f"{each / whole:.0%}", HINTS.get(name, "")))
     return "\n".join(columns(rows))
 
 
@@ -83,6 +85,9 @@ def _not_on_paper(config: Mapping[str, Any]) -> str:
     """Why no change of a run is predicted; empty where they are."""
     if "rows" not in config.get("data", {}) or "width" not in config.get("model", {}):
         return "predicted for runs of experiments.train with a model of its own"
+    run = config["run"]
+    if (run["backend"], run["accumulate_mode"]) != ("inductor", "reduce"):
+        return "predicted for run.backend=inductor and run.accumulate_mode=reduce"
     if "_target_" in config["optimizer"]:
         return "an optimizer of one's own is not predicted"
     return "strategy=auto has looked for the best plan" if config["strategy"]["name"] == AUTO else ""
@@ -103,7 +108,7 @@ def _step(measured: float, predicted: float, paper: Paper | None) -> str:
     rows = [
         ("a step", ""),
         ("  measured", time_text(measured)),
-        ("  predicted before it ran", time_text(predicted)),
+        ("  predicted by the table", time_text(predicted)),
     ]
     if paper is not None:
         runs = {n for n, line in enumerate(paper.lowered.schedule.instructions) if isinstance(line, Run)}
@@ -113,25 +118,21 @@ def _step(measured: float, predicted: float, paper: Paper | None) -> str:
     return "\n".join(columns(rows))
 
 
-def _lines(profile: Mapping[str, Any]) -> str:
-    """Lines of the schedule that take longest beyond what they could: collectives that nothing hides, kernels
-    that are slower than predicted. And which rank the others wait for."""
+def _lines(profile: Mapping[str, Any], total: float, overlaps: bool) -> str:
+    """Lines of the schedule that lose most of a step of `total` seconds: collectives that nothing hides,
+    where something could (`overlaps`), and what takes longer than predicted. And which rank is waited for."""
     groups: dict[tuple[str, str], list[float]] = {}
     for line in profile["lines"]:
         unit = re.sub(r"\.\d+", ".*", line["unit"])
         group = groups.setdefault((line["kind"], unit), [0.0, 0.0, 0.0])
         for place, name in enumerate(("measured_s", "predicted_s", "exposed_s")):
             group[place] += line[name]
-    total = sum(measured for measured, _, _ in groups.values())
     found = []
     for (kind, unit), (measured, predicted, exposed) in groups.items():
-        slow = kind.startswith("run") and measured > SLOW * predicted
-        lost = exposed or (measured - predicted if slow else 0.0)
-        why = (
-            "nothing is computed meanwhile"
-            if exposed
-            else f"{measured / max(predicted, 1e-9):.1f} of the prediction"
-        )
+        lost, why = exposed, "nothing is computed meanwhile"
+        if not (overlaps and exposed):
+            lost = measured - predicted if measured > SLOW * predicted else 0.0
+            why = f"{measured / predicted:.1f} times the prediction" if predicted else "not predicted"
         if lost >= WORTH * total:
             found.append((lost, (f"  {kind} {unit}", time_text(measured), time_text(lost), why)))
     rows = [("lines of a step", "measured", "lost", "")]
@@ -152,7 +153,10 @@ def _changes(paper: Paper) -> str:
     """The changes of one key that make most tokens a second, by prediction, and fit."""
     found = []
     for words, config in neighbours(paper.config):
-        other = explain(config)
+        try:
+            other = explain(config)
+        except FnshardError:  # no such step, as it would say if somebody asked for it
+            continue
         gain = other.tokens_per_day / paper.tokens_per_day - 1
         if other.fits and gain >= WORTH:
             extra = other.memory.peak_bytes - paper.memory.peak_bytes
@@ -172,9 +176,10 @@ def neighbours(config: ExplainConfig) -> Iterator[tuple[str, ExplainConfig]]:
         yield from _changed(config, "strategy", name=name)
     for remat in ("none", 0.5, "unit"):
         yield from _changed(config, "strategy", remat=remat)
-    for key in ("memory", "optimizer_memory"):
-        if getattr(strategy, key) not in (None, "device"):
-            yield from _changed(config, "strategy", **{key: "device"})
+    if strategy.memory not in (None, "device"):
+        yield from _changed(config, "strategy", memory="device")
+    if strategy.optimizer_memory not in (None, "device"):
+        yield from _changed(config, "strategy", optimizer_memory="device", update_on=None)
     for key in ("prefetch_forward", "prefetch_backward"):
         yield from _changed(config, "strategy", **{key: (getattr(strategy, key) or 0) + 1})
     for accumulate in (config.run.accumulate // 2, config.run.accumulate * 2):

@@ -15,6 +15,7 @@ from fnshard.compiler.ir.program import short_dtype
 from fnshard.plot.scales import byte_text, digits, time_text
 
 BIG = ((1e15, "e15"), (1e12, "e12"), (1e9, "e9"), (1e6, "e6"))
+MOST_RANKS = 1024  # of which the nodes of groups are looked at
 Table = Sequence[Sequence[str]]  # its first row is the head
 
 
@@ -93,7 +94,10 @@ def over_nodes(mesh: fs.Mesh, hardware: fs.Hardware) -> str:
     'shard over 4 nodes, tensor within a node'
     """
     found = {
-        name: len({rank // hardware.ranks_per_node for rank in mesh.group_ranks((name,), 0)})
+        name: max(
+            len({rank // hardware.ranks_per_node for rank in mesh.group_ranks((name,), each)})
+            for each in range(min(mesh.size, MOST_RANKS))
+        )
         for name, size in zip(mesh.names, mesh.sizes, strict=True) if size > 1
     }  # fmt: skip
     near = {name: "within a node" if n == 1 else f"over {n:,} nodes" for name, n in found.items()}

@@ -9,6 +9,7 @@ step is bound by.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
@@ -21,7 +22,9 @@ __all__ = ["CONSTANTS", "Observation", "changed", "corrected", "fitted", "scaled
 
 STEP = 1.2  # by how much a constant is changed, to see what it does
 PRIOR = 1e-3  # of an observation's weight, against any change
-ROUNDS, MOST = 20, 3.0  # of Gauss-Newton; in logarithms, that a constant is changed by
+ROUNDS = 20  # of Gauss-Newton
+MOST = math.log(5)  # in logarithms, that a constant is changed by
+FEW = 5
 # Which rates and times of a `Hardware` go up and down together.
 CONSTANTS: dict[str, tuple[str, ...]] = {
     "matmul": ("flops",),
@@ -112,16 +115,19 @@ def fitted(
     return dict(zip(constants, logs.exp().tolist(), strict=True))
 
 
-def corrected(
-    hardware: Hardware, observations: Sequence[Observation], steps: Sequence[Observation], name: str
-) -> Hardware:
-    """Hardware as the observations have it.
+def corrected(hardware: Hardware, runs: Sequence[Sequence[Observation]], name: str) -> Hardware:
+    """Hardware as runs have measured it: of each its step, and more of it.
 
-    Args:
-        steps: those that are whole steps: where there are five and more, the interval of a prediction is
-            that of what is left between them and their predictions.
+    Where `FEW` and more different steps were measured, the interval of a prediction is that of each of them
+    by constants of the others.
     """
-    by = fitted(observations)
-    left = sorted(step.measured / step.seconds(by) for step in steps)
-    spread = (min(left[0], 1.0), max(left[-1], 1.0)) if len(left) >= 5 else None
+    by = fitted([each for run in runs for each in run])
+    steps: dict[tuple[float, ...], list[Sequence[Observation]]] = {}
+    for run in runs:
+        steps.setdefault(tuple(run[0].predicted.values()), []).append(run)
+    ratios = [1.0]
+    for key, same in steps.items():
+        others = fitted([o for other, some in steps.items() if other != key for run in some for o in run])
+        ratios += [run[0].measured / run[0].seconds(others) for run in same]
+    spread = (min(ratios), max(ratios)) if len(steps) >= FEW else None
     return replace(scaled(hardware, by), name=name, spread=spread)

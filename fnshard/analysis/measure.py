@@ -32,8 +32,9 @@ from fnshard.runtime.collectives.connect import connection
 # Medians of so many samples of at least so long: longer than the scheduler's slice, so that on a busy machine
 # a benchmark loses its core as often as a step does.
 SAMPLES, SAMPLE_s = 5, 6e-3
-MATMULS, LENGTHS = (64, 128, 256, 512), (128, 256, 512, 1024)  # rows of products' weights; of attention
-COUNTS = (1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # elements streamed; rare dtypes get one size
+# Columns of products' inputs; lengths of attention; rare dtypes get one of each.
+MATMULS, LENGTHS = (64, 128, 256, 512), (128, 256, 512, 1024)
+COUNTS = (1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # elements streamed
 DISK_bytes_per_s = 1e9
 COLD_bytes = 256 << 20  # more than the caches of a core's share hold
 ROWS = (1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22)  # elements of a rank's part of a collective
@@ -92,9 +93,16 @@ class _Bench:
 
     @cached_property
     def crowded(self) -> bool:
-        """Whether ranks take turns on too few cores: a step waits for the last one, and so does a sample."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return self.device.type == "cpu" and self.ranks_here > cores
+        """Whether ranks of some host take turns on too few cores: a step waits for the last one, and so does
+        a sample. The same on all ranks."""
+        if self.device.type != "cpu" or self.comm is None:
+            return False
+        own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+        hosts: dict[str, list[set[int]]] = {}
+        for text in self.comm.gather_object(json.dumps([socket.gethostname(), sorted(own)])):
+            host, cores = json.loads(text)
+            hosts.setdefault(host, []).append(set(cores))
+        return any(len(ranks) > len(set().union(*ranks)) for ranks in hosts.values())
 
     def seconds(self, work: Callable[[], Any], device: torch.device | None = None) -> float:
         """Median of one call, warm."""

@@ -95,12 +95,11 @@ def lars(
     trust: float = 1e-3,
     eps: float = 1e-8,
 ) -> Optimizer:
-    """`sgd` whose gradients are scaled by `trust * |param| / (|grad| + weight_decay * |param| + eps)`, norms
-    of whole leaves (You, Gitman and Ginsburg 2017, in apex's form); for large batches.
+    """`sgd` for large batches: the gradient plus `weight_decay * param` is scaled by `trust * |param| /
+    (|grad| + weight_decay * |param| + eps)`, norms of whole leaves (You, Gitman and Ginsburg 2017; apex).
 
     Leaves of one dim, and those that are zero or get no gradient, are not scaled. Squares are summed over
-    ranks (`Optimizer.sums`). `weight_decay`, which is added to the gradient, and `lr_scale` are numbers, or
-    `(glob, number)` rules on paths.
+    ranks (`Optimizer.sums`). `weight_decay` and `lr_scale` are numbers, or `(glob, number)` rules on paths.
 
     >>> lars(0.1).init({"w": torch.ones(2, 2)})["w"]["momentum"].shape
     torch.Size([2, 2])

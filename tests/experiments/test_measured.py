@@ -17,7 +17,7 @@ from experiments.configs.checks import ConfigError
 from experiments.configs.measured import LINES, RUN, measured_hardware, measured_run, prediction_of
 from experiments.configs.plan import hardware_of
 from experiments.explain.config import SPEC
-from experiments.explain.waste import waste
+from experiments.explain.waste import neighbours, waste
 from experiments.training import loop
 from fnshard.analysis.calibrate import fitted, scaled
 from fnshard.launcher.rank import Stop
@@ -74,6 +74,16 @@ def test_a_folder_that_says_nothing_is_one_error(tmp_path: Path, text: str | Non
             waste(tmp_path)
 
 
+def test_runs_with_other_ranks_on_a_host_say_nothing(tmp_path: Path) -> None:
+    low = lower(*llama(1), ranks=2)
+    for name, ranks, speed in (("a", 4, 0.2), ("b", 2, 1.0)):
+        record(tmp_path / name, low, CPU, scaled(CPU, {"matmul": speed}))
+        values = json.loads((tmp_path / name / RUN).read_text())
+        there = {"device": "cpu", "cores": 2, "ranks": ranks, "hosts": ["one"]}
+        (tmp_path / name / RUN).write_text(json.dumps(values | {"hardware": there}))
+    assert measured_hardware(str(tmp_path)).flops["f32"].best == pytest.approx(CPU.flops["f32"].best)
+
+
 def test_the_command_line_takes_a_folder_of_runs(tmp_path: Path) -> None:
     config = validate(SPEC, [f"hardware=measured:{tmp_path}"])
     assert config.hardware.name == f"measured:{tmp_path}"
@@ -89,7 +99,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two runs of the main job on this machine, of other sizes; the first with a profile."""
     folders = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
     more = ("run.save_every=0", "run.steps=8", "run.sample_tokens=2")
-    loop.train(config_of("run.profile=3", *more), run_in(folders[0]), [], Stop())
+    loop.train(config_of("run.profile=3", "run.backend=inductor", *more), run_in(folders[0]), [], Stop())
     loop.train(config_of("data.rows=64", "model.layers=3", *more), run_in(folders[1]), [], Stop())
     return folders
 
@@ -122,4 +132,12 @@ def test_where_the_time_of_a_run_went(runs: tuple[Path, Path]) -> None:
         "lines of a",
     ):
         assert expected in text, text
-    assert "run.profile=3 measures them" in waste(runs[1])
+    text = waste(runs[1])
+    assert "run.profile=3 measures them" in text and "predicted for run.backend=inductor" in text
+
+
+def test_a_host_tier_is_left_with_all_that_goes_with_it() -> None:
+    """One key alone would be refused."""
+    config = validate(SPEC, ["strategy.optimizer_memory=host", "strategy.update_on=host"])
+    changes = dict(neighbours(config))
+    assert changes["strategy.optimizer_memory=device strategy.update_on=None"].strategy.update_on is None
