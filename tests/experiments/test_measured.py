@@ -127,7 +127,7 @@ def test_where_the_time_of_a_run_went(runs: tuple[Path, Path]) -> None:
     for expected in (
         "seconds of the run",
         "compile",
-        "predicted before it ran",
+        "predicted by the table",
         "its kernels alone",
         "lines of a",
     ):
