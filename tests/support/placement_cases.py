@@ -179,6 +179,7 @@ _PRODUCTS = [
     (aten.linear.default, f(4, 6, 12), f(6, 12), f(6)),
     (aten.linear.default, f(5, 12), f(4, 12)),
     (aten.linear.default, f(12), f(6, 12)),
+    (own.fp8_linear.default, f(4, 6, 12), f(6, 12)),
     (aten.mm.default, f(4, 6), f(6, 12)),
     (aten.bmm.default, f(6, 4, 5), f(6, 5, 4)),
     (aten.matmul.default, f(4, 1, 5, 6), f(6, 6, 4)),
