@@ -84,7 +84,7 @@ def _spent(record: Mapping[str, Any]) -> str:
 def _not_on_paper(config: Mapping[str, Any]) -> str:
     """Why no change of a run is predicted; empty where they are."""
     if "rows" not in config.get("data", {}) or "width" not in config.get("model", {}):
-        return "predicted for runs of experiments.train with a model of its own"
+        return "predicted for the decoder of experiments.train alone"
     run = config["run"]
     if (run["backend"], run["accumulate_mode"]) != ("inductor", "reduce"):
         return "predicted for run.backend=inductor and run.accumulate_mode=reduce"
@@ -190,5 +190,5 @@ def neighbours(config: ExplainConfig) -> Iterator[tuple[str, ExplainConfig]]:
 def _changed(config: ExplainConfig, group: str, **values: Any) -> Iterator[tuple[str, ExplainConfig]]:
     before = getattr(config, group)
     if any(getattr(before, key) != value for key, value in values.items()):
-        words = " ".join(f"{group}.{key}={value}" for key, value in values.items())
+        words = " ".join(f"{group}.{k}={'null' if v is None else v}" for k, v in values.items())
         yield words, replace(config, **{group: replace(before, **values)})

@@ -109,7 +109,7 @@ class HardwarePricer:
         return float(sum(self.sizes[n] for n in names))
 
     def copy(self, size: float, **more: Any) -> Price:
-        """Packing and unpacking, of bytes read and written."""
+        """Packing, unpacking, a cast or a sum, of bytes read and written."""
         return self.compute(self.hardware.copy.seconds(size), size, **more)
 
     def unpacked(self, line: Gather | ReduceScatter) -> bool:
@@ -117,14 +117,10 @@ class HardwarePricer:
         alike = end_to_end(self.bucket(line), self.schedule.mesh) and line.in_place(self.schedule)
         return self.hardware.overlap and alike
 
-    def streamed(self, size: float) -> Price:
-        """A cast, a sum: bytes read and written."""
-        return self.compute(self.hardware.copy.seconds(size), size)
-
     def here_or_on_host(self, line: Instruction, size: float) -> Price:
         """A cast or sum of so many bytes, on the host if what it reads rests there."""
         if not line.on_host(self.schedule):
-            return self.streamed(size)
+            return self.copy(size)
         h = self.hardware
         return Price(size / h.host_update_bytes_per_s, h.instruction_seconds, on_host=True)
 

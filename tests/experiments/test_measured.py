@@ -140,4 +140,4 @@ def test_a_host_tier_is_left_with_all_that_goes_with_it() -> None:
     """One key alone would be refused."""
     config = validate(SPEC, ["strategy.optimizer_memory=host", "strategy.update_on=host"])
     changes = dict(neighbours(config))
-    assert changes["strategy.optimizer_memory=device strategy.update_on=None"].strategy.update_on is None
+    assert changes["strategy.optimizer_memory=device strategy.update_on=null"].strategy.update_on is None

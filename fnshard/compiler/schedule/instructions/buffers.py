@@ -136,4 +136,4 @@ class StoreBuffers(Instruction):
         return store
 
     def price(self, pricer: Pricer) -> Price:
-        return pricer.streamed(2.0 * pricer.bytes_of(self.writes))
+        return pricer.copy(2.0 * pricer.bytes_of(self.writes))

@@ -230,7 +230,7 @@ class Local(OfBucket):
         bucket = pricer.bucket(self)
         same = all(pricer.schedule.specs[n].compute_dtype == bucket.dtype for n in bucket.paths)
         size = 0.0 if same else pricer.leaf_bytes(bucket, "compute_dtype") + bucket.row_bytes
-        return pricer.streamed(size)
+        return pricer.copy(size)
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ class Add(Instruction):
         return run
 
     def price(self, pricer: Pricer) -> Price:
-        return pricer.streamed(3 * pricer.bytes_of(self.reads[:1]))
+        return pricer.copy(3 * pricer.bytes_of(self.reads[:1]))
 
 
 def added(known: dict[Any, ValueName], key: Any, fresh: ValueName, unit: str, phase: str) -> list[Add]:
@@ -158,7 +158,7 @@ class Zeros(Instruction):
         return run
 
     def price(self, pricer: Pricer) -> Price:
-        return pricer.streamed(pricer.bytes_of(self.writes))
+        return pricer.copy(pricer.bytes_of(self.writes))
 
 
 TINY = 64  # a kernel whose gathered leaves are so many times smaller than the largest kernel's

@@ -109,7 +109,7 @@ class Cast(OfBucket):
         bucket = pricer.bucket(self)
         stored, computed = (pricer.leaf_bytes(bucket, d) for d in ("storage_dtype", "compute_dtype"))
         same = all(s.storage_dtype == s.compute_dtype for s in map(pricer.schedule.specs.get, bucket.paths))
-        return pricer.streamed(0.0 if same else stored + computed)
+        return pricer.copy(0.0 if same else stored + computed)
 
 
 def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
