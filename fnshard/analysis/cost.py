@@ -77,11 +77,12 @@ class HardwarePricer:
             self._kernels[key] = Price(cost.seconds(h), host, flops=cost.flops)
         return self._kernels[key]
 
-    def graphs(self, graphs: Sequence[fx.GraphModule]) -> Price:
-        """Graphs that run one after another, operator by operator."""
-        h, costs = self.hardware, [graph_cost(g, fused=False) for g in graphs]
-        host = h.instruction_seconds + sum(c.host_seconds(h) for c in costs)
-        return Price(sum(c.seconds(h) for c in costs), host, flops=sum(c.flops for c in costs))
+    def graphs(self, graphs: Sequence[tuple[fx.GraphModule, float]]) -> Price:
+        """Graphs that run one after another, operator by operator, each in its share of all steps."""
+        h, costs = self.hardware, [(graph_cost(g, fused=False), share) for g, share in graphs if share]
+        host = h.instruction_seconds + sum(c.host_seconds(h) * share for c, share in costs)
+        seconds = sum(c.seconds(h) * share for c, share in costs)
+        return Price(seconds, host, flops=sum(c.flops * share for c, share in costs))
 
     def bucket(self, line: OfBucket) -> Bucket:
         """The bucket that a line is about."""

@@ -26,6 +26,7 @@ from fnshard.compiler.schedule.instructions import (
     Free,
     Gather,
     Instruction,
+    OwnerWork,
     Reduced,
     Run,
     SumShapes,
@@ -36,7 +37,7 @@ from fnshard.compiler.schedule.ir import Schedule
 from fnshard.layout.partition import block_shape, block_slices
 from fnshard.mesh import Mesh
 from fnshard.runtime.host_worker import PENDING
-from fnshard.runtime.packing import contiguous_strides, padded
+from fnshard.runtime.packing import Parts, contiguous_strides, padded, parts_of
 from fnshard.runtime.tiers import Transfer, each
 
 # Lines whose bindings make no tensors themselves, and those of their Waits: a mode would only cost time.
@@ -206,19 +207,23 @@ class DryOwners:
         self.bucket, self._context = bucket, context
         self._mine = of_owner(bucket, ranks.index(context.rank), len(ranks))
 
-    def blocks(self, flat: Tensor) -> dict[str, Tensor]:
-        return {
-            p.path: flat.as_strided(p.block, contiguous_strides(p.block), p.offset)
-            for p in self.bucket.pieces
-        }
+    def blocks(self, flat: Tensor) -> Parts:
+        return parts_of(
+            self.bucket,
+            {
+                p.key: flat.as_strided(p.block, contiguous_strides(p.block), p.offset)
+                for p in self.bucket.pieces
+            },
+        )
 
     def pack_blocks(self, *_: Any) -> None:
         pass
 
     pack_wholes = pack_blocks
 
-    def wholes(self, rows: Tensor) -> dict[str, Tensor]:
-        return {p.path: self._context.tracker.new(p.shape, self.bucket.dtype) for p in self._mine.pieces}
+    def wholes(self, rows: Tensor) -> Parts:
+        new = self._context.tracker.new
+        return parts_of(self._mine, {p.key: new(p.shape, self.bucket.dtype) for p in self._mine.pieces})
 
 
 @dataclass
@@ -246,15 +251,19 @@ class DryUpdater:
     def unpack_sums(self, flat: Tensor, shapes: SumShapes) -> dict[str, dict[str, Tensor]]:
         return {p: {n: self._new(s, flat.dtype) for n, s in own.items()} for p, own in shapes.items()}
 
-    def bind_begin(self, paths: tuple[str, ...]) -> Callable[..., dict[str, Tensor]]:
+    def bind_begin(self, paths: tuple[str, ...]) -> Callable[..., Parts]:
         specs, mesh, line = self.context.schedule.specs, self.context.mesh, self.context.tracker.line
 
-        def begin(*_: Any) -> dict[str, Tensor]:
+        def begin(_: Any, slots: Mapping[str, Any], *__: Any) -> Parts:
             self._update(paths, "bind_begin")
             blocks = {p: block_shape(specs[p].shape, specs[p].optimizer, mesh) for p in paths}
-            return {p: self._new(blocks[p], dtype) for p, dtype in zip(paths, line.dtypes, strict=True)}
+            dtypes = zip(paths, line.dtypes, strict=True)
+            return {p: {**slots[p], "": self._new(blocks[p], dtype)} for p, dtype in dtypes}
 
         return begin
+
+    def turn(self, path: str, work: OwnerWork, control: Any) -> str:
+        return list(work.graphs)[-1]
 
     def _update(self, paths: tuple[str, ...], stage: str, number: int = 0) -> None:
         spec, line = self.context.schedule.specs[paths[0]], self.context.tracker.line

@@ -6,7 +6,7 @@ import itertools
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,10 +21,10 @@ from fnshard.compiler.schedule.buckets import Bucket
 from fnshard.compiler.schedule.instructions import OwnerWork, UpdateSums
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.errors import OptimizerError, StateError, leaves
-from fnshard.layout.partition import block_shape, slot_layout
+from fnshard.layout.partition import block_shape, like_leaf, slot_layout
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
-from fnshard.optim.contract import Optimizer, StepInfo
+from fnshard.optim.contract import Optimizer, StepInfo, wire_dtype
 from fnshard.runtime.executor.control import StepControl
 from fnshard.runtime.executor.update import Updater, made_slots
 
@@ -47,8 +47,9 @@ def slots_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh) 
             continue
         key = spec.shape, spec.optimizer, spec.optimizer_dtype, spec.has_master, optimizer.settings(path)
         if key not in known:
-            own = made_slots(optimizer, path, spec, block_shape(spec.shape, spec.optimizer, mesh))
-            known[key] = own, _misplaced(own, made_slots(optimizer, path, spec, spec.shape), spec, mesh)
+            own, whole = made_slots(optimizer, path, spec, mesh), made_slots(optimizer, path, spec)
+            apart = optimizer.whole_shapes(path, spec.shape)
+            known[key] = own, _misplaced(own, whole, spec, mesh, apart)
         out[path], odd = known[key]
         wrong += [f"params[{path!r}] {list(spec.shape)} by {spec.optimizer!r}: {what}" for what in odd]
     if wrong:
@@ -60,12 +61,12 @@ def slots_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh) 
     return out
 
 
-def _misplaced(own: Any, whole: Any, spec: LayoutSpec, mesh: Mesh) -> list[str]:
-    """What of a block's state is no block of the whole leaf's."""
+def _misplaced(own: Any, whole: Any, spec: LayoutSpec, mesh: Mesh, apart: Collection[str]) -> list[str]:
+    """What of a block's state is no block of the whole leaf's; but for slots that are not made of blocks."""
     out = []
-    for name in own.keys() | whole.keys():
+    for name in (own.keys() | whole.keys()) - set(apart):
         (shape, dtype), mine = whole.get(name, ((), None)), own.get(name, ((), None))
-        layout = slot_layout(shape, spec.shape, spec.optimizer, mesh)
+        layout = like_leaf(shape, spec.shape, spec.optimizer, mesh)
         if layout is None or mine != (block_shape(shape, layout, mesh), dtype):
             out.append(f"{name} is {list(shape)} of the leaf, {list(mine[0])} of a block")
     return sorted(out)
@@ -125,7 +126,7 @@ def owner_work_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: M
         key = spec.shape, spec.optimizer, spec.optimizer_dtype, optimizer.settings(path)
         if key not in known:
             with _on_fakes(optimizer, f"needs all of params[{path!r}]", "`before` and `whole`"):
-                known[key] = _owner_work(optimizer.of(path, dims), path, spec)
+                known[key] = _owner_work(optimizer.of(path, dims), path, spec, mesh)
         out[path] = known[key]
     return out
 
@@ -187,14 +188,26 @@ def _sums(rule: Optimizer, path: str, spec: LayoutSpec) -> tuple[dict[str, tuple
     return tuple(rounds)
 
 
-def _owner_work(optimizer: Optimizer, path: str, spec: LayoutSpec) -> OwnerWork:
+def _owner_work(optimizer: Optimizer, path: str, spec: LayoutSpec, mesh: Mesh) -> OwnerWork:
     info = _numbers(torch.device("cpu"))
     with _fakes():
         param = torch.empty(spec.shape, dtype=spec.optimizer_dtype)
         slots, given = optimizer.init_leaf(path, param), optimizer.given(path, info)
         sent, _ = optimizer.begin_leaf(path, param, slots, param, given, info.grad_scale)
-        graph = make_fx(lambda leaf: optimizer.whole(path, leaf))(torch.empty_like(sent))
-    return OwnerWork(sent.dtype, graph, spec.optimizer)
+        state = {n: slots[n] for n in optimizer.whole_slots if n in slots}
+        dtype, graphs = wire_dtype(sent, state), {}
+        for turn, share in optimizer.turns.items():
+
+            def whole(leaf: torch.Tensor, *values: torch.Tensor, turn: str = turn) -> list[torch.Tensor]:
+                own = dict(zip(state, values, strict=True))
+                made, new = optimizer.whole(path, leaf, own, turn)
+                return [made, *(new[name] for name in own)]
+
+            parts = [torch.empty_like(each, dtype=dtype) for each in (sent, *state.values())]
+            graphs[turn] = make_fx(whole)(*parts), share
+    layouts = {n: slot_layout(tuple(v.shape), spec.shape, spec.optimizer, mesh) for n, v in state.items()}
+    parts = (("", spec.shape, spec.optimizer), *((n, tuple(v.shape), layouts[n]) for n, v in state.items()))
+    return OwnerWork(dtype, parts, graphs)
 
 
 class _Numbers(TorchDispatchMode):
@@ -293,6 +306,10 @@ class Updates:
                 own_slots[path] = {
                     n: torch.empty(s, dtype=d, device=device) for n, (s, d) in self.slots[path].items()
                 }
+                if stage == "bind_end":
+                    back = self.optimizer.of(path, len(spec.shape)).whole_slots.keys() & own_slots[path]
+                    state = {n: torch.empty_like(own_slots[path][n], dtype=bucket.dtype) for n in back}
+                    blocks[path] = {"": blocks[path], **state}
                 if not (spec.updated_on == "host" and spec.memory == "device"):
                     shape = block_shape(spec.shape, spec.storage, mesh)
                     params[path] = torch.empty(shape, dtype=spec.storage_dtype, device=device)

@@ -211,12 +211,29 @@ def side_by_side(full: Tensor, layout: P, mesh: Mesh, inverse: bool = False) -> 
 def slot_layout(slot: Sequence[int], shape: Sequence[int], layout: P, mesh: Mesh) -> P | None:
     """How optimizer state of shape `slot` lies, of a leaf of `shape` whose blocks are of `layout`.
 
+    As `like_leaf` says; what is of another shape, and of matrices as many as the leaf's, is cut along its rows
+    by all axes that cut matrices of the leaf. None: it is of yet another shape.
+
+    >>> from fnshard.mesh import make_mesh
+    >>> slot_layout((6, 6), (6, 4), P(None, "shard"), make_mesh(shard=2, abstract=True))
+    P('shard')
+    """
+    found = like_leaf(slot, shape, layout, mesh)
+    if found is not None or len(slot) != len(shape) or len(slot) < 2 or slot[:-2] != shape[:-2]:
+        return found
+    rows = mesh.ordered({axis for dim in (-2, -1) for axis in layout.of(len(shape) + dim)})
+    return P(*(layout.entries(dim) for dim in range(len(shape) - 2)), rows)
+
+
+def like_leaf(slot: Sequence[int], shape: Sequence[int], layout: P, mesh: Mesh) -> P | None:
+    """How state lies whose blocks an optimizer makes of blocks of a leaf; arguments as of `slot_layout`.
+
     Along a dim of the leaf's size it is cut as the leaf; of size 1 it is whole; shorter by a whole factor, a
     number for so many of the leaf's, it is cut as the leaf, if no cut goes through these. None: it is of
     another shape. What has no dims is whole, and so is all state of a leaf that is.
 
     >>> from fnshard.mesh import make_mesh
-    >>> slot_layout((1, 2), (6, 128), P("shard", "tensor"), make_mesh(shard=2, tensor=2, abstract=True))
+    >>> like_leaf((1, 2), (6, 128), P("shard", "tensor"), make_mesh(shard=2, tensor=2, abstract=True))
     P(None, 'tensor')
     """
     if not slot or not mesh.ordered(layout.axes):

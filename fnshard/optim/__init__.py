@@ -1,4 +1,4 @@
-"""Optimizers: the contract, `sgd`, `adamw`, `muon` and others, chains of them, schedules, loss scaling."""
+"""Optimizers: the contract, `sgd`, `adamw`, `muon`, `soap` and others, chains of them, schedules, loss scaling."""
 
 from fnshard.optim.compact import adafactor, adamw_8bit
 from fnshard.optim.contract import Optimizer, StepInfo
@@ -17,9 +17,10 @@ from fnshard.optim.optimizers import (
     schedule_free_adamw,
     sgd,
 )
+from fnshard.optim.soap import soap
 
 __all__ = [
     "OPTIMIZERS", "Optimizer", "StepInfo", "adafactor", "adamw", "adamw_8bit", "by_path", "chain",
     "clip_by_global_norm", "ema", "ema_params", "lars", "lion", "muon", "register", "schedule_free_adamw",
-    "sgd",
+    "sgd", "soap",
 ]  # fmt: skip

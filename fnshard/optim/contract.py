@@ -5,13 +5,14 @@ All trees are flat, `{path: tensor}`, and the tensors are whatever piece of the 
 An optimizer is a function of *one leaf*, so it may be called for any subset of the leaves, in any
 order: a unit is updated as soon as its gradients have arrived. What a leaf cannot know alone (the
 step, norms over all ranks) comes in a `StepInfo`. What is a function of a whole leaf (Muon's matrices,
-row norms) is `whole`: ranks send their shards to an owner, who computes it once, and sends shards back; or,
-of sums over a leaf alone (Adafactor's), `sums`, which ranks add up. An optimizer that is not elementwise and
-has neither is refused on a sharded leaf by `check`.
+SOAP's bases) is `whole`: ranks send their shards, of state too, to an owner, who computes it once, and sends
+shards back; or, of sums over a leaf alone (Adafactor's), `sums`, which ranks add up. An optimizer that is not
+elementwise and has neither is refused on a sharded leaf by `check`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -88,6 +89,7 @@ class StepInfo:
 
 
 Changed = tuple[Tensor, dict[str, Tensor]]  # an update, or what becomes one, and the slots that change
+WholeRule = Callable[[str, Tensor, Mapping[str, Tensor], str], Changed]
 LeafRule = Callable[[str, Tensor, Mapping[str, Tensor], Tensor, StepInfo], Changed]
 SumRule = Callable[[str, Tensor, Mapping[str, Tensor], Tensor, Any], dict[str, Tensor]]
 InPlaceKernel = Callable[[list[Tensor], list[Tensor], dict[str, list[Tensor]], Any, StepInfo], None]
@@ -108,8 +110,15 @@ class Optimizer:
         needs: what the `StepInfo` must carry: "global_norm".
         elementwise: an element's update depends on nothing of the leaf but that element, and those that share
             a number of a slot with it.
-        whole: `(path, tensor) -> tensor` of one shape, a pure function of a whole leaf: its owner alone
-            computes it. `leaf` is given this rank's shard of it in the gradient's place.
+        whole: `(path, tensor, state, turn) -> (tensor, state)`, a pure function of a whole leaf: its owner
+            alone computes it. `leaf` is given this rank's shard of the tensor, whose shape stays, in the
+            gradient's place. `state` is what `whole_slots` names, all of it; another `turn` of `turns` may
+            compute something else.
+        whole_slots: more state by name, zero at first, which `whole` alone reads: from the leaf's shape to
+            the slot's, or None: this leaf has none. All trailing dims but those of `whole_dims` are the
+            leaf's. Ranks keep equal shares of it, and send them to the owner and back with the leaf.
+        turns, turn: the values of `turn(info)`, which takes the last argument of `leaf`, with the share of
+            steps that have each; the last one needs the most memory.
         whole_dims: how many trailing dims `whole` looks along; None: all. Matrices of a stack are two.
         before: as `leaf`, from gradients to what `whole` is computed of; the slots that it gives are written
             before `leaf` runs. Its dtype is that on the wire. None: gradients.
@@ -145,7 +154,12 @@ class Optimizer:
     slots: Mapping[str, Callable[[Tensor], Tensor | None]] = field(default_factory=dict)
     needs: frozenset[str] = frozenset()
     elementwise: bool = True
-    whole: Callable[[str, Tensor], Tensor] | None = None
+    whole: WholeRule | None = None
+    whole_slots: Mapping[str, Callable[[tuple[int, ...]], tuple[int, ...] | None]] = field(
+        default_factory=dict
+    )
+    turns: Mapping[str, float] = field(default_factory=lambda: {"": 1.0})
+    turn: Callable[[Any], str] = lambda info: ""
     whole_dims: int | None = None
     before: LeafRule | None = None
     sums: tuple[SumRule, ...] = ()
@@ -183,10 +197,24 @@ class Optimizer:
         return {path: self.init_leaf(path, param) for path, param in params.items()}
 
     @torch.no_grad()
-    def init_leaf(self, path: str, param: Tensor) -> dict[str, Tensor]:
-        """State of one leaf; `init` checks the rules by path too."""
+    def init_leaf(
+        self, path: str, param: Tensor, wholes: Mapping[str, tuple[int, ...]] | None = None
+    ) -> dict[str, Tensor]:
+        """State of one leaf; `init` checks the rules by path too.
+
+        Args:
+            wholes: shapes of `whole_slots`, where `param` is a block of the leaf.
+        """
         made = {n: make(param) for n, make in self.of(path, param.dim()).slots.items()}
+        if wholes is None:
+            wholes = self.whole_shapes(path, tuple(param.shape))
+        made |= {n: param.new_zeros(shape) for n, shape in wholes.items()}
         return {n: value for n, value in made.items() if value is not None}
+
+    def whole_shapes(self, path: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Of the state that `whole` alone reads, of a leaf of this shape."""
+        made = {n: make(shape) for n, make in self.of(path, len(shape)).whole_slots.items()}
+        return {n: own for n, own in made.items() if own is not None}
 
     def of(self, path: str, dims: int) -> Optimizer:
         """The optimizer that a leaf of so many dims has."""
@@ -302,8 +330,12 @@ class Optimizer:
                 totals |= self.sum_leaf(number, path, grad, {**slots, **totals}, param, given, scale)
             return self._rule(self.leaf, path, grad, {**slots, **totals}, param, given, scale, param.dtype)
         sent, first = self.begin_leaf(path, grad, slots, param, given, scale)
-        update, last = self.end_leaf(path, self.whole(path, sent), {**slots, **first}, param, given)
-        return update, first | last
+        state = {n: slots[n] for n in self.whole_slots if n in slots}
+        dtype = wire_dtype(sent, state)
+        state = {n: value.to(dtype) for n, value in state.items()}
+        made, kept = self.whole(path, sent.to(dtype), state, self.turn(given))
+        update, last = self.end_leaf(path, made, {**slots, **first}, param, given)
+        return update, first | {n: value.to(slots[n].dtype) for n, value in kept.items()} | last
 
     def sum_leaf(
         self, number: int, path: str, grad: Tensor, slots: Mapping[str, Tensor], param: Tensor, given: Any,
@@ -339,6 +371,11 @@ class Optimizer:
         update, new = rule(path, grad, state, param.to(wide), given)
         new = {n: v.to(slots[n].dtype) if n in slots else v for n, v in new.items()}
         return update if dtype is None else update.to(dtype), new
+
+
+def wire_dtype(sent: Tensor, state: Tensors) -> torch.dtype:
+    """That in which a leaf's owner gets what ranks send of it, and its state."""
+    return functools.reduce(torch.promote_types, [slot.dtype for slot in state.values()], sent.dtype)
 
 
 def check_kind(optimizer: object) -> None:

@@ -77,7 +77,7 @@ def muon(
     given = {key: value for key, value in locals().items() if key in expected}
     if wrong := misfits(given, expected):
         raise OptimizerError(f"{name}: no such optimizer:", wrong)
-    rate, globs = as_schedule(lr), others.split("|")
+    rate = as_schedule(lr)
 
     def before(path: str, grad: Tensor, slots: Any, param: Tensor, info: StepInfo) -> Changed:
         mu = slots["momentum"].lerp(grad, 1 - momentum)
@@ -91,16 +91,24 @@ def muon(
 
     matrices = Optimizer(
         name, leaf, {"momentum": torch.zeros_like}, elementwise=False, before=before,
-        whole=lambda path, step: orthogonalized(step, ns_steps), whole_dims=2,
+        whole=lambda path, step, *_: (orthogonalized(step, ns_steps), {}), whole_dims=2,
         values=lambda info: {"lr": info.once(rate, lambda: rate(info.step))},
     )  # fmt: skip
+    return for_matrices(matrices, lr, weight_decay, others, adamw)
+
+
+def for_matrices(
+    matrices: Optimizer, lr: Rate, weight_decay: float, others: str, adamw: Optimizer | None
+) -> Optimizer:
+    """An optimizer of matrices, and of stacks of experts'; AdamW for all other leaves, and for `others`."""
+    globs = others.split("|")
 
     def which(path: str, dims: int) -> int:
         is_matrix = dims == 2 or (dims == 3 and "experts" in path)
         return int(not is_matrix or any(fnmatch.fnmatchcase(path, glob) for glob in globs))
 
     rest = make_adamw(lr, weight_decay=weight_decay) if adamw is None else adamw
-    name = name if adamw is None else f"{name.removesuffix(')')}, adamw={adamw})"
+    name = matrices.name if adamw is None else f"{matrices.name.removesuffix(')')}, adamw={adamw})"
     return dispatched(name, [matrices, rest], which)
 
 

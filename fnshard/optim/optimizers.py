@@ -391,6 +391,8 @@ def chain(*transforms: Optimizer) -> Optimizer:
     _check_order(members, heads, tails)
     names = _slot_names(members)
     made = {own[n]: make for m, own in zip(members, names, strict=True) for n, make in m.slots.items()}
+    at = next((i for i, m in enumerate(members) if m.whole is not None), None)
+    wholes = {} if at is None else {names[at][n]: make for n, make in members[at].whole_slots.items()}
 
     def views(info: StepInfo) -> list[StepInfo]:
         """The StepInfo of each member: norms are those of its own input, or None."""
@@ -407,8 +409,12 @@ def chain(*transforms: Optimizer) -> Optimizer:
         seen = info.once((leaf, "views"), lambda: views(info))
         return tuple(member.given(path, view) for member, view in zip(members, seen, strict=True))
 
-    before, rounds, leaf = _stages(members, names, made)
-    at = next((m for m in members if m.whole is not None), None)
+    def whole(path, tensor, state, turn):
+        own = {n: state[o] for n, o in names[at].items() if o in state}
+        result, new = members[at].whole(path, tensor, own, turn)
+        return result, {names[at][n]: value for n, value in new.items()}
+
+    before, rounds, leaf = _stages(members, names, {*made, *wholes})
 
     def in_place(grads: Tensors, slots: Slots, params: Tensors, info: StepInfo) -> None:
         """Factors ride on the gradients' scale, one member updates, the rest follow."""
@@ -417,14 +423,17 @@ def chain(*transforms: Optimizer) -> Optimizer:
         for member, own in zip(members[tails:], names[tails:], strict=True):
             member.follow(_own(slots, own, grads), {path: params[path] for path in grads}, view)
 
+    owned = {} if at is None else {
+        "whole": whole, "whole_slots": wholes, "whole_dims": members[at].whole_dims,
+        "turns": members[at].turns, "turn": lambda given: members[at].turn(given[at]),
+    }  # fmt: skip
     return Optimizer(
         f"chain({', '.join(m.name for m in members)})",
         leaf,
         made,
         needs=frozenset().union(*(m.needs for m in members)),
         elementwise=all(m.elementwise for m in members),
-        whole=None if at is None else at.whole,
-        whole_dims=None if at is None else at.whole_dims,
+        **owned,
         before=before,
         sums=rounds,
         rules=tuple(r for m in members for r in m.rules),
@@ -569,7 +578,7 @@ def _slot_names(members: Sequence[Optimizer]) -> list[dict[str, str]]:
     out = []
     for member in members:
         own = {}
-        for name in member.slots:
+        for name in (*member.slots, *member.whole_slots):
             count[name] = count.get(name, 0) + 1
             own[name] = name if count[name] == 1 else f"{name}_{count[name]}"
         out.append(own)

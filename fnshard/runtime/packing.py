@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class Packer:
             [block_slices(p.shape, p.layout, mesh, mesh.coordinate(r)) for p in bucket.pieces] for r in ranks
         ]
         self._mine = {
-            p.path: (block_slices(p.shape, p.layout, mesh, mesh.coordinate(rank)), p.block)
+            p.key: (block_slices(p.shape, p.layout, mesh, mesh.coordinate(rank)), p.block)
             for p in bucket.pieces
         }
         self._blocks = _Cuts.of([(p.offset, p.numel) for p in bucket.pieces], bucket.numel)
@@ -61,17 +62,17 @@ class Packer:
     def blocks(self, flat: Tensor) -> dict[str, Tensor]:
         """Views of a row [numel], one padded block per leaf."""
         parts = self._blocks.of_flat(flat)
-        return {p.path: part.view(p.block) for p, part in zip(self.bucket.pieces, parts, strict=True)}
+        return {p.key: part.view(p.block) for p, part in zip(self.bucket.pieces, parts, strict=True)}
 
     def pack_blocks(self, blocks: Mapping[str, Tensor], out: Tensor) -> None:
         """This rank's stored blocks -> a row [numel], cast to the wire dtype."""
         self._clear(out, [out])
-        sources = [blocks[p.path].reshape(-1) for p in self.bucket.pieces]
+        sources = [blocks[p.key].reshape(-1) for p in self.bucket.pieces]
         torch._foreach_copy_(self._blocks.of_flat(out), sources)
 
     def write_blocks(self, blocks: Mapping[str, Tensor], leaves: Sequence[Tensor]) -> None:
         """This rank's stored blocks -> their places in flat full leaves, cast to the leaves' dtype."""
-        own = [blocks[p.path].contiguous() for p in self.bucket.pieces]
+        own = [blocks[p.key].contiguous() for p in self.bucket.pieces]
         torch._foreach_copy_(
             [w.of_full(leaf) for w, leaf in zip(self._windows, leaves, strict=True)],
             [w.of_block(block) for w, block in zip(self._windows, own, strict=True)],
@@ -84,16 +85,16 @@ class Packer:
         gradient of the next.
         """
         device = rows[0].device
-        leaves = {p.path: torch.empty(p.shape, dtype=dtype, device=device) for p in self.bucket.pieces}
+        leaves = {p.key: torch.empty(p.shape, dtype=dtype, device=device) for p in self.bucket.pieces}
         self.unpack_into(rows, leaves)
         return leaves
 
     def unpack_into(self, rows: Sequence[Tensor], full_leaves: Mapping[str, Tensor]) -> None:
         """One row per rank -> written into existing, contiguous full leaves."""
         pieces = self.bucket.pieces
-        to, out_of = self._runs_of([full_leaves[p.path] for p in pieces], rows)
+        to, out_of = self._runs_of([full_leaves[p.key] for p in pieces], rows)
         for i, windows in self._strided:
-            to += [w.of_full(full_leaves[pieces[i].path]) for w in windows]
+            to += [w.of_full(full_leaves[pieces[i].key]) for w in windows]
             out_of += [w.of_row(row) for w, row in zip(windows, rows, strict=True)]
         torch._foreach_copy_(to, out_of)
 
@@ -110,14 +111,14 @@ class Packer:
         if out is not got:  # which is zero where no block lies
             self._clear(out, [out], everywhere=not self._unpadded)
         for piece, window in zip(self.bucket.pieces, self._windows, strict=True):
-            torch.add(window.of_full(full_leaves[piece.path]), window.of_row(got), out=window.of_row(out))
+            torch.add(window.of_full(full_leaves[piece.key]), window.of_row(got), out=window.of_row(out))
 
     def _pack(self, full_leaves: Mapping[str, Tensor], out: Tensor, rows: Sequence[Tensor | None]) -> None:
         """Full gradients -> rows by rank, which make up `out`; None: not wanted."""
         pieces = self.bucket.pieces
         sent = [row for row in rows if row is not None]
         self._clear(out, sent, everywhere=not self._unpadded or len(full_leaves) != len(pieces))
-        contiguous = [full_leaves[p.path].contiguous() if p.path in full_leaves else None for p in pieces]
+        contiguous = [full_leaves[p.key].contiguous() if p.key in full_leaves else None for p in pieces]
         out_of, to = self._runs_of(contiguous, rows)
         for i, windows in self._strided:
             if contiguous[i] is not None:
@@ -157,7 +158,8 @@ class Packer:
 
 
 class Owners:
-    """Moves leaves that ranks own: a row [numel / n] for each owner, of one rank's blocks of its leaves."""
+    """Moves leaves that ranks own: a row [numel / n] for each owner, of one rank's blocks of its leaves and of
+    slots that go with them; here by path and slot, "" for the leaf itself."""
 
     def __init__(self, bucket: Bucket, mesh: Mesh, rank: int):
         self.bucket = bucket
@@ -165,25 +167,41 @@ class Owners:
         self._ranks, self._mine = len(ranks), of_owner(bucket, ranks.index(rank), len(ranks))
         self._packer = Packer(self._mine, mesh, rank)
 
-    def blocks(self, flat: Tensor) -> dict[str, Tensor]:
-        """Views of all rows, one padded block per leaf."""
-        return {p.path: flat[p.offset : p.offset + p.numel].view(p.block) for p in self.bucket.pieces}
+    def blocks(self, flat: Tensor) -> Parts:
+        """Views of all rows, one padded block per leaf and slot."""
+        views = {p.key: flat[p.offset : p.offset + p.numel].view(p.block) for p in self.bucket.pieces}
+        return parts_of(self.bucket, views)
 
-    def pack_blocks(self, blocks: Mapping[str, Tensor], out: Tensor) -> None:
+    def pack_blocks(self, blocks: Parts, out: Tensor) -> None:
         """This rank's padded blocks of all leaves -> rows, cast to the wire dtype."""
-        views = self.blocks(out)
-        torch._foreach_copy_(list(views.values()), [blocks[path] for path in views])
+        views, pieces = self.blocks(out), self.bucket.pieces
+        torch._foreach_copy_(
+            [views[p.path][p.slot] for p in pieces], [blocks[p.path][p.slot] for p in pieces]
+        )
 
-    def wholes(self, rows: Tensor) -> dict[str, Tensor]:
+    def wholes(self, rows: Tensor) -> Parts:
         """Every rank's row of what this rank owns -> whole leaves."""
         if not self._mine.pieces:
             return {}
-        return self._packer.unpack_rows(rows.view(self._ranks, -1).unbind(0), rows.dtype)
+        leaves = self._packer.unpack_rows(rows.view(self._ranks, -1).unbind(0), rows.dtype)
+        return parts_of(self._mine, leaves)
 
-    def pack_wholes(self, leaves: Mapping[str, Tensor], out: Tensor) -> None:
+    def pack_wholes(self, leaves: Parts, out: Tensor) -> None:
         """The inverse."""
         if self._mine.pieces:
-            self._packer.pack_full(leaves, out)
+            flat = {p.key: leaves[p.path][p.slot] for p in self._mine.pieces}
+            self._packer.pack_full(flat, out)
+
+
+Parts = dict[str, dict[str, Tensor]]
+
+
+def parts_of(bucket: Bucket, tensors: Mapping[Any, Tensor]) -> Parts:
+    """Tensors of pieces, by path and slot."""
+    out: Parts = {path: {} for path in bucket.paths}
+    for piece in bucket.pieces:
+        out[piece.path][piece.slot] = tensors[piece.key]
+    return out
 
 
 @dataclass(frozen=True)

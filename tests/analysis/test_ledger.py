@@ -53,8 +53,15 @@ MATRIX = list(itertools.product(
 ))  # fmt: skip
 
 
+OPTIMIZERS = {
+    "adamw": fs.optim.adamw(1e-3),
+    "muon": fs.optim.muon(1e-3),
+    "soap": fs.optim.soap(1e-3, precondition_frequency=1),
+}
+
+
 def decoder_step(
-    mesh: fs.Mesh, case: Case, backend: str, width: int = 128, layers: int = 3
+    mesh: fs.Mesh, case: Case, backend: str, width: int = 128, layers: int = 3, optimizer: str = "adamw"
 ) -> tuple[Any, dict[str, Tensor], Tensor]:
     """A step of a small decoder, its full parameters and a batch [8, 64]."""
     preset, remat, policy, accumulate = case
@@ -64,7 +71,7 @@ def decoder_step(
     specs = fs.presets.PRESETS[preset](params, mesh, **POLICIES[policy])
     step = fs.shard_step(
         lambda p, x, y: next_token_loss(apply(p, x), y), specs, mesh=mesh, backend=backend,
-        optimizer=fs.optim.adamw(1e-3), remat=remat, accumulate=accumulate,
+        optimizer=OPTIMIZERS[optimizer], remat=remat, accumulate=accumulate,
     )  # fmt: skip
     values = {p: v.detach().clone() for p, v in params.items()}
     return step, values, torch.zeros(8, 64, dtype=torch.long)
@@ -87,10 +94,12 @@ def follow(step: Any, params: Mapping[str, Tensor], *batch: Tensor, steps: int =
     return lowered, live_bytes(make, torch.device("cpu"), steps)
 
 
-def measured_on_rank(rank: int, case: Case, backend: str, world: int) -> dict[str, Any]:
+def measured_on_rank(
+    rank: int, case: Case, backend: str, world: int, optimizer: str = "adamw"
+) -> dict[str, Any]:
     """Predicted and measured bytes of one rank, shared memory included."""
     mesh = fs.make_mesh(**sharded.meshes(world, case[0]), device="cpu")
-    step, params, tokens = decoder_step(mesh, case, backend)
+    step, params, tokens = decoder_step(mesh, case, backend, optimizer=optimizer)
     lowered, real = follow(step, params, tokens, tokens)
     transport = connection(mesh).transport_bytes()
     connection(mesh).close()
@@ -102,8 +111,8 @@ def measured_on_rank(rank: int, case: Case, backend: str, world: int) -> dict[st
     }
 
 
-def check_case(pool: Any, case: Case, backend: str, world: int = 2) -> None:
-    for got in pool.run(measured_on_rank, case, backend, world, timeout=280.0):
+def check_case(pool: Any, case: Case, backend: str, world: int = 2, optimizer: str = "adamw") -> None:
+    for got in pool.run(measured_on_rank, case, backend, world, optimizer, timeout=280.0):
         assert got["kernels"] == backend
         # Shared memory has a slot or two more where a peer was late, which no schedule can know.
         for what, late in (("peak", 1 << 16), ("between", 1 << 18)):
@@ -118,6 +127,12 @@ def check_case(pool: Any, case: Case, backend: str, world: int = 2) -> None:
 )
 def test_predicted_bytes_are_those_of_real_ranks(ranks: Any, case: Case) -> None:
     check_case(ranks(2), case, "eager")
+
+
+@pytest.mark.parametrize("policy", ["fp32", "streamed", "optimizer on host"])
+@pytest.mark.parametrize("optimizer", ["muon", "soap"])
+def test_predicted_bytes_have_what_owners_compute(ranks: Any, optimizer: str, policy: str) -> None:
+    check_case(ranks(2), ("full_shard", "unit", policy, 1), "eager", optimizer=optimizer)
 
 
 @pytest.mark.long  # two ranks compile

@@ -49,7 +49,7 @@ WRONG_TRAIN = {
     "strategy=zer2 optimizer=adam model=5 experiment=latop run=null hydra/launcher=slurm_ stratgy=zero2": (
         r"strategy=zer2: no such choice\. Did you mean strategy=zero2\? strategy has auto, full_shard",
         r"optimizer=adam: no such choice\. Did you mean optimizer=adamw\? "
-        r"optimizer has adafactor, adamw, adamw_8bit, muon, sgd\.",
+        r"optimizer has adafactor, adamw, adamw_8bit, muon, sgd, soap\.",
         r"model=5: no such choice\. .*model has 1b, 25m, 405b, 5m, 70b, 7b, 85m, 8b, tiny\.",
         r"experiment=latop: no such choice\. Did you mean experiment=laptop\?",
         r"run=null: no such choice\. run has default\.",

@@ -25,6 +25,7 @@ from fnshard.optim import (
     lars,
     muon,
     sgd,
+    soap,
 )
 from fnshard.optim.contract import Optimizer
 
@@ -33,6 +34,8 @@ OWN = {
     "adamw_8bit": adamw_8bit(0.05, b2=0.9, weight_decay=0.1, block=3),
     "adafactor": adafactor(0.3, weight_decay=0.1),
     "lars": lars(0.3, weight_decay=0.1, trust=0.5),
+    # No gradient of longer sides has their rank: rounding would decide about the basis of the rest.
+    "soap": soap(0.05, b2=0.9, precondition_frequency=1, max_precond_dim=6),
 }
 PRESETS = ["full_shard", "zero1", "zero2", "no_shard"]
 
@@ -109,7 +112,8 @@ def router_step(mesh: fs.Mesh, name: str, shape: tuple[int, ...], preset: str = 
     params = {"router": torch.arange(0.0, shape[0] * shape[1], dtype=torch.float64).view(shape)}
     specs = fs.presets.PRESETS[preset](params, mesh)
     loss = lambda p, x: (p["router"] @ x.T).sin().sum() / len(x)  # noqa: E731
-    return fs.shard_step(loss, specs, mesh=mesh, optimizer=OWN[name], backend="eager"), params
+    optimizer = soap(0.05) if name == "soap" else OWN[name]  # no new basis of gradients of one row
+    return fs.shard_step(loss, specs, mesh=mesh, optimizer=optimizer, backend="eager"), params
 
 
 def restoring(
@@ -131,7 +135,8 @@ def restoring(
 
 
 @pytest.mark.parametrize(
-    ("name", "shape"), [("adafactor", (2, 6)), ("adamw_8bit", (5, 6)), ("adafactor", (5, 6))]
+    ("name", "shape"),
+    [("adafactor", (2, 6)), ("adamw_8bit", (5, 6)), ("adafactor", (5, 6)), ("soap", (5, 6))],
 )
 def test_state_is_saved_restored_and_resharded(name, shape, ranks, tmp_path: Path):
     """From two ranks to one and two, by a step and by specs alone, and on as if nothing had happened. A leaf
@@ -218,6 +223,30 @@ def test_state_in_eight_bits_is_a_quarter():
     assert both[0] <= 0.27 * both[1]
 
 
+def test_state_goes_to_owners_and_back_with_its_matrix():
+    """Of four matrices each rank owns one: its gradient, two moments, one side's average and basis."""
+    made = lowered(soap(0.1, max_precond_dim=40), UNITS, shard=4)
+    row = 3 * 32 * 48 + 2 * 32 * 32
+    assert made.comm_analysis()["update_exchange"] == {"count": 2, "bytes": 2 * 4 * row}
+    bucket = next(b for name, b in made.schedule.buckets.items() if name.startswith("owners/"))
+    for place, path in enumerate(bucket.paths):
+        own = [p for p in bucket.pieces if p.path == path]
+        assert [p.slot for p in own] == ["", "mu", "nu", "left", "left_basis"]
+        assert {p.offset * 4 // bucket.numel for p in own} == {place}
+    often, seldom = (
+        lowered(soap(0.1, precondition_frequency=each), UNITS, shard=4).timeline("h100").step_seconds
+        for each in (1, 100)
+    )
+    assert often > seldom
+
+
+def wrong_state(shape: Any) -> Optimizer:
+    return Optimizer(
+        "odd()", lambda path, grad, slots, param, info: (-grad, {}), elementwise=False,
+        whole=lambda path, grad, state, turn: (grad, state), whole_slots={"s": lambda _: shape},
+    )  # fmt: skip
+
+
 def wrong_sums(shape: Any) -> Optimizer:
     return Optimizer(
         "odd()", lambda path, grad, slots, param, info: (-grad, {}), elementwise=False,
@@ -237,6 +266,13 @@ def wrong_sums(shape: Any) -> Optimizer:
             lambda: lowered(adamw_8bit(0.1, block=32), {"w": (9, 64)}, shard=4),
             r"(?s)cuts in two.*'w'.*\[9, 64\] by P\(None, 'shard'\).*by_path",
         ),
+        (lambda: soap(0.1, b1=1.0), "b1=1.0: at least 0 and below 1"),
+        (lambda: soap(0.1, precondition_frequency=0), "precondition_frequency=0"),
+        (
+            lambda: lowered(wrong_state((4, 4, 4)), {"w": (4, 4)}, shard=2),
+            r"s \[4, 4, 4\] of params\['w'\] \[4, 4\]",
+        ),
+        (lambda: lowered(wrong_state((1, 4)), {"w": (4, 4)}, shard=2), r"(?s)s \[1, 4\].*none of these is 1"),
         (lambda: lowered(wrong_sums([0, 1]), {"w": (4, 4)}, shard=2), r"(?s)other shapes.*s \[\].*keepdim"),
     ],
 )  # fmt: skip

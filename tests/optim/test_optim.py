@@ -202,6 +202,25 @@ def test_adamw_8bit_is_torchaos():
     assert (found["w"] - theirs.detach()).abs().max() < 1e-3 * 0.01 * 6
 
 
+@pytest.mark.parametrize(("frequency", "tolerance"), [(10, 1e-10), (2, 1e-5)])
+def test_soap_is_another_implementation(frequency, tolerance):
+    """Its QR is in fp32. A matrix with both sides, of full rank, and one of which the longer side stays."""
+    package, shapes = pytest.importorskip("pytorch_optimizer"), {"w": (6, 6), "v": (6, 9)}
+    params = random_tree(0, shapes)
+    theirs = {path: nn.Parameter(leaf.clone()) for path, leaf in params.items()}
+    numbers = {"weight_decay": 0.1, "shampoo_beta": 0.7, "precondition_frequency": frequency}
+    own = package.SOAP(theirs.values(), lr=0.05, betas=(0.8, 0.95), max_precondition_dim=8, **numbers)
+    found, slots = train(optim.soap(0.05, 0.8, 0.95, max_precond_dim=8, **numbers), params)
+    for step in range(6):
+        gradients = random_tree(100 + step, shapes)
+        for path, leaf in theirs.items():
+            leaf.grad = gradients[path]
+        own.step()
+    assert_close(found, {path: leaf.detach() for path, leaf in theirs.items()}, tolerance, tolerance)
+    assert "right" not in slots["v"]
+    assert_close({"w": slots["w"]["left"]}, {"w": own.state[theirs["w"]]["GG"][0]})
+
+
 def test_lion_is_its_paper():
     """Algorithm 2, line by line."""
     params, lr, b1, b2, decay = random_tree(0), 0.02, 0.8, 0.95, 0.3
@@ -259,7 +278,7 @@ def test_an_owner_makes_shards_equal_the_whole():
         assert set(first) == {"momentum"}
         state |= first
         sent.append(part)
-    made = optimizer.whole("w", torch.cat(sent))
+    made = optimizer.whole("w", torch.cat(sent), {}, "")[0]
     for state, rows in zip(own, halves, strict=True):
         update, last = optimizer.end_leaf("w", made[rows], state, full[rows], given)
         torch.testing.assert_close(update, expected["w"][rows], atol=0, rtol=0)

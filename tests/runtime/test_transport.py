@@ -96,7 +96,7 @@ def momentum_over_norm(lr):
     return Optimizer(
         "momentum_over_norm", lambda path, update, slots, param, info: (-lr * update, {}),
         slots={"m": torch.zeros_like}, elementwise=False, before=before,
-        whole=lambda path, momentum: momentum / momentum.norm(),
+        whole=lambda path, momentum, *_: (momentum / momentum.norm(), {}),
     )  # fmt: skip
 
 
@@ -150,7 +150,7 @@ def test_an_optimizer_that_gathers_is_the_same_on_any_mesh(ranks, place):
 def test_an_optimizer_whose_owners_look_at_values_is_refused():
     optimizer = Optimizer(
         "fickle()", lambda path, update, slots, param, info: (-update, {}), elementwise=False,
-        whole=lambda path, grad: grad if float(grad.sum()) > 0 else -grad,
+        whole=lambda path, grad, *_: (grad if float(grad.sum()) > 0 else -grad, {}),
     )  # fmt: skip
     with pytest.raises(fs.OptimizerError, match=r"fickle.*does not run on fake tensors"):
         owned_step(2, optimizer)

@@ -22,6 +22,7 @@ from fnshard.optim.optimizers import (
     schedule_free_adamw,
     sgd,
 )
+from fnshard.optim.soap import soap
 
 RULES = {"weight_decay": [("*norm*", 0.0), ("*", 0.1)], "lr_scale": [("embed*", 0.5), ("*", 1.0)]}
 SHAPES = {"embed.w": (7, 3), "a.norm.w": (5,), "a.w": (4, 6), "b.scalar": (), "b.empty": (0, 3)}
@@ -31,8 +32,8 @@ RATE = schedules.warmup_cosine(0.1, warmup=2, total=6, floor=0.01)
 def row_sgd(lr: float) -> Optimizer:
     """A user's own optimizer that looks at whole leaves: gradients over their largest element."""
 
-    def whole(path, grad):
-        return grad / ((grad.abs().max() if grad.numel() else grad.sum()) + 1e-6)
+    def whole(path, grad, state, turn):
+        return grad / ((grad.abs().max() if grad.numel() else grad.sum()) + 1e-6), {}
 
     leaf = lambda path, update, slots, param, info: (-lr * update, {})  # noqa: E731
     return Optimizer(f"row_sgd(lr={lr})", leaf, whole=whole, elementwise=False)
@@ -70,6 +71,8 @@ ALL = {
     "clip_adafactor_ema": chain(clip_by_global_norm(0.5), adafactor(0.1, d=0.5), ema(0.9)),
     "lars": lars(RATE, weight_decay=0.1, trust=0.5),
     "clip_lars_ema": chain(clip_by_global_norm(0.5), lars(0.1, trust=0.1), ema(0.9)),
+    "soap": soap(RATE, precondition_frequency=2),
+    "clip_soap_ema": chain(clip_by_global_norm(0.5), soap(0.05, max_precond_dim=4), ema(0.9)),
     "row_sgd": row_sgd(0.1),
     "clip_row_sgd": chain(clip_by_global_norm(0.5), row_sgd(0.1)),
 }

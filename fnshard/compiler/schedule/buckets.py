@@ -23,13 +23,20 @@ ALIGN_bytes = 128
 
 @dataclass(frozen=True)
 class Piece:
-    """One leaf's place in a bucket: full shape, padded block shape, offset in elements."""
+    """One leaf's place in a bucket: full shape, padded block shape, offset in elements. `slot`: of a slot of
+    its state, which goes to the leaf's owner with it."""
 
     path: str
     shape: tuple[int, ...]
     layout: P
     block: tuple[int, ...]
     offset: int
+    slot: str = ""
+
+    @property
+    def key(self) -> str | tuple[str, str]:
+        """What its tensor is called among those of a bucket: the path, of a slot both."""
+        return (self.path, self.slot) if self.slot else self.path
 
     @property
     def numel(self) -> int:
@@ -51,7 +58,7 @@ class Bucket:
     @property
     def paths(self) -> tuple[str, ...]:
         """The leaves in it."""
-        return tuple(p.path for p in self.pieces)
+        return tuple(p.path for p in self.pieces if not p.slot)
 
     @property
     def row_bytes(self) -> int:
@@ -142,8 +149,15 @@ def _aligned(sizes: Sequence[int], dtype: torch.dtype) -> tuple[list[int], int]:
     return starts, at if end > step else end
 
 
+Part = tuple[str, tuple[int, ...], P]  # of what goes to an owner: "" or a slot, its full shape, its layout
+
+
 def owner_buckets(
-    reduced: Sequence[Bucket], dtypes: Mapping[str, torch.dtype], specs: Mapping[str, LayoutSpec], mesh: Mesh
+    reduced: Sequence[Bucket],
+    dtypes: Mapping[str, torch.dtype],
+    parts: Mapping[str, Sequence[Part]],
+    specs: Mapping[str, LayoutSpec],
+    mesh: Mesh,
 ) -> dict[str, list[Bucket]]:
     """What goes to the owners of whole leaves, by the reduced bucket after which all of it is there.
 
@@ -153,6 +167,7 @@ def owner_buckets(
     Args:
         reduced: in the order in which their gradients arrive.
         dtypes: by path, of what is sent of leaves that have owners.
+        parts: by path, what is sent: the leaf itself first.
     """
     waiting: dict[Any, dict[Any, list[str]]] = {}  # by what travels together, then by shape
     out: dict[str, list[Bucket]] = {}
@@ -162,19 +177,19 @@ def owner_buckets(
             layout = spec.optimizer.contiguous
             tiers = spec.updated_on, spec.optimizer_memory, spec.memory
             together = mesh.ordered(layout.axes), dtypes[path], tiers
-            waiting.setdefault(together, {}).setdefault((spec.shape, layout), []).append(path)
+            waiting.setdefault(together, {}).setdefault(tuple(parts[path]), []).append(path)
         for together, shapes in waiting.items():
             n, last = mesh.axes_size(together[0]), bucket is reduced[-1]
-            rows: list[list[tuple[str, Any]]] = [[] for _ in range(n)]
+            rows: list[list[tuple[str, Part]]] = [[] for _ in range(n)]
             turn = 0
-            for shape, paths in shapes.items():
+            for own_parts, paths in shapes.items():
                 while len(paths) >= n or (last and paths):
                     some = [paths.pop(0) for _ in range(min(n, len(paths)))]
                     own = ["" for _ in range(n)]
                     for path in some:
                         own[turn % n], turn = path, turn + 1
                     for row, path in zip(rows, own, strict=True):
-                        row.append((path, shape))
+                        row += [(path, part) for part in own_parts]
             if rows[0]:
                 names = {b.name for some in out.values() for b in some}
                 name = _unused(bucket.name.replace("reduce", "owners", 1), names)
@@ -185,15 +200,15 @@ def owner_buckets(
 
 def _owned(
     name: str, unit: str, axes: tuple[str, ...], dtype: torch.dtype,
-    rows: Sequence[Sequence[tuple[str, Any]]], mesh: Mesh,
+    rows: Sequence[Sequence[tuple[str, Part]]], mesh: Mesh,
 ) -> Bucket:  # fmt: skip
-    """The bucket of rows, one for each owner: paths, or "", and their shapes and layouts."""
-    blocks = [block_shape(shape, layout, mesh) for _, (shape, layout) in rows[0]]
+    """The bucket of rows, one for each owner: paths, or "", and what is sent of them."""
+    blocks = [block_shape(shape, layout, mesh) for _, (_, shape, layout) in rows[0]]
     starts, numel = _aligned([math.prod(b) for b in blocks], dtype)
     pieces = tuple(
-        Piece(path, *shape, block, owner * numel + start)
+        Piece(path, shape, layout, block, owner * numel + start, slot)
         for owner, row in enumerate(rows)
-        for (path, shape), block, start in zip(row, blocks, starts, strict=True)
+        for (path, (slot, shape, layout)), block, start in zip(row, blocks, starts, strict=True)
         if path
     )
     return Bucket(name, unit, axes, dtype, pieces, numel * len(rows))

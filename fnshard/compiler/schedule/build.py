@@ -159,7 +159,11 @@ class _Builder:
         self.complete = self._completion()
         self.arriving = sorted(self.reduces, key=lambda b: -(self.complete[b.name] or 0))
         dtypes = {p: work.dtype for p, work in self.plan.owner_work.items()}
-        self.owned = owner_buckets(self.arriving, dtypes, self.whole, self.mesh)
+        parts = {
+            path: [(slot, shape, layout.contiguous) for slot, shape, layout in work.parts]
+            for path, work in self.plan.owner_work.items()
+        }
+        self.owned = owner_buckets(self.arriving, dtypes, parts, self.whole, self.mesh)
         self.reduced: dict[str, ValueName] = {}
         self.local: dict[str, ValueName] = {}
 

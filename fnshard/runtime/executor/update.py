@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fnshard.compiler.ir.values import CONTROL, CONTROL_ON_HOST, MASTER
 from fnshard.compiler.schedule.buckets import Bucket
-from fnshard.compiler.schedule.instructions import SumShapes
+from fnshard.compiler.schedule.instructions import OwnerWork, SumShapes
+from fnshard.errors import OptimizerError
 from fnshard.layout.pairs import as_pairs, slots_at_rest
 from fnshard.layout.partition import block_shape, block_slices, boxes, slot_layout
 from fnshard.layout.spec import LayoutSpec
@@ -20,12 +21,12 @@ from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer, Slots, Tensors
 from fnshard.runtime.executor.control import StepControl
 from fnshard.runtime.executor.fused_update import FusedUpdates
-from fnshard.runtime.packing import padded
+from fnshard.runtime.packing import Parts, padded
 from fnshard.runtime.tiers import rest
 
 # gradients, slots, parameters, and the step's control
 UpdateOf = Callable[[Tensors, Slots, Tensors, StepControl], None]
-BeginOf = Callable[[Tensors, Slots, Tensors, StepControl], dict[str, Tensor]]
+BeginOf = Callable[[Tensors, Slots, Tensors, StepControl], Parts]
 
 
 @dataclass(frozen=True)
@@ -127,12 +128,13 @@ class Updater:
         return update
 
     def bind_begin(self, paths: tuple[str, ...]) -> BeginOf:
-        """A function that runs an update up to what is sent to the owners of leaves: padded blocks."""
+        """A function that runs an update up to what is sent to the owners of leaves: padded blocks, and slots
+        as they are."""
         self._locate(paths)
         specs = {p: self.specs[p] for p in paths}
         shapes = {p: block_shape(s.shape, s.optimizer, self.mesh) for p, s in specs.items()}
 
-        def begin(blocks: Tensors, slots: Slots, params: Tensors, control: StepControl) -> dict[str, Tensor]:
+        def begin(blocks: Tensors, slots: Slots, params: Tensors, control: StepControl) -> Parts:
             own_slots, targets = self._state(paths, slots, params)
             out = {}
             for path in paths:
@@ -140,7 +142,8 @@ class Updater:
                 grad, own = _cut(blocks[path], self.places[path].gradient), own_slots[path]
                 given = rule.given(path, info)
                 sent, new = rule.begin_leaf(path, grad, own, targets[path], given, info.grad_scale)
-                out[path] = padded(sent, shapes[path])
+                state = {name: slots[path][name] for name in rule.whole_slots if name in slots[path]}
+                out[path] = {"": padded(sent, shapes[path]), **state}
                 if not control.skip:
                     _write(own, new)
             return out
@@ -148,24 +151,30 @@ class Updater:
         return begin
 
     def bind_end(self, paths: tuple[str, ...]) -> UpdateOf:
-        """A function that updates leaves from what their owners have made: padded blocks."""
+        """A function that updates leaves, and slots, from what their owners have made: padded blocks."""
         self._locate(paths)
         shapes = {p: tuple(self.specs[p].shape) for p in paths}
 
-        def end(blocks: Tensors, slots: Slots, params: Tensors, control: StepControl) -> None:
+        def end(blocks: Parts, slots: Slots, params: Tensors, control: StepControl) -> None:
             if control.skip:
                 return
             info = replace(control.info, shapes=shapes)
             own_slots, targets = self._state(paths, slots, params)
             for path in paths:
                 rule, own = self._rule(path), own_slots[path]
-                made = _cut(blocks[path], self.places[path].valid).to(targets[path].device)
-                change, new = rule.end_leaf(path, made, own, targets[path], rule.given(path, info))
+                made = {n: self._slot(path, n, value) for n, value in blocks[path].items()}
+                update = made.pop("").to(targets[path].device)
+                change, new = rule.end_leaf(path, update, own, targets[path], rule.given(path, info))
                 targets[path].add_(change)
-                _write(own, new)
+                _write(own, new | made)
             self._store(paths, slots, params, targets)
 
         return end
+
+    def turn(self, path: str, work: OwnerWork, control: StepControl) -> str:
+        """Which of a leaf's graphs its owner runs in this step."""
+        rule = self._rule(path)
+        return rule.turn(rule.given(path, control.info))
 
     def bind_sums(self, paths: tuple[str, ...], number: int = 0) -> Callable[..., Iterator[Any]]:
         """A function that makes one round of sums over this rank's blocks of leaves: (path, sums by name)."""
@@ -292,7 +301,7 @@ class Updater:
         places, names = self.places, {}
         for path in paths:
             spec = self.specs[path].local(self.mesh)
-            made = made_slots(self.optimizer, path, spec, block_shape(spec.shape, spec.optimizer, self.mesh))
+            made = made_slots(self.optimizer, path, spec, self.mesh)
             names[path] = tuple(n for n in made if n != MASTER)
         empty = {
             p for p in paths
@@ -362,7 +371,7 @@ def slot_shapes(
     for path, spec in specs.items():
         key = spec.shape, spec.optimizer_dtype, optimizer.settings(path)
         if spec.trainable and key not in known:
-            made = {n: shape for n, (shape, _) in made_slots(optimizer, path, spec, spec.shape).items()}
+            made = {n: shape for n, (shape, _) in made_slots(optimizer, path, spec).items()}
             known[key] = {n: shape for n, shape in made.items() if shape != spec.shape}
         if spec.trainable and known[key]:
             out[path] = known[key]
@@ -370,12 +379,31 @@ def slot_shapes(
 
 
 def made_slots(
-    optimizer: Optimizer, path: str, spec: LayoutSpec, shape: tuple[int, ...]
+    optimizer: Optimizer, path: str, spec: LayoutSpec, mesh: Mesh | None = None
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of the state of a leaf, or of a block of it, of this shape, as it rests."""
+    """Shapes and dtypes of the state of a leaf, or of a rank's block of it, as it rests."""
+    shape = spec.shape if mesh is None else block_shape(spec.shape, spec.optimizer, mesh)
     block = as_pairs(torch.empty(shape, dtype=spec.optimizer_dtype, device="meta"))
-    made = optimizer.init_leaf(path, block) | ({MASTER: block} if spec.has_master else {})
+    made = init_block(optimizer, path, block, spec, mesh) | ({MASTER: block} if spec.has_master else {})
     return {n: (tuple(v.shape), v.dtype) for n, v in slots_at_rest(made, spec).items()}
+
+
+def init_block(
+    optimizer: Optimizer, path: str, block: Tensor, spec: LayoutSpec, mesh: Mesh | None
+) -> dict[str, Tensor]:
+    """The state of a block of a leaf; of what owners alone read, this rank's share. No mesh: of the leaf."""
+    if mesh is None:
+        return optimizer.init_leaf(path, block)
+    wholes = {}
+    for name, whole in optimizer.whole_shapes(path, spec.shape).items():
+        layout = slot_layout(whole, spec.shape, spec.optimizer, mesh)
+        if layout is None or mesh.ordered(layout.axes) != mesh.ordered(spec.optimizer.axes):
+            raise OptimizerError(
+                f"{optimizer}: {name} {list(whole)} of params[{path!r}] {list(spec.shape)} is no state of its "
+                "matrices.", fix="it has the leaf's dims, but for the last two, and none of these is 1.",
+            )  # fmt: skip
+        wholes[name] = block_shape(whole, layout, mesh)
+    return optimizer.init_leaf(path, block, wholes)
 
 
 def init_slots(
@@ -396,7 +424,7 @@ def init_slots(
     out = {}
     for path, spec in trained.items():
         block = optimizer_block(params[path], spec, mesh, rank).to(spec.optimizer_dtype)
-        slots = dict(optimizer.init_leaf(path, block))
+        slots = init_block(optimizer, path, block, spec, mesh)
         if spec.has_master:
             slots[MASTER] = block.clone() if spec.optimizer_memory == "device" else block
         out[path] = {k: rest(v, spec.optimizer_memory, mesh.device, disk_dir) for k, v in slots.items()}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from fnshard.compiler.ir.values import CONTROL, MASTER, Kind, ValueName
-from fnshard.compiler.schedule.buckets import of_owner
+from fnshard.compiler.schedule.buckets import Part, of_owner
 from fnshard.compiler.schedule.ir import (
     COMMUNICATION,
     Action,
@@ -27,7 +27,7 @@ from fnshard.compiler.schedule.ir import (
     bucket_of,
     reduced_names,
 )
-from fnshard.layout.partition import P, side_by_side
+from fnshard.layout.partition import side_by_side
 from fnshard.mesh import Mesh
 
 
@@ -111,17 +111,21 @@ class _OfOptimizer(OfBucket):
 
 @dataclass(frozen=True, eq=False)
 class OwnerWork:
-    """What the owner of a leaf computes: `graph` of a tensor of the leaf's shape in `dtype`, which ranks send
-    and which lies over them in `layout`."""
+    """What the owner of a leaf computes: of `parts`, which ranks send in `dtype`, as many, by one of `graphs`.
+
+    `graphs`: by turn (`Optimizer.turns`), with the share of steps that have it.
+    """
 
     dtype: torch.dtype
-    graph: fx.GraphModule
-    layout: P
+    parts: tuple[Part, ...]
+    graphs: Mapping[str, tuple[fx.GraphModule, float]]
 
-    def of(self, leaf: Tensor, mesh: Mesh) -> Tensor:
-        """Of a leaf in which each rank's parts lie side by side, as the result's do."""
-        made = self.graph(side_by_side(leaf, self.layout, mesh, inverse=True))
-        return side_by_side(made, self.layout, mesh)
+    def of(self, parts: Mapping[str, Tensor], turn: str, mesh: Mesh) -> dict[str, Tensor]:
+        """Of tensors in which each rank's parts lie side by side, as those of the results do."""
+        layouts = {name: layout for name, _, layout in self.parts}
+        whole = [side_by_side(parts[name], layout, mesh, inverse=True) for name, layout in layouts.items()]
+        made = zip(layouts.items(), self.graphs[turn][0](*whole), strict=True)
+        return {name: side_by_side(value, layout, mesh) for (name, layout), value in made}
 
 
 SumShapes = Mapping[str, Mapping[str, tuple[int, ...]]]
@@ -199,7 +203,7 @@ def sums_read(line: UpdateSums | Update) -> Callable[[Env], dict[str, dict[str, 
 @dataclass(frozen=True)
 class UpdateBegin(_OfOptimizer):
     """The optimizer on leaves that have owners, up to what it sends to these: slots change in place, and the
-    blocks to be sent are made, by path, in `dtypes`."""
+    blocks to be sent are made, in `dtypes`, next to slots that are sent too (`runtime.packing.Parts`)."""
 
     dtypes: tuple[torch.dtype, ...] = ()
 
@@ -246,7 +250,7 @@ class UpdateExchange(OfBucket):
 
     @classmethod
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
-        """This rank's blocks by path; or the whole leaves that it owns."""
+        """This rank's blocks by path and slot; or the whole leaves that it owns."""
         (flight,), (out,), owners = wait.reads, wait.writes, context.owners(wait.bucket)
         back = context.schedule.issues[flight].back
 
@@ -275,17 +279,20 @@ class UpdateWhole(OfBucket):
     work: Mapping[str, OwnerWork] = field(default_factory=dict, compare=False, repr=False)
 
     def bind(self, context: Context) -> Action:
-        (source,), (out,), mesh = self.reads, self.writes, context.mesh
+        (source,), (out,), mesh, turn = self.reads, self.writes, context.mesh, context.updater.turn
 
         def run(env: Env) -> None:
-            env[out] = {path: self.work[path].of(leaf, mesh) for path, leaf in env[source].items()}
+            env[out] = {
+                path: self.work[path].of(parts, turn(path, self.work[path], env[CONTROL]), mesh)
+                for path, parts in env[source].items()
+            }
 
         return run
 
     def price(self, pricer: Pricer) -> Price:
         bucket = pricer.bucket(self)
         first = of_owner(bucket, 0, pricer.schedule.mesh.axes_size(bucket.axes))
-        return pricer.graphs([self.work[path].graph for path in first.paths])
+        return pricer.graphs([each for path in first.paths for each in self.work[path].graphs.values()])
 
 
 @dataclass(frozen=True)
