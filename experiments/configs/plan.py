@@ -43,9 +43,11 @@ def axis_of(name: str, mesh: fs.Mesh) -> str | None:
     return name if name in mesh.names else None
 
 
-def dtypes_of(precision: PrecisionConfig) -> dict[str, torch.dtype]:
-    """The dtypes of a `LayoutSpec`, by field; fp32 for null."""
-    return {f"{field}_dtype": getattr(torch, name or "float32") for field, name in vars(precision).items()}
+def dtypes_of(precision: PrecisionConfig) -> dict[str, Any]:
+    """The dtypes of a `LayoutSpec`, by field, fp32 for null; and what has a scale in fp8."""
+    named = {field: name for field, name in vars(precision).items() if field != "scaling"}
+    dtypes = {f"{field}_dtype": getattr(torch, name or "float32") for field, name in named.items()}
+    return dtypes | {"scaling": precision.scaling}
 
 
 def plan_of(

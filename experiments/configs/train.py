@@ -121,12 +121,13 @@ class StrategyConfig:
 @configuration
 class PrecisionConfig:
     """dtypes of the stored parameters, of compute, of gradients that are summed, of the optimizer; null: what
-    the device is fast in."""
+    the device is fast in. `scaling`: of fp8, a scale a tensor or a row."""
 
     storage: Dtype | None = None
     compute: Dtype | Literal["float8_e4m3fn"] | None = None
     reduce: Dtype | None = None
     optimizer: Dtype | None = None
+    scaling: Literal["tensorwise", "rowwise"] = "tensorwise"
 
     def on(self, device: str, sums: bool) -> PrecisionConfig:
         """With no null: fp32 on CPUs; elsewhere bf16 and an fp32 master, and fp32 gradients where ranks or

@@ -116,8 +116,9 @@ def trace_and_split(
             device=trace_device(mesh), mesh=mesh, differentiate=plan.differentiate,
             sources=options.sources,
         )  # fmt: skip
-        if eight_bits := {p for p, s in stored.items() if s.wire_dtype is not None}:
-            program = fp8_products(program, eight_bits)
+        narrow = {p: s.scaling == "rowwise" for p, s in stored.items() if s.wire_dtype is not None}
+        if narrow:
+            program = fp8_products(program, narrow)
         sequences = {name: dims[0] for name, dims in sequence_dims(batch).items()}
         program = place_experts(program, stored, mesh, options.expert_capacity)
         program = place_axes(program, stored, mesh, options.residual, sequences, options.context_attention)

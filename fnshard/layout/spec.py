@@ -34,6 +34,7 @@ from fnshard.mesh import COMPUTE_AXES, Mesh, check_mesh
 __all__ = ["LayoutSpec"]
 
 Memory = Literal["device", "host", "disk"]
+Scaling = Literal["tensorwise", "rowwise"]
 Aggregation = Literal["mean", "sum", "rank0", "local"]
 PARTITION_FIELDS = ("storage", "compute", "gradient", "optimizer")
 DTYPE_FIELDS = ("storage_dtype", "compute_dtype", "reduce_dtype", "optimizer_dtype")
@@ -52,7 +53,7 @@ class LayoutSpec:
     compute's; `optimizer_dtype` storage's; `wire_dtype`, in which a gather carries the leaf, the narrower of
     storage's and compute's. `compute_dtype=torch.float8_e4m3fn` of a matrix that trains means
     `wire_dtype=torch.float8_e4m3fn` and bf16: `fn` sees numbers that are rounded to fp8, by a scale for the
-    whole leaf, and its linear layers multiply in fp8 (`compiler.rewrites.fp8`).
+    whole leaf or for each row (`scaling`), and its linear layers multiply in fp8 (`compiler.rewrites.fp8`).
 
     Args:
         storage: layout between steps.
@@ -69,6 +70,8 @@ class LayoutSpec:
         optimizer_memory: where optimizer state rests, and gradient shards with it.
         update_on: "host" or "device": where the optimizer runs; default where its state rests. State on the
             host can be streamed through the device: update_on="device".
+        scaling: what has a scale in fp8: "tensorwise", the whole leaf, the whole input and the whole gradient
+            of a product; or "rowwise", each of their rows. Gradients of leaves are then products in bf16.
         codec: how a frozen leaf is coded, "int8", "nf4" or one of your own; see `fnshard.codecs`.
         trainable: None means: an `nn.Parameter`'s `requires_grad`; other float tensors are.
         unit: leaves gathered, freed and reduced together; None lets the unit policy say.
@@ -96,6 +99,7 @@ class LayoutSpec:
     memory: Memory = "device"
     optimizer_memory: Memory = "device"
     update_on: Literal["host", "device"] | None = None
+    scaling: Scaling = "tensorwise"
     codec: str | None = None
     trainable: bool | None = None
     unit: str | None = None
@@ -191,6 +195,7 @@ class LayoutSpec:
 _EXPECTED = {
     "trainable": one_of(None, True, False), "reshard": one_of(True, False), "buffers": one_of(True, False),
     "unit": (lambda v: v is None or (isinstance(v, str) and v), "a name"),
+    "scaling": one_of(*get_args(Scaling)),
     "memory": one_of(*get_args(Memory)), "optimizer_memory": one_of(*get_args(Memory)),
     "aggregation": one_of(*get_args(Aggregation), None), "update_on": one_of("host", "device", None),
 }  # fmt: skip

@@ -40,9 +40,11 @@ TOKENS = torch.randint(20, (4, 9), generator=torch.Generator().manual_seed(1))
 
 
 # ------------------------------------------------------------------ the truth, by hand
-def nearest(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x rounded to a dtype by the largest power of two that keeps it finite, in fp64."""
-    largest, most = float(x.abs().max()), torch.finfo(dtype).max
+def nearest(x: Tensor, dtype: torch.dtype, scaling: str = "tensorwise") -> Tensor:
+    """x, or each row of it, rounded to a dtype by the largest power of two that keeps it finite, in fp64."""
+    if scaling == "rowwise":
+        return torch.stack([nearest(row, dtype) for row in x.flatten(0, -2)]).view(x.shape)
+    largest, most = float(x.abs().max()) or 1.0, torch.finfo(dtype).max
     scale = 1.0
     while largest * scale * 2 <= most:
         scale *= 2
@@ -55,26 +57,33 @@ class Rounded(torch.autograd.Function):
     """A product of rounded numbers, and of a gradient that is rounded."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        narrow, turned = nearest(x, torch.float8_e4m3fn), nearest(weight, torch.float8_e4m3fn)
-        ctx.save_for_backward(narrow, turned)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: str) -> Tensor:
+        narrow, turned = (nearest(each, torch.float8_e4m3fn, scaling) for each in (x, weight))
+        ctx.scaling = scaling
+        ctx.save_for_backward(x.double() if scaling == "rowwise" else narrow, turned)
         return (narrow @ turned.T).to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
+        if ctx.scaling == "rowwise":  # rows of the leaf have scales, which the gradient is multiplied by
+            scales = torch.stack([fp8.scale_of(row.abs().max(), torch.float8_e4m3fn) for row in weight])
+            narrow = nearest((grad.double() / scales).bfloat16(), torch.float8_e5m2, "rowwise")
+            to_x, flat = (narrow * scales) @ weight, grad.double().flatten(0, -2)
+            return to_x.to(grad.dtype), (flat.T @ x.flatten(0, -2)).to(grad.dtype), None
         narrow = nearest(grad, torch.float8_e5m2)
-        return (narrow @ weight).to(grad.dtype), (narrow.flatten(0, -2).T @ x.flatten(0, -2)).to(grad.dtype)
+        to_weight = narrow.flatten(0, -2).T @ x.flatten(0, -2)
+        return (narrow @ weight).to(grad.dtype), to_weight.to(grad.dtype), None
 
 
-def by_hand(params: dict[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
+def by_hand(params: dict[str, Tensor], tokens: Tensor, scaling: str = "tensorwise") -> dict[str, Tensor]:
     """Gradients of one rank's rows, in bf16 but for the products."""
     p = {path: leaf.bfloat16().requires_grad_() for path, leaf in params.items()}
     for path in NARROW:
-        p[path] = nearest(params[path], torch.float8_e4m3fn).bfloat16().requires_grad_()
+        p[path] = nearest(params[path], torch.float8_e4m3fn, scaling).bfloat16().requires_grad_()
     x = F.rms_norm(F.embedding(tokens, p["embed.weight"]), (32,), p["norm"])
-    h = F.silu(Rounded.apply(x, p["up"]) + p["up_bias"])
-    x = x + Rounded.apply(h, p["down"])
+    h = F.silu(Rounded.apply(x, p["up"], scaling) + p["up_bias"])
+    x = x + Rounded.apply(h, p["down"], scaling)
     logits = (x @ p["odd"]).float()
     F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
     return {path: leaf.grad.float() for path, leaf in p.items()}
@@ -85,21 +94,33 @@ def apart(a: Tensor, b: Tensor) -> float:
 
 
 def step_on(
-    ranks: int, preset: str = "full_shard", abstract: bool = False, dtype: Any = FP8, **options: Any
-) -> Any:
-    params = leaves()
-    mesh = fs.make_mesh(shard=ranks, **{"abstract" if abstract else "simulated": True})
-    specs = fs.presets.PRESETS[preset](params, mesh, compute_dtype=dtype, reduce_dtype=torch.float32)
+    ranks: int, preset: str = "full_shard", abstract: bool = False, dtype: Any = FP8,
+    policy: dict[str, Any] | None = None, **options: Any,
+) -> Any:  # fmt: skip
+    params, axes = leaves(), {"replicate": 2, "shard": 2} if preset == "hybrid_shard" else {"shard": ranks}
+    mesh = fs.make_mesh(**axes, **{"abstract" if abstract else "simulated": True})
+    dtypes = {"compute_dtype": dtype, "reduce_dtype": torch.float32}
+    specs = fs.presets.PRESETS[preset](params, mesh, **dtypes, **(policy or {}))
     return fs.shard_step(loss, specs, mesh=mesh, backend="eager", **options), params, specs, mesh
 
 
-@pytest.mark.parametrize("preset", ["full_shard", "zero2", "no_shard"])
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_gradients_are_those_of_rounded_products(ranks, preset):
+COLUMNS = {"rules": [("up", fs.LayoutSpec(fs.P(None, "shard"), compute_dtype=FP8, scaling="rowwise"))]}
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize(
+    ("ranks", "preset", "policy"),
+    [
+        *((n, p, {}) for n in (1, 2, 4) for p in ("full_shard", "zero2", "no_shard")),
+        (4, "hybrid_shard", {}), (3, "full_shard", {}), (2, "full_shard", COLUMNS),
+    ],
+)  # fmt: skip
+def test_gradients_are_those_of_rounded_products(ranks, preset, policy, scaling):
     """Of every rank's rows by hand, and their mean; `fn` sees what one scale for all shards rounds to."""
-    step, params, specs, mesh = step_on(ranks, preset)
+    scaling = "rowwise" if policy else scaling
+    step, params, specs, mesh = step_on(ranks, preset, policy={"scaling": scaling, **policy})
     part = len(TOKENS) // ranks
-    by_rank = [by_hand(params, TOKENS[i * part :][:part]) for i in range(ranks)]
+    by_rank = [by_hand(params, TOKENS[i * part :][:part], scaling) for i in range(ranks)]
     expected = {path: torch.stack([g[path] for g in by_rank]).mean(0) for path in params}
 
     def on_rank(rank: int) -> Any:
@@ -107,12 +128,14 @@ def test_gradients_are_those_of_rounded_products(ranks, preset):
         return aux["up"], fs.unshard(grads, specs, mesh, layout="gradient")
 
     for seen, found in fs.simulate(mesh, on_rank):
-        assert torch.equal(seen.double(), nearest(params["up"], torch.float8_e4m3fn))
+        assert torch.equal(seen.double(), nearest(params["up"], torch.float8_e4m3fn, scaling))
         for path, gradient in expected.items():
-            assert apart(found[path], gradient) < 0.02, path  # what bf16 rounds
+            # What bf16 rounds; a third of a gradient is rounded to other numbers of eight bits.
+            assert apart(found[path], gradient) < (0.1 if ranks == 3 else 0.02), path
 
 
-def test_sequences_split_without_an_exchange_for_products():
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_sequences_split_without_an_exchange_for_products(scaling):
     """Ranks round the positions that they have; a scale is a power of two, so rounding is the whole's."""
 
     def squares(p: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -122,7 +145,8 @@ def test_sequences_split_without_an_exchange_for_products():
     found = {}
     for context in (1, 2):
         params, mesh = leaves(), fs.make_mesh(shard=1, context=context, simulated=True)
-        specs = fs.presets.full_shard(params, mesh, compute_dtype=FP8, reduce_dtype=torch.float32)
+        dtypes = {"compute_dtype": FP8, "reduce_dtype": torch.float32}
+        specs = fs.presets.full_shard(params, mesh, scaling=scaling, **dtypes)
         step = fs.shard_step(squares, specs, mesh=mesh, backend="eager")
 
         def on_rank(_: int) -> Any:
@@ -145,19 +169,26 @@ def test_rounding_matters():
     assert not torch.equal(aux["up"].double(), nearest(params["up"], torch.float8_e4m3fn))
 
 
+@pytest.mark.parametrize("rowwise", [False, True])
 @pytest.mark.parametrize("rows", [16, 7])
-def test_the_device_s_products_are_the_emulated_ones(rows, monkeypatch):
+def test_the_device_s_products_are_the_emulated_ones(rows, rowwise, monkeypatch):
     """Where it has them; here torch's own of a CPU. Rows that it does not take are emulated."""
     draw = torch.Generator().manual_seed(0)
     x, weight, grad = (torch.randn(s, generator=draw).bfloat16() for s in ((rows, 32), (48, 32), (rows, 48)))
-    weight, grad = nearest(weight, FP8).bfloat16() * 8, grad * 1e-4
-    emulated = fp8.fp8_linear(x, weight), *fp8.fp8_linear_backward(grad, x, weight)
+    weight, grad = nearest(weight, FP8).bfloat16() * 8, grad * 1e-4 * torch.linspace(0.01, 1, 48)
+
+    def products() -> tuple[Tensor, ...]:
+        if rowwise:
+            return fp8.fp8_linear(x, weight, True), fp8.fp8_linear_to_input(grad.bfloat16(), weight)
+        return fp8.fp8_linear(x, weight), *fp8.fp8_linear_backward(grad.bfloat16(), x, weight)
+
+    emulated = products()
     called: list[Any] = []
     real = torch._scaled_mm
-    monkeypatch.setattr(fp8, "has_products", lambda device: True)
+    monkeypatch.setattr(fp8, "has_products", lambda *_: True)
     monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **k: called.append(a) or real(*a, **k))
-    found = fp8.fp8_linear(x, weight), *fp8.fp8_linear_backward(grad, x, weight)
-    assert len(called) == (3 if rows == 16 else 0)
+    found = products()
+    assert len(called) == (len(found) if rows == 16 else 0)
     for a, b in zip(found, emulated, strict=True):
         torch.testing.assert_close(a, b, rtol=2**-7, atol=float(b.abs().max()) * 2**-8)
 
@@ -169,12 +200,14 @@ def test_a_scale_is_the_largest_power_of_two_that_fits(largest, dtype):
     assert most / 2 * (1 - 1e-6) < float(torch.tensor(largest)) * scale <= most * (1 + 1e-6)
 
 
-def test_half_the_bytes_are_gathered_and_one_small_line_has_the_scales():
+@pytest.mark.parametrize(("scaling", "numbers"), [("tensorwise", 2), ("rowwise", (64 + 32) // 2)])
+def test_half_the_bytes_are_gathered_and_one_small_line_has_the_scales(scaling, numbers):
     sizes = {}
     for dtype in (FP8, torch.bfloat16):
         step, params, _, _ = step_on(
-            2, abstract=True, dtype=dtype, optimizer=fs.optim.adamw(0.1), accumulate=2
-        )
+            2, abstract=True, dtype=dtype, optimizer=fs.optim.adamw(0.1), accumulate=2,
+            policy={"scaling": scaling},
+        )  # fmt: skip
         schedule = step.lower(params, TOKENS[:2]).schedule
         sizes[dtype] = {
             path: bucket.dtype.itemsize for name, bucket in schedule.buckets.items()
@@ -182,6 +215,7 @@ def test_half_the_bytes_are_gathered_and_one_small_line_has_the_scales():
         }  # fmt: skip
         lines = [line for line in schedule.instructions if line.verb == "scales"]
         assert [(line.paths, line.axes) for line in lines] == [(("up", "down"), ("shard",))] * (dtype == FP8)
+        assert [line.wire_bytes(schedule) for line in lines] == [2 * 4 * numbers] * (dtype == FP8)
     assert sizes[FP8] == sizes[torch.bfloat16] | dict.fromkeys(NARROW, 1)
     assert set(sizes[torch.bfloat16].values()) == {2}
 
@@ -191,21 +225,26 @@ def test_products_are_priced_as_the_device_multiplies():
     wide = {path: torch.empty(4096, 4096, device="meta") for path in ("up", "down")}
     rows, mesh = torch.empty(4096, 4096, dtype=torch.bfloat16, device="meta"), fs.make_mesh(abstract=True)
     work: dict[Any, Any] = {}
-    for dtype in (FP8, torch.bfloat16):
-        specs = fs.presets.full_shard(wide, mesh, compute_dtype=dtype)
+    kinds = {"rowwise": (FP8, "rowwise")} | {d: (d, "tensorwise") for d in (FP8, torch.bfloat16)}
+    for kind, (dtype, scaling) in kinds.items():
+        specs = fs.presets.full_shard(wide, mesh, compute_dtype=dtype, scaling=scaling)
         step = fs.shard_step(
             lambda p, x: F.linear(F.linear(x, p["up"]), p["down"]).float().sum(), specs, mesh=mesh
         )
-        work[dtype] = {name: step.lower(wide, rows).timeline(name) for name in ("h100", "a100")}
+        work[kind] = {name: step.lower(wide, rows).timeline(name) for name in ("h100", "a100")}
     assert work[FP8]["h100"].step_seconds < 0.8 * work[torch.bfloat16]["h100"].step_seconds
+    by_row = work["rowwise"]["h100"].step_seconds  # a third of its products are in bf16
+    assert work[FP8]["h100"].step_seconds < by_row < 0.95 * work[torch.bfloat16]["h100"].step_seconds
     assert work[FP8]["a100"].step_seconds > 0.9 * work[torch.bfloat16]["a100"].step_seconds
 
 
-def test_compiled_it_is_the_same():
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_compiled_it_is_the_same(scaling):
     found = []
     for backend in ("eager", "inductor"):
         params, mesh = leaves(), fs.make_mesh(shard=1, device="cpu")
-        specs = fs.presets.full_shard(params, mesh, compute_dtype=FP8, reduce_dtype=torch.float32)
+        dtypes = {"compute_dtype": FP8, "reduce_dtype": torch.float32}
+        specs = fs.presets.full_shard(params, mesh, scaling=scaling, **dtypes)
         step = fs.shard_step(loss, specs, mesh=mesh, backend=backend, optimizer=fs.optim.sgd(0.1))
         state = step.init(params)
         for _ in range(3):

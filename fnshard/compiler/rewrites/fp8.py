@@ -1,15 +1,19 @@
-"""fp8: products of linear layers in eight bits (Micikevicius et al. 2022), one scale a tensor.
+"""fp8: products of linear layers in eight bits (Micikevicius et al. 2022), one scale a tensor or a row.
 
 A leaf whose `LayoutSpec.wire_dtype` is `float8_e4m3fn` is rounded to it before it is gathered (`Scales`), and
 `fn` has the rounded numbers in bf16. Here a `linear` of such a leaf becomes `fp8_linear`, which rounds its
 input (e4m3) and, in the backward, its gradient (e5m2). Scales are powers of two, so bf16 holds every rounded
 number exactly: what is emulated in bf16 and what `torch._scaled_mm` computes are the same products.
+
+With a scale a row (torchao's "rowwise_with_gw_hp"), the gradient of the input sums over the rows of the leaf,
+whose scales are then the gradient's: it is multiplied by them before it is rounded, row by row. The gradient
+of the leaf is a product in bf16.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,38 +40,46 @@ def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent - 1), 1.0)
 
 
-def rounded(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x times its scale in a dtype of eight bits, and the scale's inverse."""
-    scale = scale_of(x.abs().amax(), dtype) if x.numel() else x.new_ones((), dtype=torch.float32)
+def rounded(x: Tensor, dtype: torch.dtype, rowwise: bool = False) -> tuple[Tensor, Tensor]:
+    """x [M, K] times its scale in a dtype of eight bits, and the scale's inverse, 0-d or [M, 1]."""
+    if not x.numel():
+        return x.to(dtype), x.new_ones((len(x), 1) if rowwise else (), dtype=torch.float32)
+    scale = scale_of(x.abs().amax(1, keepdim=True) if rowwise else x.abs().amax(), dtype)
     return (x * scale).to(dtype), 1 / scale
 
 
-def has_products(device: torch.device) -> bool:
-    """Whether the device multiplies in eight bits: NVIDIA's from Ada and Hopper on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+def has_products(device: torch.device, rowwise: bool = False) -> bool:
+    """Whether the device multiplies in eight bits: NVIDIA's from Ada and Hopper on; from Hopper by rows."""
+    least = (9, 0) if rowwise else (8, 9)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= least
 
 
 def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    """[M, K] times [K, N] of rounded numbers and their inverse scales, summed in fp32."""
+    """[M, K] times [K, N] of rounded numbers and their inverse scales, 0-d or [M, 1] and [1, N], summed in
+    fp32."""
     (left, of_left), (right, of_right) = a, b
-    if has_products(left.device) and not any(size % MULTIPLE for size in (*left.shape, *right.shape)):
+    if has_products(left.device, bool(of_left.dim())) and not any(size % MULTIPLE for size in (*left.shape, *right.shape)):
         columns = right.t().contiguous().t()
         return torch._scaled_mm(
-            left.contiguous(), columns, scale_a=of_left, scale_b=of_right, out_dtype=dtype
+            left.contiguous(), columns, scale_a=of_left, scale_b=of_right.contiguous(), out_dtype=dtype
         )
     return (left.to(dtype) * of_left.to(dtype)) @ (right.to(dtype) * of_right.to(dtype))
 
 
 @torch.library.custom_op("fnshard::fp8_linear", mutates_args=())
-def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
+def fp8_linear(x: Tensor, weight: Tensor, rowwise: bool = False) -> Tensor:
     """[..., K] and [N, K], whose numbers fit into e4m3 by a scale -> [..., N], x rounded to e4m3."""
-    rows, turned = x.reshape(-1, x.shape[-1]), rounded(weight, E4M3)
-    made = product(rounded(rows, E4M3), (turned[0].t(), turned[1]), x.dtype)
+    rows, turned = x.reshape(-1, x.shape[-1]), rounded(weight, E4M3, rowwise)
+    made = product(rounded(rows, E4M3, rowwise), _turned(turned), x.dtype)
     return made.view(*x.shape[:-1], weight.shape[0])
 
 
+def _turned(of: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return of[0].t(), of[1].t()
+
+
 @fp8_linear.register_fake
-def _(x: Tensor, weight: Tensor) -> Tensor:
+def _(x: Tensor, weight: Tensor, rowwise: bool = False) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
@@ -77,7 +89,7 @@ def fp8_linear_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor
     flat, rows = (t.reshape(-1, t.shape[-1]) for t in (grad, x))
     of_grad, of_rows = rounded(flat, E5M2), rounded(rows, E4M3)
     to_x = product(of_grad, rounded(weight, E4M3), x.dtype).view(x.shape)
-    return to_x, product((of_grad[0].t(), of_grad[1]), of_rows, weight.dtype)
+    return to_x, product(_turned(of_grad), of_rows, weight.dtype)
 
 
 @fp8_linear_backward.register_fake
@@ -85,17 +97,46 @@ def _(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, memory_format=torch.contiguous_format), torch.empty_like(weight)
 
 
+@torch.library.custom_op("fnshard::fp8_linear_to_input", mutates_args=())
+def fp8_linear_to_input(grad: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of the input, of one that is rounded to e5m2 by rows, and times the scales of the leaf's."""
+    narrow, scales = rounded(weight, E4M3, rowwise=True)
+    flat = rounded(grad.reshape(-1, grad.shape[-1]) * scales.t().to(grad.dtype), E5M2, rowwise=True)
+    made = product(flat, (narrow, scales.new_ones(1, weight.shape[1])), grad.dtype)
+    return made.view(*grad.shape[:-1], weight.shape[1])
+
+
+@fp8_linear_to_input.register_fake
+def _(grad: Tensor, weight: Tensor) -> Tensor:
+    return grad.new_empty(*grad.shape[:-1], weight.shape[1])
+
+
 LINEAR = torch.ops.fnshard.fp8_linear.default
 
-fp8_linear.register_autograd(
-    lambda ctx, grad: fp8_linear_backward(grad, *ctx.saved_tensors),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, bool], output: Tensor) -> None:
+    *tensors, ctx.rowwise = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    x, weight = ctx.saved_tensors
+    if not ctx.rowwise:
+        return *fp8_linear_backward(grad, x, weight), None
+    return fp8_linear_to_input(grad, weight), grad.flatten(0, -2).t() @ x.flatten(0, -2), None
+
+
+fp8_linear.register_autograd(_backward, setup_context=_save)
 
 
 @register_flop_formula(torch.ops.fnshard.fp8_linear)
-def _flops(x: Any, weight: Any, out_shape: Any = None, **_: Any) -> int:
+def _flops(x: Any, weight: Any, *_args: Any, out_shape: Any = None, **_: Any) -> int:
     return 2 * torch.Size(x).numel() * weight[0]
+
+
+@register_flop_formula(torch.ops.fnshard.fp8_linear_to_input)
+def _input_flops(grad: Any, weight: Any, out_shape: Any = None, **_: Any) -> int:
+    return 2 * torch.Size(grad).numel() * weight[1]
 
 
 @register_flop_formula(torch.ops.fnshard.fp8_linear_backward)
@@ -103,14 +144,18 @@ def _backward_flops(grad: Any, x: Any, weight: Any, out_shape: Any = None, **_: 
     return 4 * torch.Size(x).numel() * weight[0]
 
 
-def fp8_products(program: Program, paths: Collection[str]) -> Program:
+def fp8_products(program: Program, rowwise: Mapping[str, bool]) -> Program:
     """The program that multiplies in eight bits by the leaves of these paths, in place of `linear`; a warning
-    lists leaves that no `linear` reads."""
+    lists leaves that no `linear` reads.
+
+    Args:
+        rowwise: by path, whether each row has a scale.
+    """
     graph = fx.Graph()  # other specs may have the same trace
     graph.output(graph.graph_copy(program.graph, {}))
     program = replace(program, graph=graph)
     inputs = zip(program.placeholders, program.inputs, strict=True)
-    nodes = {node: each.name for node, each in inputs if each.kind == "leaf" and each.name in paths}
+    nodes = {node: each.name for node, each in inputs if each.kind == "leaf" and each.name in rowwise}
     found: set[str] = set()
     for node in program.graph.find_nodes(op="call_function", target=aten.linear.default):
         x, weight, *bias = node.args
@@ -122,7 +167,7 @@ def fp8_products(program: Program, paths: Collection[str]) -> Program:
             continue
         found.add(nodes[weight])
         with program.graph.inserting_before(node):
-            made = _call(program.graph, LINEAR, (x, weight), node)
+            made = _call(program.graph, LINEAR, (x, weight, rowwise[nodes[weight]]), node)
             if bias and bias[0] is not None:
                 made = _call(program.graph, aten.add.Tensor, (made, bias[0]), node)
         node.replace_all_uses_with(made)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fnshard.compiler.ir.values import SCALES, Kind
@@ -27,12 +28,22 @@ from fnshard.compiler.schedule.ir import (
     bucket_of,
 )
 from fnshard.errors import leaves
-from fnshard.layout.spec import FP8
+from fnshard.layout.partition import block_shape, block_slices
+from fnshard.layout.spec import FP8, LayoutSpec
+from fnshard.mesh import Mesh
+
+
+class Scale(NamedTuple):
+    """Of a leaf that is gathered in eight bits: `own`, for this rank's shard; `full`, for the whole leaf; both
+    fp32, 0-d or of each row [N, 1]."""
+
+    own: Tensor
+    full: Tensor
 
 
 @dataclass(frozen=True)
 class Scales(Instruction):
-    """Issue: the largest number of every leaf in `paths`, of all ranks' shards, once a step."""
+    """Issue: the largest number of every leaf in `paths`, or of its rows, of all ranks' shards, once a step."""
 
     lane, trips = COMMUNICATION, 1
 
@@ -51,36 +62,77 @@ class Scales(Instruction):
         return self.axes
 
     def wire_bytes(self, schedule: Schedule) -> int:
-        return 4 * len(self.paths) * schedule.mesh.axes_size(self.axes)
+        return 4 * sum(self.counts(schedule)) * schedule.mesh.axes_size(self.axes)
+
+    def counts(self, schedule: Schedule) -> list[int]:
+        """How many numbers this rank sends of each leaf: one, or one of each row of its shard."""
+        specs = [schedule.specs[p] for p in self.paths]
+        rows = [block_shape(s.shape, s.storage, schedule.mesh)[0] for s in specs]
+        return [n if s.scaling == "rowwise" else 1 for n, s in zip(rows, specs, strict=True)]
 
     def bind(self, context: Context) -> Action:
         (flight,), reads, axes, comm = self.writes, self.reads, self.axes, context.comm
+        counts = self.counts(context.schedule)
 
         def run(env: Env) -> None:
             shards = [env[n] for n in reads]
-            flat = comm.send_buffer(len(shards), torch.float32, axes)
-            largest = [s.abs().amax() if s.numel() else s.new_zeros(()) for s in shards]
-            env[flight] = comm.all_gather(flat.copy_(torch.stack(largest)), axes)
+            flat = comm.send_buffer(sum(counts), torch.float32, axes)
+            largest = [
+                s.abs().reshape(count, -1).amax(1) if s.numel() else s.new_zeros(count)
+                for s, count in zip(shards, counts, strict=True)
+            ]
+            env[flight] = comm.all_gather(flat.copy_(torch.cat(largest)), axes)
 
         return run
 
     @classmethod
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
-        """Scales by path, fp32 0-d."""
-        (flight,), (out,) = wait.reads, wait.writes
-        paths = context.schedule.issues[flight].paths
+        """Scales by path (`Scale`)."""
+        (flight,), (out,), issue = wait.reads, wait.writes, context.schedule.issues[wait.reads[0]]
+        schedule, here = context.schedule, context.mesh.coordinate(context.rank)
+        counts, specs = issue.counts(schedule), [schedule.specs[p] for p in issue.paths]
+        by_row = any(s.scaling == "rowwise" for s in specs)
 
         def run(env: Env) -> None:
             handle = env.pop(flight)
-            largest = torch.stack(list(handle.wait())).amax(0)
+            sent = torch.stack(list(handle.wait()))
             handle.release()
-            env[out] = dict(zip(paths, scale_of(largest, FP8).unbind(), strict=True))
+            if not by_row:
+                scales = scale_of(sent.amax(0), FP8).unbind()
+                env[out] = {path: Scale(s, s) for path, s in zip(issue.paths, scales, strict=True)}
+                return
+            parts = zip(sent.split(counts, 1), specs, strict=True)
+            largest = [_largest(part, spec, context.mesh, issue.axes) for part, spec in parts]
+            scales = scale_of(torch.cat(largest), FP8).split([len(each) for each in largest])
+            both = zip(issue.paths, scales, specs, strict=True)
+            env[out] = {path: _of_shard(full, spec, context.mesh, here) for path, full, spec in both}
 
         return run
 
     def price(self, pricer: Pricer) -> Price:
         size = float(self.wire_bytes(pricer.schedule))
         return pricer.copy(pricer.bytes_of(self.reads), **pricer.collective("gather", self.axes, size))
+
+
+def _largest(parts: Tensor, spec: LayoutSpec, mesh: Mesh, axes: Sequence[str]) -> Tensor:
+    """The largest number of a leaf, [1], or of each row, of those of shards, [ranks of `axes`, rows]."""
+    if spec.scaling != "rowwise":
+        return parts.amax().view(1)
+    rows = tuple(a for a in spec.storage.of(0) if a in axes)
+    order = [axes.index(a) for a in (*rows, *(a for a in axes if a not in rows))]
+    parts = parts.view(*map(mesh.axis_size, axes), -1)
+    parts = parts.permute(*order, -1).reshape(mesh.axes_size(rows), -1, parts.shape[-1])
+    return parts.amax(1).view(-1)[: spec.shape[0]]
+
+
+def _of_shard(full: Tensor, spec: LayoutSpec, mesh: Mesh, here: Mapping[str, int]) -> Scale:
+    """A leaf's scales, [1] or one of each row, with those of a rank's padded shard."""
+    if spec.scaling != "rowwise":
+        return Scale(full[0], full[0])
+    full = full.view(-1, 1)
+    own = full[block_slices(spec.shape, spec.storage, mesh, here)[0]]
+    padding = block_shape(spec.shape, spec.storage, mesh)[0] - len(own)
+    return Scale(F.pad(own, (0, 0, 0, padding), value=1.0) if padding else own, full)
 
 
 @dataclass(frozen=True)
@@ -97,10 +149,10 @@ class Cast(OfBucket):
             tensors = [env[n] for n in reads[: len(writes)]]
             if scaled:
                 scales = [env[SCALES][p] for p in bucket.paths]
-                tensors = [(t * s).to(bucket.dtype) for t, s in zip(tensors, scales, strict=True)]
+                tensors = [(t * s.own).to(bucket.dtype) for t, s in zip(tensors, scales, strict=True)]
             made = cast_together(tensors, dtype)
             if scaled:
-                torch._foreach_div_(made, [s.to(dtype) for s in scales])
+                torch._foreach_div_(made, [s.full.to(dtype) for s in scales])
             env.update(zip(writes, made, strict=True))
 
         return run
@@ -140,7 +192,7 @@ class Scaled:
     """A gather in flight of leaves that were multiplied by their scales, by path."""
 
     handle: Any
-    scales: Mapping[str, Tensor]
+    scales: Mapping[str, Scale]
 
 
 @dataclass(frozen=True)
@@ -164,7 +216,7 @@ class Gather(OfBucket):
         def run(env: Env) -> None:
             stored = {p: env[n] for p, n in pairs}
             if scaled:
-                stored = {p: shard * env[SCALES][p] for p, shard in stored.items()}
+                stored = {p: shard * env[SCALES][p].own for p, shard in stored.items()}
             handle = issue(stored)
             if handle is not None:
                 env[flight] = GatheredInPlace(handle)
@@ -219,7 +271,7 @@ class Gather(OfBucket):
             full = packer.unpack_rows(handle.wait(), dtype)
             handle.release()
             if scales is not None:
-                torch._foreach_div_(list(full.values()), [scales[p].to(dtype) for p in full])
+                torch._foreach_div_(list(full.values()), [scales[p].full.to(dtype) for p in full])
             for piece, name in zip(pieces, writes, strict=True):
                 env[name] = full[piece.path]
 
