@@ -148,19 +148,15 @@ def _is_other_block(node: fx.Node) -> bool:
     return not _named(node, "first", True) or bool(_named(node, "before", ()))
 
 
-# Of square matrices, n^3 each, to LAPACK's leading order; they run at less than a product's rate.
-_FACTORED = {torch.ops.aten.linalg_qr: 8 / 3, torch.ops.aten._linalg_eigh: 9.0}
-
-
 def flops_of(node: fx.Node) -> float:
     """Of one node, by torch's formulas on its shapes; 0 for what neither multiplies matrices nor attends."""
     if not isinstance(node.target, OpOverload):
         return 0.0
     if _is_attention(node):
         return _attention(node)
-    if node.target.overloadpacket in _FACTORED:
+    if node.target is torch.ops.aten.linalg_qr.default:  # Householder's; it runs at less than a product's rate
         shape = node.args[0].meta["val"].shape
-        return _FACTORED[node.target.overloadpacket] * shape.numel() * shape[-1]
+        return 8 / 3 * shape.numel() * shape[-1]
     from torch.utils.flop_counter import flop_registry
 
     formula = flop_registry.get(node.target.overloadpacket)

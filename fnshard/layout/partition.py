@@ -211,7 +211,7 @@ def side_by_side(full: Tensor, layout: P, mesh: Mesh, inverse: bool = False) -> 
 def slot_layout(slot: Sequence[int], shape: Sequence[int], layout: P, mesh: Mesh) -> P | None:
     """How optimizer state of shape `slot` lies, of a leaf of `shape` whose blocks are of `layout`.
 
-    As `like_leaf` says; what is of another shape, and of matrices as many as the leaf's, is cut along its rows
+    As `like_leaf` says; what is of another shape, and has as many matrices as the leaf, is cut along its rows
     by all axes that cut matrices of the leaf. None: it is of yet another shape.
 
     >>> from fnshard.mesh import make_mesh

@@ -1,4 +1,4 @@
-"""Optimizers: the contract, `sgd`, `adamw`, `muon`, `soap` and others, chains of them, schedules, loss scaling."""
+"""Optimizers: the contract, `adamw`, `muon`, `soap` and others, chains of them, schedules, loss scaling."""
 
 from fnshard.optim.compact import adafactor, adamw_8bit
 from fnshard.optim.contract import Optimizer, StepInfo

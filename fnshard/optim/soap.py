@@ -35,7 +35,7 @@ def soap(
 ) -> Optimizer:
     """SOAP, its authors' numerics, for matrices and for stacks of them ("experts"); AdamW for other leaves.
 
-    Averages of G Gᵀ and Gᵀ G, their bases and Adam's moments, which are kept in these, lie over ranks in equal
+    Averages of G Gᵀ and Gᵀ G, their bases and Adam's moments in these bases lie over ranks in equal
     parts. The owner of a matrix gets its parts with the gradient, computes once, and sends parts back
     (`Optimizer.whole_slots`): for a square matrix five times Muon's traffic and more, in the state's dtype,
     over as many ranks. The first step makes bases and changes no matrix.
@@ -120,7 +120,7 @@ def soap(
     return for_matrices(matrices, lr, weight_decay, others, adamw)
 
 
-_UNIT = lambda v: is_number(v) and 0 <= v < 1, "at least 0 and below 1"  # noqa: E731
+_UNIT = lambda v: is_number(v) and 0 <= v < 1, "at least 0 and below 1"
 _EXPECTED = {
     "b1": _UNIT, "b2": _UNIT,
     "shampoo_beta": (lambda v: v is None or _UNIT[0](v), _UNIT[1]),
@@ -147,7 +147,7 @@ def rotate(values: Tensor, bases: Mapping[str, Tensor], back: bool = False) -> T
 
 
 def eigenbasis(grams: Tensor) -> Tensor:
-    """Eigenvectors, those of large values first; of no numbers, which an update that is skipped may have, any."""
+    """Eigenvectors, those of large values first; any, of what is not finite (a step that will be skipped)."""
     grams = torch.nan_to_num(grams)
     scale = grams.abs().amax((-2, -1), keepdim=True)
     return torch.linalg.eigh(grams / torch.where(scale > 0, scale, 1.0)).eigenvectors.flip(-1)

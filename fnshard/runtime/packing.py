@@ -158,8 +158,8 @@ class Packer:
 
 
 class Owners:
-    """Moves leaves that ranks own: a row [numel / n] for each owner, of one rank's blocks of its leaves and of
-    slots that go with them; here by path and slot, "" for the leaf itself."""
+    """Moves leaves that ranks own: a row [numel / n] for each owner, of one rank's blocks of its leaves and
+    of slots that go with them; all by path and slot, "" for the leaf itself."""
 
     def __init__(self, bucket: Bucket, mesh: Mesh, rank: int):
         self.bucket = bucket

@@ -270,9 +270,9 @@ def wrong_sums(shape: Any) -> Optimizer:
         (lambda: soap(0.1, precondition_frequency=0), "precondition_frequency=0"),
         (
             lambda: lowered(wrong_state((4, 4, 4)), {"w": (4, 4)}, shard=2),
-            r"s \[4, 4, 4\] of params\['w'\] \[4, 4\]",
+            r"s \[4, 4, 4\] is no state of matrices of params\['w'\] \[4, 4\]",
         ),
-        (lambda: lowered(wrong_state((1, 4)), {"w": (4, 4)}, shard=2), r"(?s)s \[1, 4\].*none of these is 1"),
+        (lambda: lowered(wrong_state((1, 4)), {"w": (4, 4)}, shard=2), r"(?s)s \[1, 4\].*none of which is 1"),
         (lambda: lowered(wrong_sums([0, 1]), {"w": (4, 4)}, shard=2), r"(?s)other shapes.*s \[\].*keepdim"),
     ],
 )  # fmt: skip

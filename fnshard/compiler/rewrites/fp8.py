@@ -55,10 +55,11 @@ def has_products(device: torch.device, rowwise: bool = False) -> bool:
 
 
 def product(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    """[M, K] times [K, N] of rounded numbers and their inverse scales, 0-d or [M, 1] and [1, N], summed in
-    fp32."""
+    """Rounded numbers [M, K] times [K, N], with inverse scales, 0-d or [M, 1] and [1, N]; summed in fp32."""
     (left, of_left), (right, of_right) = a, b
-    if has_products(left.device, bool(of_left.dim())) and not any(size % MULTIPLE for size in (*left.shape, *right.shape)):
+    if has_products(left.device, bool(of_left.dim())) and not any(
+        size % MULTIPLE for size in (*left.shape, *right.shape)
+    ):
         columns = right.t().contiguous().t()
         return torch._scaled_mm(
             left.contiguous(), columns, scale_a=of_left, scale_b=of_right.contiguous(), out_dtype=dtype
@@ -99,7 +100,7 @@ def _(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("fnshard::fp8_linear_to_input", mutates_args=())
 def fp8_linear_to_input(grad: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of the input, of one that is rounded to e5m2 by rows, and times the scales of the leaf's."""
+    """The input's gradient, of the output's times the scales of the leaf's rows, rounded to e5m2 by rows."""
     narrow, scales = rounded(weight, E4M3, rowwise=True)
     flat = rounded(grad.reshape(-1, grad.shape[-1]) * scales.t().to(grad.dtype), E5M2, rowwise=True)
     made = product(flat, (narrow, scales.new_ones(1, weight.shape[1])), grad.dtype)

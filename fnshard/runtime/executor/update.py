@@ -399,8 +399,8 @@ def init_block(
         layout = slot_layout(whole, spec.shape, spec.optimizer, mesh)
         if layout is None or mesh.ordered(layout.axes) != mesh.ordered(spec.optimizer.axes):
             raise OptimizerError(
-                f"{optimizer}: {name} {list(whole)} of params[{path!r}] {list(spec.shape)} is no state of its "
-                "matrices.", fix="it has the leaf's dims, but for the last two, and none of these is 1.",
+                f"{optimizer}: {name} {list(whole)} is no state of matrices of params[{path!r}] "
+                f"{list(spec.shape)}.", fix="it has the leaf's dims but the last two, none of which is 1.",
             )  # fmt: skip
         wholes[name] = block_shape(whole, layout, mesh)
     return optimizer.init_leaf(path, block, wholes)

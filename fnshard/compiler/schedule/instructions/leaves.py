@@ -34,8 +34,8 @@ from fnshard.mesh import Mesh
 
 
 class Scale(NamedTuple):
-    """Of a leaf that is gathered in eight bits: `own`, for this rank's shard; `full`, for the whole leaf; both
-    fp32, 0-d or of each row [N, 1]."""
+    """Of a leaf that is gathered in eight bits: `own`, for this rank's shard; `full`, for all of it. fp32,
+    0-d or of each row [N, 1]."""
 
     own: Tensor
     full: Tensor
@@ -43,7 +43,7 @@ class Scale(NamedTuple):
 
 @dataclass(frozen=True)
 class Scales(Instruction):
-    """Issue: the largest number of every leaf in `paths`, or of its rows, of all ranks' shards, once a step."""
+    """Issue: the largest number of each leaf in `paths`, or of its rows, of all shards, once a step."""
 
     lane, trips = COMMUNICATION, 1
 

@@ -111,7 +111,7 @@ class _OfOptimizer(OfBucket):
 
 @dataclass(frozen=True, eq=False)
 class OwnerWork:
-    """What the owner of a leaf computes: of `parts`, which ranks send in `dtype`, as many, by one of `graphs`.
+    """What the owner of a leaf computes: of `parts`, which ranks send in `dtype`, as many by one of `graphs`.
 
     `graphs`: by turn (`Optimizer.turns`), with the share of steps that have it.
     """
