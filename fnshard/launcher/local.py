@@ -28,6 +28,7 @@ from fnshard.errors import LaunchError
 from fnshard.launcher.post_mortem import ERRORS, PostMortem
 from fnshard.launcher.rank import LOGS, function_command, run_rank
 from fnshard.mesh.process_group import ATTEMPT, LAUNCHER, RENDEZVOUS, under_launcher
+from fnshard.mesh.waits import process_stat
 from fnshard.runtime.files.folder import clear_memory, scratch_directory
 
 __all__ = ["LaunchError", "cpu_threads", "launch", "run_rank", "under_launcher"]
@@ -225,7 +226,7 @@ def _attempt(
                 signals.act(processes)
                 time.sleep(POLL_S)
             ended.killed = [rank for rank, p in enumerate(processes) if p.poll() is None]
-            ended.stopped = [rank for rank in ended.killed if _is_stopped(processes[rank].pid)]
+            ended.stopped = [rank for rank in ended.killed if process_stat(processes[rank].pid)[0] in "Tt"]
         ended.failures = {r: _failure(r, p, errors[r]) for r, p in enumerate(processes) if p.poll()}
     finally:
         for process in processes:
@@ -246,14 +247,6 @@ def _start(command: list[str], rank: int, env: Mapping[str, str]) -> Process:
             return subprocess.Popen(command, env=env, start_new_session=True, **streams)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _is_stopped(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in "Tt"
-    except OSError:
-        return False
 
 
 def _failure(rank: int, process: Process, error: Path) -> ProcessFailure:
