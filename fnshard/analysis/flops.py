@@ -154,7 +154,9 @@ def flops_of(node: fx.Node) -> float:
         return 0.0
     if _is_attention(node):
         return _attention(node)
-    if node.target is torch.ops.aten.linalg_qr.default:  # Householder's; it runs at less than a product's rate
+    if (
+        node.target is torch.ops.aten.linalg_qr.default
+    ):  # Householder's; it runs at less than a product's rate
         shape = node.args[0].meta["val"].shape
         return 8 / 3 * shape.numel() * shape[-1]
     from torch.utils.flop_counter import flop_registry

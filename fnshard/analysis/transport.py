@@ -16,9 +16,14 @@ from torch import Tensor
 from fnshard.analysis.storages import UNCOUNTED, StorageTracker
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import Done, Group, Handle
-from fnshard.runtime.collectives.endpoint import SMALL_BYTES, group_names, head_bytes, header_bytes
 from fnshard.runtime.collectives.messages import Slots
-from fnshard.runtime.collectives.shared_memory import Shared
+from fnshard.runtime.collectives.shared_memory import (
+    SMALL_BYTES,
+    Shared,
+    group_names,
+    head_bytes,
+    header_bytes,
+)
 
 SUM_CHUNK = 1 << 16  # elements that `runtime.collectives.base.sum_rows` adds up in fp32 at a time
 HALVES = (torch.bfloat16, torch.float16)

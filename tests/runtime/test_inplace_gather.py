@@ -21,8 +21,8 @@ from fnshard.layout.spec import LayoutSpec, P
 from fnshard.mesh import make_mesh
 from fnshard.runtime.collectives.base import Group
 from fnshard.runtime.collectives.connect import connect, connection
-from fnshard.runtime.collectives.endpoint import Units
 from fnshard.runtime.collectives.messages import PAGE
+from fnshard.runtime.collectives.shared_memory import Units
 from fnshard.runtime.packing import Packer, local_block
 from fnshard.step.options import default_depth
 
