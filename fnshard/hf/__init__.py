@@ -34,11 +34,11 @@ from fnshard.hf.writing import LeafToWrite, Put, leaves_to_write, model_director
 from fnshard.layout.codecs import Unfit, check_codecs
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
 from fnshard.layout.spec import LayoutSpec, check_specs
-from fnshard.mesh import Mesh
+from fnshard.mesh import Mesh, make_mesh
 from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.files.folder import as_path
 from fnshard.runtime.tiers import check_directory
-from fnshard.step.runner import default_mesh, laid_out
+from fnshard.step.runner import laid_out
 from fnshard.step.shards import check_blocks
 
 __all__ = ["FAMILIES", "Family", "Transposed", "load", "register_attention", "save"]
@@ -87,7 +87,7 @@ def load(
     >>> load(folder, specs, make_mesh(shard=2, abstract=True))["w"]
     tensor([0., 1., 2.])
     """
-    mesh, path = mesh or default_mesh(), as_path(path, "load(path, specs)")
+    mesh, path = mesh or make_mesh(), as_path(path, "load(path, specs)")
     globs, model = [ignore] if isinstance(ignore, str) else list(ignore), tree.unwrapped(model)
 
     def read() -> Any:

@@ -37,8 +37,7 @@ from fnshard.step.batches import (
     split_batch,
 )
 from fnshard.step.lowered import CompileStats, Lowered
-from fnshard.step.options import Options
-from fnshard.step.plan import FORWARD, plan_of
+from fnshard.step.plan import FORWARD, Options, plan_of
 from fnshard.step.programs import Programs, announce, fits
 
 LENGTHS = 64  # of one step that are kept, at least

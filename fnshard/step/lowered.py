@@ -30,7 +30,7 @@ from fnshard.compiler.schedule.ir import Schedule
 from fnshard.errors import SpecError, is_number
 from fnshard.mesh.process_group import place_on_host
 from fnshard.optim.contract import Optimizer
-from fnshard.step.options import Options
+from fnshard.step.plan import Options
 
 Kernels = Mapping[str, tuple[Boxed, Boxed | None]]
 KnownKernels = dict[tuple[str, bool], Boxed]  # by name, and whether it is the backward

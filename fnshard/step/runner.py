@@ -43,11 +43,6 @@ from fnshard.step.shards import check_blocks, given_to
 from fnshard.step.state import TrainState
 
 
-def default_mesh() -> Mesh:
-    """One axis "shard" over the process group's ranks, or a mesh of one."""
-    return make_mesh()
-
-
 def laid_out(params: Any, specs: Any = None, mesh: Mesh | None = None) -> tuple[Any, Any, Mesh]:
     """The parameter tree of a state (or itself), its specs and mesh: as given, or as the state knows them.
 
@@ -56,7 +51,7 @@ def laid_out(params: Any, specs: Any = None, mesh: Mesh | None = None) -> tuple[
     training = isinstance(params, TrainState)
     known = params.where if training and params.where is not None else (None, None)
     blocks = params.params if training else params
-    return blocks, known[0] if specs is None else specs, mesh or known[1] or default_mesh()
+    return blocks, known[0] if specs is None else specs, mesh or known[1] or make_mesh()
 
 
 @dataclass(frozen=True)
