@@ -7,7 +7,7 @@ import math
 import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -220,13 +220,12 @@ class _Numbers(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
 
 
-def _fakes() -> ExitStack:
+@contextmanager
+def _fakes() -> Iterator[None]:
     """Tensors that are made have no data; real ones may be read."""
-    stack = ExitStack()
-    for mode in (FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False), _Numbers()):
-        stack.enter_context(mode)
-    stack.enter_context(torch.no_grad())
-    return stack
+    fakes = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+    with fakes, _Numbers(), torch.no_grad():
+        yield
 
 
 def _numbers(device: torch.device) -> StepInfo:
