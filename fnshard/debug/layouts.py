@@ -35,16 +35,18 @@ from fnshard.compiler.schedule.instructions import (
     Wait,
 )
 from fnshard.compiler.schedule.ir import Schedule
-from fnshard.debug.batch import (
+from fnshard.debug.values import (
     as_arguments,
+    describe_line,
     difference,
     full_params,
     full_tensor,
+    located,
     simulated_mesh,
+    tensors,
     tolerance,
     valid_parts,
 )
-from fnshard.debug.values import describe_line, located, tensors
 from fnshard.layout.partition import block_shape
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec, P
