@@ -83,9 +83,6 @@ def check_slots(
     Args:
         state: by path and slot.
         expected: what `slots_of` gave.
-
-    Raises:
-        StateError: names every leaf whose slots are missing, surplus, or of another shape, dtype or tier.
     """
     wrong = [f"{p!r}: has state and none is wanted" for p in state if p not in expected]
     for path, slots in expected.items():

@@ -237,11 +237,7 @@ def _fill(fd: int, read: ChunkRead) -> None:
 
 
 def open_checked(folder: Path, name: str, file: DataFile) -> int:
-    """A file descriptor of a data file whose length and header are as they were written.
-
-    Raises:
-        Corrupt: they are not.
-    """
+    """A file descriptor of a data file whose length and header are as they were written."""
     fd = open_regular(folder, name, file.bytes)
     try:
         head = bytearray(min(file.header_bytes, file.bytes))

@@ -78,11 +78,7 @@ def leaves_to_write(
     *,
     names: Names = None,
 ) -> list[LeafToWrite]:
-    """How stored blocks, by path, are written.
-
-    Raises:
-        StateError: names or dtypes that do not fit; all of them.
-    """
+    """How stored blocks, by path, are written."""
     check_names(names, specs)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise StateError(f"dtype={dtype!r}: a float dtype, such as torch.bfloat16, or None.")

@@ -144,11 +144,7 @@ def timeline(timeline: Timeline, path: str | Path, *, measured: Timeline | None 
 
 
 def check(timeline: Any) -> Timeline:
-    """Return `timeline`.
-
-    Raises:
-        SpecError: it is no Timeline.
-    """
+    """The argument, refused if it is no Timeline."""
     if not hasattr(timeline, "spans"):
         raise SpecError(
             f"fs.plot.timeline draws a Timeline, not {type(timeline).__name__}.",

@@ -103,9 +103,6 @@ class ProgramCache:
         """Take the form of a tree of stored blocks: `fn` sees the parameters' own tree, not the specs'.
 
         What is lowered keeps the form that it was lowered with. On one rank, blocks complete the specs.
-
-        Raises:
-            StateError: the specs do not know the full shapes, and there are several ranks.
         """
         if not self.specs.complete:
             if self.mesh.size > 1:

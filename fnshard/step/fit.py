@@ -568,11 +568,7 @@ def _divisors(batch: Arguments) -> list[int]:
 
 
 def _check_arguments(params: Any, mesh: Any, batch: Any, hardware: Any, options: Mapping[str, Any]) -> None:
-    """Refuse what `fit` does not take.
-
-    Raises:
-        SpecError: all of it at once.
-    """
+    """Refuse what `fit` does not take."""
     chosen = {"accumulate", "remat", "save", "prefetch", "overlap"}
     known = set(inspect.signature(shard_step).parameters) - {"fn", "specs", "mesh", "optimizer"} - chosen
     wrong = [f"{name}=: fit chooses it; leave it out" for name in options if name in chosen]

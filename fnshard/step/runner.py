@@ -183,9 +183,6 @@ class Runner:
         """Compare, at the first step, what ranks run and hold; ranks of a host compile a share each.
 
         A collective.
-
-        Raises:
-            AgreementError: ranks hold different programs or values.
         """
         rank, specs, settings = self.rank, self.cache.specs, {}
         if self.cache.trains and self.mesh.size > 1:
@@ -257,11 +254,7 @@ class Runner:
         return Graphed(first, last, returned, FLAGS)
 
     def _blocks(self, params: Any) -> dict[str, Tensor]:
-        """This rank's stored blocks by path, in the order of the specs; complex ones as pairs.
-
-        Raises:
-            StateError: blocks of another mesh or spec.
-        """
+        """This rank's stored blocks by path, in the order of the specs; complex ones as pairs."""
         resolved, before = self.cache.specs, self._checked
         specs, structure = resolved.stored, resolved.structure
         blocks, form = tree.flatten(params)

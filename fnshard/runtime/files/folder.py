@@ -29,11 +29,7 @@ OURS = re.compile(rf"{DATA.pattern}|manifest\.json(\.sha256)?")
 
 
 def as_path(path: Any, call: str) -> Path:
-    """An argument of a call, as a path.
-
-    Raises:
-        CheckpointError: it is none: arguments are in another order.
-    """
+    """An argument of a call, as a path."""
     if not isinstance(path, str | os.PathLike):
         name, kind = call.partition("(")[0], type(path).__name__
         raise CheckpointError(f"{name} is given a {kind} for a path.", fix=f"in this order: {call}.")
