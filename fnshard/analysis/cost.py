@@ -80,7 +80,6 @@ class HardwarePricer:
         return Price(seconds, host, flops=sum(c.flops * share for c, share in costs))
 
     def bucket(self, line: OfBucket) -> Bucket:
-        """The bucket that a line is about."""
         return self.schedule.buckets[line.bucket]
 
     def block_bytes(self, bucket: Bucket, dtype: str) -> float:
@@ -94,7 +93,6 @@ class HardwarePricer:
         return float(sum(math.prod(p.shape) * getattr(specs[p.path], dtype).itemsize for p in bucket.pieces))
 
     def bytes_of(self, names: Names) -> float:
-        """Of values, by name."""
         return float(sum(self.sizes[n] for n in names))
 
     def copy(self, size: float, **more: Any) -> Price:
@@ -176,7 +174,6 @@ class HardwarePricer:
         return size
 
     def update(self, line: Update | UpdateBegin) -> Price:
-        """Of the optimizer on one bucket."""
         size, h = self.update_bytes(line), self.hardware
         if self.schedule.specs[line.paths[0]].updated_on == "host":
             disk = sum(self.bytes_of((n,)) for n in line.reads + line.writes if self.rests_on_disk(n))

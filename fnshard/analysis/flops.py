@@ -84,11 +84,9 @@ class GraphCost:
 
     @property
     def launches(self) -> int:
-        """Operators that are started."""
         return sum(w.launches for w in self.work)
 
     def seconds(self, hardware: Hardware) -> float:
-        """On the device."""
         return sum(w.seconds(hardware) for w in self.work)
 
     def host_seconds(self, hardware: Hardware) -> float:
@@ -260,7 +258,6 @@ class _Counter:
         return out
 
     def one(self, node: fx.Node, read: float) -> Work:
-        """A node by itself."""
         kind, value = self.kinds[node], _value(node)
         tensors = tensors_of(value)
         dtype = _compute_dtype(node, tensors)

@@ -78,12 +78,7 @@ def check_slots(
     specs: Mapping[str, LayoutSpec],
     mesh: Mesh,
 ) -> None:
-    """Refuse optimizer state that this optimizer and these specs would not have made, all at once.
-
-    Args:
-        state: by path and slot.
-        expected: what `slots_of` gave.
-    """
+    """Refuse optimizer state that this optimizer and these specs would not have made, all at once."""
     wrong = [f"{p!r}: has state and none is wanted" for p in state if p not in expected]
     for path, slots in expected.items():
         found = state.get(path, {})
@@ -108,11 +103,7 @@ def check_slots(
 
 
 def owner_work_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh) -> dict[str, OwnerWork]:
-    """By path, what the owners of leaves compute, of those that ranks must send.
-
-    Raises:
-        OptimizerError: its code cannot run without data.
-    """
+    """By path, what the owners of leaves compute, of those that ranks must send."""
     out: dict[str, OwnerWork] = {}
     known: dict[Any, OwnerWork] = {}
     for path, spec in specs.items():
@@ -131,11 +122,7 @@ def owner_work_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: M
 def sums_of(
     optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh
 ) -> dict[str, tuple[Mapping[str, tuple[int, ...]], ...]]:
-    """By path, of leaves that are split, shapes of what an optimizer sums over them, by round and name.
-
-    Raises:
-        OptimizerError: its code cannot run without data, or sums do not lie like their leaf.
-    """
+    """By path, of leaves that are split, shapes of what an optimizer sums over them, by round and name."""
     out, known, odd = {}, dict[Any, Any](), []
     for path, spec in specs.items():
         rule = optimizer.of(path, len(spec.shape))

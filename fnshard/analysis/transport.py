@@ -77,21 +77,6 @@ class Flight:
         self._until_release = None
 
 
-class Rows(Sequence[Tensor]):
-    """Rows of equal sizes, one for each rank, however many there are."""
-
-    def __init__(self, row: Tensor, count: int) -> None:
-        self._row, self._count = row, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: Any) -> Tensor:
-        if index >= self._count:
-            raise IndexError(index)
-        return self._row
-
-
 @dataclass
 class Counting:
     """One rank's collectives; see `Collectives`. A group of one, or a single rank, has what it sends."""
@@ -138,12 +123,12 @@ class Counting:
         n = self._ranks(axes)
         if n == 1:
             return Done([flat])
-        rows = Rows(flat, n)
+        rows = [flat] * n
         if self.kind == "shared":
             return Flight(lambda: rows, until_release=self._slot(flat, self.gathers))
         if self.kind == "native":
             received = self._new(n * flat.numel(), flat.dtype)
-            return Flight(lambda: Rows(received[: flat.numel()], n), until_wait=flat, until_release=received)
+            return Flight(lambda: [received[: flat.numel()]] * n, until_wait=flat, until_release=received)
         others = [self._new(flat.numel(), flat.dtype) for _ in range(n - 1 if self.kind == "p2p" else 1)]
         return Flight(lambda: rows, until_release=(flat, others))
 

@@ -167,10 +167,6 @@ def restore_targets(
 
     Args:
         trained: paths of the leaves whose state would be missed.
-
-    Raises:
-        CheckpointError: names all leaves that are missing, surplus, or of another shape or kind of
-            number.
     """
     wrong, out = [], {}
     for name, leaf in leaves_here.items():
@@ -196,11 +192,7 @@ def restore_targets(
 
 
 def check_codecs_alike(specs: Specs, saved: Mapping[str, SavedLeaf]) -> None:
-    """Refuse saved leaves that are coded otherwise than these specs say.
-
-    Args:
-        specs: by path, coded leaves by their own.
-    """
+    """Refuse saved leaves that are coded otherwise than these specs say."""
     parts: dict[str, set[str]] = {}
     for name in saved:
         path, _, part = name.rpartition(".")

@@ -158,7 +158,6 @@ class NonFiniteTracker:
     ill: bool = False
 
     def watch(self, number: int, line: Instruction, action: Action) -> Action:
-        """An instruction, watched."""
 
         def watched(env: Env) -> None:
             if number == 0:

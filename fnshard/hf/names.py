@@ -125,12 +125,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of(config: Mapping[str, Any], model: nn.Module | None, paths: Iterable[str]) -> Family:
-    """Of a model, and of a configuration with a `model_type`.
-
-    Args:
-        model: the module whose leaves are meant, on any device.
-        paths: of all leaves.
-    """
+    """Of a model, and of a configuration with a `model_type`."""
     kind = config.get("model_type")
     known = FAMILIES.get(kind, _UNKNOWN) if isinstance(kind, str) else _UNKNOWN
     if model is None:
@@ -151,9 +146,6 @@ def check_config(values: Mapping[str, Any], model: nn.Module | None, shapes: Map
     """Refuse a configuration of which `transformers` makes other leaves than these.
 
     Of a module's class one is built, on meta; else the sizes count that known families have by name.
-
-    Args:
-        shapes: of the leaves that are saved, by path.
     """
     made, here = {}, {path: list(shape) for path, shape in shapes.items()}
     kind, own = values.get("model_type"), getattr(model, "config", None)

@@ -162,12 +162,8 @@ def _digest(plan: Sequence[LeafToWrite]) -> str:
 
 
 def gather_leaf(block: Tensor, spec: LayoutSpec, mesh: Mesh, comm: Collectives, out: Tensor | None) -> None:
-    """Fill `out` with a leaf, a bounded piece at a time; cast to its dtype. A collective.
-
-    Args:
-        block: what this rank stores of it.
-        out: of the full shape, in host memory; None on ranks that only take part.
-    """
+    """Fill `out` (None on ranks that only take part) with a leaf, a bounded piece at a time; cast to its dtype.
+    A collective."""
     axes = mesh.ordered(spec.storage.axes)
     if not axes or not block.numel():
         if out is not None:

@@ -203,11 +203,7 @@ def _draw_lanes(
 
 
 def figure_of(width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any) -> tuple[Any, Any]:
-    """Make a figure of a size in inches, and its axes: one, or an array of them.
-
-    Raises:
-        MissingExtraError: no matplotlib.
-    """
+    """Make a figure of a size in inches, and its axes: one, or an array of them."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -233,11 +229,7 @@ def legend(axes: Any, colours: Mapping[str, str]) -> None:
 
 
 def save(figure: Any, path: str | Path) -> Path:
-    """Write a figure as .png or .svg, by the suffix of its path, and create the folder.
-
-    Raises:
-        SpecError: another ending.
-    """
+    """Write a figure as .png or .svg, by the suffix of its path, and create the folder."""
     path = Path(path)
     kind = FORMATS.get(path.suffix)
     if kind is None:

@@ -128,11 +128,7 @@ class ProgramCache:
         self.specs = specs
 
     def lower(self, batch: Batch) -> Lowered:
-        """All stages for this rank's batch; the last one lowered is kept for the step that may follow.
-
-        Raises:
-            StateError: the batch does not fit `fn`, or cannot be cut into micro-batches.
-        """
+        """All stages for this rank's batch; the last one lowered is kept for the step that may follow."""
         check_arguments(self.fn, batch)
         check_leaves(batch)
         key, micro = batch_key(batch), next(split_batch(batch, self.options.accumulate))

@@ -101,15 +101,6 @@ class RankState:
             check_limits((self.last if self.last.event is None else self.before).numbers())
         return self.last
 
-    def flag_raised(self, flag: str) -> bool:
-        """Whether any rank had raised the flag with the step before the last one, on which nobody waits."""
-        return self.before.numbers().get(("flag", flag), 0.0) > 0
-
-    def clear_flag(self, flag: str) -> None:
-        """Lower a flag on this rank, and what is known of it on others."""
-        self.raised.discard(flag)
-        self.before, self.last = (r.without(("flag", flag)) for r in (self.before, self.last))
-
 
 class Runner:
     """Runs a cache's programs on ranks. On a simulated mesh the ranks are threads that share it."""
@@ -134,12 +125,7 @@ class Runner:
         return self._ranks[self.mesh.rank]
 
     def prepare(self, params: Any, batch: Arguments, seed: int, step: int) -> tuple[Bound, dict[str, Any]]:
-        """This rank's binding of the program for a batch, made if there is none, and what it starts from.
-
-        Args:
-            params: the tree of stored blocks.
-            seed, step: what random ops draw from.
-        """
+        """This rank's binding of the program for a batch, made if there is none, and what it starts from."""
         if self._parts:
             self._compare_rows(batch)
         lowered, rank = self.cache.get(batch), self.rank
@@ -195,16 +181,11 @@ class Runner:
         if self._parts and constants:
             read = {f"a tensor {list(v.shape)} that `fn` closes over, {n},": v for n, v in constants.items()}
             compare_rows(rank.comm, self._parts, {n: str(checksum(v)) for n, v in read.items()})
-        if self._in_processes and not rank.agreement.compiled:
+        # Ranks that are processes of hosts share a disk cache. Not accelerators: it knows each device apart.
+        shared = (self.mesh.kind, self.mesh.device_type) == ("group", "cpu")
+        if shared and self.options.backend != "eager" and not rank.agreement.compiled:
             lowered.compile_share()
             rank.comm.barrier()
-
-    @property
-    def _in_processes(self) -> bool:
-        """Whether ranks are processes of hosts, and share a disk cache. Accelerators do not: it knows each
-        device apart."""
-        mesh = self.mesh
-        return mesh.kind == "group" and mesh.device_type == "cpu" and self.options.backend != "eager"
 
     @contextmanager
     def watching(self, observer: Watch) -> Iterator[None]:
@@ -282,11 +263,7 @@ class Runner:
         seed: int,
         step: int,
     ) -> dict[str, Any]:
-        """The environment a schedule starts from: stored blocks, batch, constants and random keys.
-
-        Args:
-            tensors, whole: of the batch, as `batch_tensors` gives them.
-        """
+        """The environment a schedule starts from: stored blocks, batch, constants and random keys."""
         mesh, parts, program = self.mesh, lowered.options.accumulate, lowered.program
         names = lowered.names
         values = {n: send(v, mesh.device).contiguous() for n, v in tensors.items()}

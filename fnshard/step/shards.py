@@ -323,11 +323,7 @@ def given_to(params: Any) -> dict[str, int]:
 
 
 def blank_params(specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | None) -> dict[str, Tensor]:
-    """Zeros where each leaf's stored block rests.
-
-    Raises:
-        StateError: no room, or no directory, for what rests on disk.
-    """
+    """Zeros where each leaf's stored block rests."""
     check_directory(disk_dir, [p for p, s in specs.items() if "disk" in (s.memory, s.optimizer_memory)])
     shapes = {p: block_shape(s.shape, s.storage, mesh) for p, s in specs.items()}
     return {p: _zeros(shapes[p], s.storage_dtype, s.memory, mesh, disk_dir) for p, s in specs.items()}

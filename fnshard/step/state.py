@@ -177,11 +177,7 @@ def checked_rng(rng: Any) -> tuple[int, int]:
 
 
 def check_state(value: Any, has_optimizer: bool, paths: Collection[str]) -> bool:
-    """Whether a step's first argument is a TrainState, as a step with an optimizer takes it.
-
-    Args:
-        paths: of the parameters.
-    """
+    """Whether a step's first argument is a TrainState, as a step with an optimizer takes it."""
     training = isinstance(value, TrainState)
     if has_optimizer and not training:
         returned = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], TrainState)

@@ -296,14 +296,16 @@ class Step(Compiled):
 
     def clear_flag(self, flag: str) -> None:
         """Lower a flag on this rank, and what is known of it on others."""
-        self._runner.rank.clear_flag(flag)
+        rank = self._runner.rank
+        rank.raised.discard(flag)
+        rank.before, rank.last = (r.without(("flag", flag)) for r in (rank.before, rank.last))
 
     def flag_raised(self, flag: str) -> bool:
         """Whether any rank had raised the flag when the step before the last one began; equal on all ranks.
 
         A step late: the last one may be under way on a device, which nothing here waits for.
         """
-        return self._runner.rank.flag_raised(flag)
+        return self._runner.rank.before.numbers().get(("flag", flag), 0.0) > 0
 
     @property
     def latest(self) -> Reading:
