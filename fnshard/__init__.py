@@ -78,11 +78,10 @@ from fnshard.optim import schedules
 from fnshard.runtime.collectives.simulated import simulate
 from fnshard.step.buckets import Buckets
 from fnshard.step.fit import fit
-from fnshard.step.forward import shard_forward
 from fnshard.step.lockstep import lockstep
 from fnshard.step.shards import shard, unshard
 from fnshard.step.state import TrainState
-from fnshard.step.step import shard_step
+from fnshard.step.step import shard_forward, shard_step
 
 __docformat__ = "google"  # how pdoc reads the docstrings
 __version__ = "0.1.0"

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from experiments.finetune.decode import Drawn
-from fnshard.step.forward import Forward
+from fnshard.step.step import Forward
 
 TOGETHER = 8  # tokens of a row that a program draws, as a rule
 REFILL = 4  # prompts that wait are prefilled once a quarter of the rows is free

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnshard.step.forward import Forward
 from fnshard.step.lowered import Lowered
+from fnshard.step.step import Forward
 
 Logits = Callable[..., Tensor]
 

@@ -10,7 +10,7 @@ the host up until it is done (CUDA stages such copies), so nothing is issued mea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import fx
 from fnshard.analysis.flops import GraphCost, graph_cost
 from fnshard.analysis.hardware import Hardware, Link
 from fnshard.compiler.ir.values import Kind, ValueName, slots
-from fnshard.compiler.schedule.buckets import Bucket, Piece, end_to_end
+from fnshard.compiler.schedule.buckets import Bucket, end_to_end
 from fnshard.compiler.schedule.instructions import (
     COMMUNICATION,
     TRANSFER,
@@ -57,11 +57,6 @@ class HardwarePricer:
     def __post_init__(self) -> None:
         self._links: dict[tuple[str, ...], tuple[Link, int]] = {}
         self._kernels: dict[tuple[str, bool], Price] = {}
-        self._sums: dict[tuple[str, str], float] = {}
-
-    def of(self, line: Instruction) -> Price:
-        """Of one line."""
-        return line.price(self)
 
     def counted(self, line: Run) -> GraphCost:
         """The work of a kernel, one way."""
@@ -85,28 +80,19 @@ class HardwarePricer:
         return Price(seconds, host, flops=sum(c.flops * share for c, share in costs))
 
     def bucket(self, line: OfBucket) -> Bucket:
-        """The bucket that a line is about."""
         return self.schedule.buckets[line.bucket]
 
     def block_bytes(self, bucket: Bucket, dtype: str) -> float:
         """This rank's blocks of a bucket's leaves, in the dtype of that name in their specs."""
-        return self._once(bucket, "blocks", dtype, lambda p: p.numel)
+        specs = self.schedule.specs
+        return float(sum(p.numel * getattr(specs[p.path], dtype).itemsize for p in bucket.pieces))
 
     def leaf_bytes(self, bucket: Bucket, dtype: str) -> float:
         """The full leaves of a bucket, likewise."""
-        return self._once(bucket, "leaves", dtype, lambda p: math.prod(p.shape))
-
-    def _once(self, bucket: Bucket, what: str, dtype: str, numel: Callable[[Piece], int]) -> float:
-        key = (bucket.name, f"{what} {dtype}")
-        if key not in self._sums:
-            specs = self.schedule.specs
-            self._sums[key] = float(
-                sum(numel(p) * getattr(specs[p.path], dtype).itemsize for p in bucket.pieces)
-            )
-        return self._sums[key]
+        specs = self.schedule.specs
+        return float(sum(math.prod(p.shape) * getattr(specs[p.path], dtype).itemsize for p in bucket.pieces))
 
     def bytes_of(self, names: Names) -> float:
-        """Of values, by name."""
         return float(sum(self.sizes[n] for n in names))
 
     def copy(self, size: float, **more: Any) -> Price:
@@ -128,8 +114,7 @@ class HardwarePricer:
     def compute(self, seconds: float, size: float, **more: Any) -> Price:
         """One small operator on the device."""
         h = self.hardware
-        launch = h.launch_seconds if size else 0.0
-        floor = h.floor_seconds if size else 0.0
+        launch, floor = (h.launch_seconds, h.floor_seconds) if size else (0.0, 0.0)
         return Price(max(seconds, floor), h.instruction_seconds + launch, **more)
 
     def collective(self, verb: str, axes: tuple[str, ...], size: float) -> dict[str, Any]:
@@ -189,7 +174,6 @@ class HardwarePricer:
         return size
 
     def update(self, line: Update | UpdateBegin) -> Price:
-        """Of the optimizer on one bucket."""
         size, h = self.update_bytes(line), self.hardware
         if self.schedule.specs[line.paths[0]].updated_on == "host":
             disk = sum(self.bytes_of((n,)) for n in line.reads + line.writes if self.rests_on_disk(n))

@@ -8,9 +8,10 @@ kernels that give what their graphs would (`footprint`), an optimizer that takes
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from fnshard.analysis.footprint import CallArgument, Footprint
 from fnshard.analysis.storages import UNCOUNTED, Storage, StorageTracker, category_of, tensors_of
 from fnshard.analysis.transport import Counting
 from fnshard.compiler.ir.values import CONTROL, SCALARS, ValueName
-from fnshard.compiler.schedule.buckets import Bucket, of_owner
+from fnshard.compiler.schedule.buckets import Bucket, Piece, of_owner
 from fnshard.compiler.schedule.instructions import (
     Env,
     Free,
@@ -161,6 +162,11 @@ class DryKernel:
         return out
 
 
+def _blocks(bucket: Bucket, flat: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+    for p in bucket.pieces:
+        yield p, flat.as_strided(p.block, contiguous_strides(p.block), p.offset)
+
+
 class Packing:
     """`runtime.packing.Packer` without the copies: `rows` are never looked at."""
 
@@ -169,10 +175,7 @@ class Packing:
         self._context = context
 
     def blocks(self, flat: Tensor) -> dict[str, Tensor]:
-        return {
-            p.path: flat.as_strided(p.block, contiguous_strides(p.block), p.offset)
-            for p in self.bucket.pieces
-        }
+        return {p.path: block for p, block in _blocks(self.bucket, flat)}
 
     def cut(self, full_leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
         mesh = self._context.mesh
@@ -208,13 +211,7 @@ class DryOwners:
         self._mine = of_owner(bucket, ranks.index(context.rank), len(ranks))
 
     def blocks(self, flat: Tensor) -> Parts:
-        return parts_of(
-            self.bucket,
-            {
-                p.key: flat.as_strided(p.block, contiguous_strides(p.block), p.offset)
-                for p in self.bucket.pieces
-            },
-        )
+        return parts_of(self.bucket, {p.key: block for p, block in _blocks(self.bucket, flat)})
 
     def pack_blocks(self, *_: Any) -> None:
         pass
@@ -232,17 +229,12 @@ class DryUpdater:
 
     context: DryContext
 
-    def bind(self, paths: tuple[str, ...]) -> Callable[..., None]:
-        return lambda *_: self._update(paths, "bind")
+    def bind(self, paths: tuple[str, ...], number: int = 0, *, stage: str = "bind") -> Callable[..., None]:
+        return lambda *_: self._update(paths, stage, number)
 
-    def bind_end(self, paths: tuple[str, ...]) -> Callable[..., None]:
-        return lambda *_: self._update(paths, "bind_end")
-
-    def bind_summed(self, paths: tuple[str, ...]) -> Callable[..., None]:
-        return lambda *_: self._update(paths, "bind_summed")
-
-    def bind_sums(self, paths: tuple[str, ...], number: int) -> Callable[..., None]:
-        return lambda *_: self._update(paths, "bind_sums", number)
+    bind_end = partialmethod(bind, stage="bind_end")
+    bind_summed = partialmethod(bind, stage="bind_summed")
+    bind_sums = partialmethod(bind, stage="bind_sums")
 
     def pack_sums(self, parts: None, shapes: SumShapes, dtype: torch.dtype) -> Tensor:
         size = sum(math.prod(shape) for own in shapes.values() for shape in own.values())
@@ -270,7 +262,8 @@ class DryUpdater:
         bucket = self.context.schedule.buckets[line.bucket]
         bucket = replace(bucket, pieces=tuple(p for p in bucket.pieces if p.path in paths))
         if spec.updated_on == "device" or self.context.mesh.device_type == "cpu":
-            self._take(self.context.update_bytes(bucket, stage, SCALARS in line.reads, number))
+            taken = self.context.update_bytes(bucket, stage, SCALARS in line.reads, number)
+            self.context.tracker.look(workspace=taken)
 
     def control(self, env: Env, bucket: Bucket) -> tuple[DryUpdater, None]:
         return self, None
@@ -285,7 +278,8 @@ class DryUpdater:
 
     def squares(self, bucket: Bucket, blocks: Mapping[str, Tensor], replicas: int) -> Tensor:
         if self.context.mesh.device_type == "cpu":  # a norm in fp32 is taken of the block in fp32
-            self._take(max((b.numel() * 4 for b in blocks.values() if b.dtype.itemsize < 4), default=0))
+            casts = (b.numel() * 4 for b in blocks.values() if b.dtype.itemsize < 4)
+            self.context.tracker.look(workspace=max(casts, default=0))
         return self._new((), torch.float64)
 
     def pack(self, env: Env, norms: Any) -> Tensor:
@@ -293,9 +287,6 @@ class DryUpdater:
 
     def unpack(self, vector: Tensor) -> Tensor:
         return vector
-
-    def _take(self, size: int) -> None:
-        self.context.tracker.look(workspace=size)
 
     def _new(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self.context.tracker.new(tuple(shape), dtype)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from fnshard.analysis.hardware import Hardware
+from fnshard.analysis.storages import tensors_of
 from fnshard.compiler.ir.program import OpOverload, short_dtype
 
 
@@ -83,11 +84,9 @@ class GraphCost:
 
     @property
     def launches(self) -> int:
-        """Operators that are started."""
         return sum(w.launches for w in self.work)
 
     def seconds(self, hardware: Hardware) -> float:
-        """On the device."""
         return sum(w.seconds(hardware) for w in self.work)
 
     def host_seconds(self, hardware: Hardware) -> float:
@@ -177,6 +176,7 @@ _MOVERS = {
     "arange", "scalar_tensor", "_unsafe_index", "empty_strided", "new_zeros", "new_full", "rev", "flip",
     "empty_permuted", "expand_copy", "where", "convert_element_type", "lift_fresh_copy", "masked_fill",
 }  # fmt: skip
+_LOOKUPS = {"embedding", "gather", "index", "index_select"}  # among them
 _REDUCTIONS = {
     "sum", "mean", "amax", "amin", "max", "min", "prod", "var", "var_mean", "argmax", "argmin", "any", "all",
     "logsumexp", "linalg_vector_norm", "count_nonzero", "_softmax", "_log_softmax", "native_layer_norm",
@@ -192,16 +192,10 @@ def _name(node: fx.Node) -> str:
     return target._opname if isinstance(target, OpOverload) else getattr(target, "__name__", "")
 
 
-def _is_view(node: fx.Node) -> bool:
-    if node.target is operator.getitem:
-        return True  # of a view or of what an operator returned: neither moves a byte
-    return isinstance(node.target, OpOverload) and node.target.is_view
-
-
 def _kind(node: fx.Node) -> str:
     """ "view", "matmul", "attention", "scatter", "pointwise", "reduction" or "other"."""
-    if _is_view(node):
-        return "view"
+    if node.target is operator.getitem or (isinstance(node.target, OpOverload) and node.target.is_view):
+        return "view"  # also an item of what an operator returned: neither moves a byte
     if _is_attention(node):
         return "attention"
     if flops_of(node):
@@ -218,23 +212,17 @@ def _value(node: Any) -> Any:
     return node.meta.get("val") if isinstance(node, fx.Node) else None
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [t for v in value for t in _tensors(v)] if isinstance(value, list | tuple) else []
-
-
 def _bytes(value: Any) -> float:
-    return float(sum(t.numel() * t.dtype.itemsize for t in _tensors(value)))
+    return float(sum(t.numel() * t.dtype.itemsize for t in tensors_of(value)))
 
 
 def _numel(value: Any) -> int:
-    return max((t.numel() for t in _tensors(value)), default=0)
+    return max((t.numel() for t in tensors_of(value)), default=0)
 
 
 def _across_rows(node: fx.Node) -> bool:
     """Whether a reduction sums over other dims than the last: who reads it runs in a loop of its own."""
-    source, out = _value(node.args[0]), _tensors(_value(node))
+    source, out = _value(node.args[0]), tensors_of(_value(node))
     if source is None or not out:
         return True
     dims = node.args[1] if len(node.args) > 1 and isinstance(node.args[1], list | tuple) else None
@@ -258,12 +246,7 @@ class _Counter:
     ) -> dict[fx.Node, float]:
         """Bytes read by a node of each value: of a broadcast or a slice no more than is there."""
         out: dict[fx.Node, float] = {}
-        gathers = self.kinds[node] == "pointwise" and _name(node) in (
-            "embedding",
-            "gather",
-            "index",
-            "index_select",
-        )
+        gathers = self.kinds[node] == "pointwise" and _name(node) in _LOOKUPS
         for source in node.all_input_nodes:
             base = self.bases[source]
             if not skip(base):
@@ -273,15 +256,14 @@ class _Counter:
         return out
 
     def one(self, node: fx.Node, read: float) -> Work:
-        """A node by itself."""
         kind, value = self.kinds[node], _value(node)
-        tensors = _tensors(value)
+        tensors = tensors_of(value)
         dtype = _compute_dtype(node, tensors)
         if kind == "matmul":
             flops = flops_of(node)
             return Work(kind, dtype, flops, read, _bytes(value), size=flops)
         if kind == "attention":
-            length, head = _tensors(_value(node.all_input_nodes[0]))[0].shape[-2:]
+            length, head = tensors_of(_value(node.all_input_nodes[0]))[0].shape[-2:]
             flops, causal = flops_of(node), bool(_named(node, "is_causal", False))
             unseen = flops / 2 if causal and _is_other_block(node) else 0.0
             size = {"size": float(length), "head": float(head), "unseen": unseen}
@@ -297,8 +279,7 @@ class _Counter:
                 yield self.one(node, sum(self.reads(node).values()))
 
     def fused(self) -> Iterable[Work]:
-        groups = self._groups()
-        for nodes in groups:
+        for nodes in self._groups():
             if len(nodes) == 1 and not self._fusable(nodes[0]):
                 yield self.one(nodes[0], sum(self.reads(nodes[0]).values()))
             else:
@@ -384,7 +365,7 @@ def _compute_dtype(node: fx.Node, outputs: list[Tensor]) -> str:
     if _name(node).startswith("fp8_linear"):
         return short_dtype(torch.float8_e4m3fn)
     for source in node.all_input_nodes:
-        for t in _tensors(_value(source)):
+        for t in tensors_of(_value(source)):
             if t.dtype.is_floating_point:
                 return short_dtype(t.dtype)
     return short_dtype(outputs[0].dtype) if outputs else "f32"

@@ -166,35 +166,21 @@ def storage_bytes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtyp
     return span * dtype.itemsize
 
 
-class Wrapper:
-    """A generated `call(args)`, its kernels silent and its allocations fake."""
-
-    def __init__(self, call: types.FunctionType, runner: Any, tracker: StorageTracker):
-        self._tracker = tracker
-        globals_ = dict(call.__globals__)
-        for name in _names(call.__code__):
-            if name in globals_:
-                globals_[name] = self._stand_in(name, globals_[name])
-        made = types.FunctionType(call.__code__, globals_, call.__name__, call.__defaults__, call.__closure__)
-        self._call = types.MethodType(made, runner) if runner is not None else made
-
-    def __call__(self, args: list[Tensor]) -> Sequence[Tensor]:
-        return self._call(args)
-
-    def _stand_in(self, name: str, value: Any) -> Any:
-        if name.startswith("empty_strided_"):
-            device = name.removeprefix("empty_strided_").removesuffix("_pinned")
-            return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
-        if name == "reinterpret_tensor":
-            return lambda x, size, stride, offset=0: x.as_strided(size, stride, x.storage_offset() + offset)
-        if name == "extern_kernels":
-            return _Extern(value, self._tracker)
-        kept = types.ModuleType | torch.dtype | torch.device | Tensor | type | int | float | str
-        if isinstance(value, kept) or type(value).__module__.startswith("torch._ops"):
-            return value
-        if getattr(value, "__module__", None) == "torch" or value is torch.empty_strided:
-            return value
-        return _Silent()
+def _stand_in(name: str, value: Any, tracker: StorageTracker) -> Any:
+    """What a global of generated code is in its stead: kernels are silent, allocations fake."""
+    if name.startswith("empty_strided_"):
+        device = name.removeprefix("empty_strided_").removesuffix("_pinned")
+        return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
+    if name == "reinterpret_tensor":
+        return lambda x, size, stride, offset=0: x.as_strided(size, stride, x.storage_offset() + offset)
+    if name == "extern_kernels":
+        return _Extern(value, tracker)
+    kept = types.ModuleType | torch.dtype | torch.device | Tensor | type | int | float | str
+    if isinstance(value, kept) or type(value).__module__.startswith("torch._ops"):
+        return value
+    if getattr(value, "__module__", None) == "torch" or value is torch.empty_strided:
+        return value
+    return _Silent()
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -228,7 +214,7 @@ class _Extern:
         return call
 
 
-def generated_wrapper(compiled: Any, tracker: StorageTracker) -> Wrapper | None:
+def generated_wrapper(compiled: Any, tracker: StorageTracker) -> Callable[..., Any] | None:
     """The Python function that Inductor generated, made ready to run on fakes; None if there is none."""
     runner = getattr(compiled, "compiled_fn_runner", None)
     if getattr(runner, "partitions", None):
@@ -237,4 +223,8 @@ def generated_wrapper(compiled: Any, tracker: StorageTracker) -> Wrapper | None:
     function = getattr(call, "__func__", call)
     if not isinstance(function, types.FunctionType) or "empty_strided_cpu" not in function.__globals__:
         return None
-    return Wrapper(function, getattr(call, "__self__", None), tracker)
+    code, globals_ = function.__code__, dict(function.__globals__)
+    globals_ |= {n: _stand_in(n, globals_[n], tracker) for n in _names(code) & globals_.keys()}
+    made = types.FunctionType(code, globals_, function.__name__, function.__defaults__, function.__closure__)
+    runner = getattr(call, "__self__", None)
+    return made if runner is None else types.MethodType(made, runner)

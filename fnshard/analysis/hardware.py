@@ -6,6 +6,7 @@ a cache). Nothing here knows of models or schedules: `Hardware.measure` is micro
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import time
@@ -17,6 +18,7 @@ from typing import Any
 from fnshard.analysis.measure import measure
 from fnshard.errors import SpecError
 from fnshard.mesh import Mesh
+from fnshard.runtime.files.json_reader import from_json
 
 __all__ = ["Curve", "Hardware", "Link", "mfu"]
 
@@ -248,15 +250,7 @@ class Hardware:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Hardware:
         """The inverse of `as_dict`, also after JSON."""
-        made = dict(values)
-        for name in ("memory", "update", "copy"):
-            made[name] = _curve(made[name])
-        for name in ("flops", "attention", "attention_heads"):
-            made[name] = {dtype: _curve(curve) for dtype, curve in made[name].items()}
-        for name in ("node", "network"):
-            made[name] = _link(made[name])
-        made["spread"] = tuple(made["spread"]) if made.get("spread") else None
-        return Hardware(**made)
+        return from_json(Hardware, json.loads(json.dumps(values)))
 
     def __str__(self) -> str:
         rates = ", ".join(f"{dtype} {curve.best / 1e12:.3g}" for dtype, curve in self.flops.items())
@@ -265,14 +259,6 @@ class Hardware:
             f"TFLOP/s {rates}, {self.node.gather.best / 1e9:.3g} GB/s in a node of {self.ranks_per_node}, "
             f"{self.network.gather.best / 1e9:.3g} between nodes"
         )
-
-
-def _curve(value: Mapping[str, Any]) -> Curve:
-    return Curve(tuple((float(size), float(rate)) for size, rate in value["points"]))
-
-
-def _link(value: Mapping[str, Any]) -> Link:
-    return Link(value["latency_seconds"], **{name: _curve(value[name]) for name in COLLECTIVES})
 
 
 def _gpu(

@@ -21,6 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import optree
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -53,19 +54,9 @@ def measure(mesh: Mesh | None = None, clock: Callable[[], float] = time.perf_cou
     if comm is None:
         return found
     all_found = [json.loads(text) for text in comm.gather_object(json.dumps(found))]
-    return mean_of(all_found) | {"memory_bytes": min(each["memory_bytes"] for each in all_found)}
-
-
-def mean_of(values: list[Any]) -> Any:
-    """Of equal trees of plain values, entry by entry; what is no number is the first one's."""
-    first = values[0]
-    if isinstance(first, dict):
-        return {name: mean_of([v[name] for v in values]) for name in first}
-    if isinstance(first, list):
-        return [mean_of(list(each)) for each in zip(*values, strict=True)]
-    if isinstance(first, float):
-        return statistics.fmean(values)
-    return first
+    # What is no number is the first one's.
+    mean = optree.tree_map(lambda *v: statistics.fmean(v) if type(v[0]) is float else v[0], *all_found)
+    return mean | {"memory_bytes": min(each["memory_bytes"] for each in all_found)}
 
 
 def _curve(points: Points) -> dict[str, Any]:
@@ -131,7 +122,6 @@ class _Bench:
         return statistics.median(samples)
 
     def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Normal numbers on the device."""
         return torch.randn(*shape, device=self.device).to(dtype)
 
     # -------------------------------------------------------------- arithmetic

@@ -50,7 +50,7 @@ from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.kernels.inductor import Boxed
 from fnshard.compiler.schedule.instructions import Env
 from fnshard.compiler.schedule.ir import Schedule
-from fnshard.errors import BudgetError, report
+from fnshard.errors import report
 from fnshard.layout.partition import block_shape
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
@@ -134,14 +134,6 @@ class MemoryTimeline:
         out: dict[str, Any] = {"lines": [m.line for m in self.moments]}
         out |= {c: [m.device[c] for m in self.moments] for c in CATEGORIES}
         return out | {"host": [m.host for m in self.moments], "disk": [m.disk for m in self.moments]}
-
-
-def check_fits(analysis: MemoryAnalysis, budget: int) -> None:
-    """Refuse a peak above `budget` bytes; see `Lowered.assert_fits`."""
-    if analysis.peak_bytes <= budget:
-        return
-    too_many = megabytes(analysis.peak_bytes - budget)
-    raise BudgetError(made_of(analysis, f", {megabytes(budget)} MB are allowed ({too_many} MB too many)"))
 
 
 def made_of(analysis: MemoryAnalysis, detail: str = "") -> str:
@@ -262,7 +254,8 @@ def _inputs(
         once = accumulate == 1 or entry.kind in ("constant", "axis")
         for suffix in [""] if once else [f"#{m}" for m in range(accumulate)]:
             home = whole[base] if base in whole else new((size,), torch.uint8, INPUTS)
-            env[base.of(suffix)] = _view(home, value)
+            empty = torch.empty(0, dtype=value.dtype, device="meta")
+            env[base.of(suffix)] = empty.set_(home.untyped_storage(), 0, value.shape, value.stride())
     kept = sum(constant_bytes(m) for k in schedule.kernels.values() for m in (k.forward, k.backward) if m)
     env[LOSS_TANGENT] = new((), torch.float32, INPUTS)
     env["kernels' constants"] = new((kept,), torch.uint8, INPUTS)
@@ -270,12 +263,6 @@ def _inputs(
         if name not in env:
             env[name] = new((), torch.float32, INPUTS, UNCOUNTED)
     return env, constants + kept
-
-
-def _view(home: Tensor, like: Tensor) -> Tensor:
-    """A tensor as `like` that lies in the memory of another."""
-    empty = torch.empty(0, dtype=like.dtype, device="meta")
-    return empty.set_(home.untyped_storage(), 0, tuple(like.shape), tuple(like.stride()))
 
 
 def _analysis(

@@ -7,7 +7,7 @@ import math
 import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,15 +78,7 @@ def check_slots(
     specs: Mapping[str, LayoutSpec],
     mesh: Mesh,
 ) -> None:
-    """Refuse optimizer state that this optimizer and these specs would not have made, all at once.
-
-    Args:
-        state: by path and slot.
-        expected: what `slots_of` gave.
-
-    Raises:
-        StateError: names every leaf whose slots are missing, surplus, or of another shape, dtype or tier.
-    """
+    """Refuse optimizer state that this optimizer and these specs would not have made, all at once."""
     wrong = [f"{p!r}: has state and none is wanted" for p in state if p not in expected]
     for path, slots in expected.items():
         found = state.get(path, {})
@@ -111,11 +103,7 @@ def check_slots(
 
 
 def owner_work_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh) -> dict[str, OwnerWork]:
-    """By path, what the owners of leaves compute, of those that ranks must send.
-
-    Raises:
-        OptimizerError: its code cannot run without data.
-    """
+    """By path, what the owners of leaves compute, of those that ranks must send."""
     out: dict[str, OwnerWork] = {}
     known: dict[Any, OwnerWork] = {}
     for path, spec in specs.items():
@@ -134,11 +122,7 @@ def owner_work_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: M
 def sums_of(
     optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh
 ) -> dict[str, tuple[Mapping[str, tuple[int, ...]], ...]]:
-    """By path, of leaves that are split, shapes of what an optimizer sums over them, by round and name.
-
-    Raises:
-        OptimizerError: its code cannot run without data, or sums do not lie like their leaf.
-    """
+    """By path, of leaves that are split, shapes of what an optimizer sums over them, by round and name."""
     out, known, odd = {}, dict[Any, Any](), []
     for path, spec in specs.items():
         rule = optimizer.of(path, len(spec.shape))
@@ -220,13 +204,12 @@ class _Numbers(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
 
 
-def _fakes() -> ExitStack:
+@contextmanager
+def _fakes() -> Iterator[None]:
     """Tensors that are made have no data; real ones may be read."""
-    stack = ExitStack()
-    for mode in (FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False), _Numbers()):
-        stack.enter_context(mode)
-    stack.enter_context(torch.no_grad())
-    return stack
+    fakes = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+    with fakes, _Numbers(), torch.no_grad():
+        yield
 
 
 def _numbers(device: torch.device) -> StepInfo:

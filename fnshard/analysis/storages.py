@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -175,7 +176,6 @@ class StorageTracker(TorchDispatchMode):
         self.tier, self.slot = before, None
 
     def begin(self, line: Instruction) -> None:
-        """A line begins."""
         self.line, self.peak, self.freed = line, Peak(), []
         self.look()
 
@@ -258,14 +258,9 @@ def category_of(name: ValueName) -> str:
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors of a value in an environment; of a flight, or what is no tensor, none."""
     found: list[Tensor] = []
-    if isinstance(value, dict):
-        for inner in value.values():
-            found += tensors_of(inner)
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            found += tensors_of(inner)
-    elif isinstance(value, Tensor):
-        found.append(value)
-    elif isinstance(value, Reduced):
-        value.each(lambda t: found.append(t) or t) if value.flat is None else found.append(value.flat)
+    for leaf in optree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif isinstance(leaf, Reduced):
+            found += leaf.blocks.values() if leaf.flat is None else [leaf.flat]
     return found

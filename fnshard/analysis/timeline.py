@@ -117,9 +117,9 @@ def simulate(
         sizes, fused_update: see `HardwarePricer`.
     """
     pricer = HardwarePricer(schedule, hardware, sizes, fused, fused_update)
-    clock = _Together(hardware.overlap) if hardware.overlap else _OneClock(hardware.overlap)
+    clock = _Together() if hardware.overlap else _OneClock()
     for index, line in enumerate(schedule.instructions):
-        clock.step(index, line, pricer.of(line))
+        clock.step(index, line, line.price(pricer))
     busy = dict.fromkeys(LANES, 0.0)
     for span in clock.spans:
         busy[span.lane] += span.end - span.start
@@ -169,7 +169,6 @@ def _flops(schedule: Schedule, pricer: HardwarePricer) -> tuple[float, float, st
 class _Clock:
     """What has happened so far. `ready`: when a value in flight, or one made on the host, is there."""
 
-    overlap: bool
     spans: list[Span] = field(default_factory=list)
     ready: dict[str, float] = field(default_factory=dict)
     exposed: dict[str, float] = field(default_factory=lambda: {COMMUNICATION: 0.0, TRANSFER: 0.0})

@@ -14,15 +14,19 @@ import torch
 from torch import Tensor
 
 from fnshard.analysis.storages import UNCOUNTED, StorageTracker
+from fnshard.analysis.workspace import HALVES
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import Done, Group, Handle
-from fnshard.runtime.collectives.endpoint import SMALL_BYTES, group_names, head_bytes, header_bytes
 from fnshard.runtime.collectives.messages import Slots
-from fnshard.runtime.collectives.shared_memory import Shared
+from fnshard.runtime.collectives.shared_memory import (
+    SMALL_BYTES,
+    Shared,
+    group_names,
+    head_bytes,
+    header_bytes,
+)
 
 SUM_CHUNK = 1 << 16  # elements that `runtime.collectives.base.sum_rows` adds up in fp32 at a time
-HALVES = (torch.bfloat16, torch.float16)
-
 TransportKind = Literal["local", "shared", "p2p", "native", "simulated"]
 Axes = Sequence[str]
 
@@ -53,11 +57,9 @@ class SharedSlot:
     finished = False
 
     def let_go(self) -> None:
-        """One of its tensors has died."""
         self.views -= 1
 
     def free(self) -> bool:
-        """Whether the slot may be used again."""
         return self.views == 0
 
 
@@ -68,28 +70,11 @@ class Flight:
         self._take, self._until_wait, self._until_release = take, until_wait, until_release
 
     def wait(self) -> Any:
-        """See `Handle`."""
         result, self._take, self._until_wait = self._take(), None, None
         return result
 
     def release(self) -> None:
-        """See `Handle`."""
         self._until_release = None
-
-
-class Rows(Sequence[Tensor]):
-    """Rows of equal sizes, one for each rank, however many there are."""
-
-    def __init__(self, row: Tensor, count: int) -> None:
-        self._row, self._count = row, count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: Any) -> Tensor:
-        if index >= self._count:
-            raise IndexError(index)
-        return self._row
 
 
 @dataclass
@@ -128,7 +113,6 @@ class Counting:
         return self._in_slot(_take(heap, flat.nbytes), flat.numel(), flat.dtype)
 
     def send_buffer(self, numel: int, dtype: torch.dtype, axes: Axes, rows: int = 1) -> Tensor:
-        """See `Collectives`."""
         nbytes = rows * numel * dtype.itemsize
         if nbytes and self.kind == "shared" and self._ranks(axes) > 1:
             heap = self.reductions if rows > 1 else self.gathers
@@ -136,21 +120,19 @@ class Counting:
         return self._new(rows * numel, dtype)
 
     def all_gather(self, flat: Tensor, axes: Axes) -> Handle[Any]:
-        """See `Collectives`."""
         n = self._ranks(axes)
         if n == 1:
             return Done([flat])
-        rows = Rows(flat, n)
+        rows = [flat] * n
         if self.kind == "shared":
             return Flight(lambda: rows, until_release=self._slot(flat, self.gathers))
         if self.kind == "native":
             received = self._new(n * flat.numel(), flat.dtype)
-            return Flight(lambda: Rows(received[: flat.numel()], n), until_wait=flat, until_release=received)
+            return Flight(lambda: [received[: flat.numel()]] * n, until_wait=flat, until_release=received)
         others = [self._new(flat.numel(), flat.dtype) for _ in range(n - 1 if self.kind == "p2p" else 1)]
         return Flight(lambda: rows, until_release=(flat, others))
 
     def gather_blocks(self, blocks: Sequence[Tensor], axes: Axes) -> Handle[list[Tensor]] | None:
-        """See `Group.gather_blocks`."""
         n = self._ranks(axes)
         if self.kind != "native" or n == 1:
             return None
@@ -158,7 +140,6 @@ class Counting:
         return Flight(lambda: leaves, until_wait=blocks)
 
     def reduce_leaves(self, leaves: Sequence[Tensor], axes: Axes) -> Handle[Tensor] | None:
-        """See `Group.reduce_leaves`."""
         n = self._ranks(axes)
         if self.kind != "native" or n == 1:
             return None
@@ -166,7 +147,6 @@ class Counting:
         return Flight(lambda: out, until_wait=leaves)
 
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Any]:
-        """See `Collectives`."""
         n = self._ranks(axes)
         if n == 1:
             return Done(rows)
@@ -192,7 +172,6 @@ class Counting:
         return result
 
     def all_to_all(self, rows: Tensor, axes: Axes, distance: int = 0) -> Handle[Any]:
-        """See `Collectives`."""
         if self._ranks(axes) == 1:
             return Done(rows)
         numel, dtype = rows.numel(), rows.dtype

@@ -101,32 +101,19 @@ def _summed(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
     return x.numel() * dtype.itemsize if dtype != x.dtype and x.dtype not in HALVES else 0
 
 
-def _mean(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
-    return args[0].numel() * 4 if args[0].dtype in HALVES and args[0].dim() else 0
+def _cast(x: Tensor) -> int:
+    """Half types in fp32."""
+    return x.numel() * 4 if x.dtype in HALVES and x.dim() else 0
 
 
-def _embedding(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
-    return 0 if args[1].is_contiguous() else args[1].numel() * args[1].dtype.itemsize
+def _columns_backward(gradient: Tensor, x: Tensor, weight: Tensor, transposed: bool) -> int:
+    return 0 if transposed else _columns(x, gradient, weight, transposed)
 
 
-def _columns(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
+def _columns(x: Tensor, out: Tensor, weight: Tensor, transposed: bool) -> int:
     """fp64 convolutions unfold their input; others are oneDNN's, and not known."""
-    x, weight, transposed = args[0], args[1], args[6]
-    if x.dtype != torch.float64:
-        return 0
-    return _unfolded(x, out, weight, transposed)
-
-
-def _columns_backward(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
-    gradient, x, weight, transposed = args[0], args[1], args[2], args[7]
-    if x.dtype != torch.float64 or transposed:
-        return 0
-    return _unfolded(x, gradient, weight, transposed)
-
-
-def _unfolded(x: Tensor, out: Tensor, weight: Tensor, transposed: bool) -> int:
     window = math.prod(weight.shape[2:])
-    if window == 1 and x.shape[2:] == out.shape[2:]:
+    if x.dtype != torch.float64 or (window == 1 and x.shape[2:] == out.shape[2:]):
         return 0
     narrow, channels = (x, out.shape[1]) if transposed else (out, x.shape[1])
     return x.shape[0] * channels * window * math.prod(narrow.shape[2:]) * x.dtype.itemsize
@@ -135,11 +122,6 @@ def _unfolded(x: Tensor, out: Tensor, weight: Tensor, transposed: bool) -> int:
 def _index_put(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
     into, _, values = args[:3]
     return values.numel() * into.dtype.itemsize if values.dtype != into.dtype else 0
-
-
-def _logsumexp(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
-    """The exponentials."""
-    return args[0].numel() * args[0].dtype.itemsize
 
 
 def _flash_backward_cuda(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
@@ -197,17 +179,17 @@ _RULES: dict[tuple[str, str], Rule] = {
     ("cpu", "document_attention_backward"): lambda args, kwargs, out: _document_backward(*args[1:4]),
     ("cpu", "_unsafe_masked_index_put_accumulate"): _masked_put,
     ("cpu", "sum"): _summed,
-    ("cpu", "mean"): _mean,
-    ("cpu", "embedding"): _embedding,
-    ("cpu", "convolution"): _columns,
-    ("cpu", "convolution_backward"): _columns_backward,
+    ("cpu", "mean"): lambda args, kwargs, out: _cast(args[0]),
+    ("cpu", "embedding"): lambda args, kwargs, out: 0 if args[1].is_contiguous() else args[1].nbytes,
+    ("cpu", "convolution"): lambda args, kwargs, out: _columns(args[0], out, args[1], args[6]),
+    ("cpu", "convolution_backward"): lambda args, kwargs, out: _columns_backward(*args[:3], args[7]),
     ("cpu", "gather"): lambda args, kwargs, out: out.numel() * 4 if args[0].dtype in HALVES else 0,
     ("cpu", "scatter"): lambda args, kwargs, out: args[0].numel() * 4 if args[0].dtype in HALVES else 0,
     ("cpu", "where"): lambda args, kwargs, out: _promotion(args[1:], out),
     ("cpu", "index_put"): _index_put,
     ("cpu", "index_put_"): _index_put,
-    ("cpu", "logsumexp"): _logsumexp,
-    ("cuda", "logsumexp"): _logsumexp,
+    ("cpu", "logsumexp"): lambda args, kwargs, out: args[0].nbytes,  # the exponentials
+    ("cuda", "logsumexp"): lambda args, kwargs, out: args[0].nbytes,
     ("cuda", "block_attention"): lambda args, kwargs, out: _chunk_of_scores(*args[:2], args[4]),
     ("cuda", "block_attention_backward"): lambda args, kwargs, out: _chunk_of_scores(*args[:2], args[8]),
     ("cuda", "_unsafe_masked_index_put_accumulate"): _masked_put,

@@ -260,7 +260,8 @@ def _newest(path: Path, fill: Callable[[Path, Manifest, Any], Any], mesh: Mesh, 
         warnings.warn(str(before), CheckpointWarning, stacklevel=3)
     group = group_of(mesh, timeout)
     # All ranks take what rank 0 sees, and pass over what is not complete for any of them.
-    found = _candidates_of(texts(group, _candidates(path))[0])
+    seen = agreed(group, f"looking for {path}", lambda: [] if mesh.rank else list(map(str, candidates(path))))
+    found = list(map(Path, json.loads(texts(group, json.dumps(seen))[0])))
     passed: list[CheckpointError] = []
     for folder in found:
         if passed and mesh.rank == 0:
@@ -290,20 +291,6 @@ def _opened(folder: Path) -> tuple[Manifest | None, str]:
             raise
         return None, str(error)
     return found, ""
-
-
-def _candidates(path: Path) -> str:
-    try:
-        return json.dumps([list(map(str, candidates(path))), ""])
-    except OSError as error:
-        return json.dumps([[], str(error)])
-
-
-def _candidates_of(text: str) -> list[Path]:
-    folders, wrong = json.loads(text)
-    if wrong:
-        raise CheckpointError("cannot look for checkpoints:", [wrong])
-    return list(map(Path, folders))
 
 
 def _unlike(folder: Path, wrong: Sequence[str]) -> CheckpointError:

@@ -50,16 +50,13 @@ def save_blocks(
     fields: Mapping[str, Any],
     data: Any,
 ) -> None:
-    """Write this rank's leaves into a directory; commit it when those of all ranks are there. A collective.
+    """Write this rank's leaves into a directory; commit it when those of all ranks are there. A collective
+    that fails on all ranks, if on any.
 
     Args:
         leaves: by name.
         fields: fields of the manifest that are known from the start, the same on all ranks.
         data: this rank's position in the data, as JSON.
-
-    Raises:
-        Failed: on all ranks, if it failed on any.
-        CollectiveError: a peer died, or did not answer in time.
     """
     positions: list[Any] = []
 
@@ -156,12 +153,7 @@ class ChunkRead:
 def load_blocks(
     folder: Path, manifest: Manifest, targets: Mapping[str, RestoreTarget], mesh: Mesh, group: object
 ) -> None:
-    """Fill this rank's leaves from a checkpoint of any mesh. A collective.
-
-    Raises:
-        Failed: on all ranks, if it failed on any.
-        CollectiveError: a peer died, or did not answer in time.
-    """
+    """Fill this rank's leaves from a checkpoint of any mesh. A collective that fails on all, if on any."""
     all_ranks(group, lambda: _read_all(folder, manifest, list(chunk_reads(targets, manifest, mesh))))
 
 
@@ -237,11 +229,7 @@ def _fill(fd: int, read: ChunkRead) -> None:
 
 
 def open_checked(folder: Path, name: str, file: DataFile) -> int:
-    """A file descriptor of a data file whose length and header are as they were written.
-
-    Raises:
-        Corrupt: they are not.
-    """
+    """A file descriptor of a data file whose length and header are as they were written."""
     fd = open_regular(folder, name, file.bytes)
     try:
         head = bytearray(min(file.header_bytes, file.bytes))

@@ -47,11 +47,7 @@ class Failed(Exception):
 
 
 def group_of(mesh: Mesh, timeout: float | None, purpose: str = "checkpoint") -> Exchange | None:
-    """What ranks exchange words through for this purpose, apart from others; None in a process of one.
-
-    Raises:
-        CheckpointError: a mesh whose ranks are no processes.
-    """
+    """What ranks exchange words through for this purpose, apart from others; None in a process of one."""
     if mesh.kind in ("simulated", "abstract"):
         raise CheckpointError(
             f"mesh {mesh} is {mesh.kind}: its ranks are no processes that could write.",

@@ -65,11 +65,7 @@ class SavedLeaf:
         return math.prod(chunk.shape) * STATE_DTYPES[self.dtype].itemsize
 
     def check(self) -> None:
-        """See that its chunks are a grid of the tensor, each part of it once.
-
-        Raises:
-            ValueError: they are not.
-        """
+        """Refuse chunks that are no grid of the tensor, each part of it once."""
         if 0 in self.shape and not self.chunks:
             return
         dims = range(len(self.shape))
@@ -142,11 +138,7 @@ class Manifest:
             ) from error
 
     def check_files(self, folder: Path) -> None:
-        """Look whether all data files are there, in full length.
-
-        Raises:
-            Corrupt: names every one that is not.
-        """
+        """Refuse a directory where a data file is missing, or not of its full length; names every one."""
         wrong = []
         for name, file in self.files.items():
             try:

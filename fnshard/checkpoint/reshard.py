@@ -25,11 +25,10 @@ from fnshard.errors import SpecError
 from fnshard.layout.codecs import Unfit, block_of, check_codecs, is_coded, parts_of
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
 from fnshard.layout.spec import LayoutSpec
-from fnshard.mesh import Mesh
+from fnshard.mesh import Mesh, make_mesh
 from fnshard.optim.optimizers import ema_params
 from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.packing import local_block
-from fnshard.step.runner import default_mesh
 from fnshard.step.shards import blank_params, blank_slots, gather_full, stored_at_rest
 from fnshard.step.state import TrainState
 
@@ -70,7 +69,7 @@ def reshard(
     tensor([[0.0079],
             [0.0079]])
     """
-    mesh = mesh or default_mesh()
+    mesh = mesh or make_mesh()
     if not isinstance(state, TrainState):
         zero = torch.zeros((), dtype=torch.int64)
         alone = TrainState(zero, state, {}, {}, zero.clone())

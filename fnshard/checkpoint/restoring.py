@@ -25,9 +25,8 @@ from fnshard.checkpoint.state_leaves import (
 )
 from fnshard.errors import CheckpointWarning
 from fnshard.layout.resolved import ResolvedSpecs
-from fnshard.mesh import Mesh, check_mesh
+from fnshard.mesh import Mesh, check_mesh, make_mesh
 from fnshard.runtime.files.tensorfile import STATE_DTYPES
-from fnshard.step.runner import default_mesh
 from fnshard.step.shards import blank_params, blank_slots
 from fnshard.step.state import TrainState
 from fnshard.step.step import Step
@@ -39,7 +38,7 @@ def specs_and_mesh(step_or_specs: Any, mesh: Mesh | None) -> tuple[ResolvedSpecs
     """Of a step; or of a spec tree, on this mesh or the default one."""
     if isinstance(step_or_specs, Step):
         return step_or_specs.resolved, step_or_specs.mesh
-    check_mesh(on := mesh or default_mesh())
+    check_mesh(on := mesh or make_mesh())
     return ResolvedSpecs.of(step_or_specs), on
 
 

@@ -57,13 +57,19 @@ def complete_checkpoints(root: Path) -> Iterator[tuple[int, Path, Manifest]]:
     """Complete checkpoints, the newest first, with their steps: those in the directory that are named by a
     number, which is then the step, or the directory itself."""
     for folder in candidates(root):
-        try:
-            found = Manifest.read(folder)
-            found.check_files(folder)
-        except (Corrupt, OSError):
-            continue
-        number = _number(folder)
-        yield found.step if number is None else number, folder, found
+        if (found := _complete(folder)) is not None:
+            number = _number(folder)
+            yield found.step if number is None else number, folder, found
+
+
+def _complete(folder: Path) -> Manifest | None:
+    """The manifest of a checkpoint whose files are all there."""
+    try:
+        found = Manifest.read(folder)
+        found.check_files(folder)
+    except (Corrupt, OSError):
+        return None
+    return found
 
 
 def candidates(root: Path) -> list[Path]:
@@ -94,14 +100,7 @@ def prune(written: Path, keep: Keep) -> None:
     folders = {step: folder for step, folder in numbered.items() if step is not None and step <= here}
     metrics = {step: _metrics(folder) if keep.best else {} for step, folder in folders.items()}
 
-    @functools.cache
-    def complete(step: int) -> bool:
-        try:
-            Manifest.read(folders[step]).check_files(folders[step])
-        except (Corrupt, OSError):
-            return False
-        return True
-
+    complete = functools.cache(lambda step: _complete(folders[step]) is not None)
     chosen = replace(keep, every=None)
     while broken := [step for step in chosen.kept(metrics) if not complete(step)]:
         for step in broken:

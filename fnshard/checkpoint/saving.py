@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import atexit
 import sys
-import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_all
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,11 @@ class SaveJob:
 
     def staged(self) -> SaveJob:
         """The same of copies on the host."""
-        blocks = copies_on_host([leaf.block for leaf in self.leaves.values()])
-        copied = zip(self.leaves.items(), blocks, strict=True)
-        return replace(self, leaves={n: replace(leaf, block=block) for (n, leaf), block in copied})
+        leaves = self.leaves.values()
+        copies = [torch.empty(leaf.block.shape, dtype=leaf.block.dtype) for leaf in leaves]
+        copy_to_host([(copy, leaf.block) for copy, leaf in zip(copies, leaves, strict=True)])
+        staged = [replace(leaf, block=copy) for copy, leaf in zip(copies, leaves, strict=True)]
+        return replace(self, leaves=dict(zip(self.leaves, staged, strict=True)))
 
     def write(self) -> None:
         """Write it; on rank 0 also delete what need not be kept."""
@@ -64,13 +67,6 @@ class SaveJob:
                         f"old checkpoints were not deleted: {error}", CheckpointWarning, stacklevel=3
                     )
             texts(self.group, "")  # all ranks return to the same directory
-
-
-def copies_on_host(blocks: Sequence[Tensor]) -> list[Tensor]:
-    """Copies of tensors in pageable memory, there when this returns."""
-    copies = [torch.empty(b.shape, dtype=b.dtype) for b in blocks]
-    copy_to_host(list(zip(copies, blocks, strict=True)))
-    return copies
 
 
 def copy_to_host(pairs: Sequence[tuple[Tensor, Tensor]], piece_bytes: int = 64 << 20) -> None:
@@ -132,12 +128,7 @@ def save_job(
     path: str | Path, state: Any, specs: Any, mesh: Mesh | None, data: Any, config: Any,
     metrics: Mapping[str, float] | None, keep: Keep | None, timeout: float | None,
 ) -> SaveJob:  # fmt: skip
-    """The save that `fnshard.checkpoint.save` was called for, on all ranks or on none. A collective.
-
-    Raises:
-        CheckpointError: a state of an unknown layout; a position, config or metrics that JSON cannot
-            hold; a `keep` of a checkpoint that is not named by a number.
-    """
+    """The save that `fnshard.checkpoint.save` was called for, on all ranks or on none. A collective."""
     final, (_, specs, mesh) = as_path(path, "save(path, state)").absolute(), laid_out(state, specs, mesh)
     group = group_of(mesh, timeout)
 
@@ -188,21 +179,16 @@ class Saving:
     """A save in the background."""
 
     def __init__(self, job: SaveJob):
-        self.path, self._error = job.directory.final, None
-        self._thread = threading.Thread(target=self._run, args=(job,), name=f"saving {self.path}")
+        self.path = job.directory.final
+        pool = ThreadPoolExecutor(1, f"saving {self.path}")
+        self._written = pool.submit(job.write)
+        pool.shutdown(wait=False)
         _in_flight.append(self)
-        self._thread.start()
-
-    def _run(self, job: SaveJob) -> None:
-        try:
-            job.write()
-        except BaseException as error:
-            self._error = error
 
     @property
     def done(self) -> bool:
         """Whether it has ended, well or not."""
-        return not self._thread.is_alive()
+        return self._written.done()
 
     def wait(self) -> Path:
         """Wait until it is complete.
@@ -210,11 +196,10 @@ class Saving:
         Raises:
             CheckpointError: it could not be written.
         """
-        self._thread.join()
+        wait_all([self._written])
         if self in _in_flight:
             _in_flight.remove(self)
-        if self._error is not None:
-            raise self._error
+        self._written.result()
         return self.path
 
 

@@ -58,11 +58,7 @@ class RestoreTarget(LocalLeaf):
 
 
 def checked_param_leaves(params: Any, specs: Specs, mesh: Mesh) -> dict[str, LocalLeaf]:
-    """Of a tree of stored blocks.
-
-    Raises:
-        SpecError, StateError: blocks of another tree, mesh or spec.
-    """
+    """Of a tree of stored blocks."""
     named = tree.flatten_with_paths(params)[0]
     compare_paths(specs, named)
     check_blocks(specs, named, mesh)
@@ -70,12 +66,7 @@ def checked_param_leaves(params: Any, specs: Specs, mesh: Mesh) -> dict[str, Loc
 
 
 def state_leaves(state: TrainState, specs: Specs, mesh: Mesh) -> dict[str, LocalLeaf]:
-    """Of all tensors of a state but its two counters.
-
-    Raises:
-        SpecError, StateError: blocks of another tree, mesh or spec.
-        CheckpointError: optimizer state that is neither one block of its leaf nor one number.
-    """
+    """Of all tensors of a state but its two counters."""
     scale = {f"loss_scale/{k}": LocalLeaf((), P(), v) for k, v in state.loss_scale.items()}
     slots = slot_leaves(state.opt_state, state.slot_shapes, specs, mesh)
     return checked_param_leaves(state.params, specs, mesh) | slots | scale
@@ -119,11 +110,7 @@ def path_of(name: str) -> str:
 
 
 def resolved_as_saved(specs: ResolvedSpecs, saved: Mapping[str, SavedLeaf]) -> ResolvedSpecs:
-    """Specs that know their shapes: their own, or else the saved parameters'.
-
-    Raises:
-        CheckpointError: some of them were not saved.
-    """
+    """Specs that know their shapes: their own, or else the saved parameters'."""
     if specs.complete:
         return specs
     named = specs.stored
@@ -180,10 +167,6 @@ def restore_targets(
 
     Args:
         trained: paths of the leaves whose state would be missed.
-
-    Raises:
-        CheckpointError: names all leaves that are missing, surplus, or of another shape or kind of
-            number.
     """
     wrong, out = [], {}
     for name, leaf in leaves_here.items():
@@ -209,14 +192,7 @@ def restore_targets(
 
 
 def check_codecs_alike(specs: Specs, saved: Mapping[str, SavedLeaf]) -> None:
-    """Refuse saved leaves that are coded otherwise than these specs say.
-
-    Args:
-        specs: by path, coded leaves by their own.
-
-    Raises:
-        CheckpointError: names them, how they were saved, and how to read them.
-    """
+    """Refuse saved leaves that are coded otherwise than these specs say."""
     parts: dict[str, set[str]] = {}
     for name in saved:
         path, _, part = name.rpartition(".")

@@ -35,16 +35,18 @@ from fnshard.compiler.schedule.instructions import (
     Wait,
 )
 from fnshard.compiler.schedule.ir import Schedule
-from fnshard.debug.batch import (
+from fnshard.debug.values import (
     as_arguments,
+    describe_line,
     difference,
     full_params,
     full_tensor,
+    located,
     simulated_mesh,
+    tensors,
     tolerance,
     valid_parts,
 )
-from fnshard.debug.values import describe_line, located, tensors
 from fnshard.layout.partition import block_shape
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec, P
@@ -309,7 +311,6 @@ class Recording:
 
     @property
     def schedule(self) -> Schedule:
-        """Its instructions."""
         return self.lowered.schedule
 
     def by_meaning(self, *, versions: bool = True) -> dict[tuple[Meaning, str], dict[int, RecordedTensor]]:
@@ -346,13 +347,7 @@ class Recording:
 def record(
     step: Step, params: Any, parts: Sequence[Arguments], seed: int = 0, adversary: Adversary = None
 ) -> Recording:
-    """Run a step once on all ranks of its simulated mesh.
-
-    Args:
-        step: on the eager backend.
-        params: the full tree.
-        parts: the global batch, a slice for each data rank.
-    """
+    """Run a step once on all ranks of its simulated mesh."""
     recording = Recording(parts[0].call(step.lower, params), ResolvedSpecs.of(step.specs).paired)
 
     def run(rank: int) -> None:

@@ -19,9 +19,9 @@ from fnshard.compiler.ir.values import CONTROL, SCALARS, Kind, ValueName
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.schedule.instructions import Action, Env, Instruction, Run
 from fnshard.compiler.schedule.ir import Schedule
-from fnshard.debug.batch import as_arguments
 from fnshard.debug.values import (
     Health,
+    as_arguments,
     count_nonfinite,
     describe_line,
     describe_value,
@@ -158,7 +158,6 @@ class NonFiniteTracker:
     ill: bool = False
 
     def watch(self, number: int, line: Instruction, action: Action) -> Action:
-        """An instruction, watched."""
 
         def watched(env: Env) -> None:
             if number == 0:

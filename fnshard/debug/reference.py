@@ -12,7 +12,7 @@ from torch import Tensor
 from fnshard import tree
 from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.containers import one_run
-from fnshard.debug.batch import (
+from fnshard.debug.values import (
     as_arguments,
     difference,
     full_params,
@@ -20,12 +20,11 @@ from fnshard.debug.batch import (
     simulated_mesh,
     tolerance,
     valid_parts,
-    without_wrapper,
 )
 from fnshard.errors import DebugError, StateError
 from fnshard.layout.codecs import is_coded
 from fnshard.layout.spec import LayoutSpec
-from fnshard.losses import Mean
+from fnshard.losses import Mean, unwrapped
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.simulated import simulate
 from fnshard.step.batches import check_leaves, split_batch
@@ -143,7 +142,7 @@ def check(
     named = step.resolved.leaves
     dtypes = [d for s in named.values() for d in _dtypes(s)] or [torch.float32]
     rtol = tolerance(*dtypes) if rtol is None else rtol
-    loss, expected = _unsharded(fn, leaves, named, without_wrapper(batch))
+    loss, expected = _unsharded(fn, leaves, named, tree.map(unwrapped, batch, constants=True))
     found = _compare(mesh, losses, grads, loss, expected, named, rtol, atol)
     if not found and strict:
         raise DebugError(str(found), report=found)

@@ -33,12 +33,12 @@ from fnshard.hf.reading import load_block, match_tensors, open_tensors, read_con
 from fnshard.hf.writing import LeafToWrite, Put, leaves_to_write, model_directory, write_leaves
 from fnshard.layout.codecs import Unfit, check_codecs
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
-from fnshard.layout.spec import LayoutSpec, check_specs
-from fnshard.mesh import Mesh
+from fnshard.layout.spec import check_specs
+from fnshard.mesh import Mesh, make_mesh
 from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.files.folder import as_path
 from fnshard.runtime.tiers import check_directory
-from fnshard.step.runner import default_mesh, laid_out
+from fnshard.step.runner import laid_out
 from fnshard.step.shards import check_blocks
 
 __all__ = ["FAMILIES", "Family", "Transposed", "load", "register_attention", "save"]
@@ -87,7 +87,7 @@ def load(
     >>> load(folder, specs, make_mesh(shard=2, abstract=True))["w"]
     tensor([0., 1., 2.])
     """
-    mesh, path = mesh or default_mesh(), as_path(path, "load(path, specs)")
+    mesh, path = mesh or make_mesh(), as_path(path, "load(path, specs)")
     globs, model = [ignore] if isinstance(ignore, str) else list(ignore), tree.unwrapped(model)
 
     def read() -> Any:
@@ -145,13 +145,22 @@ def save(
         CheckpointError: it could not be written (no room, no permission); nothing has the name then.
         AgreementError: ranks called it with different arguments.
     """
-    blocks, specs, mesh = _laid_out(params, specs, mesh)
+    stored, specs, mesh = laid_out(params, specs, mesh)
+    if specs is None:
+        raise StateError(
+            "the layout of these blocks is not known.",
+            fix="give specs, and the mesh; states of step.init and step.adopt know both.",
+        )
+    blocks = tree.flatten_with_paths(stored)[0]
     final, model = as_path(path, "save(params, path)").absolute(), tree.unwrapped(model)
 
     def planned() -> tuple[list[LeafToWrite], AbstractContextManager[Put]]:
         source = _config(config, model)
         known = read_config(source) if isinstance(source, Path) else source
-        named = _checked(blocks, specs, mesh)
+        resolved = _resolved(specs, mesh)
+        compare_paths(resolved.stored, blocks)
+        check_blocks(resolved.stored, blocks, mesh)
+        named = resolved.leaves
         plan = leaves_to_write(blocks, named, family_of(known, model, named), dtype, names=names)
         check_config(known, model, {leaf.path: leaf.spec.shape for leaf in plan})
         if not (isinstance(max_file_bytes, int | float) and max_file_bytes > 0):
@@ -178,25 +187,6 @@ def _resolved(specs: Any, mesh: Mesh) -> ResolvedSpecs:
     check_codecs(resolved.leaves)
     check_specs(resolved.leaves, mesh)
     return resolved
-
-
-def _checked(blocks: Mapping[str, Tensor], specs: Any, mesh: Mesh) -> dict[str, LayoutSpec]:
-    """Specs by path, which these blocks are laid out by."""
-    resolved = _resolved(specs, mesh)
-    compare_paths(resolved.stored, blocks)
-    check_blocks(resolved.stored, blocks, mesh)
-    return resolved.leaves
-
-
-def _laid_out(params: Any, specs: Any, mesh: Mesh | None) -> tuple[dict[str, Any], Any, Mesh]:
-    """Blocks by path, their specs and mesh: as given, or as a state knows them."""
-    blocks, specs, mesh = laid_out(params, specs, mesh)
-    if specs is None:
-        raise StateError(
-            "the layout of these blocks is not known.",
-            fix="give specs, and the mesh; states of step.init and step.adopt know both.",
-        )
-    return tree.flatten_with_paths(blocks)[0], specs, mesh
 
 
 def _config(config: Any, model: nn.Module | None) -> Mapping[str, Any] | Path:

@@ -125,15 +125,7 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def family_of(config: Mapping[str, Any], model: nn.Module | None, paths: Iterable[str]) -> Family:
-    """Of a model, and of a configuration with a `model_type`.
-
-    Args:
-        model: the module whose leaves are meant, on any device.
-        paths: of all leaves.
-
-    Raises:
-        SpecError: the module has other leaves.
-    """
+    """Of a model, and of a configuration with a `model_type`."""
     kind = config.get("model_type")
     known = FAMILIES.get(kind, _UNKNOWN) if isinstance(kind, str) else _UNKNOWN
     if model is None:
@@ -154,12 +146,6 @@ def check_config(values: Mapping[str, Any], model: nn.Module | None, shapes: Map
     """Refuse a configuration of which `transformers` makes other leaves than these.
 
     Of a module's class one is built, on meta; else the sizes count that known families have by name.
-
-    Args:
-        shapes: of the leaves that are saved, by path.
-
-    Raises:
-        StateError: all leaves that differ.
     """
     made, here = {}, {path: list(shape) for path, shape in shapes.items()}
     kind, own = values.get("model_type"), getattr(model, "config", None)
@@ -187,11 +173,7 @@ def check_config(values: Mapping[str, Any], model: nn.Module | None, shapes: Map
 
 
 def given_name(path: str, names: Names) -> Named | None:
-    """What `names=` calls a leaf; None where it does not say.
-
-    Raises:
-        StateError: something that is no name.
-    """
+    """What `names=` calls a leaf; None where it does not say."""
     named = names(path) if callable(names) else names.get(path) if names is not None else None
     if named is not None and not isinstance(named, str | Transposed):
         raise StateError(
@@ -214,11 +196,7 @@ def possible_names(path: str, family: Family) -> list[str]:
 
 
 def check_names(names: Names, paths: Iterable[str]) -> None:
-    """Refuse a `names=` of leaves that there are not.
-
-    Raises:
-        StateError: it is no dict and no function; paths of no leaf.
-    """
+    """Refuse a `names=` of leaves that there are not."""
     if names is None or callable(names):
         return
     if not isinstance(names, Mapping):

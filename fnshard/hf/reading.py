@@ -83,7 +83,9 @@ def stacked(tensors: Mapping[str, FileTensor], family: Family) -> Mapping[str, F
         for leaf, parts in family.experts.items():
             own = [[names.get((number, part), "") for part in parts] for number in range(count)]
             every = [[tensors.get(name) for name in row] for row in own]
-            if any(None in row for row in every) or len({tuple(map(str, _like(row))) for row in every}) > 1:
+            if any(None in row for row in every):
+                continue
+            if len({tuple((part.shape, part.dtype) for part in row) for row in every}) > 1:
                 continue
             first = every[0]
             shape = (count, sum(part.shape[0] for part in first), *first[0].shape[1:])
@@ -93,17 +95,9 @@ def stacked(tensors: Mapping[str, FileTensor], family: Family) -> Mapping[str, F
     return out
 
 
-def _like(parts: Sequence[FileTensor]) -> list[Any]:
-    return [(part.shape, part.dtype) for part in parts]
-
-
 @contextmanager
 def open_tensors(path: Path) -> Iterator[dict[str, FileTensor]]:
-    """Every tensor of a model directory, or of one file, by name. The files are open meanwhile.
-
-    Raises:
-        StateError: there are none, or they are not what they should be; names all.
-    """
+    """Every tensor of a model directory, or of one file, by name. The files are open meanwhile."""
     if path.is_dir():
         folder, index = path, _index(path)
         files = sorted(set(index.values())) or [SINGLE]
@@ -188,11 +182,7 @@ def _nothing(path: Path, why: str) -> StateError:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        StateError: it is none, or cannot be read.
-    """
+    """A JSON object from a file."""
     try:
         values = json.loads(path.read_bytes())
         if not isinstance(values, dict):
@@ -238,11 +228,7 @@ def match_tensors(
     missing: Mapping[str, Tensor],
     ignore: Sequence[str],
 ) -> tuple[dict[str, LeafSource], dict[str, Tensor]]:
-    """What fills each leaf: a tensor of the files, or a full value.
-
-    Raises:
-        StateError: names everything that does not fit.
-    """
+    """What fills each leaf: a tensor of the files, or a full value."""
     sources: dict[str, LeafSource] = {}
     values: dict[str, Tensor] = {}
     absent: list[str] = []
@@ -369,9 +355,6 @@ def load_block(
 
     Args:
         unfit: collects rows that cannot be coded.
-
-    Raises:
-        StateError: there is no room.
     """
     if isinstance(source, Tensor):
         unfit.look(path, spec, source)

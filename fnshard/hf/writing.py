@@ -78,11 +78,7 @@ def leaves_to_write(
     *,
     names: Names = None,
 ) -> list[LeafToWrite]:
-    """How stored blocks, by path, are written.
-
-    Raises:
-        StateError: names or dtypes that do not fit; all of them.
-    """
+    """How stored blocks, by path, are written."""
     check_names(names, specs)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise StateError(f"dtype={dtype!r}: a float dtype, such as torch.bfloat16, or None.")
@@ -166,12 +162,8 @@ def _digest(plan: Sequence[LeafToWrite]) -> str:
 
 
 def gather_leaf(block: Tensor, spec: LayoutSpec, mesh: Mesh, comm: Collectives, out: Tensor | None) -> None:
-    """Fill `out` with a leaf, a bounded piece at a time; cast to its dtype. A collective.
-
-    Args:
-        block: what this rank stores of it.
-        out: of the full shape, in host memory; None on ranks that only take part.
-    """
+    """Fill `out` (None on ranks that only take part) with a leaf, a bounded piece at a time; cast to its dtype.
+    A collective."""
     axes = mesh.ordered(spec.storage.axes)
     if not axes or not block.numel():
         if out is not None:

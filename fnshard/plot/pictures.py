@@ -32,7 +32,7 @@ def memory(memory: Any, path: str | Path, *, limit: float | None = None) -> Path
         path: of the picture, .png or .svg; its folder is made.
         limit: bytes of the device; drawn as a dashed line.
     """
-    phases, series = memory_series(memory)
+    lines, series = memory_series(memory)
     totals = totals_of(series)
     count = len(totals)
     scale, unit = byte_unit(max(totals, default=0))
@@ -65,7 +65,7 @@ def memory(memory: Any, path: str | Path, *, limit: float | None = None) -> Path
         top = max(top, limit)
     axes.set_ylim(0, 1.2 * top * scale or 1)
     axes.set_xlim(0, max(count - 1, 1))
-    _mark_phases(axes, phases)
+    _mark_phases(axes, lines)
     axes.set_xlabel("instruction of the schedule")
     axes.set_ylabel(f"{unit} on one rank")
     axes.legend(loc="upper left", bbox_to_anchor=(1.005, 1), frameon=False, reverse=True)
@@ -73,12 +73,12 @@ def memory(memory: Any, path: str | Path, *, limit: float | None = None) -> Path
 
 
 def memory_series(memory: Any) -> tuple[Sequence[str], Mapping[str, Sequence[float]]]:
-    """The phase of each instruction, and the bytes of each category by instruction."""
+    """The instructions in words, and the bytes of each category by instruction."""
     if hasattr(memory, "memory_timeline"):
         memory = memory.memory_timeline()
     values = memory.as_dict() if hasattr(memory, "as_dict") else dict(memory)
-    phases = [line.split(" ", 1)[0] for line in values.pop("lines", ())]
-    return phases, {name: list(series) for name, series in values.items() if name not in TIERS}
+    lines = values.pop("lines", ())
+    return lines, {name: list(series) for name, series in values.items() if name not in TIERS}
 
 
 def totals_of(series: Mapping[str, Sequence[float]]) -> list[float]:
@@ -86,9 +86,9 @@ def totals_of(series: Mapping[str, Sequence[float]]) -> list[float]:
     return [sum(values) for values in zip(*series.values(), strict=True)]
 
 
-def phase_runs(phases: Sequence[str]) -> list[tuple[str, int, int]]:
+def phase_runs(lines: Sequence[str]) -> list[tuple[str, int, int]]:
     """Phase, first instruction, and the one after its last; updates within a phase belong to it."""
-    plain = [p.replace(".", " ") for p in phases]
+    plain = [line.split(" ", 1)[0].replace(".", " ") for line in lines]
     last_of = {p: i for i, p in enumerate(plain)}
     runs: list[tuple[str, int, int]] = []
     for index, phase in enumerate(plain):
@@ -101,10 +101,10 @@ def phase_runs(phases: Sequence[str]) -> list[tuple[str, int, int]]:
     return runs
 
 
-def _mark_phases(axes: Any, phases: Sequence[str]) -> None:
+def _mark_phases(axes: Any, lines: Sequence[str]) -> None:
     """Draw a line and a name where a phase of the schedule begins."""
-    for name, start, end in phase_runs(phases):
-        if end - start >= max(3, len(phases) / 30):  # or its name would not fit
+    for name, start, end in phase_runs(lines):
+        if end - start >= max(3, len(lines) / 30):  # or its name would not fit
             axes.text(
                 (start + end) / 2, 0.99, name, transform=axes.get_xaxis_transform(), ha="center", va="top"
             )
@@ -144,11 +144,7 @@ def timeline(timeline: Timeline, path: str | Path, *, measured: Timeline | None 
 
 
 def check(timeline: Any) -> Timeline:
-    """Return `timeline`.
-
-    Raises:
-        SpecError: it is no Timeline.
-    """
+    """The argument, refused if it is no Timeline."""
     if not hasattr(timeline, "spans"):
         raise SpecError(
             f"fs.plot.timeline draws a Timeline, not {type(timeline).__name__}.",
@@ -207,11 +203,7 @@ def _draw_lanes(
 
 
 def figure_of(width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any) -> tuple[Any, Any]:
-    """Make a figure of a size in inches, and its axes: one, or an array of them.
-
-    Raises:
-        MissingExtraError: no matplotlib.
-    """
+    """Make a figure of a size in inches, and its axes: one, or an array of them."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -237,11 +229,7 @@ def legend(axes: Any, colours: Mapping[str, str]) -> None:
 
 
 def save(figure: Any, path: str | Path) -> Path:
-    """Write a figure as .png or .svg, by the suffix of its path, and create the folder.
-
-    Raises:
-        SpecError: another ending.
-    """
+    """Write a figure as .png or .svg, by the suffix of its path, and create the folder."""
     path = Path(path)
     kind = FORMATS.get(path.suffix)
     if kind is None:

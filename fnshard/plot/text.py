@@ -12,16 +12,26 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from fnshard.compiler.ir.program import short_dtype
+from fnshard.errors import SpecError
 from fnshard.errors import leaves as count_of
-from fnshard.layout.spec import LayoutSpec, P
+from fnshard.layout.partition import P, block_shape, boxes
+from fnshard.layout.resolved import ResolvedSpecs
+from fnshard.layout.spec import LayoutSpec, check_specs
 from fnshard.mesh import Mesh
-from fnshard.plot.layouts import blocks_of, layouts_of, leaves_of, together
 from fnshard.plot.pictures import busy_lanes, check, headline, memory_series, phase_runs, span_name, totals_of
 from fnshard.plot.scales import byte_text, byte_unit, digits, ranks_text, time_unit
 
+__all__ = ["leaf", "memory", "timeline", "tree"]
+
+FIELDS = ("storage", "gradient", "optimizer")
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path
 EIGHTHS = " ▁▂▃▄▅▆▇█"
 PARTS = " ▏▎▍▌▋▊▉█"
 MOST_ROWS = 16  # of blocks; the rest, between the first and the last, is left out
@@ -55,7 +65,9 @@ def leaf(spec: LayoutSpec | P, mesh: Mesh, *, shape: Sequence[int] | None = None
             (f"  {block}", f"ranks {ranks_text(r)}") for block, r in blocks_of(layout, full, mesh).items()
         ]
         lines += [f"{fields}: {layout!r}"]
-        lines += _columns(_cut(rows, MOST_ROWS, ("  ⋮", "")), (str.ljust, str.ljust))
+        if len(rows) > MOST_ROWS:
+            rows[MOST_ROWS - 3 : -2] = [("  ⋮", "")]
+        lines += _columns(rows, (str.ljust, str.ljust))
     return "\n".join(lines)
 
 
@@ -105,10 +117,8 @@ def memory(memory: Any, *, width: int = 72, height: int = 8) -> str:
          f bu
     peak 4 B in line 2: backward c
     """
-    phases, series = memory_series(memory)
+    lines, series = memory_series(memory)
     totals = totals_of(series)
-    memory = memory.memory_timeline() if hasattr(memory, "memory_timeline") else memory
-    lines = (memory.as_dict() if hasattr(memory, "as_dict") else memory).get("lines", ())
     if not totals:
         return "nothing runs"
     peak = max(range(len(totals)), key=totals.__getitem__)
@@ -124,15 +134,15 @@ def memory(memory: Any, *, width: int = 72, height: int = 8) -> str:
         cells = "".join(EIGHTHS[min(max(round(8 * (c / top * height - (row - 1))), 0), 8)] for c in columns)
         out.append(f"{(high if row == height else '').rjust(left)} |{cells}".rstrip())
     out.append(f"{low.rjust(left)} +{'-' * width}")
-    out.append(" " * (left + 2) + _phase_line(phases, len(totals), width))
+    out.append(" " * (left + 2) + _phase_line(lines, len(totals), width))
     at = f": {lines[peak]}" if lines else ""
     return "\n".join([*out, f"peak {byte_text(totals[peak])} in line {peak}{at}"])
 
 
-def _phase_line(phases: Sequence[str], count: int, width: int) -> str:
+def _phase_line(lines: Sequence[str], count: int, width: int) -> str:
     """The names of phases at the columns where they begin, shortened to fit."""
     out = ""
-    for name, start, end in phase_runs(phases):
+    for name, start, end in phase_runs(lines):
         at, until = width * start // count, width * end // count
         room = until - at
         out = out.ljust(at)[:at] + (name if len(name) < room else name[: max(room - 1, min(room, 1))])
@@ -184,11 +194,6 @@ def _letter(name: str) -> str:
     return LETTERS.get(name, name[:1].upper())
 
 
-def _cut(items: list[Any], most: int, gap: Any = "…") -> list[Any]:
-    """A list shortened to its beginning and its end."""
-    return items if len(items) <= most else [*items[: most - 3], gap, *items[-2:]]
-
-
 def _bar(share: float, width: int) -> str:
     """A bar of that share of a width, to an eighth of a character."""
     full, rest = divmod(round(share * width * 8), 8)
@@ -200,3 +205,126 @@ def _columns(rows: Sequence[Sequence[str]], how: Sequence[Any]) -> list[str]:
     """Cells side by side, each column aligned one way."""
     wide = [max(len(row[i]) for row in rows) for i in range(len(how))] if rows else []
     return ["  ".join(f(c, w) for f, c, w in zip(how, row, wide, strict=True)).rstrip() for row in rows]
+
+
+# ------------------------------------------------------------------ layouts
+def blocks_of(layout: P, shape: Sequence[int], mesh: Mesh) -> dict[str, list[int]]:
+    """The ranks that hold each block of a leaf, by the text of its slices; or "padding".
+
+    >>> from fnshard.mesh import make_mesh
+    >>> blocks_of(P("shard"), (3,), make_mesh(replicate=2, shard=2, abstract=True))
+    {'[0:2]': [0, 2], '[2:3]': [1, 3]}
+    """
+    wrong = [f"it has no axis {axis!r}" for axis in layout.axes if axis not in mesh.names]
+    if len(layout.parts) > len(shape):
+        wrong.append(f"{layout!r} names {len(layout.parts)} dims, the leaf {list(shape)} has {len(shape)}")
+    if wrong:
+        raise SpecError(f"{layout!r} does not fit mesh {mesh}:", wrong, "fs.match_specs checks both.")
+    ranks: dict[str, list[int]] = {}
+    for rank in range(mesh.size):
+        for full, _ in boxes(shape, layout, mesh, mesh.coordinate(rank)):
+            empty = any(each.start >= each.stop for each in full)
+            text = f"[{', '.join(f'{each.start}:{each.stop}' for each in full)}]"
+            ranks.setdefault("padding" if empty else text, []).append(rank)
+    return ranks
+
+
+def layouts_of(spec: LayoutSpec | P, shape: Sequence[int] | None) -> tuple[dict[P, str], tuple[int, ...]]:
+    """The layouts of a spec with the names of the fields that have each, and the leaf's shape."""
+    if not isinstance(spec, LayoutSpec | P):
+        raise SpecError(
+            f"a leaf's layout is a LayoutSpec or a P, not {type(spec).__name__}.",
+            fix='pass one leaf of the spec tree, such as specs["layers.0.attn.wq.weight"].',
+        )
+    full = getattr(spec, "shape", None) if shape is None else shape
+    if full is None:
+        raise SpecError(
+            f"{spec!r} knows no shape.",
+            fix="shape=leaf.shape; or a spec of fs.match_specs or a preset, which know theirs.",
+        )
+    if isinstance(spec, P):
+        return {spec: "layout"}, tuple(full)
+    named: dict[P, list[str]] = {}
+    for field in FIELDS if spec.trainable is not False else FIELDS[:1]:
+        value = getattr(spec, field)
+        named.setdefault(spec.storage if value is None else value, []).append(field)
+    if spec.compute.axes:
+        named.setdefault(spec.compute, []).append("compute")
+    return {layout: ", ".join(fields) for layout, fields in named.items()}, tuple(full)
+
+
+@dataclass
+class LeafBytes:
+    """One leaf, or `count` leaves whose paths differ in numbers alone.
+
+    `label`: its spec in a few words; `bytes`: stored by the whole, `mine`: by one rank, padding counted.
+    """
+
+    path: str
+    unit: str
+    shape: tuple[int, ...]
+    label: str
+    bytes: int = 0
+    mine: int = 0
+    count: int = 0
+
+
+def leaves_of(specs: Any, mesh: Mesh, params: Any = None) -> list[LeafBytes]:
+    """All stored leaves of a spec tree; a coded leaf is replaced by its parts. Arguments: as for `tree`."""
+    resolved = ResolvedSpecs.of(specs)
+    resolved = resolved if params is None else resolved.resolve(params)
+    if not resolved.complete:
+        lines = [f"{leaf} knows no shape" for leaf in resolved.incomplete]
+        raise SpecError("specs were written by hand:", lines, "pass params=, or fs.match_specs.")
+    check_specs(resolved.stored, mesh)
+    return [
+        LeafBytes(
+            path,
+            spec.unit or "",
+            spec.shape,
+            label_of(spec),
+            math.prod(spec.shape) * spec.storage_dtype.itemsize,
+            math.prod(block_shape(spec.shape, spec.storage, mesh)) * spec.storage_dtype.itemsize,
+            1,
+        )
+        for path, spec in resolved.stored.items()
+    ]
+
+
+def label_of(spec: LayoutSpec) -> str:
+    """A spec in a few words, without fields that have their defaults.
+
+    >>> from fnshard.layout.spec import P
+    >>> import torch
+    >>> spec = LayoutSpec(P(), gradient=P("shard"), optimizer=P("shard"), compute_dtype=torch.bfloat16)
+    >>> label_of(spec.resolve(torch.ones(4), "unit"))
+    "P() f32 → bf16, gradient and optimizer P('shard')"
+    >>> label_of(LayoutSpec(P(("tensor", "shard")), compute=P("tensor")).resolve(torch.ones(4), "unit"))
+    "P(('tensor', 'shard')) f32, computed P('tensor')"
+    """
+    stored, computed = short_dtype(spec.storage_dtype), short_dtype(spec.compute_dtype)
+    parts = [f"{spec.storage!r} {stored}" + ("" if stored == computed else f" → {computed}")]
+    if not spec.trainable:
+        parts.append("frozen")
+    elif spec.gradient == spec.optimizer != spec.storage:
+        parts.append(f"gradient and optimizer {spec.gradient!r}")
+    else:
+        other = {"gradient": spec.gradient, "optimizer": spec.optimizer}
+        parts += [f"{name} {layout!r}" for name, layout in other.items() if layout != spec.storage]
+    parts += [f"computed {spec.compute!r}"] if spec.compute.axes else []
+    parts += [] if spec.reshard or not spec.storage.axes else ["kept gathered"]
+    parts += [] if spec.memory == "device" else [f"on the {spec.memory}"]
+    if spec.trainable and spec.optimizer_memory != "device":
+        streamed = " (streamed)" if spec.updated_on == "device" else ""
+        parts.append(f"optimizer on the {spec.optimizer_memory}{streamed}")
+    return ", ".join(parts)
+
+
+def together(leaves: Sequence[LeafBytes]) -> list[LeafBytes]:
+    """Leaves whose paths differ in numbers alone, with equal shapes and specs, as one; largest first."""
+    found: dict[tuple[str, tuple[int, ...], str], LeafBytes] = {}
+    for leaf in leaves:
+        path, unit = (NUMBER.sub("*", name) for name in (leaf.path, leaf.unit))
+        seen = found.setdefault((path, leaf.shape, leaf.label), LeafBytes(path, unit, leaf.shape, leaf.label))
+        seen.bytes, seen.mine, seen.count = seen.bytes + leaf.bytes, seen.mine + leaf.mine, seen.count + 1
+    return sorted(found.values(), key=lambda leaf: -leaf.bytes)

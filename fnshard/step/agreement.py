@@ -99,9 +99,6 @@ def compare_values(
 
     Args:
         given: checksums of the full leaves that this rank's blocks were cut out of, where it has had these.
-
-    Raises:
-        AgreementError: on every rank, naming the leaves.
     """
     mesh, here = comm.mesh, comm.mesh.coordinate()
     if mesh.size == 1:
@@ -136,9 +133,6 @@ def compare_rows(comm: Collectives, axes: Sequence[str], mine: Mapping[str, str]
 
     Args:
         mine: by name, what is equal for equal tensors.
-
-    Raises:
-        AgreementError: on every rank, naming the tensors and ranks.
     """
     every = [json.loads(text) for text in comm.gather_object(json.dumps(mine))]
     wrong = []

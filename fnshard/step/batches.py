@@ -23,11 +23,7 @@ BatchKey = tuple[tuple[str, Any], ...]  # what `batch_key` gives
 
 
 def split_batch(batch: Batch, parts: int, what: str = "micro-batches") -> Iterator[Arguments]:
-    """Equal parts of a batch along dim 0; `Whole` leaves and constants are in all.
-
-    Raises:
-        StateError: names every leaf that cannot be cut.
-    """
+    """Equal parts of a batch along dim 0; `Whole` leaves and constants are in all."""
     named, structure = Arguments.of(batch).leaves
     tensors = {n: unwrapped(v) for n, v in named.items() if isinstance(v, Tensor | losses.Sequence)}
     wrong = [

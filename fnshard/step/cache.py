@@ -37,8 +37,7 @@ from fnshard.step.batches import (
     split_batch,
 )
 from fnshard.step.lowered import CompileStats, Lowered
-from fnshard.step.options import Options
-from fnshard.step.plan import FORWARD, plan_of
+from fnshard.step.plan import FORWARD, Options, plan_of
 from fnshard.step.programs import Programs, announce, fits
 
 LENGTHS = 64  # of one step that are kept, at least
@@ -104,9 +103,6 @@ class ProgramCache:
         """Take the form of a tree of stored blocks: `fn` sees the parameters' own tree, not the specs'.
 
         What is lowered keeps the form that it was lowered with. On one rank, blocks complete the specs.
-
-        Raises:
-            StateError: the specs do not know the full shapes, and there are several ranks.
         """
         if not self.specs.complete:
             if self.mesh.size > 1:
@@ -132,11 +128,7 @@ class ProgramCache:
         self.specs = specs
 
     def lower(self, batch: Batch) -> Lowered:
-        """All stages for this rank's batch; the last one lowered is kept for the step that may follow.
-
-        Raises:
-            StateError: the batch does not fit `fn`, or cannot be cut into micro-batches.
-        """
+        """All stages for this rank's batch; the last one lowered is kept for the step that may follow."""
         check_arguments(self.fn, batch)
         check_leaves(batch)
         key, micro = batch_key(batch), next(split_batch(batch, self.options.accumulate))

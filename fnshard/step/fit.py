@@ -220,8 +220,6 @@ def fit(
         if mesh is not None or not whole or not (specs is None or callable(specs)):
             raise SpecError(f"ranks={ranks!r}: a whole number from 1, for which fit chooses the mesh.",
                             fix="leave mesh= out, and give specs= as a function of a mesh.")  # fmt: skip
-        if not isinstance(hardware, str | Hardware):
-            raise SpecError(f"hardware={hardware!r}: a name such as 'h100', or a Hardware")
         return _over_meshes(
             fn, params, ranks, Arguments(tuple(batch), keywords or {}), specs, device_bytes, how
         )
@@ -239,8 +237,7 @@ def _over_meshes(
     how: Mapping[str, Any],
 ) -> Fit:
     """The best of all meshes; one that is slower than the best so far even with room for all is passed by."""
-    hardware = how["hardware"]
-    hardware = Hardware.named(hardware) if isinstance(hardware, str) else hardware
+    hardware = Hardware.of(how["hardware"])
     budget = hardware.memory_bytes if device_bytes is None else device_bytes
     bounds: list[tuple[float, int, Search]] = []
     why: dict[Mesh, str] = {}
@@ -319,7 +316,7 @@ class Search:
     ):
         _check_arguments(params, mesh, batch, hardware, options)
         self.fn, self.mesh, self.batch, self.options = fn, mesh, tuple(batch), options
-        self.hardware = Hardware.named(hardware) if isinstance(hardware, str) else hardware
+        self.hardware = Hardware.of(hardware)
         self.optimizer = adamw(1e-3) if optimizer is None else optimizer
         self.arguments = Arguments(self.batch, keywords or {}).in_order_of(signature_of(fn))
         check_arguments(fn, self.arguments)
@@ -550,10 +547,8 @@ class Search:
         )
 
 
-def _faster(a: Candidate | None, b: Candidate | None) -> Candidate | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return b if b.cost < a.cost else a
+def _faster(*found: Candidate | None) -> Candidate | None:
+    return min(filter(None, found), key=lambda c: c.cost, default=None)
 
 
 def _why(candidate: Candidate, best: Candidate, budget: int) -> str:
@@ -573,11 +568,7 @@ def _divisors(batch: Arguments) -> list[int]:
 
 
 def _check_arguments(params: Any, mesh: Any, batch: Any, hardware: Any, options: Mapping[str, Any]) -> None:
-    """Refuse what `fit` does not take.
-
-    Raises:
-        SpecError: all of it at once.
-    """
+    """Refuse what `fit` does not take."""
     chosen = {"accumulate", "remat", "save", "prefetch", "overlap"}
     known = set(inspect.signature(shard_step).parameters) - {"fn", "specs", "mesh", "optimizer"} - chosen
     wrong = [f"{name}=: fit chooses it; leave it out" for name in options if name in chosen]

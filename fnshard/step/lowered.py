@@ -12,7 +12,8 @@ from typing import Any, get_args
 import torch
 
 from fnshard.analysis.hardware import Hardware
-from fnshard.analysis.memory import Ledger, MemoryAnalysis, MemoryInputs, MemoryTimeline, check_fits, measure
+from fnshard.analysis.memory import Ledger, MemoryAnalysis, MemoryInputs, MemoryTimeline, made_of, measure
+from fnshard.analysis.tables import megabytes
 from fnshard.analysis.timeline import Timeline, simulate
 from fnshard.analysis.traffic import Traffic, analyse
 from fnshard.analysis.transport import TransportKind, kind_of
@@ -27,10 +28,10 @@ from fnshard.compiler.kernels.symbolic import SharedKernels
 from fnshard.compiler.lower import Stages
 from fnshard.compiler.schedule.instructions import TRANSFER, Run
 from fnshard.compiler.schedule.ir import Schedule
-from fnshard.errors import SpecError, is_number
+from fnshard.errors import BudgetError, SpecError, is_number
 from fnshard.mesh.process_group import place_on_host
 from fnshard.optim.contract import Optimizer
-from fnshard.step.options import Options
+from fnshard.step.plan import Options
 
 Kernels = Mapping[str, tuple[Boxed, Boxed | None]]
 KnownKernels = dict[tuple[str, bool], Boxed]  # by name, and whether it is the backward
@@ -160,7 +161,10 @@ class Lowered:
         """
         if not is_number(bytes) or bytes <= 0:
             raise SpecError(f"assert_fits({bytes!r}): a number of bytes above 0, such as 24e9.")
-        check_fits(self.memory_analysis(), bytes)
+        peak = (analysis := self.memory_analysis()).peak_bytes
+        if peak > bytes:
+            detail = f", {megabytes(bytes)} MB are allowed ({megabytes(peak - bytes)} MB too many)"
+            raise BudgetError(made_of(analysis, detail))
 
     def comm_analysis(self) -> Traffic:
         """Bytes on the wire of one step: by collective, axes, unit and phase, and transfers to the host.

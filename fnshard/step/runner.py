@@ -43,11 +43,6 @@ from fnshard.step.shards import check_blocks, given_to
 from fnshard.step.state import TrainState
 
 
-def default_mesh() -> Mesh:
-    """One axis "shard" over the process group's ranks, or a mesh of one."""
-    return make_mesh()
-
-
 def laid_out(params: Any, specs: Any = None, mesh: Mesh | None = None) -> tuple[Any, Any, Mesh]:
     """The parameter tree of a state (or itself), its specs and mesh: as given, or as the state knows them.
 
@@ -56,7 +51,7 @@ def laid_out(params: Any, specs: Any = None, mesh: Mesh | None = None) -> tuple[
     training = isinstance(params, TrainState)
     known = params.where if training and params.where is not None else (None, None)
     blocks = params.params if training else params
-    return blocks, known[0] if specs is None else specs, mesh or known[1] or default_mesh()
+    return blocks, known[0] if specs is None else specs, mesh or known[1] or make_mesh()
 
 
 @dataclass(frozen=True)
@@ -106,15 +101,6 @@ class RankState:
             check_limits((self.last if self.last.event is None else self.before).numbers())
         return self.last
 
-    def flag_raised(self, flag: str) -> bool:
-        """Whether any rank had raised the flag with the step before the last one, on which nobody waits."""
-        return self.before.numbers().get(("flag", flag), 0.0) > 0
-
-    def clear_flag(self, flag: str) -> None:
-        """Lower a flag on this rank, and what is known of it on others."""
-        self.raised.discard(flag)
-        self.before, self.last = (r.without(("flag", flag)) for r in (self.before, self.last))
-
 
 class Runner:
     """Runs a cache's programs on ranks. On a simulated mesh the ranks are threads that share it."""
@@ -139,12 +125,7 @@ class Runner:
         return self._ranks[self.mesh.rank]
 
     def prepare(self, params: Any, batch: Arguments, seed: int, step: int) -> tuple[Bound, dict[str, Any]]:
-        """This rank's binding of the program for a batch, made if there is none, and what it starts from.
-
-        Args:
-            params: the tree of stored blocks.
-            seed, step: what random ops draw from.
-        """
+        """This rank's binding of the program for a batch, made if there is none, and what it starts from."""
         if self._parts:
             self._compare_rows(batch)
         lowered, rank = self.cache.get(batch), self.rank
@@ -188,9 +169,6 @@ class Runner:
         """Compare, at the first step, what ranks run and hold; ranks of a host compile a share each.
 
         A collective.
-
-        Raises:
-            AgreementError: ranks hold different programs or values.
         """
         rank, specs, settings = self.rank, self.cache.specs, {}
         if self.cache.trains and self.mesh.size > 1:
@@ -203,16 +181,11 @@ class Runner:
         if self._parts and constants:
             read = {f"a tensor {list(v.shape)} that `fn` closes over, {n},": v for n, v in constants.items()}
             compare_rows(rank.comm, self._parts, {n: str(checksum(v)) for n, v in read.items()})
-        if self._in_processes and not rank.agreement.compiled:
+        # Ranks that are processes of hosts share a disk cache. Not accelerators: it knows each device apart.
+        shared = (self.mesh.kind, self.mesh.device_type) == ("group", "cpu")
+        if shared and self.options.backend != "eager" and not rank.agreement.compiled:
             lowered.compile_share()
             rank.comm.barrier()
-
-    @property
-    def _in_processes(self) -> bool:
-        """Whether ranks are processes of hosts, and share a disk cache. Accelerators do not: it knows each
-        device apart."""
-        mesh = self.mesh
-        return mesh.kind == "group" and mesh.device_type == "cpu" and self.options.backend != "eager"
 
     @contextmanager
     def watching(self, observer: Watch) -> Iterator[None]:
@@ -262,11 +235,7 @@ class Runner:
         return Graphed(first, last, returned, FLAGS)
 
     def _blocks(self, params: Any) -> dict[str, Tensor]:
-        """This rank's stored blocks by path, in the order of the specs; complex ones as pairs.
-
-        Raises:
-            StateError: blocks of another mesh or spec.
-        """
+        """This rank's stored blocks by path, in the order of the specs; complex ones as pairs."""
         resolved, before = self.cache.specs, self._checked
         specs, structure = resolved.stored, resolved.structure
         blocks, form = tree.flatten(params)
@@ -294,11 +263,7 @@ class Runner:
         seed: int,
         step: int,
     ) -> dict[str, Any]:
-        """The environment a schedule starts from: stored blocks, batch, constants and random keys.
-
-        Args:
-            tensors, whole: of the batch, as `batch_tensors` gives them.
-        """
+        """The environment a schedule starts from: stored blocks, batch, constants and random keys."""
         mesh, parts, program = self.mesh, lowered.options.accumulate, lowered.program
         names = lowered.names
         values = {n: send(v, mesh.device).contiguous() for n, v in tensors.items()}

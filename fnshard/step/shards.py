@@ -71,21 +71,13 @@ def shard(
 
 
 def check_seed(seed: Any) -> None:
-    """Refuse a seed that a state cannot hold.
-
-    Raises:
-        StateError: it is no int64.
-    """
+    """Refuse a seed that a state cannot hold."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(1 << 63) <= seed < 1 << 63:
         raise StateError(f"seed={seed!r}: an int that fits 64 bits with sign.")
 
 
 def check_is_used(seed: int, named: Mapping[str, Tensor]) -> None:
-    """Refuse a seed where every leaf has its values.
-
-    Raises:
-        StateError: no leaf is deferred.
-    """
+    """Refuse a seed where every leaf has its values."""
     if not any(map(recipe_of, named.values())):
         raise StateError(
             f"seed={seed}: every leaf has its values already, so the seed would change none.",
@@ -200,11 +192,7 @@ _UNSHARD = (
 def check_blocks(
     specs: Mapping[str, LayoutSpec], blocks: Mapping[str, Any], mesh: Mesh, fix: str = _SHARD
 ) -> None:
-    """Refuse stored blocks of a wrong shape, dtype or device, all at once.
-
-    Raises:
-        StateError: names every leaf, what it is and what was expected.
-    """
+    """Refuse stored blocks of a wrong shape, dtype or device, all at once."""
     check_mesh(mesh)
     wrong = []
     for path, spec in specs.items():
@@ -240,10 +228,6 @@ def init_params(
         disk_dir: for leaves that rest on disk.
         trains: there is an optimizer: the seed is of the random ops of all steps to come, too, and leaves
             with a wider master copy come in its dtype, for it to keep (`narrowed`).
-
-    Raises:
-        StateError: leaves without values, or of other shapes than the specs'; leaves that nobody sets; a
-            seed that is no int64, or that nothing uses.
     """
     number = 0 if seed is None else seed
     check_seed(number)
@@ -339,11 +323,7 @@ def given_to(params: Any) -> dict[str, int]:
 
 
 def blank_params(specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | None) -> dict[str, Tensor]:
-    """Zeros where each leaf's stored block rests.
-
-    Raises:
-        StateError: no room, or no directory, for what rests on disk.
-    """
+    """Zeros where each leaf's stored block rests."""
     check_directory(disk_dir, [p for p, s in specs.items() if "disk" in (s.memory, s.optimizer_memory)])
     shapes = {p: block_shape(s.shape, s.storage, mesh) for p, s in specs.items()}
     return {p: _zeros(shapes[p], s.storage_dtype, s.memory, mesh, disk_dir) for p, s in specs.items()}

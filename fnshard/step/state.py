@@ -165,11 +165,7 @@ class TrainState:
 
 
 def checked_rng(rng: Any) -> tuple[int, int]:
-    """The (seed, step) that random ops of a step without an optimizer draw from; (0, 0) for None.
-
-    Raises:
-        StateError: it is something else.
-    """
+    """The (seed, step) that random ops of a step without an optimizer draw from; (0, 0) for None."""
     if rng is None:
         return 0, 0
     if isinstance(rng, tuple) and len(rng) == 2 and all(isinstance(v, int) for v in rng):
@@ -181,14 +177,7 @@ def checked_rng(rng: Any) -> tuple[int, int]:
 
 
 def check_state(value: Any, has_optimizer: bool, paths: Collection[str]) -> bool:
-    """Whether a step's first argument is a TrainState, as a step with an optimizer takes it.
-
-    Args:
-        paths: of the parameters.
-
-    Raises:
-        StateError: a tree for a state, a state for a tree, or what a step without an optimizer returned.
-    """
+    """Whether a step's first argument is a TrainState, as a step with an optimizer takes it."""
     training = isinstance(value, TrainState)
     if has_optimizer and not training:
         returned = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], TrainState)

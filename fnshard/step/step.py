@@ -1,4 +1,6 @@
-"""`shard_step`: a pure function and its specs -> `Step`, a compiled, sharded training step."""
+"""`shard_step`: a pure function and its specs -> `Step`, a compiled, sharded training step; and
+`shard_forward`, the same without the backward.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from fnshard.functional import make_functional
 from fnshard.layout.pairs import as_pairs, slots_at_rest
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
 from fnshard.layout.spec import summed_axes
-from fnshard.mesh import Mesh
+from fnshard.losses import Mean
+from fnshard.mesh import Mesh, make_mesh
 from fnshard.optim.contract import Optimizer, check_kind
 from fnshard.optim.contract import check as check_optimizer
 from fnshard.optim.loss_scale import LossScale, exact_seed
@@ -38,26 +41,41 @@ from fnshard.runtime.tiers import check_directory
 from fnshard.step.buckets import Buckets
 from fnshard.step.cache import ProgramCache
 from fnshard.step.lowered import CompileStats, Lowered
-from fnshard.step.options import Backend, Options, UpdateMode, default_depth
-from fnshard.step.plan import FLAGS, loss_scale_of
+from fnshard.step.plan import FLAGS, Backend, Options, UpdateMode, default_depth, loss_scale_of
 from fnshard.step.programs import name_of
-from fnshard.step.runner import Bound, Runner, default_mesh
+from fnshard.step.runner import Bound, Runner
 from fnshard.step.shards import blank_params, blank_slots, check_blocks, check_seed, init_params, narrowed
 from fnshard.step.state import Metrics, TrainState, check_state, checked_rng
 
-__all__ = ["Step", "shard_step"]
+__all__ = ["Forward", "Step", "shard_forward", "shard_step"]
 
 
-class Step:
+class Compiled:
+    """What a step and a forward have in common: programs by batch, and their running on ranks."""
+
+    def __init__(self, cache: ProgramCache):
+        self.mesh, self.options = cache.mesh, cache.options
+        self._cache, self._runner = cache, Runner(cache)
+
+    @property
+    def compile_stats(self) -> CompileStats:
+        """How many programs were traced, and kernels compiled."""
+        return self._cache.stats
+
+    def gather_strings(self, text: str) -> list[str]:
+        """One small string of every rank, by rank: a collective, for what no step can carry."""
+        return self._runner.rank.comm.gather_object(text)
+
+
+class Step(Compiled):
     """A compiled training step; made by `shard_step`."""
 
     def __init__(
         self, fn: Callable[..., Any], specs: Any, mesh: Mesh, optimizer: Optimizer | None, options: Options
     ):
         check_kind(optimizer)
-        self.mesh, self.optimizer, self.options = mesh, optimizer, options
-        self._cache = ProgramCache(fn, specs, mesh, options, optimizer)
-        self._runner = Runner(self._cache)
+        super().__init__(ProgramCache(fn, specs, mesh, options, optimizer))
+        self.optimizer = optimizer
         self._chosen_scale: LossScale | None = None
         self._expected_slots: Slots | None = None
         self._checked_slots: Any = None
@@ -254,11 +272,6 @@ class Step:
         """
         return self._runner.watching(observer)
 
-    @property
-    def compile_stats(self) -> CompileStats:
-        """How many programs were traced, and kernels compiled."""
-        return self._cache.stats
-
     def front(self, *batch: Any, **keywords: Any) -> Front:
         """The program of this rank's slice of a batch, cut into segments: all of a lowering that no layout or
         option changes."""
@@ -283,23 +296,21 @@ class Step:
 
     def clear_flag(self, flag: str) -> None:
         """Lower a flag on this rank, and what is known of it on others."""
-        self._runner.rank.clear_flag(flag)
+        rank = self._runner.rank
+        rank.raised.discard(flag)
+        rank.before, rank.last = (r.without(("flag", flag)) for r in (rank.before, rank.last))
 
     def flag_raised(self, flag: str) -> bool:
         """Whether any rank had raised the flag when the step before the last one began; equal on all ranks.
 
         A step late: the last one may be under way on a device, which nothing here waits for.
         """
-        return self._runner.rank.flag_raised(flag)
+        return self._runner.rank.before.numbers().get(("flag", flag), 0.0) > 0
 
     @property
     def latest(self) -> Reading:
         """The numbers of the latest step, of this rank's: a new one for each."""
         return self._runner.rank.last
-
-    def gather_strings(self, text: str) -> list[str]:
-        """One small string of every rank, by rank: a collective, for what no step can carry."""
-        return self._runner.rank.comm.gather_object(text)
 
     @property
     def _slots(self) -> Slots:
@@ -460,7 +471,7 @@ def shard_step(
     Gradients come in `storage_dtype`; leaves that do not train have None. They are whole with
     `fs.unshard(grads, specs, mesh, layout="gradient")`.
     """
-    mesh = mesh or default_mesh()
+    mesh = mesh or make_mesh()
     usual = default_depth(mesh)
     ahead, later = usual if prefetch is None else prefetch, usual if overlap is None else overlap
     depth = (ahead, ahead) if isinstance(ahead, int) else ahead
@@ -473,3 +484,79 @@ def shard_step(
         deterministic, update, shapes,
     )  # fmt: skip
     return Step(fn, specs, mesh, optimizer, chosen)
+
+
+class Forward(Compiled):
+    """A compiled forward; made by `shard_forward`."""
+
+    def __init__(self, fn: Callable[..., Any], specs: Any, mesh: Mesh, options: Options):
+        super().__init__(ProgramCache(fn, specs, mesh, options, trains=False))
+
+    def lower(self, params: Any, /, *batch: Any, **keywords: Any) -> Lowered:
+        """The forward for this batch, on paper; see `Step.lower`."""
+        if isinstance(params, TrainState):
+            self._cache.follow(params.params)
+        else:
+            self._cache.resolve(params)
+        return self._cache.lower(self._cache.arguments(batch, keywords))
+
+    def __call__(self, params: Any, /, *batch: Any, **keywords: Any) -> Any:
+        """`fn`'s outputs for this rank's slice of the batch.
+
+        Raises: as `Step.__call__`.
+        """
+        training = isinstance(params, TrainState)
+        seed, number = (int(params.seed), int(params.step)) if training else (0, 0)
+        blocks = params.params if training else params
+        self._cache.follow(blocks)
+        bound, inputs = self._runner.prepare(blocks, self._cache.arguments(batch, keywords), seed, number)
+        env, lowered = bound.run(inputs), bound.lowered
+        outputs, results = lowered.program.outputs, lowered.segments.results
+        self._runner.rank.finished({}, {}, {limit: env[results[limit.result]] for limit in outputs.limits})
+        made = {"python": lambda value: value, "tensor": lambda i: env[results[i]],
+                "mean": lambda i, j: Mean(env[results[i]], env[results[j]])}  # fmt: skip
+        return tree.unflatten([made[kind](*rest) for kind, *rest in outputs.aux], outputs.aux_structure)
+
+
+def shard_forward(
+    fn: Callable[..., Any],
+    specs: Any,
+    *,
+    mesh: Mesh | None = None,
+    prefetch: int = 1,
+    backend: Backend = "inductor",
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    deterministic: bool = False,
+    context_attention: ContextAttention = "auto",
+    expert_capacity: float | None = None,
+    shapes: Buckets | None = None,
+    cache: int = 8,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> Forward:
+    """Compile `fn(params, *batch) -> outputs` for sharded parameters.
+
+    `forward(params, *batch)` takes this rank's stored blocks (or a TrainState) and its slice of the
+    batch, and returns `fn`'s outputs for that slice: any pytree of tensors.
+
+    Args: as `shard_step`'s.
+
+    `forward.lower(params, *batch).compile_async()` compiles while steps run.
+
+    >>> import torch
+    >>> from fnshard import LayoutSpec, match_specs
+    >>> params = {"w": torch.ones(3)}
+    >>> specs = match_specs(params, [("*", LayoutSpec())])
+    >>> shard_forward(lambda p, x: p["w"] * x, specs, backend="eager")(params, torch.arange(3.0))
+    tensor([0., 1., 2.])
+    """
+    chosen = Options(
+        lowering=LowerOptions(
+            Passes((prefetch, prefetch), 1, mode == MODE),
+            context_attention=context_attention,
+            expert_capacity=expert_capacity,
+        ),
+        backend=backend, inductor=inductor_options(mode, options), deterministic=deterministic, cache=cache,
+        timeout=timeout, shapes=shapes,
+    )  # fmt: skip
+    return Forward(fn, specs, mesh or make_mesh(), chosen)

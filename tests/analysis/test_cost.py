@@ -145,7 +145,7 @@ def test_views_cost_nothing_and_a_slice_is_read_as_a_slice() -> None:
 
 def price(low: Any, kind: type, hardware: Hardware = H100, **where: Any) -> Any:
     line = next(i for i in low.schedule.instructions if type(i) is kind)
-    return HardwarePricer(low.schedule, hardware, low.sizes, fused=False).of(line)
+    return line.price(HardwarePricer(low.schedule, hardware, low.sizes, fused=False))
 
 
 def loss(p: Any, x: Any) -> Any:
@@ -236,7 +236,7 @@ def test_transfers_are_priced_by_the_bytes_of_what_they_read(preset: str, tier: 
         moved = [sum(low.sizes[n] for n in i.reads) for i in transfers]
         assert transfers and all(moved)
         pricer = HardwarePricer(low.schedule, one, low.sizes)
-        assert [pricer.of(i).flight_seconds for i in transfers] == moved
+        assert [i.price(pricer).flight_seconds for i in transfers] == moved
 
 
 def test_copies_of_mapped_files_hold_the_host_up() -> None:
@@ -251,7 +251,7 @@ def test_copies_of_mapped_files_hold_the_host_up() -> None:
 def test_kernels_cost_more_uncompiled() -> None:
     low = lower(*llama(2), ranks=2)
     run = next(i for i in low.schedule.instructions if isinstance(i, Run) and "layers.0" in i.units)
-    fused, eager = (HardwarePricer(low.schedule, H100, low.sizes, fused=f).of(run) for f in (True, False))
+    fused, eager = (run.price(HardwarePricer(low.schedule, H100, low.sizes, fused=f)) for f in (True, False))
     assert fused.device_seconds < eager.device_seconds and fused.host_seconds < eager.host_seconds
     assert fused.flops == eager.flops
 

@@ -108,7 +108,7 @@ def test_a_step_is_no_shorter_than_its_critical_path(low: Lowered, hardware: Har
     """The longest chain of lines in which each reads what the one before made, lanes and host aside."""
     pricer, done = HardwarePricer(low.schedule, hardware, low.sizes, fused=False), {}
     for line in low.schedule.instructions:
-        price = pricer.of(line)
+        price = line.price(pricer)
         end = (
             max((done.get(n, 0.0) for n in line.reads), default=0.0)
             + price.device_seconds
@@ -152,7 +152,7 @@ def test_prefetch_hides_gathers_behind_kernels() -> None:
     runs = [i for i in base.schedule.instructions if isinstance(i, Run)]
     free = replace(H100, instruction_seconds=0.0, kernel_seconds=0.0, launch_seconds=0.0)
     pricer = HardwarePricer(base.schedule, free, base.sizes, fused=False)
-    kernel = sum(pricer.of(r).device_seconds for r in runs) / len(runs)
+    kernel = sum(r.price(pricer).device_seconds for r in runs) / len(runs)
     hardware = replace(free, node=Link.even(0, 0.5 * WIDTH * WIDTH * 4 / kernel))
     without = base.timeline(hardware).exposed_communication_seconds
     assert lowered("full_shard", 2).timeline(hardware).exposed_communication_seconds < 0.75 * without

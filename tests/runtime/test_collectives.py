@@ -14,7 +14,7 @@ import torch
 
 from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh, make_mesh
-from fnshard.runtime.collectives import endpoint, messages, shared_memory
+from fnshard.runtime.collectives import messages, shared_memory
 from fnshard.runtime.collectives.base import Group, sum_rows
 from fnshard.runtime.collectives.connect import connect
 from fnshard.runtime.collectives.simulated import simulate
@@ -533,4 +533,4 @@ def test_connect_names_groups_alike_on_all_ranks():
     mesh = make_mesh(replicate=2, shard=2, abstract=True)
     group = Group(mesh)
     assert group.transport_bytes() == 0
-    assert endpoint.group_names(mesh) == groups(mesh)
+    assert shared_memory.group_names(mesh) == groups(mesh)

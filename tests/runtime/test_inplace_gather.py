@@ -21,10 +21,10 @@ from fnshard.layout.spec import LayoutSpec, P
 from fnshard.mesh import make_mesh
 from fnshard.runtime.collectives.base import Group
 from fnshard.runtime.collectives.connect import connect, connection
-from fnshard.runtime.collectives.endpoint import Units
 from fnshard.runtime.collectives.messages import PAGE
+from fnshard.runtime.collectives.shared_memory import Units
 from fnshard.runtime.packing import Packer, local_block
-from fnshard.step.options import default_depth
+from fnshard.step.plan import default_depth
 
 NUMEL = 3 * PAGE // 4  # of a rank's part: whole pages of fp32
 UNIT = 4 * NUMEL  # bytes of it

@@ -194,11 +194,6 @@ def several(mesh: Mesh, axes: Axes) -> tuple[str, ...]:
     return tuple(a for a in axes if mesh.axis_size(a) > 1)
 
 
-def empty(mesh: Mesh, numel: int, dtype: torch.dtype) -> Tensor:
-    """A plain send buffer [numel] on the mesh's device."""
-    return torch.empty(numel, dtype=dtype, device=mesh.device)
-
-
 def as_bytes(flat: Tensor) -> Tensor:
     """[k] -> uint8 [k * itemsize], a view: a gather copies, so no backend need know the dtype."""
     return flat.view(torch.uint8)
@@ -254,12 +249,12 @@ def from_place(parts: Sequence[Tensor], place: int, distance: int) -> Tensor:
 
 @dataclass(frozen=True)
 class SingleRank:
-    """The one rank of a mesh without a process group; also what other backends do with groups of one."""
+    """The one rank of a mesh without a process group; other backends go by it in what they do not change."""
 
     mesh: Mesh
 
     def send_buffer(self, numel: int, dtype: torch.dtype, axes: Axes, rows: int = 1) -> Tensor:
-        return empty(self.mesh, rows * numel, dtype)
+        return torch.empty(rows * numel, dtype=dtype, device=self.mesh.device)
 
     def all_gather(self, flat: Tensor, axes: Axes) -> Handle[list[Tensor]]:
         return Done([flat])
@@ -273,7 +268,7 @@ class SingleRank:
         return [text]
 
     def barrier(self) -> None:
-        pass
+        self.gather_object("")
 
     def transport_bytes(self) -> int:
         return 0
@@ -283,21 +278,17 @@ class SingleRank:
 
 
 @dataclass(frozen=True)
-class Group:
+class Group(SingleRank):
     """Torch's own collectives, asynchronous, on sub-groups that are made at their first use.
 
     With `peer_to_peer` gathers and reduce-scatters are sends from rank to rank: gloo's own stage
     everything in full-size temporaries.
     """
 
-    mesh: Mesh
     timeout: float = DEFAULT_TIMEOUT
     peer_to_peer: bool = False
     groups: dict[tuple[tuple[str, ...], str], Any] = field(default_factory=dict, compare=False, repr=False)
     name: str = field(default_factory=lambda: f"connection {next(_made)}", compare=False, repr=False)
-
-    def send_buffer(self, numel: int, dtype: torch.dtype, axes: Axes, rows: int = 1) -> Tensor:
-        return empty(self.mesh, rows * numel, dtype)
 
     def all_gather(self, flat: Tensor, axes: Axes) -> Handle[list[Tensor]]:
         n = self.mesh.axes_size(axes)
@@ -437,12 +428,6 @@ class Group:
 
     def gather_object(self, text: str) -> list[str]:
         return [t.decode() for t in peers().exchange("host", text.encode(), self.timeout)]
-
-    def barrier(self) -> None:
-        self.gather_object("")
-
-    def transport_bytes(self) -> int:
-        return 0
 
     def close(self) -> None:
         disconnect(self)

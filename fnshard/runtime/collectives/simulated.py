@@ -35,9 +35,9 @@ from fnshard.runtime.collectives.base import (
     Done,
     Handle,
     Pending,
+    SingleRank,
     check_alike,
     describe,
-    empty,
     from_place,
     kind_text,
     rows_of_place,
@@ -186,13 +186,11 @@ class _Post:
 
 
 @dataclass(frozen=True)
-class Simulated:
+class Simulated(SingleRank):
     """Collectives between the threads of one `simulate`. Has no state: may be shared and reused."""
 
-    mesh: Mesh
-
     def send_buffer(self, numel: int, dtype: torch.dtype, axes: Axes, rows: int = 1) -> Tensor:
-        out = empty(self.mesh, rows * numel, dtype)
+        out = super().send_buffer(numel, dtype, axes, rows)
         if self._adversary:
             poison(out)
         return out
@@ -222,15 +220,6 @@ class Simulated:
         if self.mesh.size == 1:
             return [text]
         return self._exchange("gather_object", text, self.mesh.names, lambda texts, here: texts).wait()
-
-    def barrier(self) -> None:
-        self.gather_object("")
-
-    def transport_bytes(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        pass
 
     @property
     def _adversary(self) -> Adversary:

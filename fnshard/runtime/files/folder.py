@@ -29,11 +29,7 @@ OURS = re.compile(rf"{DATA.pattern}|manifest\.json(\.sha256)?")
 
 
 def as_path(path: Any, call: str) -> Path:
-    """An argument of a call, as a path.
-
-    Raises:
-        CheckpointError: it is none: arguments are in another order.
-    """
+    """An argument of a call, as a path."""
     if not isinstance(path, str | os.PathLike):
         name, kind = call.partition("(")[0], type(path).__name__
         raise CheckpointError(f"{name} is given a {kind} for a path.", fix=f"in this order: {call}.")
@@ -67,7 +63,8 @@ class AtomicDirectory:
         make_directory(self.final.parent)
         if os.path.lexists(self.final) and not is_checkpoint_directory(self.final):
             raise FileExistsError(errno.EEXIST, "there is something else by that name", str(self.final))
-        with _locked(self.final.parent):  # else somebody might clear it away before it is locked
+        with _opened(self.final.parent) as parent:  # else somebody might clear it away before it is locked
+            _lock(parent)
             _clean(self.final.parent)
             if self.saving.exists():
                 raise FileExistsError(errno.EEXIST, "another process is saving there", str(self.saving))
@@ -226,11 +223,8 @@ def make_directory(folder: Path) -> None:
 
 def flush_directory(folder: Path) -> None:
     """Make new names in a directory outlive a power cut."""
-    fd = _open(folder)
-    try:
+    with _opened(folder) as fd:
         os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def flush_file(path: Path) -> None:
@@ -264,18 +258,14 @@ def _lock(fd: int, flags: int = 0) -> bool:
 
 
 def _is_held(folder: Path) -> bool:
-    fd = _open(folder)
-    try:
+    with _opened(folder) as fd:
         return not _lock(fd, fcntl.LOCK_NB)
-    finally:
-        os.close(fd)
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _opened(folder: Path) -> Iterator[int]:
     fd = _open(folder)
     try:
-        _lock(fd)
-        yield
+        yield fd
     finally:
         os.close(fd)

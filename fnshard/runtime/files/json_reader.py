@@ -77,6 +77,14 @@ def reader(kind: Any) -> Read:
     return lambda value: value if type(value) is kind else _refuse(value, name)
 
 
+def _member(read: Read, value: Any, step: str, name: Any) -> Any:
+    """A value within another, to which `step` leads by its name or number."""
+    try:
+        return read(value)
+    except JsonError as error:
+        raise error.within(step.format(name)) from None
+
+
 def _refuse(value: Any, expected: str) -> Any:
     shown = type(value).__name__ if isinstance(value, list | dict | str) else repr(value)[:80]
     raise JsonError(f"{shown} is not {expected}")
@@ -106,13 +114,7 @@ def _sequence_reader(read: Read, make: Callable[[list[Any]], Any]) -> Read:
     def sequence(value: Any) -> Any:
         if type(value) is not list:
             _refuse(value, "a list")
-        out: list[Any] = []
-        try:
-            for item in value:
-                out.append(read(item))
-        except JsonError as error:
-            raise error.within(f"[{len(out)}]") from None
-        return make(out)
+        return make([_member(read, item, "[{}]", place) for place, item in enumerate(value)])
 
     return sequence
 
@@ -121,13 +123,7 @@ def _mapping_reader(read: Read) -> Read:
     def mapping(value: Any) -> dict[str, Any]:
         if type(value) is not dict:
             _refuse(value, "an object")
-        out: dict[str, Any] = {}
-        for name, item in value.items():
-            try:
-                out[name] = read(item)
-            except JsonError as error:
-                raise error.within(f".{name}") from None
-        return out
+        return {name: _member(read, item, ".{}", name) for name, item in value.items()}
 
     return mapping
 
@@ -145,10 +141,7 @@ def _dataclass_reader(kind: Any) -> Read:
         found: dict[str, Any] = {}
         for name, read, required in readers:
             if name in value:
-                try:
-                    found[name] = read(value[name])
-                except JsonError as error:
-                    raise error.within(f".{name}") from None
+                found[name] = _member(read, value[name], ".{}", name)
             elif required:
                 raise JsonError("is missing", f".{name}")
         return kind(**found)

@@ -106,11 +106,7 @@ def write(
 def file_layout(
     entries: Sequence[TensorToWrite], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, int]]:
-    """The head of a file, and where in the file each tensor's data begins, in that order.
-
-    Raises:
-        ValueError: a dtype that the format has not.
-    """
+    """The head of a file, and where in the file each tensor's data begins, in that order."""
     # Wide dtypes first, so that every tensor lies at a multiple of its item size.
     ordered = sorted(entries, key=lambda e: (-e.dtype.itemsize, e.name))
     header: dict[str, Any] = {"__metadata__": dict(metadata or {})}
@@ -153,11 +149,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def open_regular(folder: str | Path, name: str, size: int | None = None) -> int:
-    """A file descriptor of a plain file in a folder: no link, no device, no other folder's.
-
-    Raises:
-        Corrupt: it is missing, no plain file, or not `size` bytes long.
-    """
+    """A file descriptor of a plain file in a folder: no link, no device, no other folder's; else Corrupt."""
     if not name or os.path.basename(name) != name or name in (".", "..") or "\0" in name:
         raise Corrupt(f"{name!r} is no name of a file in this directory")
     path = Path(folder) / name
@@ -181,12 +173,7 @@ def open_regular(folder: str | Path, name: str, size: int | None = None) -> int:
 
 
 def read_exactly(fd: int, at: int, buffer: memoryview) -> None:
-    """Fill a buffer from a place of a file.
-
-    Raises:
-        Corrupt: the file ends before.
-        OSError: as the system says it.
-    """
+    """Fill a buffer from a place of a file, unless the file ends before: that is Corrupt."""
     while len(buffer):
         count = os.preadv(fd, [buffer], at)
         if count == 0:
@@ -201,9 +188,6 @@ def read_checked(fd: int, at: int, size: int, crc32: Sequence[int], start: int, 
         at: where the tensor's data begins in the file.
         size: of all of its data, in bytes.
         crc32: of each of its blocks.
-
-    Raises:
-        Corrupt: a block's checksum differs.
     """
     end = start + len(out)
     for index in range(start // BLOCK_bytes, -(-end // BLOCK_bytes)):
