@@ -48,8 +48,7 @@ def slots_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh) 
         key = spec.shape, spec.optimizer, spec.optimizer_dtype, spec.has_master, optimizer.settings(path)
         if key not in known:
             own, whole = made_slots(optimizer, path, spec, mesh), made_slots(optimizer, path, spec)
-            apart = optimizer.whole_shapes(path, spec.shape)
-            known[key] = own, _misplaced(own, whole, spec, mesh, apart)
+            known[key] = own, _misplaced(own, whole, spec, mesh, optimizer.whole_shapes(path, spec.shape))
         out[path], odd = known[key]
         wrong += [f"params[{path!r}] {list(spec.shape)} by {spec.optimizer!r}: {what}" for what in odd]
     if wrong:
@@ -61,10 +60,10 @@ def slots_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh) 
     return out
 
 
-def _misplaced(own: Any, whole: Any, spec: LayoutSpec, mesh: Mesh, apart: Collection[str]) -> list[str]:
+def _misplaced(own: Any, whole: Any, spec: LayoutSpec, mesh: Mesh, whole_slots: Collection[str]) -> list[str]:
     """What of a block's state is no block of the whole leaf's; but for slots that are not made of blocks."""
     out = []
-    for name in (own.keys() | whole.keys()) - set(apart):
+    for name in (own.keys() | whole.keys()) - set(whole_slots):
         (shape, dtype), mine = whole.get(name, ((), None)), own.get(name, ((), None))
         layout = like_leaf(shape, spec.shape, spec.optimizer, mesh)
         if layout is None or mine != (block_shape(shape, layout, mesh), dtype):
@@ -103,18 +102,19 @@ def check_slots(
 
 
 def owner_work_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh) -> dict[str, OwnerWork]:
-    """By path, what the owners of leaves compute, of those that ranks must send."""
+    """By path, what is computed of whole leaves, or, where no matrix is cut, of this rank's blocks."""
     out: dict[str, OwnerWork] = {}
     known: dict[Any, OwnerWork] = {}
     for path, spec in specs.items():
         dims = len(spec.shape)
-        split = [d for d in range(dims) if mesh.ordered(spec.optimizer.of(d))]
-        if not (spec.trainable and optimizer.wholes(path, dims, split)):
+        if not spec.trainable or 0 in spec.shape or optimizer.of(path, dims).whole is None:
             continue
         key = spec.shape, spec.optimizer, spec.optimizer_dtype, optimizer.settings(path)
         if key not in known:
             with _on_fakes(optimizer, f"needs all of params[{path!r}]", "`before` and `whole`"):
-                known[key] = _owner_work(optimizer.of(path, dims), path, spec, mesh)
+                split = [d for d in range(dims) if mesh.ordered(spec.optimizer.of(d))]
+                sent = optimizer.wholes(path, dims, split)
+                known[key] = _owner_work(optimizer.of(path, dims), path, spec, mesh, sent)
         out[path] = known[key]
     return out
 
@@ -172,23 +172,26 @@ def _sums(rule: Optimizer, path: str, spec: LayoutSpec) -> tuple[dict[str, tuple
     return tuple(rounds)
 
 
-def _owner_work(optimizer: Optimizer, path: str, spec: LayoutSpec, mesh: Mesh) -> OwnerWork:
+def _owner_work(optimizer: Optimizer, path: str, spec: LayoutSpec, mesh: Mesh, is_sent: bool) -> OwnerWork:
     info = _numbers(torch.device("cpu"))
+    shape = spec.shape if is_sent else block_shape(spec.shape, spec.optimizer, mesh)
     with _fakes():
-        param = torch.empty(spec.shape, dtype=spec.optimizer_dtype)
+        param = torch.empty(shape, dtype=spec.optimizer_dtype)
         slots, given = optimizer.init_leaf(path, param), optimizer.given(path, info)
         sent, _ = optimizer.begin_leaf(path, param, slots, param, given, info.grad_scale)
         state = {n: slots[n] for n in optimizer.whole_slots if n in slots}
         dtype, graphs = wire_dtype(sent, state), {}
-        for turn, share in optimizer.turns.items():
+        for turn, (share, _) in optimizer.turns.items():
 
             def whole(leaf: torch.Tensor, *values: torch.Tensor, turn: str = turn) -> list[torch.Tensor]:
                 own = dict(zip(state, values, strict=True))
                 made, new = optimizer.whole(path, leaf, own, turn)
-                return [made, *(new[name] for name in own)]
+                return [made, *((own | new)[name] for name in own)]
 
             parts = [torch.empty_like(each, dtype=dtype) for each in (sent, *state.values())]
             graphs[turn] = make_fx(whole)(*parts), share
+    if not is_sent:
+        return OwnerWork(dtype, (), graphs)
     layouts = {n: slot_layout(tuple(v.shape), spec.shape, spec.optimizer, mesh) for n, v in state.items()}
     parts = (("", spec.shape, spec.optimizer), *((n, tuple(v.shape), layouts[n]) for n, v in state.items()))
     return OwnerWork(dtype, parts, graphs)
@@ -267,7 +270,9 @@ class Updates:
         specs, mesh = self.schedule.specs, self.schedule.mesh
         # Fakes of a device that torch was not built for cannot be written to.
         device = torch.device("cuda" if mesh.device_type == "cuda" and torch.cuda.is_available() else "cpu")
-        numbers = _numbers(device) if barrier else StepInfo(torch.tensor(0))
+        rules = [self.optimizer.of(p.path, len(p.shape)) for p in bucket.pieces]
+        heaviest = torch.tensor(max(list(rule.turns.values())[-1][1] for rule in rules))
+        numbers = replace(_numbers(device), step=heaviest) if barrier else StepInfo(heaviest)
         with _fakes():
             updater = Updater(self.optimizer, specs, mesh, mesh.rank)
             of_sums = {"bind_sums": number, "bind_summed": sys.maxsize}  # how many rounds are summed before

@@ -162,7 +162,7 @@ def _digest(plan: Sequence[LeafToWrite]) -> str:
 
 
 def gather_leaf(block: Tensor, spec: LayoutSpec, mesh: Mesh, comm: Collectives, out: Tensor | None) -> None:
-    """Fill `out` (None on ranks that only take part) with a leaf, a bounded piece at a time; cast to its dtype.
+    """Fill `out` (None on ranks that only take part) with a leaf, a bounded piece at a time, in its dtype.
     A collective."""
     axes = mesh.ordered(spec.storage.axes)
     if not axes or not block.numel():

@@ -117,8 +117,8 @@ class Optimizer:
         whole_slots: more state by name, zero at first, which `whole` alone reads: from the leaf's shape to
             the slot's, or None: this leaf has none. All trailing dims but those of `whole_dims` are the
             leaf's. Ranks keep equal shares of it, and send them to the owner and back with the leaf.
-        turns, turn: the values of `turn(info)`, which takes the last argument of `leaf`, with the share of
-            steps that have each; the last one needs the most memory.
+        turns, turn: the values of `turn(info)`, which takes the last argument of `leaf`; with the share of
+            steps that have each, and one that has it. Put the one that needs the most memory last.
         whole_dims: how many trailing dims `whole` looks along; None: all. Matrices of a stack are two.
         before: as `leaf`, from gradients to what `whole` is computed of; the slots that it gives are written
             before `leaf` runs. Its dtype is that on the wire. None: gradients.
@@ -158,7 +158,7 @@ class Optimizer:
     whole_slots: Mapping[str, Callable[[tuple[int, ...]], tuple[int, ...] | None]] = field(
         default_factory=dict
     )
-    turns: Mapping[str, float] = field(default_factory=lambda: {"": 1.0})
+    turns: Mapping[str, tuple[float, int]] = field(default_factory=lambda: {"": (1.0, 0)})
     turn: Callable[[Any], str] = lambda info: ""
     whole_dims: int | None = None
     before: LeafRule | None = None
@@ -333,9 +333,20 @@ class Optimizer:
         state = {n: slots[n] for n in self.whole_slots if n in slots}
         dtype = wire_dtype(sent, state)
         state = {n: value.to(dtype) for n, value in state.items()}
-        made, kept = self.whole(path, sent.to(dtype), state, self.turn(given))
+        made, kept = self.whole(path, sent.to(dtype), state, self.turn_of(given))
         update, last = self.end_leaf(path, made, {**slots, **first}, param, given)
         return update, first | {n: value.to(slots[n].dtype) for n, value in kept.items()} | last
+
+    def turn_of(self, given: Any) -> str:
+        """Which of `turns` a step is.
+
+        Raises:
+            OptimizerError: none of them.
+        """
+        turn = self.turn(given)
+        if turn not in self.turns:
+            raise OptimizerError(f"{self}: turn gives {turn!r}, and turns are {', '.join(self.turns)}.")
+        return turn
 
     def sum_leaf(
         self, number: int, path: str, grad: Tensor, slots: Mapping[str, Tensor], param: Tensor, given: Any,

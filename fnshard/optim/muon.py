@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fnshard.errors import OptimizerError, counts, is_number, misfits
 from fnshard.layout.presets import EMBEDDINGS
-from fnshard.optim.contract import Changed, Optimizer, StepInfo
+from fnshard.optim.contract import Changed, Optimizer, StepInfo, check_kind
 from fnshard.optim.optimizers import adamw as make_adamw
 from fnshard.optim.optimizers import dispatched
 from fnshard.optim.schedules import Rate, as_schedule, call_text, rate_first
@@ -101,6 +101,7 @@ def for_matrices(
     matrices: Optimizer, lr: Rate, weight_decay: float, others: str, adamw: Optimizer | None
 ) -> Optimizer:
     """An optimizer of matrices, and of stacks of experts'; AdamW for all other leaves, and for `others`."""
+    check_kind(adamw)
     globs = others.split("|")
 
     def which(path: str, dims: int) -> int:

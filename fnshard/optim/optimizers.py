@@ -532,7 +532,9 @@ def dispatched(name: str, parts: Sequence[Optimizer], which: Callable[[str, int]
         needs=frozenset().union(*(part.needs for part in parts)),
         elementwise=all(part.elementwise for part in parts),
         values=lambda info: {k: v for part in reversed(parts) for k, v in part.values(info).items()},
-        settings=lambda path: tuple(which(path, dims) for dims in range(5)),
+        settings=lambda path: tuple(
+            (index := which(path, dims), parts[index].settings(path)) for dims in range(5)
+        ),
         parts=tuple(parts), which=which,
     )  # fmt: skip
 

@@ -37,8 +37,8 @@ def soap(
 
     Averages of G Gᵀ and Gᵀ G, their bases and Adam's moments in these bases lie over ranks in equal
     parts. The owner of a matrix gets its parts with the gradient, computes once, and sends parts back
-    (`Optimizer.whole_slots`): for a square matrix five times Muon's traffic and more, in the state's dtype,
-    over as many ranks. The first step makes bases and changes no matrix.
+    (`Optimizer.whole_slots`): of a square matrix seven tensors of its size in fp32, 14 times the bytes of
+    `muon`, divided by as many ranks. The first step makes bases and changes no matrix.
 
     A gradient of less rank than its sides leaves a part of the basis open, which rounding then decides: runs
     on other meshes may differ by more than rounding.
@@ -105,7 +105,8 @@ def soap(
 
     def side_of(dim: int) -> Any:
         def make(shape: tuple[int, ...]) -> tuple[int, ...] | None:
-            return (*shape[:-2], shape[dim], shape[dim]) if 1 < shape[dim] <= max_precond_dim else None
+            kept = 1 < shape[dim] <= max_precond_dim and 0 not in shape
+            return (*shape[:-2], shape[dim], shape[dim]) if kept else None
 
         return make
 
@@ -114,7 +115,10 @@ def soap(
         state |= {side: side_of(dim), f"{side}_basis": side_of(dim)}
     matrices = Optimizer(
         name, leaf, elementwise=False, whole=whole, whole_slots=state, whole_dims=2, turn=turn,
-        turns={"first": 0.0, "keep": 1 - 1 / precondition_frequency, "refresh": 1 / precondition_frequency},
+        turns={
+            "first": (0.0, 0), "keep": (1 - 1 / precondition_frequency, 1),
+            "refresh": (1 / precondition_frequency, precondition_frequency),
+        },
         values=lambda info: {"lr": info.once(rate, lambda: rate(info.step))},
     )  # fmt: skip
     return for_matrices(matrices, lr, weight_decay, others, adamw)

@@ -135,6 +135,17 @@ def test_predicted_bytes_have_what_owners_compute(ranks: Any, optimizer: str, po
     check_case(ranks(2), ("full_shard", "unit", policy, 1), "eager", optimizer=optimizer)
 
 
+@pytest.mark.parametrize("optimizer", ["muon", "soap"])
+def test_predicted_bytes_have_what_a_rank_computes_of_whole_matrices(optimizer: str) -> None:
+    params, mesh = {"w": torch.ones(256, 512)}, fs.make_mesh(shard=1, device="cpu")
+    step = fs.shard_step(
+        lambda p, x: (p["w"] @ x).square().sum(), fs.presets.no_shard(params, mesh), mesh=mesh,
+        optimizer=OPTIMIZERS[optimizer], backend="eager",
+    )  # fmt: skip
+    lowered, real = follow(step, params, torch.ones(512), steps=3)
+    assert lowered.memory_analysis().peak_bytes == pytest.approx(real.peak, rel=CLOSE)
+
+
 @pytest.mark.long  # two ranks compile
 @pytest.mark.parametrize("case", COMPILED, ids=str)
 def test_predicted_bytes_are_those_of_generated_kernels(ranks: Any, case: Case) -> None:

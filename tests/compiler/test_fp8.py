@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -76,14 +77,16 @@ class Rounded(torch.autograd.Function):
         return (narrow @ weight).to(grad.dtype), to_weight.to(grad.dtype), None
 
 
-def by_hand(params: dict[str, Tensor], tokens: Tensor, scaling: str = "tensorwise") -> dict[str, Tensor]:
-    """Gradients of one rank's rows, in bf16 but for the products."""
+def by_hand(
+    params: dict[str, Tensor], tokens: Tensor, up: str = "tensorwise", down: str = "tensorwise"
+) -> dict[str, Tensor]:
+    """Gradients of one rank's rows, in bf16 but for the products; `up`, `down`: the scaling of each."""
     p = {path: leaf.bfloat16().requires_grad_() for path, leaf in params.items()}
-    for path in NARROW:
+    for path, scaling in zip(NARROW, (up, down), strict=True):
         p[path] = nearest(params[path], torch.float8_e4m3fn, scaling).bfloat16().requires_grad_()
     x = F.rms_norm(F.embedding(tokens, p["embed.weight"]), (32,), p["norm"])
-    h = F.silu(Rounded.apply(x, p["up"], scaling) + p["up_bias"])
-    x = x + Rounded.apply(h, p["down"], scaling)
+    h = F.silu(Rounded.apply(x, p["up"], up) + p["up_bias"])
+    x = x + Rounded.apply(h, p["down"], down)
     logits = (x @ p["odd"]).float()
     F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
     return {path: leaf.grad.float() for path, leaf in p.items()}
@@ -104,23 +107,27 @@ def step_on(
     return fs.shard_step(loss, specs, mesh=mesh, backend="eager", **options), params, specs, mesh
 
 
-COLUMNS = {"rules": [("up", fs.LayoutSpec(fs.P(None, "shard"), compute_dtype=FP8, scaling="rowwise"))]}
+# One leaf with a scale a row, split along these, and one with a scale, in one line.
+MIXED = {"rules": [("up", fs.LayoutSpec(fs.P(None, "shard"), compute_dtype=FP8, scaling="rowwise"))]}
 
 
-@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize(
     ("ranks", "preset", "policy"),
     [
-        *((n, p, {}) for n in (1, 2, 4) for p in ("full_shard", "zero2", "no_shard")),
-        (4, "hybrid_shard", {}), (3, "full_shard", {}), (2, "full_shard", COLUMNS),
-    ],
+        (ranks, preset, {"scaling": scaling}) for scaling in ("tensorwise", "rowwise")
+        for ranks, preset in [
+            *itertools.product((1, 2, 4), ("full_shard", "zero2", "no_shard")), (4, "hybrid_shard"),
+            (3, "full_shard"),
+        ]
+    ] + [(2, "full_shard", MIXED), (4, "zero2", MIXED)],
 )  # fmt: skip
-def test_gradients_are_those_of_rounded_products(ranks, preset, policy, scaling):
+def test_gradients_are_those_of_rounded_products(ranks, preset, policy):
     """Of every rank's rows by hand, and their mean; `fn` sees what one scale for all shards rounds to."""
-    scaling = "rowwise" if policy else scaling
-    step, params, specs, mesh = step_on(ranks, preset, policy={"scaling": scaling, **policy})
+    down = policy.get("scaling", "tensorwise")
+    up = "rowwise" if policy is MIXED else down
+    step, params, specs, mesh = step_on(ranks, preset, policy=policy)
     part = len(TOKENS) // ranks
-    by_rank = [by_hand(params, TOKENS[i * part :][:part], scaling) for i in range(ranks)]
+    by_rank = [by_hand(params, TOKENS[i * part :][:part], up, down) for i in range(ranks)]
     expected = {path: torch.stack([g[path] for g in by_rank]).mean(0) for path in params}
 
     def on_rank(rank: int) -> Any:
@@ -128,7 +135,7 @@ def test_gradients_are_those_of_rounded_products(ranks, preset, policy, scaling)
         return aux["up"], fs.unshard(grads, specs, mesh, layout="gradient")
 
     for seen, found in fs.simulate(mesh, on_rank):
-        assert torch.equal(seen.double(), nearest(params["up"], torch.float8_e4m3fn, scaling))
+        assert torch.equal(seen.double(), nearest(params["up"], torch.float8_e4m3fn, up))
         for path, gradient in expected.items():
             # What bf16 rounds; a third of a gradient is rounded to other numbers of eight bits.
             assert apart(found[path], gradient) < (0.1 if ranks == 3 else 0.02), path
@@ -275,6 +282,16 @@ def test_matrices_that_stay_in_bf16_are_listed():
     with pytest.warns(UserWarning, match=r"(?s)2 leaves of two dims.*'embed.weight'.*'odd'\] \[32, 20\]"):
         specs = fs.presets.full_shard(leaves(), fs.make_mesh(abstract=True), compute_dtype=FP8)
     assert [path for path, spec in specs.items() if spec.wire_dtype == FP8] == list(NARROW)
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_a_layer_may_have_one_input(scaling):
+    params, mesh = leaves(), fs.make_mesh(shard=1, device="cpu")
+    specs = fs.presets.full_shard(params, mesh, compute_dtype=FP8, scaling=scaling)
+    one = lambda p, x: F.linear(F.linear(x, p["up"]), p["down"]).float().square().sum()  # noqa: E731
+    step = fs.shard_step(one, specs, mesh=mesh, backend="eager")
+    _, grads = step(params, torch.ones(32, dtype=torch.bfloat16))
+    assert grads["up"].abs().max() > 0
 
 
 def test_what_no_linear_layer_reads_is_named():

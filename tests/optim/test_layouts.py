@@ -240,6 +240,33 @@ def test_state_goes_to_owners_and_back_with_its_matrix():
     assert often > seldom
 
 
+def complex_step(optimizer: Optimizer) -> fs.TrainState:
+    """Of a vector, whose pairs are a matrix."""
+    params, mesh = {"z": torch.zeros(4, dtype=torch.complex128)}, fs.make_mesh(shard=2, abstract=True)
+    loss = lambda p, x: (p["z"].abs().square().sum() * x).sum()  # noqa: E731
+    step = fs.shard_step(loss, fs.presets.full_shard(params, mesh), mesh=mesh, optimizer=optimizer)
+    return step.lower(params, torch.ones(1))
+
+
+@pytest.mark.parametrize("own", [soap(0.1, max_precond_dim=6), muon(0.1)])
+def test_a_rule_of_matrices_in_a_rule_tells_leaves_of_one_shape_apart(own):
+    """An embedding is AdamW's, and a matrix of its shape is not."""
+    params, mesh = {"embed.w": torch.ones(6, 6), "w": torch.ones(6, 6)}, fs.make_mesh(shard=2, simulated=True)
+    specs = fs.presets.full_shard(params, mesh)
+    loss = lambda p, x: (p["embed.w"] @ p["w"] @ x).square().sum()  # noqa: E731
+    rules = chain(by_path(("*", own)), ema(0.9))
+    step = fs.shard_step(loss, specs, mesh=mesh, optimizer=rules, backend="eager")
+
+    def on_rank(_: int) -> list[list[str]]:
+        state, _ = step(step.init(params), torch.eye(6))
+        return [sorted(own) for own in state.opt_state.values()]
+
+    embedding, matrix = fs.simulate(mesh, on_rank)[0]
+    of_matrix = own.parts[0]
+    assert embedding == ["ema", "mu", "nu"]
+    assert matrix == sorted(["ema", *of_matrix.slots, *of_matrix.whole_slots])
+
+
 def wrong_state(shape: Any) -> Optimizer:
     return Optimizer(
         "odd()", lambda path, grad, slots, param, info: (-grad, {}), elementwise=False,
@@ -272,7 +299,9 @@ def wrong_sums(shape: Any) -> Optimizer:
             lambda: lowered(wrong_state((4, 4, 4)), {"w": (4, 4)}, shard=2),
             r"s \[4, 4, 4\] is no state of matrices of params\['w'\] \[4, 4\]",
         ),
-        (lambda: lowered(wrong_state((1, 4)), {"w": (4, 4)}, shard=2), r"(?s)s \[1, 4\].*none of which is 1"),
+        (lambda: lowered(wrong_state((1, 4)), {"w": (4, 4)}, shard=2), r"(?s)s \[1, 4\].*last two above 1"),
+        (lambda: soap(0.1, adamw="adam"), "optimizer= is 'adam'"),
+        (lambda: complex_step(soap(0.1)), r"is for real matrices, and params\['z'\] is complex"),
         (lambda: lowered(wrong_sums([0, 1]), {"w": (4, 4)}, shard=2), r"(?s)other shapes.*s \[\].*keepdim"),
     ],
 )  # fmt: skip

@@ -31,7 +31,8 @@ def step_on(mesh: fs.Mesh, specs: Any, optimizer: Any, **options: Any) -> Any:
 
 
 def specs_on(mesh: fs.Mesh, preset: str, **policy: Any) -> Any:
-    tensor = {"tensor": "tensor"} if "tensor" in mesh.names else {}
+    computes = {"embed.weight": fs.P("tensor"), "a.weight": fs.P("tensor"), "b.weight": fs.P(None, "tensor")}
+    tensor = {"tensor": computes} if "tensor" in mesh.names else {}
     return fs.presets.PRESETS[preset](leaves(), mesh, **tensor, **policy)
 
 

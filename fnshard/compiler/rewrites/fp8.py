@@ -124,7 +124,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
     x, weight = ctx.saved_tensors
     if not ctx.rowwise:
         return *fp8_linear_backward(grad, x, weight), None
-    return fp8_linear_to_input(grad, weight), grad.flatten(0, -2).t() @ x.flatten(0, -2), None
+    flat, rows = (t.reshape(-1, t.shape[-1]) for t in (grad, x))
+    return fp8_linear_to_input(grad, weight), flat.t() @ rows, None
 
 
 fp8_linear.register_autograd(_backward, setup_context=_save)

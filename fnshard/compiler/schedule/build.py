@@ -66,7 +66,7 @@ class Plan:
         scalars: how many numbers ride on ReduceScalars besides what `fn` returns.
         barrier: something global that is made of gradients (a norm, an overflow flag) stands between the
             last of them and the first update.
-        owner_work: by path, what the owners of leaves compute, where ranks send these to owners.
+        owner_work: by path, what is computed of whole leaves, by owners where ranks send parts to these.
         sums: by path, shapes of what updates sum over leaves that are split, by round and name.
         rows: of this rank's batch, by which the new values of buffers are averaged.
         counted: updates need the scalars of the forward (a Mean's count), which are summed before the
@@ -158,10 +158,11 @@ class _Builder:
         self.active = self._active()
         self.complete = self._completion()
         self.arriving = sorted(self.reduces, key=lambda b: -(self.complete[b.name] or 0))
-        dtypes = {p: work.dtype for p, work in self.plan.owner_work.items()}
+        self.sent = {p: work for p, work in self.plan.owner_work.items() if work.parts}
+        dtypes = {p: work.dtype for p, work in self.sent.items()}
         parts = {
             path: [(slot, shape, layout.contiguous) for slot, shape, layout in work.parts]
-            for path, work in self.plan.owner_work.items()
+            for path, work in self.sent.items()
         }
         self.owned = owner_buckets(self.arriving, dtypes, parts, self.whole, self.mesh)
         self.reduced: dict[str, ValueName] = {}
@@ -465,7 +466,7 @@ class _Builder:
     def updates(self) -> None:
         bucket_of = {p: b.name for b in self.reduces for p in b.paths}
         for bucket in self.arriving:
-            begun = tuple(p for p in bucket.paths if p in self.plan.owner_work)
+            begun = tuple(p for p in bucket.paths if p in self.sent)
             summed = tuple(p for p in bucket.paths if p in self.plan.sums)
             plain = tuple(p for p in bucket.paths if p not in begun and p not in summed)
             if begun:
@@ -516,7 +517,9 @@ class _Builder:
         """The optimizer on leaves of which the gradients, or what owners have made of them, are there."""
         writes = (*stored(paths), *slots(paths))
         reads = (made[0], *self.state_reads(paths), *made[1:])
-        self.lines.append(Update(bucket.unit, "update", reads, writes, bucket=bucket.name, paths=paths))
+        work = {p: own for p in paths if (own := self.plan.owner_work.get(p)) and not own.parts}
+        where = {"bucket": bucket.name, "paths": paths, "work": work}
+        self.lines.append(Update(bucket.unit, "update", reads, writes, **where))
 
     def state_reads(self, paths: tuple[str, ...]) -> Names:
         """What an update of leaves reads besides gradients."""
@@ -530,7 +533,7 @@ class _Builder:
         """The optimizer on leaves that have owners, up to what these need."""
         reads = (self.reduced[bucket.name], *self.state_reads(paths))
         writes = (ValueName(Kind.SENT, bucket.name), *slots(paths))
-        dtypes = tuple(self.plan.owner_work[p].dtype for p in paths)
+        dtypes = tuple(self.sent[p].dtype for p in paths)
         self.lines.append(
             UpdateBegin(bucket.unit, "update", reads, writes, bucket=bucket.name, paths=paths, dtypes=dtypes)
         )
@@ -540,7 +543,7 @@ class _Builder:
         there, made, back = (ValueName(Kind.SENT, bucket.name, v) for v in ("", "#whole", "#back"))
         to, fro = (ValueName(Kind.FLIGHT, bucket.name, v) for v in ("", "#back"))
         where = {"unit": bucket.unit, "phase": "update", "bucket": bucket.name}
-        work = {p: self.plan.owner_work[p] for p in bucket.paths}
+        work = {p: self.sent[p] for p in bucket.paths}
         self.lines += [
             UpdateExchange(**where, reads=sent, writes=(to,)),
             Wait(**where, reads=(to,), writes=(there,), of=UpdateExchange),

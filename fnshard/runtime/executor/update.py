@@ -14,7 +14,7 @@ from fnshard.compiler.ir.values import CONTROL, CONTROL_ON_HOST, MASTER
 from fnshard.compiler.schedule.buckets import Bucket
 from fnshard.compiler.schedule.instructions import OwnerWork, SumShapes
 from fnshard.errors import OptimizerError
-from fnshard.layout.pairs import as_pairs, slots_at_rest
+from fnshard.layout.pairs import as_pairs, is_complex, slots_at_rest
 from fnshard.layout.partition import block_shape, block_slices, boxes, slot_layout
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
@@ -52,8 +52,9 @@ def place(
     Args:
         slots: shapes of whole slots that are not of the leaf's shape.
     """
-    spec = spec.local(mesh)
     here = mesh.coordinate(rank)
+    extents = {n: slot_extent(shape, spec, mesh, here) for n, shape in (slots or {}).items()}
+    spec = spec.local(mesh)
     mine = block_slices(spec.shape, spec.optimizer, mesh, here)
     block = block_shape(spec.shape, spec.optimizer, mesh)
     extent = tuple(slice(0, s.stop - s.start) for s in mine)
@@ -63,7 +64,7 @@ def place(
         stored=sliced if spec.storage == spec.optimizer else mine,
         gradient=sliced if spec.gradient == spec.optimizer else mine,
         valid=sliced,
-        slots={n: slot_extent(shape, spec, mesh, here) for n, shape in (slots or {}).items()},
+        slots=extents,
     )
 
 
@@ -174,7 +175,7 @@ class Updater:
     def turn(self, path: str, work: OwnerWork, control: StepControl) -> str:
         """Which of a leaf's graphs its owner runs in this step."""
         rule = self._rule(path)
-        return rule.turn(rule.given(path, control.info))
+        return rule.turn_of(rule.given(path, control.info))
 
     def bind_sums(self, paths: tuple[str, ...], number: int = 0) -> Callable[..., Iterator[Any]]:
         """A function that makes one round of sums over this rank's blocks of leaves: (path, sums by name)."""
@@ -253,10 +254,9 @@ class Updater:
         return self.optimizer.of(path, len(self.specs[path].shape))
 
     def _locate(self, paths: Sequence[str]) -> None:
-        specs = {p: self.specs[p].local(self.mesh) for p in paths}
-        shapes = slot_shapes(self.optimizer, specs)
-        for path, spec in specs.items():
-            self.places[path] = place(spec, self.mesh, self.rank, shapes.get(path))
+        shapes = slot_shapes(self.optimizer, {p: self.specs[p] for p in paths})
+        for path in paths:
+            self.places[path] = place(self.specs[path], self.mesh, self.rank, shapes.get(path))
 
     def _state(
         self, paths: Sequence[str], slots: Slots, params: Tensors
@@ -300,8 +300,7 @@ class Updater:
         """The same, compiled. A bucket's leaves are of one dtype on the wire, and may differ in all else."""
         places, names = self.places, {}
         for path in paths:
-            spec = self.specs[path].local(self.mesh)
-            made = made_slots(self.optimizer, path, spec, self.mesh)
+            made = made_slots(self.optimizer, path, self.specs[path], self.mesh)
             names[path] = tuple(n for n in made if n != MASTER)
         empty = {
             p for p in paths
@@ -394,13 +393,21 @@ def init_block(
     """The state of a block of a leaf; of what owners alone read, this rank's share. No mesh: of the leaf."""
     if mesh is None:
         return optimizer.init_leaf(path, block)
+    shape = (*spec.shape, 2) if is_complex(spec) else spec.shape
+    whole_shapes = optimizer.whole_shapes(path, shape)
+    if whole_shapes and is_complex(spec):
+        raise OptimizerError(
+            f"{optimizer} is for real matrices, and params[{path!r}] is complex.",
+            fix=f"({path!r}, fs.optim.adamw(3e-4)) as a rule of fs.optim.by_path(...).",
+        )
     wholes = {}
-    for name, whole in optimizer.whole_shapes(path, spec.shape).items():
-        layout = slot_layout(whole, spec.shape, spec.optimizer, mesh)
+    for name, whole in whole_shapes.items():
+        layout = slot_layout(whole, shape, spec.optimizer, mesh)
         if layout is None or mesh.ordered(layout.axes) != mesh.ordered(spec.optimizer.axes):
             raise OptimizerError(
                 f"{optimizer}: {name} {list(whole)} is no state of matrices of params[{path!r}] "
-                f"{list(spec.shape)}.", fix="it has the leaf's dims but the last two, none of which is 1.",
+                f"{list(spec.shape)}.", fix="as many dims as the leaf's, all but the last two equal to "
+                "these, the last two above 1.",
             )  # fmt: skip
         wholes[name] = block_shape(whole, layout, mesh)
     return optimizer.init_leaf(path, block, wholes)

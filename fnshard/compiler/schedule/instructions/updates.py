@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -111,9 +111,10 @@ class _OfOptimizer(OfBucket):
 
 @dataclass(frozen=True, eq=False)
 class OwnerWork:
-    """What the owner of a leaf computes: of `parts`, which ranks send in `dtype`, as many by one of `graphs`.
+    """What is computed of a whole leaf: one of `graphs` takes `parts`, sent in `dtype`, and returns as many.
 
-    `graphs`: by turn (`Optimizer.turns`), with the share of steps that have it.
+    `graphs`: by turn (`Optimizer.turns`), with the share of steps that have it. `parts`: none where no rank
+    sends anything, as each has whole matrices.
     """
 
     dtype: torch.dtype
@@ -299,8 +300,10 @@ class UpdateWhole(OfBucket):
 class Update(_OfOptimizer):
     """The optimizer on leaves of one bucket, in place: reads the gradients (or what owners have made of
     them), the parameters (but where the host updates its master copies), slots, and the scalars it must wait
-    for; in the order of `paths`.
+    for; in the order of `paths`. `work`: by path, what it computes of whole matrices.
     """
+
+    work: Mapping[str, OwnerWork] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def overwrites(self) -> Names:
@@ -336,4 +339,9 @@ class Update(_OfOptimizer):
         return run
 
     def price(self, pricer: Pricer) -> Price:
-        return pricer.update(self)
+        price = pricer.update(self)
+        if not self.work:
+            return price
+        work = pricer.graphs([each for own in self.work.values() for each in own.graphs.values()])
+        seconds = price.device_seconds + work.device_seconds, price.host_seconds + work.host_seconds
+        return replace(price, device_seconds=seconds[0], host_seconds=seconds[1], flops=work.flops)
