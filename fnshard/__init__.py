@@ -23,7 +23,7 @@ ranks: `fs.launch(main, ranks=2)`, or `torchrun`. README.md is the way in, `dir(
 #                passes, verify), lower (the list)
 #   runtime/     collectives (gloo, NCCL, shared memory, simulated), packing, tiers, files; executor: a loop
 #                over a schedule's instructions
-#   analysis/    memory (the ledger: a dry run of the instructions' own bindings), cost, timeline, traffic,
+#   analysis/    memory (the ledger: a dry run of the instructions' own bindings), timeline, traffic,
 #                flops, hardware: before a step runs
 #   step/        shard_step, Step (`fnshard/step/__init__.py` follows a call to the wire); plan (of specs and
 #                options), cache and programs (by batch, and by what `fn` reads: the guard), runner, lowered
@@ -78,10 +78,9 @@ from fnshard.optim import schedules
 from fnshard.runtime.collectives.simulated import simulate
 from fnshard.step.buckets import Buckets
 from fnshard.step.fit import fit
-from fnshard.step.lockstep import lockstep
 from fnshard.step.shards import shard, unshard
 from fnshard.step.state import TrainState
-from fnshard.step.step import shard_forward, shard_step
+from fnshard.step.step import lockstep, shard_forward, shard_step
 
 __docformat__ = "google"  # how pdoc reads the docstrings
 __version__ = "0.1.0"

@@ -9,6 +9,7 @@ operator takes for itself while it runs: see `workspace_bytes`.
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,8 +20,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fnshard.analysis.storages import INPUTS, Storage, StorageTracker
 from fnshard.analysis.workspace import workspace_bytes
+from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.kernels.inductor import Boxed, compile_graph
 from fnshard.compiler.kernels.symbolic import Sized
+
+Compiled = Mapping[str, tuple[Boxed, Boxed | None]]
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,28 @@ def compiled_footprint(
         return None
     run = replace(sized, compiled=wrapper) if sized else wrapper
     return call_footprint(run, _inputs_of(module), entries, tracker)
+
+
+_KNOWN: weakref.WeakKeyDictionary[fx.GraphModule, dict[Any, tuple[Footprint, Any]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def footprint_of(
+    kernel: Kernel, backward: bool, entries: Sequence[CallArgument], compiled: Compiled | None, device: str
+) -> Footprint:
+    """Of one kernel's call on a type of device; each is worked out once."""
+    module = kernel.backward if backward else kernel.forward
+    generated = None if compiled is None else compiled[kernel.name][int(backward)]
+    known = _KNOWN.setdefault(module, {})
+    key = tuple(entries), device, id(generated)
+    if key not in known:
+        found = None if generated is None else compiled_footprint(module, generated, entries, device)
+        known[key] = (
+            found or eager_footprint(module, entries, device),
+            generated,
+        )  # kept alive, so that its id is not taken again
+    return known[key][0]
 
 
 def _inputs_of(module: fx.GraphModule) -> list[Tensor]:

@@ -248,7 +248,8 @@ class _Bench:
     def calls(self) -> dict[str, Any]:
         """What the host spends on starting work."""
         a, out = self.random(8, 8), self.random(8, 8)
-        launch = self._host_seconds(lambda: torch.mm(a, a, out=out))
+        host = torch.device("cpu")
+        launch = self.seconds(lambda: torch.mm(a, a, out=out), host)
         # A line of the executor: a closure that moves a few values of a dict; a kernel: as many again.
         env, names = {f"v{i}": i for i in range(24)}, [f"v{i}" for i in range(24)]
 
@@ -258,7 +259,7 @@ class _Bench:
                 del env[name]
             env.update(zip(names, args, strict=True))
 
-        seconds = self._host_seconds(line)
+        seconds = self.seconds(line, host)
         overlap = self.device.type != "cpu"
         return {
             "launch_seconds": launch,
@@ -266,11 +267,10 @@ class _Bench:
             "kernel_seconds": 4 * seconds,
             "floor_seconds": self.seconds(lambda: torch.mm(a, a, out=out)) if overlap else 0.0,
             "overlap": overlap,
-            "name": _processor(self.device),
+            "name": torch.cuda.get_device_name(self.device)
+            if self.device.type == "cuda"
+            else f"{platform.machine()} {self.device.type}",
         }
-
-    def _host_seconds(self, work: Callable[[], Any]) -> float:
-        return self.seconds(work, torch.device("cpu"))
 
     # -------------------------------------------------------------- collectives
     def links(self, mesh: Mesh | None, copy: dict[str, Any]) -> dict[str, Any]:
@@ -356,9 +356,3 @@ def control_groups(root: Path = Path("/")) -> list[tuple[int, int]]:
             except (OSError, ValueError):  # not mounted here, or "max"
                 continue
     return found
-
-
-def _processor(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} {device.type}"

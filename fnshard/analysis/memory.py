@@ -17,16 +17,10 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from fnshard.analysis.dry_run import DryContext
-from fnshard.analysis.footprint import (
-    CallArgument,
-    Footprint,
-    compiled_footprint,
-    constant_bytes,
-    eager_footprint,
-)
+from fnshard.analysis.footprint import Compiled, constant_bytes, footprint_of
 from fnshard.analysis.slots import Slots, Updates, size_of, slots_of
 from fnshard.analysis.storages import (
     ACTIVATIONS,
@@ -46,8 +40,6 @@ from fnshard.analysis.tables import columns, megabytes
 from fnshard.analysis.transport import Counting, TransportKind, kind_of
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.ir.values import LOSS_TANGENT, Kind, ValueName
-from fnshard.compiler.kernels.differentiate import Kernel
-from fnshard.compiler.kernels.inductor import Boxed
 from fnshard.compiler.schedule.instructions import Env
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.errors import report
@@ -55,8 +47,6 @@ from fnshard.layout.partition import block_shape
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 from fnshard.optim.contract import Optimizer
-
-Compiled = Mapping[str, tuple[Boxed, Boxed | None]]
 
 
 @dataclass(frozen=True)
@@ -137,11 +127,7 @@ class MemoryTimeline:
 
 
 def made_of(analysis: MemoryAnalysis, detail: str = "") -> str:
-    """The peak in words: bytes, the largest parts, the instruction, and the ways out.
-
-    Args:
-        detail: of the bytes, before a full stop.
-    """
+    """The peak in words: bytes and a `detail` of them, the largest parts, the line, and the ways out."""
     largest = sorted(analysis.peak.items(), key=lambda item: -item[1])[:3]
     return report(
         f"the step's peak is {megabytes(analysis.peak_bytes)} MB on the device{detail}. It is made of:",
@@ -302,23 +288,3 @@ def _leaves(specs: Mapping[str, LayoutSpec], slots: Slots, mesh: Mesh) -> dict[s
 
 
 _UPDATES: weakref.WeakKeyDictionary[Optimizer, dict[Any, int]] = weakref.WeakKeyDictionary()
-_KNOWN: weakref.WeakKeyDictionary[fx.GraphModule, dict[Any, tuple[Footprint, Any]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def footprint_of(
-    kernel: Kernel, backward: bool, entries: Sequence[CallArgument], compiled: Compiled | None, device: str
-) -> Footprint:
-    """Of one kernel's call on a type of device; each is worked out once."""
-    module = kernel.backward if backward else kernel.forward
-    generated = None if compiled is None else compiled[kernel.name][int(backward)]
-    known = _KNOWN.setdefault(module, {})
-    key = tuple(entries), device, id(generated)
-    if key not in known:
-        found = None if generated is None else compiled_footprint(module, generated, entries, device)
-        known[key] = (
-            found or eager_footprint(module, entries, device),
-            generated,
-        )  # kept alive, so that its id is not taken again
-    return known[key][0]

@@ -36,9 +36,6 @@ def slots_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh) 
 
     Args:
         specs: of leaves as they rest, or as a step works with them (`ResolvedSpecs.paired`); so is the state.
-
-    Raises:
-        OptimizerError: state that lies on no mesh like its leaf (`slot_layout`).
     """
     out, wrong = {}, []
     known: dict[Any, tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], list[str]]] = {}

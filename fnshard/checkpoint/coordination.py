@@ -6,7 +6,6 @@ import functools
 import json
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -19,14 +18,7 @@ from fnshard.runtime.files.tensorfile import Corrupt
 
 T = TypeVar("T")
 Exchange = Callable[..., list[bytes]]  # what every rank gives, or those do that `of` names
-
-
-@dataclass(frozen=True)
-class Cause:
-    """Why one rank failed, and whether what it read is corrupt."""
-
-    message: str
-    corrupt: bool
+Cause = tuple[str, bool]  # why a rank failed, and whether what it read is corrupt
 
 
 class Failed(Exception):
@@ -39,11 +31,11 @@ class Failed(Exception):
     @property
     def corrupt(self) -> bool:
         """Whether some rank read what was not written."""
-        return any(cause.corrupt for cause in self.causes.values())
+        return any(corrupt for _, corrupt in self.causes.values())
 
     def lines(self) -> list[str]:
         """One for each rank that failed."""
-        return [f"rank {rank}: {cause.message}" for rank, cause in self.causes.items()]
+        return [f"rank {rank}: {message}" for rank, (message, _) in self.causes.items()]
 
 
 def group_of(mesh: Mesh, timeout: float | None, purpose: str = "checkpoint") -> Exchange | None:
@@ -66,10 +58,6 @@ def texts(group: Exchange | None, text: str) -> list[str]:
 
 def all_or_none(gather: Callable[[str], list[str]], what: str, work: Callable[[], T] | None) -> T | None:
     """`work()` on the ranks that have any; if it fails on one of them, it fails on all. A collective.
-
-    Args:
-        gather: gives every rank the text of each.
-
     Raises:
         What it raised here; CheckpointError: it failed on another rank, or here by an error of the system.
     """
@@ -135,4 +123,4 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 def _cause_of(error: BaseException | None) -> Cause | None:
     if error is None:
         return None
-    return Cause(str(error) or type(error).__name__, isinstance(error, Corrupt))
+    return str(error) or type(error).__name__, isinstance(error, Corrupt)

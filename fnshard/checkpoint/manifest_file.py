@@ -64,13 +64,13 @@ class SavedLeaf:
         """Of a chunk's data in its file."""
         return math.prod(chunk.shape) * STATE_DTYPES[self.dtype].itemsize
 
-    def check(self) -> None:
-        """Refuse chunks that are no grid of the tensor, each part of it once."""
+    def check(self, name: str = "") -> None:
+        """Refuse chunks that are no grid of the tensor, each part of it once; `name` is said before why."""
         if 0 in self.shape and not self.chunks:
             return
         dims = range(len(self.shape))
         if any(not len(c.offset) == len(c.shape) == len(dims) for c in self.chunks):
-            raise ValueError("chunks of other dims")
+            raise ValueError(f"{name}chunks of other dims")
         cuts = [sorted({*(c.offset[dim] for c in self.chunks), self.shape[dim]}) for dim in dims]
         ends = [dict(itertools.pairwise(cut)) for cut in cuts]
         whole = math.prod(map(len, ends)) == len(self.chunks) == len({c.offset for c in self.chunks})
@@ -79,9 +79,9 @@ class SavedLeaf:
             or any(c.offset[dim] + c.shape[dim] != ends[dim].get(c.offset[dim]) for c in self.chunks)
             for dim in dims
         ):  # fmt: skip
-            raise ValueError("its chunks are not the whole of it, each part once")
+            raise ValueError(f"{name}its chunks are not the whole of it, each part once")
         if any(len(c.crc32) != -(-self.chunk_bytes(c) // tensorfile.BLOCK_bytes) for c in self.chunks):
-            raise ValueError("checksums of other blocks")
+            raise ValueError(f"{name}checksums of other blocks")
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,15 @@ class Manifest:
         """
         text = _content(folder, NAME, LIMIT_bytes, _content(folder, SEAL, 1 << 10))
         try:
-            return _manifest(json.loads(text))
+            values = json.loads(text)
+            if values["format"] != FORMAT:
+                raise ValueError(f"its format is {values['format']!r}, this reads {FORMAT!r}")
+            found = _read_manifest(values)
+            if odd := [name for name in found.files if not DATA.fullmatch(name)]:
+                raise ValueError(f"{odd[0]!r} is no name of a data file")
+            for name, leaf in found.leaves.items():
+                leaf.check(f"{name}: ")
+            return found
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             raise Corrupt(
                 f"{NAME} is no manifest of a checkpoint ({type(error).__name__}: {error})"
@@ -150,11 +158,7 @@ class Manifest:
 
 
 def merged(parts: Sequence[Mapping[str, SavedLeaf]]) -> dict[str, SavedLeaf]:
-    """The leaves of which each rank has written some chunks, or none; rank 0 is the first.
-
-    Raises:
-        ValueError: ranks hold states of different leaves or layouts, or a part of a leaf is missing.
-    """
+    """The leaves of which each rank has written some chunks, or none; rank 0 is the first."""
     wrong = {name for part in parts for name in part if name not in parts[0]}
     found = {}
     for name, leaf in parts[0].items():
@@ -204,17 +208,3 @@ def _content(folder: Path, name: str, limit: int, seal: bytearray | None = None)
 
 
 _read_manifest = reader(Manifest)  # made here: what reads files runs no code, not even annotations
-
-
-def _manifest(values: Any) -> Manifest:
-    if values["format"] != FORMAT:
-        raise ValueError(f"its format is {values['format']!r}, this reads {FORMAT!r}")
-    read = _read_manifest(values)
-    if odd := [name for name in read.files if not DATA.fullmatch(name)]:
-        raise ValueError(f"{odd[0]!r} is no name of a data file")
-    for name, leaf in read.leaves.items():
-        try:
-            leaf.check()
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-    return read

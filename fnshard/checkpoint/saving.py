@@ -28,6 +28,8 @@ from fnshard.runtime.files.folder import AtomicDirectory, as_path
 from fnshard.step.runner import laid_out
 from fnshard.step.state import TrainState
 
+PIECE_bytes = 64 << 20  # that goes through a pinned buffer
+
 
 @dataclass(frozen=True)
 class SaveJob:
@@ -69,7 +71,7 @@ class SaveJob:
             texts(self.group, "")  # all ranks return to the same directory
 
 
-def copy_to_host(pairs: Sequence[tuple[Tensor, Tensor]], piece_bytes: int = 64 << 20) -> None:
+def copy_to_host(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Copy each second tensor to the first, which lies on the host; done when this returns.
 
     Tensors on a device are copied through two pinned buffers, so that no more than these is pinned however
@@ -81,7 +83,7 @@ def copy_to_host(pairs: Sequence[tuple[Tensor, Tensor]], piece_bytes: int = 64 <
     away = [(copy, block) for copy, block in pairs if block.device.type != "cpu" and block.numel()]
     if away:
         device = away[0][1].device.type
-        size = min(piece_bytes, max(block.nbytes for _, block in away))
+        size = min(PIECE_bytes, max(block.nbytes for _, block in away))
         buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         copy_through(away, buffers, lambda: torch.Event(device))
 

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from fnshard.debug.layouts import bisect
 from fnshard.debug.nan_search import nan_hunt
-from fnshard.debug.reference import check
-from fnshard.debug.stale import check_stale
+from fnshard.debug.reference import check, check_stale
 from fnshard.step.programs import assert_max_compiles
 
 __all__ = ["assert_max_compiles", "bisect", "check", "check_stale", "nan_hunt"]

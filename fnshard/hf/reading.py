@@ -22,8 +22,7 @@ from fnshard.layout.partition import Slices, block_shape, boxes
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 from fnshard.runtime.files.tensorfile import DTYPES
-from fnshard.runtime.tiers import allocate
-from fnshard.step.shards import cut_out, stored_at_rest
+from fnshard.step.shards import cut_out, stored_at_rest, zeros
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -362,10 +361,8 @@ def load_block(
     shape = block_shape(spec.shape, spec.storage, mesh)
     if is_coded(spec):  # its rows are in memory as they were while they are coded
         block = torch.zeros(shape, dtype=spec.storage_dtype)
-    elif spec.memory == "device":
-        block = torch.zeros(shape, dtype=spec.storage_dtype, device=mesh.device)
     else:
-        block = allocate(shape, spec.storage_dtype, spec.memory, mesh.device, disk_dir).zero_()
+        block = zeros(shape, spec.storage_dtype, spec.memory, mesh, disk_dir)
     for slices, own in boxes(spec.shape, spec.storage, mesh):  # all but the padding
         block[own] = source.read(slices)
     if is_coded(spec):

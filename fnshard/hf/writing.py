@@ -119,10 +119,6 @@ def write_leaves(
     Args:
         what: for messages.
         planned: the leaves, the same on all ranks; and the files, which only rank 0 opens.
-
-    Raises:
-        StateError, CheckpointError: on all ranks, if it failed on one.
-        AgreementError: plans that differ.
     """
     all_ranks = partial(all_or_none, comm.gather_object, what)
     plan, files = all_ranks(planned)
@@ -162,8 +158,8 @@ def _digest(plan: Sequence[LeafToWrite]) -> str:
 
 
 def gather_leaf(block: Tensor, spec: LayoutSpec, mesh: Mesh, comm: Collectives, out: Tensor | None) -> None:
-    """Fill `out` (None on ranks that only take part) with a leaf, a bounded piece at a time, in its dtype.
-    A collective."""
+    """Fill `out` (None on ranks that only take part) with a leaf, a bounded piece at a time, cast to its
+    dtype. A collective."""
     axes = mesh.ordered(spec.storage.axes)
     if not axes or not block.numel():
         if out is not None:

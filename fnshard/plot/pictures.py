@@ -12,7 +12,6 @@ from fnshard.plot.scales import byte_text, byte_unit, time_text, time_unit
 
 # Okabe and Ito's palette: apart for every kind of colour vision.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#F0E442", "#999999", "#000000")
-FORMATS = {".png": "png", ".svg": "svg"}
 PHASES = {"forward": "#0072B2", "backward": "#D55E00", "update": "#009E73"}
 REST = "packing and the rest"
 LANE_VERBS = {
@@ -133,13 +132,17 @@ def timeline(timeline: Timeline, path: str | Path, *, measured: Timeline | None 
         11, 0.9 + sum(0.6 + 0.8 * h for h in heights), len(shown), 1, squeeze=False, sharex=True,
         height_ratios=heights,
     )  # fmt: skip
+    from matplotlib.patches import Patch
+
     colours: dict[str, str] = {}
     for axes, (name, each) in zip(grid.flat, shown.items(), strict=True):
         colours |= _draw_lanes(axes, each, lanes[name], scale, longest)
         axes.set_title(f"{name}: {headline(each)}" if name else headline(each), fontsize=11, loc="left")
     grid.flat[0].set_xlim(0, longest * scale or 1)
     grid.flat[-1].set_xlabel(f"{unit} since the step began")
-    legend(grid.flat[0], colours)
+    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    if handles:
+        grid.flat[0].legend(handles=handles, loc="upper left", bbox_to_anchor=(1.005, 1), frameon=False)
     return save(figure, path)
 
 
@@ -219,20 +222,11 @@ def figure_of(width: float, height: float, rows: int = 1, columns: int = 1, **gr
     return figure, axes
 
 
-def legend(axes: Any, colours: Mapping[str, str]) -> None:
-    """Draw a legend of named colours next to the axes."""
-    from matplotlib.patches import Patch
-
-    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
-    if handles:
-        axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.005, 1), frameon=False)
-
-
 def save(figure: Any, path: str | Path) -> Path:
     """Write a figure as .png or .svg, by the suffix of its path, and create the folder."""
     path = Path(path)
-    kind = FORMATS.get(path.suffix)
-    if kind is None:
+    kind = path.suffix.removeprefix(".")
+    if kind not in ("png", "svg"):
         raise SpecError(f"{path.name!r} is no name of a picture.", fix="end it in .png or .svg.")
     from matplotlib import rc_context
 

@@ -42,8 +42,7 @@ def check_agreement(
 
     Args:
         settings: `{name: text}` of what else must be alike: optimizer, loss scale, seed.
-        items: this rank's guess of how many items a Mean counts.
-        compiled: whether this rank has its kernels.
+        items, compiled: of this rank, what `Agreement` has of all.
 
     Raises:
         AgreementError: on every rank, naming those that differ and what does.
@@ -130,9 +129,7 @@ def compare_values(
 
 def compare_rows(comm: Collectives, axes: Sequence[str], mine: Mapping[str, str]) -> None:
     """Refuse rows that differ along axes whose ranks compute parts of the same ones. A collective.
-
-    Args:
-        mine: by name, what is equal for equal tensors.
+    `mine`: by name, what is equal for equal tensors.
     """
     every = [json.loads(text) for text in comm.gather_object(json.dumps(mine))]
     wrong = []

@@ -162,14 +162,11 @@ def check_arguments(fn: Callable[..., Any], batch: Batch) -> None:
     try:
         passed.call(signature.bind, None)
     except TypeError as error:
+        names = f" and {', '.join(f'{n}=' for n in passed.keywords)}" if passed.keywords else ""
+        count = f"{len(passed.positional)} batch arguments{names}"
         raise StateError(
             f"the batch does not fit `fn`: {error}.",
-            [f"fn{signature}, called with the parameters and {_counted(passed)}"],
+            [f"fn{signature}, called with the parameters and {count}"],
             "pass the arguments of `fn` after the parameters, in order or by name: "
             "step(state, tokens, mask=mask).",
         ) from error
-
-
-def _counted(batch: Arguments) -> str:
-    count = f"{len(batch.positional)} batch arguments"
-    return f"{count} and {', '.join(f'{n}=' for n in batch.keywords)}" if batch.keywords else count

@@ -76,12 +76,7 @@ class Buckets:
         return replace(self, parameters=tuple(parameters[1:]))
 
     def padded(self, batch: Arguments) -> Arguments:
-        """A batch whose sequences have lengths that are multiples.
-
-        Raises:
-            StateError: leaves with a sequence that nothing says how to pad, or of unnamed dims,
-                patterns that name no leaf, or values that a leaf's dtype lacks.
-        """
+        """A batch whose sequences have lengths that are multiples."""
         named, structure = batch.leaves
         globs, dims = {n: self._glob(n) for n in named}, self._dims(batch)
         wrong = [

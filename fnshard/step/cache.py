@@ -175,22 +175,14 @@ class ProgramCache:
         return None if length is None else (self.kernels, length)
 
     def front(self, batch: Batch, **changes: Any) -> Front:
-        """The stages that look at `fn` alone, for this rank's batch; nothing of it is kept.
-
-        Args:
-            changes: of the `LowerOptions`.
-        """
+        """The stages that look at `fn` alone, for this rank's batch; nothing of it is kept."""
         micro = next(split_batch(batch, self.options.accumulate))
         options = replace(self.options.lowering, **changes)
         with self.lock:
             return trace_and_split(self.fn, self.specs, micro, self.mesh, self._plan, options)
 
     def tensors(self, lowered: Lowered, batch: Batch) -> tuple[dict[str, Tensor], set[str]]:
-        """What `batch_tensors` gives of a batch, whose numbers are in what they are looked up in.
-
-        Raises:
-            StateError: each lookup with its table, the line of the user's code, and the batch's numbers.
-        """
+        """What `batch_tensors` gives of a batch, whose numbers are in what they are looked up in."""
         tensors, whole = batch_tensors(batch, lowered.names["batch"])
         for values in cut_batch(tensors, whole, self.options.accumulate):
             if not lowered.indices.outside(values, lowered.program.constants):

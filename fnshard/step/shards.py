@@ -326,7 +326,7 @@ def blank_params(specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | No
     """Zeros where each leaf's stored block rests."""
     check_directory(disk_dir, [p for p, s in specs.items() if "disk" in (s.memory, s.optimizer_memory)])
     shapes = {p: block_shape(s.shape, s.storage, mesh) for p, s in specs.items()}
-    return {p: _zeros(shapes[p], s.storage_dtype, s.memory, mesh, disk_dir) for p, s in specs.items()}
+    return {p: zeros(shapes[p], s.storage_dtype, s.memory, mesh, disk_dir) for p, s in specs.items()}
 
 
 def blank_slots(
@@ -334,12 +334,13 @@ def blank_slots(
 ) -> dict[str, dict[str, Tensor]]:
     """Zeros where each leaf's optimizer state rests."""
     return {
-        p: {n: _zeros(*kind, specs[p].optimizer_memory, mesh, disk_dir) for n, kind in own.items()}
+        p: {n: zeros(*kind, specs[p].optimizer_memory, mesh, disk_dir) for n, kind in own.items()}
         for p, own in slots.items()
     }
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, tier: str, mesh: Mesh, disk_dir: str | None) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, tier: str, mesh: Mesh, disk_dir: str | None) -> Tensor:
+    """Where a block rests."""
     if tier == "device":
         return torch.zeros(shape, dtype=dtype, device=mesh.device)
     return allocate(shape, dtype, tier, mesh.device, disk_dir).zero_()

@@ -1,13 +1,15 @@
 """`shard_step`: a pure function and its specs -> `Step`, a compiled, sharded training step; and
-`shard_forward`, the same without the backward.
+`shard_forward`, the same without the backward; and `lockstep`, for ranks whose data end at different steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Literal
+from itertools import islice
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +49,9 @@ from fnshard.step.runner import Bound, Runner
 from fnshard.step.shards import blank_params, blank_slots, check_blocks, check_seed, init_params, narrowed
 from fnshard.step.state import Metrics, TrainState, check_state, checked_rng
 
-__all__ = ["Forward", "Step", "shard_forward", "shard_step"]
+__all__ = ["Forward", "Step", "lockstep", "shard_forward", "shard_step"]
+
+T = TypeVar("T")
 
 
 class Compiled:
@@ -560,3 +564,36 @@ def shard_forward(
         timeout=timeout, shapes=shapes,
     )  # fmt: skip
     return Forward(fn, specs, mesh or make_mesh(), chosen)
+
+
+def lockstep(loader: Iterable[T], step: Step) -> Iterator[T]:
+    """Yield `loader`'s batches while *all* ranks have one; call `step` once for each.
+
+    Each rank takes two batches ahead: one whose next batch is its last raises a flag with the loss of the
+    step before, and the others see it a step later, so that nobody waits for a device and no collective is
+    added (but one, before the first batch). What the others have left over is not used.
+
+        for tokens, targets in fs.lockstep(loader, step):
+            state, metrics = step(state, tokens, targets)
+    """
+    source = iter(loader)
+    ahead = deque(islice(source, 2))
+    fewest = min(int(text) for text in step.gather_strings(str(len(ahead))))
+    step.clear_flag("out_of_data")
+    try:
+        while fewest:
+            batch = ahead.popleft()
+            ahead.extend(islice(source, 1))
+            if len(ahead) < 2:
+                step.raise_flag("out_of_data")
+            before = step.latest
+            yield batch
+            if step.latest is before:
+                raise StateError(
+                    "the loop over lockstep went on to the next batch without a step.",
+                    fix="call the step once for each batch; filter batches before lockstep sees them.",
+                )
+            if fewest == 1 or step.flag_raised("out_of_data"):
+                return
+    finally:
+        step.clear_flag("out_of_data")  # the loop was left early: its flag is void

@@ -20,9 +20,9 @@ from toys import chain, llama, lower, rows, run_chain
 import fnshard as fs
 from fnshard import Hardware, SpecError
 from fnshard.analysis import measure as measuring
-from fnshard.analysis.cost import HardwarePricer
 from fnshard.analysis.flops import GraphCost, graph_cost
 from fnshard.analysis.hardware import TABLE, Curve, Link
+from fnshard.analysis.timeline import HardwarePricer
 from fnshard.compiler.frontend.exchange import EXCHANGE
 from fnshard.compiler.schedule import instructions as lines
 from fnshard.compiler.schedule.instructions import (

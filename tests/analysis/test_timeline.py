@@ -15,9 +15,8 @@ from toys import chain, llama, lower, rows, run_chain
 
 import fnshard as fs
 from fnshard import Hardware
-from fnshard.analysis.cost import HardwarePricer
 from fnshard.analysis.hardware import COLLECTIVES, Curve, Link
-from fnshard.analysis.timeline import Timeline
+from fnshard.analysis.timeline import HardwarePricer, Timeline
 from fnshard.compiler.schedule.instructions import COMMUNICATION, COMPUTE, TRANSFER, Run, ToHost, Update, Wait
 from fnshard.step.lowered import Lowered
 

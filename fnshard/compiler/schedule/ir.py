@@ -91,7 +91,7 @@ class Price:
 
 
 class Pricer(Protocol):
-    """What `Instruction.price` asks: seconds of work and sizes of values; `analysis.cost` has the one."""
+    """What `Instruction.price` asks: seconds of work and sizes of values; `analysis.timeline` has the one."""
 
     schedule: Schedule
 

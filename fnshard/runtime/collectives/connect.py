@@ -51,10 +51,8 @@ def connect(mesh: Mesh, *, timeout: float = DEFAULT_TIMEOUT, transport: Transpor
 def connection(mesh: Mesh, *, timeout: float | None = None) -> Collectives:
     """The collectives that all steps on this mesh share; connected at the first call, a collective.
 
-    Groups and shared memory are dear: a thread, sockets and address space each.
-
-    Args:
-        timeout: of the connection to be made; None takes any there is.
+    Groups and shared memory are dear: a thread, sockets and address space each. `timeout` is of the
+    connection to be made; None takes any there is.
     """
     known = mesh.connections
     if timeout is None and known:

@@ -277,7 +277,6 @@ class Message(Generic[T]):
 
     # -------------------------------------------------------------- the handle
     def wait(self) -> T:
-        """The result. Once."""
         if self.given:
             waited_twice()
         self.given = True
@@ -366,7 +365,6 @@ class Message(Generic[T]):
                     raise CollectiveError(lost(self.what(), cause))
 
     def what(self) -> str:
-        """The collective, for a message."""
         return describe(self.name, self.channel.mesh, self.channel.axes)
 
     def reads(self, place: int, word: int) -> int:

@@ -95,7 +95,12 @@ def write(
             tensor = e.make()
             if tuple(tensor.shape) != e.shape or tensor.dtype != e.dtype:
                 raise ValueError(f"{e.name}: {list(tensor.shape)} {tensor.dtype}, announced as {e}")
-            crcs[e.name] = _write_data(fd, tensor)
+            data, sums = bytes_of(tensor), []
+            for start in range(0, len(data), BLOCK_bytes):
+                part = data[start : start + BLOCK_bytes]
+                sums.append(zlib.crc32(part))
+                _write_all(fd, part)
+            crcs[e.name] = tuple(sums)
             place += e.bytes
         os.fsync(fd)
     finally:
@@ -126,15 +131,6 @@ def file_layout(
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
     return head, {name: len(head) + start for name, start in starts.items()}
-
-
-def _write_data(fd: int, tensor: Tensor) -> tuple[int, ...]:
-    data, sums = bytes_of(tensor), []
-    for start in range(0, len(data), BLOCK_bytes):
-        part = data[start : start + BLOCK_bytes]
-        sums.append(zlib.crc32(part))
-        _write_all(fd, part)
-    return tuple(sums)
 
 
 def _write_all(fd: int, data: memoryview) -> None:
