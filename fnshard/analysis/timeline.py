@@ -169,6 +169,10 @@ class HardwarePricer:
         """Gradient, parameter and slots are read, the latter two written; and casts, where not fused."""
         bucket, specs, mesh = self.schedule.buckets[line.bucket], self.schedule.specs, self.schedule.mesh
         size = 0.0
+        if isinstance(line, UpdateBegin):  # state that goes to owners is written when it has come back
+            buckets = self.schedule.buckets.values()
+            sent_on = [p for b in buckets for p in b.pieces if p.slot and p.path in line.paths]
+            size -= 2.0 * sum(p.numel * specs[p.path].optimizer_dtype.itemsize for p in sent_on)
         for path, its_slots in zip(line.paths, slots(line.paths), strict=True):
             spec = specs[path]
             count = math.prod(block_shape(spec.shape, spec.optimizer, mesh))
