@@ -241,7 +241,10 @@ def tuned(rank: int, config: Any, folder: str) -> None:
 
 @pytest.mark.parametrize(
     "chosen",
-    [("method=full", "objective.balance=0.1"), ("method=lora", "method.targets=experts|all-linear")],
+    [
+        ("method=full", "objective.balance=0.1"),
+        pytest.param(("method=lora", "method.targets=experts|all-linear"), marks=pytest.mark.long),
+    ],
     ids=" ".join,
 )
 def test_experts_on_two_ranks_are_tuned_as_on_one(ranks, mixture, data, tmp_path, chosen):

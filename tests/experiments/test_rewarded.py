@@ -298,8 +298,13 @@ def tuned(rank: int, config: FinetuneConfig, folder: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("objective", "axes"), [("grpo", {"shard": 2}), ("grpo", {"tensor": 2}), ("ppo", {"shard": 2})], ids=str
-)
+    ("objective", "axes"),
+    [
+        ("grpo", {"tensor": 2}), ("ppo", {"shard": 2}),
+        pytest.param("grpo", {"shard": 2}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_two_ranks_draw_what_one_does(ranks, model, data, tmp_path, objective, axes):
     double = [f"precision.{part}=float64" for part in ("storage", "compute", "reduce", "optimizer")]
     config = config_of(model, data, tmp_path, f"objective={objective}", "run.steps=2", *SMALL, *double)

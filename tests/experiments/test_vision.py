@@ -268,7 +268,11 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("name", "chosen"),
     [
         ("tiny-qwen2.5-vl", ("method=lora", "method.targets=all-linear|vision-linear", "export=both")),
-        ("tiny-llava", ("method=full", "method.freeze=*vision_tower*", "export=merged")),
+        pytest.param(
+            "tiny-llava",
+            ("method=full", "method.freeze=*vision_tower*", "export=merged"),
+            marks=pytest.mark.long,
+        ),
         pytest.param("tiny-smolvlm", ("method=qlora4", "export=both"), marks=pytest.mark.long),
         pytest.param("tiny-qwen2-vl", ("method=full", "export=merged"), marks=pytest.mark.long),
     ],
