@@ -274,8 +274,15 @@ def test_real_ranks(ranks: Callable[[int], Any]) -> None:
         check(PROGRAMS[name], [each[name] for each in got], 4)
 
 
-@pytest.mark.parametrize("name", ["saves_intermediates", "fused_linear_loss", "hooks_of_tensors"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fused_linear_loss",
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("saves_intermediates", "hooks_of_tensors")),
+    ],
+)
 def test_inductor_compiles_it(name: str) -> None:
+    """Plain operators, of whichever program they are."""
     check_compiled(PROGRAMS[name])
 
 

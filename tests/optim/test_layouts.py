@@ -38,6 +38,12 @@ OWN = {
     "soap": soap(0.05, b2=0.9, precondition_frequency=1, max_precond_dim=6),
 }
 PRESETS = ["full_shard", "zero1", "zero2", "no_shard"]
+AXES = [{"shard": 2}, {"shard": 4}, {"shard": 2, "tensor": 2}]
+PAIRS = [  # every two of an optimizer, a preset and axes
+    (name, preset, AXES[(i + j) % len(AXES)])
+    for i, name in enumerate(OWN)
+    for j, preset in enumerate(PRESETS)
+]
 
 
 def around(own: Any) -> Any:
@@ -55,9 +61,7 @@ def assert_alone(found: list[dict[str, Tensor]], name: str) -> None:
             torch.testing.assert_close(params[path], leaf, atol=1e-10, rtol=0)
 
 
-@pytest.mark.parametrize("axes", [{"shard": 2}, {"shard": 4}, {"shard": 2, "tensor": 2}], ids=str)
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize(("name", "preset", "axes"), PAIRS, ids=str)
 def test_every_layout_is_one_rank(name, preset, axes):
     """To 1e-10, clipping and an average around it; also matrices that no rank has evenly many rows of."""
     moved = {path for path, leaf in leaves().items() if (leaf - alone(name)[path]).abs().max() > 1e-3}

@@ -195,6 +195,7 @@ def on_real_ranks(rank: int) -> reference.Trained:
     return train(rank, mesh, model, specs, ADAMW, backend="inductor")
 
 
+@pytest.mark.long  # test_gloo compiles exchanges on real ranks; here they are simulated
 def test_compiled_on_real_ranks_it_is_what_one_process_does(ranks: Any) -> None:
     model = sharded.as_float(model_of("mixture", True))
     expected = reference.train(model.loss, model.params, by_steps(model), reference.adamw(1e-2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -227,18 +228,22 @@ def floats(shapes: dict[str, Any]) -> dict[str, Tensor]:
     return {p: torch.randn(s, generator=draw) * 0.3 for p, s in shapes.items()}
 
 
+@contextmanager
+def counted(by: str = "eager") -> Iterator[mock.Mock]:
+    """The calls of Inductor, which go to the backend `by`: which graphs are one does not depend on it."""
+    compile_graph = symbolic.compile_graph
+    with mock.patch.object(symbolic, "compile_graph") as calls:
+        calls.side_effect = lambda graph, **how: compile_graph(graph, **{**how, "backend": by})
+        yield calls
+
+
 def compiled_graphs(
     fn: Any, leaves: dict[str, Tensor], lengths: tuple[int, ...], by: str = "eager"
 ) -> list[int]:
-    """How many there are after each length, at which their gradients are those of the eager step.
-
-    Args:
-        by: the backend of what is given to Inductor; which graphs are one does not depend on it.
-    """
-    mesh, counts, compile_graph = fs.make_mesh(shard=1, device="cpu"), list[int](), symbolic.compile_graph
+    """How many there are after each length, at which their gradients are those of the eager step."""
+    mesh, counts = fs.make_mesh(shard=1, device="cpu"), list[int]()
     compiled, eager = (step_of(mesh, fn, leaves, backend=backend) for backend in ("inductor", "eager"))
-    with mock.patch.object(symbolic, "compile_graph") as calls:
-        calls.side_effect = lambda graph, **how: compile_graph(graph, **{**how, "backend": by})
+    with counted(by) as calls:
         for number, length in enumerate(lengths):
             found, expected = (step(leaves, *batch(number, length)) for step in (compiled, eager))
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -296,7 +301,7 @@ def test_what_does_otherwise_at_a_length_is_compiled_for_it(fn: Any) -> None:
 def test_announced_are_compilations_and_not_lengths() -> None:
     mesh, leaves = fs.make_mesh(shard=1, device="cpu"), floats(LEAVES)
     step = step_of(mesh, small, leaves, backend="inductor")
-    with fs.debug.assert_max_compiles(2) as compiles:
+    with counted(), fs.debug.assert_max_compiles(2) as compiles:
         for length in (3, 9, 6, 16):
             step(leaves, *batch(0, length))
     assert len(compiles) == 2
