@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.nn.modules import module as hooks
 from torch.overrides import resolve_name
 
 from fnshard.compiler.deferred.host_random import refused
-from fnshard.compiler.deferred.recorder import META, Functions, Operators, Recorder
+from fnshard.compiler.deferred.recorder import META, Functions, Recorder
 from fnshard.compiler.deferred.tape import START, Take, Tape, generator_lock, leaves_of
 from fnshard.compiler.ir.containers import Contents
 from fnshard.compiler.ir.program import WRITES
@@ -63,22 +64,20 @@ def deferred() -> Iterator[None]:
     if getattr(_here, "recorder", None) is not None:
         yield
         return
-    with generator_lock:  # a block marks the default generator, which belongs to all threads
-        recorder = _here.recorder = Recorder()
-        try:
-            with ExitStack() as stack:
-                for register in _REGISTRATIONS:
-                    stack.callback(register(recorder.meet).remove)
-                stack.enter_context(recorder.one_truncation())
-                stack.enter_context(torch.random.fork_rng(devices=[]))
-                recorder.mark(START)
-                stack.enter_context(refused(_draw, lambda: getattr(_here, "recorder", None) is recorder))
-                stack.enter_context(Operators(recorder))
-                stack.enter_context(Functions(recorder))
-                yield
-            _close(recorder)
-        finally:
-            _here.recorder = None
+    recorder = Recorder()
+    # A block marks the default generator, which belongs to all threads.
+    with generator_lock, mock.patch.object(_here, "recorder", recorder, create=True):
+        with ExitStack() as stack:
+            for register in _REGISTRATIONS:
+                stack.callback(register(recorder.meet).remove)
+            stack.enter_context(recorder.one_truncation())
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            recorder.mark(START)
+            stack.enter_context(refused(_draw, lambda: getattr(_here, "recorder", None) is recorder))
+            stack.enter_context(recorder)
+            stack.enter_context(Functions(recorder))
+            yield
+        _close(recorder)
 
 
 def _draw(name: str) -> StateError:

@@ -7,11 +7,12 @@ random number changes; who reads another is refused.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -37,10 +38,11 @@ _ALIKE = {"bernoulli_", "cauchy_", "exponential_", "fill_", "log_normal_", "norm
 _UNKNOWN_SHAPE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
-class Recorder:
-    """What is known in the block: the memories there are, the modules, the log."""
+class Recorder(TorchDispatchMode):
+    """What is known in the block: the memories there are, the modules, the log; it notes operators."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.tape = Tape()
         self.modules: dict[int, nn.Module] = {}
         self.paused = False
@@ -58,14 +60,9 @@ class Recorder:
         with self.pause():
             return self.tape.value(value.detach())
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self) -> AbstractContextManager[Any]:
         """Operators are run as they are."""
-        self.paused, before = True, self.paused
-        try:
-            yield
-        finally:
-            self.paused = before
+        return mock.patch.object(self, "paused", True)
 
     def constant(self, value: Tensor) -> Tensor:
         """A recorded tensor with these values."""
@@ -75,8 +72,9 @@ class Recorder:
         self.tape.add(RecordedCall(kept.clone, (), {}, (), (memory,), {0: made.detach()}), [memory])
         return made
 
-    def call(self, op: Any, args: Any, kwargs: Any) -> Any:
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on meta tensors and record it; one that has to do with none, as it is."""
+        kwargs = kwargs or {}
         inputs = leaves_of((args, kwargs), Tensor)
         known = [v for v in inputs if self.knows(v)]
         if op is torch.ops.aten.lift_fresh.default and not known:
@@ -105,15 +103,10 @@ class Recorder:
             raise _refusal(f"{op} has no rule for meta tensors", "use another operator there.") from error
         return self._record(op, args, on_meta, result, random)
 
-    @contextmanager
-    def one_truncation(self) -> Iterator[None]:
+    def one_truncation(self) -> AbstractContextManager[Any]:
         """`torch.nn.init.trunc_normal_` becomes one operator: it draws until its values are in range."""
         original = torch.nn.init._no_grad_trunc_normal_
-        torch.nn.init._no_grad_trunc_normal_ = partial(self._trunc_normal_, original)
-        try:
-            yield
-        finally:
-            torch.nn.init._no_grad_trunc_normal_ = original
+        return mock.patch.object(torch.nn.init, original.__name__, partial(self._trunc_normal_, original))
 
     def _trunc_normal_(
         self, original: Any, tensor: Tensor, *args: Any, generator: torch.Generator | None = None
@@ -207,17 +200,6 @@ def _written(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
             value = args[i] if i < len(args) else kwargs.get(argument.name)
             found += leaves_of(value, Tensor)
     return found
-
-
-class Operators(TorchDispatchMode):
-    """Hands operators to the recorder."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.recorder.call(func, args, kwargs or {})
 
 
 class Functions(TorchFunctionMode):
