@@ -243,7 +243,7 @@ def capture(
         try:
             try:
                 with source_lines.kept() if source.sources else nullcontext():
-                    made = traced(lambda leaves, batch: [*run(leaves, batch), *calls.hooks])(*inputs)
+                    made = traced(lambda leaves, batch: [*run(leaves, batch), *calls.hooks.values()])(*inputs)
                 return Captured(made, len(calls.hooks), flat.outputs, fakes)
             except (DynamicOutputShapeException, DataDependentOutputException):
                 calls.hooks.clear()
