@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fnshard.compiler.deferred.tape import CPU, RecordedCall, Tape, leaves_of, map_leaves, memory_of
+from fnshard.compiler.ir.program import arguments_of
 from fnshard.errors import StateError
 
 META = torch.device("meta")
@@ -194,12 +195,9 @@ def _is_whole(value: Tensor) -> bool:
 
 def _written(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """The tensors that an operator writes to."""
-    found: list[Tensor] = []
-    for i, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            found += leaves_of(value, Tensor)
-    return found
+    given = arguments_of(op, args, kwargs)
+    writes = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return leaves_of([given[name] for name in writes], Tensor)
 
 
 class Functions(TorchFunctionMode):

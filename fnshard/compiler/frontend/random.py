@@ -145,24 +145,22 @@ def _floor(value: int, dtype: torch.dtype) -> int:
     return value >> drop << drop
 
 
-def _scaled_mask(x: Tensor, key: Tensor, p: float, shape: list[int], strides: Strides) -> Tensor:
+def _dropout(
+    x: Tensor, key: Tensor, p: float, strides: Strides = None, shape: list[int] | None = None
+) -> Tensor:
     if p >= 1.0:
         return x * 0
-    keep = _unit(key, shape, strides=strides) >= p
+    keep = _unit(key, shape or list(x.shape), strides=strides) >= p
     return x * keep.to(x.dtype) * (1.0 / (1.0 - p))  # a factor in x's dtype would be rounded before
 
 
 def dropout_factors(x: Tensor, key: Tensor, p: float, strides: Strides = None) -> Tensor:
     """What dropout multiplies `x` by."""
-    return _scaled_mask(torch.ones_like(x), key, p, list(x.shape), strides)
-
-
-def _dropout(x: Tensor, key: Tensor, p: float, strides: Strides = None) -> Tensor:
-    return _scaled_mask(x, key, p, list(x.shape), strides)
+    return _dropout(torch.ones_like(x), key, p, strides)
 
 
 def _feature_dropout(x: Tensor, key: Tensor, p: float, strides: Strides = None) -> Tensor:
-    return _scaled_mask(x, key, p, _features(x), strides)
+    return _dropout(x, key, p, strides, _features(x))
 
 
 def _features(x: Tensor) -> list[int]:
@@ -183,19 +181,15 @@ _SELU_LIMIT = 1.7580993408473766
 
 
 def _bernoulli(
-    p: Tensor, key: Tensor, shape: list[int], dtype: torch.dtype, strides: Strides = None
+    p: Tensor | float, key: Tensor, shape: list[int], dtype: torch.dtype, strides: Strides = None
 ) -> Tensor:
     return (_unit(key, shape, 0, torch.float64, strides) < p).to(dtype)
-
-
-def _bernoulli_below(p: float, key: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
-    return (_unit(key, shape, 0, torch.float64) < p).to(dtype)
 
 
 for _name, _impl in {
     "uniform": _uniform, "normal": _normal, "integers": _integers, "dropout": _dropout,
     "feature_dropout": _feature_dropout, "bernoulli": _bernoulli,
-    "bernoulli_below": _bernoulli_below, "exponential": _exponential,
+    "bernoulli_below": _bernoulli, "exponential": _exponential,
     "alpha_dropout": _alpha_dropout,
 }.items():  # fmt: skip
     LIB.impl(_name, _impl, "CompositeImplicitAutograd")

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 KERNELS = 16  # of one unit at most: larger graphs use several processors
 INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b.*$", re.MULTILINE)
@@ -52,12 +53,8 @@ def compiled_together() -> Iterator[Callable[[], None]]:
         return kernels[-1]
 
     alone, owner = AsyncCompile.cpp_pybinding, threading.get_ident()
-    if get_compile_threads() > 1:
-        AsyncCompile.cpp_pybinding = collect
-    try:
+    with mock.patch.object(AsyncCompile, "cpp_pybinding", collect if get_compile_threads() > 1 else alone):
         yield lambda: [load() for load in loads] and None
-    finally:
-        AsyncCompile.cpp_pybinding = alone
     loads.extend(_start(kernels[i : i + KERNELS]) for i in range(0, len(kernels), KERNELS))
 
 

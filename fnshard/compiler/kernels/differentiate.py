@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fnshard.compiler.frontend.substitutes import LEFT_OUT, unchecked
-from fnshard.compiler.ir.program import OpOverload, describe
+from fnshard.compiler.ir.program import OpOverload, arguments_of, describe
 from fnshard.compiler.kernels.attention import choosing
 from fnshard.compiler.kernels.canonical import Argument, Source
 from fnshard.compiler.kernels.remat import Policy, is_saved
@@ -278,14 +278,7 @@ def _check_joint(joint: fx.GraphModule) -> None:
 
 def _draws(node: fx.Node) -> bool:
     """Whether an op draws random numbers; attention kernels only do where their dropout is not 0."""
-    if not _seeded(node):
-        return False
-    names = [a.name for a in node.target._schema.arguments]
-    if "dropout_p" not in names:
-        return True
-    place = names.index("dropout_p")
-    value = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-    return value != 0.0
+    return _seeded(node) and arguments_of(node.target, node.args, node.kwargs).get("dropout_p") != 0.0
 
 
 def _flatten_signature(module: fx.GraphModule) -> None:

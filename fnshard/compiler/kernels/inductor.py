@@ -17,9 +17,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx
@@ -82,19 +83,12 @@ def _generated(
     return compiled, load
 
 
-@contextmanager
-def _with_shape_env(mode: Any) -> Iterator[None]:
+def _with_shape_env(mode: Any) -> AbstractContextManager[Any]:
     """Inductor's cache asks for a shape environment; all sizes are known, so it stays empty."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    if mode is None or mode.shape_env is not None:
-        yield
-        return
-    mode.shape_env = ShapeEnv()
-    try:
-        yield
-    finally:
-        mode.shape_env = None
+    has_one = mode is None or mode.shape_env is not None
+    return nullcontext() if has_one else mock.patch.object(mode, "shape_env", ShapeEnv())
 
 
 @contextmanager

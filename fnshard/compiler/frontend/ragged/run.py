@@ -15,7 +15,13 @@ from fnshard.compiler.frontend.ragged.lengths import Ragged, RaggedOp, Unbounded
 from fnshard.compiler.frontend.ragged.rules import rule_of
 from fnshard.compiler.frontend.transforms import Differentiable, plain_attention
 from fnshard.compiler.ir import source_lines
-from fnshard.compiler.ir.program import OpOverload, eliminate_dead_code, mutated_args, storage_id
+from fnshard.compiler.ir.program import (
+    OpOverload,
+    arguments_of,
+    eliminate_dead_code,
+    mutated_args,
+    storage_id,
+)
 
 _VALUES = ("Tensor", "number", "Scalar")  # types of arguments that take a length as a value
 
@@ -99,11 +105,7 @@ def _run_node(ragged: Ragged, node: fx.Node) -> Any:
     if not isinstance(node.target, OpOverload) or not any(map(_is_symbolic, involved)):
         args, kwargs = fx.map_arg((node.args, node.kwargs), ragged.values.__getitem__)
         return node.target(*args, **kwargs)
-    schema = node.target._schema.arguments
-    raw = {a.name: a.default_value for a in schema} | dict(
-        zip([a.name for a in schema], node.args, strict=False)
-    )
-    raw |= node.kwargs
+    schema, raw = node.target._schema.arguments, arguments_of(node.target, node.args, node.kwargs)
     as_value = {a.name: any(name in str(a.real_type) for name in _VALUES) for a in schema}
     arguments = {
         name: fx.map_arg(given, lambda n, v=as_value[name]: _argument(ragged, n, v, value))
