@@ -103,7 +103,6 @@ class LeafRecipe:
     alias: Tensor
 
     def value(self) -> Tensor | None:
-        """The leaf, or None if it depends on random numbers."""
         check_closed()
         return self.tape.value(self.alias)
 
@@ -211,22 +210,23 @@ class _Placeholder(Tensor):
         kwargs = kwargs or {}
         inputs = leaves_of((args, kwargs), Tensor)
         name = resolve_name(func) or str(func)
-        problem = None
-        if isinstance(inputs[0], _Placeholder) and _writes(name):
+        problem, last = None, name.rpartition(".")[2]
+        writes = WRITES.fullmatch(last) and last != "requires_grad_"
+        if isinstance(inputs[0], _Placeholder) and (writes or name == "torch.Tensor.data.__set__"):
             problem = (
                 "changes a deferred module after its fs.deferred() block, where it is lost:",
                 "do it inside the block, below the constructor: model.apply(init), model.to(dtype).",
             )
-        elif name.rpartition(".")[2] in _READS or any(
-            not isinstance(v, _Placeholder) and not v.is_meta for v in inputs
-        ):
+        elif last in _READS or any(not isinstance(v, _Placeholder) and not v.is_meta for v in inputs):
             problem = (
                 "needs the values of a deferred module, which has none yet:",
                 "step.init(model) makes them. What forward uses is a parameter or a buffer "
                 "(register_buffer), unless it depends on no random numbers.",
             )
         if problem is not None:
-            lines = [_describe(v) for v in inputs if isinstance(v, _Placeholder)]
+            known = [v for v in inputs if isinstance(v, _Placeholder)]
+            ends = ["" if recipe_of(v) else ", no parameter or buffer" for v in known]
+            lines = [f"{list(v.shape)} {v.dtype}{end}" for v, end in zip(known, ends, strict=True)]
             raise StateError(f"{name} {problem[0]}", lines, problem[1])
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -234,17 +234,6 @@ class _Placeholder(Tensor):
         made = on_meta(self) if recipe_of(self) else torch.empty_like(self).as_subclass(Tensor)
         memo[id(self)] = _make_placeholder(made, recipe_of(self))
         return made
-
-
-def _writes(name: str) -> bool:
-    """Whether a function of torch changes its first tensor."""
-    last = name.rpartition(".")[2]
-    in_place = WRITES.fullmatch(last) and last != "requires_grad_"
-    return bool(in_place) or name == "torch.Tensor.data.__set__"
-
-
-def _describe(value: Tensor) -> str:
-    return f"{list(value.shape)} {value.dtype}" + ("" if recipe_of(value) else ", no parameter or buffer")
 
 
 def _make_placeholder(value: Tensor, recipe: LeafRecipe | None) -> Tensor:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fnshard.compiler.deferred.tape import CPU, RecordedCall, Tape, leaves_of, map_leaves, memory_of
-from fnshard.compiler.ir.program import arguments_of
+from fnshard.compiler.deferred.tape import CPU, RecordedCall, Tape, leaves_of, map_leaves
+from fnshard.compiler.ir.program import arguments_of, storage_id
 from fnshard.errors import StateError
 
 META = torch.device("meta")
@@ -53,8 +53,7 @@ class Recorder(TorchDispatchMode):
         self.modules[id(module)] = module
 
     def knows(self, value: Tensor) -> bool:
-        """Whether a tensor is recorded."""
-        return value.layout == torch.strided and memory_of(value) in self.tape.writers
+        return value.layout == torch.strided and storage_id(value) in self.tape.writers
 
     def value(self, value: Tensor) -> Tensor | None:
         """The values of a recorded tensor, as they are now; None if they depend on random numbers."""
@@ -69,7 +68,7 @@ class Recorder(TorchDispatchMode):
         """A recorded tensor with these values."""
         kept = value.detach().clone()
         made = torch.empty_strided(kept.shape, kept.stride(), dtype=kept.dtype, device=META)
-        memory = memory_of(made)
+        memory = storage_id(made)
         self.tape.add(RecordedCall(kept.clone, (), {}, (), (memory,), {0: made.detach()}), [memory])
         return made
 
@@ -116,14 +115,14 @@ class Recorder(TorchDispatchMode):
             return original(tensor, *args, generator=generator)
         if generator is not None:
             raise _refusal("trunc_normal_ draws from a generator of its own", _SEEDED)
-        whole = (memory_of(tensor),) if _is_whole(tensor) else ()
+        whole = (storage_id(tensor),) if _is_whole(tensor) else ()
         with self.pause():
             alias = tensor.detach()
         default = torch.get_default_dtype()
         call = RecordedCall(
             original, (alias, *args), {}, overwrites=whole, alike=bool(whole), default_dtype=default
         )
-        self._append(call, [memory_of(tensor)], random=True)
+        self._append(call, [storage_id(tensor)], random=True)
         return tensor
 
     def _check(self, op: Any, inputs: list[Tensor], written: list[Tensor]) -> None:
@@ -155,21 +154,21 @@ class Recorder(TorchDispatchMode):
         outs = [kwargs.get(a.name) for a in op._schema.arguments if a.is_out]
         filled = [v for v in written if name in _FILLS or any(v is out for out in outs)]
         by_shape = name.endswith("_like") or name.startswith("new_")
-        read = {memory_of(v) for v in inputs if not by_shape and not any(v is f for f in filled)}
-        whole = {memory_of(v) for v in filled if _is_whole(v)}
+        read = {storage_id(v) for v in inputs if not by_shape and not any(v is f for f in filled)}
+        whole = {storage_id(v) for v in filled if _is_whole(v)}
         kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
         if not inputs:
             kwargs["device"] = CPU
             if any(a.name == "dtype" for a in op._schema.arguments):
                 kwargs["dtype"] = results[0].dtype
         args, kwargs = map_leaves((args, kwargs), Tensor, Tensor.detach)
-        new = set(map(memory_of, made.values()))
+        new = set(map(storage_id, made.values()))
         call = RecordedCall(
             op, args, kwargs, tuple(read), tuple(new | (whole - read)), made,
             blank="empty" in name, alike=name in _ALIKE and len(inputs) == 1 and _is_whole(inputs[0]),
             default_dtype=torch.get_default_dtype(),
         )  # fmt: skip
-        self._append(call, [*map(memory_of, written), *new], random)
+        self._append(call, [*map(storage_id, written), *new], random)
         return result
 
     def _append(self, call: RecordedCall, writes: list[int], random: bool) -> None:
@@ -194,7 +193,6 @@ def _is_whole(value: Tensor) -> bool:
 
 
 def _written(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that an operator writes to."""
     given = arguments_of(op, args, kwargs)
     writes = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
     return leaves_of([given[name] for name in writes], Tensor)

@@ -110,7 +110,6 @@ class Program:
 
     @property
     def results(self) -> list[fx.Node]:
-        """The flat outputs."""
         return list(self.graph.output_node().args[0])
 
     def as_text(self) -> str:
