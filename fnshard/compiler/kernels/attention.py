@@ -57,12 +57,9 @@ def choosing(source: Source, target: str) -> Iterator[None]:
     Args:
         target: the type of device that the kernels are for.
     """
-    with _OnCuda() if target == "cuda" and _on_cpu(source) else _off_cudnn(source):
+    elsewhere = target == "cuda" and all(a.device.type == "cpu" for a in source.inputs)
+    with _OnCuda() if elsewhere else _off_cudnn(source):
         yield
-
-
-def _on_cpu(source: Source) -> bool:
-    return all(a.device.type == "cpu" for a in source.inputs)
 
 
 @contextmanager

@@ -27,7 +27,6 @@ class Argument:
 
     @staticmethod
     def of(value: Tensor, kind: str) -> Argument:
-        """Of a (fake) tensor."""
         return Argument(
             tuple(value.shape), tuple(value.stride()), value.dtype, value.device, value.requires_grad, kind
         )

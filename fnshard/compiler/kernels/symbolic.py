@@ -67,7 +67,6 @@ class Form:
         return found
 
     def fits(self, expressions: Sequence[Expression], n: int) -> bool:
-        """Whether the numbers are those of `n`."""
         pairs = zip(self.numbers, expressions, strict=True)
         return all(number == slope * n + offset for number, (slope, offset) in pairs)
 
