@@ -51,7 +51,6 @@ class ExchangeKind:
 
     @property
     def shared(self) -> bool:
-        """Whether all ranks receive the same."""
         return not self.splits and not self.permutes
 
     def sent_share(self, ranks: int) -> Fraction:

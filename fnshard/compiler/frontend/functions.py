@@ -174,12 +174,11 @@ def _equal(original: Callable[..., bool], a: Tensor, b: Tensor) -> bool:
 class _Context(FunctionCtx):
     """The `ctx` of a Function; tensors it keeps are those of the trace."""
 
+    to_save = non_differentiable = dirty_tensors = ()
+    materialize_grads = True
+
     def __init__(self, needs_input_grad: tuple[bool, ...]):
         self.needs_input_grad = needs_input_grad
-        self.to_save: tuple[Tensor | None, ...] = ()
-        self.non_differentiable: tuple[Tensor, ...] = ()
-        self.dirty_tensors: tuple[Tensor, ...] = ()
-        self.materialize_grads = True
 
     @property
     def saved_tensors(self) -> tuple[Tensor | None, ...]:

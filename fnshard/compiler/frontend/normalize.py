@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fnshard.compiler.frontend import dropout_attention  # noqa: F401  (its operator)
 from fnshard.compiler.frontend.random import ops
 from fnshard.compiler.ir.custom_gradient import CustomGradient
 from fnshard.compiler.ir.failures import COMMUNICATES, ONE_DEVICE, higher_order, refused_at
@@ -87,7 +86,10 @@ def _copy_body(module: fx.GraphModule, graph: fx.Graph, env: dict, keys: dict) -
     autocast: dict[fx.Node, tuple[Any, ...]] = {}
     detached: dict[fx.Node, fx.Node] = {}
 
-    def detach(node: fx.Node) -> fx.Node:
+    def detach(old: fx.Node) -> fx.Node:
+        value, node = old.meta.get("val"), env[old]
+        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+            return node
         if node not in detached:
             detached[node] = graph.call_function(aten.detach.default, (node,))
         return detached[node]
@@ -120,8 +122,7 @@ def _copy_body(module: fx.GraphModule, graph: fx.Graph, env: dict, keys: dict) -
         if not grad and (same := _same(old)) is not None:
             env[old] = env[same]
             continue
-        read = (lambda n: env[n]) if grad else (lambda n: _detach_tensor(env[n], n, detach))
-        args, kwargs = fx.map_arg((old.args, old.kwargs), read)
+        args, kwargs = fx.map_arg((old.args, old.kwargs), env.__getitem__ if grad else detach)
         before = set(graph.nodes) if old in keys else set()
         made = _emit(graph, old, args, kwargs, keys.get(old))
         fresh = [n for n in graph.nodes if n not in before] if old in keys else [made]
@@ -185,13 +186,6 @@ def _check_out(old: fx.Node) -> None:
             wrong,
             "leave out= away, or pass a tensor of the result's shape.",
         )
-
-
-def _detach_tensor(new: fx.Node, old: fx.Node, detach: Callable[[fx.Node], fx.Node]) -> fx.Node:
-    value = old.meta.get("val")
-    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
-        return new
-    return detach(new)
 
 
 _GENERATOR = report(
@@ -281,45 +275,34 @@ def _shaped(target: Any, *names: str) -> Draw:
     return lambda b, key, val: (target, (key, list(val.shape), val.dtype, *(b[n] for n in names)))
 
 
-def _integers(low: str | None) -> Draw:
-    return lambda b, key, val: (
-        ops.integers.default,
-        (key, b[low] if low else 0, b["high"], list(val.shape), val.dtype),
-    )
+def _integers(b: dict[str, Any], key: fx.Node, val: Tensor) -> tuple[Any, tuple[Any, ...]]:
+    return ops.integers.default, (key, b.get("low", 0), b["high"], list(val.shape), val.dtype)
 
 
 def _masked(target: Any, *more: Any) -> Draw:
     return lambda b, key, val: (target, (b["input"] if "input" in b else b["self"], key, b["p"], *more))
 
 
-def _below(b: dict[str, Any], key: fx.Node, val: Tensor) -> tuple[Any, tuple[Any, ...]]:
-    """Ones where a uniform number is below `p`, in the dtype of the result."""
-    return ops.bernoulli_below.default, (b["p"], key, list(val.shape), val.dtype)
+def _below(target: Any, name: str = "p") -> Draw:
+    """Ones where a uniform number is below the argument of this name, in the dtype of the result."""
+    return lambda b, key, val: (target, (b[name], key, list(val.shape), val.dtype))
 
 
 _RANDOM: dict[Any, Draw] = {
-    aten.bernoulli.default: lambda b, key, val: (
-        ops.bernoulli.default, (b["self"], key, list(val.shape), val.dtype)),
-    aten.bernoulli.p: _below,
-    aten.bernoulli_.float: _below,
-    aten.bernoulli_.Tensor: lambda b, key, val: (
-        ops.bernoulli.default, (b["p"], key, list(val.shape), val.dtype)),
-    aten.rand.default: _shaped(ops.uniform.default),
-    aten.rand.generator: _shaped(ops.uniform.default),
-    aten.rand_like.default: _shaped(ops.uniform.default),
+    aten.bernoulli.default: _below(ops.bernoulli.default, "self"),
+    aten.bernoulli_.Tensor: _below(ops.bernoulli.default),
+    **dict.fromkeys((aten.bernoulli.p, aten.bernoulli_.float), _below(ops.bernoulli_below.default)),
+    **dict.fromkeys(
+        (aten.rand.default, aten.rand.generator, aten.rand_like.default), _shaped(ops.uniform.default)),
     aten.uniform_.default: _shaped(ops.uniform.default, "from", "to"),
-    aten.randn.default: _shaped(ops.normal.default),
-    aten.randn.generator: _shaped(ops.normal.default),
-    aten.randn_like.default: _shaped(ops.normal.default),
-    aten.normal_.default: _shaped(ops.normal.default, "mean", "std"),
-    aten.normal.float_float: _shaped(ops.normal.default, "mean", "std"),
+    **dict.fromkeys(
+        (aten.randn.default, aten.randn.generator, aten.randn_like.default), _shaped(ops.normal.default)),
+    **dict.fromkeys(
+        (aten.normal_.default, aten.normal.float_float), _shaped(ops.normal.default, "mean", "std")),
     aten.exponential_.default: _shaped(ops.exponential.default, "lambd"),
-    aten.randint.default: _integers(None),
-    aten.randint.low: _integers("low"),
-    aten.randint.generator: _integers(None),
-    aten.randint.low_generator: _integers("low"),
-    aten.randint_like.default: _integers(None),
-    aten.randint_like.low_dtype: _integers("low"),
+    **dict.fromkeys(
+        (aten.randint.default, aten.randint.low, aten.randint.generator, aten.randint.low_generator,
+         aten.randint_like.default, aten.randint_like.low_dtype), _integers),
     aten.scaled_dot_product_attention.default: lambda b, key, val: (
         ops.attention.default,
         (b["query"], b["key"], b["value"], b["attn_mask"], key, b["dropout_p"], b["is_causal"], b["scale"],

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from fnshard.compiler.deferred import host_random
 from fnshard.compiler.deferred.host_random import DRAWS
+from fnshard.compiler.deferred.tape import leaves_of, map_leaves
 from fnshard.compiler.frontend import control_flow, functions, statistics, transforms
 from fnshard.compiler.frontend.substitutes import SUBSTITUTES, mask_positions
 from fnshard.compiler.frontend.transforms import Patch, while_tracing
@@ -171,25 +172,14 @@ class Calls(TorchFunctionMode):
         host would keep the host waiting for it in every step."""
         if name in _MADE and "device" not in kwargs:
             return args, kwargs | {"device": self.device}
-        kinds = {t.device.type for t in _tensors((args, tuple(kwargs.values())))}
+        kinds = {t.device.type for t in leaves_of((args, kwargs), torch.Tensor)}
         if name == "copy_" or not kinds >= {"cpu", self.device.type}:
             return args, kwargs
 
-        def moved(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                on_host = value.device.type == "cpu" and value.dim()
-                return value.to(self.device) if on_host else value
-            return type(value)(map(moved, value)) if type(value) in (list, tuple) else value
+        def moved(value: torch.Tensor) -> torch.Tensor:
+            return value.to(self.device) if value.device.type == "cpu" and value.dim() else value
 
-        return moved(args), {key: moved(value) for key, value in kwargs.items()}
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif type(value) in (list, tuple):
-        for each in value:
-            yield from _tensors(each)
+        return map_leaves((args, kwargs), torch.Tensor, moved)
 
 
 _MADE = {
