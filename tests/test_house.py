@@ -112,7 +112,6 @@ PRIVATE = {
     },
     "fnshard.compiler.kernels.symbolic": {"torch._dynamo", "torch._subclasses"},
     "fnshard.compiler.kernels.inductor": {"torch._guards", "torch._inductor"},
-    "fnshard.compiler.kernels.cpp_kernels": {"torch._inductor"},
     "fnshard.runtime.executor.fused_update": {"torch._inductor", "torch._subclasses"},  # its decompositions
     "fnshard.analysis.footprint": {"torch._subclasses"},
     "fnshard.analysis.slots": {"torch._subclasses", "torch.utils._python_dispatch"},

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnshard.compiler.frontend import dropout_attention
+from fnshard.compiler.frontend import random
 from fnshard.compiler.ir.program import OpOverload
 from fnshard.compiler.kernels import block_attention
 from fnshard.losses import linear
@@ -202,7 +202,7 @@ _RULES: dict[tuple[str, str], Rule] = {
 _OPERATORS = (
     linear.token_parts, linear.token_parts_backward,
     block_attention.block_attention, block_attention.block_attention_backward,
-    dropout_attention.dropout_attention, dropout_attention.dropout_attention_backward,
+    random.dropout_attention, random.dropout_attention_backward,
 )  # fmt: skip
 _CODE: dict[OpOverload, Callable[..., Any]] = {each._opoverload: each._init_fn for each in _OPERATORS}
 _CHUNKS = {  # where hidden states and the tokens at once stand among the arguments; a rank has one part

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fnshard as fs
-from fnshard.compiler.frontend import dropout_attention
+from fnshard.compiler.frontend import random as draws
 
 T, D = 12, 4
 
@@ -39,8 +39,8 @@ def test_by_blocks_it_is_what_it_is_spelled_out(monkeypatch: Any, kind: str) -> 
         form["attn_mask"][3] = False  # a query that sees nothing
     found = []
     for long in (T * T + 1, T * T):
-        monkeypatch.setattr(dropout_attention, "LONG", long)
-        monkeypatch.setattr(dropout_attention, "BLOCK_bytes", 5 * 8 * 8 * T)  # five queries at once
+        monkeypatch.setattr(draws, "LONG", long)
+        monkeypatch.setattr(draws, "BLOCK_bytes", 5 * 8 * 8 * T)  # five queries at once
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
         out = dropped(*leaves, **form)
         found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
@@ -54,7 +54,7 @@ def test_half_types_are_summed_in_fp32(monkeypatch: Any) -> None:
     random, apart = torch.Generator().manual_seed(0), []
     exact = 3 * torch.randn(3, 1, 2, 64, 16, generator=random)
     for dtype, long in ((torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 1 << 20)):
-        monkeypatch.setattr(dropout_attention, "LONG", long)
+        monkeypatch.setattr(draws, "LONG", long)
         leaves = [t.to(dtype).requires_grad_() for t in exact]
         key = torch.tensor(7)
         out = torch.ops.fnshard.attention(*leaves, None, key, 0.0, True, None, False, None)  # no draw
@@ -65,8 +65,8 @@ def test_half_types_are_summed_in_fp32(monkeypatch: Any) -> None:
 
 
 def test_the_mask_is_the_same_over_any_split_and_in_the_backward(monkeypatch: Any) -> None:
-    monkeypatch.setattr(dropout_attention, "LONG", 1)
-    monkeypatch.setattr(dropout_attention, "BLOCK_bytes", 5 * 8 * 8 * T)
+    monkeypatch.setattr(draws, "LONG", 1)
+    monkeypatch.setattr(draws, "BLOCK_bytes", 5 * 8 * 8 * T)
     random = torch.Generator().manual_seed(0)
     params = {n: torch.randn(2 * D, 2 * D, generator=random, dtype=torch.float64) for n in ("q", "k", "v")}
     x = torch.randn(4, T, 2 * D, generator=random, dtype=torch.float64)

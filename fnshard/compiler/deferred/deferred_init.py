@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.nn.modules import module as hooks
 from torch.overrides import resolve_name
 
 from fnshard.compiler.deferred.host_random import refused
-from fnshard.compiler.deferred.recorder import META, Functions, Operators, Recorder
+from fnshard.compiler.deferred.recorder import META, Functions, Recorder
 from fnshard.compiler.deferred.tape import START, Take, Tape, generator_lock, leaves_of
 from fnshard.compiler.ir.containers import Contents
 from fnshard.compiler.ir.program import WRITES
@@ -63,22 +64,20 @@ def deferred() -> Iterator[None]:
     if getattr(_here, "recorder", None) is not None:
         yield
         return
-    with generator_lock:  # a block marks the default generator, which belongs to all threads
-        recorder = _here.recorder = Recorder()
-        try:
-            with ExitStack() as stack:
-                for register in _REGISTRATIONS:
-                    stack.callback(register(recorder.meet).remove)
-                stack.enter_context(recorder.one_truncation())
-                stack.enter_context(torch.random.fork_rng(devices=[]))
-                recorder.mark(START)
-                stack.enter_context(refused(_draw, lambda: getattr(_here, "recorder", None) is recorder))
-                stack.enter_context(Operators(recorder))
-                stack.enter_context(Functions(recorder))
-                yield
-            _close(recorder)
-        finally:
-            _here.recorder = None
+    recorder = Recorder()
+    # A block marks the default generator, which belongs to all threads.
+    with generator_lock, mock.patch.object(_here, "recorder", recorder, create=True):
+        with ExitStack() as stack:
+            for register in _REGISTRATIONS:
+                stack.callback(register(recorder.meet).remove)
+            stack.enter_context(recorder.one_truncation())
+            stack.enter_context(torch.random.fork_rng(devices=[]))
+            recorder.mark(START)
+            stack.enter_context(refused(_draw, lambda: getattr(_here, "recorder", None) is recorder))
+            stack.enter_context(recorder)
+            stack.enter_context(Functions(recorder))
+            yield
+        _close(recorder)
 
 
 def _draw(name: str) -> StateError:
@@ -104,7 +103,6 @@ class LeafRecipe:
     alias: Tensor
 
     def value(self) -> Tensor | None:
-        """The leaf, or None if it depends on random numbers."""
         check_closed()
         return self.tape.value(self.alias)
 
@@ -212,22 +210,23 @@ class _Placeholder(Tensor):
         kwargs = kwargs or {}
         inputs = leaves_of((args, kwargs), Tensor)
         name = resolve_name(func) or str(func)
-        problem = None
-        if isinstance(inputs[0], _Placeholder) and _writes(name):
+        problem, last = None, name.rpartition(".")[2]
+        writes = WRITES.fullmatch(last) and last != "requires_grad_"
+        if isinstance(inputs[0], _Placeholder) and (writes or name == "torch.Tensor.data.__set__"):
             problem = (
                 "changes a deferred module after its fs.deferred() block, where it is lost:",
                 "do it inside the block, below the constructor: model.apply(init), model.to(dtype).",
             )
-        elif name.rpartition(".")[2] in _READS or any(
-            not isinstance(v, _Placeholder) and not v.is_meta for v in inputs
-        ):
+        elif last in _READS or any(not isinstance(v, _Placeholder) and not v.is_meta for v in inputs):
             problem = (
                 "needs the values of a deferred module, which has none yet:",
                 "step.init(model) makes them. What forward uses is a parameter or a buffer "
                 "(register_buffer), unless it depends on no random numbers.",
             )
         if problem is not None:
-            lines = [_describe(v) for v in inputs if isinstance(v, _Placeholder)]
+            known = [v for v in inputs if isinstance(v, _Placeholder)]
+            ends = ["" if recipe_of(v) else ", no parameter or buffer" for v in known]
+            lines = [f"{list(v.shape)} {v.dtype}{end}" for v, end in zip(known, ends, strict=True)]
             raise StateError(f"{name} {problem[0]}", lines, problem[1])
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -235,17 +234,6 @@ class _Placeholder(Tensor):
         made = on_meta(self) if recipe_of(self) else torch.empty_like(self).as_subclass(Tensor)
         memo[id(self)] = _make_placeholder(made, recipe_of(self))
         return made
-
-
-def _writes(name: str) -> bool:
-    """Whether a function of torch changes its first tensor."""
-    last = name.rpartition(".")[2]
-    in_place = WRITES.fullmatch(last) and last != "requires_grad_"
-    return bool(in_place) or name == "torch.Tensor.data.__set__"
-
-
-def _describe(value: Tensor) -> str:
-    return f"{list(value.shape)} {value.dtype}" + ("" if recipe_of(value) else ", no parameter or buffer")
 
 
 def _make_placeholder(value: Tensor, recipe: LeafRecipe | None) -> Tensor:

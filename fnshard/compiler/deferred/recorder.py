@@ -7,18 +7,20 @@ random number changes; who reads another is refused.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fnshard.compiler.deferred.tape import CPU, RecordedCall, Tape, leaves_of, map_leaves, memory_of
+from fnshard.compiler.deferred.tape import CPU, RecordedCall, Tape, leaves_of, map_leaves
+from fnshard.compiler.ir.program import arguments_of, storage_id
 from fnshard.errors import StateError
 
 META = torch.device("meta")
@@ -37,10 +39,11 @@ _ALIKE = {"bernoulli_", "cauchy_", "exponential_", "fill_", "log_normal_", "norm
 _UNKNOWN_SHAPE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
-class Recorder:
-    """What is known in the block: the memories there are, the modules, the log."""
+class Recorder(TorchDispatchMode):
+    """What is known in the block: the memories there are, the modules, the log; it notes operators."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.tape = Tape()
         self.modules: dict[int, nn.Module] = {}
         self.paused = False
@@ -50,33 +53,28 @@ class Recorder:
         self.modules[id(module)] = module
 
     def knows(self, value: Tensor) -> bool:
-        """Whether a tensor is recorded."""
-        return value.layout == torch.strided and memory_of(value) in self.tape.writers
+        return value.layout == torch.strided and storage_id(value) in self.tape.writers
 
     def value(self, value: Tensor) -> Tensor | None:
         """The values of a recorded tensor, as they are now; None if they depend on random numbers."""
         with self.pause():
             return self.tape.value(value.detach())
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self) -> AbstractContextManager[Any]:
         """Operators are run as they are."""
-        self.paused, before = True, self.paused
-        try:
-            yield
-        finally:
-            self.paused = before
+        return mock.patch.object(self, "paused", True)
 
     def constant(self, value: Tensor) -> Tensor:
         """A recorded tensor with these values."""
         kept = value.detach().clone()
         made = torch.empty_strided(kept.shape, kept.stride(), dtype=kept.dtype, device=META)
-        memory = memory_of(made)
+        memory = storage_id(made)
         self.tape.add(RecordedCall(kept.clone, (), {}, (), (memory,), {0: made.detach()}), [memory])
         return made
 
-    def call(self, op: Any, args: Any, kwargs: Any) -> Any:
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator on meta tensors and record it; one that has to do with none, as it is."""
+        kwargs = kwargs or {}
         inputs = leaves_of((args, kwargs), Tensor)
         known = [v for v in inputs if self.knows(v)]
         if op is torch.ops.aten.lift_fresh.default and not known:
@@ -105,15 +103,10 @@ class Recorder:
             raise _refusal(f"{op} has no rule for meta tensors", "use another operator there.") from error
         return self._record(op, args, on_meta, result, random)
 
-    @contextmanager
-    def one_truncation(self) -> Iterator[None]:
+    def one_truncation(self) -> AbstractContextManager[Any]:
         """`torch.nn.init.trunc_normal_` becomes one operator: it draws until its values are in range."""
         original = torch.nn.init._no_grad_trunc_normal_
-        torch.nn.init._no_grad_trunc_normal_ = partial(self._trunc_normal_, original)
-        try:
-            yield
-        finally:
-            torch.nn.init._no_grad_trunc_normal_ = original
+        return mock.patch.object(torch.nn.init, original.__name__, partial(self._trunc_normal_, original))
 
     def _trunc_normal_(
         self, original: Any, tensor: Tensor, *args: Any, generator: torch.Generator | None = None
@@ -122,14 +115,14 @@ class Recorder:
             return original(tensor, *args, generator=generator)
         if generator is not None:
             raise _refusal("trunc_normal_ draws from a generator of its own", _SEEDED)
-        whole = (memory_of(tensor),) if _is_whole(tensor) else ()
+        whole = (storage_id(tensor),) if _is_whole(tensor) else ()
         with self.pause():
             alias = tensor.detach()
         default = torch.get_default_dtype()
         call = RecordedCall(
             original, (alias, *args), {}, overwrites=whole, alike=bool(whole), default_dtype=default
         )
-        self._append(call, [memory_of(tensor)], random=True)
+        self._append(call, [storage_id(tensor)], random=True)
         return tensor
 
     def _check(self, op: Any, inputs: list[Tensor], written: list[Tensor]) -> None:
@@ -161,21 +154,21 @@ class Recorder:
         outs = [kwargs.get(a.name) for a in op._schema.arguments if a.is_out]
         filled = [v for v in written if name in _FILLS or any(v is out for out in outs)]
         by_shape = name.endswith("_like") or name.startswith("new_")
-        read = {memory_of(v) for v in inputs if not by_shape and not any(v is f for f in filled)}
-        whole = {memory_of(v) for v in filled if _is_whole(v)}
+        read = {storage_id(v) for v in inputs if not by_shape and not any(v is f for f in filled)}
+        whole = {storage_id(v) for v in filled if _is_whole(v)}
         kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
         if not inputs:
             kwargs["device"] = CPU
             if any(a.name == "dtype" for a in op._schema.arguments):
                 kwargs["dtype"] = results[0].dtype
         args, kwargs = map_leaves((args, kwargs), Tensor, Tensor.detach)
-        new = set(map(memory_of, made.values()))
+        new = set(map(storage_id, made.values()))
         call = RecordedCall(
             op, args, kwargs, tuple(read), tuple(new | (whole - read)), made,
             blank="empty" in name, alike=name in _ALIKE and len(inputs) == 1 and _is_whole(inputs[0]),
             default_dtype=torch.get_default_dtype(),
         )  # fmt: skip
-        self._append(call, [*map(memory_of, written), *new], random)
+        self._append(call, [*map(storage_id, written), *new], random)
         return result
 
     def _append(self, call: RecordedCall, writes: list[int], random: bool) -> None:
@@ -200,24 +193,9 @@ def _is_whole(value: Tensor) -> bool:
 
 
 def _written(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors that an operator writes to."""
-    found: list[Tensor] = []
-    for i, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            found += leaves_of(value, Tensor)
-    return found
-
-
-class Operators(TorchDispatchMode):
-    """Hands operators to the recorder."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.recorder.call(func, args, kwargs or {})
+    given = arguments_of(op, args, kwargs)
+    writes = [a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    return leaves_of([given[name] for name in writes], Tensor)
 
 
 class Functions(TorchFunctionMode):

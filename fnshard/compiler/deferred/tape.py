@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fnshard.compiler.ir.program import storage_id
+
 START = -1  # the call that every chain of random operators begins after: the seed
 CPU = torch.device("cpu")
 LARGE = 1 << 32  # random numbers of a module, from which on leaves do not wait for one another's
@@ -48,11 +50,6 @@ def leaves_of(value: Any, kind: type) -> list[Any]:
     found: list[Any] = []
     map_leaves(value, kind, found.append)
     return found
-
-
-def memory_of(value: Tensor) -> int:
-    """The number of a tensor's memory, as long as some alias of it is kept."""
-    return value.untyped_storage()._cdata
 
 
 def shown(alias: Tensor, storage: torch.UntypedStorage) -> Tensor:
@@ -90,7 +87,6 @@ class RecordedCall:
 
     @property
     def is_random(self) -> bool:
-        """Whether it draws from the generator."""
         return self.follows is not None
 
     @property
@@ -102,7 +98,7 @@ class RecordedCall:
     @property
     def memories(self) -> set[int]:
         """Of all tensors that it takes or makes."""
-        return set(map(memory_of, [*leaves_of((self.args, self.kwargs), Tensor), *self.makes.values()]))
+        return set(map(storage_id, [*leaves_of((self.args, self.kwargs), Tensor), *self.makes.values()]))
 
 
 @dataclass(slots=True)
@@ -146,11 +142,11 @@ class Tape:
 
     def value(self, alias: Tensor) -> Tensor | None:
         """The tensor as it is now, or None if it depends on random numbers."""
-        numbers = self.slice([memory_of(alias)], len(self.calls))
+        numbers = self.slice([storage_id(alias)], len(self.calls))
         if any(self.calls[n].is_random for n in numbers):
             return None
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            return shown(alias, self._run(memory_of(alias), numbers, {}))
+            return shown(alias, self._run(storage_id(alias), numbers, {}))
 
     def replay(
         self, leaves: Mapping[str, Tensor], seed: int, take: Take, rows: Callable[[str], set[int]]
@@ -170,7 +166,7 @@ class Tape:
         """
         by_memory: dict[int, dict[str, Tensor]] = {}
         for path, alias in leaves.items():
-            by_memory.setdefault(memory_of(alias), {})[path] = alias
+            by_memory.setdefault(storage_id(alias), {})[path] = alias
         unset: list[str] = []
         large = sum(call.drawn for call in self.calls) >= LARGE
 
@@ -286,9 +282,9 @@ class _OwnSeeds:
 
 def _execute(call: RecordedCall, memories: dict[int, torch.UntypedStorage]) -> None:
     def real(alias: Tensor) -> Tensor:
-        if memory_of(alias) not in memories:
-            memories[memory_of(alias)] = torch.UntypedStorage(alias.untyped_storage().nbytes())
-        return shown(alias, memories[memory_of(alias)])
+        if storage_id(alias) not in memories:
+            memories[storage_id(alias)] = torch.UntypedStorage(alias.untyped_storage().nbytes())
+        return shown(alias, memories[storage_id(alias)])
 
     args, kwargs = map_leaves((call.args, call.kwargs), Tensor, real)
     with _default_dtype(call.default_dtype):
@@ -300,7 +296,7 @@ def _execute(call: RecordedCall, memories: dict[int, torch.UntypedStorage]) -> N
         if _layout(result) != _layout(alias) or storage.data_ptr() in shared or storage.nbytes() < size:
             storage = torch.UntypedStorage(size)
             shown(alias, storage).copy_(result)
-        memories[memory_of(alias)] = storage
+        memories[storage_id(alias)] = storage
         if call.blank:
             fill_blank(shown(alias, storage))
 

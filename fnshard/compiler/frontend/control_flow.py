@@ -15,13 +15,14 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from fnshard import tree
+from fnshard.compiler.frontend.transforms import Patch, while_tracing
 from fnshard.compiler.ir.program import WRITES, describe
 from fnshard.errors import TraceError
 
 Function = Callable[..., Any]
 
 
-def patches() -> Iterator[tuple[Any, str, Callable[[Any, Callable[[], bool]], Any]]]:
+def patches() -> Iterator[tuple[Any, str, Patch]]:
     """What is patched while a trace runs: these operators are traced as they stand, without Dynamo."""
     if hasattr(utils, "_hop_compile_and_call"):
         yield utils, "_hop_compile_and_call", _called
@@ -30,24 +31,19 @@ def patches() -> Iterator[tuple[Any, str, Callable[[Any, Callable[[], bool]], An
     import torch.nn.attention.flex_attention as flex_attention  # here: 15 ms that few need
 
     # torch differentiates it on a GPU alone; plain operators are differentiated anywhere.
-    anywhere = lambda original, here: lambda *args: None if here() else original(*args)  # noqa: E731
-    yield flex_attention, "_validate_device", anywhere
+    yield flex_attention, "_validate_device", while_tracing(lambda *_: None)
     yield flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", lambda *_: True
 
 
-def _called(original: Function, here: Callable[[], bool]) -> Function:
-    def call(fn: Function, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:
-        return fn(*args, **(kwargs or {})) if here() else original(fn, args, kwargs)
-
-    return call
+@while_tracing
+def _called(_: Function, fn: Function, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:
+    return fn(*args, **(kwargs or {}))
 
 
-def _uncompiled(original: Function, here: Callable[[], bool]) -> Function:
-    def compiled(fn: Any = None, *args: Any, **kwargs: Any) -> Any:
-        own = here() and getattr(fn, "__module__", "").startswith("torch._higher_order_ops")
-        return fn if own else original(fn, *args, **kwargs)
-
-    return compiled
+@while_tracing
+def _uncompiled(original: Function, fn: Any = None, *args: Any, **kwargs: Any) -> Any:
+    own = getattr(fn, "__module__", "").startswith("torch._higher_order_ops")
+    return fn if own else original(fn, *args, **kwargs)
 
 
 class _Branch(TorchFunctionMode):

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor, fx
@@ -50,7 +51,6 @@ class ExchangeKind:
 
     @property
     def shared(self) -> bool:
-        """Whether all ranks receive the same."""
         return not self.splits and not self.permutes
 
     def sent_share(self, ranks: int) -> Fraction:
@@ -149,14 +149,9 @@ def copy_outgoing(graph: fx.Graph) -> None:
 _state = threading.local()
 
 
-@contextmanager
-def tracing_on(mesh: Mesh) -> Iterator[None]:
+def tracing_on(mesh: Mesh) -> AbstractContextManager[Any]:
     """While `fn` is traced on this thread: the mesh whose axes its exchanges name."""
-    before, _state.mesh = getattr(_state, "mesh", None), mesh
-    try:
-        yield
-    finally:
-        _state.mesh = before
+    return mock.patch.object(_state, "mesh", mesh, create=True)
 
 
 Summed = TypeVar("Summed", Tensor, int, float)

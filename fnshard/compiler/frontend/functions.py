@@ -8,19 +8,29 @@ random, made pure where they write. A backward is traced by itself, and becomes 
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx
 from torch.autograd.function import FunctionCtx, FunctionMeta, _SingleLevelFunction, once_differentiable
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 from torch.utils.checkpoint import check_backward_validity
+from torch.utils.hooks import RemovableHandle
 
 from fnshard.compiler.frontend.normalize import normalize
-from fnshard.compiler.frontend.transforms import apart, is_inside, note_grad_mode, untraced
+from fnshard.compiler.frontend.transforms import (
+    Patch,
+    apart,
+    is_inside,
+    note_grad_mode,
+    untraced,
+    while_tracing,
+)
 from fnshard.compiler.ir.custom_gradient import Attach, CustomGradient
 from fnshard.compiler.ir.failures import COMMUNICATES, ONE_DEVICE
 from fnshard.compiler.ir.program import ANY_STRIDES, propagate
@@ -57,7 +67,7 @@ Here = Callable[[], bool]
 class _State(threading.local):
     """Of `apply`s that run: which was called last, in which grad mode, and which has returned."""
 
-    gradients: Sequence[Tensor] = ()
+    gradients: Sequence[Tensor] = ()  # of the backward that is traced
     called: Any = None
     enabled = True
     returned: tuple[Any, Sequence[Tensor]] | None = None
@@ -68,7 +78,7 @@ _state = _State()
 _WRAPPED_ONCE = once_differentiable(lambda: None).__code__
 
 
-def patches(hooks: list[Tensor]) -> Iterator[tuple[Any, str, Callable[[Any, Here], Any]]]:
+def patches(hooks: OrderedDict[int, Tensor]) -> Iterator[tuple[Any, str, Patch]]:
     """What is patched while a trace runs.
 
     Args:
@@ -78,7 +88,7 @@ def patches(hooks: list[Tensor]) -> Iterator[tuple[Any, str, Callable[[Any, Here
     yield FunctionMeta, "forward", _forward
     yield torch, "equal", _equal
     yield CustomGradient, "__call__", _recorded
-    yield torch.Tensor, "register_hook", lambda original, here: _register_hook(original, here, hooks)
+    yield torch.Tensor, "register_hook", while_tracing(partial(_register_hook, hooks))
 
 
 def attach(values: Sequence[Tensor], inputs: Sequence[Tensor], backward: Backward, name: str) -> list[Tensor]:
@@ -88,7 +98,8 @@ def attach(values: Sequence[Tensor], inputs: Sequence[Tensor], backward: Backwar
     receivers: list[Tensor] = []
 
     def flat(*gradients: Tensor) -> list[Tensor]:
-        with _backward_of(gradients):
+        plain = torch.autocast(gradients[0].device.type, enabled=False)
+        with mock.patch.object(_state, "gradients", gradients), plain, torch.no_grad():
             found = list(zip(inputs, backward(*gradients), strict=True))
         receivers[:] = [x for x, g in found if g is not None]
         return [g for _, g in found if g is not None]
@@ -135,31 +146,17 @@ def _pure(
     return pure, captured, len(keys)
 
 
-def _recorded(original: Callable[..., Any], here: Here) -> Callable[..., Any]:
+@while_tracing
+def _recorded(original: Callable[..., Any], rule: CustomGradient, *args: Tensor) -> Any:
     """A call is one node of the trace that runs."""
-
-    def call(rule: CustomGradient, *args: Tensor) -> Any:
-        if not here() or get_proxy_mode() is None:
-            return original(rule, *args)
-        tracer = get_proxy_mode().tracer
-        note_grad_mode()
-        with untraced():
-            made = original(rule, *args)
-        proxy = tracer.create_proxy("call_function", rule, tuple(map(tracer.unwrap_proxy, args)), {})
-        return track_tensor_tree(made, proxy, constant=None, tracer=tracer)
-
-    return call
-
-
-@contextmanager
-def _backward_of(gradients: Sequence[Tensor]) -> Iterator[None]:
-    """The backward of a function runs, of these gradients."""
-    before, _state.gradients = _state.gradients, gradients
-    try:
-        with torch.autocast(gradients[0].device.type, enabled=False), torch.no_grad():
-            yield
-    finally:
-        _state.gradients = before
+    if get_proxy_mode() is None:
+        return original(rule, *args)
+    tracer = get_proxy_mode().tracer
+    note_grad_mode()
+    with untraced():
+        made = original(rule, *args)
+    proxy = tracer.create_proxy("call_function", rule, tuple(map(tracer.unwrap_proxy, args)), {})
+    return track_tensor_tree(made, proxy, constant=None, tracer=tracer)
 
 
 def in_a_backward() -> bool:
@@ -167,25 +164,21 @@ def in_a_backward() -> bool:
     return bool(_state.gradients)
 
 
-def _equal(original: Callable[..., bool], here: Here) -> Callable[..., bool]:
+@while_tracing
+def _equal(original: Callable[..., bool], a: Tensor, b: Tensor) -> bool:
     """A gradient equals no constant: what a backward does for any gradient is right for 1 too, say."""
-
-    def equal(a: Tensor, b: Tensor) -> bool:
-        compared = any(g is v for g in _state.gradients for v in (a, b))
-        return False if here() and compared else original(a, b)
-
-    return equal
+    compared = any(g is v for g in _state.gradients for v in (a, b))
+    return not compared and original(a, b)
 
 
 class _Context(FunctionCtx):
     """The `ctx` of a Function; tensors it keeps are those of the trace."""
 
+    to_save = non_differentiable = dirty_tensors = ()
+    materialize_grads = True
+
     def __init__(self, needs_input_grad: tuple[bool, ...]):
         self.needs_input_grad = needs_input_grad
-        self.to_save: tuple[Tensor | None, ...] = ()
-        self.non_differentiable: tuple[Tensor, ...] = ()
-        self.dirty_tensors: tuple[Tensor, ...] = ()
-        self.materialize_grads = True
 
     @property
     def saved_tensors(self) -> tuple[Tensor | None, ...]:
@@ -241,7 +234,8 @@ def _has_setup_context(cls: Any) -> bool:
 def _applied(cls: Any, forward: Callable[..., Any], args: tuple[Any, ...], enabled: bool) -> Any:
     """What `cls.apply` calls as `forward`, of a context or not, where the caller's grad mode is `enabled`."""
     if not issubclass(cls, torch.autograd.Function):  # by functorch, for one of its levels
-        with _no_gradient_beneath(not enabled):
+        # functorch turns gradients on again for the levels beneath its own.
+        with mock.patch.object(_state, "no_gradient", _state.no_gradient or not enabled):
             return forward(*args)
     operator = cls.__module__ == "torch._library.autograd"  # a custom_op: the tracer keeps it as it is
     if operator or cls is Attach:
@@ -277,16 +271,6 @@ def _grad_mode(enabled: bool) -> Iterator[None]:
     finally:
         with torch._C.DisableTorchFunction():
             torch._C._set_grad_enabled(before)
-
-
-@contextmanager
-def _no_gradient_beneath(off: bool) -> Iterator[None]:
-    """functorch turns gradients on again for the levels beneath its own."""
-    before, _state.no_gradient = _state.no_gradient, _state.no_gradient or off
-    try:
-        yield
-    finally:
-        _state.no_gradient = before
 
 
 def _checkpoint(cls: Any, args: tuple[Any, ...]) -> tuple[Any, Sequence[Tensor]]:
@@ -406,34 +390,22 @@ def _sums_to(gradient: Tensor, value: Tensor) -> bool:
         return False
 
 
-def _register_hook(original: Any, here: Here, hooks: list[Tensor]) -> Any:
-    def register_hook(self: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        if not here():
-            return original(self, hook)
-        of_several = getattr(hook, "__module__", "") == torch.autograd.graph.__name__
-        if is_inside() or of_several:
-            raise TraceError(HOOK.format(name="register_multi_grad_hook" if of_several else "register_hook"))
-        if not self.requires_grad:
-            raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
-        with torch.enable_grad():  # under no_grad too it is of the tensor, which is read elsewhere
-            (made,) = attach([self], [self], lambda gradient: [_returned(hook(gradient))], "hook")
-        hooks.append(made)
-        return _Handle(hooks, made)
+def _register_hook(
+    hooks: OrderedDict[int, Tensor], _: Any, value: Tensor, hook: Callable[[Tensor], Tensor | None]
+) -> RemovableHandle:
+    of_several = getattr(hook, "__module__", "") == torch.autograd.graph.__name__
+    if is_inside() or of_several:
+        raise TraceError(HOOK.format(name="register_multi_grad_hook" if of_several else "register_hook"))
+    if not value.requires_grad:
+        raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
 
-    return register_hook
+    def backward(gradient: Tensor) -> list[Tensor]:
+        changed = hook(gradient)
+        if changed is None:
+            raise TraceError(_OBSERVES)
+        return [changed]
 
-
-class _Handle:
-    """What `register_hook` returns."""
-
-    def __init__(self, hooks: list[Tensor], made: Tensor):
-        self._hooks, self._made = hooks, made
-
-    def remove(self) -> None:
-        self._hooks[:] = [h for h in self._hooks if h is not self._made]
-
-
-def _returned(gradient: Any) -> Any:
-    if gradient is None:
-        raise TraceError(_OBSERVES)
-    return gradient
+    handle = RemovableHandle(hooks)
+    with torch.enable_grad():  # under no_grad too it is of the tensor, which is read elsewhere
+        (hooks[handle.id],) = attach([value], [value], backward, "hook")
+    return handle

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fnshard.compiler.ir.program import Program, describe
+from fnshard.compiler.ir.program import Program, arguments_of, describe
 
 FEW = 1 << 16  # numbers that a result on the way to an index may have; or four for each integer of the batch
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -74,7 +74,9 @@ class Indices:
             if of_torch and isinstance(value, Tensor) and value.dtype in _INTEGERS and value.numel() <= most:
                 found |= {node} if found.issuperset(node.all_input_nodes) else set()
         lookups = tuple(k for n in program.graph.nodes for k in _lookups(n) if k.index in found)
-        needed = _ancestors(k.index for k in lookups)
+        needed = {k.index for k in lookups}
+        for node in reversed(program.graph.nodes):
+            needed.update(node.all_input_nodes if node in needed else ())
         copied: dict[fx.Node, fx.Node] = {}
         graph = fx.Graph()
         on_the_cpu = lambda value: torch.device("cpu") if isinstance(value, torch.device) else value  # noqa: E731
@@ -143,8 +145,7 @@ def _lookups(node: fx.Node) -> Iterator[Lookup]:
         or name not in _INDICES
     ):
         return
-    passed = {a.name: a.default_value for a in node.target._schema.arguments}
-    passed |= dict(zip(passed, node.args, strict=False)) | node.kwargs
+    passed = arguments_of(node.target, node.args, node.kwargs)
     table, index = passed[_TABLES.get(name, "self")], passed[_INDICES[name]]
     shape, ignored = table.meta["val"].shape, passed.get("ignore_index")
     if not shape:
@@ -162,12 +163,3 @@ def _lookups(node: fx.Node) -> Iterator[Lookup]:
     for size, indices, lowest in places:
         if indices.meta["val"].dtype in (torch.int64, torch.int32):
             yield Lookup(node, table, indices, size, lowest, ignored)
-
-
-def _ancestors(nodes: Iterator[fx.Node]) -> set[fx.Node]:
-    found, ahead = set(), list(nodes)
-    while ahead:
-        if (node := ahead.pop()) not in found:
-            found.add(node)
-            ahead += node.all_input_nodes
-    return found

@@ -17,19 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fnshard.compiler.frontend import dropout_attention  # noqa: F401  (its operator)
 from fnshard.compiler.frontend.random import ops
 from fnshard.compiler.ir.custom_gradient import CustomGradient
 from fnshard.compiler.ir.failures import COMMUNICATES, ONE_DEVICE, higher_order, refused_at
-from fnshard.compiler.ir.program import OpOverload, describe, eliminate_dead_code, mutated_args, storage_id
+from fnshard.compiler.ir.program import (
+    OpOverload,
+    arguments_of,
+    describe,
+    eliminate_dead_code,
+    mutated_args,
+    storage_id,
+)
 from fnshard.errors import TraceError, report
 
 aten = torch.ops.aten
-_MODES = {
-    "_enter_autocast": torch.amp.autocast_mode._enter_autocast,
-    "_exit_autocast": torch.amp.autocast_mode._exit_autocast,
-}
-
 
 # What reads the shape or dtype of its second tensor alone, as the op that takes these in its place: read as a
 # tensor it would be kept for another kernel, which owes it a gradient.
@@ -54,9 +55,8 @@ def normalize(module: fx.GraphModule, inputs: int) -> tuple[fx.Graph, list[str],
         raise AssertionError(f"traced {len(olds)} inputs, expected {inputs}")
     for i, old in enumerate(olds):
         env[old] = graph.placeholder(f"in{i}")
-    exchanges = [
-        (n, str(n.target)) for n in module.graph.nodes if re.match(r"_?c10d|_dtensor", str(n.target))
-    ]
+    named = ((n, str(n.target)) for n in module.graph.nodes)
+    exchanges = [(n, name) for n, name in named if re.match(r"_?c10d|_dtensor", name)]
     if exchanges:
         raise refused_at(f"{COMMUNICATES}:", exchanges, ONE_DEVICE)
     for old in reversed(module.graph.nodes):
@@ -64,15 +64,15 @@ def normalize(module: fx.GraphModule, inputs: int) -> tuple[fx.Graph, list[str],
         if not old.users and (old.op == "get_attr" or getattr(old.target, "is_view", False)):
             module.graph.erase_node(old)
     constants: dict[str, Tensor] = {}
+    read: dict[str, fx.Node] = {}
     for old in [n for n in module.graph.nodes if n.op == "get_attr"]:
         value = getattr(module, old.target)
         if not isinstance(value, Tensor):
             raise TraceError(_GENERATOR) if "Generator" in repr(value) else higher_order(old.target)
         constants[old.target] = value
-        if old.target not in {n.name for n in graph.nodes}:
-            env[old] = graph.placeholder(old.target)
-    for old in [n for n in module.graph.nodes if n.op == "get_attr" and n not in env]:
-        env[old] = next(n for n in graph.nodes if n.name == old.target)
+        if old.target not in read:
+            read[old.target] = graph.placeholder(old.target)
+        env[old] = read[old.target]
     random = [n for n in module.graph.nodes if _is_random(n)]
     keys = {old: graph.placeholder(f"key{i}") for i, old in enumerate(random)}
     _copy_body(module, graph, env, keys)
@@ -83,10 +83,13 @@ def normalize(module: fx.GraphModule, inputs: int) -> tuple[fx.Graph, list[str],
 
 def _copy_body(module: fx.GraphModule, graph: fx.Graph, env: dict, keys: dict) -> None:
     grad = True
-    autocast: list[tuple[fx.Node, tuple[Any, ...]]] = []
+    autocast: dict[fx.Node, tuple[Any, ...]] = {}
     detached: dict[fx.Node, fx.Node] = {}
 
-    def detach(node: fx.Node) -> fx.Node:
+    def detach(old: fx.Node) -> fx.Node:
+        value, node = old.meta.get("val"), env[old]
+        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+            return node
         if node not in detached:
             detached[node] = graph.call_function(aten.detach.default, (node,))
         return detached[node]
@@ -101,12 +104,11 @@ def _copy_body(module: fx.GraphModule, graph: fx.Graph, env: dict, keys: dict) -
             grad = bool(old.args[0])
             detached.clear()
             continue
-        if old.target is _MODES["_enter_autocast"]:
-            device, dtype, enabled = old.args[0], old.args[1], old.args[2]
-            autocast.append((old, (device, dtype, enabled)))
+        if old.target is torch.amp.autocast_mode._enter_autocast:
+            autocast[old] = old.args[:3]  # device, dtype, enabled
             continue
-        if old.target is _MODES["_exit_autocast"]:
-            autocast = [pair for pair in autocast if pair[0] is not old.args[0]]
+        if old.target is torch.amp.autocast_mode._exit_autocast:
+            autocast.pop(old.args[0], None)
             continue
         known = isinstance(old.target, OpOverload | CustomGradient)
         if not known and getattr(old.target, "__module__", "") != "_operator":
@@ -120,8 +122,7 @@ def _copy_body(module: fx.GraphModule, graph: fx.Graph, env: dict, keys: dict) -
         if not grad and (same := _same(old)) is not None:
             env[old] = env[same]
             continue
-        read = (lambda n: env[n]) if grad else (lambda n: _detach_tensor(env[n], n, detach))
-        args, kwargs = fx.map_arg((old.args, old.kwargs), read)
+        args, kwargs = fx.map_arg((old.args, old.kwargs), env.__getitem__ if grad else detach)
         before = set(graph.nodes) if old in keys else set()
         made = _emit(graph, old, args, kwargs, keys.get(old))
         fresh = [n for n in graph.nodes if n not in before] if old in keys else [made]
@@ -131,7 +132,7 @@ def _copy_body(module: fx.GraphModule, graph: fx.Graph, env: dict, keys: dict) -
         env[old] = env[written[0]] if len(written) == 1 == len(old.target._schema.returns) else made
         for node in fresh:
             if isinstance(node, fx.Node) and node.op == "call_function" and autocast:
-                node.meta["autocast"] = tuple(state for _, state in autocast)
+                node.meta["autocast"] = tuple(autocast.values())
 
 
 def _same(node: fx.Node) -> fx.Node | None:
@@ -187,13 +188,6 @@ def _check_out(old: fx.Node) -> None:
         )
 
 
-def _detach_tensor(new: fx.Node, old: fx.Node, detach: Callable[[fx.Node], fx.Node]) -> fx.Node:
-    value = old.meta.get("val")
-    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
-        return new
-    return detach(new)
-
-
 _GENERATOR = report(
     "`fn` draws from a torch.Generator, whose state a trace loses.",
     fix="leave generator= out: the state's seed replaces it (step.init(..., seed=)).",
@@ -204,7 +198,7 @@ def _is_random(node: fx.Node) -> bool:
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     if node.target is aten.scaled_dot_product_attention.default:
-        return _argument(node, "dropout_p") not in (None, 0, 0.0)
+        return _argument(node, "dropout_p") != 0
     if _is_inert(node):
         return False
     if node.target in _RECURRENT and not (_argument(node, "train") and _argument(node, "dropout")):
@@ -214,24 +208,11 @@ def _is_random(node: fx.Node) -> bool:
 
 def _is_inert(node: fx.Node) -> bool:
     """Whether it is dropout in eval mode."""
-    return node.target in _INERT and not _argument(node, "train", "training")
+    return node.target in _INERT and not _argument(node, "train")
 
 
-def _argument(node: fx.Node, *names: str) -> Any:
-    for i, argument in enumerate(node.target._schema.arguments):
-        if argument.name in names:
-            return (
-                node.args[i] if i < len(node.args) else node.kwargs.get(argument.name, argument.default_value)
-            )
-    return None
-
-
-def _with_argument(node: fx.Node, args: tuple, kwargs: dict, name: str, value: Any) -> tuple[tuple, dict]:
-    names = [a.name for a in node.target._schema.arguments]
-    index = names.index(name)
-    if index < len(args):
-        return (*args[:index], value, *args[index + 1 :]), kwargs
-    return args, {k: v for k, v in kwargs.items() if k != name}
+def _argument(node: fx.Node, name: str) -> Any:
+    return arguments_of(node.target, node.args, node.kwargs)[name]
 
 
 def _emit(graph: fx.Graph, old: fx.Node, args: tuple, kwargs: dict, key: fx.Node | None) -> Any:
@@ -239,7 +220,9 @@ def _emit(graph: fx.Graph, old: fx.Node, args: tuple, kwargs: dict, key: fx.Node
         if _is_inert(old):
             return args[0]
         if old.target in _SPARSE_GRADIENT:  # a matter of layout: gradients are dense here
-            args, kwargs = _with_argument(old, args, kwargs, "sparse", False)
+            named = zip(old.target._schema.arguments, args, strict=False)
+            args = tuple(given if a.name != "sparse" else False for a, given in named)
+            kwargs = {k: v for k, v in kwargs.items() if k != "sparse"}
         target = old.target
         if target in _LIKE and isinstance(old.args[1], fx.Node):
             target, read = _LIKE[target]
@@ -255,11 +238,9 @@ def _emit(graph: fx.Graph, old: fx.Node, args: tuple, kwargs: dict, key: fx.Node
             "*_like and in-place forms, torch.randperm, torch.multinomial, or draw the numbers outside and "
             "pass them with the batch.",
         )
-    bound = dict(zip([a.name for a in old.target._schema.arguments], args, strict=False)) | dict(kwargs)
+    bound = arguments_of(old.target, args, kwargs)
     if bound.get("generator") is not None:
         raise TraceError(_GENERATOR)
-    for argument in old.target._schema.arguments:
-        bound.setdefault(argument.name, argument.default_value)
     _check_draw(old)
     target, arguments = _RANDOM[old.target](bound, key, old.meta["val"])
     value = graph.call_function(target, arguments)
@@ -275,8 +256,7 @@ def _check_draw(old: fx.Node) -> None:
     def empty(node: fx.Node) -> Tensor:
         return torch.empty((0,) * max(1, node.meta["val"].dim()), dtype=node.meta["val"].dtype)
 
-    named = zip([a.name for a in old.target._schema.arguments], old.args, strict=False)
-    arguments = fx.map_arg(dict(named) | dict(old.kwargs), empty)
+    arguments = fx.map_arg(arguments_of(old.target, old.args, old.kwargs), empty)
     changed = {"size": [0], "device": "cpu"}
     try:
         old.target(**{n: changed.get(n, v) for n, v in arguments.items()})
@@ -295,45 +275,34 @@ def _shaped(target: Any, *names: str) -> Draw:
     return lambda b, key, val: (target, (key, list(val.shape), val.dtype, *(b[n] for n in names)))
 
 
-def _integers(low: str | None) -> Draw:
-    return lambda b, key, val: (
-        ops.integers.default,
-        (key, b[low] if low else 0, b["high"], list(val.shape), val.dtype),
-    )
+def _integers(b: dict[str, Any], key: fx.Node, val: Tensor) -> tuple[Any, tuple[Any, ...]]:
+    return ops.integers.default, (key, b.get("low", 0), b["high"], list(val.shape), val.dtype)
 
 
 def _masked(target: Any, *more: Any) -> Draw:
     return lambda b, key, val: (target, (b["input"] if "input" in b else b["self"], key, b["p"], *more))
 
 
-def _below(b: dict[str, Any], key: fx.Node, val: Tensor) -> tuple[Any, tuple[Any, ...]]:
-    """Ones where a uniform number is below `p`, in the dtype of the result."""
-    return ops.bernoulli_below.default, (b["p"], key, list(val.shape), val.dtype)
+def _below(target: Any, name: str = "p") -> Draw:
+    """Ones where a uniform number is below the argument of this name, in the dtype of the result."""
+    return lambda b, key, val: (target, (b[name], key, list(val.shape), val.dtype))
 
 
 _RANDOM: dict[Any, Draw] = {
-    aten.bernoulli.default: lambda b, key, val: (
-        ops.bernoulli.default, (b["self"], key, list(val.shape), val.dtype)),
-    aten.bernoulli.p: _below,
-    aten.bernoulli_.float: _below,
-    aten.bernoulli_.Tensor: lambda b, key, val: (
-        ops.bernoulli.default, (b["p"], key, list(val.shape), val.dtype)),
-    aten.rand.default: _shaped(ops.uniform.default),
-    aten.rand.generator: _shaped(ops.uniform.default),
-    aten.rand_like.default: _shaped(ops.uniform.default),
+    aten.bernoulli.default: _below(ops.bernoulli.default, "self"),
+    aten.bernoulli_.Tensor: _below(ops.bernoulli.default),
+    **dict.fromkeys((aten.bernoulli.p, aten.bernoulli_.float), _below(ops.bernoulli_below.default)),
+    **dict.fromkeys(
+        (aten.rand.default, aten.rand.generator, aten.rand_like.default), _shaped(ops.uniform.default)),
     aten.uniform_.default: _shaped(ops.uniform.default, "from", "to"),
-    aten.randn.default: _shaped(ops.normal.default),
-    aten.randn.generator: _shaped(ops.normal.default),
-    aten.randn_like.default: _shaped(ops.normal.default),
-    aten.normal_.default: _shaped(ops.normal.default, "mean", "std"),
-    aten.normal.float_float: _shaped(ops.normal.default, "mean", "std"),
+    **dict.fromkeys(
+        (aten.randn.default, aten.randn.generator, aten.randn_like.default), _shaped(ops.normal.default)),
+    **dict.fromkeys(
+        (aten.normal_.default, aten.normal.float_float), _shaped(ops.normal.default, "mean", "std")),
     aten.exponential_.default: _shaped(ops.exponential.default, "lambd"),
-    aten.randint.default: _integers(None),
-    aten.randint.low: _integers("low"),
-    aten.randint.generator: _integers(None),
-    aten.randint.low_generator: _integers("low"),
-    aten.randint_like.default: _integers(None),
-    aten.randint_like.low_dtype: _integers("low"),
+    **dict.fromkeys(
+        (aten.randint.default, aten.randint.low, aten.randint.generator, aten.randint.low_generator,
+         aten.randint_like.default, aten.randint_like.low_dtype), _integers),
     aten.scaled_dot_product_attention.default: lambda b, key, val: (
         ops.attention.default,
         (b["query"], b["key"], b["value"], b["attn_mask"], key, b["dropout_p"], b["is_causal"], b["scale"],

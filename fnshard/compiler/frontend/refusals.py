@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from fnshard import tree
 from fnshard.compiler.frontend.contexts import CLOSURE_LIMIT_bytes, is_fake
 from fnshard.compiler.ir.failures import TRAINED, refused_at
-from fnshard.compiler.ir.program import Input, Program, describe, mutated_args, storage_id
+from fnshard.compiler.ir.program import Program, describe, mutated_args, storage_id
 from fnshard.compiler.rewrites.check_dtypes import check_dtypes
 from fnshard.errors import TraceError, leaves
 from fnshard.layout.spec import LayoutSpec
@@ -65,7 +65,7 @@ def check_program(program: Program, specs: Mapping[str, LayoutSpec], differentia
     ]
     if odd:
         raise refused_at("`fn` makes tensors that cannot be cut and differentiated:", odd, tree.DENSE)
-    _check_written_constants(program.graph, program.inputs)
+    _check_written_constants(program)
     _check_written(program, specs, differentiate)
     check_dtypes(program)
     if differentiate and not program.results[program.outputs.loss].meta["val"].requires_grad:
@@ -75,20 +75,13 @@ def check_program(program: Program, specs: Mapping[str, LayoutSpec], differentia
         )
 
 
-def _check_written_constants(graph: fx.Graph, inputs: Sequence[Input]) -> None:
+def _check_written_constants(program: Program) -> None:
     """Refuse writes to tensors that `fn` closes over.
 
     The tracer has by then run the write on the tensor itself, and what `fn` leaves there for the next step (a
     counter, an average) would be lost.
     """
-    written = {storage_id(arg.meta["val"]) for node in graph.nodes for arg in mutated_args(node)}
-    nodes = [n for n in graph.nodes if n.op == "placeholder"]
-    constants = [
-        describe(n.meta["val"])
-        for n, i in zip(nodes, inputs, strict=True)
-        if i.kind == "constant" and storage_id(n.meta["val"]) in written
-    ]
-    if constants:
+    if constants := [describe(program.constants[name]) for name in _written(program, "constant")]:
         raise TraceError(
             f"`fn` writes in place to {len(constants)} tensor(s) that it closes over:",
             constants,
@@ -99,12 +92,16 @@ def _check_written_constants(graph: fx.Graph, inputs: Sequence[Input]) -> None:
 
 def writes_to_leaves(program: Program) -> dict[str, fx.Node]:
     """The leaves that `fn` writes to, each with the first node that does; in the order of the inputs."""
+    return _written(program, "leaf")
+
+
+def _written(program: Program, kind: str) -> dict[str, fx.Node]:
     first: dict[int, fx.Node] = {}
     for node in program.graph.nodes:
         for arg in mutated_args(node):
             first.setdefault(storage_id(arg.meta["val"]), node)
     named = zip(program.placeholders, program.inputs, strict=True)
-    found = {i.name: first.get(storage_id(n.meta["val"])) for n, i in named if i.kind == "leaf"}
+    found = {i.name: first.get(storage_id(n.meta["val"])) for n, i in named if i.kind == kind}
     return {path: node for path, node in found.items() if node is not None}
 
 

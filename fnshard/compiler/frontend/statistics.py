@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fnshard.compiler.frontend.exchange import Axes, all_gather, psum
+from fnshard.compiler.frontend.transforms import while_tracing
 from fnshard.errors import TraceError
 
 
@@ -70,22 +70,14 @@ class WholeBatch(TorchFunctionMode):
         return (batch_norm if func is F.batch_norm else func)(*args, **(kwargs or {}))
 
 
-def patches() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """Patches (see `unsupported`): nn.SyncBatchNorm, on any device and mesh, communicates by exchanges."""
-
-    def exchanging(original: Any, here: Callable[[], bool]) -> Any:
-        def forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:
-            if not here():
-                return original(self, input)
-            if self.process_group not in (None, torch.distributed.group.WORLD):
-                raise TraceError(
-                    "`fn` has an nn.SyncBatchNorm with a process group of its own, which no mesh knows.",
-                    fix="leave process_group out, for all rows of the batch; or call "
-                    "fs.adapters.batch_norm(..., axes=) with names of the mesh's axes.",
-                )
-            with WholeBatch():
-                return super(nn.SyncBatchNorm, self).forward(input)
-
-        return forward
-
-    yield nn.SyncBatchNorm, "forward", exchanging
+@while_tracing
+def exchanging(_: Any, norm: nn.SyncBatchNorm, input: Tensor) -> Tensor:
+    """`nn.SyncBatchNorm.forward`, on any device and mesh, communicates by exchanges."""
+    if norm.process_group not in (None, torch.distributed.group.WORLD):
+        raise TraceError(
+            "`fn` has an nn.SyncBatchNorm with a process group of its own, which no mesh knows.",
+            fix="leave process_group out, for all rows of the batch; or call "
+            "fs.adapters.batch_norm(..., axes=) with names of the mesh's axes.",
+        )
+    with WholeBatch():
+        return super(nn.SyncBatchNorm, norm).forward(input)

@@ -229,17 +229,14 @@ def _gaussian_nll_loss(
     if not isinstance(var, Tensor):
         return F.gaussian_nll_loss(input, target, var, full, eps, reduction)
     if var.shape != input.shape:
+        differing = [size for own, size in zip(input.shape, var.shape, strict=False) if own != size]
         if var.shape == input.shape[:-1]:
             var = var.unsqueeze(-1)
-        elif var.dim() != input.dim() or _differing(input, var) != [1]:
+        elif var.dim() != input.dim() or differing != [1]:
             raise ValueError("var is of incorrect size")
     var = var.detach().clamp(min=eps) + (var - var.detach())  # its gradient passes, as in torch
     losses = 0.5 * (var.log() + (input - target) ** 2 / var)
     return _reduced(losses + 0.5 * math.log(2 * math.pi) if full else losses, reduction)
-
-
-def _differing(input: Tensor, var: Tensor) -> list[int]:
-    return [size for own, size in zip(input.shape, var.shape, strict=True) if own != size]
 
 
 def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +27,6 @@ from fnshard.compiler.frontend.exchange import copy_outgoing, tracing_on
 from fnshard.compiler.frontend.functions import HOOK
 from fnshard.compiler.frontend.limits import Limits
 from fnshard.compiler.frontend.normalize import normalize
-from fnshard.compiler.frontend.outputs import read_outputs
 from fnshard.compiler.frontend.ragged import run as ragged_run
 from fnshard.compiler.frontend.refusals import (
     check_constants,
@@ -40,17 +39,17 @@ from fnshard.compiler.frontend.unsupported import refusals
 from fnshard.compiler.ir import source_lines
 from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.containers import is_plain
-from fnshard.compiler.ir.failures import Call, explain, higher_order
+from fnshard.compiler.ir.failures import explain, higher_order
 from fnshard.compiler.ir.guard import Guard
-from fnshard.compiler.ir.program import Input, Outputs, Program, propagate
+from fnshard.compiler.ir.program import Input, Outputs, Program, describe, propagate
 from fnshard.compiler.ir.source_lines import user_traceback
 from fnshard.compiler.rewrites.causal_mask import recognise_causal
 from fnshard.compiler.rewrites.hooks import apply_hooks
 from fnshard.compiler.rewrites.in_place import functionalize, index_strided
 from fnshard.compiler.rewrites.rounding import keep_rounding
-from fnshard.errors import TraceError
+from fnshard.errors import TraceError, leaves
 from fnshard.layout.spec import LayoutSpec
-from fnshard.losses import unwrapped
+from fnshard.losses import Mean, unwrapped
 from fnshard.mesh import Mesh
 
 
@@ -97,7 +96,8 @@ def trace(
         except Retrace:
             captured = capture(source, surroundings, limits, Differentiable)
         traced = name_inputs(source, captured)
-        for stage in (propagate_fakes, check, return_writes, remove_writes, rewrite):
+        check_program(traced.program, source.specs, source.differentiate)
+        for stage in (return_writes, remove_writes, rewrite):
             traced = stage(source, traced)
         tensors = traced.closed_over, traced.copied
         guard = Guard(source.runs, surroundings.reached, surroundings.written, *tensors)
@@ -136,7 +136,6 @@ class Fakes:
 
     @classmethod
     def of(cls, source: Source) -> Fakes:
-        """New ones."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         batch, structure = flatten_batch(source.batch)
         with mode:
@@ -208,7 +207,7 @@ class _Flat:
         with self.surroundings.one_run():
             result = args.call(source.fn, tree.unflatten(leaf_values, source.structure))
             check_requires_grad(fakes.leaves, before, leaf_values)
-            outputs, values = read_outputs(result, loss=source.differentiate)
+            outputs, values = _read_outputs(result, loss=source.differentiate)
             self.outputs, values = self.limits.append(outputs, values)
         return values
 
@@ -216,10 +215,6 @@ class _Flat:
         """What takes its place where lengths depend on data."""
         self.outputs, results = self.limits.append(self.outputs, run(*values))
         return results
-
-    def explained(self, error: Exception, failed: Call | None) -> Exception:
-        """An error that leaves `fn`, as it is to be raised."""
-        return explain(error, failed, self.names, self.source.fn, {**self.fakes.batch, **self.fakes.tensors})
 
 
 def capture(
@@ -234,16 +229,14 @@ def capture(
         prepared: makes of the flat function what is recorded.
     """
     fakes = Fakes.of(source)
-    flat, inputs = (
-        _Flat(source, fakes, surroundings, limits),
-        ([*fakes.leaves.values()], [*fakes.tensors.values()]),
-    )
+    flat = _Flat(source, fakes, surroundings, limits)
+    inputs = [*fakes.leaves.values()], [*fakes.tensors.values()]
     run, traced = prepared(flat), partial(make_fx, tracing_mode="fake", pre_dispatch=True)
     with refusals(source.device) as calls, torch.set_grad_enabled(source.differentiate):
         try:
             try:
                 with source_lines.kept() if source.sources else nullcontext():
-                    made = traced(lambda leaves, batch: [*run(leaves, batch), *calls.hooks])(*inputs)
+                    made = traced(lambda leaves, batch: [*run(leaves, batch), *calls.hooks.values()])(*inputs)
                 return Captured(made, len(calls.hooks), flat.outputs, fakes)
             except (DynamicOutputShapeException, DataDependentOutputException):
                 calls.hooks.clear()
@@ -254,7 +247,8 @@ def capture(
         except Exception as error:
             if type(error).__module__ == "torch._dynamo.exc":
                 raise higher_order("torch.cond or another operator that takes functions") from error
-            found = flat.explained(error, calls.failed)
+            batch = {**fakes.batch, **fakes.tensors}
+            found = explain(error, calls.failed, flat.names, source.fn, batch)
             trail = None if getattr(found, "placed", False) else user_traceback(error)
     raise found.with_traceback(trail)  # out here, so that torch's own is not chained to it
 
@@ -271,7 +265,10 @@ def _dense(value: Tensor) -> tuple[int, ...]:
 
 
 def name_inputs(source: Source, captured: Captured) -> Traced:
-    """Composite ATen ops alone, with named inputs: tensors that `fn` closes over and keys are some."""
+    """Composite ATen ops alone, with named inputs: tensors that `fn` closes over and keys are some.
+
+    Each node has its value.
+    """
     fakes, device = captured.fakes, source.device
     values = {Input("leaf", p): v for p, v in fakes.leaves.items()}
     values |= {Input("batch", n): v for n, v in fakes.tensors.items()}
@@ -284,19 +281,9 @@ def name_inputs(source: Source, captured: Captured) -> Traced:
         values |= {Input("constant", n): fakes.mode.from_tensor(v) for n, v in constants.items()}
         values |= {Input("key", n): torch.empty((), dtype=torch.int64, device=device) for n in keys}
     program = Program(graph, tuple(values), constants, captured.outputs, fakes.mode)
-    return Traced(program, values, captured.hooks, closed_over, copied)
-
-
-def propagate_fakes(source: Source, traced: Traced) -> Traced:
-    """The same, each node with its value."""
-    with traced.program.fake_mode, torch.set_grad_enabled(source.differentiate):
-        propagate(traced.program.graph, traced.examples())
-    return traced
-
-
-def check(source: Source, traced: Traced) -> Traced:
-    """The same, if nothing is to be refused."""
-    check_program(traced.program, source.specs, source.differentiate)
+    traced = Traced(program, values, captured.hooks, closed_over, copied)
+    with fakes.mode, torch.set_grad_enabled(source.differentiate):
+        propagate(graph, traced.examples())
     return traced
 
 
@@ -336,3 +323,113 @@ def _rows(batch: Arguments) -> int:
     """The rows of a rank's batch: of the first of its leaves that is cut."""
     values = batch.leaves[0].values()
     return next((v.shape[0] for v in values if isinstance(v, Tensor) and v.dim()), 1)
+
+
+# ------------------------------------------------------------------ what `fn` returns
+
+
+def _read_outputs(result: Any, loss: bool) -> tuple[Outputs, list[Tensor]]:
+    """What `fn` returned as flat tensors, and how they lie in it.
+
+    Args:
+        loss: it is a loss, or `(loss, aux)`; else any tree.
+
+    Raises:
+        TraceError: no loss, or a Mean that is none.
+    """
+    values: list[Tensor] = []
+
+    def add(value: Tensor) -> int:
+        values.append(value)
+        return len(values) - 1
+
+    def aux_entry(leaf: Any) -> tuple[Any, ...]:
+        if isinstance(leaf, Mean):
+            _check_mean(leaf, "aux")
+            return ("mean", add(leaf.total), add(_count(leaf)))
+        if isinstance(leaf, Tensor):
+            if not loss or leaf.dim():
+                return ("tensor", add(leaf))
+            return ("complex", add(leaf.real), add(leaf.imag)) if leaf.is_complex() else ("scalar", add(leaf))
+        return ("python", leaf)
+
+    if not loss:
+        flat, structure = tree.flatten(result, constants=True)
+        _check_leaves(flat, result, "output")
+        return Outputs(None, None, structure, tuple(aux_entry(leaf) for leaf in flat)), values
+    head, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+    if isinstance(head, Mean):
+        _check_mean(head, "the loss")
+        if isinstance(head.count, Tensor) and head.count.requires_grad:
+            # Gradients are summed before the count is known.
+            raise TraceError(
+                "the count of the loss's Mean depends on leaves that train, and has no gradient.",
+                fix="count.detach() where it is a mere number; else return total / count, the mean of one "
+                "rank, and fs.Mean(total, count) in aux.",
+            )
+    total = head.total if isinstance(head, Mean) else head
+    if not isinstance(total, Tensor) or total.dim() != 0 or not total.dtype.is_floating_point:
+        what = describe(total) if isinstance(total, Tensor) else type(total).__name__
+        raise TraceError(
+            f"`fn` must return a loss that is a 0-d float tensor, or (loss, aux); it returned {what}.",
+            fix="reduce it: loss.mean(), or fs.Mean(total, count) for an exact mean over all ranks.",
+        )
+    index = add(total)
+    count = add(_count(head)) if isinstance(head, Mean) else None
+    flat, structure = tree.flatten(aux, constants=True) if aux is not None else ([], None)
+    _check_leaves(flat, aux, "aux")
+    entries = tuple(aux_entry(leaf) for leaf in flat)
+    bound = head.bound if isinstance(head, Mean) else None
+    return Outputs(index, count, structure, entries, bound), values
+
+
+def _check_leaves(flat: list[Any], result: Any, place: str) -> None:
+    """Refuse objects: a tensor inside would be the tracer's, without numbers."""
+    wrong = [i for i, v in enumerate(flat) if not isinstance(v, Tensor | Mean) and not tree.is_constant(v)]
+    if wrong:
+        paths = list(tree.flatten_with_paths(result, constants=True)[0]) if flat[0] is not result else []
+        names = [f"{place}[{paths[i]!r}] is {_class(flat[i])}" for i in wrong] if paths else []
+        raise TraceError(
+            f"`fn` returns {leaves(len(wrong))} that are neither tensors nor plain constants:",
+            names or [f"{place} is {_class(result)}"],
+            f"{tree.how_to_register(flat[i] for i in wrong)}return tensors and constants, in dicts, "
+            "lists, tuples and registered classes.",
+        )
+
+
+def _class(value: Any) -> str:
+    return f"{type(value).__name__}{', a dataclass' if is_dataclass(value) else ''}"
+
+
+def _check_mean(mean: Mean, place: str) -> None:
+    wrong = []
+    total, count, bound = mean.total, mean.count, mean.bound
+    if not isinstance(total, Tensor) or total.dim() != 0 or not total.dtype.is_floating_point:
+        wrong.append(f"total is {_kind(total)}, not a 0-d float tensor")
+    counted = isinstance(count, Tensor) and count.dim() == 0 and not count.dtype.is_complex
+    if not counted and not _is_number(count) and not isinstance(count, torch.SymInt):
+        wrong.append(f"count is {_kind(count)}, not a 0-d tensor or a number")
+    if bound is not None and not (_is_number(bound) and 0 < bound < float("inf")):
+        wrong.append(f"bound is {_kind(bound)}, not a positive finite number or None")
+    if wrong:
+        raise TraceError(
+            f"`fn` returns in {place} a Mean that is none:",
+            wrong,
+            "fs.Mean(losses.sum(), mask.sum()): sums over this rank's items, not vectors of them.",
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _kind(value: Any) -> str:
+    return describe(value) if isinstance(value, Tensor) else f"{type(value).__name__} {str(value)[:40]}"
+
+
+def _count(mean: Mean) -> Tensor:
+    count = mean.count
+    if isinstance(count, Tensor):
+        return count if count.dtype.is_floating_point else count.to(torch.float32)
+    number = count if isinstance(count, torch.SymInt) else float(count)  # x[mask].shape[0] is known by then
+    return torch.full((), number, dtype=torch.float32, device=mean.total.device)

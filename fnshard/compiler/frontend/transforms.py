@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -42,7 +42,25 @@ from fnshard import tree
 from fnshard.errors import TraceError
 
 Transform = Callable[..., Any]
+Patch = Callable[[Any, Callable[[], bool]], Any]  # (the original attribute, "is it the tracer?") -> new one
 _state = threading.local()
+
+
+def _set(**state: Any) -> AbstractContextManager[Any]:
+    """Of this thread."""
+    return mock.patch.multiple(_state, **state, create=True)
+
+
+def while_tracing(run: Callable[..., Any]) -> Patch:
+    """A patch of a function: what the tracer calls is `run(original, *args)`."""
+
+    def patch(original: Any, here: Callable[[], bool]) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return run(original, *args, **kwargs) if here() else original(*args, **kwargs)
+
+        return call
+
+    return patch
 
 
 def is_inside() -> bool:
@@ -60,7 +78,7 @@ def is_of_a_level(value: Tensor) -> bool:
     return eager_transforms.is_functorch_wrapped_tensor(value)
 
 
-def patches() -> Iterator[tuple[Any, str, Callable[[Any, Callable[[], bool]], Any]]]:
+def patches() -> Iterator[tuple[Any, str, Patch]]:
     """What is patched while a trace runs: functorch's entries beneath the public names."""
     yield apis, "vmap_impl", _replayed
     yield eager_transforms, "grad_impl", _replayed
@@ -76,62 +94,45 @@ def patches() -> Iterator[tuple[Any, str, Callable[[Any, Callable[[], bool]], An
     yield torch.Tensor, "requires_grad_", _requires_grad
 
 
-def _replayed(original: Transform, here: Callable[[], bool]) -> Transform:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not here() or is_inside():
-            return original(*args, **kwargs)
-        return inlined(original, args, kwargs)
-
-    return call
+@while_tracing
+def _replayed(original: Transform, *args: Any, **kwargs: Any) -> Any:
+    return original(*args, **kwargs) if is_inside() else inlined(original, args, kwargs)
 
 
 class Retrace(BaseException):
     """`fn` differentiates what it has computed so far: it is to be traced as `Differentiable`."""
 
 
-def _retraced(original: Transform, here: Callable[[], bool]) -> Transform:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if here() and not is_inside():
-            raise Retrace
-        return original(*args, **kwargs)
-
-    return call
+@while_tracing
+def _retraced(original: Transform, *args: Any, **kwargs: Any) -> Any:
+    if not is_inside():
+        raise Retrace
+    return original(*args, **kwargs)
 
 
-def _folded(original: Transform, here: Callable[[], bool]) -> Transform:
-    def call(function: Transform) -> Transform:
-        if here():
-            raise TraceError(
-                "`fn` calls torch.func.linearize, which makes constants of what its tangent map closes over.",
-                fix="torch.func.jvp, whose gradients are those of the leaves too.",
-            )
-        return original(function)
-
-    return call
+@while_tracing
+def _folded(original: Transform, function: Transform) -> Transform:
+    raise TraceError(
+        "`fn` calls torch.func.linearize, which makes constants of what its tangent map closes over.",
+        fix="torch.func.jvp, whose gradients are those of the leaves too.",
+    )
 
 
-def _stored(original: Transform, here: Callable[[], bool]) -> Transform:
+@while_tracing
+def _stored(original: Transform, *args: Any, **kwargs: Any) -> Iterator[None]:
     """A checkpointed region within what is differentiated: what is recomputed is the compiler's affair."""
-
-    def call(*args: Any, **kwargs: Any) -> Iterator[None]:
-        if here() and is_inside():
-            yield
-        else:
-            yield from original(*args, **kwargs)
-
-    return call
+    if is_inside():
+        yield
+    else:
+        yield from original(*args, **kwargs)
 
 
-def _requires_grad(original: Transform, here: Callable[[], bool]) -> Transform:
+@while_tracing
+def _requires_grad(original: Transform, *args: Any, **kwargs: Any) -> Tensor:
     """Allowed where autograd records `fn` as a whole; every backward has functorch forget that it is."""
-
-    def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if not (here() and is_inside()) or is_nested():
-            return original(tensor, *args, **kwargs)
-        with eager_transforms.enable_inplace_requires_grad(True):
-            return original(tensor, *args, **kwargs)
-
-    return call
+    recorded = is_inside() and not is_nested()
+    with eager_transforms.enable_inplace_requires_grad(True) if recorded else nullcontext():
+        return original(*args, **kwargs)
 
 
 def _operator(original: Any, here: Callable[[], bool]) -> classmethod:
@@ -176,13 +177,10 @@ class Differentiable:
             with eager_transforms.grad_increment_nesting() as level:
                 leaves, structure = tree.flatten(args)
                 wrapped = [eager_transforms._wrap_tensor_for_grad(v, level) for v in leaves]
-                _state.level = level
-                try:
+                with _set(level=level):
                     for v, on in zip(wrapped, trained, strict=True):
                         v.requires_grad_(on)
                     made = self.run(*tree.unflatten(wrapped, structure))
-                finally:
-                    _state.level = None
                 return eager_transforms._undo_create_differentiable(made, level)
 
         return run
@@ -209,7 +207,7 @@ def _capture(
         filled = [next(rest) if isinstance(v, Tensor) else v for v in leaves]
         run_args, run_kwargs = tree.unflatten(filled, structure)
         # Fused attention has no second derivative.
-        with plain_attention(), _GradModes() as _state.grad_modes:
+        with plain_attention(), _GradModes() as modes, _set(grad_modes=modes):
             made[:] = tree.flatten(run(*run_args, **run_kwargs), constants=True)
         return [v for v in made[0] if isinstance(v, Tensor)]
 
@@ -218,14 +216,10 @@ def _capture(
 
 def apart(run: Callable[..., list[Tensor]], inputs: Sequence[Tensor]) -> fx.GraphModule:
     """The ops of `run(*inputs)` alone, beneath autograd; tensors that it closes over are attributes."""
-    before, _state.inside = (is_inside(), getattr(_state, "grad_modes", None)), True
-    try:
-        with untraced(), _uncached(inputs):
-            # A table, or a detach becomes an alias (PyTorch 2.14), which has a gradient.
-            trace = make_fx(lambda values: run(*values), decomposition_table={}, _allow_fake_constant=True)
-            return trace([v.detach() for v in inputs])
-    finally:
-        _state.inside, _state.grad_modes = before
+    with _set(inside=True), untraced(), _uncached(inputs):
+        # A table, or a detach becomes an alias (PyTorch 2.14), which has a gradient.
+        trace = make_fx(lambda values: run(*values), decomposition_table={}, _allow_fake_constant=True)
+        return trace([v.detach() for v in inputs])
 
 
 def attention_kernels() -> list[bool]:
@@ -242,13 +236,8 @@ def chosen_kernels() -> list[bool] | None:
 @contextmanager
 def plain_attention() -> Iterator[None]:
     """Attention in here is plain ops."""
-    before = chosen_kernels()
-    with sdpa_kernel(SDPBackend.MATH):
-        _state.kernels = attention_kernels()
-        try:
-            yield
-        finally:
-            _state.kernels = before
+    with sdpa_kernel(SDPBackend.MATH), _set(kernels=attention_kernels()):
+        yield
 
 
 @contextmanager
@@ -287,12 +276,7 @@ class _GradModes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def _uncached(inputs: Sequence[Tensor]) -> Iterator[None]:
+def _uncached(inputs: Sequence[Tensor]) -> AbstractContextManager[Any]:
     """Fake tensors without their cache: a view that comes from it has no place in forward-mode AD."""
     mode = detect_fake_mode(inputs)
-    if mode is None:
-        yield
-        return
-    with mock.patch.object(mode, "cache_enabled", False):
-        yield
+    return nullcontext() if mode is None else mock.patch.object(mode, "cache_enabled", False)

@@ -11,6 +11,7 @@ import logging
 import sys
 import threading
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -27,8 +28,10 @@ from torch.overrides import TorchFunctionMode
 
 from fnshard.compiler.deferred import host_random
 from fnshard.compiler.deferred.host_random import DRAWS
+from fnshard.compiler.deferred.tape import leaves_of, map_leaves
 from fnshard.compiler.frontend import control_flow, functions, statistics, transforms
 from fnshard.compiler.frontend.substitutes import SUBSTITUTES, mask_positions
+from fnshard.compiler.frontend.transforms import Patch, while_tracing
 from fnshard.compiler.ir.failures import Call, higher_order
 from fnshard.errors import TraceError, report
 
@@ -87,7 +90,6 @@ def check_version(version: str) -> None:
 check_version(torch.__version__)
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")  # of tracebacks of torch's insides
-Patch = Callable[[Any, Callable[[], bool]], Any]  # (the original attribute, "is it the tracer?") -> new one
 
 
 @contextmanager
@@ -132,7 +134,7 @@ class Calls(TorchFunctionMode):
         self.device = device
         self.failed: Call | None = None
         self.kernels = transforms.attention_kernels()
-        self.hooks: list[torch.Tensor] = []
+        self.hooks: OrderedDict[int, torch.Tensor] = OrderedDict()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -170,25 +172,14 @@ class Calls(TorchFunctionMode):
         host would keep the host waiting for it in every step."""
         if name in _MADE and "device" not in kwargs:
             return args, kwargs | {"device": self.device}
-        kinds = {t.device.type for t in _tensors((args, tuple(kwargs.values())))}
+        kinds = {t.device.type for t in leaves_of((args, kwargs), torch.Tensor)}
         if name == "copy_" or not kinds >= {"cpu", self.device.type}:
             return args, kwargs
 
-        def moved(value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                on_host = value.device.type == "cpu" and value.dim()
-                return value.to(self.device) if on_host else value
-            return type(value)(map(moved, value)) if type(value) in (list, tuple) else value
+        def moved(value: torch.Tensor) -> torch.Tensor:
+            return value.to(self.device) if value.device.type == "cpu" and value.dim() else value
 
-        return moved(args), {key: moved(value) for key, value in kwargs.items()}
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif type(value) in (list, tuple):
-        for each in value:
-            yield from _tensors(each)
+        return map_leaves((args, kwargs), torch.Tensor, moved)
 
 
 _MADE = {
@@ -208,7 +199,7 @@ _MEMORY = {"__dlpack__", "__reduce_ex__"}
 _READS = {"item", "tolist", "__float__", "__int__", "__index__", "__complex__"}
 
 
-def _patches(hooks: list[torch.Tensor]) -> Iterator[tuple[Any, str, Patch]]:
+def _patches(hooks: OrderedDict[int, torch.Tensor]) -> Iterator[tuple[Any, str, Patch]]:
     yield from functions.patches(hooks)
     name = "register_post_accumulate_grad_hook"
     yield torch.Tensor, name, _refuse(functions.HOOK, name)
@@ -228,7 +219,7 @@ def _patches(hooks: list[torch.Tensor]) -> Iterator[tuple[Any, str, Patch]]:
     yield HigherOrderOperator, "__call__", _higher_order_call
     # Whether arguments lie in their supports is control flow on values.
     yield Distribution, "_validate_args", lambda original, here: False
-    yield from statistics.patches()
+    yield torch.nn.SyncBatchNorm, "forward", statistics.exchanging
     if (triton := sys.modules.get("triton.runtime.jit")) is not None:  # nobody else launches its kernels
         yield triton.KernelInterface, "__getitem__", _refuse(_LAUNCH, "")
     yield torch.Tensor, "data", _data
@@ -236,15 +227,12 @@ def _patches(hooks: list[torch.Tensor]) -> Iterator[tuple[Any, str, Patch]]:
 
 
 def _refuse(message: str, name: str, when: Callable[..., bool] = lambda *_, **__: True) -> Patch:
-    def patch(original: Any, here: Callable[[], bool]) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if here() and when(*args, **kwargs):
-                raise TraceError(message.format(name=name))
-            return original(*args, **kwargs)
+    def run(original: Any, *args: Any, **kwargs: Any) -> Any:
+        if when(*args, **kwargs):
+            raise TraceError(message.format(name=name))
+        return original(*args, **kwargs)
 
-        return call
-
-    return patch
+    return while_tracing(run)
 
 
 def _is_users_hook(context: Any) -> bool:
@@ -252,20 +240,16 @@ def _is_users_hook(context: Any) -> bool:
     return type(context) is saved_tensors_hooks or not type(context).__module__.startswith("torch.")
 
 
-def _higher_order_call(original: Callable[..., Any], here: Callable[[], bool]) -> Callable[..., Any]:
-    def call(self: HigherOrderOperator, *args: Any, **kwargs: Any) -> Any:
-        inside = transforms.is_inside() and self.name() == "custom_function_call"  # functorch's own
-        if not here() or inside:
-            return original(self, *args, **kwargs)
-        if self.name() in control_flow.OPERATORS:
-            return control_flow.OPERATORS[self.name()](*args, **kwargs)
-        if self.name() == "triton_kernel_wrapper_mutation":
-            if get_proxy_mode() is None:  # inside a `triton_op`, which is one op of the program
-                return original(self, *args, **kwargs)
-            raise TraceError(_LAUNCH)
-        raise higher_order(self.name())
-
-    return call
+@while_tracing
+def _higher_order_call(original: Any, op: HigherOrderOperator, *args: Any, **kwargs: Any) -> Any:
+    name = op.name()
+    if name in control_flow.OPERATORS:
+        return control_flow.OPERATORS[name](*args, **kwargs)
+    is_launch = name == "triton_kernel_wrapper_mutation"
+    in_an_op = is_launch and get_proxy_mode() is None  # a `triton_op`, which is one op of the program
+    if in_an_op or (transforms.is_inside() and name == "custom_function_call"):  # functorch's own
+        return original(op, *args, **kwargs)
+    raise TraceError(_LAUNCH) if is_launch else higher_order(name)
 
 
 def _data(original: Any, here: Callable[[], bool]) -> property:

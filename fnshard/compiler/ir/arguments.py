@@ -50,7 +50,6 @@ class Arguments:
         return Arguments(bound.args[1:], bound.kwargs)
 
     def call(self, fn: Callable[..., Any], *before: Any) -> Any:
-        """`fn` of the parameters and this batch."""
         return fn(*before, *self.positional, **self.keywords)
 
 

@@ -54,12 +54,10 @@ _BY_INDEX = (
     "from a position that depends on data, index instead of slicing: x[start + torch.arange(n)], and for a "
     "queue x[(start + torch.arange(n)) % len(x)] = rows."
 )
-COMMUNICATES, ONE_DEVICE = (
-    "`fn` communicates by itself",
-    (
-        "write `fn` for one device and full shapes: what ranks exchange follows from the specs. What else it "
-        "needs of all ranks is fs.psum(x) and fs.all_gather(x)."
-    ),
+COMMUNICATES = "`fn` communicates by itself"
+ONE_DEVICE = (
+    "write `fn` for one device and full shapes: what ranks exchange follows from the specs. What else it "
+    "needs of all ranks is fs.psum(x) and fs.all_gather(x)."
 )
 _INTO = (
     ("distributed", COMMUNICATES, ONE_DEVICE),
@@ -149,11 +147,9 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The function's."""
         return getattr(self.function, "__name__", str(self.function))
 
     def tensors(self) -> list[Tensor]:
-        """The tensors among the arguments."""
         flat = [v for a in self.arguments for v in (a if isinstance(a, list | tuple) else [a])]
         return [v for v in flat if isinstance(v, Tensor)]
 
@@ -177,7 +173,7 @@ def explain(
     shown = f"{call.name}({', '.join(_shown(a, names) for a in call.arguments)})" if call else ""
     for package, headline, fix in _INTO:
         if name := call_into(package, error):
-            return TraceError(_message(f"{headline} ({name}).", place, [], fix))
+            return _failure(f"{headline} ({name}).", place, [], fix)
     if isinstance(error, FnshardError):
         placed = not isinstance(error, TraceError) or getattr(error, "placed", False)
         return error if placed else TraceError(_placed(str(error), place))
@@ -187,26 +183,22 @@ def explain(
         headline = f"control flow or a shape in `fn` depends on a tensor's value ({message})."
         if "lengths of data" not in message:
             headline = "`fn` depends on a tensor's value, and tensors have none while it is traced:"
-        return TraceError(_message(headline, place, [shown], _fix_of_value(error, call)))
+        return _failure(headline, place, [shown], _fix_of_value(error, call))
     if isinstance(error, UnsupportedOperatorException) or "no fake impl" in str(error):
         headline = f"`fn` calls an operator that cannot run on tensors without values: {message}"
         fix = "write it with plain torch ops; for a torch.library.custom_op add register_fake."
-        return TraceError(_message(headline, place, [], fix))
+        return _failure(headline, place, [], fix)
     if call is not None:
         lines = [shown, _batch_line(fn, batch)]
-        return TraceError(
-            _message(f"`fn` fails in {call.name}: {message}", place, lines, _fix(call, message))
-        )
+        return _failure(f"`fn` fails in {call.name}: {message}", place, lines, _fix(call, message))
     if isinstance(error, TypeError) and "FakeTensor" in str(error):
-        return TraceError(
-            _message(f"`fn` fails: {message}", place, [_batch_line(fn, batch)], _fix(None, message))
-        )
+        return _failure(f"`fn` fails: {message}", place, [_batch_line(fn, batch)], _fix(None, message))
     error.add_note(f"while `fn` was traced{place and f', at {place}'}; {_batch_line(fn, batch)}")
     return error
 
 
-def _message(headline: str, place: str, lines: list[str], fix: str) -> str:
-    return report(headline, [*([f"at {place}"] if place else []), *filter(None, lines)], fix)
+def _failure(headline: str, place: str, lines: list[str], fix: str) -> TraceError:
+    return TraceError(headline, [*([f"at {place}"] if place else []), *filter(None, lines)], fix)
 
 
 def _placed(text: str, place: str) -> str:

@@ -72,7 +72,6 @@ class Reachable:
                 self._members(*self.containers[owner], path_of, self._names)
 
     def of_type(self, kinds: type | tuple[type, ...]) -> list[Any]:
-        """All objects of these types that were met."""
         return [each for each in self._seen.values() if is_a(each, kinds)]
 
     def _found(self, owner: Any, key: Any, value: Any, path: str) -> None:

@@ -110,7 +110,6 @@ class Program:
 
     @property
     def results(self) -> list[fx.Node]:
-        """The flat outputs."""
         return list(self.graph.output_node().args[0])
 
     def as_text(self) -> str:
@@ -205,6 +204,19 @@ def storage_id(value: Tensor) -> int:
     return value.untyped_storage()._cdata
 
 
+def tensors_of(node: fx.Node) -> list[Tensor]:
+    """A node's value, or the tensors in it."""
+    value = node.meta.get("val")
+    return [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, Tensor)]
+
+
+def arguments_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, defaults too."""
+    schema = op._schema.arguments
+    given = dict(zip([a.name for a in schema], args, strict=False)) | dict(kwargs)
+    return {a.name: given.get(a.name, a.default_value) for a in schema}
+
+
 def mutated_args(node: fx.Node) -> list[fx.Node]:
     """The tensor arguments that this node's op writes to.
 
@@ -216,10 +228,7 @@ def mutated_args(node: fx.Node) -> list[fx.Node]:
     statistics = [a.name for a in arguments if a.name in _RUNNING]
     if not node.target._schema.is_mutable and not statistics:
         return []
-    given = {
-        a.name: node.args[i] if i < len(node.args) else node.kwargs.get(a.name)
-        for i, a in enumerate(arguments)
-    }
+    given = arguments_of(node.target, node.args, node.kwargs)
     written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     if given.get("training") or given.get("use_input_stats"):
         written = list(dict.fromkeys([*written, *statistics]))

@@ -82,11 +82,9 @@ class ValueName(str):
         return self.path if self.original.kind in _OF_LEAVES else ""
 
     def of(self, version: str) -> ValueName:
-        """Another version of the same value."""
         return ValueName(self.kind, self.path, version)
 
     def on_host(self) -> ValueName:
-        """A copy of it on the host."""
         return ValueName(Kind.HOST, self.path, source=self)
 
     def loaded(self, number: int) -> ValueName:

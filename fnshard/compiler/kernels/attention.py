@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
+from fnshard.compiler.ir.program import arguments_of
 from fnshard.compiler.kernels import block_attention  # noqa: F401  (its operators)
 from fnshard.compiler.kernels.canonical import Source
 
@@ -56,22 +57,18 @@ def choosing(source: Source, target: str) -> Iterator[None]:
     Args:
         target: the type of device that the kernels are for.
     """
-    with _OnCuda() if target == "cuda" and _on_cpu(source) else _off_cudnn(source):
+    elsewhere = target == "cuda" and all(a.device.type == "cpu" for a in source.inputs)
+    with _OnCuda() if elsewhere else _off_cudnn(source):
         yield
-
-
-def _on_cpu(source: Source) -> bool:
-    return all(a.device.type == "cpu" for a in source.inputs)
 
 
 @contextmanager
 def _off_cudnn(source: Source) -> Iterator[None]:
     """A query's gradient was NaN from cuDNN with an explicit mask and a length of 64 beyond 128s."""
     nodes = source.graph.find_nodes(op="call_function", target=_ATTENTION)
-    masks = [n.args[3] if len(n.args) > 3 else n.kwargs.get("attn_mask") for n in nodes]
+    calls = [arguments_of(n.target, n.args, n.kwargs) for n in nodes]
     spoils = any(
-        isinstance(mask, fx.Node) and _odd(*(a.meta["val"] for a in node.args[:2]))
-        for node, mask in zip(nodes, masks, strict=True)
+        c["attn_mask"] is not None and _odd(c["query"].meta["val"], c["key"].meta["val"]) for c in calls
     )
     with _lock:
         before = torch.backends.cuda.cudnn_sdp_enabled()

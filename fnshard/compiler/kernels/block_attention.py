@@ -167,15 +167,32 @@ def block_attention_backward(
         of_sums, of_weights: of the sums and weights with this block, scaled by `now`.
         before: their scale before; nothing of the first block.
     """
-    top, first = _finite(now), not before
-    grads = _of_block(
-        query, key, value, of_sums, of_weights, top, source, mask, blocks, is_causal and first, scale
-    )
+    scaled_by, first, shapes = _finite(now), not before, (query.shape, key.shape, value.shape)
+    diagonal, kind = is_causal and first, _fused(query, mask)
+    k, v = (of_all_heads(query, t) for t in (key, value))
+    bias = _bias(query, k, mask, source, blocks)
+    if not kind:
+        grads = by_chunks_backward(query, k, v, bias, diagonal, scale, of_sums, of_weights, scaled_by)
+    else:
+        sent = (t.to(query.dtype) for t in (of_sums, _stand_in(of_sums, of_weights)))
+        q, k, v, grad, result = padded(kind, query, k, v, *sent)
+        top = scaled_by.reshape(q.shape[:-1]).contiguous()
+        if kind == "cpu":
+            run = aten._scaled_dot_product_flash_attention_for_cpu_backward
+            grads = run(grad, q, k, v, result, top, 0.0, diagonal, attn_mask=bias, scale=scale)
+        else:
+            run, rows = aten._scaled_dot_product_flash_attention_backward, (q.shape[-2], k.shape[-2])
+            none = torch.zeros(2, dtype=torch.int64, device=q.device)  # of random numbers
+            grads = run(grad, q, k, v, result, top, None, None, *rows, 0.0, diagonal, none, none, scale=scale)
+    grads = [
+        of_shared_heads(g[..., : shape[-1]], shape).to(query.dtype)
+        for g, shape in zip(grads, shapes, strict=True)
+    ]
     if first:
         return grads
     if is_causal:
         grads = [torch.where(source >= 0, g, 0) for g in grads]
-    old = torch.exp(before[0] - top)
+    old = torch.exp(before[0] - scaled_by)
     return [*grads, (of_sums * old.unsqueeze(-1)).contiguous(), (of_weights * old).contiguous()]
 
 
@@ -186,36 +203,6 @@ def _(
 ) -> list[Tensor]:  # fmt: skip
     made = (query, key, value, *((of_sums, of_weights) if before else ()))
     return [t.new_empty(t.shape) for t in made]
-
-
-def _of_block(
-    query: Tensor, key: Tensor, value: Tensor, of_sums: Tensor, of_weights: Tensor, top: Tensor,
-    source: Tensor, mask: Tensor | None, blocks: int, is_causal: bool, scale: float,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of queries, keys and values, where probabilities are exp(scores - top)."""
-    shapes = query.shape, key.shape, value.shape
-    key, value = (of_all_heads(query, t) for t in (key, value))
-    bias = _bias(query, key, mask, source, blocks)
-    kind = _fused(query, mask)
-    if not kind:
-        grads = by_chunks_backward(query, key, value, bias, is_causal, scale, of_sums, of_weights, top)
-    else:
-        sent = (t.to(query.dtype) for t in (of_sums, _stand_in(of_sums, of_weights)))
-        q, k, v, grad, result = padded(kind, query, key, value, *sent)
-        top = top.reshape(q.shape[:-1]).contiguous()
-        if kind == "cpu":
-            run = aten._scaled_dot_product_flash_attention_for_cpu_backward
-            grads = run(grad, q, k, v, result, top, 0.0, is_causal, attn_mask=bias, scale=scale)
-        else:
-            run, rows = aten._scaled_dot_product_flash_attention_backward, (q.shape[-2], k.shape[-2])
-            none = torch.zeros(2, dtype=torch.int64, device=q.device)  # of random numbers
-            grads = run(
-                grad, q, k, v, result, top, None, None, *rows, 0.0, is_causal, none, none, scale=scale
-            )
-    return [
-        of_shared_heads(g[..., : shape[-1]], shape).to(query.dtype)
-        for g, shape in zip(grads, shapes, strict=True)
-    ]
 
 
 def of_all_heads(query: Tensor, x: Tensor) -> Tensor:

@@ -27,7 +27,6 @@ class Argument:
 
     @staticmethod
     def of(value: Tensor, kind: str) -> Argument:
-        """Of a (fake) tensor."""
         return Argument(
             tuple(value.shape), tuple(value.stride()), value.dtype, value.device, value.requires_grad, kind
         )
@@ -65,25 +64,28 @@ def extract(
     inside = set(nodes)
     copied: dict[fx.Node, fx.Node] = {}
     inputs: dict[fx.Node, str] = {}
-    body = fx.Graph()
+    graph = fx.Graph()
 
     def copy(node: fx.Node) -> fx.Node:
         if node in copied:
             return copied[node]
         if node in placeholders or (node not in inside and node not in lazy):
             inputs[node] = placeholders[node].kind if node in placeholders else "value"
-            copied[node] = body.placeholder(f"a{len(inputs) - 1}")
+            copied[node] = graph.placeholder(f"a{len(inputs) - 1}")
             copied[node].meta = {"val": node.meta["val"]}
             return copied[node]
         args, kwargs = fx.map_arg((node.args, node.kwargs), copy)
-        copied[node] = body.call_function(ANY_STRIDES.get(node.target, node.target), args, kwargs)
+        target, name = ANY_STRIDES.get(node.target, node.target), f"n{len(copied) - len(inputs)}"
+        copied[node] = graph.create_node("call_function", target, args, kwargs, name)
         copied[node].meta = {k: node.meta[k] for k in ("autocast", "val", "stack_trace") if k in node.meta}
         return copied[node]
 
     for node in nodes:
         copy(node)
-    body.output([copied[n] for n in outputs])
-    graph = _renumber(body)
+    first = next((n for n in graph.nodes if n.op == "call_function"), None)
+    for placeholder in graph.find_nodes(op="placeholder") if first is not None else ():
+        first.prepend(placeholder)  # in order of first use
+    graph.output([copied[n] for n in outputs])
     names = tuple(
         placeholders[n].value_name if n in placeholders else ValueName(Kind.VALUE, n.name) for n in inputs
     )
@@ -91,25 +93,6 @@ def extract(
     outs = tuple(Argument.of(n.meta["val"], "value") for n in outputs)
     code = _print(graph, ins, outs)
     return Source(graph, ins, outs, hashlib.sha256(code.encode()).hexdigest()[:16], code), names
-
-
-def _renumber(body: fx.Graph) -> fx.Graph:
-    """Placeholders first, in order of first use; nodes named by position."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    for node in [n for n in body.nodes if n.op == "placeholder"]:
-        env[node] = graph.placeholder(f"a{len(env)}")
-        env[node].meta = dict(node.meta)
-    count = 0
-    for node in body.nodes:
-        if node.op == "call_function":
-            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-            env[node] = graph.create_node("call_function", node.target, args, kwargs, name=f"n{count}")
-            env[node].meta = dict(node.meta)
-            count += 1
-        elif node.op == "output":
-            graph.output([env[n] for n in node.args[0]])
-    return graph
 
 
 def _print(graph: fx.Graph, inputs: Sequence[Argument], outputs: Sequence[Argument]) -> str:

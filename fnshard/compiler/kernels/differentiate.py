@@ -23,9 +23,10 @@ from torch._subclasses.fake_tensor import (
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fnshard.compiler.frontend.substitutes import LEFT_OUT, unchecked
-from fnshard.compiler.ir.program import OpOverload, describe
+from fnshard.compiler.ir.program import OpOverload, arguments_of, describe
 from fnshard.compiler.kernels.attention import choosing
 from fnshard.compiler.kernels.canonical import Argument, Source
+from fnshard.compiler.kernels.derived import derived
 from fnshard.compiler.kernels.remat import Policy, is_saved
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.rewrites.rounding import DECOMPOSITIONS
@@ -278,14 +279,7 @@ def _check_joint(joint: fx.GraphModule) -> None:
 
 def _draws(node: fx.Node) -> bool:
     """Whether an op draws random numbers; attention kernels only do where their dropout is not 0."""
-    if not _seeded(node):
-        return False
-    names = [a.name for a in node.target._schema.arguments]
-    if "dropout_p" not in names:
-        return True
-    place = names.index("dropout_p")
-    value = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-    return value != 0.0
+    return _seeded(node) and arguments_of(node.target, node.args, node.kwargs).get("dropout_p") != 0.0
 
 
 def _flatten_signature(module: fx.GraphModule) -> None:
@@ -296,23 +290,13 @@ def _flatten_signature(module: fx.GraphModule) -> None:
 
 def _must_recompute(joint: fx.GraphModule, source: Source) -> None:
     """Tag what rests on leaves and constants alone, and views of inputs: both are there again later."""
-    placeholders = joint.graph.find_nodes(op="placeholder")
-    from_leaf: set[fx.Node] = set()  # and from constants: closed-over ones, and aranges and the like
-    of_input: set[fx.Node] = set()
-    for node, argument in zip(placeholders, source.inputs, strict=False):
-        of_input.add(node)
-        if argument.kind in ("leaf", "constant", "axis"):
-            from_leaf.add(node)
-    tangents = set(placeholders[len(source.inputs) :])
-    for node in joint.graph.nodes:
-        if node.op != "call_function" or node in tangents:
-            continue
-        sources = node.all_input_nodes
-        if all(n in from_leaf for n in sources):
-            from_leaf.add(node)
-            _tag(node)
-        if _views(node) and all(n in of_input for n in sources):
-            of_input.add(node)
+    named = list(zip(joint.graph.find_nodes(op="placeholder"), source.inputs, strict=False))
+    rests = derived(joint.graph, {}, [n for n, a in named if a.kind in ("leaf", "constant", "axis")])
+    of_input = {n for n, _ in named}
+    for node in [n for n in joint.graph.nodes if n.op == "call_function"]:
+        is_view = _views(node) and of_input.issuperset(node.all_input_nodes)
+        of_input.update([node] if is_view else [])
+        if is_view or node in rests:
             _tag(node)
 
 
@@ -376,27 +360,19 @@ def _views(node: fx.Node) -> bool:
 
 
 def _kernel(name: str, source: Source, forward: fx.GraphModule, backward: fx.GraphModule) -> Kernel:
-    inputs = {n.name: i for i, n in enumerate(forward.graph.find_nodes(op="placeholder"))}
     flat = list(forward.graph.output_node().args[0])
-    outputs = {n.name: i for i, n in reversed(list(enumerate(flat[: len(source.outputs)])))}
-    saved_nodes = [n for n in flat[len(source.outputs) :] if n.name not in inputs and n.name not in outputs]
-    saved = {n.name: i for i, n in enumerate(saved_nodes)}
+    refs = {n.name: Ref("output", i) for i, n in reversed(list(enumerate(flat[: len(source.outputs)])))}
+    refs |= {n.name: Ref("input", i) for i, n in enumerate(forward.graph.find_nodes(op="placeholder"))}
+    saved_nodes = [n for n in flat[len(source.outputs) :] if n.name not in refs]
+    refs |= {n.name: Ref("saved", i) for i, n in enumerate(saved_nodes)}
     _set_outputs(forward, flat[: len(source.outputs)] + saved_nodes)
     _flatten_signature(forward)
     grads = _prune_backward(backward)
     taking = [i for i, a in enumerate(source.outputs) if a.requires_grad]
-    refs = []
-    for node in backward.graph.find_nodes(op="placeholder"):
-        if node.name.startswith("tangents_"):
-            refs.append(Ref("tangent", taking[int(node.name.removeprefix("tangents_")) - 1]))
-        elif node.name in inputs:
-            refs.append(Ref("input", inputs[node.name]))
-        elif node.name in outputs:
-            refs.append(Ref("output", outputs[node.name]))
-        else:
-            refs.append(Ref("saved", saved[node.name]))
+    refs |= {f"tangents_{number}": Ref("tangent", i) for number, i in enumerate(taking, 1)}
+    read = tuple(refs[n.name] for n in backward.graph.find_nodes(op="placeholder"))
     descriptions = tuple(Argument.of(_value(n), "value") for n in saved_nodes)
-    return Kernel(name, source, forward, backward, descriptions, tuple(refs), grads, _shared(backward))
+    return Kernel(name, source, forward, backward, descriptions, read, grads, _shared(backward))
 
 
 def _prune_backward(backward: fx.GraphModule) -> tuple[int, ...]:

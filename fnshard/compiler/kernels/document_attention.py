@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fnshard.compiler.frontend.random import attention_like, gradients_like
 from fnshard.compiler.kernels.block_attention import (
     by_chunks,
     by_chunks_backward,
@@ -111,8 +112,7 @@ def document_attention(
         offset: int64 0-d, the queries' place among the keys, where they are a part of the row.
         window: 0 for none.
     """
-    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
-    lse = query.new_empty(query.shape[:-1], dtype=wide(query.dtype))
+    out, lse = attention_like(query, key, value)
     if _varies(query, offset):
         runs, total = _lengths(documents)
         q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in padded("cuda", query, key, value))
@@ -129,13 +129,6 @@ def document_attention(
         o, top = _forward(q, k, v, bias, diagonal, scale)
         out[row, :, at], lse[row, :, at] = o[0], top[0]
     return out, lse
-
-
-@document_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return query.new_empty((*query.shape[:-1], value.shape[-1])), query.new_empty(
-        query.shape[:-1], dtype=wide(query.dtype)
-    )
 
 
 @torch.library.custom_op("fnshard::document_attention_backward", mutates_args=())
@@ -170,11 +163,6 @@ def document_attention_backward(
     return to_q, to_key.to(key.dtype), to_value.to(value.dtype)
 
 
-@document_attention_backward.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return tuple(t.new_empty(t.shape) for t in (query, key, value))
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.form = inputs[5:]
     ctx.mark_non_differentiable(output[1])
@@ -187,6 +175,8 @@ def _differentiate(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     return *made, *[None] * 5
 
 
+document_attention.register_fake(attention_like)
+document_attention_backward.register_fake(gradients_like)
 document_attention.register_autograd(_differentiate, setup_context=_save)
 
 

@@ -11,20 +11,24 @@ versions and the processor: other ranks of the host and later processes find it 
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, fx
 
-from fnshard.compiler.kernels.cpp_kernels import compiled_together
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.errors import MissingExtraError, SpecError
 
@@ -76,25 +80,18 @@ def _generated(
         torch._guards.tracing(torch._guards.TracingContext(mode)),
         _with_shape_env(mode),
         torch.no_grad(),
-        compiled_together() as load,
+        _compiled_together() as load,
     ):
         compiled = compile_fx_inner(module, fakes, is_backward=is_backward, is_inference=False)
     return compiled, load
 
 
-@contextmanager
-def _with_shape_env(mode: Any) -> Iterator[None]:
+def _with_shape_env(mode: Any) -> AbstractContextManager[Any]:
     """Inductor's cache asks for a shape environment; all sizes are known, so it stays empty."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    if mode is None or mode.shape_env is not None:
-        yield
-        return
-    mode.shape_env = ShapeEnv()
-    try:
-        yield
-    finally:
-        mode.shape_env = None
+    has_one = mode is None or mode.shape_env is not None
+    return nullcontext() if has_one else mock.patch.object(mode, "shape_env", ShapeEnv())
 
 
 @contextmanager
@@ -242,3 +239,93 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
             "options={'triton.cudagraphs': False}.",
         )
     return merged
+
+
+# ------------------------------------------------------------------ C++, many kernels a unit
+# Inductor gives each C++ kernel to the compiler by itself, and four fifths of such a run are the same for
+# all: the templates of its headers. Here the kernels of a graph share a translation unit, each in a namespace
+# of its own and as a Python module of one shared object. Units are compiled by Inductor's threads while the
+# next graph is lowered, and kept in Inductor's cache by their text, as its own are.
+
+KERNELS = 16  # of one unit at most: larger graphs use several processors
+INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b.*$", re.MULTILINE)
+NAME = re.compile(r"\bkernel(?=\s*\()")  # Inductor's, of each
+HEADER = "#define PY_SSIZE_T_CLEAN\n#include <Python.h>\n"
+
+
+@dataclass(frozen=True, eq=False)
+class _CppKernel:
+    """A C++ kernel as Inductor generates it, and the module that calls it by a name there."""
+
+    argument_types: list[str]
+    source: str
+    module: dict[str, Any]
+
+
+@contextmanager
+def _compiled_together() -> Iterator[Callable[[], None]]:
+    """C++ kernels that Inductor generates within become few shared objects; others' are left to Inductor.
+
+    Yields:
+        What waits until they are compiled, and puts them into the modules that call them.
+    """
+    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+
+    kernels: list[_CppKernel] = []
+    loads: list[Callable[[], None]] = []
+
+    def collect(self: Any, argument_types: list[str], source: str) -> Any:
+        if threading.get_ident() != owner:  # a torch.compile of the user's, at the same time
+            return alone(self, argument_types, source)
+        kernels.append(_CppKernel(argument_types, source, sys._getframe(1).f_globals))
+        return kernels[-1]
+
+    alone, owner = AsyncCompile.cpp_pybinding, threading.get_ident()
+    with mock.patch.object(AsyncCompile, "cpp_pybinding", collect if get_compile_threads() > 1 else alone):
+        yield lambda: [load() for load in loads] and None
+    loads.extend(_start(kernels[i : i + KERNELS]) for i in range(0, len(kernels), KERNELS))
+
+
+def _start(kernels: list[_CppKernel]) -> Callable[[], None]:
+    """Start to compile a unit; what is returned waits for it."""
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    parts = [_bound(kernel, f"kernel_{number}") for number, kernel in enumerate(kernels)]
+    includes = dict.fromkeys(line.strip() for part in parts for line in INCLUDE.findall(part))
+    spaces = [f"namespace n{number} {{\n{INCLUDE.sub('', part)}\n}}\n" for number, part in enumerate(parts)]
+    unit = HEADER + "\n".join([*includes, *spaces])
+    library = type("Library", (CppPythonBindingsCodeCache,), {"entry_function": "kernel_0"})
+    compiled = library.load_async(unit, submit_fn=AsyncCompile.submit)
+
+    def load() -> None:
+        path = Path(compiled().__spec__.origin)
+        for number, kernel in enumerate(kernels):
+            entry = _entry(path, f"kernel_{number}")
+            names = [name for name, value in kernel.module.items() if value is kernel]
+            kernel.module.update(dict.fromkeys(names, entry))
+
+    return load
+
+
+def _bound(kernel: _CppKernel, name: str) -> str:
+    """The source of a kernel under another name, with Inductor's Python binding."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    sources: list[str] = []
+    own = {
+        "entry_function": name,
+        "call_entry_function": f"{name}({{}}); Py_RETURN_NONE;",
+        "load_async": classmethod(lambda _, source, *__, **___: sources.append(source)),
+    }
+    binding = type("Binding", (CppPythonBindingsCodeCache,), own)
+    binding.load_pybinding_async(kernel.argument_types, NAME.sub(name, kernel.source))
+    return sources[0]
+
+
+def _entry(path: Path, name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(f"{path.stem}.{name}", path)
+    module = sys.modules.get(spec.name) or importlib.util.module_from_spec(spec)
+    if spec.name not in sys.modules:
+        spec.loader.exec_module(module)
+    return getattr(module, name)

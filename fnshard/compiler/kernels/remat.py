@@ -114,10 +114,8 @@ def policies(
 
 
 def _first(segment: Segment, remat: Mapping[str, Any], save: Sequence[str]) -> Policy:
-    for glob, value in remat.items():
-        if any(fnmatch.fnmatchcase(unit, glob) for unit in segment.units):
-            return _with_save(_policy(value), save)
-    return Policy()
+    found = (v for glob, v in remat.items() if fnmatch.filter(segment.units, glob))
+    return _with_save(_policy(next(found, "none")), save)
 
 
 def _with_save(policy: Policy, save: Sequence[str]) -> Policy:

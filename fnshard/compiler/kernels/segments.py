@@ -29,7 +29,6 @@ class Segment:
 
     @property
     def leaves(self) -> tuple[str, ...]:
-        """Paths of the leaves it reads."""
         return tuple(n.path for n in self.inputs if n.kind is Kind.LEAF)
 
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from fnshard.compiler.frontend.exchange import EXCHANGE, KINDS, permutes
-from fnshard.compiler.ir.program import Input, Program, storage_id
+from fnshard.compiler.ir.program import Input, Program, storage_id, tensors_of
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.canonical import Argument, extract
 from fnshard.compiler.kernels.derived import Derived, derived, has_own_gradient
@@ -157,14 +157,9 @@ def _find_deferred(
     return deferred
 
 
-def _tensors(node: fx.Node) -> list[Tensor]:
-    value = node.meta.get("val")
-    return [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, Tensor)]
-
-
 def _is_view(node: fx.Node) -> bool:
-    outs = {storage_id(t) for t in _tensors(node)}
-    ins = {storage_id(t) for n in node.all_input_nodes for t in _tensors(n)}
+    outs = {storage_id(t) for t in tensors_of(node)}
+    ins = {storage_id(t) for n in node.all_input_nodes for t in tensors_of(n)}
     return bool(outs) and outs <= ins
 
 
@@ -190,9 +185,7 @@ def _order(program: Program, facts: _Facts) -> list[fx.Node]:
 
     wanted = {n for r in program.results for n in [r, *_closure(r, facts)]}
     for node in program.graph.nodes:
-        if node.op != "call_function" or node in facts.lazy:
-            continue
-        if node in facts.deferred:
+        if node.op != "call_function" or node in facts.lazy or node in facts.deferred:
             continue
         place(node)
         for unit in sorted(facts.units[node] - home):
@@ -327,8 +320,8 @@ def _crossing(order: list[fx.Node], facts: _Facts, program: Program) -> tuple[li
     for node, i in position.items():
         until = last.get(node, i)
         if until > i and node.target is not operator.getitem:
-            delta[i + 1] += sum(t.numel() * t.element_size() for t in _tensors(node))
-            delta[until + 1] -= sum(t.numel() * t.element_size() for t in _tensors(node))
+            delta[i + 1] += sum(t.numel() * t.element_size() for t in tensors_of(node))
+            delta[until + 1] -= sum(t.numel() * t.element_size() for t in tensors_of(node))
     cost, total = [], 0
     for d in delta[: end + 1]:
         total += d
@@ -353,17 +346,11 @@ def _segments(program: Program, facts: _Facts, order: list[fx.Node], bounds: lis
     home = {n: i for i in range(len(bounds)) for n in order[starts[i] : starts[i + 1]]}
     extra = _materialise_results(program, facts, home, bounds)
     crossing: dict[fx.Node, None] = {}
-    for node in order:
+    for node in [*order, *extra]:
         for source in _closure(node, facts):
             if source in home and home[source] != home[node]:
                 crossing[source] = None
-    for result in program.results:
-        if result in home:
-            crossing[result] = None
-    for node in extra:
-        for source in _closure(node, facts):
-            if source in home and home[source] != home[node]:
-                crossing[source] = None
+    crossing |= dict.fromkeys(r for r in program.results if r in home)
     segments, sources, exchanges = [], {}, []
     for i, (start, units) in enumerate(bounds):
         nodes = order[start : starts[i + 1]] + [n for n in extra if home[n] == i]
@@ -420,5 +407,5 @@ def _materialise_results(program: Program, facts: _Facts, home: dict, bounds: li
 
 
 def _aliases_another(node: fx.Node, others: list[fx.Node]) -> bool:
-    mine = {storage_id(t) for t in _tensors(node)}
-    return any(mine & {storage_id(t) for t in _tensors(o)} for o in others)
+    mine = {storage_id(t) for t in tensors_of(node)}
+    return any(mine & {storage_id(t) for t in tensors_of(o)} for o in others)

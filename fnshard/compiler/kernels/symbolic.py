@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fnshard.compiler.ir.program import tensors_of
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.kernels.inductor import Boxed, compile_graph
 
@@ -48,7 +49,7 @@ class Form:
         for node in module.graph.nodes:
             arguments = rebuilt([node.args, node.kwargs], note, lambda n: ("node", places[n]))
             layouts = [rebuilt(layout, note, places.get) for layout in layouts_of(node)]
-            kinds = [(v.dtype, v.device) for v in _results(node)]
+            kinds = [(v.dtype, v.device) for v in tensors_of(node)]
             target = _content(getattr(module, node.target)) if node.op == "get_attr" else node.target
             skeleton.append((node.op, target, arguments, layouts, kinds))
         return Form(tuple(skeleton), tuple(numbers))
@@ -66,7 +67,6 @@ class Form:
         return found
 
     def fits(self, expressions: Sequence[Expression], n: int) -> bool:
-        """Whether the numbers are those of `n`."""
         pairs = zip(self.numbers, expressions, strict=True)
         return all(number == slope * n + offset for number, (slope, offset) in pairs)
 
@@ -86,12 +86,7 @@ def rebuilt(value: Any, number: Callable[[int], Any], node: Callable[[fx.Node], 
 
 def layouts_of(node: fx.Node) -> list[tuple[list[Any], list[Any]]]:
     """Shape and strides of each of its results."""
-    return [(list(v.shape), list(v.stride())) for v in _results(node)]
-
-
-def _results(node: fx.Node) -> list[Tensor]:
-    value = node.meta.get("val")
-    return [v for v in (value if isinstance(value, tuple | list) else [value]) if isinstance(v, Tensor)]
+    return [(list(v.shape), list(v.stride())) for v in tensors_of(node)]
 
 
 def _content(constant: Any) -> Any:

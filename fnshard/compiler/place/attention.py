@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnshard.compiler.frontend import dropout_attention  # noqa: F401  (its operator)
 from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
 from fnshard.compiler.frontend.random import key_at
 from fnshard.compiler.kernels import document_attention  # noqa: F401  (its operator)

@@ -89,14 +89,12 @@ class Ragged:
             value: of the symbolic trace.
             dims: those that matter; None is all.
         """
-        found = None
+        found = []
         for dim, length in self.dims(value).items():
             if dims is None or dim in dims:
-                count = self.count(length)
-                known = torch.arange(self.size(length), device=value.device) < count
-                known = known.view(-1, *[1] * (value.dim() - dim - 1))
-                found = known if found is None else found & known
-        return found
+                known = torch.arange(self.size(length), device=value.device) < self.count(length)
+                found.append(known.view(-1, *[1] * (value.dim() - dim - 1)))
+        return functools.reduce(operator.and_, found) if found else None
 
     def filled(self, node: fx.Node, fill: Any, dims: Collection[int] | None = None) -> Tensor:
         """A node's tensor, with another number where its entries are no values."""
@@ -177,7 +175,6 @@ class RaggedOp:
         return op_name(self.node).rstrip("_")
 
     def dims(self, name: str) -> dict[int, Any]:
-        """The ragged dims of an argument."""
         node = self.raw[name]
         return self.ragged.dims(node.meta["val"]) if isinstance(node, fx.Node) else {}
 
@@ -186,7 +183,6 @@ class RaggedOp:
         return self.ragged.filled(self.raw[name], fill, dims) if self.dims(name) else self[name]
 
     def run(self, /, **changed: Any) -> Any:
-        """The op with other arguments."""
         given, schema, op = self.arguments | changed, self.node.target._schema.arguments, self.node.target
         if any(isinstance(given[a.name], Tensor) and "number" in str(a.real_type) for a in schema):
             op = op.overloadpacket  # as div.Tensor takes what div.Scalar does not
@@ -232,12 +228,8 @@ def _upper_bound(shape_env: Any, length: torch.SymInt) -> int | None:
 
 def _most(expression: Any, sizes: Mapping[Any, int]) -> int:
     """What an expression of lengths, each between 0 and its size, is at most."""
-    if expression.is_Symbol:
-        if expression not in sizes:
-            raise Unbounded
-        return sizes[expression]
-    if expression.is_Integer:
-        return int(expression)
+    if expression.is_Symbol or expression.is_Integer:
+        return _evaluated(expression, sizes)
     operation = _operation(expression)
     if operation == "Mul" and any(e.is_Integer and e < 0 for e in expression.args):
         return 0

@@ -1,7 +1,14 @@
-"""Capture `fn` with symbols for lengths that depend on data; run its graph on tensors of known sizes."""
+"""Capture `fn` with symbols for lengths that depend on data; run its graph on tensors of known sizes.
+
+Each ATen op that ragged dims pass has a rule: one on known sizes with the same values and gradients. It is
+found by the op's name, whatever its overload; an op of an unknown kind is refused.
+"""
 
 from __future__ import annotations
 
+import functools
+import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,11 +19,18 @@ from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fnshard.compiler.frontend.ragged.lengths import Ragged, RaggedOp, Unbounded, refused, symbols
-from fnshard.compiler.frontend.ragged.rules import rule_of
 from fnshard.compiler.frontend.transforms import Differentiable, plain_attention
 from fnshard.compiler.ir import source_lines
-from fnshard.compiler.ir.program import OpOverload, eliminate_dead_code, mutated_args, storage_id
+from fnshard.compiler.ir.program import (
+    OpOverload,
+    arguments_of,
+    eliminate_dead_code,
+    mutated_args,
+    storage_id,
+)
 
+Rule = Callable[[RaggedOp], Any]
+aten = torch.ops.aten
 _VALUES = ("Tensor", "number", "Scalar")  # types of arguments that take a length as a value
 
 
@@ -99,18 +113,14 @@ def _run_node(ragged: Ragged, node: fx.Node) -> Any:
     if not isinstance(node.target, OpOverload) or not any(map(_is_symbolic, involved)):
         args, kwargs = fx.map_arg((node.args, node.kwargs), ragged.values.__getitem__)
         return node.target(*args, **kwargs)
-    schema = node.target._schema.arguments
-    raw = {a.name: a.default_value for a in schema} | dict(
-        zip([a.name for a in schema], node.args, strict=False)
-    )
-    raw |= node.kwargs
+    schema, raw = node.target._schema.arguments, arguments_of(node.target, node.args, node.kwargs)
     as_value = {a.name: any(name in str(a.real_type) for name in _VALUES) for a in schema}
     arguments = {
         name: fx.map_arg(given, lambda n, v=as_value[name]: _argument(ragged, n, v, value))
         for name, given in raw.items()
     }
     call = RaggedOp(ragged, node, arguments, raw)
-    made = rule_of(call)(call)
+    made = _rule_of(call)(call)
     if isinstance(value, Tensor) and list(made.shape) != [ragged.size(n) for n in value.shape]:
         raise call.refused("has another shape on known sizes")
     target = arguments[schema[0].name]
@@ -133,3 +143,411 @@ def _is_symbolic(value: Any) -> bool:
         or (isinstance(v, Tensor) and any(isinstance(n, torch.SymInt) for n in v.shape))
         for v in values
     )
+
+
+# ------------------------------------------------------------------ rules
+def _rule_of(call: RaggedOp) -> Rule:
+    """The rule of a call's op.
+
+    Raises:
+        TraceError: there is none.
+    """
+    name = call.name
+    if name in _RULES and not (name in ("max", "min") and "other" in call.arguments):
+        return _RULES[name]
+    packet = getattr(aten, name, None) if call.node.target.namespace == "aten" else None
+    overloads = [getattr(packet, o) for o in packet.overloads()] if packet is not None else []
+    if name in _PLAIN or any(torch.Tag.pointwise in o.tags for o in overloads):
+        return RaggedOp.run
+    raise call.refused("has no rule for a length that depends on data")
+
+
+def _extreme(value: Tensor, sign: int) -> Any:
+    """The largest, or by -1 the smallest, number of a dtype."""
+    if value.dtype == torch.bool:
+        return sign > 0
+    if value.is_floating_point():
+        return sign * math.inf
+    info = torch.iinfo(value.dtype)
+    return info.max if sign > 0 else info.min
+
+
+# ------------------------------------------------------------------ what makes ragged dims
+def _positions(mask: Tensor, size: int, needed: Tensor) -> Tensor:
+    """int64 [size]: where a flat mask is True, in order, and then the first of these over again."""
+    ends = mask.cumsum(0)
+    ordinals = torch.arange(1, size + 1, device=mask.device)
+    ordinals = torch.where(ordinals <= needed, ordinals, 1)
+    return torch.searchsorted(ends, ordinals).clamp(max=mask.numel() - 1)
+
+
+def _selected(c: RaggedOp, mask: fx.Node, length: Any) -> tuple[Tensor, ...]:
+    """The positions where a mask is not 0, one int64 [size] for each of its dims."""
+    true = c.ragged.filled(mask, 0) != 0
+    needed = true.sum()
+    size = c.ragged.define(c.node, length, needed, true.numel())
+    flat, found = _positions(true.flatten(), size, needed), []
+    for dim in reversed(true.shape):
+        found.append(flat % dim)
+        flat = flat // dim
+    return tuple(reversed(found))
+
+
+def _gated(c: RaggedOp, value: Tensor, length: Any) -> Tensor:
+    """What was selected; 1 where nothing was, so that a logarithm of what is left out spoils no gradient."""
+    count = c.ragged.count(length)
+    floats = value.is_floating_point() and isinstance(count, Tensor)
+    return torch.where(count > 0, value, 1) if floats else value
+
+
+def _nonzero(c: RaggedOp) -> Any:
+    """Where a tensor is not 0: as columns, or as a list of indices."""
+    value = c.node.meta["val"]
+    one = isinstance(value, Tensor)
+    found = _selected(c, c.raw[next(iter(c.raw))], (value if one else value[0]).shape[0])
+    return torch.stack(found, 1) if one else list(found)
+
+
+def _where(c: RaggedOp) -> Any:
+    """`torch.where` of a mask alone is `nonzero`."""
+    return _nonzero(c) if len(c.arguments) == 1 else c.run()
+
+
+def _masked_select(c: RaggedOp) -> Tensor:
+    """The elements of a tensor where a mask that broadcasts to it is True."""
+    value, mask = torch.broadcast_tensors(c["self"], c.filled("mask", False))
+    needed, (length,) = mask.sum(), c.node.meta["val"].shape
+    size = c.ragged.define(c.node, length, needed, mask.numel())
+    return _gated(c, value.reshape(-1)[_positions(mask.reshape(-1), size, needed)], length)
+
+
+def _unique(c: RaggedOp) -> tuple[Tensor, ...]:
+    """Values in order, their inverse and counts: the first of each run of equal ones in sorted order."""
+    if c.raw.get("dim") is not None:
+        raise c.refused("along a dim has no rule")
+    value = c.filled("self", _extreme(c["self"], 1)).detach()
+    flat = value.reshape(-1)
+    valid = c.ragged.valid(c.raw["self"].meta["val"])
+    is_sorted = c.name == "unique_consecutive"
+    order = torch.arange(flat.numel(), device=flat.device) if is_sorted else flat.argsort(stable=True)
+    ranked = flat[order]
+    first = torch.cat([torch.ones_like(order[:1], dtype=torch.bool), ranked[1:] != ranked[:-1]])
+    counted = torch.ones_like(first)
+    if valid is not None:  # where the largest number of all is a value, what is none may stand before it
+        counted = valid.expand(value.shape).reshape(-1)[order]
+        first = first & (torch.arange(first.numel(), device=flat.device) < counted.sum())
+    needed = first.sum()
+    (length,) = c.node.meta["val"][0].shape
+    size = c.ragged.define(c.node, length, needed, flat.numel())
+    rank = (first.cumsum(0) - 1).clamp(min=0, max=size - 1)
+    inverse = torch.zeros_like(order).scatter(0, order, rank).reshape(value.shape)
+    counts = torch.zeros(size, dtype=torch.int64, device=flat.device).scatter_add(0, rank, counted.long())
+    return ranked[_positions(first, size, needed)], inverse, counts
+
+
+def _repeat_interleave(c: RaggedOp) -> Tensor:
+    """Rows, or their numbers, each as often as a tensor says."""
+    if not isinstance(c.arguments["repeats"], Tensor):
+        return c.run()
+    repeats = c.filled("repeats", 0).long()
+    dim = c.arguments.get("dim")
+    lengths = [n for n in c.node.meta["val"].shape if isinstance(n, torch.SymInt)]
+    length, ends = lengths[0] if dim is None else c.node.meta["val"].shape[dim], repeats.cumsum(0)
+    if not isinstance(length, torch.SymInt):
+        return c.run()
+    size = c.ragged.define(c.node, length, ends[-1], None)
+    places = torch.arange(size, device=repeats.device)
+    places = torch.where(places < ends[-1], places, 0)
+    rows = torch.searchsorted(ends, places, right=True).clamp(max=repeats.numel() - 1)
+    if "self" not in c.arguments:
+        return rows
+    table = c["self"].reshape(-1) if dim is None else c["self"]
+    return table.index_select(0 if dim is None else dim, rows.expand(size))
+
+
+# ------------------------------------------------------------------ indices
+def _indices(c: RaggedOp, lengths: Sequence[Any]) -> list[Tensor | None]:
+    """The indices of an `index` or `index_put`, masks as the positions they stand for.
+
+    Args:
+        lengths: of the dims of what is indexed or put, among them the masks'.
+    """
+    found: list[Tensor | None] = []
+    for node in c.raw["indices"]:
+        if node is None or node.meta["val"].dtype not in (torch.bool, torch.uint8):
+            found.append(None if node is None else c.ragged.index(node))
+            continue
+        for length in lengths:
+            if isinstance(length, torch.SymInt):
+                found += _selected(c, node, length)
+                break
+        else:
+            raise c.refused("takes a mask and values of another length")
+    return found
+
+
+def _index(c: RaggedOp) -> Tensor:
+    """A tensor at indices, among them masks and those of a ragged length."""
+    value = c.node.meta["val"]
+    masks = [
+        n for n in c.raw["indices"] if n is not None and n.meta["val"].dtype in (torch.bool, torch.uint8)
+    ]
+    place = next(i for i, n in enumerate(c.raw["indices"]) if n is not None)
+    indices = _indices(c, value.shape[place:])
+    for dim, length in c.dims("self").items():
+        if not masks and dim < len(indices) and indices[dim] is not None:
+            index = indices[dim]
+            indices[dim] = torch.where(index < 0, index + c.ragged.count(length), index)
+    made = torch.ops.aten.index.Tensor(c["self"], indices)
+    return _gated(c, made, value.shape[place]) if masks else made
+
+
+def _index_put(c: RaggedOp) -> Tensor:
+    """A tensor into which values are put by a mask or by ragged indices."""
+    values = c.raw["values"].meta["val"]
+    ragged = [n for n in c.raw["indices"] if n is not None and c.ragged.dims(n.meta["val"])]
+    masks = [n for n in c.raw["indices"] if n is not None and n.meta["val"].dtype == torch.bool]
+    if masks and not c.ragged.dims(values):
+        return c.run()
+    if not masks and not ragged:
+        return c.run()
+    if len(masks) > 1 or (masks and len([n for n in c.raw["indices"] if n is not None]) > 1):
+        raise c.refused("takes a mask next to other indices")
+    indices = _indices(c, values.shape)
+    place = next(i for i, n in enumerate(indices) if n is not None)
+    if masks:
+        length = next(n for n in values.shape if isinstance(n, torch.SymInt))
+        valid = torch.arange(c.ragged.size(length), device=values.device) < c.ragged.count(length)
+    else:
+        valid = functools.reduce(operator.and_, (c.ragged.valid(n.meta["val"]) for n in ragged))
+    # The entries that are no values go into a row after the last one.
+    table, own, size = c["self"], indices[place], c["self"].shape[place]
+    longer = torch.cat([table, torch.zeros_like(table.narrow(place, 0, 1))], place)
+    indices[place] = torch.where(valid, torch.where(own < 0, own + size, own), size)
+    return longer.index_put(indices, c["values"], c["accumulate"]).narrow(place, 0, size)
+
+
+def _index_add(c: RaggedOp) -> Tensor:
+    """A tensor to which rows are added, 0 where they are no values."""
+    (length,) = c.raw["index"].meta["val"].shape or (1,)
+    if not isinstance(length, torch.SymInt):
+        return c.run()
+    dim = c["dim"] % c["self"].dim()
+    source = c.raw["source"].meta["val"]
+    valid = torch.arange(c.ragged.size(length), device=source.device) < c.ragged.count(length)
+    rows = torch.where(valid.view(-1, *[1] * (source.dim() - dim - 1)), c["source"], 0)
+    index = c.ragged.index(c.raw["index"])
+    return torch.index_add(c["self"], c["dim"], index, rows, alpha=c["alpha"])
+
+
+# ------------------------------------------------------------------ reductions
+def _reduced(c: RaggedOp) -> list[int]:
+    """The dims that an op reduces, or works along."""
+    dim, dims = c.arguments.get("dim", c.arguments.get("dims")), c[next(iter(c.raw))].dim()
+    if dim is None or (isinstance(dim, list | tuple) and not dim):
+        return list(range(dims))
+    return [d % max(dims, 1) for d in ([dim] if isinstance(dim, int) else dim)]
+
+
+def _filling(fill: Callable[[Tensor], Any]) -> Rule:
+    """The op of a tensor in which a neutral number stands for what is no value."""
+
+    def rule(c: RaggedOp) -> Any:
+        along = set(_reduced(c)) & c.dims("self").keys()
+        return c.run(self=c.filled("self", fill(c["self"]), along)) if along else c.run()
+
+    return rule
+
+
+def _length(c: RaggedOp, dims: Sequence[int]) -> Any:
+    shape = c.raw["self"].meta["val"].shape
+    return math.prod([1, *(c.ragged.count(shape[d]) for d in dims)])
+
+
+def _mean(c: RaggedOp) -> Tensor:
+    dims = _reduced(c)
+    if not set(dims) & c.dims("self").keys():
+        return c.run()
+    total = c.filled("self", 0, dims).sum(
+        dims, c.arguments.get("keepdim", False), dtype=c.arguments.get("dtype")
+    )
+    return total / _length(c, dims)
+
+
+def _variance(c: RaggedOp) -> Tensor:
+    dims = _reduced(c)
+    if not set(dims) & c.dims("self").keys():
+        return c.run()
+    correction = c.arguments.get("correction", 1 if c.arguments.get("unbiased", True) else 0)
+    correction, count = 1 if correction is None else correction, _length(c, dims)
+    mean = c.filled("self", 0, dims).sum(dims, True) / count
+    valid = c.ragged.valid(c.raw["self"].meta["val"], dims)
+    squares = torch.where(valid, (c["self"] - mean).square(), 0).sum(dims, c.arguments.get("keepdim", False))
+    found = squares / (count - correction)
+    return found.sqrt() if c.name == "std" else found
+
+
+def _loss(c: RaggedOp) -> Tensor:
+    """A loss of pairs of elements: the sum or the mean of those that are values."""
+    if not c.arguments.get("reduction"):
+        return c.run()
+    each = c.run(reduction=0)
+    tensors = [n for n in c.raw.values() if isinstance(n, fx.Node) and isinstance(n.meta["val"], Tensor)]
+    shape = max((n.meta["val"] for n in tensors), key=lambda v: v.dim())
+    if any(n.meta["val"].dim() not in (0, shape.dim()) for n in tensors):
+        raise c.refused("of tensors of several ranks has no rule")
+    valid = [v for n in tensors if (v := c.ragged.valid(n.meta["val"])) is not None]
+    total = (torch.where(functools.reduce(operator.and_, valid), each, 0) if valid else each).sum()
+    return total / math.prod(map(c.ragged.count, shape.shape)) if c["reduction"] == 1 else total
+
+
+def _cross_entropy(c: RaggedOp) -> Tensor:
+    if c["target"].is_floating_point() and c["reduction"]:
+        raise c.refused("of probabilities has no rule: take reduction='none', and then the mean")
+    valid = None if c["target"].is_floating_point() else c.ragged.valid(c.raw["target"].meta["val"])
+    return c.run() if valid is None else c.run(target=torch.where(valid, c["target"], c["ignore_index"]))
+
+
+# ------------------------------------------------------------------ products
+def _product(first: str, second: str, last: bool = False) -> Rule:
+    """Entries along a dim that is summed over count as 0.
+
+    Args:
+        last: the second factor's is its last one.
+    """
+
+    def rule(c: RaggedOp) -> Any:
+        dims = c[second].dim()
+        mine, other = c[first].dim() - 1, dims - 1 if last or dims == 1 else dims - 2
+        return c.run(**{first: c.filled(first, 0, [mine]), second: c.filled(second, 0, [other])})
+
+    return rule
+
+
+# ------------------------------------------------------------------ shapes
+def _beside(c: RaggedOp) -> Any:
+    """An op along a dim of one tensor, which must not be a ragged one, by numbers that are known."""
+    ragged = set(_reduced(c)) & c.dims(next(iter(c.raw))).keys()
+    if ragged or any(isinstance(n.meta["val"], torch.SymInt) for n in c.node.all_input_nodes):
+        raise c.refused("works along a dim whose length depends on data")
+    return c.run()
+
+
+def _part(c: RaggedOp) -> Any:
+    """A slice of a dim that is not ragged, or all of one that is."""
+    dim = c["dim"] % c["self"].dim()
+    before, after = (c.ragged.expression(n.meta["val"].shape[dim]) for n in (c.raw["self"], c.node))
+    if before != after and symbols(before) | symbols(after):
+        raise c.refused("cuts a part whose place or length depends on data")
+    return c.run()
+
+
+def _rows(c: RaggedOp) -> Any:
+    """An op of a batch of rows, of which the first dim alone may be ragged."""
+    if any(c.dims(name).keys() - {0} for name in c.raw):
+        raise c.refused("has a rule for a first dim of such a length alone")
+    return c.run()
+
+
+def _view(c: RaggedOp) -> Any:
+    """Rows of a ragged dim stay the outermost of the dims that they are merged with or cut into."""
+    before, after = c.raw["self"].meta["val"], c.node.meta["val"]
+
+    def outer(value: Tensor) -> list[int]:
+        sizes = [c.ragged.size(n) for n in value.shape]
+        return [math.prod(sizes[:d]) for d in c.ragged.dims(value)]
+
+    if outer(before) != outer(after):
+        raise c.refused("merges a dim whose length depends on data into one that is before it")
+    shape = [c.ragged.size(n) for n in after.shape]
+    return c["self"].reshape(shape) if c.name != "view" else c["self"].view(shape)
+
+
+def _looking_up(name: str) -> Rule:
+    """An op of indices that are in range where they are values."""
+    return lambda c: c.run(**{name: c.ragged.index(c.raw[name])}) if c.dims(name) else c.run()
+
+
+def _cat(c: RaggedOp) -> Tensor:
+    parts = [n for n in c.raw["tensors"] if n.meta["val"].dim() != 1 or n.meta["val"].shape[0] != 0]
+    values = [n.meta["val"] for n in parts]
+    dim = c.arguments.get("dim", 0) % values[0].dim()
+    if not any(dim in c.ragged.dims(v) for v in values[:-1]):
+        return c.run()
+    valid = []
+    for value in values:
+        own = c.ragged.valid(value, [dim])
+        size = c.ragged.size(value.shape[dim])
+        every = torch.ones(size, dtype=torch.bool, device=value.device)
+        valid.append(every if own is None else own.view(-1))
+    joined = torch.cat([c.ragged.values[n] for n in parts], dim)
+    order = torch.cat(valid).logical_not().argsort(stable=True)
+    return joined.index_select(dim, order[: c.ragged.size(c.node.meta["val"].shape[dim])])
+
+
+def _arange(c: RaggedOp) -> Tensor:
+    if c.arguments.get("start", 0) != 0 or c.arguments.get("step", 1) != 1:
+        raise c.refused("with a start or a step has no rule")
+    (length,) = c.node.meta["val"].shape
+    return c.run(end=c.ragged.size(length)).clamp(max=c.ragged.count(length) - 1).clamp(min=0)
+
+
+def _full(c: RaggedOp) -> Tensor:
+    if not isinstance(c["fill_value"], Tensor):
+        return c.run()
+    return (c.run(fill_value=0) + c["fill_value"]).to(c.node.meta["val"].dtype)
+
+
+def _scalar(c: RaggedOp) -> Any:
+    number = c["s"]
+    return number.to(c.node.meta["val"].dtype, copy=True) if isinstance(number, Tensor) else c.run()
+
+
+_least, _most = (lambda v: _extreme(v, -1)), (lambda v: _extreme(v, 1))
+_lowest = lambda v: torch.finfo(v.dtype).min if v.is_floating_point() else _extreme(v, -1)  # noqa: E731
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(("nonzero", "nonzero_numpy", "argwhere"), _nonzero),
+    **dict.fromkeys(("_unique2", "unique_consecutive"), _unique),
+    "where": _where, "masked_select": _masked_select, 
+    "repeat_interleave": _repeat_interleave, "index": _index, "index_put": _index_put,
+    "index_add": _index_add,
+    **dict.fromkeys(
+        ("sum", "any", "nansum", "count_nonzero", "linalg_vector_norm", "norm"), _filling(lambda _: 0)),
+    **dict.fromkeys(("all", "prod"), _filling(lambda _: 1)),
+    **dict.fromkeys(("max", "amax", "argmax"), _filling(_least)),
+    **dict.fromkeys(("min", "amin", "argmin"), _filling(_most)),
+    **dict.fromkeys(
+        ("softmax", "log_softmax", "_softmax", "_log_softmax", "logsumexp"), _filling(_lowest)
+    ),
+    "mean": _mean, "var": _variance, "std": _variance,
+    **dict.fromkeys(
+        ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss",
+         "binary_cross_entropy_with_logits", "kl_div", "poisson_nll_loss"), _loss),
+    **dict.fromkeys(("cross_entropy_loss", "nll_loss_nd", "nll_loss"), _cross_entropy),
+    "linear": _product("input", "weight", last=True), "matmul": _product("self", "other"),
+    "mm": _product("self", "mat2"), "bmm": _product("self", "mat2"), "mv": _product("self", "vec"),
+    "dot": _product("self", "tensor"), "addmm": _product("mat1", "mat2"),
+    "baddbmm": _product("batch1", "batch2"),
+    **dict.fromkeys(
+        ("chunk", "select", "split", "split_with_sizes", "unbind", "glu",
+         "flip", "roll", "sort", "argsort", "topk", "cosine_similarity", "diff", "kthvalue", "median",
+         "unfold", "unflatten"), _beside),
+    "slice": _part, "narrow": _part,
+    "conv1d": _rows, "conv2d": _rows, "group_norm": _rows, "masked_scatter": _rows,
+    **dict.fromkeys(("view", "reshape", "flatten", "_unsafe_view", "view_as", "reshape_as"), _view),
+    **dict.fromkeys(("index_select", "gather"), _looking_up("index")),
+    **dict.fromkeys(("embedding", "take_along_dim"), _looking_up("indices")),
+    "cat": _cat, "concat": _cat, "arange": _arange,
+    "fill": RaggedOp.run, "scalar_tensor": _scalar,
+    **dict.fromkeys(("full", "full_like", "new_full"), _full),
+}  # fmt: skip
+# Ops whose entries along a ragged dim are made of those of the same place, or of the ones before it.
+_PLAIN = {
+    "_assert_tensor_metadata", "_to_copy", "alias", "alpha_dropout", "broadcast_tensors", "broadcast_to",
+    "clone", "contiguous", "copy", "cummax", "cummin", "cumprod", "cumsum", "detach", "dropout", "empty",
+    "empty_like", "expand", "expand_as", "feature_dropout", "floor_divide", "grouped_mm", "layer_norm",
+    "logcumsumexp", "mT", "movedim", "new_empty", "new_ones", "new_zeros", "numpy_T", "ones", "ones_like",
+    "outer", "permute", "prelu", "rand", "rand_like", "randn", "randn_like", "rms_norm", "rsub", "square",
+    "squeeze", "stack", "swapaxes", "swapdims", "t", "to", "transpose", "type_as", "unsqueeze", "zero",
+    "zeros", "zeros_like",
+}  # fmt: skip
