@@ -7,10 +7,10 @@ import pickle
 import random
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import dropwhile, takewhile
-from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -75,15 +75,10 @@ def _always(*_: Any, **__: Any) -> bool:
 
 def _by_users(*_: Any) -> bool:
     """Whether no library draws for itself, on the way from `fn`: a file's name, a module under import."""
-    callers = dropwhile("fnshard".__eq__, _packages(sys._getframe()))
+    stack = traceback.walk_stack(sys._getframe())  # inside first
+    packages = (str(frame.f_globals.get("__name__")).partition(".")[0] for frame, _ in stack)
+    callers = dropwhile("fnshard".__eq__, packages)
     return {"tempfile", "uuid", "importlib"}.isdisjoint(takewhile("fnshard".__ne__, callers))
-
-
-def _packages(frame: FrameType | None) -> Iterator[str]:
-    """Of the code that is running here, inside first."""
-    while frame is not None:
-        yield str(frame.f_globals.get("__name__")).partition(".")[0]
-        frame = frame.f_back
 
 
 @contextmanager

@@ -171,7 +171,7 @@ class Tape:
         large = sum(call.drawn for call in self.calls) >= LARGE
 
         def make(memory: int | None, calls: list[int], ends: dict[int, Tensor]) -> None:
-            storage = self._run(memory, calls, ends)
+            storage = self._run(memory, calls, ends, seed if large else None)
             blank = any(self.calls[n].blank for n in calls)
             for path, alias in by_memory.get(memory, {}).items():
                 leaf = shown(alias, storage)
@@ -187,7 +187,7 @@ class Tape:
                     if self._alike(calls, aliases):
                         self._make_rows(calls, aliases, seed, take, rows)
                     else:
-                        make(memory, calls, _OwnSeeds(seed))
+                        make(memory, calls, {})
                 return unset
             jobs = self._jobs(by_memory)
             ends = {START: torch.default_generator.get_state()}
@@ -240,18 +240,21 @@ class Tape:
         return jobs
 
     def _run(
-        self, needed: int | None, numbers: Sequence[int], ends: dict[int, Tensor]
+        self, needed: int | None, numbers: Sequence[int], ends: dict[int, Tensor], seed: int | None = None
     ) -> torch.UntypedStorage | None:
         """A memory that calls make; of others no more is kept than the calls to come use.
 
         Args:
             ends: the generator's state after each random call that has run; it grows.
+            seed: of the module, where each call has one of its own.
         """
         last = {memory: n for n in numbers for memory in self.calls[n].memories}
         memories: dict[int, torch.UntypedStorage] = {}
         for number in numbers:
             call = self.calls[number]
-            if call.is_random:
+            if call.is_random and seed is not None:
+                torch.default_generator.manual_seed(_seed_of(seed, call.follows))
+            elif call.is_random:
                 torch.default_generator.set_state(ends[call.follows])
             _execute(call, memories)
             if call.is_random:
@@ -264,20 +267,6 @@ class Tape:
 def _seed_of(*numbers: int) -> int:
     digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-@dataclass(frozen=True)
-class _OwnSeeds:
-    """States of the generator that no call has left: each begins in one that is its own."""
-
-    seed: int
-
-    def __getitem__(self, follows: int) -> Tensor:
-        torch.default_generator.manual_seed(_seed_of(self.seed, follows))
-        return torch.default_generator.get_state()
-
-    def __setitem__(self, number: int, state: Tensor) -> None:
-        """Nobody reads it."""
 
 
 def _execute(call: RecordedCall, memories: dict[int, torch.UntypedStorage]) -> None:

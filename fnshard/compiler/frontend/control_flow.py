@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from fnshard import tree
+from fnshard.compiler.deferred.tape import leaves_of
 from fnshard.compiler.frontend.transforms import Patch, while_tracing
 from fnshard.compiler.ir.program import WRITES, describe
 from fnshard.errors import TraceError
@@ -77,13 +78,8 @@ class _Branch(TorchFunctionMode):
             )
         args, kwargs = fx.node.map_aggregate((tuple(args), dict(kwargs or {})), self.gate)
         made = func(*args, **kwargs)
-        fx.node.map_aggregate(made if isinstance(made, list | tuple) else (made,), self._keep)
+        self.own |= {id(v): v for v in leaves_of(made, Tensor)}
         return made
-
-    def _keep(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            self.own[id(value)] = value
-        return value
 
 
 def _branch(fn: Function, operands: Sequence[Any], taken: Tensor) -> tuple[list[Any], Any]:

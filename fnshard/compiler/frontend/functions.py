@@ -384,10 +384,8 @@ def _checked(name: str, found: Any, args: Sequence[Any]) -> list[Tensor | None]:
 
 
 def _sums_to(gradient: Tensor, value: Tensor) -> bool:
-    try:
-        return torch.broadcast_shapes(gradient.shape, value.shape) == gradient.shape
-    except RuntimeError:
-        return False
+    pairs = zip(reversed(value.shape), reversed(gradient.shape), strict=False)
+    return value.dim() <= gradient.dim() and all(own in (1, size) for own, size in pairs)
 
 
 def _register_hook(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fnshard.compiler.deferred.tape import CPU, map_leaves
 from fnshard.compiler.ir.program import Program, arguments_of, describe
 
 FEW = 1 << 16  # numbers that a result on the way to an index may have; or four for each integer of the batch
@@ -79,13 +80,11 @@ class Indices:
             needed.update(node.all_input_nodes if node in needed else ())
         copied: dict[fx.Node, fx.Node] = {}
         graph = fx.Graph()
-        on_the_cpu = lambda value: torch.device("cpu") if isinstance(value, torch.device) else value  # noqa: E731
         for node in program.graph.nodes:
             if node in needed:
                 copied[node] = graph.node_copy(node, copied.__getitem__)
-                copied[node].args, copied[node].kwargs = fx.node.map_aggregate(
-                    (copied[node].args, copied[node].kwargs), on_the_cpu
-                )
+                called = copied[node].args, copied[node].kwargs
+                copied[node].args, copied[node].kwargs = map_leaves(called, torch.device, lambda _: CPU)
         graph.output([copied[k.index] for k in lookups])
         names = tuple((i.kind, i.name) for n, i in known.items() if n in needed)
         return Indices(lookups, names, fx.GraphModule(torch.nn.Module(), graph).forward)

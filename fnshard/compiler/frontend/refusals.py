@@ -81,7 +81,7 @@ def _check_written_constants(program: Program) -> None:
     The tracer has by then run the write on the tensor itself, and what `fn` leaves there for the next step (a
     counter, an average) would be lost.
     """
-    if constants := [describe(program.constants[name]) for name in _written(program, "constant")]:
+    if constants := [describe(program.constants[name]) for name in written_inputs(program, "constant")]:
         raise TraceError(
             f"`fn` writes in place to {len(constants)} tensor(s) that it closes over:",
             constants,
@@ -90,12 +90,8 @@ def _check_written_constants(program: Program) -> None:
         )
 
 
-def writes_to_leaves(program: Program) -> dict[str, fx.Node]:
-    """The leaves that `fn` writes to, each with the first node that does; in the order of the inputs."""
-    return _written(program, "leaf")
-
-
-def _written(program: Program, kind: str) -> dict[str, fx.Node]:
+def written_inputs(program: Program, kind: str) -> dict[str, fx.Node]:
+    """The inputs of a kind that `fn` writes to, each with the first node that does; in their order."""
     first: dict[int, fx.Node] = {}
     for node in program.graph.nodes:
         for arg in mutated_args(node):
@@ -108,7 +104,7 @@ def _written(program: Program, kind: str) -> dict[str, fx.Node]:
 def _check_written(program: Program, specs: Mapping[str, LayoutSpec], differentiate: bool) -> None:
     """Refuse writes to leaves that train or are rounded, and in a forward to any."""
     wrong, narrow = [], []
-    for path, node in writes_to_leaves(program).items():
+    for path, node in written_inputs(program, "leaf").items():
         spec, name = specs[path], f"params[{path!r}] by {str(node.target).removesuffix('.default')}"
         if spec.trainable or not differentiate:
             wrong.append((node, name))

@@ -32,7 +32,7 @@ from fnshard.compiler.frontend.refusals import (
     check_constants,
     check_program,
     check_requires_grad,
-    writes_to_leaves,
+    written_inputs,
 )
 from fnshard.compiler.frontend.transforms import Differentiable, Retrace
 from fnshard.compiler.frontend.unsupported import refusals
@@ -146,7 +146,8 @@ class Fakes:
                 for path, (shape, dtype) in source.shapes.items()
             }
             tensors = {
-                name: torch.empty_strided(v.shape, _dense(v), dtype=v.dtype, device=source.device)
+                # Micro-batching and collation may hand over any strides; the step copies those that are odd.
+                name: torch.empty(v.shape, dtype=v.dtype, device=source.device)
                 for name, v in batch.items()
                 if isinstance(v, Tensor)
             }
@@ -259,11 +260,6 @@ def flatten_batch(batch: Arguments | Sequence[Any]) -> tuple[dict[str, Any], tre
     return {n: unwrapped(v) for n, v in named.items()}, structure
 
 
-def _dense(value: Tensor) -> tuple[int, ...]:
-    # Micro-batching and collation may hand over any strides; the step copies those that are odd.
-    return torch.empty(value.shape, device="meta").stride()
-
-
 def name_inputs(source: Source, captured: Captured) -> Traced:
     """Composite ATen ops alone, with named inputs: tensors that `fn` closes over and keys are some.
 
@@ -290,7 +286,7 @@ def name_inputs(source: Source, captured: Captured) -> Traced:
 def return_writes(source: Source, traced: Traced) -> Traced:
     """The new values of leaves that `fn` writes to are further results, before hooks."""
     program = traced.program
-    written, end = writes_to_leaves(program), len(program.results) - traced.hooks
+    written, end = written_inputs(program, "leaf"), len(program.results) - traced.hooks
     results, last = program.results[:end], program.results[end:]
     named = zip(program.placeholders, program.inputs, strict=True)
     nodes = [n for n, i in named if i.kind == "leaf" and i.name in written]

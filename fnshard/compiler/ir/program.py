@@ -129,8 +129,7 @@ class Program:
         lines.append(f"return {', '.join(str(n) for n in self.results)}")
         return "\n".join(lines)
 
-    def __str__(self) -> str:
-        return self.as_text()
+    __str__ = as_text
 
 
 # Decomposed ops may have other strides than the ops of the program, whose views may not fit them.

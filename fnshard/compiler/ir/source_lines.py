@@ -42,13 +42,8 @@ def kept() -> Iterator[None]:
 
 def user_line() -> str:
     """The innermost line on the stack that is neither torch's nor ours."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if is_users(file):
-            return _line(file, frame.f_lineno)
-        frame = frame.f_back
-    return ""
+    stack = ((frame.f_code.co_filename, number) for frame, number in traceback.walk_stack(sys._getframe(1)))
+    return next((_line(file, number) for file, number in stack if is_users(file)), "")
 
 
 def place_of(error: BaseException) -> str:

@@ -85,8 +85,7 @@ class Kernel:
             lines.append(self.backward.code.strip())
         return "\n".join(lines)
 
-    def __str__(self) -> str:
-        return self.as_text()
+    __str__ = as_text
 
 
 def differentiate(
@@ -148,7 +147,9 @@ def differentiate(
                 num_fwd_outputs=len(source.outputs),
                 static_lifetime_input_indices=[i for i, a in enumerate(source.inputs) if a.kind == "leaf"],
             )
-    _restore_ops(forward, backward)
+    for node in [*forward.graph.nodes, *backward.graph.nodes]:
+        if isinstance(node.target, _Unseeded):
+            node.target = node.target.op
     return replace(_kernel(name, source, forward, backward), kept=kept)
 
 
@@ -343,13 +344,6 @@ class _Unseeded:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.op(*args, **kwargs)
-
-
-def _restore_ops(*modules: fx.GraphModule) -> None:
-    for module in modules:
-        for node in module.graph.nodes:
-            if isinstance(node.target, _Unseeded):
-                node.target = node.target.op
 
 
 def _views(node: fx.Node) -> bool:

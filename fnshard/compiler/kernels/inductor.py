@@ -11,6 +11,7 @@ versions and the processor: other ranks of the host and later processes find it 
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import logging
 import os
@@ -65,7 +66,7 @@ def _generated(
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.virtualized import V
 
-    module = _copy(module)  # Inductor rewrites what it compiles
+    module = fx.GraphModule(module, copy.deepcopy(module.graph))  # Inductor rewrites what it compiles
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     fakes = [n.meta["val"] for n in placeholders]
     mode = next((f.fake_mode for f in fakes if hasattr(f, "fake_mode")), None)
@@ -126,13 +127,6 @@ def vector_settings() -> dict[str, bool]:
     except Exception:  # no compiler, or an old one: Inductor's own trials find the set that it has
         return {}
     return {"cpp.vec_isa_ok": True}
-
-
-def _copy(module: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph()
-    output = graph.output(graph.graph_copy(module.graph, {}))
-    output.meta = dict(module.graph.output_node().meta)
-    return fx.GraphModule(module, graph)
 
 
 def _eager(module: fx.GraphModule) -> Boxed:

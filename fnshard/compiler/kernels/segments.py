@@ -91,5 +91,4 @@ class Segments:
             lines += [f"   {e}" for e in after[s.index]]
         return "\n".join(lines)
 
-    def __str__(self) -> str:
-        return self.as_text()
+    __str__ = as_text

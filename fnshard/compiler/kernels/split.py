@@ -326,19 +326,10 @@ def _crossing(order: list[fx.Node], facts: _Facts, program: Program) -> tuple[li
     for d in delta[: end + 1]:
         total += d
         cost.append(total)
-    return cost, _forbidden(position)
-
-
-def _forbidden(position: Mapping[fx.Node, int]) -> set[int]:
-    """Between an op of several results and these: what crosses is a tensor.
-
-    A result of a lazy op makes its own op again, wherever it is.
-    """
-    out: set[int] = set()
-    for node, i in position.items():
-        for result in _results(node):
-            out.update(range(i + 1, position.get(result, i) + 1))
-    return out
+    # Between an op of several results and these: what crosses is a tensor. A result of a lazy op makes its
+    # own op again, wherever it is.
+    spans = [range(i + 1, position.get(r, i) + 1) for node, i in position.items() for r in _results(node)]
+    return cost, {p for span in spans for p in span}
 
 
 def _segments(program: Program, facts: _Facts, order: list[fx.Node], bounds: list) -> Segments:
