@@ -56,18 +56,25 @@ if __name__ == "__main__":
 """
 
 
+def ended(folder: Path, script: str, *arguments: str) -> tuple[int, str]:
+    """The exit code of a script, which is forked, and all that it printed."""
+    (folder / "own.py").write_text(script)
+    env = {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
+    code = start_command([str(folder / "own.py"), *arguments], folder, env=env).wait(300)
+    return code, "".join((folder / name).read_text() for name in OUTPUT.values())
+
+
 def losses_of(folder: Path, how: str, before: Sequence[str] = ()) -> list[float]:
     """World size and losses. `before`: the words that start it; none: it is forked."""
-    script = folder / "own.py"
-    script.write_text(SCRIPT)
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
     if not before:
-        code = start_command([str(script), how], folder, env=env).wait(300)
-        shown = "".join((folder / name).read_text() for name in OUTPUT.values())
+        code, shown = ended(folder, SCRIPT, how)
     else:
-        ended = subprocess.run([*before, str(script), how], env=env, cwd=folder, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True, timeout=300)  # fmt: skip
-        code, shown = ended.returncode, ended.stdout
+        script = folder / "own.py"
+        script.write_text(SCRIPT)
+        env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(folder)}
+        run = subprocess.run([*before, str(script), how], env=env, cwd=folder, stdout=subprocess.PIPE,
+                             stderr=subprocess.STDOUT, text=True, timeout=300)  # fmt: skip
+        code, shown = run.returncode, run.stdout
     assert code == 0, shown
     (line,) = [line for line in shown.splitlines() if line.startswith("LOSSES")]
     assert not list(folder.glob("fnshard-*")), "a job that ended well leaves nothing behind"
@@ -106,12 +113,8 @@ if __name__ == "__main__":
 def test_a_function_of_hydra_main_finds_its_configuration(tmp_path):
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "config.yaml").write_text("rate: 1")
-    (tmp_path / "own.py").write_text(HYDRA)
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
-    ended = subprocess.run(
-        [*PYTHON, "own.py", "rate=5"], cwd=tmp_path, env=env, capture_output=True, timeout=300
-    )
-    assert b"RATE 5" in ended.stdout, ended.stderr
+    code, shown = ended(tmp_path, HYDRA, "rate=5")
+    assert code == 0 and "RATE 5" in shown, shown
 
 
 @pytest.mark.parametrize(("program", "ranks"), [("train.py", 2), (["true"], 0)])
@@ -133,13 +136,12 @@ def test_a_function_without_an_importable_name_is_refused(function):
 
 
 def test_a_script_without_a_guard_is_told_so(tmp_path):
+    """It is executed: a fork has its `__main__`."""
     script = tmp_path / "bare.py"
     script.write_text("import fnshard as fs\ndef main(): ...\nfs.launch(main, ranks=1)\n")
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert ended.returncode == 1 and 'Fix: call it below `if __name__ == "__main__":`' in ended.stderr
+    run = subprocess.run([*PYTHON, str(script)], env=env, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 1 and 'Fix: call it below `if __name__ == "__main__":`' in run.stderr
 
 
 @pytest.mark.parametrize(

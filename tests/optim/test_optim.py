@@ -134,22 +134,21 @@ def test_schedule_free_is_its_authors(warmup, decay):
     """Parameters, and the average that they evaluate."""
     schedulefree = pytest.importorskip("schedulefree")
     params = random_tree(0)
-    theirs = {path: nn.Parameter(leaf.clone()) for path, leaf in params.items()}
-    own = schedulefree.AdamWScheduleFree(
-        theirs.values(), lr=0.05, betas=(0.8, 0.95), weight_decay=decay, warmup_steps=warmup, foreach=False
-    )
+    made = []
+
+    def make(leaves):
+        numbers = {"lr": 0.05, "betas": (0.8, 0.95), "weight_decay": decay, "warmup_steps": warmup}
+        made.append(schedulefree.AdamWScheduleFree(leaves.values(), **numbers, foreach=False))
+        made[0].train()
+        return made[0]
+
     rate = (lambda step: 0.05 * min(1.0, (float(step) + 1) / warmup)) if warmup else 0.05
     optimizer = optim.schedule_free_adamw(rate, b1=0.8, b2=0.95, weight_decay=decay)
     found, slots = train(optimizer, params)
-    own.train()
-    for step in range(6):
-        gradients = random_tree(100 + step, {p: t.shape for p, t in params.items()})
-        for path, leaf in theirs.items():
-            leaf.grad = gradients[path]
-        own.step()
-    assert_close(found, {path: leaf.detach() for path, leaf in theirs.items()})
-    own.eval()
-    assert_close(optim.ema_params(slots), {path: leaf.detach() for path, leaf in theirs.items()})
+    expected = torch_train(make, params)
+    assert_close(found, expected)
+    made[0].eval()  # which changes the leaves in place
+    assert_close(optim.ema_params(slots), expected)
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -158,15 +157,11 @@ def test_adafactor_is_torchs(decay):
     shapes = {**SHAPES, "stack": (3, 4, 5)}
     del shapes["b.empty"]
     params = random_tree(0, shapes)
-    theirs = {path: nn.Parameter(leaf.clone()) for path, leaf in params.items()}
-    own = torch.optim.Adafactor(theirs.values(), lr=0.3, weight_decay=decay, foreach=False)
-    found, _ = train(optim.adafactor(0.3, weight_decay=decay), params)
-    for step in range(6):
-        gradients = random_tree(100 + step, shapes)
-        for path, leaf in theirs.items():
-            leaf.grad = gradients[path]
-        own.step()
-    assert_close(found, {path: leaf.detach() for path, leaf in theirs.items()})
+
+    def make(leaves):
+        return torch.optim.Adafactor(leaves.values(), 0.3, weight_decay=decay, foreach=False)
+
+    assert_close(train(optim.adafactor(0.3, weight_decay=decay), params)[0], torch_train(make, params))
 
 
 def test_lars_is_the_paper_s():
@@ -207,18 +202,18 @@ def test_soap_is_another_implementation(frequency, tolerance):
     """Its QR is in fp32. A matrix with both sides, of full rank, and one of which the longer side stays."""
     package, shapes = pytest.importorskip("pytorch_optimizer"), {"w": (6, 6), "v": (6, 9)}
     params = random_tree(0, shapes)
-    theirs = {path: nn.Parameter(leaf.clone()) for path, leaf in params.items()}
     numbers = {"weight_decay": 0.1, "shampoo_beta": 0.7, "precondition_frequency": frequency}
-    own = package.SOAP(theirs.values(), lr=0.05, betas=(0.8, 0.95), max_precondition_dim=8, **numbers)
+    made = []
+
+    def make(leaves):
+        own = package.SOAP(leaves.values(), lr=0.05, betas=(0.8, 0.95), max_precondition_dim=8, **numbers)
+        made.append(own.state[leaves["w"]])
+        return own
+
     found, slots = train(optim.soap(0.05, 0.8, 0.95, max_precond_dim=8, **numbers), params)
-    for step in range(6):
-        gradients = random_tree(100 + step, shapes)
-        for path, leaf in theirs.items():
-            leaf.grad = gradients[path]
-        own.step()
-    assert_close(found, {path: leaf.detach() for path, leaf in theirs.items()}, tolerance, tolerance)
+    assert_close(found, torch_train(make, params), tolerance, tolerance)
     assert "right" not in slots["v"]
-    assert_close({"w": slots["w"]["left"]}, {"w": own.state[theirs["w"]]["GG"][0]})
+    assert_close({"w": slots["w"]["left"]}, {"w": made[0]["GG"][0]})
 
 
 def test_lion_is_its_paper():

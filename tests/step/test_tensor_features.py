@@ -110,6 +110,3 @@ def test_frozen_codes_are_split_by_rows(codec: str) -> None:
         runs.append(on_mesh(model, mesh, specs, ADAMW))
     for got in runs[1]:
         assert_same(got, runs[0][0])
-
-
-# ------------------------------------------------------------------ real ranks
