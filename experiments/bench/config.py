@@ -57,7 +57,7 @@ TINY = {"ranks": 1, "size": "tiny", "rows": 2, "length": 64, "rounds": 2, "steps
 CASES = {
     "peers": Case("peers:run", on_ranks=True),
     "memory": Case("plans:run", {"rows": 4, "rounds": 3}, on_ranks=True),
-    "predict": Case("plans:run", {"rounds": 7, "memory": 1}, on_ranks=True),
+    "predict": Case("plans:run", {"rows": 4, "rounds": 7, "memory": 1}, on_ranks=True),
     "checkpoint": Case("checkpoint:run", {"rows": 2, "rounds": 9, "steps": 8}, on_ranks=True),
     "executor": Case("micro:executor", {"rounds": 200}),
     "decode": Case("micro:decode", {"rows": 16, "size": "tiny", "rounds": 5}),
@@ -89,8 +89,8 @@ class BenchConfig:
         losses: how many steps of peers are compared with the fp64 reference; 0 skips it.
         memory: how often bytes of peers, memory and predict are followed (what one pass gets wrong makes
             numbers larger only, so the smallest counts); 0 skips it.
-        plans: of memory, the names that take part; of predict any plans as SIZE-PRESET-WORD-..., with
-            `plans.WORDS`; none: all that there are for so many ranks.
+        plans: of memory and predict, those that take part, each named by `plans.WORDS` that hyphens join;
+            none: the case's own, of predict for so many ranks.
         clock: of predict: "wall", or "cpu", which leaves out what other processes took.
         every: of checkpoint, steps from one save to the next.
         checkout: of starts, another checkout that takes turns with this one.

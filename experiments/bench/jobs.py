@@ -8,25 +8,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from experiments import ROOT
 from experiments.bench.config import BenchConfig
 from experiments.bench.measure import Result, say
 from experiments.training.metrics_file import METRICS, read_rows
-from experiments.training.result import read_result
 
 START = ("run.steps=40", "run.held_out_every=20", "run.sample_tokens=2")
-TRACKERS = ("tensorboard", "wandb", "mlflow")
 POLL_S = 0.02
 
 
-def train(overrides: Sequence[str], place: Path, checkout: Path = ROOT) -> tuple[float, Mapping[str, Any]]:
+def train(overrides: Sequence[str], place: Path, checkout: Path = ROOT) -> float:
     """Run the main job in a new folder below `place`, where its caches lie too; gives the seconds from the
-    command to its first row of metrics, and its result."""
+    command to its first row of metrics."""
     folder, log = Path(tempfile.mkdtemp(dir=place)), place / "log.txt"
     caches = {"XDG_CACHE_HOME": str(place / "cache"), "TORCHINDUCTOR_CACHE_DIR": str(place / "inductor")}
     env = {**os.environ, **caches, "PYTHONPATH": str(checkout)}
@@ -42,10 +39,7 @@ def train(overrides: Sequence[str], place: Path, checkout: Path = ROOT) -> tuple
                 first_row_s = time.perf_counter() - began
     if process.returncode or not first_row_s:
         raise RuntimeError(f"{' '.join(command)} has failed:\n{log.read_text(errors='replace')}")
-    return first_row_s, read_result(folder)
-
-
-# ------------------------------------------------------------------ cases
+    return first_row_s
 
 
 def starts(config: BenchConfig, folder: Path) -> Result:
@@ -60,7 +54,7 @@ def starts(config: BenchConfig, folder: Path) -> Result:
             with tempfile.TemporaryDirectory() as place:
                 for which in ("first", "second"):
                     words = [*START, *shlex.split(config.overrides)]
-                    seconds, _ = train(words, Path(place), checkout)
+                    seconds = train(words, Path(place), checkout)
                     taken.setdefault(f"{checkout.name}, {which} start", []).append(seconds)
                     say(f"round {number + 1}, {checkout.name}, {which} start: {seconds:.1f} s")
     rows = [[name, f"{median(seconds):.1f}", f"{max(seconds):.1f}"] for name, seconds in taken.items()]

@@ -150,11 +150,6 @@ def interleaved(
     return {name: over_ranks(seconds) for name, seconds in own.items()}
 
 
-def milliseconds(seconds: Sequence[float]) -> str:
-    """Their median."""
-    return f"{1e3 * statistics.median(seconds):.2f}"
-
-
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """25%, 50%, 75%; of one value itself."""
     if len(values) < 2:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import fnshard as fs
 from experiments.bench.config import BenchConfig
-from experiments.bench.measure import Result, interleaved, milliseconds, ratio
+from experiments.bench.measure import Result, interleaved, ratio
 from experiments.training.decoder import Decoder, DecoderConfig, loss_function
 from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT
 from fnshard.compiler.schedule.instructions import Run
@@ -24,8 +24,6 @@ from fnshard.runtime.executor.context import ExecutorContext
 from fnshard.runtime.executor.control import StepControl
 from fnshard.runtime.executor.execute import bind
 from fnshard.step.plan import scalars_of
-
-AXES = ("shard",)
 
 # ------------------------------------------------------------------ executor
 
@@ -42,12 +40,7 @@ def executor(config: BenchConfig, folder: Path) -> Result:
     specs = fs.match_specs(params, [("*", fs.LayoutSpec(unit="all"))])
     loss = lambda p, x: (torch.stack(list(p.values())) * x).sum()  # noqa: E731
     step = fs.shard_step(loss, specs, optimizer=fs.optim.sgd(0.1), backend="eager")
-    state, x = step.init(params), torch.ones(4)
-
-    def one() -> None:
-        nonlocal state
-        state, _ = step(state, x)
-
+    one = _stepping(step, params, (torch.ones(4),))
     rows = [["", "CPU us"]]
     for name, (work, parts) in (works | {"a step of 200 leaves": (one, 1)}).items():
         work()
@@ -184,8 +177,7 @@ def experts(config: BenchConfig, folder: Path) -> Result:
     works, rows = {}, torch.randint(config.model.vocab, (config.rows, config.length + 1))
     batch = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
     for name, capacity in (("gathered", None), ("expert axis", None), ("expert axis, capacity 1.5", 1.5)):
-        axes = {"expert": config.ranks}
-        mesh = fs.make_mesh(**axes, device=config.device)
+        mesh = fs.make_mesh(expert=config.ranks, device=config.device)
         specs = fs.presets.full_shard(
             params, mesh, expert=None if name == "gathered" else "expert", compute_dtype=config.compute_dtype
         )
@@ -205,8 +197,7 @@ def experts(config: BenchConfig, folder: Path) -> Result:
     )
     table = [["", "step ms", "/ gathered"]]
     for name, each in seconds.items():
-        ratios = median(b / a for a, b in zip(seconds["gathered"], each, strict=True))
-        table.append([name, milliseconds(each), f"{ratios:.3f}"])
+        table.append([name, f"{1e3 * median(each):.2f}", f"{ratio(each, seconds['gathered']):.3f}"])
     return Result(table, ["", f"experts are {share:.0%} of the parameters"], {"seconds": seconds})
 
 

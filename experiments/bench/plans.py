@@ -18,6 +18,7 @@ from experiments.bench.contenders import BenchTask, Plan, Training, ddp, make_ta
 from experiments.bench.measure import Result, interleaved, rank_correlation, ratio, say
 from experiments.bench.peers import Found, Maker, memory_of, started
 from experiments.configs.checks import ConfigError
+from experiments.configs.decoders import names
 
 APART = 0.10  # by which two plans differ in time before their order counts
 
@@ -27,32 +28,25 @@ COLUMNS = {
     "between MB": ("between_bytes", 1e-6), "predicted between": ("predicted_between_bytes", 1e-6),
     "step ms": ("seconds", 1e3), "predicted ms": ("predicted_seconds", 1e3),
 }  # fmt: skip
-HOST = {"memory": "host", "optimizer_memory": "host"}
-BF16 = {"dtype": "bf16", "reduce": "fp32"}
-REMAT = {"remat": "unit"}
+TIERS = ("memory", "optimizer_memory")
 Variant = tuple[Plan | None, dict[str, Any]]  # None for torch's DDP; what it changes in the configuration
-MEMORY: dict[str, Variant] = {
-    "full_shard": (Plan(), {}),
-    "ddp": (None, {}),
-    "no_shard": (Plan("no_shard", clip=1.0), {}),  # clipped, or gradients never wait for each other
-    "zero1": (Plan("zero1", clip=1.0), {}),
-    "zero2": (Plan("zero2", clip=1.0), {}),
-    "zero3": (Plan("zero3", clip=1.0), {}),
-    "one_unit": (Plan(one_unit=True), {}),
-    "remat": (Plan(options=REMAT), {}),
-    "remat-bf16": (Plan(options=REMAT), BF16),
-    "remat-bf16-host": (Plan(options=REMAT, tiers=HOST), BF16),
-    "optimizer-host": (Plan(tiers={"optimizer_memory": "host"}), {}),
-}
 # Words of a plan's name: what they change, of the configuration, of `Plan` or of the options of `shard_step`.
 WORDS: dict[str, Callable[..., tuple[str, dict[str, Any]]]] = {
-    r"bf16": lambda: ("changes", BF16),
+    rf"({'|'.join(names())})": lambda size: ("changes", {"size": size}),
+    rf"({'|'.join(fs.presets.PRESETS)})": lambda preset: ("plan", {"preset": preset}),
+    r"bf16": lambda: ("changes", {"dtype": "bf16", "reduce": "fp32"}),
     r"(tensor|context)(\d+)": lambda axis, size: ("changes", {axis: int(size)}),
     r"(\d+)x(\d+)": lambda rows, length: ("changes", {"rows": int(rows), "length": int(length)}),
     r"clip": lambda: ("plan", {"clip": 1.0}),
+    r"one_unit": lambda: ("plan", {"one_unit": True}),
+    r"(optimizer_)?host": lambda part: ("plan", {"tiers": dict.fromkeys(TIERS[bool(part) :], "host")}),
     r"remat(\d*\.?\d+|)": lambda share: ("options", {"remat": float(share) if share else "unit"}),
     r"accumulate(\d+)": lambda times: ("options", {"accumulate": int(times)}),
 }
+MEMORY = (  # clipped where gradients would never wait for each other
+    "full_shard", "ddp", "no_shard-clip", "zero1-clip", "zero2-clip", "zero3-clip", "one_unit", "remat",
+    "remat-bf16", "remat-bf16-host", "optimizer_host",
+)  # fmt: skip
 PREDICT = {  # by ranks; a name says all, see `variant`
     2: (
         "5m-full_shard", "5m-no_shard-8x256", "5m-full_shard-remat", "5m-zero2-bf16-accumulate4-16x256",
@@ -100,41 +94,32 @@ def run(config: BenchConfig, folder: Path) -> Result:
 
 def chosen(config: BenchConfig) -> dict[str, Variant]:
     """The plans that take part."""
-    if config.case == "predict":
-        names = config.plans or PREDICT.get(config.ranks, ())
-        if not names:
-            raise ConfigError(f"ranks={config.ranks}: plans=[...] names which; 2 and 4 ranks have their own.")
-        found = {name: variant(name) for name in names}
-        for _, changes in found.values():
-            complete(replace(config, **changes))
-        return found
-    unknown = [name for name in config.plans if name not in MEMORY]
-    if unknown:
-        raise ConfigError(f"plans={','.join(unknown)}: any of {', '.join(MEMORY)}.")
-    return {name: MEMORY[name] for name in config.plans or MEMORY}
+    own = MEMORY if config.case == "memory" else PREDICT.get(config.ranks, ())
+    if not (config.plans or own):
+        raise ConfigError(f"ranks={config.ranks}: plans=[...] names which; 2 and 4 ranks have their own.")
+    found = {name: variant(name) for name in config.plans or own}
+    for _, changes in found.values():
+        complete(replace(config, **changes))
+    return found
 
 
 def variant(name: str) -> Variant:
-    """A plan by its name: size, preset, then any of `WORDS`.
+    """A plan by its name: any of `WORDS`, or torch's "ddp".
 
     >>> plan, changes = variant("25m-zero1-bf16-remat0.5-tensor2-2x512")
     >>> plan.options, changes["tensor"], changes["length"]
     ({'remat': 0.5}, 2, 512)
     """
-    size, preset, *words = name.split("-")
-    if preset not in fs.presets.PRESETS:
-        raise ConfigError(
-            f"plans={name}: SIZE-PRESET-..., a preset is one of {', '.join(fs.presets.PRESETS)}."
-        )
-    found: dict[str, dict[str, Any]] = {"changes": {"size": size, "rows": 4}, "plan": {}, "options": {}}
-    for word in words:
+    found: dict[str, dict[str, Any]] = {"changes": {}, "plan": {}, "options": {}}
+    for word in name.split("-") if name != "ddp" else ():
         matches = [(re.fullmatch(pattern, word), read) for pattern, read in WORDS.items()]
         known = [read(*match.groups()) for match, read in matches if match]
         if not known:
-            raise ConfigError(f"plans={name}: {word!r} is none of {', '.join(WORDS)}.")
+            raise ConfigError(f"plans={name}: {word!r} is none of {', '.join(WORDS)}, and the name not ddp.")
         where, values = known[0]
         found[where] |= values
-    return Plan(preset, **found["plan"], options=found["options"]), found["changes"]
+    plan = None if name == "ddp" else Plan(**found["plan"], options=found["options"])
+    return plan, found["changes"]
 
 
 def times(config: BenchConfig, makers: Mapping[str, tuple[BenchTask, Maker]]) -> tuple[Found, Found]:

@@ -75,13 +75,11 @@ class PublishedRow:
     rate: float
 
 
-def published() -> tuple[list[PublishedRow], dict[str, int]]:
+def published() -> tuple[list[PublishedRow], Counter[str]]:
     """The rows that can be predicted, and how many cannot, by reason."""
     with ROWS.open(encoding="utf-8") as file:
         found = [_row(each) for each in csv.DictReader(file)]
-    reasons: dict[str, int] = {}
-    for reason in (each for each in found if isinstance(each, str)):
-        reasons[reason] = reasons.get(reason, 0) + 1
+    reasons = Counter(each for each in found if isinstance(each, str))
     return [each for each in found if not isinstance(each, str)], reasons
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, dataclass_transform
@@ -55,6 +55,15 @@ def refusal(problems: Sequence[str]) -> ConfigError:
     if len(problems) == 1:
         return ConfigError(problems[0])
     return ConfigError("\n  ".join([f"the configuration has {len(problems)} problems:", *problems]))
+
+
+def attempt(make: Callable[[], T], wrong: list[str]) -> T | None:
+    """What `make` gives; or None, and what its ConfigError says is added to `wrong`."""
+    try:
+        return make()
+    except ConfigError as error:
+        wrong.append(str(error))
+        return None
 
 
 def registered(file: str, registry: str) -> tuple[str, ...]:

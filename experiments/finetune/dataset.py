@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 import fnshard as fs
+from experiments.configs.checks import attempt
 from experiments.configs.train import MULTIPLE, ConfigError, RunConfig
 from experiments.data.batches import Samples
 from experiments.data.builtin import pair_files, sft_files
@@ -182,10 +183,8 @@ def prepared(config: FinetuneConfig) -> FinetuneConfig:
         files = list(map(str, make((DATA / of).resolve())))
     split, folders, wrong = files[1] is None, [], []
     for path in files[:1] if split else files:
-        try:
-            folders += [str(p.folder) for p in prepare(path, tokenizer, policy, cache=cache, split=split)]
-        except ConfigError as error:
-            wrong.append(str(error))
+        found = attempt(partial(prepare, path, tokenizer, policy, cache=cache, split=split), wrong)
+        folders += [str(each.folder) for each in found or ()]
     if wrong:
         raise ConfigError("\n".join(wrong))
     return replace(config, data=replace(data, train=folders[0], held_out=folders[1]))

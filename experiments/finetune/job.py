@@ -6,9 +6,10 @@ What needs torch is imported where it is used: a mistake in a command line is re
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from experiments.cli.command_spec import CONF, CommandSpec, Job
-from experiments.configs.train import ConfigError
+from experiments.configs.checks import ConfigError, attempt
 from experiments.finetune.config import FinetuneConfig
 
 
@@ -21,22 +22,15 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
     from experiments.finetune.dataset import prepared
     from experiments.finetune.rewards import rewards_of
 
-    wrong, model, data = [], config.model, config.data
+    model, data, tasks = config.model, config.data, config.run.evaluate
+    wrong: list[str] = []
     for path in filter(None, (data.train, data.held_out)):
-        try:
-            readable(path)
-        except ConfigError as error:
-            wrong.append(str(error))
-    try:
-        if config.run.evaluate:
-            check_tasks(config.run.evaluate)
-            list(map(task_of, config.run.evaluate))
-    except ConfigError as error:
-        wrong.append(f"run.evaluate: {error}")
-    try:
-        model = model if model == PRETRAINED else directory_of(config)
-    except ConfigError as error:
-        wrong.append(str(error))
+        attempt(partial(readable, path), wrong)
+    if tasks:
+        attempt(lambda: [check_tasks(tasks), *map(task_of, tasks)], of_tasks := [])
+        wrong += [f"run.evaluate: {each}" for each in of_tasks]
+    if model != PRETRAINED:
+        model = attempt(lambda: directory_of(config), wrong)
     if wrong:
         raise ConfigError("\n".join(wrong))
     if model == PRETRAINED:

@@ -36,7 +36,7 @@ from experiments.training.resume import RunFolder
 from experiments.training.run import Ending, run_job
 from experiments.training.run_record import TimeSpent
 from experiments.training.sample import Sampler, last_logits
-from experiments.training.steps import mean_over
+from experiments.training.steps import Setup, mean_over
 from fnshard.hf.reading import read_config
 from fnshard.launcher.rank import Stop
 
@@ -57,8 +57,8 @@ def finetune(config: FinetuneConfig, run: RunFolder, overrides: list[str], stop:
 
 
 @dataclass(frozen=True)
-class FinetuneSetup:
-    """A `training.run.Setup`."""
+class FinetuneSetup(Setup):
+    """Of a fine-tuning job: all is compiled ahead, when the model is measured before the first step."""
 
     config: FinetuneConfig
     mesh: fs.Mesh
@@ -136,9 +136,6 @@ class FinetuneSetup:
     def sample(self, params: Any) -> str:
         """Prompts and answers."""
         return self.shown.table({"answer": self.shown.answers(params)})
-
-    def compile_ahead(self, state: fs.TrainState) -> None:
-        """All is compiled: the model was measured before the first step."""
 
     def finish(self, end: Ending, baseline: Measured) -> None:
         """Measure and export the tuned model; on rank 0 write and print the results."""

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import fnshard as fs
+from experiments.configs.checks import attempt
 from experiments.configs.train import ConfigError, ShardsConfig, TrainConfig
 from experiments.data.loader import Loader, place_of
 from experiments.data.shards import check_vocab, open_shards
 from experiments.data.stdlib_text import ByteStream, load_corpus
 from experiments.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
 from experiments.data.windows import Batch, TokenStream, Windows, cut, held_out_starts
-from experiments.training.ngram import VOCAB, table_losses
 
 TOKENIZER = "tokenizer"  # a folder next to the shards
+VOCAB = 256  # of bytes
+STRENGTH = 16.0  # in counts: a larger one trusts the shorter context more; 4 to 64 hardly differ
 MOST_COUNTED = 2**25  # tokens that tables are counted on: the first of them
 
 
@@ -118,19 +119,19 @@ def open_tokens(config: TrainConfig) -> Dataset:
     """The shards below `data.root`, and the tokenizer next to them."""
     root, least = Path(config.data.root), config.context + 3
     wrong: list[str] = []
-    opened = [_try(lambda name=name: open_shards(root / name), wrong) for name in ("train", "held_out")]
+    opened = [attempt(lambda name=name: open_shards(root / name), wrong) for name in ("train", "held_out")]
     found = [shards for shards in opened if shards is not None]
     wrong += [
         f"{s.folder}: {s.tokens} tokens; one window of model.context={config.context} needs {least}."
         for s in found
         if s.tokens < least
     ]
-    _try(lambda: check_vocab(found, config.vocab), wrong)
+    attempt(lambda: check_vocab(found, config.vocab), wrong)
     if len({s.tokenizer for s in found}) > 1:
         wrong.append(f"{root}: train and held_out are of two tokenizers. Fix: write them together.")
     tokenizer = None
     if (root / TOKENIZER).is_dir():
-        tokenizer = _try(lambda: load_tokenizer(root / TOKENIZER), wrong)
+        tokenizer = attempt(lambda: load_tokenizer(root / TOKENIZER), wrong)
     if tokenizer and any(s.tokenizer not in (None, tokenizer.key) for s in found):
         wrong.append(f"{root / TOKENIZER} is not the tokenizer that the shards were made with.")
     if wrong:
@@ -139,9 +140,37 @@ def open_tokens(config: TrainConfig) -> Dataset:
     return Dataset(config, *found, tokenizer, "byte" if in_bytes else "token")
 
 
-def _try(make: Callable[[], Any], wrong: list[str]) -> Any:
-    try:
-        return make()
-    except ConfigError as error:
-        wrong.append(str(error))
-        return None
+# ------------------------------------------------------------------ tables: what a model has to beat
+
+
+def table_losses(train: Tensor, held_out: Tensor, at: Tensor) -> dict[str, float]:
+    """Mean -log p of the bytes `held_out[at]`, in nats, by tables of pairs and of triples in `train`.
+
+    p(c | ab) = (n(abc) + s p(c | b)) / (n(ab) + s), down to p(c) and 1 / V: a Dirichlet prior centred on the
+    shorter context (MacKay and Peto, 1995), so a proper distribution for every context, seen or not.
+
+    Args:
+        train, held_out: uint8 [bytes].
+        at: int64 positions, 2 or more: a table reads the bytes before them.
+    """
+    p = torch.full(at.shape, 1.0 / VOCAB, dtype=torch.float64)
+    losses = {}
+    for order, name in enumerate(("unigram", "bigram", "trigram"), 1):
+        counts = count(train, order)
+        index = tuple(held_out[at - back].long() for back in range(order - 1, -1, -1))
+        here, total = counts[index].double(), counts.sum(-1)[index[:-1]].double()
+        p = (here + STRENGTH * p) / (total + STRENGTH)
+        losses[name] = -p.log().mean().item()
+    return {name: losses[name] for name in ("bigram", "trigram")}
+
+
+def count(stream: Tensor, order: int) -> Tensor:
+    """How often each run of `order` bytes occurs; int32 [V] * order.
+
+    >>> count(torch.tensor([1, 2, 1, 2], dtype=torch.uint8), 2)[1, 2].item()
+    2
+    """
+    codes = torch.zeros(stream.numel() - order + 1, dtype=torch.int32)
+    for back in range(order):
+        codes.mul_(VOCAB).add_(stream[back : back + codes.numel()])
+    return torch.bincount(codes, minlength=VOCAB**order).to(torch.int32).reshape((VOCAB,) * order)

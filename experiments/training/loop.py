@@ -6,7 +6,6 @@ import glob
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,13 +18,12 @@ from experiments.data.loader import Loader
 from experiments.training.dataset import Dataset, open_dataset
 from experiments.training.decoder import Decoder, next_token_loss
 from experiments.training.metrics_file import METRICS
-from experiments.training.own import OwnData, loss_of, model_of, of_rows, own_data
+from experiments.training.own import OwnData, made, model_of, of_rows, own_data
 from experiments.training.report import comparison, plot_losses
 from experiments.training.resume import RunFolder
 from experiments.training.run import Ending, run_job
-from experiments.training.run_record import TimeSpent
 from experiments.training.sample import Sampler, last_logits, safe
-from experiments.training.steps import make_optimizer, mean_over
+from experiments.training.steps import Setup, make_optimizer, mean_over
 from fnshard.launcher.rank import Stop
 
 
@@ -37,8 +35,8 @@ def train(config: TrainConfig, run: RunFolder, overrides: list[str], stop: Stop)
 
 
 @dataclass(frozen=True)
-class TrainSetup:
-    """A `run.Setup`."""
+class TrainSetup(Setup):
+    """Of the main job."""
 
     config: TrainConfig
     mesh: fs.Mesh
@@ -62,16 +60,6 @@ class TrainSetup:
 
     def first_state(self) -> fs.TrainState:
         return self.step.init(self.model, seed=self.config.run.seed)
-
-    def introduce(self, state: fs.TrainState) -> None:
-        """Nothing is printed before the first step."""
-
-    def baseline(self, state: fs.TrainState, folder: Path, spent: TimeSpent) -> None:
-        """Nothing is measured before the first step."""
-
-    def batch(self, state: fs.TrainState, loaded: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What the loader gives."""
-        return loaded
 
     def evaluate(self, params: Any) -> tuple[float, dict[str, float]]:
         """Mean loss over all held-out rows, of text in nats per token, and the means of what else the loss
@@ -150,7 +138,7 @@ def task_of(config: TrainConfig) -> Task:
     apply, params = fs.make_functional(model) if isinstance(model, nn.Module) else model
     init = model if isinstance(model, nn.Module) else params
     if config.objective is not None:
-        loss = of_rows(loss_of(config.objective), apply)
+        loss = of_rows(made("objective", config.objective, partly=True), apply)
         vectors = (
             glob.escape(p) for p, leaf in fs.tree.flatten_with_paths(params)[0].items() if leaf.dim() < 2
         )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 import fnshard as fs
-from experiments.configs.checks import TARGET, refusal
+from experiments.configs.checks import TARGET, attempt, refusal
 from experiments.configs.train import OWN_ROWS, ConfigError, TrainConfig, rows_of
 from experiments.data.loader import Loader, place_of
 from fnshard.losses import Mean
@@ -115,14 +115,11 @@ def model_of(values: Mapping[str, Any]) -> Any:
     raise ConfigError(f"model.{TARGET}={values[TARGET]}: expected a module, or (apply, params).")
 
 
-def loss_of(values: Mapping[str, Any]) -> Callable[..., Any]:
-    """The loss `(model, *batch)` that a `_target_` is with its other keys: a mean over the batch's rows or an
-    `fs.Mean`, or a pair of it and a dict of more of them."""
-    return made("objective", values, partly=True)
-
-
 def of_rows(loss: Callable[..., Any], apply: Callable[..., Any]) -> Loss:
-    """`fn(params, *batch)` of a loss `(model, *batch)`, with exact means over all ranks' rows."""
+    """`fn(params, *batch)` of a loss `(model, *batch)`, with exact means over all ranks' rows.
+
+    The loss gives a mean over the batch's rows or an `fs.Mean`, or a pair of it and a dict of more of them.
+    """
 
     def fn(params: Any, *batch: Any) -> tuple[Mean, dict[str, Mean]]:
         rows = float(next(len(leaf) for leaf in fs.tree.flatten(batch)[0] if isinstance(leaf, Tensor)))
@@ -149,12 +146,9 @@ def check_targets(config: TrainConfig) -> None:
     named = [(group, each) for group, each in others.items() if isinstance(each, dict)]
     named += [("tracker.own", each) for each in config.tracker.own]
     makes += [partial(made, group, each, partly=True) for group, each in named]
-    wrong = []
+    wrong: list[str] = []
     for make in makes:
-        try:
-            make()
-        except ConfigError as error:
-            wrong.append(str(error))
+        attempt(make, wrong)
     if wrong:
         raise refusal(wrong)
 

@@ -8,12 +8,11 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 from omegaconf import OmegaConf
 
 import fnshard as fs
-from experiments.configs.plan import Plan, write_plan
+from experiments.configs.plan import write_plan
 from experiments.configs.train import AUTO
 from experiments.data.files import write_text
 from experiments.data.loader import Loader
@@ -23,49 +22,8 @@ from experiments.training.report import Report, Silent, metrics_next_to
 from experiments.training.result import STOPPED, write_result
 from experiments.training.resume import RunFolder
 from experiments.training.run_record import RunRecord, TimeSpent, facts_of, varying
-from experiments.training.steps import Training, run_steps
+from experiments.training.steps import Setup, Training, run_steps
 from fnshard.launcher.rank import Stop
-
-
-class Setup(Protocol):
-    """What a job makes of its configuration. All ranks call its methods together, but `introduce`.
-
-    `tokens`: of one step, of all ranks. `unit`: what one is, "byte" or "token".
-    """
-
-    config: Any
-    mesh: fs.Mesh
-    plan: Plan
-    step: Any
-    tokens: int
-    unit: str
-
-    def loader(self) -> Loader:
-        """This rank's batches, from the first step on."""
-
-    def first_state(self) -> fs.TrainState:
-        """The state before the first step."""
-
-    def introduce(self, state: fs.TrainState) -> None:
-        """On rank 0, what people see before the first step."""
-
-    def baseline(self, state: fs.TrainState, folder: Path, spent: TimeSpent) -> Any:
-        """What is measured before the first step, for `finish`."""
-
-    def batch(self, state: fs.TrainState, loaded: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What a step takes, of its state and of what the loader gives."""
-
-    def evaluate(self, params: Any) -> tuple[float, Mapping[str, float]]:
-        """The held-out loss, and more numbers by name."""
-
-    def sample(self, params: Any) -> str:
-        """What the model says after the configuration's prompts."""
-
-    def compile_ahead(self, state: fs.TrainState) -> None:
-        """After the first step: compile what later ones need."""
-
-    def finish(self, end: Ending, baseline: Any) -> None:
-        """Samples, exports, results."""
 
 
 @dataclass(frozen=True)
@@ -128,10 +86,8 @@ def run_job(job: str, make: Callable[[], Setup], run: RunFolder, overrides: list
             write_plan(setup.plan, folder)
     with report:
         baseline = setup.baseline(state, folder, spent)
-        training = Training(
-            config, setup.plan, setup.step, loader, setup.evaluate, lambda: begin(setup, run)[:2], report,
-            Saver(config, run.root, mesh.rank), spent, replicas, setup.compile_ahead, setup.batch,
-        )  # fmt: skip
+        saver = Saver(config, run.root, mesh.rank)
+        training = Training(setup, loader, lambda: begin(setup, run)[:2], report, saver, spent, replicas)
         state, held_out = run_steps(training, state, stop)
         report.close()
         if held_out is not None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ import fnshard as fs
 from experiments.configs.plan import MEMORY, Plan, append_compiled, hardware_of, write_memory
 from experiments.configs.train import AUTO, AdamWConfig, RunConfig, ScheduleConfig, SGDConfig
 from experiments.data.files import append, write_text
+from experiments.data.loader import Loader
 from experiments.training.checkpoints import Saver
 from experiments.training.report import Report, Silent
 from experiments.training.run_record import StepWork, TimeSpent
@@ -37,38 +38,72 @@ class Launched:
     seconds: float
 
 
-@dataclass
-class Training:
-    """What a job gives to its steps.
+class Setup(Protocol):
+    """What a job makes of its configuration. All ranks call its methods together, but `introduce`.
 
-    Args:
-        config: the job's.
-        plan: specs and options of `step`.
-        loader: this rank's batches, each a tuple of arguments; it has `state_dict`.
-        evaluate: the held-out loss of parameters, and more numbers; all ranks call it together.
-        begin: the state to resume, and a loader that stands there.
-        spent: where this process's time goes.
-        replicas: what keeps states in memory, if anything does.
-        prepare: called once after the first step, with its state: compiles what later steps need.
-        batch: what a step takes, of its state and of what the loader gives.
+    `tokens`: of one step, of all ranks. `unit`: what one is, "byte" or "token". Of what can be left out, the
+    methods here do nothing.
     """
 
     config: Any
+    mesh: fs.Mesh
     plan: Plan
     step: Any
+    tokens: int
+    unit: str
+
+    def loader(self) -> Loader:
+        """This rank's batches, from the first step on."""
+
+    def first_state(self) -> fs.TrainState:
+        """The state before the first step."""
+
+    def introduce(self, state: fs.TrainState) -> None:
+        """On rank 0, what people see before the first step."""
+
+    def baseline(self, state: fs.TrainState, folder: Path, spent: TimeSpent) -> Any:
+        """What is measured before the first step, for `finish`."""
+
+    def batch(self, state: fs.TrainState, loaded: tuple[Any, ...]) -> tuple[Any, ...]:
+        """What a step takes, of its state and of what the loader gives."""
+        return loaded
+
+    def evaluate(self, params: Any) -> tuple[float, Mapping[str, float]]:
+        """The held-out loss, and more numbers by name."""
+
+    def sample(self, params: Any) -> str:
+        """What the model says after the configuration's prompts."""
+
+    def compile_ahead(self, state: fs.TrainState) -> None:
+        """After the first step: compile what later ones need."""
+
+    def finish(self, end: Any, baseline: Any) -> None:
+        """Samples, exports, results; `end`: a `run.Ending`."""
+
+
+@dataclass
+class Training:
+    """What steps take of a run.
+
+    Args:
+        loader: this rank's batches, each a tuple of arguments; it has `state_dict`.
+        begin: the state to resume, and a loader that stands there.
+        spent: where this process's time goes.
+        replicas: what keeps states in memory, if anything does.
+    """
+
+    setup: Setup
     loader: Iterator[tuple[Any, ...]]
-    evaluate: Callable[[Any], tuple[float, Mapping[str, float]]]
     begin: Begin
     report: Report | Silent
     saver: Saver
     spent: TimeSpent
     replicas: fs.checkpoint.Replicas | None = None
-    prepare: Callable[[fs.TrainState], None] = lambda state: None
-    batch: Callable[[fs.TrainState, tuple[Any, ...]], tuple[Any, ...]] = lambda state, loaded: loaded
     tracer: Tracer | None = field(default=None, init=False)
     unread: list[Launched] = field(default_factory=list, init=False)  # at most the last step
 
     def __post_init__(self) -> None:
+        self.config, self.step = self.setup.config, self.setup.step
         self.watch = Watchdog(self.step, self.config.run.watch, self.begin, self.report.say)
 
     @property
@@ -143,7 +178,7 @@ def one_step(training: Training, state: fs.TrainState, number: int, here: int) -
     step, spent = training.step, training.spent
     on_gpu, is_first = step.mesh.device_type == "cuda", here == 1
     with spent.on("data"):
-        batch = training.batch(state, next(training.loader))  # the step sends it to the device
+        batch = training.setup.batch(state, next(training.loader))  # the step sends it to the device
     lowered = None
     if is_first and (step.mesh.rank == 0 or training.config.run.profile):
         with spent.on("compile"):
@@ -165,7 +200,7 @@ def one_step(training: Training, state: fs.TrainState, number: int, here: int) -
     if is_first:
         with spent.on("compile"):
             report_rows(training, read(training))  # nobody waits for what is prepared
-            training.prepare(state)
+            training.setup.compile_ahead(state)
     if lowered is not None and step.mesh.rank == 0:
         _describe_compiled(training, lowered)
     if here == 2 and on_gpu and step.mesh.rank == 0:
@@ -178,7 +213,7 @@ def one_step(training: Training, state: fs.TrainState, number: int, here: int) -
 
 def _describe(training: Training, lowered: Any) -> None:
     """Write what the step is before it runs: its schedule, its memory."""
-    mesh, planned = training.step.mesh, training.plan.hardware
+    mesh, planned = training.step.mesh, training.setup.plan.hardware
     write_text(training.folder / "schedule.txt", lowered.as_text() + "\n")
     write_memory(lowered, training.folder, mesh.device_type)
     training.report.work = StepWork.of(lowered, peak_of(planned, mesh), hardware_of(AUTO, mesh))
@@ -186,7 +221,7 @@ def _describe(training: Training, lowered: Any) -> None:
 
 def _tracer(training: Training, lowered: Any) -> Tracer:
     steps, base = training.config.run.profile, hardware_of(AUTO, training.step.mesh)
-    return Tracer(training.step, steps, lowered, training.plan.hardware or base, base, training.folder)
+    return Tracer(training.step, steps, lowered, training.setup.plan.hardware or base, base, training.folder)
 
 
 def _describe_compiled(training: Training, lowered: Any) -> None:
@@ -240,7 +275,7 @@ def _held_out(training: Training, state: fs.TrainState, number: int) -> float | 
     if not _measures(training.config.run, number):
         return None
     with training.spent.on("evaluation"):
-        loss, more = training.evaluate(state.params)
+        loss, more = training.setup.evaluate(state.params)
     training.report.held_out(number, loss, {f"held_out_{name}": value for name, value in more.items()})
     return loss
 

@@ -15,8 +15,7 @@ from runs import config_of, leave_checkpoint
 
 from experiments.configs.train import ConfigError
 from experiments.training.metrics_file import METRICS
-from experiments.training.progress import Progress
-from experiments.training.report import Report
+from experiments.training.report import Progress, Report
 from experiments.training.result import write_result
 from experiments.training.resume import CHECKPOINTS, IDENTITY, claimed, finished
 from experiments.training.run_record import TimeSpent

@@ -25,7 +25,7 @@ from experiments.tokenize import texts as text_files
 from experiments.tokenize.config import SPEC
 from experiments.tokenize.job import tokenize
 from experiments.tokenize.texts import find, split
-from experiments.training.dataset import open_tokens
+from experiments.training.dataset import open_tokens, table_losses
 from experiments.training.loop import train as run_training
 from experiments.training.resume import RunFolder
 from fnshard.launcher.rank import Stop
@@ -286,9 +286,7 @@ def test_tables_are_those_of_the_bytes(shard_folder):
     inputs, targets = (torch.cat(each) for each in zip(*batches, strict=True))
     assert reading.starts[0] == 2 and torch.equal(inputs[:, 1:], targets[:, :-1])
     assert targets[-1].tolist() == held[int(reading.starts[-1]) + 1 :][:32].tolist()
-    from experiments.training import ngram
-
     as_bytes = lambda ids: torch.from_numpy(np.where(ids < 256, ids, 0).astype(np.uint8))  # noqa: E731
     at = (reading.starts[:, None] + torch.arange(1, 33)).flatten()
-    expected = ngram.table_losses(as_bytes(stream_of(reading.train)), as_bytes(held), at)
+    expected = table_losses(as_bytes(stream_of(reading.train)), as_bytes(held), at)
     assert reading.tables() == pytest.approx(expected, abs=1e-12)

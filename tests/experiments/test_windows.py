@@ -12,7 +12,7 @@ from made_data import stream
 from experiments.data import stdlib_text
 from experiments.data.stdlib_text import SEPARATOR, ByteStream
 from experiments.data.windows import cut, held_out_starts
-from experiments.training import ngram
+from experiments.training import dataset
 
 # ------------------------------------------------------------------ text
 
@@ -72,13 +72,13 @@ def brute_force(train: bytes, order: int, given: bytes, byte: int) -> float:
         context = given[len(given) - (n - 1) :]
         runs = Counter(train[i : i + n] for i in range(len(train) - n + 1))
         total = sum(count for run, count in runs.items() if run[:-1] == context)
-        p = (runs[context + bytes([byte])] + ngram.STRENGTH * p) / (total + ngram.STRENGTH)
+        p = (runs[context + bytes([byte])] + dataset.STRENGTH * p) / (total + dataset.STRENGTH)
     return p
 
 
 def test_tables_equal_brute_force():
     train, held_out = stream(400, symbols=5), stream(60, symbols=7, seed=1)
-    losses = ngram.table_losses(train, held_out, torch.arange(2, held_out.numel()))
+    losses = dataset.table_losses(train, held_out, torch.arange(2, held_out.numel()))
     text = bytes(held_out.tolist())
     for order, name in ((2, "bigram"), (3, "trigram")):
         p = [brute_force(bytes(train.tolist()), order, text[i - 2 : i], text[i]) for i in range(2, len(text))]
