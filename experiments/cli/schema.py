@@ -142,7 +142,11 @@ def check(values: Mapping[str, Any], kind: type) -> tuple[Any, list[Problem]]:
     try:
         return _adapter(kind).validate_python(_without_missing(values)), []
     except ValidationError as error:
-        return None, list(_problems(error, kind, values))
+        own = {n: v[TARGET] for n, v in values.items() if isinstance(v, Mapping) and TARGET in v}
+        refused = [
+            Problem(f"{n}.{TARGET}", "this command takes its own groups alone", v) for n, v in own.items()
+        ]
+        return None, list(_problems(error, kind, values)) or refused
 
 
 @cache
