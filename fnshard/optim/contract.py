@@ -115,7 +115,8 @@ class Optimizer:
             gradient's place. `state` is what `whole_slots` names, all of it; another `turn` of `turns` may
             compute something else.
         whole_slots: more state by name, zero at first, which `whole` alone reads: from the leaf's shape to
-            the slot's, or None: this leaf has none. Its dims before the last two are the leaf's. Ranks keep equal shares of it, and send them to the owner and back with the leaf.
+            the slot's, or None: this leaf has none. Its dims before the last two are the leaf's. Ranks keep
+            equal shares of it, and send them to the owner and back with the leaf.
         turns, turn: the values of `turn(info)`, which takes the last argument of `leaf`; with the share of
             steps that have each, and one that has it. Put the one that needs the most memory last.
         whole_dims: how many trailing dims `whole` looks along; None: all. Matrices of a stack are two.
