@@ -74,11 +74,11 @@ def explain(config: ExplainConfig) -> Paper:
     """Lower the configuration's step; nothing is compiled, nothing runs."""
     name, gigabytes, found = config.hardware.name, config.run.device_gb, None
     hardware = hardware_of(name)
-    config = replace(config, precision=config.precision.on("cuda" if hardware.overlap else "cpu", sums=True))
+    device = "cuda" if hardware.overlap else "cpu"
+    config = replace(config, precision=config.precision.on(device, sums=True))
     device_bytes = hardware.memory_bytes if gigabytes is None else int(gigabytes * 1e9)
     axes = {name: size for name, size in config.mesh.axes.items() if size > 1 or name == "shard"}
-    # "cpu" in name only: an abstract mesh stands for accelerators, and needs none here.
-    mesh = fs.make_mesh(**axes, device="cpu", abstract=True)
+    mesh = fs.make_mesh(**axes, device=device, abstract=True)  # which need not be here
     with torch.device("meta"):
         model = Decoder(config.model)
         tokens = torch.empty(config.rows, config.model.context, dtype=torch.int64)

@@ -221,7 +221,7 @@ class Planner:
     def mesh(self, knobs: Knobs) -> fs.Mesh:
         """Axes that split nothing are left out; those that exchange most lie in one node, as the last."""
         axes = {n: s for n, s in knobs.mesh.axes.items() if s > 1 or n == "shard"}
-        return fs.make_mesh(**axes, device="cpu", abstract=True)
+        return fs.make_mesh(**axes, device="cuda" if self.hardware.overlap else "cpu", abstract=True)
 
     def lowered(self, knobs: Knobs, layers: int, micro: int) -> Lowered:
         """The step of so many layers and micro-batches; traces are shared by plans that trace alike."""

@@ -62,6 +62,7 @@ class DryContext:
     rank: int
     freed: None = None
     worker: None = None
+    update_stream: None = None
     packers: dict[str, Packing] = field(default_factory=dict)
     sizes: dict[ValueName, int] = field(default_factory=dict)
 

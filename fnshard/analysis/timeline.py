@@ -31,6 +31,7 @@ from fnshard.compiler.schedule.instructions import (
     COMPUTE,
     HOST,
     LANES,
+    OPTIMIZER,
     TRANSFER,
     Gather,
     Instruction,
@@ -47,6 +48,10 @@ from fnshard.compiler.schedule.instructions import (
 from fnshard.compiler.schedule.ir import Price, Schedule
 from fnshard.layout.partition import block_shape
 from fnshard.runtime.host_worker import PENDING
+
+# How much longer kernels take, as a share of the time of an update that reads and writes memory next to them:
+# assumed, not measured.
+SLOWDOWN = 0.5
 
 
 @dataclass
@@ -194,7 +199,15 @@ class HardwarePricer:
             disk = sum(self.bytes_of((n,)) for n in line.reads + line.writes if self.rests_on_disk(n))
             seconds = size / h.host_update_bytes_per_s + disk / h.disk_bytes_per_s
             return Price(seconds, h.instruction_seconds, on_host=True)
-        return self.compute(h.update.seconds(size), size)
+        price = self.compute(h.update.seconds(size), size)
+        if line.lane != OPTIMIZER:
+            return price
+        return Price(0.0, price.host_seconds, OPTIMIZER, price.device_seconds)
+
+    def slowdown(self, line: Update) -> Price:
+        """What an update costs the kernels that it overlaps."""
+        share = SLOWDOWN if self.hardware.overlap else 0.0
+        return Price(share * self.update(line).flight_seconds)
 
 
 @dataclass(frozen=True)
@@ -335,7 +348,7 @@ class _Clock:
 
     spans: list[Span] = field(default_factory=list)
     ready: dict[str, float] = field(default_factory=dict)
-    exposed: dict[str, float] = field(default_factory=lambda: {COMMUNICATION: 0.0, TRANSFER: 0.0})
+    exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LANES, 0.0))
 
     def note(self, index: int, line: Instruction, lane: str, start: float, seconds: float) -> float:
         if seconds > 0:

@@ -27,6 +27,7 @@ from fnshard.compiler.schedule.passes import (
     issue_early,
     offload,
     overlap,
+    overlap_updates,
     prefetch,
     regather,
     reshard,
@@ -47,7 +48,7 @@ class Passes:
 
     Args:
         prefetch: how many kernels ahead gathers are issued, forward and backward; 0 is none.
-        overlap: how many kernels later a reduction is waited for.
+        overlap: how many kernels later a reduction, or on a GPU an update, is waited for.
         graph: updates come last, so that a CUDA graph may hold the rest.
     """
 
@@ -195,6 +196,7 @@ def run_passes(
     schedule = offload(schedule, offloaded)
     schedule = wait_late(issue_early(schedule)) if passes.overlap else schedule
     schedule = overlap(schedule, passes.overlap)
+    schedule = schedule if passes.graph else overlap_updates(schedule, passes.overlap)
     schedule = prefetch(schedule, *passes.prefetch)
     schedule = updates_last(schedule) if passes.graph else schedule
     return insert_frees(schedule)

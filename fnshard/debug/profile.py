@@ -31,6 +31,7 @@ from fnshard.compiler.schedule.instructions import (
     COMPUTE,
     HOST,
     LANES,
+    OPTIMIZER,
     TRANSFER,
     Action,
     Env,
@@ -190,7 +191,8 @@ def _lanes(
     lanes: dict[str, list[Event]] = {}
     for event in launched.get(id(span), ()):
         copies = event["cat"] == "gpu_memcpy" and line.lane == TRANSFER
-        lane = COMMUNICATION if "nccl" in event["name"].lower() else TRANSFER if copies else COMPUTE
+        own = OPTIMIZER if line.lane == OPTIMIZER else TRANSFER if copies else COMPUTE
+        lane = COMMUNICATION if "nccl" in event["name"].lower() else own
         lanes.setdefault(lane, []).append(event)
     if not lanes and isinstance(line, Update):
         return [(HOST, *host)]

@@ -16,8 +16,17 @@ from toys import chain, llama, lower, rows, run_chain
 import fnshard as fs
 from fnshard import Hardware
 from fnshard.analysis.hardware import COLLECTIVES, Curve, Link
-from fnshard.analysis.timeline import HardwarePricer, Timeline
-from fnshard.compiler.schedule.instructions import COMMUNICATION, COMPUTE, TRANSFER, Run, ToHost, Update, Wait
+from fnshard.analysis.timeline import SLOWDOWN, HardwarePricer, Timeline
+from fnshard.compiler.schedule.instructions import (
+    COMMUNICATION,
+    COMPUTE,
+    OPTIMIZER,
+    TRANSFER,
+    Run,
+    ToHost,
+    Update,
+    Wait,
+)
 from fnshard.step.lowered import Lowered
 
 H100 = Hardware.named("h100")
@@ -30,13 +39,14 @@ def loss(p: Any, x: Any) -> Any:
 
 @functools.cache
 def lowered(
-    preset: str, ranks: int, accumulate: int = 1, prefetch: int = 1, remat: Any = "none", tier: str = "device"
-) -> Lowered:
+    preset: str, ranks: int, accumulate: int = 1, prefetch: int = 1, remat: Any = "none",
+    tier: str = "device", device: str = "cpu",
+) -> Lowered:  # fmt: skip
     policy = (
         {"optimizer_memory": tier} if tier != "stored" else {"memory": "host", "optimizer_memory": "host"}
     )
     more = {"accumulate": accumulate, "prefetch": prefetch, "remat": remat, "policy": policy}
-    return lower(loss, chain(BLOCKS, WIDTH), rows(WIDTH), ranks=ranks, preset=preset, **more)
+    return lower(loss, chain(BLOCKS, WIDTH), rows(WIDTH), ranks=ranks, preset=preset, device=device, **more)
 
 
 plans = st.builds(
@@ -47,6 +57,7 @@ plans = st.builds(
     st.sampled_from([0, 1, 2]),
     st.sampled_from(["none", "unit", "offload"]),
     st.sampled_from(["device", "host", "stored", "disk"]),
+    st.sampled_from(["cpu", "cuda"]),
 )
 
 
@@ -155,6 +166,16 @@ def test_prefetch_hides_gathers_behind_kernels() -> None:
     hardware = replace(free, node=Link.even(0, 0.5 * WIDTH * WIDTH * 4 / kernel))
     without = base.timeline(hardware).exposed_communication_seconds
     assert lowered("full_shard", 2).timeline(hardware).exposed_communication_seconds < 0.75 * without
+
+
+def test_an_overlapped_update_costs_kernels_a_part_of_its_time() -> None:
+    free = dict.fromkeys(["instruction_seconds", "kernel_seconds", "launch_seconds", "floor_seconds"], 0.0)
+    hardware = replace(H100, **free, update=Curve.flat(1e15))
+    in_turn, overlapped = (lowered("full_shard", 1, device=d).timeline(hardware) for d in ("cpu", "cuda"))
+    hidden = overlapped.busy_seconds[OPTIMIZER]
+    assert hidden > 0 == in_turn.busy_seconds[OPTIMIZER]
+    saved = (1 - SLOWDOWN) * hidden
+    assert in_turn.step_seconds - overlapped.step_seconds == pytest.approx(saved)
 
 
 def test_on_one_thread_everything_is_exposed() -> None:

@@ -16,6 +16,7 @@ from fnshard.compiler.schedule.instructions import (
     Gather,
     Instruction,
     Local,
+    OverlappedUpdate,
     Publish,
     ReduceScatter,
     Run,
@@ -261,6 +262,33 @@ def test_units_are_updated_while_the_backward_goes_on() -> None:
     assert units_of([i for i in order if isinstance(i, Update)]) == [
         f"layers.{i}" for i in reversed(range(6))
     ]
+
+
+@pytest.mark.parametrize(("ranks", "depth"), [(1, 1), (8, 1), (2, 3)])
+def test_updates_overlap_kernels_on_a_gpu(ranks: int, depth: int) -> None:
+    """All but those that no kernel follows; their gradients live until they are waited for."""
+    low = lower(loss, chain(6), rows(), ranks=ranks, overlap=depth, device="cuda")
+    order, issued = list(low.schedule.instructions), lines(low, OverlappedUpdate)
+    assert len(lines(low, Update)) == 6 and len(issued) >= 6 - 2 * depth
+    for line in issued:
+        start = order.index(line)
+        end = next(n for n, i in enumerate(order) if isinstance(i, Wait) and i.reads == line.writes)
+        freed = next(n for n, i in enumerate(order) if line.reads[0] in i.drops)
+        kernels, later = ([i for i in order[start:stop] if isinstance(i, Run)] for stop in (end, None))
+        assert len(kernels) == min(depth, len(later)) > 0 and freed > end
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"device": "cpu"}, {"overlap": 0}, {"mode": "reduce-overhead"}, {"optimizer": fs.optim.muon(1e-3)},
+        {"policy": {"optimizer_memory": "host"}},
+        {"optimizer": fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-3))},
+    ],
+)  # fmt: skip
+def test_what_is_updated_in_the_order_of_the_schedule(options: dict[str, Any]) -> None:
+    low = lower(loss, chain(6), rows(), ranks=1, **{"device": "cuda", **options})
+    assert lines(low, Update) and not lines(low, OverlappedUpdate)
 
 
 def _mean(p: Any, x: Any) -> fs.Mean:

@@ -22,6 +22,7 @@ from fnshard.compiler.schedule.instructions import (
     Free,
     Gather,
     Instruction,
+    OverlappedUpdate,
     Publish,
     Run,
     Update,
@@ -122,6 +123,17 @@ def _update_in_flight() -> Schedule:
     return plan.with_instructions(found)
 
 
+def _freed_under_an_update() -> Schedule:
+    """The gradients of an overlapped update die when it is issued."""
+    plan = lower(loss, chain(3), rows(), ranks=1, device="cuda").schedule
+    found = list(plan.instructions)
+    issue = at(found, OverlappedUpdate)
+    freed = next(i for i in found[issue:] if isinstance(i, Free) and found[issue].reads[0] in i.drops)
+    found.remove(freed)
+    found.insert(issue + 1, freed)
+    return plan.with_instructions(found)
+
+
 FAULTS: dict[Callable[[Lines], None], str] = {
     reads_the_dead: "reads .*, which is not alive",
     never_waited: "~lost is never waited for",
@@ -149,6 +161,7 @@ def test_verify_finds_what_no_line_alone_does() -> None:
         (replace(hybrid(), outputs=(*hybrid().outputs, "nothing")), "output nothing does not exist"),
         (replace(prefetch(hybrid(), 3, 3), planned=1), "units are gathered .*planned are 1"),
         (_update_in_flight(), "changes .* while line .* reads it"),
+        (_freed_under_an_update(), "changes .* while line .* reads it"),
     ):
         with pytest.raises(ScheduleError, match=message):
             verify(plan)

@@ -79,11 +79,12 @@ def lower(
     ranks: int | dict[str, int] = 8,
     preset: str = "full_shard",
     policy: Mapping[str, Any] | None = None,
+    device: str = "cpu",
     **options: Any,
 ) -> Lowered:
     """A step on an abstract mesh, on paper."""
     axes = {"shard": ranks} if isinstance(ranks, int) else ranks
-    mesh = fs.make_mesh(**axes, abstract=True, device="cpu")
+    mesh = fs.make_mesh(**axes, abstract=True, device=device)
     specs = fs.presets.PRESETS[preset](params, mesh, **(policy or {}))
     options = {"optimizer": fs.optim.adamw(1e-3), "backend": "eager", **options}
     return fs.shard_step(fn, specs, mesh=mesh, **options).lower(params, *batch)

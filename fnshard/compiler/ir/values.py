@@ -103,6 +103,7 @@ SCALARS = ValueName(Kind.VALUE, "scalars")  # the summed ones of a step
 LOSS_TANGENT = ValueName(Kind.VALUE, "loss_tangent")  # what the backward begins with
 CONTROL = ValueName(Kind.VALUE, "control")  # a step's `runtime.executor.control.StepControl`
 CONTROL_ON_HOST = CONTROL.on_host()  # with the event that it has arrived
+CONTROL_ON_STREAM = CONTROL.of(" on a stream")  # next to the control that it was made of
 
 
 def stored(paths: Iterable[str]) -> tuple[ValueName, ...]:

@@ -2,9 +2,9 @@
 
 An instruction is one class with all that is about it: fields and text; `bind`, what the executor does, and
 what the memory ledger runs on tensors without data (`analysis.dry_run`); `price`, what it takes;
-`wire_bytes`. A class whose `lane` is COMMUNICATION or TRANSFER issues a flight, and has the same for its
-Wait. `verify`, traffic, the fingerprint and the timeline know a new instruction by these. Passes that move
-lines of one kind (prefetch, reshard, offload, updates) name the classes that they move.
+`wire_bytes`. A class whose `lane` is COMMUNICATION, TRANSFER or OPTIMIZER issues a flight, and has the same
+for its Wait. `verify`, traffic, the fingerprint and the timeline know a new instruction by these. Passes that
+move lines of one kind (prefetch, reshard, offload, updates) name the classes that they move.
 
 Values are named by `compiler.ir.values.ValueName`: `s:path` prints for a stored shard, `r:bucket` for reduced
 gradients; `x2.0` is the first value that segment 2 saves.
@@ -32,7 +32,9 @@ from fnshard.mesh import Mesh
 Names = tuple[ValueName, ...]
 Env = dict[str, Any]  # values by name, as a step runs
 Action = Callable[[Env], None]
-COMPUTE, COMMUNICATION, TRANSFER, HOST = LANES = ("compute", "communication", "transfer", "host")
+COMPUTE, COMMUNICATION, TRANSFER, OPTIMIZER, HOST = LANES = (
+    "compute", "communication", "transfer", "optimizer", "host",
+)  # fmt: skip
 
 
 class Context(Protocol):
@@ -61,6 +63,10 @@ class Context(Protocol):
 
     @property
     def worker(self) -> Any: ...
+
+    @property
+    def update_stream(self) -> Any:
+        """The stream of updates next to kernels; None where there is one stream."""
 
     def later(self, line: Instruction) -> Callable[[Callable[[], None]], None]:
         """How a part of a line is run: at once, or by the worker."""
@@ -121,6 +127,8 @@ class Pricer(Protocol):
 
     def update(self, line: Any) -> Price: ...
 
+    def slowdown(self, line: Any) -> Price: ...
+
 
 @dataclass(frozen=True)
 class Instruction:
@@ -138,6 +146,7 @@ class Instruction:
     outgoing: ClassVar[bool] = (
         False  # what it sends is read by no kernel: its Wait may come later (`overlap`)
     )
+    reads_until_waited: ClassVar[bool] = False  # what it reads must stay as it is until its Wait
 
     unit: str
     phase: str  # "forward", "backward" or "update", with the micro-batch where there are several

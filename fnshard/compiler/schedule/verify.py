@@ -15,7 +15,6 @@ from fnshard.compiler.schedule.buckets import summed_whole
 from fnshard.compiler.schedule.instructions import (
     COMMUNICATION,
     COMPUTE,
-    TRANSFER,
     AggregateBuffers,
     Cast,
     Exchange,
@@ -111,7 +110,7 @@ def _check_line(state: _State, number: int, line: Instruction, schedule: Schedul
 
 def _copied(issue: Instruction, name: ValueName) -> bool:
     """Whether the issue packs this value into a buffer of its own, so that it may die at once."""
-    if issue.lane == TRANSFER:
+    if issue.reads_until_waited:
         return False
     return (
         name.kind in (Kind.GRADIENT, Kind.ACCUMULATED, Kind.NORMS, Kind.REDUCED)

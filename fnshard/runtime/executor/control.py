@@ -46,6 +46,10 @@ class StepControl:
         """With the optimizer's numbers on their way to the host."""
         return replace(self, info=self.info.to(torch.device("cpu")))
 
+    def on_stream(self) -> StepControl:
+        """For another stream than the compute stream: what is made once a step is made there."""
+        return replace(self, info=replace(self.info))
+
     def _scaled(self, info: StepInfo, summary: Summary | None) -> StepInfo:
         factor = self.rescale(summary)
         return info if factor is None else info.scaled(factor)

@@ -14,6 +14,7 @@ from fnshard.compiler.schedule.instructions.leaves import Cast, Gather, Publish,
 from fnshard.compiler.schedule.instructions.transfers import ToDevice, ToHost
 from fnshard.compiler.schedule.instructions.updates import (
     Norms,
+    OverlappedUpdate,
     OwnerWork,
     ReduceScalars,
     SumShapes,
@@ -28,6 +29,7 @@ from fnshard.compiler.schedule.ir import (
     COMPUTE,
     HOST,
     LANES,
+    OPTIMIZER,
     TRANSFER,
     Action,
     Env,
@@ -38,9 +40,9 @@ from fnshard.compiler.schedule.ir import (
 )
 
 __all__ = [
-    "COMMUNICATION", "COMPUTE", "HOST", "LANES", "TRANSFER", "Accumulate", "Action", "Add",
+    "COMMUNICATION", "COMPUTE", "HOST", "LANES", "OPTIMIZER", "TRANSFER", "Accumulate", "Action", "Add",
     "AggregateBuffers", "AllReduce", "Cast", "Env", "Exchange", "Free", "Gather", "Instruction", "Local",
-    "Names", "Norms", "OfBucket", "OwnerWork", "Publish", "ReduceScalars", "ReduceScatter", "Reduced", "Run",
-    "Scales", "StoreBuffers", "SumShapes", "ToDevice", "ToHost", "Update", "UpdateBegin", "UpdateExchange",
-    "UpdateSums", "UpdateWhole", "Wait", "Zeros",
+    "Names", "Norms", "OfBucket", "OverlappedUpdate", "OwnerWork", "Publish", "ReduceScalars",
+    "ReduceScatter", "Reduced", "Run", "Scales", "StoreBuffers", "SumShapes", "ToDevice", "ToHost", "Update",
+    "UpdateBegin", "UpdateExchange", "UpdateSums", "UpdateWhole", "Wait", "Zeros",
 ]  # fmt: skip

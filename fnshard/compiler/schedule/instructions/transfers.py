@@ -52,7 +52,7 @@ class ToDevice(OfBucket):
     ones are made.
     """
 
-    lane = TRANSFER
+    lane, reads_until_waited = TRANSFER, True
 
     into: Names = ()
 
@@ -99,7 +99,7 @@ class ToDevice(OfBucket):
 class ToHost(OfBucket):
     """Issue: device values -> new copies on the host (`h:`), or `into` state that rests there or on disk."""
 
-    lane, outgoing = TRANSFER, True
+    lane, outgoing, reads_until_waited = TRANSFER, True, True
 
     into: Names = ()
 

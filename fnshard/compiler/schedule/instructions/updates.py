@@ -10,10 +10,11 @@ from functools import partial
 import torch
 from torch import Tensor, fx
 
-from fnshard.compiler.ir.values import CONTROL, MASTER, Kind, ValueName
+from fnshard.compiler.ir.values import CONTROL, CONTROL_ON_STREAM, MASTER, Kind, ValueName
 from fnshard.compiler.schedule.buckets import Part, of_owner
 from fnshard.compiler.schedule.ir import (
     COMMUNICATION,
+    OPTIMIZER,
     Action,
     Context,
     Env,
@@ -345,3 +346,49 @@ class Update(_OfOptimizer):
         work = pricer.graphs([each for own in self.work.values() for each in own.graphs.values()])
         seconds = price.device_seconds + work.device_seconds, price.host_seconds + work.host_seconds
         return replace(price, device_seconds=seconds[0], host_seconds=seconds[1], flops=work.flops)
+
+
+@dataclass(frozen=True)
+class OverlappedUpdate(Update):
+    """Issue: an Update on a stream of its own, next to kernels of the backward of other units.
+
+    An update is limited by memory, a product by arithmetic: together they take less time than in turn.
+    """
+
+    lane, outgoing, reads_until_waited = OPTIMIZER, True, True
+
+    def bind(self, context: Context) -> Action:
+        update, (flight,), stream = super().bind(context), self.writes, context.update_stream
+        device = context.device
+
+        def run(env: Env) -> None:
+            env[flight] = None
+            if stream is None:
+                update(env)
+                return
+            control, own = env[CONTROL], env.get(CONTROL_ON_STREAM, (None, None))
+            if own[0] is not control:
+                own = env[CONTROL_ON_STREAM] = control, control.on_stream()
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                update({**env, CONTROL: own[1]})
+                env[flight] = torch.cuda.Event()
+                env[flight].record(stream)
+
+        return run
+
+    @classmethod
+    def bind_wait(cls, wait: Wait, context: Context) -> Action:
+        """The compute stream sees new parameters and slots."""
+        (flight,), device = wait.reads, context.device
+
+        def run(env: Env) -> None:
+            event = env.pop(flight)
+            if event is not None:
+                torch.cuda.current_stream(device).wait_event(event)
+
+        return run
+
+    @classmethod
+    def wait_price(cls, wait: Wait, pricer: Pricer) -> Price:
+        return pricer.slowdown(pricer.schedule.issues[wait.reads[0]])

@@ -3,9 +3,9 @@
 from fnshard.compiler.schedule.passes.gathers import prefetch, regather, reshard
 from fnshard.compiler.schedule.passes.offload import offload
 from fnshard.compiler.schedule.passes.order import insert_frees, update_in_backward, updates_last
-from fnshard.compiler.schedule.passes.overlap import issue_early, overlap, wait_late
+from fnshard.compiler.schedule.passes.overlap import issue_early, overlap, overlap_updates, wait_late
 
 __all__ = [
-    "insert_frees", "issue_early", "offload", "overlap", "prefetch", "regather", "reshard",
-    "update_in_backward", "updates_last", "wait_late",
+    "insert_frees", "issue_early", "offload", "overlap", "overlap_updates", "prefetch",
+    "regather", "reshard", "update_in_backward", "updates_last", "wait_late",
 ]  # fmt: skip

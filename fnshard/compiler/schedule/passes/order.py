@@ -92,9 +92,9 @@ def insert_frees(schedule: Schedule) -> Schedule:
     """A value dies at its last reader: inside a kernel's call, or by a Free right after it.
 
     Stored shards and the step's own inputs belong to the caller and are never dropped. What a transfer
-    reads is read until its Wait.
+    or an overlapped update reads is read until its Wait.
     """
-    sent = {line.writes[0]: line.reads for line in schedule.instructions if line.lane == TRANSFER}
+    sent = {line.writes[0]: line.reads for line in schedule.instructions if line.reads_until_waited}
     keep = set(schedule.inputs) | set(schedule.outputs)
     last: dict[ValueName, int] = {}
     for index, line in enumerate(schedule.instructions):

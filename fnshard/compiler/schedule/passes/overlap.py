@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import fields
 
-from fnshard.compiler.ir.values import ValueName
-from fnshard.compiler.schedule.instructions import Exchange, Instruction, Run, Wait
+from fnshard.compiler.ir.values import Kind, ValueName
+from fnshard.compiler.schedule.instructions import Exchange, Instruction, OverlappedUpdate, Run, Update, Wait
 from fnshard.compiler.schedule.ir import Schedule
 
 
@@ -23,6 +24,36 @@ def overlap(schedule: Schedule, depth: int) -> Schedule:
         queue.feed(line)
     queue.flush()
     return schedule.with_instructions(queue.out)
+
+
+def overlap_updates(schedule: Schedule, depth: int) -> Schedule:
+    """Issue each update that a kernel follows on a stream of its own, and wait for it `depth` kernels later,
+    where the device has streams and all that the update reads and writes rests there."""
+    lines = schedule.instructions
+    kernels = [n for n, line in enumerate(lines) if isinstance(line, Run)]
+    last = kernels[-1] if kernels and depth and schedule.mesh.device_type == "cuda" else 0
+    waiting: dict[Wait, int] = {}
+    out: list[Instruction] = []
+    for number, line in enumerate(lines):
+        due = [w for w, left in waiting.items() if not left or _depends(line, w)]
+        out += due
+        waiting = {w: left - isinstance(line, Run) for w, left in waiting.items() if w not in due}
+        if number < last and _alone(line, schedule):
+            flight = ValueName(Kind.FLIGHT, f"update {line.bucket}")
+            same = {f.name: getattr(line, f.name) for f in fields(line)}
+            out.append(OverlappedUpdate(**{**same, "writes": (flight,)}))
+            named = line.unit, line.phase, (flight,), line.writes
+            waiting[Wait(*named, bucket=line.bucket, of=OverlappedUpdate)] = depth
+        else:
+            out.append(line)
+    return schedule.with_instructions([*out, *waiting])
+
+
+def _alone(line: Instruction, schedule: Schedule) -> bool:
+    """Whether it is an Update that reads nothing but a bucket's gradients and state, all on the device."""
+    kinds = (Kind.REDUCED, Kind.SLOTS, Kind.STORED)
+    plain = type(line) is Update and not line.work and all(n.kind in kinds for n in line.reads)
+    return plain and not line.on_host(schedule)
 
 
 def wait_late(schedule: Schedule) -> Schedule:
