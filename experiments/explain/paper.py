@@ -75,7 +75,8 @@ def explain(config: ExplainConfig) -> Paper:
     name, gigabytes, found = config.hardware.name, config.run.device_gb, None
     hardware = hardware_of(name)
     device = "cuda" if hardware.overlap else "cpu"
-    config = replace(config, precision=config.precision.on(device, sums=True))
+    sums = config.mesh.ranks > 1 or config.run.accumulate > 1
+    config = replace(config, precision=config.precision.on(device, sums=sums))
     device_bytes = hardware.memory_bytes if gigabytes is None else int(gigabytes * 1e9)
     axes = {name: size for name, size in config.mesh.axes.items() if size > 1 or name == "shard"}
     mesh = fs.make_mesh(**axes, device=device, abstract=True)  # which need not be here
