@@ -428,10 +428,8 @@ def test_a_value_that_depends_on_the_seed_cannot_be_read(act: Callable[[Any], An
 @pytest.mark.parametrize(
     ("draw", "name"),
     [
-        (lambda: np.random.rand(), r"numpy.random.rand"),
-        (lambda: np.random.default_rng().random(), r"os.urandom .*a generator without a seed"),
-        (lambda: random.random(), "random.random"),
-        (lambda: random.uniform(0, 1), r"random.uniform"),
+        (lambda: np.random.rand(), r"numpy.random"),
+        (lambda: random.uniform(0, 1), r"Python's random"),
     ],
 )
 def test_random_numbers_that_differ_from_rank_to_rank_are_refused(draw: Any, name: str) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.overrides import resolve_name
 
-from fnshard.compiler.deferred.host_random import refused
+from fnshard.compiler.deferred.host_random import undrawn
 from fnshard.compiler.deferred.recorder import META, Functions, Recorder
 from fnshard.compiler.deferred.tape import START, Take, Tape, generator_lock, leaves_of
 from fnshard.compiler.ir.containers import Contents
@@ -73,7 +73,7 @@ def deferred() -> Iterator[None]:
             stack.enter_context(recorder.one_truncation())
             stack.enter_context(torch.random.fork_rng(devices=[]))
             recorder.mark(START)
-            stack.enter_context(refused(_draw, lambda: getattr(_here, "recorder", None) is recorder))
+            stack.enter_context(undrawn(_draw))
             stack.enter_context(recorder)
             stack.enter_context(Functions(recorder))
             yield

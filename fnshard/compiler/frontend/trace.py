@@ -47,7 +47,7 @@ from fnshard.compiler.rewrites.causal_mask import recognise_causal
 from fnshard.compiler.rewrites.hooks import apply_hooks
 from fnshard.compiler.rewrites.in_place import functionalize, index_strided
 from fnshard.compiler.rewrites.rounding import keep_rounding
-from fnshard.errors import TraceError, leaves
+from fnshard.errors import TraceError, leaves, report
 from fnshard.layout.spec import LayoutSpec
 from fnshard.losses import Mean, unwrapped
 from fnshard.mesh import Mesh
@@ -88,7 +88,7 @@ def trace(
         tracing_on(mesh),
         LOCK,
         Surroundings(source.runs) as surroundings,
-        undrawn(surroundings.reached.of_type(GENERATORS)),
+        undrawn(lambda name: TraceError(DRAWS.format(name=name)), surroundings.reached.of_type(GENERATORS)),
         Limits() as limits,
     ):
         try:
@@ -102,6 +102,14 @@ def trace(
         tensors = traced.closed_over, traced.copied
         guard = Guard(source.runs, surroundings.reached, surroundings.written, *tensors)
         return replace(traced.program, guard=guard, rows=_rows(source.batch))
+
+
+DRAWS = report(
+    "`fn`, or another thread while it was traced, draws random numbers by {name}, which a trace keeps as "
+    "constants.",
+    fix="draw with torch (torch.rand, F.dropout), which follows the state's seed and the step; or draw "
+    "before the step and pass the numbers as tensors with the batch.",
+)
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,8 +26,6 @@ from torch.distributions import Distribution
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
-from fnshard.compiler.deferred import host_random
-from fnshard.compiler.deferred.host_random import DRAWS
 from fnshard.compiler.deferred.tape import leaves_of, map_leaves
 from fnshard.compiler.frontend import control_flow, functions, statistics, transforms
 from fnshard.compiler.frontend.substitutes import SUBSTITUTES, mask_positions
@@ -119,7 +117,6 @@ def refusals(device: torch.device) -> Iterator[Calls]:
         for owner, name, patch in _patches(calls.hooks):
             original = inspect.getattr_static(owner, name, None)
             stack.enter_context(mock.patch.object(owner, name, patch(original, here), create=True))
-        stack.enter_context(host_random.refused(lambda name: TraceError(DRAWS.format(name=name)), here))
         yield stack.enter_context(calls)
 
 
