@@ -271,12 +271,17 @@ class Planner:
         return best
 
     def descend(self, best: Candidate, say: Callable[[str], None]) -> Candidate:
+        """Take the best step until none is better; one to more rows again while no other can gain as much."""
         while True:
             around = [self.look(k) for k in self.neighbours(best.knobs)]
             better = min([best, *around], key=lambda c: c.cost(self.budget))
             if better.cost(self.budget) >= best.cost(self.budget):
                 return best
-            best = better
+            factor = better.knobs.micro_rows // best.knobs.micro_rows
+            while factor > 1 and better.seconds < GAIN * best.seconds:
+                best, larger = better, replace(better.knobs, micro_rows=factor * better.knobs.micro_rows)
+                better = self.look(larger) if self.valid(larger) else best
+            best = min(best, better, key=lambda c: c.cost(self.budget))
             found = f"{time_text(best.seconds)}, {byte_text(best.peak_bytes)}"
             say(f"{found}: {best.knobs.overrides(self.config.batch_rows)}")
 
@@ -290,6 +295,7 @@ class Planner:
 
 
 AXES = ("replicate", "shard", "tensor", "context")
+GAIN = 0.7  # of the time: no recomputation saves more
 
 
 def _moments(timeline: MemoryTimeline, layers: int) -> dict[Any, float]:
