@@ -136,9 +136,7 @@ def test_numbers_are_those_of_plain_likelihoods(model, files, tmp_path):
             assert of["stderr"] == pytest.approx(deviation / math.sqrt(len(values)))
 
 
-def test_two_ranks_answer_what_one_does_and_go_on_where_they_were_cut_off(
-    model, files, tmp_path
-):
+def test_two_ranks_answer_what_one_does_and_go_on_where_they_were_cut_off(model, files, tmp_path):
     tasks = [f"arc:{files['arc']}", f"gsm8k:{files['gsm8k']}"]
     one = measured(model, tmp_path / "one", *tasks)
     two = tmp_path / "two"
@@ -190,8 +188,8 @@ def test_numbers_are_those_of_lm_eval(model, files, tmp_path, ranks):
         paths.append(tmp_path / f"{task['task']}.yaml")
         paths[-1].write_text(yaml.safe_dump(task))
     theirs = of_files(
-        0, lm_eval.simple_evaluate, "hf", model_args=f"pretrained={model},dtype=float32", tasks=list(map(str, paths)), batch_size=4,
-        device="cpu", bootstrap_iters=10,
+        0, lm_eval.simple_evaluate, "hf", model_args=f"pretrained={model},dtype=float32",
+        tasks=list(map(str, paths)), batch_size=4, device="cpu", bootstrap_iters=10,
     )  # fmt: skip
     ours = measured(
         model, tmp_path / "ours", *(f"lm-eval:{path}" for path in paths), ranks=2,

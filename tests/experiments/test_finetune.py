@@ -129,9 +129,8 @@ DORA = ("method.dora=true", "method.b_rate=4")
 @pytest.mark.parametrize(
     ("axes", "more"),
     [
-        ({"tensor": 2}, ("method.neftune=5",)),
-        ({"shard": 2}, DORA),
-        ({"tensor": 2}, DORA),
+        ({"tensor": 2}, ("method.neftune=5", *DORA)),
+        pytest.param({"shard": 2}, DORA, marks=pytest.mark.long),
         pytest.param({"context": 2}, (), marks=pytest.mark.long),
     ],
     ids=str,

@@ -88,8 +88,15 @@ class Wide:
         return getattr(torch, name)
 
 
-@pytest.mark.parametrize("axes", [{"shard": 1}, {"shard": 2}, {"tensor": 2}], ids=str)
-@pytest.mark.parametrize("name", TINY)
+MESHES = [{"shard": 1}, {"shard": 2}, {"tensor": 2}]
+FEW = {("tiny-llava", 1), ("tiny-smolvlm", 2), ("tiny-qwen2-vl", 1), ("tiny-qwen2.5-vl", 2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [pytest.param(name, axes, id=f"{name}-{axes}", marks=[] if (name, n) in FEW else pytest.mark.long)
+     for name in TINY for n, axes in enumerate(MESHES)],
+)  # fmt: skip
 def test_gradients_are_those_of_plain_autograd(folders, pictures, monkeypatch, name, axes):
     """Rows of several images and of none, of many sizes; ranks whose rows have other shapes."""
     for each in ("llama", "smolvlm", "qwen2_vl", "qwen2_5_vl"):
@@ -279,7 +286,8 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_what_is_tuned_is_exported_and_opened(folders, shapes, pictures, tmp_path, capfd, name, chosen):
     """Losses fall; the tower is tuned or frozen as said; transformers has the same logits."""
-    config = config_of(folders[name], {"samples": shapes}, tmp_path, "data.context=192", *chosen)
+    config = config_of(folders[name], {"samples": shapes}, tmp_path, "data.context=128", "run.steps=2",
+                       "run.held_out_every=2", *chosen)  # fmt: skip
     folder = tmp_path / "run"
     loop.finetune(config, run_in(folder), [], Stop())
     shown = capfd.readouterr().out
