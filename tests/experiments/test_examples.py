@@ -56,8 +56,8 @@ def in_double(rank: int, train: Callable[..., list[float]], steps: int) -> list[
 @pytest.mark.parametrize(
     ("module", "steps", "by"),
     [
-        (maml, 40, 0.85),
-        (gradient_penalty_gan, 60, 0.9),
+        pytest.param(maml, 40, 0.85, marks=pytest.mark.long),
+        pytest.param(gradient_penalty_gan, 60, 0.9, marks=pytest.mark.long),
         (ensemble_vmap, 30, 0.6),
         (pinn, 30, 0.8),
         pytest.param(moe, 30, 0.95, marks=pytest.mark.long),

@@ -307,7 +307,8 @@ def tuned(rank: int, config: FinetuneConfig, folder: str) -> None:
 )  # fmt: skip
 def test_two_ranks_draw_what_one_does(ranks, model, data, tmp_path, objective, axes):
     double = [f"precision.{part}=float64" for part in ("storage", "compute", "reduce", "optimizer")]
-    config = config_of(model, data, tmp_path, f"objective={objective}", "run.steps=2", *SMALL, *double)
+    config = config_of(model, data, tmp_path, f"objective={objective}", "run.steps=1", *SMALL,
+                       "objective.tokens=2", *double)  # fmt: skip
     config = replace(config, objective=replace(config.objective, reward={"name": "length", "most": 1}))
     one, two = tmp_path / "one", tmp_path / "two"
     tuned(0, config, str(one))
