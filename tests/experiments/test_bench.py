@@ -258,19 +258,12 @@ def test_checkpoints_of_both_kinds_are_saved_and_restored_in_turn(command):
     ("case", "overrides"),
     [
         ("executor", ["rounds=2"]),
-        pytest.param(
-            "predict",
-            ["ranks=1", "rounds=1", "backend=eager", "plans=[5m-full_shard]"],
-            marks=pytest.mark.long,  # what a machine is measured by takes a minute
-        ),
-        pytest.param(
-            "experts",
-            ["size=tiny", "length=16", "rounds=1", "ranks=2", "backend=eager"],
-            marks=pytest.mark.long,
-        ),
+        pytest.param("predict", ["ranks=1", "rounds=1", "backend=eager", "plans=[5m-full_shard]"],
+                     marks=pytest.mark.long),  # what a machine is measured by takes a minute
+        pytest.param("experts", [*TINY, "ranks=2"], marks=pytest.mark.long),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
-)
+)  # fmt: skip
 def test_a_mechanism_is_measured(case, overrides, command):
     rows = command(case, *overrides)["rows"]
     assert len(rows) > 1

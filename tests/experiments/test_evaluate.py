@@ -156,8 +156,7 @@ def of_files(rank: int, fn: Any, *args: Any, **how: Any) -> Any:
     from lm_eval.tasks import TaskManager
 
     with pytest.MonkeyPatch.context() as patch:
-        alone = partialmethod(TaskManager.__init__, include_defaults=False)
-        patch.setattr(TaskManager, "__init__", alone)
+        patch.setattr(TaskManager, "__init__", partialmethod(TaskManager.__init__, include_defaults=False))
         return fn(*args, **how)
 
 
@@ -213,18 +212,14 @@ BROKEN = {
     "another letter": ("mmlu", "q,a,b,c,d,E\n", "line 1: answer 'E': one of A, B, C, D"),
     "five columns": ("mmlu", "q,a,b,c,A\n", "line 1: expected 6 columns, got 5"),
     "no such label": (
-        "arc",
-        '{"question": "x", "choices": {"text": ["a", "b"], "label": ["1", "2"]}, "answerKey": "3"}\n',
-        "line 1: answer '3': one of 1, 2",
-    ),
+        "arc", '{"question": "x", "choices": {"text": ["a", "b"], "label": ["1", "2"]}, "answerKey": "3"}\n',
+        "line 1: answer '3': one of 1, 2"),
     "one choice": (
-        "hellaswag",
-        '{"activity_label": "", "ctx_a": "", "ctx_b": "", "endings": ["x"], "label": 0}\n',
-        "line 1: expected two choices or more",
-    ),
+        "hellaswag", '{"activity_label": "", "ctx_a": "", "ctx_b": "", "endings": ["x"], "label": 0}\n',
+        "line 1: expected two choices or more"),
     "no text": ("gsm8k", '{"question": 5, "answer": "#### 1"}\n', "line 1: question: expected text, got 5"),
     "bytes": ("ceval", b"\xff\xfe\n", "can't decode byte"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BROKEN)

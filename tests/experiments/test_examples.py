@@ -9,17 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.examples import (
-    dino,
-    ensemble_vmap,
-    gpt,
-    gradient_penalty_gan,
-    maml,
-    mlp,
-    moe,
-    pinn,
-    vit,
-)
+from experiments.examples import dino, ensemble_vmap, gpt, gradient_penalty_gan, maml, mlp, moe, pinn, vit
 
 
 def fell(losses: list[float], by: float) -> bool:

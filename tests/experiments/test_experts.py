@@ -35,9 +35,8 @@ FAMILIES = {
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 8,
                 "layer_types": ["full_attention"] * 2},
 }  # fmt: skip
-TOKENS = torch.randint(
-    1, 61, (2, 5), generator=torch.Generator().manual_seed(1)
-)  # few: some experts get none
+# Few: some experts get none.
+TOKENS = torch.randint(1, 61, (2, 5), generator=torch.Generator().manual_seed(1))
 
 
 class Wide:
@@ -331,9 +330,9 @@ def test_routers_are_those_that_the_model_balances(name):
 
 def test_a_balanced_mixture_is_spread_more_evenly(mixture, data, tmp_path):
     found = {}
-    few = ("run.steps=3", "run.sample_tokens=0", "export=none")
     for weight in (0, 3):
-        config = config_of(mixture, data, tmp_path, "method=full", f"objective.balance={weight}", *few)
+        config = config_of(mixture, data, tmp_path, "method=full", f"objective.balance={weight}",
+                           "run.steps=3", "run.sample_tokens=0", "export=none")  # fmt: skip
         loop.finetune(config, run_in(tmp_path / str(weight)), [], Stop())
         found[weight] = json.loads((tmp_path / str(weight) / "result.json").read_text())["held_out_balance"]
     assert 2 <= found[3] < found[0]

@@ -64,15 +64,8 @@ class Memory:
 HERE = (
     f"model._target_={__name__}.linear data._target_={__name__}.points objective._target_={__name__}.squares"
 )
-OWN = (
-    *HERE.split(),
-    "model.width=3",
-    "data.count=32",
-    "data.rows=32",
-    "data.held_out_rows=32",
-    *SMALL,
-    "optimizer.lr=0.1",
-)
+OWN = (*HERE.split(), "model.width=3", "data.count=32", "data.rows=32", "data.held_out_rows=32", *SMALL,
+       "optimizer.lr=0.1")  # fmt: skip
 
 
 def config_of(*words: str) -> TrainConfig:

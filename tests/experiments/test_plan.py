@@ -77,15 +77,14 @@ def test_more_micro_batches_are_so_many_more() -> None:
 
 def test_the_line_that_is_printed_is_the_plan() -> None:
     """`explain` predicts for it what the search did."""
-    few = "model.layers=2"
-    planner = planner_of(8, "rows=32", few)
+    planner = planner_of(8, "rows=32", two := "model.layers=2")
     for knobs in (
         Knobs(1, 4, 2, remat="unit"),
         Knobs(2, 4, optimizer="host"),
         Knobs(1, 8, keep=True, remat=0.5),
         Knobs(1, 8, optimizer_dtype="bfloat16"),
     ):
-        found = explain(config_of(few, *knobs.overrides(32).split(), spec=EXPLAIN, kind=ExplainConfig))
+        found = explain(config_of(two, *knobs.overrides(32).split(), spec=EXPLAIN, kind=ExplainConfig))
         exact = planner.exact(knobs)
         assert found.memory.peak_bytes == exact.peak_bytes
         assert found.timeline.step_seconds == pytest.approx(exact.seconds, rel=1e-9)

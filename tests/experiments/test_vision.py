@@ -186,10 +186,8 @@ def written(folder: Path, *records: Any) -> Path:
 def test_records_say_their_images_in_three_ways(folders, pictures, tmp_path):
     """A list next to texts, marked or not, and parts of messages: one sample, learned alike."""
     picture = Path(pictures[0]).name
-    user = {
-        "role": "user",
-        "content": [{"type": "image", "path": picture}, {"type": "text", "text": "What?"}],
-    }
+    parts = [{"type": "image", "path": picture}, {"type": "text", "text": "What?"}]
+    user = {"role": "user", "content": parts}
     said = {"role": "assistant", "content": "noise"}
     path = written(
         Path(pictures[0]).parent,
@@ -281,15 +279,12 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("name", "chosen"),
     [
         ("tiny-qwen2.5-vl", ("method=lora", "method.targets=all-linear|vision-linear", "export=both")),
-        pytest.param(
-            "tiny-llava",
-            ("method=full", "method.freeze=*vision_tower*", "export=merged"),
-            marks=pytest.mark.long,
-        ),
+        pytest.param("tiny-llava", ("method=full", "method.freeze=*vision_tower*", "export=merged"),
+                     marks=pytest.mark.long),
         pytest.param("tiny-smolvlm", ("method=qlora4", "export=both"), marks=pytest.mark.long),
         pytest.param("tiny-qwen2-vl", ("method=full", "export=merged"), marks=pytest.mark.long),
     ],
-)
+)  # fmt: skip
 def test_what_is_tuned_is_exported_and_opened(folders, shapes, pictures, tmp_path, capfd, name, chosen):
     """Losses fall; the tower is tuned or frozen as said; transformers has the same logits."""
     config = config_of(folders[name], {"samples": shapes}, tmp_path, "data.context=128", "run.steps=2",
