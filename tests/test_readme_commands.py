@@ -178,7 +178,7 @@ TABLE = {
     "python -m experiments.examples.pinn": Row(),
     "python -m experiments.examples.dino": Row(),
     # -- finetune
-    "python -m experiments.finetune": replace(TINY, short=f"{TINY.short} mesh.shard=1", quick=True),
+    "python -m experiments.finetune": TINY,
     "python -m experiments.finetune method=lora": TINY,
     "python -m experiments.finetune method=qlora4 precision=bf16": TINY,
     "python -m experiments.finetune method=lora data.train=mine.jsonl": Row(f"{TUNE.short} mesh.shard=1"),
@@ -186,7 +186,9 @@ TABLE = {
     "python -m experiments.finetune objective=grpo model=/models/llama data.train=mine.jsonl "
     "objective.reward=number": replace(TUNE, short=f"{TUNE.short} objective.group=4"),
     "python -m experiments.finetune objective=dpo data.train=pairs.jsonl": TUNE,
-    "python -m experiments.finetune objective=dpo data.train=pairs.jsonl model=/models/llama": TUNE,
+    "python -m experiments.finetune objective=dpo data.train=pairs.jsonl model=/models/llama": (
+        replace(TUNE, short=f"{TUNE.short} mesh.shard=1", quick=True)
+    ),
     "python -m experiments.finetune model=/models/llama data.train=mine.jsonl method=qlora4 precision=bf16": TUNE,
     "python -m experiments.finetune method=qlora4 strategy=auto run.device_gb=24 model=/models/llama "
     "data.train=mine.jsonl": TUNE,
@@ -209,7 +211,9 @@ TABLE = {
     "python -m experiments.explain model=7b strategy=auto mesh.shard=8 data.rows=32 run.device_gb=24 hardware=a100": PAPER,
     "python -m experiments.explain run=outputs/2030-01-31/12-00-00": Row(quick=True),
     "python -m experiments.explain hardware=measured:outputs/2030-01-31": PAPER,
-    "python -m experiments.plan model=70b devices=64": Row("model.layers=2 devices=1 rows=1", quick=True),
+    "python -m experiments.plan model=70b devices=64": (
+        Row("model.layers=1 model.width=64 model.heads=4 model.kv_heads=2 model.context=64 devices=1 rows=1", quick=True)
+    ),
     "python -m experiments.plan model=405b devices=16384 tokens=15e12 rows=2048": SEARCH,
     "python -m experiments.plan model=8b days=30 tokens=1e12": SEARCH,
     # -- measuring

@@ -1,5 +1,6 @@
 """Fixtures that several files of this folder use."""
 
+from launched import forked  # noqa: F401
 from made_data import (  # noqa: F401
     bpe_folder,
     byte_directory,

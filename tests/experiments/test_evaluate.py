@@ -5,21 +5,19 @@ from __future__ import annotations
 import csv
 import json
 import math
-import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from commands import run_command
 from runs import rows_of, run_in
 from tuning import config_of
 
-from experiments import ROOT
 from experiments.cli.exceptions import MISTAKES
 from experiments.configs.train import ConfigError
 from experiments.data.tokenizer import byte_tokenizer
@@ -31,6 +29,7 @@ from experiments.training.result import read_result
 from fnshard.launcher.rank import Stop
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("forked")
 LETTERS = "ABCD"
 
 
@@ -57,7 +56,7 @@ def word(draw: random.Random, most: int = 9) -> str:
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A file of each format, made here."""
     folder, draw = tmp_path_factory.mktemp("tasks"), random.Random(0)
-    count = range(24)
+    count = range(10)
     rows: dict[str, list[dict[str, Any]]] = {
         "arc": [
             {"question": {"stem": word(draw, 20), "choices": [
@@ -85,12 +84,16 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
-def measured(model: Path, folder: Path, *tasks: str, **how: Any) -> dict[str, dict[str, float]]:
-    defaults = {"ranks": 1, "backend": "eager", "device": "cpu", "tokens": 8, "rows": 8}
-    run.evaluate(
-        EvaluateConfig(**{"model": str(model), "tasks": tasks, "folder": str(folder), **defaults, **how}),
-        folder,
-    )
+def measured(
+    model: Path, folder: Path, *tasks: str, launch: Any = None, **how: Any
+) -> dict[str, dict[str, float]]:
+    """One rank is this process; several are forked, but where `launch` says otherwise."""
+    defaults = {"ranks": 1, "backend": "eager", "device": "cpu", "tokens": 2, "rows": 8}
+    config = EvaluateConfig(**{"model": str(model), "tasks": tasks, "folder": str(folder), **defaults, **how})
+    with pytest.MonkeyPatch.context() as patch:
+        if launch or config.ranks == 1:
+            patch.setattr(run.fs, "launch", launch or (lambda fn, *, args, **_: fn(*args)))
+        run.evaluate(config, folder)
     return json.loads((folder / "results.json").read_text())["results"]
 
 
@@ -133,9 +136,7 @@ def test_numbers_are_those_of_plain_likelihoods(model, files, tmp_path):
             assert of["stderr"] == pytest.approx(deviation / math.sqrt(len(values)))
 
 
-def test_two_ranks_answer_what_one_does_and_go_on_where_they_were_cut_off(
-    model, files, tmp_path, monkeypatch
-):
+def test_two_ranks_answer_what_one_does_and_go_on_where_they_were_cut_off(model, files, tmp_path):
     tasks = [f"arc:{files['arc']}", f"gsm8k:{files['gsm8k']}"]
     one = measured(model, tmp_path / "one", *tasks)
     two = tmp_path / "two"
@@ -147,10 +148,19 @@ def test_two_ranks_answer_what_one_does_and_go_on_where_they_were_cut_off(
     assert measured(model, two, *tasks, ranks=1) == one
     assert all(path.read_text().startswith(kept[path][: len(kept[path]) // 2]) for path in answers)
     with pytest.raises(ConfigError, match="its answers are of another model, task or setting"):
-        measured(model, two, *tasks, tokens=9)
+        measured(model, two, *tasks, tokens=3)
 
 
-def test_numbers_are_those_of_lm_eval(model, files, tmp_path):
+def of_files(rank: int, fn: Any, *args: Any, **how: Any) -> Any:
+    """Call it where the harness knows the tasks of files alone: to read its own takes ten seconds."""
+    from lm_eval.tasks import TaskManager
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TaskManager, "__init__", partialmethod(TaskManager.__init__, include_defaults=False))
+        return fn(*args, **how)
+
+
+def test_numbers_are_those_of_lm_eval(model, files, tmp_path, ranks):
     """The same questions, asked by the harness of its own model, and of ours as one of its models."""
     lm_eval = pytest.importorskip("lm_eval")
     docs = tmp_path / "docs.jsonl"
@@ -170,17 +180,20 @@ def test_numbers_are_those_of_lm_eval(model, files, tmp_path):
         "task": "own_sums", **common, "dataset_kwargs": {"data_files": {"test": str(sums)}},
         "output_type": "generate_until", "doc_to_text": "Question: {{question}}\nAnswer:",
         "doc_to_target": "{{answer}}", "metric_list": [{"metric": "exact_match", **metric}],
-        "generation_kwargs": {"until": ["Question:"], "do_sample": False, "max_gen_toks": 8},
+        "generation_kwargs": {"until": ["Question:"], "do_sample": False, "max_gen_toks": 2},
     }  # fmt: skip
     paths = []
     for task in (choose, generate):
         paths.append(tmp_path / f"{task['task']}.yaml")
         paths[-1].write_text(yaml.safe_dump(task))
-    theirs = lm_eval.simple_evaluate(
-        "hf", model_args=f"pretrained={model},dtype=float32", tasks=list(map(str, paths)), batch_size=4,
-        device="cpu", bootstrap_iters=10,
+    theirs = of_files(
+        0, lm_eval.simple_evaluate, "hf", model_args=f"pretrained={model},dtype=float32",
+        tasks=list(map(str, paths)), batch_size=4, device="cpu", bootstrap_iters=10,
     )  # fmt: skip
-    ours = measured(model, tmp_path / "ours", *(f"lm-eval:{path}" for path in paths), ranks=2)
+    ours = measured(
+        model, tmp_path / "ours", *(f"lm-eval:{path}" for path in paths), ranks=2,
+        launch=lambda fn, *, args, **_: ranks(2).run(of_files, fn, *args),
+    )  # fmt: skip
     direct = measured(model, tmp_path / "direct", f"arc:{files['arc']}")
     for name in ("acc", "acc_norm"):
         value, spread = (theirs["results"]["own_arc"][f"{name}{of},none"] for of in ("", "_stderr"))
@@ -199,18 +212,14 @@ BROKEN = {
     "another letter": ("mmlu", "q,a,b,c,d,E\n", "line 1: answer 'E': one of A, B, C, D"),
     "five columns": ("mmlu", "q,a,b,c,A\n", "line 1: expected 6 columns, got 5"),
     "no such label": (
-        "arc",
-        '{"question": "x", "choices": {"text": ["a", "b"], "label": ["1", "2"]}, "answerKey": "3"}\n',
-        "line 1: answer '3': one of 1, 2",
-    ),
+        "arc", '{"question": "x", "choices": {"text": ["a", "b"], "label": ["1", "2"]}, "answerKey": "3"}\n',
+        "line 1: answer '3': one of 1, 2"),
     "one choice": (
-        "hellaswag",
-        '{"activity_label": "", "ctx_a": "", "ctx_b": "", "endings": ["x"], "label": 0}\n',
-        "line 1: expected two choices or more",
-    ),
+        "hellaswag", '{"activity_label": "", "ctx_a": "", "ctx_b": "", "endings": ["x"], "label": 0}\n',
+        "line 1: expected two choices or more"),
     "no text": ("gsm8k", '{"question": 5, "answer": "#### 1"}\n', "line 1: question: expected text, got 5"),
     "bytes": ("ceval", b"\xff\xfe\n", "can't decode byte"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BROKEN)
@@ -236,14 +245,13 @@ def test_tasks_that_name_nothing_are_one_error(tmp_path):
 
 def test_the_command(model, files, tmp_path):
     words = [f"model={model}", f"tasks=[mmlu:{files['mmlu']}]", "limit=6", "rows=8", "ranks=2"]
-    command = [sys.executable, "-m", "experiments.evaluate", *words]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    command = ["experiments.evaluate", *words]
+    done = run_command(command, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "mmlu_test/acc " in done.stdout and "questions, 0 answered before" in done.stdout
-    again = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    again = run_command(command, tmp_path)
     assert "6 questions, 6 answered before" in again.stdout, again.stdout + again.stderr
-    wrong = subprocess.run([*command, "rows=none"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    wrong = run_command([*command, "rows=none"], tmp_path)
     assert wrong.returncode == 2 and "rows=none" in wrong.stderr
 
 

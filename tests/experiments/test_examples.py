@@ -9,17 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from experiments.examples import (
-    dino,
-    ensemble_vmap,
-    gpt,
-    gradient_penalty_gan,
-    maml,
-    mlp,
-    moe,
-    pinn,
-    vit,
-)
+from experiments.examples import dino, ensemble_vmap, gpt, gradient_penalty_gan, maml, mlp, moe, pinn, vit
 
 
 def fell(losses: list[float], by: float) -> bool:
@@ -56,8 +46,8 @@ def in_double(rank: int, train: Callable[..., list[float]], steps: int) -> list[
 @pytest.mark.parametrize(
     ("module", "steps", "by"),
     [
-        (maml, 40, 0.85),
-        (gradient_penalty_gan, 60, 0.9),
+        pytest.param(maml, 40, 0.85, marks=pytest.mark.long),
+        pytest.param(gradient_penalty_gan, 60, 0.9, marks=pytest.mark.long),
         (ensemble_vmap, 30, 0.6),
         (pinn, 30, 0.8),
         pytest.param(moe, 30, 0.95, marks=pytest.mark.long),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
 import shlex
-import subprocess
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from commands import run_command
 from runs import rows_of, run_in
 from torch import Tensor
 
@@ -64,15 +64,8 @@ class Memory:
 HERE = (
     f"model._target_={__name__}.linear data._target_={__name__}.points objective._target_={__name__}.squares"
 )
-OWN = (
-    *HERE.split(),
-    "model.width=3",
-    "data.count=32",
-    "data.rows=32",
-    "data.held_out_rows=32",
-    *SMALL,
-    "optimizer.lr=0.1",
-)
+OWN = (*HERE.split(), "model.width=3", "data.count=32", "data.rows=32", "data.held_out_rows=32", *SMALL,
+       "optimizer.lr=0.1")  # fmt: skip
 
 
 def config_of(*words: str) -> TrainConfig:
@@ -164,10 +157,10 @@ def test_the_worked_example_is_swept_from_its_own_folder(tmp_path):
     text = (EXAMPLE / "shapes.py").read_text()
     (line,) = [line.strip() for line in text.splitlines() if "--multirun" in line]
     assert len(text.splitlines()) < 100
-    words = [*shlex.split(line)[1:-1], "model.width=4,8", "run.steps=3", "run.held_out_every=3"]
+    words = [*shlex.split(line)[1:-1], "model.width=4,8", "run.steps=2", "run.held_out_every=2"]
     words += ["run.backend=eager", "data.train=256", f"hydra.sweep.dir={tmp_path}"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *words], cwd=EXAMPLE, env=env, capture_output=True, text=True)
+    own = shutil.copytree(EXAMPLE, tmp_path / "own_research")
+    done = run_command(words[1:], own, patches={"sys.path": [str(own), *sys.path]})
     assert done.returncode == 0, done.stdout + done.stderr
     for number in "01":
         result = read_result(tmp_path / number)

@@ -16,6 +16,7 @@ from experiments.configs.checks import ConfigError
 from experiments.explain.config import SPEC as EXPLAIN
 from experiments.explain.config import ExplainConfig
 from experiments.explain.paper import explain
+from experiments.plan import search
 from experiments.plan.__main__ import as_text, days_of, planned, rivals, write
 from experiments.plan.config import SPEC, PlanConfig
 from experiments.plan.search import REMAT, TIERS, Candidate, Knobs, Planner
@@ -26,7 +27,7 @@ MODEL = (
     "model.width=64", "model.layers=7", "model.heads=4", "model.kv_heads=2", "model.context=64",
     "model.vocab=128", "model.mlp=128",
 )  # fmt: skip
-FEW = "model.layers=2"  # so few are lowered as they are
+FEW = "model.layers=1"  # so few are lowered as they are
 H100 = Hardware.named("h100")
 
 
@@ -50,7 +51,7 @@ PLANS = [
 
 @pytest.mark.parametrize(
     "knobs",
-    [pytest.param(k, marks=[] if n in (2, 5, 7) else pytest.mark.long) for n, k in enumerate(PLANS)],
+    [pytest.param(k, marks=[] if n in (2, 5) else pytest.mark.long) for n, k in enumerate(PLANS)],
     ids=str,
 )
 def test_few_layers_say_what_all_need(knobs: Knobs) -> None:
@@ -76,14 +77,14 @@ def test_more_micro_batches_are_so_many_more() -> None:
 
 def test_the_line_that_is_printed_is_the_plan() -> None:
     """`explain` predicts for it what the search did."""
-    planner = planner_of(8, "rows=32")
+    planner = planner_of(8, "rows=32", two := "model.layers=2")
     for knobs in (
         Knobs(1, 4, 2, remat="unit"),
         Knobs(2, 4, optimizer="host"),
         Knobs(1, 8, keep=True, remat=0.5),
         Knobs(1, 8, optimizer_dtype="bfloat16"),
     ):
-        found = explain(config_of(*knobs.overrides(32).split(), spec=EXPLAIN, kind=ExplainConfig))
+        found = explain(config_of(two, *knobs.overrides(32).split(), spec=EXPLAIN, kind=ExplainConfig))
         exact = planner.exact(knobs)
         assert found.memory.peak_bytes == exact.peak_bytes
         assert found.timeline.step_seconds == pytest.approx(exact.seconds, rel=1e-9)
@@ -100,10 +101,11 @@ def no_better_neighbour(planner: Planner, best: Candidate) -> int:
 
 @pytest.mark.parametrize(
     ("devices", "budget"),
-    [(2, 0.0008), *(pytest.param(n, b, marks=pytest.mark.long)
+    [(2, 0.0005), *(pytest.param(n, b, marks=pytest.mark.long)
      for n in (1, 4, 6, 12, 16, 32) for b in (1.0, 0.002, 0.001, 0.0007))],
 )  # fmt: skip
-def test_no_neighbour_is_faster_and_fits(devices: int, budget: float) -> None:
+def test_no_neighbour_is_faster_and_fits(devices: int, budget: float, monkeypatch: Any) -> None:
+    monkeypatch.setattr(search, "REMAT", ("none", "unit"))
     planner = planner_of(devices, f"rows={2 * devices}", f"device_gb={budget}", FEW)
     best = planner.best()
     assert best.peak_bytes <= planner.budget and no_better_neighbour(planner, best) >= 4
@@ -119,19 +121,21 @@ def test_a_budget_is_kept_and_costs_time() -> None:
 
 
 def test_a_narrower_optimizer_is_tried_where_it_is_allowed() -> None:
-    planner = planner_of(1, "rows=8", "device_gb=0.0013", "optimizer_dtypes=[bfloat16]", FEW)
+    planner = planner_of(1, "rows=8", "device_gb=0.0013", "optimizer_dtypes=[bfloat16]", "model.layers=2")
     best = planner.best()
     wide = planner.exact(replace(best.knobs, optimizer_dtype=None))
     assert best.knobs.optimizer_dtype == "bfloat16" and best.peak_bytes < wide.peak_bytes
 
 
-def test_the_fewest_devices_for_so_many_days() -> None:
+def test_the_fewest_devices_for_so_many_days(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "REMAT", ("unit",))
+    monkeypatch.setattr(search, "TIERS", {name: TIERS[name] for name in ("device", "host")})
     wide = ("model.width=2048", "model.mlp=8192", "model.context=2048", FEW)
-    config, said = config_of("days=0.2", "tokens=1e10", "rows=8", "most_devices=8", *wide), []
+    config, said = config_of("days=0.14", "tokens=1e10", "rows=2", "most_devices=2", *wide), []
     planner, best = planned(config, H100, said.append)
-    assert planner.devices > 1 and days_of(planner, best) <= 0.2
+    assert planner.devices > 1 and days_of(planner, best) <= 0.14
     fewer = Planner(config, planner.devices // 2, H100)
-    assert days_of(fewer, fewer.best()) > 0.2
+    assert days_of(fewer, fewer.best()) > 0.14
     with pytest.raises(BudgetError, match=r"not read in 1e-09 days.*Fix: more rows"):
         planned(replace(config, days=1e-9), H100, said.append)
 
@@ -140,7 +144,7 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(BudgetError, match=r"7 devices cannot share 8 rows.*Fix: rows=56, or devices=1"):
         planner_of(7, "rows=8").best()
     with pytest.raises(BudgetError, match=r"nothing fits on 1 device:.*takes .* kB of .*Fix: devices=\d+"):
-        planned(config_of("devices=1", "rows=8", "device_gb=0.0005", FEW), H100, print)
+        planned(config_of("devices=1", "rows=8", "device_gb=0.0003", FEW), H100, print)
     with pytest.raises(ConfigError, match="hardware"):
         config_of("hardware.name=z9000")
     with pytest.raises(ConfigError, match="say which"):

@@ -83,11 +83,11 @@ def test_rows_that_are_free_take_the_next_prompt() -> None:
     mesh = fs.make_mesh(shard=1, device="cpu")
     every, params, model = rollouts(mesh, 7, stops=set(range(17, 40)))
     one = every(params, PROMPTS, numbers(7))
-    for count in (1, 4):  # tokens of a program: the fourth of the second ends an answer of six
-        other = rollouts(mesh, 2, count, stops=set(range(17, 40)))[0](params, PROMPTS, numbers(7))
-        assert torch.equal(one.tokens, other.tokens) and torch.equal(one.lengths, other.lengths)
-        torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-6)
-        torch.testing.assert_close(one.entropy, other.entropy, rtol=0, atol=1e-6)
+    # Four tokens of a program: the fourth of the second ends an answer of six.
+    other = rollouts(mesh, 2, 4, stops=set(range(17, 40)))[0](params, PROMPTS, numbers(7))
+    assert torch.equal(one.tokens, other.tokens) and torch.equal(one.lengths, other.lengths)
+    torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(one.entropy, other.entropy, rtol=0, atol=1e-6)
     assert len(set(one.lengths.tolist())) > 1 and one.lengths.max() == LENGTH
     for prompt, answer, logprobs in zip(PROMPTS, one.texts(), one.logprobs, strict=True):
         assert not set(answer[:-1]) & every.stops  # a stop is the last token, if there is one
@@ -247,7 +247,7 @@ def timeless(folder: Path) -> list[dict[str, Any]]:
     ("objective", "more"),
     [
         ("grpo", ("objective.beta=0.1",)),
-        ("gspo", ("method=full",)),
+        pytest.param("gspo", ("method=full",), marks=pytest.mark.long),
         ("ppo", ("method=full", "objective.beta=0.1", "objective.fp32_head=true")),
         pytest.param("ppo", (), marks=pytest.mark.long),
         *(pytest.param(n, (), marks=pytest.mark.long) for n in ("dr_grpo", "bnpo", "dapo")),
@@ -300,14 +300,15 @@ def tuned(rank: int, config: FinetuneConfig, folder: str) -> None:
 @pytest.mark.parametrize(
     ("objective", "axes"),
     [
-        ("grpo", {"tensor": 2}), ("ppo", {"shard": 2}),
-        pytest.param("grpo", {"shard": 2}, marks=pytest.mark.long),
+        ("grpo", {"tensor": 2}),
+        *(pytest.param(objective, {"shard": 2}, marks=pytest.mark.long) for objective in ("grpo", "ppo")),
     ],
     ids=str,
 )  # fmt: skip
 def test_two_ranks_draw_what_one_does(ranks, model, data, tmp_path, objective, axes):
     double = [f"precision.{part}=float64" for part in ("storage", "compute", "reduce", "optimizer")]
-    config = config_of(model, data, tmp_path, f"objective={objective}", "run.steps=2", *SMALL, *double)
+    config = config_of(model, data, tmp_path, f"objective={objective}", "run.steps=1", *SMALL,
+                       "objective.tokens=2", *double)  # fmt: skip
     config = replace(config, objective=replace(config.objective, reward={"name": "length", "most": 1}))
     one, two = tmp_path / "one", tmp_path / "two"
     tuned(0, config, str(one))
