@@ -35,7 +35,7 @@ Case = tuple[str, Any, str, int]  # preset, remat, policy, micro-batches
 
 SAMPLE: list[Case] = [
     ("full_shard", "unit", "fp32", 1),
-    ("full_shard", 0.5, "bf16 host", 4),
+    ("full_shard", 0.5, "bf16 host", 2),
     ("shard_grad_op", "none", "bf16", 1),
     ("zero2", "none", "bf16 host", 4),
     ("zero1", 0.5, "fp32", 1),
@@ -61,7 +61,7 @@ OPTIMIZERS = {
 
 
 def decoder_step(
-    mesh: fs.Mesh, case: Case, backend: str, width: int = 128, layers: int = 3, optimizer: str = "adamw"
+    mesh: fs.Mesh, case: Case, backend: str, width: int = 128, layers: int = 2, optimizer: str = "adamw"
 ) -> tuple[Any, dict[str, Tensor], Tensor]:
     """A step of a small decoder, its full parameters and a batch [8, 64]."""
     preset, remat, policy, accumulate = case
