@@ -59,8 +59,8 @@ def main():
         (
             "1",
             "os.kill(os.getpid(), signal.SIGSTOP)",
-            6,
-            "rank 1 did not come within 6 s; its .* is stopped",
+            4,
+            "rank 1 did not come within 4 s; its .* is stopped",
         ),
     ],
 )

@@ -54,8 +54,7 @@ def waits_for_nobody(rank: int, preset: str, transport: str) -> tuple[str, float
     [
         ("full_shard", "auto"),
         ("full_shard", "p2p"),
-        ("no_shard", "native"),
-        pytest.param("full_shard", "native", marks=pytest.mark.long),
+        *(pytest.param(p, "native", marks=pytest.mark.long) for p in ("no_shard", "full_shard")),
     ],
 )
 def test_it_names_the_instruction_the_unit_and_the_rank(ranks: Any, preset: str, transport: str) -> None:
@@ -77,7 +76,7 @@ def asked_to_end(rank: int) -> str:
     if rank == 1:
         while time.monotonic() < at_work:
             pass
-        time.sleep(4)
+        time.sleep(3)
         return ""
     here.asked, waits.STOP_S = lambda: True, 1.0
     try:
