@@ -142,10 +142,10 @@ def _combinations(case: Case, ranks: int, most: int) -> list[tuple[Placement, ..
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_any_placements_of_the_inputs(case: Case) -> None:
+    """On three ranks; each way by itself is on two."""
     program, _ = program_of(case)
-    for ranks in (2, 3):
-        for inputs in _combinations(case, ranks, 1):
-            check(case, program, inputs, ranks)
+    for inputs in _combinations(case, 3, 1):
+        check(case, program, inputs, 3)
 
 
 @pytest.mark.long

@@ -286,7 +286,9 @@ def on_processes(row: Row) -> bool:
     return fs.make_mesh(**row["axes"], abstract=True).size in (2, 4)
 
 
-OF_AXES = {axis: row for row in filter(on_processes, ROWS) for axis in row["axes"]}
+OF_AXES = {
+    axis: row for axis in ("tensor", "context") for row in filter(on_processes, ROWS) if axis in row["axes"]
+}
 
 
 @pytest.mark.parametrize("axis", OF_AXES)
