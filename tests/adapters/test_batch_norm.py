@@ -103,7 +103,7 @@ def trained(
     ("name", "preset", "remat"),
     [
         *((name, "full_shard", "none") for name in MODELS),
-        *(("2d", "no_shard", "unit"), ("activated", "zero2", "unit"), ("2d", "hybrid_shard", "none")),
+        *(("2d", "no_shard", "unit"), ("activated", "zero2", "unit")),
     ],
 )
 def test_ranks_equal_one_process(name: str, preset: str, remat: str) -> None:

@@ -86,8 +86,9 @@ def test_arguments_that_share_a_storage_die_together() -> None:
 # ------------------------------------------------------------------ sums
 
 
-@pytest.mark.parametrize("preset", ["full_shard", "zero2", "no_shard", "zero1 over tensor"])
-@pytest.mark.parametrize("remat", ["none", "unit"])
+@pytest.mark.parametrize(("preset", "remat"), [
+    ("full_shard", "none"), ("zero2", "unit"), ("no_shard", "none"), ("zero1 over tensor", "unit"),
+])  # fmt: skip
 def test_what_is_added_up_adds_up(preset: str, remat: str, recwarn: pytest.WarningsRecorder) -> None:
     preset, _, axis = preset.partition(" over ")
     split = {"ranks": {"shard": 2, axis: 2}, "policy": {"tensor": axis}} if axis else {}

@@ -230,7 +230,9 @@ def test_a_position_is_of_its_step_alone(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------ in memory
-@pytest.mark.parametrize("stored", [("fp32", "fp32"), ("fp32", "bf16"), ("bf16", "host")])
+@pytest.mark.parametrize(
+    "stored", [pytest.param(("fp32", "fp32"), marks=pytest.mark.long), ("fp32", "bf16"), ("bf16", "host")]
+)
 def test_resharding_in_memory(stored: tuple[str, str]) -> None:
     """Every preset to every other on four ranks, their axes changed too."""
     flat, nested = {"shard": 4}, {"replicate": 2, "shard": 2}

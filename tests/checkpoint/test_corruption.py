@@ -42,9 +42,9 @@ def flipped(folder: Path, bits: list[tuple[str, int]], restoring: Any) -> None:
 def test_a_flipped_bit_is_found_and_its_file_named(
     by: str, roots: Any, restoring: Any, tmp_path: Path
 ) -> None:
-    """A thousand of them, in any byte of any file."""
+    """Five hundred of them, in any byte of any file."""
     folder = corrupt.copied(roots[by] / "300", tmp_path / "300")
-    flipped(folder, corrupt.some_bits(folder, 500, seed=1), restoring)
+    flipped(folder, corrupt.some_bits(folder, 250, seed=1), restoring)
 
 
 @pytest.mark.long

@@ -53,7 +53,10 @@ def test_every_mesh_restores_every_other(ranks: Any, tmp_path: Path) -> None:
     assert ranks(4).run(save_and_restore, str(tmp_path), [], ["1"]) == [[]] * 4
 
 
-@pytest.mark.parametrize(("before", "after"), [("2x2", "4"), ("4", "turned"), ("turned", "2x2")])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("2x2", "4"), ("turned", "2x2"), pytest.param("4", "turned", marks=pytest.mark.long)],
+)
 def test_training_goes_on_after_resharding(before: str, after: str) -> None:
     """In memory: two steps on one mesh and one on another are three of one process."""
     model, optimizer = decoder(vocab=19, fused=True), fs.optim.adamw(1e-2, weight_decay=0.1)

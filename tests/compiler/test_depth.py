@@ -50,7 +50,7 @@ def trained(rank: int, preset: str, units: int, optimizer: str, options: dict[st
 @pytest.mark.parametrize(
     ("preset", "units", "optimizer", "options"),
     [
-        ("full_shard", DEEP, "sgd", {}),
+        pytest.param("full_shard", DEEP, "sgd", {}, marks=pytest.mark.long),
         ("full_shard", DEEP, "sgd", AT_ONCE),
         ("full_shard", DEEP, "sgd", {"accumulate": 2, **ONE_BY_ONE}),
         ("no_shard", DEEP, "sgd", {}),

@@ -203,8 +203,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("preset", SETTINGS)
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(("program", "preset"), [
+    pytest.param(program, preset, marks=[pytest.mark.long] * ((i + j) % 5 > 1))
+    for i, program in enumerate(PROGRAMS) for j, preset in enumerate(SETTINGS)
+])  # fmt: skip
 def test_ranks_equal_one_graph_over_all_of_them(program: Any, preset: str) -> None:
     mesh, options = fs.make_mesh(replicate=2, shard=2, simulated=True), SETTINGS[preset]
     expected = truth(program, mesh, rows(mesh.size), options.get("accumulate", 1))

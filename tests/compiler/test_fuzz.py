@@ -37,31 +37,31 @@ def test_the_grammar_is_wide() -> None:
     assert sum(map(len, grammar.FAMILIES.values())) > 400
 
 
-@drawn(6)
+@drawn(3)
 @given(programs())
 def test_programs_on_one_rank(program: Program) -> None:
     check_and_count(Case(program))
 
 
-@drawn(6)
+@drawn(3)
 @given(cases())
 def test_programs_in_layouts(case: Case) -> None:
     check_and_count(case)
 
 
-@drawn(5)
+@drawn(2)
 @given(cases(axes=({"shard": 2},), families=("in place", "views", "leaves", "constants")))
 def test_writes_in_layouts(case: Case) -> None:
     check_and_count(case)
 
 
-@drawn(5)
+@drawn(2)
 @given(cases(axes=({"shard": 2},), families=("functions", "buffers", "pointwise")))
 def test_functions_and_buffers_in_layouts(case: Case) -> None:
     check_and_count(case)
 
 
-@drawn(3)
+@drawn(2)
 @given(case=cases(axes=tuple(a for a in AXES if a.get("replicate", 1) * a["shard"] == 2)))
 def test_programs_on_real_ranks(ranks: Any, case: Case) -> None:  # noqa: F811
     check_and_count(case, lambda case: ranks(2).run(on_rank, case))

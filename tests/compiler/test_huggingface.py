@@ -51,8 +51,8 @@ def layers_gathered(lowered: Lowered) -> list[str]:
     return [unit for unit in gathered if any(part.isdigit() for part in unit.split("."))]
 
 
-# The others are built of the same parts; several of them are split in test_tensor_families.
-QUICK = ("qwen3", "t5", "vit")
+# The others are built of the same parts; several of them are split in test_tensor_families, and one is read.
+QUICK = ("t5", "vit")
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,10 @@ def test_gradients_of_an_unmodified_model(name: str) -> None:
         assert len(gathered) == family.layers, gathered
 
 
-@pytest.mark.parametrize("family", MIXTURES.values(), ids=MIXTURES)
+@pytest.mark.parametrize("family", [
+    pytest.param(family, marks=[pytest.mark.long] * (name == "qwen2_moe"), id=name)
+    for name, family in MIXTURES.items()
+])  # fmt: skip
 def test_gradients_of_a_mixture_of_experts(family: Family) -> None:
     """One product of groups for all experts, as transformers computes; the truth is a loop over experts."""
     module = family.build()

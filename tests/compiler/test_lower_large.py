@@ -15,7 +15,7 @@ import pytest
 
 BLOCKS, WIDTH, VOCAB = 80, 8192, 128256
 MODELS = {  # blocks, width, hidden, heads, kv heads, vocabulary; tokens; axes
-    "70b": ((BLOCKS, WIDTH, 28672, 64, 8, VOCAB), 2048, {"shard": 1024}),
+    **{f"70b, {n} blocks": ((n, WIDTH, 28672, 64, 8, VOCAB), 2048, {"shard": 1024}) for n in (16, BLOCKS)},
     **{
         f"405b, {blocks} blocks": (
             (blocks, 16384, 53248, 128, 8, VOCAB),
@@ -47,21 +47,23 @@ def test_405b_on_16384_ranks_with_tensor_and_context_axes() -> None:
     assert got["grown_bytes"] < 6e9
 
 
-def test_70b_on_1024_ranks_from_a_meta_tree() -> None:
-    got = measured("70b")
-    assert got["parameters"] > 69e9
+@pytest.mark.parametrize("blocks", [16, pytest.param(BLOCKS, marks=pytest.mark.long)])
+def test_70b_on_1024_ranks_from_a_meta_tree(blocks: int) -> None:
+    """In the suite a fifth of its blocks: the rest is more of the same."""
+    got = measured(f"70b, {blocks} blocks")
+    assert got["parameters"] > 69e9 * blocks / BLOCKS
     assert got["process_group"] is False
     # The embedding, the first block, its successors, the last one's end, the final norm and the head.
     assert got["kernels"] <= 6
-    assert got["segments"] == BLOCKS + 3
+    assert got["segments"] == blocks + 3
     # Forward and backward; the head is still there, and the backward of an embedding reads no weight.
-    assert got["gathers"] == 2 * (BLOCKS + 3) - 2
-    assert got["reduces"] == BLOCKS + 3
+    assert got["gathers"] == 2 * (blocks + 3) - 2
+    assert got["reduces"] == blocks + 3
     # Every parameter travels twice in bf16, those two once; up to 1% of padding.
     expected = 2 * 2 * got["parameters"] - 2 * 2 * VOCAB * WIDTH
     assert expected <= got["gathered_bytes"] <= 1.01 * expected
-    assert got["seconds"] < LIMIT_s
-    assert got["grown_bytes"] < LIMIT_bytes
+    assert got["seconds"] < LIMIT_s * blocks / BLOCKS
+    assert got["grown_bytes"] < LIMIT_bytes * blocks / BLOCKS
 
 
 def measure(name: str) -> dict[str, float]:

@@ -191,7 +191,7 @@ FOUND: dict[str, tuple[dict[str, int], Plant]] = {
 @pytest.mark.parametrize("fault", FOUND)
 def test_a_wrong_rule_is_found_by_check_and_bisect(fault: str) -> None:
     axes, plant = FOUND[fault]
-    model, mesh = decoder(), fs.make_mesh(**axes, simulated=True)
+    model, mesh = decoder(layers=1), fs.make_mesh(**axes, simulated=True)
     whole = fs.presets.full_shard(model.params, mesh)
     split = fs.presets.full_shard(model.params, mesh, tensor="tensor") if "tensor" in axes else whole
     assert fs.debug.check(model.loss, model.params, *model.batch(0), split, mesh=mesh)

@@ -34,7 +34,9 @@ def plain(name: str, accumulate: int) -> list[Any]:
     return sharded.simulate(model_of(name), "full_shard", 2, ADAMW, steps=2, accumulate=accumulate)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [
+    pytest.param(name, marks=[pytest.mark.long] * (name in ("half", "nothing"))) for name in POLICIES
+])  # fmt: skip
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_not_a_bit_changes(policy: str, accumulate: int) -> None:
     """fp64, eager: what is computed again is computed alike."""
@@ -44,20 +46,10 @@ def test_not_a_bit_changes(policy: str, accumulate: int) -> None:
         sharded.assert_same(a, b, atol=0)
 
 
-CUT_OTHERWISE = (
-    "checkpoint",
-    "early_and_late",
-    "in_place",
-    "islands",
-    "odd_leaves",
-    "several_outputs",
-    "tied",
-)
-
-
+# test_numerics trains some of the others so.
 @pytest.mark.parametrize("name", [
-    *CUT_OTHERWISE,
-    *(pytest.param(n, marks=pytest.mark.long) for n in sorted(set(MODELS) - {"gpt", *CUT_OTHERWISE})),
+    pytest.param(n, marks=[pytest.mark.long] * (n not in ("islands", "tied")))
+    for n in sorted(set(MODELS) - {"gpt"})
 ])  # fmt: skip
 @pytest.mark.parametrize("remat", ["unit", pytest.param("unit+offload", marks=pytest.mark.long)])
 def test_every_model_under_unit(name: str, remat: str) -> None:

@@ -79,8 +79,7 @@ JOINED = torch.cat([row[:n] for row, n in zip(TARGETS, LENGTHS, strict=True)])
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize("targets", [TARGETS, JOINED], ids=["padded", "joined"])
-@pytest.mark.parametrize("numbers", [False, True], ids=["tensors", "numbers"])
+@pytest.mark.parametrize(("targets", "numbers"), [(TARGETS, True), (JOINED, False)], ids=["padded", "joined"])
 def test_ctc_loss(reduction: str, targets: Tensor, numbers: bool) -> None:
     """The second row is too short for its target: its loss is infinite, or left out."""
 

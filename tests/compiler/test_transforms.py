@@ -175,7 +175,13 @@ def test_leaves_that_a_transform_reads_are_gathered_by_unit() -> None:
 
 @pytest.mark.parametrize(
     "fn",
-    [gradient_penalty, penalty_of_autograd, maml, per_sample_gradients, curvature, hessian_vector],
+    [
+        *(gradient_penalty, maml, per_sample_gradients),
+        *(
+            pytest.param(f, marks=pytest.mark.long, id=f.__name__)
+            for f in (penalty_of_autograd, curvature, hessian_vector)
+        ),
+    ],
     ids=lambda f: f.__name__,
 )
 def test_a_transform_of_a_whole_model_gathers_one_unit_after_the_other(

@@ -188,7 +188,7 @@ def test_bisect_under_an_adversary_sees_what_is_read_before_it_was_summed() -> N
 
 def test_bisect_of_leaves_that_a_tensor_axis_splits() -> None:
     """Their parts are compared with the whole, and with other parts of the same."""
-    model, mesh = decoder(), mesh_of(shard=2, tensor=2)
+    model, mesh = decoder(layers=1), mesh_of(shard=2, tensor=2)
     tensor = PRESETS["full_shard"](model.params, mesh, tensor="tensor")
     reports = []
     for preset, split in (("no_shard", None), ("zero1", "tensor")):

@@ -94,8 +94,8 @@ def one_file(folder: Path) -> dict[str, Tensor]:
 
 CASES = [
     ("llama", "hybrid_shard", {"replicate": 2, "shard": 2}),
-    ("qwen2", "no_shard", {"shard": 1}),
-    ("mistral", "zero1", {"shard": 2}),
+    pytest.param("qwen2", "no_shard", {"shard": 1}, marks=pytest.mark.long),
+    pytest.param("mistral", "zero1", {"shard": 2}, marks=pytest.mark.long),
     ("gpt2", "full_shard", {"shard": 2, "tensor": 2}),
 ]
 

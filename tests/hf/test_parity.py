@@ -101,14 +101,14 @@ def gradients(
 
 
 # Ranks, preset, codec, options of the step, policy of the codes.
-CASES: list[tuple[int, str, str | None, dict[str, Any], dict[str, Any]]] = [
+CASES: list[Any] = [
     (2, "full_shard", None, {}, {}),
     (2, "full_shard", "nf4", {"remat": "unit", "accumulate": 2}, {}),
     (2, "zero1", "nf4", {"remat": "unit", "accumulate": 2}, {"memory": "host"}),
-    (2, "no_shard", "nf4", {"remat": "unit"}, {}),
+    pytest.param(2, "no_shard", "nf4", {"remat": "unit"}, {}, marks=pytest.mark.long),
     (2, "full_shard", "int8", {"remat": "unit+offload"}, {"memory": "host"}),
     (4, "hybrid_shard", "nf4", {}, {}),
-    (4, "zero2", "nf4", {"accumulate": 2}, {}),
+    pytest.param(4, "zero2", "nf4", {"accumulate": 2}, {}, marks=pytest.mark.long),
 ]
 
 

@@ -215,10 +215,13 @@ def batch_of(rows: int) -> tuple[Tensor, dict[str, Tensor]]:
     return tokens, x | {"drawn": drawn}
 
 
-@pytest.mark.parametrize(
-    "axes", [{"shard": 2}, {"shard": 4}, {"shard": 2, "tensor": 2}, {"context": 2}], ids=str
-)
-@pytest.mark.parametrize("name", ["grpo", "gspo", "dr_grpo", "dapo", "ppo"])
+AXES = [{"shard": 2}, {"context": 2}, {"shard": 2, "tensor": 2}, {"shard": 4}]
+
+
+@pytest.mark.parametrize(("name", "axes"), [
+    pytest.param(name, axes, marks=[pytest.mark.long] * (i % 2 != j))
+    for i, name in enumerate(["grpo", "gspo", "dr_grpo", "dapo", "ppo"]) for j, axes in enumerate(AXES)
+], ids=str)  # fmt: skip
 def test_means_are_exact_over_ranks_micro_batches_and_axes(name: str, axes: dict[str, int]) -> None:
     random = torch.Generator().manual_seed(2)
     shapes = {"embed": (V + 1, D), "layers.0.w": (D, D)}

@@ -39,11 +39,16 @@ OWN = {
 }
 PRESETS = ["full_shard", "zero1", "zero2", "no_shard"]
 AXES = [{"shard": 2}, {"shard": 4}, {"shard": 2, "tensor": 2}]
-PAIRS = [  # every two of an optimizer, a preset and axes
-    (name, preset, AXES[(i + j) % len(AXES)])
+PAIRS = [  # every two of an optimizer, a preset and axes; in the suite two presets of each optimizer
+    pytest.param(name, preset, AXES[(i + j) % len(AXES)], marks=[pytest.mark.long] * ((i + j) % 2))
     for i, name in enumerate(OWN)
     for j, preset in enumerate(PRESETS)
 ]
+
+
+def some_of(*names: str) -> list[Any]:
+    """All optimizers, of which these are in the suite."""
+    return [pytest.param(name, marks=[] if name in names else pytest.mark.long) for name in OWN]
 
 
 def around(own: Any) -> Any:
@@ -69,17 +74,22 @@ def test_every_layout_is_one_rank(name, preset, axes):
     assert_alone(trained(axes, preset, around(OWN[name])), name)
 
 
-@pytest.mark.parametrize("options", [
+OPTIONS = [
     {"accumulate": 2}, {"remat": "unit"}, {"policy": {"optimizer_memory": "host"}},
     {"policy": {"optimizer_memory": "host", "update_on": "device"}},
     {"policy": {"memory": "host", "optimizer_memory": "host"}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options"), [
+    pytest.param(name, options, marks=[pytest.mark.long] * ((i + j) % 5 not in (0, 2)))
+    for i, name in enumerate(OWN) for j, options in enumerate(OPTIONS)
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("name", OWN)
 def test_it_is_so_with_options(name, options):
     assert_alone(trained({"shard": 2}, "full_shard", around(OWN[name]), **options), name)
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", some_of("muon", "adamw_8bit", "adafactor"))
 def test_an_expert_axis_and_replicas_too(name):
     rules = [("experts.*", fs.LayoutSpec(fs.P("expert"), compute=fs.P("expert")))]
     assert_alone(trained({"replicate": 2, "shard": 2}, "hybrid_shard", around(OWN[name])), name)
@@ -150,7 +160,12 @@ def restoring(
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [("adafactor", (2, 6)), ("adamw_8bit", (5, 6)), ("adafactor", (5, 6)), ("soap", (5, 6))],
+    [
+        ("adafactor", (2, 6)),
+        ("adamw_8bit", (5, 6)),
+        pytest.param("adafactor", (5, 6), marks=pytest.mark.long),
+        ("soap", (5, 6)),
+    ],
 )
 def test_state_is_saved_restored_and_resharded(name, shape, ranks, tmp_path: Path):
     """From two ranks to one and two, by a step and by specs alone, and on as if nothing had happened. A leaf
@@ -324,7 +339,7 @@ def test_mistakes_are_named(make, words):
         make()
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", some_of("muon", "adamw_8bit"))
 def test_layouts_are_compared_with_it(name):
     """`fs.debug.bisect` looks at state of the leaf's shape."""
     mesh = fs.make_mesh(shard=2, simulated=True)

@@ -82,7 +82,7 @@ def test_matrices_alone_have_owners_and_go_in_their_dtype():
     assert {bucket.dtype for bucket in buckets} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [4, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 8))])
 def test_each_rank_makes_its_share_orthogonal_and_no_matrix_twice(ranks):
     """48 layers: rows of all ranks hold the same work to 5%, every matrix has one owner, and owners begin
     while earlier layers are still in the backward."""

@@ -153,16 +153,18 @@ CHECKS = {
 
 
 def contract(rank: int, mesh: Mesh, transport: str = "auto") -> str:
-    """Every collective, dtype, size and group; alone, then several in flight."""
+    """Every collective, dtype and group, and fp32 of every size; alone, then several in flight."""
     by = connect(mesh, timeout=20, transport=transport)
     assert by.gather_object(f"rank {rank}") == [f"rank {r}" for r in range(mesh.size)]
     for axes in groups(mesh):
         for check, dtypes in CHECKS.items():
             for dtype in dtypes:
                 for seed, numel in enumerate(SIZES):
+                    if dtype != torch.float32 and numel not in (3, 4099):
+                        continue
                     check(by, axes, numel, dtype, seed, buffered=seed % 2 == 0)()
     in_flight(by, rounds=20)
-    out_of_order(by, count=300)
+    out_of_order(by, count=100)
     by.barrier()
     by.close()
     return type(by).__name__
@@ -328,7 +330,7 @@ def test_a_rank_that_dies_is_an_error_within_seconds(ranks, transport):
 
 
 @pytest.mark.parametrize(
-    ("transport", "name"), [*((t, "all_gather") for t in TRANSPORTS), (TRANSPORTS[0], "all_to_all")]
+    ("transport", "name"), [("auto", "all_to_all"), ("p2p", "all_gather"), ("native", "all_gather")]
 )
 def test_a_rank_that_does_not_come_is_an_error_at_the_timeout(ranks, transport, name):
     text, seconds = ranks(2).run(_abandoned, transport, "stays away", name)[0]

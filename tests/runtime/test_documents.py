@@ -73,19 +73,20 @@ X = torch.randn(2, 12, 6, dtype=F64, generator=torch.Generator().manual_seed(4))
 DOCUMENTS = torch.tensor([[1] * 3 + [2] * 8 + [0], [1] * 7 + [2, 3, 3, 4, 4]])
 
 
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize(
-    ("axes", "how"),
-    [
-        ({"shard": 2}, {}),
-        ({"shard": 2}, {"remat": "unit"}),
-        ({"tensor": 4}, {}),  # two heads of keys, of which each rank takes one
-        ({"context": 2}, {}),
-        ({"context": 2}, {"context_attention": "ulysses"}),
-        ({"context": 4}, {"context_attention": "gather"}),
-        ({"context": 2, "tensor": 2}, {}),
-    ],
-)
+LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
+    ({"shard": 2}, {"remat": "unit"}),
+    ({"tensor": 4}, {}),  # two heads of keys, of which each rank takes one
+    ({"context": 2}, {}),
+    ({"context": 2}, {"context_attention": "ulysses"}),
+    ({"context": 4}, {"context_attention": "gather"}),
+    ({"context": 2, "tensor": 2}, {}),
+]
+
+
+@pytest.mark.parametrize(("axes", "how", "window"), [
+    pytest.param(*layout, window, marks=[pytest.mark.long] * ((i + j) % 2))
+    for i, layout in enumerate(LAYOUTS) for j, window in enumerate((3, None))
+])  # fmt: skip
 def test_axes(axes: dict[str, int], how: dict[str, Any], window: int | None) -> None:
     mesh = fs.make_mesh(**{"shard": 1, **axes}, simulated=True)
     rules = [("a.w", fs.LayoutSpec(fs.P("shard"))), ("b.w", fs.LayoutSpec(fs.P("shard")))]

@@ -49,7 +49,7 @@ COMPILED = {"update": "compiled"}  # the rest eager: it is quicker
         ("full_shard", 2, {}),
         pytest.param("full_shard", 4, {}, marks=pytest.mark.long),
         pytest.param("shard_grad_op", 2, {"accumulate": 2}, marks=pytest.mark.long),
-        ("zero1", 4, {}),
+        pytest.param("zero1", 4, {}, marks=pytest.mark.long),
         ("zero2", 2, {"accumulate": 2, "accumulate_mode": "local"}),
         pytest.param("no_shard", 1, {}, marks=pytest.mark.long),
         pytest.param(

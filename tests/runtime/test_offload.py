@@ -34,7 +34,10 @@ def test_training_equals_the_naive_loop(tier: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # no file stays
 
 
-@pytest.mark.parametrize(("preset", "dtypes"), [("full_shard", "bf16 storage"), ("no_shard", "bf16 compute")])
+@pytest.mark.parametrize(
+    ("preset", "dtypes"),
+    [("full_shard", "bf16 storage"), pytest.param("no_shard", "bf16 compute", marks=pytest.mark.long)],
+)
 def test_master_copies_in_other_dtypes(preset: str, dtypes: str) -> None:
     """With a master copy in another dtype the host does bit for bit what the device does."""
     policy = {"optimizer_dtype": torch.float32}

@@ -43,7 +43,7 @@ def lowered(ranks: int, attention: str = "ring", model: Model | None = None, **o
     return step.lower(model.params, *model.batch(0))
 
 
-@pytest.mark.parametrize("remat", ["none", "unit"])
+@pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.long), "unit"])
 def test_blocks_go_round_once_forward_twice_backward(remat: str) -> None:
     """Keys and values, again for the backward, and their gradients: as many bytes each."""
     ranks, step = 4, lowered(4, remat=remat)
@@ -76,7 +76,7 @@ def test_the_next_block_travels_beside_the_product_of_this_one() -> None:
     assert all(len(read[name]) == 1 for name in received)
 
 
-@pytest.mark.parametrize("attention", ["auto", "ring"])
+@pytest.mark.parametrize("attention", [pytest.param("auto", marks=pytest.mark.long), "ring"])
 def test_what_is_sent_is_copied_once(attention: str) -> None:
     """Where a second axis converts it first, too."""
     mesh, model = fs.make_mesh(**TENSOR, abstract=True), model_of()

@@ -106,32 +106,38 @@ def trained(
 HOST = {"optimizer_memory": "host", "update_on": "host"}
 
 
+LAYOUTS = [
+    ({"expert": 2}, "full_shard", {}, {}),
+    ({"expert": 4}, "full_shard", {}, {}),
+    ({"shard": 2, "expert": 2}, "full_shard", {}, {}),
+    ({"replicate": 2, "expert": 2}, "hybrid_shard", {}, {}),
+    ({"expert": 2, "tensor": 2}, "full_shard", {"tensor": "tensor"}, {}),
+    ({"expert": 2, "context": 2}, "full_shard", {}, {}),
+    ({"shard": 2, "expert": 2}, "zero1", {}, {}),
+    ({"shard": 2, "expert": 2}, "zero2", HOST, {}),
+    ({"expert": 2}, "no_shard", {}, {}),
+    ({"expert": 2}, "shard_grad_op", {}, {"remat": "unit"}),
+    ({"expert": 2}, "full_shard", {}, {"accumulate": 2, "remat": "unit"}),
+    ({"expert": 2}, "full_shard", {"memory": "host", **HOST}, {"accumulate": 2}),
+    ({"expert": 2}, "full_shard", {}, {"accumulate": 2, "accumulate_mode": "local", "prefetch": 2}),
+]
+
+
 @pytest.mark.parametrize(
-    ("axes", "preset", "policy", "options"),
+    ("rule", "axes", "preset", "policy", "options"),
     [
-        ({"expert": 2}, "full_shard", {}, {}),
-        ({"expert": 4}, "full_shard", {}, {}),
-        ({"shard": 2, "expert": 2}, "full_shard", {}, {}),
-        ({"replicate": 2, "expert": 2}, "hybrid_shard", {}, {}),
-        ({"expert": 2, "tensor": 2}, "full_shard", {"tensor": "tensor"}, {}),
-        ({"expert": 2, "context": 2}, "full_shard", {}, {}),
-        ({"shard": 2, "expert": 2}, "zero1", {}, {}),
-        ({"shard": 2, "expert": 2}, "zero2", HOST, {}),
-        ({"expert": 2}, "no_shard", {}, {}),
-        ({"expert": 2}, "shard_grad_op", {}, {"remat": "unit"}),
-        ({"expert": 2}, "full_shard", {}, {"accumulate": 2, "remat": "unit"}),
-        ({"expert": 2}, "full_shard", {"memory": "host", **HOST}, {"accumulate": 2}),
-        ({"expert": 2}, "full_shard", {}, {"accumulate": 2, "accumulate_mode": "local", "prefetch": 2}),
+        pytest.param(rule, *layout, marks=[pytest.mark.long] * ((i + j) % 2))
+        for i, rule in enumerate(RULES)
+        for j, layout in enumerate(LAYOUTS)
     ],
     ids=str,
 )
-@pytest.mark.parametrize("rule", RULES)
 def test_every_layout_trains_as_one_process_does(rule, axes, preset, policy, options):
     for got in trained(model_of("mixture"), axes, RULES[rule][0], preset, policy, **options):
         assert_same(got, truth("mixture", rule))
 
 
-@pytest.mark.parametrize("name", ["tied", "one expert"])
+@pytest.mark.parametrize("name", [pytest.param("tied", marks=pytest.mark.long), "one expert"])
 def test_any_routing_is_exact(name):
     """All rows may go to one rank's experts: there is room for them."""
     model, dense = model_of(name), model_of(name, True)
@@ -146,7 +152,7 @@ def test_muon_has_whole_experts_on_every_rank():
     """Each rank makes its own experts' matrices orthogonal, and sends none."""
     model, muon = model_of("mixture"), fs.optim.muon(0.02, dtype=None)
     (expected,) = trained(model, {"shard": 1}, muon, policy={"expert": None})
-    for got in trained(model, {"shard": 2, "expert": 2}, muon):
+    for got in trained(model, {"expert": 2}, muon):
         assert_same(got, expected)
     schedule = lowered({"expert": 2}, optimizer=muon).schedule
     owned = [p for name, b in schedule.buckets.items() if name.startswith("owners/") for p in b.paths]
@@ -285,5 +291,5 @@ def test_a_bias_that_balances_is_a_buffer_that_changes():
         balancing(dense.loss), params, by_steps(model), reference.adamw(1e-2), frozen=("bias",)
     )
     assert expected.params["bias"].abs().max() > 0.15
-    for got in trained(balanced, {"shard": 2, "expert": 2}, ADAMW):
+    for got in trained(balanced, {"expert": 2}, ADAMW):
         assert_same(got, expected)

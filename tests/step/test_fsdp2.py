@@ -10,7 +10,7 @@ from models import GPT, language_model, next_token, seeded, tokens
 
 import fnshard as fs
 
-STEPS, LR, CLIP = 5, 0.01, 1.0
+STEPS, LR, CLIP = 3, 0.01, 1.0
 
 
 def both(rank: int) -> dict[str, list[float]]:

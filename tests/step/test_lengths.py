@@ -140,8 +140,8 @@ def test_ranks_with_lengths_of_their_own_train_as_one_process_without_padding(ra
 @pytest.mark.parametrize(
     "axes",
     [
-        *(pytest.param({a: 2}, marks=pytest.mark.long) for a in ("context", "tensor")),
-        {"tensor": 2, "context": 2},
+        {"context": 2},
+        *(pytest.param(a, marks=pytest.mark.long) for a in ({"tensor": 2}, {"tensor": 2, "context": 2})),
     ],
     ids=str,
 )
@@ -168,8 +168,9 @@ def masked(p: dict[str, Tensor], tokens: Tensor, targets: Tensor, mask: Tensor) 
     return fs.Mean(F.cross_entropy(scores, targets.flatten(), reduction="sum"), (targets != -100).sum())
 
 
-@pytest.mark.parametrize("axis", ["shard", "context"])
-@pytest.mark.parametrize(("dims", "fill"), [((1, 2), False), ((-2, 3), -math.inf)], ids=str)
+@pytest.mark.parametrize(
+    ("axis", "dims", "fill"), [("context", (1, 2), False), ("shard", (-2, 3), -math.inf)], ids=str
+)
 def test_a_mask_is_padded_along_both_dims(axis: str, dims: tuple[int, int], fill: Any) -> None:
     leaves = {
         p: v.double() for p, v in floats({"table": (VOCAB, 8), "w": (8, 24), "head": (VOCAB, 8)}).items()
@@ -252,7 +253,7 @@ def compiled_graphs(
 
 
 def test_the_second_length_compiles_for_all_others() -> None:
-    first, second, *others = compiled_graphs(small, floats(LEAVES), (3, 9, 6, 16, 64, 3), "inductor")
+    first, second, *others = compiled_graphs(small, floats(LEAVES), (3, 9, 64, 3), "inductor")
     assert second == 2 * first and set(others) == {second}
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -142,20 +143,50 @@ def valid(row: Row) -> bool:
     )
 
 
-def covering(seed: int = 0) -> Iterator[Row]:
-    """Rows in which every two values that can stand together do, few of them by greed."""
+ACTS: Mapping[Any, tuple[str, ...]] = {  # what values do to other factors, where that is not themselves
+    **dict.fromkeys(("none", "tied", "untied", "one key head", "uneven vocabulary", "fused", "packed"), ()),
+    "unit": ("recompute",), 0.5: ("recompute",), "unit+offload": ("recompute", "offload"),
+    "adamw": ("slots",), "by path": ("slots",), "momentum": ("slots",), None: (), False: (), (0, 0): (),
+    (1, 1): ("early",), (2, 2): ("early",), (1, "reduce"): (), "auto": (), "split": (),
+}  # fmt: skip
+
+INNER, OUTER = ("residual", "attention"), ("preset", "optimizer", "loss_scale", "grad_norm")
+# Exchanges within a product, and what is of a whole step; test_numerics has the last.
+APART = [*({one, other} for one in INNER for other in OUTER), {"preset", "model"}]
+
+
+def every_pair(row: Row) -> Iterator[Any]:
+    """Of all values."""
+    return itertools.combinations(((name, str(value)) for name, value in row.items()), 2)
+
+
+def acting_pairs(row: Row) -> Iterator[Any]:
+    """Of all that values do to one another; each model on each axis, and every value once."""
+    axes = [axis for axis, size in row["axes"].items() if size > 1]
+    policy = [str(row["policy"])] if row["policy"] else []
+    acts = {n: ACTS.get(v, (v,)) for n, v in row.items() if n not in ("axes", "policy")}
+    acts |= {"axes": axes, "policy": policy}
+    for one, other in itertools.combinations(acts.items(), 2):
+        if {one[0], other[0]} in APART:
+            continue
+        yield from itertools.product(((one[0], act) for act in one[1]), ((other[0], act) for act in other[1]))
+    yield from itertools.product([row["model"]], axes)
+    yield from ((name, str(value)) for name, value in row.items())
+
+
+def covering(of: Callable[[Row], Iterator[Any]], seed: int = 0) -> Iterator[Row]:
+    """Rows that have all of `of` that valid rows have, few and of few ranks by greed."""
     draw, pool = random.Random(seed), []
     bits: dict[Any, int] = {}
     while len(pool) < 2000:
-        places = {name: draw.randrange(len(values)) for name, values in FACTORS.items()}
-        row = {name: FACTORS[name][place] for name, place in places.items()}
+        row = {name: draw.choice(values) for name, values in FACTORS.items()}
         if valid(row):
-            pairs = itertools.combinations(places.items(), 2)
-            pool.append((sum(1 << bits.setdefault(pair, len(bits)) for pair in pairs), row))
+            pool.append((sum({1 << bits.setdefault(each, len(bits)) for each in of(row)}), row))
     missing = (1 << len(bits)) - 1
     while missing:
-        pairs, row = max(pool, key=lambda each: (each[0] & missing).bit_count())
-        missing &= ~pairs
+        value = lambda p: (p[0] & missing).bit_count() / (6 + math.prod(p[1]["axes"].values()))  # noqa: B023, E731
+        got, row = max(pool, key=value)
+        missing &= ~got
         yield row
 
 
@@ -164,7 +195,7 @@ def text(row: Row) -> str:
     return "-".join(str(value).replace(" ", "") for value in row.values())
 
 
-PAIRS = list(covering())
+ROWS = list(covering(acting_pairs, 6))
 
 
 @cache
@@ -233,15 +264,15 @@ def check(row: Row) -> None:
         compare(row, fs.simulate(mesh, lambda rank: train(rank, mesh, model, specs, None, step=step)))
 
 
-@pytest.mark.parametrize("row", PAIRS, ids=text)
-def test_every_pair_of_features_trains_as_one_process_does(row: Row) -> None:
+@pytest.mark.parametrize("row", ROWS, ids=text)
+def test_features_that_meet_train_as_one_process_does(row: Row) -> None:
     check(row)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seed", range(1, 6))
-def test_other_covers(seed: int) -> None:
-    for row in covering(seed):
+@pytest.mark.parametrize("seed", range(6))
+def test_every_pair_of_values(seed: int) -> None:
+    for row in covering(every_pair, seed):
         check(row)
 
 
@@ -255,10 +286,13 @@ def on_processes(row: Row) -> bool:
     return fs.make_mesh(**row["axes"], abstract=True).size in (2, 4)
 
 
-OF_MODELS = {row["model"]: row for row in filter(on_processes, PAIRS)}
+OF_AXES = {
+    axis: row for axis in ("tensor", "context") for row in filter(on_processes, ROWS) if axis in row["axes"]
+}
 
 
-@pytest.mark.parametrize("row", OF_MODELS.values(), ids=text)
-def test_processes_train_as_one_process_does(ranks: Any, row: Row) -> None:
+@pytest.mark.parametrize("axis", OF_AXES)
+def test_processes_train_as_one_process_does(ranks: Any, axis: str) -> None:
+    row = OF_AXES[axis]
     world = fs.make_mesh(**row["axes"], abstract=True).size
     compare(row, ranks(world).run(on_rank, row))

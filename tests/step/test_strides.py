@@ -36,7 +36,15 @@ INDUCTOR = [("permute", "rows", "inductor"), ("index_select", "rows", "inductor"
 
 
 @pytest.mark.parametrize(
-    ("view", "layout", "backend"), [*((v, k, "eager") for v in VIEWS for k in LAYOUTS), *INDUCTOR]
+    ("view", "layout", "backend"),
+    [
+        *(
+            pytest.param(v, k, "eager", marks=[pytest.mark.long] * ((i + j) % 3 != 0))
+            for i, v in enumerate(VIEWS)
+            for j, k in enumerate(LAYOUTS)
+        ),
+        *INDUCTOR,
+    ],
 )
 def test_kernels_read_values_of_any_strides(view: str, layout: str, backend: str) -> None:
     def fn(params: dict[str, Tensor], x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from fnshard.compiler.schedule.instructions import Exchange, Gather, Wait
 
 
 def test_constrain_says_how_a_value_is_split() -> None:
-    model = decoder()
+    model = decoder(layers=1)
 
     def loss(p: dict[str, Tensor], tokens: Tensor) -> Tensor:
         return model.loss({**p, "pos": fs.constrain(p["pos"], fs.P(None, "tensor"))}, tokens)

@@ -18,10 +18,7 @@ import fnshard as fs
 Params = dict[str, Tensor]
 Fn = Callable[[Params, Tensor], Any]
 LAYERS, WIDTH, ROWS = 3, 8, 6
-SETTINGS: list[tuple[str, dict[str, Any]]] = [
-    ("full_shard", {"remat": "unit", "accumulate": 2}),
-    ("zero2", {}),
-]
+SETTINGS: dict[str, dict[str, Any]] = {"full_shard": {"remat": "unit", "accumulate": 2}, "zero2": {}}
 
 
 def params(layers: int = LAYERS) -> Params:
@@ -95,19 +92,21 @@ def check(fn: Fn, results: list[tuple[Tensor, list[Tensor]]], parts: int) -> Non
 
 
 def table(programs: Mapping[str, Fn], twins: Mapping[str, Fn] = {}) -> Callable[[str], None]:
-    """The test that runs every program on two ranks.
+    """The test that runs every program on two ranks, in one of the settings; in the other it is long.
 
     Args:
         twins: by name, what plain torch runs instead of a program that it only compiles.
     """
 
     @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-    @pytest.mark.parametrize("name", programs)
-    def test_sharded_gradients_are_those_of_plain_torch(name: str) -> None:
-        mesh = fs.make_mesh(shard=2, simulated=True)
-        for preset, options in SETTINGS:
-            got = fs.simulate(mesh, step_on(programs[name], mesh, preset, **options))
-            check(twins.get(name, programs[name]), got, 2 * options.get("accumulate", 1))
+    @pytest.mark.parametrize(("name", "preset"), [
+        pytest.param(name, preset, marks=[pytest.mark.long] * ((i + j) % 2))
+        for i, name in enumerate(programs) for j, preset in enumerate(SETTINGS)
+    ])  # fmt: skip
+    def test_sharded_gradients_are_those_of_plain_torch(name: str, preset: str) -> None:
+        mesh, options = fs.make_mesh(shard=2, simulated=True), SETTINGS[preset]
+        got = fs.simulate(mesh, step_on(programs[name], mesh, preset, **options))
+        check(twins.get(name, programs[name]), got, 2 * options.get("accumulate", 1))
 
     return test_sharded_gradients_are_those_of_plain_torch
 
