@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from experiments.configs.train import ConfigError
@@ -68,6 +69,14 @@ def _until(text: str, how: dict[str, Any]) -> str:
     return text
 
 
+@cache
+def _known_tasks() -> Any:
+    """Those of the harness, whose thousands of files take ten seconds to read."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
+
+
 def harness_results(
     task: str, scorer: Scorer, params: Any, config: EvaluateConfig
 ) -> dict[str, dict[str, float]]:
@@ -86,7 +95,7 @@ def harness_results(
     try:
         found = lm_eval.simple_evaluate(
             model, tasks=[task], num_fewshot=config.shots or None, limit=config.limit,
-            bootstrap_iters=1000, log_samples=False,
+            bootstrap_iters=1000, log_samples=False, task_manager=_known_tasks(),
         )  # fmt: skip
     except (KeyError, ValueError, FileNotFoundError) as error:
         raise ConfigError(f"tasks=lm-eval:{task}: {error}") from error
