@@ -44,7 +44,6 @@ SAMPLE: list[Case] = [
     ("full_shard", "offload", "master", 1),
     ("zero2", "unit", "streamed", 1),
 ]
-COMPILED: list[Case] = [("zero2", "unit", "bf16 host", 4)]
 MATRIX = list(itertools.product(
     ["full_shard", "shard_grad_op", "zero2", "zero1", "no_shard", "hybrid_shard"],
     ["none", "unit", 0.5],
@@ -155,12 +154,6 @@ def test_predicted_bytes_have_what_a_rank_computes_of_whole_matrices(optimizer: 
     assert lowered.memory_analysis().peak_bytes == pytest.approx(real.peak, rel=CLOSE)
 
 
-@pytest.mark.long  # two ranks compile
-@pytest.mark.parametrize("case", COMPILED, ids=str)
-def test_predicted_bytes_are_those_of_generated_kernels(ranks: Any, case: Case) -> None:
-    check_case(ranks(2), case, "inductor")
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("case", MATRIX, ids=str)
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
@@ -232,14 +225,7 @@ TABLE = torch.linspace(0, 1, 100)
 RATES = (0.1, lambda step: 0.1 if step < 3 else 0.2, lambda step: TABLE[step])
 
 
-@pytest.mark.parametrize(
-    ("name", "rate"),
-    [
-        pytest.param(name, rate, marks=[] if i % 3 == j else pytest.mark.long)
-        for i, name in enumerate(sorted(fs.optim.OPTIMIZERS))
-        for j, rate in enumerate(RATES)
-    ],
-)
+@pytest.mark.parametrize(("name", "rate"), zip(sorted(fs.optim.OPTIMIZERS), [*RATES, 0.1], strict=True))
 def test_no_optimizer_of_ours_is_guessed(name: str, rate: Any) -> None:
     optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.OPTIMIZERS[name](rate))
     with warnings.catch_warnings():

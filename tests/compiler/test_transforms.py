@@ -173,17 +173,7 @@ def test_leaves_that_a_transform_reads_are_gathered_by_unit() -> None:
     assert [u for kind, u in order if kind == "ReduceScatter"] == units[::-1]
 
 
-@pytest.mark.parametrize(
-    "fn",
-    [
-        *(gradient_penalty, maml, per_sample_gradients),
-        *(
-            pytest.param(f, marks=pytest.mark.long, id=f.__name__)
-            for f in (penalty_of_autograd, curvature, hessian_vector)
-        ),
-    ],
-    ids=lambda f: f.__name__,
-)
+@pytest.mark.parametrize("fn", [gradient_penalty, maml, per_sample_gradients], ids=lambda f: f.__name__)
 def test_a_transform_of_a_whole_model_gathers_one_unit_after_the_other(
     fn: Fn, recwarn: pytest.WarningsRecorder
 ) -> None:

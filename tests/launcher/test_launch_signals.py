@@ -56,12 +56,7 @@ def main():
         ("2 - rank", "pass", 600, r"rank 0: step \(program.py.*rank 1: checkpoint.save \(.*fs.lockstep"),
         ("1", "sys.exit()", 600, "only rank 0 called checkpoint.save.*rank 1: has ended"),
         ("1", "fs.hf.save(out, state)", 600, "rank 0: checkpoint.save .*rank 1: hf.save"),
-        (
-            "1",
-            "os.kill(os.getpid(), signal.SIGSTOP)",
-            4,
-            "rank 1 did not come within 4 s; its .* is stopped",
-        ),
+        ("1", "os.kill(os.getpid(), signal.SIGSTOP)", 4, "rank 1 did not come within 4 s; its .* is stopped"),
     ],
 )
 def test_who_calls_what_alone_is_named(steps, alone, seconds, why, tmp_path):

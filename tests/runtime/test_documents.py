@@ -35,8 +35,7 @@ def inputs(length: int, heads: int = 2, size: int = 6) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("causal", "window", "length"),
-    [*itertools.product([True, False], [None, 1, 3, 300], [20, 700])],
+    ("causal", "window", "length"), [*itertools.product([True, False], [None, 1, 3, 300], [20, 700])]
 )
 def test_values_and_gradients(causal: bool, window: int | None, length: int) -> None:
     """Heads that share keys, values of another size; documents of one token, and longer than a block."""

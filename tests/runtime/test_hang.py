@@ -54,7 +54,7 @@ def waits_for_nobody(rank: int, preset: str, transport: str) -> tuple[str, float
     [
         ("full_shard", "auto"),
         ("full_shard", "p2p"),
-        *(pytest.param(p, "native", marks=pytest.mark.long) for p in ("no_shard", "full_shard")),
+        pytest.param("no_shard", "native", marks=pytest.mark.long),
     ],
 )
 def test_it_names_the_instruction_the_unit_and_the_rank(ranks: Any, preset: str, transport: str) -> None:
