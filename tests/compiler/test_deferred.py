@@ -374,6 +374,12 @@ def test_leaves_are_marked_as_those_of_the_real_module() -> None:
         assert {p: mark(leaf) for p, leaf in params.items()} == {p: mark(leaf) for p, leaf in real.items()}
 
 
+def test_leaves_that_have_values_keep_them() -> None:
+    model = deferred(Tables)
+    model.table = torch.full((1, 11, 8), 7.0)
+    assert torch.equal(whole(model, 2, 0)[0]["table"], model.table)
+
+
 def test_a_copy_has_its_recipes_too() -> None:
     model = copy.deepcopy(deferred(Gpt))
     assert model.head.weight is model.wte.weight
@@ -403,45 +409,6 @@ class Holds(nn.Module):
         act(self)
 
 
-def branches(module: Any) -> None:
-    if module.layer.weight.abs().max() > 0.5:
-        module.layer.weight.data.mul_(0.5)
-
-
-@pytest.mark.parametrize(
-    "act",
-    [
-        branches,
-        lambda module: module.layer.weight.tolist(),
-        lambda module: module.layer.weight.detach().numpy(),
-        lambda module: module.layer.weight.nonzero(),
-    ],
-)
-def test_a_value_that_depends_on_the_seed_cannot_be_read(act: Callable[[Any], Any]) -> None:
-    with pytest.raises(
-        StateError, match=r"(?s)reads a value that depends on random numbers.*test_deferred.py:\d+.*shapes"
-    ):
-        deferred(lambda: Holds(act))
-    assert torch.equal(torch.zeros(2) + 1, torch.ones(2)), "the block has ended"
-
-
-@pytest.mark.parametrize(
-    ("draw", "name"),
-    [
-        (lambda: np.random.rand(), r"numpy.random"),
-        (lambda: random.uniform(0, 1), r"Python's random"),
-    ],
-)
-def test_random_numbers_that_differ_from_rank_to_rank_are_refused(draw: Any, name: str) -> None:
-    with pytest.raises(StateError, match=rf"(?s)constructor draws random numbers by {name}.*Fix: draw"):
-        deferred(lambda: Holds(lambda module: nn.init.constant_(module.layer.weight, draw())))
-    draw()  # the block has ended
-    seeded = deferred(lambda: Holds(lambda m: m.layer.weight.data.fill_(np.random.default_rng(0).random())))
-    params = fs.make_functional(seeded)[1]
-    values = fs.shard(params, fs.match_specs(params, [("*", LayoutSpec())]), fs.make_mesh(shard=1))
-    assert (values["layer.weight"] == np.float32(np.random.default_rng(0).random())).all()
-
-
 def forked(module: Any) -> None:
     module.layer.weight.data.normal_()
     with torch.random.fork_rng(devices=[]):
@@ -449,58 +416,63 @@ def forked(module: Any) -> None:
     module.layer.weight.data.normal_()
 
 
+OUTSIDE = torch.zeros(2, 2)
+READS = r"reads a value that depends on random numbers.*test_deferred.py:\d+.*shapes"
+
+
 @pytest.mark.parametrize(
     ("act", "words"),
     [
-        (lambda m: torch.manual_seed(0) and m.layer.weight.data.normal_(), "sets torch's random state"),
-        (forked, "sets torch's random state"),
+        (lambda m: m.layer.weight.abs().max() > 0.5 and None, READS),
+        (lambda m: m.layer.weight.tolist(), READS),
+        (lambda m: m.layer.weight.detach().numpy(), READS),
+        (lambda m: m.layer.weight.nonzero(), READS),
+        (
+            lambda m: nn.init.constant_(m.layer.weight, np.random.rand()),
+            r"draws random numbers by numpy",
+        ),
+        (lambda m: nn.init.constant_(m.layer.weight, random.uniform(0, 1)), "random numbers by Python's"),
+        (lambda m: torch.manual_seed(0) and m.layer.weight.data.normal_(), "sets torch's.*Fix: leave it out"),
+        (forked, "sets torch's random state.*Fix: leave it out"),
         (lambda m: m.layer.weight.data.normal_(generator=torch.Generator()), "a generator of its own"),
         (lambda m: nn.init.trunc_normal_(m.layer.weight, generator=torch.Generator()), "of its own"),
+        (lambda m: OUTSIDE.copy_(m.layer.weight), r"copy_\.default writes to a tensor with values.*clone"),
+        (lambda m: OUTSIDE.normal_(), r"aten\.normal_\.default writes to a tensor with values"),
     ],
 )
-def test_other_streams_of_random_numbers_are_refused(act: Callable[[Any], Any], words: str) -> None:
+def test_what_a_constructor_must_not_do(act: Callable[[Any], Any], words: str) -> None:
     before = torch.get_rng_state()
-    with pytest.raises(StateError, match=f"(?s){words}.*Fix: leave it out"):
+    with pytest.raises(StateError, match=f"(?s){words}"):
         deferred(lambda: Holds(act))
+    assert torch.equal(torch.zeros(2) + 1, torch.ones(2)) and np.random.rand() + random.random() < 2
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_write_to_a_tensor_from_outside_is_refused() -> None:
-    outside = torch.zeros(2, 2)
-    with pytest.raises(StateError, match=r"(?s)aten.copy_.default writes to a tensor with values.*clone"):
-        deferred(lambda: Holds(lambda module: outside.copy_(module.layer.weight)))
-    with pytest.raises(StateError, match=r"(?s)aten.normal_.default writes to a tensor with values"):
-        deferred(lambda: Holds(lambda module: outside.normal_()))
+def test_a_seeded_generator_of_numpys_is_no_draw() -> None:
+    seeded = deferred(lambda: Holds(lambda m: m.layer.weight.data.fill_(np.random.default_rng(0).random())))
+    values = fs.shard(*_tree(seeded))
+    assert (values["layer.weight"] == np.float32(np.random.default_rng(0).random())).all()
+
+
+CHANGES = "changes a deferred module after its"
 
 
 @pytest.mark.parametrize(
-    "act",
+    ("act", "words"),
     [
-        lambda m: m.apply(lambda part: nn.init.zeros_(part.weight) if isinstance(part, nn.Linear) else None),
-        lambda m: m.layer.weight.data.normal_(),
-        lambda m: m.layer.weight.detach()[0].fill_(1.0),
-        lambda m: m.to(torch.bfloat16),
-        lambda m: (
-            m.load_state_dict(nn.Sequential(nn.Linear(2, 2)).state_dict(), strict=False)
-            and m.layer.load_state_dict(nn.Linear(2, 2).state_dict())
-        ),
+        (lambda m: nn.init.zeros_(m.layer.weight), CHANGES),
+        (lambda m: m.layer.weight.data.normal_(), CHANGES),
+        (lambda m: m.layer.weight.detach()[0].fill_(1.0), CHANGES),
+        (lambda m: m.to(torch.bfloat16), CHANGES),
+        (lambda m: m.layer.load_state_dict(nn.Linear(2, 2).state_dict()), CHANGES),
+        (lambda m: m.layer(torch.ones(2)), "linear needs the values of a deferred module.*step.init"),
+        (lambda m: m.layer.weight.sum().item(), "Tensor.item needs the values"),
     ],
 )
-def test_a_change_after_the_block_is_refused(act: Callable[[nn.Module], Any]) -> None:
+def test_what_needs_or_changes_values_after_the_block(act: Callable[[nn.Module], Any], words: str) -> None:
     model = deferred(lambda: Holds(lambda module: None))
-    with (
-        torch.no_grad(),
-        pytest.raises((StateError, RuntimeError), match=r"(?s)changes a deferred module after its"),
-    ):
+    with torch.no_grad(), pytest.raises((StateError, RuntimeError), match=f"(?s){words}"):
         act(model)
-
-
-def test_a_deferred_module_cannot_be_called() -> None:
-    model = deferred(lambda: nn.Linear(2, 2))
-    with pytest.raises(StateError, match=r"(?s)linear needs the values of a deferred module.*step.init"):
-        model(torch.ones(2))
-    with pytest.raises(StateError, match=r"(?s)Tensor.item needs the values"):
-        model.weight.sum().item()
 
 
 def test_a_plain_tensor_that_depends_on_the_seed_is_refused_where_it_is_used() -> None:
@@ -542,6 +514,12 @@ def test_what_the_constructor_puts_on_meta_or_leaves_unset_is_named() -> None:
 def _tree(model: nn.Module) -> tuple[Any, Any, fs.Mesh]:
     mesh, params = fs.make_mesh(shard=1), fs.make_functional(model)[1]
     return params, fs.presets.no_shard(params, mesh), mesh
+
+
+def test_a_tree_of_other_shapes_is_refused() -> None:
+    step = fs.shard_step(lambda p, x: x.sum(), _tree(nn.Linear(2, 2))[1], backend="eager")
+    with pytest.raises(StateError, match=r"params\['weight'\] is \[3, 3\], its spec was made for \[2, 2\]"):
+        step.init({"weight": torch.zeros(3, 3), "bias": torch.zeros(2)})
 
 
 def test_values_are_not_made_inside_the_block() -> None:

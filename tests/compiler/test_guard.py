@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from toys import plain_grads, step_of
 
 import fnshard as fs
-from fnshard import LayoutSpec, StateError
 from fnshard.compiler.ir.guard import MEMBERS, Guard, Reachable
 
 # ------------------------------------------------------------------ what is compared: a row a kind
@@ -429,23 +428,6 @@ def test_programs_are_kept_and_dropped_like_batches() -> None:
 # ------------------------------------------------------------------ messages
 
 
-@pytest.mark.parametrize(
-    ("values", "advice"),
-    [
-        ((X, torch.stack([X, X])), r"from \[4\] torch.float64 to \[2, 4\] torch.float64\. .*pad to few"),
-        ((None, X), r"from None to \[4\] torch.float64\. .*give all the same leaves"),
-    ],
-)
-def test_a_batch_that_is_compiled_anew_says_which_leaf_and_what_to_do(values: Any, advice: str) -> None:
-    def fn(p: Any, x: Tensor, rest: Any) -> Tensor:
-        return scaled(p, x, 1 if rest["m"] is None else rest["m"])
-
-    step = make(fn)
-    step(PARAMS, X, {"m": values[0]})
-    with pytest.warns(UserWarning, match=advice):
-        step(PARAMS, X, {"m": values[1]})
-
-
 def test_a_value_that_changes_at_every_step_is_named_once() -> None:
     cfg, trainer = {"beta": 0.1, "gamma": 1.0}, types.SimpleNamespace(beta=2.0)
     fn = lambda p, x: scaled(p, x, trainer.beta) * cfg["beta"] * cfg["gamma"]  # noqa: E731
@@ -461,20 +443,3 @@ def test_a_value_that_changes_at_every_step_is_named_once() -> None:
     assert "pass a tensor in the batch" in text
     assert "gamma" not in text
     assert caught[0].filename == __file__
-
-
-def test_a_value_must_not_change_the_collectives() -> None:
-    params = {"a": torch.ones(4), "b": torch.ones(4)}
-    mesh = fs.make_mesh(shard=2, simulated=True)
-    cfg = {"both": True}
-    fn = lambda p, x: (p["a"] * x).sum() + ((p["b"] * x).sum() if cfg["both"] else 0)  # noqa: E731
-    specs = fs.match_specs(params, [("*", LayoutSpec(fs.P("shard")))])
-    step = fs.shard_step(fn, specs, mesh=mesh, backend="eager")
-
-    def run(rank: int) -> Any:
-        return step(step.init(params), torch.ones(4))
-
-    fs.simulate(mesh, run)
-    cfg["both"] = False
-    with pytest.raises(StateError, match=r"(?s)a value that `fn` reads.*cfg\['both'\] from True to False"):
-        fs.simulate(mesh, run)

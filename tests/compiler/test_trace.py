@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 from toys import ROWS, WIDTH, run_chain
 from traced import checks_of, programs, refused
 
@@ -38,22 +37,6 @@ def no_grad(p, x):
         return x / largest
 
     return run_chain(p, x, scaled).sum()
-
-
-@right
-def no_grad_over_several_units(p, x):
-    with torch.no_grad():
-        early = x @ p["layers.0.w"] @ p["layers.1.w"]
-    return (early * (x @ p["layers.1.w"] @ p["layers.2.w"])).sum()
-
-
-@right
-def enable_grad_in_no_grad(p, x):
-    with torch.no_grad():
-        a = x @ p["layers.0.w"]
-        with torch.enable_grad():
-            b = x @ p["layers.1.w"]
-    return (a * b).sum()
 
 
 @right
@@ -179,20 +162,7 @@ def scripted(p, x):
     return y.sum() + _scripted(y).sum()
 
 
-# ------------------------------------------------------------------ checkpoint
-
-
-@right
-def checkpoint_not_reentrant(p, x):
-    return run_chain(p, x, lambda x, i: checkpoint(torch.sin, x, use_reentrant=False)).sum()
-
-
 # ------------------------------------------------------------------ derivatives inside fn, vmap, operators
-
-RIGHT |= {
-    "custom op": lambda p, x: run_chain(p, x, lambda x, i: _square(x)).sum(),
-    "autograd function": lambda p, x: run_chain(p, x, lambda x, i: _Square.apply(x)).sum(),
-}  # fmt: skip
 
 REFUSED |= {
     "custom op without fake": (
@@ -215,18 +185,6 @@ class _Square(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         return 3 * grad * ctx.saved_tensors[0]
-
-
-@torch.library.custom_op("fnshard_test::square", mutates_args=())
-def _square(x: Tensor) -> Tensor:
-    return x * x
-
-
-_square.register_fake(torch.empty_like)
-_square.register_autograd(
-    lambda ctx, grad: 3 * grad * ctx.saved_tensors[0],  # not the derivative, to see whether it is used
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
-)
 
 
 @torch.library.custom_op("fnshard_test::double_", mutates_args=("x",))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -128,18 +127,6 @@ def test_in_and_out_again(
     torch.testing.assert_close(logits(tmp_path / "out"), of.logits, rtol=0, atol=1e-5)
     files = {"config.json", "generation_config.json"}
     assert {f.name for f in (tmp_path / "out").glob("*config.json")} == files
-
-
-def test_tiers_and_dtypes(saved: Callable[[str], Saved], tmp_path: Path) -> None:
-    of = saved("qwen2")
-    mesh = fs.make_mesh(shard=2, abstract=True)
-    specs = fs.presets.full_shard(of.params, mesh, memory="disk", storage_dtype=torch.bfloat16)
-    got = fs.hf.load(of.folder, specs, mesh, model=of.meta, disk_dir=str(tmp_path))
-    whole = tensors_of(of.folder)
-    whole |= {p: got[p] for p in got if p not in whole}
-    same(got, fs.shard({p: whole[p] for p in specs}, specs, mesh, disk_dir=str(tmp_path)))
-    assert got["model.norm.weight"].dtype == torch.bfloat16
-    assert got["model.rotary_emb.inv_freq"].dtype == torch.float32
 
 
 def test_a_module_brings_its_configuration_and_one_that_does_not_fit_is_refused(
@@ -330,30 +317,3 @@ def test_what_a_module_cannot_make_is_told(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------ processes
-
-
-def on_rank(rank: int, folder: str) -> list[Any]:
-    """From meta to files on a process group."""
-    config = transformers.AutoConfig.from_pretrained(Path(folder) / "model")
-    with fs.deferred():
-        meta = transformers.AutoModelForCausalLM.from_config(config).eval()
-    apply, params = fs.make_functional(meta)
-    mesh = fs.make_mesh(shard=2, device="cpu")
-    specs = fs.presets.full_shard(params, mesh)
-    blocks = fs.hf.load(Path(folder) / "model", specs, mesh, model=meta)
-    fs.hf.save(blocks, Path(folder) / "out", specs, mesh, model=meta, config=config, max_file_bytes=6000)
-    forward = fs.shard_forward(
-        lambda p, i: apply(p, input_ids=i, use_cache=False).logits, specs, mesh=mesh, backend="eager"
-    )
-    with torch.no_grad():
-        return forward(blocks, IDS).tolist()
-
-
-def test_in_and_out_again_on_processes(ranks: Any, saved: Callable[[str], Saved], tmp_path: Path) -> None:
-    of = saved("qwen2")
-    shutil.copytree(of.folder, tmp_path / "model")
-    for got in ranks(2).run(on_rank, str(tmp_path), timeout=200.0):
-        torch.testing.assert_close(torch.tensor(got), of.logits, rtol=0, atol=1e-5)
-    same(tensors_of(tmp_path / "out"), tensors_of(of.folder))
-    torch.testing.assert_close(logits(tmp_path / "out"), of.logits, rtol=0, atol=1e-5)
-    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "qwen2"

@@ -93,7 +93,7 @@ def gradients(
     rows = ROWS * options.get("accumulate", 1)
     words, targets = batch(rows * mesh.size)
     mine = slice(rows * rank, rows * (rank + 1))
-    step = fs.shard_step(fn, specs, mesh=mesh, backend="eager", **options)
+    step = fs.shard_step(fn, specs, mesh=mesh, **{"backend": "eager", **options})
     loss, grads = step(fs.shard(tree, specs, mesh), words[mine], targets[mine])
     named = fs.tree.flatten_with_paths(grads)[0]
     surplus = [p for p, g in named.items() if p.startswith("base") and g is not None]
@@ -108,6 +108,7 @@ CASES: list[Any] = [
     pytest.param(2, "no_shard", "nf4", {"remat": "unit"}, {}, marks=pytest.mark.long),
     (2, "full_shard", "int8", {"remat": "unit+offload"}, {"memory": "host"}),
     (4, "hybrid_shard", "nf4", {}, {}),
+    (2, "full_shard", "nf4", {"backend": "inductor"}, {}),
     pytest.param(4, "zero2", "nf4", {"accumulate": 2}, {}, marks=pytest.mark.long),
 ]
 

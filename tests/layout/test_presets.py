@@ -69,8 +69,10 @@ def test_buffers_and_integers_are_whole_and_keep_their_dtype() -> None:
         "ids": torch.zeros(16, dtype=torch.int64),
         "b": nn.Buffer(torch.zeros(16)),
     }
-    specs = fs.presets.full_shard(params, MESH, compute_dtype=torch.bfloat16)
+    bf16 = {"storage_dtype": torch.bfloat16, "compute_dtype": torch.bfloat16}
+    specs = fs.presets.full_shard(params, MESH, **bf16)
     assert [specs[p].storage for p in params] == [S, P(), P()]
+    assert [specs[p].storage_dtype for p in params] == [torch.bfloat16, torch.int64, torch.float32]
     assert [specs[p].compute_dtype for p in params] == [torch.bfloat16, torch.int64, torch.float32]
     assert [specs[p].trainable for p in params] == [True, False, False]
 

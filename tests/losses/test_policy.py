@@ -150,6 +150,11 @@ def test_advantages_by_groups_and_by_a_value_head() -> None:
 
 PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
     "dpo": (policy.dpo, lambda c, r, rc, rr: -F.logsigmoid(0.1 * (c - rc - r + rr))),
+    "smoothed dpo": (
+        partial(policy.dpo, label_smoothing=0.1),
+        lambda c, r, rc, rr: -0.9 * F.logsigmoid(0.1 * (c - rc - r + rr))
+        - 0.1 * F.logsigmoid(0.1 * (rc - c + r - rr)),
+    ),
     "ipo": (policy.ipo, lambda c, r, rc, rr: (c - rc - r + rr - 5.0) ** 2),
     "orpo": (
         lambda c, r, rc, rr, **how: policy.orpo(c, r, **how),

@@ -14,19 +14,16 @@ from models import MODELS, model_of
 
 import fnshard as fs
 
-LR, DECAY, CLIP = 3e-3, 0.1, 0.2
+LR, DECAY = 3e-3, 0.1
 ADAMW = fs.optim.adamw(LR, weight_decay=DECAY)
-CLIPPED = fs.optim.chain(fs.optim.clip_by_global_norm(CLIP), ADAMW)
 
 
 @cache
-def truth(name: str, clip: float | None = None) -> reference.Trained:
+def truth(name: str) -> reference.Trained:
     """The naive loop over whole global batches."""
     model = model_of(name)
     steps = [[batch] for batch in model.batches(sharded.STEPS)]
-    return reference.train(
-        model.loss, model.params, steps, reference.adamw(LR, DECAY), frozen=model.frozen, clip=clip
-    )
+    return reference.train(model.loss, model.params, steps, reference.adamw(LR, DECAY), frozen=model.frozen)
 
 
 def spread(*key: str | int) -> int:
@@ -85,13 +82,10 @@ def test_a_global_count_of_zero_gives_zero_gradients() -> None:
 # ------------------------------------------------------------------ without an optimizer
 
 
-@pytest.mark.parametrize(
-    ("name", "preset"), [("odd_leaves", "zero2"), ("derived_weights", "full_shard"), ("masked_mean", "zero1")]
-)
-def test_gradients_equal_torch_func_grad(name: str, preset: str) -> None:
-    model = model_of(name)
+def test_gradients_equal_torch_func_grad() -> None:
+    model = model_of("masked_mean")
     mesh = fs.make_mesh(shard=4, simulated=True)
-    specs = sharded.specs_of(model, preset, mesh)
+    specs = sharded.specs_of(model, "zero1", mesh)
     step = sharded.make_step(mesh, model, specs, None, accumulate=3)
     batch = model.batch(0)
 
@@ -110,45 +104,13 @@ def test_gradients_equal_torch_func_grad(name: str, preset: str) -> None:
             torch.testing.assert_close(got[path], value, rtol=0, atol=sharded.ATOL, msg=path)
 
 
-def test_a_plain_process_needs_nothing_but_fn_and_specs() -> None:
-    model = model_of("tied")
-    specs = fs.match_specs(model.params, [("*", fs.LayoutSpec(fs.P("shard")))])
-    loss, grads = fs.shard_step(model.loss, specs, backend="eager")(model.params, *model.batch(0))
-    expected, value = reference.gradients(model.loss, model.params, *model.batch(0))
-    torch.testing.assert_close(loss, value, rtol=0, atol=sharded.ATOL)
-    for path, grad in grads.items():
-        if grad is not None:
-            torch.testing.assert_close(grad, expected[path], rtol=0, atol=sharded.ATOL, msg=path)
-    assert sum(g is not None for g in grads.values()) == sum(
-        isinstance(v, torch.nn.Parameter) for v in model.params.values()
-    )
-
-
-def test_reference_agrees_with_the_module_itself() -> None:
-    """`make_functional` is on both sides of the other tests: here the module trains by itself."""
-    from models import GPT, next_token, seeded
-
-    module, model = seeded(GPT, tied=True), model_of("tied")
-    optimizer = torch.optim.AdamW(module.parameters(), lr=LR, weight_decay=DECAY)
-    losses = []
-    for ids, targets in model.batches(sharded.STEPS):
-        optimizer.zero_grad()
-        loss = next_token(module(ids), targets)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    own = {p: v.detach() for p, v in module.state_dict().items() if p in model.params}
-    sharded.assert_same(truth("tied"), reference.Trained(own, losses))
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_shard_forward_gives_each_rank_its_rows(world: int) -> None:
+def test_shard_forward_gives_each_rank_its_rows() -> None:
     from models import GPT, seeded
 
     module = seeded(GPT)
     apply, params = fs.make_functional(module)
     ids = model_of("gpt").batch(0)[0]
-    mesh = fs.make_mesh(shard=world, simulated=True)
+    mesh = fs.make_mesh(shard=2, simulated=True)
     specs = fs.presets.full_shard(params, mesh)
 
     def outputs(params: Any, ids: torch.Tensor) -> dict[str, Any]:
@@ -158,7 +120,7 @@ def test_shard_forward_gives_each_rank_its_rows(world: int) -> None:
     forward = fs.shard_forward(outputs, specs, mesh=mesh, backend="eager")
 
     def run(rank: int) -> Any:
-        return forward(fs.shard(params, specs, mesh), *sharded.part((ids,), rank, world))
+        return forward(fs.shard(params, specs, mesh), *sharded.part((ids,), rank, 2))
 
     ranks = fs.simulate(mesh, run)
     with torch.no_grad():

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
-import optimizers
 import pytest
 import reference
 import torch
 from models import Model
-from sharded import assert_same, by_steps, make_step, specs_of, train
+from sharded import assert_same, make_step, specs_of, train
 from tensor_models import decoder, logits
 
 import fnshard as fs
 
 AXES = {"shard": 2, "tensor": 2}
 ADAMW = fs.optim.adamw(1e-2, weight_decay=0.1)
-CLIP = 0.05
-CLIPPED = fs.optim.chain(fs.optim.clip_by_global_norm(CLIP), fs.optim.sgd(0.1))
 
 
 MODELS = {"decoder": decoder, "untied": lambda: decoder(tied=False), "fused": lambda: decoder(fused=True)}
@@ -32,44 +28,11 @@ def model_of(name: str) -> Model:
     return MODELS[name]()
 
 
-@cache
-def truth(name: str, clip: bool) -> reference.Trained:
-    model = model_of(name)
-    rule = reference.sgd(0.1) if clip else reference.adamw(1e-2)
-    limit = CLIP if clip else None
-    return reference.train(model.loss, model.params, by_steps(model), rule, frozen=model.frozen, clip=limit)
-
-
-def trained(
-    model: Model, axes: Mapping[str, int], preset: str, optimizer: Any, policy: Any = None, **options: Any
-) -> list[reference.Trained]:
-    mesh = fs.make_mesh(**axes, simulated=True)
-    policy = {"tensor": "tensor" if "tensor" in axes else None, **(policy or {})}
-    specs = specs_of(model, preset, mesh, **policy)
-    return on_mesh(model, mesh, specs, optimizer, **options)
-
-
 def on_mesh(
     model: Model, mesh: fs.Mesh, specs: Any, optimizer: Any, **options: Any
 ) -> list[reference.Trained]:
     step = make_step(mesh, model, specs, optimizer, **options)
     return fs.simulate(mesh, lambda rank: train(rank, mesh, model, specs, optimizer, step=step))
-
-
-QUICK = ("adamw_rules", "two_clips_two_emas", "row_sgd")
-
-
-@pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(n, marks=pytest.mark.long) for n in optimizers.ALL if n not in QUICK)]
-)
-def test_optimizers_see_each_element_once(name: str) -> None:
-    """All are what they are on one rank."""
-    model, optimizer = model_of("decoder"), optimizers.ALL[name]
-    if name in ("clip", "ema"):  # which train nothing alone
-        optimizer = fs.optim.chain(*((optimizer, fs.optim.sgd(0.1))[:: 1 if name == "clip" else -1]))
-    expected = trained(model, {"shard": 1}, "full_shard", optimizer)[0]
-    for got in trained(model, AXES, "full_shard", optimizer):
-        assert_same(got, expected)
 
 
 def test_a_forward_and_gradients_alone() -> None:

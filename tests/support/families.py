@@ -89,17 +89,6 @@ FAMILIES["jetmoe"] = Family(
     tied=EMBEDDED, atol=1e-6,
 )  # fmt: skip
 
-EXPERTS = {**SMALL, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-NAMED, LOCAL_EXPERTS = {**EXPERTS, "num_experts": 4}, {**EXPERTS, "num_local_experts": 4}
-# Most choose their experts by a softmax in fp32.
-MIXTURES = {
-    "mixtral": Family("Mixtral", "ForCausalLM", LOCAL_EXPERTS, atol=1e-6),
-    "qwen2_moe": Family(
-        "Qwen2Moe", "ForCausalLM", {**NAMED, "shared_expert_intermediate_size": 12}, atol=1e-6),
-    "gpt_oss": Family("GptOss", "ForCausalLM", {**LOCAL_EXPERTS, "head_dim": 8, "sliding_window": 4}),
-}  # fmt: skip
-
-
 # ------------------------------------------------------------------ what they compute
 
 ROWS, TIME = 4, 7
