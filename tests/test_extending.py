@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +11,6 @@ import torch
 from torch import Tensor
 
 import fnshard as fs
-from experiments.finetune.config import ObjectiveConfig
-from experiments.finetune.objectives import OBJECTIVES
-from experiments.trackers import registry
-from experiments.trackers.feed import Feed
 from fnshard import LayoutSpec, P
 from fnshard.analysis.storages import BUFFERS
 from fnshard.compiler import lower
@@ -139,30 +132,6 @@ def relu_as_clamp(graph: torch.fx.Graph) -> int:
     return len(found)
 
 
-class Notes:
-    """A tracker."""
-
-    def __init__(self) -> None:
-        self.rows: list[Any] = []
-
-    def start(self, run: Any) -> str:
-        return "notes"
-
-    def log(self, rows: Any) -> None:
-        self.rows += rows
-
-    def artifact(self, path: Path) -> None: ...
-
-    def finish(self, status: str, summary: Any) -> None:
-        self.rows.append(status)
-
-
-def squares(tuning: Any, config: ObjectiveConfig, *, training: bool) -> Any:
-    """An objective."""
-    policy = tuning.policy(lambda params, batch: loss_fn(params, batch["x"]), training=training)
-    return lambda params, batch: (fs.Mean(policy(params, batch) * 3, torch.tensor(3)), {})
-
-
 # ------------------------------------------------------------------ and how it is used
 
 
@@ -268,28 +237,3 @@ def test_a_pass_and_a_rewrite(monkeypatch: pytest.MonkeyPatch) -> None:
     verbs = [type(line).__name__ for line in low.schedule.instructions]
     assert verbs[:3] == ["Gather"] * 3 and verbs.index("Run") > 2 and counts == [2]
     assert trained(step_of) == pytest.approx(plain(), abs=1e-10)
-
-
-def test_a_tracker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(registry.TRACKERS, "notes", lambda config: Notes())
-    config = SimpleNamespace(tensorboard=False, wandb=False, mlflow=False, own=(), notes=True)
-    notes = registry.chosen(config)["notes"]
-    metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text('{"step": 1, "loss": 2.0}\n')
-    feed = Feed("notes", notes, metrics, print)
-    feed.start({})
-    feed.finish("ok")
-    feed.join(time.monotonic() + 60)
-    assert notes.rows == [{"step": 1, "loss": 2.0}, "ok"]
-
-
-@pytest.mark.usefixtures("registered")
-def test_an_objective(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(OBJECTIVES, "squares", squares)
-    tuning = SimpleNamespace(policy=lambda fn, training: fn)
-    loss = OBJECTIVES["squares"](tuning, ObjectiveConfig(), training=True)
-
-    def fn(params: Any, x: Tensor) -> Any:
-        return loss(params, {"x": x})
-
-    assert trained(lambda mesh: step_of(mesh, fn)) == pytest.approx(plain(), abs=1e-10)

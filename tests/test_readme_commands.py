@@ -252,17 +252,11 @@ def _lines(path: Path, *rows: dict[str, Any]) -> Path:
 @pytest.fixture(scope="module")
 def things(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What READMEs name and a reader has: `{as printed: where it is here}`."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tuning import write_llama
 
     home = tmp_path_factory.mktemp("things")
-    tokenizer = byte_tokenizer()
-    tiny = LlamaConfig(
-        vocab_size=tokenizer.vocab, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
-        num_attention_heads=2, max_position_embeddings=512, bos_token_id=tokenizer.bos,
-        eos_token_id=tokenizer.eos, pad_token_id=tokenizer.pad,
-    )  # fmt: skip
-    LlamaForCausalLM(tiny).save_pretrained(home / "llama")
-    tokenizer.save(home / "llama")
+    ids = {"bos_token_id": byte_tokenizer().bos, "pad_token_id": byte_tokenizer().pad}
+    write_llama(home / "llama", max_position_embeddings=512, **ids)
     (home / "text").mkdir()
     for number in range(20):
         (home / "text" / f"{number}.py").write_text(f"def f{number}(x):\n    return x + {number}\n" * 20)

@@ -1,4 +1,4 @@
-"""Tracing: grad modes, autocast, hooks, checkpoints and derivatives inside `fn`: right, or refused."""
+"""Tracing: grad modes, autocast, hooks and derivatives inside `fn`: right, or refused."""
 
 from __future__ import annotations
 

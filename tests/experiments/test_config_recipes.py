@@ -9,15 +9,11 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from runs import run_in
-from torch import Tensor, nn
 
-import fnshard as fs
 from experiments.bench.command import SPEC as BENCH
-from experiments.cli import schema
 from experiments.cli.command_spec import CONF, CommandSpec
 from experiments.cli.main import main
 from experiments.cli.validation import help_of, validate
@@ -96,31 +92,6 @@ def test_a_recipe_gives_way_to_choices():
 # ------------------------------------------------------------------ _target_
 
 
-class OwnModel(nn.Module):
-    def __init__(self, vocab: int, context: int, width: int):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(vocab, width), nn.Linear(width, vocab)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.embed(tokens))
-
-
-def own_optimizer(lr: Any, momentum: float) -> fs.optim.Optimizer:
-    assert callable(lr) and momentum == 0.5  # the rate is `schedule`'s
-    return fs.optim.sgd(lr, momentum=momentum)
-
-
-def test_a_model_and_an_optimizer_of_ones_own(text, tmp_path, monkeypatch):
-    model = f"model={{_target_: {__name__}.OwnModel, vocab: 256, context: 32, width: 8}}"
-    optimizer = f"optimizer={{_target_: {__name__}.own_optimizer, lr: 0.1, momentum: 0.5}}"
-    small = [word for word in SMALL if not word.startswith("model.")]
-    asked = validate(TRAIN, [model, optimizer, *small, f"data.root={text}"])
-    placed = place(asked, accelerators={})
-    assert schema.build(dataclasses.asdict(placed)) == placed  # as a rank reads it back
-    loop.train(JOB.prepare(placed), run_in(tmp_path / "run"), [], Stop())
-    assert math.isfinite(read_result(tmp_path / "run")["held_out_loss"])
-
-
 # ------------------------------------------------------------------ --help
 
 
@@ -141,18 +112,10 @@ def test_help_names_groups_keys_and_examples_that_compose(form):
             validate(form, words[3:])
 
 
-def test_help_is_printed_and_nothing_is_made(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["train", "-h"])
-    with pytest.raises(SystemExit, match=r"^0$"):
-        main(JOB)
-    shown = capfd.readouterr()
-    assert shown.out == help_of(TRAIN) + "\n" and shown.err == "" and list(tmp_path.iterdir()) == []
-
-
 def test_other_flags_of_hydra_work(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     for arguments, said in {
+        ("-h",): help_of(TRAIN) + "\n",
         ("--cfg", "job", "run.steps=7"): "steps: 7",
         ("--cfg", "job", "--package", "mesh"): "replicate: 1",
         ("--info", "defaults"): "strategy/full_shard",

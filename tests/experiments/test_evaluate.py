@@ -16,7 +16,7 @@ import torch
 import yaml
 from commands import run_command
 from runs import rows_of, run_in
-from tuning import config_of
+from tuning import config_of, write_llama
 
 from experiments.cli.exceptions import MISTAKES
 from experiments.configs.train import ConfigError
@@ -36,16 +36,9 @@ LETTERS = "ABCD"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of bytes whose weights are large, so that it has opinions."""
-    folder, tokenizer = tmp_path_factory.mktemp("model"), byte_tokenizer()
-    config = transformers.LlamaConfig(
-        vocab_size=tokenizer.vocab, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=256, initializer_range=0.5,
-        bos_token_id=tokenizer.bos, eos_token_id=tokenizer.eos, pad_token_id=tokenizer.pad,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save(folder)
-    return folder
+    ids = {"bos_token_id": byte_tokenizer().bos, "pad_token_id": byte_tokenizer().pad}
+    folder = tmp_path_factory.mktemp("model")
+    return write_llama(folder, max_position_embeddings=256, initializer_range=0.5, **ids)
 
 
 def word(draw: random.Random, most: int = 9) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import Wide
 from runs import run_in
 from safetensors.torch import load_file
 from torch import Tensor
@@ -37,15 +38,6 @@ FAMILIES = {
 }  # fmt: skip
 # Few: some experts get none.
 TOKENS = torch.randint(1, 61, (2, 5), generator=torch.Generator().manual_seed(1))
-
-
-class Wide:
-    """torch, in which float32 is float64: what goes through it rounds away what a test compares."""
-
-    float32 = float = torch.float64
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
 
 
 @pytest.fixture

@@ -7,11 +7,9 @@ import math
 import time
 from pathlib import Path
 
-import hydra
 import pytest
-from omegaconf import OmegaConf
+from runs import compose
 
-from experiments.cli.schema import build
 from experiments.cli.validation import validate
 from experiments.configs.checks import ConfigError
 from experiments.explain import words
@@ -22,10 +20,7 @@ from fnshard.errors import BudgetError
 
 
 def config_of(*overrides: str) -> ExplainConfig:
-    SPEC.register()
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(SPEC.conf)):
-        composed = hydra.compose(SPEC.name, overrides=list(overrides))
-    return build(OmegaConf.to_container(composed, resolve=True), ExplainConfig)
+    return compose(*overrides, spec=SPEC)
 
 
 @pytest.fixture(scope="module")

@@ -7,18 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import hydra
 import pytest
-from omegaconf import OmegaConf
+from runs import compose
 
-from experiments.cli.schema import build
 from experiments.configs.checks import ConfigError
 from experiments.explain.config import SPEC as EXPLAIN
-from experiments.explain.config import ExplainConfig
 from experiments.explain.paper import explain
 from experiments.plan import search
 from experiments.plan.__main__ import as_text, days_of, planned, rivals, write
-from experiments.plan.config import SPEC, PlanConfig
+from experiments.plan.config import SPEC
 from experiments.plan.search import REMAT, TIERS, Candidate, Knobs, Planner
 from fnshard.analysis.hardware import Hardware
 from fnshard.errors import BudgetError
@@ -31,11 +28,8 @@ FEW = "model.layers=1"  # so few are lowered as they are
 H100 = Hardware.named("h100")
 
 
-def config_of(*overrides: str, spec: Any = SPEC, kind: Any = PlanConfig) -> Any:
-    spec.register()
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(spec.conf)):
-        composed = hydra.compose(spec.name, overrides=[*MODEL, *overrides])
-    return build(OmegaConf.to_container(composed, resolve=True), kind)
+def config_of(*overrides: str, spec: Any = SPEC) -> Any:
+    return compose(*MODEL, *overrides, spec=spec)
 
 
 def planner_of(devices: int, *overrides: str) -> Planner:
@@ -84,7 +78,7 @@ def test_the_line_that_is_printed_is_the_plan() -> None:
         Knobs(1, 8, keep=True, remat=0.5),
         Knobs(1, 8, optimizer_dtype="bfloat16"),
     ):
-        found = explain(config_of(two, *knobs.overrides(32).split(), spec=EXPLAIN, kind=ExplainConfig))
+        found = explain(config_of(two, *knobs.overrides(32).split(), spec=EXPLAIN))
         exact = planner.exact(knobs)
         assert found.memory.peak_bytes == exact.peak_bytes
         assert found.timeline.step_seconds == pytest.approx(exact.seconds, rel=1e-9)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -221,6 +222,8 @@ def test_a_sample_is_that_of_plain_decoding():
         for _ in range(20):
             logits = apply(params, torch.tensor([written[-12:]]))[0, -1]
             written.append(int(torch.multinomial(torch.softmax(logits / 0.8, -1), 1, generator=random)))
+        likeliest = apply(params, torch.tensor([list(b"ab")]))[0, -1].argmax()
+        assert replace(sampler, temperature=0.0)(params, [b"ab"], 1) == [[int(likeliest)]]
     assert sampled == [written[2:]]
     broken = {path: torch.full_like(leaf, math.nan) for path, leaf in params.items()}
     with torch.no_grad():

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import Wide
 from runs import run_in
 from torch import Tensor
 from tuning import config_of
@@ -77,15 +78,6 @@ def logits_of_transformers(model: Any, images: Any, ids: list[int], paths: list[
         if "image_grid_thw" in seen:
             seen["mm_token_type_ids"] = (torch.tensor([ids]) == model.config.image_token_id).int()
     return model(input_ids=torch.tensor([ids]), **seen).logits[0]
-
-
-class Wide:
-    """torch, in which float32 is float64: norms that go through it round away what a test compares."""
-
-    float32 = torch.float64
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
 
 
 MESHES = [{"shard": 1}, {"shard": 2}, {"tensor": 2}]

@@ -9,8 +9,8 @@ import reference
 import sharded
 import torch
 import torch.nn.functional as F
-from models import noise, vectors
-from sharded import simulated
+from models import GPT, language_model, noise, seeded, vectors
+from sharded import by_steps, simulated
 from torch import Tensor
 from toys import step_of
 
@@ -18,6 +18,46 @@ import fnshard as fs
 from fnshard import LayoutSpec, Mean, optim, schedules
 
 # ------------------------------------------------------------------ dtypes
+
+
+def test_bf16_compute_with_fp32_masters_follows_the_reference() -> None:
+    """Rates so small that bf16 storage alone would stand still: the master moves."""
+    module = seeded(GPT).float()
+    model = language_model(module)
+    policy = {
+        "storage_dtype": torch.bfloat16,
+        "compute_dtype": torch.bfloat16,
+        "reduce_dtype": torch.float32,
+        "optimizer_dtype": torch.float32,
+    }
+    start = {p: v.detach() for p, v in model.params.items()}
+    expected = reference.train(
+        model.loss, start, by_steps(model), reference.adamw(1e-4, 0.0), frozen=model.frozen
+    )
+    mesh = simulated()
+    specs = sharded.specs_of(model, "full_shard", mesh, **policy)
+    step = sharded.make_step(mesh, model, specs, optim.adamw(1e-4, weight_decay=0.0))
+
+    def run(rank: int) -> Any:
+        state, losses = step.init(model.params), []
+        for batch in model.batches(sharded.STEPS):
+            state, metrics = step(state, *sharded.part(batch, rank, 2))
+            losses.append(metrics["loss"].item())
+        masters = {p: kept["master"] for p, kept in state.opt_state.items()}
+        full = fs.unshard(masters, specs, mesh, layout="optimizer")
+        return losses, full, fs.unshard(state.params, specs, mesh)
+
+    for losses, masters, stored in fs.simulate(mesh, run):
+        masters = {p: master for p, master in masters.items() if master is not None}
+        sharded.assert_floats(losses, expected.losses, atol=0.02)
+        moved = same_way = 0
+        for path, master in masters.items():
+            assert master.dtype == torch.float32
+            assert torch.equal(stored[path], master.bfloat16()), path
+            step_taken, exact = master - start[path], expected.params[path] - start[path]
+            moved += step_taken.numel()
+            same_way += (torch.sign(step_taken) == torch.sign(exact)).sum().item()
+        assert same_way / moved > 0.95, "masters do not follow the fp32 reference"
 
 
 HOST = {"memory": "host", "optimizer_memory": "host"}

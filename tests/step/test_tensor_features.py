@@ -1,10 +1,9 @@
-"""On a mesh with a tensor axis: every optimizer, forwards, codes, compiled kernels."""
+"""On a mesh with a tensor axis: forwards, gradients alone, frozen codes."""
 
 from __future__ import annotations
 
 import warnings
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -20,14 +19,6 @@ AXES = {"shard": 2, "tensor": 2}
 ADAMW = fs.optim.adamw(1e-2, weight_decay=0.1)
 
 
-MODELS = {"decoder": decoder, "untied": lambda: decoder(tied=False), "fused": lambda: decoder(fused=True)}
-
-
-@cache
-def model_of(name: str) -> Model:
-    return MODELS[name]()
-
-
 def on_mesh(
     model: Model, mesh: fs.Mesh, specs: Any, optimizer: Any, **options: Any
 ) -> list[reference.Trained]:
@@ -36,7 +27,7 @@ def on_mesh(
 
 
 def test_a_forward_and_gradients_alone() -> None:
-    model = model_of("decoder")
+    model = decoder()
     mesh = fs.make_mesh(**AXES, simulated=True)
     specs = specs_of(model, "full_shard", mesh, tensor="tensor")
     tokens = model.batch(0)[0]
@@ -59,7 +50,7 @@ def test_a_forward_and_gradients_alone() -> None:
 @pytest.mark.parametrize("codec", ["nf4", pytest.param("int8", marks=pytest.mark.long)])
 def test_frozen_codes_are_split_by_rows(codec: str) -> None:
     """The codes of a rank's rows are rows of the codes; a matrix whose inputs would be split stays whole."""
-    model = replace(model_of("untied"), frozen=("layers.0.up_proj.weight", "layers.1.down_proj.weight"))
+    model = replace(decoder(tied=False), frozen=("layers.0.up_proj.weight", "layers.1.down_proj.weight"))
     runs = []
     for axes in ({"shard": 1}, AXES):
         mesh = fs.make_mesh(**axes, simulated=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,20 +22,24 @@ SMALL = ("method.rank=2", "data.context=48", "data.rows=4", "data.held_out_rows=
          "run.device=cpu", "run.timeout_s=60", "mesh.shard=1")  # fmt: skip
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory, random and very small."""
-    folder = tmp_path_factory.mktemp("model")
+def write_llama(folder: Path, **more: Any) -> Path:
+    """A model directory, of bytes."""
     tokenizer = byte_tokenizer()
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "num_key_value_heads": 1, "max_position_embeddings": 64}  # fmt: skip
     config = transformers.LlamaConfig(
-        vocab_size=tokenizer.vocab, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64,
-        eos_token_id=tokenizer.eos,
-    )  # fmt: skip
+        vocab_size=tokenizer.vocab, eos_token_id=tokenizer.eos, **{**sizes, **more}
+    )
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory, random and very small."""
+    return write_llama(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
