@@ -121,7 +121,7 @@ PRIVATE = {
 # Ratchets: lower them as the house is tidied, raise one for a new capability alone. A module is as long as
 # its noun, so lines are counted by package.
 MAX_FUNCTION = 80
-MAX_LINES = {"fnshard": 42_365, "experiments": 16_940, "tests": 41_052}
+MAX_LINES = {"fnshard": 42_395, "experiments": 16_942, "tests": 41_090}
 
 
 def name_of(path: Path) -> str:

@@ -278,12 +278,16 @@ class Planner:
             if better.cost(self.budget) >= best.cost(self.budget):
                 return best
             factor = better.knobs.micro_rows // best.knobs.micro_rows
-            while factor > 1 and better.seconds < GAIN * best.seconds:
+            while factor > 1 and self._gains(better, best):
                 best, larger = better, replace(better.knobs, micro_rows=factor * better.knobs.micro_rows)
                 better = self.look(larger) if self.valid(larger) else best
             best = min(best, better, key=lambda c: c.cost(self.budget))
             found = f"{time_text(best.seconds)}, {byte_text(best.peak_bytes)}"
             say(f"{found}: {best.knobs.overrides(self.config.batch_rows)}")
+
+    def _gains(self, better: Candidate, best: Candidate) -> bool:
+        costs_less = better.cost(self.budget) < best.cost(self.budget)
+        return costs_less and better.seconds < GAIN * best.seconds
 
     def nothing(self) -> str:
         rows, parts = self.config.batch_rows, self.devices

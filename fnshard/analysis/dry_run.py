@@ -27,6 +27,7 @@ from fnshard.compiler.schedule.instructions import (
     Free,
     Gather,
     Instruction,
+    OverlappedUpdate,
     OwnerWork,
     Reduced,
     Run,
@@ -42,7 +43,7 @@ from fnshard.runtime.packing import Parts, contiguous_strides, padded, parts_of
 from fnshard.runtime.tiers import Transfer, each
 
 # Lines whose bindings make no tensors themselves, and those of their Waits: a mode would only cost time.
-QUIET = (Run, Free, Gather, Update)
+QUIET = (Run, Free, Gather, Update, OverlappedUpdate)
 FootprintOf = Callable[[str, bool, Sequence[CallArgument]], Footprint]
 
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fnshard.analysis.workspace import code_of, workspace_bytes
 from fnshard.compiler.ir.values import SCALARS, Kind, ValueName
 from fnshard.compiler.schedule.instructions import COMPUTE, Instruction, Reduced, Wait
+from fnshard.compiler.schedule.instructions import OPTIMIZER as OPTIMIZER_LANE
 
 PARAMETERS, GATHERED, GRADIENTS = "parameter shards", "gathered units", "gradients"
 OPTIMIZER, ACTIVATIONS = "optimizer state", "saved activations"
@@ -237,7 +238,7 @@ class StorageTracker(TorchDispatchMode):
 
 def _inside(line: Instruction) -> str:
     """What memory is for that dies in the line that took it."""
-    return BUFFERS if line.lane != COMPUTE or isinstance(line, Wait) else WORKSPACES
+    return WORKSPACES if line.lane in (COMPUTE, OPTIMIZER_LANE) and not isinstance(line, Wait) else BUFFERS
 
 
 _SENT = (Kind.NORMS, Kind.SENT, Kind.SUMS, Kind.WRITTEN, Kind.FLIGHT)

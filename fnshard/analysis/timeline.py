@@ -1,4 +1,5 @@
-"""Timeline: a simulated run of a schedule on lanes: compute, communication, transfer, the host's updates.
+"""Timeline: a simulated run of a schedule on lanes: compute, communication, transfer, the optimizer next to
+kernels, the host's updates.
 
 The host issues lines in order and runs ahead; a lane does one thing at a time, in the order of issue; a
 collective starts when what it sends is packed, a transfer when what it reads is there; a Wait holds the
@@ -204,11 +205,6 @@ class HardwarePricer:
             return price
         return Price(0.0, price.host_seconds, OPTIMIZER, price.device_seconds)
 
-    def slowdown(self, line: Update) -> Price:
-        """What an update costs the kernels that it overlaps."""
-        share = SLOWDOWN if self.hardware.overlap else 0.0
-        return Price(share * self.update(line).flight_seconds)
-
 
 @dataclass(frozen=True)
 class Span:
@@ -378,13 +374,14 @@ class _Together(_Clock):
     """Lanes of their own; `host` is the thread that launches, and what the host computes is the worker's.
 
     `numbers_sent`: which numbers of the step the host has been sent. `pending`: when the worker is done with
-    what it was given last.
+    what it was given last. `began`: when what is in flight did.
     """
 
     host: float = 0.0
     pending: list[float] = field(default_factory=list)
     free: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LANES, 0.0))
     numbers_sent: set[bool] = field(default_factory=set)
+    began: dict[str, float] = field(default_factory=dict)
 
     def step(self, index: int, line: Instruction, price: Price) -> None:
         self.host += price.host_seconds
@@ -397,16 +394,20 @@ class _Together(_Clock):
             self.pending.append(self.free[HOST])
             self.ready |= dict.fromkeys(line.writes, self.free[HOST])
             return
+        seconds = price.device_seconds
         if isinstance(line, Wait):
+            if line.of.lane == OPTIMIZER:
+                seconds += SLOWDOWN * max(0.0, min(there, self.free[COMPUTE]) - self.began[line.reads[0]])
             self._wait(line, there)
-        if price.device_seconds:
+        if seconds:
             start = max(self.host, self.free[COMPUTE])
-            self.free[COMPUTE] = self.note(index, line, COMPUTE, start, price.device_seconds)
+            self.free[COMPUTE] = self.note(index, line, COMPUTE, start, seconds)
         if price.flight_seconds:
             # What goes out was computed on the compute lane; what comes in gets memory that was freed there.
             start = max(self.host, self.free[price.lane], there, self.free[COMPUTE])
             self.free[price.lane] = self.note(index, line, price.lane, start, price.flight_seconds)
             self.ready |= dict.fromkeys(line.writes, self.free[price.lane])
+            self.began |= dict.fromkeys(line.writes, start)
             if price.blocking:
                 self._expose(price.lane, self.free[price.lane])
                 self.host = self.free[price.lane]

@@ -26,6 +26,7 @@ from fnshard.compiler.schedule.instructions import (
     Gather,
     Instruction,
     Local,
+    OverlappedUpdate,
     Publish,
     Reduced,
     ReduceScalars,
@@ -404,9 +405,11 @@ def _after(line: Instruction, env: Env, schedule: Schedule, specs: _Specs) -> _F
     elif source is StoreBuffers or (source is Publish and waited):
         for name in line.writes:
             yield ("updated leaf", name.leaf), env[name], specs[name.leaf].storage, ""
+    elif source is OverlappedUpdate and waited:
+        yield from _of_update(schedule.issues[line.reads[0]], env, schedule.mesh, specs)
     elif isinstance(line, Wait | Local | Accumulate):
         yield from _of_reduction(line, env, schedule, specs)
-    elif isinstance(line, Update):
+    elif type(line) is Update:
         yield from _of_update(line, env, schedule.mesh, specs)
 
 

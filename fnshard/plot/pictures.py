@@ -17,7 +17,7 @@ REST = "packing and the rest"
 LANE_VERBS = {
     "gather": "#56B4E9", "reduce_scatter": "#E69F00", "all_reduce": "#E69F00", "publish": "#F0E442",
     "reduce_scalars": "#CC79A7", "exchange": "#009E73", "to_device": "#56B4E9", "to_host": "#E69F00",
-    "aggregate_buffers": "#CC79A7",
+    "aggregate_buffers": "#CC79A7", "overlapped_update": "#009E73",
 }  # fmt: skip
 TIERS = ("host", "disk")  # whose bytes are not on the device
 

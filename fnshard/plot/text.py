@@ -39,6 +39,7 @@ LETTERS = {
     "forward": "F", "backward": "B", "update": "U", "packing and the rest": "P", "gather": "G",
     "reduce scatter": "R", "all reduce": "A", "publish": "W", "reduce scalars": "S", "to device": "I",
     "to host": "O", "exchange": "X", "aggregate buffers": "M",
+    "overlapped update": "U",
 }  # fmt: skip
 
 

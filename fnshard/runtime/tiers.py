@@ -145,6 +145,7 @@ class Transfers:
     device: torch.device
     upward: Any = None  # the stream of copies to the device
     downward: Any = None
+    updates: Any = None  # the stream of updates next to kernels
     issued: bool = False  # whether anything was, in this step
     free: dict[int, list[Tensor]] = field(default_factory=dict)
     last_used: dict[int, int] = field(default_factory=dict)  # by size, the step that last took a buffer
@@ -155,7 +156,7 @@ class Transfers:
     def __post_init__(self) -> None:
         if self.device.type == "cuda":
             self.worker = Worker(self.device)
-            self.upward, self.downward = (torch.cuda.Stream(self.device) for _ in range(2))
+            self.upward, self.downward, self.updates = (torch.cuda.Stream(self.device) for _ in range(3))
 
     def to_device(
         self, values: Sequence[Any], into: Sequence[Any] | None = None, after: Any = None
@@ -229,8 +230,11 @@ class Transfers:
     def finish(self) -> None:
         """At the end of a step: return when all that was issued is done, so that state may be read.
 
-        A step that moves nothing between device and host waits for nothing.
+        A step that moves nothing between device and host waits for nothing. What the compute stream does next
+        comes after the updates, which a step that has failed may not have waited for.
         """
+        if self.updates is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self.updates)
         if self.worker is not None:
             with suppress(Exception):  # reported before, or another failure is
                 self.worker.wait()

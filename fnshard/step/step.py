@@ -429,7 +429,8 @@ def shard_step(
         prefetch: how many kernels ahead gathers are issued, (forward, backward); 0 is none. None is 1, and 0
             for CPU ranks that share memory, whose collectives run on the thread that computes.
         overlap: how many kernels later reductions are waited for, and updates, which GPUs compute on a stream
-            of their own where nothing global stands before them; None as with `prefetch`.
+            of their own where nothing global stands before them (clipping, an `fs.Mean`); None as with
+            `prefetch`.
         backend: "inductor", or "eager": the same graphs uncompiled.
         mode, options: as `torch.compile` takes them. "reduce-overhead" replays all but the updates as one
             CUDA graph from the third step on; on one GPU with all state on it, elsewhere it is an error.

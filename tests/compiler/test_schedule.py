@@ -282,13 +282,22 @@ def test_updates_overlap_kernels_on_a_gpu(ranks: int, depth: int) -> None:
     "options",
     [
         {"device": "cpu"}, {"overlap": 0}, {"mode": "reduce-overhead"}, {"optimizer": fs.optim.muon(1e-3)},
-        {"policy": {"optimizer_memory": "host"}},
+        {"policy": {"optimizer_memory": "host"}}, {"preset": "zero1", "ranks": 8},  # published at once
         {"optimizer": fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-3))},
     ],
 )  # fmt: skip
 def test_what_is_updated_in_the_order_of_the_schedule(options: dict[str, Any]) -> None:
-    low = lower(loss, chain(6), rows(), ranks=1, **{"device": "cuda", **options})
+    low = lower(loss, chain(6), rows(), **{"device": "cuda", "ranks": 1, **options})
     assert lines(low, Update) and not lines(low, OverlappedUpdate)
+
+
+def test_optimizers_that_sum_and_that_do_not_share_a_bucket() -> None:
+    params = {"a.w": torch.ones(16, 8), "a.bias": torch.ones(8), "a.v": torch.ones(16, 8, 8)}
+    rules = ("*bias", fs.optim.adamw(1e-3)), ("*v", fs.optim.lars(1e-3)), ("*", fs.optim.adafactor(1e-3))
+    low = lower(lambda p, x: (x @ p["a.w"] + p["a.bias"] + p["a.v"].sum()).sum(), params, torch.ones(8, 16),
+                ranks=2, optimizer=fs.optim.by_path(*rules))  # fmt: skip
+    updates = lines(low, Update)
+    assert len({line.bucket for line in updates}) == 1 and len(updates) == 3
 
 
 def _mean(p: Any, x: Any) -> fs.Mean:

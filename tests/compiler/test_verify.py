@@ -134,6 +134,15 @@ def _freed_under_an_update() -> Schedule:
     return plan.with_instructions(found)
 
 
+def _read_while_it_changes() -> Schedule:
+    """A line that reads a stored leaf between the issue of its update and the wait."""
+    plan = lower(loss, chain(3), rows(), ranks=1, device="cuda").schedule
+    found = list(plan.instructions)
+    issue = at(found, OverlappedUpdate)
+    found.insert(issue + 1, Instruction("-", "backward", reads=found[issue].changes[:1]))
+    return plan.with_instructions(found)
+
+
 FAULTS: dict[Callable[[Lines], None], str] = {
     reads_the_dead: "reads .*, which is not alive",
     never_waited: "~lost is never waited for",
@@ -162,6 +171,7 @@ def test_verify_finds_what_no_line_alone_does() -> None:
         (replace(prefetch(hybrid(), 3, 3), planned=1), "units are gathered .*planned are 1"),
         (_update_in_flight(), "changes .* while line .* reads it"),
         (_freed_under_an_update(), "changes .* while line .* reads it"),
+        (_read_while_it_changes(), "touches .* while line .* changes it"),
     ):
         with pytest.raises(ScheduleError, match=message):
             verify(plan)

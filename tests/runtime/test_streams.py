@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from contextlib import nullcontext
 from itertools import cycle
@@ -11,12 +12,13 @@ from unittest import mock
 import pytest
 import torch
 from emulated import Waits, on_gpu, put_on_gpu
-from streams import Log, Nccl, cuda_mesh, gpu, read_state
+from streams import COMPUTE, Log, Nccl, cuda_mesh, gpu, read_state
 from tiered import PRESETS, TIERS
 from torch import Tensor
 
 import fnshard as fs
 from fnshard.compiler import lower
+from fnshard.compiler.schedule.instructions import OverlappedUpdate
 from fnshard.runtime.collectives.base import Group
 from fnshard.runtime.executor.scalars import Scalars, Summary
 from fnshard.step import runner
@@ -133,6 +135,19 @@ def test_no_wait_can_be_left_out(name: str) -> None:
     missed = [sync for sync in dropped if not run(CASES[name], log=Log(sync))[0].errors]
     assert {by for _, by, _ in missed} <= (COVERED if name in MOVING else set())
     assert len(dropped) > 3 and len(missed) < len(dropped) / 3
+
+
+def test_a_step_that_fails_leaves_no_update_under_way() -> None:
+    log = Log()
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("lost")
+
+    with mock.patch.object(OverlappedUpdate, "bind_wait", lambda *_: fail), pytest.raises(RuntimeError):
+        run(CASES["overlapped"], log=log)
+    gc.collect()
+    log.launch(COMPUTE, "whatever comes next", [], [torch.empty(1)])
+    assert log.errors == []
 
 
 def test_overlapped_updates_are_those_of_one_stream() -> None:

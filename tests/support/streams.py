@@ -364,7 +364,8 @@ def gpu(log: Log, nccl: Nccl) -> Iterator[None]:
 
     def transfers(device: torch.device) -> Transfers:
         made = _Pooled(device, log=log)
-        made.worker, made.upward, made.downward = _Ordered(log), Stream(log), Stream(log)
+        made.worker, made.updates = _Ordered(log), Stream(log)
+        made.upward, made.downward = Stream(log), Stream(log)
         return made
 
     patches = [

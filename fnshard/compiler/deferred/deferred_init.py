@@ -82,7 +82,8 @@ def deferred() -> Iterator[None]:
 
 def _draw(name: str) -> StateError:
     return StateError(
-        f"a constructor draws random numbers by {name}, which differ from rank to rank.",
+        f"a constructor, or another thread while it runs, draws random numbers by {name}, which differ from "
+        "rank to rank.",
         fix="draw with torch, which step.init(model, seed=) makes alike; or with a generator that has a "
         "seed, numpy.random.default_rng(0), random.Random(0).",
     )

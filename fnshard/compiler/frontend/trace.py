@@ -108,7 +108,8 @@ DRAWS = report(
     "`fn`, or another thread while it was traced, draws random numbers by {name}, which a trace keeps as "
     "constants.",
     fix="draw with torch (torch.rand, F.dropout), which follows the state's seed and the step; or draw "
-    "before the step and pass the numbers as tensors with the batch.",
+    "before the step and pass the numbers as tensors with the batch. A thread that loads data needs a "
+    "generator of its own: random.Random(0), numpy.random.default_rng(0).",
 )
 
 

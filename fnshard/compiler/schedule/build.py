@@ -471,10 +471,9 @@ class _Builder:
             plain = tuple(p for p in bucket.paths if p not in begun and p not in summed)
             if begun:
                 self.begin(bucket, begun)
-            if plain:
-                self.update(bucket, plain, (self.reduced[bucket.name],))
-            for paths in self.alike(summed):
-                self.update(bucket, paths, (self.reduced[bucket.name], *self.summed_over(bucket, paths)))
+            groups = [(paths, self.summed_over(bucket, paths)) for paths in self.alike(summed)]
+            for paths, sums in [(plain, ()), *groups] if plain else groups:
+                self.update(bucket, paths, (self.reduced[bucket.name], *sums))
             for owned in self.owned.get(bucket.name, ()):
                 names = dict.fromkeys(ValueName(Kind.SENT, bucket_of[p]) for p in owned.paths)
                 self.update(owned, owned.paths, (self.by_owners(owned, tuple(names)),))

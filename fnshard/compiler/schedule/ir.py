@@ -127,8 +127,6 @@ class Pricer(Protocol):
 
     def update(self, line: Any) -> Price: ...
 
-    def slowdown(self, line: Any) -> Price: ...
-
 
 @dataclass(frozen=True)
 class Instruction:
@@ -167,6 +165,11 @@ class Instruction:
     @property
     def overwrites(self) -> Names:
         """What it reads last, as it may write to it."""
+        return ()
+
+    @property
+    def changes(self) -> Names:
+        """State that changes until what it issues is waited for."""
         return ()
 
     def on_host(self, schedule: Schedule) -> bool:

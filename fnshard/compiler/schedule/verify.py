@@ -50,7 +50,8 @@ def verify(schedule: Schedule) -> Schedule:
     - nothing that rests on leaves alone is saved, or crosses a cut where `derived` says it may not (checked
       on the kernels);
     - every collective and every transfer is waited for, exactly once;
-    - nothing writes or frees what a collective or transfer in flight reads, or reads what was taken over;
+    - nothing writes or frees what a collective or transfer in flight reads, touches what an update in flight
+      changes, or reads what was taken over;
     - whatever is alive at the end is an output;
     - a gradient is summed over each axis once that does not split its leaf, and over no other; a norm counts
       every element once; where the result of an exchange has a cotangent, what was sent has one.
@@ -81,14 +82,17 @@ def _check_line(state: _State, number: int, line: Instruction, schedule: Schedul
     for name in line.reads:
         if name not in state.live:
             state.problems.append(f"{here}: reads {name}, which is not alive")
-        if name in state.taken:
+        if name in state.taken and not _of_other_leaves(line, schedule.instructions[state.taken[name]]):
             state.problems.append(f"{here}: reads {name}, which line {state.taken[name]} may overwrite")
     state.taken |= dict.fromkeys(line.overwrites, number)
-    changed = set(line.drops) | (set(line.writes) & state.live)
+    changed = {*line.drops, *line.changes} | (set(line.writes) & state.live)
     for flight, (issued, issue) in state.flying.items():
+        waited = isinstance(line, Wait) and flight in line.reads
+        if not waited and (torn := {*line.reads, *line.writes} & set(issue.changes)):
+            state.problems.append(f"{here}: touches {sorted(torn)} while line {issued} changes it")
         touched = changed & set(issue.reads) - {flight}
         still_read = {n for n in touched if not _copied(issue, n)}
-        if still_read and not (isinstance(line, Wait) and flight in line.reads):
+        if still_read and not waited:
             state.problems.append(f"{here}: changes {sorted(still_read)} while line {issued} reads it")
     if line.lane != COMPUTE:
         if line.writes[0] in state.flying:
@@ -106,6 +110,12 @@ def _check_line(state: _State, number: int, line: Instruction, schedule: Schedul
             state.problems.append(f"{here}: writes {name} again")
     state.live |= set(line.writes)
     state.live -= set(line.drops)
+
+
+def _of_other_leaves(line: Instruction, other: Instruction) -> bool:
+    """Whether both are updates, or parts of these, that read a bucket's gradients of other leaves."""
+    paths, others = (set(getattr(each, "paths", ())) for each in (line, other))
+    return bool(paths and others) and paths.isdisjoint(others)
 
 
 def _copied(issue: Instruction, name: ValueName) -> bool:

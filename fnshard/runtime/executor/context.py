@@ -66,9 +66,9 @@ class ExecutorContext:
         alone = self.transfers is None or self.watch is not None or owned
         return None if alone else self.transfers.worker
 
-    @cached_property
+    @property
     def update_stream(self) -> Any:
-        return torch.cuda.Stream(self.device) if self.mesh.device_type == "cuda" else None
+        return None if self.transfers is None else self.transfers.updates
 
     def later(self, line: Instruction) -> Callable[[Callable[[], None]], None]:
         """How a part of a line is run: by the worker where there is one and the line is `on_host`."""

@@ -357,6 +357,10 @@ class OverlappedUpdate(Update):
 
     lane, outgoing, reads_until_waited = OPTIMIZER, True, True
 
+    @property
+    def changes(self) -> Names:
+        return tuple(n for n in self.reads if n.is_state)
+
     def bind(self, context: Context) -> Action:
         update, (flight,), stream = super().bind(context), self.writes, context.update_stream
         device = context.device
@@ -388,7 +392,3 @@ class OverlappedUpdate(Update):
                 torch.cuda.current_stream(device).wait_event(event)
 
         return run
-
-    @classmethod
-    def wait_price(cls, wait: Wait, pricer: Pricer) -> Price:
-        return pricer.slowdown(pricer.schedule.issues[wait.reads[0]])

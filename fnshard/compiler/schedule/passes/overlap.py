@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 
 from fnshard.compiler.ir.values import Kind, ValueName
@@ -27,26 +27,35 @@ def overlap(schedule: Schedule, depth: int) -> Schedule:
 
 
 def overlap_updates(schedule: Schedule, depth: int) -> Schedule:
-    """Issue each update that a kernel follows on a stream of its own, and wait for it `depth` kernels later,
-    where the device has streams and all that the update reads and writes rests there."""
+    """Issue each update on a stream of its own and wait for it `depth` kernels later, where the device has
+    streams, all that the update reads and writes rests there, and a kernel is the next to depend on it."""
+    if not depth or schedule.mesh.device_type != "cuda":
+        return schedule
     lines = schedule.instructions
-    kernels = [n for n, line in enumerate(lines) if isinstance(line, Run)]
-    last = kernels[-1] if kernels and depth and schedule.mesh.device_type == "cuda" else 0
     waiting: dict[Wait, int] = {}
     out: list[Instruction] = []
     for number, line in enumerate(lines):
         due = [w for w, left in waiting.items() if not left or _depends(line, w)]
         out += due
         waiting = {w: left - isinstance(line, Run) for w, left in waiting.items() if w not in due}
-        if number < last and _alone(line, schedule):
+        if _alone(line, schedule):
             flight = ValueName(Kind.FLIGHT, f"update {line.bucket}")
-            same = {f.name: getattr(line, f.name) for f in fields(line)}
-            out.append(OverlappedUpdate(**{**same, "writes": (flight,)}))
-            named = line.unit, line.phase, (flight,), line.writes
-            waiting[Wait(*named, bucket=line.bucket, of=OverlappedUpdate)] = depth
-        else:
-            out.append(line)
+            wait = Wait(
+                line.unit, line.phase, (flight,), line.writes, bucket=line.bucket, of=OverlappedUpdate
+            )
+            if _overlaps(wait, lines[number + 1 :]):
+                line = OverlappedUpdate(
+                    **{f.name: getattr(line, f.name) for f in fields(line)} | {"writes": (flight,)}
+                )
+                waiting[wait] = depth
+        out.append(line)
     return schedule.with_instructions([*out, *waiting])
+
+
+def _overlaps(wait: Wait, later: Sequence[Instruction]) -> bool:
+    """Whether a kernel comes before what the Wait must come before."""
+    first = next((line for line in later if isinstance(line, Run) or _depends(line, wait)), None)
+    return isinstance(first, Run) and not _depends(first, wait)
 
 
 def _alone(line: Instruction, schedule: Schedule) -> bool:
