@@ -256,7 +256,8 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
     home = tmp_path_factory.mktemp("things")
     ids = {"bos_token_id": byte_tokenizer().bos, "pad_token_id": byte_tokenizer().pad}
-    write_llama(home / "llama", max_position_embeddings=512, **ids)
+    sizes = {"intermediate_size": 32, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    write_llama(home / "llama", **sizes, **ids)
     (home / "text").mkdir()
     for number in range(20):
         (home / "text" / f"{number}.py").write_text(f"def f{number}(x):\n    return x + {number}\n" * 20)

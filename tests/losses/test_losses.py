@@ -188,6 +188,7 @@ class _CuBLAS(TorchDispatchMode):
 
 def test_on_a_gpu_half_types_are_summed_in_fp32_with_no_copy_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits come in fp32, and the weight's gradient is added in place; the CPU's results are expected."""
+    torch.manual_seed(0)
     hidden, weight = torch.randn(24, 16).bfloat16(), torch.randn(40, 16).bfloat16()
     targets, gradient = torch.randint(40, (24,)), torch.rand(24)
 
