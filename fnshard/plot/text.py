@@ -38,8 +38,7 @@ MOST_ROWS = 16  # of blocks; the rest, between the first and the last, is left o
 LETTERS = {
     "forward": "F", "backward": "B", "update": "U", "packing and the rest": "P", "gather": "G",
     "reduce scatter": "R", "all reduce": "A", "publish": "W", "reduce scalars": "S", "to device": "I",
-    "to host": "O", "exchange": "X", "aggregate buffers": "M",
-    "overlapped update": "U",
+    "to host": "O", "exchange": "X", "aggregate buffers": "M", "overlapped update": "U",
 }  # fmt: skip
 
 

@@ -52,6 +52,14 @@ from fnshard.layout.spec import LayoutSpec
 from fnshard.losses import Mean, unwrapped
 from fnshard.mesh import Mesh
 
+DRAWS = report(
+    "`fn`, or another thread while it was traced, draws random numbers by {name}, which a trace keeps as "
+    "constants.",
+    fix="draw with torch (torch.rand, F.dropout), which follows the state's seed and the step; or draw "
+    "before the step and pass the numbers as tensors with the batch. A thread that loads data needs a "
+    "generator of its own: random.Random(0), numpy.random.default_rng(0).",
+)
+
 
 def trace(
     fn: Callable[..., Any],
@@ -102,15 +110,6 @@ def trace(
         tensors = traced.closed_over, traced.copied
         guard = Guard(source.runs, surroundings.reached, surroundings.written, *tensors)
         return replace(traced.program, guard=guard, rows=_rows(source.batch))
-
-
-DRAWS = report(
-    "`fn`, or another thread while it was traced, draws random numbers by {name}, which a trace keeps as "
-    "constants.",
-    fix="draw with torch (torch.rand, F.dropout), which follows the state's seed and the step; or draw "
-    "before the step and pass the numbers as tensors with the batch. A thread that loads data needs a "
-    "generator of its own: random.Random(0), numpy.random.default_rng(0).",
-)
 
 
 @dataclass(frozen=True, eq=False)

@@ -355,7 +355,7 @@ class OverlappedUpdate(Update):
     An update is limited by memory, a product by arithmetic: together they take less time than in turn.
     """
 
-    lane, outgoing, reads_until_waited = OPTIMIZER, True, True
+    lane, reads_until_waited = OPTIMIZER, True
 
     @property
     def changes(self) -> Names:
