@@ -6,7 +6,7 @@ import tempfile
 
 import pytest
 import torch
-from kernels import remember_kernels
+from kernels import FOLDER, remember_kernels
 from ranks import ranks  # noqa: F401  (a fixture)
 from saved import restoring, roots, short_blocks  # noqa: F401  (fixtures)
 
@@ -14,7 +14,8 @@ CACHE = tempfile.TemporaryDirectory(prefix="fnshard-tests-")
 os.environ["XDG_CACHE_HOME"] = CACHE.name  # jobs find what others of this session compiled, and nothing else
 torch.set_num_threads(1)
 gc.set_threshold(20_000, 20, 20)  # lowering makes many objects: the default takes a tenth of the suite
-remember_kernels()
+remember_kernels(os.environ.setdefault(FOLDER, CACHE.name + "/kernels"))
+os.makedirs(os.environ[FOLDER], exist_ok=True)
 
 # Workers begin with these, lest one of them is left with a long one when the other has ended.
 LONGEST = (

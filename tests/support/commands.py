@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 import torch
 from hydra.core.global_hydra import GlobalHydra
+from kernels import FOLDER, remember_kernels
 from ranks import CONTEXT
 
 from fnshard.launcher import local
@@ -190,6 +191,8 @@ def _become(
         if "RANK" in env:
             os.environ[LAUNCHER] = str(os.getppid())  # whose death ends a rank
         torch.set_num_threads(int(env.get("OMP_NUM_THREADS", 1)))
+        if folder := env.get(FOLDER):
+            remember_kernels(folder)
         tempfile.tempdir = None
         GlobalHydra.instance().clear()
         local.subprocess = forking(popen_here)
