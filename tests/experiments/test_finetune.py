@@ -43,9 +43,9 @@ transformers = pytest.importorskip("transformers")
 @pytest.mark.parametrize(
     ("method", "objective"),
     [
-        ("full", "sft"),
         ("lora", "sft"),
         ("qlora4", "dpo"),
+        pytest.param("full", "sft", marks=pytest.mark.long),
         pytest.param("lora", "simpo", marks=pytest.mark.long),
         pytest.param("qlora8", "sft", marks=pytest.mark.long),
         pytest.param("full", "dpo", marks=pytest.mark.long),
@@ -129,8 +129,8 @@ DORA = ("method.dora=true", "method.b_rate=4")
 @pytest.mark.parametrize(
     ("axes", "more"),
     [
-        ({"tensor": 2}, ("method.neftune=5", *DORA)),
-        pytest.param({"shard": 2}, DORA, marks=pytest.mark.long),
+        ({"shard": 2}, ("method.neftune=5", *DORA)),
+        pytest.param({"tensor": 2}, DORA, marks=pytest.mark.long),
         pytest.param({"context": 2}, (), marks=pytest.mark.long),
     ],
     ids=str,

@@ -157,7 +157,7 @@ def test_the_worked_example_is_swept_from_its_own_folder(tmp_path):
     text = (EXAMPLE / "shapes.py").read_text()
     (line,) = [line.strip() for line in text.splitlines() if "--multirun" in line]
     assert len(text.splitlines()) < 100
-    words = [*shlex.split(line)[1:-1], "model.width=4,8", "run.steps=2", "run.held_out_every=2"]
+    words = [*shlex.split(line)[1:-1], "model.width=4,8", "run.steps=1", "run.held_out_every=2"]
     words += ["run.backend=eager", "data.train=256", f"hydra.sweep.dir={tmp_path}"]
     own = shutil.copytree(EXAMPLE, tmp_path / "own_research")
     done = run_command(words[1:], own, patches={"sys.path": [str(own), *sys.path]})

@@ -49,7 +49,9 @@ def expected(folder: Path, held_out: bool) -> list[int]:
 # ------------------------------------------------------------------ from text to shards
 
 
-@pytest.mark.parametrize(("shard_mb", "processes"), [(0.01, 1), (0.01, 2), (64.0, 1)])
+@pytest.mark.parametrize(
+    ("shard_mb", "processes"), [(0.01, 1), pytest.param(0.01, 2, marks=pytest.mark.long), (64.0, 1)]
+)
 def test_shards_hold_the_text_whatever_their_size(texts, tmp_path, monkeypatch, shard_mb, processes):
     monkeypatch.setattr(text_files, "PIECE", 2**9)
     monkeypatch.setattr(job, "BATCH", 4)

@@ -61,6 +61,7 @@ def _remembered(source: Any, name: str, **how: Any) -> Any:
         _known[key] = _from_file(key, source, make) if _folder else make()
     return replace(_known[key], name=name)
 
+
 # ------------------------------------------------------------------ kernels in files
 
 
@@ -129,9 +130,7 @@ def _packed_value(value: Any) -> Any:
     if isinstance(value, Tensor):
         if value.layout != torch.strided:
             raise Unpicklable
-        return Fake(
-            tuple(value.shape), tuple(value.stride()), value.dtype, value.device, value.requires_grad
-        )
+        return Fake(tuple(value.shape), tuple(value.stride()), value.dtype, value.device, value.requires_grad)
     if isinstance(value, torch._ops.OpOverload):
         return Op(value._schema.name, value._overloadname)
     if isinstance(value, (list, tuple)):
