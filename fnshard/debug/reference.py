@@ -19,7 +19,6 @@ from fnshard.compiler.ir.program import Program
 from fnshard.debug.values import (
     as_arguments,
     difference,
-    full_params,
     on_device,
     simulated_mesh,
     tolerance,
@@ -27,6 +26,7 @@ from fnshard.debug.values import (
 )
 from fnshard.errors import DebugError, StateError
 from fnshard.layout.codecs import is_coded
+from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec
 from fnshard.losses import Mean, unwrapped
 from fnshard.mesh import Mesh
@@ -88,9 +88,8 @@ class CheckReport:
 
 _FIX = (
     "Fix: `fn` returns a mean over rows, as a step gives the mean over the parts of the batch (of a sum, one "
-    "part of it): fs.Mean(total, count) where parts count unequally, fs.psum where rows meet. If it "
-    "does, fs.debug.bisect(fn, fs.presets.no_shard(params, mesh), specs, params, batch, mesh=mesh) names the "
-    "first kernel, collective and leaf; where a lower precision is meant, rtol=; NaN is fs.debug.nan_hunt's."
+    "part of it): fs.Mean(total, count) where parts count unequally, fs.psum where rows meet. Where a "
+    "lower precision is meant, rtol=; NaN is fs.debug.nan_hunt's."
 )
 
 
@@ -132,7 +131,7 @@ def check(
     >>> bool(check(lambda p, x: (x @ p["w"]).square().mean(), params, torch.ones(4, 4), specs))
     True
     """
-    params, specs = full_params(params, specs)
+    specs = ResolvedSpecs.of(specs).resolve(params).tree
     mesh = simulated_mesh(mesh, specs)
     params, batch = on_device(mesh, params), on_device(mesh, as_arguments(fn, batch, keywords))
     check_leaves(batch)
@@ -142,8 +141,7 @@ def check(
     if any(i.kind == "key" for i in program.inputs):
         raise StateError(
             "`fn` draws random numbers, other ones on each rank: there is no one truth to compare with.",
-            fix="model.eval() before make_functional, or dropout=0; fs.debug.bisect compares two layouts "
-            "that draw the same.",
+            fix="model.eval() before make_functional, or dropout=0.",
         )
     losses, grads, leaves = _sharded(step, params, parts)
     named = step.resolved.leaves

@@ -16,14 +16,13 @@ from fnshard import tree
 from fnshard.compiler.ir.arguments import Arguments, signature_of
 from fnshard.compiler.ir.values import LOSS_TANGENT, SCALARS, Kind, ValueName
 from fnshard.compiler.schedule.instructions import Instruction, Reduced
-from fnshard.errors import DebugError, FnshardError, SpecError, StateError
+from fnshard.errors import DebugError, FnshardError, SpecError
 from fnshard.layout.pairs import as_pairs
 from fnshard.layout.partition import boxes
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec
 from fnshard.losses import Sequence, Whole
 from fnshard.mesh import Mesh, make_mesh
-from fnshard.step.state import TrainState
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 Health = Literal["", "inf", "nan"]  # the worst that a value holds; "" is finite
@@ -67,35 +66,12 @@ def simulated_mesh(mesh: Mesh | None, *trees: Any) -> Mesh:
     return mesh
 
 
-def full_params(source: Any, specs: Any) -> tuple[Any, Any]:
-    """The parameter tree, which a state of one rank has, and specs that know its shapes."""
-    if isinstance(source, TrainState):
-        where = source.where
-        if where is None or where[1].size > 1:
-            raise StateError(
-                "this TrainState is one rank's part; the full parameters are needed.",
-                fix="on every rank: params = fs.unshard(state.params, specs, mesh).",
-            )
-        source = source.params
-    return source, ResolvedSpecs.of(specs).resolve(source).tree
-
-
 def valid_parts(
     block: Tensor, spec: LayoutSpec, layout: Any, mesh: Mesh, rank: int
 ) -> list[tuple[tuple[slice, ...], Tensor]]:
     """Where a rank's block lies in the full leaf, and the block without its padding; part by part where it is
     `Fused`."""
     return [(f, block[mine]) for f, mine in boxes(spec.shape, layout, mesh, mesh.coordinate(rank))]
-
-
-def full_tensor(blocks: Mapping[int, Tensor], spec: LayoutSpec, layout: Any, mesh: Mesh) -> Tensor:
-    """The full leaf from its ranks' blocks; of replicas, the first rank's."""
-    first = next(iter(blocks.values()))
-    full = torch.zeros(spec.shape, dtype=first.dtype, device=first.device)
-    for rank in reversed(blocks):
-        for slices, valid in valid_parts(blocks[rank], spec, layout, mesh, rank):
-            full[slices] = valid
-    return full
 
 
 def difference(a: Tensor, b: Tensor) -> tuple[float, float]:
@@ -183,5 +159,4 @@ def located(number: int, line: Instruction) -> Iterator[None]:
         raise DebugError(
             f"the run broke off at line {number}: {describe_line(line)}",
             [f"{type(error).__name__}: {error}".splitlines()[0]],
-            "fs.debug.bisect with the specs of fs.presets.no_shard says whether it is the layout.",
         ) from error

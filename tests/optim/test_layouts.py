@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from matrices import ROWS, SHAPES, leaves, loss, specs_on, trained
+from matrices import SHAPES, leaves, trained
 from torch import Tensor
 
 import fnshard as fs
@@ -337,12 +337,3 @@ def wrong_sums(shape: Any) -> Optimizer:
 def test_mistakes_are_named(make, words):
     with pytest.raises(OptimizerError, match=words):
         make()
-
-
-@pytest.mark.parametrize("name", some_of("muon", "adamw_8bit"))
-def test_layouts_are_compared_with_it(name):
-    """`fs.debug.bisect` looks at state of the leaf's shape."""
-    mesh = fs.make_mesh(shard=2, simulated=True)
-    both = (specs_on(mesh, preset) for preset in ("no_shard", "full_shard"))
-    report = fs.debug.bisect(loss, *both, leaves(), (ROWS,), mesh=mesh, optimizer=OWN[name])
-    assert "no difference" in str(report)

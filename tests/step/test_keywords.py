@@ -69,7 +69,6 @@ def test_keywords_are_taken_by_check_nan_hunt_and_fit() -> None:
     fn = lambda p, x, *, m, flag: (p["w"] * x * m).square().mean() * flag  # noqa: E731
     named = {"keywords": {"flag": 2, "m": rows}}
     assert fs.debug.check(fn, params(), rows, specs, **named)
-    assert not fs.debug.bisect(fn, specs, specs, params(), rows, **named)
     found = fs.debug.nan_hunt(make(fn), params(), rows, keywords={"m": rows * float("inf"), "flag": 1})
     assert found.first.kind in ("inf", "nan")
     plan = fs.fit(fn, params(), fs.make_mesh(shard=2, abstract=True), batch=(rows,), **named)
