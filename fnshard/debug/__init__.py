@@ -3,7 +3,6 @@
     check(fn, params, batch, specs)             every gradient against the unsharded function
     nan_hunt(step, state, batch)                the first instruction, leaf and op that gave NaN or inf
     check_stale(step, state, batch)             the program of a step against what `fn` does now, traced again
-    assert_max_compiles(n)                      a `with` in which one compilation too many is an error
 
 The first two run schedules on the eager backend, `nan_hunt` with a `Watch` on the executor
 (`runtime.executor.context`), which a step has none of otherwise.
@@ -13,6 +12,5 @@ from __future__ import annotations
 
 from fnshard.debug.nan_search import nan_hunt
 from fnshard.debug.reference import check, check_stale
-from fnshard.step.programs import assert_max_compiles
 
-__all__ = ["assert_max_compiles", "check", "check_stale", "nan_hunt"]
+__all__ = ["check", "check_stale", "nan_hunt"]
