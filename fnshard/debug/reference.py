@@ -190,10 +190,7 @@ def _unsharded(
             .requires_grad_(s.trainable)
             for (p, s), v in zip(specs.items(), given.values(), strict=True)
         }
-        seen = {
-            p: v.to(specs[p].compute_dtype) if v.is_floating_point() or v.is_complex() else v
-            for p, v in stored.items()
-        }
+        seen = {p: v.to(specs[p].compute_dtype) if v.is_floating_point() else v for p, v in stored.items()}
         result = batch.call(fn, tree.unflatten(seen.values(), structure))
         loss = result[0] if isinstance(result, tuple) else result
         if isinstance(loss, Mean):

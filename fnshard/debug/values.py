@@ -17,7 +17,6 @@ from fnshard.compiler.ir.arguments import Arguments, signature_of
 from fnshard.compiler.ir.values import LOSS_TANGENT, SCALARS, Kind, ValueName
 from fnshard.compiler.schedule.instructions import Instruction, Reduced
 from fnshard.errors import DebugError, FnshardError, SpecError
-from fnshard.layout.pairs import as_pairs
 from fnshard.layout.partition import boxes
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec
@@ -83,7 +82,7 @@ def difference(a: Tensor, b: Tensor) -> tuple[float, float]:
         return float("inf"), float("inf")
     if a.numel() == 0:
         return 0.0, 0.0
-    x, y = (as_pairs(v).double() for v in (a, b))
+    x, y = a.double(), b.double()
     gap = (x - y).abs()
     gap = torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, gap.nan_to_num(nan=float("inf")))
     finite = [v[v.isfinite()].abs() for v in (x, y)]
