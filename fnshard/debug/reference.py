@@ -5,14 +5,14 @@ that a step keeps against what that function does now.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fnshard import losses, tree
+from fnshard import tree
 from fnshard.compiler.ir.arguments import Arguments, arguments_for
 from fnshard.compiler.ir.containers import one_run
 from fnshard.compiler.ir.program import Program
@@ -21,7 +21,7 @@ from fnshard.layout.codecs import is_coded
 from fnshard.layout.partition import boxes
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec
-from fnshard.losses import Mean, unwrapped
+from fnshard.losses import Mean, Sequence, Whole, unwrapped
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.runtime.collectives.simulated import simulate
 from fnshard.step.agreement import checksum
@@ -166,21 +166,21 @@ def on_device(mesh: Mesh, values: Any) -> Any:
     """The tree's tensors where the mesh's are: what is compared is computed on one device."""
 
     def moved(value: Any) -> Any:
-        if isinstance(value, losses.Whole | losses.Sequence):
+        if isinstance(value, Whole | Sequence):
             return replace(value, value=moved(value.value))
         return value.to(mesh.device) if isinstance(value, Tensor) else value
 
     return tree.map(moved, values)
 
 
-def _dtypes(spec: LayoutSpec) -> Sequence[torch.dtype]:
+def _dtypes(spec: LayoutSpec) -> list[torch.dtype]:
     if not spec.trainable:
         return [spec.compute_dtype] if spec.compute_dtype.is_floating_point else []
     return [spec.storage_dtype, spec.wire_dtype or spec.compute_dtype, spec.compute_dtype, spec.reduce_dtype]
 
 
 def _sharded(
-    step: Step, params: Any, parts: Sequence[Arguments]
+    step: Step, params: Any, parts: list[Arguments]
 ) -> tuple[list[Tensor], list[dict[str, Tensor]], Any]:
     """Loss and gradient blocks of every rank; and the tree that `fn` sees, coded leaves decoded."""
     mesh = step.mesh
@@ -222,8 +222,8 @@ def _unsharded(
 
 def _compare(
     mesh: Mesh,
-    losses: Sequence[Tensor],
-    grads: Sequence[Mapping[str, Tensor]],
+    losses: list[Tensor],
+    grads: list[dict[str, Tensor]],
     loss: Tensor,
     expected: Mapping[str, Tensor],
     specs: Mapping[str, LayoutSpec],
@@ -232,7 +232,7 @@ def _compare(
 ) -> CheckReport:
     floor = 1e-3 * rtol * max(map(_largest, expected.values()), default=0.0) if atol is None else atol
 
-    def worst(name: str, gaps: Sequence[float], whole: Tensor) -> GradientError:
+    def worst(name: str, gaps: list[float], whole: Tensor) -> GradientError:
         """The rank that is farthest from the unsharded tensor."""
         rank, scale = max(range(len(gaps)), key=gaps.__getitem__), _largest(whole)
         gap = gaps[rank]
