@@ -29,7 +29,7 @@ ranks: `fs.launch(main, ranks=2)`, or `torchrun`. README.md is the way in, `dir(
 #                options), cache and programs (by batch, and by what `fn` reads: the guard), runner, lowered
 #                (stages, compiled); buckets (of lengths), state, shards, agreement, fit
 #   checkpoint/  save, restore, reshard, replicas    hf/  Hugging Face's format    adapters/  LoRA, PEFT
-#   debug/       check, bisect, nan_hunt, check_stale, profile    plot/  pictures
+#   debug/       check, nan_hunt, check_stale, profile    plot/  pictures
 #   launcher/    ranks of one machine, their restarts, post-mortems
 #
 # A change to what a step does is a pass over its schedule (`compiler.schedule.passes`, listed in

@@ -1,20 +1,16 @@
-"""`fs.debug`: what only pure functions allow: a step replayed, two layouts side by side, a step against `fn`.
+"""`fs.debug`: what only pure functions allow: a step replayed, and a step against `fn`.
 
     check(fn, params, batch, specs)             every gradient against the unsharded function
-    bisect(fn, specs_a, specs_b, params, batch)  the first kernel, collective and leaf where layouts differ
     nan_hunt(step, state, batch)                the first instruction, leaf and op that gave NaN or inf
     check_stale(step, state, batch)             the program of a step against what `fn` does now, traced again
-    assert_max_compiles(n)                      a `with` in which one compilation too many is an error
 
-The first three run schedules on the eager backend with a `Watch` on the executor
+The first two run schedules on the eager backend, `nan_hunt` with a `Watch` on the executor
 (`runtime.executor.context`), which a step has none of otherwise.
 """
 
 from __future__ import annotations
 
-from fnshard.debug.layouts import bisect
 from fnshard.debug.nan_search import nan_hunt
 from fnshard.debug.reference import check, check_stale
-from fnshard.step.programs import assert_max_compiles
 
-__all__ = ["assert_max_compiles", "bisect", "check", "check_stale", "nan_hunt"]
+__all__ = ["check", "check_stale", "nan_hunt"]

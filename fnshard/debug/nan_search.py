@@ -4,37 +4,28 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from difflib import SequenceMatcher
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
 
 from fnshard import tree
+from fnshard.compiler.ir.arguments import arguments_for
 from fnshard.compiler.ir.program import describe, replay
-from fnshard.compiler.ir.values import CONTROL, SCALARS, Kind, ValueName
+from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT, SCALARS, Kind, ValueName
 from fnshard.compiler.kernels.differentiate import Kernel
-from fnshard.compiler.schedule.instructions import Action, Env, Instruction, Run
+from fnshard.compiler.schedule.instructions import Action, Env, Instruction, Reduced, Run
 from fnshard.compiler.schedule.ir import Schedule
-from fnshard.debug.values import (
-    Health,
-    as_arguments,
-    count_nonfinite,
-    describe_line,
-    describe_value,
-    health,
-    located,
-    tensors,
-    worst_health,
-)
-from fnshard.errors import StateError
+from fnshard.errors import DebugError, FnshardError, StateError
 from fnshard.step.state import TrainState
 from fnshard.step.step import Step
 
-_WORD = {"nan": "NaN", "inf": "inf"}
+Health = Literal["", "inf", "nan"]  # the worst that a value holds; "" is finite
+ORDER: tuple[Health, ...] = ("", "inf", "nan")
 
 
 @dataclass(frozen=True)
@@ -61,7 +52,8 @@ class NonFinite:
 
     def __str__(self) -> str:
         where = f"at line {self.number}: {self.instruction}" if self.number >= 0 else "before the step"
-        lines = [f"{_WORD[self.kind]} arose {where}, rank {self.rank}", f"  in {self.what}: {self.count}"]
+        kind = "NaN" if self.kind == "nan" else self.kind
+        lines = [f"{kind} arose {where}, rank {self.rank}", f"  in {self.what}: {self.count}"]
         if self.op:
             of = f", the derivative of {self.of}" if self.of else ""
             lines.append(f"  by {self.op} (node {self.node}{of}) from {self.inputs} to {self.gives}")
@@ -126,7 +118,7 @@ def nan_hunt(
             f"nan_hunt replays what shard_step made, not {type(step).__name__}.",
             fix="step = fs.shard_step(...).",
         )
-    batch = as_arguments(step.fn, batch, keywords)
+    batch = arguments_for(step.fn, batch, keywords)
     lowering, training = replace(step.options.lowering, sources=True), isinstance(state, TrainState)
     again = step.replay(backend="eager", lowering=lowering)
     tracker = NonFiniteTracker(batch.call(again.lower, state).schedule, step.mesh.rank)
@@ -158,13 +150,21 @@ class NonFiniteTracker:
     ill: bool = False
 
     def watch(self, number: int, line: Instruction, action: Action) -> Action:
+        """What the replay runs in an instruction's place."""
 
         def watched(env: Env) -> None:
             if number == 0:
                 self.begin(env)
-            with located(number, line):
+            try:
                 args = [env[n] for n in line.reads] if isinstance(line, Run) else None
                 action(env)
+            except FnshardError:  # of a peer
+                raise
+            except Exception as error:
+                raise DebugError(
+                    f"the run broke off at line {number}: {describe_line(line)}",
+                    [f"{type(error).__name__}: {error}".splitlines()[0]],
+                ) from error
             self.look(number, line, args, env)
 
         return watched
@@ -329,3 +329,61 @@ def _forward_of(kernel: Kernel, node: fx.Node) -> tuple[str, str]:
 
 def _line(node: fx.Node) -> str:
     return node.meta.get("stack_trace", "")
+
+
+def tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """What a value holds, by leaf, slot or field; a tensor is itself, under "". In flight: nothing."""
+    if isinstance(value, Tensor):
+        yield "", value
+    elif isinstance(value, Reduced):
+        yield from value.blocks.items()
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            for name, tensor in tensors(part):
+                yield "/".join(filter(None, (str(key), name))), tensor
+    elif is_dataclass(value) and not isinstance(value, type) and not hasattr(value, "wait"):
+        yield from tensors({f.name: getattr(value, f.name) for f in fields(value)})
+    elif isinstance(value, list | tuple):
+        yield from tensors(dict(enumerate(value)))
+
+
+def health(tensor: Tensor) -> Health:
+    """Whether a tensor holds NaN, or infinities, or neither."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
+        return ""
+    tensor = widen_float8(tensor)
+    if bool(torch.isfinite(tensor).all()):
+        return ""
+    return "nan" if bool(torch.isnan(tensor).any()) else "inf"
+
+
+def widen_float8(tensor: Tensor) -> Tensor:
+    """8-bit floats in fp32: they have next to no ops of their own."""
+    return tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
+
+
+def worst_health(kinds: Iterable[Health]) -> Health:
+    """NaN before inf before finite."""
+    return max(kinds, key=ORDER.index, default="")
+
+
+def count_nonfinite(tensor: Tensor) -> str:
+    """`3 of 64 NaN, 1 inf`."""
+    tensor = widen_float8(tensor)
+    nan, inf = int(torch.isnan(tensor).sum()), int(torch.isinf(tensor).sum())
+    parts = [f"{n} {word}" for n, word in ((nan, "NaN"), (inf, "inf")) if n]
+    return f"{' and '.join(parts) or 'none'} of {tensor.numel()}"
+
+
+def describe_value(name: ValueName, part: str = "") -> str:
+    """`gathered 'layers.0.w'`, for a value's name and which part of it."""
+    plain = name.original
+    if plain in (SCALARS, LOSS_TANGENT):
+        return f"the step's {part}" if plain == SCALARS else "the loss scale"
+    kind = plain.kind.name.lower()
+    return f"{kind} {plain.leaf or plain.path + plain.version!r}" + (f", {part!r}" if part else "")
+
+
+def describe_line(line: Instruction) -> str:
+    """`forward layers.0 run k0.fwd(...)`."""
+    return f"{line.phase} {line.unit} {line.verb} {line.detail}"

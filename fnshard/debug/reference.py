@@ -5,31 +5,24 @@ that a step keeps against what that function does now.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fnshard import tree
-from fnshard.compiler.ir.arguments import Arguments
+from fnshard.compiler.ir.arguments import Arguments, arguments_for
 from fnshard.compiler.ir.containers import one_run
 from fnshard.compiler.ir.program import Program
-from fnshard.debug.values import (
-    as_arguments,
-    difference,
-    full_params,
-    on_device,
-    simulated_mesh,
-    tolerance,
-    valid_parts,
-)
-from fnshard.errors import DebugError, StateError
+from fnshard.errors import DebugError, SpecError, StateError
 from fnshard.layout.codecs import is_coded
+from fnshard.layout.partition import boxes
+from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec
-from fnshard.losses import Mean, unwrapped
-from fnshard.mesh import Mesh
+from fnshard.losses import Mean, Sequence, Whole, unwrapped
+from fnshard.mesh import Mesh, make_mesh
 from fnshard.runtime.collectives.simulated import simulate
 from fnshard.step.agreement import checksum
 from fnshard.step.batches import check_leaves, split_batch
@@ -37,6 +30,7 @@ from fnshard.step.shards import unshard
 from fnshard.step.step import Step, shard_step
 
 SHOWN = 12  # lines of a message
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
 @dataclass(frozen=True)
@@ -88,9 +82,8 @@ class CheckReport:
 
 _FIX = (
     "Fix: `fn` returns a mean over rows, as a step gives the mean over the parts of the batch (of a sum, one "
-    "part of it): fs.Mean(total, count) where parts count unequally, fs.psum where rows meet. If it "
-    "does, fs.debug.bisect(fn, fs.presets.no_shard(params, mesh), specs, params, batch, mesh=mesh) names the "
-    "first kernel, collective and leaf; where a lower precision is meant, rtol=; NaN is fs.debug.nan_hunt's."
+    "part of it): fs.Mean(total, count) where parts count unequally, fs.psum where rows meet. Where a "
+    "lower precision is meant, rtol=; NaN is fs.debug.nan_hunt's."
 )
 
 
@@ -132,23 +125,22 @@ def check(
     >>> bool(check(lambda p, x: (x @ p["w"]).square().mean(), params, torch.ones(4, 4), specs))
     True
     """
-    params, specs = full_params(params, specs)
-    mesh = simulated_mesh(mesh, specs)
-    params, batch = on_device(mesh, params), on_device(mesh, as_arguments(fn, batch, keywords))
+    resolved = ResolvedSpecs.of(specs).resolve(params)
+    mesh, named = _simulated(mesh, resolved.leaves.values()), resolved.leaves
+    params, batch = on_device(mesh, params), on_device(mesh, arguments_for(fn, batch, keywords))
     check_leaves(batch)
     parts = list(split_batch(batch, mesh.data_size, "parts, one a rank,"))
-    step = shard_step(fn, specs, mesh=mesh, **{**options, "backend": "eager"})
+    step = shard_step(fn, resolved.tree, mesh=mesh, **{**options, "backend": "eager"})
     program = parts[0].call(step.lower, params).program
     if any(i.kind == "key" for i in program.inputs):
         raise StateError(
             "`fn` draws random numbers, other ones on each rank: there is no one truth to compare with.",
-            fix="model.eval() before make_functional, or dropout=0; fs.debug.bisect compares two layouts "
-            "that draw the same.",
+            fix="model.eval() before make_functional, or dropout=0.",
         )
     losses, grads, leaves = _sharded(step, params, parts)
-    named = step.resolved.leaves
-    dtypes = [d for s in named.values() for d in _dtypes(s)] or [torch.float32]
-    rtol = tolerance(*dtypes) if rtol is None else rtol
+    if rtol is None:
+        dtypes = [d for s in named.values() for d in _dtypes(s)] or [torch.float32]
+        rtol = max(TOLERANCES.get(d, 0.2) for d in dtypes)
     loss, expected = _unsharded(fn, leaves, named, tree.map(unwrapped, batch, constants=True))
     found = _compare(mesh, losses, grads, loss, expected, named, rtol, atol)
     if not found and strict:
@@ -156,14 +148,39 @@ def check(
     return found
 
 
-def _dtypes(spec: LayoutSpec) -> Sequence[torch.dtype]:
+def _simulated(mesh: Mesh | None, specs: Iterable[LayoutSpec]) -> Mesh:
+    """The mesh as it is, if it is simulated; by default two ranks along every axis that specs name."""
+    if mesh is None:
+        named = [a for s in specs for p in (s.storage, s.gradient, s.optimizer) for a in p.axes]
+        return make_mesh(**dict.fromkeys(named or ["shard"], 2), simulated=True)
+    if mesh.kind != "simulated":
+        sizes = ", ".join(f"{n}={s}" for n, s in zip(mesh.names, mesh.sizes, strict=True))
+        raise SpecError(
+            f"mesh {mesh} is {mesh.kind}; all its ranks must be in this process.",
+            fix=f"fs.make_mesh({sizes}, simulated=True), or smaller.",
+        )
+    return mesh
+
+
+def on_device(mesh: Mesh, values: Any) -> Any:
+    """The tree's tensors where the mesh's are: what is compared is computed on one device."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, Whole | Sequence):
+            return replace(value, value=moved(value.value))
+        return value.to(mesh.device) if isinstance(value, Tensor) else value
+
+    return tree.map(moved, values)
+
+
+def _dtypes(spec: LayoutSpec) -> list[torch.dtype]:
     if not spec.trainable:
         return [spec.compute_dtype] if spec.compute_dtype.is_floating_point else []
     return [spec.storage_dtype, spec.wire_dtype or spec.compute_dtype, spec.compute_dtype, spec.reduce_dtype]
 
 
 def _sharded(
-    step: Step, params: Any, parts: Sequence[Arguments]
+    step: Step, params: Any, parts: list[Arguments]
 ) -> tuple[list[Tensor], list[dict[str, Tensor]], Any]:
     """Loss and gradient blocks of every rank; and the tree that `fn` sees, coded leaves decoded."""
     mesh = step.mesh
@@ -192,10 +209,7 @@ def _unsharded(
             .requires_grad_(s.trainable)
             for (p, s), v in zip(specs.items(), given.values(), strict=True)
         }
-        seen = {
-            p: v.to(specs[p].compute_dtype) if v.is_floating_point() or v.is_complex() else v
-            for p, v in stored.items()
-        }
+        seen = {p: v.to(specs[p].compute_dtype) if v.is_floating_point() else v for p, v in stored.items()}
         result = batch.call(fn, tree.unflatten(seen.values(), structure))
         loss = result[0] if isinstance(result, tuple) else result
         if isinstance(loss, Mean):
@@ -208,35 +222,48 @@ def _unsharded(
 
 def _compare(
     mesh: Mesh,
-    losses: Sequence[Tensor],
-    grads: Sequence[Mapping[str, Tensor]],
+    losses: list[Tensor],
+    grads: list[dict[str, Tensor]],
     loss: Tensor,
     expected: Mapping[str, Tensor],
     specs: Mapping[str, LayoutSpec],
     rtol: float,
     atol: float | None,
 ) -> CheckReport:
-    largest = max(
-        [float(g[g.isfinite()].abs().max()) for g in expected.values() if g.isfinite().any()] or [0.0]
-    )
-    floor = 1e-3 * rtol * largest if atol is None else atol
+    floor = 1e-3 * rtol * max(map(_largest, expected.values()), default=0.0) if atol is None else atol
+
+    def worst(name: str, gaps: list[float], whole: Tensor) -> GradientError:
+        """The rank that is farthest from the unsharded tensor."""
+        rank, scale = max(range(len(gaps)), key=gaps.__getitem__), _largest(whole)
+        gap = gaps[rank]
+        relative = gap / scale if scale else float("inf") if gap else 0.0
+        return GradientError(name, gap, relative, rank, gap <= floor + rtol * scale)
+
     leaves = []
     for path, full in expected.items():
-        worst = GradientError(path, 0.0, 0.0, 0, True)
-        scale = difference(full, full)[1]
+        spec, gaps = specs[path], []
         for rank, blocks in enumerate(grads):
-            parts = valid_parts(blocks[path], specs[path], specs[path].gradient, mesh, rank)
-            gap = max(difference(block, full[slices])[0] for slices, block in parts)
-            if gap > worst.absolute:
-                worst = GradientError(
-                    path, gap, gap / scale if scale else float("inf"), rank, gap <= floor + rtol * scale
-                )
-        leaves.append(worst)
+            places = boxes(spec.shape, spec.gradient, mesh, mesh.coordinate(rank))  # without its padding
+            gaps.append(max(_gap(blocks[path][mine], full[slices]) for slices, mine in places))
+        leaves.append(worst(path, gaps, full))
     leaves.sort(key=lambda a: (a.within, -a.relative))
-    far = max(range(len(losses)), key=lambda r: difference(losses[r], loss)[0])
-    gap, scale = difference(losses[far], loss)
-    whole = GradientError("(the loss)", gap, gap / scale if scale else 0.0, far, gap <= floor + rtol * scale)
+    whole = worst("(the loss)", [_gap(own, loss) for own in losses], loss)
     return CheckReport(mesh, whole, tuple(leaves), rtol)
+
+
+def _largest(tensor: Tensor) -> float:
+    """The largest finite number of a tensor."""
+    finite = tensor.double()[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def _gap(a: Tensor, b: Tensor) -> float:
+    """The largest difference. NaN or inf at the same places is none; at others it is an infinite one."""
+    if a.numel() == 0:
+        return 0.0
+    x, y = a.double(), b.double()
+    gap = (x - y).abs().nan_to_num(nan=float("inf"))
+    return float(torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, gap).max())
 
 
 def check_stale(step: Step, state: Any, /, *batch: Any, **keywords: Any) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fnshard import tree
 from fnshard.analysis.hardware import Hardware
 from fnshard.analysis.timeline import Timeline
-from fnshard.compiler.ir.arguments import Arguments, signature_of
+from fnshard.compiler.ir.arguments import Arguments, arguments_for
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.lower import Front, Passes, schedule_for
 from fnshard.errors import BudgetError, SpecError, StateError, is_number
@@ -318,7 +318,7 @@ class Search:
         self.fn, self.mesh, self.batch, self.options = fn, mesh, tuple(batch), options
         self.hardware = Hardware.of(hardware)
         self.optimizer = adamw(1e-3) if optimizer is None else optimizer
-        self.arguments = Arguments(self.batch, keywords or {}).in_order_of(signature_of(fn))
+        self.arguments = arguments_for(fn, self.batch, keywords)
         check_arguments(fn, self.arguments)
         base = presets.full_shard(params, mesh) if specs is None else specs
         step = shard_step(fn, base, mesh=mesh, optimizer=self.optimizer, **options)
@@ -380,7 +380,7 @@ class Search:
     def lower(self, choice: Choice, *, verified: bool = True) -> Lowered:
         """A plan on paper."""
         step, front, known = self._front(choice.accumulate)
-        specs = ResolvedSpecs.of(self.specs_of(choice)).paired
+        specs = ResolvedSpecs.of(self.specs_of(choice)).stored
         options = self.options_of(choice)
         passes = Passes((choice.ahead, choice.ahead), choice.ahead)
         lowering = replace(step.options.lowering, remat=options["remat"], passes=passes)

@@ -1,12 +1,9 @@
-"""Programs: the lowered steps that are kept: which fits a batch, what to say of many, and their count."""
+"""Programs: the lowered steps that are kept: which fits a batch, and what to say of many."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +13,7 @@ from fnshard.compiler.ir.arguments import NumberList, fold_lists
 from fnshard.compiler.ir.containers import ABSENT
 from fnshard.compiler.schedule.instructions import COMMUNICATION, Exchange
 from fnshard.compiler.schedule.ir import Schedule
-from fnshard.errors import DebugError, SpecError, StateError, report
+from fnshard.errors import StateError, report
 from fnshard.step.batches import BatchKey, Constant, TensorShape
 from fnshard.tree import is_same
 
@@ -172,77 +169,9 @@ def _is_equal(value: Any, other: Any) -> bool:
     return value == other if isinstance(value, Constant | NumberList) else is_same(value, other)
 
 
-@dataclass(eq=False)
-class Compiles:
-    """The lowerings that one `with` has seen, in order: which step, for which batch."""
-
-    most: int
-    lines: list[str] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.lines)
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines) or "nothing compiled"
-
-
-# Of a `with`, not of the process: threads started elsewhere, and other tasks, are not counted.
-_counting: ContextVar[tuple[Compiles, ...]] = ContextVar("fnshard_compiles", default=())
-
-
 def announce(fn: Any, programs: Programs, key: BatchKey) -> None:
-    """This batch is about to be lowered; it is logged to "fnshard" (INFO).
-
-    Raises:
-        DebugError: one more than `assert_max_compiles` allows.
-    """
-    changed = lines(programs.changes(key)[0])
-    if not changed:
-        shapes = ", ".join(f"batch[{n!r}] {shown(d)}" for n, d in folded(key[1:]).items())
-        changed = [f"{'kernels for' if len(programs) else 'its first batch:'} {shapes}"]
-    for counter in _counting.get():
-        counter.lines.append(f"{len(counter) + 1}: {name_of(fn)}: {'; '.join(changed)}")
-        if len(counter) > counter.most:
-            raise DebugError(
-                f"compilation {len(counter)}, and at most {counter.most} may happen here:",
-                counter.lines[-8:],
-                "pad batches to few shapes, drop the last, ragged one, make the step once, outside the "
-                "loop, and pass changing numbers as tensors; shard_step(cache=) keeps more shapes.",
-                report=counter,
-            )
-    LOG.info("lowering %s", name_of(fn))
-
-
-@contextmanager
-def assert_max_compiles(n: int) -> Iterator[Compiles]:
-    """Refuse, at once, the lowering inside the `with` that is one too many.
-
-    Yields:
-        What was lowered so far: `len(...)`, and `print(...)` says for which batches.
-
-    Raises:
-        DebugError: names the step, and what changed of the batch since the lowering before.
-        SpecError: `n` is no count.
-
-    >>> import torch
-    >>> from fnshard import LayoutSpec, match_specs, shard_step
-    >>> params = {"w": torch.ones(3)}
-    >>> specs = match_specs(params, [("*", LayoutSpec())])
-    >>> step = shard_step(lambda p, x: (p["w"] * x).sum(), specs, backend="eager")
-    >>> with assert_max_compiles(1) as compiled:
-    ...     for _ in range(3):
-    ...         loss, grads = step(params, torch.arange(3.0))
-    >>> len(compiled)
-    1
-    """
-    if not isinstance(n, int) or isinstance(n, bool) or n < 0:
-        raise SpecError(f"assert_max_compiles({n!r}): how many compilations are allowed, 0 or more.")
-    counter = Compiles(n)
-    token = _counting.set((*_counting.get(), counter))
-    try:
-        yield counter
-    finally:
-        _counting.reset(token)
+    """This batch is about to be lowered: the logger "fnshard" (INFO) hears of it, and of what has changed."""
+    LOG.info("lowering %s", "; ".join([name_of(fn), *lines(programs.changes(key)[0])]))
 
 
 def name_of(fn: Any) -> str:

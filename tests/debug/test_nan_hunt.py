@@ -26,7 +26,7 @@ from toys import rows, run_chain, step_of
 
 import fnshard as fs
 from fnshard.compiler.schedule.instructions import Cast, Run, Wait
-from fnshard.debug.values import tensors
+from fnshard.debug.nan_search import tensors
 from fnshard.errors import DebugError, StateError
 from fnshard.runtime.executor.context import ExecutorContext
 

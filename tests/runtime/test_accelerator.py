@@ -20,7 +20,7 @@ import fnshard as fs
 from fnshard import SpecError, StateError
 from fnshard.compiler import lower
 from fnshard.compiler.frontend import contexts
-from fnshard.debug.values import on_device
+from fnshard.debug.reference import on_device
 from fnshard.launcher import post_mortem
 from fnshard.mesh import process_group
 from fnshard.runtime.collectives import base

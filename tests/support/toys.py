@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,6 +55,14 @@ def step_of(fn: Callable[..., Any], params: Any, **options: Any) -> Any:
     """A step on a mesh of one, eager unless `options` say otherwise; every parameter a unit of its own."""
     specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
     return fs.shard_step(fn, specs, **{"backend": "eager", **options})
+
+
+@contextmanager
+def traces(step: Any, times: int) -> Iterator[None]:
+    """In here the step traces `fn` so many times."""
+    before = step.compile_stats.traces
+    yield
+    assert step.compile_stats.traces - before == times
 
 
 def our_grads(

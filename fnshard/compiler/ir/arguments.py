@@ -86,6 +86,12 @@ def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
+def arguments_for(fn: Callable[..., Any], batch: Any, keywords: Mapping[str, Any] | None) -> Arguments:
+    """A batch as `fn` takes it; one that is no tuple is one argument."""
+    passed = Arguments(batch if isinstance(batch, tuple) else (batch,), keywords or {})
+    return passed.in_order_of(signature_of(fn))
+
+
 def _join(children: dict[Any, Any]) -> Arguments:
     positional = tuple(value for name, value in children.items() if isinstance(name, int))
     return Arguments(positional, {n: v for n, v in children.items() if isinstance(n, str)})
