@@ -55,7 +55,7 @@ def train(
 ) -> Trained:
     """Train on `steps`, each a list of the parts (ranks times micro-batches) of one global batch."""
     leaves = {p: v.detach().clone() for p, v in params.items()}
-    named = {p: v.requires_grad_() for p, v in leaves.items() if p not in frozen and v.is_floating_point()}
+    named = {p: v.requires_grad_() for p, v in leaves.items() if p not in frozen and is_number(v)}
     optimizer = optimizers(named)
     out = Trained()
     for number, parts in enumerate(steps):
@@ -65,6 +65,7 @@ def train(
         for leaf in named.values():
             if leaf.grad is None:  # an unused leaf has a zero gradient, and decays
                 leaf.grad = torch.zeros_like(leaf)
+            leaf.grad = leaf.grad.resolve_conj()  # a lazy conjugate, which torch's clipping refuses
         out.grads = {p: v.grad.clone() for p, v in named.items()}
         norm = torch.nn.utils.clip_grad_norm_(named.values(), float("inf") if clip is None else clip)
         if rate is not None:
@@ -75,6 +76,11 @@ def train(
         out.norms.append(norm.item())
     out.params = {p: v.detach() for p, v in leaves.items()}
     return out
+
+
+def is_number(value: Tensor) -> bool:
+    """Whether it may train: it is of floats, or complex."""
+    return value.is_floating_point() or value.is_complex()
 
 
 def total_loss(results: Sequence[Any]) -> Tensor:
@@ -90,7 +96,7 @@ def gradients(
     loss_fn: Callable[..., Any], params: Mapping[str, Tensor], *batch: Any
 ) -> tuple[Params, Tensor]:
     """`torch.func.grad_and_value` over the float leaves."""
-    floats = {p: v.detach() for p, v in params.items() if v.is_floating_point()}
+    floats = {p: v.detach() for p, v in params.items() if is_number(v)}
     rest = {p: v.detach() for p, v in params.items() if p not in floats}
 
     def of(given: Params) -> Tensor:

@@ -27,8 +27,8 @@ from fnshard.layout.partition import P
 from fnshard.mesh import Mesh
 from fnshard.runtime.files.folder import AtomicDirectory, data_file
 from fnshard.runtime.files.tensorfile import (
-    DTYPES,
     PASSING,
+    STATE_DTYPES,
     BLOCK_bytes,
     Corrupt,
     TensorToWrite,
@@ -161,7 +161,7 @@ def chunk_reads(targets: Mapping[str, RestoreTarget], manifest: Manifest, mesh: 
     """What this rank reads: the overlap of each saved chunk with its own boxes."""
     for target in targets.values():
         saved = manifest.leaves[target.source]
-        dtype = DTYPES[saved.dtype]
+        dtype = STATE_DTYPES[saved.dtype]
         for offset, part in target.parts(mesh):
             for chunk in saved.chunks:
                 low = [max(pair) for pair in zip(offset, chunk.offset, strict=True)]

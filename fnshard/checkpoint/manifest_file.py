@@ -21,7 +21,7 @@ from typing import Annotated, Any
 from fnshard.runtime.files import tensorfile
 from fnshard.runtime.files.folder import DATA, flush_directory
 from fnshard.runtime.files.json_reader import Count, reader
-from fnshard.runtime.files.tensorfile import DTYPES, Corrupt, open_regular, read_exactly
+from fnshard.runtime.files.tensorfile import STATE_DTYPES, Corrupt, open_regular, read_exactly
 
 NAME, SEAL = "manifest.json", "manifest.json.sha256"
 FORMAT = "fnshard checkpoint 3"
@@ -62,7 +62,7 @@ class SavedLeaf:
 
     def chunk_bytes(self, chunk: Chunk) -> int:
         """Of a chunk's data in its file."""
-        return math.prod(chunk.shape) * DTYPES[self.dtype].itemsize
+        return math.prod(chunk.shape) * STATE_DTYPES[self.dtype].itemsize
 
     def check(self, name: str = "") -> None:
         """Refuse chunks that are no grid of the tensor, each part of it once; `name` is said before why."""

@@ -26,7 +26,7 @@ from fnshard.checkpoint.state_leaves import (
 from fnshard.errors import CheckpointWarning
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh, check_mesh, make_mesh
-from fnshard.runtime.files.tensorfile import DTYPES
+from fnshard.runtime.files.tensorfile import STATE_DTYPES
 from fnshard.step.shards import blank_params, blank_slots
 from fnshard.step.state import TrainState
 from fnshard.step.step import Step
@@ -59,7 +59,7 @@ def state_filler(
         slots = blank_slots(saved_slots(found.leaves, named, on), named, on, disk_dir)
         params = tree.unflatten(blank_params(named, on, disk_dir).values(), specs.structure)
         scale = {n: n.partition("/")[2] for n in found.leaves if n.startswith("loss_scale/")}
-        loss_scale = {k: torch.zeros((), dtype=DTYPES[found.leaves[n].dtype]) for n, k in scale.items()}
+        loss_scale = {k: torch.zeros((), dtype=STATE_DTYPES[found.leaves[n].dtype]) for n, k in scale.items()}
         zero = torch.zeros((), dtype=torch.int64)
         shapes = saved_slot_shapes(found.leaves, named)
         where = (specs.tree, on)

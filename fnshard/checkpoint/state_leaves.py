@@ -22,7 +22,7 @@ from fnshard.layout.partition import P, block_shape, boxes, slot_layout
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
-from fnshard.runtime.files.tensorfile import DTYPES, NAMES
+from fnshard.runtime.files.tensorfile import STATE_DTYPES, STATE_NAMES
 from fnshard.step.shards import check_blocks
 from fnshard.step.state import TrainState
 
@@ -47,7 +47,7 @@ class LocalLeaf:
 
     def saved_as(self, chunks: Sequence[Chunk] = ()) -> SavedLeaf:
         """The full leaf as a manifest names it."""
-        return SavedLeaf(self.shape, NAMES[self.block.dtype], repr(self.layout), tuple(chunks))
+        return SavedLeaf(self.shape, STATE_NAMES[self.block.dtype], repr(self.layout), tuple(chunks))
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def resolved_as_saved(specs: ResolvedSpecs, saved: Mapping[str, SavedLeaf]) -> R
     if missing:
         raise CheckpointError("the checkpoint is of another model; it has not:", missing[:20])
     of = [saved[f"params/{p}"] for p in named]
-    shapes = [torch.empty(leaf.shape, dtype=DTYPES[leaf.dtype], device="meta") for leaf in of]
+    shapes = [torch.empty(leaf.shape, dtype=STATE_DTYPES[leaf.dtype], device="meta") for leaf in of]
     return specs.resolve(tree.unflatten(shapes, specs.structure))
 
 
@@ -132,11 +132,11 @@ def saved_slots(saved: Mapping[str, SavedLeaf], specs: Specs, mesh: Mesh) -> Slo
         path, _, slot = rest.rpartition("/")
         if kind != "optimizer" or path not in out:
             continue
-        spec, dtype = specs[path], DTYPES[leaf.dtype]
+        spec, dtype = specs[path], STATE_DTYPES[leaf.dtype]
         if slot == MASTER and not spec.has_master:
             continue
         layout = slot_layout(leaf.shape, spec.shape, spec.optimizer, mesh)
-        alike = leaf.shape == spec.shape and dtype.is_floating_point
+        alike = leaf.shape == spec.shape and (dtype.is_floating_point or dtype.is_complex)
         shape = leaf.shape if layout is None else block_shape(leaf.shape, layout, mesh)
         out[path][slot] = shape, spec.optimizer_dtype if alike else dtype
     for path in out:
@@ -175,7 +175,7 @@ def restore_targets(
             wrong.append(f"{name} {list(leaf.shape)} is not in the checkpoint")
         elif saved[source].shape != leaf.shape:
             wrong.append(f"{name} is {list(leaf.shape)} here and {list(saved[source].shape)} there")
-        elif _kind(leaf.block.dtype) != _kind(DTYPES[saved[source].dtype]):
+        elif _kind(leaf.block.dtype) != _kind(STATE_DTYPES[saved[source].dtype]):
             wrong.append(f"{name} is {leaf.block.dtype} here and {saved[source].dtype} there")
         else:
             out[name] = RestoreTarget(leaf.shape, leaf.layout, leaf.block, source)
@@ -229,7 +229,7 @@ def _source(name: str, leaf: LocalLeaf, saved: Mapping[str, SavedLeaf]) -> str |
     if kind == "params":
         master = f"optimizer/{path}/{MASTER}"
         if name in saved and master in saved:
-            mine, its = (DTYPES[saved[n].dtype] for n in (name, master))
+            mine, its = (STATE_DTYPES[saved[n].dtype] for n in (name, master))
             return master if mine != leaf.block.dtype and its.itemsize > mine.itemsize else name
     elif name not in saved and kind == "optimizer" and name.endswith(f"/{MASTER}"):
         name = f"params/{path.removesuffix(f'/{MASTER}')}"

@@ -109,7 +109,7 @@ def trace_and_split(
         batch: one micro-batch of this rank.
         plan: what the step is to do, whatever `fn` returns.
     """
-    stored = specs.stored
+    stored = specs.paired
     shapes = {p: (tuple(s.shape), s.compute_dtype) for p, s in stored.items()}
     with TRACING, torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller is in
         program = trace(
@@ -175,7 +175,7 @@ def lower(
         if getattr(error, "placed", True):
             raise
         front = trace_and_split(fn, specs, batch, mesh, plan, replace(options, sources=True))
-    return schedule_for(front, specs.stored, mesh, options)
+    return schedule_for(front, specs.paired, mesh, options)
 
 
 def run_passes(

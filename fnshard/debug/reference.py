@@ -18,6 +18,7 @@ from fnshard.compiler.ir.containers import one_run
 from fnshard.compiler.ir.program import Program
 from fnshard.errors import DebugError, SpecError, StateError
 from fnshard.layout.codecs import is_coded
+from fnshard.layout.pairs import as_pairs
 from fnshard.layout.partition import boxes
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec
@@ -209,7 +210,10 @@ def _unsharded(
             .requires_grad_(s.trainable)
             for (p, s), v in zip(specs.items(), given.values(), strict=True)
         }
-        seen = {p: v.to(specs[p].compute_dtype) if v.is_floating_point() else v for p, v in stored.items()}
+        seen = {
+            p: v.to(specs[p].compute_dtype) if v.is_floating_point() or v.is_complex() else v
+            for p, v in stored.items()
+        }
         result = batch.call(fn, tree.unflatten(seen.values(), structure))
         loss = result[0] if isinstance(result, tuple) else result
         if isinstance(loss, Mean):
@@ -253,7 +257,8 @@ def _compare(
 
 def _largest(tensor: Tensor) -> float:
     """The largest finite number of a tensor."""
-    finite = tensor.double()[tensor.isfinite()]
+    numbers = as_pairs(tensor)
+    finite = numbers.double()[numbers.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
@@ -261,7 +266,7 @@ def _gap(a: Tensor, b: Tensor) -> float:
     """The largest difference. NaN or inf at the same places is none; at others it is an infinite one."""
     if a.numel() == 0:
         return 0.0
-    x, y = a.double(), b.double()
+    x, y = (as_pairs(each).double() for each in (a, b))
     gap = (x - y).abs().nan_to_num(nan=float("inf"))
     return float(torch.where((x == y) | (x.isnan() & y.isnan()), 0.0, gap).max())
 

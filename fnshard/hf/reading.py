@@ -342,7 +342,7 @@ def _castable(saved: torch.dtype, stored: torch.dtype) -> bool:
 
     def kind(dtype: torch.dtype) -> str:
         wide = dtype.is_floating_point and dtype.itemsize > 1
-        return "float" if wide else str(dtype)
+        return "float" if wide else "complex" if dtype.is_complex else str(dtype)
 
     return kind(saved) == kind(stored)
 

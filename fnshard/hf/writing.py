@@ -21,6 +21,7 @@ from fnshard.errors import AgreementError, StateError, leaves
 from fnshard.hf.names import Family, Names, Transposed, check_names, given_name
 from fnshard.hf.reading import INDEX, SINGLE
 from fnshard.layout.codecs import block_of
+from fnshard.layout.pairs import as_pairs
 from fnshard.layout.partition import boxes
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
@@ -166,6 +167,7 @@ def gather_leaf(block: Tensor, spec: LayoutSpec, mesh: Mesh, comm: Collectives, 
         return
     ranks = mesh.group_ranks(axes)
     parts_of = [boxes(spec.shape, spec.storage, mesh, mesh.coordinate(rank)) for rank in ranks]
+    block, full = as_pairs(block), None if out is None else as_pairs(out)
     step = max(1, PIECE_bytes // (len(ranks) * block[0].nbytes))
     for low in range(0, block.shape[0], step):
         piece = block[low : low + step]
@@ -173,7 +175,7 @@ def gather_leaf(block: Tensor, spec: LayoutSpec, mesh: Mesh, comm: Collectives, 
         flat.view(piece.shape).copy_(piece)
         handle = comm.all_gather(flat, axes)
         for part, parts in zip(handle.wait(), parts_of, strict=True):
-            if out is None:
+            if full is None:
                 continue
             rows = part.view(piece.shape)
             for where, own in parts:  # of the leaf, and of the rank's block, without its padding
@@ -181,7 +183,7 @@ def gather_leaf(block: Tensor, spec: LayoutSpec, mesh: Mesh, comm: Collectives, 
                 if begin < end:
                     first = where[0].start - own[0].start
                     valid = rows[(slice(begin - low, end - low), *own[1:])]
-                    out[(slice(first + begin, first + end), *where[1:])] = valid
+                    full[(slice(first + begin, first + end), *where[1:])] = valid
         handle.release()
 
 

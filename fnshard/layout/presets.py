@@ -51,7 +51,7 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
         for path, leaf in free.items():
             compute = computes.get(path, P())
             over = tuple(a for a in axes(mesh) if a not in compute.axes)
-            if is_buffer(leaf) or not leaf.dtype.is_floating_point:
+            if is_buffer(leaf) or not (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
                 layout = P()
             else:
                 split = leaf.shape[:1] if coded else leaf.shape  # rows are coded one by one

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from torch import Tensor
+
 from fnshard import tree
 from fnshard.errors import SpecError, TraceError, leaves
 from fnshard.layout.codecs import check_codecs, decoded, is_coded, parts_of
+from fnshard.layout.pairs import as_complex, is_complex, paired_specs
 from fnshard.layout.rules import check_tree
 from fnshard.layout.spec import LayoutSpec, P, is_spec
 from fnshard.layout.units import numeric
@@ -22,7 +25,8 @@ _ABSENT = object()
 class ResolvedSpecs:
     """A spec tree and its specs by path.
 
-    `stored` and `structure` are of the stored tensors, in which a coded leaf is replaced by its parts.
+    `stored` and `structure` are of the stored tensors, in which a coded leaf is replaced by its parts;
+    `paired` of the same as a step works with them, in which complex ones are pairs of real numbers.
 
     Args:
         tree: the spec tree.
@@ -79,6 +83,23 @@ class ResolvedSpecs:
         check_codecs(self.leaves)
         parts = [parts_of(s) if is_coded(s) else s for s in self.leaves.values()]
         return tree.flatten_with_paths(tree.unflatten(parts, self.leaf_structure), is_leaf=is_spec)
+
+    @cached_property
+    def paired(self) -> Mapping[str, LayoutSpec]:
+        """`{path: spec}` of the stored tensors as a step works with them; `stored` where none is complex.
+
+        Raises:
+            SpecError: leaves that cannot be coded, or are complex in some of their dtypes alone.
+        """
+        return paired_specs(self.stored)
+
+    def rested(self, named: Mapping[str, Tensor | None]) -> list[Tensor | None]:
+        """Tensors of a step in the order of `stored`, as they rest in a tree: complex leaves are complex.
+
+        Args:
+            named: by path; no entry is None.
+        """
+        return [as_complex(named.get(p)) if is_complex(s) else named.get(p) for p, s in self.stored.items()]
 
     @property
     def incomplete(self) -> list[str]:
@@ -167,13 +188,14 @@ class ResolvedSpecs:
         return decoded(params, self.leaves, self.leaf_structure)
 
     def decoding(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`fn` as a function of full stored tensors."""
-        if not any(map(is_coded, self.leaves.values())):
+        """`fn` as a function of full stored tensors, complex ones in pairs."""
+        if not any(is_coded(s) or is_complex(s) for s in self.leaves.values()):
             return fn
 
         @functools.wraps(fn)
         def of_parts(params: Any, *batch: Any, **keywords: Any) -> Any:
-            seen = self.decoded(params)
+            full = tree.unflatten(self.rested(tree.flatten_with_paths(params)[0]), self.structure)
+            seen = self.decoded(full)
             values = tree.flatten_with_paths(seen)[0]
             versions = {p: values[p]._version for p, s in self.leaves.items() if is_coded(s)}
             result = fn(seen, *batch, **keywords)

@@ -175,7 +175,8 @@ def _unused(index: int, rules: Sequence[Rule], named: Mapping[str, Any], tied: M
 
 
 def _apply_rule(spec: LayoutSpec, leaf: Tensor) -> LayoutSpec:
-    if spec.buffers or (leaf.dtype.is_floating_point and not is_buffer(leaf)):
+    floating = leaf.dtype.is_floating_point or leaf.dtype.is_complex
+    if spec.buffers or (floating and not is_buffer(leaf)):
         return spec
     return LayoutSpec(unit=spec.unit, trainable=False, reshard=spec.reshard, aggregation=spec.aggregation)
 

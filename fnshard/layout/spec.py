@@ -153,7 +153,7 @@ class LayoutSpec:
         storage_dtype = self.storage_dtype or leaf.dtype
         compute_dtype, wire_dtype = self.compute_dtype or storage_dtype, self.wire_dtype
         trainable = _trainable(leaf) if self.trainable is None else self.trainable
-        if not storage_dtype.is_floating_point:
+        if not storage_dtype.is_floating_point and not storage_dtype.is_complex:
             trainable = bool(self.trainable)
         if trainable and compute_dtype == FP8:
             compute_dtype, wire_dtype = torch.bfloat16, FP8
@@ -247,7 +247,7 @@ def _dtype(name: str, value: Any) -> torch.dtype | None:
 def _trainable(leaf: Tensor) -> bool:
     if isinstance(leaf, nn.Parameter):
         return leaf.requires_grad
-    return leaf.dtype.is_floating_point and not is_buffer(leaf)
+    return (leaf.dtype.is_floating_point or leaf.dtype.is_complex) and not is_buffer(leaf)
 
 
 def is_buffer(leaf: Any) -> bool:
@@ -379,13 +379,6 @@ def fits_fp8(shape: Sequence[int]) -> bool:
 
 
 def _unfit_policy(spec: LayoutSpec) -> Iterator[tuple[str, str]]:
-    if of_complex := [name for name in DTYPE_FIELDS if getattr(spec, name).is_complex]:
-        yield (
-            f"{of_complex[0]}={getattr(spec, of_complex[0])}",
-            "leaves are real numbers: keep torch.view_as_real(w) as the parameter or buffer, and call "
-            "torch.view_as_complex in `fn`.",
-        )
-        return
     if spec.wire_dtype is not None:
         problems = {
             f"wire_dtype={spec.wire_dtype}": spec.wire_dtype != FP8,
@@ -407,7 +400,7 @@ def _unfit_policy(spec: LayoutSpec) -> Iterator[tuple[str, str]]:
         )
     if not spec.trainable:
         return
-    if not spec.compute_dtype.is_floating_point:
+    if not spec.compute_dtype.is_floating_point and not spec.compute_dtype.is_complex:
         yield f"trainable=True and {spec.compute_dtype}", "only floats train: trainable=False."
     for name in ("compute_dtype", "reduce_dtype"):
         dtype = getattr(spec, name)

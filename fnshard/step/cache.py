@@ -124,7 +124,7 @@ class ProgramCache:
 
     def _take(self, specs: ResolvedSpecs) -> None:
         if specs.complete:
-            check_specs(specs.stored, self.mesh)
+            check_specs(specs.paired, self.mesh)
         self.specs = specs
 
     def lower(self, batch: Batch) -> Lowered:

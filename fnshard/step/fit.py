@@ -380,7 +380,7 @@ class Search:
     def lower(self, choice: Choice, *, verified: bool = True) -> Lowered:
         """A plan on paper."""
         step, front, known = self._front(choice.accumulate)
-        specs = ResolvedSpecs.of(self.specs_of(choice)).stored
+        specs = ResolvedSpecs.of(self.specs_of(choice)).paired
         options = self.options_of(choice)
         passes = Passes((choice.ahead, choice.ahead), choice.ahead)
         lowering = replace(step.options.lowering, remat=options["remat"], passes=passes)

@@ -20,6 +20,7 @@ from fnshard.compiler.ir.custom_gradient import counting
 from fnshard.compiler.ir.program import Limit, replay
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.schedule.passes.order import graph_length
+from fnshard.layout.pairs import as_pairs
 from fnshard.layout.resolved import compare_paths
 from fnshard.layout.spec import summed_axes
 from fnshard.mesh import Mesh, make_mesh
@@ -148,7 +149,7 @@ class Runner:
                 values = [env.get(n.of(version), env.get(n)) for n in names]
                 mine += float(replay(bound.counting, values)[0])
         every = self.rank.comm.gather_object(repr(mine))
-        ranks = self.mesh.group_ranks(summed_axes(self.cache.specs.stored.values(), self.mesh))
+        ranks = self.mesh.group_ranks(summed_axes(self.cache.specs.paired.values(), self.mesh))
         return sum(float(every[rank]) for rank in ranks)
 
     def _compare_rows(self, batch: Arguments) -> None:
@@ -175,7 +176,7 @@ class Runner:
         items, compiled = items_of(lowered.program), lowered.compiled is not None
         rank.agreement = check_agreement(rank.comm, lowered.schedule, settings, items, compiled)
         if self.compares_replicas:
-            compare_values(rank.comm, blocks, specs.stored, given)
+            compare_values(rank.comm, blocks, specs.paired, given)
         constants = lowered.program.constants
         if self._parts and constants:
             read = {f"a tensor {list(v.shape)} that `fn` closes over, {n},": v for n, v in constants.items()}
@@ -204,7 +205,7 @@ class Runner:
         if self.cache.trains:
             scalars = scalars_of(lowered.program, lowered.segments, self.optimizer, specs, mesh, options)
         if self.optimizer is not None:
-            updater = Updater(self.optimizer, specs.stored, mesh, mesh.rank, self._fused)
+            updater = Updater(self.optimizer, specs.paired, mesh, mesh.rank, self._fused)
         context = ExecutorContext(
             lowered.schedule, lowered.compiled, rank.comm, mesh.rank, scalars, updater,
             transfers=rank.transfers, watch=rank.observer,
@@ -234,7 +235,7 @@ class Runner:
         return Graphed(first, last, returned, FLAGS)
 
     def _blocks(self, params: Any) -> dict[str, Tensor]:
-        """This rank's stored blocks by path, in the order of the specs."""
+        """This rank's stored blocks by path, in the order of the specs; complex ones as pairs."""
         resolved, before = self.cache.specs, self._checked
         specs, structure = resolved.stored, resolved.structure
         blocks, form = tree.flatten(params)
@@ -248,6 +249,8 @@ class Runner:
             if form == structure:
                 self._checked = specs, found
             blocks = [named[p] for p in specs]
+        if resolved.paired is not specs:
+            blocks = list(map(as_pairs, blocks))
         # A schedule writes in place, which torch refuses for what requires grad.
         return dict(zip(specs, [v.detach() if v.requires_grad else v for v in blocks], strict=True))
 

@@ -20,6 +20,7 @@ from fnshard.compiler.schedule.buckets import make_buckets
 from fnshard.errors import SpecError, StateError, leaves
 from fnshard.functional import make_functional
 from fnshard.layout.codecs import Unfit, check_codecs, encoded, is_coded, parts_of
+from fnshard.layout.pairs import as_complex, as_pairs, is_complex, paired_specs
 from fnshard.layout.partition import P, block_shape, side_by_side
 from fnshard.layout.resolved import PathLeaf, ResolvedSpecs, compare_paths
 from fnshard.layout.rules import check_params
@@ -149,17 +150,18 @@ def gather_full(
 ) -> dict[str, Tensor]:
     """The full leaves of stored blocks, on the mesh's device, in the blocks' dtypes. A collective."""
     out: dict[str, Tensor] = {}
-    split = {p: s for p, s in specs.items() if mesh.ordered(s.storage.axes)}
+    split = {p: s for p, s in paired_specs(specs).items() if mesh.ordered(s.storage.axes)}
     with torch.no_grad():
         stored = lambda s: s.storage.contiguous  # noqa: E731
         for bucket in make_buckets(split, mesh, stored, lambda s: s.storage_dtype, "unshard"):
             packer = Packer(bucket, mesh, mesh.rank)
             flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
-            packer.pack_blocks(blocks, flat)
+            packer.pack_blocks({p: as_pairs(blocks[p]) for p in bucket.paths}, flat)
             handle = comm.all_gather(flat, bucket.axes)
             rows = packer.unpack_rows(handle.wait(), bucket.dtype)
             out |= {p: side_by_side(v, split[p].storage, mesh, inverse=True) for p, v in rows.items()}
             handle.release()
+    out = {p: as_complex(full) if is_complex(specs[p]) else full for p, full in out.items()}
     return out | {p: blocks[p].to(mesh.device, copy=True) for p in specs if p not in out}
 
 
@@ -244,7 +246,7 @@ def _blocks(
 ) -> list[Any]:
     """This rank's blocks of full leaves, in the specs' order; deferred ones are made one by one."""
     check_codecs(specs)
-    check_specs(specs, mesh)
+    check_specs(paired_specs(specs), mesh)
     check_directory(disk_dir, [p for p, s in specs.items() if s.memory == "disk"])
     wrong = [
         f"params[{p!r}] is {list(named[p].shape)}, its spec was made for {list(spec.shape)}"

@@ -24,6 +24,7 @@ from fnshard.compiler.place.strategies import ContextAttention, Residual
 from fnshard.compiler.schedule.build import AccumulateMode
 from fnshard.errors import StateError, leaves
 from fnshard.functional import make_functional
+from fnshard.layout.pairs import as_pairs, slots_at_rest
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
 from fnshard.layout.spec import summed_axes
 from fnshard.losses import Mean
@@ -164,8 +165,9 @@ class Step(Compiled):
             return shards
         self._check_optimizer()
         specs, mesh, disk_dir = self.resolved.stored, self.mesh, self.options.disk_dir
-        blocks = tree.flatten_with_paths(shards)[0]
-        slots = init_slots(self.optimizer, blocks, specs, mesh, mesh.rank, disk_dir)
+        blocks = {p: as_pairs(v) for p, v in tree.flatten_with_paths(shards)[0].items()}
+        slots = init_slots(self.optimizer, blocks, self.resolved.paired, mesh, mesh.rank, disk_dir)
+        slots = {p: slots_at_rest(own, specs[p]) for p, own in slots.items()}
         shards = narrowed(shards, specs, mesh, disk_dir)
         step, number = torch.zeros((), dtype=torch.int64), torch.tensor(seed, dtype=torch.int64)
         return self._state(step, shards, slots, number)
@@ -248,7 +250,10 @@ class Step(Compiled):
         if not training:
             return self._gradients(bound, bound.run(env | {CONTROL: control}))
         state = state.consume()
-        env |= zip(slots(state.opt_state), state.opt_state.values(), strict=True)
+        opt_state = state.opt_state
+        if self.resolved.paired is not self.resolved.stored:
+            opt_state = {p: {n: as_pairs(v) for n, v in own.items()} for p, own in opt_state.items()}
+        env |= zip(slots(opt_state), opt_state.values(), strict=True)
         env[CONTROL] = control.started(torch.tensor(self._scale.updates(number, state.loss_scale)))
         return self._advance(state, bound, bound.run(env))
 
@@ -326,7 +331,7 @@ class Step(Compiled):
     def _divisor(self, bound: Bound, env: dict[str, Any]) -> float:
         """What gradients are divided by on the way: the number of parts, or a Mean's count or item bound."""
         if bound.lowered.program.outputs.count is None:
-            ranks = self.mesh.axes_size(summed_axes(self.resolved.stored.values(), self.mesh))
+            ranks = self.mesh.axes_size(summed_axes(self.resolved.paired.values(), self.mesh))
             return float(ranks * self.options.accumulate)
         return self._runner.count(bound, env) or float(self._runner.rank.agreement.items)
 
@@ -355,11 +360,11 @@ class Step(Compiled):
         grads: dict[str, Tensor] = {}
         for path, block in blocks.items():
             scaled = block if factor is None else block * factor.to(block.device)
-            grads[path] = scaled.to(self.resolved.stored[path].storage_dtype)
+            grads[path] = scaled.to(self.resolved.paired[path].storage_dtype)
         loss = summary.loss.to(env[LOSS_TANGENT].dtype)
         aux = bound.scalars.aux_tree(summary, env)
-        named = tree.unflatten(map(grads.get, self.resolved.stored), self.resolved.structure.of_gradients)
-        return (loss if aux is None else (loss, aux)), named
+        structure = self.resolved.structure.of_gradients
+        return (loss if aux is None else (loss, aux)), tree.unflatten(self.resolved.rested(grads), structure)
 
     def _advance(self, state: TrainState, bound: Bound, env: dict[str, Any]) -> tuple[TrainState, Metrics]:
         summary, control = env[SCALARS], env[CONTROL]

@@ -215,7 +215,7 @@ def test_the_walk_of_any_program_is_what_its_steps_do(
     specs = sharded.specs_of(model, "full_shard", mesh, **policy)
     step = sharded.make_step(mesh, model, specs, optimizer, remat=remat, accumulate=accumulate)
     lowered, real = follow(step, model.params, *model.batch(0))
-    # Not in the ledger: a dozen tensors of one number.
+    # Not in the ledger: a dozen tensors of one number, and 592 bytes of complex leaves on the host.
     assert lowered.memory_analysis().peak_bytes == pytest.approx(real.peak, rel=0.02, abs=768)
 
 

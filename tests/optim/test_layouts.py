@@ -269,6 +269,14 @@ def test_state_goes_to_owners_and_back_with_its_matrix():
     assert often > seldom
 
 
+def complex_step(optimizer: Optimizer) -> fs.TrainState:
+    """Of a vector, whose pairs are a matrix."""
+    params, mesh = {"z": torch.zeros(4, dtype=torch.complex128)}, fs.make_mesh(shard=2, abstract=True)
+    loss = lambda p, x: (p["z"].abs().square().sum() * x).sum()  # noqa: E731
+    step = fs.shard_step(loss, fs.presets.full_shard(params, mesh), mesh=mesh, optimizer=optimizer)
+    return step.lower(params, torch.ones(1))
+
+
 @pytest.mark.parametrize("own", [soap(0.1, max_precond_dim=6), muon(0.1)])
 def test_a_rule_of_matrices_in_a_rule_tells_leaves_of_one_shape_apart(own):
     """An embedding is AdamW's, and a matrix of its shape is not."""
@@ -322,6 +330,7 @@ def wrong_sums(shape: Any) -> Optimizer:
         ),
         (lambda: lowered(wrong_state((1, 4)), {"w": (4, 4)}, shard=2), r"(?s)s \[1, 4\].*last two above 1"),
         (lambda: soap(0.1, adamw="adam"), "optimizer= is 'adam'"),
+        (lambda: complex_step(soap(0.1)), r"is for real matrices, and params\['z'\] is complex"),
         (lambda: lowered(wrong_sums([0, 1]), {"w": (4, 4)}, shard=2), r"(?s)other shapes.*s \[\].*keepdim"),
     ],
 )  # fmt: skip

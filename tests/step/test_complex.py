@@ -1,80 +1,182 @@
-"""Complex leaves are refused by path, and pairs of real numbers train in their place."""
+"""Complex leaves: trained as torch.optim trains them, in every layout and tier, and kept as they are."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Any
 
 import pytest
+import reference
 import sharded
 import torch
-from models import generator
-from torch import Tensor, nn
+from models import MODELS
+from torch import Tensor
+from toys import step_of
 
 import fnshard as fs
-from fnshard import LayoutSpec, SpecError
+from fnshard import CheckpointError, LayoutSpec, P, SpecError, StateError, TraceError
 
-WIDTH = 6
-REAL = {"gain": torch.ones(WIDTH, dtype=torch.float64)}
-FILTERS = {"mix": (WIDTH, WIDTH), "filter": (WIDTH,), "phase": ()}
-FIX = r"Fix: leaves are real numbers: keep torch.view_as_real\(w\) .* call torch.view_as_complex in `fn`"
-
-
-def filters() -> dict[str, Tensor]:
-    return {p: torch.randn(s, generator=generator(0), dtype=torch.complex128) for p, s in FILTERS.items()}
+MODEL = MODELS["complex_leaves"]()
+SGD = fs.optim.sgd(0.05, momentum=0.9, nesterov=True, weight_decay=0.1)
+CLIPPED = fs.optim.chain(fs.optim.clip_by_global_norm(0.1), fs.optim.adamw(3e-3, weight_decay=0.1))
 
 
-def loss(p: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """Of complex filters."""
-    z = (torch.fft.fft(x) * p["filter"] + p["phase"]) @ p["mix"]
-    return (torch.fft.ifft(z).real * p["gain"]).tanh().square().mean()
+def saved(model: Any, folder: Any, **policy: Any) -> tuple[Any, Any, Any]:
+    """A step on one rank, its specs, and a state of it that was saved."""
+    mesh = fs.make_mesh(shard=1, device="cpu")
+    specs = sharded.specs_of(model, "full_shard", mesh, **policy)
+    step = sharded.make_step(mesh, model, specs, fs.optim.adamw(0.1))
+    state, _ = step(step.init(model.params), *model.batch(0))
+    fs.checkpoint.save(folder, state)
+    return step, specs, state
 
 
-def loss_of_pairs(p: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    return loss({"gain": p["gain"], **{n: torch.view_as_complex(p[n]) for n in FILTERS}}, x)
-
-
-@pytest.mark.parametrize("preset", [None, "full_shard"])
-def test_complex_leaves_are_refused_by_path(preset: str | None) -> None:
-    params = {**REAL, **filters(), "table": nn.Buffer(torch.ones(3, dtype=torch.complex64))}
-    mesh = fs.make_mesh(shard=2, abstract=True)
-    rules = [("mix", LayoutSpec(trainable=False)), ("*", LayoutSpec())]
-    specs = fs.presets.PRESETS[preset](params, mesh) if preset else fs.match_specs(params, rules)
-    by_hand = dict.fromkeys(params, LayoutSpec())
-    message = r"(?s)4 leaves cannot .*'mix'\] \[6, 6\] with storage_dtype=torch.complex128.*'phase'.*'table'"
-    for make in (
-        lambda: fs.shard(params, specs, mesh),
-        lambda: fs.shard_step(loss, specs, mesh=mesh),
-        lambda: fs.shard_step(loss, by_hand, mesh=mesh).lower(params, torch.ones(2, WIDTH)),
+@pytest.mark.parametrize("model", [MODEL, sharded.as_float(MODEL)], ids=["complex128", "complex64"])
+def test_they_are_saved_restored_and_moved_as_they_are(model: Any, tmp_path: Any) -> None:
+    step, specs, state = saved(model, tmp_path / "a")
+    kinds = {n: leaf.dtype for n, leaf in fs.checkpoint.manifest(tmp_path / "a").leaves.items()}
+    complex_name = "C128" if model is MODEL else "C64"
+    assert kinds["params/layers.0.mix"] == kinds["optimizer/layers.0.mix/mu"] == complex_name
+    wide = fs.match_specs(
+        model.params,
+        [("*mix", LayoutSpec(optimizer_dtype=torch.complex128)), ("*", LayoutSpec(memory="host"))],
+    )
+    other = fs.shard_step(model.loss, wide, backend="eager", optimizer=fs.optim.adamw(0.1))
+    for restored in (
+        fs.checkpoint.restore(tmp_path / "a", step),
+        fs.checkpoint.restore(tmp_path / "a", specs),
+        fs.checkpoint.restore(tmp_path / "a", other),
+        fs.checkpoint.restore(tmp_path / "a", {p: LayoutSpec() for p in model.params}),
+        fs.reshard(state.copy(), specs, wide),
     ):
-        with pytest.raises(SpecError, match=f"{message}.*{FIX}"):
+        for path, block in state.params.items():
+            assert torch.equal(restored.params[path], block), path
+            for name, slot in state.opt_state[path].items():
+                assert torch.equal(restored.opt_state[path][name].to(slot.dtype), slot), (path, name)
+    blocks = fs.checkpoint.restore_params(tmp_path / "a", other)
+    assert all(torch.equal(blocks[p], state.params[p]) for p in blocks)
+    assert other(fs.reshard(state, specs, wide), *model.batch(1))[1]["loss"].isfinite()
+
+
+def test_files_of_hugging_face_have_complex64_alone(tmp_path: Any) -> None:
+    _, specs, state = saved(sharded.as_float(MODEL), tmp_path / "a")
+    fs.hf.save(state, tmp_path / "hf")
+    assert all(torch.equal(v, state.params[p]) for p, v in fs.hf.load(tmp_path / "hf", specs).items())
+    _, _, state = saved(MODEL, tmp_path / "b")
+    with pytest.raises(StateError, match=r"(?s)no such dtype.*filter'\] is torch.complex128.*store them"):
+        fs.hf.save(state, tmp_path / "no")
+
+
+def test_a_complex_leaf_and_a_real_one_of_its_pairs_are_two_leaves(tmp_path: Any) -> None:
+    saved(MODEL, tmp_path / "a")
+    real = {p: torch.view_as_real(v) if v.is_complex() else v for p, v in MODEL.params.items()}
+    specs = fs.match_specs(real, [("*", LayoutSpec())])
+    with pytest.raises(CheckpointError, match=r"layers.0.filter is \[7, 2\] here and \[7\] there"):
+        fs.checkpoint.restore_params(tmp_path / "a", specs)
+    halves = fs.match_specs({p: v.real for p, v in MODEL.params.items()}, [("*", LayoutSpec())])
+    with pytest.raises(CheckpointError, match=r"layers.0.filter is torch.float64 here and C128 there"):
+        fs.checkpoint.restore_params(tmp_path / "a", halves)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ({"compute_dtype": torch.bfloat16}, r"mix'\] torch.complex128 with compute_dtype=torch.bfloat16"),
+        (
+            {"optimizer_dtype": torch.float32},
+            r"optimizer_dtype=torch.float32\n.*Fix: optimizer_dtype=torch.com",
+        ),
+        ({"codec": "int8", "trainable": False}, r"mix'\] \[7, 7\] with codec='int8' of torch.complex128"),
+    ],
+)
+def test_what_no_complex_leaf_can_be_is_refused_by_leaf(policy: dict[str, Any], message: str) -> None:
+    specs = fs.match_specs(MODEL.params, [("layers.0.*", LayoutSpec(**policy)), ("*", LayoutSpec())])
+    for make in (
+        lambda: fs.shard(MODEL.params, specs, fs.make_mesh()),
+        lambda: sharded.make_step(None, MODEL, specs, SGD),
+    ):
+        with pytest.raises(SpecError, match=f"(?s){message}"):
             make()
 
 
-@pytest.mark.parametrize("preset", ["full_shard", "no_shard"])
-def test_pairs_train_as_torch_trains_complex_leaves(preset: str) -> None:
-    batches = [torch.randn(4, WIDTH, generator=generator(n), dtype=torch.float64) for n in range(1, 4)]
-    plain = {p: v.clone().requires_grad_() for p, v in {**REAL, **filters()}.items()}
-    optimizer = torch.optim.AdamW(plain.values(), lr=0.01, weight_decay=0.1)
-    for batch in batches:
-        optimizer.zero_grad()
-        loss(plain, batch).backward()
-        optimizer.step()
-
-    params = {**REAL, **{p: torch.view_as_real(v) for p, v in filters().items()}}
+def test_gradients_forwards_and_checks_are_of_complex_leaves() -> None:
     mesh = fs.make_mesh(shard=2, simulated=True)
-    specs = fs.presets.PRESETS[preset](params, mesh)
-    step = fs.shard_step(
-        loss_of_pairs, specs, mesh=mesh, optimizer=fs.optim.adamw(0.01, weight_decay=0.1), backend="eager"
+    specs = fs.match_specs(MODEL.params, [("*mix", LayoutSpec(P(None, "shard"))), ("*", LayoutSpec())])
+    grads_of = sharded.make_step(mesh, MODEL, specs, None)
+    with_aux = sharded.make_step(
+        mesh, MODEL, specs, None, accumulate=3,
+        loss=lambda p, x, y: (MODEL.loss(p, x, y), {"z": (p["layers.0.phase"] * x).mean(), "x": x * 1j}),
+    )  # fmt: skip
+    mean = (MODEL.params["layers.0.phase"] * MODEL.batch(0)[0]).mean()
+    forward = fs.shard_forward(
+        lambda p, x: p["layers.0.mix"] @ p["layers.0.filter"] + x.sum(), specs, mesh=mesh, backend="eager"
     )
+    expected, loss = reference.gradients(MODEL.loss, MODEL.params, *MODEL.batch(0))
 
-    def run(rank: int) -> dict[str, Tensor]:
-        state = step.init(params)
-        for batch in batches:
-            state, _ = step(state, *sharded.part((batch,), rank, 2))
-        return fs.unshard(state.params, specs, mesh)
+    def run(rank: int) -> None:
+        blocks = fs.shard(MODEL.params, specs, mesh)
+        value, grads = grads_of(blocks, *sharded.part(MODEL.batch(0), rank, 2))
+        grads = fs.unshard(grads, specs, mesh, layout="gradient")
+        torch.testing.assert_close((value, grads), (loss, expected), rtol=0, atol=1e-10)
+        (_, aux), _ = with_aux(blocks, *sharded.part(MODEL.batch(0), rank, 2))
+        torch.testing.assert_close(aux["z"], mean, rtol=0, atol=1e-10)
+        assert aux["x"].dtype == torch.complex128
+        out = MODEL.params["layers.0.mix"] @ MODEL.params["layers.0.filter"] + 1
+        torch.testing.assert_close(forward(blocks, torch.ones(1)), out)
 
-    for got in fs.simulate(mesh, run):
-        for path, value in got.items():
-            expected = plain[path].detach()
-            as_pairs = torch.view_as_real(expected) if expected.is_complex() else expected
-            torch.testing.assert_close(value, as_pairs, rtol=0, atol=1e-10)
+    fs.simulate(mesh, run)
+    fs.debug.check(MODEL.loss, MODEL.params, MODEL.batch(0), specs=specs, mesh=mesh)
+
+
+def test_a_complex_buffer_that_is_written_to_is_stored() -> None:
+    mesh = fs.make_mesh(shard=2, simulated=True)
+    params = {"w": torch.ones(3, dtype=torch.float64), "seen": torch.nn.Buffer(torch.zeros(3) * 1j)}
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        z = torch.polar(x, x)
+        p["seen"].lerp_(z.mean(0).to(torch.complex64), 0.5)
+        return ((z * p["w"]).real.square() * p["seen"].abs().detach()).mean()
+
+    step = fs.shard_step(loss, fs.presets.full_shard(params, mesh), mesh=mesh, optimizer=SGD, backend="eager")
+    rows = torch.arange(12.0, dtype=torch.float64).view(4, 3)
+    expected = torch.polar(rows, rows).mean(0).to(torch.complex64) / 2
+
+    def run(rank: int) -> None:
+        state, _ = step(step.init(params), rows[2 * rank : 2 * rank + 2])
+        torch.testing.assert_close(state.params["seen"], expected)
+
+    fs.simulate(mesh, run)
+
+
+def test_what_computes_with_pairs_is_what_computes_with_their_own_leaf() -> None:
+    """The schedule, and every byte of it, is that of real leaves [..., 2]."""
+    real = {p: torch.view_as_real(v) if v.is_complex() else v for p, v in MODEL.params.items()}
+
+    def of_pairs(p: dict[str, Tensor], *batch: Tensor) -> Tensor:
+        return MODEL.loss(
+            {q: torch.view_as_complex(v) if MODEL.params[q].is_complex() else v for q, v in p.items()}, *batch
+        )
+
+    mesh = fs.make_mesh(shard=2, abstract=True)
+    lowered = [
+        fs.shard_step(
+            fn, fs.match_specs(params, [("*mix", LayoutSpec(P("shard"))), ("*", LayoutSpec())]), mesh=mesh,
+            optimizer=CLIPPED, backend="eager",
+        ).lower(params, *MODEL.batch(0))
+        for fn, params in ((MODEL.loss, MODEL.params), (of_pairs, real))
+    ]  # fmt: skip
+    assert str(lowered[0].schedule) == str(lowered[1].schedule)
+    assert lowered[0].memory_analysis().peak_bytes == lowered[1].memory_analysis().peak_bytes
+
+
+@pytest.mark.parametrize("view", [torch.conj, lambda z: z.mT.contiguous().mH, lambda z: z.conj().imag])
+def test_conjugated_views_are_what_they_show(view: Any, tmp_path: Any) -> None:
+    value, batch = (view(torch.randn(4, 6, dtype=torch.complex128)) for _ in range(2))
+    loss = lambda p, z: (p["w"].real * z.real).sum()  # noqa: E731
+    step, expected = step_of(loss, {"w": value}, optimizer=SGD), loss({"w": value}, batch)
+    state = step.adopt({"w": value})
+    fs.checkpoint.save(tmp_path / "a", state)
+    assert torch.equal(fs.checkpoint.restore_params(tmp_path / "a", step)["w"], value)
+    assert step(state, batch)[1]["loss"] == expected
+    if value.is_conj():
+        with pytest.raises(TraceError, match=r"(?s)a conjugated view\nFix: .*x.resolve_conj\(\)"):
+            step_of(lambda p, x: loss(p, batch), {"w": value})({"w": value}, batch)

@@ -81,7 +81,7 @@ MODELS = {
     "masked mean": masked_mean,
     "packed": packed,
     "lora": lora,
-    "spectral": lambda: model_named("spectral"),
+    "complex": lambda: model_named("complex_leaves"),
 }
 RATE = fs.schedules.warmup_cosine(0.1, warmup=2, total=5)
 
@@ -135,11 +135,11 @@ def valid(row: Row) -> bool:
         and (row["residual"] == "split" or "tensor" in axes)
         and (row["attention"] == "auto" or "context" in axes)
         and (
-            row["model"] != "spectral"
+            row["model"] != "complex"
             or not ({"tensor", "context"} & axes.keys() or "compute_dtype" in row["policy"])
         )
         and (data != 3 or row["accumulate"][0] == 1)
-        and (row["optimizer"] != "by path" or row["model"] not in ("spectral", "lora"))  # of other names
+        and (row["optimizer"] != "by path" or row["model"] not in ("complex", "lora"))  # of other names
     )
 
 
@@ -202,7 +202,7 @@ ROWS = list(covering(acting_pairs, 6))
 def model_of_row(name: str, three: bool) -> Model:
     """`three`: rows that three ranks divide."""
     model = MODELS[name]()
-    if not three or name == "spectral":  # which has twelve
+    if not three or name == "complex":  # which has twelve
         return model
     return replace(model, batch=lambda seed: tuple(torch.cat([v, v[:2]]) for v in model.batch(seed)))
 

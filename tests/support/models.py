@@ -305,23 +305,24 @@ def masked_mean() -> Model:
     return Model(base.params, loss, batch, base.frozen)
 
 
-def spectral() -> Model:
-    """Filters in the frequency domain (FNet, S4), of odd sizes: pairs of real numbers in the tree, complex in
-    the loss."""
+def complex_leaves() -> Model:
+    """Filters in the frequency domain (FNet, S4), of odd sizes, next to real leaves in one unit."""
     real = noise({f"layers.{i}.{n}": s for i in range(3) for n, s in {"bias": (WIDTH,), "gain": ()}.items()})
-    shapes = {"filter": (7, 2), "mix": (7, 7, 2), "phase": (2,)}
-    pairs = noise({f"layers.{i}.{n}": s for i in range(3) for n, s in shapes.items()}, seed=1)
+    shapes = {"filter": (7,), "mix": (7, 7), "phase": ()}
+    made = noise({f"layers.{i}.{n}": (*s, 2) for i in range(3) for n, s in shapes.items()}, seed=1)
+    params = {**real, **{p: torch.view_as_complex(v) for p, v in made.items()}}
 
     def loss(p: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         for i in range(3):
-            bias, gain = (p[f"layers.{i}.{n}"] for n in ("bias", "gain"))
-            filtered, mix, phase = (torch.view_as_complex(p[f"layers.{i}.{n}"]) for n in shapes)
+            bias, gain, filtered, mix, phase = (
+                p[f"layers.{i}.{n}"] for n in ("bias", "gain", "filter", "mix", "phase")
+            )
             x = x.to(bias.dtype)
             z = torch.fft.rfft(x) * filtered * torch.exp(1j * phase.real) + phase  # [B, 7]
             x = x + torch.tanh(torch.fft.irfft(z @ mix.mH, n=WIDTH) * gain + bias)
         return F.mse_loss(x, y.to(x.dtype))
 
-    return Model(dict(sorted({**real, **pairs}.items())), loss, vectors)
+    return Model(dict(sorted(params.items())), loss, vectors)
 
 
 MODELS: dict[str, Callable[[], Model]] = {
@@ -341,7 +342,7 @@ MODELS: dict[str, Callable[[], Model]] = {
     "several_outputs": several_outputs,
     "in_place": in_place,
     "masked_mean": masked_mean,
-    "spectral": spectral,
+    "complex_leaves": complex_leaves,
 }
 
 

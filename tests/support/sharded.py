@@ -45,7 +45,8 @@ def as_float(model: Model) -> Model:
     kinds = {torch.nn.Parameter: torch.nn.Parameter, torch.nn.Buffer: torch.nn.Buffer}
     params = {}
     for path, value in model.params.items():
-        cast = value.detach().to(torch.float32 if value.dtype == torch.float64 else value.dtype)
+        narrow = {torch.float64: torch.float32, torch.complex128: torch.complex64}
+        cast = value.detach().to(narrow.get(value.dtype, value.dtype))
         params[path] = kinds.get(type(value), lambda t: t)(cast)
     return replace(model, params=params)
 

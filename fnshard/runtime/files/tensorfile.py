@@ -35,6 +35,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# What checkpoints store: complex128, which the format has not, is pairs of F64 in a file.
+STATE_DTYPES = {**DTYPES, "C128": torch.complex128}
+STATE_NAMES = {dtype: name for name, dtype in STATE_DTYPES.items()}
 
 
 class Corrupt(ValueError):
@@ -114,11 +117,12 @@ def file_layout(
     header: dict[str, Any] = {"__metadata__": dict(metadata or {})}
     offset, starts = 0, {}
     for e in ordered:
-        if e.dtype not in NAMES:
+        if e.dtype not in STATE_NAMES:
             raise ValueError(f"{e.name}: safetensors files know no {e.dtype}")
+        pairs = e.dtype not in NAMES
         header[e.name] = {
-            "dtype": NAMES[e.dtype],
-            "shape": list(e.shape),
+            "dtype": "F64" if pairs else NAMES[e.dtype],
+            "shape": [*e.shape, 2] if pairs else list(e.shape),
             "data_offsets": [offset, offset + e.bytes],
         }
         starts[e.name] = offset
