@@ -1,4 +1,4 @@
-"""What tests remember of lowering: equal kernels are differentiated once for all processes of a test run, and a
+"""What tests remember of lowering: equal kernels are differentiated once for all processes of a run, and a
 function of the same shapes is traced once a process for all layouts.
 
 They are most of what lowering a small step costs, and two steps of one program differ in nothing else. Ranks
@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -57,7 +58,7 @@ def no_kernels() -> Iterator[None]:
 def _remembered(source: Any, name: str, **how: Any) -> Any:
     key = (source.key, *sorted(how.items()))
     if key not in _known:
-        make = lambda: _plain(source, name, **how)
+        make = partial(_plain, source, name, **how)
         _known[key] = _from_file(key, source, make) if _folder else make()
     return replace(_known[key], name=name)
 
@@ -78,7 +79,7 @@ def _from_file(key: tuple[Any, ...], source: Any, make: Callable[[], Any]) -> An
         return kernel
 
 
-class Unpicklable(Exception):  # noqa: N818
+class Unpicklable(Exception):
     """A kernel that stays in its process: it has tensors, or graphs of its own."""
 
 
