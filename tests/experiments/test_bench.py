@@ -145,7 +145,9 @@ def test_sources_are_fitted_on_or_held_out():
     rows, _ = published.published()
     fit, held = published.halves(rows)
     assert len(fit) == len(held) == 4 and set(fit) | set(held) == {row.source for row in rows}
-    assert {row.fp8 for row in rows} == {True, False} and any("context" in row.axes for row in rows)
+    assert {row.compute_dtype for row in rows} == {"bfloat16", "float8_e4m3fn"} and any(
+        "context" in row.axes for row in rows
+    )
 
 
 def test_a_fit_finds_what_differs():
