@@ -65,7 +65,6 @@ CASES = {
     "published": Case("published:run"),
     "starts": Case("jobs:starts", {"rounds": 5}),
     "gpu": Case("gpu:run", TINY),
-    "cuda": Case("cuda:run", CUDA | {"ranks": 8}),
 }
 
 
@@ -99,7 +98,6 @@ class BenchConfig:
         parts: of gpu, names of `gpu.PARTS`: these alone, once more though they have a result.
         minutes: of gpu, that one part may take.
         until: of gpu, seconds from the start after which nothing runs; none: no end.
-        triton: of cuda, whether Triton assembles the kernels for sm_90.
     """
 
     case: str = "peers"
@@ -129,7 +127,6 @@ class BenchConfig:
     parts: tuple[str, ...] = ()
     minutes: float = 8.0
     until: float | None = None
-    triton: bool = True
 
     @property
     def model(self) -> DecoderConfig:

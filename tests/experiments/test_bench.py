@@ -16,7 +16,7 @@ from commands import run_command
 
 import fnshard as fs
 from experiments import ROOT
-from experiments.bench import cuda, jobs, measure, plans, published
+from experiments.bench import jobs, measure, plans, published
 from experiments.bench.checkpoint import compare
 from experiments.bench.command import SPEC
 from experiments.bench.config import CASES, FNSHARD, GRAPH, MUON, TORCH, read
@@ -39,7 +39,7 @@ def test_null_depends_on_the_case_and_the_device():
     config = SPEC.read({})
     assert (config.case, config.ranks, config.size, config.dtype) == ("peers", 2, "25m", "fp32")
     assert (config.reduce_dtype, SPEC.read({"dtype": "bf16"}).reduce_dtype) == (torch.float32, torch.bfloat16)
-    assert [SPEC.read({"case": c}).rows for c in ("peers", "memory", "cuda")] == [1, 4, 2]
+    assert [SPEC.read({"case": c}).rows for c in ("peers", "memory")] == [1, 4]
     assert SPEC.read({"case": "memory", "rows": 3}).rows == 3
 
 
@@ -298,26 +298,3 @@ def test_starts_of_two_checkouts_take_turns(tmp_path, monkeypatch):
 @pytest.mark.long  # whole runs
 def test_runs_are_measured_from_outside(command):
     assert len(command("starts", "rounds=1", f"overrides='{RUN}'")["rows"]) > 1
-
-
-# ------------------------------------------------------------------ a step's CUDA code
-
-
-def test_the_code_of_a_gpu_needs_a_build_for_one(tmp_path):
-    """The step is lowered for CUDA here; the rest needs Triton."""
-    config = replace(SPEC.read({"case": "cuda"}), size="tiny", rows=1, length=16, ranks=2)
-    found = cuda.lowered(config)
-    assert found.attention
-    ops = {str(n.target) for k in found.schedule.kernels.values() for n in k.forward.graph.nodes}
-    assert not [op for op in ops if "norm" in op]  # CUDA's own kernels of norms are taken apart, too
-    assert {spec.storage_dtype for spec in found.schedule.specs.values()} == {torch.bfloat16}
-    if torch.version.cuda is None:
-        with pytest.raises(ConfigError, match="case=cuda: needs a build of torch for CUDA"):
-            cuda.run(config, tmp_path)
-
-
-def test_sums_that_a_reduction_leaves_to_pytorch_are_counted():
-    """By Inductor's reductions along both dims, and a cast of each sum."""
-    part = "workspace_0[0 * (64) * (8) : (0 + 1) * (64) * (8)].view(64, 8).sum(dim=0)"
-    code = f"buf3 = {part}\nbuf4 = {part}.view([8]).to(torch.bfloat16)\nbuf5 = reinterpret_tensor(buf4, (8,))"
-    assert len(re.findall(cuda.CALLS["sums"], code)) == 3
