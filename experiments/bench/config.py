@@ -19,7 +19,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FNSHARD = ("full_shard", "shard_grad_op", "no_shard")
 TORCH = ("ddp", "fsdp2", "fsdp2_compiled", "limit")
 GRAPH = "full_shard_graph"  # on one GPU
-MUON = ("muon", "muon_no_shard")
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,6 @@ CASES = {
     "checkpoint": Case("checkpoint:run", {"rows": 2, "rounds": 9, "steps": 8}, on_ranks=True),
     "executor": Case("micro:executor", {"rounds": 200}),
     "decode": Case("micro:decode", {"rows": 16, "size": "tiny", "rounds": 5}),
-    "experts": Case("micro:experts", {"size": "85m", "length": 128, "rounds": 8}, on_ranks=True),
     "published": Case("published:run"),
     "starts": Case("jobs:starts", {"rounds": 5}),
     "gpu": Case("gpu:run", TINY),
@@ -187,7 +185,7 @@ def complete(config: BenchConfig) -> BenchConfig:
         raise ConfigError(f"device={config.device}: one of cpu, cuda.")
     config = with_defaults(config, CUDA if config.device == "cuda" else CPU | CASES[config.case].defaults)
     choices = {
-        "size": names(), "dtype": DTYPES, "reduce": DTYPES, "contenders": (*TORCH, *FNSHARD, *MUON, GRAPH),
+        "size": names(), "dtype": DTYPES, "reduce": DTYPES, "contenders": (*TORCH, *FNSHARD, GRAPH),
         "backend": ("inductor", "eager"), "clock": ("wall", "cpu"),
     }  # fmt: skip
     counts = ("ranks", "rounds", "steps", "warmup", "rows", "length", "every", "tensor", "context")

@@ -1,4 +1,4 @@
-"""Cases of one mechanism each: `executor`, `decode`, `experts`."""
+"""Cases of one mechanism each: `executor`, `decode`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import fnshard as fs
 from experiments.bench.config import BenchConfig
@@ -40,7 +39,12 @@ def executor(config: BenchConfig, folder: Path) -> Result:
     specs = fs.match_specs(params, [("*", fs.LayoutSpec(unit="all"))])
     loss = lambda p, x: (torch.stack(list(p.values())) * x).sum()  # noqa: E731
     step = fs.shard_step(loss, specs, optimizer=fs.optim.sgd(0.1), backend="eager")
-    one = _stepping(step, params, (torch.ones(4),))
+    state, batch = step.init(params), torch.ones(4)
+
+    def one() -> None:
+        nonlocal state
+        state, _ = step(state, batch)
+
     rows = [["", "CPU us"]]
     for name, (work, parts) in (works | {"a step of 200 leaves": (one, 1)}).items():
         work()
@@ -135,77 +139,3 @@ def decode(config: BenchConfig, folder: Path) -> Result:
         speed = config.rows * NEW / median(taken)
         rows.append([name, f"{speed:,.0f}", f"{ratio(taken, seconds['fnshard']):.2f}", f"{share:.1%}"])
     return Result(rows, values={"seconds": seconds})
-
-
-# ------------------------------------------------------------------ experts
-EXPERTS, CHOSEN = 8, 2
-
-
-class ExpertMLP(nn.Module):
-    """In a block's MLP's place: each row by its two best experts, sorted by expert."""
-
-    def __init__(self, width: int, hidden: int):
-        super().__init__()
-        self.router = nn.Linear(width, EXPERTS, bias=False)
-        self.experts = nn.ParameterDict(
-            {
-                "up": torch.randn(EXPERTS, 2 * hidden, width) * width**-0.5,
-                "down": torch.randn(EXPERTS, width, hidden) * hidden**-0.5,
-            }
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, 1)
-        weights, ids = self.router(rows).softmax(-1).topk(CHOSEN, -1)
-        order = ids.flatten().argsort(stable=True)
-        ends = F.one_hot(ids.flatten(), EXPERTS).sum(0).cumsum(0).to(torch.int32)
-        up, down = (self.experts[name].mT for name in ("up", "down"))
-        gate, value = F.grouped_mm(rows[order // CHOSEN], up, offs=ends).chunk(2, -1)
-        made = F.grouped_mm(F.silu(gate) * value, down, offs=ends) * weights.flatten()[order, None]
-        return (
-            torch.zeros_like(made).index_copy(0, order, made).view(-1, CHOSEN, x.shape[-1]).sum(1).view_as(x)
-        )
-
-
-def experts(config: BenchConfig, folder: Path) -> Result:
-    """How fast is a mixture of 8 experts whose rows go to experts, next to experts that are gathered?"""
-    torch.manual_seed(config.seed)
-    model = Decoder(config.model)
-    for block in model.layers:
-        block.mlp = ExpertMLP(config.model.width, config.model.width // 2)
-    loss, params = loss_function(model)
-    works, rows = {}, torch.randint(config.model.vocab, (config.rows, config.length + 1))
-    batch = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-    for name, capacity in (("gathered", None), ("expert axis", None), ("expert axis, capacity 1.5", 1.5)):
-        mesh = fs.make_mesh(expert=config.ranks, device=config.device)
-        specs = fs.presets.full_shard(
-            params, mesh, expert=None if name == "gathered" else "expert", compute_dtype=config.compute_dtype
-        )
-        step = fs.shard_step(
-            loss,
-            specs,
-            mesh=mesh,
-            optimizer=fs.optim.adamw(3e-4),
-            backend=config.backend,
-            expert_capacity=capacity,
-        )
-        works[name] = _stepping(step, params, batch)
-        works[name]()
-    seconds = interleaved(works, config.rounds, seed=config.seed)
-    share = sum(p.numel() for n, p in params.items() if "experts" in n) / sum(
-        p.numel() for p in params.values()
-    )
-    table = [["", "step ms", "/ gathered"]]
-    for name, each in seconds.items():
-        table.append([name, f"{1e3 * median(each):.2f}", f"{ratio(each, seconds['gathered']):.3f}"])
-    return Result(table, ["", f"experts are {share:.0%} of the parameters"], {"seconds": seconds})
-
-
-def _stepping(step: Any, params: Any, batch: Any) -> Callable[[], None]:
-    state = step.init(params)
-
-    def one() -> None:
-        nonlocal state
-        state, _ = step(state, *batch)
-
-    return one

@@ -19,7 +19,7 @@ from experiments import ROOT
 from experiments.bench import jobs, measure, plans, published
 from experiments.bench.checkpoint import compare
 from experiments.bench.command import SPEC
-from experiments.bench.config import CASES, FNSHARD, GRAPH, MUON, TORCH, read
+from experiments.bench.config import CASES, FNSHARD, GRAPH, TORCH, read
 from experiments.bench.contenders import CONTENDERS
 from experiments.bench.measure import interleaved, ratio, timed
 from experiments.bench.memory import Heap, live_bytes
@@ -56,7 +56,7 @@ def test_all_mistakes_in_one_error():
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match=r"no CUDA device.*Fix: device=cpu"):
             SPEC.read({"device": "cuda"})
-    assert {*TORCH, *FNSHARD, *MUON, GRAPH} == {*CONTENDERS}
+    assert {*TORCH, *FNSHARD, GRAPH} == {*CONTENDERS}
 
 
 def test_a_rank_reads_the_configuration_that_was_composed():
@@ -262,7 +262,6 @@ def test_checkpoints_of_both_kinds_are_saved_and_restored_in_turn(command):
         ("executor", ["rounds=2"]),
         pytest.param("predict", ["ranks=1", "rounds=1", "backend=eager", "plans=[5m-full_shard]"],
                      marks=pytest.mark.long),  # what a machine is measured by takes a minute
-        pytest.param("experts", [*TINY, "ranks=2"], marks=pytest.mark.long),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
