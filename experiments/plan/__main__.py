@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ Say = Callable[[str], None]
 
 
 def write(config: PlanConfig, folder: Path) -> None:
-    """Print the best plan and why, and leave it in a folder with a picture of all that were looked at."""
+    """Print the best plan and why, and leave it in a folder with all that were looked at."""
     hardware = hardware_of(config.hardware.name)
     config = replace(config, precision=config.precision.on("cuda" if hardware.overlap else "cpu", sums=True))
 
@@ -38,7 +38,6 @@ def write(config: PlanConfig, folder: Path) -> None:
     print(text, flush=True)
     write_text(folder / "plan.txt", text + "\n")
     write_json(folder / "plan.json", numbers(planner, best))
-    picture(planner, best, folder / "plan.png")
     print(f"\nresults: {folder}", flush=True)
 
 
@@ -187,34 +186,6 @@ def numbers(planner: Planner, best: Candidate) -> dict[str, Any]:
         "interval": planner.hardware.spread, "best": plain(best),
         "looked_at": [plain(c) for c in planner.seen.values()],
     }  # fmt: skip
-
-
-def picture(planner: Planner, best: Candidate, path: Path) -> None:
-    """Memory against time of all plans that were looked at, and those that no other beats in both."""
-    import matplotlib.pyplot as plt
-
-    some = sorted(planner.seen.values(), key=lambda c: c.peak_bytes)
-    figure, axes = plt.subplots(figsize=(6, 4.5))
-    axes.scatter([c.peak_bytes / 1e9 for c in some], [c.seconds for c in some], s=12, label="looked at")
-    front = pareto(some)
-    axes.step(
-        [c.peak_bytes / 1e9 for c in front], [c.seconds for c in front], where="post", label="not beaten"
-    )
-    axes.scatter([best.peak_bytes / 1e9], [best.seconds], s=60, marker="*", label="chosen", zorder=3)
-    axes.axvline(planner.budget / 1e9, linewidth=0.8, linestyle="--", label="budget")
-    axes.set(xlabel="peak of a device, GB", ylabel="step, s", xscale="log", yscale="log")
-    axes.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    plt.close(figure)
-
-
-def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Of plans in the order of their memory, those that are faster than all that take less."""
-    out: list[Candidate] = []
-    for each in candidates:
-        if not out or each.seconds < out[-1].seconds:
-            out.append(each)
-    return out
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from pathlib import Path
@@ -114,12 +113,10 @@ def test_mistakes_are_reported(overrides: list[str], expected: str) -> None:
     assert expected in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 
-def test_a_run_leaves_text_pictures_and_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_leaves_text_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_of("mesh.shard=4")
     write(config, tmp_path / "run")
     assert (tmp_path / "run" / "explain.txt").read_text(encoding="utf-8") in capsys.readouterr().out
-    numbers = json.loads((tmp_path / "run" / "explain.json").read_text())
-    assert numbers["ranks"] == 4 and numbers["fits"] and numbers["memory"]["peak_bytes"] > 0
     assert (tmp_path / "run" / "memory.svg").read_text().startswith("<?xml")
     assert (tmp_path / "run" / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert "update" in (tmp_path / "run" / "schedule.txt").read_text()
