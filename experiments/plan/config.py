@@ -11,7 +11,6 @@ from experiments.configs.checks import configuration
 from experiments.configs.train import (
     AdamWConfig,
     DecoderConfig,
-    Dtype,
     HardwareConfig,
     PrecisionConfig,
     SGDConfig,
@@ -28,9 +27,8 @@ class PlanConfig:
     `devices`: how many there are. `days`: instead, the fewest that read `tokens` in so many days are
     looked for, by powers of two up to `most_devices`. `rows`: of a step's batch, of all ranks; null: the
     power of two that makes about four million tokens. `tokens`: that the whole training reads; null: 20 a
-    parameter. `optimizer_dtypes`: of the optimizer's state, that are tried besides the precision's: fewer
-    bytes, and other numbers. `device_gb`: what a step may take of a device, in 1e9 bytes; null: nine tenths
-    of what the hardware has (the rest is the allocator's and NCCL's).
+    parameter. `device_gb`: what a step may take of a device, in 1e9 bytes; null: nine tenths of what the
+    hardware has (the rest is the allocator's and NCCL's).
     """
 
     model: DecoderConfig
@@ -42,7 +40,6 @@ class PlanConfig:
     most_devices: PositiveInt = 65_536
     rows: PositiveInt | None = None
     tokens: PositiveFloat | None = None
-    optimizer_dtypes: tuple[Dtype, ...] = ()
     device_gb: PositiveFloat | None = None
 
     def __post_init__(self) -> None:

@@ -43,8 +43,7 @@ TIERS = {  # of the optimizer's state
 
 @dataclass(frozen=True)
 class Knobs:
-    """One plan. `micro_rows`: of a rank's micro-batch; `keep`: leaves stay gathered until their backward;
-    `optimizer_dtype`: None is the precision's."""
+    """One plan. `micro_rows`: of a rank's micro-batch; `keep`: leaves stay gathered until their backward."""
 
     replicate: int = 1
     shard: int = 1
@@ -54,7 +53,6 @@ class Knobs:
     remat: str | float = "none"
     keep: bool = False
     optimizer: str = "device"
-    optimizer_dtype: str | None = None
 
     @property
     def data_ranks(self) -> int:
@@ -83,7 +81,6 @@ class Knobs:
             **({"strategy.remat": self.remat} if self.remat != "none" else {}),
             **{f"strategy.{name}": value for name, value in self.tiers.items()},
             **({"run.accumulate": accumulate} if accumulate > 1 else {}),
-            **({"precision.optimizer": self.optimizer_dtype} if self.optimizer_dtype else {}),
         }  # fmt: skip
         return " ".join(f"{key}={value}" for key, value in words.items())
 
@@ -161,7 +158,6 @@ class Planner:
         """Plans that are one step away along a knob; a factor goes from one axis to another."""
         out = [replace(knobs, remat=r) for r in REMAT] + [replace(knobs, optimizer=t) for t in TIERS]
         out.append(replace(knobs, keep=not knobs.keep))
-        out += [replace(knobs, optimizer_dtype=d) for d in (None, *self.config.optimizer_dtypes)]
         for prime in _primes(self.devices):
             for source in AXES:
                 for target in (a for a in AXES if a != source):
@@ -230,9 +226,7 @@ class Planner:
         with torch.device("meta"):
             loss, params = loss_function(Decoder(model))
             tokens = torch.empty(knobs.micro_rows * micro, model.context, dtype=torch.int64)
-        precision = self.config.precision
-        precision = replace(precision, optimizer=knobs.optimizer_dtype or precision.optimizer)
-        how = {"tensor": axis_of("tensor", mesh), **dtypes_of(precision), **knobs.tiers}
+        how = {"tensor": axis_of("tensor", mesh), **dtypes_of(self.config.precision), **knobs.tiers}
         specs = fs.presets.PRESETS[knobs.preset](params, mesh, **how)
         optimizer = make_optimizer(self.config.optimizer, ScheduleConfig(name="constant"), 1, UNDECAYED)
         step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optimizer, accumulate=micro, grad_norm=True)
