@@ -42,10 +42,6 @@ class Case:
         module, _, name = self.function.partition(":")
         return getattr(import_module(f"experiments.bench.{module}"), name)
 
-    @property
-    def answers(self) -> str:
-        return self.run.__doc__.splitlines()[0]
-
 
 CPU = {"ranks": 2, "size": "25m", "dtype": "fp32", "rows": 1, "length": 256, "rounds": 30, "steps": 1,
        "memory": 2}  # fmt: skip
@@ -59,9 +55,8 @@ CASES = {
     "predict": Case("plans:run", {"rows": 4, "rounds": 7, "memory": 1}, on_ranks=True),
     "checkpoint": Case("checkpoint:run", {"rows": 2, "rounds": 9, "steps": 8}, on_ranks=True),
     "executor": Case("micro:executor", {"rounds": 200}),
-    "decode": Case("micro:decode", {"rows": 16, "size": "tiny", "rounds": 5}),
     "published": Case("published:run"),
-    "starts": Case("jobs:starts", {"rounds": 5}),
+    "starts": Case("micro:starts", {"rounds": 5}),
     "gpu": Case("gpu:run", TINY),
 }
 

@@ -196,8 +196,8 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class AllocationLog:
-    """Live tensor bytes of one rank, as the allocator saw them: at the worst moment of a step, and between two.
-    Those inside compiled kernels and of gloo's buffers are counted."""
+    """Live tensor bytes of one rank, as the allocator saw them, those inside compiled kernels and of gloo's
+    buffers too: at the worst moment of a step, and between two."""
 
     peak: int
     between: int

@@ -153,13 +153,7 @@ def run(config: BenchConfig, folder: Path) -> Result:
         f"left out: {left_out}",
     ]  # fmt: skip
     values = [
-        {
-            **vars(c.row),
-            "model": vars(c.row.model),
-            "predicted": c.rate(False),
-            "fitted": c.rate(),
-            "step": vars(c.step),
-        }
+        vars(c.row) | {"model": vars(c.row.model), "predicted": c.rate(False), "fitted": c.rate()}
         for c in all_rows
     ]
     return Result(

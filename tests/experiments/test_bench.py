@@ -16,7 +16,7 @@ from commands import run_command
 
 import fnshard as fs
 from experiments import ROOT
-from experiments.bench import jobs, plans, published
+from experiments.bench import micro, plans, published
 from experiments.bench.checkpoint import compare
 from experiments.bench.command import SPEC
 from experiments.bench.config import CASES, FNSHARD, GRAPH, TORCH, read
@@ -65,7 +65,8 @@ def test_a_rank_reads_the_configuration_that_was_composed():
 def test_the_readme_says_what_every_case_answers():
     text = (ROOT / "experiments" / "bench" / "README.md").read_text(encoding="utf-8")
     for name, case in CASES.items():
-        assert re.search(rf"\| .*`{name}`.* \| {re.escape(case.answers)} \|", text), name
+        answers = case.run.__doc__.splitlines()[0]
+        assert re.search(rf"\| .*`{name}`.* \| {re.escape(answers)} \|", text), name
 
 
 # ------------------------------------------------------------------ arithmetic
@@ -263,9 +264,9 @@ def test_starts_of_two_checkouts_take_turns(tmp_path, monkeypatch):
         made.append((checkout.name, place))
         return float(len(made))
 
-    monkeypatch.setattr(jobs, "train", train)
+    monkeypatch.setattr(micro, "train", train)
     config = SPEC.read({"case": "starts", "rounds": 2, "checkout": str(tmp_path / "before")})
-    found = jobs.starts(config, tmp_path)
+    found = micro.starts(config, tmp_path)
     assert [name for name, _ in made] == [ROOT.name, ROOT.name, "before", "before"] * 2
     assert made[0][1] == made[1][1] != made[2][1]  # the second start finds the caches of the first
     assert found.values["seconds"]["before, second start"] == [4.0, 8.0]
