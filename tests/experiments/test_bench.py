@@ -14,7 +14,6 @@ import pytest
 import torch
 from commands import run_command
 
-import fnshard as fs
 from experiments import ROOT
 from experiments.bench import micro, plans, published
 from experiments.bench.checkpoint import compare
@@ -22,11 +21,8 @@ from experiments.bench.command import SPEC
 from experiments.bench.config import CASES, FNSHARD, GRAPH, TORCH, read
 from experiments.bench.contenders import CONTENDERS
 from experiments.bench.measure import Heap, interleaved, live_bytes, ratio, timed
-from experiments.bench.peers import model_flops
 from experiments.configs.decoders import DecoderConfig, decoder, names
 from experiments.configs.train import ConfigError
-from experiments.training.decoder import Decoder, next_token_loss
-from fnshard.analysis.hardware import mfu
 
 MB = 2**20
 
@@ -85,20 +81,6 @@ def test_every_round_makes_one_sample_of_each_in_a_new_order_and_ratios_cancel_d
     assert taken.count("d") == 3
 
 
-def test_mfu_is_the_same_by_formula_and_by_counting():
-    """The bench multiplies sizes, a lowered step counts its operators: equal FLOPs, equal MFU."""
-    config = SPEC.read({"size": "tiny", "rows": 2, "length": 64, "ranks": 1})
-    mesh = fs.make_mesh(abstract=True)
-    apply, params = fs.make_functional(Decoder(config.model))
-    tokens = torch.zeros(2, 64, dtype=torch.int64)
-    loss = lambda p, x, y: next_token_loss(apply(p, x), y)  # noqa: E731
-    specs = fs.presets.full_shard(params, mesh)
-    step = fs.shard_step(loss, specs, mesh=mesh, optimizer=fs.optim.sgd(0.1), remat="unit")
-    paper = step.lower(params, tokens, tokens).timeline("h100")
-    assert paper.model_flops == model_flops(config)
-    assert paper.mfu == mfu(model_flops(config), paper.step_seconds, 67e12)
-
-
 def test_what_was_not_restored_right_is_no_measurement():
     saved = {"a": torch.ones(2), "b": torch.zeros(2)}
     compare(saved, dict(saved))
@@ -133,10 +115,6 @@ def test_every_published_row_is_predicted_or_left_out_with_a_reason():
     seconds = found.step.predicted
     assert all(0 < seconds[name] <= seconds[""] for name in published.CONSTANTS)
     assert seconds["matmul"] < seconds[""] and found.error() == abs(found.rate() / small.rate - 1)
-
-
-def test_sources_are_fitted_on_or_held_out():
-    rows, _ = published.published()
     fit, held = published.halves(rows)
     assert len(fit) == len(held) == 4 and set(fit) | set(held) == {row.source for row in rows}
     assert {row.compute_dtype for row in rows} == {"bfloat16", "float8_e4m3fn"} and any(
@@ -213,48 +191,29 @@ def test_contenders_are_measured_and_agree_with_the_reference(command, peers):
         assert copies <= resting / (4 * parameters) < copies + 0.4, name  # gloo may still hold a buffer
 
 
-@pytest.mark.long  # the ledger's tests compare bytes, too
-def test_bytes_and_times_are_predicted(command):
-    found = command("memory", *TINY, "memory=1", "plans=[full_shard,ddp,remat-bf16-host]")["plans"]
-    for name, plan in found.items():
-        assert plan["seconds"] > 0
-        if name != "ddp":
-            assert plan["predicted_peak_bytes"] == pytest.approx(plan["peak_bytes"], rel=0.05), name
-            assert plan["predicted_seconds"] > 0
-    assert found["ddp"]["between_bytes"] > found["full_shard"]["between_bytes"]
-    assert found["remat-bf16-host"]["between_bytes"] < 0.5 * found["full_shard"]["between_bytes"]
-
-
-def test_checkpoints_of_both_kinds_are_saved_and_restored_in_turn(command):
-    found = command("checkpoint", *TINY, "steps=2")
-    assert set(found["seconds"]) == {"save", "restore"}
-    assert [{n: len(s) for n, s in each.items()} for each in found["seconds"].values()] == [
-        {"fnshard": 1, "DCP": 1}
-    ] * 2
-    assert [len(seconds) for seconds in found["windows"].values()] == [1, 1, 1]
+RUN = " ".join(
+    ["model.width=16", "model.layers=1", "model.context=16", "data.rows=4", "data.held_out_rows=4",
+     "run.backend=eager", "run.sample_tokens=1", "mesh.shard=1", "run.device=cpu"]
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("case", "overrides"),
     [
         ("executor", ["rounds=2"]),
-        pytest.param("predict", ["ranks=1", "rounds=1", "backend=eager", "plans=[5m-full_shard]"],
-                     marks=pytest.mark.long),  # what a machine is measured by takes a minute
+        ("checkpoint", [*TINY, "steps=2"]),
+        *(pytest.param(case, overrides, marks=pytest.mark.long) for case, overrides in (
+            ("memory", [*TINY, "memory=1", "plans=[full_shard,ddp,remat-bf16-host]"]),
+            ("predict", ["ranks=1", "rounds=1", "backend=eager", "plans=[5m-full_shard]"]),
+            ("starts", ["rounds=1", f"overrides='{RUN}'"]),  # whole runs
+        )),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_a_mechanism_is_measured(case, overrides, command):
+def test_a_case_measures_something(case, overrides, command):
     rows = command(case, *overrides)["rows"]
     assert len(rows) > 1
     assert all(float(cell) > 0 for row in rows[1:] for cell in row[1:] if re.fullmatch(r"[\d.]+", cell))
-
-
-# ------------------------------------------------------------------ runs from outside
-
-RUN = " ".join(
-    ["model.width=16", "model.layers=1", "model.context=16", "data.rows=4", "data.held_out_rows=4",
-     "run.backend=eager", "run.sample_tokens=1", "mesh.shard=1", "run.device=cpu"]
-)  # fmt: skip
 
 
 def test_starts_of_two_checkouts_take_turns(tmp_path, monkeypatch):
@@ -270,8 +229,3 @@ def test_starts_of_two_checkouts_take_turns(tmp_path, monkeypatch):
     assert [name for name, _ in made] == [ROOT.name, ROOT.name, "before", "before"] * 2
     assert made[0][1] == made[1][1] != made[2][1]  # the second start finds the caches of the first
     assert found.values["seconds"]["before, second start"] == [4.0, 8.0]
-
-
-@pytest.mark.long  # whole runs
-def test_runs_are_measured_from_outside(command):
-    assert len(command("starts", "rounds=1", f"overrides='{RUN}'")["rows"]) > 1

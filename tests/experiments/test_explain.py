@@ -15,6 +15,7 @@ from experiments.explain import words
 from experiments.explain.__main__ import write
 from experiments.explain.config import SPEC, ExplainConfig
 from experiments.explain.paper import Paper, explain
+from fnshard.analysis.hardware import mfu
 from fnshard.errors import BudgetError
 
 
@@ -37,6 +38,8 @@ def test_numbers_add_up(paper: Paper) -> None:
     per_token = paper.timeline.model_flops / (2 * model.context)
     # The formula halves causal attention, as the kernels that are counted do.
     assert per_token == pytest.approx(model.flops_per_token(), rel=1e-9)
+    bf16 = paper.hardware.peak_flops["bf16"]
+    assert paper.timeline.mfu == mfu(paper.timeline.model_flops, paper.timeline.step_seconds, bf16)
     assert paper.tokens_per_day == pytest.approx(86_400 * paper.timeline.tokens_per_second)
     hours = 64 * 1e9 / paper.timeline.tokens_per_second / 3600
     assert paper.device_hours == pytest.approx(hours) and paper.cost == pytest.approx(3 * hours)
@@ -56,7 +59,7 @@ def test_everything_asked_for_is_said(paper: Paper) -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["strategy=hybrid_shard"], "(replicate=2, shard=4)"),
+        (["strategy=hybrid_shard", "mesh.shard=4"], "(replicate=2, shard=4)"),
         (["strategy=no_shard"], "all reduce"),
         (["strategy=zero2"], "gradient and optimizer P('shard')"),
         (["strategy=offload"], "on the host"),
@@ -68,8 +71,6 @@ def test_everything_asked_for_is_said(paper: Paper) -> None:
     ids=lambda value: value[0].replace("=", "_") if isinstance(value, list) else None,
 )
 def test_every_kind_of_plan_is_explained(overrides: list[str], expected: str) -> None:
-    if "strategy=hybrid_shard" in overrides:
-        overrides = [*overrides, "mesh.shard=4"]
     text = words.as_text(explain(config_of(*overrides)))
     assert expected in text
     assert ("$" in text) == ("an hour" in text)
