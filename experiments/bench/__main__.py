@@ -7,12 +7,7 @@ import sys
 from pathlib import Path
 
 if importlib.util.find_spec("optree") is None:
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    sys.exit(
-        "optree is not installed. Fix: pip install optree; or, where there is a network,\n"
-        f"    pip download optree --no-deps --only-binary=:all: --python-version {version} -d wheels\n"
-        "and on the machine: pip install --no-index --find-links wheels optree"
-    )
+    sys.exit("optree is not installed. Fix: pip install optree, or its wheel where there is no network.")
 
 from experiments.bench import ranks
 from experiments.bench.config import CASES, BenchConfig, read

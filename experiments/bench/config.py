@@ -19,7 +19,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FNSHARD = ("full_shard", "shard_grad_op", "no_shard")
 TORCH = ("ddp", "fsdp2", "fsdp2_compiled", "limit")
 GRAPH = "full_shard_graph"  # on one GPU
-MUON = ("muon", "muon_no_shard")
 
 
 @dataclass(frozen=True)
@@ -43,10 +42,6 @@ class Case:
         module, _, name = self.function.partition(":")
         return getattr(import_module(f"experiments.bench.{module}"), name)
 
-    @property
-    def answers(self) -> str:
-        return self.run.__doc__.splitlines()[0]
-
 
 CPU = {"ranks": 2, "size": "25m", "dtype": "fp32", "rows": 1, "length": 256, "rounds": 30, "steps": 1,
        "memory": 2}  # fmt: skip
@@ -60,12 +55,9 @@ CASES = {
     "predict": Case("plans:run", {"rows": 4, "rounds": 7, "memory": 1}, on_ranks=True),
     "checkpoint": Case("checkpoint:run", {"rows": 2, "rounds": 9, "steps": 8}, on_ranks=True),
     "executor": Case("micro:executor", {"rounds": 200}),
-    "decode": Case("micro:decode", {"rows": 16, "size": "tiny", "rounds": 5}),
-    "experts": Case("micro:experts", {"size": "85m", "length": 128, "rounds": 8}, on_ranks=True),
     "published": Case("published:run"),
-    "starts": Case("jobs:starts", {"rounds": 5}),
+    "starts": Case("micro:starts", {"rounds": 5}),
     "gpu": Case("gpu:run", TINY),
-    "cuda": Case("cuda:run", CUDA | {"ranks": 8}),
 }
 
 
@@ -99,7 +91,6 @@ class BenchConfig:
         parts: of gpu, names of `gpu.PARTS`: these alone, once more though they have a result.
         minutes: of gpu, that one part may take.
         until: of gpu, seconds from the start after which nothing runs; none: no end.
-        triton: of cuda, whether Triton assembles the kernels for sm_90.
     """
 
     case: str = "peers"
@@ -129,7 +120,6 @@ class BenchConfig:
     parts: tuple[str, ...] = ()
     minutes: float = 8.0
     until: float | None = None
-    triton: bool = True
 
     @property
     def model(self) -> DecoderConfig:
@@ -190,7 +180,7 @@ def complete(config: BenchConfig) -> BenchConfig:
         raise ConfigError(f"device={config.device}: one of cpu, cuda.")
     config = with_defaults(config, CUDA if config.device == "cuda" else CPU | CASES[config.case].defaults)
     choices = {
-        "size": names(), "dtype": DTYPES, "reduce": DTYPES, "contenders": (*TORCH, *FNSHARD, *MUON, GRAPH),
+        "size": names(), "dtype": DTYPES, "reduce": DTYPES, "contenders": (*TORCH, *FNSHARD, GRAPH),
         "backend": ("inductor", "eager"), "clock": ("wall", "cpu"),
     }  # fmt: skip
     counts = ("ranks", "rounds", "steps", "warmup", "rows", "length", "every", "tensor", "context")

@@ -168,7 +168,6 @@ class Plan:
         one_unit: the whole model is one unit, not each block one.
         tiers: `memory=` and `optimizer_memory=` of a preset.
         options: of `shard_step`.
-        optimizer: if not the bench's AdamW.
     """
 
     preset: str = "full_shard"
@@ -177,15 +176,15 @@ class Plan:
     one_unit: bool = False
     tiers: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    optimizer: fs.optim.Optimizer | None = None
 
 
 class Training:
     """A contender: a step of fnshard on the task's model, and its state."""
 
+    trains = True
+
     def __init__(self, task: BenchTask, plan: Plan):
         config = task.config
-        self.trains = plan.optimizer is None  # as the reference does
         mesh = fs.make_mesh(**config.axes, device=config.device)  # with a connection of its own
         apply, self._params = fs.make_functional(task.model)
 
@@ -199,7 +198,7 @@ class Training:
             compute_dtype=config.compute_dtype, reduce_dtype=config.reduce_dtype,
             storage_dtype=config.store_dtype, optimizer_dtype=torch.float32, **plan.tiers,
         )  # fmt: skip
-        optimizer = plan.optimizer or fs.optim.adamw(**ADAMW)
+        optimizer = fs.optim.adamw(**ADAMW)
         if plan.clip is not None:
             optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(plan.clip), optimizer)
         options = {"backend": config.backend, **plan.options}
@@ -231,9 +230,6 @@ CONTENDERS: dict[str, Callable[[BenchTask], Contender | Training]] = {
     "fsdp2_compiled": functools.partial(fsdp2, compiled=True),
     "limit": limit,
     **{name: functools.partial(Training, plan=Plan(name)) for name in FNSHARD},
-    # Of `full_shard` each matrix has an owner; of `no_shard` each rank makes all orthogonal, the usual form.
-    "muon": functools.partial(Training, plan=Plan(optimizer=fs.optim.muon(1e-3))),
-    "muon_no_shard": functools.partial(Training, plan=Plan("no_shard", optimizer=fs.optim.muon(1e-3))),
     GRAPH: functools.partial(Training, plan=Plan(options={"mode": "reduce-overhead"})),
 }
 

@@ -1,22 +1,28 @@
-"""Cases of one mechanism each: `executor`, `decode`, `experts`."""
+"""Cases of one function each: `executor`, and `starts` of whole runs, seen from outside."""
 
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import fnshard as fs
+from experiments import ROOT
 from experiments.bench.config import BenchConfig
-from experiments.bench.measure import Result, interleaved, ratio
+from experiments.bench.measure import Result, interleaved, say
 from experiments.training.decoder import Decoder, DecoderConfig, loss_function
+from experiments.training.metrics_file import METRICS, read_rows
 from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT
 from fnshard.compiler.schedule.instructions import Run
 from fnshard.runtime.collectives.base import Done
@@ -40,7 +46,12 @@ def executor(config: BenchConfig, folder: Path) -> Result:
     specs = fs.match_specs(params, [("*", fs.LayoutSpec(unit="all"))])
     loss = lambda p, x: (torch.stack(list(p.values())) * x).sum()  # noqa: E731
     step = fs.shard_step(loss, specs, optimizer=fs.optim.sgd(0.1), backend="eager")
-    one = _stepping(step, params, (torch.ones(4),))
+    state, batch = step.init(params), torch.ones(4)
+
+    def one() -> None:
+        nonlocal state
+        state, _ = step(state, batch)
+
     rows = [["", "CPU us"]]
     for name, (work, parts) in (works | {"a step of 200 leaves": (one, 1)}).items():
         work()
@@ -84,128 +95,47 @@ def schedule_alone(preset: str) -> tuple[Callable[[], None], int]:
     return work, sum(isinstance(line, Run) for line in lowered.schedule.instructions)
 
 
-# ------------------------------------------------------------------ decode
+# ------------------------------------------------------------------ starts
 
-NEW, PROMPT = 64, 16  # tokens of an answer, and of the longest prompt
-
-
-def decode(config: BenchConfig, folder: Path) -> Result:
-    """How fast are answers drawn from the leaves that train, next to `transformers.generate`? The same?"""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from experiments.finetune import lm
-    from experiments.finetune.decode import first_of, next_of
-    from experiments.finetune.rollout import TOGETHER, Rollouts
-
-    torch.manual_seed(config.seed)
-    sizes, mesh = config.model, fs.make_mesh(shard=1, device="cpu")
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=sizes.vocab, hidden_size=sizes.width, num_hidden_layers=sizes.layers,
-        num_attention_heads=sizes.heads, num_key_value_heads=sizes.kv_heads, eos_token_id=None,
-        intermediate_size=8 * sizes.width // 3, max_position_embeddings=PROMPT + NEW,
-    )).eval()  # fmt: skip
-    ours = lm.of(model)
-    specs = fs.presets.full_shard(ours.params, mesh)
-    forwards = [
-        fs.shard_forward(fn, specs, mesh=mesh, backend=config.backend)
-        for fn in (first_of(ours, PROMPT + NEW, 0.0, 1.0), next_of(ours, TOGETHER, 0.0, 1.0))
-    ]
-    rollouts = Rollouts(
-        *forwards, TOGETHER, config.rows, PROMPT, NEW, frozenset(), lambda text: [text], mesh.device
-    )  # fmt: skip
-    blocks = fs.shard({path: leaf.detach() for path, leaf in ours.params.items()}, specs, mesh)
-    lengths = torch.randint(1, PROMPT + 1, (config.rows,)).tolist()
-    prompts = [torch.randint(1, sizes.vocab, (length,)).tolist() for length in lengths]
-    numbers = torch.zeros(config.rows, NEW, dtype=torch.float64)
-    left = torch.tensor([[0] * (PROMPT - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (PROMPT - n) + [1] * n for n in lengths])
-    how = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
-    works = {
-        "fnshard": lambda: rollouts(blocks, prompts, numbers).tokens,
-        "generate": lambda: model.generate(left, attention_mask=mask, **how)[:, PROMPT:],
-        "generate, static cache": lambda: model.generate(
-            left, attention_mask=mask, cache_implementation="static", **how
-        )[:, PROMPT:],
-    }
-    tokens = [work() for work in works.values() for _ in range(2)][::2]  # which compiles, the second call too
-    same = [(tokens[0] == other).float().mean().item() for other in tokens]
-    seconds = interleaved(works, config.rounds, seed=config.seed)
-    rows = [["", "tokens/s", "fnshard / it", "the same tokens"]]
-    for (name, taken), share in zip(seconds.items(), same, strict=True):
-        speed = config.rows * NEW / median(taken)
-        rows.append([name, f"{speed:,.0f}", f"{ratio(taken, seconds['fnshard']):.2f}", f"{share:.1%}"])
-    return Result(rows, values={"seconds": seconds})
+START = ("run.steps=40", "run.held_out_every=20", "run.sample_tokens=2")
+POLL_S = 0.02
 
 
-# ------------------------------------------------------------------ experts
-EXPERTS, CHOSEN = 8, 2
+def train(overrides: Sequence[str], place: Path, checkout: Path = ROOT) -> float:
+    """Run the main job in a new folder below `place`, where its caches lie too; gives the seconds from the
+    command to its first row of metrics."""
+    folder, log = Path(tempfile.mkdtemp(dir=place)), place / "log.txt"
+    caches = {"XDG_CACHE_HOME": str(place / "cache"), "TORCHINDUCTOR_CACHE_DIR": str(place / "inductor")}
+    env = {**os.environ, **caches, "PYTHONPATH": str(checkout)}
+    command = [sys.executable, "-u", "-m", "experiments.train", f"hydra.run.dir={folder}", *overrides]
+    first_row_s, began = 0.0, time.perf_counter()
+    with (
+        log.open("wb") as out,
+        subprocess.Popen(command, cwd=place, env=env, stdout=out, stderr=subprocess.STDOUT) as process,
+    ):
+        while process.poll() is None:
+            time.sleep(POLL_S)
+            if not first_row_s and any(read_rows(folder / METRICS, 2**63)):
+                first_row_s = time.perf_counter() - began
+    if process.returncode or not first_row_s:
+        raise RuntimeError(f"{' '.join(command)} has failed:\n{log.read_text(errors='replace')}")
+    return first_row_s
 
 
-class ExpertMLP(nn.Module):
-    """In a block's MLP's place: each row by its two best experts, sorted by expert."""
+def starts(config: BenchConfig, folder: Path) -> Result:
+    """How long is it from the command to the first finished step, with empty caches and once more?
 
-    def __init__(self, width: int, hidden: int):
-        super().__init__()
-        self.router = nn.Linear(width, EXPERTS, bias=False)
-        self.experts = nn.ParameterDict(
-            {
-                "up": torch.randn(EXPERTS, 2 * hidden, width) * width**-0.5,
-                "down": torch.randn(EXPERTS, width, hidden) * hidden**-0.5,
-            }
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.flatten(0, 1)
-        weights, ids = self.router(rows).softmax(-1).topk(CHOSEN, -1)
-        order = ids.flatten().argsort(stable=True)
-        ends = F.one_hot(ids.flatten(), EXPERTS).sum(0).cumsum(0).to(torch.int32)
-        up, down = (self.experts[name].mT for name in ("up", "down"))
-        gate, value = F.grouped_mm(rows[order // CHOSEN], up, offs=ends).chunk(2, -1)
-        made = F.grouped_mm(F.silu(gate) * value, down, offs=ends) * weights.flatten()[order, None]
-        return (
-            torch.zeros_like(made).index_copy(0, order, made).view(-1, CHOSEN, x.shape[-1]).sum(1).view_as(x)
-        )
-
-
-def experts(config: BenchConfig, folder: Path) -> Result:
-    """How fast is a mixture of 8 experts whose rows go to experts, next to experts that are gathered?"""
-    torch.manual_seed(config.seed)
-    model = Decoder(config.model)
-    for block in model.layers:
-        block.mlp = ExpertMLP(config.model.width, config.model.width // 2)
-    loss, params = loss_function(model)
-    works, rows = {}, torch.randint(config.model.vocab, (config.rows, config.length + 1))
-    batch = rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-    for name, capacity in (("gathered", None), ("expert axis", None), ("expert axis, capacity 1.5", 1.5)):
-        mesh = fs.make_mesh(expert=config.ranks, device=config.device)
-        specs = fs.presets.full_shard(
-            params, mesh, expert=None if name == "gathered" else "expert", compute_dtype=config.compute_dtype
-        )
-        step = fs.shard_step(
-            loss,
-            specs,
-            mesh=mesh,
-            optimizer=fs.optim.adamw(3e-4),
-            backend=config.backend,
-            expert_capacity=capacity,
-        )
-        works[name] = _stepping(step, params, batch)
-        works[name]()
-    seconds = interleaved(works, config.rounds, seed=config.seed)
-    share = sum(p.numel() for n, p in params.items() if "experts" in n) / sum(
-        p.numel() for p in params.values()
-    )
-    table = [["", "step ms", "/ gathered"]]
-    for name, each in seconds.items():
-        table.append([name, f"{1e3 * median(each):.2f}", f"{ratio(each, seconds['gathered']):.3f}"])
-    return Result(table, ["", f"experts are {share:.0%} of the parameters"], {"seconds": seconds})
-
-
-def _stepping(step: Any, params: Any, batch: Any) -> Callable[[], None]:
-    state = step.init(params)
-
-    def one() -> None:
-        nonlocal state
-        state, _ = step(state, *batch)
-
-    return one
+    With `checkout=` another checkout takes turns with this one.
+    """
+    checkouts = [ROOT, *([Path(config.checkout).resolve()] if config.checkout else [])]
+    taken: dict[str, list[float]] = {}
+    for number in range(config.rounds):
+        for checkout in checkouts:
+            with tempfile.TemporaryDirectory() as place:
+                for which in ("first", "second"):
+                    words = [*START, *shlex.split(config.overrides)]
+                    seconds = train(words, Path(place), checkout)
+                    taken.setdefault(f"{checkout.name}, {which} start", []).append(seconds)
+                    say(f"round {number + 1}, {checkout.name}, {which} start: {seconds:.1f} s")
+    rows = [[name, f"{median(seconds):.1f}", f"{max(seconds):.1f}"] for name, seconds in taken.items()]
+    return Result([["", "median s", "longest s"], *rows], values={"seconds": taken})

@@ -30,6 +30,7 @@ from experiments.bench.measure import (
     Result,
     fresh_cache,
     interleaved,
+    live_bytes,
     over_ranks,
     quartiles,
     rank,
@@ -37,7 +38,6 @@ from experiments.bench.measure import (
     release,
     say,
 )
-from experiments.bench.memory import live_bytes
 from fnshard.analysis.hardware import Hardware, mfu
 
 Found = dict[str, Any]

@@ -149,6 +149,8 @@ def verdict(plans: Mapping[str, tuple[float, float]]) -> str:
 
     >>> verdict({"a": (1.0, 1.2), "b": (2.0, 1.3)})
     '1 of 2 within 25%, rank correlation 1.000; 1 of 1 pairs more than 10% apart in the right order'
+    >>> verdict({"a": (1.0, 1.2), "b": (1.09, 1.1)}).partition("; ")[2]
+    '0 of 0 pairs more than 10% apart in the right order'
     """
     near = sum(abs(predicted / measured - 1) <= 0.25 for measured, predicted in plans.values())
     ordered = sorted(plans, key=lambda name: plans[name][0])

@@ -8,8 +8,8 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from experiments.compare.curves import write
 from experiments.compare.outcome import jobs_of, outcome_of
+from experiments.compare.table import write
 from experiments.training.metrics_file import HELD_OUT
 from experiments.training.result import read_result
 

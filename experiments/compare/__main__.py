@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.cli.main import exiting
-from experiments.compare.curves import write
 from experiments.compare.outcome import found
+from experiments.compare.table import write
 from experiments.configs.checks import ConfigError, unmakeable
 from experiments.training.metrics_file import HELD_OUT
 

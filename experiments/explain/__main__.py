@@ -8,7 +8,7 @@ from pathlib import Path
 
 from experiments.cli.main import answer, exiting
 from experiments.configs.checks import ConfigError
-from experiments.data.files import write_json, write_text
+from experiments.data.files import write_text
 from experiments.explain import words
 from experiments.explain.config import SPEC, ExplainConfig
 from experiments.explain.paper import explain
@@ -23,7 +23,6 @@ def write(config: ExplainConfig, folder: Path) -> None:
     print(text, flush=True)
     write_text(folder / "explain.txt", text + "\n")
     write_text(folder / "schedule.txt", paper.lowered.as_text() + "\n")
-    write_json(folder / "explain.json", words.numbers(paper))
     plot.memory(paper.over, folder / "memory.svg", limit=paper.device_bytes)
     plot.timeline(paper.timeline, folder / "timeline.png")
     if paper.found is not None:

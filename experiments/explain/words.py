@@ -1,17 +1,14 @@
-"""Words: what is known of a step on paper, in plain text and in numbers."""
+"""Words: what is known of a step on paper, in plain text."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import fnshard as fs
-from experiments.configs.train import AUTO
 from experiments.explain.config import PER_PARAMETER
 from experiments.explain.paper import Paper
 from fnshard import plot
 from fnshard.analysis.tables import columns
-from fnshard.compiler.ir.program import short_dtype
 from fnshard.plot.scales import byte_text, digits, time_text
 
 BIG = ((1e15, "e15"), (1e12, "e12"), (1e9, "e9"), (1e6, "e6"))
@@ -174,24 +171,3 @@ def traffic_table(paper: Paper) -> Table:
             entry[place] += number
     rows = [(*key, f"{n:,}", byte_text(size), byte_text(sent)) for key, (n, size, sent) in sums.items()]
     return [("collective", "axes", "phase", "count", "whole buffers", "sent by one rank"), *rows]
-
-
-# ------------------------------------------------------------------ numbers
-
-
-def numbers(paper: Paper) -> Mapping[str, Any]:
-    """What `explain.json` holds."""
-    specs = paper.lowered.schedule.specs.values()
-    return {
-        "parameters": paper.config.model.parameters,
-        "ranks": paper.config.mesh.ranks,
-        "hardware": paper.hardware.name,
-        **{name: getattr(paper, name) for name in (
-            "fits", "device_bytes", "tokens_per_step", "tokens_per_day", "device_hours", "cost",
-        )},
-        "compute_dtypes": sorted({short_dtype(spec.compute_dtype) for spec in specs}),
-        "plan": paper.found.as_dict() if paper.config.strategy.name == AUTO else None,
-        "memory": {k: v for k, v in paper.memory.as_dict().items() if k != "leaves"},
-        "traffic": paper.traffic.as_dict() | {"units": None},
-        "timeline": paper.timeline.as_dict(),
-    }  # fmt: skip

@@ -16,7 +16,7 @@ from models import MODELS, model_of
 from torch import Tensor
 
 import fnshard as fs
-from experiments.bench.memory import live_bytes
+from experiments.bench.measure import live_bytes
 from experiments.training.decoder import Decoder, DecoderConfig, next_token_loss
 from fnshard.compiler.frontend.exchange import EXCHANGE
 from fnshard.runtime.collectives.connect import connect, connection

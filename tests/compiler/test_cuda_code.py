@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from interpreted import graphs
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,3 +29,9 @@ def test_code_for_cuda_equals_its_graph(dtype: str, limit: float) -> None:
     graphs = [json.loads(line) for line in run.stdout.splitlines()]
     assert len(graphs) >= 8 and sum(g["calls"] for g in graphs) > 500
     assert {g["graph"]: g["off"] for g in graphs if not g["off"] <= limit} == {}
+
+
+def test_norms_are_taken_apart_for_cuda() -> None:
+    """CUDA has kernels of its own for them, which no graph of a step calls."""
+    called = {str(n.target) for _, _, graph in graphs(torch.float32) for n in graph.graph.nodes}
+    assert "aten.mul.Tensor" in called and not [op for op in called if "norm" in op]

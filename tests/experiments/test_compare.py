@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from runs import leave_run
 
-from experiments.compare import curves
 from experiments.compare.__main__ import main as compare
 from experiments.compare.outcome import FAILED, OK, Outcome, found, jobs_of, outcome_of
-from experiments.compare.table import as_text, differences, ranked, write_csv
+from experiments.compare.table import as_text, differences, draw, ranked, write_csv
 from experiments.configs.train import ConfigError
 from experiments.training.result import write_result
 
@@ -143,12 +142,12 @@ def test_the_best_are_named_and_a_run_that_diverges_is_cut_off(tmp_path, monkeyp
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: (kept.append(self), save(self, *a, **k)))
     rows = [outcome("failed", FAILED)]
-    assert not curves.draw(ranked(rows, "held_out_loss"), tmp_path / "none.png")
+    assert not draw(ranked(rows, "held_out_loss"), tmp_path / "none.png")
     for n in range(20):
         values = {"step": 1, "loss": 5.5}, {"step": 2, "loss": 1e9 if n == 0 else 5.0 - n / 20}
         made = outcome(str(n), OK, f"lr={n}", held_out_loss=values[1]["loss"])
         rows.append(replace(made, rows=(*values, {"step": 2, "held_out_loss": values[1]["loss"]})))
-    assert curves.draw(ranked(rows, "held_out_loss"), tmp_path / "s.png")
+    assert draw(ranked(rows, "held_out_loss"), tmp_path / "s.png")
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
     (legend,), (axes,) = kept[0].legends, kept[0].axes
     assert len(legend.get_texts()) == 10 and "the best 10 of 20" in legend.get_title().get_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from experiments.explain import words
 from experiments.explain.__main__ import write
 from experiments.explain.config import SPEC, ExplainConfig
 from experiments.explain.paper import Paper, explain
+from fnshard.analysis.hardware import mfu
 from fnshard.errors import BudgetError
 
 
@@ -38,6 +38,8 @@ def test_numbers_add_up(paper: Paper) -> None:
     per_token = paper.timeline.model_flops / (2 * model.context)
     # The formula halves causal attention, as the kernels that are counted do.
     assert per_token == pytest.approx(model.flops_per_token(), rel=1e-9)
+    bf16 = paper.hardware.peak_flops["bf16"]
+    assert paper.timeline.mfu == mfu(paper.timeline.model_flops, paper.timeline.step_seconds, bf16)
     assert paper.tokens_per_day == pytest.approx(86_400 * paper.timeline.tokens_per_second)
     hours = 64 * 1e9 / paper.timeline.tokens_per_second / 3600
     assert paper.device_hours == pytest.approx(hours) and paper.cost == pytest.approx(3 * hours)
@@ -57,7 +59,7 @@ def test_everything_asked_for_is_said(paper: Paper) -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["strategy=hybrid_shard"], "(replicate=2, shard=4)"),
+        (["strategy=hybrid_shard", "mesh.shard=4"], "(replicate=2, shard=4)"),
         (["strategy=no_shard"], "all reduce"),
         (["strategy=zero2"], "gradient and optimizer P('shard')"),
         (["strategy=offload"], "on the host"),
@@ -69,8 +71,6 @@ def test_everything_asked_for_is_said(paper: Paper) -> None:
     ids=lambda value: value[0].replace("=", "_") if isinstance(value, list) else None,
 )
 def test_every_kind_of_plan_is_explained(overrides: list[str], expected: str) -> None:
-    if "strategy=hybrid_shard" in overrides:
-        overrides = [*overrides, "mesh.shard=4"]
     text = words.as_text(explain(config_of(*overrides)))
     assert expected in text
     assert ("$" in text) == ("an hour" in text)
@@ -99,7 +99,6 @@ def test_what_does_not_fit_is_reported_and_what_would_is_found() -> None:
         (["mesh.shard=null"], "mesh.shard=null: say how many"),
         (["data.rows=9"], "data.rows=9 does not divide over 8 ranks. Fix: data.rows=16"),
         (["mesh.context=3"], "mesh.context=3: has to divide model.context=256"),
-        (["tokens=0"], "tokens=0: Input should be greater than 0"),
         (["run.accumulate=2", "strategy=auto"], "strategy=auto chooses the micro-batches"),
         (
             ["optimizer=soap"],
@@ -114,12 +113,10 @@ def test_mistakes_are_reported(overrides: list[str], expected: str) -> None:
     assert expected in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 
-def test_a_run_leaves_text_pictures_and_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_leaves_text_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_of("mesh.shard=4")
     write(config, tmp_path / "run")
     assert (tmp_path / "run" / "explain.txt").read_text(encoding="utf-8") in capsys.readouterr().out
-    numbers = json.loads((tmp_path / "run" / "explain.json").read_text())
-    assert numbers["ranks"] == 4 and numbers["fits"] and numbers["memory"]["peak_bytes"] > 0
     assert (tmp_path / "run" / "memory.svg").read_text().startswith("<?xml")
     assert (tmp_path / "run" / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert "update" in (tmp_path / "run" / "schedule.txt").read_text()

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 from runs import compose
 
-from experiments.configs.checks import ConfigError
 from experiments.explain.config import SPEC as EXPLAIN
 from experiments.explain.paper import explain
 from experiments.plan import search
 from experiments.plan.__main__ import as_text, days_of, planned, rivals, write
 from experiments.plan.config import SPEC
-from experiments.plan.search import REMAT, TIERS, Candidate, Knobs, Planner
+from experiments.plan.search import REMAT, TIERS, Knobs, Planner
 from fnshard.analysis.hardware import Hardware
 from fnshard.errors import BudgetError
 
@@ -84,15 +83,6 @@ def test_the_line_that_is_printed_is_the_plan() -> None:
         assert found.timeline.step_seconds == pytest.approx(exact.seconds, rel=1e-9)
 
 
-def no_better_neighbour(planner: Planner, best: Candidate) -> int:
-    """How many neighbours there are, each lowered in full; none is faster and fits."""
-    around = planner.neighbours(best.knobs)
-    for knobs in around:
-        each = planner.exact(knobs)
-        assert each.peak_bytes > planner.budget or each.seconds >= best.seconds - 1e-6, knobs
-    return len(around)
-
-
 @pytest.mark.parametrize(
     ("devices", "budget"),
     [(2, 0.0005), *(pytest.param(n, b, marks=pytest.mark.long)
@@ -102,7 +92,11 @@ def test_no_neighbour_is_faster_and_fits(devices: int, budget: float, monkeypatc
     monkeypatch.setattr(search, "REMAT", ("none", "unit"))
     planner = planner_of(devices, f"rows={2 * devices}", f"device_gb={budget}", FEW)
     best = planner.best()
-    assert best.peak_bytes <= planner.budget and no_better_neighbour(planner, best) >= 4
+    around = planner.neighbours(best.knobs)
+    assert best.peak_bytes <= planner.budget and len(around) >= 4
+    for knobs in around:
+        each = planner.exact(knobs)  # lowered in full
+        assert each.peak_bytes > planner.budget or each.seconds >= best.seconds - 1e-6, knobs
 
 
 def test_a_budget_is_kept_and_costs_time() -> None:
@@ -139,10 +133,6 @@ def test_mistakes_are_named() -> None:
         planner_of(7, "rows=8").best()
     with pytest.raises(BudgetError, match=r"nothing fits on 1 device:.*takes .* kB of .*Fix: devices=\d+"):
         planned(config_of("devices=1", "rows=8", "device_gb=0.0003", FEW), H100, print)
-    with pytest.raises(ConfigError, match="hardware"):
-        config_of("hardware.name=z9000")
-    with pytest.raises(ConfigError, match="say which"):
-        config_of("hardware=auto")
 
 
 def test_what_the_command_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

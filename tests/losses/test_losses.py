@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from toys import step_of
 
 import fnshard as fs
-from experiments.bench.memory import live_bytes
+from experiments.bench.measure import live_bytes
 from fnshard import LayoutSpec, P, losses
 from fnshard.analysis.storages import StorageTracker
 from fnshard.losses import Mean

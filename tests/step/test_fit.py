@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from toys import Llama
 
 import fnshard as fs
-from experiments.bench.memory import live_bytes
+from experiments.bench.measure import live_bytes
 from fnshard.errors import BudgetError, SpecError
 from fnshard.layout.spec import LayoutSpec, P
 from fnshard.step.fit import Search, fit

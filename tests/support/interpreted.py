@@ -1,6 +1,8 @@
 """Inductor's CUDA code, run on CPU tensors by Triton's interpreter, against the graphs that it was made of.
 
 Kernels, their configurations and their grids are Inductor's; what it calls of libraries runs on the CPU.
+The step is lowered on paper for CUDA, and its kernels' graphs are put on a fake CUDA device, after they are
+differentiated: autograd asks the driver for a context where a fake CUDA tensor is differentiated.
 `python tests/support/interpreted.py float32` prints a line of JSON for each graph of a step.
 """
 
@@ -10,7 +12,8 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,9 +26,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import fnshard as fs
-from experiments.bench.cuda import code_of, h100, updates
 from fnshard.compiler.kernels import attention
-from fnshard.runtime.executor.fused_update import update_graph
+from fnshard.compiler.kernels.inductor import compile_graph
+from fnshard.compiler.schedule.instructions import Update
+from fnshard.layout.partition import block_shape
+from fnshard.runtime.executor.fused_update import Leaf, form_of, update_graph
+
+OPTIONS = {"compile_threads": 1, "force_disable_caches": True}
 
 # Of CUDA's device library, which the interpreter does not know.
 LIBDEVICE: Mapping[str, Callable[..., Any]] = {
@@ -69,6 +76,85 @@ class _Kernel:
         values = dict(zip(names, args, strict=False))
         grid = GridExpr.from_meta(self.tuned.inductor_meta, config).eval_slow({**values, **config.kwargs})
         self.tuned.fn[grid](**values, **config.kwargs)
+
+
+# ------------------------------------------------------------------ Inductor without a device
+
+
+@contextmanager
+def h100() -> Iterator[None]:
+    """As far as Inductor and Triton can tell, there is one."""
+    import triton
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor import config as inductor
+    from torch._inductor.runtime import triton_helpers
+    from torch._subclasses import fake_tensor
+    from triton.backends.compiler import GPUTarget
+
+    props = SimpleNamespace(
+        name="NVIDIA H100", major=9, minor=0, total_memory=80 << 30, multi_processor_count=132, warp_size=32,
+        max_threads_per_multi_processor=2048, max_threads_per_block=1024, regs_per_multiprocessor=65536,
+        shared_memory_per_block_optin=232448, shared_memory_per_block=49152, L2_cache_size=50 << 20,
+    )  # fmt: skip
+    answers = {
+        "is_available": True, "device_count": 1, "current_device": 0, "get_device_capability": (9, 0),
+        "get_device_properties": props, "_lazy_init": None,
+        "set_device": None, "_exchange_device": 0, "_maybe_exchange_device": 0,
+        "get_rng_state": torch.empty(0), "set_rng_state": None,
+    }  # fmt: skip
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0,
+        get_current_stream=lambda *_: 0, get_device_capability=lambda *_: (9, 0),
+        get_active_torch_device=lambda: torch.device("cuda", 0),
+    )  # fmt: skip
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            says = lambda *_, answer=answer: answer  # noqa: E731
+            for place in (torch.cuda, CudaInterface, CudaInterface.Worker):  # some took their own copies
+                if hasattr(place, name):
+                    stack.enter_context(mock.patch.object(place, name, staticmethod(says)))
+        stack.enter_context(mock.patch.object(fake_tensor, "init_gpu_context", lambda *_: None))
+        stack.enter_context(mock.patch.object(triton_helpers, "set_driver_to_gpu", lambda: None))
+        stack.enter_context(inductor.patch(use_static_cuda_launcher=False))  # it hides binaries
+        triton.runtime.driver.set_active(driver)
+        yield
+
+
+def on_cuda(module: Any) -> Any:
+    """A kernel's graph with its inputs, and what it makes, on a fake CUDA device."""
+    from torch.fx.node import map_aggregate
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    device, mode = torch.device("cuda", 0), torch._subclasses.FakeTensorMode()
+    for node in module.graph.nodes:
+        node.args, node.kwargs = map_aggregate(
+            (node.args, node.kwargs), lambda value: device if isinstance(value, torch.device) else value
+        )
+    values = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    with mode:
+        fakes = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=device) for v in values]
+    FakeTensorProp(module, mode).propagate_dont_convert_inputs(*fakes)
+    module.recompile()
+    return module
+
+
+def code_of(module: Any, is_backward: bool) -> str:
+    """What Inductor writes for a graph; "" where there is nothing to compile."""
+    from torch._inductor.graph import GraphLowering
+
+    written: list[str] = []
+
+    def stop(graph: Any) -> Any:
+        written.append(graph.codegen()[0].value)
+        raise InterruptedError  # before it is loaded, which takes a driver
+
+    with mock.patch.object(GraphLowering, "compile_to_module", stop):
+        try:
+            compile_graph(on_cuda(module), backend="inductor", options=OPTIONS, is_backward=is_backward)
+        except Exception:
+            if not written:
+                raise
+    return "".join(written)
 
 
 def written(module: fx.GraphModule, is_backward: bool = False) -> Callable[[Sequence[Tensor]], Any]:
@@ -121,6 +207,24 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.after(x)), approximate="tanh"))
 
 
+def updates(found: Any) -> dict[tuple[Leaf, ...], tuple[str, ...]]:
+    """The distinct compiled updates of a step, and paths of the first unit that has one."""
+    schedule, optimizer, out = found.schedule, found.optimizer, {}
+    for line in schedule.instructions:
+        if not isinstance(line, Update):
+            continue
+        bucket, leaves = schedule.buckets[line.bucket], []
+        for path in bucket.paths:
+            spec = schedule.specs[path]
+            dtypes = [bucket.dtype, spec.optimizer_dtype, spec.storage_dtype]
+            dtypes += [spec.optimizer_dtype] * len(optimizer.slots)
+            block = block_shape(spec.shape, spec.optimizer, schedule.mesh)
+            forms = tuple(form_of(torch.empty(block, dtype=dtype, device="meta")) for dtype in dtypes)
+            leaves.append(Leaf(tuple(optimizer.slots), optimizer.settings(path), 0, True, forms))
+        out.setdefault(tuple(leaves), bucket.paths)
+    return out
+
+
 def graphs(dtype: torch.dtype) -> Iterator[tuple[str, bool, Callable[[], fx.GraphModule]]]:
     """Every kernel of a step forwards and backwards, and its distinct updates."""
     mesh = fs.make_mesh(shard=2, abstract=True, device="cuda")
@@ -136,7 +240,7 @@ def graphs(dtype: torch.dtype) -> Iterator[tuple[str, bool, Callable[[], fx.Grap
         yield f"{kernel.name} forwards", False, kernel.forward
         if kernel.backward is not None:
             yield f"{kernel.name} backwards", True, kernel.backward
-    for leaves, (paths, _) in updates(found).items():
+    for leaves, paths in updates(found).items():
         yield f"update of {paths}", False, update_graph(optimizer, paths, leaves, torch.device("cpu"))
 
 
