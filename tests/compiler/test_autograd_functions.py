@@ -364,14 +364,6 @@ def test_random_numbers_are_keyed() -> None:
     assert all(torch.equal(a, b) for a, b in zip(once, run("none")[0], strict=True))
 
 
-def test_a_forward_alone_has_no_backwards() -> None:
-    mesh = fs.make_mesh(shard=1, simulated=True)
-    specs = fs.presets.full_shard(params(), mesh)
-    run = fs.shard_forward(PROGRAMS["nested"], specs, mesh=mesh, backend="eager")
-    (got,) = fs.simulate(mesh, lambda _: run(params(), batches(1)[0]))
-    torch.testing.assert_close(got, PROGRAMS["nested"](params(), batches(1)[0]))
-
-
 # ------------------------------------------------------------------ refused
 
 

@@ -363,29 +363,6 @@ def test_codes_travel_and_nothing_decoded_is_kept() -> None:
         assert max(sizes) <= 2 * width  # activations: no weight, decoded or not
 
 
-# ------------------------------------------------------------------ in and out
-
-
-def test_weights_of_a_directory_are_coded_as_they_are_read(tmp_path: Path) -> None:
-    params = {"w": torch.randn(10, 130), "b": torch.randn(10)}
-    plain = fs.match_specs(params, [("*", LayoutSpec())])
-    fs.hf.save(params, tmp_path / "model", plain, fs.make_mesh(shard=1))
-    specs = fs.match_specs(
-        params, [("w", LayoutSpec(P("shard"), codec="int8", trainable=False)), ("*", LayoutSpec())]
-    )
-    mesh = fs.make_mesh(shard=4, simulated=True)
-
-    def work(rank: int) -> Any:
-        blocks, cut = fs.hf.load(tmp_path / "model", specs, mesh), fs.shard(params, specs, mesh)
-        fs.hf.save(blocks, tmp_path / "again", specs, mesh)
-        return all(torch.equal(blocks["w"][n], cut["w"][n]) for n in cut["w"])
-
-    assert fs.simulate(mesh, work) == [True] * 4
-    again = fs.hf.load(tmp_path / "again", plain, fs.make_mesh(shard=1))
-    assert torch.equal(again["w"], decoded(params["w"], "int8"))
-    assert torch.equal(again["b"], params["b"])
-
-
 # ------------------------------------------------------------------ coded otherwise than before
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from matrices import ROWS, SHAPES, leaves, loss, specs_on, trained
+from matrices import ROWS, SHAPES, leaves, loss, trained
 from torch import Tensor
 
 import fnshard as fs
@@ -96,16 +96,6 @@ def test_an_expert_axis_and_replicas_too(name):
     with pytest.warns(UserWarning, match="whole stacks of experts"):
         found = trained({"expert": 3}, "full_shard", around(OWN[name]), {"rules": rules})
     assert_alone(found, name)
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore:.*whole stacks of experts")
-@pytest.mark.parametrize("axes", [{"expert": 3, "shard": 2}, {"expert": 3, "tensor": 2}], ids=str)
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("name", sorted(OWN.keys() - {"adamw_8bit"}))  # whose runs of 3 are cut
-def test_an_expert_axis_goes_with_others(name, preset, axes):
-    rules = [("experts.*", fs.LayoutSpec(fs.P("expert"), compute=fs.P("expert")))]
-    assert_alone(trained(axes, preset, around(OWN[name]), {"rules": rules}), name)
 
 
 # ------------------------------------------------------------------ state of other shapes
@@ -343,6 +333,6 @@ def test_mistakes_are_named(make, words):
 def test_layouts_are_compared_with_it(name):
     """`fs.debug.bisect` looks at state of the leaf's shape."""
     mesh = fs.make_mesh(shard=2, simulated=True)
-    both = (specs_on(mesh, preset) for preset in ("no_shard", "full_shard"))
+    both = (fs.presets.PRESETS[preset](leaves(), mesh) for preset in ("no_shard", "full_shard"))
     report = fs.debug.bisect(loss, *both, leaves(), (ROWS,), mesh=mesh, optimizer=OWN[name])
     assert "no difference" in str(report)

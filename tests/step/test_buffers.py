@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -445,20 +444,3 @@ def test_a_skipped_step_stores_what_it_has_written() -> None:
     for path, leaf in state.params.items():
         of_module = params[path] if params[path].requires_grad else expected[path]
         torch.testing.assert_close(leaf, of_module.detach(), rtol=0, atol=ATOL)
-
-
-def test_leaves_that_rest_on_disk(tmp_path: Path) -> None:
-    policy = {"memory": "disk", "optimizer_memory": "disk", "buffers": True}
-    model = model_of("two_dtypes")
-    for got in simulated(model, "full_shard", policy=policy, accumulate=2, disk_dir=str(tmp_path)):
-        same(got, plain(model, 2, accumulate=2))
-
-
-# ------------------------------------------------------------------ tools
-
-
-def test_tools_know_the_lines() -> None:
-    made = lowered("two_dtypes")
-    assert made.comm_analysis()["aggregate_buffers"]["count"] == 2
-    assert made.memory_analysis().peak_bytes > 0
-    assert {"aggregate_buffers", "store_buffers"} <= {s.verb for s in made.timeline("h100").spans}
