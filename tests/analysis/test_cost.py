@@ -47,10 +47,6 @@ def graphs(fn: Any, params: Any, *batch: Any) -> tuple[torch.fx.GraphModule, tor
     return kernel.forward, kernel.backward
 
 
-def linear_loss(p: Any, x: Any) -> Any:
-    return F.linear(x, p["w"]).square().sum()
-
-
 # ------------------------------------------------------------------ FLOPs
 
 

@@ -17,8 +17,6 @@ from fnshard.analysis.storages import CATEGORIES
 from fnshard.runtime.executor.scalars import Scalars
 from fnshard.step.lowered import Lowered
 
-KB = 1024
-
 
 def loss(p: Any, x: Any) -> Any:
     return run_chain(p, x).sum()

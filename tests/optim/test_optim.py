@@ -245,27 +245,6 @@ def test_ema_equals_torch(decay):
     assert_close(optim.ema_params(slots), expected)
 
 
-def test_an_owner_makes_shards_equal_the_whole():
-    """Each rank begins, the owner computes, each rank ends: as the update of the whole leaf."""
-    full, grads = random_tree(0)["a.w"], random_tree(1)["a.w"]
-    optimizer = chain(sgd(1.0, momentum=0.5), row_sgd(0.1), ema(0.9))
-    info, slots = make_info(0, {"w": grads}, {"w": full}, 0.5), optimizer.init({"w": full})
-    expected, new = optimizer.update({"w": grads}, slots, {"w": full}, info)
-    halves, sent = (slice(0, 2), slice(2, 4)), []
-    own = [{name: slot[rows] for name, slot in slots["w"].items()} for rows in halves]
-    given = optimizer.given("w", info)
-    for state, rows in zip(own, halves, strict=True):
-        part, first = optimizer.begin_leaf("w", grads[rows], state, full[rows], given, info.grad_scale)
-        assert set(first) == {"momentum"}
-        state |= first
-        sent.append(part)
-    made = optimizer.whole("w", torch.cat(sent), {}, "")[0]
-    for state, rows in zip(own, halves, strict=True):
-        update, last = optimizer.end_leaf("w", made[rows], state, full[rows], given)
-        torch.testing.assert_close(update, expected["w"][rows], atol=0, rtol=0)
-        assert_equal(state | last, {name: slot[rows] for name, slot in new["w"].items()})
-
-
 # ------------------------------------------------------------------ the contract, for all
 
 
@@ -518,21 +497,6 @@ def test_a_schedule_of_ones_own_may_return_python_numbers():
 def test_betas_are_b1_and_b2():
     assert adamw(0.1, betas=(0.8, 0.95)).name == adamw(0.1, b1=0.8, b2=0.95).name
     assert adamw(betas=(0.9, 0.95)).name == adamw(1e-3, b2=0.95).name  # torch's own default rate
-
-
-@given(
-    peak=st.floats(0, 1), warmup=st.integers(0, 20), rest=st.integers(1, 20), decay=st.integers(0, 20),
-    floor=st.floats(0, 1), step=st.integers(0, 60),
-)  # fmt: skip
-@settings(max_examples=60, deadline=None)
-def test_schedules_stay_between_their_bounds(peak, warmup, rest, decay, floor, step):
-    floor, total = floor * peak, warmup + rest
-    made = [schedules.warmup_cosine(peak, warmup, total, floor), schedules.linear(peak, warmup, total, floor)]
-    made.append(schedules.wsd(peak, warmup, total + decay, decay, floor))
-    for schedule in made:
-        value = schedule(torch.tensor(step))
-        assert value.shape == () and value.dtype == torch.float64
-        assert (0 if step < warmup else floor) - 1e-12 <= value.item() <= peak + 1e-12
 
 
 def test_schedules_never_read_the_step_back():

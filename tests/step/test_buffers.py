@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fnshard as fs
@@ -54,25 +53,6 @@ class Counter(nn.Module):
         return (x - self.average) * self.scale / (self.count + 1)
 
 
-class Queue(nn.Module):
-    """MoCo's (He et al. 2020): keys of earlier batches, a ring with a pointer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("keys", F.normalize(torch.randn(4 * ROWS, WIDTH), dim=1))
-        self.register_buffer("at", torch.zeros(1, dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        query = F.normalize(self.encode(x), dim=1)
-        logits = query @ self.keys.clone().T
-        with torch.no_grad():
-            rows = (self.at + torch.arange(x.shape[0])) % len(self.keys)
-            self.keys[rows] = query
-            self.at[0] = (self.at + x.shape[0]) % len(self.keys)
-        return logits.logsumexp(1).mean()
-
-
 class Teacher(nn.Module):
     """An average of the student's weights, written by hand; the student is to give what its teacher gives."""
 
@@ -110,7 +90,6 @@ class TwoDtypes(nn.Module):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "batch_norm": lambda: Blocks(lambda: nn.BatchNorm1d(WIDTH)),
     "counter": lambda: Blocks(Counter),
-    "queue": Queue,
     "teacher": Teacher,
     "two_dtypes": lambda: Blocks(TwoDtypes),
 }
