@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from toys import chain, llama, lower, rows, run_chain
 
 import fnshard as fs
+from fnshard.analysis.footprint import CallArgument, eager_footprint
 from fnshard.analysis.storages import CATEGORIES
 from fnshard.runtime.executor.scalars import Scalars
 from fnshard.step.lowered import Lowered
+
+KB = 1024
 
 
 def loss(p: Any, x: Any) -> Any:
@@ -31,6 +35,44 @@ def decoder(ranks: int | dict[str, int] = 4, **options: Any) -> Lowered:
 
 
 DECODERS: dict[str, Lowered] = {}
+
+
+# ------------------------------------------------------------------ footprints
+
+
+def traced(fn: Any, *args: Tensor) -> fx.GraphModule:
+    module = torch.fx.experimental.proxy_tensor.make_fx(fn, tracing_mode="fake")(*args)
+    module.graph.set_codegen(fx.graph.CodeGen())
+    module.recompile()
+    return module
+
+
+def footprint(fn: Any, entries: Sequence[CallArgument], *args: Tensor) -> Any:
+    return eager_footprint(traced(fn, *args), entries, "cpu")
+
+
+def above_entry(found: Any, argument_bytes: int) -> int:
+    alive = sum(found.new_bytes[j] for j in found.alive)
+    return found.workspace_bytes + alive - argument_bytes * len(found.freed)
+
+
+def test_outputs_say_what_they_alias() -> None:
+    x, y = torch.zeros(4, KB), torch.zeros(4, KB)
+    made = footprint(lambda x, y: (x[1], x + y, (x * y).view(-1)), [CallArgument(0), CallArgument(1)], x, y)
+    assert [(o.new, o.argument) for o in made.outputs] == [(None, 0), (0, None), (1, None)]
+    assert made.new_bytes == (16 * KB, 16 * KB)
+
+
+def test_arguments_that_share_a_storage_die_together() -> None:
+    x, y = torch.zeros(KB), torch.zeros(KB)
+    shared, apart = (
+        [CallArgument(0, True, 4 * KB)] * 2,
+        [CallArgument(0, True, 4 * KB), CallArgument(1, True, 4 * KB)],
+    )
+    fn = lambda x, y: ((x.sin() + 1).exp() + y,)  # noqa: E731
+    # Apart, the first is gone when the second result is made; shared, it lives as long as the second.
+    assert above_entry(footprint(fn, apart, x, y), 4 * KB) == 4 * KB
+    assert above_entry(footprint(fn, shared, x, y), 4 * KB) == 8 * KB
 
 
 # ------------------------------------------------------------------ sums
