@@ -20,7 +20,7 @@ os.makedirs(os.environ[FOLDER], exist_ok=True)
 # Workers begin with these, lest one of them is left with a long one when the other has ended.
 LONGEST = (
     "test_finetune.py", "test_resume.py", "test_place_rules.py", "test_config.py", "test_ledger.py",
-    "test_readme_commands.py", "test_tensor_features.py", "test_context_attention.py", "test_train.py",
+    "test_readme_commands.py", "test_context_attention.py", "test_train.py",
     "test_buffers.py", "test_gloo.py", "test_fuzz.py", "test_examples.py",
     "test_lower_large.py", "test_own_script.py",
 )  # fmt: skip

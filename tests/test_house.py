@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 
 import fnshard
+from fnshard.compiler.ir.values import Kind
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "fnshard").rglob("*.py"))
@@ -343,3 +344,16 @@ def test_the_map_names_every_module() -> None:
     modules = {m.name[: -len(".py")] for m in (ROOT / "fnshard").glob("*.py") if m.name != "__init__.py"}
     packages = {m.parent.name for m in (ROOT / "fnshard").glob("*/__init__.py")}
     assert modules | packages <= named
+
+
+def test_kinds_of_values_have_no_second_grammar() -> None:
+    """Whoever needs the kind of a value's name asks it; a prefix in another module takes its text apart."""
+    kinds = "|".join(k for k in map(str, Kind) if len(k) > 1)
+    prefix = re.compile(rf"""(?:\bf|(?<!\w))["'](t:|h:)?({kinds})(\{{|["'])""")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in SOURCES
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if prefix.search(line) and path.name != "values.py"
+    ]
+    assert found == []

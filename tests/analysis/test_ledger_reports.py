@@ -51,14 +51,6 @@ def footprint(fn: Any, entries: Sequence[CallArgument], *args: Tensor) -> Any:
     return eager_footprint(traced(fn, *args), entries, "cpu")
 
 
-def test_a_dropped_argument_dies_at_its_last_reader() -> None:
-    x = torch.zeros(KB)  # 4 KiB
-    chained = lambda x: (x.sin().cos().exp(),)  # noqa: E731
-    # Two results at once with the argument, or one with it and two without it.
-    assert above_entry(footprint(chained, [CallArgument(0)], x), 0) == 8 * KB
-    assert above_entry(footprint(chained, [CallArgument(0, True, 4 * KB)], x), 4 * KB) == 4 * KB
-
-
 def above_entry(found: Any, argument_bytes: int) -> int:
     alive = sum(found.new_bytes[j] for j in found.alive)
     return found.workspace_bytes + alive - argument_bytes * len(found.freed)

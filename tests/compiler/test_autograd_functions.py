@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from custom_functions import function, recomputed, reentrant, scaled_square
+from custom_functions import function
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.func import grad, vmap
@@ -121,11 +120,6 @@ swish = function(
     lambda g, y, x: g * ((s := torch.sigmoid(x * 1.5)) + x * 1.5 * s * (1 - s)),
 )
 nested = function(lambda x: quantized(x) + swish(x), lambda g, y, x: quantized(g * x))
-unmaterialized = function(torch.sin, lambda g, y, x: g * 2, "two unmaterialized")
-once = function(lambda x, y: x + y.sin(), lambda g, *_: g * 2, "once")  # no gradient of y
-EYE = torch.eye(WIDTH, dtype=torch.float64)
-in_place = function(lambda x: x * 3, lambda g, y, x: g * 7, "dirty")
-biased = function(lambda x, b: x + b, lambda g, *_: (g, g))  # a gradient that is summed to its input's shape
 bilinear = function(  # its backward reads leaves, of another unit too
     lambda x, a, b: x @ a @ b,
     lambda g, y, x, a, b: (g @ b.t() @ a.t(), x.t() @ g @ b.t(), 2 * (x @ a).t() @ g),
@@ -139,16 +133,9 @@ PROGRAMS |= {
     "straight_through": between(quantized),
     "gradient_reversal": between(Reverse.apply),
     "saves_intermediates": between(SavesIntermediates.apply),
-    "an_output_unused": between(lambda x: Several.apply(x, x.sin())[0]),
     "outputs_used": between(lambda x: _combined(*Several.apply(x, x.cos()))),
-    "unmaterialized": between(lambda x: unmaterialized(x)[1]),
-    "once_differentiable": between(lambda x: once(x, x)),
-    "in_place": between(lambda x: in_place(x.sin()) + in_place(F.linear(x.cos()[0], EYE))),  # and to a view
     "nested": between(nested),
-    "custom_op": between(lambda x: scaled_square(x, 0.5)),
     "under_autocast": between(lambda x: _in_half(x).double()),
-    "checkpoint_reentrant": between(lambda x: reentrant(torch.sin, x)),
-    "checkpoint_of_a_function": between(lambda x: recomputed(quantized, x)),
 }  # fmt: skip
 
 
@@ -162,20 +149,6 @@ def _in_half(x: Tensor) -> Tensor:
 
 
 @program
-def without_a_gradient(p: Params, x: Tensor) -> Tensor:
-    """The first unit's alone is lost: nothing comes back from y."""
-    a, b, c = p.values()
-    return (once(x @ b, (x @ a).sin()) @ c + x @ a).square().mean()
-
-
-@program
-def biased_by_a_leaf(p: Params, x: Tensor) -> Tensor:
-    for w in p.values():
-        x = biased(x @ w, w[0]).sin()
-    return x.mean()
-
-
-@program
 def fused_linear_loss(p: Params, x: Tensor) -> Tensor:
     for w in p.values():
         hidden, x = x, torch.tanh(x @ w)
@@ -186,13 +159,6 @@ def fused_linear_loss(p: Params, x: Tensor) -> Tensor:
 def leaves_of_two_units(p: Params, x: Tensor) -> Tensor:
     a, b, c = p.values()
     return (bilinear(x, a, b).sin() @ c).square().mean()
-
-
-@program
-def quantized_leaves(p: Params, x: Tensor) -> Tensor:
-    for w in p.values():
-        x = torch.tanh(x @ quantized(w))
-    return x.square().mean()
 
 
 # ------------------------------------------------------------------ hooks
@@ -362,14 +328,6 @@ def test_random_numbers_are_keyed() -> None:
     for bits in once:
         assert set(bits.flatten().tolist()) == {0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0}
     assert all(torch.equal(a, b) for a, b in zip(once, run("none")[0], strict=True))
-
-
-def test_a_forward_alone_has_no_backwards() -> None:
-    mesh = fs.make_mesh(shard=1, simulated=True)
-    specs = fs.presets.full_shard(params(), mesh)
-    run = fs.shard_forward(PROGRAMS["nested"], specs, mesh=mesh, backend="eager")
-    (got,) = fs.simulate(mesh, lambda _: run(params(), batches(1)[0]))
-    torch.testing.assert_close(got, PROGRAMS["nested"](params(), batches(1)[0]))
 
 
 # ------------------------------------------------------------------ refused

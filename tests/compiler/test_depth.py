@@ -50,14 +50,9 @@ def trained(rank: int, preset: str, units: int, optimizer: str, options: dict[st
 @pytest.mark.parametrize(
     ("preset", "units", "optimizer", "options"),
     [
-        pytest.param("full_shard", DEEP, "sgd", {}, marks=pytest.mark.long),
         ("full_shard", DEEP, "sgd", AT_ONCE),
         ("full_shard", DEEP, "sgd", {"accumulate": 2, **ONE_BY_ONE}),
         ("no_shard", DEEP, "sgd", {}),
-        *(
-            pytest.param(p, DEEP, "sgd", AT_ONCE, marks=pytest.mark.long)
-            for p in ("zero2", "zero1", "no_shard")
-        ),
         ("full_shard", 1, "function", {}),
         ("zero1", 1, "function", {}),
     ],

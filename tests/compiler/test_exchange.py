@@ -320,13 +320,6 @@ def test_what_is_ready_goes_together_and_equal_blocks_share_kernels() -> None:
     assert len(made[3].segments.segments) == 4  # one after each pair of sums
 
 
-@pytest.mark.parametrize(("exchange", "most"), [(own, 2), (fs.psum, 1)])
-def test_fit_cuts_no_batch_whose_rows_are_exchanged(exchange: Any, most: int) -> None:
-    mesh = fs.make_mesh(shard=4, abstract=True)
-    found = fs.fit(with_each(exchange), params(), mesh, batch=(rows(1),))
-    assert max(c.choice.accumulate for c, _ in found.rejected) == most
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

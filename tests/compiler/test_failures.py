@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from toys import step_of
 
 import fnshard as fs
-from fnshard import LayoutSpec, SpecError, StateError, TraceError
+from fnshard import LayoutSpec, StateError, TraceError
 from fnshard.compiler.frontend.unsupported import check_version
 
 BF16, HERE = torch.bfloat16, Path(__file__).name
@@ -236,55 +236,6 @@ def test_an_error_that_the_model_catches_is_its_own_business() -> None:
 
 
 # ------------------------------------------------------------------ what is passed by mistake
-
-
-def made() -> tuple[nn.Module, Any]:
-    model = nn.Linear(8, 8)
-    apply, params = fs.make_functional(model)
-    return model, step_of(lambda p, x: apply(p, x).sum(), params)
-
-
-@pytest.mark.parametrize("what", ["module", "parameters"])
-@pytest.mark.parametrize("where", ["full_shard", "match_specs", "shard", "init", "step", "lower", "lora"])
-def test_a_module_or_its_parameters_are_no_tree(where: str, what: str) -> None:
-    model, step = made()
-    mesh = fs.make_mesh(shard=1)
-    calls: dict[str, Fn] = {
-        "full_shard": lambda tree: fs.presets.full_shard(tree, mesh),
-        "match_specs": lambda tree: fs.match_specs(tree, [("*", LayoutSpec())]),
-        "shard": lambda tree: fs.shard(tree, step.specs, mesh),
-        "init": step.init,
-        "step": lambda tree: step(tree, X),
-        "lower": lambda tree: step.lower(tree, X),
-        "lora": lambda tree: fs.lora(lambda p, x: x.sum(), tree, rank=2, targets="*"),
-    }  # fmt: skip
-    tree = model if what == "module" else model.parameters()
-    if (where, what) == ("init", "module"):
-        assert step.init(model).keys() == {"weight", "bias"}
-        return
-    named = "the module Linear" if what == "module" else "an iterator"
-    with pytest.raises(
-        SpecError, match=rf"tree of tensors, not {named}\.\nFix: .*fs.make_functional\(model\)"
-    ):
-        calls[where](tree)
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "words"),
-    [
-        (lambda: fs.shard_step(nn.Linear(8, 8), {}), TraceError,
-         r"not the module Linear\.\nFix: .*make_functional"),
-        (lambda: fs.match_specs(W, [("*", fs.P())]), SpecError,
-         r"(?s)a P goes into a LayoutSpec.*Fix: .*LayoutSpec"),
-        (lambda: made()[1](dict(made()[0].named_parameters()), X.to("meta")), StateError,
-         r"(?s)batch\['0'\] \[4, 8\] is on the meta device.*Fix: .*step.lower"),
-    ],
-)  # fmt: skip
-def test_what_is_passed_by_mistake_is_named_with_the_fix(
-    make: Fn, error: type[Exception], words: str
-) -> None:
-    with pytest.raises(error, match=words):
-        make()
 
 
 @pytest.mark.parametrize("aux", [False, True])

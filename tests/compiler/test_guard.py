@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import types
 import warnings
 from collections import deque
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import pydantic
 import pytest
@@ -85,13 +84,6 @@ def arguments_of_a_partial() -> Row:
 
 
 @row
-def the_globals_of_a_function_it_holds() -> Row:
-    names: dict[str, Any] = {"beta": 2.0}
-    exec("def times_beta(x):\n    return x * beta", names)
-    return lambda p, x: scaled(p, names["times_beta"](x), 1), [("beta", lambda: names.update(beta=3.0))]
-
-
-@row
 def members_of_containers() -> Row:
     cfg, betas, names, queue = {"a": 2.0, "b": 3.0}, [1.0, [2.0]], {"x"}, deque([1.0])
 
@@ -111,26 +103,6 @@ def members_of_containers() -> Row:
 def the_length_of_a_long_container() -> Row:
     betas = [1.0] * (MEMBERS + 1)
     return lambda p, x: scaled(p, x, len(betas)), [("len(betas)", lambda: betas.append(1.0))]
-
-
-class Mode(enum.Enum):
-    FAST = 1
-    EXACT = 2
-
-
-@row
-def an_enum_a_class_and_a_sentinel() -> Row:
-    default = object()
-    cfg: dict[str, Any] = {"mode": Mode.FAST, "x": default, "act": nn.Tanh}
-
-    def fn(p: Any, x: Tensor) -> Tensor:
-        scale = (2.0 if cfg["mode"] is Mode.FAST else 3.0) + (cfg["x"] is default)
-        return scaled(p, cfg["act"]()(x), scale)
-
-    return fn, [
-        ("cfg['mode']", lambda: cfg.update(mode=Mode.EXACT)), ("cfg['x']", lambda: cfg.update(x=object())),
-        ("cfg['act']", lambda: cfg.update(act=nn.GELU)),
-    ]  # fmt: skip
 
 
 class Trainer:
@@ -154,20 +126,6 @@ def attributes_of_an_object_and_its_class() -> Row:
         ("self.beta", lambda: setattr(trainer, "beta", 3.0)),
         ("Trainer.gamma", lambda: setattr(Trainer, "gamma", Trainer.gamma + 1)),
         ("self.gamma", lambda: setattr(trainer, "gamma", 5.0)),
-    ]
-
-
-@row
-def slots() -> Row:
-    class Slotted:
-        gamma: ClassVar[float] = 2.0
-        __slots__ = ("beta",)
-
-    config = Slotted()
-    config.beta = 2.0
-    return lambda p, x: scaled(p, x, config.beta * Slotted.gamma), [
-        ("config.beta", lambda: setattr(config, "beta", 3.0)),
-        ("Slotted.gamma", lambda: setattr(Slotted, "gamma", 3.0)),
     ]
 
 

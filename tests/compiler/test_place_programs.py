@@ -17,8 +17,6 @@ from programs import programs
 from torch import Tensor
 
 import fnshard as fs
-from fnshard.compiler.ir.program import Outputs, Program, replay
-from fnshard.compiler.place.place import Axis, place
 from fnshard.compiler.place.placement import Split, divides, fits, local_shape, through_view
 
 f64 = torch.float64
@@ -214,40 +212,6 @@ def test_masks_are_those_of_one_device(split: Split) -> None:
     for ranks in (2, 4):
         if divides((4, 8, 8), split, ranks):
             assert_placed(program, params, batch, {"0": split, "w": split}, ranks)
-
-
-def test_masks_are_those_of_one_device_on_two_axes() -> None:
-    """Drawn bit by bit as one device draws them, by ranks that have a part along either axis."""
-    fn = lambda p, x: F.dropout(x * p["w"], 0.4).sum()  # noqa: E731
-    x = rows(4, 6, 8)
-    program = traced(fn, {"w": x}, (x,))
-    (node,) = program.graph.find_nodes(op="call_function", target=torch.ops.fnshard.dropout.default)
-    graph = program.graph
-    graph.output_node().args = ((node,),)
-    graph.eliminate_dead_code()
-    program = Program(graph, program.inputs, {}, Outputs(None, None, None), program.fake_mode)
-    values = {"w": x, "0": x, "key0": torch.tensor(77)}
-    (whole,) = replay(graph, [values[i.name] for i in program.inputs])
-    inputs = {i: Split(1) for i in program.inputs if i.kind != "key"}
-    first = place(program, Axis("context", 3, inputs))
-    (drawn,) = first.graph.find_nodes(op="call_function", target=torch.ops.fnshard.dropout.default)
-    second = place(first, Axis("tensor", 2, {i: Split(2) for i in inputs}))
-    (drawn,) = second.graph.find_nodes(op="call_function", target=torch.ops.fnshard.dropout.default)
-    second.graph.output_node().args = ((drawn,),)
-    second.graph.eliminate_dead_code()
-    for context in range(3):
-        for tensor in range(2):
-            part = x[:, 2 * context : 2 * context + 2, 4 * tensor : 4 * tensor + 4]
-            here = {
-                "w": part,
-                "0": part,
-                "key0": values["key0"],
-                "context": torch.tensor(context),
-                "tensor": torch.tensor(tensor),
-            }
-            (got,) = replay(second.graph, [here[i.name] for i in second.inputs])
-            expected = whole[:, 2 * context : 2 * context + 2, 4 * tensor : 4 * tensor + 4]
-            assert torch.equal(got.reshape(expected.shape), expected)
 
 
 # ------------------------------------------------------------------ placements

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import sharded
 import torch
 import torch.nn.functional as F
-from models import MODELS, Model, gpt, model_of
+from models import Model, gpt
 from torch import nn
 
 import fnshard as fs
@@ -18,44 +17,6 @@ from fnshard.compiler.schedule.instructions import Run, ToHost
 from fnshard.errors import SpecError
 
 ADAMW = fs.optim.adamw(3e-3, weight_decay=0.1)
-POLICIES: Mapping[str, Mapping[str, Any]] = {
-    "unit": {"remat": "unit"},
-    "half": {"remat": 0.5},
-    "nothing": {"remat": 0.0},
-    "offload": {"remat": "offload"},
-    "unit_offload": {"remat": "unit+offload", "overlap": 5},
-    "globs": {"remat": {"layers.0": "unit", "layers.*": 0.3}},
-    "selective": {"remat": "unit", "save": ["matmul", "attention"]},
-}
-
-
-@cache
-def plain(name: str, accumulate: int) -> list[Any]:
-    return sharded.simulate(model_of(name), "full_shard", 2, ADAMW, steps=2, accumulate=accumulate)
-
-
-@pytest.mark.parametrize("policy", [
-    pytest.param(name, marks=[pytest.mark.long] * (name in ("half", "nothing"))) for name in POLICIES
-])  # fmt: skip
-@pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.long), 3])
-def test_not_a_bit_changes(policy: str, accumulate: int) -> None:
-    """fp64, eager: what is computed again is computed alike."""
-    how = {"steps": 2, "accumulate": accumulate, **POLICIES[policy]}
-    got = sharded.simulate(model_of("gpt"), "full_shard", 2, ADAMW, **how)
-    for a, b in zip(got, plain("gpt", accumulate), strict=True):
-        sharded.assert_same(a, b, atol=0)
-
-
-# test_numerics trains some of the others so.
-@pytest.mark.parametrize("name", [
-    pytest.param(n, marks=[pytest.mark.long] * (n not in ("islands", "tied")))
-    for n in sorted(set(MODELS) - {"gpt"})
-])  # fmt: skip
-@pytest.mark.parametrize("remat", ["unit", pytest.param("unit+offload", marks=pytest.mark.long)])
-def test_every_model_under_unit(name: str, remat: str) -> None:
-    got = sharded.simulate(model_of(name), "full_shard", 2, ADAMW, steps=2, remat=remat)
-    for a, b in zip(got, plain(name, 1), strict=True):
-        sharded.assert_same(a, b, atol=1e-12)
 
 
 class Noisy(nn.Module):
@@ -85,10 +46,20 @@ def grads_of(remat: Any, **options: Any) -> Any:
     return step(fs.shard(params, specs, mesh), x, rng=(3, 7))
 
 
-@pytest.mark.parametrize("remat", ["unit", 0.0, 0.3, "offload", {"layers.1": "unit"}])
-def test_dropout_draws_the_same_mask_when_recomputed(remat: Any) -> None:
-    want_loss, want = grads_of("none")
-    loss, grads = grads_of(remat)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("remat", "options"),
+    [
+        ("unit", {}), (0.0, {}), (0.3, {}), ("offload", {}), ("unit+offload", {"overlap": 5}),
+        ({"layers.1": "unit", "layers.*": 0.3}, {}), ("unit", {"save": ["matmul"]}),
+    ],
+)  # fmt: skip
+def test_not_a_bit_changes_and_dropout_draws_the_same_mask(
+    remat: Any, options: dict[str, Any], accumulate: int
+) -> None:
+    """fp64, eager: what is computed again is computed alike."""
+    want_loss, want = grads_of("none", accumulate=accumulate)
+    loss, grads = grads_of(remat, accumulate=accumulate, **options)
     assert torch.equal(loss, want_loss)
     assert all(torch.equal(grads[p], g) for p, g in want.items())
 

@@ -62,29 +62,6 @@ def test_any_depth_makes_the_same_kernels() -> None:
     assert kinds[4] == kinds[8]
 
 
-def test_blocks_that_differ_are_different_kernels() -> None:
-    def fn(p, x):
-        return run_chain(p, x, lambda x, i: x * (2.0 if i == 1 else 3.0)).sum()
-
-    sources = [s.source for s in lower(fn, chain(6), rows()).segments.segments]
-    alike = [s.source for s in lower(lambda p, x: run_chain(p, x).sum(), chain(6), rows()).segments.segments]
-    assert len(sources) == len(alike) == 6
-    assert len(set(sources)) == len(set(alike)) + 1
-    assert len(set(sources[3:-1])) == 1  # those after the odd one are equal again
-
-
-def test_a_loop_over_shared_blocks_cuts_again() -> None:
-    def fn(p, x):
-        for _ in range(3):
-            x = run_chain(p, x)
-        return x.sum()
-
-    low = lower(fn, chain(2), rows())
-    assert units(low) == [("layers.0",), ("layers.1",)] * 3
-    assert len({s.source for s in low.segments.segments[1:-1]}) == 1
-    assert_same_grads(fn, chain(2), rows())
-
-
 # ------------------------------------------------------------------ what may cross
 
 
@@ -174,19 +151,6 @@ def test_what_rests_on_leaves_alone_neither_crosses_nor_is_saved(kind: str) -> N
     assert_same_grads(fn, tall(), rows())
 
 
-def test_a_cast_of_the_whole_tree_at_the_top_moves_to_its_consumers() -> None:
-    def fn(p, x):
-        half = {path: leaf.to(torch.bfloat16) for path, leaf in p.items()}
-        stacked = sum(leaf.float().sum() for leaf in half.values())
-        return run_tall(half, x.bfloat16(), lambda w, g: w * g).float().sum() + 0 * stacked
-
-    low = lower(fn, tall(), rows())
-    assert units(low) == [("layers.0",), ("layers.1",), ("layers.2",)]
-    assert not {(TALL, WIDTH), (TALL, 1)} & (
-        saved_shapes(low) | {tuple(v.shape) for b in crossing(low) for v in b}
-    )
-
-
 def test_a_penalty_on_leaves_is_computed_in_its_unit() -> None:
     def fn(p, x):
         penalty = sum(leaf.pow(2).sum() for leaf in p.values())
@@ -225,19 +189,6 @@ def test_a_cache_filled_by_all_blocks_is_cut_between_them() -> None:
     low = lower(fn, chain(3), rows())
     assert units(low) == [("layers.0",), ("layers.1",), ("layers.2",)]
     assert_same_grads(fn, chain(3), rows())
-
-
-def test_leaves_of_one_unit_are_never_torn_by_a_write() -> None:
-    params = {"a.w": torch.eye(WIDTH), "a.v": torch.eye(WIDTH)}
-
-    def fn(p, x):
-        out = torch.zeros(2, ROWS, WIDTH)
-        out[0] = x @ p["a.w"]
-        out[1] = x @ p["a.v"]
-        return out.pow(2).sum()
-
-    assert units(lower(fn, params, rows())) == [("a",)]
-    assert_same_grads(fn, params, rows())
 
 
 # ------------------------------------------------------------------ odd programs

@@ -1,25 +1,39 @@
-"""Tracing: grad modes, autocast, hooks and derivatives inside `fn`: right, or refused."""
+"""Tracing: programs inside `fn` whose gradients are autograd's, or that are refused with the way out."""
 
 from __future__ import annotations
 
+import copy
+import random
 import threading
+from collections.abc import Callable
+from random import randint
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from toys import ROWS, WIDTH, run_chain
-from traced import checks_of, programs, refused
+from toys import ROWS, WIDTH, assert_same_grads, chain, our_grads, plain_grads, rows, run_chain, step_of
 
-from fnshard import TraceError
+import fnshard as fs
+from fnshard import LayoutSpec, TraceError
 from fnshard.compiler.frontend.unsupported import refusals
 
-RIGHT, right = programs()
-REFUSED, refuse = refused()
-test_gradients_are_those_of_autograd, test_refused_with_the_way_out = checks_of(RIGHT, REFUSED)
+RIGHT: dict[str, Callable[..., Any]] = {}
+REFUSED: dict[str, tuple[Callable[..., Any], str]] = {}
+
+
+def right(fn: Callable[..., Any]) -> Callable[..., Any]:
+    RIGHT[fn.__name__] = fn
+    return fn
+
+
+def refuse(message: str) -> Callable[[Callable[..., Any]], None]:
+    return lambda fn: REFUSED.update({fn.__name__: (fn, message)})
+
 
 # ------------------------------------------------------------------ grad modes
 
@@ -104,12 +118,6 @@ def autocast_nested(p, x):
 
 
 @right
-def compiled_submodule(p, x):
-    sine = torch.compile(lambda x: torch.sin(x) * 2, backend="eager")
-    return run_chain(p, x, lambda x, i: sine(x)).sum()
-
-
-@right
 def forward_pre_hook(p, x):
     relu = nn.ReLU()
     relu.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
@@ -168,10 +176,6 @@ REFUSED |= {
     "custom op without fake": (
         lambda p, x: run_chain(p, x).sum() + _no_fake(x).sum(),
         "cannot run on tensors without values.*register_fake",
-    ),
-    "sparse": (
-        lambda p, x: torch.sparse.mm(torch.eye(ROWS).to_sparse(), run_chain(p, x)).sum(),
-        "makes tensors that.*sparse_coo.*dense",
     ),
 }  # fmt: skip
 
@@ -245,3 +249,315 @@ def test_refusals_hold_on_the_tracing_thread_alone_and_end_with_the_trace() -> N
     assert "data" not in vars(torch.Tensor) and "grad_fn" not in vars(torch.Tensor)
     assert "apply" not in vars(torch.autograd.Function.__base__)
     assert _Square.apply(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
+# ------------------------------------------------------------------ values that decide
+
+RIGHT |= {
+    "item of a constant": lambda p, x: run_chain(p, x).sum() * torch.tensor(2.0).item(),
+}  # fmt: skip
+
+REFUSED |= {
+    "branch": (lambda p, x: run_chain(p, x).sum() if x.sum() > 0 else x.sum(), "depends on a tensor's value"),
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------ random numbers
+
+RIGHT |= {
+    "lstm in eval mode": lambda p, x: _lstm_eval(run_chain(p, x)[None])[0].sum(),
+}  # fmt: skip
+
+REFUSED |= {
+    "poisson": (
+        lambda p, x: run_chain(p, x).sum() + torch.poisson(x.abs()).sum(),
+        "draws random numbers with aten.poisson.*torch.randn",
+    ),
+    "lstm with dropout": (
+        lambda p, x: _lstm(run_chain(p, x)[None])[0].sum(),
+        "draws random numbers with aten.lstm",
+    ),
+}  # fmt: skip
+
+
+_lstm = nn.LSTM(WIDTH, WIDTH, 2, dropout=0.5).requires_grad_(False)
+_lstm_eval = copy.deepcopy(_lstm).eval()
+
+
+@refuse(r"sets torch's random state.*seed=")
+def manual_seed(p, x):
+    torch.manual_seed(0)
+    return (run_chain(p, x) * torch.rand(WIDTH)).sum()
+
+
+# ------------------------------------------------------------------ writing in place
+
+REFUSED |= {
+    "embedding max norm": (
+        lambda p, x: F.embedding(torch.tensor([0, 1]), p["layers.0.w"], max_norm=1.0).sum(),
+        "changes 1 leaf in place.*embedding_renorm",
+    ),
+    "resize in place": (
+        lambda p, x: (run_chain(p, x) * x.new_zeros(2).resize_(ROWS, WIDTH).zero_()).sum(),
+        "what memory a tensor has by aten.resize_",
+    ),
+}  # fmt: skip
+
+
+@refuse(r"changes 1 leaf in place.*params\['layers.0.w'\] by aten.mul_")
+def leaf_data_in_place(p, x):
+    p["layers.0.w"].data.mul_(2)
+    return run_chain(p, x).sum()
+
+
+@right
+def detached_alias_in_place(p, x):
+    y = x @ p["layers.0.w"]
+    y.detach().zero_()
+    return (y * x).sum()
+
+
+@right
+def writes_between_results_of_one_op(p, x):
+    largest, at = (x @ p["layers.0.w"]).max(0)
+    largest[1:].mul_(at[1:] * p["layers.1.w"][0, 1:])
+    real = torch.view_as_complex((x @ p["layers.2.w"]).view(ROWS, -1, 2)).real
+    real.add_(largest[: WIDTH // 2])
+    return (largest.sum() * real).sum()
+
+
+@right
+def other_shapes_in_place(p, x):
+    y = x @ p["layers.0.w"]
+    row, turned = y[0], y.t()
+    y.t_().unsqueeze_(0).mul_(p["layers.1.w"][0][:, None])
+    y.squeeze_(0).swapaxes_(0, 1)
+    return (y * row).sum() + turned.pow(2).sum()
+
+
+@refuse(r"aten.mul.out with an out= .*\[0\] for \[4, 8\]")
+def out_of_another_shape(p, x):
+    with torch.no_grad():
+        out = torch.mul(x, 2, out=x.new_empty(0))
+    return (run_chain(p, x) * out).sum()
+
+
+# ------------------------------------------------------------------ what fn closes over
+
+RIGHT |= {
+    "small constant": lambda p, x: (run_chain(p, x) * _small).sum() + (x * torch.tensor([2.0] * WIDTH)).sum(),
+}  # fmt: skip
+
+REFUSED |= {
+    "constant that requires grad": (
+        lambda p, x: (run_chain(p, x) * _trained).sum(),
+        "closes over 1 tensor.*that requires grad",
+    ),
+    "large constant": (
+        lambda p, x: run_chain(p, x).sum() + _large[0].sum(),
+        "closes over 1 tensor.*1 MB.*trainable=False",
+    ),
+}  # fmt: skip
+
+
+_small = torch.arange(float(WIDTH))
+_trained = torch.ones(WIDTH, requires_grad=True)
+_large = torch.ones(600, 600)
+
+
+@right
+def literal_in_place(p, x):
+    fresh = torch.tensor([1.0] * WIDTH)
+    fresh.add_(1)
+    return (run_chain(p, x) * fresh).sum()
+
+
+# ------------------------------------------------------------------ the host's random numbers
+
+REFUSED |= {
+    "pythons random numbers": (
+        lambda p, x: (run_chain(p, x) * random.gauss(0, 1)).sum(),
+        "draws random numbers by Python's random.*draw with torch.*pass the numbers as tensors",
+    ),
+    "numpys random numbers": (
+        lambda p, x: (run_chain(p, x) * torch.from_numpy(np.random.rand(WIDTH)).float()).sum(),
+        "draws random numbers by numpy.random,",
+    ),
+    "a function imported by its name": (
+        lambda p, x: (run_chain(p, x) * randint(0, 3)).sum(),
+        "draws random numbers by Python's random",
+    ),
+    "a generator of ones own": (
+        lambda p, x: (run_chain(p, x) * _python.random()).sum(),
+        "draws random numbers by a Random that it closes over",
+    ),
+    "a generator of numpys": (
+        lambda p, x: (run_chain(p, x) * _numpy.normal()).sum(),
+        "draws random numbers by a Generator that it closes over",
+    ),
+    "bits of numpys": (
+        lambda p, x: (run_chain(p, x) * _bits.random_raw()).sum(),
+        "draws random numbers by a PCG64 that it closes over",
+    ),
+}  # fmt: skip
+
+_python, _numpy, _bits = random.Random(0), np.random.default_rng(0), np.random.PCG64(0)
+
+
+@right
+def a_seeded_generator_made_anew(p, x):
+    return (run_chain(p, x) * np.random.default_rng(0).normal() * random.Random(0).random()).sum()
+
+
+# ------------------------------------------------------------------ shapes of programs
+
+RIGHT |= {
+    "loss that is a view": lambda p, x: run_chain(p, x).reshape(-1)[0],
+    "loss of leaves alone": lambda p, x: torch.linalg.svdvals(p["layers.0.w"]).sum() + p["layers.1.w"][0, 0],
+    "loss that is an element": lambda p, x: p["layers.0.w"][0, 0],
+}  # fmt: skip
+
+
+@right
+def loss_returned_twice(p, x):
+    loss = run_chain(p, x).sum()
+    return loss, (
+        loss,
+        loss.detach(),
+        {"twice": loss * 2, "x": x, "w": p["layers.0.w"], "row": p["layers.1.w"][0]},
+    )
+
+
+@right
+def replaced_in_the_dict(p, x):
+    q = dict(p)
+    q["layers.0.w"] = q["layers.0.w"] * 2
+    return run_chain(q, x).sum()
+
+
+def test_aux_holds_values_from_before_the_update() -> None:
+    params = chain(2)
+    step = step_of(loss_returned_twice, params, optimizer=fs.optim.sgd(1.0))
+    state, metrics = step(step.init(params), rows())
+    assert torch.equal(metrics["aux"][2]["w"], params["layers.0.w"])
+    assert torch.equal(metrics["aux"][2]["row"], params["layers.1.w"][0])
+    assert not torch.equal(state.params["layers.0.w"], params["layers.0.w"])
+
+
+# ------------------------------------------------------------------ losses
+
+REFUSED |= {
+    "loss of many": (lambda p, x: run_chain(p, x), r"0-d float tensor.*it returned f32\[4, 8\]"),
+    "integer loss": (lambda p, x: run_chain(p, x).sum().long(), r"it returned i64\[\]"),
+    "complex loss": (lambda p, x: run_chain(p, x).sum().to(torch.complex64), r"it returned complex64\[\]"),
+    "loss in a dict": (lambda p, x: {"loss": run_chain(p, x).sum()}, "it returned dict"),
+    "loss without leaf": (lambda p, x: x.sum(), "the loss depends on no trainable leaf.*trainable=True"),
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------ modules
+
+
+def test_parameters_with_hooks_are_refused_by_make_functional() -> None:
+    model = nn.Linear(2, 2)
+    model.weight.register_hook(lambda grad: grad * 0)
+    model.bias.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(
+        TraceError, match=r"(?s)2 leaves of Linear with a gradient hook.*'weight'.*'bias'.*Fix"
+    ):
+        fs.make_functional(model)
+
+
+# ------------------------------------------------------------------ what fn sees
+
+
+def test_requires_grad_of_leaves_is_what_the_specs_say() -> None:
+    seen: dict[str, bool] = {}
+
+    def fn(p, x):
+        seen.update({path: leaf.requires_grad for path, leaf in p.items()} | {"x": x.requires_grad})
+        return run_chain(p, x).sum()
+
+    rules = [("layers.0.*", LayoutSpec(trainable=False)), ("*", LayoutSpec())]
+    step = fs.shard_step(fn, fs.match_specs(chain(), rules), backend="eager")
+    _, grads = step(chain(), rows())
+    assert seen == {
+        "layers.0.w": False,
+        "layers.1.w": True,
+        "layers.2.w": True,
+        "layers.3.w": True,
+        "x": False,
+    }
+    assert grads["layers.0.w"] is None
+
+
+def test_leaves_come_in_compute_dtype_and_batches_as_they_are() -> None:
+    seen: dict[str, torch.dtype] = {}
+
+    def fn(p, x, ids):
+        seen.update({"w": p["layers.0.w"].dtype, "x": x.dtype, "ids": ids.dtype})
+        return run_chain(p, x.to(torch.bfloat16)).float().sum()
+
+    specs = fs.match_specs(chain(), [("*", LayoutSpec(compute_dtype=torch.bfloat16))])
+    fs.shard_step(fn, specs, backend="eager").lower(
+        chain(), rows().double(), torch.zeros(3, dtype=torch.int32)
+    )
+    assert seen == {"w": torch.bfloat16, "x": torch.float64, "ids": torch.int32}
+
+
+def test_a_failed_trace_leaves_the_grad_mode_as_it_was() -> None:
+    def fn(p, x):
+        torch.set_grad_enabled(False)
+        raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        our_grads(fn, chain(), rows())
+    assert torch.is_grad_enabled()
+
+
+def test_autocast_around_a_step_is_refused_at_the_trace_and_after() -> None:
+    params = {"w": torch.ones(4, 4)}
+    step = fs.shard_step(lambda p, x: (x @ p["w"]).sum(), fs.match_specs(params, [("*", LayoutSpec())]))
+    for _ in range(2):
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(TraceError, match="enter it inside of `fn`"),
+        ):
+            step(params, torch.ones(2, 4))
+        step(params, torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_tracing_inside_an_outer_grad_mode(context: Callable[[], Any]) -> None:
+    expected, grads = plain_grads(lambda p, x: run_chain(p, x).sum(), chain(), rows())
+    with context():
+        loss, ours = our_grads(lambda p, x: run_chain(p, x).sum(), chain(), rows())
+        torch.testing.assert_close((loss, ours), (expected, grads))
+
+
+def _sparse_embeddings(p, x):
+    ids = torch.tensor([1, 2, 3, 3])
+    bags = F.embedding_bag(ids, p["layers.1.w"], torch.tensor([0, 2]), mode="sum", sparse=True)
+    return F.embedding(ids, p["layers.0.w"], sparse=True).pow(2).sum() + bags.pow(2).sum()
+
+
+def test_an_embedding_with_sparse_gradient_gets_a_dense_one() -> None:
+    expected, sparse = plain_grads(_sparse_embeddings, chain(), rows())
+    loss, grads = our_grads(_sparse_embeddings, chain(), rows())
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(grads, {p: g.to_dense() for p, g in sparse.items()})
+
+
+# ------------------------------------------------------------------ all of them
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_gradients_are_those_of_autograd(name: str) -> None:
+    assert_same_grads(RIGHT[name], chain(), rows())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_with_the_way_out(name: str) -> None:
+    fn, message = REFUSED[name]
+    with pytest.raises(TraceError, match=f"(?s)(?=.*Fix: )(?=.*{message})"):
+        our_grads(fn, chain(), rows())

@@ -17,7 +17,7 @@ from zoo import WIDTH, Fn, Params, batches, check_compiled, named, net, params, 
 
 import fnshard as fs
 from fnshard import TraceError
-from fnshard.compiler.schedule.instructions import Gather, ReduceScatter, Run
+from fnshard.compiler.schedule.instructions import Gather, Run
 
 
 def gradient_penalty(p: Params, x: Tensor) -> Tensor:
@@ -154,23 +154,6 @@ def written(p: Params, x: Tensor) -> Tensor:
 
 def test_inductor_compiles_it() -> None:
     check_compiled(penalty_of_autograd)
-
-
-def test_leaves_that_a_transform_reads_are_gathered_by_unit() -> None:
-    """A slope of one layer after the other: each unit is gathered and reduced by itself."""
-
-    def by_layer(p: Params, x: Tensor) -> Tensor:
-        for w in p.values():
-            x = x + grad(lambda z, w=w: torch.tanh(z @ w).square().sum())(x)
-        return x.mean()
-
-    low = lower(by_layer, params(2), batches(1)[0], ranks=2)
-    order = [
-        (type(i).__name__, i.unit) for i in low.schedule.instructions if isinstance(i, Gather | ReduceScatter)
-    ]
-    units = ["layers.0", "layers.1"]
-    assert order[:2] == [("Gather", u) for u in units]
-    assert [u for kind, u in order if kind == "ReduceScatter"] == units[::-1]
 
 
 @pytest.mark.parametrize("fn", [gradient_penalty, maml, per_sample_gradients], ids=lambda f: f.__name__)

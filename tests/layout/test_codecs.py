@@ -76,13 +76,6 @@ def test_any_rows_are_coded_by_themselves(codec: str, rows: int, rest: list[int]
     assert all(torch.equal(part[n], full[n][low:high]) for n in full)
 
 
-def test_int8_is_within_half_a_step_of_every_weight() -> None:
-    value = torch.randn(16, 200)
-    most = F.pad(value, (0, 56)).view(16, 4, 64).abs().amax(2)
-    bound = (most / 127 / 2).repeat_interleave(64, 1)[:, :200]
-    assert bool(((decoded(value, "int8") - value).abs() <= bound * 1.001).all())
-
-
 def test_nf4_takes_the_nearest_level_of_its_coded_scale() -> None:
     value = torch.randn(8, 64 * 300)  # 300 scales: two groups of them, one not full
     parts = codecs.CODECS["nf4"].encode(value)
@@ -361,29 +354,6 @@ def test_codes_travel_and_nothing_decoded_is_kept() -> None:
         saved = codes.schedule.kernels[name].forward.graph.output_node().args[0]
         sizes = [v.meta["val"].numel() for v in saved]
         assert max(sizes) <= 2 * width  # activations: no weight, decoded or not
-
-
-# ------------------------------------------------------------------ in and out
-
-
-def test_weights_of_a_directory_are_coded_as_they_are_read(tmp_path: Path) -> None:
-    params = {"w": torch.randn(10, 130), "b": torch.randn(10)}
-    plain = fs.match_specs(params, [("*", LayoutSpec())])
-    fs.hf.save(params, tmp_path / "model", plain, fs.make_mesh(shard=1))
-    specs = fs.match_specs(
-        params, [("w", LayoutSpec(P("shard"), codec="int8", trainable=False)), ("*", LayoutSpec())]
-    )
-    mesh = fs.make_mesh(shard=4, simulated=True)
-
-    def work(rank: int) -> Any:
-        blocks, cut = fs.hf.load(tmp_path / "model", specs, mesh), fs.shard(params, specs, mesh)
-        fs.hf.save(blocks, tmp_path / "again", specs, mesh)
-        return all(torch.equal(blocks["w"][n], cut["w"][n]) for n in cut["w"])
-
-    assert fs.simulate(mesh, work) == [True] * 4
-    again = fs.hf.load(tmp_path / "again", plain, fs.make_mesh(shard=1))
-    assert torch.equal(again["w"], decoded(params["w"], "int8"))
-    assert torch.equal(again["b"], params["b"])
 
 
 # ------------------------------------------------------------------ coded otherwise than before

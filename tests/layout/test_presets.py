@@ -8,33 +8,11 @@ from torch import nn
 
 import fnshard as fs
 from fnshard import LayoutSpec, P
-from fnshard.layout.presets import PRESETS, best_split
+from fnshard.layout.presets import best_split
 
 MESH = fs.make_mesh(shard=8, abstract=True)
 HYBRID = fs.make_mesh(replicate=2, shard=4, abstract=True)
 S = P("shard")
-
-FIELDS = {  # storage, gradient, optimizer, reshard
-    "full_shard": (S, S, S, True),
-    "zero3": (S, S, S, True),
-    "shard_grad_op": (S, S, S, False),
-    "zero2": (P(), S, S, True),
-    "zero1": (P(), P(), S, True),
-    "no_shard": (P(), P(), P(), True),
-    "hybrid_shard": (S, S, S, True),
-}
-
-
-def test_all_presets_are_listed_here() -> None:
-    assert set(FIELDS) == set(PRESETS)
-    assert fs.presets.zero3 is fs.presets.full_shard
-
-
-@pytest.mark.parametrize("name", FIELDS)
-def test_fields(name: str) -> None:
-    spec = PRESETS[name]({"w": torch.zeros(16, 3)}, MESH)["w"]
-    assert (spec.storage, spec.gradient, spec.optimizer, spec.reshard) == FIELDS[name]
-    assert spec.compute == P()
 
 
 def test_over_all_data_axes_or_the_inner_ones() -> None:

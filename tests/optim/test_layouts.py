@@ -98,16 +98,6 @@ def test_an_expert_axis_and_replicas_too(name):
     assert_alone(found, name)
 
 
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore:.*whole stacks of experts")
-@pytest.mark.parametrize("axes", [{"expert": 3, "shard": 2}, {"expert": 3, "tensor": 2}], ids=str)
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("name", sorted(OWN.keys() - {"adamw_8bit"}))  # whose runs of 3 are cut
-def test_an_expert_axis_goes_with_others(name, preset, axes):
-    rules = [("experts.*", fs.LayoutSpec(fs.P("expert"), compute=fs.P("expert")))]
-    assert_alone(trained(axes, preset, around(OWN[name]), {"rules": rules}), name)
-
-
 # ------------------------------------------------------------------ state of other shapes
 
 

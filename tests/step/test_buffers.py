@@ -6,12 +6,10 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fnshard as fs
@@ -55,25 +53,6 @@ class Counter(nn.Module):
         return (x - self.average) * self.scale / (self.count + 1)
 
 
-class Queue(nn.Module):
-    """MoCo's (He et al. 2020): keys of earlier batches, a ring with a pointer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("keys", F.normalize(torch.randn(4 * ROWS, WIDTH), dim=1))
-        self.register_buffer("at", torch.zeros(1, dtype=torch.long))
-
-    def forward(self, x: Tensor) -> Tensor:
-        query = F.normalize(self.encode(x), dim=1)
-        logits = query @ self.keys.clone().T
-        with torch.no_grad():
-            rows = (self.at + torch.arange(x.shape[0])) % len(self.keys)
-            self.keys[rows] = query
-            self.at[0] = (self.at + x.shape[0]) % len(self.keys)
-        return logits.logsumexp(1).mean()
-
-
 class Teacher(nn.Module):
     """An average of the student's weights, written by hand; the student is to give what its teacher gives."""
 
@@ -111,7 +90,6 @@ class TwoDtypes(nn.Module):
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "batch_norm": lambda: Blocks(lambda: nn.BatchNorm1d(WIDTH)),
     "counter": lambda: Blocks(Counter),
-    "queue": Queue,
     "teacher": Teacher,
     "two_dtypes": lambda: Blocks(TwoDtypes),
 }
@@ -445,20 +423,3 @@ def test_a_skipped_step_stores_what_it_has_written() -> None:
     for path, leaf in state.params.items():
         of_module = params[path] if params[path].requires_grad else expected[path]
         torch.testing.assert_close(leaf, of_module.detach(), rtol=0, atol=ATOL)
-
-
-def test_leaves_that_rest_on_disk(tmp_path: Path) -> None:
-    policy = {"memory": "disk", "optimizer_memory": "disk", "buffers": True}
-    model = model_of("two_dtypes")
-    for got in simulated(model, "full_shard", policy=policy, accumulate=2, disk_dir=str(tmp_path)):
-        same(got, plain(model, 2, accumulate=2))
-
-
-# ------------------------------------------------------------------ tools
-
-
-def test_tools_know_the_lines() -> None:
-    made = lowered("two_dtypes")
-    assert made.comm_analysis()["aggregate_buffers"]["count"] == 2
-    assert made.memory_analysis().peak_bytes > 0
-    assert {"aggregate_buffers", "store_buffers"} <= {s.verb for s in made.timeline("h100").spans}

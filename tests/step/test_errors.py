@@ -172,6 +172,18 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "Fix: .*to_dense"),
     "a state for parameters": (
         lambda: step().init(step(optimizer=SGD).init(chain(2))), SpecError, "not a TrainState.*state.params"),
+    "a module for a tree": (
+        lambda: fs.presets.full_shard(nn.Linear(2, 2), fs.make_mesh()), SpecError,
+        r"tree of tensors, not the module Linear\.\nFix: .*fs.make_functional\(model\)"),
+    "parameters for a tree": (
+        lambda: step()(nn.Linear(2, 2).parameters(), rows()), SpecError,
+        r"tree of tensors, not an iterator\.\nFix: .*fs.make_functional\(model\)"),
+    "a module for a function": (
+        lambda: fs.shard_step(nn.Linear(8, 8), {}), TraceError,
+        r"not the module Linear\.\nFix: .*make_functional"),
+    "a batch without values": (
+        lambda: step()(chain(2), rows().to("meta")), StateError,
+        r"batch\['0'\] \[4, 8\] is on the meta device.*Fix: .*step.lower"),
     "no model": (lambda: fs.make_functional({}), TraceError, "an nn.Module, not a dict.*match_specs"),
     "no function to launch": (lambda: fs.launch(3, ranks=2), LaunchError, "a function, or a list"),
     "a sparse leaf": (lambda: step(params={"w": SPARSE}), SpecError, r"'w'\] is sparse_coo\nFix: .*to_dense"),

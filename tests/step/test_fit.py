@@ -15,7 +15,6 @@ from toys import Llama
 import fnshard as fs
 from experiments.bench.measure import live_bytes
 from fnshard.errors import BudgetError, SpecError
-from fnshard.layout.spec import LayoutSpec, P
 from fnshard.step.fit import Search, fit
 
 # blocks, width, hidden, rows, time, ranks, hardware, dtype of compute
@@ -178,27 +177,6 @@ def test_micro_batches_on_a_tensor_axis() -> None:
     how = {"mesh": mesh, "batch": (torch.ones(4, 4),), "specs": specs}
     assert len(Search(loss, params, **how).divisors) > 1
     assert len(Search(partial(loss, sums=fs.psum), params, **how).divisors) == 1
-
-
-@pytest.mark.long  # a search among codecs
-def test_frozen_codes_beside_adapters() -> None:
-    """What is planned for a quantised base is what its step takes; codes are not what a plan moves first."""
-    with torch.device("meta"):
-        model = Llama(2, 64, 128, 4, 2, 256)
-        tokens = torch.zeros(2, 32, dtype=torch.int64)
-    apply, params = fs.make_functional(model)
-
-    def loss(params: Any, tokens: Any) -> Any:
-        return fs.losses.next_token(apply(params, tokens), tokens)
-
-    tuned, tree = fs.lora(loss, params, rank=4, targets="*.q|*.v")
-    mesh = fs.make_mesh(shard=2, abstract=True, device="cpu")
-    coded = LayoutSpec(P("shard"), codec="nf4", trainable=False)
-    specs = fs.match_specs(tree, [("base.layers.*.[qkvo].weight", coded), ("*", LayoutSpec(P("shard")))])
-    free = fit(tuned, tree, mesh, batch=(tokens,), specs=specs)
-    plan = fit(tuned, tree, mesh, batch=(tokens,), specs=specs, device_bytes=int(free.peak_bytes * 0.8))
-    step = fs.shard_step(tuned, plan.specs, mesh=mesh, optimizer=fs.optim.adamw(1e-3), **plan.options)
-    assert step.lower(tree, tokens).memory_analysis().peak_bytes == plan.peak_bytes <= free.peak_bytes * 0.8
 
 
 # ------------------------------------------------------------------ meshes too

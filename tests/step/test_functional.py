@@ -2,38 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from toys import Llama
 
 import fnshard as fs
 from fnshard.functional import aliases
 from fnshard.layout.spec import is_buffer
-
-
-def test_apply_is_the_modules_forward() -> None:
-    torch.manual_seed(0)
-    model = Llama(2)
-    apply, params = fs.make_functional(model)
-    tokens = torch.randint(0, 64, (2, 5))
-    assert torch.equal(apply(params, tokens), model(tokens))
-    assert torch.equal(apply(params, tokens=tokens), model(tokens))
-
-
-def test_apply_reads_nothing_of_the_module() -> None:
-    model = nn.Linear(2, 2)
-    apply, params = fs.make_functional(model)
-    twice = {p: v.detach() * 2 for p, v in params.items()}
-    x = torch.ones(1, 2)
-    expected = model(x) * 2
-    torch.testing.assert_close(apply(twice, x), expected)
-    torch.testing.assert_close(model(x) * 2, expected)
-    assert set(twice) == {"weight", "bias"}
 
 
 def test_parameters_and_buffers_each_once_and_known_apart() -> None:
@@ -70,13 +48,6 @@ def test_a_tied_weight_is_one_leaf_under_its_first_name() -> None:
     torch.testing.assert_close(leaf.grad, model.parts.embed.weight.grad)
 
 
-def test_tied_buffers() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
-    model[1].running_mean = model[0].running_mean
-    _, params = fs.make_functional(model)
-    assert "0.running_mean" in params and "1.running_mean" not in params
-
-
 class Inner(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -110,27 +81,3 @@ def test_parameters_that_share_memory_are_tied_or_refused(share: Any, deferred: 
         fs.make_functional(model)
     for module in (apart, model.requires_grad_(False)):
         assert len(fs.make_functional(module)[1]) == 2
-
-
-def test_the_module_can_still_be_copied_and_saved() -> None:
-    model = Tied()
-    fs.make_functional(model)
-    again = copy.deepcopy(model)
-    assert list(again.state_dict()) == ["parts.embed.weight", "parts.head.weight"]
-    assert aliases(again) == {"parts.head.weight": "parts.embed.weight"}
-
-
-def test_einops_is_traced_like_the_views_it_makes() -> None:
-    einops = pytest.importorskip("einops")
-    params = {"w": torch.randn(6, 6, dtype=torch.float64)}
-
-    def by_einops(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        heads = einops.rearrange(x @ p["w"], "b t (h k) -> b h t k", h=2)
-        return einops.reduce(heads.sin(), "b h t k -> ", "mean")
-
-    def by_views(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        return (x @ p["w"]).unflatten(-1, (2, 3)).transpose(1, 2).sin().mean()
-
-    x, specs = torch.randn(2, 5, 6, dtype=torch.float64), {"w": fs.LayoutSpec()}
-    runs = [fs.shard_step(fn, specs, backend="eager")(params, x) for fn in (by_einops, by_views)]
-    assert torch.allclose(runs[0][0], runs[1][0]) and torch.allclose(runs[0][1]["w"], runs[1][1]["w"])

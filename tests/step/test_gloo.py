@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import reference
 import sharded
-from models import Model, model_of
+from models import Model
 from tensor_models import decoder
 
 import fnshard as fs
@@ -38,19 +37,3 @@ def test_eager_and_compiled_kernels_give_what_one_process_does(ranks: Any) -> No
         for found in of_rank:
             sharded.assert_same(found, expected, atol=2e-5)
     assert expected.losses[-1] < expected.losses[0]
-
-
-def disagree(rank: int) -> str:
-    """Another program on rank 1; returns the error."""
-    model, mesh = model_of("gpt"), fs.make_mesh(shard=2, device="cpu")
-    specs = sharded.specs_of(model, "zero2" if rank else "full_shard", mesh)
-    step = sharded.make_step(mesh, model, specs, fs.optim.sgd(0.1), timeout=20.0)
-    with pytest.raises(fs.AgreementError) as error:
-        step(step.init(model.params), *sharded.part(model.batch(0), rank, 2))
-    return str(error.value)
-
-
-def test_ranks_with_different_programs_are_an_error_at_once(ranks: Any) -> None:
-    for text in ranks(2).run(disagree, timeout=60.0):
-        assert text.startswith("rank(s) 1 hold another program than rank 0"), text
-        assert "rank 0:" in text and "rank 1:" in text and "Fix:" in text, text

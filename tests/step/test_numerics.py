@@ -82,28 +82,6 @@ def test_a_global_count_of_zero_gives_zero_gradients() -> None:
 # ------------------------------------------------------------------ without an optimizer
 
 
-def test_gradients_equal_torch_func_grad() -> None:
-    model = model_of("masked_mean")
-    mesh = fs.make_mesh(shard=4, simulated=True)
-    specs = sharded.specs_of(model, "zero1", mesh)
-    step = sharded.make_step(mesh, model, specs, None, accumulate=3)
-    batch = model.batch(0)
-
-    def run(rank: int) -> Any:
-        shards = fs.shard(model.params, specs, mesh)
-        loss, grads = step(shards, *sharded.part(batch, rank, 4))
-        assert all(g is None for p, g in grads.items() if not specs[p].trainable)
-        return loss, fs.unshard(grads, specs, mesh, layout="gradient")
-
-    grads, loss = reference.gradients(model.loss, model.params, *batch)
-    trained = {p: g for p, g in grads.items() if p not in model.frozen}
-    for got_loss, got in fs.simulate(mesh, run):
-        torch.testing.assert_close(got_loss, loss, rtol=0, atol=sharded.ATOL)
-        assert {p for p, g in got.items() if g is not None} == trained.keys()
-        for path, value in trained.items():
-            torch.testing.assert_close(got[path], value, rtol=0, atol=sharded.ATOL, msg=path)
-
-
 def test_shard_forward_gives_each_rank_its_rows() -> None:
     from models import GPT, seeded
 

@@ -9,7 +9,7 @@ import reference
 import sharded
 import torch
 import torch.nn.functional as F
-from models import GPT, language_model, model_of, noise, seeded, vectors
+from models import model_of, noise, vectors
 from sharded import by_steps, simulated
 from torch import Tensor
 from toys import step_of
@@ -79,33 +79,6 @@ def test_whole_batch_leaves_are_not_cut() -> None:
 
 
 # ------------------------------------------------------------------ state and layouts
-
-
-def test_the_state_says_everything_a_resume_needs() -> None:
-    """A copy of the state, taken on, makes the same losses, with dropout in it."""
-    model = language_model(seeded(GPT, layers=1, dropout=0.2))
-    mesh = simulated(2)
-    specs = sharded.specs_of(model, "full_shard", mesh)
-    step = sharded.make_step(
-        mesh, model, specs, optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(0.01))
-    )
-
-    def run(rank: int) -> Any:
-        state = step.init(model.params, seed=7)
-        batches = [sharded.part(b, rank, 2) for b in model.batches(4)]
-        for batch in batches[:2]:
-            state, _ = step(state, *batch)
-        kept = state.copy()
-        ends = []
-        for each in (state, kept):
-            for batch in batches[2:]:
-                each, metrics = step(each, *batch)
-            ends.append((metrics["loss"], dict(each.params)))
-        return ends
-
-    for (loss, params), (again, same) in fs.simulate(mesh, run):
-        assert torch.equal(loss, again)
-        assert all(torch.equal(params[p], same[p]) for p in params)
 
 
 def test_replicated_leaves_beside_sharded_ones() -> None:

@@ -215,17 +215,6 @@ def test_a_count_is_summed_before_the_backward(accumulate, accumulate_mode):
     assert all("scalars" in counted[n].reads for n in updates)
 
 
-def test_a_count_waits_for_norms_that_are_needed():
-    clip = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), fs.optim.adamw(1e-3))
-    for how in ({"optimizer": clip}, {"grad_norm": True}):
-        found = list(lower(_counted, chain(3), rows(), **how).schedule.instructions)
-        arrived = next(
-            n for n, i in enumerate(found) if isinstance(i, Wait) and i.of.verb == "reduce_scalars"
-        )
-        assert arrived < min(n for n, i in enumerate(found) if isinstance(i, Update))
-        assert arrived > max(n for n, i in enumerate(found) if isinstance(i, Run))
-
-
 def test_a_group_of_one_casts_once_where_leaves_are_kept():
     """With reshard=False, whose price is the copy; else the last unit alone is spared, as with gathers."""
     params = {p: v.float() for p, v in chain(4).items()}

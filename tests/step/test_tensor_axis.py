@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import reference
 import torch
-from sharded import make_step
-from tensor_models import ROWS, VOCAB, WIDTH, T, decoder
+import torch.nn.functional as F
+from sharded import assert_same, make_step, specs_of, train
+from tensor_models import ROWS, VOCAB, WIDTH, T, block, decoder
 from torch import Tensor
 
 import fnshard as fs
@@ -120,3 +124,43 @@ def test_a_data_axis_may_have_any_name() -> None:
     model, mesh = decoder(), fs.make_mesh(context=2, data_axes=["context"], simulated=True)
     specs = fs.presets.full_shard(model.params, mesh)
     assert fs.debug.check(model.loss, model.params, *model.batch(0), specs, mesh)
+
+
+# ------------------------------------------------------------------ equal to a mesh of one rank
+
+
+def on_mesh(model: Any, axes: dict[str, int], coded: tuple[str, ...] = ()) -> list[reference.Trained]:
+    """`coded`: leaves that are frozen, in codes."""
+    mesh = fs.make_mesh(**axes, simulated=True)
+    policy = {"tensor": "tensor" if "tensor" in axes else None}
+    specs = specs_of(model, "full_shard", mesh, **policy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        frozen = {p: model.params[p] for p in coded}
+        specs |= fs.presets.full_shard(frozen, mesh, codec="nf4", trainable=False, **policy) if coded else {}
+    step = make_step(mesh, model, specs, fs.optim.adamw(1e-2), remat="unit")
+    return fs.simulate(mesh, lambda rank: train(rank, mesh, model, specs, None, step=step, seed=7))
+
+
+def dropped(p: dict[str, Tensor], tokens: Tensor) -> fs.Mean:
+    """With masks of values that axes split, and a loss that holds no logits."""
+    x = F.dropout(F.embedding(tokens, p["embed.weight"]) + p["pos"], 0.2)
+    x = F.dropout(block(p, F.dropout(block(p, x, 0), 0.4), 1), 0.3, inplace=True)
+    x = F.layer_norm(x, (WIDTH,), p["norm"])
+    return fs.losses.linear_cross_entropy(x[:, :-1], p["head.weight"], tokens[:, 1:], chunk=5)
+
+
+def test_masks_do_not_depend_on_the_mesh() -> None:
+    model = replace(decoder(tied=False), loss=dropped)
+    (expected,) = on_mesh(model, {"shard": 1})
+    for got in on_mesh(model, {"tensor": 2, "context": 2}):
+        assert_same(got, expected)
+
+
+def test_frozen_codes_are_split_by_rows() -> None:
+    """The codes of a rank's rows are rows of the codes; a matrix whose inputs would be split stays whole."""
+    coded = ("layers.0.up_proj.weight", "layers.1.down_proj.weight")
+    model = replace(decoder(tied=False), frozen=coded)
+    (expected,) = on_mesh(model, {"shard": 1}, coded)
+    for got in on_mesh(model, {"shard": 2, "tensor": 2}, coded):
+        assert_same(got, expected)

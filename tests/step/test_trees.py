@@ -231,25 +231,6 @@ def same(left: Any, right: Any) -> None:
     torch.testing.assert_close(left, right, atol=1e-10, rtol=0)
 
 
-def test_constants_and_functions_are_part_of_a_parameter_tree() -> None:
-    mesh, tree = fs.make_mesh(shard=2, simulated=True), layered()
-    specs = fs.presets.full_shard(tree, mesh)
-    assert specs["layers"][0]["b"] is None and specs["layers"][0]["act"] is F.gelu
-    grads_of = fs.shard_step(layered_loss, specs, mesh=mesh, backend="eager")
-    loss, dw, inner = by_autograd(tree)
-
-    def run(rank: int) -> None:
-        rows = ROWS[2 * rank : 2 * rank + 2]
-        value, grads = grads_of(grads_of.init(tree), rows)
-        same(value, loss)
-        full = fs.unshard(grads, specs, mesh, layout="gradient")
-        assert [full["layers"][0][k] for k in ("b", "act", "scale")] == [None] * 3
-        same((full["w"], full["layers"][0]["w"]), (dw, inner))
-
-    fs.simulate(mesh, run)
-    fs.debug.check(layered_loss, tree, (ROWS,), specs=specs, mesh=mesh)
-
-
 @pytest.mark.parametrize("lowered", [False, True])
 def test_other_constants_than_the_specs_were_made_with_are_refused(lowered: bool) -> None:
     step = make(layered_loss, layered())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import sharded
 import torch
 import torch.nn.functional as F
+from models import Model
 from torch import Tensor, nn
 
 import fnshard as fs
@@ -35,8 +35,6 @@ class Family:
     Args:
         head: the class's name after the family's.
         config: of that name, if it is not the family's.
-        layers: how many units must be found.
-        tied: the name a leaf is stored under, and its other one.
         atol: of gradients. Gemma's norms and Gemma 2's softmax compute in fp32 whatever they are given, so
             that sums over a half of the rows are rounded otherwise than those over all.
     """
@@ -45,8 +43,6 @@ class Family:
     head: str
     sizes: dict[str, Any]
     config: str = ""
-    layers: int = 2
-    tied: tuple[str, str] | None = None
     atol: float = sharded.ATOL
 
     def build(self) -> nn.Module:
@@ -57,27 +53,22 @@ class Family:
             return getattr(transformers, self.name + self.head)(config).double().eval()
 
 
-EMBEDDED = ("model.embed_tokens.weight", "lm_head.weight")
 FAMILIES = {
     "llama": Family("Llama", "ForCausalLM", {**SMALL, "tie_word_embeddings": False}),
     "qwen2": Family("Qwen2", "ForCausalLM", SMALL),
-    "qwen3": Family("Qwen3", "ForCausalLM", {**GEMMA, "tie_word_embeddings": True}, tied=EMBEDDED),
+    "qwen3": Family("Qwen3", "ForCausalLM", {**GEMMA, "tie_word_embeddings": True}),
     "mistral": Family("Mistral", "ForCausalLM", {**SMALL, "sliding_window": 4}),
-    "gemma": Family("Gemma", "ForCausalLM", GEMMA, tied=EMBEDDED, atol=1e-6),
+    "gemma": Family("Gemma", "ForCausalLM", GEMMA, atol=1e-6),
     # Softcapped attention, which has no fused kernel; windows in every other layer.
-    "gemma2": Family("Gemma2", "ForCausalLM", LOCAL, tied=EMBEDDED, atol=1e-6),
-    "gemma3": Family("Gemma3", "ForCausalLM", LOCAL, config="Gemma3Text", tied=EMBEDDED, atol=1e-6),
-    "gpt2": Family("GPT2", "LMHeadModel", GPT2, tied=("transformer.wte.weight", "lm_head.weight")),
+    "gemma2": Family("Gemma2", "ForCausalLM", LOCAL, atol=1e-6),
+    "gemma3": Family("Gemma3", "ForCausalLM", LOCAL, config="Gemma3Text", atol=1e-6),
+    "gpt2": Family("GPT2", "LMHeadModel", GPT2),
     "t5": Family(
         "T5", "ForConditionalGeneration",
         {"vocab_size": 61, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4,
          "decoder_start_token_id": 0},
-        layers=4, tied=("shared.weight", "encoder.embed_tokens.weight"),
     ),
-    "bert": Family(
-        "Bert", "ForMaskedLM", ENCODER,
-        tied=("bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"),
-    ),
+    "bert": Family("Bert", "ForMaskedLM", ENCODER),
     "vit": Family("ViT", "ForImageClassification", IMAGES),
     "phi": Family("Phi", "ForCausalLM", SMALL),
 }  # fmt: skip
@@ -86,7 +77,7 @@ FAMILIES = {
 FAMILIES["jetmoe"] = Family(
     "JetMoe", "ForCausalLM",
     {**SMALL, "num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 4, "num_key_value_heads": 4},
-    tied=EMBEDDED, atol=1e-6,
+    atol=1e-6,
 )  # fmt: skip
 
 
@@ -104,18 +95,7 @@ class Wide:
 ROWS, TIME = 4, 7
 
 
-@dataclass(frozen=True)
-class Case:
-    """A loss of a model's leaves, a batch, and what autograd makes of both."""
-
-    params: dict[str, Tensor]
-    loss: Callable[..., Tensor]
-    batch: tuple[Tensor, ...]
-    value: Tensor
-    grads: dict[str, Tensor]
-
-
-def case_of(module: nn.Module, time: int = TIME) -> Case:
+def model_of(module: nn.Module, time: int = TIME) -> Model:
     """Tokens, or images, and labels drawn for a module; the loss is fp64's, unlike the models' own."""
     generator = torch.Generator().manual_seed(1)
     images = module.main_input_name == "pixel_values"
@@ -125,20 +105,12 @@ def case_of(module: nn.Module, time: int = TIME) -> Case:
         inputs = torch.randn(ROWS, 3, 12, 12, dtype=torch.float64, generator=generator)
     else:
         inputs = torch.randint(1, 61, shape, generator=generator)
-    decoded = module.config.is_encoder_decoder
-
-    def cross_entropy(call: Callable[..., Any], inputs: Tensor, labels: Tensor) -> Tensor:
-        extra = {"labels": labels} if decoded else {}
-        logits = call(**{module.main_input_name: inputs, **extra, "return_dict": True}).logits
-        return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
-
     apply, params = fs.make_functional(module)
 
-    def loss(params: Any, *batch: Tensor) -> Tensor:
-        return cross_entropy(lambda **inputs: apply(params, **inputs), *batch)
+    def loss(params: Any, inputs: Tensor, labels: Tensor) -> Tensor:
+        extra = {"labels": labels} if module.config.is_encoder_decoder else {}
+        logits = apply(params, **{module.main_input_name: inputs, **extra, "return_dict": True}).logits
+        return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
-    module.zero_grad()
-    value = cross_entropy(module, inputs, labels)
-    value.backward()
-    grads = {p: v.grad.clone() for p, v in module.named_parameters() if v.grad is not None}
-    return Case(params, loss, (inputs, labels), value.detach(), grads)
+    frozen = tuple(p for p, v in params.items() if not isinstance(v, nn.Parameter))
+    return Model(params, loss, lambda seed: (inputs, labels), frozen)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import sharded
 import torch
+from models import Model
 from torch import Tensor
 
 import fnshard as fs
@@ -12,6 +14,7 @@ import fnshard as fs
 SHAPES = {"embed.weight": (7, 6), "a.weight": (6, 12), "b.weight": (9, 6), "b.bias": (6,),
           "experts.w": (3, 6, 5)}  # fmt: skip
 ROWS = torch.randn(12, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+COMPUTES = {"embed.weight": fs.P("tensor"), "a.weight": fs.P("tensor"), "b.weight": fs.P(None, "tensor")}
 
 
 def leaves() -> dict[str, Tensor]:
@@ -26,34 +29,11 @@ def loss(params: Any, x: Tensor) -> fs.Mean:
     return fs.Mean((hidden @ params["b.weight"].T).square().sum() + each, torch.tensor(float(len(x))))
 
 
-def step_on(mesh: fs.Mesh, specs: Any, optimizer: Any, **options: Any) -> Any:
-    return fs.shard_step(loss, specs, mesh=mesh, optimizer=optimizer, backend="eager", **options)
-
-
-def specs_on(mesh: fs.Mesh, preset: str, **policy: Any) -> Any:
-    computes = {"embed.weight": fs.P("tensor"), "a.weight": fs.P("tensor"), "b.weight": fs.P(None, "tensor")}
-    tensor = {"tensor": computes} if "tensor" in mesh.names else {}
-    return fs.presets.PRESETS[preset](leaves(), mesh, **tensor, **policy)
-
-
-def advanced(step: Any, state: fs.TrainState, steps: int, rank: int) -> fs.TrainState:
-    mesh = step.mesh
-    part = len(ROWS) // mesh.data_size
-    at = rank // (mesh.size // mesh.data_size)
-    for _ in range(steps):
-        state, _ = step(state, ROWS[at * part : (at + 1) * part])
-    return state
-
-
 def trained(
     axes: dict[str, int], preset: str, optimizer: Any, policy: dict[str, Any] | None = None, **options: Any
 ) -> list[dict[str, Tensor]]:
     """The parameters of each rank after three steps."""
-    params, mesh = leaves(), fs.make_mesh(**axes, simulated=True)
-    specs = specs_on(mesh, preset, **(policy or {}))
-    step = step_on(mesh, specs, optimizer, **options)
-
-    def on_rank(rank: int) -> dict[str, Tensor]:
-        return fs.unshard(advanced(step, step.init(params), 3, rank).params, specs, mesh)
-
-    return fs.simulate(mesh, on_rank)
+    model = Model(leaves(), loss, lambda seed: (ROWS,))
+    policy = ({"tensor": COMPUTES} if "tensor" in axes else {}) | (policy or {})
+    ranks = sharded.simulate(model, preset, axes, optimizer, policy=policy, **options)
+    return [each.params for each in ranks]

@@ -103,7 +103,7 @@ def make_step(
 def simulate(
     model: Model,
     preset: str,
-    world: int,
+    axes: int | Mapping[str, int],
     optimizer: Any,
     *,
     adversary: Any = None,
@@ -111,8 +111,8 @@ def simulate(
     policy: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> list[Trained]:
-    """`train` on every rank of a simulated world."""
-    mesh = fs.make_mesh(**meshes(world, preset), simulated=True)
+    """`train` on every rank of a simulated mesh, or world."""
+    mesh = fs.make_mesh(**(meshes(axes, preset) if isinstance(axes, int) else axes), simulated=True)
     specs = specs_of(model, preset, mesh, **(policy or {}))
     step = make_step(mesh, model, specs, optimizer, **options)
 
