@@ -226,5 +226,5 @@ class Counting:
 
 def _take(heap: Slots, nbytes: int, views: int = 1) -> SharedSlot:
     slot = heap.take(nbytes)
-    slot.message = message = SharedSlot(views)
+    slot.use = message = SharedSlot(views)
     return message
