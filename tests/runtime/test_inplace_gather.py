@@ -211,7 +211,9 @@ def _watched(rank: int, clip: bool) -> dict[str, Any]:
 
         return run
 
-    def gather(units: Units, name: str, runs: Any, total: int, dtype: torch.dtype, write: Any) -> list[Tensor]:
+    def gather(
+        units: Units, name: str, runs: Any, total: int, dtype: torch.dtype, write: Any
+    ) -> list[Tensor]:
         seen["sent"] += total * dtype.itemsize if name == "reduce_pair" else 0
         return plain(units, name, runs, total, dtype, write)
 
