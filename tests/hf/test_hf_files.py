@@ -462,7 +462,7 @@ def test_what_is_there_is_not_touched_and_leftovers_are(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="there is something at"):
         fs.hf.save(params, tmp_path / "link", specs, mesh)
     (tmp_path / "empty").mkdir()
-    left = writing.staging_path(tmp_path / "empty")
+    left = tmp_path / ".empty.writing"
     left.mkdir()
     (left / "model.safetensors").write_text("of a save that was killed")
     fs.hf.save(params, tmp_path / "empty", specs, mesh)
