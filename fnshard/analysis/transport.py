@@ -16,7 +16,7 @@ from torch import Tensor
 from fnshard.analysis.storages import UNCOUNTED, StorageTracker
 from fnshard.analysis.workspace import HALVES
 from fnshard.mesh import Mesh
-from fnshard.runtime.collectives.base import Done, Group, Handle
+from fnshard.runtime.collectives.base import SUM_CHUNK, Done, Group, Handle
 from fnshard.runtime.collectives.messages import Slots
 from fnshard.runtime.collectives.shared_memory import (
     SMALL_BYTES,
@@ -26,7 +26,6 @@ from fnshard.runtime.collectives.shared_memory import (
     header_bytes,
 )
 
-SUM_CHUNK = 1 << 16  # elements that `runtime.collectives.base.sum_rows` adds up in fp32 at a time
 TransportKind = Literal["local", "shared", "p2p", "native", "simulated"]
 Axes = Sequence[str]
 

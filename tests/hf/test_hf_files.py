@@ -411,7 +411,7 @@ def loading(rank: int, folder: str, how: str) -> str:
         fs.hf.load(path, specs, mesh, **more)
     except fs.FnshardError as error:
         message = f"{type(error).__name__}: {error}"
-    connection(mesh).barrier()
+    connection(mesh).gather_object("")
     return message
 
 

@@ -165,7 +165,7 @@ def contract(rank: int, mesh: Mesh, transport: str = "auto") -> str:
                     check(by, axes, numel, dtype, seed, buffered=seed % 2 == 0)()
     in_flight(by, rounds=20)
     out_of_order(by, count=100)
-    by.barrier()
+    by.gather_object("")
     by.close()
     return type(by).__name__
 
@@ -392,7 +392,7 @@ def test_the_first_real_exception_is_raised_again(pair):
     def fn(rank):
         if rank == 1:
             raise KeyError("the cause")
-        connect(pair).barrier()
+        connect(pair).gather_object("")
 
     with pytest.raises(KeyError, match="the cause"):
         simulate(pair, fn)
@@ -429,7 +429,7 @@ def test_ranks_take_turns(pair):
             running.append(rank)
             time.sleep(0)
             assert running.pop() == rank and not running
-            connect(pair).barrier()
+            connect(pair).gather_object("")
 
     simulate(pair, fn)
 

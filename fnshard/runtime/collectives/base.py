@@ -94,10 +94,7 @@ class Collectives(Protocol):
         """[k] on each rank -> [k], the sum; may be written into `flat` and be it."""
 
     def gather_object(self, text: str) -> list[str]:
-        """One small string of every rank of the mesh, by rank."""
-
-    def barrier(self) -> None:
-        """Return when all ranks of the mesh have come here."""
+        """One small string of every rank of the mesh, by rank, when all have come here."""
 
     def transport_bytes(self) -> int:
         """Memory that the transport itself holds on this rank (shared slots), in bytes."""
@@ -196,30 +193,20 @@ def as_bytes(flat: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-_CHUNK = 1 << 16  # elements summed at a time, so that partial sums stay in cache
+SUM_CHUNK = 1 << 16  # elements summed at a time, so that partial sums stay in cache
 
 
 def sum_rows(parts: Sequence[Tensor], out: Tensor) -> Tensor:
     """Sum of at least two flat [k] tensors into `out`, in the order given; half types add in fp32."""
     half = out.dtype in (torch.bfloat16, torch.float16) and len(parts) > 2  # one addition rounds once anyway
-    sums, wide = (
-        (out.new_empty(min(_CHUNK, out.numel()), dtype=torch.float32) for _ in range(2))
-        if half
-        else (out, out)
-    )
-    for low in range(0, out.numel(), _CHUNK):
-        pieces = [part[low : low + _CHUNK] for part in parts]
-        target = out[low : low + _CHUNK]
-        if not half:
-            torch.add(pieces[0], pieces[1], out=target)
-            for piece in pieces[2:]:
-                target += piece
-            continue
-        total, piece32 = sums[: target.numel()], wide[: target.numel()]
-        total.copy_(pieces[0])
-        for piece in pieces[1:]:
-            total += piece32.copy_(piece)
-        target.copy_(total)
+    for low in range(0, out.numel(), SUM_CHUNK):
+        first, second, *others = (part[low : low + SUM_CHUNK] for part in parts)
+        target = out[low : low + SUM_CHUNK]
+        total = first.float().add_(second) if half else torch.add(first, second, out=target)
+        for piece in others:
+            total += piece
+        if half:
+            target.copy_(total)
     return out
 
 
@@ -390,9 +377,6 @@ class Group:
         if self.mesh.size == 1:
             return [text]
         return [t.decode() for t in peers().exchange("host", text.encode(), self.timeout)]
-
-    def barrier(self) -> None:
-        self.gather_object("")
 
     def transport_bytes(self) -> int:
         return 0

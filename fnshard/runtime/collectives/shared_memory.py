@@ -287,9 +287,6 @@ class Shared:
     def gather_object(self, text: str) -> list[str]:
         return self.base.gather_object(text)
 
-    def barrier(self) -> None:
-        self.base.barrier()
-
     def transport_bytes(self) -> int:
         """What was ever touched of this rank's memory, and its part of leaves gathered in place."""
         own = sum(s.top - s.floor for s in (self.gathers, self.reductions))

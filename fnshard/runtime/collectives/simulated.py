@@ -227,9 +227,6 @@ class Simulated:
             return [text]
         return self._exchange("gather_object", text, self.mesh.names, lambda texts, here: texts).wait()
 
-    def barrier(self) -> None:
-        self.gather_object("")
-
     def transport_bytes(self) -> int:
         return 0
 
