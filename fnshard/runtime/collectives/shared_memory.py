@@ -2,8 +2,8 @@
 
 A gather of leaves writes them where all ranks read them; any other costs one pack and one unpack, a
 reduction one pass over the peers' rows. All of it runs on the caller's thread, so that nothing overlaps with
-compute; gloo over loopback copies everything through the kernel and stages it in temporaries (figures:
-`connect`). `messages` says how ranks read each other's memory.
+compute; gloo over loopback copies everything through the kernel and stages it in temporaries (figures are in
+`experiments/LOG.md`). `messages` says how ranks read each other's memory.
 
 Leaves that are *gathered in place* lie once in memory that all ranks of a group see, whole and contiguous.
 Each rank writes its own blocks to their places, and every rank's leaves are views of that one memory:
