@@ -16,7 +16,7 @@ from torch import Tensor
 from fnshard.analysis.storages import UNCOUNTED, StorageTracker
 from fnshard.analysis.workspace import HALVES
 from fnshard.mesh import Mesh
-from fnshard.runtime.collectives.base import Done, Group, Handle
+from fnshard.runtime.collectives.base import SUM_CHUNK, Done, Group, Handle
 from fnshard.runtime.collectives.messages import Slots
 from fnshard.runtime.collectives.shared_memory import (
     SMALL_BYTES,
@@ -26,7 +26,6 @@ from fnshard.runtime.collectives.shared_memory import (
     header_bytes,
 )
 
-SUM_CHUNK = 1 << 16  # elements that `runtime.collectives.base.sum_rows` adds up in fp32 at a time
 TransportKind = Literal["local", "shared", "p2p", "native", "simulated"]
 Axes = Sequence[str]
 
@@ -160,12 +159,16 @@ class Counting:
             kept = (rows, [self._new(part, dtype) for _ in range(n - 1)])
         else:
             kept = (rows, self._new(rows.numel(), rows.dtype))
-        return Flight(lambda: self._sum(part, dtype, n), until_release=kept)
+        return self._made(Flight(lambda: self._sum(part, dtype, n), until_release=kept))
+
+    def _made(self, flight: Flight) -> Handle[Any]:
+        """Shared memory makes results at the issue, others when they are waited for."""
+        return Done(flight.wait()) if self.kind == "shared" else flight
 
     def _sum(
         self, numel: int, dtype: torch.dtype, rows: int, pieces: int = 1, into: Tensor | None = None
     ) -> Tensor:
-        """A sum that is made when it is waited for; of halves in fp32, a chunk at a time."""
+        """A sum; of halves in fp32, a chunk at a time."""
         result = self._new(numel, dtype) if into is None else into
         if rows > 2 and dtype in HALVES:
             self.tracker.look(workspace=2 * 4 * min(SUM_CHUNK, -(-numel // pieces)))
@@ -180,7 +183,7 @@ class Counting:
             return Flight(lambda: received, until_wait=rows)
         shared = self.kind == "shared"
         kept = self._slot(rows, self.reductions) if shared else (rows, self._new(numel, dtype))
-        return Flight(lambda: self._new(numel, dtype), until_release=kept)
+        return self._made(Flight(lambda: self._new(numel, dtype), until_release=kept))
 
     permute = all_to_all  # as much is received as is sent
 
@@ -193,7 +196,7 @@ class Counting:
         kept = self._new(numel, dtype) if simulated else self._slot(flat, self.gathers)
         into = None if kept is flat else flat
         pieces = n if self.kind == "shared" and flat.nbytes > SMALL_BYTES else 1
-        return Flight(lambda: self._sum(numel, dtype, n, pieces, into), until_release=kept)
+        return self._made(Flight(lambda: self._sum(numel, dtype, n, pieces, into), until_release=kept))
 
     def gather_leaves(
         self, runs: Sequence[tuple[int, int]], total: int, dtype: torch.dtype, write: Any, axes: Axes
@@ -209,15 +212,12 @@ class Counting:
     def reduce_pair(
         self, numel: int, dtype: torch.dtype, pack: Any, add: Any, axes: Axes, in_place: bool
     ) -> Handle[Tensor] | None:
-        """See `Shared.reduce_pair`: a reduction of two ranks that keep their own rows, in gradients that live
-        until it is waited for."""
+        """See `Shared.reduce_pair`: a reduction of two ranks that keep their own rows."""
         if self.kind != "shared" or self._ranks(axes) != 2:
             return None
         slot = self._taken(axes, 2 * numel * dtype.itemsize)
         result = self._in_slot(slot, numel, dtype)
-        if in_place:  # the sum lies there
-            return Flight(lambda: result, until_wait=add)
-        return Flight(lambda: self._new(numel, dtype), until_wait=add, until_release=result)
+        return Done(result if in_place else self._new(numel, dtype))  # in place, the sum lies there
 
     def _taken(self, axes: Axes, nbytes: int, views: int = 1) -> SharedSlot:
         """A slot of leaves, with its header."""
@@ -226,5 +226,5 @@ class Counting:
 
 def _take(heap: Slots, nbytes: int, views: int = 1) -> SharedSlot:
     slot = heap.take(nbytes)
-    slot.message = message = SharedSlot(views)
+    slot.use = message = SharedSlot(views)
     return message

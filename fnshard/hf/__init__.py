@@ -64,10 +64,11 @@ def load(
         path: a directory with `model.safetensors`, or with several files and their index; or one file.
         specs: what the blocks are laid out by; they know the full shapes.
         mesh: default one axis "shard" over all ranks there are.
-        model: the module that the leaves are of, best built under `fs.deferred`. It says which names are
-            tied, and has or makes the buffers that are not saved (rotary frequencies).
+        model: the module that the leaves are of, best built under `fs.deferred`. It says which prefix files
+            may leave out and which names are tied, and has or makes the buffers that are not saved (rotary
+            frequencies).
         names: a dict or a function from paths to names in the files, or `Transposed(name)` (which takes a
-            copy of the block); None and what it leaves out: the path, with or without the prefix.
+            copy of the block); None and what it leaves out: the path.
         missing: full values, by path, of leaves that the files lack.
         ignore: globs of tensors that no leaf takes.
         disk_dir: for leaves that rest on disk.

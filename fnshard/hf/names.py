@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import glob
-import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -31,12 +30,16 @@ Named = str | Transposed
 Names = Mapping[str, Named] | Callable[[str], Named | None] | None
 
 
+_ROTARY = ("*rotary_emb.*inv_freq",)  # and the original ones, one for each kind of layers
+
+
 @dataclass(frozen=True)
 class Family:
     """What must be known of an architecture; a leaf's name is its path but for this.
 
     Args:
-        prefix: the module that some files leave out, and some models are: "model" of "model.layers.0".
+        prefix: the module that some files leave out, and some models are: "model" of "model.layers.0"; this
+            and the next two are what the module given as `model=` says.
         tied: `{other name: the path it is stored under}`.
         unsaved: globs of leaves that are not saved: buffers that their modules make.
         ignored: globs of tensors that some files hold and no leaf needs.
@@ -47,8 +50,8 @@ class Family:
 
     prefix: str = ""
     tied: Mapping[str, str] = field(default_factory=dict)
-    unsaved: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
+    unsaved: tuple[str, ...] = _ROTARY
+    ignored: tuple[str, ...] = _ROTARY
     renamed: Mapping[str, str] = field(default_factory=dict)
     experts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -68,85 +71,65 @@ class Family:
         return not any(fnmatch.fnmatchcase(path, pattern) for pattern in self.unsaved)
 
 
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
-_ROTARY = ("*rotary_emb.*inv_freq",)  # and the original ones, one for each kind of layers
-_MASKS = ("*.attn.bias", "*.attn.masked_bias")
-_UNKNOWN = Family(unsaved=_ROTARY, ignored=_ROTARY)
-_LLAMA = Family("model", {"lm_head.weight": "model.embed_tokens.weight"}, _ROTARY, _ROTARY)
-_EXPERTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-_MIXTRAL = replace(
-    _LLAMA, renamed={".mlp.": ".block_sparse_moe."},
-    experts={"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
-)  # fmt: skip
-_GEMMA = replace(_LLAMA, unsaved=(*_ROTARY, "*.embed_scale"))
+_EXPERTS = Family(experts={"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)})
+_QWEN_VL = Family(renamed={"model.language_model.": "model.", "model.visual.": "visual."})
 
-_BERT = Family(
-    "bert", {"cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight"},
-    ("*.position_ids", "*.token_type_ids"), ("*.position_ids", "*.token_type_ids"),
-)  # fmt: skip
-_QWEN_VL = Family(
-    "model", {"lm_head.weight": "model.language_model.embed_tokens.weight"}, _ROTARY, _ROTARY,
-    {"model.language_model.": "model.", "model.visual.": "visual."},
-)  # fmt: skip
-_LLAVA = Family(
-    "", {}, _ROTARY, _ROTARY,
-    {
-        "model.language_model.": "language_model.model.",
-        "model.vision_tower.": "vision_tower.vision_model.",
-        "model.multi_modal_projector.": "multi_modal_projector.",
-        "lm_head.": "language_model.lm_head.",
-    },
-)  # fmt: skip
-_VIT = Family(
-    "vit",
-    renamed={  # its files are older than the names in its module
-        "layers.": "encoder.layer.",
-        ".attention.q_proj.": ".attention.attention.query.",
-        ".attention.k_proj.": ".attention.attention.key.",
-        ".attention.v_proj.": ".attention.attention.value.",
-        ".attention.o_proj.": ".attention.output.dense.",
-        ".mlp.fc1.": ".intermediate.dense.",
-        ".mlp.fc2.": ".output.dense.",
-    },
-)
-
-# By the `model_type` of config.json. A module given as `model=` says the same of itself, but for `renamed`.
+# By the `model_type` of config.json, where files differ from their module.
 FAMILIES: Mapping[str, Family] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA),
-    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), replace(_LLAMA, experts=_EXPERTS)),
-    "mixtral": _MIXTRAL,
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _GEMMA),
-    "bert": _BERT,
-    "vit": _VIT,
-    "llava": _LLAVA,
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), _EXPERTS),
+    "mixtral": Family(
+        renamed={".mlp.": ".block_sparse_moe."},
+        experts={"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)},
+    ),
+    "bert": Family(ignored=("*.position_ids", "*.token_type_ids")),
+    "vit": Family(
+        renamed={  # its files are older than the names in its module
+            "layers.": "encoder.layer.",
+            ".attention.q_proj.": ".attention.attention.query.",
+            ".attention.k_proj.": ".attention.attention.key.",
+            ".attention.v_proj.": ".attention.attention.value.",
+            ".attention.o_proj.": ".attention.output.dense.",
+            ".mlp.fc1.": ".intermediate.dense.",
+            ".mlp.fc2.": ".output.dense.",
+        },
+    ),
+    "llava": Family(
+        renamed={
+            "model.language_model.": "language_model.model.",
+            "model.vision_tower.": "vision_tower.vision_model.",
+            "model.multi_modal_projector.": "multi_modal_projector.",
+            "lm_head.": "language_model.lm_head.",
+        },
+    ),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), _QWEN_VL),
-    "gpt2": Family("transformer", {"lm_head.weight": "transformer.wte.weight"}, _MASKS, _MASKS),
+    "gpt2": Family(ignored=("*.attn.bias", "*.attn.masked_bias")),
 }
 
 
 def family_of(config: Mapping[str, Any], model: nn.Module | None, paths: Iterable[str]) -> Family:
-    """Of a model, and of a configuration with a `model_type`."""
+    """Of a configuration with a `model_type`, and of a model."""
     kind = config.get("model_type")
-    known = FAMILIES.get(kind, _UNKNOWN) if isinstance(kind, str) else _UNKNOWN
+    known = FAMILIES.get(kind, Family()) if isinstance(kind, str) else Family()
     if model is None:
-        here = set(paths)
-        return replace(known, tied={other: p for other, p in known.tied.items() if other not in here})
+        return known
     if not isinstance(model, nn.Module):
         raise SpecError(f"model= is {type(model).__name__}.", fix="the nn.Module that the leaves are of.")
     owned = make_functional(model)[1]
     compare_paths(dict.fromkeys(paths), owned)
     saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
     unsaved = tuple(glob.escape(path) for path, leaf in leaves_of(model).items() if id(leaf) not in saved)
-    prefix = getattr(model, "base_model_prefix", "") or known.prefix
-    ignored = (*unsaved, *known.ignored)
-    return Family(prefix, aliases(model), unsaved, ignored, known.renamed, known.experts)
+    return replace(
+        known,
+        prefix=getattr(model, "base_model_prefix", ""),
+        tied=aliases(model),
+        unsaved=unsaved,
+        ignored=(*unsaved, *known.ignored),
+    )
 
 
 def check_config(values: Mapping[str, Any], model: nn.Module | None, shapes: Mapping[str, Any]) -> None:
-    """Refuse a configuration of which `transformers` makes other leaves than these.
-
-    Of a module's class one is built, on meta; else the sizes count that known families have by name.
-    """
+    """Refuse a configuration of which the module's class makes other leaves than these; one is built, on
+    meta."""
     made, here = {}, {path: list(shape) for path, shape in shapes.items()}
     kind, own = values.get("model_type"), getattr(model, "config", None)
     if kind and hasattr(model, "config_class") and getattr(own, "model_type", kind) == kind:
@@ -154,12 +137,6 @@ def check_config(values: Mapping[str, Any], model: nn.Module | None, shapes: Map
             built = type(model)(type(own).from_dict(dict(values)))
             saved = built.state_dict(keep_vars=True)
             made = {p: list(v.shape) for p, v in make_functional(built)[1].items() if p in saved}
-    elif kind in FAMILIES and own is None:
-        blocks = len({found[1] for p in here if (found := re.search(r"\b(?:layers?|h)\.(\d+)\.", p))})
-        layers = values.get("num_hidden_layers", values.get("n_layer", blocks))
-        tables = {p: s for p, s in here.items() if p.endswith(_EMBEDDINGS)}
-        here = tables | {"blocks": [blocks]}
-        made = {p: [values.get("vocab_size", s[0]), *s[1:]] for p, s in tables.items()} | {"blocks": [layers]}
     wrong = [f"{p!r}: {here.get(p, 'no such leaf')}, and {made.get(p, 'none')} by config.json"
              for p in {**here, **made} if made and here.get(p) != made.get(p)]  # fmt: skip
     if own is not None and kind not in (None, getattr(own, "model_type", kind)):

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -122,7 +122,8 @@ def write_leaves(
     """
     all_ranks = partial(all_or_none, comm.gather_object, what)
     plan, files = all_ranks(planned)
-    digests = comm.gather_object(f"{what} {mesh} {_digest(plan)}")
+    lines = [(leaf.path, leaf.name, leaf.transposed, leaf.dtype, leaf.spec) for leaf in plan]
+    digests = comm.gather_object(hashlib.sha256(repr((what, mesh, lines)).encode()).hexdigest())
     odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if odd:
         raise AgreementError(
@@ -149,12 +150,6 @@ def _put(put: Put, leaf: LeafToWrite, full: Tensor) -> None:
         return
     for name, part in zip(leaf.names, full.flatten(0, 1).chunk(len(leaf.names)), strict=True):
         put(name, part)
-
-
-def _digest(plan: Sequence[LeafToWrite]) -> str:
-    """Equal for equal plans."""
-    lines = [[leaf.path, leaf.name, leaf.transposed, str(leaf.dtype), repr(leaf.spec)] for leaf in plan]
-    return hashlib.sha256(json.dumps(lines).encode()).hexdigest()
 
 
 def gather_leaf(block: Tensor, spec: LayoutSpec, mesh: Mesh, comm: Collectives, out: Tensor | None) -> None:
@@ -187,11 +182,6 @@ def gather_leaf(block: Tensor, spec: LayoutSpec, mesh: Mesh, comm: Collectives, 
         handle.release()
 
 
-def staging_path(final: Path) -> Path:
-    """The folder of what is not complete yet."""
-    return final.with_name(f".{final.name}.writing")
-
-
 @contextmanager
 def model_directory(
     final: Path, entries: Sequence[TensorToWrite], max_bytes: float, config: Mapping[str, Any] | Path
@@ -202,14 +192,14 @@ def model_directory(
         final: what has this name at the end; of directories only an empty one is replaced.
         max_bytes: of a file.
     """
-    folder, files = staging_path(final), split_files(entries, max_bytes)
-    remove(folder)
+    folder, files = final.with_name(f".{final.name}.writing"), split_files(entries, max_bytes)
+    shutil.rmtree(folder, ignore_errors=True)
     places: dict[str, tuple[Path, int]] = {}
     try:
         folder.mkdir(parents=True)
-        for number, some in enumerate(files):
+        for file, some in files.items():
             head, starts = file_layout(some, FORMAT)
-            path = folder / file_name(number, len(files))
+            path = folder / file
             path.touch()
             _write_at(path, memoryview(head), 0)
             places |= {name: (path, start) for name, start in starts.items()}
@@ -221,7 +211,7 @@ def model_directory(
         os.replace(folder, final)
         flush_directory(final.parent)
     finally:
-        remove(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_at(path: Path, data: memoryview, at: int) -> None:
@@ -234,13 +224,8 @@ def _write_at(path: Path, data: memoryview, at: int) -> None:
         os.close(fd)
 
 
-def file_name(number: int, count: int) -> str:
-    """What the files of a model directory are called."""
-    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
-def split_files(entries: Sequence[TensorToWrite], max_bytes: float) -> list[list[TensorToWrite]]:
-    """Entries in files of at most so many bytes, in order; a tensor that is larger has one of its own."""
+def split_files(entries: Sequence[TensorToWrite], max_bytes: float) -> dict[str, list[TensorToWrite]]:
+    """Entries by file of at most so many bytes, in order; a tensor that is larger has one of its own."""
     files: list[list[TensorToWrite]] = [[]]
     room = max_bytes
     for e in entries:
@@ -249,16 +234,18 @@ def split_files(entries: Sequence[TensorToWrite], max_bytes: float) -> list[list
             room = max_bytes
         files[-1].append(e)
         room -= e.bytes
-    return files
+    if len(files) == 1:
+        return {SINGLE: files[0]}
+    return {f"model-{n:05d}-of-{len(files):05d}.safetensors": some for n, some in enumerate(files, 1)}
 
 
 def _complete(
-    folder: Path, files: Sequence[Sequence[TensorToWrite]], config: Mapping[str, Any] | Path
+    folder: Path, files: Mapping[str, Sequence[TensorToWrite]], config: Mapping[str, Any] | Path
 ) -> None:
     """Add what a model directory has besides its weights: an index of several files, the configuration."""
     if len(files) > 1:
-        where = {e.name: file_name(i, len(files)) for i, entries in enumerate(files) for e in entries}
-        total = sum(e.bytes for entries in files for e in entries)
+        where = {e.name: file for file, entries in files.items() for e in entries}
+        total = sum(e.bytes for entries in files.values() for e in entries)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     if isinstance(config, Mapping) and config:
@@ -268,12 +255,3 @@ def _complete(
         found = [config] if config.is_file() else sorted({p for g in COPIED for p in config.glob(g)})
         for source in filter(Path.is_file, found):
             shutil.copyfile(source, folder / ("config.json" if config.is_file() else source.name))
-
-
-def remove(path: Path) -> None:
-    """As far as possible: the caller raises a better error."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):
-            path.unlink(missing_ok=True)

@@ -185,7 +185,7 @@ class Runner:
         shared = (self.mesh.kind, self.mesh.device_type) == ("group", "cpu")
         if shared and self.options.backend != "eager" and not rank.agreement.compiled:
             lowered.compile_share()
-            rank.comm.barrier()
+            rank.comm.gather_object("")
 
     @contextmanager
     def watching(self, observer: Watch) -> Iterator[None]:

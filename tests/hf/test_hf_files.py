@@ -411,7 +411,7 @@ def loading(rank: int, folder: str, how: str) -> str:
         fs.hf.load(path, specs, mesh, **more)
     except fs.FnshardError as error:
         message = f"{type(error).__name__}: {error}"
-    connection(mesh).barrier()
+    connection(mesh).gather_object("")
     return message
 
 
@@ -462,7 +462,7 @@ def test_what_is_there_is_not_touched_and_leftovers_are(tmp_path: Path) -> None:
     with pytest.raises(StateError, match="there is something at"):
         fs.hf.save(params, tmp_path / "link", specs, mesh)
     (tmp_path / "empty").mkdir()
-    left = writing.staging_path(tmp_path / "empty")
+    left = tmp_path / ".empty.writing"
     left.mkdir()
     (left / "model.safetensors").write_text("of a save that was killed")
     fs.hf.save(params, tmp_path / "empty", specs, mesh)

@@ -165,7 +165,7 @@ def contract(rank: int, mesh: Mesh, transport: str = "auto") -> str:
                     check(by, axes, numel, dtype, seed, buffered=seed % 2 == 0)()
     in_flight(by, rounds=20)
     out_of_order(by, count=100)
-    by.barrier()
+    by.gather_object("")
     by.close()
     return type(by).__name__
 
@@ -197,7 +197,7 @@ def in_flight(by, rounds: int, largest: int = 3000) -> None:
 
 
 def test_local():
-    assert contract(0, make_mesh(shard=1, device="cpu")) == "SingleRank"
+    assert contract(0, make_mesh(shard=1, device="cpu")) == "Group"
 
 
 @pytest.mark.parametrize(
@@ -249,8 +249,8 @@ def _two_hosts(rank: int) -> tuple[bool, bool]:
         mesh = make_mesh(replicate=2, shard=2, device="cpu")
         assert contract(rank, mesh) == "Shared"
         by = connect(mesh)
-        apart = by.spans_hosts(("replicate",)) and by.spans_hosts(("replicate", "shard"))
-        together = not by.spans_hosts(("shard",))
+        apart = not by.shares_memory(("replicate",)) and not by.shares_memory(("replicate", "shard"))
+        together = by.shares_memory(("shard",))
         by.close()
         return apart, together
     finally:
@@ -392,7 +392,7 @@ def test_the_first_real_exception_is_raised_again(pair):
     def fn(rank):
         if rank == 1:
             raise KeyError("the cause")
-        connect(pair).barrier()
+        connect(pair).gather_object("")
 
     with pytest.raises(KeyError, match="the cause"):
         simulate(pair, fn)
@@ -429,7 +429,7 @@ def test_ranks_take_turns(pair):
             running.append(rank)
             time.sleep(0)
             assert running.pop() == rank and not running
-            connect(pair).barrier()
+            connect(pair).gather_object("")
 
     simulate(pair, fn)
 
@@ -480,8 +480,7 @@ def test_slots_are_used_again_when_all_are_done():
     assert slots.packed_at(first.start, 5000) is first and slots.packed_at(first.start + 8, 10) is None
     done = {first: False, second: False}
     for slot in done:
-        slot_of = SimpleNamespace(free=lambda s=slot: done[s], finished=False)
-        slot.message = slot_of
+        slot.use = SimpleNamespace(free=lambda s=slot: done[s], finished=False)
     assert slots.take(100).start == 16384
     done[first] = True
     assert slots.take(4096).start == 4096
@@ -489,34 +488,19 @@ def test_slots_are_used_again_when_all_are_done():
     assert slots.top == 20480
 
 
-def _open_for_long(rank: int, mesh: Mesh) -> list[float]:
-    """Sums: of a message that is open while the ring of control words goes round, and of those meanwhile."""
-    by = connect(mesh)
-    handle = by.all_reduce(torch.tensor([1.0 + rank]), ("shard",))
+def _open_for_long(rank: int) -> list[float]:
+    """A gather that is open while the two rows of control words go round, and sums of those meanwhile."""
+    by = connect(make_mesh(shard=2, device="cpu"), timeout=20)
     rows = by.all_gather(torch.tensor([float(rank)]), ("shard",))
     sums = [by.all_reduce(torch.ones(1), ("shard",)).wait() for _ in range(5 * messages.ROWS)]
     by.all_gather(torch.tensor([7.0]), ("shard",)).wait()
-    return [handle.wait().item(), *torch.cat(rows.wait()).tolist(), torch.cat(sums).mean().item()]
+    seen = [*torch.cat(rows.wait()).tolist(), torch.cat(sums).mean().item()]
+    by.close()
+    return seen
 
 
-def test_a_message_may_stay_open_for_longer_than_control_words_go_round(pair):
-    assert simulate(pair, _open_for_long, pair) == [[3.0, 0.0, 1.0, 2.0]] * 2
-
-
-def _ahead(rank: int, mesh: Mesh) -> None:
-    """One message is kept for a round of the words; in the next round none is waited for."""
-    by = connect(mesh)
-    handles = []
-    for number in range(2 * messages.ROWS + 2):
-        handles.append(by.all_reduce(torch.tensor([number + rank]), ("shard",)))
-        if 0 < number < messages.ROWS:
-            expect(handles[number].wait(), torch.tensor([2 * number + 1]), number)
-    for number in (0, *range(messages.ROWS, len(handles))):
-        expect(handles[number].wait(), torch.tensor([2 * number + 1]), number)
-
-
-def test_control_words_are_used_again_only_when_all_have_read_them(pair):
-    simulate(pair, _ahead, pair, timeout=20)
+def test_a_message_may_stay_open_for_longer_than_control_words_go_round(ranks):
+    assert ranks(2).run(_open_for_long) == [[0.0, 1.0, 2.0]] * 2
 
 
 def _of_nothing(rank: int, mesh: Mesh) -> None:

@@ -94,7 +94,7 @@ def _one_after_the_other(rank: int) -> int:
         if number % 7 == 3 * rank:
             os.sched_yield()
     del leaves
-    by.barrier()
+    by.gather_object("")
     used = by.transport_bytes() - before
     by.close()
     return used
@@ -194,8 +194,8 @@ def _watched(rank: int, clip: bool) -> dict[str, Any]:
     assert {default_depth(make_mesh(shard=2, **{kind: True})) for kind in ("simulated", "abstract")} == {1}
     state, batch = step.init(model.params), sharded.part(model.batch(0), rank, 2)
     buckets = step.lower(model.params, *batch).schedule.buckets
-    endpoint = connection(mesh).endpoint
-    memory = endpoint.host.memories[0]
+    shared = connection(mesh)
+    memory = shared.host.memories[0]
     seen: dict[str, Any] = {"leaves": [], "sums": [], "sent": 0, "rows": 0}
 
     def watch(number: int, line: Any, action: Any) -> Any:
@@ -207,18 +207,24 @@ def _watched(rank: int, clip: bool) -> dict[str, Any]:
             if waited == "reduce_scatter":
                 seen["sums"].append(memory.offset_of(env[line.writes[0]].flat) is not None)
             if line.verb == "reduce_scatter":
-                seen["sent"] += env[line.writes[0]].nbytes
                 seen["rows"] += 2 * buckets[line.bucket].row_bytes
 
         return run
 
-    with step.watching(watch):
+    def gather(
+        units: Units, name: str, runs: Any, total: int, dtype: torch.dtype, write: Any
+    ) -> list[Tensor]:
+        seen["sent"] += total * dtype.itemsize if name == "reduce_pair" else 0
+        return plain(units, name, runs, total, dtype, write)
+
+    plain = Units.gather
+    with step.watching(watch), mock.patch.object(Units, "gather", gather):
         for _ in range(2):
             state, _ = step(state, *batch)
-    (units,) = endpoint.units.values()
+    (units,) = shared.units.values()
     largest = max(2 * b.numel * b.dtype.itemsize for b in buckets.values())
     seen["slots"] = (units.slots.top - units.slots.floor) // largest
-    connection(mesh).close()
+    shared.close()
     return seen
 
 

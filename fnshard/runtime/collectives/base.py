@@ -1,13 +1,13 @@
 """Collectives as an argument of the executor: what a rank can ask of its peers, flat tensors only.
 
-`fnshard.runtime.collectives.connect` picks the implementation: `SingleRank` (one rank), `Group` (a
-`torch.distributed` process group), `Simulated` (ranks are threads, `fnshard.runtime.collectives.simulated`),
-`Shared` (CPU ranks that share hosts, `fnshard.runtime.collectives.shared_memory`). All keep one contract:
+`fnshard.runtime.collectives.connect` picks the implementation: `Group` (a `torch.distributed` process group,
+or one rank alone), `Simulated` (ranks are threads, `fnshard.runtime.collectives.simulated`), `Shared` (CPU
+ranks that share hosts, `fnshard.runtime.collectives.shared_memory`). All keep one contract:
 
 - Groups are named by an ordered tuple of mesh axes; rank order is `mesh.group_ranks(axes)`. A group
   of one needs no transport.
-- Every rank of a group issues the same collectives in the same order. Any number may be in flight, and they
-  may be waited for in any order, the same one on all ranks: where they meet is the wait.
+- Every rank issues the same collectives of its groups in the same order. Any number may be in flight, and
+  they may be waited for in any order, the same one on all ranks: they meet at the issue, or at the wait.
 - A tensor handed over must not change until the handle was waited for, and for a gather released
   (`verify` holds schedules to it, and the adversarial simulation shows who breaks it).
 - Every handle is waited for, and a gather's is released; every send buffer is sent.
@@ -94,10 +94,7 @@ class Collectives(Protocol):
         """[k] on each rank -> [k], the sum; may be written into `flat` and be it."""
 
     def gather_object(self, text: str) -> list[str]:
-        """One small string of every rank of the mesh, by rank."""
-
-    def barrier(self) -> None:
-        """Return when all ranks of the mesh have come here."""
+        """One small string of every rank of the mesh, by rank, when all have come here."""
 
     def transport_bytes(self) -> int:
         """Memory that the transport itself holds on this rank (shared slots), in bytes."""
@@ -111,29 +108,26 @@ class Done(Generic[T]):
     """A handle whose result is there already."""
 
     value: T
+    release: Callable[[], Any] = lambda: None
 
     def wait(self) -> T:
         return self.value
 
-    def release(self) -> None:
-        pass
 
-
+@dataclass(eq=False)
 class Pending(Generic[T]):
     """A result that `finish` makes when it is waited for; what that needs is held until then.
 
     `sent`: what is read until then, where somebody looks for it.
     """
 
-    def __init__(self, finish: Callable[[], T], sent: Any = None):
-        self._finish, self.sent = finish, sent
+    finish: Callable[[], T]
+    sent: Any = None
+    release: Callable[[], Any] = lambda: None
 
     def wait(self) -> T:
-        finish, self._finish, self.sent = self._finish, waited_twice, None
+        finish, self.finish, self.sent = self.finish, waited_twice, None
         return finish()
-
-    def release(self) -> None:
-        pass
 
 
 def waited_twice(*_: Any) -> Any:
@@ -199,30 +193,20 @@ def as_bytes(flat: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-_CHUNK = 1 << 16  # elements summed at a time, so that partial sums stay in cache
+SUM_CHUNK = 1 << 16  # elements summed at a time, so that partial sums stay in cache
 
 
 def sum_rows(parts: Sequence[Tensor], out: Tensor) -> Tensor:
     """Sum of at least two flat [k] tensors into `out`, in the order given; half types add in fp32."""
     half = out.dtype in (torch.bfloat16, torch.float16) and len(parts) > 2  # one addition rounds once anyway
-    sums, wide = (
-        (out.new_empty(min(_CHUNK, out.numel()), dtype=torch.float32) for _ in range(2))
-        if half
-        else (out, out)
-    )
-    for low in range(0, out.numel(), _CHUNK):
-        pieces = [part[low : low + _CHUNK] for part in parts]
-        target = out[low : low + _CHUNK]
-        if not half:
-            torch.add(pieces[0], pieces[1], out=target)
-            for piece in pieces[2:]:
-                target += piece
-            continue
-        total, piece32 = sums[: target.numel()], wide[: target.numel()]
-        total.copy_(pieces[0])
-        for piece in pieces[1:]:
-            total += piece32.copy_(piece)
-        target.copy_(total)
+    for low in range(0, out.numel(), SUM_CHUNK):
+        first, second, *others = (part[low : low + SUM_CHUNK] for part in parts)
+        target = out[low : low + SUM_CHUNK]
+        total = first.float().add_(second) if half else torch.add(first, second, out=target)
+        for piece in others:
+            total += piece
+        if half:
+            target.copy_(total)
     return out
 
 
@@ -248,52 +232,24 @@ def from_place(parts: Sequence[Tensor], place: int, distance: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class SingleRank:
-    """The one rank of a mesh without a process group; other backends go by it in what they do not change."""
-
-    mesh: Mesh
-
-    def send_buffer(self, numel: int, dtype: torch.dtype, axes: Axes, rows: int = 1) -> Tensor:
-        return torch.empty(rows * numel, dtype=dtype, device=self.mesh.device)
-
-    def all_gather(self, flat: Tensor, axes: Axes) -> Handle[list[Tensor]]:
-        return Done([flat])
-
-    def reduce_scatter(self, flat: Tensor, axes: Axes, *_: int) -> Handle[Tensor]:
-        return Done(flat)
-
-    all_to_all = permute = all_reduce = reduce_scatter
-
-    def gather_object(self, text: str) -> list[str]:
-        return [text]
-
-    def barrier(self) -> None:
-        self.gather_object("")
-
-    def transport_bytes(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        pass
-
-
-@dataclass(frozen=True)
-class Group(SingleRank):
+class Group:
     """Torch's own collectives, asynchronous, on sub-groups that are made at their first use.
 
     With `peer_to_peer` gathers and reduce-scatters are sends from rank to rank: gloo's own stage
     everything in full-size temporaries.
     """
 
+    mesh: Mesh
     timeout: float = DEFAULT_TIMEOUT
     peer_to_peer: bool = False
     groups: dict[tuple[tuple[str, ...], str], Any] = field(default_factory=dict, compare=False, repr=False)
     name: str = field(default_factory=lambda: f"connection {next(_made)}", compare=False, repr=False)
 
+    def send_buffer(self, numel: int, dtype: torch.dtype, axes: Axes, rows: int = 1) -> Tensor:
+        return torch.empty(rows * numel, dtype=dtype, device=self.mesh.device)
+
     def all_gather(self, flat: Tensor, axes: Axes) -> Handle[list[Tensor]]:
         n = self.mesh.axes_size(axes)
-        if n == 1:
-            return Done([flat])
 
         def start(group: Any, order: Sequence[int]) -> Started:
             if self.peer_to_peer:
@@ -304,7 +260,7 @@ class Group(SingleRank):
             rows = out.view(n, -1).unbind(0)
             return [work], lambda: (flat, [rows[place] for place in order])[1]
 
-        return self._issue("all_gather", axes, "gather", start)
+        return self._issue("all_gather", axes, [flat], start)
 
     def gather_blocks(self, blocks: Sequence[Tensor], axes: Axes) -> Handle[list[Tensor]] | None:
         """Flat blocks [k_i] on each rank -> leaves [n * k_i], in one launch; None: pack them into one."""
@@ -316,7 +272,7 @@ class Group(SingleRank):
             to, sent = ([as_bytes(t) for t in each] for each in (out, blocks))
             return [group.allgather_into_tensor_coalesced(to, sent)], lambda: (blocks, out)[1]
 
-        return self._issue("gather_blocks", axes, "gather", start)
+        return self._issue("gather_blocks", axes, out, start)
 
     def reduce_leaves(self, leaves: Sequence[Tensor], axes: Axes) -> Handle[Tensor] | None:
         """Flat leaves [n * k_i] on each rank -> one row of this rank's blocks of their sums, in one launch;
@@ -330,7 +286,7 @@ class Group(SingleRank):
             parts = list(out.split(sizes))
             return [group.reduce_scatter_tensor_coalesced(parts, leaves)], lambda: (leaves, out)[1]
 
-        return self._issue("reduce_leaves", axes, "reduce", start)
+        return self._issue("reduce_leaves", axes, out, start)
 
     def _in_place(self, axes: Axes) -> bool:
         """Whether torch's own collectives serve a group, whose ranks lie in it as they do on the axes."""
@@ -339,8 +295,6 @@ class Group(SingleRank):
 
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
         n = self.mesh.axes_size(axes)
-        if n == 1:
-            return Done(rows)
 
         def start(group: Any, order: Sequence[int]) -> Started:
             if self.peer_to_peer:
@@ -351,24 +305,18 @@ class Group(SingleRank):
             work = _reduce_scatter(out, sent, group=group, async_op=True)
             return [work], lambda: (sent, out)[1]
 
-        return self._issue("reduce_scatter", axes, "reduce", start)
+        return self._issue("reduce_scatter", axes, rows, start)
 
     def all_to_all(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
-        if self.mesh.axes_size(axes) == 1:
-            return Done(rows)
-
         def start(group: Any, order: Sequence[int]) -> Started:
             sent, out = _permuted(rows, _inverse(order)), torch.empty_like(rows)
             work = dist.all_to_all_single(as_bytes(out), as_bytes(sent), group=group, async_op=True)
             return [work], lambda: (sent, _permuted(out, order))[1]
 
-        return self._issue("all_to_all", axes, "gather", start)
+        return self._issue("all_to_all", axes, rows, start)
 
     def permute(self, flat: Tensor, axes: Axes, distance: int) -> Handle[Tensor]:
-        n = self.mesh.axes_size(axes)
-        if distance % n == 0:
-            return Done(flat)
-        here = self.mesh.group_ranks(axes).index(self.mesh.rank)
+        n, here = self.mesh.axes_size(axes), self.mesh.group_ranks(axes).index(self.mesh.rank)
 
         def start(group: Any, order: Sequence[int]) -> Started:
             sent, out = as_bytes(flat), torch.empty_like(flat)
@@ -379,16 +327,13 @@ class Group(SingleRank):
             work = dist.all_to_all_single(as_bytes(out), sent, come, to, group=group, async_op=True)
             return [work], lambda: (flat, out)[1]
 
-        return self._issue("permute", axes, "gather", start)
+        return self._issue("permute", axes, flat, start) if distance % n else Done(flat)
 
     def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
-        if self.mesh.axes_size(axes) == 1:
-            return Done(flat)
-
         def start(group: Any, _: Sequence[int]) -> Started:
             return [dist.all_reduce(flat, group=group, async_op=True)], lambda: flat
 
-        return self._issue("all_reduce", axes, "reduce", start)
+        return self._issue("all_reduce", axes, flat, start)
 
     def _exchange(self, sent: Sequence[Tensor], axes: Axes, group: Any) -> tuple[list[Any], list[Tensor]]:
         """Send `sent[j]` to the j-th rank of the group; the works, and what each rank sent to this one."""
@@ -401,13 +346,15 @@ class Group(SingleRank):
         return works, got
 
     def _issue(
-        self, name: str, axes: Axes, purpose: str, start: Callable[[Any, Sequence[int]], Started]
-    ) -> Pending[Any]:
-        """Start a collective on the sub-group of its axes."""
+        self, name: str, axes: Axes, alone: Any, start: Callable[[Any, Sequence[int]], Started]
+    ) -> Handle[Any]:
+        """Start a collective on the sub-group of its axes; `alone`: the result of a group of one."""
+        if self.mesh.axes_size(axes) == 1:
+            return Done(alone)
         ranks, what = self.mesh.group_ranks(axes), partial(describe, name, self.mesh, axes)
         blame = partial(_blame, ranks)
         with failing(what, blame):
-            works, take = start(*self.group(axes, purpose))
+            works, take = start(*self.group(axes, "reduce" if "reduce" in name else "gather"))
 
         def wait() -> None:
             for work in works:
@@ -427,7 +374,12 @@ class Group(SingleRank):
         return Pending(finish)
 
     def gather_object(self, text: str) -> list[str]:
+        if self.mesh.size == 1:
+            return [text]
         return [t.decode() for t in peers().exchange("host", text.encode(), self.timeout)]
+
+    def transport_bytes(self) -> int:
+        return 0
 
     def close(self) -> None:
         disconnect(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh
-from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT, Collectives, Group, SingleRank, Transport
+from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT, Collectives, Group, Transport
 from fnshard.runtime.collectives.shared_memory import connect_shared
 from fnshard.runtime.collectives.simulated import Simulated
 
@@ -34,16 +34,9 @@ def connect(mesh: Mesh, *, timeout: float = DEFAULT_TIMEOUT, transport: Transpor
         )
     if mesh.kind == "simulated":
         return Simulated(mesh)
-    if mesh.size == 1:
-        return SingleRank(mesh)
-    # CPU, 32 MiB fp32, median ms of gather / reduce-scatter / all-reduce, packing and unpacking
-    # included (2 cores):
-    #   ranks   native          p2p            shared memory
-    #   2       51 / 46 / 24    28 / 26 / 24   4 / 5 / 10
-    #   4       110 / 94 / 50   45 / 59 / 50   6 / 10 / 21
     on_cpu = mesh.device_type == "cpu"
     group = Group(mesh, timeout, on_cpu and transport != "native")
-    if on_cpu and transport == "auto":
+    if on_cpu and transport == "auto" and mesh.size > 1:
         return connect_shared(group) or group
     return group
 

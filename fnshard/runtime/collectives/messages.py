@@ -7,9 +7,8 @@ that say what its last two messages are. To meet, a rank names a slot in its row
 all have; then it reads their slots in place. Nobody comes to a message before all have come to the one before
 it, so that two rows are enough.
 
-A message runs when it is waited for, after all that its group issued before it: whatever order a group's
-messages are waited for in, they meet in the order in which they were issued. Messages of several groups are
-waited for in one order by all ranks. Every control word has one writer.
+A message runs where it is issued, on the caller's thread; all ranks issue their messages in one order, those
+of several groups too. Every control word has one writer.
 """
 
 from __future__ import annotations
@@ -19,10 +18,9 @@ import mmap
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,14 +29,13 @@ from torch import Tensor
 from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh
 from fnshard.mesh.waits import Missing, Peers, Place, Wait, lost, process_stat
-from fnshard.runtime.collectives.base import check_alike, describe, kind_text, waited_twice
+from fnshard.runtime.collectives.base import check_alike, describe, kind_text
 
-T = TypeVar("T")
 Words = MutableSequence[int]  # 64 bits each
 
 PAGE = 4096
 REGION = 1 << 35  # bytes of address space for what is gathered, and for what is reduced
-CLOSED, WAITS = range(2)  # a memory's own words; the second: 1 + the rank waited for, negative once given up
+WAITS = 0  # a memory's own word: 1 + the rank waited for; negative once it gave up, or has closed
 COME, OVER = range(2)  # a group's words: messages that the rank has come to, and those that are over for it
 KIND, OFFSET, REDUCED = range(3)  # of a row, after them
 ROWS, WIDTH = 2, 3
@@ -99,12 +96,7 @@ class Memory:
 
     def left(self) -> bool:
         """Whether its process has closed it, has given up to wait, has ended, or is a zombie."""
-        closed, waits = self.words(0, 2)
-        return bool(closed) or waits < 0 or process_stat(self.pid)[0] in "ZX"
-
-    def stopped(self) -> bool:
-        """Whether its process stands still (SIGSTOP, or a debugger)."""
-        return process_stat(self.pid)[0] in "Tt"
+        return self.words(WAITS, 1)[0] < 0 or process_stat(self.pid)[0] in "ZX"
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,20 +113,22 @@ class Host:
     name: str  # of the connection
     peers: Peers
 
-    def wait(self, ready: Callable[[], bool], peer: Memory, wait: Wait, missing: Missing) -> str:
-        """Until `ready()`, else why the peer will not come."""
-        waits = self.memories[self.rank].words(8 * WAITS, 1)
-        waits[0] = 1 + peer.rank
+    def wait(self, missing: Missing, wait: Wait) -> str:
+        """Until nobody is missing, else why somebody will not come."""
+        waits = self.memories[self.rank].words(WAITS, 1)
         try:
             for looks in itertools.count():
-                rare = looks % 256 == 255
-                gone = rare and peer.left()  # before the last look: what it sent and then left is good
-                if ready():
+                if not (absent := missing()):
                     waits[0] = 0
                     return ""
+                peer = self.memories[absent[0]]
+                waits[0] = 1 + peer.rank
+                rare = looks % 256 == 255
+                gone = rare and peer.left()
                 if rare:
                     wait.look(missing, now=gone)
-                if gone or time.monotonic() > wait.began + self.timeout:
+                late = time.monotonic() > wait.began + self.timeout
+                if (gone or late) and peer.rank in missing():  # what it sent and then left is good
                     return self._cause(peer)
                 time.sleep(1e-4)
         finally:
@@ -145,13 +139,14 @@ class Host:
         culprit, seen = peer, {self.rank}
         while culprit.rank not in seen:
             seen.add(culprit.rank)
-            waits = culprit.words(8 * WAITS, 1)[0]
+            waits = culprit.words(WAITS, 1)[0]
             if waits < 0 or (waits and not culprit.left()):  # who is killed in a wait is to blame itself
                 culprit = self.memories[abs(waits) - 1]
         culprit = peer if culprit.rank == self.rank else culprit
         if culprit.left():
             return f"rank {culprit.rank} has left"
-        still = f"; its process {culprit.pid} is stopped" if culprit.stopped() else ""
+        stopped = process_stat(culprit.pid)[0] in "Tt"  # by SIGSTOP, or a debugger
+        still = f"; its process {culprit.pid} is stopped" if stopped else ""
         return f"rank {culprit.rank} did not come within {self.timeout:g} s{still}"
 
 
@@ -162,12 +157,29 @@ def whole_pages(nbytes: int) -> int:
 
 
 @dataclass(eq=False)
+class Use:
+    """The use of a slot by a message: whether a place of the group is over with it."""
+
+    message: Message
+    over: Callable[[int], Any]
+
+    @property
+    def finished(self) -> bool:
+        """Whether this rank reads the slot no more."""
+        return bool(self.over(self.message.channel.here))
+
+    def free(self) -> bool:
+        """Whether no rank will read it."""
+        return all(map(self.over, range(len(self.message.channel.memories))))
+
+
+@dataclass(eq=False)
 class Slot:
-    """A part of this rank's memory: being packed while `message` is None, else in flight."""
+    """A part of this rank's memory: being packed while it has no `use`."""
 
     start: int
     end: int
-    message: Message | None = None
+    use: Use | None = None
 
 
 class Slots:
@@ -184,7 +196,8 @@ class Slots:
         waiting for them cannot block anybody for good.
         """
         while (slot := self.fit(nbytes)) is None:
-            self._owed()[0].wait_until_free()
+            use = self._owed()[0]
+            use.message.poll(use.over)
         return slot
 
     def fit(self, nbytes: int, grow: bool = False) -> Slot | None:
@@ -209,18 +222,18 @@ class Slots:
 
     def sweep(self) -> None:
         """Let go of slots that nobody will read any more."""
-        self.live = [s for s in self.live if s.message is None or not s.message.free()]
+        self.live = [s for s in self.live if s.use is None or not s.use.free()]
 
     def packed_at(self, offset: int | None, nbytes: int) -> Slot | None:
         """The slot handed out at `offset` and not sent yet."""
         for slot in self.live:
-            if slot.start == offset and slot.message is None and nbytes <= slot.end - slot.start:
+            if slot.start == offset and slot.use is None and nbytes <= slot.end - slot.start:
                 return slot
         return None
 
-    def _owed(self) -> list[Message]:
-        """Messages that this rank has finished and a peer has not."""
-        return [s.message for s in self.live if s.message is not None and s.message.finished]
+    def _owed(self) -> list[Use]:
+        """Uses that this rank has finished and a peer has not."""
+        return [s.use for s in self.live if s.use is not None and s.use.finished]
 
     def _gap(self, size: int) -> tuple[int, int]:
         """Place among the live slots and start of the lowest gap that fits."""
@@ -245,85 +258,43 @@ class Channel:
     words: Sequence[Words]  # of each rank
     here: int  # this rank's place in the group
     issued: int = 0
-    waiting: deque[Message] = field(default_factory=deque)  # issued, and not run yet
-    open: dict[int, Message] = field(default_factory=dict)  # by number, those that run or whose rows are read
+    open: set[int] = field(default_factory=set)  # numbers of messages that run or whose rows are read
 
 
 @dataclass(eq=False)
-class Message(Generic[T]):
-    """One collective of one group, from this rank's side, and its handle.
+class Message:
+    """One collective of one group, from this rank's side, which comes to it where it is made.
 
-    Args:
-        run: meets the peers and makes the result.
-        before: is called before this rank comes to the message.
-        slot: of this rank's memory, that is sent; None for leaves that are gathered in place.
+    `slot`: of this rank's memory, that is sent; None for leaves that are gathered in place.
     """
 
     channel: Channel
     name: str
     nbytes: int
     dtype: torch.dtype
-    run: Callable[[Message], T] | None
     slot: Slot | None = None
-    before: Callable[[], None] | None = None
-    result: T | None = None
-    given: bool = False
 
     def __post_init__(self) -> None:
-        if self.slot is not None:
-            self.slot.message = self
-        self.number, self.channel.issued = self.channel.issued, self.channel.issued + 1
-        self.channel.waiting.append(self)
-
-    # -------------------------------------------------------------- the handle
-    def wait(self) -> T:
-        if self.given:
-            waited_twice()
-        self.given = True
-        while self.run is not None:
-            first = self.channel.waiting[0]
-            first._run()
-            self.channel.waiting.popleft()
-        result, self.result = self.result, None
-        return result
-
-    def _run(self) -> None:
-        channel, number = self.channel, self.number
-        if self.before is not None:
-            self.before()
-        channel.open[number] = self
+        channel, self.number = self.channel, self.channel.issued
+        channel.issued += 1
+        channel.open.add(self.number)
         words = channel.words[channel.here]
-        words[self._at(KIND)] = self.kind
-        words[self._at(OFFSET)] = 0 if self.slot is None else self.slot.start
-        words[self._at(REDUCED)] = 0
+        words[self._at(KIND)], words[self._at(OFFSET)], words[self._at(REDUCED)] = self.kind, 0, 0
+        if self.slot is not None:
+            self.slot.use = Use(self, lambda place: channel.words[place][OVER] > self.number)
+            words[self._at(OFFSET)] = self.slot.start
         fence()
-        words[COME] = channel.host.peers.come[channel.name] = number + 1
-        self.result = self.run(self)
-        self.run = None  # it may hold what was sent
+        words[COME] = channel.host.peers.come[channel.name] = self.number + 1
 
     def release(self) -> None:
         """This rank reads no slot of the message any more. Again is nothing."""
         channel = self.channel
-        if channel.open.pop(self.number, None):
+        if self.number in channel.open:
+            channel.open.remove(self.number)
             fence()
-            last = channel.words[channel.here][COME]
-            channel.words[channel.here][OVER] = next(iter(channel.open), last)
+            words = channel.words[channel.here]
+            words[OVER] = min(channel.open, default=words[COME])
 
-    # -------------------------------------------------------------- what the slot is asked
-    @property
-    def finished(self) -> bool:
-        """Whether this rank reads no slot of the message, or of one before it, any more."""
-        return self.channel.words[self.channel.here][OVER] > self.number
-
-    def free(self) -> bool:
-        """Whether no rank will read this one's slot any more."""
-        return all(words[OVER] > self.number for words in self.channel.words)
-
-    def wait_until_free(self) -> None:
-        """Wait until nobody will read this rank's slot any more."""
-        self.poll(lambda place: self.channel.words[place][OVER] > self.number)
-
-    # -------------------------------------------------------------- meeting
     def parts(self) -> list[Tensor]:
         """What each rank sent, in place, in group order, once all have come."""
         self.meet()
@@ -359,10 +330,8 @@ class Message(Generic[T]):
             os.sched_yield()
         where = Place("", "", self.channel.name, self.number, [m.rank for m in memories])
         with Wait(host.peers, where, host.timeout) as wait:
-            for place, memory in enumerate(memories):
-                cause = host.wait(lambda at=place: bool(ready(at)), memory, wait, missing)
-                if cause:
-                    raise CollectiveError(lost(self.what(), cause))
+            if cause := host.wait(missing, wait):
+                raise CollectiveError(lost(self.what(), cause))
 
     def what(self) -> str:
         return describe(self.name, self.channel.mesh, self.channel.axes)

@@ -2,8 +2,8 @@
 
 A gather of leaves writes them where all ranks read them; any other costs one pack and one unpack, a
 reduction one pass over the peers' rows. All of it runs on the caller's thread, so that nothing overlaps with
-compute; gloo over loopback copies everything through the kernel and stages it in temporaries (figures:
-`connect`). `messages` says how ranks read each other's memory.
+compute; gloo over loopback copies everything through the kernel and stages it in temporaries (figures are in
+`experiments/LOG.md`). `messages` says how ranks read each other's memory.
 
 Leaves that are *gathered in place* lie once in memory that all ranks of a group see, whole and contiguous.
 Each rank writes its own blocks to their places, and every rank's leaves are views of that one memory:
@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ from fnshard.mesh import Mesh
 from fnshard.mesh.waits import host, peers
 from fnshard.runtime.collectives.base import (
     Axes,
+    Done,
     Group,
     Handle,
     disconnect,
@@ -47,24 +48,24 @@ from fnshard.runtime.collectives.base import (
     summed_row,
 )
 from fnshard.runtime.collectives.messages import (
-    CLOSED,
     GROUP_BYTES,
     KIND,
     OFFSET,
     PAGE,
     REDUCED,
     REGION,
+    WAITS,
     Channel,
     Host,
     Memory,
     Message,
     Slot,
     Slots,
+    Use,
     Words,
     fence,
 )
 
-T = TypeVar("T")
 Runs = Sequence[tuple[int, int]]  # start and length of each leaf, in elements
 Write = Callable[[list[Tensor]], None]
 Add = Callable[[Tensor, Tensor], None]
@@ -96,29 +97,10 @@ def header_bytes(mesh: Mesh) -> int:
 
 
 @dataclass(eq=False)
-class Lease:
-    """The use of a slot of leaves. `signed`: by each rank, when its views have died."""
-
-    signed: Words
-    here: int
-
-    @property
-    def finished(self) -> bool:
-        """Whether this rank has no view of it any more."""
-        return bool(self.signed[self.here])
-
-    def free(self) -> bool:
-        """Whether no rank has."""
-        return all(self.signed)
-
-
-@dataclass(eq=False)
 class Units:
-    """What one group gathers in place, as this rank sees it.
+    """Leaves that the ranks of a group gather in place, as one rank sees them.
 
-    Args:
-        slots: of the leader's memory; what a follower knows of them is how far they reach.
-        dead: numbers of messages whose views have died; `alive`: those whose views live.
+    `dead`: numbers of messages whose views have died; `alive`: those whose views live.
     """
 
     channel: Channel
@@ -137,8 +119,10 @@ class Units:
         """This rank's part of the memory: it writes as much of each slot."""
         return -(-(self.slots.top - self.slots.floor) // len(self.channel.memories))
 
-    def gather(self, message: Message, runs: Runs, write: Write) -> list[Tensor]:
+    def gather(self, name: str, runs: Runs, total: int, dtype: torch.dtype, write: Write) -> list[Tensor]:
         """The leaves, once all ranks have written their blocks."""
+        self.sweep()  # before peers see that this rank has come: else slots look as if somebody kept a leaf
+        message = Message(self.channel, name, total * dtype.itemsize, dtype)
         leaves = self._views(message, runs)
         write(leaves)
         message.mark(REDUCED, 1)
@@ -167,9 +151,10 @@ class Units:
 
         message.poll(ready)
         slot = found[0] if found else self.slots.fit(nbytes, grow=True)
-        slot.message = Lease(self._signatures(slot.start), self.channel.here)
+        signed = self._signatures(slot.start)
         for place in range(len(self.channel.memories)):
-            slot.message.signed[place] = 0
+            signed[place] = 0
+        slot.use = Use(message, signed.__getitem__)
         message.mark(OFFSET, slot.start)
         return slot.start
 
@@ -193,57 +178,156 @@ class Units:
         return self.channel.memories[LEADER].words(start, len(self.channel.memories))
 
 
-@dataclass(eq=False)
-class Endpoint:
-    """One rank's side of all messages."""
+def _sent(name: str, make: Callable[..., Any], scattered: bool = False) -> Callable[..., Any]:
+    """A collective whose result `make` makes of what each rank has sent and of this one's place in the group.
 
-    mesh: Mesh
+    `scattered`: each rank reads its own row of what is sent.
+    """
+
+    def collective(shared: Shared, flat: Tensor, axes: Axes, *how: int) -> Handle[Any]:
+        if not shared.shares_memory(axes):
+            return getattr(shared.base, name)(flat, axes, *how)
+        message = shared.send(name, flat, axes, scattered)
+        result = make(message.parts(), message.channel.here, *how)
+        message.release()
+        return Done(result)
+
+    return collective
+
+
+@dataclass(eq=False)
+class Shared:
+    """Shared memory for groups whose ranks share a host; what spans hosts goes through `base`.
+
+    Rows of which each rank reads its own lie apart from what all read: they come and go in another rhythm,
+    and in one heap would leave gaps in each other's way. Memory is sparse, gaps cost nothing.
+    """
+
+    base: Group
+    hosts: tuple[str, ...]
     host: Host
+    gathers: Slots = field(default_factory=lambda: Slots(REGION))
+    reductions: Slots = field(default_factory=lambda: Slots(2 * REGION))
     channels: dict[tuple[str, ...], Channel] = field(default_factory=dict)
     units: dict[tuple[str, ...], Units] = field(default_factory=dict)
+    together: dict[tuple[str, ...], bool] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        # Rows of which each rank reads its own lie apart from what all read: they come and go in another
-        # rhythm, and in one heap would leave gaps in each other's way. Memory is sparse, gaps cost nothing.
-        self.gathers, self.reductions = Slots(REGION), Slots(2 * REGION)
+    reduce_scatter = _sent("reduce_scatter", summed_row, scattered=True)
+    all_to_all = _sent("all_to_all", rows_of_place, scattered=True)
+    permute = _sent("permute", from_place)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.base.mesh
 
     @property
     def own(self) -> Memory:
         """This rank's memory."""
         return self.host.memories[self.host.rank]
 
+    def send_buffer(self, numel: int, dtype: torch.dtype, axes: Axes, rows: int = 1) -> Tensor:
+        if numel == 0 or not self.shares_memory(axes):
+            return self.base.send_buffer(numel, dtype, axes, rows)
+        nbytes = rows * numel * dtype.itemsize
+        return self.own.flat(self.slots(rows > 1).take(nbytes).start, nbytes, dtype)
+
+    def all_gather(self, flat: Tensor, axes: Axes) -> Handle[list[Tensor]]:
+        if not self.shares_memory(axes):
+            return self.base.all_gather(flat, axes)
+        message = self.send("all_gather", flat, axes)
+        return Done(message.parts(), message.release)
+
+    def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
+        if not self.shares_memory(axes):
+            return self.base.all_reduce(flat, axes)
+        is_slot = self.packed(flat) is not None  # which is no place for a result
+        message = self.send("all_reduce", flat, axes)
+        parts, result = message.parts(), torch.empty_like(flat) if is_slot else flat
+        if message.nbytes <= SMALL_BYTES:
+            sum_rows(parts, result)
+        else:
+            _sum_by_pieces(message, parts, result)
+        message.release()
+        return Done(result)
+
+    def gather_leaves(
+        self, runs: Runs, total: int, dtype: torch.dtype, write: Write, axes: Axes
+    ) -> Handle[list[Tensor]] | None:
+        """Gather leaves in place, see the module; None where the ranks share no memory.
+
+        Args:
+            total: elements of all leaves together.
+            write: copies this rank's blocks into flat leaves, one a run.
+        """
+        if total == 0 or not self.shares_memory(axes):
+            return None
+        return Done(self.units_of(axes).gather("gather_leaves", runs, total, dtype, write))
+
+    def reduce_pair(
+        self, numel: int, dtype: torch.dtype, pack: Callable[[Tensor], None], add: Add, axes: Axes,
+        in_place: bool,
+    ) -> Handle[Tensor] | None:  # fmt: skip
+        """A reduce-scatter of two ranks in which each keeps its own row; None where they are not two.
+
+        Args:
+            pack: fills a flat [numel], the peer's row.
+            add: the peer's row for this rank, and a flat [numel] for the sum.
+            in_place: the sum is made in the peer's row; it must die before the next collective.
+        """
+        if numel == 0 or self.mesh.axes_size(axes) != 2 or not self.shares_memory(axes):
+            return None
+        units = self.units_of(axes)
+        runs = [(0, numel), (numel, numel)]  # what the first rank is to read, and the second
+        here, write = units.channel.here, lambda rows: pack(rows[1 - here])
+        row = units.gather("reduce_pair", runs, 2 * numel, dtype, write)[here]
+        out = row if in_place else torch.empty_like(row)
+        add(row, out)
+        return Done(out)
+
+    def gather_object(self, text: str) -> list[str]:
+        return self.base.gather_object(text)
+
+    def transport_bytes(self) -> int:
+        """What was ever touched of this rank's memory, and its part of leaves gathered in place."""
+        own = sum(s.top - s.floor for s in (self.gathers, self.reductions))
+        head = head_bytes(len(group_names(self.mesh)))
+        return head + own + sum(units.bytes_used() for units in self.units.values())
+
+    def close(self) -> None:
+        """Show the peers that this rank leaves, and let go of all memory: it is unmapped when the last view
+        of it dies."""
+        disconnect(self)
+        if self.host.memories:
+            self.own.words(WAITS, 1)[0] = -1 - self.host.rank
+        for kept in (self.channels, self.units, self.host.memories, self.gathers.live, self.reductions.live):
+            kept.clear()
+        self.base.close()
+
+    def shares_memory(self, axes: Axes) -> bool:
+        """Whether groups over these axes are of several ranks of one host."""
+        axes = tuple(axes)
+        if axes not in self.together:
+            groups = {self.mesh.group_ranks(axes, rank) for rank in range(self.mesh.size)}
+            apart = any(len({self.hosts[rank] for rank in group}) > 1 for group in groups)
+            self.together[axes] = self.mesh.axes_size(axes) > 1 and not apart
+        return self.together[axes]
+
     def slots(self, scattered: bool) -> Slots:
         """Those for what is sent. `scattered`: each rank reads its own row of it."""
         return self.reductions if scattered else self.gathers
 
-    def send(
-        self, name: str, flat: Tensor, axes: Axes, scattered: bool, run: Callable[[Message], T]
-    ) -> Message[T]:
-        """Issue a message, from where `flat` lies if that is a slot."""
-        nbytes, slot = flat.numel() * flat.dtype.itemsize, self.packed(flat)
-        if slot is None:
-            slot = self.slots(scattered).take(nbytes)
-            self.own.flat(slot.start, nbytes, flat.dtype).copy_(flat.detach())
-        return Message(self.channel(axes), name, nbytes, flat.dtype, run, slot)
-
     def packed(self, flat: Tensor) -> Slot | None:
         """The slot that was handed out as this tensor."""
-        start, nbytes = self.own.offset_of(flat), flat.numel() * flat.dtype.itemsize
-        return self.gathers.packed_at(start, nbytes) or self.reductions.packed_at(start, nbytes)
+        start = self.own.offset_of(flat)
+        return self.gathers.packed_at(start, flat.nbytes) or self.reductions.packed_at(start, flat.nbytes)
 
-    def gather(
-        self, name: str, runs: Runs, numel: int, dtype: torch.dtype, write: Write, axes: Axes,
-        make: Callable[[list[Tensor]], T],
-    ) -> Message[T]:  # fmt: skip
-        """Issue a gather in place. `make`: the result, of the leaves that all ranks have written."""
-        channel = self.channel(axes)
-        if channel.axes not in self.units:
-            floor = (3 + group_names(self.mesh).index(channel.axes)) * REGION
-            self.units[channel.axes] = Units(channel, Slots(floor))
-        units = self.units[channel.axes]
-        run = lambda message: make(units.gather(message, runs, write))  # noqa: E731
-        # Signed before peers see that this rank has come: else its slots look as if somebody kept a leaf.
-        return Message(channel, name, numel * dtype.itemsize, dtype, run, before=units.sweep)
+    def send(self, name: str, flat: Tensor, axes: Axes, scattered: bool = False) -> Message:
+        """Issue a message, from where `flat` lies if that is a slot."""
+        slot = self.packed(flat)
+        if slot is None:
+            slot = self.slots(scattered).take(flat.nbytes)
+            self.own.flat(slot.start, flat.nbytes, flat.dtype).copy_(flat.detach())
+        return Message(self.channel(axes), name, flat.nbytes, flat.dtype, slot)
 
     def channel(self, axes: Axes) -> Channel:
         """That of the ranks along these axes."""
@@ -253,24 +337,33 @@ class Endpoint:
             memories = [self.host.memories[rank] for rank in ranks]
             start = head_bytes(group_names(self.mesh).index(named))
             words = [m.words(start, GROUP_BYTES // 8) for m in memories]
-            here = ranks.index(self.mesh.rank)
-            name = f"{self.host.name} {','.join(named)}"
+            here, name = ranks.index(self.mesh.rank), f"{self.host.name} {','.join(named)}"
             self.channels[named] = Channel(name, named, self.mesh, self.host, memories, words, here)
         return self.channels[named]
 
-    def bytes_used(self) -> int:
-        """What was ever touched of this rank's memory, and its part of leaves gathered in place."""
-        own = sum(s.top - s.floor for s in (self.gathers, self.reductions))
-        head = head_bytes(len(group_names(self.mesh)))
-        return head + own + sum(units.bytes_used() for units in self.units.values())
+    def units_of(self, axes: Axes) -> Units:
+        """What the ranks along these axes gather in place."""
+        channel = self.channel(axes)
+        if channel.axes not in self.units:
+            floor = (3 + group_names(self.mesh).index(channel.axes)) * REGION
+            self.units[channel.axes] = Units(channel, Slots(floor))
+        return self.units[channel.axes]
 
-    def close(self) -> None:
-        """Show the peers that this rank leaves, and let go of all memory: it is unmapped when the last view
-        of it dies."""
-        if self.host.memories:
-            self.own.words(8 * CLOSED, 1)[0] = 1
-        for kept in (self.channels, self.units, self.host.memories, self.gathers.live, self.reductions.live):
-            kept.clear()
+
+def _sum_by_pieces(message: Message, parts: list[Tensor], result: Tensor) -> None:
+    """Each rank sums one piece of all parts and shows it in its own slot; all read the pieces there."""
+    here, count = message.channel.here, result.numel()
+    step = math.ceil(count / len(parts))
+    pieces = [slice(min(j * step, count), min((j + 1) * step, count)) for j in range(len(parts))]
+    mine = pieces[here]
+    sum_rows([part[mine] for part in parts], result[mine])
+    parts[here][mine] = result[mine]
+    message.mark(REDUCED, 1)
+    for place, piece in enumerate(pieces):
+        if place != here:
+            message.poll(lambda at, place=place: at != place or message.reads(at, REDUCED))
+            fence()
+            result[piece] = parts[place][piece]
 
 
 def connect_shared(base: Group) -> Shared | None:
@@ -306,7 +399,7 @@ def connect_shared(base: Group) -> Shared | None:
     finally:
         if fd >= 0:
             os.close(fd)
-    return Shared(base, hosts, Endpoint(mesh, Host(rank, memories, base.timeout, base.name, peers())))
+    return Shared(base, hosts, Host(rank, memories, base.timeout, base.name, peers()))
 
 
 def _open(peer: int, offer: dict[str, Any]) -> Memory:
@@ -315,151 +408,3 @@ def _open(peer: int, offer: dict[str, Any]) -> Memory:
         return Memory.of(fd, peer, offer["pid"])
     finally:
         os.close(fd)
-
-
-def _sent(
-    name: str, make: Callable[..., Any], scattered: bool = False, released: bool = True
-) -> Callable[..., Any]:
-    """A collective whose result `make` makes of what each rank has sent and of this one's place in the group.
-
-    Args:
-        scattered: each rank reads its own row of what is sent.
-        released: when the result is made, nothing of it lies in a slot.
-    """
-
-    def collective(shared: Shared, flat: Tensor, axes: Axes, *how: int) -> Handle[Any]:
-        if not shared.shares_memory(axes):
-            return getattr(shared.base, name)(flat, axes, *how)
-
-        def run(message: Message) -> Any:
-            result = make(message.parts(), message.channel.here, *how)
-            if released:
-                message.release()
-            return result
-
-        return shared.endpoint.send(name, flat, axes, scattered, run)
-
-    return collective
-
-
-@dataclass(eq=False)
-class Shared:
-    """Shared memory for groups whose ranks share a host; what spans hosts goes through `base`."""
-
-    base: Group
-    hosts: tuple[str, ...]
-    endpoint: Endpoint
-    spans: dict[tuple[str, ...], bool] = field(default_factory=dict)
-
-    all_gather = _sent("all_gather", lambda parts, here: parts, released=False)
-    reduce_scatter = _sent("reduce_scatter", summed_row, scattered=True)
-    all_to_all = _sent("all_to_all", rows_of_place, scattered=True)
-    permute = _sent("permute", from_place)
-
-    @property
-    def mesh(self) -> Mesh:
-        return self.base.mesh
-
-    def send_buffer(self, numel: int, dtype: torch.dtype, axes: Axes, rows: int = 1) -> Tensor:
-        if numel == 0 or not self.shares_memory(axes):
-            return self.base.send_buffer(numel, dtype, axes, rows)
-        nbytes = rows * numel * dtype.itemsize
-        return self.endpoint.own.flat(self.endpoint.slots(rows > 1).take(nbytes).start, nbytes, dtype)
-
-    def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
-        if not self.shares_memory(axes):
-            return self.base.all_reduce(flat, axes)
-        into = flat if self.endpoint.packed(flat) is None else None  # a slot is no place for a result
-
-        def run(message: Message) -> Tensor:
-            parts = message.parts()
-            result = torch.empty_like(parts[0]) if into is None else into
-            if message.nbytes <= SMALL_BYTES:
-                sum_rows(parts, result)
-            else:
-                _sum_by_pieces(message, parts, result)
-            message.release()
-            return result
-
-        return self.endpoint.send("all_reduce", flat, axes, False, run)
-
-    def gather_leaves(
-        self, runs: Runs, total: int, dtype: torch.dtype, write: Write, axes: Axes
-    ) -> Handle[list[Tensor]] | None:
-        """Gather leaves in place, see the module; None where the ranks share no memory.
-
-        Args:
-            total: elements of all leaves together.
-            write: copies this rank's blocks into flat leaves, one a run; called at the wait.
-        """
-        if total == 0 or not self.shares_memory(axes):
-            return None
-        return self.endpoint.gather("gather_leaves", runs, total, dtype, write, axes, lambda leaves: leaves)
-
-    def reduce_pair(
-        self, numel: int, dtype: torch.dtype, pack: Callable[[Tensor], None], add: Add, axes: Axes,
-        in_place: bool,
-    ) -> Handle[Tensor] | None:  # fmt: skip
-        """A reduce-scatter of two ranks in which each keeps its own row; None where they are not two.
-
-        Args:
-            pack: fills a flat [numel], the peer's row; called at the wait.
-            add: the peer's row for this rank, and a flat [numel] for the sum; called at the wait.
-            in_place: the sum is made in the peer's row; it must die before the next collective.
-        """
-        if numel == 0 or self.mesh.axes_size(axes) != 2 or not self.shares_memory(axes):
-            return None
-        here = self.endpoint.channel(axes).here
-        runs = [(0, numel), (numel, numel)]  # what the first rank is to read, and the second
-
-        def added(rows: list[Tensor]) -> Tensor:
-            out = rows[here] if in_place else torch.empty_like(rows[here])
-            add(rows[here], out)
-            return out
-
-        def write(rows: list[Tensor]) -> None:
-            pack(rows[1 - here])
-
-        return self.endpoint.gather("reduce_pair", runs, 2 * numel, dtype, write, axes, added)
-
-    def gather_object(self, text: str) -> list[str]:
-        return self.base.gather_object(text)
-
-    def barrier(self) -> None:
-        self.base.barrier()
-
-    def transport_bytes(self) -> int:
-        return self.endpoint.bytes_used()
-
-    def close(self) -> None:
-        disconnect(self)
-        self.endpoint.close()
-        self.base.close()
-
-    def spans_hosts(self, axes: Axes) -> bool:
-        """Whether any group over these axes does."""
-        axes = tuple(axes)
-        if axes not in self.spans:
-            groups = {self.mesh.group_ranks(axes, rank) for rank in range(self.mesh.size)}
-            self.spans[axes] = any(len({self.hosts[rank] for rank in group}) > 1 for group in groups)
-        return self.spans[axes]
-
-    def shares_memory(self, axes: Axes) -> bool:
-        """Whether groups over these axes are of several ranks of one host."""
-        return self.mesh.axes_size(axes) > 1 and not self.spans_hosts(axes)
-
-
-def _sum_by_pieces(message: Message, parts: list[Tensor], result: Tensor) -> None:
-    """Each rank sums one piece of all parts and shows it in its own slot; all read the pieces there."""
-    here, count = message.channel.here, result.numel()
-    step = math.ceil(count / len(parts))
-    pieces = [slice(min(j * step, count), min((j + 1) * step, count)) for j in range(len(parts))]
-    mine = pieces[here]
-    sum_rows([part[mine] for part in parts], result[mine])
-    parts[here][mine] = result[mine]
-    message.mark(REDUCED, 1)
-    for place, piece in enumerate(pieces):
-        if place != here:
-            message.poll(lambda at, place=place: at != place or message.reads(at, REDUCED))
-            fence()
-            result[piece] = parts[place][piece]

@@ -35,7 +35,6 @@ from fnshard.runtime.collectives.base import (
     Done,
     Handle,
     Pending,
-    SingleRank,
     check_alike,
     describe,
     from_place,
@@ -186,11 +185,13 @@ class _Post:
 
 
 @dataclass(frozen=True)
-class Simulated(SingleRank):
+class Simulated:
     """Collectives between the threads of one `simulate`. Has no state: may be shared and reused."""
 
+    mesh: Mesh
+
     def send_buffer(self, numel: int, dtype: torch.dtype, axes: Axes, rows: int = 1) -> Tensor:
-        out = super().send_buffer(numel, dtype, axes, rows)
+        out = torch.empty(rows * numel, dtype=dtype, device=self.mesh.device)
         if self._adversary:
             poison(out)
         return out
@@ -198,8 +199,13 @@ class Simulated(SingleRank):
     def all_gather(self, flat: Tensor, axes: Axes) -> Handle[list[Tensor]]:
         if self.mesh.axes_size(axes) == 1:
             return Done([flat])
-        handle = self._exchange("all_gather", flat, axes, lambda parts, here: parts)
-        return _PoisonedGather(handle) if self._adversary else handle
+        rows: list[Tensor] = []  # with an adversary of this rank alone, and nobody's once they are released
+
+        def make(parts: list[Tensor], here: int) -> list[Tensor]:
+            rows.extend(part.clone() for part in parts if self._adversary)
+            return rows or parts
+
+        return self._exchange("all_gather", flat, axes, make, lambda: [*map(poison, rows)])
 
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Handle[Tensor]:
         return self._exchange("reduce_scatter", rows, axes, summed_row)
@@ -221,14 +227,21 @@ class Simulated(SingleRank):
             return [text]
         return self._exchange("gather_object", text, self.mesh.names, lambda texts, here: texts).wait()
 
+    def transport_bytes(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
     @property
     def _adversary(self) -> Adversary:
         session = getattr(_thread, "session", None)
         return None if session is None else session.adversary
 
     def _exchange(
-        self, name: str, sent: Any, axes: Axes, make: Callable[[list[Any], int], Any]
-    ) -> Handle[Any]:
+        self, name: str, sent: Any, axes: Axes, make: Callable[[list[Any], int], Any],
+        release: Callable[[], Any] = lambda: None,
+    ) -> Handle[Any]:  # fmt: skip
         """Give what `make` makes of what each rank has sent and of this one's place in the group."""
         if self.mesh.axes_size(axes) == 1:
             return Done(sent)
@@ -254,7 +267,7 @@ class Simulated(SingleRank):
         if not late:
             read()
         posts = session.join((self.mesh.names, self.mesh.sizes, named, ranks), here, post)
-        return Pending(finish, sent)
+        return Pending(finish, sent, release)
 
     def _session(self) -> _Session:
         session = getattr(_thread, "session", None)
@@ -266,24 +279,6 @@ class Simulated(SingleRank):
         if session.failure is not None:
             raise CollectiveError(lost("simulate", f"another rank raised {session.failure!r}"))
         return session
-
-
-@dataclass
-class _PoisonedGather:
-    """A gather whose rows are nobody's once they are released."""
-
-    handle: Handle[list[Tensor]]
-    rows: list[Tensor] = field(default_factory=list)
-
-    def wait(self) -> list[Tensor]:
-        self.rows = [row.clone() for row in self.handle.wait()]
-        return self.rows
-
-    def release(self) -> None:
-        for row in self.rows:
-            poison(row)
-        self.rows = []
-        self.handle.release()
 
 
 def poison(flat: Tensor) -> None:
