@@ -127,8 +127,9 @@ def copy_through(
 
 
 def save_job(
-    path: str | Path, state: Any, specs: Any, mesh: Mesh | None, data: Any, config: Any,
-    metrics: Mapping[str, float] | None, keep: Keep | None, timeout: float | None,
+    path: str | Path, state: Any, *, specs: Any = None, mesh: Mesh | None = None, data: Any = None,
+    config: Any = None, metrics: Mapping[str, float] | None = None, keep: Keep | None = None,
+    timeout: float | None = None,
 ) -> SaveJob:  # fmt: skip
     """The save that `fnshard.checkpoint.save` was called for, on all ranks or on none. A collective."""
     final, (_, specs, mesh) = as_path(path, "save(path, state)").absolute(), laid_out(state, specs, mesh)
