@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fnshard.checkpoint.coordination import all_ranks
 from fnshard.checkpoint.manifest_file import Chunk, DataFile, Manifest, SavedLeaf, merged
-from fnshard.checkpoint.state_leaves import LocalLeaf, RestoreTarget
+from fnshard.checkpoint.state_leaves import LocalLeaf, RestoreTarget, some_of
 from fnshard.layout.partition import P
 from fnshard.mesh import Mesh
 from fnshard.runtime.files.folder import AtomicDirectory, data_file
@@ -38,7 +38,6 @@ from fnshard.runtime.files.tensorfile import (
 )
 
 READERS = 4  # threads of a restore: the disk, the checksums and the kernel's page faults overlap
-SHOWN = 20  # causes that one error names
 
 
 def save_blocks(
@@ -156,8 +155,7 @@ def load_blocks(
 
     def fill() -> None:
         if wrong := problems(folder, manifest, chunk_reads(targets, manifest, mesh)):
-            more = [f"and {len(wrong) - SHOWN} more"] * (len(wrong) > SHOWN)
-            raise Corrupt("; ".join(wrong[:SHOWN] + more))
+            raise Corrupt("; ".join(some_of(wrong)))
 
     all_ranks(group, fill)
 
