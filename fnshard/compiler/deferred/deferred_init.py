@@ -44,8 +44,8 @@ def deferred() -> Iterator[None]:
 
     Raises:
         StateError: in the block, what cannot be recorded: to read a value that depends on random numbers, to
-            seed or restore a generator, or to draw from one's own;
-            another device than the CPU, an operator without a shape rule for meta tensors.
+            seed or restore a generator or draw from one's own, another device than the CPU, an operator
+            without a shape rule for meta tensors.
 
     >>> import fnshard as fs
     >>> with fs.deferred():
