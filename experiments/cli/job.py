@@ -162,7 +162,6 @@ def start(job: Job, requested: Any, fresh: Path, overrides: list[str], *, chosen
                 logs=folder / "ranks",
                 env={"PYTHONPATH": python_path()},
                 max_restarts=config.run.max_restarts,
-                grace_s=config.run.stop_grace_s,
             )
         except KeyboardInterrupt:
             print(f"\ninterrupted: {_how_far(folder)}", file=sys.stderr, flush=True)

@@ -15,7 +15,6 @@ from experiments.configs.measured import measured_hardware
 from experiments.configs.train import AUTO, MEASURED, PrecisionConfig, RunConfig, StrategyConfig
 from experiments.data.files import append, write_json, write_text
 from fnshard.errors import report
-from fnshard.launcher.post_mortem import expect_memory
 from fnshard.step.lowered import Lowered
 
 PLAN, MEMORY = "plan.json", "memory.txt"
@@ -141,8 +140,8 @@ def write_plan(plan: Plan, folder: Path) -> None:
     print(f"planned for {plan.hardware.name}: {plan.found}", flush=True)
 
 
-def write_memory(lowered: Lowered, folder: Path, device_type: str) -> None:
-    """The ledger of a step before it ran, in `memory.txt`, and its peak on screen and for the launcher."""
+def write_memory(lowered: Lowered, folder: Path) -> None:
+    """The ledger of a step before it ran, in `memory.txt`, and its peak on screen."""
     analysis = lowered.memory_analysis()
     write_text(folder / MEMORY, f"{analysis}\n")
     elsewhere = [
@@ -152,8 +151,6 @@ def write_memory(lowered: Lowered, folder: Path, device_type: str) -> None:
     ]
     parts = ", ".join([f"{analysis.peak_bytes / 1e6:.1f} MB on its device", *elsewhere])
     print(f"a rank's predicted peak: {parts} (details: {MEMORY})", flush=True)
-    on_device = analysis.peak_bytes if device_type == "cpu" else 0
-    expect_memory(on_device + analysis.host_bytes)
 
 
 def append_compiled(lowered: Lowered, folder: Path) -> None:

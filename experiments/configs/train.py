@@ -244,9 +244,9 @@ class RunConfig:
     Checkpoints: one every `save_every` steps (0: only at the end and on SIGTERM), in the background with
     `async_save`; the last `keep` stay, those of every `keep_every` steps, the `keep_best` by held-out loss.
     `resume`: "auto" resumes the unfinished run of the same configuration, "never" begins anew, a path
-    (a run, or one of its checkpoints) starts from there. `max_restarts`: after a rank died. `stop_grace_s`:
-    what SIGTERM leaves the ranks to finish a step and save. `replicas`: nodes that hold a copy of each rank's
-    blocks in memory, of every `replica_every`th step, so that a rank that dies costs no step; 0: none.
+    (a run, or one of its checkpoints) starts from there. `max_restarts`: after a rank died. `replicas`:
+    nodes that hold a copy of each rank's blocks in memory, of every `replica_every`th step, so that a rank
+    that dies costs no step; 0: none.
 
     `sample_tokens`: of the sample at the end; null: 256, and in a short run two for each step.
 
@@ -278,7 +278,6 @@ class RunConfig:
     keep_best: NonNegativeInt = 0
     resume: Annotated[str, Field(min_length=1)] = AUTO
     max_restarts: NonNegativeInt = 2
-    stop_grace_s: PositiveFloat = 120.0
     replicas: NonNegativeInt = 0
     replica_every: PositiveInt = 1
     profile: NonNegativeInt = 0

@@ -32,7 +32,7 @@ OUTPUTS = Path("outputs")
 # Options of `run` that may change between two starts of one run: they do not change its results.
 FREE = (
     "timeout_s", "save_every", "async_save", "keep", "keep_every", "keep_best", "resume", "max_restarts",
-    "stop_grace_s", "profile", "watch", "replicas", "replica_every",
+    "profile", "watch", "replicas", "replica_every",
 )  # fmt: skip
 
 

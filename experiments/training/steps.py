@@ -215,7 +215,7 @@ def _describe(training: Training, lowered: Any) -> None:
     """Write what the step is before it runs: its schedule, its memory."""
     mesh, planned = training.step.mesh, training.setup.plan.hardware
     write_text(training.folder / "schedule.txt", lowered.as_text() + "\n")
-    write_memory(lowered, training.folder, mesh.device_type)
+    write_memory(lowered, training.folder)
     training.report.work = StepWork.of(lowered, peak_of(planned, mesh), hardware_of(AUTO, mesh))
 
 

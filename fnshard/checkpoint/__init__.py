@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from fnshard import tree
-from fnshard.checkpoint.blocks import load_blocks, verify_file
+from fnshard.checkpoint.blocks import all_chunks, load_blocks, problems
 from fnshard.checkpoint.coordination import Failed, agreed, group_of, texts
 from fnshard.checkpoint.manifest_file import Manifest
 from fnshard.checkpoint.replicas import Replicas
 from fnshard.checkpoint.restoring import specs_and_mesh, state_filler
-from fnshard.checkpoint.retention import Keep, candidates, complete_checkpoints
+from fnshard.checkpoint.retention import Keep, candidates, complete_checkpoints, opened
 from fnshard.checkpoint.saving import Saving, save_job, wait, wait_for_save
 from fnshard.checkpoint.state_leaves import (
     check_codecs_alike,
@@ -33,7 +33,7 @@ from fnshard.errors import CheckpointError, CheckpointWarning, nearest
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
 from fnshard.runtime.files.folder import as_path
-from fnshard.runtime.files.tensorfile import PASSING, Corrupt
+from fnshard.runtime.files.tensorfile import Corrupt
 from fnshard.step.shards import blank_params
 from fnshard.step.state import TrainState
 
@@ -88,38 +88,38 @@ def save(
     {'w': tensor([1., 1., 1.])}
     """
     before = wait_for_save()
-    job = save_job(path, state, specs, mesh, data, config, metrics, keep, timeout)
+    job = save_job(
+        path,
+        state,
+        specs=specs,
+        mesh=mesh,
+        data=data,
+        config=config,
+        metrics=metrics,
+        keep=keep,
+        timeout=timeout,
+    )
     job.write()
     if before is not None:  # this one is complete all the same
         raise before
     return job.directory.final
 
 
-def save_async(
-    path: str | Path,
-    state: Any,
-    *,
-    specs: Any = None,
-    mesh: Mesh | None = None,
-    data: Any = None,
-    config: Any = None,
-    metrics: Mapping[str, float] | None = None,
-    keep: Keep | None = None,
-    timeout: float | None = None,
-) -> Saving:
+def save_async(path: str | Path, state: Any, **options: Any) -> Saving:
     """`save` in the background: returns when the state is copied to the host, so that the next step may have
     it. The next save waits for this one; so does the end of the process, and `wait`.
 
     What rests on disk is copied to the host's memory, too.
 
-    Args: as for `save`.
+    Args:
+        options: as for `save`.
 
     Raises:
         CheckpointError: as for `save`; what fails in the background is raised by `Saving.wait`, by `wait`,
             and by the next save (when that one is under way).
     """
     before = wait_for_save()
-    saving = Saving(save_job(path, state, specs, mesh, data, config, metrics, keep, timeout).staged())
+    saving = Saving(save_job(path, state, **options).staged())
     if before is not None:
         raise before
     return saving
@@ -160,9 +160,9 @@ def verify(path: str | Path) -> Manifest:
     folder = as_path(path, "verify(path)").absolute()
     try:
         found = Manifest.read(folder)
+        wrong = problems(folder, found, all_chunks(found))
     except (Corrupt, OSError) as error:
         raise _unlike(folder, [str(error)]) from error
-    wrong = [line for name in found.files for line in verify_file(folder, found, name)]
     if wrong:
         raise _unlike(folder, wrong)
     return found
@@ -266,7 +266,7 @@ def _newest(path: Path, fill: Callable[[Path, Manifest, Any], Any], mesh: Mesh, 
     for folder in found:
         if passed and mesh.rank == 0:
             warnings.warn(f"{passed[-1]}\nTaking {folder} instead.", CheckpointWarning, stacklevel=3)
-        read, wrong = agreed(group, f"restoring {folder}", partial(_opened, folder))
+        read, wrong = agreed(group, f"restoring {folder}", partial(opened, folder))
         lines = [f"rank {rank}: {text}" for rank, text in enumerate(texts(group, wrong)) if text]
         try:
             if not lines:
@@ -279,18 +279,6 @@ def _newest(path: Path, fill: Callable[[Path, Manifest, Any], Any], mesh: Mesh, 
     if not passed or (found == [path.absolute()] and not any(path.glob("manifest*"))):
         raise _nothing(path)
     raise passed[0] if len(passed) == 1 else CheckpointError("\n".join(map(str, passed)))
-
-
-def _opened(folder: Path) -> tuple[Manifest | None, str]:
-    """A checkpoint's manifest, or what is wrong with it or its files."""
-    try:
-        found = Manifest.read(folder)
-        found.check_files(folder)
-    except (Corrupt, OSError) as error:
-        if isinstance(error, OSError) and error.errno in PASSING:
-            raise
-        return None, str(error)
-    return found, ""
 
 
 def _unlike(folder: Path, wrong: Sequence[str]) -> CheckpointError:

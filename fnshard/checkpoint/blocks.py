@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -22,14 +22,13 @@ from torch import Tensor
 
 from fnshard.checkpoint.coordination import all_ranks
 from fnshard.checkpoint.manifest_file import Chunk, DataFile, Manifest, SavedLeaf, merged
-from fnshard.checkpoint.state_leaves import LocalLeaf, RestoreTarget
+from fnshard.checkpoint.state_leaves import LocalLeaf, RestoreTarget, some_of
 from fnshard.layout.partition import P
 from fnshard.mesh import Mesh
 from fnshard.runtime.files.folder import AtomicDirectory, data_file
 from fnshard.runtime.files.tensorfile import (
     PASSING,
     STATE_DTYPES,
-    BLOCK_bytes,
     Corrupt,
     TensorToWrite,
     open_regular,
@@ -39,7 +38,6 @@ from fnshard.runtime.files.tensorfile import (
 )
 
 READERS = 4  # threads of a restore: the disk, the checksums and the kernel's page faults overlap
-SHOWN = 20  # causes that one error names
 
 
 def save_blocks(
@@ -154,7 +152,12 @@ def load_blocks(
     folder: Path, manifest: Manifest, targets: Mapping[str, RestoreTarget], mesh: Mesh, group: object
 ) -> None:
     """Fill this rank's leaves from a checkpoint of any mesh. A collective that fails on all, if on any."""
-    all_ranks(group, lambda: _read_all(folder, manifest, list(chunk_reads(targets, manifest, mesh))))
+
+    def fill() -> None:
+        if wrong := problems(folder, manifest, chunk_reads(targets, manifest, mesh)):
+            raise Corrupt("; ".join(some_of(wrong)))
+
+    all_ranks(group, fill)
 
 
 def chunk_reads(targets: Mapping[str, RestoreTarget], manifest: Manifest, mesh: Mesh) -> Iterator[ChunkRead]:
@@ -176,8 +179,17 @@ def chunk_reads(targets: Mapping[str, RestoreTarget], manifest: Manifest, mesh: 
                 yield ChunkRead(target.source, chunk, dtype, start, view)
 
 
-def _read_all(folder: Path, manifest: Manifest, reads: list[ChunkRead]) -> None:
-    """Read file by file in the order of their bytes; the error names all that is corrupt."""
+def all_chunks(manifest: Manifest) -> Iterator[ChunkRead]:
+    """Reads of every byte, for nobody: to compare the checksums."""
+    for name, leaf in manifest.leaves.items():
+        dtype = STATE_DTYPES[leaf.dtype]
+        for chunk in leaf.chunks:
+            nowhere = torch.empty(chunk.shape, dtype=dtype, device="meta")
+            yield ChunkRead(name, chunk, dtype, (0,) * len(chunk.shape), nowhere)
+
+
+def problems(folder: Path, manifest: Manifest, reads: Iterable[ChunkRead]) -> list[str]:
+    """Read file by file in the order of their bytes; gives all that is corrupt."""
     wrong, by_file = [], dict[str, list[ChunkRead]]()
     for read in sorted(reads, key=lambda r: r.chunk.at):
         by_file.setdefault(read.chunk.file, []).append(read)
@@ -189,13 +201,11 @@ def _read_all(folder: Path, manifest: Manifest, reads: list[ChunkRead]) -> None:
                 wrong.append(str(error))
                 continue
             try:
-                problems = readers.map(partial(_problem_of, fd), of_file)
-                wrong += [f"{name}, {problem}" for problem in problems if problem]
+                found = readers.map(partial(_problem_of, fd), of_file)
+                wrong += [f"{name}, {problem}" for problem in found if problem]
             finally:
                 os.close(fd)
-    if wrong:
-        more = [f"and {len(wrong) - SHOWN} more"] * (len(wrong) > SHOWN)
-        raise Corrupt("; ".join(wrong[:SHOWN] + more))
+    return wrong
 
 
 def _problem_of(fd: int, read: ChunkRead) -> str:
@@ -240,25 +250,3 @@ def open_checked(folder: Path, name: str, file: DataFile) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def verify_file(folder: Path, manifest: Manifest, name: str) -> list[str]:
-    """What is wrong with a data file; every byte of it is read."""
-    try:
-        fd = open_checked(folder, name, manifest.files[name])
-    except (Corrupt, OSError) as error:
-        return [f"{name}: {error}" if isinstance(error, OSError) else str(error)]
-    wrong, buffer = [], bytearray(BLOCK_bytes)
-    try:
-        for title, leaf in manifest.leaves.items():
-            for chunk in (chunk for chunk in leaf.chunks if chunk.file == name):
-                size = leaf.chunk_bytes(chunk)
-                try:
-                    for start in range(0, size, BLOCK_bytes):
-                        out = memoryview(buffer)[: min(BLOCK_bytes, size - start)]
-                        read_checked(fd, chunk.at, size, chunk.crc32, start, out)
-                except (Corrupt, OSError) as error:
-                    wrong.append(f"{name}, {title}: {error}")
-    finally:
-        os.close(fd)
-    return wrong

@@ -37,7 +37,7 @@ from fnshard.checkpoint.loader_state import encode
 from fnshard.checkpoint.manifest_file import Manifest, merged
 from fnshard.checkpoint.restoring import Targets, state_filler
 from fnshard.checkpoint.saving import copy_to_host
-from fnshard.checkpoint.state_leaves import state_leaves
+from fnshard.checkpoint.state_leaves import host_copies, state_leaves
 from fnshard.errors import CheckpointError
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh.process_group import attempt, launcher
@@ -146,10 +146,7 @@ class Replicas:
         by_rank = zip(self._nodes, texts(self._group, str(taken)), strict=True)
         self.node_bytes = ROOM * sum(int(text) for node, text in by_rank if node == self._node)
         agreed(self._group, "replicas", self._check_room)
-        self._staged = {
-            name: replace(leaf, block=torch.empty(leaf.block.shape, dtype=leaf.block.dtype))
-            for name, leaf in mine.items()
-        }
+        self._staged = host_copies(mine)
         axes = dict(zip(mesh.names, mesh.sizes, strict=True))
         self._plan = Manifest(
             step=0, seed=0, mesh={"axes": axes, "data_axes": list(mesh.data_axes)},

@@ -13,7 +13,7 @@ from typing import Literal
 from fnshard.checkpoint.manifest_file import NAME, SEAL, Manifest
 from fnshard.errors import CheckpointError, counts, misfits, one_of
 from fnshard.runtime.files.folder import is_checkpoint_directory
-from fnshard.runtime.files.tensorfile import Corrupt
+from fnshard.runtime.files.tensorfile import PASSING, Corrupt
 
 
 @dataclass(frozen=True)
@@ -57,19 +57,21 @@ def complete_checkpoints(root: Path) -> Iterator[tuple[int, Path, Manifest]]:
     """Complete checkpoints, the newest first, with their steps: those in the directory that are named by a
     number, which is then the step, or the directory itself."""
     for folder in candidates(root):
-        if (found := _complete(folder)) is not None:
+        if (found := opened(folder)[0]) is not None:
             number = _number(folder)
             yield found.step if number is None else number, folder, found
 
 
-def _complete(folder: Path) -> Manifest | None:
-    """The manifest of a checkpoint whose files are all there."""
+def opened(folder: Path) -> tuple[Manifest | None, str]:
+    """A checkpoint's manifest, or what is wrong with it or its files; what passes is an OSError."""
     try:
         found = Manifest.read(folder)
         found.check_files(folder)
-    except (Corrupt, OSError):
-        return None
-    return found
+    except (Corrupt, OSError) as error:
+        if isinstance(error, OSError) and error.errno in PASSING:
+            raise
+        return None, str(error)
+    return found, ""
 
 
 def candidates(root: Path) -> list[Path]:
@@ -100,7 +102,7 @@ def prune(written: Path, keep: Keep) -> None:
     folders = {step: folder for step, folder in numbered.items() if step is not None and step <= here}
     metrics = {step: _metrics(folder) if keep.best else {} for step, folder in folders.items()}
 
-    complete = functools.cache(lambda step: _complete(folders[step]) is not None)
+    complete = functools.cache(lambda step: opened(folders[step])[0] is not None)
     chosen = replace(keep, every=None)
     while broken := [step for step in chosen.kept(metrics) if not complete(step)]:
         for step in broken:
@@ -119,13 +121,6 @@ def _number(folder: Path) -> int | None:
 def _metrics(folder: Path) -> Mapping[str, float]:
     """What came with a save; empty where it cannot be read."""
     try:
-        seal = (folder / SEAL).stat()
-        return _sealed_metrics(folder, (seal.st_ino, seal.st_mtime_ns))
+        return Manifest.read(folder).metrics
     except (Corrupt, OSError):
         return {}
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _sealed_metrics(folder: Path, seal: tuple[int, int]) -> Mapping[str, float]:
-    """Read once; the seal of another checkpoint of the same name is another file."""
-    return Manifest.read(folder).metrics

@@ -20,7 +20,7 @@ from fnshard.checkpoint.blocks import save_blocks
 from fnshard.checkpoint.coordination import Failed, agreed, group_of, texts
 from fnshard.checkpoint.loader_state import encode
 from fnshard.checkpoint.retention import Keep, prune
-from fnshard.checkpoint.state_leaves import LocalLeaf, checked_param_leaves, state_leaves
+from fnshard.checkpoint.state_leaves import LocalLeaf, checked_param_leaves, host_copies, state_leaves
 from fnshard.errors import CheckpointError, CheckpointWarning
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
@@ -45,11 +45,9 @@ class SaveJob:
 
     def staged(self) -> SaveJob:
         """The same of copies on the host."""
-        leaves = self.leaves.values()
-        copies = [torch.empty(leaf.block.shape, dtype=leaf.block.dtype) for leaf in leaves]
-        copy_to_host([(copy, leaf.block) for copy, leaf in zip(copies, leaves, strict=True)])
-        staged = [replace(leaf, block=copy) for copy, leaf in zip(copies, leaves, strict=True)]
-        return replace(self, leaves=dict(zip(self.leaves, staged, strict=True)))
+        copies = host_copies(self.leaves)
+        copy_to_host([(copies[name].block, leaf.block) for name, leaf in self.leaves.items()])
+        return replace(self, leaves=copies)
 
     def write(self) -> None:
         """Write it; on rank 0 also delete what need not be kept."""
@@ -127,8 +125,9 @@ def copy_through(
 
 
 def save_job(
-    path: str | Path, state: Any, specs: Any, mesh: Mesh | None, data: Any, config: Any,
-    metrics: Mapping[str, float] | None, keep: Keep | None, timeout: float | None,
+    path: str | Path, state: Any, *, specs: Any = None, mesh: Mesh | None = None, data: Any = None,
+    config: Any = None, metrics: Mapping[str, float] | None = None, keep: Keep | None = None,
+    timeout: float | None = None,
 ) -> SaveJob:  # fmt: skip
     """The save that `fnshard.checkpoint.save` was called for, on all ranks or on none. A collective."""
     final, (_, specs, mesh) = as_path(path, "save(path, state)").absolute(), laid_out(state, specs, mesh)

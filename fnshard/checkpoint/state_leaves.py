@@ -6,7 +6,7 @@ Names are `params/<path>`, `optimizer/<path>/<slot>` and `loss_scale/<name>`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -184,7 +184,7 @@ def restore_targets(
     if wrong:
         raise CheckpointError(
             f"the checkpoint is of another model or another optimizer, {leaves(len(wrong))}:",
-            _some(wrong),
+            some_of(wrong),
             "restore it with the model and optimizer it was saved with; or take its parameters alone: "
             "fs.checkpoint.restore_params(path, step, only=...).",
         )
@@ -212,11 +212,18 @@ def check_codecs_alike(specs: Specs, saved: Mapping[str, SavedLeaf]) -> None:
             "(of parameters alone: fs.checkpoint.restore_params)."
         )
         what = f"the checkpoint has {leaves(len(wrong))} coded otherwise than the specs say:"
-        raise CheckpointError(what, _some(lines), fix)
+        raise CheckpointError(what, some_of(lines), fix)
 
 
-def _some(lines: list[str], most: int = 20) -> list[str]:
+def some_of(lines: list[str], most: int = 20) -> list[str]:
+    """As many as one error names, and how many more there are."""
     return lines[:most] + ([f"and {len(lines) - most} more"] if len(lines) > most else [])
+
+
+def host_copies(leaves: Mapping[str, LocalLeaf]) -> dict[str, LocalLeaf]:
+    """The same leaves with memory of the host, to be filled."""
+    empty = {n: torch.empty(leaf.block.shape, dtype=leaf.block.dtype) for n, leaf in leaves.items()}
+    return {n: replace(leaf, block=empty[n]) for n, leaf in leaves.items()}
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:

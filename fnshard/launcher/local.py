@@ -2,8 +2,7 @@
 
 `launch(main, ranks=n)` runs in the process that a person started, `run_rank(main)` in each rank
 (`fnshard.launcher.rank`). Several machines are torchrun's: a program that calls `launch` or `run_rank` runs
-under it unchanged. On one machine torchrun's agent is not used: it sends SIGTERM only to kill afterwards, and
-takes half a minute to give up on a stopped rank.
+under it unchanged.
 """
 
 from __future__ import annotations
@@ -14,9 +13,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ from fnshard.mesh.process_group import ATTEMPT, LAUNCHER, RENDEZVOUS, under_laun
 from fnshard.mesh.waits import process_stat
 from fnshard.runtime.files.folder import clear_memory, scratch_directory
 
-__all__ = ["LaunchError", "cpu_threads", "launch", "run_rank", "under_launcher"]
+__all__ = ["LaunchError", "launch", "run_rank", "under_launcher"]
 
 Process = subprocess.Popen[bytes]
 
@@ -39,14 +37,7 @@ LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 POLL_S = 0.05
 LAST_WORDS_S = 1.0  # what the other ranks get to report their own errors after one has failed
 KILLED_S = 30.0  # how long to wait for a killed process
-GRACE_S = 120.0  # what ranks get to finish a step and save after SIGTERM
-SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # SIGTERM asks first, the others end everything
-
-
-def cpu_threads(ranks: int) -> int:
-    """Threads for each of `ranks` processes that share this machine's CPUs; at least 1."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cpus // ranks)
+SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # each asks; a second one ends everything
 
 
 def launch(
@@ -57,13 +48,12 @@ def launch(
     logs: str | Path | None = None,
     max_restarts: int = 0,
     env: Mapping[str, str] | None = None,
-    grace_s: float = GRACE_S,
 ) -> None:
     """Run a function, or a command, in `ranks` processes on this machine and wait until all have ended well.
 
     Rank 0 keeps this process's console; the others write to `logs/rank<i>.log` alone. SIGTERM is passed on to
     the ranks: those that take note of it (`run_rank(stop=)`) may finish and then end well, and so does this
-    function; a second SIGTERM kills them.
+    function; a second SIGTERM kills them. SIGHUP and SIGQUIT do the same.
 
         def main(config):
             mesh = fs.make_mesh(shard=-1)
@@ -83,7 +73,6 @@ def launch(
         max_restarts: how often all ranks start anew after one of them was killed by a signal or stopped
             answering. An exception, or an exit code, is the program's own and ends the job.
         env: more environment variables for the ranks; under `torchrun` a function finds them set.
-        grace_s: seconds between SIGTERM and the end of ranks that have not ended by themselves.
 
     Raises:
         LaunchError: the rank that failed first, its traceback or last line, and where its log is; a
@@ -115,138 +104,101 @@ def launch(
         for old in folder.glob("rank*.log"):  # restarts append, another launch starts afresh
             old.unlink()
         try:
-            _run(command, ranks, folder, meeting, max_restarts, env, grace_s)
+            _run(command, ranks, folder, meeting, max_restarts, env)
         finally:
             clear_memory(os.getpid())
 
 
 def _run(
-    command: list[str], ranks: int, logs: Path, meeting: Path, max_restarts: int, env: Mapping[str, str],
-    grace_s: float,
-) -> None:  # fmt: skip
+    command: list[str], ranks: int, logs: Path, meeting: Path, max_restarts: int, env: Mapping[str, str]
+) -> None:
     """Attempts, until one ends well or none is left.
 
     Args:
         meeting: a folder for the ranks' files.
     """
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     common = {
         **{name: os.environ.get(name, value) for name, value in CUBLAS.items()},
         LOGS: str(logs),
         LAUNCHER: str(os.getpid()),
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(cpu_threads(ranks)),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cpus // ranks)),
+        "PYTHONIOENCODING": os.environ.get("PYTHONIOENCODING") or ":backslashreplace",
         # Nothing listens on a network.
         RENDEZVOUS: str(meeting), "GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK,
         "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0",
         **env,
     }  # fmt: skip
-    with _signals(grace_s) as signals:
+    processes: list[Process] = []
+    asked: list[int] = []
+
+    def ask(number: int, _: Any) -> None:
+        """The first signal is passed on to the ranks; a second one ends everything."""
+        if asked:
+            raise SystemExit(128 + number)
+        asked.append(number)
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+
+    # SIGINT stays what it is, KeyboardInterrupt.
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, ask) for number in SIGNALS} if is_main else {}
+    try:
         for number in range(max_restarts + 1):
-            ended = _attempt(command, ranks, number, meeting, {**common, ATTEMPT: str(number)}, signals)
+            ended = _attempt(command, ranks, number, meeting, {**common, ATTEMPT: str(number)}, processes)
             if not ended.failures:
                 return
-            stopping = signals.asked_at is not None
-            if stopping and {failure.exitcode for failure in ended.failures.values()} == {-signal.SIGTERM}:
+            if asked and {failure.exitcode for failure in ended.failures.values()} == {-signal.SIGTERM}:
                 raise SystemExit(128 + signal.SIGTERM)  # ranks that simply died of it are no failure
             message = ended.describe(ranks, logs)
-            if stopping or not ended.may_restart or number == max_restarts:
+            if asked or not ended.may_restart or number == max_restarts:
                 raise LaunchError(message)
             line = f"restart {number + 1} of {max_restarts}: {message.splitlines()[0]}"
             print(line, file=sys.stderr, flush=True)
-
-
-@dataclass
-class _Signals:
-    """Signals that came, for the loop to act on."""
-
-    grace_s: float
-    asked_at: float | None = None  # when SIGTERM came
-    end: int | None = None  # the signal that ends everything now
-    forwarded: bool = False  # whether the ranks got SIGTERM
-
-    def take(self, number: int, _: Any) -> None:
-        """The handler."""
-        if number == signal.SIGTERM and self.asked_at is None:
-            self.asked_at = time.monotonic()
-        else:
-            self.end = number
-
-    def act(self, processes: Sequence[Process]) -> None:
-        """Pass SIGTERM on; end everything when the time has come."""
-        if self.end is not None:
-            raise SystemExit(128 + self.end)
-        if self.asked_at is None:
-            return
-        if not self.forwarded:
-            self.forwarded = True
-            for process in processes:
-                process.send_signal(signal.SIGTERM)
-        if time.monotonic() - self.asked_at > self.grace_s:
-            print(
-                f"ranks that were asked to end had not done so after {self.grace_s:g} s and were killed.",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
-            raise SystemExit(128 + signal.SIGTERM)
-
-
-@contextmanager
-def _signals(grace_s: float) -> Iterator[_Signals]:
-    """Listen for signals, then restore the handlers. SIGINT stays what it is, KeyboardInterrupt."""
-    signals = _Signals(grace_s)
-    if threading.current_thread() is not threading.main_thread():
-        yield signals
-        return
-    before = {number: signal.signal(number, signals.take) for number in SIGNALS}
-    try:
-        yield signals
     finally:
         for number, handler in before.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def _attempt(
-    command: list[str], ranks: int, number: int, meeting: Path, env: Mapping[str, str], signals: _Signals
-) -> PostMortem:
-    """Start all ranks and wait until all have ended well, or one has not."""
+    command: list[str], ranks: int, number: int, meeting: Path, env: Mapping[str, str],
+    processes: list[Process],
+) -> PostMortem:  # fmt: skip
+    """Start all ranks and wait until all have ended well, or one has not.
+
+    Args:
+        processes: becomes those of the ranks.
+    """
     errors = [meeting / f"error-{number}-{rank}.json" for rank in range(ranks)]
-    processes: list[Process] = []
-    signals.forwarded = False
+    processes.clear()
+    # SIGTERM is held back here until all ranks are there, and in each until it is ready (`run_rank`).
+    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         for rank, error in enumerate(errors):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), ERRORS: str(error)}
-            processes.append(_start(command, rank, {**os.environ, **env, **own}))
-        ended = PostMortem()
+            with open(Path(env[LOGS], f"rank{rank}.log"), "ab") as log:
+                streams = {"stdout": log, "stderr": log} if rank else {}
+                every = {**os.environ, **env, **own}
+                process = subprocess.Popen(command, env=every, start_new_session=True, **streams)
+            processes.append(process)
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
-            signals.act(processes)
-            ended.note_free_memory()
             time.sleep(POLL_S)
-        ended.read_predictions(errors)
-        if any(p.poll() for p in processes):
-            until = time.monotonic() + LAST_WORDS_S
-            while time.monotonic() < until and any(p.poll() is None for p in processes):
-                signals.act(processes)
-                time.sleep(POLL_S)
-            ended.killed = [rank for rank, p in enumerate(processes) if p.poll() is None]
-            ended.stopped = [rank for rank in ended.killed if process_stat(processes[rank].pid)[0] in "Tt"]
-        ended.failures = {r: _failure(r, p, errors[r]) for r, p in enumerate(processes) if p.poll()}
+        until = time.monotonic() + LAST_WORDS_S
+        while time.monotonic() < until and any(p.poll() is None for p in processes):
+            time.sleep(POLL_S)
+        killed = [rank for rank, p in enumerate(processes) if p.poll() is None]
+        stopped = [rank for rank in killed if process_stat(processes[rank].pid)[0] in "Tt"]
+        failures = {r: _failure(r, p, errors[r]) for r, p in enumerate(processes) if p.poll()}
+        return PostMortem(failures, killed, stopped)
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         for process in processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)  # and what it has started itself
         for process in processes:
             with suppress(subprocess.TimeoutExpired):  # a process that sleeps in the kernel is left
                 process.wait(KILLED_S)
-    return ended
-
-
-def _start(command: list[str], rank: int, env: Mapping[str, str]) -> Process:
-    """SIGTERM is held back until the rank is ready to take it, see `run_rank`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        with open(Path(env[LOGS], f"rank{rank}.log"), "ab") as log:
-            streams = {"stdout": log, "stderr": log} if rank else {}
-            return subprocess.Popen(command, env=env, start_new_session=True, **streams)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _failure(rank: int, process: Process, error: Path) -> ProcessFailure:

@@ -1,4 +1,4 @@
-"""Post-mortem: which rank caused a failure and why, by what ranks leave: exit codes, errors, logs, memory."""
+"""Post-mortem: which rank caused a failure and why, by what ranks leave: exit codes, errors, logs."""
 
 from __future__ import annotations
 
@@ -6,17 +6,14 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from fnshard.analysis.measure import control_groups
-
 ERRORS = "TORCHELASTIC_ERROR_FILE"  # where a rank leaves why it failed
-PEAK = ".peak"  # of the file next to a rank's error file
 # What a rank raises when *another* one died: never the cause of a failure, always its echo.
 ECHOES = (
     "CollectiveError",
@@ -35,27 +32,12 @@ ECHOES = (
 class PostMortem:
     """How the ranks ended: those that failed by themselves, and those that had to be killed afterwards.
 
-    `stopped`: the killed ranks that did not run (SIGSTOP). `least_free`: bytes of memory that were free at
-    the least while they ran, `predicted`: what each of them was predicted to take; None is not known.
+    `stopped`: the killed ranks that did not run (SIGSTOP).
     """
 
-    failures: dict[int, ProcessFailure] = field(default_factory=dict)
-    killed: list[int] = field(default_factory=list)
-    stopped: list[int] = field(default_factory=list)
-    least_free: int | None = None
-    predicted: int | None = None
-
-    def note_free_memory(self) -> None:
-        """Called again and again while ranks run: a process that is gone has given its memory back."""
-        free = free_bytes()
-        if free is not None:
-            self.least_free = free if self.least_free is None else min(free, self.least_free)
-
-    def read_predictions(self, errors: Iterable[Path]) -> None:
-        """Read what ranks wrote by `expect_memory`."""
-        for path in errors:
-            with suppress(OSError, ValueError):
-                self.predicted = max(int(path.with_suffix(PEAK).read_text()), self.predicted or 0)
+    failures: Mapping[int, ProcessFailure]
+    killed: Sequence[int] = ()
+    stopped: Sequence[int] = ()
 
     @property
     def cause(self) -> int:
@@ -92,16 +74,10 @@ class PostMortem:
             ended = f"ended with exit code {failure.exitcode}, without a traceback."
             if failure.exitcode < 0:
                 ended = f"was killed by signal {-failure.exitcode} ({failure.signal_name()})"
-                ended += f": perhaps out of memory{self._memory}." if failure.exitcode == -9 else "."
+                ended += ": perhaps out of memory." if failure.exitcode == -9 else "."
             head = f"rank {rank} of {ranks} {ended}"
             body = f"Last line of its log: {_last_line(log)}"
         return "\n".join(filter(None, [head, body, f"Log: {log}"]))
-
-    @property
-    def _memory(self) -> str:
-        parts = {"peak predicted {} GB a rank": self.predicted, "free at the least {} GB": self.least_free}
-        known = [text.format(f"{size / 1e9:.3g}") for text, size in parts.items() if size is not None]
-        return f" ({', '.join(known)})" if known else ""
 
 
 def echo_level(failure: ProcessFailure) -> int:
@@ -112,25 +88,6 @@ def echo_level(failure: ProcessFailure) -> int:
     if failure.exitcode < 0:  # NCCL ends a process that has waited too long by SIGABRT
         return {signal.SIGABRT: 2, signal.SIGTERM: 4}.get(-failure.exitcode, 0)
     return 1
-
-
-def free_bytes() -> int | None:
-    """Memory that processes may still take, of the machine and of this process's control groups; None where
-    the system does not say it."""
-    found = [max(0, limit - used) for limit, used in control_groups()]
-    with suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                found.append(int(line.split()[1]) << 10)
-    return min(found, default=None)
-
-
-def expect_memory(peak_bytes: int) -> None:
-    """In a rank: report what it is predicted to take of the machine's memory, for the message about a rank
-    that was killed."""
-    if ERRORS in os.environ:
-        with suppress(OSError):
-            Path(os.environ[ERRORS]).with_suffix(PEAK).write_text(str(int(peak_bytes)))
 
 
 def write_message(message: str) -> None:

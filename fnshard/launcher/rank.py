@@ -157,27 +157,22 @@ def run_function(path: str) -> NoReturn:
 
 
 class Console:
-    """A stream that ends no program: what its encoding lacks is written as escapes, and where a disk is full
-    or nobody listens, nothing is. Lines go to a file as well, but for those that are drawn over."""
+    """A stream that ends no program: where a disk is full or nobody listens, nothing is written. Lines go to
+    a file as well, but for those that are drawn over."""
 
     def __init__(self, console: TextIO, file: TextIO | None = None):
         self._console, self._file = console, file
 
     def write(self, text: str) -> int:
-        if self._file is not None and not text.startswith("\r"):
-            with suppress(OSError):  # a full disk costs lines of a log
-                self._file.write(text)
-                self._file.flush()
-        with suppress(OSError):
-            try:
-                self._console.write(text)
-            except UnicodeEncodeError as error:
-                self._console.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+        drawn_over = self._file is None or text.startswith("\r")
+        for stream in [self._console] if drawn_over else [self._file, self._console]:
+            with suppress(OSError):
+                stream.write(text)
+                stream.flush()
         return len(text)
 
     def flush(self) -> None:
-        with suppress(OSError):
-            self._console.flush()
+        """Each write does."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._console, name)

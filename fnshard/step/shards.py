@@ -8,20 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
 from fnshard import tree
 from fnshard.analysis.slots import Slots
-from fnshard.compiler.deferred.deferred_init import check_values, recipe_of, values_of
+from fnshard.compiler.deferred.deferred_init import recipe_of, values_of
 from fnshard.compiler.schedule.buckets import make_buckets
 from fnshard.errors import SpecError, StateError, leaves
 from fnshard.functional import make_functional
 from fnshard.layout.codecs import Unfit, check_codecs, encoded, is_coded, parts_of
 from fnshard.layout.pairs import as_complex, as_pairs, is_complex, paired_specs
-from fnshard.layout.partition import P, block_shape, side_by_side
+from fnshard.layout.partition import block_shape, side_by_side
 from fnshard.layout.resolved import PathLeaf, ResolvedSpecs, compare_paths
 from fnshard.layout.rules import check_params
 from fnshard.layout.spec import LayoutSpec, check_specs, is_spec
@@ -257,24 +256,13 @@ def _blocks(
         raise StateError(
             f"{leaves(len(wrong))} of other shapes than their specs:", wrong, "pass full leaves."
         )
-    check_values(named)
     unfit, blocks = Unfit(), dict[str, Any]()
 
-    def take(path: str, leaf: Tensor, whole: bool) -> None:
-        spec = specs[path]
-        unfit.look(path, spec, leaf)  # the whole leaf, so that all ranks refuse it
-        given = None if whole else crc32(f"{path} {seed}".encode())
-        blocks[path] = cut_out(leaf, spec, mesh, disk_dir, given)
+    def take(path: str, leaf: Tensor) -> None:
+        unfit.look(path, specs[path], leaf)  # the whole leaf, so that all ranks refuse it
+        blocks[path] = cut_out(leaf, specs[path], mesh, disk_dir)
 
-    def rows(path: str) -> set[int]:
-        """Those of a rank's block; all of a coded leaf."""
-        spec, count = specs[path], named[path].shape[0]
-        if is_coded(spec):
-            return set(range(count))
-        own = local_block(torch.arange(1, count + 1), P(*spec.storage.parts[:1]), mesh)
-        return set((own[own > 0] - 1).tolist())  # 0 is padding
-
-    values_of(named, seed, take, rows)
+    values_of(named, seed, take)
     unfit.refuse()
     return [blocks[path] for path in specs]
 
@@ -299,14 +287,11 @@ def narrowed(shards: Any, specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir:
     return tree.unflatten(stored.values(), structure)
 
 
-def cut_out(
-    leaf: Tensor, spec: LayoutSpec, mesh: Mesh, disk_dir: str | None, given: int | None = None
-) -> Any:
-    """This rank's stored block of a full leaf; it has the leaf's checksum, or what is `given` in its stead,
-    for ranks to compare at a step."""
+def cut_out(leaf: Tensor, spec: LayoutSpec, mesh: Mesh, disk_dir: str | None) -> Any:
+    """This rank's stored block of a full leaf; it has the leaf's checksum, for ranks to compare at a step."""
     block = stored_at_rest(local_block(leaf, spec.storage, mesh), spec, mesh, disk_dir)
     if mesh.kind != "abstract" and mesh.ordered(spec.storage.axes):
-        _mark(block, checksum(leaf) if given is None else given)
+        _mark(block, checksum(leaf))
     return block
 
 

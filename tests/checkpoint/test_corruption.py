@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import random
 import shutil
@@ -82,13 +81,6 @@ def test_a_ruined_file_is_found_and_named(how: str, roots: Any, restoring: Any, 
 @pytest.mark.parametrize("how", corrupt.BYTES)
 def test_a_ruined_file_many_times(how: str, by: str, roots: Any, restoring: Any, tmp_path: Path) -> None:
     ruined(how, 200, roots[by] / "300", tmp_path / "300", restoring)
-
-
-def test_a_large_manifest_of_nothing_is_not_held(roots: Any, restoring: Any, tmp_path: Path) -> None:
-    folder = corrupt.copied(roots["two"] / "300", tmp_path / "300")
-    os.truncate(folder / MANIFEST, 300 << 20)
-    for message in restored(folder, restoring):
-        assert isinstance(message, str) and MANIFEST in message
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "manifest.json.sha256", "rank-00001.safetensors"])

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -36,7 +36,7 @@ from fnshard.errors import CheckpointError
 from fnshard.layout.partition import Fused, block_shape
 from fnshard.mesh import simulated_rank
 from fnshard.runtime.files import tensorfile
-from fnshard.runtime.files.json_reader import Count, JsonError, from_json
+from fnshard.runtime.files.json_reader import Count, from_json
 from fnshard.runtime.files.tensorfile import DTYPES, Corrupt, TensorToWrite, open_regular, read_checked, write
 
 FIELDS: dict[str, Any] = {
@@ -107,15 +107,14 @@ class Inner:
 class Outer:
     inner: Inner
     by_name: Mapping[str, Inner]
-    rows: list[list[int]]
-    kind: Literal["nan", "inf"]
+    rows: tuple[tuple[int, ...], ...]
     maybe: Inner | None
     number: float
     on: bool
     anything: Any
 
 
-VALUE = Outer(Inner(3, ("a",)), {"x": Inner(0)}, [[1], []], "inf", None, 1.5, True, {"a": [None]})
+VALUE = Outer(Inner(3, ("a",)), {"x": Inner(0)}, ((1,), ()), None, 1.5, True, {"a": [None]})
 PLAIN = json.loads(json.dumps(asdict(VALUE)))
 
 
@@ -127,19 +126,18 @@ def test_what_was_written_is_read() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"inner": {"at": -1}}, r"^inner\.at: -1 is not in range"),
-        ({"inner": {"at": True}}, r"^inner\.at: True is not an int"),
-        ({"inner": {}}, r"^inner\.at: is missing"),
-        ({"by_name": {"x": {"at": 1, "names": ["a", 2]}}}, r"^by_name\.x\.names\[1\]: 2 is not a string"),
-        ({"rows": [[1], [1.5]]}, r"^rows\[1\]\[0\]: 1.5 is not an int"),
-        ({"kind": "big"}, r"^kind: str is not one of 'nan', 'inf'"),
-        ({"maybe": 3}, r"^maybe: 3 is not of "),
-        ({"number": "1"}, r"^number: str is not a number"),
-        ({"on": 1}, r"^on: 1 is not a bool"),
+        ({"inner": {"at": -1}}, r"^inner: at: -1 is not an int in range"),
+        ({"inner": {"at": True}}, r"^inner: at: True is not an int in range"),
+        ({"inner": {}}, r"^inner: at: is missing"),
+        ({"by_name": {"x": {"at": 1, "names": ["a", 2]}}}, r"^by_name: names: 2 is not of type str"),
+        ({"rows": [[1], [1.5]]}, r"^rows: 1.5 is not of type int"),
+        ({"maybe": 3}, r"^maybe: 3 is not an object"),
+        ({"number": "1"}, r"^number: '1' is not a number"),
+        ({"on": 1}, r"^on: 1 is not of type bool"),
     ],
 )
 def test_what_is_of_another_type_is_named(change: Any, message: str) -> None:
-    with pytest.raises(JsonError, match=message):
+    with pytest.raises(ValueError, match=message):
         from_json(Outer, PLAIN | change)
 
 

@@ -238,7 +238,7 @@ def test_an_error_of_the_system_is_no_reason_for_an_older_one(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", fails)
-        with pytest.raises(CheckpointError, match=r"(?s)restoring .*2.*Too many open files"):
+        with pytest.raises(CheckpointError, match=r"(?s)restore .*2.*Too many open files"):
             checkpoint.restore(tmp_path, one())
     assert int(checkpoint.restore(tmp_path, one()).step) == 2
 

@@ -94,7 +94,7 @@ def test_the_same_configuration_goes_on_in_its_folder(cwd, day):
     with claimed(asked, day / "first", chosen=False) as run:
         assert (run.folder, run.source) == (str(day / "first"), None)
         leave_checkpoint(day / "first")
-    free = ("timeout_s=9", "save_every=7", "async_save=true", "keep=5", "max_restarts=0", "stop_grace_s=3")
+    free = ("timeout_s=9", "save_every=7", "async_save=true", "keep=5", "max_restarts=0")
     (day / "second" / ".hydra").mkdir(parents=True)
     with claimed(config_of(*(f"run.{f}" for f in free)), day / "second", chosen=False) as run:
         assert run.folder == str(day / "first") and not (day / "second").exists()

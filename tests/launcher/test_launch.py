@@ -49,7 +49,7 @@ def test_normal_job(tmp_path, capfd, monkeypatch):
     run(tmp_path, REDUCE)
     for rank in range(2):
         total, threads, interface, workspace = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert (total, threads) == (6.0, launcher.cpu_threads(2))
+        assert (total, threads) == (6.0, max(1, len(os.sched_getaffinity(0)) // 2))
         assert interface == launcher.LOOPBACK and workspace == ":4096:8"
     shown = capfd.readouterr().out
     assert "hello from 0" in shown and "hello from 1" not in shown
@@ -93,21 +93,16 @@ def test_a_rank_that_raises_is_named_with_its_traceback_and_not_restarted(tmp_pa
 
 
 def test_a_killed_rank_is_named_with_its_last_line(tmp_path):
-    """And with what may have killed it."""
     body = """
-    from fnshard.launcher.post_mortem import expect_memory
-
     def main():
         if rank == 1:
-            expect_memory(12_300_000_000)
             print("about to allocate a lot")
             os.kill(os.getpid(), signal.SIGKILL)
         dist.all_reduce(torch.zeros(1))
     """
     began = time.monotonic()
-    killed = r"rank 1 of 2 was killed by signal 9 \(SIGKILL\): perhaps out of memory "
-    memory = r"\(peak predicted 12.3 GB a rank, free at the least \d[\d.]* GB\)\.\n.*about to allocate a lot"
-    with pytest.raises(LaunchError, match=killed + memory):
+    killed = r"rank 1 of 2 was killed by signal 9 \(SIGKILL\): perhaps out of memory\.\n.*about to allocate"
+    with pytest.raises(LaunchError, match=killed):
         run(tmp_path, body)
     assert time.monotonic() - began < 30
 
@@ -310,16 +305,15 @@ def test_ranks_may_come_later_than_a_collective_may_take(monkeypatch, tmp_path):
             join_group("cpu", 0.1, lambda asked=asked: asked)
 
 
-@pytest.mark.parametrize("lacks", ["characters", "room", "a reader"])
+@pytest.mark.parametrize("lacks", ["room", "a reader"])
 def test_a_console_ends_no_program(lacks, tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
-    target = {"characters": tmp_path / "console", "room": "/dev/full", "a reader": writer}[lacks]
+    target = {"room": "/dev/full", "a reader": writer}[lacks]
     log = tmp_path / "log"
-    with suppress(OSError), open(target, "w", encoding="ascii") as stream, log.open("w") as file:
+    with suppress(OSError), open(target, "w", encoding="utf-8") as stream, log.open("w") as file:
         for _ in range(2):
             print("« hello »", file=Console(stream, file), flush=True)
-    assert lacks != "characters" or target.read_text() == "\\xab hello \\xbb\n" * 2
     assert log.read_text() == "« hello »\n" * 2
 
 

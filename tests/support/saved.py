@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 import fnshard as fs
-from fnshard.checkpoint import blocks
 from fnshard.checkpoint.state_leaves import state_leaves
 from fnshard.errors import CheckpointError
 from fnshard.runtime.files import tensorfile
@@ -246,8 +245,7 @@ def restored(folder: Path, step: Any) -> tuple[Any, Any]:
 def small_blocks() -> Iterator[None]:
     """Leaves of 60 bytes have several checksums, as leaves of gigabytes do."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (tensorfile, blocks):
-            patch.setattr(module, "BLOCK_bytes", 32)
+        patch.setattr(tensorfile, "BLOCK_bytes", 32)
         yield
 
 

@@ -7,7 +7,7 @@ leaves of their modules are placeholders that carry their recipes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.overrides import resolve_name
 
-from fnshard.compiler.deferred.host_random import undrawn
 from fnshard.compiler.deferred.recorder import META, Functions, Recorder
 from fnshard.compiler.deferred.tape import START, Take, Tape, generator_lock, leaves_of
 from fnshard.compiler.ir.containers import Contents
@@ -45,9 +44,8 @@ def deferred() -> Iterator[None]:
 
     Raises:
         StateError: in the block, what cannot be recorded: to read a value that depends on random numbers, to
-            seed or restore a generator, or to draw from one's own; random numbers of Python's and NumPy's,
-            which no seed of the step's makes alike on all ranks,
-            another device than the CPU, an operator without a shape rule for meta tensors.
+            seed or restore a generator or draw from one's own, another device than the CPU, an operator
+            without a shape rule for meta tensors.
 
     >>> import fnshard as fs
     >>> with fs.deferred():
@@ -73,20 +71,10 @@ def deferred() -> Iterator[None]:
             stack.enter_context(recorder.one_truncation())
             stack.enter_context(torch.random.fork_rng(devices=[]))
             recorder.mark(START)
-            stack.enter_context(undrawn(_draw))
             stack.enter_context(recorder)
             stack.enter_context(Functions(recorder))
             yield
         _close(recorder)
-
-
-def _draw(name: str) -> StateError:
-    return StateError(
-        f"a constructor, or another thread while it runs, draws random numbers by {name}, which differ from "
-        "rank to rank.",
-        fix="draw with torch, which step.init(model, seed=) makes alike; or with a generator that has a "
-        "seed, numpy.random.default_rng(0), random.Random(0).",
-    )
 
 
 _REGISTRATIONS = (
@@ -129,39 +117,14 @@ def on_meta(leaf: Tensor) -> Tensor:
     return plain
 
 
-def values_of(named: Mapping[str, Tensor], seed: int, take: Take, rows: Callable[[str], set[int]]) -> None:
+def values_of(named: Mapping[str, Tensor], seed: int, take: Take) -> None:
     """Hand each leaf to `take` with its values: its own, or those of its recipe; one of these at a time.
 
-    Args:
-        named: what `check_values` has let pass.
-        rows: those that are needed, of a leaf of a large module (`Tape.replay`).
-
     Raises:
-        StateError: leaves that their module's constructor leaves unset.
+        StateError: leaves on the meta device that carry no recipe; leaves that their module's constructor
+            leaves unset.
     """
     check_closed()
-    recorded: dict[int, tuple[Tape, dict[str, Tensor]]] = {}
-    for path, leaf in named.items():
-        recipe = recipe_of(leaf)
-        if recipe is None:
-            take(path, leaf.detach(), True)
-        else:
-            recorded.setdefault(id(recipe.tape), (recipe.tape, {}))[1][path] = recipe.alias
-    unset = [p for tape, aliases in recorded.values() for p in tape.replay(aliases, seed, take, rows)]
-    if unset:
-        raise StateError(
-            f"the constructor leaves {leaves(len(unset))} unset, in whole or in part:",
-            [f"params[{p!r}] {list(named[p].shape)}" for p in unset],
-            "set what torch.empty makes, in the fs.deferred() block; buffers too.",
-        )
-
-
-def check_values(named: Mapping[str, Tensor]) -> None:
-    """Refuse leaves on the meta device that carry no recipe.
-
-    Raises:
-        StateError: names them, and the ways out.
-    """
     bare = [p for p, leaf in named.items() if leaf.is_meta and recipe_of(leaf) is None]
     if bare:
         raise StateError(
@@ -169,6 +132,20 @@ def check_values(named: Mapping[str, Tensor]) -> None:
             [f"params[{p!r}] {list(named[p].shape)}" for p in bare[:8]] + ["..."] * (len(bare) > 8),
             "build the module in `with fs.deferred():` instead of torch.device('meta'), which loses what "
             "its constructor does, and pass the module or the tree of make_functional as it is.",
+        )
+    recorded: dict[int, tuple[Tape, dict[str, Tensor]]] = {}
+    for path, leaf in named.items():
+        recipe = recipe_of(leaf)
+        if recipe is None:
+            take(path, leaf.detach())
+        else:
+            recorded.setdefault(id(recipe.tape), (recipe.tape, {}))[1][path] = recipe.alias
+    unset = [p for tape, aliases in recorded.values() for p in tape.replay(aliases, seed, take)]
+    if unset:
+        raise StateError(
+            f"the constructor leaves {leaves(len(unset))} unset:",
+            [f"params[{p!r}] {list(named[p].shape)}" for p in unset],
+            "set what torch.empty makes, in the fs.deferred() block; buffers too.",
         )
 
 
@@ -215,20 +192,17 @@ class _Placeholder(Tensor):
         writes = WRITES.fullmatch(last) and last != "requires_grad_"
         if isinstance(inputs[0], _Placeholder) and (writes or name == "torch.Tensor.data.__set__"):
             problem = (
-                "changes a deferred module after its fs.deferred() block, where it is lost:",
+                "changes a deferred module after its fs.deferred() block, where it is lost.",
                 "do it inside the block, below the constructor: model.apply(init), model.to(dtype).",
             )
         elif last in _READS or any(not isinstance(v, _Placeholder) and not v.is_meta for v in inputs):
             problem = (
-                "needs the values of a deferred module, which has none yet:",
+                "needs the values of a deferred module, which has none yet.",
                 "step.init(model) makes them. What forward uses is a parameter or a buffer "
                 "(register_buffer), unless it depends on no random numbers.",
             )
         if problem is not None:
-            known = [v for v in inputs if isinstance(v, _Placeholder)]
-            ends = ["" if recipe_of(v) else ", no parameter or buffer" for v in known]
-            lines = [f"{list(v.shape)} {v.dtype}{end}" for v, end in zip(known, ends, strict=True)]
-            raise StateError(f"{name} {problem[0]}", lines, problem[1])
+            raise StateError(f"{name} {problem[0]}", fix=problem[1])
         return super().__torch_function__(func, types, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:

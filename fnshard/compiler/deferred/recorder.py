@@ -33,9 +33,6 @@ _FILLS = frozenset({
     "bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_",
     "random_", "uniform_", "zero_",
 })  # fmt: skip
-# Operators that set or change each element by itself.
-_ALIKE = {"bernoulli_", "cauchy_", "exponential_", "fill_", "log_normal_", "normal_", "random_", "uniform_",
-          "zero_", "add_", "clamp_", "div_", "erfinv_", "mul_", "neg_", "sub_"}  # fmt: skip
 _UNKNOWN_SHAPE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
@@ -118,10 +115,7 @@ class Recorder(TorchDispatchMode):
         whole = (storage_id(tensor),) if _is_whole(tensor) else ()
         with self.pause():
             alias = tensor.detach()
-        default = torch.get_default_dtype()
-        call = RecordedCall(
-            original, (alias, *args), {}, overwrites=whole, alike=bool(whole), default_dtype=default
-        )
+        call = RecordedCall(original, (alias, *args), {}, overwrites=whole)
         self._append(call, [storage_id(tensor)], random=True)
         return tensor
 
@@ -165,8 +159,7 @@ class Recorder(TorchDispatchMode):
         new = set(map(storage_id, made.values()))
         call = RecordedCall(
             op, args, kwargs, tuple(read), tuple(new | (whole - read)), made,
-            blank="empty" in name, alike=name in _ALIKE and len(inputs) == 1 and _is_whole(inputs[0]),
-            default_dtype=torch.get_default_dtype(),
+            blank="empty" in name, default_dtype=torch.get_default_dtype(),
         )  # fmt: skip
         self._append(call, [*map(storage_id, written), *new], random)
         return result

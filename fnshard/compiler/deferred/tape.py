@@ -7,11 +7,9 @@ operators are a chain: each begins in the generator state in which another one e
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,22 +20,8 @@ from fnshard.compiler.ir.program import storage_id
 
 START = -1  # the call that every chain of random operators begins after: the seed
 CPU = torch.device("cpu")
-LARGE = 1 << 32  # random numbers of a module, from which on leaves do not wait for one another's
-CHUNK = 1 << 16  # numbers of a large module's leaf that are drawn together
-Take = Callable[[str, Tensor, bool], None]  # a leaf by its path, and whether all of it is there
+Take = Callable[[str, Tensor], None]  # a leaf by its path
 generator_lock = threading.Lock()  # torch's default generator belongs to all threads, simulated ranks too
-
-
-@contextmanager
-def seeded(seed: int, devices: Sequence[torch.device] = ()) -> Iterator[None]:
-    """Torch's default generators, seeded as by `torch.manual_seed`, and restored afterwards."""
-    kind = devices[0].type if devices else "cuda"
-    with generator_lock, torch.random.fork_rng(devices=list(devices), device_type=kind):
-        if devices:
-            torch.manual_seed(seed)
-        else:
-            torch.default_generator.manual_seed(seed)
-        yield
 
 
 def map_leaves(value: Any, kind: type, fn: Callable[[Any], Any]) -> Any:
@@ -70,7 +54,6 @@ class RecordedCall:
         makes: its results that have a memory of their own, by their place among the results.
         follows: of a random operator, the random call in whose last state of the generator it begins.
         blank: it makes a memory without setting it.
-        alike: it sets each element of a whole memory by itself, or changes it.
         default_dtype: torch's default at the call.
     """
 
@@ -82,18 +65,11 @@ class RecordedCall:
     makes: Mapping[int, Tensor] = field(default_factory=dict)
     follows: int | None = None
     blank: bool = False
-    alike: bool = False
     default_dtype: torch.dtype = torch.float32
 
     @property
     def is_random(self) -> bool:
         return self.follows is not None
-
-    @property
-    def drawn(self) -> int:
-        """How many random numbers it draws, about."""
-        tensors = [*leaves_of((self.args, self.kwargs), Tensor), *self.makes.values()]
-        return max((t.numel() for t in tensors), default=1) if self.is_random else 0
 
     @property
     def memories(self) -> set[int]:
@@ -148,113 +124,54 @@ class Tape:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             return shown(alias, self._run(storage_id(alias), numbers, {}))
 
-    def replay(
-        self, leaves: Mapping[str, Tensor], seed: int, take: Take, rows: Callable[[str], set[int]]
-    ) -> list[str]:
+    def replay(self, leaves: Mapping[str, Tensor], seed: int, take: Take) -> list[str]:
         """Hand each leaf to `take` as building the module under this seed makes it, one at a time.
 
-        Random calls run in program order: the state in which each ends is kept, where others begin. A leaf is
-        made when the last one that it depends on is due; those before it run again. In a module of `LARGE`
-        random numbers each call has a seed of its own, and so has each chunk of a leaf whose elements are set
-        alike: no more of these is made than has `rows`.
-
-        Args:
-            rows: those of a leaf that are needed, of a large module.
+        Leaves go in the order of the last random calls that they depend on. The state in which a random call
+        ends is kept, where another begins; calls of several leaves run again for each.
 
         Returns:
-            The leaves that no call sets, in whole or in part; `take` does not get them.
+            The leaves that no call sets; `take` does not get them.
         """
         by_memory: dict[int, dict[str, Tensor]] = {}
         for path, alias in leaves.items():
             by_memory.setdefault(storage_id(alias), {})[path] = alias
+        slices = {memory: self.slice([memory], len(self.calls)) for memory in by_memory}
+        draws = {m: [n for n in numbers if self.calls[n].is_random] for m, numbers in slices.items()}
         unset: list[str] = []
-        large = sum(call.drawn for call in self.calls) >= LARGE
-
-        def make(memory: int | None, calls: list[int], ends: dict[int, Tensor]) -> None:
-            storage = self._run(memory, calls, ends, seed if large else None)
-            blank = any(self.calls[n].blank for n in calls)
-            for path, alias in by_memory.get(memory, {}).items():
-                leaf = shown(alias, storage)
-                if blank and (len(calls) == 1 or has_blanks(leaf)):
-                    unset.append(path)
-                else:
-                    take(path, leaf, True)
-
-        with torch.no_grad(), torch.autocast("cpu", enabled=False), seeded(seed):
-            if large:
-                for memory, aliases in by_memory.items():
-                    calls = self.slice([memory], len(self.calls))
-                    if self._alike(calls, aliases):
-                        self._make_rows(calls, aliases, seed, take, rows)
-                    else:
-                        make(memory, calls, {})
-                return unset
-            jobs = self._jobs(by_memory)
+        with (
+            generator_lock,
+            torch.random.fork_rng(devices=[]),
+            torch.no_grad(),
+            torch.autocast("cpu", enabled=False),
+        ):
+            torch.default_generator.manual_seed(seed)
             ends = {START: torch.default_generator.get_state()}
-            for number in sorted(jobs):
-                for job in jobs[number]:
-                    make(*job, ends)
+            for memory in sorted(by_memory, key=lambda m: max(draws[m], default=START)):
+                if all(self.calls[n].blank for n in slices[memory]):
+                    unset += by_memory[memory]
+                    continue
+                storage = self._run(memory, slices[memory], ends)
+                for path, alias in by_memory[memory].items():
+                    take(path, shown(alias, storage))
+                del storage  # before the next one is made
         return unset
 
-    def _alike(self, numbers: Sequence[int], aliases: Mapping[str, Tensor]) -> bool:
-        """Whether these calls set all of a memory's elements alike, and leaves are the whole memory."""
-        calls = [self.calls[n] for n in numbers]
-        if not all(call.alike for call in calls) or not calls[0].overwrites:
-            return False
-        tensors = [t for call in calls for t in leaves_of((call.args, call.kwargs), Tensor)]
-        (layout, *others) = {_layout(t) for t in (*tensors, *aliases.values())}
-        return not others and bool(layout[1]) and next(iter(aliases.values())).is_contiguous()
-
-    def _make_rows(
-        self, numbers: Sequence[int], aliases: Mapping[str, Tensor], seed: int, take: Take,
-        rows: Callable[[str], set[int]],
-    ) -> None:  # fmt: skip
-        """A leaf of which the chunks are made that have these rows; no memory is taken by the rest."""
-        alias = next(iter(aliases.values()))
-        leaf = torch.empty(alias.shape, dtype=alias.dtype)
-        size = max(1, CHUNK // max(1, leaf[0].numel()))
-        for chunk in sorted({row // size for path in aliases for row in rows(path)}):
-            part = leaf[chunk * size : (chunk + 1) * size]
-            for number in numbers:
-                call = self.calls[number]
-                args, kwargs = map_leaves((call.args, call.kwargs), Tensor, lambda _: part)  # noqa: B023
-                torch.default_generator.manual_seed(_seed_of(seed, number, chunk))
-                with _default_dtype(call.default_dtype):
-                    call.op(*args, **kwargs)
-        for path in aliases:
-            take(path, leaf, False)
-
-    def _jobs(self, memories: Iterable[int]) -> dict[int, list[tuple[int | None, list[int]]]]:
-        """Memories, each with the calls that make it, by the last random one of these.
-
-        A random call that is the last one for no memory runs for the sake of the generator, for None.
-        """
-        jobs: dict[int, list[tuple[int | None, list[int]]]] = {}
-        for memory in memories:
-            numbers = self.slice([memory], len(self.calls))
-            last = max((n for n in numbers if self.calls[n].is_random), default=START)
-            jobs.setdefault(last, []).append((memory, numbers))
-        for number in range(max(jobs, default=START)):
-            if self.calls[number].is_random and number not in jobs:
-                jobs[number] = [(None, [*self.slice(self.calls[number].reads, number), number])]
-        return jobs
-
     def _run(
-        self, needed: int | None, numbers: Sequence[int], ends: dict[int, Tensor], seed: int | None = None
+        self, needed: int | None, numbers: Sequence[int], ends: dict[int, Tensor]
     ) -> torch.UntypedStorage | None:
         """A memory that calls make; of others no more is kept than the calls to come use.
 
         Args:
             ends: the generator's state after each random call that has run; it grows.
-            seed: of the module, where each call has one of its own.
         """
+        for number in numbers:  # before any memory is taken
+            self._draw_up_to(self.calls[number].follows, ends)
         last = {memory: n for n in numbers for memory in self.calls[n].memories}
         memories: dict[int, torch.UntypedStorage] = {}
         for number in numbers:
             call = self.calls[number]
-            if call.is_random and seed is not None:
-                torch.default_generator.manual_seed(_seed_of(seed, call.follows))
-            elif call.is_random:
+            if call.is_random:
                 torch.default_generator.set_state(ends[call.follows])
             _execute(call, memories)
             if call.is_random:
@@ -263,10 +180,14 @@ class Tape:
                 del memories[memory]
         return memories.get(needed)
 
-
-def _seed_of(*numbers: int) -> int:
-    digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    def _draw_up_to(self, number: int | None, ends: dict[int, Tensor]) -> None:
+        """Run random calls for the sake of the generator, so that its state after this one is known."""
+        missing = []
+        while number is not None and number not in ends:
+            missing.append(number)
+            number = self.calls[number].follows
+        for draw in reversed(missing):
+            self._run(None, [*self.slice(self.calls[draw].reads, draw), draw], ends)
 
 
 def _execute(call: RecordedCall, memories: dict[int, torch.UntypedStorage]) -> None:
@@ -276,8 +197,12 @@ def _execute(call: RecordedCall, memories: dict[int, torch.UntypedStorage]) -> N
         return shown(alias, memories[storage_id(alias)])
 
     args, kwargs = map_leaves((call.args, call.kwargs), Tensor, real)
-    with _default_dtype(call.default_dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(call.default_dtype)
+    try:
         results = leaves_of(call.op(*args, **kwargs), Tensor)
+    finally:
+        torch.set_default_dtype(before)
     shared = {storage.data_ptr() for storage in memories.values()}
     for place, alias in call.makes.items():
         result, size = results[place], alias.untyped_storage().nbytes()
@@ -287,38 +212,8 @@ def _execute(call: RecordedCall, memories: dict[int, torch.UntypedStorage]) -> N
             shown(alias, storage).copy_(result)
         memories[storage_id(alias)] = storage
         if call.blank:
-            fill_blank(shown(alias, storage))
+            shown(alias, storage).zero_()
 
 
 def _layout(value: Tensor) -> tuple[Any, ...]:
     return value.dtype, value.shape, value.stride(), value.storage_offset(), value.is_conj()
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    if dtype == before:  # it belongs to all threads
-        yield
-        return
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def fill_blank(value: Tensor) -> None:
-    """Fill with what `has_blanks` finds: NaN, or the largest integer; no bool can mark what is unset."""
-    if value.dtype.is_floating_point or value.dtype.is_complex:
-        value.fill_(float("nan"))
-    else:
-        value.fill_(True if value.dtype == torch.bool else torch.iinfo(value.dtype).max)
-
-
-def has_blanks(value: Tensor) -> bool:
-    """Whether elements are left as `fill_blank` filled them."""
-    if value.numel() == 0 or value.dtype == torch.bool:
-        return False
-    if value.dtype.is_floating_point or value.dtype.is_complex:
-        return bool(value.isnan().any())
-    return bool((value == torch.iinfo(value.dtype).max).any())

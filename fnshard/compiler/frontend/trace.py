@@ -21,10 +21,10 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fnshard import tree
-from fnshard.compiler.deferred.host_random import GENERATORS, undrawn
 from fnshard.compiler.frontend.contexts import LOCK, Surroundings, check_autocast
 from fnshard.compiler.frontend.exchange import copy_outgoing, tracing_on
 from fnshard.compiler.frontend.functions import HOOK
+from fnshard.compiler.frontend.host_random import GENERATORS, undrawn
 from fnshard.compiler.frontend.limits import Limits
 from fnshard.compiler.frontend.normalize import normalize
 from fnshard.compiler.frontend.ragged import run as ragged_run

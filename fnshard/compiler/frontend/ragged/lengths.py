@@ -125,7 +125,9 @@ class Ragged:
             needed: 0-d int64, the true length.
             most: what it is at most without any promise; None if that is not known.
         """
-        bounds = [v for v in (_upper_bound(self.shape_env, length), most) if v is not None]
+        upper = self.shape_env.bound_sympy(length.node.expr).upper  # promised, or what torch knows by itself
+        promised = int(upper) if upper.is_Integer and int(upper) < (1 << 62) else None
+        bounds = [v for v in (promised, most) if v is not None]
         if not bounds:
             raise Unbounded
         size = min(bounds)
@@ -218,12 +220,6 @@ def op_name(node: fx.Node) -> str:
 def symbols(expression: Any) -> set[Any]:
     """Of a sympy expression or an int."""
     return getattr(expression, "free_symbols", set())
-
-
-def _upper_bound(shape_env: Any, length: torch.SymInt) -> int | None:
-    """What `fs.bounded` or `torch._check` promise of a length, or what torch knows by itself."""
-    upper = shape_env.bound_sympy(length.node.expr).upper
-    return int(upper) if upper.is_Integer and int(upper) < (1 << 62) else None
 
 
 def _most(expression: Any, sizes: Mapping[Any, int]) -> int:

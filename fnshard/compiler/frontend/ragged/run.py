@@ -201,16 +201,13 @@ def _gated(c: RaggedOp, value: Tensor, length: Any) -> Tensor:
 
 
 def _nonzero(c: RaggedOp) -> Any:
-    """Where a tensor is not 0: as columns, or as a list of indices."""
+    """Where a tensor is not 0: as columns, or as a list of indices; so is `torch.where` of a mask alone."""
+    if c.name == "where" and len(c.arguments) > 1:
+        return c.run()
     value = c.node.meta["val"]
     one = isinstance(value, Tensor)
     found = _selected(c, c.raw[next(iter(c.raw))], (value if one else value[0]).shape[0])
     return torch.stack(found, 1) if one else list(found)
-
-
-def _where(c: RaggedOp) -> Any:
-    """`torch.where` of a mask alone is `nonzero`."""
-    return _nonzero(c) if len(c.arguments) == 1 else c.run()
 
 
 def _masked_select(c: RaggedOp) -> Tensor:
@@ -223,13 +220,10 @@ def _masked_select(c: RaggedOp) -> Tensor:
 
 def _unique(c: RaggedOp) -> tuple[Tensor, ...]:
     """Values in order, their inverse and counts: the first of each run of equal ones in sorted order."""
-    if c.raw.get("dim") is not None:
-        raise c.refused("along a dim has no rule")
     value = c.filled("self", _extreme(c["self"], 1)).detach()
     flat = value.reshape(-1)
     valid = c.ragged.valid(c.raw["self"].meta["val"])
-    is_sorted = c.name == "unique_consecutive"
-    order = torch.arange(flat.numel(), device=flat.device) if is_sorted else flat.argsort(stable=True)
+    order = flat.argsort(stable=True)
     ranked = flat[order]
     first = torch.cat([torch.ones_like(order[:1], dtype=torch.bool), ranked[1:] != ranked[:-1]])
     counted = torch.ones_like(first)
@@ -266,6 +260,10 @@ def _repeat_interleave(c: RaggedOp) -> Tensor:
 
 
 # ------------------------------------------------------------------ indices
+def _is_mask(node: fx.Node) -> bool:
+    return node.meta["val"].dtype in (torch.bool, torch.uint8)
+
+
 def _indices(c: RaggedOp, lengths: Sequence[Any]) -> list[Tensor | None]:
     """The indices of an `index` or `index_put`, masks as the positions they stand for.
 
@@ -273,14 +271,12 @@ def _indices(c: RaggedOp, lengths: Sequence[Any]) -> list[Tensor | None]:
         lengths: of the dims of what is indexed or put, among them the masks'.
     """
     found: list[Tensor | None] = []
+    length = next((n for n in lengths if isinstance(n, torch.SymInt)), None)
     for node in c.raw["indices"]:
-        if node is None or node.meta["val"].dtype not in (torch.bool, torch.uint8):
+        if node is None or not _is_mask(node):
             found.append(None if node is None else c.ragged.index(node))
-            continue
-        for length in lengths:
-            if isinstance(length, torch.SymInt):
-                found += _selected(c, node, length)
-                break
+        elif length is not None:
+            found += _selected(c, node, length)
         else:
             raise c.refused("takes a mask and values of another length")
     return found
@@ -289,9 +285,7 @@ def _indices(c: RaggedOp, lengths: Sequence[Any]) -> list[Tensor | None]:
 def _index(c: RaggedOp) -> Tensor:
     """A tensor at indices, among them masks and those of a ragged length."""
     value = c.node.meta["val"]
-    masks = [
-        n for n in c.raw["indices"] if n is not None and n.meta["val"].dtype in (torch.bool, torch.uint8)
-    ]
+    masks = [n for n in c.raw["indices"] if n is not None and _is_mask(n)]
     place = next(i for i, n in enumerate(c.raw["indices"]) if n is not None)
     indices = _indices(c, value.shape[place:])
     for dim, length in c.dims("self").items():
@@ -305,19 +299,16 @@ def _index(c: RaggedOp) -> Tensor:
 def _index_put(c: RaggedOp) -> Tensor:
     """A tensor into which values are put by a mask or by ragged indices."""
     values = c.raw["values"].meta["val"]
-    ragged = [n for n in c.raw["indices"] if n is not None and c.ragged.dims(n.meta["val"])]
-    masks = [n for n in c.raw["indices"] if n is not None and n.meta["val"].dtype == torch.bool]
-    if masks and not c.ragged.dims(values):
+    given = [n for n in c.raw["indices"] if n is not None]
+    ragged, masks = [n for n in given if c.ragged.dims(n.meta["val"])], list(filter(_is_mask, given))
+    if not (c.dims("values") if masks else ragged):
         return c.run()
-    if not masks and not ragged:
-        return c.run()
-    if len(masks) > 1 or (masks and len([n for n in c.raw["indices"] if n is not None]) > 1):
+    if masks and len(given) > 1:
         raise c.refused("takes a mask next to other indices")
     indices = _indices(c, values.shape)
     place = next(i for i, n in enumerate(indices) if n is not None)
     if masks:
-        length = next(n for n in values.shape if isinstance(n, torch.SymInt))
-        valid = torch.arange(c.ragged.size(length), device=values.device) < c.ragged.count(length)
+        valid = c.ragged.valid(values, list(c.dims("values"))[:1]).flatten()
     else:
         valid = functools.reduce(operator.and_, (c.ragged.valid(n.meta["val"]) for n in ragged))
     # The entries that are no values go into a row after the last one.
@@ -329,15 +320,10 @@ def _index_put(c: RaggedOp) -> Tensor:
 
 def _index_add(c: RaggedOp) -> Tensor:
     """A tensor to which rows are added, 0 where they are no values."""
-    (length,) = c.raw["index"].meta["val"].shape or (1,)
-    if not isinstance(length, torch.SymInt):
+    if not c.dims("index"):
         return c.run()
-    dim = c["dim"] % c["self"].dim()
-    source = c.raw["source"].meta["val"]
-    valid = torch.arange(c.ragged.size(length), device=source.device) < c.ragged.count(length)
-    rows = torch.where(valid.view(-1, *[1] * (source.dim() - dim - 1)), c["source"], 0)
-    index = c.ragged.index(c.raw["index"])
-    return torch.index_add(c["self"], c["dim"], index, rows, alpha=c["alpha"])
+    rows = c.filled("source", 0, [c["dim"] % c["self"].dim()])
+    return c.run(index=c.ragged.index(c.raw["index"]), source=rows)
 
 
 # ------------------------------------------------------------------ reductions
@@ -359,31 +345,19 @@ def _filling(fill: Callable[[Tensor], Any]) -> Rule:
     return rule
 
 
-def _length(c: RaggedOp, dims: Sequence[int]) -> Any:
-    shape = c.raw["self"].meta["val"].shape
-    return math.prod([1, *(c.ragged.count(shape[d]) for d in dims)])
-
-
-def _mean(c: RaggedOp) -> Tensor:
-    dims = _reduced(c)
+def _moment(c: RaggedOp) -> Tensor:
+    """The mean, the variance or the standard deviation of what is a value."""
+    dims, shape = _reduced(c), c.raw["self"].meta["val"].shape
     if not set(dims) & c.dims("self").keys():
         return c.run()
-    total = c.filled("self", 0, dims).sum(
-        dims, c.arguments.get("keepdim", False), dtype=c.arguments.get("dtype")
-    )
-    return total / _length(c, dims)
-
-
-def _variance(c: RaggedOp) -> Tensor:
-    dims = _reduced(c)
-    if not set(dims) & c.dims("self").keys():
-        return c.run()
+    count, keep = math.prod([1, *(c.ragged.count(shape[d]) for d in dims)]), c.arguments.get("keepdim", False)
+    if c.name == "mean":
+        return c.filled("self", 0, dims).sum(dims, keep, dtype=c.arguments.get("dtype")) / count
     correction = c.arguments.get("correction", 1 if c.arguments.get("unbiased", True) else 0)
-    correction, count = 1 if correction is None else correction, _length(c, dims)
     mean = c.filled("self", 0, dims).sum(dims, True) / count
     valid = c.ragged.valid(c.raw["self"].meta["val"], dims)
-    squares = torch.where(valid, (c["self"] - mean).square(), 0).sum(dims, c.arguments.get("keepdim", False))
-    found = squares / (count - correction)
+    squares = torch.where(valid, (c["self"] - mean).square(), 0).sum(dims, keep)
+    found = squares / (count - (1 if correction is None else correction))
     return found.sqrt() if c.name == "std" else found
 
 
@@ -474,12 +448,8 @@ def _cat(c: RaggedOp) -> Tensor:
     dim = c.arguments.get("dim", 0) % values[0].dim()
     if not any(dim in c.ragged.dims(v) for v in values[:-1]):
         return c.run()
-    valid = []
-    for value in values:
-        own = c.ragged.valid(value, [dim])
-        size = c.ragged.size(value.shape[dim])
-        every = torch.ones(size, dtype=torch.bool, device=value.device)
-        valid.append(every if own is None else own.view(-1))
+    lengths, device = [v.shape[dim] for v in values], values[0].device
+    valid = [torch.arange(c.ragged.size(n), device=device) < c.ragged.count(n) for n in lengths]
     joined = torch.cat([c.ragged.values[n] for n in parts], dim)
     order = torch.cat(valid).logical_not().argsort(stable=True)
     return joined.index_select(dim, order[: c.ragged.size(c.node.meta["val"].shape[dim])])
@@ -493,24 +463,19 @@ def _arange(c: RaggedOp) -> Tensor:
 
 
 def _full(c: RaggedOp) -> Tensor:
-    if not isinstance(c["fill_value"], Tensor):
-        return c.run()
-    return (c.run(fill_value=0) + c["fill_value"]).to(c.node.meta["val"].dtype)
-
-
-def _scalar(c: RaggedOp) -> Any:
-    number = c["s"]
-    return number.to(c.node.meta["val"].dtype, copy=True) if isinstance(number, Tensor) else c.run()
+    """An op that fills a tensor with one number, which may be a length."""
+    name = "s" if c.name == "scalar_tensor" else "fill_value"
+    made = c.run(**{name: 0}) + c[name] if isinstance(c[name], Tensor) else c.run()
+    return made.to(c.node.meta["val"].dtype)
 
 
 _least, _most = (lambda v: _extreme(v, -1)), (lambda v: _extreme(v, 1))
 _lowest = lambda v: torch.finfo(v.dtype).min if v.is_floating_point() else _extreme(v, -1)  # noqa: E731
 _RULES: dict[str, Rule] = {
-    **dict.fromkeys(("nonzero", "nonzero_numpy", "argwhere"), _nonzero),
-    **dict.fromkeys(("_unique2", "unique_consecutive"), _unique),
-    "where": _where, "masked_select": _masked_select, 
-    "repeat_interleave": _repeat_interleave, "index": _index, "index_put": _index_put,
-    "index_add": _index_add,
+    **dict.fromkeys(("nonzero", "nonzero_numpy", "argwhere", "where"), _nonzero),
+    "_unique2": _unique,
+    "masked_select": _masked_select, "repeat_interleave": _repeat_interleave, "index": _index,
+    "index_put": _index_put, "index_add": _index_add,
     **dict.fromkeys(
         ("sum", "any", "nansum", "count_nonzero", "linalg_vector_norm", "norm"), _filling(lambda _: 0)),
     **dict.fromkeys(("all", "prod"), _filling(lambda _: 1)),
@@ -519,7 +484,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(
         ("softmax", "log_softmax", "_softmax", "_log_softmax", "logsumexp"), _filling(_lowest)
     ),
-    "mean": _mean, "var": _variance, "std": _variance,
+    "mean": _moment, "var": _moment, "std": _moment,
     **dict.fromkeys(
         ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "soft_margin_loss",
          "binary_cross_entropy_with_logits", "kl_div", "poisson_nll_loss"), _loss),
@@ -538,8 +503,8 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("index_select", "gather"), _looking_up("index")),
     **dict.fromkeys(("embedding", "take_along_dim"), _looking_up("indices")),
     "cat": _cat, "concat": _cat, "arange": _arange,
-    "fill": RaggedOp.run, "scalar_tensor": _scalar,
-    **dict.fromkeys(("full", "full_like", "new_full"), _full),
+    "fill": RaggedOp.run,
+    **dict.fromkeys(("full", "full_like", "new_full", "scalar_tensor"), _full),
 }  # fmt: skip
 # Ops whose entries along a ragged dim are made of those of the same place, or of the ones before it.
 _PLAIN = {
