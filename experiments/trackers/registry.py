@@ -1,19 +1,179 @@
-"""Registry: the trackers by name; a new one is a file and a row here, and a field of `TrackerConfig`."""
+"""Registry: the trackers by name; a new one is a class and a row here, and a field of `TrackerConfig`."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 from hydra.utils import instantiate
 
+from experiments.cli.schema import flat
 from experiments.configs.checks import TARGET
 from experiments.configs.train import ConfigError, TrackerConfig
-from experiments.trackers.base import Tracker
-from experiments.trackers.mlflow import MLflow
-from experiments.trackers.tensorboard import TensorBoard
-from experiments.trackers.wandb import WandB
+from experiments.trackers.base import Row, RunInfo, Tracker, numbers
 from fnshard.errors import report
+
+# ------------------------------------------------------------------ TensorBoard
+
+
+class TensorBoard:
+    """Scalars by name and step, texts and pictures. `tensorboard --logdir` of a folder of runs shows all."""
+
+    def start(self, run: RunInfo) -> str:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer, self._step = SummaryWriter(str(run.folder / "tensorboard")), 0
+        if not run.id:
+            self._text("run", json.dumps(run.facts, indent=1))
+        return "tensorboard"
+
+    def log(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._step = row["step"]
+            for name, value in numbers(row).items():
+                self._writer.add_scalar(name, value, self._step)
+        self._writer.flush()
+
+    def artifact(self, path: Path) -> None:
+        if path.suffix == ".png":
+            from matplotlib import image
+
+            self._writer.add_image(path.stem, image.imread(path)[..., :3], self._step, dataformats="HWC")
+        else:
+            self._text(path.name, path.read_text(encoding="utf-8", errors="replace"))
+
+    def finish(self, status: str, summary: Mapping[str, Any]) -> None:
+        self._text("result", json.dumps({"status": status, **summary}, indent=1))
+        self._writer.close()
+
+    def _text(self, name: str, text: str) -> None:
+        indented = "".join(f"    {line}\n" for line in text.splitlines())  # Markdown shows it unchanged
+        self._writer.add_text(name, indented, self._step)
+
+
+# ------------------------------------------------------------------ Weights & Biases
+
+# Output is in ranks/rank0.log, and the facts have code, packages and machine.
+QUIET = {
+    "silent": True, "console": "off", "disable_git": True, "save_code": False, "x_save_requirements": False,
+    "x_disable_stats": True, "x_disable_machine_info": True, "symlink": False,
+}  # fmt: skip
+
+
+class WandB:
+    """One run of `project`; a process that resumes it adds a folder of its own with the same id.
+
+    Offline unless `WANDB_MODE` says otherwise: no login, no network, no question.
+    """
+
+    def __init__(self, project: str):
+        self._project = project
+
+    def start(self, run: RunInfo) -> str:
+        import wandb
+
+        name, folder, facts = run.id or uuid.uuid4().hex[:8], str(run.folder), dict(run.facts)
+        mode = os.environ.get("WANDB_MODE", "offline")
+        self._run = wandb.init(
+            project=self._project, id=name, name=run.folder.name, dir=folder, resume="allow",
+            reinit="create_new", config={**facts.pop("config", {}), "facts": facts},
+            settings=wandb.Settings(mode=mode, root_dir=folder, **QUIET),
+        )  # fmt: skip
+        self._run.define_metric("*", step_metric="step")
+        return name
+
+    def log(self, rows: Sequence[Row]) -> None:
+        """`step` is a number among the others: a row of a held-out loss has the step of the row before."""
+        for row in rows:
+            self._run.log({**numbers(row), "step": row["step"]})
+
+    def artifact(self, path: Path) -> None:
+        import wandb
+
+        if path.suffix == ".png":
+            self._run.log({f"pictures/{path.stem}": wandb.Image(str(path))})
+        else:
+            self._run.save(str(path), base_path=str(path.parent), policy="now")
+
+    def finish(self, status: str, summary: Mapping[str, Any]) -> None:
+        self._run.summary.update({"status": status, **summary})
+        self._run.finish(exit_code=int(status == "failed"))
+
+
+# ------------------------------------------------------------------ MLflow
+
+AT_ONCE, PARAMS_AT_ONCE, LONGEST = 1000, 100, 6000  # what the store takes in one call; of a parameter
+STATES = {"ok": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+
+
+class MLflow:
+    """One run of the experiment `experiment`.
+
+    Args:
+        store: a folder, relative to where the job was started; or a URI, such as sqlite:///runs.db.
+    """
+
+    def __init__(self, experiment: str, store: str):
+        self._experiment, self._store = experiment, store
+
+    def start(self, run: RunInfo) -> str:
+        # MLflow 3 needs a switch for stores of files, and would report its use to its makers.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        from mlflow.tracking import MlflowClient
+
+        uri = self._store if "://" in self._store else Path(self._store).resolve().as_uri()
+        self._client, self._run = MlflowClient(tracking_uri=uri), run.id
+        if run.id:
+            self._client.update_run(run.id, status="RUNNING")
+            return run.id
+        git = run.facts.get("git") or {}
+        tags = {"mlflow.source.git.commit": git["revision"]} if git else {}
+        created = self._client.create_run(self._experiment_id(), run_name=run.folder.name, tags=tags)
+        self._run = created.info.run_id
+        self._log_facts(run.facts)
+        return self._run
+
+    def log(self, rows: Sequence[Row]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [Metric(name, v, now, row["step"]) for row in rows for name, v in numbers(row).items()]
+        for start in range(0, len(metrics), AT_ONCE):
+            self._client.log_batch(self._run, metrics=metrics[start : start + AT_ONCE])
+
+    def artifact(self, path: Path) -> None:
+        self._client.log_artifact(self._run, str(path))
+
+    def finish(self, status: str, summary: Mapping[str, Any]) -> None:
+        for name, value in flat({"status": status, **summary}):
+            self._client.set_tag(self._run, f"result.{name}", str(value))
+        self._client.set_terminated(self._run, STATES[status])
+
+    def _experiment_id(self) -> str:
+        from mlflow.exceptions import MlflowException
+
+        if self._client.get_experiment_by_name(self._experiment) is None:
+            with suppress(MlflowException):  # another run of a sweep makes it in the meantime
+                return self._client.create_experiment(self._experiment)
+        return self._client.get_experiment_by_name(self._experiment).experiment_id
+
+    def _log_facts(self, facts: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        params = [Param(name, str(value)[:LONGEST]) for name, value in flat(facts)]
+        for start in range(0, len(params), PARAMS_AT_ONCE):
+            self._client.log_batch(self._run, params=params[start : start + PARAMS_AT_ONCE])
+
+
+# ------------------------------------------------------------------ by name
 
 # By the package's name, which is also the extra's and the field's of TrackerConfig.
 TRACKERS: dict[str, Callable[[TrackerConfig], Tracker]] = {
