@@ -27,8 +27,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.cli import schema
-from experiments.cli.command_spec import CommandSpec
-from experiments.cli.exceptions import MISTAKES, text_of
+from experiments.cli.command_spec import MISTAKES, CommandSpec, text_of
 from experiments.configs.checks import TARGET, ConfigError, refusal
 from experiments.configs.train import MEASURED
 

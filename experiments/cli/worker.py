@@ -21,7 +21,7 @@ if __name__ == "__main__":
 import torch.distributed as dist
 from hydra.errors import HydraException
 
-from experiments.cli.exceptions import is_mistake
+from experiments.cli.command_spec import is_mistake
 from experiments.cli.schema import build
 from experiments.configs.train import ConfigError
 from experiments.data.files import read_json, write_json
@@ -56,7 +56,7 @@ def run_job(job: Job, values: Mapping[str, Any]) -> NoReturn:
         values: `config` (nested dicts of a placed configuration), `overrides`; and `run` (of a `Run`), or
             what finds it: `requested` (the configuration before it was placed), `fresh`, `chosen`.
     """
-    placed = build(values["config"], job.config)
+    placed = build(values["config"], job.spec.config)
     stop = Stop()
 
     def main() -> None:
@@ -110,7 +110,9 @@ def _run_of(job: Job, values: Mapping[str, Any]) -> Iterator[RunFolder]:
         if int(os.environ.get("RANK", "0")) == 0:
             try:
                 found = claimed(
-                    build(values["requested"], job.config), Path(values["fresh"]), chosen=values["chosen"]
+                    build(values["requested"], job.spec.config),
+                    Path(values["fresh"]),
+                    chosen=values["chosen"],
                 )
                 answer[0] = dataclasses.asdict(stack.enter_context(found))
             except ConfigError as error:

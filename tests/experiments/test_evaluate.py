@@ -18,7 +18,7 @@ from commands import run_command
 from runs import rows_of, run_in
 from tuning import config_of, write_llama
 
-from experiments.cli.exceptions import MISTAKES
+from experiments.cli.command_spec import MISTAKES
 from experiments.configs.train import ConfigError
 from experiments.data.tokenizer import byte_tokenizer
 from experiments.evaluate import run, tasks

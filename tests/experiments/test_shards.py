@@ -23,8 +23,7 @@ from experiments.data.tokenizer import load_tokenizer
 from experiments.tokenize import job
 from experiments.tokenize import texts as text_files
 from experiments.tokenize.config import SPEC
-from experiments.tokenize.job import tokenize
-from experiments.tokenize.texts import find, split
+from experiments.tokenize.job import find, split, tokenize
 from experiments.training.dataset import open_tokens, table_losses
 from experiments.training.loop import train as run_training
 from experiments.training.resume import RunFolder
