@@ -46,23 +46,13 @@ WRONG_TRAIN = {
         r"Did you mean data\.held_out_rows\?",
         r"model\.width=\{'x': 64\}: Input should be a valid integer\.",
     ),
-    "mesh=3 run.steps=many run.accumulate=1.5 "
-    "run.async_save=perhaps optimizer.lr=fast run.resume=null stratgy=zero2": (
+    "mesh=3 run.steps=many run.resume=null stratgy=zero2 optimizer.eps=nan precision.compute=flaot32": (
         r"mesh=3: expected keys below it\.",
         r"run\.steps=many: Input should be a valid integer",
-        r"run\.accumulate=1\.5: Input should be a valid integer",
-        r"run\.async_save=perhaps: Input should be a valid boolean",
-        r"optimizer\.lr=fast: Input should be a valid number",
+        r"optimizer\.eps=nan: Input should be a finite number\.",
+        r"precision\.compute=flaot32: Input should be .*\. Did you mean float32\?",
         r"run\.resume=null: Input should be a valid string\.",
         r"stratgy=zero2: no such key\. Did you mean strategy\.name\?",
-    ),
-    "run.steps=0 optimizer.b1=1 optimizer.eps=nan strategy.name=ddp precision.compute=flaot32 mesh.shard=0": (
-        r"run\.steps=0: Input should be greater than 0\.",
-        r"optimizer\.b1=1: Input should be less than 1\.",
-        r"optimizer\.eps=nan: Input should be a finite number\.",
-        r"strategy\.name=ddp: Input should be 'full_shard', ",
-        r"precision\.compute=flaot32: Input should be .*\. Did you mean float32\?",
-        r"mesh\.shard=0: Input should be greater than 0\.",
     ),
     "model.heads=3 schedule.decay=1e-1 optimizer=sgd "
     "optimizer.momentum=0 strategy.update_on=host data=shards": (
@@ -117,13 +107,7 @@ WRONG_FINETUNE = {
         r"method\.alpha=big: Input should be a valid number",
         r"model=\{'width': 64\}: Input should be a valid string",
     ),
-    "method.rank=0 objective.label_smoothing=0.5 data.too_long=cut export=onnx +run._target_=os.system": (
-        r"method\.rank=0: Input should be greater than 0",
-        r"objective\.label_smoothing=0\.5: Input should be less than 0\.5",
-        r"data\.too_long=cut: Input should be 'refuse', 'skip' or 'truncate'",
-        r"export=onnx: Input should be 'auto', 'adapters'",
-        r"run\._target_=os\.system: no such key\.",
-    ),
+    "+run._target_=os.system": (r"run\._target_=os\.system: no such key\.",),
     "optimizer=sgd run.device_gb=24 objective=dpo "
     "data.pack=false method=full export=adapters mesh.context=5": (
         r"optimizer\.lr=null: the defaults are AdamW's",

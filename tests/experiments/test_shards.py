@@ -170,11 +170,6 @@ def test_what_cannot_be_tokenised(texts, shard_folder, tmp_path):
         tokenize(tokenize_config(texts / "sub", texts))
     with pytest.raises(ConfigError, match=r"(?s)shards of another command:.*shard_mb: 0.01 there, 0.02 here"):
         tokenize(tokenize_config(shard_folder, texts, shard_mb=0.02))
-    wrong = {"out": "", "files": [], "processes": 0, "broken": "mend", "held_out_percent": 100}
-    with pytest.raises(
-        ConfigError, match=r"(?s)5 problems:\n  out=: String should have at least 1 ch.*files=\[\]"
-    ):
-        SPEC.read(wrong)
     assert SPEC.read({"out": "o", "files": "a"}).files == ("a",)
 
 
@@ -261,8 +256,6 @@ def test_a_run_without_a_tokenizer(numbered, tmp_path, capsys):
 
 
 def test_shards_that_a_run_cannot_use(shard_folder, numbered, tmp_path):
-    with pytest.raises(ConfigError, match=r"data=shards: needs the folder that experiments.tokenize wrote"):
-        compose("data=shards")
     with pytest.raises(
         ConfigError, match=r"(?s)vocab=256: .*train: the largest is 257.*Fix: model.vocab=264"
     ):

@@ -27,6 +27,7 @@ from experiments.configs.train import ConfigError
 from experiments.train import JOB
 from experiments.training.metrics_file import METRICS
 from experiments.training.result import read_result, write_result
+from experiments.training.resume import identity_of
 from fnshard.launcher.local import LaunchError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,10 +36,10 @@ ROOT = Path(__file__).resolve().parents[2]
 # ------------------------------------------------------------------ launchers
 
 
-def composed(*overrides: str, name: str = "train", conf: str = "conf") -> Any:
+def composed(*overrides: str) -> Any:
     JOB.spec.register()
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(ROOT / conf)):
-        return hydra.compose(name, overrides=list(overrides), return_hydra_config=True)
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(JOB.spec.conf)):
+        return hydra.compose(JOB.name, overrides=list(overrides), return_hydra_config=True)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def sweep(
         leave_run(
             folder, *overrides, held_out_loss=abs(asked.optimizer.lr - 1e-3), accuracy=asked.optimizer.lr
         )
-        (folder / "identity.json").write_text(json.dumps(_identity(asked)))
+        (folder / "identity.json").write_text(json.dumps(identity_of(asked)))
         ran.append(folder.name)
         return "ok"
 
@@ -99,12 +100,6 @@ def sweep(
         return code, list(ran), folder
 
     yield run
-
-
-def _identity(asked: Any) -> dict[str, Any]:
-    from experiments.training.resume import identity_of
-
-    return identity_of(asked)
 
 
 def test_a_command_that_srun_starts_on_several_nodes_is_refused(monkeypatch):

@@ -68,19 +68,6 @@ def test_remat_is_a_name_a_number_or_a_mapping():
     assert compose("strategy=full_shard_remat").strategy.remat == "unit"
 
 
-def test_a_wrong_type_that_reaches_us_is_refused():
-    values = dataclasses.asdict(compose())
-    values["run"]["steps"] = 1.5
-    values["mesh"]["shard"] = "two"
-    del values["model"]["width"]
-    said = (
-        r"(?s)model\.width=\?\?\?: Field required.*mesh\.shard=two: Input should be a valid integer.*"
-        r"run\.steps=1\.5: Input should be a valid integer"
-    )
-    with pytest.raises(ConfigError, match=said):
-        schema.build(values)
-
-
 # ------------------------------------------------------------------ ranks
 
 
