@@ -125,17 +125,14 @@ def _run_of(job: Job, values: Mapping[str, Any]) -> Iterator[RunFolder]:
 
 
 def no_room(error: OSError) -> str:
-    """An error of a disk in words: step, path, and the way out.
+    """An error of a disk in words: path, and the way out.
 
-    >>> full = OSError(28, "No space left on device", "run/metrics.jsonl")
-    >>> full.add_note("step 7")
-    >>> print(no_room(full))
-    step 7: cannot write run/metrics.jsonl: No space left on device.
+    >>> print(no_room(OSError(28, "No space left on device", "run/metrics.jsonl")))
+    cannot write run/metrics.jsonl: No space left on device.
     Fix: make room, or another hydra.run.dir; the same command goes on from the newest checkpoint.
     """
-    at = next(iter(getattr(error, "__notes__", [])), "before the first step")
     fix = "make room, or another hydra.run.dir; the same command goes on from the newest checkpoint."
-    return report(f"{at}: cannot write {error.filename or 'a file'}: {error.strerror}.", fix=fix)
+    return report(f"cannot write {error.filename or 'a file'}: {error.strerror}.", fix=fix)
 
 
 def refused(folder: Path) -> Exception | None:

@@ -226,13 +226,13 @@ def test_a_mixture_is_tuned_exported_and_opened(mixture, data, tmp_path, chosen)
     tuned(0, config, folder)
     result, before = (json.loads((folder / name).read_text()) for name in ("result.json", loop.BEFORE))
     assert result["held_out_loss"] < before["held_out_loss"]
-    tuned = transformers.AutoModelForCausalLM.from_pretrained(folder / EXPORTED).eval()
+    opened = transformers.AutoModelForCausalLM.from_pretrained(folder / EXPORTED).eval()
     plain = dict(transformers.AutoModelForCausalLM.from_pretrained(mixture).named_parameters())
-    changed = {path for path, leaf in tuned.named_parameters() if not torch.equal(leaf, plain[path])}
+    changed = {path for path, leaf in opened.named_parameters() if not torch.equal(leaf, plain[path])}
     experts = {path for path in plain if path.split(".")[-2] == "experts"}
     assert experts and (experts <= changed)  # by their adapters, or by the rounding of their codes
-    ours = of(deepcopy(tuned))
-    torch.testing.assert_close(ours.logits(dict(ours.params), TOKENS), tuned(TOKENS).logits)
+    ours = of(deepcopy(opened))
+    torch.testing.assert_close(ours.logits(dict(ours.params), TOKENS), opened(TOKENS).logits)
 
 
 @pytest.mark.parametrize(
