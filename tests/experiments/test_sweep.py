@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import hydra
 import pytest
 from hydra.types import RunMode
 from omegaconf import OmegaConf
@@ -34,29 +33,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 # ------------------------------------------------------------------ launchers
-
-
-def composed(*overrides: str) -> Any:
-    JOB.spec.register()
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(JOB.spec.conf)):
-        return hydra.compose(JOB.name, overrides=list(overrides), return_hydra_config=True)
-
-
-@pytest.mark.parametrize(
-    ("launcher", "target", "kept"),
-    [
-        ("local", "BasicLauncher", {}),
-        ("joblib", "JoblibLauncher", {"n_jobs": 4}),
-        ("slurm", "SlurmLauncher", {"nodes": 4, "tasks_per_node": 1}),
-        ("slurm_local", "LocalLauncher", {"timeout_min": 5}),
-    ],
-)
-def test_a_launcher_is_a_group_and_its_options_hydras(launcher, target, kept):
-    options = [f"hydra.launcher.{key}={value}" for key, value in kept.items()]
-    found = composed(f"launcher={launcher}", *options).hydra
-    assert found.launcher._target_.endswith(f".{target}")
-    assert {key: found.launcher[key] for key in kept} == kept
-    assert "launcher" not in OmegaConf.to_container(composed(f"launcher={launcher}"), resolve=False)
 
 
 def test_a_launcher_without_a_sweep_is_refused():

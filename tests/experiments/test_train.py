@@ -35,7 +35,8 @@ def options(group: str) -> list[str]:
     return sorted(path.stem for at in (conf, conf / "shared") for path in (at / group).glob("*.yaml"))
 
 
-GROUPS = ("model", "strategy", "precision", "optimizer", "schedule", "data", "run", "hardware")
+GROUPS = ("model", "strategy", "precision", "optimizer", "schedule", "data", "run", "hardware",
+          "launcher", "tracker")  # fmt: skip
 
 
 @pytest.mark.parametrize("choice", [f"{group}={name}" for group in GROUPS for name in options(group)])
