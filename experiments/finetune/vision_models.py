@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.data.files import write_json, write_lines
-from experiments.data.tokenizer import TEMPLATE, byte_tokenizer
+from experiments.data.tokenizer import TEMPLATE, ByteTokenizer
 
 SIDE = 32  # of tiles
 IMAGES, HELD_OUT = 1200, 64
@@ -64,7 +64,7 @@ def write_model(name: str, folder: Path) -> None:
     """A model of `TINY` as a model directory, of torch's random numbers."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    made, tokenizer = TINY[name], byte_tokenizer()
+    made, tokenizer = TINY[name], ByteTokenizer()
     ids = {token: tokenizer.vocab + number for number, token in enumerate(made["tokens"])}
     special = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.pad}
     config = dict(made["config"])

@@ -23,7 +23,7 @@ from experiments.data.files import first_few, read_json, write_json
 from experiments.data.rows import Dataset, library
 from experiments.data.shards import HEADER, Shards, describe, open_shards
 from experiments.data.stdlib_text import is_held_out, source_files, standard_library
-from experiments.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+from experiments.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from experiments.tokenize.config import TokenizeConfig
 from fnshard.errors import report
 
@@ -48,7 +48,7 @@ def tokenize(config: TokenizeConfig) -> list[Shards]:
             one that cannot be written to.
         MissingExtraError: `datasets` is not installed.
     """
-    tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else byte_tokenizer()
+    tokenizer = load_tokenizer(config.tokenizer) if config.tokenizer else ByteTokenizer()
     sides = split(find(config.files), config.held_out_percent, config.held_out)
     out, command = Path(config.out), _command(config, tokenizer, sides)
     try:

@@ -16,7 +16,7 @@ from experiments.data import loader as loading
 from experiments.data.batches import Samples, fill, pack, width_of
 from experiments.data.loader import Loader, permuted, place_of
 from experiments.data.stdlib_text import ByteStream
-from experiments.data.tokenizer import byte_tokenizer
+from experiments.data.tokenizer import ByteTokenizer
 from experiments.data.windows import Windows
 from fnshard.losses import IGNORE
 from fnshard.mesh import simulated_rank
@@ -202,7 +202,7 @@ def test_rows_are_well_filled(most, context, least):
 
 def test_a_packed_batch_is_its_samples_and_nothing_leaks_between_them(samples):
     prepared = samples()
-    tokenizer = byte_tokenizer()
+    tokenizer = ByteTokenizer()
     batch = fill(prepared, [[3, 9], [], [5]], CONTEXT)
     assert list(batch) == ["tokens", "targets", "positions", "documents"]
     assert all(values.shape == (3, CONTEXT) for values in batch.values())

@@ -18,7 +18,7 @@ from tuning import STEPS, config_of, tuned
 
 import fnshard as fs
 from experiments.configs.train import ConfigError
-from experiments.data.tokenizer import byte_tokenizer
+from experiments.data.tokenizer import ByteTokenizer
 from experiments.finetune import lm, loop
 from experiments.finetune.decode import decode_of, draw, first_of, next_of, prefill_of
 from experiments.finetune.rewarded import RewardedBatches
@@ -203,7 +203,7 @@ def test_a_reward_model_is_a_directory(model, tmp_path):
     torch.manual_seed(1)
     theirs = transformers.AutoModelForSequenceClassification.from_config(config).eval()
     theirs.save_pretrained(tmp_path)
-    byte_tokenizer().save(tmp_path)
+    ByteTokenizer().save(tmp_path)
     (made,) = rewards_of(str(tmp_path))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     numbers = checked(made.reward, ["1+1=", "longer, 1+1="], ["2", "3"], row("") * 2)
@@ -215,7 +215,7 @@ def test_a_reward_model_is_a_directory(model, tmp_path):
     with pytest.raises(ConfigError, match="it has 2 labels; expected: 1"):
         two = transformers.AutoConfig.from_pretrained(model, num_labels=2, pad_token_id=0)
         transformers.AutoModelForSequenceClassification.from_config(two).save_pretrained(tmp_path / "two")
-        byte_tokenizer().save(tmp_path / "two")
+        ByteTokenizer().save(tmp_path / "two")
         rewards_of(str(tmp_path / "two"))
 
 

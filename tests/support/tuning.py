@@ -11,7 +11,7 @@ import torch
 from runs import compose, run_in
 
 from experiments.configs.machine import place
-from experiments.data.tokenizer import byte_tokenizer
+from experiments.data.tokenizer import ByteTokenizer
 from experiments.finetune import dataset, job, loop
 from experiments.finetune.config import OBJECTIVE_KINDS, FinetuneConfig
 from fnshard.launcher.rank import Stop
@@ -25,7 +25,7 @@ SMALL = ("method.rank=2", "data.context=48", "data.rows=4", "data.held_out_rows=
 
 def write_llama(folder: Path, **more: Any) -> Path:
     """A model directory, of bytes."""
-    tokenizer = byte_tokenizer()
+    tokenizer = ByteTokenizer()
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
              "num_key_value_heads": 1, "max_position_embeddings": 64}  # fmt: skip
     config = transformers.LlamaConfig(
