@@ -21,7 +21,6 @@ from experiments.data.shards import HEADER, check_vocab, open_shards
 from experiments.data.stdlib_text import is_held_out
 from experiments.data.tokenizer import load_tokenizer
 from experiments.tokenize import job
-from experiments.tokenize import texts as text_files
 from experiments.tokenize.config import SPEC
 from experiments.tokenize.job import find, split, tokenize
 from experiments.training.dataset import open_tokens, table_losses
@@ -50,7 +49,7 @@ def expected(folder: Path, held_out: bool) -> list[int]:
 
 @pytest.mark.parametrize(("shard_mb", "processes"), [(0.01, 1), (0.01, 2), (64.0, 1)])
 def test_shards_hold_the_text_whatever_their_size(texts, tmp_path, monkeypatch, shard_mb, processes):
-    monkeypatch.setattr(text_files, "PIECE", 2**9)
+    monkeypatch.setattr(job, "PIECE", 2**9)
     monkeypatch.setattr(job, "BATCH", 4)
     config = tokenize_config(tmp_path / "out", texts, shard_mb=shard_mb, processes=processes)
     for side, shards in zip(job.SIDES, tokenize(config), strict=True):
