@@ -98,7 +98,7 @@ TABLE = {
     "python -m experiments.train": Row(TRAIN.short),
     "python -m experiments.train --help": Row(quick=True),
     "python -m experiments.train --cfg job": Row(quick=True),
-    "python -m experiments.train run.stpes=5 model.heads=5 strategy=zer2": Row(quick=True, code=2),
+    "python -m experiments.train run.stpes=5 model.heads=many optimizer.lr=-1": Row(quick=True, code=2),
     "python -m experiments.train experiment=laptop": TRAIN,
     "python -m experiments.train strategy=zero2 precision=bf16 mesh.shard=4 run.steps=2000": TRAIN,
     "python -m experiments.train strategy=zero2 precision=bf16 run.steps=60 run.accumulate=4 mesh.shard=1": TRAIN,
