@@ -22,7 +22,7 @@ from commands import ROOT, commands, readmes, run_command
 from experiments import train
 from experiments.bench import command as bench
 from experiments.cli.validation import validate
-from experiments.data.tokenizer import byte_tokenizer
+from experiments.data.tokenizer import ByteTokenizer
 from experiments.evaluate import config as evaluate
 from experiments.explain import config as explain
 from experiments.finetune import job as finetune
@@ -98,7 +98,7 @@ TABLE = {
     "python -m experiments.train": Row(TRAIN.short),
     "python -m experiments.train --help": Row(quick=True),
     "python -m experiments.train --cfg job": Row(quick=True),
-    "python -m experiments.train run.stpes=5 model.heads=5 strategy=zer2": Row(quick=True, code=2),
+    "python -m experiments.train run.stpes=5 model.heads=many optimizer.lr=-1": Row(quick=True, code=2),
     "python -m experiments.train experiment=laptop": TRAIN,
     "python -m experiments.train strategy=zero2 precision=bf16 mesh.shard=4 run.steps=2000": TRAIN,
     "python -m experiments.train strategy=zero2 precision=bf16 run.steps=60 run.accumulate=4 mesh.shard=1": TRAIN,
@@ -255,7 +255,7 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     from tuning import write_llama
 
     home = tmp_path_factory.mktemp("things")
-    ids = {"bos_token_id": byte_tokenizer().bos, "pad_token_id": byte_tokenizer().pad}
+    ids = {"bos_token_id": ByteTokenizer().bos, "pad_token_id": ByteTokenizer().pad}
     sizes = {"intermediate_size": 32, "num_key_value_heads": 2, "max_position_embeddings": 512}
     write_llama(home / "llama", **sizes, **ids)
     (home / "text").mkdir()

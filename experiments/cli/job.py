@@ -26,8 +26,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from experiments import python_path
 from experiments.cli import slurm
-from experiments.cli.command_spec import Job
-from experiments.cli.exceptions import is_mistake, is_outside, run_by_hydra, text_of
+from experiments.cli.command_spec import Job, is_mistake, is_outside, run_by_hydra, text_of
 from experiments.cli.sweep import TABLE, objective, print_table
 from experiments.cli.worker import REFUSAL, refused, run_job
 from experiments.compare.outcome import jobs_of

@@ -11,8 +11,7 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
-from experiments.cli.command_spec import CommandSpec, Job
-from experiments.cli.exceptions import is_mistake, is_outside, run_by_hydra, text_of
+from experiments.cli.command_spec import CommandSpec, Job, is_mistake, is_outside, run_by_hydra, text_of
 from experiments.cli.validation import help_of, validate, with_own_groups
 
 MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes

@@ -12,9 +12,8 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
@@ -69,21 +68,6 @@ def defaults(kind: type) -> dict[str, Any]:
     return out
 
 
-def leaves(kind: type, values: Mapping[str, Any], path: str = "") -> list[str]:
-    """The dotted keys of a configuration; of alternatives, those of the dataclass that `values` choose.
-
-    >>> [key for key in leaves(TrainConfig, {}) if key.startswith("model.h")]
-    ['model.heads']
-    """
-    groups, out = _groups_of(kind), []
-    for field in dataclasses.fields(kind):
-        below = values.get(field.name)
-        group = _chosen(groups.get(field.name, []), below)
-        nested = leaves(group, below if isinstance(below, Mapping) else {}, f"{field.name}.") if group else []
-        out += [f"{path}{key}" for key in nested or [field.name]]
-    return out
-
-
 @cache
 def _options_of(kind: type) -> dict[str, tuple[Any, ...]]:
     """The members of each field's union, or its type alone."""
@@ -99,30 +83,30 @@ def _groups_of(kind: type) -> dict[str, list[type]]:
     return {name: kinds for name, kinds in groups.items() if kinds}
 
 
-def _chosen(kinds: list[type], value: Any) -> type | None:
-    """The dataclass that a group's value is of, by `name`; None where it is a `_target_`, or no group."""
-    values = value if isinstance(value, Mapping) else {}
-    if TARGET in values or not kinds:
+def _chosen(kind: type, group: str, value: Any) -> type | None:
+    """The dataclass that a group's value is of, by `name`; None where it may be, and is, a `_target_`."""
+    kinds, values = _groups_of(kind)[group], value if isinstance(value, Mapping) else {}
+    if TARGET in values and len(_options_of(kind)[group]) > len(kinds):
         return None
-    return next((kind for kind in kinds if getattr(kind, "name", None) == values.get("name")), kinds[0])
+    return next((each for each in kinds if getattr(each, "name", None) == values.get("name")), kinds[0])
+
+
+def _known(kind: type, values: Mapping[str, Any]) -> list[str]:
+    """The dotted keys that there are; of alternatives, those of the dataclass that `values` choose."""
+    known = defaults(kind)
+    chosen = {group: _chosen(kind, group, values.get(group)) for group in _groups_of(kind)}
+    known |= {group: defaults(each) for group, each in chosen.items() if each is not None}
+    return [key for key, _ in flat(known)]
 
 
 # ------------------------------------------------------------------ the check
 
 
-@dataclass(frozen=True)
-class Problem:
-    """What is wrong with the value of a key; or a rule that a dataclass (`key`) has for several of its
-    values, which the message names itself (`is_rule`)."""
+class Problem(NamedTuple):
+    """What is wrong with a key; or (`is_rule`) with several of them together."""
 
-    key: str
-    message: str
-    value: Any = None
+    text: str
     is_rule: bool = False
-
-    def __str__(self) -> str:
-        value = "null" if self.value is None else self.value
-        return self.message if self.is_rule else f"{self.key}={value}: {self.message}"
 
 
 def build(values: Mapping[str, Any], kind: type = TrainConfig) -> Any:
@@ -133,7 +117,7 @@ def build(values: Mapping[str, Any], kind: type = TrainConfig) -> Any:
     """
     config, problems = check(values, kind)
     if problems:
-        raise refusal([str(problem) for problem in problems])
+        raise refusal([problem.text for problem in problems])
     return config
 
 
@@ -142,11 +126,7 @@ def check(values: Mapping[str, Any], kind: type) -> tuple[Any, list[Problem]]:
     try:
         return _adapter(kind).validate_python(_without_missing(values)), []
     except ValidationError as error:
-        own = {n: v[TARGET] for n, v in values.items() if isinstance(v, Mapping) and TARGET in v}
-        refused = [
-            Problem(f"{n}.{TARGET}", "this command takes its own groups alone", v) for n, v in own.items()
-        ]
-        return None, list(_problems(error, kind, values)) or refused
+        return None, list(_problems(error, kind, values))
 
 
 @cache
@@ -161,24 +141,29 @@ def _without_missing(values: Any) -> Any:
 
 
 def _problems(error: ValidationError, kind: type, values: Mapping[str, Any]) -> Iterator[Problem]:
-    groups, known, seen = _groups_of(kind), leaves(kind, values), set()
+    known, seen = _known(kind, values), set()
     for each in error.errors(include_url=False):
         parts = [str(part) for part in each["loc"]]
-        above = groups.get(parts[0], []) if len(parts) > 1 else []
-        if above and len(_options_of(kind)[parts[0]]) > 1:  # which of the alternatives it is about
-            branch, chosen = parts.pop(1), _chosen(above, values.get(parts[0]))
-            if branch != chosen.__name__ if chosen else branch in {each.__name__ for each in above}:
+        group = parts[0] if len(parts) > 1 else ""
+        if group in _groups_of(kind) and len(_options_of(kind)[group]) > 1:  # of alternatives
+            branch, chosen = parts.pop(1), _chosen(kind, group, values.get(group))
+            others = [k.__name__ for k in _groups_of(kind)[group] if k is not chosen]
+            if branch in others or (chosen and branch != chosen.__name__):
                 continue
-        parts = [part for part in parts if part.isidentifier() and part != "str"]  # not of a tuple
-        key = ".".join(parts)
-        what, value = each["type"], each["input"]
-        if what == "value_error":
-            yield from (Problem(key, text, is_rule=True) for text in str(each["ctx"]["error"]).split("\n  "))
-        elif what == "unexpected_keyword_argument":
-            yield from (Problem(at, _no_such_key(at, known), v) for at, v in flat(value, key))
+        key = ".".join(part for part in parts if part.isidentifier() and part != "str")  # not of a tuple
+        if each["type"] == "value_error":
+            yield from (Problem(text, is_rule=True) for text in str(each["ctx"]["error"]).split("\n  "))
+        elif each["type"] == "unexpected_keyword_argument":
+            found = flat(each["input"], key)
+            yield from (Problem(f"{at}={_shown(v)}: {_no_such_key(at, known)}") for at, v in found)
         elif key not in seen:
             seen.add(key)
-            yield Problem(key, _message(each), MISSING if what == "missing" else value)
+            value = MISSING if each["type"] == "missing" else _shown(each["input"])
+            yield Problem(f"{key}={value}: {_message(each)}")
+
+
+def _shown(value: Any) -> Any:
+    return "null" if value is None else value
 
 
 def _no_such_key(key: str, known: list[str]) -> str:

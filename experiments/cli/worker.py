@@ -21,7 +21,7 @@ if __name__ == "__main__":
 import torch.distributed as dist
 from hydra.errors import HydraException
 
-from experiments.cli.exceptions import is_mistake
+from experiments.cli.command_spec import is_mistake
 from experiments.cli.schema import build
 from experiments.configs.train import ConfigError
 from experiments.data.files import read_json, write_json
@@ -56,7 +56,7 @@ def run_job(job: Job, values: Mapping[str, Any]) -> NoReturn:
         values: `config` (nested dicts of a placed configuration), `overrides`; and `run` (of a `Run`), or
             what finds it: `requested` (the configuration before it was placed), `fresh`, `chosen`.
     """
-    placed = build(values["config"], job.config)
+    placed = build(values["config"], job.spec.config)
     stop = Stop()
 
     def main() -> None:
@@ -110,7 +110,9 @@ def _run_of(job: Job, values: Mapping[str, Any]) -> Iterator[RunFolder]:
         if int(os.environ.get("RANK", "0")) == 0:
             try:
                 found = claimed(
-                    build(values["requested"], job.config), Path(values["fresh"]), chosen=values["chosen"]
+                    build(values["requested"], job.spec.config),
+                    Path(values["fresh"]),
+                    chosen=values["chosen"],
                 )
                 answer[0] = dataclasses.asdict(stack.enter_context(found))
             except ConfigError as error:
@@ -123,17 +125,14 @@ def _run_of(job: Job, values: Mapping[str, Any]) -> Iterator[RunFolder]:
 
 
 def no_room(error: OSError) -> str:
-    """An error of a disk in words: step, path, and the way out.
+    """An error of a disk in words: path, and the way out.
 
-    >>> full = OSError(28, "No space left on device", "run/metrics.jsonl")
-    >>> full.add_note("step 7")
-    >>> print(no_room(full))
-    step 7: cannot write run/metrics.jsonl: No space left on device.
+    >>> print(no_room(OSError(28, "No space left on device", "run/metrics.jsonl")))
+    cannot write run/metrics.jsonl: No space left on device.
     Fix: make room, or another hydra.run.dir; the same command goes on from the newest checkpoint.
     """
-    at = next(iter(getattr(error, "__notes__", [])), "before the first step")
     fix = "make room, or another hydra.run.dir; the same command goes on from the newest checkpoint."
-    return report(f"{at}: cannot write {error.filename or 'a file'}: {error.strerror}.", fix=fix)
+    return report(f"cannot write {error.filename or 'a file'}: {error.strerror}.", fix=fix)
 
 
 def refused(folder: Path) -> Exception | None:

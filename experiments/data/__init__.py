@@ -18,5 +18,5 @@ For pre-training, `windows` of bytes of text (`stdlib_text`), or of shards of to
 
     loader = Loader(Windows(open_shards("shards/train"), context=256), rows=8, rank=rank, ranks=ranks)
 
-`loader`: batches without end, in the order of `permutation`, from any step on any mesh.
+`loader`: batches without end, in an order of each epoch, from any step on any mesh.
 """

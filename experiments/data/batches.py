@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from experiments.configs.train import MULTIPLE
-from experiments.data.permutation import order
+from experiments.data.loader import order
 from experiments.data.prepared import Prepared
 from fnshard.losses import IGNORE
 

@@ -11,20 +11,19 @@ Files are held out by their names, as for the main job; what both sides have in 
 from __future__ import annotations
 
 import ast
-import json
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
-from typing import Any
-from uuid import uuid4
 
+from experiments.data.files import write_lines
 from experiments.data.stdlib_text import is_held_out, source_files, standard_library
 
 HELD_OUT_PERCENT = 10
+SIDES = (False, True)  # whether it is held out
 MOST = {False: 2000, True: 200}  # functions, held out or not
 LONGEST = 240  # bytes of prompt and response
 MOST_TEXTS = {False: 8_000, True: 400}  # functions of plain text
@@ -42,31 +41,33 @@ class Function:
 
 
 def sft_files(folder: str | Path) -> tuple[Path, Path]:
-    folder = Path(folder)
-    train, held_out = _functions(False), _functions(True)
-    return (
-        _write(folder / "train.jsonl", ({"prompt": f.prompt, "response": f.summary} for f in train)),
-        _write(folder / "held_out.jsonl", ({"prompt": f.prompt, "response": f.summary} for f in held_out)),
+    """Write `train.jsonl` and `held_out.jsonl`."""
+    train, held_out = (
+        [{"prompt": f.prompt, "response": f.summary} for f in _functions(side)] for side in SIDES
+    )
+    return write_lines(Path(folder, "train.jsonl"), train), write_lines(
+        Path(folder, "held_out.jsonl"), held_out
     )
 
 
 def pair_files(folder: str | Path) -> tuple[Path, Path]:
     """Write `train_pairs.jsonl` and `held_out_pairs.jsonl`: chosen is the docstring; rejected is the first
     line of the function's code, which a model that knows nothing of docstrings writes next."""
-    folder = Path(folder)
-    lines = (
+    train, held_out = (
         [{"prompt": f.prompt, "chosen": f.summary, "rejected": f.code} for f in _functions(side) if f.code]
-        for side in (False, True)
+        for side in SIDES
     )
-    names = ("train_pairs.jsonl", "held_out_pairs.jsonl")
-    train, held_out = (_write(folder / name, content) for name, content in zip(names, lines, strict=True))
-    return train, held_out
+    folder = Path(folder)
+    return (
+        write_lines(folder / "train_pairs.jsonl", train),
+        write_lines(folder / "held_out_pairs.jsonl", held_out),
+    )
 
 
 def text_files(folder: Path) -> tuple[Path, Path]:
     """Write `text.jsonl` and `held_out_text.jsonl`: functions without docstrings, so that tuning shows."""
     train, held_out = (({"text": t} for t in islice(_texts(side), n)) for side, n in MOST_TEXTS.items())
-    return _write(folder / "text.jsonl", train), _write(folder / "held_out_text.jsonl", held_out)
+    return write_lines(folder / "text.jsonl", train), write_lines(folder / "held_out_text.jsonl", held_out)
 
 
 def _texts(held_out: bool) -> Iterator[str]:
@@ -127,14 +128,3 @@ def _functions_in(tree: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDef]:
             yield node
         elif isinstance(node, ast.ClassDef):
             yield from _functions_in(node)
-
-
-def _write(path: Path, lines: Iterable[Mapping[str, Any]]) -> Path:
-    """All or nothing: another job may be reading, or writing the same."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{uuid4().hex[:8]}.partial")
-    partial.write_text(
-        "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines), encoding="utf-8"
-    )
-    partial.replace(path)
-    return path

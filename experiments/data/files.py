@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 
 class LineError(ValueError):
@@ -50,6 +51,13 @@ def write_text(path: Path, text: str | Iterable[str], *, durable: bool = False) 
         raise
     if durable:
         flush_directory(path.parent)
+
+
+def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
+    """JSONL, at its own path; another process may be writing the same."""
+    aside = path.with_name(f"{path.name}.{uuid4().hex[:8]}")
+    write_text(aside, (f"{json.dumps(record, ensure_ascii=False)}\n" for record in records))
+    return aside.replace(path)
 
 
 def write_json(path: Path, values: Any, *, durable: bool = False) -> None:

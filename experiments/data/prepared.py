@@ -18,7 +18,7 @@ import numpy as np
 from experiments.configs.train import ConfigError
 from experiments.data.chat import Sample, is_rendered
 from experiments.data.files import LineError
-from experiments.data.records import KINDS, RESPONSES
+from experiments.data.records import KINDS, RESPONSES, with_images
 from experiments.data.rows import Dataset, library, line_of, mapped, readable, record_of, rows_of
 from experiments.data.tokenizer import DirectoryTokenizer
 from fnshard.errors import report
@@ -234,8 +234,6 @@ def _encoded(
     try:
         record = record_of(row)
         if policy.kind == "samples":
-            from experiments.data.images import with_images
-
             record, found["images"] = with_images(record, root)
         samples = KINDS[policy.kind](record, tokenizer)
     except LineError as error:

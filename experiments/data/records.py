@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,17 +32,8 @@ def sample(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:
         if is_rendered(tokenizer, record["text"]):
             return [rendered(tokenizer, record["text"], [(0, len(record["text"]))])]
         return [_joined(tokenizer.begin, [*tokenizer.encode(record["text"]), tokenizer.eos])]
-    response = next((name for name in RESPONSES if name in record), None)
-    if response is None or not {"prompt", "instruction"} & set(record):
-        known = "'messages', 'prompt' and 'response', 'instruction' and 'output', 'text'"
-        raise LineError(f"has none of {known}; it has {', '.join(map(repr, record)) or 'no fields'}")
-    if "prompt" in record:
-        check(record, **{"prompt": _prompt, response: _said})
-        return _answered(tokenizer, record["prompt"], record[response])
-    more = record.get("input") or ""
-    check({**record, "input": more}, **{"instruction": _text, "input": _string, response: _said})
-    prompt = "".join(f"{part}\n\n" for part in (record["instruction"], more) if part)
-    return _answered(tokenizer, prompt, record[response])
+    prompt, response = _prompt_and_response(record)
+    return _answered(tokenizer, prompt, response)
 
 
 def pair(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:
@@ -73,6 +65,19 @@ def pair(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:
 
 
 KINDS: dict[str, Callable[[Record, DirectoryTokenizer], list[Sample]]] = {"samples": sample, "pairs": pair}
+
+
+def _prompt_and_response(record: Record) -> tuple[str | list[Any], str | list[Any]]:
+    response = next((name for name in RESPONSES if name in record), None)
+    if response is None or not {"prompt", "instruction"} & set(record):
+        known = "'messages', 'prompt' and 'response', 'instruction' and 'output', 'text'"
+        raise LineError(f"has none of {known}; it has {', '.join(map(repr, record)) or 'no fields'}")
+    if "prompt" in record:
+        check(record, **{"prompt": _prompt, response: _said})
+        return record["prompt"], record[response]
+    more = record.get("input") or ""
+    check({**record, "input": more}, **{"instruction": _text, "input": _string, response: _said})
+    return "".join(f"{part}\n\n" for part in (record["instruction"], more) if part), record[response]
 
 
 def _answered(
@@ -124,6 +129,72 @@ def _turn(message: Mapping[str, Any]) -> tuple[str, str]:
 def _joined(asked: Any, learned: list[int]) -> Sample:
     mask = np.repeat(np.array([0, 1], np.uint8), [len(asked), len(learned)])
     return np.array([*asked, *learned], np.uint32), mask
+
+
+# ------------------------------------------------------------------ images
+
+MARK = "<image>"  # in texts of records with a list of images
+PLACES = ("image", "path", "url", "image_url")  # keys of an image among a message's parts
+
+
+def with_images(record: Mapping[str, Any], root: Path) -> tuple[Mapping[str, Any], list[str]]:
+    """A record whose images are parts of its messages, and their paths in order.
+
+    A record may have a list of `images` (or one `image`), which stand where its texts say "<image>", or else
+    before the first message of a user; or parts `{"type": "image", "image": path}` in messages.
+
+    Args:
+        root: that paths are relative to.
+
+    Raises:
+        LineError: images that are no paths, or not as many as the texts say.
+    """
+    listed = record.get("images", record.get("image"))
+    listed = [listed] if isinstance(listed, (str, Mapping)) else list(listed or [])
+    messages = record.get("messages")
+    if messages == [] or (not listed and not isinstance(messages, list)):
+        return record, []
+    messages = messages if isinstance(messages, list) else _as_conversation(record)
+    messages = [dict(m) if isinstance(m, Mapping) else {"content": m} for m in messages]
+    marks = sum(m["content"].count(MARK) for m in messages if isinstance(m.get("content"), str))
+    if listed and not marks:
+        first = next((m for m in messages if m.get("role") == "user"), messages[0])
+        first["content"] = f"{MARK * len(listed)}{first.get('content')}"
+    elif listed and marks != len(listed):
+        raise LineError(f"images: has {len(listed)}, and {MARK} stands {marks} times in its texts")
+    queue, found = iter(listed), []
+    for message in messages:
+        content = message.get("content")
+        if listed and isinstance(content, str) and MARK in content:
+            text, *rest = content.split(MARK)
+            content = [{"type": "text", "text": text}]
+            for after in rest:
+                content += [{"type": "image", "image": next(queue)}, {"type": "text", "text": after}]
+            content = [part for part in content if part["type"] == "image" or part["text"]]
+        content = list(content) if isinstance(content, list) else content
+        for n, part in enumerate(content if isinstance(content, list) else []):
+            if isinstance(part, Mapping) and part.get("type") in ("image", "image_url"):
+                content[n] = {"type": "image", "image": _path(part, root)}
+                found.append(content[n]["image"])
+        message["content"] = content
+    tools = {name: value for name, value in record.items() if name == "tools"}
+    return ({"messages": messages, **tools}, found) if found else (record, [])
+
+
+def _as_conversation(record: Record) -> list[Any]:
+    prompt, response = (None, None) if "text" in record else _prompt_and_response(record)
+    if isinstance(prompt, str) and isinstance(response, str):
+        return [*_as_messages(prompt, "user"), *_as_messages(response, "assistant")]
+    raise LineError("images: are of messages, or of a prompt and its response")
+
+
+def _path(image: Any, root: Path) -> str:
+    named = image
+    while isinstance(named, Mapping):  # {"type": "image_url", "image_url": {"url": ...}}
+        named = next((named[n] for n in PLACES if named.get(n)), None)
+    if not isinstance(named, str) or not named or "://" in named or named.startswith("data:"):
+        raise LineError(f"images: expected the path of a file, got {str(named)[:60]!r}")
+    return str(root / named)
 
 
 # ------------------------------------------------------------------ fields

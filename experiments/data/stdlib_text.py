@@ -20,22 +20,8 @@ SEPARATOR = 0  # one byte that no source file holds ends every file
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """Files joined in the order of their names, split by file.
-
-    `train`, `held_out`: uint8 [bytes], each file followed by `SEPARATOR`. `train_files`,
-    `held_out_files`: names relative to the root.
-    """
-
-    train: Tensor
-    held_out: Tensor
-    train_files: tuple[str, ...]
-    held_out_files: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class ByteStream:
-    """Bytes as tokens: what `windows` draws from. `values`: uint8 [bytes]."""
+    """Bytes as tokens: what `windows` draws from. `values`: uint8 [bytes]; a file ends in a `SEPARATOR`."""
 
     values: Tensor
 
@@ -74,10 +60,11 @@ def is_held_out(name: str, percent: int) -> bool:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) % 100 < percent
 
 
-def load_corpus(
+def load_text(
     root: Path | None = None, *, suffix: str = ".py", held_out_percent: int = 10, least: int = 1
-) -> Corpus:
-    """Read and split the files below `root` (default: the standard library).
+) -> tuple[ByteStream, ByteStream]:
+    """The files below `root` (default: the standard library) in the order of their names, split by file: what
+    is trained on, and what is held out.
 
     Raises:
         ValueError: no such folder, or one side of the split holds fewer than `least` bytes.
@@ -85,18 +72,17 @@ def load_corpus(
     root = root or standard_library()
     if not root.is_dir():
         raise ValueError(f"{root} is no folder. Fix: name one as data.root.")
-    names = source_files(root, suffix)
-    held_out = [n for n in names if is_held_out(n, held_out_percent)]
-    train = [n for n in names if not is_held_out(n, held_out_percent)]
-    corpus = Corpus(_join(root, train), _join(root, held_out), tuple(train), tuple(held_out))
-    sizes = corpus.train.numel(), corpus.held_out.numel()
-    if min(sizes) < least:
+    sides: tuple[list[str], list[str]] = [], []
+    for name in source_files(root, suffix):
+        sides[is_held_out(name, held_out_percent)].append(name)
+    train, held_out = (ByteStream(_join(root, names)) for names in sides)
+    if min(train.tokens, held_out.tokens) < least:
         raise ValueError(
-            f"{root}: the files that end in {suffix!r} hold {sizes[0]} bytes to train on "
-            f"({len(train)} files) and {sizes[1]} held out ({len(held_out)} files); each side needs {least}. "
-            "Fix: name a folder with more text as data.root, or change data.held_out_percent."
+            f"{root}: the files that end in {suffix!r} hold {train.tokens} bytes to train on "
+            f"({len(sides[0])} files) and {held_out.tokens} held out ({len(sides[1])} files); each side "
+            f"needs {least}. Fix: name a folder with more text as data.root, or change data.held_out_percent."
         )
-    return corpus
+    return train, held_out
 
 
 def _join(root: Path, names: list[str]) -> Tensor:

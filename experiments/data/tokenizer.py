@@ -182,15 +182,6 @@ PLAIN = (
 )
 
 
-def byte_tokenizer() -> ByteTokenizer:
-    """The built-in tokenizer: bytes, and six control tokens.
-
-    >>> byte_tokenizer().vocab
-    264
-    """
-    return ByteTokenizer()
-
-
 def load_tokenizer(directory: str | Path) -> Tokenizer:
     """The tokenizer of a local directory; the built-in one, without any library, where it wrote the files.
 

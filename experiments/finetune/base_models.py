@@ -30,7 +30,7 @@ from experiments.configs.train import (
     StrategyConfig,
 )
 from experiments.data.builtin import text_files
-from experiments.data.tokenizer import Tokenizer, byte_tokenizer, open_directory
+from experiments.data.tokenizer import ByteTokenizer, Tokenizer, open_directory
 from experiments.finetune import tasks
 from experiments.finetune.config import FinetuneConfig, FinetuneDataConfig, MethodConfig, ObjectiveConfig
 from experiments.finetune.lm import LanguageModel, from_directory
@@ -145,7 +145,7 @@ def _write_decoder(sizes: Mapping[str, int], folder: Path) -> None:
     """A Llama; of experts a Qwen3-MoE."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    tokenizer = byte_tokenizer()
+    tokenizer = ByteTokenizer()
     special = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.pad}
     sizes = {"vocab_size": tokenizer.vocab, "max_position_embeddings": 2048, **sizes}
     kind = "qwen3_moe" if "num_experts" in sizes else "llama"

@@ -154,8 +154,8 @@ def marked(tokenizer: Tokenizer, tokens: np.ndarray, learned: np.ndarray, *, col
         tokens, learned: as `Prepared.sample` gives them. The first is never a target.
         colour: what is learned is green, too, as terminals take it.
 
-    >>> from experiments.data.tokenizer import byte_tokenizer
-    >>> marked(byte_tokenizer(), np.array([256, 104, 105, 257]), np.array([0, 0, 1, 1]))
+    >>> from experiments.data.tokenizer import ByteTokenizer
+    >>> marked(ByteTokenizer(), np.array([256, 104, 105, 257]), np.array([0, 0, 1, 1]))
     '<|begin|>h«i<|end|>»'
     """
     out, targets = [], [False, *map(bool, learned[1:])]

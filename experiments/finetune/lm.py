@@ -205,56 +205,27 @@ class LanguageModel:
         wide = self.fp32_head and tensors[0].dtype.itemsize < 4
         return tuple(t.float() for t in tensors) if wide else tensors
 
-    def logits(
-        self,
-        params: Any,
-        tokens: Tensor,
-        positions: Tensor | None = None,
-        documents: Tensor | None = None,
-        images: Mapping[str, Tensor] | None = None,
-    ) -> Tensor:
+    def logits(self, params: Any, *batch: Any, **more: Any) -> Tensor:
         """[B, T, V]; arguments as of `hidden`."""
-        return self.unembed(params, self.hidden(params, tokens, positions, documents, images))
+        return self.unembed(params, self.hidden(params, *batch, **more))
 
-    def token_losses(
-        self,
-        params: Any,
-        tokens: Tensor,
-        positions: Tensor | None,
-        documents: Tensor | None,
-        targets: Tensor,
-        *,
-        ignore: int = IGNORE,
-        chunk: int = 0,
-        temperature: float = 1.0,
-        images: Mapping[str, Tensor] | None = None,
-        routers: list[Tensor] | None = None,
-    ) -> Tensor:
-        """-log p of every target, [B, T] in fp32 or wider, 0 where it is `ignore`.
+    def losses(self, params: Any, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
+        """-log p of every target after hidden states [B, T, D]: [B, T] in fp32 or wider, 0 where it is
+        `IGNORE`.
 
         Where the head is plain, few tokens' logits are there at once.
 
         Args:
-            tokens, positions, documents, images, routers: as of `hidden`.
             targets: int64 [B, T]: what follows each token.
             temperature: logits are divided by it.
-            chunk: tokens whose logits are there at once, as `fs.losses.linear_cross_entropy`'s.
         """
-        hidden = self.hidden(params, tokens, positions, documents, images, routers)
-        return self.losses(params, hidden, targets, ignore=ignore, chunk=chunk, temperature=temperature)
-
-    def losses(
-        self, params: Any, hidden: Tensor, targets: Tensor, *, ignore: int = IGNORE, chunk: int = 0,
-        temperature: float = 1.0,
-    ) -> Tensor:  # fmt: skip
-        """`token_losses` of hidden states [B, T, D]."""
         if self.plain_head:
             hidden, head = self._widened(hidden, self.head(params))
             hidden = hidden if temperature == 1.0 else hidden / temperature
-            return linear_token_losses(hidden, head, targets, ignore=ignore, chunk=chunk)
+            return linear_token_losses(hidden, head, targets)
         flat = self.unembed(params, hidden).flatten(0, 1)
         flat = flat.float() if flat.dtype.itemsize < 4 else flat
-        losses = F.cross_entropy(flat / temperature, targets.flatten(), ignore_index=ignore, reduction="none")
+        losses = F.cross_entropy(flat / temperature, targets.flatten(), ignore_index=IGNORE, reduction="none")
         return losses.view(targets.shape)
 
 

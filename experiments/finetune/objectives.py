@@ -32,10 +32,8 @@ def sft(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Loss:
 
     def losses(params: Any, batch: Batch) -> tuple[Tensor, Mean | None]:
         routers = [] if mixture else None
-        found = lm.token_losses(
-            params, batch["tokens"], batch["positions"], batch.get("documents"), batch["targets"],
-            images=batch.get("images"), routers=routers,
-        )  # fmt: skip
+        seen = (batch.get(name) for name in ("tokens", "positions", "documents", "images"))
+        found = lm.losses(params, lm.hidden(params, *seen, routers), batch["targets"])
         if routers is None:
             return found, None
         real = batch["documents"] != 0 if "documents" in batch else None
@@ -140,7 +138,7 @@ def row_logprobs(lm: LanguageModel, params: Any, batch: Batch) -> Tensor:
     """log p of each row's learned tokens, fp32 [B]; rows are padded at the end, not packed."""
     tokens = batch["tokens"]
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    return -lm.token_losses(params, tokens, positions, None, batch["targets"]).sum(-1)
+    return -lm.losses(params, lm.hidden(params, tokens, positions), batch["targets"]).sum(-1)
 
 
 BY_DATA: Mapping[str, Callable[..., Loss]] = {"samples": sft, "pairs": preference, "prompts": policy_gradient}

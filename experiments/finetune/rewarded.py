@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fnshard as fs
 from experiments.configs.train import ConfigError
-from experiments.data.permutation import order
+from experiments.data.loader import order
 from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.dataset import Example, FinetuneData
 from experiments.finetune.decode import first_of, next_of

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import itertools
-import json
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.data.files import write_text
+from experiments.data.files import write_lines
 
 HELD_OUT, DRAWN = 12, 8000  # one problem in so many; of the others so many are drawn
 _MAKE = re.compile(r"make (\d+): (\d)(\d)=")
@@ -69,11 +68,8 @@ def _made() -> Iterator[tuple[str, str]]:
 
 
 def _written(folder: str | Path, name: str, problems: list[tuple[str, str]]) -> Path:
-    path = Path(folder, f"{name}.jsonl")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"prompt": prompt, "response": response}) for prompt, response in problems]
-    write_text(path, "\n".join(lines) + "\n")
-    return path
+    records = ({"prompt": prompt, "response": response} for prompt, response in problems)
+    return write_lines(Path(folder, f"{name}.jsonl"), records)
 
 
 def _makes(text: str, target: int, numbers: list[str]) -> bool:

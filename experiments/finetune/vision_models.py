@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.data.files import write_json, write_text
-from experiments.data.tokenizer import TEMPLATE, byte_tokenizer
+from experiments.data.files import write_json, write_lines
+from experiments.data.tokenizer import TEMPLATE, ByteTokenizer
 
 SIDE = 32  # of tiles
 IMAGES, HELD_OUT = 1200, 64
@@ -65,7 +64,7 @@ def write_model(name: str, folder: Path) -> None:
     """A model of `TINY` as a model directory, of torch's random numbers."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    made, tokenizer = TINY[name], byte_tokenizer()
+    made, tokenizer = TINY[name], ByteTokenizer()
     ids = {token: tokenizer.vocab + number for number, token in enumerate(made["tokens"])}
     special = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.pad}
     config = dict(made["config"])
@@ -123,7 +122,5 @@ def image_files(folder: str | Path) -> tuple[Path, Path]:
             other, second = draw.choice(own_side)
             asked = "<image><image>What are they?"
             records.append({"images": [path, other], "prompt": asked, "response": f"{said}, {second}"})
-    sides = {"held_out": records[:HELD_OUT], "train": records[HELD_OUT:]}
-    for side, lines in sides.items():
-        write_text(folder / f"{side}_images.jsonl", (json.dumps(line) + "\n" for line in lines))
-    return folder / "train_images.jsonl", folder / "held_out_images.jsonl"
+    train = write_lines(folder / "train_images.jsonl", records[HELD_OUT:])
+    return train, write_lines(folder / "held_out_images.jsonl", records[:HELD_OUT])

@@ -16,8 +16,8 @@ from experiments.configs.checks import attempt
 from experiments.configs.train import ConfigError, ShardsConfig, TrainConfig
 from experiments.data.loader import Loader, place_of
 from experiments.data.shards import check_vocab, open_shards
-from experiments.data.stdlib_text import ByteStream, load_corpus
-from experiments.data.tokenizer import Tokenizer, byte_tokenizer, load_tokenizer
+from experiments.data.stdlib_text import load_text
+from experiments.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from experiments.data.windows import Batch, TokenStream, Windows, cut, held_out_starts
 
 TOKENIZER = "tokenizer"  # a folder next to the shards
@@ -104,7 +104,7 @@ def open_dataset(config: TrainConfig) -> Dataset:
         return open_tokens(config)
     text = config.data
     try:
-        corpus = load_corpus(
+        streams = load_text(
             Path(text.root) if text.root else None,
             suffix=text.suffix,
             held_out_percent=text.held_out_percent,
@@ -112,7 +112,7 @@ def open_dataset(config: TrainConfig) -> Dataset:
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return Dataset(config, ByteStream(corpus.train), ByteStream(corpus.held_out), byte_tokenizer(), "byte")
+    return Dataset(config, *streams, ByteTokenizer(), "byte")
 
 
 def open_tokens(config: TrainConfig) -> Dataset:
@@ -136,7 +136,7 @@ def open_tokens(config: TrainConfig) -> Dataset:
         wrong.append(f"{root / TOKENIZER} is not the tokenizer that the shards were made with.")
     if wrong:
         raise ConfigError("\n".join(wrong))
-    in_bytes = found[0].tokenizer == byte_tokenizer().key
+    in_bytes = found[0].tokenizer == ByteTokenizer().key
     return Dataset(config, *found, tokenizer, "byte" if in_bytes else "token")
 
 

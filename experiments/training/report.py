@@ -18,7 +18,7 @@ from experiments.data.files import naming, write_text
 from experiments.trackers.base import Tracker
 from experiments.trackers.feed import Feed
 from experiments.training.metrics_file import HELD_OUT, METRICS, Totals, read_rows
-from experiments.training.run_record import RunRecord, StepWork, TimeSpent, in_words, peak_memory
+from experiments.training.run_record import RunRecord, StepWork, in_words, peak_memory
 
 LINES = 20  # of how far a whole run is
 HINT_S = 10.0  # between two lines about what happens before a step
@@ -91,25 +91,13 @@ def _log_to(show: Callable[[str], None]) -> Iterator[None]:
 # ------------------------------------------------------------------ reports
 
 
-@dataclass
 class Silent:
-    """The report of every rank but 0: nothing but how far it is."""
-
-    made: int = 0
-
-    def __enter__(self) -> Silent:
-        return self
-
-    def __exit__(self, _: Any, error: BaseException | None, *__: Any) -> None:
-        _add_step(error, self.made)
-
-    def step(self, number: int, values: Mapping[str, float], seconds: float) -> None:
-        self.made = number
+    """The report of every rank but 0."""
 
     def nothing(self, *_: Any, **__: Any) -> None:
         """What rank 0 alone does."""
 
-    held_out = say = sync = close = finish = nothing
+    __enter__ = __exit__ = step = held_out = say = sync = close = finish = nothing
 
 
 @dataclass
@@ -120,9 +108,9 @@ class Report:
         folder: of the run.
         steps: in the run.
         tokens: per step, of all ranks.
+        record: `run.json`; it has the facts that trackers get.
         made: steps that were made before; rows of later ones, by an earlier process, are dropped.
         earlier: the file with their rows.
-        record: `run.json`; it has the facts that trackers get.
         trackers: by name; they get all rows, too.
         device_type: whose memory is measured.
     """
@@ -130,10 +118,10 @@ class Report:
     folder: Path
     steps: int
     tokens: int
+    record: RunRecord
     made: int = 0
     earlier: Path | None = None
     stream: TextIO = field(default_factory=lambda: sys.stderr)
-    record: RunRecord | None = None
     trackers: Mapping[str, Tracker] = field(default_factory=dict)
     device_type: str = "cpu"
     totals: Totals = field(default_factory=Totals, init=False)
@@ -143,19 +131,17 @@ class Report:
         path = self.folder / METRICS
         write_text(path, (self._counted(row) for row in read_rows(self.earlier, self.made)))
         self._file = path.open("a", encoding="utf-8")
-        spent = TimeSpent() if self.record is None else self.record.spent
-        self._progress = Progress(self.stream, self.steps, self.made, spent.between_steps)
+        self._progress = Progress(self.stream, self.steps, self.made, self.record.spent.between_steps)
         self._feeds = [Feed(name, tracker, path, self.say) for name, tracker in self.trackers.items()]
         for feed in self._feeds:
-            feed.start(self.record.facts if self.record else {})
+            feed.start(self.record.facts)
         self._finished = False
 
     def __enter__(self) -> Report:
         return self
 
     def __exit__(self, _: Any, error: BaseException | None, *__: Any) -> None:
-        """A run that breaks off has failed; an error of the system names its step."""
-        _add_step(error, self._reached)
+        """A run that breaks off has failed."""
         # On a full disk the first error counts.
         with suppress(OSError) if error is not None else nullcontext():
             self.close()
@@ -209,8 +195,6 @@ class Report:
         return in_words(totals, peak_memory(self.device_type)[1])
 
     def _write(self, status: str) -> dict[str, Any]:
-        if self.record is None:
-            return {}
         totals, work, seconds = self.totals, self.work, self.totals.step_seconds()
         measured = {
             "tokens_per_s": self.tokens / seconds,
@@ -252,11 +236,6 @@ class Report:
         shown.append(f"{self.tokens / seconds:,.0f} tokens/s")
         mfu = self.work.mfu(seconds) if self.work is not None else math.nan
         return ", ".join(shown if math.isnan(mfu) else [*shown, f"MFU {mfu:.1%}"])
-
-
-def _add_step(error: BaseException | None, number: int) -> None:
-    if isinstance(error, OSError):
-        error.add_note(f"step {number}")
 
 
 def metrics_next_to(folder: Path, found: str) -> Path | None:

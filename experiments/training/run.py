@@ -117,12 +117,12 @@ def _report(
     config, mesh, folder = setup.config, setup.mesh, Path(run.folder)
     hosts = setup.step.gather_strings(socket.gethostname())
     if mesh.rank != 0:
-        return Silent(made)
+        return Silent()
     write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
     record = RunRecord(folder, facts_of(config, job, overrides, mesh, hosts), made, spent)
     return Report(
-        folder, config.run.steps, setup.tokens, made, metrics_next_to(folder, found),
-        record=record, trackers=chosen(config.tracker), device_type=mesh.device_type,
+        folder, config.run.steps, setup.tokens, record, made, metrics_next_to(folder, found),
+        trackers=chosen(config.tracker), device_type=mesh.device_type,
     )  # fmt: skip
 
 

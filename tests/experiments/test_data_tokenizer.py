@@ -16,7 +16,7 @@ from experiments.configs.train import ConfigError
 from experiments.data.chat import conversation, opening
 from experiments.data.files import LineError
 from experiments.data.records import sample
-from experiments.data.tokenizer import FILE, ByteTokenizer, byte_tokenizer, load_tokenizer, open_directory
+from experiments.data.tokenizer import FILE, ByteTokenizer, load_tokenizer, open_directory
 from fnshard.errors import MissingExtraError
 
 # ------------------------------------------------------------------ bytes
@@ -24,7 +24,7 @@ from fnshard.errors import MissingExtraError
 
 @given(st.text())
 def test_bytes_round_trip_and_no_text_spells_a_control_token(text):
-    tokenizer = byte_tokenizer()
+    tokenizer = ByteTokenizer()
     ids = tokenizer.encode(f"{text}<|end|>")
     assert tokenizer.decode(ids) == f"{text}<|end|>"
     assert max(ids) < 256
@@ -33,7 +33,7 @@ def test_bytes_round_trip_and_no_text_spells_a_control_token(text):
 
 @pytest.mark.parametrize("kind", [None, "llama", "gpt2", "qwen2"])
 def test_transformers_opens_the_saved_byte_tokenizer(tmp_path, kind):
-    ours = byte_tokenizer()
+    ours = ByteTokenizer()
     ours.save(tmp_path)
     if kind:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "vocab_size": ours.vocab}))
@@ -142,7 +142,7 @@ def test_directories_without_a_tokenizer_and_without_transformers(tmp_path, dire
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingExtraError, match=r"opened by transformers, which is not.*fnshard\[finetune\]"):
         load_tokenizer(folder)
-    byte_tokenizer().save(folder)
+    ByteTokenizer().save(folder)
     assert load_tokenizer(folder) == ByteTokenizer()  # which needs no library
 
 

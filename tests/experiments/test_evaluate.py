@@ -18,9 +18,9 @@ from commands import run_command
 from runs import rows_of, run_in
 from tuning import config_of, write_llama
 
-from experiments.cli.exceptions import MISTAKES
+from experiments.cli.command_spec import MISTAKES
 from experiments.configs.train import ConfigError
-from experiments.data.tokenizer import byte_tokenizer
+from experiments.data.tokenizer import ByteTokenizer
 from experiments.evaluate import run, tasks
 from experiments.evaluate.config import FORMATS, HARNESS, EvaluateConfig, check_tasks
 from experiments.evaluate.tasks import Question, graded, task_of
@@ -36,7 +36,7 @@ LETTERS = "ABCD"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model of bytes whose weights are large, so that it has opinions."""
-    ids = {"bos_token_id": byte_tokenizer().bos, "pad_token_id": byte_tokenizer().pad}
+    ids = {"bos_token_id": ByteTokenizer().bos, "pad_token_id": ByteTokenizer().pad}
     folder = tmp_path_factory.mktemp("model")
     return write_llama(folder, max_position_embeddings=256, initializer_range=0.5, **ids)
 
@@ -107,7 +107,7 @@ def test_questions_are_in_the_harness_s_words(files):
 def test_numbers_are_those_of_plain_likelihoods(model, files, tmp_path):
     """By transformers itself, a choice at a time."""
     found = measured(model, tmp_path, *(f"{kind}:{files[kind]}" for kind in ("arc", "hellaswag", "mmlu")))
-    plain, tokenizer = transformers.AutoModelForCausalLM.from_pretrained(model), byte_tokenizer()
+    plain, tokenizer = transformers.AutoModelForCausalLM.from_pretrained(model), ByteTokenizer()
     for kind in ("arc", "hellaswag", "mmlu"):
         right = {"acc": [], "acc_norm": []}
         for question in task_of(f"{kind}:{files[kind]}").questions:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from families import Wide
-from runs import run_in
+from runs import DOUBLE
 from safetensors.torch import load_file
 from torch import Tensor
-from tuning import config_of
+from tuning import config_of, tuned
 
 import fnshard as fs
 from experiments.configs.train import ConfigError
@@ -24,7 +24,6 @@ from experiments.finetune.base_models import EXPORTED, directory_of
 from experiments.finetune.lm import LanguageModel, of
 from experiments.finetune.tuning import tuning_of
 from fnshard.errors import SpecError, StateError, TraceError
-from fnshard.launcher.rank import Stop
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"vocab_size": 61, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
@@ -224,20 +223,16 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_mixture_is_tuned_exported_and_opened(mixture, data, tmp_path, chosen):
     config = config_of(mixture, data, tmp_path, *chosen, "optimizer.lr=0.01", "run.steps=3")
     folder = tmp_path / "run"
-    loop.finetune(config, run_in(folder), [], Stop())
+    tuned(0, config, folder)
     result, before = (json.loads((folder / name).read_text()) for name in ("result.json", loop.BEFORE))
     assert result["held_out_loss"] < before["held_out_loss"]
-    tuned = transformers.AutoModelForCausalLM.from_pretrained(folder / EXPORTED).eval()
+    opened = transformers.AutoModelForCausalLM.from_pretrained(folder / EXPORTED).eval()
     plain = dict(transformers.AutoModelForCausalLM.from_pretrained(mixture).named_parameters())
-    changed = {path for path, leaf in tuned.named_parameters() if not torch.equal(leaf, plain[path])}
+    changed = {path for path, leaf in opened.named_parameters() if not torch.equal(leaf, plain[path])}
     experts = {path for path in plain if path.split(".")[-2] == "experts"}
     assert experts and (experts <= changed)  # by their adapters, or by the rounding of their codes
-    ours = of(deepcopy(tuned))
-    torch.testing.assert_close(ours.logits(dict(ours.params), TOKENS), tuned(TOKENS).logits)
-
-
-def tuned(rank: int, config: Any, folder: str) -> None:
-    loop.finetune(config, run_in(Path(folder)), [], Stop())
+    ours = of(deepcopy(opened))
+    torch.testing.assert_close(ours.logits(dict(ours.params), TOKENS), opened(TOKENS).logits)
 
 
 @pytest.mark.parametrize(
@@ -250,11 +245,10 @@ def tuned(rank: int, config: Any, folder: str) -> None:
 )
 def test_experts_on_two_ranks_are_tuned_as_on_one(ranks, mixture, data, tmp_path, chosen):
     """Rows go to their experts; losses, balance, answers and the exported model are those of one rank."""
-    double = [f"precision.{part}=float64" for part in ("storage", "compute", "reduce", "optimizer")]
     config = config_of(mixture, data, tmp_path, "export=merged", "run.steps=2", "run.sample_tokens=1",
-                       *double, *chosen)  # fmt: skip
+                       *DOUBLE, *chosen)  # fmt: skip
     one, two = tmp_path / "one", tmp_path / "two"
-    tuned(0, config, str(one))
+    tuned(0, config, one)
     ranks(2).run(tuned, replace(config, mesh=replace(config.mesh, expert=2)), str(two))
     assert "over expert" in (two / "schedule.txt").read_text()
     found, expected = (json.loads((folder / "result.json").read_text()) for folder in (two, one))
@@ -325,6 +319,6 @@ def test_a_balanced_mixture_is_spread_more_evenly(mixture, data, tmp_path):
     for weight in (0, 3):
         config = config_of(mixture, data, tmp_path, "method=full", f"objective.balance={weight}",
                            "run.steps=3", "run.sample_tokens=0", "export=none")  # fmt: skip
-        loop.finetune(config, run_in(tmp_path / str(weight)), [], Stop())
+        tuned(0, config, tmp_path / str(weight))
         found[weight] = json.loads((tmp_path / str(weight) / "result.json").read_text())["held_out_balance"]
     assert 2 <= found[3] < found[0]

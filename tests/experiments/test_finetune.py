@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from runs import ROOT, compose, rows_of, run_in
-from tuning import SMALL, STEPS, config_of
+from runs import DOUBLE, ROOT, KilledError, compose, killed_at, rows_of, run_in, timeless
+from tuning import SMALL, STEPS, config_of, tuned
 
 import fnshard as fs
 from experiments.cli.job import start
@@ -29,7 +29,6 @@ from experiments.finetune.lm import from_directory
 from experiments.finetune.method import default_rate
 from experiments.finetune.tuning import Tuning, tuning_of
 from experiments.generate import main as generate
-from experiments.training import steps
 from experiments.training.result import read_result
 from experiments.training.run import begin
 from fnshard.launcher.rank import Stop
@@ -93,34 +92,15 @@ def test_killed_and_started_again_it_is_the_same(model, data, tmp_path, monkeypa
     monkeypatch.setattr(loop, "prepare", lambda _: setup)
     loop.finetune(config, run_in(whole), [], Stop())
 
-    class KilledError(Exception):
-        pass
-
-    step = steps.one_step
-
-    def dies(*args: Any) -> Any:
-        if args[2] == 4:
-            raise KilledError
-        return step(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(steps, "one_step", dies)
-        with pytest.raises(KilledError, match=r"^$"):
-            loop.finetune(config, run_in(broken), [], Stop())
-    loop.finetune(config, run_in(broken), [], Stop())
-    timeless = [
-        [{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_s")} for row in rows_of(folder)]
-        for folder in (whole, broken)
-    ]
-    assert timeless[0] == timeless[1]
+    with monkeypatch.context() as patch, pytest.raises(KilledError, match=r"^$"):
+        killed_at(patch, 4)
+        tuned(0, config, broken)
+    tuned(0, config, broken)
+    assert timeless(whole) == timeless(broken)
     assert (whole / "samples.txt").read_text() == (broken / "samples.txt").read_text()
 
 
 # ------------------------------------------------------------------ ranks that split the same rows
-
-
-def tuned(rank: int, config: FinetuneConfig, folder: str) -> None:
-    loop.finetune(config, run_in(Path(folder)), [], Stop())
 
 
 DORA = ("method.dora=true", "method.b_rate=4")
@@ -137,17 +117,12 @@ DORA = ("method.dora=true", "method.b_rate=4")
 )
 def test_split_over_two_ranks_it_is_the_same(ranks, model, data, tmp_path, axes, more):
     """Losses and answers."""
-    double = [f"precision.{part}=float64" for part in ("storage", "compute", "reduce", "optimizer")]
     config = config_of(model, data, tmp_path, "export=none", "run.steps=2", "run.sample_tokens=2",
-                       *double, *more)  # fmt: skip
+                       *DOUBLE, *more)  # fmt: skip
     one, two = tmp_path / "one", tmp_path / "two"
-    tuned(0, config, str(one))
+    tuned(0, config, one)
     ranks(2).run(tuned, replace(config, mesh=replace(config.mesh, **axes)), str(two))
-    rows = [
-        [{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_s")} for row in rows_of(folder)]
-        for folder in (one, two)
-    ]
-    assert [pytest.approx(row, rel=1e-9) for row in rows[1]] == rows[0]
+    assert [pytest.approx(row, rel=1e-9) for row in timeless(two)] == timeless(one)
     assert (one / "samples.txt").read_text() == (two / "samples.txt").read_text()
 
 

@@ -169,10 +169,9 @@ def test_losses_are_those_of_the_modules_own_logits(head: str) -> None:
     logits = module(input_ids=TOKENS).logits
     targets = TOKENS.roll(-1, 1).masked_fill(TOKENS % 3 == 0, -100)
     wanted = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(TOKENS.shape)
-    got = model.token_losses(model.params, TOKENS, None, None, targets, chunk=4)
-    close(got, wanted)
+    close(model.losses(model.params, model.hidden(model.params, TOKENS), targets), wanted)
     half = {p: v.bfloat16() if v.is_floating_point() else v for p, v in model.params.items()}
-    assert model.token_losses(half, TOKENS, None, None, targets).dtype == torch.float32
+    assert model.losses(half, model.hidden(half, TOKENS), targets).dtype == torch.float32
     close(model.logits(model.params, TOKENS), logits)
     product = model.hidden(model.params, TOKENS) @ model.head(model.params).T
     assert torch.allclose(product, logits) is plain

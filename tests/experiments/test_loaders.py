@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from made_data import CONTEXT, COUNT, equal, joined, stream
 
 import fnshard as fs
+from experiments.data import loader as loading
 from experiments.data.batches import Samples, fill, pack, width_of
-from experiments.data.loader import Loader, place_of
-from experiments.data.permutation import Permutation
+from experiments.data.loader import Loader, permuted, place_of
 from experiments.data.stdlib_text import ByteStream
-from experiments.data.tokenizer import byte_tokenizer
+from experiments.data.tokenizer import ByteTokenizer
 from experiments.data.windows import Windows
 from fnshard.losses import IGNORE
 from fnshard.mesh import simulated_rank
@@ -60,9 +60,8 @@ def test_any_mesh_goes_on_at_any_step_with_the_same_global_batches(loaders, kind
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_far_step_computes_its_own_places_alone(loaders, kind, monkeypatch):
     loader, computed = loaders[kind](seed=5), []
-    permuted = Permutation.__call__
     monkeypatch.setattr(
-        Permutation, "__call__", lambda self, at: computed.append(len(at)) or permuted(self, at)
+        loading, "permuted", lambda places, *of: computed.append(len(places)) or permuted(places, *of)
     )
     loader.load_state_dict(loader.state_dict() | {"step": 10**9})
     next(loader)
@@ -163,18 +162,18 @@ def samples_in(batch):
 @given(st.integers(1, 3000), st.integers(0, 2**63), st.integers(0, 10**6))
 def test_an_epoch_s_order_is_a_permutation(count, seed, epoch):
     places = np.arange(count)
-    values = Permutation(count, seed, epoch)(places)
+    values = permuted(places, count, seed, epoch)
     assert np.array_equal(np.sort(values), places)
 
 
 def test_orders_differ_by_seed_and_epoch_and_look_like_chance():
-    orders = {tuple(Permutation(60, seed, epoch)(np.arange(60))) for seed in range(5) for epoch in range(5)}
+    orders = {tuple(permuted(np.arange(60), 60, seed, epoch)) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
     counts = np.zeros((6, 6))
     for seed in range(1500):
-        counts[np.arange(6), Permutation(6, seed)(np.arange(6))] += 1
+        counts[np.arange(6), permuted(np.arange(6), 6, seed)] += 1
     assert abs(counts - 250).max() < 5 * 250**0.5  # 36 cells, five sigma
-    values = Permutation(100_000, 3)(np.arange(100_000))
+    values = permuted(np.arange(100_000), 100_000, 3)
     assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.02
     assert abs(np.corrcoef(values, np.arange(100_000))[0, 1]) < 0.02
 
@@ -203,7 +202,7 @@ def test_rows_are_well_filled(most, context, least):
 
 def test_a_packed_batch_is_its_samples_and_nothing_leaks_between_them(samples):
     prepared = samples()
-    tokenizer = byte_tokenizer()
+    tokenizer = ByteTokenizer()
     batch = fill(prepared, [[3, 9], [], [5]], CONTEXT)
     assert list(batch) == ["tokens", "targets", "positions", "documents"]
     assert all(values.shape == (3, CONTEXT) for values in batch.values())

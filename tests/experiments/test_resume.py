@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from commands import OUTPUT, start_command
 from runs import (
+    DOUBLE,
     RUN,
     STEPS,
     After,
@@ -24,6 +25,7 @@ from runs import (
     remembered_setups,
     rows_of,
     run_in,
+    timeless,
 )
 
 import fnshard as fs
@@ -245,7 +247,6 @@ def test_any_rank_that_is_asked_stops_all(ranks: Any, tmp_path: Path) -> None:
     ]
 
 
-DOUBLE = [f"precision.{part}=float64" for part in ("storage", "compute", "reduce", "optimizer")]
 SPLIT = (*RUN, "model.layers=1", "run.steps=2", "run.save_every=1", "run.held_out_every=2",
          "run.sample_tokens=0", "model.kv_heads=2", *DOUBLE)  # fmt: skip
 
@@ -260,14 +261,9 @@ def test_ranks_that_split_the_same_rows_are_one_rank(ranks: Any, tmp_path: Path,
     one, two = tmp_path / "one", tmp_path / "two"
     loop.train(compose(*SPLIT, "mesh.shard=1"), run_in(one), [], Stop())
     ranks(2).run(split_in_two, str(run_in(two).folder), str(one / CHECKPOINTS / "1"), axis)
-    expected = _numbers(one)
+    expected = timeless(one)
     assert len(expected) == 2 + 1
-    assert [pytest.approx(row, rel=1e-10) for row in _numbers(two)] == expected
-
-
-def _numbers(folder: Path) -> list[dict[str, float]]:
-    rows = (json.loads(line) for line in (folder / METRICS).read_text().splitlines())
-    return [{k: v for k, v in row.items() if k not in ("seconds", "tokens_per_s")} for row in rows]
+    assert [pytest.approx(row, rel=1e-10) for row in timeless(two)] == expected
 
 
 # ------------------------------------------------------------------ from the command line

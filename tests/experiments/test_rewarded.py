@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES
-from runs import rows_of, run_in
+from runs import DOUBLE, KilledError, timeless
 from torch import Tensor
-from tuning import STEPS, config_of
+from tuning import STEPS, config_of, tuned
 
 import fnshard as fs
 from experiments.configs.train import ConfigError
-from experiments.data.tokenizer import byte_tokenizer
+from experiments.data.tokenizer import ByteTokenizer
 from experiments.finetune import lm, loop
-from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.decode import decode_of, draw, first_of, next_of, prefill_of
 from experiments.finetune.rewarded import RewardedBatches
 from experiments.finetune.rewards import REWARDS, checked, rewards_of
@@ -28,7 +27,6 @@ from experiments.finetune.rollout import Rollouts
 from experiments.finetune.tasks import solved, task_files, warming_files
 from experiments.training import steps
 from experiments.training.result import read_result
-from fnshard.launcher.rank import Stop
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt2"]
@@ -205,7 +203,7 @@ def test_a_reward_model_is_a_directory(model, tmp_path):
     torch.manual_seed(1)
     theirs = transformers.AutoModelForSequenceClassification.from_config(config).eval()
     theirs.save_pretrained(tmp_path)
-    byte_tokenizer().save(tmp_path)
+    ByteTokenizer().save(tmp_path)
     (made,) = rewards_of(str(tmp_path))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     numbers = checked(made.reward, ["1+1=", "longer, 1+1="], ["2", "3"], row("") * 2)
@@ -217,7 +215,7 @@ def test_a_reward_model_is_a_directory(model, tmp_path):
     with pytest.raises(ConfigError, match="it has 2 labels; expected: 1"):
         two = transformers.AutoConfig.from_pretrained(model, num_labels=2, pad_token_id=0)
         transformers.AutoModelForSequenceClassification.from_config(two).save_pretrained(tmp_path / "two")
-        byte_tokenizer().save(tmp_path / "two")
+        ByteTokenizer().save(tmp_path / "two")
         rewards_of(str(tmp_path / "two"))
 
 
@@ -236,11 +234,6 @@ def test_a_reward_is_credited_to_the_tokens_of_its_answer():
 # ------------------------------------------------------------------ the job
 
 SMALL = ("objective.group=4", "data.held_out_rows=4", "objective.tokens=3", "optimizer.lr=0.02")
-TIMES = ("seconds", "tokens_per_s")
-
-
-def timeless(folder: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in each.items() if k not in TIMES} for each in rows_of(folder)]
 
 
 @pytest.mark.parametrize(
@@ -262,7 +255,7 @@ def test_a_run_is_rewarded_and_resumes_bit_for_bit(model, data, tmp_path, monkey
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     setup = loop.prepare(config)
     monkeypatch.setattr(loop, "prepare", lambda _: setup)
-    loop.finetune(config, run_in(whole), [], Stop())
+    tuned(0, config, whole)
     assert read_result(whole)["status"] == "ok" and 0 <= read_result(whole)["held_out_length"] <= 1
     rows = [each for each in timeless(whole) if "loss" in each]
     assert len(rows) == STEPS and all(each["mismatch"] < 1e-9 and each["entropy"] > 0 for each in rows)
@@ -270,10 +263,7 @@ def test_a_run_is_rewarded_and_resumes_bit_for_bit(model, data, tmp_path, monkey
         each["grad_norm"] > 0 for each in rows
     )
 
-    class KilledError(Exception):
-        pass
-
-    def dying(of: Any, name: str, call: int) -> Any:
+    def killed(of: Any, name: str, call: int) -> None:
         calls, real = iter(range(1, 1000)), getattr(of, name)
 
         def dies(*args: Any, **kwargs: Any) -> Any:
@@ -281,20 +271,14 @@ def test_a_run_is_rewarded_and_resumes_bit_for_bit(model, data, tmp_path, monkey
                 raise KilledError
             return real(*args, **kwargs)
 
-        return monkeypatch.context(), of, name, dies
-
-    for of, name, call in ((Rollouts, "_keep", 6), (steps, "one_step", 2)):
-        context, of, name, dies = dying(of, name, call)
-        with context as patch:
+        with monkeypatch.context() as patch, pytest.raises(KilledError):
             patch.setattr(of, name, dies)
-            with pytest.raises(KilledError):
-                loop.finetune(config, run_in(broken), [], Stop())
-    loop.finetune(config, run_in(broken), [], Stop())
+            tuned(0, config, broken)
+
+    killed(Rollouts, "_keep", 6)
+    killed(steps, "one_step", 2)
+    tuned(0, config, broken)
     assert timeless(whole) == timeless(broken)
-
-
-def tuned(rank: int, config: FinetuneConfig, folder: str) -> None:
-    loop.finetune(config, run_in(Path(folder)), [], Stop())
 
 
 @pytest.mark.parametrize(
@@ -307,12 +291,11 @@ def tuned(rank: int, config: FinetuneConfig, folder: str) -> None:
     ids=str,
 )  # fmt: skip
 def test_two_ranks_draw_what_one_does(ranks, model, data, tmp_path, objective, axes):
-    double = [f"precision.{part}=float64" for part in ("storage", "compute", "reduce", "optimizer")]
     config = config_of(model, data, tmp_path, f"objective={objective}", "run.steps=1", *SMALL,
-                       "objective.tokens=2", *double)  # fmt: skip
+                       "objective.tokens=2", *DOUBLE)  # fmt: skip
     config = replace(config, objective=replace(config.objective, reward={"name": "length", "most": 1}))
     one, two = tmp_path / "one", tmp_path / "two"
-    tuned(0, config, str(one))
+    tuned(0, config, one)
     ranks(2).run(tuned, replace(config, mesh=replace(config.mesh, **axes)), str(two))
     assert [pytest.approx(each, rel=1e-6, abs=1e-9) for each in timeless(two)] == timeless(one)
 

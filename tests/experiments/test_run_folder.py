@@ -18,14 +18,14 @@ from experiments.training.metrics_file import METRICS
 from experiments.training.report import Progress, Report
 from experiments.training.result import write_result
 from experiments.training.resume import CHECKPOINTS, IDENTITY, claimed, finished
-from experiments.training.run_record import TimeSpent
+from experiments.training.run_record import RunRecord, TimeSpent
 
 # ------------------------------------------------------------------ the report
 
 
 def test_a_report_goes_on_where_its_checkpoint_is(tmp_path):
     shown = io.StringIO()
-    first = Report(tmp_path, 6, 10, stream=shown)
+    first = Report(tmp_path, 6, 10, RunRecord(tmp_path, {}), stream=shown)
     values = {"loss": 1 / 3, "lr": 0.1}
     for number in (1, 2, 3, 4, 5):
         first.step(number, values, 0.5)
@@ -34,7 +34,7 @@ def test_a_report_goes_on_where_its_checkpoint_is(tmp_path):
     first.close()
     path = tmp_path / METRICS
     path.write_text(path.read_text() + '{"step": 6, "lo')  # it was killed there
-    again = Report(tmp_path, 6, 10, 4, path, stream=shown)
+    again = Report(tmp_path, 6, 10, RunRecord(tmp_path, {}), 4, path, stream=shown)
     again.held_out(4, 2.0, {})
     again.step(5, values, 0.5)
     again.step(6, values, 0.5)
@@ -71,7 +71,7 @@ def test_what_comes_before_the_first_step_is_shown(tmp_path):
     shown = io.StringIO()
     logger = logging.getLogger("fnshard")
     before = logger.level, logger.propagate, list(logger.handlers)
-    with Report(tmp_path, 6, 10, stream=shown) as report:
+    with Report(tmp_path, 6, 10, RunRecord(tmp_path, {}), stream=shown) as report:
         for number in (1, 2):
             logger.info("compiling %d of 8 kernels", number)
         report.step(1, {"loss": 1.0, "lr": 0.1}, 0.5)

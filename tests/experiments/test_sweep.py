@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import hydra
 import pytest
 from hydra.types import RunMode
 from omegaconf import OmegaConf
@@ -27,35 +26,13 @@ from experiments.configs.train import ConfigError
 from experiments.train import JOB
 from experiments.training.metrics_file import METRICS
 from experiments.training.result import read_result, write_result
+from experiments.training.resume import identity_of
 from fnshard.launcher.local import LaunchError
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 # ------------------------------------------------------------------ launchers
-
-
-def composed(*overrides: str, name: str = "train", conf: str = "conf") -> Any:
-    JOB.spec.register()
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(ROOT / conf)):
-        return hydra.compose(name, overrides=list(overrides), return_hydra_config=True)
-
-
-@pytest.mark.parametrize(
-    ("launcher", "target", "kept"),
-    [
-        ("local", "BasicLauncher", {}),
-        ("joblib", "JoblibLauncher", {"n_jobs": 4}),
-        ("slurm", "SlurmLauncher", {"nodes": 4, "tasks_per_node": 1}),
-        ("slurm_local", "LocalLauncher", {"timeout_min": 5}),
-    ],
-)
-def test_a_launcher_is_a_group_and_its_options_hydras(launcher, target, kept):
-    options = [f"hydra.launcher.{key}={value}" for key, value in kept.items()]
-    found = composed(f"launcher={launcher}", *options).hydra
-    assert found.launcher._target_.endswith(f".{target}")
-    assert {key: found.launcher[key] for key in kept} == kept
-    assert "launcher" not in OmegaConf.to_container(composed(f"launcher={launcher}"), resolve=False)
 
 
 def test_a_launcher_without_a_sweep_is_refused():
@@ -79,7 +56,7 @@ def sweep(
         leave_run(
             folder, *overrides, held_out_loss=abs(asked.optimizer.lr - 1e-3), accuracy=asked.optimizer.lr
         )
-        (folder / "identity.json").write_text(json.dumps(_identity(asked)))
+        (folder / "identity.json").write_text(json.dumps(identity_of(asked)))
         ran.append(folder.name)
         return "ok"
 
@@ -99,12 +76,6 @@ def sweep(
         return code, list(ran), folder
 
     yield run
-
-
-def _identity(asked: Any) -> dict[str, Any]:
-    from experiments.training.resume import identity_of
-
-    return identity_of(asked)
 
 
 def test_a_command_that_srun_starts_on_several_nodes_is_refused(monkeypatch):

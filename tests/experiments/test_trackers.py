@@ -24,6 +24,7 @@ from experiments.trackers.registry import check_installed, chosen
 from experiments.training import report as reports
 from experiments.training.metrics_file import METRICS
 from experiments.training.report import Report
+from experiments.training.run_record import RunRecord
 
 FACTS = {
     "command": "python -m experiments.train",
@@ -210,7 +211,7 @@ def test_a_tracker_that_fails_or_hangs_is_reported_once_and_dropped(tmp_path: Pa
     shown, fine, free = io.StringIO(), InMemory(), threading.Event()
     trackers = {"full": InMemory(full), "hangs": InMemory(lambda: free.wait(60)), "fine": fine}
     monkeypatch.setattr(reports, "FINISH_S", 0.5)
-    report = Report(tmp_path, 6, 10, stream=shown, trackers=trackers)
+    report = Report(tmp_path, 6, 10, RunRecord(tmp_path, {}), stream=shown, trackers=trackers)
     for number in range(1, 7):
         report._file.write('{"step": 0, ')
         report._file.flush()

@@ -30,24 +30,21 @@ def folder(tmp_path):
 
 
 def test_split_is_by_file_and_complete(folder):
-    corpus = stdlib_text.load_corpus(folder, held_out_percent=30)
-    both = (*corpus.train_files, *corpus.held_out_files)
-    assert len(both) == len(set(both)) == 60
-    assert not any("tests" in name for name in both)
-    assert list(corpus.train_files) == sorted(corpus.train_files)
-    assert 5 < len(corpus.held_out_files) < 35
-    for names, joined in ((corpus.train_files, corpus.train), (corpus.held_out_files, corpus.held_out)):
-        parts = bytes(joined.tolist()).split(bytes([SEPARATOR]))
-        assert parts == [*((folder / name).read_bytes() for name in names), b""]
+    names = stdlib_text.source_files(folder)
+    assert len(names) == 60 and not any("tests" in name for name in names) and names == sorted(names)
+    for side, text in zip((False, True), stdlib_text.load_text(folder, held_out_percent=30), strict=True):
+        mine = [name for name in names if stdlib_text.is_held_out(name, 30) == side]
+        parts = bytes(text.values.tolist()).split(bytes([SEPARATOR]))
+        assert parts == [*((folder / name).read_bytes() for name in mine), b""] and len(parts) > 5
 
 
 @pytest.mark.parametrize("suffix", [".nothing", ".py"])
 def test_too_little_text_is_refused(tmp_path, suffix):
     (tmp_path / "one.py").write_text("x = 1\n")
     with pytest.raises(ValueError, match=r"/dev/zero is no folder\. Fix: name one as data\.root"):
-        stdlib_text.load_corpus(type(tmp_path)("/dev/zero"))
+        stdlib_text.load_text(type(tmp_path)("/dev/zero"))
     with pytest.raises(ValueError, match=r"hold \d bytes to train on .* Fix: name a folder with more text"):
-        stdlib_text.load_corpus(tmp_path, suffix=suffix)
+        stdlib_text.load_text(tmp_path, suffix=suffix)
 
 
 # ------------------------------------------------------------------ batches

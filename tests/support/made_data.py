@@ -11,7 +11,7 @@ import torch
 
 from experiments.data.prepared import RecordPolicy, prepare
 from experiments.data.shards import open_shards
-from experiments.data.tokenizer import FILE, byte_tokenizer, open_directory
+from experiments.data.tokenizer import FILE, ByteTokenizer, open_directory
 from experiments.tokenize.config import TokenizeConfig
 from experiments.tokenize.job import tokenize
 
@@ -80,7 +80,7 @@ def directory(bpe_folder, tmp_path):
     return make
 
 
-BYTES = byte_tokenizer()
+BYTES = ByteTokenizer()
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 
@@ -115,7 +115,7 @@ def shown(data, number=0):
     return BYTES.decode(ids[~mask].tolist()), BYTES.decode(ids[mask].tolist()), ids.tolist()
 
 
-EOS = byte_tokenizer().eos
+EOS = ByteTokenizer().eos
 PERCENT = 30
 
 

@@ -41,6 +41,7 @@ SMALL = (
 )
 RUN = (*SMALL, f"run.steps={STEPS}", "run.save_every=4", "run.held_out_every=4",
        "run.timeout_s=60", "run.sample_tokens=2")  # fmt: skip
+DOUBLE = tuple(f"precision.{part}=float64" for part in ("storage", "compute", "reduce", "optimizer"))
 TIMES = ("tokens_per_s", "seconds", *VARIES)  # what two equal runs differ in
 
 
@@ -164,12 +165,15 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def timeless(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics without what the clock says."""
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in rows_of(folder)]
+
+
 def differences(unbroken: Path, broken: Path) -> list[str]:
     """In what two runs differ that should be equal bit for bit: every loss, every parameter, the position."""
     wrong = []
-    rows, others = (
-        [{k: v for k, v in row.items() if k not in TIMES} for row in rows_of(f)] for f in (unbroken, broken)
-    )
+    rows, others = timeless(unbroken), timeless(broken)
     if rows != others:
         pairs = enumerate(zip(rows, others, strict=False))
         at = next((i for i, (a, b) in pairs if a != b), min(len(rows), len(others)))

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from runs import compose
+from runs import compose, run_in
 
 from experiments.configs.machine import place
-from experiments.data.tokenizer import byte_tokenizer
-from experiments.finetune import dataset, job
+from experiments.data.tokenizer import ByteTokenizer
+from experiments.finetune import dataset, job, loop
 from experiments.finetune.config import OBJECTIVE_KINDS, FinetuneConfig
+from fnshard.launcher.rank import Stop
 
 transformers = pytest.importorskip("transformers")
 STEPS = 6
@@ -24,7 +25,7 @@ SMALL = ("method.rank=2", "data.context=48", "data.rows=4", "data.held_out_rows=
 
 def write_llama(folder: Path, **more: Any) -> Path:
     """A model directory, of bytes."""
-    tokenizer = byte_tokenizer()
+    tokenizer = ByteTokenizer()
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
              "num_key_value_heads": 1, "max_position_embeddings": 64}  # fmt: skip
     config = transformers.LlamaConfig(
@@ -65,3 +66,8 @@ def config_of(model: Path, data: dict[str, Path], where: Path, *overrides: str) 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(where)
         return dataset.prepared(config)
+
+
+def tuned(rank: int, config: FinetuneConfig, folder: str | Path) -> None:
+    """On this rank, from what the folder holds."""
+    loop.finetune(config, run_in(Path(folder)), [], Stop())
