@@ -109,8 +109,8 @@ DORA = ("method.dora=true", "method.b_rate=4")
 @pytest.mark.parametrize(
     ("axes", "more"),
     [
-        ({"shard": 2}, ("method.neftune=5", *DORA)),
-        pytest.param({"tensor": 2}, DORA, marks=pytest.mark.long),
+        ({"shard": 2}, DORA),
+        pytest.param({"tensor": 2}, ("method.neftune=5", *DORA), marks=pytest.mark.long),
         pytest.param({"context": 2}, (), marks=pytest.mark.long),
     ],
     ids=str,
