@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-from fnshard.compiler.ir.program import Input, OpOverload
+from fnshard.compiler.ir.program import Input, OpOverload, arguments_of, nodes_in, tensors_in
 from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Placement, Split, divides, fits, local_shape
 
 ContextAttention = Literal["auto", "ulysses", "gather", "ring"]
@@ -61,17 +61,12 @@ class Call:
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """All of them by name, defaults filled in."""
-        schema = self.target._schema.arguments
-        positional = [a for a in schema if not a.kwarg_only]
-        named = {a.name: a.default_value for a in schema if a.has_default_value()}
-        named |= {a.name: v for a, v in zip(positional, self.args, strict=False)}
-        return {a.name: (named | dict(self.kwargs))[a.name] for a in schema}
+        return arguments_of(self.target, self.args, self.kwargs)
 
     @cached_property
     def tensors(self) -> list[Tensor]:
         """Its tensor arguments, in the order of the schema, lists taken apart."""
-        flat = (v for value in self.arguments.values() for v in (value if is_list(value) else [value]))
-        return [v for v in flat if isinstance(v, Tensor)]
+        return [t for argument in self.arguments.values() for t in tensors_in(argument)]
 
     @cached_property
     def outers(self) -> tuple[int, ...]:
@@ -206,14 +201,8 @@ def broadcast(shape: Sequence[int], to: Sequence[int], split: Split) -> Placemen
 def tensors_of(node: fx.Node) -> list[fx.Node]:
     """The tensor arguments of a call in the order of its schema, lists taken apart."""
     if not isinstance(node.target, OpOverload):
-        found: list[fx.Node] = []
-        fx.map_arg((node.args, node.kwargs), found.append)
-        return found
-    schema = [a.name for a in node.target._schema.arguments]
-    named = dict(zip(schema, node.args, strict=False)) | dict(node.kwargs)
-    values = (named.get(name) for name in schema)
-    flat = (v for value in values for v in (value if isinstance(value, list | tuple) else [value]))
-    return [v for v in flat if isinstance(v, fx.Node)]
+        return nodes_in((node.args, node.kwargs))
+    return nodes_in(arguments_of(node.target, node.args, node.kwargs))
 
 
 def local_arguments(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from fnshard.compiler.ir.failures import refused_at
-from fnshard.compiler.ir.program import describe, mutated_args, replay, storage_id
+from fnshard.compiler.ir.program import describe, mutated_args, replay, storage_id, tensors_of
 
 aten = torch.ops.aten
 
@@ -72,7 +72,7 @@ def _check_bases(graph: fx.Graph) -> None:
     wrong = {}
     for node in graph.nodes:
         for memory, target in {(m, n) for n in mutated_args(node) for m in _memories(n)}:
-            value = next(v for v in _tensors(bases[memory]) if storage_id(v) == memory)
+            value = next(v for v in tensors_of(bases[memory]) if storage_id(v) == memory)
             shown = "overlaps itself" if _overlaps(value) else "has gaps" if memory in looked_into else ""
             if shown and aten.clone.default(value).stride() != value.stride():
                 wrong[memory] = (node, f"{describe(value)} with strides {list(value.stride())} {shown}")
@@ -93,7 +93,7 @@ def _check_expanded(graph: fx.Graph) -> None:
         for node in graph.nodes
         for target in mutated_args(node)
         if node.target._schema.name.removeprefix("aten::") not in _TAKE_EXPANDED
-        for value in _tensors(target)
+        for value in tensors_of(target)
         if any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True))
     ]
     if wrong:
@@ -233,7 +233,7 @@ class _Functional:
         write, inputs = _write(node, bases, set(memories), self.same)
         made = self.graph.call_function(write, tuple(map(self.read, inputs)))
         made.meta = {k: node.meta[k] for k in _KEPT if k in node.meta}
-        returned = [storage_id(v) in memories for v in _tensors(node)]
+        returned = [storage_id(v) in memories for v in tensors_of(node)]
         count = len(bases) + returned.count(False)
         parts = [self.graph.call_function(operator.getitem, (made, i)) for i in range(count)]
         parts = iter(parts if count > 1 else [made])
@@ -293,7 +293,7 @@ def _write(
         body.call_function(aten.copy_.default, (place(target), written))
     for back, *values in reversed(copies):
         body.call_function(back, tuple(values))
-    values, several = _tensors(node), not isinstance(node.meta["val"], Tensor)
+    values, several = tensors_of(node), not isinstance(node.meta["val"], Tensor)
     others = [i for i, v in enumerate(values) if storage_id(v) not in memories]
     fresh = [body.call_function(operator.getitem, (op, i)) if several else op for i in others]
     body.output((*(inside[base] for base in bases), *fresh))
@@ -340,13 +340,8 @@ def _row_major(x: Tensor) -> Tensor:
 _KEPT = ("autocast", "nn_module_stack", "stack_trace")
 
 
-def _tensors(node: fx.Node) -> list[Tensor]:
-    value = node.meta.get("val")
-    return [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, Tensor)]
-
-
 def _memories(node: fx.Node) -> set[int]:
-    return {storage_id(value) for value in _tensors(node)}
+    return {storage_id(value) for value in tensors_of(node)}
 
 
 def index_strided(graph: fx.Graph) -> bool:
