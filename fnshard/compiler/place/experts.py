@@ -24,7 +24,7 @@ from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
 from fnshard.compiler.ir.program import Limit, OpOverload, Program, eliminate_dead_code, propagate
 from fnshard.compiler.place.placement import Split
 from fnshard.compiler.place.rules import rule_of
-from fnshard.compiler.place.strategies import Call, local_arguments, tensors_of
+from fnshard.compiler.place.strategies import Call, local_arguments, operands_of
 from fnshard.errors import TraceError, report
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
@@ -206,7 +206,7 @@ class _Experts:
 
     # -------------------------------------------------------------- one op
     def visit(self, node: fx.Node) -> _Placed:
-        sources = [self.values[n] for n in tensors_of(node)]
+        sources = [self.values[n] for n in operands_of(node)]
         if node.target is operator.getitem:
             (source,) = sources
             return replace(source, node=self.call(operator.getitem, (source.node, node.args[1])))
@@ -216,7 +216,7 @@ class _Experts:
                     return value
         if any(s.route for s in sources) and (value := self.of_rows(node, sources)) is not None:
             return value
-        stacks = [n.meta["val"] for n, s in zip(tensors_of(node), sources, strict=True) if s.stack]
+        stacks = [n.meta["val"] for n, s in zip(operands_of(node), sources, strict=True) if s.stack]
         self.gathered += [f"{node.target}: {v.numel() * v.element_size() / 1e6:.3f} MB" for v in stacks]
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.whole)
         return _Placed(self.call(node.target, args, kwargs))
@@ -225,7 +225,7 @@ class _Experts:
         """Rows times a stack, where the stack is."""
         if node.target not in GROUPED or len(sources) != 3:
             return None
-        (a, b, ends), (of_a, of_b, of_ends) = tensors_of(node), sources
+        (a, b, ends), (of_a, of_b, of_ends) = operands_of(node), sources
         if a.meta["val"].dim() != 2 or not of_b.stack or of_ends.stack or of_ends.route:
             return None
         route = self.route(ends, a.meta["val"].shape[0], b.meta["val"].shape[0], node)
@@ -257,7 +257,7 @@ class _Experts:
         if len(routes) > 1 or not isinstance(node.target, OpOverload):
             return None
         (route,) = routes
-        values = [n.meta["val"] for n in tensors_of(node)]
+        values = [n.meta["val"] for n in operands_of(node)]
         dims, args = values[0].dim(), list(node.args)
         if node.target in VIEWS:
             size = list(args[1])

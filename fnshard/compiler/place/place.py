@@ -34,7 +34,7 @@ from fnshard.compiler.place.strategies import (
     OpStrategy,
     Residual,
     local_arguments,
-    tensors_of,
+    operands_of,
 )
 from fnshard.compiler.rewrites.in_place import Write
 from fnshard.errors import TraceError, report
@@ -151,7 +151,7 @@ class _Placer:
 
     # -------------------------------------------------------------- one op
     def run(self, node: fx.Node) -> _Value:
-        sources = [self.values[n] for n in tensors_of(node)]
+        sources = [self.values[n] for n in operands_of(node)]
         is_op = isinstance(node.target, OpOverload)
         default = _Placer.op if is_op and sources else _Placer.replicated
         return _SPECIAL.get(node.target if is_op else type(node.target), default)(self, node, sources)
@@ -179,7 +179,7 @@ class _Placer:
         if cost > needed and find is None:
             self.gathered.append(f"{node.target}: {cost / 1e6:.3f} MB")
         reads = [self.convert(s, to) for s, to in zip(sources, strategy.inputs, strict=True)]
-        for read, to in zip(tensors_of(node), strategy.inputs, strict=True):
+        for read, to in zip(operands_of(node), strategy.inputs, strict=True):
             self.keep_sum(read, to)
         if node.target is EXCHANGE:
             reads = [r if r.target is OUTGOING else self.call(OUTGOING, (r,)) for r in reads]
@@ -277,7 +277,7 @@ class _Placer:
 
     def inlined(self, node: fx.Node, body: fx.Graph) -> _Value:
         """What an op does in smaller ops, placed in its stead."""
-        outside = dict(zip(_placeholders(body), tensors_of(node), strict=True))
+        outside = dict(zip(_placeholders(body), operands_of(node), strict=True))
         self.values |= {inner: self.values[n] for inner, n in outside.items()}
         meta = {k: v for k, v in self.meta.items() if k != "autocast"}
         for inner in body.nodes:

@@ -178,7 +178,7 @@ def rule(*targets: Any) -> Callable[[Rule], Rule]:
 
 
 def moved(call: Call, order: Sequence[int | None], linear: bool = True) -> Iterator[OpStrategy]:
-    """Of an op that only moves dims of its first tensor.
+    """Of an op that only moves dims of its first tensor, or works along some of them.
 
     Args:
         order: for each dim of the result the one of the tensor, or None. A dim that is in no place must be
@@ -198,7 +198,7 @@ def broadcast(shape: Sequence[int], to: Sequence[int], split: Split) -> Placemen
     return Split(dim, split.outer) if dim >= 0 and shape[dim] != 1 else REPLICATED
 
 
-def tensors_of(node: fx.Node) -> list[fx.Node]:
+def operands_of(node: fx.Node) -> list[fx.Node]:
     """The tensor arguments of a call in the order of its schema, lists taken apart."""
     if not isinstance(node.target, OpOverload):
         return nodes_in((node.args, node.kwargs))
