@@ -23,10 +23,12 @@ class Axis:
 
     Args:
         inputs: what placeholders are; those not named are replicated.
-        later: ranks along the axes that are placed after this one.
+        later: ranks along the axes that are placed after this one: heads that are cut in so many runs can be
+            split over these, too.
         sliced: inputs that every rank has whole, of which it takes its part: a batch along its sequence.
         residual: "split": where parts are summed, the sum may be split along another dim (sequence
             parallelism, Korthikanti et al. 2022); "whole": it is on all ranks.
+        attention: how it runs over a sequence that this axis splits.
     """
 
     name: str
@@ -42,9 +44,8 @@ class Axis:
 class Call:
     """A call of an op, on whole (fake) values.
 
-    `current`: the placements that its tensors have now. `ranks`: along the axis. `later`: along the axes that
-    are placed after it: heads that are cut in so many runs can be split over these, too. `attention`: how it
-    runs over a sequence that `axis` splits. `place`: its line of the user's code, where that is known.
+    `current`: the placements that its tensors have now. `place`: its line of the user's code, where that is
+    known.
     """
 
     target: Any
@@ -52,11 +53,12 @@ class Call:
     kwargs: Mapping[str, Any]
     value: Any
     current: tuple[Placement, ...]
-    ranks: int
-    later: int = 1
-    axis: str = ""
-    attention: ContextAttention = "auto"
+    axis: Axis
     place: str = ""
+
+    @property
+    def ranks(self) -> int:
+        return self.axis.ranks
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
