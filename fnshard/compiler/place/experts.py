@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from fnshard.compiler.ir.program import Limit, OpOverload, Program, eliminate_dead_code, propagate
-from fnshard.compiler.place.placement import Split
+from fnshard.compiler.place.placement import Split, local_value
 from fnshard.compiler.place.rules import rule_of
 from fnshard.compiler.place.strategies import Axis, Call, local_arguments, operands_of
 from fnshard.compiler.place.writer import Writer
@@ -167,16 +167,10 @@ class _Experts:
         outputs = self.outputs()
         self.warn()
         eliminate_dead_code(self.graph)
-        inputs = zip(self.program.placeholders, self.program.inputs, strict=True)
-        fakes = [self.local(n.meta["val"]) if i.name in self.stacks else n.meta["val"] for n, i in inputs]
+        wholes = [(n.meta["val"], self.values[n].stack) for n in self.program.placeholders]
+        fakes = [local_value(v, Split(0), self.ranks) if stack else v for v, stack in wholes]
         propagate(self.graph, fakes)
         return replace(self.program, graph=self.graph, outputs=outputs, traced=self.program)
-
-    def local(self, whole: Tensor) -> Tensor:
-        """A rank's experts."""
-        shape = (whole.shape[0] // self.ranks, *whole.shape[1:])
-        made = torch.empty(shape, dtype=whole.dtype, device=whole.device)
-        return made.requires_grad_(whole.requires_grad)
 
     def outputs(self) -> Any:
         """Results are whole; a new value of a stack is no result that a rank could have."""

@@ -22,7 +22,16 @@ from fnshard.compiler.ir.custom_gradient import CustomGradient
 from fnshard.compiler.ir.program import Input, OpOverload, Program, eliminate_dead_code, propagate
 from fnshard.compiler.place.check import Record
 from fnshard.compiler.place.expand import expanded, without_writes
-from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Partial, Placement, Split, fits, local_shape
+from fnshard.compiler.place.placement import (
+    PARTIAL,
+    REPLICATED,
+    Partial,
+    Placement,
+    Split,
+    fits,
+    local_shape,
+    local_value,
+)
 from fnshard.compiler.place.rules import rule_of
 from fnshard.compiler.place.strategies import (
     Axis,
@@ -375,9 +384,13 @@ class _Placer:
                 ),
                 stacklevel=2,
             )
-        inputs = list(self.program.inputs)
+        inputs, nodes = list(self.program.inputs), self.program.placeholders
+        placements = [self.axis.inputs.get(each, REPLICATED) for each in inputs]
+        wholes = zip(nodes, placements, strict=True)
+        fakes = [local_value(n.meta["val"], placement, self.axis.ranks) for n, placement in wholes]
         if self.index.users:
             inputs.append(Input("axis", self.axis.name))
+            fakes.append(self.local_index())
         else:
             self.graph.erase_node(self.index)
         eliminate_dead_code(self.graph)
@@ -386,21 +399,11 @@ class _Placer:
             if sent.target is EXCHANGE and len(sent.users) == 1:  # nobody else reads what that has made
                 node.replace_all_uses_with(sent)
                 self.graph.erase_node(node)
-        fakes = [self.local(each) for each in inputs]
         self.record.check(self.graph, lambda: propagate(self.graph, fakes))
         return replace(self.program, graph=self.graph, inputs=tuple(inputs))
 
     def local_index(self) -> Tensor:
         return torch.empty((), dtype=torch.int64, device=self.write.device)
-
-    def local(self, each: Input) -> Tensor:
-        """The fake of a placeholder on one rank."""
-        if each.kind == "axis":
-            return self.local_index()
-        whole = dict(zip(self.program.inputs, self.program.placeholders, strict=True))[each].meta["val"]
-        shape = local_shape(whole.shape, self.axis.inputs.get(each, REPLICATED), self.axis.ranks)
-        made = torch.empty(shape, dtype=whole.dtype, device=whole.device)
-        return made.requires_grad_(whole.requires_grad)
 
 
 # What is no op with strategies of its own: by its target, or the type of that.

@@ -33,10 +33,7 @@ def functionalize(graph: fx.Graph) -> fx.Graph:
     Raises:
         TraceError: a write to memory whose copy is laid out otherwise, where that can be seen.
 
-    >>> import torch
-    >>> from torch import fx
-    >>> from fnshard.compiler.rewrites.in_place import functionalize
-    >>> from fnshard.compiler.ir.program import propagate, replay
+    >>> from fnshard.compiler.ir.program import propagate
     >>> graph = fx.Graph()
     >>> x = graph.placeholder("x")
     >>> row = graph.call_function(torch.ops.aten.select.int, (x, 0, 1))
@@ -60,11 +57,9 @@ def functionalize(graph: fx.Graph) -> fx.Graph:
 
 def _check_bases(graph: fx.Graph) -> None:
     """Refuse writes to tensors with gaps or overlaps where strides show: a copy of such a tensor is dense."""
-    bases: dict[int, fx.Node] = {}
+    bases = _bases(graph)
     strided: set[fx.Node] = set()
     for node in graph.nodes:
-        for memory in _memories(node):
-            bases.setdefault(memory, node)
         views = {n for n in node.all_input_nodes if n in strided and _memories(n) & _memories(node)}
         if node.target is aten.as_strided.default or views:
             strided.add(node)
@@ -72,7 +67,7 @@ def _check_bases(graph: fx.Graph) -> None:
     wrong = {}
     for node in graph.nodes:
         for memory, target in {(m, n) for n in mutated_args(node) for m in _memories(n)}:
-            value = next(v for v in tensors_of(bases[memory]) if storage_id(v) == memory)
+            value = bases[memory].meta["val"]
             shown = "overlaps itself" if _overlaps(value) else "has gaps" if memory in looked_into else ""
             if shown and aten.clone.default(value).stride() != value.stride():
                 wrong[memory] = (node, f"{describe(value)} with strides {list(value.stride())} {shown}")
@@ -186,7 +181,6 @@ class _Functional:
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
-        self.bases: dict[int, fx.Node] = {}  # by memory: the first tensor in it
         self.writes: Counter[int] = Counter()  # by memory, so far
         self.current: dict[fx.Node, fx.Node] = {}
         self.made_at: dict[fx.Node, dict[int, int]] = {}  # the writes that `current` has seen
@@ -194,9 +188,8 @@ class _Functional:
         self.results: dict[fx.Node, list[fx.Node]] = {}  # of an op in place that returns several
 
     def run(self, graph: fx.Graph) -> fx.Graph:
+        self.bases = _bases(graph)
         for node in graph.nodes:
-            if isinstance(node.meta.get("val"), Tensor):
-                self.bases.setdefault(storage_id(node.meta["val"]), node)
             if node.op == "output":
                 self.graph.output([self.read(n) for n in node.args[0]])
             elif mutated_args(node):
@@ -340,6 +333,15 @@ def _row_major(x: Tensor) -> Tensor:
 _KEPT = ("autocast", "nn_module_stack", "stack_trace")
 
 
+def _bases(graph: fx.Graph) -> dict[int, fx.Node]:
+    """By memory, the first tensor in it."""
+    bases: dict[int, fx.Node] = {}
+    for node in graph.nodes:
+        if isinstance(node.meta.get("val"), Tensor):
+            bases.setdefault(storage_id(node.meta["val"]), node)
+    return bases
+
+
 def _memories(node: fx.Node) -> set[int]:
     return {storage_id(value) for value in tensors_of(node)}
 
@@ -353,11 +355,7 @@ def index_strided(graph: fx.Graph) -> bool:
     Args:
         graph: without writes; its new nodes have no values yet.
     """
-    bases: dict[int, fx.Node] = {}
-    for node in graph.nodes:
-        if isinstance(node.meta.get("val"), Tensor):
-            bases.setdefault(storage_id(node.meta["val"]), node)
-    changed = False
+    bases, changed = _bases(graph), False
     for node in graph.find_nodes(op="call_function", target=aten.as_strided.default):
         value = node.meta["val"]
         base = bases[storage_id(value)]
