@@ -384,12 +384,11 @@ class _Placer:
                 ),
                 stacklevel=2,
             )
-        inputs, nodes = list(self.program.inputs), self.program.placeholders
-        placements = [self.axis.inputs.get(each, REPLICATED) for each in inputs]
-        wholes = zip(nodes, placements, strict=True)
-        fakes = [local_value(n.meta["val"], placement, self.axis.ranks) for n, placement in wholes]
+        axis, inputs = self.axis, list(self.program.inputs)
+        wholes = zip(self.program.placeholders, inputs, strict=True)
+        fakes = [local_value(n.meta["val"], axis.inputs.get(i, REPLICATED), axis.ranks) for n, i in wholes]
         if self.index.users:
-            inputs.append(Input("axis", self.axis.name))
+            inputs.append(Input("axis", axis.name))
             fakes.append(self.local_index())
         else:
             self.graph.erase_node(self.index)
