@@ -12,11 +12,11 @@ from toys import lower
 
 from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
 from fnshard.compiler.ir.program import Input
-from fnshard.compiler.place.conversions import Conversions
 from fnshard.compiler.place.place import Axis, place
 from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Placement, Split, fits
 from fnshard.compiler.place.rules import rule_of
 from fnshard.compiler.place.strategies import Call
+from fnshard.compiler.place.writer import Writer
 
 SHAPE, RANKS = (4, 12, 10), (2, 4)
 SPLITS = [
@@ -39,7 +39,7 @@ def converted(now: Placement, to: Placement, ranks: int) -> torch.fx.Graph:
     """The graph that makes of this rank's part of a value, after the rank's index, the other part."""
     graph = torch.fx.Graph()
     index, here = graph.placeholder("index"), graph.placeholder("here")
-    by = Conversions(graph.call_function, index, "tensor", ranks, torch.device("cpu"))
+    by = Writer("tensor", ranks, torch.device("cpu"), graph, index)
     graph.output([by.convert(here, SHAPE, now, to)])
     return graph
 
@@ -89,7 +89,8 @@ def test_an_exchange_of_another_axis_takes_parts_as_they_lie(kind: str, dim: int
     draw = torch.Generator().manual_seed(0)
     sent = [torch.randn(8, 16, generator=draw) for _ in range(2)]
     received = exchange_on_ranks(sent, kind, "shard", dim, 2, to)
-    call = Call(EXCHANGE, (sent[0], kind, "shard", dim, 2, to), {}, received[0], (Split(1, 2),), 2)
+    args, axis = (sent[0], kind, "shard", dim, 2, to), Axis("tensor", 2, {})
+    call = Call(EXCHANGE, args, {}, received[0], (Split(1, 2),), axis)
     ways = [w for w in rule_of(EXCHANGE)(call) if w.output != PARTIAL]
     assert len(ways) >= 3
     for way in ways:

@@ -15,15 +15,15 @@ from tensor_models import decoder
 import fnshard as fs
 from fnshard import ScheduleError
 from fnshard.compiler.place import place as placing
-from fnshard.compiler.place.conversions import Conversions
 from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Split
 from fnshard.compiler.place.rules import RULES, rule_of
 from fnshard.compiler.place.strategies import OpStrategy
+from fnshard.compiler.place.writer import Writer
 from fnshard.compiler.schedule import build
 from fnshard.layout.spec import LayoutSpec
 
 aten = torch.ops.aten
-convert, exchange, slice_part = Conversions.convert, Conversions.exchange, Conversions.slice
+convert, exchange, slice_part = Writer.convert, Writer.exchange, Writer.slice
 results = placing._Placer.results
 Plant = Callable[[], AbstractContextManager[Any]]
 
@@ -31,25 +31,25 @@ Plant = Callable[[], AbstractContextManager[Any]]
 def converting(**kinds: Any) -> Plant:
     """Each exchange with another kind, axis or dim."""
 
-    def other(self: Conversions, node: Any, kind: str, dim: int, *to: int) -> Any:
+    def other(self: Writer, node: Any, kind: str, dim: int, *to: int) -> Any:
         if kind in kinds:
             kind, axis, dim = kinds[kind](self, dim)
             self = replace(self, axis=axis)
         return exchange(self, node, kind, dim, *to)
 
-    return lambda: mock.patch.object(Conversions, "exchange", other)
+    return lambda: mock.patch.object(Writer, "exchange", other)
 
 
-def unconverted(self: Conversions, node: Any, shape: Any, now: Any, to: Any) -> Any:
+def unconverted(self: Writer, node: Any, shape: Any, now: Any, to: Any) -> Any:
     return node if (now, to) == (PARTIAL, REPLICATED) else convert(self, node, shape, now, to)
 
 
-def first_part(self: Conversions, node: Any, shape: Any, to: Split) -> Any:
+def first_part(self: Writer, node: Any, shape: Any, to: Split) -> Any:
     part = shape[to.dim] // self.ranks
     return self.call(aten.slice.Tensor, (node, to.dim, 0, part))
 
 
-def part_of_another_rank(self: Conversions, node: Any, shape: Any, to: Split) -> Any:
+def part_of_another_rank(self: Writer, node: Any, shape: Any, to: Split) -> Any:
     other = self.call(aten.rsub.Scalar, (self.index, self.ranks - 1))
     return slice_part(replace(self, index=other), node, shape, to)
 
@@ -80,7 +80,7 @@ def other_axis(each: Any, mesh: Any, unit: str, phase: str, sent: Any, received:
 ONE_EXCHANGE, SUMMED = build.exchange, build.summed_whole
 REFUSED: dict[str, tuple[Plant, str]] = {
     "a partial sum meets an op": (
-        lambda: mock.patch.object(Conversions, "convert", unconverted),
+        lambda: mock.patch.object(Writer, "convert", unconverted),
         "from P to R stands nothing, where psum over tensor is due",
     ),
     "an exchange over another axis": (
@@ -97,7 +97,7 @@ REFUSED: dict[str, tuple[Plant, str]] = {
         converting(psum=lambda c, dim: ("all_gather", c.axis, 0)), "where psum over tensor is due"
     ),
     "every rank takes the first part": (
-        lambda: mock.patch.object(Conversions, "slice", first_part), "every rank takes the same part of"
+        lambda: mock.patch.object(Writer, "slice", first_part), "every rank takes the same part of"
     ),
     "a split label is shifted": (
         lambda: mock.patch.dict(RULES, {aten.slice.Tensor: shifted}), "program placed over 'tensor'"
@@ -182,7 +182,7 @@ FOUND: dict[str, tuple[dict[str, int], Plant]] = {
     "rows of another rank's table": ({"tensor": 2}, other_rank(aten.embedding.default)),
     "targets among another rank's words": ({"tensor": 2}, other_rank(aten.gather.default)),
     "the part of another rank": (
-        {"context": 2}, lambda: mock.patch.object(Conversions, "slice", part_of_another_rank)
+        {"context": 2}, lambda: mock.patch.object(Writer, "slice", part_of_another_rank)
     ),
     "padding is summed": ({"context": 2}, without_run(aten.sum.default)),
 }  # fmt: skip

@@ -72,7 +72,7 @@ def program_of(case: Case) -> tuple[Program, Call]:
         propagate(graph, fakes)
     inputs = tuple(Input("batch", n.name) for n in nodes)
     outputs = Outputs(None, None, None)
-    call = Call(case.op, args, kwargs, value, (REPLICATED,) * len(values), 2)
+    call = Call(case.op, args, kwargs, value, (REPLICATED,) * len(values), Axis("tensor", 2, {}))
     return Program(graph, inputs, {}, outputs, mode), call
 
 
@@ -177,7 +177,7 @@ def _ways(call: Call, ranks: int) -> Iterator[tuple[Placement, ...]]:
 
 
 def _replaced(call: Call, current: tuple[Placement, ...], ranks: int) -> Call:
-    return Call(call.target, call.args, call.kwargs, call.value, current, ranks)
+    return Call(call.target, call.args, call.kwargs, call.value, current, Axis("tensor", ranks, {}))
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if rule_of(c.op)], ids=lambda c: c.op.name())

@@ -27,6 +27,7 @@ from fnshard.compiler.ir.program import (
     eliminate_dead_code,
     mutated_args,
     storage_id,
+    tensors_of,
 )
 from fnshard.errors import TraceError, report
 
@@ -176,9 +177,8 @@ def _check_out(old: fx.Node) -> None:
         return
     if not any(a.is_out for a in old.target._schema.arguments):
         return
-    value = old.meta["val"]
-    made = value if isinstance(value, list | tuple) else [value]
-    pairs = [(n.meta["val"].shape, v.shape) for n, v in zip(mutated_args(old), made, strict=False)]
+    made = zip(mutated_args(old), tensors_of(old), strict=False)
+    pairs = [(n.meta["val"].shape, v.shape) for n, v in made]
     wrong = [f"{list(before)} for {list(after)}" for before, after in pairs if before != after]
     if wrong:
         raise TraceError(

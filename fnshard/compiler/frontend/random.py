@@ -18,20 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from fnshard.losses.linear import wide
 
-LIB = torch.library.Library("fnshard", "DEF")
-LIB.define("uniform(Tensor key, int[] shape, ScalarType dtype, float low=0.0, float high=1.0) -> Tensor")
-LIB.define("normal(Tensor key, int[] shape, ScalarType dtype, float mean=0.0, float std=1.0) -> Tensor")
-LIB.define("exponential(Tensor key, int[] shape, ScalarType dtype, float rate) -> Tensor")
-LIB.define("integers(Tensor key, int low, int high, int[] shape, ScalarType dtype) -> Tensor")
-LIB.define("dropout(Tensor x, Tensor key, float p, int[]? strides=None) -> Tensor")
-LIB.define("feature_dropout(Tensor x, Tensor key, float p, int[]? strides=None) -> Tensor")
-LIB.define("alpha_dropout(Tensor x, Tensor key, float p, bool features, int[]? strides=None) -> Tensor")
-LIB.define(
-    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor key, float p, bool is_causal, "
-    "float? scale, bool enable_gqa, int[]? strides=None) -> Tensor"
-)
-LIB.define("bernoulli_below(float p, Tensor key, int[] shape, ScalarType dtype) -> Tensor")
-LIB.define("bernoulli(Tensor p, Tensor key, int[] shape, ScalarType dtype, int[]? strides=None) -> Tensor")
+_LIB = torch.library.Library("fnshard", "DEF")
 
 
 def _signed(value: int) -> int:
@@ -344,13 +331,21 @@ def _attention(q, k, v, mask, key, p, is_causal, scale, enable_gqa, strides=None
     return (shares * dropout_factors(shares, key, p, strides)) @ v
 
 
-for _name, _impl in {
-    "uniform": _uniform, "normal": _normal, "integers": _integers, "dropout": _dropout,
-    "feature_dropout": _feature_dropout, "bernoulli": _bernoulli,
-    "bernoulli_below": _bernoulli, "exponential": _exponential,
-    "alpha_dropout": _alpha_dropout, "attention": _attention,
-}.items():  # fmt: skip
-    LIB.impl(_name, _impl, "CompositeImplicitAutograd")
+for _schema, _impl in {
+    "uniform(Tensor key, int[] shape, ScalarType dtype, float low=0.0, float high=1.0)": _uniform,
+    "normal(Tensor key, int[] shape, ScalarType dtype, float mean=0.0, float std=1.0)": _normal,
+    "exponential(Tensor key, int[] shape, ScalarType dtype, float rate)": _exponential,
+    "integers(Tensor key, int low, int high, int[] shape, ScalarType dtype)": _integers,
+    "dropout(Tensor x, Tensor key, float p, int[]? strides=None)": _dropout,
+    "feature_dropout(Tensor x, Tensor key, float p, int[]? strides=None)": _feature_dropout,
+    "alpha_dropout(Tensor x, Tensor key, float p, bool features, int[]? strides=None)": _alpha_dropout,
+    "bernoulli_below(float p, Tensor key, int[] shape, ScalarType dtype)": _bernoulli,
+    "bernoulli(Tensor p, Tensor key, int[] shape, ScalarType dtype, int[]? strides=None)": _bernoulli,
+    "attention(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor key, float p, bool is_causal, "
+    "float? scale, bool enable_gqa, int[]? strides=None)": _attention,
+}.items():
+    _LIB.define(f"{_schema} -> Tensor")
+    _LIB.impl(_schema.partition("(")[0], _impl, "CompositeImplicitAutograd")
 
 ops = torch.ops.fnshard
 

@@ -27,9 +27,6 @@ class CustomGradient:
         values: how many; floating point or complex.
         inputs: how many.
 
-    >>> import torch
-    >>> from torch import fx
-    >>> from fnshard.compiler.ir.custom_gradient import CustomGradient
     >>> graph = fx.Graph()
     >>> grad, value = graph.placeholder("grad"), graph.placeholder("value")
     >>> _ = graph.output((graph.call_function(torch.ops.aten.neg.default, (grad,)),))

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from fnshard.compiler.ir.arguments import NumberList, fold_lists
-from fnshard.compiler.ir.program import describe
+from fnshard.compiler.ir.program import describe, tensors_in
 from fnshard.compiler.ir.source_lines import call_into, place_of
 from fnshard.errors import FnshardError, TraceError, report
 from fnshard.tree import DENSE, unusual
@@ -150,8 +150,7 @@ class Call:
         return getattr(self.function, "__name__", str(self.function))
 
     def tensors(self) -> list[Tensor]:
-        flat = [v for a in self.arguments for v in (a if isinstance(a, list | tuple) else [a])]
-        return [v for v in flat if isinstance(v, Tensor)]
+        return [t for argument in self.arguments for t in tensors_in(argument)]
 
 
 def explain(

@@ -203,10 +203,21 @@ def storage_id(value: Tensor) -> int:
     return value.untyped_storage()._cdata
 
 
+def tensors_in(value: Any) -> list[Tensor]:
+    """A value that is a tensor, or the tensors in a list of several."""
+    return [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, Tensor)]
+
+
 def tensors_of(node: fx.Node) -> list[Tensor]:
     """A node's value, or the tensors in it."""
-    value = node.meta.get("val")
-    return [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, Tensor)]
+    return tensors_in(node.meta.get("val"))
+
+
+def nodes_in(arguments: Any) -> list[fx.Node]:
+    """All nodes in the arguments of a call, in order."""
+    found: list[fx.Node] = []
+    fx.map_arg(arguments, found.append)
+    return found
 
 
 def arguments_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,9 +242,7 @@ def mutated_args(node: fx.Node) -> list[fx.Node]:
     written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     if given.get("training") or given.get("use_input_stats"):
         written = list(dict.fromkeys([*written, *statistics]))
-    values = (given[n] for n in written)
-    each = (v for value in values for v in (value if isinstance(value, list | tuple) else [value]))
-    return [v for v in each if isinstance(v, fx.Node)]
+    return nodes_in([given[n] for n in written])
 
 
 _RUNNING = ("running_mean", "running_var")

@@ -37,17 +37,17 @@ def _attention(call: Call) -> Iterator[OpStrategy]:
     Without a causal mask along the queries too. Over a sequence that is split, as the step says.
     """
     at = call.current[0]
-    if call.attention == "auto" or not isinstance(at, Split) or at.dim != call.tensors[0].dim() - 2:
+    if call.axis.attention == "auto" or not isinstance(at, Split) or at.dim != call.tensors[0].dim() - 2:
         yield from _any_attention(call)
     else:
-        yield from {"ulysses": _ulysses, "gather": _gathered, "ring": _ring}[call.attention](call)
+        yield from {"ulysses": _ulysses, "gather": _gathered, "ring": _ring}[call.axis.attention](call)
 
 
 def _any_attention(call: Call) -> Iterator[OpStrategy]:
     query, key = call.tensors[0], call.tensors[1]
     scores, rank = (*query.shape[:-1], key.shape[-2]), query.dim()
     draws = call.target is own.attention.default
-    splits = call.splits(query.shape, range(rank - 1), more=() if draws else (call.later,))
+    splits = call.splits(query.shape, range(rank - 1), more=() if draws else (call.axis.later,))
     for split in sorted(
         splits, key=lambda split: split.dim != rank - 3
     ):  # heads first, as products have them
@@ -73,20 +73,20 @@ def _documents(call: Call) -> Iterator[OpStrategy]:
     """Along the rows and heads; along the queries, too, where their sequence is split, of whole keys."""
     query, key = call.tensors[:2]
     at, whole = call.current[0], (REPLICATED,) * (len(call.tensors) - 4)
-    along = isinstance(at, Split) and at.dim == 2
-    if along and call.attention == "ring":
+    along, how = isinstance(at, Split) and at.dim == 2, call.axis.attention
+    if along and how == "ring":
         raise _refused(call, "it is of documents or a window", "'auto', 'ulysses' or 'gather'.")
-    for split in call.splits(query.shape, (2,), even=True) if along and call.attention != "ulysses" else ():
+    for split in call.splits(query.shape, (2,), even=True) if along and how != "ulysses" else ():
         if split.outer == 1:
             yield OpStrategy((split, *[REPLICATED] * 3, *whole), split, run=partial(_rows_of_documents, call))
-    for split in call.splits(query.shape, (0, 1)) if not along or call.attention != "gather" else ():
+    for split in call.splits(query.shape, (0, 1)) if not along or how != "gather" else ():
         documents = split if split.dim == 0 else REPLICATED
         if divides(key.shape, split, call.ranks) or query.shape[split.dim] == key.shape[split.dim]:
             yield OpStrategy((split, split, split, documents, *whole), split)
         elif split.dim == 1 and (take := _heads_taken(call, split)):
             inputs = (split, REPLICATED, REPLICATED, documents, *whole)
             yield OpStrategy(inputs, split, run=partial(_shared_attention, call, take, None))
-    if along and call.attention == "ulysses" and query.shape[1] % call.ranks:
+    if along and how == "ulysses" and query.shape[1] % call.ranks:
         raise _refused(call, f"its {query.shape[1]} heads cannot be split", "'gather' or 'auto'.")
 
 
@@ -111,9 +111,8 @@ def _heads_taken(call: Call, split: Split) -> Callable[[Tensor, Tensor], Tensor]
 
 
 def _shared_attention(
-    call: Call, take: Any, here: Any, index: Tensor, query: Tensor, *rest: Tensor
+    call: Call, take: Any, here: Any, index: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Tensor
 ) -> Tensor:
-    key, value, *rest = rest
     tensors = [query, take(index, key), take(index, value), *rest]
     return call.on(tensors) if here is None else here(index, *tensors)
 
@@ -136,7 +135,7 @@ def _ulysses(call: Call) -> Iterator[OpStrategy]:
 
 
 def _refused(call: Call, why: str, fix: str) -> TraceError:
-    how = f"context_attention={call.attention!r} over {call.axis!r}, {call.ranks} ranks"
+    how = f"context_attention={call.axis.attention!r} over {call.axis.name!r}, {call.ranks} ranks"
     error = TraceError(
         f"{how}: an attention cannot run so.", [why + (call.place and f", at {call.place}")], fix
     )
@@ -211,7 +210,7 @@ def ring(call: Call, index: Tensor, query: Tensor, key: Tensor, value: Tensor, *
     block = sent = OUTGOING(torch.cat([key, value], -1))
     source, seen = index, _over_blocks(call, mask[0] if mask else None)
     for turn in range(1, ranks + 1):
-        following = EXCHANGE(sent, "permute", call.axis, turn, ranks) if turn < ranks else None
+        following = EXCHANGE(sent, "permute", call.axis.name, turn, ranks) if turn < ranks else None
         carry = own.attention_turn(query, block, carry, source, seen, ranks, call["is_causal"], scale)
         # Handed on as a value, so that the turns are one kernel.
         block, source = following, OUTGOING(source - 1)

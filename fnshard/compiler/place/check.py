@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from fnshard.compiler.frontend.exchange import EXCHANGE
+from fnshard.compiler.ir.program import tensors_in, tensors_of
 from fnshard.compiler.place.placement import (
     PARTIAL,
     REPLICATED,
@@ -123,7 +124,7 @@ class Record:
         for node, (placement, whole) in self.values.items():
             if node not in here:
                 continue
-            for value, full in zip(_tensors(node.meta["val"]), _tensors(whole), strict=True):
+            for value, full in zip(tensors_of(node), tensors_in(whole), strict=True):
                 expected = local_shape(full.shape, placement, self.ranks)
                 if tuple(value.shape) != expected:
                     found, full_shape = list(value.shape), list(full.shape)
@@ -140,10 +141,6 @@ class Record:
                     yield f"{result}: a part of a sum is returned, and not times {self.ranks}"
             elif self.values[result][0] != REPLICATED:
                 yield f"{result}: {self.values[result][0]} is returned"
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, Tensor)]
 
 
 def _behind(source: fx.Node, result: fx.Node) -> list[fx.Node]:

@@ -63,8 +63,7 @@ def expanded(call: Call, autocast: bool) -> fx.Graph | None:
 
     # Composite ops are seen before dispatch, and taken apart after it.
     graph = make_fx(of_tensors, {}, tracing_mode="fake", pre_dispatch=known)(*_apart(call.tensors)).graph
-    graph.eliminate_dead_code()
-    return graph if all(map(_is_pure, graph.nodes)) else None
+    return _if_pure(graph)
 
 
 def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -73,10 +72,14 @@ def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t.detach().requires_grad_(t.requires_grad) for t in tensors]
 
 
-def _is_pure(node: fx.Node) -> bool:
-    """Whether this is an op of tensors, that gives some, and writes to none."""
-    made = node.op != "call_function" or node.meta.get("val") is not None
-    return node.op != "get_attr" and made and not mutated_args(node)
+def _if_pure(graph: fx.Graph) -> fx.Graph | None:
+    """The graph, if all of it are ops of tensors, that give some, and write to none."""
+    graph.eliminate_dead_code()
+    for node in graph.nodes:
+        lost = node.op == "call_function" and node.meta.get("val") is None
+        if lost or node.op == "get_attr" or mutated_args(node):
+            return None
+    return graph
 
 
 def without_writes(write: Write, tensors: Sequence[Tensor]) -> fx.Graph | None:
@@ -93,8 +96,7 @@ def without_writes(write: Write, tensors: Sequence[Tensor]) -> fx.Graph | None:
         copy.meta["val"] = node.args[1].meta["val"].to(value.dtype)
         wide.meta["val"] = value
         node.replace_all_uses_with(wide)
-    graph.eliminate_dead_code()
-    return graph if all(map(_is_pure, graph.nodes)) else None
+    return _if_pure(graph)
 
 
 # ------------------------------------------------------------------ products

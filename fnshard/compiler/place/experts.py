@@ -11,20 +11,18 @@ from __future__ import annotations
 
 import operator
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.node import map_aggregate
 
-from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
 from fnshard.compiler.ir.program import Limit, OpOverload, Program, eliminate_dead_code, propagate
-from fnshard.compiler.place.placement import Split
+from fnshard.compiler.place.placement import Split, local_value
 from fnshard.compiler.place.rules import rule_of
-from fnshard.compiler.place.strategies import Call, local_arguments, tensors_of
+from fnshard.compiler.place.strategies import Axis, Call, local_arguments, operands_of
+from fnshard.compiler.place.writer import Writer
 from fnshard.errors import TraceError, report
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
@@ -146,14 +144,16 @@ class _Experts:
     ranks: int
     stacks: set[str]
     capacity: float | None
-    graph: fx.Graph = field(default_factory=fx.Graph)
     values: dict[fx.Node, _Placed] = field(default_factory=dict)
     wholes: dict[fx.Node, fx.Node] = field(default_factory=dict)
     routes: dict[tuple[fx.Node, int], _Route] = field(default_factory=dict)
-    bodies: dict[Any, fx.Graph] = field(default_factory=dict)
     excesses: list[tuple[Limit, fx.Node]] = field(default_factory=list)
     gathered: list[str] = field(default_factory=list)
-    meta: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        device = self.program.placeholders[0].meta["val"].device
+        self.write = Writer(self.axis, self.ranks, device)
+        self.graph, self.call = self.write.graph, self.write.call
 
     def placed(self) -> Program:
         """Walk over the program, forward."""
@@ -162,21 +162,15 @@ class _Experts:
             self.values[node] = _Placed(self.graph.placeholder(node.name), stack)
         for node in self.program.graph.nodes:
             if node.op == "call_function":
-                self.meta = {k: node.meta[k] for k in ("autocast", "stack_trace") if k in node.meta}
+                self.write.follow(node)
                 self.values[node] = self.visit(node)
         outputs = self.outputs()
         self.warn()
         eliminate_dead_code(self.graph)
-        inputs = zip(self.program.placeholders, self.program.inputs, strict=True)
-        fakes = [self.local(n.meta["val"]) if i.name in self.stacks else n.meta["val"] for n, i in inputs]
+        wholes = [(n.meta["val"], self.values[n].stack) for n in self.program.placeholders]
+        fakes = [local_value(v, Split(0), self.ranks) if stack else v for v, stack in wholes]
         propagate(self.graph, fakes)
         return replace(self.program, graph=self.graph, outputs=outputs, traced=self.program)
-
-    def local(self, whole: Tensor) -> Tensor:
-        """A rank's experts."""
-        shape = (whole.shape[0] // self.ranks, *whole.shape[1:])
-        made = torch.empty(shape, dtype=whole.dtype, device=whole.device)
-        return made.requires_grad_(whole.requires_grad)
 
     def outputs(self) -> Any:
         """Results are whole; a new value of a stack is no result that a rank could have."""
@@ -206,7 +200,7 @@ class _Experts:
 
     # -------------------------------------------------------------- one op
     def visit(self, node: fx.Node) -> _Placed:
-        sources = [self.values[n] for n in tensors_of(node)]
+        sources = [self.values[n] for n in operands_of(node)]
         if node.target is operator.getitem:
             (source,) = sources
             return replace(source, node=self.call(operator.getitem, (source.node, node.args[1])))
@@ -216,7 +210,7 @@ class _Experts:
                     return value
         if any(s.route for s in sources) and (value := self.of_rows(node, sources)) is not None:
             return value
-        stacks = [n.meta["val"] for n, s in zip(tensors_of(node), sources, strict=True) if s.stack]
+        stacks = [n.meta["val"] for n, s in zip(operands_of(node), sources, strict=True) if s.stack]
         self.gathered += [f"{node.target}: {v.numel() * v.element_size() / 1e6:.3f} MB" for v in stacks]
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.whole)
         return _Placed(self.call(node.target, args, kwargs))
@@ -225,7 +219,7 @@ class _Experts:
         """Rows times a stack, where the stack is."""
         if node.target not in GROUPED or len(sources) != 3:
             return None
-        (a, b, ends), (of_a, of_b, of_ends) = tensors_of(node), sources
+        (a, b, ends), (of_a, of_b, of_ends) = operands_of(node), sources
         if a.meta["val"].dim() != 2 or not of_b.stack or of_ends.stack or of_ends.route:
             return None
         route = self.route(ends, a.meta["val"].shape[0], b.meta["val"].shape[0], node)
@@ -242,9 +236,7 @@ class _Experts:
         find = rule_of(node.target)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         split = (Split(0),) * len(sources)
-        call = Call(
-            node.target, args, kwargs, node.meta["val"], split, self.ranks, 1, self.axis, "auto", ""
-        )  # fmt: skip
+        call = Call(node.target, args, kwargs, node.meta["val"], split, Axis(self.axis, self.ranks, {}))
         for strategy in find(call) if find else ():
             if strategy.inputs == split and strategy.output == Split(0) and strategy.run is None:
                 local = local_arguments(node, call, strategy, [s.node for s in sources])
@@ -257,7 +249,7 @@ class _Experts:
         if len(routes) > 1 or not isinstance(node.target, OpOverload):
             return None
         (route,) = routes
-        values = [n.meta["val"] for n in tensors_of(node)]
+        values = [n.meta["val"] for n in operands_of(node)]
         dims, args = values[0].dim(), list(node.args)
         if node.target in VIEWS:
             size = list(args[1])
@@ -286,14 +278,14 @@ class _Experts:
             ranks, share = self.ranks, -(-rows // self.ranks)
             room = rows if self.capacity is None else min(rows, int(-(-share * self.capacity // 1)))
             shape = (experts, rows, room)
-            sent, counts, back, excess = self.inline(
-                ("departures", *shape), lambda e: departures(e, rows, experts, ranks, room), ends.meta["val"],
-                reads=[self.whole(ends)],
+            sent, counts, back, excess = self.write.inline(
+                ("departures", *shape), lambda e: departures(e, rows, experts, ranks, room),
+                [ends.meta["val"]], [self.whole(ends)],
             )  # fmt: skip
-            come = self.exchange(counts)
-            order, restored, local_ends = self.inline(
+            come = self.swapped(counts)
+            order, restored, local_ends = self.write.inline(
                 ("arrivals", *shape), lambda c: arrivals(c, ranks, room),
-                ends.meta["val"].new_empty(experts, dtype=torch.int64), reads=[come],
+                [ends.meta["val"].new_empty(experts, dtype=torch.int64)], [come],
             )  # fmt: skip
             if room < rows:
                 op = f"the experts of another rank over {self.axis!r} (shard_step(expert_capacity=))"
@@ -303,7 +295,7 @@ class _Experts:
         return self.routes[ends, rows]
 
     def to_experts(self, rows: fx.Node, route: _Route) -> fx.Node:
-        return self.taken(self.exchange(self.taken(rows, route.sent)), route.order)
+        return self.taken(self.swapped(self.taken(rows, route.sent)), route.order)
 
     def whole(self, node: fx.Node) -> fx.Node:
         """A value as the traced program has it: rows in this rank's order; of a stack all experts."""
@@ -314,33 +306,17 @@ class _Experts:
             if value.route is not None:
                 dims, route = node.meta["val"].dim(), value.route
                 there = self.taken(value.node, route.restored, dims)
-                made = self.taken(self.exchange(there), route.back, dims)
+                made = self.taken(self.swapped(there), route.back, dims)
             else:
-                made = self.exchange(value.node, "all_gather")
+                made = self.write.exchange(value.node, "all_gather", 0)
             self.wholes[node] = made
         return self.wholes[node]
 
-    def exchange(self, node: fx.Node, kind: str = "all_to_all") -> fx.Node:
-        more = (0,) if kind == "all_to_all" else ()
-        return self.call(EXCHANGE, (self.call(OUTGOING, (node,)), kind, self.axis, 0, self.ranks, *more))
+    def swapped(self, node: fx.Node) -> fx.Node:
+        """Each rank's share of every rank's rows."""
+        return self.write.exchange(node, "all_to_all", 0, 0)
 
     def taken(self, rows: fx.Node, index: fx.Node, dims: int = 2) -> fx.Node:
         """Rows by their index; zeros for one past the end."""
         more = self.call(aten.constant_pad_nd.default, (rows, [0, 0] * (dims - 1) + [0, 1]))
         return self.call(aten.index_select.default, (more, 0, index))
-
-    def call(self, target: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> fx.Node:
-        node = self.graph.call_function(target, args, dict(kwargs or {}))
-        node.meta |= self.meta
-        return node
-
-    def inline(self, key: Any, run: Callable[..., Any], *fakes: Tensor, reads: Sequence[fx.Node]) -> Any:
-        """The nodes of a function, which is traced once."""
-        if key not in self.bodies:
-            self.bodies[key] = make_fx(run, tracing_mode="fake", pre_dispatch=True)(*fakes).graph
-        body = self.bodies[key]
-        made = dict(zip([n for n in body.nodes if n.op == "placeholder"], reads, strict=True))
-        for node in body.nodes:
-            if node.op == "call_function":
-                made[node] = self.call(node.target, *fx.map_arg((node.args, node.kwargs), made.__getitem__))
-        return map_aggregate(body.output_node().args[0], lambda n: made[n])

@@ -3,29 +3,42 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Split
-from fnshard.compiler.place.strategies import Call, OpStrategy, broadcast, rule
+from fnshard.compiler.place.strategies import Call, OpStrategy, broadcast, moved, rule
 
 aten = torch.ops.aten
 
 
-def _masked(index: Tensor, at: Tensor, rows: int, find: Callable[[Tensor], Tensor], dims: int = 0) -> Tensor:
-    """What a rank has of what is looked up in a dim that is split: zero where others have it.
+def _of_own_rows(call: Call, dims: Sequence[int], more: int = 0, **changes: Any) -> Iterator[OpStrategy]:
+    """Of what is looked up in a dim that is split each rank finds what it has, and the sum has all.
 
     Args:
-        at: this rank's index; it has `rows` rows.
-        find: the lookup, of indices into this rank's rows.
-        dims: of what is found after those of the index.
+        dims: of the first tensor, each looked up by one of the tensors after it.
+        more: dims of what is found after those of the index.
+        changes: arguments of the local call that differ.
     """
-    here = index - at * rows
-    inside = (here >= 0) & (here < rows)
-    found = find(torch.where(inside, here, 0))
-    return torch.where(inside.reshape(*inside.shape, *[1] * dims), found, 0)
+    value, others = call.tensors[0], (REPLICATED,) * (len(call.tensors) - 1)
+    if value.dtype == torch.bool:
+        return
+    for split in call.splits(value.shape, dims):
+        number, rows = 1 + dims.index(split.dim), call.part(value.shape, split)
+
+        def run(at: Tensor, *read: Tensor, number=number, rows=rows) -> Tensor:
+            here = read[number] - at * rows
+            inside = (here >= 0) & (here < rows)
+            found = call.on([*read[:number], torch.where(inside, here, 0), *read[number + 1 :]], **changes)
+            return torch.where(inside.reshape(*inside.shape, *[1] * more), found, 0)
+
+        if split.outer == 1:
+            yield OpStrategy((split, *others), PARTIAL, run=run)
+    yield OpStrategy((PARTIAL, *others), PARTIAL)
 
 
 @rule(aten.embedding.default)
@@ -37,21 +50,14 @@ def _embedding(call: Call) -> Iterator[OpStrategy]:
             yield OpStrategy((REPLICATED, split), split)
     for split in call.splits(table.shape, [1]):
         yield OpStrategy((split, REPLICATED), Split(indices.dim(), split.outer))
-    for split in call.splits(table.shape, [0]):
-        if split.outer > 1 or call["scale_grad_by_freq"]:
-            continue
-        rows, padding = call.part(table.shape, split), call["padding_idx"]
+    padding = call["padding_idx"]
+    for strategy in _of_own_rows(call, [0] if not call["scale_grad_by_freq"] else [], 1, padding_idx=-1):
 
-        def run(at: Tensor, table: Tensor, indices: Tensor, rows=rows, padding=padding) -> Tensor:
-            def find(here: Tensor) -> Tensor:
-                found = aten.embedding.default(table, here)
-                return found if padding < 0 else torch.where(padded, found.detach(), found)
+        def run(at: Tensor, table: Tensor, indices: Tensor, find=strategy.run) -> Tensor:
+            found = find(at, table, indices)
+            return torch.where((indices == padding).unsqueeze(-1), found.detach(), found)
 
-            padded = (indices == padding).unsqueeze(-1)
-            return _masked(indices, at, rows, find, 1)
-
-        yield OpStrategy((split, REPLICATED), PARTIAL, run=run)
-    yield OpStrategy((PARTIAL, REPLICATED), PARTIAL)
+        yield replace(strategy, run=run) if strategy.run is not None and padding >= 0 else strategy
 
 
 @rule(aten.gather.default, aten.take_along_dim.default)
@@ -65,38 +71,18 @@ def _gather(call: Call) -> Iterator[OpStrategy]:
         yield OpStrategy((split, split), split)
     for split in call.splits(index.shape, [dim]):
         yield OpStrategy((REPLICATED, split), split)
-    if value.dtype == torch.bool:
-        return
-    for split in call.splits(value.shape, [dim]):
-        rows = call.part(value.shape, split)
-
-        def run(at: Tensor, value: Tensor, index: Tensor, rows=rows) -> Tensor:
-            return _masked(index, at, rows, lambda here: call.on([value, here]))
-
-        if split.outer == 1:
-            yield OpStrategy((split, REPLICATED), PARTIAL, run=run)
-    yield OpStrategy((PARTIAL, REPLICATED), PARTIAL)
+    yield from _of_own_rows(call, [dim])
 
 
 @rule(aten.index_select.default)
 def _index_select(call: Call) -> Iterator[OpStrategy]:
     value, index = call.tensors
     dim = call["dim"] % max(value.dim(), 1)
-    for split in call.splits(value.shape, [d for d in range(value.dim()) if d != dim]):
-        yield OpStrategy((split, REPLICATED), split)
-    for split in call.splits(index.shape if index.dim() else ()):
+    yield from moved(call, [None if d == dim else d for d in range(value.dim())], linear=False)
+    for split in call.splits(index.shape):
         yield OpStrategy((REPLICATED, split), Split(dim, split.outer))
-    if value.dtype == torch.bool or index.dim() == 0:
-        return
-    for split in call.splits(value.shape, [dim]):
-        rows, more = call.part(value.shape, split), value.dim() - dim - 1
-
-        def run(at: Tensor, value: Tensor, index: Tensor, rows=rows, more=more) -> Tensor:
-            return _masked(index, at, rows, lambda here: value.index_select(dim, here), more)
-
-        if split.outer == 1:
-            yield OpStrategy((split, REPLICATED), PARTIAL, run=run)
-    yield OpStrategy((PARTIAL, REPLICATED), PARTIAL)
+    if index.dim():
+        yield from _of_own_rows(call, [dim], value.dim() - dim - 1)
 
 
 @rule(aten.index.Tensor)
@@ -117,23 +103,14 @@ def _index(call: Call) -> Iterator[OpStrategy]:
     for split in call.splits(shape):
         cut = (broadcast(indices[d].shape, shape, split) for d in named)
         yield OpStrategy((REPLICATED, *cut), Split(first + split.dim, split.outer))
-    if value.dtype == torch.bool:
-        return
-    more = call.value.dim() - first - len(shape)
-    for split in call.splits(value.shape, named):
-        number, rows = named.index(split.dim), call.part(value.shape, split)
+    for strategy in _of_own_rows(call, named, call.value.dim() - first - len(shape)):
 
-        def run(at: Tensor, part: Tensor, *read: Tensor, number=number, rows=rows) -> Tensor:
-            def find(here: Tensor) -> Tensor:
-                return call.on([part, *read[:number], here, *read[number + 1 :]])
+        def run(at: Tensor, part: Tensor, *read: Tensor, find=strategy.run) -> Tensor:
+            sizes = (value.shape[d] for d in named)
+            indices = (torch.where(i < 0, i + size, i) for i, size in zip(read, sizes, strict=True))
+            return find(at, part, *(index.expand(shape) for index in indices))
 
-            index = read[number]
-            index = torch.where(index < 0, index + value.shape[named[number]], index).expand(shape)
-            return _masked(index, at, rows, find, more)
-
-        if split.outer == 1:
-            yield OpStrategy((split, *whole), PARTIAL, run=run)
-    yield OpStrategy((PARTIAL, *whole), PARTIAL)
+        yield strategy if strategy.run is None else replace(strategy, run=run)
 
 
 @rule(

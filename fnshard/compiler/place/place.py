@@ -16,16 +16,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.node import map_aggregate
 
 from fnshard.compiler.frontend.exchange import CONSTRAIN, EXCHANGE, OUTGOING
 from fnshard.compiler.ir.custom_gradient import CustomGradient
 from fnshard.compiler.ir.program import Input, OpOverload, Program, eliminate_dead_code, propagate
 from fnshard.compiler.place.check import Record
-from fnshard.compiler.place.conversions import Conversions
 from fnshard.compiler.place.expand import expanded, without_writes
-from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Partial, Placement, Split, fits, local_shape
+from fnshard.compiler.place.placement import (
+    PARTIAL,
+    REPLICATED,
+    Partial,
+    Placement,
+    Split,
+    fits,
+    local_shape,
+    local_value,
+)
 from fnshard.compiler.place.rules import rule_of
 from fnshard.compiler.place.strategies import (
     Axis,
@@ -34,8 +40,9 @@ from fnshard.compiler.place.strategies import (
     OpStrategy,
     Residual,
     local_arguments,
-    tensors_of,
+    operands_of,
 )
+from fnshard.compiler.place.writer import Writer
 from fnshard.compiler.rewrites.in_place import Write
 from fnshard.errors import TraceError, report
 from fnshard.layout.spec import LayoutSpec
@@ -106,20 +113,19 @@ class _Value:
 class _Placer:
     program: Program
     axis: Axis
-    graph: fx.Graph = field(default_factory=fx.Graph)
     values: dict[fx.Node, _Value] = field(default_factory=dict)
     converted: dict[tuple[fx.Node, Placement], fx.Node] = field(default_factory=dict)
     gathered: list[str] = field(default_factory=list)
-    meta: dict[str, Any] = field(default_factory=dict)
-    bodies: dict[Any, fx.Graph | None] = field(default_factory=dict)
     record: Record = field(init=False)
 
     def __post_init__(self) -> None:
-        self.device = self.program.placeholders[0].meta["val"].device
+        device = self.program.placeholders[0].meta["val"].device
+        self.write = Writer(self.axis.name, self.axis.ranks, device)
+        self.graph, self.call = self.write.graph, self.write.call
 
     def walk(self) -> None:
         inputs = [self.graph.placeholder(node.name) for node in self.program.placeholders]
-        self.index = self.graph.placeholder(f"index_{self.axis.name}")
+        self.index = self.write.index = self.graph.placeholder(f"index_{self.axis.name}")
         self.record = Record(self.axis.name, self.axis.ranks, self.index)
         for new, node, each in zip(inputs, self.program.placeholders, self.program.inputs, strict=True):
             placement = self.axis.inputs.get(each, REPLICATED)
@@ -138,7 +144,7 @@ class _Placer:
         self.graph.output(self.results())
 
     def visit(self, node: fx.Node) -> None:
-        self.meta = {k: node.meta[k] for k in ("autocast", "stack_trace") if k in node.meta}
+        self.write.follow(node)
         if node.target is operator.getitem:
             source, number = self.values[node.args[0]], node.args[1]
             if isinstance(source.node, tuple):
@@ -151,7 +157,7 @@ class _Placer:
 
     # -------------------------------------------------------------- one op
     def run(self, node: fx.Node) -> _Value:
-        sources = [self.values[n] for n in tensors_of(node)]
+        sources = [self.values[n] for n in operands_of(node)]
         is_op = isinstance(node.target, OpOverload)
         default = _Placer.op if is_op and sources else _Placer.replicated
         return _SPECIAL.get(node.target if is_op else type(node.target), default)(self, node, sources)
@@ -160,11 +166,8 @@ class _Placer:
         """By the cheapest of its strategies, or by the smaller ops that it is made of."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.values[n].whole)
         placements = tuple(s.placement for s in sources)
-        axis, value = self.axis, node.meta["val"]
-        call = Call(
-            node.target, args, kwargs, value, placements, axis.ranks, axis.later, axis.name, axis.attention,
-            node.meta.get("stack_trace", ""),
-        )  # fmt: skip
+        value, line = node.meta["val"], node.meta.get("stack_trace", "")
+        call = Call(node.target, args, kwargs, value, placements, self.axis, line)
         find = rule_of(node.target)
         strategies = [OpStrategy((REPLICATED,) * len(sources), REPLICATED), *(find(call) if find else ())]
         strategy = min(strategies, key=lambda strategy: self.preference(sources, strategy, value))
@@ -172,14 +175,14 @@ class _Placer:
         # What every strategy pays: parts of a sum have to be summed for an op that is not linear.
         needed = sum(map(self.least, sources)) if cost >= 1 else 0.0
         if cost > needed:
-            cast = "autocast" in self.meta
-            body = self.once((call.key, cast), lambda: expanded(call, cast))
+            cast = "autocast" in self.write.meta
+            body = self.write.once((call.key, cast), lambda: expanded(call, cast))
             if body is not None:
                 return self.inlined(node, body)
         if cost > needed and find is None:
             self.gathered.append(f"{node.target}: {cost / 1e6:.3f} MB")
         reads = [self.convert(s, to) for s, to in zip(sources, strategy.inputs, strict=True)]
-        for read, to in zip(tensors_of(node), strategy.inputs, strict=True):
+        for read, to in zip(operands_of(node), strategy.inputs, strict=True):
             self.keep_sum(read, to)
         if node.target is EXCHANGE:
             reads = [r if r.target is OUTGOING else self.call(OUTGOING, (r,)) for r in reads]
@@ -199,10 +202,8 @@ class _Placer:
             return self.call(node.target, *local_arguments(node, call, strategy, reads))
         whole = zip(call.tensors, strategy.inputs, strict=True)
         fakes = [t.new_empty(local_shape(t.shape, p, call.ranks)) for t, p in whole]
-        body = self.once(
-            (call.key, strategy.inputs, strategy.output), lambda: self.traced(strategy.run, fakes)
-        )
-        return self.inline(body, reads)
+        key = call.key, strategy.inputs, strategy.output
+        return self.write.inline(key, strategy.run, [self.local_index(), *fakes], [self.index, *reads])
 
     def recorded(self, new: fx.Node, placement: Placement, whole: Any, of_leaf: bool = False) -> _Value:
         """A new value, which `check` will see."""
@@ -277,9 +278,9 @@ class _Placer:
 
     def inlined(self, node: fx.Node, body: fx.Graph) -> _Value:
         """What an op does in smaller ops, placed in its stead."""
-        outside = dict(zip(_placeholders(body), tensors_of(node), strict=True))
+        outside = dict(zip(body.find_nodes(op="placeholder"), operands_of(node), strict=True))
         self.values |= {inner: self.values[n] for inner, n in outside.items()}
-        meta = {k: v for k, v in self.meta.items() if k != "autocast"}
+        meta = {k: v for k, v in self.write.meta.items() if k != "autocast"}
         for inner in body.nodes:
             if inner.op == "call_function":
                 inner.meta = {"val": inner.meta["val"], **meta}
@@ -289,32 +290,6 @@ class _Placer:
         if isinstance(returned, fx.Node):
             return self.values[returned]
         return _Value(tuple(self.values[n] for n in returned), REPLICATED, node.meta["val"])
-
-    def call(self, target: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> fx.Node:
-        node = self.graph.call_function(target, args, dict(kwargs or {}))
-        node.meta |= self.meta
-        return node
-
-    def once(self, key: Any, make: Callable[[], fx.Graph | None]) -> fx.Graph | None:
-        """Equal blocks have equal calls, whose graphs are traced once."""
-        if key not in self.bodies:
-            self.bodies[key] = make()
-        return self.bodies[key]
-
-    def traced(self, run: Callable[..., Any], fakes: Sequence[Tensor]) -> fx.Graph:
-        """A function of this rank's index and parts."""
-        index = torch.empty((), dtype=torch.int64, device=fakes[0].device)
-        traced = make_fx(lambda *values: run(*values), tracing_mode="fake", pre_dispatch=True)
-        return traced(index, *fakes).graph
-
-    def inline(self, body: fx.Graph, reads: Sequence[fx.Node]) -> Any:
-        """The nodes of a graph of this rank's index and parts."""
-        made = dict(zip(_placeholders(body), [self.index, *reads], strict=True))
-        for node in body.nodes:
-            if node.op == "call_function":
-                args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
-                made[node] = self.call(node.target, args, kwargs)
-        return map_aggregate(body.output_node().args[0], lambda n: made[n])
 
     # -------------------------------------------------------------- conversions
     def preference(self, sources: Sequence[_Value], strategy: OpStrategy, value: Any) -> tuple[float, int]:
@@ -369,14 +344,13 @@ class _Placer:
         return self.converted[key]
 
     def conversion(self, value: _Value, to: Placement) -> fx.Node:
-        now, meta = value.placement, self.meta
+        now, write = value.placement, self.write
         if isinstance(now, Split) and isinstance(to, Split) and now.dim == to.dim:
             whole = replace(value, node=self.convert(value, REPLICATED), placement=REPLICATED)
             return self.convert(whole, to)
-        self.meta = {k: v for k, v in meta.items() if k != "autocast"}
-        by = Conversions(self.call, self.index, self.axis.name, self.axis.ranks, self.device)
-        new = by.convert(value.node, value.whole.shape, now, to)
-        self.meta = meta
+        meta, write.meta = write.meta, {k: v for k, v in write.meta.items() if k != "autocast"}
+        new = write.convert(value.node, value.whole.shape, now, to)
+        write.meta = meta
         self.record.conversions.append((value.node, new, now, to))
         self.record.values[new] = to, value.whole
         return new
@@ -410,9 +384,12 @@ class _Placer:
                 ),
                 stacklevel=2,
             )
-        inputs = list(self.program.inputs)
+        axis, inputs = self.axis, list(self.program.inputs)
+        wholes = zip(self.program.placeholders, inputs, strict=True)
+        fakes = [local_value(n.meta["val"], axis.inputs.get(i, REPLICATED), axis.ranks) for n, i in wholes]
         if self.index.users:
-            inputs.append(Input("axis", self.axis.name))
+            inputs.append(Input("axis", axis.name))
+            fakes.append(self.local_index())
         else:
             self.graph.erase_node(self.index)
         eliminate_dead_code(self.graph)
@@ -421,22 +398,11 @@ class _Placer:
             if sent.target is EXCHANGE and len(sent.users) == 1:  # nobody else reads what that has made
                 node.replace_all_uses_with(sent)
                 self.graph.erase_node(node)
-        fakes = [self.local(i, n) for i, n in zip(inputs, _placeholders(self.graph), strict=True)]
         self.record.check(self.graph, lambda: propagate(self.graph, fakes))
         return replace(self.program, graph=self.graph, inputs=tuple(inputs))
 
-    def local(self, each: Input, node: fx.Node) -> Tensor:
-        """The fake of a placeholder on one rank."""
-        if each.kind == "axis":
-            return torch.empty((), dtype=torch.int64, device=self.device)
-        whole = dict(zip(self.program.inputs, self.program.placeholders, strict=True))[each].meta["val"]
-        shape = local_shape(whole.shape, self.axis.inputs.get(each, REPLICATED), self.axis.ranks)
-        made = torch.empty(shape, dtype=whole.dtype, device=whole.device)
-        return made.requires_grad_(whole.requires_grad)
-
-
-def _placeholders(graph: fx.Graph) -> list[fx.Node]:
-    return [n for n in graph.nodes if n.op == "placeholder"]
+    def local_index(self) -> Tensor:
+        return torch.empty((), dtype=torch.int64, device=self.write.device)
 
 
 # What is no op with strategies of its own: by its target, or the type of that.

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from torch import Tensor
+
 
 @dataclass(frozen=True)
 class Replicated:
@@ -77,6 +79,11 @@ def local_shape(shape: Sequence[int], placement: Placement, ranks: int) -> tuple
     dim, outer = placement.dim, placement.outer
     part = outer * -(-shape[dim] // outer // ranks)
     return tuple(part if d == dim else s for d, s in enumerate(shape))
+
+
+def local_value(whole: Tensor, placement: Placement, ranks: int) -> Tensor:
+    """A fake of what each rank has of a fake tensor."""
+    return whole.new_empty(local_shape(whole.shape, placement, ranks)).requires_grad_(whole.requires_grad)
 
 
 def through_view(split: Split, before: Sequence[int], after: Sequence[int], ranks: int) -> Split | None:

@@ -92,15 +92,11 @@ def _outer(call: Call) -> Iterator[OpStrategy]:
     yield from contraction(call, ["m", "n"], "mn")
 
 
-@rule(aten.addmm.default)
-def _addmm(call: Call) -> Iterator[OpStrategy]:
-    yield from contraction(call, [{0: "", 1: "N", 2: "MN"}[call.tensors[0].dim()], "mk", "kn"], "mn")
-
-
-@rule(aten.baddbmm.default)
-def _baddbmm(call: Call) -> Iterator[OpStrategy]:
-    bias = "AMN"[3 - call.tensors[0].dim() :]
-    yield from contraction(call, [bias, "amk", "akn"], "amn")
+@rule(aten.addmm.default, aten.baddbmm.default)
+def _added(call: Call) -> Iterator[OpStrategy]:
+    result = "amn"[3 - call.value.dim() :]
+    batch, bias = result[:-2], result[len(result) - call.tensors[0].dim() :].upper()
+    yield from contraction(call, [bias, f"{batch}mk", f"{batch}kn"], result)
 
 
 @rule(aten.einsum.default)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fnshard.compiler.place.elementwise import elementwise
 from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Partial, Split, divides
-from fnshard.compiler.place.strategies import Call, OpStrategy, dims_of, rule
+from fnshard.compiler.place.strategies import Call, OpStrategy, dims_of, moved, rule
 
 aten, own = torch.ops.aten, torch.ops.fnshard
 
@@ -98,15 +98,13 @@ _SUMS_ALONG = {aten.cumsum.default, aten.flip.default, aten.roll.default}
 )  # fmt: skip
 def _along(call: Call) -> Iterator[OpStrategy]:
     """Along dims that the op does not work along."""
-    value, named = call.tensors[0], call.arguments
-    works = set(dims_of(named["dims"] if "dims" in named else named["dim"], value.dim()))
-    dropped = value.dim() - len(call.shape)
-    for split in call.splits(value.shape, [d for d in range(value.dim()) if d not in works]):
-        yield OpStrategy(
-            (split,), Split(split.dim - (sum(d < split.dim for d in works) if dropped else 0), split.outer)
-        )
-    if call.target in _SUMS_ALONG and named.get("dtype") is None:
-        yield OpStrategy((PARTIAL,), PARTIAL)
+    rank, named = call.tensors[0].dim(), call.arguments
+    works = dims_of(named["dims"] if "dims" in named else named["dim"], rank)
+    order = [None if d in works else d for d in range(rank)]
+    if len(call.shape) < rank:
+        order = [d for d in order if d is not None]
+    linear = call.target in _SUMS_ALONG and named.get("dtype") is None
+    yield from moved(call, order, linear)
 
 
 LOSSES = (

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
-from fnshard.compiler.ir.program import Input, OpOverload
+from fnshard.compiler.ir.program import Input, OpOverload, arguments_of, nodes_in, tensors_in
 from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Placement, Split, divides, fits, local_shape
 
 ContextAttention = Literal["auto", "ulysses", "gather", "ring"]
@@ -23,10 +23,12 @@ class Axis:
 
     Args:
         inputs: what placeholders are; those not named are replicated.
-        later: ranks along the axes that are placed after this one.
+        later: ranks along the axes that are placed after this one: heads that are cut in so many runs can be
+            split over these, too.
         sliced: inputs that every rank has whole, of which it takes its part: a batch along its sequence.
         residual: "split": where parts are summed, the sum may be split along another dim (sequence
             parallelism, Korthikanti et al. 2022); "whole": it is on all ranks.
+        attention: how it runs over a sequence that this axis splits.
     """
 
     name: str
@@ -42,9 +44,8 @@ class Axis:
 class Call:
     """A call of an op, on whole (fake) values.
 
-    `current`: the placements that its tensors have now. `ranks`: along the axis. `later`: along the axes that
-    are placed after it: heads that are cut in so many runs can be split over these, too. `attention`: how it
-    runs over a sequence that `axis` splits. `place`: its line of the user's code, where that is known.
+    `current`: the placements that its tensors have now. `place`: its line of the user's code, where that is
+    known.
     """
 
     target: Any
@@ -52,26 +53,22 @@ class Call:
     kwargs: Mapping[str, Any]
     value: Any
     current: tuple[Placement, ...]
-    ranks: int
-    later: int = 1
-    axis: str = ""
-    attention: ContextAttention = "auto"
+    axis: Axis
     place: str = ""
+
+    @property
+    def ranks(self) -> int:
+        return self.axis.ranks
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """All of them by name, defaults filled in."""
-        schema = self.target._schema.arguments
-        positional = [a for a in schema if not a.kwarg_only]
-        named = {a.name: a.default_value for a in schema if a.has_default_value()}
-        named |= {a.name: v for a, v in zip(positional, self.args, strict=False)}
-        return {a.name: (named | dict(self.kwargs))[a.name] for a in schema}
+        return arguments_of(self.target, self.args, self.kwargs)
 
     @cached_property
     def tensors(self) -> list[Tensor]:
         """Its tensor arguments, in the order of the schema, lists taken apart."""
-        flat = (v for value in self.arguments.values() for v in (value if is_list(value) else [value]))
-        return [v for v in flat if isinstance(v, Tensor)]
+        return [t for argument in self.arguments.values() for t in tensors_in(argument)]
 
     @cached_property
     def outers(self) -> tuple[int, ...]:
@@ -183,7 +180,7 @@ def rule(*targets: Any) -> Callable[[Rule], Rule]:
 
 
 def moved(call: Call, order: Sequence[int | None], linear: bool = True) -> Iterator[OpStrategy]:
-    """Of an op that only moves dims of its first tensor.
+    """Of an op that only moves dims of its first tensor, or works along some of them.
 
     Args:
         order: for each dim of the result the one of the tensor, or None. A dim that is in no place must be
@@ -203,17 +200,11 @@ def broadcast(shape: Sequence[int], to: Sequence[int], split: Split) -> Placemen
     return Split(dim, split.outer) if dim >= 0 and shape[dim] != 1 else REPLICATED
 
 
-def tensors_of(node: fx.Node) -> list[fx.Node]:
+def operands_of(node: fx.Node) -> list[fx.Node]:
     """The tensor arguments of a call in the order of its schema, lists taken apart."""
     if not isinstance(node.target, OpOverload):
-        found: list[fx.Node] = []
-        fx.map_arg((node.args, node.kwargs), found.append)
-        return found
-    schema = [a.name for a in node.target._schema.arguments]
-    named = dict(zip(schema, node.args, strict=False)) | dict(node.kwargs)
-    values = (named.get(name) for name in schema)
-    flat = (v for value in values for v in (value if isinstance(value, list | tuple) else [value]))
-    return [v for v in flat if isinstance(v, fx.Node)]
+        return nodes_in((node.args, node.kwargs))
+    return nodes_in(arguments_of(node.target, node.args, node.kwargs))
 
 
 def local_arguments(

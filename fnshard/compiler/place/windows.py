@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Split
-from fnshard.compiler.place.strategies import Call, OpStrategy, rule
+from fnshard.compiler.place.strategies import Call, OpStrategy, moved, rule
 
 aten = torch.ops.aten
 
@@ -43,41 +43,33 @@ def _conv(call: Call) -> Iterator[OpStrategy]:
 
 @rule(aten.group_norm.default)
 def _group_norm(call: Call) -> Iterator[OpStrategy]:
-    more = len(call.tensors) - 1
-    for split in call.splits(call.shape, [0]):
-        yield OpStrategy((split, *[REPLICATED] * more), split)
+    yield from moved(call, [0], linear=False)
     if call["num_groups"] % call.ranks == 0:
         groups = {"num_groups": call["num_groups"] // call.ranks}
-        yield OpStrategy((Split(1), *[Split(0)] * more), Split(1), groups)
+        yield OpStrategy((Split(1), *[Split(0)] * (len(call.tensors) - 1)), Split(1), groups)
 
 
 @rule(aten.batch_norm.default)
 def _batch_norm(call: Call) -> Iterator[OpStrategy]:
     """By channels; along the batch where nothing is averaged over it. Running statistics stay whole."""
-    more = len(call.tensors) - 1
     if call["training"] and call["running_mean"] is not None:
         return
     if not call["training"]:
-        for split in call.splits(call.shape, [d for d in range(len(call.shape)) if d != 1]):
-            yield OpStrategy((split, *[REPLICATED] * more), split)
+        yield from moved(call, [None if d == 1 else d for d in range(len(call.shape))], linear=False)
     for split in call.splits(call.shape, [1]):
-        yield OpStrategy((split, *[Split(0, split.outer)] * more), split)
+        yield OpStrategy((split, *[Split(0, split.outer)] * (len(call.tensors) - 1)), split)
 
 
 @rule(aten.layer_norm.default, aten.rms_norm.default, aten.native_layer_norm.default)
 def _norm(call: Call) -> Iterator[OpStrategy]:
-    value = call.tensors[0]
-    for split in call.splits(value.shape, range(value.dim() - len(call["normalized_shape"]))):
-        yield OpStrategy((split, *[REPLICATED] * (len(call.tensors) - 1)), split)
+    yield from moved(call, range(call.tensors[0].dim() - len(call["normalized_shape"])), linear=False)
 
 
 def _of_last(count: int, *names: str) -> None:
     """These ops, in all overloads, work along the last `count` dims of their first tensor."""
 
     def along(call: Call) -> Iterator[OpStrategy]:
-        value = call.tensors[0]
-        for split in call.splits(value.shape, range(value.dim() - count)):
-            yield OpStrategy((split, *[REPLICATED] * (len(call.tensors) - 1)), split)
+        yield from moved(call, range(call.tensors[0].dim() - count), linear=False)
 
     for name in names:
         packet = getattr(aten, name)

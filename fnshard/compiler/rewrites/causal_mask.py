@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fnshard import tree
+from fnshard.compiler.deferred.tape import CPU, map_leaves
+from fnshard.compiler.ir.program import arguments_of
 
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 _LIMIT = 1 << 27  # elements: a mask larger than this stays explicit
@@ -22,14 +23,10 @@ def recognise_causal(graph: fx.Graph) -> int:
     """Rewrite each attention whose mask is causal (or lets all through); returns how many were."""
     known: dict[tuple[fx.Node, tuple[int, ...]], str | None] = {}
     found = 0
-    for node in graph.nodes:
-        if node.op != "call_function" or node.target is not _ATTENTION or len(node.args) < 4:
-            continue
-        mask, causal = (
-            node.args[3],
-            node.args[5] if len(node.args) > 5 else node.kwargs.get("is_causal", False),
-        )
-        if not isinstance(mask, fx.Node) or causal:
+    for node in graph.find_nodes(op="call_function", target=_ATTENTION):
+        named = arguments_of(node.target, node.args, node.kwargs)
+        mask = named["attn_mask"]
+        if not isinstance(mask, fx.Node) or named["is_causal"]:
             continue
         scores = (*node.meta["val"].shape[:-1], node.args[1].meta["val"].shape[-2])  # [..., T, S]
         if (mask, scores) not in known:
@@ -37,12 +34,7 @@ def recognise_causal(graph: fx.Graph) -> int:
         kind = known[mask, scores]
         if kind is None:
             continue
-        args = [*node.args[:3], None, *node.args[4:]]
-        if len(args) > 5:
-            args[5] = kind == "causal"
-        else:
-            node.kwargs = {**node.kwargs, "is_causal": kind == "causal"}
-        node.args = tuple(args)
+        node.args = (*node.args[:3], None, named["dropout_p"], kind == "causal")
         found += 1
     if found:
         graph.eliminate_dead_code()
@@ -88,11 +80,7 @@ def _constant(mask: fx.Node) -> Tensor | None:
         return None
     env: dict[fx.Node, Any] = {}
     for node in order:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-        args, kwargs = tree.map(_on_cpu, (tuple(args), dict(kwargs)), constants=True)
+        called = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        args, kwargs = map_leaves(called, torch.device, lambda _: CPU)
         env[node] = node.target(*args, **kwargs)
     return env[mask]
-
-
-def _on_cpu(value: Any) -> Any:
-    return torch.device("cpu") if isinstance(value, torch.device) else value

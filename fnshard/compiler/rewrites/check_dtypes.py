@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx
 
 from fnshard.compiler.ir.failures import MIXED, refused_at
-from fnshard.compiler.ir.program import OpOverload, Program, describe
+from fnshard.compiler.ir.program import OpOverload, Program, arguments_of, describe, nodes_in
 
 # Of the ops that `fn` may call, in place or not, those that torch does not check on tensors without values.
 _SAME = frozenset([
@@ -51,12 +51,11 @@ def check_dtypes(program: Program) -> None:
 def _operands(node: fx.Node) -> list[fx.Node]:
     """The tensors that an op is given, without those that count or choose."""
     found = []
-    for i, argument in enumerate(node.target._schema.arguments):
-        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-        for each in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(each, fx.Node) and isinstance(each.meta["val"], Tensor):
+    for name, argument in arguments_of(node.target, node.args, node.kwargs).items():
+        for each in nodes_in(argument):
+            if isinstance(each.meta["val"], Tensor):
                 dtype = each.meta["val"].dtype
-                if dtype.is_floating_point or dtype.is_complex or argument.name not in _INDICES:
+                if dtype.is_floating_point or dtype.is_complex or name not in _INDICES:
                     found.append(each)
     return found
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from fnshard.compiler.ir.failures import refused_at
-from fnshard.compiler.ir.program import describe, mutated_args, replay, storage_id
+from fnshard.compiler.ir.program import describe, mutated_args, replay, storage_id, tensors_of
 
 aten = torch.ops.aten
 
@@ -33,10 +33,7 @@ def functionalize(graph: fx.Graph) -> fx.Graph:
     Raises:
         TraceError: a write to memory whose copy is laid out otherwise, where that can be seen.
 
-    >>> import torch
-    >>> from torch import fx
-    >>> from fnshard.compiler.rewrites.in_place import functionalize
-    >>> from fnshard.compiler.ir.program import propagate, replay
+    >>> from fnshard.compiler.ir.program import propagate
     >>> graph = fx.Graph()
     >>> x = graph.placeholder("x")
     >>> row = graph.call_function(torch.ops.aten.select.int, (x, 0, 1))
@@ -60,11 +57,9 @@ def functionalize(graph: fx.Graph) -> fx.Graph:
 
 def _check_bases(graph: fx.Graph) -> None:
     """Refuse writes to tensors with gaps or overlaps where strides show: a copy of such a tensor is dense."""
-    bases: dict[int, fx.Node] = {}
+    bases = _bases(graph)
     strided: set[fx.Node] = set()
     for node in graph.nodes:
-        for memory in _memories(node):
-            bases.setdefault(memory, node)
         views = {n for n in node.all_input_nodes if n in strided and _memories(n) & _memories(node)}
         if node.target is aten.as_strided.default or views:
             strided.add(node)
@@ -72,7 +67,7 @@ def _check_bases(graph: fx.Graph) -> None:
     wrong = {}
     for node in graph.nodes:
         for memory, target in {(m, n) for n in mutated_args(node) for m in _memories(n)}:
-            value = next(v for v in _tensors(bases[memory]) if storage_id(v) == memory)
+            value = bases[memory].meta["val"]
             shown = "overlaps itself" if _overlaps(value) else "has gaps" if memory in looked_into else ""
             if shown and aten.clone.default(value).stride() != value.stride():
                 wrong[memory] = (node, f"{describe(value)} with strides {list(value.stride())} {shown}")
@@ -93,7 +88,7 @@ def _check_expanded(graph: fx.Graph) -> None:
         for node in graph.nodes
         for target in mutated_args(node)
         if node.target._schema.name.removeprefix("aten::") not in _TAKE_EXPANDED
-        for value in _tensors(target)
+        for value in tensors_of(target)
         if any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True))
     ]
     if wrong:
@@ -186,7 +181,6 @@ class _Functional:
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
-        self.bases: dict[int, fx.Node] = {}  # by memory: the first tensor in it
         self.writes: Counter[int] = Counter()  # by memory, so far
         self.current: dict[fx.Node, fx.Node] = {}
         self.made_at: dict[fx.Node, dict[int, int]] = {}  # the writes that `current` has seen
@@ -194,9 +188,8 @@ class _Functional:
         self.results: dict[fx.Node, list[fx.Node]] = {}  # of an op in place that returns several
 
     def run(self, graph: fx.Graph) -> fx.Graph:
+        self.bases = _bases(graph)
         for node in graph.nodes:
-            if isinstance(node.meta.get("val"), Tensor):
-                self.bases.setdefault(storage_id(node.meta["val"]), node)
             if node.op == "output":
                 self.graph.output([self.read(n) for n in node.args[0]])
             elif mutated_args(node):
@@ -233,7 +226,7 @@ class _Functional:
         write, inputs = _write(node, bases, set(memories), self.same)
         made = self.graph.call_function(write, tuple(map(self.read, inputs)))
         made.meta = {k: node.meta[k] for k in _KEPT if k in node.meta}
-        returned = [storage_id(v) in memories for v in _tensors(node)]
+        returned = [storage_id(v) in memories for v in tensors_of(node)]
         count = len(bases) + returned.count(False)
         parts = [self.graph.call_function(operator.getitem, (made, i)) for i in range(count)]
         parts = iter(parts if count > 1 else [made])
@@ -293,7 +286,7 @@ def _write(
         body.call_function(aten.copy_.default, (place(target), written))
     for back, *values in reversed(copies):
         body.call_function(back, tuple(values))
-    values, several = _tensors(node), not isinstance(node.meta["val"], Tensor)
+    values, several = tensors_of(node), not isinstance(node.meta["val"], Tensor)
     others = [i for i, v in enumerate(values) if storage_id(v) not in memories]
     fresh = [body.call_function(operator.getitem, (op, i)) if several else op for i in others]
     body.output((*(inside[base] for base in bases), *fresh))
@@ -340,13 +333,17 @@ def _row_major(x: Tensor) -> Tensor:
 _KEPT = ("autocast", "nn_module_stack", "stack_trace")
 
 
-def _tensors(node: fx.Node) -> list[Tensor]:
-    value = node.meta.get("val")
-    return [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, Tensor)]
+def _bases(graph: fx.Graph) -> dict[int, fx.Node]:
+    """By memory, the first tensor in it."""
+    bases: dict[int, fx.Node] = {}
+    for node in graph.nodes:
+        if isinstance(node.meta.get("val"), Tensor):
+            bases.setdefault(storage_id(node.meta["val"]), node)
+    return bases
 
 
 def _memories(node: fx.Node) -> set[int]:
-    return {storage_id(value) for value in _tensors(node)}
+    return {storage_id(value) for value in tensors_of(node)}
 
 
 def index_strided(graph: fx.Graph) -> bool:
@@ -358,11 +355,7 @@ def index_strided(graph: fx.Graph) -> bool:
     Args:
         graph: without writes; its new nodes have no values yet.
     """
-    bases: dict[int, fx.Node] = {}
-    for node in graph.nodes:
-        if isinstance(node.meta.get("val"), Tensor):
-            bases.setdefault(storage_id(node.meta["val"]), node)
-    changed = False
+    bases, changed = _bases(graph), False
     for node in graph.find_nodes(op="call_function", target=aten.as_strided.default):
         value = node.meta["val"]
         base = bases[storage_id(value)]

@@ -1,12 +1,16 @@
-"""Conversions: how a value of one placement becomes one of another, by an exchange at most."""
+"""Writer: the nodes of a rank's program, and how a value of one placement becomes one of another there, by an
+exchange at most."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_aggregate
 
 from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
 from fnshard.compiler.place.placement import (
@@ -22,22 +26,56 @@ from fnshard.compiler.place.placement import (
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
-class Conversions:
-    """Writes the nodes of a rank's program.
+@dataclass
+class Writer:
+    """Writes the nodes of a rank's program along an axis.
 
     Args:
-        call: a node that calls an op with arguments.
-        index: of this rank along the axis, int64 0-d.
         axis, ranks: its name and size.
         device: of the program's values.
+        index: of this rank along the axis, int64 0-d; for conversions.
+        meta: what the next nodes have.
+        bodies: graphs of calls; equal blocks have equal calls, which are traced once.
     """
 
-    call: Callable[..., fx.Node]
-    index: fx.Node
     axis: str
     ranks: int
     device: torch.device
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    index: fx.Node | None = None
+    meta: dict[str, Any] = field(default_factory=dict)
+    bodies: dict[Any, fx.Graph | None] = field(default_factory=dict)
+
+    def follow(self, node: fx.Node) -> None:
+        """The next nodes are of a node of the program."""
+        self.meta = {k: node.meta[k] for k in ("autocast", "stack_trace") if k in node.meta}
+
+    def call(self, target: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> fx.Node:
+        node = self.graph.call_function(target, args, dict(kwargs or {}))
+        node.meta |= self.meta
+        return node
+
+    def exchange(self, node: fx.Node, kind: str, dim: int, *to: int) -> fx.Node:
+        sent = self.call(OUTGOING, (node,))
+        return self.call(EXCHANGE, (sent, kind, self.axis, dim, self.ranks, *to))
+
+    def once(self, key: Any, make: Callable[[], fx.Graph | None]) -> fx.Graph | None:
+        """A graph, made once for all equal keys."""
+        if key not in self.bodies:
+            self.bodies[key] = make()
+        return self.bodies[key]
+
+    def inline(
+        self, key: Any, run: Callable[..., Any], fakes: Sequence[Tensor], reads: Sequence[fx.Node]
+    ) -> Any:
+        """The nodes of a function that reads such values."""
+        trace = make_fx(lambda *values: run(*values), tracing_mode="fake", pre_dispatch=True)
+        body = self.once(key, lambda: trace(*fakes).graph)
+        made = dict(zip(body.find_nodes(op="placeholder"), reads, strict=True))
+        for node in body.nodes:
+            if node.op == "call_function":
+                made[node] = self.call(node.target, *fx.map_arg((node.args, node.kwargs), made.__getitem__))
+        return map_aggregate(body.output_node().args[0], lambda n: made[n])
 
     def convert(self, node: fx.Node, shape: Sequence[int], now: Placement, to: Placement) -> fx.Node:
         """This rank's part of a value of that (whole) shape -> its part by another placement.
@@ -101,7 +139,3 @@ class Conversions:
         shape = [*sizes[:dim], count, *sizes[dim + 1 :]]
         more = self.call(aten.expand.default, (self.call(aten.detach.default, (last,)), shape))
         return self.call(aten.cat.default, ([node, more], dim))
-
-    def exchange(self, node: fx.Node, kind: str, dim: int, *to: int) -> fx.Node:
-        sent = self.call(OUTGOING, (node,))
-        return self.call(EXCHANGE, (sent, kind, self.axis, dim, self.ranks, *to))
