@@ -142,9 +142,11 @@ def _composed(
         lines += [[f"++{text}" if plain else text for text in texts]] if texts else []
     for i in range(max(map(len, lines), default=1)):
         chosen = [texts[min(i, len(texts) - 1)] for texts in lines]
-        yield OmegaConf.to_container(
-            _own(loader.load_configuration(spec.name, chosen, RunMode.RUN)), resolve=True
-        )
+        try:
+            composed = loader.load_configuration(spec.name, chosen, RunMode.RUN)
+        except ValueError as error:  # a choice that is no name, a file that is no text
+            raise ConfigError(f"{' '.join(chosen)}: {error}") from None
+        yield OmegaConf.to_container(_own(composed), resolve=True)
 
 
 def _own(composed: DictConfig) -> DictConfig:

@@ -12,7 +12,7 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from fnshard.runtime.files.folder import AtomicDirectory, data_file
 from fnshard.runtime.files.tensorfile import (
     PASSING,
     STATE_DTYPES,
+    BLOCK_bytes,
     Corrupt,
     TensorToWrite,
     open_regular,
@@ -180,12 +181,14 @@ def chunk_reads(targets: Mapping[str, RestoreTarget], manifest: Manifest, mesh: 
 
 
 def all_chunks(manifest: Manifest) -> Iterator[ChunkRead]:
-    """Reads of every byte, for nobody: to compare the checksums."""
+    """Reads of every byte, for nobody: to compare the checksums, a block at a time."""
     for name, leaf in manifest.leaves.items():
-        dtype = STATE_DTYPES[leaf.dtype]
         for chunk in leaf.chunks:
-            nowhere = torch.empty(chunk.shape, dtype=dtype, device="meta")
-            yield ChunkRead(name, chunk, dtype, (0,) * len(chunk.shape), nowhere)
+            size = leaf.chunk_bytes(chunk)
+            flat = replace(chunk, shape=(size,))
+            for start in range(0, size, BLOCK_bytes):
+                nowhere = torch.empty(min(BLOCK_bytes, size - start), dtype=torch.uint8, device="meta")
+                yield ChunkRead(name, flat, torch.uint8, (start,), nowhere)
 
 
 def problems(folder: Path, manifest: Manifest, reads: Iterable[ChunkRead]) -> list[str]:

@@ -65,6 +65,10 @@ class SavedLeaf:
 
     def check(self, name: str = "") -> None:
         """Refuse chunks that do not add up to the tensor; `name` is said before why."""
+        if math.prod(max(size, 1) for size in self.shape) >= 1 << 63:
+            raise ValueError(f"{name}{list(self.shape)} is no shape of a tensor")
+        if any(not len(c.offset) == len(c.shape) == len(self.shape) for c in self.chunks):
+            raise ValueError(f"{name}chunks of other dims")
         for chunk in self.chunks:
             box = list(zip(chunk.offset, chunk.shape, self.shape, strict=True))
             if any(start + size > whole for start, size, whole in box):
@@ -133,6 +137,8 @@ class Manifest:
                 raise ValueError(f"{odd[0]!r} is no name of a data file")
             for name, leaf in found.leaves.items():
                 leaf.check(f"{name}: ")
+                if odd := {chunk.file for chunk in leaf.chunks} - found.files.keys():
+                    raise ValueError(f"{name}: a chunk in {min(odd)!r}, which is not among its files")
             return found
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             raise Corrupt(

@@ -142,7 +142,7 @@ def save(
 
     Raises:
         StateError: blocks of another tree, mesh or spec; a name for two leaves; a dtype that such files have
-            not; a configuration of other leaves; there is something by that name.
+            not; with `model=`, a configuration of other leaves; there is something by that name.
         CheckpointError: it could not be written (no room, no permission); nothing has the name then.
         AgreementError: ranks called it with different arguments.
     """

@@ -262,8 +262,9 @@ def match_tensors(
 
 
 _FIXES = {
-    "lacking": "a leaf that is called otherwise: names={path: name}; a buffer that no file holds: model= "
-    "(its module makes it); another leaf: missing={path: full value}.",
+    "lacking": "a leaf that is called otherwise: names={path: name}, or of all names=lambda path: "
+    "f'model.{path}'; a buffer that no file holds: model= (its module makes it); another leaf: "
+    "missing={path: full value}.",
     "surplus": "ignore=[globs of names] leaves tensors out; model= says which names are tied.",
     "unfit": "load with the configuration the weights were made with; a matrix that is stored [in, out]: "
     "names={path: fs.hf.Transposed(name)}.",

@@ -193,6 +193,8 @@ def model_directory(
         max_bytes: of a file.
     """
     folder, files = final.with_name(f".{final.name}.writing"), split_files(entries, max_bytes)
+    if folder.is_symlink() or folder.is_file():
+        folder.unlink()
     shutil.rmtree(folder, ignore_errors=True)
     places: dict[str, tuple[Path, int]] = {}
     try:

@@ -37,6 +37,7 @@ LOOPBACK = "lo" if sys.platform.startswith("linux") else "lo0"
 POLL_S = 0.05
 LAST_WORDS_S = 1.0  # what the other ranks get to report their own errors after one has failed
 KILLED_S = 30.0  # how long to wait for a killed process
+GRACE_S = 600.0  # that ranks have to end once they were asked; a last save may take long
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)  # each asks; a second one ends everything
 
 
@@ -129,23 +130,20 @@ def _run(
         "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0",
         **env,
     }  # fmt: skip
-    processes: list[Process] = []
-    asked: list[int] = []
+    asked: list[float] = []  # when the first signal came
 
     def ask(number: int, _: Any) -> None:
-        """The first signal is passed on to the ranks; a second one ends everything."""
+        """The first signal is passed on to the ranks, see `_attempt`; a second one ends everything."""
         if asked:
             raise SystemExit(128 + number)
-        asked.append(number)
-        for process in processes:
-            process.send_signal(signal.SIGTERM)
+        asked.append(time.monotonic())
 
     # SIGINT stays what it is, KeyboardInterrupt.
     is_main = threading.current_thread() is threading.main_thread()
     before = {number: signal.signal(number, ask) for number in SIGNALS} if is_main else {}
     try:
         for number in range(max_restarts + 1):
-            ended = _attempt(command, ranks, number, meeting, {**common, ATTEMPT: str(number)}, processes)
+            ended = _attempt(command, ranks, number, meeting, {**common, ATTEMPT: str(number)}, asked)
             if not ended.failures:
                 return
             if asked and {failure.exitcode for failure in ended.failures.values()} == {-signal.SIGTERM}:
@@ -162,16 +160,30 @@ def _run(
 
 def _attempt(
     command: list[str], ranks: int, number: int, meeting: Path, env: Mapping[str, str],
-    processes: list[Process],
+    asked: Sequence[float],
 ) -> PostMortem:  # fmt: skip
     """Start all ranks and wait until all have ended well, or one has not.
 
     Args:
-        processes: becomes those of the ranks.
+        asked: gets the time at which the ranks are to be asked to end; they are killed GRACE_S later.
     """
     errors = [meeting / f"error-{number}-{rank}.json" for rank in range(ranks)]
-    processes.clear()
-    # SIGTERM is held back here until all ranks are there, and in each until it is ready (`run_rank`).
+    processes: list[Process] = []
+    told = False
+
+    def pause() -> None:
+        nonlocal told
+        if asked and not told:
+            told = True
+            for process in processes:
+                process.send_signal(signal.SIGTERM)
+        if asked and time.monotonic() > asked[0] + GRACE_S:
+            print(f"ranks that were asked to end had not done so after {GRACE_S:g} s and were killed.",
+                  file=sys.stderr, flush=True)  # fmt: skip
+            raise SystemExit(128 + signal.SIGTERM)
+        time.sleep(POLL_S)
+
+    # SIGTERM is held back in each rank until it is ready (`run_rank`).
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         for rank, error in enumerate(errors):
@@ -183,10 +195,10 @@ def _attempt(
             processes.append(process)
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         while any(p.poll() is None for p in processes) and not any(p.poll() for p in processes):
-            time.sleep(POLL_S)
+            pause()
         until = time.monotonic() + LAST_WORDS_S
         while time.monotonic() < until and any(p.poll() is None for p in processes):
-            time.sleep(POLL_S)
+            pause()
         killed = [rank for rank, p in enumerate(processes) if p.poll() is None]
         stopped = [rank for rank in killed if process_stat(processes[rank].pid)[0] in "Tt"]
         failures = {r: _failure(r, p, errors[r]) for r, p in enumerate(processes) if p.poll()}

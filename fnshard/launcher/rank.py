@@ -6,6 +6,7 @@ only rank.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import pickle
@@ -161,6 +162,9 @@ class Console:
     a file as well, but for those that are drawn over."""
 
     def __init__(self, console: TextIO, file: TextIO | None = None):
+        if isinstance(console, io.TextIOWrapper):
+            with suppress(OSError):  # it writes what is left
+                console.reconfigure(errors="backslashreplace")  # what its encoding lacks
         self._console, self._file = console, file
 
     def write(self, text: str) -> int:

@@ -129,7 +129,7 @@ def test_what_was_written_is_read() -> None:
         ({"inner": {"at": -1}}, r"^inner: at: -1 is not an int in range"),
         ({"inner": {"at": True}}, r"^inner: at: True is not an int in range"),
         ({"inner": {}}, r"^inner: at: is missing"),
-        ({"by_name": {"x": {"at": 1, "names": ["a", 2]}}}, r"^by_name: names: 2 is not of type str"),
+        ({"by_name": {"x": {"at": 1, "names": ["a", 2]}}}, r"^by_name: x: names: 2 is not of type str"),
         ({"rows": [[1], [1.5]]}, r"^rows: 1.5 is not of type int"),
         ({"maybe": 3}, r"^maybe: 3 is not an object"),
         ({"number": "1"}, r"^number: '1' is not a number"),

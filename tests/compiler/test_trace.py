@@ -118,6 +118,15 @@ def autocast_nested(p, x):
 
 
 @right
+def autocast_begins_with_dropout_that_drops_nothing(p, x):
+    y = run_chain(p, x)
+    z = y @ y.T  # outside, in the dtype of its operands
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        z = F.dropout(z, 0.5, training=False)
+    return z.sin().sum()
+
+
+@right
 def forward_pre_hook(p, x):
     relu = nn.ReLU()
     relu.register_forward_pre_hook(lambda module, args: (args[0] * 2,))

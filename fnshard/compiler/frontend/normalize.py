@@ -120,6 +120,9 @@ def _copy_body(module: fx.GraphModule, graph: fx.Graph, env: dict, keys: dict) -
             env[old] = env[old.args[0]] = graph.call_function(_view_form(old.target), args, kwargs)
             continue
         _check_out(old)
+        if _is_inert(old):
+            env[old] = env[old.args[0]]
+            continue
         if not grad and (same := _same(old)) is not None:
             env[old] = env[same]
             continue
@@ -137,12 +140,10 @@ def _copy_body(module: fx.GraphModule, graph: fx.Graph, env: dict, keys: dict) -
 
 
 def _same(node: fx.Node) -> fx.Node | None:
-    """The input that a node's value is, if it is one: of a cast to its own dtype, or of dropout in eval mode.
+    """The input that a node's value is, if it is one, as of a cast to its own dtype.
 
     Under no_grad it keeps its gradient, as nothing else does, and the tracer takes it for what was made last.
     """
-    if _is_inert(node):
-        return node.args[0]
     source, place = (node.args[0], node.args[1]) if node.target is operator.getitem else (node, None)
     if not isinstance(source.target, OpOverload) or source.target._schema.is_mutable:
         return None
@@ -217,8 +218,6 @@ def _argument(node: fx.Node, name: str) -> Any:
 
 def _emit(graph: fx.Graph, old: fx.Node, args: tuple, kwargs: dict, key: fx.Node | None) -> Any:
     if key is None:
-        if _is_inert(old):
-            return args[0]
         if old.target in _SPARSE_GRADIENT:  # a matter of layout: gradients are dense here
             named = zip(old.target._schema.arguments, args, strict=False)
             args = tuple(given if a.name != "sparse" else False for a, given in named)

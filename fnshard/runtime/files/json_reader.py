@@ -22,7 +22,7 @@ def from_json(kind: type[T], value: Any) -> T:
     are left out; those with a default may be missing.
 
     Raises:
-        ValueError: names the fields that lead to the first value that is missing or of another type.
+        ValueError: names the fields and keys that lead to the first value that is missing or of another type.
 
     >>> from dataclasses import dataclass
     >>> Chunk = type("Chunk", (), {"__annotations__": {"at": Count, "shape": tuple[Count, ...]}})
@@ -56,10 +56,7 @@ def reader(kind: Any) -> Read:
         item = reader(args[0])
         return lambda value: tuple(map(item, _checked(value, type(value) is list, "a list")))
     if origin is Mapping:
-        item = reader(args[1])
-        return lambda value: {
-            name: item(each) for name, each in _checked(value, type(value) is dict, "an object").items()
-        }
+        return _mapping_reader(reader(args[1]))
     if kind is float:
         return lambda value: float(_checked(value, type(value) in (int, float), "a number"))
     return lambda value: _checked(value, type(value) is kind, f"of type {kind.__name__}")
@@ -69,6 +66,19 @@ def _checked(value: Any, fits: bool, expected: str) -> Any:
     if not fits:
         raise ValueError(f"{value!r:.80} is not {expected}")
     return value
+
+
+def _mapping_reader(item: Read) -> Read:
+    def read_items(value: Any) -> Any:
+        found = {}
+        for name, each in _checked(value, type(value) is dict, "an object").items():
+            try:
+                found[name] = item(each)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        return found
+
+    return read_items
 
 
 def _dataclass_reader(kind: Any) -> Read:
