@@ -133,18 +133,16 @@ class Instruction:
     """One line. `reads` and `writes` are value names; `drops` are read for the last time here.
 
     `verb` is the class in snake case. `lane`: COMPUTE, or where the flight that it issues travels (HOST is a
-    lane of timelines alone).
+    lane of timelines alone). `trips`: of a collective, how often a rank sends (n - 1) / n of `wire_bytes`, as
+    rings do. `outgoing`: no kernel reads what it sends, so its Wait may come later (`overlap`).
+    `reads_until_waited`: what it reads must stay as it is until its Wait.
     """
 
     verb: ClassVar[str] = "instruction"
     lane: ClassVar[str] = COMPUTE
-    trips: ClassVar[int] = (
-        0  # of a collective: how often a rank sends (n - 1) / n of `wire_bytes`, as rings do
-    )
-    outgoing: ClassVar[bool] = (
-        False  # what it sends is read by no kernel: its Wait may come later (`overlap`)
-    )
-    reads_until_waited: ClassVar[bool] = False  # what it reads must stay as it is until its Wait
+    trips: ClassVar[int] = 0
+    outgoing: ClassVar[bool] = False
+    reads_until_waited: ClassVar[bool] = False
 
     unit: str
     phase: str  # "forward", "backward" or "update", with the micro-batch where there are several
@@ -268,6 +266,24 @@ class Wait(OfBucket):
 
     def price(self, pricer: Pricer) -> Price:
         return self.of.wait_price(self, pricer)
+
+
+def with_wait(issue: Instruction, *results: ValueName) -> tuple[Instruction, Wait]:
+    """A line that issues a flight, and the Wait that makes `results` of it."""
+    bucket = getattr(issue, "bucket", "")
+    return issue, Wait(issue.unit, issue.phase, issue.writes, results, bucket=bucket, of=type(issue))
+
+
+def on_arrival(wait: Wait, take: Callable[[Env, Any], None]) -> Action:
+    """The action of a Wait for a collective: `take` what it has brought, then let go of its buffer."""
+    (flight,) = wait.reads
+
+    def run(env: Env) -> None:
+        handle = env.pop(flight)
+        take(env, handle.wait())
+        handle.release()
+
+    return run
 
 
 def only_stored(names: Names) -> bool:

@@ -27,6 +27,7 @@ from fnshard.compiler.schedule.ir import (
     Schedule,
     Wait,
     bucket_of,
+    on_arrival,
     reduced_names,
 )
 
@@ -69,15 +70,12 @@ def _full_gradients(line: OfBucket) -> Callable[[Env], Mapping[str, Tensor]]:
 
 def _bind_wait(wait: Wait, context: Context) -> Action:
     """A row of sums, and views of it."""
-    (flight,), (out,), packer = wait.reads, wait.writes, context.packer(wait.bucket)
+    (out,), packer = wait.writes, context.packer(wait.bucket)
 
-    def run(env: Env) -> None:
-        handle = env.pop(flight)
-        flat = handle.wait()
+    def take(env: Env, flat: Tensor) -> None:
         env[out] = Reduced(packer.blocks(flat), flat)
-        handle.release()
 
-    return run
+    return on_arrival(wait, take)
 
 
 @dataclass(frozen=True)

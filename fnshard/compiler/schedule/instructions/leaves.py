@@ -26,6 +26,7 @@ from fnshard.compiler.schedule.ir import (
     Schedule,
     Wait,
     bucket_of,
+    on_arrival,
 )
 from fnshard.errors import leaves
 from fnshard.layout.partition import block_shape, block_slices
@@ -88,15 +89,13 @@ class Scales(Instruction):
     @classmethod
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
         """Scales by path (`Scale`)."""
-        (flight,), (out,), issue = wait.reads, wait.writes, context.schedule.issues[wait.reads[0]]
+        (out,), issue = wait.writes, context.schedule.issues[wait.reads[0]]
         schedule, here = context.schedule, context.mesh.coordinate(context.rank)
         counts, specs = issue.counts(schedule), [schedule.specs[p] for p in issue.paths]
         by_row = any(s.scaling == "rowwise" for s in specs)
 
-        def run(env: Env) -> None:
-            handle = env.pop(flight)
-            sent = torch.stack(list(handle.wait()))
-            handle.release()
+        def take(env: Env, rows: Sequence[Tensor]) -> None:
+            sent = torch.stack(list(rows))
             if not by_row:
                 scales = scale_of(sent.amax(0), FP8).unbind()
                 env[out] = {path: Scale(s, s) for path, s in zip(issue.paths, scales, strict=True)}
@@ -107,7 +106,7 @@ class Scales(Instruction):
             both = zip(issue.paths, scales, specs, strict=True)
             env[out] = {path: _of_shard(full, spec, context.mesh, here) for path, full, spec in both}
 
-        return run
+        return on_arrival(wait, take)
 
     def price(self, pricer: Pricer) -> Price:
         size = float(self.wire_bytes(pricer.schedule))
@@ -310,15 +309,13 @@ class Publish(OfBucket):
     @classmethod
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
         """Unpack updated blocks into the stored leaves."""
-        (flight,), packer = wait.reads, context.packer(wait.bucket)
+        packer = context.packer(wait.bucket)
         stored = dict(zip(bucket_of(wait, context).paths, wait.writes, strict=True))
 
-        def run(env: Env) -> None:
-            handle = env.pop(flight)
-            packer.unpack_into(handle.wait(), {p: env[n] for p, n in stored.items()})
-            handle.release()
+        def take(env: Env, rows: Sequence[Tensor]) -> None:
+            packer.unpack_into(rows, {p: env[n] for p, n in stored.items()})
 
-        return run
+        return on_arrival(wait, take)
 
     price = _price_of_blocks
 

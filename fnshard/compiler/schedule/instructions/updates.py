@@ -26,6 +26,7 @@ from fnshard.compiler.schedule.ir import (
     Schedule,
     Wait,
     bucket_of,
+    on_arrival,
     reduced_names,
 )
 from fnshard.layout.partition import side_by_side
@@ -76,16 +77,14 @@ class ReduceScalars(Instruction):
     @classmethod
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
         """The sums, and what the updates read of them."""
-        (flight,), (out,) = wait.reads, wait.writes
+        (out,) = wait.writes
 
-        def run(env: Env) -> None:
-            handle = env.pop(flight)
-            env[out] = context.scalars.unpack(handle.wait())
-            handle.release()
+        def take(env: Env, vector: Tensor) -> None:
+            env[out] = context.scalars.unpack(vector)
             if context.updater is not None:
                 env[CONTROL] = env[CONTROL].arrived(env[out])
 
-        return run
+        return on_arrival(wait, take)
 
     def price(self, pricer: Pricer) -> Price:
         size = 8.0 * pricer.schedule.scalars
@@ -180,12 +179,10 @@ class UpdateSums(_OfOptimizer):
         (flight,), (out,) = wait.reads, wait.writes
         shapes, unpack = context.schedule.issues[flight].shapes, context.updater.unpack_sums
 
-        def run(env: Env) -> None:
-            handle = env.pop(flight)
-            env[out] = unpack(handle.wait().clone(), shapes)
-            handle.release()
+        def take(env: Env, flat: Tensor) -> None:
+            env[out] = unpack(flat.clone(), shapes)
 
-        return run
+        return on_arrival(wait, take)
 
     def price(self, pricer: Pricer) -> Price:
         flight = pricer.collective("all_reduce", self.axes, self.wire_bytes(pricer.schedule))
@@ -253,16 +250,13 @@ class UpdateExchange(OfBucket):
     @classmethod
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
         """This rank's blocks by path and slot; or the whole leaves that it owns."""
-        (flight,), (out,), owners = wait.reads, wait.writes, context.owners(wait.bucket)
-        back = context.schedule.issues[flight].back
+        (out,), owners = wait.writes, context.owners(wait.bucket)
+        unpack = owners.blocks if context.schedule.issues[wait.reads[0]].back else owners.wholes
 
-        def run(env: Env) -> None:
-            handle = env.pop(flight)
-            rows = handle.wait()
-            env[out] = owners.blocks(rows) if back else owners.wholes(rows)
-            handle.release()
+        def take(env: Env, rows: Tensor) -> None:
+            env[out] = unpack(rows)
 
-        return run
+        return on_arrival(wait, take)
 
     def price(self, pricer: Pricer) -> Price:
         bucket = pricer.bucket(self)

@@ -8,7 +8,7 @@ from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.derived import SMALL
 from fnshard.compiler.schedule.instructions import Cast, Exchange, Gather, Instruction, Run, ToDevice, Wait
 from fnshard.compiler.schedule.instructions.kernels import tiny_runs
-from fnshard.compiler.schedule.ir import Schedule
+from fnshard.compiler.schedule.ir import Schedule, with_wait
 
 
 def reshard(schedule: Schedule) -> Schedule:
@@ -162,8 +162,7 @@ def regather(schedule: Schedule, segments: frozenset[int]) -> Schedule:
     return schedule.with_instructions(out)
 
 
-def _second(first: Exchange, reader: Run, name: ValueName) -> tuple[Exchange, Wait]:
+def _second(first: Exchange, reader: Run, name: ValueName) -> tuple[Instruction, Wait]:
     fresh = name.of(f"{name.version}@{reader.segment}")
     flight = ValueName(Kind.FLIGHT, fresh)
-    issue = replace(first, unit=reader.unit, phase=reader.phase, writes=(flight,))
-    return issue, Wait(reader.unit, reader.phase, (flight,), (fresh,), of=Exchange)
+    return with_wait(replace(first, unit=reader.unit, phase=reader.phase, writes=(flight,)), fresh)
