@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -107,15 +107,14 @@ class Inner:
 class Outer:
     inner: Inner
     by_name: Mapping[str, Inner]
-    rows: list[list[int]]
-    kind: Literal["nan", "inf"]
+    rows: tuple[tuple[int, ...], ...]
     maybe: Inner | None
     number: float
     on: bool
     anything: Any
 
 
-VALUE = Outer(Inner(3, ("a",)), {"x": Inner(0)}, [[1], []], "inf", None, 1.5, True, {"a": [None]})
+VALUE = Outer(Inner(3, ("a",)), {"x": Inner(0)}, ((1,), ()), None, 1.5, True, {"a": [None]})
 PLAIN = json.loads(json.dumps(asdict(VALUE)))
 
 
@@ -132,7 +131,6 @@ def test_what_was_written_is_read() -> None:
         ({"inner": {}}, r"^inner\.at: is missing"),
         ({"by_name": {"x": {"at": 1, "names": ["a", 2]}}}, r"^by_name\.x\.names\[1\]: 2 is not a string"),
         ({"rows": [[1], [1.5]]}, r"^rows\[1\]\[0\]: 1.5 is not an int"),
-        ({"kind": "big"}, r"^kind: str is not one of 'nan', 'inf'"),
         ({"maybe": 3}, r"^maybe: 3 is not of "),
         ({"number": "1"}, r"^number: str is not a number"),
         ({"on": 1}, r"^on: 1 is not a bool"),

@@ -314,7 +314,7 @@ def _must_save(joint: fx.GraphModule, source: Source, save: Sequence[str]) -> tu
             backward.update([node] if node.op == "call_function" else [])
             continue
         made_by = node.args[0] if node.target is operator.getitem else node
-        hits = named.setdefault(made_by, [s for s in save if is_saved(made_by, (s,))])
+        hits = named.setdefault(made_by, [s for s in save if is_saved(made_by, s)])
         kept |= dict.fromkeys(hits)
         _tag(node, bool(hits))
     return tuple(kept)

@@ -122,11 +122,10 @@ def _with_save(policy: Policy, save: Sequence[str]) -> Policy:
     return Policy(policy.budget, policy.offload, tuple(save) if policy.budget == 0 else ())
 
 
-def is_saved(node: fx.Node, save: Sequence[str]) -> bool:
-    """Whether one of `save` (a group, or a glob on "mm" or "aten.mm") names this node's op."""
+def is_saved(node: fx.Node, save: str) -> bool:
+    """Whether `save` (a group, or a glob on "mm" or "aten.mm") names this node's op."""
     if not isinstance(node.target, OpOverload):
         return False
     name = node.target._schema.name.replace("::", ".")
-    globs = [glob for s in save for glob in GROUPS.get(s, (s,))]
-    short = name.split(".", 1)[1]
+    globs, short = GROUPS.get(save, (save,)), name.split(".", 1)[1]
     return any(fnmatch.fnmatchcase(n, g.removesuffix(".default")) for g in globs for n in (name, short))

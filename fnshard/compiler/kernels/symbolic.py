@@ -177,13 +177,9 @@ class Sized:
     n: int
 
     def __call__(self, args: list[Tensor]) -> Sequence[Tensor]:
-        return self.compiled(self.with_length(args))
-
-    def with_length(self, args: list[Any]) -> list[Any]:
-        """The arguments of the symbolic kernel; the list is emptied."""
         values = [self.n, *args]
         args.clear()
-        return values
+        return self.compiled(values)
 
 
 @dataclass(frozen=True, eq=False)

@@ -149,6 +149,7 @@ class Instruction:
     reads: Names = ()
     writes: Names = ()
     drops: Names = ()
+    axes: tuple[str, ...] = ()  # of the mesh, that it communicates over; none: those of its bucket
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -184,7 +185,7 @@ class Instruction:
 
     def axes_of(self, schedule: Schedule) -> tuple[str, ...]:
         """The mesh axes that it communicates over."""
-        return ()
+        return self.axes
 
     def wire_text(self, schedule: Schedule, shapes: bool = False) -> str:
         """Of a collective: what all ranks must have alike, besides verb and axes; with `shapes`, what depends
@@ -228,10 +229,12 @@ class OfBucket(Instruction):
 
     @property
     def detail(self) -> str:
-        return self.bucket
+        return f"{self.bucket} over {', '.join(self.axes)}" if self.axes else self.bucket
 
     def axes_of(self, schedule: Schedule) -> tuple[str, ...]:
-        return schedule.buckets[self.bucket].axes if self.lane == COMMUNICATION else ()
+        if self.lane != COMMUNICATION:
+            return ()
+        return self.axes or schedule.buckets[self.bucket].axes
 
     def wire_text(self, schedule: Schedule, shapes: bool = False) -> str:
         bucket = schedule.buckets[self.bucket]

@@ -6,7 +6,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 Read = Callable[[Any], Any]
@@ -29,9 +29,9 @@ class JsonError(ValueError):
 def from_json(kind: type[T], value: Any) -> T:
     """A value that `json.loads` gave, as a type.
 
-    Types are dataclasses, `tuple[T, ...]`, `list[T]`, `Mapping[str, T]`, `Literal`, unions, `Any`, `str`,
-    `bool`, `int` (no bool), `float` (of an int, too), None, and `Annotated[int, range(...)]`. Fields that a
-    dataclass does not have are left out; those with a default may be missing.
+    Types are dataclasses, `tuple[T, ...]`, `Mapping[str, T]`, unions, `Any`, `str`, `bool`, `int` (no bool),
+    `float` (of an int, too), None, and `Annotated[int, range(...)]`. Fields that a dataclass does not have
+    are left out; those with a default may be missing.
 
     Raises:
         JsonError: names the first value that is missing or of another type.
@@ -61,15 +61,11 @@ def reader(kind: Any) -> Read:
         return _dataclass_reader(kind)
     if origin is Annotated:
         return _range_reader(reader(args[0]), args[1])
-    if origin is Literal:
-        return lambda value: (
-            value if value in args else _refuse(value, f"one of {', '.join(map(repr, args))}")
-        )
     if origin in (Union, types.UnionType):
         return _union_reader([reader(arg) for arg in args], kind)
-    if origin in (tuple, list, Sequence):
-        return _sequence_reader(reader(args[0]), list if origin is list else tuple)
-    if origin in (dict, Mapping):
+    if origin is tuple:
+        return _tuple_reader(reader(args[0]))
+    if origin is Mapping:
         return _mapping_reader(reader(args[1]))
     if kind is float:
         return lambda value: float(value) if type(value) in (int, float) else _refuse(value, "a number")
@@ -110,13 +106,13 @@ def _union_reader(readers: Sequence[Read], kind: Any) -> Read:
     return union
 
 
-def _sequence_reader(read: Read, make: Callable[[list[Any]], Any]) -> Read:
-    def sequence(value: Any) -> Any:
+def _tuple_reader(read: Read) -> Read:
+    def items(value: Any) -> tuple[Any, ...]:
         if type(value) is not list:
             _refuse(value, "a list")
-        return make([_member(read, item, "[{}]", place) for place, item in enumerate(value)])
+        return tuple([_member(read, item, "[{}]", place) for place, item in enumerate(value)])
 
-    return sequence
+    return items
 
 
 def _mapping_reader(read: Read) -> Read:

@@ -41,7 +41,6 @@ class Exchange(Instruction):
     lane = COMMUNICATION
 
     kind: str = "psum"
-    axes: tuple[str, ...] = ()
     dim: int = 0
     like: Argument | None = None
     to: int = 0
@@ -61,9 +60,6 @@ class Exchange(Instruction):
     @classmethod
     def wait_detail(cls, wait: Wait) -> str:
         return ", ".join(wait.writes)
-
-    def axes_of(self, schedule: Schedule) -> tuple[str, ...]:
-        return self.axes
 
     @property
     def sent_bytes(self) -> int:

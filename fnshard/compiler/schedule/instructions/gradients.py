@@ -155,19 +155,10 @@ class AllReduce(OfBucket):
 
     lane, trips, outgoing = COMMUNICATION, 2, True
 
-    axes: tuple[str, ...] = ()
-
-    @property
-    def detail(self) -> str:
-        return f"{self.bucket} over {', '.join(self.axes)}"
-
     @property
     def overwrites(self) -> Names:
         """Blocks are summed in place."""
         return reduced_names(self.reads)
-
-    def axes_of(self, schedule: Schedule) -> tuple[str, ...]:
-        return self.axes
 
     def wire_bytes(self, schedule: Schedule) -> int:
         return schedule.buckets[self.bucket].row_bytes

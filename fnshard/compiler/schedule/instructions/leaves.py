@@ -49,7 +49,6 @@ class Scales(Instruction):
     lane, trips = COMMUNICATION, 1
 
     paths: tuple[str, ...] = ()
-    axes: tuple[str, ...] = ()
 
     @property
     def detail(self) -> str:
@@ -58,9 +57,6 @@ class Scales(Instruction):
     @classmethod
     def wait_detail(cls, wait: Wait) -> str:
         return ", ".join(wait.writes)
-
-    def axes_of(self, schedule: Schedule) -> tuple[str, ...]:
-        return self.axes
 
     def wire_bytes(self, schedule: Schedule) -> int:
         return 4 * sum(self.counts(schedule)) * schedule.mesh.axes_size(self.axes)
@@ -180,18 +176,12 @@ def _price_of_blocks(line: OfBucket, pricer: Pricer, copied: bool = True) -> Pri
 
 
 @dataclass(frozen=True)
-class GatheredInPlace:
-    """A gather in flight whose result are flat leaves, not rows."""
-
-    leaves: Any  # a Handle of them
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """A gather in flight of leaves that were multiplied by their scales, by path."""
+class _Gathering:
+    """A gather in flight: of rows, or `in_place` of flat leaves; `scales`: what these were multiplied by."""
 
     handle: Any
-    scales: Mapping[str, Scale]
+    in_place: bool
+    scales: Mapping[str, Scale] | None
 
 
 @dataclass(frozen=True)
@@ -217,13 +207,12 @@ class Gather(OfBucket):
             if scaled:
                 stored = {p: shard * env[SCALES][p].own for p, shard in stored.items()}
             handle = issue(stored)
-            if handle is not None:
-                env[flight] = GatheredInPlace(handle)
-                return
-            flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
-            packer.pack_blocks(stored, flat)
-            handle = comm.all_gather(flat, bucket.axes)
-            env[flight] = Scaled(handle, env[SCALES]) if scaled else handle
+            in_place = handle is not None
+            if not in_place:
+                flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
+                packer.pack_blocks(stored, flat)
+                handle = comm.all_gather(flat, bucket.axes)
+            env[flight] = _Gathering(handle, in_place, env[SCALES] if scaled else None)
 
         return run
 
@@ -260,17 +249,15 @@ class Gather(OfBucket):
         dtype = context.schedule.specs[pieces[0].path].compute_dtype
 
         def run(env: Env) -> None:
-            handle, scales = env.pop(flight), None
-            if isinstance(handle, Scaled):
-                handle, scales = handle.handle, handle.scales
-            if isinstance(handle, GatheredInPlace):
-                for piece, name, leaf in zip(pieces, writes, handle.leaves.wait(), strict=True):
+            sent = env.pop(flight)
+            if sent.in_place:
+                for piece, name, leaf in zip(pieces, writes, sent.handle.wait(), strict=True):
                     env[name] = leaf.view(piece.shape)
                 return
-            full = packer.unpack_rows(handle.wait(), dtype)
-            handle.release()
-            if scales is not None:
-                torch._foreach_div_(list(full.values()), [scales[p].full.to(dtype) for p in full])
+            full = packer.unpack_rows(sent.handle.wait(), dtype)
+            sent.handle.release()
+            if sent.scales is not None:
+                torch._foreach_div_(list(full.values()), [sent.scales[p].full.to(dtype) for p in full])
             for piece, name in zip(pieces, writes, strict=True):
                 env[name] = full[piece.path]
 

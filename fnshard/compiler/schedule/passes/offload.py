@@ -83,10 +83,9 @@ class _State:
 
     def on_host(self, line: Instruction) -> bool:
         """Where the instruction runs."""
-        if isinstance(line, UpdateBegin | UpdateSums | Update):
-            return self.schedule.specs[line.paths[0]].updated_on == "host"
         local = isinstance(line, Accumulate) and line.writes[0].kind is Kind.ACCUMULATED
-        return isinstance(line, Accumulate | Norms) and not local and self.rests(line.bucket)
+        rests = isinstance(line, Accumulate | Norms) and not local and self.rests(line.bucket)
+        return rests or line.on_host(self.schedule)
 
     def home(self, name: ValueName) -> str:
         """The tier that a state value rests on."""
