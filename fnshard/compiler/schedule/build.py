@@ -146,7 +146,12 @@ class _Builder:
             "reduce",
             apart=lambda s: (s.memory, s.optimizer_memory, s.updated_on, s.compute.axes),
         )
-        published = {p: s for p, s in trained.items() if self._must_publish(s)} if self.plan.update else {}
+        ordered = self.mesh.ordered
+        published = {
+            p: s
+            for p, s in trained.items()
+            if self.plan.update and ordered(s.optimizer.axes) and not ordered(s.storage.axes)
+        }
         self.publishes = make_buckets(
             published, self.mesh, lambda s: s.optimizer, lambda s: s.storage_dtype, "publish"
         )
@@ -178,9 +183,6 @@ class _Builder:
             and not self.mesh.ordered(spec.storage.axes)
             and spec.compute_dtype == spec.storage_dtype
         )
-
-    def _must_publish(self, spec: LayoutSpec) -> bool:
-        return bool(self.mesh.ordered(spec.optimizer.axes)) and not self.mesh.ordered(spec.storage.axes)
 
     def _active(self) -> set[int]:
         """Segments whose backward runs: some output of theirs reaches the loss."""
@@ -419,17 +421,10 @@ class _Builder:
         return name
 
     # -------------------------------------------------------------- the end of the step
-    def scalar_count(self) -> int:
-        """Numbers that `fn` returns and ranks sum."""
-        return len(self.outputs.summed) if self.plan.differentiate else 0
-
-    def scalar_reads(self) -> Names:
+    def scalars_issue(self, norms: Names = ()) -> None:
         names = dict.fromkeys(self.segments.results[i] for i in self.outputs.summed)
-        return tuple(self.value(n, m) for m in range(self.plan.accumulate) for n in names)
-
-    def scalars_issue(self, extra: Names = ()) -> None:
-        reads = self.scalar_reads() + extra
-        self.lines.append(ReduceScalars("-", "update", reads, (_SCALARS_FLIGHT,)))
+        reads = [self.value(n, m) for m in range(self.plan.accumulate) for n in names]
+        self.lines.append(ReduceScalars("-", "update", (*reads, *norms), (_SCALARS_FLIGHT,)))
 
     def scalars_wait(self) -> None:
         """Once: after the first reduction, which leaves before the host blocks."""
@@ -563,6 +558,6 @@ class _Builder:
             tuple(inputs),
             tuple(outputs),
             self.plan.accumulate,
-            scalars=self.scalar_count() + self.plan.scalars,
+            scalars=self.plan.scalars + (len(self.outputs.summed) if self.plan.differentiate else 0),
             reduced=dict(self.reduced),
         )

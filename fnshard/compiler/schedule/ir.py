@@ -3,8 +3,8 @@
 An instruction is one class with all that is about it: fields and text; `bind`, what the executor does, and
 what the memory ledger runs on tensors without data (`analysis.dry_run`); `price`, what it takes;
 `wire_bytes`. A class whose `lane` is COMMUNICATION, TRANSFER or OPTIMIZER issues a flight, and has the same
-for its Wait. `verify`, traffic, the fingerprint and the timeline know a new instruction by these. Passes that
-move lines of one kind (prefetch, reshard, offload, updates) name the classes that they move.
+for its Wait. `verify`, traffic, the agreement of ranks and the timeline know a new instruction by these.
+Passes that move lines of one kind (prefetch, reshard, offload, updates) name the classes that they move.
 
 Values are named by `compiler.ir.values.ValueName`: `s:path` prints for a stored shard, `r:bucket` for reduced
 gradients; `x2.0` is the first value that segment 2 saves.
@@ -12,7 +12,6 @@ gradients; `x2.0` is the first value that segment 2 saves.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -378,10 +377,6 @@ class Schedule:
     def summed_axes(self) -> tuple[str, ...]:
         """The axes over whose ranks losses are averaged."""
         return summed_axes(self.specs.values(), self.mesh)
-
-    def fingerprint(self) -> str:
-        """Hash of `communication`."""
-        return hashlib.sha256("\n".join((str(self.mesh), *self.communication())).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
         return self.as_text()

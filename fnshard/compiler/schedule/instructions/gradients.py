@@ -196,22 +196,17 @@ class Local(OfBucket):
     """Full gradients become the reduced ones: no other rank has any to add."""
 
     def bind(self, context: Context) -> Action:
-        bucket, packer = bucket_of(self, context), context.packer(self.bucket)
-        full, (out,), device = _full_gradients(self), self.writes, context.device
+        bucket, device = bucket_of(self, context), context.device
+        full, (out,) = _full_gradients(self), self.writes
 
         def run(env: Env) -> None:
             grads = full(env)
-            if all(p.path in grads for p in bucket.pieces):
-                blocks = packer.cut({**grads})
-            else:
-                blocks = {
-                    p.path: grads[p.path]
-                    if p.path in grads
-                    else torch.zeros(p.block, dtype=bucket.dtype, device=device)
-                    for p in bucket.pieces
-                }
-            cast = cast_together(list(blocks.values()), bucket.dtype)
-            env[out] = Reduced(dict(zip(blocks, cast, strict=True)))
+            blocks = [
+                grads[p.path] if p.path in grads else torch.zeros(p.block, dtype=bucket.dtype, device=device)
+                for p in bucket.pieces
+            ]
+            cast = cast_together(blocks, bucket.dtype)
+            env[out] = Reduced(dict(zip(bucket.paths, cast, strict=True)))
 
         return run
 
