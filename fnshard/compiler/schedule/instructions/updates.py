@@ -307,8 +307,8 @@ class Update(_OfOptimizer):
         summed = any(n.original.kind is Kind.SUMS for n in self.reads)
         bind = updater.bind_end if owned else updater.bind_summed if summed else updater.bind
         update, sums = bind(self.paths), sums_read(self)
-        of_leaves = dict(zip(self.paths, self.writes[: len(self.paths)], strict=True))
-        masters = {} if self._named(Kind.STORED) else of_leaves
+        alone = not self._named(Kind.STORED)  # master copies
+        masters = dict(zip(self.paths, self.writes[: len(self.paths)], strict=True)) if alone else {}
 
         def run(env: Env) -> None:
             given = inputs(env)
