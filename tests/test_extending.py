@@ -210,7 +210,7 @@ def test_an_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(sums) == 2
     traffic, of_wide = low.comm_analysis(), wide.comm_analysis()
     assert 2 * traffic["narrow_all_reduce"]["bytes"] == of_wide["all_reduce"]["bytes"]
-    assert low.schedule.fingerprint() != wide.schedule.fingerprint()
+    assert low.schedule.communication() != wide.schedule.communication()
     narrow, plain_sum = (s.memory_timeline().moments[sums[0]].device[BUFFERS] for s in (low, wide))
     assert narrow > plain_sum  # the copy in fp32
     assert low.timeline("h100").step_seconds > 0

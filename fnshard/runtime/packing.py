@@ -32,10 +32,9 @@ class Packer:
         slices = [
             [block_slices(p.shape, p.layout, mesh, mesh.coordinate(r)) for p in bucket.pieces] for r in ranks
         ]
-        self._mine = {
-            p.key: (block_slices(p.shape, p.layout, mesh, mesh.coordinate(rank)), p.block)
-            for p in bucket.pieces
-        }
+        self._here = ranks.index(rank)
+        own = list(zip(bucket.pieces, slices[self._here], strict=True))
+        self._mine = {piece.key: (where, piece.block) for piece, where in own}
         self._blocks = _Cuts.of([(p.offset, p.numel) for p in bucket.pieces], bucket.numel)
         runs = [all(not p.layout.of(d) for d in range(1, len(p.shape))) for p in bucket.pieces]
         extents = [  # [rank][leaf]: elements that are not padding
@@ -53,8 +52,6 @@ class Packer:
             for i, run in enumerate(runs)
             if not run
         ]
-        self._here = ranks.index(rank)
-        own = zip(bucket.pieces, slices[self._here], strict=True)
         self._windows = [_Window.of(piece, where) for piece, where in own]
         filled = sum(p.numel for p in bucket.pieces)
         self._unpadded = self.rows * filled == sum(map(sum, extents))

@@ -1,9 +1,11 @@
 """Tiers: memory below the device, and transfers between them.
 
-"host" is pinned memory (`pinned`) where there is an accelerator, else anonymous mappings apart from torch's
-allocator, so that on a CPU too what a device would hold and what the host holds are counted apart. "disk" is
-mapped files in a directory that the user names (DeepSpeed's NVMe tier; Rajbhandari et al. 2021): reserved
-in full when they are made, unlinked at once, so that nothing stays however the process ends.
+"host" is pinned memory where there is an accelerator: anonymous mappings that are registered with CUDA, as
+torch's own allocator rounds every block up to a power of two, so that 1.1 GB of state would lock 2 GB. Else
+they are mappings apart from torch's allocator, so that on a CPU too what a device would hold and what the
+host holds are counted apart. "disk" is mapped files in a directory that the user names (DeepSpeed's NVMe
+tier; Rajbhandari et al. 2021): reserved in full when they are made, unlinked at once, so that nothing stays
+however the process ends.
 
 Where memory is scarce, set `MALLOC_MMAP_THRESHOLD_=4194304` in the environment: else glibc's heap keeps freed
 pieces of up to 32 MB that aligned requests do not fit again, and may grow to a multiple of what is in use.
@@ -15,6 +17,7 @@ import errno
 import math
 import mmap
 import os
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -26,7 +29,6 @@ import torch
 from torch import Tensor
 
 from fnshard.errors import StateError
-from fnshard.runtime import pinned
 from fnshard.runtime.host_worker import Worker
 
 KEPT_steps = 16  # a host buffer that nobody took for so long goes back to the system
@@ -66,8 +68,55 @@ def allocate(
     if tier == "disk":
         return torch.frombuffer(_mapped_file(disk_dir, nbytes), dtype=dtype).view(tuple(shape))
     if device.type != "cpu":
-        return pinned.allocate(nbytes, device).view(dtype).view(tuple(shape))
+        return allocate_pinned(nbytes, device).view(dtype).view(tuple(shape))
     return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(tuple(shape))
+
+
+class Registered(mmap.mmap):
+    """A mapping that is unregistered before it is unmapped, which is when no tensor holds it any more.
+
+    A weak reference's callback would come too late: a mapping is unmapped before its references are cleared.
+    """
+
+    unregister: Callable[[], Any] | None = None
+    ending = staticmethod(sys.is_finalizing)  # at the process's end the driver does it, and torch is gone
+
+    def __del__(self) -> None:
+        if self.unregister is not None and not self.ending():
+            self.unregister()
+
+
+def allocate_pinned(nbytes: int, device: torch.device) -> Tensor:
+    """An uninitialised pinned uint8[nbytes], `nbytes` above 0; torch's own where there is no registering.
+
+    Nothing records which copies are under way: hold the tensor until they are done.
+
+    Raises:
+        StateError: CUDA does not lock so much; with its own words.
+    """
+    cudart: Any = torch.cuda.cudart() if device.type == "cuda" else None
+    if not hasattr(cudart, "cudaHostRegister"):
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    pages = Registered(-1, nbytes)
+    flat = torch.frombuffer(pages, dtype=torch.uint8)
+    address, process = flat.data_ptr(), os.getpid()
+    with torch.cuda.device(device):  # else a thread that is new makes a context on the first GPU
+        code = cudart.cudaHostRegister(address, nbytes, 0)
+    if int(code):
+        raise StateError(
+            f"CUDA locks no {nbytes} bytes of host memory: {cudart.cudaGetErrorString(code)} "
+            f"(cudaHostRegister, error {int(code)}).",
+            fix="keep less on the host (lowered.memory_analysis() says how much a rank keeps there, and "
+            "all ranks of a machine share its memory), raise `ulimit -l`, or memory='disk'.",
+        )
+
+    def unregister() -> None:
+        if os.getpid() == process:  # a forked child has a copy of the mapping, and no CUDA
+            with torch.cuda.device(device):
+                cudart.cudaHostUnregister(address)
+
+    pages.unregister = unregister
+    return flat
 
 
 def check_directory(disk_dir: str | None, paths: Sequence[str]) -> None:

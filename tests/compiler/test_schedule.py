@@ -369,7 +369,7 @@ def test_unused_leaves_get_a_zero_gradient_and_no_collective() -> None:
     assert "spare" in units_of(lines(low, Update))  # weight decay still acts on it
 
 
-# ------------------------------------------------------------------ text, fingerprint, values
+# ------------------------------------------------------------------ text, collectives, values
 
 
 def test_text_is_stable_and_says_what_happens() -> None:
@@ -383,18 +383,18 @@ def test_text_is_stable_and_says_what_happens() -> None:
     assert str(lower(loss, chain(3), rows())) == text
 
 
-def test_fingerprint_is_of_the_collectives_not_of_the_batch() -> None:
-    def fingerprint(batch: int = 4, **options: Any) -> str:
-        return lower(loss, chain(3), torch.zeros(batch, WIDTH), **options).schedule.fingerprint()
+def test_what_ranks_compare_are_the_collectives_not_the_batch() -> None:
+    def sent(batch: int = 4, **options: Any) -> tuple[str, ...]:
+        return lower(loss, chain(3), torch.zeros(batch, WIDTH), **options).schedule.communication()
 
-    assert fingerprint(4) == fingerprint(12)
+    assert sent(4) == sent(12)
     others = [
-        fingerprint(),
-        fingerprint(ranks=4),
-        fingerprint(preset="zero2"),
-        fingerprint(policy={"compute_dtype": torch.float16}, optimizer=None),
-        fingerprint(policy={"rules": [("layers.1.*", LayoutSpec(P("shard"), trainable=False))]}),
-        fingerprint(policy={"units": lambda params: dict.fromkeys(params, "all")}),
+        sent(),
+        sent(ranks=4),
+        sent(preset="zero2"),
+        sent(policy={"compute_dtype": torch.float16}, optimizer=None),
+        sent(policy={"rules": [("layers.1.*", LayoutSpec(P("shard"), trainable=False))]}),
+        sent(policy={"units": lambda params: dict.fromkeys(params, "all")}),
     ]
     assert len(set(others)) == len(others)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fnshard.errors import StateError
-from fnshard.runtime import pinned, tiers
+from fnshard.runtime import tiers
 from fnshard.runtime.tiers import Transfers, rest
 
 CUDA = torch.device("cuda", 0)
@@ -81,7 +81,7 @@ def test_a_refusal_names_its_code_and_leaves_nothing(runtime: Runtime) -> None:
 
 
 def test_a_forked_child_leaves_the_parent_s_memory_alone(runtime: Runtime) -> None:
-    kept = pinned.allocate(8, CUDA)
+    kept = tiers.allocate_pinned(8, CUDA)
     reported = multiprocessing.get_context("fork").SimpleQueue()
 
     def child() -> None:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fnshard.compiler.kernels.inductor import compile_graph
 from fnshard.mesh import Mesh
-from fnshard.runtime import pinned
+from fnshard.runtime import tiers
 from fnshard.runtime.tiers import send
 from fnshard.step.lowered import Lowered
 
@@ -152,7 +152,9 @@ def on_gpu(waits: Waits) -> Iterator[None]:
         mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
         mock.patch.object(Tensor, "pin_memory", lambda tensor: waits.pin(tensor.clone())),
         mock.patch.object(Tensor, "is_pinned", lambda tensor: waits.is_pinned(tensor)),
-        mock.patch.object(pinned, "allocate", lambda n, _: waits.pin(torch.empty(n, dtype=torch.uint8))),
+        mock.patch.object(
+            tiers, "allocate_pinned", lambda n, _: waits.pin(torch.empty(n, dtype=torch.uint8))
+        ),
     ]
     with ExitStack() as stack:
         for patch in patches:

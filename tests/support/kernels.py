@@ -55,12 +55,12 @@ def no_kernels() -> Iterator[None]:
         yield
 
 
-def _remembered(source: Any, name: str, **how: Any) -> Any:
-    key = (source.key, *sorted(how.items()))
+def _remembered(source: Any, policy: Any, **how: Any) -> Any:
+    key = (source.key, policy.key, *sorted(how.items()))
     if key not in _known:
-        make = partial(_plain, source, name, **how)
+        make = partial(_plain, source, policy, **how)
         _known[key] = _from_file(key, source, make) if _folder else make()
-    return replace(_known[key], name=name)
+    return _known[key]
 
 
 # ------------------------------------------------------------------ kernels in files

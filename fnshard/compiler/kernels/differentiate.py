@@ -88,17 +88,13 @@ class Kernel:
     __str__ = as_text
 
 
-def differentiate(
-    source: Source, name: str, *, trainable: bool = True, budget: float = 1.0, save: Sequence[str] = (),
-    target: str = "cpu",
-) -> Kernel:  # fmt: skip
-    """Forward and backward of one source.
+def differentiate(source: Source, policy: Policy, *, trainable: bool, target: str) -> Kernel:
+    """Forward and backward of one source, without a name.
 
     Args:
+        policy: what is saved. (Random ops are functions of a key that is an input, so that recomputation
+            draws the same numbers.)
         trainable: False traces the forward alone.
-        budget: fraction of saved activations, 1 all, 0 the inputs alone. (Random ops are functions of a
-            key that is an input, so that recomputation draws the same numbers.)
-        save: with a budget of 0, ops whose results are saved all the same; see `remat.is_saved`.
         target: the type of device that it will run on; it may be traced elsewhere.
     """
     # Imported here: they bring Dynamo and Inductor, which take seconds; `import fnshard` should not.
@@ -134,12 +130,12 @@ def differentiate(
             joint_graph_passes(joint)
         if not differentiable:
             _flatten_signature(joint)
-            return Kernel(name, source, joint, None, (), (), ())
-        kept = _must_save(joint, source, save) if budget == 0 and save else ()
+            return Kernel("", source, joint, None, (), (), ())
+        kept = _must_save(joint, source, policy.save) if policy.save else ()
         _must_recompute(joint, source)
         # At 0 the partitioner saves inputs and heeds no tags; with tags on every op it has no choice left.
         with functorch_config.patch(
-            activation_memory_budget=1.0 if kept else budget, ban_recompute_materialized_backward=False
+            activation_memory_budget=1.0 if kept else policy.budget, ban_recompute_materialized_backward=False
         ):
             forward, backward = min_cut_rematerialization_partition(
                 joint,
@@ -150,7 +146,7 @@ def differentiate(
     for node in [*forward.graph.nodes, *backward.graph.nodes]:
         if isinstance(node.target, _Unseeded):
             node.target = node.target.op
-    return replace(_kernel(name, source, forward, backward), kept=kept)
+    return replace(_kernel(source, forward, backward), kept=kept)
 
 
 def kernel_key(source: str, policy: Policy) -> str:
@@ -162,9 +158,9 @@ def differentiate_all(
     segments: Segments,
     policies: Sequence[Policy],
     *,
-    trainable: bool = True,
-    known: MutableMapping[str, Kernel] | None = None,
-    target: str = "cpu",
+    trainable: bool,
+    known: MutableMapping[str, Kernel] | None,
+    target: str,
 ) -> dict[str, Kernel]:
     """One kernel per distinct source and policy, by `kernel_key`, named k0, k1, ... in order of first use.
 
@@ -181,14 +177,8 @@ def differentiate_all(
     for segment, policy in zip(segments.segments, policies, strict=True):
         key = kernel_key(segment.source, policy)
         if key not in known:
-            known[key] = differentiate(
-                segments.sources[segment.source],
-                "",
-                trainable=trainable,
-                budget=policy.budget,
-                save=policy.save,
-                target=target,
-            )
+            source = segments.sources[segment.source]
+            known[key] = differentiate(source, policy, trainable=trainable, target=target)
         if key not in out:
             out[key] = replace(known[key], name=f"k{len(out)}")
     wanted_tags = {s for p in policies for s in p.save}
@@ -314,7 +304,7 @@ def _must_save(joint: fx.GraphModule, source: Source, save: Sequence[str]) -> tu
             backward.update([node] if node.op == "call_function" else [])
             continue
         made_by = node.args[0] if node.target is operator.getitem else node
-        hits = named.setdefault(made_by, [s for s in save if is_saved(made_by, (s,))])
+        hits = named.setdefault(made_by, [s for s in save if is_saved(made_by, s)])
         kept |= dict.fromkeys(hits)
         _tag(node, bool(hits))
     return tuple(kept)
@@ -353,7 +343,7 @@ def _views(node: fx.Node) -> bool:
     return getattr(target, "__name__", "") == "getitem" and _views(node.args[0])
 
 
-def _kernel(name: str, source: Source, forward: fx.GraphModule, backward: fx.GraphModule) -> Kernel:
+def _kernel(source: Source, forward: fx.GraphModule, backward: fx.GraphModule) -> Kernel:
     flat = list(forward.graph.output_node().args[0])
     refs = {n.name: Ref("output", i) for i, n in reversed(list(enumerate(flat[: len(source.outputs)])))}
     refs |= {n.name: Ref("input", i) for i, n in enumerate(forward.graph.find_nodes(op="placeholder"))}
@@ -366,7 +356,7 @@ def _kernel(name: str, source: Source, forward: fx.GraphModule, backward: fx.Gra
     refs |= {f"tangents_{number}": Ref("tangent", i) for number, i in enumerate(taking, 1)}
     read = tuple(refs[n.name] for n in backward.graph.find_nodes(op="placeholder"))
     descriptions = tuple(Argument.of(_value(n), "value") for n in saved_nodes)
-    return Kernel(name, source, forward, backward, descriptions, read, grads, _shared(backward))
+    return Kernel("", source, forward, backward, descriptions, read, grads, _shared(backward))
 
 
 def _prune_backward(backward: fx.GraphModule) -> tuple[int, ...]:

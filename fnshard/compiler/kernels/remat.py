@@ -15,7 +15,7 @@ from typing import Any, Literal
 from torch import fx
 
 from fnshard.compiler.ir.program import OpOverload
-from fnshard.compiler.kernels.segments import Segment, Segments
+from fnshard.compiler.kernels.segments import Segments
 from fnshard.errors import SpecError, nearest
 
 Kept = Literal["none", "unit", "offload", "unit+offload"]
@@ -39,8 +39,7 @@ class Policy:
     @property
     def key(self) -> str:
         """Tells kernels of one source apart; "" where everything is kept (where it is kept is no matter)."""
-        saved = "+".join(self.save) if self.budget == 0 else ""
-        return "" if self.budget == 1 else f"keep {self.budget:g} {saved}".strip()
+        return "" if self.budget == 1 else f"keep {self.budget:g} {'+'.join(self.save)}".strip()
 
 
 NAMED = {
@@ -110,23 +109,18 @@ def policies(
     units = list(dict.fromkeys(units))
     if unused := [f"remat[{g!r}]{nearest(g, units)}" for g in remat if not fnmatch.filter(units, g)]:
         raise SpecError(f"{len(unused)} remat rule(s) match no unit:", unused, "globs of the units' names.")
-    return tuple(_first(s, remat, save) for s in segments.segments)
-
-
-def _first(segment: Segment, remat: Mapping[str, Any], save: Sequence[str]) -> Policy:
-    found = (v for glob, v in remat.items() if fnmatch.filter(segment.units, glob))
-    return _with_save(_policy(next(found, "none")), save)
+    chosen = [[v for g, v in remat.items() if fnmatch.filter(s.units, g)] for s in segments.segments]
+    return tuple(_with_save(_policy(each[0] if each else "none"), save) for each in chosen)
 
 
 def _with_save(policy: Policy, save: Sequence[str]) -> Policy:
     return Policy(policy.budget, policy.offload, tuple(save) if policy.budget == 0 else ())
 
 
-def is_saved(node: fx.Node, save: Sequence[str]) -> bool:
-    """Whether one of `save` (a group, or a glob on "mm" or "aten.mm") names this node's op."""
+def is_saved(node: fx.Node, save: str) -> bool:
+    """Whether `save` (a group, or a glob on "mm" or "aten.mm") names this node's op."""
     if not isinstance(node.target, OpOverload):
         return False
     name = node.target._schema.name.replace("::", ".")
-    globs = [glob for s in save for glob in GROUPS.get(s, (s,))]
-    short = name.split(".", 1)[1]
+    globs, short = GROUPS.get(save, (save,)), name.split(".", 1)[1]
     return any(fnmatch.fnmatchcase(n, g.removesuffix(".default")) for g in globs for n in (name, short))

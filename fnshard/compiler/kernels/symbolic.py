@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_aggregate
 
 from fnshard.compiler.ir.program import tensors_of
 from fnshard.compiler.kernels.differentiate import Kernel
@@ -73,15 +74,13 @@ class Form:
 
 def rebuilt(value: Any, number: Callable[[int], Any], node: Callable[[fx.Node], Any]) -> Any:
     """An argument of a node with its integers and nodes replaced, in one order."""
-    if isinstance(value, fx.Node):
-        return node(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return number(value)
-    if isinstance(value, tuple | list):
-        return type(value)([rebuilt(each, number, node) for each in value])
-    if isinstance(value, Mapping):
-        return {key: rebuilt(each, number, node) for key, each in value.items()}
-    return value
+
+    def replaced(leaf: Any) -> Any:
+        if isinstance(leaf, fx.Node):
+            return node(leaf)
+        return number(leaf) if isinstance(leaf, int) and not isinstance(leaf, bool) else leaf
+
+    return map_aggregate(value, replaced)
 
 
 def layouts_of(node: fx.Node) -> list[tuple[list[Any], list[Any]]]:
@@ -177,13 +176,9 @@ class Sized:
     n: int
 
     def __call__(self, args: list[Tensor]) -> Sequence[Tensor]:
-        return self.compiled(self.with_length(args))
-
-    def with_length(self, args: list[Any]) -> list[Any]:
-        """The arguments of the symbolic kernel; the list is emptied."""
         values = [self.n, *args]
         args.clear()
-        return values
+        return self.compiled(values)
 
 
 @dataclass(frozen=True, eq=False)

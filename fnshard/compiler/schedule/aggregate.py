@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from fnshard.compiler.ir.values import Kind, ValueName, stored
 from fnshard.compiler.schedule.buckets import Bucket, make_buckets
-from fnshard.compiler.schedule.instructions import AggregateBuffers, Instruction, StoreBuffers, Wait
+from fnshard.compiler.schedule.instructions import AggregateBuffers, Instruction, StoreBuffers
+from fnshard.compiler.schedule.ir import with_wait
 from fnshard.errors import SpecError, leaves
 from fnshard.layout.spec import LayoutSpec, P
 from fnshard.mesh import Mesh
-
-
-@dataclass(frozen=True)
-class Aggregated:
-    """`issues` stand after the last forward, `stores` after the last backward, which reads old values."""
-
-    buckets: tuple[Bucket, ...] = ()
-    issues: tuple[Instruction, ...] = ()
-    stores: tuple[Instruction, ...] = ()
 
 
 def aggregate(
@@ -30,7 +22,7 @@ def aggregate(
     specs: Mapping[str, LayoutSpec],
     mesh: Mesh,
     rows: int,
-) -> Aggregated:
+) -> tuple[tuple[Bucket, ...], list[Instruction], list[Instruction]]:
     """All written leaves, in at most three sums over ranks: of float32, float64 and integers.
 
     Args:
@@ -38,12 +30,16 @@ def aggregate(
         alike: leaves whose new value all ranks compute alike: but for "sum", nothing is sent of them.
         rows: of this rank's batch.
 
+    Returns:
+        Buckets, issues and stores. Issues stand after the last forward, stores after the last backward, which
+        reads old values.
+
     Raises:
         SpecError: a leaf whose dtype has no such aggregation.
     """
     ranks = mesh.data_size
     if not written:
-        return Aggregated()
+        return (), [], []
     sent = {
         p: specs[p]
         for p in written
@@ -53,24 +49,21 @@ def aggregate(
     one_unit = {p: replace(s, unit="-") for p, s in sent.items()}
     buckets = make_buckets(one_unit, mesh, lambda spec: P(), _wire_dtype, "buffers")
     buckets = tuple(replace(b, name=b.name.replace("/-", "", 1)) for b in buckets)
-    issues, waits, new = [], [], dict(written)
+    lines, new = [], dict(written)
     for bucket in buckets:
         flight = ValueName(Kind.FLIGHT, bucket.name)
         reads = tuple(written[p] for p in bucket.paths)
         new |= {p: ValueName(Kind.WRITTEN, p, ".all") for p in bucket.paths}
         rules = tuple(specs[p].aggregated for p in bucket.paths)
-        results = tuple(new[p] for p in bucket.paths)
-        issues.append(
-            AggregateBuffers(
-                "-", "update", reads, (flight,),
-                bucket=bucket.name, paths=bucket.paths, rules=rules, rows=rows,
-            )
-        )  # fmt: skip
-        waits.append(Wait("-", "update", (flight,), results, bucket=bucket.name, of=AggregateBuffers))
+        results = [new[p] for p in bucket.paths]
+        issue = AggregateBuffers(
+            "-", "update", reads, (flight,), bucket=bucket.name, paths=bucket.paths, rules=rules, rows=rows
+        )
+        lines.append(with_wait(issue, *results))
     shards = stored(new)
     summed = tuple(p for p, s in sent.items() if s.aggregated == "sum")
     store = StoreBuffers("-", "update", (*new.values(), *shards), shards, summed=summed, ranks=ranks)
-    return Aggregated(buckets, tuple(issues), (*waits, store))
+    return buckets, [issue for issue, _ in lines], [*(wait for _, wait in lines), store]
 
 
 def _wire_dtype(spec: LayoutSpec) -> torch.dtype:

@@ -45,7 +45,7 @@ from fnshard.compiler.schedule.instructions import (
 )
 from fnshard.compiler.schedule.instructions.exchange import exchange
 from fnshard.compiler.schedule.instructions.kernels import added
-from fnshard.compiler.schedule.ir import Schedule
+from fnshard.compiler.schedule.ir import Schedule, with_wait
 from fnshard.layout.spec import LayoutSpec, summed_axes
 from fnshard.mesh import Mesh
 
@@ -109,7 +109,7 @@ def build(
     for micro in range(plan.accumulate):
         b.forward(micro)
         if micro == plan.accumulate - 1:
-            b.lines += b.aggregated.issues
+            b.lines += b.aggregations
         if plan.differentiate:
             if micro == plan.accumulate - 1 and not (plan.barrier or plan.norms):
                 b.scalars_issue()
@@ -146,14 +146,21 @@ class _Builder:
             "reduce",
             apart=lambda s: (s.memory, s.optimizer_memory, s.updated_on, s.compute.axes),
         )
-        published = {p: s for p, s in trained.items() if self._must_publish(s)} if self.plan.update else {}
+        ordered = self.mesh.ordered
+        published = {
+            p: s
+            for p, s in trained.items()
+            if self.plan.update and ordered(s.optimizer.axes) and not ordered(s.storage.axes)
+        }
         self.publishes = make_buckets(
             published, self.mesh, lambda s: s.optimizer, lambda s: s.storage_dtype, "publish"
         )
         self.gather_of = {p: b for b in self.gathers for p in b.paths}
         self.written = {self.segments.results[i]: p for p, i in self.outputs.writes.items()}
         last = {p: self.value(n, self.plan.accumulate - 1) for n, p in self.written.items()}
-        self.aggregated = aggregate(last, self.segments.alike, self.specs, self.mesh, self.plan.rows)
+        self.aggregated, self.aggregations, self.stores = aggregate(
+            last, self.segments.alike, self.specs, self.mesh, self.plan.rows
+        )
         self.exchanges = self.segments.exchanges_after()
         self.active = self._active()
         self.complete = self._completion()
@@ -176,9 +183,6 @@ class _Builder:
             and not self.mesh.ordered(spec.storage.axes)
             and spec.compute_dtype == spec.storage_dtype
         )
-
-    def _must_publish(self, spec: LayoutSpec) -> bool:
-        return bool(self.mesh.ordered(spec.optimizer.axes)) and not self.mesh.ordered(spec.storage.axes)
 
     def _active(self) -> set[int]:
         """Segments whose backward runs: some output of theirs reaches the loss."""
@@ -239,10 +243,8 @@ class _Builder:
             scales = (SCALES,) if self.specs[bucket.paths[0]].wire_dtype is not None else ()
             if bucket.axes:
                 flight = ValueName(Kind.FLIGHT, bucket.name, f"#{version}")
-                self.lines += [
-                    Gather(bucket.unit, phase, shards + scales, (flight,), bucket=bucket.name),
-                    Wait(bucket.unit, phase, (flight,), fresh, bucket=bucket.name, of=Gather),
-                ]
+                gather = Gather(bucket.unit, phase, shards + scales, (flight,), bucket=bucket.name)
+                self.lines += with_wait(gather, *fresh)
             else:
                 self.lines.append(Cast(bucket.unit, phase, shards + scales, fresh, bucket=bucket.name))
             names = dict(zip(bucket.paths, fresh, strict=True)) | names  # besides what is written
@@ -255,10 +257,8 @@ class _Builder:
         axes = self.mesh.ordered({a for p in paths for a in self.whole[p].storage.axes})
         if paths:
             flight = ValueName(Kind.FLIGHT, SCALES)
-            self.lines += [
-                Scales("-", phase, stored(paths), (flight,), paths=paths, axes=axes),
-                Wait("-", phase, (flight,), (SCALES,), of=Scales),
-            ]
+            largest = Scales("-", phase, stored(paths), (flight,), paths=paths, axes=axes)
+            self.lines += with_wait(largest, SCALES)
 
     def forward(self, micro: int) -> None:
         phase = self.phase("forward", micro)
@@ -411,33 +411,20 @@ class _Builder:
             return name
         if bucket.axes:
             part = name.of(f"{name.version}.") if rest else name  # summed over a part of the ranks
-            self.lines.append(
-                ReduceScatter(bucket.unit, phase, reads, (flight,), bucket=bucket.name, paths=paths)
-            )
-            self.lines.append(
-                Wait(bucket.unit, phase, (flight,), (part,), bucket=bucket.name, of=ReduceScatter)
-            )
+            scatter = ReduceScatter(bucket.unit, phase, reads, (flight,), bucket=bucket.name, paths=paths)
+            self.lines += with_wait(scatter, part)
             reads, paths = (part,), ()
         if rest:
             flight = flight.of(f"{name.version}.sum")
-            self.lines.append(
-                AllReduce(bucket.unit, phase, reads, (flight,), bucket=bucket.name, paths=paths, axes=rest)
-            )
-            self.lines.append(Wait(bucket.unit, phase, (flight,), (name,), bucket=bucket.name, of=AllReduce))
+            where = {"bucket": bucket.name, "paths": paths, "axes": rest}
+            self.lines += with_wait(AllReduce(bucket.unit, phase, reads, (flight,), **where), name)
         return name
 
     # -------------------------------------------------------------- the end of the step
-    def scalar_count(self) -> int:
-        """Numbers that `fn` returns and ranks sum."""
-        return len(self.outputs.summed) if self.plan.differentiate else 0
-
-    def scalar_reads(self) -> Names:
+    def scalars_issue(self, norms: Names = ()) -> None:
         names = dict.fromkeys(self.segments.results[i] for i in self.outputs.summed)
-        return tuple(self.value(n, m) for m in range(self.plan.accumulate) for n in names)
-
-    def scalars_issue(self, extra: Names = ()) -> None:
-        reads = self.scalar_reads() + extra
-        self.lines.append(ReduceScalars("-", "update", reads, (_SCALARS_FLIGHT,)))
+        reads = [self.value(n, m) for m in range(self.plan.accumulate) for n in names]
+        self.lines.append(ReduceScalars("-", "update", (*reads, *norms), (_SCALARS_FLIGHT,)))
 
     def scalars_wait(self) -> None:
         """Once: after the first reduction, which leaves before the host blocks."""
@@ -446,7 +433,7 @@ class _Builder:
             self.lines.append(wait)
 
     def finish(self) -> None:
-        self.lines += self.aggregated.stores
+        self.lines += self.stores
         if self.plan.barrier or self.plan.norms:
             norms = []
             for bucket in self.reduces if self.plan.norms else ():
@@ -479,8 +466,8 @@ class _Builder:
                 self.update(owned, owned.paths, (self.by_owners(owned, tuple(names)),))
         for bucket in self.publishes:
             shards, flight = stored(bucket.paths), ValueName(Kind.FLIGHT, bucket.name)
-            self.lines.append(Publish(bucket.unit, "update", shards, (flight,), bucket=bucket.name))
-            self.lines.append(Wait(bucket.unit, "update", (flight,), shards, bucket=bucket.name, of=Publish))
+            publish = Publish(bucket.unit, "update", shards, (flight,), bucket=bucket.name)
+            self.lines += with_wait(publish, *shards)
 
     def alike(self, paths: Sequence[str]) -> list[tuple[str, ...]]:
         """Leaves apart whose updates sum over other axes, or in another number of rounds."""
@@ -500,15 +487,12 @@ class _Builder:
             version = f" {paths[0]}#{number}"
             flight, made = (ValueName(kind, bucket.name, version) for kind in (Kind.FLIGHT, Kind.SUMS))
             shapes = {p: self.plan.sums[p][number] for p in paths}
-            where = {"unit": bucket.unit, "phase": "update", "bucket": bucket.name}
             reads = (self.reduced[bucket.name], *self.state_reads(paths), *out)
-            self.lines += [
-                UpdateSums(
-                    **where, reads=reads, writes=(flight,), paths=paths, axes=axes, number=number,
-                    dtype=dtype, shapes=shapes,
-                ),
-                Wait(**where, reads=(flight,), writes=(made,), of=UpdateSums),
-            ]  # fmt: skip
+            sums = UpdateSums(
+                bucket.unit, "update", reads, (flight,), bucket=bucket.name, paths=paths, axes=axes,
+                number=number, dtype=dtype, shapes=shapes,
+            )  # fmt: skip
+            self.lines += with_wait(sums, made)
             out = (*out, made)
         return out
 
@@ -544,11 +528,9 @@ class _Builder:
         where = {"unit": bucket.unit, "phase": "update", "bucket": bucket.name}
         work = {p: self.sent[p] for p in bucket.paths}
         self.lines += [
-            UpdateExchange(**where, reads=sent, writes=(to,)),
-            Wait(**where, reads=(to,), writes=(there,), of=UpdateExchange),
+            *with_wait(UpdateExchange(**where, reads=sent, writes=(to,)), there),
             UpdateWhole(**where, reads=(there,), writes=(made,), work=work),
-            UpdateExchange(**where, reads=(made,), writes=(fro,), back=True),
-            Wait(**where, reads=(fro,), writes=(back,), of=UpdateExchange),
+            *with_wait(UpdateExchange(**where, reads=(made,), writes=(fro,), back=True), back),
         ]
         return back
 
@@ -566,7 +548,7 @@ class _Builder:
             *(n for n in named if n.kind is not Kind.STORED and (n not in made or n.kind is Kind.SLOTS)),
         ]
         of_updates = (b for some in self.owned.values() for b in some) if self.plan.update else ()
-        moved = (*self.gathers, *self.reduces, *self.publishes, *of_updates, *self.aggregated.buckets)
+        moved = (*self.gathers, *self.reduces, *self.publishes, *of_updates, *self.aggregated)
         return Schedule(
             tuple(self.lines),
             {k.name: k for k in self.kernels},
@@ -576,6 +558,6 @@ class _Builder:
             tuple(inputs),
             tuple(outputs),
             self.plan.accumulate,
-            scalars=self.scalar_count() + self.plan.scalars,
+            scalars=self.plan.scalars + (len(self.outputs.summed) if self.plan.differentiate else 0),
             reduced=dict(self.reduced),
         )

@@ -3,8 +3,8 @@
 An instruction is one class with all that is about it: fields and text; `bind`, what the executor does, and
 what the memory ledger runs on tensors without data (`analysis.dry_run`); `price`, what it takes;
 `wire_bytes`. A class whose `lane` is COMMUNICATION, TRANSFER or OPTIMIZER issues a flight, and has the same
-for its Wait. `verify`, traffic, the fingerprint and the timeline know a new instruction by these. Passes that
-move lines of one kind (prefetch, reshard, offload, updates) name the classes that they move.
+for its Wait. `verify`, traffic, the agreement of ranks and the timeline know a new instruction by these.
+Passes that move lines of one kind (prefetch, reshard, offload, updates) name the classes that they move.
 
 Values are named by `compiler.ir.values.ValueName`: `s:path` prints for a stored shard, `r:bucket` for reduced
 gradients; `x2.0` is the first value that segment 2 saves.
@@ -12,7 +12,6 @@ gradients; `x2.0` is the first value that segment 2 saves.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -133,24 +132,23 @@ class Instruction:
     """One line. `reads` and `writes` are value names; `drops` are read for the last time here.
 
     `verb` is the class in snake case. `lane`: COMPUTE, or where the flight that it issues travels (HOST is a
-    lane of timelines alone).
+    lane of timelines alone). `trips`: of a collective, how often a rank sends (n - 1) / n of `wire_bytes`, as
+    rings do. `outgoing`: no kernel reads what it sends, so its Wait may come later (`overlap`).
+    `reads_until_waited`: what it reads must stay as it is until its Wait.
     """
 
     verb: ClassVar[str] = "instruction"
     lane: ClassVar[str] = COMPUTE
-    trips: ClassVar[int] = (
-        0  # of a collective: how often a rank sends (n - 1) / n of `wire_bytes`, as rings do
-    )
-    outgoing: ClassVar[bool] = (
-        False  # what it sends is read by no kernel: its Wait may come later (`overlap`)
-    )
-    reads_until_waited: ClassVar[bool] = False  # what it reads must stay as it is until its Wait
+    trips: ClassVar[int] = 0
+    outgoing: ClassVar[bool] = False
+    reads_until_waited: ClassVar[bool] = False
 
     unit: str
     phase: str  # "forward", "backward" or "update", with the micro-batch where there are several
     reads: Names = ()
     writes: Names = ()
     drops: Names = ()
+    axes: tuple[str, ...] = ()  # of the mesh, that it communicates over; none: those of its bucket
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -186,7 +184,7 @@ class Instruction:
 
     def axes_of(self, schedule: Schedule) -> tuple[str, ...]:
         """The mesh axes that it communicates over."""
-        return ()
+        return self.axes
 
     def wire_text(self, schedule: Schedule, shapes: bool = False) -> str:
         """Of a collective: what all ranks must have alike, besides verb and axes; with `shapes`, what depends
@@ -230,10 +228,12 @@ class OfBucket(Instruction):
 
     @property
     def detail(self) -> str:
-        return self.bucket
+        return f"{self.bucket} over {', '.join(self.axes)}" if self.axes else self.bucket
 
     def axes_of(self, schedule: Schedule) -> tuple[str, ...]:
-        return schedule.buckets[self.bucket].axes if self.lane == COMMUNICATION else ()
+        if self.lane != COMMUNICATION:
+            return ()
+        return self.axes or schedule.buckets[self.bucket].axes
 
     def wire_text(self, schedule: Schedule, shapes: bool = False) -> str:
         bucket = schedule.buckets[self.bucket]
@@ -268,6 +268,24 @@ class Wait(OfBucket):
 
     def price(self, pricer: Pricer) -> Price:
         return self.of.wait_price(self, pricer)
+
+
+def with_wait(issue: Instruction, *results: ValueName) -> tuple[Instruction, Wait]:
+    """A line that issues a flight, and the Wait that makes `results` of it."""
+    bucket = getattr(issue, "bucket", "")
+    return issue, Wait(issue.unit, issue.phase, issue.writes, results, bucket=bucket, of=type(issue))
+
+
+def on_arrival(wait: Wait, take: Callable[[Env, Any], None]) -> Action:
+    """The action of a Wait for a collective: `take` what it has brought, then let go of its buffer."""
+    (flight,) = wait.reads
+
+    def run(env: Env) -> None:
+        handle = env.pop(flight)
+        take(env, handle.wait())
+        handle.release()
+
+    return run
 
 
 def only_stored(names: Names) -> bool:
@@ -359,10 +377,6 @@ class Schedule:
     def summed_axes(self) -> tuple[str, ...]:
         """The axes over whose ranks losses are averaged."""
         return summed_axes(self.specs.values(), self.mesh)
-
-    def fingerprint(self) -> str:
-        """Hash of `communication`."""
-        return hashlib.sha256("\n".join((str(self.mesh), *self.communication())).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
         return self.as_text()

@@ -30,35 +30,28 @@ IN_PLACE = (Kind.STORED, Kind.CONSTANT)  # read where they lie
 Run = Callable[[Env], Env]
 
 
-def obstacles(schedule: Schedule, updates: bool) -> list[str]:
-    """What stands in the way of capturing a step, by name.
+def check(schedule: Schedule, updates: bool) -> None:
+    """Refuse a step that cannot be captured.
 
     Args:
         updates: whether there is an optimizer.
-    """
-    mesh, out = schedule.mesh, []
-    if mesh.device_type != "cuda":
-        out.append(f"the mesh {mesh} is of {mesh.device_type} devices")
-    if mesh.size > 1:
-        out.append(f"{mesh.size} ranks: collectives are not captured")
-    away = [p for p, s in schedule.specs.items() if {s.memory, s.optimizer_memory} != {"device"}]
-    if away:
-        shown = ", ".join(f"params[{p!r}]" for p in away[:3]) + (", ..." if len(away) > 3 else "")
-        out.append(f"{leaves(len(away))} rest on the host or on disk: {shown}")
-    elif any(line.lane == TRANSFER for line in schedule.instructions):
-        out.append("remat='offload': activations travel to the host")
-    if not updates:
-        out.append("there is no optimizer: what is returned would be written over by the next call")
-    return out
-
-
-def check(schedule: Schedule, updates: bool) -> None:
-    """Refuse what cannot be captured.
 
     Raises:
         SpecError: all that stands in the way.
     """
-    found = obstacles(schedule, updates)
+    mesh, found = schedule.mesh, []
+    if mesh.device_type != "cuda":
+        found.append(f"the mesh {mesh} is of {mesh.device_type} devices")
+    if mesh.size > 1:
+        found.append(f"{mesh.size} ranks: collectives are not captured")
+    away = [p for p, s in schedule.specs.items() if {s.memory, s.optimizer_memory} != {"device"}]
+    if away:
+        shown = ", ".join(f"params[{p!r}]" for p in away[:3]) + (", ..." if len(away) > 3 else "")
+        found.append(f"{leaves(len(away))} rest on the host or on disk: {shown}")
+    elif any(line.lane == TRANSFER for line in schedule.instructions):
+        found.append("remat='offload': activations travel to the host")
+    if not updates:
+        found.append("there is no optimizer: what is returned would be written over by the next call")
     if found:
         fix = "leave `mode` out; mode='max-autotune-no-cudagraphs' tunes kernels without a graph."
         raise SpecError(f"mode={MODE!r}: this step cannot be captured as a CUDA graph:", found, fix)

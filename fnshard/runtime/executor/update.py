@@ -18,7 +18,7 @@ from fnshard.layout.pairs import as_pairs, is_complex, slots_at_rest
 from fnshard.layout.partition import block_shape, block_slices, boxes, slot_layout
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
-from fnshard.optim.contract import Optimizer, Slots, Tensors
+from fnshard.optim.contract import Changed, Optimizer, Slots, StepInfo, Tensors
 from fnshard.runtime.executor.control import StepControl
 from fnshard.runtime.executor.fused_update import FusedUpdates
 from fnshard.runtime.packing import Parts, padded
@@ -53,11 +53,13 @@ def place(
         slots: shapes of whole slots that are not of the leaf's shape.
     """
     here = mesh.coordinate(rank)
-    extents = {n: slot_extent(shape, spec, mesh, here) for n, shape in (slots or {}).items()}
+    extents = {}
+    for name, shape in (slots or {}).items():
+        layout = slot_layout(shape, spec.shape, spec.optimizer, mesh)
+        extents[name] = _extent(block_slices(shape, layout.contiguous, mesh, here))
     spec = spec.local(mesh)
     mine = block_slices(spec.shape, spec.optimizer, mesh, here)
-    block = block_shape(spec.shape, spec.optimizer, mesh)
-    extent = tuple(slice(0, s.stop - s.start) for s in mine)
+    block, extent = block_shape(spec.shape, spec.optimizer, mesh), _extent(mine)
     whole = all(s.stop == b for s, b in zip(extent, block, strict=True))
     sliced = None if whole else extent
     return Place(
@@ -68,12 +70,8 @@ def place(
     )
 
 
-def slot_extent(
-    shape: tuple[int, ...], spec: LayoutSpec, mesh: Mesh, here: Mapping[str, int]
-) -> tuple[slice, ...]:
-    """The part of a rank's block of a slot that is not padding."""
-    layout = slot_layout(shape, spec.shape, spec.optimizer, mesh)
-    mine = block_slices(shape, layout.contiguous, mesh, here)
+def _extent(mine: Sequence[slice]) -> tuple[slice, ...]:
+    """The part of a rank's block that is not padding, of where that lies in the whole."""
     return tuple(slice(0, s.stop - s.start) for s in mine)
 
 
@@ -96,20 +94,18 @@ class Updater:
         self._locate(paths)
         compiled = self.fused is not None and self.specs[paths[0]].updated_on == "device"
         fused = tuple(p for p in paths if compiled and self._rule(p).compilable)
-        if fused:
-            rest = tuple(p for p in paths if p not in fused)
-            updates = [self._bind_fused(fused), *([self.bind_plain(rest)] if rest else [])]
+        plain = tuple(p for p in paths if p not in fused)
+        parts = ((self._bind_fused, fused), (self._bind_plain, plain))
+        updates = [bind(some) for bind, some in parts if some]
 
-            def update_both(*args: Any) -> None:
-                for each in updates:
-                    each(*args)
+        def update(*args: Any) -> None:
+            for each in updates:
+                each(*args)
 
-            return updates[0] if not rest else update_both
-        return self.bind_plain(paths)
+        return update
 
-    def bind_plain(self, paths: tuple[str, ...]) -> UpdateOf:
+    def _bind_plain(self, paths: tuple[str, ...]) -> UpdateOf:
         """The same, not compiled."""
-        self._locate(paths)
         if all(self._plain(p) for p in paths):
 
             def update_plain(blocks: Tensors, slots: Slots, params: Tensors, control: StepControl) -> None:
@@ -153,24 +149,16 @@ class Updater:
 
     def bind_end(self, paths: tuple[str, ...]) -> UpdateOf:
         """A function that updates leaves, and slots, from what their owners have made: padded blocks."""
-        self._locate(paths)
-        shapes = {p: tuple(self.specs[p].shape) for p in paths}
 
-        def end(blocks: Parts, slots: Slots, params: Tensors, control: StepControl) -> None:
-            if control.skip:
-                return
-            info = replace(control.info, shapes=shapes)
-            own_slots, targets = self._state(paths, slots, params)
-            for path in paths:
-                rule, own = self._rule(path), own_slots[path]
-                made = {n: self._slot(path, n, value) for n, value in blocks[path].items()}
-                update = made.pop("").to(targets[path].device)
-                change, new = rule.end_leaf(path, update, own, targets[path], rule.given(path, info))
-                targets[path].add_(change)
-                _write(own, new | made)
-            self._store(paths, slots, params, targets)
+        def end(
+            path: str, parts: Mapping[str, Tensor], own: Tensors, target: Tensor, info: StepInfo
+        ) -> Changed:
+            rule, made = self._rule(path), {n: self._slot(path, n, value) for n, value in parts.items()}
+            update = made.pop("").to(target.device)
+            change, new = rule.end_leaf(path, update, own, target, rule.given(path, info))
+            return change, new | made
 
-        return end
+        return self._bind_by_leaf(paths, end)
 
     def turn(self, path: str, work: OwnerWork, control: StepControl) -> str:
         """Which of a leaf's graphs its owner runs in this step."""
@@ -223,23 +211,38 @@ class Updater:
         return out
 
     def bind_summed(self, paths: tuple[str, ...]) -> Callable[..., None]:
-        """As `bind`, of leaves over which all ranks have summed what their updates need."""
+        """As `bind`, of leaves over which all ranks have summed what their updates need: by path, last."""
+
+        def update(
+            path: str, block: Tensor, own: Tensors, target: Tensor, info: StepInfo, sums: Slots
+        ) -> Changed:
+            rule, grad = self._rule(path), _cut(block, self.places[path].gradient)
+            totals, given = {n: v.to(target.device) for n, v in sums[path].items()}, rule.given(path, info)
+            return rule.update_leaf(path, grad, own, target, given, info.grad_scale, totals)
+
+        return self._bind_by_leaf(paths, update)
+
+    def _bind_by_leaf(self, paths: tuple[str, ...], change_of: Callable[..., Changed]) -> Callable[..., None]:
+        """A function that updates leaves one by one.
+
+        Args:
+            change_of: of a path, what came for it, its slots, parameter, StepInfo and what follows the
+                step's control: the update and the slots that change.
+        """
         self._locate(paths)
         shapes = {p: tuple(self.specs[p].shape) for p in paths}
 
-        def update(blocks: Tensors, slots: Slots, params: Tensors, control: StepControl, sums: Slots) -> None:
+        def update(
+            blocks: Mapping[str, Any], slots: Slots, params: Tensors, control: StepControl, *more: Any
+        ) -> None:
             if control.skip:
                 return
             info = replace(control.info, shapes=shapes)
             own_slots, targets = self._state(paths, slots, params)
             for path in paths:
-                rule, own, target = self._rule(path), own_slots[path], targets[path]
-                grad = _cut(blocks[path], self.places[path].gradient)
-                totals = {n: v.to(target.device) for n, v in sums[path].items()}
-                given = rule.given(path, info)
-                change, new = rule.update_leaf(path, grad, own, target, given, info.grad_scale, totals)
-                target.add_(change)
-                _write(own, new)
+                change, new = change_of(path, blocks[path], own_slots[path], targets[path], info, *more)
+                targets[path].add_(change)
+                _write(own_slots[path], new)
             self._store(paths, slots, params, targets)
 
         return update

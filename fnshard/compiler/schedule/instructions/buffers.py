@@ -19,6 +19,7 @@ from fnshard.compiler.schedule.ir import (
     Schedule,
     Wait,
     bucket_of,
+    on_arrival,
 )
 from fnshard.layout.partition import block_slices
 from fnshard.layout.spec import Aggregation
@@ -79,19 +80,15 @@ class AggregateBuffers(OfBucket):
     @classmethod
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
         """The sums, and the means of them."""
-        (flight,), packer, bucket = wait.reads, context.packer(wait.bucket), bucket_of(wait, context)
-        specs, writes = context.schedule.specs, wait.writes
-        means = [specs[p].aggregated == "mean" for p in bucket.paths]
+        packer, bucket = context.packer(wait.bucket), bucket_of(wait, context)
+        means = [context.schedule.specs[p].aggregated == "mean" for p in bucket.paths]
 
-        def run(env: Env) -> None:
-            handle = env.pop(flight)
-            flat = handle.wait()
+        def take(env: Env, flat: Tensor) -> None:
             parts = packer.blocks(flat[: bucket.numel]).values()
-            for name, part, mean in zip(writes, parts, means, strict=True):
+            for name, part, mean in zip(wait.writes, parts, means, strict=True):
                 env[name] = part.div_(flat[-1]) if mean else part
-            handle.release()
 
-        return run
+        return on_arrival(wait, take)
 
     def price(self, pricer: Pricer) -> Price:
         size = float(self.wire_bytes(pricer.schedule))

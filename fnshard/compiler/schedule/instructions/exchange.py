@@ -25,6 +25,8 @@ from fnshard.compiler.schedule.ir import (
     Pricer,
     Schedule,
     Wait,
+    on_arrival,
+    with_wait,
 )
 from fnshard.mesh import Mesh
 
@@ -39,7 +41,6 @@ class Exchange(Instruction):
     lane = COMMUNICATION
 
     kind: str = "psum"
-    axes: tuple[str, ...] = ()
     dim: int = 0
     like: Argument | None = None
     to: int = 0
@@ -59,9 +60,6 @@ class Exchange(Instruction):
     @classmethod
     def wait_detail(cls, wait: Wait) -> str:
         return ", ".join(wait.writes)
-
-    def axes_of(self, schedule: Schedule) -> tuple[str, ...]:
-        return self.axes
 
     @property
     def sent_bytes(self) -> int:
@@ -118,21 +116,18 @@ class Exchange(Instruction):
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
         """The sum, or the rows of all ranks put together."""
         issue: Exchange = context.schedule.issues[wait.reads[0]]
-        (flight,), (out,), shape = wait.reads, wait.writes, issue.received(context.schedule)
+        (out,), shape = wait.writes, issue.received(context.schedule)
         ranks, joined = issue._ranks(context.schedule), issue._joined(context.schedule)
         _, row_shape = issue._rows(context.schedule)
 
-        def run(env: Env) -> None:
-            handle = env.pop(flight)
-            result = handle.wait()
+        def take(env: Env, result: Any) -> None:
             if joined is None:
                 env[out] = result.view(shape)
             else:
                 rows = result.view(ranks, -1) if isinstance(result, Tensor) else result
                 env[out] = torch.cat([row.view(row_shape) for row in rows], joined)
-            handle.release()
 
-        return run
+        return on_arrival(wait, take)
 
     def price(self, pricer: Pricer) -> Price:
         ranks, size = self._ranks(pricer.schedule), self.wire_bytes(pricer.schedule)
@@ -149,7 +144,7 @@ class Exchange(Instruction):
 def exchange(
     each: Exchanged, mesh: Mesh, unit: str, phase: str, sent: ValueName, received: ValueName,
     backward: bool = False,
-) -> tuple[Exchange, Wait]:  # fmt: skip
+) -> tuple[Instruction, Wait]:  # fmt: skip
     """Issue and Wait of an exchange, or of its dual: from the cotangent of what was received."""
     kind, like, dims = each.kind, each.like, (each.dim, each.to)
     if backward:
@@ -160,4 +155,4 @@ def exchange(
     issue = Exchange(
         unit, phase, (sent,), (flight,), kind=kind, axes=each.axes, dim=dims[0], like=like, to=dims[1]
     )
-    return issue, Wait(unit, phase, (flight,), (received,), of=Exchange)
+    return with_wait(issue, received)

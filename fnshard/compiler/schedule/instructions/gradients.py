@@ -27,6 +27,7 @@ from fnshard.compiler.schedule.ir import (
     Schedule,
     Wait,
     bucket_of,
+    on_arrival,
     reduced_names,
 )
 
@@ -69,15 +70,12 @@ def _full_gradients(line: OfBucket) -> Callable[[Env], Mapping[str, Tensor]]:
 
 def _bind_wait(wait: Wait, context: Context) -> Action:
     """A row of sums, and views of it."""
-    (flight,), (out,), packer = wait.reads, wait.writes, context.packer(wait.bucket)
+    (out,), packer = wait.writes, context.packer(wait.bucket)
 
-    def run(env: Env) -> None:
-        handle = env.pop(flight)
-        flat = handle.wait()
+    def take(env: Env, flat: Tensor) -> None:
         env[out] = Reduced(packer.blocks(flat), flat)
-        handle.release()
 
-    return run
+    return on_arrival(wait, take)
 
 
 @dataclass(frozen=True)
@@ -157,19 +155,10 @@ class AllReduce(OfBucket):
 
     lane, trips, outgoing = COMMUNICATION, 2, True
 
-    axes: tuple[str, ...] = ()
-
-    @property
-    def detail(self) -> str:
-        return f"{self.bucket} over {', '.join(self.axes)}"
-
     @property
     def overwrites(self) -> Names:
         """Blocks are summed in place."""
         return reduced_names(self.reads)
-
-    def axes_of(self, schedule: Schedule) -> tuple[str, ...]:
-        return self.axes
 
     def wire_bytes(self, schedule: Schedule) -> int:
         return schedule.buckets[self.bucket].row_bytes
@@ -207,22 +196,17 @@ class Local(OfBucket):
     """Full gradients become the reduced ones: no other rank has any to add."""
 
     def bind(self, context: Context) -> Action:
-        bucket, packer = bucket_of(self, context), context.packer(self.bucket)
-        full, (out,), device = _full_gradients(self), self.writes, context.device
+        bucket, device = bucket_of(self, context), context.device
+        full, (out,) = _full_gradients(self), self.writes
 
         def run(env: Env) -> None:
             grads = full(env)
-            if all(p.path in grads for p in bucket.pieces):
-                blocks = packer.cut({**grads})
-            else:
-                blocks = {
-                    p.path: grads[p.path]
-                    if p.path in grads
-                    else torch.zeros(p.block, dtype=bucket.dtype, device=device)
-                    for p in bucket.pieces
-                }
-            cast = cast_together(list(blocks.values()), bucket.dtype)
-            env[out] = Reduced(dict(zip(blocks, cast, strict=True)))
+            blocks = [
+                grads[p.path] if p.path in grads else torch.zeros(p.block, dtype=bucket.dtype, device=device)
+                for p in bucket.pieces
+            ]
+            cast = cast_together(blocks, bucket.dtype)
+            env[out] = Reduced(dict(zip(bucket.paths, cast, strict=True)))
 
         return run
 

@@ -26,6 +26,7 @@ from fnshard.compiler.schedule.ir import (
     Schedule,
     Wait,
     bucket_of,
+    on_arrival,
 )
 from fnshard.errors import leaves
 from fnshard.layout.partition import block_shape, block_slices
@@ -48,7 +49,6 @@ class Scales(Instruction):
     lane, trips = COMMUNICATION, 1
 
     paths: tuple[str, ...] = ()
-    axes: tuple[str, ...] = ()
 
     @property
     def detail(self) -> str:
@@ -57,9 +57,6 @@ class Scales(Instruction):
     @classmethod
     def wait_detail(cls, wait: Wait) -> str:
         return ", ".join(wait.writes)
-
-    def axes_of(self, schedule: Schedule) -> tuple[str, ...]:
-        return self.axes
 
     def wire_bytes(self, schedule: Schedule) -> int:
         return 4 * sum(self.counts(schedule)) * schedule.mesh.axes_size(self.axes)
@@ -88,15 +85,13 @@ class Scales(Instruction):
     @classmethod
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
         """Scales by path (`Scale`)."""
-        (flight,), (out,), issue = wait.reads, wait.writes, context.schedule.issues[wait.reads[0]]
+        (out,), issue = wait.writes, context.schedule.issues[wait.reads[0]]
         schedule, here = context.schedule, context.mesh.coordinate(context.rank)
         counts, specs = issue.counts(schedule), [schedule.specs[p] for p in issue.paths]
         by_row = any(s.scaling == "rowwise" for s in specs)
 
-        def run(env: Env) -> None:
-            handle = env.pop(flight)
-            sent = torch.stack(list(handle.wait()))
-            handle.release()
+        def take(env: Env, rows: Sequence[Tensor]) -> None:
+            sent = torch.stack(list(rows))
             if not by_row:
                 scales = scale_of(sent.amax(0), FP8).unbind()
                 env[out] = {path: Scale(s, s) for path, s in zip(issue.paths, scales, strict=True)}
@@ -107,7 +102,7 @@ class Scales(Instruction):
             both = zip(issue.paths, scales, specs, strict=True)
             env[out] = {path: _of_shard(full, spec, context.mesh, here) for path, full, spec in both}
 
-        return run
+        return on_arrival(wait, take)
 
     def price(self, pricer: Pricer) -> Price:
         size = float(self.wire_bytes(pricer.schedule))
@@ -181,18 +176,12 @@ def _price_of_blocks(line: OfBucket, pricer: Pricer, copied: bool = True) -> Pri
 
 
 @dataclass(frozen=True)
-class GatheredInPlace:
-    """A gather in flight whose result are flat leaves, not rows."""
-
-    leaves: Any  # a Handle of them
-
-
-@dataclass(frozen=True)
-class Scaled:
-    """A gather in flight of leaves that were multiplied by their scales, by path."""
+class _Gathering:
+    """A gather in flight: of rows, or `in_place` of flat leaves; `scales`: what these were multiplied by."""
 
     handle: Any
-    scales: Mapping[str, Scale]
+    in_place: bool
+    scales: Mapping[str, Scale] | None
 
 
 @dataclass(frozen=True)
@@ -218,13 +207,12 @@ class Gather(OfBucket):
             if scaled:
                 stored = {p: shard * env[SCALES][p].own for p, shard in stored.items()}
             handle = issue(stored)
-            if handle is not None:
-                env[flight] = GatheredInPlace(handle)
-                return
-            flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
-            packer.pack_blocks(stored, flat)
-            handle = comm.all_gather(flat, bucket.axes)
-            env[flight] = Scaled(handle, env[SCALES]) if scaled else handle
+            in_place = handle is not None
+            if not in_place:
+                flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
+                packer.pack_blocks(stored, flat)
+                handle = comm.all_gather(flat, bucket.axes)
+            env[flight] = _Gathering(handle, in_place, env[SCALES] if scaled else None)
 
         return run
 
@@ -261,17 +249,15 @@ class Gather(OfBucket):
         dtype = context.schedule.specs[pieces[0].path].compute_dtype
 
         def run(env: Env) -> None:
-            handle, scales = env.pop(flight), None
-            if isinstance(handle, Scaled):
-                handle, scales = handle.handle, handle.scales
-            if isinstance(handle, GatheredInPlace):
-                for piece, name, leaf in zip(pieces, writes, handle.leaves.wait(), strict=True):
+            sent = env.pop(flight)
+            if sent.in_place:
+                for piece, name, leaf in zip(pieces, writes, sent.handle.wait(), strict=True):
                     env[name] = leaf.view(piece.shape)
                 return
-            full = packer.unpack_rows(handle.wait(), dtype)
-            handle.release()
-            if scales is not None:
-                torch._foreach_div_(list(full.values()), [scales[p].full.to(dtype) for p in full])
+            full = packer.unpack_rows(sent.handle.wait(), dtype)
+            sent.handle.release()
+            if sent.scales is not None:
+                torch._foreach_div_(list(full.values()), [sent.scales[p].full.to(dtype) for p in full])
             for piece, name in zip(pieces, writes, strict=True):
                 env[name] = full[piece.path]
 
@@ -310,15 +296,13 @@ class Publish(OfBucket):
     @classmethod
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
         """Unpack updated blocks into the stored leaves."""
-        (flight,), packer = wait.reads, context.packer(wait.bucket)
+        packer = context.packer(wait.bucket)
         stored = dict(zip(bucket_of(wait, context).paths, wait.writes, strict=True))
 
-        def run(env: Env) -> None:
-            handle = env.pop(flight)
-            packer.unpack_into(handle.wait(), {p: env[n] for p, n in stored.items()})
-            handle.release()
+        def take(env: Env, rows: Sequence[Tensor]) -> None:
+            packer.unpack_into(rows, {p: env[n] for p, n in stored.items()})
 
-        return run
+        return on_arrival(wait, take)
 
     price = _price_of_blocks
 

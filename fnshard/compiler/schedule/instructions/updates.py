@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -26,6 +27,7 @@ from fnshard.compiler.schedule.ir import (
     Schedule,
     Wait,
     bucket_of,
+    on_arrival,
     reduced_names,
 )
 from fnshard.layout.partition import side_by_side
@@ -76,16 +78,14 @@ class ReduceScalars(Instruction):
     @classmethod
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
         """The sums, and what the updates read of them."""
-        (flight,), (out,) = wait.reads, wait.writes
+        (out,) = wait.writes
 
-        def run(env: Env) -> None:
-            handle = env.pop(flight)
-            env[out] = context.scalars.unpack(handle.wait())
-            handle.release()
+        def take(env: Env, vector: Tensor) -> None:
+            env[out] = context.scalars.unpack(vector)
             if context.updater is not None:
                 env[CONTROL] = env[CONTROL].arrived(env[out])
 
-        return run
+        return on_arrival(wait, take)
 
     def price(self, pricer: Pricer) -> Price:
         size = 8.0 * pricer.schedule.scalars
@@ -96,18 +96,34 @@ class ReduceScalars(Instruction):
 class _OfOptimizer(OfBucket):
     """Reads gradients, then the slots and the parameters of its leaves."""
 
+    def on_host(self, schedule: Schedule) -> bool:
+        return schedule.specs[self.paths[0]].updated_on == "host"
+
     def _named(self, kind: Kind) -> dict[str, ValueName]:
         return {n.path: n for n in self.reads if n.original.kind is kind}
 
-    @property
-    def slots(self) -> dict[str, ValueName]:
-        """By path, the name its slots go by."""
-        return self._named(Kind.SLOTS)
+    def _bind_inputs(self, context: Context) -> Callable[[Env], Callable[[], tuple[Any, ...]]]:
+        """What begins to bring a step's control to where the update is, and gives what waits for it: blocks
+        (or what owners have made), slots and parameters by path, and the control.
 
-    @property
-    def params(self) -> dict[str, ValueName]:
-        """By path, the name its stored shard goes by; none where master copies are updated."""
-        return self._named(Kind.STORED)
+        There are no parameters where master copies are updated.
+        """
+        bucket, updater, source = bucket_of(self, context), context.updater, self.reads[0]
+        state_names = [self._named(kind) for kind in (Kind.SLOTS, Kind.STORED)]
+
+        def begin(env: Env) -> Callable[[], tuple[Any, ...]]:
+            control, event = updater.control(env, bucket)
+
+            def inputs() -> tuple[Any, ...]:
+                if event is not None:
+                    event.synchronize()
+                state = [{p: env[n] for p, n in names.items()} for names in state_names]
+                blocks = env[source] if source.original.kind is Kind.SENT else env[source].blocks
+                return blocks, *state, control
+
+            return inputs
+
+        return begin
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,37 +156,21 @@ class UpdateSums(_OfOptimizer):
 
     lane, trips, outgoing = COMMUNICATION, 2, True
 
-    axes: tuple[str, ...] = ()
     number: int = 0
     dtype: torch.dtype = torch.float32
     shapes: SumShapes = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def detail(self) -> str:
-        return f"{self.bucket} over {', '.join(self.axes)}"
-
-    def axes_of(self, schedule: Schedule) -> tuple[str, ...]:
-        return self.axes
-
-    def on_host(self, schedule: Schedule) -> bool:
-        return schedule.specs[self.paths[0]].updated_on == "host"
 
     def wire_bytes(self, schedule: Schedule) -> int:
         return self.dtype.itemsize * sum(math.prod(s) for own in self.shapes.values() for s in own.values())
 
     def bind(self, context: Context) -> Action:
-        bucket, updater, (flight,) = bucket_of(self, context), context.updater, self.writes
-        sums, shapes, dtype = updater.bind_sums(self.paths, self.number), self.shapes, self.dtype
-        reduced, slots, params, earlier = self.reads[0], self.slots, self.params, sums_read(self)
+        updater, (flight,), inputs = context.updater, self.writes, self._bind_inputs(context)
+        sums, earlier = updater.bind_sums(self.paths, self.number), sums_read(self)
         send = partial(context.comm.all_reduce, axes=self.axes)
 
         def run(env: Env) -> None:
-            control, event = updater.control(env, bucket)
-            if event is not None:
-                event.synchronize()
-            own_slots, own_params = ({p: env[n] for p, n in names.items()} for names in (slots, params))
-            parts = sums(env[reduced].blocks, own_slots, own_params, control, earlier(env))
-            env[flight] = send(updater.pack_sums(parts, shapes, dtype))
+            parts = sums(*inputs(env)(), earlier(env))
+            env[flight] = send(updater.pack_sums(parts, self.shapes, self.dtype))
 
         return run
 
@@ -180,12 +180,10 @@ class UpdateSums(_OfOptimizer):
         (flight,), (out,) = wait.reads, wait.writes
         shapes, unpack = context.schedule.issues[flight].shapes, context.updater.unpack_sums
 
-        def run(env: Env) -> None:
-            handle = env.pop(flight)
-            env[out] = unpack(handle.wait().clone(), shapes)
-            handle.release()
+        def take(env: Env, flat: Tensor) -> None:
+            env[out] = unpack(flat.clone(), shapes)
 
-        return run
+        return on_arrival(wait, take)
 
     def price(self, pricer: Pricer) -> Price:
         flight = pricer.collective("all_reduce", self.axes, self.wire_bytes(pricer.schedule))
@@ -210,16 +208,11 @@ class UpdateBegin(_OfOptimizer):
     dtypes: tuple[torch.dtype, ...] = ()
 
     def bind(self, context: Context) -> Action:
-        bucket, updater = bucket_of(self, context), context.updater
-        begin, out = updater.bind_begin(self.paths), self.writes[0]
-        reduced, slots, params = self.reads[0], self.slots, self.params
+        begin, inputs = context.updater.bind_begin(self.paths), self._bind_inputs(context)
+        out, *_ = self.writes
 
         def run(env: Env) -> None:
-            control, event = updater.control(env, bucket)
-            if event is not None:
-                event.synchronize()
-            own_slots, own_params = ({p: env[n] for p, n in names.items()} for names in (slots, params))
-            env[out] = begin(env[reduced].blocks, own_slots, own_params, control)
+            env[out] = begin(*inputs(env)())
 
         return run
 
@@ -253,16 +246,13 @@ class UpdateExchange(OfBucket):
     @classmethod
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
         """This rank's blocks by path and slot; or the whole leaves that it owns."""
-        (flight,), (out,), owners = wait.reads, wait.writes, context.owners(wait.bucket)
-        back = context.schedule.issues[flight].back
+        (out,), owners = wait.writes, context.owners(wait.bucket)
+        unpack = owners.blocks if context.schedule.issues[wait.reads[0]].back else owners.wholes
 
-        def run(env: Env) -> None:
-            handle = env.pop(flight)
-            rows = handle.wait()
-            env[out] = owners.blocks(rows) if back else owners.wholes(rows)
-            handle.release()
+        def take(env: Env, rows: Tensor) -> None:
+            env[out] = unpack(rows)
 
-        return run
+        return on_arrival(wait, take)
 
     def price(self, pricer: Pricer) -> Price:
         bucket = pricer.bucket(self)
@@ -311,29 +301,23 @@ class Update(_OfOptimizer):
         """Gradients are scaled in place."""
         return reduced_names(self.reads)
 
-    def on_host(self, schedule: Schedule) -> bool:
-        return schedule.specs[self.paths[0]].updated_on == "host"
-
     def bind(self, context: Context) -> Action:
-        bucket, updater = bucket_of(self, context), context.updater
-        owned, later = self.reads[0].original.kind is Kind.SENT, context.later(self)
+        updater, later, inputs = context.updater, context.later(self), self._bind_inputs(context)
+        owned = self.reads[0].original.kind is Kind.SENT
         summed = any(n.original.kind is Kind.SUMS for n in self.reads)
         bind = updater.bind_end if owned else updater.bind_summed if summed else updater.bind
         update, sums = bind(self.paths), sums_read(self)
-        reduced, slots, params = self.reads[0], self.slots, self.params
-        masters = {} if params else dict(zip(self.paths, self.writes[: len(self.paths)], strict=True))
+        alone = not self._named(Kind.STORED)  # master copies
+        masters = dict(zip(self.paths, self.writes[: len(self.paths)], strict=True)) if alone else {}
 
         def run(env: Env) -> None:
-            control, event = updater.control(env, bucket)
+            given = inputs(env)
 
             def call() -> None:
-                if event is not None:
-                    event.synchronize()
-                own_slots, own_params = ({p: env[n] for p, n in names.items()} for names in (slots, params))
-                given = (env[reduced] if owned else env[reduced].blocks, own_slots, own_params, control)
-                update(*given, *([sums(env)] if summed else []))
+                blocks, slots, params, control = given()
+                update(blocks, slots, params, control, *([sums(env)] if summed else []))
                 for path, out in masters.items():
-                    env[out] = updater.valid_part(path, own_slots[path][MASTER])
+                    env[out] = updater.valid_part(path, slots[path][MASTER])
 
             later(call)
 

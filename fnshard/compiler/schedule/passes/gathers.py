@@ -8,7 +8,7 @@ from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.derived import SMALL
 from fnshard.compiler.schedule.instructions import Cast, Exchange, Gather, Instruction, Run, ToDevice, Wait
 from fnshard.compiler.schedule.instructions.kernels import tiny_runs
-from fnshard.compiler.schedule.ir import Schedule
+from fnshard.compiler.schedule.ir import Schedule, with_wait
 
 
 def reshard(schedule: Schedule) -> Schedule:
@@ -20,6 +20,7 @@ def reshard(schedule: Schedule) -> Schedule:
     """
     lines = list(schedule.instructions)
     last_run = _last_run_reading(lines)
+    results = {line.reads[0]: line.writes for line in lines if isinstance(line, Wait)}
     renamed: dict[str, str] = {}
     latest: dict[str, tuple[int, str, tuple[str, ...]]] = {}  # bucket -> (last run, phase, names)
     dropped: set[str] = set()
@@ -27,7 +28,7 @@ def reshard(schedule: Schedule) -> Schedule:
     runs = 0
     for line in lines:
         if isinstance(line, Gather | Cast):
-            made = _made(lines, line)
+            made = line.writes if isinstance(line, Cast) else results[line.writes[0]]
             earlier = latest.get(line.bucket)
             if earlier is not None and _live_on(schedule, line, earlier, runs):
                 renamed |= dict(zip(made, earlier[2], strict=True))
@@ -50,12 +51,6 @@ def _live_on(schedule: Schedule, line: Gather | Cast, earlier: tuple, runs: int)
     keeps = not all(schedule.specs[p].reshard for p in schedule.buckets[line.bucket].paths)
     same_micro = phase.replace("forward", "backward") == line.phase
     return keeps and same_micro and phase != line.phase
-
-
-def _made(lines: list[Instruction], line: Gather | Cast) -> tuple[str, ...]:
-    if isinstance(line, Cast):
-        return line.writes
-    return next(w.writes for w in lines if isinstance(w, Wait) and w.reads == line.writes)
 
 
 def _last_run_reading(lines: list[Instruction]) -> dict[str, int]:
@@ -162,8 +157,7 @@ def regather(schedule: Schedule, segments: frozenset[int]) -> Schedule:
     return schedule.with_instructions(out)
 
 
-def _second(first: Exchange, reader: Run, name: ValueName) -> tuple[Exchange, Wait]:
+def _second(first: Exchange, reader: Run, name: ValueName) -> tuple[Instruction, Wait]:
     fresh = name.of(f"{name.version}@{reader.segment}")
     flight = ValueName(Kind.FLIGHT, fresh)
-    issue = replace(first, unit=reader.unit, phase=reader.phase, writes=(flight,))
-    return issue, Wait(reader.unit, reader.phase, (flight,), (fresh,), of=Exchange)
+    return with_wait(replace(first, unit=reader.unit, phase=reader.phase, writes=(flight,)), fresh)

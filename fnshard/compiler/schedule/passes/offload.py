@@ -26,7 +26,7 @@ from fnshard.compiler.schedule.instructions import (
     UpdateSums,
     Wait,
 )
-from fnshard.compiler.schedule.ir import Schedule
+from fnshard.compiler.schedule.ir import Schedule, with_wait
 
 
 def offload(schedule: Schedule, segments: frozenset[int] = frozenset()) -> Schedule:
@@ -83,10 +83,9 @@ class _State:
 
     def on_host(self, line: Instruction) -> bool:
         """Where the instruction runs."""
-        if isinstance(line, UpdateBegin | UpdateSums | Update):
-            return self.schedule.specs[line.paths[0]].updated_on == "host"
         local = isinstance(line, Accumulate) and line.writes[0].kind is Kind.ACCUMULATED
-        return isinstance(line, Accumulate | Norms) and not local and self.rests(line.bucket)
+        rests = isinstance(line, Accumulate | Norms) and not local and self.rests(line.bucket)
+        return rests or line.on_host(self.schedule)
 
     def home(self, name: ValueName) -> str:
         """The tier that a state value rests on."""
@@ -112,7 +111,7 @@ class _State:
         names = gradients | {n: n.on_host() for n in moved}
         self.out.append(replace(line, reads=reads, writes=tuple(names.get(n, n) for n in line.writes)))
         if moved:
-            self.transfer(ToDevice, line, [n.on_host() for n in moved], moved, into=True)
+            self.out += _transfer(ToDevice, line, [n.on_host() for n in moved], moved, into=True)
 
     def add_on_device(self, line: Instruction) -> None:
         """Load what it reads from elsewhere; send back what it writes of that, and gradients that rest."""
@@ -131,18 +130,18 @@ class _State:
             copy, _, _, at = self.loaded[n]
             self.loaded[n] = (copy, self.runs, line.phase, at)
         if back:
-            self.transfer(ToHost, line, [names[n] for n in back], back, into=True)
+            self.out += _transfer(ToHost, line, [names[n] for n in back], back, into=True)
         for n in line.writes:
             if n in self.finals and self.rests(line.bucket):
                 self.host[n] = n.on_host()
-                self.transfer(ToHost, line, [n], [self.host[n]])
+                self.out += _transfer(ToHost, line, [n], [self.host[n]])
 
     def load(self, line: Instruction, names: Sequence[ValueName]) -> None:
         fresh = [n for n in names if not self.still_there(n, line)]
         copies = [n.loaded(self.made) for n in fresh]
         if fresh:
             self.made += 1
-            self.transfer(ToDevice, line, fresh, copies)
+            self.out += _transfer(ToDevice, line, fresh, copies)
             self.loaded |= {
                 n: (c, self.runs, line.phase, len(self.out)) for n, c in zip(fresh, copies, strict=True)
             }
@@ -158,30 +157,14 @@ class _State:
         fresh = self.written.get(name, -1) < at
         return (last >= self.runs - isinstance(line, Run) or kept) and fresh
 
-    def transfer(
-        self,
-        kind: type,
-        line: Instruction,
-        reads: Sequence[ValueName],
-        writes: Sequence[ValueName],
-        into: bool = False,
-    ) -> None:
-        self.out += _moved(kind, line, getattr(line, "bucket", ""), reads, writes, into)
 
-
-def _moved(
-    kind: type,
-    line: Instruction,
-    bucket: str,
-    reads: Sequence[ValueName],
-    writes: Sequence[ValueName],
-    into: bool = False,
-) -> tuple[Instruction, Instruction]:
+def _transfer(
+    kind: type, line: Instruction, reads: Sequence[ValueName], writes: Sequence[ValueName], into: bool = False
+) -> tuple[Instruction, Wait]:
     """Issue and Wait of one transfer, next to `line`."""
     flight = ValueName(Kind.FLIGHT, f"{kind.__name__} {reads[0]} {writes[0]}")
-    targets = tuple(writes) if into else ()
-    issue = kind(line.unit, line.phase, tuple(reads), (flight,), bucket=bucket, into=targets)
-    return issue, Wait(line.unit, line.phase, (flight,), tuple(writes), bucket=bucket, of=type(issue))
+    where = {"bucket": getattr(line, "bucket", ""), "into": tuple(writes) if into else ()}
+    return with_wait(kind(line.unit, line.phase, tuple(reads), (flight,), **where), *writes)
 
 
 def _activations(schedule: Schedule, segments: frozenset[int]) -> Schedule:
@@ -222,12 +205,12 @@ def _with_transfers(
         if index in needed:
             names = needed[index]
             copies = {n: n.loaded(index) for n in names}
-            out += _moved(ToDevice, line, "", [n.on_host() for n in names], list(copies.values()))
+            out += _transfer(ToDevice, line, [n.on_host() for n in names], list(copies.values()))
             line = replace(line, reads=tuple(copies.get(n, n) for n in line.reads))
         out.append(line)
         if index in after:
             names = after[index]
-            out += _moved(ToHost, line, "", names, [n.on_host() for n in names])
+            out += _transfer(ToHost, line, names, [n.on_host() for n in names])
     return out
 
 

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.schedule.instructions import Exchange, Instruction, OverlappedUpdate, Run, Update, Wait
-from fnshard.compiler.schedule.ir import Schedule
+from fnshard.compiler.schedule.ir import Schedule, with_wait
 
 
 def overlap(schedule: Schedule, depth: int) -> Schedule:
@@ -39,14 +39,11 @@ def overlap_updates(schedule: Schedule, depth: int) -> Schedule:
         out += due
         waiting = {w: left - isinstance(line, Run) for w, left in waiting.items() if w not in due}
         if _alone(line, schedule):
+            same = {f.name: getattr(line, f.name) for f in fields(line)}
             flight = ValueName(Kind.FLIGHT, f"update {line.bucket}")
-            wait = Wait(
-                line.unit, line.phase, (flight,), line.writes, bucket=line.bucket, of=OverlappedUpdate
-            )
+            issue, wait = with_wait(OverlappedUpdate(**same | {"writes": (flight,)}), *line.writes)
             if _overlaps(wait, lines[number + 1 :]):
-                line = OverlappedUpdate(
-                    **{f.name: getattr(line, f.name) for f in fields(line)} | {"writes": (flight,)}
-                )
+                line = issue
                 waiting[wait] = depth
         out.append(line)
     return schedule.with_instructions([*out, *waiting])
