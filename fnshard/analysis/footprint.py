@@ -173,23 +173,14 @@ def _arguments(likes: Sequence[Tensor], entries: Sequence[CallArgument]) -> list
             out.append(torch.empty_strided(size, stride, dtype=like.dtype, device=like.device))
             continue
         if entry.storage not in bases:
-            largest = max(
-                storage_bytes(li.shape, li.stride(), li.dtype)
-                for li, e in zip(likes, entries, strict=True)
-                if e.storage == entry.storage
-            )
-            room = -(-max(largest, entry.bytes) // 16) * 16
+            alike = [li for li, e in zip(likes, entries, strict=True) if e.storage == entry.storage]
+            alone = [
+                torch.empty_strided(li.shape, li.stride(), dtype=li.dtype, device="meta") for li in alike
+            ]
+            room = -(-max(entry.bytes, *(t.untyped_storage().nbytes() for t in alone)) // 16) * 16
             bases[entry.storage] = torch.empty(room, dtype=torch.uint8, device=like.device)
         out.append(bases[entry.storage].view(like.dtype).as_strided(size, stride))
     return out
-
-
-def storage_bytes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes from the first to the last element of a strided tensor."""
-    if 0 in shape:
-        return 0
-    span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-    return span * dtype.itemsize
 
 
 def _stand_in(name: str, value: Any, tracker: StorageTracker) -> Any:

@@ -12,9 +12,9 @@ from typing import Any, get_args
 import torch
 
 from fnshard.analysis.hardware import Hardware
-from fnshard.analysis.memory import Ledger, MemoryAnalysis, MemoryInputs, MemoryTimeline, made_of, measure
+from fnshard.analysis.memory import Ledger, MemoryAnalysis, MemoryTimeline, made_of, measure
 from fnshard.analysis.tables import megabytes
-from fnshard.analysis.timeline import Timeline, simulate
+from fnshard.analysis.timeline import HardwarePricer, Timeline, simulate
 from fnshard.analysis.traffic import Traffic, analyse
 from fnshard.analysis.transport import TransportKind, kind_of
 from fnshard.compiler.frontend.contexts import deterministic
@@ -138,12 +138,13 @@ class Lowered:
         kinds = get_args(TransportKind)
         if transport is not None and transport not in kinds:
             raise SpecError(f"transport={transport!r}: one of {', '.join(map(repr, kinds))}, or None.")
-        key = transport or kind_of(self.schedule.mesh), self.compiled is None
+        kind = transport or kind_of(self.schedule.mesh)
+        key = kind, self.compiled is None
         if key not in self.ledgers:
-            inputs = MemoryInputs(
-                self.program, self.batch_bytes, self.optimizer, self.compiled, transport, self._fused_update
-            )
-            self.ledgers[key] = measure(self.schedule, inputs)
+            self.ledgers[key] = measure(
+                self.schedule, self.program, self.batch_bytes, self.optimizer, self.compiled, kind,
+                self._fused_update,
+            )  # fmt: skip
         return self.ledgers[key]
 
     @property
@@ -183,11 +184,9 @@ class Lowered:
         Raises:
             SpecError: neither.
         """
-        hardware, tokens = Hardware.of(hardware), self._tokens()
         fused = self.options.backend == "inductor"
-        return simulate(
-            self.schedule, hardware, self.sizes, fused=fused, tokens=tokens, fused_update=self._fused_update
-        )
+        pricer = HardwarePricer(self.schedule, Hardware.of(hardware), self.sizes, fused, self._fused_update)
+        return simulate(pricer, self._tokens())
 
     @property
     def _fused_update(self) -> bool:

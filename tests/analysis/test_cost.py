@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
 from inspect import getattr_static
 from pathlib import Path
@@ -289,10 +290,8 @@ def test_measuring_this_machine() -> None:
 def test_hardware_by_name_or_as_it_is() -> None:
     low = lower(loss, chain(2), rows(), ranks=2)
     assert low.timeline("h100").as_dict() == low.timeline(H100).as_dict()
-    with pytest.raises(SpecError, match="no hardware is called 'b9'"):
-        low.timeline("b9")
-    for wrong in (None, 1e12, Hardware):
-        with pytest.raises(SpecError, match=r"a Hardware or the name of one(.|\n)*'h100'"):
+    for wrong in ("b9", None, 1e12, Hardware):
+        with pytest.raises(SpecError, match=rf"no hardware is called {re.escape(repr(wrong))}(.|\n)*'h100'"):
             low.timeline(wrong)
 
 
