@@ -121,10 +121,9 @@ def _nf4_encode(rows: Tensor) -> Mapping[str, Tensor]:
     blocks, most = _blocks(rows)
     # Scales are coded in turn: 8 bits around the mean of their group.
     groups = -(-most.shape[1] // GROUP)
-    padded = F.pad(most, (0, -most.shape[1] % GROUP)) if groups > 1 else most
-    grouped = padded.view(most.shape[0], groups, -1)
-    filled = torch.ones_like(most)
-    counted = (F.pad(filled, (0, -most.shape[1] % GROUP)) if groups > 1 else filled).view_as(grouped)
+    missing = -most.shape[1] % GROUP if groups > 1 else 0
+    both = most, torch.ones_like(most)
+    grouped, counted = (F.pad(each, (0, missing)).view(most.shape[0], groups, -1) for each in both)
     mean = (grouped * counted).sum(2) / counted.sum(2)
     spread = ((grouped - mean.unsqueeze(2)) * counted).abs().amax(2) / 127
     step = torch.where(spread > 0, spread, 1.0).unsqueeze(2)

@@ -233,7 +233,8 @@ class Lowered:
             start = partial(torch.cuda.set_device, mesh.device) if mesh.device_type == "cuda" else None
             shared = self.first and mesh.kind == "group" and mesh.device_type == "cpu"
             pool = ThreadPoolExecutor(1, "fnshard-compile", start)
-            self.ahead = pool.submit(self._share, *(place_on_host() if shared else (0, 1)))
+            share = share_of(graphs_of(self.kernels.values()), *(place_on_host() if shared else (0, 1)))
+            self.ahead = pool.submit(self.compile_graphs, share)
             pool.shutdown(wait=False)
         return self
 
@@ -241,9 +242,6 @@ class Lowered:
         """Compile this rank's share of the kernels; the others find it in PyTorch's cache."""
         if self.compiled is None:
             self.compile_async().ahead.result()
-
-    def _share(self, place: int, parts: int) -> KnownKernels:
-        return self.compile_graphs(share_of(graphs_of(self.kernels.values()), place, parts))
 
     def compile_graphs(self, graphs: Graphs) -> KnownKernels:
         """Some of its graphs, compiled and counted."""

@@ -103,7 +103,6 @@ def unshard(
     mesh: Mesh,
     *,
     layout: Literal["storage", "gradient", "optimizer"] = "storage",
-    comm: Collectives | None = None,
 ) -> Any:
     """This rank's blocks -> the full tree, on every rank, in the blocks' dtype. A collective.
 
@@ -113,7 +112,6 @@ def unshard(
         layout: which field of the specs says how the blocks lie: "storage" for parameters; "gradient" for
             the gradients that a step without an optimizer returns; "optimizer" for one slot of each leaf, as
             `fs.optim.ema_params` gives. Of gradients and slots, None stays None, and so do frozen leaves.
-        comm: the collectives to use; default those that all steps on the mesh share.
 
     Raises:
         SpecError: another tree than the specs', or another layout.
@@ -139,7 +137,7 @@ def unshard(
     if layout != "storage":
         named = {p: _stored_as(s, layout) for p, s in named.items() if given[p] is not None}
     check_blocks(named, given, mesh, fix=_UNSHARD)
-    out = gather_full({p: given[p] for p in named}, named, mesh, comm or connection(mesh))
+    out = gather_full({p: given[p] for p in named}, named, mesh, connection(mesh))
     if layout != "storage":  # a coded leaf, which has no gradient, is one leaf of these
         return tree.unflatten([out.get(p) for p in resolved.leaves], resolved.leaf_structure.of_gradients)
     return resolved.decoded(tree.unflatten([out[p] for p in named], resolved.structure))
@@ -237,7 +235,11 @@ def init_params(
     check_params(named)
     if seed is not None and (is_module or not trains):
         check_is_used(seed, named)
-    specs = with_masters(resolved.leaves) if trains else resolved.leaves
+    specs = dict(resolved.leaves)
+    for path, spec in specs.items() if trains else ():
+        if spec.has_master:
+            wide = torch.promote_types(spec.storage_dtype, spec.optimizer_dtype)
+            specs[path] = replace(spec, storage_dtype=wide)
     return tree.unflatten(_blocks(named, specs, mesh, disk_dir, number), resolved.leaf_structure)
 
 
@@ -277,14 +279,6 @@ def _blocks(
     values_of(named, seed, take, rows)
     unfit.refuse()
     return [blocks[path] for path in specs]
-
-
-def with_masters(specs: Mapping[str, LayoutSpec]) -> dict[str, LayoutSpec]:
-    """The specs by which leaves are made: those with a wider master copy in its dtype."""
-    wide = {
-        p: torch.promote_types(s.storage_dtype, s.optimizer_dtype) for p, s in specs.items() if s.has_master
-    }
-    return {p: replace(s, storage_dtype=wide[p]) if p in wide else s for p, s in specs.items()}
 
 
 def narrowed(shards: Any, specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | None) -> Any:
