@@ -62,12 +62,7 @@ def shard(
     tensor([0., 1., 2.])
     """
     resolved = ResolvedSpecs.of(specs).resolve(params)
-    named = tree.flatten_with_paths(params)[0]
-    if seed is not None:
-        check_seed(seed)
-        check_is_used(seed, named)
-    blocks = _blocks(named, resolved.leaves, mesh, disk_dir, seed or 0)
-    return tree.unflatten(blocks, resolved.leaf_structure)
+    return init_params(params, resolved, mesh, seed=seed, disk_dir=disk_dir)
 
 
 def check_seed(seed: Any) -> None:
