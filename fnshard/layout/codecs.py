@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnshard import tree
 from fnshard.errors import SpecError, StateError, leaves
 from fnshard.layout.spec import DTYPE_FIELDS, LayoutSpec, P, is_spec
 
@@ -309,19 +308,12 @@ def block_of(blocks: Mapping[str, Tensor], path: str, spec: LayoutSpec) -> Tenso
     """A leaf's stored block by its path; of a coded one what its parts decode to, in storage dtype."""
     if not is_coded(spec):
         return blocks[path].detach()
-    return _decode(blocks, path, spec, spec.storage_dtype).detach()
+    return decoded(blocks, path, spec, spec.storage_dtype).detach()
 
 
-def _decode(tensors: Mapping[str, Tensor], path: str, spec: LayoutSpec, dtype: torch.dtype) -> Tensor:
+def decoded(tensors: Mapping[str, Tensor], path: str, spec: LayoutSpec, dtype: torch.dtype) -> Tensor:
     """Full rows, or a block of them, from a leaf's parts."""
     codec = CODECS[spec.codec]
     parts = {name: tensors[f"{path}.{name}"] for name in codec.parts(spec.shape)}
     rows = next(iter(parts.values())).shape[0]
     return codec.decode(parts, (rows, *spec.shape[1:]), dtype)
-
-
-def decoded(params: Any, named: Mapping[str, LayoutSpec], structure: tree.TreeDef) -> Any:
-    """A tree of full leaves from one of full parts; coded leaves come in `compute_dtype`."""
-    full = tree.flatten_with_paths(params)[0]
-    values = [_decode(full, p, s, s.compute_dtype) if is_coded(s) else full[p] for p, s in named.items()]
-    return tree.unflatten(values, structure)

@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import torch
 
+from fnshard.analysis.footprint import Compiled
 from fnshard.analysis.hardware import Hardware
 from fnshard.analysis.memory import Ledger, MemoryAnalysis, MemoryTimeline, made_of, measure
 from fnshard.analysis.tables import megabytes
@@ -33,7 +34,6 @@ from fnshard.mesh.process_group import place_on_host
 from fnshard.optim.contract import Optimizer
 from fnshard.step.plan import Options
 
-Kernels = Mapping[str, tuple[Boxed, Boxed | None]]
 KnownKernels = dict[tuple[str, bool], Boxed]  # by name, and whether it is the backward
 
 
@@ -65,7 +65,7 @@ class Lowered:
 
     stages: Stages
     options: Options
-    compiled: Kernels | None = None
+    compiled: Compiled | None = None
     optimizer: Optimizer | None = None
     batch_bytes: Mapping[str, int] = field(default_factory=dict)
     shared: tuple[SharedKernels, int] | None = None
