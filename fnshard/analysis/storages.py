@@ -211,13 +211,13 @@ class StorageTracker(TorchDispatchMode):
         computes = line.lane in (COMPUTE, OPTIMIZER_LANE) and not isinstance(line, Wait)
         rest = WORKSPACES if computes else BUFFERS  # what memory is for that dies in the line that took it
         peak = self.peak
-        for made in (*self._made.values(), *peak.made):
-            made.category = made.category or rest
         for made in self._made.values():
+            made.category = made.category or rest
             self._count(made, made.bytes)
         self._made = {}
         peak.categories[rest] += peak.workspace
         for record in peak.made:
+            record.category = record.category or rest
             if record.tier == "device":
                 peak.categories[record.category] += record.bytes
         self.moments.append(Moment(index, line, peak.categories, self.live["host"], self.live["disk"]))
