@@ -94,7 +94,8 @@ def lora(
     >>> [list(params["adapters"]["w"][n].shape) for n in "ab"], tuned(params, torch.ones(1, 3)).item()
     ([[2, 3], [4, 2]], 12.0)
     """
-    _check_numbers(rank, alpha, dropout)
+    if wrong := misfits({"rank": rank, "alpha": alpha, "dropout": dropout}, _EXPECTED):
+        raise SpecError("no such adapters:", wrong)
     named, structure = tree.flatten_with_paths(params)
     check_tree(named)
     chosen = matched_leaves("targets", targets, named)
@@ -110,14 +111,11 @@ def lora(
     return tuned, {"base": tree.unflatten(base, structure), "adapters": init_adapters(settings, named, seed)}
 
 
-def _check_numbers(rank: Any, alpha: Any, dropout: Any) -> None:
-    expected = {
-        "rank": counts(1),
-        "alpha": (lambda v: is_number(v) and v > 0, "a number above 0"),
-        "dropout": (lambda v: is_number(v) and 0 <= v < 1, "a share from 0, below 1"),
-    }
-    if wrong := misfits({"rank": rank, "alpha": alpha, "dropout": dropout}, expected):
-        raise SpecError("no such adapters:", wrong)
+_EXPECTED = {
+    "rank": counts(1),
+    "alpha": (lambda v: is_number(v) and v > 0, "a number above 0"),
+    "dropout": (lambda v: is_number(v) and 0 <= v < 1, "a share from 0, below 1"),
+}
 
 
 def _misfits(path: str, leaf: Tensor, rank: int, trains: bool, dora: bool) -> list[str]:

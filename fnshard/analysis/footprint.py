@@ -76,19 +76,6 @@ def eager_footprint(module: fx.GraphModule, entries: Sequence[CallArgument], dev
     return call_footprint(run, _inputs_of(module), entries, StorageTracker(device))
 
 
-def compiled_footprint(
-    module: fx.GraphModule, compiled: Boxed, entries: Sequence[CallArgument], device: str
-) -> Footprint | None:
-    """Of Inductor's code for a graph; None where it is not a Python wrapper (C++ wrappers, CUDA graphs)."""
-    tracker = StorageTracker(device)
-    sized = compiled if isinstance(compiled, Sized) else None
-    wrapper = generated_wrapper(sized.compiled if sized else compiled, tracker)
-    if wrapper is None:
-        return None
-    run = replace(sized, compiled=wrapper) if sized else wrapper
-    return call_footprint(run, _inputs_of(module), entries, tracker)
-
-
 _KNOWN: weakref.WeakKeyDictionary[fx.GraphModule, dict[Any, tuple[Footprint, Any]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -97,17 +84,22 @@ _KNOWN: weakref.WeakKeyDictionary[fx.GraphModule, dict[Any, tuple[Footprint, Any
 def footprint_of(
     kernel: Kernel, backward: bool, entries: Sequence[CallArgument], compiled: Compiled | None, device: str
 ) -> Footprint:
-    """Of one kernel's call on a type of device; each is worked out once."""
+    """Of one kernel's call on a type of device; each is worked out once.
+
+    Of Inductor's code for it, but where that is no Python wrapper (C++ wrappers, CUDA graphs).
+    """
     module = kernel.backward if backward else kernel.forward
     generated = None if compiled is None else compiled[kernel.name][int(backward)]
     known = _KNOWN.setdefault(module, {})
     key = tuple(entries), device, id(generated)
     if key not in known:
-        found = None if generated is None else compiled_footprint(module, generated, entries, device)
-        known[key] = (
-            found or eager_footprint(module, entries, device),
-            generated,
-        )  # kept alive, so that its id is not taken again
+        tracker = StorageTracker(device)
+        run = None if generated is None else generated_wrapper(generated, tracker)
+        if run is None:
+            found = eager_footprint(module, entries, device)
+        else:
+            found = call_footprint(run, _inputs_of(module), entries, tracker)
+        known[key] = found, generated  # kept alive, so that its id is not taken again
     return known[key][0]
 
 
@@ -173,23 +165,14 @@ def _arguments(likes: Sequence[Tensor], entries: Sequence[CallArgument]) -> list
             out.append(torch.empty_strided(size, stride, dtype=like.dtype, device=like.device))
             continue
         if entry.storage not in bases:
-            largest = max(
-                storage_bytes(li.shape, li.stride(), li.dtype)
-                for li, e in zip(likes, entries, strict=True)
-                if e.storage == entry.storage
-            )
-            room = -(-max(largest, entry.bytes) // 16) * 16
+            alike = [li for li, e in zip(likes, entries, strict=True) if e.storage == entry.storage]
+            alone = [
+                torch.empty_strided(li.shape, li.stride(), dtype=li.dtype, device="meta") for li in alike
+            ]
+            room = -(-max(entry.bytes, *(t.untyped_storage().nbytes() for t in alone)) // 16) * 16
             bases[entry.storage] = torch.empty(room, dtype=torch.uint8, device=like.device)
         out.append(bases[entry.storage].view(like.dtype).as_strided(size, stride))
     return out
-
-
-def storage_bytes(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
-    """Bytes from the first to the last element of a strided tensor."""
-    if 0 in shape:
-        return 0
-    span = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
-    return span * dtype.itemsize
 
 
 def _stand_in(name: str, value: Any, tracker: StorageTracker) -> Any:
@@ -242,6 +225,9 @@ class _Extern:
 
 def generated_wrapper(compiled: Any, tracker: StorageTracker) -> Callable[..., Any] | None:
     """The Python function that Inductor generated, made ready to run on fakes; None if there is none."""
+    if isinstance(compiled, Sized):
+        wrapper = generated_wrapper(compiled.compiled, tracker)
+        return None if wrapper is None else replace(compiled, compiled=wrapper)
     runner = getattr(compiled, "compiled_fn_runner", None)
     if getattr(runner, "partitions", None):
         return None

@@ -170,7 +170,7 @@ class Hardware:
         Raises:
             SpecError: an unknown name; lists the known ones.
         """
-        if name not in TABLE:
+        if not isinstance(name, str) or name not in TABLE:
             raise SpecError(
                 f"no hardware is called {name!r}.",
                 fix=f"one of {', '.join(map(repr, TABLE))}, fs.Hardware.measure() for this machine, or "
@@ -185,14 +185,7 @@ class Hardware:
         Raises:
             SpecError: neither, or an unknown name.
         """
-        if isinstance(hardware, str):
-            return Hardware.named(hardware)
-        if not isinstance(hardware, Hardware):
-            raise SpecError(
-                f"hardware={hardware!r}: a Hardware or the name of one.",
-                fix=f"one of {', '.join(map(repr, TABLE))}, or fs.Hardware.measure() for this machine.",
-            )
-        return hardware
+        return hardware if isinstance(hardware, Hardware) else Hardware.named(hardware)
 
     @staticmethod
     def of_gpu(name: str) -> Hardware | None:

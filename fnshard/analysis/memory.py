@@ -37,7 +37,7 @@ from fnshard.analysis.storages import (
     StorageTracker,
 )
 from fnshard.analysis.tables import columns, megabytes
-from fnshard.analysis.transport import Counting, TransportKind, kind_of
+from fnshard.analysis.transport import Counting, TransportKind
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.ir.values import LOSS_TANGENT, Kind, ValueName
 from fnshard.compiler.schedule.instructions import Env
@@ -152,27 +152,6 @@ _WAYS_OUT = {
 
 
 @dataclass(frozen=True)
-class MemoryInputs:
-    """What a schedule does not say of a step's memory.
-
-    Args:
-        program: for its inputs.
-        batch_bytes: of the whole batch's leaves on this rank, by name.
-        optimizer: None where gradients are returned.
-        compiled: the kernels, if they have been compiled by Inductor.
-        transport: how ranks talk; None looks at the mesh.
-        fused_update: updates are compiled.
-    """
-
-    program: Program
-    batch_bytes: Mapping[str, int]
-    optimizer: Optimizer | None = None
-    compiled: Compiled | None = None
-    transport: TransportKind | None = None
-    fused_update: bool = False
-
-
-@dataclass(frozen=True)
 class Ledger:
     """What `measure` found. `sizes`: bytes of all values of the step, by name."""
 
@@ -181,38 +160,74 @@ class Ledger:
     sizes: Mapping[ValueName, int]
 
 
-def measure(schedule: Schedule, inputs: MemoryInputs) -> Ledger:
-    """Run the schedule's bindings on tensors without data."""
+def measure(
+    schedule: Schedule,
+    program: Program,
+    batch_bytes: Mapping[str, int],
+    optimizer: Optimizer | None,
+    compiled: Compiled | None,
+    transport: TransportKind,
+    fused_update: bool,
+) -> Ledger:
+    """Run the schedule's bindings on tensors without data.
+
+    Args:
+        program: for its inputs.
+        batch_bytes: of the whole batch's leaves on this rank, by name.
+        optimizer: None where gradients are returned.
+        compiled: the kernels, if they have been compiled by Inductor.
+        transport: how ranks talk.
+        fused_update: updates are compiled.
+    """
     mesh = schedule.mesh
     tracker = StorageTracker(mesh.device_type)
-    comm = Counting(mesh, inputs.transport or kind_of(mesh), tracker)
-    slots = slots_of(inputs.optimizer, schedule.specs, mesh) if inputs.optimizer else {}
-    known = _UPDATES.setdefault(inputs.optimizer, {}) if inputs.optimizer else {}
-    updates = Updates(schedule, inputs.optimizer, slots, known, inputs.fused_update)
+    comm = Counting(mesh, transport, tracker)
+    slots = slots_of(optimizer, schedule.specs, mesh) if optimizer else {}
+    known = _UPDATES.setdefault(optimizer, {}) if optimizer else {}
+    updates = Updates(schedule, optimizer, slots, known, fused_update)
     context = DryContext(
         schedule,
         tracker,
         comm,
         footprint=lambda name, backward, entries: footprint_of(
-            schedule.kernels[name], backward, entries, inputs.compiled, mesh.device_type
+            schedule.kernels[name], backward, entries, compiled, mesh.device_type
         ),
         update_bytes=updates.bytes,
         rank=mesh.rank,
     )
-    env, constants = _inputs(tracker, schedule, inputs, slots)
+    env, constants = _inputs(tracker, schedule, program, batch_bytes, slots)
     context.run(env)
-    transport, compiled = comm.transport_bytes(), (inputs.compiled or {}).values()
-    eager = all(f is None or isinstance(f, FunctionType) for pair in compiled for f in pair)
-    kernels = "eager" if eager else "inductor"
-    analysis = _analysis(tracker, schedule, transport, constants, slots, kernels)
+    transport_bytes = comm.transport_bytes()
     moments = tuple(
-        replace(m, device={**m.device, BUFFERS: m.device[BUFFERS] + transport}) for m in tracker.moments
+        replace(m, device={**m.device, BUFFERS: m.device[BUFFERS] + transport_bytes}) for m in tracker.moments
+    )
+    worst = max(moments, key=lambda m: m.bytes)
+    # After the last line the state is all that is left.
+    resident = {c: tracker.categories[c] for c in (PARAMETERS, OPTIMIZER)}
+    resident |= {BUFFERS: transport_bytes, INPUTS: constants}
+    eager = all(f is None or isinstance(f, FunctionType) for pair in (compiled or {}).values() for f in pair)
+    analysis = MemoryAnalysis(
+        peak_bytes=worst.bytes,
+        at=worst.index,
+        line=worst.line,
+        peak={c: n for c, n in worst.device.items() if n},
+        resident={c: n for c, n in resident.items() if n},
+        host_bytes=tracker.worst["host"],
+        host_resident_bytes=tracker.live["host"],
+        disk_bytes=tracker.worst["disk"],
+        disk_resident_bytes=tracker.live["disk"],
+        leaves=_leaves(schedule.specs, slots, mesh),
+        kernels="eager" if eager else "inductor",
     )
     return Ledger(analysis, MemoryTimeline(moments), context.sizes)
 
 
 def _inputs(
-    tracker: StorageTracker, schedule: Schedule, inputs: MemoryInputs, slots: Slots
+    tracker: StorageTracker,
+    schedule: Schedule,
+    program: Program,
+    batch_bytes: Mapping[str, int],
+    slots: Slots,
 ) -> tuple[Env, int]:
     """State, batch, constants, keys and the seed, on "meta"; and the bytes of constants."""
     mesh, accumulate, env, constants = schedule.mesh, schedule.accumulate, {}, 0
@@ -228,10 +243,8 @@ def _inputs(
     for path, parts in slots.items():
         where = OPTIMIZER, schedule.specs[path].optimizer_memory
         env[ValueName(Kind.SLOTS, path)] = {n: new(*part, *where) for n, part in parts.items()}
-    whole = {
-        ValueName(Kind.BATCH, n): new((size,), torch.uint8, INPUTS) for n, size in inputs.batch_bytes.items()
-    }
-    for node, entry in zip(inputs.program.placeholders, inputs.program.inputs, strict=True):
+    whole = {ValueName(Kind.BATCH, n): new((size,), torch.uint8, INPUTS) for n, size in batch_bytes.items()}
+    for node, entry in zip(program.placeholders, program.inputs, strict=True):
         value, base = node.meta["val"], entry.value_name
         if entry.kind == "leaf":
             continue
@@ -249,29 +262,6 @@ def _inputs(
         if name not in env:
             env[name] = new((), torch.float32, INPUTS, UNCOUNTED)
     return env, constants + kept
-
-
-def _analysis(
-    tracker: StorageTracker, schedule: Schedule, transport: int, constants: int, slots: Slots, kernels: str
-) -> MemoryAnalysis:
-    """`tracker`: after the last line, when the state is all that is left."""
-    worst = max(tracker.moments, key=lambda m: m.bytes)
-    peak = {**worst.device, BUFFERS: worst.device[BUFFERS] + transport}
-    resident = {c: tracker.categories[c] for c in (PARAMETERS, OPTIMIZER)}
-    resident |= {BUFFERS: transport, INPUTS: constants}
-    return MemoryAnalysis(
-        peak_bytes=sum(peak.values()),
-        at=worst.index,
-        line=worst.line,
-        peak={c: n for c, n in peak.items() if n},
-        resident={c: n for c, n in resident.items() if n},
-        host_bytes=tracker.worst["host"],
-        host_resident_bytes=tracker.live["host"],
-        disk_bytes=tracker.worst["disk"],
-        disk_resident_bytes=tracker.live["disk"],
-        leaves=_leaves(schedule.specs, slots, schedule.mesh),
-        kernels=kernels,
-    )
 
 
 def _leaves(specs: Mapping[str, LayoutSpec], slots: Slots, mesh: Mesh) -> dict[str, dict[str, int]]:

@@ -285,7 +285,7 @@ class Updates:
                 if stage == "bind_end":
                     layout, dtype = spec.optimizer, bucket.dtype
                 elif self.schedule.accumulate > 1:
-                    dtype = torch.promote_types(spec.reduce_dtype, spec.optimizer_dtype)
+                    dtype = spec.sum_dtype
                 block = block_shape(spec.shape, layout, mesh)
                 blocks[path] = torch.empty(block, dtype=dtype, device=device)
                 own_slots[path] = {

@@ -208,13 +208,19 @@ class StorageTracker(TorchDispatchMode):
         for name in line.writes:
             if name in env:
                 self.categorise(name, env[name])
-        rest = _inside(line)
-        for made in (*self._made.values(), *self.peak.made):
-            made.category = made.category or rest
+        computes = line.lane in (COMPUTE, OPTIMIZER_LANE) and not isinstance(line, Wait)
+        rest = WORKSPACES if computes else BUFFERS  # what memory is for that dies in the line that took it
+        peak = self.peak
         for made in self._made.values():
+            made.category = made.category or rest
             self._count(made, made.bytes)
         self._made = {}
-        self.moments.append(self._moment(index, line))
+        peak.categories[rest] += peak.workspace
+        for record in peak.made:
+            record.category = record.category or rest
+            if record.tier == "device":
+                peak.categories[record.category] += record.bytes
+        self.moments.append(Moment(index, line, peak.categories, self.live["host"], self.live["disk"]))
 
     def categorise(self, name: ValueName, value: Any) -> None:
         """Say by its name what a value's memory is for, if nothing has said so."""
@@ -226,19 +232,6 @@ class StorageTracker(TorchDispatchMode):
                 record.category = category
                 self._count(record, record.bytes)
             record.category = record.category or category
-
-    def _moment(self, index: int, line: Instruction) -> Moment:
-        peak = self.peak
-        peak.categories[_inside(line)] += peak.workspace
-        for record in peak.made:
-            if record.tier == "device":
-                peak.categories[record.category] += record.bytes
-        return Moment(index, line, peak.categories, self.live["host"], self.live["disk"])
-
-
-def _inside(line: Instruction) -> str:
-    """What memory is for that dies in the line that took it."""
-    return WORKSPACES if line.lane in (COMPUTE, OPTIMIZER_LANE) and not isinstance(line, Wait) else BUFFERS
 
 
 _SENT = (Kind.NORMS, Kind.SENT, Kind.SUMS, Kind.WRITTEN, Kind.FLIGHT)

@@ -86,15 +86,14 @@ class HardwarePricer:
         if key not in self._kernels:
             cost, h = self.counted(line), self.hardware
             host = h.instruction_seconds + cost.host_seconds(h)
-            self._kernels[key] = Price(cost.seconds(h), host, flops=cost.flops)
+            self._kernels[key] = Price(cost.seconds(h), host)
         return self._kernels[key]
 
     def graphs(self, graphs: Sequence[tuple[fx.GraphModule, float]]) -> Price:
         """Graphs that run one after another, operator by operator, each in its share of all steps."""
         h, costs = self.hardware, [(graph_cost(g, fused=False), share) for g, share in graphs if share]
         host = h.instruction_seconds + sum(c.host_seconds(h) * share for c, share in costs)
-        seconds = sum(c.seconds(h) * share for c, share in costs)
-        return Price(seconds, host, flops=sum(c.flops * share for c, share in costs))
+        return Price(sum(c.seconds(h) * share for c, share in costs), host)
 
     def bucket(self, line: OfBucket) -> Bucket:
         return self.schedule.buckets[line.bucket]
@@ -273,23 +272,9 @@ class Timeline:
         return "\n".join(lines)
 
 
-def simulate(
-    schedule: Schedule,
-    hardware: Hardware,
-    sizes: Mapping[ValueName, int],
-    *,
-    fused: bool = True,
-    tokens: int | None = None,
-    fused_update: bool = False,
-) -> Timeline:
-    """Simulate a schedule.
-
-    Args:
-        fused: kernels as Inductor compiles them; else operator by operator.
-        tokens: of one step, all ranks together, if known.
-        sizes, fused_update: see `HardwarePricer`.
-    """
-    pricer = HardwarePricer(schedule, hardware, sizes, fused, fused_update)
+def simulate(pricer: HardwarePricer, tokens: int | None) -> Timeline:
+    """Simulate the pricer's schedule; `tokens`: of one step, all ranks together, if known."""
+    schedule, hardware = pricer.schedule, pricer.hardware
     clock = _Together() if hardware.overlap else _OneClock()
     for index, line in enumerate(schedule.instructions):
         clock.step(index, line, line.price(pricer))
@@ -297,7 +282,7 @@ def simulate(
     for span in clock.spans:
         busy[span.lane] += span.end - span.start
     seconds = clock.end()
-    model, spent, dtype = _flops(schedule, pricer)
+    model, spent, dtype = _flops(pricer)
     peak = hardware.peak_flops.get(dtype) or hardware.peak_flops["f32"]
     return Timeline(
         hardware.name,
@@ -315,13 +300,13 @@ def simulate(
     )
 
 
-def _flops(schedule: Schedule, pricer: HardwarePricer) -> tuple[float, float, str]:
+def _flops(pricer: HardwarePricer) -> tuple[float, float, str]:
     """Model FLOPs, hardware FLOPs, and the dtype most of them are in.
 
     A backward without recomputation costs twice its forward, or less where leaves are frozen: the lesser
     of that and what the kernel does.
     """
-    runs = [line for line in schedule.instructions if isinstance(line, Run)]
+    runs = [line for line in pricer.schedule.instructions if isinstance(line, Run)]
     back = {(r.segment, r.phase.rpartition(".")[2]): r for r in runs if r.backward}
     model = spent = 0.0
     dtypes: dict[str, float] = {}

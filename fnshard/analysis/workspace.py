@@ -106,10 +106,6 @@ def _cast(x: Tensor) -> int:
     return x.numel() * 4 if x.dtype in HALVES and x.dim() else 0
 
 
-def _columns_backward(gradient: Tensor, x: Tensor, weight: Tensor, transposed: bool) -> int:
-    return 0 if transposed else _columns(x, gradient, weight, transposed)
-
-
 def _columns(x: Tensor, out: Tensor, weight: Tensor, transposed: bool) -> int:
     """fp64 convolutions unfold their input; others are oneDNN's, and not known."""
     window = math.prod(weight.shape[2:])
@@ -182,7 +178,9 @@ _RULES: dict[tuple[str, str], Rule] = {
     ("cpu", "mean"): lambda args, kwargs, out: _cast(args[0]),
     ("cpu", "embedding"): lambda args, kwargs, out: 0 if args[1].is_contiguous() else args[1].nbytes,
     ("cpu", "convolution"): lambda args, kwargs, out: _columns(args[0], out, args[1], args[6]),
-    ("cpu", "convolution_backward"): lambda args, kwargs, out: _columns_backward(*args[:3], args[7]),
+    ("cpu", "convolution_backward"): lambda args, kwargs, out: (
+        0 if args[7] else _columns(args[1], args[0], args[2], False)
+    ),
     ("cpu", "gather"): lambda args, kwargs, out: out.numel() * 4 if args[0].dtype in HALVES else 0,
     ("cpu", "scatter"): lambda args, kwargs, out: args[0].numel() * 4 if args[0].dtype in HALVES else 0,
     ("cpu", "where"): lambda args, kwargs, out: _promotion(args[1:], out),

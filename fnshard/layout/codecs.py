@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnshard import tree
 from fnshard.errors import SpecError, StateError, leaves
 from fnshard.layout.spec import DTYPE_FIELDS, LayoutSpec, P, is_spec
 
@@ -121,10 +120,9 @@ def _nf4_encode(rows: Tensor) -> Mapping[str, Tensor]:
     blocks, most = _blocks(rows)
     # Scales are coded in turn: 8 bits around the mean of their group.
     groups = -(-most.shape[1] // GROUP)
-    padded = F.pad(most, (0, -most.shape[1] % GROUP)) if groups > 1 else most
-    grouped = padded.view(most.shape[0], groups, -1)
-    filled = torch.ones_like(most)
-    counted = (F.pad(filled, (0, -most.shape[1] % GROUP)) if groups > 1 else filled).view_as(grouped)
+    missing = -most.shape[1] % GROUP if groups > 1 else 0
+    both = most, torch.ones_like(most)
+    grouped, counted = (F.pad(each, (0, missing)).view(most.shape[0], groups, -1) for each in both)
     mean = (grouped * counted).sum(2) / counted.sum(2)
     spread = ((grouped - mean.unsqueeze(2)) * counted).abs().amax(2) / 127
     step = torch.where(spread > 0, spread, 1.0).unsqueeze(2)
@@ -310,19 +308,12 @@ def block_of(blocks: Mapping[str, Tensor], path: str, spec: LayoutSpec) -> Tenso
     """A leaf's stored block by its path; of a coded one what its parts decode to, in storage dtype."""
     if not is_coded(spec):
         return blocks[path].detach()
-    return _decode(blocks, path, spec, spec.storage_dtype).detach()
+    return decoded(blocks, path, spec, spec.storage_dtype).detach()
 
 
-def _decode(tensors: Mapping[str, Tensor], path: str, spec: LayoutSpec, dtype: torch.dtype) -> Tensor:
+def decoded(tensors: Mapping[str, Tensor], path: str, spec: LayoutSpec, dtype: torch.dtype) -> Tensor:
     """Full rows, or a block of them, from a leaf's parts."""
     codec = CODECS[spec.codec]
     parts = {name: tensors[f"{path}.{name}"] for name in codec.parts(spec.shape)}
     rows = next(iter(parts.values())).shape[0]
     return codec.decode(parts, (rows, *spec.shape[1:]), dtype)
-
-
-def decoded(params: Any, named: Mapping[str, LayoutSpec], structure: tree.TreeDef) -> Any:
-    """A tree of full leaves from one of full parts; coded leaves come in `compute_dtype`."""
-    full = tree.flatten_with_paths(params)[0]
-    values = [_decode(full, p, s, s.compute_dtype) if is_coded(s) else full[p] for p, s in named.items()]
-    return tree.unflatten(values, structure)

@@ -172,14 +172,12 @@ def _stacks(
             fix="expert=None, which gathers codes, or codec=None.",
         )
     stacks = {p: P(expert) for p, leaf in free.items() if "experts" in p and leaf.dim() == 3}
-    if not stacks and any("experts" in p for p in free):
-        raise SpecError(
-            f'expert={expert!r}: no leaf is a stack of experts, [E, M, N] with "experts" in its path.',
-            fix="stack the experts of a layer in one leaf, and multiply by F.grouped_mm.",
-        )
     if not stacks:
         raise SpecError(
-            f'expert={expert!r}: no leaf has "experts" in its path.', fix="rules=[(glob, LayoutSpec(...))]."
+            f'expert={expert!r}: no leaf without a rule is a stack of experts, [E, M, N] with "experts" '
+            "in its path.",
+            fix="stack the experts of a layer in one leaf, and multiply by F.grouped_mm; experts of another "
+            "name take rules=[(glob, LayoutSpec(...))].",
         )
     return stacks
 

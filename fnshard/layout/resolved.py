@@ -184,8 +184,10 @@ class ResolvedSpecs:
             )
 
     def decoded(self, params: Any) -> Any:
-        """The tree that `fn` sees, from one of full stored tensors."""
-        return decoded(params, self.leaves, self.leaf_structure)
+        """The tree that `fn` sees, from one of full stored tensors; coded leaves come in `compute_dtype`."""
+        full, specs = tree.flatten_with_paths(params)[0], self.leaves.items()
+        values = [decoded(full, p, s, s.compute_dtype) if is_coded(s) else full[p] for p, s in specs]
+        return tree.unflatten(values, self.leaf_structure)
 
     def decoding(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn` as a function of full stored tensors, complex ones in pairs."""

@@ -50,11 +50,11 @@ def match_specs(
     rules = _checked(rules)
     unit_of = _units(units or numeric, params, named)
     tied = tied_names(named)
-    used: set[int] = _tied_hits(tied, named, rules)
+    used = _tied_hits(tied, rules)
     uncovered: list[str] = []
     specs: list[LayoutSpec] = []
     for path, leaf in named.items():
-        hit = next((i for i, (glob, _) in enumerate(rules) if fnmatch.fnmatchcase(path, glob)), None)
+        hit = _first(path, rules)
         if hit is None:
             uncovered.append(f"params[{path!r}] {list(leaf.shape)} {leaf.dtype}")
             continue
@@ -131,18 +131,19 @@ def tied_names(named: Mapping[str, Tensor]) -> dict[str, str]:
     return {other: path for path, leaf in named.items() for other in getattr(leaf, "tied_names", ())}
 
 
-def _tied_hits(tied: Mapping[str, str], named: Mapping[str, Tensor], rules: Sequence[Rule]) -> set[int]:
+def _first(path: str, rules: Sequence[Rule]) -> int | None:
+    """The rule that a path takes."""
+    return next((i for i, (glob, _) in enumerate(rules) if fnmatch.fnmatchcase(path, glob)), None)
+
+
+def _tied_hits(tied: Mapping[str, str], rules: Sequence[Rule]) -> set[int]:
     """Rules that a tied weight takes by another of its names; they must say what its path's rule says."""
-
-    def first(path: str) -> int | None:
-        return next((i for i, (glob, _) in enumerate(rules) if fnmatch.fnmatchcase(path, glob)), None)
-
-    hits = {other: first(other) for other in tied}
+    hits = {name: i for name in (*tied, *tied.values()) if (i := _first(name, rules)) is not None}
+    shown = {name: f"rule {rules[i][0]!r}" for name, i in hits.items()}
     differ = [
-        f"params[{path!r}] takes {_show(rules, first(path))}, its other name {other!r} takes "
-        f"{_show(rules, hits[other])}"
+        f"params[{path!r}] takes {shown.get(path, 'no rule')}, its other name {other!r} takes {shown[other]}"
         for other, path in tied.items()
-        if hits[other] is not None and _layout(rules, hits[other]) != _layout(rules, first(path))
+        if other in hits and (path not in hits or rules[hits[other]][1] != rules[hits[path]][1])
     ]
     if differ:
         raise SpecError(
@@ -150,15 +151,7 @@ def _tied_hits(tied: Mapping[str, str], named: Mapping[str, Tensor], rules: Sequ
             differ,
             "a tied weight is stored once, under the first of its names: give all names one rule.",
         )
-    return {i for i in hits.values() if i is not None}
-
-
-def _layout(rules: Sequence[Rule], index: int | None) -> LayoutSpec | None:
-    return None if index is None else rules[index][1]
-
-
-def _show(rules: Sequence[Rule], index: int | None) -> str:
-    return "no rule" if index is None else f"rule {rules[index][0]!r}"
+    return {hits[other] for other in tied if other in hits}
 
 
 def _unused(index: int, rules: Sequence[Rule], named: Mapping[str, Any], tied: Mapping[str, str]) -> str:
@@ -166,7 +159,7 @@ def _unused(index: int, rules: Sequence[Rule], named: Mapping[str, Any], tied: M
     glob = rules[index][0]
     path = next((p for p in named if fnmatch.fnmatchcase(p, glob)), None)
     if path is not None:
-        earlier = next(g for g, _ in rules if fnmatch.fnmatchcase(path, g))
+        earlier = rules[_first(path, rules)][0]
         return f"rule {glob!r}: rule {earlier!r} before it takes {path!r}"
     other = next((o for o in tied if fnmatch.fnmatchcase(o, glob)), None)
     if other is not None:

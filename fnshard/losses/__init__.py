@@ -3,6 +3,7 @@ of language models, which never hold the logits of a whole batch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnshard.losses import policy
-from fnshard.losses.balance import load_balance
 from fnshard.losses.linear import token_parts
 from fnshard.losses.mean import Mean
 from fnshard.losses.policy import dpo
@@ -129,3 +129,32 @@ def sequence_logprobs(
 ) -> Tensor:
     """log p of each sequence's counted targets after a linear layer, fp32 [B]; shapes as above, [B, T]."""
     return -linear_token_losses(hidden, weight, targets, ignore=ignore, chunk=chunk).sum(-1)
+
+
+def load_balance(
+    router_logits: Iterable[Tensor], top_k: int, counted: Tensor | None = None,
+    psum: Callable[[Tensor], Tensor] = lambda x: x,
+) -> Mean:  # fmt: skip
+    """Load balance, the auxiliary loss of a mixture's routers (Fedus et al. 2022, Switch Transformer, eq. 4):
+    E times the sum over experts of the share of tokens that went there times the mean probability of it.
+
+    Both are of all layers, and of all rows. It is at least `top_k`, and equals transformers'
+    `load_balancing_loss_func`.
+
+    Args:
+        router_logits: of each layer, [N, E].
+        top_k: experts that a token goes to.
+        counted: whether each of the N tokens counts; default all.
+        psum: inside a sharded function `fs.psum`: the rows are those of all ranks then.
+
+    >>> import torch
+    >>> load_balance([torch.zeros(6, 4)], top_k=2).total / 6
+    tensor(2.)
+    """
+    probs = torch.stack(list(router_logits)).float().softmax(-1)  # [layers, N, E]
+    layers, tokens, experts = probs.shape
+    weight = probs.new_ones(tokens) if counted is None else counted.to(probs.dtype)
+    went = F.one_hot(probs.detach().topk(top_k, -1).indices, experts).sum((0, 2)).to(probs.dtype)  # [N, E]
+    count = layers * weight.sum()
+    shares = psum(weight @ went) / psum(count).clamp(min=1)
+    return Mean(experts * (torch.einsum("lne,n->e", probs, weight) * shares).sum(), count)

@@ -147,7 +147,7 @@ def adafactor(
     name = call_text("adafactor", **given, weight_decay=weight_decay, lr_scale=lr_scale)
     if wrong := misfits({n: given[n] for n in _EXPECTED}, _EXPECTED):
         raise OptimizerError(f"{name}: no such optimizer:", wrong)
-    rate, rules, settings = hyper(lr, weight_decay, lr_scale)
+    rate, settings, shared = hyper(lr, weight_decay, lr_scale)
 
     def second_sums(path: str, grad: Tensor, slots: Any, param: Tensor, info: StepInfo) -> dict[str, Tensor]:
         made = normalized(path, grad, slots, param, info)[0]
@@ -183,10 +183,7 @@ def adafactor(
 
     slots = {"rows": _mean_over(-1), "columns": _mean_over(-2), "mean": _mean_over(-2, -1)}
     slots["moment"] = lambda param: torch.zeros_like(param) if param.dim() < 2 else None
-    return Optimizer(
-        name, leaf, slots, elementwise=False, sums=(_squares, second_sums), rules=rules, settings=settings,
-        values=lambda info: {"lr": rate_of(rate, 1.0, info)},
-    )  # fmt: skip
+    return Optimizer(name, leaf, slots, elementwise=False, sums=(_squares, second_sums), **shared)
 
 
 def _summed(values: Tensor, dims: Any) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from fnshard.errors import SpecError, StateError, is_number
 
 State = Mapping[str, Tensor]
+GROWTH_INTERVAL = 2000  # good steps
 
 
 @dataclass(frozen=True)
@@ -25,14 +26,11 @@ class LossScale:
 
     Args:
         initial: the first scale, or the constant one.
-        dynamic: halve on overflow and skip the update; double after `growth_interval` good steps.
+        dynamic: halve on overflow and skip the update; double after `GROWTH_INTERVAL` good steps.
     """
 
     initial: float = 1.0
     dynamic: bool = False
-    growth: float = 2.0
-    backoff: float = 0.5
-    growth_interval: int = 2000
 
     @staticmethod
     def choose(given: float | Literal["dynamic"] | None, fp16: bool, has_optimizer: bool = True) -> LossScale:
@@ -95,13 +93,13 @@ class LossScale:
             return dict(state)
         if skipped:
             return {
-                "scale": (state["scale"] * self.backoff).clamp(min=1.0),
+                "scale": (state["scale"] / 2).clamp(min=1.0),
                 "good_steps": torch.zeros_like(state["good_steps"]),
                 "skipped_steps": state["skipped_steps"] + 1,
             }
         good = state["good_steps"] + 1
-        grown = int(good) % self.growth_interval == 0
-        scale = state["scale"] * self.growth if grown else state["scale"]
+        grown = int(good) % GROWTH_INTERVAL == 0
+        scale = state["scale"] * 2 if grown else state["scale"]
         return {"scale": scale, "good_steps": good, "skipped_steps": state["skipped_steps"]}
 
     def metrics(self, state: State) -> dict[str, Tensor]:

@@ -45,7 +45,7 @@ def sgd(
     _within(name, momentum=momentum)
     if nesterov and momentum == 0:
         raise OptimizerError(f"{name}: nesterov needs a momentum above 0.")
-    rate, rules, settings = hyper(lr, weight_decay, lr_scale)
+    rate, settings, shared = hyper(lr, weight_decay, lr_scale)
 
     def numbers(path, info):
         return rate_of(rate, settings(path)[1], info)
@@ -76,12 +76,10 @@ def sgd(
         name,
         leaf,
         {"momentum": torch.zeros_like} if momentum else {},
-        rules=rules,
-        values=lambda info: {"lr": rate_of(rate, 1.0, info)},
         kernel=kernel,
-        settings=settings,
         takes=takes,
         numbers=numbers,
+        **shared,
     )
 
 
@@ -110,7 +108,7 @@ def lars(
     _within(name, momentum=momentum)
     if not (trust > 0 and eps > 0):
         raise OptimizerError(f"{name}: trust and eps are above 0.")
-    rate, rules, settings = hyper(lr, weight_decay, lr_scale)
+    rate, settings, shared = hyper(lr, weight_decay, lr_scale)
 
     def squares(path: str, grad: Tensor, slots: Any, param: Tensor, info: StepInfo) -> dict[str, Tensor]:
         both = {"param_square": param, "grad_square": grad} if param.dim() > 1 else {}
@@ -127,8 +125,7 @@ def lars(
         return -rate_of(rate, scale, info).to(param.dtype) * trace, {"momentum": trace}
 
     return Optimizer(
-        name, leaf, {"momentum": torch.zeros_like}, elementwise=False, sums=(squares,), rules=rules,
-        settings=settings, values=lambda info: {"lr": rate_of(rate, 1.0, info)},
+        name, leaf, {"momentum": torch.zeros_like}, elementwise=False, sums=(squares,), **shared
     )  # fmt: skip
 
 
@@ -156,7 +153,7 @@ def adamw(
         b1, b2 = _pair(betas, b1, b2)
     name = call_text("adamw", lr=lr, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, lr_scale=lr_scale)
     _within(name, b1=b1, b2=b2)
-    rate, rules, settings = hyper(lr, weight_decay, lr_scale)
+    rate, settings, shared = hyper(lr, weight_decay, lr_scale)
 
     def biases(info: StepInfo) -> tuple[Tensor, Tensor]:
         count = (info.step + 1).to(torch.float64)
@@ -186,16 +183,8 @@ def adamw(
             amsgrad=False, maximize=False,
         )  # fmt: skip
 
-    return Optimizer(
-        name,
-        leaf,
-        {"mu": torch.zeros_like, "nu": torch.zeros_like},
-        rules=rules,
-        values=lambda info: {"lr": rate_of(rate, 1.0, info)},
-        kernel=kernel,
-        settings=settings,
-        numbers=numbers,
-    )
+    slots = {"mu": torch.zeros_like, "nu": torch.zeros_like}
+    return Optimizer(name, leaf, slots, kernel=kernel, numbers=numbers, **shared)
 
 
 @rate_first
@@ -216,7 +205,7 @@ def lion(
     """
     name = call_text("lion", lr=lr, b1=b1, b2=b2, weight_decay=weight_decay, lr_scale=lr_scale)
     _within(name, b1=b1, b2=b2)
-    rate, rules, settings = hyper(lr, weight_decay, lr_scale)
+    rate, settings, shared = hyper(lr, weight_decay, lr_scale)
 
     def leaf(path, grad, slots, param, lr):
         decay, _ = settings(path)
@@ -225,10 +214,12 @@ def lion(
         return -lr * step, {"mu": slots["mu"].lerp(grad, 1 - b2)}
 
     return Optimizer(
-        name, leaf, {"mu": torch.zeros_like}, rules=rules, settings=settings,
-        values=lambda info: {"lr": rate_of(rate, 1.0, info)},
+        name,
+        leaf,
+        {"mu": torch.zeros_like},
         numbers=lambda path, info: rate_of(rate, settings(path)[1], info),
-    )  # fmt: skip
+        **shared,
+    )
 
 
 @rate_first
@@ -256,7 +247,7 @@ def schedule_free_adamw(
     _within(name, b1=b1, b2=b2)
     if not b1 > 0:
         raise OptimizerError(f"{name}: b1 must be above 0: the average would have no part in the parameters.")
-    rate, rules, settings = hyper(lr, weight_decay, lr_scale)
+    rate, settings, shared = hyper(lr, weight_decay, lr_scale)
     sums = [(0.0, 0.0)]  # by step: the largest rate so far, and the sum of its squares
 
     def share(info: StepInfo) -> Tensor:
@@ -282,10 +273,8 @@ def schedule_free_adamw(
         average = slots["ema"] + part * (fast - slots["ema"])
         return (1 - b1) * fast + b1 * average - param, {"ema": average, "nu": nu}
 
-    return Optimizer(
-        name, leaf, {"ema": torch.clone, "nu": torch.zeros_like}, rules=rules, settings=settings,
-        values=lambda info: {"lr": rate_of(rate, 1.0, info)}, numbers=numbers,
-    )  # fmt: skip
+    slots = {"ema": torch.clone, "nu": torch.zeros_like}
+    return Optimizer(name, leaf, slots, numbers=numbers, **shared)
 
 
 def clip_by_global_norm(max_norm: float) -> Optimizer:
@@ -595,10 +584,12 @@ def _own(slots: Slots, own: Mapping[str, str], paths: Tensors) -> Slots:
 
 def hyper(
     lr: Rate, weight_decay: ByPath, lr_scale: ByPath
-) -> tuple[RateSchedule, tuple[PathRules, ...], Callable[[str], tuple[float, float]]]:
-    """A rate, the rules by path, and a leaf's (decay, scale of the rate) by its path."""
+) -> tuple[RateSchedule, Callable[[str], tuple[float, float]], dict[str, Any]]:
+    """A rate, a leaf's (decay, scale of the rate) by its path, and what an `Optimizer` has by these."""
     decays, scales = PathRules.of("weight_decay", weight_decay), PathRules.of("lr_scale", lr_scale)
-    return as_schedule(lr), (decays, scales), cache(lambda path: (decays(path), scales(path)))
+    rate, settings = as_schedule(lr), cache(lambda path: (decays(path), scales(path)))
+    values = lambda info: {"lr": rate_of(rate, 1.0, info)}  # noqa: E731
+    return rate, settings, {"rules": (decays, scales), "settings": settings, "values": values}
 
 
 def rate_of(rate: RateSchedule, scale: float, info: StepInfo) -> Tensor:

@@ -39,7 +39,7 @@ def memory(memory: Any, path: str | Path, *, limit: float | None = None) -> Path
         name: COLOURS[i % len(COLOURS)] for i, name in enumerate(series)
     }  # of a category, always the same
     shown = {name: values for name, values in series.items() if any(values)}
-    figure, axes = figure_of(11, 5)
+    figure, [[axes]] = figure_of(11, 5)
     axes.stackplot(
         range(count),
         [[b * scale for b in values] for values in shown.values()],
@@ -129,9 +129,8 @@ def timeline(timeline: Timeline, path: str | Path, *, measured: Timeline | None 
     lanes = {name: busy_lanes(each) for name, each in shown.items()}
     heights = [max(len(rows), 1) for rows in lanes.values()]
     figure, grid = figure_of(
-        11, 0.9 + sum(0.6 + 0.8 * h for h in heights), len(shown), 1, squeeze=False, sharex=True,
-        height_ratios=heights,
-    )  # fmt: skip
+        11, 0.9 + sum(0.6 + 0.8 * h for h in heights), len(shown), sharex=True, height_ratios=heights
+    )
     from matplotlib.patches import Patch
 
     colours: dict[str, str] = {}
@@ -205,8 +204,8 @@ def _draw_lanes(
     return colours
 
 
-def figure_of(width: float, height: float, rows: int = 1, columns: int = 1, **grid: Any) -> tuple[Any, Any]:
-    """Make a figure of a size in inches, and its axes: one, or an array of them."""
+def figure_of(width: float, height: float, rows: int = 1, **grid: Any) -> tuple[Any, Any]:
+    """Make a figure of a size in inches, and its axes, [rows, 1]."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -216,8 +215,8 @@ def figure_of(width: float, height: float, rows: int = 1, columns: int = 1, **gr
         ) from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, columns, **grid)
-    for each in [axes] if rows == columns == 1 and not grid else axes.flat:
+    axes = figure.subplots(rows, squeeze=False, **grid)
+    for each in axes.flat:
         each.spines[["top", "right"]].set_visible(False)
     return figure, axes
 

@@ -261,7 +261,6 @@ class LeafBytes:
     """
 
     path: str
-    unit: str
     shape: tuple[int, ...]
     label: str
     bytes: int = 0
@@ -280,7 +279,6 @@ def leaves_of(specs: Any, mesh: Mesh, params: Any = None) -> list[LeafBytes]:
     return [
         LeafBytes(
             path,
-            spec.unit or "",
             spec.shape,
             label_of(spec),
             math.prod(spec.shape) * spec.storage_dtype.itemsize,
@@ -324,7 +322,7 @@ def together(leaves: Sequence[LeafBytes]) -> list[LeafBytes]:
     """Leaves whose paths differ in numbers alone, with equal shapes and specs, as one; largest first."""
     found: dict[tuple[str, tuple[int, ...], str], LeafBytes] = {}
     for leaf in leaves:
-        path, unit = (NUMBER.sub("*", name) for name in (leaf.path, leaf.unit))
-        seen = found.setdefault((path, leaf.shape, leaf.label), LeafBytes(path, unit, leaf.shape, leaf.label))
+        path = NUMBER.sub("*", leaf.path)
+        seen = found.setdefault((path, leaf.shape, leaf.label), LeafBytes(path, leaf.shape, leaf.label))
         seen.bytes, seen.mine, seen.count = seen.bytes + leaf.bytes, seen.mine + leaf.mine, seen.count + 1
     return sorted(found.values(), key=lambda leaf: -leaf.bytes)

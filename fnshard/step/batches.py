@@ -105,8 +105,7 @@ def texts_of(batch: Batch) -> dict[str, str]:
     """By leaf, what is equal for equal batches: shapes, constants, and checksums of the tensors."""
     key, named = dict(batch_key(batch)), Arguments.of(batch).leaves[0]
     values = {n: unwrapped(v) for n, v in named.items()}
-    dense = {n: v for n, v in values.items() if isinstance(v, Tensor) and v.layout == torch.strided}
-    sums = {n: checksum(v) for n, v in dense.items() if not v.is_nested}
+    sums = {n: checksum(v) for n, v in values.items() if isinstance(v, Tensor)}
     return {f"batch[{n!r}]": f"{key[n]} {sums.get(n)}" for n in named}
 
 

@@ -70,10 +70,8 @@ class Buckets:
     def of_function(self, signature: inspect.Signature | None) -> Buckets:
         """The same, that knows the names of a function's parameters."""
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        parameters = (
-            [] if signature is None else [p.name for p in signature.parameters.values() if p.kind in kinds]
-        )
-        return replace(self, parameters=tuple(parameters[1:]))
+        parameters = [] if signature is None else signature.parameters.values()
+        return replace(self, parameters=tuple(p.name for p in parameters if p.kind in kinds)[1:])
 
     def padded(self, batch: Arguments) -> Arguments:
         """A batch whose sequences have lengths that are multiples."""

@@ -11,10 +11,11 @@ from typing import Any, get_args
 
 import torch
 
+from fnshard.analysis.footprint import Compiled
 from fnshard.analysis.hardware import Hardware
-from fnshard.analysis.memory import Ledger, MemoryAnalysis, MemoryInputs, MemoryTimeline, made_of, measure
+from fnshard.analysis.memory import Ledger, MemoryAnalysis, MemoryTimeline, made_of, measure
 from fnshard.analysis.tables import megabytes
-from fnshard.analysis.timeline import Timeline, simulate
+from fnshard.analysis.timeline import HardwarePricer, Timeline, simulate
 from fnshard.analysis.traffic import Traffic, analyse
 from fnshard.analysis.transport import TransportKind, kind_of
 from fnshard.compiler.frontend.contexts import deterministic
@@ -33,7 +34,6 @@ from fnshard.mesh.process_group import place_on_host
 from fnshard.optim.contract import Optimizer
 from fnshard.step.plan import Options
 
-Kernels = Mapping[str, tuple[Boxed, Boxed | None]]
 KnownKernels = dict[tuple[str, bool], Boxed]  # by name, and whether it is the backward
 
 
@@ -65,7 +65,7 @@ class Lowered:
 
     stages: Stages
     options: Options
-    compiled: Kernels | None = None
+    compiled: Compiled | None = None
     optimizer: Optimizer | None = None
     batch_bytes: Mapping[str, int] = field(default_factory=dict)
     shared: tuple[SharedKernels, int] | None = None
@@ -138,12 +138,13 @@ class Lowered:
         kinds = get_args(TransportKind)
         if transport is not None and transport not in kinds:
             raise SpecError(f"transport={transport!r}: one of {', '.join(map(repr, kinds))}, or None.")
-        key = transport or kind_of(self.schedule.mesh), self.compiled is None
+        kind = transport or kind_of(self.schedule.mesh)
+        key = kind, self.compiled is None
         if key not in self.ledgers:
-            inputs = MemoryInputs(
-                self.program, self.batch_bytes, self.optimizer, self.compiled, transport, self._fused_update
-            )
-            self.ledgers[key] = measure(self.schedule, inputs)
+            self.ledgers[key] = measure(
+                self.schedule, self.program, self.batch_bytes, self.optimizer, self.compiled, kind,
+                self._fused_update,
+            )  # fmt: skip
         return self.ledgers[key]
 
     @property
@@ -183,11 +184,9 @@ class Lowered:
         Raises:
             SpecError: neither.
         """
-        hardware, tokens = Hardware.of(hardware), self._tokens()
         fused = self.options.backend == "inductor"
-        return simulate(
-            self.schedule, hardware, self.sizes, fused=fused, tokens=tokens, fused_update=self._fused_update
-        )
+        pricer = HardwarePricer(self.schedule, Hardware.of(hardware), self.sizes, fused, self._fused_update)
+        return simulate(pricer, self._tokens())
 
     @property
     def _fused_update(self) -> bool:
@@ -234,7 +233,8 @@ class Lowered:
             start = partial(torch.cuda.set_device, mesh.device) if mesh.device_type == "cuda" else None
             shared = self.first and mesh.kind == "group" and mesh.device_type == "cpu"
             pool = ThreadPoolExecutor(1, "fnshard-compile", start)
-            self.ahead = pool.submit(self._share, *(place_on_host() if shared else (0, 1)))
+            share = share_of(graphs_of(self.kernels.values()), *(place_on_host() if shared else (0, 1)))
+            self.ahead = pool.submit(self.compile_graphs, share)
             pool.shutdown(wait=False)
         return self
 
@@ -242,9 +242,6 @@ class Lowered:
         """Compile this rank's share of the kernels; the others find it in PyTorch's cache."""
         if self.compiled is None:
             self.compile_async().ahead.result()
-
-    def _share(self, place: int, parts: int) -> KnownKernels:
-        return self.compile_graphs(share_of(graphs_of(self.kernels.values()), place, parts))
 
     def compile_graphs(self, graphs: Graphs) -> KnownKernels:
         """Some of its graphs, compiled and counted."""

@@ -61,12 +61,7 @@ def shard(
     tensor([0., 1., 2.])
     """
     resolved = ResolvedSpecs.of(specs).resolve(params)
-    named = tree.flatten_with_paths(params)[0]
-    if seed is not None:
-        check_seed(seed)
-        check_is_used(seed, named)
-    blocks = _blocks(named, resolved.leaves, mesh, disk_dir, seed or 0)
-    return tree.unflatten(blocks, resolved.leaf_structure)
+    return init_params(params, resolved, mesh, seed=seed, disk_dir=disk_dir)
 
 
 def check_seed(seed: Any) -> None:
@@ -102,7 +97,6 @@ def unshard(
     mesh: Mesh,
     *,
     layout: Literal["storage", "gradient", "optimizer"] = "storage",
-    comm: Collectives | None = None,
 ) -> Any:
     """This rank's blocks -> the full tree, on every rank, in the blocks' dtype. A collective.
 
@@ -112,7 +106,6 @@ def unshard(
         layout: which field of the specs says how the blocks lie: "storage" for parameters; "gradient" for
             the gradients that a step without an optimizer returns; "optimizer" for one slot of each leaf, as
             `fs.optim.ema_params` gives. Of gradients and slots, None stays None, and so do frozen leaves.
-        comm: the collectives to use; default those that all steps on the mesh share.
 
     Raises:
         SpecError: another tree than the specs', or another layout.
@@ -138,7 +131,7 @@ def unshard(
     if layout != "storage":
         named = {p: _stored_as(s, layout) for p, s in named.items() if given[p] is not None}
     check_blocks(named, given, mesh, fix=_UNSHARD)
-    out = gather_full({p: given[p] for p in named}, named, mesh, comm or connection(mesh))
+    out = gather_full({p: given[p] for p in named}, named, mesh, connection(mesh))
     if layout != "storage":  # a coded leaf, which has no gradient, is one leaf of these
         return tree.unflatten([out.get(p) for p in resolved.leaves], resolved.leaf_structure.of_gradients)
     return resolved.decoded(tree.unflatten([out[p] for p in named], resolved.structure))
@@ -236,7 +229,11 @@ def init_params(
     check_params(named)
     if seed is not None and (is_module or not trains):
         check_is_used(seed, named)
-    specs = with_masters(resolved.leaves) if trains else resolved.leaves
+    specs = dict(resolved.leaves)
+    for path, spec in specs.items() if trains else ():
+        if spec.has_master:
+            wide = torch.promote_types(spec.storage_dtype, spec.optimizer_dtype)
+            specs[path] = replace(spec, storage_dtype=wide)
     return tree.unflatten(_blocks(named, specs, mesh, disk_dir, number), resolved.leaf_structure)
 
 
@@ -265,14 +262,6 @@ def _blocks(
     values_of(named, seed, take)
     unfit.refuse()
     return [blocks[path] for path in specs]
-
-
-def with_masters(specs: Mapping[str, LayoutSpec]) -> dict[str, LayoutSpec]:
-    """The specs by which leaves are made: those with a wider master copy in its dtype."""
-    wide = {
-        p: torch.promote_types(s.storage_dtype, s.optimizer_dtype) for p, s in specs.items() if s.has_master
-    }
-    return {p: replace(s, storage_dtype=wide[p]) if p in wide else s for p, s in specs.items()}
 
 
 def narrowed(shards: Any, specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | None) -> Any:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import cached_property
 from itertools import islice
 from typing import Any, Literal, TypeVar
 
@@ -81,7 +82,6 @@ class Step(Compiled):
         super().__init__(ProgramCache(fn, specs, mesh, options, optimizer))
         self.optimizer = optimizer
         self._chosen_scale: LossScale | None = None
-        self._expected_slots: Slots | None = None
         self._checked_slots: Any = None
         self._check_optimizer()
 
@@ -316,11 +316,9 @@ class Step(Compiled):
         """The numbers of the latest step, of this rank's: a new one for each."""
         return self._runner.rank.last
 
-    @property
+    @cached_property
     def _slots(self) -> Slots:
-        if self._expected_slots is None:
-            self._expected_slots = slots_of(self.optimizer, self.resolved.stored, self.mesh)
-        return self._expected_slots
+        return slots_of(self.optimizer, self.resolved.stored, self.mesh)
 
     @property
     def _scale(self) -> LossScale:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from dataclasses import replace
 from inspect import getattr_static
 from pathlib import Path
@@ -234,9 +235,10 @@ def test_copies_of_mapped_files_hold_the_host_up() -> None:
 def test_kernels_cost_more_uncompiled() -> None:
     low = lower(*llama(2), ranks=2)
     run = next(i for i in low.schedule.instructions if isinstance(i, Run) and "layers.0" in i.units)
-    fused, eager = (run.price(HardwarePricer(low.schedule, H100, low.sizes, fused=f)) for f in (True, False))
+    pricers = [HardwarePricer(low.schedule, H100, low.sizes, fused=f) for f in (True, False)]
+    fused, eager = (run.price(pricer) for pricer in pricers)
     assert fused.device_seconds < eager.device_seconds and fused.host_seconds < eager.host_seconds
-    assert fused.flops == eager.flops
+    assert len({pricer.counted(run).flops for pricer in pricers}) == 1
 
 
 # ------------------------------------------------------------------ hardware
@@ -288,10 +290,8 @@ def test_measuring_this_machine() -> None:
 def test_hardware_by_name_or_as_it_is() -> None:
     low = lower(loss, chain(2), rows(), ranks=2)
     assert low.timeline("h100").as_dict() == low.timeline(H100).as_dict()
-    with pytest.raises(SpecError, match="no hardware is called 'b9'"):
-        low.timeline("b9")
-    for wrong in (None, 1e12, Hardware):
-        with pytest.raises(SpecError, match=r"a Hardware or the name of one(.|\n)*'h100'"):
+    for wrong in ("b9", None, 1e12, Hardware):
+        with pytest.raises(SpecError, match=rf"no hardware is called {re.escape(repr(wrong))}(.|\n)*'h100'"):
             low.timeline(wrong)
 
 

@@ -91,7 +91,6 @@ class Price:
     lane: str = ""
     flight_seconds: float = 0.0
     on_host: bool = False
-    flops: float = 0.0
     blocking: bool = False
 
 

@@ -329,7 +329,7 @@ class Update(_OfOptimizer):
             return price
         work = pricer.graphs([each for own in self.work.values() for each in own.graphs.values()])
         seconds = price.device_seconds + work.device_seconds, price.host_seconds + work.host_seconds
-        return replace(price, device_seconds=seconds[0], host_seconds=seconds[1], flops=work.flops)
+        return replace(price, device_seconds=seconds[0], host_seconds=seconds[1])
 
 
 @dataclass(frozen=True)
