@@ -15,7 +15,7 @@ from families import Wide
 from runs import run_in
 from safetensors.torch import load_file
 from torch import Tensor
-from tuning import config_of
+from tuning import DOUBLE, config_of, tuned
 
 import fnshard as fs
 from experiments.configs.train import ConfigError
@@ -236,10 +236,6 @@ def test_a_mixture_is_tuned_exported_and_opened(mixture, data, tmp_path, chosen)
     torch.testing.assert_close(ours.logits(dict(ours.params), TOKENS), tuned(TOKENS).logits)
 
 
-def tuned(rank: int, config: Any, folder: str) -> None:
-    loop.finetune(config, run_in(Path(folder)), [], Stop())
-
-
 @pytest.mark.parametrize(
     "chosen",
     [
@@ -250,12 +246,11 @@ def tuned(rank: int, config: Any, folder: str) -> None:
 )
 def test_experts_on_two_ranks_are_tuned_as_on_one(ranks, mixture, data, tmp_path, chosen):
     """Rows go to their experts; losses, balance, answers and the exported model are those of one rank."""
-    double = [f"precision.{part}=float64" for part in ("storage", "compute", "reduce", "optimizer")]
     config = config_of(mixture, data, tmp_path, "export=merged", "run.steps=2", "run.sample_tokens=1",
-                       *double, *chosen)  # fmt: skip
+                       *DOUBLE, *chosen)  # fmt: skip
     one, two = tmp_path / "one", tmp_path / "two"
-    tuned(0, config, str(one))
-    ranks(2).run(tuned, replace(config, mesh=replace(config.mesh, expert=2)), str(two))
+    tuned(0, config, one)
+    ranks(2).run(tuned, replace(config, mesh=replace(config.mesh, expert=2)), two)
     assert "over expert" in (two / "schedule.txt").read_text()
     found, expected = (json.loads((folder / "result.json").read_text()) for folder in (two, one))
     same = [key for key in expected if key.startswith("held_out")]

@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES
-from runs import rows_of, run_in
+from runs import KilledError, run_in, timeless
 from torch import Tensor
-from tuning import STEPS, config_of
+from tuning import DOUBLE, STEPS, config_of, tuned
 
 import fnshard as fs
 from experiments.configs.train import ConfigError
 from experiments.data.tokenizer import byte_tokenizer
 from experiments.finetune import lm, loop
-from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.decode import decode_of, draw, first_of, next_of, prefill_of
 from experiments.finetune.rewarded import RewardedBatches
 from experiments.finetune.rewards import REWARDS, checked, rewards_of
@@ -236,11 +235,6 @@ def test_a_reward_is_credited_to_the_tokens_of_its_answer():
 # ------------------------------------------------------------------ the job
 
 SMALL = ("objective.group=4", "data.held_out_rows=4", "objective.tokens=3", "optimizer.lr=0.02")
-TIMES = ("seconds", "tokens_per_s")
-
-
-def timeless(folder: Path) -> list[dict[str, Any]]:
-    return [{k: v for k, v in each.items() if k not in TIMES} for each in rows_of(folder)]
 
 
 @pytest.mark.parametrize(
@@ -270,9 +264,6 @@ def test_a_run_is_rewarded_and_resumes_bit_for_bit(model, data, tmp_path, monkey
         each["grad_norm"] > 0 for each in rows
     )
 
-    class KilledError(Exception):
-        pass
-
     def dying(of: Any, name: str, call: int) -> Any:
         calls, real = iter(range(1, 1000)), getattr(of, name)
 
@@ -293,10 +284,6 @@ def test_a_run_is_rewarded_and_resumes_bit_for_bit(model, data, tmp_path, monkey
     assert timeless(whole) == timeless(broken)
 
 
-def tuned(rank: int, config: FinetuneConfig, folder: str) -> None:
-    loop.finetune(config, run_in(Path(folder)), [], Stop())
-
-
 @pytest.mark.parametrize(
     ("objective", "axes"),
     [
@@ -307,13 +294,12 @@ def tuned(rank: int, config: FinetuneConfig, folder: str) -> None:
     ids=str,
 )  # fmt: skip
 def test_two_ranks_draw_what_one_does(ranks, model, data, tmp_path, objective, axes):
-    double = [f"precision.{part}=float64" for part in ("storage", "compute", "reduce", "optimizer")]
     config = config_of(model, data, tmp_path, f"objective={objective}", "run.steps=1", *SMALL,
-                       "objective.tokens=2", *double)  # fmt: skip
+                       "objective.tokens=2", *DOUBLE)  # fmt: skip
     config = replace(config, objective=replace(config.objective, reward={"name": "length", "most": 1}))
     one, two = tmp_path / "one", tmp_path / "two"
-    tuned(0, config, str(one))
-    ranks(2).run(tuned, replace(config, mesh=replace(config.mesh, **axes)), str(two))
+    tuned(0, config, one)
+    ranks(2).run(tuned, replace(config, mesh=replace(config.mesh, **axes)), two)
     assert [pytest.approx(each, rel=1e-6, abs=1e-9) for each in timeless(two)] == timeless(one)
 
 

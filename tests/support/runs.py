@@ -164,12 +164,15 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def timeless(folder: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics without what two equal runs differ in."""
+    return [{k: v for k, v in row.items() if k not in TIMES} for row in rows_of(folder)]
+
+
 def differences(unbroken: Path, broken: Path) -> list[str]:
     """In what two runs differ that should be equal bit for bit: every loss, every parameter, the position."""
     wrong = []
-    rows, others = (
-        [{k: v for k, v in row.items() if k not in TIMES} for row in rows_of(f)] for f in (unbroken, broken)
-    )
+    rows, others = map(timeless, (unbroken, broken))
     if rows != others:
         pairs = enumerate(zip(rows, others, strict=False))
         at = next((i for i, (a, b) in pairs if a != b), min(len(rows), len(others)))

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from runs import compose
+from runs import compose, run_in
 
 from experiments.configs.machine import place
 from experiments.data.tokenizer import byte_tokenizer
-from experiments.finetune import dataset, job
+from experiments.finetune import dataset, job, loop
 from experiments.finetune.config import OBJECTIVE_KINDS, FinetuneConfig
+from fnshard.launcher.rank import Stop
 
 transformers = pytest.importorskip("transformers")
 STEPS = 6
@@ -65,3 +66,11 @@ def config_of(model: Path, data: dict[str, Path], where: Path, *overrides: str) 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(where)
         return dataset.prepared(config)
+
+
+DOUBLE = [f"precision.{part}=float64" for part in ("storage", "compute", "reduce", "optimizer")]
+
+
+def tuned(rank: int, config: FinetuneConfig, folder: Path) -> None:
+    """A run, on this rank of its mesh."""
+    loop.finetune(config, run_in(folder), [], Stop())
