@@ -129,11 +129,20 @@ def test_numbers_are_those_of_plain_likelihoods(model, files, tmp_path):
             assert of["stderr"] == pytest.approx(deviation / math.sqrt(len(values)))
 
 
-def test_two_ranks_answer_what_one_does_and_go_on_where_they_were_cut_off(model, files, tmp_path):
+def test_two_ranks_of_the_command_answer_what_one_does_and_go_on_where_they_were_cut_off(
+    model, files, tmp_path
+):
     tasks = [f"arc:{files['arc']}", f"gsm8k:{files['gsm8k']}"]
     one = measured(model, tmp_path / "one", *tasks)
-    two = tmp_path / "two"
-    assert measured(model, two, *tasks, ranks=2) == one
+    command = ["experiments.evaluate", f"model={model}", f"tasks=[{','.join(tasks)}]", "rows=8", "tokens=2",
+               "backend=eager", "device=cpu", "ranks=2"]  # fmt: skip
+    done = run_command(command, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "arc/acc " in done.stdout and "arc: 10 questions, 0 answered before" in done.stdout
+    (results,) = tmp_path.glob("outputs/**/results.json")
+    two = results.parent  # by model, tasks and settings
+    assert json.loads((two / "of.json").read_text())["key"] == two.name
+    assert json.loads(results.read_text())["results"] == one
     answers = sorted(two.glob("*/*.jsonl"))
     kept = {path: path.read_text() for path in answers}
     for path in answers:  # as a kill leaves them
@@ -142,6 +151,8 @@ def test_two_ranks_answer_what_one_does_and_go_on_where_they_were_cut_off(model,
     assert all(path.read_text().startswith(kept[path][: len(kept[path]) // 2]) for path in answers)
     with pytest.raises(ConfigError, match="its answers are of another model, task or setting"):
         measured(model, two, *tasks, tokens=3)
+    wrong = run_command([*command, "rows=none"], tmp_path)
+    assert wrong.returncode == 2 and "rows=none" in wrong.stderr
 
 
 def of_files(rank: int, fn: Any, *args: Any, **how: Any) -> Any:
@@ -234,18 +245,6 @@ def test_tasks_that_name_nothing_are_one_error(tmp_path):
     with pytest.raises(ConfigError, match="there is no such file"):
         task_of(f"arc:{tmp_path / 'none'}")
     assert ConfigError in MISTAKES or issubclass(ConfigError, MISTAKES)
-
-
-def test_the_command(model, files, tmp_path):
-    words = [f"model={model}", f"tasks=[mmlu:{files['mmlu']}]", "limit=6", "rows=8", "ranks=2"]
-    command = ["experiments.evaluate", *words]
-    done = run_command(command, tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "mmlu_test/acc " in done.stdout and "questions, 0 answered before" in done.stdout
-    again = run_command(command, tmp_path)
-    assert "6 questions, 6 answered before" in again.stdout, again.stdout + again.stderr
-    wrong = run_command([*command, "rows=none"], tmp_path)
-    assert wrong.returncode == 2 and "rows=none" in wrong.stderr
 
 
 def test_a_fine_tuned_model_is_evaluated_before_during_and_after(model, data, files, tmp_path):

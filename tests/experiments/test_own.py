@@ -153,15 +153,14 @@ def test_a_rule_that_matches_nothing_is_named():
 
 
 def test_the_worked_example_is_swept_from_its_own_folder(tmp_path):
-    """As its docstring says, on two ranks, with fewer steps."""
+    """As its docstring says, on two ranks, with one job and one step."""
     text = (EXAMPLE / "shapes.py").read_text()
     (line,) = [line.strip() for line in text.splitlines() if "--multirun" in line]
     assert len(text.splitlines()) < 100
-    words = [*shlex.split(line)[1:-1], "model.width=4,8", "run.steps=1", "run.held_out_every=2"]
+    words = [*shlex.split(line)[1:-1], "model.width=4", "run.steps=1", "run.held_out_every=2"]
     words += ["run.backend=eager", "data.train=256", f"hydra.sweep.dir={tmp_path}"]
     own = shutil.copytree(EXAMPLE, tmp_path / "own_research")
     done = run_command(words[1:], own, patches={"sys.path": [str(own), *sys.path]})
     assert done.returncode == 0, done.stdout + done.stderr
-    for number in "01":
-        result = read_result(tmp_path / number)
-        assert math.isfinite(result["held_out_loss"]) and 0 <= result["held_out_accuracy"] <= 1
+    result = read_result(tmp_path / "0")
+    assert math.isfinite(result["held_out_loss"]) and 0 <= result["held_out_accuracy"] <= 1

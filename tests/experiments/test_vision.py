@@ -8,6 +8,7 @@ import re
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ import fnshard as fs
 from experiments.configs.train import ConfigError
 from experiments.data.images import opened
 from experiments.data.tokenizer import open_directory
-from experiments.finetune import loop
+from experiments.finetune import loop, vision_models
 from experiments.finetune.base_models import EXPORTED
 from experiments.finetune.lm import from_directory, of
 from experiments.finetune.vision_models import TINY, image_files, write_model
@@ -35,9 +36,10 @@ COUNTS = (2, 1, 0, 1)  # images in the rows of a batch
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A directory of each family."""
+    """A directory of each family, with fewer blocks of text."""
     made = {name: tmp_path_factory.mktemp(name) for name in TINY}
-    with torch.random.fork_rng():
+    few = {**vision_models._TEXT, "num_hidden_layers": 2}
+    with torch.random.fork_rng(), mock.patch.object(vision_models, "_TEXT", few):
         for name, folder in made.items():
             torch.manual_seed(0)
             write_model(name, folder)
@@ -258,12 +260,13 @@ def test_images_that_changed_after_they_were_prepared_are_named(folders, picture
 
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Questions about one small image: few shapes, few programs."""
+    """Questions about one image of one size: one shape, one program."""
     path = image_files(tmp_path_factory.mktemp("shapes"))[0]
     rows = [(line, json.loads(line)["images"]) for line in path.read_text().splitlines(keepends=True)]
     small = [line for line, (first, *more) in rows
-             if not more and max(Image.open(path.parent / first).size) <= 40]  # fmt: skip
-    path.write_text("".join(small[:40]))
+             if not more and Image.open(path.parent / first).size == (32, 32)]  # fmt: skip
+    path.write_text("".join(small))
+    assert len(small) > 20
     return path
 
 

@@ -118,20 +118,6 @@ def test_a_rank_that_exits_early_is_named_and_not_restarted(tmp_path):
         run(tmp_path, body, max_restarts=1)
 
 
-def test_restart_runs_all_ranks_again(tmp_path):
-    body = """
-    def main():
-        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-        if attempt == 0 and rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        total = torch.ones(1)
-        dist.all_reduce(total)
-        open(f"{out}/{attempt}-{rank}", "w").write(str(total.item()))
-    """
-    run(tmp_path, body, max_restarts=1)
-    assert {p.name for p in tmp_path.glob("[01]-*")} == {"1-0", "1-1"}
-
-
 def test_ranks_end_with_their_launcher(tmp_path):
     """SIGTERM ends the launcher and its ranks; SIGKILL of the launcher leaves no rank behind."""
     program = tmp_path / "sleeper.py"

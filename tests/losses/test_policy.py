@@ -224,7 +224,7 @@ AXES = [{"shard": 2}, {"context": 2}, {"shard": 2, "tensor": 2}, {"shard": 4}]
 
 
 @pytest.mark.parametrize(("name", "axes"), [
-    pytest.param(name, axes, marks=[pytest.mark.long] * (i % 2 != j))
+    pytest.param(name, axes, marks=[pytest.mark.long] * (i % 4 != j))
     for i, name in enumerate(["grpo", "gspo", "dr_grpo", "dapo", "ppo"]) for j, axes in enumerate(AXES)
 ], ids=str)  # fmt: skip
 def test_means_are_exact_over_ranks_micro_batches_and_axes(name: str, axes: dict[str, int]) -> None:
@@ -257,6 +257,7 @@ def test_means_are_exact_over_ranks_micro_batches_and_axes(name: str, axes: dict
 # ------------------------------------------------------------------ TRL
 
 
+@pytest.mark.long  # the package takes seconds to import
 @pytest.mark.parametrize("kind", ["grpo", "gspo", "bnpo", "dr_grpo", "dapo"])
 def test_it_is_trls_loss(kind: str) -> None:
     """Of its extra `parity`. TRL counts a row with no token among the sequences; here none is one."""
@@ -305,6 +306,7 @@ def trainer_of(**own: Any) -> SimpleNamespace:
     )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["dpo", "ipo", "simpo", "orpo", "kto"])
 def test_losses_of_pairs_are_trls(kind: str) -> None:
     """Of its extra `parity`. ORPO's second term alone: TRL's first is the mean over the batch's tokens, and
