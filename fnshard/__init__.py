@@ -13,14 +13,14 @@ ranks: `fs.launch(main, ranks=2)`, or `torchrun`. README.md is the way in, `dir(
 
 # The map; a folder imports only from those above it (`tests/test_house.py` holds it):
 #
-#   front        errors, tree (pytrees), mesh (ranks on named axes, joining and leaving them)
+#   front        errors, tree (pytrees), mesh (ranks on named axes, joining and leaving them); functional
+#                (make_functional, an nn.Module as a function)
 #   layout/      partition (P, blocks), spec (LayoutSpec), rules (match_specs), resolved (specs by path),
 #                presets, tensor, units, codecs
 #   losses/      Mean, Whole, losses of language models    optim/  contract, optimizers, schedules, scaling
-#   compiler/    ir (Program, guard), deferred (modules without memory), `functional` (make_functional),
-#                frontend (fn to Program), rewrites (of a Program's graph), place (over tensor and context
-#                axes), kernels (split, remat, differentiate, Inductor), schedule (instructions, build,
-#                passes, verify), lower (the list)
+#   compiler/    ir (Program, guard), deferred (modules without memory), frontend (fn to Program),
+#                rewrites (of a Program's graph), place (over tensor and context axes), kernels (split, remat,
+#                differentiate, Inductor), schedule (instructions, build, passes, verify), lower (the list)
 #   runtime/     collectives (gloo, NCCL, shared memory, simulated), packing, tiers, files; executor: a loop
 #                over a schedule's instructions
 #   analysis/    memory (the ledger: a dry run of the instructions' own bindings), timeline, traffic,
@@ -28,7 +28,8 @@ ranks: `fs.launch(main, ranks=2)`, or `torchrun`. README.md is the way in, `dir(
 #   step/        shard_step, Step (`fnshard/step/__init__.py` follows a call to the wire); plan (of specs and
 #                options), cache and programs (by batch, and by what `fn` reads: the guard), runner, lowered
 #                (stages, compiled); buckets (of lengths), state, shards, agreement, fit
-#   checkpoint/  save, restore, reshard, replicas    hf/  Hugging Face's format    adapters/  LoRA, PEFT
+#   checkpoint/  save, restore (onto any mesh: restoring, blocks), reshard (in memory), replicas
+#   hf/          Hugging Face's format    adapters/  LoRA, PEFT
 #   debug/       check, nan_hunt, check_stale, profile    plot/  pictures
 #   launcher/    ranks of one machine, their restarts, post-mortems
 #
@@ -36,11 +37,12 @@ ranks: `fs.launch(main, ranks=2)`, or `torchrun`. README.md is the way in, `dir(
 # `compiler.lower`), a new kind of line a class of `compiler.schedule.instructions`; a new way to store leaves
 # a function in `layout.presets`; a new optimizer an `optim.Optimizer` (`whole=` if it sees whole matrices,
 # `sums=` if it sums over leaves); a new storage format a codec; a rewrite of the traced graph a function of
-# `compiler.rewrites`, named in `rewrite` of `compiler.frontend.trace`; an operator's rule over tensor and
-# context axes one of `compiler.place`: none of them touches the rest. `tests/test_extending.py` adds one of
-# each from outside.
-# Objectives of fine-tuning are outside (`experiments.finetune.objectives`). One schedule serves all ranks
-# (verify, agreement and transports rest on it): that is what a pipeline axis has to change.
+# `compiler.rewrites`, named in `rewrite` of `compiler.frontend.trace`, or, where it reads specs (fp8), a call
+# in `trace_and_split` of `compiler.lower`; an operator's rule over tensor and context axes one of
+# `compiler.place`: none of them touches the rest. `tests/test_extending.py` adds most of these from outside.
+# Objectives of fine-tuning are outside: a row of `OBJECTIVE_KINDS` in `experiments/finetune/config.py`, and
+# of rewards a function of that name in `losses.policy`. One schedule serves all ranks (verify, transports
+# and `Schedule.communication`, which they agree on): that is what a pipeline axis has to change.
 
 from fnshard import adapters, checkpoint, debug, errors, hf, losses, optim, plot, tree
 from fnshard.adapters.lora import lora

@@ -86,7 +86,7 @@ def preference(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Lo
 
 
 def policy_gradient(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Loss:
-    """A loss of rewards, of `fs.losses.policy`, on answers that the policy has drawn.
+    """A loss by rewards, the function of `fs.losses.policy` that the config names, on the policy's answers.
 
     The batch: `tokens` and `targets`, int64 [N, T]; `sampler` and `entropy`, fp32 [N, T]; `advantages`, fp32
     [N, 1]; `rewards`, fp32 [N], and `each` of them by name. Of ppo `advantages`, `values` and `returns` are

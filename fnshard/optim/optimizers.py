@@ -534,7 +534,9 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 
 
 def register(name: str, make: Callable[..., Optimizer]) -> None:
-    """Add a function that makes an `Optimizer` to `OPTIMIZERS`, where programs look one up by its name.
+    """Add a function that makes an `Optimizer` to `OPTIMIZERS`, for programs that choose by name.
+
+    (Commands have `conf/shared/optimizer/NAME.yaml`, with a `_target_`.)
 
     Raises:
         OptimizerError: another optimizer has the name.
