@@ -155,9 +155,9 @@ def make_mesh(
         raise SpecError("a mesh is abstract (no ranks) or simulated (ranks are threads), not both.")
     usual = "cpu" if simulated else accelerator()
     device_type = usual if device is None else _device_type(device, abstract)
-    world = None
+    world, started = None, dist.is_available() and dist.is_initialized()
     if not (abstract or simulated):
-        world = dist.get_world_size() if dist.is_initialized() else world_size()
+        world = dist.get_world_size() if started else world_size()
     sizes = _sizes(axes, world)
     if data_axes is None:
         data_axes = [n for n in names if n not in COMPUTE_AXES]
@@ -170,7 +170,7 @@ def make_mesh(
         )
     if abstract or simulated:
         return Mesh(names, sizes, chosen, device_type, "abstract" if abstract else "simulated")
-    if world == 1 and not dist.is_initialized():
+    if world == 1 and not started:
         return Mesh(names, sizes, chosen, device_type, "local")
     join_group(device_type)
     peers().exchange("meshes", b"", peers().timeout)

@@ -90,7 +90,7 @@ def tensors(value: Any) -> list[Tensor]:
         return [*value.blocks.values(), *tensors(value.flat)]
     if isinstance(value, Mapping):
         return [t for v in value.values() for t in tensors(v)]
-    return tensors(value.sent) if hasattr(value, "sent") else []
+    return tensors(getattr(getattr(value, "handle", value), "sent", {}))
 
 
 def bury(name: str, value: Any, env: Mapping[str, Any]) -> bool:
