@@ -198,9 +198,9 @@ def test_kernels_are_split_by_name_and_by_what_launched_them() -> None:
 # ------------------------------------------------------------------ the table
 
 
-def test_the_readme_shows_the_table_with_empty_cells() -> None:
+def test_the_readme_shows_the_rows_with_a_target_and_empty_cells() -> None:
     text = (ROOT / "experiments" / "bench" / "README.md").read_text(encoding="utf-8")
-    head, *rows = ["| " + " | ".join(row) + " |" for row in gpu.table({})]
+    head, *rows = ["| " + " | ".join(row) + " |" for row in gpu.table({}) if row[-1]]
     assert "\n".join([head, "|---|---|---|---|", *rows]) in text
 
 
