@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -43,6 +44,12 @@ SAMPLE: list[Case] = [
     ("full_shard", "offload", "master", 1),
     ("zero2", "unit", "streamed", 1),
 ]
+MATRIX = list(itertools.product(
+    ["full_shard", "shard_grad_op", "zero2", "zero1", "no_shard", "hybrid_shard"],
+    ["none", "unit", 0.5],
+    ["fp32", "bf16", "fp32 host", "bf16 host"],
+    [1, 4],
+))  # fmt: skip
 
 
 OPTIMIZERS = {
@@ -121,7 +128,17 @@ def test_predicted_bytes_are_those_of_real_ranks(ranks: Any, case: Case) -> None
     check_case(ranks(2), case, "eager")
 
 
-@pytest.mark.parametrize(("optimizer", "policy"), [("muon", "streamed"), ("soap", "optimizer on host")])
+@pytest.mark.parametrize(
+    ("optimizer", "policy"),
+    [
+        ("muon", "streamed"),
+        ("soap", "optimizer on host"),
+        pytest.param("soap", "fp32", marks=pytest.mark.long),
+        pytest.param("muon", "fp32", marks=pytest.mark.long),
+        pytest.param("soap", "streamed", marks=pytest.mark.long),
+        pytest.param("muon", "optimizer on host", marks=pytest.mark.long),
+    ],
+)
 def test_predicted_bytes_have_what_owners_compute(ranks: Any, optimizer: str, policy: str) -> None:
     check_case(ranks(2), ("full_shard", "unit", policy, 1), "eager", optimizer=optimizer)
 
@@ -135,6 +152,13 @@ def test_predicted_bytes_have_what_a_rank_computes_of_whole_matrices(optimizer: 
     )  # fmt: skip
     lowered, real = follow(step, params, torch.ones(512), steps=3)
     assert lowered.memory_analysis().peak_bytes == pytest.approx(real.peak, rel=CLOSE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", MATRIX, ids=str)
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_predicted_bytes_over_the_whole_matrix(ranks: Any, case: Case, backend: str) -> None:
+    check_case(ranks(2), case, backend)
 
 
 def there_and_back(x: Tensor) -> Tensor:
