@@ -139,11 +139,33 @@ def twice_the_same_chunk(manifest: Any) -> None:
     chunks[1] = {**chunks[0]}
 
 
+def a_chunk_in_no_file(manifest: Any) -> None:
+    manifest["files"].pop("rank-00001.safetensors")
+
+
+def chunks_of_other_dims(manifest: Any) -> None:
+    manifest["leaves"]["params/embed.w"]["chunks"][0]["offset"].append(0)
+
+
+def no_shape_of_a_tensor(manifest: Any) -> None:
+    manifest["leaves"]["params/embed.w"].update(shape=[0, 1 << 62, 1 << 62], chunks=[])
+
+
 def of_another_format(manifest: Any) -> None:
     manifest.update(format="fnshard checkpoint 4")
 
 
-@pytest.mark.parametrize("edit", [lacks_a_chunk, twice_the_same_chunk, of_another_format])
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lacks_a_chunk,
+        twice_the_same_chunk,
+        a_chunk_in_no_file,
+        chunks_of_other_dims,
+        no_shape_of_a_tensor,
+        of_another_format,
+    ],
+)
 def test_a_manifest_that_does_not_add_up_is_refused(
     edit: Any, roots: Any, restoring: Any, tmp_path: Path
 ) -> None:

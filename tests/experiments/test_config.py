@@ -93,6 +93,7 @@ ALONE_TRAIN = {
     "strategy=auto run.device_gb=1 strategy.remat=unit": r"strategy=auto chooses remat by itself",
     "optimizer=adam": r"Could not find 'optimizer/adam'(?s:.*)adafactor\n\tadamw\n",
     "seed": r"missing EQUAL",
+    "model=null": r"^error: model=null: Config group override must be a string",
     "strategy=auto run.device_gb=lots": r"^error: run\.device_gb=lots: Input.*\n\Z",  # brings no others
     "mesh.shard=3 run.device=cpu": r"data\.rows=8 does not divide over 3 ranks",
     "run.device=tpu": r"run\.device=tpu: this machine has cpu",
