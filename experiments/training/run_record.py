@@ -10,7 +10,6 @@ import platform
 import resource
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -78,12 +77,13 @@ def git_of(file: Path) -> dict[str, Any] | None:
 
 
 def packages() -> dict[str, str]:
-    """Versions of those of `PACKAGES` that are installed."""
+    """Return the versions of those of `PACKAGES` that are installed."""
     found = {}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    return found
+    # The metadata of PyPI's builds leave out what torch itself says: the CUDA that it was built for.
+    return found | {"torch": torch.__version__}
 
 
 def machine(mesh: fs.Mesh) -> dict[str, Any]:
@@ -183,8 +183,7 @@ def peak_memory(device_type: str) -> tuple[int, str]:
     """The peak bytes of this process, and what they are of."""
     if device_type == "cuda":
         return torch.cuda.max_memory_allocated(), "allocated on the device"
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "of the process, libraries and all"
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "of the process, libraries and all"
 
 
 @dataclass
