@@ -15,10 +15,10 @@ from experiments.configs.plan import hardware_of
 from experiments.data.files import write_json, write_text
 from experiments.explain.config import PER_PARAMETER
 from experiments.explain.words import big, counted, over_nodes
-from experiments.plan.config import SPEC, PlanConfig
+from experiments.plan.config import DEVICE_SHARE, SPEC, PlanConfig
 from experiments.plan.search import PARTS, Candidate, Planner
 from fnshard.analysis.hardware import Hardware, mfu
-from fnshard.plot.scales import byte_text, digits, time_text
+from fnshard.plot.scales import byte_text, digits, rough, time_text
 
 RIVALS = 5
 GROUPS = ("model", "precision", "optimizer", "hardware")  # of the main job, too
@@ -115,33 +115,52 @@ def days_of(planner: Planner, candidate: Candidate) -> float:
 
 
 def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
-    """What is said of a plan. `given`: overrides of the search that the main job takes, too."""
+    """Return what is said of a plan: what it is, what it takes and costs, and why its rivals lose.
+
+    What is predicted of time has two digits and, where published steps were compared, the interval of most of
+    them.
+
+    Args:
+        given: overrides of the search that the main job takes, too.
+    """
     config, hardware, days = planner.config, planner.hardware, days_of(planner, best)
     tokens = config.batch_rows * config.model.context
     micro, price = planner.micro_batches(best.knobs), config.hardware.price_per_hour
+    shares = hardware.spread or ()
 
     def between(value: float, text: Callable[[float], str]) -> str:
-        """A value and the interval of most steps that were compared."""
-        ends = [text(value * share) for share in hardware.spread or ()]
-        return text(value) + (f" ({' to '.join(ends)})" if ends else "")
+        ends = [text(rough(value * share)) for share in shares]
+        return text(rough(value)) + (f" ({' to '.join(ends)})" if ends else "")
 
     took = between(days, lambda d: f"{digits(d)} days" if d >= 2 else time_text(86_400 * d))
     if price is not None:
-        took += ", " + between(days, lambda d: f"${big(price * 24 * d * planner.devices)}")
-    parts = [f"{time_text(s)} {PARTS[n]}" for n, s in best.parts.items() if s >= 0.005 * best.seconds]
-    plan, used = best.knobs.overrides(config.batch_rows), mfu(best.flops, best.seconds, best.peak_flops)
+        total = between(days, lambda d: f"${big(rough(price * 24 * d * planner.devices))}")
+        took += f", {total} at ${price:g} an hour for each device"
+    parts = [f"{time_text(rough(s))} {PARTS[n]}" for n, s in best.parts.items() if s >= 0.005 * best.seconds]
+    used = mfu(best.flops, best.seconds, best.peak_flops)
+    utilisation = f"MFU {used:.0%}"
+    if shares:
+        utilisation += f" ({' to '.join(f'{used / share:.0%}' for share in reversed(shares))})"
+    near, far = (f"{big(rough(link.gather.best / 1e9))} GB/s" for link in (hardware.node, hardware.network))
+    links = f"assumed to send {near} from a device within a node of {hardware.ranks_per_node}"
+    if planner.devices > hardware.ranks_per_node:
+        links += f", {far} between nodes"
+    plan = best.knobs.overrides(config.batch_rows)
     rows = {
         "model": f"{config.model.parameters:,} parameters, context {config.model.context:,}",
         "devices": f"{planner.devices:,} × {hardware.name}; {over_nodes(planner.mesh(best.knobs), hardware)}",
+        "links": links,
         "batch": f"{config.batch_rows:,} rows, {big(tokens)} tokens; a rank "
         f"has {micro} times {counted(best.knobs.micro_rows, 'row')}",
         "plan": plan,
         "peak memory": f"{byte_text(best.peak_bytes)} of {byte_text(planner.budget)}"
         + (f", {byte_text(best.host_bytes)} on the host" if best.host_bytes else ""),
-        "step time": f"{between(best.seconds, time_text)}, MFU {used:.1%}: {', '.join(parts)}",
-        "speed": f"{big(tokens / best.seconds / planner.devices)} tokens a second on each device",
+        "left over": left_over(planner, best),
+        "step time": f"{between(best.seconds, time_text)}, {utilisation}: {', '.join(parts)}",
+        "speed": f"{big(rough(tokens / best.seconds / planner.devices))} tokens a second on each device",
         "training": f"{big(config.budget)} tokens"
         f"{'' if config.tokens else f' ({PER_PARAMETER} a parameter)'}: {took}",
+        "not in it": "restarts, saves, evaluation, loading of data; plans with a pipeline or with experts",
         "run": " ".join(filter(None, ("python -m experiments.train", given, plan))),
     }  # fmt: skip
     wide = max(map(len, rows)) + 2
@@ -150,6 +169,24 @@ def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
     lines += ["", f"rivals, of {len(planner.seen)} plans looked at:"]
     lines += [f"  {c.knobs.overrides(config.batch_rows)}\n    {why(c, best, planner.budget)}" for c in others]
     return "\n".join(lines)
+
+
+def left_over(planner: Planner, best: Candidate) -> str:
+    """Say why a plan leaves memory unused: what would make it faster takes more than there is."""
+    left, sheet = planner.budget - best.peak_bytes, planner.hardware.memory_bytes
+    faster = [c for c in planner.seen.values() if c.seconds < best.seconds and c.peak_bytes > planner.budget]
+    said = f"{byte_text(left)}: "
+    if faster:
+        nearest = min(faster, key=lambda c: c.peak_bytes)
+        said += f"the smallest plan that is faster lacks {byte_text(nearest.peak_bytes - planner.budget)}"
+    else:
+        said += "no plan that was looked at is faster, whatever it takes"
+    if planner.config.device_gb is None:
+        said += (
+            f"; a step may take {DEVICE_SHARE:.0%} of {byte_text(sheet)} (device_gb=), "
+            "the rest is the allocator's and NCCL's"
+        )
+    return said
 
 
 def rivals(planner: Planner, best: Candidate) -> list[Candidate]:
@@ -171,7 +208,7 @@ def why(candidate: Candidate, best: Candidate, budget: int) -> str:
         return f"{byte_text(candidate.peak_bytes - budget)} too many ({much})"
     if slower < 5e-4:
         return f"as fast, {byte_text(candidate.peak_bytes)}"
-    return f"{much}: {time_text(gaps[most])} more {PARTS[most]}; {byte_text(candidate.peak_bytes)}"
+    return f"{much}: {time_text(rough(gaps[most]))} more {PARTS[most]}; {byte_text(candidate.peak_bytes)}"
 
 
 def numbers(planner: Planner, best: Candidate) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from experiments.configs.train import (
 from experiments.explain.config import PER_PARAMETER, not_on_paper
 
 BATCH_TOKENS = 4_000_000  # about so many in a step, where nothing is said
+DEVICE_SHARE = 0.9  # of a device's memory that a step may take, where nothing is said
 
 
 @configuration

@@ -1,14 +1,18 @@
 """Search: plans of a decoder on paper, and the descent to the fastest that fits.
 
 A plan's step is lowered at two small depths, with two and three micro-batches, and carried on from there:
-layers are alike, so time and memory are affine in both. What is chosen is lowered once more as it is.
+layers are alike, so time and memory are affine in both. The plan that is chosen is lowered in full.
+
+How much is recomputed is no knob of the descent. For every setting of the other knobs it is found by
+bisection: recomputing less is faster and takes more memory, so the best share is the largest that fits.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +23,7 @@ from experiments.configs.plan import axis_of, dtypes_of
 from experiments.configs.train import MeshConfig, ScheduleConfig, uneven_splits
 from experiments.explain.paper import UNDECAYED
 from experiments.explain.words import counted
-from experiments.plan.config import PlanConfig
+from experiments.plan.config import DEVICE_SHARE, PlanConfig
 from experiments.training.decoder import Decoder, loss_function
 from experiments.training.steps import make_optimizer
 from fnshard.analysis.memory import MemoryTimeline
@@ -32,8 +36,8 @@ from fnshard.step.batches import bytes_of_batch
 from fnshard.step.lowered import Lowered
 from fnshard.step.plan import plan_of
 
-DEPTHS = (4, 5)  # that are lowered
-REMAT = ("none", 0.5, "unit")  # from most memory to most time
+DEPTHS = (4, 5)  # numbers of layers that are lowered
+TWENTIETHS = 20  # what a segment keeps for its backward is chosen in twentieths of what the backward reads
 TIERS = {  # of the optimizer's state
     "device": {},
     "streamed": {"optimizer_memory": "host", "update_on": "device"},
@@ -111,7 +115,7 @@ class Candidate:
 
     def cost(self, budget: int) -> tuple[float, float, int]:
         """What the search makes small: bytes too many, then time to a microsecond, then what is done."""
-        done = (self.knobs.optimizer != "device") + REMAT.index(self.knobs.remat)
+        done = (self.knobs.optimizer != "device") + 1 - kept_share(self.knobs.remat)
         return max(0.0, self.peak_bytes - budget), round(self.seconds, 6), done
 
 
@@ -129,7 +133,7 @@ class Planner:
     @property
     def budget(self) -> int:
         gigabytes = self.config.device_gb
-        return int(0.9 * self.hardware.memory_bytes if gigabytes is None else gigabytes * 1e9)
+        return int(DEVICE_SHARE * self.hardware.memory_bytes if gigabytes is None else gigabytes * 1e9)
 
     # -------------------------------------------------------------- which plans there are
     def valid(self, knobs: Knobs) -> bool:
@@ -157,23 +161,39 @@ class Planner:
             if self.valid(knobs):
                 yield knobs
 
-    def neighbours(self, knobs: Knobs) -> list[Knobs]:
-        """Plans that are one step away along a knob; a factor goes from one axis to another."""
-        out = [replace(knobs, remat=r) for r in REMAT] + [replace(knobs, optimizer=t) for t in TIERS]
-        out.append(replace(knobs, keep=not knobs.keep))
-        out += [replace(knobs, optimizer_dtype=d) for d in (None, *self.config.optimizer_dtypes)]
-        for prime in _primes(self.devices):
-            for source in AXES:
-                for target in (a for a in AXES if a != source):
-                    size = getattr(knobs, source)
-                    if size % prime == 0:
-                        moved = {source: size // prime, target: getattr(knobs, target) * prime}
-                        out.append(replace(knobs, **moved))
+    def moves(self, knobs: Knobs) -> dict[str, list[dict[str, Any]]]:
+        """Return the changes that are one step along a knob, by knob; a factor goes from one axis to another.
+
+        Recomputation is not among them: `within_budget` finds its share for each change.
+        """
+        rows, tiers = [], [{"optimizer": t} for t in TIERS if t != knobs.optimizer]
         for prime in _primes(self.config.batch_rows):
-            out.append(replace(knobs, micro_rows=knobs.micro_rows * prime))
+            rows.append({"micro_rows": knobs.micro_rows * prime})
             if knobs.micro_rows % prime == 0:
-                out.append(replace(knobs, micro_rows=knobs.micro_rows // prime))
-        return [k for k in dict.fromkeys(out) if k != knobs and self.valid(k)]
+                rows.append({"micro_rows": knobs.micro_rows // prime})
+        dtypes = [d for d in (None, *self.config.optimizer_dtypes) if d != knobs.optimizer_dtype]
+        axes = [
+            {source: getattr(knobs, source) // prime, target: getattr(knobs, target) * prime}
+            for prime in _primes(self.devices)
+            for source, target in itertools.permutations(AXES, 2)
+            if getattr(knobs, source) % prime == 0
+        ]
+        changes = {
+            "rows": rows, "optimizer": tiers, "keep": [{"keep": not knobs.keep}],
+            "dtype": [{"optimizer_dtype": d} for d in dtypes], "axes": axes,
+        }  # fmt: skip
+        return {name: [c for c in some if self.valid(replace(knobs, **c))] for name, some in changes.items()}
+
+    def pairs(self, knobs: Knobs) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Return every two changes of different knobs that can be made together."""
+        moves = self.moves(knobs)
+        both = [
+            (a, b)
+            for first, second in itertools.combinations(moves, 2)
+            for a in moves[first]
+            for b in moves[second]
+        ]
+        return [(a, b) for a, b in both if self.valid(replace(knobs, **(a | b)))]
 
     # -------------------------------------------------------------- what is predicted of one
     def look(self, knobs: Knobs) -> Candidate:
@@ -255,39 +275,117 @@ class Planner:
         return all(self.look(k).peak_bytes > self.budget for k in frugal)
 
     def best(self, say: Callable[[str], None] = lambda text: None) -> Candidate:
-        """The fastest plan that fits, of which no neighbour is faster and fits; or the one that lacks least.
+        """Return the fastest plan that fits: no neighbour, one or two knobs away, is faster and fits.
 
-        Descends from the two best of `starts`, one for each split of sequences and matrices.
+        Where nothing fits it is the plan that lacks least. Descends from the best of `starts`, one for each
+        split of sequences and matrices, and from the second where it is nearly as good.
+
+        Raises:
+            BudgetError: the devices cannot share the rows.
         """
-        begun = sorted((self.look(k) for k in self.starts()), key=lambda c: c.cost(self.budget))
-        if not begun:
+        starts = list(self.starts())
+        if not starts:
             raise fs.BudgetError(self.nothing())
-        say(f"{counted(len(begun), 'way')} to split {counted(self.devices, 'device')}")
-        ends = [self.descend(each, say) for each in begun[:2]]
-        best = min(ends, key=lambda c: c.cost(self.budget))
+        ways = f"{counted(len(starts), 'way')} to split {counted(self.devices, 'device')}"
+        say(f"{ways}; the first price takes some seconds, as its kernels are traced")
+        begun = []
+        for knobs in starts:
+            begun.append(self.look(knobs))
+            self._say(begun[-1], say)
+        first, *others = sorted(begun, key=lambda c: c.cost(self.budget))
+        best = self.descend(self.within_budget(first.knobs), say)
+        for other in others[:1]:
+            if other.seconds < RIVALRY * first.seconds:
+                best = min(
+                    best,
+                    self.descend(self.within_budget(other.knobs), say),
+                    key=lambda c: c.cost(self.budget),
+                )
         while (found := self.exact(best.knobs)).cost(self.budget) > best.cost(self.budget):
-            self.seen[best.knobs] = found  # of few layers it looked better than it is
-            best = self.descend(found, say)
+            self.seen[best.knobs] = found  # carried on from few layers, it looked better than it is
+            best = self.descend(self.within_budget(best.knobs), say)
         return best
 
     def descend(self, best: Candidate, say: Callable[[str], None]) -> Candidate:
-        """Take the best step until none is better; one to more rows again while no other can gain as much."""
-        while True:
-            around = [self.look(k) for k in self.neighbours(best.knobs)]
-            better = min([best, *around], key=lambda c: c.cost(self.budget))
-            if better.cost(self.budget) >= best.cost(self.budget):
-                return best
-            factor = better.knobs.micro_rows // best.knobs.micro_rows
-            while factor > 1 and self._gains(better, best):
-                best, larger = better, replace(better.knobs, micro_rows=factor * better.knobs.micro_rows)
-                better = self.look(larger) if self.valid(larger) else best
-            best = min(best, better, key=lambda c: c.cost(self.budget))
-            found = f"{time_text(best.seconds)}, {byte_text(best.peak_bytes)}"
-            say(f"{found}: {best.knobs.overrides(self.config.batch_rows)}")
+        """Return the plan at which no change of one knob, and none of two, is better.
 
-    def _gains(self, better: Candidate, best: Candidate) -> bool:
-        costs_less = better.cost(self.budget) < best.cost(self.budget)
-        return costs_less and better.seconds < GAIN * best.seconds
+        One knob after another takes its best value. Two are changed together only when no single one helps.
+        """
+        while True:
+            begun = best
+            for knob in self.moves(best.knobs):
+                while True:  # a knob goes on in a direction that pays
+                    changes = self.moves(best.knobs)[knob]
+                    better = self.improve(best, (replace(best.knobs, **c) for c in changes))
+                    if better is best:
+                        break
+                    best = better
+                    self._say(best, say)
+            if best is begun:
+                pairs = (
+                    replace(best.knobs, **(a | b))
+                    for a, b in self.pairs(best.knobs)
+                    if self._pays(best, a, b)
+                )
+                best = self.improve(best, pairs)
+                if best is begun:
+                    return best
+                self._say(best, say)
+
+    def improve(self, best: Candidate, others: Iterable[Knobs]) -> Candidate:
+        """Return the best of a plan and of others, each with the recomputation that it needs."""
+        for knobs in others:
+            found = self.within_budget(knobs, best)
+            best = min(best, found, key=lambda c: c.cost(self.budget))
+        return best
+
+    def within_budget(self, knobs: Knobs, rival: Candidate | None = None) -> Candidate:
+        """Return this plan with the least recomputation that fits, or with all of it if none does.
+
+        Args:
+            rival: a plan that fits; bisection ends where what is left to find is slower than that.
+        """
+        fits = rival is not None and rival.peak_bytes <= self.budget
+        limit = rival.seconds if fits else math.inf
+        # Nothing is faster than what recomputes nothing, nor smaller than what recomputes all.
+        most = self.look(replace(knobs, remat="none"))
+        if most.peak_bytes <= self.budget or most.seconds >= limit:
+            return most
+        least = self.look(replace(knobs, remat="unit"))
+        if least.peak_bytes > self.budget:
+            return least
+        low, high, best = 0, TWENTIETHS, least
+        while high - low > 1:
+            middle = (low + high) // 2
+            found = self.look(replace(knobs, remat=middle / TWENTIETHS))
+            if found.peak_bytes <= self.budget:
+                low, best = middle, min(best, found, key=lambda c: c.cost(self.budget))
+            else:
+                high = middle
+                if found.seconds >= limit:  # what fits keeps less than this, and is slower
+                    break
+        return best
+
+    def _pays(self, best: Candidate, first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+        """Say whether two changes together may be better, judged by what each of them does alone."""
+
+        def look(remat: str, change: Mapping[str, Any]) -> Candidate | None:
+            return self.seen.get(replace(best.knobs, remat=remat, **change))
+
+        none, unit = ([look(remat, c) for c in ({}, first, second)] for remat in ("none", "unit"))
+        if all(none):
+            seconds = none[1].seconds * none[2].seconds / none[0].seconds
+            if best.peak_bytes <= self.budget and seconds > MARGIN * best.seconds:
+                return False
+        if all(unit):
+            peak = unit[1].peak_bytes + unit[2].peak_bytes - unit[0].peak_bytes
+            return peak < MARGIN * max(self.budget, best.peak_bytes)
+        return True
+
+    def _say(self, found: Candidate, say: Callable[[str], None]) -> None:
+        says = f"{time_text(found.seconds)}, {byte_text(found.peak_bytes)}"
+        lacks = "" if found.peak_bytes <= self.budget else ", too many"
+        say(f"{says}{lacks}: {found.knobs.overrides(self.config.batch_rows)}")
 
     def nothing(self) -> str:
         rows, parts = self.config.batch_rows, self.devices
@@ -299,7 +397,13 @@ class Planner:
 
 
 AXES = ("replicate", "shard", "tensor", "context")
-GAIN = 0.7  # of the time: no recomputation saves more
+MARGIN = 1.05  # what two changes do together may differ so much from the product of what each does
+RIVALRY = 1.15  # a start that is slower than the best one by more does not overtake it on its way down
+
+
+def kept_share(remat: str | float) -> float:
+    """Return the share of what a backward reads that is kept for it, and not recomputed."""
+    return {"none": 1.0, "unit": 0.0}.get(remat, remat)
 
 
 def _moments(timeline: MemoryTimeline, layers: int) -> dict[Any, float]:

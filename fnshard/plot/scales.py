@@ -49,6 +49,15 @@ def digits(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}" if abs(value) >= 1e-3 else f"{value:.0f}"
 
 
+def rough(value: float) -> float:
+    """Round to two significant digits, for what is known no better.
+
+    >>> time_text(rough(59.3527)), digits(rough(12_345))
+    ('59 s', '12,000')
+    """
+    return float(f"{value:.2g}")
+
+
 def ranks_text(ranks: Sequence[int]) -> str:
     """Ascending ranks as text: consecutive ranks are joined, long lists are shortened.
 
