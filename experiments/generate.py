@@ -25,6 +25,7 @@ from experiments.configs.train import (
     TrackerConfig,
     TrainConfig,
 )
+from experiments.data.files import DamagedError, read_sealed
 
 QUOTED = re.compile(r"""("|').*\1""", re.DOTALL)
 
@@ -79,13 +80,23 @@ def generate(config: GenerateConfig) -> None:
 def _setup(config: GenerateConfig, folder: Path) -> Any:
     """The `training.run.Setup` of a run on one rank: what its step does not need is left out."""
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     from experiments.cli.job import placed
     from experiments.finetune.config import FinetuneConfig
 
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"run={config.run}: is no folder of a run. Fix: what a run prints after results:.")
-    values = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    try:
+        values = OmegaConf.to_container(OmegaConf.create(read_sealed(folder / "config.yaml")))
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds a {type(values).__name__}")
+    except DamagedError:
+        raise
+    except (ValueError, YAMLError, OmegaConfBaseException, RecursionError) as error:
+        why = " ".join(str(error).split())
+        raise ConfigError(f"{folder / 'config.yaml'} is no configuration of a run ({why}).") from None
     tunes = "method" in values
     saved = build(values, FinetuneConfig if tunes else TrainConfig)
     asked = {"prompt": config.prompt, "sample_tokens": config.tokens}

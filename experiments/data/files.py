@@ -19,6 +19,7 @@ from uuid import uuid4
 from experiments.configs.checks import ConfigError
 
 SUM = "crc32"  # the last key of a record
+SEAL = "# crc32 of what follows: "
 PIECE_bytes = 16 << 20  # what is read of a file at once
 UNREADABLE = (ValueError, RecursionError)  # what `json.loads` raises
 
@@ -138,6 +139,32 @@ def read_record(path: Path, *, sealed: bool = False) -> dict[str, Any] | None:
     except OSError as error:
         raise DamagedError(f"{path} cannot be read ({error.strerror}).") from None
     return values
+
+
+def write_sealed(path: Path, text: str) -> None:
+    """Write a text whose first line is a comment with the checksum of the rest, for `read_sealed`."""
+    write_text(path, f"{SEAL}{zlib.crc32(text.encode()):08x}\n{text}")
+
+
+def read_sealed(path: Path) -> str:
+    """Read what `write_sealed` wrote; a text without such a first line is an older version's.
+
+    Raises:
+        DamagedError: the file holds something else.
+    """
+    try:
+        text = path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise DamagedError(f"{path} is not what was written ({error}).") from None
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read ({error.strerror}).") from None
+    head, _, rest = text.partition("\n")
+    if not text or (head.startswith(SEAL) and head != f"{SEAL}{zlib.crc32(rest.encode()):08x}"):
+        raise DamagedError(
+            f"{path} is not what was written (its checksum differs). Fix: put it back; or, if you changed "
+            "it, delete its first line."
+        )
+    return rest if head.startswith(SEAL) else text
 
 
 def digest_of(path: Path) -> list[int]:

@@ -205,14 +205,10 @@ def describe(folder: Path, **known: Any) -> Shards:
             digest.update(block.astype("<u4").tobytes())
     content = np.array(sums, "<u4").tobytes()
     sizes = {name: (folder / name).stat().st_size for name in files}
-    found = Shards(
-        folder, digest.hexdigest(), files, largest, **known, sizes=sizes, sums=zlib.crc32(content)
-    )
+    found = Shards(folder, digest.hexdigest(), files, largest, **known, sizes=sizes, sums=zlib.crc32(content))
     try:
         write_bytes(folder / SUMS, content)
-        write_record(
-            folder / HEADER, {k: v for k, v in asdict(found).items() if k != "folder"}, durable=True
-        )
+        write_record(folder / HEADER, {k: v for k, v in asdict(found).items() if k != "folder"}, durable=True)
     except OSError:  # not ours to write to: the next one looks through them again
         with suppress(OSError):
             (folder / SUMS).unlink()

@@ -131,7 +131,9 @@ def _written(folder: Path) -> dict[str, list[int]]:
         known = read_record(folder / WRITTEN, sealed=True) or {}
     except DamagedError:
         known = {}
-    kept = {name: each for name, each in known.items() if not differences(folder, {name: each}, read_all=True)}
+    kept = {
+        name: each for name, each in known.items() if not differences(folder, {name: each}, read_all=True)
+    }
     for path in folder.rglob("*"):
         if path.is_file() and path.relative_to(folder).as_posix() not in kept:
             path.unlink()
@@ -219,7 +221,7 @@ def _check_free(out: Path, command: Mapping[str, Any]) -> None:
     if out.exists() and not out.is_dir():
         raise ConfigError(f"out={out} is a file. Fix: name a folder.")
     try:
-        before = read_record(out / COMMAND)
+        before = read_record(out / COMMAND) or {}
     except DamagedError as error:
         raise DamagedError(f"{error} Fix: delete {out}, or another out.") from None
     others = sorted(p.name for p in out.iterdir() if p.name != WORK) if out.is_dir() else []
