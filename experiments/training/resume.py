@@ -100,6 +100,11 @@ def _can_resume(folder: Path) -> bool:
     return fs.checkpoint.latest(folder / CHECKPOINTS) is not None or in_memory(memory_name(folder))
 
 
+def has_numbered(root: Path) -> bool:
+    """Return whether a directory holds anything that is named as a checkpoint is, whole or not."""
+    return root.is_dir() and any(path.name.isdecimal() for path in root.iterdir())
+
+
 def newest_step(folder: Path) -> int | None:
     """The step that a run goes on from on disk, if it has saved any."""
     return max(fs.checkpoint.all_steps(folder / CHECKPOINTS), default=None)
@@ -203,6 +208,12 @@ def unfinished(identity: Mapping[str, Any], stack: ExitStack) -> Path | None:
         if _is_finished(folder):
             return None
         if not _can_resume(folder):
+            if has_numbered(folder / CHECKPOINTS):
+                print(
+                    f"resume: no checkpoint in {folder / CHECKPOINTS} is whole; this is another run",
+                    file=sys.stderr,
+                    flush=True,
+                )
             continue
         if stack.enter_context(locked(folder)):
             return folder
