@@ -100,9 +100,6 @@ def outcome_of(folder: Path, name: str) -> Outcome:
     result = read_result(folder)
     wrong: list[str] = []
     rows = tuple(read_rows(folder / METRICS, 2**63, wrong))
-    last = max((row["step"] for row in rows), default=0)
-    if type(result.get("step")) is int and last < result["step"]:
-        wrong.append(f"{folder / METRICS}: no rows of steps {last + 1} to {result['step']}")
     for each in wrong:
         print(each, file=sys.stderr, flush=True)
     numbers = {k: float(v) for k, v in result.items() if type(v) in (int, float) and k != "step"}

@@ -41,21 +41,26 @@ def read_rows(path: Path | None, made: int, wrong: list[str] | None = None) -> I
     killed process leaves one.
 
     Args:
-        wrong: gets a text for damaged lines, and one for steps that have no row, when all rows are read.
+        wrong: gets texts for damaged lines and for rows that are missing, when all rows are read.
     """
-    if path is None or not path.exists():
+    if path is None:
         return
     try:
         found = [int(each, 16) for each in SUM.findall((path.parent / SUMS).read_bytes())]
         sums = np.sort(np.array(found, np.uint32))
     except OSError:  # of an older version
-        sums = None
-    damaged, missing, last = [], [], 0
+        found, sums = [], None
+    if not path.exists():
+        if wrong is not None and found:
+            wrong.append(f"{path} is missing")
+        return
+    damaged, missing, last, ended = [], [], 0, not found
     with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.endswith(b"\n"):
                 break
             row = _row_of(line, sums)
+            ended = ended or (row is not None and zlib.crc32(line) == found[-1])
             if row is None:
                 damaged.append(str(number))
             elif row["step"] < made or (row["step"] == made and HELD_OUT not in row):
@@ -68,6 +73,8 @@ def read_rows(path: Path | None, made: int, wrong: list[str] | None = None) -> I
         wrong.append(f"{path}: damaged lines are left out: {', '.join(first_few(damaged, SHOWN))}")
     if wrong is not None and missing:
         wrong.append(f"{path}: no rows of steps {', '.join(first_few(missing, SHOWN))}")
+    if wrong is not None and not (ended or damaged):
+        wrong.append(f"{path}: the last row that was written is missing")
 
 
 def _row_of(line: bytes, sums: np.ndarray | None) -> dict[str, Any] | None:

@@ -65,7 +65,7 @@ class Ending:
         artifacts = [self.folder / name for name in ("loss.png", sample, "config.yaml", "schedule.txt")]
         totals = self.report.finish("ok", [a for a in artifacts if a.exists()], **summary)
         values = {**summary, "seconds": totals["seconds"], **varying(totals)}  # of the run, not of its steps
-        write_result(self.folder, status="ok", overrides=self.overrides, step=int(self.state.step), **values)
+        write_result(self.folder, status="ok", overrides=self.overrides, **values)
         return self.report.closing(totals)
 
 
