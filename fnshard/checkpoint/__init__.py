@@ -260,7 +260,6 @@ def _newest(path: Path, fill: Callable[[Path, Manifest, Any], Any], mesh: Mesh, 
         warnings.warn(str(before), CheckpointWarning, stacklevel=3)
     group = group_of(mesh, timeout)
 
-
     def listed() -> list[Path]:
         work = partial(candidates, path) if mesh.rank == 0 else list
         seen = agreed(group, f"looking for {path}", lambda: list(map(str, work())))
