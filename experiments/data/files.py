@@ -127,18 +127,20 @@ def read_record(path: Path, *, sealed: bool = False) -> dict[str, Any] | None:
         values = json.loads(path.read_bytes())
         if not isinstance(values, dict):
             raise ValueError(f"it holds a {type(values).__name__}, no object")
-        if sealed and SUM not in values:
-            raise ValueError("it has no checksum")
-        found = values.pop(SUM, None)
-        if found is not None and found != checksum(values):
+        last = next(reversed(values), None)  # its checksum, if it has one; the name may be what is damaged
+        rest = {name: value for name, value in values.items() if name != last}
+        fits = values.get(last) == checksum(rest)
+        if (fits or SUM in values) and not (fits and last == SUM):
             raise ValueError("its checksum differs")
+        if sealed and not fits:
+            raise ValueError("it has no checksum")
+        return rest if fits else values
     except FileNotFoundError:
         return None
     except UNREADABLE as error:
         raise DamagedError(f"{path} is not what was written ({error}).") from None
     except OSError as error:
         raise DamagedError(f"{path} cannot be read ({error.strerror}).") from None
-    return values
 
 
 def write_sealed(path: Path, text: str) -> None:
@@ -159,12 +161,15 @@ def read_sealed(path: Path) -> str:
     except OSError as error:
         raise DamagedError(f"{path} cannot be read ({error.strerror}).") from None
     head, _, rest = text.partition("\n")
-    if not text or (head.startswith(SEAL) and head != f"{SEAL}{zlib.crc32(rest.encode()):08x}"):
+    found = f"{zlib.crc32(rest.encode()):08x}"
+    # The words before the checksum may be what is damaged.
+    is_sealed = head.startswith(SEAL) or head.endswith(found)
+    if SEAL.startswith(text) or (is_sealed and head != f"{SEAL}{found}"):
         raise DamagedError(
             f"{path} is not what was written (its checksum differs). Fix: put it back; or, if you changed "
             "it, delete its first line."
         )
-    return rest if head.startswith(SEAL) else text
+    return rest if is_sealed else text
 
 
 def digest_of(path: Path) -> list[int]:

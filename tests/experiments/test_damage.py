@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -26,7 +27,16 @@ import fnshard as fs
 from experiments.compare.outcome import outcome_of
 from experiments.configs.measured import measured_run
 from experiments.configs.train import ConfigError, ShardsConfig
-from experiments.data.files import SUM, DamagedError, checksum, commit_folder, write_record, write_sealed
+from experiments.data.files import (
+    SUM,
+    DamagedError,
+    checksum,
+    commit_folder,
+    read_record,
+    read_sealed,
+    write_record,
+    write_sealed,
+)
 from experiments.data.loader import Loader
 from experiments.data.prepared import RecordPolicy, open_prepared, prepare
 from experiments.data.shards import HEADER, SUMS, BLOCK_bytes, open_shards
@@ -486,3 +496,34 @@ def test_what_a_killed_tokenising_job_has_left_is_compared_before_it_is_kept(
         tokenize(config)
     shutil.rmtree(tmp_path / "cut" / "train")
     assert [each.key for each in tokenize(config)] == [each.key for each in whole]
+
+
+# ------------------------------------------------------------------ records
+
+
+@pytest.mark.parametrize("values", [{}, {"a": 1}, {"b": [1, (2, 0.1)], "crc": {"3": None}}], ids=repr)
+def test_a_record_reads_as_it_was_written_or_not_at_all(values, tmp_path):
+    """Every bit of it, and every length."""
+    path, expected = tmp_path / "record.json", json.loads(json.dumps(values))
+    write_record(path, values)
+    write_sealed(tmp_path / "text", "a: 1\nb: 2\n")
+    for file, read, known in (
+        (path, read_record, expected),
+        (tmp_path / "text", read_sealed, "a: 1\nb: 2\n"),
+    ):
+        content = file.read_bytes()
+        assert read(file) == known
+        changed = [content[:length] for length in range(len(content) - 1)]
+        for bit in range(8 * len(content)):
+            flipped = bytearray(content)
+            flipped[bit // 8] ^= 1 << bit % 8
+            changed.append(bytes(flipped))
+        for each in changed:
+            file.write_bytes(each)
+            with suppress(DamagedError):
+                assert read(file) == known, each
+    assert read_record(tmp_path / "none") is None
+    path.write_text('{"x": 1}')  # an older version's
+    assert read_record(path) == {"x": 1}
+    with pytest.raises(DamagedError, match="has no checksum"):
+        read_record(path, sealed=True)
