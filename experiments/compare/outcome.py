@@ -14,8 +14,9 @@ from typing import Any
 
 import yaml
 
+from experiments.configs.measured import RUN
 from experiments.configs.train import ConfigError
-from experiments.data.files import DamagedError, read_record
+from experiments.data.files import DamagedError, read_json, read_record
 from experiments.training.metrics_file import HELD_OUT, METRICS, read_rows
 from experiments.training.result import RESULT, STOPPED, read_result
 from fnshard.errors import report
@@ -99,6 +100,8 @@ def outcome_of(folder: Path, name: str) -> Outcome:
     """Read what a run has left, finished or not."""
     result = read_result(folder)
     wrong: list[str] = []
+    if not (folder / RESULT).exists() and read_json(folder / RUN).get("status") == OK:
+        wrong.append(f"{folder / RESULT} is missing, and {RUN} says that the run has ended")
     rows = tuple(read_rows(folder / METRICS, 2**63, wrong))
     for each in wrong:
         print(each, file=sys.stderr, flush=True)

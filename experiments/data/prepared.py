@@ -149,7 +149,7 @@ def prepare(
 ) -> list[Prepared]:
     """Tokenise a file of records into a folder below `cache`, or find the one that an earlier call made.
 
-    Every byte of a folder that is found is compared with its checksum (a GB takes about half a second); what
+    Every byte of a folder that is found is compared with its checksum (a GB takes about 0.2 s); what
     is damaged is prepared anew.
 
     Args:

@@ -149,6 +149,11 @@ def source_of(resume: str) -> str:
 def _check_chosen(folder: Path, identity: Mapping[str, Any], resume: str) -> None:
     """A folder that holds checkpoints is resumed, or left alone."""
     steps = fs.checkpoint.all_steps(folder / CHECKPOINTS)
+    if not steps and has_numbered(folder / CHECKPOINTS) and not _can_resume(folder):
+        raise ConfigError(
+            f"no checkpoint in {folder / CHECKPOINTS} is whole. Fix: put them back; or, to begin anew, "
+            "delete that folder, or name another hydra.run.dir."
+        )
     if not steps:
         return
     if resume == NEVER:

@@ -23,6 +23,7 @@ import torch
 import fnshard as fs
 from experiments.configs.measured import RUN, prediction_of
 from experiments.data.files import DamagedError, read_record, write_record
+from experiments.training.metrics_file import METRICS
 from fnshard.analysis.hardware import mfu
 
 PACKAGES = (
@@ -199,7 +200,10 @@ class RunRecord:
     def __post_init__(self) -> None:
         self._started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         try:
-            self._known = read_record(self.folder / RUN) or {}
+            found = read_record(self.folder / RUN)
+            if found is None and self.made and (self.folder / METRICS).exists():
+                raise DamagedError(f"{self.folder / RUN} is missing.")
+            self._known = found or {}
             for each in self._known.get("attempts", []):
                 _ = float(each["seconds"]), each["spent_s"].get
             _ = dict(self._known.get("totals", {}))

@@ -142,7 +142,7 @@ def run_folder(folder: Path) -> Subject:
             values, run = read_config(copy), measured_run(copy)
             known = RunRecord(copy, {})._known
             metrics = copy / METRICS
-            made = Report(copy, STEPS, 10, RunRecord(copy, {}), STEPS, metrics, stream=said)
+            made = Report(copy, STEPS, 10, RunRecord(copy, {}, STEPS), STEPS, metrics, stream=said)
             made.close()
             print(said.getvalue(), file=sys.stderr)
             rows = (copy / METRICS).read_bytes()
