@@ -21,7 +21,7 @@ import torch
 from commands import OUTPUT, start_command
 from damage import CUTS, FLIPS, Subject, campaign, damages
 from made_data import stream_of, tokenize_config
-from runs import RUN, config_of, leave_checkpoint, run_in
+from runs import RUN, compose, config_of, leave_checkpoint, run_in
 
 import fnshard as fs
 from experiments.compare.outcome import outcome_of
@@ -42,6 +42,8 @@ from experiments.data.prepared import RecordPolicy, open_prepared, prepare
 from experiments.data.shards import HEADER, SUMS, BLOCK_bytes, open_shards
 from experiments.data.windows import Windows
 from experiments.evaluate.run import answered
+from experiments.finetune import job as finetune_job
+from experiments.finetune.base_models import directory_of
 from experiments.generate import read_config
 from experiments.tokenize import job
 from experiments.tokenize.job import tokenize
@@ -527,3 +529,14 @@ def test_a_record_reads_as_it_was_written_or_not_at_all(values, tmp_path):
     assert read_record(path) == {"x": 1}
     with pytest.raises(DamagedError, match="has no checksum"):
         read_record(path, sealed=True)
+
+
+def test_a_base_that_is_damaged_is_made_anew(cwd, capsys):
+    config = compose("model=tiny", spec=finetune_job.SPEC)
+    folder = Path(directory_of(config))
+    (weights,) = folder.glob("*.safetensors")
+    before = weights.read_bytes()
+    assert Path(directory_of(config)) == folder and capsys.readouterr().err == ""
+    spoil(weights)
+    assert Path(directory_of(config)) == folder and weights.read_bytes() == before
+    assert f"{folder} is not what was written ({weights.name}" in capsys.readouterr().err
