@@ -531,12 +531,13 @@ def test_a_record_reads_as_it_was_written_or_not_at_all(values, tmp_path):
         read_record(path, sealed=True)
 
 
+@pytest.mark.long
 def test_a_base_that_is_damaged_is_made_anew(cwd, capsys):
     config = compose("model=tiny", spec=finetune_job.SPEC)
     folder = Path(directory_of(config))
     (weights,) = folder.glob("*.safetensors")
     before = weights.read_bytes()
-    assert Path(directory_of(config)) == folder and capsys.readouterr().err == ""
+    assert Path(directory_of(config)) == folder and str(folder) not in capsys.readouterr().err
     spoil(weights)
     assert Path(directory_of(config)) == folder and weights.read_bytes() == before
     assert f"{folder} is not what was written ({weights.name}" in capsys.readouterr().err
