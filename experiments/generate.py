@@ -60,11 +60,11 @@ def generate(config: GenerateConfig) -> None:
         ConfigError: the folder is no run's, or holds no checkpoint.
     """
     import fnshard as fs
-    from experiments.training.resume import CHECKPOINTS, newest_step
+    from experiments.training.resume import CHECKPOINTS, has_numbered, newest_step
 
     folder = Path(config.run)
     setup = _setup(config, folder)
-    if newest_step(folder) is None:
+    if newest_step(folder) is None and not has_numbered(folder / CHECKPOINTS):  # else `restore` says why
         raise ConfigError(
             f"run={config.run}: no checkpoint is in it. Fix: the folder of a run that has saved."
         )

@@ -133,8 +133,8 @@ def all_steps(root: str | Path) -> list[int]:
 def latest(root: str | Path) -> Path | None:
     """The newest complete checkpoint in a directory; a checkpoint is its own latest.
 
-    Complete means that its manifest is what was written, and that all files have their full length. Every
-    byte is compared when it is restored, or by `verify`.
+    Complete means that its manifest is what was written, that all files have their full length, and that it
+    still has the number that it was saved under. Every byte is compared when it is restored, or by `verify`.
     """
     return next((folder for _, folder, _ in complete_checkpoints(as_path(root, "latest(root)"))), None)
 
