@@ -105,7 +105,7 @@ def _write(
         size = sum(source.size for source in sides[side])
         count = min(max(1, round(size / (config.shard_mb * 1e6))), len(rows[side]))
         print(f"{out / side}: {count} shards of {size / 1e6:,.1f} MB of text", file=sys.stderr, flush=True)
-        written = _written(partial_folder)
+        written = _keep_intact(partial_folder)
         for number in range(count):
             path = partial_folder / f"{number:06d}.npy"
             if path.name not in written:
@@ -124,7 +124,7 @@ def _write(
     shutil.rmtree(out / WORK)
 
 
-def _written(folder: Path) -> dict[str, list[int]]:
+def _keep_intact(folder: Path) -> dict[str, list[int]]:
     """Return the digests of the files that an earlier process has written in a folder; those that are not as
     it wrote them are deleted."""
     try:

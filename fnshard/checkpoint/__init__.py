@@ -21,7 +21,7 @@ from fnshard.checkpoint.coordination import Failed, agreed, group_of, texts
 from fnshard.checkpoint.manifest_file import Manifest
 from fnshard.checkpoint.replicas import Replicas
 from fnshard.checkpoint.restoring import specs_and_mesh, state_filler
-from fnshard.checkpoint.retention import Keep, candidates, complete_checkpoints, misnamed, opened
+from fnshard.checkpoint.retention import Keep, candidates, complete_checkpoints, name_problem, opened
 from fnshard.checkpoint.saving import Saving, save_job, wait, wait_for_save
 from fnshard.checkpoint.state_leaves import (
     check_codecs_alike,
@@ -160,7 +160,7 @@ def verify(path: str | Path) -> Manifest:
     folder = as_path(path, "verify(path)").absolute()
     try:
         found = Manifest.read(folder)
-        wrong = list(filter(None, [misnamed(folder, found)])) + problems(folder, found, all_chunks(found))
+        wrong = list(filter(None, [name_problem(folder, found)])) + problems(folder, found, all_chunks(found))
     except (Corrupt, OSError) as error:
         raise _unlike(folder, [str(error)]) from error
     if wrong:
@@ -260,13 +260,13 @@ def _newest(path: Path, fill: Callable[[Path, Manifest, Any], Any], mesh: Mesh, 
         warnings.warn(str(before), CheckpointWarning, stacklevel=3)
     group = group_of(mesh, timeout)
 
-    def listed() -> list[Path]:
+    def list_folders() -> list[Path]:
         work = partial(candidates, path) if mesh.rank == 0 else list
         seen = agreed(group, f"looking for {path}", lambda: list(map(str, work())))
         return list(map(Path, json.loads(texts(group, json.dumps(seen))[0])))
 
     # All ranks take what rank 0 sees, and pass over what is not complete for any of them.
-    found = left = listed()
+    found = left = list_folders()
     passed: dict[Path, CheckpointError] = {}
     while left:
         folder = left[0]
@@ -283,7 +283,7 @@ def _newest(path: Path, fill: Callable[[Path, Manifest, Any], Any], mesh: Mesh, 
             if not error.corrupt:
                 raise CheckpointError(f"cannot restore {folder}:", lines) from error
         # A save of another process may have deleted it meanwhile, when it had written a newer one.
-        again = listed()
+        again = list_folders()
         if folder in again:
             passed[folder] = _unlike(folder, lines)
         left = [each for each in again if each not in passed]

@@ -79,11 +79,11 @@ def opened(folder: Path) -> tuple[Manifest | None, str]:
         if isinstance(error, OSError) and error.errno in PASSING:
             raise
         return None, str(error)
-    wrong = misnamed(folder, found)
+    wrong = name_problem(folder, found)
     return (None, wrong) if wrong else (found, "")
 
 
-def misnamed(folder: Path, found: Manifest) -> str:
+def name_problem(folder: Path, found: Manifest) -> str:
     """Say that a checkpoint is named by another number than it was saved under; empty where it is not."""
     number = _number(folder)
     if number is None or found.number in (None, number):
