@@ -25,6 +25,7 @@ from experiments.configs.train import (
     TrackerConfig,
     TrainConfig,
 )
+from experiments.data.files import read_sealed
 
 QUOTED = re.compile(r"""("|').*\1""", re.DOTALL)
 
@@ -59,17 +60,16 @@ def generate(config: GenerateConfig) -> None:
         ConfigError: the folder is no run's, or holds no checkpoint.
     """
     import fnshard as fs
-    from experiments.training.resume import CHECKPOINTS, newest_step
+    from experiments.training.resume import CHECKPOINTS, has_numbered, newest_step
 
     folder = Path(config.run)
     setup = _setup(config, folder)
-    number = newest_step(folder)
-    if number is None:
+    if newest_step(folder) is None and not has_numbered(folder / CHECKPOINTS):  # else `restore` says why
         raise ConfigError(
             f"run={config.run}: no checkpoint is in it. Fix: the folder of a run that has saved."
         )
-    state = fs.checkpoint.restore(folder / CHECKPOINTS / str(number), setup.step, setup.mesh)
-    print(f"step {number} of {folder.resolve()}", flush=True)
+    state = fs.checkpoint.restore(folder / CHECKPOINTS, setup.step, setup.mesh)
+    print(f"step {int(state.step)} of {folder.resolve()}", flush=True)
     if config.held_out:
         print(f"held-out loss: {setup.evaluate(state.params)[0]:.3f} nats per {setup.unit}", flush=True)
     if setup.config.run.sampled:
@@ -78,14 +78,13 @@ def generate(config: GenerateConfig) -> None:
 
 def _setup(config: GenerateConfig, folder: Path) -> Any:
     """The `training.run.Setup` of a run on one rank: what its step does not need is left out."""
-    from omegaconf import OmegaConf
-
     from experiments.cli.job import placed
+    from experiments.data.prepared import open_prepared
     from experiments.finetune.config import FinetuneConfig
 
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"run={config.run}: is no folder of a run. Fix: what a run prints after results:.")
-    values = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    values = read_config(folder)
     tunes = "method" in values
     saved = build(values, FinetuneConfig if tunes else TrainConfig)
     asked = {"prompt": config.prompt, "sample_tokens": config.tokens}
@@ -99,10 +98,35 @@ def _setup(config: GenerateConfig, folder: Path) -> Any:
     if tunes:
         from experiments.finetune.loop import prepare
 
+        for place in (saved.data.train, saved.data.held_out):
+            open_prepared(place, read_all=True)
+
         return prepare(placed(alone, world=1), only_prompt=config.prompt is not None)
     from experiments.training.loop import prepare as prepared
 
     return prepared(placed(alone, world=1))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read the configuration that a run has left in its folder.
+
+    Raises:
+        ConfigError: it is not what was written, or no configuration.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    path = folder / "config.yaml"
+    text = read_sealed(path)
+    try:
+        values = OmegaConf.to_container(OmegaConf.create(text))
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds a {type(values).__name__}")
+    except (ValueError, YAMLError, OmegaConfBaseException, RecursionError) as error:
+        why = " ".join(str(error).split())
+        raise ConfigError(f"{path} is no configuration of a run ({why}).") from None
+    return values
 
 
 if __name__ == "__main__":

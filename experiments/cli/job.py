@@ -166,6 +166,11 @@ def start(job: Job, requested: Any, fresh: Path, overrides: list[str], *, chosen
             print(f"\ninterrupted: {_how_far(folder)}", file=sys.stderr, flush=True)
             raise
         except LaunchError as error:
+            if not folder.is_dir():
+                raise LaunchError(
+                    f"{folder} was deleted while the run was at work in it: nothing of it is left. Fix: the "
+                    "same command begins anew."
+                ) from None
             known = refused(folder) or error
             with suppress(OSError):  # the disk may be what failed
                 write_result(folder, status="failed", overrides=overrides, error=str(known))

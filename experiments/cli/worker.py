@@ -24,7 +24,7 @@ from hydra.errors import HydraException
 from experiments.cli.command_spec import is_mistake
 from experiments.cli.schema import build
 from experiments.configs.train import ConfigError
-from experiments.data.files import read_json, write_json
+from experiments.data.files import DamagedError, read_json, write_json
 from experiments.training.result import RESULT
 from experiments.training.resume import RunFolder, claimed
 from experiments.training.watchdog import DivergedError
@@ -69,6 +69,8 @@ def run_job(job: Job, values: Mapping[str, Any]) -> NoReturn:
                 resolve_name(job.work)(config, run, list(values["overrides"]), stop)
         except BudgetError as error:
             _end_together(f"run.device_gb={placed.run.device_gb:g}: {error}", mistake=True)
+        except DamagedError as error:  # perhaps here alone, as below
+            sys.exit(f"error: {error}")
         except (CheckpointError, ConfigError, DivergedError, *ALIKE) as error:
             _end_together(str(error), mistake=is_mistake(error))
         except OSError as error:  # here alone: the others end when this rank does

@@ -5,15 +5,18 @@ from __future__ import annotations
 import glob
 import math
 import os
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from experiments.configs.measured import RUN
 from experiments.configs.train import ConfigError
-from experiments.data.files import read_json
+from experiments.data.files import DamagedError, read_json, read_record
 from experiments.training.metrics_file import HELD_OUT, METRICS, read_rows
 from experiments.training.result import RESULT, STOPPED, read_result
 from fnshard.errors import report
@@ -96,7 +99,12 @@ def _folders(folder: Path) -> list[Path]:
 def outcome_of(folder: Path, name: str) -> Outcome:
     """Read what a run has left, finished or not."""
     result = read_result(folder)
-    rows = tuple(read_rows(folder / METRICS, 2**63))
+    wrong: list[str] = []
+    if not (folder / RESULT).exists() and read_json(folder / RUN).get("status") == OK:
+        wrong.append(f"{folder / RESULT} is missing, and {RUN} says that the run has ended")
+    rows = tuple(read_rows(folder / METRICS, 2**63, wrong))
+    for each in wrong:
+        print(each, file=sys.stderr, flush=True)
     numbers = {k: float(v) for k, v in result.items() if type(v) in (int, float) and k != "step"}
     status, reason = result["status"], result.get("reason") or _in_short(result.get("error", ""))
     if status not in (OK, FAILED):
@@ -105,11 +113,18 @@ def outcome_of(folder: Path, name: str) -> Outcome:
         held_out = [row[HELD_OUT] for row in rows if HELD_OUT in row][-1:]
         numbers |= {HELD_OUT: held_out[0]} if held_out else {}
         if rows:
-            steps = read_json(folder / IDENTITY).get("run", {}).get("steps", "?")
+            steps = _steps(folder)
             status = STOPPED if status == STOPPED else UNFINISHED
             reason = f"step {rows[-1]['step']} of {steps}"
     overrides = result["overrides"] or _overrides(folder)
     return Outcome(folder, name, status, tuple(map(str, overrides)), numbers, rows, reason)
+
+
+def _steps(folder: Path) -> Any:
+    """Return how many steps a run is to make; "?" where that cannot be read."""
+    with suppress(DamagedError, AttributeError):
+        return (read_record(folder / IDENTITY) or {}).get("run", {}).get("steps", "?")
+    return "?"
 
 
 def _overrides(folder: Path) -> list[str]:

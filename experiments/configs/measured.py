@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import fnshard as fs
 from experiments.configs.train import MEASURED, ConfigError
-from experiments.data.files import first_few
+from experiments.data.files import first_few, read_record
 from fnshard.analysis.calibrate import Observation, changed, corrected
 from fnshard.analysis.timeline import Timeline
 from fnshard.errors import report
@@ -78,7 +77,7 @@ def measured_run(folder: Path) -> MeasuredRun | None:
     Raises:
         ValueError, KeyError, TypeError, AttributeError: a file is damaged.
     """
-    record = json.loads((folder / RUN).read_text(encoding="utf-8"))
+    record = read_record(folder / RUN) or {}
     found, there = record.get("prediction") or {}, record.get("hardware", {})
     if found.get("measured_s") is None:
         return None
@@ -89,7 +88,7 @@ def measured_run(folder: Path) -> MeasuredRun | None:
         raise ValueError("nothing was predicted")
     kinds: tuple[Observation, ...] = ()
     if (folder / LINES).exists():
-        profile = json.loads((folder / LINES).read_text(encoding="utf-8"))
+        profile = read_record(folder / LINES) or {}
         values, _ = profile["kinds"], (profile["lines"], profile["exposed_s"])
         total = sum(each["predicted_s"][""] for each in values)
         kinds = tuple(

@@ -77,6 +77,8 @@ class Loader:
             ValueError: by a loader that drew other batches.
         """
         mine = self.state_dict()
+        if not isinstance(state, Mapping):
+            raise ValueError(f"a loader's state is a mapping, not a {type(state).__name__}.")
         if set(state) != set(mine):
             raise ValueError(f"a loader's state has the keys {sorted(mine)}; got {sorted(state)}.")
         differ = {
@@ -89,7 +91,9 @@ class Loader:
                 f"the saved loader drew other batches ({'; '.join(differ.values())}). Fix: put back what was "
                 "changed, or begin anew with run.resume=never."
             )
-        self.step = int(state["step"])
+        if type(state["step"]) is not int or state["step"] < 0:
+            raise ValueError(f"a loader's step is a count, not {state['step']!r}.")
+        self.step = state["step"]
 
 
 def place_of(mesh: fs.Mesh) -> dict[str, int]:

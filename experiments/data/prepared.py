@@ -6,7 +6,9 @@ import hashlib
 import json
 import shutil
 import sys
+import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,13 +19,21 @@ import numpy as np
 
 from experiments.configs.train import ConfigError
 from experiments.data.chat import Sample, is_rendered
-from experiments.data.files import LineError
+from experiments.data.files import (
+    DamagedError,
+    LineError,
+    commit_folder,
+    differences,
+    digests_of,
+    read_record,
+    write_record,
+)
 from experiments.data.records import KINDS, RESPONSES, with_images
 from experiments.data.rows import Dataset, library, line_of, mapped, readable, record_of, rows_of
 from experiments.data.tokenizer import DirectoryTokenizer
 from fnshard.errors import report
 
-FORMAT = 6  # another number where files mean something else: another key
+FORMAT = 7  # another number where files mean something else: another key
 FACTS = "prepared.json"
 ARRAYS: dict[str, type] = {"tokens": np.uint32, "learned": np.uint8, "starts": np.int64}
 HELD_OUT_EVERY = 20  # of a file that is split, one record in so many
@@ -139,6 +149,9 @@ def prepare(
 ) -> list[Prepared]:
     """Tokenise a file of records into a folder below `cache`, or find the one that an earlier call made.
 
+    Every byte of a folder that is found is compared with its checksum (a GB takes about 0.2 s); what
+    is damaged is prepared anew.
+
     Args:
         path: JSONL, a list of JSON, Parquet, or a folder of `save_to_disk` of `datasets`.
         tokenizer: of the model.
@@ -161,28 +174,49 @@ def prepare(
         with each.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     folder = Path(cache) / digest.hexdigest()[:32]
-    if not folder.exists():
-        try:
+    try:
+        found = None
+        if folder.exists():
+            try:
+                found = [open_prepared(folder / side, read_all=True) for side in _sides(split)]
+            except ConfigError as error:
+                print(f"{error} It is prepared anew.", file=sys.stderr, flush=True)
+                # What maps the old files keeps them; another process may have been faster.
+                aside = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.partial")
+                with suppress(FileNotFoundError):
+                    folder.rename(aside)
+                shutil.rmtree(aside, ignore_errors=True) if aside.is_dir() else aside.unlink(missing_ok=True)
+        if found is None:
             _make(folder, path, tokenizer, policy, split)
-        except OSError as error:
-            raise ConfigError(f"{cache}: prepared data cannot be written there: {error}.") from error
-    found = [open_prepared(folder / side) for side in _sides(split)]
+            found = [open_prepared(folder / side) for side in _sides(split)]
+    except OSError as error:
+        raise ConfigError(f"{cache}: prepared data cannot be written there: {error}.") from error
     if any(found[0].left_out.values()):
         print(f"{path}: {found[0]}", file=sys.stderr, flush=True)
     return found
 
 
-def open_prepared(folder: str | Path) -> Prepared:
+def open_prepared(folder: str | Path, *, read_all: bool = False) -> Prepared:
     """Map a folder that `prepare` made; every rank calls it.
+
+    Args:
+        read_all: every byte is compared with its checksum; else sizes alone, as `prepare` has just read all.
 
     Raises:
         ConfigError: it holds something else.
+        DamagedError: it is not what was written.
     """
     folder = Path(folder)
-    try:
-        return Prepared(folder=folder, **json.loads((folder / FACTS).read_text()))
-    except (OSError, ValueError, TypeError):
-        raise ConfigError(f"{folder} holds no prepared data. Fix: prepare it anew.") from None
+    facts = read_record(folder / FACTS, sealed=True)
+    if facts is None:
+        raise ConfigError(f"{folder} holds no prepared data. Fix: prepare it anew.")
+    wrong = differences(folder, facts.pop("files"), read_all=read_all)
+    if facts["key"] != f"{folder.parent.name}/{folder.name}":
+        wrong.append(f"{FACTS}: is of {facts['key']}")
+    if wrong:
+        fix = f"delete {folder.parent}: the same command prepares it anew."
+        raise DamagedError(report(f"{folder} is not what was written:", wrong, fix))
+    return Prepared(folder=folder, **facts)
 
 
 def _sides(split: bool) -> tuple[str, ...]:
@@ -213,11 +247,7 @@ def _make(folder: Path, path: Path, tokenizer: DirectoryTokenizer, policy: Recor
             key = f"{folder.name}/{side}"
             own = {"key": key, "kind": policy.kind, "context": policy.context, "pad": tokenizer.pad}
             _write(done / side, part, {**own, "left_out": left_out})
-        try:
-            done.rename(folder)
-        except OSError:
-            if not folder.exists():
-                raise
+        commit_folder(done, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -304,4 +334,4 @@ def _write(folder: Path, part: Dataset, facts: Mapping[str, Any]) -> None:
         "rendered": rendered, "images": most,
         "longest": int(lengths.max()) - 1, "shortest": int(lengths.min()) - 1,
     }  # fmt: skip
-    (folder / FACTS).write_text(json.dumps({**facts, **known}, indent=1))
+    write_record(folder / FACTS, {**facts, **known, "files": digests_of(folder)})

@@ -16,7 +16,18 @@ import fnshard as fs
 from experiments import python_path
 from experiments.configs.machine import CPU_RANKS
 from experiments.configs.train import AUTO, ConfigError
-from experiments.data.files import append, read_json, write_json, write_text
+from experiments.data.files import (
+    SUM,
+    UNREADABLE,
+    DamagedError,
+    append,
+    checksum,
+    read_json,
+    read_record,
+    write_json,
+    write_record,
+    write_text,
+)
 from experiments.data.tokenizer import open_directory
 from experiments.evaluate.config import HARNESS, EvaluateConfig
 from experiments.evaluate.scorer import Scorer
@@ -44,9 +55,13 @@ def evaluate(config: EvaluateConfig, folder: Path) -> None:
     key = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:12]
     place = Path(config.folder or folder.parents[1] / key)
     place.mkdir(parents=True, exist_ok=True)
-    if read_json(place / OF).get("key", key) != key:
+    try:
+        before = read_record(place / OF) or {}
+    except DamagedError as error:
+        raise ConfigError(f"{error} Fix: another folder, or delete {place}.") from None
+    if before.get("key", key) != key:
         raise ConfigError(f"folder={place}: its answers are of another model, task or setting.")
-    write_json(place / OF, {"key": key, **asdict(config)})
+    write_record(place / OF, {"key": key, **asdict(config)})
     threads = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
     fs.launch(
         on_rank, ranks=config.ranks, args=(config, str(place)), logs=place / "ranks",
@@ -90,7 +105,8 @@ def on_rank(config: EvaluateConfig, folder: str) -> None:
         mine = answers / f"{mesh.rank}.jsonl"
         append(mine, "\n")  # after a line that a kill has cut short
         for question, result in scorer.results(blocks, task, set(known)):
-            append(mine, json.dumps({"question": question, **result}) + "\n")
+            values = {"question": question, **result}
+            append(mine, json.dumps({**values, SUM: checksum(values)}) + "\n")
         barrier("")
         found |= summary(task, answered(answers))
     if mesh.rank == 0:
@@ -113,15 +129,17 @@ def scorer_of(config: EvaluateConfig, mesh: fs.Mesh) -> tuple[Scorer, Any]:
 
 
 def answered(folder: Path) -> dict[int, dict[str, Any]]:
-    """Results by question, of all ranks; a line that a kill has cut short is none."""
+    """Results by question, of all ranks; a line that a kill has cut short, or that is not what was written,
+    is none: its question is asked again."""
     found = {}
     for path in sorted(folder.glob("*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_bytes().split(b"\n"):
             try:
                 result = json.loads(line)
-            except ValueError:
+                if result.pop(SUM) == checksum(result):
+                    found[result.pop("question")] = result
+            except (*UNREADABLE, AttributeError, KeyError, TypeError):
                 continue
-            found[result.pop("question")] = result
     return found
 
 

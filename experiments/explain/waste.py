@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -13,6 +12,7 @@ from experiments.cli import schema
 from experiments.configs.checks import ConfigError
 from experiments.configs.measured import DAMAGED, LINES, RUN, measured_run
 from experiments.configs.train import AUTO, MEASURED
+from experiments.data.files import read_record
 from experiments.explain.config import ExplainConfig
 from experiments.explain.paper import Paper, explain
 from experiments.training.run_record import PARTS
@@ -48,7 +48,7 @@ def waste(folder: Path) -> str:
     paper = None if why else _paper(record["config"], folder)
     parts.append(_step(run.step.measured, run.step.predicted[""], paper))
     if (folder / LINES).exists():
-        profile = json.loads((folder / LINES).read_text(encoding="utf-8"))
+        profile = read_record(folder / LINES) or {}
         parts.append(_lines(profile, run.step.measured, run.hardware["overlap"]))
     else:
         parts.append("which lines of the schedule: run.profile=3 measures them")
@@ -60,7 +60,7 @@ def _read(folder: Path) -> Mapping[str, Any]:
     if not (folder / RUN).exists():
         raise ConfigError(f"run={folder}: has no {RUN}; a run of train or finetune writes it.")
     try:
-        record = json.loads((folder / RUN).read_text(encoding="utf-8"))
+        record = read_record(folder / RUN) or {}
         measured_run(folder)
         if {"totals", "status", "config"} <= record.keys():
             return record

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 import sys
@@ -30,6 +29,14 @@ from experiments.configs.train import (
     StrategyConfig,
 )
 from experiments.data.builtin import text_files
+from experiments.data.files import (
+    DamagedError,
+    commit_folder,
+    differences,
+    digests_of,
+    read_record,
+    write_record,
+)
 from experiments.data.tokenizer import ByteTokenizer, Tokenizer, open_directory
 from experiments.finetune import tasks
 from experiments.finetune.config import FinetuneConfig, FinetuneDataConfig, MethodConfig, ObjectiveConfig
@@ -123,7 +130,7 @@ def _random(name: str, seed: int) -> Path:
     """A random model of bytes, in a directory; made once."""
     sizes = RANDOM.get(name) or TINY[name]
     final = (BASES / f"{name}-{seed}-{_digest(dict(sizes))}").resolve()
-    if final.is_dir():
+    if _is_whole(final):
         return final
     from transformers.utils import logging
 
@@ -134,11 +141,36 @@ def _random(name: str, seed: int) -> Path:
         torch.manual_seed(seed)
         write_model(name, aside) if name in TINY else _write_decoder(sizes, aside)
     aside.chmod(0o755)  # not for us alone
-    try:
-        os.replace(aside, final)
-    except OSError:  # somebody else was quicker
-        shutil.rmtree(aside, ignore_errors=True)
+    write_record(_digests(final), digests_of(aside), durable=True)
+    commit_folder(aside, final)
+    shutil.rmtree(aside, ignore_errors=True)  # where somebody else was quicker
     return final
+
+
+def _digests(folder: Path) -> Path:
+    """Return the file that says what was written into a folder of a base, next to it."""
+    return folder.with_name(f"{folder.name}.digests.json")
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return whether a base is there; one that is not what was written is deleted, and made anew."""
+    if not folder.is_dir():
+        return False
+    try:
+        known = read_record(_digests(folder))
+        wrong = [] if known is None else differences(folder, known, read_all=True)  # None: an older version's
+    except DamagedError as error:
+        wrong = [str(error)]
+    if not wrong:
+        return True
+    print(
+        f"{folder} is not what was written ({'; '.join(wrong)}): it is made anew.",
+        file=sys.stderr,
+        flush=True,
+    )
+    shutil.rmtree(folder)
+    _digests(folder).unlink(missing_ok=True)
+    return False
 
 
 def _write_decoder(sizes: Mapping[str, int], folder: Path) -> None:
@@ -189,7 +221,7 @@ def _tuned_once(
         data=FinetuneDataConfig(rows=16, too_long="truncate"),
     )  # fmt: skip
     folder = (BASES / f"{name}-{_digest([identity_of(first), *of])}").resolve()
-    if (folder / EXPORTED).is_dir():
+    if _is_whole(folder / EXPORTED):
         return str(folder / EXPORTED)
     if under_launcher():
         raise ConfigError(
@@ -203,6 +235,7 @@ def _tuned_once(
     first = replace(first, data=replace(first.data, train=train, held_out=held_out))
     if start(job, first, folder, [], chosen=True) == STOPPED:
         raise SystemExit(0)
+    write_record(_digests(folder / EXPORTED), digests_of(folder / EXPORTED), durable=True)
     return str(folder / EXPORTED)
 
 

@@ -18,7 +18,7 @@ import torch
 import fnshard as fs
 from experiments.configs.plan import Plan
 from experiments.configs.train import AUTO
-from experiments.data.files import read_json, write_json, write_text
+from experiments.data.files import DamagedError, read_record, write_record, write_text
 from experiments.data.loader import Loader, place_of
 from experiments.evaluate.scorer import Scorer
 from experiments.evaluate.tasks import Task, task_of
@@ -113,13 +113,18 @@ class FinetuneSetup(Setup):
         data, run = self.config.data, self.config.run
         of = [self.config.model, self.config.objective.name, data.held_out, run.prompt, run.sampled]
         of += run.evaluate
-        known = read_json(folder / BEFORE)
+        try:
+            known = read_record(folder / BEFORE) or {}
+        except DamagedError as error:
+            if self.mesh.rank == 0:
+                print(f"{error} It counts as none.", file=sys.stderr, flush=True)
+            known = {}
         known = known if known.get("of") == of else {}  # another configuration's
         fresh = self.step.gather_strings("" if int(state.step) or known else "fresh")[0]
         if fresh:
             values = {"of": of, **self._measure(state, spent)}
             if self.mesh.rank == 0:
-                write_json(folder / BEFORE, values)
+                write_record(folder / BEFORE, values)
             return values
         # A run that goes on from another one's checkpoint has none.
         return known or {"answers": ["-"] * len(self.shown.examples)}

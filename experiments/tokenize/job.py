@@ -19,16 +19,26 @@ from typing import Any, TextIO
 import numpy as np
 
 from experiments.configs.train import ConfigError
-from experiments.data.files import first_few, read_json, write_json
+from experiments.data.files import (
+    DamagedError,
+    commit_folder,
+    differences,
+    digest_of,
+    digests_of,
+    first_few,
+    read_record,
+    write_record,
+)
 from experiments.data.rows import Dataset, library
-from experiments.data.shards import HEADER, Shards, describe, open_shards
+from experiments.data.shards import COMMAND, TOKENIZER, TOKENIZER_FILES, Shards, describe, open_shards
 from experiments.data.stdlib_text import is_held_out, source_files, standard_library
 from experiments.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from experiments.tokenize.config import TokenizeConfig
 from fnshard.errors import report
 
 FORMAT = 2
-TOKENIZER, WORK, COMMAND = "tokenizer", "work", "tokenize.json"  # below `out`
+WORK = "work"  # below `out`
+WRITTEN = "written.json"  # in a folder that a job is still at: the digests of what it has written there
 SIDES = ("held_out", "train")
 SHOWN = 8
 BATCH = 64  # rows that are tokenised at once
@@ -37,8 +47,8 @@ BATCH = 64  # rows that are tokenised at once
 def tokenize(config: TokenizeConfig) -> list[Shards]:
     """Write `out/train` and `out/held_out`; the same bytes with any number of processes.
 
-    A job that was killed goes on where it was, when it is started again as before: arrays that were written
-    are kept.
+    A job that was killed goes on where it was, when it is started again as before: arrays that are as they
+    were written are kept. Of shards that are finished every byte is compared with its checksum.
 
     Returns:
         The shards of `SIDES`.
@@ -54,7 +64,10 @@ def tokenize(config: TokenizeConfig) -> list[Shards]:
     try:
         _check_free(out, command)
         began = time.perf_counter()
-        if not all((out / side / HEADER).exists() for side in SIDES):
+        finished = [side for side in SIDES if (out / side).exists()]
+        for shards in [open_shards(out / side) for side in finished]:
+            shards.check(read_all=True)
+        if len(finished) < len(SIDES):
             _write(out, config, tokenizer, sides, command)
         found = [open_shards(out / side) for side in SIDES]
     except OSError as error:
@@ -77,9 +90,13 @@ def _write(
         fix = "mend the text; or broken=skip, which leaves such lines out and replaces such bytes."
         several = "1 place" if len(wrong) == 1 else f"{len(wrong)} places"
         raise ConfigError(report(f"{several} of the text cannot be used:", first_few(wrong, SHOWN), fix))
-    write_json(out / COMMAND, command)
-    (out / TOKENIZER).mkdir(exist_ok=True)
-    tokenizer.save(out / TOKENIZER)
+    aside = out / WORK / TOKENIZER
+    for folder in (aside, out / TOKENIZER):
+        shutil.rmtree(folder, ignore_errors=True)
+    aside.mkdir()
+    tokenizer.save(aside)
+    write_record(out / COMMAND, {**command, TOKENIZER_FILES: digests_of(aside)}, durable=True)
+    commit_folder(aside, out / TOKENIZER)
     for side in SIDES:
         if (out / side).exists():
             continue
@@ -88,18 +105,39 @@ def _write(
         size = sum(source.size for source in sides[side])
         count = min(max(1, round(size / (config.shard_mb * 1e6))), len(rows[side]))
         print(f"{out / side}: {count} shards of {size / 1e6:,.1f} MB of text", file=sys.stderr, flush=True)
+        written = _keep_intact(partial_folder)
         for number in range(count):
             path = partial_folder / f"{number:06d}.npy"
-            if not path.exists():
+            if path.name not in written:
                 part = rows[side].shard(count, number, keep_in_memory=True)
                 _save(path, _encoded(part, tokenizer, config.processes, out / WORK / f"{side}-{number}"))
+                if path.exists():
+                    written[path.name] = digest_of(path)
+                    write_record(partial_folder / WRITTEN, written, durable=True)
+        (partial_folder / WRITTEN).unlink(missing_ok=True)
         documents = int(np.count_nonzero(rows[side]["end"][:]))
         describe(
             partial_folder, documents=documents, vocab=tokenizer.vocab, tokenizer=tokenizer.key,
             eos=tokenizer.eos, broken=len(problems[side]),
         )  # fmt: skip
-        partial_folder.rename(out / side)
+        commit_folder(partial_folder, out / side)
     shutil.rmtree(out / WORK)
+
+
+def _keep_intact(folder: Path) -> dict[str, list[int]]:
+    """Return the digests of the files that an earlier process has written in a folder; those that are not as
+    it wrote them are deleted."""
+    try:
+        known = read_record(folder / WRITTEN, sealed=True) or {}
+    except DamagedError:
+        known = {}
+    kept = {
+        name: each for name, each in known.items() if not differences(folder, {name: each}, read_all=True)
+    }
+    for path in folder.rglob("*"):
+        if path.is_file() and path.relative_to(folder).as_posix() not in kept:
+            path.unlink()
+    return kept
 
 
 def _rows(
@@ -109,16 +147,27 @@ def _rows(
     datasets = library()
     kinds = {"text": "large_string", "end": "bool", "problem": "string"}
     features = datasets.Features({name: datasets.Value(kind) for name, kind in kinds.items()})
-    return datasets.Dataset.from_generator(
+    try:  # an earlier process may have read the text
+        known = read_record(work / WRITTEN, sealed=True)
+    except DamagedError:
+        known = None
+    if known is None or differences(work, known, read_all=True):
+        shutil.rmtree(work, ignore_errors=True)
+        known = None
+    rows = datasets.Dataset.from_generator(
         pieces, gen_kwargs={"files": list(files)}, features=features, cache_dir=str(work),
         num_proc=_processes(processes, len(files)), fingerprint=command["files"],
     )  # fmt: skip
+    if known is None:
+        write_record(work / WRITTEN, digests_of(work))
+    return rows
 
 
 def _encoded(rows: Dataset, tokenizer: Tokenizer, processes: int | None, work: Path) -> np.ndarray:
     """The tokens of rows, with an end token after each document; of the smallest type that holds them."""
     datasets = library()
-    work.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
+    work.mkdir(parents=True)
     encode = partial(_tokens, tokenizer=tokenizer)
     encoded = rows.map(
         encode, batched=True, batch_size=BATCH, remove_columns=rows.column_names,
@@ -171,7 +220,10 @@ def _check_free(out: Path, command: Mapping[str, Any]) -> None:
     """Leave alone what is something else, or what another command wrote."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"out={out} is a file. Fix: name a folder.")
-    before = read_json(out / COMMAND)
+    try:
+        before = read_record(out / COMMAND) or {}
+    except DamagedError as error:
+        raise DamagedError(f"{error} Fix: delete {out}, or another out.") from None
     others = sorted(p.name for p in out.iterdir() if p.name != WORK) if out.is_dir() else []
     if others and not before:
         raise ConfigError(

@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from experiments.data.files import read_json, write_json
+from experiments.data.files import DamagedError, read_record, write_record
 from experiments.trackers.base import Row, RunInfo, Tracker
 
 FOLDER = "trackers"  # of the run's folder: for each tracker a file of how many rows it has
@@ -67,10 +67,14 @@ class Feed:
 
     def _follow(self, facts: Mapping[str, Any]) -> None:
         note = self.metrics.parent / FOLDER / f"{self.name}.json"
-        known = read_json(note)
+        try:
+            known = read_record(note) or {}
+        except DamagedError as error:
+            self.say(f"{error} Tracker {self.name} begins a run anew.")
+            known = {}
         logged = known.get("rows", 0)
         name = self.tracker.start(RunInfo(self.metrics.parent, facts, known.get("id", "")))
-        write_json(note, {"id": name, "rows": logged})
+        write_record(note, {"id": name, "rows": logged})
         with self.metrics.open("rb") as file:
             read, ended = 0, False
             while not ended:
@@ -81,7 +85,7 @@ class Feed:
                     if new:
                         self.tracker.log(new)
                         logged = read
-                        write_json(note, {"id": name, "rows": logged})
+                        write_record(note, {"id": name, "rows": logged})
         status, artifacts, summary = self._end
         for path in artifacts:
             self.tracker.artifact(path)

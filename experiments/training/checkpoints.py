@@ -14,7 +14,7 @@ from typing import Any
 
 import fnshard as fs
 from experiments.configs.train import ConfigError
-from experiments.training.resume import memory_name
+from experiments.training.resume import has_numbered, memory_name
 from fnshard.checkpoint.replicas import most_copies
 from fnshard.errors import CheckpointError
 
@@ -104,7 +104,8 @@ def restored(
         ConfigError: what was saved has seen other batches.
     """
     steps = fs.checkpoint.all_steps(root) if mesh.rank == 0 else []
-    found = str(root if steps else source or "")
+    # Where none is whole `restore` says what is wrong: the run must not begin anew in silence.
+    found = str(root if steps or (mesh.rank == 0 and has_numbered(root)) else source or "")
     newest, found = json.loads(step.gather_strings(json.dumps([max(steps, default=-1), found]))[0])
     state = None if replicas is None else replicas.restore(newer_than=newest)
     if replicas is not None and replicas.lost and mesh.rank == 0:
@@ -117,6 +118,8 @@ def restored(
         return None, ""
     try:
         loader.load_state_dict(state.data or {**loader.state_dict(), "step": int(state.step)})
+        if loader.step != int(state.step):  # a step takes one batch
+            raise ValueError(f"its loader has drawn {loader.step} batches, its step is {int(state.step)}.")
     except ValueError as error:
         raise ConfigError(f"cannot go on from {found}: {error}") from None
     return state, found

@@ -15,12 +15,11 @@ import fnshard as fs
 from experiments.configs.checks import attempt
 from experiments.configs.train import ConfigError, ShardsConfig, TrainConfig
 from experiments.data.loader import Loader, place_of
-from experiments.data.shards import check_vocab, open_shards
+from experiments.data.shards import TOKENIZER, check_tokenizer, check_vocab, open_shards
 from experiments.data.stdlib_text import load_text
 from experiments.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from experiments.data.windows import Batch, TokenStream, Windows, cut, held_out_starts
 
-TOKENIZER = "tokenizer"  # a folder next to the shards
 VOCAB = 256  # of bytes
 STRENGTH = 16.0  # in counts: a larger one trusts the shorter context more; 4 to 64 hardly differ
 MOST_COUNTED = 2**25  # tokens that tables are counted on: the first of them
@@ -129,8 +128,9 @@ def open_tokens(config: TrainConfig) -> Dataset:
     attempt(lambda: check_vocab(found, config.vocab), wrong)
     if len({s.tokenizer for s in found}) > 1:
         wrong.append(f"{root}: train and held_out are of two tokenizers. Fix: write them together.")
-    tokenizer = None
-    if (root / TOKENIZER).is_dir():
+    tokenizer, before = None, len(wrong)
+    attempt(lambda: check_tokenizer(root), wrong)
+    if len(wrong) == before and (root / TOKENIZER).is_dir():
         tokenizer = attempt(lambda: load_tokenizer(root / TOKENIZER), wrong)
     if tokenizer and any(s.tokenizer not in (None, tokenizer.key) for s in found):
         wrong.append(f"{root / TOKENIZER} is not the tokenizer that the shards were made with.")

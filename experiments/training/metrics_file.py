@@ -1,39 +1,97 @@
-"""The rows of `metrics.jsonl`, a line each, and what a report says of all of them in bounded memory."""
+"""The rows of `metrics.jsonl`, a line each, and what a report says of all of them in bounded memory.
+
+Next to it `metrics.crc32` has the checksum of every line that was ever written, before that line is.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
+import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-METRICS = "metrics.jsonl"
+import numpy as np
+
+from experiments.data.files import UNREADABLE, first_few
+
+METRICS, SUMS = "metrics.jsonl", "metrics.crc32"
 HELD_OUT = "held_out_loss"
 RECENT, LOSSES = 1000, 64  # steps whose seconds and losses are kept
+SUM = re.compile(rb"[0-9a-f]{8}")
+SHOWN = 8  # lines that a message names
 
 
-def read_rows(path: Path | None, made: int) -> Iterator[dict[str, Any]]:
-    """The rows of a metrics file up to step `made`, without the held-out loss after that step: a resumed run
-    measures it again.
+def line_of(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Return a row's line of `metrics.jsonl`, and the line of `metrics.crc32` that stands for it."""
+    line = json.dumps(row) + "\n"
+    return line, f"{zlib.crc32(line.encode()):08x}\n"
 
-    A line that is torn, as a killed process leaves one, or is no row ends the rows.
+
+def read_rows(path: Path | None, made: int, wrong: list[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Read the rows of a metrics file up to step `made`, without the held-out loss after that step: a resumed
+    run measures it again.
+
+    A line that is not what was written, or no row, is left out. So is a last line without its end, as a
+    killed process leaves one.
+
+    Args:
+        wrong: gets texts for damaged lines and for rows that are missing, when all rows are read.
     """
-    if path is None or not path.exists():
+    if path is None:
         return
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                return
-            if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
-                return
-            if row["step"] < made or (row["step"] == made and HELD_OUT not in row):
+    try:
+        found = [int(each, 16) for each in SUM.findall((path.parent / SUMS).read_bytes())]
+        sums = np.sort(np.array(found, np.uint32))
+    except OSError:  # of an older version
+        found, sums = [], None
+    if not path.exists():
+        if wrong is not None and found:
+            wrong.append(f"{path} is missing")
+        return
+    damaged, missing, last, ended = [], [], 0, not found
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                break
+            row = _row_of(line, sums)
+            ended = ended or (row is not None and zlib.crc32(line) == found[-1])
+            if row is None:
+                damaged.append(str(number))
+            elif row["step"] < made or (row["step"] == made and HELD_OUT not in row):
+                if HELD_OUT not in row:
+                    if row["step"] > last + 1:
+                        missing.append(f"{last + 1} to {row['step'] - 1}")
+                    last = max(last, row["step"])
                 yield row
+    if wrong is not None and damaged:
+        wrong.append(f"{path}: damaged lines are left out: {', '.join(first_few(damaged, SHOWN))}")
+    if wrong is not None and missing:
+        wrong.append(f"{path}: no rows of steps {', '.join(first_few(missing, SHOWN))}")
+    if wrong is not None and not (ended or damaged):
+        wrong.append(f"{path}: the last row that was written is missing")
+
+
+def _row_of(line: bytes, sums: np.ndarray | None) -> dict[str, Any] | None:
+    """Return the row that a line holds; None if it is not among the lines that were written, or no row."""
+    if sums is not None:
+        own = zlib.crc32(line)
+        at = int(np.searchsorted(sums, own))
+        if at == len(sums) or int(sums[at]) != own:
+            return None
+    try:
+        row = json.loads(line)
+    except UNREADABLE:
+        return None
+    numbers = isinstance(row, dict) and all(
+        type(row.get(name, 0)) in (int, float) for name in ("loss", "seconds", HELD_OUT)
+    )
+    return row if numbers and type(row.get("step")) is int else None
 
 
 @dataclass

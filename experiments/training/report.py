@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
@@ -14,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from experiments.data.files import naming, write_text
+from experiments.data.files import DamagedError, naming, write_text
 from experiments.trackers.base import Tracker
 from experiments.trackers.feed import Feed
-from experiments.training.metrics_file import HELD_OUT, METRICS, Totals, read_rows
+from experiments.training.metrics_file import HELD_OUT, METRICS, SUMS, Totals, line_of, read_rows
 from experiments.training.run_record import RunRecord, StepWork, in_words, peak_memory
 
 LINES = 20  # of how far a whole run is
@@ -129,13 +128,36 @@ class Report:
 
     def __post_init__(self) -> None:
         path = self.folder / METRICS
-        write_text(path, (self._counted(row) for row in read_rows(self.earlier, self.made)))
-        self._file = path.open("a", encoding="utf-8")
         self._progress = Progress(self.stream, self.steps, self.made, self.record.spent.between_steps)
+        self._take_over(path)
+        self._file = path.open("a", encoding="utf-8")
+        self._sums = (self.folder / SUMS).open("a", encoding="utf-8")
+        self._opened = os.fstat(self._file.fileno())
         self._feeds = [Feed(name, tracker, path, self.say) for name, tracker in self.trackers.items()]
         for feed in self._feeds:
             feed.start(self.record.facts)
         self._finished = False
+
+    def _take_over(self, path: Path) -> None:
+        """Write the rows of earlier processes anew; if some are damaged or missing, say so, and keep the file
+        as it was under another name."""
+        wrong: list[str] = []
+        for row in read_rows(self.earlier, self.made, wrong):
+            self.totals.add(row)
+        if self.totals.reached < self.made and self.earlier is not None:
+            wrong.append(f"{self.earlier}: no rows of steps {self.totals.reached + 1} to {self.made}")
+        elif self.made and self.earlier is None:
+            wrong.append(f"{path} is missing: the steps up to {self.made} have no rows")
+        for each in wrong:
+            self.say(each)
+        if wrong and path.exists():
+            kept = path.with_name(f"{METRICS}.damaged")
+            kept.write_bytes(path.read_bytes())
+            self.say(f"the run goes on without them; the file as it was is {kept}")
+        # A checksum is there before its line is, also where this process is killed between the two.
+        if self.earlier != path or not (self.folder / SUMS).exists():
+            write_text(self.folder / SUMS, (line_of(row)[1] for row in read_rows(self.earlier, self.made)))
+        write_text(path, (line_of(row)[0] for row in read_rows(self.earlier, self.made)))
 
     def __enter__(self) -> Report:
         return self
@@ -145,7 +167,7 @@ class Report:
         # On a full disk the first error counts.
         with suppress(OSError) if error is not None else nullcontext():
             self.close()
-            if not self._finished:
+            if not self._finished and self.folder.is_dir():
                 self.finish("failed")
 
     def step(self, number: int, values: Mapping[str, float], seconds: float) -> None:
@@ -163,14 +185,17 @@ class Report:
 
     def sync(self) -> None:
         """Make the rows outlive a power cut, as the checkpoint does that is written next."""
-        with naming(self.folder / METRICS):
-            os.fsync(self._file.fileno())
+        self._check_folder()
+        for name, file in ((SUMS, self._sums), (METRICS, self._file)):
+            with naming(self.folder / name):
+                os.fsync(file.fileno())
         self._write("running")
 
     def close(self) -> None:
         self._progress.close()
-        with naming(self.folder / METRICS):
-            self._file.close()
+        for name, file in ((SUMS, self._sums), (METRICS, self._file)):
+            with naming(self.folder / name):
+                file.close()
 
     def finish(self, status: str, artifacts: Sequence[Path] = (), **summary: Any) -> dict[str, Any]:
         """The run, or this process's part of it, has ended: "ok", "stopped" or "failed".
@@ -182,6 +207,8 @@ class Report:
         Returns:
             The totals of `run.json`.
         """
+        if status != "failed":
+            self._check_folder()
         self._finished = True
         totals = self._write(status)
         for feed in self._feeds:
@@ -215,14 +242,29 @@ class Report:
     def _reached(self) -> int:
         return self.totals.reached or self.made
 
-    def _counted(self, row: dict[str, Any]) -> str:
-        self.totals.add(row)
-        return json.dumps(row) + "\n"
-
     def _row(self, **row: Any) -> None:
-        with naming(self.folder / METRICS):
-            self._file.write(self._counted(row))
-            self._file.flush()  # a run that dies leaves all its rows, and trackers read them
+        self._check_folder()
+        self.totals.add(row)
+        line, checksum = line_of(row)
+        # A run that dies leaves all its rows, and trackers read them.
+        for name, file, text in ((SUMS, self._sums, checksum), (METRICS, self._file, line)):
+            with naming(self.folder / name):
+                file.write(text)
+                file.flush()
+
+    def _check_folder(self) -> None:
+        """See that the file that rows go to is still the one of its name."""
+        path = self.folder / METRICS
+        try:
+            if os.path.samestat(os.stat(path), self._opened):
+                return
+        except FileNotFoundError:
+            pass
+        what = f"{path} was deleted or replaced" if self.folder.is_dir() else f"{self.folder} was deleted"
+        raise DamagedError(
+            f"{what} while the run was at work in it; rows that follow would be lost. Fix: the same command "
+            "goes on from the newest checkpoint that is left, or begins anew."
+        )
 
     def _text(self, values: Mapping[str, float]) -> str:
         name = "reward" if "reward" in values else "loss"

@@ -22,7 +22,7 @@ from typing import Any
 import fnshard as fs
 from experiments.cli.schema import flat
 from experiments.configs.train import AUTO, NEVER, ConfigError
-from experiments.data.files import read_json, write_json
+from experiments.data.files import DamagedError, read_record, write_record
 from experiments.training.result import read_result
 from fnshard.errors import report
 from fnshard.runtime.files.folder import in_memory, make_directory
@@ -87,7 +87,7 @@ def claimed(requested: Any, fresh: Path, *, chosen: bool) -> Iterator[RunFolder]
             _check_chosen(fresh, identity, resume)
         has_own = fs.checkpoint.latest(folder / CHECKPOINTS) is not None
         source = None if source_path is None or has_own else source_of(resume)
-        write_json(folder / IDENTITY, identity, durable=True)
+        write_record(folder / IDENTITY, identity, durable=True)
         yield RunFolder(str(folder), source)
 
 
@@ -98,6 +98,11 @@ def _is_finished(folder: Path) -> bool:
 def _can_resume(folder: Path) -> bool:
     """Whether a checkpoint is there, or a replica in memory."""
     return fs.checkpoint.latest(folder / CHECKPOINTS) is not None or in_memory(memory_name(folder))
+
+
+def has_numbered(root: Path) -> bool:
+    """Return whether a directory holds anything that is named as a checkpoint is, whole or not."""
+    return root.is_dir() and any(path.name.isdecimal() for path in root.iterdir())
 
 
 def newest_step(folder: Path) -> int | None:
@@ -121,7 +126,10 @@ def memory_name(folder: Path) -> str:
 
 def finished(folder: Path, requested: Any) -> bool:
     """Whether a run of this configuration has left its result there."""
-    before, here = read_json(folder / IDENTITY), identity_of(requested)
+    try:
+        before, here = read_record(folder / IDENTITY) or {}, identity_of(requested)
+    except DamagedError:  # who starts the run says it
+        return False
     same = all(before.get(name) == value for name, value in here.items() if name != "starts_from")
     return same and _is_finished(folder)
 
@@ -141,6 +149,11 @@ def source_of(resume: str) -> str:
 def _check_chosen(folder: Path, identity: Mapping[str, Any], resume: str) -> None:
     """A folder that holds checkpoints is resumed, or left alone."""
     steps = fs.checkpoint.all_steps(folder / CHECKPOINTS)
+    if not steps and has_numbered(folder / CHECKPOINTS) and not _can_resume(folder):
+        raise ConfigError(
+            f"no checkpoint in {folder / CHECKPOINTS} is whole. Fix: put them back; or, to begin anew, "
+            "delete that folder, or name another hydra.run.dir."
+        )
     if not steps:
         return
     if resume == NEVER:
@@ -148,7 +161,21 @@ def _check_chosen(folder: Path, identity: Mapping[str, Any], resume: str) -> Non
             f"run.resume=never: {folder} holds checkpoints, the newest of step {steps[-1]}. "
             f"Fix: another hydra.run.dir, or delete {folder / CHECKPOINTS}."
         )
-    before, here = dict(flat(read_json(folder / IDENTITY))), dict(flat(identity))
+    try:
+        there = read_record(folder / IDENTITY)
+    except DamagedError as error:
+        raise ConfigError(
+            f"{error} It says of which configuration the checkpoints in {folder} are. Fix: delete it if they "
+            "are of this one; or another hydra.run.dir."
+        ) from None
+    if there is None:
+        print(
+            f"resume: {folder / IDENTITY} is missing: whether the checkpoints there are of this "
+            "configuration is not known",
+            file=sys.stderr,
+            flush=True,
+        )
+    before, here = dict(flat(there or {})), dict(flat(identity))
     differ = [f"{k}: {before.get(k)!r} there, {here.get(k)!r} here" for k in here if before.get(k) != here[k]]
     if before and differ:
         raise ConfigError(
@@ -173,12 +200,25 @@ def unfinished(identity: Mapping[str, Any], stack: ExitStack) -> Path | None:
     """The newest folder below `outputs/` of this identity that holds a checkpoint, locked until the stack
     unwinds; none where a newer one is finished.
     """
-    found = [path for path in OUTPUTS.resolve().glob(f"*/*/{IDENTITY}") if read_json(path) == identity]
+    found = []
+    for path in OUTPUTS.resolve().glob(f"*/*/{IDENTITY}"):
+        try:
+            if read_record(path) == identity:
+                found.append(path)
+        except DamagedError as error:
+            fix = f"delete it, and hydra.run.dir={path.parent} goes on there."
+            print(f"resume: {error} The folder is passed over. Fix: {fix}", file=sys.stderr, flush=True)
     for path in sorted(found, key=lambda path: (path.stat().st_mtime_ns, path), reverse=True):
         folder = path.parent
         if _is_finished(folder):
             return None
         if not _can_resume(folder):
+            if has_numbered(folder / CHECKPOINTS):
+                print(
+                    f"resume: no checkpoint in {folder / CHECKPOINTS} is whole; this is another run",
+                    file=sys.stderr,
+                    flush=True,
+                )
             continue
         if stack.enter_context(locked(folder)):
             return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import socket
 import statistics
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from omegaconf import OmegaConf
 import fnshard as fs
 from experiments.configs.plan import write_plan
 from experiments.configs.train import AUTO
-from experiments.data.files import write_text
+from experiments.data.files import write_sealed
 from experiments.data.loader import Loader
 from experiments.trackers.registry import chosen
 from experiments.training.checkpoints import Saver, replicas_of, restored
@@ -52,11 +53,15 @@ class Ending:
             Its time and memory, as text.
         """
         rows = self.report.totals
+        losses = list(rows.losses)[-20:]
         summary = {
-            "loss": statistics.mean(list(rows.losses)[-20:]),
+            "loss": statistics.mean(losses) if losses else math.nan,
             **measured,
             "tokens_per_s": self.report.tokens / rows.step_seconds(),
         }
+        # Where metrics were lost, and no step was left to make, the rows' numbers are not known.
+        unknown = {name for name in ("loss", "tokens_per_s") if math.isnan(summary[name]) and not losses}
+        summary = {name: value for name, value in summary.items() if name not in unknown}
         artifacts = [self.folder / name for name in ("loss.png", sample, "config.yaml", "schedule.txt")]
         totals = self.report.finish("ok", [a for a in artifacts if a.exists()], **summary)
         values = {**summary, "seconds": totals["seconds"], **varying(totals)}  # of the run, not of its steps
@@ -118,7 +123,7 @@ def _report(
     hosts = setup.step.gather_strings(socket.gethostname())
     if mesh.rank != 0:
         return Silent()
-    write_text(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
+    write_sealed(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
     record = RunRecord(folder, facts_of(config, job, overrides, mesh, hosts), made, spent)
     return Report(
         folder, config.run.steps, setup.tokens, record, made, metrics_next_to(folder, found),

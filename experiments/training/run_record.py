@@ -21,7 +21,8 @@ import torch
 
 import fnshard as fs
 from experiments.configs.measured import RUN, prediction_of
-from experiments.data.files import read_json, write_json
+from experiments.data.files import DamagedError, read_record, write_record
+from experiments.training.metrics_file import METRICS
 from fnshard.analysis.hardware import mfu
 
 PACKAGES = (
@@ -197,7 +198,18 @@ class RunRecord:
 
     def __post_init__(self) -> None:
         self._started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-        self._known = read_json(self.folder / RUN)
+        try:
+            found = read_record(self.folder / RUN)
+            if found is None and self.made and (self.folder / METRICS).exists():
+                raise DamagedError(f"{self.folder / RUN} is missing.")
+            self._known = found or {}
+            for each in self._known.get("attempts", []):
+                _ = float(each["seconds"]), each["spent_s"].get
+            _ = dict(self._known.get("totals", {}))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            why = error if isinstance(error, DamagedError) else f"{self.folder / RUN} is no record of a run."
+            print(f"{why} What earlier processes took is not known.", file=sys.stderr, flush=True)
+            self._known = {}
 
     def write(
         self,
@@ -235,7 +247,7 @@ class RunRecord:
             "attention": self._known.get("attention") if attention is None else dict(attention),
             "prediction": self._known.get("prediction") if prediction is None else dict(prediction),
         }  # fmt: skip
-        write_json(self.folder / RUN, values | dict(self.facts))
+        write_record(self.folder / RUN, values | dict(self.facts))
         return totals
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import fnshard as fs
 from experiments.configs.measured import LINES, lines_of
-from experiments.data.files import write_json, write_text
+from experiments.data.files import write_record, write_text
 from fnshard.analysis.hardware import TABLE
 from fnshard.errors import MissingExtraError
 
@@ -72,7 +72,7 @@ class Tracer:
             self._trace.unlink()
             return ""
         values = lines_of(self.lowered, self.base, measured)
-        write_json(self.folder / LINES, {**values, "exposed_s": [float(text) for text in waited]})
+        write_record(self.folder / LINES, {**values, "exposed_s": [float(text) for text in waited]})
         name = self.hardware.name
         nominal = f"; predicted with the nominal speeds of {name}: hardware=measure takes this machine's"
         note = nominal if name in TABLE else ""

@@ -21,7 +21,7 @@ from fnshard.checkpoint.coordination import Failed, agreed, group_of, texts
 from fnshard.checkpoint.manifest_file import Manifest
 from fnshard.checkpoint.replicas import Replicas
 from fnshard.checkpoint.restoring import specs_and_mesh, state_filler
-from fnshard.checkpoint.retention import Keep, candidates, complete_checkpoints, opened
+from fnshard.checkpoint.retention import Keep, candidates, complete_checkpoints, name_problem, opened
 from fnshard.checkpoint.saving import Saving, save_job, wait, wait_for_save
 from fnshard.checkpoint.state_leaves import (
     check_codecs_alike,
@@ -133,8 +133,8 @@ def all_steps(root: str | Path) -> list[int]:
 def latest(root: str | Path) -> Path | None:
     """The newest complete checkpoint in a directory; a checkpoint is its own latest.
 
-    Complete means that its manifest is what was written, and that all files have their full length. Every
-    byte is compared when it is restored, or by `verify`.
+    Complete means that its manifest is what was written, that all files have their full length, and that it
+    still has the number that it was saved under. Every byte is compared when it is restored, or by `verify`.
     """
     return next((folder for _, folder, _ in complete_checkpoints(as_path(root, "latest(root)"))), None)
 
@@ -160,7 +160,7 @@ def verify(path: str | Path) -> Manifest:
     folder = as_path(path, "verify(path)").absolute()
     try:
         found = Manifest.read(folder)
-        wrong = problems(folder, found, all_chunks(found))
+        wrong = list(filter(None, [name_problem(folder, found)])) + problems(folder, found, all_chunks(found))
     except (Corrupt, OSError) as error:
         raise _unlike(folder, [str(error)]) from error
     if wrong:
@@ -259,13 +259,20 @@ def _newest(path: Path, fill: Callable[[Path, Manifest, Any], Any], mesh: Mesh, 
     if before is not None:
         warnings.warn(str(before), CheckpointWarning, stacklevel=3)
     group = group_of(mesh, timeout)
+
+    def list_folders() -> list[Path]:
+        work = partial(candidates, path) if mesh.rank == 0 else list
+        seen = agreed(group, f"looking for {path}", lambda: list(map(str, work())))
+        return list(map(Path, json.loads(texts(group, json.dumps(seen))[0])))
+
     # All ranks take what rank 0 sees, and pass over what is not complete for any of them.
-    seen = agreed(group, f"looking for {path}", lambda: [] if mesh.rank else list(map(str, candidates(path))))
-    found = list(map(Path, json.loads(texts(group, json.dumps(seen))[0])))
-    passed: list[CheckpointError] = []
-    for folder in found:
+    found = left = list_folders()
+    passed: dict[Path, CheckpointError] = {}
+    while left:
+        folder = left[0]
         if passed and mesh.rank == 0:
-            warnings.warn(f"{passed[-1]}\nTaking {folder} instead.", CheckpointWarning, stacklevel=3)
+            last = list(passed.values())[-1]
+            warnings.warn(f"{last}\nTaking {folder} instead.", CheckpointWarning, stacklevel=3)
         read, wrong = agreed(group, f"restoring {folder}", partial(opened, folder))
         lines = [f"rank {rank}: {text}" for rank, text in enumerate(texts(group, wrong)) if text]
         try:
@@ -275,10 +282,15 @@ def _newest(path: Path, fill: Callable[[Path, Manifest, Any], Any], mesh: Mesh, 
             lines = error.lines()
             if not error.corrupt:
                 raise CheckpointError(f"cannot restore {folder}:", lines) from error
-        passed.append(_unlike(folder, lines))
+        # A save of another process may have deleted it meanwhile, when it had written a newer one.
+        again = list_folders()
+        if folder in again:
+            passed[folder] = _unlike(folder, lines)
+        left = [each for each in again if each not in passed]
     if not passed or (found == [path.absolute()] and not any(path.glob("manifest*"))):
         raise _nothing(path)
-    raise passed[0] if len(passed) == 1 else CheckpointError("\n".join(map(str, passed)))
+    errors = list(passed.values())
+    raise errors[0] if len(errors) == 1 else CheckpointError("\n".join(map(str, errors)))
 
 
 def _unlike(folder: Path, wrong: Sequence[str]) -> CheckpointError:

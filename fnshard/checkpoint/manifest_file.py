@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from fnshard.checkpoint.loader_state import decode
 from fnshard.runtime.files import tensorfile
 from fnshard.runtime.files.folder import DATA, flush_directory
 from fnshard.runtime.files.json_reader import Count, reader
@@ -94,6 +95,7 @@ class Manifest:
         config: the resolved configuration, if any.
         metrics: numbers that came with the save.
         versions: of torch.
+        number: the number that its directory was named by; None where it had another name.
     """
 
     step: Count
@@ -107,6 +109,7 @@ class Manifest:
     metrics: Mapping[str, float]
     versions: Mapping[str, str]
     format: str = FORMAT
+    number: int | None = None
 
     def write(self, folder: Path) -> None:
         """The last of a checkpoint: the manifest, its seal, and all of the directory flushed to the disk."""
@@ -139,6 +142,8 @@ class Manifest:
                 leaf.check(f"{name}: ")
                 if odd := {chunk.file for chunk in leaf.chunks} - found.files.keys():
                     raise ValueError(f"{name}: a chunk in {min(odd)!r}, which is not among its files")
+            for position in found.data:
+                _check_position(position)
             return found
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             raise Corrupt(
@@ -175,6 +180,14 @@ def merged(parts: Sequence[Mapping[str, SavedLeaf]]) -> dict[str, SavedLeaf]:
     if wrong:
         raise ValueError(f"ranks hold different states: {', '.join(sorted(wrong)[:SHOWN])}")
     return found
+
+
+def _check_position(position: Any) -> None:
+    """Refuse a position in the data that `decode` cannot read."""
+    try:
+        decode(position)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"data: no position of a loader ({type(error).__name__}: {error})") from error
 
 
 def _seal(digest: str) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Literal
 
 from fnshard.checkpoint.manifest_file import NAME, SEAL, Manifest
 from fnshard.errors import CheckpointError, counts, misfits, one_of
-from fnshard.runtime.files.folder import is_checkpoint_directory
+from fnshard.runtime.files.folder import is_checkpoint_directory, remove_directory
 from fnshard.runtime.files.tensorfile import PASSING, Corrupt
 
 
@@ -55,15 +54,24 @@ class Keep:
 
 def complete_checkpoints(root: Path) -> Iterator[tuple[int, Path, Manifest]]:
     """Complete checkpoints, the newest first, with their steps: those in the directory that are named by a
-    number, which is then the step, or the directory itself."""
-    for folder in candidates(root):
-        if (found := opened(folder)[0]) is not None:
+    number, which is then the step, or the directory itself.
+
+    Where one is gone before it is read, a save has written a newer one and deleted it: the directory is
+    listed anew, and what is newer comes out of order.
+    """
+    seen: set[Path] = set()
+    while folder := next((each for each in candidates(root) if each not in seen), None):
+        found, _ = opened(folder)
+        if found is None and not folder.exists():
+            continue
+        seen.add(folder)
+        if found is not None:
             number = _number(folder)
             yield found.step if number is None else number, folder, found
 
 
 def opened(folder: Path) -> tuple[Manifest | None, str]:
-    """A checkpoint's manifest, or what is wrong with it or its files; what passes is an OSError."""
+    """A checkpoint's manifest, or what is wrong with it, its files or its name; what passes is an OSError."""
     try:
         found = Manifest.read(folder)
         found.check_files(folder)
@@ -71,7 +79,16 @@ def opened(folder: Path) -> tuple[Manifest | None, str]:
         if isinstance(error, OSError) and error.errno in PASSING:
             raise
         return None, str(error)
-    return found, ""
+    wrong = name_problem(folder, found)
+    return (None, wrong) if wrong else (found, "")
+
+
+def name_problem(folder: Path, found: Manifest) -> str:
+    """Say that a checkpoint is named by another number than it was saved under; empty where it is not."""
+    number = _number(folder)
+    if number is None or found.number in (None, number):
+        return ""
+    return f"it was saved under the name {found.number}; rename it to that"
 
 
 def candidates(root: Path) -> list[Path]:
@@ -109,7 +126,7 @@ def prune(written: Path, keep: Keep) -> None:
             del metrics[step]
     for step in metrics.keys() - keep.kept(metrics) - {here}:
         if complete(step) and is_checkpoint_directory(folders[step]):
-            shutil.rmtree(folders[step], ignore_errors=True)
+            remove_directory(folders[step])
 
 
 def _number(folder: Path) -> int | None:

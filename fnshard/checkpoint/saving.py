@@ -151,6 +151,7 @@ def save_job(
             "config": encode(config, "config"),
             "metrics": numbers,
             "versions": {"torch": str(torch.__version__)},
+            "number": int(final.name) if final.name.isdecimal() else None,
         }
         position = data.state_dict() if hasattr(data, "state_dict") else data
         return SaveJob(directory, leaves, mesh, group, fields, encode(position), keep)

@@ -173,6 +173,34 @@ def test_a_manifest_that_does_not_add_up_is_refused(
         assert isinstance(message, str) and MANIFEST in message
 
 
+@pytest.mark.parametrize(
+    "position",
+    [
+        {"__is__": "nothing", "of": 1},
+        {"__is__": "tuple"},
+        {"__is__": "tuple", "of": 5},
+        {"__is__": []},
+        {"__is__": "bytes", "of": 7},
+        {"__is__": "tensor", "of": ["F32", [3], "AAAA"]},
+        {"__is__": "tensor", "of": ["F32", [0, 1 << 62, 1 << 62], ""]},
+        {"__is__": "tensor", "of": ["F99", [1], "AAAAAA=="]},
+        {"__is__": "array", "of": {"__is__": "tensor", "of": ["BF16", [1], "AAA="]}},
+        {"__is__": "array", "of": 3},
+        {"__is__": "items", "of": [[[1], 2]]},
+        {"deep": {"__is__": "items", "of": [1]}},
+    ],
+    ids=repr,
+)
+def test_a_position_that_cannot_be_read_is_refused(
+    position: Any, roots: Any, restoring: Any, tmp_path: Path
+) -> None:
+    def edit(manifest: Any) -> None:
+        manifest["data"] = [position]
+
+    for message in edited(edit, roots["two"], tmp_path / "300", restoring):
+        assert isinstance(message, str) and MANIFEST in message and "data: no position" in message
+
+
 @pytest.mark.parametrize("name", ["../300/rank-00000.safetensors", "/etc/passwd", MANIFEST])
 def test_no_other_file_is_opened(name: str, roots: Any, restoring: Any, tmp_path: Path) -> None:
     def named(manifest: Any) -> Any:

@@ -65,6 +65,67 @@ def test_latest_sees_what_is_not_whole_without_reading_it(
     assert fs.checkpoint.manifest(root).step == 200
 
 
+def test_a_checkpoint_that_was_given_another_number_is_not_that_step(
+    roots: Any, restoring: Any, tmp_path: Path
+) -> None:
+    root = root_of(roots["two"], tmp_path / "root")
+    (root / "300").rename(root / "400")
+    assert fs.checkpoint.all_steps(root) == [100, 200] and fs.checkpoint.latest(root) == root / "200"
+    with pytest.warns(
+        CheckpointWarning, match=r"400 is not what was written:[\s\S]*rename it[\s\S]*Taking .*200"
+    ):
+        assert is_known(fs.checkpoint.restore(root, restoring), 200)
+    for look_at in (fs.checkpoint.verify, lambda path: fs.checkpoint.restore(path, restoring)):
+        with pytest.raises(CheckpointError, match=r"400[\s\S]*saved under the name 300; rename it"):
+            look_at(root / "400")
+    (root / "400").rename(root / "best")  # no number says nothing else
+    assert is_known(fs.checkpoint.restore(root / "best", restoring), 300)
+
+
+def deleted_meanwhile(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process saves step 300 and deletes the others, when this one has listed them."""
+    (root / "300").rename(root.parent / "new")
+    read = manifest_file.Manifest.read
+
+    def read_later(folder: Path) -> Any:
+        if (new := root.parent / "new").exists():
+            new.rename(root / "300")
+            for number in (100, 200):
+                shutil.rmtree(root / str(number))
+        return read(folder)
+
+    monkeypatch.setattr(manifest_file.Manifest, "read", staticmethod(read_later))
+
+
+@pytest.mark.parametrize("reader", ["restore", "latest", "all_steps", "manifest"])
+def test_who_reads_while_others_save_and_delete_lists_anew(
+    reader: str, roots: Any, restoring: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = root_of(roots["two"], tmp_path / "root")
+    deleted_meanwhile(root, monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if reader == "restore":
+            assert is_known(fs.checkpoint.restore(root, restoring), 300)
+        else:
+            expected = {"latest": root / "300", "all_steps": [300]}
+            found = getattr(fs.checkpoint, reader)(root)
+            assert found.step == 300 if reader == "manifest" else found == expected[reader]
+
+
+def test_a_checkpoint_is_deleted_in_one_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill in the middle of it leaves nothing that is listed; the next save clears it away."""
+    step, keep = step_on(fs.make_mesh()), fs.checkpoint.Keep(last=1)
+    fs.checkpoint.save(tmp_path / "1", known(step, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda path, **_: None)
+        fs.checkpoint.save(tmp_path / "2", known(step, 2), keep=keep)
+    assert {p.name for p in tmp_path.iterdir()} == {"2", ".1.gone"}
+    assert fs.checkpoint.all_steps(tmp_path) == [2]
+    fs.checkpoint.save(tmp_path / "3", known(step, 3), keep=keep)
+    assert {p.name for p in tmp_path.iterdir()} == {"3"}
+
+
 @pytest.mark.parametrize("put", ["nothing", "empty", "file", "link"])
 def test_what_is_no_checkpoint_at_all(put: str, restoring: Any, tmp_path: Path) -> None:
     path = tmp_path / "300"

@@ -89,6 +89,14 @@ class AtomicDirectory:
             self._lock = None
 
 
+def remove_directory(folder: Path) -> None:
+    """Delete a checkpoint's directory, for its readers in one moment: first it loses its name."""
+    gone = folder.with_name(f".{folder.name}.gone")
+    shutil.rmtree(gone, ignore_errors=True)
+    os.rename(folder, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
 def is_checkpoint_directory(folder: Path) -> bool:
     """A directory in which there is nothing but what a save leaves there."""
     if folder.is_symlink() or not folder.is_dir():
@@ -234,7 +242,7 @@ def flush_file(path: Path) -> None:
 
 
 def _clean(root: Path) -> None:
-    for left in sorted(root.glob(".*.saving")) + sorted(root.glob(".*.old")):
+    for left in [path for end in ("saving", "old", "gone") for path in sorted(root.glob(f".*.{end}"))]:
         if not is_checkpoint_directory(left) or _is_held(left):
             continue
         final = left.with_name(left.stem[1:])

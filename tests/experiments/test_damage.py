@@ -1,0 +1,543 @@
+"""What lies on the disk between two runs is compared with what was written before it is used."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import sys
+import time
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from commands import OUTPUT, start_command
+from damage import CUTS, FLIPS, Subject, campaign, damages
+from made_data import stream_of, tokenize_config
+from runs import RUN, compose, config_of, leave_checkpoint, run_in
+
+import fnshard as fs
+from experiments.compare.outcome import outcome_of
+from experiments.configs.measured import measured_run
+from experiments.configs.train import ConfigError, ShardsConfig
+from experiments.data.files import (
+    SUM,
+    DamagedError,
+    checksum,
+    commit_folder,
+    read_record,
+    read_sealed,
+    write_record,
+    write_sealed,
+)
+from experiments.data.loader import Loader
+from experiments.data.prepared import RecordPolicy, open_prepared, prepare
+from experiments.data.shards import HEADER, SUMS, BLOCK_bytes, open_shards
+from experiments.data.windows import Windows
+from experiments.evaluate.run import answered
+from experiments.finetune import job as finetune_job
+from experiments.finetune.base_models import directory_of
+from experiments.generate import read_config
+from experiments.tokenize import job
+from experiments.tokenize.job import tokenize
+from experiments.training import loop, metrics_file
+from experiments.training.checkpoints import restored
+from experiments.training.dataset import open_tokens
+from experiments.training.metrics_file import METRICS, read_rows
+from experiments.training.report import Report
+from experiments.training.result import RESULT, read_result, write_result
+from experiments.training.resume import CHECKPOINTS, IDENTITY, claimed, finished, identity_of
+from experiments.training.run_record import RunRecord
+from fnshard.launcher.rank import Stop
+
+STEPS = 12
+
+# ------------------------------------------------------------------ what lies there
+
+
+def checkpoint(folder: Path) -> Subject:
+    params = {"w": torch.randn(40, 7), "b": torch.zeros(3)}
+    specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
+    step = fs.shard_step(
+        lambda p, x: (p["w"] * x).sum() + p["b"].sum(), specs, optimizer=fs.optim.adamw(0.1), backend="eager"
+    )
+    state = step.init(params).replace(step=torch.tensor(5))
+    data = {"step": 5, "seen": (1, b"ab"), "random": torch.arange(9)}
+    fs.checkpoint.save(folder / "5", state, data=data, config={"a": 1}, metrics={"loss": 2.0})
+
+    def look(copy: Path):
+        found = fs.checkpoint.restore(copy, step)
+        leaves = fs.tree.flatten_with_paths((found.params, found.opt_state, found.step, found.seed))[0]
+        known = fs.checkpoint.manifest(copy)
+        return (
+            {path: leaf.tolist() for path, leaf in leaves.items()},
+            found.data["random"].tolist(),
+            found.data["seen"],
+            found.data["step"],
+            known.config,
+            known.metrics,
+        )
+
+    return Subject(folder / "5", look, "5")
+
+
+def cache(folder: Path, tokenizer) -> Subject:
+    lines = [{"prompt": f"p{n}", "response": "r" * (n % 9 + 1)} for n in range(60)]
+    (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def prepared(where: Path):
+        policy = RecordPolicy("samples", 64)
+        return prepare(folder / "data.jsonl", tokenizer, policy, cache=where, split=True)
+
+    def look(copy: Path):
+        found = prepared(copy)
+        ids = [[list(map(np.ndarray.tolist, each.sample(n))) for n in range(each.samples)] for each in found]
+        return ids, [replace(each, folder=Path()) for each in found]
+
+    prepared(folder / "cache")
+    return Subject(folder / "cache", look)
+
+
+def token_shards(folder: Path, texts: Path) -> Subject:
+    tokenize(tokenize_config(folder / "out", texts, shard_mb=0.1))
+
+    def look(copy: Path):
+        config = config_of("model.vocab=264")
+        data = open_tokens(replace(config, data=ShardsConfig(root=str(copy), held_out_rows=8)))
+        found = data.train, data.measured
+        streams = [stream_of(each).tolist() for each in found]
+        return streams, [replace(each, folder=Path()) for each in found], data.unit, data.tokenizer.key
+
+    return Subject(folder / "out", look)
+
+
+def run_folder(folder: Path) -> Subject:
+    """A run that has ended, as far as others read it: resumed, compared, generated from, predicted by."""
+    config, place = config_of(), folder / "run"
+    place.mkdir()
+    record = RunRecord(place, {"seed": 1, "hardware": {"device": "cpu", "ranks": 1, "hosts": ["a"]}})
+    with Report(place, STEPS, 10, record, stream=io.StringIO()) as report:
+        for number in range(1, STEPS + 1):
+            report.step(number, {"loss": 1 / number, "lr": 0.1}, 0.5)
+            if number % 4 == 0:
+                report.held_out(number, 2.0 / number, {})
+        report.close()
+        report.finish("ok")
+        record.write("ok", STEPS, None, {"hardware": {}, "predicted_s": {"": 0.5}, "measured_s": 0.25})
+    write_result(place, status="ok", overrides=["a=1"], held_out_loss=2.0, loss=0.5)
+    write_sealed(place / "config.yaml", "model:\n  width: 128\n  depth: 4\nrun:\n  seed: 0\n  prompt: 'a'\n")
+    write_record(place / IDENTITY, identity_of(config))
+    leave_checkpoint(place, STEPS)
+
+    def look(copy: Path):
+        said = io.StringIO()
+        ended = finished(copy, config)
+        with claimed(config, copy, chosen=True):
+            outcome = replace(outcome_of(copy, ""), folder=Path())
+            values, run = read_config(copy), measured_run(copy)
+            known = RunRecord(copy, {})._known
+            metrics = copy / METRICS
+            made = Report(copy, STEPS, 10, RunRecord(copy, {}, STEPS), STEPS, metrics, stream=said)
+            made.close()
+            print(said.getvalue(), file=sys.stderr)
+            rows = (copy / METRICS).read_bytes()
+            return ended, outcome, values, run, known, made.totals, rows
+
+    return Subject(place, look)
+
+
+@pytest.fixture(scope="module")
+def subjects(tmp_path_factory, byte_directory, texts):
+    """`subjects(name)`: made once."""
+    makers = {
+        "checkpoint": checkpoint, "cache": lambda f: cache(f, byte_directory),
+        "shards": lambda f: token_shards(f, texts), "run": run_folder,
+    }  # fmt: skip
+    made: dict[str, Subject] = {}
+
+    def make(name: str) -> Subject:
+        if name not in made:
+            made[name] = makers[name](tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return make
+
+
+NAMES = ("checkpoint", "cache", "shards", "run")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_few_damages_are_noticed(name, subjects, tmp_path):
+    subject = subjects(name)
+    some = islice(damages(subject.pristine, 6, 4, seed=1), 14)
+    counts, wrong = campaign(subject, tmp_path / "place", some)
+    assert wrong == [] and counts.total() == 14, counts
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_whole_campaign_of_damages(name, subjects, tmp_path):
+    subject = subjects(name)
+    counts, wrong = campaign(subject, tmp_path / "place", damages(subject.pristine))
+    print(name, dict(counts))
+    assert wrong == [] and counts.total() > FLIPS + CUTS, counts
+
+
+# ------------------------------------------------------------------ a run's folder
+
+
+def report_of(folder: Path, made: int = 0, **options) -> Report:
+    earlier = folder / METRICS if (folder / METRICS).exists() else None
+    return Report(folder, STEPS, 10, RunRecord(folder, {}), made, earlier, **options)
+
+
+def steps_of(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / METRICS).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("summed", [True, False])
+def test_a_damaged_row_costs_that_row_alone_and_is_told_of(summed, tmp_path):
+    with report_of(tmp_path, stream=io.StringIO()) as first:
+        for number in range(1, 8):
+            first.step(number, {"loss": 1 / number, "lr": 0.1}, 0.5)
+        first.finish("stopped")
+    if not summed:  # what an older version leaves
+        (tmp_path / metrics_file.SUMS).unlink()
+    lines = (tmp_path / METRICS).read_text().splitlines(keepends=True)
+    lines[2] = lines[2].replace('"step": 3', '"step": 3x')
+    if summed:
+        lines[4] = lines[4].replace("0.2", "0.3")
+    (tmp_path / METRICS).write_text("".join(lines))
+    shown = io.StringIO()
+    again = report_of(tmp_path, 6, stream=shown)
+    left = [1, 2, 4, 6] if summed else [1, 2, 4, 5, 6]
+    assert steps_of(tmp_path) == left and again.totals.seconds == 0.5 * len(left)
+    assert f"{tmp_path / METRICS}: damaged lines are left out: 3{', 5' * summed}" in shown.getvalue()
+    assert (tmp_path / f"{METRICS}.damaged").read_text() == "".join(lines)
+    again.step(7, {"loss": 1.0, "lr": 0.1}, 0.5)
+    again.close()
+    wrong: list[str] = []
+    assert [row["step"] for row in read_rows(tmp_path / METRICS, 99, wrong)] == [*left, 7]
+    assert len(wrong) == 1 and "no rows of steps 3 to 3" in wrong[0]
+
+
+@pytest.fixture
+def no_picture(monkeypatch):
+    monkeypatch.setattr(loop, "plot_losses", lambda *_, **__: None)
+
+
+@pytest.mark.usefixtures("no_picture")
+def test_a_run_whose_metrics_are_gone_ends(tmp_path, capfd):
+    config = config_of("run.steps=2", "run.save_every=1", "model.layers=1", "run.sample_tokens=0")
+    loop.train(config, run_in(tmp_path), [], Stop())
+    assert "loss" in read_result(tmp_path)
+    for name in (METRICS, metrics_file.SUMS, RESULT):
+        (tmp_path / name).unlink()
+    loop.train(config, run_in(tmp_path), [], Stop())
+    result = read_result(tmp_path)
+    assert result["status"] == "ok" and "held_out_loss" in result and "loss" not in result
+    assert f"{tmp_path / METRICS} is missing" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "5", '"ok"', "null", '{"a": 1}', '{"status": 3, "overrides": []}', '{"status": "ok"}', "[" * 9999],
+)
+def test_json_that_is_no_result_counts_as_none(text, tmp_path, capsys):
+    (tmp_path / RESULT).write_text(text)
+    assert read_result(tmp_path) == {"status": "no result", "overrides": []}
+    assert outcome_of(tmp_path, "").status == "no result"
+    assert str(tmp_path / RESULT) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["deleted", "moved", "replaced"])
+def test_a_folder_that_is_gone_is_noticed_at_the_next_write_and_not_made_again(how, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with pytest.raises(DamagedError, match=str(folder)), report_of(folder, stream=io.StringIO()) as report:
+        report.step(1, {"loss": 1.0, "lr": 0.1}, 0.5)
+        if how == "replaced":
+            (folder / METRICS).unlink()
+            (folder / METRICS).write_text("")
+        else:
+            shutil.rmtree(folder) if how == "deleted" else folder.rename(tmp_path / "elsewhere")
+        for write in (report.sync, lambda: report.finish("ok"), lambda: report.held_out(1, 1.0, {})):
+            with pytest.raises(DamagedError, match=str(folder)):
+                write()
+        report.step(2, {"loss": 1.0, "lr": 0.1}, 0.5)
+    assert folder.exists() == (how == "replaced")
+
+
+@pytest.mark.long
+def test_a_command_whose_folder_is_deleted_fails(tmp_path):
+    options = (
+        "mesh.shard=1",
+        "run.steps=5000",
+        "run.save_every=0",
+        "run.max_restarts=2",
+        "hydra.run.dir=run",
+    )
+    process = start_command(["-m", "experiments.train", *RUN, *options], tmp_path)
+    until = time.monotonic() + 200
+    while not ((file := tmp_path / "run" / METRICS).exists() and file.read_text().count("\n") > 2):
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.05)
+    shutil.rmtree(tmp_path / "run")
+    assert process.wait() == 1
+    said = (tmp_path / OUTPUT["stderr"]).read_text()
+    assert "was deleted while the run was at work in it" in said and "Traceback" not in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_identity_is_no_other_run_in_silence(cwd, capsys):
+    config, folder = config_of(), cwd / "outputs" / "day" / "first"
+    with claimed(config, folder, chosen=False):
+        leave_checkpoint(folder)
+    text = (folder / IDENTITY).read_text()
+    (folder / IDENTITY).write_text(text.replace('"seed": 0', '"seed": 1'))
+    with claimed(config, folder.with_name("second"), chosen=False) as run:
+        assert Path(run.folder).name == "second"
+    said = capsys.readouterr().err
+    assert str(folder / IDENTITY) in said and f"hydra.run.dir={folder}" in said
+    with (
+        pytest.raises(ConfigError, match=rf"{IDENTITY}[\s\S]*Fix: delete it"),
+        claimed(config, folder, chosen=True),
+    ):
+        pass
+
+
+@pytest.mark.usefixtures("no_picture")
+@pytest.mark.filterwarnings("ignore::fnshard.errors.CheckpointWarning")
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_in_silence(tmp_path, cwd, capsys):
+    config = config_of("run.steps=2", "run.save_every=1", "model.layers=1", "run.sample_tokens=0")
+    folder = tmp_path / "outputs" / "day" / "run"
+    loop.train(config, run_in(folder), [], Stop())
+    for path in (folder / CHECKPOINTS).glob("*/manifest.json"):
+        path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(fs.errors.CheckpointError, match="is not what was written"):
+        loop.train(config, run_in(folder), [], Stop())
+    (folder / RESULT).unlink()
+    write_record(folder / IDENTITY, identity_of(config))
+    with claimed(config, folder.with_name("other"), chosen=False) as run:
+        assert Path(run.folder).name == "other"
+    assert f"no checkpoint in {folder / CHECKPOINTS} is whole" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("data", "match"),
+    [
+        (5, "a mapping"),
+        ({"step": 1}, "has the keys"),
+        ({"step": -1}, "a count"),
+        ({"step": "2"}, "a count"),
+        ({"step": True}, "a count"),
+        ({"step": 7}, "has drawn 7 batches"),
+    ],
+)
+def test_a_position_in_the_data_that_is_none_is_one_error(data, match, numbered, tmp_path):
+    class Made:
+        gather_strings = staticmethod(lambda text: [text])
+
+    loader = Loader(Windows(numbered(212, 4), 5), rows=8)
+    if isinstance(data, dict) and match != "has the keys":
+        data = loader.state_dict() | data
+    state = SimpleNamespace(step=torch.tensor(2), data=data)
+    (tmp_path / "2").mkdir()
+    with (
+        mock.patch.object(fs.checkpoint, "restore", lambda *_: state),
+        pytest.raises(ConfigError, match=match),
+    ):
+        restored(tmp_path, None, Made, SimpleNamespace(rank=0), loader)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace("width: 128", "width: 129"),
+        lambda text: text[: len(text) // 2],
+        lambda text: "",
+        lambda text: "- a\n- b\n",
+        lambda text: "a: [",
+        lambda text: "a: ${b",
+    ],
+)
+def test_a_configuration_that_is_not_what_a_run_left_is_refused(change, tmp_path):
+    text = "model:\n  width: 128\nrun:\n  seed: 3\n"
+    write_sealed(tmp_path / "config.yaml", text)
+    assert read_config(tmp_path) == {"model": {"width": 128}, "run": {"seed": 3}}
+    path = tmp_path / "config.yaml"
+    path.write_text(change(path.read_text()))
+    with pytest.raises(ConfigError, match=r"config\.yaml is n"):
+        read_config(tmp_path)
+    path.write_text(text)  # an older version's
+    assert read_config(tmp_path)["run"]["seed"] == 3
+
+
+def test_an_answer_that_is_not_what_was_written_is_asked_again(tmp_path):
+    values = [{"question": n, "acc": 1.0} for n in range(4)]
+    lines = [json.dumps({**each, SUM: checksum(each)}) for each in values]
+    lines[1], lines[2] = lines[1].replace("1.0", "0.0"), "[3]"
+    (tmp_path / "0.jsonl").write_text("\n".join([*lines, json.dumps({"question": 9, "acc": 1.0}), '{"que']))
+    assert answered(tmp_path) == {0: {"acc": 1.0}, 3: {"acc": 1.0}}
+
+
+# ------------------------------------------------------------------ prepared data, shards
+
+
+def spoil(path: Path, at: int = -1) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def test_prepared_data_that_are_damaged_are_prepared_anew(subjects, tmp_path, capsys):
+    subject = subjects("cache")
+    place = tmp_path / "cache"
+    shutil.copytree(subject.pristine, place)
+    expected, train = subject.look(place), next(place.glob("*/train"))
+    assert capsys.readouterr().err == ""
+    spoil(train / "tokens.bin")
+    assert open_prepared(train).samples  # sizes alone
+    with pytest.raises(
+        DamagedError, match=rf"{train}[\s\S]*tokens.bin: its checksum[\s\S]*Fix: delete {train.parent}"
+    ):
+        open_prepared(train, read_all=True)
+    assert subject.look(place) == expected and "prepared anew" in capsys.readouterr().err
+    assert subject.look(place) == expected and capsys.readouterr().err == ""
+    assert [p.name for p in place.iterdir()] == [train.parent.name]
+    other = train.with_name("held_out")
+    for a, b in ((train, "aside"), (other, "train"), (train.with_name("aside"), "held_out")):
+        a.rename(a.with_name(b))
+    with pytest.raises(DamagedError, match=r"is of \w+/held_out"):
+        open_prepared(train)
+    assert subject.look(place) == expected
+
+
+def test_prepared_data_and_shards_are_on_the_disk_before_they_have_their_names(tmp_path, monkeypatch):
+    done = []
+    sync, rename = os.fsync, Path.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: (done.append(os.readlink(f"/proc/self/fd/{fd}")), sync(fd)))
+    monkeypatch.setattr(Path, "rename", lambda a, b: (done.append(("rename", str(b))), rename(a, b))[1])
+    aside = tmp_path / "aside"
+    (aside / "sub").mkdir(parents=True)
+    (aside / "sub" / "file").write_text("a")
+    commit_folder(aside, tmp_path / "final")
+    at = done.index(("rename", str(tmp_path / "final")))
+    assert {str(aside / "sub" / "file"), str(aside / "sub"), str(aside)} <= set(done[:at])
+    assert str(tmp_path) in done[at:]
+
+
+def test_a_block_of_a_shard_is_compared_when_it_is_read_first(tmp_path):
+    tokens = (np.arange(1_000_000) * 7 % 50_000).astype(np.uint16)
+    for number, part in enumerate(np.split(tokens, [300_001])):
+        np.save(tmp_path / f"{number}.npy", part)
+    assert open_shards(tmp_path) == open_shards(tmp_path)
+    path = tmp_path / "1.npy"
+    spoil(path, 5 * BLOCK_bytes + 17)
+    found = open_shards(tmp_path)
+    starts = np.array([0, 299_990, 300_001, 700_000])
+    assert (found.windows(starts, 100) == tokens[starts[:, None] + np.arange(100)]).all()
+    inside = 300_001 + 5 * BLOCK_bytes // 2
+    with pytest.raises(DamagedError, match=rf"{path} is not what was written: bytes from {5 * BLOCK_bytes}"):
+        found.windows(np.array([inside]), 10)
+    with pytest.raises(DamagedError, match=str(path)):
+        open_shards(tmp_path).check(read_all=True)
+    spoil(path, 5 * BLOCK_bytes + 17)
+    (tmp_path / HEADER).unlink()
+    with pytest.raises(DamagedError, match=rf"{HEADER} is missing. Fix: [\s\S]*delete"):
+        open_shards(tmp_path)
+
+
+def test_shards_of_an_older_version_open_by_their_sizes(tmp_path):
+    np.save(tmp_path / "0.npy", np.arange(1000, dtype=np.uint16))
+    found = open_shards(tmp_path)
+    old = {"key": found.key, "files": dict(found.files), "largest": found.largest}
+    (tmp_path / HEADER).write_text(json.dumps(old))
+    (tmp_path / SUMS).unlink()
+    assert stream_of(open_shards(tmp_path)).tolist() == list(range(1000))
+    os.truncate(tmp_path / "0.npy", 1000)
+    with pytest.raises(ConfigError, match=r"0\.npy"):
+        open_shards(tmp_path)
+
+
+@pytest.mark.parametrize("what", ["array", "text"])
+def test_what_a_killed_tokenising_job_has_left_is_compared_before_it_is_kept(
+    what, texts, tmp_path, monkeypatch
+):
+    whole = tokenize(tokenize_config(tmp_path / "whole", texts, shard_mb=0.05))
+    saved = []
+
+    def dies(path: Path, tokens: np.ndarray) -> None:
+        if len(saved) == 4:  # two of each side
+            raise KeyboardInterrupt
+        saved.append(path)
+        save(path, tokens)
+
+    save = job._save
+    config = tokenize_config(tmp_path / "cut", texts, shard_mb=0.05)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(job, "_save", dies)
+        tokenize(config)
+    left = (
+        saved[2]
+        if what == "array"
+        else max((tmp_path / "cut" / "work").rglob("*.arrow"), key=os.path.getsize)
+    )
+    spoil(left, left.stat().st_size // 2)
+    assert [each.key for each in tokenize(config)] == [each.key for each in whole]
+    spoil(tmp_path / "cut" / "train" / "000000.npy")
+    with pytest.raises(DamagedError, match=r"train/000000\.npy is not what was written"):
+        tokenize(config)
+    shutil.rmtree(tmp_path / "cut" / "train")
+    assert [each.key for each in tokenize(config)] == [each.key for each in whole]
+
+
+# ------------------------------------------------------------------ records
+
+
+@pytest.mark.parametrize("values", [{}, {"a": 1}, {"b": [1, (2, 0.1)], "crc": {"3": None}}], ids=repr)
+def test_a_record_reads_as_it_was_written_or_not_at_all(values, tmp_path):
+    """Every bit of it, and every length."""
+    path, expected = tmp_path / "record.json", json.loads(json.dumps(values))
+    write_record(path, values)
+    write_sealed(tmp_path / "text", "a: 1\nb: 2\n")
+    for file, read, known in (
+        (path, read_record, expected),
+        (tmp_path / "text", read_sealed, "a: 1\nb: 2\n"),
+    ):
+        content = file.read_bytes()
+        assert read(file) == known
+        changed = [content[:length] for length in range(len(content) - 1)]
+        for bit in range(8 * len(content)):
+            flipped = bytearray(content)
+            flipped[bit // 8] ^= 1 << bit % 8
+            changed.append(bytes(flipped))
+        for each in changed:
+            file.write_bytes(each)
+            with suppress(DamagedError):
+                assert read(file) == known, each
+    assert read_record(tmp_path / "none") is None
+    path.write_text('{"x": 1}')  # an older version's
+    assert read_record(path) == {"x": 1}
+    with pytest.raises(DamagedError, match="has no checksum"):
+        read_record(path, sealed=True)
+
+
+@pytest.mark.long
+def test_a_base_that_is_damaged_is_made_anew(cwd, capsys):
+    config = compose("model=tiny", spec=finetune_job.SPEC)
+    folder = Path(directory_of(config))
+    (weights,) = folder.glob("*.safetensors")
+    before = weights.read_bytes()
+    assert Path(directory_of(config)) == folder and str(folder) not in capsys.readouterr().err
+    spoil(weights)
+    assert Path(directory_of(config)) == folder and weights.read_bytes() == before
+    assert f"{folder} is not what was written ({weights.name}" in capsys.readouterr().err
