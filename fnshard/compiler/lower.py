@@ -32,7 +32,6 @@ from fnshard.compiler.schedule.passes import (
     regather,
     reshard,
     update_in_backward,
-    updates_last,
     wait_late,
 )
 from fnshard.compiler.schedule.verify import verify
@@ -49,12 +48,10 @@ class Passes:
     Args:
         prefetch: how many kernels ahead gathers are issued, forward and backward; 0 is none.
         overlap: how many kernels later a reduction, or on a GPU an update, is waited for.
-        graph: updates come last, so that a CUDA graph may hold the rest.
     """
 
     prefetch: tuple[int, int] = (1, 1)
     overlap: int = 1
-    graph: bool = False
 
 
 @dataclass(frozen=True)
@@ -196,9 +193,8 @@ def run_passes(
     schedule = offload(schedule, offloaded)
     schedule = wait_late(issue_early(schedule)) if passes.overlap else schedule
     schedule = overlap(schedule, passes.overlap)
-    schedule = schedule if passes.graph else overlap_updates(schedule, passes.overlap)
+    schedule = overlap_updates(schedule, passes.overlap)
     schedule = prefetch(schedule, *passes.prefetch)
-    schedule = updates_last(schedule) if passes.graph else schedule
     return insert_frees(schedule)
 
 

@@ -24,7 +24,6 @@ from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import check_specs
 from fnshard.mesh import Mesh, check_mesh
 from fnshard.optim.contract import Optimizer
-from fnshard.runtime.executor import cuda_graph
 from fnshard.runtime.executor.execute import cut_batch
 from fnshard.step.batches import (
     Batch,
@@ -148,13 +147,10 @@ class ProgramCache:
         if self.mesh.kind != "abstract":
             warm_up(self.mesh.device_type, self.options.backend)
         stages = lower(self.fn, self.specs, micro, self.mesh, self._plan, self.options.lowering)
-        lowered = Lowered(
+        return Lowered(
             stages, self.options, None, self.optimizer, bytes_of_batch(batch), self._shared(batch),
             stats=self.stats, first=not len(self.programs),
         )  # fmt: skip
-        if self.options.lowering.passes.graph:
-            cuda_graph.check(lowered.schedule, self.optimizer is not None)
-        return lowered
 
     @property
     def _plan(self) -> Plan:

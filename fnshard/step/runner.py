@@ -19,7 +19,6 @@ from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.custom_gradient import counting
 from fnshard.compiler.ir.program import Limit, replay
 from fnshard.compiler.ir.values import Kind, ValueName
-from fnshard.compiler.schedule.passes.order import graph_length
 from fnshard.layout.pairs import as_pairs
 from fnshard.layout.resolved import compare_paths
 from fnshard.layout.spec import summed_axes
@@ -27,7 +26,6 @@ from fnshard.mesh import Mesh, make_mesh
 from fnshard.runtime.collectives.base import Collectives
 from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.executor.context import ExecutorContext, Watch
-from fnshard.runtime.executor.cuda_graph import Graphed, returned_tensors
 from fnshard.runtime.executor.execute import bind, cut_batch
 from fnshard.runtime.executor.fused_update import FusedUpdates
 from fnshard.runtime.executor.scalars import Scalars
@@ -38,7 +36,7 @@ from fnshard.step.agreement import Agreement, check_agreement, checksum, compare
 from fnshard.step.batches import check_leaves, texts_of
 from fnshard.step.cache import ProgramCache
 from fnshard.step.lowered import Lowered
-from fnshard.step.plan import FLAGS, items_of, scalars_of, settings_of
+from fnshard.step.plan import items_of, scalars_of, settings_of
 from fnshard.step.shards import check_blocks, given_to
 from fnshard.step.state import TrainState
 
@@ -210,8 +208,7 @@ class Runner:
             lowered.schedule, lowered.compiled, rank.comm, mesh.rank, scalars, updater,
             transfers=rank.transfers, watch=rank.observer,
         )  # fmt: skip
-        graphed = lowered.options.lowering.passes.graph and context.watch is None
-        run = self._graphed(lowered, context) if graphed else bind(context)
+        run = bind(context)
 
         def in_own_modes(env: dict[str, Any]) -> dict[str, Any]:
             try:
@@ -227,12 +224,6 @@ class Runner:
         bindings = {k: v for k, v in rank.bound.items() if k[0] in known}
         rank.bound = bindings | {(id(lowered), rank.observer): bound}
         return bound
-
-    def _graphed(self, lowered: Lowered, context: ExecutorContext) -> Graphed:
-        length, outputs = graph_length(lowered.schedule), lowered.program.outputs
-        returned = returned_tensors(outputs, lowered.segments.results, lowered.options.accumulate)
-        first, last = (bind(context, part) for part in (slice(length), slice(length, None)))
-        return Graphed(first, last, returned, FLAGS)
 
     def _blocks(self, params: Any) -> dict[str, Tensor]:
         """This rank's stored blocks by path, in the order of the specs; complex ones as pairs."""

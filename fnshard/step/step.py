@@ -36,7 +36,6 @@ from fnshard.optim.loss_scale import LossScale, exact_seed
 from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT
 from fnshard.runtime.executor.context import Watch
 from fnshard.runtime.executor.control import StepControl
-from fnshard.runtime.executor.cuda_graph import MODE
 from fnshard.runtime.executor.scalars import rescale
 from fnshard.runtime.executor.update import init_slots, slot_shapes
 from fnshard.runtime.readback import Reading
@@ -261,7 +260,7 @@ class Step(Compiled):
         """See the steps that this rank makes in here run, instruction by instruction.
 
         The step is bound a second time for this, with the same kernels; outside it runs as it did. Updates on
-        the host are then made by the caller's thread, and a CUDA graph's lines run one by one.
+        the host are then made by the caller's thread.
 
         Args:
             observer: called once for each instruction, with its line number, the instruction and the action
@@ -430,8 +429,7 @@ def shard_step(
             of their own where nothing global stands before them (clipping, an `fs.Mean`); None as with
             `prefetch`.
         backend: "inductor", or "eager": the same graphs uncompiled.
-        mode, options: as `torch.compile` takes them. "reduce-overhead" replays all but the updates as one
-            CUDA graph from the third step on; on one GPU with all state on it, elsewhere it is an error.
+        mode, options: as `torch.compile` takes them, but for those that make CUDA graphs, which are an error.
         loss_scale: a number, "dynamic", or None: dynamic where a leaf trains in fp16. With a dynamic scale,
             and no other, a step that overflows is skipped: it is no update, for the optimizer's count and for
             the rate's schedule; what `fn` has written to leaves is stored all the same, as BatchNorm's
@@ -480,7 +478,7 @@ def shard_step(
     ahead, later = usual if prefetch is None else prefetch, usual if overlap is None else overlap
     depth = (ahead, ahead) if isinstance(ahead, int) else ahead
     saved = save if isinstance(save, str) else tuple(save)
-    passes = Passes(depth, later, mode == MODE)
+    passes = Passes(depth, later)
     chosen = Options(
         accumulate, accumulate_mode,
         LowerOptions(passes, remat, saved, residual, context_attention, expert_capacity),
@@ -556,7 +554,7 @@ def shard_forward(
     """
     chosen = Options(
         lowering=LowerOptions(
-            Passes((prefetch, prefetch), 1, mode == MODE),
+            Passes((prefetch, prefetch), 1),
             context_attention=context_attention,
             expert_capacity=expert_capacity,
         ),

@@ -95,9 +95,8 @@ class Scalars:
         device = parts[0].device
         # `full` is a kernel; a number copied to an accelerator would make the host wait for it.
         for flag in self.flags:
-            value = env[CONTROL].flags.get(flag, 0.0)  # a tensor where a graph reads it
-            is_tensor = isinstance(value, Tensor)
-            parts.append(value if is_tensor else torch.full((), value, dtype=torch.float64, device=device))
+            value = env[CONTROL].flags.get(flag, 0.0)
+            parts.append(torch.full((), value, dtype=torch.float64, device=device))
         return torch.stack(parts)
 
     def _over_micros(self, env: Mapping[str, Any], index: int) -> Tensor:
