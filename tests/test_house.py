@@ -111,7 +111,6 @@ PRIVATE = {
         "torch.fx._lazy_graph_module",
         "torch.ops.aten._assert_tensor_metadata",  # an op of every cast beneath autograd
     },
-    "fnshard.compiler.kernels.symbolic": {"torch._dynamo", "torch._subclasses"},
     "fnshard.compiler.kernels.inductor": {"torch._guards", "torch._inductor"},
     "fnshard.runtime.executor.fused_update": {"torch._inductor", "torch._subclasses"},  # its decompositions
     "fnshard.analysis.footprint": {"torch._subclasses"},

@@ -83,7 +83,7 @@ _EXPECTED = {
     "context_attention": one_of(*get_args(ContextAttention)),
     "expert_capacity": (lambda v: v is None or (is_number(v) and v > 0), "a number above 0, or None"),
     "deterministic": one_of(True, False), "grad_norm": one_of(True, False),
-    "shapes": (lambda v: isinstance(v, Buckets | None), "fs.Buckets(multiple=64, pad=...), or None"),
+    "shapes": (lambda v: isinstance(v, Buckets | None), "fs.Buckets([256, 512], pad=...), or None"),
     "prefetch": (
         lambda v: isinstance(v, tuple) and len(v) == 2 and all(map(counts(0)[0], v)),
         "a number of kernels, or (forward, backward)",

@@ -132,7 +132,7 @@ class Runner:
         if bound is None:
             if rank.agreement is None:
                 self._agree(lowered, blocks, given_to(params), seed, step)
-            self.cache.compile(lowered, batch)
+            lowered.compile()
             bound = self._bind(lowered)
         return bound, self._inputs(lowered, blocks, *self.cache.tensors(lowered, batch), seed, step)
 

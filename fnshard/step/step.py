@@ -455,7 +455,7 @@ def shard_step(
         expert_capacity: room for the rows that a rank sends to each other's experts, where a data axis splits
             stacks of experts (`LayoutSpec.compute`), as a multiple of an even share. None: for all rows, so
             any routing fits; with less, a step that needs more is a StateError, and says how much.
-        shapes: pads batches of many lengths to few, `fs.Buckets(multiple=64, pad={"labels": -100, "*": 0})`.
+        shapes: pads batches to few lengths, `fs.Buckets([256, 512], pad={"labels": -100, "*": 0})`.
             Each length is traced; from the second on, lengths share compiled kernels wherever these differ
             in sizes that follow the length, `a * length + b`.
         cache: how many programs are kept compiled, by batch shape and by the values that `fn` reads; with
