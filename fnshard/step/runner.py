@@ -142,9 +142,9 @@ class Runner:
             return None
         program, parts, mine = bound.lowered.program, bound.lowered.options.accumulate, 0.0
         names = [i.value_name for i in (program.traced or program).inputs]
-        for version in [f"#{micro}" for micro in range(parts)] if parts > 1 else [""]:
+        for micro in range(parts) if parts > 1 else [None]:
             with torch.no_grad():
-                values = [env.get(n.of(version), env.get(n)) for n in names]
+                values = [env.get(n.of(micro), env.get(n)) for n in names]
                 mine += float(replay(bound.counting, values)[0])
         every = self.rank.comm.gather_object(repr(mine))
         ranks = self.mesh.group_ranks(summed_axes(self.cache.specs.paired.values(), self.mesh))
@@ -260,16 +260,16 @@ class Runner:
         values = {n: send(v, mesh.device).contiguous() for n, v in tensors.items()}
         env: dict[str, Any] = {}
         for micro, part in enumerate(cut_batch(values, whole, parts)):
-            version = f"#{micro}" if parts > 1 else ""
-            env |= {ValueName(Kind.BATCH, n, version): v for n, v in part.items()}
+            index = micro if parts > 1 else None
+            env |= {ValueName(Kind.BATCH, n, micro=index): v for n, v in part.items()}
         env |= {n: blocks[n.path] for n in lowered.schedule.inputs if n.kind is Kind.STORED}
         env |= {ValueName(Kind.CONSTANT, n): v for n, v in program.constants.items()}
         for axis in names["axis"]:
             index = torch.full((), mesh.coordinate()[axis], dtype=torch.int64, device=mesh.device)
             env[ValueName(Kind.AXIS, axis)] = index
         for micro in range(parts if names["key"] else 0):
-            version = f"#{micro}" if parts > 1 else ""
+            index = micro if parts > 1 else None
             keys = derive_keys(seed, step, mesh.data_rank, micro, len(names["key"]))
             keys = send(keys, mesh.device).unbind(0)
-            env |= {ValueName(Kind.KEY, n, version): k for n, k in zip(names["key"], keys, strict=True)}
+            env |= {ValueName(Kind.KEY, n, micro=index): k for n, k in zip(names["key"], keys, strict=True)}
         return env

@@ -103,7 +103,7 @@ class Scalars:
         name = self.results[index]
         if self.accumulate == 1:
             return env[name].double()
-        return torch.stack([env[f"{name}#{m}"].double() for m in range(self.accumulate)]).sum()
+        return torch.stack([env[name.of(m)].double() for m in range(self.accumulate)]).sum()
 
     def unpack(self, vector: Tensor) -> Summary:
         """Read the summed vector."""
@@ -131,13 +131,13 @@ class Scalars:
         if self.outputs.aux_structure is None:
             return None
         means = iter(summary.aux)
-        last = f"#{self.accumulate - 1}" if self.accumulate > 1 else ""
+        last = self.accumulate - 1 if self.accumulate > 1 else None
         leaves = []
         for kind, *rest in self.outputs.aux:
             if kind in ("scalar", "complex", "mean"):
                 leaves.append(next(means))
             else:
-                leaves.append(rest[0] if kind == "python" else env[self.results[rest[0]] + last])
+                leaves.append(rest[0] if kind == "python" else env[self.results[rest[0]].of(last)])
         return tree.unflatten(leaves, self.outputs.aux_structure)
 
 

@@ -158,6 +158,6 @@ def regather(schedule: Schedule) -> Schedule:
 
 
 def _second(first: Exchange, reader: Run, name: ValueName) -> tuple[Instruction, Wait]:
-    fresh = name.of(f"{name.version}@{reader.segment}")
+    fresh = name.of(name.micro, f"{name.version}@{reader.segment}")
     flight = ValueName(Kind.FLIGHT, fresh)
     return with_wait(replace(first, unit=reader.unit, phase=reader.phase, writes=(flight,)), fresh)
