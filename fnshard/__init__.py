@@ -33,16 +33,17 @@ ranks: `fs.launch(main, ranks=2)`, or `torchrun`. README.md is the way in, `dir(
 #   debug/       check, nan_hunt, check_stale, profile    plot/  pictures
 #   launcher/    ranks of one machine, their restarts, post-mortems
 #
-# A change to what a step does is a pass over its schedule (`compiler.schedule.passes`, listed in
-# `compiler.lower`), a new kind of line a class of `compiler.schedule.instructions`; a new way to store leaves
-# a function in `layout.presets`; a new optimizer an `optim.Optimizer` (`whole=` if it sees whole matrices,
-# `sums=` if it sums over leaves); a new storage format a codec; a rewrite of the traced graph a function of
-# `compiler.rewrites`, named in `rewrite` of `compiler.frontend.trace`, or, where it reads specs (fp8), a call
-# in `trace_and_split` of `compiler.lower`; an operator's rule over tensor and context axes one of
-# `compiler.place`: none of them touches the rest. `tests/test_extending.py` adds most of these from outside.
-# Objectives of fine-tuning are outside: a row of `OBJECTIVE_KINDS` in `experiments/finetune/config.py`, and
-# of rewards a function of that name in `losses.policy`. One schedule serves all ranks (verify, transports
-# and `Schedule.communication`, which they agree on): that is what a pipeline axis has to change.
+# A change to what a step does is a pass over its schedule (`compiler.schedule.passes`, listed in its
+# `default`; `shard_step(passes=)` takes one from outside), a new kind of line a class of
+# `compiler.schedule.instructions`; a new way to store leaves a function in `layout.presets`; a new
+# optimizer an `optim.Optimizer` (`whole=` if it sees whole matrices, `sums=` if it sums over leaves); a
+# new storage format a codec; a rewrite of the traced graph a function of `compiler.rewrites`, named in
+# `rewrite` of `compiler.frontend.trace`, or, where it reads specs (fp8), a call in `trace_and_split` of
+# `compiler.lower`; an operator's rule over tensor and context axes one of `compiler.place`: none of them
+# touches the rest. `tests/test_extending.py` adds most of these from outside. Objectives of fine-tuning
+# are outside: a row of `OBJECTIVE_KINDS` in `experiments/finetune/config.py`, and of rewards a function of
+# that name in `losses.policy`. One schedule serves all ranks (verify, transports and
+# `Schedule.communication`, which they agree on): that is what a pipeline axis has to change.
 
 from fnshard import adapters, checkpoint, debug, errors, hf, losses, optim, plot, tree
 from fnshard.adapters.lora import lora
@@ -53,6 +54,7 @@ from fnshard.compiler.deferred.deferred_init import deferred
 from fnshard.compiler.frontend.exchange import all_gather, constrain, psum
 from fnshard.compiler.frontend.limits import bounded
 from fnshard.compiler.kernels.document_attention import attention
+from fnshard.compiler.schedule import passes
 from fnshard.debug import profile
 from fnshard.errors import (
     AgreementError,
@@ -93,9 +95,9 @@ __all__ = [
     "ScheduleError", "Sequence", "SpecError", "StateError", "TraceError", "TrainState", "Whole",
     "adapters", "all_gather", "attention", "averaged", "bounded", "checkpoint", "codecs", "constrain",
     "debug", "deferred", "errors", "fit", "hf", "launch", "lockstep", "lora", "losses", "make_functional",
-    "make_mesh", "match_specs", "optim", "plot", "presets", "profile", "psum", "reshard", "run_rank",
-    "schedules", "shard", "shard_forward", "shard_step", "simulate", "sync_batch_norm", "tree", "units",
-    "unshard",
+    "make_mesh", "match_specs", "optim", "passes", "plot", "presets", "profile", "psum", "reshard",
+    "run_rank", "schedules", "shard", "shard_forward", "shard_step", "simulate", "sync_batch_norm", "tree",
+    "units", "unshard",
 ]  # fmt: skip
 
 for _module in [m for m in map(globals().get, __all__) if type(m) is type(tree)]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,11 +14,17 @@ from torch import Tensor
 import fnshard as fs
 from fnshard import LayoutSpec, P
 from fnshard.analysis.storages import BUFFERS
-from fnshard.compiler import lower
 from fnshard.compiler.frontend import trace
-from fnshard.compiler.schedule.instructions import COMMUNICATION, AllReduce, Gather, OfBucket, Reduced, Wait
-from fnshard.compiler.schedule.passes import reshard
-from fnshard.errors import OptimizerError, SpecError
+from fnshard.compiler.schedule.instructions import (
+    COMMUNICATION,
+    AllReduce,
+    Gather,
+    OfBucket,
+    Reduced,
+    ReduceScatter,
+    Wait,
+)
+from fnshard.errors import OptimizerError, ScheduleError, SpecError
 from fnshard.optim import schedules
 
 ROWS = torch.randn(2, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -179,12 +186,12 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     fs.codecs.register(HALF)
 
 
-def step_of(mesh: fs.Mesh, fn: Any = loss_fn) -> Any:
-    """All four, looked up by name."""
+def step_of(mesh: fs.Mesh, fn: Any = loss_fn, passes: Any = None) -> Any:
+    """A step of an optimizer, a schedule, a preset and a codec, looked up by name."""
     rate = fs.schedules.SCHEDULES["staircase"](0.01, every=2)
     optimizer = fs.optim.OPTIMIZERS["signum"](rate)
     specs = fs.presets.PRESETS["by_columns"](params(), mesh)
-    return fs.shard_step(fn, specs, mesh=mesh, optimizer=optimizer, backend="eager")
+    return fs.shard_step(fn, specs, mesh=mesh, optimizer=optimizer, backend="eager", passes=passes)
 
 
 @pytest.mark.usefixtures("registered")
@@ -193,19 +200,21 @@ def test_an_optimizer_a_schedule_a_preset_and_a_codec() -> None:
 
 
 @pytest.mark.usefixtures("registered")
-def test_an_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_instruction() -> None:
     """It runs, and is checked, priced and counted as the library's own are."""
 
-    def step_on(mesh: fs.Mesh) -> Any:
+    def step_on(mesh: fs.Mesh, passes: Any = None) -> Any:
         specs = fs.presets.hybrid_shard(params(), mesh) | {"frozen": LayoutSpec(trainable=False)}
-        return fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=signum(0.01), backend="eager")
+        return fs.shard_step(
+            loss_fn, specs, mesh=mesh, optimizer=signum(0.01), backend="eager", passes=passes
+        )
 
     axes = {"replicate": 2, "shard": 2}
     wide = step_on(fs.make_mesh(**axes, abstract=True)).lower(params(), ROWS[0])
     expected = trained(step_on, **axes)
-    monkeypatch.setattr(lower, "reshard", lambda schedule: narrow_sums(reshard(schedule)))
-    low = step_on(fs.make_mesh(**axes, abstract=True)).lower(params(), ROWS[0])
-    assert trained(step_on, **axes) == pytest.approx(expected, abs=1e-10)  # of a sign nothing is lost
+    narrowed = partial(step_on, passes=[narrow_sums, *fs.passes.default()])
+    low = narrowed(fs.make_mesh(**axes, abstract=True)).lower(params(), ROWS[0])
+    assert trained(narrowed, **axes) == pytest.approx(expected, abs=1e-10)  # of a sign nothing is lost
     sums = [n for n, i in enumerate(low.schedule.instructions) if i.verb == "narrow_all_reduce"]
     assert len(sums) == 2
     traffic, of_wide = low.comm_analysis(), wide.comm_analysis()
@@ -229,11 +238,37 @@ def test_a_name_is_taken_once() -> None:
 
 @pytest.mark.usefixtures("registered")
 def test_a_pass_and_a_rewrite(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line each in the compiler's lists; here the lists' functions are replaced."""
+    """A pass is an argument; a rewrite is a line of the compiler's list, of which a function is replaced."""
     counts: list[int] = []
-    monkeypatch.setattr(lower, "prefetch", lambda schedule, *depths: gathers_first(schedule))
     monkeypatch.setattr(trace, "recognise_causal", lambda graph: counts.append(relu_as_clamp(graph)))
-    low = step_of(fs.make_mesh(shard=2, abstract=True)).lower(params(), ROWS[0])
+    own = partial(step_of, passes=[*fs.passes.default(prefetch=0), gathers_first])
+    low = own(fs.make_mesh(shard=2, abstract=True)).lower(params(), ROWS[0])
     verbs = [type(line).__name__ for line in low.schedule.instructions]
     assert verbs[:3] == ["Gather"] * 3 and verbs.index("Run") > 2 and counts == [2]
-    assert trained(step_of) == pytest.approx(plain(), abs=1e-10)
+    assert trained(own) == pytest.approx(plain(), abs=1e-10)
+
+
+def reduces_nothing(schedule: Any) -> Any:
+    """A pass with a mistake: what is reduced is never waited for."""
+    kept = [
+        line for line in schedule.instructions if not (isinstance(line, Wait) and line.is_for(ReduceScatter))
+    ]
+    return schedule.with_instructions(kept)
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"passes": [*fs.passes.default(), reduces_nothing]}, ScheduleError, "the pass reduces_nothing"),
+        ({"passes": [print]}, ScheduleError, r"the pass print returns NoneType.*Fix: return schedule\."),
+        ({"passes": ["prefetch"]}, SpecError, "passes=.*functions from a schedule"),
+        ({"passes": fs.passes.default(), "prefetch": 2}, SpecError, r"Fix: passes=.*default\(prefetch"),
+    ],
+    ids=lambda value: None,
+)  # fmt: skip
+def test_a_pass_with_a_mistake_is_named(options: Any, error: Any, message: str) -> None:
+    mesh = fs.make_mesh(shard=2, abstract=True)
+    specs = fs.presets.full_shard(params(), mesh)
+    with pytest.raises(error, match=f"(?s){message}"):
+        fs.shard_step(loss_fn, specs, mesh=mesh, **options).lower(params(), ROWS[0])

@@ -18,7 +18,6 @@ from experiments.configs.decoders import DecoderConfig, decoder, names
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FNSHARD = ("full_shard", "shard_grad_op", "no_shard")
 TORCH = ("ddp", "fsdp2", "fsdp2_compiled", "limit")
-GRAPH = "full_shard_graph"  # on one GPU
 
 
 @dataclass(frozen=True)
@@ -180,7 +179,7 @@ def complete(config: BenchConfig) -> BenchConfig:
         raise ConfigError(f"device={config.device}: one of cpu, cuda.")
     config = with_defaults(config, CUDA if config.device == "cuda" else CPU | CASES[config.case].defaults)
     choices = {
-        "size": names(), "dtype": DTYPES, "reduce": DTYPES, "contenders": (*TORCH, *FNSHARD, GRAPH),
+        "size": names(), "dtype": DTYPES, "reduce": DTYPES, "contenders": (*TORCH, *FNSHARD),
         "backend": ("inductor", "eager"), "clock": ("wall", "cpu"),
     }  # fmt: skip
     counts = ("ranks", "rounds", "steps", "warmup", "rows", "length", "every", "tensor", "context")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 import fnshard as fs
-from experiments.bench.config import FNSHARD, GRAPH, BenchConfig
+from experiments.bench.config import FNSHARD, BenchConfig
 from experiments.training.decoder import Decoder, next_token_loss
 from fnshard.runtime.collectives.connect import connection
 
@@ -230,7 +230,6 @@ CONTENDERS: dict[str, Callable[[BenchTask], Contender | Training]] = {
     "fsdp2_compiled": functools.partial(fsdp2, compiled=True),
     "limit": limit,
     **{name: functools.partial(Training, plan=Plan(name)) for name in FNSHARD},
-    GRAPH: functools.partial(Training, plan=Plan(options={"mode": "reduce-overhead"})),
 }
 
 

@@ -34,7 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fnshard as fs
 from experiments import ROOT
 from experiments.bench import peers, ranks
-from experiments.bench.config import GRAPH, BenchConfig, read
+from experiments.bench.config import BenchConfig, read
 from experiments.bench.contenders import Plan, Training, batches, make_task, repeated
 from experiments.bench.measure import Result, say, timed
 from experiments.configs.checks import ConfigError
@@ -365,7 +365,7 @@ def race(names: Sequence[str], rows: int, **env: str) -> dict[str, Part]:
     """A part for each contender."""
     return {
         f"bench-{rows}-{name}": Part(
-            partial(contender, name, rows), {"a step": ""}, name == GRAPH, name in GROUPED, env
+            partial(contender, name, rows), {"a step": ""}, group=name in GROUPED, env=env
         )
         for name in names
     }
@@ -387,8 +387,7 @@ PARTS: dict[str, Part] = {
     **race(FIRST, 2),
     "ceilings": Part(ceilings, dict.fromkeys(CEILINGS, "")),
     "predictions": Part(predictions, {"peak bytes": "0.95 to 1.05", **TIMES}),
-    **race([GRAPH], 2),
-    **race([*FIRST, GRAPH], 8),
+    **race(FIRST, 8),
     "tests": Part(partial(pytest, which=GPU_TESTS), TESTS, gpu=True),
     **{f"core-{name}": core(name) for name in CORE},
     "equal_bits": Part(equal_bits, {"two runs as they are": "", "two runs deterministic=True": "equal"}),

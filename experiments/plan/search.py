@@ -28,7 +28,7 @@ from experiments.training.decoder import Decoder, loss_function
 from experiments.training.steps import make_optimizer
 from fnshard.analysis.memory import MemoryTimeline
 from fnshard.compiler.ir.arguments import Arguments
-from fnshard.compiler.lower import Front, Passes, schedule_for
+from fnshard.compiler.lower import Front, schedule_for
 from fnshard.compiler.schedule.instructions import Run
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.plot.scales import byte_text, time_text
@@ -263,7 +263,7 @@ class Planner:
             self._fronts[key] = step.front(tokens, tokens)
         front = self._fronts[key]
         front = replace(front, plan=plan_of(optimizer, resolved, mesh, options).for_program(front.program))
-        lowering = replace(options.lowering, remat=knobs.remat, passes=Passes((1, 1), 1))
+        lowering = replace(options.lowering, remat=knobs.remat, prefetch=(1, 1), overlap=1)
         stages = schedule_for(front, resolved.paired, mesh, lowering, self._kernels, False)
         chosen, sizes = replace(options, lowering=lowering), bytes_of_batch(Arguments((tokens, tokens), {}))
         return Lowered(stages, chosen, optimizer=optimizer, batch_bytes=sizes)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from fnshard.analysis.storages import INPUTS, Storage, StorageTracker
 from fnshard.analysis.workspace import workspace_bytes
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.kernels.inductor import Boxed, compile_graph
-from fnshard.compiler.kernels.symbolic import Sized
 
 Compiled = Mapping[str, tuple[Boxed, Boxed | None]]
 
@@ -225,9 +224,6 @@ class _Extern:
 
 def generated_wrapper(compiled: Any, tracker: StorageTracker) -> Callable[..., Any] | None:
     """The Python function that Inductor generated, made ready to run on fakes; None if there is none."""
-    if isinstance(compiled, Sized):
-        wrapper = generated_wrapper(compiled.compiled, tracker)
-        return None if wrapper is None else replace(compiled, compiled=wrapper)
     runner = getattr(compiled, "compiled_fn_runner", None)
     if getattr(runner, "partitions", None):
         return None

@@ -251,10 +251,10 @@ def _inputs(
         size = value.untyped_storage().nbytes()
         constants += size if entry.kind == "constant" else 0
         once = accumulate == 1 or entry.kind in ("constant", "axis")
-        for suffix in [""] if once else [f"#{m}" for m in range(accumulate)]:
+        for micro in [None] if once else range(accumulate):
             home = whole[base] if base in whole else new((size,), torch.uint8, INPUTS)
             empty = torch.empty(0, dtype=value.dtype, device="meta")
-            env[base.of(suffix)] = empty.set_(home.untyped_storage(), 0, value.shape, value.stride())
+            env[base.of(micro)] = empty.set_(home.untyped_storage(), 0, value.shape, value.stride())
     kept = sum(constant_bytes(m) for k in schedule.kernels.values() for m in (k.forward, k.backward) if m)
     env[LOSS_TANGENT] = new((), torch.float32, INPUTS)
     env["kernels' constants"] = new((kept,), torch.uint8, INPUTS)

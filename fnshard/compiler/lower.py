@@ -22,39 +22,12 @@ from fnshard.compiler.place.strategies import ContextAttention, Residual
 from fnshard.compiler.rewrites.fp8 import fp8_products
 from fnshard.compiler.schedule.build import Plan, build
 from fnshard.compiler.schedule.ir import Schedule
-from fnshard.compiler.schedule.passes import (
-    insert_frees,
-    issue_early,
-    offload,
-    overlap,
-    overlap_updates,
-    prefetch,
-    regather,
-    reshard,
-    update_in_backward,
-    updates_last,
-    wait_late,
-)
+from fnshard.compiler.schedule.passes import Pass, default, insert_frees
 from fnshard.compiler.schedule.verify import verify
-from fnshard.errors import TraceError
+from fnshard.errors import ScheduleError, TraceError
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
-
-
-@dataclass(frozen=True)
-class Passes:
-    """How the plain schedule is made fast.
-
-    Args:
-        prefetch: how many kernels ahead gathers are issued, forward and backward; 0 is none.
-        overlap: how many kernels later a reduction, or on a GPU an update, is waited for.
-        graph: updates come last, so that a CUDA graph may hold the rest.
-    """
-
-    prefetch: tuple[int, int] = (1, 1)
-    overlap: int = 1
-    graph: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,12 +35,16 @@ class LowerOptions:
     """What a lowering depends on besides a function, its specs, batch, mesh and plan.
 
     Args:
+        prefetch, overlap: depths of the default passes, as `passes.default` takes them.
+        passes: take the place of the default ones.
         remat, save: what segments keep for their backward; see `compiler.kernels.remat`.
         residual, context_attention, expert_capacity: see `compiler.place`.
         sources: nodes keep where in the user's code they come from.
     """
 
-    passes: Passes = Passes()
+    prefetch: tuple[int, int] = (1, 1)
+    overlap: int = 1
+    passes: tuple[Pass, ...] | None = None
     remat: Remat = "none"
     save: tuple[str, ...] = ()
     residual: Residual = "split"
@@ -150,10 +127,15 @@ def schedule_for(
             segments, kept, trainable=plan.differentiate, known=known, target=mesh.device_type
         )
     keys = [kernel_key(s.source, p) for s, p in zip(segments.segments, kept, strict=True)]
-    schedule = build(segments, [kernels[k] for k in keys], program.outputs, specs, mesh, plan)
-    offloaded = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.offload)
-    again = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.budget == 0)
-    schedule = run_passes(schedule, options.passes, offloaded, again)
+    schedule = replace(
+        build(segments, [kernels[k] for k in keys], program.outputs, specs, mesh, plan),
+        offloaded=frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.offload),
+        recomputed=frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.budget == 0),
+    )
+    if options.passes is None:
+        schedule = run_passes(schedule, default(options.prefetch, options.overlap))
+    else:
+        schedule = run_passes(schedule, options.passes, verified=True)
     return Stages(program, segments, kernels, verify(schedule) if verified else schedule)
 
 
@@ -178,27 +160,29 @@ def lower(
     return schedule_for(front, specs.paired, mesh, options)
 
 
-def run_passes(
-    schedule: Schedule,
-    passes: Passes,
-    offloaded: frozenset[int] = frozenset(),
-    recomputed: frozenset[int] = frozenset(),
-) -> Schedule:
-    """The passes in order.
+def run_passes(schedule: Schedule, passes: Sequence[Pass], verified: bool = False) -> Schedule:
+    """Run passes in order, and insert frees behind the last.
 
     Args:
-        offloaded: segments that keep on the host what they keep.
-        recomputed: segments that keep nothing but their inputs.
+        verified: the schedule is verified behind each pass.
+
+    Raises:
+        ScheduleError: names the pass that breaks a rule, or returns no schedule.
     """
-    schedule = reshard(schedule)
-    schedule = regather(schedule, recomputed)
-    schedule = update_in_backward(schedule)
-    schedule = offload(schedule, offloaded)
-    schedule = wait_late(issue_early(schedule)) if passes.overlap else schedule
-    schedule = overlap(schedule, passes.overlap)
-    schedule = schedule if passes.graph else overlap_updates(schedule, passes.overlap)
-    schedule = prefetch(schedule, *passes.prefetch)
-    schedule = updates_last(schedule) if passes.graph else schedule
+    for each in passes:
+        name = getattr(getattr(each, "func", each), "__name__", repr(each))
+        schedule = each(schedule)
+        if not isinstance(schedule, Schedule):
+            kind = type(schedule).__name__
+            raise ScheduleError(
+                f"the pass {name} returns {kind}, and no Schedule.",
+                fix="return schedule.with_instructions([...]), or the schedule as it came.",
+            )
+        if verified:
+            try:
+                verify(insert_frees(schedule))
+            except ScheduleError as error:
+                raise ScheduleError(f"behind the pass {name}: {error}") from error
     return insert_frees(schedule)
 
 

@@ -381,7 +381,7 @@ def describe_value(name: ValueName, part: str = "") -> str:
     if plain in (SCALARS, LOSS_TANGENT):
         return f"the step's {part}" if plain == SCALARS else "the loss scale"
     kind = plain.kind.name.lower()
-    return f"{kind} {plain.leaf or plain.path + plain.version!r}" + (f", {part!r}" if part else "")
+    return f"{kind} {plain.leaf or plain.removeprefix(plain.kind)!r}" + (f", {part!r}" if part else "")
 
 
 def describe_line(line: Instruction) -> str:

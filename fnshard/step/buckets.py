@@ -1,4 +1,4 @@
-"""Buckets: batches of many lengths, padded to few, so that few are traced and fewer compiled."""
+"""Buckets: batches of many lengths, padded to a few named ones, each of which is compiled once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fnshard import losses, tree
 from fnshard.compiler.ir.arguments import Arguments, sequence_dims
-from fnshard.errors import SpecError, StateError, counts, misfits
+from fnshard.errors import SpecError, StateError, counts
 from fnshard.losses import unwrapped
 
 __all__ = ["Buckets"]
@@ -25,7 +25,10 @@ Fill = float | int | bool | None
 
 @dataclass(frozen=True)
 class Buckets:
-    """How batches are padded: the sequences of leaves grow to the next multiple, filled with a value.
+    """The lengths that batches are padded to, and what fills them.
+
+    Each sequence of a batch grows to the smallest length that holds it. A step compiles once for each length
+    that occurs, as a function of static shapes does in JAX.
 
     `fn` sees the padded batch; the values must count for nothing there: a loss leaves them out by its targets
     (`fs.losses.IGNORE`) or a mask, and is a `Mean`, or a mean over what is counted. The sequence of a leaf
@@ -33,27 +36,31 @@ class Buckets:
     a mask [B, T, T].
 
     Args:
-        multiple: lengths are rounded up to multiples of it.
+        lengths: the lengths that there are. A longer sequence is an error.
         pad: from globs of batch leaves to what fills them; the first that matches. None leaves them as they
             are. A leaf is named by its position or parameter, then by its path: "0", "batch.labels". A
             pattern that names no leaf is an error.
         parameters: the names of `fn`'s, after the first; `shard_step` fills them in.
 
     Raises:
-        SpecError: `multiple` is no count, or values are no numbers.
+        SpecError: `lengths` are no counts, or values are no numbers.
 
     >>> import torch
-    >>> buckets = Buckets(4, pad={"labels": -100, "*": 0})
+    >>> buckets = Buckets([4, 8], pad={"labels": -100, "*": 0})
     >>> buckets.padded(Arguments((torch.ones(1, 3),), {"labels": torch.ones(1, 3)})).positional
     (tensor([[1., 1., 1., 0.]]),)
     """
 
-    multiple: int = 64
+    lengths: Sequence[int]
     pad: Mapping[str, Fill] = field(default_factory=dict)
     parameters: tuple[str, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        wrong = misfits(vars(self), {"multiple": counts(1)})
+        is_length, what = counts(1)
+        several = isinstance(self.lengths, Sequence) and not isinstance(self.lengths, str)
+        wrong = []
+        if not several or not self.lengths or not all(map(is_length, self.lengths)):
+            wrong.append(f"lengths={self.lengths!r}: a list of lengths, each {what}")
         if not isinstance(self.pad, Mapping):
             wrong.append(f"pad={self.pad!r}: a dict from globs of batch leaves to numbers")
         else:
@@ -64,17 +71,23 @@ class Buckets:
             ]
         if wrong:
             raise SpecError(
-                "invalid buckets:", wrong, "fs.Buckets(multiple=64, pad={'labels': -100, '*': 0})."
+                "invalid buckets:", wrong, "fs.Buckets([256, 512, 1024], pad={'labels': -100, '*': 0})."
             )
+        object.__setattr__(self, "lengths", tuple(sorted(set(self.lengths))))
 
     def of_function(self, signature: inspect.Signature | None) -> Buckets:
-        """The same, that knows the names of a function's parameters."""
+        """Return a copy that knows the names of a function's parameters."""
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         parameters = [] if signature is None else signature.parameters.values()
         return replace(self, parameters=tuple(p.name for p in parameters if p.kind in kinds)[1:])
 
     def padded(self, batch: Arguments) -> Arguments:
-        """A batch whose sequences have lengths that are multiples."""
+        """Return a batch whose sequences have lengths of the list.
+
+        Raises:
+            StateError: a pattern names no leaf, a leaf has no pattern or cannot hold its value, or a sequence
+                is longer than all lengths.
+        """
         named, structure = batch.leaves
         globs, dims = {n: self._glob(n) for n in named}, self._dims(batch)
         wrong = [
@@ -91,23 +104,20 @@ class Buckets:
                 wrong.append(f"{text} has more than two dims, and does not say which are sequences")
             elif not _has(leaf.dtype, value):
                 wrong.append(f"{text} cannot hold {value!r}")
+            elif (size := max(leaf.shape[dim] for dim in dims[name])) > self.lengths[-1]:
+                wrong.append(f"{text} is {size} long, and the longest of lengths {self.lengths[-1]}")
         if wrong:
             raise StateError(
                 "fs.Buckets does not fit the batch:",
                 wrong,
-                "pad={'labels': -100, '*': 0}, the narrower pattern first, values that count for nothing; "
+                "cut what is too long, or add its length; pad={'labels': -100, '*': 0}, the narrower pattern "
+                "first, values that count for nothing; "
                 "None for a leaf that stays as it is. fs.Sequence(tensor, dim) names a sequence, "
                 "fs.Sequence(mask, (1, 2)) those of a mask [B, T, T], None that there is none. The leaves: "
                 f"{', '.join(' or '.join(self._names(n)) for n in named)}.",
             )
         leaves = [self._filled(n, leaf, dims[n]) if n in dims else leaf for n, leaf in named.items()]
         return tree.unflatten(leaves, structure)
-
-    def length(self, batch: Arguments) -> int | None:
-        """Of a padded batch, in multiples; None where its sequences have several, or it has none."""
-        named = batch.leaves[0]
-        found = {unwrapped(named[n]).shape[dim] for n, dims in self._dims(batch).items() for dim in dims}
-        return found.pop() // self.multiple if len(found) == 1 else None
 
     def _dims(self, batch: Arguments) -> dict[str, tuple[int, ...]]:
         """Of the leaves to pad, and of those that no pattern names."""
@@ -127,7 +137,10 @@ class Buckets:
 
     def _filled(self, name: str, leaf: Any, dims: Sequence[int]) -> Any:
         value: Tensor = unwrapped(leaf)
-        missing = [-size % self.multiple if dim in dims else 0 for dim, size in enumerate(value.shape)]
+        missing = [
+            min(n for n in self.lengths if n >= size) - size if dim in dims else 0
+            for dim, size in enumerate(value.shape)
+        ]
         if not any(missing):
             return leaf
         after = [each for count in reversed(missing) for each in (0, count)]

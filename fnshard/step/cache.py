@@ -16,7 +16,6 @@ from fnshard.compiler.frontend.indices import Indices, explain, ranges
 from fnshard.compiler.frontend.trace import flatten_batch
 from fnshard.compiler.ir.arguments import Arguments, signature_of
 from fnshard.compiler.kernels.inductor import warm_up
-from fnshard.compiler.kernels.symbolic import SharedKernels
 from fnshard.compiler.lower import Front, lower, trace_and_split
 from fnshard.compiler.schedule.build import Plan
 from fnshard.errors import StateError, TraceError
@@ -24,7 +23,6 @@ from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import check_specs
 from fnshard.mesh import Mesh, check_mesh
 from fnshard.optim.contract import Optimizer
-from fnshard.runtime.executor import cuda_graph
 from fnshard.runtime.executor.execute import cut_batch
 from fnshard.step.batches import (
     Batch,
@@ -40,7 +38,7 @@ from fnshard.step.lowered import CompileStats, Lowered
 from fnshard.step.plan import FORWARD, Options, plan_of
 from fnshard.step.programs import Programs, announce, fits
 
-LENGTHS = 64  # of one step that are kept, at least
+LENGTHS = 64  # programs of a step with `shapes` that are kept, at least: sequences may differ in length
 
 
 class ProgramCache:
@@ -78,7 +76,6 @@ class ProgramCache:
         self.programs = (
             Programs(max(options.cache, LENGTHS), True) if options.shapes else Programs(options.cache)
         )
-        self.kernels = SharedKernels()  # of batches of several lengths
         self.on_paper: tuple[BatchKey, Lowered] | None = None
         self.lock = threading.RLock()
         self.stats = CompileStats()
@@ -142,37 +139,19 @@ class ProgramCache:
             return self.on_paper[1]
 
     def _traced(self, key: BatchKey, batch: Batch, micro: Arguments) -> Lowered:
-        if self.options.shapes is None or not len(self.programs):
-            announce(self.fn, self.programs, key)
+        announce(self.fn, self.programs, key)
         self.stats.traces += 1
         if self.mesh.kind != "abstract":
             warm_up(self.mesh.device_type, self.options.backend)
         stages = lower(self.fn, self.specs, micro, self.mesh, self._plan, self.options.lowering)
-        lowered = Lowered(
-            stages, self.options, None, self.optimizer, bytes_of_batch(batch), self._shared(batch),
+        return Lowered(
+            stages, self.options, None, self.optimizer, bytes_of_batch(batch),
             stats=self.stats, first=not len(self.programs),
         )  # fmt: skip
-        if self.options.lowering.passes.graph:
-            cuda_graph.check(lowered.schedule, self.optimizer is not None)
-        return lowered
 
     @property
     def _plan(self) -> Plan:
         return plan_of(self.optimizer, self.specs, self.mesh, self.options) if self.trains else FORWARD
-
-    def compile(self, lowered: Lowered, batch: Batch) -> None:
-        """Compile what is not compiled; kernels of a further length are announced, if it needs its own."""
-        before = len(self.kernels)
-        lowered.compile()
-        if 0 < before < len(self.kernels):
-            announce(self.fn, self.programs, batch_key(batch))
-
-    def _shared(self, batch: Batch) -> tuple[SharedKernels, int] | None:
-        """What a lowering of this batch shares with those of other lengths."""
-        if self.shapes is None or self.options.backend != "inductor":
-            return None
-        length = self.shapes.length(Arguments.of(batch))
-        return None if length is None else (self.kernels, length)
 
     def front(self, batch: Batch, **changes: Any) -> Front:
         """The stages that look at `fn` alone, for this rank's batch; nothing of it is kept."""

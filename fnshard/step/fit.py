@@ -26,7 +26,7 @@ from fnshard.analysis.hardware import Hardware
 from fnshard.analysis.timeline import Timeline
 from fnshard.compiler.ir.arguments import Arguments, arguments_for
 from fnshard.compiler.kernels.differentiate import Kernel
-from fnshard.compiler.lower import Front, Passes, schedule_for
+from fnshard.compiler.lower import Front, schedule_for
 from fnshard.errors import BudgetError, SpecError, StateError, is_number
 from fnshard.layout import presets
 from fnshard.layout.resolved import ResolvedSpecs
@@ -382,8 +382,8 @@ class Search:
         step, front, known = self._front(choice.accumulate)
         specs = ResolvedSpecs.of(self.specs_of(choice)).paired
         options = self.options_of(choice)
-        passes = Passes((choice.ahead, choice.ahead), choice.ahead)
-        lowering = replace(step.options.lowering, remat=options["remat"], passes=passes)
+        depths = {"prefetch": (choice.ahead, choice.ahead), "overlap": choice.ahead}
+        lowering = replace(step.options.lowering, remat=options["remat"], **depths)
         stages = schedule_for(front, specs, self.mesh, lowering, known, verified)
         chosen = replace(step.options, lowering=lowering)
         sizes = bytes_of_batch(self.arguments)

@@ -23,9 +23,8 @@ from fnshard.compiler.frontend.indices import Indices
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.ir.values import ValueName
 from fnshard.compiler.kernels.attention import backends
-from fnshard.compiler.kernels.inductor import TRACING, Boxed, Graphs, compile_graphs, graphs_of, share_of
+from fnshard.compiler.kernels.inductor import Boxed, Graphs, compile_graphs, graphs_of, share_of
 from fnshard.compiler.kernels.segments import Segments
-from fnshard.compiler.kernels.symbolic import SharedKernels
 from fnshard.compiler.lower import Stages
 from fnshard.compiler.schedule.instructions import TRANSFER, Run
 from fnshard.compiler.schedule.ir import Schedule
@@ -56,7 +55,6 @@ class Lowered:
 
     Args:
         batch_bytes: of this rank's batch, by leaf.
-        shared: the kernels of all lengths, and the length of this batch, in multiples of its buckets.
         stats: counts what is compiled.
         first: no other batch was lowered before; ranks compile in turn when it first runs.
         ledgers: those that were made, by transport and whether the kernels were compiled.
@@ -68,7 +66,6 @@ class Lowered:
     compiled: Compiled | None = None
     optimizer: Optimizer | None = None
     batch_bytes: Mapping[str, int] = field(default_factory=dict)
-    shared: tuple[SharedKernels, int] | None = None
     stats: CompileStats = field(default_factory=CompileStats)
     first: bool = True
     ledgers: dict[Any, Ledger] = field(default_factory=dict, init=False, repr=False)
@@ -208,16 +205,9 @@ class Lowered:
         if self.compiled is not None:
             return self
         kernels = self.kernels.values()
-        if self.shared is None:
-            done = {} if self.ahead is None else dict(self.ahead.result())
-            done |= self.compile_graphs({k: g for k, g in graphs_of(kernels).items() if k not in done})
-            self.compiled = {k.name: (done[k.name, False], done.get((k.name, True))) for k in kernels}
-            return self
-        shared, length = self.shared
-        before = len(shared)
-        with TRACING, deterministic(self.options.deterministic):
-            self.compiled = shared.compile(kernels, length, options=self.options.inductor)
-        self.stats.compiles += len(shared) - before
+        done = {} if self.ahead is None else dict(self.ahead.result())
+        done |= self.compile_graphs({k: g for k, g in graphs_of(kernels).items() if k not in done})
+        self.compiled = {k.name: (done[k.name, False], done.get((k.name, True))) for k in kernels}
         return self
 
     def compile_async(self) -> Lowered:
@@ -225,10 +215,9 @@ class Lowered:
         is lowered meanwhile: lower first what is compiled together. Returns itself.
 
         For a step's first batch, ranks of one host compile a share each, and find the others' in PyTorch's
-        cache when it first runs. With `shapes` no other is done ahead: lengths share kernels. The process
-        ends when its threads have.
+        cache when it first runs. The process ends when its threads have.
         """
-        if self.compiled is None and self.ahead is None and (self.first or self.shared is None):
+        if self.compiled is None and self.ahead is None:
             mesh = self.schedule.mesh
             start = partial(torch.cuda.set_device, mesh.device) if mesh.device_type == "cuda" else None
             shared = self.first and mesh.kind == "group" and mesh.device_type == "cpu"

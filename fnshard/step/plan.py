@@ -56,7 +56,7 @@ class Options:
 
     def __post_init__(self) -> None:
         low = self.lowering
-        values = {**vars(low.passes), **vars(low), **vars(self)}
+        values = {**vars(low), **vars(self)}
         wrong = [*check_remat(low.remat, low.save), *misfits(values, _EXPECTED)]
         if wrong:
             raise SpecError("invalid options of a step:", wrong)
@@ -83,12 +83,15 @@ _EXPECTED = {
     "context_attention": one_of(*get_args(ContextAttention)),
     "expert_capacity": (lambda v: v is None or (is_number(v) and v > 0), "a number above 0, or None"),
     "deterministic": one_of(True, False), "grad_norm": one_of(True, False),
-    "shapes": (lambda v: isinstance(v, Buckets | None), "fs.Buckets(multiple=64, pad=...), or None"),
+    "shapes": (lambda v: isinstance(v, Buckets | None), "fs.Buckets([256, 512], pad=...), or None"),
     "prefetch": (
         lambda v: isinstance(v, tuple) and len(v) == 2 and all(map(counts(0)[0], v)),
         "a number of kernels, or (forward, backward)",
     ),
     "overlap": counts(0, "a whole number of kernels"),
+    "passes": (
+        lambda v: v is None or all(map(callable, v)), "functions from a schedule to a schedule, or None"
+    ),
     "cache": counts(1, "a whole number of batch shapes"),
     "timeout": (lambda v: is_number(v) and v > 0, "seconds, more than 0"),
     "disk_dir": (lambda v: isinstance(v, str | os.PathLike | None), "the path of an existing directory"),

@@ -88,14 +88,14 @@ class Programs:
         self.warned |= not other_leaves
         if self.lengths:
             return (
-                f"more than {self.size} lengths: each one more is traced again. A larger multiple of "
-                "fs.Buckets has fewer; shard_step(cache=) keeps more."
+                f"more than {self.size} lengths: each one more is compiled again. fs.Buckets of fewer "
+                "lengths has fewer; shard_step(cache=) keeps more."
             )
         more = f", and {len(changed) - 1} more" * (len(changed) > 1)
         way = (
             "give all the same leaves"
             if other_leaves
-            else "pad to few shapes, shapes=fs.Buckets(64, pad=...)"
+            else "pad to few shapes, shapes=fs.Buckets([256, 512], pad=...)"
         )
         return (
             f"compiling again for a new batch ({len(self) + 1}, {self.size} are kept): {lines(changed)[0]}"

@@ -19,7 +19,6 @@ from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.custom_gradient import counting
 from fnshard.compiler.ir.program import Limit, replay
 from fnshard.compiler.ir.values import Kind, ValueName
-from fnshard.compiler.schedule.passes.order import graph_length
 from fnshard.layout.pairs import as_pairs
 from fnshard.layout.resolved import compare_paths
 from fnshard.layout.spec import summed_axes
@@ -27,7 +26,6 @@ from fnshard.mesh import Mesh, make_mesh
 from fnshard.runtime.collectives.base import Collectives
 from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.executor.context import ExecutorContext, Watch
-from fnshard.runtime.executor.cuda_graph import Graphed, returned_tensors
 from fnshard.runtime.executor.execute import bind, cut_batch
 from fnshard.runtime.executor.fused_update import FusedUpdates
 from fnshard.runtime.executor.scalars import Scalars
@@ -38,7 +36,7 @@ from fnshard.step.agreement import Agreement, check_agreement, checksum, compare
 from fnshard.step.batches import check_leaves, texts_of
 from fnshard.step.cache import ProgramCache
 from fnshard.step.lowered import Lowered
-from fnshard.step.plan import FLAGS, items_of, scalars_of, settings_of
+from fnshard.step.plan import items_of, scalars_of, settings_of
 from fnshard.step.shards import check_blocks, given_to
 from fnshard.step.state import TrainState
 
@@ -134,7 +132,7 @@ class Runner:
         if bound is None:
             if rank.agreement is None:
                 self._agree(lowered, blocks, given_to(params), seed, step)
-            self.cache.compile(lowered, batch)
+            lowered.compile()
             bound = self._bind(lowered)
         return bound, self._inputs(lowered, blocks, *self.cache.tensors(lowered, batch), seed, step)
 
@@ -144,9 +142,9 @@ class Runner:
             return None
         program, parts, mine = bound.lowered.program, bound.lowered.options.accumulate, 0.0
         names = [i.value_name for i in (program.traced or program).inputs]
-        for version in [f"#{micro}" for micro in range(parts)] if parts > 1 else [""]:
+        for micro in range(parts) if parts > 1 else [None]:
             with torch.no_grad():
-                values = [env.get(n.of(version), env.get(n)) for n in names]
+                values = [env.get(n.of(micro), env.get(n)) for n in names]
                 mine += float(replay(bound.counting, values)[0])
         every = self.rank.comm.gather_object(repr(mine))
         ranks = self.mesh.group_ranks(summed_axes(self.cache.specs.paired.values(), self.mesh))
@@ -210,8 +208,7 @@ class Runner:
             lowered.schedule, lowered.compiled, rank.comm, mesh.rank, scalars, updater,
             transfers=rank.transfers, watch=rank.observer,
         )  # fmt: skip
-        graphed = lowered.options.lowering.passes.graph and context.watch is None
-        run = self._graphed(lowered, context) if graphed else bind(context)
+        run = bind(context)
 
         def in_own_modes(env: dict[str, Any]) -> dict[str, Any]:
             try:
@@ -227,12 +224,6 @@ class Runner:
         bindings = {k: v for k, v in rank.bound.items() if k[0] in known}
         rank.bound = bindings | {(id(lowered), rank.observer): bound}
         return bound
-
-    def _graphed(self, lowered: Lowered, context: ExecutorContext) -> Graphed:
-        length, outputs = graph_length(lowered.schedule), lowered.program.outputs
-        returned = returned_tensors(outputs, lowered.segments.results, lowered.options.accumulate)
-        first, last = (bind(context, part) for part in (slice(length), slice(length, None)))
-        return Graphed(first, last, returned, FLAGS)
 
     def _blocks(self, params: Any) -> dict[str, Tensor]:
         """This rank's stored blocks by path, in the order of the specs; complex ones as pairs."""
@@ -269,16 +260,16 @@ class Runner:
         values = {n: send(v, mesh.device).contiguous() for n, v in tensors.items()}
         env: dict[str, Any] = {}
         for micro, part in enumerate(cut_batch(values, whole, parts)):
-            version = f"#{micro}" if parts > 1 else ""
-            env |= {ValueName(Kind.BATCH, n, version): v for n, v in part.items()}
+            index = micro if parts > 1 else None
+            env |= {ValueName(Kind.BATCH, n, micro=index): v for n, v in part.items()}
         env |= {n: blocks[n.path] for n in lowered.schedule.inputs if n.kind is Kind.STORED}
         env |= {ValueName(Kind.CONSTANT, n): v for n, v in program.constants.items()}
         for axis in names["axis"]:
             index = torch.full((), mesh.coordinate()[axis], dtype=torch.int64, device=mesh.device)
             env[ValueName(Kind.AXIS, axis)] = index
         for micro in range(parts if names["key"] else 0):
-            version = f"#{micro}" if parts > 1 else ""
+            index = micro if parts > 1 else None
             keys = derive_keys(seed, step, mesh.data_rank, micro, len(names["key"]))
             keys = send(keys, mesh.device).unbind(0)
-            env |= {ValueName(Kind.KEY, n, version): k for n, k in zip(names["key"], keys, strict=True)}
+            env |= {ValueName(Kind.KEY, n, micro=index): k for n, k in zip(names["key"], keys, strict=True)}
         return env

@@ -20,10 +20,11 @@ from fnshard.analysis.slots import Slots, check_slots, slots_of
 from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT, SCALARS, slots
 from fnshard.compiler.kernels.inductor import inductor_options
 from fnshard.compiler.kernels.remat import Remat
-from fnshard.compiler.lower import Front, LowerOptions, Passes
+from fnshard.compiler.lower import Front, LowerOptions
 from fnshard.compiler.place.strategies import ContextAttention, Residual
 from fnshard.compiler.schedule.build import AccumulateMode
-from fnshard.errors import StateError, leaves
+from fnshard.compiler.schedule.passes import Pass
+from fnshard.errors import SpecError, StateError, leaves
 from fnshard.functional import make_functional
 from fnshard.layout.pairs import as_pairs, slots_at_rest
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
@@ -36,7 +37,6 @@ from fnshard.optim.loss_scale import LossScale, exact_seed
 from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT
 from fnshard.runtime.executor.context import Watch
 from fnshard.runtime.executor.control import StepControl
-from fnshard.runtime.executor.cuda_graph import MODE
 from fnshard.runtime.executor.scalars import rescale
 from fnshard.runtime.executor.update import init_slots, slot_shapes
 from fnshard.runtime.readback import Reading
@@ -261,7 +261,7 @@ class Step(Compiled):
         """See the steps that this rank makes in here run, instruction by instruction.
 
         The step is bound a second time for this, with the same kernels; outside it runs as it did. Updates on
-        the host are then made by the caller's thread, and a CUDA graph's lines run one by one.
+        the host are then made by the caller's thread.
 
         Args:
             observer: called once for each instruction, with its line number, the instruction and the action
@@ -391,6 +391,7 @@ def shard_step(
     accumulate_mode: AccumulateMode = "reduce",
     prefetch: int | tuple[int, int] | None = None,
     overlap: int | None = None,
+    passes: Sequence[Pass] | None = None,
     backend: Backend = "inductor",
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
@@ -429,9 +430,10 @@ def shard_step(
         overlap: how many kernels later reductions are waited for, and updates, which GPUs compute on a stream
             of their own where nothing global stands before them (clipping, an `fs.Mean`); None as with
             `prefetch`.
+        passes: functions from a schedule to a schedule, in the place of `prefetch` and `overlap`:
+            `fs.passes.default(prefetch=2) + [mine]`. The schedule is verified behind each of them.
         backend: "inductor", or "eager": the same graphs uncompiled.
-        mode, options: as `torch.compile` takes them. "reduce-overhead" replays all but the updates as one
-            CUDA graph from the third step on; on one GPU with all state on it, elsewhere it is an error.
+        mode, options: as `torch.compile` takes them, but for those that make CUDA graphs, which are an error.
         loss_scale: a number, "dynamic", or None: dynamic where a leaf trains in fp16. With a dynamic scale,
             and no other, a step that overflows is skipped: it is no update, for the optimizer's count and for
             the rate's schedule; what `fn` has written to leaves is stored all the same, as BatchNorm's
@@ -457,9 +459,7 @@ def shard_step(
         expert_capacity: room for the rows that a rank sends to each other's experts, where a data axis splits
             stacks of experts (`LayoutSpec.compute`), as a multiple of an even share. None: for all rows, so
             any routing fits; with less, a step that needs more is a StateError, and says how much.
-        shapes: pads batches of many lengths to few, `fs.Buckets(multiple=64, pad={"labels": -100, "*": 0})`.
-            Each length is traced; from the second on, lengths share compiled kernels wherever these differ
-            in sizes that follow the length, `a * length + b`.
+        shapes: pads batches to few lengths, `fs.Buckets([256, 512], pad={"labels": -100, "*": 0})`.
         cache: how many programs are kept compiled, by batch shape and by the values that `fn` reads; with
             `shapes` at least 64.
         timeout: seconds after which a silent peer is an error.
@@ -480,10 +480,15 @@ def shard_step(
     ahead, later = usual if prefetch is None else prefetch, usual if overlap is None else overlap
     depth = (ahead, ahead) if isinstance(ahead, int) else ahead
     saved = save if isinstance(save, str) else tuple(save)
-    passes = Passes(depth, later, mode == MODE)
+    if passes is not None and (prefetch, overlap) != (None, None):
+        raise SpecError(
+            "shard_step(passes=) takes the place of prefetch= and overlap=, and both are given.",
+            fix="passes=fs.passes.default(prefetch=(2, 2), overlap=1) + [mine].",
+        )
+    own = None if passes is None else tuple(passes)
     chosen = Options(
         accumulate, accumulate_mode,
-        LowerOptions(passes, remat, saved, residual, context_attention, expert_capacity),
+        LowerOptions(depth, later, own, remat, saved, residual, context_attention, expert_capacity),
         backend, inductor_options(mode, options), loss_scale, grad_norm, cache, timeout, disk_dir,
         deterministic, update, shapes,
     )  # fmt: skip
@@ -556,7 +561,7 @@ def shard_forward(
     """
     chosen = Options(
         lowering=LowerOptions(
-            Passes((prefetch, prefetch), 1, mode == MODE),
+            (prefetch, prefetch),
             context_attention=context_attention,
             expert_capacity=expert_capacity,
         ),

@@ -202,6 +202,17 @@ TWINS: dict[str, Fn] = {  # what plain torch compiles, in Python
 test_sharded_gradients_are_those_of_plain_torch = table(PROGRAMS, TWINS)
 
 
+def test_flex_attention_of_many_scores_is_refused() -> None:
+    def fn(p: Params, x: Tensor) -> Tensor:
+        return flex_attention(*[(x @ p["w"])[None, None]] * 3).mean()
+
+    params, mesh = {"w": torch.zeros(4, 4)}, fs.make_mesh(shard=2, abstract=True)
+    step = fs.shard_step(fn, fs.presets.full_shard(params, mesh), mesh=mesh)
+    step.lower(params, torch.zeros(1024, 4))
+    with pytest.raises(TraceError, match=r"(?s)1025 queries.*fs\.attention"):
+        step.lower(params, torch.zeros(1025, 4))
+
+
 def bounded_experts(p: Params, x: Tensor) -> Tensor:
     return experts(p, x, capacity=6)
 

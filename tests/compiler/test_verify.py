@@ -100,7 +100,7 @@ def _extra_gather(found: list[Any]) -> list[Instruction]:
     """The first gather once more, under names that nobody reads."""
     gather = next(i for i in found if isinstance(i, Gather))
     wait = next(i for i in found if isinstance(i, Wait) and i.of.verb == "gather")
-    names = tuple(n.of(f"{n.version}!") for n in wait.writes)
+    names = tuple(n.of(n.micro, f"{n.version}!") for n in wait.writes)
     extra = ValueName(Kind.FLIGHT, "extra")
     return [
         replace(gather, writes=(extra,)),

@@ -189,8 +189,8 @@ def _watched(rank: int, clip: bool) -> dict[str, Any]:
     if clip:
         optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), optimizer)
     step = sharded.make_step(mesh, model, sharded.specs_of(model, "full_shard", mesh), optimizer)
-    passes = step.options.lowering.passes  # nothing would travel during a kernel; elsewhere it does
-    assert (passes.prefetch, passes.overlap) == ((0, 0), 0)
+    lowering = step.options.lowering  # nothing would travel during a kernel; elsewhere it does
+    assert (lowering.prefetch, lowering.overlap) == ((0, 0), 0)
     assert {default_depth(make_mesh(shard=2, **{kind: True})) for kind in ("simulated", "abstract")} == {1}
     state, batch = step.init(model.params), sharded.part(model.batch(0), rank, 2)
     buckets = step.lower(model.params, *batch).schedule.buckets

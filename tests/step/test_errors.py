@@ -68,6 +68,7 @@ def test_the_design_s_example() -> None:
         ({"loss_scale": "dynmaic"}, "loss_scale='dynmaic': a positive finite number, 'dynamic', or None"),
         ({"mode": "fastest"}, r"(?s)mode='fastest' is not a mode of torch.compile.*Fix: one of: default"),
         ({"mode": "max-autotune"}, "(?s)CUDA graphs.*Fix"),
+        ({"mode": "reduce-overhead"}, "(?s)CUDA graphs.*Fix.*no-cudagraphs"),
         ({"options": {"max_autotun": True}}, r"(?s)1 option.*options\['max_autotun'\].*Fix"),
         ({"mesh": 8}, r"mesh=8 is no mesh.*make_mesh\(shard=8\)"),
     ],

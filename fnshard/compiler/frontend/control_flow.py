@@ -108,11 +108,27 @@ def _cond(pred: Any, true_fn: Function, false_fn: Function, operands: Sequence[A
     return tree.unflatten(chosen, structure)
 
 
-def _flex_attention(*args: Any, **kwargs: Any) -> Any:
-    """As torch itself does without a compiler: with all scores in memory."""
+FLEX_SCORES = 1 << 20  # of a head, the most that `flex_attention` may make
+
+
+def _flex_attention(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Attend as torch itself does without a compiler: with all scores of a head in memory.
+
+    Raises:
+        TraceError: there are so many that nobody wants them in memory.
+    """
     from torch._higher_order_ops.flex_attention import math_attention
 
-    return math_attention(*args, **kwargs)
+    queries, keys = query.shape[-2], key.shape[-2]
+    known = isinstance(queries, int) and isinstance(keys, int)  # not lengths that follow data
+    if known and queries * keys > FLEX_SCORES:
+        raise TraceError(
+            f"flex_attention of {queries} queries and {keys} keys makes {queries * keys:,} scores a head, "
+            f"all of them in memory; at most {FLEX_SCORES:,} are taken.",
+            fix="fs.attention(query, key, value, documents=...) for packed documents, or "
+            "F.scaled_dot_product_attention(..., is_causal=True); neither makes them.",
+        )
+    return math_attention(query, key, *args, **kwargs)
 
 
 OPERATORS: dict[str, Function] = {"cond": _cond, "flex_attention": _flex_attention}

@@ -44,9 +44,12 @@ class ValueName(str):
     Args:
         kind: what it stands for.
         path: the leaf's or bucket's, or the value's own name.
-        version: what tells this value from others of the path, as it is printed: micro-batch, segment.
+        version: what tells this value from others of the path and micro-batch, as it is printed.
+        micro: the micro-batch that it belongs to; None where there is one, or where it belongs to all.
         source: of a copy, the name it is a copy of; `path` and `version` are then the source's.
 
+    >>> ValueName(Kind.GRADIENT, "w", "@3", micro=1)
+    'g:w#1@3'
     >>> stored = ValueName(Kind.STORED, "layers.0.w")
     >>> stored, stored.on_host(), stored.loaded(3)
     ('s:layers.0.w', 'h:s:layers.0.w', 't:s:layers.0.w#3')
@@ -54,17 +57,21 @@ class ValueName(str):
     True
     """
 
-    __slots__ = ("kind", "path", "source", "version")
+    __slots__ = ("kind", "micro", "path", "source", "version")
 
-    def __new__(cls, kind: Kind, path: str, version: str = "", *, source: ValueName | None = None) -> Self:
+    def __new__(
+        cls, kind: Kind, path: str, version: str = "", *, micro: int | None = None,
+        source: ValueName | None = None,
+    ) -> Self:  # fmt: skip
         """Put the text together."""
-        name = str.__new__(cls, kind + (path if source is None else source) + version)
-        name.kind, name.version, name.source = kind, version, source
+        batch = "" if micro is None else f"#{micro}"
+        name = str.__new__(cls, kind + (path if source is None else source) + batch + version)
+        name.kind, name.version, name.micro, name.source = kind, version, micro, source
         name.path = path if source is None else source.path
         return name
 
     def __getnewargs_ex__(self) -> tuple[Any, ...]:
-        return (self.kind, self.path, self.version), {"source": self.source}
+        return (self.kind, self.path, self.version), {"micro": self.micro, "source": self.source}
 
     @property
     def original(self) -> ValueName:
@@ -81,8 +88,9 @@ class ValueName(str):
         """The path of the leaf that this is a shard, the slots, a whole value or a gradient of, or ""."""
         return self.path if self.original.kind in _OF_LEAVES else ""
 
-    def of(self, version: str) -> ValueName:
-        return ValueName(self.kind, self.path, version)
+    def of(self, micro: int | None, version: str = "") -> ValueName:
+        """The name of the same thing in a micro-batch, or in another version."""
+        return ValueName(self.kind, self.path, version, micro=micro)
 
     def on_host(self) -> ValueName:
         return ValueName(Kind.HOST, self.path, source=self)
@@ -103,7 +111,7 @@ SCALARS = ValueName(Kind.VALUE, "scalars")  # the summed ones of a step
 LOSS_TANGENT = ValueName(Kind.VALUE, "loss_tangent")  # what the backward begins with
 CONTROL = ValueName(Kind.VALUE, "control")  # a step's `runtime.executor.control.StepControl`
 CONTROL_ON_HOST = CONTROL.on_host()  # with the event that it has arrived
-CONTROL_ON_STREAM = CONTROL.of(" on a stream")  # next to the control that it was made of
+CONTROL_ON_STREAM = CONTROL.of(None, " on a stream")  # next to the control that it was made of
 
 
 def stored(paths: Iterable[str]) -> tuple[ValueName, ...]:

@@ -216,8 +216,6 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
                 f"mode={mode!r} is not a mode of torch.compile.", fix=f"one of: {', '.join(known)}."
             )
         merged.update(known[mode])
-    if mode == "reduce-overhead":  # one graph of the whole step (`cuda_graph`), and none of a kernel
-        merged.pop("triton.cudagraphs", None)
     merged.update(options or {})
     unknown = [f"options[{name!r}]" for name in merged if name not in list_options()]
     if unknown:
@@ -229,8 +227,7 @@ def inductor_options(mode: str | None, options: Mapping[str, Any] | None) -> dic
     if merged.get("triton.cudagraphs"):
         raise SpecError(
             "CUDA graphs keep a kernel's outputs in place, and the executor frees and reuses them.",
-            fix="mode='reduce-overhead', one graph of the step; or mode='max-autotune-no-cudagraphs', "
-            "options={'triton.cudagraphs': False}.",
+            fix="mode='max-autotune-no-cudagraphs', or options={'triton.cudagraphs': False}.",
         )
     return merged
 

@@ -217,11 +217,12 @@ class _Builder:
 
     def value(self, name: ValueName, micro: int) -> ValueName:
         if name in self.written:
-            return ValueName(Kind.WRITTEN, self.written[name], self.version(micro))
-        return name if name.kind in (Kind.CONSTANT, Kind.AXIS) else name.of(self.version(micro))
+            return ValueName(Kind.WRITTEN, self.written[name], micro=self.index(micro))
+        return name if name.kind in (Kind.CONSTANT, Kind.AXIS) else name.of(self.index(micro))
 
-    def version(self, micro: int) -> str:
-        return f"#{micro}" if self.plan.accumulate > 1 else ""
+    def index(self, micro: int) -> int | None:
+        """The micro-batch in names, where there are several."""
+        return micro if self.plan.accumulate > 1 else None
 
     def unit(self, segment: Segment) -> str:
         return "+".join(segment.units) or "-"
@@ -234,7 +235,7 @@ class _Builder:
         """
         version = f"{phase[0]}{micro}.{segment.index}"
         written = self.outputs.writes if micro else ()
-        names = {p: ValueName(Kind.WRITTEN, p, self.version(micro - 1)) for p in paths if p in written}
+        names = {p: ValueName(Kind.WRITTEN, p, micro=self.index(micro - 1)) for p in paths if p in written}
         paths = [p for p in paths if p not in names]
         names |= {n.path: n for n in stored(p for p in paths if p not in self.gather_of)}
         for bucket in dict.fromkeys(self.gather_of[p] for p in paths if p in self.gather_of):
@@ -270,7 +271,7 @@ class _Builder:
             reads = tuple(self.read(n, names, micro) for n in segment.inputs)
             saved = self.saved(segment, micro) if segment.index in self.active else ()
             writes = tuple(self.value(n, micro) for n in segment.outputs) + saved
-            unread = (ValueName(Kind.VALUE, f"_{n.path}", n.version) for n in self.saved(segment, micro))
+            unread = (ValueName(Kind.VALUE, f"_{n.path}", micro=n.micro) for n in self.saved(segment, micro))
             writes += () if saved else tuple(unread)
             self.lines.append(
                 Run(
@@ -286,8 +287,8 @@ class _Builder:
         return leaves[name.path] if name.kind is Kind.LEAF else self.value(name, micro)
 
     def saved(self, segment: Segment, micro: int) -> Names:
-        count, version = len(self.kernels[segment.index].saved), self.version(micro)
-        return tuple(ValueName(Kind.VALUE, f"x{segment.index}.{i}", version) for i in range(count))
+        count, index = len(self.kernels[segment.index].saved), self.index(micro)
+        return tuple(ValueName(Kind.VALUE, f"x{segment.index}.{i}", micro=index) for i in range(count))
 
     # -------------------------------------------------------------- backward
     def backward(self, micro: int) -> None:
@@ -336,7 +337,7 @@ class _Builder:
             of_leaf = name.kind is Kind.LEAF
             known, key = (grads, name.path) if of_leaf else (tangents, name)
             kind = Kind.GRADIENT if of_leaf else Kind.TANGENT
-            fresh = ValueName(kind, name.path, f"{self.version(micro)}@{segment.index}")
+            fresh = ValueName(kind, name.path, f"@{segment.index}", micro=self.index(micro))
             writes.append(fresh)
             adds += added(known, key, fresh, unit, phase)
         self.lines.append(
@@ -352,7 +353,7 @@ class _Builder:
     ) -> None:
         """The dual: the cotangent of what was sent, of all ranks' cotangents of what was received."""
         if each.received in tangents and each.like.requires_grad:
-            fresh = ValueName(Kind.TANGENT, each.sent.path, f"{self.version(micro)}@{each.received}")
+            fresh = ValueName(Kind.TANGENT, each.sent.path, f"@{each.received}", micro=self.index(micro))
             lines = exchange(each, self.mesh, unit, phase, tangents[each.received], fresh, backward=True)
             self.lines += [*lines, *added(tangents, each.sent, fresh, unit, phase)]
 
@@ -362,7 +363,7 @@ class _Builder:
     ) -> ValueName:  # fmt: skip
         name = segment.outputs[index]
         if name not in tangents:
-            zero = ValueName(Kind.TANGENT, name.path, self.version(micro))
+            zero = ValueName(Kind.TANGENT, name.path, micro=self.index(micro))
             like = self.kernels[segment.index].source.outputs[index]
             self.lines.append(Zeros(unit, phase, (), (zero,), like=like))
             tangents[name] = zero
@@ -375,7 +376,7 @@ class _Builder:
         reads = tuple(grads[p] for p in paths)
         if self.plan.accumulate > 1 and self.plan.accumulate_mode == "local":
             before = self.local.get(bucket.name)
-            name = ValueName(Kind.ACCUMULATED, bucket.name, f"#{micro}")
+            name = ValueName(Kind.ACCUMULATED, bucket.name, micro=micro)
             reads += (before,) if before else ()
             self.lines.append(
                 Accumulate(
@@ -404,18 +405,18 @@ class _Builder:
     ) -> ValueName:
         """ReduceScatter over the gradient's own axes, AllReduce over others that do not split the leaf."""
         rest = summed_whole(bucket, self.specs, self.summed)
-        name = ValueName(Kind.REDUCED, bucket.name, f"#{micro}")
-        flight = ValueName(Kind.FLIGHT, bucket.name, name.version)
+        name = ValueName(Kind.REDUCED, bucket.name, micro=micro)
+        flight = ValueName(Kind.FLIGHT, bucket.name, micro=micro)
         if not bucket.axes and not rest:
             self.lines.append(Local(bucket.unit, phase, reads, (name,), bucket=bucket.name, paths=paths))
             return name
         if bucket.axes:
-            part = name.of(f"{name.version}.") if rest else name  # summed over a part of the ranks
+            part = name.of(micro, ".") if rest else name  # summed over a part of the ranks
             scatter = ReduceScatter(bucket.unit, phase, reads, (flight,), bucket=bucket.name, paths=paths)
             self.lines += with_wait(scatter, part)
             reads, paths = (part,), ()
         if rest:
-            flight = flight.of(f"{name.version}.sum")
+            flight = flight.of(micro, ".sum")
             where = {"bucket": bucket.name, "paths": paths, "axes": rest}
             self.lines += with_wait(AllReduce(bucket.unit, phase, reads, (flight,), **where), name)
         return name

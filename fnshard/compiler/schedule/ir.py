@@ -311,7 +311,8 @@ class Schedule:
     names the step returns, never dropped. `kernels`, `buckets` by name. `planned`: how many units'
     gathered leaves may be alive at once, besides a tiny one and those that are kept on purpose. `scalars`:
     how many numbers ReduceScalars sums, in fp64. `reduced`: by bucket, the value that holds its gradients at
-    the end.
+    the end. `offloaded`, `recomputed`: segments that keep on the host what they keep for their backward, and
+    those that keep nothing but their inputs.
     """
 
     instructions: tuple[Instruction, ...]
@@ -325,6 +326,8 @@ class Schedule:
     planned: int = 1
     scalars: int = 0
     reduced: Mapping[str, ValueName] = field(default_factory=dict)
+    offloaded: frozenset[int] = frozenset()
+    recomputed: frozenset[int] = frozenset()
 
     def with_instructions(self, instructions: list[Instruction]) -> Schedule:
         """The same schedule with other lines."""

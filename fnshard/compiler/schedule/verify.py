@@ -164,15 +164,15 @@ def _missing_duals(schedule: Schedule) -> list[str]:
     lines = schedule.instructions
     waits = {w.reads[0]: w.writes[0] for w in lines if isinstance(w, Wait) and w.is_for(Exchange)}
     made = {n for line in lines for n in line.writes if n.kind is Kind.TANGENT}
-    tangents = {(n.path, n.version.partition("@")[0]) for n in made}
+    tangents = {(n.path, n.micro) for n in made}
     exchanges = [line for line in lines if isinstance(line, Exchange)]
-    back = {(e.reads[0].path, e.reads[0].version.partition("@")[0], e.kind, e.axes) for e in exchanges}
+    back = {(e.reads[0].path, e.reads[0].micro, e.kind, e.axes) for e in exchanges}
     problems = []
     for line in exchanges:
         received = waits.get(line.writes[0])
         if received is None or not line.like.requires_grad or received.kind is Kind.TANGENT:
             continue
-        key = received.path, received.version.partition("@")[0]
+        key = received.path, received.micro
         if key in tangents and (*key, line.of_kind.dual, line.axes) not in back:
             problems.append(f"{line.detail}: the cotangent of {received} is not exchanged back")
     return problems

@@ -20,25 +20,25 @@ from fnshard.errors import CollectiveError
 from fnshard.runtime.executor.context import ExecutorContext
 
 
-def bind(context: ExecutorContext, part: slice = slice(None)) -> Callable[[Env], Env]:
-    """A function that runs the schedule, or a part of its lines, on an environment and returns it.
+def bind(context: ExecutorContext) -> Callable[[Env], Env]:
+    """Return a function that runs the schedule on an environment and returns it.
 
     A collective that fails in it is a `CollectiveError` that begins with the instruction and its unit.
     """
-    numbers, lines = range(len(context.schedule.instructions))[part], context.schedule.instructions
-    actions: list[Action] = [lines[n].bind(context) for n in numbers]
+    lines = context.schedule.instructions
+    actions: list[Action] = [line.bind(context) for line in lines]
     worker = context.worker
     if worker is not None:
-        waits = _meets_worker(context.schedule)[part]
+        waits = _meets_worker(context.schedule)
         actions = [_after_worker(a, context) if w else a for a, w in zip(actions, waits, strict=True)]
     if context.watch is not None:
-        actions = [context.watch(n, lines[n], a) for n, a in zip(numbers, actions, strict=True)]
+        actions = [context.watch(n, lines[n], a) for n, a in enumerate(actions)]
     finish = context.transfers.finish if context.transfers else None
 
     def run(env: Env) -> Env:
         number = 0
         try:
-            for number, action in zip(numbers, actions, strict=True):  # noqa: B007  (known when one fails)
+            for number, action in enumerate(actions):  # noqa: B007  (known when one fails)
                 action(env)
             if worker is not None:
                 worker.wait()

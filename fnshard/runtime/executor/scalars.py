@@ -95,16 +95,15 @@ class Scalars:
         device = parts[0].device
         # `full` is a kernel; a number copied to an accelerator would make the host wait for it.
         for flag in self.flags:
-            value = env[CONTROL].flags.get(flag, 0.0)  # a tensor where a graph reads it
-            is_tensor = isinstance(value, Tensor)
-            parts.append(value if is_tensor else torch.full((), value, dtype=torch.float64, device=device))
+            value = env[CONTROL].flags.get(flag, 0.0)
+            parts.append(torch.full((), value, dtype=torch.float64, device=device))
         return torch.stack(parts)
 
     def _over_micros(self, env: Mapping[str, Any], index: int) -> Tensor:
         name = self.results[index]
         if self.accumulate == 1:
             return env[name].double()
-        return torch.stack([env[f"{name}#{m}"].double() for m in range(self.accumulate)]).sum()
+        return torch.stack([env[name.of(m)].double() for m in range(self.accumulate)]).sum()
 
     def unpack(self, vector: Tensor) -> Summary:
         """Read the summed vector."""
@@ -132,13 +131,13 @@ class Scalars:
         if self.outputs.aux_structure is None:
             return None
         means = iter(summary.aux)
-        last = f"#{self.accumulate - 1}" if self.accumulate > 1 else ""
+        last = self.accumulate - 1 if self.accumulate > 1 else None
         leaves = []
         for kind, *rest in self.outputs.aux:
             if kind in ("scalar", "complex", "mean"):
                 leaves.append(next(means))
             else:
-                leaves.append(rest[0] if kind == "python" else env[self.results[rest[0]] + last])
+                leaves.append(rest[0] if kind == "python" else env[self.results[rest[0]].of(last)])
         return tree.unflatten(leaves, self.outputs.aux_structure)
 
 

@@ -135,7 +135,7 @@ class Add(Instruction):
 def added(known: dict[Any, ValueName], key: Any, fresh: ValueName, unit: str, phase: str) -> list[Add]:
     """One more part of the gradient of `key`, and the line that adds it to those before."""
     before = known.get(key)
-    known[key] = fresh if before is None else fresh.of(f"{fresh.version}+")
+    known[key] = fresh if before is None else fresh.of(fresh.micro, f"{fresh.version}+")
     if before is None:
         return []
     owned = before.version.endswith("+")

@@ -122,8 +122,8 @@ def _place(lines: list[Instruction], moved: Instruction, depth: int, tiny: froze
     return place
 
 
-def regather(schedule: Schedule, segments: frozenset[int]) -> Schedule:
-    """Issue the all-gathers whose results `segments` recompute from a second time, for their backward.
+def regather(schedule: Schedule) -> Schedule:
+    """Issue the all-gathers whose results segments recompute from a second time, for their backward.
 
     What is kept between is what each rank sent: a sequence that a tensor axis splits stays split (Korthikanti
     et al. 2022). The second gather is a line like the first, with its bytes and its price. Small results, a
@@ -146,7 +146,7 @@ def regather(schedule: Schedule, segments: frozenset[int]) -> Schedule:
     out: list[Instruction] = []
     for line in lines:
         if isinstance(line, Run) and line.backward:
-            whole = line.segment in segments
+            whole = line.segment in schedule.recomputed
             names = {n for n in line.reads if n in received and (whole or received[n].of_kind.permutes)}
             for name in [n for n in dict.fromkeys(line.reads) if n in names and n not in again]:
                 issue, wait = _second(received[name], line, name)
@@ -158,6 +158,6 @@ def regather(schedule: Schedule, segments: frozenset[int]) -> Schedule:
 
 
 def _second(first: Exchange, reader: Run, name: ValueName) -> tuple[Instruction, Wait]:
-    fresh = name.of(f"{name.version}@{reader.segment}")
+    fresh = name.of(name.micro, f"{name.version}@{reader.segment}")
     flight = ValueName(Kind.FLIGHT, fresh)
     return with_wait(replace(first, unit=reader.unit, phase=reader.phase, writes=(flight,)), fresh)

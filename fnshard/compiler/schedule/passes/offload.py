@@ -29,12 +29,9 @@ from fnshard.compiler.schedule.instructions import (
 from fnshard.compiler.schedule.ir import Schedule, with_wait
 
 
-def offload(schedule: Schedule, segments: frozenset[int] = frozenset()) -> Schedule:
-    """Write the transfers that specs and remat ask for, each issued and waited for at once.
-
-    Args:
-        segments: those that keep on the host what they keep for their backward.
-    """
+def offload(schedule: Schedule) -> Schedule:
+    """Write the transfers that specs and remat ask for, each issued and waited for at once."""
+    segments = schedule.offloaded
     tiers = {t for s in schedule.specs.values() for t in (s.memory, s.optimizer_memory)}
     if tiers == {"device"} and not segments:
         return schedule

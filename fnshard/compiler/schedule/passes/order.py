@@ -7,13 +7,11 @@ from dataclasses import replace
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.schedule.instructions import (
     COMMUNICATION,
-    TRANSFER,
     Accumulate,
     Free,
     Instruction,
     Norms,
     Publish,
-    ReduceScalars,
     Run,
     Update,
     UpdateBegin,
@@ -60,32 +58,6 @@ def _earliest(lines: list[Instruction], line: Instruction) -> int:
         if reads.intersection(other.writes) or changes.intersection(touched):
             return index + 1
     return 0
-
-
-def updates_last(schedule: Schedule) -> Schedule:
-    """Move what depends on numbers of the host after everything else: updates, and what they wait for.
-
-    All gradient shards live until the end, as they do where gradients are clipped. A step with transfers
-    stays as it is: no graph holds it.
-    """
-    lines = schedule.instructions
-    if any(line.lane == TRANSFER for line in lines):
-        return schedule
-    return schedule.with_instructions(
-        [*(i for i in lines if not of_host(i)), *(i for i in lines if of_host(i))]
-    )
-
-
-def of_host(line: Instruction) -> bool:
-    """Whether an instruction reads rates, step counts or flags, which are numbers of Python."""
-    waits = isinstance(line, Wait) and line.is_for(ReduceScalars, Publish, UpdateExchange, UpdateSums)
-    return waits or isinstance(line, _UPDATES | Publish)
-
-
-def graph_length(schedule: Schedule) -> int:
-    """How many lines stand before the first that is of the host."""
-    lines = schedule.instructions
-    return next((n for n, line in enumerate(lines) if of_host(line)), len(lines))
 
 
 def insert_frees(schedule: Schedule) -> Schedule:

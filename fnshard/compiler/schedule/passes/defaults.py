@@ -1,0 +1,43 @@
+"""Defaults: the passes of a step, in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from fnshard.compiler.schedule.ir import Schedule
+from fnshard.compiler.schedule.passes.gathers import prefetch as gather_early
+from fnshard.compiler.schedule.passes.gathers import regather, reshard
+from fnshard.compiler.schedule.passes.offload import offload
+from fnshard.compiler.schedule.passes.order import update_in_backward
+from fnshard.compiler.schedule.passes.overlap import issue_early, overlap_updates, wait_late
+from fnshard.compiler.schedule.passes.overlap import overlap as reduce_late
+
+Pass = Callable[[Schedule], Schedule]
+
+
+def default(prefetch: int | tuple[int, int] = 1, overlap: int = 1) -> list[Pass]:
+    """Return the passes that make the plain schedule fast; all of them keep numerics.
+
+    `shard_step(passes=fs.passes.default() + [mine])` adds one of your own. Frees are inserted
+    behind the last.
+
+    Args:
+        prefetch: how many kernels ahead gathers are issued, or (forward, backward); 0 is none.
+        overlap: how many kernels later a reduction, or on a GPU an update, is waited for.
+
+    >>> [getattr(each, "func", each).__name__ for each in default()][:4]
+    ['reshard', 'regather', 'update_in_backward', 'offload']
+    """
+    forward, backward = (prefetch, prefetch) if isinstance(prefetch, int) else prefetch
+    exchanges_together = [issue_early, wait_late] if overlap else []
+    return [
+        reshard,
+        regather,
+        update_in_backward,
+        offload,
+        *exchanges_together,
+        partial(reduce_late, depth=overlap),
+        partial(overlap_updates, depth=overlap),
+        partial(gather_early, forward=forward, backward=backward),
+    ]
