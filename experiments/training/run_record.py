@@ -10,6 +10,7 @@ import platform
 import resource
 import shlex
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress

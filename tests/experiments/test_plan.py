@@ -106,9 +106,8 @@ def test_no_neighbour_is_faster_and_fits(devices: int, budget: float) -> None:
 
 
 def test_recomputation_is_as_little_as_fits() -> None:
-    """No share of three was enough where the best lay between them: 0.5 fits, and so does more."""
-    planner = planner_of(1, "rows=8", "model.layers=2")
-    knobs = Knobs(1, 1, micro_rows=8)
+    planner = planner_of(1, "rows=64", "model.layers=5")
+    knobs = Knobs(1, 1, micro_rows=64)
     sizes = {k: planner.look(replace(knobs, remat=k / 20)).peak_bytes for k in range(21)}
     assert sizes[20] > sizes[0]
     for budget in sorted({*sizes.values()})[:-1]:
@@ -127,11 +126,15 @@ def test_a_budget_is_kept_and_costs_time() -> None:
     assert "too many" in said and "slower" in said and "experiments.train model=own strategy=" in said
 
 
-def test_a_narrower_optimizer_is_tried_where_it_is_allowed() -> None:
-    planner = planner_of(1, "rows=8", "device_gb=0.0013", "optimizer_dtypes=[bfloat16]", "model.layers=2")
+def test_a_narrower_optimizer_is_tried_where_it_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else fits: the budget lies between the smallest plans in both dtypes."""
+    monkeypatch.setattr(search, "TIERS", {"device": {}})
+    planner = planner_of(1, "rows=2", "optimizer_dtypes=[bfloat16]", FEW)
+    least = Knobs(1, 1, remat="unit")
+    wide, narrow = (planner.look(replace(least, optimizer_dtype=d)).peak_bytes for d in (None, "bfloat16"))
+    planner.config = replace(planner.config, device_gb=(wide + narrow) / 2e9)
     best = planner.best()
-    wide = planner.exact(replace(best.knobs, optimizer_dtype=None))
-    assert best.knobs.optimizer_dtype == "bfloat16" and best.peak_bytes < wide.peak_bytes
+    assert best.knobs.optimizer_dtype == "bfloat16" and narrow <= best.peak_bytes < wide
 
 
 def test_the_fewest_devices_for_so_many_days(monkeypatch: pytest.MonkeyPatch) -> None:
