@@ -93,8 +93,8 @@ def _levels(signed: bool) -> tuple[tuple[float, ...], tuple[float, ...], int]:
     """
     out = [0.0 if signed else LEAST_MOMENT, 1.0]
     for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1, dtype=torch.float64)
-        values = (10.0 ** (decade - 6) * (edges[1:] + edges[:-1]) / 2).tolist()
+        count = 2 ** (decade + (not signed))  # of equal parts of the decade; a level is in the middle of each
+        values = [10.0 ** (decade - 6) * (0.1 + 0.9 * (n + 0.5) / count) for n in range(count)]
         out += values + [-value for value in values] * signed
     out.sort()
     pairs = list(itertools.pairwise(out))

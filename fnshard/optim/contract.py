@@ -6,8 +6,9 @@ An optimizer is a function of *one leaf*, so it may be called for any subset of 
 order: a unit is updated as soon as its gradients have arrived. What a leaf cannot know alone (the
 step, norms over all ranks) comes in a `StepInfo`. What is a function of a whole leaf (Muon's matrices,
 SOAP's bases) is `whole`: ranks send their shards, of state too, to an owner, who computes it once, and sends
-shards back; or, of sums over a leaf alone (Adafactor's), `sums`, which ranks add up. An optimizer that is not
-elementwise and has neither is refused on a sharded leaf by `check`.
+shards back; or, of sums over a leaf alone (Adafactor's), `sums`, which ranks add up. The other rules see
+blocks: they are elementwise, which a trace proves (`fnshard.analysis.elementwise`), or they are refused on a
+leaf that is split.
 """
 
 from __future__ import annotations
@@ -78,6 +79,12 @@ class StepInfo:
         """Of the whole leaf that `tensor` is all or a shard of."""
         return self.shapes.get(path, tuple(tensor.shape))
 
+    def of_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> StepInfo:
+        """Return the same step for leaves of these whole shapes; what is made once a step is shared."""
+        out = replace(self, shapes=shapes)
+        object.__setattr__(out, "_memo", self._memo)
+        return out
+
     def to(self, device: torch.device) -> StepInfo:
         """The same step for leaves on another device (host optimizer state). Nobody waits: on the host its
         numbers are there when a GPU has come so far."""
@@ -108,8 +115,11 @@ class Optimizer:
             of the parameter's shape, or along some dims of size 1 (it is whole on every rank) or shorter by
             a whole factor (one number for so many of the parameter's: see `slot_layout`).
         needs: what the `StepInfo` must carry: "global_norm".
-        elementwise: an element's update depends on nothing of the leaf but that element, and those that share
-            a number of a slot with it.
+        elementwise: whether an element's update depends on nothing of the leaf but that element, and those
+            that share a number of a slot with it. None: the rules are traced, and an OptimizerError says
+            where a leaf that is split meets a norm, a sum, a matrix, a random number, or a number of its
+            shape (`info.shape(path, param)` is that of the whole leaf). True: you promise it, and nothing
+            is traced: for operators of your own. False: it does not hold.
         whole: `(path, tensor, state, turn) -> (tensor, state)`, a pure function of a whole leaf: its owner
             alone computes it. `leaf` is given this rank's shard of the tensor, whose shape stays, in the
             gradient's place. `state` is what `whole_slots` names, all of it; another `turn` of `turns` may
@@ -153,7 +163,7 @@ class Optimizer:
     leaf: LeafRule
     slots: Mapping[str, Callable[[Tensor], Tensor | None]] = field(default_factory=dict)
     needs: frozenset[str] = frozenset()
-    elementwise: bool = True
+    elementwise: bool | None = None
     whole: WholeRule | None = None
     whole_slots: Mapping[str, Callable[[tuple[int, ...]], tuple[int, ...] | None]] = field(
         default_factory=dict
@@ -422,13 +432,13 @@ def check(optimizer: Optimizer, sharded: Mapping[str, int]) -> None:
         OptimizerError: it is not elementwise, has no `whole` and no `sums`, and leaves are sharded.
     """
     own = {path: optimizer.of(path, dims) for path, dims in sharded.items()}
-    blind = [p for p, each in own.items() if not (each.elementwise or each.whole or each.sums)]
+    blind = [p for p, each in own.items() if each.elementwise is False and not (each.whole or each.sums)]
     if blind:
         raise OptimizerError(
             f"{optimizer} is not elementwise, and {leaves(len(blind))} it would see are sharded:",
             [f"params[{path!r}]" for path in blind],
             "declare what it computes of a whole leaf as Optimizer(whole=) or Optimizer(sums=), or keep "
-            "these leaves whole in the optimizer: LayoutSpec(gradient=P(), optimizer=P()).",
+            "these leaves whole, also where they are updated: LayoutSpec(P(), gradient=P(), optimizer=P()).",
         )
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fnshard import tree
+from fnshard.analysis.elementwise import check_elementwise
 from fnshard.analysis.slots import Slots, check_slots, slots_of
 from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT, SCALARS, slots
 from fnshard.compiler.kernels.inductor import inductor_options
@@ -208,6 +209,7 @@ class Step(Compiled):
         """
         if not isinstance(params, TrainState):
             self.resolve(params)
+            self._check_optimizer()
         return self._cache.lower(self._cache.arguments(batch, keywords))
 
     def __call__(self, state: Any, /, *batch: Any, rng: Any = None, **keywords: Any) -> Any:
@@ -320,6 +322,12 @@ class Step(Compiled):
     def _slots(self) -> Slots:
         return slots_of(self.optimizer, self.resolved.stored, self.mesh)
 
+    @cached_property
+    def _is_elementwise(self) -> bool:
+        """True, or an OptimizerError."""
+        check_elementwise(self.optimizer, self.resolved.paired, self.mesh)
+        return True
+
     @property
     def _scale(self) -> LossScale:
         if self._chosen_scale is None or not self.resolved.complete:
@@ -341,6 +349,7 @@ class Step(Compiled):
                 {p: len(specs[p].shape) for p in self.resolved.trainable if split(specs[p].optimizer.axes)},
             )
             _ = self._slots  # refuses those that the layouts cut in two
+            _ = self._is_elementwise
 
     def _check_slots(self, state: dict[str, dict[str, Tensor]]) -> None:
         found = [(p, n, v.shape, v.dtype, v.device) for p, own in state.items() for n, v in own.items()]
