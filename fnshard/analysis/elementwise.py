@@ -66,9 +66,9 @@ def check_elementwise(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mes
             "parts of; each would compute them of its part:",
             blind[:12],
             "keep these leaves whole, also where they are updated, LayoutSpec(P(), gradient=P(), "
-            "optimizer=P()); or declare what is a sum over a leaf as Optimizer(sums=), and what is computed of a "
-            "whole leaf as Optimizer(whole=). Only where it is elementwise all the same, in a way that a trace "
-            "cannot see: Optimizer(elementwise=True).",
+            "optimizer=P()); or declare what is a sum over a leaf as Optimizer(sums=), and what is computed "
+            "of a whole leaf as Optimizer(whole=). Only where it is elementwise all the same, in a way that "
+            "a trace cannot see: Optimizer(elementwise=True).",
         )
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fnshard.errors import OptimizerError, leaves
-from fnshard.optim.schedules import PathRules, counterpart
+from fnshard.optim.schedules import PathRules, RateSchedule, counterpart
 
 __all__ = ["Optimizer", "StepInfo", "check"]
 
@@ -135,6 +135,7 @@ class Optimizer:
         sums: of an update that needs no more of a whole leaf than sums over it, in rounds: each as `leaf`, to
             `{name: tensor}` with the leaf's dims, of which those that it has summed over are 1. Ranks add
             theirs up; later rounds and `leaf` find the sums among the slots.
+        rate: what updates are multiples of, if they are.
         rules: numbers by path, checked against all leaves by `init`.
         values: `info -> {name: 0-d tensor}` for the step's metrics.
         kernel: `leaf` in place on many leaves of one dtype and device whose `settings(path)` are
@@ -173,6 +174,7 @@ class Optimizer:
     whole_dims: int | None = None
     before: LeafRule | None = None
     sums: tuple[SumRule, ...] = ()
+    rate: RateSchedule | None = None
     rules: tuple[PathRules, ...] = ()
     values: Callable[[StepInfo], dict[str, Tensor]] = lambda info: {}
     kernel: InPlaceKernel | None = None

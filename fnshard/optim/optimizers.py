@@ -406,6 +406,7 @@ def chain(*transforms: Optimizer) -> Optimizer:
         result, new = members[at].whole(path, tensor, own, turn)
         return result, {names[at][n]: value for n, value in new.items()}
 
+    rates = [m.rate for m in members if m.rate is not None]
     before, rounds, leaf = _stages(members, names, {*made, *wholes})
 
     def in_place(grads: Tensors, slots: Slots, params: Tensors, info: StepInfo) -> None:
@@ -428,6 +429,7 @@ def chain(*transforms: Optimizer) -> Optimizer:
         **owned,
         before=before,
         sums=rounds,
+        rate=rates[0] if len(rates) == 1 else None,
         rules=tuple(r for m in members for r in m.rules),
         values=lambda info: {k: v for m in members for k, v in m.values(info).items()},
         settings=lambda path: tuple(m.settings(path) for m in members),
@@ -599,7 +601,7 @@ def hyper(
     decays, scales = PathRules.of("weight_decay", weight_decay), PathRules.of("lr_scale", lr_scale)
     rate, settings = as_schedule(lr), cache(lambda path: (decays(path), scales(path)))
     values = lambda info: {"lr": rate_of(rate, 1.0, info)}  # noqa: E731
-    return rate, settings, {"rules": (decays, scales), "settings": settings, "values": values}
+    return rate, settings, {"rate": rate, "rules": (decays, scales), "settings": settings, "values": values}
 
 
 def rate_of(rate: RateSchedule, scale: float, info: StepInfo) -> Tensor:

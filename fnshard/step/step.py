@@ -47,6 +47,7 @@ from fnshard.step.cache import ProgramCache
 from fnshard.step.lowered import CompileStats, Lowered
 from fnshard.step.plan import FLAGS, Backend, Options, UpdateMode, default_depth, loss_scale_of
 from fnshard.step.programs import name_of
+from fnshard.step.rounding import warn_of_lost_updates
 from fnshard.step.runner import Bound, Runner
 from fnshard.step.shards import blank_params, blank_slots, check_blocks, check_seed, init_params, narrowed
 from fnshard.step.state import Metrics, TrainState, check_state, checked_rng
@@ -323,9 +324,11 @@ class Step(Compiled):
         return slots_of(self.optimizer, self.resolved.stored, self.mesh)
 
     @cached_property
-    def _is_elementwise(self) -> bool:
-        """True, or an OptimizerError."""
+    def _is_suited(self) -> bool:
+        """Whether the optimizer may update these leaves: it is, or an OptimizerError says where not."""
         check_elementwise(self.optimizer, self.resolved.paired, self.mesh)
+        if self.mesh.rank == 0:
+            warn_of_lost_updates(self.optimizer, self.resolved.paired)
         return True
 
     @property
@@ -349,7 +352,7 @@ class Step(Compiled):
                 {p: len(specs[p].shape) for p in self.resolved.trainable if split(specs[p].optimizer.axes)},
             )
             _ = self._slots  # refuses those that the layouts cut in two
-            _ = self._is_elementwise
+            _ = self._is_suited
 
     def _check_slots(self, state: dict[str, dict[str, Tensor]]) -> None:
         found = [(p, n, v.shape, v.dtype, v.device) for p, own in state.items() for n, v in own.items()]
