@@ -8,6 +8,7 @@ the list of elementwise operators, and no number may be made of the shape.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -99,13 +100,15 @@ class _Elements(Numbers):
     """Follows what is computed of a leaf's elements.
 
     Args:
+        shape: of the leaf, or of the part of it.
         kinds: by the id of a tensor, what it is made of: a "leaf", a "sum" over one, or a "position" in one.
         numbers: that elementwise operators on the leaf have as arguments.
         found: what is not elementwise.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shape: Sequence[int]) -> None:
         super().__init__()
+        self.shape = tuple(shape)
         self.kinds: dict[int, str] = {}
         self.alive: list[Tensor] = []
         self.numbers: list[Any] = []
@@ -140,7 +143,10 @@ class _Elements(Numbers):
             return "leaf"
         if kinds <= {"position"}:
             return "position" if kinds or name in _POSITIONS else ""
-        if "position" in kinds:
+        others = [t for t in given if id(t) not in self.kinds]
+        # A constant of several numbers goes by places, which are other ones in a view of other dims.
+        is_table = any(t.numel() > 1 for t in others)
+        if "position" in kinds or (is_table and not all(map(self._has_its_dims, own))):
             self._note(func, "positions in ")
         elif "sum" in kinds:
             linear = {
@@ -155,10 +161,15 @@ class _Elements(Numbers):
         elif not _is_elementwise(func, name):
             self._note(func)
         elif name not in _VIEWS | _FILLED:
-            others = [t for t in given if id(t) not in self.kinds and t.numel() == 1]
             flat = [v for v in (*args, *kwargs.values()) if isinstance(v, int | float)]
-            self.numbers.append((str(func), *flat, *map(self.value_of, others)))
+            ones = [self.value_of(t) for t in others if t.numel() == 1]
+            self.numbers.append((str(func), *flat, *ones))
         return "leaf"
+
+    def _has_its_dims(self, tensor: Tensor) -> bool:
+        """Whether a tensor has the dims of the leaf, or 1 in their places."""
+        pairs = zip(reversed(tensor.shape), reversed(self.shape), strict=False)
+        return tensor.dim() <= len(self.shape) and all(n in (1, size) for n, size in pairs)
 
     def _note(self, func: Any, what: str = "") -> None:
         line = user_line()
@@ -190,20 +201,27 @@ def _run(
     rule: Optimizer, path: str, step: int, shape: Sequence[int], whole: Sequence[int], dtype: torch.dtype
 ) -> _Elements:
     """Run all that ranks run on their parts of a leaf, on one of this shape."""
-    trace = _Elements()
+    trace, log = _Elements(shape), logging.getLogger("torch._subclasses.fake_tensor")
     info = StepInfo(
         torch.tensor(step), global_norm=torch.ones((), dtype=torch.float64), shapes={path: tuple(whole)}
     )
     try:
+        log.disabled = True  # It writes down the error that is reported here.
         with fakes(trace):
             param, grad = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
             trace.follow([param, grad])
             for trace.rule, run in _rules(rule, path, grad, param, info):
-                trace.follow([run()])
+                result = run()
+                trace.follow([result])
+                if trace.rule == "leaf" and result[0].shape != param.shape:
+                    made = f"an update {list(result[0].shape)} of {list(shape)}"
+                    trace.found[made] = None
     except Exception as error:  # an optimizer of the user's: any may come
         if not trace.found:
             what = f"{type(error).__name__}: {error}".splitlines()[0]
             trace.found[f"{trace.rule} does not run on fake tensors {list(shape)} ({what})"] = None
+    finally:
+        log.disabled = False
     return trace
 
 

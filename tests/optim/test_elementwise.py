@@ -82,11 +82,17 @@ MIXED: dict[str, tuple[Optimizer, str]] = {  # and what the error names
     "its shape": (rule_of(lambda g, p, i: g / p.shape[0] ** 0.5), r"\[6, 8\] of the leaf"),
     "its size in a tensor": (rule_of(lambda g, p, i: g * torch.tensor(1 / p.numel())), "its shape"),
     "positions": (rule_of(lambda g, p, i: g * torch.arange(p.shape[0])[:, None]), "positions in mul"),
+    "places in a view": (
+        rule_of(lambda g, p, i: (g.view(-1, 2) * torch.tensor([1.0, 2.0])).view_as(g)), "positions in mul",
+    ),
+    "a table of the leaf": (rule_of(lambda g, p, i: g * X[:6]), r"\[3, 8\] \(RuntimeError"),
+    "an array": (rule_of(lambda g, p, i: torch.from_numpy(g.numpy())), "numpy"),
     "random numbers": (rule_of(lambda g, p, i: g * torch.rand_like(g)), "random rand_like"),
     "later steps": (rule_of(lambda g, p, i: g / g.norm() if int(i.step) > 500 else g), "norm in leaf"),
     "a slot": (
         Optimizer("own()", averaging, {"sum": lambda p: p.norm() * torch.ones_like(p)}), "norm in slots",
     ),
+    "broadcast": (rule_of(lambda g, p, i: g * W[:, :1, None]), r"an update \[6, 6, 8\] of \[6, 8\]"),
     "a kernel": (rule_of(lambda g, p, i: g / 2, kernel=normalized), "_foreach_norm in kernel"),
     "a chain": (chain(clip_by_global_norm(1.0), LAMB, ema(0.9)), "norm in leaf"),
     "before an owner": (chain(rule_of(lambda g, p, i: g / g.norm()), muon(0.1)), "norm in leaf"),
@@ -119,6 +125,7 @@ ALONE: dict[str, Optimizer] = {
     "adam": Optimizer("own()", adam, MOMENTS, needs=frozenset({"global_norm"})),
     "its dims": rule_of(lambda g, p, i: g if p.dim() > 1 else g.sign()),
     "the whole shape": rule_of(lambda g, p, i: g / math.prod(i.shape("w" if p.dim() else "b", p)) ** 0.5),
+    "a row of constants": rule_of(lambda g, p, i: g * (W[0] if p.dim() else 1.0)),
     "a constant": rule_of(lambda g, p, i: g * torch.tensor(0.5) + torch.zeros(p.shape, dtype=p.dtype)),
     "a kernel": rule_of(lambda g, p, i: g, kernel=lambda params, grads, *_: torch._foreach_add_(
         params, torch._foreach_mul(grads, -0.05))),
