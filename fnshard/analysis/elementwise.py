@@ -47,20 +47,19 @@ def check_elementwise(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mes
     Raises:
         OptimizerError: it names leaves, operators and lines.
     """
-    known: dict[Any, list[str]] = {}
+    known: set[Any] = set()
     blind = []
     for path, spec in specs.items():
         if not spec.trainable or 0 in spec.shape or not mesh.ordered(spec.optimizer.axes):
             continue
         rule = optimizer.of(path, len(spec.shape))
         key = rule, spec.shape, spec.optimizer, spec.optimizer_dtype, rule.settings(path)
-        if key not in known:
-            block = block_shape(spec.shape, spec.optimizer, mesh)
-            known[key] = mixing_ops(rule, path, spec.shape, block, spec.optimizer_dtype)
-        if known[key]:
-            blind.append(
-                f"params[{path!r}] {list(spec.shape)} by {spec.optimizer!r}: {', '.join(known[key])}"
-            )
+        # A rule may branch on the path: leaves that are like one before are looked at as well, but once.
+        steps, block = () if key in known else STEPS, block_shape(spec.shape, spec.optimizer, mesh)
+        known.add(key)
+        found = mixing_ops(rule, path, spec.shape, block, spec.optimizer_dtype, steps)
+        if found:
+            blind.append(f"params[{path!r}] {list(spec.shape)} by {spec.optimizer!r}: {', '.join(found)}")
     if blind:
         raise OptimizerError(
             f"{optimizer} computes updates of more than one element, of {leaves(len(blind))} that ranks have "
@@ -74,21 +73,26 @@ def check_elementwise(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mes
 
 
 def mixing_ops(
-    optimizer: Optimizer, path: str, shape: Sequence[int], block: Sequence[int], dtype: torch.dtype
-) -> list[str]:
+    optimizer: Optimizer, path: str, shape: Sequence[int], block: Sequence[int], dtype: torch.dtype,
+    steps: Sequence[int] = STEPS,
+) -> list[str]:  # fmt: skip
     """Return what an optimizer's rules do that is not elementwise, in words: operator, rule and line.
 
     Args:
         shape, block: of the leaf, and of a part of it.
         dtype: that it is updated in.
+        steps: numbers of updates made before; one of each of the optimizer's `turns` is added. Without
+            any, the operators of the first update of a part are looked at, and no numbers.
     """
     found: dict[str, None] = {}
     for member in optimizer.members or (optimizer,):
-        steps = sorted({*STEPS, *(step for _, step in member.turns.values())})
-        for step in () if member.elementwise else steps:
+        if member.elementwise:
+            continue
+        if not steps:
+            found |= _run(member, path, 0, block, shape, dtype).found
+        for step in sorted({*steps, *(step for _, step in member.turns.values())}) if steps else ():
             seen = [_run(member, path, step, each, shape, dtype) for each in (shape, block)]
-            for trace in seen:
-                found |= dict.fromkeys(trace.found)
+            found |= seen[0].found | seen[1].found
             if not found and seen[0].numbers != seen[1].numbers:
                 found[f"numbers of its shape, {list(shape)} of the leaf and {list(block)} of a part"] = None
             if found:

@@ -108,8 +108,9 @@ class Optimizer:
 
     Args:
         leaf: the whole of the mathematics, pure: `(path, grad, slots, param, info) -> (update, slots)`
-            of one leaf. `param + update` is the new parameter. It sees fp32 where the leaf is of a
-            shorter dtype, and gradients that `info.grad_scale` has been multiplied into. Where there are
+            of one leaf, or of the block of it that a rank updates. `param + update` is the new parameter. It
+            sees fp32 where the leaf is of a shorter dtype, and gradients that `info.grad_scale` has been
+            multiplied into. Where there are
             `numbers`, it takes what they return in the place of `info`.
         slots: state by name, each made from the parameter (a block of it), or None: this leaf has none. It is
             of the parameter's shape, or along some dims of size 1 (it is whole on every rank) or shorter by

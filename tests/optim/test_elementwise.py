@@ -182,6 +182,19 @@ def test_it_is_refused_whatever_splits_the_leaf(spec: LayoutSpec) -> None:
         lowered(optimizer, spec, **axes)
 
 
+def test_a_rule_that_branches_on_the_path_is_traced_for_each() -> None:
+    """All leaves that are alike; and those alone are named that are refused."""
+
+    def leaf(path: str, grad: Tensor, slots: Any, param: Tensor, info: Any) -> Any:
+        return -(grad / grad.norm() if path == "c" else grad), {}
+
+    params, mesh = dict.fromkeys("abc", W), fs.make_mesh(shard=2, abstract=True)
+    specs = fs.presets.full_shard(params, mesh)
+    with pytest.raises(OptimizerError, match=r"1 leaf(?s:.*)params\['c'\]") as reported:
+        fs.shard_step(lambda p: p["a"].sum(), specs, mesh=mesh, optimizer=Optimizer("own()", leaf))
+    assert "params['a']" not in str(reported.value)
+
+
 def test_it_is_right_where_each_rank_updates_the_whole_leaf() -> None:
     """On one rank, and with the layout that the error names."""
     optimizer = MIXED["a trust ratio"][0]
