@@ -223,6 +223,7 @@ class LanguageModel:
             hidden, head = self._widened(hidden, self.head(params))
             hidden = hidden if temperature == 1.0 else hidden / temperature
             return linear_token_losses(hidden, head, targets)
+        hidden = torch.where((targets != IGNORE).unsqueeze(-1), hidden, 0.0)  # padding may hold NaN
         flat = self.unembed(params, hidden).flatten(0, 1)
         flat = flat.float() if flat.dtype.itemsize < 4 else flat
         losses = F.cross_entropy(flat / temperature, targets.flatten(), ignore_index=IGNORE, reduction="none")

@@ -79,7 +79,8 @@ def preference(tuning: Tuning, config: ObjectiveConfig, *, training: bool) -> Lo
         if config.kind.reference:
             with torch.no_grad():
                 numbers += reference(params, both).chunk(2)
-        counted = (batch["chosen"]["targets"] != IGNORE).any(1)
+        learned = [(batch[name]["targets"] != IGNORE).any(1) for name in ("chosen", "rejected")]
+        counted = learned[0] & learned[1]  # of a pair that is padding neither response has a token
         return getattr(fs.losses.policy, config.name)(*numbers, counted=counted, **how)
 
     return loss

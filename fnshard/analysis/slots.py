@@ -159,7 +159,7 @@ def _on_fakes(optimizer: Optimizer, does: str, what: str) -> Iterator[None]:
 
 def _sums(rule: Optimizer, path: str, spec: LayoutSpec) -> tuple[dict[str, tuple[int, ...]], ...]:
     info, rounds = _numbers(torch.device("cpu")), []
-    with _fakes():
+    with fakes():
         param = torch.empty(spec.shape, dtype=spec.optimizer_dtype)
         slots, given = dict(rule.init_leaf(path, param)), rule.given(path, info)
         for number in range(len(rule.sums)):
@@ -172,7 +172,7 @@ def _sums(rule: Optimizer, path: str, spec: LayoutSpec) -> tuple[dict[str, tuple
 def _owner_work(optimizer: Optimizer, path: str, spec: LayoutSpec, mesh: Mesh, is_sent: bool) -> OwnerWork:
     info = _numbers(torch.device("cpu"))
     shape = spec.shape if is_sent else block_shape(spec.shape, spec.optimizer, mesh)
-    with _fakes():
+    with fakes():
         param = torch.empty(shape, dtype=spec.optimizer_dtype)
         slots, given = optimizer.init_leaf(path, param), optimizer.given(path, info)
         sent, _ = optimizer.begin_leaf(path, param, slots, param, given, info.grad_scale)
@@ -194,7 +194,7 @@ def _owner_work(optimizer: Optimizer, path: str, spec: LayoutSpec, mesh: Mesh, i
     return OwnerWork(dtype, parts, graphs)
 
 
-class _Numbers(TorchDispatchMode):
+class Numbers(TorchDispatchMode):
     """Among fakes, what is made of real tensors alone (a step's number, a table of rates) is computed."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -203,12 +203,22 @@ class _Numbers(TorchDispatchMode):
         with nullcontext() if fake else unset_fake_temporarily():
             return func(*args, **(kwargs or {}))
 
+    def value_of(self, number: torch.Tensor) -> float | None:
+        """The number that a 0-d tensor holds, where that is known."""
+        real = number.constant if isinstance(number, FakeTensor) else number
+        with unset_fake_temporarily():
+            return None if real is None else real.item()
+
 
 @contextmanager
-def _fakes() -> Iterator[None]:
-    """Tensors that are made have no data; real ones may be read."""
-    fakes = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-    with fakes, _Numbers(), torch.no_grad():
+def fakes(numbers: Numbers | None = None) -> Iterator[None]:
+    """Tensors that are made have no data; real ones may be read.
+
+    Args:
+        numbers: the mode that computes these.
+    """
+    without_data = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
+    with without_data, numbers or Numbers(), torch.no_grad():
         yield
 
 
@@ -270,7 +280,7 @@ class Updates:
         rules = [self.optimizer.of(p.path, len(p.shape)) for p in bucket.pieces]
         heaviest = torch.tensor(max(list(rule.turns.values())[-1][1] for rule in rules))
         numbers = replace(_numbers(device), step=heaviest) if barrier else StepInfo(heaviest)
-        with _fakes():
+        with fakes():
             updater = Updater(self.optimizer, specs, mesh, mesh.rank)
             of_sums = {"bind_sums": number, "bind_summed": sys.maxsize}  # how many rounds are summed before
             if stage == "bind_sums":

@@ -104,10 +104,12 @@ def linear_token_losses(
             f"hidden {list(hidden.shape)}, weight {list(weight.shape)}, targets {list(targets.shape)}: "
             "expected are [..., D], [V, D] and [...]."
         )
+    counted = targets != ignore
+    hidden = torch.where(counted.unsqueeze(-1), hidden, 0.0)  # else NaN of padding is 0 * NaN in gradients
     sums, chosen = token_parts(hidden.reshape(-1, hidden.shape[-1]), weight, targets.reshape(-1), chunk, 1)
     is_word = (targets >= 0) & (targets < weight.shape[0])
     losses = torch.where(is_word, (sums - chosen).view(targets.shape), torch.inf)
-    return torch.where(targets != ignore, losses, 0.0)
+    return torch.where(counted, losses, 0.0)
 
 
 def next_token(logits: Tensor, tokens: Tensor, *, ignore: int = IGNORE) -> Mean:
@@ -118,10 +120,10 @@ def next_token(logits: Tensor, tokens: Tensor, *, ignore: int = IGNORE) -> Mean:
         tokens: int64 [B, T]: the inputs, or labels where some are `ignore`.
     """
     targets = tokens[:, 1:]
-    losses = F.cross_entropy(
-        logits[:, :-1].flatten(0, 1).float(), targets.flatten(), ignore_index=ignore, reduction="sum"
-    )
-    return Mean(losses, (targets != ignore).sum(), bound=float(targets.numel()))
+    counted = targets != ignore
+    shown = torch.where(counted.unsqueeze(-1), logits[:, :-1].float(), 0.0)  # padding may hold NaN
+    losses = F.cross_entropy(shown.flatten(0, 1), targets.flatten(), ignore_index=ignore, reduction="sum")
+    return Mean(losses, counted.sum(), bound=float(targets.numel()))
 
 
 def sequence_logprobs(
@@ -151,7 +153,10 @@ def load_balance(
     >>> load_balance([torch.zeros(6, 4)], top_k=2).total / 6
     tensor(2.)
     """
-    probs = torch.stack(list(router_logits)).float().softmax(-1)  # [layers, N, E]
+    logits = torch.stack(list(router_logits)).float()  # [layers, N, E]
+    if counted is not None:  # the routers of padding may say NaN
+        logits = torch.where(counted[:, None] != 0, logits, 0.0)
+    probs = logits.softmax(-1)
     layers, tokens, experts = probs.shape
     weight = probs.new_ones(tokens) if counted is None else counted.to(probs.dtype)
     went = F.one_hot(probs.detach().topk(top_k, -1).indices, experts).sum((0, 2)).to(probs.dtype)  # [N, E]

@@ -3,6 +3,10 @@ log-probabilities.
 
 Those of rewards take one `PolicyInputs`. Each returns the loss and metrics, as `fn` of a step may. A mean is
 exact over ranks, micro-batches, tensor and context axes: a mean of means would weigh tokens unequally.
+
+What is not counted (padding, prompts) may hold anything, NaN and infinity too: it is replaced before any
+function sees it, as a weight of 0 behind a function would leave 0 * NaN, in the loss or in gradients. A
+probability of 0 or of 1 gives finite losses and gradients.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fnshard.errors import StateError, counts
 from fnshard.losses.mean import Mean
 
 __all__ = [
@@ -23,6 +28,9 @@ __all__ = [
 ]  # fmt: skip
 
 Loss = tuple[Mean, dict[str, Mean]]
+
+LEAST_LOGPROB = -1e6  # It stands for the logarithm of 0; 90,000 tokens at 11 nats each are above it.
+MOST_GAP = 20.0  # Of larger differences of log-probabilities the exponential, 5e8, goes on as a line.
 
 
 @dataclass(frozen=True)
@@ -53,11 +61,14 @@ class PolicyInputs:
 
     @property
     def counted(self) -> PolicyInputs:
-        """The same, without the tokens that the sampler has no finite number for; 0 is in their places."""
+        """Return a copy without the tokens that do not count, or that the sampler has no finite number for: 0
+        is in their places, in all fields."""
         mask = self.mask & self.sampler.isfinite()
         named = {n: getattr(self, n) for n in ("logprobs", "sampler", "old", "reference")}
-        shown = {n: torch.where(mask, v, 0.0) for n, v in named.items() if v is not None}
-        return replace(self, mask=mask, **shown)
+        shown = {n: _finite(v, mask) for n, v in named.items() if v is not None}
+        advantages = torch.where(mask, self.advantages, 0.0)
+        entropy = None if self.entropy is None else torch.where(mask, self.entropy, 0.0)
+        return replace(self, mask=mask, advantages=advantages, entropy=entropy, **shown)
 
     def sums(self, values: Tensor) -> Tensor:
         """[B, S]: sums of [B, T] over the counted tokens of each sequence."""
@@ -99,7 +110,7 @@ class Correction:
     def weights(self, inputs: PolicyInputs) -> Tensor:
         """[B, T], with no gradient."""
         gap = (_old(inputs) - inputs.sampler).detach()
-        weights = (inputs.spread(inputs.sums(gap)) if self.level == "sequence" else gap).exp()
+        weights = _exp(inputs.spread(inputs.sums(gap)) if self.level == "sequence" else gap)
         if self.how == "truncate":
             return weights.clamp(max=self.high)
         return torch.where((weights >= self.low) & (weights <= self.high), weights, 0.0)
@@ -149,7 +160,7 @@ def gspo(
     sequence's. Arguments and results as there."""
     inputs = inputs.counted
     means = inputs.sums(inputs.logprobs - _old(inputs)) / inputs.lengths().clamp(min=1)
-    each, aux = _tokens(inputs, inputs.spread(means).exp(), clip, clip_high, beta, correction)
+    each, aux = _tokens(inputs, _exp(inputs.spread(means)), clip, clip_high, beta, correction)
     return _over_sequences(inputs, each), aux
 
 
@@ -219,15 +230,25 @@ def group_advantages(rewards: Tensor, size: int, *, scale: bool = True, eps: flo
 
     Args:
         scale: False leaves the deviation out, as Dr. GRPO does.
-        eps: is added to the deviation.
+        eps: is added to the deviation. A group of one has advantage 0.
+
+    Raises:
+        StateError: `size` does not divide the number of rewards.
 
     >>> import torch
     >>> group_advantages(torch.tensor([1.0, 0.0, 3.0, 3.0]), 2, scale=False).tolist()
     [0.5, -0.5, 0.0, 0.0]
     """
-    groups = rewards.view(-1, size)
+    if not counts(1)[0](size) or rewards.numel() % size:
+        raise StateError(
+            f"size={size!r}: {rewards.numel()} rewards are no groups of that many.",
+            fix="give as `size` how many answers each prompt has, and the rewards of all of them.",
+        )
+    wide = rewards if rewards.is_floating_point() else rewards.to(torch.get_default_dtype())
+    groups = wide.reshape(-1, size)
     apart = groups - groups.mean(1, keepdim=True)
-    return (apart / (groups.std(1, keepdim=True) + eps) if scale else apart).view(-1)
+    deviation = groups.std(1, keepdim=True, correction=min(1, size - 1))
+    return (apart / (deviation + eps) if scale else apart).reshape(-1)
 
 
 def gae(
@@ -257,7 +278,20 @@ def _old(inputs: PolicyInputs) -> Tensor:
 
 
 def _ratios(inputs: PolicyInputs) -> Tensor:
-    return (inputs.logprobs - _old(inputs)).exp()
+    return _exp(inputs.logprobs - _old(inputs))
+
+
+def _finite(logprobs: Tensor, counted: Tensor | None) -> Tensor:
+    """Return log-probabilities with 0 in the places of those that do not count, and none that is infinite."""
+    shown = logprobs if counted is None else torch.where(counted != 0, logprobs, 0.0)
+    return shown.clamp(min=max(LEAST_LOGPROB, torch.finfo(shown.dtype).min / 4))
+
+
+def _exp(gap: Tensor) -> Tensor:
+    """Return exp(gap), from `MOST_GAP` on its tangent: a gap that would overflow keeps a finite value and a
+    slope."""
+    near = gap.clamp(max=MOST_GAP)
+    return near.exp() * (1 + (gap - near))
 
 
 def _tokens(
@@ -290,7 +324,7 @@ def _tokens(
 def _divergence(ours: Tensor, theirs: Tensor) -> Tensor:
     """An unbiased estimate of KL(ours | theirs) that is never negative (Schulman 2020, "k3")."""
     gap = theirs - ours
-    return gap.exp() - gap - 1
+    return _exp(gap) - gap - 1
 
 
 def _metric(inputs: PolicyInputs, values: Tensor) -> Mean:
@@ -341,6 +375,9 @@ def dpo(
     >>> round(float(loss.total), 4), float(aux["accuracy"].total)
     (0.6444, 1.0)
     """
+    chosen, rejected, reference_chosen, reference_rejected = (
+        _finite(each, counted) for each in (chosen, rejected, reference_chosen, reference_rejected)
+    )
     gains, losses = beta * (chosen - reference_chosen), beta * (rejected - reference_rejected)
     margin = gains - losses
     each = -F.logsigmoid(margin) * (1 - label_smoothing) - F.logsigmoid(-margin) * label_smoothing
@@ -353,6 +390,9 @@ def ipo(
 ) -> Loss:  # fmt: skip
     """Identity preference optimisation (Azar et al. 2023): (margin - 1 / (2 beta))^2, of the mean
     log-probabilities of a response's tokens [B]. Results as `dpo`."""
+    chosen, rejected, reference_chosen, reference_rejected = (
+        _finite(each, counted) for each in (chosen, rejected, reference_chosen, reference_rejected)
+    )
     gains, losses = chosen - reference_chosen, rejected - reference_rejected
     return _pairs((gains - losses - 1 / (2 * beta)).square(), beta * gains, beta * losses, counted)
 
@@ -363,7 +403,10 @@ def orpo(chosen: Tensor, rejected: Tensor, *, beta: float = 0.1, counted: Tensor
 
     The first term is each response's mean, as in the paper; TRL's is the mean over the batch's tokens.
     """
-    odds = [p - torch.log1p(-p.exp()) for p in (chosen, rejected)]
+    chosen, rejected = _finite(chosen, counted), _finite(rejected, counted)
+    # The odds of a probability of 1 are infinite: it is taken for one that is a rounding below.
+    near = [p.clamp(max=-torch.finfo(p.dtype).eps) for p in (chosen, rejected)]
+    odds = [p - torch.log(-torch.expm1(p)) for p in near]
     each = -chosen - beta * F.logsigmoid(odds[0] - odds[1])
     return _pairs(each, beta * chosen, beta * rejected, counted)
 
@@ -374,7 +417,7 @@ def simpo(
 ) -> Loss:  # fmt: skip
     """Simple preference optimisation (Meng et al. 2024): -log s(beta (chosen - rejected) - margin), of the
     mean log-probabilities of a response's tokens [B]; no reference."""
-    gains, losses = beta * chosen, beta * rejected
+    gains, losses = beta * _finite(chosen, counted), beta * _finite(rejected, counted)
     return _pairs(-F.logsigmoid(gains - losses - margin), gains, losses, counted)
 
 
@@ -397,7 +440,8 @@ def kto(
     Returns:
         The loss, and the mean `reward`.
     """
-    rewards, z = beta * (logprobs - reference), beta * divergence.detach().clamp(min=0)
+    rewards = beta * (_finite(logprobs, counted) - _finite(reference, counted))
+    z = beta * divergence.detach().clamp(min=0)
     good = desirable.to(rewards.dtype)
     each = (good * weights[0] + (1 - good) * weights[1]) * torch.sigmoid((1 - 2 * good) * (rewards - z))
     mean = _counting(rewards, counted)
@@ -405,9 +449,10 @@ def kto(
 
 
 def _counting(like: Tensor, counted: Tensor | None) -> Callable[..., Mean]:
-    weights = torch.ones_like(like) if counted is None else counted.to(like.dtype)
-    count = float(like.numel()) if counted is None else counted.sum()
-    return lambda value, bound=None: Mean((value * weights).sum(), count, bound)
+    if counted is None:
+        return lambda value, bound=None: Mean(value.sum(), float(like.numel()), bound)
+    count, shares = counted.sum(), counted.to(like.dtype)
+    return lambda value, bound=None: Mean(torch.where(counted != 0, value * shares, 0.0).sum(), count, bound)
 
 
 def _pairs(each: Tensor, gains: Tensor, losses: Tensor, counted: Tensor | None) -> Loss:

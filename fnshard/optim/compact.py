@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,8 +36,10 @@ def adamw_8bit(
     torchao).
 
     Each run of `block` numbers along a leaf's last dim has one scale, in fp32, and codes of a dynamic map:
-    seven decades, 0.1 of each precise. Leaves of one dim, and those whose last dim is no multiple of `block`,
-    keep moments in their own dtype. Embeddings are often left out, too:
+    seven decades, 0.1 of each precise. No code of a second moment is 0: what is below all decades is 1e-7 of
+    its run's largest, so that its weight moves slowly, where 0 would let it jump. Leaves of one dim, and
+    those whose last dim is no multiple of `block`, keep moments in their own dtype. Embeddings are often left
+    out, too:
     `by_path(("*embed*", adamw(3e-4)), ("*", adamw_8bit(3e-4)))`.
 
     Raises:
@@ -76,21 +79,33 @@ def adamw_8bit(
     return replace(wide, name=name, leaf=leaf, slots=slots, kernel=None)
 
 
+LEAST_MOMENT = 1e-7  # of its run's largest, what the code 0 of a second moment stands for
+
+
 @cache
-def _levels(signed: bool) -> tuple[tuple[float, ...], int]:
-    """The 256 values of the dynamic map, ascending, in [0, 1] or in [-1, 1]; and the place of 0, whose code
-    is 0."""
-    out = [0.0, 1.0]
+def _levels(signed: bool) -> tuple[tuple[float, ...], tuple[float, ...], int]:
+    """Return the 256 values of the dynamic map, ascending, in (0, 1] or in [-1, 1]; the bounds between what
+    is coded as one of them and as the next; and which of the values has the code 0.
+
+    A second moment is no 0, whatever it is next to the largest of its run: an update divides by its root, and
+    would divide by this step's gradient alone (Li, Chen and Zhu 2023). So the least value stands in the place
+    of 0, and a moment gets the code whose root's reciprocal is nearest.
+    """
+    out = [0.0 if signed else LEAST_MOMENT, 1.0]
     for decade in range(7):
-        edges = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1, dtype=torch.float64)
-        values = (10.0 ** (decade - 6) * (edges[1:] + edges[:-1]) / 2).tolist()
+        count = 2 ** (decade + (not signed))  # of equal parts of the decade; a level is in the middle of each
+        values = [10.0 ** (decade - 6) * (0.1 + 0.9 * (n + 0.5) / count) for n in range(count)]
         out += values + [-value for value in values] * signed
-    return tuple(sorted(out)), sorted(out).index(0.0)
+    out.sort()
+    pairs = list(itertools.pairwise(out))
+    if signed:
+        return tuple(out), tuple((a + b) / 2 for a, b in pairs), out.index(0.0)
+    return tuple(out), tuple((2 / (a**-0.5 + b**-0.5)) ** 2 for a, b in pairs), 0
 
 
 def decoded(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """The numbers that codes stand for, in the dtype of the scales."""
-    levels, zero = _levels(signed)
+    levels, _, zero = _levels(signed)
     levels = torch.tensor([*levels[zero:], *levels[:zero]], dtype=scales.dtype, device=codes.device)
     unit = levels[codes.int()].unflatten(-1, (scales.shape[-1], -1))
     return (unit * scales.unsqueeze(-1)).flatten(-2)
@@ -101,9 +116,9 @@ def coded(values: Tensor, block: int, signed: bool) -> tuple[Tensor, Tensor]:
     runs = values.unflatten(-1, (-1, block))
     scales = runs.abs().amax(-1)
     unit = runs / torch.where(scales > 0, scales, 1.0).unsqueeze(-1)
-    levels, zero = _levels(signed)
-    levels = torch.tensor(levels, dtype=values.dtype, device=values.device)
-    codes = torch.bucketize(unit.contiguous(), (levels[1:] + levels[:-1]) / 2, out_int32=True) - zero
+    _, bounds, zero = _levels(signed)
+    bounds = torch.tensor(bounds, dtype=values.dtype, device=values.device)
+    codes = torch.bucketize(unit.contiguous(), bounds, out_int32=True) - zero
     return codes.remainder(256).to(torch.uint8).flatten(-2), scales
 
 

@@ -6,8 +6,9 @@ An optimizer is a function of *one leaf*, so it may be called for any subset of 
 order: a unit is updated as soon as its gradients have arrived. What a leaf cannot know alone (the
 step, norms over all ranks) comes in a `StepInfo`. What is a function of a whole leaf (Muon's matrices,
 SOAP's bases) is `whole`: ranks send their shards, of state too, to an owner, who computes it once, and sends
-shards back; or, of sums over a leaf alone (Adafactor's), `sums`, which ranks add up. An optimizer that is not
-elementwise and has neither is refused on a sharded leaf by `check`.
+shards back; or, of sums over a leaf alone (Adafactor's), `sums`, which ranks add up. The other rules see
+blocks: they are elementwise, which a trace proves (`fnshard.analysis.elementwise`), or they are refused on a
+leaf that is split.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fnshard.errors import OptimizerError, leaves
-from fnshard.optim.schedules import PathRules, counterpart
+from fnshard.optim.schedules import PathRules, RateSchedule, counterpart
 
 __all__ = ["Optimizer", "StepInfo", "check"]
 
@@ -78,6 +79,12 @@ class StepInfo:
         """Of the whole leaf that `tensor` is all or a shard of."""
         return self.shapes.get(path, tuple(tensor.shape))
 
+    def of_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> StepInfo:
+        """Return the same step for leaves of these whole shapes; what is made once a step is shared."""
+        out = replace(self, shapes=shapes)
+        object.__setattr__(out, "_memo", self._memo)
+        return out
+
     def to(self, device: torch.device) -> StepInfo:
         """The same step for leaves on another device (host optimizer state). Nobody waits: on the host its
         numbers are there when a GPU has come so far."""
@@ -101,15 +108,19 @@ class Optimizer:
 
     Args:
         leaf: the whole of the mathematics, pure: `(path, grad, slots, param, info) -> (update, slots)`
-            of one leaf. `param + update` is the new parameter. It sees fp32 where the leaf is of a
-            shorter dtype, and gradients that `info.grad_scale` has been multiplied into. Where there are
+            of one leaf, or of the block of it that a rank updates. `param + update` is the new parameter. It
+            sees fp32 where the leaf is of a shorter dtype, and gradients that `info.grad_scale` has been
+            multiplied into. Where there are
             `numbers`, it takes what they return in the place of `info`.
         slots: state by name, each made from the parameter (a block of it), or None: this leaf has none. It is
             of the parameter's shape, or along some dims of size 1 (it is whole on every rank) or shorter by
             a whole factor (one number for so many of the parameter's: see `slot_layout`).
         needs: what the `StepInfo` must carry: "global_norm".
-        elementwise: an element's update depends on nothing of the leaf but that element, and those that share
-            a number of a slot with it.
+        elementwise: whether an element's update depends on nothing of the leaf but that element, and those
+            that share a number of a slot with it. None: the rules are traced, and an OptimizerError says
+            where a leaf that is split meets a norm, a sum, a matrix, a random number, or a number of its
+            shape (`info.shape(path, param)` is that of the whole leaf). True: you promise it, and nothing
+            is traced: for operators of your own. False: it does not hold.
         whole: `(path, tensor, state, turn) -> (tensor, state)`, a pure function of a whole leaf: its owner
             alone computes it. `leaf` is given this rank's shard of the tensor, whose shape stays, in the
             gradient's place. `state` is what `whole_slots` names, all of it; another `turn` of `turns` may
@@ -125,6 +136,7 @@ class Optimizer:
         sums: of an update that needs no more of a whole leaf than sums over it, in rounds: each as `leaf`, to
             `{name: tensor}` with the leaf's dims, of which those that it has summed over are 1. Ranks add
             theirs up; later rounds and `leaf` find the sums among the slots.
+        rate: what updates are multiples of, if they are.
         rules: numbers by path, checked against all leaves by `init`.
         values: `info -> {name: 0-d tensor}` for the step's metrics.
         kernel: `leaf` in place on many leaves of one dtype and device whose `settings(path)` are
@@ -153,7 +165,7 @@ class Optimizer:
     leaf: LeafRule
     slots: Mapping[str, Callable[[Tensor], Tensor | None]] = field(default_factory=dict)
     needs: frozenset[str] = frozenset()
-    elementwise: bool = True
+    elementwise: bool | None = None
     whole: WholeRule | None = None
     whole_slots: Mapping[str, Callable[[tuple[int, ...]], tuple[int, ...] | None]] = field(
         default_factory=dict
@@ -163,6 +175,7 @@ class Optimizer:
     whole_dims: int | None = None
     before: LeafRule | None = None
     sums: tuple[SumRule, ...] = ()
+    rate: RateSchedule | None = None
     rules: tuple[PathRules, ...] = ()
     values: Callable[[StepInfo], dict[str, Tensor]] = lambda info: {}
     kernel: InPlaceKernel | None = None
@@ -422,13 +435,13 @@ def check(optimizer: Optimizer, sharded: Mapping[str, int]) -> None:
         OptimizerError: it is not elementwise, has no `whole` and no `sums`, and leaves are sharded.
     """
     own = {path: optimizer.of(path, dims) for path, dims in sharded.items()}
-    blind = [p for p, each in own.items() if not (each.elementwise or each.whole or each.sums)]
+    blind = [p for p, each in own.items() if each.elementwise is False and not (each.whole or each.sums)]
     if blind:
         raise OptimizerError(
             f"{optimizer} is not elementwise, and {leaves(len(blind))} it would see are sharded:",
             [f"params[{path!r}]" for path in blind],
             "declare what it computes of a whole leaf as Optimizer(whole=) or Optimizer(sums=), or keep "
-            "these leaves whole in the optimizer: LayoutSpec(gradient=P(), optimizer=P()).",
+            "these leaves whole, also where they are updated: LayoutSpec(P(), gradient=P(), optimizer=P()).",
         )
 
 

@@ -76,6 +76,7 @@ def sgd(
         name,
         leaf,
         {"momentum": torch.zeros_like} if momentum else {},
+        elementwise=True,
         kernel=kernel,
         takes=takes,
         numbers=numbers,
@@ -184,7 +185,7 @@ def adamw(
         )  # fmt: skip
 
     slots = {"mu": torch.zeros_like, "nu": torch.zeros_like}
-    return Optimizer(name, leaf, slots, kernel=kernel, numbers=numbers, **shared)
+    return Optimizer(name, leaf, slots, elementwise=True, kernel=kernel, numbers=numbers, **shared)
 
 
 @rate_first
@@ -217,6 +218,7 @@ def lion(
         name,
         leaf,
         {"mu": torch.zeros_like},
+        elementwise=True,
         numbers=lambda path, info: rate_of(rate, settings(path)[1], info),
         **shared,
     )
@@ -274,7 +276,7 @@ def schedule_free_adamw(
         return (1 - b1) * fast + b1 * average - param, {"ema": average, "nu": nu}
 
     slots = {"ema": torch.clone, "nu": torch.zeros_like}
-    return Optimizer(name, leaf, slots, numbers=numbers, **shared)
+    return Optimizer(name, leaf, slots, elementwise=True, numbers=numbers, **shared)
 
 
 def clip_by_global_norm(max_norm: float) -> Optimizer:
@@ -294,6 +296,7 @@ def clip_by_global_norm(max_norm: float) -> Optimizer:
         name,
         leaf=lambda path, grad, slots, param, given: (grad * given, {}),
         needs=frozenset({"global_norm"}),
+        elementwise=True,
         values=lambda info: {"grad_norm": info.require("global_norm")},
         factor=factor,
         numbers=lambda path, info: factor(info),
@@ -331,7 +334,7 @@ def ema(decay: Rate) -> Optimizer:
             torch._foreach_lerp_(averages, list(params.values()), weight)
 
     return Optimizer(
-        name, leaf, {"ema": torch.clone}, follow=follow,
+        name, leaf, {"ema": torch.clone}, elementwise=True, follow=follow,
         numbers=lambda path, info: () if fixed else rate_of(rate, 1.0, info),
     )  # fmt: skip
 
@@ -403,6 +406,7 @@ def chain(*transforms: Optimizer) -> Optimizer:
         result, new = members[at].whole(path, tensor, own, turn)
         return result, {names[at][n]: value for n, value in new.items()}
 
+    rates = [m.rate for m in members if m.rate is not None]
     before, rounds, leaf = _stages(members, names, {*made, *wholes})
 
     def in_place(grads: Tensors, slots: Slots, params: Tensors, info: StepInfo) -> None:
@@ -421,10 +425,11 @@ def chain(*transforms: Optimizer) -> Optimizer:
         leaf,
         made,
         needs=frozenset().union(*(m.needs for m in members)),
-        elementwise=all(m.elementwise for m in members),
+        elementwise=joined([m.elementwise for m in members]),
         **owned,
         before=before,
         sums=rounds,
+        rate=rates[0] if len(rates) == 1 else None,
         rules=tuple(r for m in members for r in m.rules),
         values=lambda info: {k: v for m in members for k, v in m.values(info).items()},
         settings=lambda path: tuple(m.settings(path) for m in members),
@@ -519,7 +524,7 @@ def dispatched(name: str, parts: Sequence[Optimizer], which: Callable[[str, int]
     return Optimizer(
         name, leaf,
         needs=frozenset().union(*(part.needs for part in parts)),
-        elementwise=all(part.elementwise for part in parts),
+        elementwise=joined([part.elementwise for part in parts]),
         values=lambda info: {k: v for part in reversed(parts) for k, v in part.values(info).items()},
         settings=lambda path: tuple(
             (index := which(path, dims), parts[index].settings(path)) for dims in range(5)
@@ -543,6 +548,11 @@ def register(name: str, make: Callable[..., Optimizer]) -> None:
     """
     if OPTIMIZERS.setdefault(name, make) is not make:
         raise OptimizerError(f"an optimizer is called {name!r} already; give yours another name.")
+
+
+def joined(each: Sequence[bool | None]) -> bool | None:
+    """Whether all are elementwise: none if one is not, and unknown if one is unknown."""
+    return False if False in each else None if None in each else True
 
 
 def _check_order(members: Sequence[Optimizer], heads: int, tails: int) -> None:
@@ -591,7 +601,7 @@ def hyper(
     decays, scales = PathRules.of("weight_decay", weight_decay), PathRules.of("lr_scale", lr_scale)
     rate, settings = as_schedule(lr), cache(lambda path: (decays(path), scales(path)))
     values = lambda info: {"lr": rate_of(rate, 1.0, info)}  # noqa: E731
-    return rate, settings, {"rules": (decays, scales), "settings": settings, "values": values}
+    return rate, settings, {"rate": rate, "rules": (decays, scales), "settings": settings, "values": values}
 
 
 def rate_of(rate: RateSchedule, scale: float, info: StepInfo) -> Tensor:

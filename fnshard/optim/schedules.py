@@ -6,7 +6,7 @@ import fnmatch
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import ParamSpec, TypeVar
 
@@ -37,7 +37,7 @@ class RateSchedule:
     """A pure function from the step (0-d int64, 0 at the first update) to a 0-d fp64 tensor.
 
     The step counts updates; one that dynamic loss scaling skips is none. It is on the host, and so is the
-    value. A function of one's own may return a Python number.
+    value. A function of one's own may return a Python number. `most` is the largest value, where it is known.
 
     >>> warmup_cosine(peak=1.0, warmup=10, total=100)(torch.tensor(5)).item()
     0.5
@@ -45,6 +45,7 @@ class RateSchedule:
 
     text: str
     function: Callable[[Tensor], Tensor | float]
+    most: float | None = None
 
     def __call__(self, step: Tensor) -> Tensor:
         rate = self.function(step)
@@ -70,7 +71,7 @@ def _kind(value: object) -> str:
 def constant(value: float) -> RateSchedule:
     """The same value at every step."""
     text = call_text("constant", value=value)
-    return RateSchedule(text, lambda step: torch.tensor(value, dtype=torch.float64))
+    return RateSchedule(text, lambda step: torch.tensor(value, dtype=torch.float64), most=value)
 
 
 def warmup_cosine(peak: float, warmup: int, total: int, floor: float = 0.0) -> RateSchedule:
@@ -82,7 +83,9 @@ def warmup_cosine(peak: float, warmup: int, total: int, floor: float = 0.0) -> R
     text = call_text("warmup_cosine", peak=peak, warmup=warmup, total=total, floor=floor)
     _check_phases(text, warmup, total)
     return RateSchedule(
-        text, _warmed(peak, warmup, total, floor, lambda x: 0.5 * (1 + torch.cos(math.pi * x)))
+        text,
+        _warmed(peak, warmup, total, floor, lambda x: 0.5 * (1 + torch.cos(math.pi * x))),
+        most=max(peak, floor),
     )
 
 
@@ -90,7 +93,7 @@ def linear(peak: float, warmup: int, total: int, floor: float = 0.0) -> RateSche
     """From 0 to `peak` in `warmup` updates, then straight to `floor` at update `total`."""
     text = call_text("linear", peak=peak, warmup=warmup, total=total, floor=floor)
     _check_phases(text, warmup, total)
-    return RateSchedule(text, _warmed(peak, warmup, total, floor, lambda x: 1 - x))
+    return RateSchedule(text, _warmed(peak, warmup, total, floor, lambda x: 1 - x), most=max(peak, floor))
 
 
 def wsd(peak: float, warmup: int, total: int, decay: int, floor: float = 0.0) -> RateSchedule:
@@ -99,7 +102,8 @@ def wsd(peak: float, warmup: int, total: int, decay: int, floor: float = 0.0) ->
     _check_phases(text, warmup, total, decay)
     fall = _warmed(peak, total - decay, total, floor, lambda x: 1 - x)
     rise = _warmed(peak, warmup, total, peak, lambda x: 1 - x)
-    return RateSchedule(text, lambda step: torch.where(step < total - decay, rise(step), fall(step)))
+    function = lambda step: torch.where(step < total - decay, rise(step), fall(step))  # noqa: E731
+    return RateSchedule(text, function, most=max(peak, floor))
 
 
 SCHEDULES: dict[str, Callable[..., Rate]] = {
@@ -131,7 +135,7 @@ def as_schedule(rate: Rate) -> RateSchedule:
                 f"lr={rate!r} is no rate." if isinstance(rate, str | float | int) else
                 f"lr is of type {type(rate).__name__}, and no rate.",
                 fix=counterpart(rate))  # fmt: skip
-    return RateSchedule(repr(rate), constant(float(rate)).function)
+    return replace(constant(float(rate)), text=repr(rate))
 
 
 def counterpart(value: object) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fnshard import tree
+from fnshard.analysis.elementwise import check_elementwise
 from fnshard.analysis.slots import Slots, check_slots, slots_of
 from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT, SCALARS, slots
 from fnshard.compiler.kernels.inductor import inductor_options
@@ -46,6 +47,7 @@ from fnshard.step.cache import ProgramCache
 from fnshard.step.lowered import CompileStats, Lowered
 from fnshard.step.plan import FLAGS, Backend, Options, UpdateMode, default_depth, loss_scale_of
 from fnshard.step.programs import name_of
+from fnshard.step.rounding import warn_of_lost_updates
 from fnshard.step.runner import Bound, Runner
 from fnshard.step.shards import blank_params, blank_slots, check_blocks, check_seed, init_params, narrowed
 from fnshard.step.state import Metrics, TrainState, check_state, checked_rng
@@ -208,6 +210,7 @@ class Step(Compiled):
         """
         if not isinstance(params, TrainState):
             self.resolve(params)
+            self._check_optimizer()
         return self._cache.lower(self._cache.arguments(batch, keywords))
 
     def __call__(self, state: Any, /, *batch: Any, rng: Any = None, **keywords: Any) -> Any:
@@ -320,6 +323,14 @@ class Step(Compiled):
     def _slots(self) -> Slots:
         return slots_of(self.optimizer, self.resolved.stored, self.mesh)
 
+    @cached_property
+    def _is_suited(self) -> bool:
+        """Whether the optimizer may update these leaves: it is, or an OptimizerError says where not."""
+        check_elementwise(self.optimizer, self.resolved.paired, self.mesh)
+        if self.mesh.rank == 0:
+            warn_of_lost_updates(self.optimizer, self.resolved.paired)
+        return True
+
     @property
     def _scale(self) -> LossScale:
         if self._chosen_scale is None or not self.resolved.complete:
@@ -341,6 +352,7 @@ class Step(Compiled):
                 {p: len(specs[p].shape) for p in self.resolved.trainable if split(specs[p].optimizer.axes)},
             )
             _ = self._slots  # refuses those that the layouts cut in two
+            _ = self._is_suited
 
     def _check_slots(self, state: dict[str, dict[str, Tensor]]) -> None:
         found = [(p, n, v.shape, v.dtype, v.device) for p, own in state.items() for n, v in own.items()]

@@ -238,7 +238,7 @@ def test_an_optimizer_that_needs_data_is_guessed_aloud() -> None:
         return (-grad if float(grad.sum()) > 0 else grad), slots
 
     with pytest.warns(UserWarning, match=r"the memory of stubborn\(\)'s update is estimated"):
-        lowered_with(fs.optim.Optimizer("stubborn()", leaf=leaf)).memory_analysis()
+        lowered_with(fs.optim.Optimizer("stubborn()", leaf=leaf, elementwise=True)).memory_analysis()
 
 
 def lowered_with(optimizer: Any) -> Any:

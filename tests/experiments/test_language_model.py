@@ -170,6 +170,11 @@ def test_losses_are_those_of_the_modules_own_logits(head: str) -> None:
     targets = TOKENS.roll(-1, 1).masked_fill(TOKENS % 3 == 0, -100)
     wanted = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(TOKENS.shape)
     close(model.losses(model.params, model.hidden(model.params, TOKENS), targets), wanted)
+    matrix = model.head(model.params).detach().requires_grad_()
+    hidden = model.hidden(model.params, TOKENS).detach().masked_fill((targets == -100)[..., None], torch.nan)
+    spoiled = model.losses({**model.params, model._head: matrix}, hidden.requires_grad_(), targets)
+    close(spoiled, wanted)  # what does not count may hold anything
+    assert all(each.isfinite().all() for each in torch.autograd.grad(spoiled.sum(), (hidden, matrix)))
     half = {p: v.bfloat16() if v.is_floating_point() else v for p, v in model.params.items()}
     assert model.losses(half, model.hidden(half, TOKENS), targets).dtype == torch.float32
     close(model.logits(model.params, TOKENS), logits)

@@ -106,11 +106,13 @@ class Updater:
 
     def _bind_plain(self, paths: tuple[str, ...]) -> UpdateOf:
         """The same, not compiled."""
+        shapes = {p: tuple(self.specs[p].shape) for p in paths}
         if all(self._plain(p) for p in paths):
 
             def update_plain(blocks: Tensors, slots: Slots, params: Tensors, control: StepControl) -> None:
                 if not control.skip:
-                    self.optimizer.apply({p: blocks[p] for p in paths}, slots, params, control.info)
+                    info = control.info.of_shapes(shapes)
+                    self.optimizer.apply({p: blocks[p] for p in paths}, slots, params, info)
 
             return update_plain
 
@@ -119,7 +121,7 @@ class Updater:
                 return
             grads = {p: _cut(blocks[p], self.places[p].gradient) for p in paths}
             own_slots, targets = self._state(paths, slots, params)
-            self.optimizer.apply(grads, own_slots, targets, control.info)
+            self.optimizer.apply(grads, own_slots, targets, control.info.of_shapes(shapes))
             self._store(paths, slots, params, targets)
 
         return update
