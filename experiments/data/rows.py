@@ -94,9 +94,14 @@ def _records_of_json(path: str) -> Iterator[dict[str, Any]]:
                 yield {LINE: number, JSON: line}
 
 
+def is_json(row: Mapping[str, Any]) -> bool:
+    """Return whether a row is of a file of JSON, and not of a table."""
+    return row.keys() == {LINE, JSON}
+
+
 def line_of(row: Mapping[str, Any], index: int) -> int:
     """The number, from 1, of the line or record that a row is."""
-    return row[LINE] if row.keys() == {LINE, JSON} else index + 1
+    return row[LINE] if is_json(row) else index + 1
 
 
 def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +110,7 @@ def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         LineError: its JSON is broken, or no object.
     """
-    if row.keys() != {LINE, JSON}:
+    if not is_json(row):
         return {name: value for name, value in row.items() if value is not None}
     try:
         record = json.loads(row[JSON])
