@@ -285,7 +285,7 @@ def as_turns(value: Any, name: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return a value without the fields of objects that are null: a table gives each object the fields of all."""
+    """Return a value whose objects lack the fields that are null: tables give each the fields of all."""
     if isinstance(value, Mapping):
         return {name: without_nulls(each) for name, each in value.items() if each is not None}
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
@@ -396,7 +396,7 @@ def _refuse(record: Record, kind: str) -> None:
         }
         why = "says whether one answer alone is wanted (KTO), which no objective here learns from"
         wrong |= {name: why for name in WANTED if isinstance(record.get(name), bool)}
-    if kind != "samples" and not _is_nothing(record.get(_first(NAMES["images"], record) or "")):
+    if kind == "pairs" and not _is_nothing(record.get(_first(NAMES["images"], record) or "")):
         wrong[_first(NAMES["images"], record)] = "are learned with objective=sft alone"
     if "question" in record and not {"prompt", "instruction", "messages"} & record.keys():
         why = "is no part of the prompt here; write all of it into one field, prompt"

@@ -20,7 +20,7 @@ from experiments.configs.train import ConfigError
 from experiments.data.chat import Sample, is_rendered, unshown
 from experiments.data.fields import has_nulls, kinds_of, read
 from experiments.data.files import LineError
-from experiments.data.records import NEEDS, encode, row_of, with_images
+from experiments.data.records import NEEDS, encode, images_in, row_of, with_images
 from experiments.data.rows import (
     Dataset,
     is_json,
@@ -41,7 +41,7 @@ HELD_OUT_EVERY = 20  # of a file that is split, one record in so many
 BROKEN, TOO_LONG = "broken", "too_long"
 NULLS = "null in tools and calls (write arguments as JSON in a text to keep it)"
 OBJECTIVES = {  # what records of a kind are, and what learns from them
-    "samples": ("prompts with one response", "objective=sft"),
+    "samples": ("conversations, or prompts with a response", "objective=sft"),
     "pairs": ("pairs (prompt, chosen, rejected)", "objective=dpo"),
     "prompts": ("prompts without a response", "objective=grpo"),
     "answers": ("answers that are wanted or not (KTO)", "no objective here"),
@@ -267,6 +267,8 @@ def _encoded(
         said = read(record, policy.kind)
         if policy.kind == "samples":
             said, found["images"] = with_images(said, root)
+        elif policy.kind == "prompts":  # which no objective draws answers to: it says so itself
+            found["images"] = images_in(said)
         samples = encode(said, policy.kind, tokenizer)
         turns = [turn for part in (said.prompt, *said.answers) if isinstance(part, list) for turn in part]
         found["unread"] = [*said.unread, *(f"messages.{n}" for n in unshown(tokenizer, turns, said.tools))]
@@ -353,7 +355,7 @@ def _check_kind(path: Path, encoded: Dataset, reasons: np.ndarray, kind: str) ->
     )
     raise ConfigError(
         f"{path}: holds {what} ({many}), and {OBJECTIVES[kind][1]} learns from {OBJECTIVES[kind][0]}. "
-        f"Fix: {' or '.join([*ways, f'name a file of {OBJECTIVES[kind][0]}'])}."
+        f"Fix: {', or '.join([*ways, f'name a file of {OBJECTIVES[kind][0]}'])}."
     )
 
 

@@ -47,7 +47,7 @@ def encode(said: Exchange, kind: str, tokenizer: DirectoryTokenizer) -> list[Sam
     messages of a user and an assistant, and the chat template writes all of it.
     """
     turns = [turn for part in (said.prompt, *said.answers) if isinstance(part, list) for turn in part]
-    if kind != "samples" and any(part.get("type") != "text" for turn in turns for part in parts(turn)):
+    if kind == "pairs" and any(part.get("type") != "text" for turn in turns for part in parts(turn)):
         raise LineError("images: are learned with objective=sft alone")
     if said.segments:
         text, spans = "", []
@@ -240,6 +240,13 @@ def with_images(said: Exchange, root: Path) -> tuple[Exchange, list[str]]:
         return said, []
     prompt, answer = messages[: len(asked)], messages[len(asked) :]
     return replace(said, prompt=None if said.prompt is None else prompt, answers=(answer,)), found
+
+
+def images_in(said: Exchange) -> list[str]:
+    """Return the images of a record as it writes them."""
+    listed = said.images if isinstance(said.images, list) else [said.images] if said.images else []
+    turns = [turn for part in (said.prompt, *said.answers) if isinstance(part, list) for turn in part]
+    return list(map(str, [*listed, *(p for turn in turns for p in parts(turn) if p.get("type") != "text")]))
 
 
 def _path(image: Any, root: Path) -> str:

@@ -11,12 +11,11 @@ from typing import Any
 
 from experiments.configs.train import ConfigError
 from experiments.data.files import LineError
+from experiments.data.look import PARQUET, SEVERAL, look
 from fnshard.errors import MissingExtraError
 
 Dataset = Any  # `datasets.Dataset`
 LINE, JSON = "line", "json"  # columns of files of JSON: their records have fields of all kinds
-PARQUET = b"PAR1"
-ONE, SEVERAL = "state.json", "dataset_dict.json"  # files in a folder of `save_to_disk`: one split, or several
 ROWS_A_PROCESS = 4096  # fewer rows are mapped sooner than another process starts
 
 
@@ -41,16 +40,13 @@ def library() -> Any:
 
 
 def readable(path: str | Path) -> Path:
-    """A name of data, looked at and not read.
+    """Return a name of data that was looked at, and not read.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: it is no file of records; see `look`.
     """
     path = Path(path)
-    if not (path.is_file() or (path / ONE).is_file() or (path / SEVERAL).is_file()):
-        kinds = "JSONL (one object a line), a list of JSON, Parquet; or a folder of save_to_disk"
-        state = "is a folder, and none of save_to_disk" if path.is_dir() else "there is no such file"
-        raise ConfigError(f"{path}: {state}. Fix: name a file: {kinds}.")
+    look(path)
     return path
 
 
