@@ -202,7 +202,7 @@ def kinds_of(record: Record) -> tuple[str, ...]:
     if "response" in names and any(isinstance(record.get(name), bool) for name in WANTED):
         return ("answers",)
     found = [kind for kind in ("pairs", "samples", "prompts") if _form(record, names, kind)]
-    talk = as_turns(record.get(names.get("messages", "")), "")
+    talk = as_turns(record.get(names.get("messages", "")), names.get("messages", ""))
     if isinstance(talk, list) and not any(_says(turn, "assistant") for turn in talk):
         found = [kind for kind in found if kind != "samples"]
     return tuple(found)

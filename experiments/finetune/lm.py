@@ -367,8 +367,8 @@ def check_codes(folder: Path) -> None:
             continue  # which who reads the weights names
         if codes:
             raise ConfigError(
-                f"model={folder}: {path.name} holds codes of {codes[0]}, as {codes[1]!r}, which are not decoded. "
-                "Fix: name the directory that it was made from; method=qlora4 or qlora8 makes codes of it itself."
+                f"model={folder}: {path.name} holds codes of {codes[0]}, as {codes[1]!r}. "
+                "Fix: name the directory that it was made from; method=qlora4 makes codes of it itself."
             )
 
 
