@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import fnshard as fs
 from experiments.configs.train import ConfigError
+from experiments.data.files import read_json
 from experiments.finetune.architecture import (
     StatelessCache,
     cache_parameter,
@@ -29,7 +30,7 @@ from experiments.finetune.architecture import (
 from experiments.finetune.vision import Vision, vision_of
 from fnshard.errors import report
 from fnshard.functional import aliases
-from fnshard.hf.reading import quantised_by, read_config
+from fnshard.hf.reading import quantised_by
 from fnshard.losses import IGNORE, linear_token_losses
 
 Mask = Tensor | dict[str, Tensor] | None
@@ -357,7 +358,7 @@ def check_codes(folder: Path) -> None:
     Raises:
         ConfigError: which, and what to name in its place.
     """
-    if "quantization_config" not in read_config(folder):
+    if "quantization_config" not in read_json(folder / "config.json"):
         return
     for path in sorted(folder.glob("*.safetensors")):
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 from made_data import ASSISTANT, MARKED, SYSTEM, USER
 
@@ -127,7 +126,8 @@ DOCUMENTED = {
     "trl text": ({"text": "ab"}, "a«b</s>»"),
     "trl messages": ({"prompt": [USER], "completion": [ASSISTANT]}, TALK),
     "trl tools": (
-        {"messages": [USER, CALL, {"role": "tool", "name": "add", "content": "2"}, said("two")], "tools": [ADD]},
+        {"messages": [USER, CALL, {"role": "tool", "name": "add", "content": "2"}, said("two")],
+         "tools": [ADD]},
         CALLED,
     ),
     "trl options": (
@@ -157,7 +157,8 @@ DOCUMENTED = {
 }  # fmt: skip
 TWO = ["u:hi</s>a:«yo</s>»", "u:hi</s>a:«no</s>»"]
 PAIRS = {
-    "alpaca": ({"instruction": "a", "input": "", "chosen": "b", "rejected": "c"}, ["a\n\n«b</s>»", "a\n\n«c</s>»"]),
+    "alpaca": ({"instruction": "a", "input": "", "chosen": "b", "rejected": "c"},
+               ["a\n\n«b</s>»", "a\n\n«c</s>»"]),
     "sharegpt": (
         {"conversations": [{"from": "human", "value": "hi"}], "chosen": {"from": "gpt", "value": "yo"},
          "rejected": {"from": "gpt", "value": "no"}},
@@ -171,7 +172,8 @@ PAIRS = {
     "swift": ({"messages": [USER, ASSISTANT], "rejected_response": "no"}, TWO),
     "swift messages": ({"messages": [USER, ASSISTANT], "rejected_messages": [USER, said("no")]}, TWO),
     "axolotl intel": (
-        {"system": "s", "question": "hi", "chosen": "yo", "rejected": "no"}, [f"s:s</s>{each}" for each in TWO],
+        {"system": "s", "question": "hi", "chosen": "yo", "rejected": "no"},
+        [f"s:s</s>{each}" for each in TWO],
     ),
     "axolotl ultra": (
         {"system": "s", "prompt": "hi", "chosen": [USER, ASSISTANT], "rejected": [USER, said("no")]},
@@ -180,7 +182,8 @@ PAIRS = {
     "axolotl argilla": ({"instruction": "a", "chosen_response": "b", "rejected_response": "c"},
                         ["a\n\n«b</s>»", "a\n\n«c</s>»"]),
     "axolotl default": ({"messages": [USER], "chosen": ASSISTANT, "rejected": said("no")}, TWO),
-    "trl, no prompt": ({"chosen": "it is blue", "rejected": "it is big"}, ["it is« blue</s>»", "it is« big</s>»"]),
+    "trl, no prompt": ({"chosen": "it is blue", "rejected": "it is big"},
+                       ["it is« blue</s>»", "it is« big</s>»"]),
     "trl tools": (
         {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [said("no")], "tools": [ADD]},
         [f"{SHOWN}{each}" for each in TWO],
@@ -232,7 +235,7 @@ def test_documented_prompts(chat, name):
         ({"instruction": "a", "output": "b", "kto_tag": False}, ["kto_tag"]),
         ({"text": "a", "system": "s"}, ["system"]),
         ({"text": "a", "tools": [ADD]}, ["tools"]),
-        ({"segments": [{"text": "a", "label": True}], "chat_template_kwargs": {"style": "x"}}, ["chat_template"]),
+        ({"segments": [{"text": "a", "label": True}], "chat_template_kwargs": {"style": "x"}}, ["kwargs"]),
         ({"segments": [{"text": "a"}]}, ["segments"]),
         ({"messages": [SYSTEM, USER, ASSISTANT], "system": "another"}, ["system"]),
         ({"messages": [USER, said("a", weight=0.5)]}, ["messages", "[1]", "weight=0.5"]),
@@ -241,10 +244,10 @@ def test_documented_prompts(chat, name):
         ({"messages": [USER, said("a", weight=0)]}, ["weight"]),
         ({"messages": [USER, said("a", reasoning_content="hm")]}, ["reasoning_content", "content"]),
         ({"messages": [USER, ASSISTANT], "tools": "not JSON"}, ["tools"]),
-        ({"messages": [USER, ASSISTANT], "tools": [{"type": "function"}], "chat_template_kwargs": 1}, ["kwargs"]),
+        ({"messages": [USER, ASSISTANT], "chat_template_kwargs": 1}, ["chat_template_kwargs"]),
         ({"messages": [USER, ASSISTANT], "chat_template_kwargs": {"unknown": 1}}, ["unknown"]),
         ({"messages": [USER, ASSISTANT], "chat_template_kwargs": {"chat_template": "x"}}, ["chat_template"]),
-        ({"messages": [USER, {**CALL, "tool_calls": [of("add", a=1) | {"function": {"name": "add", "arguments": "a"}}]}]},
+        ({"messages": [USER, {**CALL, "tool_calls": [{"function": {"name": "add", "arguments": "a"}}]}]},
          ["tool_calls", "arguments"]),
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "no"}]},
          ["conversations: [1]"]),
