@@ -131,7 +131,12 @@ def unshown(tokenizer: DirectoryTokenizer, messages: Messages, tools: list[Any] 
         LineError: an assistant's thoughts are among them.
     """
     template = tokenizer.hf.get_chat_template(tools=tools)
-    found = {name for message in messages for name in message if name not in OF_A_MESSAGE}
+    found = {
+        name
+        for m in messages
+        for name, v in m.items()
+        if v not in (None, "", []) and name not in OF_A_MESSAGE
+    }
     found = {name for name in found if not re.search(rf"\b{re.escape(name)}\b", template)}
     if thoughts := sorted(found & set(THOUGHTS)):
         raise LineError(

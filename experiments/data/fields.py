@@ -37,8 +37,9 @@ FORMS: Mapping[str, tuple[tuple[str, ...], ...]] = {
         ("prompt", "chosen", "rejected"), ("messages", "chosen", "rejected"), ("messages", "rejected"),
         ("chosen", "rejected"),
     ),
-    "prompts": (("messages",), ("prompt", "response"), ("prompt",), ("text",)),
+    "prompts": (("messages",), ("prompt",), ("text",)),
 }  # fmt: skip
+REFERENCES = (*NAMES["response"], "solution", "ground_truth", "reference_answer")  # what rewards compare with
 KNOWN = {
     "samples": "'messages', 'prompt' and 'response', 'instruction' and 'output', 'text'",
     "pairs": "'prompt', 'chosen' and 'rejected'; 'messages' and 'rejected_response'",
@@ -122,12 +123,6 @@ def read(record: Record, kind: str) -> Exchange:
         names[part] for part in (*form, "system", "history", "tools", "options", "images") if part in names
     }
 
-    if kind == "prompts" and type(value.get("response")) in (
-        int,
-        float,
-    ):  # an answer that rewards compare with
-        value["response"] = str(value["response"])
-
     # What stands before all else, and what a template is shown beside messages.
     value["tools"], value["options"] = _decoded(value.get("tools")), _decoded(value.get("options"))
     if isinstance(value["tools"], list):
@@ -140,21 +135,23 @@ def read(record: Record, kind: str) -> Exchange:
     before += [{"role": r, "content": said} for pair in history for r, said in zip(TURNS, pair, strict=True)]
 
     # The parts of the form, by their own names in errors.
+    is_chat = bool(before or value["tools"] or value["options"] or value.get("images"))
     said = {part: as_turns(value[part], names[part]) for part in form}
     if "prompt" in form:
-        said["prompt"] = _whole_prompt(record, names["prompt"], said["prompt"], bool(before), used)
+        said["prompt"] = _whole_prompt(record, names["prompt"], said["prompt"], is_chat, used)
     check({names[p]: said[p] for p in form}, **{names[p]: _check_of(p, names[p], kind) for p in form})
     prompt, answers, segments = said.get("prompt"), (), ()
     if form == ("segments",):
         segments = tuple((part["text"], bool(part["label"])) for part in said["segments"])
     elif form == ("text",) or (form == ("messages",) and kind == "samples"):
         answers = (said[form[0]],)
-    elif form == ("messages",):
-        prompt, answers = said["messages"], ()
-        if _says(prompt[-1], "assistant"):  # the reference
-            prompt, answers = prompt[:-1], (prompt[-1:],)
+    elif kind == "prompts":  # the answer that rewards compare with is another field, or the last message
+        prompt, reference = said.get("messages", prompt), _reference(record)
+        if form == ("messages",) and _says(prompt[-1], "assistant"):
+            prompt, reference = prompt[:-1], reference or _words(prompt[-1])
         if not prompt:
-            raise LineError(f"{names['messages']}: there is no message that asks for an answer")
+            raise LineError(f"{names[form[0]]}: there is no message that asks for an answer")
+        answers = (reference,) if reference else ()
     elif form == ("messages", "rejected"):
         prompt, chosen = said["messages"][:-1], said["messages"][-1:]
         if not prompt or not _says(chosen[0], "assistant"):
@@ -280,7 +277,7 @@ def as_turns(value: Any, name: str) -> Any:
                 turn = {**turn, **last, "tool_calls": [*last.get("tool_calls", []), *calls]}
             else:
                 turn = {**turn, "content": None, "tool_calls": calls}
-        turns.append({"content": None, **turn})
+        turns.append({"content": None, **{n: v for n, v in turn.items() if n != "tool_calls" or v != []}})
     return turns
 
 
@@ -303,6 +300,24 @@ def has_nulls(record: Record) -> bool:
     turns = [turn for talk in talks if isinstance(talk, list) for turn in talk if isinstance(turn, Mapping)]
     every = [each for each in (*tools, *(turn.get("tool_calls") for turn in turns)) if each is not None]
     return without_nulls(every) != every
+
+
+def _reference(record: Record) -> str:
+    """Return the answer of a prompt's record; "" where it has none that is words or a number."""
+    for value in map(record.get, REFERENCES):
+        if isinstance(value, str) and value.strip():
+            return value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return str(value)
+        turn = value[-1] if isinstance(value, list) and value else value
+        if _says(turn, "assistant") and _words(turn):
+            return _words(turn)
+    return ""
+
+
+def _words(turn: Mapping[str, Any]) -> str:
+    content = turn.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def _behind(before: list[Any], turns: list[Any]) -> list[Any]:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import shutil
 import sys
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -227,7 +226,8 @@ def _make(folder: Path, path: Path, tokenizer: DirectoryTokenizer, policy: Recor
         encode = partial(_encoded, tokenizer=tokenizer, policy=policy, root=root)
         encoded = mapped(rows, encode, FEATURES, aside / "encoded.arrow")
         kept, left_out = _kept(path, encoded, policy)
-        unread = dict(Counter(name for names in kept["unread"][:] for name in names))
+        names = kept.select_columns(["unread"]).with_format("arrow")[:]["unread"].combine_chunks().flatten()
+        unread = {each["values"]: each["counts"] for each in names.value_counts().to_pylist()}
         parts = [kept]
         if split:
             if len(kept) < 2:

@@ -74,6 +74,8 @@ def encode(said: Exchange, kind: str, tokenizer: DirectoryTokenizer) -> list[Sam
         found = [_joined(begin, [*tokenizer.encode_after(each), tokenizer.eos]) for each in said.answers]
     if kind == "pairs":
         prompts = [ids[: int(np.argmax(learned))].tolist() for ids, learned in found]
+        if np.array_equal(found[0][0], found[1][0]):
+            raise LineError("chosen and rejected are the same")
         if prompts[0] != prompts[1]:
             raise LineError("chosen and rejected answer different prompts")
     return found
@@ -87,17 +89,9 @@ def _prompted(tokenizer: DirectoryTokenizer, said: Exchange) -> Sample:
         ids = rendered(tokenizer, said.prompt, [])[0].tolist()
     else:
         ids = [*tokenizer.begin, *tokenizer.encode(said.prompt)]
-    words = reference(said)
-    return _joined(ids, [*tokenizer.encode_after(words), tokenizer.eos] if words else [])
-
-
-def reference(said: Exchange) -> str:
-    """Return the words of a prompt's own answer; "" where there is none."""
-    if not said.answers or said.prompt is None:
-        return ""
-    answer = said.answers[0]
-    content = answer if isinstance(answer, str) else answer[-1].get("content")
-    return content if isinstance(content, str) else "".join(p.get("text", "") for p in content or [])
+    return _joined(
+        ids, [t for words in said.answers for t in (*tokenizer.encode_after(words), tokenizer.eos)]
+    )
 
 
 def row_of(record: Record, said: Exchange, tokenizer: DirectoryTokenizer) -> dict[str, Any]:
@@ -112,7 +106,7 @@ def row_of(record: Record, said: Exchange, tokenizer: DirectoryTokenizer) -> dic
     is_text = isinstance(said.prompt, str) and not said.is_chat and is_rendered(tokenizer, said.prompt)
     hidden = {*LEARNED, DETAIL}
     turns = [{n: v for n, v in turn.items() if n not in hidden} for turn in _as_messages(said.prompt, "user")]
-    return {**row, "response": reference(said), "messages": None if is_text else turns}
+    return {**row, "response": "".join(said.answers), "messages": None if is_text else turns}
 
 
 def last_number(text: str) -> float | None:
@@ -210,8 +204,6 @@ def with_images(said: Exchange, root: Path) -> tuple[Exchange, list[str]]:
     if said.segments or (said.prompt is None and not said.is_chat):
         raise LineError("images: are of messages, or of a prompt and its response")
     asked = [] if said.prompt is None else _as_messages(said.prompt, "user")
-    if isinstance(said.prompt, str):  # an instruction ends in a blank line where it stands alone
-        asked[0]["content"] = said.prompt.rstrip("\n") or said.prompt
     messages = [dict(m) for m in (*asked, *_as_messages(said.answers[0], "assistant"))]
     marks = sum(m["content"].count(MARK) for m in messages if isinstance(m.get("content"), str))
     if listed and not marks:

@@ -153,7 +153,7 @@ DOCUMENTED = {
     "the system's message is there": ({"system": "Be brief.", "messages": [SYSTEM, USER, ASSISTANT]},
                                       f"s:Be brief.</s>{TALK}"),
     "nulls": ({"prompt": "hi", "response": "yo", "system": None, "messages": None}, "hi«yo</s>»"),
-    "one message": ({"prompt": [USER], "response": ASSISTANT}, TALK),
+    "one message": ({"prompt": [USER], "response": {**ASSISTANT, "tool_calls": []}}, TALK),
 }  # fmt: skip
 TWO = ["u:hi</s>a:«yo</s>»", "u:hi</s>a:«no</s>»"]
 PAIRS = {
@@ -199,7 +199,7 @@ PAIRS = {
 PROMPTS = {
     "trl": ({"prompt": [USER]}, "u:hi</s>a:"),
     "text": ({"prompt": "hi"}, "hi"),
-    "swift": ({"messages": [SYSTEM, USER], "solution": "3"}, "s:Be brief.</s>u:hi</s>a:"),
+    "swift": ({"messages": [SYSTEM, USER], "solution": "3"}, "s:Be brief.</s>u:hi</s>a:«3</s>»"),
     "the last is the answer": ({"messages": [USER, said("a"), user("b"), said("c")]},
                                "u:hi</s>a:a</s>u:b</s>a:«c</s>»"),
     "gsm8k": ({"question": "hi", "answer": "#### 3"}, "hi«#### 3</s>»"),
@@ -386,7 +386,10 @@ def test_tools_that_a_template_loses_are_refused(directory):
         ({"prompt": "", "answer": "#### 3"}, None, False),
         ({"prompt": "a"}, None, True),
         ({"prompt": "a"}, "response", False),
-        ({"prompt": [USER], "solution": "3"}, "response", False),
+        ({"prompt": [USER], "solution": "3"}, "response", True),
+        ({"messages": [USER], "answer": ["3", "4"]}, None, True),
+        ({"messages": [USER], "answer": ["3", "4"]}, "response", False),
+        ({"prompt": "a", "response": ""}, None, True),
     ],
 )  # fmt: skip
 def test_prompts_hold_what_their_reward_compares_with(chat, tmp_path, record, need, is_right):

@@ -303,7 +303,7 @@ def test_rewards_see_the_conversation_and_the_record(directory, tmp_path):
     assert prompts[2] == records[2]["prompt"] and [each["prompt"] for each in rows] == prompts
     assert (rows[0]["messages"], rows[0]["solution"], rows[0]["level"]) == (asked, "3", 2)
     assert rows[1]["messages"] == [{"role": "user", "content": "1+1="}] and rows[2]["messages"] is None
-    assert [each["response"] for each in rows] == ["", "2", "", ""]
+    assert [each["response"] for each in rows] == ["3", "2", "", ""]
     answer = {"role": "assistant", "content": "yes </s>"}
     assert rows[0]["conversation"] == [*asked, answer]
 
