@@ -92,7 +92,8 @@ class Prepared:
         return self.samples // 2 if self.kind == "pairs" else self.samples
 
     def __str__(self) -> str:
-        many = f"{self.records} {self.kind}, {self.tokens} tokens, {self.learned} of them learned"
+        learned = "" if self.kind == "prompts" else f", {self.learned} of them learned"
+        many = f"{self.records} {self.kind}, {self.tokens} tokens{learned}"
         notes = [f"{count} {reason.replace('_', ' ')}" for reason, count in self.left_out.items() if count]
         read = f"; control tokens are read in the texts of {self.rendered}" if self.rendered else ""
         fields = ", ".join(f"{name} ({count})" for name, count in self.unread.items())

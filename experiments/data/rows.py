@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,17 +65,28 @@ def rows_of(path: Path, work: Path) -> Dataset:
     try:
         if path.is_dir():
             name = path / "train" if (path / SEVERAL).is_file() else path
-            return datasets.load_from_disk(str(name))
+            return _undecoded(datasets.load_from_disk(str(name)))
         with path.open("rb") as file:
             parquet = file.read(len(PARQUET)) == PARQUET
         if parquet:
-            return datasets.Dataset.from_parquet(str(path), cache_dir=str(work))
+            return _undecoded(datasets.Dataset.from_parquet(str(path), cache_dir=str(work)))
         features = datasets.Features({LINE: datasets.Value("int64"), JSON: datasets.Value("large_binary")})
         rows = {"gen_kwargs": {"path": str(path)}, "features": features, "cache_dir": str(work)}
         return datasets.Dataset.from_generator(_records_of_json, **rows)
     except Exception as error:  # the library and those below it raise errors of every kind
         cause = error.__cause__ or error
         raise ConfigError(f"{path} cannot be read: {type(cause).__name__}: {cause}.") from error
+
+
+def _undecoded(rows: Dataset) -> Dataset:
+    """Return a table whose images, sounds and videos are paths and bytes, and are not opened when it is read."""
+    datasets = library()
+    for name, feature in rows.features.items():
+        inner = feature.feature if isinstance(feature, datasets.List) else feature
+        if getattr(inner, "decode", False) is True:
+            plain = replace(inner, decode=False)
+            rows = rows.cast_column(name, datasets.List(plain) if inner is not feature else plain)
+    return rows
 
 
 def _records_of_json(path: str) -> Iterator[dict[str, Any]]:
