@@ -178,13 +178,18 @@ def _show(
     how, hidden = {"tools": tools, **options}, {*LEARNED, DETAIL}
     shown = [{name: v for name, v in message.items() if name not in hidden} for message in messages]
     null = None if ASKS_NULL.search(template) else ""
-    called = []
+    called, words = [], []
     for message in shown:
+        texts = parts(message)
+        if texts and tokenizer.images is None and all(part.get("type") == "text" for part in texts):
+            message["content"] = "".join(part["text"] for part in texts)
         if message.get("content") is None:
             message["content"] = null
         if message.get("tool_calls"):
             message["tool_calls"] = [_call(call, as_text=False) for call in message["tool_calls"]]
             called += [call.get("function", call)["name"] for call in message["tool_calls"]]
+            if isinstance(message["content"], str):  # of which a template may leave out thoughts
+                words.append(message["content"].rpartition("</think>")[2].strip()[-20:])
     if not called and not tools:
         return shown, how
     try:
@@ -206,6 +211,11 @@ def _show(
         raise LineError(
             f"the chat template shows nothing of {', '.join(missing)} (write tools and calls as "
             '{"type": "function", "function": {"name": ...}})'
+        )
+    if missing := [each for each in words if each not in text]:
+        raise LineError(
+            f"the chat template does not show what is said beside a call, {missing[0]!r} (write it into a "
+            "message of its own, or take a template that does)"
         )
     return shown, how
 
@@ -250,21 +260,24 @@ def _spans(
         before, full = full, _text(tokenizer, messages[: number + 1], how)
         _check_prefix(prompt.startswith(before) and full.startswith(prompt), number)
         start, end = len(prompt), _end(tokenizer, full, len(prompt))
-        if not is_assistant or learned is not True:
-            words = content.strip() if isinstance(content, str) and not is_assistant else content
-            at = full.find(words, start) if isinstance(words, str) else -1
-            if at < 0:
-                raise LineError(
-                    f"messages[{number}]: train: the chat template does not write its content as it is"
-                )
-        if learned is not True:
-            spans += [(at + d["begin_offset"], at + d["end_offset"] + 1) for d in learned if d["train"]]
-        elif is_assistant:
+        if is_assistant and learned is True:
             spans.append((start, end))
-        else:
-            ends = tokenizer.hf.convert_ids_to_tokens(list(tokenizer.stops))
-            end = at + len(words)
-            spans.append((at, end + max((len(e) for e in ends if full.startswith(e, end)), default=0)))
+            continue
+        # Where the content stands shows in a rendering of another one in its place.
+        mark = f"here-{number}-stands-what-was-said"
+        marked = _text(tokenizer, [*messages[:number], {**message, "content": mark}], how)
+        at = marked.find(mark)
+        words = content if isinstance(content, str) and full.startswith(content, at) else str(content).strip()
+        if at < 0 or marked[:at] + words + marked[at + len(mark) :] != full:
+            raise LineError(
+                f"messages[{number}]: train: the chat template does not write its content as it is"
+            )
+        if learned is not True:
+            at -= str(content).find(words)
+            spans += [(at + d["begin_offset"], at + d["end_offset"] + 1) for d in learned if d["train"]]
+            continue
+        stops, end = tokenizer.hf.convert_ids_to_tokens(list(tokenizer.stops)), at + len(words)
+        spans.append((at, end + max((len(stop) for stop in stops if full.startswith(stop, end)), default=0)))
     _check_prefix(whole.startswith(full), len(messages) - 1)
     return spans
 

@@ -148,7 +148,7 @@ def read(record: Record, kind: str) -> Exchange:
     elif kind == "prompts":  # the answer that rewards compare with is another field, or the last message
         prompt, reference = said.get("messages", prompt), _reference(record)
         if form == ("messages",) and _says(prompt[-1], "assistant"):
-            prompt, reference = prompt[:-1], reference or _words(prompt[-1])
+            prompt, reference = prompt[:-1], reference or words_of(prompt[-1])
         if not prompt:
             raise LineError(f"{names[form[0]]}: there is no message that asks for an answer")
         answers = (reference,) if reference else ()
@@ -310,12 +310,13 @@ def _reference(record: Record) -> str:
         if isinstance(value, int | float) and not isinstance(value, bool):
             return str(value)
         turn = value[-1] if isinstance(value, list) and value else value
-        if _says(turn, "assistant") and _words(turn):
-            return _words(turn)
+        if _says(turn, "assistant") and words_of(turn):
+            return words_of(turn)
     return ""
 
 
-def _words(turn: Mapping[str, Any]) -> str:
+def words_of(turn: Mapping[str, Any]) -> str:
+    """Return the text of a message, of parts all that are texts."""
     content = turn.get("content") or ""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
@@ -543,8 +544,13 @@ def _segments(value: Any) -> str:
 
 
 def _tools(value: Any) -> str:
-    is_list = isinstance(value, list) and all(isinstance(tool, Mapping) for tool in value)
-    return "" if value is None or is_list else "expected a list of objects, or the JSON of one"
+    if value is None:
+        return ""
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+        return "expected a list of objects, or the JSON of one"
+    functions = [tool.get("function", tool) for tool in value]
+    whole = all(isinstance(f, Mapping) and isinstance(f.get("name", ""), str) for f in functions)
+    return "" if whole else "expected objects with a function, which has a name"
 
 
 def _options(value: Any) -> str:

@@ -177,7 +177,7 @@ def _text(path: Path, start: bytes) -> str:
 def _container(whole: dict[str, Any]) -> str:
     """Return where in an object the records are; "" where it may be one itself."""
     names = ", ".join(map(repr, list(whole)[:6]))
-    if whole and all(isinstance(v, list) and v and not isinstance(v[0], dict) for v in whole.values()):
+    if whole and all(isinstance(v, list) and v and isinstance(v[0], str) for v in whole.values()):
         way = "pandas.read_json(FILE).to_json(NEW, orient='records', lines=True)"
         return (
             f"is one object of JSON, with a list for each column ({names}). Fix: write one a record: {way}."

@@ -27,6 +27,7 @@ import torch
 
 from experiments.configs.checks import TARGET, describe
 from experiments.configs.train import ConfigError
+from experiments.data.fields import words_of
 from experiments.data.files import first_few
 from experiments.data.records import last_number
 from experiments.finetune.tasks import solved
@@ -156,9 +157,10 @@ def model_reward(folder: str, device: torch.device | str) -> Reward:
                     "Fix: write them as messages, of which the reward model's own template makes its text."
                 )
             return ids
+        turns = [{**turn, "content": words_of(turn)} for turn in turns]
         if tokenizer.chat_template:
             return tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)["input_ids"]
-        if len(turns) > 2 or not all(isinstance(turn.get("content"), str) for turn in turns):
+        if len(turns) > 2:
             raise ConfigError(
                 f"objective.reward={folder}: it has no chat template, and a prompt is one of several "
                 "messages. Fix: write one into its tokenizer_config.json, or take prompts that are texts."

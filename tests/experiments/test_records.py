@@ -109,6 +109,13 @@ DOCUMENTED = {
                            {"from": "gpt", "value": "right", "train": True}]},
         "u:hi</s>a:no</s>u:«b</s>»a:«right</s>»",
     ),
+    "axolotl, a word that the template writes, too": (
+        {"messages": [user("u", train=True), said("a", train=False), user("s", train=True), said("a")]},
+        "u:«u</s>»a:a</s>u:«s</s>»a:«a</s>»",
+    ),
+    "openai parts": (
+        {"messages": [user([{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]), ASSISTANT]}, TALK,
+    ),
     "axolotl characters": (
         {"conversations": [user("hi"), said("not this", train_detail=[
             {"begin_offset": 0, "end_offset": 2, "train": False},
@@ -244,6 +251,8 @@ def test_documented_prompts(chat, name):
         ({"messages": [USER, said("a", weight=0)]}, ["weight"]),
         ({"messages": [USER, said("a", reasoning_content="hm")]}, ["reasoning_content", "content"]),
         ({"messages": [USER, ASSISTANT], "tools": "not JSON"}, ["tools"]),
+        ({"messages": [USER, ASSISTANT], "tools": [{"function": "add"}]}, ["tools"]),
+        ({"messages": [USER, {**CALL, "content": "let me see"}, ASSISTANT]}, ["let me see"]),
         ({"messages": [USER, ASSISTANT], "chat_template_kwargs": 1}, ["chat_template_kwargs"]),
         ({"messages": [USER, ASSISTANT], "chat_template_kwargs": {"unknown": 1}}, ["unknown"]),
         ({"messages": [USER, ASSISTANT], "chat_template_kwargs": {"chat_template": "x"}}, ["chat_template"]),
