@@ -18,9 +18,7 @@ from experiments.data.tokenizer import DirectoryTokenizer
 Sample = tuple[np.ndarray, np.ndarray]  # token ids (uint32), and whether each is learned (uint8)
 Span = tuple[int, int]  # characters of a text
 MARKED = re.compile(r"\{%-?\s*generation\b")  # a template that says what an assistant writes
-ASKS_NULL = re.compile(
-    r"content['\"]?\]?\s+is\s+(not\s+)?none"
-)  # a template that knows contents that are null
+ASKS_NULL = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none")  # a template that knows empty contents
 
 
 def conversation(

@@ -274,25 +274,18 @@ def _encoded(
         turns = [turn for part in (said.prompt, *said.answers) if isinstance(part, list) for turn in part]
         found["unread"] = [*said.unread, *(f"messages.{n}" for n in unshown(tokenizer, turns, said.tools))]
         if policy.kind == "prompts":
-            row = row_of(record, said, tokenizer)
-            found["row"], found["unread"] = json.dumps(row, default=str), []  # rewards are given all of it
+            whole = row_of(record, said, tokenizer)
+            found["row"], found["unread"] = json.dumps(whole, default=str), []  # rewards are given all of it
             for need in policy.needs:
-                NEEDS[need](row)
+                NEEDS[need](whole)
     except LineError as error:
         return {**found, "reason": BROKEN, "why": str(error)[:LONGEST_WHY], "chat": False}
     except Exception as error:  # data can be anything; which line it is says more than a traceback
-        return {
-            **found,
-            "reason": BROKEN,
-            "why": f"{type(error).__name__}: {error}"[:LONGEST_WHY],
-            "chat": False,
-        }
+        why = f"{type(error).__name__}: {error}"[:LONGEST_WHY]
+        return {**found, "reason": BROKEN, "why": why, "chat": False}
     if is_json(row) and has_nulls(record):
         found["unread"] += [NULLS]
-    texts = [
-        *(part for part in (said.prompt, *said.answers) if isinstance(part, str)),
-        *(t for t, _ in said.segments),
-    ]
+    texts = [said.prompt, *said.answers, *(text for text, _ in said.segments)]
     found["chat"], found["rendered"] = said.is_chat, not said.is_chat and is_rendered(tokenizer, *texts)
     is_prompt = policy.kind == "prompts"
     longest = max(len(tokens) for tokens, _ in samples) - 1
@@ -349,11 +342,7 @@ def _check_kind(path: Path, encoded: Dataset, reasons: np.ndarray, kind: str) ->
     found = {name: sum(kinds[0] == name for kinds in forms) for name in OBJECTIVES}
     held = max(found, key=found.__getitem__)
     what, ways = OBJECTIVES[held][0], [OBJECTIVES[held][1]] if held != "answers" else []
-    many = (
-        f"all of its {len(forms)} records"
-        if found[held] == len(forms)
-        else f"{found[held]} of {len(forms)} records"
-    )
+    many = f"{'all' if found[held] == len(forms) else found[held]} of its {len(forms)} records"
     raise ConfigError(
         f"{path}: holds {what} ({many}), and {OBJECTIVES[kind][1]} learns from {OBJECTIVES[kind][0]}. "
         f"Fix: {', or '.join([*ways, f'name a file of {OBJECTIVES[kind][0]}'])}."

@@ -79,7 +79,7 @@ def rows_of(path: Path, work: Path) -> Dataset:
 
 
 def _undecoded(rows: Dataset) -> Dataset:
-    """Return a table whose images, sounds and videos are paths and bytes, and are not opened when it is read."""
+    """Return a table whose images and sounds are paths and bytes: reading it opens none."""
     datasets = library()
     for name, feature in rows.features.items():
         inner = feature.feature if isinstance(feature, datasets.List) else feature
