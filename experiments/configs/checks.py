@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import os
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +42,20 @@ def configuration(cls: type[T]) -> type[T]:
 
 class ConfigError(ValueError):
     """The configuration is wrong; the message lists every problem."""
+
+
+def describe(error: BaseException) -> str:
+    """Return what an error of the user's own code says, and the file and line in that code."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
+    libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    others = tuple(f"{path}{os.sep}" for path in (*libraries, ROOT / "fnshard", ROOT / "experiments"))
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith("<")]
+    own = [each for each in frames if not each.filename.startswith(others)]
+    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {error}{place}"
 
 
 def refusal(problems: Sequence[str]) -> ConfigError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -10,58 +11,80 @@ from typing import Any
 
 import numpy as np
 
+from experiments.data.fields import DETAIL, LEARNED, OF_A_MESSAGE, THOUGHTS, Messages, learned_of
 from experiments.data.files import LineError
 from experiments.data.tokenizer import DirectoryTokenizer
 
-Messages = Sequence[Mapping[str, Any]]
 Sample = tuple[np.ndarray, np.ndarray]  # token ids (uint32), and whether each is learned (uint8)
+Span = tuple[int, int]  # characters of a text
 MARKED = re.compile(r"\{%-?\s*generation\b")  # a template that says what an assistant writes
+ASKS_NULL = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none")  # a template that knows empty contents
 
 
 def conversation(
-    tokenizer: DirectoryTokenizer, messages: Messages, first: int = 0, tools: list[Any] | None = None
+    tokenizer: DirectoryTokenizer,
+    messages: Messages,
+    first: int = 0,
+    tools: list[Any] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Sample:
-    """A conversation up to its last assistant's turn; what assistants wrote from message `first` on is
-    learned.
+    """Tokenise a conversation up to its last assistant's turn; what assistants wrote from message `first` on
+    is learned, unless a message says otherwise (`fields.learned_of`).
 
-    A template without `{% generation %}` marks says what that is by its prefixes: an assistant's turn is what
-    a rendering has more than the prompt that asked for it.
+    A template without `{% generation %}` marks says what an assistant wrote by its prefixes: a turn is what a
+    rendering has more than the prompt that asked for it.
 
     Args:
-        tools: that the template is shown, as JSON schemas.
+        tools: JSON schemas that the template is shown.
+        options: other variables of the template, by name.
 
     Raises:
-        LineError: a message spells a control token, the template refuses the conversation, or a rendering is
-            not the beginning of the next one, so that it is unknown what a model would have been asked.
+        LineError: a message spells a control token, the template refuses the conversation or does not show
+            all of it, or a rendering is not the beginning of the next one, so that it is unknown what a model
+            would have been asked.
     """
-    last = max(n for n, message in enumerate(messages) if message["role"] == "assistant")
-    messages = messages[: last + 1]
-    _check_controls(tokenizer, [*messages, *(tools or [])])
-    shown = {"tools": tools, "tool_calls": any(message.get("tool_calls") for message in messages)}
-    if hidden := [n for n, there in shown.items() if there and n not in tokenizer.hf.get_chat_template()]:
-        raise LineError(f"the chat template does not show {' and '.join(hidden)} (take one that does)")
-    paths = [part["image"] for m in messages for part in parts(m) if part.get("type") == "image"]
+    ends = [n for n, m in enumerate(messages) if m["role"] == "assistant" or (n >= first and learned_of(m))]
+    messages = messages[: ends[-1] + 1]
+    learns = [number >= first and learned_of(message) for number, message in enumerate(messages)]
+    if not any(learns):
+        raise LineError("no message is learned: their weight, train or loss say so")
+    shown, how = _show(tokenizer, messages, tools, options)
+    paths = [part["image"] for m in shown for part in parts(m) if part.get("type") == "image"]
     if paths and tokenizer.images is None:
         raise LineError("has images, and the model's directory no image processor that is known here")
-    if MARKED.search(tokenizer.hf.get_chat_template()):
-        encoded = _render(
-            tokenizer, messages, tools=tools, tokenize=True, return_dict=True,
-            return_assistant_tokens_mask=True, tokenizer_kwargs={"return_offsets_mapping": True},
-        )  # fmt: skip
-        ids, learned = (np.array(encoded[name]) for name in ("input_ids", "assistant_masks"))
-        if first:
-            number = next(n for n in range(first, len(messages)) if messages[n]["role"] == "assistant")
-            text = _text(tokenizer, messages, tools)
-            prompt = _text(tokenizer, messages[:number], tools, ask=True)
-            _check_prefix(text.startswith(prompt), number)
-            learned[np.array(encoded["offset_mapping"])[:, 0] < len(prompt)] = 0
-        if not paths:
-            return ids.astype(np.uint32), learned.astype(np.uint8)
-        offsets = np.array(encoded["offset_mapping"])[learned != 0]
-        text, spans = _text(tokenizer, messages, tools), [tuple(span) for span in offsets.tolist()]
-    else:
-        text, spans = _spans(tokenizer, messages, first, tools)
-    return rendered(tokenizer, *(tokenizer.images.expanded(text, spans, paths) if paths else (text, spans)))
+    if not MARKED.search(tokenizer.hf.get_chat_template(tools=tools)):
+        text = _text(tokenizer, shown, how)
+        spans = _spans(tokenizer, shown, learns, how, text)
+        return rendered(
+            tokenizer, *(tokenizer.images.expanded(text, spans, paths) if paths else (text, spans))
+        )
+
+    encoded = _render(
+        tokenizer, shown, how, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
+        tokenizer_kwargs={"return_offsets_mapping": True},
+    )  # fmt: skip
+    ids, learned = (np.array(encoded[name]) for name in ("input_ids", "assistant_masks"))
+    starts, stops = np.array(encoded["offset_mapping"]).reshape(-1, 2).T
+    if first:
+        number = next(n for n in range(first, len(shown)) if shown[n]["role"] == "assistant")
+        prompt = _text(tokenizer, shown[:number], how, ask=True)
+        _check_prefix(_text(tokenizer, shown, how).startswith(prompt), number)
+        learned[starts < len(prompt)] = 0
+    # Messages that say otherwise: their place is what a rendering has more than the one before.
+    for number, message in enumerate(shown):
+        if number < first or learns[number] is (message["role"] == "assistant"):
+            continue
+        whole, end = _text(tokenizer, shown, how), len(_text(tokenizer, shown[: number + 1], how))
+        only = [n == number and each for n, each in enumerate(learns)]
+        start = len(_text(tokenizer, shown[:number], how)) if number else 0
+        _check_prefix(whole.startswith(_text(tokenizer, shown[: number + 1], how)), number)
+        learned[(stops > start) & (starts < end)] = 0
+        for start, end in _spans(tokenizer, shown, only, how, whole):
+            learned[(stops > start) & (starts < end)] = 1
+    if not paths:
+        return ids.astype(np.uint32), learned.astype(np.uint8)
+    spans = [(int(starts[n]), int(stops[n])) for n in np.flatnonzero(learned)]
+    return rendered(tokenizer, *tokenizer.images.expanded(_text(tokenizer, shown, how), spans, paths))
 
 
 def parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -88,26 +111,173 @@ def is_rendered(tokenizer: DirectoryTokenizer, *texts: Any) -> bool:
     return any(isinstance(text, str) and _controls(tokenizer).search(text) for text in texts)
 
 
-def opening(tokenizer: DirectoryTokenizer, messages: Messages) -> list[int]:
-    """The prompt to which a model answers `messages`."""
-    _check_controls(tokenizer, messages)
-    return _render(tokenizer, messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+def opening(
+    tokenizer: DirectoryTokenizer,
+    messages: Messages,
+    tools: list[Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Return the tokens of the prompt to which a model answers `messages`."""
+    shown, how = _show(tokenizer, messages, tools, options)
+    return _render(tokenizer, shown, how, add_generation_prompt=True, tokenize=True, return_dict=False)
+
+
+def unshown(tokenizer: DirectoryTokenizer, messages: Messages, tools: list[Any] | None) -> set[str]:
+    """Return the fields of messages that the chat template does not speak of.
+
+    Raises:
+        LineError: an assistant's thoughts are among them.
+    """
+    template = tokenizer.hf.get_chat_template(tools=tools)
+    found = {
+        name
+        for m in messages
+        for name, v in m.items()
+        if v not in (None, "", []) and name not in OF_A_MESSAGE
+    }
+    found = {name for name in found if not re.search(rf"\b{re.escape(name)}\b", template)}
+    if thoughts := sorted(found & set(THOUGHTS)):
+        raise LineError(
+            f"messages: {' and '.join(thoughts)}: the chat template does not show it (write it into content, "
+            "or take a template that does)"
+        )
+    return found
+
+
+# ------------------------------------------------------------------ what a template is shown
+
+
+def _show(
+    tokenizer: DirectoryTokenizer,
+    messages: Messages,
+    tools: list[Any] | None,
+    options: Mapping[str, Any] | None,
+) -> tuple[Messages, dict[str, Any]]:
+    """Return messages and variables as the chat template takes them: without the fields that say what is
+    learned, with the arguments of calls as objects.
+
+    Raises:
+        LineError: the template does not show something that is there.
+    """
+    options = options or {}
+    template = tokenizer.hf.get_chat_template(tools=tools)
+    _check_controls(tokenizer, [*messages, *(tools or []), options])
+    there = {"tools": bool(tools), "tool_calls": any(m.get("tool_calls") for m in messages)}
+    there |= dict.fromkeys(options, True)
+    if hidden := [
+        n for n, is_there in there.items() if is_there and not re.search(rf"\b{re.escape(n)}\b", template)
+    ]:
+        raise LineError(f"the chat template does not show {' and '.join(hidden)} (take one that does)")
+    if ours := sorted(options.keys() & inspect.signature(tokenizer.hf.apply_chat_template).parameters):
+        raise LineError(
+            f"{' and '.join(ours)}: is an option of the tokenizer, and no variable of a chat template"
+        )
+
+    how, hidden = {"tools": tools, **options}, {*LEARNED, DETAIL}
+    shown = [{name: v for name, v in message.items() if name not in hidden} for message in messages]
+    null = None if ASKS_NULL.search(template) else ""
+    called, words = [], []
+    for message in shown:
+        texts = parts(message)
+        if texts and tokenizer.images is None and all(part.get("type") == "text" for part in texts):
+            message["content"] = "".join(part["text"] for part in texts)
+        if message.get("content") is None:
+            message["content"] = null
+        if message.get("tool_calls"):
+            message["tool_calls"] = [_call(call, as_text=False) for call in message["tool_calls"]]
+            called += [call.get("function", call)["name"] for call in message["tool_calls"]]
+            if isinstance(message["content"], str):  # of which a template may leave out thoughts
+                words.append(message["content"].rpartition("</think>")[2].strip()[-20:])
+    if not called and not tools:
+        return shown, how
+    try:
+        text = _text(tokenizer, shown, how)
+    except LineError:  # a template that joins the arguments to other texts
+        texts = [
+            {**m, "tool_calls": [_call(call, as_text=True) for call in m["tool_calls"]]}
+            if m.get("tool_calls")
+            else m
+            for m in shown
+        ]
+        try:
+            text = _text(tokenizer, texts, how)
+        except LineError:
+            text = _text(tokenizer, shown, how)
+        shown = texts
+    named = [*called, *(str(tool.get("function", tool).get("name", "")) for tool in tools or [])]
+    if missing := sorted({name for name in named if name not in text}):
+        raise LineError(
+            f"the chat template shows nothing of {', '.join(missing)} (write tools and calls as "
+            '{"type": "function", "function": {"name": ...}})'
+        )
+    if missing := [each for each in words if each not in text]:
+        raise LineError(
+            f"the chat template does not show what is said beside a call, {missing[0]!r} (write it into a "
+            "message of its own, or take a template that does)"
+        )
+    return shown, how
+
+
+def _call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
+    """Return a call of a tool whose arguments are an object, or its JSON."""
+    function = call.get("function", call)
+    said = function.get("arguments")
+    if not as_text:
+        said = (json.loads(said) if said.strip() else {}) if isinstance(said, str) else said or {}
+    elif not isinstance(said, str):
+        said = json.dumps(said or {}, ensure_ascii=False)
+    whole = {**function, "arguments": said}
+    return {**call, "function": whole} if "function" in call else whole
+
+
+# ------------------------------------------------------------------ what is learned of a text
 
 
 def _spans(
-    tokenizer: DirectoryTokenizer, messages: Messages, first: int, tools: list[Any] | None
-) -> tuple[str, list[tuple[int, int]]]:
-    """The text of a conversation, and from where to where an assistant wrote it."""
-    full, spans = "", []
-    for number, message in enumerate(messages):
-        if message["role"] == "assistant" and number >= first:
-            if not number:
-                raise LineError("messages[0] is an assistant's, so there is no prompt that asks for it")
-            before, prompt = full, _text(tokenizer, messages[:number], tools, ask=True)
-            full = _text(tokenizer, messages[: number + 1], tools)
-            _check_prefix(prompt.startswith(before) and full.startswith(prompt), number)
-            spans.append((len(prompt), _end(tokenizer, full, len(prompt))))
-    return full, spans
+    tokenizer: DirectoryTokenizer,
+    messages: Messages,
+    learns: Sequence[bool | list[Mapping[str, Any]]],
+    how: Mapping[str, Any],
+    whole: str,
+) -> list[Span]:
+    """Return from where to where the text of a conversation is learned: a message's own words, with the token
+    that ends them."""
+    spans: list[Span] = []
+    full = ""
+    for number, learned in enumerate(learns):
+        if not learned:
+            continue
+        message, content = messages[number], messages[number].get("content")
+        is_assistant = message["role"] == "assistant"
+        if is_assistant and not number:
+            raise LineError(
+                'messages[0] is an assistant\'s, so there is no prompt that asks for it (write {"text": ...} '
+                "where there is none)"
+            )
+        prompt = _text(tokenizer, messages[:number], how, ask=is_assistant) if number else ""
+        before, full = full, _text(tokenizer, messages[: number + 1], how)
+        _check_prefix(prompt.startswith(before) and full.startswith(prompt), number)
+        start, end = len(prompt), _end(tokenizer, full, len(prompt))
+        if is_assistant and learned is True:
+            spans.append((start, end))
+            continue
+        # Where the content stands shows in a rendering of another one in its place.
+        mark = f"here-{number}-stands-what-was-said"
+        marked = _text(tokenizer, [*messages[:number], {**message, "content": mark}], how)
+        at = marked.find(mark)
+        words = content if isinstance(content, str) and full.startswith(content, at) else str(content).strip()
+        if at < 0 or marked[:at] + words + marked[at + len(mark) :] != full:
+            raise LineError(
+                f"messages[{number}]: train: the chat template does not write its content as it is"
+            )
+        if learned is not True:
+            at -= str(content).find(words)
+            spans += [(at + d["begin_offset"], at + d["end_offset"] + 1) for d in learned if d["train"]]
+            continue
+        stops, end = tokenizer.hf.convert_ids_to_tokens(list(tokenizer.stops)), at + len(words)
+        spans.append((at, end + max((len(stop) for stop in stops if full.startswith(stop, end)), default=0)))
+    _check_prefix(whole.startswith(full), len(messages) - 1)
+    return spans
 
 
 def _end(tokenizer: DirectoryTokenizer, text: str, start: int) -> int:
@@ -126,14 +296,14 @@ def _check_prefix(holds: bool, number: int) -> None:
 
 
 def _text(
-    tokenizer: DirectoryTokenizer, messages: Messages, tools: list[Any] | None, ask: bool = False
+    tokenizer: DirectoryTokenizer, messages: Messages, how: Mapping[str, Any], ask: bool = False
 ) -> str:
-    return _render(tokenizer, messages, tools=tools, add_generation_prompt=ask, tokenize=False)
+    return _render(tokenizer, messages, how, add_generation_prompt=ask, tokenize=False)
 
 
-def _render(tokenizer: DirectoryTokenizer, messages: Messages, **options: Any) -> Any:
+def _render(tokenizer: DirectoryTokenizer, messages: Messages, how: Mapping[str, Any], **options: Any) -> Any:
     try:
-        return tokenizer.hf.apply_chat_template([dict(m) for m in messages], **options)
+        return tokenizer.hf.apply_chat_template([dict(m) for m in messages], **how, **options)
     except Exception as error:  # templates are programs: anything can come out of one
         raise LineError(f"the chat template refuses it ({type(error).__name__}: {error})") from error
 

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from experiments.configs.train import ConfigError
-from experiments.data.chat import Sample, is_rendered
+from experiments.data.chat import Sample, is_rendered, unshown
+from experiments.data.fields import has_nulls, kinds_of, read
 from experiments.data.files import (
     DamagedError,
     LineError,
@@ -28,8 +29,17 @@ from experiments.data.files import (
     read_record,
     write_record,
 )
-from experiments.data.records import KINDS, RESPONSES, with_images
-from experiments.data.rows import Dataset, library, line_of, mapped, readable, record_of, rows_of
+from experiments.data.records import NEEDS, encode, images_in, row_of, with_images
+from experiments.data.rows import (
+    Dataset,
+    is_json,
+    library,
+    line_of,
+    mapped,
+    readable,
+    record_of,
+    rows_of,
+)
 from experiments.data.tokenizer import DirectoryTokenizer
 from fnshard.errors import report
 
@@ -38,12 +48,17 @@ FACTS = "prepared.json"
 ARRAYS: dict[str, type] = {"tokens": np.uint32, "learned": np.uint8, "starts": np.int64}
 HELD_OUT_EVERY = 20  # of a file that is split, one record in so many
 BROKEN, TOO_LONG = "broken", "too_long"
+NULLS = "null in tools and calls (write arguments as JSON in a text to keep it)"
+OBJECTIVES = {  # what records of a kind are, and what learns from them
+    "samples": ("conversations, or prompts with a response", "objective=sft"),
+    "pairs": ("pairs (prompt, chosen, rejected)", "objective=dpo"),
+    "prompts": ("prompts without a response", "objective=grpo"),
+    "answers": ("answers that are wanted or not (KTO)", "no objective here"),
+}
 SHOWN, LONGEST_WHY = 50, 400  # lines in an error, characters of each
-PAIR = ("chosen", "rejected")
-CHATS = ("messages", "prompt", *PAIR, *RESPONSES)  # lists of messages there go through the chat template
-TEXTS = ("text", "prompt", "instruction", "input", *PAIR, *RESPONSES)
 FEATURES = {"line": "int64", "tokens": [["uint32"]], "learned": [["uint8"]], "reason": "string",
-            "why": "string", "chat": "bool", "rendered": "bool", "images": ["string"]}  # fmt: skip
+            "why": "string", "chat": "bool", "rendered": "bool", "images": ["string"], "row": "large_string",
+            "unread": ["string"], "kinds": ["string"]}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,7 +68,7 @@ class Prepared:
     Args:
         folder: with the arrays.
         key: equal for equal files, tokenizer and settings.
-        kind: "samples" or "pairs".
+        kind: "samples", "pairs" or "prompts".
         context: the most positions of a sample. One of n tokens has n - 1: the last is only a target.
         pad: the tokenizer's.
         samples: how many; a pair is two.
@@ -63,6 +78,7 @@ class Prepared:
         rendered: records whose texts spell control tokens, which are read as these.
         left_out: records by reason, "broken" and "too_long".
         images: of a sample, at most.
+        unread: fields that nothing read, and in how many records.
     """
 
     folder: Path
@@ -79,16 +95,21 @@ class Prepared:
     rendered: int = 0
     left_out: Mapping[str, int] = field(default_factory=dict)
     images: int = 0
+    unread: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def records(self) -> int:
         return self.samples // 2 if self.kind == "pairs" else self.samples
 
     def __str__(self) -> str:
-        many = f"{self.records} {self.kind}, {self.tokens} tokens, {self.learned} of them learned"
+        learned = "" if self.kind == "prompts" else f", {self.learned} of them learned"
+        many = f"{self.records} {self.kind}, {self.tokens} tokens{learned}"
         notes = [f"{count} {reason.replace('_', ' ')}" for reason, count in self.left_out.items() if count]
         read = f"; control tokens are read in the texts of {self.rendered}" if self.rendered else ""
-        return f"{many}; longest {self.longest}{read}" + (f" (left out: {', '.join(notes)})" if notes else "")
+        fields = ", ".join(f"{name} ({count})" for name, count in self.unread.items())
+        ignored = f"; fields that nothing reads: {fields}" if fields else ""
+        left_out = f" (left out: {', '.join(notes)})" if notes else ""
+        return f"{many}; longest {self.longest}{read}{left_out}{ignored}"
 
     def lengths(self, samples: np.ndarray) -> np.ndarray:
         """Positions that samples take in a row; int64."""
@@ -104,17 +125,23 @@ class Prepared:
         """Paths of a sample's images."""
         return self._images[number]["images"] if self.images else []
 
+    def row_of(self, number: int) -> dict[str, Any]:
+        """Return the record of a prompt, as rewards are given it (`records.row_of`)."""
+        return json.loads(self._rows[number]["row"]) if self.kind == "prompts" else {}
+
     def first_learned(self) -> np.ndarray:
-        """Where in each sample the first learned token is; int64 [samples]."""
-        starts, learned = (
-            self._arrays["starts"][:-1].astype(np.int64),
-            np.flatnonzero(self._arrays["learned"]),
-        )
-        return learned[np.searchsorted(learned, starts)] - starts
+        """Return where in each sample the first learned token is, or its end if none is; int64 [samples]."""
+        starts, stops = self._arrays["starts"][:-1].astype(np.int64), self._arrays["starts"][1:]
+        learned = np.append(np.flatnonzero(self._arrays["learned"]), stops[-1])
+        return np.minimum(learned[np.searchsorted(learned, starts)], stops) - starts
 
     @cached_property
     def _images(self) -> Dataset:
         return library().load_from_disk(str(self.folder / "images"))
+
+    @cached_property
+    def _rows(self) -> Dataset:
+        return library().load_from_disk(str(self.folder / "rows"))
 
     @cached_property
     def _arrays(self) -> dict[str, np.ndarray]:
@@ -126,17 +153,19 @@ class RecordPolicy:
     """What becomes of records.
 
     Args:
-        kind: "samples" or "pairs": what `records` makes of one.
+        kind: "samples", "pairs" or "prompts": what `records` makes of one.
         context: the most positions of a sample.
         broken: "refuse", or "skip" records that cannot be used.
         too_long: "refuse", "skip", or "truncate" what has more positions than the context; a sample with
-            images, or that has nothing left to learn then, is left out.
+            images, or that has nothing left to learn then, is left out; so is a prompt.
+        needs: what a prompt's own answer has to hold, by name in `records.NEEDS`.
     """
 
     kind: str
     context: int
     broken: str = "refuse"
     too_long: str = "refuse"
+    needs: tuple[str, ...] = ()
 
 
 def prepare(
@@ -191,7 +220,7 @@ def prepare(
             found = [open_prepared(folder / side) for side in _sides(split)]
     except OSError as error:
         raise ConfigError(f"{cache}: prepared data cannot be written there: {error}.") from error
-    if any(found[0].left_out.values()):
+    if any(found[0].left_out.values()) or found[0].unread:
         print(f"{path}: {found[0]}", file=sys.stderr, flush=True)
     return found
 
@@ -232,6 +261,8 @@ def _make(folder: Path, path: Path, tokenizer: DirectoryTokenizer, policy: Recor
         encode = partial(_encoded, tokenizer=tokenizer, policy=policy, root=root)
         encoded = mapped(rows, encode, FEATURES, aside / "encoded.arrow")
         kept, left_out = _kept(path, encoded, policy)
+        names = kept.select_columns(["unread"]).with_format("arrow")[:]["unread"].combine_chunks().flatten()
+        unread = {each["values"]: each["counts"] for each in names.value_counts().to_pylist()}
         parts = [kept]
         if split:
             if len(kept) < 2:
@@ -246,7 +277,7 @@ def _make(folder: Path, path: Path, tokenizer: DirectoryTokenizer, policy: Recor
         for side, part in zip(_sides(split), parts, strict=True):
             key = f"{folder.name}/{side}"
             own = {"key": key, "kind": policy.kind, "context": policy.context, "pad": tokenizer.pad}
-            _write(done / side, part, {**own, "left_out": left_out})
+            _write(done / side, part, {**own, "left_out": left_out, "unread": unread})
         commit_folder(done, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -260,23 +291,45 @@ def _encoded(
 ) -> dict[str, Any]:
     """A row's samples; none, and the reason, where it cannot be used."""
     found = {"line": line_of(row, index), "tokens": [], "learned": [], "images": [], "reason": "", "why": "",
-             "rendered": False}  # fmt: skip
+             "rendered": False, "row": "", "unread": [], "kinds": []}  # fmt: skip
     try:
         record = record_of(row)
+        found["kinds"] = list(kinds_of(record))
+        said = read(record, policy.kind)
         if policy.kind == "samples":
-            record, found["images"] = with_images(record, root)
-        samples = KINDS[policy.kind](record, tokenizer)
+            said, found["images"] = with_images(said, root)
+        elif policy.kind == "prompts":  # which no objective draws answers to: it says so itself
+            found["images"] = images_in(said)
+        samples = encode(said, policy.kind, tokenizer)
+        turns = [turn for part in (said.prompt, *said.answers) if isinstance(part, list) for turn in part]
+        found["unread"] = [*said.unread, *(f"messages.{n}" for n in unshown(tokenizer, turns, said.tools))]
+        if policy.kind == "prompts":
+            whole = row_of(record, said, tokenizer)
+            found["row"], found["unread"] = json.dumps(whole, default=str), []  # rewards are given all of it
+            for need in policy.needs:
+                NEEDS[need](whole)
     except LineError as error:
         return {**found, "reason": BROKEN, "why": str(error)[:LONGEST_WHY], "chat": False}
-    found["chat"] = any(isinstance(record.get(name), list) for name in CHATS)
-    found["rendered"] = not found["chat"] and is_rendered(tokenizer, *(record.get(name) for name in TEXTS))
+    except Exception as error:  # data can be anything; which line it is says more than a traceback
+        why = f"{type(error).__name__}: {error}"[:LONGEST_WHY]
+        return {**found, "reason": BROKEN, "why": why, "chat": False}
+    if is_json(row) and has_nulls(record):
+        found["unread"] += [NULLS]
+    texts = [said.prompt, *said.answers, *(text for text, _ in said.segments)]
+    found["chat"], found["rendered"] = said.is_chat, not said.is_chat and is_rendered(tokenizer, *texts)
+    is_prompt = policy.kind == "prompts"
     longest = max(len(tokens) for tokens, _ in samples) - 1
+    if is_prompt:  # whose own answer is no part of any row
+        ids, answered = samples[0]
+        longest = (int(np.argmax(answered)) if answered.any() else len(ids)) - 1
     long, why = longest > policy.context, ""
-    if long and (policy.too_long != "truncate" or found["images"]):  # half an image is none
+    # Half an image is none, and half a prompt asks something else.
+    if long and (policy.too_long != "truncate" or found["images"] or is_prompt):
         why = f"takes {longest} positions, the context has {policy.context}"
-    samples = [tuple(part[: policy.context + 1] for part in each) for each in samples]
+    if not is_prompt:
+        samples = [tuple(part[: policy.context + 1] for part in each) for each in samples]
     # The first token is never a target: nothing stands before it.
-    if not why and not all(learned[1:].any() for _, learned in samples):
+    if not why and not is_prompt and not all(learned[1:].any() for _, learned in samples):
         why = "no token is left to learn"
     if not why and policy.kind == "pairs" and np.array_equal(samples[0][0], samples[1][0]):
         why = "chosen and rejected differ only after the context"
@@ -290,6 +343,8 @@ def _kept(path: Path, encoded: Dataset, policy: RecordPolicy) -> tuple[Dataset, 
     reasons = np.array(encoded["reason"][:])
     left_out = {name: int((reasons == name).sum()) for name in (BROKEN, TOO_LONG)}
     refused = [name for name, count in left_out.items() if count and getattr(policy, name) == "refuse"]
+    if left_out[BROKEN]:
+        _check_kind(path, encoded, reasons, policy.kind)
     if refused:
         wrong = encoded.select(np.flatnonzero(np.isin(reasons, refused)), keep_in_memory=True)
         lines = [f"{path}:{row['line']}: {row['why']}" for row in wrong.select(range(min(len(wrong), SHOWN)))]
@@ -307,6 +362,21 @@ def _kept(path: Path, encoded: Dataset, policy: RecordPolicy) -> tuple[Dataset, 
         notes = [f"{count} {name.replace('_', ' ')}" for name, count in left_out.items() if count]
         raise ConfigError(f"{path}: nothing to learn from ({', '.join(notes) or 'no records'}).")
     return kept, left_out
+
+
+def _check_kind(path: Path, encoded: Dataset, reasons: np.ndarray, kind: str) -> None:
+    """Refuse a file whose records are all of another kind: one error, whatever becomes of broken lines."""
+    forms = [kinds for kinds in encoded["kinds"][:] if kinds]
+    if (reasons == "").any() or not forms or any(kind in kinds for kinds in forms):
+        return
+    found = {name: sum(kinds[0] == name for kinds in forms) for name in OBJECTIVES}
+    held = max(found, key=found.__getitem__)
+    what, ways = OBJECTIVES[held][0], [OBJECTIVES[held][1]] if held != "answers" else []
+    many = f"{'all' if found[held] == len(forms) else found[held]} of its {len(forms)} records"
+    raise ConfigError(
+        f"{path}: holds {what} ({many}), and {OBJECTIVES[kind][1]} learns from {OBJECTIVES[kind][0]}. "
+        f"Fix: {', or '.join([*ways, f'name a file of {OBJECTIVES[kind][0]}'])}."
+    )
 
 
 def _write(folder: Path, part: Dataset, facts: Mapping[str, Any]) -> None:
@@ -327,6 +397,8 @@ def _write(folder: Path, part: Dataset, facts: Mapping[str, Any]) -> None:
             most = max(most, *map(len, block["images"].to_pylist()))
     if most:
         part.select_columns(["images"]).save_to_disk(str(folder / "images"))
+    if facts["kind"] == "prompts":
+        part.select_columns(["row"]).save_to_disk(str(folder / "rows"))
     lengths = np.concatenate(sizes).astype(np.int64)
     np.concatenate([[0], np.cumsum(lengths)]).tofile(folder / "starts.bin")
     known = {

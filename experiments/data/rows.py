@@ -6,17 +6,17 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from experiments.configs.train import ConfigError
 from experiments.data.files import LineError
+from experiments.data.look import PARQUET, SEVERAL, look
 from fnshard.errors import MissingExtraError
 
 Dataset = Any  # `datasets.Dataset`
 LINE, JSON = "line", "json"  # columns of files of JSON: their records have fields of all kinds
-PARQUET = b"PAR1"
-ONE, SEVERAL = "state.json", "dataset_dict.json"  # files in a folder of `save_to_disk`: one split, or several
 ROWS_A_PROCESS = 4096  # fewer rows are mapped sooner than another process starts
 
 
@@ -41,16 +41,13 @@ def library() -> Any:
 
 
 def readable(path: str | Path) -> Path:
-    """A name of data, looked at and not read.
+    """Return a name of data that was looked at, and not read.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: it is no file of records; see `look`.
     """
     path = Path(path)
-    if not (path.is_file() or (path / ONE).is_file() or (path / SEVERAL).is_file()):
-        kinds = "JSONL (one object a line), a list of JSON, Parquet; or a folder of save_to_disk"
-        state = "is a folder, and none of save_to_disk" if path.is_dir() else "there is no such file"
-        raise ConfigError(f"{path}: {state}. Fix: name a file: {kinds}.")
+    look(path)
     return path
 
 
@@ -68,17 +65,28 @@ def rows_of(path: Path, work: Path) -> Dataset:
     try:
         if path.is_dir():
             name = path / "train" if (path / SEVERAL).is_file() else path
-            return datasets.load_from_disk(str(name))
+            return _undecoded(datasets.load_from_disk(str(name)))
         with path.open("rb") as file:
             parquet = file.read(len(PARQUET)) == PARQUET
         if parquet:
-            return datasets.Dataset.from_parquet(str(path), cache_dir=str(work))
+            return _undecoded(datasets.Dataset.from_parquet(str(path), cache_dir=str(work)))
         features = datasets.Features({LINE: datasets.Value("int64"), JSON: datasets.Value("large_binary")})
         rows = {"gen_kwargs": {"path": str(path)}, "features": features, "cache_dir": str(work)}
         return datasets.Dataset.from_generator(_records_of_json, **rows)
     except Exception as error:  # the library and those below it raise errors of every kind
         cause = error.__cause__ or error
         raise ConfigError(f"{path} cannot be read: {type(cause).__name__}: {cause}.") from error
+
+
+def _undecoded(rows: Dataset) -> Dataset:
+    """Return a table whose images and sounds are paths and bytes: reading it opens none."""
+    datasets = library()
+    for name, feature in rows.features.items():
+        inner = feature.feature if isinstance(feature, datasets.List) else feature
+        if getattr(inner, "decode", False) is True:
+            plain = replace(inner, decode=False)
+            rows = rows.cast_column(name, datasets.List(plain) if inner is not feature else plain)
+    return rows
 
 
 def _records_of_json(path: str) -> Iterator[dict[str, Any]]:
@@ -94,9 +102,14 @@ def _records_of_json(path: str) -> Iterator[dict[str, Any]]:
                 yield {LINE: number, JSON: line}
 
 
+def is_json(row: Mapping[str, Any]) -> bool:
+    """Return whether a row is of a file of JSON, and not of a table."""
+    return row.keys() == {LINE, JSON}
+
+
 def line_of(row: Mapping[str, Any], index: int) -> int:
     """The number, from 1, of the line or record that a row is."""
-    return row[LINE] if row.keys() == {LINE, JSON} else index + 1
+    return row[LINE] if is_json(row) else index + 1
 
 
 def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +118,7 @@ def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         LineError: its JSON is broken, or no object.
     """
-    if row.keys() != {LINE, JSON}:
+    if not is_json(row):
         return {name: value for name, value in row.items() if value is not None}
     try:
         record = json.loads(row[JSON])

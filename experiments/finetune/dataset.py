@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby, takewhile
 from operator import itemgetter
@@ -25,6 +25,7 @@ from experiments.data.loader import Loader, place_of
 from experiments.data.prepared import Prepared, RecordPolicy, open_prepared, prepare
 from experiments.data.tokenizer import DirectoryTokenizer, Tokenizer, open_directory
 from experiments.finetune.config import FinetuneConfig
+from experiments.finetune.rewards import needs_of
 from experiments.finetune.tasks import task_files
 from experiments.finetune.vision import Vision
 from experiments.finetune.vision_models import image_files
@@ -42,11 +43,16 @@ BUILT_IN: dict[str, Callable[[Path], tuple[Path, Path]]] = {
 
 @dataclass(frozen=True)
 class Example:
-    """A held-out prompt, and its author's answer."""
+    """A held-out prompt, and its author's answer.
+
+    Args:
+        row: the record of a prompt, as rewards are given it.
+    """
 
     prompt: list[int]
     answer: list[int]
     images: Sequence[str] = ()
+    row: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -131,10 +137,13 @@ class FinetuneData:
     def example(self, data: Prepared, number: int) -> Example:
         """A sample's prompt, and what follows it."""
         tokens, learned = data.sample(number)
-        first = int(self._prompts(np.argmax(learned), np.int64(len(tokens))))
+        start = np.argmax(learned) if learned.any() else np.int64(len(tokens))  # a prompt without an answer
+        first = int(self._prompts(start, np.int64(len(tokens))))
         after = np.flatnonzero(learned[first:] == 0)
         last = first + int(after[0]) if len(after) else len(tokens)
-        return Example(tokens[:first].tolist(), tokens[first:last].tolist(), data.images_of(number))
+        return Example(
+            tokens[:first].tolist(), tokens[first:last].tolist(), data.images_of(number), data.row_of(number)
+        )
 
     def longest_prompt(self, data: Prepared) -> int:
         """Tokens of a sample's prompt, at most."""
@@ -175,7 +184,8 @@ def prepared(config: FinetuneConfig) -> FinetuneConfig:
     """
     tokenizer, data = open_directory(config.model), config.data
     kind, cache = config.objective.kind, (DATA / "prepared").resolve()
-    policy = RecordPolicy(kind.records, data.context, data.broken, data.too_long)
+    needs = needs_of(config.objective.reward) if kind.data == "prompts" else ()
+    policy = RecordPolicy(kind.data, data.context, data.broken, data.too_long, needs)
     files = [data.train, data.held_out]
     if data.train is None:
         sees = tokenizer.images and kind.data == "samples"

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 import fnshard as fs
 from experiments.configs.train import ConfigError
+from experiments.data.files import read_json
 from experiments.finetune.architecture import (
     StatelessCache,
     cache_parameter,
@@ -28,6 +30,7 @@ from experiments.finetune.architecture import (
 from experiments.finetune.vision import Vision, vision_of
 from fnshard.errors import report
 from fnshard.functional import aliases
+from fnshard.hf.reading import quantised_by
 from fnshard.losses import IGNORE, linear_token_losses
 
 Mask = Tensor | dict[str, Tensor] | None
@@ -340,6 +343,7 @@ def from_directory(path: str | Path, dtype: torch.dtype = torch.float32) -> Lang
         names = {p.name for p in folder.iterdir()}
         wrong += ["there is no config.json"] if "config.json" not in names else []
         wrong += ["there are no *.safetensors files"] if not any(folder.glob("*.safetensors")) else []
+        check_codes(folder)
     if wrong:
         raise ConfigError(_unreadable(folder, wrong))
     try:
@@ -347,6 +351,27 @@ def from_directory(path: str | Path, dtype: torch.dtype = torch.float32) -> Lang
     except (ValueError, KeyError, OSError, TypeError) as error:
         raise ConfigError(_unreadable(folder, [f"config.json: {_line(error)}"])) from error
     return from_config(config, dtype)
+
+
+def check_codes(folder: Path) -> None:
+    """Refuse a directory whose weights are codes of a quantisation.
+
+    Raises:
+        ConfigError: which, and what to name in its place.
+    """
+    if "quantization_config" not in read_json(folder / "config.json"):
+        return
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as file:
+                codes = quantised_by(file.keys())
+        except (OSError, SafetensorError):
+            continue  # which who reads the weights names
+        if codes:
+            raise ConfigError(
+                f"model={folder}: {path.name} holds codes of {codes[0]}, as {codes[1]!r}. "
+                "Fix: name the directory that it was made from; method=qlora4 makes codes of it itself."
+            )
 
 
 def _line(error: Exception) -> str:

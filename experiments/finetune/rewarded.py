@@ -17,6 +17,7 @@ from torch import Tensor
 import fnshard as fs
 from experiments.configs.train import ConfigError
 from experiments.data.loader import order
+from experiments.data.tokenizer import DirectoryTokenizer
 from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.dataset import Example, FinetuneData
 from experiments.finetune.decode import first_of, next_of
@@ -133,7 +134,7 @@ class RewardedBatches:
         params = self.gather(state.params)
         answers = self.rollouts(params, [e.prompt for e in examples], torch.cat(drawn))
         del params
-        each = self._rewards(examples, answers)
+        each = self._rewards(examples, answers, [example.row for example in examples])
         rewards = sum(torch.tensor(each[own.name]) * own.weight for own in self.rewards)
         shown = {f"reward_{name}": torch.tensor(values) for name, values in each.items()}
         batch = {**self._rows(examples, answers), "rewards": rewards, "each": shown if len(each) > 1 else {}}
@@ -158,7 +159,8 @@ class RewardedBatches:
         examples = [data.example(data.held_out, int(n)) for n in mine]
         drawn = torch.cat([self._numbers(0, int(n), 1) for n in mine]) if len(mine) else torch.zeros(0, 0)
         answers = self.rollouts(self.gather(params), [e.prompt for e in examples], drawn)
-        sums = {name: math.fsum(values) for name, values in self._rewards(examples, answers).items()}
+        found = self._rewards(examples, answers, [example.row for example in examples])
+        sums = {name: math.fsum(values) for name, values in found.items()}
         every = list(map(json.loads, self.exchange(json.dumps(sums))))
         ranks = self.mesh.size // self.mesh.data_size  # that hold the same rows
         return {name: math.fsum(each[name] for each in every) / ranks / len(numbers) for name in sums}
@@ -167,13 +169,35 @@ class RewardedBatches:
         draw = np.random.default_rng([self.of.config.run.seed, step, prompt])
         return torch.from_numpy(draw.random((group, self.rollouts.length)))
 
-    def _rewards(self, examples: Sequence[Example], answers: Answers) -> dict[str, list[float]]:
+    def _rewards(
+        self, examples: Sequence[Example], answers: Answers, records: Sequence[Mapping[str, Any]] = ()
+    ) -> dict[str, list[float]]:
+        """Reward answers, by name of the reward.
+
+        Args:
+            records: of the prompts, as `Prepared.row_of` has them; a prompt without one is known by its
+                tokens alone.
+        """
+        if not examples:
+            return {own.name: [] for own in self.rewards}
         tokenizer, ends = self.of.data.tokenizer, self.rollouts.stops
-        texts = lambda rows: [tokenizer.decode([t for t in row if t not in ends]) for row in rows]  # noqa: E731
-        prompts, own = texts(e.prompt for e in examples), texts(e.answer for e in examples)
-        rows = [{"prompt": p, "response": r} for p, r in zip(prompts, own, strict=True)]
-        given = prompts, texts(answers.texts()), rows
-        return {own.name: checked(own.reward, *given) if rows else [] for own in self.rewards}
+        plain = lambda ids: tokenizer.decode([t for t in ids if t not in ends])  # noqa: E731
+        drawn = answers.texts()
+        prompts, rows = [], []
+        for example, ids, record in zip(examples, drawn, records or [{}] * len(examples), strict=True):
+            prompt, is_rendered = _prompt_text(tokenizer, example.prompt)
+            row = {"response": plain(example.answer), **record, "prompt": prompt}
+            if is_rendered:
+                row.setdefault("messages", None)
+            if row.get("messages"):
+                said = tokenizer.decode([t for t in ids if t not in ends], control=True)
+                row["conversation"] = [*row["messages"], {"role": "assistant", "content": said}]
+            elif is_rendered:
+                row["conversation"] = prompt + tokenizer.decode(ids, control=True)
+            prompts.append(prompt)
+            rows.append(row)
+        texts = {False: list(map(plain, drawn)), True: [tokenizer.decode(ids, control=True) for ids in drawn]}
+        return {own.name: checked(own.reward, prompts, texts[own.control], rows) for own in self.rewards}
 
     def _rows(self, examples: Sequence[Example], answers: Answers) -> Mapping[str, Tensor]:
         batch = self.of.blank()
@@ -207,6 +231,15 @@ def rewarded_batches(
     values = fs.shard_forward(values_of(tuning), specs, **how) if config.kind.values else None
     gather = (lambda blocks: fs.reshard(blocks, specs, whole, mesh)) if once else (lambda blocks: blocks)
     return RewardedBatches(of, rollouts, of.rewards, mesh, exchange, gather, size if once else None, values)
+
+
+def _prompt_text(tokenizer: DirectoryTokenizer, ids: Sequence[int]) -> tuple[str, bool]:
+    """Return a prompt's text, and whether a chat template has rendered it: then its control tokens are
+    spelled, since they say who speaks."""
+    begin = len(tokenizer.begin) if tuple(ids[: len(tokenizer.begin)]) == tokenizer.begin else 0
+    text = tokenizer.decode(ids[begin:])
+    is_rendered = tokenizer.decode(ids[begin:], control=True) != text
+    return (tokenizer.decode(ids, control=True), True) if is_rendered else (text, False)
 
 
 def _fits(size: int, mesh: fs.Mesh) -> bool:

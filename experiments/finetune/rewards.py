@@ -1,7 +1,16 @@
 """Rewards: functions (prompts, answers, rows) -> a number for each answer.
 
-`rows`: the records, `{"prompt": ..., "response": ...}`. A reward of one's own is named by `_target_`; the
-directory of a model is one, too.
+`prompts`: texts; those that a chat template has rendered are with their control tokens. `answers`: texts
+without control tokens; with all of them, the end of the answer too, where a reward says `control: true`.
+
+`rows`: the records, all of their fields, among these
+
+- `prompt` and `response`: texts; "" where the record has no response;
+- `messages`: the conversation that asks for the answer; of a text one message of a user, and None of a text
+  that a chat template has rendered;
+- `conversation`: the same with the answer behind it, whose control tokens are spelled.
+
+A reward of one's own is named by `_target_`; the directory of a model is one, too.
 """
 
 from __future__ import annotations
@@ -16,13 +25,16 @@ from typing import Any
 
 import torch
 
-from experiments.configs.checks import TARGET
+from experiments.configs.checks import TARGET, describe
 from experiments.configs.train import ConfigError
+from experiments.data.fields import words_of
+from experiments.data.files import first_few
+from experiments.data.records import last_number
 from experiments.finetune.tasks import solved
 from experiments.training.own import made
 from fnshard.errors import report
 
-Rows = Sequence[Mapping[str, str]]
+Rows = Sequence[Mapping[str, Any]]
 Reward = Callable[[Sequence[str], Sequence[str], Rows], Sequence[float]]
 
 
@@ -33,13 +45,8 @@ def exact(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[fl
 
 def number(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
     """1 where the last number of an answer is the last one of the record's response (GSM8K's measure)."""
-    found = [(_last_number(a), _last_number(row["response"])) for a, row in zip(answers, rows, strict=True)]
+    found = [(last_number(a), last_number(row["response"])) for a, row in zip(answers, rows, strict=True)]
     return [float(mine is not None and mine == theirs) for mine, theirs in found]
-
-
-def _last_number(text: str) -> float | None:
-    found = re.findall(r"-?\d[\d,]*\.?\d*", text)
-    return float(found[-1].replace(",", "")) if found else None
 
 
 def form(prompts: Sequence[str], answers: Sequence[str], rows: Rows, *, pattern: str) -> list[float]:
@@ -60,20 +67,30 @@ def places(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[f
 
 REWARDS: Mapping[str, Reward] = {"exact": exact, "number": number, "format": form, "length": length,
                                  "places": places, "solved": solved}  # fmt: skip
+NEEDS = {"exact": "response", "places": "response", "solved": "response", "number": "number"}
 
 
 @dataclass(frozen=True)
 class Weighted:
-    """A reward, its name in metrics, and what it counts in the sum."""
+    """A reward, its name in metrics, what it counts in the sum, and whether it reads answers with their
+    control tokens."""
 
     name: str
     reward: Reward
     weight: float = 1.0
+    control: bool = False
+
+
+def needs_of(chosen: Any) -> tuple[str, ...]:
+    """Return what the records' own answers have to hold for these rewards, as `records.NEEDS` has it."""
+    every = chosen if isinstance(chosen, list | tuple) else [chosen]
+    names = [each.get("name") if isinstance(each, Mapping) else each for each in every]
+    return tuple(sorted({NEEDS[name] for name in names if name in NEEDS}))
 
 
 def rewards_of(chosen: Any, device: torch.device | str = "cpu") -> tuple[Weighted, ...]:
-    """Rewards by name, by mappings of `_target_` (or `name`), `weight` and arguments, or by directories: one,
-    or a list of them.
+    """Rewards by name, by mappings of `_target_` (or `name`), `weight`, `control` and arguments, or by
+    directories: one, or a list of them.
 
     Args:
         device: where models compute.
@@ -94,8 +111,12 @@ def _weighted(chosen: str | Mapping[str, Any], device: torch.device | str) -> We
     weight = how.pop("weight", 1.0)
     if not isinstance(weight, int | float) or not math.isfinite(weight):
         raise ConfigError(f"objective.reward: weight={weight}: expected a number.")
+    control = how.pop("control", False)
+    if not isinstance(control, bool):
+        raise ConfigError(f"objective.reward: control={control}: expected true or false.")
     if TARGET in how:
-        return Weighted(how[TARGET].rpartition(".")[2], made("objective.reward", how, partly=True), weight)
+        reward = made("objective.reward", how, partly=True)
+        return Weighted(how[TARGET].rpartition(".")[2], reward, weight, control)
     name = str(how.pop("name", None))
     if Path(name).is_dir():
         return Weighted(Path(name).name, model_reward(name, device), weight)
@@ -104,12 +125,12 @@ def _weighted(chosen: str | Mapping[str, Any], device: torch.device | str) -> We
             f"objective.reward={name}: one of {', '.join(REWARDS)}, a mapping with _target_, or "
             "the directory of a model that gives a number."
         )
-    return Weighted(name, partial(REWARDS[name], **how), weight)
+    return Weighted(name, partial(REWARDS[name], **how), weight, control)
 
 
 def model_reward(folder: str, device: torch.device | str) -> Reward:
-    """The number that a reward model of transformers gives (a sequence classifier with one label), which each
-    rank holds whole. Where its tokenizer has a chat template, it reads a conversation of two messages.
+    """Return the number that a reward model of transformers gives, a sequence classifier with one label,
+    which each rank holds whole. It reads the conversation in its own chat template.
 
     Raises:
         ConfigError: the directory holds none.
@@ -125,16 +146,31 @@ def model_reward(folder: str, device: torch.device | str) -> Reward:
         raise ConfigError(f"objective.reward={folder}: it has {model.config.num_labels} labels; expected: 1.")
     model.to(device).eval().requires_grad_(False)
 
-    def ids_of(prompt: str, answer: str) -> torch.Tensor:
-        if not tokenizer.chat_template:
-            return tokenizer(prompt + answer, return_tensors="pt")["input_ids"]
+    def ids_of(prompt: str, answer: str, row: Mapping[str, Any]) -> torch.Tensor:
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-        return tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)["input_ids"]
+        turns = row.get("conversation") or turns
+        if isinstance(turns, str):  # a text that a chat template has rendered
+            ids = tokenizer(turns, add_special_tokens=False, return_tensors="pt")["input_ids"]
+            if not set(ids[0].tolist()) & set(tokenizer.all_special_ids):
+                raise ConfigError(
+                    f"objective.reward={folder}: the records hold texts of another chat template. "
+                    "Fix: write them as messages, of which the reward model's own template makes its text."
+                )
+            return ids
+        turns = [{**turn, "content": words_of(turn)} for turn in turns]
+        if tokenizer.chat_template:
+            return tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)["input_ids"]
+        if len(turns) > 2:
+            raise ConfigError(
+                f"objective.reward={folder}: it has no chat template, and a prompt is one of several "
+                "messages. Fix: write one into its tokenizer_config.json, or take prompts that are texts."
+            )
+        return tokenizer("".join(turn["content"] for turn in turns), return_tensors="pt")["input_ids"]
 
     def reward(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
         numbers = []
-        for prompt, answer in zip(prompts, answers, strict=True):  # alone: no padding to get wrong
-            numbers.append(model(ids_of(prompt, answer).to(model.device)).logits.item())
+        for each in zip(prompts, answers, rows, strict=True):  # alone: no padding to get wrong
+            numbers.append(model(ids_of(*each).to(model.device)).logits.item())
         return numbers
 
     return reward
@@ -147,14 +183,23 @@ def checked(reward: Reward, prompts: Sequence[str], answers: Sequence[str], rows
         ConfigError: the reward gives something else, by prompt; or raises.
     """
     try:
-        found = reward(prompts, answers, rows)
-        numbers = [float(value) for value in found]
+        found = list(reward(prompts, answers, rows))
+    except ConfigError:
+        raise
     except Exception as error:  # the user's own code
-        raise ConfigError(f"objective.reward: {type(error).__name__}: {error}") from error
-    if len(numbers) != len(prompts):
-        what = f"{len(numbers)} numbers for {len(prompts)} answers"
+        raise ConfigError(f"objective.reward: {describe(error)}") from error
+    if len(found) != len(prompts):
+        what = f"{len(found)} numbers for {len(prompts)} answers"
         raise ConfigError(f"objective.reward: {what}, the first of them to {prompts[0]!r}.")
+    numbers, wrong = [], []
+    for prompt, answer, value in zip(prompts, answers, found, strict=True):
+        try:
+            numbers.append(float(value))
+        except (TypeError, ValueError):
+            wrong.append(f"{prompt!r} -> {answer!r}: {value!r}")
+    if wrong:
+        raise ConfigError(report("objective.reward: expected numbers, got:", first_few(wrong, 10)))
     wrong = [f"{prompts[n]!r} -> {answers[n]!r}: {v}" for n, v in enumerate(numbers) if not math.isfinite(v)]
     if wrong:
-        raise ConfigError(report("objective.reward: numbers that are not finite:", wrong[:10]))
+        raise ConfigError(report("objective.reward: numbers that are not finite:", first_few(wrong, 10)))
     return numbers

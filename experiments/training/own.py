@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 import fnshard as fs
-from experiments.configs.checks import TARGET, attempt, refusal
+from experiments.configs.checks import TARGET, attempt, describe, refusal
 from experiments.configs.train import OWN_ROWS, ConfigError, TrainConfig, rows_of
 from experiments.data.loader import Loader, place_of
 from fnshard.losses import Mean
@@ -32,9 +32,10 @@ def made(group: str, values: Mapping[str, Any], *arguments: Any, partly: bool = 
     try:
         return instantiate(dict(values), *arguments, _convert_="all", _partial_=partly)
     except InstantiationException as error:
-        raise ConfigError(
-            f"{group}.{TARGET}={values[TARGET]}: {' '.join(str(error).splitlines()[:2])}"
-        ) from error
+        said = " ".join(str(error).splitlines()[:2])
+        if (own := describe(error)).endswith(")"):  # its file and line
+            said = f"{said.partition(':')[0].partition(', set env var')[0]}: {own}"
+        raise ConfigError(f"{group}.{TARGET}={values[TARGET]}: {said}") from error
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,20 @@ class Items:
         return len(self.items)
 
     def batch(self, numbers: np.ndarray) -> tuple[Any, ...]:
-        batch = default_collate([self.items[int(number)] for number in numbers])
+        items = []
+        for number in map(int, numbers):
+            try:
+                items.append(self.items[number])
+            except Exception as error:  # the user's own code
+                raise ConfigError(f"data: item {number}: {describe(error)}") from error
+        try:
+            batch = default_collate(items)
+        except Exception as error:
+            first = ", ".join(map(str, numbers[:8].tolist()))
+            raise ConfigError(
+                f"data: the items {first}{', ...' if len(numbers) > 8 else ''} make no batch: "
+                f"{type(error).__name__}: {error}. Fix: give all of them equal shapes and types."
+            ) from error
         return tuple(batch) if isinstance(batch, list | tuple) else (batch,)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -228,6 +228,11 @@ def match_tensors(
     ignore: Sequence[str],
 ) -> tuple[dict[str, LeafSource], dict[str, Tensor]]:
     """What fills each leaf: a tensor of the files, or a full value."""
+    if codes := quantised_by(n for n in tensors if not any(fnmatch.fnmatchcase(n, g) for g in ignore)):
+        raise StateError(
+            f"the files hold codes of {codes[0]}, as {codes[1]!r}, which are not decoded.",
+            fix="name the directory that they were made from, whose weights are numbers.",
+        )
     sources: dict[str, LeafSource] = {}
     values: dict[str, Tensor] = {}
     absent: list[str] = []
@@ -259,6 +264,23 @@ def match_tensors(
         }
     )
     return sources, values | made
+
+
+CODES: Mapping[str, tuple[str, ...]] = {  # what stands beside the codes of a matrix, by who writes them
+    "bitsandbytes": (".absmax", ".quant_map", ".SCB", ".weight_format"),
+    "GPTQ or AWQ": (".qweight", ".qzeros"),
+    "fp8": (".weight_scale_inv", ".weight_scale"),
+    "mxfp4": ("_proj_blocks", "_proj_scales"),
+}
+
+
+def quantised_by(names: Iterable[str]) -> tuple[str, str] | None:
+    """Return what has quantised some tensors, and the name that shows it; None of plain ones."""
+    for name in names:
+        for kind, ends in CODES.items():
+            if name.endswith(ends):
+                return kind, name
+    return None
 
 
 _FIXES = {

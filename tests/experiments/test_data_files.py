@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
+import pickle
 import sys
 
 import numpy as np
@@ -203,6 +207,110 @@ def test_files_that_cannot_be_read(tmp_path, byte_directory):
         (tmp_path / "good.jsonl").write_text('{"text": "a"}')
         policy, cache = RecordPolicy("samples", 9), tmp_path / "empty.jsonl" / "below"
         prepare(tmp_path / "good.jsonl", byte_directory, policy, cache=cache)
+
+
+MANY = [{"prompt": f"{n}", "response": "a"} for n in range(60)]
+LINES = "".join(f"{json.dumps(record)}\n" for record in MANY)
+OTHERS = {  # what is no file of records: what it is, and the way out
+    "nothing": (b"", "is empty", "JSONL"),
+    "blanks": (b" \n\n", "no data", "JSONL"),
+    "gzip": (gzip.compress(LINES.encode()), "gzip", "gunzip"),
+    "bzip2": (bz2.compress(LINES.encode()), "bzip2", "bunzip2"),
+    "xz": (lzma.compress(LINES.encode()), "xz", "unxz"),
+    "zip": (b"PK\x03\x04...", "zip", "unpack"),
+    "utf16": (LINES.encode("utf-16"), "UTF-16", "iconv"),
+    "utf16le": (LINES.encode("utf-16-le"), "UTF-16LE", "iconv"),
+    "utf16be": (LINES.encode("utf-16-be"), "UTF-16BE", "iconv"),
+    "utf32": (LINES.encode("utf-32"), "UTF-32", "iconv"),
+    "csv": (b"prompt,response\na,b\n", "CSV, with the columns prompt, response", "JSONL"),
+    "tsv": (b"prompt\tresponse\na\tb\n", "TSV", "JSONL"),
+    "text": (b"once upon a time\nthere was\n", "plain text", "JSONL"),
+    "page": (b"<!DOCTYPE html>\n<html></html>", "HTML", "JSONL"),
+    "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n", "Git LFS", "git lfs pull"),
+    "pickle": (pickle.dumps(MANY), "pickle", "JSONL"),
+    "weights": (b"\x40" + bytes(7) + b'{"a":{"dtype":"F32","shape":[1]}}', "safetensors", "JSONL"),
+    "arrow": (b"ARROW1\0\0", "Arrow", "save_to_disk"),
+    "bytes": (bytes(range(1, 256)) + bytes(9), "no text", "JSONL"),
+    "one object": (json.dumps({"data": MANY}).encode(), "'data' lists 60 records", "list"),
+    "one object, indented": (json.dumps({"data": MANY}, indent=1).encode(), "'data' lists 60", "list"),
+    "one object, large": (json.dumps({"data": MANY * 700}, indent=1).encode(), "lists 42000", "list"),
+    "by name": (json.dumps({"1": MANY[0], "2": MANY[1]}).encode(), "a record under each name", "list"),
+    "columns": (b'{"prompt": ["a", "b"], "response": ["c", "d"]}', "a list for each column", "read_json"),
+    "indented": (json.dumps(MANY[0], indent=1).encode(), "over several lines", "one object a line"),
+    "all indented": (b"\n".join(json.dumps(r, indent=1).encode() for r in MANY), "over several", "line"),
+    "commas": (b",\n".join(json.dumps(r, indent=1).encode() for r in MANY), "commas", "[ before"),
+    "python": (b"".join(f"{r}\n".encode() for r in MANY), "single quotes", "json.dumps"),
+    "texts": (b'["a",\n"b"]', "not of objects", "JSONL"),
+    "an empty list": (b"[]", "empty list", "JSONL"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_is_no_file_of_records_is_one_error(byte_directory, tmp_path, name):
+    content, what, way = OTHERS[name]
+    (tmp_path / name).write_bytes(content)
+    for broken in ("refuse", "skip"):
+        with pytest.raises(ConfigError) as error:
+            policy = RecordPolicy("samples", 9, broken=broken)
+            prepare(tmp_path / name, byte_directory, policy, cache=tmp_path / "cache")
+        head, fix = str(error.value).split("Fix: ")
+        assert "\n" not in str(error.value) and str(tmp_path / name) in head and what in head and way in fix
+
+
+def test_folders_that_hold_something_else(byte_directory, tmp_path):
+    def error_of() -> str:
+        with pytest.raises(ConfigError) as error:
+            prepare(tmp_path / "it", byte_directory, RecordPolicy("samples", 9), cache=tmp_path / "cache")
+        return str(error.value)
+
+    (tmp_path / "it").mkdir()
+    (tmp_path / "it" / "a.jsonl").write_text(LINES)
+    assert f"name the file in it: {tmp_path / 'it' / 'a.jsonl'}" in error_of()
+    (tmp_path / "it" / "b.jsonl").write_text(LINES)
+    assert "a.jsonl, b.jsonl" in error_of()
+    (tmp_path / "it" / "config.json").write_text("{}")
+    assert "holds a model" in error_of()
+
+
+OF_A_KIND = {
+    "samples": {"prompt": "a", "response": "b"},
+    "pairs": {"prompt": "a", "chosen": "b", "rejected": "c"},
+    "prompts": {"messages": [USER]},
+    "answers": {"prompt": "a", "completion": "b", "label": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("there", "wanted"),
+    [
+        ("samples", "pairs"),
+        ("pairs", "samples"),
+        ("prompts", "samples"),
+        ("prompts", "pairs"),
+        ("answers", "samples"),
+    ],
+)
+def test_a_file_for_another_objective_is_one_error(prepared_from, tmp_path, there, wanted):
+    """Whatever becomes of broken lines: there are no others."""
+    for broken in ("refuse", "skip"):
+        with pytest.raises(ConfigError) as error:
+            prepared_from([OF_A_KIND[there]] * 60, kind=wanted, broken=broken)
+        (line,) = str(error.value).splitlines()
+        objectives = {"samples": "sft", "pairs": "dpo", "prompts": "grpo"}
+        assert str(tmp_path / "data.jsonl") in line and "60 records" in line and "data.broken" not in line
+        assert f"objective={objectives[wanted]} learns from" in line
+        assert there == "answers" or f"Fix: objective={objectives[there]}" in line
+    with pytest.raises(ConfigError, match="60 lines cannot be used"):  # some are right: the others are named
+        prepared_from([*[OF_A_KIND[there]] * 60, OF_A_KIND[wanted]], kind=wanted)
+
+
+def test_any_error_of_a_record_has_its_line(prepared_from, tmp_path, monkeypatch):
+    def fails(*_):
+        raise ZeroDivisionError("by hand")
+
+    monkeypatch.setattr(prepared, "encode", fails)
+    with pytest.raises(ConfigError, match=r"data\.jsonl:2: ZeroDivisionError: by hand"):
+        prepared_from([b"", GOOD["samples"]])
 
 
 # ------------------------------------------------------------------ formats, splits, the cache

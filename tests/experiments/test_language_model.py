@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from families import FAMILIES, GPT2, LOCAL, SMALL, transformers
@@ -17,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import fnshard as fs
 from experiments.configs.train import ConfigError
 from experiments.finetune import lm
+from fnshard.errors import StateError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -240,6 +242,23 @@ def test_directories_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "odd/config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config.json: "):
         lm.from_directory(tmp_path / "odd")
+
+
+@pytest.mark.parametrize("end", ["absmax", "quant_map", "SCB", "qweight"])
+def test_a_directory_of_codes_is_one_error(tmp_path: Path, end: str) -> None:
+    """Before a rank starts; and in the library."""
+    folder = write(tmp_path / "codes", {"model_type": "llama", **SMALL, "quantization_config": {"bits": 4}})
+    names = [f"model.layers.{n}.mlp.up_proj.weight{dot}" for n in range(9) for dot in ("", f".{end}")]
+    safetensors.torch.save_file({name: torch.zeros(2) for name in names}, folder / "model.safetensors")
+    with pytest.raises(ConfigError) as refused:
+        lm.from_directory(folder)
+    with pytest.raises(StateError) as raised:
+        fs.hf.load(folder, {"a": fs.LayoutSpec().resolve(torch.zeros(2), "a")})
+    for error, lines in ((refused, 1), (raised, 2)):
+        assert len(str(error.value).splitlines()) == lines
+        assert ("bitsandbytes" in str(error.value)) == (end != "qweight") and "Fix: name the dir" in str(
+            error.value
+        )
 
 
 # ------------------------------------------------------------------ what is refused

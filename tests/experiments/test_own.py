@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from commands import run_command
@@ -22,6 +24,7 @@ from experiments.configs.machine import place
 from experiments.configs.train import ConfigError, TrainConfig
 from experiments.train import JOB, SPEC
 from experiments.training import loop
+from experiments.training.own import Items, made
 from experiments.training.result import read_result
 from fnshard.launcher.rank import Stop
 
@@ -61,6 +64,16 @@ class Memory:
         pass
 
 
+class Broken:
+    """Items of which one raises, and one is of another shape."""
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, number: int) -> Tensor:
+        return torch.zeros([3, 2][number == 5]) if number != 7 else {}["label"]
+
+
 HERE = (
     f"model._target_={__name__}.linear data._target_={__name__}.points objective._target_={__name__}.squares"
 )
@@ -70,6 +83,17 @@ OWN = (*HERE.split(), "model.width=3", "data.count=32", "data.rows=32", "data.he
 
 def config_of(*words: str) -> TrainConfig:
     return JOB.prepare(place(validate(SPEC, [*OWN, *words]), accelerators={}))
+
+
+def test_an_error_of_ones_own_data_has_its_file_and_line():
+    items = Items(Broken(), {})
+    with pytest.raises(ConfigError, match=rf"item 7: KeyError: 'label' \({re.escape(__file__)}:\d+\)"):
+        items.batch(np.array([1, 7]))
+    with pytest.raises(ConfigError, match=r"the items 1, 5 make no batch: .*Fix"):
+        items.batch(np.array([1, 5]))
+    target = {"_target_": f"{__name__}.points", "count": "many"}
+    with pytest.raises(ConfigError, match=rf"(?s)points'?: TypeError: .* \({re.escape(__file__)}:\d+\)"):
+        made("data", target)
 
 
 def test_functions_of_ones_own_train_and_resume(tmp_path, monkeypatch):

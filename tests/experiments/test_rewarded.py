@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +19,13 @@ from tuning import STEPS, config_of, tuned
 
 import fnshard as fs
 from experiments.configs.train import ConfigError
-from experiments.data.tokenizer import ByteTokenizer
+from experiments.data.prepared import RecordPolicy, prepare
+from experiments.data.tokenizer import ByteTokenizer, open_directory
 from experiments.finetune import lm, loop
+from experiments.finetune.dataset import FinetuneData
 from experiments.finetune.decode import decode_of, draw, first_of, next_of, prefill_of
 from experiments.finetune.rewarded import RewardedBatches
-from experiments.finetune.rewards import REWARDS, checked, rewards_of
+from experiments.finetune.rewards import REWARDS, Weighted, checked, rewards_of
 from experiments.finetune.rollout import Rollouts
 from experiments.finetune.tasks import solved, task_files, warming_files
 from experiments.training import steps
@@ -170,14 +173,29 @@ def ones(prompts: Any, answers: Any, rows: Any, *, value: float = 1.0) -> list[f
     [
         (lambda p, a, r: [1.0], "1 numbers for 2 answers, the first of them to 'one'"),
         (lambda p, a, r: [1.0, math.nan], "not finite:\n  'two' -> 'b': nan"),
-        (lambda p, a, r: [1.0, "x"], "ValueError: could not convert"),
+        (lambda p, a, r: [1.0, "x"], "expected numbers, got:\n  'two' -> 'b': 'x'"),
+        (lambda p, a, r: [None, 1.0], "expected numbers, got:\n  'one' -> 'a': None"),
+        (lambda p, a, r: 1.0, "TypeError"),
         (lambda p, a, r: r[9], "IndexError"),
     ],
 )
 def test_a_reward_that_gives_something_else_is_one_error(reward: Any, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         checked(reward, ["one", "two"], ["a", "b"], row("") * 2)
-    assert message in str(error.value)
+    assert message in str(error.value) and "float()" not in str(error.value)
+
+
+def test_an_error_of_ones_own_reward_has_its_file_and_line(tmp_path: Path, monkeypatch: Any) -> None:
+    """Not those of the library that it called."""
+    (tmp_path / "of_mine.py").write_text("import json\n\ndef reward(p, a, r):\n    return json.loads('{')\n")
+    (tmp_path / "of_yours.py").write_text("x = 1\ndef reward(:\n")
+    (tmp_path / "of_theirs.py").write_text("import of_yours\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    (made,) = rewards_of({"_target_": "of_mine.reward"})
+    with pytest.raises(ConfigError, match=re.escape(f"({tmp_path / 'of_mine.py'}:4)")):
+        checked(made.reward, ["one"], ["a"], row(""))
+    with pytest.raises(ConfigError, match=re.escape(f"({tmp_path / 'of_yours.py'}:2)")):
+        rewards_of({"_target_": "of_theirs.reward"})
 
 
 def test_a_reward_of_ones_own_is_named_by_its_path() -> None:
@@ -217,6 +235,94 @@ def test_a_reward_model_is_a_directory(model, tmp_path):
         transformers.AutoModelForSequenceClassification.from_config(two).save_pretrained(tmp_path / "two")
         ByteTokenizer().save(tmp_path / "two")
         rewards_of(str(tmp_path / "two"))
+
+
+TURNS = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+OTHER = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+
+
+def test_rewards_see_the_conversation_and_the_record(directory, tmp_path):
+    """All columns, messages, answers with their control tokens where a reward asks for these; a reward model
+    reads the conversation in its own template, and a rendered text as it is."""
+    transformers = pytest.importorskip("transformers")
+    names = {"eos_token": "<|im_end|>", "bos_token": "<s>"}
+    policy = open_directory(directory(tokenizer_config={**names, "chat_template": TURNS}))
+    config = transformers.LlamaConfig(
+        vocab_size=400, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_labels=1, pad_token_id=1,
+    )  # fmt: skip
+    judges = {}
+    for name, template in (("same", TURNS), ("other", OTHER), ("none", None)):
+        folder = tmp_path / name
+        judge = transformers.LlamaForSequenceClassification(config).eval()
+        judge.save_pretrained(folder)
+        policy.hf.save_pretrained(folder)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        tokenizer.chat_template = template
+        tokenizer.save_pretrained(folder)
+        if template is None:
+            (folder / "chat_template.jinja").unlink(missing_ok=True)
+        judges[name] = (folder, judge, tokenizer)
+    asked = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+    records = [
+        {"prompt": asked, "solution": "3", "level": 2},
+        {"prompt": "1+1=", "response": "2"},
+        {"prompt": "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"},
+        {"messages": asked[1:]},
+    ]
+    file = tmp_path / "x.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = prepare(file, policy, RecordPolicy("prompts", 99), cache=tmp_path / "cache")[0]
+    examples = [FinetuneData(policy, data, data, None, None).example(data, n) for n in range(4)]
+    end = policy.hf.convert_tokens_to_ids("<|im_end|>")
+    drawn = [[*policy.encode("yes "), policy.hf.convert_tokens_to_ids("</s>"), end] for _ in examples]
+    seen: dict[str, Any] = {}
+
+    def look(name: str) -> Any:
+        return lambda *given: seen.setdefault(name, given) and [0.0] * 4
+
+    of = SimpleNamespace(data=SimpleNamespace(tokenizer=policy))
+    rewards = [Weighted("plain", look("plain")), Weighted("spelled", look("spelled"), control=True)]
+    rewards += [Weighted(n, rewards_of(str(judges[n][0]))[0].reward) for n in ("same", "none", "other")]
+    stops = SimpleNamespace(stops=frozenset(policy.stops))
+
+    def numbers(*which: int, judge: str) -> list[float]:
+        job = SimpleNamespace(of=of, rollouts=stops, rewards=[r for r in rewards if r.name == judge])
+        found = [examples[n] for n in which]
+        answers = SimpleNamespace(texts=lambda: [drawn[n] for n in which])
+        return RewardedBatches._rewards(job, found, answers, [each.row for each in found])[judge]
+
+    for judge in ("plain", "spelled"):
+        numbers(0, 1, 2, 3, judge=judge)
+    prompts, answers, rows = seen["plain"]
+    assert answers == ["yes "] * 4 and seen["spelled"][1] == ["yes </s><|im_end|>"] * 4
+    assert prompts[1] == "1+1=" and prompts[0].startswith("<s><|im_start|>system\nBe brief.<|im_end|>")
+    assert prompts[2] == records[2]["prompt"] and [each["prompt"] for each in rows] == prompts
+    assert (rows[0]["messages"], rows[0]["solution"], rows[0]["level"]) == (asked, "3", 2)
+    assert rows[1]["messages"] == [{"role": "user", "content": "1+1="}] and rows[2]["messages"] is None
+    assert [each["response"] for each in rows] == ["3", "2", "", ""]
+    answer = {"role": "assistant", "content": "yes </s>"}
+    assert rows[0]["conversation"] == [*asked, answer]
+
+    def expected(judge: str, turns: Any) -> float:
+        _, model, tokenizer = judges[judge]
+        if isinstance(turns, list):
+            turns = tokenizer.apply_chat_template(turns, tokenize=False)
+        ids = tokenizer(turns, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        return pytest.approx(model(ids).logits.item(), abs=1e-6)
+
+    for judge in ("same", "other"):
+        assert numbers(0, 1, judge=judge) == [
+            expected(judge, [*asked, answer]),
+            expected(judge, [{"role": "user", "content": "1+1="}, answer]),
+        ]
+    assert numbers(2, judge="same") == [expected("same", f"{prompts[2]}yes </s><|im_end|>")]
+    assert numbers(1, judge="none") == [expected("none", "<s>1+1=yes </s>")]
+    with pytest.raises(ConfigError, match=r"no chat template.*Fix"):
+        numbers(0, judge="none")
 
 
 def test_a_reward_is_credited_to_the_tokens_of_its_answer():

@@ -1,0 +1,577 @@
+"""Fields: what records call their parts, whatever tool they were written for, read as one form.
+
+The tables below are all that is known: `NAMES` has the fields that are obeyed, `FORMS` which of them make a
+record, `REFUSED` those that mean something that nothing here can do. All others are counted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from experiments.data.files import LineError
+
+Record = Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+
+NAMES: Mapping[str, tuple[str, ...]] = {  # the first one that a record has is read
+    "messages": ("messages", "conversations", "conversation", "interactions"),
+    "segments": ("segments",),
+    "prompt": ("prompt", "instruction", "question", "query", "input"),
+    "response": ("response", "completion", "output", "answer"),
+    "text": ("text", "content"),
+    "chosen": ("chosen", "chosen_response", "preferred_output"),
+    "rejected": ("rejected", "rejected_response", "rejected_messages", "non_preferred_output"),
+    "system": ("system", "system_prompt"),
+    "history": ("history",),
+    "tools": ("tools", "available_tools"),
+    "options": ("chat_template_kwargs",),
+    "images": ("images", "image"),
+    "only_last": ("only_last",),
+}
+FORMS: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "samples": (("messages",), ("segments",), ("prompt", "response"), ("text",)),
+    "pairs": (
+        ("prompt", "chosen", "rejected"), ("messages", "chosen", "rejected"), ("messages", "rejected"),
+        ("chosen", "rejected"),
+    ),
+    "prompts": (("messages",), ("prompt",), ("text",)),
+}  # fmt: skip
+REFERENCES = (*NAMES["response"], "solution", "ground_truth", "reference_answer")  # what rewards compare with
+KNOWN = {
+    "samples": "'messages', 'prompt' and 'response', 'instruction' and 'output', 'text'",
+    "pairs": "'prompt', 'chosen' and 'rejected'; 'messages' and 'rejected_response'",
+    "prompts": "'messages', 'prompt', 'instruction', 'question'",
+}
+CALLS = "write it as tools and tool_calls"
+REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(("videos", "video", "audios", "audio"), "models here read texts and images alone"),
+    "objects": "boxes of images are not read; write the coordinates into the texts",
+    **dict.fromkeys(
+        ("rejected_images", "rejected_videos", "rejected_audios", "rejected_tools"),
+        "both answers of a pair are to one prompt",
+    ),
+    **dict.fromkeys(("functions", "function_call"), CALLS),
+}
+# These say how a record counts. A reward may read them; no other objective can.
+COUNTS = ("weight", "train", "loss", "loss_weight", "sample_weight")
+WANTED = ("label", "kto_tag")  # true or false, of one answer alone (KTO)
+PARTS_OF_A_QUESTION = ("context", "article", "passage", "choices")
+
+LEARNED = ("weight", "train", "training", "loss", "loss_scale")  # of a message: 0 or 1, false or true
+DETAIL = "train_detail"  # of a message: which of its characters are learned
+OF_ANY_ROLE = ("train", "training")  # the others are about an assistant's messages alone
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # of a message: what an assistant writes first
+OF_A_MESSAGE = ("role", "content", "tool_calls", *LEARNED, DETAIL)
+ROLES = {
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant",
+    "observation": "tool", "tool_response": "tool", "function_call": "assistant", "tool_call": "assistant",
+}  # fmt: skip
+CALLING = ("function_call", "tool_call")  # roles whose content is the JSON of a call
+TURNS = ("user", "assistant")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What a record says: what is asked, and the answers to it.
+
+    Args:
+        prompt: a text or messages, which are not learned; None where nothing is asked.
+        answers: texts or messages, which are learned. A pair has two of them, a prompt perhaps none.
+        learns_prompt: what assistants say in the prompt is learned, too.
+        tools: JSON schemas that the chat template is shown.
+        options: variables of the chat template, by name.
+        images: as the record lists them.
+        segments: texts without a template, and whether each is learned.
+        unread: fields that nothing reads.
+    """
+
+    prompt: str | list[Any] | None = None
+    answers: tuple[str | list[Any], ...] = ()
+    learns_prompt: bool = False
+    tools: list[Any] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    images: Any = None
+    segments: tuple[tuple[str, bool], ...] = ()
+    unread: tuple[str, ...] = ()
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the chat template writes it."""
+        return bool(self.tools or self.options) or any(
+            isinstance(p, list) for p in (self.prompt, *self.answers)
+        )
+
+
+def read(record: Record, kind: str) -> Exchange:
+    """Read a record of any of the forms that `kind` ("samples", "pairs", "prompts") has.
+
+    Raises:
+        LineError: it has none of the forms, or a field holds something else, or means what cannot be done.
+    """
+    whole = record
+    record = without_nulls(_unwrapped(record))
+    _refuse(record, kind)
+    names = {part: name for part, known in NAMES.items() if (name := _first(known, record))}
+    form = _form(record, names, kind)
+    if form is None:
+        raise LineError(_unknown(whole, kind))
+    value = {part: record[name] for part, name in names.items()}
+    used = {
+        names[part] for part in (*form, "system", "history", "tools", "options", "images") if part in names
+    }
+
+    # What stands before all else, and what a template is shown beside messages.
+    value["tools"], value["options"] = _decoded(value.get("tools")), _decoded(value.get("options"))
+    if isinstance(value["tools"], list):
+        value["tools"] = list(map(_decoded, value["tools"]))
+    checks = {"tools": _tools, "options": _options, "system": _string, "history": _history}
+    here = {part: is_wrong for part, is_wrong in checks.items() if part in names}
+    check({names[p]: value[p] for p in here}, **{names[p]: is_wrong for p, is_wrong in here.items()})
+    system, history = value.get("system") or "", value.get("history") or []
+    before = [{"role": "system", "content": system}] if system.strip() else []
+    before += [{"role": r, "content": said} for pair in history for r, said in zip(TURNS, pair, strict=True)]
+
+    # The parts of the form, by their own names in errors.
+    is_chat = bool(before or value["tools"] or value["options"] or value.get("images"))
+    said = {part: as_turns(value[part], names[part]) for part in form}
+    if "prompt" in form:
+        said["prompt"] = _whole_prompt(record, names["prompt"], said["prompt"], is_chat, used)
+    check({names[p]: said[p] for p in form}, **{names[p]: _check_of(p, names[p], kind) for p in form})
+    prompt, answers, segments = said.get("prompt"), (), ()
+    if form == ("segments",):
+        segments = tuple((part["text"], bool(part["label"])) for part in said["segments"])
+    elif form == ("text",) or (form == ("messages",) and kind == "samples"):
+        answers = (said[form[0]],)
+    elif kind == "prompts":  # the answer that rewards compare with is another field, or the last message
+        prompt, reference = said.get("messages", prompt), _reference(record)
+        if form == ("messages",) and _says(prompt[-1], "assistant"):
+            prompt, reference = prompt[:-1], reference or words_of(prompt[-1])
+        if not prompt:
+            raise LineError(f"{names[form[0]]}: there is no message that asks for an answer")
+        answers = (reference,) if reference else ()
+    elif form == ("messages", "rejected"):
+        prompt, chosen = said["messages"][:-1], said["messages"][-1:]
+        if not prompt or not _says(chosen[0], "assistant"):
+            raise LineError(
+                f"{names['messages']}: expected a prompt, and an assistant's message as its chosen answer"
+            )
+        answers = (chosen, said["rejected"])
+    elif kind == "pairs":
+        prompt = said.get("messages", prompt)
+        answers = (said["chosen"], said["rejected"])
+        if answers[0] == answers[1]:
+            raise LineError("chosen and rejected are the same")
+        if prompt is None:
+            prompt, *answers = _common(*answers)
+    elif "response" in form:
+        answers = (said["response"],)
+    if "only_last" in record and answers and isinstance(answers[0], list) and kind == "samples":
+        used.add("only_last")
+        answers = (_only_last(answers[0]) if record["only_last"] else answers[0],)
+
+    # All of it together.
+    extra = next(
+        (names[p] for p in ("system", "history", "tools", "options") if p in names and value[p]), None
+    )
+    if prompt is None and extra and not isinstance((*answers, "")[0], list):
+        raise LineError(
+            f"{extra}: is obeyed beside messages, or a prompt and its response, and not beside {form[0]}"
+        )
+    learns = bool(history) and isinstance(prompt, str)  # as LLaMA-Factory and ms-swift say of it
+    if before and prompt is None:
+        answers = (_behind(before, answers[0]),)
+    elif before:
+        prompt = _behind(before, [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+    unread = tuple(name for name in record if name not in used and not _is_nothing(record[name]))
+    return Exchange(
+        prompt, tuple(answers), learns and kind == "samples", value["tools"] or None, value["options"] or {},
+        value.get("images"), segments, unread,
+    )  # fmt: skip
+
+
+def kinds_of(record: Record) -> tuple[str, ...]:
+    """Return the kinds of data that a record has a form of, the likeliest first; "answers" of KTO's."""
+    record = without_nulls(_unwrapped(record))
+    names = {part: name for part, known in NAMES.items() if (name := _first(known, record))}
+    if "response" in names and any(isinstance(record.get(name), bool) for name in WANTED):
+        return ("answers",)
+    found = [kind for kind in ("pairs", "samples", "prompts") if _form(record, names, kind)]
+    talk = as_turns(record.get(names.get("messages", "")), names.get("messages", ""))
+    if isinstance(talk, list) and not any(_says(turn, "assistant") for turn in talk):
+        found = [kind for kind in found if kind != "samples"]
+    return tuple(found)
+
+
+def learned_of(message: Mapping[str, Any]) -> bool | list[Mapping[str, Any]]:
+    """Return whether a message is learned, or which of its characters are.
+
+    Raises:
+        LineError: it says two things, or something between yes and no.
+    """
+    role = message.get("role")
+    said = {name: message[name] for name in LEARNED if message.get(name) is not None}
+    if wrong := [f"{name}={value!r}" for name, value in said.items() if value not in (0, 1)]:
+        raise LineError(
+            f"{', '.join(wrong)}: expected 0 or 1, false or true; a part of a weight cannot be given"
+        )
+    if len(set(map(bool, said.values()))) > 1:
+        raise LineError(f"{' and '.join(said)} say different things")
+    if detail := message.get(DETAIL):
+        whole = isinstance(detail, list) and all(isinstance(part, Mapping) for part in detail)
+        if not whole or not all({"begin_offset", "end_offset", "train"} <= part.keys() for part in detail):
+            raise LineError(f"{DETAIL}: expected a list of objects with begin_offset, end_offset and train")
+        return detail
+    if role != "assistant":
+        return any(value for name, value in said.items() if name in OF_ANY_ROLE)
+    return all(said.values())
+
+
+# ------------------------------------------------------------------ turns
+
+
+def as_turns(value: Any, name: str) -> Any:
+    """Return messages by role and content, whatever they call these; other values as they are.
+
+    Raises:
+        LineError: the content of a call of a tool is no JSON of one.
+    """
+    if isinstance(value, Mapping) and name != "prompt":
+        value = [value]
+    if not isinstance(value, list) or name == "segments":
+        return value
+    turns: list[Any] = []
+    for number, message in enumerate(value):
+        if not isinstance(message, Mapping):
+            turns.append(message)
+            continue
+        message = without_nulls(message)
+        role = message.get("role", message.get("from"))
+        if role is None and "is_user" in message:
+            role = TURNS[not message["is_user"]]
+        if role is None and "human" in message:  # a question and its answer at once
+            both = {"user": message.get("human"), "assistant": message.get("assistant")}
+            turns += [{"role": r, "content": said} for r, said in both.items() if said is not None]
+            continue
+        content = next((message[n] for n in ("content", "value", "text") if n in message), None)
+        turn = {n: v for n, v in message.items() if n not in ("role", "from", "is_user", "value", "text")}
+        turn = {"role": ROLES.get(role, role) if isinstance(role, str) else role, **turn}
+        if "content" not in turn and content is not None:
+            turn["content"] = content
+        if role in CALLING:
+            try:
+                calls = json.loads(content)
+                calls = [
+                    {"type": "function", "function": dict(c)}
+                    for c in (calls if isinstance(calls, list) else [calls])
+                ]
+            except (TypeError, ValueError):
+                raise LineError(
+                    f"{name}: [{number}]: expected the JSON of a call, with name and arguments"
+                ) from None
+            # Calls that follow each other, or an assistant's words, are of one message.
+            if turns and isinstance(turns[-1], Mapping) and _says(turns[-1], "assistant"):
+                last = turns.pop()
+                turn = {**turn, **last, "tool_calls": [*last.get("tool_calls", []), *calls]}
+            else:
+                turn = {**turn, "content": None, "tool_calls": calls}
+        turns.append({"content": None, **{n: v for n, v in turn.items() if n != "tool_calls" or v != []}})
+    return turns
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value whose objects lack the fields that are null: tables give each the fields of all."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(each) for name, each in value.items() if each is not None}
+    return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def has_nulls(record: Record) -> bool:
+    """Return whether a null stands in a record's tools, or in the arguments of a call."""
+    tools = [record.get(name) for name in NAMES["tools"]]
+    talks = [
+        record[n]
+        for part in ("messages", "prompt", "response", "chosen", "rejected")
+        for n in NAMES[part]
+        if n in record
+    ]
+    turns = [turn for talk in talks if isinstance(talk, list) for turn in talk if isinstance(turn, Mapping)]
+    every = [each for each in (*tools, *(turn.get("tool_calls") for turn in turns)) if each is not None]
+    return without_nulls(every) != every
+
+
+def _reference(record: Record) -> str:
+    """Return the answer of a prompt's record; "" where it has none that is words or a number."""
+    for value in map(record.get, REFERENCES):
+        if isinstance(value, str) and value.strip():
+            return value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return str(value)
+        turn = value[-1] if isinstance(value, list) and value else value
+        if _says(turn, "assistant") and words_of(turn):
+            return words_of(turn)
+    return ""
+
+
+def words_of(turn: Mapping[str, Any]) -> str:
+    """Return the text of a message, of parts all that are texts."""
+    content = turn.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def _behind(before: list[Any], turns: list[Any]) -> list[Any]:
+    """Return messages with others in front of them; a system's message is the first, and one alone."""
+    if not _says(turns[0], "system") or not _says(before[0], "system"):
+        start = 1 if _says(turns[0], "system") else 0
+        return [*turns[:start], *before, *turns[start:]]
+    if str(turns[0].get("content")).strip() != before[0]["content"].strip():
+        raise LineError("system: the messages begin with another system's message; keep one of the two")
+    return [*before, *turns[1:]]
+
+
+def _only_last(turns: list[Any]) -> list[Any]:
+    """Return messages of which the last one of an assistant is learned alone."""
+    last = max((n for n, turn in enumerate(turns) if _says(turn, "assistant")), default=-1)
+    return [
+        {**turn, "train": False} if n < last and _says(turn, "assistant") else turn
+        for n, turn in enumerate(turns)
+    ]
+
+
+def _common(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+    """Return what two answers begin with alike, and the rest of each. Of texts that is whole words."""
+    both = list(enumerate(zip(chosen, rejected, strict=False)))
+    alike = next((n for n, (one, other) in both if one != other), len(both))
+    if isinstance(chosen, str):
+        alike = max((n for n in range(alike) if chosen[n].isspace()), default=0)
+    if not alike and isinstance(chosen, list):
+        raise LineError("chosen and rejected: expected messages that both begin with, as the prompt")
+    if not alike:
+        what = "expected a list of messages, got str"
+        raise LineError(f"chosen: {what}; rejected: {what} (or write a prompt, or texts that begin with one)")
+    return chosen[:alike], chosen[alike:], rejected[alike:]
+
+
+def _says(turn: Any, role: str) -> bool:
+    return isinstance(turn, Mapping) and turn.get("role") == role
+
+
+# ------------------------------------------------------------------ forms
+
+
+def _unwrapped(record: Record) -> Record:
+    """Return a record of a preference as OpenAI writes it, whose input is an object, without that object."""
+    inner = record.get("input")
+    if not isinstance(inner, Mapping) or "messages" not in inner:
+        return record
+    calls = {n: v for n, v in inner.items() if n != "parallel_tool_calls"}
+    return {**calls, **{name: value for name, value in record.items() if name != "input"}}
+
+
+def _first(known: Sequence[str], record: Record) -> str | None:
+    return next((name for name in known if record.get(name) is not None), None)
+
+
+def _form(record: Record, names: Mapping[str, str], kind: str) -> tuple[str, ...] | None:
+    """Return the parts of a record that make it one of `kind`."""
+    forms = [form for form in FORMS[kind] if all(part in names for part in form)]
+    if ("messages", "chosen", "rejected") in forms:  # whole conversations beside one of them
+        talk = as_turns(record[names["messages"]], "messages")
+        if isinstance(talk, list) and talk and _says(talk[-1], "assistant"):
+            forms.remove(("messages", "chosen", "rejected"))
+            forms.remove(("messages", "rejected"))
+    return forms[0] if forms else None
+
+
+def _unknown(record: Record, kind: str) -> str:
+    """Return what a record of no form lacks."""
+    there = {
+        part: name for part, known in NAMES.items() if (name := next((n for n in known if n in record), None))
+    }
+    form = next((f for f in FORMS[kind] if all(part in there for part in f)), None)
+    if form is None and kind == "pairs" and {"chosen", "rejected"} & there.keys():
+        form = ("chosen", "rejected")
+    if form is not None:  # all of its fields are there, and some are null
+        named = {there.get(part, part): record.get(there.get(part)) for part in form}
+        try:
+            check(named, **{there.get(p, p): _check_of(p, there.get(p, p), kind) for p in form})
+        except LineError as error:
+            return str(error)
+    return f"has none of {KNOWN[kind]}; it has {', '.join(map(repr, record)) or 'no fields'}"
+
+
+def _refuse(record: Record, kind: str) -> None:
+    """Refuse fields that mean something that cannot be done."""
+    wrong = {name: why for name, why in REFUSED.items() if not _is_nothing(record.get(name))}
+    if kind != "prompts":
+        why = "says how much a record counts, which cannot be obeyed; leave records out, or repeat them"
+        wrong |= {
+            n: why for n in COUNTS if n in record and record[n] is not True and record[n] not in (1, [], "")
+        }
+        why = "says whether one answer alone is wanted (KTO), which no objective here learns from"
+        wrong |= {name: why for name in WANTED if isinstance(record.get(name), bool)}
+    if kind == "pairs" and not _is_nothing(record.get(_first(NAMES["images"], record) or "")):
+        wrong[_first(NAMES["images"], record)] = "are learned with objective=sft alone"
+    if "question" in record and not {"prompt", "instruction", "messages"} & record.keys():
+        why = "is no part of the prompt here; write all of it into one field, prompt"
+        wrong |= {name: why for name in PARTS_OF_A_QUESTION if not _is_nothing(record.get(name))}
+    if wrong:
+        raise LineError("; ".join(f"{name}: {why}" for name, why in wrong.items()))
+
+
+def _whole_prompt(record: Record, name: str, prompt: Any, is_chat: bool, used: set[str]) -> Any:
+    """Return an instruction with its input; the other names of prompts have none."""
+    if name != "instruction":
+        return prompt
+    more = record.get("input") or ""
+    used.add("input")
+    check({"instruction": prompt, "input": more}, instruction=_text, input=_string)
+    if is_chat:
+        return "\n".join(part for part in (prompt, more) if part)
+    return "".join(f"{part}\n\n" for part in (prompt, more) if part)
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or (isinstance(value, str | list | Mapping) and not value)
+
+
+def _decoded(value: Any) -> Any:
+    """Return what a text of JSON says, and other values as they are."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except ValueError:
+        return value
+
+
+# ------------------------------------------------------------------ checks
+
+
+def check(record: Record, **fields: Callable[[Any], str]) -> None:
+    """Compare fields of a record with what they have to be.
+
+    Args:
+        fields: for each name a function of the value that says what is wrong with it; "" if nothing is.
+
+    Raises:
+        LineError: all that is wrong with any of them.
+    """
+    wrong = [f"{name}: {why}" for name, is_wrong in fields.items() if (why := is_wrong(record.get(name)))]
+    if wrong:
+        raise LineError("; ".join(wrong))
+
+
+def _check_of(part: str, name: str, kind: str) -> Callable[[Any], str]:
+    """Return the check of a part of a form."""
+    if part == "messages" or (part in ("chosen", "rejected") and name == "messages"):
+        return _messages
+    if part == "prompt":
+        return _prompt if name == "prompt" and kind != "prompts" else _said
+    return {"text": _text, "segments": _segments}.get(part, _said)
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        return f"expected a text, got {'null' if value is None else type(value).__name__}"
+    return "" if value.isprintable() or _is_unicode(value) else "holds half of a surrogate pair"
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _text(value: Any) -> str:
+    return _string(value) or ("" if value.strip() else "is empty")
+
+
+def _messages(value: Any) -> str:
+    if not isinstance(value, list) or not value:
+        return f"expected a list of messages, got {'an empty one' if value == [] else type(value).__name__}"
+    return "; ".join(f"[{n}]: {why}" for n, message in enumerate(value) if (why := _message(message)))
+
+
+def _message(message: Any) -> str:
+    if not isinstance(message, Mapping):
+        return "expected an object with 'role' and 'content'"
+    calls, content = message.get("tool_calls"), message.get("content")
+    said = _text if message.get("role") == "assistant" and not calls else _string
+    if isinstance(content, list):
+        if wrong := _parts(content):
+            return f"content: {wrong}"
+        content = "".join(part.get("text", " ") for part in content)
+    old = [f"{name}: {CALLS}" for name in ("functions", "function_call") if message.get(name)]
+    try:
+        check({**message, "content": "" if calls and content is None else content}, role=_text, content=said)
+        learned_of(message)
+    except LineError as error:
+        return "; ".join([str(error), *old])
+    return "; ".join(old) or ("" if calls is None else _calls(calls))
+
+
+def _parts(value: list[Any]) -> str:
+    for part in value:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "text" and _string(part.get("text")):
+            return f"a part's text: {_string(part.get('text'))}"
+        if kind not in ("text", "image", "image_url"):
+            return "expected a text, or parts of the types 'text' and 'image'"
+    return ""
+
+
+def _calls(value: Any) -> str:
+    if not isinstance(value, list) or not value:
+        return "tool_calls: expected a list of calls"
+    functions = [call.get("function", call) if isinstance(call, Mapping) else None for call in value]
+    if not all(isinstance(f, Mapping) and isinstance(f.get("name"), str) for f in functions):
+        return "tool_calls: expected objects with a function, which has a name and arguments"
+    if not all(isinstance(_decoded(f.get("arguments")) or {}, Mapping) for f in functions):
+        return "tool_calls: arguments: expected an object, or the JSON of one"
+    return ""
+
+
+def _segments(value: Any) -> str:
+    whole = isinstance(value, list) and value and all(isinstance(part, Mapping) for part in value)
+    if not whole or any(_string(p.get("text")) or not isinstance(p.get("label"), bool) for p in value):
+        return "expected a list of objects with a text, and a label that is true or false"
+    return ""
+
+
+def _tools(value: Any) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+        return "expected a list of objects, or the JSON of one"
+    functions = [tool.get("function", tool) for tool in value]
+    whole = all(isinstance(f, Mapping) and isinstance(f.get("name", ""), str) for f in functions)
+    return "" if whole else "expected objects with a function, which has a name"
+
+
+def _options(value: Any) -> str:
+    is_object = isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+    return (
+        "" if value is None or is_object else "expected an object: a value for each variable of the template"
+    )
+
+
+def _history(value: Any) -> str:
+    pairs = isinstance(value, list) and all(
+        isinstance(pair, list | tuple) and len(pair) == 2 for pair in value
+    )
+    if not pairs or any(_string(said) for pair in value for said in pair):
+        return "expected a list of pairs: what was asked, and what was answered"
+    return ""
+
+
+def _said(value: Any) -> str:
+    return _messages(value) if isinstance(value, list) else _text(value)
+
+
+def _prompt(value: Any) -> str:
+    return _messages(value) if isinstance(value, list) else _string(value)
