@@ -65,11 +65,12 @@ def write_json(path: Path, values: Any, *, durable: bool = False) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a file holds; {} where there is no such file, or it is torn."""
+    """Return the object that a file holds; {} where there is no such file, or it is torn, or no object."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
+    return values if isinstance(values, dict) else {}
 
 
 def first_few(lines: Sequence[str], most: int) -> list[str]:

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from experiments.cli.command_spec import Job
+from experiments.configs.checks import attempt
 from experiments.configs.machine import CPU_RANKS
 from experiments.configs.train import (
     AdamWConfig,
@@ -30,10 +32,10 @@ from experiments.configs.train import (
     StrategyConfig,
 )
 from experiments.data.builtin import text_files
-from experiments.data.tokenizer import ByteTokenizer, Tokenizer, open_directory
+from experiments.data.tokenizer import ByteTokenizer, DirectoryTokenizer, open_directory
 from experiments.finetune import tasks
 from experiments.finetune.config import FinetuneConfig, FinetuneDataConfig, MethodConfig, ObjectiveConfig
-from experiments.finetune.lm import LanguageModel, from_directory
+from experiments.finetune.lm import LanguageModel, check_weights, from_directory
 from experiments.finetune.tasks import warming_files
 from experiments.finetune.vision_models import TINY, write_model
 from experiments.training.result import STOPPED
@@ -70,8 +72,34 @@ def directory_of(config: FinetuneConfig) -> str:
         check_installed()
         return str(_random(config.model, config.run.seed))
     path = directory_of_model(config.model)
-    _check_fit(config, from_directory(path), open_directory(path))
+    lm, _ = open_model(path)
+    if lm.context is not None and config.data.context > lm.context:
+        raise ConfigError(
+            f"data.context={config.data.context}: model={config.model} was made for {lm.context} positions. "
+            f"Fix: data.context={lm.context}."
+        )
     return str(path.resolve())
+
+
+def open_model(path: str | Path) -> tuple[LanguageModel, DirectoryTokenizer]:
+    """Open a model directory before any rank does: all that does not fit together shows here.
+
+    Raises:
+        ConfigError: it holds no model that can be used here, no tokenizer, weights of another model, or a
+            tokenizer with more ids than the model has rows.
+    """
+    wrong: list[str] = []
+    lm = attempt(partial(from_directory, path), wrong)
+    tokenizer = attempt(partial(open_directory, path), wrong)
+    if lm is not None:
+        attempt(partial(check_weights, path, lm), wrong)
+    if lm is not None and tokenizer is not None and tokenizer.vocab > lm.vocab:
+        ids, fix = tokenizer.vocab - 1, "the tokenizer that the model was made with."
+        line = f"its tokenizer has ids up to {ids}, its embedding {lm.vocab} rows"
+        wrong.append(report(f"model={path}:", [line], fix))
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return lm, tokenizer
 
 
 def check_installed() -> None:
@@ -104,19 +132,6 @@ def downloaded(name: str) -> Path:
                 fix=f"download it first with `hf download {name}`; or {known}.",
             )
         ) from error
-
-
-def _check_fit(config: FinetuneConfig, lm: LanguageModel, tokenizer: Tokenizer) -> None:
-    """Refuse token ids and positions that the model has no rows for."""
-    wrong, fixes = [], []
-    if tokenizer.vocab > lm.vocab:
-        wrong.append(f"its tokenizer has ids up to {tokenizer.vocab - 1}, its embedding {lm.vocab} rows")
-        fixes.append("the tokenizer that the model was made with.")
-    if lm.context is not None and config.data.context > lm.context:
-        wrong.append(f"data.context={config.data.context}, and it was made for {lm.context} positions")
-        fixes.append(f"data.context={lm.context}.")
-    if wrong:
-        raise ConfigError(report(f"model={config.model}:", wrong, " ".join(fixes)))
 
 
 def _random(name: str, seed: int) -> Path:

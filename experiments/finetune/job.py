@@ -17,7 +17,7 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
     """The configuration with directories in the place of names: of the model, and of tokenised data."""
     from experiments.data.rows import readable
     from experiments.evaluate.config import check_tasks
-    from experiments.evaluate.tasks import task_of
+    from experiments.evaluate.tasks import tasks_of
     from experiments.finetune.base_models import PRETRAINED, directory_of, pretrained, warmed
     from experiments.finetune.dataset import prepared
     from experiments.finetune.rewards import rewards_of
@@ -27,7 +27,7 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
     for path in filter(None, (data.train, data.held_out)):
         attempt(partial(readable, path), wrong)
     if tasks:
-        attempt(lambda: [check_tasks(tasks), *map(task_of, tasks)], of_tasks := [])
+        attempt(lambda: [check_tasks(tasks), *tasks_of(tasks)], of_tasks := [])
         wrong += [f"run.evaluate: {each}" for each in of_tasks]
     if model != PRETRAINED:
         model = attempt(lambda: directory_of(config), wrong)

@@ -26,8 +26,10 @@ from experiments.finetune.architecture import (
     windows_of,
 )
 from experiments.finetune.vision import Vision, vision_of
-from fnshard.errors import report
+from fnshard.errors import StateError, report
 from fnshard.functional import aliases
+from fnshard.hf.reading import check_directory
+from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.losses import IGNORE, linear_token_losses
 
 Mask = Tensor | dict[str, Tensor] | None
@@ -346,6 +348,19 @@ def from_directory(path: str | Path, dtype: torch.dtype = torch.float32) -> Lang
     except (ValueError, KeyError, OSError, TypeError) as error:
         raise ConfigError(_unreadable(folder, [f"config.json: {_line(error)}"])) from error
     return from_config(config, dtype)
+
+
+def check_weights(path: str | Path, lm: LanguageModel) -> None:
+    """See that the files of a directory have each of the model's weights.
+
+    Raises:
+        ConfigError: files that are damaged, or of another model than config.json says.
+    """
+    specs = ResolvedSpecs.of(fs.match_specs(lm.params, [("*", fs.LayoutSpec())])).leaves
+    try:
+        check_directory(Path(path), specs, lm.model)
+    except StateError as error:
+        raise ConfigError(report(f"model={path}:", [str(error)])) from None
 
 
 def _line(error: Exception) -> str:
