@@ -56,6 +56,11 @@ class Lora:
         """What the update counts."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What PEFT's files have of each target."""
+        return ("a", "b", "magnitude") if self.dora else ("a", "b")
+
 
 def lora(
     fn: Callable[..., Any],
@@ -286,7 +291,8 @@ def row_scale(weight: Tensor, adapter: Mapping[str, Tensor], settings: Lora, tra
         wide = torch.promote_types(weight.dtype, torch.float32)
         whole = (weight.t() if transposed else weight).to(wide)
         update = settings.scale * (adapter["b"].to(wide) @ adapter["a"].to(wide))
-        norms = whole.norm(dim=1) / (whole + update).norm(dim=1)
+        changed = (whole + update).norm(dim=1)
+        norms = whole.norm(dim=1) / changed.clamp_min(torch.finfo(wide).tiny)  # rows of 0 stay 0
     return adapter["g"].to(wide) * norms
 
 
