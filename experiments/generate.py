@@ -16,7 +16,7 @@ from pydantic import NonNegativeInt
 
 from experiments.cli.main import exiting
 from experiments.cli.schema import build
-from experiments.configs.checks import configuration
+from experiments.configs.checks import configuration, targets_in
 from experiments.configs.train import (
     AUTO,
     ConfigError,
@@ -32,13 +32,15 @@ QUOTED = re.compile(r"""("|').*\1""", re.DOTALL)
 @configuration
 class GenerateConfig:
     """`run`: the folder of a run. `prompt`: null, the run's own prompts. `tokens`: of the text; null, as many
-    as the run's sample. `held_out`: whether the held-out loss is measured. `device`: as `run.device`."""
+    as the run's sample. `held_out`: whether the held-out loss is measured. `device`: as `run.device`.
+    `own_code`: whether code that the run's configuration names may run, its `_target_`s."""
 
     run: str
     prompt: str | None = None
     tokens: NonNegativeInt | None = None
     held_out: bool = True
     device: str = AUTO
+    own_code: bool = False
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -78,14 +80,29 @@ def generate(config: GenerateConfig) -> None:
 
 def _setup(config: GenerateConfig, folder: Path) -> Any:
     """The `training.run.Setup` of a run on one rank: what its step does not need is left out."""
+    import yaml
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     from experiments.cli.job import placed
     from experiments.finetune.config import FinetuneConfig
+    from fnshard.errors import report
 
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"run={config.run}: is no folder of a run. Fix: what a run prints after results:.")
-    values = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    try:
+        values = OmegaConf.to_container(OmegaConf.load(folder / "config.yaml"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
+        line = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"run={config.run}: config.yaml cannot be read: {line:.200}.") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"run={config.run}: config.yaml holds no configuration.")
+    code = targets_in(values)
+    if code and not config.own_code:
+        fix = "own_code=true, where you trust who has written the folder."
+        raise ConfigError(
+            report(f"run={config.run}: its configuration names code, which would run:", code, fix)
+        )
     tunes = "method" in values
     saved = build(values, FinetuneConfig if tunes else TrainConfig)
     asked = {"prompt": config.prompt, "sample_tokens": config.tokens}

@@ -65,7 +65,12 @@ def validate(spec: CommandSpec, arguments: list[str]) -> Any:
         ConfigError: what Hydra refuses of it; or all keys and values that are wrong.
     """
     flags = get_args_parser().parse_args(with_own_groups(arguments))
-    if flags.hydra_help or flags.shell_completion or flags.cfg or flags.info or flags.experimental_rerun:
+    if flags.experimental_rerun:
+        raise ConfigError(
+            f"--experimental-rerun {flags.experimental_rerun}: is a pickle, and what is in one runs when it is "
+            "read. Fix: the command line of the run, in its .hydra/overrides.yaml."
+        )
+    if flags.hydra_help or flags.shell_completion or flags.cfg or flags.info:
         return None
     spec.register()
     config, problems = None, []

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import fnshard as fs
 from experiments.configs.train import ConfigError
+from experiments.data.model_files import attention_of, read_model_config
 from experiments.finetune.architecture import (
     StatelessCache,
     cache_parameter,
@@ -319,10 +320,13 @@ def from_config(config: Any, dtype: torch.dtype = torch.float32) -> LanguageMode
     try:
         with fs.deferred():
             kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-            model = kind.from_config(config, dtype=dtype, trust_remote_code=False)
-    except (ValueError, KeyError, ImportError) as error:
+            how = {"attn_implementation": attention_of(config), "experts_implementation": None}
+            model = kind.from_config(config, dtype=dtype, trust_remote_code=False, **how)
+        return of(model)
+    except ConfigError:
+        raise
+    except Exception as error:  # of every kind: a configuration may hold anything
         raise no_decoder(type(config).__name__, _line(error)) from error
-    return of(model)
 
 
 def from_directory(path: str | Path, dtype: torch.dtype = torch.float32) -> LanguageModel:
@@ -333,8 +337,6 @@ def from_directory(path: str | Path, dtype: torch.dtype = torch.float32) -> Lang
     Raises:
         ConfigError: as `of`; no directory, no config.json, no weights, an unknown configuration.
     """
-    from transformers import AutoConfig
-
     folder = Path(path)
     wrong = [] if folder.is_dir() else ["it is no directory"]
     if folder.is_dir():
@@ -344,10 +346,9 @@ def from_directory(path: str | Path, dtype: torch.dtype = torch.float32) -> Lang
     if wrong:
         raise ConfigError(_unreadable(folder, wrong))
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError, TypeError) as error:
-        raise ConfigError(_unreadable(folder, [f"config.json: {_line(error)}"])) from error
-    return from_config(config, dtype)
+        return from_config(read_model_config(folder), dtype)
+    except ConfigError as error:
+        raise ConfigError(_unreadable(folder, [str(error)])) from error
 
 
 def check_weights(path: str | Path, lm: LanguageModel) -> None:

@@ -18,6 +18,7 @@ import torch
 
 from experiments.configs.checks import TARGET
 from experiments.configs.train import ConfigError
+from experiments.data.model_files import LOCAL, WEIGHTS, check_reward_model
 from experiments.finetune.tasks import solved
 from experiments.training.own import made
 from fnshard.errors import report
@@ -116,11 +117,13 @@ def model_reward(folder: str, device: torch.device | str) -> Reward:
     """
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+    check_reward_model(Path(folder))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model = AutoModelForSequenceClassification.from_pretrained(folder, local_files_only=True)
-    except (ValueError, KeyError, OSError) as error:
-        raise ConfigError(f"objective.reward={folder}: {str(error).splitlines()[0]}") from error
+        tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
+        model = AutoModelForSequenceClassification.from_pretrained(folder, **WEIGHTS)
+    except Exception as error:  # of every kind: the files may hold anything
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"objective.reward={folder}: {line}") from error
     if model.config.num_labels != 1:
         raise ConfigError(f"objective.reward={folder}: it has {model.config.num_labels} labels; expected: 1.")
     model.to(device).eval().requires_grad_(False)
