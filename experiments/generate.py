@@ -104,7 +104,10 @@ def _setup(config: GenerateConfig, folder: Path) -> Any:
             report(f"run={config.run}: its configuration names code, which would run:", code, fix)
         )
     tunes = "method" in values
-    saved = build(values, FinetuneConfig if tunes else TrainConfig)
+    try:
+        saved = build(values, FinetuneConfig if tunes else TrainConfig)
+    except ConfigError as error:
+        raise ConfigError(f"run={config.run}: config.yaml is of no run of this version: {error}") from None
     asked = {"prompt": config.prompt, "sample_tokens": config.tokens}
     run = replace(
         saved.run, device=config.device, device_gb=None, disk_dir=None, accumulate=1, replicas=0,

@@ -67,8 +67,8 @@ def validate(spec: CommandSpec, arguments: list[str]) -> Any:
     flags = get_args_parser().parse_args(with_own_groups(arguments))
     if flags.experimental_rerun:
         raise ConfigError(
-            f"--experimental-rerun {flags.experimental_rerun}: is a pickle, and what is in one runs when it is "
-            "read. Fix: the command line of the run, in its .hydra/overrides.yaml."
+            f"--experimental-rerun {flags.experimental_rerun}: is a pickle, and what is in it runs when "
+            "it is read. Fix: the command line of the run, in its .hydra/overrides.yaml."
         )
     if flags.hydra_help or flags.shell_completion or flags.cfg or flags.info:
         return None
@@ -83,6 +83,8 @@ def validate(spec: CommandSpec, arguments: list[str]) -> Any:
                 problems += [each.text for each in found if not (each.is_rule and flags.multirun)]
     except MISTAKES as error:
         raise ConfigError(text_of(error)) from None
+    except RecursionError:
+        raise ConfigError("the command line is nested too deeply.") from None
     if problems:
         raise refusal(list(dict.fromkeys(problems)))
     return None if flags.multirun else spec.complete(config)

@@ -196,5 +196,7 @@ def open_images(folder: Path, tokenizer: Any) -> Images | None:
         hf = transformers.AutoImageProcessor.from_pretrained(folder, **LOCAL)
         whole = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
     except Exception as error:  # the libraries raise errors of every kind
-        raise ConfigError(f"{folder}: transformers opens no image processor there: {error}.") from error
+        raise ConfigError(
+            f"{folder}: transformers opens no image processor there: {error!s:.300}."
+        ) from error
     return Images(hf, whole, tokenizer.convert_ids_to_tokens(whole.image_token_id), kind)

@@ -18,8 +18,8 @@ from experiments.data.files import first_few, read_json
 from fnshard.errors import report
 
 LOCAL: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-# Of weights that transformers loads by itself: no pickles, no kernels of the directory's choice.
-WEIGHTS: Mapping[str, Any] = {**LOCAL, "use_safetensors": True, "attn_implementation": None}
+# Of weights that transformers loads by itself: no pickles. Its configuration is that of `read_model_config`.
+WEIGHTS: Mapping[str, Any] = {**LOCAL, "use_safetensors": True}
 
 # Numbers of config.json that make modules, and the most that they may be: what is far beyond any model would
 # be built for hours, or would not fit.

@@ -181,7 +181,7 @@ def open_prepared(folder: str | Path) -> Prepared:
     folder = Path(folder)
     try:
         return Prepared(folder=folder, **json.loads((folder / FACTS).read_text()))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         raise ConfigError(f"{folder} holds no prepared data. Fix: prepare it anew.") from None
 
 

@@ -227,7 +227,7 @@ def open_directory(directory: str | Path) -> DirectoryTokenizer:
         hf.backend_tokenizer.no_truncation()
         hf.backend_tokenizer.no_padding()
     except Exception as error:  # the libraries raise errors of every kind, plain Exception too
-        raise ConfigError(f"{folder}: transformers opens no fast tokenizer there: {error}.") from error
+        raise ConfigError(f"{folder}: transformers opens no fast tokenizer there: {error!s:.300}.") from error
     stops = _stops(hf, folder)
     hf.add_tokens([hf.convert_ids_to_tokens(stop) for stop in stops], special_tokens=True)
     begin = (hf.bos_token_id,) if hf("").input_ids[:1] == [hf.bos_token_id] else ()

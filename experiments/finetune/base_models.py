@@ -35,8 +35,9 @@ from experiments.data.builtin import text_files
 from experiments.data.tokenizer import ByteTokenizer, DirectoryTokenizer, open_directory
 from experiments.finetune import tasks
 from experiments.finetune.config import FinetuneConfig, FinetuneDataConfig, MethodConfig, ObjectiveConfig
-from experiments.finetune.lm import LanguageModel, check_weights, from_directory
+from experiments.finetune.lm import LanguageModel, check_weights, from_config, from_directory
 from experiments.finetune.tasks import warming_files
+from experiments.finetune.tuning import check_method
 from experiments.finetune.vision_models import TINY, write_model
 from experiments.training.result import STOPPED
 from experiments.training.resume import identity_of
@@ -66,19 +67,35 @@ def directory_of(config: FinetuneConfig) -> str:
     """The directory of the configuration's model.
 
     Raises:
-        ConfigError: a package that fine-tuning needs is not installed.
+        ConfigError: a package that fine-tuning needs is not installed; as `open_model`; a method that the
+            model cannot have.
     """
     if config.model in RANDOM or config.model in TINY:
         check_installed()
-        return str(_random(config.model, config.run.seed))
-    path = directory_of_model(config.model)
-    lm, _ = open_model(path)
+        path = _random(config.model, config.run.seed)
+    else:
+        path = directory_of_model(config.model)
+    _check_fit(config, open_model(path)[0])
+    return str(path.resolve())
+
+
+def check_pretrained(config: FinetuneConfig) -> None:
+    """Refuse what the base that a run makes first cannot have, before that run.
+
+    Raises:
+        ConfigError: as `directory_of`.
+    """
+    check_installed()
+    _check_fit(config, from_config(_decoder_config(RANDOM["tiny"])))
+
+
+def _check_fit(config: FinetuneConfig, lm: LanguageModel) -> None:
+    check_method(config, lm)
     if lm.context is not None and config.data.context > lm.context:
         raise ConfigError(
             f"data.context={config.data.context}: model={config.model} was made for {lm.context} positions. "
             f"Fix: data.context={lm.context}."
         )
-    return str(path.resolve())
 
 
 def open_model(path: str | Path) -> tuple[LanguageModel, DirectoryTokenizer]:
@@ -157,16 +174,21 @@ def _random(name: str, seed: int) -> Path:
 
 
 def _write_decoder(sizes: Mapping[str, int], folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(_decoder_config(sizes)).save_pretrained(folder)
+    ByteTokenizer().save(folder)
+
+
+def _decoder_config(sizes: Mapping[str, int]) -> Any:
     """A Llama; of experts a Qwen3-MoE."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     tokenizer = ByteTokenizer()
     special = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.pad}
     sizes = {"vocab_size": tokenizer.vocab, "max_position_embeddings": 2048, **sizes}
     kind = "qwen3_moe" if "num_experts" in sizes else "llama"
-    config = AutoConfig.for_model(kind, **sizes, tie_word_embeddings=False, **special)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save(folder)
+    return AutoConfig.for_model(kind, **sizes, tie_word_embeddings=False, **special)
 
 
 def pretrained(config: FinetuneConfig, job: Job) -> str:

@@ -365,7 +365,7 @@ def check_weights(path: str | Path, lm: LanguageModel) -> None:
 
 
 def _line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"{(str(error).strip() or type(error).__name__).splitlines()[0]:.300}"
 
 
 def _unreadable(folder: Path, problems: list[str]) -> str:

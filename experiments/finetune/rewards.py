@@ -6,6 +6,7 @@ directory of a model is one, too.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ import torch
 
 from experiments.configs.checks import TARGET
 from experiments.configs.train import ConfigError
-from experiments.data.model_files import LOCAL, WEIGHTS, check_reward_model
+from experiments.data.model_files import LOCAL, WEIGHTS, check_reward_model, read_model_config
 from experiments.finetune.tasks import solved
 from experiments.training.own import made
 from fnshard.errors import report
@@ -105,6 +106,12 @@ def _weighted(chosen: str | Mapping[str, Any], device: torch.device | str) -> We
             f"objective.reward={name}: one of {', '.join(REWARDS)}, a mapping with _target_, or "
             "the directory of a model that gives a number."
         )
+    try:
+        inspect.signature(REWARDS[name]).bind((), (), (), **how)
+        re.compile(how.get("pattern", ""))
+    except (TypeError, re.error, RecursionError, OverflowError) as error:
+        said = ", ".join(f"{key}={value!r}" for key, value in how.items())
+        raise ConfigError(f"objective.reward={name}: {error}; said was {said or 'nothing'}.") from None
     return Weighted(name, partial(REWARDS[name], **how), weight)
 
 
@@ -120,7 +127,8 @@ def model_reward(folder: str, device: torch.device | str) -> Reward:
     check_reward_model(Path(folder))
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
-        model = AutoModelForSequenceClassification.from_pretrained(folder, **WEIGHTS)
+        config = read_model_config(Path(folder))
+        model = AutoModelForSequenceClassification.from_pretrained(folder, config=config, **WEIGHTS)
     except Exception as error:  # of every kind: the files may hold anything
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"objective.reward={folder}: {line}") from error

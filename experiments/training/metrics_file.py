@@ -28,7 +28,7 @@ def read_rows(path: Path | None, made: int) -> Iterator[dict[str, Any]]:
         for line in lines:
             try:
                 row = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return
             if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
                 return
