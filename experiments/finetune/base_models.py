@@ -93,8 +93,8 @@ def _check_fit(config: FinetuneConfig, lm: LanguageModel) -> None:
     check_method(config, lm)
     if lm.context is not None and config.data.context > lm.context:
         raise ConfigError(
-            f"data.context={config.data.context}: model={config.model} was made for {lm.context} positions. "
-            f"Fix: data.context={lm.context}."
+            f"model={config.model}: data.context={config.data.context}, and it was made for {lm.context} "
+            f"positions. Fix: data.context={lm.context}."
         )
 
 
