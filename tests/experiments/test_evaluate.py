@@ -322,7 +322,8 @@ def test_a_broken_file_is_one_error_of_files_and_lines(tmp_path, case):
 def test_all_files_that_are_broken_are_named_together(tmp_path):
     for name in ("one", "two"):
         (tmp_path / f"{name}.jsonl").write_text("{}\n")
-    asked = [f"arc:{tmp_path}/one.jsonl:{tmp_path}/one.jsonl", f"gsm8k:{tmp_path}/none.jsonl:{tmp_path}/two.jsonl"]
+    one, two, none = (tmp_path / f"{name}.jsonl" for name in ("one", "two", "none"))
+    asked = [f"arc:{one}:{one}", f"gsm8k:{none}:{two}"]
     with pytest.raises(ConfigError) as error:
         measured(tmp_path, tmp_path / "out", *asked, shots=1)
     for name in ("one.jsonl", "none.jsonl", "two.jsonl", "config.json", "tokenizer.json"):
