@@ -16,7 +16,7 @@ from pydantic import NonNegativeInt
 
 from experiments.cli.main import exiting
 from experiments.cli.schema import build
-from experiments.configs.checks import configuration
+from experiments.configs.checks import configuration, targets_in
 from experiments.configs.train import (
     AUTO,
     ConfigError,
@@ -33,13 +33,15 @@ QUOTED = re.compile(r"""("|').*\1""", re.DOTALL)
 @configuration
 class GenerateConfig:
     """`run`: the folder of a run. `prompt`: null, the run's own prompts. `tokens`: of the text; null, as many
-    as the run's sample. `held_out`: whether the held-out loss is measured. `device`: as `run.device`."""
+    as the run's sample. `held_out`: whether the held-out loss is measured. `device`: as `run.device`.
+    `own_code`: whether code that the run's configuration names may run, its `_target_`s."""
 
     run: str
     prompt: str | None = None
     tokens: NonNegativeInt | None = None
     held_out: bool = True
     device: str = AUTO
+    own_code: bool = False
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -81,12 +83,22 @@ def _setup(config: GenerateConfig, folder: Path) -> Any:
     from experiments.cli.job import placed
     from experiments.data.prepared import open_prepared
     from experiments.finetune.config import FinetuneConfig
+    from fnshard.errors import report
 
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"run={config.run}: is no folder of a run. Fix: what a run prints after results:.")
     values = read_config(folder)
+    code = targets_in(values)
+    if code and not config.own_code:
+        fix = "own_code=true, where you trust who has written the folder."
+        raise ConfigError(
+            report(f"run={config.run}: its configuration names code, which would run:", code, fix)
+        )
     tunes = "method" in values
-    saved = build(values, FinetuneConfig if tunes else TrainConfig)
+    try:
+        saved = build(values, FinetuneConfig if tunes else TrainConfig)
+    except ConfigError as error:
+        raise ConfigError(f"run={config.run}: config.yaml is of no run of this version: {error}") from None
     asked = {"prompt": config.prompt, "sample_tokens": config.tokens}
     run = replace(
         saved.run, device=config.device, device_gb=None, disk_dir=None, accumulate=1, replicas=0,

@@ -138,6 +138,9 @@ def run_by_hydra(spec: CommandSpec, task: Callable[[DictConfig], Any]) -> None:
 
 def text_of(error: Exception) -> str:
     """What an exception says, of OmegaConf's with the key that it is about."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        name = str(error.filename)
+        return f"{name:.60}...: no file has a name of {len(name)} characters."
     if isinstance(error, OmegaConfBaseException):
         return f"{error.full_key}: {str(error).splitlines()[0]}." if error.full_key else str(error)
     cause = error.__cause__
@@ -146,7 +149,7 @@ def text_of(error: Exception) -> str:
 
 def is_mistake(error: Exception) -> bool:
     """Whether the user's configuration is wrong."""
-    if isinstance(error, MISTAKES):
+    if isinstance(error, MISTAKES) or (isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG):
         return True
     from fnshard.errors import BudgetError, MissingExtraError, OptimizerError, SpecError, TraceError
 

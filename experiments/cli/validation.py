@@ -65,7 +65,12 @@ def validate(spec: CommandSpec, arguments: list[str]) -> Any:
         ConfigError: what Hydra refuses of it; or all keys and values that are wrong.
     """
     flags = get_args_parser().parse_args(with_own_groups(arguments))
-    if flags.hydra_help or flags.shell_completion or flags.cfg or flags.info or flags.experimental_rerun:
+    if flags.experimental_rerun:
+        raise ConfigError(
+            f"--experimental-rerun {flags.experimental_rerun}: is a pickle, and what is in it runs when "
+            "it is read. Fix: the command line of the run, in its .hydra/overrides.yaml."
+        )
+    if flags.hydra_help or flags.shell_completion or flags.cfg or flags.info:
         return None
     spec.register()
     config, problems = None, []
@@ -78,6 +83,8 @@ def validate(spec: CommandSpec, arguments: list[str]) -> Any:
                 problems += [each.text for each in found if not (each.is_rule and flags.multirun)]
     except MISTAKES as error:
         raise ConfigError(text_of(error)) from None
+    except RecursionError:
+        raise ConfigError("the command line is nested too deeply.") from None
     if problems:
         raise refusal(list(dict.fromkeys(problems)))
     return None if flags.multirun else spec.complete(config)

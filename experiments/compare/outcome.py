@@ -130,7 +130,7 @@ def _steps(folder: Path) -> Any:
 def _overrides(folder: Path) -> list[str]:
     try:
         listed = yaml.safe_load((folder / OVERRIDES).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return []
     return listed if isinstance(listed, list) else []
 

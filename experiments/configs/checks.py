@@ -18,6 +18,24 @@ T = TypeVar("T")
 TARGET = "_target_"  # Hydra's: the dotted name of what is called with the other keys
 
 
+def targets_in(values: Any, key: str = "") -> list[str]:
+    """Return where values name code that would run, at any depth.
+
+    >>> targets_in({"model": {"_target_": "mine.Net", "width": 8}, "tracker": {"own": [{"_target_": "a.B"}]}})
+    ['model._target_=mine.Net', 'tracker.own.0._target_=a.B']
+    """
+    pairs: Iterable[tuple[Any, Any]] = ()
+    if isinstance(values, Mapping):
+        pairs = values.items()
+    elif isinstance(values, list | tuple):
+        pairs = enumerate(values)
+    found: list[str] = []
+    for name, value in pairs:
+        at = f"{key}.{name}".removeprefix(".")
+        found += [f"{at}={value!s:.80}"] if name == TARGET else targets_in(value, at)
+    return found
+
+
 def unmakeable(place: str) -> str:
     """Why a folder cannot be made, or written; "" if it can.
 

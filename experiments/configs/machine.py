@@ -30,16 +30,10 @@ def place(config: Any, *, accelerators: Mapping[str, int], world: int | None = N
             that does not divide over ranks and micro-batches, a `run.disk_dir` that is not there.
     """
     check_installed(config.tracker)
-    device = config.run.device
     disk_dir = config.run.disk_dir
     if disk_dir is not None and not os.path.isdir(disk_dir):
         raise ConfigError(f"run.disk_dir={disk_dir!r} is no directory. Fix: make it, or name another.")
-    if device == "auto":
-        device = next(iter(accelerators), "cpu")
-    if device != "cpu" and device not in accelerators:
-        has = ", ".join(["cpu", *accelerators])
-        raise ConfigError(f"run.device={device}: this machine has {has}. Fix: run.device=auto.")
-    mesh = config.mesh
+    device, mesh = device_of("run.device", config.run.device, accelerators), config.mesh
     fixed = mesh.replicate * mesh.expert * mesh.tensor * mesh.context
     there = world or nodes * (CPU_RANKS if device == "cpu" else accelerators[device])
     if mesh.shard is None:
@@ -75,6 +69,19 @@ def place(config: Any, *, accelerators: Mapping[str, int], world: int | None = N
         run=replace(config.run, device=device),
         precision=config.precision.on(device, sums),
     )
+
+
+def device_of(key: str, asked: str, accelerators: Mapping[str, int]) -> str:
+    """Return the type of device that a key asks for: "auto" is the accelerator, where there is one.
+
+    Raises:
+        ConfigError: this machine has none of it.
+    """
+    device = next(iter(accelerators), "cpu") if asked == AUTO else asked
+    if device != "cpu" and device not in accelerators:
+        has = ", ".join(["cpu", *accelerators])
+        raise ConfigError(f"{key}={asked}: this machine has {has}. Fix: {key}=auto.")
+    return device
 
 
 def _product(mesh: Any) -> str:

@@ -16,7 +16,7 @@ from fnshard.errors import report
 from fnshard.step.lowered import Lowered
 
 RUN, LINES = "run.json", Path("profile", "lines.json")  # of a run's folder
-DAMAGED = (ValueError, KeyError, TypeError, AttributeError)
+DAMAGED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 MOST = 5  # damaged files that an error names
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from experiments.configs.train import ConfigError
 from experiments.data.files import LineError, read_json
+from experiments.data.model_files import LOCAL
 from fnshard.errors import MissingExtraError
 
 
@@ -179,8 +180,8 @@ def open_images(folder: Path, tokenizer: Any) -> Images | None:
         ConfigError: one that transformers does not open.
         MissingExtraError: pillow, or a transformers that knows its processors, is not installed.
     """
-    config = read_json(folder / "config.json")
-    kind = KINDS.get(config.get("model_type", ""))
+    named = read_json(folder / "config.json").get("model_type")
+    kind = KINDS.get(named) if isinstance(named, str) else None
     if kind is None:
         return None
     try:
@@ -191,10 +192,11 @@ def open_images(folder: Path, tokenizer: Any) -> Images | None:
             f"{folder}: its images need pillow, and a transformers with vision_utils. "
             "Fix: pip install 'fnshard[vision]'."
         ) from error
-    local = {"local_files_only": True, "trust_remote_code": False}
     try:
-        hf = transformers.AutoImageProcessor.from_pretrained(folder, **local)
-        whole = transformers.AutoConfig.from_pretrained(folder, **local)
+        hf = transformers.AutoImageProcessor.from_pretrained(folder, **LOCAL)
+        whole = transformers.AutoConfig.from_pretrained(folder, **LOCAL)
     except Exception as error:  # the libraries raise errors of every kind
-        raise ConfigError(f"{folder}: transformers opens no image processor there: {error}.") from error
+        raise ConfigError(
+            f"{folder}: transformers opens no image processor there: {error!s:.300}."
+        ) from error
     return Images(hf, whole, tokenizer.convert_ids_to_tokens(whole.image_token_id), kind)

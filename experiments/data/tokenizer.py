@@ -15,6 +15,7 @@ import numpy as np
 
 from experiments.configs.train import ConfigError
 from experiments.data.files import first_few, read_json, write_json
+from experiments.data.model_files import LOCAL
 from fnshard.errors import MissingExtraError, report
 
 FILE, CONFIG, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -221,16 +222,19 @@ def open_directory(directory: str | Path) -> DirectoryTokenizer:
         ) from error
     try:
         hf = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, model_max_length=10**9
+            folder, **LOCAL, model_max_length=10**9
         )  # no warning of texts that are longer: what is too long is ours to say
         hf.backend_tokenizer.no_truncation()
         hf.backend_tokenizer.no_padding()
     except Exception as error:  # the libraries raise errors of every kind, plain Exception too
-        raise ConfigError(f"{folder}: transformers opens no fast tokenizer there: {error}.") from error
+        raise ConfigError(f"{folder}: transformers opens no fast tokenizer there: {error!s:.300}.") from error
     stops = _stops(hf, folder)
     hf.add_tokens([hf.convert_ids_to_tokens(stop) for stop in stops], special_tokens=True)
     begin = (hf.bos_token_id,) if hf("").input_ids[:1] == [hf.bos_token_id] else ()
     hf.chat_template = hf.chat_template or read_json(folder / OLD_TEMPLATE).get("chat_template")
+    templates = hf.chat_template.values() if isinstance(hf.chat_template, dict) else [hf.chat_template]
+    if odd := [each for each in templates if each is not None and not isinstance(each, str)]:
+        raise ConfigError(f"{folder}: chat_template: expected text, got {odd[0]!r:.60}.")
     plain = hf.chat_template is None
     if plain:
         hf.eos_token = hf.convert_ids_to_tokens(stops[0])
@@ -262,7 +266,7 @@ def _stops(hf: Any, folder: Path) -> tuple[int, ...]:
         ids = read_json(folder / name).get("eos_token_id")
         found += ids if isinstance(ids, list) else [ids]
     known = set(hf.get_vocab().values())
-    stops = tuple(dict.fromkeys(i for i in found if i in known))
+    stops = tuple(dict.fromkeys(i for i in found if type(i) is int and i in known))
     if not stops:
         raise ConfigError(
             f"{folder}: no end token in {CONFIG} or {', '.join(STOPS)} that {FILE} knows. "

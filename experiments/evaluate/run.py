@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 
 import fnshard as fs
 from experiments import python_path
-from experiments.configs.machine import CPU_RANKS
+from experiments.configs.checks import attempt
+from experiments.configs.machine import CPU_RANKS, device_of
 from experiments.configs.train import AUTO, ConfigError
 from experiments.data.files import (
     SUM,
@@ -28,11 +30,11 @@ from experiments.data.files import (
     write_record,
     write_text,
 )
-from experiments.data.tokenizer import open_directory
+from experiments.data.tokenizer import DirectoryTokenizer, open_directory
 from experiments.evaluate.config import HARNESS, EvaluateConfig
 from experiments.evaluate.scorer import Scorer
-from experiments.evaluate.tasks import Task, task_of
-from experiments.finetune.lm import from_directory
+from experiments.evaluate.tasks import Task, tasks_of
+from experiments.finetune.lm import LanguageModel, from_directory
 
 RESULTS, OF = "results.json", "of.json"
 
@@ -41,17 +43,35 @@ def evaluate(config: EvaluateConfig, folder: Path) -> None:
     """Measure a model on ranks of its own; print a table and leave it in a folder, next to all answers.
 
     Raises:
-        ConfigError: a model, or a task's file, that cannot be read; a folder with answers of something else.
+        ConfigError: a device that is not there; a model, or files of tasks, that cannot be read, all of them
+            named; a folder with answers of something else.
         LaunchError: a rank failed.
     """
-    from experiments.finetune.base_models import directory_of_model
+    from experiments.cli.job import accelerators
+    from experiments.finetune.base_models import directory_of_model, open_model
 
-    config = replace(config, model=str(directory_of_model(config.model)))
-    tasks = [_read(config, text) for text in config.tasks]
-    device = config.device if config.device != AUTO else "cuda" if torch.cuda.is_available() else "cpu"
-    there = CPU_RANKS if device == "cpu" else torch.accelerator.device_count()
-    config = replace(config, device=device, ranks=config.ranks or there)
-    of = {"model": _files_of(config.model), "shots": config.shots, "tokens": config.tokens, "tasks": tasks}
+    there = accelerators()
+    device = device_of("device", config.device, there)
+    most = there.get(device)
+    if most is not None and (config.ranks or most) > most:
+        raise ConfigError(f"ranks={config.ranks}: this machine has {most} of {device}. Fix: ranks=null.")
+    config = replace(
+        config, model=str(directory_of_model(config.model)), device=device,
+        ranks=config.ranks or most or CPU_RANKS,
+    )  # fmt: skip
+    own = [text for text in config.tasks if not text.startswith(f"{HARNESS}:")]
+    wrong: list[str] = []
+    tasks = attempt(partial(tasks_of, own, config.shots, config.limit), wrong)
+    opened = attempt(partial(open_model, config.model), wrong)
+    if not wrong:
+        for task in tasks:
+            wrong += misfits_of(task, *opened, config.tokens)
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    # What answers depend on: the model, the settings, and the questions as they are asked.
+    asked = [hashlib.sha256(repr(task.questions).encode()).hexdigest() for task in tasks]
+    asked += [text for text in config.tasks if text not in own]
+    of = {"model": _files_of(config.model), "shots": config.shots, "tokens": config.tokens, "tasks": asked}
     key = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:12]
     place = Path(config.folder or folder.parents[1] / key)
     place.mkdir(parents=True, exist_ok=True)
@@ -59,8 +79,10 @@ def evaluate(config: EvaluateConfig, folder: Path) -> None:
         before = read_record(place / OF) or {}
     except DamagedError as error:
         raise ConfigError(f"{error} Fix: another folder, or delete {place}.") from None
-    if before.get("key", key) != key:
-        raise ConfigError(f"folder={place}: its answers are of another model, task or setting.")
+    if before.get("key", key if not any(place.glob("*/*.jsonl")) else None) != key:
+        raise ConfigError(
+            f"folder={place}: its answers are of another model, task or setting. Fix: another folder."
+        )
     write_record(place / OF, {"key": key, **asdict(config)})
     threads = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
     fs.launch(
@@ -70,12 +92,20 @@ def evaluate(config: EvaluateConfig, folder: Path) -> None:
     print(f"\n{read_json(place / RESULTS)['table']}\n\nresults: {place}", flush=True)
 
 
-def _read(config: EvaluateConfig, text: str) -> str:
-    """What answers to a task depend on: its questions."""
-    if text.startswith(f"{HARNESS}:"):
-        return text
-    questions = task_of(text, config.shots, config.limit).questions
-    return hashlib.sha256(repr(questions).encode()).hexdigest()
+def misfits_of(task: Task, lm: LanguageModel, tokenizer: DirectoryTokenizer, tokens: int) -> list[str]:
+    """Return why a model cannot answer a task's questions: no room for an answer, or a choice that its
+    tokenizer has no tokens for."""
+    chosen = [choice for question in task.questions for choice in question.choices]
+    if not chosen and lm.context is not None and tokens >= lm.context:
+        return [
+            f"{task.name}: tokens={tokens} leaves no room for a question in the model's {lm.context} "
+            f"positions. Fix: tokens={lm.context // 2}."
+        ]
+    texts = list(dict.fromkeys(chosen))
+    empty = texts and [
+        text for text, ids in zip(texts, tokenizer.encode_many(texts), strict=True) if not len(ids)
+    ]
+    return [f"{task.name}: the tokenizer of the model has no tokens for {text!r:.60}" for text in empty[:5]]
 
 
 def _files_of(model: str) -> list[tuple[str, int, int]]:
@@ -89,16 +119,18 @@ def on_rank(config: EvaluateConfig, folder: str) -> None:
     scorer, blocks = scorer_of(config, mesh)
     barrier = scorer.forward(lambda params: 0).gather_strings
     place, found = Path(folder), {}
+    own = [text for text in config.tasks if not text.startswith(f"{HARNESS}:")]
+    tasks = dict(zip(own, tasks_of(own, config.shots, config.limit), strict=True))
     for number, text in enumerate(config.tasks):
         if text.startswith(f"{HARNESS}:"):
             from experiments.evaluate.harness import harness_results
 
             found |= harness_results(text.partition(":")[2], scorer, blocks, config)
             continue
-        task = task_of(text, config.shots, config.limit)
-        answers = place / f"{number}-{task.name}"
+        task = tasks[text]
+        answers = place / f"{number}-{Path(task.name).name}"
         answers.mkdir(exist_ok=True)
-        known = answered(answers)
+        known = answered(answers, task)
         barrier("")  # no rank writes before all have read
         if mesh.rank == 0:
             print(f"{task.name}: {len(task.questions)} questions, {len(known)} answered before", flush=True)
@@ -108,7 +140,7 @@ def on_rank(config: EvaluateConfig, folder: str) -> None:
             values = {"question": question, **result}
             append(mine, json.dumps({**values, SUM: checksum(values)}) + "\n")
         barrier("")
-        found |= summary(task, answered(answers))
+        found |= summary(task, answered(answers, task))
     if mesh.rank == 0:
         write_json(place / RESULTS, {"results": found, "table": table(found)})
         write_text(place / "results.txt", table(found) + "\n")
@@ -128,18 +160,25 @@ def scorer_of(config: EvaluateConfig, mesh: fs.Mesh) -> tuple[Scorer, Any]:
     return Scorer(lm, tokenizer, mesh, forward, config.rows, config.tokens), blocks
 
 
-def answered(folder: Path) -> dict[int, dict[str, Any]]:
-    """Results by question, of all ranks; a line that a kill has cut short, or that is not what was written,
-    is none: its question is asked again."""
+def answered(folder: Path, task: Task) -> dict[int, dict[str, Any]]:
+    """Read the results of all ranks, by question.
+
+    A line that a kill has cut short, that is not what was written, or that is no result of the task counts as
+    none: its question is asked again.
+    """
     found = {}
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_bytes().split(b"\n"):
             try:
                 result = json.loads(line)
-                if result.pop(SUM) == checksum(result):
-                    found[result.pop("question")] = result
+                if result.pop(SUM) != checksum(result):
+                    continue
+                number = result.pop("question")
+                whole = all(result[metric] in (0, 1) for metric in task.metrics)
             except (*UNREADABLE, AttributeError, KeyError, TypeError):
                 continue
+            if whole and type(number) is int and 0 <= number < len(task.questions):
+                found[number] = result
     return found
 
 

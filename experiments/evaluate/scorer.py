@@ -58,15 +58,17 @@ class Scorer:
         """Of this rank's groups: number, and of each pair the log-probability of what follows its context and
         whether that is the likeliest."""
         rows = max([self.rows, *map(len, groups)])
-        run = self._program(_sums)
         lengths = [max(len(a) + len(b) for a, b in group) - 1 for group in groups]
         for width, mine in self._rounds(lengths, [len(group) for group in groups], rows):
+            run = self._program(width, _sums)
             tokens = torch.zeros(rows, width, dtype=torch.int64)
             targets = torch.full_like(tokens, IGNORE)
             for row, (context, after) in enumerate(pair for number in mine for pair in groups[number]):
                 whole = torch.tensor([*context, *after][-width - 1 :])
-                tokens[row, : len(whole) - 1] = whole[:-1]
-                targets[row, max(0, len(whole) - 1 - len(after)) : len(whole) - 1] = whole[1:][-len(after) :]
+                last = len(whole) - 1
+                first = max(0, last - len(after))
+                tokens[row, :last] = whole[:-1]
+                targets[row, first:last] = whole[first + 1 :]
             both = iter(zip(*(each.tolist() for each in run(params, tokens, targets)), strict=True))
             yield from ((number, list(islice(both, len(groups[number])))) for number in mine)
 
@@ -75,12 +77,12 @@ class Scorer:
         most = (self.lm.context or 2**31) - tokens
         encoded = [self.encode(prompt)[-most:] for prompt in prompts]
         stops, count = frozenset(self.tokenizer.stops), min(TOGETHER, tokens)
-        decode = self._program(next_of, count, 0.0, 1.0)
         for wide, mine in self._rounds(list(map(len, encoded)), [1] * len(encoded), self.rows):
             width = min(wide, most)
+            decode = self._program(width, next_of, count, 0.0, 1.0)
             rollouts = Rollouts(
-                self._program(first_of, width + tokens, 0.0, 1.0), decode, count, self.rows, width, tokens,
-                stops, decode.gather_strings, self.mesh.device,
+                self._program(width, first_of, width + tokens, 0.0, 1.0), decode, count, self.rows, width,
+                tokens, stops, decode.gather_strings, self.mesh.device,
             )  # fmt: skip
             unused = torch.zeros(len(mine), tokens, dtype=torch.float64)
             drawn = rollouts(params, [encoded[number] for number in mine], unused)
@@ -92,10 +94,13 @@ class Scorer:
         return [*self.tokenizer.begin, *self.tokenizer.encode(text)]
 
     def pair(self, context: str, after: str) -> Pair:
-        """Tokens of both; blanks at the end of a context are of what follows it."""
+        """Tokens of both; blanks at the end of a context are of what follows it. Where a token would span the
+        two, what follows is encoded alone: all of it is scored, and none of the context (as lm-eval does)."""
         kept = context.rstrip()
         whole, first = self.encode(context + after), self.encode(kept)
-        return whole[: len(first)], whole[len(first) :]
+        if whole[: len(first)] == first and len(whole) > len(first):
+            return first, whole[len(first) :]
+        return first, self.tokenizer.encode_after(context[len(kept) :] + after)
 
     def _chosen(self, params: Any, task: Task, numbers: Sequence[int]) -> Iterator[tuple[int, dict]]:
         asked = [task.questions[number] for number in numbers]
@@ -111,9 +116,10 @@ class Scorer:
             question = task.questions[numbers[place]]
             yield numbers[place], {**graded(question, answer), "answer": answer}
 
-    def _program(self, make: Callable[..., Callable[..., Any]], *how: float) -> Any:
-        """Compiled once, however often a model is measured."""
-        key = make, how
+    def _program(self, width: int, make: Callable[..., Callable[..., Any]], *how: float) -> Any:
+        """Return the program of a width, which is compiled once, however often a model is measured. Each
+        width has its own: a program that meets another one warns its user, who can do nothing about it."""
+        key = width, make, how
         if key not in self._programs:
             self._programs[key] = self.forward(make(self.lm, *how))
         return self._programs[key]

@@ -6,20 +6,27 @@ MMLU (Hendrycks et al. 2021), ARC (Clark et al. 2018), HellaSwag (Zellers et al.
 
 from __future__ import annotations
 
-import csv
-import json
+import ast
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from experiments.configs.checks import attempt
 from experiments.configs.train import ConfigError
 from experiments.data.files import first_few
+from experiments.evaluate.records import LETTERS, Record, RecordError, read_records
+from experiments.evaluate.subjects import CEVAL_SUBJECTS
 from fnshard.errors import report
 
-LETTERS = "ABCD"
 STOPS = ("Question:", "</s>", "<|im_end|>")  # what ends a generated answer
+MARK = "####"  # what stands before the number of a right answer
+NUMBER = re.compile(r"-?\$?-?[0-9][0-9,]*(\.[0-9]+)?\.?|-?\$?\.[0-9]+")
+SHOWN = 10  # records of a file in an error
 
 
 @dataclass(frozen=True)
@@ -30,11 +37,16 @@ class Question:
         prompt: what an answer follows.
         choices: what is chosen from by likelihood, each after a space; none: the answer is generated.
         answer: which choice is right; or the text of a right answer.
+        subject: what it is about, where its record says so; its shots are about the same.
+        asked: the words of the question and its choices; equal for equal questions, in whatever order their
+            choices stand.
     """
 
     prompt: str
     choices: tuple[str, ...]
     answer: int | str
+    subject: str | None = None
+    asked: tuple[str, ...] = ()
 
     @property
     def solution(self) -> str:
@@ -44,34 +56,74 @@ class Question:
 
 @dataclass(frozen=True)
 class Task:
-    """`name`: of the file. `metrics`: of a question's result, the main one first."""
+    """A file's questions.
+
+    Args:
+        name: of the file; where several tasks have files of one name, their paths, too.
+        metrics: of a question's result, the main one first.
+    """
 
     name: str
     questions: tuple[Question, ...]
     metrics: tuple[str, ...]
 
 
-def task_of(text: str, shots: int = 0, limit: int | None = None) -> Task:
-    """The task that `FORMAT:FILE` or `FORMAT:FILE:FILE` names.
+def tasks_of(texts: Sequence[str], shots: int = 0, limit: int | None = None) -> list[Task]:
+    """Read the tasks that texts as of `task_of` name.
 
     Raises:
-        ConfigError: a file is not there, is not of the format (by line), or has too few shots.
+        ConfigError: what is wrong with any of their files.
+    """
+    wrong: list[str] = []
+    found = [attempt(partial(task_of, text, shots, limit), wrong) for text in texts]
+    wrong += [f"{text}: is named {count} times." for text, count in Counter(texts).items() if count > 1]
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    names = [Path(text.split(":")[1]).with_suffix("") for text in texts]
+    for longer in (lambda text, path: path.name, lambda text, path: str(path), lambda text, path: text):
+        tried = list(map(longer, texts, names))
+        if len(set(tried)) == len(tried):
+            break
+    return [replace(task, name=name) for task, name in zip(found, tried, strict=True)]
+
+
+def task_of(text: str, shots: int = 0, limit: int | None = None) -> Task:
+    """Read the task that `FORMAT:FILE` or `FORMAT:FILE:FILE` names.
+
+    A question is asked after the first `shots` records of the second file that are not that question itself,
+    and of its subject where records name one.
+
+    Raises:
+        ConfigError: files that are not there, are not of the format (by line), or have too few shots.
     """
     kind, *files = text.split(":")
     if kind not in FORMATS:
         raise ConfigError(f"{text}: only experiments.evaluate runs such tasks.")
     read, opening = FORMATS[kind]
-    path = Path(files[0])
-    asked = [read(record) for record in _records(path, read)]
-    begin = opening(path)
-    if shots:
-        known = [read(record) for record in _records(Path(files[1]), read)][:shots]
-        if len(known) < shots:
-            raise ConfigError(f"{files[1]}: {len(known)} records, and shots={shots}.")
-        begin += "".join(f"{q.prompt}{q.solution}\n\n" for q in known)
-    questions = (Question(begin + q.prompt, q.choices, q.answer) for q in asked[:limit])
+    paths = [Path(file) for file in files[: 1 + bool(shots)]]
+    wrong: list[str] = []
+    every = {path: attempt(partial(read_questions, path, read), wrong) for path in paths}
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    asked, questions = every[paths[0]][:limit], []
+    for question in asked:
+        words = opening(question.subject or re.sub(r"_(test|val|dev)$", "", paths[0].stem))
+        others = (
+            known
+            for known in every[paths[-1]]
+            if known.asked != question.asked and known.subject in (None, question.subject)
+        )
+        before = list(islice(others, shots))
+        if len(before) < shots:
+            about = f" about {question.subject!r}" if question.subject else ""
+            raise ConfigError(
+                f"{paths[-1]}: {len(before)} records{about} can be shots of the question "
+                f"{question.asked[0]!r:.60}, which is none of its own, and shots={shots}."
+            )
+        words += "".join(f"{q.prompt}{q.solution}\n\n" for q in before)
+        questions.append(replace(question, prompt=words + question.prompt))
     metrics = ("acc", "acc_norm") if asked[0].choices else ("exact_match", "strict_match")
-    return Task(path.stem, tuple(questions), metrics)
+    return Task(paths[0].stem, tuple(questions), metrics)
 
 
 def graded(question: Question, generated: str) -> dict[str, float]:
@@ -80,129 +132,155 @@ def graded(question: Question, generated: str) -> dict[str, float]:
     >>> graded(Question("", (), "2 + 2 = 4 #### 4"), "It is 5 - 1 = 4.")
     {'exact_match': 1.0, 'strict_match': 0.0}
     """
-    right = _number(question.answer.rpartition("####")[2])
+    right = _number(question.answer.rpartition(MARK)[2])
     found = re.findall(r"-?[$0-9.,]{2,}|-?[0-9]+", generated)
-    marked = re.search(r"#### (-?[0-9.,]+)", generated)
+    marked = re.search(rf"{MARK} (-?[0-9.,]+)", generated)
     said = {"exact_match": found[-1] if found else "", "strict_match": marked[1] if marked else ""}
-    return {metric: float(_number(text) == right) for metric, text in said.items()}
+    return {metric: float(_number(text) == right and right != "") for metric, text in said.items()}
 
 
 def _number(text: str) -> str:
     return re.sub(r"[,$]|\.$", "", text.strip()).lower()
 
 
-# ------------------------------------------------------------------ files
-
-
-def _records(path: Path, read: Callable[[Any], Question]) -> list[Any]:
-    """The records of a file, each of which can be read.
+def read_questions(path: Path, read: Callable[[Record], Question]) -> list[Question]:
+    """Read the questions of a file.
 
     Raises:
-        ConfigError: there is no such file, nothing is in it, or lines are broken.
+        ConfigError: there is no such file, nothing is in it, or records are no questions.
     """
-    if not path.is_file():
-        raise ConfigError(f"{path}: there is no such file.")
     good, wrong = [], []
-    try:
-        for line, parse in _lines(path):
-            try:
-                record = parse()
-                read(record)
-                good.append(record)
-            except (KeyError, ValueError, TypeError, IndexError, AttributeError) as error:
-                what = f"no {error}" if isinstance(error, KeyError) else str(error) or type(error).__name__
-                wrong.append(f"line {line}: {what}")
-    except (UnicodeDecodeError, csv.Error) as error:
-        wrong.append(str(error))
+    for place, record in read_records(path):
+        try:
+            if isinstance(record, RecordError):
+                raise record
+            good.append(read(record))
+        except RecordError as error:
+            wrong.append(f"{place}: {error}")
     if wrong or not good:
-        raise ConfigError(report(f"{path} cannot be read:", first_few(wrong, 10) or ["nothing is in it"]))
+        raise ConfigError(report(f"{path} cannot be read:", first_few(wrong, SHOWN) or ["nothing is in it"]))
     return good
 
 
-def _lines(path: Path) -> Iterator[tuple[int, Callable[[], Any]]]:
-    """Numbers of lines, and what makes a record of each: JSON of an object, or a row of CSV."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        if path.suffix != ".csv":
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield number, lambda line=line: _object(line)
-            return
-        rows, header = csv.reader(file, strict=True), None
-        for row in rows:
-            if header is None and "question" in row:
-                header = row
-            elif row:
-                yield (
-                    rows.line_num,
-                    lambda row=row, names=header: dict(zip(names, row, strict=True)) if names else row,
-                )
+# ------------------------------------------------------------------ fields of a record
 
 
-def _object(line: str) -> Mapping[str, Any]:
-    value = json.loads(line)
-    if not isinstance(value, dict):
-        raise ValueError(f"expected an object, got {type(value).__name__}")
+def _value(record: Record, *names: str) -> Any:
+    """The first of these fields that a record has."""
+    for name in names:
+        if record.get(name) is not None:
+            return record[name]
+    raise RecordError(f"no {names[0]!r}; it has {', '.join(map(repr, record)) or 'nothing'}")
+
+
+def _text(record: Record, *names: str, blank: bool = False) -> str:
+    """A text, which is not blank unless it may be."""
+    return _checked_text(names[0], _value(record, *names), blank=blank)
+
+
+def _checked_text(name: str, value: Any, *, blank: bool = False) -> str:
+    if not isinstance(value, str):
+        raise RecordError(f"{name}: expected text, got {value!r:.80}")
+    if not blank and not value.strip():
+        raise RecordError(f"{name}: is empty")
+    if any("\ud800" <= sign <= "\udfff" for sign in value):
+        raise RecordError(f"{name}: holds half of a surrogate pair, which is no character: {value!r:.80}")
     return value
+
+
+def _texts(name: str, value: Any) -> list[str]:
+    """Two texts or more, none of them blank."""
+    if not isinstance(value, list) or len(value) < 2:
+        raise RecordError(f"{name}: expected two choices or more, got {value!r:.80}")
+    return [_checked_text(f"{name}[{number}]", each) for number, each in enumerate(value)]
+
+
+def _one_of(name: str, answer: Any, labels: Sequence[Any]) -> int:
+    """Which of the labels an answer is."""
+    if isinstance(answer, bool) or answer not in labels:
+        raise RecordError(f"{name} {answer!r:.80}: one of {', '.join(map(str, labels))}")
+    return list(labels).index(answer)
+
+
+def _key(question: str, choices: Sequence[str] = ()) -> tuple[str, ...]:
+    """`Question.asked`: blanks and capitals make no other question."""
+    words = [" ".join(text.casefold().split()) for text in (question, *choices)]
+    return (words[0], *sorted(words[1:]))
 
 
 # ------------------------------------------------------------------ formats
 
 
-def _text(record: Any, name: str) -> str:
-    if not isinstance(record[name], str):
-        raise ValueError(f"{name}: expected text, got {record[name]!r}")
-    return record[name]
+def _lettered(record: Record, ask: str) -> Question:
+    """Read a question whose answer is a letter (MMLU, C-Eval).
+
+    `question`; `choices` or `options`, or `A`, `B` and so on; `answer`, a letter, or of a list its number
+    from 0; `subject` or `category`.
+    """
+    listed = next((record[name] for name in ("choices", "options") if record.get(name) is not None), None)
+    if isinstance(listed, str):  # a cell of CSV
+        try:
+            listed = ast.literal_eval(listed)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            raise RecordError(f"choices: expected a list, got {listed!r:.80}") from None
+    columns = listed
+    if listed is None:
+        columns = [record[letter] for letter in LETTERS if letter in record]
+        while len(columns) > 2 and columns[-1] in ("", None):  # of a question with fewer than the others
+            columns.pop()
+    choices, answer = _texts("choices", columns), _value(record, "answer")
+    if len(choices) > len(LETTERS):
+        raise RecordError(f"choices: expected {len(LETTERS)} at most, got {len(choices)}")
+    letters = list(LETTERS[: len(choices)])
+    if isinstance(answer, str) and listed is not None and answer.strip().isdecimal():
+        answer = int(answer)
+    is_letter = isinstance(answer, str)
+    answer = answer.strip() if is_letter else answer
+    right = _one_of("answer", answer, letters if is_letter else range(len(choices)))
+    question = _text(record, "question")
+    lines = [f"{letter}. {choice}" for letter, choice in zip(letters, choices, strict=True)]
+    subject = record.get("subject") or record.get("category")
+    return Question(
+        "\n".join([question.strip(), *lines, ask]),
+        tuple(letters),
+        right,
+        subject if isinstance(subject, str) else None,
+        _key(question, choices),
+    )
 
 
-def _one_of(choices: Sequence[str], answer: Any, labels: Sequence[Any]) -> int:
-    if len(choices) < 2 or not all(isinstance(choice, str) for choice in choices):
-        raise ValueError(f"expected two choices or more, got {choices!r}")
-    if answer not in labels[: len(choices)]:
-        raise ValueError(f"answer {answer!r}: one of {', '.join(map(str, labels[: len(choices)]))}")
-    return list(labels).index(answer)
-
-
-def _lettered(question: str, choices: Sequence[str], answer: Any, ask: str) -> Question:
-    labels = LETTERS if isinstance(answer, str) else range(len(LETTERS))
-    right = _one_of(choices, answer, list(labels))
-    lines = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=True)]
-    return Question("\n".join([question.strip(), *lines, ask]), tuple(LETTERS), right)
-
-
-def _mmlu(record: Any) -> Question:
-    """A row `question, A, B, C, D, letter` without a header; or `question`, `choices`, `answer`, a number."""
-    if isinstance(record, list):
-        if len(record) != 6:
-            raise ValueError(f"expected 6 columns, got {len(record)}")
-        return _lettered(record[0], record[1:5], record[5], "Answer:")
-    return _lettered(_text(record, "question"), record["choices"], record["answer"], "Answer:")
-
-
-def _ceval(record: Any) -> Question:
-    """`question`, `A` to `D`, and the letter `answer`, in CSV with a header or in JSON."""
-    choices = [_text(record, letter) for letter in LETTERS]
-    return _lettered(_text(record, "question"), choices, record["answer"], "答案：")
-
-
-def _arc(record: Any) -> Question:
-    """`question` with `stem` and `choices`, or a text and `choices`; `answerKey`."""
-    asked = record["question"]
-    if isinstance(asked, dict):
-        stem, pairs = _text(asked, "stem"), [(c["text"], c["label"]) for c in asked["choices"]]
+def _arc(record: Record) -> Question:
+    """Read `question` with `stem` and `choices`, or a text and `choices`; `answerKey`."""
+    asked = _value(record, "question")
+    nested = isinstance(asked, dict)
+    stem = _text(asked, "stem") if nested else _text(record, "question")
+    given = _value(asked if nested else record, "choices")
+    if isinstance(given, dict):  # two lists, as in Parquet
+        texts, labels = given.get("text"), given.get("label")
+    elif isinstance(given, list) and all(isinstance(each, dict) for each in given):
+        texts, labels = [each.get("text") for each in given], [each.get("label") for each in given]
     else:
-        stem, both = _text(record, "question"), record["choices"]
-        pairs = list(zip(both["text"], both["label"], strict=True))
-    choices, labels = [text for text, _ in pairs], [label for _, label in pairs]
-    right = _one_of(choices, record["answerKey"], labels)
-    return Question(f"Question: {stem}\nAnswer:", tuple(choices), right)
+        raise RecordError(f"choices: expected text and label of each, got {given!r:.80}")
+    choices = _texts("choices", texts)
+    labels = list(map(str, labels)) if isinstance(labels, list) else []
+    if not len(choices) == len(labels) == len(set(labels)):
+        raise RecordError(f"choices: expected a label of its own for each, got {labels!r:.80}")
+    right = _one_of("answerKey", str(_value(record, "answerKey")).strip(), labels)
+    return Question(f"Question: {stem}\nAnswer:", tuple(choices), right, None, _key(stem, choices))
 
 
-def _hellaswag(record: Any) -> Question:
-    """`activity_label`, `ctx_a`, `ctx_b`, `endings`, `label`."""
-    context = f"{_text(record, 'ctx_a')} {_text(record, 'ctx_b').capitalize()}"
-    right = _one_of(record["endings"], int(record["label"]), range(len(record["endings"])))
+def _hellaswag(record: Record) -> Question:
+    """Read `activity_label`, `ctx_a`, `ctx_b`, `endings`, `label`."""
+    endings = _value(record, "endings")
+    if isinstance(endings, list):
+        endings = [_plain(each) if isinstance(each, str) else each for each in endings]
+    choices, label = _texts("endings", endings), _value(record, "label")
+    if isinstance(label, str) and label.strip().isdecimal():
+        label = int(label)
+    right = _one_of("label", label, range(len(choices)))
+    context = f"{_text(record, 'ctx_a')} {_text(record, 'ctx_b', blank=True).capitalize()}"
     prompt = _plain(f"{_text(record, 'activity_label')}: {context}")
-    return Question(prompt, tuple(map(_plain, record["endings"])), right)
+    return Question(prompt, tuple(choices), right, None, _key(prompt, choices))
 
 
 def _plain(text: str) -> str:
@@ -210,25 +288,29 @@ def _plain(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
-def _gsm8k(record: Any) -> Question:
-    """`question`, `answer` that ends in "#### NUMBER"."""
-    if "####" not in _text(record, "answer"):
-        raise ValueError("answer: expected #### before the number")
-    return Question(f"Question: {_text(record, 'question')}\nAnswer:", (), record["answer"])
+def _gsm8k(record: Record) -> Question:
+    """Read `question`, and `answer`, which ends in "#### NUMBER"."""
+    question, answer = _text(record, "question"), _text(record, "answer")
+    _, mark, right = answer.rpartition(MARK)
+    if not mark:
+        raise RecordError(f"answer: expected {MARK} before the number")
+    if not NUMBER.fullmatch(right.strip()):
+        raise RecordError(f"answer: expected one number after {MARK}, got {right.strip()!r:.80}")
+    return Question(f"Question: {question}\nAnswer:", (), answer, None, _key(question))
 
 
-def _opening(words: str) -> Callable[[Path], str]:
-    """What all questions of a file begin with; its name says the subject."""
-    return lambda path: words.format(re.sub(r"_(test|val|dev)$", "", path.stem).replace("_", " ")) + "\n\n"
+def _opening(words: str, names: Mapping[str, str]) -> Callable[[str], str]:
+    """What a question begins with, of its subject."""
+    return lambda subject: words.format(names.get(subject, subject.replace("_", " "))) + "\n\n"
 
 
 MMLU = "The following are multiple choice questions (with answers) about {}."
 CEVAL = "以下是中国关于{}的单项选择题，请选出其中的正确答案。"
-# {format: (a record's question, what all questions begin with)}
-FORMATS: Mapping[str, tuple[Callable[[Any], Question], Callable[[Path], str]]] = {
-    "mmlu": (_mmlu, _opening(MMLU)),
-    "ceval": (_ceval, _opening(CEVAL)),
-    "arc": (_arc, lambda path: ""),
-    "hellaswag": (_hellaswag, lambda path: ""),
-    "gsm8k": (_gsm8k, lambda path: ""),
+# {format: (a record's question, what a question about a subject begins with)}
+FORMATS: Mapping[str, tuple[Callable[[Record], Question], Callable[[str], str]]] = {
+    "mmlu": (partial(_lettered, ask="Answer:"), _opening(MMLU, {})),
+    "ceval": (partial(_lettered, ask="答案："), _opening(CEVAL, CEVAL_SUBJECTS)),
+    "arc": (_arc, lambda subject: ""),
+    "hellaswag": (_hellaswag, lambda subject: ""),
+    "gsm8k": (_gsm8k, lambda subject: ""),
 }

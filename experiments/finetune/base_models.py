@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 from experiments.cli.command_spec import Job
+from experiments.configs.checks import attempt
 from experiments.configs.machine import CPU_RANKS
 from experiments.configs.train import (
     AdamWConfig,
@@ -37,11 +39,12 @@ from experiments.data.files import (
     read_record,
     write_record,
 )
-from experiments.data.tokenizer import ByteTokenizer, Tokenizer, open_directory
+from experiments.data.tokenizer import ByteTokenizer, DirectoryTokenizer, open_directory
 from experiments.finetune import tasks
 from experiments.finetune.config import FinetuneConfig, FinetuneDataConfig, MethodConfig, ObjectiveConfig
-from experiments.finetune.lm import LanguageModel, from_directory
+from experiments.finetune.lm import LanguageModel, check_weights, from_config, from_directory
 from experiments.finetune.tasks import warming_files
+from experiments.finetune.tuning import check_method
 from experiments.finetune.vision_models import TINY, write_model
 from experiments.training.result import STOPPED
 from experiments.training.resume import identity_of
@@ -71,14 +74,56 @@ def directory_of(config: FinetuneConfig) -> str:
     """The directory of the configuration's model.
 
     Raises:
-        ConfigError: a package that fine-tuning needs is not installed.
+        ConfigError: a package that fine-tuning needs is not installed; as `open_model`; a method that the
+            model cannot have.
     """
     if config.model in RANDOM or config.model in TINY:
         check_installed()
-        return str(_random(config.model, config.run.seed))
-    path = directory_of_model(config.model)
-    _check_fit(config, from_directory(path), open_directory(path))
+        path = _random(config.model, config.run.seed)
+    else:
+        path = directory_of_model(config.model)
+    _check_fit(config, open_model(path)[0])
     return str(path.resolve())
+
+
+def check_pretrained(config: FinetuneConfig) -> None:
+    """Refuse what the base that a run makes first cannot have, before that run.
+
+    Raises:
+        ConfigError: as `directory_of`.
+    """
+    check_installed()
+    _check_fit(config, from_config(_decoder_config(RANDOM["tiny"])))
+
+
+def _check_fit(config: FinetuneConfig, lm: LanguageModel) -> None:
+    check_method(config, lm)
+    if lm.context is not None and config.data.context > lm.context:
+        raise ConfigError(
+            f"model={config.model}: data.context={config.data.context}, and it was made for {lm.context} "
+            f"positions. Fix: data.context={lm.context}."
+        )
+
+
+def open_model(path: str | Path) -> tuple[LanguageModel, DirectoryTokenizer]:
+    """Open a model directory before any rank does: all that does not fit together shows here.
+
+    Raises:
+        ConfigError: it holds no model that can be used here, no tokenizer, weights of another model, or a
+            tokenizer with more ids than the model has rows.
+    """
+    wrong: list[str] = []
+    lm = attempt(partial(from_directory, path), wrong)
+    tokenizer = attempt(partial(open_directory, path), wrong)
+    if lm is not None:
+        attempt(partial(check_weights, path, lm), wrong)
+    if lm is not None and tokenizer is not None and tokenizer.vocab > lm.vocab:
+        ids, fix = tokenizer.vocab - 1, "the tokenizer that the model was made with."
+        line = f"its tokenizer has ids up to {ids}, its embedding {lm.vocab} rows"
+        wrong.append(report(f"model={path}:", [line], fix))
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return lm, tokenizer
 
 
 def check_installed() -> None:
@@ -111,19 +156,6 @@ def downloaded(name: str) -> Path:
                 fix=f"download it first with `hf download {name}`; or {known}.",
             )
         ) from error
-
-
-def _check_fit(config: FinetuneConfig, lm: LanguageModel, tokenizer: Tokenizer) -> None:
-    """Refuse token ids and positions that the model has no rows for."""
-    wrong, fixes = [], []
-    if tokenizer.vocab > lm.vocab:
-        wrong.append(f"its tokenizer has ids up to {tokenizer.vocab - 1}, its embedding {lm.vocab} rows")
-        fixes.append("the tokenizer that the model was made with.")
-    if lm.context is not None and config.data.context > lm.context:
-        wrong.append(f"data.context={config.data.context}, and it was made for {lm.context} positions")
-        fixes.append(f"data.context={lm.context}.")
-    if wrong:
-        raise ConfigError(report(f"model={config.model}:", wrong, " ".join(fixes)))
 
 
 def _random(name: str, seed: int) -> Path:
@@ -174,16 +206,21 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _write_decoder(sizes: Mapping[str, int], folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_config(_decoder_config(sizes)).save_pretrained(folder)
+    ByteTokenizer().save(folder)
+
+
+def _decoder_config(sizes: Mapping[str, int]) -> Any:
     """A Llama; of experts a Qwen3-MoE."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     tokenizer = ByteTokenizer()
     special = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.eos, "pad_token_id": tokenizer.pad}
     sizes = {"vocab_size": tokenizer.vocab, "max_position_embeddings": 2048, **sizes}
     kind = "qwen3_moe" if "num_experts" in sizes else "llama"
-    config = AutoConfig.for_model(kind, **sizes, tie_word_embeddings=False, **special)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save(folder)
+    return AutoConfig.for_model(kind, **sizes, tie_word_embeddings=False, **special)
 
 
 def pretrained(config: FinetuneConfig, job: Job) -> str:

@@ -17,8 +17,14 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
     """The configuration with directories in the place of names: of the model, and of tokenised data."""
     from experiments.data.rows import readable
     from experiments.evaluate.config import check_tasks
-    from experiments.evaluate.tasks import task_of
-    from experiments.finetune.base_models import PRETRAINED, directory_of, pretrained, warmed
+    from experiments.evaluate.tasks import tasks_of
+    from experiments.finetune.base_models import (
+        PRETRAINED,
+        check_pretrained,
+        directory_of,
+        pretrained,
+        warmed,
+    )
     from experiments.finetune.dataset import prepared
     from experiments.finetune.rewards import rewards_of
 
@@ -27,18 +33,20 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
     for path in filter(None, (data.train, data.held_out)):
         attempt(partial(readable, path), wrong)
     if tasks:
-        attempt(lambda: [check_tasks(tasks), *map(task_of, tasks)], of_tasks := [])
+        attempt(lambda: [check_tasks(tasks), *tasks_of(tasks)], of_tasks := [])
         wrong += [f"run.evaluate: {each}" for each in of_tasks]
-    if model != PRETRAINED:
+    if model == PRETRAINED:
+        attempt(lambda: check_pretrained(config), wrong)
+    else:
         model = attempt(lambda: directory_of(config), wrong)
+    reward = config.objective.reward or ("exact" if data.train else "solved")
+    attempt(lambda: rewards_of(reward), wrong)  # a mistake is refused before anything runs
     if wrong:
         raise ConfigError("\n".join(wrong))
     if model == PRETRAINED:
         model = pretrained(config, JOB)
         if config.objective.kind.data == "prompts" and data.train is None:
             model = warmed(config, model, JOB)
-    reward = config.objective.reward or ("exact" if data.train else "solved")
-    rewards_of(reward)  # a mistake is refused before anything runs
     tokens = config.objective.tokens or (128 if data.train else 4)
     objective = replace(config.objective, reward=reward, tokens=tokens)
     return prepared(replace(config, model=model, objective=objective))

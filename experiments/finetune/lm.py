@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import fnshard as fs
 from experiments.configs.train import ConfigError
 from experiments.data.files import read_json
+from experiments.data.model_files import attention_of, read_model_config
 from experiments.finetune.architecture import (
     StatelessCache,
     cache_parameter,
@@ -28,9 +29,10 @@ from experiments.finetune.architecture import (
     windows_of,
 )
 from experiments.finetune.vision import Vision, vision_of
-from fnshard.errors import report
+from fnshard.errors import StateError, report
 from fnshard.functional import aliases
-from fnshard.hf.reading import quantised_by
+from fnshard.hf.reading import check_directory, quantised_by
+from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.losses import IGNORE, linear_token_losses
 
 Mask = Tensor | dict[str, Tensor] | None
@@ -321,10 +323,13 @@ def from_config(config: Any, dtype: torch.dtype = torch.float32) -> LanguageMode
     try:
         with fs.deferred():
             kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-            model = kind.from_config(config, dtype=dtype, trust_remote_code=False)
-    except (ValueError, KeyError, ImportError) as error:
+            how = {"attn_implementation": attention_of(config), "experts_implementation": None}
+            model = kind.from_config(config, dtype=dtype, trust_remote_code=False, **how)
+        return of(model)
+    except ConfigError:
+        raise
+    except Exception as error:  # of every kind: a configuration may hold anything
         raise no_decoder(type(config).__name__, _line(error)) from error
-    return of(model)
 
 
 def from_directory(path: str | Path, dtype: torch.dtype = torch.float32) -> LanguageModel:
@@ -335,8 +340,6 @@ def from_directory(path: str | Path, dtype: torch.dtype = torch.float32) -> Lang
     Raises:
         ConfigError: as `of`; no directory, no config.json, no weights, an unknown configuration.
     """
-    from transformers import AutoConfig
-
     folder = Path(path)
     wrong = [] if folder.is_dir() else ["it is no directory"]
     if folder.is_dir():
@@ -347,10 +350,22 @@ def from_directory(path: str | Path, dtype: torch.dtype = torch.float32) -> Lang
     if wrong:
         raise ConfigError(_unreadable(folder, wrong))
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (ValueError, KeyError, OSError, TypeError) as error:
-        raise ConfigError(_unreadable(folder, [f"config.json: {_line(error)}"])) from error
-    return from_config(config, dtype)
+        return from_config(read_model_config(folder), dtype)
+    except ConfigError as error:
+        raise ConfigError(_unreadable(folder, [str(error)])) from error
+
+
+def check_weights(path: str | Path, lm: LanguageModel) -> None:
+    """See that the files of a directory have each of the model's weights.
+
+    Raises:
+        ConfigError: files that are damaged, or of another model than config.json says.
+    """
+    specs = ResolvedSpecs.of(fs.match_specs(lm.params, [("*", fs.LayoutSpec())])).leaves
+    try:
+        check_directory(Path(path), specs, lm.model)
+    except StateError as error:
+        raise ConfigError(report(f"model={path}:", [str(error)])) from None
 
 
 def check_codes(folder: Path) -> None:
@@ -375,7 +390,7 @@ def check_codes(folder: Path) -> None:
 
 
 def _line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"{(str(error).strip() or type(error).__name__).splitlines()[0]:.300}"
 
 
 def _unreadable(folder: Path, problems: list[str]) -> str:

@@ -21,7 +21,7 @@ from experiments.configs.train import AUTO
 from experiments.data.files import DamagedError, read_record, write_record, write_text
 from experiments.data.loader import Loader, place_of
 from experiments.evaluate.scorer import Scorer
-from experiments.evaluate.tasks import Task, task_of
+from experiments.evaluate.tasks import Task, tasks_of
 from experiments.finetune.base_models import EXPORTED
 from experiments.finetune.config import FinetuneConfig
 from experiments.finetune.dataset import FinetuneData, Shown, opened, window_of
@@ -233,7 +233,7 @@ def prepare(config: FinetuneConfig, only_prompt: bool = False) -> FinetuneSetup:
     )
     shown = Shown(sampler, data.tokenizer, examples, run.sampled)
     rewarded = None if prompts is None else rewarded_batches(prompts, tuning, step, plan.specs, mesh, how)
-    tasks = tuple(map(task_of, run.evaluate))
+    tasks = tuple(tasks_of(run.evaluate))
     longest = max((len(q.choices) for task in tasks for q in task.questions), default=1)
     scorer = Scorer(
         lm, data.tokenizer, mesh, lambda fn: fs.shard_forward(tuning.policy(fn), plan.specs, **how),

@@ -15,6 +15,7 @@ A reward of one's own is named by `_target_`; the directory of a model is one, t
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ from experiments.configs.checks import TARGET, describe
 from experiments.configs.train import ConfigError
 from experiments.data.fields import words_of
 from experiments.data.files import first_few
+from experiments.data.model_files import LOCAL, WEIGHTS, check_reward_model, read_model_config
 from experiments.data.records import last_number
 from experiments.finetune.tasks import solved
 from experiments.training.own import made
@@ -125,6 +127,12 @@ def _weighted(chosen: str | Mapping[str, Any], device: torch.device | str) -> We
             f"objective.reward={name}: one of {', '.join(REWARDS)}, a mapping with _target_, or "
             "the directory of a model that gives a number."
         )
+    try:
+        inspect.signature(REWARDS[name]).bind((), (), (), **how)
+        re.compile(how.get("pattern", ""))
+    except (TypeError, re.error, RecursionError, OverflowError) as error:
+        said = ", ".join(f"{key}={value!r}" for key, value in how.items())
+        raise ConfigError(f"objective.reward={name}: {error}; said was {said or 'nothing'}.") from None
     return Weighted(name, partial(REWARDS[name], **how), weight, control)
 
 
@@ -137,11 +145,14 @@ def model_reward(folder: str, device: torch.device | str) -> Reward:
     """
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+    check_reward_model(Path(folder))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model = AutoModelForSequenceClassification.from_pretrained(folder, local_files_only=True)
-    except (ValueError, KeyError, OSError) as error:
-        raise ConfigError(f"objective.reward={folder}: {str(error).splitlines()[0]}") from error
+        tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
+        config = read_model_config(Path(folder))
+        model = AutoModelForSequenceClassification.from_pretrained(folder, config=config, **WEIGHTS)
+    except Exception as error:  # of every kind: the files may hold anything
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"objective.reward={folder}: {line}") from error
     if model.config.num_labels != 1:
         raise ConfigError(f"objective.reward={folder}: it has {model.config.num_labels} labels; expected: 1.")
     model.to(device).eval().requires_grad_(False)

@@ -15,7 +15,7 @@ from experiments.configs.train import ConfigError, PrecisionConfig
 from experiments.finetune.config import ALL_LINEAR, EXPERTS, VISION_LINEAR, FinetuneConfig, MethodConfig
 from experiments.finetune.lm import LanguageModel
 from fnshard import tree
-from fnshard.adapters.lora import Lora, matched_leaves, with_adapters
+from fnshard.adapters.lora import Lora, matched_leaves, settings_of, with_adapters
 from fnshard.errors import CheckpointError, SpecError, StateError, report
 from fnshard.layout.spec import P
 
@@ -124,11 +124,7 @@ def tuning_of(config: FinetuneConfig, lm: LanguageModel) -> Tuning:
         ConfigError: targets that the model has not, a rank that is more than its matrices are wide.
     """
     chosen, kind = config.method, config.objective.kind
-    if config.mesh.expert > 1 and not lm.experts():
-        raise ConfigError(
-            f"mesh.expert={config.mesh.expert}: the model has no experts. Fix: mesh.expert=1, mesh.shard="
-            f"{config.mesh.expert}."
-        )
+    check_method(config, lm)
     value = {"value": _value_head(lm)} if kind.values else {}
     if chosen.name == "full":
         params = _partly_frozen(lm.params, chosen.freeze)
@@ -137,25 +133,46 @@ def tuning_of(config: FinetuneConfig, lm: LanguageModel) -> Tuning:
         frozen = {p: _frozen(leaf) for p, leaf in lm.params.items()} if kind.reference else None
         reference = {"reference": frozen} if frozen else {}
         return Tuning(lm, chosen, {"policy": params, **reference, **value})
-    matrices = lm.matrices()
-    named = {ALL_LINEAR: matrices, VISION_LINEAR: lm.vision_matrices(), EXPERTS: lm.experts()}
-    targets = [path for part in chosen.targets.split("|") for path in named.get(part) or [part]]
+    fn, params = fs.lora(lm.logits, lm.params, **_adapters(chosen, lm), seed=config.run.seed)
+    coded = tuple(f"base.{p}" for p in (*lm.matrices(), *lm.experts())) if chosen.name in CODECS else ()
+    return Tuning(lm, chosen, {**params, **value}, fn.lora, coded)
+
+
+def check_method(config: FinetuneConfig, lm: LanguageModel) -> None:
+    """Refuse a method that a model cannot have, before anything is made of it.
+
+    Raises:
+        ConfigError: as `tuning_of`.
+    """
+    chosen = config.method
+    if config.mesh.expert > 1 and not lm.experts():
+        raise ConfigError(
+            f"mesh.expert={config.mesh.expert}: the model has no experts. Fix: mesh.expert=1, mesh.shard="
+            f"{config.mesh.expert}."
+        )
+    if chosen.name == "full":
+        _partly_frozen(lm.params, chosen.freeze)
+        return
     try:
-        chosen_paths = set(matched_leaves("targets", targets, lm.params))
-        turned = [p for p in lm.transposed() if p in chosen_paths]
-        fn, params = fs.lora(
-            lm.logits, lm.params, rank=chosen.rank, alpha=chosen.alpha, targets=targets,
-            transposed="|".join(turned), dropout=chosen.dropout, rank_stabilised=chosen.rank_stabilised,
-            dora=chosen.dora, seed=config.run.seed,
-        )  # fmt: skip
+        settings = settings_of(lm.params, **_adapters(chosen, lm))
     except SpecError as error:
         raise ConfigError(f"method.targets={chosen.targets}, method.rank={chosen.rank}: {error}") from None
-    if config.export in ("adapters", "both") and any(lm.params[p].dim() > 2 for p in fn.lora.targets):
+    if config.export in ("adapters", "both") and any(lm.params[p].dim() > 2 for p in settings.targets):
         raise ConfigError(
             f"export={config.export}: adapters of experts are not written as PEFT's. Fix: export=merged."
         )
-    coded = tuple(f"base.{p}" for p in (*matrices, *lm.experts())) if chosen.name in CODECS else ()
-    return Tuning(lm, chosen, {**params, **value}, fn.lora, coded)
+
+
+def _adapters(chosen: MethodConfig, lm: LanguageModel) -> dict[str, Any]:
+    """The arguments of `fs.lora`, of a method for a model."""
+    named = {ALL_LINEAR: lm.matrices(), VISION_LINEAR: lm.vision_matrices(), EXPERTS: lm.experts()}
+    targets = [path for part in chosen.targets.split("|") for path in named.get(part) or [part]]
+    paths = set(matched_leaves("targets", targets, lm.params))
+    return {
+        "rank": chosen.rank, "alpha": chosen.alpha, "targets": targets,
+        "transposed": "|".join(p for p in lm.transposed() if p in paths), "dropout": chosen.dropout,
+        "rank_stabilised": chosen.rank_stabilised, "dora": chosen.dora,
+    }  # fmt: skip
 
 
 def _partly_frozen(params: dict[str, torch.Tensor], globs: str | None) -> dict[str, torch.Tensor]:

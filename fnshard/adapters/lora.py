@@ -56,6 +56,11 @@ class Lora:
         """What the update counts."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What PEFT's files have of each target."""
+        return ("a", "b", "magnitude") if self.dora else ("a", "b")
+
 
 def lora(
     fn: Callable[..., Any],
@@ -94,21 +99,37 @@ def lora(
     >>> [list(params["adapters"]["w"][n].shape) for n in "ab"], tuned(params, torch.ones(1, 3)).item()
     ([[2, 3], [4, 2]], 12.0)
     """
-    if wrong := misfits({"rank": rank, "alpha": alpha, "dropout": dropout}, _EXPECTED):
-        raise SpecError("no such adapters:", wrong)
     named, structure = tree.flatten_with_paths(params)
     check_tree(named)
+    trained = matched_leaves("train", train, named) if train else []
+    settings = settings_of(
+        named, rank=rank, alpha=alpha, targets=targets, transposed=transposed, dropout=dropout,
+        rank_stabilised=rank_stabilised, dora=dora, trained=trained,
+    )  # fmt: skip
+    base = [_frozen(leaf, path in trained) for path, leaf in named.items()]
+    tuned = with_adapters(fn, settings)
+    return tuned, {"base": tree.unflatten(base, structure), "adapters": init_adapters(settings, named, seed)}
+
+
+def settings_of(
+    named: Mapping[str, Tensor], *, rank: int, alpha: float, targets: str | Sequence[str], transposed: str,
+    dropout: float, rank_stabilised: bool, dora: bool, trained: Sequence[str] = (),
+) -> Lora:  # fmt: skip
+    """Return the settings that arguments as of `lora` mean for leaves by path, which may be on meta. No
+    adapter is made.
+
+    Raises:
+        SpecError: as `lora`.
+    """
+    if wrong := misfits({"rank": rank, "alpha": alpha, "dropout": dropout}, _EXPECTED):
+        raise SpecError("no such adapters:", wrong)
     chosen = matched_leaves("targets", targets, named)
     turned = matched_leaves("transposed", transposed, chosen) if transposed else []
-    trained = matched_leaves("train", train, named) if train else []
     wrong = [line for p in chosen for line in _misfits(p, named[p], rank, p in trained, dora)]
     if wrong:
         fix = f"name matrices that are frozen and at least {rank} both ways, or take a smaller rank."
         raise SpecError(f"{leaves(len(wrong))} cannot have an adapter:", wrong, fix)
-    settings = Lora(rank, float(alpha), tuple(chosen), tuple(turned), dropout, rank_stabilised, dora)
-    base = [_frozen(leaf, path in trained) for path, leaf in named.items()]
-    tuned = with_adapters(fn, settings)
-    return tuned, {"base": tree.unflatten(base, structure), "adapters": init_adapters(settings, named, seed)}
+    return Lora(rank, float(alpha), tuple(chosen), tuple(turned), dropout, rank_stabilised, dora)
 
 
 _EXPECTED = {
@@ -286,7 +307,8 @@ def row_scale(weight: Tensor, adapter: Mapping[str, Tensor], settings: Lora, tra
         wide = torch.promote_types(weight.dtype, torch.float32)
         whole = (weight.t() if transposed else weight).to(wide)
         update = settings.scale * (adapter["b"].to(wide) @ adapter["a"].to(wide))
-        norms = whole.norm(dim=1) / (whole + update).norm(dim=1)
+        changed = (whole + update).norm(dim=1)
+        norms = whole.norm(dim=1) / changed.clamp_min(torch.finfo(wide).tiny)  # rows of 0 stay 0
     return adapter["g"].to(wide) * norms
 
 

@@ -147,60 +147,136 @@ def save(
     all_or_none(connection(mesh).gather_object, f"saving adapters to {str(path)!r}", work)
 
 
-def load(path: str | Path, shapes: Mapping[str, Tensor]) -> tuple[Lora, dict[str, dict[str, Tensor]]]:
-    """Adapters from PEFT's files: their settings, and their full values by leaf.
+def load(
+    path: str | Path, shapes: Mapping[str, Tensor], specs: Any = None, mesh: Mesh | None = None
+) -> tuple[Lora, dict[str, dict[str, Tensor]]]:
+    """Adapters from PEFT's files: their settings, and their full values by leaf, as `fs.lora` has them.
 
     Args:
         path: of the directory.
-        shapes: the base's leaves by path, on any device.
+        shapes: the base's leaves by path, on any device; or, with `specs`, this rank's stored blocks of them.
+            DoRA's files hold norms of rows, which are compared with those of the base: its leaves need
+            values, and where they are blocks this is a collective.
+        specs, mesh: the layout of the blocks.
 
     Raises:
         StateError: files that are missing or broken; adapters of other leaves or shapes, or of another kind.
     """
     folder = Path(path)
-    try:
-        config, values = json.loads((folder / CONFIG).read_text()), load_file(folder / WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise StateError(f"{str(folder)!r} holds no adapters of PEFT's: {error}") from error
-    rank, alpha, dropout, stabilised, turned = _numbers(config, f"{str(folder / CONFIG)!r}")
+    config, values = _read(folder)
+    settings = _settings(config, f"{str(folder / CONFIG)!r}")
+    resolved = None if specs is None else ResolvedSpecs.of(specs)
+    full = {leaf: tuple(v.shape) for leaf, v in shapes.items()}
+    if resolved is not None:
+        full = {leaf: tuple(spec.shape) for leaf, spec in resolved.leaves.items()}
     adapters: dict[str, dict[str, Tensor]] = {}
-    known = {_peft_name(leaf, part): (leaf, part) for leaf in shapes for part in "ab"}
-    wrong = [f"{name!r} {list(v.shape)}: no such leaf" for name, v in values.items() if name not in known]
+    known = {_peft_name(leaf, part): (leaf, part) for leaf in full for part in settings.parts}
+    wrong = [f"{n!r} {list(v.shape)}: {_foreign(n)}" for n, v in values.items() if n not in known]
     for name in values.keys() & known.keys():
         leaf, part = known[name]
         adapters.setdefault(leaf, {})[part] = values[name]
-    targets = tuple(leaf for leaf in shapes if leaf in adapters)
+    targets = tuple(leaf for leaf in full if leaf in adapters)
     # PEFT says it of all, or of none: where some are [in, out] and others are not, their shapes tell.
-    in_out = tuple(p for p in targets if _fits(adapters[p], shapes[p], rank, turned))
-    settings = Lora(rank, alpha, targets, in_out, dropout, stabilised)
-    wrong += [line for leaf in targets for line in _misfits(leaf, adapters[leaf], shapes[leaf], settings)]
+    said = bool(settings.transposed)
+    in_out = tuple(p for p in targets if _fits(adapters[p], full[p], settings, said))
+    settings = replace(settings, targets=targets, transposed=in_out)
+    wrong += [line for leaf in targets for line in _misfits(leaf, adapters[leaf], full[leaf], settings)]
     if wrong:
-        raise StateError(f"adapters of another model, {leaves(len(wrong))}:", wrong)
+        fix = f"load them on the model that they were tuned for; or {_MERGE}."
+        raise StateError(f"adapters of another model, {leaves(len(wrong))}:", wrong, fix)
     if not targets:
         raise StateError(f"{str(folder / WEIGHTS)!r} holds no tensors.")
-    return settings, {leaf: {part: adapters[leaf][part] for part in "ab"} for leaf in targets}
+    if settings.dora:
+        for leaf in targets:
+            adapters[leaf]["g"] = _share(
+                leaf, adapters[leaf].pop("magnitude"), settings, shapes, resolved, mesh
+            )
+    names = ("a", "b", "g")[: len(settings.parts)]
+    return settings, {leaf: {name: adapters[leaf][name] for name in names} for leaf in targets}
 
 
-# Of PEFT's configuration: what is read; ways to begin that leave the base as it is; and what makes adapters
-# another function, and must be off.
+def _read(folder: Path) -> tuple[Any, dict[str, Tensor]]:
+    """The configuration and the tensors of a directory."""
+    try:
+        return json.loads((folder / CONFIG).read_text()), load_file(folder / WEIGHTS)
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
+        pickled = folder / WEIGHTS.replace(".safetensors", ".bin")
+        if pickled.exists() and not (folder / WEIGHTS).exists():
+            raise StateError(
+                f"{str(pickled)!r} is a pickle, and reading a pickle runs what is in it.",
+                fix="have PEFT write safetensors once, where you trust the file: "
+                "PeftModel.from_pretrained(base, path).save_pretrained(other).",
+            ) from None
+        raise StateError(f"{str(folder)!r} holds no adapters of PEFT's: {error}") from error
+
+
+def _share(
+    leaf: str,
+    norms: Tensor,
+    settings: Lora,
+    base: Mapping[str, Tensor],
+    specs: ResolvedSpecs | None,
+    mesh: Any,
+) -> Tensor:
+    """DoRA's norms of a leaf's rows, by those that the rows of the base have."""
+    whole = base[leaf] if specs is None else _whole(base, specs, leaf, mesh)
+    if whole.is_meta:
+        raise StateError(
+            f"params[{leaf!r}] is on meta, and its adapter is of DoRA, whose files hold norms of rows of the "
+            "base.",
+            fix="give the base's values: fs.adapters.load(path, blocks, specs, mesh), with the blocks of "
+            "fs.hf.load.",
+        )
+    there = _row_norms(whole, leaf in settings.transposed).to(norms.device)
+    wide = torch.promote_types(norms.dtype, torch.float32)
+    lost = (there == 0) & (norms != 0)
+    if lost.any():
+        raise StateError(
+            f"params[{leaf!r}]: {int(lost.sum())} of its rows are 0, and their norms in the adapter are not.",
+            fix=f"{_MERGE}.",
+        )
+    return torch.where(there == 0, 1.0, norms.to(wide) / there.to(wide))
+
+
+# PEFT's configuration, by what becomes of an option. What is read, and the values that it may have:
 _READ: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "r": (lambda v: type(v) is int and v > 0, "a whole number from 1"),
     "lora_alpha": (lambda v: type(v) in (int, float) and 0 < v < math.inf, "a number above 0"),
     "lora_dropout": (lambda v: type(v) in (int, float) and 0 <= v < 1, "a share from 0, below 1"),
     "use_rslora": (lambda v: type(v) is bool, "true or false"),
+    "use_dora": (lambda v: type(v) is bool, "true or false"),
     "fan_in_fan_out": (lambda v: type(v) is bool, "true or false"),
     "init_lora_weights": (lambda v: v in _BEGINNINGS, "one that leaves the base's weights as they are"),
+    "bias": (lambda v: v in (None, "none"), "none: biases of the base have no place in adapters here"),
 }
 _BEGINNINGS = (None, True, False, "gaussian", "orthogonal", "eva")
-_OFF = (
-    "use_dora", "rank_pattern", "alpha_pattern", "layer_replication", "alora_invocation_tokens",
-    "use_qalora", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config",
-)  # fmt: skip
-_DEFAULTS = {"lora_dropout": 0.0, "use_rslora": False, "fan_in_fan_out": False}
+_DEFAULTS = {"lora_dropout": 0.0, "use_rslora": False, "use_dora": False, "fan_in_fan_out": False}
+# What says nothing of the function that the tensors are of.
+_SILENT = frozenset({
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+    "inference_mode", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",
+    "loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core", "runtime_config",
+    "ensure_weight_tying",
+})  # fmt: skip
+# What makes it another function, and what it is; so does any switch of later versions.
+_OTHERS: Mapping[str, str] = {
+    "rank_pattern": "ranks of some leaves",
+    "alpha_pattern": "alphas of some leaves",
+    "modules_to_save": "whole modules that trained with the adapters",
+    "trainable_token_indices": "rows of an embedding that trained",
+    "lora_bias": "biases of adapters",
+    "target_parameters": "adapters of parameters, as those of experts",
+    "layer_replication": "layers that are there twice",
+    "alora_invocation_tokens": "adapters that some tokens switch on",
+    "megatron_config": "Megatron's own layers",
+}
 
 
-def _numbers(config: Any, name: str) -> tuple[int, float, float, bool, bool]:
-    """Rank, alpha, dropout, rsLoRA and [in, out] of a configuration.
+_MERGE = "merge such adapters with PEFT, merge_and_unload, and load the whole by fs.hf.load"
+
+
+def _settings(config: Any, name: str) -> Lora:
+    """The settings of a configuration, without the targets; `transposed` is what it says of all of them.
 
     Raises:
         StateError: names all that is missing, of a wrong type, or cannot be done here.
@@ -210,42 +286,71 @@ def _numbers(config: Any, name: str) -> tuple[int, float, float, bool, bool]:
         raise StateError(f"{name} holds {kind!r} adapters; only LoRA is known.")
     given = {**_DEFAULTS, **config}
     wrong = [
-        f"{key} is {json.dumps(given[key]) if key in given else 'missing'}, wanted is {wanted}"
+        f"{key} is {_shown(given[key]) if key in given else 'missing'}, wanted is {wanted}"
         for key, (fits, wanted) in _READ.items()
         if (key in given or key in ("r", "lora_alpha")) and not fits(given.get(key))
     ]
-    wrong += [f"{key} is {json.dumps(given[key])}, which is not known here" for key in _OFF if given.get(key)]
+    for key in given:
+        # Sizes of later versions are numbers and texts, and mean nothing without their switch.
+        if (
+            key not in _READ
+            and key not in _SILENT
+            and given[key]
+            and (key in _OTHERS or isinstance(given[key], bool | Mapping | list))
+        ):
+            what = _OTHERS.get(key, "another kind of adapters")
+            wrong.append(f"{key} is {_shown(given[key])}: {what}, which is not known here")
     if wrong:
-        fix = "merge such adapters with PEFT, merge_and_unload, and load the whole by fs.hf.load."
-        raise StateError(f"{name} is not one that can be read here:", wrong, fix)
-    return (
-        given["r"], float(given["lora_alpha"]), float(given["lora_dropout"]), given["use_rslora"],
-        given["fan_in_fan_out"],
+        raise StateError(f"{name} is not one that can be read here:", wrong, f"{_MERGE}.")
+    return Lora(
+        given["r"], float(given["lora_alpha"]), (), ("*",) * given["fan_in_fan_out"],
+        float(given["lora_dropout"]), given["use_rslora"], given["use_dora"],
     )  # fmt: skip
 
 
-def _fits(parts: Mapping[str, Tensor], base: Tensor, rank: int, turned: bool) -> bool:
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _foreign(name: str) -> str:
+    """What a tensor is that no leaf takes."""
+    kinds = {
+        "lora_embedding_": "an adapter of an embedding",
+        "lora_magnitude_vector": "DoRA's, and use_dora is false; or no such leaf",
+        "trainable_tokens_": "rows of an embedding that trained",
+        ".bias": "a bias",
+        "lora_": "no such leaf",
+    }
+    return next((what for part, what in kinds.items() if part in name), "a whole weight, no adapter")
+
+
+def _fits(parts: Mapping[str, Tensor], shape: tuple[int, ...], settings: Lora, turned: bool) -> bool:
     """Whether a leaf is [in, out]: as its adapter says, or else (of a square one) as the files say of all."""
-    straight, other = (_shapes(base, rank, way) == _found(parts) for way in (False, True))
+    straight, other = (_shapes(shape, settings, way) == _found(parts) for way in (False, True))
     return turned if straight == other else other
 
 
-def _shapes(base: Tensor, rank: int, turned: bool) -> dict[str, tuple[int, ...]]:
-    """Of A and B, if it is a matrix."""
-    if len(base.shape) != 2:
+def _shapes(shape: tuple[int, ...], settings: Lora, turned: bool) -> dict[str, tuple[int, ...]]:
+    """Of A, B and DoRA's norms, if it is a matrix."""
+    if len(shape) != 2:
         return {}
-    rows, columns = base.shape[::-1] if turned else base.shape
-    return {"a": (rank, columns), "b": (rows, rank)}
+    rows, columns = shape[::-1] if turned else shape
+    every = {"a": (settings.rank, columns), "b": (rows, settings.rank), "magnitude": (rows,)}
+    return {part: every[part] for part in settings.parts}
 
 
 def _found(parts: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {part: tuple(v.shape) for part, v in parts.items()}
+    return {part: tuple(parts[part].shape) for part in ("a", "b", "magnitude") if part in parts}
 
 
-def _misfits(leaf: str, parts: Mapping[str, Tensor], base: Tensor, settings: Lora) -> list[str]:
-    found, wanted = _found(parts), _shapes(base, settings.rank, leaf in settings.transposed)
-    of = f"params[{leaf!r}] {list(base.shape)}"
-    return [] if found == wanted else [f"{of}: a, b are {found}, not {wanted or 'of a matrix'}"]
+def _misfits(leaf: str, parts: Mapping[str, Tensor], shape: tuple[int, ...], settings: Lora) -> list[str]:
+    found, wanted = _found(parts), _shapes(shape, settings, leaf in settings.transposed)
+    of = f"params[{leaf!r}] {list(shape)}"
+    if found != wanted:
+        return [f"{of}: {', '.join(settings.parts)} are {found}, not {wanted or 'of a matrix'}"]
+    odd = sorted({str(v.dtype) for v in parts.values() if not v.is_floating_point()})
+    return [f"{of}: its adapter is of {', '.join(odd)}, not of floats"] if odd else []
 
 
 def _magnitudes(
@@ -256,10 +361,14 @@ def _magnitudes(
     if settings.dora:
         base, stored = ResolvedSpecs.of(specs), tree.flatten_with_paths(blocks)[0]
         for leaf in settings.targets:
-            whole = _whole(stored, base, leaf, mesh)
-            norms = (whole.t() if leaf in settings.transposed else whole).float().norm(dim=1)
-            out[leaf] = adapters[leaf]["g"].float() * norms.to(adapters[leaf]["g"].device)
+            norms = _row_norms(_whole(stored, base, leaf, mesh), leaf in settings.transposed)
+            out[leaf] = adapters[leaf]["g"] * norms.to(adapters[leaf]["g"].device)
     return out
+
+
+def _row_norms(whole: Tensor, turned: bool) -> Tensor:
+    wide = torch.promote_types(whole.dtype, torch.float32)
+    return (whole.t() if turned else whole).detach().to(wide).norm(dim=1)
 
 
 def _whole(stored: Any, base: ResolvedSpecs, path: str, mesh: Mesh | None) -> Tensor:

@@ -332,7 +332,7 @@ def _replica_of(folder: str, parts: Mapping[str, _Part]) -> _Replica | None:
         if len(read) < math.prod(read[0].mesh["axes"].values()):
             return None
         saved = merged([part.leaves for part in read])
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     files = {name: file for part in read for name, file in part.files.items()}
     data = tuple(position for part in read for position in part.data)

@@ -127,6 +127,9 @@ def family_of(config: Mapping[str, Any], model: nn.Module | None, paths: Iterabl
     )
 
 
+_CHOICES = {"_attn_implementation", "_experts_implementation"}  # which code runs, in transformers
+
+
 def check_config(values: Mapping[str, Any], model: nn.Module | None, shapes: Mapping[str, Any]) -> None:
     """Refuse a configuration of which the module's class makes other leaves than these; one is built, on
     meta."""
@@ -134,7 +137,10 @@ def check_config(values: Mapping[str, Any], model: nn.Module | None, shapes: Map
     kind, own = values.get("model_type"), getattr(model, "config", None)
     if kind and hasattr(model, "config_class") and getattr(own, "model_type", kind) == kind:
         with suppress(Exception), torch.device("meta"):  # a class of one's own may be built in another way
-            built = type(model)(type(own).from_dict(dict(values)))
+            asked = type(own).from_dict(dict(values))
+            for name in (name for name in _CHOICES if hasattr(asked, name)):
+                setattr(asked, name, None)  # of the file's choice, it may be code of the hub
+            built = type(model)(asked)
             saved = built.state_dict(keep_vars=True)
             made = {p: list(v.shape) for p, v in make_functional(built)[1].items() if p in saved}
     wrong = [f"{p!r}: {here.get(p, 'no such leaf')}, and {made.get(p, 'none')} by config.json"

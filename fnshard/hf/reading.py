@@ -16,7 +16,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from fnshard.errors import StateError
-from fnshard.hf.names import Family, Names, Transposed, computed_buffers, given_name, possible_names
+from fnshard.hf.names import (
+    Family,
+    Names,
+    Transposed,
+    computed_buffers,
+    family_of,
+    given_name,
+    possible_names,
+)
 from fnshard.layout.codecs import Unfit, is_coded
 from fnshard.layout.partition import Slices, block_shape, boxes
 from fnshard.layout.spec import LayoutSpec
@@ -196,6 +204,17 @@ def read_config(path: Path) -> dict[str, Any]:
     """The config.json next to the weights; empty where there is none."""
     file = (path if path.is_dir() else path.parent) / "config.json"
     return read_json(file) if file.exists() else {}
+
+
+def check_directory(path: Path, specs: Mapping[str, LayoutSpec], model: nn.Module) -> None:
+    """Look at the headers of a model directory's files, and at no values: is there a tensor for each leaf?
+
+    Raises:
+        StateError: as `fnshard.hf.load`.
+    """
+    family = family_of(read_config(path), model, specs)
+    with open_tensors(path) as files:
+        match_tensors(specs, stacked(files, family), None, family, model, {}, ())
 
 
 @dataclass(frozen=True)

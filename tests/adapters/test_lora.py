@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import fnshard as fs
 from fnshard import LayoutSpec, P, adapters
+from fnshard.adapters.lora import with_adapters
 from fnshard.errors import StateError
 from fnshard.layout.codecs import CODECS
 
@@ -234,8 +236,117 @@ def test_dora_is_pefts(tmp_path: Path, ranks: int) -> None:
     for leaf, gradient in zip(tree["adapters"], gradients, strict=True):
         name = f"base_model.model.{leaf.removesuffix('.weight')}.lora_B.default.weight"
         torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-4)
-    with pytest.raises(StateError, match="use_dora is true, which is not known here"):
-        adapters.load(tmp_path, tree["base"])
+
+    def read(rank: int) -> tuple[Any, Any]:
+        return adapters.load(tmp_path, fs.shard(tree, specs, mesh)["base"], specs["base"], mesh)
+
+    for asked, found in [*fs.simulate(mesh, read), adapters.load(tmp_path, tree["base"])]:
+        assert asked == fn.lora
+        for path, parts in tree["adapters"].items():
+            for name, value in parts.items():
+                torch.testing.assert_close(found[path][name], value.detach(), atol=1e-6, rtol=1e-6)
+    with pytest.raises(StateError, match=r"(?s)is on meta.*adapters\.load\(path, blocks, specs, mesh\)"):
+        adapters.load(tmp_path, {path: leaf.to("meta") for path, leaf in tree["base"].items()})
+
+
+PLAIN = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
+
+
+def opened(model: Any, **how: Any) -> Any:
+    """A model with adapters of PEFT's, of random numbers."""
+    peft = pytest.importorskip("peft")
+    found = peft.get_peft_model(model, peft.LoraConfig(**{**PLAIN, **how}))
+    with torch.no_grad():
+        for name, leaf in found.named_parameters():
+            if leaf.requires_grad:
+                leaf.add_(0.1 * torch.randn(leaf.shape, generator=torch.Generator().manual_seed(len(name))))
+    return found.eval()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"use_rslora": True},
+        {"use_dora": True},
+        {"use_dora": True, "use_rslora": True, "lora_dropout": 0.1},
+        {"init_lora_weights": "gaussian", "layers_to_transform": [1]},
+        {"target_modules": "all-linear", "task_type": "CAUSAL_LM"},
+        {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
+        {"target_modules": ["c_attn"], "fan_in_fan_out": True, "use_dora": True},
+    ],
+)
+def test_what_peft_has_saved_comes_in_and_goes_out_again(tmp_path: Path, how: dict[str, Any]) -> None:
+    """The same logits there, here, and there again."""
+    peft = pytest.importorskip("peft")
+    gpt2 = "fan_in_fan_out" in how
+    plain = gpt2_model if gpt2 else lambda: llama().float()
+    theirs = opened(plain(), **how)
+    expected = theirs(ids()).logits
+    theirs.save_pretrained(tmp_path / "theirs")
+    model = plain()
+    apply, params = fs.make_functional(model)
+    asked, values = adapters.load(tmp_path / "theirs", params)
+    fn = with_adapters(lambda p, x: apply(p, input_ids=x).logits, replace(asked, dropout=0.0))
+    tree = {"base": params, "adapters": values}
+    torch.testing.assert_close(fn(tree, ids()), expected, atol=1e-4, rtol=1e-4)
+    specs = fs.match_specs(tree, [("adapters.*", LayoutSpec()), ("*", LayoutSpec(trainable=False))])
+    adapters.save(tree, tmp_path / "ours", asked, specs)
+    assert adapters.load(tmp_path / "ours", params)[0] == asked
+    again = peft.PeftModel.from_pretrained(model, str(tmp_path / "ours")).eval()
+    torch.testing.assert_close(again(ids()).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def gpt2_model() -> Any:
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 128}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).eval()
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save.*whole modules that trained"),
+        ({"bias": "all"}, "bias is .*biases of the base"),
+        ({"bias": "lora_only"}, "bias is .*biases of the base"),
+        ({"lora_bias": True}, "lora_bias is true: biases of adapters"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices.*rows of an embedding"),
+        ({"rank_pattern": {"down_proj": 2}}, "rank_pattern.*ranks of some leaves"),
+        ({"alpha_pattern": {"down_proj": 2}}, "alpha_pattern.*alphas of some"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights.*leaves the base"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication.*twice"),
+        ({"target_modules": ["embed_tokens"]}, "lora_embedding_A.*an adapter of an embedding"),
+        (
+            {"target_modules": ["q_proj", "lm_head"], "use_new_kind": True},
+            "use_new_kind is true: another kind",
+        ),
+        ({"new_config": {"size": 2}}, "new_config.*another kind of adapters"),
+    ],
+)
+def test_what_peft_has_and_this_has_not_is_refused_by_kind(
+    tmp_path: Path, how: dict[str, Any], says: str
+) -> None:
+    later = {key: how[key] for key in how if key.startswith(("new_", "use_new"))}
+    known = {key: value for key, value in how.items() if key not in later}
+    opened(llama().float(), **known).save_pretrained(tmp_path)
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "new_size": 16, **later}))
+    with pytest.raises(StateError, match=rf"(?s){says}.*merge_and_unload"):
+        adapters.load(tmp_path, fs.make_functional(llama().float())[1])
+
+
+def test_rows_of_zeros_stay_zeros_under_dora(tmp_path: Path) -> None:
+    """As those of a vocabulary that was padded: their norm is 0, and so is that of what they become."""
+    params = {"w": torch.nn.Parameter(torch.cat([torch.ones(2, 3), torch.zeros(1, 3)]))}
+    fn, tree = fs.lora(lambda p, x: F.linear(x, p["w"]), params, rank=1, targets="w", dora=True)
+    assert torch.equal(fn(tree, torch.ones(1, 3)), torch.tensor([[3.0, 3.0, 0.0]]))
+    adapters.save(
+        tree,
+        tmp_path,
+        fn.lora,
+        fs.match_specs(tree, [("base.*", LayoutSpec(trainable=False)), ("*", LayoutSpec())]),
+    )
+    assert torch.equal(adapters.load(tmp_path, params)[1]["w"]["g"], torch.ones(3))
 
 
 def test_adapters_of_another_model_are_refused(tmp_path: Path) -> None:

@@ -72,7 +72,8 @@ CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8.0, "target_modules": ["q_
         ({"lora_alpha": math.nan}, "lora_alpha is NaN, wanted is a number above 0"),
         ({"lora_dropout": 1}, "lora_dropout is 1, wanted is a share"),
         ({"fan_in_fan_out": 1}, "fan_in_fan_out is 1, wanted is true or false"),
-        ({"use_dora": True}, "use_dora is true, which is not known here"),
+        ({"use_dora": True}, "(?s)of another model, 6 leaves.*a, b, magnitude are"),
+        ({"use_dora": "yes"}, 'use_dora is "yes", wanted is true or false'),
         (
             {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"v_proj": 9}},
             "(?s)rank_pattern is.*alpha_pattern is",
@@ -117,8 +118,13 @@ def test_files_of_adapters_that_are_broken_or_empty(saved_adapters: Any) -> None
     save_file({}, folder / "adapter_model.safetensors")
     with pytest.raises(StateError, match="holds no tensors"):
         adapters.load(folder, shapes)
-    (folder / "adapter_config.json").write_text("{")
-    with pytest.raises(StateError, match=r"holds no adapters of PEFT's.*Expecting"):
+    for text in ("{", "[" * 100_000, '{"a":' * 100_000, "\xff\xfe"):
+        (folder / "adapter_config.json").write_bytes(text.encode("latin-1"))
+        with pytest.raises(StateError, match="holds no adapters of PEFT's"):
+            adapters.load(folder, shapes)
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(StateError, match=r"(?s)is a pickle.*save_pretrained\(other\)"):
         adapters.load(folder, shapes)
 
 

@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import random
+import re
 from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
@@ -20,10 +21,12 @@ from tuning import config_of, write_llama
 
 from experiments.cli.command_spec import MISTAKES
 from experiments.configs.train import ConfigError
-from experiments.data.tokenizer import ByteTokenizer
+from experiments.data.tokenizer import ByteTokenizer, open_directory
 from experiments.evaluate import run, tasks
 from experiments.evaluate.config import FORMATS, HARNESS, EvaluateConfig, check_tasks
-from experiments.evaluate.tasks import Question, graded, task_of
+from experiments.evaluate.scorer import Scorer
+from experiments.evaluate.subjects import CEVAL_SUBJECTS
+from experiments.evaluate.tasks import Question, graded, task_of, tasks_of
 from experiments.finetune import job, loop
 from experiments.training.result import read_result
 from fnshard.launcher.rank import Stop
@@ -207,33 +210,346 @@ def test_numbers_are_those_of_lm_eval(model, files, tmp_path, ranks):
     assert ours["own_sums/exact_match"]["value"] == theirs["results"]["own_sums"]["exact_match,none"]
 
 
+ENDINGS = '"activity_label": "a", "ctx_a": "b", "ctx_b": "c", "endings"'
+ARC = '{"question": "x", "choices": {"text": ["a", "b"], "label": '
 BROKEN = {
     "nothing": ("arc", "", "nothing is in it"),
-    "no JSON": ("arc", '{"question": \n', "line 1: Expecting value"),
-    "a list": ("gsm8k", "[1]\n", "line 1: expected an object, got list"),
+    "no JSON": ("arc", '{"question": \n', "line 1: is no JSON"),
+    "two of three": (
+        "gsm8k",
+        '{"question": "x", "answer": "#### 1"}\n{"a": 1}\n[2',
+        "line 2: .*\n.*line 3: ",
+    ),
+    "a list": ("gsm8k", "[1]\n", "record 1: expected an object, got int"),
+    "half a list": ("gsm8k", '[{"question": "x"},\n', "the file: is no list of JSON"),
+    "deep": ("gsm8k", '{"a":' * 100_000, "line 1: is JSON that is nested too deeply"),
+    "a deep list": ("gsm8k", "[" * 100_000, "the file: .*nested too deeply"),
     "no key": ("gsm8k", '{"question": "x"}\n', "line 1: no 'answer'"),
-    "no number": ("gsm8k", '{"question": "x", "answer": "4"}\n', "line 1: answer: expected #### before"),
+    "no mark": ("gsm8k", '{"question": "x", "answer": "4"}\n', "line 1: answer: expected #### before"),
+    "no number": (
+        "gsm8k",
+        '{"question": "x", "answer": "#### "}\n',
+        "line 1: answer: expected one number after",
+    ),
+    "two numbers": ("gsm8k", '{"question": "x", "answer": "#### x then 3"}\n', "line 1: .*got 'x then 3'"),
+    "no question": ("gsm8k", '{"question": " ", "answer": "#### 3"}\n', "line 1: question: is empty"),
+    "half a character": (
+        "gsm8k",
+        '{"question": "\\ud800", "answer": "#### 3"}\n',
+        "line 1: question: holds half",
+    ),
     "another letter": ("mmlu", "q,a,b,c,d,E\n", "line 1: answer 'E': one of A, B, C, D"),
-    "five columns": ("mmlu", "q,a,b,c,A\n", "line 1: expected 6 columns, got 5"),
+    "five columns": ("mmlu", "q,a,b,c,A\n", r"line 1: expected 6 .*got 5: q \| a \| b \| c \| A.*header"),
+    "other columns": ("mmlu", "q,a,b,c,d,A\n\nq,r,a,b,c,d,A\n", r"line 3: expected 6 .*got 7: q \| r \| a"),
+    "fewer than the header": (
+        "ceval",
+        "id,question,A,B,C,D,answer\n1,q,a,b,c,A\n",
+        r"line 2: .*\(id, question",
+    ),
+    "a quote": ("mmlu", '"q,a,b,c,d,A\n', "line 1: is no CSV"),
+    "an empty choice": ("mmlu", "q,a,,c,d,A\n", r"line 1: choices\[1\]: is empty"),
+    "an empty question": ("mmlu", ",a,b,c,d,A\n", "line 1: question: is empty"),
+    "no such number": (
+        "mmlu",
+        '[{"question": "q", "choices": ["a", "b"], "answer": 2}]',
+        "record 1: answer 2: one of 0, 1",
+    ),
+    "true": (
+        "mmlu",
+        '[{"question": "q", "choices": ["a", "b"], "answer": true}]',
+        "record 1: answer True: one",
+    ),
+    "a cell of numpy's": (
+        "mmlu",
+        "question,choices,answer\nq,['a' 'b'],0\n",
+        "line 2: choices: expected two",
+    ),
     "no such label": (
-        "arc", '{"question": "x", "choices": {"text": ["a", "b"], "label": ["1", "2"]}, "answerKey": "3"}\n',
-        "line 1: answer '3': one of 1, 2"),
+        "arc",
+        f'{ARC} ["1", "2"]}}, "answerKey": "3"}}\n',
+        "line 1: answerKey '3': one of 1, 2",
+    ),
+    "fewer labels": (
+        "arc",
+        f'{ARC} ["1"]}}, "answerKey": "1"}}\n',
+        "line 1: choices: expected a label of its own",
+    ),
+    "equal labels": (
+        "arc",
+        f'{ARC} ["1", "1"]}}, "answerKey": "1"}}\n',
+        "line 1: choices: expected a label of",
+    ),
+    "no labels": (
+        "arc",
+        '{"question": "x", "choices": ["a", "b"], "answerKey": "A"}',
+        "line 1: choices: expected text",
+    ),
     "one choice": (
-        "hellaswag", '{"activity_label": "", "ctx_a": "", "ctx_b": "", "endings": ["x"], "label": 0}\n',
-        "line 1: expected two choices or more"),
+        "hellaswag",
+        f'{{{ENDINGS}: ["x"], "label": 0}}\n',
+        "line 1: endings: expected two choices",
+    ),
+    "a text of choices": (
+        "hellaswag",
+        f'{{{ENDINGS}: "xyz", "label": 0}}\n',
+        "line 1: endings: expected two choices",
+    ),
+    "a mark alone": (
+        "hellaswag",
+        f'{{{ENDINGS}: ["[x]", "y"], "label": 0}}\n',
+        r"line 1: endings\[0\]: is empty",
+    ),
+    "no label": ("hellaswag", f'{{{ENDINGS}: ["x", "y"], "label": ""}}\n', "line 1: label '': one of 0, 1"),
     "no text": ("gsm8k", '{"question": 5, "answer": "#### 1"}\n', "line 1: question: expected text, got 5"),
-    "bytes": ("ceval", b"\xff\xfe\n", "can't decode byte"),
-}  # fmt: skip
+    "bytes": ("ceval", b"q,a\n\xe9\n", "line 2: is no UTF-8"),
+    "UTF-16": ("ceval", "q,a,b,c,d,A".encode("utf-16"), "is UTF-16. Fix: iconv"),
+    "gzip": ("gsm8k", b"\x1f\x8b\x08", "is compressed by gzip. Fix: gunzip"),
+    "half of Parquet": ("gsm8k", b"PAR1xxxx", "is damaged"),
+}
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_file_is_one_error(tmp_path, case):
+def test_a_broken_file_is_one_error_of_files_and_lines(tmp_path, case):
     kind, text, message = BROKEN[case]
-    path = tmp_path / f"broken.{'csv' if kind in ('mmlu', 'ceval') else 'jsonl'}"
+    path = tmp_path / f"broken.{'jsonl' if isinstance(text, str) and text[:1] in '[{' else 'csv'}"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=message) as error:
         task_of(f"{kind}:{path}")
-    assert str(path) in str(error.value) and message in str(error.value)
+    assert str(path) in str(error.value)
+    assert not re.search(r"zip\(\)|int\(\)|NoneType|subscript|indices", str(error.value))
+
+
+def test_all_files_that_are_broken_are_named_together(tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.jsonl").write_text("{}\n")
+    one, two, none = (tmp_path / f"{name}.jsonl" for name in ("one", "two", "none"))
+    asked = [f"arc:{one}:{one}", f"gsm8k:{none}:{two}"]
+    with pytest.raises(ConfigError) as error:
+        measured(tmp_path, tmp_path / "out", *asked, shots=1)
+    for name in ("one.jsonl", "none.jsonl", "two.jsonl", "config.json", "tokenizer.json"):
+        assert name in str(error.value)
+
+
+LISTED = {"question": "q?", "choices": ["w", "x", "y", "z"], "answer": 2}
+SPELLED = {"question": "q?", **dict(zip("ABCD", "wxyz", strict=True)), "answer": "C"}
+TEN = list("qrstuvwxyz")
+FORMS = {
+    "no header": ("csv", "q?,w,x,y,z,C\n"),
+    "header": ("csv", "question,A,B,C,D,answer\nq?,w,x,y,z,C\n"),
+    "header of capitals and blanks": ("csv", "\ufeff, Question ,A,B,C,D,Answer,Subject\n0,q?,w,x,y,z, C,\n"),
+    "list in a cell": ("csv", "question,subject,choices,answer\nq?,,\"['w', 'x', 'y', 'z']\",2\n"),
+    "a column too many": ("csv", "question,A,B,C,D,E,answer\nq?,w,x,y,z,,C\n"),
+    "JSONL": ("jsonl", json.dumps(SPELLED)),
+    "JSON list": ("json", json.dumps([LISTED], indent=1)),
+    "a list in JSONL": ("jsonl", json.dumps([SPELLED])),
+    "options": ("json", json.dumps([{"question": "q?", "options": list("wxyz"), "answer": "C"}])),
+    "Parquet": ("parquet", [LISTED]),
+}  # fmt: skip
+
+
+def leave_records(path: Path, what: Any) -> Path:
+    if path.suffix == ".parquet":
+        pytest.importorskip("pyarrow.parquet").write_table(
+            pytest.importorskip("pyarrow").Table.from_pylist(what), path
+        )
+    else:
+        path.write_text(what, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_question_is_the_same_in_every_kind_of_file(tmp_path, form):
+    ending, what = FORMS[form]
+    path = leave_records(tmp_path / f"biology_test.{ending}", what)
+    (question,) = task_of(f"mmlu:{path}").questions
+    assert question.prompt.endswith("about biology.\n\nq?\nA. w\nB. x\nC. y\nD. z\nAnswer:")
+    assert (question.choices, question.answer) == (tuple("ABCD"), 2)
+
+
+@pytest.mark.parametrize(
+    ("ending", "what"),
+    [
+        ("csv", f"q?,{','.join(TEN)},J\n"),
+        ("csv", f"question,{','.join('ABCDEFGHIJ')},answer\nq?,{','.join(TEN)},J\n"),
+        ("jsonl", json.dumps({"question": "q?", "options": TEN, "answer": "J", "answer_index": 9})),
+        ("parquet", [{"question": "q?", "options": TEN, "answer": "J", "category": "high_school_law"}]),
+    ],
+)
+def test_ten_choices(tmp_path, ending, what):
+    (question,) = task_of(f"mmlu:{leave_records(tmp_path / f'pro.{ending}', what)}").questions
+    assert question.choices == tuple("ABCDEFGHIJ") and question.answer == 9
+    assert question.prompt.endswith("J. z\nAnswer:")
+    assert ("about high school law." in question.prompt) == (ending == "parquet")
+
+
+def test_parquet_of_the_other_formats(tmp_path):
+    """As the hub has them: labels of ARC in two lists, of HellaSwag as text."""
+    rows = {
+        "arc": {
+            "id": "1",
+            "question": "q?",
+            "choices": {"text": ["x", "y"], "label": ["A", "B"]},
+            "answerKey": "B",
+        },
+        "hellaswag": {"activity_label": "a", "ctx_a": "b", "ctx_b": "", "endings": ["x", "y"], "label": "1"},
+        "gsm8k": {"question": "q?", "answer": "so\n#### 1,000"},
+        "ceval": {
+            "question": "q?",
+            **dict(zip("ABCD", "wxyz", strict=True)),
+            "answer": "B",
+            "explanation": None,
+        },
+    }
+    found = {k: task_of(f"{k}:{leave_records(tmp_path / f'{k}.parquet', [row])}") for k, row in rows.items()}
+    assert [found[kind].questions[0].answer for kind in rows] == [1, 1, "so\n#### 1,000", 1]
+
+
+def test_subjects_of_ceval_are_called_as_its_prompts_call_them(tmp_path):
+    for name in ("law_val", "middle_school_physics_dev", "physician_test"):
+        path = leave_records(tmp_path / f"{name}.csv", "id,question,A,B,C,D,answer\n0,q?,w,x,y,z,C\n")
+        begin = task_of(f"ceval:{path}").questions[0].prompt.splitlines()[0]
+        subject = {"l": "法学", "m": "初中物理", "p": "医师资格"}[name[0]]
+        assert begin == f"以下是中国关于{subject}的单项选择题，请选出其中的正确答案。"
+    assert len(CEVAL_SUBJECTS) == 52
+
+
+@pytest.mark.parametrize("kind", ["arc", "mmlu", "gsm8k", "hellaswag", "ceval"])
+@pytest.mark.parametrize("other", [False, True])
+def test_a_question_is_not_among_its_own_shots(files, tmp_path, kind, other):
+    """Whether its file is the file of shots, or another one has the question, too, in other blanks."""
+    path = shots = files[kind]
+    if other:
+        shots = tmp_path / path.name
+        shots.write_text(re.sub(r"([a-h]) ([a-h])", r"\1  \2", path.read_text()))
+    plain, asked = (task_of(f"{kind}:{path}:{shots}", shots=n).questions for n in (0, 3))
+    begin = re.match(r"(?s)(The following|以下).*?\n\n", plain[0].prompt)
+    for question, alone in zip(asked, plain, strict=True):
+        own = alone.prompt.removeprefix(begin[0] if begin else "")
+        before = question.prompt.removesuffix(own)
+        assert own not in re.sub("  ", " ", before) and question.prompt.endswith(own)
+        assert question.prompt.count("\n\n") == 3 + bool(begin)  # as many as were asked for
+    count = len(plain)
+    with pytest.raises(ConfigError, match=rf"{count - 1} records can be shots .* and shots={count}"):
+        task_of(f"{kind}:{path}:{shots}", shots=count)
+
+
+def test_shots_are_of_the_question_s_subject(tmp_path):
+    rows = [
+        {**LISTED, "question": f"{s} {n}?", "subject": f"high_{s}"} for n in range(3) for s in ("law", "art")
+    ]
+    path = leave_records(tmp_path / "all.json", json.dumps(rows))
+    for question in task_of(f"mmlu:{path}:{path}", shots=2).questions:
+        about = question.subject.removeprefix("high_")
+        assert f"about high {about}." in question.prompt and question.prompt.count(f"\n{about} ") == 3
+
+
+def test_a_shuffled_question_is_the_same_question(tmp_path):
+    rows = [{**LISTED, "choices": list(order), "answer": 1} for order in ("wxyz", "zyxw")]
+    rows += [{**LISTED, "question": "another?"}]
+    path = leave_records(tmp_path / "all.json", json.dumps(rows))
+    first = task_of(f"mmlu:{path}:{path}", shots=1).questions[0]
+    assert first.prompt.count("q?") == 1 and "another?" in first.prompt
+
+
+def test_files_of_one_name_are_two_tasks(files, tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        leave_records(tmp_path / folder / "test.csv", "q?,w,x,y,z,C\n")
+    texts = [f"mmlu:{tmp_path}/{folder}/test.csv" for folder in "ab"]
+    assert [task.name for task in tasks_of(texts)] == [f"{tmp_path}/{folder}/test" for folder in "ab"]
+    assert [task.name for task in tasks_of(texts[:1])] == ["test"]
+    assert len({task.name for task in tasks_of([texts[0], texts[0].replace("mmlu", "ceval")])}) == 2
+    with pytest.raises(ConfigError, match="is named 2 times"):
+        tasks_of([texts[0]] * 2)
+
+
+@pytest.mark.parametrize("generated", ["", "none", "####", "#### .", "$", ".", ","])
+def test_an_answer_without_a_number_never_scores(generated):
+    for answer in ("#### ", "####", "x", "#### $", "#### .", "#### ,"):
+        assert set(graded(Question("", (), answer), generated).values()) == {0.0}
+
+
+# ------------------------------------------------------------------ tokens
+
+
+@pytest.fixture(scope="module")
+def joining(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tokenizer has tokens that span the end of a question and its answer."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("joining")
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.decoder = tokenizers.decoders.Fuse()
+    texts = [*(f"Answer: {letter}" for letter in "ABCD"), "Question: x\n."] * 50
+    bpe.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(vocab_size=264, special_tokens=["</s>"]))
+    write_llama(folder, max_position_embeddings=256)
+    bpe.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("context", ["Question: x\nAnswer:", "Question: x\nAnswer: ", "Answe", ""])
+@pytest.mark.parametrize("after", [" C", "r: C", "C"])
+def test_all_of_a_continuation_is_scored_and_nothing_of_its_context(joining, context, after):
+    tokenizer = open_directory(joining)
+    scorer = Scorer(None, tokenizer, None, None)
+    before, what = scorer.pair(context, after)
+    assert what and tokenizer.decode(before) == context.rstrip()
+    assert tokenizer.decode(what) == context[len(context.rstrip()) :] + after
+
+
+def test_a_vocabulary_that_joins_is_measured_and_one_without_the_letters_is_refused(joining, tmp_path):
+    path = leave_records(tmp_path / "x.json", json.dumps([{**LISTED, "question": "x"}]))
+    assert measured(joining, tmp_path / "out", f"mmlu:{path}")["x/acc"]["questions"] == 1
+    other = leave_records(tmp_path / "y.json", json.dumps([{**LISTED, "choices": list("vwxyz")}]))
+    with pytest.raises(ConfigError, match="no tokens for 'E'"):
+        measured(joining, tmp_path / "out", f"mmlu:{other}")
+    with pytest.raises(ConfigError, match=r"tokens=256 leaves no room .* Fix: tokens=128"):
+        sums = leave_records(tmp_path / "z.jsonl", '{"question": "x", "answer": "#### 1"}')
+        measured(joining, tmp_path / "out", f"gsm8k:{sums}", tokens=256)
+
+
+def test_texts_of_many_lengths_are_measured_without_a_warning(model, tmp_path, recwarn):
+    """Programs for two widths, of which none is the user's affair."""
+    rows = [{**LISTED, "question": "q" * n} for n in (10, 90)]
+    path = leave_records(tmp_path / "x.json", json.dumps(rows))
+    sums = [{"question": "q" * n, "answer": "#### 1"} for n in (10, 90)]
+    more = leave_records(tmp_path / "y.json", json.dumps(sums))
+    measured(model, tmp_path / "out", f"mmlu:{path}", f"gsm8k:{more}", rows=1)
+    assert not [str(each.message) for each in recwarn if "compiling" in str(each.message)]
+
+
+# ------------------------------------------------------------------ folders of answers, devices
+
+
+def test_answers_of_a_folder_are_looked_at_before_they_count(model, files, tmp_path):
+    task, out = f"arc:{files['arc']}", tmp_path / "out"
+    right = measured(model, out, task)
+    (answers,) = out.glob("*/0.jsonl")
+    good = answers.read_text()
+    wrong = [
+        '{"question": 99, "acc": 1, "acc_norm": 1}',
+        '{"question": "0"}',
+        "[]",
+        "5",
+        "\xff",
+        '{"question": 0}',
+        '{"question": 1, "acc": 7, "acc_norm": NaN}',
+        "[" * 100_000,
+    ]
+    answers.write_text("\n".join(wrong) + "\n" + good[len(good) // 2 :])
+    assert measured(model, out, task) == right
+    (out / "of.json").write_text("{")
+    with pytest.raises(ConfigError, match="another model, task or setting"):
+        measured(model, out, task)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:99", "tpu", ""])
+def test_a_device_that_is_not_there_is_one_error(model, files, tmp_path, device):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("it is there")
+    with pytest.raises(ConfigError, match=rf"device={device}: this machine has cpu.*device=auto"):
+        measured(model, tmp_path, f"arc:{files['arc']}", device=device)
 
 
 def test_tasks_that_name_nothing_are_one_error(tmp_path):

@@ -1,0 +1,137 @@
+"""Model directories are data: how transformers opens them, so that nothing in them runs, and what their
+numbers may be.
+
+A directory may name code (`auto_map`), kernels of the hub (`attn_implementation: owner/name`), pickles and
+other directories. What decides which code runs is passed by us, always.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments.configs.train import ConfigError
+from experiments.data.files import first_few, read_json
+from fnshard.errors import report
+
+LOCAL: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+# Of weights that transformers loads by itself: no pickles. Its configuration is that of `read_model_config`.
+WEIGHTS: Mapping[str, Any] = {**LOCAL, "use_safetensors": True}
+
+# Numbers of config.json that make modules, and the most that they may be: what is far beyond any model would
+# be built for hours, or would not fit.
+MOST_LAYERS, MOST = 1024, 1 << 24
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
+SIZES = (
+    "hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size", "head_dim", "embed_dim",
+    "num_attention_heads", "num_key_value_heads", "num_heads", "n_embd", "n_head", "n_inner", "n_positions",
+    "n_ctx", "max_position_embeddings", "d_model", "ffn_dim", "num_experts", "num_local_experts",
+    "num_experts_per_tok", "sliding_window",
+)  # fmt: skip
+EXPERTS = ("num_experts", "num_local_experts")  # 0 where there are none
+BOUNDS: Mapping[str, float] = {  # of numbers above 0
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"), 1.0),
+    "rope_theta": math.inf,
+}
+
+
+def read_model_config(folder: Path) -> Any:
+    """Read the config.json of a model directory, as transformers has it. No code of the directory runs, and
+    attention is torch's own or eager, whatever it says.
+
+    Raises:
+        ConfigError: it is damaged, or of no kind that transformers knows.
+    """
+    wrong = wrong_numbers(folder / "config.json")
+    if wrong:
+        raise ConfigError(report(f"{folder / 'config.json'} cannot be used:", first_few(wrong, 10)))
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, **LOCAL)
+        config._attn_implementation = attention_of(config)
+        config._experts_implementation = None
+    except Exception as error:  # of every kind: the file may hold anything
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{folder / 'config.json'} cannot be used: {line:.300}") from error
+    return config
+
+
+def check_reward_model(folder: Path) -> None:
+    """Refuse a directory whose weights transformers would not read from its own safetensors files, or not by
+    torch alone.
+
+    Raises:
+        ConfigError: adapters, whose base is somewhere else; codes that other libraries decode; pickles.
+    """
+    values = read_json(folder / "config.json")
+    wrong = wrong_numbers(folder / "config.json")
+    if (folder / "adapter_config.json").exists():
+        wrong.append("it holds adapters, which name a base somewhere else: merge them, merge_and_unload")
+    if values.get("quantization_config") is not None:
+        wrong.append("its weights are codes (quantization_config): save it in bfloat16")
+    if values.get("transformers_weights") is not None:
+        wrong.append("transformers_weights names a file of weights: leave it out")
+    if not any(folder.glob("*.safetensors")):
+        wrong.append(
+            "there are no *.safetensors files, and pickles are not read: save_pretrained writes them"
+        )
+    if wrong:
+        raise ConfigError(report(f"objective.reward={folder}:", wrong))
+
+
+def attention_of(config: Any) -> str | None:
+    """Return what attention a model of a configuration gets: eager where it says so; else transformers' own
+    choice among torch's. A name of the hub would be fetched and run."""
+    return "eager" if getattr(config, "_attn_implementation", None) == "eager" else None
+
+
+def wrong_numbers(path: Path) -> list[str]:
+    """Say what cannot be in a config.json: sizes, layers, heads that are none, dtypes that torch has not."""
+    try:
+        values = json.loads(path.read_bytes())
+    except RecursionError:
+        return ["it is nested too deeply"]
+    except (OSError, ValueError) as error:
+        return [f"it is no JSON ({error})"]
+    if not isinstance(values, dict):
+        return [f"expected an object, got {type(values).__name__}"]
+    import torch
+
+    wrong, found = [], dict(_fields(values))
+    for key, value in found.items():
+        name = key.rpartition(".")[2]
+        if value is None:
+            continue
+        if name in LAYERS + SIZES:
+            most, least = MOST_LAYERS if name in LAYERS else MOST, int(name not in EXPERTS)
+            if type(value) is not int or not least <= value <= most:
+                wrong.append(f"{key}={_shown(value)}: a whole number from {least} to {most}")
+        elif name in BOUNDS and not (type(value) in (int, float) and 0 < value < BOUNDS[name]):
+            wrong.append(f"{key}={_shown(value)}: a number between 0 and {BOUNDS[name]:g}")
+        elif name in ("dtype", "torch_dtype") and value != "auto":
+            known = isinstance(value, str) and getattr(torch, value.removeprefix("torch."), None)
+            if not isinstance(known, torch.dtype):
+                wrong.append(f"{key}={_shown(value)}: a dtype of torch's, as bfloat16")
+        if name == "num_experts_per_tok" and not wrong:
+            experts = [found.get(key.removesuffix(name) + each) for each in EXPERTS]
+            if any(type(count) is int and count < value for count in experts):
+                wrong.append(f"{key}={value}: there are {max(filter(None, experts), default=0)} experts")
+    return wrong
+
+
+def _fields(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of a configuration and of those in it, by dotted names."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _fields(value, f"{prefix}{name:.40}.")
+        else:
+            yield f"{prefix}{name:.40}", value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,157 @@
+"""Records: what files of benchmarks hold, one mapping for each question, whatever kind of file it is.
+
+JSONL, a list of JSON, CSV with or without a header, Parquet: what a file is shows in how it begins.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from experiments.configs.train import ConfigError
+from fnshard.errors import MissingExtraError
+
+Record = Mapping[str, Any]
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+HEADERLESS = (6, 12)  # columns of a row without a header: a question, four or ten choices, the letter
+# How files begin that are none of these, and what is to be done with them.
+FOREIGN: Mapping[bytes, str] = {
+    b"\x1f\x8b": "is compressed by gzip. Fix: gunzip it",
+    b"\x28\xb5\x2f\xfd": "is compressed by zstd. Fix: unzstd it",
+    b"PK\x03\x04": "is a zip or a spreadsheet. Fix: unpack it, or export it as CSV",
+    b"\xff\xfe": "is UTF-16. Fix: iconv -f UTF-16 -t UTF-8",
+    b"\xfe\xff": "is UTF-16. Fix: iconv -f UTF-16 -t UTF-8",
+}
+PARQUET = b"PAR1"
+
+
+class RecordError(ValueError):
+    """A record cannot be a question; the message says why."""
+
+
+def read_records(path: Path) -> Iterator[tuple[str, Record | RecordError]]:
+    """Yield where each record stands ("line 3") and the record, or why there is none.
+
+    Raises:
+        ConfigError: there is no such file, or it is of another kind.
+    """
+    if not path.is_file():
+        what = "is a folder. Fix: name a file in it" if path.is_dir() else "there is no such file"
+        raise ConfigError(f"{path}: {what}.")
+    data = path.read_bytes()
+    for begin, what in FOREIGN.items():
+        if data.startswith(begin):
+            raise ConfigError(f"{path}: {what}.")
+    if data.startswith(PARQUET):
+        yield from _rows_of_parquet(path)
+        return
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}: line {line}: is no UTF-8 ({error.reason}).") from None
+    begin, suffix = text.lstrip()[:1], path.suffix.lower()
+    if suffix == ".csv" or (begin not in "[{" and not suffix.startswith(".json")):
+        yield from _rows_of_csv(text)
+    else:
+        yield from _items_of_list(text) if begin == "[" else _lines_of_json(text)
+
+
+def _lines_of_json(text: str) -> Iterator[tuple[str, Record | RecordError]]:
+    for number, line in enumerate(text.split("\n"), 1):  # a text may hold other separators of lines
+        if line.strip():
+            yield f"line {number}", _object_of(line)
+
+
+def _object_of(line: str) -> Record | RecordError:
+    try:
+        value = json.loads(line)
+    except RecursionError:
+        return RecordError("is JSON that is nested too deeply")
+    except ValueError as error:
+        return RecordError(f"is no JSON ({error}); expected one object on each line")
+    return _checked(value)
+
+
+def _checked(value: Any) -> Record | RecordError:
+    if isinstance(value, dict):
+        return value
+    return RecordError(f"expected an object, got {type(value).__name__}")
+
+
+def _items_of_list(text: str) -> Iterator[tuple[str, Record | RecordError]]:
+    """The records of a file that is one list of JSON."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        yield "the file", RecordError(f"is no list of JSON ({why})")
+        return
+    for number, value in enumerate(values, 1):
+        yield f"record {number}", _checked(value)
+
+
+def _rows_of_parquet(path: Path) -> Iterator[tuple[str, Record]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        fix = "pip install 'fnshard[finetune]'"
+        raise MissingExtraError(f"{path} is Parquet, and pyarrow is not installed. Fix: {fix}.") from error
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ConfigError(f"{path}: is damaged: {str(error).splitlines()[0]}") from error
+    for number, row in enumerate(rows, 1):
+        yield f"row {number}", {name: value for name, value in row.items() if value is not None}
+
+
+def _rows_of_csv(text: str) -> Iterator[tuple[str, Record | RecordError]]:
+    """The rows of a file, by the names of its header; without one, as MMLU's files are, by their places."""
+    rows, line, header = csv.reader(io.StringIO(text, newline=""), strict=True), 0, None
+    columns = 0
+    while True:
+        line = rows.line_num + 1  # a row may go over several
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield f"line {line}", RecordError(f"is no CSV ({error})")
+            return
+        if not any(cell.strip() for cell in row):
+            continue
+        if not columns and (header := _header_of(row)):
+            columns = len(row)
+            continue
+        columns = columns or (len(row) if len(row) in HEADERLESS else HEADERLESS[0])
+        if len(row) != columns:
+            names = header or ["question", *LETTERS[: columns - 2], "letter"]
+            way = "" if header else "; other numbers of choices need a header"
+            cells = " | ".join(f"{cell:.40}" for cell in row)
+            yield (
+                f"line {line}",
+                RecordError(f"expected {columns} columns ({', '.join(names)}), got {len(row)}: {cells}{way}"),
+            )
+        elif header:
+            yield f"line {line}", dict(zip(header, row, strict=True))
+        else:
+            question, *choices, letter = row
+            yield f"line {line}", {"question": question, "choices": choices, "answer": letter.strip()}
+
+
+def _header_of(row: list[str]) -> list[str] | None:
+    """The names of a header's columns, spelled as the formats spell them; None of a row that is none."""
+    names = [cell.strip() for cell in row]
+    lower = [name.lower() for name in names]
+    if "answer" not in lower or not {"question", "prompt"} & set(lower):
+        return None
+    known = {"prompt": "question"} if "question" not in lower else {}
+    return [
+        name.upper() if len(name) == 1 and name.isalpha() else known.get(name.lower(), name.lower())
+        for name in names
+    ]
