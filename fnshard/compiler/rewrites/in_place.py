@@ -270,18 +270,18 @@ def _write(
         if old.target is aten._unsafe_view.default:
             new.target = aten.view.default  # through which autograd sees a write
         if old.target is aten.unfold.default:
-            new.target = _windows
-            copies.append((_write_windows, new, *new.args))
+            new.target = read_windows
+            copies.append((write_windows, new, *new.args))
         if old.target in _LAZY:
-            (x,), new = new.args, body.call_function(_resolved, (new,))
-            copies.append((_write_lazy, new, x, old.target))
+            (x,), new = new.args, body.call_function(resolve, (new,))
+            copies.append((write_lazy, new, x, old.target))
         return new
 
     for base in bases:
         inside[base] = body.call_function(aten.clone.default, (enter(base),))
-    laid_out = {n: body.call_function(_row_major, (place(n),)) for n in targets if not _is_row_major(n)}
+    laid_out = {n: body.call_function(lay_out_by_rows, (place(n),)) for n in targets if not _is_row_major(n)}
     op = body.node_copy(node, lambda n: laid_out.get(n) or place(n))
-    op.meta = {}
+    op.meta, op.target = {}, _TAKEN_APART.get(op.target, op.target)
     for target, written in laid_out.items():
         body.call_function(aten.copy_.default, (place(target), written))
     for back, *values in reversed(copies):
@@ -293,16 +293,21 @@ def _write(
     return Write(body, op), inputs
 
 
-def _windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:
+def read_windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:
     """A copy of `x.unfold`: a write through the view itself loses in torch what lies in no window."""
     return x.unfold(dim, size, step).clone()
 
 
-def _write_windows(windows: Tensor, x: Tensor, dim: int, size: int, step: int) -> None:
+def write_windows(windows: Tensor, x: Tensor, dim: int, size: int, step: int) -> None:
+    x.copy_(put_windows(windows, x, dim, size, step))
+
+
+def put_windows(windows: Tensor, x: Tensor, dim: int, size: int, step: int) -> Tensor:
+    """x, but for what its windows show."""
     dim %= x.dim()
     starts = torch.arange(windows.shape[dim], device=x.device) * step
     places = (starts[:, None] + torch.arange(size, device=x.device)).flatten()
-    x.index_copy_(dim, places, windows.movedim(-1, dim + 1).flatten(dim, dim + 1))
+    return x.index_copy(dim, places, windows.movedim(-1, dim + 1).flatten(dim, dim + 1))
 
 
 _LAZY = {  # each its own inverse; a write through one would leave a lazy base, which `view_as_real` refuses
@@ -311,12 +316,38 @@ _LAZY = {  # each its own inverse; a write through one would leave a lazy base, 
 }  # fmt: skip
 
 
-def _resolved(x: Tensor) -> Tensor:
+def resolve(x: Tensor) -> Tensor:
     return x.resolve_conj().resolve_neg()
 
 
-def _write_lazy(written: Tensor, x: Tensor, view: Any) -> None:
-    x.copy_(_resolved(view(written)))
+def write_lazy(written: Tensor, x: Tensor, view: Any) -> None:
+    x.copy_(resolve(view(written)))
+
+
+def find_diagonal(x: Tensor, wrap: bool = False) -> Tensor:
+    """Where `fill_diagonal_` writes: true where all indices are equal, and again below where it wraps."""
+    rows, *others = (
+        torch.arange(size, device=x.device).reshape([-1 if d == dim else 1 for d in range(x.dim())])
+        for dim, size in enumerate(x.shape)
+    )
+    rows = rows % (x.shape[1] + 1) if wrap and x.dim() == 2 else rows
+    mask = torch.ones([1] * x.dim(), dtype=torch.bool, device=x.device)
+    for other in others:
+        mask = mask & (rows == other)
+    return mask
+
+
+def fill_diagonal(x: Tensor, value: Any, wrap: bool = False) -> Tensor:
+    return x.masked_fill_(find_diagonal(x, wrap), value)
+
+
+def write_polygamma(x: Tensor, order: int) -> Tensor:
+    return x.copy_(torch.polygamma(order, x.clone()))  # autograd keeps what it reads
+
+
+_TAKEN_APART = {  # where autograd's functionalization cannot
+    aten.fill_diagonal_.default: fill_diagonal, aten.polygamma_.default: write_polygamma,
+}  # fmt: skip
 
 
 def _is_row_major(node: fx.Node) -> bool:
@@ -325,7 +356,7 @@ def _is_row_major(node: fx.Node) -> bool:
     return strides == sorted(strides, reverse=True)
 
 
-def _row_major(x: Tensor) -> Tensor:
+def lay_out_by_rows(x: Tensor) -> Tensor:
     """A copy to write to: what a pure op makes of `x` itself may have other strides, and later views fail."""
     return x.clone(memory_format=torch.contiguous_format)
 
