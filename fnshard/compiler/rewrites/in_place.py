@@ -87,8 +87,7 @@ def _check_expanded(graph: fx.Graph) -> None:
         (node, f"{describe(value)} with strides {list(value.stride())} by {node.target}")
         for node in graph.nodes
         for target in mutated_args(node)
-        if node.target._schema.name.removeprefix("aten::") not in _TAKE_EXPANDED
-        for value in tensors_of(target)
+        for value in tensors_of(_before_expand(node, target))
         if any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True))
     ]
     if wrong:
@@ -99,9 +98,18 @@ def _check_expanded(graph: fx.Graph) -> None:
         )
 
 
-_TAKE_EXPANDED = (  # of these torch warns at most
-    "zero_", "fill_", "fill_diagonal_", "tril_", "triu_", "masked_fill_", "index_fill_", "index_put_",
-)  # fmt: skip
+def _before_expand(node: fx.Node, target: fx.Node) -> fx.Node:
+    """What a write of one number everywhere goes to: the tensor that was expanded shows it, too."""
+    while node.target in (aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor):
+        view = target
+        while view.target is aten.detach.default:
+            view = view.args[0]
+        if view.target not in (aten.expand.default, aten.broadcast_to.default):
+            break
+        if view is not target and view.args[0].target is not aten.detach.default:
+            break  # a gradient would pass
+        target = view.args[0]
+    return target
 
 
 def _is_its_source(node: fx.Node) -> bool:
@@ -252,7 +260,8 @@ def _write(
     copies: list[
         tuple[Any, ...]
     ] = []  # of views that no write may go through: what writes one back, its inputs
-    targets = dict.fromkeys(mutated_args(node))
+    written = mutated_args(node)
+    targets = dict.fromkeys(_before_expand(node, n) for n in written)
 
     def enter(old: fx.Node) -> fx.Node:
         inputs.append(old)
@@ -280,10 +289,15 @@ def _write(
     for base in bases:
         inside[base] = body.call_function(aten.clone.default, (enter(base),))
     laid_out = {n: body.call_function(lay_out_by_rows, (place(n),)) for n in targets if not _is_row_major(n)}
-    op = body.node_copy(node, lambda n: laid_out.get(n) or place(n))
+
+    def read(old: fx.Node) -> fx.Node:
+        before = _before_expand(node, old) if old in written else old
+        return laid_out.get(before) or place(before)
+
+    op = body.node_copy(node, read)
     op.meta, op.target = {}, _TAKEN_APART.get(op.target, op.target)
-    for target, written in laid_out.items():
-        body.call_function(aten.copy_.default, (place(target), written))
+    for target, copy_of in laid_out.items():
+        body.call_function(aten.copy_.default, (place(target), copy_of))
     for back, *values in reversed(copies):
         body.call_function(back, tuple(values))
     values, several = tensors_of(node), not isinstance(node.meta["val"], Tensor)
