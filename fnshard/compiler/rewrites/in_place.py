@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fnshard.compiler.ir.failures import refused_at
-from fnshard.compiler.ir.program import describe, mutated_args, replay, storage_id, tensors_of
+from fnshard.compiler.ir.program import describe, mutated_args, replay, storage_id, tensors_in, tensors_of
 
 aten = torch.ops.aten
 
@@ -134,6 +135,74 @@ def _check_detached(graph: fx.Graph) -> None:
             wrong,
             "write to a copy (.detach().clone()), or to the tensor itself.",
         )
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A graph, run as it stands: its values say what shares memory, and whether autograd sees it change.
+
+    It does not where the change is made through `detach`, or by an op that it leaves out (`logical_and_`).
+    """
+
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    bases: dict[int, Tensor] = field(default_factory=dict)  # the first tensor in each memory
+    histories: dict[int, Any] = field(default_factory=dict)  # of these, as they are by now
+    recorded: set[tuple[fx.Node, fx.Node]] = field(default_factory=set)
+
+    def see(self, node: fx.Node, value: Any) -> None:
+        """Note a node that has run: of which of its inputs autograd has then another history."""
+        self.values[node] = value
+        found = tensors_in(value)
+        for read in node.all_input_nodes:
+            for tensor in tensors_in(self.values[read]):
+                memory = storage_id(tensor)
+                if self.bases[memory].grad_fn is not self.histories[memory]:
+                    self.recorded.add((node, read))
+                found.append(tensor)
+        for memory, tensor in [(storage_id(tensor), tensor) for tensor in found]:
+            self.histories[memory] = self.bases.setdefault(memory, tensor).grad_fn
+
+    def is_recorded(self, node: fx.Node, target: fx.Node) -> bool:
+        """Whether the gradient of what `target` shows is changed by what `node` writes there."""
+        return (node, target) in self.recorded
+
+
+def check_backward(graph: fx.Graph, loss: int, inputs: Sequence[Tensor]) -> None:
+    """Refuse a write that autograd does not see to a value that the backward of the loss reads.
+
+    Through `.data` it is silent in torch: the derivative is taken at what is written.
+
+    Args:
+        loss: which result it is.
+        inputs: fakes; those that train require gradients.
+
+    Raises:
+        TraceError: there is such a write.
+    """
+    writes = [n for n in graph.nodes if any(not v.meta["val"].requires_grad for v in mutated_args(n))]
+    if not writes:
+        return
+    trial = Trial()
+    total = replay(graph, inputs, trial.see)[loss]
+    silent = [
+        (node, f"{describe(trial.values[target])} by {node.target}")
+        for node in writes
+        for target in mutated_args(node)
+        if not trial.is_recorded(node, target) and trial.bases[storage_id(trial.values[target])].requires_grad
+    ]
+    trained = [v for v in inputs if v.requires_grad]
+    if not silent or not total.requires_grad:
+        return
+    try:
+        torch.autograd.grad(total, trained, torch.ones_like(total), allow_unused=True)
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            return  # not of a write
+        raise refused_at(
+            f"`fn` writes past autograd to {len(silent)} value(s), of which its backward reads one:",
+            silent,
+            "write to a copy (h.clone() before it), or without .data and torch.no_grad().",
+        ) from error
 
 
 def _overlaps(value: Tensor) -> bool:

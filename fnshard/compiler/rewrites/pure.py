@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -33,7 +33,7 @@ from fnshard.compiler.ir.program import (
     tensors_in,
 )
 from fnshard.compiler.rewrites import in_place
-from fnshard.compiler.rewrites.in_place import Write
+from fnshard.compiler.rewrites.in_place import Trial, Write
 
 aten = torch.ops.aten
 
@@ -104,7 +104,7 @@ def pure_graph(write: Write, tensors: Sequence[Tensor]) -> fx.Graph | None:
     """
     # Two inputs may be one tensor: make_fx takes it for one input.
     tensors = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
-    trial = _Trial()
+    trial = Trial()
     replay(write.graph, tensors, trial.see)
     try:
         run = partial(_run, write, trial)
@@ -117,29 +117,6 @@ def pure_graph(write: Write, tensors: Sequence[Tensor]) -> fx.Graph | None:
 
 class _Unknown(Exception):
     """A view that nothing puts back, or an op that has no form without a write."""
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """A write, run as it stands: its values say what shares memory, and whether autograd sees a change of it.
-
-    It does not where the change is made through `detach`, or by an op that it leaves out (`logical_and_`).
-    """
-
-    values: dict[fx.Node, Any] = field(default_factory=dict)
-    history: dict[fx.Node, dict[int, Any]] = field(default_factory=dict)  # after each node, by memory
-    bases: dict[int, Tensor] = field(default_factory=dict)  # the first tensor in each memory
-
-    def see(self, node: fx.Node, value: Any) -> None:
-        self.values[node] = value
-        for tensor in tensors_in(value):
-            self.bases.setdefault(storage_id(tensor), tensor)
-        self.history[node] = {memory: base.grad_fn for memory, base in self.bases.items()}
-
-    def is_recorded(self, node: fx.Node, target: fx.Node) -> bool:
-        """Whether the gradient of what `target` shows is changed by what `node` writes there."""
-        memory = storage_id(self.values[target])
-        return self.history[node][memory] is not self.history[node.prev][memory]
 
 
 # ------------------------------------------------------------------ the run
@@ -190,7 +167,7 @@ class _Alias:
         self.memory.value = WITH_VALUES(old, new) if needed else new
 
 
-def _run(write: Write, trial: _Trial, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def _run(write: Write, trial: Trial, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The write, as it goes node by node, on memories whose values are replaced.
 
     Args:
@@ -227,14 +204,14 @@ def _run(write: Write, trial: _Trial, values: Sequence[Tensor]) -> tuple[Tensor,
     raise AssertionError("a graph without an output")
 
 
-def _source(node: fx.Node, trial: _Trial) -> fx.Node | None:
+def _source(node: fx.Node, trial: Trial) -> fx.Node | None:
     """The input whose memory a node's value, or its values, are in."""
     memories = {storage_id(v) for v in tensors_in(trial.values[node])}
     inputs = [n for n in node.all_input_nodes if isinstance(trial.values[n], Tensor)]
     return next((n for n in inputs if storage_id(trial.values[n]) in memories), None)
 
 
-def _written(node: fx.Node, trial: _Trial, env: Mapping[fx.Node, Any], read: Any) -> Any:
+def _written(node: fx.Node, trial: Trial, env: Mapping[fx.Node, Any], read: Any) -> Any:
     """Write what the op without a write returns; what the node is then."""
     targets = mutated_args(node)
     args, kwargs = read(node.args), read(dict(node.kwargs))
@@ -335,7 +312,7 @@ _NORMS = {aten.batch_norm.default: _batch_norm, aten.instance_norm.default: _ins
 
 
 # ------------------------------------------------------------------ views
-def _looks(node: fx.Node, source: fx.Node, trial: _Trial, alias: _Alias, read: Any) -> _Alias | list[_Alias]:
+def _looks(node: fx.Node, source: fx.Node, trial: Trial, alias: _Alias, read: Any) -> _Alias | list[_Alias]:
     """What is seen of an alias through the view that a node is, or through each of its views."""
     rest, kwargs = read(node.args), read(dict(node.kwargs))
     if node.args[0] is not source:
