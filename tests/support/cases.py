@@ -95,7 +95,9 @@ class Case:
         if not set(self.axes) - {"replicate", "shard"}:
             return ATOL
         text = "\n".join(self.program.source)
-        return 0.05 if re.search("float16|half", text) else 1e-5 if re.search(r"\by\b|float\b|float32", text) else ATOL
+        if re.search("float16|half", text):
+            return 0.05
+        return 1e-5 if re.search(r"\by\b|float\b|float32", text) else ATOL
 
     @property
     def rows(self) -> list[int]:

@@ -88,7 +88,7 @@ def _check_expanded(graph: fx.Graph) -> None:
         (node, f"{describe(value)} with strides {list(value.stride())} by {node.target}")
         for node in graph.nodes
         for target in mutated_args(node)
-        for value in tensors_of(_before_expand(node, target))
+        for value in tensors_of(_before_expand(node, target)[0])
         if any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True))
     ]
     if wrong:
@@ -99,18 +99,21 @@ def _check_expanded(graph: fx.Graph) -> None:
         )
 
 
-def _before_expand(node: fx.Node, target: fx.Node) -> fx.Node:
-    """What a write of one number everywhere goes to: the tensor that was expanded shows it, too."""
+def _before_expand(node: fx.Node, target: fx.Node) -> tuple[fx.Node, bool]:
+    """What a write of one number everywhere goes to: the tensor that was expanded shows it, too.
+
+    Returns the tensor, and whether a `detach` stands between it and the target.
+    """
+    detached = False
     while node.target in (aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor):
         view = target
         while view.target is aten.detach.default:
             view = view.args[0]
         if view.target not in (aten.expand.default, aten.broadcast_to.default):
             break
-        if view is not target and view.args[0].target is not aten.detach.default:
-            break  # a gradient would pass
+        detached |= view is not target
         target = view.args[0]
-    return target
+    return target, detached
 
 
 def _is_its_source(node: fx.Node) -> bool:
@@ -329,8 +332,6 @@ def _write(
     copies: list[
         tuple[Any, ...]
     ] = []  # of views that no write may go through: what writes one back, its inputs
-    written = mutated_args(node)
-    targets = dict.fromkeys(_before_expand(node, n) for n in written)
 
     def enter(old: fx.Node) -> fx.Node:
         inputs.append(old)
@@ -357,16 +358,20 @@ def _write(
 
     for base in bases:
         inside[base] = body.call_function(aten.clone.default, (enter(base),))
-    laid_out = {n: body.call_function(lay_out_by_rows, (place(n),)) for n in targets if not _is_row_major(n)}
-
-    def read(old: fx.Node) -> fx.Node:
-        before = _before_expand(node, old) if old in written else old
-        return laid_out.get(before) or place(before)
-
-    op = body.node_copy(node, read)
+    targets: dict[fx.Node, fx.Node] = {}  # what the op is given in the place of what it writes to
+    laid_out: list[tuple[fx.Node, fx.Node]] = []
+    for old in dict.fromkeys(mutated_args(node)):
+        before, detached = _before_expand(node, old)
+        targets[old] = place(before)
+        if detached:
+            targets[old] = body.call_function(aten.detach.default, (targets[old],))
+        if not _is_row_major(before):
+            laid_out.append((targets[old], body.call_function(lay_out_by_rows, (targets[old],))))
+            targets[old] = laid_out[-1][1]
+    op = body.node_copy(node, lambda n: targets.get(n) or place(n))
     op.meta, op.target = {}, _TAKEN_APART.get(op.target, op.target)
-    for target, copy_of in laid_out.items():
-        body.call_function(aten.copy_.default, (place(target), copy_of))
+    for target, rows in laid_out:
+        body.call_function(aten.copy_.default, (target, rows))
     for back, *values in reversed(copies):
         body.call_function(back, tuple(values))
     values, several = tensors_of(node), not isinstance(node.meta["val"], Tensor)
