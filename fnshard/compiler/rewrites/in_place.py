@@ -387,11 +387,12 @@ def read_windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:
 
 
 def write_windows(windows: Tensor, x: Tensor, dim: int, size: int, step: int) -> None:
+    """Write back what `read_windows` has copied."""
     x.copy_(put_windows(windows, x, dim, size, step))
 
 
 def put_windows(windows: Tensor, x: Tensor, dim: int, size: int, step: int) -> Tensor:
-    """x, but for what its windows show."""
+    """Return a copy of x that has the numbers of these windows in their places."""
     dim %= x.dim()
     starts = torch.arange(windows.shape[dim], device=x.device) * step
     places = (starts[:, None] + torch.arange(size, device=x.device)).flatten()
@@ -405,15 +406,17 @@ _LAZY = {  # each its own inverse; a write through one would leave a lazy base, 
 
 
 def resolve(x: Tensor) -> Tensor:
+    """Return the numbers of a lazy view, in memory of their own where it is one."""
     return x.resolve_conj().resolve_neg()
 
 
 def write_lazy(written: Tensor, x: Tensor, view: Any) -> None:
+    """Write back what `resolve` has copied of a view of x."""
     x.copy_(resolve(view(written)))
 
 
 def find_diagonal(x: Tensor, wrap: bool = False) -> Tensor:
-    """Where `fill_diagonal_` writes: true where all indices are equal, and again below where it wraps."""
+    """Return a mask of what `fill_diagonal_` writes to: equal indices, and again below where it wraps."""
     rows, *others = (
         torch.arange(size, device=x.device).reshape([-1 if d == dim else 1 for d in range(x.dim())])
         for dim, size in enumerate(x.shape)
@@ -426,10 +429,12 @@ def find_diagonal(x: Tensor, wrap: bool = False) -> Tensor:
 
 
 def fill_diagonal(x: Tensor, value: Any, wrap: bool = False) -> Tensor:
+    """Write as `fill_diagonal_` does, and through no strides."""
     return x.masked_fill_(find_diagonal(x, wrap), value)
 
 
 def write_polygamma(x: Tensor, order: int) -> Tensor:
+    """Write as `polygamma_` does."""
     return x.copy_(torch.polygamma(order, x.clone()))  # autograd keeps what it reads
 
 
