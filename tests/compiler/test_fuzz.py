@@ -266,6 +266,7 @@ KEPT = {
         shapes={"u.w": (4, 4), "u.b": (4,), "u.c": (4,), "u.d": (2,), "u.e": (2,)}, sizes=(3, 2, 4),
         buffers=dict.fromkeys(["u.b", "u.c", "u.d", "u.e"], torch.float64),
         axes={"shard": 1, "context": 2, "tensor": 2}, splits={"u.w": P("tensor"), "u.b": P("tensor")},
+        options={"accumulate": 2},
     ),
     "statistics of a norm whose result nobody reads": kept(
         """

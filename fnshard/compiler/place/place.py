@@ -349,19 +349,22 @@ class _Placer:
 
     # -------------------------------------------------------------- the end
     def results(self) -> list[fx.Node]:
-        """What the program returns: sums of all ranks' parts, and whole values.
+        """What the program returns: sums of all ranks' parts, and whole values; as the leaf itself what is
+        written to one.
 
         Ranks' losses and scalars are averaged, so that a part counts for as many as there are ranks.
         """
+        written = {index: Input("leaf", path) for path, index in self.program.outputs.writes.items()}
         summed = set(self.program.outputs.summed) if self.program.outputs.loss is not None else set()
         out = []
         for number, node in enumerate(self.program.results):
-            value = self.values[node]
+            value, due = self.values[node], REPLICATED
             if number in summed and value.placement == PARTIAL:
                 out.append(self.call(aten.mul.Tensor, (value.node, self.axis.ranks)))
             else:
-                out.append(self.convert(value, REPLICATED))
-            self.record.results.append((number in summed, value.node, out[-1]))
+                due = self.axis.inputs.get(written.get(number), REPLICATED)
+                out.append(self.convert(value, due))
+            self.record.results.append((number in summed, value.node, out[-1], due))
         return out
 
     def placed(self) -> Program:
