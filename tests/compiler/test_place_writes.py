@@ -184,13 +184,14 @@ def test_writes_in_turn_and_through_what_was_made_before() -> None:
         assert_torchs(fn, split)
 
 
-def test_a_silent_write_to_what_the_backward_reads_is_refused() -> None:
+@pytest.mark.parametrize("of_batch", [False, True])
+def test_a_silent_write_to_what_the_backward_reads_is_refused(of_batch: bool) -> None:
     """Through `.data` torch takes the derivative at what is written, in silence; else it raises."""
 
     def fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
         h = x * p["w"]
         k = h.exp()
-        k.detach().mul_(2)
+        (x if of_batch else k).data.mul_(2)
         return (h + k).sum()
 
     with pytest.raises(TraceError, match=r"(?s)1 value.*f64\[4, 6, 12\].*Fix: write to a copy"):

@@ -170,6 +170,17 @@ class Trial:
         return (node, target) in self.recorded
 
 
+def _is_detached(node: fx.Node) -> bool:
+    """Whether a tensor is seen through `detach`, as under `no_grad` and by `.data`."""
+    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+        if node.target is aten.detach.default:
+            return True
+        if _memories(node).isdisjoint(_memories(node.args[0])):
+            return False
+        node = node.args[0]
+    return False
+
+
 def check_backward(graph: fx.Graph, loss: int, inputs: Sequence[Tensor]) -> None:
     """Refuse a write that autograd does not see to a value that the backward of the loss reads.
 
@@ -191,7 +202,7 @@ def check_backward(graph: fx.Graph, loss: int, inputs: Sequence[Tensor]) -> None
         (node, f"{describe(trial.values[target])} by {node.target}")
         for node in writes
         for target in mutated_args(node)
-        if not trial.is_recorded(node, target) and trial.bases[storage_id(trial.values[target])].requires_grad
+        if not trial.is_recorded(node, target) and _is_detached(target)
     ]
     trained = [v for v in inputs if v.requires_grad]
     if not silent or not total.requires_grad:
