@@ -110,6 +110,7 @@ PRIVATE = {
         "torch._subclasses",
         "torch.fx._lazy_graph_module",
         "torch.ops.aten._assert_tensor_metadata",  # an op of every cast beneath autograd
+        "torch.ops.aten._efficientzerotensor",
     },
     "fnshard.compiler.kernels.inductor": {"torch._guards", "torch._inductor"},
     "fnshard.runtime.executor.fused_update": {"torch._inductor", "torch._subclasses"},  # its decompositions

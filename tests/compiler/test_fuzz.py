@@ -13,10 +13,12 @@ from typing import Any
 import grammar
 import pytest
 import torch
-from cases import AXES, Case, cases, check, on_rank
+from cases import AXES, PLACED, Case, cases, check, on_rank
 from hypothesis import HealthCheck, event, given, settings
 from programs import Program, programs
 from ranks import ranks  # noqa: F401  (a fixture)
+
+from fnshard import P
 
 EXAMPLES = int(os.environ.get("FUZZ", "0"))
 
@@ -50,8 +52,14 @@ def test_programs_in_layouts(case: Case) -> None:
 
 
 @drawn(2)
-@given(cases(axes=({"shard": 2},), families=("in place", "views", "leaves", "constants")))
+@given(cases(axes=({"shard": 2},), families=("in place", "silent", "views", "leaves", "constants")))
 def test_writes_in_layouts(case: Case) -> None:
+    check_and_count(case)
+
+
+@drawn(2)
+@given(cases(axes=PLACED, families=("silent", "in place", "views", "matrices")))
+def test_writes_to_values_that_are_split(case: Case) -> None:
     check_and_count(case)
 
 
@@ -246,6 +254,19 @@ KEPT = {
         return ((a.mT * b).real + a.imag.mT).square().mean()
         """,
         shapes={"u.w": (4,)},
+    ),
+    "statistics of norms of a split value, which a write changes before": kept(
+        """
+        h = F.linear(x, p["u.w"])
+        with torch.no_grad(): h[..., 0].mul_(2.0)
+        a = F.batch_norm(h.mT, p["u.b"], p["u.c"].abs_(), training=True, momentum=0.3)
+        b = F.instance_norm(h, p["u.d"], p["u.e"].abs_(), use_input_stats=True)
+        return (a.sin() * 1.3).sum() + b.square().mean() * h.sum()
+        """,
+        shapes={"u.w": (4, 4), "u.b": (4,), "u.c": (4,), "u.d": (2,), "u.e": (2,)}, sizes=(3, 2, 4),
+        buffers=dict.fromkeys(["u.b", "u.c", "u.d", "u.e"], torch.float64),
+        axes={"shard": 1, "context": 2, "tensor": 2}, splits={"u.w": P("tensor"), "u.b": P("tensor")},
+        options={"accumulate": 2},
     ),
     "statistics of a norm whose result nobody reads": kept(
         """

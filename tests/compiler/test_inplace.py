@@ -97,8 +97,13 @@ def rows(x: Tensor) -> Tensor:
         (overlap, "overlaps itself.*Fix: make it dense"),
         (expanded, r"f64\[3\] with strides \[0\] by aten.mul_.*Fix: write to a copy"),
         (rows, ""),
-        (lambda x: x.sigmoid().polygamma_(1), "polygamma_"),  # torch cannot take it apart
-        (lambda x: x.view(2, 2).expand(2, 2, 2).clone()[0].fill_diagonal_(0.5), r"as_strided\(\)"),
+        (lambda x: x.detach().sigmoid().polygamma_(1) * x, ""),
+        (lambda x: x.view(2, 2).expand(2, 2, 2).clone()[0].fill_diagonal_(0.5), ""),
+        (lambda x: torch.no_grad()(x.view(4, 1).expand(4, 3).fill_)(0.5) * x[0], ""),
+        (
+            lambda x: torch.no_grad()(x.view(4, 1).expand(4, 3).masked_fill_)(x[:3] > 0, 0.5),
+            "Fix: write to a copy",
+        ),
         *[(lambda x: x.sin().index_fill_(0, AT, x.sum()), "shape that depends on values")] * NEW,
     ],
 )

@@ -60,7 +60,7 @@ def shifted(call: Any) -> Iterator[OpStrategy]:
 
 def unscaled(self: Any) -> list[Any]:
     results(self)
-    return [source for _, source, _ in self.record.results]
+    return [source for _, source, *_ in self.record.results]
 
 
 def one_way(self: Any, *args: Any) -> None:

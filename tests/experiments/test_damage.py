@@ -386,7 +386,8 @@ def test_an_answer_that_is_not_what_was_written_is_asked_again(tmp_path):
     lines = [json.dumps({**each, SUM: checksum(each)}) for each in values]
     lines[1], lines[2] = lines[1].replace("1.0", "0.0"), "[3]"
     (tmp_path / "0.jsonl").write_text("\n".join([*lines, json.dumps({"question": 9, "acc": 1.0}), '{"que']))
-    assert answered(tmp_path) == {0: {"acc": 1.0}, 3: {"acc": 1.0}}
+    task = Task("arc", (Question("", (), ""),) * 4, ("acc",))
+    assert answered(tmp_path, task) == {0: {"acc": 1.0}, 3: {"acc": 1.0}}
 
 
 # ------------------------------------------------------------------ prepared data, shards

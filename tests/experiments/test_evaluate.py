@@ -540,7 +540,7 @@ def test_answers_of_a_folder_are_looked_at_before_they_count(model, files, tmp_p
     answers.write_text("\n".join(wrong) + "\n" + good[len(good) // 2 :])
     assert measured(model, out, task) == right
     (out / "of.json").write_text("{")
-    with pytest.raises(ConfigError, match="another model, task or setting"):
+    with pytest.raises(ConfigError, match=r"of\.json is not what was written.*Fix: another folder"):
         measured(model, out, task)
 
 

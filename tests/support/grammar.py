@@ -531,6 +531,14 @@ INDEX: dict[str, Row] = {
 IN_PLACE: dict[str, Row] = {
     **each("tanh_ sigmoid_ sin_ cos_ relu_ neg_ abs_ square_ erf_ atan_ floor_", lambda g, n: f"{g.act()}.{n}()"),
     **each("mul_ add_ sub_", lambda g, n: f"{(a := g.act())}.{n}({g.fitting(a)})"),
+    **each("absolute_ negative_ arctan_ arcsinh_ fix_ selu_ sinc_ sgn_ logical_not_", lambda g, n: f"torch.{n}({g.act()})" if n == "selu_" else f"{g.act()}.{n}()"),
+    **each("multiply_ subtract_ clamp_min_ clamp_max_", lambda g, n: f"{(a := g.act())}.{n}({g.fitting(a)})"),
+    "divide_": lambda g: f"{(a := g.act())}.{g.pick(['divide_', 'true_divide_'])}({g.fitting(a)}.square() + 1.1)",
+    "clip_": lambda g: f"{g.act()}.clip_(-0.9, {g.num()} + 1)",
+    "xlogy_": lambda g: f"{(a := g.act())}.xlogy_({g.fitting(a)}.square() + 0.5)",
+    "float_power_": lambda g: f"{g.act()}.float_power_(2)",
+    **each("celu threshold", lambda g, n: f"F.{n}({g.act()}, {'0.3, 0.1, ' if n == 'threshold' else '1.1, '}inplace=True)"),
+    **each("SELU ReLU", lambda g, n: f"torch.nn.{n}(True)({g.act()})"),
     "mul_number_": lambda g: f"{g.act()}.mul_({g.num()})",
     "div_": lambda g: f"{(a := g.act())}.div_({g.fitting(a)}.square() + 1.1)",
     "pow_": lambda g: f"{g.act()}.pow_(2)",
@@ -602,6 +610,39 @@ IN_PLACE: dict[str, Row] = {
     "unsqueeze_self_": lambda g: f"{g.act(0, 3)}.unsqueeze_(-1)",
     "unsqueeze_": lambda g: f"{g.act(0, 3)}.clone().unsqueeze_(0)",
     "t_": lambda g: f"{g.act(2, 2)}.clone().t_()",
+}  # fmt: skip
+
+VIEWED = (
+    "", "", "[0]", "[..., {s}]", "[{s}]", "[..., -1]", ".mT", ".flatten()", ".view(-1)[{s}]", ".select(-1, 0)", ".chunk(2, -1)[0]",
+    ".split(1, -1)[-1]", ".unbind(0)[-1]", ".diagonal(dim1=-2, dim2=-1)", ".unsqueeze(0)", ".movedim(0, -1)", ".unfold(-1, 1, 2)",
+)  # fmt: skip
+WRITTEN = (
+    "mul_({n})", "add_({n})", "add_({w})", "copy_({w})", "clamp_(-0.4, 0.5)", "clip_(max=0.6)", "zero_()", "fill_({n})", "square_()",
+    "tanh_()", "neg_()", "masked_fill_({m}, {n})", "fill_({w}.sum())", "relu_()", "cumsum_(0)", "div_(1.7)", "sub_({n}).mul_(0.5)",
+)  # fmt: skip
+
+
+def past(g: Any, template: str) -> str:
+    """A write that autograd does not see, to a value `{a}` or a view `{v}` of it, of another `{w}` that has one element."""
+    a = g.act(1)
+    view = g.pick(VIEWED).format(s=g.slice())
+    write = g.pick(WRITTEN).format(n=g.num(), w=f"{g.f()}.detach().mean()", m=f"{a}.detach(){view} > 0.1")
+    return template.format(a=a, v=view, write=write)
+
+
+# Under no_grad torch takes the gradient as if nothing was written; through `.data`, too.
+SILENT: dict[str, Row] = {
+    **each("silent_data silent_detach", lambda g, n: past(g, f"{{a}}.{'data' if n == 'silent_data' else 'detach()'}{{v}}.{{write}}")),
+    "silent_view_data": lambda g: past(g, "{a}{v}.data.{write}"),
+    **each("silent_no_grad silent_decorated", lambda g, n: past(g, "torch.no_grad()(lambda: {a}{v}.{write})()")),
+    "silent_nested": lambda g: past(g, "torch.no_grad()(lambda: torch.enable_grad()(lambda: {a}.detach(){v})().{write})()"),
+    "silent_set": lambda g: past(g, "torch.no_grad()(lambda: {a}.__setitem__(slice(0, 1), {a}[:1] * 0.5))()"),
+    "silent_out": lambda g: past(g, "torch.no_grad()(lambda: torch.mul({a}, 0.7, out={a}))()"),
+    "silent_foreach": lambda g: f"torch.no_grad()(lambda: torch._foreach_mul_([{g.act()}, {g.act()}], {g.num()}))()",
+    "silent_copy": lambda g: f"torch.no_grad()(lambda: {(a := g.act())}.copy_({g.fitting(a)}))()",
+    "silent_index": lambda g: f"torch.no_grad()(lambda: {(a := g.act(1))}.index_fill_({(d := g.dim(a))}, torch.tensor({g.list(a.shape[d])}), {g.num()}))()",
+    "silent_loop": lambda g: f"torch.no_grad()(lambda: [r.mul_(j) for j, r in enumerate({g.act(1)}.unbind(0))][-1])()",
+    "silent_alias": lambda g: f"torch.no_grad()(lambda: {(a := g.act(2))}.mT.mul_({g.num()}))(), {a}[..., 0], {a}.mul_(1.1)",
 }  # fmt: skip
 
 COMPLEX: dict[str, Row] = {
@@ -719,7 +760,7 @@ LOSSES: dict[str, Row] = {
 
 FAMILIES: dict[str, dict[str, Row]] = {
     "pointwise": POINTWISE, "binary": BINARY, "reductions": REDUCTIONS, "views": VIEWS, "copies": COPIES,
-    "matrices": MATRICES, "index": INDEX, "in place": IN_PLACE, "complex": COMPLEX, "leaves": LEAVES,
+    "matrices": MATRICES, "index": INDEX, "in place": IN_PLACE, "silent": SILENT, "complex": COMPLEX, "leaves": LEAVES,
     "casts": CASTS, "constants": CONSTANTS, "losses": LOSSES, "transforms": TRANSFORMS,
     "ragged": RAGGED, "functions": FUNCTIONS, "buffers": BUFFERS,
 }  # fmt: skip

@@ -45,7 +45,7 @@ from fnshard.compiler.ir.program import Input, Outputs, Program, describe, propa
 from fnshard.compiler.ir.source_lines import user_traceback
 from fnshard.compiler.rewrites.causal_mask import recognise_causal
 from fnshard.compiler.rewrites.hooks import apply_hooks
-from fnshard.compiler.rewrites.in_place import functionalize, index_strided
+from fnshard.compiler.rewrites.in_place import check_backward, functionalize, index_strided
 from fnshard.compiler.rewrites.rounding import keep_rounding
 from fnshard.errors import TraceError, leaves, report
 from fnshard.layout.spec import LayoutSpec
@@ -306,6 +306,8 @@ def return_writes(source: Source, traced: Traced) -> Traced:
 def remove_writes(source: Source, traced: Traced) -> Traced:
     """Every write in place is a new value."""
     with traced.program.fake_mode, torch.set_grad_enabled(source.differentiate):
+        if source.differentiate:
+            check_backward(traced.program.graph, traced.program.outputs.loss, traced.examples())
         pure = functionalize(traced.program.graph)
         if pure is not traced.program.graph:
             propagate(pure, traced.examples())

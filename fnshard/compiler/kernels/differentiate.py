@@ -122,7 +122,7 @@ def differentiate(source: Source, policy: Policy, *, trainable: bool, target: st
                 lambda *values: tuple(map(_laid_out, source(*values), source.outputs)),
                 args,
                 trace_joint=differentiable,
-                decompositions={**select_decomp_table(), **LEFT_OUT, **DECOMPOSITIONS},
+                decompositions={**select_decomp_table(), **LEFT_OUT, **DECOMPOSITIONS, **_ZEROS},
             )
         _check_joint(joint)
         with mode, V.set_fake_mode(mode):
@@ -266,6 +266,10 @@ def _check_joint(joint: fx.GraphModule) -> None:
             fix="use dropout, torch.rand, torch.randn, torch.randint, torch.bernoulli (or their *_like), "
             "or draw the numbers outside and pass them with the batch.",
         )
+
+
+# The gradient of `sgn` has no memory, which fake tensors do not know.
+_ZEROS = {torch.ops.aten._efficientzerotensor.default: lambda size, **kind: torch.zeros(size, **kind)}
 
 
 def _draws(node: fx.Node) -> bool:

@@ -44,7 +44,7 @@ class Record:
 
     `values`: of each node its placement and the whole (fake) value. `calls`: each op with its strategy, what
     it reads and its node. `conversions`: node, result, and both placements. `results`: of each output whether
-    ranks sum it, its value's node and the node that is returned.
+    ranks sum it, its value's node, the node that is returned and what that is to be.
     """
 
     axis: str
@@ -53,7 +53,7 @@ class Record:
     values: dict[fx.Node, tuple[Placement, Any]] = field(default_factory=dict)
     calls: list[tuple[Call, OpStrategy, tuple[fx.Node, ...], fx.Node]] = field(default_factory=list)
     conversions: list[tuple[fx.Node, fx.Node, Placement, Placement]] = field(default_factory=list)
-    results: list[tuple[bool, fx.Node, fx.Node]] = field(default_factory=list)
+    results: list[tuple[bool, fx.Node, fx.Node, Placement]] = field(default_factory=list)
 
     def check(self, graph: fx.Graph, run: Callable[[], None]) -> None:
         """Raise with everything that does not fit.
@@ -131,15 +131,15 @@ class Record:
                     yield f"{node}: {placement} of {full_shape} is {list(expected)}, not {found}"
 
     def _returned(self, outputs: Sequence[fx.Node]) -> Iterator[str]:
-        """Results are whole, or parts that count for as many as there are ranks."""
-        for (summed, source, result), returned in zip(self.results, outputs, strict=True):
+        """Results are whole, or parts that count for as many as there are ranks; or as a leaf is."""
+        for (summed, source, result, due), returned in zip(self.results, outputs, strict=True):
             placement = self.values[source][0]
             if result is not returned:
                 yield f"{returned} is returned for {result}"
             elif summed and placement == PARTIAL:
                 if result.args[:2] != (source, self.ranks):
                     yield f"{result}: a part of a sum is returned, and not times {self.ranks}"
-            elif self.values[result][0] != REPLICATED:
+            elif self.values[result][0] != due:
                 yield f"{result}: {self.values[result][0]} is returned"
 
 

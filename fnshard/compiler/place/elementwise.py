@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Split
 from fnshard.compiler.place.strategies import Call, OpStrategy, broadcast, rule
+from fnshard.compiler.rewrites.pure import WITH_VALUES
 
 aten, own = torch.ops.aten, torch.ops.fnshard
 
@@ -28,7 +29,7 @@ _LINEAR = {
     aten.subtract.Tensor: ("xx",), aten.lerp.Scalar: ("xx",), aten.complex.default: ("xx",),
     aten.mul.Tensor: ("x", "x.", ".x"), aten.multiply.Tensor: ("x", "x.", ".x"),
     aten.div.Tensor: ("x", "x."), aten.divide.Tensor: ("x", "x."), aten.true_divide.Tensor: ("x", "x."),
-    aten.where.self: (".xx",),
+    aten.where.self: (".xx",), WITH_VALUES: ("xx",),
 }  # fmt: skip
 _CASTS = {aten.to.dtype, aten._to_copy.default, aten.to.dtype_layout, aten.to.device}
 
@@ -69,7 +70,7 @@ rule(
     aten.float_power.Tensor_Scalar, aten.subtract.Tensor, aten.multiply.Tensor, aten.divide.Tensor,
     aten.positive.default, aten.log_sigmoid.default, aten.conj.default, aten._conj.default,
     aten.resolve_conj.default, aten.complex.default, aten.polar.default, own.rounded.default,
-    aten.fill.Scalar, aten.fill.Tensor,
+    aten.fill.Scalar, aten.fill.Tensor, WITH_VALUES,
 )(elementwise)  # fmt: skip
 
 

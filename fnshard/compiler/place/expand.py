@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_aggregate
 
@@ -23,7 +22,6 @@ from fnshard.compiler.ir.program import mutated_args
 from fnshard.compiler.place.reductions import LOSSES
 from fnshard.compiler.place.strategies import RULES, Call, dims_of, is_list
 from fnshard.compiler.place.windows import CONVOLUTIONS
-from fnshard.compiler.rewrites.in_place import Write
 
 aten, own = torch.ops.aten, torch.ops.fnshard
 
@@ -80,23 +78,6 @@ def _if_pure(graph: fx.Graph) -> fx.Graph | None:
         if lost or node.op == "get_attr" or mutated_args(node):
             return None
     return graph
-
-
-def without_writes(write: Write, tensors: Sequence[Tensor]) -> fx.Graph | None:
-    """A write in place and the views it goes through, by ops that make new tensors; None if by none."""
-    run = functionalize(lambda *values: write(*values), remove="mutations")
-    if write.graph.find_nodes(op="call_function", target=aten.as_strided.default):
-        return None  # strides are those of whole values
-    graph = make_fx(run, {}, tracing_mode="fake")(*_apart(tensors)).graph
-    for node in graph.find_nodes(op="call_function", target=aten.copy.default):  # which has no derivative
-        value = node.meta["val"]
-        with graph.inserting_before(node):
-            copy = graph.call_function(aten.to.dtype, (node.args[1], value.dtype))
-            wide = graph.call_function(aten.expand.default, (copy, list(value.shape)))
-        copy.meta["val"] = node.args[1].meta["val"].to(value.dtype)
-        wide.meta["val"] = value
-        node.replace_all_uses_with(wide)
-    return _if_pure(graph)
 
 
 # ------------------------------------------------------------------ products

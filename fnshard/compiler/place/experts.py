@@ -23,6 +23,7 @@ from fnshard.compiler.place.placement import Split, local_value
 from fnshard.compiler.place.rules import rule_of
 from fnshard.compiler.place.strategies import Axis, Call, local_arguments, operands_of
 from fnshard.compiler.place.writer import Writer
+from fnshard.compiler.rewrites.pure import remove_writes
 from fnshard.errors import TraceError, report
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
@@ -57,7 +58,9 @@ def place_experts(
         stacks = {p for p, s in specs.items() if axis in s.compute.axes}
         if stacks:
             with program.fake_mode, torch.enable_grad():
-                program = _Experts(program, axis, mesh.axis_size(axis), stacks, capacity).placed()
+                program = _Experts(
+                    remove_writes(program), axis, mesh.axis_size(axis), stacks, capacity
+                ).placed()
     return program
 
 

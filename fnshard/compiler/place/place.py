@@ -21,7 +21,7 @@ from fnshard.compiler.frontend.exchange import CONSTRAIN, EXCHANGE, OUTGOING
 from fnshard.compiler.ir.custom_gradient import CustomGradient
 from fnshard.compiler.ir.program import Input, OpOverload, Program, eliminate_dead_code, propagate
 from fnshard.compiler.place.check import Record
-from fnshard.compiler.place.expand import expanded, without_writes
+from fnshard.compiler.place.expand import expanded
 from fnshard.compiler.place.placement import (
     PARTIAL,
     REPLICATED,
@@ -43,7 +43,7 @@ from fnshard.compiler.place.strategies import (
     operands_of,
 )
 from fnshard.compiler.place.writer import Writer
-from fnshard.compiler.rewrites.in_place import Write
+from fnshard.compiler.rewrites.pure import remove_writes
 from fnshard.errors import TraceError, report
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
@@ -89,7 +89,7 @@ def place_axes(
 
 def place(program: Program, axis: Axis) -> Program:
     """The program of each rank along `axis`."""
-    placer = _Placer(program, axis)
+    placer = _Placer(remove_writes(program), axis)
     with program.fake_mode, torch.enable_grad():
         placer.walk()
         return placer.placed()
@@ -239,16 +239,8 @@ class _Placer:
         new = self.call(CONSTRAIN, (self.convert(value, to), list(axes), list(dims)))  # for the other axes
         return self.recorded(new, to, value.whole, value.of_leaf)
 
-    def written(self, node: fx.Node, sources: Sequence[_Value]) -> _Value:
-        """A write into a value: by ops that return what it makes, where something is split."""
-        if any(s.placement != REPLICATED for s in sources):
-            body = without_writes(node.target, [s.whole for s in sources])
-            if body is not None:
-                return self.inlined(node, body)
-        return self.replicated(node, sources)
-
     def replicated(self, node: fx.Node, sources: Sequence[_Value]) -> _Value:
-        """An op that takes whole values."""
+        """An op that takes whole values, or a write that no op without one replaces."""
         cost = sum(self.cost(s, REPLICATED) for s in sources)
         if cost > sum(map(self.least, sources)):
             self.gathered.append(f"{node.target}: {cost / 1e6:.3f} MB")
@@ -357,19 +349,22 @@ class _Placer:
 
     # -------------------------------------------------------------- the end
     def results(self) -> list[fx.Node]:
-        """What the program returns: sums of all ranks' parts, and whole values.
+        """What the program returns: sums of all ranks' parts, and whole values; as the leaf itself what is
+        written to one.
 
         Ranks' losses and scalars are averaged, so that a part counts for as many as there are ranks.
         """
+        written = {index: Input("leaf", path) for path, index in self.program.outputs.writes.items()}
         summed = set(self.program.outputs.summed) if self.program.outputs.loss is not None else set()
         out = []
         for number, node in enumerate(self.program.results):
-            value = self.values[node]
+            value, due = self.values[node], REPLICATED
             if number in summed and value.placement == PARTIAL:
                 out.append(self.call(aten.mul.Tensor, (value.node, self.axis.ranks)))
             else:
-                out.append(self.convert(value, REPLICATED))
-            self.record.results.append((number in summed, value.node, out[-1]))
+                due = self.axis.inputs.get(written.get(number), REPLICATED)
+                out.append(self.convert(value, due))
+            self.record.results.append((number in summed, value.node, out[-1], due))
         return out
 
     def placed(self) -> Program:
@@ -409,6 +404,5 @@ class _Placer:
 _SPECIAL: dict[Any, Callable[[_Placer, fx.Node, Sequence[_Value]], _Value]] = {
     OUTGOING: _Placer.outgoing,
     CONSTRAIN: _Placer.constrained,
-    Write: _Placer.written,
     CustomGradient: _Placer.on_the_first,
 }

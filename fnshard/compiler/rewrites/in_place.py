@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fnshard.compiler.ir.failures import refused_at
-from fnshard.compiler.ir.program import describe, mutated_args, replay, storage_id, tensors_of
+from fnshard.compiler.ir.program import describe, mutated_args, replay, storage_id, tensors_in, tensors_of
 
 aten = torch.ops.aten
 
@@ -87,8 +88,7 @@ def _check_expanded(graph: fx.Graph) -> None:
         (node, f"{describe(value)} with strides {list(value.stride())} by {node.target}")
         for node in graph.nodes
         for target in mutated_args(node)
-        if node.target._schema.name.removeprefix("aten::") not in _TAKE_EXPANDED
-        for value in tensors_of(target)
+        for value in tensors_of(_before_expand(node, target)[0])
         if any(size > 1 and not stride for size, stride in zip(value.shape, value.stride(), strict=True))
     ]
     if wrong:
@@ -99,9 +99,21 @@ def _check_expanded(graph: fx.Graph) -> None:
         )
 
 
-_TAKE_EXPANDED = (  # of these torch warns at most
-    "zero_", "fill_", "fill_diagonal_", "tril_", "triu_", "masked_fill_", "index_fill_", "index_put_",
-)  # fmt: skip
+def _before_expand(node: fx.Node, target: fx.Node) -> tuple[fx.Node, bool]:
+    """What a write of one number everywhere goes to: the tensor that was expanded shows it, too.
+
+    Returns the tensor, and whether a `detach` stands between it and the target.
+    """
+    detached = False
+    while node.target in (aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor):
+        view = target
+        while view.target is aten.detach.default:
+            view = view.args[0]
+        if view.target not in (aten.expand.default, aten.broadcast_to.default):
+            break
+        detached |= view is not target
+        target = view.args[0]
+    return target, detached
 
 
 def _is_its_source(node: fx.Node) -> bool:
@@ -126,6 +138,85 @@ def _check_detached(graph: fx.Graph) -> None:
             wrong,
             "write to a copy (.detach().clone()), or to the tensor itself.",
         )
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A graph, run as it stands: its values say what shares memory, and whether autograd sees it change.
+
+    It does not where the change is made through `detach`, or by an op that it leaves out (`logical_and_`).
+    """
+
+    values: dict[fx.Node, Any] = field(default_factory=dict)
+    bases: dict[int, Tensor] = field(default_factory=dict)  # the first tensor in each memory
+    histories: dict[int, Any] = field(default_factory=dict)  # of these, as they are by now
+    recorded: set[tuple[fx.Node, fx.Node]] = field(default_factory=set)
+
+    def see(self, node: fx.Node, value: Any) -> None:
+        """Note a node that has run: of which of its inputs autograd has then another history."""
+        self.values[node] = value
+        found = tensors_in(value)
+        for read in node.all_input_nodes:
+            for tensor in tensors_in(self.values[read]):
+                memory = storage_id(tensor)
+                if self.bases[memory].grad_fn is not self.histories[memory]:
+                    self.recorded.add((node, read))
+                found.append(tensor)
+        for memory, tensor in [(storage_id(tensor), tensor) for tensor in found]:
+            self.histories[memory] = self.bases.setdefault(memory, tensor).grad_fn
+
+    def is_recorded(self, node: fx.Node, target: fx.Node) -> bool:
+        """Whether the gradient of what `target` shows is changed by what `node` writes there."""
+        return (node, target) in self.recorded
+
+
+def _is_detached(node: fx.Node) -> bool:
+    """Whether a tensor is seen through `detach`, as under `no_grad` and by `.data`."""
+    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+        if node.target is aten.detach.default:
+            return True
+        if _memories(node).isdisjoint(_memories(node.args[0])):
+            return False
+        node = node.args[0]
+    return False
+
+
+def check_backward(graph: fx.Graph, loss: int, inputs: Sequence[Tensor]) -> None:
+    """Refuse a write that autograd does not see to a value that the backward of the loss reads.
+
+    Through `.data` it is silent in torch: the derivative is taken at what is written.
+
+    Args:
+        loss: which result it is.
+        inputs: fakes; those that train require gradients.
+
+    Raises:
+        TraceError: there is such a write.
+    """
+    writes = [n for n in graph.nodes if any(not v.meta["val"].requires_grad for v in mutated_args(n))]
+    if not writes:
+        return
+    trial = Trial()
+    total = replay(graph, inputs, trial.see)[loss]
+    silent = [
+        (node, f"{describe(trial.values[target])} by {node.target}")
+        for node in writes
+        for target in mutated_args(node)
+        if not trial.is_recorded(node, target) and _is_detached(target)
+    ]
+    trained = [v for v in inputs if v.requires_grad]
+    if not silent or not total.requires_grad:
+        return
+    try:
+        torch.autograd.grad(total, trained, torch.ones_like(total), allow_unused=True)
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            return  # not of a write
+        raise refused_at(
+            f"`fn` writes past autograd to {len(silent)} value(s), of which its backward reads one:",
+            silent,
+            "write to a copy (h.clone() before it), or without .data and torch.no_grad().",
+        ) from error
 
 
 def _overlaps(value: Tensor) -> bool:
@@ -252,7 +343,6 @@ def _write(
     copies: list[
         tuple[Any, ...]
     ] = []  # of views that no write may go through: what writes one back, its inputs
-    targets = dict.fromkeys(mutated_args(node))
 
     def enter(old: fx.Node) -> fx.Node:
         inputs.append(old)
@@ -270,20 +360,29 @@ def _write(
         if old.target is aten._unsafe_view.default:
             new.target = aten.view.default  # through which autograd sees a write
         if old.target is aten.unfold.default:
-            new.target = _windows
-            copies.append((_write_windows, new, *new.args))
+            new.target = read_windows
+            copies.append((write_windows, new, *new.args))
         if old.target in _LAZY:
-            (x,), new = new.args, body.call_function(_resolved, (new,))
-            copies.append((_write_lazy, new, x, old.target))
+            (x,), new = new.args, body.call_function(resolve, (new,))
+            copies.append((write_lazy, new, x, old.target))
         return new
 
     for base in bases:
         inside[base] = body.call_function(aten.clone.default, (enter(base),))
-    laid_out = {n: body.call_function(_row_major, (place(n),)) for n in targets if not _is_row_major(n)}
-    op = body.node_copy(node, lambda n: laid_out.get(n) or place(n))
-    op.meta = {}
-    for target, written in laid_out.items():
-        body.call_function(aten.copy_.default, (place(target), written))
+    targets: dict[fx.Node, fx.Node] = {}  # what the op is given in the place of what it writes to
+    laid_out: list[tuple[fx.Node, fx.Node]] = []
+    for old in dict.fromkeys(mutated_args(node)):
+        before, detached = _before_expand(node, old)
+        targets[old] = place(before)
+        if detached:
+            targets[old] = body.call_function(aten.detach.default, (targets[old],))
+        if not _is_row_major(before):
+            laid_out.append((targets[old], body.call_function(lay_out_by_rows, (targets[old],))))
+            targets[old] = laid_out[-1][1]
+    op = body.node_copy(node, lambda n: targets.get(n) or place(n))
+    op.meta, op.target = {}, _TAKEN_APART.get(op.target, op.target)
+    for target, rows in laid_out:
+        body.call_function(aten.copy_.default, (target, rows))
     for back, *values in reversed(copies):
         body.call_function(back, tuple(values))
     values, several = tensors_of(node), not isinstance(node.meta["val"], Tensor)
@@ -293,16 +392,22 @@ def _write(
     return Write(body, op), inputs
 
 
-def _windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:
+def read_windows(x: Tensor, dim: int, size: int, step: int) -> Tensor:
     """A copy of `x.unfold`: a write through the view itself loses in torch what lies in no window."""
     return x.unfold(dim, size, step).clone()
 
 
-def _write_windows(windows: Tensor, x: Tensor, dim: int, size: int, step: int) -> None:
+def write_windows(windows: Tensor, x: Tensor, dim: int, size: int, step: int) -> None:
+    """Write back what `read_windows` has copied."""
+    x.copy_(put_windows(windows, x, dim, size, step))
+
+
+def put_windows(windows: Tensor, x: Tensor, dim: int, size: int, step: int) -> Tensor:
+    """Return a copy of x that has the numbers of these windows in their places."""
     dim %= x.dim()
     starts = torch.arange(windows.shape[dim], device=x.device) * step
     places = (starts[:, None] + torch.arange(size, device=x.device)).flatten()
-    x.index_copy_(dim, places, windows.movedim(-1, dim + 1).flatten(dim, dim + 1))
+    return x.index_copy(dim, places, windows.movedim(-1, dim + 1).flatten(dim, dim + 1))
 
 
 _LAZY = {  # each its own inverse; a write through one would leave a lazy base, which `view_as_real` refuses
@@ -311,12 +416,42 @@ _LAZY = {  # each its own inverse; a write through one would leave a lazy base, 
 }  # fmt: skip
 
 
-def _resolved(x: Tensor) -> Tensor:
+def resolve(x: Tensor) -> Tensor:
+    """Return the numbers of a lazy view, in memory of their own where it is one."""
     return x.resolve_conj().resolve_neg()
 
 
-def _write_lazy(written: Tensor, x: Tensor, view: Any) -> None:
-    x.copy_(_resolved(view(written)))
+def write_lazy(written: Tensor, x: Tensor, view: Any) -> None:
+    """Write back what `resolve` has copied of a view of x."""
+    x.copy_(resolve(view(written)))
+
+
+def find_diagonal(x: Tensor, wrap: bool = False) -> Tensor:
+    """Return a mask of what `fill_diagonal_` writes to: equal indices, and again below where it wraps."""
+    rows, *others = (
+        torch.arange(size, device=x.device).reshape([-1 if d == dim else 1 for d in range(x.dim())])
+        for dim, size in enumerate(x.shape)
+    )
+    rows = rows % (x.shape[1] + 1) if wrap and x.dim() == 2 else rows
+    mask = torch.ones([1] * x.dim(), dtype=torch.bool, device=x.device)
+    for other in others:
+        mask = mask & (rows == other)
+    return mask
+
+
+def fill_diagonal(x: Tensor, value: Any, wrap: bool = False) -> Tensor:
+    """Write as `fill_diagonal_` does, and through no strides."""
+    return x.masked_fill_(find_diagonal(x, wrap), value)
+
+
+def write_polygamma(x: Tensor, order: int) -> Tensor:
+    """Write as `polygamma_` does."""
+    return x.copy_(torch.polygamma(order, x.clone()))  # autograd keeps what it reads
+
+
+_TAKEN_APART = {  # where autograd's functionalization cannot
+    aten.fill_diagonal_.default: fill_diagonal, aten.polygamma_.default: write_polygamma,
+}  # fmt: skip
 
 
 def _is_row_major(node: fx.Node) -> bool:
@@ -325,7 +460,7 @@ def _is_row_major(node: fx.Node) -> bool:
     return strides == sorted(strides, reverse=True)
 
 
-def _row_major(x: Tensor) -> Tensor:
+def lay_out_by_rows(x: Tensor) -> Tensor:
     """A copy to write to: what a pure op makes of `x` itself may have other strides, and later views fail."""
     return x.clone(memory_format=torch.contiguous_format)
 

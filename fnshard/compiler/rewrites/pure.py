@@ -1,0 +1,395 @@
+"""Pure: every write of a program by ops that make new tensors, so that each of these can be placed by itself.
+
+A `Write` is one node whose inside changes copies through views. Here its op is the one of the same name that
+returns its result (`mul_` is `mul`), and what the views show is put back into the memory's first tensor, view
+by view. A write through `detach`, as one under `no_grad` is, changes values alone: the gradient passes it, as
+in torch, by `with_values`.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_aggregate
+
+from fnshard.compiler.ir.program import (
+    ANY_STRIDES,
+    OpOverload,
+    Program,
+    arguments_of,
+    eliminate_dead_code,
+    mutated_args,
+    propagate,
+    replay,
+    storage_id,
+    tensors_in,
+)
+from fnshard.compiler.rewrites import in_place
+from fnshard.compiler.rewrites.in_place import Trial, Write
+
+aten = torch.ops.aten
+
+_LIB = torch.library.Library("fnshard", "FRAGMENT")
+_LIB.define("with_values(Tensor x, Tensor values) -> Tensor", tags=(torch.Tag.pointwise,))
+
+
+def _with_values(x: Tensor, values: Tensor) -> Tensor:
+    made = x.clone()
+    made.detach().copy_(values)
+    return made
+
+
+_LIB.impl("with_values", _with_values, "CompositeImplicitAutograd")
+WITH_VALUES = torch.ops.fnshard.with_values.default  # the values of one tensor, the gradient of another
+
+
+def remove_writes(program: Program) -> Program:
+    """The same program without a `Write`, but for those that no ops that are known here replace."""
+    if not any(isinstance(node.target, Write) for node in program.graph.nodes):
+        return program
+    graph = fx.Graph()
+    env: dict[fx.Node, Any] = {}
+    bodies: dict[Any, fx.Graph | None] = {}
+    with program.fake_mode, torch.enable_grad():
+        for node in program.graph.nodes:
+            body = None
+            if isinstance(node.target, Write):
+                tensors = [n.meta["val"] for n in node.args]
+                described = [(v.shape, v.stride(), v.dtype, v.requires_grad) for v in tensors]
+                key = str(node.target), repr(described)
+                if key not in bodies:
+                    bodies[key] = pure_graph(node.target, tensors)
+                body = bodies[key]
+            if body is not None:
+                # The autocast mode is left behind: an op in place heeds none.
+                meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace")}
+                env[node] = _inline(graph, body, [env[n] for n in node.args], meta)
+            elif node.target is operator.getitem and isinstance(env[node.args[0]], list | tuple):
+                env[node] = env[node.args[0]][node.args[1]]
+            else:
+                env[node] = graph.node_copy(node, env.__getitem__)
+                if node.op == "call_function":
+                    env[node].target = ANY_STRIDES.get(node.target, node.target)
+        eliminate_dead_code(graph)
+        propagate(graph, [node.meta["val"] for node in program.placeholders])
+    return replace(program, graph=graph)
+
+
+def _inline(graph: fx.Graph, body: fx.Graph, reads: Sequence[fx.Node], meta: Mapping[str, Any]) -> Any:
+    """Nodes of the body on what it reads; its result, or results."""
+    env = dict(zip(body.find_nodes(op="placeholder"), reads, strict=True))
+    for node in body.nodes:
+        if node.op == "call_function":
+            target = ANY_STRIDES.get(node.target, node.target)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+            env[node] = graph.call_function(target, args, kwargs)
+            env[node].meta |= meta
+    results = [env[n] for n in body.output_node().args[0]]
+    return results[0] if len(results) == 1 else results
+
+
+def pure_graph(write: Write, tensors: Sequence[Tensor]) -> fx.Graph | None:
+    """A write by ops that make new tensors, as a graph of what it takes; None where one of them is not known.
+
+    Args:
+        tensors: a fake of each value that it takes.
+    """
+    # Two inputs may be one tensor: make_fx takes it for one input.
+    tensors = [t.detach().requires_grad_(t.requires_grad) for t in tensors]
+    trial = Trial()
+    replay(write.graph, tensors, trial.see)
+    try:
+        run = partial(_run, write, trial)
+        graph = make_fx(lambda *v: run(v), tracing_mode="fake", pre_dispatch=True)(*tensors).graph
+    except _Unknown:
+        return None
+    graph.eliminate_dead_code()
+    return graph
+
+
+class _Unknown(Exception):
+    """A view that nothing puts back, or an op that has no form without a write."""
+
+
+# ------------------------------------------------------------------ the run
+@dataclass
+class _Memory:
+    """A tensor that is written to, as it is by now."""
+
+    value: Tensor
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One view: how it looks at a tensor, and how what it shows is put back there."""
+
+    look: Callable[[Tensor], Tensor]
+    put: Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class _Alias:
+    """A memory, through some views."""
+
+    memory: _Memory
+    steps: tuple[_Step, ...] = ()
+
+    def read(self) -> Tensor:
+        value = self.memory.value
+        for step in self.steps:
+            value = step.look(value)
+        return value
+
+    def write(self, new: Tensor, recorded: bool) -> None:
+        """Replace what is seen here.
+
+        Args:
+            recorded: the gradient is that of what is written; else that of what was there.
+        """
+        old = self.memory.value
+        needed = old.requires_grad and not recorded
+        shown = [old.detach() if needed else old]
+        for step in self.steps:
+            shown.append(step.look(shown[-1]))
+        new = new.detach() if new.requires_grad and not recorded else new
+        new = new if new.dtype == shown[-1].dtype else new.to(shown[-1].dtype)
+        new = new if new.shape == shown[-1].shape else new.expand(shown[-1].shape)
+        for step, whole in zip(reversed(self.steps), reversed(shown[:-1]), strict=True):
+            new = step.put(whole, new)
+        self.memory.value = WITH_VALUES(old, new) if needed else new
+
+
+def _run(write: Write, trial: Trial, values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The write, as it goes node by node, on memories whose values are replaced.
+
+    Args:
+        trial: how it went as it stands.
+    """
+    env: dict[fx.Node, Any] = {}
+    feed = iter(values)
+
+    def read(value: Any) -> Any:
+        return map_aggregate(value, lambda v: env[v].read() if isinstance(v, fx.Node) else v)
+
+    for node in write.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = _Alias(_Memory(next(feed)))
+        elif node.op == "output":
+            return tuple(read(node.args[0]))
+        elif node.target in _HELPERS:
+            target, new = _HELPERS[node.target](*read(node.args), **read(dict(node.kwargs)))
+            env[node] = _Alias(_Memory(new))
+            if target is not None:
+                env[node.args[target]].write(new, trial.is_recorded(node, node.args[target]))
+        elif mutated_args(node):
+            env[node] = _written(node, trial, env, read)
+        elif node.target is operator.getitem and isinstance(env[node.args[0]], list):
+            env[node] = env[node.args[0]][node.args[1]]
+        elif node.target is aten.clone.default:
+            env[node] = _Alias(_Memory(env[node.args[0]].read()))
+        elif (source := _source(node, trial)) is not None and isinstance(env[source], _Alias):
+            env[node] = _looks(node, source, trial, env[source], read)
+        else:
+            made = node.target(*read(node.args), **read(dict(node.kwargs)))
+            several = isinstance(made, list | tuple)
+            env[node] = [_Alias(_Memory(v)) for v in made] if several else _Alias(_Memory(made))
+    raise AssertionError("a graph without an output")
+
+
+def _source(node: fx.Node, trial: Trial) -> fx.Node | None:
+    """The input whose memory a node's value, or its values, are in."""
+    memories = {storage_id(v) for v in tensors_in(trial.values[node])}
+    inputs = [n for n in node.all_input_nodes if isinstance(trial.values[n], Tensor)]
+    return next((n for n in inputs if storage_id(trial.values[n]) in memories), None)
+
+
+def _written(node: fx.Node, trial: Trial, env: Mapping[fx.Node, Any], read: Any) -> Any:
+    """Write what the op without a write returns; what the node is then."""
+    targets = mutated_args(node)
+    args, kwargs = read(node.args), read(dict(node.kwargs))
+    if node.target in _NORMS:
+        result, news = _NORMS[node.target](**arguments_of(node.target, args, kwargs))
+        for target, new in zip(targets, news, strict=True):
+            env[target].write(new, trial.is_recorded(node, target))
+        return _Alias(_Memory(result))
+    form = _without_write(node.target)
+    if isinstance(args[0] if args else None, list | tuple):  # foreach: one of its tensors after the other
+        for number, target in enumerate(targets):
+            one = [[read(a)[number]] if isinstance(a, list | tuple) else read(a) for a in node.args]
+            env[target].write(form(*one, **kwargs)[0], trial.is_recorded(node, target))
+    else:
+        made = form(*args, **kwargs)
+        news = list(made) if isinstance(made, list | tuple) else [made]
+        if len(targets) != len(news):
+            raise _Unknown(node.target)
+        for target, new in zip(targets, news, strict=True):
+            env[target].write(new, trial.is_recorded(node, target))
+    return [env[t] for t in targets] if isinstance(trial.values[node], list | tuple) else env[targets[0]]
+
+
+# ------------------------------------------------------------------ ops
+@cache
+def _without_write(target: OpOverload) -> Callable[..., Any]:
+    """The op that returns what this one writes: `aten.mul.Tensor` of `aten.mul_.Tensor` and of `mul.out`.
+
+    Raises:
+        _Unknown: there is none.
+    """
+    if target in _FORMS:
+        return _FORMS[target]
+    namespace, name = target._schema.name.split("::")
+    arguments = target._schema.arguments
+    outs = [a.name for a in arguments if a.is_out]
+    if name.startswith("__i"):
+        name = f"__{name[3:]}"
+    elif not outs:
+        name = name.removesuffix("_")
+    types = [str(a.type) for a in arguments if not a.is_out]
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    for overload in packet.overloads() if packet is not None else ():
+        found = getattr(packet, overload)
+        if not found._schema.is_mutable and [str(a.type) for a in found._schema.arguments] == types:
+            return lambda *args, **kwargs: found(*args, **{k: v for k, v in kwargs.items() if k not in outs})
+    raise _Unknown(target)
+
+
+_FORMS: dict[Any, Callable[..., Tensor]] = {
+    aten.copy_.default: lambda x, source, *_: source,
+    aten.zero_.default: lambda x: torch.zeros_like(x),
+}
+_HELPERS: dict[Any, Callable[..., tuple[int | None, Tensor]]] = {  # which argument is written to, and what
+    in_place.read_windows: lambda x, *how: (None, x.unfold(*how)),
+    in_place.write_windows: lambda windows, x, *how: (1, in_place.put_windows(windows, x, *how)),
+    in_place.resolve: lambda x: (None, x.resolve_conj().resolve_neg()),
+    in_place.write_lazy: lambda written, x, view: (1, view(written).resolve_conj().resolve_neg()),
+    in_place.lay_out_by_rows: lambda x: (None, x),
+    in_place.fill_diagonal: lambda x, value, *wrap, **how: (
+        0,
+        x.masked_fill(in_place.find_diagonal(x, *wrap, **how), value),
+    ),
+    in_place.write_polygamma: lambda x, order: (0, torch.polygamma(order, x)),
+}
+
+
+def _batch_norm(
+    input: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool,
+    momentum: float, eps: float, cudnn_enabled: bool,
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """The normed input, and the running statistics that there are, as they then are."""
+    normed = aten.batch_norm(input, weight, bias, None, None, True, momentum, eps, cudnn_enabled)
+    dims = [d for d in range(input.dim()) if d != 1]
+    return normed, _statistics(input, dims, running_mean, running_var, momentum)
+
+
+def _instance_norm(
+    input: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, use_input_stats: bool,
+    momentum: float, eps: float, cudnn_enabled: bool,
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """The normed input, and the running statistics that there are, as they then are."""
+    normed = aten.instance_norm(input, weight, bias, None, None, True, momentum, eps, cudnn_enabled)
+    return normed, _statistics(input, list(range(2, input.dim())), running_mean, running_var, momentum)
+
+
+def _statistics(x: Tensor, dims: list[int], mean: Any, var: Any, momentum: float) -> list[Tensor]:
+    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    count = math.prod(x.shape[d] for d in dims)
+    centre = wide.mean(dims, keepdim=True)
+    spread = (wide - centre).square().sum(dims) / (count - 1)
+    found = [(mean, centre.squeeze(dims)), (var, spread)]
+    rows = [(old, new.mean(0) if new.dim() > 1 else new) for old, new in found if old is not None]
+    return [(1 - momentum) * old + momentum * new for old, new in rows]
+
+
+_NORMS = {aten.batch_norm.default: _batch_norm, aten.instance_norm.default: _instance_norm}
+
+
+# ------------------------------------------------------------------ views
+def _looks(node: fx.Node, source: fx.Node, trial: Trial, alias: _Alias, read: Any) -> _Alias | list[_Alias]:
+    """What is seen of an alias through the view that a node is, or through each of its views."""
+    rest, kwargs = read(node.args), read(dict(node.kwargs))
+    if node.args[0] is not source:
+        raise _Unknown(node.target)
+
+    def look(x: Tensor) -> Any:
+        return node.target(x, *rest[1:], **kwargs)
+
+    def put(x: Tensor, new: Tensor, number: int | None = None) -> Tensor:
+        if node.target in _PUTS:
+            which = {} if number is None else {"number": number}
+            return _PUTS[node.target](x, new, *rest[1:], **kwargs, **which)
+        return _put_back(x, new, look, number, trial.values[source])
+
+    if isinstance(trial.values[node], Tensor):
+        step = _Step(look, put)
+        return _Alias(alias.memory, (*alias.steps, step))
+    steps = [_Step(lambda x, i=i: look(x)[i], partial(put, number=i)) for i in range(len(trial.values[node]))]
+    return [_Alias(alias.memory, (*alias.steps, step)) for step in steps]
+
+
+def _put_back(
+    x: Tensor, new: Tensor, look: Callable[[Tensor], Any], number: int | None, whole: Tensor
+) -> Tensor:
+    """Put back what a view shows, by the strides that it gives a dense tensor.
+
+    Args:
+        number: which of several views it is.
+        whole: x where nothing has been replaced, which has the strides of the program.
+
+    Raises:
+        _Unknown: it shows other numbers than those of x, or one place several times.
+    """
+    if x.dtype != new.dtype:
+        if x.is_complex() or new.is_complex() or x.element_size() != new.element_size():
+            raise _Unknown(look)
+        return new.view(x.dtype)
+    shape, rank = list(x.shape), x.dim()
+    with torch.no_grad():
+        view = look(torch.empty(shape, dtype=x.dtype, device=x.device))
+    view = view if number is None else view[number]
+    if view.is_conj() or view.is_neg():
+        raise _Unknown(look)
+    sizes, strides, start = view.shape, view.stride(), view.storage_offset()
+    if new.numel() == x.numel():
+        order = sorted(range(view.dim()), key=lambda d: (-strides[d], sizes[d]))
+        if view.permute(order).is_contiguous():
+            new = new if order == sorted(order) else new.permute(order)
+            return new if list(new.shape) == shape else new.reshape(shape)
+    if number is not None and view.dim() == rank and start % math.prod(shape) == start:
+        dim = next(d for d in range(rank) if sizes[d] != shape[d])
+        first = start // math.prod(shape[dim + 1 :])
+        return aten.slice_scatter(x, new, dim, first, first + sizes[dim])
+    reached = 0
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
+        if size > 1 and stride <= reached:
+            raise _Unknown(look)
+        reached += (size - 1) * stride
+    if not whole.is_contiguous() or whole.storage_offset():
+        raise _Unknown(look)  # as_strided counts in the strides that there are
+    places = torch.full([1] * len(sizes), start, device=x.device)
+    for dim, (size, stride) in enumerate(zip(sizes, strides, strict=True)):
+        row = torch.arange(size, device=x.device) * stride
+        places = places + row.reshape([size if d == dim else 1 for d in range(len(sizes))])
+    return x.reshape(-1).index_copy(0, places.reshape(-1), new.reshape(-1)).reshape(shape)
+
+
+_PUTS: dict[Any, Callable[..., Tensor]] = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+    aten.diagonal.default: aten.diagonal_scatter.default,
+    aten.narrow.default: lambda x, new, dim, start, length: aten.slice_scatter(
+        x, new, dim, start % max(x.shape[dim], 1), start % max(x.shape[dim], 1) + length
+    ),
+    aten.unbind.int: lambda x, new, dim=0, *, number: aten.select_scatter(x, new, dim, number),
+    aten.view_as_real.default: lambda x, new: torch.view_as_complex(new.contiguous()),
+    aten.view_as_complex.default: lambda x, new: torch.view_as_real(new),
+    aten.real.default: lambda x, new: torch.complex(new, x.imag) if x.is_complex() else new,
+    aten.imag.default: lambda x, new: torch.complex(x.real, new),
+}
