@@ -42,6 +42,7 @@ from experiments.data.prepared import RecordPolicy, open_prepared, prepare
 from experiments.data.shards import HEADER, SUMS, BLOCK_bytes, open_shards
 from experiments.data.windows import Windows
 from experiments.evaluate.run import answered
+from experiments.evaluate.tasks import Question, Task
 from experiments.finetune import job as finetune_job
 from experiments.finetune.base_models import directory_of
 from experiments.generate import read_config

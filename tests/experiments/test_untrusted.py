@@ -320,6 +320,9 @@ def test_nothing_in_prepared_data_shards_and_checkpoints_is_unpickled(guarded: P
     np.save(guarded / "tokens.npy", np.array([Bomb()], object), allow_pickle=True)
     with pytest.raises(ConfigError):
         open_prepared(guarded)
+    with pytest.raises(ConfigError, match=r"shards\.json is not what was written"):
+        shards.open_shards(guarded)
+    (guarded / shards.HEADER).unlink()
     with pytest.raises(ConfigError, match=r"tokens\.npy: .*Python objects"):
         shards.open_shards(guarded)
     assert read_json(guarded / "prepared.json") == {}
