@@ -29,7 +29,7 @@ from fnshard.compiler.kernels.canonical import Argument, Source
 from fnshard.compiler.kernels.derived import derived
 from fnshard.compiler.kernels.remat import Policy, is_saved
 from fnshard.compiler.kernels.segments import Segments
-from fnshard.compiler.rewrites.rounding import DECOMPOSITIONS
+from fnshard.compiler.rewrites.rounding import hide_rounding, round_decisions, show_rounding
 from fnshard.errors import SpecError, TraceError
 
 
@@ -122,10 +122,11 @@ def differentiate(source: Source, policy: Policy, *, trainable: bool, target: st
                 lambda *values: tuple(map(_laid_out, source(*values), source.outputs)),
                 args,
                 trace_joint=differentiable,
-                decompositions={**select_decomp_table(), **LEFT_OUT, **DECOMPOSITIONS},
+                decompositions={**select_decomp_table(), **LEFT_OUT},
             )
         _check_joint(joint)
         with mode, V.set_fake_mode(mode):
+            round_decisions(joint.graph)
             _promote_scales(joint)
             joint_graph_passes(joint)
         if not differentiable:
@@ -133,6 +134,7 @@ def differentiate(source: Source, policy: Policy, *, trainable: bool, target: st
             return Kernel("", source, joint, None, (), (), ())
         kept = _must_save(joint, source, policy.save) if policy.save else ()
         _must_recompute(joint, source)
+        hide_rounding(joint.graph)
         # At 0 the partitioner saves inputs and heeds no tags; with tags on every op it has no choice left.
         with functorch_config.patch(
             activation_memory_budget=1.0 if kept else policy.budget, ban_recompute_materialized_backward=False
@@ -143,6 +145,8 @@ def differentiate(source: Source, policy: Policy, *, trainable: bool, target: st
                 num_fwd_outputs=len(source.outputs),
                 static_lifetime_input_indices=[i for i, a in enumerate(source.inputs) if a.kind == "leaf"],
             )
+    for graph in (forward.graph, backward.graph):
+        show_rounding(graph)
     for node in [*forward.graph.nodes, *backward.graph.nodes]:
         if isinstance(node.target, _Unseeded):
             node.target = node.target.op

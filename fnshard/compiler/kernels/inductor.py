@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, fx
 
 from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.rewrites.rounding import drop_rounding, expand_rounding
 from fnshard.errors import MissingExtraError, SpecError
 
 Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -67,6 +68,8 @@ def _generated(
     from torch._inductor.virtualized import V
 
     module = fx.GraphModule(module, copy.deepcopy(module.graph))  # Inductor rewrites what it compiles
+    expand_rounding(module.graph)
+    module.recompile()
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     fakes = [n.meta["val"] for n in placeholders]
     mode = next((f.fake_mode for f in fakes if hasattr(f, "fake_mode")), None)
@@ -130,7 +133,9 @@ def vector_settings() -> dict[str, bool]:
 
 
 def _eager(module: fx.GraphModule) -> Boxed:
-    interpreter = fx.Interpreter(module, garbage_collect_values=True)
+    interpreter = fx.Interpreter(
+        fx.GraphModule(module, drop_rounding(module.graph)), garbage_collect_values=True
+    )
 
     def run(args: list[Tensor]) -> Sequence[Tensor]:
         values = list(args)

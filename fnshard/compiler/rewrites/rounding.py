@@ -1,28 +1,63 @@
-"""Rounding: a cast to a narrower float type and back rounds, where a compiler would leave it out.
+"""Rounding: what a program rounds, compiled kernels round too, where it shows.
 
-Inductor computes half types in fp32, and takes `x.to(torch.bfloat16).float()` for x: fake quantisation
-becomes nothing. Here `fnshard.rounded` stands after such a cast, and is taken apart into integer operations
-on the number's bits: they cost next to nothing, and no compiler moves a wider number through them. Gradients
-are rounded as in eager torch. Casts between which something is computed in the narrow type stay as they are.
+Inductor computes half types in fp32 and rounds where a kernel writes to memory. That differs from eager torch
+in two places that no tolerance covers:
+
+- A cast to a narrower float type and back: `x.to(torch.bfloat16).float()` becomes x, and fake quantisation
+  becomes nothing. `keep_rounding` puts `fnshard.rounded` after such casts of a program, so gradients are
+  rounded as well. Casts between which something is computed in the narrow type stay as they are.
+- A decision: `x == x.max()` is false everywhere where one side is rounded and the other is not, and the
+  gradient of `amax` divides by the number of ties, 0. `round_decisions` puts `fnshard.rounded` after every
+  operation in a half type that a decision of a joint graph depends on.
+
+Kernels hold `rounded` as an operation. For Inductor `expand_rounding` takes it apart into integer operations
+on the number's bits: they cost next to nothing, and no compiler moves a wider number through them. The eager
+backend rounds anyway, so `drop_rounding` leaves it out.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 import operator
+import re
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fnshard.compiler.ir.program import OpOverload
 
+aten = torch.ops.aten
 _BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}  # fp8 is kept
 _CASTS = frozenset(["aten::to", "aten::_to_copy", "aten::type_as", "prims::convert_element_type"])
 _MOVERS = frozenset(f"aten::{name}" for name in (
     "clone", "cat", "stack", "index", "index_select", "gather", "where", "masked_fill", "flip", "roll",
     "repeat", "repeat_interleave", "constant_pad_nd", "pad", "embedding",
 ))  # fmt: skip
+# Operations that give one of the numbers that they read, or its negative.
+_CHOOSE = frozenset(f"aten::{name}" for name in (
+    "neg", "abs", "relu", "amax", "amin", "maximum", "minimum", "max", "min", "cummax", "cummin",
+    "sort", "topk",
+))  # fmt: skip
+_FILLS = frozenset(f"aten::{name}" for name in ("constant_pad_nd", "pad", "masked_fill"))  # with a number
+# Operations that read from memory and write to it, so nothing before them reaches what comes after unrounded.
+_PRODUCTS = frozenset(f"aten::{name}" for name in (
+    "mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "_scaled_mm", "_grouped_mm", "convolution",
+    "convolution_backward",
+))  # fmt: skip
+_ORDERS = frozenset(f"aten::{name}" for name in ("sort", "topk", "kthvalue", "median", "nanmedian", "mode"))
+# Operations that jump between floats. What makes no float of floats (eq, argmax, a cast) decides as well.
+_COMPARISONS = frozenset(f"aten::{name}" for name in ("eq", "ne", "lt", "le", "gt", "ge"))
+_STEPS = frozenset(f"aten::{name}" for name in (
+    "sign", "sgn", "floor", "ceil", "round", "trunc", "frac", "fmod", "remainder", "floor_divide",
+    "heaviside", "threshold_backward", "hardtanh_backward", "hardshrink", "hardshrink_backward",
+    "softshrink_backward",
+))  # fmt: skip
+# Operations whose integers depend on no number that they read.
+_NO_VALUES = re.compile(
+    r"aten::(\w+_like|new_\w+|_scaled_dot_product_\w+|_\w+_attention_\w+|native_dropout)$"
+)
 
 
 @torch.library.custom_op("fnshard::rounded", mutates_args=())
@@ -39,11 +74,7 @@ def _(x: Tensor) -> Tensor:
 rounded.register_autograd(lambda ctx, grad: rounded(grad))
 
 
-def _by_bits(x: Tensor) -> Tensor:
-    return torch.bitwise_or(x.view(_BITS[x.dtype]), 0).view(x.dtype)  # two views alone would be one
-
-
-DECOMPOSITIONS: dict[Any, Any] = {torch.ops.fnshard.rounded.default: _by_bits}
+_ROUNDED, _CAST = torch.ops.fnshard.rounded.default, torch.ops.prims.convert_element_type.default
 
 
 def keep_rounding(graph: fx.Graph) -> None:
@@ -56,14 +87,127 @@ def keep_rounding(graph: fx.Graph) -> None:
         if back:
             _insert(graph, cast, list(cast.users))
         for widening in back:
-            if not alone or widening.args[0].target is not torch.ops.fnshard.rounded.default:
+            if not alone or widening.args[0].target is not _ROUNDED:
                 # Its gradient is rounded before others are added.
                 _insert(graph, widening.args[0], [widening])
 
 
+def round_decisions(graph: fx.Graph) -> None:
+    """Round the values that a decision of a joint graph depends on, as eager torch rounds each of them.
+
+    A decision makes no float of floats (a comparison, an index, a cast to integers), or it jumps (`floor`,
+    `sign`). The walk back from it ends at inputs and products, which are in memory in their own type. What is
+    on no such way stays as it is.
+    """
+    on_the_way: set[fx.Node] = set()
+    decisions = {node for node in graph.nodes if _decides(node)}
+    for node in reversed(graph.nodes):
+        if node in decisions or (node in on_the_way and not _is_in_memory(node)):
+            on_the_way.update(n for n in node.all_input_nodes if _floats(n))
+    for node in decisions:
+        _round_numbers(node)
+    for node in [n for n in graph.nodes if n in on_the_way and _computes(n)]:
+        readers = list(node.users)
+        if _is_in_memory(node):
+            # Other readers take a product from memory; a compiler may hand it on to these as it is in fp32.
+            readers = [r for r in readers if (r in on_the_way or r in decisions) and _name(r) not in _ORDERS]
+        if readers:
+            _insert(graph, node, readers)
+
+
+def _decides(node: fx.Node) -> bool:
+    inputs = [n for n in node.all_input_nodes if _floats(n)]
+    if not inputs or not isinstance(node.target, OpOverload) or _NO_VALUES.match(_name(node)):
+        return False
+    if _name(node) in _STEPS or node.kwargs.get("rounding_mode"):
+        return True
+    compares_infinity = any(isinstance(a, float) and math.isinf(a) for a in node.args)
+    if compares_infinity and not any(v.dtype is torch.float16 for n in inputs for v in _floats(n)):
+        return False  # a mask, or the guard of a softmax: rounding makes no infinity of another number
+    read = [u for u in node.users if u.target is operator.getitem and u.users] or [node]
+    values = [v for each in read for v in _tensors(each)]
+    return any(not v.is_floating_point() and not v.is_complex() for v in values)
+
+
+def _is_in_memory(node: fx.Node) -> bool:
+    if not isinstance(node.target, OpOverload):
+        return False
+    own = node.target.namespace not in ("aten", "prims") and node.target is not _ROUNDED
+    return own or _name(node) in _PRODUCTS
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether it gives a half type that a compiler may hold in another one."""
+    if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
+        return False
+    half = node.meta["val"].dtype in (torch.float16, torch.bfloat16)
+    moves = (_moves(node) and _name(node) not in _FILLS) or _name(node) in _CHOOSE
+    return half and not moves and node.target is not _ROUNDED
+
+
+def _round_numbers(node: fx.Node) -> None:
+    """Round the numbers that a half value is compared with, as eager torch rounds them."""
+    types = {v.dtype for n in node.all_input_nodes for v in _floats(n)}
+    if len(types) == 1 and types < {torch.float16, torch.bfloat16} and _name(node) in _COMPARISONS:
+        [dtype] = types
+        node.args = tuple(
+            torch.tensor(a, dtype=dtype).item() if isinstance(a, float) else a for a in node.args
+        )
+
+
+def hide_rounding(graph: fx.Graph) -> None:
+    """Replace every `rounded` by a cast to its value's own type, which torch's partitioner may recompute."""
+    for node in graph.find_nodes(op="call_function", target=_ROUNDED):
+        node.target, node.args = _CAST, (node.args[0], node.meta["val"].dtype)
+
+
+def show_rounding(graph: fx.Graph) -> None:
+    """Undo `hide_rounding`."""
+    for node in graph.find_nodes(op="call_function", target=_CAST):
+        if node.args[0].meta["val"].dtype == node.args[1]:
+            node.target, node.args = _ROUNDED, (node.args[0],)
+
+
+def _floats(node: fx.Node) -> list[Tensor]:
+    return [v for v in _tensors(node) if v.is_floating_point()]
+
+
+def _tensors(node: fx.Node) -> list[Tensor]:
+    value = node.meta.get("val")
+    return [v for v in (value if isinstance(value, tuple | list) else [value]) if isinstance(v, Tensor)]
+
+
+def drop_rounding(graph: fx.Graph) -> fx.Graph:
+    """Return a graph without those `rounded` that are mere copies of what nothing else reads."""
+    if not graph.find_nodes(op="call_function", target=_ROUNDED):
+        return graph
+    graph = copy.deepcopy(graph)
+    for node in graph.find_nodes(op="call_function", target=_ROUNDED):
+        value = node.args[0]
+        if value.op == "call_function" and not _moves(value) and len(value.users) == 1:
+            node.replace_all_uses_with(value)
+            graph.erase_node(node)
+    return graph
+
+
+def expand_rounding(graph: fx.Graph) -> None:
+    """Replace every `rounded` of a graph by operations on bits."""
+    for node in graph.find_nodes(op="call_function", target=_ROUNDED):
+        value = node.args[0]
+        dtype = node.meta["val"].dtype
+        steps = ((aten.view.dtype, _BITS[dtype]), (aten.bitwise_or.Scalar, 0), (aten.view.dtype, dtype))
+        for target, argument in steps:  # two views alone would be one
+            with graph.inserting_before(node):
+                step = graph.call_function(target, (value, argument))
+            step.meta = {**node.meta, "val": target(value.meta["val"], argument)}
+            value = step
+        node.replace_all_uses_with(value)
+        graph.erase_node(node)
+
+
 def _insert(graph: fx.Graph, value: fx.Node, readers: list[fx.Node]) -> None:
     with graph.inserting_after(value):
-        made = graph.call_function(torch.ops.fnshard.rounded.default, (value,))
+        made = graph.call_function(_ROUNDED, (value,))
     made.meta = {**value.meta, "val": value.meta["val"].clone()}
     for reader in readers:
         reader.replace_input_with(value, made)
