@@ -288,6 +288,9 @@ class Step(Compiled):
             options: fields of `Options` to change.
         """
         other = Step(self.fn, self.specs, self.mesh, self.optimizer, replace(self.options, **options))
+        if other.options == self.options:  # it runs the very kernels of this one
+            for name in ("programs", "kernels", "lock"):
+                setattr(other._cache, name, getattr(self._cache, name))
         other._runner.rank.agreement = self._runner.rank.agreement
         other._runner.compares_replicas = False  # one may hold the NaN that is looked for
         return other

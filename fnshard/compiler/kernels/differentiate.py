@@ -128,7 +128,12 @@ def differentiate(source: Source, policy: Policy, *, trainable: bool, target: st
         with mode, V.set_fake_mode(mode):
             round_decisions(joint.graph)
             _promote_scales(joint)
+            numbers = {node: node.meta["seq_nr"] for node in joint.graph.nodes if "seq_nr" in node.meta}
             joint_graph_passes(joint)
+            # A pass that takes an operation for its input (x * 1) gives the input the operation's metadata in
+            # torch 2.14. A node stays the derivative of what it was.
+            for node in numbers.keys() & set(joint.graph.nodes):
+                node.meta["seq_nr"] = numbers[node]
         if not differentiable:
             _flatten_signature(joint)
             return Kernel("", source, joint, None, (), (), ())
