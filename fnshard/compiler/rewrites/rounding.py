@@ -7,8 +7,9 @@ in two places that no tolerance covers:
   becomes nothing. `keep_rounding` puts `fnshard.rounded` after such casts of a program, so gradients are
   rounded as well. Casts between which something is computed in the narrow type stay as they are.
 - A decision: `x == x.max()` is false everywhere where one side is rounded and the other is not, and the
-  gradient of `amax` divides by the number of ties, 0. `round_decisions` puts `fnshard.rounded` after every
-  operation in a half type that a decision of a joint graph depends on.
+  gradient of `amax` divides by the number of ties, 0. `fnshard.rounded` stands after every operation in a
+  half type that a decision depends on: `round_for_decisions` puts it into a program, op by op as eager torch
+  rounds, and `round_decisions` into a kernel's joint graph, where the comparisons of gradients show.
 
 Kernels hold `rounded` as an operation. For Inductor `expand_rounding` takes it apart into integer operations
 on the number's bits: they cost next to nothing, and no compiler moves a wider number through them. The eager
@@ -40,7 +41,9 @@ _CHOOSE = frozenset(f"aten::{name}" for name in (
     "neg", "abs", "relu", "amax", "amin", "maximum", "minimum", "max", "min", "cummax", "cummin",
     "sort", "topk",
 ))  # fmt: skip
-_FILLS = frozenset(f"aten::{name}" for name in ("constant_pad_nd", "pad", "masked_fill"))  # with a number
+_EXTREMES = frozenset(f"aten::{name}" for name in (
+    "amax", "amin", "max", "min", "aminmax", "scatter_reduce", "index_reduce", "segment_reduce",
+))  # fmt: skip
 # Operations that read from memory and write to it, so nothing before them reaches what comes after unrounded.
 _PRODUCTS = frozenset(f"aten::{name}" for name in (
     "mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "_scaled_mm", "_grouped_mm", "convolution",
@@ -92,27 +95,49 @@ def keep_rounding(graph: fx.Graph) -> None:
                 _insert(graph, widening.args[0], [widening])
 
 
-def round_decisions(graph: fx.Graph) -> None:
-    """Round the values that a decision of a joint graph depends on, as eager torch rounds each of them.
+def round_for_decisions(graph: fx.Graph) -> None:
+    """Round the values that a decision of a program depends on, as eager torch rounds each of them.
 
     A decision makes no float of floats (a comparison, an index, a cast to integers), or it jumps (`floor`,
-    `sign`). The walk back from it ends at inputs and products, which are in memory in their own type. What is
-    on no such way stays as it is.
+    `sign`), or its gradient compares (`amax`). The walk back from it ends at inputs and products, which are
+    in memory in their own type. What is on no such way stays as it is.
     """
-    on_the_way: set[fx.Node] = set()
+    decisions = {node for node in graph.nodes if _decides(node) or _has_ties(node)}
+    for node in _on_the_way(graph, decisions):
+        if not _is_in_memory(node):
+            _insert(graph, node, [r for r in node.users if r.target is not _ROUNDED])
+
+
+def round_decisions(graph: fx.Graph) -> None:
+    """Round for the decisions of a joint graph, which are those of gradients too, as for a program's."""
     decisions = {node for node in graph.nodes if _decides(node)}
-    for node in reversed(graph.nodes):
-        if node in decisions or (node in on_the_way and not _is_in_memory(node)):
-            on_the_way.update(n for n in node.all_input_nodes if _floats(n))
     for node in decisions:
         _round_numbers(node)
-    for node in [n for n in graph.nodes if n in on_the_way and _computes(n)]:
-        readers = list(node.users)
+    found = _on_the_way(graph, decisions)
+    on_the_way = {*found, *decisions}
+    for node in found:
+        readers = [r for r in node.users if r.target is not _ROUNDED]
         if _is_in_memory(node):
             # Other readers take a product from memory; a compiler may hand it on to these as it is in fp32.
-            readers = [r for r in readers if (r in on_the_way or r in decisions) and _name(r) not in _ORDERS]
-        if readers:
-            _insert(graph, node, readers)
+            readers = [r for r in readers if r in on_the_way and _name(r) not in _ORDERS]
+        _insert(graph, node, readers)
+
+
+def _on_the_way(graph: fx.Graph, decisions: set[fx.Node]) -> list[fx.Node]:
+    """The operations in a half type that decisions depend on."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node in decisions or (node in found and not _is_in_memory(node)):
+            found.update(n for n in node.all_input_nodes if _floats(n))
+    return [n for n in graph.nodes if n in found and _computes(n)]
+
+
+def _has_ties(node: fx.Node) -> bool:
+    """Whether the gradient of a program's operation compares what it read with what it gave."""
+    infinite = any(isinstance(a, float) and math.isinf(a) for a in node.args)
+    return _name(node) in _EXTREMES or (
+        infinite and _name(node) in ("aten::linalg_vector_norm", "aten::norm")
+    )
 
 
 def _decides(node: fx.Node) -> bool:
@@ -141,14 +166,15 @@ def _computes(node: fx.Node) -> bool:
     if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
         return False
     half = node.meta["val"].dtype in (torch.float16, torch.bfloat16)
-    moves = (_moves(node) and _name(node) not in _FILLS) or _name(node) in _CHOOSE
+    fills = any(isinstance(a, float) for a in (*node.args, *node.kwargs.values()))  # with a number
+    moves = (_moves(node) and not fills and not _rounds(node)) or _name(node) in _CHOOSE
     return half and not moves and node.target is not _ROUNDED
 
 
 def _round_numbers(node: fx.Node) -> None:
     """Round the numbers that a half value is compared with, as eager torch rounds them."""
     types = {v.dtype for n in node.all_input_nodes for v in _floats(n)}
-    if len(types) == 1 and types < {torch.float16, torch.bfloat16} and _name(node) in _COMPARISONS:
+    if len(types) == 1 and types < {torch.float16, torch.bfloat16} and _name(node) in (_COMPARISONS | _STEPS):
         [dtype] = types
         node.args = tuple(
             torch.tensor(a, dtype=dtype).item() if isinstance(a, float) else a for a in node.args
@@ -206,6 +232,8 @@ def expand_rounding(graph: fx.Graph) -> None:
 
 
 def _insert(graph: fx.Graph, value: fx.Node, readers: list[fx.Node]) -> None:
+    if not readers:
+        return
     with graph.inserting_after(value):
         made = graph.call_function(_ROUNDED, (value,))
     made.meta = {**value.meta, "val": value.meta["val"].clone()}
