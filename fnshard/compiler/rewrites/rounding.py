@@ -11,9 +11,9 @@ in two places that no tolerance covers:
   half type that a decision depends on: `round_for_decisions` puts it into a program, op by op as eager torch
   rounds, and `round_decisions` into a kernel's joint graph, where the comparisons of gradients show.
 
-Kernels hold `rounded` as an operation. For Inductor `expand_rounding` takes it apart into integer operations
-on the number's bits: they cost next to nothing, and no compiler moves a wider number through them. The eager
-backend rounds anyway, so `drop_rounding` leaves it out.
+Kernels hold `rounded` as an operation. Inductor lowers it to integer operations on the number's bits (BITS):
+they cost next to nothing, and it moves no wider number through them. The eager backend rounds anyway, so
+`drop_rounding` leaves it out.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from torch import Tensor, fx
 
 from fnshard.compiler.ir.program import OpOverload
 
-aten = torch.ops.aten
-_BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}  # fp8 is kept
+BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}  # fp8 is kept
 _CASTS = frozenset(["aten::to", "aten::_to_copy", "aten::type_as", "prims::convert_element_type"])
 _MOVERS = frozenset(f"aten::{name}" for name in (
     "clone", "cat", "stack", "index", "index_select", "gather", "where", "masked_fill", "flip", "roll",
@@ -216,34 +215,22 @@ def drop_rounding(graph: fx.Graph) -> fx.Graph:
     return graph
 
 
-def expand_rounding(graph: fx.Graph) -> None:
-    """Replace every `rounded` of a graph by operations on bits."""
-    for node in graph.find_nodes(op="call_function", target=_ROUNDED):
-        value = node.args[0]
-        dtype = node.meta["val"].dtype
-        steps = ((aten.view.dtype, _BITS[dtype]), (aten.bitwise_or.Scalar, 0), (aten.view.dtype, dtype))
-        for target, argument in steps:  # two views alone would be one
-            with graph.inserting_before(node):
-                step = graph.call_function(target, (value, argument))
-            step.meta = {**node.meta, "val": target(value.meta["val"], argument)}
-            value = step
-        node.replace_all_uses_with(value)
-        graph.erase_node(node)
-
-
 def _insert(graph: fx.Graph, value: fx.Node, readers: list[fx.Node]) -> None:
     if not readers:
         return
+    takes_all = len(readers) == len(value.users)
     with graph.inserting_after(value):
-        made = graph.call_function(_ROUNDED, (value,))
-    made.meta = {**value.meta, "val": value.meta["val"].clone()}
+        node = graph.call_function(_ROUNDED, (value,))
+    node.meta = {**value.meta, "val": value.meta["val"].clone()}
+    if takes_all:  # views that are among the readers share the memory of what they read
+        node.meta["val"], value.meta["val"] = value.meta["val"], node.meta["val"]
     for reader in readers:
-        reader.replace_input_with(value, made)
+        reader.replace_input_with(value, node)
 
 
 def _rounds(node: fx.Node) -> bool:
     """Whether it is a cast that loses digits or range."""
-    if not _is_cast(node) or node.meta["val"].dtype not in _BITS:
+    if not _is_cast(node) or node.meta["val"].dtype not in BITS:
         return False
     before, after = (torch.finfo(n.meta["val"].dtype) for n in (node.args[0], node))
     return after.eps > before.eps or after.max < before.max
