@@ -184,4 +184,4 @@ def test_nothing_is_rounded_where_nothing_decides() -> None:
     params = {"w": torch.ones(4, 4, dtype=torch.bfloat16)}
     text = kernels_of(beside, params, torch.ones(8, 4))
     lines = [line for line in text.splitlines() if "fnshard.rounded" in line]
-    assert {line.split("rounded.default(")[1].split("_")[0].split(")")[0] for line in lines} == {"mm", "cos"}
+    assert {line.split("rounded.default(")[1].split(")")[0] for line in lines} == {"mm", "cos"}

@@ -139,7 +139,7 @@ def differentiate(source: Source, policy: Policy, *, trainable: bool, target: st
             return Kernel("", source, joint, None, (), (), ())
         kept = _must_save(joint, source, policy.save) if policy.save else ()
         _must_recompute(joint, source)
-        hide_rounding(joint.graph)
+        rounds = hide_rounding(joint.graph)
         # At 0 the partitioner saves inputs and heeds no tags; with tags on every op it has no choice left.
         with functorch_config.patch(
             activation_memory_budget=1.0 if kept else policy.budget, ban_recompute_materialized_backward=False
@@ -150,7 +150,7 @@ def differentiate(source: Source, policy: Policy, *, trainable: bool, target: st
                 num_fwd_outputs=len(source.outputs),
                 static_lifetime_input_indices=[i for i, a in enumerate(source.inputs) if a.kind == "leaf"],
             )
-    for graph in (forward.graph, backward.graph):
+    for graph in (forward.graph, backward.graph) if rounds else ():
         show_rounding(graph)
     for node in [*forward.graph.nodes, *backward.graph.nodes]:
         if isinstance(node.target, _Unseeded):

@@ -45,8 +45,10 @@ _EXTREMES = frozenset(f"aten::{name}" for name in (
 ))  # fmt: skip
 # Operations that read from memory and write to it, so nothing before them reaches what comes after unrounded.
 _PRODUCTS = frozenset(f"aten::{name}" for name in (
-    "mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "_scaled_mm", "_grouped_mm", "convolution",
-    "convolution_backward",
+    "matmul", "linear", "einsum", "mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "inner", "addbmm",
+    "chain_matmul", "tensordot", "bilinear", "_scaled_mm", "_grouped_mm", "conv1d", "conv2d", "conv3d",
+    "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution", "_convolution",
+    "convolution_backward", "scaled_dot_product_attention",
 ))  # fmt: skip
 _ORDERS = frozenset(f"aten::{name}" for name in ("sort", "topk", "kthvalue", "median", "nanmedian", "mode"))
 # Operations that jump between floats. What makes no float of floats (eq, argmax, a cast) decides as well.
@@ -156,6 +158,8 @@ def _decides(node: fx.Node) -> bool:
 def _is_in_memory(node: fx.Node) -> bool:
     if not isinstance(node.target, OpOverload):
         return False
+    if _name(node).startswith("aten::_scaled_dot_product"):
+        return True
     own = node.target.namespace not in ("aten", "prims") and node.target is not _ROUNDED
     return own or _name(node) in _PRODUCTS
 
@@ -180,17 +184,30 @@ def _round_numbers(node: fx.Node) -> None:
         )
 
 
-def hide_rounding(graph: fx.Graph) -> None:
-    """Replace every `rounded` by a cast to its value's own type, which torch's partitioner may recompute."""
-    for node in graph.find_nodes(op="call_function", target=_ROUNDED):
+def hide_rounding(graph: fx.Graph) -> bool:
+    """Replace every `rounded` by a cast to its value's own type, which torch's partitioner may recompute.
+
+    Returns:
+        Whether there is one; `show_rounding` undoes it.
+    """
+    nodes = graph.find_nodes(op="call_function", target=_ROUNDED)
+    for cast in _idle_casts(graph) if nodes else ():
+        cast.replace_all_uses_with(cast.args[0])
+        graph.erase_node(cast)
+    for node in nodes:
         node.target, node.args = _CAST, (node.args[0], node.meta["val"].dtype)
+    return bool(nodes)
 
 
 def show_rounding(graph: fx.Graph) -> None:
-    """Undo `hide_rounding`."""
-    for node in graph.find_nodes(op="call_function", target=_CAST):
-        if node.args[0].meta["val"].dtype == node.args[1]:
-            node.target, node.args = _ROUNDED, (node.args[0],)
+    """Make `rounded` of every cast to its value's own type."""
+    for node in _idle_casts(graph):
+        node.target, node.args = _ROUNDED, (node.args[0],)
+
+
+def _idle_casts(graph: fx.Graph) -> list[fx.Node]:
+    casts = graph.find_nodes(op="call_function", target=_CAST)
+    return [n for n in casts if n.args[0].meta["val"].dtype == n.args[1]]
 
 
 def _floats(node: fx.Node) -> list[Tensor]:
