@@ -31,7 +31,10 @@ def fault_of(values: Mapping[str, float]) -> str:
     With a dynamic loss scale an overflow is skipped; it is a fault where the scale cannot go lower.
     """
     wrong = [f"{name} is {values[name]}" for name in WATCHED if not math.isfinite(values.get(name, 0.0))]
-    return "" if values.get("loss_scale", 0.0) > 1.0 else " and ".join(wrong)
+    if not wrong or values.get("loss_scale", 0.0) > 1.0:
+        return ""
+    loss = values.get("loss", math.nan)
+    return " and ".join(wrong) + (f", beside a finite loss of {loss:.6g}" if math.isfinite(loss) else "")
 
 
 def is_finite(step: Any, state: fs.TrainState) -> bool:
@@ -55,7 +58,7 @@ def hunt(step: Any, begin: Begin, number: int, say: Callable[[str], None]) -> st
 
     States are donated: the one before the step is gone. A resumed run is the same bit for bit, so the run's
     newest checkpoint (or its first state) is taken, the steps up to the fault are made again, and that one is
-    replayed on the eager backend by `fs.debug.nan_hunt`.
+    replayed by `fs.debug.nan_hunt`: as it ran, and on the eager backend.
 
     Args:
         begin: the state to resume, and a loader that stands there.
@@ -92,8 +95,8 @@ def _replay(step: Any, state: fs.TrainState, loader: Iterator[tuple[Any, ...]], 
     if found:
         return f"In step {here}: {found.first}"
     return (
-        f"Made again on the eager backend, step {here} is finite: {found}. It is in the compiled kernels "
-        "(try run.backend=eager), or the machine's (try another)."
+        f"Made again, step {here} is finite: {found}. It does not come from state and batch: it is the "
+        "machine's (try another)."
     )
 
 

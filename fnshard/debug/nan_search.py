@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from fnshard import tree
-from fnshard.compiler.ir.arguments import arguments_for
+from fnshard.compiler.ir.arguments import Arguments, arguments_for
 from fnshard.compiler.ir.program import describe, replay
 from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT, SCALARS, Kind, ValueName
 from fnshard.compiler.kernels.differentiate import Kernel
@@ -35,6 +35,7 @@ class NonFinite:
     `number`: the line of the schedule, -1 for what was there before the step. `what`: the first leaf or value
     that holds it, `count` how much of it. `op`, `node`: of the kernel; `of`: the forward's op, where `op` is
     part of a derivative; `gives` its result's dtype and shape; `source`: the line of the user's code.
+    `kernel`: the kernel that ran; `only`: the backend that compiled it, where the step is finite without it.
     """
 
     kind: Health
@@ -49,6 +50,8 @@ class NonFinite:
     inputs: str = ""
     gives: str = ""
     source: str = ""
+    only: str = ""
+    kernel: str = ""
 
     def __str__(self) -> str:
         where = f"at line {self.number}: {self.instruction}" if self.number >= 0 else "before the step"
@@ -57,7 +60,14 @@ class NonFinite:
         if self.op:
             of = f", the derivative of {self.of}" if self.of else ""
             lines.append(f"  by {self.op} (node {self.node}{of}) from {self.inputs} to {self.gives}")
-        return "\n".join(lines + ([f"  at {self.source}"] if self.source else []))
+        lines += [f"  at {self.source}"] if self.source else []
+        if self.only:
+            by = f"the {self.only} kernel {self.kernel}" if self.kernel else f"what {self.only} compiles"
+            lines += [
+                f"  only by {by}: on the eager backend the step is finite",
+                '  Way out: backend="eager" (run.backend=eager), or compute that part of `fn` in fp32.',
+            ]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,10 @@ def nan_hunt(
     keywords: Mapping[str, Any] | None = None,
     rng: tuple[int, int] = (0, 0),
 ) -> NanReport:
-    """Replay a step on the eager backend and name the first instruction, leaf and op that gave NaN or inf.
+    """Replay a step and name the first instruction, leaf and op that gave NaN or inf.
+
+    The replay runs what the step runs. If it fails, a second one on the eager backend names the op and its
+    line in the user's code; where that one is finite, the fault is a compiled kernel's, which is named.
 
     On several ranks all call it together, each with its state and its slice of the batch, as they call the
     step; all get the same answer. The state is copied (it takes twice the memory meanwhile); keep one from
@@ -119,9 +132,25 @@ def nan_hunt(
             fix="step = fs.shard_step(...).",
         )
     batch = arguments_for(step.fn, batch, keywords)
-    lowering, training = replace(step.options.lowering, sources=True), isinstance(state, TrainState)
-    again = step.replay(backend="eager", lowering=lowering)
-    tracker = NonFiniteTracker(batch.call(again.lower, state).schedule, step.mesh.rank)
+    sources = replace(step.options.lowering, sources=True)
+    eager = partial(_replay, step.replay(backend="eager", lowering=sources), state, batch, rng)
+    if step.options.backend == "eager":
+        first, loss = eager()
+    else:
+        first, loss = _replay(step.replay(), state, batch, rng)
+        if first is not None:
+            by_op, _ = eager()
+            first = by_op or replace(first, only=step.options.backend)
+    return NanReport(first, int(state.step) if isinstance(state, TrainState) else rng[1], loss)
+
+
+def _replay(
+    again: Step, state: Any, batch: Arguments, rng: tuple[int, int]
+) -> tuple[NonFinite | None, float]:
+    """Where all ranks together first see NaN or inf in a replay, and its loss."""
+    training = isinstance(state, TrainState)
+    schedule = batch.call(again.lower, state).schedule
+    tracker = NonFiniteTracker(schedule, again.mesh.rank, again.options.backend == "eager")
     copy = state.copy() if training else tree.map(Tensor.clone, state)
     with again.watching(tracker.watch):
         result = batch.call(again if training else partial(again, rng=rng), copy)
@@ -133,7 +162,7 @@ def nan_hunt(
         # The schedule's order is that of causes on all ranks: who receives NaN waits on a later line than who
         # sent it.
         first = min((NonFinite(**f) for f in found if f), key=lambda f: (f.number, f.rank), default=None)
-    return NanReport(first, int(state.step) if training else rng[1], float(loss))
+    return first, float(loss)
 
 
 @dataclass
@@ -145,6 +174,7 @@ class NonFiniteTracker:
 
     schedule: Schedule
     rank: int
+    eager: bool  # kernels run op by op; else they are compiled, and may give what their ops do not
     first: NonFinite | None = None
     kinds: dict[str, Health] = field(default_factory=dict)
     ill: bool = False
@@ -212,10 +242,13 @@ class NonFiniteTracker:
         text = describe_line(line)
         arose = NonFinite(kind, number, text, describe_value(name, part), count_nonfinite(tensor), self.rank)
         if args is not None:
-            origin = first_nonfinite_op(self.schedule.kernels[line.kernel], args, line.backward)
-            if origin is None and all(n[3] == "inf" for n in news):
+            kernel = self.schedule.kernels[line.kernel]
+            origin = first_nonfinite_op(kernel, args, line.backward)
+            if origin is None and kind == "inf" and (self.eager or gives_inf(kernel, args, line.backward)):
                 return  # an infinity that the program wrote on purpose
-            arose = replace(arose, **(origin or {}))
+            arose = replace(
+                arose, **(origin or {}), kernel=f"{line.kernel}.{'bwd' if line.backward else 'fwd'}"
+            )
         self.first = arose
 
 
@@ -248,6 +281,13 @@ def first_nonfinite_op(kernel: Kernel, args: Sequence[Tensor], backward: bool) -
     if not found:
         return None
     return {**found, "op": _op(found["node"]), "node": found["node"].name, "of": of, "source": source}
+
+
+def gives_inf(kernel: Kernel, args: Sequence[Tensor], backward: bool) -> bool:
+    """Whether a kernel's ops, run one by one, give infinities for `args`."""
+    with torch.no_grad():
+        results = fx.Interpreter(kernel.backward if backward else kernel.forward).run(*args)
+    return any(health(t) == "inf" for _, t in tensors(results))
 
 
 Seen = Callable[[fx.Node, Any], None]

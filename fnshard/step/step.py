@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -85,6 +86,7 @@ class Step(Compiled):
         self.optimizer = optimizer
         self._chosen_scale: LossScale | None = None
         self._checked_slots: Any = None
+        self._warned_of_nan = False
         self._check_optimizer()
 
     def __repr__(self) -> str:
@@ -291,8 +293,12 @@ class Step(Compiled):
             options: fields of `Options` to change.
         """
         other = Step(self.fn, self.specs, self.mesh, self.optimizer, replace(self.options, **options))
+        if other.options == self.options:  # it runs the very kernels of this one
+            for name in ("programs", "lock"):
+                setattr(other._cache, name, getattr(self._cache, name))
         other._runner.rank.agreement = self._runner.rank.agreement
         other._runner.compares_replicas = False  # one may hold the NaN that is looked for
+        other._warned_of_nan = True  # and whoever replays reports it
         return other
 
     def raise_flag(self, flag: str) -> None:
@@ -372,6 +378,7 @@ class Step(Compiled):
             scaled = block if factor is None else block * factor.to(block.device)
             grads[path] = scaled.to(self.resolved.paired[path].storage_dtype)
         loss = summary.loss.to(env[LOSS_TANGENT].dtype)
+        self._say_if_not_finite("without an optimizer", loss, grads, "gradients")
         aux = bound.scalars.aux_tree(summary, env)
         structure = self.resolved.structure.of_gradients
         return (loss if aux is None else (loss, aux)), tree.unflatten(self.resolved.rested(grads), structure)
@@ -387,10 +394,40 @@ class Step(Compiled):
         aux = bound.scalars.aux_tree(summary, env)
         if aux is not None:
             metrics["aux"] = aux
+        after = {"grad_norm": metrics["grad_norm"]} if "grad_norm" in metrics else self._trained(state)
+        what = "gradients" if "grad_norm" in metrics else "parameters after its update"
+        self._say_if_not_finite(f"step {int(state.step)}", summary.loss, after, what)
         rank = self._runner.rank
         metrics.sent(rank.finished(metrics.scalars(), summary.flags, summary.excesses))
         # A skipped step is a step (its batch and its random numbers are used up) and no update.
         return state.replace(step=state.step + 1, loss_scale=loss_scale), metrics
+
+    def _trained(self, state: TrainState) -> dict[str, Tensor]:
+        """This rank's blocks of the leaves that train and are in memory."""
+        blocks, specs = tree.flatten_with_paths(state.params)[0], self.resolved.stored
+        return {p: blocks[p] for p in self.resolved.trainable if specs[p].memory != "disk"}
+
+    def _say_if_not_finite(self, where: str, loss: Tensor, values: Mapping[str, Tensor], what: str) -> None:
+        """Warn, once, of a finite loss beside values that are not finite.
+
+        On the CPU nothing is waited for. A dynamic loss scale skips such a step.
+        """
+        if self.mesh.device_type != "cpu" or self._warned_of_nan or self._scale.dynamic:
+            return
+        floats = {n: v for n, v in values.items() if v.is_floating_point() and v.element_size() > 1}
+        sums = [v.detach().sum(dtype=torch.float32) for v in floats.values()]
+        if not sums or bool(torch.isfinite(torch.stack(sums)).all()):
+            return
+        # A sum passes NaN and inf on in one read; what overflows in it alone is looked at again.
+        ill = [n for n, v in floats.items() if not bool(torch.isfinite(v).all())]
+        if ill and bool(torch.isfinite(loss)):
+            self._warned_of_nan = True
+            warnings.warn(
+                f"{where}: the loss is {float(loss):.6g}, and its {what} are not finite: "
+                f"{', '.join(ill[:3])}{' and others' if len(ill) > 3 else ''}. kept = state.copy() before "
+                "the step and fs.debug.nan_hunt(step, kept, batch) after it name where that began.",
+                stacklevel=4,
+            )
 
 
 def shard_step(

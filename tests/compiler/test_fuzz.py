@@ -13,7 +13,7 @@ from typing import Any
 import grammar
 import pytest
 import torch
-from cases import AXES, PLACED, Case, cases, check, on_rank
+from cases import AXES, PLACED, Case, cases, check, check_halves, on_rank
 from hypothesis import HealthCheck, event, given, settings
 from programs import Program, programs
 from ranks import ranks  # noqa: F401  (a fixture)
@@ -67,6 +67,16 @@ def test_writes_to_values_that_are_split(case: Case) -> None:
 @given(cases(axes=({"shard": 2},), families=("functions", "buffers", "pointwise")))
 def test_functions_and_buffers_in_layouts(case: Case) -> None:
     check_and_count(case)
+
+
+HALVES = ("pointwise", "binary", "reductions", "copies", "index")
+
+
+@pytest.mark.long
+@drawn(5)
+@given(programs(1, HALVES))
+def test_reductions_and_ties_in_half_types_on_both_backends(program: Program) -> None:
+    event(check_halves(program).split(":")[0] or "right")
 
 
 @drawn(2)

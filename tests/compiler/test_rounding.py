@@ -1,4 +1,4 @@
-"""A cast to a narrower float type and back rounds, in compiled kernels as in eager ones, gradients too."""
+"""Compiled kernels round as eager ones where it shows: by a cast and back, and where values decide."""
 
 from __future__ import annotations
 
@@ -104,3 +104,84 @@ def test_arithmetic_in_the_narrow_type_is_left_to_the_compiler() -> None:
 
     assert trips(lambda x: x) == 1
     assert trips(lambda x: F.silu(x)) == trips(lambda x: x @ x.T) == trips(lambda x: x * 2) == 0
+
+
+# ------------------------------------------------------------------ decisions
+
+
+CHAINS: dict[str, Callable[[Tensor], Tensor]] = {
+    "pointwise": lambda x: F.silu(x * 1.7) * 1.1 + 0.3,
+    "sums": lambda x: (x * 1.3 - x.mean(-1, keepdim=True)) * (x * x).sum(-1, keepdim=True).rsqrt(),
+    "softmax": lambda x: x.softmax(-1) * 1.7,
+    "moved and filled": lambda x: F.pad(torch.where(x > 0.07, x * 1.3, 0.3), (1, 0), value=0.1).flip(-1) * 3,
+}
+DECISIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "ties": lambda h: h == h.amax(-1, keepdim=True),
+    "ties in fp32": lambda h: h.float() == h.max().float(),
+    "equal pairs": lambda h: (h[:, None] == h[:, :, None]).sum(-1),
+    "a number": lambda h: h * 0.7 == 0.3,
+    "argmax": lambda h: (h * 1.1).argmax(-1),
+    "sort": lambda h: h.sort(stable=True, dim=-1)[1],
+    "cummax": lambda h: (h * 0.9).cummax(-1)[1],
+    "a cast": lambda h: (h * 40).long(),
+    "floor": lambda h: (h * 8).floor(),
+    "where": lambda h: torch.where(h * 1.9 >= h.mean(), 1.0, h),
+}
+EXTREMES: tuple[Callable[[Tensor], Tensor], ...] = (  # whose gradients count ties
+    lambda h: h.amax(-1), lambda h: h.max() * h.min(), lambda h: torch.linalg.vector_norm(h, torch.inf, -1),
+    lambda h: torch.zeros_like(h).scatter_reduce(1, torch.arange(h.numel()).view_as(h) % 3, h, "amax"),
+    lambda h: torch.ones_like(h[:2]).index_reduce(0, torch.arange(len(h)) % 2, h, "amin"),
+    lambda h: h * (h == h.max()) / (h == h.max()).sum(),
+)  # fmt: skip
+
+
+def decide(p: dict[str, Tensor], x: Tensor) -> Any:
+    values = [chain(x.to(w.dtype) * (1 + w)) for chain, w in zip(CHAINS.values(), p["w"], strict=True)]
+    loss = sum(extreme(h).float().sum() for h in values for extreme in EXTREMES)
+    return loss, {f"{c}, {d}": decision(h) for c, h in zip(CHAINS, values, strict=True)
+                  for d, decision in DECISIONS.items()}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=str)
+def test_what_decides_is_rounded_as_in_torch(narrow: torch.dtype) -> None:
+    x = torch.randn(6, 19, generator=torch.Generator().manual_seed(0))
+    params = {"w": torch.zeros(len(CHAINS), dtype=narrow)}
+    (_, made), grads = step_of(decide, params, backend="inductor")(params, x)
+    (_, expected), eager = step_of(decide, params)(params, x)
+    wrong = [name for name, value in expected.items() if not torch.equal(made[name], value)]
+    assert not wrong
+    torch.testing.assert_close(grads, eager, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float16], ids=str)
+def test_the_gradient_of_a_maximum_counts_ties(narrow: torch.dtype) -> None:
+    """As torch.compile has it, no element equals the rounded maximum: 0 / 0."""
+    x = torch.randn(8, 17, generator=torch.Generator().manual_seed(0))
+    params = {"w": torch.ones((), dtype=narrow)}
+    grads = [
+        step_of(lambda p, x: (F.silu(x.to(narrow) * p["w"]) * 1.1).amax(-1).float().sum(), params, **options)(
+            params, x
+        )[1]["w"]
+        for options in ({}, {"backend": "inductor"})
+    ]
+    torch.testing.assert_close(*grads, rtol=0.02, atol=0)
+
+
+def kernels_of(fn: Any, params: Any, *batch: Any) -> str:
+    return "".join(str(k) for k in lower(fn, params, *batch).kernels.values())
+
+
+def test_nothing_is_rounded_where_nothing_decides() -> None:
+    fn, params, tokens = llama(dtype=torch.bfloat16)
+    assert "rounded" not in kernels_of(fn, params, tokens)
+
+    def beside(p: Any, x: Tensor) -> Tensor:
+        """A value that decides, and one beside it that does not."""
+        h = x.bfloat16() @ p["w"]
+        return (F.silu(h.sin()) * (h.cos() > 0.5)).float().sum() + torch.logsumexp(h.float(), -1).sum()
+
+    params = {"w": torch.ones(4, 4, dtype=torch.bfloat16)}
+    text = kernels_of(beside, params, torch.ones(8, 4))
+    lines = [line for line in text.splitlines() if "fnshard.rounded" in line]
+    assert {line.split("rounded.default(")[1].split(")")[0] for line in lines} == {"mm", "cos"}

@@ -25,10 +25,12 @@ from torch import Tensor
 from toys import rows, run_chain, step_of
 
 import fnshard as fs
+from fnshard.compiler.kernels.inductor import compile_graphs
 from fnshard.compiler.schedule.instructions import Cast, Run, Wait
 from fnshard.debug.nan_search import tensors
 from fnshard.errors import DebugError, StateError
 from fnshard.runtime.executor.context import ExecutorContext
+from fnshard.step import lowered
 
 
 def hunted(
@@ -286,3 +288,29 @@ def test_nan_hunt_replays_a_step_that_inductor_compiled() -> None:
     kept = state.copy()
     step(state, rows())
     assert fs.debug.nan_hunt(step, kept, rows()).first.of == "aten.sqrt"
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_nan_hunt_names_the_kernel_where_only_the_compiled_one_fails(
+    training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler whose backward of the second unit gives NaN."""
+
+    def compile_wrong(graphs: Any, *, backend: str, options: Any) -> Any:
+        right = compile_graphs(graphs, backend="eager", options={})
+        if backend == "eager":
+            return right
+        wrong = {key: lambda args, run=run: [g * NAN for g in run(args)] for key, run in right.items()}
+        return {key: wrong[key] if key == ("k1", True) else run for key, run in right.items()}
+
+    monkeypatch.setattr(lowered, "compile_graphs", compile_wrong)
+    mesh = fs.make_mesh(shard=1)
+    specs = PRESETS["full_shard"](PARAMS, mesh)
+    step = fs.shard_step(loss, specs, mesh=mesh, optimizer=ADAMW if training else None, update="eager")
+    state = step.init(PARAMS)
+    found = fs.debug.nan_hunt(step, state, rows())
+    assert (found.first.kind, found.first.kernel, found.first.only) == ("nan", "k1.bwd", "inductor"), found
+    assert "k1.bwd" in str(found) and 'backend="eager"' in str(found)
+    monkeypatch.setattr(lowered, "compile_graphs", compile_graphs)
+    eager = fs.shard_step(loss, specs, mesh=mesh, optimizer=step.optimizer, backend="eager")
+    assert not fs.debug.nan_hunt(eager, state, rows())

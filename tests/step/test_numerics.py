@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -11,6 +12,7 @@ import reference
 import sharded
 import torch
 from models import MODELS, model_of
+from toys import step_of
 
 import fnshard as fs
 
@@ -108,3 +110,31 @@ def test_shard_forward_gives_each_rank_its_rows() -> None:
     assert torch.equal(torch.cat([r["best"][1] for r in ranks]), ids)
     assert {r["name"] for r in ranks} == {"logits"}
     assert not ranks[0]["logits"].requires_grad
+
+
+@pytest.mark.parametrize("how", ["norm", "state", "gradients"])
+def test_a_finite_loss_beside_gradients_that_are_not_is_said_once(how: str) -> None:
+    params = {"w": torch.tensor([1.0, 0.0])}
+    optimizer = None if how == "gradients" else fs.optim.adamw(1e-3)
+    step = step_of(
+        lambda p, x: (p["w"] * x).sqrt().sum(), params, optimizer=optimizer, grad_norm=how == "norm"
+    )
+    state = step.init(params)
+    words = {"norm": "gradients are not finite: grad_norm", "state": "parameters .* not finite: w"}
+    with pytest.warns(UserWarning, match=words.get(how, "gradients are not finite: w")) as said:
+        state = step(state, torch.ones(2))
+    assert len(said) == 1 and "fs.debug.nan_hunt" in str(said[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(params if how == "gradients" else state[0], torch.ones(2))
+
+
+def test_nothing_is_said_of_what_is_finite_and_of_skipped_steps() -> None:
+    params = {"w": torch.tensor([1.0, 0.0])}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = step_of(lambda p, x: (p["w"] * x).sum() * 1e30, params, optimizer=fs.optim.sgd(1e-3))
+        step(step.init({"w": torch.full((2,), 3e38)}), torch.zeros(2))  # whose sum overflows
+        scaled = {"optimizer": fs.optim.sgd(1e-3), "loss_scale": "dynamic"}
+        step = step_of(lambda p, x: (p["w"] * x).sqrt().sum(), params, **scaled)
+        step(step.init(params), torch.ones(2))

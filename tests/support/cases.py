@@ -349,6 +349,65 @@ def _by_rows(case: Case, disturbance: float) -> list[dict[str, Tensor]]:
     return [each[row] for row in case.rows]
 
 
+# ------------------------------------------------------------------ half types on both backends
+
+
+def check_halves(program: Program, dtype: torch.dtype = torch.bfloat16) -> str:
+    """Run a program in a half type on both backends next to fp64; "" if all is well, else why none is told.
+
+    Raises:
+        Wrong: compiled numbers are not finite where eager ones are, or are far further from the truth than
+            eager ones are, though eager ones do not jump when the leaves move by a rounding.
+    """
+    half = replace(program, source=tuple(_narrow(line, dtype) for line in program.source))
+    batch = program.part(0)
+    truth = _halves(program, torch.float64, batch)
+    try:
+        eager, compiled = (_halves(half, dtype, batch, backend=b) for b in ("eager", "inductor"))
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        return f"refused: {str(error).splitlines()[0]}"  # an operator without half types
+    ill = [n for n, v in eager.items() if bool(v.isfinite().all()) and not bool(compiled[n].isfinite().all())]
+    if ill:
+        raise Wrong(f"not finite where eager is: {', '.join(ill)}")
+    eps = torch.finfo(dtype).eps
+    far = [
+        n for n, v in eager.items()
+        if bool(v.isfinite().all()) and _far(compiled[n], truth[n]) > 4 * _far(v, truth[n]) + 8 * eps
+    ]  # fmt: skip
+    if not far:
+        return ""
+    moved = [_halves(half, dtype, batch, move=move, backend="eager") for move in (eps, -eps)]
+    if any(_far(each[n], truth[n]) > 2 * _far(eager[n], truth[n]) + 4 * eps for each in moved for n in far):
+        return "unstable"
+    raise Wrong(f"further from the truth than eager: {', '.join(far)}")
+
+
+def _narrow(line: str, dtype: torch.dtype) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return line.replace("float64", name).replace(".double()", f".to({dtype})")
+
+
+def _far(value: Tensor, truth: Tensor) -> float:
+    """The largest error, of values above 1 in proportion; infinite where it is not finite."""
+    error = float((value.double() - truth.double()).abs().max()) if value.numel() else 0.0
+    return error / max(1.0, float(truth.abs().max())) if error == error else float("inf")
+
+
+def _halves(
+    program: Program,
+    dtype: torch.dtype,
+    batch: Sequence[Tensor],
+    *,
+    move: float = 0.0,
+    backend: str = "eager",
+) -> dict[str, Tensor]:
+    """Loss and gradients by a step on one rank, every float in `dtype`."""
+    params = {p: (v * (1 + move)).to(dtype) for p, v in program.params.items()}
+    step = fs.shard_step(program, fs.match_specs(params, [("*", LayoutSpec())]), backend=backend)
+    value, grads = step(params, *(v.to(dtype) if v.is_floating_point() else v for v in batch))
+    return {"loss": value[0] if isinstance(value, tuple) else value, **grads}
+
+
 # ------------------------------------------------------------------ drawing
 
 

@@ -46,7 +46,7 @@ from fnshard.compiler.ir.source_lines import user_traceback
 from fnshard.compiler.rewrites.causal_mask import recognise_causal
 from fnshard.compiler.rewrites.hooks import apply_hooks
 from fnshard.compiler.rewrites.in_place import check_backward, functionalize, index_strided
-from fnshard.compiler.rewrites.rounding import keep_rounding
+from fnshard.compiler.rewrites.rounding import keep_rounding, round_for_decisions
 from fnshard.errors import TraceError, leaves, report
 from fnshard.layout.spec import LayoutSpec
 from fnshard.losses import Mean, unwrapped
@@ -320,7 +320,7 @@ def rewrite(source: Source, traced: Traced) -> Traced:
     """Hooks stand at their tensors; masks, casts and exchanges are what later stages know."""
     graph = traced.program.graph
     apply_hooks(graph, traced.hooks)
-    for each in (recognise_causal, keep_rounding, copy_outgoing):
+    for each in (recognise_causal, keep_rounding, round_for_decisions, copy_outgoing):
         each(graph)
     return replace(traced, hooks=0)
 

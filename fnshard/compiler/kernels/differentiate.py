@@ -29,7 +29,7 @@ from fnshard.compiler.kernels.canonical import Argument, Source
 from fnshard.compiler.kernels.derived import derived
 from fnshard.compiler.kernels.remat import Policy, is_saved
 from fnshard.compiler.kernels.segments import Segments
-from fnshard.compiler.rewrites.rounding import DECOMPOSITIONS
+from fnshard.compiler.rewrites.rounding import hide_rounding, round_decisions, show_rounding
 from fnshard.errors import SpecError, TraceError
 
 
@@ -122,17 +122,24 @@ def differentiate(source: Source, policy: Policy, *, trainable: bool, target: st
                 lambda *values: tuple(map(_laid_out, source(*values), source.outputs)),
                 args,
                 trace_joint=differentiable,
-                decompositions={**select_decomp_table(), **LEFT_OUT, **DECOMPOSITIONS, **_ZEROS},
+                decompositions={**select_decomp_table(), **LEFT_OUT, **_ZEROS},
             )
         _check_joint(joint)
         with mode, V.set_fake_mode(mode):
+            round_decisions(joint.graph)
             _promote_scales(joint)
+            numbers = {node: node.meta["seq_nr"] for node in joint.graph.nodes if "seq_nr" in node.meta}
             joint_graph_passes(joint)
+            # A pass that takes an operation for its input (x * 1) gives the input the operation's metadata in
+            # torch 2.14. A node stays the derivative of what it was.
+            for node in numbers.keys() & set(joint.graph.nodes):
+                node.meta["seq_nr"] = numbers[node]
         if not differentiable:
             _flatten_signature(joint)
             return Kernel("", source, joint, None, (), (), ())
         kept = _must_save(joint, source, policy.save) if policy.save else ()
         _must_recompute(joint, source)
+        rounds = hide_rounding(joint.graph)
         # At 0 the partitioner saves inputs and heeds no tags; with tags on every op it has no choice left.
         with functorch_config.patch(
             activation_memory_budget=1.0 if kept else policy.budget, ban_recompute_materialized_backward=False
@@ -143,6 +150,8 @@ def differentiate(source: Source, policy: Policy, *, trainable: bool, target: st
                 num_fwd_outputs=len(source.outputs),
                 static_lifetime_input_indices=[i for i, a in enumerate(source.inputs) if a.kind == "leaf"],
             )
+    for graph in (forward.graph, backward.graph) if rounds else ():
+        show_rounding(graph)
     for node in [*forward.graph.nodes, *backward.graph.nodes]:
         if isinstance(node.target, _Unseeded):
             node.target = node.target.op

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, fx
 
 from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.rewrites.rounding import BITS, drop_rounding
 from fnshard.errors import MissingExtraError, SpecError
 
 Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -67,6 +68,7 @@ def _generated(
     from torch._inductor.virtualized import V
 
     module = fx.GraphModule(module, copy.deepcopy(module.graph))  # Inductor rewrites what it compiles
+    _lower_rounding()
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     fakes = [n.meta["val"] for n in placeholders]
     mode = next((f.fake_mode for f in fakes if hasattr(f, "fake_mode")), None)
@@ -85,6 +87,24 @@ def _generated(
     ):
         compiled = compile_fx_inner(module, fakes, is_backward=is_backward, is_inference=False)
     return compiled, load
+
+
+@cache
+def _lower_rounding() -> None:
+    """Tell Inductor what `fnshard.rounded` is: a pass through the bits of the type that the number has."""
+    from torch._inductor.lowering import make_pointwise, register_lowering
+    from torch._inductor.virtualized import ops
+
+    @register_lowering(torch.ops.fnshard.rounded.default, type_promotion_kind=None)
+    def rounded(x: Any) -> Any:
+        dtype = x.get_dtype()
+        bits = BITS[dtype]
+
+        def pass_through(value: Any) -> Any:
+            whole = ops.bitwise_or(ops.to_dtype_bitcast(value, bits, dtype), ops.constant(0, bits))
+            return ops.to_dtype_bitcast(whole, dtype, bits)  # two casts alone would be none
+
+        return make_pointwise(pass_through)(x)
 
 
 def _with_shape_env(mode: Any) -> AbstractContextManager[Any]:
@@ -130,7 +150,9 @@ def vector_settings() -> dict[str, bool]:
 
 
 def _eager(module: fx.GraphModule) -> Boxed:
-    interpreter = fx.Interpreter(module, garbage_collect_values=True)
+    interpreter = fx.Interpreter(
+        fx.GraphModule(module, drop_rounding(module.graph)), garbage_collect_values=True
+    )
 
     def run(args: list[Tensor]) -> Sequence[Tensor]:
         values = list(args)

@@ -1,28 +1,67 @@
-"""Rounding: a cast to a narrower float type and back rounds, where a compiler would leave it out.
+"""Rounding: what a program rounds, compiled kernels round too, where it shows.
 
-Inductor computes half types in fp32, and takes `x.to(torch.bfloat16).float()` for x: fake quantisation
-becomes nothing. Here `fnshard.rounded` stands after such a cast, and is taken apart into integer operations
-on the number's bits: they cost next to nothing, and no compiler moves a wider number through them. Gradients
-are rounded as in eager torch. Casts between which something is computed in the narrow type stay as they are.
+Inductor computes half types in fp32 and rounds where a kernel writes to memory. That differs from eager torch
+in two places that no tolerance covers:
+
+- A cast to a narrower float type and back: `x.to(torch.bfloat16).float()` becomes x, and fake quantisation
+  becomes nothing. `keep_rounding` puts `fnshard.rounded` after such casts of a program, so gradients are
+  rounded as well. Casts between which something is computed in the narrow type stay as they are.
+- A decision: `x == x.max()` is false everywhere where one side is rounded and the other is not, and the
+  gradient of `amax` divides by the number of ties, 0. `fnshard.rounded` stands after every operation in a
+  half type that a decision depends on: `round_for_decisions` puts it into a program, op by op as eager torch
+  rounds, and `round_decisions` into a kernel's joint graph, where the comparisons of gradients show.
+
+Kernels hold `rounded` as an operation. Inductor lowers it to integer operations on the number's bits (BITS):
+they cost next to nothing, and it moves no wider number through them. The eager backend rounds anyway, so
+`drop_rounding` leaves it out.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 import operator
+import re
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from fnshard.compiler.ir.program import OpOverload
 
-_BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}  # fp8 is kept
+BITS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}  # fp8 is kept
 _CASTS = frozenset(["aten::to", "aten::_to_copy", "aten::type_as", "prims::convert_element_type"])
 _MOVERS = frozenset(f"aten::{name}" for name in (
     "clone", "cat", "stack", "index", "index_select", "gather", "where", "masked_fill", "flip", "roll",
     "repeat", "repeat_interleave", "constant_pad_nd", "pad", "embedding",
 ))  # fmt: skip
+# Operations that give one of the numbers that they read, or its negative.
+_CHOOSE = frozenset(f"aten::{name}" for name in (
+    "neg", "abs", "relu", "amax", "amin", "maximum", "minimum", "max", "min", "cummax", "cummin",
+    "sort", "topk",
+))  # fmt: skip
+_EXTREMES = frozenset(f"aten::{name}" for name in (
+    "amax", "amin", "max", "min", "aminmax", "scatter_reduce", "index_reduce", "segment_reduce",
+))  # fmt: skip
+# Operations that read from memory and write to it, so nothing before them reaches what comes after unrounded.
+_PRODUCTS = frozenset(f"aten::{name}" for name in (
+    "matmul", "linear", "einsum", "mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "inner", "addbmm",
+    "chain_matmul", "tensordot", "bilinear", "_scaled_mm", "_grouped_mm", "conv1d", "conv2d", "conv3d",
+    "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution", "_convolution",
+    "convolution_backward", "scaled_dot_product_attention",
+))  # fmt: skip
+_ORDERS = frozenset(f"aten::{name}" for name in ("sort", "topk", "kthvalue", "median", "nanmedian", "mode"))
+# Operations that jump between floats. What makes no float of floats (eq, argmax, a cast) decides as well.
+_COMPARISONS = frozenset(f"aten::{name}" for name in ("eq", "ne", "lt", "le", "gt", "ge"))
+_STEPS = frozenset(f"aten::{name}" for name in (
+    "sign", "sgn", "floor", "ceil", "round", "trunc", "frac", "fmod", "remainder", "floor_divide",
+    "heaviside", "threshold_backward", "hardtanh_backward", "hardshrink", "hardshrink_backward",
+    "softshrink_backward",
+))  # fmt: skip
+# Operations whose integers depend on no number that they read.
+_NO_VALUES = re.compile(
+    r"aten::(\w+_like|new_\w+|_scaled_dot_product_\w+|_\w+_attention_\w+|native_dropout)$"
+)
 
 
 @torch.library.custom_op("fnshard::rounded", mutates_args=())
@@ -39,11 +78,7 @@ def _(x: Tensor) -> Tensor:
 rounded.register_autograd(lambda ctx, grad: rounded(grad))
 
 
-def _by_bits(x: Tensor) -> Tensor:
-    return torch.bitwise_or(x.view(_BITS[x.dtype]), 0).view(x.dtype)  # two views alone would be one
-
-
-DECOMPOSITIONS: dict[Any, Any] = {torch.ops.fnshard.rounded.default: _by_bits}
+_ROUNDED, _CAST = torch.ops.fnshard.rounded.default, torch.ops.prims.convert_element_type.default
 
 
 def keep_rounding(graph: fx.Graph) -> None:
@@ -56,22 +91,163 @@ def keep_rounding(graph: fx.Graph) -> None:
         if back:
             _insert(graph, cast, list(cast.users))
         for widening in back:
-            if not alone or widening.args[0].target is not torch.ops.fnshard.rounded.default:
+            if not alone or widening.args[0].target is not _ROUNDED:
                 # Its gradient is rounded before others are added.
                 _insert(graph, widening.args[0], [widening])
 
 
+def round_for_decisions(graph: fx.Graph) -> None:
+    """Round the values that a decision of a program depends on, as eager torch rounds each of them.
+
+    A decision makes no float of floats (a comparison, an index, a cast to integers), or it jumps (`floor`,
+    `sign`), or its gradient compares (`amax`). The walk back from it ends at inputs and products, which are
+    in memory in their own type. What is on no such way stays as it is.
+    """
+    decisions = {node for node in graph.nodes if _decides(node) or _has_ties(node)}
+    for node in _on_the_way(graph, decisions):
+        if not _is_in_memory(node):
+            _insert(graph, node, [r for r in node.users if r.target is not _ROUNDED])
+
+
+def round_decisions(graph: fx.Graph) -> None:
+    """Round for the decisions of a joint graph, which are those of gradients too, as for a program's."""
+    decisions = {node for node in graph.nodes if _decides(node)}
+    for node in decisions:
+        _round_numbers(node)
+    found = _on_the_way(graph, decisions)
+    on_the_way = {*found, *decisions}
+    for node in found:
+        readers = [r for r in node.users if r.target is not _ROUNDED]
+        if _is_in_memory(node):
+            # Other readers take a product from memory; a compiler may hand it on to these as it is in fp32.
+            readers = [r for r in readers if r in on_the_way and _name(r) not in _ORDERS]
+        _insert(graph, node, readers)
+
+
+def _on_the_way(graph: fx.Graph, decisions: set[fx.Node]) -> list[fx.Node]:
+    """The operations in a half type that decisions depend on."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node in decisions or (node in found and not _is_in_memory(node)):
+            found.update(n for n in node.all_input_nodes if _floats(n))
+    return [n for n in graph.nodes if n in found and _computes(n)]
+
+
+def _has_ties(node: fx.Node) -> bool:
+    """Whether the gradient of a program's operation compares what it read with what it gave."""
+    infinite = any(isinstance(a, float) and math.isinf(a) for a in node.args)
+    return _name(node) in _EXTREMES or (
+        infinite and _name(node) in ("aten::linalg_vector_norm", "aten::norm")
+    )
+
+
+def _decides(node: fx.Node) -> bool:
+    inputs = [n for n in node.all_input_nodes if _floats(n)]
+    if not inputs or not isinstance(node.target, OpOverload) or _NO_VALUES.match(_name(node)):
+        return False
+    if _name(node) in _STEPS or node.kwargs.get("rounding_mode"):
+        return True
+    compares_infinity = any(isinstance(a, float) and math.isinf(a) for a in node.args)
+    if compares_infinity and not any(v.dtype is torch.float16 for n in inputs for v in _floats(n)):
+        return False  # a mask, or the guard of a softmax: rounding makes no infinity of another number
+    read = [u for u in node.users if u.target is operator.getitem and u.users] or [node]
+    values = [v for each in read for v in _tensors(each)]
+    return any(not v.is_floating_point() and not v.is_complex() for v in values)
+
+
+def _is_in_memory(node: fx.Node) -> bool:
+    if not isinstance(node.target, OpOverload):
+        return False
+    if _name(node).startswith("aten::_scaled_dot_product"):
+        return True
+    own = node.target.namespace not in ("aten", "prims") and node.target is not _ROUNDED
+    return own or _name(node) in _PRODUCTS
+
+
+def _computes(node: fx.Node) -> bool:
+    """Whether it gives a half type that a compiler may hold in another one."""
+    if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
+        return False
+    half = node.meta["val"].dtype in (torch.float16, torch.bfloat16)
+    fills = any(isinstance(a, float) for a in (*node.args, *node.kwargs.values()))  # with a number
+    moves = (_moves(node) and not fills and not _rounds(node)) or _name(node) in _CHOOSE
+    return half and not moves and node.target is not _ROUNDED
+
+
+def _round_numbers(node: fx.Node) -> None:
+    """Round the numbers that a half value is compared with, as eager torch rounds them."""
+    types = {v.dtype for n in node.all_input_nodes for v in _floats(n)}
+    if len(types) == 1 and types < {torch.float16, torch.bfloat16} and _name(node) in (_COMPARISONS | _STEPS):
+        [dtype] = types
+        node.args = tuple(
+            torch.tensor(a, dtype=dtype).item() if isinstance(a, float) else a for a in node.args
+        )
+
+
+def hide_rounding(graph: fx.Graph) -> bool:
+    """Replace every `rounded` by a cast to its value's own type, which torch's partitioner may recompute.
+
+    Returns:
+        Whether there is one; `show_rounding` undoes it.
+    """
+    nodes = graph.find_nodes(op="call_function", target=_ROUNDED)
+    for cast in _idle_casts(graph) if nodes else ():
+        cast.replace_all_uses_with(cast.args[0])
+        graph.erase_node(cast)
+    for node in nodes:
+        node.target, node.args = _CAST, (node.args[0], node.meta["val"].dtype)
+    return bool(nodes)
+
+
+def show_rounding(graph: fx.Graph) -> None:
+    """Make `rounded` of every cast to its value's own type."""
+    for node in _idle_casts(graph):
+        node.target, node.args = _ROUNDED, (node.args[0],)
+
+
+def _idle_casts(graph: fx.Graph) -> list[fx.Node]:
+    casts = graph.find_nodes(op="call_function", target=_CAST)
+    return [n for n in casts if n.args[0].meta["val"].dtype == n.args[1]]
+
+
+def _floats(node: fx.Node) -> list[Tensor]:
+    return [v for v in _tensors(node) if v.is_floating_point()]
+
+
+def _tensors(node: fx.Node) -> list[Tensor]:
+    value = node.meta.get("val")
+    return [v for v in (value if isinstance(value, tuple | list) else [value]) if isinstance(v, Tensor)]
+
+
+def drop_rounding(graph: fx.Graph) -> fx.Graph:
+    """Return a graph without those `rounded` that are mere copies of what nothing else reads."""
+    if not graph.find_nodes(op="call_function", target=_ROUNDED):
+        return graph
+    graph = copy.deepcopy(graph)
+    for node in graph.find_nodes(op="call_function", target=_ROUNDED):
+        value = node.args[0]
+        if value.op == "call_function" and not _moves(value) and len(value.users) == 1:
+            node.replace_all_uses_with(value)
+            graph.erase_node(node)
+    return graph
+
+
 def _insert(graph: fx.Graph, value: fx.Node, readers: list[fx.Node]) -> None:
+    if not readers:
+        return
+    takes_all = len(readers) == len(value.users)
     with graph.inserting_after(value):
-        made = graph.call_function(torch.ops.fnshard.rounded.default, (value,))
-    made.meta = {**value.meta, "val": value.meta["val"].clone()}
+        node = graph.call_function(_ROUNDED, (value,))
+    node.meta = {**value.meta, "val": value.meta["val"].clone()}
+    if takes_all:  # views that are among the readers share the memory of what they read
+        node.meta["val"], value.meta["val"] = value.meta["val"], node.meta["val"]
     for reader in readers:
-        reader.replace_input_with(value, made)
+        reader.replace_input_with(value, node)
 
 
 def _rounds(node: fx.Node) -> bool:
     """Whether it is a cast that loses digits or range."""
-    if not _is_cast(node) or node.meta["val"].dtype not in _BITS:
+    if not _is_cast(node) or node.meta["val"].dtype not in BITS:
         return False
     before, after = (torch.finfo(n.meta["val"].dtype) for n in (node.args[0], node))
     return after.eps > before.eps or after.max < before.max
