@@ -394,9 +394,16 @@ class Step(Compiled):
         aux = bound.scalars.aux_tree(summary, env)
         if aux is not None:
             metrics["aux"] = aux
-        after = {"grad_norm": metrics["grad_norm"]} if "grad_norm" in metrics else self._trained(state)
-        what = "gradients" if "grad_norm" in metrics else "parameters after its update"
-        self._say_if_not_finite(f"step {int(state.step)}", summary.loss, after, what)
+        number = int(state.step)
+        if "grad_norm" in metrics:
+            self._say_if_not_finite(
+                f"step {number}", summary.loss, {"grad_norm": metrics["grad_norm"]}, "gradients"
+            )
+        elif number & (number - 1) == 0:
+            # To read all parameters takes a hundredth of a step, so steps 0, 1, 2, 4, 8, ... do: what is not
+            # finite stays so.
+            after = self._trained(state)
+            self._say_if_not_finite(f"step {number}", summary.loss, after, "parameters after its update")
         rank = self._runner.rank
         metrics.sent(rank.finished(metrics.scalars(), summary.flags, summary.excesses))
         # A skipped step is a step (its batch and its random numbers are used up) and no update.
