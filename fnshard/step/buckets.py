@@ -33,7 +33,8 @@ class Buckets:
     a mask [B, T, T].
 
     Args:
-        multiple: lengths are rounded up to multiples of it.
+        multiple: lengths are rounded up to multiples of it, which a "context" axis must divide: where it does
+            not, to multiples of both.
         pad: from globs of batch leaves to what fills them; the first that matches. None leaves them as they
             are. A leaf is named by its position or parameter, then by its path: "0", "batch.labels". A
             pattern that names no leaf is an error.
@@ -67,11 +68,13 @@ class Buckets:
                 "invalid buckets:", wrong, "fs.Buckets(multiple=64, pad={'labels': -100, '*': 0})."
             )
 
-    def of_function(self, signature: inspect.Signature | None) -> Buckets:
-        """The same, that knows the names of a function's parameters."""
+    def of_function(self, signature: inspect.Signature | None, context: int = 1) -> Buckets:
+        """Return buckets that know the names of a function's parameters, and lengths that the ranks which
+        split sequences divide: another length would be computed otherwise, by other collectives."""
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         parameters = [] if signature is None else signature.parameters.values()
-        return replace(self, parameters=tuple(p.name for p in parameters if p.kind in kinds)[1:])
+        names = tuple(p.name for p in parameters if p.kind in kinds)[1:]
+        return replace(self, parameters=names, multiple=math.lcm(self.multiple, context))
 
     def padded(self, batch: Arguments) -> Arguments:
         """A batch whose sequences have lengths that are multiples."""
