@@ -60,7 +60,7 @@ PRIVATE = {
     "fnshard.compiler.rewrites.fp8": {"torch._scaled_mm"},
     "fnshard.optim.contract": {"torch._foreach_copy_", "torch._foreach_mul_"},
     "fnshard.optim.optimizers": {"torch._foreach_lerp_", "torch._fused_adamw_", "torch._fused_sgd_"},
-    "fnshard.runtime.executor.scalars": {"torch._foreach_norm"},
+    "fnshard.optim.sums": {"torch._foreach_norm"},
     "fnshard.runtime.packing": {"torch._foreach_copy_"},
     "fnshard.runtime.tiers": {"torch._foreach_copy_"},
     "fnshard.runtime.collectives.simulated": {"torch._subclasses"},

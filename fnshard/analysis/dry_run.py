@@ -38,6 +38,7 @@ from fnshard.compiler.schedule.instructions import (
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.layout.partition import block_shape, block_slices
 from fnshard.mesh import Mesh
+from fnshard.optim.sums import CAST
 from fnshard.runtime.host_worker import PENDING
 from fnshard.runtime.packing import Parts, contiguous_strides, padded, parts_of
 from fnshard.runtime.tiers import Transfer, each
@@ -279,8 +280,8 @@ class DryUpdater:
     valid_part = stored_part
 
     def squares(self, bucket: Bucket, blocks: Mapping[str, Tensor], replicas: int) -> Tensor:
-        if self.context.mesh.device_type == "cpu":  # a norm in fp32 is taken of the block in fp32
-            casts = (b.numel() * 4 for b in blocks.values() if b.dtype.itemsize < 4)
+        if self.context.mesh.device_type == "cpu":  # a norm in fp32 is taken of pieces in fp32
+            casts = (min(b.numel(), CAST) * 4 for b in blocks.values() if b.dtype.itemsize < 4)
             self.context.tracker.look(workspace=max(casts, default=0))
         return self._new((), torch.float64)
 

@@ -89,7 +89,7 @@ def reshard(
     return _coded(new, plain, after, target, disk_dir)
 
 
-def averaged(state: TrainState, name: str = "ema") -> TrainState:
+def averaged(state: TrainState, name: str = "ema", *, disk_dir: str | None = None) -> TrainState:
     """The state with the averages that `fs.optim.ema` keeps as its parameters: to evaluate, save or export.
 
     A collective where parameters and optimizer state lie differently. `state` goes on as it is; leaves that
@@ -98,6 +98,7 @@ def averaged(state: TrainState, name: str = "ema") -> TrainState:
     Args:
         state: of `step.init`, `step.adopt` or a restore.
         name: the slot; a second `ema` of a chain keeps "ema_2".
+        disk_dir: where averages of leaves that rest on disk go; None: they rest on the host.
 
     Raises:
         OptimizerError: trained leaves without that slot.
@@ -113,12 +114,20 @@ def averaged(state: TrainState, name: str = "ema") -> TrainState:
     """
     specs, mesh = state.where
     trained, averages = ResolvedSpecs.of(specs).stored, ema_params(state.opt_state, name)
+    on_disk = "host" if disk_dir is None else "disk"
     after = {path: trained[path] for path in averages}
+    after = {
+        p: replace(
+            s, memory=on_disk if s.memory == "disk" else s.memory,
+            optimizer_memory=on_disk if s.optimizer_memory == "disk" else s.optimizer_memory,
+        )
+        for p, s in after.items()
+    }  # fmt: skip
     before = {
         p: replace(s, storage=s.optimizer, storage_dtype=averages[p].dtype, memory=s.optimizer_memory)
         for p, s in after.items()
     }
-    moved = reshard(averages, before, after, mesh)
+    moved = reshard(averages, before, after, mesh, disk_dir=disk_dir)
     leaves, structure = tree.flatten_with_paths(state.params)
     params = tree.unflatten([moved.get(path, leaf) for path, leaf in leaves.items()], structure)
     return TrainState(state.step.clone(), params, {}, {}, state.seed.clone(), where=state.where)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 import glob
-from collections.abc import Callable, Iterable, Mapping
+import importlib
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +19,8 @@ from fnshard import tree
 from fnshard.compiler.deferred.deferred_init import recipe_of
 from fnshard.errors import SpecError, StateError, leaves
 from fnshard.functional import aliases, leaves_of, make_functional
-from fnshard.layout.resolved import compare_paths
+from fnshard.layout.spec import LayoutSpec
+from fnshard.runtime.files.tensorfile import TensorToWrite
 
 
 @dataclass(frozen=True)
@@ -106,8 +110,12 @@ FAMILIES: Mapping[str, Family] = {
 }
 
 
-def family_of(config: Mapping[str, Any], model: nn.Module | None, paths: Iterable[str]) -> Family:
-    """Of a configuration with a `model_type`, and of a model."""
+def family_of(config: Mapping[str, Any], model: nn.Module | None, specs: Mapping[str, LayoutSpec]) -> Family:
+    """Return what is known of a configuration with a `model_type`, and of a model.
+
+    Raises:
+        SpecError: the model has other leaves than the specs, or leaves of other shapes.
+    """
     kind = config.get("model_type")
     known = FAMILIES.get(kind, Family()) if isinstance(kind, str) else Family()
     if model is None:
@@ -115,7 +123,16 @@ def family_of(config: Mapping[str, Any], model: nn.Module | None, paths: Iterabl
     if not isinstance(model, nn.Module):
         raise SpecError(f"model= is {type(model).__name__}.", fix="the nn.Module that the leaves are of.")
     owned = make_functional(model)[1]
-    compare_paths(dict.fromkeys(paths), owned)
+    wrong = [f"params[{p!r}] has no spec, and the model has it" for p in owned if p not in specs]
+    wrong += [f"specs[{p!r}] has no leaf in the model" for p in specs if p not in owned]
+    wrong += [f"params[{p!r}] {list(specs[p].shape)}, and {list(leaf.shape)} in the model"
+              for p, leaf in owned.items() if p in specs and leaf.shape != specs[p].shape]  # fmt: skip
+    if wrong:
+        raise SpecError(
+            f"model={type(model).__name__} is another model than the leaves are of, in {leaves(len(wrong))}:",
+            wrong[:12] + ["..."] * (len(wrong) > 12),
+            "give the module that make_functional was called with, or one of the same configuration.",
+        )
     saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
     unsaved = tuple(glob.escape(path) for path, leaf in leaves_of(model).items() if id(leaf) not in saved)
     return replace(
@@ -127,32 +144,102 @@ def family_of(config: Mapping[str, Any], model: nn.Module | None, paths: Iterabl
     )
 
 
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "n_head", "tie_word_embeddings",
+)  # fmt: skip
 _CHOICES = {"_attn_implementation", "_experts_implementation"}  # which code runs, in transformers
 
 
 def check_config(values: Mapping[str, Any], model: nn.Module | None, shapes: Mapping[str, Any]) -> None:
-    """Refuse a configuration of which the module's class makes other leaves than these; one is built, on
-    meta."""
-    made, here = {}, {path: list(shape) for path, shape in shapes.items()}
+    """Refuse a configuration of other leaves than these, or of other sizes than the module's own.
+
+    A module of the model's class, or else of the class that the configuration names, is built on meta.
+    """
+    here = {path: list(shape) for path, shape in shapes.items()}
     kind, own = values.get("model_type"), getattr(model, "config", None)
-    if kind and hasattr(model, "config_class") and getattr(own, "model_type", kind) == kind:
-        with suppress(Exception), torch.device("meta"):  # a class of one's own may be built in another way
-            asked = type(own).from_dict(dict(values))
-            for name in (name for name in _CHOICES if hasattr(asked, name)):
-                setattr(asked, name, None)  # of the file's choice, it may be code of the hub
-            built = type(model)(asked)
-            saved = built.state_dict(keep_vars=True)
-            made = {p: list(v.shape) for p, v in make_functional(built)[1].items() if p in saved}
-    wrong = [f"{p!r}: {here.get(p, 'no such leaf')}, and {made.get(p, 'none')} by config.json"
-             for p in {**here, **made} if made and here.get(p) != made.get(p)]  # fmt: skip
-    if own is not None and kind not in (None, getattr(own, "model_type", kind)):
-        wrong = [f"model_type: the module's is {own.model_type!r}, config.json's {kind!r}"]
+    other_kind = own is not None and kind not in (None, getattr(own, "model_type", kind))
+    wrong = [f"model_type: the module's is {own.model_type!r}, config.json's {kind!r}"] if other_kind else []
+    if kind and hasattr(model, "config_class") and not wrong:
+        made, failure = _shapes_of(type(model), type(own), values)
+        if failure and not _shapes_of(type(model), type(own), own.to_dict())[1]:
+            wrong = [f"config.json makes no {type(model).__name__}: {failure}"]
+        wrong += [f"{p!r}: {here.get(p, 'no such leaf')}, and {made.get(p, 'none')} by config.json"
+                  for p in {**here, **made} if made and here.get(p) != made.get(p)]  # fmt: skip
+        sizes = [] if wrong else [n for n in SIZES if n in values and hasattr(own, n)]
+        wrong += [f"{n}: the module's is {getattr(own, n)!r}, config.json's {values[n]!r}"
+                  for n in sizes if values[n] is not None and values[n] != getattr(own, n)]  # fmt: skip
+    elif kind and model is None and (named := _class_of(values)):
+        made, failure = _shapes_of(*named, values)
+        known = here.keys() & made.keys()
+        # Leaves may have any names here: the class's are compared where most have them.
+        compared = {**here, **made} if 2 * len(known) > len(made) else known
+        wrong += [f"{p!r}: {here.get(p, 'no such leaf')}, and {made.get(p, 'none')} by config.json"
+                  for p in compared if here.get(p) != made.get(p)]  # fmt: skip
     if wrong:
         raise StateError(
             f"the configuration does not fit {leaves(len(wrong))}:",
             wrong[:12],
             "config=model.config, with the sizes that the module has now.",
         )
+
+
+def _shapes_of(
+    make: Callable[[Any], nn.Module], config_class: Any, values: Mapping[str, Any]
+) -> tuple[dict[str, list[int]], str]:
+    """Shapes of the leaves that a class makes of a configuration and that files have; or none, and why."""
+    try:  # a class of one's own may be built in another way
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            asked = config_class.from_dict(dict(values))
+            for name in (name for name in _CHOICES if hasattr(asked, name)):
+                setattr(asked, name, None)  # the file's choice may be code of the hub
+            built = make(asked)
+            saved = built.state_dict(keep_vars=True)
+            return {p: list(v.shape) for p, v in make_functional(built)[1].items() if p in saved}, ""
+    except Exception as error:
+        return {}, " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _class_of(values: Mapping[str, Any]) -> tuple[Any, Any] | None:
+    """Return the class of transformers that a configuration names, or that of language models of its kind,
+    and the class of its configuration; None where there is none, or no transformers, or code of its own."""
+    if "auto_map" in values:
+        return None
+    with suppress(Exception):
+        library = importlib.import_module("transformers")
+        usual = library.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        (name,) = values.get("architectures") or [usual[values["model_type"]]]
+        named = getattr(library, name)
+        return (named, named.config_class) if named.config_class.model_type == values["model_type"] else None
+    return None
+
+
+def config_of_tensors(values: Mapping[str, Any], entries: Sequence[TensorToWrite]) -> dict[str, Any]:
+    """Return a configuration whose entries that written tensors decide are theirs.
+
+    "dtype" is that of most numbers, in parts of the model too; nothing is quantized but where a tensor has
+    numbers of one byte.
+    """
+    floats: dict[torch.dtype, int] = {}
+    for entry in entries:
+        if entry.dtype.is_floating_point:
+            floats[entry.dtype] = floats.get(entry.dtype, 0) + math.prod(entry.shape)
+    out = dict(values)
+    if all(entry.dtype.is_floating_point and entry.dtype.itemsize > 1 for entry in entries):
+        out.pop("quantization_config", None)
+    if not floats:
+        return out
+    name = str(max(floats, key=floats.__getitem__)).removeprefix("torch.")
+
+    def stated(part: dict[str, Any], whole: bool) -> dict[str, Any]:
+        inner = {k: stated(v, False) if isinstance(v, dict) else v for k, v in part.items()}
+        return inner | {k: name for k in DTYPES & part.keys() if whole or part[k] is not None}
+
+    return stated(out, True)
+
+
+DTYPES = frozenset({"dtype", "torch_dtype"})  # how transformers 5 and earlier ones call it
 
 
 def given_name(path: str, names: Names) -> Named | None:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fnshard.checkpoint.coordination import all_or_none
 from fnshard.errors import AgreementError, StateError, leaves
-from fnshard.hf.names import Family, Names, Transposed, check_names, given_name
-from fnshard.hf.reading import INDEX, SINGLE
+from fnshard.hf.names import Family, Names, Transposed, check_names, config_of_tensors, given_name
+from fnshard.hf.reading import INDEX, SINGLE, read_config
 from fnshard.layout.codecs import block_of
 from fnshard.layout.pairs import as_pairs
 from fnshard.layout.partition import boxes
@@ -250,10 +250,15 @@ def _complete(
         total = sum(e.bytes for entries in files.values() for e in entries)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    if isinstance(config, Mapping) and config:
-        text = json.dumps(config, indent=2, sort_keys=True, default=str)
-        (folder / "config.json").write_text(text + "\n")
-    elif isinstance(config, Path):
+    entries = [entry for some in files.values() for entry in some]
+    if isinstance(config, Path):
         found = [config] if config.is_file() else sorted({p for g in COPIED for p in config.glob(g)})
         for source in filter(Path.is_file, found):
             shutil.copyfile(source, folder / ("config.json" if config.is_file() else source.name))
+    file = folder / "config.json"
+    values = read_config(folder) if isinstance(config, Path) else config
+    made = config_of_tensors(values, entries)
+    if isinstance(config, Path) and made != values:
+        file.write_text(json.dumps(made, indent=2) + "\n")
+    elif made and not isinstance(config, Path):
+        file.write_text(json.dumps(made, indent=2, sort_keys=True, default=str) + "\n")

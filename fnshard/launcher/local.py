@@ -106,6 +106,8 @@ def launch(
             old.unlink()
         try:
             _run(command, ranks, folder, meeting, max_restarts, env)
+        except LaunchError as error:
+            raise error.with_traceback(None) from None  # how it came here says nothing of the program
         finally:
             clear_memory(os.getpid())
 

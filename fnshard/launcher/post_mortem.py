@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -69,7 +70,8 @@ class PostMortem:
         if text:
             raised = _exception_lines(text)[0]
             head = f"rank {rank} of {ranks} failed: {raised}"
-            body = text.rstrip().removeprefix(raised).lstrip("\n")  # `sys.exit(message)` has no traceback
+            # `sys.exit(message)` has no traceback.
+            body = drop_internal_frames(text.rstrip()).removeprefix(raised).lstrip("\n")
         else:
             ended = f"ended with exit code {failure.exitcode}, without a traceback."
             if failure.exitcode < 0:
@@ -104,6 +106,36 @@ def _traceback_of(failure: ProcessFailure) -> str:
     if isinstance(message, dict):
         return message.get("extraInfo", {}).get("py_callstack") or message.get("message", "")
     return ""
+
+
+LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+STARTERS = (os.path.join(LIBRARY, "launcher"), os.path.join("torch", "distributed", "elastic"), "<frozen ")
+
+
+def drop_internal_frames(text: str) -> str:
+    """Return a traceback of the program's own frames, and of what it calls; the rank's log has them all.
+
+    What starts a rank goes; the library's frames do, too, but where the library itself fails by another
+    exception than its own.
+    """
+    kept: list[str] = []
+    for part in re.split(r"(?=^Traceback \(most recent call last\):$)", text, flags=re.MULTILINE):
+        head, *rest = re.split(r"(?=^  File \")", part, flags=re.MULTILINE)
+        frames = [
+            re.match(r'(  File "(.*?)".*\n(?:    .*\n|  \[.*\n)*)([\s\S]*)', each + "\n") for each in rest
+        ]
+        if not frames or None in frames:
+            kept.append(part)
+            continue
+        files, raised = [frame[2] for frame in frames], frames[-1][3]
+        own = raised.startswith("fnshard.errors.") or not files[-1].startswith(LIBRARY)
+        shown = [
+            frame[1] for frame, file in zip(frames, files, strict=True)
+            if not any(s in file for s in STARTERS) and not (own and file.startswith(LIBRARY))
+        ]  # fmt: skip
+        kept += [head, *shown] if shown else []
+        kept.append(raised[:-1])
+    return "".join(kept)
 
 
 def _exception_lines(text: str) -> list[str]:

@@ -15,7 +15,7 @@ from fnshard import tree
 from fnshard.errors import SpecError, leaves, report
 from fnshard.layout.partition import P, block_shape
 from fnshard.layout.rules import Rule, check_params, match_specs
-from fnshard.layout.spec import FP8, LayoutSpec, fits_fp8, is_buffer
+from fnshard.layout.spec import FP8, LayoutSpec, check_fields, fits_fp8, is_buffer
 from fnshard.layout.tensor import tensor_layouts
 from fnshard.mesh import Mesh, check_mesh
 
@@ -42,6 +42,7 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
         named, _ = tree.flatten_with_paths(params)
         check_mesh(mesh)
         check_params(named)
+        check_fields("a preset", policy, ("rules", "units", "tensor", "expert"))
         own: list[Rule] = []
         free = {p: v for p, v in named.items() if not any(fnmatch.fnmatchcase(p, glob) for glob, _ in rules)}
         coded = bool(policy.get("codec"))

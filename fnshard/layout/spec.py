@@ -22,7 +22,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +107,11 @@ class LayoutSpec:
     buffers: bool = False
     aggregation: Aggregation | None = None
     shape: tuple[int, ...] | None = None
+
+    def __new__(cls, *args: Any, **fields: Any) -> Self:
+        """Refuse options that there are not, before they are a TypeError."""
+        check_fields("LayoutSpec", fields)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         for name in PARTITION_FIELDS:
@@ -210,13 +215,27 @@ def from_plain(spec: Any) -> Any:
     """
     if not isinstance(spec, Mapping):
         return spec
-    known = [field.name for field in fields(LayoutSpec) if field.name != "shape"]  # the leaf's own
-    unknown = [str(name) for name in spec if name not in known]
-    if unknown:
-        raise SpecError(
-            f"LayoutSpec has no field {', '.join(map(repr, unknown))}.", fix=f"one of {', '.join(known)}."
-        )
+    check_fields("LayoutSpec", [str(name) for name in spec])
     return LayoutSpec(**spec)
+
+
+def check_fields(of: str, names: Iterable[str], more: Sequence[str] = ()) -> None:
+    """Refuse names that are no fields of a `LayoutSpec`.
+
+    Args:
+        of: what they were given to.
+        more: other names that it takes.
+
+    Raises:
+        SpecError: with the nearest names.
+    """
+    known = [*(f.name for f in fields(LayoutSpec) if f.name != "shape"), *more]  # the shape is the leaf's own
+    if unknown := [name for name in names if name not in known and name != "shape"]:
+        nearest = difflib.get_close_matches(unknown[0], known, n=len(known), cutoff=0)
+        raise SpecError(
+            f"{of} has no field {', '.join(map(repr, unknown))}.",
+            fix=f"one of {nearest[0]} (the nearest), {', '.join(nearest[1:])}.",
+        )
 
 
 def _partition(name: str, value: Any) -> P | None:

@@ -15,6 +15,7 @@ from fnshard.optim.contract import Changed, Optimizer, StepInfo, check_kind
 from fnshard.optim.optimizers import adamw as make_adamw
 from fnshard.optim.optimizers import dispatched
 from fnshard.optim.schedules import Rate, as_schedule, call_text, rate_first
+from fnshard.optim.sums import matrix_norm
 
 __all__ = ["muon", "orthogonalized"]
 
@@ -122,7 +123,7 @@ def orthogonalized(matrix: Tensor, steps: int = 5) -> Tensor:
     a, b, c = COEFFICIENTS
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if tall else matrix
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    x = x / matrix_norm(x).to(x.dtype).clamp(min=1e-7)
     add = torch.addmm if x.dim() == 2 else torch.baddbmm  # rounded once, as in torch
     for _ in range(steps):
         square = x @ x.mT

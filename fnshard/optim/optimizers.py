@@ -17,6 +17,7 @@ from torch import Tensor
 from fnshard.errors import OptimizerError, is_number, leaves
 from fnshard.optim.contract import Changed, LeafRule, Optimizer, Slots, StepInfo, SumRule, Tensors
 from fnshard.optim.schedules import ByPath, PathRules, Rate, RateSchedule, as_schedule, call_text, rate_first
+from fnshard.optim.sums import sum_squares
 
 __all__ = [
     "OPTIMIZERS", "adamw", "by_path", "chain", "clip_by_global_norm", "ema", "ema_params", "lars", "lion",
@@ -113,7 +114,8 @@ def lars(
 
     def squares(path: str, grad: Tensor, slots: Any, param: Tensor, info: StepInfo) -> dict[str, Tensor]:
         both = {"param_square": param, "grad_square": grad} if param.dim() > 1 else {}
-        return {n: value.square().sum().reshape([1] * value.dim()) for n, value in both.items()}
+        ones = [1] * param.dim()
+        return {n: sum_squares([value]).to(param.dtype).reshape(ones) for n, value in both.items()}
 
     def leaf(path: str, grad: Tensor, slots: Any, param: Tensor, info: StepInfo) -> Changed:
         decay, scale = settings(path)

@@ -36,13 +36,15 @@ class Agreement(NamedTuple):
 
 
 def check_agreement(
-    comm: Collectives, schedule: Schedule, settings: Mapping[str, str], items: float, compiled: bool = False
-) -> Agreement:
+    comm: Collectives, schedule: Schedule, settings: Mapping[str, str], items: float, compiled: bool = False,
+    rows: int | None = None,
+) -> Agreement:  # fmt: skip
     """Compare schedules, and whatever else must be alike, over all ranks. A collective.
 
     Args:
         settings: `{name: text}` of what else must be alike: optimizer, loss scale, seed.
         items, compiled: of this rank, what `Agreement` has of all.
+        rows: of this rank's batch, where each rank's loss counts alike; None where a `Mean` counts items.
 
     Raises:
         AgreementError: on every rank, naming those that differ and what does.
@@ -50,11 +52,21 @@ def check_agreement(
     program = {f"collective {i}": line for i, line in enumerate(schedule.communication(shapes=True))}
     program |= {"mesh": str(schedule.mesh), "accumulate": str(schedule.accumulate), **settings}
     text = json.dumps(program)
-    mine = hashlib.sha256(text.encode()).hexdigest(), items, compiled
-    programs, counts, ready = zip(*(json.loads(t) for t in comm.gather_object(json.dumps(mine))), strict=True)
+    mine = hashlib.sha256(text.encode()).hexdigest(), items, compiled, rows
+    every = [json.loads(t) for t in comm.gather_object(json.dumps(mine))]
+    programs, counts, ready, rows_of = zip(*every, strict=True)
     differing = [rank for rank, each in enumerate(programs) if each != programs[0]]
     if differing:
         _refuse(comm, text, differing)
+    if len(set(rows_of)) > 1:
+        ranks = {count: [str(r) for r, own in enumerate(rows_of) if own == count] for count in rows_of}
+        raise AgreementError(
+            "ranks have batches of different numbers of rows, and the loss is no fs.Mean: each rank's would "
+            "count alike, a mean of means.",
+            [f"rank {', '.join(some)}: {count} rows" for count, some in ranks.items()],
+            "return fs.Mean(losses.sum(), count), which is exact over all rows of all ranks; or give all "
+            "ranks equally many.",
+        )
     return Agreement(max(counts), all(ready))
 
 

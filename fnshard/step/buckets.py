@@ -36,7 +36,8 @@ class Buckets:
     a mask [B, T, T].
 
     Args:
-        lengths: the lengths that there are. A longer sequence is an error.
+        lengths: the lengths that there are. A longer sequence is an error. Where a "context" axis splits
+            sequences, each length grows to the next one that its ranks divide.
         pad: from globs of batch leaves to what fills them; the first that matches. None leaves them as they
             are. A leaf is named by its position or parameter, then by its path: "0", "batch.labels". A
             pattern that names no leaf is an error.
@@ -75,11 +76,17 @@ class Buckets:
             )
         object.__setattr__(self, "lengths", tuple(sorted(set(self.lengths))))
 
-    def of_function(self, signature: inspect.Signature | None) -> Buckets:
-        """Return a copy that knows the names of a function's parameters."""
+    def of_function(self, signature: inspect.Signature | None, context: int = 1) -> Buckets:
+        """Return buckets that know the names of a function's parameters.
+
+        Args:
+            context: how many ranks split sequences. They divide all lengths: another length would be computed
+                in another way, by other collectives.
+        """
         kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         parameters = [] if signature is None else signature.parameters.values()
-        return replace(self, parameters=tuple(p.name for p in parameters if p.kind in kinds)[1:])
+        names = tuple(p.name for p in parameters if p.kind in kinds)[1:]
+        return replace(self, parameters=names, lengths=[n + -n % context for n in self.lengths])
 
     def padded(self, batch: Arguments) -> Arguments:
         """Return a batch whose sequences have lengths of the list.

@@ -70,7 +70,8 @@ class ProgramCache:
         check_mesh(mesh)
         self.fn, self.mesh, self.options, self.trains = fn, mesh, options, trains
         self._signature = signature_of(fn)
-        self.shapes = options.shapes and options.shapes.of_function(self._signature)
+        context = mesh.axis_size("context") if "context" in mesh.names else 1
+        self.shapes = options.shapes and options.shapes.of_function(self._signature, context)
         self.optimizer = optimizer
         self._take(ResolvedSpecs.of(specs))
         self.programs = (

@@ -14,6 +14,8 @@ import heapq
 import inspect
 import itertools
 import math
+import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -184,8 +186,9 @@ def fit(
 ) -> Fit:
     """The fastest specs and remat whose predicted peak is at most `device_bytes`.
 
-    A batch is not cut into micro-batches where `fn` has an exchange (`fs.psum`) over a data axis: that is
-    another function.
+    With `ranks` the search over meshes takes about a minute at most, says on the console what it is at, and
+    names in `meshes` what it left out. A batch is not cut into micro-batches where `fn` has an exchange
+    (`fs.psum`) over a data axis: that is another function.
 
     Args:
         fn, params: as `shard_step` and `Step.lower` take them; `params` may be meta.
@@ -241,15 +244,25 @@ def _over_meshes(
     budget = hardware.memory_bytes if device_bytes is None else device_bytes
     bounds: list[tuple[float, int, Search]] = []
     why: dict[Mesh, str] = {}
-    for mesh in _meshes(ranks, hardware.ranks_per_node):
+    clock, kernels = (
+        _Clock(time.monotonic()),
+        dict[str, Kernel](),
+    )  # meshes whose programs are alike share these
+    meshes = list(_meshes(ranks, hardware.ranks_per_node))
+    for number, mesh in enumerate(meshes, 1):
+        if bounds and clock.seconds > LIMIT_s / 2:
+            why[mesh] = _NOT_LOOKED_AT
+            continue
+        clock.say(f"mesh {number} of {len(meshes)}, {mesh}")
         try:
             part = next(split_batch(batch, mesh.data_size, "parts for ranks"))
             with warnings.catch_warnings():
                 warnings.simplefilter("error", UserWarning)  # leaves that an axis leaves whole
                 base = specs(mesh) if specs is not None else _preset(params, mesh)
             search = Search(
-                fn, params, mesh, batch=part.positional, keywords=part.keywords, specs=base, **how
-            )
+                fn, params, mesh, batch=part.positional, keywords=part.keywords, specs=base,
+                kernels=kernels, clock=clock, **how,
+            )  # fmt: skip
         except (SpecError, StateError, UserWarning) as error:
             why[mesh] = str(error).splitlines()[0]
             continue
@@ -260,6 +273,10 @@ def _over_meshes(
     for bound, _, search in sorted(bounds):
         if bound >= least:
             continue  # even with room for all
+        if found and clock.is_up:
+            why[search.mesh] = _NOT_LOOKED_AT
+            continue
+        clock.say(f"plans on {search.mesh}")
         try:
             found.append(search.fit(budget))
         except BudgetError as error:
@@ -280,11 +297,40 @@ def _over_meshes(
     return replace(best, meshes=tuple((mesh, cause) for mesh, cause in reasons.items() if mesh != best.mesh))
 
 
+LIMIT_s = 50.0  # that a search over meshes takes, once it has a plan that fits
+QUIET_s = 3.0  # before it says on the console what it is at
+_NOT_LOOKED_AT = "not looked at, time was up; fit(..., mesh=) looks at one mesh"
+
+
+@dataclass
+class _Clock:
+    """The time that a search over meshes has taken, and what it says of that."""
+
+    begun: float
+    longest: float = 0.0  # of the plans that were looked at, in seconds
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.begun
+
+    @property
+    def is_up(self) -> bool:
+        """Whether to be content with the best plan so far: one more may take as long as the longest did."""
+        return self.seconds + self.longest > LIMIT_s
+
+    def say(self, text: str) -> None:
+        """Show a search that takes long what it is at."""
+        if self.seconds > QUIET_s:
+            print(f"fit, {self.seconds:.0f} s: {text}", file=sys.stderr, flush=True)
+
+
 def _meshes(ranks: int, near: int) -> Iterator[Mesh]:
     """All of so many ranks; those of a tensor group are neighbours in a node of `near`."""
     divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
     for tensor in (d for d in divisors if d <= near):
-        for shard in (d for d in divisors if ranks // tensor % d == 0):
+        for shard in reversed(
+            [d for d in divisors if ranks // tensor % d == 0]
+        ):  # those that shard most first
             axes = {"replicate": ranks // tensor // shard, "shard": shard, "tensor": tensor}
             axes = {n: size for n, size in axes.items() if size > 1 or n == "shard"}
             yield make_mesh(**axes, abstract=True, device="cpu")
@@ -298,7 +344,8 @@ def _preset(params: Any, mesh: Mesh) -> Any:
 class Search:
     """The plans of one function, batch and mesh; remembers those it has lowered, for many budgets.
 
-    Takes what `fit` takes, but for the budget.
+    Takes what `fit` takes, but for the budget; and `kernels` that other searches share with it, and the
+    `clock` that ends it.
     """
 
     def __init__(
@@ -312,6 +359,8 @@ class Search:
         hardware: Hardware | str = "h100",
         optimizer: Optimizer | None = None,
         specs: Any = None,
+        kernels: dict[str, Kernel] | None = None,
+        clock: _Clock | None = None,
         **options: Any,
     ):
         _check_arguments(params, mesh, batch, hardware, options)
@@ -325,7 +374,8 @@ class Search:
         step.resolve(params)
         self.base = step.specs
         self.divisors = _divisors(self.arguments)
-        self.fronts: dict[int, tuple[Step, Front, dict[str, Kernel]]] = {}
+        self.fronts: dict[int, tuple[Step, Front]] = {}
+        self.kernels, self.clock = {} if kernels is None else kernels, clock
         self.seen: dict[Choice, Candidate] = {}
         self.units = self._units()
         exchanges = self._front(self.divisors[0])[1].segments.exchanges
@@ -342,14 +392,14 @@ class Search:
         found = dict.fromkeys(u for s in segments for u in s.units)
         return tuple(u for u in found if u not in last)
 
-    def _front(self, accumulate: int) -> tuple[Step, Front, dict[str, Kernel]]:
+    def _front(self, accumulate: int) -> tuple[Step, Front]:
         """What all plans with so many micro-batches share."""
         if accumulate not in self.fronts:
             step = shard_step(
                 self.fn, self.base, mesh=self.mesh, optimizer=self.optimizer, accumulate=accumulate,
                 **self.options,
             )  # fmt: skip
-            self.fronts[accumulate] = step, self.arguments.call(step.front), {}
+            self.fronts[accumulate] = step, self.arguments.call(step.front)
         return self.fronts[accumulate]
 
     def specs_of(self, choice: Choice) -> Any:
@@ -379,12 +429,12 @@ class Search:
 
     def lower(self, choice: Choice, *, verified: bool = True) -> Lowered:
         """A plan on paper."""
-        step, front, known = self._front(choice.accumulate)
+        step, front = self._front(choice.accumulate)
         specs = ResolvedSpecs.of(self.specs_of(choice)).paired
         options = self.options_of(choice)
         depths = {"prefetch": (choice.ahead, choice.ahead), "overlap": choice.ahead}
         lowering = replace(step.options.lowering, remat=options["remat"], **depths)
-        stages = schedule_for(front, specs, self.mesh, lowering, known, verified)
+        stages = schedule_for(front, specs, self.mesh, lowering, self.kernels, verified)
         chosen = replace(step.options, lowering=lowering)
         sizes = bytes_of_batch(self.arguments)
         return Lowered(stages, chosen, optimizer=self.optimizer, batch_bytes=sizes)
@@ -392,8 +442,13 @@ class Search:
     def look(self, choice: Choice) -> Candidate:
         """A plan's peak and time; each is lowered once."""
         if choice not in self.seen:
+            begun = 0.0 if self.clock is None else self.clock.seconds
+            if self.clock is not None:
+                self.clock.say(f"{choice} on {self.mesh}")
             lowered = self.lower(choice, verified=False)
             memory, seconds = lowered.memory_analysis(), lowered.timeline(self.hardware).step_seconds
+            if self.clock is not None:
+                self.clock.longest = max(self.clock.longest, self.clock.seconds - begun)
             self.seen[choice] = Candidate(choice, memory.peak_bytes, seconds, memory.host_bytes)
         return self.seen[choice]
 
@@ -430,17 +485,23 @@ class Search:
         push(Choice(accumulate=self.divisors[0]))
         while queue:
             bound, _, coarse = heapq.heappop(queue)
-            if best is not None and bound >= best.seconds:
+            if best is not None and (bound >= best.seconds or self._is_late):
                 break
             free = self.look(self._free(coarse))
             if free.peak_bytes <= budget:
                 best = _faster(best, free)
                 continue  # whatever saves more can only be slower
             for remat in RECOMPUTE if self.units else ():
+                if best is not None and self._is_late:
+                    break
                 best = _faster(best, self._within(replace(coarse, remat=remat), budget, best))
             for saving in self._savings(coarse):
                 push(saving)
         return best
+
+    @property
+    def _is_late(self) -> bool:
+        return self.clock is not None and self.clock.is_up
 
     def _free(self, coarse: Choice) -> Choice:
         """A coarse choice at its fastest."""
@@ -517,7 +578,9 @@ class Search:
     def _descend(self, best: Candidate, budget: int) -> tuple[Candidate, list[Candidate]]:
         """Step to a faster neighbour that fits while there is one; and the last one's neighbours."""
         while True:
-            around = [self.look(c) for c in self.neighbours(best.choice)]
+            around = [
+                self.look(c) for c in self.neighbours(best.choice) if c in self.seen or not self._is_late
+            ]
             better = [c for c in around if c.peak_bytes <= budget and c.cost < best.cost]
             if not better:
                 return best, around

@@ -128,13 +128,16 @@ class Runner:
             self._compare_rows(batch)
         lowered, rank = self.cache.get(batch), self.rank
         blocks = self._blocks(params)
+        tensors, whole = self.cache.tensors(lowered, batch)
         bound = rank.bound.get((id(lowered), rank.observer))
         if bound is None:
             if rank.agreement is None:
-                self._agree(lowered, blocks, given_to(params), seed, step)
+                plain = self.cache.trains and lowered.program.outputs.count is None
+                cut = [v.shape[0] for n, v in tensors.items() if n not in whole and v.dim()]
+                self._agree(lowered, blocks, given_to(params), seed, step, cut[0] if plain and cut else None)
             lowered.compile()
             bound = self._bind(lowered)
-        return bound, self._inputs(lowered, blocks, *self.cache.tensors(lowered, batch), seed, step)
+        return bound, self._inputs(lowered, blocks, tensors, whole, seed, step)
 
     def count(self, bound: Bound, env: Mapping[Any, Tensor]) -> float | None:
         """What a Mean counts on all ranks, if a hook or a backward of `fn`'s has to know. A collective."""
@@ -162,17 +165,21 @@ class Runner:
             compare_rows(rank.comm, self._parts, texts_of(batch))
 
     def _agree(
-        self, lowered: Lowered, blocks: Mapping[str, Tensor], given: Mapping[str, int], seed: int, step: int
-    ) -> None:
+        self, lowered: Lowered, blocks: Mapping[str, Tensor], given: Mapping[str, int], seed: int, step: int,
+        rows: int | None,
+    ) -> None:  # fmt: skip
         """Compare, at the first step, what ranks run and hold; ranks of a host compile a share each.
 
         A collective.
+
+        Args:
+            rows: of this rank's batch, where all ranks must have as many.
         """
         rank, specs, settings = self.rank, self.cache.specs, {}
         if self.cache.trains and self.mesh.size > 1:
             settings = settings_of(self.optimizer, specs, self.options, seed, step)
         items, compiled = items_of(lowered.program), lowered.compiled is not None
-        rank.agreement = check_agreement(rank.comm, lowered.schedule, settings, items, compiled)
+        rank.agreement = check_agreement(rank.comm, lowered.schedule, settings, items, compiled, rows)
         if self.compares_replicas:
             compare_values(rank.comm, blocks, specs.paired, given)
         constants = lowered.program.constants

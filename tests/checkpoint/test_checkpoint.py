@@ -315,3 +315,24 @@ def test_axes_of_one_dim_lie_as_the_mesh_says() -> None:
         return fs.reshard(blocks, specs, whole, mesh)["w"]
 
     assert all(torch.equal(got, full["w"]) for got in fs.simulate(mesh, work))
+
+
+@pytest.mark.parametrize("own_folder", [True, False])
+@pytest.mark.parametrize("memory", ["disk", "host", "device"])
+def test_averages_of_leaves_that_rest_on_disk(memory: str, own_folder: bool, tmp_path: Path) -> None:
+    """They rest in the folder that is named, or on the host."""
+    mesh, params = fs.make_mesh(shard=2, simulated=True), {"w": torch.ones(5, 3), "b": torch.ones(3)}
+    specs = fs.presets.full_shard(params, mesh, memory=memory, optimizer_memory="disk")
+    step = fs.shard_step(
+        lambda p, x: (x @ p["w"] + p["b"]).mean(), specs, mesh=mesh, backend="eager", disk_dir=str(tmp_path),
+        optimizer=fs.optim.chain(fs.optim.sgd(0.1), fs.optim.ema(0.5)),
+    )  # fmt: skip
+
+    def work(rank: int) -> None:
+        state, _ = step(step.init(params), torch.ones(2, 5))
+        average = fs.averaged(state, disk_dir=str(tmp_path) if own_folder else None)
+        got, now = (fs.unshard(each.params, specs, mesh) for each in (average, state))
+        for path, first in params.items():
+            torch.testing.assert_close(got[path], (first + now[path]) / 2)
+
+    fs.simulate(mesh, work)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
@@ -17,6 +18,8 @@ from weights import same, tensors_of
 
 import fnshard as fs
 from fnshard.errors import StateError
+from fnshard.hf.names import config_of_tensors
+from fnshard.runtime.files.tensorfile import TensorToWrite
 
 transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -310,3 +313,87 @@ def test_what_a_module_cannot_make_is_told(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------ processes
+
+
+# ------------------------------------------------------------------ what is written beside the tensors
+def written(of: Saved, folder: Path, **options: Any) -> dict[str, Any]:
+    mesh = fs.make_mesh(shard=1)
+    specs = fs.presets.full_shard(of.params, mesh)
+    blocks = fs.hf.load(of.folder, specs, mesh, model=of.meta)
+    fs.hf.save(blocks, folder, specs, mesh, **options)
+    return json.loads((folder / "config.json").read_text())
+
+
+SOURCES: dict[str, Callable[[Saved], Any]] = {  # where the configuration comes from
+    "a folder": lambda of: of.folder,
+    "a file": lambda of: of.folder / "config.json",
+    "a dict": lambda of: of.meta.config.to_dict() | {"architectures": ["LlamaForCausalLM"]},
+    "a configuration": lambda of: of.meta.config,
+    "the module": lambda of: None,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_configuration_has_the_dtype_of_what_is_written(
+    saved: Callable[[str], Saved], tmp_path: Path, source: str, dtype: torch.dtype | None
+) -> None:
+    of = saved("llama")
+    found = written(of, tmp_path / "out", model=of.meta, config=SOURCES[source](of), dtype=dtype)
+    name = str(dtype or torch.float32).removeprefix("torch.")
+    assert {found[key] for key in ("dtype", "torch_dtype") if key in found} == {name}
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == (
+        dtype or torch.float32
+    )
+
+
+def test_parts_and_older_names_of_the_dtype_and_a_quantization_that_is_gone() -> None:
+    entries = [TensorToWrite("w", (4, 4), torch.bfloat16), TensorToWrite("norm", (4,), torch.float32)]
+    values = {
+        "model_type": "x", "torch_dtype": "float32", "text_config": {"dtype": "float32", "vocab_size": 3},
+        "vision_config": {"dtype": None}, "quantization_config": {"load_in_4bit": True},
+    }  # fmt: skip
+    assert config_of_tensors(values, entries) == {
+        "model_type": "x", "torch_dtype": "bfloat16", "text_config": {"dtype": "bfloat16", "vocab_size": 3},
+        "vision_config": {"dtype": None},
+    }  # fmt: skip
+    kept = config_of_tensors(values, [*entries, TensorToWrite("codes", (4,), torch.uint8)])
+    assert "quantization_config" in kept
+    assert config_of_tensors({"mine": 1}, entries) == {"mine": 1}
+
+
+CHANGED = {
+    "vocab_size": 126, "hidden_size": 24, "num_hidden_layers": 3, "intermediate_size": 999,
+    "tie_word_embeddings": True, "num_key_value_heads": 2, "num_attention_heads": 4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("known", ["by the module", "by its class", "by its kind"])
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_configuration_of_other_tensors_is_refused(
+    saved: Callable[[str], Saved], tmp_path: Path, name: str, known: str
+) -> None:
+    of = saved("llama")
+    values = of.meta.config.to_dict() | {name: CHANGED[name]}
+    values |= {"architectures": ["LlamaForCausalLM"]} if known == "by its class" else {}
+    model = {"model": of.meta} if known == "by the module" else {}
+    with pytest.raises(fs.StateError, match="the configuration does not fit") as error:
+        written(of, tmp_path / "out", config=values, **model)
+    if name in ("vocab_size", "tie_word_embeddings"):
+        assert "lm_head.weight" in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["wider", "deeper", "no transformer"])
+def test_another_model_is_refused_and_says_what_differs(
+    saved: Callable[[str], Saved], tmp_path: Path, kind: str
+) -> None:
+    of = saved("llama")
+    sizes = {"wider": {"intermediate_size": 999}, "deeper": {"num_hidden_layers": 3}}.get(kind, {})
+    config = transformers.LlamaConfig(**{**of.meta.config.to_dict(), **sizes})
+    with fs.deferred():
+        other = transformers.LlamaForCausalLM(config) if sizes else torch.nn.Linear(3, 3)
+    leaf = {"wider": "mlp.gate_proj.weight", "deeper": "layers.2.", "no transformer": "weight"}[kind]
+    with pytest.raises(fs.SpecError, match=rf"(?s)model=.* is another model.*{leaf}.*Fix: give the module"):
+        written(of, tmp_path / "out", model=other)
+    assert not list(tmp_path.iterdir())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -14,10 +15,13 @@ import textwrap
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
+import torch
 from launched import HEADER, environment, is_alive, lines_of, program_of, ranks_of, run, started, wait_for
 
+import fnshard as fs
 from fnshard.errors import CollectiveError, SpecError
 from fnshard.launcher import local as launcher
 from fnshard.launcher.local import LaunchError
@@ -355,3 +359,28 @@ def test_every_restart_is_within_ten_seconds_beyond_imports(how, count, tmp_path
         seconds.append(max(now - killed - imports for again, _, now, imports in times if again))
     print("beyond imports, seconds:", sorted(round(s, 2) for s in seconds))
     assert max(seconds) < 10
+
+
+def failing(kind: str) -> None:
+    """Fail in a function of this file, in the library by a mistake, or in `fn` under the library."""
+    params = {"w": torch.ones(4)}
+    if kind == "own":
+        json.loads("{")
+    if kind == "library":
+        fs.match_specs(params, [("nope", fs.LayoutSpec())])
+    specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
+    step = fs.shard_step(lambda p, x: {}[p["w"].shape], specs, backend="eager")
+    step(fs.shard(params, specs, fs.make_mesh(device="cpu")), torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("own", "JSONDecodeError"), ("library", "SpecError"), ("fn", "KeyError")]
+)
+def test_a_failure_shows_frames_of_the_program_alone(kind: str, name: str, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=name) as error:
+        fs.launch(failing, ranks=1, args=(kind,), logs=tmp_path)
+    files = re.findall(r'File "(.*?)"', str(error.value))
+    assert __file__ in files and not any("fnshard/fnshard" in f or "/launcher/rank" in f for f in files)
+    library = str(Path(fs.__file__).parent)
+    assert not any(f.startswith(library) or "elastic" in f for f in files)
+    assert library in (tmp_path / "rank0.log").read_text()  # which has them all

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -299,3 +300,25 @@ def test_shard_and_unshard_are_inverse(shape: tuple[int, ...], ranks: int, prese
     back = fs.simulate(mesh, lambda rank: fs.unshard(fs.shard(params, specs, mesh), specs, mesh))
     for tree in back:
         assert all(torch.equal(tree[p], params[p]) and tree[p].dtype == params[p].dtype for p in params)
+
+
+@pytest.mark.parametrize("make", [*fs.presets.PRESETS, "LayoutSpec", "plain data"])
+def test_an_option_that_there_is_not_is_named_with_the_nearest(make):
+    params, mesh = {"w": torch.ones(4, 2)}, fs.make_mesh(shard=2, abstract=True)
+    calls = {
+        "LayoutSpec": lambda **given: LayoutSpec(P("shard"), **given),
+        "plain data": lambda **given: fs.match_specs(params, [["*", given]]),
+    }
+    call = calls.get(make) or (lambda **given: fs.presets.PRESETS[make](params, mesh, **given))
+    for name, nearest in {"computedtype": "compute_dtype", "optimizer_mem": "optimizer_memory"}.items():
+        with pytest.raises(SpecError, match=rf"no field '{name}'.*\nFix: one of {nearest} "):
+            call(**{name: torch.bfloat16})
+    if make in fs.presets.PRESETS:
+        with pytest.raises(SpecError, match=r"no field 'tensors'.*\nFix: one of tensor "):
+            call(tensors="tensor")
+
+
+def test_specs_are_copied_and_pickled_as_ever():
+    spec = LayoutSpec(P("shard"), compute_dtype=torch.bfloat16)
+    for again in (pickle.loads(pickle.dumps(spec)), copy.deepcopy(spec), dataclasses.replace(spec)):
+        assert again == spec

@@ -182,3 +182,45 @@ def test_functions_of_ones_own_are_compared_by_what_they_compute(kind):
         fs.AgreementError, match=r"(?s)unlike optimizer\..*after \d+ updates: .*Fix: give the"
     ):
         run_with(plain, lambda rank: make(0.1 * (rank + 1)))
+
+
+MEANS = {  # losses of [rows, 2], and whether each rank's counts alike
+    "a plain mean": (lambda p, x: (x @ p["a"].T).square().mean(), True),
+    "a plain sum": (lambda p, x: (x @ p["a"].T).square().sum(), True),
+    "with metrics": (lambda p, x: ((x @ p["a"].T).mean(), {"rows": fs.Mean(x.sum(), x.shape[0])}), True),
+    "fs.Mean": (lambda p, x: fs.Mean((x @ p["a"].T).square().sum(), 4 * x.shape[0]), False),
+}
+
+
+@pytest.mark.parametrize(
+    "axes", [{"shard": 2}, {"replicate": 2, "shard": 2}, {"shard": 2, "tensor": 2}], ids=str
+)
+@pytest.mark.parametrize("name", MEANS)
+@pytest.mark.parametrize("trains", [True, False])
+def test_ranks_with_different_numbers_of_rows_need_an_exact_mean(trains, name, axes):
+    """Else each rank's mean would count alike, in silence; rows that all ranks have are no matter."""
+    mesh, (loss, refused) = fs.make_mesh(**axes, simulated=True), MEANS[name]
+    params = {"a": torch.ones(4, 2)}
+    optimizer = fs.optim.sgd(0.1) if trains else None
+
+    def run(rank, some):
+        specs = fs.presets.full_shard(params, mesh)
+        step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optimizer, backend="eager")
+        state = step.init(params) if trains else fs.shard(params, specs, mesh)
+        return step(state, torch.arange(2.0 * some[mesh.data_rank % 2]).view(-1, 2))
+
+    fs.simulate(mesh, run, (4, 4))
+    with pytest.raises(fs.AgreementError, match=r"fs\.Mean") if refused else nullcontext() as error:
+        fs.simulate(mesh, run, (4, 2))
+    assert not refused or ("4 rows" in str(error.value) and "2 rows" in str(error.value))
+
+
+def test_whole_leaves_are_no_rows():
+    mesh = fs.make_mesh(shard=2, simulated=True)
+
+    def run(rank):
+        loss = lambda p, ends, x: (x @ p["a"].T).mean() + ends.sum() * 0.0  # noqa: E731
+        step = fs.shard_step(loss, fs.presets.full_shard(PARAMS, mesh), mesh=mesh, backend="eager")
+        return step(fs.shard(PARAMS, step.specs, mesh), fs.Whole(torch.ones(rank + 1)), torch.ones(2, 2))
+
+    fs.simulate(mesh, run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from dataclasses import replace
 from functools import cache, partial
@@ -16,6 +17,8 @@ import fnshard as fs
 from experiments.bench.measure import live_bytes
 from fnshard.errors import BudgetError, SpecError
 from fnshard.step.fit import Search, fit
+
+fit_module = importlib.import_module("fnshard.step.fit")
 
 # blocks, width, hidden, rows, time, ranks, hardware, dtype of compute
 SETTINGS = {
@@ -230,3 +233,17 @@ def test_meshes_that_cannot_be_are_named() -> None:
         over(2, device_bytes=1000)
     with pytest.raises(SpecError, match="leave mesh= out"):
         over(2, mesh=fs.make_mesh(shard=2, abstract=True, device="cpu"))
+
+
+def test_a_search_over_meshes_ends_and_says_what_it_is_at(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a limit that is up at once: one plan that fits, and a line for each mesh that was left out."""
+    monkeypatch.setattr(fit_module, "LIMIT_s", 0.0)
+    monkeypatch.setattr(fit_module, "QUIET_s", 0.0)
+    plan = over(2)
+    assert plan.looked_at == 1 and len(plan.meshes) == 2
+    assert all("time was up" in why for _, why in plan.meshes)
+    assert f"mesh 1 of 3, {plan.mesh}" in capsys.readouterr().err
+    tight = over(2, device_bytes=int(0.9 * plan.peak_bytes))  # no plan yet: it goes on until one fits
+    assert tight.peak_bytes <= 0.9 * plan.peak_bytes

@@ -214,3 +214,33 @@ def test_each_length_is_traced_once() -> None:
         assert step.compile_stats.traces == traces
     lowered = [step.lower(leaves, *batch(0, length)) for length in (3, 9, 16)]
     assert len({each.memory_analysis().peak_bytes for each in lowered}) == 3
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_lengths_are_divided_by_the_ranks_that_split_them(ranks):
+    """Whatever the lengths: else some lengths would be split and others not, by other collectives."""
+    drawn = torch.Generator().manual_seed(0)
+    params = {n: torch.randn(11, 8, dtype=torch.float64, generator=drawn) for n in ("embed", "head")}
+
+    def loss(p, ids, labels):
+        return fs.losses.linear_cross_entropy(F.embedding(ids, p["embed"]), p["head"], labels)
+
+    def trained(mesh):
+        step = fs.shard_step(
+            loss, fs.presets.full_shard(params, mesh), mesh=mesh, optimizer=fs.optim.sgd(0.1),
+            backend="eager", shapes=fs.Buckets([4, 8, 12], pad={"labels": -100, "*": 0}),
+        )  # fmt: skip
+
+        def run(rank):
+            state, losses = step.init(params), []
+            for length in (3, 7, 12, 5):
+                ids = torch.arange(2 * length).view(2, length) % 11
+                state, metrics = step(state, ids, ids)
+                losses.append(metrics["loss"])
+            return torch.stack(losses)
+
+        return fs.simulate(mesh, run)
+
+    (expected,) = trained(fs.make_mesh(shard=1, simulated=True))
+    for losses in trained(fs.make_mesh(context=ranks, simulated=True)):
+        torch.testing.assert_close(losses, expected, rtol=0, atol=1e-10)

@@ -84,6 +84,12 @@ class ValueName(str):
         return self.kind in (Kind.STORED, Kind.SLOTS)
 
     @property
+    def is_pooled(self) -> bool:
+        """Whether it lies in a buffer of the host's pool, which the next transfer fills once it is freed: all
+        copies on the host but master parameters, which are the slot's own memory."""
+        return self.kind is Kind.HOST and self.source.kind is not Kind.STORED
+
+    @property
     def leaf(self) -> str:
         """The path of the leaf that this is a shard, the slots, a whole value or a gradient of, or ""."""
         return self.path if self.original.kind in _OF_LEAVES else ""

@@ -32,6 +32,7 @@ from torch import Tensor, fx
 
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.rewrites.rounding import BITS, drop_rounding
+from fnshard.compiler.rewrites.wide_sums import widen_sums
 from fnshard.errors import MissingExtraError, SpecError
 
 Boxed = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -73,6 +74,9 @@ def _generated(
     fakes = [n.meta["val"] for n in placeholders]
     mode = next((f.fake_mode for f in fakes if hasattr(f, "fake_mode")), None)
     on_cpu = any(isinstance(f, Tensor) and f.device.type == "cpu" for f in fakes)
+    if on_cpu:
+        with V.set_fake_mode(mode) if mode is not None else nullcontext():
+            widen_sums(module.graph)
     flat = module.graph.output_node().args[0]
     # Strides of all outputs are kept as traced: the backward was traced with them.
     module.graph.output_node().meta["user_visible_output_idxs"] = list(range(len(flat)))

@@ -12,7 +12,7 @@ gradients; `x2.0` is the first value that segment 2 saves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -169,6 +169,15 @@ class Instruction:
         """State that changes until what it issues is waited for."""
         return ()
 
+    def aliases(self) -> Mapping[ValueName, Names]:
+        """Return by value that it writes what that may share memory with.
+
+        A line that computes may hand on all that it reads, unless its class says less. What it overwrites and
+        hands on (a sum in place) is no alias: the result takes that memory over. `insert_frees` gives a
+        buffer back when no alias of it is read any more, and `verify` follows aliases.
+        """
+        return dict.fromkeys(self.writes, self.reads) if self.lane == COMPUTE else {}
+
     def on_host(self, schedule: Schedule) -> bool:
         """Whether it computes on the host next to a device, or sends what such a line has made."""
         return False
@@ -290,6 +299,26 @@ def on_arrival(wait: Wait, take: Callable[[Env, Any], None]) -> Action:
 def only_stored(names: Names) -> bool:
     """Whether these are stored shards, and there are any."""
     return bool(names) and all(n.kind is Kind.STORED for n in names)
+
+
+def follow_aliases(lines: Sequence[Instruction]) -> dict[ValueName, frozenset[ValueName]]:
+    """Return by value which slots, reduced gradients and buffers of the host's pool its memory may be a part
+    of, its own too.
+
+    State keeps its memory, whoever writes to it.
+    """
+    of_slots = {n for line in lines for n in line.reads if n.kind is Kind.SLOTS}
+    out = {n: frozenset({n}) for n in of_slots}
+    for line in lines:
+        aliases = line.aliases()
+        for name in line.writes:
+            if name.is_state:
+                continue
+            own = {name} if name.is_pooled or name.original.kind is Kind.REDUCED else set()
+            handed_on = {root for n in aliases.get(name, ()) for root in out.get(n, ())}
+            if own or handed_on:
+                out[name] = frozenset(own | handed_on)
+    return out
 
 
 def reduced_names(names: Names) -> Names:

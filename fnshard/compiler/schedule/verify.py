@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -29,15 +29,20 @@ from fnshard.compiler.schedule.instructions import (
     Wait,
 )
 from fnshard.compiler.schedule.instructions.kernels import tiny_runs
-from fnshard.compiler.schedule.ir import Schedule
+from fnshard.compiler.schedule.ir import Schedule, follow_aliases
 from fnshard.errors import ScheduleError
 
 
 @dataclass
 class _State:
     live: set[str]
+    memory: Mapping[ValueName, frozenset[ValueName]]  # by value, what it may be a view of: `follow_aliases`
     flying: dict[str, tuple[int, Instruction]] = field(default_factory=dict)
     taken: dict[str, int] = field(default_factory=dict)  # by the line that may have written to it
+    given_back: dict[str, int] = field(
+        default_factory=dict
+    )  # buffers of the host, by the line that freed them
+    writers: dict[str, Instruction] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
@@ -52,6 +57,7 @@ def verify(schedule: Schedule) -> Schedule:
     - every collective and every transfer is waited for, exactly once;
     - nothing writes or frees what a collective or transfer in flight reads, touches what an update in flight
       changes, or reads what was taken over;
+    - no buffer of the host's pool is read, or given back again, by way of a view once it was given back;
     - whatever is alive at the end is an output;
     - a gradient is summed over each axis once that does not split its leaf, and over no other; a norm counts
       every element once; where the result of an exchange has a cotangent, what was sent has one.
@@ -59,7 +65,7 @@ def verify(schedule: Schedule) -> Schedule:
     Raises:
         ScheduleError: a bug in a pass.
     """
-    state = _State(set(schedule.inputs))
+    state = _State(set(schedule.inputs), follow_aliases(schedule.instructions))
     for number, line in enumerate(schedule.instructions):
         _check_line(state, number, line, schedule)
     for name, (number, _) in state.flying.items():
@@ -68,6 +74,10 @@ def verify(schedule: Schedule) -> Schedule:
     if left:
         state.problems.append(f"alive at the end: {', '.join(sorted(left)[:8])}")
     state.problems += [f"output {n} does not exist" for n in schedule.outputs if n not in state.live]
+    state.problems += [
+        f"output {n} is a view of {root}, whose buffer line {state.given_back[root]} frees"
+        for n in schedule.outputs for root in state.memory.get(n, ()) if root in state.given_back
+    ]  # fmt: skip
     state.problems += _too_many_units(schedule) + _double_gathers(schedule)
     state.problems += _sums(schedule) + _counts(schedule) + _missing_duals(schedule)
     if not state.problems:  # it takes every kernel to read what it should
@@ -82,15 +92,18 @@ def _check_line(state: _State, number: int, line: Instruction, schedule: Schedul
     for name in line.reads:
         if name not in state.live:
             state.problems.append(f"{here}: reads {name}, which is not alive")
-        if name in state.taken and not _of_other_leaves(line, schedule.instructions[state.taken[name]]):
-            state.problems.append(f"{here}: reads {name}, which line {state.taken[name]} may overwrite")
+        _check_memory(state, here, line, name, schedule)
+    for name in (n for n in line.drops if isinstance(line, Free) and n.is_pooled):
+        for root in {name, *state.memory.get(name, ())} & state.given_back.keys():
+            state.problems.append(f"{here}: gives {name} back, as line {state.given_back[root]} has done")
+        state.given_back[name] = number
     state.taken |= dict.fromkeys(line.overwrites, number)
     changed = {*line.drops, *line.changes} | (set(line.writes) & state.live)
     for flight, (issued, issue) in state.flying.items():
         waited = isinstance(line, Wait) and flight in line.reads
         if not waited and (torn := {*line.reads, *line.writes} & set(issue.changes)):
             state.problems.append(f"{here}: touches {sorted(torn)} while line {issued} changes it")
-        touched = changed & set(issue.reads) - {flight}
+        touched = {n for n in issue.reads if n != flight and {n, *state.memory.get(n, ())} & changed}
         still_read = {n for n in touched if not _copied(issue, n)}
         if still_read and not waited:
             state.problems.append(f"{here}: changes {sorted(still_read)} while line {issued} reads it")
@@ -109,7 +122,21 @@ def _check_line(state: _State, number: int, line: Instruction, schedule: Schedul
         if name in state.live and not in_place:
             state.problems.append(f"{here}: writes {name} again")
     state.live |= set(line.writes)
+    state.writers |= dict.fromkeys(line.writes, line)
     state.live -= set(line.drops)
+
+
+def _check_memory(state: _State, here: str, line: Instruction, name: ValueName, schedule: Schedule) -> None:
+    """Look for lines that have overwritten or given back the memory that a value is, or is a view of."""
+    for root in {name, *state.memory.get(name, ())}:
+        view = "" if root == name else f", a view of {root}"
+        reader = line if root == name else state.writers.get(name, line)
+        if root in state.taken and not _of_other_leaves(reader, schedule.instructions[state.taken[root]]):
+            state.problems.append(f"{here}: reads {name}{view}, which line {state.taken[root]} may overwrite")
+        if root in state.given_back and view:
+            state.problems.append(
+                f"{here}: reads {name}{view}, whose buffer line {state.given_back[root]} frees"
+            )
 
 
 def _of_other_leaves(line: Instruction, other: Instruction) -> bool:

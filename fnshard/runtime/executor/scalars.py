@@ -19,6 +19,7 @@ from fnshard.compiler.ir.values import CONTROL
 from fnshard.compiler.schedule.buckets import Bucket
 from fnshard.layout.spec import LayoutSpec, summed_axes
 from fnshard.mesh import Mesh
+from fnshard.optim.sums import sum_squares
 from fnshard.runtime.tiers import send
 
 
@@ -77,10 +78,7 @@ class Scalars:
 
         0-d, fp64.
         """
-        own = [blocks[p] for p in bucket.paths]
-        wide = torch.float64 if any(b.dtype == torch.float64 for b in own) else torch.float32
-        norms = torch.stack(torch._foreach_norm(own, 2, dtype=wide))  # by one call, in fp32 at least
-        return (norms.double().square() / replicas).sum()
+        return sum_squares([blocks[p] for p in bucket.paths]) / replicas
 
     @property
     def _ranks(self) -> int:

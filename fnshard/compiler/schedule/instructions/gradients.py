@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnshard.compiler.ir.values import Kind
+from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.schedule.buckets import end_to_end
 from fnshard.compiler.schedule.instructions.kernels import Run
 from fnshard.compiler.schedule.instructions.leaves import cast_together
@@ -225,6 +225,11 @@ class Accumulate(OfBucket):
 
     def on_host(self, schedule: Schedule) -> bool:
         return self.reads[0].kind is Kind.HOST
+
+    def aliases(self) -> Mapping[ValueName, Names]:
+        """The first sum may be the row that has come; a later one takes over the memory of the one before."""
+        as_it_came = self.first and not self._of_full_gradients and self.reads[0].kind is not Kind.HOST
+        return {self.writes[0]: self.reads} if as_it_came else {}
 
     @property
     def _of_full_gradients(self) -> bool:

@@ -85,8 +85,7 @@ class Free(Instruction):
 
     def bind(self, context: Context) -> Action:
         freed, transfers, later = context.freed, context.transfers, context.later(self)
-        # In host buffers that go back to the pool: all copies but master parameters.
-        pooled = {n for n in self.drops if n.kind is Kind.HOST and n.original.kind is not Kind.STORED}
+        pooled = {n for n in self.drops if n.is_pooled}
         read_on_host = [n for n in self.drops if dropped_by_worker(n)]
         others = [n for n in self.drops if n not in read_on_host]
 

@@ -40,6 +40,10 @@ class Norms(OfBucket):
 
     replicas: int = 1
 
+    def aliases(self) -> Mapping[ValueName, Names]:
+        """Numbers share memory with nothing."""
+        return {}
+
     def on_host(self, schedule: Schedule) -> bool:
         return self.reads[0].kind is Kind.HOST
 
@@ -207,6 +211,10 @@ class UpdateBegin(_OfOptimizer):
 
     dtypes: tuple[torch.dtype, ...] = ()
 
+    def aliases(self) -> Mapping[ValueName, Names]:
+        """What is sent may be the gradients themselves, and are the slots themselves."""
+        return {self.writes[0]: self.reads}
+
     def bind(self, context: Context) -> Action:
         begin, inputs = context.updater.bind_begin(self.paths), self._bind_inputs(context)
         out, *_ = self.writes
@@ -300,6 +308,11 @@ class Update(_OfOptimizer):
     def overwrites(self) -> Names:
         """Gradients are scaled in place."""
         return reduced_names(self.reads)
+
+    def aliases(self) -> Mapping[ValueName, Names]:
+        """A master copy that is sent to the device is the slot's own memory."""
+        return {n: tuple(s for s in self.reads if s.original.kind is Kind.SLOTS and s.path == n.path)
+                for n in self.writes if not n.is_state}  # fmt: skip
 
     def bind(self, context: Context) -> Action:
         updater, later, inputs = context.updater, context.later(self), self._bind_inputs(context)

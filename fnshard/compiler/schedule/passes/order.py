@@ -20,7 +20,7 @@ from fnshard.compiler.schedule.instructions import (
     UpdateWhole,
     Wait,
 )
-from fnshard.compiler.schedule.ir import Schedule
+from fnshard.compiler.schedule.ir import Schedule, follow_aliases
 
 _UPDATES = UpdateBegin | UpdateExchange | UpdateSums | UpdateWhole | Update
 
@@ -64,14 +64,18 @@ def insert_frees(schedule: Schedule) -> Schedule:
     """A value dies at its last reader: inside a kernel's call, or by a Free right after it.
 
     Stored shards and the step's own inputs belong to the caller and are never dropped. What a transfer
-    or an overlapped update reads is read until its Wait.
+    or an overlapped update reads is read until its Wait. A buffer of the host's pool is read as long as its
+    aliases are.
     """
+    memory = follow_aliases(schedule.instructions)
     sent = {line.writes[0]: line.reads for line in schedule.instructions if line.reads_until_waited}
     keep = set(schedule.inputs) | set(schedule.outputs)
     last: dict[ValueName, int] = {}
     for index, line in enumerate(schedule.instructions):
         flown = sent.get(line.reads[0], ()) if isinstance(line, Wait) else ()
-        for name in (*line.writes, *line.reads, *flown):
+        read = (*line.reads, *flown)
+        pooled = (root for n in read for root in memory.get(n, ()) if root.is_pooled and root in last)
+        for name in (*line.writes, *read, *pooled):
             if name not in keep:
                 last[name] = index
     dying: dict[int, list[ValueName]] = {}
