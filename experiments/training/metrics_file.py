@@ -6,14 +6,15 @@ import json
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from experiments.training.goal import Goal, is_held_out
+
 METRICS = "metrics.jsonl"
-HELD_OUT = "held_out_loss"
-RECENT, LOSSES = 1000, 64  # steps whose seconds and losses are kept
+RECENT, LOSSES = 1000, 64  # steps whose seconds and numbers are kept
 
 
 def read_rows(path: Path | None, made: int) -> Iterator[dict[str, Any]]:
@@ -32,7 +33,7 @@ def read_rows(path: Path | None, made: int) -> Iterator[dict[str, Any]]:
                 return
             if not (isinstance(row, dict) and isinstance(row.get("step"), int)):
                 return
-            if row["step"] < made or (row["step"] == made and HELD_OUT not in row):
+            if row["step"] < made or (row["step"] == made and not is_held_out(row)):
                 yield row
 
 
@@ -41,24 +42,30 @@ class Totals:
     """What a report says of all rows.
 
     Args:
+        goal: what the run is judged by.
         reached: the last step.
         seconds: of all steps.
         recent: seconds of each of the last steps.
         losses: of the last steps.
-        held_out: the last held-out loss.
+        trained: the goal's number in the last steps.
+        held_out: the goal's number on held-out data, when it was measured last.
     """
 
+    goal: Goal = Goal()
     reached: int = 0
     seconds: float = 0.0
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=LOSSES))
+    trained: deque[float] = field(default_factory=lambda: deque(maxlen=LOSSES))
     held_out: float = math.nan
 
     def add(self, row: Mapping[str, Any]) -> None:
         self.reached = max(self.reached, row["step"])
-        self.held_out = row.get(HELD_OUT, self.held_out)
+        self.held_out = row.get(self.goal.held_out, self.held_out)
         if "loss" in row:
             self.losses.append(row["loss"])
+        if self.goal.name in row:
+            self.trained.append(row[self.goal.name])
         if "seconds" in row:
             self.seconds += row["seconds"]
             self.recent.append(row["seconds"])
@@ -67,3 +74,14 @@ class Totals:
         """The median of the last steps: the first one after each start compiles. NaN where there is none."""
         recent = list(self.recent)[-last:]
         return statistics.median(recent) if recent else math.nan
+
+
+def smooth(curve: Sequence[tuple[float, float]], parts: int) -> tuple[list[tuple[float, float]], int]:
+    """Return at most `parts` points, each the mean of so many of the curve's, and of how many.
+
+    >>> smooth([(1, 4.0), (2, 2.0), (3, 1.0), (4, 1.0)], parts=2)
+    ([(1.5, 3.0), (3.5, 1.0)], 2)
+    """
+    size = max(1, math.ceil(len(curve) / parts))
+    cut = [curve[i : i + size] for i in range(0, len(curve), size)]
+    return [tuple(math.fsum(p) / len(part) for p in zip(*part, strict=True)) for part in cut], size
