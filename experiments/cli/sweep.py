@@ -17,8 +17,8 @@ TABLE, STEM = "table.txt", "sweep"
 
 
 def objective(folder: Path, metric: str | None = None, direction: str = "minimize") -> float | None:
-    """Return the number of the run in `folder` that a search optimises, so that the better one is the one that
-    the search's direction prefers; None if there is none, or no end.
+    """Return the number of the run in `folder` that a search optimises, with the sign by which the search's
+    direction prefers the better run; None if there is none, or no end.
 
     Args:
         metric: None for what the run itself is judged by.

@@ -199,8 +199,8 @@ def points(outcome: Outcome, key: str) -> list[tuple[float, float]]:
 
 
 def names_of(outcomes: Sequence[Outcome]) -> dict[Path, str]:
-    """Return a name for each run, by its folder: the choices and values that not all runs have in common; with
-    the run's own name before them where two have the same, and where there are none."""
+    """Return a name for each run, by its folder: the choices and values that not all runs have in common;
+    with the run's own name before them where two have the same, and where there are none."""
     own = {
         o.folder: _in_words(text) for o, text in zip(outcomes, differences(outcomes).values(), strict=True)
     }

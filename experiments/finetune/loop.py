@@ -92,7 +92,7 @@ class FinetuneSetup(Setup):
 
     @property
     def goal(self) -> Goal:
-        """The loss of samples is in nats per token; those of pairs have no unit, and rewards have their own."""
+        """The loss of samples is in nats per token; losses of pairs and rewards have no unit of their own."""
         kind = self.config.objective.kind.data
         if kind == "prompts":
             return Goal("reward", is_maximised=True)

@@ -34,8 +34,8 @@ PACKAGES = (
 # moment to the job's first step: imports, launch, data, model. "lowering" traces and plans a step, "compile"
 # generates its kernels, with which the first step runs; a run that compiles nothing has none of it.
 PARTS = (
-    "start", "lowering", "compile", "steps", "data", "rollouts", "evaluation", "samples", "saves", "export", "tracing", "reports",
-    "other",
+    "start", "lowering", "compile", "steps", "data", "rollouts", "evaluation", "samples", "saves", "export",
+    "tracing", "reports", "other",
 )  # fmt: skip
 # What of a result differs from run to run of one configuration.
 VARIES = (
@@ -152,9 +152,11 @@ class TimeSpent:
 
     @staticmethod
     def since(folder: Path, began: float) -> tuple[TimeSpent, float]:
-        """Return the time of a process that works on the run of a folder, and when it is counted from: from the
-        command's beginning, or where an earlier process of the same command has counted that, as before a
-        restart, from this process's own."""
+        """Return the time of a process that works on the run of a folder, and when it begins to count.
+
+        That is when the command began; or this process, where an earlier one of the same command, as before a
+        restart, has counted from there.
+        """
         attempts = read_json(folder / RUN).get("attempts", [])
         if not began or any(each.get("began") == began for each in attempts):
             began = process_began()

@@ -42,8 +42,8 @@ class Launched:
 class Setup(Protocol):
     """What a job makes of its configuration. All ranks call its methods together, but `introduce`.
 
-    `tokens`: of one step, of all ranks. `unit`: what one is, "byte", "token" or "row". `goal`: what the run is
-    judged by. Of what can be left out, the methods here do nothing.
+    `tokens`: of one step, of all ranks. `unit`: what one is, "byte", "token" or "row". `goal`: what the run
+    is judged by. Of what can be left out, the methods here do nothing.
     """
 
     config: Any
