@@ -190,8 +190,17 @@ def _specs(config: TrainConfig, params: Any, mesh: fs.Mesh, preset: Callable[...
     policy = dtypes_of(config.precision) | policy
     if config.specs is None:
         return preset(params, mesh, tensor=axis_of("tensor", mesh), **policy)
+    return specs_of(config.specs, params, policy)
+
+
+def specs_of(rules: Any, params: Any, policy: Mapping[str, Any]) -> Any:
+    """Specs by `TrainConfig.specs`; `policy`: fields of the leaves whose rules do not have them.
+
+    Raises:
+        ConfigError: a rule matches nothing, or a leaf no rule.
+    """
     try:
-        return fs.match_specs(params, [(of, rule_of(how, policy)) for of, how in config.specs])
+        return fs.match_specs(params, [(of, rule_of(how, policy)) for of, how in rules])
     except fs.errors.SpecError as error:
         raise ConfigError(f"specs: {error}") from None
 

@@ -155,10 +155,12 @@ class TimeSpent:
         """Return the time of a process that works on the run of a folder, and when it begins to count.
 
         That is when the command began; or this process, where an earlier one of the same command, as before a
-        restart, has counted from there.
+        restart, has counted from there; or now, where a program of one's own calls the job.
         """
+        if not began:
+            return TimeSpent(), 0.0
         attempts = read_json(folder / RUN).get("attempts", [])
-        if not began or any(each.get("began") == began for each in attempts):
+        if any(each.get("began") == began for each in attempts):
             began = process_began()
         spent = TimeSpent()
         spent.seconds["start"] = max(0.0, time.time() - began)
