@@ -31,8 +31,9 @@ HINTS = {
     "start": "imports, launch of ranks, data, model",
     "lowering": "once a run: tracing the step and planning its schedule",
     "compile": "once; kernels are kept for the next run", "data": "data",
-    "rollouts": "objective.group, objective.tokens", "evaluation": "run.held_out_every, data.held_out_rows", "samples": "run.prompt",
-    "saves": "run.save_every, run.async_save", "tracing": "run.profile", "reports": "tracker",
+    "rollouts": "objective.group, objective.tokens",
+    "evaluation": "run.held_out_every, data.held_out_rows", "samples": "run.prompt",
+    "saves": "run.save_every, run.async_save", "tracing": "run.profile", "reports": "tracker, picture",
 }  # fmt: skip
 
 
@@ -49,7 +50,8 @@ def waste(folder: Path) -> str:
         return "\n\n".join([*parts, "no second step was made: nothing is known of a step's time"])
     why = _not_on_paper(record["config"])
     paper = None if why else _paper(record["config"], folder)
-    is_measured = str(record["config"].get("hardware", {}).get("name", "")).startswith(MEASURED)
+    named = str(record["config"].get("hardware", {}).get("name", ""))
+    is_measured = named == "measure" or named.startswith(MEASURED)
     parts.append(_step(run.step.measured, run.step.predicted[""], paper, is_measured))
     if (folder / LINES).exists():
         profile = json.loads((folder / LINES).read_text(encoding="utf-8"))
@@ -127,9 +129,9 @@ def _step(measured: float, predicted: float, paper: Paper | None, is_measured: b
     if factor > FAR and not is_measured:
         side = "longer" if measured > predicted else "shorter"
         text += (
-            f"\nThe step took {factor:.1f} times {side} than predicted: the table has nominal speeds, and nothing "
-            f"was measured on this hardware.\nhardware={MEASURED}FOLDER, with a folder of runs such as this one, "
-            "predicts with what they measured; hardware=measure measures first."
+            f"\nThe step took {factor:.1f} times {side} than predicted: the table has nominal speeds, and "
+            f"nothing was measured on this hardware.\nhardware={MEASURED}FOLDER, with a folder of runs such "
+            "as this one, predicts with what they measured; hardware=measure measures first."
         )
     return text
 
