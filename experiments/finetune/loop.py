@@ -160,7 +160,7 @@ class FinetuneSetup(Setup):
             write_text(end.folder / SAMPLES, table)
         with end.spent.on("reports"):
             picture = end.folder / f"{self.goal.name}.png"
-            title = f"fine-tuning, objective {self.config.objective.name}"
+            title = f"{self.goal.name} of fine-tuning by {self.config.objective.name}"
             draw_run(end.folder / METRICS, self.goal, {}, picture, title)
         numbers = {name: value for name, value in after.items() if name != "answers"}
         closing = end.write_result(numbers, sample=SAMPLES)

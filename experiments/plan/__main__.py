@@ -21,6 +21,7 @@ from fnshard.analysis.hardware import Hardware, mfu
 from fnshard.plot.scales import byte_text, digits, time_text
 
 RIVALS = 5
+WIDE = 10  # from so many times the least on, an axis is logarithmic
 GROUPS = ("model", "precision", "optimizer", "hardware")  # of the main job, too
 Say = Callable[[str], None]
 
@@ -207,14 +208,18 @@ def picture(planner: Planner, best: Candidate, path: Path) -> None:
     axes.scatter([best.peak_bytes / 1e9], [best.seconds], s=60, marker="*", label="chosen", zorder=3)
     axes.axvline(planner.budget / 1e9, linewidth=0.8, linestyle="--", label="budget")
     title = f"{len(some)} plans for {planner.devices:,} × {planner.hardware.name}, by prediction"
-    axes.set(xlabel="peak memory of a device, GB", ylabel="time of a step, s", xscale="log", yscale="log")
-    axes.set_title(title)
-    for axis in (axes.xaxis, axes.yaxis):  # few numbers, so that they do not meet, and none of a minor tick
-        axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.set_minor_formatter(ticker.NullFormatter())
+    axes.set(xlabel="peak memory of a device, GB", ylabel="time of a step, s", title=title)
+    sizes, times = [planner.budget, *(c.peak_bytes for c in some)], [c.seconds for c in some]
+    for axis, scale, values in ((axes.xaxis, axes.set_xscale, sizes), (axes.yaxis, axes.set_yscale, times)):
+        span = max(values) / min(values)
+        if span > WIDE:
+            scale("log")
+            # Few numbers, so that they do not meet, and none at a minor tick.
+            axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if span < 1e4 else (1,)))
+            axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.set_minor_formatter(ticker.NullFormatter())
     axes.grid(alpha=0.25)
-    axes.legend(title="both axes are logarithmic", title_fontsize=8)
+    axes.legend()
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

@@ -103,7 +103,9 @@ class TrainSetup(Setup):
             write_text(end.folder / "sample.txt", sampled)
         with end.spent.on("reports"):
             tables = self.dataset.tables()
-            draw_run(end.folder / METRICS, self.goal, tables, end.folder / "loss.png", "experiments.train")
+            draw_run(
+                end.folder / METRICS, self.goal, tables, end.folder / "loss.png", "loss of a training run"
+            )
         measured = {self.goal.held_out: end.held_out, **{HELD_OUT + n: v for n, v in more.items()}, **tables}
         closing = end.write_result(measured, sample="sample.txt")
         text = comparison(end.held_out, self.goal, tables)

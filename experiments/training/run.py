@@ -84,6 +84,7 @@ def run_job(job: str, make: Callable[[], Setup], run: RunFolder, overrides: list
             print("resume: nothing to go on from, a new run", flush=True)
         report = _report(job, setup, run, overrides, int(state.step), found, spent, began)
         if mesh.rank == 0 and not run.makes:
+            print(f"goal: the run {setup.goal.aim}", flush=True)
             setup.introduce(state)
         if mesh.rank == 0:
             write_plan(setup.plan, folder)

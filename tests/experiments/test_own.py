@@ -83,6 +83,9 @@ def test_functions_of_ones_own_train_and_resume(tmp_path, monkeypatch):
     result, rows = read_result(tmp_path / "whole"), rows_of(tmp_path / "whole")
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 4 and losses[-1] < losses[0] and result["held_out_worst"] > 0
+    assert result["rows_per_s"] > 0 and "tokens_per_s" not in result
+    assert result["goal"] == {"name": "loss", "unit": "", "is_maximised": False}
+    assert not (tmp_path / "whole" / "sample.txt").exists()
     assert [row["step"] for row in Memory.rows if "loss" in row] == [1, 2, 3, 4]
     params, expected = {"w": torch.zeros(3, 1), "b": torch.zeros(1)}, loop.prepare(config)
     x, y = next(expected.loader())
