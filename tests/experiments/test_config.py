@@ -3,6 +3,7 @@ is started, nothing made."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
@@ -169,6 +170,19 @@ def test_right_command_lines_are_taken(tmp_path):
         validate(TOKENIZE, ["out=there", "processes=many"])
     with pytest.raises(ConfigError, match=r"^out=\?\?\?: Field required\.$"):
         validate(TOKENIZE, [])
+
+
+def test_a_reward_of_ones_own_is_named_key_by_key():
+    words = ["objective=grpo", "objective.reward._target_=mine.reward", "objective.reward.most=3"]
+    config = validate(FINETUNE.spec, words)
+    assert config.objective.reward == {"_target_": "mine.reward", "most": 3}
+
+
+@pytest.mark.parametrize("name", sorted(NOISE))
+def test_what_nobody_can_use_is_not_shown(name, caplog):
+    logging.getLogger(name).warning("before %s after", NOISE[name])
+    logging.getLogger(name).warning("something else")
+    assert [record.getMessage() for record in caplog.records] == ["something else"]
 
 
 # ------------------------------------------------------------------ processes, and errors that come later

@@ -254,6 +254,19 @@ def test_files_and_directories_that_are_not_what_they_should_be(model, data, tmp
         loop.prepare(config)
 
 
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_buffers_are_counted_as_no_parameters(model, data, tmp_path, method):
+    """A rotary table is none, neither of a base nor of what trains."""
+    setup = loop.prepare(config_of(model, data, tmp_path, f"method={method}"))
+    tables = sum(buffer.numel() for buffer in setup.tuning.lm.model.buffers())
+    whole = sum(leaf.numel() for leaf in setup.tuning.lm.model.parameters())
+    adapters = sum(leaf.numel() for parts in setup.tuning.params.get("adapters", {}).values()
+                   for leaf in parts.values()) if method == "lora" else 0  # fmt: skip
+    why = setup.planned.why
+    assert tables > 0 and f"of {whole + adapters:,} parameters train" in why
+    assert f"a base of {whole:,} parameters" in why
+
+
 def test_the_rate_that_nobody_names_is_by_method_objective_and_size():
     """As README's table has it."""
     table = re.search(

@@ -24,8 +24,8 @@ from experiments.cli.sweep import TABLE, objective
 from experiments.compare.outcome import jobs_of
 from experiments.configs.train import ConfigError
 from experiments.train import JOB
-from experiments.training.metrics_file import METRICS
 from experiments.training.goal import Goal
+from experiments.training.metrics_file import METRICS
 from experiments.training.result import read_result, write_result
 from experiments.training.resume import identity_of
 from fnshard.launcher.local import LaunchError
