@@ -14,6 +14,7 @@ import pytest
 from runs import SMALL
 from wrong_configs import recipe_of, split
 
+from experiments import NOISE
 from experiments.cli import job
 from experiments.cli.command_spec import CONF
 from experiments.cli.main import main

@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_reported_and_what_would_is_found() -> None:
         (["run.accumulate=2", "strategy=auto"], "strategy=auto chooses the micro-batches"),
         (
             ["model._target_=own_task.linear", "model.vocab=8"],
-            "model.context=None: a model of one's own names",
+            "model.context=None: a model of one's own",
         ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,

@@ -75,7 +75,7 @@ def test_a_run_leaves_what_it_promises(model, data, tmp_path, capfd, method, obj
     assert (folder / base_models.EXPORTED / "tokenizer.json").exists()
     generate([f"run={folder}", "prompt='<|user|>1+1='", "tokens=2"])
     again = capfd.readouterr().out
-    assert f"held-out loss: {result['held_out_loss']:.3f} nats per token\n\n<|user|>1+1=\n  answer:" in again
+    assert f"held-out loss, nats per token: {result['held_out_loss']:.3f}\n\n<|user|>1+1=\n  answer:" in again
     if method == "lora":
         import peft
 
