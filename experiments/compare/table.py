@@ -132,6 +132,7 @@ def _cost(outcome: Outcome, metric: str) -> float:
 
 
 NAMED, LABEL = 10, 70  # runs that have a name in the legend, and its characters
+SHORT = 50  # characters of what alone distinguishes a run
 SMOOTH = 40  # points of a curve: each is the mean of the steps around it
 SHOTS = 2.0  # a loss that leaves the others' highest start by this factor is cut off
 
@@ -207,7 +208,9 @@ def names_of(outcomes: Sequence[Outcome]) -> dict[Path, str]:
     often = Counter(own.values())
     named = {o.folder: o.name for o in outcomes}
     return {
-        folder: text if text and often[text] == 1 else ": ".join(filter(None, [named[folder], text]))
+        folder: text
+        if 0 < len(text) <= SHORT and often[text] == 1
+        else ": ".join(filter(None, [named[folder], text]))
         for folder, text in own.items()
     }
 
