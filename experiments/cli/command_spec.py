@@ -171,7 +171,8 @@ def run_by_hydra(spec: CommandSpec, task: Callable[[DictConfig], Any]) -> None:
     def wrapping(composed: DictConfig) -> Any:
         here = HydraConfig.get()
         folder = Path(here.runtime.output_dir).resolve()
-        is_new = here.mode == RunMode.RUN and _names_in(folder) == {".hydra"}
+        is_above = folder in (Path.cwd(), *Path.cwd().parents)
+        is_new = here.mode == RunMode.RUN and not is_above and _names_in(folder) == {".hydra"}
         try:
             return task(composed)  # a sweeper may look at what it gives
         except Exception as error:

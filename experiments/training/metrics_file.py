@@ -48,7 +48,6 @@ class Totals:
         recent: seconds of each of the last steps.
         losses: of the last steps.
         trained: the goal's number in the last steps.
-        held_out: the goal's number on held-out data, when it was measured last.
     """
 
     goal: Goal = Goal()
@@ -57,11 +56,9 @@ class Totals:
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=LOSSES))
     trained: deque[float] = field(default_factory=lambda: deque(maxlen=LOSSES))
-    held_out: float = math.nan
 
     def add(self, row: Mapping[str, Any]) -> None:
         self.reached = max(self.reached, row["step"])
-        self.held_out = row.get(self.goal.held_out, self.held_out)
         if "loss" in row:
             self.losses.append(row["loss"])
         if self.goal.name in row:
