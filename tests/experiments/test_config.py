@@ -18,7 +18,7 @@ from experiments import NOISE
 from experiments.cli import job
 from experiments.cli.command_spec import CONF
 from experiments.cli.main import main
-from experiments.cli.validation import loader_of, validate
+from experiments.cli.validation import loader_of, validate, with_own_groups
 from experiments.configs.train import HARDWARE, SCHEDULES, STRATEGIES, ConfigError
 from experiments.finetune.job import JOB as FINETUNE
 from experiments.tokenize.config import SPEC as TOKENIZE
@@ -175,7 +175,8 @@ def test_right_command_lines_are_taken(tmp_path):
 
 def test_a_reward_of_ones_own_is_named_key_by_key():
     words = ["objective=grpo", "objective.reward._target_=mine.reward", "objective.reward.most=3"]
-    config = validate(FINETUNE.spec, words)
+    config = compose(*with_own_groups(words), spec=FINETUNE.spec)  # as Hydra takes them
+    assert validate(FINETUNE.spec, words).objective.reward == config.objective.reward
     assert config.objective.reward == {"_target_": "mine.reward", "most": 3}
 
 
