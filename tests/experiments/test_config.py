@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import SMALL
+from runs import SMALL, compose
 from wrong_configs import recipe_of, split
 
 from experiments import NOISE
