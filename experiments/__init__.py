@@ -1,9 +1,17 @@
 """The commands, `python -m experiments.NAME`, and below them what they are made of."""
 
+import logging
 import os
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+# What other packages log at every start, and nobody who runs a command can use: by logger, a part of it.
+NOISE = {
+    "torch.utils.cpp_extension": "No CUDA runtime is found",
+    "torch.utils._pytree": "is an Enum subclass",
+}
+for _name, _part in NOISE.items():
+    logging.getLogger(_name).addFilter(lambda record, part=_part: part not in record.getMessage())
 
 
 def python_path() -> str:

@@ -1,4 +1,4 @@
-"""`python -m experiments.generate run=DIR prompt="def "`: the held-out loss of a run, and text from it.
+"""`python -m experiments.generate run=DIR prompt="def "`: what a run is judged by, and text from it.
 
 It reads the newest checkpoint of a run of train or of finetune into one process, whatever mesh it is of.
 """
@@ -73,9 +73,12 @@ def generate(config: GenerateConfig) -> None:
     state = fs.checkpoint.restore(folder / CHECKPOINTS, setup.step, setup.mesh)
     print(f"step {int(state.step)} of {folder.resolve()}", flush=True)
     if config.held_out:
-        print(f"held-out loss: {setup.evaluate(state.params)[0]:.3f} nats per {setup.unit}", flush=True)
-    if setup.config.run.sampled:
-        print(f"\n{setup.sample(state.params)}", flush=True)
+        value, more = setup.evaluate(state.params)
+        print(f"held-out {setup.goal.label}: {value:.3f}", flush=True)
+        for name, each in more.items():
+            print(f"held-out {name.replace('_', ' ')}: {each:.4g}", flush=True)
+    if sampled := setup.sample(state.params):
+        print(f"\n{sampled}", flush=True)
 
 
 def _setup(config: GenerateConfig, folder: Path) -> Any:

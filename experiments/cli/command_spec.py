@@ -5,22 +5,28 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import hydra
 import yaml
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from experiments import ROOT
 from experiments.cli import schema
-from experiments.configs.checks import ConfigError
+from experiments.configs.checks import TARGET, ConfigError
 
 CONF = ROOT / "conf"
+GROUPS = ("model", "data", "optimizer")  # of files, in whose place a `_target_` may stand
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,8 @@ class CommandSpec:
             ConfigError: as `read`; or a value refers to one that is missing.
         """
         try:
-            values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+            alone = _with_own_groups_alone(self.name, composed)
+            values = OmegaConf.to_container(alone, resolve=True, throw_on_missing=True)
         except OmegaConfBaseException as error:
             raise ConfigError(str(error)) from None
         return self.read(values)
@@ -96,6 +103,50 @@ class Job:
         return self.spec.name
 
 
+def replaced_groups(composed: DictConfig, load: Callable[[list[str]], DictConfig]) -> list[str]:
+    """Return the overrides that take away the files of groups in whose place a recipe has a `_target_`: it is
+    called with the recipe's keys, and not with those of the group's default.
+
+    Args:
+        load: composes the same once more, with more overrides.
+
+    Raises:
+        ConfigError: the command line chooses a file of such a group, too.
+    """
+    out = []
+    for group in GROUPS:
+        values = composed.get(group)
+        if not isinstance(values, DictConfig) or TARGET not in values:
+            continue
+        if composed.hydra.runtime.choices.get(group) is None:
+            continue
+        if TARGET not in (load([f"~{group}"]).get(group) or {}):
+            continue  # the file has it
+        said = [o for o in composed.hydra.overrides.task if o.startswith(f"{group}=")]
+        if said:
+            raise ConfigError(
+                f"{said[0]}: the recipe has its own {group}, {values[TARGET]}. Fix: leave out {said[0]}, or "
+                "the recipe."
+            )
+        out.append(f"~{group}")
+    return out
+
+
+def _with_own_groups_alone(name: str, composed: DictConfig) -> DictConfig:
+    """Return what Hydra composed for a task, without the files that `replaced_groups` finds."""
+    running = GlobalHydra.instance()
+    has_own = any(TARGET in (composed.get(group) or {}) for group in GROUPS)
+    if not (has_own and HydraConfig.initialized() and running.is_initialized()):
+        return composed
+    overrides = list(HydraConfig.get().overrides.task)
+
+    def load(more: Sequence[str] = ()) -> DictConfig:
+        return running.config_loader().load_configuration(name, [*overrides, *more], RunMode.RUN)
+
+    gone = replaced_groups(load(), load)
+    return OmegaConf.masked_copy(load(gone), list(composed)) if gone else composed
+
+
 # ------------------------------------------------------------------ exceptions that come out of Hydra
 
 
@@ -118,9 +169,15 @@ def run_by_hydra(spec: CommandSpec, task: Callable[[DictConfig], Any]) -> None:
     """Let Hydra run `task` once, or for each run of a sweep; its exceptions come out as they are."""
 
     def wrapping(composed: DictConfig) -> Any:
+        here = HydraConfig.get()
+        folder = Path(here.runtime.output_dir).resolve()
+        is_above = folder in (Path.cwd(), *Path.cwd().parents)
+        is_new = here.mode == RunMode.RUN and not is_above and _names_in(folder) == {".hydra"}
         try:
             return task(composed)  # a sweeper may look at what it gives
         except Exception as error:
+            if is_new and is_mistake(error):
+                _remove_unless_begun(folder)
             raise _Wrapped(error) from None
 
     spec.register()
@@ -134,6 +191,24 @@ def run_by_hydra(spec: CommandSpec, task: Callable[[DictConfig], Any]) -> None:
         os.environ.pop("HYDRA_FULL_ERROR")
         if before is not None:
             os.environ["HYDRA_FULL_ERROR"] = before
+
+
+def _names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+def _remove_unless_begun(folder: Path) -> None:
+    """Remove the folder that a command has made before its mistake was found, and folders above it, up to the
+    current one, that are empty then. A run that has made a step stays."""
+    rows, checkpoints = folder / "metrics.jsonl", folder / "checkpoints"
+    if (rows.exists() and rows.stat().st_size) or any(checkpoints.glob("*")):
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    for above in folder.parents:
+        if Path.cwd() not in above.parents:
+            return
+        with suppress(OSError):  # others are in it
+            above.rmdir()
 
 
 def text_of(error: Exception) -> str:

@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Iterable
 from contextlib import suppress
@@ -30,7 +31,7 @@ from experiments.cli.command_spec import Job, is_mistake, is_outside, run_by_hyd
 from experiments.cli.sweep import TABLE, objective, print_table
 from experiments.cli.worker import REFUSAL, refused, run_job
 from experiments.compare.outcome import jobs_of
-from experiments.configs.machine import place
+from experiments.configs.machine import place, process_began
 from experiments.configs.train import NEVER, ConfigError
 from experiments.data.files import write_json
 from experiments.training.metrics_file import METRICS, read_rows
@@ -80,7 +81,8 @@ def _one(job: Job, composed: DictConfig, sweep: int) -> float | None:
     if here.mode != RunMode.MULTIRUN:
         _check_used(launcher)
         requested = job.spec.read_composed(composed)
-        start(job, requested, folder, overrides, chosen=_names_folder(here.overrides.hydra))
+        chosen = _names_folder(here.overrides.hydra)
+        start(job, requested, folder, overrides, chosen=chosen, began=process_began())
         return None
     if launcher == SIDE_BY_SIDE and os.getpid() != sweep:
         end_with_parent(signal.SIGTERM, sweep)  # a worker would finish its job, unseen
@@ -92,7 +94,8 @@ def _one(job: Job, composed: DictConfig, sweep: int) -> float | None:
             raise SystemExit(0)  # so is the sweep
     except Exception as error:
         _note_failure(error, folder, overrides)
-    return objective(folder, here.callbacks.table.metric)
+    direction = getattr(here.sweeper, "direction", None) or "minimize"
+    return objective(folder, here.callbacks.table.metric, str(getattr(direction, "name", direction)))
 
 
 def _check_used(launcher: str) -> None:
@@ -129,11 +132,16 @@ def placed(requested: Any, *, world: int | None = None, nodes: int = 1) -> Any:
     return place(requested, accelerators=accelerators(), world=world, nodes=nodes)
 
 
-def start(job: Job, requested: Any, fresh: Path, overrides: list[str], *, chosen: bool) -> str:
+def start(
+    job: Job, requested: Any, fresh: Path, overrides: list[str], *,
+    chosen: bool, began: float | None = None, makes: str = "",
+) -> str:  # fmt: skip
     """Start this run's ranks and wait for them; results go to `fresh`, or to where it went on.
 
     Args:
         chosen: the command names the folder.
+        began: when the command began, in seconds of `time.time`; None: now, as of a job of a sweep.
+        makes: as of `RunFolder`.
 
     Returns:
         The result's status, "ok" or "stopped".
@@ -145,11 +153,12 @@ def start(job: Job, requested: Any, fresh: Path, overrides: list[str], *, chosen
             into `run.device_gb`, or that a checkpoint could not be read or written.
         LaunchError: a rank failed.
     """
+    began = time.time() if began is None else began
     if (nodes := slurm.nodes()) > 1:
         return _start_on_nodes(job, requested, fresh, overrides, nodes, chosen=chosen)
     config = job.prepare(placed(requested))
     with claimed(requested, fresh, chosen=chosen) as run:
-        folder = Path(run.folder)
+        run, folder = dataclasses.replace(run, began=began, makes=makes), Path(run.folder)
         job_file = folder / "job.json"
         write_json(job_file, {**job_values(config, overrides), "run": dataclasses.asdict(run)})
         for name in (REFUSAL, RESULT):

@@ -3,6 +3,7 @@ anything is made or started; what goes wrong later is exit code 1, and a bug has
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -11,8 +12,16 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
-from experiments.cli.command_spec import CommandSpec, Job, is_mistake, is_outside, run_by_hydra, text_of
-from experiments.cli.validation import help_of, validate, with_own_groups
+from experiments.cli.command_spec import (
+    GROUPS,
+    CommandSpec,
+    Job,
+    is_mistake,
+    is_outside,
+    run_by_hydra,
+    text_of,
+)
+from experiments.cli.validation import OBJECTIVE, help_of, validate, with_own_groups
 
 MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
 
@@ -39,6 +48,7 @@ def answer(spec: CommandSpec, task: Callable[[Any, Path], Any], *also: type[Exce
 
     def run() -> None:
         validated_arguments(spec)
+        logging.getLogger("fnshard").setLevel(logging.WARNING)  # else Hydra shows how far a lowering is
         run_by_hydra(
             spec,
             lambda composed: task(
@@ -59,7 +69,11 @@ def validated_arguments(spec: CommandSpec) -> Any:
         print(help_of(spec))
         sys.exit(0)
     sys.argv[1:] = with_own_groups(sys.argv[1:])  # Hydra reads them, too
-    return validate(spec, sys.argv[1:])
+    config = validate(spec, sys.argv[1:])
+    # What a recipe's `_target_` is called with may have keys that the recipe does not name.
+    own = [f"{group}." for group in (*GROUPS, OBJECTIVE) if isinstance(getattr(config, group, None), dict)]
+    sys.argv[1:] = [f"++{each}" if each.startswith(tuple(own)) else each for each in sys.argv[1:]]
+    return config
 
 
 def exiting(run: Callable[[], None], *also: type[Exception]) -> None:

@@ -10,35 +10,50 @@ from omegaconf import DictConfig
 
 from experiments.compare.outcome import jobs_of, outcome_of
 from experiments.compare.table import write
-from experiments.training.metrics_file import HELD_OUT
+from experiments.training.goal import Goal, grows
 from experiments.training.result import read_result
 
 TABLE, STEM = "table.txt", "sweep"
 
 
-def objective(folder: Path, metric: str = HELD_OUT) -> float | None:
-    """The number of the run in `folder` that a search optimises; None if there is none, or no end."""
+def objective(folder: Path, metric: str | None = None, direction: str = "minimize") -> float | None:
+    """Return the number of the run in `folder` that a search optimises, with the sign by which the search's
+    direction prefers the better run; None if there is none, or no end.
+
+    Args:
+        metric: None for what the run itself is judged by.
+        direction: of the search, "minimize" or "maximize".
+    """
     result = read_result(folder)
-    value = result.get(metric) if result["status"] == "ok" else None
-    return float(value) if type(value) in (int, float) else None
+    goal = Goal.of(result.get("goal")) or Goal()
+    name = metric or goal.held_out
+    value = result.get(name) if result["status"] == "ok" else None
+    if type(value) not in (int, float):
+        return None
+    # Of a metric that is named with the direction its author knows which is the better.
+    turned = grows(name, goal) and direction == "minimize"
+    turned |= metric is None and not grows(name, goal) and direction == "maximize"
+    return -float(value) if turned else float(value)
 
 
-def print_table(sweep: Path, metric: str = HELD_OUT) -> int:
+def print_table(sweep: Path, metric: str | None = None) -> int:
     """Print the table of all jobs, sorted by `metric`, and leave it in the sweep's folder with a CSV and a
     picture of their curves. How many failed."""
     outcomes = [outcome_of(folder, folder.name) for folder in jobs_of(sweep)]
     known = any(metric in outcome.numbers for outcome in outcomes)
-    text, ranking = write(outcomes, metric if known else HELD_OUT, sweep, STEM, TABLE)
+    text, ranking = write(outcomes, metric if known else None, sweep, STEM, TABLE)
     print(f"\n{text}\nresults: {sweep}", flush=True)
-    if not known and metric != HELD_OUT:
-        print(f"hydra.callbacks.table.metric={metric}: no run has it; sorted by {HELD_OUT}.", flush=True)
+    if not known and metric is not None:
+        print(
+            f"hydra.callbacks.table.metric={metric}: no run has it; sorted by {ranking.metric}.", flush=True
+        )
     return ranking.failed
 
 
 class SweepTable(Callback):
     """The table at a sweep's end. The exit code is 1 if a run failed."""
 
-    def __init__(self, metric: str = HELD_OUT) -> None:
+    def __init__(self, metric: str | None = None) -> None:
         self._metric = metric
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:

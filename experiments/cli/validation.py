@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -25,12 +25,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.cli import schema
-from experiments.cli.command_spec import MISTAKES, CommandSpec, text_of
+from experiments.cli.command_spec import GROUPS, MISTAKES, CommandSpec, replaced_groups, text_of
 from experiments.configs.checks import TARGET, ConfigError, refusal
 from experiments.configs.train import MEASURED
 
 OWN_GROUP = re.compile(rf"(\w+)=(\{{.*\b{TARGET}:.*\}})", re.DOTALL)
-OWN_KEY = re.compile(rf"(model|data|objective|optimizer)\.{TARGET}=.*", re.DOTALL)
+OWN_KEY = re.compile(rf"(\w+(?:\.\w+)*)\.{TARGET}=.*", re.DOTALL)
 OBJECTIVE = "objective"  # which of the main job is no group of files
 SWEPT = 64  # values of an argument of a sweep that are checked before it starts; each job checks its own
 
@@ -43,18 +43,21 @@ def with_own_groups(arguments: list[str]) -> list[str]:
     ['~optimizer', '+optimizer={_target_: mine.lion, lr: 1e-4}']
     >>> with_own_groups(["model._target_=mine.Net", "model.width=8"])
     ['~model', '++model._target_=mine.Net', '++model.width=8']
+    >>> with_own_groups(["objective.reward._target_=mine.reward", "objective.reward.most=3", "run.steps=2"])
+    ['++objective.reward._target_=mine.reward', '++objective.reward.most=3', 'run.steps=2']
     >>> with_own_groups(["hardware=measured:outputs"])
     ['hardware.name=measured:outputs']
     """
     arguments = [re.sub(f"^hardware=(?={MEASURED})", "hardware.name=", each) for each in arguments]
     own = {found[1] for found in map(OWN_KEY.fullmatch, arguments) if found}
-    out = [f"~{group}" for group in sorted(own - {OBJECTIVE})]
+    out = [f"~{group}" for group in GROUPS if group in own]
     for argument in arguments:
-        found, group = OWN_GROUP.fullmatch(argument), argument.partition(".")[0]
+        found, (key, is_value, _) = OWN_GROUP.fullmatch(argument), argument.partition("=")
         if found:
             out += [f"++{argument}"] if found[1] == OBJECTIVE else [f"~{found[1]}", f"+{argument}"]
         else:
-            out.append(f"++{argument}" if group in own and "=" in argument else argument)
+            below = is_value and any(key.startswith(f"{each}.") for each in own)
+            out.append(f"++{argument}" if below else argument)
     return out
 
 
@@ -149,8 +152,16 @@ def _composed(
         lines += [[f"++{text}" if plain else text for text in texts]] if texts else []
     for i in range(max(map(len, lines), default=1)):
         chosen = [texts[min(i, len(texts) - 1)] for texts in lines]
+
+        def compose(more: Sequence[str] = (), chosen: list[str] = chosen) -> DictConfig:
+            return loader.load_configuration(spec.name, [*chosen, *more], RunMode.RUN)
+
         try:
-            composed = loader.load_configuration(spec.name, chosen, RunMode.RUN)
+            composed = compose()
+            if gone := replaced_groups(composed, compose):
+                composed = compose(gone)
+        except ConfigError:
+            raise
         except ValueError as error:  # a choice that is no name, a file that is no text
             raise ConfigError(f"{' '.join(chosen)}: {error}") from None
         yield OmegaConf.to_container(_own(composed), resolve=True)

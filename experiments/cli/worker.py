@@ -23,6 +23,7 @@ from hydra.errors import HydraException
 
 from experiments.cli.command_spec import is_mistake
 from experiments.cli.schema import build
+from experiments.configs.machine import process_began
 from experiments.configs.train import ConfigError
 from experiments.data.files import DamagedError, read_json, write_json
 from experiments.training.result import RESULT
@@ -108,6 +109,7 @@ def _run_of(job: Job, values: Mapping[str, Any]) -> Iterator[RunFolder]:
         yield RunFolder(**values["run"])
         return
     answer: list[Any] = [None, ""]
+    began = process_began()
     with ExitStack() as stack:
         if int(os.environ.get("RANK", "0")) == 0:
             try:
@@ -116,7 +118,7 @@ def _run_of(job: Job, values: Mapping[str, Any]) -> Iterator[RunFolder]:
                     Path(values["fresh"]),
                     chosen=values["chosen"],
                 )
-                answer[0] = dataclasses.asdict(stack.enter_context(found))
+                answer[0] = dataclasses.asdict(stack.enter_context(found)) | {"began": began}
             except ConfigError as error:
                 answer[1] = str(error)
         if dist.is_initialized():

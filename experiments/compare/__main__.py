@@ -10,7 +10,6 @@ from experiments.cli.main import exiting
 from experiments.compare.outcome import found
 from experiments.compare.table import write
 from experiments.configs.checks import ConfigError, unmakeable
-from experiments.training.metrics_file import HELD_OUT
 
 OUT = "outputs/compare"
 
@@ -22,13 +21,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Compare runs of train and of finetune, finished or not: a table, a CSV, their curves.",
     )
     parser.add_argument("run_dir", nargs="+", help="the folder of a run, of a sweep, or above them; a glob")
-    parser.add_argument("--metric", default=HELD_OUT, help="what they are sorted by (default: %(default)s)")
+    parser.add_argument("--metric", help="what they are sorted by (default: what they were trained for)")
     parser.add_argument("--out", default=OUT, help="folder for the files (default: %(default)s)")
     args = parser.parse_args(arguments)
     exiting(lambda: compare(args.run_dir, args.metric, Path(args.out)))
 
 
-def compare(places: Sequence[str], metric: str, out: Path) -> None:
+def compare(places: Sequence[str], metric: str | None, out: Path) -> None:
     why = unmakeable(str(out))
     if why:
         raise ConfigError(f"--out={out}: {why}.")

@@ -17,7 +17,8 @@ import yaml
 from experiments.configs.measured import RUN
 from experiments.configs.train import ConfigError
 from experiments.data.files import DamagedError, read_json, read_record
-from experiments.training.metrics_file import HELD_OUT, METRICS, read_rows
+from experiments.training.goal import Goal, is_held_out
+from experiments.training.metrics_file import METRICS, read_rows
 from experiments.training.result import RESULT, STOPPED, read_result
 from fnshard.errors import report
 
@@ -37,6 +38,7 @@ class Outcome:
         numbers: what it has measured, by name.
         rows: of its metrics, by step.
         reason: why it failed, or how far it is; one line.
+        goal: what it is judged by.
     """
 
     folder: Path
@@ -46,6 +48,7 @@ class Outcome:
     numbers: dict[str, float] = field(default_factory=dict)
     rows: tuple[dict[str, Any], ...] = ()
     reason: str = ""
+    goal: Goal = Goal()
 
 
 def found(places: Sequence[str]) -> tuple[list[Outcome], int]:
@@ -107,17 +110,18 @@ def outcome_of(folder: Path, name: str) -> Outcome:
         print(each, file=sys.stderr, flush=True)
     numbers = {k: float(v) for k, v in result.items() if type(v) in (int, float) and k != "step"}
     status, reason = result["status"], result.get("reason") or _in_short(result.get("error", ""))
+    goal = Goal.of(result.get("goal")) or Goal.of(read_json(folder / RUN).get("goal")) or Goal()
     if status not in (OK, FAILED):
-        losses = [row["loss"] for row in rows if "loss" in row][-RECENT:]
-        numbers = {"loss": math.fsum(losses) / len(losses)} if losses else {}
-        held_out = [row[HELD_OUT] for row in rows if HELD_OUT in row][-1:]
-        numbers |= {HELD_OUT: held_out[0]} if held_out else {}
+        trained = [row[goal.name] for row in rows if goal.name in row][-RECENT:]
+        numbers = {goal.name: math.fsum(trained) / len(trained)} if trained else {}
+        measured = next((row for row in reversed(rows) if is_held_out(row)), {})
+        numbers |= {name: float(value) for name, value in measured.items() if name != "step"}
         if rows:
             steps = _steps(folder)
             status = STOPPED if status == STOPPED else UNFINISHED
             reason = f"step {rows[-1]['step']} of {steps}"
     overrides = result["overrides"] or _overrides(folder)
-    return Outcome(folder, name, status, tuple(map(str, overrides)), numbers, rows, reason)
+    return Outcome(folder, name, status, tuple(map(str, overrides)), numbers, rows, reason, goal)
 
 
 def _steps(folder: Path) -> Any:

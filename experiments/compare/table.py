@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,24 +12,24 @@ from textwrap import shorten
 
 from experiments.compare.outcome import FAILED, OK, Outcome
 from experiments.configs.train import ConfigError
-from experiments.training.metrics_file import HELD_OUT
+from experiments.training.goal import HELD_OUT, Goal, cost, grows
+from experiments.training.metrics_file import smooth
 from fnshard.analysis.tables import columns
 
+# Columns besides the goal's and what else was measured on held-out data, as they follow these.
 COLUMNS = {
-    "loss": ".3f",
-    "held_out_loss": ".3f",
     "bigram": ".3f",
     "trigram": ".3f",
     "perplexity": ".3f",
     "accuracy": ".3f",
     "tokens_per_s": ",.0f",
+    "rows_per_s": ",.0f",
     "seconds": ".0f",
     "predicted_peak_bytes": ",.1f",
     "measured_peak_bytes": ",.1f",
 }
 BYTES, MB = "_bytes", "_MB"
 OTHERS, NONE = ".4g", "-"
-GROWS = ("accuracy", "tokens_per_s", "mfu", "reward", "margin")  # in the name of what is the better the more
 BEST, LONGEST = " *", 90  # characters of a reason; the CSV has all
 
 
@@ -38,25 +39,42 @@ class Ranking:
 
     outcomes: tuple[Outcome, ...]
     metric: str
+    goal: Goal
 
     @property
     def best(self) -> Outcome | None:
-        first = next(iter(self.outcomes), None)
-        return first if first is not None and _value(first, self.metric) < math.inf else None
+        """The one run that is better than all others: none where two are equal, or count in other units."""
+        values = [
+            _cost(each, self.metric) for each in self.outcomes if each.status == self.outcomes[0].status
+        ]
+        is_one = len(values) == 1 or (len(values) > 1 and values[0] < values[1])
+        return self.outcomes[0] if is_one and values[0] < math.inf and len(self.units) < 2 else None
+
+    @property
+    def units(self) -> list[str]:
+        """What the goal's numbers of these runs count, where the metric is one of them."""
+        names = (self.goal.name, self.goal.held_out)
+        return sorted({each.goal.unit for each in self.outcomes if self.metric in names and each.numbers})
 
     @property
     def failed(self) -> int:
         return sum(outcome.status != OK for outcome in self.outcomes)
 
 
-def ranked(outcomes: Sequence[Outcome], metric: str) -> Ranking:
-    """Put runs in order."""
+def ranked(outcomes: Sequence[Outcome], metric: str | None = None) -> Ranking:
+    """Put runs in order, by a metric, or by what most of them are judged by.
+
+    Raises:
+        ConfigError: no run has the metric.
+    """
+    goals = Counter(each.goal for each in outcomes if each.numbers)
+    goal = goals.most_common(1)[0][0] if goals else Goal()
     known = {name for outcome in outcomes for name in outcome.numbers}
-    if known and metric not in known:
+    if known and metric is not None and metric not in known:
         raise ConfigError(f"metric {metric}: no run has it; they have {', '.join(sorted(known))}.")
-    place = {OK: 0, FAILED: 2}
-    order = sorted(outcomes, key=lambda o: (place.get(o.status, 1), _value(o, metric)))
-    return Ranking(tuple(order), metric)
+    metric, place = metric or goal.held_out, {OK: 0, FAILED: 2}
+    order = sorted(outcomes, key=lambda o: (place.get(o.status, 1), _cost(o, metric)))
+    return Ranking(tuple(order), metric, goal)
 
 
 def differences(outcomes: Sequence[Outcome]) -> dict[Path, str]:
@@ -68,7 +86,10 @@ def differences(outcomes: Sequence[Outcome]) -> dict[Path, str]:
 def as_text(ranking: Ranking) -> str:
     """A row per run; the best one has a star. What is equal in all rows is said once, below them."""
     outcomes, own = ranking.outcomes, differences(ranking.outcomes)
-    formats = COLUMNS | ({} if ranking.metric in COLUMNS else {ranking.metric: OTHERS})
+    measured = dict.fromkeys(n for o in outcomes for n in o.numbers if n.startswith(HELD_OUT))
+    names = [*dict.fromkeys(o.goal.name for o in outcomes), *dict.fromkeys(o.goal.held_out for o in outcomes)]
+    formats = dict.fromkeys(names, ".3f") | {n: OTHERS for n in measured if n not in names} | COLUMNS
+    formats |= {} if ranking.metric in formats else {ranking.metric: OTHERS}
     table = {key: [_cell(o, key, style) for o in outcomes] for key, style in formats.items()}
     known = {key: [cell for cell in cells if cell != NONE] for key, cells in table.items()}
     alike = {k: v[0] for k, v in known.items() if len(v) > 1 == len(set(v)) and k != ranking.metric}
@@ -102,38 +123,32 @@ def write_csv(ranking: Ranking, path: Path) -> None:
         writer.writerows(rows)
 
 
-def grows(metric: str) -> bool:
-    """Whether more of it is better.
-
-    >>> grows("held_out_accuracy"), grows("loss")
-    (True, False)
-    """
-    return any(word in metric for word in GROWS)
-
-
-def _value(outcome: Outcome, metric: str) -> float:
-    """The less the better; none, or NaN, is the worst."""
-    value = outcome.numbers.get(metric, math.nan)
-    return math.inf if math.isnan(value) else -value if grows(metric) else value
+def _cost(outcome: Outcome, metric: str) -> float:
+    """Return a number of which less is better; a run without the metric is the worst."""
+    return cost(metric, outcome.numbers.get(metric, math.nan), outcome.goal)
 
 
 # ------------------------------------------------------------------ curves
 
 
 NAMED, LABEL = 10, 70  # runs that have a name in the legend, and its characters
+SHORT = 50  # characters of what alone distinguishes a run
 SMOOTH = 40  # points of a curve: each is the mean of the steps around it
-SHOTS = 2.0  # a curve that leaves the others' highest start by this factor is cut off
+SHOTS = 2.0  # a loss that leaves the others' highest start by this factor is cut off
 
 
 def draw(ranking: Ranking, path: Path) -> bool:
-    """Draw the runs' training losses (lines) and held-out losses (marked), or another metric by step.
+    """Draw what the runs are judged by, in training (lines) and on held-out data (marked), or another metric
+    by step.
 
     Returns:
         Whether there was anything to draw.
     """
-    key = "loss" if ranking.metric in ("loss", HELD_OUT) else ranking.metric
+    goal = ranking.goal
+    key = goal.name if ranking.metric in (goal.name, goal.held_out) else ranking.metric
     if not any(key in row for o in ranking.outcomes for row in o.rows):
-        key = "loss"  # accuracy and its like are measured once
+        key = goal.name  # some numbers are measured once
+    of_goal = key == goal.name
     curves = [(outcome, curve) for outcome in ranking.outcomes if (curve := points(outcome, key))]
     if not curves:
         return False
@@ -146,23 +161,32 @@ def draw(ranking: Ranking, path: Path) -> bool:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     colours = matplotlib.colormaps["tab10" if len(curves) <= NAMED else "viridis"]
-    own = differences(ranking.outcomes)
+    names, sizes = names_of(ranking.outcomes), []
     for place, (outcome, curve) in reversed(list(enumerate(curves))):  # the best on top
         colour = colours(place if len(curves) <= NAMED else place / len(curves))
-        label = _label(ranking, outcome, own[outcome.folder]) if place < NAMED else None
-        axes.plot(*zip(*smooth(curve), strict=True), ".-", ms=2, lw=1.3, color=colour, label=label)
-        if key == "loss" and (held_out := points(outcome, HELD_OUT)):
+        label = _label(ranking, outcome, names[outcome.folder]) if place < NAMED else None
+        means, size = smooth(curve, SMOOTH)
+        sizes.append(size)
+        axes.plot(*zip(*means, strict=True), ".-", ms=2, lw=1.3, color=colour, label=label)
+        if of_goal and (held_out := points(outcome, goal.held_out)):
             axes.plot(*zip(*held_out, strict=True), "o--", lw=0.8, ms=4, color=colour)
-    axes.set(xlabel="step", ylabel="loss, nats per byte or token" if key == "loss" else key.replace("_", " "))
+    shown = goal.label if of_goal and len(ranking.units) < 2 else key.replace("_", " ")
+    count = f"{len(curves)} run{'s' if len(curves) > 1 else ''}"
+    axes.set(xlabel="step", ylabel=shown, title=f"{key.replace('_', ' ')} by step, {count}")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     start = max(curve[0][1] for _, curve in curves)
-    if key == "loss" and max(value for _, curve in curves for _, value in curve) > SHOTS * start > 0:
+    if not grows(key, goal) and max(v for _, curve in curves for _, v in curve) > SHOTS * start > 0:
         axes.set_ylim(top=SHOTS * start)  # a run that diverges does not press the others flat
     axes.grid(alpha=0.25)
-    handles, names = axes.get_legend_handles_labels()
-    more = f"; named: the best {named} of {len(curves)}" if named < len(curves) else ""
-    title = f"line: {key}{', marked: held-out' if key == 'loss' else ''}{more}"
+    handles, texts = axes.get_legend_handles_labels()
+    least, most = min(sizes), max(sizes)
+    steps = f"{most}" if least == most else f"{least} to {most}"
+    title = "line: training" if of_goal else f"line: {key.replace('_', ' ')}"
+    title += f", mean of {steps} steps" if most > 1 else ""
+    title += "; marked: held-out" if of_goal else ""
+    title += f"; named: the best {named} of {len(curves)}" if named < len(curves) else ""
     figure.legend(
-        handles[::-1], names[::-1], loc="outside lower left", fontsize=8, frameon=False, title=title,
+        handles[::-1], texts[::-1], loc="outside lower left", fontsize=8, frameon=False, title=title,
         title_fontsize=8, alignment="left",
     )  # fmt: skip
     figure.savefig(path, dpi=120, bbox_inches="tight", pad_inches=0.1)  # long names widen it
@@ -170,34 +194,57 @@ def draw(ranking: Ranking, path: Path) -> bool:
 
 
 def points(outcome: Outcome, key: str) -> list[tuple[float, float]]:
+    """The steps of a run at which it has a number, and the number."""
     rows = [(row["step"], row[key]) for row in outcome.rows if isinstance(row.get(key), int | float)]
     return [(step, value) for step, value in rows if math.isfinite(value)]
 
 
-def smooth(curve: Sequence[tuple[float, float]], parts: int = SMOOTH) -> list[tuple[float, float]]:
-    """At most `parts` points.
+def names_of(outcomes: Sequence[Outcome]) -> dict[Path, str]:
+    """Return a name for each run, by its folder: the choices and values that not all runs have in common;
+    with the run's own name before them where two have the same, and where there are none."""
+    own = {
+        o.folder: _in_words(text) for o, text in zip(outcomes, differences(outcomes).values(), strict=True)
+    }
+    often = Counter(own.values())
+    named = {o.folder: o.name for o in outcomes}
+    return {
+        folder: text
+        if 0 < len(text) <= SHORT and often[text] == 1
+        else ": ".join(filter(None, [named[folder], text]))
+        for folder, text in own.items()
+    }
 
-    >>> smooth([(1, 4.0), (2, 2.0), (3, 1.0), (4, 1.0)], parts=2)
-    [(1.5, 3.0), (3.5, 1.0)]
+
+def _in_words(overrides: str) -> str:
+    """Return overrides as a person says them.
+
+    >>> _in_words("optimizer=muon optimizer.lr=0.02 +run.seed=3 lr=19 -")
+    'muon, lr 0.02, seed 3, lr 19'
     """
-    size = math.ceil(len(curve) / parts)
-    cut = [curve[i : i + size] for i in range(0, len(curve), size)]
-    return [tuple(math.fsum(part) / len(each) for part in zip(*each, strict=True)) for each in cut]
+    words = []
+    for override in overrides.split(" "):
+        key, has_value, value = override.lstrip("+~").partition("=")
+        if not has_value:
+            words += [f"no {key}"] if override.startswith("~") else []
+        elif "." in key or value.replace(".", "").replace("e-", "").isdigit():
+            words.append(f"{key.rpartition('.')[2].replace('_', ' ')} {value}")
+        else:
+            words.append(value)
+    return ", ".join(words)
 
 
-def _label(ranking: Ranking, outcome: Outcome, own: str) -> str:
+def _label(ranking: Ranking, outcome: Outcome, name: str) -> str:
     """What distinguishes a run, and its result."""
-    name = outcome.name if own == "-" else f"{outcome.name}: {own}"
     name = name if len(name) <= LABEL else f"{name[: LABEL - 3]}..."
-    value = outcome.numbers.get(ranking.metric)
-    notes = [] if value is None else [f"{ranking.metric} {value:.4g}"]
+    value, metric = outcome.numbers.get(ranking.metric), ranking.metric.replace("_", " ")
+    notes = [] if value is None else [f"{metric.replace('held out', 'held-out')} {value:.4g}"]
     notes += [] if outcome.status == "ok" else [outcome.status]
     star = " *" if outcome is ranking.best else ""
     return f"{name}{star}" + (f"  ({', '.join(notes)})" if notes else "")
 
 
 def write(
-    outcomes: Sequence[Outcome], metric: str, folder: Path, stem: str, text: str
+    outcomes: Sequence[Outcome], metric: str | None, folder: Path, stem: str, text: str
 ) -> tuple[str, Ranking]:
     """Write `text` (the table), `STEM.csv` and `STEM.png`; give the text to print, and the order."""
     ranking = ranked(outcomes, metric)
@@ -207,7 +254,21 @@ def write(
     write_csv(ranking, folder / f"{stem}.csv")
     picture.unlink(missing_ok=True)  # of an earlier time
     written = [f"{stem}.csv", *([picture.name] if draw(ranking, picture) else [])]
-    side = "highest" if grows(metric) else "lowest"
-    notes = [] if ranking.best is None else [f"* the {side} {metric}: {ranking.best.folder}"]
-    notes += [f"{ranking.failed} of {len(outcomes)} not finished"] if ranking.failed else []
-    return "\n".join([table, *notes, f"written: {', '.join(written)}"]), ranking
+    notes = [f"{ranking.failed} of {len(outcomes)} not finished"] if ranking.failed else []
+    return "\n".join([table, *_verdict(ranking), *notes, f"written: {', '.join(written)}"]), ranking
+
+
+def _verdict(ranking: Ranking) -> list[str]:
+    """Say which run is the best, or why none has a star."""
+    metric, units = ranking.metric, ranking.units
+    if ranking.best is not None:
+        side = "highest" if grows(metric, ranking.goal) else "lowest"
+        unit = f", {units[0]}" if units and units[0] else ""
+        return [f"* the {side} {metric}{unit}: {ranking.best.folder}"]
+    if len(units) > 1:
+        said = ", ".join(unit or "no unit" for unit in units)
+        return [f"no star: {metric} of these runs counts other things ({said})"]
+    values = [o.numbers[metric] for o in ranking.outcomes if metric in o.numbers]
+    if len(values) > 1 and values[0] == values[1]:
+        return [f"no star: the best {metric} is that of several runs"]
+    return []

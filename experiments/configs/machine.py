@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from experiments.configs.train import AUTO, ConfigError, rows_of
@@ -14,6 +16,18 @@ from fnshard.checkpoint.replicas import most_copies
 from fnshard.errors import report
 
 CPU_RANKS = 2  # where there is no accelerator and nobody says how many
+
+
+def process_began() -> float:
+    """Return when this process began, in seconds of `time.time`: before it had imported anything. Where the
+    system does not say it, return the time now."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        ticks = int(fields[19])  # from the machine's start to this process's
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return time.time()
+    return time.time() - age
 
 
 def place(config: Any, *, accelerators: Mapping[str, int], world: int | None = None, nodes: int = 1) -> Any:

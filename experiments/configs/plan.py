@@ -150,7 +150,7 @@ def write_memory(lowered: Lowered, folder: Path) -> None:
         if size
     ]
     parts = ", ".join([f"{analysis.peak_bytes / 1e6:.1f} MB on its device", *elsewhere])
-    print(f"a rank's predicted peak: {parts} (details: {MEMORY})", flush=True)
+    print(f"a rank's memory in a step, by prediction: {parts} (what it goes to: {MEMORY})", flush=True)
 
 
 def append_compiled(lowered: Lowered, folder: Path) -> None:

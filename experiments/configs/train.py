@@ -332,8 +332,6 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         wrong = misfits(self.strategy, self.run)
-        if isinstance(self.data, dict) != (self.objective is not None):
-            wrong.append("data and objective: either both are a _target_ of your own, or neither.")
         wrong += [
             f"data.{name}={rows}: must be a whole number above 0."
             for name, rows in rows_of(self.data).items()
@@ -343,12 +341,8 @@ class TrainConfig:
             wrong.append("run.evaluate: tasks are for language models with tokenizers; leave none.")
         if self.specs is not None and self.strategy.name == AUTO:
             wrong.append("specs: strategy=auto chooses them by itself; leave null.")
-        sizes = {} if isinstance(self.data, dict) else {"context": self.context, "vocab": self.vocab}
-        unnamed = {name: size for name, size in sizes.items() if type(size) is not int or size < 1}
-        wrong += [
-            f"model.{name}={size}: a model of one's own names its {name} here, a whole number above 0."
-            for name, size in unnamed.items()
-        ]
+        unnamed = unnamed_sizes(self.model, self.data, self.objective)
+        wrong += unnamed
         if isinstance(self.model, DecoderConfig):
             wrong += uneven_splits(self.model, self.mesh)
         if not isinstance(self.optimizer, dict) and self.optimizer.lr is None:
@@ -369,6 +363,20 @@ class TrainConfig:
     def vocab(self) -> int:
         """V."""
         return self.model.vocab if isinstance(self.model, DecoderConfig) else self.model.get("vocab")
+
+
+def unnamed_sizes(model: Any, data: Any, objective: Any) -> list[str]:
+    """What a model, data and a loss of one's own leave open."""
+    if isinstance(data, dict) != (objective is not None):
+        return ["data and objective: either both are a _target_ of your own, or neither."]
+    if isinstance(data, dict) or not isinstance(model, dict):
+        return []
+    sizes = {name: model.get(name) for name in ("context", "vocab")}
+    return [
+        f"model.{name}={size}: a model of one's own names its {name} here, a whole number above 0."
+        for name, size in sizes.items()
+        if type(size) is not int or size < 1
+    ]
 
 
 def rows_of(data: Any) -> dict[str, int]:

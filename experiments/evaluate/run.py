@@ -133,7 +133,8 @@ def on_rank(config: EvaluateConfig, folder: str) -> None:
         known = answered(answers, task)
         barrier("")  # no rank writes before all have read
         if mesh.rank == 0:
-            print(f"{task.name}: {len(task.questions)} questions, {len(known)} answered before", flush=True)
+            before = f", {len(known)} of them answered before" if known else ""
+            print(f"{task.name}: {len(task.questions)} questions{before}", flush=True)
         mine = answers / f"{mesh.rank}.jsonl"
         append(mine, "\n")  # after a line that a kill has cut short
         for question, result in scorer.results(blocks, task, set(known)):
@@ -196,10 +197,10 @@ def table(found: dict[str, dict[str, float]]) -> str:
     """A line for each metric.
 
     >>> print(table({"arc/acc": {"value": 0.5, "stderr": 0.05, "questions": 100}}))
-    task/metric  value  +-      questions
-    arc/acc      0.500  0.0500  100
+    task/metric  value  std err  questions
+    arc/acc      0.500  0.0500   100
     """
-    rows = [("task/metric", "value", "+-", "questions")]
+    rows = [("task/metric", "value", "std err", "questions")]
     rows += [(n, f"{v['value']:.3f}", f"{v['stderr']:.4f}", str(v["questions"])) for n, v in found.items()]
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, wide)).rstrip() for row in rows)

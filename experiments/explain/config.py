@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from typing import Any
+
 from pydantic import PositiveFloat, PositiveInt
 
 from experiments.cli.command_spec import CommandSpec
@@ -9,59 +14,93 @@ from experiments.configs.checks import configuration
 from experiments.configs.train import (
     AUTO,
     AdamWConfig,
+    DataConfig,
     DecoderConfig,
     HardwareConfig,
     MeshConfig,
     PrecisionConfig,
+    RunConfig,
+    ScheduleConfig,
     SGDConfig,
+    ShardsConfig,
     StrategyConfig,
+    Target,
+    TrackerConfig,
     uneven_splits,
+    unnamed_sizes,
 )
 
 PER_PARAMETER = 20  # tokens of a compute-optimal run (Hoffmann et al., 2022)
 
 
-def not_on_paper(hardware: HardwareConfig, optimizer: AdamWConfig | SGDConfig) -> list[str]:
+def not_on_paper(hardware: HardwareConfig, optimizer: AdamWConfig | SGDConfig | dict[str, Any]) -> list[str]:
     """What only a job can find out by itself."""
     wrong = []
     if hardware.name == AUTO:
         wrong.append("hardware=auto: a job looks what it runs on; here say which, or hardware=measure.")
-    if optimizer.lr is None:
+    if not isinstance(optimizer, dict) and optimizer.lr is None:
         wrong.append("optimizer.lr=null: only fine-tuning has defaults. Fix: leave it out.")
     return wrong
 
 
 @configuration
-class RowsConfig:
+class PaperTextConfig(DataConfig):
     """`rows` of the global batch; null: one for each rank and micro-batch."""
 
     rows: PositiveInt | None = None
 
 
 @configuration
-class PaperRunConfig:
-    """`accumulate`: micro-batches of a step. `device_gb`: what the step may take of a rank's device, in 1e9
-    bytes; null: all that the hardware has."""
+class PaperShardsConfig(ShardsConfig):
+    """`rows` of the global batch; null: one for each rank and micro-batch. No shard is read."""
 
-    accumulate: PositiveInt = 1
-    device_gb: PositiveFloat | None = None
+    rows: PositiveInt | None = None
+
+    def __post_init__(self) -> None:
+        """Take a configuration that names no folder."""
+
+
+# Keys of the main job that a step on paper depends on; a recipe may have others, which have no effect on it.
+ON_PAPER = {"run": ("accumulate", "device_gb"), "data": ("rows",)}
+
+
+def without_effect(config: Any, on_paper: Mapping[str, Sequence[str]] = ON_PAPER) -> list[str]:
+    """Return the keys of a recipe that somebody has set and that change nothing here."""
+    found = []
+    for group, counts in on_paper.items():
+        values = getattr(config, group)
+        if isinstance(values, dict):
+            continue
+        found += [
+            f"{group}.{each.name}" for each in dataclasses.fields(values)
+            if each.name not in (*counts, "name") and getattr(values, each.name) != each.default
+            and each.default is not dataclasses.MISSING
+        ]  # fmt: skip
+    return found
 
 
 @configuration
 class ExplainConfig:
-    """The whole configuration of `experiments.explain`.
+    """The whole configuration of `experiments.explain`: that of the main job, so that its recipes are taken,
+    of which a step on paper depends on the model, how it is laid out, rows and micro-batches.
 
-    `tokens`: what the whole training would read; null: 20 a parameter.
+    `run.device_gb`: what the step may take of a rank's device, in 1e9 bytes; null: all that the hardware has.
+    `data.rows`: null: one for each rank and micro-batch. `tokens`: what the whole training would read; null:
+    20 a parameter.
     """
 
-    model: DecoderConfig
+    model: DecoderConfig | Target
     mesh: MeshConfig
     strategy: StrategyConfig
     precision: PrecisionConfig
-    optimizer: AdamWConfig | SGDConfig
-    data: RowsConfig
-    run: PaperRunConfig
+    optimizer: AdamWConfig | SGDConfig | Target
+    data: PaperTextConfig | PaperShardsConfig | Target
+    run: RunConfig
     hardware: HardwareConfig
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    objective: Target | None = None
+    specs: list[tuple[str, str | dict[str, Any] | None]] | None = None
     tokens: PositiveFloat | None = None
 
     def __post_init__(self) -> None:
@@ -69,7 +108,9 @@ class ExplainConfig:
         if self.strategy.name == AUTO and self.run.accumulate != 1:
             key = f"run.accumulate={self.run.accumulate}"
             wrong.append(f"{key}: strategy=auto chooses the micro-batches; leave 1, and say data.rows.")
-        wrong += uneven_splits(self.model, self.mesh)
+        if isinstance(self.model, DecoderConfig):
+            wrong += uneven_splits(self.model, self.mesh)
+        wrong += unnamed_sizes(self.model, self.data, self.objective)
         if self.mesh.shard is None:
             wrong.append("mesh.shard=null: say how many ranks, as in mesh.shard=64; none have to exist.")
         else:
@@ -80,7 +121,7 @@ class ExplainConfig:
     def _uncut(self) -> list[str]:
         """Why the batch cannot be cut into the ranks' micro-batches."""
         parts = self.mesh.data_ranks * self.run.accumulate
-        rows = self.data.rows
+        rows = self.batch_rows
         if rows is None or rows % parts == 0:
             return []
         more = f" times run.accumulate={self.run.accumulate}" if self.run.accumulate > 1 else ""
@@ -89,13 +130,15 @@ class ExplainConfig:
         return [f"data.rows={rows} does not divide over {over}. Fix: data.rows={near}."]
 
     @property
-    def rows(self) -> int:
-        """Of one rank's batch, all micro-batches."""
-        return self.run.accumulate if self.data.rows is None else self.data.rows // self.mesh.data_ranks
+    def batch_rows(self) -> int | None:
+        """Of the global batch, where somebody has said how many."""
+        return self.data.get("rows") if isinstance(self.data, dict) else self.data.rows
 
     @property
-    def budget(self) -> int:
-        return int(self.tokens or PER_PARAMETER * self.model.parameters)
+    def rows(self) -> int:
+        """Of one rank's batch, all micro-batches."""
+        rows = self.batch_rows
+        return self.run.accumulate if rows is None else rows // self.mesh.data_ranks
 
 
 SPEC = CommandSpec(
@@ -106,5 +149,6 @@ SPEC = CommandSpec(
     {
         "python -m experiments.explain model=7b mesh.shard=64": "a model on so many GPUs",
         "python -m experiments.explain model=7b strategy=auto mesh.shard=8 hardware=a100": "a plan, and why",
+        "python -m experiments.explain experiment=laptop mesh.shard=64": "a recipe of experiments.train",
     },
 )

@@ -6,20 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 import fnshard as fs
 from experiments.configs.plan import axis_of, dtypes_of, hardware_of
 from experiments.configs.train import AUTO, ScheduleConfig
-from experiments.explain.config import ExplainConfig
-from experiments.training.decoder import Decoder, loss_function
+from experiments.explain.config import PER_PARAMETER, ExplainConfig
+from experiments.explain.subject import Subject, subject_of
+from experiments.training.loop import specs_of
 from experiments.training.steps import make_optimizer
 from fnshard.analysis.memory import MemoryAnalysis, MemoryTimeline
 from fnshard.analysis.timeline import Timeline
 from fnshard.analysis.traffic import Traffic
 from fnshard.step.lowered import Lowered
-
-UNDECAYED = ("*norm*", "embed.*")  # as the main job has it
 
 
 @dataclass(frozen=True)
@@ -28,6 +25,7 @@ class Paper:
 
     Args:
         device_bytes: what the step may take of a rank's device.
+        subject: what it trains.
         specs, options: the arguments of `shard_step`.
         found: the search, if `strategy=auto` made one.
     """
@@ -35,6 +33,7 @@ class Paper:
     config: ExplainConfig
     hardware: fs.Hardware
     device_bytes: int
+    subject: Subject
     mesh: fs.Mesh
     specs: Any
     options: Mapping[str, Any]
@@ -51,7 +50,8 @@ class Paper:
 
     @property
     def tokens_per_step(self) -> int:
-        return self.config.rows * self.config.model.context * self.config.mesh.data_ranks
+        """Of all ranks; rows, where these are what counts."""
+        return self.config.rows * self.subject.tokens * self.config.mesh.data_ranks
 
     @property
     def tokens_per_day(self) -> float:
@@ -59,9 +59,14 @@ class Paper:
         return 86_400 * self.tokens_per_step / self.timeline.step_seconds
 
     @property
+    def budget(self) -> int:
+        """What the whole training reads."""
+        return int(self.config.tokens or PER_PARAMETER * self.subject.parameters)
+
+    @property
     def device_hours(self) -> float:
         """Of the whole training, all ranks together."""
-        return 24 * self.config.mesh.ranks * self.config.budget / self.tokens_per_day
+        return 24 * self.config.mesh.ranks * self.budget / self.tokens_per_day
 
     @property
     def cost(self) -> float | None:
@@ -80,31 +85,32 @@ def explain(config: ExplainConfig) -> Paper:
     device_bytes = hardware.memory_bytes if gigabytes is None else int(gigabytes * 1e9)
     axes = {name: size for name, size in config.mesh.axes.items() if size > 1 or name == "shard"}
     mesh = fs.make_mesh(**axes, device=device, abstract=True)  # which need not be here
-    with torch.device("meta"):
-        model = Decoder(config.model)
-        tokens = torch.empty(config.rows, config.model.context, dtype=torch.int64)
-    loss_fn, params = loss_function(model)
-    optimizer = make_optimizer(config.optimizer, ScheduleConfig(name="constant"), 1, UNDECAYED)
+    subject = subject_of(config)
+    loss_fn, params, batch = subject.loss, subject.params, subject.batch(config.rows)
+    optimizer = make_optimizer(config.optimizer, ScheduleConfig(name="constant"), 1, subject.undecayed)
     how = {"tensor": axis_of("tensor", mesh), **dtypes_of(config.precision)}
     options = {"grad_norm": True, **config.mesh.options}
     strategy = config.strategy
     if strategy.name == AUTO:
         found = fs.fit(
-            loss_fn, params, mesh, batch=(tokens, tokens), device_bytes=device_bytes, hardware=hardware,
+            loss_fn, params, mesh, batch=batch, device_bytes=device_bytes, hardware=hardware,
             optimizer=optimizer, specs=fs.presets.full_shard(params, mesh, **how), **options,
         )  # fmt: skip
         specs, options, lowered = found.specs, found.options, found.lowered
     else:
         tiers = {name: getattr(strategy, name) for name in ("memory", "optimizer_memory", "update_on")}
-        specs = fs.presets.PRESETS[strategy.name](params, mesh, **how, **tiers)
+        if config.specs is None:
+            specs = fs.presets.PRESETS[strategy.name](params, mesh, **how, **tiers)
+        else:
+            specs = specs_of(config.specs, params, dtypes_of(config.precision) | tiers)
         prefetch = strategy.prefetch_forward, strategy.prefetch_backward
         options |= {"accumulate": config.run.accumulate, "remat": strategy.remat, "prefetch": prefetch}
         step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=optimizer, **options)
-        lowered = step.lower(params, tokens, tokens)
+        lowered = step.lower(params, *batch)
     # CPU ranks talk through shared memory, as the main job's do; a plan was found without it.
     shared = "shared" if not hardware.overlap and mesh.size > 1 and found is None else None
     return Paper(
-        config, hardware, device_bytes, mesh, specs, options, lowered,
+        config, hardware, device_bytes, subject, mesh, specs, options, lowered,
         lowered.memory_analysis(transport=shared), lowered.memory_timeline(transport=shared),
         lowered.comm_analysis(), lowered.timeline(hardware), found,
     )  # fmt: skip

@@ -23,13 +23,17 @@ from fnshard.plot.scales import byte_text, time_text
 
 WORTH = 0.01  # of a step, below which nothing is shown
 MOST = 6  # lines, and changes, that are shown
+FAR = 2.0  # times off, from which on a prediction is said to be
 SLOW = 1.25  # times the prediction, from which on a kernel is slow
 SHARED = ("model", "mesh", "strategy", "precision", "optimizer")  # of the main job and of `explain`
 # What a share of a run's seconds depends on.
 HINTS = {
-    "start": "ranks start, data are prepared", "compile": "once; kernels are kept for the next run",
-    "data": "data", "evaluation": "run.held_out_every, data.held_out_rows", "samples": "run.prompt",
-    "saves": "run.save_every, run.async_save", "tracing": "run.profile", "reports": "tracker",
+    "start": "imports, launch of ranks, data, model",
+    "lowering": "once a run: tracing the step and planning its schedule",
+    "compile": "once; kernels are kept for the next run", "data": "data",
+    "rollouts": "objective.group, objective.tokens",
+    "evaluation": "run.held_out_every, data.held_out_rows", "samples": "run.prompt",
+    "saves": "run.save_every, run.async_save", "tracing": "run.profile", "reports": "tracker, picture",
 }  # fmt: skip
 
 
@@ -46,7 +50,9 @@ def waste(folder: Path) -> str:
         return "\n\n".join([*parts, "no second step was made: nothing is known of a step's time"])
     why = _not_on_paper(record["config"])
     paper = None if why else _paper(record["config"], folder)
-    parts.append(_step(run.step.measured, run.step.predicted[""], paper))
+    named = str(record["config"].get("hardware", {}).get("name", ""))
+    is_measured = named == "measure" or named.startswith(MEASURED)
+    parts.append(_step(run.step.measured, run.step.predicted[""], paper, is_measured))
     if (folder / LINES).exists():
         profile = read_record(folder / LINES) or {}
         parts.append(_lines(profile, run.step.measured, run.hardware["overlap"]))
@@ -86,8 +92,10 @@ def _not_on_paper(config: Mapping[str, Any]) -> str:
     if "rows" not in config.get("data", {}) or "width" not in config.get("model", {}):
         return "predicted for the decoder of experiments.train alone"
     run = config["run"]
-    if (run["backend"], run["accumulate_mode"]) != ("inductor", "reduce"):
-        return "predicted for run.backend=inductor and run.accumulate_mode=reduce"
+    if run["backend"] != "inductor":
+        return "operators of run.backend=eager are not predicted one by one; run.backend=inductor is"
+    if run["accumulate_mode"] != "reduce":
+        return "predicted for run.accumulate_mode=reduce"
     if targets_in(config):  # and none of it runs: a run's folder is data
         return "code of one's own is not predicted"
     return "strategy=auto has looked for the best plan" if config["strategy"]["name"] == AUTO else ""
@@ -103,8 +111,9 @@ def _paper(config: Mapping[str, Any], folder: Path) -> Paper:
     return explain(schema.build(values, ExplainConfig))
 
 
-def _step(measured: float, predicted: float, paper: Paper | None) -> str:
-    """A step next to its prediction and to its kernels alone."""
+def _step(measured: float, predicted: float, paper: Paper | None, is_measured: bool) -> str:
+    """Return a step next to its prediction and to its kernels alone; and where the prediction is far off and
+    knows nothing of this machine, how it can learn."""
     rows = [
         ("a step", ""),
         ("  measured", time_text(measured)),
@@ -115,7 +124,16 @@ def _step(measured: float, predicted: float, paper: Paper | None) -> str:
         limit = sum(s.end - s.start for s in paper.timeline.spans if s.index in runs)
         text = f"{time_text(limit)}, so {max(0.0, 1 - limit / measured):.0%} are spent on all else"
         rows.append(("  its kernels alone, by the speed measured", text))
-    return "\n".join(columns(rows))
+    text = "\n".join(columns(rows))
+    factor = max(measured / predicted, predicted / measured)
+    if factor > FAR and not is_measured:
+        side = "longer" if measured > predicted else "shorter"
+        text += (
+            f"\nThe step took {factor:.1f} times {side} than predicted: the table has nominal speeds, and "
+            f"nothing was measured on this hardware.\nhardware={MEASURED}FOLDER, with a folder of runs such "
+            "as this one, predicts with what they measured; hardware=measure measures first."
+        )
+    return text
 
 
 def _lines(profile: Mapping[str, Any], total: float, overlaps: bool) -> str:

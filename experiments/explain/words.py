@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import fnshard as fs
-from experiments.explain.config import PER_PARAMETER
+from experiments.explain.config import PER_PARAMETER, without_effect
 from experiments.explain.paper import Paper
 from fnshard import plot
 from fnshard.analysis.tables import columns
@@ -31,6 +31,8 @@ def as_text(paper: Paper) -> str:
     rows = summary(paper)
     wide = max(map(len, rows)) + 2
     advice = [] if paper.fits else ["strategy=auto looks for the fastest plan that fits."]
+    if idle := without_effect(paper.config):
+        advice.append(f"without effect on paper: {', '.join(idle)}")
     parts = {
         "summary": "\n".join([*(f"{name.ljust(wide)}{text}" for name, text in rows.items()), *advice]),
         "layout": plot.text.tree(paper.specs, paper.mesh, width=16),
@@ -47,9 +49,10 @@ def as_text(paper: Paper) -> str:
 def summary(paper: Paper) -> dict[str, str]:
     """What most people ask, a line each."""
     config, time, memory = paper.config, paper.timeline, paper.memory
-    model, each = config.model, time.model_flops * config.mesh.ranks / max(paper.tokens_per_step, 1)
+    subject, each = paper.subject, time.model_flops * config.mesh.ranks / max(paper.tokens_per_step, 1)
     again = time.hardware_flops / max(time.model_flops, 1) - 1
     near = paper.hardware.ranks_per_node
+    tokens = f", {big(paper.tokens_per_step)} tokens" if subject.unit == "token" else ""
     micro = f" in {paper.options['accumulate']} micro-batches" if paper.options["accumulate"] > 1 else ""
     over = _listed({"to the device": paper.traffic.to_device_bytes, "from it": paper.traffic.to_host_bytes})
     resting = {"on the host": memory.host_resident_bytes, "on the disk": memory.disk_resident_bytes}
@@ -60,15 +63,14 @@ def summary(paper: Paper) -> dict[str, str]:
     between = f" ({' to '.join(map(time_text, time.interval))})" if time.interval else ""
     waited = [f"{time_text(seconds)} {what}" for what, seconds in waits.items() if seconds >= 5e-7]
     return {
-        "model": f"{model.layers} layers of width {model.width:,}, vocabulary {model.vocab:,}, "
-        f"context {model.context:,}",
-        "parameters": f"{model.parameters:,}",
-        "FLOPs per token": f"{big(each)} forward and backward, "
+        "model": subject.words,
+        "parameters": f"{subject.parameters:,}",
+        f"FLOPs per {subject.unit}": f"{big(each)} forward and backward, "
         f"{f'{again:.1%} more' if again >= 5e-4 else 'nothing'} recomputed",
         "mesh": f"{paper.mesh}: {config.mesh.ranks:,} × {paper.hardware.name}, "
         f"{counted(-(-config.mesh.ranks // near), 'node')} of {min(near, config.mesh.ranks)}; "
         f"{over_nodes(paper.mesh, paper.hardware)}",
-        "batch": f"{config.rows * config.mesh.data_ranks:,} rows, {big(paper.tokens_per_step)} tokens; "
+        "batch": f"{config.rows * config.mesh.data_ranks:,} rows{tokens}; "
         f"{counted(config.rows, 'row')} a rank{micro}",
         "plan": plan_line(paper),
         "peak memory": fits_line(paper),
@@ -77,9 +79,9 @@ def summary(paper: Paper) -> dict[str, str]:
         + (f"; over the host link {' and '.join(over)}" if over else ""),
         "step time": f"{time_text(time.step_seconds)}{between}, MFU {time.mfu:.1%}"
         + (f"; compute waits {' and '.join(waited)}" if waited else ""),
-        "speed": f"{big(paper.tokens_per_day)} tokens a day, "
+        "speed": f"{big(paper.tokens_per_day)} {subject.unit}s a day, "
         f"{big(paper.tokens_per_day / 86_400 / config.mesh.ranks)} a second on each rank",
-        "training": _training(paper),
+        **({"training": _training(paper)} if config.tokens or subject.unit == "token" else {}),
     }
 
 
@@ -115,8 +117,9 @@ def _listed(sizes: Mapping[str, int]) -> list[str]:
 
 
 def _training(paper: Paper) -> str:
-    config, days = paper.config, paper.config.budget / paper.tokens_per_day
-    text = f"{big(config.budget)} tokens{'' if config.tokens else f' ({PER_PARAMETER} a parameter)'}: "
+    config, days = paper.config, paper.budget / paper.tokens_per_day
+    text = f"{big(paper.budget)} {paper.subject.unit}s"
+    text += ": " if config.tokens else f" ({PER_PARAMETER} a parameter): "
     text += f"{digits(days)} days" if days >= 2 else f"{digits(24 * days)} hours"
     text += f", {big(paper.device_hours)} device hours"
     if paper.cost is None:
@@ -128,10 +131,11 @@ def plan_line(paper: Paper) -> str:
     strategy, dtypes = paper.config.strategy, paper.config.precision
     if paper.found is not None:
         return f"strategy=auto: {paper.found.chosen.choice}"
+    layout = strategy.name if paper.config.specs is None else "by specs"
     tiers = {"memory": strategy.memory, "optimizer memory": strategy.optimizer_memory}
     forward, backward = paper.options["prefetch"]
     return ", ".join([
-        strategy.name,
+        layout,
         f"remat={strategy.remat!r}" if strategy.remat != "none" else "no remat",
         *(f"{name} on the {tier}" for name, tier in tiers.items() if tier != "device"),
         f"gathers {forward} and {backward} kernels ahead in forward and backward",

@@ -267,10 +267,10 @@ def _tuned_once(
         )
     from experiments.cli.job import start  # brings Hydra, which ranks do not need
 
-    print(f"{name}: a short run makes a tiny base first, once, in {folder}", flush=True)
+    print(f"no model is named: a run of some minutes first makes a small one, once, in {folder}", flush=True)
     train, held_out = map(str, files(folder))
     first = replace(first, data=replace(first.data, train=train, held_out=held_out))
-    if start(job, first, folder, [], chosen=True) == STOPPED:
+    if start(job, first, folder, [], chosen=True, makes=f"the base {name!r}") == STOPPED:
         raise SystemExit(0)
     write_record(_digests(folder / EXPORTED), digests_of(folder / EXPORTED), durable=True)
     return str(folder / EXPORTED)

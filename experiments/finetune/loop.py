@@ -30,8 +30,9 @@ from experiments.finetune.method import MethodPlan, choose_method
 from experiments.finetune.objectives import OBJECTIVES
 from experiments.finetune.rewarded import RewardedBatches, RewardedData, rewarded_batches
 from experiments.finetune.tuning import Tuning, first_state
+from experiments.training.goal import HELD_OUT, Goal
 from experiments.training.metrics_file import METRICS
-from experiments.training.report import plot_losses
+from experiments.training.report import draw_run
 from experiments.training.resume import RunFolder
 from experiments.training.run import Ending, run_job
 from experiments.training.run_record import TimeSpent
@@ -89,6 +90,14 @@ class FinetuneSetup(Setup):
         sides = 2 if self.data.train.kind == "pairs" else 1
         return self.config.data.rows * self.data.rows.width * sides
 
+    @property
+    def goal(self) -> Goal:
+        """The loss of samples is in nats per token; losses of pairs and rewards have no unit of their own."""
+        kind = self.config.objective.kind.data
+        if kind == "prompts":
+            return Goal("reward", is_maximised=True)
+        return Goal(unit="nats per token" if kind == "samples" else "")
+
     def loader(self) -> Loader:
         return self.data.loader(self.config, self.mesh)
 
@@ -102,13 +111,13 @@ class FinetuneSetup(Setup):
         drawn = "" if self.rewarded is None else f"{self.rewarded}\n"
         print(
             f"{self.planned.why}\n{self.tuning.codes(state.params)}{drawn}data: {self.data.train}\n"
-            f"the first of them, what is learned between « and »:\n{shown}\n",
+            f"the first of them; what is learned stands between « and »:\n{shown}\n",
             flush=True,
         )
 
     def baseline(self, state: fs.TrainState, folder: Path, spent: TimeSpent) -> Measured:
         """What is measured before the first step: now, or by the process that began the run."""
-        with spent.on("compile"):  # the step, in a thread, while the model is measured as it is
+        with spent.on("lowering"):  # of the step; a thread compiles it while the model is measured as it is
             self.step.lower(state, self.first_batch).compile_async()
         data, run = self.config.data, self.config.run
         of = [self.config.model, self.config.objective.name, data.held_out, run.prompt, run.sampled]
@@ -134,8 +143,8 @@ class FinetuneSetup(Setup):
         return loaded if self.rewarded is None else (self.rewarded.batch(state, *loaded),)
 
     def evaluate(self, params: Any) -> tuple[float, dict[str, float]]:
-        """The objective's mean over held-out data, of rewards what the first lacks to 1, and the means of its
-        `aux`; and the results of tasks. All ranks call it together."""
+        """Return the objective's mean over held-out data, or the mean reward, and the means of its `aux`; and
+        the results of tasks. All ranks call it together."""
         return self._held_out(params)
 
     def sample(self, params: Any) -> str:
@@ -152,12 +161,18 @@ class FinetuneSetup(Setup):
         if self.mesh.rank != 0:
             return
         table = self.shown.table({"before": baseline["answers"], "after": after["answers"]})
-        write_text(end.folder / SAMPLES, table)
+        if table:
+            write_text(end.folder / SAMPLES, table)
         with end.spent.on("reports"):
-            plot_losses(end.folder / METRICS, {}, end.folder / "loss.png", unit="token")
+            picture = end.folder / f"{self.goal.name}.png"
+            title = f"{self.goal.name} of fine-tuning by {self.config.objective.name}"
+            draw_run(end.folder / METRICS, self.goal, {}, picture, title)
         numbers = {name: value for name, value in after.items() if name != "answers"}
         closing = end.write_result(numbers, sample=SAMPLES)
         lines = [_changed(name, baseline.get(name), value) for name, value in numbers.items()]
+        if end.run.makes:  # for another command, whose results stand at its end
+            print("\n".join([*lines, f"{end.run.makes} is made\n"]), flush=True)
+            return
         lines += [*written, closing, f"results: {end.folder}"]
         print(f"\n{table}\n" + "\n".join(lines), flush=True)
 
@@ -168,7 +183,7 @@ class FinetuneSetup(Setup):
     def _objective(self, params: Any) -> tuple[float, dict[str, float]]:
         if self.rewarded is not None:
             means = self.rewarded.mean_rewards(params)
-            return 1 - next(iter(means.values())), means
+            return means.pop(self.goal.name), means
         rows = self.config.data.rows // self.plan.accumulate  # as a training step holds at once
         batches = self.data.measured.once(rows, self.config.data.held_out_rows, **place_of(self.mesh))
         return mean_over(self.held_out, params, zip(batches), self.mesh.device)
@@ -187,13 +202,13 @@ class FinetuneSetup(Setup):
         return out
 
     def _measure(self, state: fs.TrainState, spent: TimeSpent) -> Measured:
-        """Held-out loss and perplexity, and answers; all ranks call it together."""
+        """Measure the goal's number on held-out data, perplexity, and answers; all ranks call it together."""
         with spent.on("evaluation"):
             loss, more = self._held_out(state.params)
-        values: Measured = {"held_out_loss": loss}
+        values: Measured = {self.goal.held_out: loss}
         if self.config.objective.name == "sft":
             values["perplexity"] = math.exp(min(loss, 700.0))
-        values |= {f"held_out_{name}": value for name, value in more.items()}
+        values |= {HELD_OUT + name: value for name, value in more.items()}
         with spent.on("samples"):
             return values | {"answers": self.shown.answers(state.params)}
 
@@ -305,4 +320,5 @@ def _merged(setup: FinetuneSetup, state: fs.TrainState) -> tuple[Any, Any]:
 
 
 def _changed(name: str, old: float | None, new: float) -> str:
-    return f"{name}: {new:.3f}" if old is None else f"{name}: {old:.3f} -> {new:.3f}"
+    shown = name.replace("_", " ").replace("held out", "held-out")
+    return f"{shown}: {new:.3f}" if old is None else f"{shown}: {old:.3f} before, {new:.3f} after"

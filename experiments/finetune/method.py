@@ -102,7 +102,8 @@ def rate_of(config: FinetuneConfig, tuning: Tuning) -> float:
 
 
 def _size_of_base(tuning: Tuning) -> int:
-    return sum(leaf.numel() for leaf in tuning.lm.params.values())
+    """Return how many parameters the model has; its buffers, such as rotary tables, are none."""
+    return sum(leaf.numel() for leaf in tuning.lm.model.parameters())
 
 
 def _rate_in_words(config: FinetuneConfig, tuning: Tuning) -> str:
@@ -116,7 +117,9 @@ def _rate_in_words(config: FinetuneConfig, tuning: Tuning) -> str:
 def _counts(tuning: Tuning) -> str:
     named = tree.flatten_with_paths(tuning.params)[0]
     trains = sum(v.numel() for v in named.values() if v.requires_grad)
-    total = sum(v.numel() for v in named.values())
+    buffers = {f"{place}.{name}".lstrip(".") for place in tuning.models
+               for name, _ in tuning.lm.model.named_buffers()}  # fmt: skip
+    total = sum(v.numel() for path, v in named.items() if path not in buffers)
     coded = sum(named[p].numel() for p in tuning.coded)
     kept = f", {coded:,} of them as codes" if coded else ""
     return f"{trains:,} of {total:,} parameters train{kept}"

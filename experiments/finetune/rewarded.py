@@ -117,8 +117,10 @@ class RewardedBatches:
     values: Any = None
 
     def __str__(self) -> str:
-        how = "a layer at a time" if self.gathered is None else f"once a step, {self.gathered / 1e6:.1f} MB"
-        return f"answers: {self.rollouts.rows} rows a rank are drawn from leaves that it gathers {how}"
+        how = "gathering the model a layer at a time"
+        if self.gathered is not None:
+            how = f"holding the whole model meanwhile, {self.gathered / 1e6:.1f} MB"
+        return f"answers: each rank draws {self.rollouts.rows} at a time, {how}"
 
     def batch(self, state: fs.TrainState, numbers: Tensor) -> Mapping[str, Tensor]:
         """Draw answers to prompts, reward them, and lay them out as `objectives.policy_gradient` takes
@@ -152,7 +154,8 @@ class RewardedBatches:
         return {"values": values, "advantages": advantages, "returns": returns}
 
     def mean_rewards(self, params: Any) -> dict[str, float]:
-        """Of answers to held-out prompts, drawn as in training, over all ranks, by reward."""
+        """Return the mean `reward` of answers to held-out prompts, drawn as in training, over all ranks: the
+        weighted sum that training counts; and where it has several parts each as `reward_NAME`."""
         data, most = self.of.data, self.of.config.data.held_out_rows
         numbers = order(data.held_out.records, 0, 0, min(most, data.held_out.records))
         mine = numbers[self.mesh.data_rank :: self.mesh.data_size]
@@ -163,7 +166,10 @@ class RewardedBatches:
         sums = {name: math.fsum(values) for name, values in found.items()}
         every = list(map(json.loads, self.exchange(json.dumps(sums))))
         ranks = self.mesh.size // self.mesh.data_size  # that hold the same rows
-        return {name: math.fsum(each[name] for each in every) / ranks / len(numbers) for name in sums}
+        means = {name: math.fsum(each[name] for each in every) / ranks / len(numbers) for name in sums}
+        whole = math.fsum(own.weight * means[own.name] for own in self.rewards)
+        parts = {f"reward_{name}": value for name, value in means.items()} if len(means) > 1 else {}
+        return {"reward": whole, **parts}
 
     def _numbers(self, step: int, prompt: int, group: int) -> Tensor:
         draw = np.random.default_rng([self.of.config.run.seed, step, prompt])

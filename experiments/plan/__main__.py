@@ -13,14 +13,15 @@ import fnshard as fs
 from experiments.cli.main import answer
 from experiments.configs.plan import hardware_of
 from experiments.data.files import write_json, write_text
-from experiments.explain.config import PER_PARAMETER
+from experiments.explain.config import PER_PARAMETER, without_effect
 from experiments.explain.words import big, counted, over_nodes
-from experiments.plan.config import DEVICE_SHARE, SPEC, PlanConfig
+from experiments.plan.config import DEVICE_SHARE, IN_PLAN, SPEC, PlanConfig
 from experiments.plan.search import PARTS, Candidate, Planner
 from fnshard.analysis.hardware import Hardware, mfu
 from fnshard.plot.scales import byte_text, digits, rough, time_text
 
 RIVALS = 5
+WIDE = 10  # from so many times the least on, an axis is logarithmic
 GROUPS = ("model", "precision", "optimizer", "hardware")  # of the main job, too
 Say = Callable[[str], None]
 
@@ -83,7 +84,7 @@ def planned(config: PlanConfig, hardware: Hardware, say: Say) -> tuple[Planner, 
 def _doubled(config: PlanConfig, hardware: Hardware) -> list[int]:
     """Numbers of devices, from the first that could be fast enough: at six tenths of the data sheet."""
     sheet = 0.6 * max(hardware.peak_flops.values())
-    least = 6 * config.model.parameters * config.budget / (sheet * 86_400 * config.days)
+    least = 6 * config.parameters * config.budget / (sheet * 86_400 * config.days)
     found = [2**n for n in range(config.most_devices.bit_length())]
     return [n for n in found if n >= least and n <= config.most_devices]
 
@@ -111,7 +112,7 @@ def too_big(planner: Planner, best: Candidate) -> fs.BudgetError:
 def days_of(planner: Planner, candidate: Candidate) -> float:
     """Of the whole training."""
     config = planner.config
-    return candidate.seconds * config.budget / (config.batch_rows * config.model.context) / 86_400
+    return candidate.seconds * config.budget / (config.batch_rows * config.row_tokens) / 86_400
 
 
 def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
@@ -124,7 +125,8 @@ def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
         given: overrides of the search that the main job takes, too.
     """
     config, hardware, days = planner.config, planner.hardware, days_of(planner, best)
-    tokens = config.batch_rows * config.model.context
+    unit, context = config.unit, f", context {config.row_tokens:,}" if config.unit == "token" else ""
+    tokens = config.batch_rows * config.row_tokens
     micro, price = planner.micro_batches(best.knobs), config.hardware.price_per_hour
     shares = hardware.spread or ()
 
@@ -147,24 +149,26 @@ def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
         links += f", {far} between nodes"
     plan = best.knobs.overrides(config.batch_rows)
     rows = {
-        "model": f"{config.model.parameters:,} parameters, context {config.model.context:,}",
+        "model": f"{config.parameters:,} parameters{context}",
         "devices": f"{planner.devices:,} × {hardware.name}; {over_nodes(planner.mesh(best.knobs), hardware)}",
         "links": links,
-        "batch": f"{config.batch_rows:,} rows, {big(tokens)} tokens; a rank "
+        "batch": f"{config.batch_rows:,} rows{f', {big(tokens)} tokens' if unit == 'token' else ''}; a rank "
         f"has {micro} times {counted(best.knobs.micro_rows, 'row')}",
         "plan": plan,
         "peak memory": f"{byte_text(best.peak_bytes)} of {byte_text(planner.budget)}"
         + (f", {byte_text(best.host_bytes)} on the host" if best.host_bytes else ""),
         "left over": left_over(planner, best),
         "step time": f"{between(best.seconds, time_text)}, {utilisation}: {', '.join(parts)}",
-        "speed": f"{big(rough(tokens / best.seconds / planner.devices))} tokens a second on each device",
-        "training": f"{big(config.budget)} tokens"
+        "speed": f"{big(rough(tokens / best.seconds / planner.devices))} {unit}s a second on each device",
+        "training": f"{big(config.budget)} {unit}s"
         f"{'' if config.tokens else f' ({PER_PARAMETER} a parameter)'}: {took}",
         "not in it": "restarts, saves, evaluation, loading of data; plans with a pipeline or with experts",
         "run": " ".join(filter(None, ("python -m experiments.train", given, plan))),
     }  # fmt: skip
     wide = max(map(len, rows)) + 2
     lines = [f"{name.ljust(wide)}{text}" for name, text in rows.items()]
+    if idle := without_effect(config, IN_PLAN):
+        lines.append(f"chosen by the plan, or without effect on it: {', '.join(idle)}")
     others = rivals(planner, best)
     lines += ["", f"rivals, of {len(planner.seen)} plans looked at:"]
     lines += [f"  {c.knobs.overrides(config.batch_rows)}\n    {why(c, best, planner.budget)}" for c in others]
@@ -229,9 +233,10 @@ def numbers(planner: Planner, best: Candidate) -> dict[str, Any]:
 def picture(planner: Planner, best: Candidate, path: Path) -> None:
     """Memory against time of all plans that were looked at, and those that no other beats in both."""
     import matplotlib.pyplot as plt
+    from matplotlib import ticker
 
     some = sorted(planner.seen.values(), key=lambda c: c.peak_bytes)
-    figure, axes = plt.subplots(figsize=(6, 4.5))
+    figure, axes = plt.subplots(figsize=(6.5, 4.8), layout="constrained")
     axes.scatter([c.peak_bytes / 1e9 for c in some], [c.seconds for c in some], s=12, label="looked at")
     front = pareto(some)
     axes.step(
@@ -239,9 +244,20 @@ def picture(planner: Planner, best: Candidate, path: Path) -> None:
     )
     axes.scatter([best.peak_bytes / 1e9], [best.seconds], s=60, marker="*", label="chosen", zorder=3)
     axes.axvline(planner.budget / 1e9, linewidth=0.8, linestyle="--", label="budget")
-    axes.set(xlabel="peak of a device, GB", ylabel="step, s", xscale="log", yscale="log")
+    title = f"{len(some)} plans for {planner.devices:,} × {planner.hardware.name}, by prediction"
+    axes.set(xlabel="peak memory of a device, GB", ylabel="time of a step, s", title=title)
+    sizes, times = [planner.budget, *(c.peak_bytes for c in some)], [c.seconds for c in some]
+    for axis, scale, values in ((axes.xaxis, axes.set_xscale, sizes), (axes.yaxis, axes.set_yscale, times)):
+        span = max(values) / min(values)
+        if span > WIDE:
+            scale("log")
+            # Few numbers, so that they do not meet, and none at a minor tick.
+            axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if span < 1e4 else (1,)))
+            axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.set_minor_formatter(ticker.NullFormatter())
+    axes.grid(alpha=0.25)
     axes.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    figure.savefig(path, dpi=120)
     plt.close(figure)
 
 

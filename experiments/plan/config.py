@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import field
+from typing import Any
 
 from pydantic import PositiveFloat, PositiveInt
 
@@ -13,18 +15,30 @@ from experiments.configs.train import (
     DecoderConfig,
     Dtype,
     HardwareConfig,
+    MeshConfig,
     PrecisionConfig,
+    RunConfig,
+    ScheduleConfig,
     SGDConfig,
+    StrategyConfig,
+    Target,
+    TrackerConfig,
+    uneven_splits,
+    unnamed_sizes,
 )
-from experiments.explain.config import PER_PARAMETER, not_on_paper
+from experiments.explain.config import PER_PARAMETER, PaperShardsConfig, PaperTextConfig, not_on_paper
 
 BATCH_TOKENS = 4_000_000  # about so many in a step, where nothing is said
 DEVICE_SHARE = 0.9  # of a device's memory that a step may take, where nothing is said
+OWN_ROWS = 8  # of a step of one's own model and data, where nothing is said; as in the main job
+# Keys of the main job that a plan depends on; a recipe may have others, which the plan chooses or leaves out.
+IN_PLAN = {"run": (), "data": ("rows",), "mesh": (), "strategy": ()}
 
 
 @configuration
 class PlanConfig:
-    """The whole configuration of `experiments.plan`.
+    """The whole configuration of `experiments.plan`. It takes recipes of the main job, whose model,
+    precision, optimizer and rows count here.
 
     `devices`: how many there are. `days`: instead, the fewest that read `tokens` in so many days are
     looked for, by powers of two up to `most_devices`. `rows`: of a step's batch, of all ranks; null: the
@@ -34,10 +48,18 @@ class PlanConfig:
     of what the hardware has (the rest is the allocator's and NCCL's).
     """
 
-    model: DecoderConfig
+    model: DecoderConfig | Target
     precision: PrecisionConfig
-    optimizer: AdamWConfig | SGDConfig
+    optimizer: AdamWConfig | SGDConfig | Target
     hardware: HardwareConfig
+    data: PaperTextConfig | PaperShardsConfig | Target
+    strategy: StrategyConfig
+    run: RunConfig = field(default_factory=RunConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    objective: Target | None = None
+    specs: list[tuple[str, str | dict[str, Any] | None]] | None = None
     devices: PositiveInt = 8
     days: PositiveFloat | None = None
     most_devices: PositiveInt = 65_536
@@ -48,17 +70,54 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         wrong = not_on_paper(self.hardware, self.optimizer)
+        wrong += unnamed_sizes(self.model, self.data, self.objective)
         if wrong:
             raise ValueError("\n  ".join(wrong))
 
     @property
+    def is_decoder(self) -> bool:
+        """Whether the model is the main job's own, of which few layers say what all need."""
+        return isinstance(self.model, DecoderConfig) and self.objective is None
+
+    @property
+    def layers(self) -> int:
+        """Equal ones; a model of one's own is looked at as a whole."""
+        return self.model.layers if self.is_decoder else 1
+
+    @property
+    def row_tokens(self) -> int:
+        """What counts of a row: its tokens, or of data of one's own the row."""
+        if self.objective is not None:
+            return 1
+        return self.model["context"] if isinstance(self.model, dict) else self.model.context
+
+    @property
+    def unit(self) -> str:
+        return "token" if self.objective is None else "row"
+
+    @property
+    def parameters(self) -> int:
+        """How many the model has."""
+        if self.is_decoder:
+            return self.model.parameters
+        from experiments.explain.subject import subject_of  # and with it torch
+
+        return subject_of(self).parameters
+
+    @property
     def budget(self) -> int:
-        """Tokens of the whole training."""
-        return int(self.tokens or PER_PARAMETER * self.model.parameters)
+        """Tokens of the whole training, or rows."""
+        return int(self.tokens or PER_PARAMETER * self.parameters)
 
     @property
     def batch_rows(self) -> int:
-        return self.rows or 2 ** max(0, round(math.log2(BATCH_TOKENS / self.model.context)))
+        """Of a step, all ranks: as they are said for the plan, or in a recipe."""
+        said = self.data.get("rows", OWN_ROWS) if isinstance(self.data, dict) else self.data.rows
+        return self.rows or said or 2 ** max(0, round(math.log2(BATCH_TOKENS / self.row_tokens)))
+
+    def is_split(self, mesh: MeshConfig) -> bool:
+        """Whether axes can split the model so: of one's own model nobody knows what divides it."""
+        return not uneven_splits(self.model, mesh) if self.is_decoder else mesh.tensor * mesh.context == 1
 
 
 SPEC = CommandSpec(

@@ -16,15 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 import fnshard as fs
 from experiments.configs.plan import axis_of, dtypes_of
-from experiments.configs.train import MeshConfig, ScheduleConfig, uneven_splits
-from experiments.explain.paper import UNDECAYED
+from experiments.configs.train import MeshConfig, ScheduleConfig
+from experiments.explain.subject import subject_of
 from experiments.explain.words import counted
 from experiments.plan.config import DEVICE_SHARE, PlanConfig
-from experiments.training.decoder import Decoder, loss_function
 from experiments.training.steps import make_optimizer
 from fnshard.analysis.memory import MemoryTimeline
 from fnshard.compiler.ir.arguments import Arguments
@@ -144,7 +141,7 @@ class Planner:
             axes == self.devices and rows % own == 0
             and knobs.tensor <= self.hardware.ranks_per_node
             and not (knobs.keep and knobs.replicate > 1)
-            and not uneven_splits(self.config.model, knobs.mesh)
+            and self.config.is_split(knobs.mesh)
         )  # fmt: skip
 
     def starts(self) -> Iterator[Knobs]:
@@ -200,21 +197,21 @@ class Planner:
         """A plan's bytes and time, carried on from few layers and micro-batches."""
         if knobs in self.seen:
             return self.seen[knobs]
-        layers = self.config.model.layers
+        layers = self.config.layers
         depths = DEPTHS if layers > DEPTHS[1] else (layers,)
         self.seen[knobs] = self._predicted(knobs, depths)
         return self.seen[knobs]
 
     def exact(self, knobs: Knobs) -> Candidate:
         """The same, of all layers."""
-        return self._predicted(knobs, (self.config.model.layers,))
+        return self._predicted(knobs, (self.config.layers,))
 
     def _predicted(self, knobs: Knobs, depths: tuple[int, ...]) -> Candidate:
         """Carried on from steps of so many layers; which of a step's moments is the peak changes with the
         depth, so each of them is."""
         micro, by_count = self.micro_batches(knobs), {}
         for count in (2, 3) if micro > 3 else (micro,):  # gradients are summed from the second on
-            found = _line({d: self.measured(knobs, d, count) for d in depths}, self.config.model.layers)
+            found = _line({d: self.measured(knobs, d, count) for d in depths}, self.config.layers)
             peak = max(value for name, value in found.items() if isinstance(name, tuple))
             by_count[count] = {n: v for n, v in found.items() if isinstance(n, str)} | {"peak": peak}
         found = _line(by_count, micro)
@@ -245,27 +242,26 @@ class Planner:
 
     def lowered(self, knobs: Knobs, layers: int, micro: int) -> Lowered:
         """The step of so many layers and micro-batches; traces are shared by plans that trace alike."""
-        model = replace(self.config.model, layers=layers)
         mesh = self.mesh(knobs)
-        with torch.device("meta"):
-            loss, params = loss_function(Decoder(model))
-            tokens = torch.empty(knobs.micro_rows * micro, model.context, dtype=torch.int64)
+        subject = subject_of(self.config, layers)
+        loss, params, batch = subject.loss, subject.params, subject.batch(knobs.micro_rows * micro)
         precision = self.config.precision
         precision = replace(precision, optimizer=knobs.optimizer_dtype or precision.optimizer)
         how = {"tensor": axis_of("tensor", mesh), **dtypes_of(precision), **knobs.tiers}
         specs = fs.presets.PRESETS[knobs.preset](params, mesh, **how)
-        optimizer = make_optimizer(self.config.optimizer, ScheduleConfig(name="constant"), 1, UNDECAYED)
+        constant = ScheduleConfig(name="constant")
+        optimizer = make_optimizer(self.config.optimizer, constant, 1, subject.undecayed)
         step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optimizer, accumulate=micro, grad_norm=True)
         step.resolve(params)
         resolved, options = ResolvedSpecs.of(step.specs), step.options
         key = knobs.tensor, knobs.context, knobs.micro_rows, mesh.names, layers, micro
         if key not in self._fronts:
-            self._fronts[key] = step.front(tokens, tokens)
+            self._fronts[key] = step.front(*batch)
         front = self._fronts[key]
         front = replace(front, plan=plan_of(optimizer, resolved, mesh, options).for_program(front.program))
         lowering = replace(options.lowering, remat=knobs.remat, prefetch=(1, 1), overlap=1)
         stages = schedule_for(front, resolved.paired, mesh, lowering, self._kernels, False)
-        chosen, sizes = replace(options, lowering=lowering), bytes_of_batch(Arguments((tokens, tokens), {}))
+        chosen, sizes = replace(options, lowering=lowering), bytes_of_batch(Arguments(batch, {}))
         return Lowered(stages, chosen, optimizer=optimizer, batch_bytes=sizes)
 
     # -------------------------------------------------------------- the search
@@ -390,7 +386,7 @@ class Planner:
     def nothing(self) -> str:
         rows, parts = self.config.batch_rows, self.devices
         return (
-            f"{counted(parts, 'device')} cannot share {rows:,} rows of {self.config.model.context:,} tokens: "
+            f"{counted(parts, 'device')} cannot share {rows:,} rows: "
             f"a rank has whole rows, and at most {self.hardware.ranks_per_node} share its matrices. "
             f"Fix: rows={math.lcm(rows, parts)}, or devices={math.gcd(rows, parts)}."
         )

@@ -104,7 +104,8 @@ def _write(
         partial_folder.mkdir(exist_ok=True)
         size = sum(source.size for source in sides[side])
         count = min(max(1, round(size / (config.shard_mb * 1e6))), len(rows[side]))
-        print(f"{out / side}: {count} shards of {size / 1e6:,.1f} MB of text", file=sys.stderr, flush=True)
+        text = f"{size / 1e6:,.1f} MB of text go into {_counted(count, 'shard')}"
+        print(f"{out / side}: {text}", file=sys.stderr, flush=True)
         written = _keep_intact(partial_folder)
         for number in range(count):
             path = partial_folder / f"{number:06d}.npy"
@@ -235,16 +236,20 @@ def _check_free(out: Path, command: Mapping[str, Any]) -> None:
         raise ConfigError(report(f"{out} holds shards of another command:", differ, fix))
 
 
+def _counted(number: int, of: str) -> str:
+    return f"{number:,} {of}{'s' if number != 1 else ''}"
+
+
 def _print_end(out: Path, found: Sequence[Shards], seconds: float) -> None:
     """Where the shards are, and what they hold."""
     for shards in found:
         broken = f", {shards.broken} broken" if shards.broken else ""
-        text = f"{shards.tokens:,} tokens, {shards.documents or 0:,} documents{broken}"
-        print(f"{shards.folder}: {text}, in {len(shards.files)} shards")
+        held = f"{_counted(shards.tokens, 'token')}, {_counted(shards.documents or 0, 'document')}{broken}"
+        print(f"{shards.folder}: {held}, in {_counted(len(shards.files), 'shard')}")
     vocab = max(shards.vocab or 0 for shards in found)
     print(
-        f"done in {seconds:.1f} s\n\nshards: {out}\n"
-        f"train on them: data=shards data.root={out} model.vocab={vocab}",
+        f"done in {seconds:.1f} s\n\nresults: {out}\n"
+        f"to train on them: python -m experiments.train data=shards data.root={out} model.vocab={vocab}",
         flush=True,
     )
 

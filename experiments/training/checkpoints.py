@@ -14,6 +14,7 @@ from typing import Any
 
 import fnshard as fs
 from experiments.configs.train import ConfigError
+from experiments.training.goal import Goal
 from experiments.training.resume import has_numbered, memory_name
 from fnshard.checkpoint.replicas import most_copies
 from fnshard.errors import CheckpointError
@@ -28,6 +29,7 @@ class Saver:
     config: Any
     root: Path
     rank: int
+    goal: Goal = Goal()
 
     def due(self, number: int) -> bool:
         """Whether step `number` is to be saved; the last one always is."""
@@ -35,7 +37,7 @@ class Saver:
         return number == self.config.run.steps or (every > 0 and number % every == 0)
 
     def save(self, number: int, state: fs.TrainState, loader: Any, held_out: float | None) -> None:
-        """Step `number`, with a held-out loss if there is one for it.
+        """Step `number`, with the goal's number on held-out data if there is one for it.
 
         A step that cannot be written, and is not the last, is reported: training continues, and what was
         saved before is still there.
@@ -65,7 +67,11 @@ class Saver:
             "config": dataclasses.asdict(self.config),
             "metrics": {} if held_out is None else {METRIC: held_out},
             "keep": fs.checkpoint.Keep(
-                last=run.keep, every=run.keep_every, best=run.keep_best, metric=METRIC
+                last=run.keep,
+                every=run.keep_every,
+                best=run.keep_best,
+                metric=METRIC,
+                mode="max" if self.goal.is_maximised else "min",
             ),
             "timeout": run.timeout_s,
         }

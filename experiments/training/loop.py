@@ -17,9 +17,10 @@ from experiments.data.files import write_text
 from experiments.data.loader import Loader
 from experiments.training.dataset import Dataset, open_dataset
 from experiments.training.decoder import Decoder, next_token_loss
+from experiments.training.goal import HELD_OUT, Goal
 from experiments.training.metrics_file import METRICS
 from experiments.training.own import OwnData, made, model_of, of_rows, own_data
-from experiments.training.report import comparison, plot_losses
+from experiments.training.report import comparison, draw_run
 from experiments.training.resume import RunFolder
 from experiments.training.run import Ending, run_job
 from experiments.training.sample import Sampler, last_logits, safe
@@ -55,6 +56,11 @@ class TrainSetup(Setup):
     def unit(self) -> str:
         return self.dataset.unit
 
+    @property
+    def goal(self) -> Goal:
+        """A loss of one's own has the unit that its author knows."""
+        return Goal() if self.config.objective is not None else Goal(unit=f"nats per {self.unit}")
+
     def loader(self) -> Loader:
         return self.dataset.loader(self.mesh)
 
@@ -67,8 +73,9 @@ class TrainSetup(Setup):
         return mean_over(self.forward, params, self._held_out(), self.mesh.device)
 
     def sample(self, params: Any) -> str:
-        """The prompt and what follows it; each rank draws its own. Nothing where the data are no text."""
-        if self.sampler is None:
+        """Return the prompt and what follows it; each rank draws its own. Nothing where the data are no text,
+        or no token is asked for."""
+        if self.sampler is None or not self.config.run.sampled:
             return ""
         run, prompt = self.config.run, self.dataset.encode(self.config.run.prompt)
         (drawn,) = self.sampler(params, [prompt], run.sampled, run.seed + self.mesh.data_rank)
@@ -92,13 +99,16 @@ class TrainSetup(Setup):
             fs.checkpoint.wait()
         if self.mesh.rank != 0:
             return
-        write_text(end.folder / "sample.txt", sampled)
+        if sampled:
+            write_text(end.folder / "sample.txt", sampled)
         with end.spent.on("reports"):
             tables = self.dataset.tables()
-            plot_losses(end.folder / METRICS, tables, end.folder / "loss.png", unit=self.unit)
-        measured = {"held_out_loss": end.held_out, **{f"held_out_{n}": v for n, v in more.items()}, **tables}
+            draw_run(
+                end.folder / METRICS, self.goal, tables, end.folder / "loss.png", "loss of a training run"
+            )
+        measured = {self.goal.held_out: end.held_out, **{HELD_OUT + n: v for n, v in more.items()}, **tables}
         closing = end.write_result(measured, sample="sample.txt")
-        text = comparison(end.held_out, tables, unit=self.unit)
+        text = comparison(end.held_out, self.goal, tables)
         print(
             "\n\n".join(filter(None, ["", text, sampled, closing])) + f"\nresults: {end.folder}", flush=True
         )
@@ -182,8 +192,17 @@ def _specs(config: TrainConfig, params: Any, mesh: fs.Mesh, preset: Callable[...
     policy = dtypes_of(config.precision) | policy
     if config.specs is None:
         return preset(params, mesh, tensor=axis_of("tensor", mesh), **policy)
+    return specs_of(config.specs, params, policy)
+
+
+def specs_of(rules: Any, params: Any, policy: Mapping[str, Any]) -> Any:
+    """Specs by `TrainConfig.specs`; `policy`: fields of the leaves whose rules do not have them.
+
+    Raises:
+        ConfigError: a rule matches nothing, or a leaf no rule.
+    """
     try:
-        return fs.match_specs(params, [(of, rule_of(how, policy)) for of, how in config.specs])
+        return fs.match_specs(params, [(of, rule_of(how, policy)) for of, how in rules])
     except fs.errors.SpecError as error:
         raise ConfigError(f"specs: {error}") from None
 

@@ -11,7 +11,7 @@ import re
 import statistics
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from experiments.data.files import UNREADABLE, first_few
+from experiments.training.goal import Goal, is_held_out
 
 METRICS, SUMS = "metrics.jsonl", "metrics.crc32"
-HELD_OUT = "held_out_loss"
-RECENT, LOSSES = 1000, 64  # steps whose seconds and losses are kept
+RECENT, LOSSES = 1000, 64  # steps whose seconds and numbers are kept
 SUM = re.compile(rb"[0-9a-f]{8}")
 SHOWN = 8  # lines that a message names
 
@@ -63,8 +63,8 @@ def read_rows(path: Path | None, made: int, wrong: list[str] | None = None) -> I
             ended = ended or (row is not None and zlib.crc32(line) == found[-1])
             if row is None:
                 damaged.append(str(number))
-            elif row["step"] < made or (row["step"] == made and HELD_OUT not in row):
-                if HELD_OUT not in row:
+            elif row["step"] < made or (row["step"] == made and not is_held_out(row)):
+                if not is_held_out(row):
                     if row["step"] > last + 1:
                         missing.append(f"{last + 1} to {row['step'] - 1}")
                     last = max(last, row["step"])
@@ -89,7 +89,9 @@ def _row_of(line: bytes, sums: np.ndarray | None) -> dict[str, Any] | None:
     except UNREADABLE:
         return None
     numbers = isinstance(row, dict) and all(
-        type(row.get(name, 0)) in (int, float) for name in ("loss", "seconds", HELD_OUT)
+        type(value) in (int, float)
+        for name, value in row.items()
+        if name in ("loss", "seconds") or is_held_out({name: value})
     )
     return row if numbers and type(row.get("step")) is int else None
 
@@ -99,24 +101,27 @@ class Totals:
     """What a report says of all rows.
 
     Args:
+        goal: what the run is judged by.
         reached: the last step.
         seconds: of all steps.
         recent: seconds of each of the last steps.
         losses: of the last steps.
-        held_out: the last held-out loss.
+        trained: the goal's number in the last steps.
     """
 
+    goal: Goal = Goal()
     reached: int = 0
     seconds: float = 0.0
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=LOSSES))
-    held_out: float = math.nan
+    trained: deque[float] = field(default_factory=lambda: deque(maxlen=LOSSES))
 
     def add(self, row: Mapping[str, Any]) -> None:
         self.reached = max(self.reached, row["step"])
-        self.held_out = row.get(HELD_OUT, self.held_out)
         if "loss" in row:
             self.losses.append(row["loss"])
+        if self.goal.name in row:
+            self.trained.append(row[self.goal.name])
         if "seconds" in row:
             self.seconds += row["seconds"]
             self.recent.append(row["seconds"])
@@ -125,3 +130,14 @@ class Totals:
         """The median of the last steps: the first one after each start compiles. NaN where there is none."""
         recent = list(self.recent)[-last:]
         return statistics.median(recent) if recent else math.nan
+
+
+def smooth(curve: Sequence[tuple[float, float]], parts: int) -> tuple[list[tuple[float, float]], int]:
+    """Return at most `parts` points, each the mean of so many of the curve's, and of how many.
+
+    >>> smooth([(1, 4.0), (2, 2.0), (3, 1.0), (4, 1.0)], parts=2)
+    ([(1.5, 3.0), (3.5, 1.0)], 2)
+    """
+    size = max(1, math.ceil(len(curve) / parts))
+    cut = [curve[i : i + size] for i in range(0, len(curve), size)]
+    return [tuple(math.fsum(p) / len(part) for p in zip(*part, strict=True)) for part in cut], size

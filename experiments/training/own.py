@@ -135,14 +135,14 @@ def of_rows(loss: Callable[..., Any], apply: Callable[..., Any]) -> Loss:
     The loss gives a mean over the batch's rows or an `fs.Mean`, or a pair of it and a dict of more of them.
     """
 
-    def fn(params: Any, *batch: Any) -> tuple[Mean, dict[str, Mean]]:
+    def mean_loss(params: Any, *batch: Any) -> tuple[Mean, dict[str, Mean]]:
         rows = float(next(len(leaf) for leaf in fs.tree.flatten(batch)[0] if isinstance(leaf, Tensor)))
         found = loss(partial(apply, params), *batch)
         value, aux = found if isinstance(found, tuple) else (found, {})
         mean = lambda v: v if isinstance(v, Mean) else Mean(v * rows, rows)  # noqa: E731
         return mean(value), {name: mean(each) for name, each in aux.items()}
 
-    return fn
+    return mean_loss
 
 
 def check_targets(config: TrainConfig) -> None:

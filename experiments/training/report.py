@@ -1,4 +1,4 @@
-"""What is seen of a run: a progress line, `metrics.jsonl`, trackers, `loss.png`, and the closing words."""
+"""What is seen of a run: progress lines, `metrics.jsonl`, trackers, a picture, and the closing words."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from typing import Any, TextIO
 from experiments.data.files import DamagedError, naming, write_text
 from experiments.trackers.base import Tracker
 from experiments.trackers.feed import Feed
-from experiments.training.metrics_file import HELD_OUT, METRICS, SUMS, Totals, line_of, read_rows
-from experiments.training.run_record import RunRecord, StepWork, in_words, peak_memory
+from experiments.training.goal import Goal
+from experiments.training.metrics_file import METRICS, SUMS, Totals, line_of, read_rows, smooth
+from experiments.training.run_record import RunRecord, StepWork, in_words, peak_memory, speed_name
 
 LINES = 20  # of how far a whole run is
 HINT_S = 10.0  # between two lines about what happens before a step
 WINDOW = 20  # steps that the shown speed is of
-POINTS = 4000  # of a curve in loss.png, at most
+SMOOTH = 60  # points of a smoothed curve, at most
+OTHERS = 4  # numbers of a progress line besides the goal's, the rate and the norm, at most
 FINISH_S = 60.0  # what trackers get at the end
 
 
@@ -106,12 +108,14 @@ class Report:
     Args:
         folder: of the run.
         steps: in the run.
-        tokens: per step, of all ranks.
+        tokens: per step, of all ranks; or rows, where `unit` says so.
         record: `run.json`; it has the facts that trackers get.
         made: steps that were made before; rows of later ones, by an earlier process, are dropped.
         earlier: the file with their rows.
         trackers: by name; they get all rows, too.
         device_type: whose memory is measured.
+        goal: what the run is judged by.
+        unit: what `tokens` counts.
     """
 
     folder: Path
@@ -123,11 +127,13 @@ class Report:
     stream: TextIO = field(default_factory=lambda: sys.stderr)
     trackers: Mapping[str, Tracker] = field(default_factory=dict)
     device_type: str = "cpu"
-    totals: Totals = field(default_factory=Totals, init=False)
+    goal: Goal = Goal()
+    unit: str = "token"
+    totals: Totals = field(init=False)
     work: StepWork | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        path = self.folder / METRICS
+        path, self.totals = self.folder / METRICS, Totals(self.goal)
         self._progress = Progress(self.stream, self.steps, self.made, self.record.spent.between_steps)
         self._take_over(path)
         self._file = path.open("a", encoding="utf-8")
@@ -136,6 +142,7 @@ class Report:
         self._feeds = [Feed(name, tracker, path, self.say) for name, tracker in self.trackers.items()]
         for feed in self._feeds:
             feed.start(self.record.facts)
+        self._write("running")  # a run that is killed early has said what it is
         self._finished = False
 
     def _take_over(self, path: Path) -> None:
@@ -172,13 +179,16 @@ class Report:
 
     def step(self, number: int, values: Mapping[str, float], seconds: float) -> None:
         """Step `number` (from 1) took `seconds` and gave `values`."""
-        speed = float(f"{self.tokens / seconds:.8g}")
-        self._row(step=number, **values, tokens_per_s=speed, seconds=float(f"{seconds:.8g}"))
+        speed = {speed_name(self.unit): float(f"{self.tokens / seconds:.8g}")}
+        self._row(step=number, **values, **speed, seconds=float(f"{seconds:.8g}"))
         self._progress.step(number, self._text(values), seconds)
 
-    def held_out(self, number: int, loss: float, more: Mapping[str, float]) -> None:
-        """The held-out loss after step `number`, and what else was measured."""
-        self._row(step=number, held_out_loss=loss, **more)
+    def held_out(self, number: int, value: float, more: Mapping[str, float]) -> None:
+        """Report the goal's number on held-out data after step `number`, and what else was measured there."""
+        found = {self.goal.held_out: value, **more}
+        self._row(step=number, **found)
+        shown = ", ".join(f"{name.replace('_', ' ')} {each:.3f}" for name, each in found.items())
+        self.say(f"step {number}/{self.steps}, {shown.replace('held out', 'held-out')}")
 
     def say(self, text: str) -> None:
         self._progress.say(text)
@@ -219,19 +229,22 @@ class Report:
         return totals
 
     def closing(self, totals: Mapping[str, Any]) -> str:
-        return in_words(totals, peak_memory(self.device_type)[1])
+        """Return the totals in words."""
+        return in_words(totals)
 
     def _write(self, status: str) -> dict[str, Any]:
         totals, work, seconds = self.totals, self.work, self.totals.step_seconds()
         measured = {
-            "tokens_per_s": self.tokens / seconds,
+            speed_name(self.unit): self.tokens / seconds,
             "loss": totals.losses[-1] if totals.losses else math.nan,
-            "measured_peak_bytes": peak_memory(self.device_type)[0],
+            **peak_memory(self.device_type),
         }
         if work is not None:
             measured |= {
                 "mfu": work.mfu(seconds),
-                "flops_per_token": work.model_flops * work.ranks / self.tokens,
+                f"flops_per_{'token' if self.unit == 'byte' else self.unit}": work.model_flops
+                * work.ranks
+                / self.tokens,
                 "predicted_peak_bytes": work.peak_bytes,
             }
         known = work is not None and math.isfinite(seconds)
@@ -267,15 +280,14 @@ class Report:
         )
 
     def _text(self, values: Mapping[str, float]) -> str:
-        name = "reward" if "reward" in values else "loss"
-        shown = [f"{name} {values[name]:.3f}"]
-        if not math.isnan(self.totals.held_out):
-            shown.append(f"held-out {self.totals.held_out:.3f}")
-        shown.append(f"lr {values['lr']:.1e}")
+        name = self.goal.name
+        shown = [f"{name} {values[name]:.3f}", f"lr {values['lr']:.1e}"]
         if "grad_norm" in values:
             shown.append(f"grad norm {values['grad_norm']:.2f}")
-        seconds = self.totals.step_seconds(WINDOW)
-        shown.append(f"{self.tokens / seconds:,.0f} tokens/s")
+        others = [n for n in values if n not in (name, "loss", "lr", "grad_norm")][:OTHERS]
+        shown += [f"{each.replace('_', ' ')} {values[each]:.4g}" for each in others]
+        seconds, speed = self.totals.step_seconds(WINDOW), speed_name(self.unit).removesuffix("_per_s")
+        shown.append(f"{self.tokens / seconds:,.0f} {speed}/s")
         mfu = self.work.mfu(seconds) if self.work is not None else math.nan
         return ", ".join(shown if math.isnan(mfu) else [*shown, f"MFU {mfu:.1%}"])
 
@@ -290,39 +302,53 @@ def metrics_next_to(folder: Path, found: str) -> Path | None:
     return next((place / METRICS for place in places if (place / METRICS).exists()), None)
 
 
-def plot_losses(metrics: Path, tables: Mapping[str, float], path: Path, *, unit: str = "byte") -> None:
-    """Draw training and held-out loss by step, and a level line for each n-gram table.
-
-    Of a long run some losses are left out.
-    """
+def draw_run(
+    metrics: Path, goal: Goal, tables: Mapping[str, float], path: Path, title: str = "training"
+) -> None:
+    """Draw the goal's number by step, in training and on held-out data, with a level line for each n-gram
+    table. Of a long run the mean of some steps is drawn over what each step gave, and the legend says of
+    how many."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure  # pyplot takes twice the time to load
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    for key, style in (("loss", {"lw": 0.8, "alpha": 0.7}), (HELD_OUT, {"marker": "o", "lw": 1.5})):
-        points = [(row["step"], row[key]) for row in read_rows(metrics, sys.maxsize) if key in row]
-        points = points[:: 1 + len(points) // POINTS]
-        axes.plot([x for x, _ in points], [y for _, y in points], label=key.replace("_", "-", 1), **style)
+    trained, measured = [], []
+    for row in read_rows(metrics, sys.maxsize):
+        if goal.held_out in row:
+            measured.append((row["step"], row[goal.held_out]))
+        elif goal.name in row:
+            trained.append((row["step"], row[goal.name]))
+    means, size = smooth(trained, SMOOTH)
+    if size > 1:
+        axes.plot(*zip(*trained, strict=True), lw=0.5, alpha=0.3, color="tab:blue")
+    if means:
+        label = "training" + (f", mean of {size} steps" if size > 1 else ", each step")
+        axes.plot(*zip(*means, strict=True), lw=1.4, color="tab:blue", label=label)
+    if measured:
+        axes.plot(*zip(*measured, strict=True), "o-", lw=1.4, color="tab:orange", label="held-out")
     for (name, loss), color in zip(tables.items(), ("tab:gray", "tab:brown"), strict=False):
-        axes.axhline(loss, ls="--", lw=1, color=color, label=f"{name} table")
-    axes.set(xlabel="step", ylabel=f"nats per {unit}")
+        axes.axhline(loss, ls="--", lw=1, color=color, label=f"{name} table, held-out")
+    axes.set(xlabel="step", ylabel=goal.label, title=title)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.25)
     axes.legend()
     with naming(path):
         figure.savefig(path, dpi=120)
 
 
-def comparison(held_out_loss: float, tables: Mapping[str, float], *, unit: str = "byte") -> str:
-    """The model next to the tables, one line.
+def comparison(value: float, goal: Goal, tables: Mapping[str, float]) -> str:
+    """Return the model next to the tables, in one line.
 
-    >>> comparison(2.0, {"bigram": 2.4, "trigram": 1.8})
+    >>> comparison(2.0, Goal(unit="nats per byte"), {"bigram": 2.4, "trigram": 1.8})
     'held-out loss, nats per byte: model 2.000 (below the bigram table); bigram 2.400, trigram 1.800'
+    >>> comparison(0.75, Goal("reward", is_maximised=True), {})
+    'held-out reward: model 0.750'
     """
-    text = f"held-out loss, nats per {unit}: model {held_out_loss:.3f}"
     if not tables:
-        return text
-    below = [name for name, loss in tables.items() if held_out_loss < loss]
+        return f"held-out {goal.label}: model {value:.3f}"
+    below = [name for name, loss in tables.items() if value < loss]
     verdict = f"below the {' and the '.join(below)} table" if below else "above every table"
     others = ", ".join(f"{name} {loss:.3f}" for name, loss in tables.items())
-    return f"{text} ({verdict}); {others}"
+    return f"held-out {goal.label}: model {value:.3f} ({verdict}); {others}"

@@ -40,11 +40,15 @@ FREE = (
 class RunFolder:
     """Where a run's results and checkpoints go.
 
-    `source`: what it starts from where it has no checkpoint of its own.
+    `source`: what it starts from where it has no checkpoint of its own. `began`: when the command began, by
+    the clock of its host; 0 where nobody has said it. `makes`: what another command needs and lets this run
+    make; empty for a run of its own.
     """
 
     folder: str
     source: str | None = None
+    began: float = 0.0
+    makes: str = ""
 
     @property
     def root(self) -> Path:

@@ -22,7 +22,7 @@ from experiments.training.checkpoints import Saver, replicas_of, restored
 from experiments.training.report import Report, Silent, metrics_next_to
 from experiments.training.result import STOPPED, write_result
 from experiments.training.resume import RunFolder
-from experiments.training.run_record import RunRecord, TimeSpent, facts_of, varying
+from experiments.training.run_record import RunRecord, TimeSpent, facts_of, speed_name, varying
 from experiments.training.steps import Setup, Training, run_steps
 from fnshard.launcher.rank import Stop
 
@@ -52,20 +52,22 @@ class Ending:
         Returns:
             Its time and memory, as text.
         """
-        rows = self.report.totals
-        losses = list(rows.losses)[-20:]
+        rows, goal, speed = self.report.totals, self.report.goal, speed_name(self.report.unit)
+        losses, trained = list(rows.losses)[-20:], list(rows.trained)[-20:]
         summary = {
             "loss": statistics.mean(losses) if losses else math.nan,
+            goal.name: statistics.mean(trained) if trained else math.nan,
             **measured,
-            "tokens_per_s": self.report.tokens / rows.step_seconds(),
+            speed: self.report.tokens / rows.step_seconds(),
         }
         # Where metrics were lost, and no step was left to make, the rows' numbers are not known.
-        unknown = {name for name in ("loss", "tokens_per_s") if math.isnan(summary[name]) and not losses}
+        unknown = {n for n in ("loss", goal.name, speed) if math.isnan(summary[n]) and not losses}
         summary = {name: value for name, value in summary.items() if name not in unknown}
-        artifacts = [self.folder / name for name in ("loss.png", sample, "config.yaml", "schedule.txt")]
+        names = (f"{goal.name}.png", sample, "config.yaml", "schedule.txt")
+        artifacts = [self.folder / name for name in names]
         totals = self.report.finish("ok", [a for a in artifacts if a.exists()], **summary)
         values = {**summary, "seconds": totals["seconds"], **varying(totals)}  # of the run, not of its steps
-        write_result(self.folder, status="ok", overrides=self.overrides, **values)
+        write_result(self.folder, status="ok", overrides=self.overrides, goal=goal.as_dict(), **values)
         return self.report.closing(totals)
 
 
@@ -75,7 +77,7 @@ def run_job(job: str, make: Callable[[], Setup], run: RunFolder, overrides: list
     Args:
         job: the module of `experiments` that was started.
     """
-    spent = TimeSpent()
+    spent, began = TimeSpent.since(Path(run.folder), run.began)
     with spent.on("start"):
         setup = make()
         config, folder, mesh = setup.config, Path(run.folder), setup.mesh
@@ -83,15 +85,17 @@ def run_job(job: str, make: Callable[[], Setup], run: RunFolder, overrides: list
         state, loader, found = begin(setup, run, replicas)
         if mesh.rank == 0 and found:
             print(f"resume: step {int(state.step)} of {found}", flush=True)
-        elif mesh.rank == 0 and config.run.resume == AUTO:
+        elif mesh.rank == 0 and config.run.resume == AUTO and not run.makes:
             print("resume: nothing to go on from, a new run", flush=True)
-        report = _report(job, setup, run, overrides, int(state.step), found, spent)
-        if mesh.rank == 0:
+        report = _report(job, setup, run, overrides, int(state.step), found, spent, began)
+        if mesh.rank == 0 and not run.makes:
+            print(f"goal: the run {setup.goal.aim}", flush=True)
             setup.introduce(state)
+        if mesh.rank == 0:
             write_plan(setup.plan, folder)
     with report:
         baseline = setup.baseline(state, folder, spent)
-        saver = Saver(config, run.root, mesh.rank)
+        saver = Saver(config, run.root, mesh.rank, setup.goal)
         training = Training(setup, loader, lambda: begin(setup, run)[:2], report, saver, spent, replicas)
         state, held_out = run_steps(training, state, stop)
         report.close()
@@ -111,23 +115,32 @@ def begin(
 
 
 def _report(
-    job: str, setup: Setup, run: RunFolder, overrides: list[str], made: int, found: str, spent: TimeSpent
+    job: str,
+    setup: Setup,
+    run: RunFolder,
+    overrides: list[str],
+    made: int,
+    found: str,
+    spent: TimeSpent,
+    began: float,
 ) -> Report | Silent:
     """A run's report, on rank 0; all ranks call it together.
 
     Args:
         made: steps that were made before.
         found: the checkpoint that is resumed, or nothing.
+        began: when the command began.
     """
     config, mesh, folder = setup.config, setup.mesh, Path(run.folder)
     hosts = setup.step.gather_strings(socket.gethostname())
     if mesh.rank != 0:
         return Silent()
     write_sealed(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
-    record = RunRecord(folder, facts_of(config, job, overrides, mesh, hosts), made, spent)
+    facts = {**facts_of(config, job, overrides, mesh, hosts), "goal": setup.goal.as_dict()}
+    record = RunRecord(folder, facts, made, spent, began)
     return Report(
         folder, config.run.steps, setup.tokens, record, made, metrics_next_to(folder, found),
-        trackers=chosen(config.tracker), device_type=mesh.device_type,
+        trackers=chosen(config.tracker), device_type=mesh.device_type, goal=setup.goal, unit=setup.unit,
     )  # fmt: skip
 
 

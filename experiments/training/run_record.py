@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 import fnshard as fs
+from experiments.configs.machine import process_began
 from experiments.configs.measured import RUN, prediction_of
 from experiments.data.files import DamagedError, read_record, write_record
 from experiments.training.metrics_file import METRICS
@@ -30,13 +31,21 @@ PACKAGES = (
     "fnshard", "torch", "numpy", "hydra-core", "safetensors", "transformers", "tensorboard", "wandb",
     "mlflow-skinny",
 )  # fmt: skip
-# What the seconds of a process go to: all of them, "other" is the rest; the first step compiles.
+# What the seconds of a command go to: all of them, "other" is the rest. "start" is from the command's first
+# moment to the job's first step: imports, launch, data, model. "lowering" traces and plans a step, "compile"
+# generates its kernels, with which the first step runs; a run that compiles nothing has none of it.
 PARTS = (
-    "start", "compile", "steps", "data", "evaluation", "samples", "saves", "export", "tracing", "reports",
-    "other",
+    "start", "lowering", "compile", "steps", "data", "rollouts", "evaluation", "samples", "saves", "export",
+    "tracing", "reports", "other",
 )  # fmt: skip
 # What of a result differs from run to run of one configuration.
-VARIES = ("mfu", "measured_peak_bytes", "predicted_peak_bytes", *(f"{name}_s" for name in PARTS))
+VARIES = (
+    "mfu",
+    "measured_peak_bytes",
+    "process_peak_bytes",
+    "predicted_peak_bytes",
+    *(f"{name}_s" for name in PARTS),
+)
 HERE = Path(__file__).resolve()
 
 
@@ -108,7 +117,7 @@ def machine(mesh: fs.Mesh) -> dict[str, Any]:
 @dataclass
 class TimeSpent:
     """All seconds since this was made, by what they went to: one of `PARTS`. Of nested blocks the inner one
-    counts, so that no second counts twice.
+    counts, so that no second counts twice. Seconds that passed before this was made are added to `seconds`.
 
     >>> ticks = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0])
     >>> spent = TimeSpent(clock=lambda: next(ticks))
@@ -139,8 +148,28 @@ class TimeSpent:
         return dict(self.seconds)
 
     def between_steps(self) -> float:
-        """What neither steps nor compiling took."""
-        return sum(seconds for part, seconds in self.parts().items() if part not in ("compile", "steps"))
+        """Return the seconds that neither steps took nor what is done once, before the first of them."""
+        once = ("start", "lowering", "compile", "steps")
+        return sum(seconds for part, seconds in self.parts().items() if part not in once)
+
+    @staticmethod
+    def since(folder: Path, began: float) -> tuple[TimeSpent, float]:
+        """Return the time of a process that works on the run of a folder, and when it begins to count.
+
+        That is when the command began; or this process, where an earlier one of the same command, as before a
+        restart, has counted from there; or now, where a program of one's own calls the job.
+        """
+        if not began:
+            return TimeSpent(), 0.0
+        try:
+            attempts = (read_record(folder / RUN) or {}).get("attempts", [])
+        except DamagedError:  # which is said where the record is read to go on with
+            attempts = []
+        if any(each.get("began") == began for each in attempts):
+            began = process_began()
+        spent = TimeSpent()
+        spent.seconds["start"] = max(0.0, time.time() - began)
+        return spent, began
 
     def _turn(self) -> None:
         since, self._since = self._since, self.clock()
@@ -181,11 +210,12 @@ class StepWork:
         return mfu(self.model_flops, seconds, self.peak_flops)
 
 
-def peak_memory(device_type: str) -> tuple[int, str]:
-    """The peak bytes of this process, and what they are of."""
+def peak_memory(device_type: str) -> dict[str, int]:
+    """Return the peak bytes of this process: on a GPU what was allocated there, which a prediction can be
+    compared with; on a CPU all that the process took, Python and torch included, which it cannot."""
     if device_type == "cuda":
-        return torch.cuda.max_memory_allocated(), "allocated on the device"
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "of the process, libraries and all"
+        return {"measured_peak_bytes": torch.cuda.max_memory_allocated()}
+    return {"process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
 @dataclass
@@ -196,6 +226,7 @@ class RunRecord:
     facts: Mapping[str, Any]
     made: int = 0
     spent: TimeSpent = field(default_factory=TimeSpent)
+    began: float = 0.0  # when the command of this process began, by the clock of the host
 
     def __post_init__(self) -> None:
         self._started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
@@ -232,6 +263,7 @@ class RunRecord:
         parts = self.spent.parts()
         attempt = {
             "started": self._started,
+            "began": self.began,
             "revision": (self.facts.get("git") or {}).get("revision"),
             "steps": [self.made, step],
             "seconds": round(sum(parts.values()), 4),
@@ -257,27 +289,36 @@ def varying(totals: Mapping[str, Any]) -> dict[str, Any]:
     return {name: totals[name] for name in VARIES if name in totals}
 
 
-def in_words(totals: Mapping[str, Any], memory_of: str = "") -> str:
-    """The totals in two lines.
+def speed_name(unit: str) -> str:
+    """Return the name of a run's speed in its rows: text is counted in tokens, of bytes or of others.
 
-    Args:
-        memory_of: what the measured memory is of.
+    >>> speed_name("byte"), speed_name("row")
+    ('tokens_per_s', 'rows_per_s')
+    """
+    return "tokens_per_s" if unit in ("byte", "token") else f"{unit}s_per_s"
+
+
+def in_words(totals: Mapping[str, Any]) -> str:
+    """Return the totals in two lines.
 
     >>> print(in_words({"steps": 9, "seconds": 20.0, "compile_s": 5.0, "steps_s": 12.0,
     ...     "evaluation_s": 2.0, "saves_s": 1.0, "tracing_s": 0.0, "tokens_per_s": 1200.0, "mfu": 0.25,
-    ...     "predicted_peak_bytes": 2e6, "measured_peak_bytes": 3e6}, "allocated on the device"))
-    9 steps in 20.0 s, 1,200 tokens/s, MFU 25.0%; peak memory 2.0 MB predicted, 3.0 MB allocated on the device
+    ...     "predicted_peak_bytes": 2e6, "measured_peak_bytes": 3e6}))
+    9 steps in 20.0 s, 1,200 tokens/s, MFU 25.0%; peak memory of the device 3.0 MB, predicted 2.0 MB
     spent on: compile 5.0 s (25%), steps 12.0 s (60%), evaluation 2.0 s (10%), saves 1.0 s (5%)
     """
     seconds = max(totals["seconds"], 1e-9)
-    mfu = f"MFU {totals['mfu']:.1%}" if "mfu" in totals else "MFU unknown (no known peak for this device)"
-    memory = [
-        f"{totals[name] / 1e6:.1f} MB {what}"
-        for name, what in (("predicted_peak_bytes", "predicted"), ("measured_peak_bytes", memory_of))
-        if name in totals
-    ]
-    speed = [f"{totals['tokens_per_s']:,.0f} tokens/s, {mfu}"] if "tokens_per_s" in totals else []
-    head = ", ".join([f"{totals['steps']} steps in {seconds:.1f} s", *speed])
+    head = [f"{totals['steps']} steps in {seconds:.1f} s"]
+    head += [f"{v:,.0f} {n.removesuffix('_per_s')}/s" for n, v in totals.items() if n.endswith("_per_s")]
+    head += [f"MFU {totals['mfu']:.1%}"] if "mfu" in totals else []
+    sizes = {name: f"{totals[name] / 1e6:.1f} MB" for name in totals if name.endswith("_peak_bytes")}
+    memory = ""
+    if "predicted_peak_bytes" in sizes:
+        predicted = sizes["predicted_peak_bytes"]
+        measured = sizes.get("measured_peak_bytes")
+        memory = f"; a step needs {predicted} of each rank's memory, by prediction"
+        if measured is not None:
+            memory = f"; peak memory of the device {measured}, predicted {predicted}"
     parts = [(name, totals.get(f"{name}_s", 0.0)) for name in PARTS]
     shares = (f"{name} {each:.1f} s ({each / seconds:.0%})" for name, each in parts if each >= 0.05)
-    return f"{head}; peak memory {', '.join(memory)}\nspent on: {', '.join(shares)}"
+    return f"{', '.join(head)}{memory}\nspent on: {', '.join(shares)}"

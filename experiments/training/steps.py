@@ -20,6 +20,7 @@ from experiments.configs.train import AUTO, AdamWConfig, RunConfig, ScheduleConf
 from experiments.data.files import append, write_text
 from experiments.data.loader import Loader
 from experiments.training.checkpoints import Saver
+from experiments.training.goal import HELD_OUT, Goal
 from experiments.training.report import Report, Silent
 from experiments.training.run_record import StepWork, TimeSpent
 from experiments.training.tracing import Tracer
@@ -41,8 +42,8 @@ class Launched:
 class Setup(Protocol):
     """What a job makes of its configuration. All ranks call its methods together, but `introduce`.
 
-    `tokens`: of one step, of all ranks. `unit`: what one is, "byte" or "token". Of what can be left out, the
-    methods here do nothing.
+    `tokens`: of one step, of all ranks. `unit`: what one is, "byte", "token" or "row". `goal`: what the run
+    is judged by. Of what can be left out, the methods here do nothing.
     """
 
     config: Any
@@ -51,6 +52,7 @@ class Setup(Protocol):
     step: Any
     tokens: int
     unit: str
+    goal: Goal
 
     def loader(self) -> Loader:
         """This rank's batches, from the first step on."""
@@ -69,7 +71,7 @@ class Setup(Protocol):
         return loaded
 
     def evaluate(self, params: Any) -> tuple[float, Mapping[str, float]]:
-        """The held-out loss, and more numbers by name."""
+        """Return the goal's number on held-out data, and more numbers by name."""
 
     def sample(self, params: Any) -> str:
         """What the model says after the configuration's prompts."""
@@ -178,10 +180,12 @@ def one_step(training: Training, state: fs.TrainState, number: int, here: int) -
     step, spent = training.step, training.spent
     on_gpu, is_first = step.mesh.device_type == "cuda", here == 1
     with spent.on("data"):
-        batch = training.setup.batch(state, next(training.loader))  # the step sends it to the device
-    lowered = None
+        loaded = next(training.loader)
+    with spent.on("rollouts"):  # where answers are rewarded the model draws them; else this takes no time
+        batch = training.setup.batch(state, loaded)  # the step sends it to the device
+    lowered, compiles = None, is_first and training.config.run.backend != "eager"
     if is_first and (step.mesh.rank == 0 or training.config.run.profile):
-        with spent.on("compile"):
+        with spent.on("lowering"):
             lowered = step.lower(state, *batch)
             if training.config.run.profile:
                 training.tracer = _tracer(training, lowered)
@@ -190,7 +194,7 @@ def one_step(training: Training, state: fs.TrainState, number: int, here: int) -
     if here == 2 and on_gpu:
         torch.cuda.reset_peak_memory_stats()
     tracing = nullcontext() if training.tracer is None else training.tracer.on(here)
-    with tracing, spent.on("compile" if is_first else "steps"):
+    with tracing, spent.on("compile" if compiles else "steps"):
         began = time.perf_counter()
         state, metrics = step(state, *batch)
         before = read(training)
@@ -198,8 +202,9 @@ def one_step(training: Training, state: fs.TrainState, number: int, here: int) -
     report_rows(training, before)
     training.unread.append(Launched(number, metrics, seconds))
     if is_first:
-        with spent.on("compile"):
+        with spent.on("compile" if compiles else "steps"):
             report_rows(training, read(training))  # nobody waits for what is prepared
+        with spent.on("lowering"):
             training.setup.compile_ahead(state)
     if lowered is not None and step.mesh.rank == 0:
         _describe_compiled(training, lowered)
@@ -226,8 +231,7 @@ def _tracer(training: Training, lowered: Any) -> Tracer:
 
 def _describe_compiled(training: Training, lowered: Any) -> None:
     """Write what is known after the first step."""
-    training.report.say(f"programs: {training.step.compile_stats}")
-    with training.spent.on("compile"):
+    with training.spent.on("reports"):
         append_compiled(lowered, training.folder)
     if training.replicas is not None:
         size = training.replicas.node_bytes / 1e6
@@ -236,7 +240,7 @@ def _describe_compiled(training: Training, lowered: Any) -> None:
 
 def _add_memory(training: Training, text: str) -> None:
     append(training.folder / MEMORY, f"\n{text}\n")
-    print(text, flush=True)
+    training.report.say(text)
 
 
 def _write_trace(training: Training) -> None:
@@ -271,13 +275,13 @@ def _measures(run: RunConfig, number: int) -> bool:
 
 
 def _held_out(training: Training, state: fs.TrainState, number: int) -> float | None:
-    """The held-out loss after step `number`, if it is to be known there."""
+    """Return the goal's number on held-out data after step `number`, if it is to be known there."""
     if not _measures(training.config.run, number):
         return None
     with training.spent.on("evaluation"):
-        loss, more = training.setup.evaluate(state.params)
-    training.report.held_out(number, loss, {f"held_out_{name}": value for name, value in more.items()})
-    return loss
+        value, more = training.setup.evaluate(state.params)
+    training.report.held_out(number, value, {HELD_OUT + name: each for name, each in more.items()})
+    return value
 
 
 def mean_over(

@@ -67,6 +67,7 @@ def memory(memory: Any, path: str | Path, *, limit: float | None = None) -> Path
     _mark_phases(axes, lines)
     axes.set_xlabel("instruction of the schedule")
     axes.set_ylabel(f"{unit} on one rank")
+    axes.set_title("memory of one rank during a step, by what it holds", fontsize=11, loc="left")
     axes.legend(loc="upper left", bbox_to_anchor=(1.005, 1), frameon=False, reverse=True)
     return save(figure, path)
 

@@ -171,7 +171,8 @@ def _is_equal(value: Any, other: Any) -> bool:
 
 def announce(fn: Any, programs: Programs, key: BatchKey) -> None:
     """This batch is about to be lowered: the logger "fnshard" (INFO) hears of it, and of what has changed."""
-    LOG.info("lowering %s", "; ".join([name_of(fn), *lines(programs.changes(key)[0])]))
+    what = "; ".join([name_of(fn), *lines(programs.changes(key)[0])])
+    LOG.info("tracing and scheduling %s", what)
 
 
 def name_of(fn: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,10 @@ from runs import leave_run
 
 from experiments.compare.__main__ import main as compare
 from experiments.compare.outcome import FAILED, OK, Outcome, found, jobs_of, outcome_of
-from experiments.compare.table import as_text, differences, draw, ranked, write_csv
+from experiments.compare.table import as_text, differences, draw, names_of, ranked, write, write_csv
 from experiments.configs.train import ConfigError
+from experiments.data.files import write_json
+from experiments.training.goal import Goal
 from experiments.training.result import write_result
 
 # ------------------------------------------------------------------ outcomes
@@ -103,7 +106,7 @@ def test_the_table_is_sorted_and_the_best_is_marked():
     more = [*alike, replace(alike[0], name="x", numbers={"measured_peak_bytes": 1.5e9})]
     assert [line.split() for line in as_text(ranked(more, "seconds")).splitlines()] == [
         ["run", "overrides", "status", "loss", "seconds", "measured_peak_MB"],
-        ["0", "*", "-", "ok", "0.000", "1", "-"],
+        ["0", "-", "ok", "0.000", "1", "-"],  # no star: two are as quick
         ["1", "-", "ok", "1.000", "1", "-"],
         ["x", "-", "ok", "-", "-", "1,500.0"],
         ["equal", "in", "all:", "bigram", "2.400,", "predicted_peak_MB", "2.0"],
@@ -117,6 +120,60 @@ def test_another_metric_is_a_column_and_an_unknown_one_is_refused():
     assert as_text(ranked(rows, "held_out_reward")).splitlines()[1].split() == ["1", "*", "-", "ok", "0.5"]
     with pytest.raises(ConfigError, match=r"metric lost: no run has it; they have held_out_reward"):
         ranked(rows, "lost")
+
+
+NATS = Goal(unit="nats per byte")
+REWARD = Goal("reward", is_maximised=True)
+
+
+@pytest.mark.parametrize(
+    ("goals", "values", "best", "said"),
+    [
+        ((NATS, NATS), (2.0, 3.0), "0", "* the lowest held_out_loss, nats per byte: "),
+        ((REWARD, REWARD), (0.25, 0.5), "1", "* the highest held_out_reward: "),
+        ((Goal("yield", is_maximised=True),) * 2, (1.0, 2.0), "1", "* the highest held_out_yield: "),
+        ((NATS, NATS), (2.0, 2.0), None, "no star: the best held_out_loss is that of several runs"),
+        ((NATS, Goal(unit="nats per token")), (2.0, 3.0), None, "no star: "),
+        ((NATS,), (2.0,), "0", "* the lowest held_out_loss"),
+    ],
+    ids=["loss", "reward", "own", "equal", "other units", "alone"],
+)
+def test_what_runs_are_after_decides_the_order_the_star_and_the_picture(tmp_path, goals, values, best, said):
+    from matplotlib.figure import Figure
+
+    rows = []
+    for number, (goal, value) in enumerate(zip(goals, values, strict=True)):
+        made = outcome(str(number), OK, f"n={number}", **{goal.held_out: value, "held_out_accuracy": 0.5})
+        steps = ({"step": 1, "loss": 0.0, goal.name: value}, {"step": 1, goal.held_out: value})
+        rows.append(replace(made, goal=goal, rows=steps))
+    with pytest.MonkeyPatch.context() as patch:
+        kept = []
+        save = Figure.savefig
+        patch.setattr(Figure, "savefig", lambda self, *a, **k: (kept.append(self), save(self, *a, **k)))
+        text, ranking = write(rows, None, tmp_path, "s", "s.txt")
+    assert (None if ranking.best is None else ranking.best.name) == best and said in text
+    assert goals[0].held_out in text.splitlines()[0] and text.count("*") == (2 if best else 0)
+    assert "held_out_accuracy" in text
+    (axes,) = kept[0].axes
+    shared = len({goal.unit for goal in goals}) == 1
+    assert axes.get_ylabel() == (goals[0].label if shared else goals[0].name) and axes.get_title()
+    assert axes.get_lines()[0].get_ydata().tolist() in ([value] for value in values)
+
+
+@pytest.mark.parametrize("status", ["unfinished", "stopped"])
+def test_a_run_that_has_not_ended_says_what_it_is_after(tmp_path, status):
+    leave_run(tmp_path, status=status)
+    write_json(tmp_path / "run.json", {"goal": REWARD.as_dict()})
+    rows = [{"step": 1, "loss": 0.0, "reward": 0.5}, {"step": 1, "held_out_reward": 0.25}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    found = outcome_of(tmp_path, "x")
+    assert found.goal == REWARD and found.numbers == {"reward": 0.5, "held_out_reward": 0.25}
+
+
+def test_runs_have_names_and_not_overrides():
+    rows = [outcome("a", OK, "optimizer=muon", "optimizer.lr=0.02", "x=1"), outcome("b", OK, "x=1")]
+    assert list(names_of(rows).values()) == ["muon, lr 0.02", "b"]
+    assert list(names_of([outcome("a", OK, "m=x"), outcome("b", OK, "m=x")]).values()) == ["a", "b"]
 
 
 def test_the_csv_has_a_column_per_option(tmp_path):
@@ -151,7 +208,7 @@ def test_the_best_are_named_and_a_run_that_diverges_is_cut_off(tmp_path, monkeyp
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
     (legend,), (axes,) = kept[0].legends, kept[0].axes
     assert len(legend.get_texts()) == 10 and "the best 10 of 20" in legend.get_title().get_text()
-    assert legend.get_texts()[0].get_text() == "19: lr=19 *  (held_out_loss 4.05)"
+    assert legend.get_texts()[0].get_text() == "lr 19 *  (held-out loss 4.05)"
     assert axes.get_ylim()[1] == 11.0
 
 

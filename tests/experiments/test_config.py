@@ -3,6 +3,7 @@ is started, nothing made."""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
@@ -10,13 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import SMALL
+from runs import SMALL, compose
 from wrong_configs import recipe_of, split
 
+from experiments import NOISE
 from experiments.cli import job
 from experiments.cli.command_spec import CONF
 from experiments.cli.main import main
-from experiments.cli.validation import loader_of, validate
+from experiments.cli.validation import loader_of, validate, with_own_groups
 from experiments.configs.train import HARDWARE, SCHEDULES, STRATEGIES, ConfigError
 from experiments.finetune.job import JOB as FINETUNE
 from experiments.tokenize.config import SPEC as TOKENIZE
@@ -169,6 +171,25 @@ def test_right_command_lines_are_taken(tmp_path):
         validate(TOKENIZE, ["out=there", "processes=many"])
     with pytest.raises(ConfigError, match=r"^out=\?\?\?: Field required\.$"):
         validate(TOKENIZE, [])
+
+
+def test_a_reward_of_ones_own_is_named_key_by_key():
+    words = ["objective=grpo", "objective.reward._target_=mine.reward", "objective.reward.most=3"]
+    config = compose(*with_own_groups(words), spec=FINETUNE.spec)  # as Hydra takes them
+    assert validate(FINETUNE.spec, words).objective.reward == config.objective.reward
+    assert config.objective.reward == {"_target_": "mine.reward", "most": 3}
+
+
+@pytest.mark.parametrize("name", sorted(NOISE))
+def test_what_nobody_can_use_is_not_shown(name):
+    shown, logger = [], logging.getLogger(name)
+    handler = logging.Handler()
+    handler.emit = lambda record: shown.append(record.getMessage())
+    logger.addHandler(handler)
+    logger.warning("before %s after", NOISE[name])
+    logger.warning("something else")
+    logger.removeHandler(handler)
+    assert shown == ["something else"]
 
 
 # ------------------------------------------------------------------ processes, and errors that come later

@@ -141,7 +141,7 @@ def test_two_ranks_of_the_command_answer_what_one_does_and_go_on_where_they_were
                "backend=eager", "device=cpu", "ranks=2"]  # fmt: skip
     done = run_command(command, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "arc/acc " in done.stdout and "arc: 10 questions, 0 answered before" in done.stdout
+    assert "arc/acc " in done.stdout and "arc: 10 questions\n" in done.stdout
     (results,) = tmp_path.glob("outputs/**/results.json")
     two = results.parent  # by model, tasks and settings
     assert json.loads((two / "of.json").read_text())["key"] == two.name

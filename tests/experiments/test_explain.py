@@ -100,7 +100,10 @@ def test_what_does_not_fit_is_reported_and_what_would_is_found() -> None:
         (["data.rows=9"], "data.rows=9 does not divide over 8 ranks. Fix: data.rows=16"),
         (["mesh.context=3"], "mesh.context=3: has to divide model.context=256"),
         (["run.accumulate=2", "strategy=auto"], "strategy=auto chooses the micro-batches"),
-        (["optimizer=soap"], "optimizer._target_=fnshard.optim.soap: no such key."),
+        (
+            ["model._target_=own_task.linear", "model.vocab=8"],
+            "model.context=None: a model of one's own",
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,
 )
@@ -108,6 +111,31 @@ def test_mistakes_are_reported(overrides: list[str], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         validate(SPEC, overrides)
     assert expected in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+OWN = ("model._target_=own_task.linear", "model.width=64", "data._target_=own_task.points", "data.count=8",
+       "objective._target_=own_task.squares", "precision=fp32", "mesh.shard=2")  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [(), ("optimizer=soap",), ("specs=[[w,shard],[b,null]]",)], ids=str)
+def test_a_model_of_ones_own_is_explained_as_train_takes_it(more: tuple[str, ...]) -> None:
+    found = explain(validate(SPEC, [*OWN, *more, "data.rows=6"]))
+    text = words.as_text(found)
+    assert found.subject.parameters == 65 and found.config.rows == 3 and "rows a day" in text
+    assert "tokens" not in text and "own_task.linear" in text
+
+
+def test_buffers_are_no_parameters_and_text_has_tokens() -> None:
+    own = ("model._target_=own_task.Embedder", "model.context=8", "model.vocab=256", "precision=fp32")
+    found = explain(validate(SPEC, [*own, "mesh.shard=2"]))
+    assert found.subject.parameters == 256 * 8 and found.tokens_per_step == 2 * 8
+
+
+def test_recipes_of_train_are_explained_and_what_has_no_effect_is_said() -> None:
+    config = validate(SPEC, ["experiment=laptop", "mesh.shard=4", "model.layers=1"])
+    assert config.mesh.shard == 4 and config.run.device_gb is None
+    idle = words.without_effect(config)
+    assert {"run.steps", "run.device"} <= set(idle) and "run.accumulate" not in idle
 
 
 def test_a_run_leaves_text_and_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -133,7 +133,25 @@ def test_where_the_time_of_a_run_went(runs: tuple[Path, Path]) -> None:
     ):
         assert expected in text, text
     text = waste(runs[1])
-    assert "run.profile=3 measures them" in text and "predicted for run.backend=inductor" in text
+    assert "run.profile=3 measures them" in text and "run.backend=eager" in text and "compile" not in text
+
+
+@pytest.mark.parametrize(
+    ("factor", "name", "is_said"),
+    [(22.0, "auto", True), (0.1, "h100", True), (1.1, "auto", False), (22.0, "measure", False),
+     (22.0, "measured:there", False)],
+)  # fmt: skip
+def test_a_prediction_that_is_far_off_says_how_it_learns(tmp_path: Path, factor, name, is_said) -> None:
+    record(tmp_path / "run", low := lower(*llama(1), ranks=2), CPU, CPU)
+    file = tmp_path / "run" / RUN
+    values = json.loads(file.read_text())
+    values["prediction"]["measured_s"] = factor * low.timeline(CPU).step_seconds
+    config = {"data": {}, "model": {}, "hardware": {"name": name}}
+    totals = {"steps": 3, "seconds": 9.0, "steps_s": 3.0, "lowering_s": 6.0}
+    file.write_text(json.dumps(values | {"status": "ok", "totals": totals, "config": config}))
+    text = waste(tmp_path / "run")
+    assert ("hardware=measured:" in text and "hardware=measure " in text) == is_said
+    assert "lowering" in text and "compile" not in text
 
 
 def test_a_host_tier_is_left_with_all_that_goes_with_it() -> None:

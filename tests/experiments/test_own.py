@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shlex
@@ -19,13 +20,15 @@ from torch import Tensor
 
 import fnshard as fs
 from experiments import ROOT
+from experiments.cli import job
+from experiments.cli.main import main
 from experiments.cli.validation import validate
 from experiments.configs.machine import place
 from experiments.configs.train import ConfigError, TrainConfig
 from experiments.train import JOB, SPEC
 from experiments.training import loop
 from experiments.training.own import Items, made
-from experiments.training.result import read_result
+from experiments.training.result import read_result, write_result
 from fnshard.launcher.rank import Stop
 
 EXAMPLE = ROOT / "experiments" / "examples" / "own_research"
@@ -107,6 +110,9 @@ def test_functions_of_ones_own_train_and_resume(tmp_path, monkeypatch):
     result, rows = read_result(tmp_path / "whole"), rows_of(tmp_path / "whole")
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 4 and losses[-1] < losses[0] and result["held_out_worst"] > 0
+    assert result["rows_per_s"] > 0 and "tokens_per_s" not in result
+    assert result["goal"] == {"name": "loss", "unit": "", "is_maximised": False}
+    assert not (tmp_path / "whole" / "sample.txt").exists()
     assert [row["step"] for row in Memory.rows if "loss" in row] == [1, 2, 3, 4]
     params, expected = {"w": torch.zeros(3, 1), "b": torch.zeros(1)}, loop.prepare(config)
     x, y = next(expected.loader())
@@ -169,6 +175,69 @@ def test_what_does_not_go_together_is_refused(words, message):
     given = [word for word in OWN if not (words == ["~objective"] and word.startswith("objective"))]
     with pytest.raises(ConfigError, match=message):
         validate(SPEC, given if words == ["~objective"] else [*given, *words])
+
+
+RECIPE = """# @package _global_
+model: {_target_: own_task.linear, width: 64}
+data: {_target_: own_task.points, count: 8}
+objective: {_target_: own_task.squares}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path) -> str:
+    """A folder with a recipe that names its own model and data, and says nothing of the groups' files."""
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(RECIPE)
+    return f"--config-dir={tmp_path / 'conf'}"
+
+
+@pytest.mark.parametrize("more", [(), ("model.width=8",), ("optimizer=soap",)], ids=str)
+def test_a_target_of_a_recipe_stands_in_the_place_of_the_groups_file(recipe, more):
+    config = validate(SPEC, [recipe, "experiment=mine", *more])
+    width = 8 if "model.width=8" in more else 64
+    assert config.model == {"_target_": "own_task.linear", "width": width}
+    assert config.data == {"_target_": "own_task.points", "count": 8}
+    assert isinstance(config.optimizer, dict) == ("optimizer=soap" in more)
+
+
+def test_a_recipe_with_its_own_model_and_a_choice_of_another_are_refused(recipe):
+    with pytest.raises(ConfigError, match=r"model=tiny: the recipe has its own model.*Fix: leave out"):
+        validate(SPEC, [recipe, "experiment=mine", "model=tiny"])
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["experiment=mine"], None),
+        (["experiment=mine", "+model.colour=red"], 2),
+        (["experiment=mine", "model.colour=red"], 2),
+        (["data=shards", "data.root=nowhere"], 2),
+        (["hydra.run.dir=there/is/none", "data.root=nowhere"], 2),
+    ],
+    ids=str,
+)
+def test_the_job_gets_what_the_recipe_says_and_a_mistake_leaves_no_folder(
+    recipe, words, code, tmp_path, monkeypatch, capfd
+):
+    got = []
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setattr(sys, "argv", ["train", recipe, *words, *SMALL])
+
+    def launch(command: list[str], **_: Any) -> None:
+        got.append(json.loads(Path(command[-1]).read_text())["config"])
+        write_result(Path(command[-1]).parent, status="ok")
+
+    monkeypatch.setattr(job, "launch", launch)
+    if code is None:
+        main(JOB)
+        assert got[0]["model"] == {"_target_": "own_task.linear", "width": 64} and len(got[0]["data"]) == 2
+        return
+    with pytest.raises(SystemExit, match=f"^{code}$"):
+        main(JOB)
+    assert not got and list(Path.cwd().iterdir()) == []
+    assert capfd.readouterr().err.startswith("error: ")
 
 
 def test_a_rule_that_matches_nothing_is_named():

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 from runs import compose
 
+from experiments.cli.validation import validate
 from experiments.explain.config import SPEC as EXPLAIN
 from experiments.explain.paper import explain
 from experiments.plan import search
-from experiments.plan.__main__ import as_text, days_of, planned, rivals, write
+from experiments.plan.__main__ import as_text, days_of, picture, planned, rivals, write
 from experiments.plan.config import SPEC
 from experiments.plan.search import TIERS, Knobs, Planner
 from fnshard.analysis.hardware import Hardware
@@ -26,6 +28,7 @@ MODEL = (
 )  # fmt: skip
 FEW = "model.layers=1"  # so few are lowered as they are
 H100 = Hardware.named("h100")
+HERE = "own_task"  # a module of tests/support
 
 
 def config_of(*overrides: str, spec: Any = SPEC) -> Any:
@@ -169,3 +172,38 @@ def test_what_the_command_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[s
         c["seconds"] for c in numbers["looked_at"] if c["peak_bytes"] <= numbers["budget_bytes"]
     )
     assert (tmp_path / "plan.png").stat().st_size > 5_000
+
+
+@pytest.mark.parametrize("spread", [1.05, 3.0, 9.0, 40.0, 1e3, 1e7], ids=str)
+def test_the_picture_of_plans_has_a_title_units_and_numbers_that_do_not_meet(tmp_path, monkeypatch, spread):
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    planner = planner_of(8)
+    for number, share in enumerate((0.0, 0.4, 0.7, 1.0)):
+        knobs, sizes = replace(Knobs(1, 8), micro_rows=2**number), (2e9 * spread**share, 0.0)
+        planner.seen[knobs] = search.Candidate(knobs, *sizes, 1.3 * spread ** (1 - share), {})
+    kept = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **options: kept.append(self))
+    picture(planner, next(iter(planner.seen.values())), tmp_path / "plan.png")
+    (axes,) = kept[0].axes
+    assert axes.get_title() and axes.get_xlabel().endswith("GB") and axes.get_ylabel().endswith(", s")
+    FigureCanvasAgg(kept[0]).draw()
+    for axis, side in ((axes.xaxis, "x"), (axes.yaxis, "y")):
+        low, high = sorted(axis.get_view_interval())
+        ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+        labels = [t.label1 for t in ticks if t.label1.get_text() and low <= t.get_loc() <= high]
+        boxes = [label.get_window_extent() for label in labels]
+        ends = sorted((getattr(box, f"{side}0"), getattr(box, f"{side}1")) for box in boxes)
+        assert len(ends) >= 2 and all(a[1] < b[0] for a, b in pairwise(ends))
+
+
+def test_a_plan_takes_a_model_of_ones_own_and_a_recipe() -> None:
+    own = (f"model._target_={HERE}.linear", "model.width=64", f"data._target_={HERE}.points", "data.count=8",
+           f"objective._target_={HERE}.squares", "precision=fp32", "devices=2", "data.rows=4")  # fmt: skip
+    config = validate(SPEC, [*own, "experiment=laptop"])
+    planner, best = planned(config, H100, print)
+    text = as_text(planner, best)
+    assert config.parameters == 65 and "65 parameters" in text and "rows a second" in text
+    assert "tokens" not in text and best.knobs.tensor == best.knobs.context == 1
+    assert "run.steps" in text and {k.shard * k.replicate for k in planner.seen} == {2}

@@ -362,7 +362,12 @@ def test_a_run_is_rewarded_and_resumes_bit_for_bit(model, data, tmp_path, monkey
     setup = loop.prepare(config)
     monkeypatch.setattr(loop, "prepare", lambda _: setup)
     tuned(0, config, whole)
-    assert read_result(whole)["status"] == "ok" and 0 <= read_result(whole)["held_out_length"] <= 1
+    result = read_result(whole)
+    assert result["status"] == "ok" and "held_out_loss" not in result
+    parts = result["held_out_reward_length"] + result["held_out_reward_exact"]
+    assert result["held_out_reward"] == pytest.approx(parts) and result["goal"]["is_maximised"]
+    assert (whole / "reward.png").exists() and not (whole / "loss.png").exists()
+    assert result["rollouts_s"] > 0 and result["data_s"] < result["rollouts_s"]
     rows = [each for each in timeless(whole) if "loss" in each]
     assert len(rows) == STEPS and all(each["mismatch"] < 1e-9 and each["entropy"] > 0 for each in rows)
     assert ("kl" in rows[0]) == any("beta" in each for each in more) and any(

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,14 @@ from typing import Any
 import pytest
 from runs import config_of, leave_checkpoint
 
+from experiments.configs.machine import process_began
 from experiments.configs.train import ConfigError
+from experiments.training.goal import Goal
 from experiments.training.metrics_file import METRICS
 from experiments.training.report import Progress, Report
 from experiments.training.result import write_result
 from experiments.training.resume import CHECKPOINTS, IDENTITY, claimed, finished
-from experiments.training.run_record import RunRecord, TimeSpent
+from experiments.training.run_record import RunRecord, TimeSpent, in_words
 
 # ------------------------------------------------------------------ the report
 
@@ -45,8 +48,47 @@ def test_a_report_goes_on_where_its_checkpoint_is(tmp_path):
         (1, True), (2, True), (2, False), (3, True), (4, True), (4, False), (5, True), (6, True),
     ]  # fmt: skip
     assert rows[0]["loss"] == 1 / 3  # every digit
-    assert "step 5/6, loss 0.333, held-out 2.000" in shown.getvalue().splitlines()[-2]
+    assert "step 5/6, loss 0.333, lr" in shown.getvalue().splitlines()[-2]
     assert "left ?" in shown.getvalue().splitlines()[-2] and "left 0:00" in shown.getvalue().splitlines()[-1]
+
+
+def test_lines_of_steps_have_what_was_measured_in_them_and_held_out_numbers_their_step(tmp_path):
+    """Numbers of one's own loss, rows where these count, and nothing of another step."""
+    shown, goal = io.StringIO(), Goal("reward", is_maximised=True)
+    report = Report(tmp_path, 6, 10, RunRecord(tmp_path, {}), stream=shown, goal=goal, unit="row")
+    report.step(1, {"loss": 0.0, "lr": 0.1, "reward": 0.25, "accuracy": 0.5}, 0.5)
+    report.held_out(1, 0.75, {"held_out_accuracy": 0.625})
+    report.step(2, {"loss": 0.0, "lr": 0.1, "reward": 0.5, "accuracy": 0.75}, 0.5)
+    totals = report.finish("ok")
+    report.close()
+    first, measured, second = shown.getvalue().splitlines()
+    assert "step 1/6, reward 0.250" in first and "accuracy 0.5" in first and "20 rows/s" in first
+    assert measured == "step 1/6, held-out reward 0.750, held-out accuracy 0.625"
+    assert "0.750, " not in second.partition("accuracy 0.75")[0] and "held" not in second
+    rows = [json.loads(line) for line in (tmp_path / METRICS).read_text().splitlines()]
+    assert rows[0]["rows_per_s"] == 20 and "tokens_per_s" not in rows[0]
+    assert rows[1] == {"step": 1, "held_out_reward": 0.75, "held_out_accuracy": 0.625}
+    assert totals["rows_per_s"] == 20 and "tokens" not in in_words(totals) and "MFU" not in in_words(totals)
+
+
+def test_seconds_begin_with_the_command_and_after_a_restart_with_the_process(tmp_path):
+    """Imports and launch are of the command; a second process of the same one does not count them again."""
+    assert 0 < process_began() <= time.time()
+    began = time.time() - 100
+    spent, counted = TimeSpent.since(tmp_path, began)
+    assert counted == began and spent.parts()["start"] == pytest.approx(100, abs=5)
+    RunRecord(tmp_path, {}, 0, spent, began).write("running", 1)
+    counted = TimeSpent.since(tmp_path, began)[1]
+    assert counted == pytest.approx(process_began(), abs=1)
+    assert TimeSpent.since(tmp_path, 0.0)[0].parts()["start"] < 5  # a program of one's own calls the job
+
+
+def test_memory_is_shown_where_it_can_be_compared():
+    both = {"steps": 1, "seconds": 1.0, "predicted_peak_bytes": 2e6, "measured_peak_bytes": 3e6}
+    assert "3.0 MB" in in_words(both) and "2.0 MB" in in_words(both)
+    process = {**both, "process_peak_bytes": 9e9}
+    del process["measured_peak_bytes"]
+    assert "2.0 MB" in in_words(process) and "9000" not in in_words(process)
 
 
 def test_the_time_that_is_left_has_no_compiling_in_it():

@@ -24,6 +24,7 @@ from experiments.cli.sweep import TABLE, objective
 from experiments.compare.outcome import jobs_of
 from experiments.configs.train import ConfigError
 from experiments.train import JOB
+from experiments.training.goal import Goal
 from experiments.training.metrics_file import METRICS
 from experiments.training.result import read_result, write_result
 from experiments.training.resume import identity_of
@@ -147,7 +148,12 @@ def test_the_objective_is_of_finished_runs(tmp_path):
     write_result(tmp_path, status="stopped", overrides=[], held_out_loss=2.0)
     assert objective(tmp_path) is None
     write_result(tmp_path, status="ok", overrides=[], held_out_loss=2, accuracy=0.5)
-    assert (objective(tmp_path), objective(tmp_path, "accuracy")) == (2.0, 0.5)
+    assert (objective(tmp_path), objective(tmp_path, "accuracy", "maximize")) == (2.0, 0.5)
+    assert objective(tmp_path, "accuracy") == -0.5  # a search that minimises finds the best one, too
+    assert objective(tmp_path, direction="maximize") == -2.0
+    goal = Goal("reward", is_maximised=True)
+    write_result(tmp_path, status="ok", overrides=[], held_out_reward=0.25, goal=goal.as_dict())
+    assert (objective(tmp_path), objective(tmp_path, direction="maximize")) == (-0.25, 0.25)
     assert objective(tmp_path, "bleu") is None
 
 

@@ -113,8 +113,8 @@ def test_a_logger_hears_how_far_compiling_is(monkeypatch: pytest.MonkeyPatch) ->
         logger.setLevel(logging.NOTSET)
     count = len(messages) - 2
     assert messages == [
-        "lowering loss",
-        *(f"compiling {n} of {count} kernels" for n in range(1, count + 1)),
+        "tracing and scheduling loss",
+        *(f"compiling kernel {n} of {count}" for n in range(1, count + 1)),
         f"compiled {count} kernels",
     ]
     shown = io.StringIO()

@@ -119,7 +119,7 @@ def remembered_setups(known: dict[str, loop.TrainSetup]) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "prepare", prepared)
-        patch.setattr(loop, "plot_losses", lambda *_, **__: None)
+        patch.setattr(loop, "draw_run", lambda *_, **__: None)
         yield
 
 

@@ -207,11 +207,11 @@ def compile_graphs(
     done: dict[tuple[str, bool], tuple[Boxed, Callable[[], None]]] = {}
     with TRACING:
         for number, ((name, is_backward), graph) in enumerate(graphs.items(), 1):
-            _say(f"compiling {number} of {len(graphs)} kernels")
+            _say(f"compiling kernel {number} of {len(graphs)}")
             done[name, is_backward] = _generated(graph, options, is_backward)
         for _, load in done.values():
             load()
-    _say(f"compiled {len(graphs)} kernels", end="\n")
+    _say(f"compiled {len(graphs)} kernel{'s' if len(graphs) > 1 else ''}", end="\n")
     return {key: compiled for key, (compiled, _) in done.items()}
 
 

@@ -1,0 +1,103 @@
+"""Subject: what a step on paper trains: a decoder by its sizes, or what `_target_`s name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import fnshard as fs
+from experiments.configs.checks import TARGET
+from experiments.configs.train import DecoderConfig
+from experiments.training.decoder import Decoder, loss_function
+from experiments.training.loop import task_of
+from experiments.training.own import own_data
+
+UNDECAYED = ("*norm*", "embed.*")  # as the main job has it
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a step on paper trains.
+
+    Args:
+        loss, params: as `fs.shard_step` and `lower` take them; the leaves have shapes and no values.
+        batch: makes a rank's batch of so many rows, without values too.
+        undecayed: globs of leaves that do not decay.
+        parameters: how many there are; buffers are none.
+        tokens: of a row; 1 where a row is what counts.
+        unit: what is counted, "token" or "row".
+        words: what it is, in a few words.
+    """
+
+    loss: Callable[..., Any]
+    params: Any
+    batch: Callable[[int], tuple[Any, ...]]
+    undecayed: tuple[str, ...]
+    parameters: int
+    tokens: int
+    unit: str
+    words: str
+
+
+def subject_of(config: Any, layers: int | None = None) -> Subject:
+    """Make the subject of a configuration of `explain` or `plan`.
+
+    Args:
+        layers: so many in the place of the decoder's own.
+
+    Raises:
+        ConfigError: a `_target_` does not import, or does not take its keys.
+    """
+    model = config.model
+    if isinstance(model, DecoderConfig) and config.objective is None:
+        sizes = replace(model, layers=layers or model.layers)
+        with torch.device("meta"):
+            loss, params = loss_function(Decoder(sizes))
+        words = f"{sizes.layers} layers of width {sizes.width:,}, vocabulary {sizes.vocab:,}, "
+        words += f"context {sizes.context:,}"
+        batch = _texts(sizes.context)
+        return Subject(loss, params, batch, UNDECAYED, sizes.parameters, sizes.context, "token", words)
+    task = task_of(config)
+    named, structure = fs.tree.flatten_with_paths(task.params)
+    size = sum(leaf.numel() for leaf in named.values() if leaf.requires_grad or not _is_buffer(leaf, task))
+    params = fs.tree.unflatten(map(_without_values, named.values()), structure)
+    name = model[TARGET] if isinstance(model, dict) else f"a decoder of {model.layers} layers"
+    words = f"{name}, {len(named)} leaves"
+    if config.objective is None:
+        text = f"{words}, context {model['context']:,}"
+        batch = _texts(model["context"])
+        return Subject(task.loss, params, batch, task.undecayed, size, model["context"], "token", text)
+    items = own_data({**config.data, "rows": 1}, 0).train
+
+    def rows(count: int) -> tuple[Any, ...]:
+        found = items.batch(np.arange(count) % items.count)
+        return fs.tree.map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, found)
+
+    return Subject(task.loss, params, rows, task.undecayed, size, 1, "row", words)
+
+
+def _texts(context: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+    """Tokens and the tokens that follow them, int64 [rows, context]."""
+
+    def texts(rows: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.empty(rows, context, dtype=torch.int64, device="meta")
+        return tokens, tokens
+
+    return texts
+
+
+def _is_buffer(leaf: Tensor, task: Any) -> bool:
+    """Whether a leaf of a module is no parameter of it; all leaves of a function are."""
+    return isinstance(task.init, nn.Module) and not isinstance(leaf, nn.Parameter)
+
+
+def _without_values(leaf: Tensor) -> Tensor:
+    empty = torch.empty_like(leaf, device="meta")
+    if isinstance(leaf, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=leaf.requires_grad)
+    return empty.requires_grad_(leaf.requires_grad)

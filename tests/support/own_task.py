@@ -1,0 +1,41 @@
+"""A model, data and a loss of one's own, in the smallest: functions, as `_target_`s name them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fnshard as fs
+
+
+def linear(width: int) -> tuple[Any, dict[str, Tensor]]:
+    """A function and its parameters, in the place of a module."""
+    return lambda params, x: x @ params["w"] + params["b"], {"w": torch.zeros(width, 1), "b": torch.zeros(1)}
+
+
+class Embedder(nn.Module):
+    """Tokens [B, T] to logits [B, T, vocab], with a table that is no parameter."""
+
+    def __init__(self, context: int, vocab: int):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, context)
+        self.register_buffer("table", torch.ones(context, 1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Score each token by its embedding."""
+        return (self.embed(tokens) * self.table) @ self.embed.weight.T
+
+
+def points(count: int, width: int = 64) -> tuple[Any, Any]:
+    """What is trained on, and what is measured."""
+    x = torch.randn(2 * count, width, generator=torch.Generator().manual_seed(0))
+    items = list(zip(x, x.sum(1, keepdim=True), strict=True))
+    return items[:count], items[count:]
+
+
+def squares(model: Any, x: Tensor, y: Tensor) -> Any:
+    """The mean square error, and the worst one."""
+    errors = (model(x) - y).square()
+    return fs.Mean(errors.sum(), float(errors.numel())), {"worst": errors.amax()}
