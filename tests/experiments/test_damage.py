@@ -232,7 +232,7 @@ def test_a_damaged_row_costs_that_row_alone_and_is_told_of(summed, tmp_path):
 
 @pytest.fixture
 def no_picture(monkeypatch):
-    monkeypatch.setattr(loop, "plot_losses", lambda *_, **__: None)
+    monkeypatch.setattr(loop, "draw_run", lambda *_, **__: None)
 
 
 @pytest.mark.usefixtures("no_picture")
