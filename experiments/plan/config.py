@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import field
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from pydantic import PositiveFloat, PositiveInt
 
@@ -27,6 +28,9 @@ from experiments.configs.train import (
     unnamed_sizes,
 )
 from experiments.explain.config import PER_PARAMETER, PaperShardsConfig, PaperTextConfig, not_on_paper
+
+if TYPE_CHECKING:
+    from experiments.explain.subject import Subject
 
 BATCH_TOKENS = 4_000_000  # about so many in a step, where nothing is said
 DEVICE_SHARE = 0.9  # of a device's memory that a step may take, where nothing is said
@@ -98,11 +102,20 @@ class PlanConfig:
     @property
     def parameters(self) -> int:
         """How many the model has."""
-        if self.is_decoder:
-            return self.model.parameters
+        return self.model.parameters if self.is_decoder else self.subject(self.layers).parameters
+
+    def subject(self, layers: int) -> Subject:
+        """Return what is trained, with so many layers. It is made once: a model and data of one's own may
+        take a while."""
         from experiments.explain.subject import subject_of  # and with it torch
 
-        return subject_of(self).parameters
+        if layers not in self._subjects:
+            self._subjects[layers] = subject_of(self, layers)
+        return self._subjects[layers]
+
+    @cached_property
+    def _subjects(self) -> dict[int, Subject]:
+        return {}
 
     @property
     def budget(self) -> int:

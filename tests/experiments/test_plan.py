@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import own_task
 import pytest
 from runs import compose
 
@@ -207,3 +208,16 @@ def test_a_plan_takes_a_model_of_ones_own_and_a_recipe() -> None:
     assert config.parameters == 65 and "65 parameters" in text and "rows a second" in text
     assert "tokens" not in text and best.knobs.tensor == best.knobs.context == 1
     assert "run.steps" in text and {k.shard * k.replicate for k in planner.seen} == {2}
+
+
+def test_the_peak_of_a_model_of_ones_own_is_that_of_its_whole_step() -> None:
+    """No layer of it stands for others. It is built once, and one item is read, for all prices."""
+    own_task.Counted.reads = 0
+    own = (f"model._target_={HERE}.Deep", "model.width=64", "model.depth=8", f"data._target_={HERE}.counted",
+           "data.width=64", f"objective._target_={HERE}.squares", "precision=fp32", "rows=12")  # fmt: skip
+    config = validate(SPEC, own)
+    planner = Planner(config, 2, H100)
+    for knobs in (Knobs(1, 2, micro_rows=2), Knobs(1, 2, remat="unit", micro_rows=3), Knobs(2, 1, micro_rows=4)):
+        whole = planner.lowered(knobs, 1, planner.micro_batches(knobs)).memory_analysis()
+        assert planner.look(knobs).peak_bytes == planner.exact(knobs).peak_bytes == whole.peak_bytes
+    assert config.parameters == 8 * 64 * 65 and own_task.Counted.reads == 1
