@@ -339,8 +339,7 @@ class TrainConfig:
         ]
         if self.run.evaluate:
             wrong.append("run.evaluate: tasks are for language models with tokenizers; leave none.")
-        if self.specs is not None and self.strategy.name == AUTO:
-            wrong.append("specs: strategy=auto chooses them by itself; leave null.")
+        wrong += specs_twice(self.strategy, self.specs)
         unnamed = unnamed_sizes(self.model, self.data, self.objective)
         wrong += unnamed
         if isinstance(self.model, DecoderConfig):
@@ -363,6 +362,12 @@ class TrainConfig:
     def vocab(self) -> int:
         """V."""
         return self.model.vocab if isinstance(self.model, DecoderConfig) else self.model.get("vocab")
+
+
+def specs_twice(strategy: StrategyConfig, specs: Any) -> list[str]:
+    """Return why specs cannot be given: the strategy looks for them."""
+    both = specs is not None and strategy.name == AUTO
+    return ["specs: strategy=auto chooses them by itself; leave null."] if both else []
 
 
 def unnamed_sizes(model: Any, data: Any, objective: Any) -> list[str]:

@@ -26,6 +26,7 @@ from experiments.configs.train import (
     StrategyConfig,
     Target,
     TrackerConfig,
+    specs_twice,
     uneven_splits,
     unnamed_sizes,
 )
@@ -108,6 +109,7 @@ class ExplainConfig:
         if self.strategy.name == AUTO and self.run.accumulate != 1:
             key = f"run.accumulate={self.run.accumulate}"
             wrong.append(f"{key}: strategy=auto chooses the micro-batches; leave 1, and say data.rows.")
+        wrong += specs_twice(self.strategy, self.specs)
         if isinstance(self.model, DecoderConfig):
             wrong += uneven_splits(self.model, self.mesh)
         wrong += unnamed_sizes(self.model, self.data, self.objective)
