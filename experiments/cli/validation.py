@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,24 @@ def with_own_groups(arguments: list[str]) -> list[str]:
             below = is_value and any(key.startswith(f"{each}.") for each in own)
             out.append(f"++{argument}" if below else argument)
     return out
+
+
+def with_own_keys(spec: CommandSpec, arguments: list[str]) -> list[str]:
+    """Return the arguments, where keys of a group that is a `_target_` are added if the group's files do not
+    name them: what is called may have more keys. Arguments that Hydra refuses stay as they are."""
+    flags = get_args_parser().parse_args(arguments)
+    inside = tuple(f"{group}." for group in (*GROUPS, OBJECTIVE))
+    keyed = [each for each in flags.overrides or [] if each.startswith(inside) and "=" in each]
+    if not keyed:
+        return arguments
+    own: set[str] = set()
+    spec.register()
+    with suppress(*MISTAKES, RecursionError), loader_of(spec, flags.config_dir) as loader:
+        overrides = OverridesParser.create(config_loader=loader).parse_overrides(flags.overrides)
+        for values in _composed(spec, loader, overrides, sweeps=flags.multirun):
+            own |= {f"{name}." for name, each in values.items() if isinstance(each, dict) and TARGET in each}
+    added = {each for each in keyed if each.startswith(tuple(own))}
+    return [f"++{each}" if each in added else each for each in arguments]
 
 
 def validate(spec: CommandSpec, arguments: list[str]) -> Any:
