@@ -105,7 +105,7 @@ class Job:
         return self.spec.name
 
 
-def replaced_groups(composed: DictConfig, load: Callable[[list[str]], DictConfig]) -> list[str]:
+def find_groups_to_drop(composed: DictConfig, load: Callable[[list[str]], DictConfig]) -> list[str]:
     """Return the overrides that take away the files of groups in whose place a recipe has a `_target_`: it is
     called with the recipe's keys, and not with those of the group's default.
 
@@ -135,7 +135,7 @@ def replaced_groups(composed: DictConfig, load: Callable[[list[str]], DictConfig
 
 
 def _with_own_groups_alone(name: str, composed: DictConfig) -> DictConfig:
-    """Return what Hydra composed for a task, without the files that `replaced_groups` finds."""
+    """Return what Hydra composed for a task, without the files that `find_groups_to_drop` finds."""
     running = GlobalHydra.instance()
     has_own = any(TARGET in (composed.get(group) or {}) for group in GROUPS)
     if not (has_own and HydraConfig.initialized() and running.is_initialized()):
@@ -145,7 +145,7 @@ def _with_own_groups_alone(name: str, composed: DictConfig) -> DictConfig:
     def load(more: Sequence[str] = ()) -> DictConfig:
         return running.config_loader().load_configuration(name, [*overrides, *more], RunMode.RUN)
 
-    gone = replaced_groups(load(), load)
+    gone = find_groups_to_drop(load(), load)
     return OmegaConf.masked_copy(load(gone), list(composed)) if gone else composed
 
 

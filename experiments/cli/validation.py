@@ -25,7 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.cli import schema
-from experiments.cli.command_spec import GROUPS, MISTAKES, CommandSpec, replaced_groups, text_of
+from experiments.cli.command_spec import GROUPS, MISTAKES, CommandSpec, find_groups_to_drop, text_of
 from experiments.configs.checks import TARGET, ConfigError, refusal
 from experiments.configs.train import MEASURED
 
@@ -176,7 +176,7 @@ def _composed(
 
         try:
             composed = compose()
-            if gone := replaced_groups(composed, compose):
+            if gone := find_groups_to_drop(composed, compose):
                 composed = compose(gone)
         except ConfigError:
             raise

@@ -95,8 +95,12 @@ def ranked(
 
 def differences(outcomes: Sequence[Outcome]) -> dict[Path, str]:
     """By folder, the overrides that not all runs have in common."""
+    return {folder: " ".join(own) or "-" for folder, own in _own_overrides(outcomes).items()}
+
+
+def _own_overrides(outcomes: Sequence[Outcome]) -> dict[Path, list[str]]:
     common = set.intersection(*(set(o.overrides) for o in outcomes)) if len(outcomes) > 1 else set()
-    return {o.folder: " ".join(x for x in o.overrides if x not in common) or "-" for o in outcomes}
+    return {o.folder: [x for x in o.overrides if x not in common] for o in outcomes}
 
 
 def as_text(ranking: Ranking) -> str:
@@ -212,7 +216,7 @@ def draw(ranking: Ranking, path: Path) -> bool:
 
 
 def points(outcome: Outcome, key: str) -> list[tuple[float, float]]:
-    """The steps of a run at which it has a number, and the number."""
+    """Return the steps of a run at which it has a number, each with the number."""
     rows = [(row["step"], row[key]) for row in outcome.rows if isinstance(row.get(key), int | float)]
     return [(step, value) for step, value in rows if math.isfinite(value)]
 
@@ -220,9 +224,7 @@ def points(outcome: Outcome, key: str) -> list[tuple[float, float]]:
 def names_of(outcomes: Sequence[Outcome]) -> dict[Path, str]:
     """Return a name for each run, by its folder: the choices and values that not all runs have in common;
     with the run's own name before them where two have the same, and where there are none."""
-    own = {
-        o.folder: _in_words(text) for o, text in zip(outcomes, differences(outcomes).values(), strict=True)
-    }
+    own = {folder: _in_words(overrides) for folder, overrides in _own_overrides(outcomes).items()}
     often = Counter(own.values())
     named = {o.folder: o.name for o in outcomes}
     return {
@@ -233,14 +235,14 @@ def names_of(outcomes: Sequence[Outcome]) -> dict[Path, str]:
     }
 
 
-def _in_words(overrides: str) -> str:
+def _in_words(overrides: Sequence[str]) -> str:
     """Return overrides as a person says them.
 
-    >>> _in_words("optimizer=muon optimizer.lr=0.02 +run.seed=3 lr=19 -")
-    'muon, lr 0.02, seed 3, lr 19'
+    >>> _in_words(["optimizer=muon", "optimizer.lr=0.02", "+run.seed=3", "lr=19", "run.prompt=a b"])
+    'muon, lr 0.02, seed 3, lr 19, prompt a b'
     """
     words = []
-    for override in overrides.split(" "):
+    for override in overrides:
         key, has_value, value = override.lstrip("+~").partition("=")
         if not has_value:
             words += [f"no {key}"] if override.startswith("~") else []

@@ -340,7 +340,7 @@ class TrainConfig:
         if self.run.evaluate:
             wrong.append("run.evaluate: tasks are for language models with tokenizers; leave none.")
         wrong += specs_twice(self.strategy, self.specs)
-        unnamed = unnamed_sizes(self.model, self.data, self.objective)
+        unnamed = nameless_sizes(self.model, self.data, self.objective)
         wrong += unnamed
         if isinstance(self.model, DecoderConfig):
             wrong += uneven_splits(self.model, self.mesh)
@@ -370,8 +370,8 @@ def specs_twice(strategy: StrategyConfig, specs: Any) -> list[str]:
     return ["specs: strategy=auto chooses them by itself; leave null."] if both else []
 
 
-def unnamed_sizes(model: Any, data: Any, objective: Any) -> list[str]:
-    """What a model, data and a loss of one's own leave open."""
+def nameless_sizes(model: Any, data: Any, objective: Any) -> list[str]:
+    """Return what a model, data and a loss of one's own leave open, in words."""
     if isinstance(data, dict) != (objective is not None):
         return ["data and objective: either both are a _target_ of your own, or neither."]
     if isinstance(data, dict) or not isinstance(model, dict):

@@ -86,7 +86,7 @@ def subject_of(config: Any, layers: int | None = None) -> Subject:
 
 
 def _texts(context: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Tokens and the tokens that follow them, int64 [rows, context]."""
+    """Return what makes tokens and the tokens that follow them, int64 [rows, context]."""
 
     def texts(rows: int) -> tuple[Tensor, Tensor]:
         tokens = torch.empty(rows, context, dtype=torch.int64, device="meta")

@@ -115,8 +115,8 @@ def planned(config: PlanConfig, hardware: Hardware, say: Say) -> tuple[Planner, 
             return planner, best
         slow = f"{counted(devices, 'device')} would take {digits(took)} days"
     raise fs.BudgetError(
-        f"{big(config.budget)} tokens are not read in {config.days:g} days: {slow}. Fix: more rows in a step "
-        f"(rows={2 * config.batch_rows}), more days, or most_devices={2 * config.most_devices}."
+        f"{big(config.budget)} {config.unit}s are not read in {config.days:g} days: {slow}. Fix: more rows "
+        f"in a step (rows={2 * config.batch_rows}), more days, or most_devices={2 * config.most_devices}."
     )
 
 
@@ -137,7 +137,8 @@ def too_big(planner: Planner, best: Candidate) -> fs.BudgetError:
             fix = f"devices={more}"
             break
     else:
-        fix = "another model or shorter rows (model.context)"
+        shorter = "shorter rows (model.context)" if config.unit == "token" else "smaller items"
+        fix = f"another model or {shorter}"
     return fs.BudgetError(
         f"nothing fits on {counted(planner.devices, 'device')}: the plan that lacks least takes "
         f"{byte_text(best.peak_bytes)} of {byte_text(planner.budget)} "
@@ -163,7 +164,7 @@ def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
     Args:
         given: as of `run_line`.
     """
-    config, hardware, days = planner.config, planner.hardware, days_of(planner, best)
+    config, hardware = planner.config, planner.hardware
     unit, context = config.unit, f", context {config.row_tokens:,}" if config.unit == "token" else ""
     tokens = config.batch_rows * config.row_tokens
     micro, price = planner.micro_batches(best.knobs), config.hardware.price_per_hour
@@ -173,10 +174,15 @@ def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
         ends = [text(rough(value * share)) for share in shares]
         return text(rough(value)) + (f" ({' to '.join(ends)})" if ends else "")
 
-    took = between(days, lambda d: f"{digits(d)} days" if d >= 2 else time_text(86_400 * d))
-    if price is not None:
-        total = between(days, lambda d: f"${big(rough(price * 24 * d * planner.devices))}")
-        took += f", {total} at ${price:g} an hour for each device"
+    training = {}
+    if config.budget is not None:
+        days = days_of(planner, best)
+        took = between(days, lambda d: f"{digits(d)} days" if d >= 2 else time_text(86_400 * d))
+        if price is not None:
+            total = between(days, lambda d: f"${big(rough(price * 24 * d * planner.devices))}")
+            took += f", {total} at ${price:g} an hour for each device"
+        a_parameter = "" if config.tokens else f" ({PER_PARAMETER} a parameter)"
+        training["training"] = f"{big(config.budget)} {unit}s{a_parameter}: {took}"
     parts = [f"{time_text(rough(s))} {PARTS[n]}" for n, s in best.parts.items() if s >= 0.005 * best.seconds]
     used = mfu(best.flops, best.seconds, best.peak_flops)
     utilisation = f"MFU {used:.0%}"
@@ -198,8 +204,7 @@ def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
         "left over": left_over(planner, best),
         "step time": f"{between(best.seconds, time_text)}, {utilisation}: {', '.join(parts)}",
         "speed": f"{big(rough(tokens / best.seconds / planner.devices))} {unit}s a second on each device",
-        "training": f"{big(config.budget)} {unit}s"
-        f"{'' if config.tokens else f' ({PER_PARAMETER} a parameter)'}: {took}",
+        **training,
         "not in it": "restarts, saves, evaluation, loading of data; plans with a pipeline or with experts",
         "run": run_line(best.knobs, config, given),
     }  # fmt: skip
@@ -221,7 +226,8 @@ def left_over(planner: Planner, best: Candidate) -> str:
     said = f"{byte_text(left)}: "
     if faster:
         nearest = min(faster, key=lambda c: c.peak_bytes)
-        said += f"the smallest plan that is faster lacks {byte_text(nearest.peak_bytes - planner.budget)}"
+        more = byte_text(nearest.peak_bytes - planner.budget)
+        said += f"the smallest plan that is faster needs {more} more than there is"
     else:
         said += "no plan that was looked at is faster, whatever it takes"
     if planner.config.device_gb is None:
@@ -263,7 +269,8 @@ def numbers(planner: Planner, best: Candidate) -> dict[str, Any]:
 
     return {
         "hardware": planner.hardware.name, "devices": planner.devices, "budget_bytes": planner.budget,
-        "rows": rows, "tokens": config.budget, "days": days_of(planner, best),
+        "rows": rows, "tokens": config.budget,
+        "days": None if config.budget is None else days_of(planner, best),
         "interval": planner.hardware.spread, "best": plain(best),
         "looked_at": [plain(c) for c in planner.seen.values()],
     }  # fmt: skip

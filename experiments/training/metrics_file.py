@@ -149,4 +149,4 @@ def smooth(curve: Sequence[tuple[float, float]], parts: int) -> tuple[list[tuple
     """
     size = max(1, math.ceil(len(curve) / parts))
     cut = [curve[i : i + size] for i in range(0, len(curve), size)]
-    return [tuple(math.fsum(p) / len(part) for p in zip(*part, strict=True)) for part in cut], size
+    return [tuple(sum(p) / len(part) for p in zip(*part, strict=True)) for part in cut], size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from experiments.compare.table import as_text, differences, draw, names_of, rank
 from experiments.configs.train import ConfigError
 from experiments.data.files import write_json
 from experiments.training.goal import Goal
+from experiments.training.metrics_file import METRICS, smooth
 from experiments.training.result import write_result
 
 # ------------------------------------------------------------------ outcomes
@@ -187,6 +189,19 @@ def test_the_csv_has_a_column_per_option(tmp_path):
     assert (first["strategy"], first["x"], first["held_out_loss"]) == ("zero2", "{a:1,b:2}", "3.25")
     assert (second["status"], second["x"], second["reason"]) == ("failed", "", 'it said "no", twice')
     assert (first["best"], second["best"]) == ("yes", "")
+
+
+def test_an_override_with_a_space_is_one(tmp_path):
+    rows = [outcome(str(n), OK, f"run.prompt=a {n}", held_out_loss=1.0) for n in (1, 2)]
+    assert list(names_of(rows).values()) == ["prompt a 1", "prompt a 2"]
+
+
+def test_a_curve_may_have_both_infinities(tmp_path):
+    means, size = smooth([(1, math.inf), (2, -math.inf), (3, 1.0), (4, 3.0)], 2)
+    assert size == 2 and math.isnan(means[0][1]) and means[1] == (3.5, 2.0)
+    leave_run(tmp_path, status="unfinished")
+    (tmp_path / METRICS).write_text('{"step": 1, "loss": Infinity}\n{"step": 2, "loss": -Infinity}\n')
+    assert math.isnan(outcome_of(tmp_path, "").numbers["loss"])
 
 
 def test_no_star_where_nobody_has_said_what_is_better(tmp_path, capsys):

@@ -18,12 +18,12 @@ from runs import compose
 from experiments.cli.command_spec import CONF
 from experiments.cli.main import answer
 from experiments.cli.validation import validate
-from experiments.configs.train import StrategyConfig
+from experiments.configs.train import ConfigError, StrategyConfig
 from experiments.explain.config import SPEC as EXPLAIN
 from experiments.explain.paper import explain
 from experiments.plan import __main__ as command
 from experiments.plan import search
-from experiments.plan.__main__ import as_text, days_of, picture, planned, rivals, write
+from experiments.plan.__main__ import as_text, days_of, numbers, picture, planned, rivals, too_big, write
 from experiments.plan.config import SPEC
 from experiments.plan.search import TIERS, Knobs, Planner
 from experiments.train import SPEC as TRAIN
@@ -174,10 +174,10 @@ def test_what_the_command_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert text in capsys.readouterr().out
     for expected in ("1 × h100", " to ", "MFU", "tokens (20 a parameter): ", "$", "rivals, of"):
         assert expected in text, expected
-    numbers = json.loads((tmp_path / "plan.json").read_text())
-    assert numbers["best"]["knobs"]["optimizer"] in TIERS
-    assert numbers["best"]["seconds"] == min(
-        c["seconds"] for c in numbers["looked_at"] if c["peak_bytes"] <= numbers["budget_bytes"]
+    kept = json.loads((tmp_path / "plan.json").read_text())
+    assert kept["best"]["knobs"]["optimizer"] in TIERS
+    assert kept["best"]["seconds"] == min(
+        c["seconds"] for c in kept["looked_at"] if c["peak_bytes"] <= kept["budget_bytes"]
     )
     assert (tmp_path / "plan.png").stat().st_size > 5_000
 
@@ -214,6 +214,12 @@ def test_a_plan_takes_a_model_of_ones_own_and_a_recipe() -> None:
     text = as_text(planner, best)
     assert config.parameters == 65 and "65 parameters" in text and "rows a second" in text
     assert "tokens" not in text and best.knobs.tensor == best.knobs.context == 1
+    assert "training" not in text and "$" not in text and numbers(planner, best)["days"] is None
+    said = as_text(replace(planner, config=replace(config, tokens=1e6)), best)
+    assert "1e6 rows: " in said and "a parameter" not in said and "tokens" not in said
+    with pytest.raises(ConfigError, match=r"days=3: .*tokens="):
+        validate(SPEC, [*own, "days=3"])
+    assert "model.context" not in str(too_big(replace(planner, config=replace(config, most_devices=1)), best))
     assert "run.steps" in text and {k.shard * k.replicate for k in planner.seen} == {2}
 
 
