@@ -6,8 +6,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import sys
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from experiments import ROOT
 from experiments.cli import schema
 from experiments.configs.checks import TARGET, ConfigError
+from experiments.data.files import LOCK, locked
 
 CONF = ROOT / "conf"
 GROUPS = ("model", "data", "optimizer")  # of files, in whose place a `_target_` may stand
@@ -103,7 +105,7 @@ class Job:
         return self.spec.name
 
 
-def replaced_groups(composed: DictConfig, load: Callable[[list[str]], DictConfig]) -> list[str]:
+def find_groups_to_drop(composed: DictConfig, load: Callable[[list[str]], DictConfig]) -> list[str]:
     """Return the overrides that take away the files of groups in whose place a recipe has a `_target_`: it is
     called with the recipe's keys, and not with those of the group's default.
 
@@ -133,7 +135,7 @@ def replaced_groups(composed: DictConfig, load: Callable[[list[str]], DictConfig
 
 
 def _with_own_groups_alone(name: str, composed: DictConfig) -> DictConfig:
-    """Return what Hydra composed for a task, without the files that `replaced_groups` finds."""
+    """Return what Hydra composed for a task, without the files that `find_groups_to_drop` finds."""
     running = GlobalHydra.instance()
     has_own = any(TARGET in (composed.get(group) or {}) for group in GROUPS)
     if not (has_own and HydraConfig.initialized() and running.is_initialized()):
@@ -143,7 +145,7 @@ def _with_own_groups_alone(name: str, composed: DictConfig) -> DictConfig:
     def load(more: Sequence[str] = ()) -> DictConfig:
         return running.config_loader().load_configuration(name, [*overrides, *more], RunMode.RUN)
 
-    gone = replaced_groups(load(), load)
+    gone = find_groups_to_drop(load(), load)
     return OmegaConf.masked_copy(load(gone), list(composed)) if gone else composed
 
 
@@ -168,6 +170,8 @@ class _Wrapped(BaseException):
 def run_by_hydra(spec: CommandSpec, task: Callable[[DictConfig], Any]) -> None:
     """Let Hydra run `task` once, or for each run of a sweep; its exceptions come out as they are."""
 
+    there = _folders_there(sys.argv[1:])
+
     def wrapping(composed: DictConfig) -> Any:
         here = HydraConfig.get()
         folder = Path(here.runtime.output_dir).resolve()
@@ -177,7 +181,7 @@ def run_by_hydra(spec: CommandSpec, task: Callable[[DictConfig], Any]) -> None:
             return task(composed)  # a sweeper may look at what it gives
         except Exception as error:
             if is_new and is_mistake(error):
-                _remove_unless_begun(folder)
+                _remove_unless_begun(folder, there)
             raise _Wrapped(error) from None
 
     spec.register()
@@ -197,18 +201,37 @@ def _names_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
 
 
-def _remove_unless_begun(folder: Path) -> None:
-    """Remove the folder that a command has made before its mistake was found, and folders above it, up to the
-    current one, that are empty then. A run that has made a step stays."""
+def _folders_there(arguments: Sequence[str]) -> set[Path]:
+    """Return the folders that are there before a command makes its own: those that lie here, and of the one
+    that the command names, itself and those above it."""
+    found = {path.resolve() for path in Path.cwd().iterdir()}
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key == "hydra.run.dir":
+            named = Path(value.strip("'\"")).resolve()
+            found |= {path for path in (named, *named.parents) if path.is_dir()}
+    return found
+
+
+def _remove_unless_begun(folder: Path, there: Set[Path]) -> None:
+    """Remove what a command has made in its folder before its mistake was found; the folder, too, and those
+    above it, up to the current one, that are empty then. A run that has made a step stays, and all that
+    another process is at work in.
+
+    Args:
+        there: folders that the command did not make.
+    """
     rows, checkpoints = folder / "metrics.jsonl", folder / "checkpoints"
-    if (rows.exists() and rows.stat().st_size) or any(checkpoints.glob("*")):
-        return
-    shutil.rmtree(folder, ignore_errors=True)
-    for above in folder.parents:
-        if Path.cwd() not in above.parents:
+    with locked(folder) if (folder / LOCK).exists() else nullcontext(True) as is_ours:
+        if not is_ours or (rows.exists() and rows.stat().st_size) or any(checkpoints.glob("*")):
+            return
+        for path in folder.iterdir():
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    for each in (folder, *folder.parents):
+        if each in there or (each != folder and Path.cwd() not in each.parents):
             return
         with suppress(OSError):  # others are in it
-            above.rmdir()
+            each.rmdir()
 
 
 def text_of(error: Exception) -> str:

@@ -95,7 +95,9 @@ def _one(job: Job, composed: DictConfig, sweep: int) -> float | None:
     except Exception as error:
         _note_failure(error, folder, overrides)
     direction = getattr(here.sweeper, "direction", None) or "minimize"
-    return objective(folder, here.callbacks.table.metric, str(getattr(direction, "name", direction)))
+    is_said = any(o.lstrip("+").startswith("hydra.sweeper.direction=") for o in here.overrides.hydra)
+    name = str(getattr(direction, "name", direction))
+    return objective(folder, here.callbacks.table.metric, name, is_said=is_said)
 
 
 def _check_used(launcher: str) -> None:
@@ -148,14 +150,15 @@ def start(
 
     Raises:
         ConfigError: what cannot be on this machine, see `experiments.configs.machine.place`; what
-        `job.prepare` finds;
-            no checkpoint where `run.resume` says; and nothing was started. Or ranks found that no plan fits
-            into `run.device_gb`, or that a checkpoint could not be read or written.
+            `job.prepare` finds; no checkpoint where `run.resume` says; and nothing was started. Or ranks
+            found that no plan fits into `run.device_gb`, or that a checkpoint could not be read or written.
         LaunchError: a rank failed.
     """
     began = time.time() if began is None else began
     if (nodes := slurm.nodes()) > 1:
-        return _start_on_nodes(job, requested, fresh, overrides, nodes, chosen=chosen)
+        return _start_on_nodes(
+            job, requested, fresh, overrides, nodes, chosen=chosen, began=began, makes=makes
+        )
     config = job.prepare(placed(requested))
     with claimed(requested, fresh, chosen=chosen) as run:
         run, folder = dataclasses.replace(run, began=began, makes=makes), Path(run.folder)
@@ -196,12 +199,14 @@ def _how_far(folder: Path) -> str:
 
 
 def _start_on_nodes(
-    job: Job, requested: Any, fresh: Path, overrides: list[str], nodes: int, *, chosen: bool
-) -> str:
+    job: Job, requested: Any, fresh: Path, overrides: list[str], nodes: int, *,
+    chosen: bool, began: float, makes: str,
+) -> str:  # fmt: skip
     """`start` on each node of a SLURM job: torchrun starts the ranks, and rank 0 takes the run's folder."""
     config = placed(requested, nodes=nodes)
     job_file = fresh / f"job.{os.environ['SLURM_NODEID']}.json"
     run = {"requested": dataclasses.asdict(requested), "fresh": str(fresh), "chosen": chosen}
+    run |= {"began": began, "makes": makes}
     write_json(job_file, {**job_values(config, overrides), **run})
     agent = slurm.torchrun(config.mesh.ranks // nodes, config.run.max_restarts)
     environment = {**os.environ, "PYTHONPATH": python_path()}

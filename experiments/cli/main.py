@@ -12,16 +12,8 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 
-from experiments.cli.command_spec import (
-    GROUPS,
-    CommandSpec,
-    Job,
-    is_mistake,
-    is_outside,
-    run_by_hydra,
-    text_of,
-)
-from experiments.cli.validation import OBJECTIVE, help_of, validate, with_own_groups
+from experiments.cli.command_spec import CommandSpec, Job, is_mistake, is_outside, run_by_hydra, text_of
+from experiments.cli.validation import help_of, validate, with_own_groups, with_own_keys
 
 MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
 
@@ -70,9 +62,7 @@ def validated_arguments(spec: CommandSpec) -> Any:
         sys.exit(0)
     sys.argv[1:] = with_own_groups(sys.argv[1:])  # Hydra reads them, too
     config = validate(spec, sys.argv[1:])
-    # What a recipe's `_target_` is called with may have keys that the recipe does not name.
-    own = [f"{group}." for group in (*GROUPS, OBJECTIVE) if isinstance(getattr(config, group, None), dict)]
-    sys.argv[1:] = [f"++{each}" if each.startswith(tuple(own)) else each for each in sys.argv[1:]]
+    sys.argv[1:] = with_own_keys(spec, sys.argv[1:])
     return config
 
 

@@ -16,13 +16,16 @@ from experiments.training.result import read_result
 TABLE, STEM = "table.txt", "sweep"
 
 
-def objective(folder: Path, metric: str | None = None, direction: str = "minimize") -> float | None:
+def objective(
+    folder: Path, metric: str | None = None, direction: str = "minimize", *, is_said: bool = False
+) -> float | None:
     """Return the number of the run in `folder` that a search optimises, with the sign by which the search's
     direction prefers the better run; None if there is none, or no end.
 
     Args:
         metric: None for what the run itself is judged by.
         direction: of the search, "minimize" or "maximize".
+        is_said: whether the user has written the direction, and so which of the metric is better.
     """
     result = read_result(folder)
     goal = Goal.of(result.get("goal")) or Goal()
@@ -30,9 +33,10 @@ def objective(folder: Path, metric: str | None = None, direction: str = "minimiz
     value = result.get(name) if result["status"] == "ok" else None
     if type(value) not in (int, float):
         return None
-    # Of a metric that is named with the direction its author knows which is the better.
-    turned = grows(name, goal) and direction == "minimize"
-    turned |= metric is None and not grows(name, goal) and direction == "maximize"
+    if metric is not None:
+        turned = bool(grows(name, goal)) and direction == "minimize" and not is_said
+    else:
+        turned = goal.is_maximised != (direction == "maximize")
     return -float(value) if turned else float(value)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from experiments.cli import schema
-from experiments.cli.command_spec import GROUPS, MISTAKES, CommandSpec, replaced_groups, text_of
+from experiments.cli.command_spec import GROUPS, MISTAKES, CommandSpec, find_groups_to_drop, text_of
 from experiments.configs.checks import TARGET, ConfigError, refusal
 from experiments.configs.train import MEASURED
 
@@ -59,6 +59,24 @@ def with_own_groups(arguments: list[str]) -> list[str]:
             below = is_value and any(key.startswith(f"{each}.") for each in own)
             out.append(f"++{argument}" if below else argument)
     return out
+
+
+def with_own_keys(spec: CommandSpec, arguments: list[str]) -> list[str]:
+    """Return the arguments, where keys of a group that is a `_target_` are added if the group's files do not
+    name them: what is called may have more keys. Arguments that Hydra refuses stay as they are."""
+    flags = get_args_parser().parse_args(arguments)
+    inside = tuple(f"{group}." for group in (*GROUPS, OBJECTIVE))
+    keyed = [each for each in flags.overrides or [] if each.startswith(inside) and "=" in each]
+    if not keyed:
+        return arguments
+    own: set[str] = set()
+    spec.register()
+    with suppress(*MISTAKES, RecursionError), loader_of(spec, flags.config_dir) as loader:
+        overrides = OverridesParser.create(config_loader=loader).parse_overrides(flags.overrides)
+        for values in _composed(spec, loader, overrides, sweeps=flags.multirun):
+            own |= {f"{name}." for name, each in values.items() if isinstance(each, dict) and TARGET in each}
+    added = {each for each in keyed if each.startswith(tuple(own))}
+    return [f"++{each}" if each in added else each for each in arguments]
 
 
 def validate(spec: CommandSpec, arguments: list[str]) -> Any:
@@ -158,7 +176,7 @@ def _composed(
 
         try:
             composed = compose()
-            if gone := replaced_groups(composed, compose):
+            if gone := find_groups_to_drop(composed, compose):
                 composed = compose(gone)
         except ConfigError:
             raise

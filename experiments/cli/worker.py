@@ -55,7 +55,8 @@ def run_job(job: Job, values: Mapping[str, Any]) -> NoReturn:
 
     Args:
         values: `config` (nested dicts of a placed configuration), `overrides`; and `run` (of a `Run`), or
-            what finds it: `requested` (the configuration before it was placed), `fresh`, `chosen`.
+            what finds it: `requested` (the configuration before it was placed), `fresh`, `chosen`; and
+            perhaps `began` and `makes` of the command that started these ranks.
     """
     placed = build(values["config"], job.spec.config)
     stop = Stop()
@@ -109,7 +110,7 @@ def _run_of(job: Job, values: Mapping[str, Any]) -> Iterator[RunFolder]:
         yield RunFolder(**values["run"])
         return
     answer: list[Any] = [None, ""]
-    began = process_began()
+    command = {"began": values.get("began", process_began()), "makes": values.get("makes", "")}
     with ExitStack() as stack:
         if int(os.environ.get("RANK", "0")) == 0:
             try:
@@ -118,7 +119,7 @@ def _run_of(job: Job, values: Mapping[str, Any]) -> Iterator[RunFolder]:
                     Path(values["fresh"]),
                     chosen=values["chosen"],
                 )
-                answer[0] = dataclasses.asdict(stack.enter_context(found)) | {"began": began}
+                answer[0] = dataclasses.asdict(stack.enter_context(found)) | command
             except ConfigError as error:
                 answer[1] = str(error)
         if dist.is_initialized():

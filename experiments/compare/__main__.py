@@ -23,16 +23,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("run_dir", nargs="+", help="the folder of a run, of a sweep, or above them; a glob")
     parser.add_argument("--metric", help="what they are sorted by (default: what they were trained for)")
     parser.add_argument("--out", default=OUT, help="folder for the files (default: %(default)s)")
+    parser.add_argument("--direction", choices=("minimize", "maximize"), help="which of it is better")
     args = parser.parse_args(arguments)
-    exiting(lambda: compare(args.run_dir, args.metric, Path(args.out)))
+    is_maximised = None if args.direction is None else args.direction == "maximize"
+    exiting(lambda: compare(args.run_dir, args.metric, Path(args.out), is_maximised))
 
 
-def compare(places: Sequence[str], metric: str | None, out: Path) -> None:
+def compare(places: Sequence[str], metric: str | None, out: Path, is_maximised: bool | None = None) -> None:
     why = unmakeable(str(out))
     if why:
         raise ConfigError(f"--out={out}: {why}.")
     outcomes, empty = found(places)
-    text, _ = write(outcomes, metric, out, "compare", "compare.txt")
+    text, _ = write(outcomes, metric, out, "compare", "compare.txt", is_maximised)
     if empty:
         text += f"\npassed over: {empty} of {len(places)} places hold no run"
     print(f"{text}\nresults: {out.resolve()}", flush=True)

@@ -113,7 +113,7 @@ def outcome_of(folder: Path, name: str) -> Outcome:
     goal = Goal.of(result.get("goal")) or Goal.of(read_json(folder / RUN).get("goal")) or Goal()
     if status not in (OK, FAILED):
         trained = [row[goal.name] for row in rows if goal.name in row][-RECENT:]
-        numbers = {goal.name: math.fsum(trained) / len(trained)} if trained else {}
+        numbers = {goal.name: sum(trained) / len(trained)} if trained else {}
         measured = next((row for row in reversed(rows) if is_held_out(row)), {})
         numbers |= {name: float(value) for name, value in measured.items() if name != "step"}
         if rows:

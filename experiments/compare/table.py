@@ -12,7 +12,7 @@ from textwrap import shorten
 
 from experiments.compare.outcome import FAILED, OK, Outcome
 from experiments.configs.train import ConfigError
-from experiments.training.goal import HELD_OUT, Goal, cost, grows
+from experiments.training.goal import HELD_OUT, Goal, grows
 from experiments.training.metrics_file import smooth
 from fnshard.analysis.tables import columns
 
@@ -35,18 +35,26 @@ BEST, LONGEST = " *", 90  # characters of a reason; the CSV has all
 
 @dataclass(frozen=True)
 class Ranking:
-    """Runs in order: finished ones by the metric, then unfinished ones, then failed ones."""
+    """Runs in order: finished ones by the metric, then unfinished ones, then failed ones.
+
+    Args:
+        goal: what most of them are judged by.
+        is_maximised: whether more of the metric is better; None: nobody has said it.
+    """
 
     outcomes: tuple[Outcome, ...]
     metric: str
     goal: Goal
+    is_maximised: bool | None
 
     @property
     def best(self) -> Outcome | None:
-        """The one run that is better than all others: none where two are equal, or count in other units."""
-        values = [
-            _cost(each, self.metric) for each in self.outcomes if each.status == self.outcomes[0].status
-        ]
+        """The one run that is better than all others: none where two are equal, or count in other units, or
+        where nobody has said which is better."""
+        if self.is_maximised is None:
+            return None
+        alike = [each for each in self.outcomes if each.status == self.outcomes[0].status]
+        values = [_cost(each, self.metric, self.is_maximised) for each in alike]
         is_one = len(values) == 1 or (len(values) > 1 and values[0] < values[1])
         return self.outcomes[0] if is_one and values[0] < math.inf and len(self.units) < 2 else None
 
@@ -61,8 +69,13 @@ class Ranking:
         return sum(outcome.status != OK for outcome in self.outcomes)
 
 
-def ranked(outcomes: Sequence[Outcome], metric: str | None = None) -> Ranking:
+def ranked(
+    outcomes: Sequence[Outcome], metric: str | None = None, is_maximised: bool | None = None
+) -> Ranking:
     """Put runs in order, by a metric, or by what most of them are judged by.
+
+    Args:
+        is_maximised: whether more of the metric is better; None: as the runs' goals say it, or its name.
 
     Raises:
         ConfigError: no run has the metric.
@@ -73,14 +86,21 @@ def ranked(outcomes: Sequence[Outcome], metric: str | None = None) -> Ranking:
     if known and metric is not None and metric not in known:
         raise ConfigError(f"metric {metric}: no run has it; they have {', '.join(sorted(known))}.")
     metric, place = metric or goal.held_out, {OK: 0, FAILED: 2}
-    order = sorted(outcomes, key=lambda o: (place.get(o.status, 1), _cost(o, metric)))
-    return Ranking(tuple(order), metric, goal)
+    if is_maximised is None:
+        goals_own = [each for each in goals if metric in (each.name, each.held_out)]
+        is_maximised = grows(metric, goals_own[0] if goals_own else goal)
+    order = sorted(outcomes, key=lambda o: (place.get(o.status, 1), _cost(o, metric, is_maximised)))
+    return Ranking(tuple(order), metric, goal, is_maximised)
 
 
 def differences(outcomes: Sequence[Outcome]) -> dict[Path, str]:
     """By folder, the overrides that not all runs have in common."""
+    return {folder: " ".join(own) or "-" for folder, own in _own_overrides(outcomes).items()}
+
+
+def _own_overrides(outcomes: Sequence[Outcome]) -> dict[Path, list[str]]:
     common = set.intersection(*(set(o.overrides) for o in outcomes)) if len(outcomes) > 1 else set()
-    return {o.folder: " ".join(x for x in o.overrides if x not in common) or "-" for o in outcomes}
+    return {o.folder: [x for x in o.overrides if x not in common] for o in outcomes}
 
 
 def as_text(ranking: Ranking) -> str:
@@ -123,9 +143,10 @@ def write_csv(ranking: Ranking, path: Path) -> None:
         writer.writerows(rows)
 
 
-def _cost(outcome: Outcome, metric: str) -> float:
+def _cost(outcome: Outcome, metric: str, is_maximised: bool | None) -> float:
     """Return a number of which less is better; a run without the metric is the worst."""
-    return cost(metric, outcome.numbers.get(metric, math.nan), outcome.goal)
+    value = outcome.numbers.get(metric, math.nan)
+    return math.inf if math.isnan(value) else -value if is_maximised else value
 
 
 # ------------------------------------------------------------------ curves
@@ -175,7 +196,8 @@ def draw(ranking: Ranking, path: Path) -> bool:
     axes.set(xlabel="step", ylabel=shown, title=f"{key.replace('_', ' ')} by step, {count}")
     axes.xaxis.get_major_locator().set_params(integer=True)
     start = max(curve[0][1] for _, curve in curves)
-    if not grows(key, goal) and max(v for _, curve in curves for _, v in curve) > SHOTS * start > 0:
+    is_loss = of_goal and not goal.is_maximised
+    if is_loss and max(v for _, curve in curves for _, v in curve) > SHOTS * start > 0:
         axes.set_ylim(top=SHOTS * start)  # a run that diverges does not press the others flat
     axes.grid(alpha=0.25)
     handles, texts = axes.get_legend_handles_labels()
@@ -194,7 +216,7 @@ def draw(ranking: Ranking, path: Path) -> bool:
 
 
 def points(outcome: Outcome, key: str) -> list[tuple[float, float]]:
-    """The steps of a run at which it has a number, and the number."""
+    """Return the steps of a run at which it has a number, each with the number."""
     rows = [(row["step"], row[key]) for row in outcome.rows if isinstance(row.get(key), int | float)]
     return [(step, value) for step, value in rows if math.isfinite(value)]
 
@@ -202,9 +224,7 @@ def points(outcome: Outcome, key: str) -> list[tuple[float, float]]:
 def names_of(outcomes: Sequence[Outcome]) -> dict[Path, str]:
     """Return a name for each run, by its folder: the choices and values that not all runs have in common;
     with the run's own name before them where two have the same, and where there are none."""
-    own = {
-        o.folder: _in_words(text) for o, text in zip(outcomes, differences(outcomes).values(), strict=True)
-    }
+    own = {folder: _in_words(overrides) for folder, overrides in _own_overrides(outcomes).items()}
     often = Counter(own.values())
     named = {o.folder: o.name for o in outcomes}
     return {
@@ -215,14 +235,14 @@ def names_of(outcomes: Sequence[Outcome]) -> dict[Path, str]:
     }
 
 
-def _in_words(overrides: str) -> str:
+def _in_words(overrides: Sequence[str]) -> str:
     """Return overrides as a person says them.
 
-    >>> _in_words("optimizer=muon optimizer.lr=0.02 +run.seed=3 lr=19 -")
-    'muon, lr 0.02, seed 3, lr 19'
+    >>> _in_words(["optimizer=muon", "optimizer.lr=0.02", "+run.seed=3", "lr=19", "run.prompt=a b"])
+    'muon, lr 0.02, seed 3, lr 19, prompt a b'
     """
     words = []
-    for override in overrides.split(" "):
+    for override in overrides:
         key, has_value, value = override.lstrip("+~").partition("=")
         if not has_value:
             words += [f"no {key}"] if override.startswith("~") else []
@@ -244,10 +264,15 @@ def _label(ranking: Ranking, outcome: Outcome, name: str) -> str:
 
 
 def write(
-    outcomes: Sequence[Outcome], metric: str | None, folder: Path, stem: str, text: str
-) -> tuple[str, Ranking]:
-    """Write `text` (the table), `STEM.csv` and `STEM.png`; give the text to print, and the order."""
-    ranking = ranked(outcomes, metric)
+    outcomes: Sequence[Outcome], metric: str | None, folder: Path, stem: str, text: str,
+    is_maximised: bool | None = None,
+) -> tuple[str, Ranking]:  # fmt: skip
+    """Write `text` (the table), `STEM.csv` and `STEM.png`; give the text to print, and the order.
+
+    Args:
+        metric, is_maximised: as of `ranked`.
+    """
+    ranking = ranked(outcomes, metric, is_maximised)
     table, picture = as_text(ranking), folder / f"{stem}.png"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / text).write_text(table + "\n", encoding="utf-8")
@@ -262,13 +287,16 @@ def _verdict(ranking: Ranking) -> list[str]:
     """Say which run is the best, or why none has a star."""
     metric, units = ranking.metric, ranking.units
     if ranking.best is not None:
-        side = "highest" if grows(metric, ranking.goal) else "lowest"
+        side = "highest" if ranking.is_maximised else "lowest"
         unit = f", {units[0]}" if units and units[0] else ""
         return [f"* the {side} {metric}{unit}: {ranking.best.folder}"]
     if len(units) > 1:
         said = ", ".join(unit or "no unit" for unit in units)
         return [f"no star: {metric} of these runs counts other things ({said})"]
     values = [o.numbers[metric] for o in ranking.outcomes if metric in o.numbers]
+    if ranking.is_maximised is None and values:
+        say = f"experiments.compare FOLDER --metric {metric} --direction maximize, or minimize"
+        return [f"no star: whether more or less of {metric} is better is not known. Fix: {say}."]
     if len(values) > 1 and values[0] == values[1]:
         return [f"no star: the best {metric} is that of several runs"]
     return []

@@ -339,9 +339,8 @@ class TrainConfig:
         ]
         if self.run.evaluate:
             wrong.append("run.evaluate: tasks are for language models with tokenizers; leave none.")
-        if self.specs is not None and self.strategy.name == AUTO:
-            wrong.append("specs: strategy=auto chooses them by itself; leave null.")
-        unnamed = unnamed_sizes(self.model, self.data, self.objective)
+        wrong += specs_twice(self.strategy, self.specs)
+        unnamed = nameless_sizes(self.model, self.data, self.objective)
         wrong += unnamed
         if isinstance(self.model, DecoderConfig):
             wrong += uneven_splits(self.model, self.mesh)
@@ -365,8 +364,14 @@ class TrainConfig:
         return self.model.vocab if isinstance(self.model, DecoderConfig) else self.model.get("vocab")
 
 
-def unnamed_sizes(model: Any, data: Any, objective: Any) -> list[str]:
-    """What a model, data and a loss of one's own leave open."""
+def specs_twice(strategy: StrategyConfig, specs: Any) -> list[str]:
+    """Return why specs cannot be given: the strategy looks for them."""
+    both = specs is not None and strategy.name == AUTO
+    return ["specs: strategy=auto chooses them by itself; leave null."] if both else []
+
+
+def nameless_sizes(model: Any, data: Any, objective: Any) -> list[str]:
+    """Return what a model, data and a loss of one's own leave open, in words."""
     if isinstance(data, dict) != (objective is not None):
         return ["data and objective: either both are a _target_ of your own, or neither."]
     if isinstance(data, dict) or not isinstance(model, dict):

@@ -7,6 +7,7 @@ against somebody who changes a file and its checksum.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import zlib
@@ -18,6 +19,7 @@ from uuid import uuid4
 
 from experiments.configs.checks import ConfigError
 
+LOCK = "run.lock"
 SUM = "crc32"  # the last key of a record
 SEAL = "# crc32 of what follows: "
 PIECE_bytes = 16 << 20  # what is read of a file at once
@@ -220,6 +222,21 @@ def commit_folder(aside: Path, final: Path) -> None:
         if not final.exists():
             raise
     flush_directory(final.parent)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[bool]:
+    """Hold a folder as long as the block runs, and say whether this process does: another may hold it. A
+    process that is killed gives it back."""
+    with (folder / LOCK).open("a") as file:
+        free = True
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            free = False
+        except OSError:  # a file system without locks
+            pass
+        yield free
 
 
 def first_few(lines: Sequence[str], most: int) -> list[str]:

@@ -26,8 +26,9 @@ from experiments.configs.train import (
     StrategyConfig,
     Target,
     TrackerConfig,
+    nameless_sizes,
+    specs_twice,
     uneven_splits,
-    unnamed_sizes,
 )
 
 PER_PARAMETER = 20  # tokens of a compute-optimal run (Hoffmann et al., 2022)
@@ -108,9 +109,10 @@ class ExplainConfig:
         if self.strategy.name == AUTO and self.run.accumulate != 1:
             key = f"run.accumulate={self.run.accumulate}"
             wrong.append(f"{key}: strategy=auto chooses the micro-batches; leave 1, and say data.rows.")
+        wrong += specs_twice(self.strategy, self.specs)
         if isinstance(self.model, DecoderConfig):
             wrong += uneven_splits(self.model, self.mesh)
-        wrong += unnamed_sizes(self.model, self.data, self.objective)
+        wrong += nameless_sizes(self.model, self.data, self.objective)
         if self.mesh.shard is None:
             wrong.append("mesh.shard=null: say how many ranks, as in mesh.shard=64; none have to exist.")
         else:

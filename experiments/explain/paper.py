@@ -50,7 +50,7 @@ class Paper:
 
     @property
     def tokens_per_step(self) -> int:
-        """Of all ranks; rows, where these are what counts."""
+        """Count what all ranks read in a step: tokens, or rows where these are what counts."""
         return self.config.rows * self.subject.tokens * self.config.mesh.data_ranks
 
     @property
@@ -60,7 +60,7 @@ class Paper:
 
     @property
     def budget(self) -> int:
-        """What the whole training reads."""
+        """Return how many tokens or rows the whole training reads."""
         return int(self.config.tokens or PER_PARAMETER * self.subject.parameters)
 
     @property

@@ -72,17 +72,21 @@ def subject_of(config: Any, layers: int | None = None) -> Subject:
         text = f"{words}, context {model['context']:,}"
         batch = _texts(model["context"])
         return Subject(task.loss, params, batch, task.undecayed, size, model["context"], "token", text)
-    items = own_data({**config.data, "rows": 1}, 0).train
+    one = own_data({**config.data, "rows": 1}, 0).train.batch(np.arange(1))
 
     def rows(count: int) -> tuple[Any, ...]:
-        found = items.batch(np.arange(count) % items.count)
-        return fs.tree.map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, found)
+        def repeat(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return torch.empty(count, *leaf.shape[1:], dtype=leaf.dtype, device="meta")  # rows are dim 0
+
+        return fs.tree.map(repeat, one)
 
     return Subject(task.loss, params, rows, task.undecayed, size, 1, "row", words)
 
 
 def _texts(context: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Tokens and the tokens that follow them, int64 [rows, context]."""
+    """Return what makes tokens and the tokens that follow them, int64 [rows, context]."""
 
     def texts(rows: int) -> tuple[Tensor, Tensor]:
         tokens = torch.empty(rows, context, dtype=torch.int64, device="meta")

@@ -105,7 +105,7 @@ def _paper(config: Mapping[str, Any], folder: Path) -> Paper:
     """The run's step on paper, with the speed that it has measured."""
     rows, run = config["data"]["rows"], config["run"]
     values = {name: config[name] for name in SHARED} | {
-        "data": {"rows": rows}, "run": {"accumulate": run["accumulate"]},
+        "specs": config.get("specs"), "data": {"rows": rows}, "run": {"accumulate": run["accumulate"]},
         "hardware": {"name": f"{MEASURED}{folder}"},
     }  # fmt: skip
     return explain(schema.build(values, ExplainConfig))

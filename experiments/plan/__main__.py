@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -12,17 +13,20 @@ from hydra.core.hydra_config import HydraConfig
 import fnshard as fs
 from experiments.cli.main import answer
 from experiments.configs.plan import hardware_of
+from experiments.configs.train import StrategyConfig, TrainConfig
 from experiments.data.files import write_json, write_text
 from experiments.explain.config import PER_PARAMETER, without_effect
 from experiments.explain.words import big, counted, over_nodes
 from experiments.plan.config import DEVICE_SHARE, IN_PLAN, SPEC, PlanConfig
-from experiments.plan.search import PARTS, Candidate, Planner
+from experiments.plan.search import PARTS, Candidate, Knobs, Planner
 from fnshard.analysis.hardware import Hardware, mfu
 from fnshard.plot.scales import byte_text, digits, rough, time_text
 
 RIVALS = 5
 WIDE = 10  # from so many times the least on, an axis is logarithmic
-GROUPS = ("model", "precision", "optimizer", "hardware")  # of the main job, too
+# Keys of the main job, and groups, whose values are the plan's.
+DECIDED = ("strategy", "mesh", "specs", "data.rows", "run.accumulate", "run.accumulate_mode", "run.device_gb",
+           "run.disk_dir")  # fmt: skip
 Say = Callable[[str], None]
 
 
@@ -44,11 +48,46 @@ def write(config: PlanConfig, folder: Path) -> None:
 
 
 def _given() -> str:
-    """The overrides of this command line that the main job takes, too."""
+    """Return the arguments of this command line that the main job takes, too, as a shell takes them; without
+    what the plan decides. The precision is always among them, as the main job has another default."""
     if not HydraConfig.initialized():
         return ""
-    own = {f"{field.name}=" for field in fields(PlanConfig)} - {f"{group}=" for group in GROUPS}
-    return " ".join(o for o in HydraConfig.get().overrides.task if not o.startswith(tuple(own)))
+    here = HydraConfig.get()
+    own = {each.name for each in fields(PlanConfig)} - {each.name for each in fields(TrainConfig)}
+    left = []
+    for override in here.overrides.task:
+        key = override.lstrip("+~").partition("=")[0].partition("@")[0]
+        if key not in own and not any(key == name or key.startswith(f"{name}.") for name in DECIDED):
+            left.append(override)
+    folders = [each.path for each in here.runtime.config_sources if each.provider == "command-line"]
+    precision = here.runtime.choices.get("precision")
+    if precision is not None and not any(o.startswith("precision=") for o in left):
+        left.append(f"precision={precision}")
+    return shlex.join([*(f"--config-dir={path}" for path in folders), *left])
+
+
+def run_line(knobs: Knobs, config: PlanConfig, given: str) -> str:
+    """Return the command of the main job that runs a plan. Where a recipe has other values than the plan, the
+    plan's are said, also those that are the main job's defaults.
+
+    Args:
+        given: arguments of the search that the main job takes, too.
+    """
+    words = knobs.overrides(config.batch_rows).split()
+    known = {word.partition("=")[0] for word in words}
+    run = {"accumulate": 1, "accumulate_mode": "reduce", "device_gb": None, "disk_dir": None}
+    plan = {
+        "strategy": vars(StrategyConfig(name=knobs.preset, remat=knobs.remat, **knobs.tiers)),
+        "mesh": vars(knobs.mesh),
+        "run": run,
+    }
+    for group, values in plan.items():
+        for name, value in values.items():
+            key, before = f"{group}.{name}", getattr(getattr(config, group), name)
+            if key not in known and name != "name" and before != value:
+                words.append(f"{key}={'null' if value is None else value}")
+    words += ["specs=null"] if config.specs is not None else []
+    return " ".join(filter(None, ("python -m experiments.train", given, *words)))
 
 
 def planned(config: PlanConfig, hardware: Hardware, say: Say) -> tuple[Planner, Candidate]:
@@ -76,8 +115,8 @@ def planned(config: PlanConfig, hardware: Hardware, say: Say) -> tuple[Planner, 
             return planner, best
         slow = f"{counted(devices, 'device')} would take {digits(took)} days"
     raise fs.BudgetError(
-        f"{big(config.budget)} tokens are not read in {config.days:g} days: {slow}. Fix: more rows in a step "
-        f"(rows={2 * config.batch_rows}), more days, or most_devices={2 * config.most_devices}."
+        f"{big(config.budget)} {config.unit}s are not read in {config.days:g} days: {slow}. Fix: more rows "
+        f"in a step (rows={2 * config.batch_rows}), more days, or most_devices={2 * config.most_devices}."
     )
 
 
@@ -98,7 +137,8 @@ def too_big(planner: Planner, best: Candidate) -> fs.BudgetError:
             fix = f"devices={more}"
             break
     else:
-        fix = "another model or shorter rows (model.context)"
+        shorter = "shorter rows (model.context)" if config.unit == "token" else "smaller items"
+        fix = f"another model or {shorter}"
     return fs.BudgetError(
         f"nothing fits on {counted(planner.devices, 'device')}: the plan that lacks least takes "
         f"{byte_text(best.peak_bytes)} of {byte_text(planner.budget)} "
@@ -122,9 +162,9 @@ def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
     them.
 
     Args:
-        given: overrides of the search that the main job takes, too.
+        given: as of `run_line`.
     """
-    config, hardware, days = planner.config, planner.hardware, days_of(planner, best)
+    config, hardware = planner.config, planner.hardware
     unit, context = config.unit, f", context {config.row_tokens:,}" if config.unit == "token" else ""
     tokens = config.batch_rows * config.row_tokens
     micro, price = planner.micro_batches(best.knobs), config.hardware.price_per_hour
@@ -134,10 +174,15 @@ def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
         ends = [text(rough(value * share)) for share in shares]
         return text(rough(value)) + (f" ({' to '.join(ends)})" if ends else "")
 
-    took = between(days, lambda d: f"{digits(d)} days" if d >= 2 else time_text(86_400 * d))
-    if price is not None:
-        total = between(days, lambda d: f"${big(rough(price * 24 * d * planner.devices))}")
-        took += f", {total} at ${price:g} an hour for each device"
+    training = {}
+    if config.budget is not None:
+        days = days_of(planner, best)
+        took = between(days, lambda d: f"{digits(d)} days" if d >= 2 else time_text(86_400 * d))
+        if price is not None:
+            total = between(days, lambda d: f"${big(rough(price * 24 * d * planner.devices))}")
+            took += f", {total} at ${price:g} an hour for each device"
+        a_parameter = "" if config.tokens else f" ({PER_PARAMETER} a parameter)"
+        training["training"] = f"{big(config.budget)} {unit}s{a_parameter}: {took}"
     parts = [f"{time_text(rough(s))} {PARTS[n]}" for n, s in best.parts.items() if s >= 0.005 * best.seconds]
     used = mfu(best.flops, best.seconds, best.peak_flops)
     utilisation = f"MFU {used:.0%}"
@@ -147,27 +192,26 @@ def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
     links = f"assumed to send {near} from a device within a node of {hardware.ranks_per_node}"
     if planner.devices > hardware.ranks_per_node:
         links += f", {far} between nodes"
-    plan = best.knobs.overrides(config.batch_rows)
     rows = {
         "model": f"{config.parameters:,} parameters{context}",
         "devices": f"{planner.devices:,} × {hardware.name}; {over_nodes(planner.mesh(best.knobs), hardware)}",
         "links": links,
         "batch": f"{config.batch_rows:,} rows{f', {big(tokens)} tokens' if unit == 'token' else ''}; a rank "
         f"has {micro} times {counted(best.knobs.micro_rows, 'row')}",
-        "plan": plan,
+        "plan": best.knobs.overrides(config.batch_rows),
         "peak memory": f"{byte_text(best.peak_bytes)} of {byte_text(planner.budget)}"
         + (f", {byte_text(best.host_bytes)} on the host" if best.host_bytes else ""),
         "left over": left_over(planner, best),
         "step time": f"{between(best.seconds, time_text)}, {utilisation}: {', '.join(parts)}",
         "speed": f"{big(rough(tokens / best.seconds / planner.devices))} {unit}s a second on each device",
-        "training": f"{big(config.budget)} {unit}s"
-        f"{'' if config.tokens else f' ({PER_PARAMETER} a parameter)'}: {took}",
+        **training,
         "not in it": "restarts, saves, evaluation, loading of data; plans with a pipeline or with experts",
-        "run": " ".join(filter(None, ("python -m experiments.train", given, plan))),
+        "run": run_line(best.knobs, config, given),
     }  # fmt: skip
     wide = max(map(len, rows)) + 2
     lines = [f"{name.ljust(wide)}{text}" for name, text in rows.items()]
-    if idle := without_effect(config, IN_PLAN):
+    idle = without_effect(config, IN_PLAN) + (["specs"] if config.specs is not None else [])
+    if idle:
         lines.append(f"chosen by the plan, or without effect on it: {', '.join(idle)}")
     others = rivals(planner, best)
     lines += ["", f"rivals, of {len(planner.seen)} plans looked at:"]
@@ -182,7 +226,8 @@ def left_over(planner: Planner, best: Candidate) -> str:
     said = f"{byte_text(left)}: "
     if faster:
         nearest = min(faster, key=lambda c: c.peak_bytes)
-        said += f"the smallest plan that is faster lacks {byte_text(nearest.peak_bytes - planner.budget)}"
+        more = byte_text(nearest.peak_bytes - planner.budget)
+        said += f"the smallest plan that is faster needs {more} more than there is"
     else:
         said += "no plan that was looked at is faster, whatever it takes"
     if planner.config.device_gb is None:
@@ -224,7 +269,8 @@ def numbers(planner: Planner, best: Candidate) -> dict[str, Any]:
 
     return {
         "hardware": planner.hardware.name, "devices": planner.devices, "budget_bytes": planner.budget,
-        "rows": rows, "tokens": config.budget, "days": days_of(planner, best),
+        "rows": rows, "tokens": config.budget,
+        "days": None if config.budget is None else days_of(planner, best),
         "interval": planner.hardware.spread, "best": plain(best),
         "looked_at": [plain(c) for c in planner.seen.values()],
     }  # fmt: skip

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import field
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from pydantic import PositiveFloat, PositiveInt
 
@@ -23,10 +24,13 @@ from experiments.configs.train import (
     StrategyConfig,
     Target,
     TrackerConfig,
+    nameless_sizes,
     uneven_splits,
-    unnamed_sizes,
 )
 from experiments.explain.config import PER_PARAMETER, PaperShardsConfig, PaperTextConfig, not_on_paper
+
+if TYPE_CHECKING:
+    from experiments.explain.subject import Subject
 
 BATCH_TOKENS = 4_000_000  # about so many in a step, where nothing is said
 DEVICE_SHARE = 0.9  # of a device's memory that a step may take, where nothing is said
@@ -42,10 +46,11 @@ class PlanConfig:
 
     `devices`: how many there are. `days`: instead, the fewest that read `tokens` in so many days are
     looked for, by powers of two up to `most_devices`. `rows`: of a step's batch, of all ranks; null: the
-    power of two that makes about four million tokens. `tokens`: that the whole training reads; null: 20 a
-    parameter. `optimizer_dtypes`: of the optimizer's state, that are tried besides the precision's: fewer
-    bytes, and other numbers. `device_gb`: what a step may take of a device, in 1e9 bytes; null: nine tenths
-    of what the hardware has (the rest is the allocator's and NCCL's).
+    power of two that makes about four million tokens. `tokens`: that the whole training reads, of data of
+    one's own the rows; null: 20 tokens a parameter, and no number of rows. `optimizer_dtypes`: of the
+    optimizer's state, that are tried besides the precision's: fewer bytes, and other numbers. `device_gb`:
+    what a step may take of a device, in 1e9 bytes; null: nine tenths of what the hardware has (the rest is
+    the allocator's and NCCL's).
     """
 
     model: DecoderConfig | Target
@@ -70,7 +75,9 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         wrong = not_on_paper(self.hardware, self.optimizer)
-        wrong += unnamed_sizes(self.model, self.data, self.objective)
+        wrong += nameless_sizes(self.model, self.data, self.objective)
+        if self.days is not None and self.tokens is None and self.unit == "row":
+            wrong.append(f"days={self.days:g}: of data of one's own, say how many rows are read: tokens=1e9.")
         if wrong:
             raise ValueError("\n  ".join(wrong))
 
@@ -81,12 +88,12 @@ class PlanConfig:
 
     @property
     def layers(self) -> int:
-        """Equal ones; a model of one's own is looked at as a whole."""
+        """Return how many equal layers there are: 1 of a model of one's own, looked at as a whole."""
         return self.model.layers if self.is_decoder else 1
 
     @property
     def row_tokens(self) -> int:
-        """What counts of a row: its tokens, or of data of one's own the row."""
+        """Return how many tokens a row has; 1 of data of one's own, where rows are counted."""
         if self.objective is not None:
             return 1
         return self.model["context"] if isinstance(self.model, dict) else self.model.context
@@ -97,21 +104,33 @@ class PlanConfig:
 
     @property
     def parameters(self) -> int:
-        """How many the model has."""
-        if self.is_decoder:
-            return self.model.parameters
+        """Return how many parameters the model has."""
+        return self.model.parameters if self.is_decoder else self.subject(self.layers).parameters
+
+    def subject(self, layers: int) -> Subject:
+        """Return what is trained, with so many layers. It is made once: a model and data of one's own may
+        take a while."""
         from experiments.explain.subject import subject_of  # and with it torch
 
-        return subject_of(self).parameters
+        if layers not in self._subjects:
+            self._subjects[layers] = subject_of(self, layers)
+        return self._subjects[layers]
+
+    @cached_property
+    def _subjects(self) -> dict[int, Subject]:
+        return {}
 
     @property
-    def budget(self) -> int:
-        """Tokens of the whole training, or rows."""
+    def budget(self) -> int | None:
+        """Return the tokens, or rows, that the whole training reads; None where nobody has said how many rows
+        of one's own data."""
+        if self.tokens is None and self.unit == "row":
+            return None
         return int(self.tokens or PER_PARAMETER * self.parameters)
 
     @property
     def batch_rows(self) -> int:
-        """Of a step, all ranks: as they are said for the plan, or in a recipe."""
+        """Return the rows of a step, of all ranks: as they are said for the plan, or in a recipe."""
         said = self.data.get("rows", OWN_ROWS) if isinstance(self.data, dict) else self.data.rows
         return self.rows or said or 2 ** max(0, round(math.log2(BATCH_TOKENS / self.row_tokens)))
 

@@ -19,7 +19,6 @@ from typing import Any
 import fnshard as fs
 from experiments.configs.plan import axis_of, dtypes_of
 from experiments.configs.train import MeshConfig, ScheduleConfig
-from experiments.explain.subject import subject_of
 from experiments.explain.words import counted
 from experiments.plan.config import DEVICE_SHARE, PlanConfig
 from experiments.training.steps import make_optimizer
@@ -212,8 +211,9 @@ class Planner:
         micro, by_count = self.micro_batches(knobs), {}
         for count in (2, 3) if micro > 3 else (micro,):  # gradients are summed from the second on
             found = _line({d: self.measured(knobs, d, count) for d in depths}, self.config.layers)
-            peak = max(value for name, value in found.items() if isinstance(name, tuple))
-            by_count[count] = {n: v for n, v in found.items() if isinstance(n, str)} | {"peak": peak}
+            by_count[count] = {n: v for n, v in found.items() if isinstance(n, str)}
+            if len(depths) > 1:  # else the peak is known, and no layer stands for others
+                by_count[count]["peak"] = max(v for n, v in found.items() if isinstance(n, tuple))
         found = _line(by_count, micro)
         parts = {name: found[name] for name in PARTS}
         others = (found[n] for n in ("peak", "host_bytes", "seconds"))
@@ -227,7 +227,7 @@ class Planner:
         memory, time = lowered.memory_analysis(), lowered.timeline(self.hardware)
         compute = time.busy_seconds.get("compute", 0.0)
         return _moments(lowered.memory_timeline(), layers) | {
-            "host_bytes": memory.host_bytes, "seconds": time.step_seconds,
+            "peak": memory.peak_bytes, "host_bytes": memory.host_bytes, "seconds": time.step_seconds,
             "compute": compute, "communication": time.exposed_communication_seconds,
             "transfer": time.exposed_transfer_seconds,
             "host": max(0.0, time.step_seconds - compute - time.exposed_communication_seconds
@@ -243,7 +243,7 @@ class Planner:
     def lowered(self, knobs: Knobs, layers: int, micro: int) -> Lowered:
         """The step of so many layers and micro-batches; traces are shared by plans that trace alike."""
         mesh = self.mesh(knobs)
-        subject = subject_of(self.config, layers)
+        subject = self.config.subject(layers)
         loss, params, batch = subject.loss, subject.params, subject.batch(knobs.micro_rows * micro)
         precision = self.config.precision
         precision = replace(precision, optimizer=knobs.optimizer_dtype or precision.optimizer)

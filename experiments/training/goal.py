@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 HELD_OUT = "held_out_"  # stands before the name of what is measured on held-out data
-# Words in the names of numbers of which more is better; of all others less is.
-GROWING = ("accuracy", "acc", "match", "reward", "margin", "mfu", "per_s", "f1", "auc", "bleu", "rouge")
+# Words in the names of numbers of which more is better, and less. Of others nobody knows.
+GROWING = ("accuracy", "acc", "match", "reward", "rewards", "margin", "margins", "mfu", "per_s", "f1", "auc",
+           "bleu", "rouge", "recall", "iou")  # fmt: skip
+SHRINKING = ("loss", "perplexity", "bigram", "trigram", "nll", "error", "mae", "mse", "rmse", "wer", "kl",
+             "seconds", "s", "bytes")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,23 +66,21 @@ class Goal:
         return goal if all(kinds) else None
 
 
-def grows(name: str, goal: Goal | None = None) -> bool:
-    """Return whether more of a number is better: the goal says it of its own, words say it of others.
+def grows(name: str, goal: Goal | None = None) -> bool | None:
+    """Return whether more of a number is better: the goal says it of its own, words say it of others. None
+    where nobody has said it.
 
     >>> grows("held_out_accuracy"), grows("held_out_arc/acc_norm"), grows("loss"), grows("held_out_loss")
     (True, True, False, False)
+    >>> grows("held_out_worst")
     >>> grows("held_out_yield", Goal("yield", is_maximised=True))
     True
     """
     if goal is not None and name.removeprefix(HELD_OUT) == goal.name:
         return goal.is_maximised
     words = name.removeprefix(HELD_OUT).replace("/", "_").lower().split("_")
-    return any(f"_{word}_" in f"_{'_'.join(words)}_" for word in GROWING)
-
-
-def cost(name: str, value: float, goal: Goal | None = None) -> float:
-    """Return a number of which less is better; NaN is the worst."""
-    return math.inf if math.isnan(value) else -value if grows(name, goal) else value
+    known = [any(f"_{word}_" in f"_{'_'.join(words)}_" for word in side) for side in (GROWING, SHRINKING)]
+    return None if not any(known) else known[0]
 
 
 def is_held_out(row: Mapping[str, Any]) -> bool:

@@ -1,6 +1,6 @@
-"""The rows of `metrics.jsonl`, a line each, and what a report says of all of them in bounded memory.
+"""The rows of `metrics.jsonl`, a line each, and what a report says of all of them in a few bytes a row.
 
-Next to it `metrics.crc32` has the checksum of every line that was ever written, before that line is.
+Next to it `metrics.crc32` has the checksum of every line, before that line is written.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,17 @@ def read_rows(path: Path | None, made: int, wrong: list[str] | None = None) -> I
     run measures it again.
 
     A line that is not what was written, or no row, is left out. So is a last line without its end, as a
-    killed process leaves one.
+    killed process leaves one. Where there are fewer checksums than lines, these are not compared with them.
 
     Args:
         wrong: gets texts for damaged lines and for rows that are missing, when all rows are read.
     """
     if path is None:
         return
+    count = 0  # before the checksums are read: a run that is at work writes more of both meanwhile
+    if path.exists():
+        with path.open("rb") as lines:
+            count = sum(line.endswith(b"\n") for line in lines)
     try:
         found = [int(each, 16) for each in SUM.findall((path.parent / SUMS).read_bytes())]
         sums = np.sort(np.array(found, np.uint32))
@@ -54,11 +59,14 @@ def read_rows(path: Path | None, made: int, wrong: list[str] | None = None) -> I
         if wrong is not None and found:
             wrong.append(f"{path} is missing")
         return
+    if sums is not None and len(found) < count:  # they are what is damaged
+        sums = None
+        if wrong is not None:
+            few = f"{len(found)} checksums of {count} lines"
+            wrong.append(f"{path.parent / SUMS}: {few}: whether these are as they were written is not known")
     damaged, missing, last, ended = [], [], 0, not found
     with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.endswith(b"\n"):
-                break
+        for number, line in enumerate(islice(lines, count), 1):
             row = _row_of(line, sums)
             ended = ended or (row is not None and zlib.crc32(line) == found[-1])
             if row is None:
@@ -73,7 +81,8 @@ def read_rows(path: Path | None, made: int, wrong: list[str] | None = None) -> I
         wrong.append(f"{path}: damaged lines are left out: {', '.join(first_few(damaged, SHOWN))}")
     if wrong is not None and missing:
         wrong.append(f"{path}: no rows of steps {', '.join(first_few(missing, SHOWN))}")
-    if wrong is not None and not (ended or damaged):
+    # A run that is killed may have written a checksum without its line, of a step after `made`.
+    if wrong is not None and last < made and sums is not None and not (ended or damaged):
         wrong.append(f"{path}: the last row that was written is missing")
 
 
@@ -140,4 +149,4 @@ def smooth(curve: Sequence[tuple[float, float]], parts: int) -> tuple[list[tuple
     """
     size = max(1, math.ceil(len(curve) / parts))
     cut = [curve[i : i + size] for i in range(0, len(curve), size)]
-    return [tuple(math.fsum(p) / len(part) for p in zip(*part, strict=True)) for part in cut], size
+    return [tuple(sum(p) / len(part) for p in zip(*part, strict=True)) for part in cut], size

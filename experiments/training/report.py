@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from experiments.data.files import DamagedError, naming, write_text
+from experiments.data.files import DamagedError, naming, write_bytes, write_text
 from experiments.trackers.base import Tracker
 from experiments.trackers.feed import Feed
 from experiments.training.goal import Goal
@@ -149,6 +149,7 @@ class Report:
         """Write the rows of earlier processes anew; if some are damaged or missing, say so, and keep the file
         as it was under another name."""
         wrong: list[str] = []
+        row = None
         for row in read_rows(self.earlier, self.made, wrong):
             self.totals.add(row)
         if self.totals.reached < self.made and self.earlier is not None:
@@ -161,10 +162,14 @@ class Report:
             kept = path.with_name(f"{METRICS}.damaged")
             kept.write_bytes(path.read_bytes())
             self.say(f"the run goes on without them; the file as it was is {kept}")
-        # A checksum is there before its line is, also where this process is killed between the two.
-        if self.earlier != path or not (self.folder / SUMS).exists():
-            write_text(self.folder / SUMS, (line_of(row)[1] for row in read_rows(self.earlier, self.made)))
-        write_text(path, (line_of(row)[0] for row in read_rows(self.earlier, self.made)))
+        # Where this process is killed in between, the checksums are those of more lines, and of the last one.
+        sums = self.folder / SUMS
+        if row is not None:
+            before = sums.read_bytes() if sums.exists() else b""
+            write_bytes(sums, before + b"\n" + line_of(row)[1].encode())
+        kept = [read_rows(self.earlier, self.made) for _ in range(2)]
+        write_text(path, (line_of(row)[0] for row in kept[0]), durable=True)
+        write_text(sums, (line_of(row)[1] for row in kept[1]), durable=True)
 
     def __enter__(self) -> Report:
         return self

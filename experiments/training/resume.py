@@ -8,7 +8,6 @@ Whoever works in a folder holds a lock on it, which a killed process gives back.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import hashlib
 import json
 import shutil
@@ -22,12 +21,12 @@ from typing import Any
 import fnshard as fs
 from experiments.cli.schema import flat
 from experiments.configs.train import AUTO, NEVER, ConfigError
-from experiments.data.files import DamagedError, read_record, write_record
+from experiments.data.files import DamagedError, locked, read_record, write_record
 from experiments.training.result import read_result
 from fnshard.errors import report
 from fnshard.runtime.files.folder import in_memory, make_directory
 
-CHECKPOINTS, IDENTITY, LOCK = "checkpoints", "identity.json", "run.lock"
+CHECKPOINTS, IDENTITY = "checkpoints", "identity.json"
 OUTPUTS = Path("outputs")
 # Options of `run` that may change between two starts of one run: they do not change its results.
 FREE = (
@@ -197,7 +196,7 @@ def _remove_unused(fresh: Path) -> None:
         shutil.rmtree(fresh)
 
 
-# ------------------------------------------------------------------ folders and locks
+# ------------------------------------------------------------------ folders
 
 
 def unfinished(identity: Mapping[str, Any], stack: ExitStack) -> Path | None:
@@ -228,17 +227,3 @@ def unfinished(identity: Mapping[str, Any], stack: ExitStack) -> Path | None:
             return folder
         print(f"resume: {folder} is still at work; this is another run", file=sys.stderr, flush=True)
     return None
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[bool]:
-    """Whether this process holds the folder, as long as the block runs."""
-    with (folder / LOCK).open("a") as file:
-        free = True
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            free = False
-        except OSError:  # a file system without locks
-            pass
-        yield free

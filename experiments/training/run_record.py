@@ -162,10 +162,10 @@ class TimeSpent:
         if not began:
             return TimeSpent(), 0.0
         try:
-            attempts = (read_record(folder / RUN) or {}).get("attempts", [])
+            known = known_of(folder)
         except DamagedError:  # which is said where the record is read to go on with
-            attempts = []
-        if any(each.get("began") == began for each in attempts):
+            known = {}
+        if any(each.get("began") == began for each in known.get("attempts", [])):
             began = process_began()
         spent = TimeSpent()
         spent.seconds["start"] = max(0.0, time.time() - began)
@@ -218,6 +218,25 @@ def peak_memory(device_type: str) -> dict[str, int]:
     return {"process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
+def known_of(folder: Path) -> dict[str, Any]:
+    """Read what earlier processes have left in `run.json`; nothing where there is none.
+
+    Raises:
+        DamagedError: it is no record of a run.
+    """
+    known = read_record(folder / RUN) or {}
+    attempts, totals = known.get("attempts", []), known.get("totals", {})
+    is_record = isinstance(attempts, list) and isinstance(totals, dict)
+    for each in attempts if is_record else ():
+        numbers = isinstance(each, dict) and isinstance(each.get("spent_s"), dict)
+        is_record &= numbers and all(
+            type(value) in (int, float) for value in (each.get("seconds"), *each["spent_s"].values())
+        )
+    if not is_record:
+        raise DamagedError(f"{folder / RUN} is no record of a run.")
+    return known
+
+
 @dataclass
 class RunRecord:
     """`run.json`: the facts, one entry for each process that has worked on the run, and their sum."""
@@ -231,16 +250,11 @@ class RunRecord:
     def __post_init__(self) -> None:
         self._started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         try:
-            found = read_record(self.folder / RUN)
-            if found is None and self.made and (self.folder / METRICS).exists():
+            self._known = known_of(self.folder)
+            if not self._known and self.made and (self.folder / METRICS).exists():
                 raise DamagedError(f"{self.folder / RUN} is missing.")
-            self._known = found or {}
-            for each in self._known.get("attempts", []):
-                _ = float(each["seconds"]), each["spent_s"].get
-            _ = dict(self._known.get("totals", {}))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            why = error if isinstance(error, DamagedError) else f"{self.folder / RUN} is no record of a run."
-            print(f"{why} What earlier processes took is not known.", file=sys.stderr, flush=True)
+        except DamagedError as error:
+            print(f"{error} What earlier processes took is not known.", file=sys.stderr, flush=True)
             self._known = {}
 
     def write(

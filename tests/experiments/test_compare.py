@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from experiments.compare.table import as_text, differences, draw, names_of, rank
 from experiments.configs.train import ConfigError
 from experiments.data.files import write_json
 from experiments.training.goal import Goal
+from experiments.training.metrics_file import METRICS, smooth
 from experiments.training.result import write_result
 
 # ------------------------------------------------------------------ outcomes
@@ -189,7 +191,47 @@ def test_the_csv_has_a_column_per_option(tmp_path):
     assert (first["best"], second["best"]) == ("yes", "")
 
 
+def test_an_override_with_a_space_is_one(tmp_path):
+    rows = [outcome(str(n), OK, f"run.prompt=a {n}", held_out_loss=1.0) for n in (1, 2)]
+    assert list(names_of(rows).values()) == ["prompt a 1", "prompt a 2"]
+
+
+def test_a_curve_may_have_both_infinities(tmp_path):
+    means, size = smooth([(1, math.inf), (2, -math.inf), (3, 1.0), (4, 3.0)], 2)
+    assert size == 2 and math.isnan(means[0][1]) and means[1] == (3.5, 2.0)
+    leave_run(tmp_path, status="unfinished")
+    (tmp_path / METRICS).write_text('{"step": 1, "loss": Infinity}\n{"step": 2, "loss": -Infinity}\n')
+    assert math.isnan(outcome_of(tmp_path, "").numbers["loss"])
+
+
+def test_no_star_where_nobody_has_said_what_is_better(tmp_path, capsys):
+    rows = [outcome(str(n), OK, held_out_loss=1.0, held_out_worst=float(n), recall=n / 4) for n in (1, 2)]
+    text, ranking = write(rows, "held_out_worst", tmp_path, "s", "s.txt")
+    assert ranking.best is None and "*" not in text and "--metric held_out_worst --direction maximize" in text
+    for is_maximised, best in ((True, "2"), (False, "1")):
+        assert ranked(rows, "held_out_worst", is_maximised).best.name == best
+    assert ranked(rows, "recall").best.name == "2" and ranked(rows).best is None
+    for number in (1, 2):
+        leave_run(tmp_path / "runs" / str(number), held_out_loss=1.0, held_out_worst=float(number))
+    said = "--metric=held_out_worst", "--direction=maximize", f"--out={tmp_path / 'o'}"
+    compare([str(tmp_path / "runs"), *said])
+    assert "* the highest held_out_worst: " in capsys.readouterr().out
+
+
 # ------------------------------------------------------------------ the picture
+
+
+@pytest.mark.parametrize("key", ["loss", "held_out_worst", "lr"])
+def test_only_the_loss_that_runs_are_after_is_cut_off(tmp_path, monkeypatch, key):
+    from matplotlib.figure import Figure
+
+    kept = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *a, **k: kept.append(self))
+    made = outcome("0", OK, held_out_loss=1.0, **{key: 9.0})
+    draw(
+        ranked([replace(made, rows=({"step": 1, key: 1.0}, {"step": 2, key: 9.0}))], key), tmp_path / "s.png"
+    )
+    assert (kept[0].axes[0].get_ylim()[1] == 2.0) == (key == "loss")
 
 
 def test_the_best_are_named_and_a_run_that_diverges_is_cut_off(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from experiments.cli.command_spec import CONF
 from experiments.cli.main import main
 from experiments.cli.validation import loader_of, validate, with_own_groups
 from experiments.configs.train import HARDWARE, SCHEDULES, STRATEGIES, ConfigError
+from experiments.data.files import locked
 from experiments.finetune.job import JOB as FINETUNE
 from experiments.tokenize.config import SPEC as TOKENIZE
 from experiments.train import JOB as TRAIN
@@ -239,6 +241,43 @@ def test_a_bug_has_its_traceback(monkeypatch, tmp_path):
     monkeypatch.setattr(job, "start", broken)
     with pytest.raises(KeyError, match="ours"):
         main(TRAIN)
+
+
+@pytest.mark.parametrize("is_claimed", [True, False])
+def test_a_mistake_removes_what_its_command_made_and_no_run_of_another(monkeypatch, tmp_path, is_claimed):
+    """Both commands name one folder: the other one has claimed it before this one's mistake is found."""
+    with ExitStack() as other:
+
+        def start(_job, _requested, folder, *_, **__):
+            assert (folder / ".hydra").is_dir()
+            (folder / "ranks").mkdir()
+            if is_claimed:
+                assert other.enter_context(locked(folder))
+            raise ConfigError("another process is at work here.")
+
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["train", "run.device=cpu", "hydra.run.dir=new/run"])
+        monkeypatch.setattr(job, "start", start)
+        with pytest.raises(SystemExit, match=r"^2$"):
+            main(TRAIN)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*/*")}
+    assert left == ({f"new/run/{name}" for name in ("ranks", ".hydra", "run.lock")} if is_claimed else set())
+    assert (tmp_path / "new").exists() == is_claimed
+
+
+@pytest.mark.parametrize("there", ["mine", "mine/run"])
+def test_a_mistake_leaves_folders_that_were_there(monkeypatch, tmp_path, there):
+    def start(*_, **__):
+        raise ConfigError("no.")
+
+    (tmp_path / there).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train", "run.device=cpu", "hydra.run.dir='mine/run'"])
+    monkeypatch.setattr(job, "start", start)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(TRAIN)
+    assert list((tmp_path / there).iterdir()) == []
+    assert sorted(tmp_path.rglob("*")) == sorted({tmp_path / "mine", tmp_path / there})
 
 
 # ------------------------------------------------------------------ groups

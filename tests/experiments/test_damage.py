@@ -48,7 +48,7 @@ from experiments.finetune.base_models import directory_of
 from experiments.generate import read_config
 from experiments.tokenize import job
 from experiments.tokenize.job import tokenize
-from experiments.training import loop, metrics_file
+from experiments.training import loop, metrics_file, report
 from experiments.training.checkpoints import restored
 from experiments.training.dataset import open_tokens
 from experiments.training.metrics_file import METRICS, read_rows
@@ -228,6 +228,68 @@ def test_a_damaged_row_costs_that_row_alone_and_is_told_of(summed, tmp_path):
     wrong: list[str] = []
     assert [row["step"] for row in read_rows(tmp_path / METRICS, 99, wrong)] == [*left, 7]
     assert len(wrong) == 1 and "no rows of steps 3 to 3" in wrong[0]
+
+
+def test_rows_that_a_resumed_run_dropped_are_not_missing(tmp_path):
+    """Killed while it compiles, and resumed again; and between a checksum and its line."""
+    with report_of(tmp_path, stream=io.StringIO()) as first:
+        for number in range(1, 9):
+            first.step(number, {"loss": 1 / number, "lr": 0.1}, 0.5)
+        first.finish("stopped")
+    for _ in range(3):
+        shown = io.StringIO()
+        again = report_of(tmp_path, 5, stream=shown)
+        assert steps_of(tmp_path) == [1, 2, 3, 4, 5] and "missing" not in shown.getvalue()
+        assert not (tmp_path / f"{METRICS}.damaged").exists()
+        wrong: list[str] = []
+        assert len(list(read_rows(tmp_path / METRICS, 2**63, wrong))) == 5 and wrong == []
+        again.step(6, {"loss": 1.0, "lr": 0.1}, 0.5)
+        with (tmp_path / metrics_file.SUMS).open("a") as sums:
+            sums.write("0badcafe\n")
+        again.close()
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_a_run_that_is_killed_while_it_takes_its_rows_over_has_them_all(stage, tmp_path, monkeypatch):
+    with report_of(tmp_path, stream=io.StringIO()) as first:
+        for number in range(1, 9):
+            first.step(number, {"loss": 1 / number, "lr": 0.1}, 0.5)
+        first.finish("stopped")
+    count = [0]
+    with monkeypatch.context() as patch:
+        for name in ("write_bytes", "write_text"):
+            patch.setattr(report, name, killed_after(stage, getattr(report, name), count))
+        with pytest.raises(KeyboardInterrupt):
+            report_of(tmp_path, 5, stream=io.StringIO())
+    for made in (5, 2**63):
+        wrong: list[str] = []
+        steps = [row["step"] for row in read_rows(tmp_path / METRICS, made, wrong)]
+        assert steps[:5] == [1, 2, 3, 4, 5] and wrong == []
+
+
+def killed_after(stage, write, count):
+    def writes(*args, **options):
+        count[0] += 1
+        if count[0] > stage:
+            raise KeyboardInterrupt
+        write(*args, **options)
+
+    return writes
+
+
+@pytest.mark.parametrize("left", [0, 3])
+def test_checksums_that_are_lost_cost_no_rows(left, tmp_path):
+    with report_of(tmp_path, stream=io.StringIO()) as first:
+        for number in range(1, 9):
+            first.step(number, {"loss": 1 / number, "lr": 0.1}, 0.5)
+        first.finish("stopped")
+    sums = (tmp_path / metrics_file.SUMS).read_text().splitlines(keepends=True)
+    (tmp_path / metrics_file.SUMS).write_text("".join(sums[:left]))
+    wrong: list[str] = []
+    assert len(list(read_rows(tmp_path / METRICS, 8, wrong))) == 8
+    assert len(wrong) == 1 and f"{metrics_file.SUMS}: {left} checksums of 8 lines" in wrong[0]
+    report_of(tmp_path, 8, stream=io.StringIO()).close()
+    assert (tmp_path / metrics_file.SUMS).read_text() == "".join(sums)
 
 
 @pytest.fixture

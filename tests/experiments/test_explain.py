@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from experiments.explain import words
 from experiments.explain.__main__ import write
 from experiments.explain.config import SPEC, ExplainConfig
 from experiments.explain.paper import Paper, explain
+from experiments.explain.waste import _paper
 from fnshard.analysis.hardware import mfu
 from fnshard.errors import BudgetError
 
@@ -100,6 +102,7 @@ def test_what_does_not_fit_is_reported_and_what_would_is_found() -> None:
         (["data.rows=9"], "data.rows=9 does not divide over 8 ranks. Fix: data.rows=16"),
         (["mesh.context=3"], "mesh.context=3: has to divide model.context=256"),
         (["run.accumulate=2", "strategy=auto"], "strategy=auto chooses the micro-batches"),
+        (["specs=[['*',shard]]", "strategy=auto"], "specs: strategy=auto chooses them by itself"),
         (
             ["model._target_=own_task.linear", "model.vocab=8"],
             "model.context=None: a model of one's own",
@@ -145,6 +148,13 @@ def test_a_run_leaves_text_and_pictures(tmp_path: Path, capsys: pytest.CaptureFi
     assert (tmp_path / "run" / "memory.svg").read_text().startswith("<?xml")
     assert (tmp_path / "run" / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert "update" in (tmp_path / "run" / "schedule.txt").read_text()
+
+
+def test_a_run_by_specs_is_put_on_paper_by_its_specs(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("experiments.explain.waste.explain", lambda config: config)
+    run = dataclasses.asdict(compose("mesh.shard=2", "specs=[['*',shard],[embed*,null]]"))
+    assert _paper(run, tmp_path).specs == [("*", "shard"), ("embed*", None)]
+    assert _paper({name: each for name, each in run.items() if name != "specs"}, tmp_path).specs is None
 
 
 @pytest.mark.long

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import own_task
 import pytest
 from runs import compose
 
+from experiments.cli.command_spec import CONF
+from experiments.cli.main import answer
 from experiments.cli.validation import validate
+from experiments.configs.train import ConfigError, StrategyConfig
 from experiments.explain.config import SPEC as EXPLAIN
 from experiments.explain.paper import explain
+from experiments.plan import __main__ as command
 from experiments.plan import search
-from experiments.plan.__main__ import as_text, days_of, picture, planned, rivals, write
+from experiments.plan.__main__ import as_text, days_of, numbers, picture, planned, rivals, too_big, write
 from experiments.plan.config import SPEC
 from experiments.plan.search import TIERS, Knobs, Planner
+from experiments.train import SPEC as TRAIN
 from fnshard.analysis.hardware import Hardware
 from fnshard.errors import BudgetError
 
@@ -166,10 +174,10 @@ def test_what_the_command_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert text in capsys.readouterr().out
     for expected in ("1 × h100", " to ", "MFU", "tokens (20 a parameter): ", "$", "rivals, of"):
         assert expected in text, expected
-    numbers = json.loads((tmp_path / "plan.json").read_text())
-    assert numbers["best"]["knobs"]["optimizer"] in TIERS
-    assert numbers["best"]["seconds"] == min(
-        c["seconds"] for c in numbers["looked_at"] if c["peak_bytes"] <= numbers["budget_bytes"]
+    kept = json.loads((tmp_path / "plan.json").read_text())
+    assert kept["best"]["knobs"]["optimizer"] in TIERS
+    assert kept["best"]["seconds"] == min(
+        c["seconds"] for c in kept["looked_at"] if c["peak_bytes"] <= kept["budget_bytes"]
     )
     assert (tmp_path / "plan.png").stat().st_size > 5_000
 
@@ -206,4 +214,77 @@ def test_a_plan_takes_a_model_of_ones_own_and_a_recipe() -> None:
     text = as_text(planner, best)
     assert config.parameters == 65 and "65 parameters" in text and "rows a second" in text
     assert "tokens" not in text and best.knobs.tensor == best.knobs.context == 1
+    assert "training" not in text and "$" not in text and numbers(planner, best)["days"] is None
+    said = as_text(replace(planner, config=replace(config, tokens=1e6)), best)
+    assert "1e6 rows: " in said and "a parameter" not in said and "tokens" not in said
+    with pytest.raises(ConfigError, match=r"days=3: .*tokens="):
+        validate(SPEC, [*own, "days=3"])
+    assert "model.context" not in str(too_big(replace(planner, config=replace(config, most_devices=1)), best))
     assert "run.steps" in text and {k.shard * k.replicate for k in planner.seen} == {2}
+
+
+def test_the_peak_of_a_model_of_ones_own_is_that_of_its_whole_step() -> None:
+    """No layer of it stands for others. It is built once, and one item is read, for all prices."""
+    own_task.Counted.reads = 0
+    own = (f"model._target_={HERE}.Deep", "model.width=64", "model.depth=8", f"data._target_={HERE}.counted",
+           "data.width=64", f"objective._target_={HERE}.squares", "precision=fp32", "rows=12")  # fmt: skip
+    config = validate(SPEC, own)
+    planner = Planner(config, 2, H100)
+    for knobs in (
+        Knobs(1, 2, micro_rows=2),
+        Knobs(1, 2, remat="unit", micro_rows=3),
+        Knobs(2, 1, micro_rows=4),
+    ):
+        whole = planner.lowered(knobs, 1, planner.micro_batches(knobs)).memory_analysis()
+        assert planner.look(knobs).peak_bytes == planner.exact(knobs).peak_bytes == whole.peak_bytes
+    assert config.parameters == 8 * 64 * 65 and own_task.Counted.reads == 1
+
+
+def printed_run(monkeypatch: pytest.MonkeyPatch, folder: Path, knobs: Knobs, *words: str) -> tuple[Any, Any]:
+    """What the command plans for, and what train composes of the line that it prints."""
+    kept = []
+
+    def found(config: Any, hardware: Any, say: Any) -> tuple[Planner, Any]:
+        kept.append(config)
+        parts = dict.fromkeys(search.PARTS, 0.5)
+        return Planner(config, 8, H100), search.Candidate(knobs, 1e9, 0.0, 2.0, parts)
+
+    monkeypatch.setattr(command, "planned", found)
+    monkeypatch.setattr(command, "picture", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["plan", *words, f"hydra.run.dir={folder}"])
+    answer(SPEC, write)
+    (line,) = [x for x in (folder / "plan.txt").read_text().splitlines() if x.startswith("run  ")]
+    return kept[0], validate(TRAIN, shlex.split(line)[4:])
+
+
+RECIPES = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
+SAID = (
+    "strategy=offload", "strategy.remat=unit", "mesh.tensor=2", "mesh.context_attention=ring",
+    "run.accumulate=2", "run.accumulate_mode=local", "specs=[['*',shard]]", "run.disk_dir=/d",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+def test_the_run_line_is_the_plan_whatever_a_recipe_says(recipe, tmp_path, monkeypatch) -> None:
+    knobs = Knobs(1, 8) if recipe else Knobs(2, 4, micro_rows=2, optimizer="host", remat=0.5)
+    words = [f"experiment={recipe}"] if recipe else SAID
+    more = "rows=16", "hardware=h100", "run.steps=7"
+    config, run = printed_run(monkeypatch, tmp_path, knobs, *words, *more)
+    assert run.strategy == StrategyConfig(name=knobs.preset, remat=knobs.remat, **knobs.tiers)
+    assert run.mesh == knobs.mesh and run.specs is None and run.data.rows == 16 and run.run.steps == 7
+    assert run.run.accumulate * knobs.micro_rows * 8 == 16 and run.run.accumulate_mode == "reduce"
+    assert run.precision == config.precision and run.model == config.model
+    said = (tmp_path / "plan.txt").read_text().partition("chosen by the plan")[2].splitlines()[0]
+    assert ("specs" in said) == (config.specs is not None)
+
+
+def test_the_run_line_keeps_what_the_plan_does_not_decide(tmp_path, monkeypatch) -> None:
+    """Groups, a folder of configurations, and values that a shell would split."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("defaults: [tiny]\nlayers: 3\n")
+    _, run = printed_run(
+        monkeypatch, tmp_path / "plan", Knobs(1, 8), f"--config-dir={tmp_path}", "model=mine", "data=shards",
+        "data.root='my shards'", "schedule=wsd", "tracker=tensorboard", "precision=fp32", "devices=8",
+    )  # fmt: skip
+    assert run.model.layers == 3 and run.data.root == "my shards" and run.schedule.name == "wsd"
+    assert run.tracker.tensorboard and run.precision.compute == "float32"

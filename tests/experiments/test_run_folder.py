@@ -16,6 +16,7 @@ from runs import config_of, leave_checkpoint
 
 from experiments.configs.machine import process_began
 from experiments.configs.train import ConfigError
+from experiments.data.files import write_record
 from experiments.training.goal import Goal
 from experiments.training.metrics_file import METRICS
 from experiments.training.report import Progress, Report
@@ -81,6 +82,18 @@ def test_seconds_begin_with_the_command_and_after_a_restart_with_the_process(tmp
     counted = TimeSpent.since(tmp_path, began)[1]
     assert counted == pytest.approx(process_began(), abs=1)
     assert TimeSpent.since(tmp_path, 0.0)[0].parts()["start"] < 5  # a program of one's own calls the job
+
+
+@pytest.mark.parametrize(
+    "attempts", [5, None, ["x"], [{"seconds": 1}], [{"seconds": "1", "spent_s": {}}]], ids=repr
+)
+def test_a_record_whose_attempts_are_none_is_told_of_once(attempts, tmp_path, capsys):
+    began = time.time() - 100
+    write_record(tmp_path / "run.json", {"attempts": attempts, "totals": {}})
+    assert TimeSpent.since(tmp_path, began)[1] == began
+    record = RunRecord(tmp_path, {}, 3)
+    assert "is no record of a run. What earlier" in capsys.readouterr().err
+    assert record.write("running", 4)["steps"] == 4
 
 
 def test_memory_is_shown_where_it_can_be_compared():

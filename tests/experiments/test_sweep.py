@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from hydra.types import RunMode
 from omegaconf import OmegaConf
-from runs import SMALL, leave_run
+from runs import SMALL, compose, leave_run
 from slurm import install
 
-from experiments.cli import job, slurm
+from experiments.cli import job, slurm, worker
 from experiments.cli.main import main
 from experiments.cli.sweep import TABLE, objective
 from experiments.compare.outcome import jobs_of
@@ -99,6 +99,27 @@ def test_each_node_of_a_slurm_job_runs_one_agent(monkeypatch):
         slurm.torchrun(ranks=8, max_restarts=3)
 
 
+def test_ranks_on_several_nodes_know_their_command(tmp_path, monkeypatch):
+    """When it began, and whether another one needs what the run makes."""
+    begun: list[Any] = []
+
+    def agent(command: list[str], **_: Any) -> SimpleNamespace:
+        values = json.loads(Path(command[-1]).read_text())
+        with worker._run_of(JOB, values) as run:
+            begun.append((run.began, run.makes))
+        write_result(tmp_path, status="ok", overrides=[])
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setenv("SLURM_NODEID", "0")
+    monkeypatch.setattr(job.slurm, "nodes", lambda: 2)
+    monkeypatch.setattr(job.slurm, "torchrun", lambda *_: ["-m", "torchrun"])
+    monkeypatch.setattr(job.subprocess, "run", agent)
+    monkeypatch.setattr(job, "placed", lambda requested, nodes: requested)
+    asked = compose(*TINY, "mesh.shard=2")
+    assert job.start(JOB, asked, tmp_path, [], chosen=True, began=12.5, makes="a base") == "ok"
+    assert begun == [(12.5, "a base")]
+
+
 def test_a_worker_whose_sweep_died_before_its_job_begins_ends(tmp_path, monkeypatch):
     """Of joblib's, which imports for seconds first: nobody would see its run."""
     runtime = SimpleNamespace(output_dir=tmp_path, choices={"hydra/launcher": "joblib"})
@@ -130,6 +151,26 @@ def test_a_failed_job_stops_no_other_and_makes_the_exit_code_one(sweep, capsys):
     assert "\n2 of 4 not finished\n" in shown.out
 
 
+MINE = """# @package _global_
+model: {_target_: own_task.linear}
+data: {_target_: own_task.points, count: 32, rows: 8, held_out_rows: 8}
+objective: {_target_: own_task.squares}
+"""
+
+
+def test_keys_of_a_recipes_own_model_are_swept_and_shown(sweep, tmp_path, capfd, monkeypatch):
+    """As a single run takes them; a folder of configurations may be called as a key is."""
+    (tmp_path / "data.d" / "experiment").mkdir(parents=True)
+    (tmp_path / "data.d" / "experiment" / "mine.yaml").write_text(MINE)
+    mine = "--config-dir", "data.d", "experiment=mine", "data.width=64"
+    code, ran, folder = sweep(*mine, "model.width=3,64")
+    assert code == 0 and ran == ["0", "1"]
+    assert json.loads((folder / "1" / "identity.json").read_text())["model"]["width"] == 64
+    monkeypatch.setattr(sys, "argv", ["train", "--cfg", "job", *mine, "model.width=5"])
+    main(JOB)
+    assert "width: 5" in capfd.readouterr().out
+
+
 def test_a_search_goes_on_after_a_failed_trial(sweep):
     """Optuna's sampler is seeded: the same command again finds its trials finished."""
     arguments = ("hydra/sweeper=search_lr", "hydra.sweeper.n_trials=6", "run.seed=choice(1,13)")
@@ -150,7 +191,12 @@ def test_the_objective_is_of_finished_runs(tmp_path):
     write_result(tmp_path, status="ok", overrides=[], held_out_loss=2, accuracy=0.5)
     assert (objective(tmp_path), objective(tmp_path, "accuracy", "maximize")) == (2.0, 0.5)
     assert objective(tmp_path, "accuracy") == -0.5  # a search that minimises finds the best one, too
-    assert objective(tmp_path, direction="maximize") == -2.0
+    assert objective(tmp_path, "accuracy", is_said=True) == 0.5  # who wrote minimize wants the least
+    assert (
+        objective(tmp_path, direction="maximize")
+        == objective(tmp_path, None, "maximize", is_said=True)
+        == -2.0
+    )
     goal = Goal("reward", is_maximised=True)
     write_result(tmp_path, status="ok", overrides=[], held_out_reward=0.25, goal=goal.as_dict())
     assert (objective(tmp_path), objective(tmp_path, direction="maximize")) == (-0.25, 0.25)

@@ -39,3 +39,38 @@ def squares(model: Any, x: Tensor, y: Tensor) -> Any:
     """The mean square error, and the worst one."""
     errors = (model(x) - y).square()
     return fs.Mean(errors.sum(), float(errors.numel())), {"worst": errors.amax()}
+
+
+class Deep(nn.Module):
+    """Many layers of one width, each kept for the backward."""
+
+    def __init__(self, width: int, depth: int):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return one number for each row."""
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.sum(1, keepdim=True)
+
+
+class Counted:
+    """A data set that counts how often an item of it is read."""
+
+    reads = 0
+
+    def __init__(self, width: int):
+        self.width = width
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        Counted.reads += 1
+        return torch.ones(self.width), torch.ones(1)
+
+
+def counted(width: int) -> tuple[Any, Any]:
+    """Give the same data set to train on and to measure."""
+    return Counted(width), Counted(width)
