@@ -359,7 +359,7 @@ class Planner:
     def within_budget(self, knobs: Knobs, rival: Candidate | None = None) -> Candidate:
         """Return this plan with the least recomputation that fits, or with all of it if none does.
 
-        The share that is kept is found to a 160th. What recomputes less is faster, so the smallest share that
+        The share that is kept is found to a 200th. What recomputes less is faster, so the smallest share that
         does not fit bounds all that do: bisection ends where they can be no faster than what is known.
 
         Args:
@@ -396,7 +396,7 @@ class Planner:
 
 
 AXES = ("replicate", "shard", "tensor", "context")
-SHARES = 160  # what a segment keeps for its backward is chosen in so many parts of what the backward reads
+SHARES = 200  # what a segment keeps for its backward is chosen in so many parts of what the backward reads
 CLOSE = 5e-4  # plans whose times differ by less are as fast
 RIVALRY = 1.15  # the descent from the second start is left out where it begins slower by more
 SILENCE_S = 5.0  # at most, between two lines
