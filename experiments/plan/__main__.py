@@ -171,13 +171,13 @@ def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
     shares = hardware.spread or ()
 
     def between(value: float, text: Callable[[float], str]) -> str:
-        ends = [text(rough(value * share)) for share in shares]
-        return text(rough(value)) + (f" ({' to '.join(ends)})" if ends else "")
+        ends = [text(value * share) for share in shares]
+        return text(value) + (f" ({' to '.join(ends)})" if ends else "")
 
     training = {}
     if config.budget is not None:
         days = days_of(planner, best)
-        took = between(days, lambda d: f"{digits(d)} days" if d >= 2 else time_text(86_400 * d))
+        took = between(86_400 * days, duration_text)
         if price is not None:
             total = between(days, lambda d: f"${big(rough(price * 24 * d * planner.devices))}")
             took += f", {total} at ${price:g} an hour for each device"
@@ -202,7 +202,7 @@ def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
         "peak memory": f"{byte_text(best.peak_bytes)} of {byte_text(planner.budget)}"
         + (f", {byte_text(best.host_bytes)} on the host" if best.host_bytes else ""),
         "left over": left_over(planner, best),
-        "step time": f"{between(best.seconds, time_text)}, {utilisation}: {', '.join(parts)}",
+        "step time": f"{between(best.seconds, duration_text)}, {utilisation}: {', '.join(parts)}",
         "speed": f"{big(rough(tokens / best.seconds / planner.devices))} {unit}s a second on each device",
         **training,
         "not in it": "restarts, saves, evaluation, loading of data; plans with a pipeline or with experts",
@@ -217,6 +217,18 @@ def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
     lines += ["", f"rivals, of {len(planner.seen)} plans looked at:"]
     lines += [f"  {c.knobs.overrides(config.batch_rows)}\n    {why(c, best, planner.budget)}" for c in others]
     return "\n".join(lines)
+
+
+def duration_text(seconds: float) -> str:
+    """Return a time in two digits, in days, hours or less.
+
+    >>> duration_text(20_000_000), duration_text(12_096), duration_text(59.35)
+    ('230 days', '3.4 hours', '59 s')
+    """
+    for unit, name in ((86_400, "days"), (3_600, "hours")):
+        if seconds >= 2 * unit:
+            return f"{digits(rough(seconds / unit))} {name}"
+    return time_text(rough(seconds))
 
 
 def left_over(planner: Planner, best: Candidate) -> str:
@@ -239,11 +251,19 @@ def left_over(planner: Planner, best: Candidate) -> str:
 
 
 def rivals(planner: Planner, best: Candidate) -> list[Candidate]:
-    """Plans that were not taken: those that fit and are nearest in time, and the fastest that do not fit."""
-    others = sorted((c for c in planner.seen.values() if c.knobs != best.knobs), key=lambda c: c.seconds)
+    """Return plans that were not taken, each with the best recomputation that was tried for it.
+
+    These are the fastest that fit, and the fastest that do not.
+    """
+    by_frame: dict[Knobs, Candidate] = {}
+    for candidate in planner.seen.values():
+        frame = replace(candidate.knobs, remat="none")
+        by_frame[frame] = min(by_frame.get(frame, candidate), candidate, key=planner.cost)
+    others = [c for f, c in by_frame.items() if f != replace(best.knobs, remat="none")]
+    others.sort(key=lambda c: c.seconds)
     fit = [c for c in others if c.peak_bytes <= planner.budget]
-    big_ones = [c for c in others if c.peak_bytes > planner.budget and c.seconds < best.seconds]
-    shown = big_ones[: max(2, RIVALS - len(fit))]
+    too_large = [c for c in others if c.peak_bytes > planner.budget and c.seconds < best.seconds]
+    shown = too_large[: max(2, RIVALS - len(fit))]
     return [*fit[: RIVALS - len(shown)], *shown]
 
 
@@ -252,7 +272,7 @@ def why(candidate: Candidate, best: Candidate, budget: int) -> str:
     slower = candidate.seconds / best.seconds - 1
     gaps = {n: candidate.parts[n] - best.parts[n] for n in PARTS}
     most = max(gaps, key=gaps.__getitem__)
-    much = f"{abs(slower):.1%} {'slower' if slower > 0 else 'faster'}"
+    much = f"{digits(rough(abs(100 * slower)))}% {'slower' if slower > 0 else 'faster'}"
     if candidate.peak_bytes > budget:
         return f"{byte_text(candidate.peak_bytes - budget)} too many ({much})"
     if slower < 5e-4:

@@ -5,6 +5,7 @@ layers are alike, so time and memory are affine in both. The plan that is chosen
 
 How much is recomputed is no knob of the descent. For every setting of the other knobs it is found by
 bisection: recomputing less is faster and takes more memory, so the best share is the largest that fits.
+`remat="offload"` is not tried.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,13 +29,12 @@ from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.lower import Front, schedule_for
 from fnshard.compiler.schedule.instructions import Run
 from fnshard.layout.resolved import ResolvedSpecs
-from fnshard.plot.scales import byte_text, time_text
+from fnshard.plot.scales import byte_text, rough, time_text
 from fnshard.step.batches import bytes_of_batch
 from fnshard.step.lowered import Lowered
 from fnshard.step.plan import plan_of
 
 DEPTHS = (4, 5)  # numbers of layers that are lowered
-TWENTIETHS = 20  # what a segment keeps for its backward is chosen in twentieths of what the backward reads
 TIERS = {  # of the optimizer's state
     "device": {},
     "streamed": {"optimizer_memory": "host", "update_on": "device"},
@@ -96,6 +97,9 @@ PARTS = {  # of a step, in seconds: what a plan may lose by
 }
 
 
+Move = Callable[[Knobs], Knobs | None]
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A plan and what is predicted of it: bytes of a device and of the host, seconds of a step and what they
@@ -123,6 +127,7 @@ class Planner:
     devices: int
     hardware: fs.Hardware
     seen: dict[Knobs, Candidate] = field(default_factory=dict)
+    progress: Progress = field(default_factory=lambda: Progress())
     _fronts: dict[Any, Front] = field(default_factory=dict)
     _kernels: dict[str, Any] = field(default_factory=dict)
 
@@ -157,39 +162,58 @@ class Planner:
             if self.valid(knobs):
                 yield knobs
 
-    def moves(self, knobs: Knobs) -> dict[str, list[dict[str, Any]]]:
-        """Return the changes that are one step along a knob, by knob; a factor goes from one axis to another.
+    def moves(self) -> dict[str, list[Move]]:
+        """Return the steps along each knob; a factor goes from one axis to another.
 
-        Recomputation is not among them: `within_budget` finds its share for each change.
+        Recomputation is not among them: `within_budget` finds its share for each plan. A step gives None
+        where there is none, and may give a plan that is not valid: two of them together may be.
         """
-        rows, tiers = [], [{"optimizer": t} for t in TIERS if t != knobs.optimizer]
-        for prime in _primes(self.config.batch_rows):
-            rows.append({"micro_rows": knobs.micro_rows * prime})
-            if knobs.micro_rows % prime == 0:
-                rows.append({"micro_rows": knobs.micro_rows // prime})
-        dtypes = [d for d in (None, *self.config.optimizer_dtypes) if d != knobs.optimizer_dtype]
-        axes = [
-            {source: getattr(knobs, source) // prime, target: getattr(knobs, target) * prime}
-            for prime in _primes(self.devices)
-            for source, target in itertools.permutations(AXES, 2)
-            if getattr(knobs, source) % prime == 0
-        ]
-        changes = {
-            "rows": rows, "optimizer": tiers, "keep": [{"keep": not knobs.keep}],
-            "dtype": [{"optimizer_dtype": d} for d in dtypes], "axes": axes,
-        }  # fmt: skip
-        return {name: [c for c in some if self.valid(replace(knobs, **c))] for name, some in changes.items()}
 
-    def pairs(self, knobs: Knobs) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Return every two changes of different knobs that can be made together."""
-        moves = self.moves(knobs)
-        both = [
-            (a, b)
-            for first, second in itertools.combinations(moves, 2)
-            for a in moves[first]
-            for b in moves[second]
-        ]
-        return [(a, b) for a, b in both if self.valid(replace(knobs, **(a | b)))]
+        def set_knob(name: str, value: Any) -> Move:
+            return lambda knobs: replace(knobs, **{name: value})
+
+        def take_rows(prime: int) -> Move:
+            return lambda knobs: replace(knobs, micro_rows=knobs.micro_rows * prime)
+
+        def leave_rows(prime: int) -> Move:
+            return lambda knobs: (
+                None if knobs.micro_rows % prime else replace(knobs, micro_rows=knobs.micro_rows // prime)
+            )
+
+        def hand_over(prime: int, source: str, target: str) -> Move:
+            def move(knobs: Knobs) -> Knobs | None:
+                size, other = getattr(knobs, source), getattr(knobs, target)
+                return (
+                    None if size % prime else replace(knobs, **{source: size // prime, target: other * prime})
+                )
+
+            return move
+
+        primes = _primes(self.config.batch_rows)
+        return {
+            "rows": [step(prime) for prime in primes for step in (take_rows, leave_rows)],
+            "optimizer": [set_knob("optimizer", tier) for tier in TIERS],
+            "keep": [set_knob("keep", keep) for keep in (False, True)],
+            "dtype": [set_knob("optimizer_dtype", d) for d in (None, *self.config.optimizer_dtypes)],
+            "axes": [
+                hand_over(prime, source, target)
+                for prime in _primes(self.devices)
+                for source, target in itertools.permutations(AXES, 2)
+            ],
+        }  # fmt: skip
+
+    def steps(self, knobs: Knobs, moves: Iterable[Move]) -> list[Knobs]:
+        """Return the valid plans that are one of these moves away."""
+        found = dict.fromkeys(move(knobs) for move in moves)
+        return [k for k in found if k is not None and k != knobs and self.valid(k)]
+
+    def pairs(self, knobs: Knobs) -> list[Knobs]:
+        """Return the valid plans that are two moves away, whether or not one of the two alone is valid."""
+        moves = [move for each in self.moves().values() for move in each]
+        near = {knobs, *self.steps(knobs, moves)}
+        first = [k for k in dict.fromkeys(move(knobs) for move in moves) if k is not None and k != knobs]
+        both = dict.fromkeys(move(k) for k in first for move in moves)
+        return [k for k in both if k is not None and k not in near and self.valid(k)]
 
     # -------------------------------------------------------------- what is predicted of one
     def look(self, knobs: Knobs) -> Candidate:
@@ -271,10 +295,10 @@ class Planner:
         return all(self.look(k).peak_bytes > self.budget for k in frugal)
 
     def best(self, say: Callable[[str], None] = lambda text: None) -> Candidate:
-        """Return the fastest plan that fits: no neighbour, one or two knobs away, is faster and fits.
+        """Return the fastest plan that fits: no neighbour, one or two moves away, is faster and fits.
 
-        Where nothing fits it is the plan that lacks least. Descends from the best of `starts`, one for each
-        split of sequences and matrices, and from the second where it is nearly as good.
+        Where nothing fits it is the plan that lacks least. Descends from the two best of `starts`, one for
+        each split of sequences and matrices; from the second where it is nearly as good, or nothing fits.
 
         Raises:
             BudgetError: the devices cannot share the rows.
@@ -284,104 +308,83 @@ class Planner:
             raise fs.BudgetError(self.nothing())
         ways = f"{counted(len(starts), 'way')} to split {counted(self.devices, 'device')}"
         say(f"{ways}; the first price takes some seconds, as its kernels are traced")
+        self.progress = Progress(say)
         begun = []
         for knobs in starts:
             begun.append(self.look(knobs))
-            self._say(begun[-1], say)
-        first, *others = sorted(begun, key=lambda c: c.cost(self.budget))
-        best = self.descend(self.within_budget(first.knobs), say)
-        for other in others[:1]:
-            if other.seconds < RIVALRY * first.seconds:
-                best = min(
-                    best,
-                    self.descend(self.within_budget(other.knobs), say),
-                    key=lambda c: c.cost(self.budget),
-                )
-        while (found := self.exact(best.knobs)).cost(self.budget) > best.cost(self.budget):
+            self._say(begun[-1])
+        nearest = sorted(begun, key=self.cost)[:2]
+        first, *second = sorted((self.within_budget(c.knobs) for c in nearest), key=self.cost)
+        best = self.descend(first)
+        for other in second:
+            if best.peak_bytes > self.budget or other.seconds < RIVALRY * first.seconds:
+                best = min(best, self.descend(other), key=self.cost)
+        say("the best plan is priced with all its layers")
+        while self.cost(found := self.exact(best.knobs)) > self.cost(best):
             self.seen[best.knobs] = found  # carried on from few layers, it looked better than it is
-            best = self.descend(self.within_budget(best.knobs), say)
+            best = self.descend(self.within_budget(best.knobs))
         return best
 
-    def descend(self, best: Candidate, say: Callable[[str], None]) -> Candidate:
-        """Return the plan at which no change of one knob, and none of two, is better.
+    def cost(self, candidate: Candidate) -> tuple[float, float, float]:
+        """Return what the search makes small."""
+        return candidate.cost(self.budget)
 
-        One knob after another takes its best value. Two are changed together only when no single one helps.
+    def descend(self, best: Candidate) -> Candidate:
+        """Return the plan at which no move, and no two of them, is better.
+
+        One knob after another takes its best value. Two are moved together only when no single one helps.
         """
         while True:
             begun = best
-            for knob in self.moves(best.knobs):
+            for moves in self.moves().values():
                 while True:  # a knob goes on in a direction that pays
-                    changes = self.moves(best.knobs)[knob]
-                    better = self.improve(best, (replace(best.knobs, **c) for c in changes))
+                    better = self.improve(best, self.steps(best.knobs, moves))
                     if better is best:
                         break
                     best = better
-                    self._say(best, say)
+                    self._say(best)
             if best is begun:
-                pairs = (
-                    replace(best.knobs, **(a | b))
-                    for a, b in self.pairs(best.knobs)
-                    if self._pays(best, a, b)
-                )
-                best = self.improve(best, pairs)
+                best = self.improve(best, self.pairs(best.knobs))
                 if best is begun:
                     return best
-                self._say(best, say)
+                self._say(best)
 
     def improve(self, best: Candidate, others: Iterable[Knobs]) -> Candidate:
         """Return the best of a plan and of others, each with the recomputation that it needs."""
         for knobs in others:
-            found = self.within_budget(knobs, best)
-            best = min(best, found, key=lambda c: c.cost(self.budget))
+            best = min(best, self.within_budget(knobs, best), key=self.cost)
+            self.progress.count(len(self.seen), best)
         return best
 
     def within_budget(self, knobs: Knobs, rival: Candidate | None = None) -> Candidate:
         """Return this plan with the least recomputation that fits, or with all of it if none does.
 
+        The share that is kept is found to a 200th. What recomputes less is faster, so the smallest share that
+        does not fit bounds all that do: bisection ends where they can be no faster than what is known.
+
         Args:
-            rival: a plan that fits; bisection ends where what is left to find is slower than that.
+            rival: another plan; one that fits is a bound, too.
         """
+        most = self.look(replace(knobs, remat="none"))
         fits = rival is not None and rival.peak_bytes <= self.budget
         limit = rival.seconds if fits else math.inf
-        # Nothing is faster than what recomputes nothing, nor smaller than what recomputes all.
-        most = self.look(replace(knobs, remat="none"))
         if most.peak_bytes <= self.budget or most.seconds >= limit:
             return most
-        least = self.look(replace(knobs, remat="unit"))
-        if least.peak_bytes > self.budget:
-            return least
-        low, high, best = 0, TWENTIETHS, least
-        while high - low > 1:
+        best = self.look(replace(knobs, remat="unit"))
+        if best.peak_bytes > self.budget:
+            return best
+        low, high, bound = 0, SHARES, most.seconds
+        while high - low > 1 and bound < min(limit, best.seconds) * (1 - CLOSE):
             middle = (low + high) // 2
-            found = self.look(replace(knobs, remat=middle / TWENTIETHS))
+            found = self.look(replace(knobs, remat=middle / SHARES))
             if found.peak_bytes <= self.budget:
-                low, best = middle, min(best, found, key=lambda c: c.cost(self.budget))
+                low, best = middle, min(best, found, key=self.cost)
             else:
-                high = middle
-                if found.seconds >= limit:  # what fits keeps less than this, and is slower
-                    break
+                high, bound = middle, found.seconds
         return best
 
-    def _pays(self, best: Candidate, first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-        """Say whether two changes together may be better, judged by what each of them does alone."""
-
-        def look(remat: str, change: Mapping[str, Any]) -> Candidate | None:
-            return self.seen.get(replace(best.knobs, remat=remat, **change))
-
-        none, unit = ([look(remat, c) for c in ({}, first, second)] for remat in ("none", "unit"))
-        if all(none):
-            seconds = none[1].seconds * none[2].seconds / none[0].seconds
-            if best.peak_bytes <= self.budget and seconds > MARGIN * best.seconds:
-                return False
-        if all(unit):
-            peak = unit[1].peak_bytes + unit[2].peak_bytes - unit[0].peak_bytes
-            return peak < MARGIN * max(self.budget, best.peak_bytes)
-        return True
-
-    def _say(self, found: Candidate, say: Callable[[str], None]) -> None:
-        says = f"{time_text(found.seconds)}, {byte_text(found.peak_bytes)}"
-        lacks = "" if found.peak_bytes <= self.budget else ", too many"
-        say(f"{says}{lacks}: {found.knobs.overrides(self.config.batch_rows)}")
+    def _say(self, found: Candidate) -> None:
+        self.progress.say(f"{brief(found, self.budget)}: {found.knobs.overrides(self.config.batch_rows)}")
 
     def nothing(self) -> str:
         rows, parts = self.config.batch_rows, self.devices
@@ -393,8 +396,33 @@ class Planner:
 
 
 AXES = ("replicate", "shard", "tensor", "context")
-MARGIN = 1.05  # what two changes do together may differ so much from the product of what each does
-RIVALRY = 1.15  # a start that is slower than the best one by more does not overtake it on its way down
+SHARES = 200  # what a segment keeps for its backward is chosen in so many parts of what the backward reads
+CLOSE = 5e-4  # plans whose times differ by less are as fast
+RIVALRY = 1.15  # the descent from the second start is left out where it begins slower by more
+SILENCE_S = 5.0  # at most, between two lines
+
+
+@dataclass
+class Progress:
+    """Lines about a search: what it finds at once, and how far it is every few seconds."""
+
+    say_line: Callable[[str], None] = lambda text: None
+    last: float = field(default_factory=time.monotonic)
+
+    def say(self, text: str) -> None:
+        self.say_line(text)
+        self.last = time.monotonic()
+
+    def count(self, priced: int, best: Candidate) -> None:
+        """Say how many plans were priced, if nothing was said for some seconds."""
+        if time.monotonic() - self.last > SILENCE_S:
+            self.say(f"{counted(priced, 'plan')} priced, the best {time_text(rough(best.seconds))}")
+
+
+def brief(found: Candidate, budget: int) -> str:
+    """Return time and bytes of a plan in a few words."""
+    lacks = "" if found.peak_bytes <= budget else ", which is too much"
+    return f"{time_text(rough(found.seconds))}, {byte_text(found.peak_bytes)}{lacks}"
 
 
 def kept_share(remat: str | float) -> float:
