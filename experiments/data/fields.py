@@ -223,6 +223,18 @@ def learned_of(message: Mapping[str, Any]) -> bool | list[Mapping[str, Any]]:
         whole = isinstance(detail, list) and all(isinstance(part, Mapping) for part in detail)
         if not whole or not all({"begin_offset", "end_offset", "train"} <= part.keys() for part in detail):
             raise LineError(f"{DETAIL}: expected a list of objects with begin_offset, end_offset and train")
+        content = message.get("content")
+        if not isinstance(content, str):
+            raise LineError(f"{DETAIL}: is of a message whose content is a text")
+        for part in detail:
+            begin, end, train = (part[name] for name in ("begin_offset", "end_offset", "train"))
+            if type(begin) is not int or type(end) is not int or not 0 <= begin <= end <= len(content):
+                raise LineError(
+                    f"{DETAIL}: begin_offset={begin!r}, end_offset={end!r}: expected whole numbers, the "
+                    f"second not below the first, from 0 to the content's length, {len(content)}"
+                )
+            if not isinstance(train, bool):
+                raise LineError(f"{DETAIL}: train={train!r}: expected true or false")
         return detail
     if role != "assistant":
         return any(value for name, value in said.items() if name in OF_ANY_ROLE)
@@ -257,6 +269,7 @@ def as_turns(value: Any, name: str) -> Any:
             continue
         content = next((message[n] for n in ("content", "value", "text") if n in message), None)
         turn = {n: v for n, v in message.items() if n not in ("role", "from", "is_user", "value", "text")}
+        role = role.strip().lower() if isinstance(role, str) else role
         turn = {"role": ROLES.get(role, role) if isinstance(role, str) else role, **turn}
         if "content" not in turn and content is not None:
             turn["content"] = content

@@ -248,6 +248,14 @@ def test_documented_prompts(chat, name):
         ({"messages": [USER, said("a", weight=0.5)]}, ["messages", "[1]", "weight=0.5"]),
         ({"messages": [USER, said("a", weight=1, train=False)]}, ["[1]", "weight and train"]),
         ({"messages": [USER, said("a", train_detail=[{}])]}, ["[1]", "train_detail"]),
+        *(({"messages": [USER, said("abc", train_detail=[
+            {"begin_offset": 0, "end_offset": 2, "train": True, name: value}])]},
+           ["[1]", "train_detail", name])
+          for name, value in (("end_offset", 40), ("begin_offset", -10), ("end_offset", 1.5),
+                              ("end_offset", "2"), ("begin_offset", True), ("begin_offset", 3),
+                              ("train", "no"), ("train", 1))),
+        ({"messages": [user([{"type": "text", "text": "b"}], train_detail=[
+            {"begin_offset": 0, "end_offset": 0, "train": True}]), ASSISTANT]}, ["[0]", "train_detail"]),
         ({"messages": [USER, said("a", weight=0)]}, ["weight"]),
         ({"messages": [USER, said("a", reasoning_content="hm")]}, ["reasoning_content", "content"]),
         ({"messages": [USER, ASSISTANT], "tools": "not JSON"}, ["tools"]),
@@ -378,6 +386,110 @@ def test_tools_that_a_template_loses_are_refused(directory):
     tokenizer = open_directory(directory(tokenizer_config={"eos_token": "</s>", "chat_template": template}))
     with pytest.raises(LineError, match="nothing of add"):
         written(tokenizer, {"messages": [USER, ASSISTANT], "tools": [ADD["function"]]})
+
+
+# Templates of the kinds that models come with, in short.
+QWEN = (
+    "{% if tools %}[tools]{% for t in tools %}{{ t | tojson }}{% endfor %}</s>{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'user' or m.role == 'system' or (m.role == 'assistant' and not m.tool_calls) %}"
+    "[{{ m.role }}]{{ m.content }}</s>{% elif m.role == 'assistant' %}[assistant]{% if m.content %}"
+    "{{ m.content }}{% endif %}{% for c in m.tool_calls %}{% set c = c.function %}"
+    '<call>{"name": "{{ c.name }}", "arguments": {{ c.arguments | tojson }}}{% endfor %}</s>'
+    "{% elif m.role == 'tool' %}[user]{{ m.content }}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+FAMILIES = {
+    "qwen2.5": QWEN,
+    "qwen3": QWEN.replace(
+        "{% for m in messages %}",
+        "{% set ns = namespace(last=messages|length - 1) %}{% for m in messages[::-1] %}"
+        "{% if m.role == 'user' and m.content is string and not m.content.startswith('<tool_response>') and "
+        "ns.last == messages|length - 1 %}{% set ns.last = messages|length - 1 - loop.index0 %}{% endif %}"
+        "{% endfor %}{% for m in messages %}",
+    ),
+    "llama3": (
+        "{% if messages[0].role == 'system' %}{% set system = messages[0].content | trim %}"
+        "{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}[system]{{ system }}</s>"
+        "{% for m in messages %}{% if not (m.role == 'ipython' or m.role == 'tool' or 'tool_calls' in m) %}"
+        "[{{ m.role }}]{{ m.content | trim }}</s>{% elif 'tool_calls' in m %}"
+        "{% if not m.tool_calls|length == 1 %}{{ raise_exception('single calls') }}{% endif %}[assistant]"
+        "{% set c = m.tool_calls[0].function %}"
+        '{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}</s>'
+        "{% else %}[ipython]{% if m.content is mapping or m.content is iterable %}{{ m.content | tojson }}"
+        "{% else %}{{ m.content }}{% endif %}</s>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    ),
+    "phi3": (
+        "{% for m in messages %}{% if m.role == 'user' %}[user]{{ m.content }}</s>"
+        "{% elif m.role == 'assistant' %}[assistant]{{ m.content }}</s>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    ),
+    "mistral": (
+        "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}"
+        "{% set rest = messages[1:] %}{% else %}{% set system = '' %}{% set rest = messages %}{% endif %}"
+        "{% set ns = namespace(n=0) %}{% for m in rest %}{% if m.role in ('user', 'assistant') and not "
+        "m.tool_calls %}{% if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('alternate') }}"
+        "{% endif %}{% set ns.n = ns.n + 1 %}{% endif %}{% endfor %}"
+        "{% for m in rest %}{% if m.role == 'user' %}[INST]{% if loop.first and system %}{{ system }}\n"
+        "{% endif %}{{ m.content }}[/INST]{% elif m.tool_calls %}[CALLS]{% for c in m.tool_calls %}"
+        "{{ c.function | tojson }}{% endfor %}</s>{% elif m.role == 'assistant' %}{{ m.content }}</s>"
+        "{% elif m.role == 'tool' %}[RESULT]{{ m.content }}[/RESULT]{% else %}"
+        "{{ raise_exception('Only user and assistant roles') }}{% endif %}{% endfor %}"
+    ),
+    "deepseek": (
+        "{% set ns = namespace(system='') %}{% for m in messages %}{% if m.role == 'system' %}"
+        "{% set ns.system = ns.system + m.content %}{% endif %}{% endfor %}{{ ns.system }}"
+        "{% for m in messages %}{% if m.role == 'user' %}[user]{{ m.content }}{% endif %}"
+        "{% if m.role == 'assistant' and m.tool_calls %}[assistant]{% for c in m.tool_calls %}"
+        "{% if m.content is none %}{{ c.function.name + ':' + c.function.arguments }}{% else %}"
+        "{{ m.content + c.function.name + ':' + c.function.arguments }}{% endif %}{% endfor %}</s>"
+        "{% elif m.role == 'assistant' %}[assistant]{{ m.content.split('</think>')[-1] }}</s>{% endif %}"
+        "{% if m.role == 'tool' %}[out]{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    ),
+}
+FUNCTION = [USER, CALL, {"role": "function", "name": "add", "content": "42 apples"}, said("two")]
+TALKS = {  # what each kind of template shows of it, or why it is refused
+    "plain": [USER, ASSISTANT],
+    "User": [user("hi", role="User"), said("yo", role="Assistant")],
+    "system": [SYSTEM, USER, ASSISTANT],
+    "developer": [{"role": "developer", "content": "Be brief."}, USER, ASSISTANT],
+    "tool": [USER, CALL, {"role": "tool", "content": "42 apples"}, said("two")],
+    "function": FUNCTION,
+    "ipython": [*FUNCTION[:2], {"role": "ipython", "content": "42 apples"}, FUNCTION[3]],
+    "input": [USER, {"role": "input", "content": "quietly"}, ASSISTANT],
+    "beside a call": [USER, {**CALL, "content": "let me see"}, {"role": "tool", "content": "2"}, said("two")],
+    "thoughts": [USER, said("<think>hm</think>yo"), user("b"), said("c")],
+    "two systems": [SYSTEM, {"role": "system", "content": "quietly"}, USER, ASSISTANT],
+}
+LOST = {  # the talks that a kind of template does not show whole
+    "qwen2.5": ("input",),
+    "qwen3": ("input",),
+    "llama3": ("beside a call",),
+    "phi3": ("system", "developer", "tool", "function", "ipython", "input", "beside a call", "two systems"),
+    "mistral": ("input", "beside a call", "two systems"),
+    "deepseek": ("input",),
+}
+
+
+@pytest.mark.parametrize("kind", ["samples", "prompts"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_message_is_shown_or_refused(directory, family, kind):
+    """A template that knows no such role writes nothing of it; some roles are others by another name."""
+    template = {"eos_token": "</s>", "chat_template": FAMILIES[family]}
+    tokenizer = open_directory(directory(tokenizer_config=template))
+    lost = []
+    for name, talk in TALKS.items():
+        try:
+            (text,) = written(tokenizer, {"messages": talk}, kind)
+        except LineError as error:
+            assert "template" in str(error)
+            lost.append(name)
+            continue
+        for message in talk:
+            assert (message["content"] or "add").rpartition("</think>")[2] in text
+    assert tuple(lost) == LOST[family]
 
 
 # ------------------------------------------------------------------ what rewards compare with
