@@ -17,6 +17,7 @@ from fnshard.errors import MissingExtraError
 
 Dataset = Any  # `datasets.Dataset`
 LINE, JSON = "line", "json"  # columns of files of JSON: their records have fields of all kinds
+DEEPEST = 100  # lists and objects in each other
 ROWS_A_PROCESS = 4096  # fewer rows are mapped sooner than another process starts
 
 
@@ -119,14 +120,36 @@ def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
         LineError: its JSON is broken, or no object.
     """
     if not is_json(row):
-        return {name: value for name, value in row.items() if value is not None}
+        record = {name: value for name, value in row.items() if value is not None}
+        _check_values(record)
+        return record
     try:
         record = json.loads(row[JSON])
     except (ValueError, RecursionError) as error:
         raise LineError(f"is no JSON ({error})") from None
     if not isinstance(record, dict):
         raise LineError(f"holds a {type(record).__name__}, expected an object: {{...}}")
+    _check_values(record)
     return record
+
+
+def _check_values(record: Mapping[str, Any]) -> None:
+    """Refuse, in names and texts at any depth, what no file of the results could hold, and too much depth."""
+    level, depth = [(name, (name, value)) for name, value in record.items()], 0
+    while level:
+        depth += 1
+        if depth > DEEPEST:
+            raise LineError(f"{level[0][0]}: is nested more than {DEEPEST} deep")
+        below = []
+        for name, value in level:
+            if isinstance(value, Mapping):
+                below += [(name, each) for pair in value.items() for each in pair]
+            elif isinstance(value, list | tuple):
+                below += [(name, each) for each in value]
+            elif isinstance(value, str) and any("\ud800" <= sign <= "\udfff" for sign in value):
+                said = name.encode("utf-8", "backslashreplace").decode()
+                raise LineError(f"{said}: holds half of a surrogate pair")
+        level = below
 
 
 def mapped(rows: Dataset, function: Callable[..., Any], features: Mapping[str, Any], file: Path) -> Dataset:
