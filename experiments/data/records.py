@@ -55,15 +55,15 @@ def encode(said: Exchange, kind: str, tokenizer: DirectoryTokenizer) -> list[Sam
             spans += [(len(text), len(text) + len(part))] if is_learned else []
             text += part
         return [rendered(tokenizer, text, spans)]
-    if kind == "prompts" and said.prompt is not None:
-        return [_prompted(tokenizer, said)]
+    if kind == "prompts":
+        return [_ask(tokenizer, said)]
     if said.is_chat:
         found = [_talk(tokenizer, said, answer) for answer in said.answers]
     elif said.prompt is None:
         (text,) = said.answers
         if is_rendered(tokenizer, text):
             return [rendered(tokenizer, text, [(0, len(text))])]
-        return [_joined(tokenizer.begin, [*tokenizer.encode(text), tokenizer.eos])]
+        return [_join(tokenizer.begin, [*tokenizer.encode(text), tokenizer.eos])]
     elif is_rendered(tokenizer, said.prompt, *said.answers):
         # The end of a response that does not say its own is written as ever.
         end = tokenizer.hf.convert_ids_to_tokens(tokenizer.eos)
@@ -71,7 +71,7 @@ def encode(said: Exchange, kind: str, tokenizer: DirectoryTokenizer) -> list[Sam
         found = [rendered(tokenizer, text, [(len(said.prompt), len(text))]) for text in texts]
     else:
         begin = [*tokenizer.begin, *tokenizer.encode(said.prompt)]
-        found = [_joined(begin, [*tokenizer.encode_after(each), tokenizer.eos]) for each in said.answers]
+        found = [_join(begin, [*tokenizer.encode_after(each), tokenizer.eos]) for each in said.answers]
     if kind == "pairs":
         prompts = [ids[: int(np.argmax(learned))].tolist() for ids, learned in found]
         if np.array_equal(found[0][0], found[1][0]):
@@ -81,7 +81,7 @@ def encode(said: Exchange, kind: str, tokenizer: DirectoryTokenizer) -> list[Sam
     return found
 
 
-def _prompted(tokenizer: DirectoryTokenizer, said: Exchange) -> Sample:
+def _ask(tokenizer: DirectoryTokenizer, said: Exchange) -> Sample:
     """Tokenise a prompt as a model is asked it, and behind it the words of its answer."""
     if said.is_chat:
         ids = opening(tokenizer, _as_messages(said.prompt, "user"), said.tools, said.options)
@@ -89,9 +89,7 @@ def _prompted(tokenizer: DirectoryTokenizer, said: Exchange) -> Sample:
         ids = rendered(tokenizer, said.prompt, [])[0].tolist()
     else:
         ids = [*tokenizer.begin, *tokenizer.encode(said.prompt)]
-    return _joined(
-        ids, [t for words in said.answers for t in (*tokenizer.encode_after(words), tokenizer.eos)]
-    )
+    return _join(ids, [t for words in said.answers for t in (*tokenizer.encode_after(words), tokenizer.eos)])
 
 
 def row_of(record: Record, said: Exchange, tokenizer: DirectoryTokenizer) -> dict[str, Any]:
@@ -101,8 +99,6 @@ def row_of(record: Record, said: Exchange, tokenizer: DirectoryTokenizer) -> dic
     is a text that a chat template has rendered.
     """
     row = {name: value for name, value in record.items() if value is not None}
-    if said.prompt is None:
-        return row
     is_text = isinstance(said.prompt, str) and not said.is_chat and is_rendered(tokenizer, said.prompt)
     hidden = {*LEARNED, DETAIL}
     turns = [{n: v for n, v in turn.items() if n not in hidden} for turn in _as_messages(said.prompt, "user")]
@@ -173,7 +169,7 @@ def _turn(message: Mapping[str, Any]) -> tuple[str, Any]:
     return message["role"], content.strip() if isinstance(content, str) else content
 
 
-def _joined(asked: Any, learned: list[int]) -> Sample:
+def _join(asked: Any, learned: list[int]) -> Sample:
     mask = np.repeat(np.array([0, 1], np.uint8), [len(asked), len(learned)])
     return np.array([*asked, *learned], np.uint32), mask
 

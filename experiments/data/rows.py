@@ -16,7 +16,8 @@ from experiments.data.look import PARQUET, SEVERAL, look
 from fnshard.errors import MissingExtraError
 
 Dataset = Any  # `datasets.Dataset`
-LINE, JSON = "line", "json"  # columns of files of JSON: their records have fields of all kinds
+# Columns of files of JSON, whose records have fields of all kinds; no table has such names.
+LINE, JSON = "line of the file", "json of the line"
 DEEPEST = 100  # lists and objects in each other
 ROWS_A_PROCESS = 4096  # fewer rows are mapped sooner than another process starts
 
@@ -66,11 +67,11 @@ def rows_of(path: Path, work: Path) -> Dataset:
     try:
         if path.is_dir():
             name = path / "train" if (path / SEVERAL).is_file() else path
-            return _undecoded(datasets.load_from_disk(str(name)))
+            return _leave_encoded(datasets.load_from_disk(str(name)))
         with path.open("rb") as file:
             parquet = file.read(len(PARQUET)) == PARQUET
         if parquet:
-            return _undecoded(datasets.Dataset.from_parquet(str(path), cache_dir=str(work)))
+            return _leave_encoded(datasets.Dataset.from_parquet(str(path), cache_dir=str(work)))
         features = datasets.Features({LINE: datasets.Value("int64"), JSON: datasets.Value("large_binary")})
         rows = {"gen_kwargs": {"path": str(path)}, "features": features, "cache_dir": str(work)}
         return datasets.Dataset.from_generator(_records_of_json, **rows)
@@ -79,7 +80,7 @@ def rows_of(path: Path, work: Path) -> Dataset:
         raise ConfigError(f"{path} cannot be read: {type(cause).__name__}: {cause}.") from error
 
 
-def _undecoded(rows: Dataset) -> Dataset:
+def _leave_encoded(rows: Dataset) -> Dataset:
     """Return a table whose images and sounds are paths and bytes: reading it opens none."""
     datasets = library()
     for name, feature in rows.features.items():

@@ -415,6 +415,12 @@ def test_prepared_data_that_are_damaged_are_prepared_anew(subjects, tmp_path, ca
     assert subject.look(place) == expected and "prepared anew" in capsys.readouterr().err
     assert subject.look(place) == expected and capsys.readouterr().err == ""
     assert [p.name for p in place.iterdir()] == [train.parent.name]
+    facts = (train / "prepared.json").read_bytes()
+    for damage in (b"", facts[:-9], facts.replace(b"samples", b"sampled")):
+        (train / "prepared.json").write_bytes(damage)
+        with pytest.raises(DamagedError, match=rf"prepared.json[\s\S]*Fix: delete {train.parent}"):
+            open_prepared(train)
+        assert subject.look(place) == expected and "Fix" not in capsys.readouterr().err
     other = train.with_name("held_out")
     for a, b in ((train, "aside"), (other, "train"), (train.with_name("aside"), "held_out")):
         a.rename(a.with_name(b))

@@ -123,7 +123,7 @@ WRONG = {
         ({"prompt": "a"}, "has none of "),
         ({"prompt": 3, "response": " \n"}, "prompt: expected a text, got int; response: is empty"),
         ({"prompt": "a", "response": None}, "response: expected a text, got null"),
-        ({"instruction": "", "input": 1, "output": "a"}, "instruction: is empty; input: expected a text"),
+        ({"instruction": "", "input": 1, "output": "a"}, "input: expected a text, got int"),
         ({"text": ["a"]}, "text: expected a text, got list"),
         ({"messages": []}, "messages: expected a list of messages, got an empty one"),
         ({"messages": ["hi", {"role": "assistant"}]}, "messages: [0]: expected an object with 'role' "),
@@ -190,7 +190,7 @@ def test_long_samples_are_cut_if_asked(prepared_from):
 def test_any_line_is_a_record_or_one_clear_error(byte_directory, line, kind):
     line = line if isinstance(line, bytes) else json.dumps(line).encode()
     try:
-        KINDS[kind](rows.record_of({"line": 1, "json": line}), byte_directory)
+        KINDS[kind](rows.record_of({rows.LINE: 1, rows.JSON: line}), byte_directory)
     except LineError as error:
         assert str(error)
 
@@ -376,6 +376,9 @@ def test_other_formats_are_as_good_as_lines(prepared_from, tmp_path, byte_direct
     datasets.Dataset.from_dict({"text": ["a", ""], "line": ["x", "y"]}).to_parquet(tmp_path / "wrong.parquet")
     with pytest.raises(ConfigError, match=r"wrong\.parquet:2: text: is empty"):
         from_file("wrong.parquet")
+    datasets.Dataset.from_dict({"line": ["x"], "json": ["y"]}).to_parquet(tmp_path / "ours.parquet")
+    with pytest.raises(ConfigError, match=r"ours\.parquet:1: has none of .*'line', 'json'"):
+        from_file("ours.parquet")
 
 
 def test_a_part_of_a_file_is_held_out(prepared_from):

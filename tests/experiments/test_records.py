@@ -83,6 +83,29 @@ DOCUMENTED = {
          "tools": json.dumps([ADD])},
         CALLED,
     ),
+    # Databricks
+    "dolly": (
+        {"instruction": "a", "context": "b", "response": "c", "category": "closed_qa"}, "a\n\nb\n\n«c</s>»",
+    ),
+    "dolly, without": ({"instruction": "a", "context": "", "response": "c"}, "a\n\n«c</s>»"),
+    # What is empty is not there.
+    "an empty prompt": ({"prompt": "", "instruction": "a", "response": "b"}, "a\n\n«b</s>»"),
+    "an empty system": (
+        {"system": "", "system_prompt": "s", "prompt": "hi", "response": "yo"}, f"s:s</s>{TALK}",
+    ),
+    "no messages": ({"messages": [], "prompt": "a", "response": "b"}, "a«b</s>»"),
+    "an empty instruction": ({"instruction": "", "input": "a", "output": "b"}, "a\n\n«b</s>»"),
+    "an empty answer": ({"prompt": "a", "response": "", "output": "b"}, "a«b</s>»"),
+    # An answer beside the messages that ask for it.
+    "messages and an answer": ({"messages": [USER], "response": "yo"}, TALK),
+    "messages and an answer's message": ({"messages": [USER], "completion": [ASSISTANT]}, TALK),
+    "longer messages and an answer": (
+        {"messages": [USER, ASSISTANT, user("b")], "response": "c"}, f"{TALK}u:b</s>a:«c</s>»",
+    ),
+    "two forms that say the same": (
+        {"messages": [USER, ASSISTANT], "prompt": "hi", "response": "yo", "text": "u: hi a: yo"}, TALK,
+    ),
+    "a short answer": ({"messages": [USER, ASSISTANT], "question": "hi", "answer": "3"}, TALK),
     # ms-swift
     "swift loss": (
         {"messages": [user("hi"), said("no", loss=False), user("b"), said("right", loss=True)]},
@@ -206,6 +229,8 @@ PAIRS = {
 PROMPTS = {
     "trl": ({"prompt": [USER]}, "u:hi</s>a:"),
     "text": ({"prompt": "hi"}, "hi"),
+    "a whole text": ({"text": "hi", "answer": "3"}, "hi«3</s>»"),
+    "dolly": ({"instruction": "a", "context": "b", "response": "c"}, "a\n\nb\n\n«c</s>»"),
     "swift": ({"messages": [SYSTEM, USER], "solution": "3"}, "s:Be brief.</s>u:hi</s>a:«3</s>»"),
     "the last is the answer": ({"messages": [USER, said("a"), user("b"), said("c")]},
                                "u:hi</s>a:a</s>u:b</s>a:«c</s>»"),
@@ -273,6 +298,13 @@ def test_documented_prompts(chat, name):
         ({"prompt": "<s>a", "response": "b", "system": "s"}, ["<s>"]),
         ({"question": "", "answer": "3"}, ["question"]),
         ({"context": "c", "question": "a", "answer": "b"}, ["context"]),
+        *(({asked: "a", name: "c", "response": "b"}, [name])
+          for asked in ("prompt", "query", "question", "instruction")
+          for name in ("context", "article", "passage", "choices")
+          if (asked, name) != ("instruction", "context")),
+        ({"instruction": "a", "input": "b", "context": "c", "output": "d"}, ["context"]),
+        ({"prompt": "hi", "response": "yo", "messages": [USER, said("no")]}, ["messages", "prompt and resp"]),
+        ({"prompt": "hi", "response": "yo", "text": "another"}, ["text", "prompt and response"]),
         ({"images": 5, "prompt": "a", "response": "b"}, ["images"]),
         ({"images": 5}, ["images"]),
     ],
@@ -321,6 +353,24 @@ def test_tables_and_lines_give_equal_tokens(chat, tmp_path):
         every = [[marked(chat, *data.sample(n)) for n in range(data.samples)] for data in found]
         assert every[0] == every[1] == every[2] and len(every[0]) == len(of_file)
     assert '«f({"a": null})' in every[0][0]
+
+
+def test_objects_whose_order_is_the_tables_are_a_counted_line(chat, tmp_path, capsys):
+    """A column of objects has one order of fields, and one type of each; JSON in a text keeps its own."""
+    datasets = pytest.importorskip("datasets")
+    arguments = [{"b": 1, "a": 2}, {"a": 1, "b": 2.5}]
+    for name, change in (("objects", dict), ("texts", json.dumps)):
+        records = [
+            {"messages": [USER, {"role": "assistant", "tool_calls": [of("f") | {
+                "function": {"name": "f", "arguments": change(each)}}]}]}
+            for each in arguments
+        ]  # fmt: skip
+        datasets.Dataset.from_list(records).to_parquet(tmp_path / name)
+        data = prepare(tmp_path / name, chat, RecordPolicy("samples", 999), cache=tmp_path / "cache")[0]
+        every = [marked(chat, *data.sample(n)) for n in range(2)]
+        kept = all(json.dumps(each) in text for each, text in zip(arguments, every, strict=True))
+        assert kept is (name == "texts")
+        assert ("order and types" in str(data)) is (name == "objects")
 
 
 def test_nulls_that_a_table_would_not_have_are_counted(chat, tmp_path, capsys):
