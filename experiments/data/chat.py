@@ -171,7 +171,8 @@ def _show(
         n for n, is_there in there.items() if is_there and not re.search(rf"\b{re.escape(n)}\b", template)
     ]:
         raise LineError(f"the chat template does not show {' and '.join(hidden)} (take one that does)")
-    if ours := sorted(options.keys() & inspect.signature(tokenizer.hf.apply_chat_template).parameters):
+    taken = {"messages", *inspect.signature(tokenizer.hf.apply_chat_template).parameters}
+    if ours := sorted(options.keys() & taken):
         raise LineError(
             f"{' and '.join(ours)}: is an option of the tokenizer, and no variable of a chat template"
         )

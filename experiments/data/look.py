@@ -78,17 +78,20 @@ def look(path: Path) -> None:
     if not start.removeprefix(BOM).strip():
         what = "there are no data in it" if start else "it is empty, with no data in it"
         raise ConfigError(f"{path} cannot be read: {what}. Fix: {WAY}.")
+    if what := foreign(start) or _text(path, start):
+        raise ConfigError(f"{path}: {what}")
+
+
+def foreign(start: bytes) -> str:
+    """Return what a file is that begins with some bytes, and the way out; "" of a text in UTF-8."""
     for beginning, what, way in BEGINNINGS:
         if start.startswith(beginning):
-            raise ConfigError(f"{path}: {what}. Fix: {way}.")
+            return f"{what}. Fix: {way}."
     if len(start) > 16 and start[8:9] == b"{" and b"dtype" in start[:4096] and not start.startswith(b"{"):
-        raise ConfigError(f"{path}: holds a model's weights (safetensors). Fix: {WAY}.")
+        return f"holds a model's weights (safetensors). Fix: {WAY}."
     if wide := _wide(start):
-        raise ConfigError(f"{path}: is {wide} without a mark. Fix: iconv -f {wide} -t UTF-8 FILE > NEW.")
-    if b"\0" in start:
-        raise ConfigError(f"{path}: is no text: it holds bytes that are 0. Fix: {WAY}.")
-    if what := _text(path, start):
-        raise ConfigError(f"{path}: {what}")
+        return f"is {wide} without a mark. Fix: iconv -f {wide} -t UTF-8 FILE > NEW."
+    return f"is no text: it holds bytes that are 0. Fix: {WAY}." if b"\0" in start else ""
 
 
 def _folder(path: Path) -> str:

@@ -18,6 +18,7 @@ from experiments.configs.train import ConfigError
 from experiments.data.files import first_few, read_json
 from fnshard.errors import report
 
+MEND = "take the config.json that the model was saved with."
 LOCAL: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 # Of weights that transformers loads by itself: no pickles. Its configuration is that of `read_model_config`.
 WEIGHTS: Mapping[str, Any] = {**LOCAL, "use_safetensors": True}
@@ -56,7 +57,7 @@ def read_model_config(folder: Path) -> Any:
     """
     wrong = wrong_numbers(folder / "config.json")
     if wrong:
-        raise ConfigError(report(f"{folder / 'config.json'} cannot be used:", first_few(wrong, 10)))
+        raise ConfigError(report(f"{folder / 'config.json'} cannot be used:", first_few(wrong, 10), MEND))
     from transformers import AutoConfig
 
     try:
@@ -64,8 +65,13 @@ def read_model_config(folder: Path) -> Any:
         config._attn_implementation = attention_of(config)
         config._experts_implementation = None
     except Exception as error:  # of every kind: the file may hold anything
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"{folder / 'config.json'} cannot be used: {line:.300}") from error
+        lines = (
+            str(error).strip().splitlines()[:2]
+        )  # the second says what is wrong with the field of the first
+        what = ": ".join([type(error).__name__, *(said for line in lines if (said := line.strip(" :")))])
+        raise ConfigError(
+            report(f"{folder / 'config.json'} cannot be used:", [f"{what:.400}"], MEND)
+        ) from error
     return config
 
 

@@ -105,18 +105,24 @@ def row_of(record: Record, said: Exchange, tokenizer: DirectoryTokenizer) -> dic
     return {**row, "response": "".join(said.answers), "messages": None if is_text else turns}
 
 
-def last_number(text: str) -> float | None:
+def last_number(text: str, whole: bool = False) -> float | None:
     """Return the last number of a text; of one with "####", as GSM8K's answers have it, the number after it.
 
-    >>> last_number("3 and then 4"), last_number("5 + 5 #### 10"), last_number("#### x then 3")
-    (4.0, 10.0, None)
+    Args:
+        whole: nothing else stands behind "####", as behind that of a reference.
+
+    >>> last_number("3 and then 4"), last_number("5 + 5 #### -$10"), last_number("#### x then 3")
+    (4.0, -10.0, None)
     """
     _, mark, end = text.rpartition("####")
-    if mark:
-        found = re.fullmatch(NUMBER, end.strip().lstrip("$").rstrip("."))
-        return float(found[0].replace(",", "")) if found else None
-    found = re.findall(NUMBER, text)
-    return float(found[-1].replace(",", "")) if found else None
+    end = end.strip()
+    if not mark:
+        *_, found = [None, *re.finditer(NUMBER, text)]
+    elif whole:
+        found = re.fullmatch(NUMBER, end.rstrip("."))
+    else:
+        found = re.match(NUMBER, end)
+    return None if found is None else float(re.sub(r"[$,]", "", found[0]))
 
 
 def _need_response(row: Record) -> None:
@@ -126,14 +132,14 @@ def _need_response(row: Record) -> None:
 
 def _need_number(row: Record) -> None:
     _need_response(row)
-    if last_number(row["response"]) is None:
+    if last_number(row["response"], whole=True) is None:
         where = ' after "####"' if "####" in row["response"] else ""
         raise LineError(
             f"its response has no number{where}, which objective.reward=number compares answers with"
         )
 
 
-NUMBER = r"-?\d[\d,]*\.?\d*"
+NUMBER = r"(?:-?\$?|\$-)(?:\d[\d,]*(?:\.\d+)?|(?<![\w.])\.\d+)"
 NEEDS: Mapping[str, Callable[[Record], None]] = {"response": _need_response, "number": _need_number}
 
 
@@ -234,12 +240,22 @@ def images_in(said: Exchange) -> list[str]:
     """Return the images of a record as it writes them."""
     listed = said.images if isinstance(said.images, list) else [said.images] if said.images else []
     turns = [turn for part in (said.prompt, *said.answers) if isinstance(part, list) for turn in part]
-    return list(map(str, [*listed, *(p for turn in turns for p in parts(turn) if p.get("type") != "text")]))
+    return list(
+        map(
+            "{!s:.200}".format,
+            [*listed, *(p for turn in turns for p in parts(turn) if p.get("type") != "text")],
+        )
+    )
 
 
 def _path(image: Any, root: Path) -> str:
     named = image
     while isinstance(named, Mapping):  # {"type": "image_url", "image_url": {"url": ...}}
+        path = named.get("path")
+        if named.get("bytes") is not None and not (isinstance(path, str) and (root / path).is_file()):
+            raise LineError(
+                "images: bytes are not read; save each as a file, and write its path in their place"
+            )
         named = next((named[n] for n in PLACES if named.get(n)), None)
     if not isinstance(named, str) or not named or "://" in named or named.startswith("data:"):
         raise LineError(f"images: expected the path of a file, got {str(named)[:60]!r}")

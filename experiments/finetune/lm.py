@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import fnshard as fs
 from experiments.configs.train import ConfigError
 from experiments.data.files import read_json
-from experiments.data.model_files import attention_of, read_model_config
+from experiments.data.model_files import MEND, attention_of, read_model_config
 from experiments.finetune.architecture import (
     StatelessCache,
     cache_parameter,
@@ -329,7 +329,8 @@ def from_config(config: Any, dtype: torch.dtype = torch.float32) -> LanguageMode
     except ConfigError:
         raise
     except Exception as error:  # of every kind: a configuration may hold anything
-        raise no_decoder(type(config).__name__, _line(error)) from error
+        what = f"{type(error).__name__}: {_line(error)}"
+        raise ConfigError(report(f"config.json makes no {type(config).__name__}:", [what], MEND)) from error
 
 
 def from_directory(path: str | Path, dtype: torch.dtype = torch.float32) -> LanguageModel:
@@ -351,8 +352,8 @@ def from_directory(path: str | Path, dtype: torch.dtype = torch.float32) -> Lang
         raise ConfigError(_unreadable(folder, wrong))
     try:
         return from_config(read_model_config(folder), dtype)
-    except ConfigError as error:
-        raise ConfigError(_unreadable(folder, [str(error)])) from error
+    except ConfigError as error:  # which has its own way out
+        raise ConfigError(f"model={folder}: {error}") from error
 
 
 def check_weights(path: str | Path, lm: LanguageModel) -> None:

@@ -381,6 +381,15 @@ def test_other_formats_are_as_good_as_lines(prepared_from, tmp_path, byte_direct
         from_file("ours.parquet")
 
 
+@pytest.mark.parametrize("image", [{"bytes": b"x"}, {"bytes": b"x", "path": "of_old.png"}])
+def test_images_that_are_bytes_in_a_table_are_named(tmp_path, byte_directory, image):
+    datasets = pytest.importorskip("datasets")
+    talk = {"messages": [USER, ASSISTANT], "images": [{"path": None, **image}]}
+    datasets.Dataset.from_list([talk]).to_parquet(tmp_path / "x.parquet")
+    with pytest.raises(ConfigError, match=r"x\.parquet:1: images: bytes[\s\S]*path"):
+        prepare(tmp_path / "x.parquet", byte_directory, RecordPolicy("samples", 99), cache=tmp_path / "cache")
+
+
 def test_a_part_of_a_file_is_held_out(prepared_from):
     content = [*({"text": f"{n}"} for n in range(100)), {"text": ""}]
     train, held = prepared_from(content, split=True, broken="skip")

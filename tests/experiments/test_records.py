@@ -288,6 +288,7 @@ def test_documented_prompts(chat, name):
         ({"messages": [USER, {**CALL, "content": "let me see"}, ASSISTANT]}, ["let me see"]),
         ({"messages": [USER, ASSISTANT], "chat_template_kwargs": 1}, ["chat_template_kwargs"]),
         ({"messages": [USER, ASSISTANT], "chat_template_kwargs": {"unknown": 1}}, ["unknown"]),
+        ({"messages": [USER, ASSISTANT], "chat_template_kwargs": {"messages": "x"}}, ["messages: is"]),
         ({"messages": [USER, ASSISTANT], "chat_template_kwargs": {"chat_template": "x"}}, ["chat_template"]),
         ({"messages": [USER, {**CALL, "tool_calls": [{"function": {"name": "add", "arguments": "a"}}]}]},
          ["tool_calls", "arguments"]),
@@ -542,6 +543,14 @@ def test_every_message_is_shown_or_refused(directory, family, kind):
     assert tuple(lost) == LOST[family]
 
 
+def test_a_tokenizer_without_a_default_template_is_one_error(directory):
+    named = [{"name": "tool_use", "template": TEMPLATE}, {"name": "rag", "template": TEMPLATE}]
+    with pytest.raises(ConfigError, match=r"rag, tool_use[\s\S]*Fix"):
+        open_directory(directory(tokenizer_config={"eos_token": "</s>", "chat_template": named}))
+    named[0]["name"] = "default"
+    open_directory(directory(tokenizer_config={"eos_token": "</s>", "chat_template": named}))
+
+
 # ------------------------------------------------------------------ what rewards compare with
 
 
@@ -550,6 +559,8 @@ def test_every_message_is_shown_or_refused(directory, family, kind):
     [
         ({"question": "a", "answer": "so #### 1,204"}, "number", True),
         ({"question": "a", "answer": "it is 3."}, "number", True),
+        ({"question": "a", "answer": "#### 72 apples"}, "number", False),
+        ({"question": "a", "answer": "#### -$5"}, "number", True),
         ({"question": "a", "answer": "#### "}, "number", False),
         ({"question": "a", "answer": "#### x then 3"}, "number", False),
         ({"question": "a", "answer": "three"}, "number", False),
@@ -583,6 +594,15 @@ def test_the_last_number_of_a_text():
         "#### x then 3": None,
         "none": None,
         "5 ####": None,
+        "#### -$5": -5,
+        "#### $-5": -5,
+        "#### .5": 0.5,
+        "it is -.5": -0.5,
+        "#### 72 apples": 72,
+        "so 1,204.50.": 1204.5,
+        "section v.5": 5,
     }
     assert {text: last_number(text) for text in numbers} == numbers
+    strict = {"#### 72 apples": None, "#### -$5.": -5, "#### .5": 0.5, "72 apples": 72}
+    assert {text: last_number(text, whole=True) for text in strict} == strict
     assert set(NEEDS) == {"response", "number"} and all(NAMES.values())

@@ -9,7 +9,7 @@ import pickle
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +281,14 @@ RUNS: dict[str, Callable[[Path], None]] = {
 }  # fmt: skip
 
 
+def test_a_run_whose_data_are_not_prepared_is_one_error(guarded: Path) -> None:
+    folder = leave_run(guarded / "run")
+    values = asdict(compose("run.device=cpu", "mesh.shard=1", spec=job.SPEC))
+    config_yaml(json.dumps({**values, "data": {**values["data"], "train": None, "held_out": None}}))(folder)
+    with pytest.raises(ConfigError, match=r"data\.train"):
+        generate(GenerateConfig(run=str(folder)))
+
+
 @pytest.mark.parametrize("what", RUNS)
 def test_nothing_in_the_folder_of_a_run_runs(guarded: Path, what: str) -> None:
     from experiments.compare import outcome
@@ -364,6 +372,8 @@ def test_a_damaged_configuration_of_a_model_is_one_error(tmp_path: Path, key: st
         with pytest.raises(ConfigError) as error:
             open_model(tmp_path)
         assert str(tmp_path) in str(error.value) and len(str(error.value)) < 4000
+        assert str(error.value).count("Fix: ") == 1 and "fast tokenizer" not in str(error.value)
+        assert key != "hidden_act" or "Error: " in str(error.value)
 
 
 @pytest.mark.parametrize(
