@@ -125,7 +125,7 @@ def opening(
     return _render(tokenizer, shown, how, add_generation_prompt=True, tokenize=True, return_dict=False)
 
 
-def fields_left_out(tokenizer: DirectoryTokenizer, messages: Messages, tools: list[Any] | None) -> set[str]:
+def hidden_fields(tokenizer: DirectoryTokenizer, messages: Messages, tools: list[Any] | None) -> set[str]:
     """Return the fields of messages that the chat template does not speak of.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +63,11 @@ def look(path: Path) -> None:
     Raises:
         ConfigError: there is no such file; it is empty, compressed, of another format or coding, one object.
     """
-    if path.is_dir():
+    if os.path.isdir(path):  # False of a name that is too long, too
         if not ((path / ONE).is_file() or (path / SEVERAL).is_file()):
             raise ConfigError(f"{path}: {_folder(path)}")
         return
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(f"{path}: there is no such file. Fix: name a file: {KINDS}.")
     try:
         with path.open("rb") as file:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from experiments.configs.train import ConfigError
-from experiments.data.chat import Sample, fields_left_out, is_rendered
+from experiments.data.chat import Sample, hidden_fields, is_rendered
 from experiments.data.fields import has_nulls, has_objects, kinds_of, read
 from experiments.data.files import (
     DamagedError,
@@ -309,7 +309,7 @@ def _encoded(
         turns = [turn for part in (said.prompt, *said.answers) if isinstance(part, list) for turn in part]
         found["unread"] = [
             *said.unread,
-            *(f"messages.{n}" for n in fields_left_out(tokenizer, turns, said.tools)),
+            *(f"messages.{n}" for n in hidden_fields(tokenizer, turns, said.tools)),
         ]
         if policy.kind == "prompts":
             whole = row_of(record, said, tokenizer)

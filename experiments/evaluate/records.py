@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ def read_records(path: Path) -> Iterator[tuple[str, Record | RecordError]]:
     Raises:
         ConfigError: there is no such file, or it is of another kind.
     """
-    if not path.is_file():
-        what = "is a folder. Fix: name a file in it" if path.is_dir() else "there is no such file"
+    if not os.path.isfile(path):  # False of a name that is too long, too
+        what = "is a folder. Fix: name a file in it" if os.path.isdir(path) else "there is no such file"
         raise ConfigError(f"{path}: {what}.")
     data = path.read_bytes()
     if data.startswith(PARQUET):

@@ -320,9 +320,11 @@ def from_config(config: Any, dtype: torch.dtype = torch.float32) -> LanguageMode
     config = copy.deepcopy(config)  # transformers writes the dtype into it
     if getattr(config, "is_encoder_decoder", False):
         raise no_decoder(type(config).__name__, "it is an encoder with a decoder")
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    if type(config) not in kind._model_mapping:
+        raise no_decoder(type(config).__name__, "transformers has no model of it that writes texts")
     try:
         with fs.deferred():
-            kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
             how = {"attn_implementation": attention_of(config), "experts_implementation": None}
             model = kind.from_config(config, dtype=dtype, trust_remote_code=False, **how)
         return of(model)

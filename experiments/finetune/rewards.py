@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -120,7 +121,7 @@ def _weighted(chosen: str | Mapping[str, Any], device: torch.device | str) -> We
         reward = made("objective.reward", how, partly=True)
         return Weighted(how[TARGET].rpartition(".")[2], reward, weight, control)
     name = str(how.pop("name", None))
-    if Path(name).is_dir():
+    if os.path.isdir(name):  # False of a name that is too long, too
         if how or control:
             said = ", ".join([*how, *(["control"] if control else [])])
             raise ConfigError(

@@ -200,6 +200,7 @@ def test_files_that_cannot_be_read(tmp_path, byte_directory):
     (tmp_path / "torn.json").write_text('[{"text": "a"}, ')
     (tmp_path / "torn.parquet").write_bytes(b"PAR1 and so on")
     cases = {
+        "a" * 300: r"a: there is no such file\. Fix: name a file: JSONL",
         "/dev/zero": r"/dev/zero: there is no such file\. Fix: name a file: JSONL",
         "": r": is a folder, and none of save_to_disk\. Fix",
         "empty.jsonl": r"empty\.jsonl cannot be read: .* no data",

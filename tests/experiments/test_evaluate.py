@@ -462,6 +462,11 @@ def test_a_question_of_no_subject_is_asked_after_any(tmp_path):
     assert question.prompt.index("law?") < question.prompt.index("any?")  # as they stand in the file
 
 
+def test_a_name_that_is_too_long_is_no_file():
+    with pytest.raises(ConfigError, match="there is no such file"):
+        task_of(f"gsm8k:{'a' * 300}")
+
+
 def test_a_shuffled_question_is_the_same_question(tmp_path):
     rows = [{**LISTED, "choices": list(order), "answer": 1} for order in ("wxyz", "zyxw")]
     rows += [{**LISTED, "question": "another?"}]

@@ -203,6 +203,7 @@ def test_a_reward_of_ones_own_is_named_by_its_path() -> None:
     assert made.name == "ones" and checked(made.reward, ["p"], ["a"], row("")) == [0.25]
     for wrong, message in {
         "exakt": "exakt: one of exact",
+        "a" * 300: "one of exact",
         ("exact", "exact"): "rewards of different names, not exact, exact",
         (): "rewards of different names, not none",
     }.items():
