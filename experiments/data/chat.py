@@ -51,10 +51,10 @@ def conversation(
     learns = [number >= first and learned_of(message) for number, message in enumerate(messages)]
     if not any(learns):
         raise LineError("no message is learned: their weight, train or loss say so")
-    shown, how = _show(tokenizer, messages, tools, options)
-    paths = [part["image"] for m in shown for part in parts(m) if part.get("type") == "image"]
+    paths = [part["image"] for m in messages for part in parts(m) if part.get("type") == "image"]
     if paths and tokenizer.images is None:
         raise LineError("has images, and the model's directory no image processor that is known here")
+    shown, how = _show(tokenizer, messages, tools, options)
     if not MARKED.search(tokenizer.hf.get_chat_template(tools=tools)):
         text = _text(tokenizer, shown, how)
         spans = _spans(tokenizer, shown, learns, how, text)

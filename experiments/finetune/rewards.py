@@ -131,7 +131,7 @@ def _weighted(chosen: str | Mapping[str, Any], device: torch.device | str) -> We
         return Weighted(Path(name).name, model_reward(name, device), weight)
     if name not in REWARDS:
         raise ConfigError(
-            f"objective.reward={name}: one of {', '.join(REWARDS)}, a mapping with _target_, or "
+            f"objective.reward={name:.200}: one of {', '.join(REWARDS)}, a mapping with _target_, or "
             "the directory of a model that gives a number."
         )
     try:
