@@ -113,7 +113,13 @@ def _setup(config: GenerateConfig, folder: Path) -> Any:
     if tunes:
         from experiments.finetune.loop import prepare
 
-        for place in (saved.data.train, saved.data.held_out):
+        for name in ("train", "held_out"):
+            place = getattr(saved.data, name)
+            if place is None:
+                raise ConfigError(
+                    f"run={config.run}: its data are not prepared: data.{name} is null in its config.yaml. "
+                    "Fix: name the folder of a run that has begun."
+                )
             open_prepared(place, read_all=True)
 
         return prepare(placed(alone, world=1), only_prompt=config.prompt is not None)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from experiments.data.tokenizer import DirectoryTokenizer
 Sample = tuple[np.ndarray, np.ndarray]  # token ids (uint32), and whether each is learned (uint8)
 Span = tuple[int, int]  # characters of a text
 MARKED = re.compile(r"\{%-?\s*generation\b")  # a template that says what an assistant writes
+ALIASES = {"developer": "system", "function": "tool", "ipython": "tool"}  # where a template lacks the first
+FUNCTION = '{"type": "function", "function": {"name": ...}}'
 ASKS_NULL = re.compile(r"content['\"]?\]?\s+is\s+(not\s+)?none")  # a template that knows empty contents
 
 
@@ -48,10 +51,10 @@ def conversation(
     learns = [number >= first and learned_of(message) for number, message in enumerate(messages)]
     if not any(learns):
         raise LineError("no message is learned: their weight, train or loss say so")
-    shown, how = _show(tokenizer, messages, tools, options)
-    paths = [part["image"] for m in shown for part in parts(m) if part.get("type") == "image"]
+    paths = [part["image"] for m in messages for part in parts(m) if part.get("type") == "image"]
     if paths and tokenizer.images is None:
         raise LineError("has images, and the model's directory no image processor that is known here")
+    shown, how = _show(tokenizer, messages, tools, options)
     if not MARKED.search(tokenizer.hf.get_chat_template(tools=tools)):
         text = _text(tokenizer, shown, how)
         spans = _spans(tokenizer, shown, learns, how, text)
@@ -122,7 +125,7 @@ def opening(
     return _render(tokenizer, shown, how, add_generation_prompt=True, tokenize=True, return_dict=False)
 
 
-def unshown(tokenizer: DirectoryTokenizer, messages: Messages, tools: list[Any] | None) -> set[str]:
+def hidden_fields(tokenizer: DirectoryTokenizer, messages: Messages, tools: list[Any] | None) -> set[str]:
     """Return the fields of messages that the chat template does not speak of.
 
     Raises:
@@ -168,54 +171,85 @@ def _show(
         n for n, is_there in there.items() if is_there and not re.search(rf"\b{re.escape(n)}\b", template)
     ]:
         raise LineError(f"the chat template does not show {' and '.join(hidden)} (take one that does)")
-    if ours := sorted(options.keys() & inspect.signature(tokenizer.hf.apply_chat_template).parameters):
+    taken = {"messages", *inspect.signature(tokenizer.hf.apply_chat_template).parameters}
+    if ours := sorted(options.keys() & taken):
         raise LineError(
             f"{' and '.join(ours)}: is an option of the tokenizer, and no variable of a chat template"
         )
 
     how, hidden = {"tools": tools, **options}, {*LEARNED, DETAIL}
     shown = [{name: v for name, v in message.items() if name not in hidden} for message in messages]
-    null = None if ASKS_NULL.search(template) else ""
-    called, words = [], []
     for message in shown:
         texts = parts(message)
         if texts and tokenizer.images is None and all(part.get("type") == "text" for part in texts):
             message["content"] = "".join(part["text"] for part in texts)
-        if message.get("content") is None:
-            message["content"] = null
-        if message.get("tool_calls"):
-            message["tool_calls"] = [_call(call, as_text=False) for call in message["tool_calls"]]
-            called += [call.get("function", call)["name"] for call in message["tool_calls"]]
-            if isinstance(message["content"], str):  # of which a template may leave out thoughts
-                words.append(message["content"].rpartition("</think>")[2].strip()[-20:])
-    if not called and not tools:
-        return shown, how
-    try:
-        text = _text(tokenizer, shown, how)
-    except LineError:  # a template that joins the arguments to other texts
-        texts = [
-            {**m, "tool_calls": [_call(call, as_text=True) for call in m["tool_calls"]]}
-            if m.get("tool_calls")
-            else m
-            for m in shown
-        ]
+    # As it is written; then as templates take it that know fewer roles, or join what it has to texts.
+    refused, tried = [], []
+    nulls = (None, "") if ASKS_NULL.search(template) else ("",)
+    for null, as_text, roles in product(nulls, (False, True), ({}, ALIASES)):
+        call = partial(_call, as_text=as_text)
+        talk = [_with_calls({**m, "role": roles.get(m["role"], m["role"])}, call) for m in shown]
+        talk = [{**m, "content": null if m.get("content") is None else m["content"]} for m in talk]
+        if talk in tried:
+            continue
         try:
-            text = _text(tokenizer, texts, how)
-        except LineError:
-            text = _text(tokenizer, shown, how)
-        shown = texts
-    named = [*called, *(str(tool.get("function", tool).get("name", "")) for tool in tools or [])]
-    if missing := sorted({name for name in named if name not in text}):
+            _check_shown(tokenizer, talk, how)
+        except LineError as error:
+            refused.append(error)
+            tried.append(talk)
+        else:
+            return talk, how
+    raise refused[0]
+
+
+def _check_shown(tokenizer: DirectoryTokenizer, messages: Messages, how: Mapping[str, Any]) -> None:
+    """Refuse what a chat template leaves out: it is shown other words in the place of each message's,
+    and other names of calls and tools, and all of these have to stand in what it writes.
+
+    Raises:
+        LineError: some of them do not, or the template refuses the conversation.
+    """
+    _text(tokenizer, messages, how)  # whose own error names what it refuses
+    marks: dict[str, str] = {}
+
+    def mark(what: str) -> str:
+        name = f"x{len(marks)}x-stands-here"
+        marks[name] = what
+        return name
+
+    def named(function: Mapping[str, Any]) -> dict[str, Any]:
+        inner = function.get("function", function)
+        if not inner.get("name"):
+            return dict(function)
+        whole = {**inner, "name": mark(f"{inner['name']} (write tools and calls as {FUNCTION})")}
+        return {**function, "function": whole} if "function" in function else whole
+
+    talk = []
+    for number, message in enumerate(messages):
+        content = message["content"]
+        beside = " beside a call" if message.get("tool_calls") else ""
+        what = f"messages[{number}], what role {message['role']!r} says{beside}"
+        if isinstance(content, str) and content.strip():
+            content = mark(f"{what}, {content.strip()[-20:]!r}")
+        elif isinstance(content, list):
+            content = [
+                {**part, "text": mark(what)} if part.get("type") == "text" and part["text"].strip() else part
+                for part in content
+            ]
+        talk.append(_with_calls({**message, "content": content}, named))
+    tools = how.get("tools") and [named(tool) for tool in how["tools"]]
+    text = _text(tokenizer, talk, {**how, "tools": tools})
+    if missing := [what for name, what in marks.items() if name not in text]:
         raise LineError(
-            f"the chat template shows nothing of {', '.join(missing)} (write tools and calls as "
-            '{"type": "function", "function": {"name": ...}})'
+            f"the chat template shows nothing of {'; '.join(missing[:3])} (write it in a way that the "
+            "template knows, or take a template that shows it)"
         )
-    if missing := [each for each in words if each not in text]:
-        raise LineError(
-            f"the chat template does not show what is said beside a call, {missing[0]!r} (write it into a "
-            "message of its own, or take a template that does)"
-        )
-    return shown, how
+
+
+def _with_calls(message: Mapping[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return a message with a function of each of its calls in their place."""
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": list(map(function, calls))} if calls else dict(message)
 
 
 def _call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
@@ -271,8 +305,13 @@ def _spans(
                 f"messages[{number}]: train: the chat template does not write its content as it is"
             )
         if learned is not True:
-            at -= str(content).find(words)
-            spans += [(at + d["begin_offset"], at + d["end_offset"] + 1) for d in learned if d["train"]]
+            # Offsets are of the content, whose ends a template may strip; the last one is learned, too.
+            zero, end = at - str(content).find(words), at + len(words)
+            spans += [
+                (max(at, zero + d["begin_offset"]), min(end, zero + d["end_offset"] + 1))
+                for d in learned
+                if d["train"]
+            ]
             continue
         stops, end = tokenizer.hf.convert_ids_to_tokens(list(tokenizer.stops)), at + len(words)
         spans.append((at, end + max((len(stop) for stop in stops if full.startswith(stop, end)), default=0)))

@@ -1,7 +1,7 @@
 """Fields: what records call their parts, whatever tool they were written for, read as one form.
 
-The tables below are all that is known: `NAMES` has the fields that are obeyed, `FORMS` which of them make a
-record, `REFUSED` those that mean something that nothing here can do. All others are counted.
+`NAMES` has the fields that are obeyed, `FORMS` which of them make a record, `REFUSED` those that mean
+something that nothing here can do; `as_turns` has what messages call their parts. All others are counted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from experiments.data.files import LineError
 Record = Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 
-NAMES: Mapping[str, tuple[str, ...]] = {  # the first one that a record has is read
+NAMES: Mapping[str, tuple[str, ...]] = {  # the first one that holds something is read
     "messages": ("messages", "conversations", "conversation", "interactions"),
     "segments": ("segments",),
     "prompt": ("prompt", "instruction", "question", "query", "input"),
@@ -32,7 +32,9 @@ NAMES: Mapping[str, tuple[str, ...]] = {  # the first one that a record has is r
     "only_last": ("only_last",),
 }
 FORMS: Mapping[str, tuple[tuple[str, ...], ...]] = {
-    "samples": (("messages",), ("segments",), ("prompt", "response"), ("text",)),
+    "samples": (
+        ("messages", "response"), ("messages",), ("segments",), ("prompt", "response"), ("text",),
+    ),
     "pairs": (
         ("prompt", "chosen", "rejected"), ("messages", "chosen", "rejected"), ("messages", "rejected"),
         ("chosen", "rejected"),
@@ -43,7 +45,7 @@ REFERENCES = (*NAMES["response"], "solution", "ground_truth", "reference_answer"
 KNOWN = {
     "samples": "'messages', 'prompt' and 'response', 'instruction' and 'output', 'text'",
     "pairs": "'prompt', 'chosen' and 'rejected'; 'messages' and 'rejected_response'",
-    "prompts": "'messages', 'prompt', 'instruction', 'question'",
+    "prompts": "'messages', 'prompt', 'instruction', 'question', 'text'",
 }
 CALLS = "write it as tools and tool_calls"
 REFUSED: Mapping[str, str] = {
@@ -112,7 +114,7 @@ def read(record: Record, kind: str) -> Exchange:
         LineError: it has none of the forms, or a field holds something else, or means what cannot be done.
     """
     whole = record
-    record = without_nulls(_unwrapped(record))
+    record = without_nulls(_unwrap(record))
     _refuse(record, kind)
     names = {part: name for part, known in NAMES.items() if (name := _first(known, record))}
     form = _form(record, names, kind)
@@ -124,9 +126,9 @@ def read(record: Record, kind: str) -> Exchange:
     }
 
     # What stands before all else, and what a template is shown beside messages.
-    value["tools"], value["options"] = _decoded(value.get("tools")), _decoded(value.get("options"))
+    value["tools"], value["options"] = _decode(value.get("tools")), _decode(value.get("options"))
     if isinstance(value["tools"], list):
-        value["tools"] = list(map(_decoded, value["tools"]))
+        value["tools"] = list(map(_decode, value["tools"]))
     checks = {"tools": _tools, "options": _options, "system": _string, "history": _history}
     here = {part: is_wrong for part, is_wrong in checks.items() if part in names}
     check({names[p]: value[p] for p in here}, **{names[p]: is_wrong for p, is_wrong in here.items()})
@@ -143,10 +145,14 @@ def read(record: Record, kind: str) -> Exchange:
     prompt, answers, segments = said.get("prompt"), (), ()
     if form == ("segments",):
         segments = tuple((part["text"], bool(part["label"])) for part in said["segments"])
-    elif form == ("text",) or (form == ("messages",) and kind == "samples"):
+    elif kind == "samples" and form[0] in ("messages", "text"):
         answers = (said[form[0]],)
+        if "response" in form:  # what the last message, which is no assistant's, is answered
+            last = said["response"]
+            last = [{"role": "assistant", "content": last}] if isinstance(last, str) else last
+            answers = ([*said["messages"], *last],)
     elif kind == "prompts":  # the answer that rewards compare with is another field, or the last message
-        prompt, reference = said.get("messages", prompt), _reference(record)
+        prompt, reference = said.get(form[0]), _reference(record)
         if form == ("messages",) and _says(prompt[-1], "assistant"):
             prompt, reference = prompt[:-1], reference or words_of(prompt[-1])
         if not prompt:
@@ -172,6 +178,9 @@ def read(record: Record, kind: str) -> Exchange:
         used.add("only_last")
         answers = (_only_last(answers[0]) if record["only_last"] else answers[0],)
 
+    if kind == "samples":
+        _check_others(record, names, form, answers)
+
     # All of it together.
     extra = next(
         (names[p] for p in ("system", "history", "tools", "options") if p in names and value[p]), None
@@ -194,13 +203,14 @@ def read(record: Record, kind: str) -> Exchange:
 
 def kinds_of(record: Record) -> tuple[str, ...]:
     """Return the kinds of data that a record has a form of, the likeliest first; "answers" of KTO's."""
-    record = without_nulls(_unwrapped(record))
+    record = without_nulls(_unwrap(record))
     names = {part: name for part, known in NAMES.items() if (name := _first(known, record))}
     if "response" in names and any(isinstance(record.get(name), bool) for name in WANTED):
         return ("answers",)
     found = [kind for kind in ("pairs", "samples", "prompts") if _form(record, names, kind)]
     talk = as_turns(record.get(names.get("messages", "")), names.get("messages", ""))
-    if isinstance(talk, list) and not any(_says(turn, "assistant") for turn in talk):
+    is_asked_alone = isinstance(talk, list) and not any(_says(turn, "assistant") for turn in talk)
+    if is_asked_alone and "response" not in names:
         found = [kind for kind in found if kind != "samples"]
     return tuple(found)
 
@@ -223,6 +233,18 @@ def learned_of(message: Mapping[str, Any]) -> bool | list[Mapping[str, Any]]:
         whole = isinstance(detail, list) and all(isinstance(part, Mapping) for part in detail)
         if not whole or not all({"begin_offset", "end_offset", "train"} <= part.keys() for part in detail):
             raise LineError(f"{DETAIL}: expected a list of objects with begin_offset, end_offset and train")
+        content = message.get("content")
+        if not isinstance(content, str):
+            raise LineError(f"{DETAIL}: is of a message whose content is a text")
+        for part in detail:
+            begin, end, train = (part[name] for name in ("begin_offset", "end_offset", "train"))
+            if type(begin) is not int or type(end) is not int or not 0 <= begin <= end <= len(content):
+                raise LineError(
+                    f"{DETAIL}: begin_offset={begin!r}, end_offset={end!r}: expected whole numbers, the "
+                    f"second not below the first, from 0 to the content's length, {len(content)}"
+                )
+            if not isinstance(train, bool):
+                raise LineError(f"{DETAIL}: train={train!r}: expected true or false")
         return detail
     if role != "assistant":
         return any(value for name, value in said.items() if name in OF_ANY_ROLE)
@@ -257,6 +279,7 @@ def as_turns(value: Any, name: str) -> Any:
             continue
         content = next((message[n] for n in ("content", "value", "text") if n in message), None)
         turn = {n: v for n, v in message.items() if n not in ("role", "from", "is_user", "value", "text")}
+        role = role.strip().lower() if isinstance(role, str) else role
         turn = {"role": ROLES.get(role, role) if isinstance(role, str) else role, **turn}
         if "content" not in turn and content is not None:
             turn["content"] = content
@@ -289,7 +312,21 @@ def without_nulls(value: Any) -> Any:
 
 
 def has_nulls(record: Record) -> bool:
-    """Return whether a null stands in a record's tools, or in the arguments of a call."""
+    """Return whether a null stands in a record's tools, or in its calls."""
+    every = _schemas(record)
+    return without_nulls(every) != every
+
+
+def has_objects(record: Record) -> bool:
+    """Return whether a record's tools, or the arguments of a call, are objects, and no JSON in a text."""
+    every = [each for found in _schemas(record) for each in (found if isinstance(found, list) else [found])]
+    functions = [each.get("function", each) for each in every if isinstance(each, Mapping)]
+    return any(isinstance(f, Mapping) and not isinstance(f.get("arguments"), str) for f in functions)
+
+
+def _schemas(record: Record) -> list[Any]:
+    """Return a record's tools and the calls in its messages."""
+    record = _unwrap(record)
     tools = [record.get(name) for name in NAMES["tools"]]
     talks = [
         record[n]
@@ -298,8 +335,7 @@ def has_nulls(record: Record) -> bool:
         if n in record
     ]
     turns = [turn for talk in talks if isinstance(talk, list) for turn in talk if isinstance(turn, Mapping)]
-    every = [each for each in (*tools, *(turn.get("tool_calls") for turn in turns)) if each is not None]
-    return without_nulls(every) != every
+    return [each for each in (*tools, *(turn.get("tool_calls") for turn in turns)) if each is not None]
 
 
 def _reference(record: Record) -> str:
@@ -361,7 +397,7 @@ def _says(turn: Any, role: str) -> bool:
 # ------------------------------------------------------------------ forms
 
 
-def _unwrapped(record: Record) -> Record:
+def _unwrap(record: Record) -> Record:
     """Return a record of a preference as OpenAI writes it, whose input is an object, without that object."""
     inner = record.get("input")
     if not isinstance(inner, Mapping) or "messages" not in inner:
@@ -371,18 +407,49 @@ def _unwrapped(record: Record) -> Record:
 
 
 def _first(known: Sequence[str], record: Record) -> str | None:
-    return next((name for name in known if record.get(name) is not None), None)
+    """Return the first of some names that holds something; of empty ones the first."""
+    there = [name for name in known if record.get(name) is not None]
+    return next((name for name in there if not _is_nothing(record[name])), there[0] if there else None)
 
 
 def _form(record: Record, names: Mapping[str, str], kind: str) -> tuple[str, ...] | None:
     """Return the parts of a record that make it one of `kind`."""
     forms = [form for form in FORMS[kind] if all(part in names for part in form)]
-    if ("messages", "chosen", "rejected") in forms:  # whole conversations beside one of them
-        talk = as_turns(record[names["messages"]], "messages")
-        if isinstance(talk, list) and talk and _says(talk[-1], "assistant"):
-            forms.remove(("messages", "chosen", "rejected"))
-            forms.remove(("messages", "rejected"))
-    return forms[0] if forms else None
+    talk = as_turns(record[names["messages"]], names["messages"]) if "messages" in names else None
+    is_answered = isinstance(talk, list) and bool(talk) and _says(talk[-1], "assistant")
+    if is_answered and ("messages", "chosen", "rejected") in forms:  # whole conversations beside one of them
+        forms = [form for form in forms if form[0] != "messages"]
+    if is_answered or not talk:
+        forms = [form for form in forms if form != ("messages", "response")]
+    # Of several the first with the fewest parts that are empty.
+    return min(forms, key=lambda form: sum(_is_nothing(record[names[p]]) for p in form), default=None)
+
+
+def _check_others(
+    record: Record, names: Mapping[str, str], form: Sequence[str], answers: Sequence[str | list[Any]]
+) -> None:
+    """Refuse a record that says something else in another form: one of the two would be lost.
+
+    `answer` beside messages is what rewards compare with, which may be in other words.
+    """
+    last = answers[0] if answers else ""
+    learned = last if isinstance(last, str) else words_of(last[-1])
+    for other in FORMS["samples"]:
+        field = names.get(other[-1], "")
+        if set(other) <= set(form) or not set(other) <= names.keys() or field in ("", "answer"):
+            continue
+        said = record[field]
+        if (
+            other in (("messages", "response"), ("segments",))
+            or not isinstance(said, str)
+            or not said.strip()
+        ):
+            continue
+        if not learned.strip() or (said.strip() not in learned and learned.strip() not in said):
+            both = " and ".join(names[part] for part in form)
+            raise LineError(
+                f"{both}; {' and '.join(names[p] for p in other)}: say different things; keep one"
+            )
 
 
 def _unknown(record: Record, kind: str) -> str:
@@ -414,20 +481,29 @@ def _refuse(record: Record, kind: str) -> None:
         wrong |= {name: why for name in WANTED if isinstance(record.get(name), bool)}
     if kind == "pairs" and not _is_nothing(record.get(_first(NAMES["images"], record) or "")):
         wrong[_first(NAMES["images"], record)] = "are learned with objective=sft alone"
-    if "question" in record and not {"prompt", "instruction", "messages"} & record.keys():
-        why = "is no part of the prompt here; write all of it into one field, prompt"
-        wrong |= {name: why for name in PARTS_OF_A_QUESTION if not _is_nothing(record.get(name))}
+    asked = _first(NAMES["prompt"], record)
+    if asked and _is_nothing(record.get(_first(NAMES["messages"], record) or "")):
+        why = "is no part of the prompt here; write all of it into one field, prompt, and leave this one out"
+        parts = PARTS_OF_A_QUESTION if kind != "prompts" or asked == "question" else ()
+        if asked == "instruction" and _is_nothing(record.get("input")):  # as Dolly's, it is the input
+            parts = tuple(name for name in parts if name != "context")
+        wrong |= {name: why for name in parts if not _is_nothing(record.get(name))}
     if wrong:
         raise LineError("; ".join(f"{name}: {why}" for name, why in wrong.items()))
 
 
 def _whole_prompt(record: Record, name: str, prompt: Any, is_chat: bool, used: set[str]) -> Any:
-    """Return an instruction with its input; the other names of prompts have none."""
-    if name != "instruction":
+    """Return an instruction with its input, which Dolly calls context; other names of prompts have none."""
+    if "instruction" not in record or name not in ("instruction", "input"):
         return prompt
-    more = record.get("input") or ""
-    used.add("input")
-    check({"instruction": prompt, "input": more}, instruction=_text, input=_string)
+    if name == "input":  # of an instruction that is empty
+        more = ""
+        check(record, input=_text)
+    else:
+        second = "context" if _is_nothing(record.get("input")) else "input"
+        more = record.get(second) or ""
+        used.add(second)
+        check({name: prompt, second: more}, **{name: _text, second: _string})
     if is_chat:
         return "\n".join(part for part in (prompt, more) if part)
     return "".join(f"{part}\n\n" for part in (prompt, more) if part)
@@ -437,7 +513,7 @@ def _is_nothing(value: Any) -> bool:
     return value is None or (isinstance(value, str | list | Mapping) and not value)
 
 
-def _decoded(value: Any) -> Any:
+def _decode(value: Any) -> Any:
     """Return what a text of JSON says, and other values as they are."""
     if not isinstance(value, str):
         return value
@@ -531,7 +607,7 @@ def _calls(value: Any) -> str:
     functions = [call.get("function", call) if isinstance(call, Mapping) else None for call in value]
     if not all(isinstance(f, Mapping) and isinstance(f.get("name"), str) for f in functions):
         return "tool_calls: expected objects with a function, which has a name and arguments"
-    if not all(isinstance(_decoded(f.get("arguments")) or {}, Mapping) for f in functions):
+    if not all(isinstance(_decode(f.get("arguments")) or {}, Mapping) for f in functions):
         return "tool_calls: arguments: expected an object, or the JSON of one"
     return ""
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from experiments.configs.train import ConfigError
 from experiments.data.fields import kinds_of
+from experiments.data.files import LineError
 
 KINDS = "JSONL (one object a line), a list of JSON, Parquet; or a folder of save_to_disk"
 ONE, SEVERAL = "state.json", "dataset_dict.json"  # files in a folder of `save_to_disk`: one split, or several
@@ -51,6 +53,7 @@ BEGINNINGS: tuple[tuple[bytes, str, str], ...] = (  # what a file begins with, w
     (b"\xff\xd8\xff", "is an image", WAY),
 )
 LOOKED = 1 << 20  # bytes of the beginning that are looked at
+WHOLE = 1 << 28  # bytes of a file that is read whole, where its lines are no objects, to say what it is
 FEW = 5  # lines without any JSON say that there is none
 
 
@@ -60,11 +63,11 @@ def look(path: Path) -> None:
     Raises:
         ConfigError: there is no such file; it is empty, compressed, of another format or coding, one object.
     """
-    if path.is_dir():
+    if os.path.isdir(path):  # False of a name that is too long, too
         if not ((path / ONE).is_file() or (path / SEVERAL).is_file()):
             raise ConfigError(f"{path}: {_folder(path)}")
         return
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(f"{path}: there is no such file. Fix: name a file: {KINDS}.")
     try:
         with path.open("rb") as file:
@@ -76,17 +79,20 @@ def look(path: Path) -> None:
     if not start.removeprefix(BOM).strip():
         what = "there are no data in it" if start else "it is empty, with no data in it"
         raise ConfigError(f"{path} cannot be read: {what}. Fix: {WAY}.")
+    if what := foreign(start) or _text(path, start):
+        raise ConfigError(f"{path}: {what}")
+
+
+def foreign(start: bytes) -> str:
+    """Return what a file is that begins with some bytes, and the way out; "" of a text in UTF-8."""
     for beginning, what, way in BEGINNINGS:
         if start.startswith(beginning):
-            raise ConfigError(f"{path}: {what}. Fix: {way}.")
+            return f"{what}. Fix: {way}."
     if len(start) > 16 and start[8:9] == b"{" and b"dtype" in start[:4096] and not start.startswith(b"{"):
-        raise ConfigError(f"{path}: holds a model's weights (safetensors). Fix: {WAY}.")
+        return f"holds a model's weights (safetensors). Fix: {WAY}."
     if wide := _wide(start):
-        raise ConfigError(f"{path}: is {wide} without a mark. Fix: iconv -f {wide} -t UTF-8 FILE > NEW.")
-    if b"\0" in start:
-        raise ConfigError(f"{path}: is no text: it holds bytes that are 0. Fix: {WAY}.")
-    if what := _text(path, start):
-        raise ConfigError(f"{path}: {what}")
+        return f"is {wide} without a mark. Fix: iconv -f {wide} -t UTF-8 FILE > NEW."
+    return f"is no text: it holds bytes that are 0. Fix: {WAY}." if b"\0" in start else ""
 
 
 def _folder(path: Path) -> str:
@@ -123,41 +129,40 @@ def _wide(start: bytes) -> str:
 
 def _text(path: Path, start: bytes) -> str:
     """Return what a text is that holds no records, and the way out; "" where its lines may be objects."""
-    text = start.removeprefix(BOM).decode("utf-8", errors="replace").lstrip()
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
     is_cut = len(start) == LOOKED
+    text = start.removeprefix(BOM).decode("utf-8", errors="replace").lstrip()
+    lines = [line.strip() for line in text.split("\n") if line.strip()]  # a text may hold other separators
+    if text.startswith("["):
+        return _list(text, lines)
+    if is_cut and len(lines) == 1 and text.startswith("{"):  # a record may be longer than what is looked at
+        if path.stat().st_size > WHOLE:
+            return ""
+        with path.open("rb") as file:
+            line = next(each for each in file if each.removeprefix(BOM).strip())
+            is_alone = not file.read(LOOKED).strip()
+        found = _object(line.removeprefix(BOM).decode("utf-8", errors="replace").strip())
+        return _container(found) if found is not None and is_alone else ""
     if is_cut and len(lines) > 1:
         lines.pop()
     objects = [found for line in lines if (found := _object(line)) is not None]
     if objects:
         return _container(objects[0]) if len(lines) == 1 and not is_cut else ""
-    if text[0] in "{[":  # one value over several lines, or none
-        if is_cut:
-            text = path.read_text("utf-8-sig", errors="replace")
-        try:
-            first, end = json.JSONDecoder().raw_decode(text.lstrip())
-        except (ValueError, RecursionError):
-            first, end = None, 0
-        rest = text.lstrip()[end:].lstrip()
-        if first == [] and not rest:
-            return f"is an empty list of JSON. Fix: {WAY}."
-        if (
-            isinstance(first, list)
-            and not rest
-            and len(lines) > 1
-            and not all(isinstance(r, dict) for r in first)
-        ):
-            return f"is a list of JSON, and not of objects. Fix: {JSONL}."
+    if text.startswith("{"):  # one value over several lines, or none
+        first, end = _value_at(text, 0)
+        if first is None and is_cut and path.stat().st_size <= WHOLE:
+            text = path.read_text("utf-8-sig", errors="replace").lstrip()
+            first, end = _value_at(text, 0)
+        rest = text[end:].lstrip()
         if isinstance(first, dict) and not rest and (what := _container(first)):
             return what
-        if isinstance(first, dict) and not rest and not kinds_of(first):
+        if isinstance(first, dict) and not rest and not _kinds(first):
             names = ", ".join(map(repr, list(first)[:6]))
             return f"is one object of JSON, and no record ({names}). Fix: {JSONL}."
         if isinstance(first, dict) and rest.startswith(","):
             return "holds objects with commas between them. Fix: write [ before and ] behind them."
         if isinstance(first, dict):
             return "holds objects over several lines. Fix: write one object a line (jq -c . FILE > NEW)."
-        if text.startswith("{") and _is_python(lines[0]):
+        if _is_python(lines[0]):
             return (
                 "holds objects as Python prints them, in single quotes. Fix: write each line with json.dumps."
             )
@@ -174,6 +179,33 @@ def _text(path: Path, start: bytes) -> str:
     return ""
 
 
+def _list(text: str, lines: list[str]) -> str:
+    """Return what a list of JSON is whose first element is no object; "" where lines are lists themselves."""
+    if text[1:].lstrip().startswith("]"):
+        return f"is an empty list of JSON. Fix: {WAY}." if len(lines) == 1 else ""
+    first, end = _value_at(text, 1)
+    is_whole_line = _value_at(lines[0], 0)[1] == len(lines[0])
+    if end and not isinstance(first, dict) and len(lines) > 1 and not is_whole_line:
+        return f"is a list of JSON, and not of objects. Fix: {JSONL}."
+    return ""
+
+
+def _value_at(text: str, start: int) -> tuple[Any, int]:
+    """Return the value of JSON that stands in a text, and where it ends; None and 0 where there is none."""
+    try:
+        return json.JSONDecoder().raw_decode(text, len(text) - len(text[start:].lstrip()))
+    except (ValueError, RecursionError):
+        return None, 0
+
+
+def _kinds(record: dict[str, Any]) -> tuple[str, ...]:
+    """Return the kinds of data that a record may be of: what is wrong with it is said later, by its line."""
+    try:
+        return kinds_of(record)
+    except (LineError, RecursionError):
+        return ("samples",)
+
+
 def _container(whole: dict[str, Any]) -> str:
     """Return where in an object the records are; "" where it may be one itself."""
     names = ", ".join(map(repr, list(whole)[:6]))
@@ -182,11 +214,15 @@ def _container(whole: dict[str, Any]) -> str:
         return (
             f"is one object of JSON, with a list for each column ({names}). Fix: write one a record: {way}."
         )
-    if kinds_of(whole):
+    if _kinds(whole):
         return ""
     listed = [
         n for n, v in whole.items() if isinstance(v, list) and v and all(isinstance(e, dict) for e in v)
     ]
+    if any({"role", "from"} & turn.keys() for name in listed for turn in whole[name]):
+        return (
+            f"is one object of JSON, and no record ({names}). Fix: call its messages 'messages', and {JSONL}."
+        )
     if len(listed) == 1:
         many = len(whole[listed[0]])
         return f"is one object of JSON, whose {listed[0]!r} lists {many} records. Fix: write that list alone."

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,21 @@ from experiments.configs.train import ConfigError
 from experiments.data.files import first_few, read_json
 from fnshard.errors import report
 
+MEND = "take the config.json that the model was saved with."
 LOCAL: Mapping[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 # Of weights that transformers loads by itself: no pickles. Its configuration is that of `read_model_config`.
 WEIGHTS: Mapping[str, Any] = {**LOCAL, "use_safetensors": True}
 
-# Numbers of config.json that make modules, and the most that they may be: what is far beyond any model would
-# be built for hours, or would not fit.
-MOST_LAYERS, MOST = 1024, 1 << 24
+# Whole numbers of config.json that make modules or lists, and the most that they may be: what is far beyond
+# any model would be built for hours, or would not fit. The first kind that a name is of counts.
+MOST = 1 << 24
+KINDS: tuple[tuple[re.Pattern[str], float], ...] = (
+    (re.compile(r"(^|_)(ids?|index|seed|theta|freq|base|parameters|params|flops)$"), math.inf),
+    (re.compile(r"layers?$|(^|_)depths?$"), 1024),
+    (re.compile(r"experts$"), 1 << 13),
+    (re.compile(r"labels$"), 1 << 15),
+    (re.compile(r""), MOST),
+)
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
 SIZES = (
     "hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size", "head_dim", "embed_dim",
@@ -31,7 +40,8 @@ SIZES = (
     "n_ctx", "max_position_embeddings", "d_model", "ffn_dim", "num_experts", "num_local_experts",
     "num_experts_per_tok", "sliding_window",
 )  # fmt: skip
-EXPERTS = ("num_experts", "num_local_experts")  # 0 where there are none
+EXPERTS = ("num_experts", "num_local_experts")
+OFF = (*EXPERTS, "num_experts_per_tok", "sliding_window")  # 0 where there are none
 BOUNDS: Mapping[str, float] = {  # of numbers above 0
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps"), 1.0),
     "rope_theta": math.inf,
@@ -47,7 +57,7 @@ def read_model_config(folder: Path) -> Any:
     """
     wrong = wrong_numbers(folder / "config.json")
     if wrong:
-        raise ConfigError(report(f"{folder / 'config.json'} cannot be used:", first_few(wrong, 10)))
+        raise ConfigError(report(f"{folder / 'config.json'} cannot be used:", first_few(wrong, 10), MEND))
     from transformers import AutoConfig
 
     try:
@@ -55,8 +65,13 @@ def read_model_config(folder: Path) -> Any:
         config._attn_implementation = attention_of(config)
         config._experts_implementation = None
     except Exception as error:  # of every kind: the file may hold anything
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"{folder / 'config.json'} cannot be used: {line:.300}") from error
+        lines = (
+            str(error).strip().splitlines()[:2]
+        )  # the second says what is wrong with the field of the first
+        what = ": ".join([type(error).__name__, *(said for line in lines if (said := line.strip(" :")))])
+        raise ConfigError(
+            report(f"{folder / 'config.json'} cannot be used:", [f"{what:.400}"], MEND)
+        ) from error
     return config
 
 
@@ -93,6 +108,7 @@ def wrong_numbers(path: Path) -> list[str]:
     """Say what cannot be in a config.json: sizes, layers, heads that are none, dtypes that torch has not."""
     try:
         values = json.loads(path.read_bytes())
+        found = dict(_fields(values)) if isinstance(values, dict) else {}
     except RecursionError:
         return ["it is nested too deeply"]
     except (OSError, ValueError) as error:
@@ -101,15 +117,18 @@ def wrong_numbers(path: Path) -> list[str]:
         return [f"expected an object, got {type(values).__name__}"]
     import torch
 
-    wrong, found = [], dict(_fields(values))
+    wrong: list[str] = []
     for key, value in found.items():
         name = key.rpartition(".")[2]
         if value is None:
             continue
+        most = next(most for kind, most in KINDS if kind.search(re.sub(r"\[\d+\]$", "", name)))
         if name in LAYERS + SIZES:
-            most, least = MOST_LAYERS if name in LAYERS else MOST, int(name not in EXPERTS)
+            least = int(name not in OFF)
             if type(value) is not int or not least <= value <= most:
                 wrong.append(f"{key}={_shown(value)}: a whole number from {least} to {most}")
+        elif name not in BOUNDS and type(value) is int and abs(value) > most:
+            wrong.append(f"{key}={_shown(value)}: a whole number up to {most}")
         elif name in BOUNDS and not (type(value) in (int, float) and 0 < value < BOUNDS[name]):
             wrong.append(f"{key}={_shown(value)}: a number between 0 and {BOUNDS[name]:g}")
         elif name in ("dtype", "torch_dtype") and value != "auto":
@@ -118,18 +137,20 @@ def wrong_numbers(path: Path) -> list[str]:
                 wrong.append(f"{key}={_shown(value)}: a dtype of torch's, as bfloat16")
         if name == "num_experts_per_tok" and not wrong:
             experts = [found.get(key.removesuffix(name) + each) for each in EXPERTS]
-            if any(type(count) is int and count < value for count in experts):
+            if any(type(count) is int and (count < value or value == 0 < count) for count in experts):
                 wrong.append(f"{key}={value}: there are {max(filter(None, experts), default=0)} experts")
     return wrong
 
 
 def _fields(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The fields of a configuration and of those in it, by dotted names."""
+    """The fields of a configuration, and of the objects and lists in it, by dotted names."""
     for name, value in values.items():
         if isinstance(value, dict):
             yield from _fields(value, f"{prefix}{name:.40}.")
-        else:
-            yield f"{prefix}{name:.40}", value
+            continue
+        if isinstance(value, list):
+            yield from _fields({f"{name:.40}[{n}]": each for n, each in enumerate(value)}, prefix)
+        yield f"{prefix}{name:.40}", value
 
 
 def _shown(value: Any) -> str:

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from experiments.configs.train import ConfigError
-from experiments.data.chat import Sample, is_rendered, unshown
-from experiments.data.fields import has_nulls, kinds_of, read
+from experiments.data.chat import Sample, hidden_fields, is_rendered
+from experiments.data.fields import has_nulls, has_objects, kinds_of, read
 from experiments.data.files import (
     DamagedError,
     LineError,
@@ -43,12 +43,13 @@ from experiments.data.rows import (
 from experiments.data.tokenizer import DirectoryTokenizer
 from fnshard.errors import report
 
-FORMAT = 7  # another number where files mean something else: another key
+FORMAT = 8  # another number where files mean something else: another key
 FACTS = "prepared.json"
 ARRAYS: dict[str, type] = {"tokens": np.uint32, "learned": np.uint8, "starts": np.int64}
 HELD_OUT_EVERY = 20  # of a file that is split, one record in so many
 BROKEN, TOO_LONG = "broken", "too_long"
 NULLS = "null in tools and calls (write arguments as JSON in a text to keep it)"
+ORDER = "order and types in tools and calls (the table's; write arguments as JSON in a text to keep them)"
 OBJECTIVES = {  # what records of a kind are, and what learns from them
     "samples": ("conversations, or prompts with a response", "objective=sft"),
     "pairs": ("pairs (prompt, chosen, rejected)", "objective=dpo"),
@@ -209,7 +210,8 @@ def prepare(
             try:
                 found = [open_prepared(folder / side, read_all=True) for side in _sides(split)]
             except ConfigError as error:
-                print(f"{error} It is prepared anew.", file=sys.stderr, flush=True)
+                what = str(error).partition("Fix: ")[0].strip()
+                print(f"{what} It is prepared anew.", file=sys.stderr, flush=True)
                 # What maps the old files keeps them; another process may have been faster.
                 aside = folder.with_name(f"{folder.name}.{uuid.uuid4().hex[:8]}.partial")
                 with suppress(FileNotFoundError):
@@ -236,14 +238,17 @@ def open_prepared(folder: str | Path, *, read_all: bool = False) -> Prepared:
         DamagedError: it is not what was written.
     """
     folder = Path(folder)
-    facts = read_record(folder / FACTS, sealed=True)
+    fix = f"delete {folder.parent}: the same command prepares it anew."
+    try:
+        facts = read_record(folder / FACTS, sealed=True)
+    except DamagedError as error:
+        raise DamagedError(f"{error} Fix: {fix}") from error
     if facts is None:
         raise ConfigError(f"{folder} holds no prepared data. Fix: prepare it anew.")
     wrong = differences(folder, facts.pop("files"), read_all=read_all)
     if facts["key"] != f"{folder.parent.name}/{folder.name}":
         wrong.append(f"{FACTS}: is of {facts['key']}")
     if wrong:
-        fix = f"delete {folder.parent}: the same command prepares it anew."
         raise DamagedError(report(f"{folder} is not what was written:", wrong, fix))
     return Prepared(folder=folder, **facts)
 
@@ -302,19 +307,23 @@ def _encoded(
             found["images"] = images_in(said)
         samples = encode(said, policy.kind, tokenizer)
         turns = [turn for part in (said.prompt, *said.answers) if isinstance(part, list) for turn in part]
-        found["unread"] = [*said.unread, *(f"messages.{n}" for n in unshown(tokenizer, turns, said.tools))]
+        found["unread"] = [
+            *said.unread,
+            *(f"messages.{n}" for n in hidden_fields(tokenizer, turns, said.tools)),
+        ]
         if policy.kind == "prompts":
             whole = row_of(record, said, tokenizer)
             found["row"], found["unread"] = json.dumps(whole, default=str), []  # rewards are given all of it
             for need in policy.needs:
                 NEEDS[need](whole)
-    except LineError as error:
-        return {**found, "reason": BROKEN, "why": str(error)[:LONGEST_WHY], "chat": False}
     except Exception as error:  # data can be anything; which line it is says more than a traceback
-        why = f"{type(error).__name__}: {error}"[:LONGEST_WHY]
+        why = str(error) if isinstance(error, LineError) else f"{type(error).__name__}: {error}"
+        why = why[:LONGEST_WHY].encode("utf-8", "backslashreplace").decode()  # it may quote half a character
         return {**found, "reason": BROKEN, "why": why, "chat": False}
-    if is_json(row) and has_nulls(record):
-        found["unread"] += [NULLS]
+    if is_json(row):
+        found["unread"] += [NULLS] if has_nulls(record) else []
+    else:  # whose objects have the fields of all, in one order and of one type
+        found["unread"] += [ORDER] if has_objects(record) else []
     texts = [said.prompt, *said.answers, *(text for text, _ in said.segments)]
     found["chat"], found["rendered"] = said.is_chat, not said.is_chat and is_rendered(tokenizer, *texts)
     is_prompt = policy.kind == "prompts"

@@ -55,15 +55,15 @@ def encode(said: Exchange, kind: str, tokenizer: DirectoryTokenizer) -> list[Sam
             spans += [(len(text), len(text) + len(part))] if is_learned else []
             text += part
         return [rendered(tokenizer, text, spans)]
-    if kind == "prompts" and said.prompt is not None:
-        return [_prompted(tokenizer, said)]
+    if kind == "prompts":
+        return [_ask(tokenizer, said)]
     if said.is_chat:
         found = [_talk(tokenizer, said, answer) for answer in said.answers]
     elif said.prompt is None:
         (text,) = said.answers
         if is_rendered(tokenizer, text):
             return [rendered(tokenizer, text, [(0, len(text))])]
-        return [_joined(tokenizer.begin, [*tokenizer.encode(text), tokenizer.eos])]
+        return [_join(tokenizer.begin, [*tokenizer.encode(text), tokenizer.eos])]
     elif is_rendered(tokenizer, said.prompt, *said.answers):
         # The end of a response that does not say its own is written as ever.
         end = tokenizer.hf.convert_ids_to_tokens(tokenizer.eos)
@@ -71,7 +71,7 @@ def encode(said: Exchange, kind: str, tokenizer: DirectoryTokenizer) -> list[Sam
         found = [rendered(tokenizer, text, [(len(said.prompt), len(text))]) for text in texts]
     else:
         begin = [*tokenizer.begin, *tokenizer.encode(said.prompt)]
-        found = [_joined(begin, [*tokenizer.encode_after(each), tokenizer.eos]) for each in said.answers]
+        found = [_join(begin, [*tokenizer.encode_after(each), tokenizer.eos]) for each in said.answers]
     if kind == "pairs":
         prompts = [ids[: int(np.argmax(learned))].tolist() for ids, learned in found]
         if np.array_equal(found[0][0], found[1][0]):
@@ -81,7 +81,7 @@ def encode(said: Exchange, kind: str, tokenizer: DirectoryTokenizer) -> list[Sam
     return found
 
 
-def _prompted(tokenizer: DirectoryTokenizer, said: Exchange) -> Sample:
+def _ask(tokenizer: DirectoryTokenizer, said: Exchange) -> Sample:
     """Tokenise a prompt as a model is asked it, and behind it the words of its answer."""
     if said.is_chat:
         ids = opening(tokenizer, _as_messages(said.prompt, "user"), said.tools, said.options)
@@ -89,9 +89,7 @@ def _prompted(tokenizer: DirectoryTokenizer, said: Exchange) -> Sample:
         ids = rendered(tokenizer, said.prompt, [])[0].tolist()
     else:
         ids = [*tokenizer.begin, *tokenizer.encode(said.prompt)]
-    return _joined(
-        ids, [t for words in said.answers for t in (*tokenizer.encode_after(words), tokenizer.eos)]
-    )
+    return _join(ids, [t for words in said.answers for t in (*tokenizer.encode_after(words), tokenizer.eos)])
 
 
 def row_of(record: Record, said: Exchange, tokenizer: DirectoryTokenizer) -> dict[str, Any]:
@@ -101,26 +99,30 @@ def row_of(record: Record, said: Exchange, tokenizer: DirectoryTokenizer) -> dic
     is a text that a chat template has rendered.
     """
     row = {name: value for name, value in record.items() if value is not None}
-    if said.prompt is None:
-        return row
     is_text = isinstance(said.prompt, str) and not said.is_chat and is_rendered(tokenizer, said.prompt)
     hidden = {*LEARNED, DETAIL}
     turns = [{n: v for n, v in turn.items() if n not in hidden} for turn in _as_messages(said.prompt, "user")]
     return {**row, "response": "".join(said.answers), "messages": None if is_text else turns}
 
 
-def last_number(text: str) -> float | None:
+def last_number(text: str, whole: bool = False) -> float | None:
     """Return the last number of a text; of one with "####", as GSM8K's answers have it, the number after it.
 
-    >>> last_number("3 and then 4"), last_number("5 + 5 #### 10"), last_number("#### x then 3")
-    (4.0, 10.0, None)
+    Args:
+        whole: nothing else stands behind "####", as behind that of a reference.
+
+    >>> last_number("3 and then 4"), last_number("5 + 5 #### -$10"), last_number("#### x then 3")
+    (4.0, -10.0, None)
     """
     _, mark, end = text.rpartition("####")
-    if mark:
-        found = re.fullmatch(NUMBER, end.strip().lstrip("$").rstrip("."))
-        return float(found[0].replace(",", "")) if found else None
-    found = re.findall(NUMBER, text)
-    return float(found[-1].replace(",", "")) if found else None
+    end = end.strip()
+    if not mark:
+        *_, found = [None, *re.finditer(NUMBER, text)]
+    elif whole:
+        found = re.fullmatch(NUMBER, end.rstrip("."))
+    else:
+        found = re.match(NUMBER, end)
+    return None if found is None else float(re.sub(r"[$,]", "", found[0]))
 
 
 def _need_response(row: Record) -> None:
@@ -130,14 +132,14 @@ def _need_response(row: Record) -> None:
 
 def _need_number(row: Record) -> None:
     _need_response(row)
-    if last_number(row["response"]) is None:
+    if last_number(row["response"], whole=True) is None:
         where = ' after "####"' if "####" in row["response"] else ""
         raise LineError(
             f"its response has no number{where}, which objective.reward=number compares answers with"
         )
 
 
-NUMBER = r"-?\d[\d,]*\.?\d*"
+NUMBER = r"(?:-?\$?|\$-)(?:\d[\d,]*(?:\.\d+)?|(?<![\w.])\.\d+)"
 NEEDS: Mapping[str, Callable[[Record], None]] = {"response": _need_response, "number": _need_number}
 
 
@@ -173,7 +175,7 @@ def _turn(message: Mapping[str, Any]) -> tuple[str, Any]:
     return message["role"], content.strip() if isinstance(content, str) else content
 
 
-def _joined(asked: Any, learned: list[int]) -> Sample:
+def _join(asked: Any, learned: list[int]) -> Sample:
     mask = np.repeat(np.array([0, 1], np.uint8), [len(asked), len(learned)])
     return np.array([*asked, *learned], np.uint32), mask
 
@@ -238,12 +240,22 @@ def images_in(said: Exchange) -> list[str]:
     """Return the images of a record as it writes them."""
     listed = said.images if isinstance(said.images, list) else [said.images] if said.images else []
     turns = [turn for part in (said.prompt, *said.answers) if isinstance(part, list) for turn in part]
-    return list(map(str, [*listed, *(p for turn in turns for p in parts(turn) if p.get("type") != "text")]))
+    return list(
+        map(
+            "{!s:.200}".format,
+            [*listed, *(p for turn in turns for p in parts(turn) if p.get("type") != "text")],
+        )
+    )
 
 
 def _path(image: Any, root: Path) -> str:
     named = image
     while isinstance(named, Mapping):  # {"type": "image_url", "image_url": {"url": ...}}
+        path = named.get("path")
+        if named.get("bytes") is not None and not (isinstance(path, str) and (root / path).is_file()):
+            raise LineError(
+                "images: bytes are not read; save each as a file, and write its path in their place"
+            )
         named = next((named[n] for n in PLACES if named.get(n)), None)
     if not isinstance(named, str) or not named or "://" in named or named.startswith("data:"):
         raise LineError(f"images: expected the path of a file, got {str(named)[:60]!r}")

@@ -16,7 +16,9 @@ from experiments.data.look import PARQUET, SEVERAL, look
 from fnshard.errors import MissingExtraError
 
 Dataset = Any  # `datasets.Dataset`
-LINE, JSON = "line", "json"  # columns of files of JSON: their records have fields of all kinds
+# Columns of files of JSON, whose records have fields of all kinds; no table has such names.
+LINE, JSON = "line of the file", "json of the line"
+DEEPEST = 100  # lists and objects in each other
 ROWS_A_PROCESS = 4096  # fewer rows are mapped sooner than another process starts
 
 
@@ -65,11 +67,11 @@ def rows_of(path: Path, work: Path) -> Dataset:
     try:
         if path.is_dir():
             name = path / "train" if (path / SEVERAL).is_file() else path
-            return _undecoded(datasets.load_from_disk(str(name)))
+            return _leave_encoded(datasets.load_from_disk(str(name)))
         with path.open("rb") as file:
             parquet = file.read(len(PARQUET)) == PARQUET
         if parquet:
-            return _undecoded(datasets.Dataset.from_parquet(str(path), cache_dir=str(work)))
+            return _leave_encoded(datasets.Dataset.from_parquet(str(path), cache_dir=str(work)))
         features = datasets.Features({LINE: datasets.Value("int64"), JSON: datasets.Value("large_binary")})
         rows = {"gen_kwargs": {"path": str(path)}, "features": features, "cache_dir": str(work)}
         return datasets.Dataset.from_generator(_records_of_json, **rows)
@@ -78,7 +80,7 @@ def rows_of(path: Path, work: Path) -> Dataset:
         raise ConfigError(f"{path} cannot be read: {type(cause).__name__}: {cause}.") from error
 
 
-def _undecoded(rows: Dataset) -> Dataset:
+def _leave_encoded(rows: Dataset) -> Dataset:
     """Return a table whose images and sounds are paths and bytes: reading it opens none."""
     datasets = library()
     for name, feature in rows.features.items():
@@ -119,14 +121,36 @@ def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
         LineError: its JSON is broken, or no object.
     """
     if not is_json(row):
-        return {name: value for name, value in row.items() if value is not None}
+        record = {name: value for name, value in row.items() if value is not None}
+        _check_values(record)
+        return record
     try:
         record = json.loads(row[JSON])
     except (ValueError, RecursionError) as error:
         raise LineError(f"is no JSON ({error})") from None
     if not isinstance(record, dict):
         raise LineError(f"holds a {type(record).__name__}, expected an object: {{...}}")
+    _check_values(record)
     return record
+
+
+def _check_values(record: Mapping[str, Any]) -> None:
+    """Refuse, in names and texts at any depth, what no file of the results could hold, and too much depth."""
+    level, depth = [(name, (name, value)) for name, value in record.items()], 0
+    while level:
+        depth += 1
+        if depth > DEEPEST:
+            raise LineError(f"{level[0][0]}: is nested more than {DEEPEST} deep")
+        below = []
+        for name, value in level:
+            if isinstance(value, Mapping):
+                below += [(name, each) for pair in value.items() for each in pair]
+            elif isinstance(value, list | tuple):
+                below += [(name, each) for each in value]
+            elif isinstance(value, str) and any("\ud800" <= sign <= "\udfff" for sign in value):
+                said = name.encode("utf-8", "backslashreplace").decode()
+                raise LineError(f"{said}: holds half of a surrogate pair")
+        level = below
 
 
 def mapped(rows: Dataset, function: Callable[..., Any], features: Mapping[str, Any], file: Path) -> Dataset:

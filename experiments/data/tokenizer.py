@@ -235,6 +235,12 @@ def open_directory(directory: str | Path) -> DirectoryTokenizer:
     templates = hf.chat_template.values() if isinstance(hf.chat_template, dict) else [hf.chat_template]
     if odd := [each for each in templates if each is not None and not isinstance(each, str)]:
         raise ConfigError(f"{folder}: chat_template: expected text, got {odd[0]!r:.60}.")
+    if isinstance(hf.chat_template, dict) and "default" not in hf.chat_template:
+        names = ", ".join(sorted(hf.chat_template)) or "none"
+        raise ConfigError(
+            f"{folder}: its chat templates are {names}, and none is the default. "
+            f"Fix: write one of them as chat_template into {CONFIG}, or name it default."
+        )
     plain = hf.chat_template is None
     if plain:
         hf.eos_token = hf.convert_ids_to_tokens(stops[0])

@@ -17,8 +17,8 @@ FORMATS = ("mmlu", "arc", "hellaswag", "gsm8k", "ceval", HARNESS)
 @configuration
 class EvaluateConfig:
     """`model`: a directory as of `experiments.finetune`. `tasks`: FORMAT:FILE or FORMAT:FILE:FILE, where the
-    second file has the `shots` that each question is asked after, its first records; or lm-eval:NAME, a task
-    of the package lm-eval.
+    second file has the `shots` that each question is asked after, the first of its subject that are not that
+    question itself; or lm-eval:NAME, a task of the package lm-eval.
 
     `limit`: questions of a task. `tokens`: the most of a generated answer. `rows`: of text that a rank
     computes at once. `ranks`: processes that share the work and the weights; null: two on a CPU, or as many

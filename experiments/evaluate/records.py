@@ -8,25 +8,18 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from experiments.configs.train import ConfigError
+from experiments.data.look import LOOKED, PARQUET, foreign
 from fnshard.errors import MissingExtraError
 
 Record = Mapping[str, Any]
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 HEADERLESS = (6, 12)  # columns of a row without a header: a question, four or ten choices, the letter
-# How files begin that are none of these, and what is to be done with them.
-FOREIGN: Mapping[bytes, str] = {
-    b"\x1f\x8b": "is compressed by gzip. Fix: gunzip it",
-    b"\x28\xb5\x2f\xfd": "is compressed by zstd. Fix: unzstd it",
-    b"PK\x03\x04": "is a zip or a spreadsheet. Fix: unpack it, or export it as CSV",
-    b"\xff\xfe": "is UTF-16. Fix: iconv -f UTF-16 -t UTF-8",
-    b"\xfe\xff": "is UTF-16. Fix: iconv -f UTF-16 -t UTF-8",
-}
-PARQUET = b"PAR1"
 
 
 class RecordError(ValueError):
@@ -39,16 +32,15 @@ def read_records(path: Path) -> Iterator[tuple[str, Record | RecordError]]:
     Raises:
         ConfigError: there is no such file, or it is of another kind.
     """
-    if not path.is_file():
-        what = "is a folder. Fix: name a file in it" if path.is_dir() else "there is no such file"
+    if not os.path.isfile(path):  # False of a name that is too long, too
+        what = "is a folder. Fix: name a file in it" if os.path.isdir(path) else "there is no such file"
         raise ConfigError(f"{path}: {what}.")
     data = path.read_bytes()
-    for begin, what in FOREIGN.items():
-        if data.startswith(begin):
-            raise ConfigError(f"{path}: {what}.")
     if data.startswith(PARQUET):
         yield from _rows_of_parquet(path)
         return
+    if what := foreign(data[:LOOKED]):
+        raise ConfigError(f"{path}: {what}")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

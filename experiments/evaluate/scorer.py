@@ -95,7 +95,7 @@ class Scorer:
 
     def pair(self, context: str, after: str) -> Pair:
         """Tokens of both; blanks at the end of a context are of what follows it. Where a token would span the
-        two, what follows is encoded alone: all of it is scored, and none of the context (as lm-eval does)."""
+        two, what follows is encoded alone: all of it is scored, and none of the context."""
         kept = context.rstrip()
         whole, first = self.encode(context + after), self.encode(kept)
         if whole[: len(first)] == first and len(whole) > len(first):

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from heapq import merge
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,13 @@ from typing import Any
 from experiments.configs.checks import attempt
 from experiments.configs.train import ConfigError
 from experiments.data.files import first_few
+from experiments.data.records import last_number
 from experiments.evaluate.records import LETTERS, Record, RecordError, read_records
 from experiments.evaluate.subjects import CEVAL_SUBJECTS
 from fnshard.errors import report
 
 STOPS = ("Question:", "</s>", "<|im_end|>")  # what ends a generated answer
 MARK = "####"  # what stands before the number of a right answer
-NUMBER = re.compile(r"-?\$?-?[0-9][0-9,]*(\.[0-9]+)?\.?|-?\$?\.[0-9]+")
 SHOWN = 10  # records of a file in an error
 
 
@@ -105,14 +106,17 @@ def task_of(text: str, shots: int = 0, limit: int | None = None) -> Task:
     every = {path: attempt(partial(read_questions, path, read), wrong) for path in paths}
     if wrong:
         raise ConfigError("\n".join(wrong))
+    # Of each subject the records that name it; a question that names none is asked after any.
+    by_subject: dict[str | None, list[int]] = {}
+    for number, known in enumerate(every[paths[-1]]):
+        by_subject.setdefault(known.subject, []).append(number)
     asked, questions = every[paths[0]][:limit], []
     for question in asked:
         words = opening(question.subject or re.sub(r"_(test|val|dev)$", "", paths[0].stem))
-        others = (
-            known
-            for known in every[paths[-1]]
-            if known.asked != question.asked and known.subject in (None, question.subject)
-        )
+        numbers = range(len(every[paths[-1]]))
+        if question.subject is not None:
+            numbers = merge(by_subject.get(None, []), by_subject.get(question.subject, []))
+        others = (known for n in numbers if (known := every[paths[-1]][n]).asked != question.asked)
         before = list(islice(others, shots))
         if len(before) < shots:
             about = f" about {question.subject!r}" if question.subject else ""
@@ -294,7 +298,7 @@ def _gsm8k(record: Record) -> Question:
     _, mark, right = answer.rpartition(MARK)
     if not mark:
         raise RecordError(f"answer: expected {MARK} before the number")
-    if not NUMBER.fullmatch(right.strip()):
+    if last_number(answer, whole=True) is None:
         raise RecordError(f"answer: expected one number after {MARK}, got {right.strip()!r:.80}")
     return Question(f"Question: {question}\nAnswer:", (), answer, None, _key(question))
 

@@ -9,11 +9,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 
@@ -39,6 +41,7 @@ from experiments.data.files import (
     read_record,
     write_record,
 )
+from experiments.data.model_files import read_model_config
 from experiments.data.tokenizer import ByteTokenizer, DirectoryTokenizer, open_directory
 from experiments.finetune import tasks
 from experiments.finetune.config import FinetuneConfig, FinetuneDataConfig, MethodConfig, ObjectiveConfig
@@ -114,7 +117,10 @@ def open_model(path: str | Path) -> tuple[LanguageModel, DirectoryTokenizer]:
     """
     wrong: list[str] = []
     lm = attempt(partial(from_directory, path), wrong)
-    tokenizer = attempt(partial(open_directory, path), wrong)
+    tokenizer, config = None, Path(path) / "config.json"
+    # A tokenizer is opened by config.json, too: what is wrong with it is said once.
+    if lm is not None or not config.is_file() or attempt(partial(read_model_config, config.parent), []):
+        tokenizer = attempt(partial(open_directory, path), wrong)
     if lm is not None:
         attempt(partial(check_weights, path, lm), wrong)
     if lm is not None and tokenizer is not None and tokenizer.vocab > lm.vocab:
@@ -200,8 +206,12 @@ def _is_whole(folder: Path) -> bool:
         file=sys.stderr,
         flush=True,
     )
-    shutil.rmtree(folder)
+    # Another process may read it, or be faster: it keeps what it has opened, and finds all of it or none.
+    aside = folder.with_name(f"{folder.name}.{uuid4().hex[:8]}.partial")
+    with suppress(FileNotFoundError):
+        folder.rename(aside)
     _digests(folder).unlink(missing_ok=True)
+    shutil.rmtree(aside, ignore_errors=True)
     return False
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import fnshard as fs
 from experiments.configs.train import ConfigError
 from experiments.data.files import read_json
-from experiments.data.model_files import attention_of, read_model_config
+from experiments.data.model_files import MEND, attention_of, read_model_config
 from experiments.finetune.architecture import (
     StatelessCache,
     cache_parameter,
@@ -320,16 +320,19 @@ def from_config(config: Any, dtype: torch.dtype = torch.float32) -> LanguageMode
     config = copy.deepcopy(config)  # transformers writes the dtype into it
     if getattr(config, "is_encoder_decoder", False):
         raise no_decoder(type(config).__name__, "it is an encoder with a decoder")
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    if type(config) not in kind._model_mapping:
+        raise no_decoder(type(config).__name__, "transformers has no model of it that writes texts")
     try:
         with fs.deferred():
-            kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
             how = {"attn_implementation": attention_of(config), "experts_implementation": None}
             model = kind.from_config(config, dtype=dtype, trust_remote_code=False, **how)
         return of(model)
     except ConfigError:
         raise
     except Exception as error:  # of every kind: a configuration may hold anything
-        raise no_decoder(type(config).__name__, _line(error)) from error
+        what = f"{type(error).__name__}: {_line(error)}"
+        raise ConfigError(report(f"config.json makes no {type(config).__name__}:", [what], MEND)) from error
 
 
 def from_directory(path: str | Path, dtype: torch.dtype = torch.float32) -> LanguageModel:
@@ -351,8 +354,8 @@ def from_directory(path: str | Path, dtype: torch.dtype = torch.float32) -> Lang
         raise ConfigError(_unreadable(folder, wrong))
     try:
         return from_config(read_model_config(folder), dtype)
-    except ConfigError as error:
-        raise ConfigError(_unreadable(folder, [str(error)])) from error
+    except ConfigError as error:  # which has its own way out
+        raise ConfigError(f"model={folder}: {error}") from error
 
 
 def check_weights(path: str | Path, lm: LanguageModel) -> None:

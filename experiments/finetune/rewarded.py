@@ -176,13 +176,12 @@ class RewardedBatches:
         return torch.from_numpy(draw.random((group, self.rollouts.length)))
 
     def _rewards(
-        self, examples: Sequence[Example], answers: Answers, records: Sequence[Mapping[str, Any]] = ()
+        self, examples: Sequence[Example], answers: Answers, records: Sequence[Mapping[str, Any]]
     ) -> dict[str, list[float]]:
         """Reward answers, by name of the reward.
 
         Args:
-            records: of the prompts, as `Prepared.row_of` has them; a prompt without one is known by its
-                tokens alone.
+            records: of the prompts, as `Prepared.row_of` has them.
         """
         if not examples:
             return {own.name: [] for own in self.rewards}
@@ -190,7 +189,7 @@ class RewardedBatches:
         plain = lambda ids: tokenizer.decode([t for t in ids if t not in ends])  # noqa: E731
         drawn = answers.texts()
         prompts, rows = [], []
-        for example, ids, record in zip(examples, drawn, records or [{}] * len(examples), strict=True):
+        for example, ids, record in zip(examples, drawn, records, strict=True):
             prompt, is_rendered = _prompt_text(tokenizer, example.prompt)
             row = {"response": plain(example.answer), **record, "prompt": prompt}
             if is_rendered:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -120,16 +121,24 @@ def _weighted(chosen: str | Mapping[str, Any], device: torch.device | str) -> We
         reward = made("objective.reward", how, partly=True)
         return Weighted(how[TARGET].rpartition(".")[2], reward, weight, control)
     name = str(how.pop("name", None))
-    if Path(name).is_dir():
+    if os.path.isdir(name):  # False of a name that is too long, too
+        if how or control:
+            said = ", ".join([*how, *(["control"] if control else [])])
+            raise ConfigError(
+                f"objective.reward={name}: {said}: a model reads the conversation in its own chat template. "
+                "Fix: leave it out; name and weight are known."
+            )
         return Weighted(Path(name).name, model_reward(name, device), weight)
     if name not in REWARDS:
         raise ConfigError(
-            f"objective.reward={name}: one of {', '.join(REWARDS)}, a mapping with _target_, or "
+            f"objective.reward={name:.200}: one of {', '.join(REWARDS)}, a mapping with _target_, or "
             "the directory of a model that gives a number."
         )
     try:
         inspect.signature(REWARDS[name]).bind((), (), (), **how)
         re.compile(how.get("pattern", ""))
+        if "most" in how and (type(how["most"]) is not int or how["most"] < 1):
+            raise TypeError("most: expected a whole number from 1")
     except (TypeError, re.error, RecursionError, OverflowError) as error:
         said = ", ".join(f"{key}={value!r}" for key, value in how.items())
         raise ConfigError(f"objective.reward={name}: {error}; said was {said or 'nothing'}.") from None
@@ -201,16 +210,26 @@ def checked(reward: Reward, prompts: Sequence[str], answers: Sequence[str], rows
         raise ConfigError(f"objective.reward: {describe(error)}") from error
     if len(found) != len(prompts):
         what = f"{len(found)} numbers for {len(prompts)} answers"
-        raise ConfigError(f"objective.reward: {what}, the first of them to {prompts[0]!r}.")
+        raise ConfigError(f"objective.reward: {what}, the first of them to {_short(prompts[0])}.")
     numbers, wrong = [], []
     for prompt, answer, value in zip(prompts, answers, found, strict=True):
         try:
             numbers.append(float(value))
         except (TypeError, ValueError):
-            wrong.append(f"{prompt!r} -> {answer!r}: {value!r}")
+            wrong.append(f"{_short(prompt)} -> {_short(answer)}: {_short(value)}")
     if wrong:
         raise ConfigError(report("objective.reward: expected numbers, got:", first_few(wrong, 10)))
-    wrong = [f"{prompts[n]!r} -> {answers[n]!r}: {v}" for n, v in enumerate(numbers) if not math.isfinite(v)]
+    wrong = [
+        f"{_short(prompts[n])} -> {_short(answers[n])}: {v}"
+        for n, v in enumerate(numbers)
+        if not math.isfinite(v)
+    ]
     if wrong:
         raise ConfigError(report("objective.reward: numbers that are not finite:", first_few(wrong, 10)))
     return numbers
+
+
+def _short(value: Any) -> str:
+    """Return a value as an error shows it: the end of a prompt says more of it than its beginning."""
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:40]}...{text[-77:]}"

@@ -1,6 +1,6 @@
 """Checkpoints that aef5a954 has written on two ranks restore bit for bit.
 
-`earlier/NAME/3` is the checkpoint, `expected.safetensors` next to it is what that version restored on one rank.
+`earlier/NAME/3` is the checkpoint. `expected.safetensors` next to it is what that version restored on one.
 """
 
 from __future__ import annotations

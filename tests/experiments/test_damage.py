@@ -32,6 +32,7 @@ from experiments.data.files import (
     DamagedError,
     checksum,
     commit_folder,
+    digests_of,
     read_record,
     read_sealed,
     write_record,
@@ -43,6 +44,7 @@ from experiments.data.shards import HEADER, SUMS, BLOCK_bytes, open_shards
 from experiments.data.windows import Windows
 from experiments.evaluate.run import answered
 from experiments.evaluate.tasks import Question, Task
+from experiments.finetune import base_models
 from experiments.finetune import job as finetune_job
 from experiments.finetune.base_models import directory_of
 from experiments.generate import read_config
@@ -477,12 +479,35 @@ def test_prepared_data_that_are_damaged_are_prepared_anew(subjects, tmp_path, ca
     assert subject.look(place) == expected and "prepared anew" in capsys.readouterr().err
     assert subject.look(place) == expected and capsys.readouterr().err == ""
     assert [p.name for p in place.iterdir()] == [train.parent.name]
+    facts = (train / "prepared.json").read_bytes()
+    for damage in (b"", facts[:-9], facts.replace(b"samples", b"sampled")):
+        (train / "prepared.json").write_bytes(damage)
+        with pytest.raises(DamagedError, match=rf"prepared.json[\s\S]*Fix: delete {train.parent}"):
+            open_prepared(train)
+        assert subject.look(place) == expected and "Fix" not in capsys.readouterr().err
     other = train.with_name("held_out")
     for a, b in ((train, "aside"), (other, "train"), (train.with_name("aside"), "held_out")):
         a.rename(a.with_name(b))
     with pytest.raises(DamagedError, match=r"is of \w+/held_out"):
         open_prepared(train)
     assert subject.look(place) == expected
+
+
+def test_a_damaged_base_goes_aside_before_it_is_deleted(tmp_path, monkeypatch):
+    """Another process that looks for it finds all of it or none."""
+    folder = tmp_path / "base"
+    folder.mkdir()
+    (folder / "a").write_text("a")
+    write_record(base_models._digests(folder), digests_of(folder))
+    assert base_models._is_whole(folder)
+    (folder / "a").write_text("b")
+    there = []
+    remove = shutil.rmtree
+    monkeypatch.setattr(
+        base_models.shutil, "rmtree", lambda *a, **k: (there.append(folder.exists()), remove(*a, **k))
+    )
+    assert not base_models._is_whole(folder) and there == [False]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_prepared_data_and_shards_are_on_the_disk_before_they_have_their_names(tmp_path, monkeypatch):

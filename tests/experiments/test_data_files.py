@@ -8,6 +8,7 @@ import json
 import lzma
 import pickle
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -111,13 +112,18 @@ WRONG = {
         (b'{"text": "a"', "is no JSON (Expecting ',' delimiter: line 2 column 1"),
         (b'{"text": "\xff"}', "is no JSON ('utf-8' codec can't decode byte 0xff in position 10"),
         (b"[" * 100_000, "is no JSON (maximum recursion depth"),
+        *((b'{"a":' * n + b"1" + b"}" * n, "a: is nested more than") for n in (300, 500)),
+        *((b'{"a":' * n + b"1" + b"}" * n, "") for n in (900, 980)),  # which the parser may refuse itself
+        (b'{"prompt": "a", "response": "b", "\\ud800": 1}', "\\ud800: holds half of a surrogate pair"),
+        (b'{"prompt": "a", "response": "b", "chat_template_kwargs": {"\\ud800": 1}}', "chat_template_kw"),
+        (b'{"prompt": "a", "response": "b", "images": ["\\ud800.png"]}', "images: holds half of a surrogate"),
         (b'["text"]', "holds a list, expected an object: {...}"),
         (b'{"text": "\\ud800"}', "text: holds half of a surrogate pair"),
         ({"a": 1}, "has none of 'messages', 'prompt' and 'response', "),
         ({"prompt": "a"}, "has none of "),
         ({"prompt": 3, "response": " \n"}, "prompt: expected a text, got int; response: is empty"),
         ({"prompt": "a", "response": None}, "response: expected a text, got null"),
-        ({"instruction": "", "input": 1, "output": "a"}, "instruction: is empty; input: expected a text"),
+        ({"instruction": "", "input": 1, "output": "a"}, "input: expected a text, got int"),
         ({"text": ["a"]}, "text: expected a text, got list"),
         ({"messages": []}, "messages: expected a list of messages, got an empty one"),
         ({"messages": ["hi", {"role": "assistant"}]}, "messages: [0]: expected an object with 'role' "),
@@ -184,7 +190,7 @@ def test_long_samples_are_cut_if_asked(prepared_from):
 def test_any_line_is_a_record_or_one_clear_error(byte_directory, line, kind):
     line = line if isinstance(line, bytes) else json.dumps(line).encode()
     try:
-        KINDS[kind](rows.record_of({"line": 1, "json": line}), byte_directory)
+        KINDS[kind](rows.record_of({rows.LINE: 1, rows.JSON: line}), byte_directory)
     except LineError as error:
         assert str(error)
 
@@ -194,6 +200,7 @@ def test_files_that_cannot_be_read(tmp_path, byte_directory):
     (tmp_path / "torn.json").write_text('[{"text": "a"}, ')
     (tmp_path / "torn.parquet").write_bytes(b"PAR1 and so on")
     cases = {
+        "a" * 300: r"a: there is no such file\. Fix: name a file: JSONL",
         "/dev/zero": r"/dev/zero: there is no such file\. Fix: name a file: JSONL",
         "": r": is a folder, and none of save_to_disk\. Fix",
         "empty.jsonl": r"empty\.jsonl cannot be read: .* no data",
@@ -234,12 +241,14 @@ OTHERS = {  # what is no file of records: what it is, and the way out
     "one object": (json.dumps({"data": MANY}).encode(), "'data' lists 60 records", "list"),
     "one object, indented": (json.dumps({"data": MANY}, indent=1).encode(), "'data' lists 60", "list"),
     "one object, large": (json.dumps({"data": MANY * 700}, indent=1).encode(), "lists 42000", "list"),
+    "one object, a long line": (json.dumps({"data": MANY * 700}).encode(), "lists 42000", "list"),
     "by name": (json.dumps({"1": MANY[0], "2": MANY[1]}).encode(), "a record under each name", "list"),
     "columns": (b'{"prompt": ["a", "b"], "response": ["c", "d"]}', "a list for each column", "read_json"),
     "indented": (json.dumps(MANY[0], indent=1).encode(), "over several lines", "one object a line"),
     "all indented": (b"\n".join(json.dumps(r, indent=1).encode() for r in MANY), "over several", "line"),
     "commas": (b",\n".join(json.dumps(r, indent=1).encode() for r in MANY), "commas", "[ before"),
     "python": (b"".join(f"{r}\n".encode() for r in MANY), "single quotes", "json.dumps"),
+    "turns": (json.dumps({"dialog": [USER, ASSISTANT]}).encode(), "'dialog'", "messages"),
     "texts": (b'["a",\n"b"]', "not of objects", "JSONL"),
     "an empty list": (b"[]", "empty list", "JSONL"),
 }  # fmt: skip
@@ -255,6 +264,31 @@ def test_what_is_no_file_of_records_is_one_error(byte_directory, tmp_path, name)
             prepare(tmp_path / name, byte_directory, policy, cache=tmp_path / "cache")
         head, fix = str(error.value).split("Fix: ")
         assert "\n" not in str(error.value) and str(tmp_path / name) in head and what in head and way in fix
+
+
+LONG = json.dumps({"text": "x" * (1 << 20) + "y"})
+LARGE = {  # whose beginning alone says little
+    "one long line": LONG,
+    "a long line first": f"{LONG}\n{LINES}",
+    "a long line behind a blank one": f"\n{LONG}\n",
+    "a long list": json.dumps([json.loads(LONG)]),
+    "a list": json.dumps([{"text": "x" * 99}] * 20_000),
+    "separators of lines in texts": '{"text": "a\u2028b\x85c\u2029d"}\n' * 2,
+    "a call that is no JSON": json.dumps(
+        {"messages": [USER, {"role": "function_call", "content": "no"}]}, indent=None
+    ),
+    **{
+        f"{n} deep": '{"text": "x", "a":' + '{"a":' * n + "1" + "}" * (n + 1)
+        for n in (300, 500, 900, 980, 20_000)
+    },
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_what_may_be_records_is_read_line_by_line(tmp_path, monkeypatch, name):
+    (tmp_path / "x.jsonl").write_text(LARGE[name])
+    monkeypatch.setattr(Path, "read_text", None)  # nor is any of it read whole
+    rows.readable(tmp_path / "x.jsonl")
 
 
 def test_folders_that_hold_something_else(byte_directory, tmp_path):
@@ -343,6 +377,18 @@ def test_other_formats_are_as_good_as_lines(prepared_from, tmp_path, byte_direct
     datasets.Dataset.from_dict({"text": ["a", ""], "line": ["x", "y"]}).to_parquet(tmp_path / "wrong.parquet")
     with pytest.raises(ConfigError, match=r"wrong\.parquet:2: text: is empty"):
         from_file("wrong.parquet")
+    datasets.Dataset.from_dict({"line": ["x"], "json": ["y"]}).to_parquet(tmp_path / "ours.parquet")
+    with pytest.raises(ConfigError, match=r"ours\.parquet:1: has none of .*'line', 'json'"):
+        from_file("ours.parquet")
+
+
+@pytest.mark.parametrize("image", [{"bytes": b"x"}, {"bytes": b"x", "path": "of_old.png"}])
+def test_images_that_are_bytes_in_a_table_are_named(tmp_path, byte_directory, image):
+    datasets = pytest.importorskip("datasets")
+    talk = {"messages": [USER, ASSISTANT], "images": [{"path": None, **image}]}
+    datasets.Dataset.from_list([talk]).to_parquet(tmp_path / "x.parquet")
+    with pytest.raises(ConfigError, match=r"x\.parquet:1: images: bytes[\s\S]*path"):
+        prepare(tmp_path / "x.parquet", byte_directory, RecordPolicy("samples", 99), cache=tmp_path / "cache")
 
 
 def test_a_part_of_a_file_is_held_out(prepared_from):

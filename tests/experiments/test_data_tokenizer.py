@@ -167,7 +167,7 @@ def test_what_assistants_wrote_is_learned(directory, source):
     ("source", "message"),
     [
         (
-            "{% for m in messages %}{{ m.content if messages | length < 4 }}{% endfor %}",
+            "{% for m in messages %}{{ m.content }}{{ '!' if messages | length > 3 }}{% endfor %}",
             r"before messages\[4\]",
         ),
         (

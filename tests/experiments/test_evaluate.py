@@ -304,6 +304,10 @@ BROKEN = {
     "bytes": ("ceval", b"q,a\n\xe9\n", "line 2: is no UTF-8"),
     "UTF-16": ("ceval", "q,a,b,c,d,A".encode("utf-16"), "is UTF-16. Fix: iconv"),
     "gzip": ("gsm8k", b"\x1f\x8b\x08", "is compressed by gzip. Fix: gunzip"),
+    "zstd": ("gsm8k", b"\x28\xb5\x2f\xfd", "is compressed by zstd. Fix: unzstd"),
+    "xz": ("gsm8k", b"\xfd7zXZ\0", "is compressed by xz. Fix: unxz"),
+    "pickle": ("gsm8k", b"\x80\x04\x95", "is a pickle. Fix: "),
+    "wide": ("ceval", "q,a,b,c,d,A\n".encode("utf-16-le"), "is UTF-16LE without a mark. Fix: iconv"),
     "half of Parquet": ("gsm8k", b"PAR1xxxx", "is damaged"),
 }
 
@@ -441,6 +445,26 @@ def test_shots_are_of_the_question_s_subject(tmp_path):
     for question in task_of(f"mmlu:{path}:{path}", shots=2).questions:
         about = question.subject.removeprefix("high_")
         assert f"about high {about}." in question.prompt and question.prompt.count(f"\n{about} ") == 3
+
+
+def test_a_question_of_no_subject_is_asked_after_any(tmp_path):
+    path = leave_records(tmp_path / "test.csv", "q?,w,x,y,z,C\n")
+    rows = [{**LISTED, "question": f"{s}?", "subject": s} for s in ("law", "art")]
+    shots = leave_records(tmp_path / "shots.json", json.dumps(rows))
+    (question,) = task_of(f"mmlu:{path}:{shots}", shots=2).questions
+    assert "law?" in question.prompt and "art?" in question.prompt
+    rows = [{**LISTED, "question": "any?"}, {**LISTED, "question": "law?", "subject": "law"}]
+    shots = leave_records(tmp_path / "shots.json", json.dumps([rows[1], rows[0]]))
+    asked = leave_records(
+        tmp_path / "asked.json", json.dumps([{**LISTED, "question": "b?", "subject": "law"}])
+    )
+    (question,) = task_of(f"mmlu:{asked}:{shots}", shots=2).questions
+    assert question.prompt.index("law?") < question.prompt.index("any?")  # as they stand in the file
+
+
+def test_a_name_that_is_too_long_is_no_file():
+    with pytest.raises(ConfigError, match="there is no such file"):
+        task_of(f"gsm8k:{'a' * 300}")
 
 
 def test_a_shuffled_question_is_the_same_question(tmp_path):

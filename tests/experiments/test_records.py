@@ -83,6 +83,29 @@ DOCUMENTED = {
          "tools": json.dumps([ADD])},
         CALLED,
     ),
+    # Databricks
+    "dolly": (
+        {"instruction": "a", "context": "b", "response": "c", "category": "closed_qa"}, "a\n\nb\n\n«c</s>»",
+    ),
+    "dolly, without": ({"instruction": "a", "context": "", "response": "c"}, "a\n\n«c</s>»"),
+    # What is empty is not there.
+    "an empty prompt": ({"prompt": "", "instruction": "a", "response": "b"}, "a\n\n«b</s>»"),
+    "an empty system": (
+        {"system": "", "system_prompt": "s", "prompt": "hi", "response": "yo"}, f"s:s</s>{TALK}",
+    ),
+    "no messages": ({"messages": [], "prompt": "a", "response": "b"}, "a«b</s>»"),
+    "an empty instruction": ({"instruction": "", "input": "a", "output": "b"}, "a\n\n«b</s>»"),
+    "an empty answer": ({"prompt": "a", "response": "", "output": "b"}, "a«b</s>»"),
+    # An answer beside the messages that ask for it.
+    "messages and an answer": ({"messages": [USER], "response": "yo"}, TALK),
+    "messages and an answer's message": ({"messages": [USER], "completion": [ASSISTANT]}, TALK),
+    "longer messages and an answer": (
+        {"messages": [USER, ASSISTANT, user("b")], "response": "c"}, f"{TALK}u:b</s>a:«c</s>»",
+    ),
+    "two forms that say the same": (
+        {"messages": [USER, ASSISTANT], "prompt": "hi", "response": "yo", "text": "u: hi a: yo"}, TALK,
+    ),
+    "a short answer": ({"messages": [USER, ASSISTANT], "question": "hi", "answer": "3"}, TALK),
     # ms-swift
     "swift loss": (
         {"messages": [user("hi"), said("no", loss=False), user("b"), said("right", loss=True)]},
@@ -206,6 +229,8 @@ PAIRS = {
 PROMPTS = {
     "trl": ({"prompt": [USER]}, "u:hi</s>a:"),
     "text": ({"prompt": "hi"}, "hi"),
+    "a whole text": ({"text": "hi", "answer": "3"}, "hi«3</s>»"),
+    "dolly": ({"instruction": "a", "context": "b", "response": "c"}, "a\n\nb\n\n«c</s>»"),
     "swift": ({"messages": [SYSTEM, USER], "solution": "3"}, "s:Be brief.</s>u:hi</s>a:«3</s>»"),
     "the last is the answer": ({"messages": [USER, said("a"), user("b"), said("c")]},
                                "u:hi</s>a:a</s>u:b</s>a:«c</s>»"),
@@ -248,6 +273,14 @@ def test_documented_prompts(chat, name):
         ({"messages": [USER, said("a", weight=0.5)]}, ["messages", "[1]", "weight=0.5"]),
         ({"messages": [USER, said("a", weight=1, train=False)]}, ["[1]", "weight and train"]),
         ({"messages": [USER, said("a", train_detail=[{}])]}, ["[1]", "train_detail"]),
+        *(({"messages": [USER, said("abc", train_detail=[
+            {"begin_offset": 0, "end_offset": 2, "train": True, name: value}])]},
+           ["[1]", "train_detail", name])
+          for name, value in (("end_offset", 40), ("begin_offset", -10), ("end_offset", 1.5),
+                              ("end_offset", "2"), ("begin_offset", True), ("begin_offset", 3),
+                              ("train", "no"), ("train", 1))),
+        ({"messages": [user([{"type": "text", "text": "b"}], train_detail=[
+            {"begin_offset": 0, "end_offset": 0, "train": True}]), ASSISTANT]}, ["[0]", "train_detail"]),
         ({"messages": [USER, said("a", weight=0)]}, ["weight"]),
         ({"messages": [USER, said("a", reasoning_content="hm")]}, ["reasoning_content", "content"]),
         ({"messages": [USER, ASSISTANT], "tools": "not JSON"}, ["tools"]),
@@ -255,6 +288,7 @@ def test_documented_prompts(chat, name):
         ({"messages": [USER, {**CALL, "content": "let me see"}, ASSISTANT]}, ["let me see"]),
         ({"messages": [USER, ASSISTANT], "chat_template_kwargs": 1}, ["chat_template_kwargs"]),
         ({"messages": [USER, ASSISTANT], "chat_template_kwargs": {"unknown": 1}}, ["unknown"]),
+        ({"messages": [USER, ASSISTANT], "chat_template_kwargs": {"messages": "x"}}, ["messages: is"]),
         ({"messages": [USER, ASSISTANT], "chat_template_kwargs": {"chat_template": "x"}}, ["chat_template"]),
         ({"messages": [USER, {**CALL, "tool_calls": [{"function": {"name": "add", "arguments": "a"}}]}]},
          ["tool_calls", "arguments"]),
@@ -265,6 +299,13 @@ def test_documented_prompts(chat, name):
         ({"prompt": "<s>a", "response": "b", "system": "s"}, ["<s>"]),
         ({"question": "", "answer": "3"}, ["question"]),
         ({"context": "c", "question": "a", "answer": "b"}, ["context"]),
+        *(({asked: "a", name: "c", "response": "b"}, [name])
+          for asked in ("prompt", "query", "question", "instruction")
+          for name in ("context", "article", "passage", "choices")
+          if (asked, name) != ("instruction", "context")),
+        ({"instruction": "a", "input": "b", "context": "c", "output": "d"}, ["context"]),
+        ({"prompt": "hi", "response": "yo", "messages": [USER, said("no")]}, ["messages", "prompt and resp"]),
+        ({"prompt": "hi", "response": "yo", "text": "another"}, ["text", "prompt and response"]),
         ({"images": 5, "prompt": "a", "response": "b"}, ["images"]),
         ({"images": 5}, ["images"]),
     ],
@@ -313,6 +354,24 @@ def test_tables_and_lines_give_equal_tokens(chat, tmp_path):
         every = [[marked(chat, *data.sample(n)) for n in range(data.samples)] for data in found]
         assert every[0] == every[1] == every[2] and len(every[0]) == len(of_file)
     assert '«f({"a": null})' in every[0][0]
+
+
+def test_objects_whose_order_is_the_tables_are_a_counted_line(chat, tmp_path, capsys):
+    """A column of objects has one order of fields, and one type of each; JSON in a text keeps its own."""
+    datasets = pytest.importorskip("datasets")
+    arguments = [{"b": 1, "a": 2}, {"a": 1, "b": 2.5}]
+    for name, change in (("objects", dict), ("texts", json.dumps)):
+        records = [
+            {"messages": [USER, {"role": "assistant", "tool_calls": [of("f") | {
+                "function": {"name": "f", "arguments": change(each)}}]}]}
+            for each in arguments
+        ]  # fmt: skip
+        datasets.Dataset.from_list(records).to_parquet(tmp_path / name)
+        data = prepare(tmp_path / name, chat, RecordPolicy("samples", 999), cache=tmp_path / "cache")[0]
+        every = [marked(chat, *data.sample(n)) for n in range(2)]
+        kept = all(json.dumps(each) in text for each, text in zip(arguments, every, strict=True))
+        assert kept is (name == "texts")
+        assert ("order and types" in str(data)) is (name == "objects")
 
 
 def test_nulls_that_a_table_would_not_have_are_counted(chat, tmp_path, capsys):
@@ -380,6 +439,118 @@ def test_tools_that_a_template_loses_are_refused(directory):
         written(tokenizer, {"messages": [USER, ASSISTANT], "tools": [ADD["function"]]})
 
 
+# Templates of the kinds that models come with, in short.
+QWEN = (
+    "{% if tools %}[tools]{% for t in tools %}{{ t | tojson }}{% endfor %}</s>{% endif %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'user' or m.role == 'system' or (m.role == 'assistant' and not m.tool_calls) %}"
+    "[{{ m.role }}]{{ m.content }}</s>{% elif m.role == 'assistant' %}[assistant]{% if m.content %}"
+    "{{ m.content }}{% endif %}{% for c in m.tool_calls %}{% set c = c.function %}"
+    '<call>{"name": "{{ c.name }}", "arguments": {{ c.arguments | tojson }}}{% endfor %}</s>'
+    "{% elif m.role == 'tool' %}[user]{{ m.content }}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+FAMILIES = {
+    "qwen2.5": QWEN,
+    "qwen3": QWEN.replace(
+        "{% for m in messages %}",
+        "{% set ns = namespace(last=messages|length - 1) %}{% for m in messages[::-1] %}"
+        "{% if m.role == 'user' and m.content is string and not m.content.startswith('<tool_response>') and "
+        "ns.last == messages|length - 1 %}{% set ns.last = messages|length - 1 - loop.index0 %}{% endif %}"
+        "{% endfor %}{% for m in messages %}",
+    ),
+    "llama3": (
+        "{% if messages[0].role == 'system' %}{% set system = messages[0].content | trim %}"
+        "{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}[system]{{ system }}</s>"
+        "{% for m in messages %}{% if not (m.role == 'ipython' or m.role == 'tool' or 'tool_calls' in m) %}"
+        "[{{ m.role }}]{{ m.content | trim }}</s>{% elif 'tool_calls' in m %}"
+        "{% if not m.tool_calls|length == 1 %}{{ raise_exception('single calls') }}{% endif %}[assistant]"
+        "{% set c = m.tool_calls[0].function %}"
+        '{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}</s>'
+        "{% else %}[ipython]{% if m.content is mapping or m.content is iterable %}{{ m.content | tojson }}"
+        "{% else %}{{ m.content }}{% endif %}</s>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    ),
+    "phi3": (
+        "{% for m in messages %}{% if m.role == 'user' %}[user]{{ m.content }}</s>"
+        "{% elif m.role == 'assistant' %}[assistant]{{ m.content }}</s>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    ),
+    "mistral": (
+        "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}"
+        "{% set rest = messages[1:] %}{% else %}{% set system = '' %}{% set rest = messages %}{% endif %}"
+        "{% set ns = namespace(n=0) %}{% for m in rest %}{% if m.role in ('user', 'assistant') and not "
+        "m.tool_calls %}{% if (m.role == 'user') != (ns.n % 2 == 0) %}{{ raise_exception('alternate') }}"
+        "{% endif %}{% set ns.n = ns.n + 1 %}{% endif %}{% endfor %}"
+        "{% for m in rest %}{% if m.role == 'user' %}[INST]{% if loop.first and system %}{{ system }}\n"
+        "{% endif %}{{ m.content }}[/INST]{% elif m.tool_calls %}[CALLS]{% for c in m.tool_calls %}"
+        "{{ c.function | tojson }}{% endfor %}</s>{% elif m.role == 'assistant' %}{{ m.content }}</s>"
+        "{% elif m.role == 'tool' %}[RESULT]{{ m.content }}[/RESULT]{% else %}"
+        "{{ raise_exception('Only user and assistant roles') }}{% endif %}{% endfor %}"
+    ),
+    "deepseek": (
+        "{% set ns = namespace(system='') %}{% for m in messages %}{% if m.role == 'system' %}"
+        "{% set ns.system = ns.system + m.content %}{% endif %}{% endfor %}{{ ns.system }}"
+        "{% for m in messages %}{% if m.role == 'user' %}[user]{{ m.content }}{% endif %}"
+        "{% if m.role == 'assistant' and m.tool_calls %}[assistant]{% for c in m.tool_calls %}"
+        "{% if m.content is none %}{{ c.function.name + ':' + c.function.arguments }}{% else %}"
+        "{{ m.content + c.function.name + ':' + c.function.arguments }}{% endif %}{% endfor %}</s>"
+        "{% elif m.role == 'assistant' %}[assistant]{{ m.content.split('</think>')[-1] }}</s>{% endif %}"
+        "{% if m.role == 'tool' %}[out]{{ m.content }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    ),
+}
+FUNCTION = [USER, CALL, {"role": "function", "name": "add", "content": "42 apples"}, said("two")]
+TALKS = {  # what each kind of template shows of it, or why it is refused
+    "plain": [USER, ASSISTANT],
+    "User": [user("hi", role="User"), said("yo", role="Assistant")],
+    "system": [SYSTEM, USER, ASSISTANT],
+    "developer": [{"role": "developer", "content": "Be brief."}, USER, ASSISTANT],
+    "tool": [USER, CALL, {"role": "tool", "content": "42 apples"}, said("two")],
+    "function": FUNCTION,
+    "ipython": [*FUNCTION[:2], {"role": "ipython", "content": "42 apples"}, FUNCTION[3]],
+    "input": [USER, {"role": "input", "content": "quietly"}, ASSISTANT],
+    "beside a call": [USER, {**CALL, "content": "let me see"}, {"role": "tool", "content": "2"}, said("two")],
+    "thoughts": [USER, said("<think>hm</think>yo"), user("b"), said("c")],
+    "two systems": [SYSTEM, {"role": "system", "content": "quietly"}, USER, ASSISTANT],
+}
+LOST = {  # the talks that a kind of template does not show whole
+    "qwen2.5": ("input",),
+    "qwen3": ("input",),
+    "llama3": ("beside a call",),
+    "phi3": ("system", "developer", "tool", "function", "ipython", "input", "beside a call", "two systems"),
+    "mistral": ("input", "beside a call", "two systems"),
+    "deepseek": ("input",),
+}
+
+
+@pytest.mark.parametrize("kind", ["samples", "prompts"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_message_is_shown_or_refused(directory, family, kind):
+    """A template that knows no such role writes nothing of it; some roles are others by another name."""
+    template = {"eos_token": "</s>", "chat_template": FAMILIES[family]}
+    tokenizer = open_directory(directory(tokenizer_config=template))
+    lost = []
+    for name, talk in TALKS.items():
+        try:
+            (text,) = written(tokenizer, {"messages": talk}, kind)
+        except LineError as error:
+            assert "template" in str(error)
+            lost.append(name)
+            continue
+        for message in talk:
+            assert (message["content"] or "add").rpartition("</think>")[2] in text
+    assert tuple(lost) == LOST[family]
+
+
+def test_a_tokenizer_without_a_default_template_is_one_error(directory):
+    named = [{"name": "tool_use", "template": TEMPLATE}, {"name": "rag", "template": TEMPLATE}]
+    with pytest.raises(ConfigError, match=r"rag, tool_use[\s\S]*Fix"):
+        open_directory(directory(tokenizer_config={"eos_token": "</s>", "chat_template": named}))
+    named[0]["name"] = "default"
+    open_directory(directory(tokenizer_config={"eos_token": "</s>", "chat_template": named}))
+
+
 # ------------------------------------------------------------------ what rewards compare with
 
 
@@ -388,6 +559,8 @@ def test_tools_that_a_template_loses_are_refused(directory):
     [
         ({"question": "a", "answer": "so #### 1,204"}, "number", True),
         ({"question": "a", "answer": "it is 3."}, "number", True),
+        ({"question": "a", "answer": "#### 72 apples"}, "number", False),
+        ({"question": "a", "answer": "#### -$5"}, "number", True),
         ({"question": "a", "answer": "#### "}, "number", False),
         ({"question": "a", "answer": "#### x then 3"}, "number", False),
         ({"question": "a", "answer": "three"}, "number", False),
@@ -421,6 +594,15 @@ def test_the_last_number_of_a_text():
         "#### x then 3": None,
         "none": None,
         "5 ####": None,
+        "#### -$5": -5,
+        "#### $-5": -5,
+        "#### .5": 0.5,
+        "it is -.5": -0.5,
+        "#### 72 apples": 72,
+        "so 1,204.50.": 1204.5,
+        "section v.5": 5,
     }
     assert {text: last_number(text) for text in numbers} == numbers
+    strict = {"#### 72 apples": None, "#### -$5.": -5, "#### .5": 0.5, "72 apples": 72}
+    assert {text: last_number(text, whole=True) for text in strict} == strict
     assert set(NEEDS) == {"response", "number"} and all(NAMES.values())

@@ -203,6 +203,7 @@ def test_a_reward_of_ones_own_is_named_by_its_path() -> None:
     assert made.name == "ones" and checked(made.reward, ["p"], ["a"], row("")) == [0.25]
     for wrong, message in {
         "exakt": "exakt: one of exact",
+        "a" * 300: "one of exact",
         ("exact", "exact"): "rewards of different names, not exact, exact",
         (): "rewards of different names, not none",
     }.items():
@@ -212,6 +213,30 @@ def test_a_reward_of_ones_own_is_named_by_its_path() -> None:
         rewards_of({"_target_": "nowhere.at_all"})
     with pytest.raises(ConfigError, match="weight=heavy: expected a number"):
         rewards_of({"name": "exact", "weight": "heavy"})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "keys"),
+    [
+        ({"name": "length", "most": "x"}, ["length", "most"]),
+        ({"name": "length", "most": -5}, ["length", "most"]),
+        ({"name": "length", "most": True}, ["length", "most"]),
+        ({"name": "FOLDER", "wieght": 2}, ["wieght"]),
+        ({"name": "FOLDER", "control": True}, ["control"]),
+        ({"name": "FOLDER", "most": 2}, ["most"]),
+    ],
+)
+def test_no_word_of_a_reward_is_passed_over(tmp_path, wrong, keys):
+    with pytest.raises(ConfigError) as error:
+        rewards_of({**wrong, "name": wrong["name"].replace("FOLDER", str(tmp_path))})
+    assert all(key in str(error.value) for key in keys) and "config.json" not in str(error.value)
+
+
+def test_errors_of_a_reward_show_the_ends_of_long_prompts():
+    for reward in (lambda *_: ["x"], lambda *_: [float("nan")], lambda *_: []):
+        with pytest.raises(ConfigError) as error:
+            checked(reward, ["long " * 9999 + "asked?"], ["said " * 9999], row(""))
+        assert len(str(error.value)) < 600 and "asked?" in str(error.value)
 
 
 def test_a_reward_model_is_a_directory(model, tmp_path):

@@ -9,7 +9,7 @@ import pickle
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from experiments.cli.validation import validate
 from experiments.configs.checks import ConfigError, targets_in
 from experiments.data import chat, shards
 from experiments.data.files import read_json
+from experiments.data.model_files import wrong_numbers
 from experiments.data.prepared import open_prepared
 from experiments.data.tokenizer import load_tokenizer, open_directory
 from experiments.evaluate import run as evaluation
@@ -280,6 +281,14 @@ RUNS: dict[str, Callable[[Path], None]] = {
 }  # fmt: skip
 
 
+def test_a_run_whose_data_are_not_prepared_is_one_error(guarded: Path) -> None:
+    folder = leave_run(guarded / "run")
+    values = asdict(compose("run.device=cpu", "mesh.shard=1", spec=job.SPEC))
+    config_yaml(json.dumps({**values, "data": {**values["data"], "train": None, "held_out": None}}))(folder)
+    with pytest.raises(ConfigError, match=r"data\.train"):
+        generate(GenerateConfig(run=str(folder)))
+
+
 @pytest.mark.parametrize("what", RUNS)
 def test_nothing_in_the_folder_of_a_run_runs(guarded: Path, what: str) -> None:
     from experiments.compare import outcome
@@ -363,6 +372,32 @@ def test_a_damaged_configuration_of_a_model_is_one_error(tmp_path: Path, key: st
         with pytest.raises(ConfigError) as error:
             open_model(tmp_path)
         assert str(tmp_path) in str(error.value) and len(str(error.value)) < 4000
+        assert str(error.value).count("Fix: ") == 1 and "fast tokenizer" not in str(error.value)
+        assert key != "hidden_act" or "Error: " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "wrong"),
+    [
+        ({"num_labels": 3_000_000}, ["num_labels"]),
+        ({"n_routed_experts": 10**9}, ["n_routed_experts"]),
+        ({"num_experts": 10**6}, ["num_experts"]),
+        ({"encoder_layers": 10**5}, ["encoder_layers"]),
+        ({"text_config": {"moe_num_experts": 10**9}}, ["text_config.moe_num_experts"]),
+        ({"hidden_sizes": [8, 10**9], "unknown": -(10**12)}, ["hidden_sizes[1]", "unknown"]),
+        ({"parts": [{"depths": [2, 10**5]}]}, ["parts[0].depths[1]"]),
+        # What a base's own file has is no number that makes anything, or says that there are none.
+        ({"eos_token_id": [10**9], "bos_token_id": 10**9, "image_token_index": 10**9, "seed": 10**12}, []),
+        ({"rope_theta": 10**9, "rope_parameters": {"rope_theta": 10**9}, "use_cache": True}, []),
+        ({"num_local_experts": 0, "num_experts_per_tok": 0, "sliding_window": 0}, []),
+        ({"num_local_experts": 8, "num_experts_per_tok": 0}, ["num_experts_per_tok"]),
+        ({"num_local_experts": 2, "num_experts_per_tok": 3}, ["num_experts_per_tok"]),
+    ],
+)
+def test_numbers_that_would_be_built_for_hours_are_refused(tmp_path: Path, values: Any, wrong: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    found = wrong_numbers(tmp_path / "config.json")
+    assert [line.partition("=")[0] for line in found] == wrong
 
 
 DEEP = '{"a":' * 100_000
