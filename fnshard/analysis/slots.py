@@ -211,15 +211,20 @@ class Numbers(TorchDispatchMode):
 
 
 @contextmanager
-def fakes(numbers: Numbers | None = None) -> Iterator[None]:
+def fakes(numbers: Numbers | None = None, without_data: FakeTensorMode | None = None) -> Iterator[None]:
     """Tensors that are made have no data; real ones may be read.
 
     Args:
         numbers: the mode that computes these.
+        without_data: the mode of the fakes, of `fake_mode`; one for many uses saves its making.
     """
-    without_data = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-    with without_data, numbers or Numbers(), torch.no_grad():
+    with without_data or fake_mode(), numbers or Numbers(), torch.no_grad():
         yield
+
+
+def fake_mode() -> FakeTensorMode:
+    """Make a mode for `fakes`. It takes some 10 ms."""
+    return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
 
 def _numbers(device: torch.device) -> StepInfo:

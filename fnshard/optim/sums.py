@@ -21,8 +21,8 @@ def sum_squares(tensors: Sequence[Tensor]) -> Tensor:
     Pieces are summed in fp32 (in fp64 where a tensor has that), and these sums added in fp64. At most a small
     part of a tensor is copied at a time.
 
-    >>> sum_squares([torch.ones(3), torch.full((2, 2), 2.0)])
-    tensor(19., dtype=torch.float64)
+    >>> sum_squares([torch.ones(4), torch.full((2, 2), 2.0)])
+    tensor(20., dtype=torch.float64)
     """
     wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     norms: list[Tensor] = []  # of pieces, each [n]
@@ -63,8 +63,8 @@ def _parts(tensor: Tensor, copied: bool) -> Sequence[Tensor]:
 def matrix_norm(matrix: Tensor) -> Tensor:
     """Return the Frobenius norm of each matrix [..., M, N], [..., 1, 1] in fp64, to within 1e-6.
 
-    >>> matrix_norm(torch.ones(2, 3, 3))[:, 0, 0]
-    tensor([3., 3.], dtype=torch.float64)
+    >>> matrix_norm(torch.ones(2, 4, 4))[:, 0, 0]
+    tensor([4., 4.], dtype=torch.float64)
     """
     width, wide = matrix.shape[-1], torch.promote_types(matrix.dtype, torch.float32)
     piece = max((d for d in range(1, PIECE + 1) if width % d == 0), default=1)

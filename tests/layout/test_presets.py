@@ -73,5 +73,5 @@ def test_policy_goes_to_all_leaves_and_an_unknown_field_is_refused() -> None:
     assert (spec.compute_dtype, spec.reduce_dtype, spec.storage_dtype) == (
         torch.bfloat16, torch.float32, torch.float32,
     )  # fmt: skip
-    with pytest.raises(TypeError, match="param_dtype"):
+    with pytest.raises(fs.SpecError, match="param_dtype"):
         fs.presets.full_shard(params, MESH, param_dtype=torch.bfloat16)
