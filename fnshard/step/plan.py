@@ -91,7 +91,8 @@ _EXPECTED = {
     ),
     "overlap": counts(0, "a whole number of kernels"),
     "passes": (
-        lambda v: v is None or all(map(callable, v)), "functions from a schedule to a schedule, or None"
+        lambda v: v is None or (isinstance(v, tuple) and all(map(callable, v))),
+        "a list of functions from a schedule to a schedule, fs.passes.default() + [mine], or None",
     ),
     "cache": counts(1, "a whole number of batch shapes"),
     "timeout": (lambda v: is_number(v) and v > 0, "seconds, more than 0"),

@@ -578,7 +578,7 @@ def shard_step(
             "shard_step(passes=) takes the place of prefetch= and overlap=, and both are given.",
             fix="passes=fs.passes.default(prefetch=(2, 2), overlap=1) + [mine].",
         )
-    own = None if passes is None else tuple(passes)
+    own = tuple(passes) if isinstance(passes, list | tuple) else passes
     chosen = Options(
         accumulate, accumulate_mode,
         LowerOptions(depth, later, own, remat, saved, residual, context_attention, expert_capacity),
