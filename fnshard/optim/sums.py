@@ -24,13 +24,14 @@ def sum_squares(tensors: Sequence[Tensor]) -> Tensor:
     >>> sum_squares([torch.ones(4), torch.full((2, 2), 2.0)])
     tensor(20., dtype=torch.float64)
     """
+    tensors = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
     wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     norms: list[Tensor] = []  # of pieces, each [n]
     rest: list[Tensor] = []
     buffer: Tensor | None = None
     for tensor in tensors:
         # An accelerator's kernel sums by blocks, and takes all leaves in one launch.
-        if tensor.numel() <= PIECE or not tensor.is_cpu or tensor.is_complex():
+        if tensor.numel() <= PIECE or not tensor.is_cpu:
             rest.append(tensor)
             continue
         for part in _parts(tensor, copied=tensor.dtype != wide):
@@ -46,6 +47,8 @@ def sum_squares(tensors: Sequence[Tensor]) -> Tensor:
                 rest.append(tail.clone() if copied else tail)  # the next part comes to where it lies
     if rest:
         norms.append(torch.stack(torch._foreach_norm(rest, 2, dtype=wide)))
+    if not norms:
+        return torch.zeros((), dtype=torch.float64)
     return torch.cat(norms).double().square().sum()
 
 

@@ -247,3 +247,9 @@ def test_our_optimizers_keep_what_they_promise(name: str) -> None:
         for dim, size in enumerate(shape):
             block = [-(-size // 2) if d == dim else n for d, n in enumerate(shape)]
             assert 0 in shape or mixing_ops(rule, path, shape, block, torch.float32) == []
+
+
+def test_settings_that_cannot_be_hashed_are_refused() -> None:
+    own = replace(rule_of(lambda grad, param, info: grad), settings=lambda path: [path])
+    with pytest.raises(OptimizerError, match=r"settings\('w'\).*(?s:.*)tuple"):
+        lowered(own, LayoutSpec(P("shard")), shard=2)
