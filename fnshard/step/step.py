@@ -87,7 +87,7 @@ class Step(Compiled):
         self.optimizer = optimizer
         self._chosen_scale: LossScale | None = None
         self._checked_slots: Any = None
-        self._warned_of_nan = False
+        self._warned_of_nan = self._checked_updates = False
         self._check_optimizer()
 
     def __repr__(self) -> str:
@@ -296,8 +296,7 @@ class Step(Compiled):
         """
         other = Step(self.fn, self.specs, self.mesh, self.optimizer, replace(self.options, **options))
         if other.options == self.options:  # it runs the very kernels of this one
-            for name in ("programs", "lock"):
-                setattr(other._cache, name, getattr(self._cache, name))
+            other._cache.share(self._cache)
         other._runner.rank.agreement = self._runner.rank.agreement
         other._runner.compares_replicas = False  # one may hold the NaN that is looked for
         other._warned_of_nan = True  # and whoever replays reports it
@@ -331,13 +330,14 @@ class Step(Compiled):
     def _slots(self) -> Slots:
         return slots_of(self.optimizer, self.resolved.stored, self.mesh)
 
-    @cached_property
-    def _is_suited(self) -> bool:
-        """Whether the optimizer may update these leaves: it is, or an OptimizerError says where not."""
+    def _check_updates(self) -> None:
+        """Refuse, once, an optimizer that may not update these leaves; warn where its updates are lost."""
+        if self._checked_updates:
+            return
         check_elementwise(self.optimizer, self.resolved.paired, self.mesh)
         if self.mesh.rank == 0:
             warn_of_lost_updates(self.optimizer, self.resolved.paired)
-        return True
+        self._checked_updates = True
 
     @property
     def _scale(self) -> LossScale:
@@ -360,7 +360,7 @@ class Step(Compiled):
                 {p: len(specs[p].shape) for p in self.resolved.trainable if split(specs[p].optimizer.axes)},
             )
             _ = self._slots  # refuses those that the layouts cut in two
-            _ = self._is_suited
+            self._check_updates()
 
     def _check_slots(self, state: dict[str, dict[str, Tensor]]) -> None:
         found = [(p, n, v.shape, v.dtype, v.device) for p, own in state.items() for n, v in own.items()]
