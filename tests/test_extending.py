@@ -263,6 +263,8 @@ def reduces_nothing(schedule: Any) -> Any:
         ({"passes": [*fs.passes.default(), reduces_nothing]}, ScheduleError, "the pass reduces_nothing"),
         ({"passes": [print]}, ScheduleError, r"the pass print returns NoneType.*Fix: return schedule\."),
         ({"passes": ["prefetch"]}, SpecError, "passes=.*functions from a schedule"),
+        ({"passes": print}, SpecError, r"passes=.*functions from a schedule.*\[mine\]"),
+        ({"passes": 3}, SpecError, "passes=.*functions from a schedule"),
         ({"passes": fs.passes.default(), "prefetch": 2}, SpecError, r"Fix: passes=.*default\(prefetch"),
     ],
     ids=lambda value: None,

@@ -24,7 +24,7 @@ from fnshard.errors import OptimizerError, StateError, leaves
 from fnshard.layout.partition import block_shape, like_leaf, slot_layout
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
-from fnshard.optim.contract import Optimizer, StepInfo, wire_dtype
+from fnshard.optim.contract import Optimizer, StepInfo, setting_key, wire_dtype
 from fnshard.runtime.executor.control import StepControl
 from fnshard.runtime.executor.update import Updater, made_slots
 
@@ -42,7 +42,7 @@ def slots_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh) 
     for path, spec in specs.items():
         if not spec.trainable:
             continue
-        key = spec.shape, spec.optimizer, spec.optimizer_dtype, spec.has_master, optimizer.settings(path)
+        key = spec.shape, spec.optimizer, spec.optimizer_dtype, spec.has_master, setting_key(optimizer, path)
         if key not in known:
             own, whole = made_slots(optimizer, path, spec, mesh), made_slots(optimizer, path, spec)
             known[key] = own, _misplaced(own, whole, spec, mesh, optimizer.whole_shapes(path, spec.shape))
@@ -211,15 +211,20 @@ class Numbers(TorchDispatchMode):
 
 
 @contextmanager
-def fakes(numbers: Numbers | None = None) -> Iterator[None]:
+def fakes(numbers: Numbers | None = None, without_data: FakeTensorMode | None = None) -> Iterator[None]:
     """Tensors that are made have no data; real ones may be read.
 
     Args:
         numbers: the mode that computes these.
+        without_data: the mode of the fakes, of `fake_mode`; one for many uses saves its making.
     """
-    without_data = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
-    with without_data, numbers or Numbers(), torch.no_grad():
+    with without_data or fake_mode(), numbers or Numbers(), torch.no_grad():
         yield
+
+
+def fake_mode() -> FakeTensorMode:
+    """Make a mode for `fakes`. It takes some 10 ms."""
+    return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
 
 def _numbers(device: torch.device) -> StepInfo:

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +108,7 @@ def _traceback_of(failure: ProcessFailure) -> str:
     return ""
 
 
-LIBRARY = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+LIBRARY = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 STARTERS = (os.path.join(LIBRARY, "launcher"), os.path.join("torch", "distributed", "elastic"), "<frozen ")
 
 
@@ -119,30 +119,44 @@ def drop_internal_frames(text: str) -> str:
     exception than its own.
     """
     kept: list[str] = []
-    for part in re.split(r"(?=^Traceback \(most recent call last\):$)", text, flags=re.MULTILINE):
-        head, *rest = re.split(r"(?=^  File \")", part, flags=re.MULTILINE)
-        frames = [
-            re.match(r'(  File "(.*?)".*\n(?:    .*\n|  \[.*\n)*)([\s\S]*)', each + "\n") for each in rest
-        ]
-        if not frames or None in frames:
-            kept.append(part)
-            continue
-        files, raised = [frame[2] for frame in frames], frames[-1][3]
-        own = raised.startswith("fnshard.errors.") or not files[-1].startswith(LIBRARY)
+    for head, frames, message in _tracebacks(text):
+        files = [frame[1] for frame in frames]
+        own = message.startswith("fnshard.errors.") or not (files and files[-1].startswith(LIBRARY))
         shown = [
-            frame[1] for frame, file in zip(frames, files, strict=True)
+            frame[0] for frame, file in zip(frames, files, strict=True)
             if not any(s in file for s in STARTERS) and not (own and file.startswith(LIBRARY))
         ]  # fmt: skip
-        kept += [head, *shown] if shown else []
-        kept.append(raised[:-1])
+        kept += [head, *shown] if shown or not frames else []
+        kept.append(message)
     return "".join(kept)
 
 
+_HEAD = re.compile(  # of a traceback that stands first, or behind the one that led to it
+    r"(?:^|(?<=another exception occurred:\n\n)|(?<=direct cause of the following exception:\n\n))"
+    r"Traceback \(most recent call last\):\n"
+)
+_FRAME = re.compile(r'  File "(.*?)".*(?:\n(?:    |  \[).*)*(?:\n|$)')
+
+
+def _tracebacks(text: str) -> Iterator[tuple[str, list[re.Match[str]], str]]:
+    """Yield the head, the frames and the rest of each traceback in a text, the exception's own words, which
+    may have lines like frames in them. Together these are the text."""
+    heads = list(_HEAD.finditer(text))
+    first = heads[0].start() if heads else len(text)
+    if first:
+        yield "", [], text[:first]
+    for head, end in zip(heads, [*(h.start() for h in heads[1:]), len(text)], strict=True):
+        frames, at = [], head.end()
+        while frame := _FRAME.match(text, at, end):
+            frames.append(frame)
+            at = frame.end()
+        yield head[0], frames, text[at:end]
+
+
 def _exception_lines(text: str) -> list[str]:
-    """A traceback's last lines: the exception's type and message, which may be of several lines."""
-    lines = text.rstrip().splitlines()
-    frame = max((i for i, line in enumerate(lines) if line.startswith('  File "')), default=-1)
-    return [line for i, line in enumerate(lines) if i > frame and not line.startswith("    ")]
+    """What the last exception says: its type and message, which may be of several lines."""
+    *_, (_, _, message) = _tracebacks(text.rstrip())
+    return [line for line in message.splitlines() if not line.startswith("    ")] or [text.splitlines()[-1]]
 
 
 def _last_line(log: Path) -> str:

@@ -110,7 +110,7 @@ class LayoutSpec:
 
     def __new__(cls, *args: Any, **fields: Any) -> Self:
         """Refuse options that there are not, before they are a TypeError."""
-        check_fields("LayoutSpec", fields)
+        check_fields("LayoutSpec", fields, ("shape",))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -230,7 +230,7 @@ def check_fields(of: str, names: Iterable[str], more: Sequence[str] = ()) -> Non
         SpecError: with the nearest names.
     """
     known = [*(f.name for f in fields(LayoutSpec) if f.name != "shape"), *more]  # the shape is the leaf's own
-    if unknown := [name for name in names if name not in known and name != "shape"]:
+    if unknown := [name for name in names if name not in known]:
         nearest = difflib.get_close_matches(unknown[0], known, n=len(known), cutoff=0)
         raise SpecError(
             f"{of} has no field {', '.join(map(repr, unknown))}.",

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fnshard.errors import StateError, counts
+from fnshard.errors import StateError
 from fnshard.losses.mean import Mean
 
 __all__ = [
@@ -230,7 +231,7 @@ def group_advantages(rewards: Tensor, size: int, *, scale: bool = True, eps: flo
 
     Args:
         scale: False leaves the deviation out, as Dr. GRPO does.
-        eps: is added to the deviation. A group of one has advantage 0.
+        eps: is added to the deviation. A group of one, or of equal rewards, has advantage 0.
 
     Raises:
         StateError: `size` does not divide the number of rewards.
@@ -239,7 +240,7 @@ def group_advantages(rewards: Tensor, size: int, *, scale: bool = True, eps: flo
     >>> group_advantages(torch.tensor([1.0, 0.0, 3.0, 3.0]), 2, scale=False).tolist()
     [0.5, -0.5, 0.0, 0.0]
     """
-    if not counts(1)[0](size) or rewards.numel() % size:
+    if not isinstance(size, Integral) or size is True or size < 1 or rewards.numel() % size:
         raise StateError(
             f"size={size!r}: {rewards.numel()} rewards are no groups of that many.",
             fix="give as `size` how many answers each prompt has, and the rewards of all of them.",
@@ -248,7 +249,8 @@ def group_advantages(rewards: Tensor, size: int, *, scale: bool = True, eps: flo
     groups = wide.reshape(-1, size)
     apart = groups - groups.mean(1, keepdim=True)
     deviation = groups.std(1, keepdim=True, correction=min(1, size - 1))
-    return (apart / (deviation + eps) if scale else apart).reshape(-1)
+    spread = deviation + eps
+    return (apart / torch.where(spread > 0, spread, 1.0) if scale else apart).reshape(-1)
 
 
 def gae(

@@ -397,6 +397,23 @@ class Optimizer:
         return update if dtype is None else update.to(dtype), new
 
 
+def setting_key(optimizer: Optimizer, path: str) -> Hashable:
+    """Return an optimizer's settings for a leaf, which leaves are told apart by.
+
+    Raises:
+        OptimizerError: they cannot be hashed.
+    """
+    settings = optimizer.settings(path)
+    try:
+        hash(settings)
+    except TypeError as error:
+        raise OptimizerError(
+            f"{optimizer}: settings({path!r}) is {settings!r}, and cannot be hashed.",
+            fix="return numbers and strings, or a tuple of these.",
+        ) from error
+    return settings
+
+
 def wire_dtype(sent: Tensor, state: Tensors) -> torch.dtype:
     """That in which a leaf's owner gets what ranks send of it, and its state."""
     return functools.reduce(torch.promote_types, [slot.dtype for slot in state.values()], sent.dtype)

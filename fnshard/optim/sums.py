@@ -21,16 +21,17 @@ def sum_squares(tensors: Sequence[Tensor]) -> Tensor:
     Pieces are summed in fp32 (in fp64 where a tensor has that), and these sums added in fp64. At most a small
     part of a tensor is copied at a time.
 
-    >>> sum_squares([torch.ones(3), torch.full((2, 2), 2.0)])
-    tensor(19., dtype=torch.float64)
+    >>> sum_squares([torch.ones(4), torch.full((2, 2), 2.0)])
+    tensor(20., dtype=torch.float64)
     """
+    tensors = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
     wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
     norms: list[Tensor] = []  # of pieces, each [n]
     rest: list[Tensor] = []
     buffer: Tensor | None = None
     for tensor in tensors:
         # An accelerator's kernel sums by blocks, and takes all leaves in one launch.
-        if tensor.numel() <= PIECE or not tensor.is_cpu or tensor.is_complex():
+        if tensor.numel() <= PIECE or not tensor.is_cpu:
             rest.append(tensor)
             continue
         for part in _parts(tensor, copied=tensor.dtype != wide):
@@ -46,6 +47,8 @@ def sum_squares(tensors: Sequence[Tensor]) -> Tensor:
                 rest.append(tail.clone() if copied else tail)  # the next part comes to where it lies
     if rest:
         norms.append(torch.stack(torch._foreach_norm(rest, 2, dtype=wide)))
+    if not norms:
+        return torch.zeros((), dtype=torch.float64)
     return torch.cat(norms).double().square().sum()
 
 
@@ -63,8 +66,8 @@ def _parts(tensor: Tensor, copied: bool) -> Sequence[Tensor]:
 def matrix_norm(matrix: Tensor) -> Tensor:
     """Return the Frobenius norm of each matrix [..., M, N], [..., 1, 1] in fp64, to within 1e-6.
 
-    >>> matrix_norm(torch.ones(2, 3, 3))[:, 0, 0]
-    tensor([3., 3.], dtype=torch.float64)
+    >>> matrix_norm(torch.ones(2, 4, 4))[:, 0, 0]
+    tensor([4., 4.], dtype=torch.float64)
     """
     width, wide = matrix.shape[-1], torch.promote_types(matrix.dtype, torch.float32)
     piece = max((d for d in range(1, PIECE + 1) if width % d == 0), default=1)

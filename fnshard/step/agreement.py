@@ -44,7 +44,8 @@ def check_agreement(
     Args:
         settings: `{name: text}` of what else must be alike: optimizer, loss scale, seed.
         items, compiled: of this rank, what `Agreement` has of all.
-        rows: of this rank's batch, where each rank's loss counts alike; None where a `Mean` counts items.
+        rows: of this rank's batch, where each rank's loss counts alike; None where a `Mean` counts items, or
+            the leaves of the batch have several counts and nobody knows which one the loss is a mean of.
 
     Raises:
         AgreementError: on every rank, naming those that differ and what does.
@@ -58,7 +59,7 @@ def check_agreement(
     differing = [rank for rank, each in enumerate(programs) if each != programs[0]]
     if differing:
         _refuse(comm, text, differing)
-    if len(set(rows_of)) > 1:
+    if None not in rows_of and len(set(rows_of)) > 1:
         ranks = {count: [str(r) for r, own in enumerate(rows_of) if own == count] for count in rows_of}
         raise AgreementError(
             "ranks have batches of different numbers of rows, and the loss is no fs.Mean: each rank's would "

@@ -97,6 +97,10 @@ class ProgramCache:
             if not self.specs.complete or not self._lowered:
                 self._take(specs)
 
+    def share(self, other: ProgramCache) -> None:
+        """Have the programs of another cache, which is made with the same options."""
+        self.programs, self.lock = other.programs, other.lock
+
     def follow(self, blocks: Any) -> None:
         """Take the form of a tree of stored blocks: `fn` sees the parameters' own tree, not the specs'.
 

@@ -29,7 +29,7 @@ from fnshard.analysis.timeline import Timeline
 from fnshard.compiler.ir.arguments import Arguments, arguments_for
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.lower import Front, schedule_for
-from fnshard.errors import BudgetError, SpecError, StateError, is_number
+from fnshard.errors import BudgetError, OptimizerError, SpecError, StateError, is_number
 from fnshard.layout import presets
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec, is_spec
@@ -109,6 +109,7 @@ class Fit:
     `specs`, `mesh` and `options` are what `shard_step(fn, specs, mesh=mesh, optimizer=..., **options)` takes;
     `lowered` is that step on paper, `timeline` its predicted run. `rejected`: the plans that differ in one
     decision, with why they were not taken; `meshes`: the other meshes of as many ranks, likewise.
+    `cut_short`: whether that search ended before it was through, so that a faster plan may be left.
     """
 
     specs: Any
@@ -121,6 +122,7 @@ class Fit:
     mesh: Mesh
     looked_at: int = 0
     meshes: tuple[tuple[Mesh, str], ...] = ()
+    cut_short: bool = False
 
     @property
     def peak_bytes(self) -> int:
@@ -147,12 +149,14 @@ class Fit:
                 for c, why in self.rejected
             ],
             "looked_at": self.looked_at,
+            "cut_short": self.cut_short,
             "mesh": dict(zip(self.mesh.names, self.mesh.sizes, strict=True)),
             "meshes": [{"mesh": str(mesh), "why": why} for mesh, why in self.meshes],
         }
 
     def __str__(self) -> str:
-        lines = [f"within {size(self.device_bytes)}, of {self.looked_at} plans looked at:"]
+        cut = ", where the search was cut short" * self.cut_short
+        lines = [f"within {size(self.device_bytes)}, of {self.looked_at} plans looked at{cut}:"]
         between = [f"{s * 1e3:.1f}" for s in self.timeline.interval or ()]
         why = [f"on {self.mesh}"] * bool(self.meshes) + [f"{' to '.join(between)} ms"] * bool(between)
         lines.append(f"  {self.chosen}  <- " + ", ".join(["chosen", *why]))
@@ -186,9 +190,10 @@ def fit(
 ) -> Fit:
     """The fastest specs and remat whose predicted peak is at most `device_bytes`.
 
-    With `ranks` the search over meshes takes about a minute at most, says on the console what it is at, and
-    names in `meshes` what it left out. A batch is not cut into micro-batches where `fn` has an exchange
-    (`fs.psum`) over a data axis: that is another function.
+    With `ranks` the search over meshes makes so many plans that it takes about a minute, the same ones on
+    every rank and machine. It says on the console what it is at, and names in `meshes` what it left out. A
+    batch is not cut into micro-batches where `fn` has an exchange (`fs.psum`) over a data axis: that is
+    another function.
 
     Args:
         fn, params: as `shard_step` and `Step.lower` take them; `params` may be meta.
@@ -244,16 +249,14 @@ def _over_meshes(
     budget = hardware.memory_bytes if device_bytes is None else device_bytes
     bounds: list[tuple[float, int, Search]] = []
     why: dict[Mesh, str] = {}
-    clock, kernels = (
-        _Clock(time.monotonic()),
-        dict[str, Kernel](),
-    )  # meshes whose programs are alike share these
+    work = _Work()
+    kernels = dict[str, Kernel]()  # meshes whose programs are alike share these
     meshes = list(_meshes(ranks, hardware.ranks_per_node))
     for number, mesh in enumerate(meshes, 1):
-        if bounds and clock.seconds > LIMIT_s / 2:
+        if bounds and work.lines > LIMIT_LINES / 2:
             why[mesh] = _NOT_LOOKED_AT
             continue
-        clock.say(f"mesh {number} of {len(meshes)}, {mesh}")
+        work.say(f"mesh {number} of {len(meshes)}, {mesh}")
         try:
             part = next(split_batch(batch, mesh.data_size, "parts for ranks"))
             with warnings.catch_warnings():
@@ -261,9 +264,9 @@ def _over_meshes(
                 base = specs(mesh) if specs is not None else _preset(params, mesh)
             search = Search(
                 fn, params, mesh, batch=part.positional, keywords=part.keywords, specs=base,
-                kernels=kernels, clock=clock, **how,
+                kernels=kernels, work=work, **how,
             )  # fmt: skip
-        except (SpecError, StateError, UserWarning) as error:
+        except (SpecError, StateError, OptimizerError, UserWarning) as error:
             why[mesh] = str(error).splitlines()[0]
             continue
         free = search.look(search._free(Choice(accumulate=search.divisors[0])))
@@ -273,10 +276,10 @@ def _over_meshes(
     for bound, _, search in sorted(bounds):
         if bound >= least:
             continue  # even with room for all
-        if found and clock.is_up:
+        if found and work.is_up:
             why[search.mesh] = _NOT_LOOKED_AT
             continue
-        clock.say(f"plans on {search.mesh}")
+        work.say(f"plans on {search.mesh}")
         try:
             found.append(search.fit(budget))
         except BudgetError as error:
@@ -294,34 +297,43 @@ def _over_meshes(
     slower = {each.mesh: f"{each.seconds / least - 1:.1%} slower" for each in found}
     bounded = {s.mesh: f"at least {bound / least - 1:.1%} slower" for bound, _, s in bounds if bound >= least}
     reasons = bounded | slower | why
-    return replace(best, meshes=tuple((mesh, cause) for mesh, cause in reasons.items() if mesh != best.mesh))
+    meshes = tuple((mesh, cause) for mesh, cause in reasons.items() if mesh != best.mesh)
+    return replace(best, meshes=meshes, cut_short=work.is_up or _NOT_LOOKED_AT in why.values())
 
 
-LIMIT_s = 50.0  # that a search over meshes takes, once it has a plan that fits
-QUIET_s = 3.0  # before it says on the console what it is at
-_NOT_LOOKED_AT = "not looked at, time was up; fit(..., mesh=) looks at one mesh"
+LIMIT_LINES = 50_000  # of programs and schedules, that a search over meshes makes: a minute's work or so
+QUIET_s = 3.0  # between two lines on the console, and before the first
+_NOT_LOOKED_AT = "not looked at, the search was cut short; fit(..., mesh=) looks at one mesh"
 
 
 @dataclass
-class _Clock:
-    """The time that a search over meshes has taken, and what it says of that."""
+class _Work:
+    """How much a search over meshes has done, and what it says of that.
 
-    begun: float
-    longest: float = 0.0  # of the plans that were looked at, in seconds
+    It is counted in lines and not in seconds: all ranks, and a machine that is busy, find the same plan.
 
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.begun
+    Args:
+        lines: of programs and schedules that were made.
+        longest: of the schedules, in lines.
+        begun, told: when the search began, and last said something.
+    """
+
+    lines: int = 0
+    longest: int = 0
+    begun: float = field(default_factory=time.monotonic)
+    told: float = field(default_factory=time.monotonic)
 
     @property
     def is_up(self) -> bool:
-        """Whether to be content with the best plan so far: one more may take as long as the longest did."""
-        return self.seconds + self.longest > LIMIT_s
+        """Whether to be content with the best plan so far: one more may be as long as the longest was."""
+        return self.lines + self.longest > LIMIT_LINES
 
     def say(self, text: str) -> None:
         """Show a search that takes long what it is at."""
-        if self.seconds > QUIET_s:
-            print(f"fit, {self.seconds:.0f} s: {text}", file=sys.stderr, flush=True)
+        now = time.monotonic()
+        if now - self.told >= QUIET_s:
+            self.told = now
+            print(f"fit, {now - self.begun:.0f} s: {text}", file=sys.stderr, flush=True)
 
 
 def _meshes(ranks: int, near: int) -> Iterator[Mesh]:
@@ -345,7 +357,7 @@ class Search:
     """The plans of one function, batch and mesh; remembers those it has lowered, for many budgets.
 
     Takes what `fit` takes, but for the budget; and `kernels` that other searches share with it, and the
-    `clock` that ends it.
+    `work` that they have done, which ends it.
     """
 
     def __init__(
@@ -360,7 +372,7 @@ class Search:
         optimizer: Optimizer | None = None,
         specs: Any = None,
         kernels: dict[str, Kernel] | None = None,
-        clock: _Clock | None = None,
+        work: _Work | None = None,
         **options: Any,
     ):
         _check_arguments(params, mesh, batch, hardware, options)
@@ -375,7 +387,7 @@ class Search:
         self.base = step.specs
         self.divisors = _divisors(self.arguments)
         self.fronts: dict[int, tuple[Step, Front]] = {}
-        self.kernels, self.clock = {} if kernels is None else kernels, clock
+        self.kernels, self.work = {} if kernels is None else kernels, work
         self.seen: dict[Choice, Candidate] = {}
         self.units = self._units()
         exchanges = self._front(self.divisors[0])[1].segments.exchanges
@@ -399,7 +411,10 @@ class Search:
                 self.fn, self.base, mesh=self.mesh, optimizer=self.optimizer, accumulate=accumulate,
                 **self.options,
             )  # fmt: skip
-            self.fronts[accumulate] = step, self.arguments.call(step.front)
+            front = self.arguments.call(step.front)
+            self.fronts[accumulate] = step, front
+            if self.work is not None:
+                self.work.lines += len(front.program.graph.nodes)
         return self.fronts[accumulate]
 
     def specs_of(self, choice: Choice) -> Any:
@@ -422,10 +437,8 @@ class Search:
         """The options of `shard_step`."""
         units = self.units[: choice.recomputed]
         remat = {glob.escape(u): choice.remat for u in units} if units else "none"
-        return {
-            **self.options, "accumulate": choice.accumulate, "remat": remat, "prefetch": choice.ahead,
-            "overlap": choice.ahead,
-        }  # fmt: skip
+        depths = {"prefetch": choice.ahead, "overlap": choice.ahead} if self._chooses_depth else {}
+        return {**self.options, "accumulate": choice.accumulate, "remat": remat, **depths}
 
     def lower(self, choice: Choice, *, verified: bool = True) -> Lowered:
         """A plan on paper."""
@@ -442,13 +455,14 @@ class Search:
     def look(self, choice: Choice) -> Candidate:
         """A plan's peak and time; each is lowered once."""
         if choice not in self.seen:
-            begun = 0.0 if self.clock is None else self.clock.seconds
-            if self.clock is not None:
-                self.clock.say(f"{choice} on {self.mesh}")
+            if self.work is not None:
+                self.work.say(f"{choice} on {self.mesh}")
             lowered = self.lower(choice, verified=False)
             memory, seconds = lowered.memory_analysis(), lowered.timeline(self.hardware).step_seconds
-            if self.clock is not None:
-                self.clock.longest = max(self.clock.longest, self.clock.seconds - begun)
+            if self.work is not None:
+                lines = len(lowered.schedule.instructions)
+                self.work.lines += lines
+                self.work.longest = max(self.work.longest, lines)
             self.seen[choice] = Candidate(choice, memory.peak_bytes, seconds, memory.host_bytes)
         return self.seen[choice]
 
@@ -460,7 +474,7 @@ class Search:
         if fastest.peak_bytes > device_bytes and self._frugal().peak_bytes > device_bytes:
             raise self._impossible(device_bytes)
         best = self._best_first(device_bytes)
-        if best is None:  # the most frugal plan fits, and the search that is bounded by time passed it by
+        if best is None:  # the most frugal plan fits, and the search that is bounded passed it by
             best = self._frugal()
         best, rejected = self._descend(best, device_bytes)
         lowered = self.lower(best.choice)
@@ -501,11 +515,16 @@ class Search:
 
     @property
     def _is_late(self) -> bool:
-        return self.clock is not None and self.clock.is_up
+        return self.work is not None and self.work.is_up
 
     def _free(self, coarse: Choice) -> Choice:
         """A coarse choice at its fastest."""
         return replace(coarse, remat=RECOMPUTE[0], recomputed=0, kept=len(self.units) if self._gathers else 0)
+
+    @property
+    def _chooses_depth(self) -> bool:
+        """Whether nobody gives the passes, which have a depth of their own."""
+        return self.options.get("passes") is None
 
     @property
     def _gathers(self) -> bool:
@@ -524,7 +543,7 @@ class Search:
             yield from (replace(coarse, optimizer=o) for o in OPTIMIZER[1:])
         if not coarse.parameters_on_host and self._moves("memory"):
             yield replace(coarse, parameters_on_host=True)
-        if coarse.ahead:
+        if coarse.ahead and self._chooses_depth:
             yield replace(coarse, ahead=0)
 
     def _within(self, coarse: Choice, budget: int, best: Candidate | None) -> Candidate | None:
@@ -571,7 +590,7 @@ class Search:
         out += [replace(choice, optimizer=o) for o in OPTIMIZER] if self._moves("optimizer_memory") else []
         if self._moves("memory"):
             out.append(replace(choice, parameters_on_host=not choice.parameters_on_host))
-        out.append(replace(choice, ahead=1 - choice.ahead))
+        out += [replace(choice, ahead=1 - choice.ahead)] if self._chooses_depth else []
         plain = [c if c.recomputed else replace(c, remat=RECOMPUTE[0]) for c in out]
         return [c for c in dict.fromkeys(plain) if c != choice]
 
@@ -590,7 +609,15 @@ class Search:
         """The plan that does everything to save memory."""
         count = len(self.units)
         plans = [
-            Choice(self.divisors[-1], remat, count if remat != RECOMPUTE[0] else 0, 0, "host", parameters, 0)
+            Choice(
+                self.divisors[-1],
+                remat,
+                count if remat != RECOMPUTE[0] else 0,
+                0,
+                "host",
+                parameters,
+                0 if self._chooses_depth else 1,
+            )
             for remat in RECOMPUTE
             for parameters in (False, True)
         ]

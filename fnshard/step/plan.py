@@ -33,6 +33,7 @@ from fnshard.step.buckets import Buckets
 Backend = Literal["inductor", "eager"]
 UpdateMode = Literal["auto", "eager", "compiled"]
 FLAGS = ("out_of_data", "stop")  # what a rank may report to the others with a step
+REPORTED = (*FLAGS, "rows")  # what is summed over ranks besides results and norms
 FORWARD = Plan(update=False, differentiate=False)
 
 
@@ -90,7 +91,8 @@ _EXPECTED = {
     ),
     "overlap": counts(0, "a whole number of kernels"),
     "passes": (
-        lambda v: v is None or all(map(callable, v)), "functions from a schedule to a schedule, or None"
+        lambda v: v is None or (isinstance(v, tuple) and all(map(callable, v))),
+        "a list of functions from a schedule to a schedule, fs.passes.default() + [mine], or None",
     ),
     "cache": counts(1, "a whole number of batch shapes"),
     "timeout": (lambda v: is_number(v) and v > 0, "seconds, more than 0"),
@@ -115,7 +117,7 @@ def plan_of(optimizer: Optimizer | None, specs: ResolvedSpecs, mesh: Mesh, optio
         accumulate_mode=options.accumulate_mode,
         update=optimizer is not None,
         norms=norms,
-        scalars=norms + len(FLAGS),
+        scalars=norms + len(REPORTED),
         barrier=stands_between,
         owner_work=owner_work_of(optimizer, specs.paired, mesh) if optimizer is not None else {},
         sums=sums_of(optimizer, specs.paired, mesh) if optimizer is not None else {},
@@ -138,7 +140,7 @@ def scalars_of(
         specs=specs.paired,
         accumulate=options.accumulate,
         norms=plan_of(optimizer, specs, mesh, options).norms,
-        flags=FLAGS,
+        flags=REPORTED,
     )
 
 

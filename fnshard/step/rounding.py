@@ -31,7 +31,7 @@ def warn_of_lost_updates(optimizer: Optimizer, specs: Mapping[str, LayoutSpec]) 
         if key not in known:
             known[key] = usual_update(optimizer.of(path, len(spec.shape)), path, len(spec.shape))
         size, half = known[key], torch.finfo(dtype).eps / 2
-        if size is not None and size < half * USUAL:
+        if size and size < half * USUAL:  # At a rate of 0 nothing is lost.
             lost[path] = (
                 f"params[{path!r}] {list(spec.shape)}: {dtype}, nothing above {size / half:.2g} moves"
             )

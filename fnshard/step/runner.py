@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -62,6 +63,14 @@ class Bound:
     counting: fx.Graph | None  # what counts a Mean's items ahead of the step, if that has to be
 
 
+_NO_COUNT = -(2.0**40)  # makes a sum of rows negative
+_ROWS = (
+    "a batch of {} rows, where ranks have {:.4g} on average, and the loss is no fs.Mean: each rank's counts "
+    "alike, a mean of means. return fs.Mean(losses.sum(), count), which is exact over all rows; or leave "
+    "short batches out (drop_last=True)."
+)
+
+
 @dataclass
 class RankState:
     """What one rank holds besides the state: its collectives, its bound steps, its flags.
@@ -72,6 +81,9 @@ class RankState:
         raised: the flags that this rank raises with its next step.
         before, last: the numbers of the last two steps, the flags of all ranks among them.
         calls: how many steps were begun.
+        rows: of the batch that is at work, where all its leaves have one count and each rank's loss counts
+            alike.
+        was_finite: whether the loss of the last step was.
     """
 
     comm: Collectives
@@ -83,11 +95,22 @@ class RankState:
     before: Reading = Reading()
     last: Reading = Reading()
     calls: int = 0
+    rows: int | None = None
+    warned_of_rows: bool = False
+    was_finite: bool = False
+
+    @property
+    def reports(self) -> dict[str, float]:
+        """What the next step tells the other ranks: flags, and rows where there is one count of them."""
+        return {**dict.fromkeys(self.raised, 1.0), "rows": _NO_COUNT if self.rows is None else self.rows}
 
     def finished(
         self, scalars: Mapping[Any, Tensor], flags: Mapping[str, Tensor], excesses: Mapping[Limit, Tensor]
     ) -> Reading:
         """A step has been launched: its scalars, flags and excesses begin to be copied to the host.
+
+        On the CPU, where nothing is waited for, a rank that has other rows than the mean of all says so once:
+        a short last batch, of a loss that is no `Mean`.
 
         Raises:
             StateError: it, or the one before it where a device is still at work on it, exceeds a limit.
@@ -95,6 +118,11 @@ class RankState:
         self.raised.clear()
         named = {**scalars, **{("flag", f): v for f, v in flags.items()}, **excesses}
         self.before, self.last = self.last, Reading.of(named, self.transfers.device)
+        if self.rows is not None and self.last.event is None and not self.warned_of_rows:
+            total = float(flags["rows"])
+            if total >= 0 and total != self.rows * self.comm.mesh.size:
+                self.warned_of_rows = True
+                warnings.warn(_ROWS.format(self.rows, total / self.comm.mesh.size), stacklevel=5)
         if excesses:
             check_limits((self.last if self.last.event is None else self.before).numbers())
         return self.last
@@ -129,12 +157,13 @@ class Runner:
         lowered, rank = self.cache.get(batch), self.rank
         blocks = self._blocks(params)
         tensors, whole = self.cache.tensors(lowered, batch)
+        counts = {v.shape[0] for n, v in tensors.items() if n not in whole and v.dim()}
+        plain = self.cache.trains and lowered.program.outputs.count is None
+        rank.rows = counts.pop() if plain and len(counts) == 1 else None
         bound = rank.bound.get((id(lowered), rank.observer))
         if bound is None:
             if rank.agreement is None:
-                plain = self.cache.trains and lowered.program.outputs.count is None
-                cut = [v.shape[0] for n, v in tensors.items() if n not in whole and v.dim()]
-                self._agree(lowered, blocks, given_to(params), seed, step, cut[0] if plain and cut else None)
+                self._agree(lowered, blocks, given_to(params), seed, step, rank.rows)
             lowered.compile()
             bound = self._bind(lowered)
         return bound, self._inputs(lowered, blocks, tensors, whole, seed, step)

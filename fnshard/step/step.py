@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from fnshard import tree
 from fnshard.analysis.elementwise import check_elementwise
 from fnshard.analysis.slots import Slots, check_slots, slots_of
-from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT, SCALARS, slots
+from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT, SCALARS, Kind, slots
 from fnshard.compiler.kernels.inductor import inductor_options
 from fnshard.compiler.kernels.remat import Remat
 from fnshard.compiler.lower import Front, LowerOptions
@@ -86,7 +87,7 @@ class Step(Compiled):
         self.optimizer = optimizer
         self._chosen_scale: LossScale | None = None
         self._checked_slots: Any = None
-        self._warned_of_nan = False
+        self._warned_of_nan = self._checked_updates = False
         self._check_optimizer()
 
     def __repr__(self) -> str:
@@ -250,7 +251,7 @@ class Step(Compiled):
         control = StepControl(
             rescale=lambda summary: rescale(summary, rest / float(scale), divisor, self.mesh.device),
             skip_if=(lambda s: not bool(torch.isfinite(s.norm))) if self._scale.dynamic else None,
-            flags=dict.fromkeys(self._runner.rank.raised, 1.0),
+            flags=self._runner.rank.reports,
         )
         if not training:
             return self._gradients(bound, bound.run(env | {CONTROL: control}))
@@ -260,7 +261,8 @@ class Step(Compiled):
             opt_state = {p: {n: as_pairs(v) for n, v in own.items()} for p, own in opt_state.items()}
         env |= zip(slots(opt_state), opt_state.values(), strict=True)
         env[CONTROL] = control.started(torch.tensor(self._scale.updates(number, state.loss_scale)))
-        return self._advance(state, bound, bound.run(env))
+        stored = {n.path: env[n] for n in bound.lowered.schedule.inputs if n.kind is Kind.STORED}
+        return self._advance(state, bound, bound.run(env), stored)
 
     def watching(self, observer: Watch) -> AbstractContextManager[None]:
         """See the steps that this rank makes in here run, instruction by instruction.
@@ -294,8 +296,7 @@ class Step(Compiled):
         """
         other = Step(self.fn, self.specs, self.mesh, self.optimizer, replace(self.options, **options))
         if other.options == self.options:  # it runs the very kernels of this one
-            for name in ("programs", "lock"):
-                setattr(other._cache, name, getattr(self._cache, name))
+            other._cache.share(self._cache)
         other._runner.rank.agreement = self._runner.rank.agreement
         other._runner.compares_replicas = False  # one may hold the NaN that is looked for
         other._warned_of_nan = True  # and whoever replays reports it
@@ -329,13 +330,14 @@ class Step(Compiled):
     def _slots(self) -> Slots:
         return slots_of(self.optimizer, self.resolved.stored, self.mesh)
 
-    @cached_property
-    def _is_suited(self) -> bool:
-        """Whether the optimizer may update these leaves: it is, or an OptimizerError says where not."""
+    def _check_updates(self) -> None:
+        """Refuse, once, an optimizer that may not update these leaves; warn where its updates are lost."""
+        if self._checked_updates:
+            return
         check_elementwise(self.optimizer, self.resolved.paired, self.mesh)
         if self.mesh.rank == 0:
             warn_of_lost_updates(self.optimizer, self.resolved.paired)
-        return True
+        self._checked_updates = True
 
     @property
     def _scale(self) -> LossScale:
@@ -358,7 +360,7 @@ class Step(Compiled):
                 {p: len(specs[p].shape) for p in self.resolved.trainable if split(specs[p].optimizer.axes)},
             )
             _ = self._slots  # refuses those that the layouts cut in two
-            _ = self._is_suited
+            self._check_updates()
 
     def _check_slots(self, state: dict[str, dict[str, Tensor]]) -> None:
         found = [(p, n, v.shape, v.dtype, v.device) for p, own in state.items() for n, v in own.items()]
@@ -378,12 +380,14 @@ class Step(Compiled):
             scaled = block if factor is None else block * factor.to(block.device)
             grads[path] = scaled.to(self.resolved.paired[path].storage_dtype)
         loss = summary.loss.to(env[LOSS_TANGENT].dtype)
-        self._say_if_not_finite("without an optimizer", loss, grads, "gradients")
+        self._say_if_not_finite("without an optimizer", loss, list(grads.items()), "gradients")
         aux = bound.scalars.aux_tree(summary, env)
         structure = self.resolved.structure.of_gradients
         return (loss if aux is None else (loss, aux)), tree.unflatten(self.resolved.rested(grads), structure)
 
-    def _advance(self, state: TrainState, bound: Bound, env: dict[str, Any]) -> tuple[TrainState, Metrics]:
+    def _advance(
+        self, state: TrainState, bound: Bound, env: dict[str, Any], stored: Mapping[str, Tensor]
+    ) -> tuple[TrainState, Metrics]:
         summary, control = env[SCALARS], env[CONTROL]
         loss_scale = self._scale.after(state.loss_scale, control.skip)
         metrics = Metrics(loss=summary.loss)
@@ -395,46 +399,79 @@ class Step(Compiled):
         if aux is not None:
             metrics["aux"] = aux
         number = int(state.step)
-        if "grad_norm" in metrics:
-            self._say_if_not_finite(
-                f"step {number}", summary.loss, {"grad_norm": metrics["grad_norm"]}, "gradients"
-            )
-        elif number & (number - 1) == 0:
-            # To read all parameters takes a hundredth of a step, so steps 0, 1, 2, 4, 8, ... do: what is not
-            # finite stays so.
-            after = self._trained(state)
+        if summary.norm is not None:
+            norm = [("grad_norm", metrics["grad_norm"])] if self.mesh.rank == 0 else []
+            self._say_if_not_finite(f"step {number}", summary.loss, norm, "gradients")
+        else:
+            after = self._read_after(stored, whole=number & (number - 1) == 0)
             self._say_if_not_finite(f"step {number}", summary.loss, after, "parameters after its update")
         rank = self._runner.rank
         metrics.sent(rank.finished(metrics.scalars(), summary.flags, summary.excesses))
         # A skipped step is a step (its batch and its random numbers are used up) and no update.
         return state.replace(step=state.step + 1, loss_scale=loss_scale), metrics
 
-    def _trained(self, state: TrainState) -> dict[str, Tensor]:
-        """This rank's blocks of the leaves that train and are in memory."""
-        blocks, specs = tree.flatten_with_paths(state.params)[0], self.resolved.stored
-        return {p: blocks[p] for p in self.resolved.trainable if specs[p].memory != "disk"}
+    def _read_after(self, stored: Mapping[str, Tensor], whole: bool) -> Sequence[tuple[str, Tensor]]:
+        """What a step looks at of this rank's blocks of the leaves that train and are in memory.
 
-    def _say_if_not_finite(self, where: str, loss: Tensor, values: Mapping[str, Tensor], what: str) -> None:
-        """Warn, once, of a finite loss beside values that are not finite.
+        To read all takes a hundredth of a step, so that steps 0, 1, 2, 4, 8, ... do. The others read small
+        blocks, and the first row and column of large ones: what is not finite in an activation's gradient
+        makes rows or columns of a weight's so. What they miss, the next loss shows.
+        """
+        if self.mesh.device_type != "cpu":
+            return ()
+        specs = self.resolved.paired
+        blocks = [(p, stored[p]) for p in self.resolved.trainable if specs[p].memory != "disk"]
+        if whole:
+            return blocks
+        return [(path, line) for path, block in blocks for line in _lines_of(block)]
+
+    def _say_if_not_finite(
+        self, where: str, loss: Tensor, values: Sequence[tuple[str, Tensor]], what: str
+    ) -> None:
+        """Warn, once, of a finite loss beside values that are not finite, or of the loss that follows these.
 
         On the CPU nothing is waited for. A dynamic loss scale skips such a step.
         """
         if self.mesh.device_type != "cpu" or self._warned_of_nan or self._scale.dynamic:
             return
-        floats = {n: v for n, v in values.items() if v.is_floating_point() and v.element_size() > 1}
-        sums = [v.detach().sum(dtype=torch.float32) for v in floats.values()]
+        rank = self._runner.rank
+        before, rank.was_finite = rank.was_finite, math.isfinite(loss)
+        if not rank.was_finite:
+            if before and self.mesh.rank == 0:
+                self._warn_of_nan(f"{where}: the loss is {float(loss):.6g}, and the one before was finite.")
+            return
+        floats = [(n, v) for n, v in values if v.is_floating_point() and v.element_size() > 1]
+        sums = [v.detach().sum(dtype=torch.float32) for _, v in floats if v.numel() > SMALL]
+        few = [v.detach().flatten() for _, v in floats if v.numel() <= SMALL]
+        sums += [torch.cat(few).sum(dtype=torch.float32)] if few else []  # A sum of each takes longer.
         if not sums or bool(torch.isfinite(torch.stack(sums)).all()):
             return
         # A sum passes NaN and inf on in one read; what overflows in it alone is looked at again.
-        ill = [n for n, v in floats.items() if not bool(torch.isfinite(v).all())]
-        if ill and bool(torch.isfinite(loss)):
-            self._warned_of_nan = True
-            warnings.warn(
+        ill = list(dict.fromkeys(n for n, v in floats if not bool(torch.isfinite(v).all())))
+        if ill:
+            self._warn_of_nan(
                 f"{where}: the loss is {float(loss):.6g}, and its {what} are not finite: "
-                f"{', '.join(ill[:3])}{' and others' if len(ill) > 3 else ''}. kept = state.copy() before "
-                "the step and fs.debug.nan_hunt(step, kept, batch) after it name where that began.",
-                stacklevel=4,
+                f"{', '.join(ill[:3])}{' and others' if len(ill) > 3 else ''}."
             )
+
+    def _warn_of_nan(self, found: str) -> None:
+        self._warned_of_nan = True
+        kept = "kept" if self.optimizer is not None else "params"
+        way = "kept = state.copy() before the step, and " * (kept == "kept")
+        way += f"fs.debug.nan_hunt(step, {kept}, batch) after it names where that began."
+        warnings.warn(f"{found} {way}", stacklevel=5)
+
+
+SMALL = 4096  # numbers of a block that is read whole
+
+
+def _lines_of(block: Tensor) -> Sequence[Tensor]:
+    """A small block; of a large one lines that cross all rows and columns, of each matrix of a stack."""
+    if block.numel() <= SMALL or block.dim() < 2:
+        return (block,)
+    if block.dim() > 3:  # a convolution's
+        return block[0], block[(slice(None), *[0] * (block.dim() - 1))]
+    return block.select(-1, 0), block.select(-2, 0)
 
 
 def shard_step(
@@ -541,7 +578,7 @@ def shard_step(
             "shard_step(passes=) takes the place of prefetch= and overlap=, and both are given.",
             fix="passes=fs.passes.default(prefetch=(2, 2), overlap=1) + [mine].",
         )
-    own = None if passes is None else tuple(passes)
+    own = tuple(passes) if isinstance(passes, list | tuple) else passes
     chosen = Options(
         accumulate, accumulate_mode,
         LowerOptions(depth, later, own, remat, saved, residual, context_attention, expert_capacity),

@@ -9,6 +9,7 @@ from torch import nn
 import fnshard as fs
 from fnshard import LayoutSpec, P
 from fnshard.layout.presets import best_split
+from fnshard.layout.spec import from_plain
 
 MESH = fs.make_mesh(shard=8, abstract=True)
 HYBRID = fs.make_mesh(replicate=2, shard=4, abstract=True)
@@ -73,5 +74,9 @@ def test_policy_goes_to_all_leaves_and_an_unknown_field_is_refused() -> None:
     assert (spec.compute_dtype, spec.reduce_dtype, spec.storage_dtype) == (
         torch.bfloat16, torch.float32, torch.float32,
     )  # fmt: skip
-    with pytest.raises(TypeError, match="param_dtype"):
+    with pytest.raises(fs.SpecError, match="param_dtype"):
         fs.presets.full_shard(params, MESH, param_dtype=torch.bfloat16)
+    with pytest.raises(fs.SpecError, match="no field 'shape'"):
+        fs.presets.full_shard(params, MESH, shape=(9, 9))
+    with pytest.raises(fs.SpecError, match="no field 'shape'"):
+        from_plain({"shape": [3, 4]})

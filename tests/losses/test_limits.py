@@ -8,15 +8,16 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fnshard import losses
-from fnshard.errors import FnshardError
+from fnshard.errors import FnshardError, StateError
 from fnshard.losses import Mean, policy
-from fnshard.losses.policy import Correction, PolicyInputs
+from fnshard.losses.policy import Correction, PolicyInputs, group_advantages
 
 B, T = 3, 4
 NUMBERS = ("logprobs", "old", "reference", "sampler", "advantages", "entropy")
@@ -197,3 +198,11 @@ def test_all_numbers_of_the_inputs_are_tried() -> None:
     inputs = PolicyInputs(mask=packed >= 0, sequences=packed, max_sequences=2, **given)
     loss, _ = policy.gspo(replace(inputs, logprobs=inputs.logprobs.masked_fill(packed < 0, math.nan)))
     assert loss.total.isfinite() and int(loss.count) == 2 * B
+
+
+def test_groups_without_a_spread_have_advantage_zero() -> None:
+    """Also where nothing is added to it; numpy's numbers are sizes, and True is none."""
+    for size, rewards in ((1, [1.0, 2.0, 3.0]), (np.int64(3), [2.0, 2.0, 2.0])):
+        assert group_advantages(torch.tensor(rewards), size, eps=0.0).tolist() == [0.0] * 3
+    with pytest.raises(StateError, match="size=True"):
+        group_advantages(torch.ones(3), True)

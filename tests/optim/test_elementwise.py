@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 import fnshard as fs
 from fnshard import LayoutSpec, P
+from fnshard.analysis import elementwise
 from fnshard.analysis.elementwise import mixing_ops
 from fnshard.errors import OptimizerError
 from fnshard.optim import Optimizer, adamw, by_path, chain, clip_by_global_norm, ema, muon
@@ -212,9 +214,30 @@ def test_what_is_elementwise_is_the_same_on_all_layouts(kind: str, preset: str) 
     torch.testing.assert_close(trained(ALONE[kind], MESHES[preset], specs_of), alone, rtol=0, atol=1e-8)
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if "8bit" not in name])
+@pytest.mark.parametrize("name", [name for name in ALL if name not in ("clip", "ema")])
+def test_all_of_ours_update_leaves_that_are_split(name: str) -> None:
+    mesh, params = fs.make_mesh(shard=2, abstract=True), {p: torch.ones(s) for p, s in SHAPES.items()}
+    specs = fs.presets.full_shard(params, mesh)
+    fs.shard_step(lambda p: p["a.w"].sum(), specs, mesh=mesh, optimizer=ALL[name], backend="eager")
+
+
+def test_ours_are_not_traced_where_a_step_is_made_but_what_is_put_into_them_is() -> None:
+    mesh, params = fs.make_mesh(shard=2, abstract=True), {"w": W}
+    specs, loss = fs.presets.full_shard(params, mesh), lambda p: p["w"].sum()
+    with mock.patch.object(elementwise, "mixing_ops", side_effect=AssertionError("traced")):
+        for rule in (muon(0.1), fs.optim.soap(0.1), fs.optim.lars(0.1), fs.optim.adafactor(0.1)):
+            clipped = chain(clip_by_global_norm(1.0), rule, ema(0.9))
+            fs.shard_step(loss, specs, mesh=mesh, optimizer=clipped)
+    scaled = lambda path, grad, slots, param, info: (grad / grad.norm(), {})  # noqa: E731
+    own = replace(fs.optim.sgd(0.1), leaf=scaled, elementwise=None)
+    for rule in (own, chain(clip_by_global_norm(1.0), own), by_path(("*", own))):
+        with pytest.raises(OptimizerError, match=r"(?s)params\['w'\].*norm in leaf"):
+            fs.shard_step(loss, specs, mesh=mesh, optimizer=rule)
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if "8bit" not in name and "lars" not in name])
 def test_our_optimizers_keep_what_they_promise(name: str) -> None:
-    """Also those that say that they are elementwise, by their trace."""
+    """Also those that say that they are elementwise, by their trace. The sums of `lars` are of pieces."""
 
     def traced(rule: Optimizer) -> Optimizer:
         return replace(rule, elementwise=None, members=tuple(map(traced, rule.members)))
@@ -224,3 +247,9 @@ def test_our_optimizers_keep_what_they_promise(name: str) -> None:
         for dim, size in enumerate(shape):
             block = [-(-size // 2) if d == dim else n for d, n in enumerate(shape)]
             assert 0 in shape or mixing_ops(rule, path, shape, block, torch.float32) == []
+
+
+def test_settings_that_cannot_be_hashed_are_refused() -> None:
+    own = replace(rule_of(lambda grad, param, info: grad), settings=lambda path: [path])
+    with pytest.raises(OptimizerError, match=r"settings\('w'\).*(?s:.*)tuple"):
+        lowered(own, LayoutSpec(P("shard")), shard=2)

@@ -104,3 +104,10 @@ def test_what_a_program_adds_up_to_one_number(backend: str) -> None:
         torch.testing.assert_close(
             got[name].double(), value, rtol=RTOL, atol=0, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+def test_squares_of_complex_tensors_and_of_none() -> None:
+    value = torch.complex(torch.ones(1000), torch.full((1000,), 2.0))
+    for leaf in (value, value.conj(), value[:5], value.view(10, 100).T):
+        torch.testing.assert_close(sum_squares([leaf]), torch.tensor(5.0 * leaf.numel()).double())
+    assert sum_squares([]).item() == 0

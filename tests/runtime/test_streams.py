@@ -17,8 +17,8 @@ from tiered import PRESETS, TIERS
 from torch import Tensor
 
 import fnshard as fs
-from fnshard.compiler import lower
 from fnshard.compiler.schedule.instructions import OverlappedUpdate
+from fnshard.compiler.schedule.passes import defaults
 from fnshard.runtime.collectives.base import Group
 from fnshard.runtime.executor.scalars import Scalars, Summary
 from fnshard.step import runner
@@ -152,7 +152,7 @@ def test_a_step_that_fails_leaves_no_update_under_way() -> None:
 
 def test_overlapped_updates_are_those_of_one_stream() -> None:
     log, _, losses = run(CASES["overlapped"])
-    with mock.patch.object(lower, "overlap_updates", lambda schedule, depth: schedule):
+    with mock.patch.object(defaults, "overlap_updates", lambda schedule, depth: schedule):
         alone, _, expected = run(CASES["overlapped"])
     assert losses == expected and len(log.syncs) > len(alone.syncs)
 

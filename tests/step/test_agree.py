@@ -1,6 +1,7 @@
 """Ranks compare what they are about to run before the first collective that would hang."""
 
 import functools
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -213,6 +214,46 @@ def test_ranks_with_different_numbers_of_rows_need_an_exact_mean(trains, name, a
     with pytest.raises(fs.AgreementError, match=r"fs\.Mean") if refused else nullcontext() as error:
         fs.simulate(mesh, run, (4, 2))
     assert not refused or ("4 rows" in str(error.value) and "2 rows" in str(error.value))
+
+
+def stepped(loss, batches):
+    """Two ranks, each with its own batches, one after another."""
+    mesh, params = fs.make_mesh(shard=2, simulated=True), {"a": torch.ones(4, 2)}
+    specs, optimizer = fs.presets.full_shard(params, mesh), fs.optim.sgd(0.01)
+
+    def run(rank):
+        step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optimizer, backend="eager")
+        state = step.init(params)
+        for batch in batches[rank]:
+            state, _ = step(state, *(torch.ones(rows, 2) for rows in batch))
+
+    fs.simulate(mesh, run)
+
+
+def test_leaves_of_several_counts_are_left_alone():
+    """Nobody knows which of them the loss is a mean of: nodes of graphs, and as many labels on each rank."""
+    loss = lambda p, x, y: (x @ p["a"].T).sum() * y.mean()  # noqa: E731
+    stepped(loss, [[(5, 3)] * 2, [(7, 3)] * 2])
+    stepped(loss, [[(3, 3)] * 2, [(7, 3)] * 2])
+
+
+LATER = {  # rows of the batches of two ranks, and whether that is said
+    "a short last batch": ([[4, 4, 4, 4, 3], [4, 4, 4, 3, 3]], True),
+    "both are short": ([[4, 4, 3], [4, 4, 3]], False),
+    "it is exact": ([[4, 4, 4], [4, 4, 3]], False),
+}
+
+
+@pytest.mark.parametrize("kind", LATER)
+def test_other_rows_at_a_later_step_are_said_once(kind):
+    rows, said = LATER[kind]
+    total = lambda p, x: (x @ p["a"].T).square().sum()  # noqa: E731
+    exact = lambda p, x: fs.Mean(total(p, x), 4 * len(x))  # noqa: E731
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        stepped(exact if kind == "it is exact" else total, [[(n,) for n in own] for own in rows])
+    texts = [str(each.message) for each in found if "mean of means" in str(each.message)]
+    assert bool(texts) is said and len(texts) <= 2 and all("fs.Mean" in text for text in texts)
 
 
 def test_whole_leaves_are_no_rows():

@@ -6,6 +6,8 @@ import importlib
 import random
 from dataclasses import replace
 from functools import cache, partial
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -238,12 +240,36 @@ def test_meshes_that_cannot_be_are_named() -> None:
 def test_a_search_over_meshes_ends_and_says_what_it_is_at(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a limit that is up at once: one plan that fits, and a line for each mesh that was left out."""
-    monkeypatch.setattr(fit_module, "LIMIT_s", 0.0)
+    """With a limit that is reached at once: one plan, and a line for each mesh that was left out."""
+    monkeypatch.setattr(fit_module, "LIMIT_LINES", 0)
     monkeypatch.setattr(fit_module, "QUIET_s", 0.0)
     plan = over(2)
     assert plan.looked_at == 1 and len(plan.meshes) == 2
-    assert all("time was up" in why for _, why in plan.meshes)
+    assert all("cut short" in why for _, why in plan.meshes) and plan.cut_short
+    assert "cut short" in str(plan).splitlines()[0] and plan.as_dict()["cut_short"]
     assert f"mesh 1 of 3, {plan.mesh}" in capsys.readouterr().err
     tight = over(2, device_bytes=int(0.9 * plan.peak_bytes))  # no plan yet: it goes on until one fits
     assert tight.peak_bytes <= 0.9 * plan.peak_bytes
+
+
+def test_a_search_over_meshes_is_the_same_on_a_slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where each look at the clock is an hour after the one before."""
+    expected = over(2)
+    monkeypatch.setattr(fit_module, "time", SimpleNamespace(monotonic=count(0.0, 3600.0).__next__))
+    assert str(over(2)) == str(expected) and not expected.cut_short
+
+
+def test_a_mesh_whose_parts_an_optimizer_cannot_update_is_passed_by() -> None:
+    scaled = lambda path, grad, slots, param, info: (-grad / grad.norm(), {})  # noqa: E731
+    plan = over(2, optimizer=fs.optim.Optimizer("own()", scaled))
+    assert str(plan.mesh) == "(replicate=2, shard=1)"
+    assert any("more than one element" in why for mesh, why in plan.meshes if str(mesh) == "(shard=2)")
+
+
+def test_passes_of_ones_own_are_what_the_plan_hands_on() -> None:
+    mesh, (loss, params, tokens) = fs.make_mesh(shard=2, abstract=True, device="cpu"), small(1)
+    how = {"batch": (tokens,), "passes": fs.passes.default()}
+    plan = fs.fit(loss, params, mesh, **how)
+    assert not {"prefetch", "overlap"} & plan.options.keys()
+    step = fs.shard_step(loss, plan.specs, mesh=mesh, optimizer=fs.optim.adamw(1e-3), **plan.options)
+    assert step.lower(params, tokens).memory_analysis().peak_bytes == plan.peak_bytes

@@ -129,6 +129,34 @@ def test_a_finite_loss_beside_gradients_that_are_not_is_said_once(how: str) -> N
         step(params if how == "gradients" else state[0], torch.ones(2))
 
 
+SOME = {  # numbers of a leaf whose gradient is NaN, and whether a step that reads a part sees them
+    "all": (lambda w: w, True),
+    "a row": (lambda w: w[3], True),
+    "a column": (lambda w: w[:, 7], True),
+    "one": (lambda w: w[3, 7], False),
+}
+
+
+@pytest.mark.parametrize("width", [16, 5000])
+@pytest.mark.parametrize("kind", SOME)
+def test_gradients_that_are_not_finite_are_said_at_once_or_by_the_next_loss(kind: str, width: int) -> None:
+    """At step 3; of a small leaf all is read. The first step to see it says so, once."""
+    some, at_once = SOME[kind]
+    params = {"w": torch.ones(8, width)}
+    step = step_of(
+        lambda p, x: (some(p["w"]).square().sum() * x).sqrt().sum(), params, optimizer=fs.optim.sgd(1e-3)
+    )
+    state = step.init(params)
+    for x in (1.0, 1.0, 1.0, 0.0, 1.0, 1.0):
+        number = int(state.step)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            state, metrics = step(state, torch.full((1,), x))
+        assert len(found) == (number == (3 if at_once or width == 16 else 4))
+        assert metrics["loss"].isfinite() == (number < 4)
+        assert not found or "fs.debug.nan_hunt" in str(found[0].message)
+
+
 def test_nothing_is_said_of_what_is_finite_and_of_skipped_steps() -> None:
     params = {"w": torch.tensor([1.0, 0.0])}
     with warnings.catch_warnings():

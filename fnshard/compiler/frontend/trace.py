@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fnshard import tree
 from fnshard.compiler.frontend.contexts import LOCK, Surroundings, check_autocast
-from fnshard.compiler.frontend.exchange import copy_outgoing, tracing_on
+from fnshard.compiler.frontend.exchange import DIFFERENTIABLE, copy_outgoing, tracing_on
 from fnshard.compiler.frontend.functions import HOOK
 from fnshard.compiler.frontend.host_random import GENERATORS, undrawn
 from fnshard.compiler.frontend.limits import Limits
@@ -307,7 +307,8 @@ def remove_writes(source: Source, traced: Traced) -> Traced:
     """Every write in place is a new value."""
     with traced.program.fake_mode, torch.set_grad_enabled(source.differentiate):
         if source.differentiate:
-            check_backward(traced.program.graph, traced.program.outputs.loss, traced.examples())
+            program = traced.program
+            check_backward(program.graph, program.outputs.loss, traced.examples(), DIFFERENTIABLE)
         pure = functionalize(traced.program.graph)
         if pure is not traced.program.graph:
             propagate(pure, traced.examples())

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -181,7 +181,9 @@ def _is_detached(node: fx.Node) -> bool:
     return False
 
 
-def check_backward(graph: fx.Graph, loss: int, inputs: Sequence[Tensor]) -> None:
+def check_backward(
+    graph: fx.Graph, loss: int, inputs: Sequence[Tensor], instead: Mapping[Any, Callable[..., Any]]
+) -> None:
     """Refuse a write that autograd does not see to a value that the backward of the loss reads.
 
     Through `.data` it is silent in torch: the derivative is taken at what is written.
@@ -189,6 +191,7 @@ def check_backward(graph: fx.Graph, loss: int, inputs: Sequence[Tensor]) -> None
     Args:
         loss: which result it is.
         inputs: fakes; those that train require gradients.
+        instead: what runs in the place of operators that have no derivative here.
 
     Raises:
         TraceError: there is such a write.
@@ -197,7 +200,7 @@ def check_backward(graph: fx.Graph, loss: int, inputs: Sequence[Tensor]) -> None
     if not writes:
         return
     trial = Trial()
-    total = replay(graph, inputs, trial.see)[loss]
+    total = replay(graph, inputs, trial.see, instead)[loss]
     silent = [
         (node, f"{describe(trial.values[target])} by {node.target}")
         for node in writes

@@ -24,7 +24,8 @@ def default(prefetch: int | tuple[int, int] = 1, overlap: int = 1) -> list[Pass]
 
     Args:
         prefetch: how many kernels ahead gathers are issued, or (forward, backward); 0 is none.
-        overlap: how many kernels later a reduction, or on a GPU an update, is waited for.
+        overlap: how many kernels later a reduction, or on a GPU an update, is waited for. A step that is not
+            given passes has 0 for both on CPU ranks that share memory.
 
     >>> [getattr(each, "func", each).__name__ for each in default()][:4]
     ['reshard', 'regather', 'update_in_backward', 'offload']

@@ -105,3 +105,13 @@ def test_what_it_says_is_true() -> None:
     with pytest.warns(UserWarning, match="optimizer_dtype"):
         assert torch.equal(moved(), torch.ones(4, dtype=BF16))
     assert (moved(optimizer_dtype=FP32) < 1).all()
+
+
+def test_nothing_is_said_of_leaves_that_stay() -> None:
+    params = {"w": torch.ones(4, 4, dtype=torch.bfloat16)}
+    spec = fs.LayoutSpec(storage_dtype=torch.bfloat16, optimizer_dtype=torch.bfloat16)
+    specs = fs.match_specs(params, [("*", spec)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = fs.shard_step(lambda p: p["w"].sum(), specs, optimizer=optim.adamw(1e-3, lr_scale=0.0))
+        step.resolve(params)
