@@ -203,12 +203,6 @@ class Numbers(TorchDispatchMode):
         with nullcontext() if fake else unset_fake_temporarily():
             return func(*args, **(kwargs or {}))
 
-    def value_of(self, number: torch.Tensor) -> float | None:
-        """The number that a 0-d tensor holds, where that is known."""
-        real = number.constant if isinstance(number, FakeTensor) else number
-        with unset_fake_temporarily():
-            return None if real is None else real.item()
-
 
 @contextmanager
 def fakes(numbers: Numbers | None = None) -> Iterator[None]:
