@@ -236,6 +236,30 @@ def test_a_silent_write_to_what_the_backward_reads_is_refused(of_batch: bool) ->
         traced(fn, {"w": torch.ones(12, dtype=f64)}, (torch.ones(4, 6, 12, dtype=f64),))
 
 
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_write_that_is_refused_is_the_one_that_the_backward_reads(refused: bool) -> None:
+    """Not another silent one, nor one that autograd sees, whose new value has a gradient of its own."""
+
+    def fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        h = (x * p["w"]).exp()
+        h.mul_(2)
+        other, late = torch.zeros(3, dtype=f64), x * p["w"]
+        other.data.add_(1)
+        late.data.add_(1)
+        k = late.sin()
+        if refused:
+            late[0].data.mul_(2)
+        return h.mean() + other.sum() + k.mean()
+
+    args = {"w": torch.ones(12, dtype=f64)}, (torch.ones(4, 6, 12, dtype=f64),)
+    if not refused:
+        assert traced(fn, *args)
+        return
+    with pytest.raises(TraceError, match=r"(?s) 1 value.*f64\[6, 12\]") as reported:
+        traced(fn, *args)
+    assert "f64[3]" not in str(reported.value)
+
+
 @pytest.mark.parametrize("axes", [{"context": 2}, {"shard": 2, "tensor": 2}, {"expert": 2}], ids=str)
 def test_a_step_whose_values_are_split_keeps_the_gradient_past_a_write(axes: dict[str, int]) -> None:
     """As generation and constrained losses mask: without a line that autograd sees."""
