@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 import fnshard as fs
 from fnshard.optim.muon import orthogonalized
-from fnshard.optim.sums import sum_squares
+from fnshard.optim.sums import CAST, sum_squares
 
 COUNT = 1 << 22
 RTOL = 1e-6
@@ -104,3 +105,11 @@ def test_what_a_program_adds_up_to_one_number(backend: str) -> None:
         torch.testing.assert_close(
             got[name].double(), value, rtol=RTOL, atol=0, msg=lambda m, n=name: f"{n}: {m}"
         )
+
+
+@pytest.mark.parametrize("count", [600, 3 * CAST])
+def test_what_is_copied_is_what_the_memory_report_says(count: int) -> None:
+    """Of leaves in half types: as many numbers as the largest has, and at most `CAST`."""
+    with mock.patch.object(torch, "empty", wraps=torch.empty) as empty:
+        sum_squares([torch.ones(n, dtype=torch.bfloat16) for n in (520, count)])
+    assert sum(call.args[0] for call in empty.mock_calls if call.args) == min(count, CAST)
