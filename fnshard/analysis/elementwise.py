@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from fnshard.analysis.slots import Numbers, fakes, tensors_of
 from fnshard.compiler.ir.source_lines import user_line
@@ -154,7 +153,7 @@ class _Elements(Numbers):
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._note(func, "random ")
             return "leaf"
-        with_data = [t for t in given if not isinstance(t, FakeTensor)]
+        with_data = [t for t in given if self.has_data(t)]
         if not own and given and len(with_data) == len(given):
             return self._kind_of_data(func, name, given)
         # What an owner keeps of a whole leaf begins as zeros of another shape.

@@ -203,6 +203,10 @@ class Numbers(TorchDispatchMode):
         with nullcontext() if fake else unset_fake_temporarily():
             return func(*args, **(kwargs or {}))
 
+    def has_data(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is computed, and is no fake."""
+        return not isinstance(tensor, FakeTensor)
+
 
 @contextmanager
 def fakes(numbers: Numbers | None = None) -> Iterator[None]:
