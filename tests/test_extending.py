@@ -256,11 +256,25 @@ def reduces_nothing(schedule: Any) -> Any:
     return schedule.with_instructions(kept)
 
 
+def waits_for_nothing(schedule: Any) -> Any:
+    """A pass with a mistake: a Wait reads nothing."""
+    return schedule.with_instructions(
+        [replace(line, reads=()) if isinstance(line, Wait) else line for line in schedule.instructions]
+    )
+
+
+def fails(schedule: Any) -> Any:
+    """A pass with a mistake: no line has this field."""
+    return [line.nothing for line in schedule.instructions]
+
+
 @pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"passes": [*fs.passes.default(), reduces_nothing]}, ScheduleError, "the pass reduces_nothing"),
+        ({"passes": [*fs.passes.default(), waits_for_nothing]}, ScheduleError, "the pass waits_for_nothing"),
+        ({"passes": [fails]}, ScheduleError, "the pass fails.*AttributeError.*Fix: return"),
         ({"passes": [print]}, ScheduleError, r"the pass print returns NoneType.*Fix: return schedule\."),
         ({"passes": ["prefetch"]}, SpecError, "passes=.*functions from a schedule"),
         ({"passes": print}, SpecError, r"passes=.*functions from a schedule.*\[mine\]"),

@@ -3,7 +3,8 @@
 Ranks run `leaf` and the other rules on their own blocks. That is right where an element's update depends on
 nothing of the leaf but that element; a norm of a block is none of the leaf. So the rules are run on fakes, as
 the leaf and as a block of it, and what their operators do with the leaf's numbers is noted: all must be on
-the list of elementwise operators, and no number may be made of the shape.
+the list of elementwise operators, and no number may be made of the shape. Both runs must call the same
+operators with the same numbers and constants, also on tensors that are not made of the leaf.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ _FILLED = {
 }  # fmt: skip
 _FUSED = {"_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_"}
 _FOREACH_OVER_LEAVES = {"norm", "max", "mm", "powsum"}
-_POSITIONS = {"arange", "linspace", "logspace", "eye", "tril_indices", "triu_indices"}
+# Operators without a tensor that give the same number everywhere; all others of them go by places.
+_FILLS = {"zeros", "ones", "full", "empty", "empty_strided", "scalar_tensor"}
+# A run may have more of these than another, as a block may lie otherwise than its leaf.
+_UNRECORDED = _VIEWS | {"clone", "alias", "detach"}
 
 
 def check_elementwise(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
@@ -73,8 +77,8 @@ def check_elementwise(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mes
             blind[:12],
             "keep these leaves whole, also where they are updated, LayoutSpec(P(), gradient=P(), "
             "optimizer=P()); or declare what is a sum over a leaf as Optimizer(sums=), and what is computed "
-            "of a whole leaf as Optimizer(whole=). Only where it is elementwise all the same, in a way that "
-            "a trace cannot see: Optimizer(elementwise=True).",
+            "of a whole leaf as Optimizer(whole=). If it is elementwise in a way that a trace cannot see, "
+            "say so by Optimizer(elementwise=True).",
         )
 
 
@@ -108,7 +112,7 @@ def mixing_ops(
         for step in sorted({*steps, *(step for _, step in member.turns.values())}) if steps else ():
             seen = [_run(member, path, step, each, shape, dtype, mode) for each in (shape, block)]
             found |= seen[0].found | seen[1].found
-            if not found and seen[0].numbers != seen[1].numbers:
+            if not found and not _are_alike(seen[0].calls, seen[1].calls):
                 found[f"numbers of its shape, {list(shape)} of the leaf and {list(block)} of a part"] = None
             if found:
                 break
@@ -120,17 +124,21 @@ class _Elements(Numbers):
 
     Args:
         shape: of the leaf, or of the part of it.
-        kinds: by the id of a tensor, what it is made of: a "leaf", a "sum" over one, or a "position" in one.
-        numbers: that elementwise operators on the leaf have as arguments.
+        optimizer: whose rules run.
+        kinds: by the id of a tensor, what it is made of: a "leaf", a "sum" over one, a "position" in one; or
+            of nothing in a leaf: a "fill" has one number everywhere, a "table" goes by places of its own,
+            a "step" is one number of this step. A tensor with data of which nothing is known has none.
+        calls: of operators that may meet the leaf: names, their numbers, and their tensors that have data.
         found: what is not elementwise.
     """
 
-    def __init__(self, shape: Sequence[int]) -> None:
+    def __init__(self, shape: Sequence[int], optimizer: Optimizer) -> None:
         super().__init__()
         self.shape = tuple(shape)
+        self.optimizer = optimizer
         self.kinds: dict[int, str] = {}
         self.alive: list[Tensor] = []
-        self.numbers: list[Any] = []
+        self.calls: list[tuple[str, str, list[Tensor]]] = []
         self.found: dict[str, None] = {}
         self.rule = ""
 
@@ -155,16 +163,24 @@ class _Elements(Numbers):
     def _kind(self, func: Any, args: Any, kwargs: Mapping[str, Any], given: Sequence[Tensor]) -> str:
         """What the result is made of; an operator that is not elementwise is noted."""
         name = func.overloadpacket.__name__
-        own = [t for t in given if id(t) in self.kinds]
+        own = [t for t in given if self.kinds.get(id(t)) in ("leaf", "sum", "position")]
         kinds = {self.kinds[id(t)] for t in own}
         if torch.Tag.nondeterministic_seeded in func.tags:
             self._note(func, "random ")
             return "leaf"
-        if kinds <= {"position"}:
-            return "position" if kinds or name in _POSITIONS else ""
-        others = [t for t in given if id(t) not in self.kinds]
+        with_data = [t for t in given if self.has_data(t)]
+        if not own and given and len(with_data) == len(given):
+            return self._kind_of_data(func, name, given)
+        # What an owner keeps of a whole leaf begins as zeros of another shape.
+        if name not in _UNRECORDED and not (self.rule == "slots" and self.optimizer.whole_slots):
+            self.calls.append((str(func), repr(_numbers_of(func, args, kwargs)), with_data))
+        if not own:
+            return self._kind_of_constant(func, name, given)
+        if kinds == {"position"}:
+            return "position"
+        others = [t for t in given if not any(t is each for each in own)]
         # A constant of several numbers goes by places, which are other ones in a view of other dims.
-        is_table = any(t.numel() > 1 for t in others)
+        is_table = any(t.numel() > 1 and self.kinds.get(id(t)) != "fill" for t in others)
         if "position" in kinds or (is_table and not all(map(self._has_its_dims, own))):
             self._note(func, "positions in ")
         elif "sum" in kinds:
@@ -179,11 +195,30 @@ class _Elements(Numbers):
             return "sum"
         elif not _is_elementwise(func, name):
             self._note(func)
-        elif name not in _VIEWS | _FILLED:
-            flat = [v for v in (*args, *kwargs.values()) if isinstance(v, int | float)]
-            ones = [self.value_of(t) for t in others if t.numel() == 1]
-            self.numbers.append((str(func), *flat, *ones))
         return "leaf"
+
+    def _kind_of_data(self, func: Any, name: str, given: Sequence[Tensor]) -> str:
+        """What is made of tensors that have data; it is the same number in both runs, or is found not to be.
+
+        A number of the step that Python has may choose what the rule computes, and no run shows all steps;
+        an optimizer with several `turns` is run in each. `kernel` and `follow` count by one: they compute
+        what `leaf` does, which is looked at.
+        """
+        if not any(self.kinds.get(id(t)) == "step" for t in given):
+            return ""
+        counts = len(self.optimizer.turns) > 1 or self.rule in ("slots", "kernel", "follow")
+        if name == "_local_scalar_dense" and not counts:
+            self._note(func, "a number of StepInfo, which torch.where takes as a tensor: ")
+        return "step"
+
+    def _kind_of_constant(self, func: Any, name: str, given: Sequence[Tensor]) -> str:
+        """What is made of fakes that hold nothing of the leaf, or of no tensor."""
+        if not given:
+            return "fill" if name in _FILLS else "position"
+        is_fill = all(t.numel() == 1 or self.kinds.get(id(t)) == "fill" for t in given)
+        if _is_elementwise(func, name):
+            return "fill" if is_fill else "table"
+        return "table" if all(t.numel() == 1 for t in given) else "position"
 
     def _has_its_dims(self, tensor: Tensor) -> bool:
         """Whether a tensor has the dims of the leaf, or 1 in their places."""
@@ -195,6 +230,31 @@ class _Elements(Numbers):
         self.found[f"{what}{func.overloadpacket.__name__} in {self.rule}{f' ({line})' if line else ''}"] = (
             None
         )
+
+
+def _numbers_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What an operator is called with, but for tensors and sizes."""
+    named = zip((a.name for a in func._schema.arguments), args, strict=False)
+    given, types = {**dict(named), **kwargs}, {a.name: str(a.type) for a in func._schema.arguments}
+    plain = (bool, int, float, complex, str, torch.dtype)
+    return [
+        (name, v) for name, v in given.items()
+        if isinstance(v, plain)
+        or (isinstance(v, list | tuple) and types[name] not in ("List[int]", "Optional[List[int]]")
+            and all(isinstance(each, plain) for each in v))
+    ]  # fmt: skip
+
+
+def _are_alike(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether two runs call the same operators with the same numbers and data."""
+    return len(one) == len(other) and all(
+        a[:2] == b[:2] and len(a[2]) == len(b[2]) and all(map(_is_equal, a[2], b[2]))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    return one is other or (one.dtype == other.dtype and torch.equal(one, other))
 
 
 def _is_elementwise(func: Any, name: str) -> bool:
@@ -221,7 +281,7 @@ def _run(
     mode: FakeTensorMode,
 ) -> _Elements:  # fmt: skip
     """Run all that ranks run on their parts of a leaf, on one of this shape."""
-    trace, log = _Elements(shape), logging.getLogger("torch._subclasses.fake_tensor")
+    trace, log = _Elements(shape, rule), logging.getLogger("torch._subclasses.fake_tensor")
     info = StepInfo(
         torch.tensor(step), global_norm=torch.ones((), dtype=torch.float64), shapes={path: tuple(whole)}
     )
@@ -230,6 +290,7 @@ def _run(
         with fakes(trace, mode):
             param, grad = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
             trace.follow([param, grad])
+            trace.follow([info.step, info.global_norm], "step")
             for trace.rule, run in _rules(rule, path, grad, param, info):
                 result = run()
                 trace.follow([result])

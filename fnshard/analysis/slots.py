@@ -203,11 +203,9 @@ class Numbers(TorchDispatchMode):
         with nullcontext() if fake else unset_fake_temporarily():
             return func(*args, **(kwargs or {}))
 
-    def value_of(self, number: torch.Tensor) -> float | None:
-        """The number that a 0-d tensor holds, where that is known."""
-        real = number.constant if isinstance(number, FakeTensor) else number
-        with unset_fake_temporarily():
-            return None if real is None else real.item()
+    def has_data(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is computed, and is no fake."""
+        return not isinstance(tensor, FakeTensor)
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from fnshard.compiler.schedule.build import Plan, build
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.compiler.schedule.passes import Pass, default, insert_frees
 from fnshard.compiler.schedule.verify import verify
-from fnshard.errors import ScheduleError, TraceError
+from fnshard.errors import FnshardError, ScheduleError, TraceError
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
@@ -167,11 +168,12 @@ def run_passes(schedule: Schedule, passes: Sequence[Pass], verified: bool = Fals
         verified: the schedule is verified behind each pass.
 
     Raises:
-        ScheduleError: names the pass that breaks a rule, or returns no schedule.
+        ScheduleError: names the pass that fails, breaks a rule, or returns no schedule.
     """
     for each in passes:
         name = getattr(getattr(each, "func", each), "__name__", repr(each))
-        schedule = each(schedule)
+        with _named(f"in the pass {name}"):
+            schedule = each(schedule)
         if not isinstance(schedule, Schedule):
             kind = type(schedule).__name__
             raise ScheduleError(
@@ -179,11 +181,23 @@ def run_passes(schedule: Schedule, passes: Sequence[Pass], verified: bool = Fals
                 fix="return schedule.with_instructions([...]), or the schedule as it came.",
             )
         if verified:
-            try:
+            with _named(f"behind the pass {name}"):
                 verify(insert_frees(schedule))
-            except ScheduleError as error:
-                raise ScheduleError(f"behind the pass {name}: {error}") from error
     return insert_frees(schedule)
+
+
+@contextmanager
+def _named(place: str) -> Iterator[None]:
+    """Make one error, which says where, of any that a pass or its lines raise: a pass may be the user's."""
+    try:
+        yield
+    except FnshardError as error:
+        raise ScheduleError(f"{place}: {error}") from error
+    except Exception as error:
+        raise ScheduleError(
+            f"{place}: {type(error).__name__}: {error}",
+            fix="return schedule.with_instructions([...]) of whole lines, or the schedule as it came.",
+        ) from error
 
 
 def trace_device(mesh: Mesh) -> torch.device:

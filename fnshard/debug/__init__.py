@@ -4,8 +4,8 @@
     nan_hunt(step, state, batch)                the first instruction, leaf and op that gave NaN or inf
     check_stale(step, state, batch)             the program of a step against what `fn` does now, traced again
 
-The first two run schedules on the eager backend, `nan_hunt` with a `Watch` on the executor
-(`runtime.executor.context`), which a step has none of otherwise.
+`check` runs a schedule on the eager backend. `nan_hunt` runs that of the step, and where it fails again on
+the eager backend, with a `Watch` on the executor (`runtime.executor.context`), which a step lacks otherwise.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ def sum_squares(tensors: Sequence[Tensor]) -> Tensor:
     """
     tensors = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
     wide = torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+    most = min(CAST, max((t.numel() for t in tensors if t.is_cpu), default=0))
     norms: list[Tensor] = []  # of pieces, each [n]
     rest: list[Tensor] = []
     buffer: Tensor | None = None
@@ -38,7 +39,7 @@ def sum_squares(tensors: Sequence[Tensor]) -> Tensor:
             copied = part.dtype != wide or not part.is_contiguous()
             if copied:
                 if buffer is None or buffer.numel() < part.numel():
-                    buffer = torch.empty(max(CAST, part.numel()), dtype=wide)
+                    buffer = torch.empty(max(part.numel(), most), dtype=wide)
                 part = buffer[: part.numel()].view(part.shape).copy_(part)
             flat, even = part.view(-1), part.numel() // PIECE * PIECE
             pieces, tail = flat.split_with_sizes((even, part.numel() - even))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch._inductor.exc import InductorError, InvalidCxxCompiler
 from toys import step_of
 
 import fnshard as fs
+from fnshard import LayoutSpec
 from fnshard.compiler.kernels import inductor
 from fnshard.errors import MissingExtraError
 
@@ -103,3 +105,27 @@ def test_no_compiler_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PARAMS = {"up": torch.ones(8, 4), "down": torch.ones(4, 8)}
+
+
+@pytest.mark.long
+def test_sums_of_many_numbers_are_right_in_compiled_kernels() -> None:
+    """To one number, and to two: lanes of fp32 are off by more than 1e-5 here."""
+    x = torch.full((1 << 20, 2), 0.1)
+
+    def fn(p: Any, x: Any) -> Any:
+        y = x * p["w"]
+        found = {
+            "mean": y.mean(), "columns": y.mean(0), "norm": y.norm(), "norms": y.norm(dim=0), "var": y.var(0),
+            "sizes": y.square().sum(0), "logsumexp": y.logsumexp(0).exp(), "largest": y.norm(p=math.inf),
+        }  # fmt: skip
+        return y.mean(0).sum(), found
+
+    params = {"w": torch.tensor([1.0, 2.0])}
+    specs = fs.match_specs(params, [("*", LayoutSpec())])
+    (_, found), grads = fs.shard_step(fn, specs)(params, x)
+    leaf = {"w": params["w"].double().requires_grad_()}
+    loss, expected = fn(leaf, x.double())
+    [grad] = torch.autograd.grad(loss, [leaf["w"]])
+    torch.testing.assert_close(grads["w"].double(), grad, rtol=1e-6, atol=0)
+    for name, value in found.items():
+        torch.testing.assert_close(value.double(), expected[name].detach(), rtol=1e-6, atol=1e-9, msg=name)

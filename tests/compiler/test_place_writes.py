@@ -14,6 +14,7 @@ from torch import Tensor
 import fnshard as fs
 from fnshard.compiler.place.place import Axis, place
 from fnshard.compiler.place.placement import Split
+from fnshard.compiler.rewrites import pure
 from fnshard.compiler.rewrites.in_place import Write
 from fnshard.errors import TraceError
 
@@ -99,6 +100,30 @@ PIECES: Writes = {  # torch takes them under no_grad alone
     "out": lambda h, w: torch.mul(h[:, 1:], w, out=h[:, 1:]),
 }
 
+
+def conj(w: Tensor) -> Tensor:
+    """Six complex numbers that torch conjugates when they are read; their `imag` it negates then."""
+    return torch.complex(w[:6], w[6:]).conj()
+
+
+def pairs(h: Tensor) -> Tensor:
+    return torch.view_as_complex(h.unflatten(-1, (-1, 2)))
+
+
+LAZY: Writes = {
+    "view_as_complex": lambda h, w: pairs(h).copy_(conj(w)),
+    "slice": lambda h, w: pairs(h)[:, 1:3].copy_(conj(w)),
+    "select": lambda h, w: pairs(h)[:, 1].copy_(conj(w)),
+    "diagonal": lambda h, w: pairs(h).diagonal(dim1=1, dim2=2).copy_(conj(w)),
+    "narrow": lambda h, w: pairs(h).narrow(1, 2, 2).copy_(conj(w)),
+    "unbind": lambda h, w: torch.no_grad()(lambda: pairs(h).unbind(1)[2].copy_(conj(w)))(),
+    "view_as_real": lambda h, w: torch.view_as_real(pairs(h)).copy_(conj(w).imag[:, None]),
+    "real": lambda h, w: pairs(h).real.copy_(conj(w).imag),
+    "imag": lambda h, w: pairs(h).imag.copy_(conj(w).imag),
+    "mul": lambda h, w: pairs(h).mul_(conj(w)),
+    "setitem": lambda h, w: pairs(h).__setitem__((slice(None), 0), conj(w)),
+}
+
 HOW: dict[str, Callable[[Callable[..., Any], Tensor, Tensor], Any]] = {
     "seen": lambda write, h, w: write(h, w),
     "no_grad": lambda write, h, w: torch.no_grad()(write)(h, w),
@@ -140,7 +165,7 @@ def loss_of(how: str, write: Callable[[Tensor, Tensor], Any], p: dict[str, Tenso
 @pytest.mark.parametrize("split", [Split(1), Split(2)], ids=str)
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize(
-    "writes", [COMPOSITE, PLACES, THROUGH, PIECES], ids=["ops", "places", "views", "pieces"]
+    "writes", [COMPOSITE, PLACES, THROUGH, PIECES, LAZY], ids=["ops", "places", "views", "pieces", "lazy"]
 )
 def test_a_write_to_a_split_value_is_torchs(writes: Writes, how: str, split: Split) -> None:
     if writes is PIECES and how == "seen":
@@ -160,6 +185,19 @@ def test_what_has_no_form_without_a_write_takes_whole_values() -> None:
         h.as_strided((2, 3), (6, 2), 1).mul_(2.0)
         return h.square().mean()
 
+    assert_torchs(fn, Split(1), keeps_writes=True)
+
+
+def test_what_does_not_run_without_a_write_takes_whole_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Tensor:
+        raise RuntimeError("the op's own error")
+
+    def fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        h = x.sin() + p["w"]
+        h[:, 1].mul_(2.0)
+        return h.square().mean()
+
+    monkeypatch.setitem(pure._PUTS, torch.ops.aten.select.int, fail)
     assert_torchs(fn, Split(1), keeps_writes=True)
 
 
@@ -196,6 +234,30 @@ def test_a_silent_write_to_what_the_backward_reads_is_refused(of_batch: bool) ->
 
     with pytest.raises(TraceError, match=r"(?s)1 value.*f64\[4, 6, 12\].*Fix: write to a copy"):
         traced(fn, {"w": torch.ones(12, dtype=f64)}, (torch.ones(4, 6, 12, dtype=f64),))
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_write_that_is_refused_is_the_one_that_the_backward_reads(refused: bool) -> None:
+    """Not another silent one, nor one that autograd sees, whose new value has a gradient of its own."""
+
+    def fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        h = (x * p["w"]).exp()
+        h.mul_(2)
+        other, late = torch.zeros(3, dtype=f64), x * p["w"]
+        other.data.add_(1)
+        late.data.add_(1)
+        k = late.sin()
+        if refused:
+            late[0].data.mul_(2)
+        return h.mean() + other.sum() + k.mean()
+
+    args = {"w": torch.ones(12, dtype=f64)}, (torch.ones(4, 6, 12, dtype=f64),)
+    if not refused:
+        assert traced(fn, *args)
+        return
+    with pytest.raises(TraceError, match=r"(?s) 1 value.*f64\[6, 12\]") as reported:
+        traced(fn, *args)
+    assert "f64[3]" not in str(reported.value)
 
 
 @pytest.mark.parametrize("axes", [{"context": 2}, {"shard": 2, "tensor": 2}, {"expert": 2}], ids=str)

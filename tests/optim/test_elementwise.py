@@ -12,6 +12,7 @@ import pytest
 import torch
 from optimizers import ALL, SHAPES
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 import fnshard as fs
 from fnshard import LayoutSpec, P
@@ -37,10 +38,10 @@ def lamb(path: str, grad: Tensor, slots: Any, param: Tensor, info: Any) -> Any:
 
 
 def adam(path: str, grad: Tensor, slots: Any, param: Tensor, info: Any) -> Any:
-    """Many operators, in place too, a branch on the step, and the rate from a schedule."""
+    """Many operators, in place too, a choice by the step, and the rate from a schedule."""
     m = slots["m"].mul(0.9).add_(grad, alpha=0.1)
     v = torch.where(grad.isfinite(), torch.maximum(slots["v"] * 0.99, grad.square()), 0.0)
-    step = m / v.sqrt().clamp_(min=1e-6) if int(info.step) > 1 else grad.sign()
+    step = torch.where(info.step > 1, m / v.sqrt().clamp_(min=1e-6), grad.sign())
     rate = fs.schedules.warmup_cosine(0.1, 1, 9)(info.step).to(param.dtype)
     return -rate * step.view(-1).tanh_().view_as(grad) * (1 + 0.1 * info.global_norm).rsqrt(), {
         "m": m,
@@ -90,7 +91,32 @@ MIXED: dict[str, tuple[Optimizer, str]] = {  # and what the error names
     "a table of the leaf": (rule_of(lambda g, p, i: g * X[:6]), r"\[3, 8\] \(RuntimeError"),
     "an array": (rule_of(lambda g, p, i: torch.from_numpy(g.numpy())), "numpy"),
     "random numbers": (rule_of(lambda g, p, i: g * torch.rand_like(g)), "random rand_like"),
-    "later steps": (rule_of(lambda g, p, i: g / g.norm() if int(i.step) > 500 else g), "norm in leaf"),
+    "later steps": (rule_of(lambda g, p, i: g / g.norm() if int(i.step) > 2000 else g), "torch.where"),
+    "some steps": (
+        rule_of(lambda g, p, i: g / g.norm() if (int(i.step) + 1) % 10 == 0 else g), "torch.where",
+    ),
+    "between steps": (rule_of(lambda g, p, i: g / g.norm() if 1 < i.step < 5 else g), "torch.where"),
+    "a large norm": (
+        rule_of(lambda g, p, i: g / g.norm() if i.global_norm > 9 else g, needs=frozenset({"global_norm"})),
+        "torch.where",
+    ),
+    "a table as long": (
+        rule_of(lambda g, p, i: g * torch.tensor([float(k) for k in range(g.shape[0])])[:, None]),
+        "its shape",
+    ),
+    "a triangle": (rule_of(lambda g, p, i: g * torch.tril(torch.ones(g.shape))), "positions in mul"),
+    "running sums of ones": (rule_of(lambda g, p, i: g * torch.ones(g.shape).cumsum(0)), "positions in mul"),
+    "the first row": (
+        rule_of(lambda g, p, i: g * one_hot(torch.tensor(0), g.shape[0])[:, None]), "positions in mul",
+    ),
+    "its size, filled": (rule_of(lambda g, p, i: g * torch.full((), 10 / g.numel())), "its shape"),
+    "its size, filled anew": (rule_of(lambda g, p, i: g * g.new_full((), g.numel())), "its shape"),
+    "its size, on a fill": (rule_of(lambda g, p, i: g * (torch.ones(()) * g.shape[0] ** 0.5)), "its shape"),
+    "its size, a scalar": (rule_of(lambda g, p, i: g / torch.scalar_tensor(g.numel())), "its shape"),
+    "its size, a bound": (rule_of(lambda g, p, i: g.clamp(max=torch.full((), 1 / g.numel()))), "its shape"),
+    "its size, counted": (rule_of(lambda g, p, i: g / torch.ones(g.shape).sum()), "positions in div"),
+    "its size, in a row": (rule_of(lambda g, p, i: g * torch.stack([torch.full((), p.numel())])), "shape"),
+    "a branch on its shape": (rule_of(lambda g, p, i: g.sign() if g.shape[0] > 4 else g), "its shape"),
     "a slot": (
         Optimizer("own()", averaging, {"sum": lambda p: p.norm() * torch.ones_like(p)}), "norm in slots",
     ),
@@ -132,6 +158,8 @@ ALONE: dict[str, Optimizer] = {
     "a kernel": rule_of(lambda g, p, i: g, kernel=lambda params, grads, *_: torch._foreach_add_(
         params, torch._foreach_mul(grads, -0.05))),
     "sums": summed(lambda g: -0.5 * g.square().sum() + g.abs().sum() / 2),
+    "constants of constants": rule_of(
+        lambda g, p, i: g * torch.ones(p.shape).mul(3.0).add(W[0] if p.dim() else torch.full((), 0.5))),
     "a promise": rule_of(lambda g, p, i: g.flip(0).flip(0), elementwise=True),
 }  # fmt: skip
 MESHES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 import fnshard as fs
 from fnshard.optim.muon import orthogonalized
-from fnshard.optim.sums import sum_squares
+from fnshard.optim.sums import CAST, sum_squares
 
 COUNT = 1 << 22
 RTOL = 1e-6
@@ -111,3 +112,11 @@ def test_squares_of_complex_tensors_and_of_none() -> None:
     for leaf in (value, value.conj(), value[:5], value.view(10, 100).T):
         torch.testing.assert_close(sum_squares([leaf]), torch.tensor(5.0 * leaf.numel()).double())
     assert sum_squares([]).item() == 0
+
+
+@pytest.mark.parametrize("count", [600, 3 * CAST])
+def test_what_is_copied_is_what_the_memory_report_says(count: int) -> None:
+    """Of leaves in half types: as many numbers as the largest has, and at most `CAST`."""
+    with mock.patch.object(torch, "empty", wraps=torch.empty) as empty:
+        sum_squares([torch.ones(n, dtype=torch.bfloat16) for n in (520, count)])
+    assert sum(call.args[0] for call in empty.mock_calls if call.args) == min(count, CAST)

@@ -127,6 +127,7 @@ _POINTWISE = [
     (aten.neg.default, f(6)),
     (aten.relu.default, f(5, 4)),
     (aten.lerp.Scalar, f(6), f(6), 0.3),
+    (own.with_values.default, f(4, 6), n(4, 6)),
     (aten.lerp.Tensor, f(6), f(6), u(6)),
     (aten.addcmul.default, f(6), f(4, 6), f(4, 1)),
     (aten.logical_and.default, b(4, 6), b(6)),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -196,30 +197,39 @@ def check_backward(
     Raises:
         TraceError: there is such a write.
     """
-    writes = [n for n in graph.nodes if any(not v.meta["val"].requires_grad for v in mutated_args(n))]
-    if not writes:
+    writes = {node: [t for t in mutated_args(node) if _is_detached(t)] for node in graph.nodes}
+    if not any(writes.values()):
         return
     trial = Trial()
-    total = replay(graph, inputs, trial.see, instead)[loss]
-    silent = [
-        (node, f"{describe(trial.values[target])} by {node.target}")
-        for node in writes
-        for target in mutated_args(node)
-        if not trial.is_recorded(node, target) and _is_detached(target)
-    ]
+    read: list[tuple[int, int]] = []  # memories that the backward reads, and how many nodes had run by then
+
+    def keep(saved: Tensor) -> tuple[Tensor, int]:
+        return saved, len(trial.values)
+
+    def give(kept: tuple[Tensor, int]) -> Tensor:
+        read.append((storage_id(kept[0]), kept[1]))
+        return kept[0]
+
     trained = [v for v in inputs if v.requires_grad]
-    if not silent or not total.requires_grad:
+    with torch.autograd.graph.saved_tensors_hooks(keep, give):
+        total = replay(graph, inputs, trial.see, instead)[loss]
+    if not total.requires_grad:
         return
-    try:
+    with suppress(RuntimeError):  # of the backward itself, which is found where its kernels are made
         torch.autograd.grad(total, trained, torch.ones_like(total), allow_unused=True)
-    except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
-            return  # not of a write
+    wrong = [
+        (node, f"{describe(trial.values[target])} by {node.target}")
+        for number, (node, targets) in enumerate(writes.items())
+        for target in targets
+        if not trial.is_recorded(node, target)
+        and any(m == storage_id(trial.values[target]) and saved < number for m, saved in read)
+    ]
+    if wrong:
         raise refused_at(
-            f"`fn` writes past autograd to {len(silent)} value(s), of which its backward reads one:",
-            silent,
+            f"`fn` writes past autograd to {len(wrong)} value(s) that its backward reads:",
+            wrong,
             "write to a copy (h.clone() before it), or without .data and torch.no_grad().",
-        ) from error
+        )
 
 
 def _overlaps(value: Tensor) -> bool:

@@ -97,7 +97,7 @@ def _inline(graph: fx.Graph, body: fx.Graph, reads: Sequence[fx.Node], meta: Map
 
 
 def pure_graph(write: Write, tensors: Sequence[Tensor]) -> fx.Graph | None:
-    """A write by ops that make new tensors, as a graph of what it takes; None where one of them is not known.
+    """Return a write by ops that make new tensors, as a graph of what it takes; None where that does not run.
 
     Args:
         tensors: a fake of each value that it takes.
@@ -109,7 +109,7 @@ def pure_graph(write: Write, tensors: Sequence[Tensor]) -> fx.Graph | None:
     try:
         run = partial(_run, write, trial)
         graph = make_fx(lambda *v: run(v), tracing_mode="fake", pre_dispatch=True)(*tensors).graph
-    except _Unknown:
+    except Exception:  # of any op of the program's: it runs as it stands, on whole values
         return None
     graph.eliminate_dead_code()
     return graph
@@ -159,7 +159,8 @@ class _Alias:
         shown = [old.detach() if needed else old]
         for step in self.steps:
             shown.append(step.look(shown[-1]))
-        new = new.detach() if new.requires_grad and not recorded else new
+        # A view refuses numbers that torch conjugates or negates when they are read.
+        new = in_place.resolve(new.detach() if new.requires_grad and not recorded else new)
         new = new if new.dtype == shown[-1].dtype else new.to(shown[-1].dtype)
         new = new if new.shape == shown[-1].shape else new.expand(shown[-1].shape)
         for step, whole in zip(reversed(self.steps), reversed(shown[:-1]), strict=True):
@@ -365,7 +366,7 @@ def _put_back(
     if number is not None and view.dim() == rank and start % math.prod(shape) == start:
         dim = next(d for d in range(rank) if sizes[d] != shape[d])
         first = start // math.prod(shape[dim + 1 :])
-        return aten.slice_scatter(x, new, dim, first, first + sizes[dim])
+        return _scatter(aten.slice_scatter, x, new, dim, first, first + sizes[dim])
     reached = 0
     for stride, size in sorted(zip(strides, sizes, strict=True)):
         if size > 1 and stride <= reached:
@@ -380,14 +381,22 @@ def _put_back(
     return x.reshape(-1).index_copy(0, places.reshape(-1), new.reshape(-1)).reshape(shape)
 
 
+def _scatter(op: Any, x: Tensor, new: Tensor, *where: Any, **named: Any) -> Tensor:
+    """Run an op that puts numbers into a copy; its gradient knows no complex ones, so these go by halves."""
+    if not x.is_complex():
+        return op(x, new, *where, **named)
+    halves = (op(a, b, *where, **named) for a, b in ((x.real, new.real), (x.imag, new.imag)))
+    return torch.complex(*halves)
+
+
 _PUTS: dict[Any, Callable[..., Tensor]] = {
-    aten.slice.Tensor: aten.slice_scatter.default,
-    aten.select.int: aten.select_scatter.default,
-    aten.diagonal.default: aten.diagonal_scatter.default,
-    aten.narrow.default: lambda x, new, dim, start, length: aten.slice_scatter(
-        x, new, dim, start % max(x.shape[dim], 1), start % max(x.shape[dim], 1) + length
+    aten.slice.Tensor: partial(_scatter, aten.slice_scatter.default),
+    aten.select.int: partial(_scatter, aten.select_scatter.default),
+    aten.diagonal.default: partial(_scatter, aten.diagonal_scatter.default),
+    aten.narrow.default: lambda x, new, dim, start, length: _scatter(
+        aten.slice_scatter, x, new, dim, start % max(x.shape[dim], 1), start % max(x.shape[dim], 1) + length
     ),
-    aten.unbind.int: lambda x, new, dim=0, *, number: aten.select_scatter(x, new, dim, number),
+    aten.unbind.int: lambda x, new, dim=0, *, number: _scatter(aten.select_scatter, x, new, dim, number),
     aten.view_as_real.default: lambda x, new: torch.view_as_complex(new.contiguous()),
     aten.view_as_complex.default: lambda x, new: torch.view_as_real(new),
     aten.real.default: lambda x, new: torch.complex(new, x.imag) if x.is_complex() else new,

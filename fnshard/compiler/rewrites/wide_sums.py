@@ -1,4 +1,4 @@
-"""Wide sums: what a kernel for the CPU adds up to one number, it adds in fp64.
+"""Wide sums: where a kernel for the CPU adds up many numbers to each result, it adds in fp64.
 
 Inductor adds in fp32, a lane each: the mean of 6e7 equal numbers is off by 9e-5, where torch's own `sum`,
 which adds by halves, is off by 1e-7.
@@ -6,31 +6,56 @@ which adds by halves, is off by 1e-7.
 
 from __future__ import annotations
 
+import math
+import operator
+
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fnshard.optim.sums import PIECE
 
 aten = torch.ops.aten
+# All others that sum, such as `logsumexp`, are made of these when they come here.
 SUMS = {
     aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.linalg_vector_norm.default,
+    aten.var.correction, aten.var_mean.correction, aten.std.correction, aten.std_mean.correction,
 }  # fmt: skip
+ROWS = 16 * PIECE  # numbers of each of several results: a row of a model's width is added in fp32, by lanes
 NARROW = {torch.float32, torch.bfloat16, torch.float16}
 
 
 def widen_sums(graph: fx.Graph) -> None:
-    """Let sums, means and norms of many numbers to one be taken in fp64, and rounded to their dtype."""
+    """Let sums, means, variances and norms of many numbers be taken in fp64, and rounded to their dtype."""
+    convert = torch.ops.prims.convert_element_type.default
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in SUMS:
             continue
-        many, one = node.args[0].meta["val"], node.meta["val"]
-        if one.numel() != 1 or many.numel() <= PIECE or many.dtype not in NARROW or one.dtype not in NARROW:
+        if node.target is aten.linalg_vector_norm.default and _adds_nothing(*node.args[1:2]):
             continue
-        users = list(node.users)
-        with graph.inserting_after(node):
-            rounded = graph.call_function(torch.ops.prims.convert_element_type.default, (node, one.dtype))
-        rounded.meta = dict(node.meta)
-        node.kwargs = {**node.kwargs, "dtype": torch.float64}
-        node.meta = {**node.meta, "val": one.new_empty(one.shape, dtype=torch.float64)}
-        for user in users:
-            user.replace_input_with(node, rounded)
+        many, results = node.args[0].meta["val"], node.meta["val"]
+        several = not isinstance(results, Tensor)
+        one = results[0] if several else results
+        few = PIECE if one.numel() == 1 else ROWS * one.numel()
+        if many.numel() <= few or {many.dtype, one.dtype} - NARROW:
+            continue
+        parts = [u for u in node.users if u.target is operator.getitem] if several else [node]
+        with graph.inserting_before(node):
+            wide = graph.call_function(convert, (node.args[0], torch.float64))
+        wide.meta = {**node.args[0].meta, "val": many.new_empty(many.shape, dtype=torch.float64)}
+        node.args = (wide, *node.args[1:])
+        node.kwargs = {k: v for k, v in node.kwargs.items() if k != "dtype"}
+        for part in parts:
+            users = list(part.users)
+            with graph.inserting_after(part):
+                rounded = graph.call_function(convert, (part, one.dtype))
+            rounded.meta = dict(part.meta)
+            part.meta = {**part.meta, "val": part.meta["val"].to(torch.float64)}
+            for user in users:
+                user.replace_input_with(part, rounded)
+        if several:
+            node.meta = {**node.meta, "val": type(results)(v.to(torch.float64) for v in results)}
+
+
+def _adds_nothing(order: float = 2) -> bool:
+    """Whether a norm of this order is the largest number, the smallest, or a count."""
+    return order == 0 or math.isinf(order)
