@@ -231,8 +231,7 @@ def restore_params(
             check_codecs_alike(resolved.leaves, found.leaves)
             specs = resolved
         else:
-            known = resolved.stored | resolved.leaves  # a complex leaf as a user sees it
-            some = {p: known[p] for p in resolved.stored if any(fnmatch.fnmatchcase(p, g) for g in globs)}
+            some = {p: s for p, s in resolved.seen.items() if any(fnmatch.fnmatchcase(p, g) for g in globs)}
             saved = {n: leaf for n, leaf in saved.items() if n.removeprefix("params/") in some}
             if not some:
                 near = "".join(nearest(g, resolved.stored) for g in globs)

@@ -93,6 +93,11 @@ class ResolvedSpecs:
         """Paths of the leaves that `fn` and the user see as complex numbers."""
         return frozenset(p for p, s in self.leaves.items() if is_complex(s))
 
+    @property
+    def seen(self) -> dict[str, LayoutSpec]:
+        """`stored`, with complex leaves as `fn` and the user see them."""
+        return self.stored | {p: self.leaves[p] for p in self.complex}
+
     def blocks_of(self, params: Any) -> dict[str, Any]:
         """The stored tensors of a user's tree, by path."""
         named, pairs = tree.flatten_with_paths(params)[0], self.complex

@@ -228,7 +228,7 @@ def init_params(
     check_params(named)
     if seed is not None and (is_module or not trains):
         check_is_used(seed, named)
-    check_specs(resolved.stored, mesh)
+    check_specs(resolved.seen, mesh)
     specs = dict(resolved.leaves)
     for path, spec in specs.items() if trains else ():
         if spec.has_master:
@@ -264,15 +264,14 @@ def _blocks(
 
 def narrowed(shards: Any, resolved: ResolvedSpecs, mesh: Mesh, disk_dir: str | None) -> Any:
     """Blocks in the dtype that they are stored in, once the master copies have been taken of them."""
-    blocks, structure = tree.flatten_with_paths(shards)
-    specs = resolved.stored | resolved.leaves
-    stored = {
+    specs = resolved.stored
+    stored = resolved.shown({
         p: b if b.dtype == specs[p].storage_dtype else stored_at_rest(b, specs[p], mesh, disk_dir)
-        for p, b in blocks.items()
-    }
-    for path, given in given_to(blocks).items():
+        for p, b in resolved.blocks_of(shards).items()
+    })  # fmt: skip
+    for path, given in given_to(shards).items():
         _mark(stored[path], given)
-    return tree.unflatten(stored.values(), structure)
+    return tree.unflatten(stored.values(), tree.flatten(shards)[1])
 
 
 def cut_out(leaf: Tensor, spec: LayoutSpec, mesh: Mesh, disk_dir: str | None) -> Any:

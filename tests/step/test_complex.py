@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from toys import step_of
 
 import fnshard as fs
 from fnshard import CheckpointError, LayoutSpec, P, SpecError, StateError, TraceError
+from fnshard.runtime.files import tensorfile
 
 MODEL = MODELS["complex_leaves"]()
 SGD = fs.optim.sgd(0.05, momentum=0.9, nesterov=True, weight_decay=0.1)
@@ -57,6 +61,41 @@ def test_they_are_saved_restored_and_moved_as_they_are(model: Any, tmp_path: Any
     assert other(fs.reshard(state, specs, wide), *model.batch(1))[1]["loss"].isfinite()
 
 
+BEFORE = Path(__file__).parent.parent / "checkpoint" / "complex_before"
+RULES = [
+    ("a.z", LayoutSpec(P("shard"), optimizer_dtype=torch.complex128)), ("seen", LayoutSpec(buffers=True)),
+    ("*", LayoutSpec()),
+]  # fmt: skip
+
+
+def test_what_was_saved_as_complex_numbers_opens_bit_for_bit() -> None:
+    """Two ranks wrote it when states and files had complex optimizer state."""
+    kinds = {"a.z": ((5, 3), torch.complex64), "b.z": ((4,), torch.complex128), "w": ((3, 2), torch.float32),
+             "c.z": ((6, 2), torch.complex64), "seen": ((2,), torch.complex64)}  # fmt: skip
+    params = {p: torch.ones(shape, dtype=dtype) for p, (shape, dtype) in kinds.items()}
+    params["seen"] = torch.nn.Buffer(params["seen"])
+    loss = lambda p, x: sum((v.abs() * x.mean()).square().sum() for v in p.values())  # noqa: E731
+    own = [("b.*", fs.optim.adafactor(0.1)), ("c.*", fs.optim.adamw_8bit(0.1, block=2))]
+    step = fs.shard_step(
+        loss, fs.match_specs(params, RULES), mesh=fs.make_mesh(shard=1, device="cpu"), backend="eager",
+        optimizer=fs.optim.chain(fs.optim.by_path(*own, ("*", fs.optim.adamw(0.1))), fs.optim.ema(0.5)),
+    )  # fmt: skip
+    written = json.loads((BEFORE / "manifest.json").read_text())["leaves"]
+    unknown = {p: LayoutSpec() for p in params} | {"a.z": RULES[0][1], "seen": LayoutSpec(trainable=False)}
+    for state in (fs.checkpoint.restore(BEFORE, step), fs.checkpoint.restore(BEFORE, unknown)):
+        found = {f"params/{p}": v for p, v in state.params.items()}
+        found |= {f"optimizer/{p}/{n}": v for p, own in state.opt_state.items() for n, v in own.items()}
+        assert found.keys() == written.keys()
+        for name, block in found.items():
+            data = b""
+            for chunk in sorted(written[name]["chunks"], key=lambda chunk: chunk["offset"]):
+                size = math.prod(chunk["shape"]) * tensorfile.STATE_DTYPES[written[name]["dtype"]].itemsize
+                data += (BEFORE / chunk["file"]).read_bytes()[chunk["at"] : chunk["at"] + size]
+            assert bytes(tensorfile.bytes_of(block)) == data, name
+        assert {p: (tuple(v.shape), v.dtype) for p, v in state.params.items()} == kinds
+    assert step(fs.checkpoint.restore(BEFORE, step), torch.ones(2))[1]["loss"].isfinite()
+
+
 def test_files_of_hugging_face_have_complex64_alone(tmp_path: Any) -> None:
     _, specs, state = saved(sharded.as_float(MODEL), tmp_path / "a")
     fs.hf.save(state, tmp_path / "hf")
@@ -86,6 +125,7 @@ def test_a_complex_leaf_and_a_real_one_of_its_pairs_are_two_leaves(tmp_path: Any
             r"optimizer_dtype=torch.float32\n.*Fix: optimizer_dtype=torch.com",
         ),
         ({"codec": "int8", "trainable": False}, r"mix'\] \[7, 7\] with codec='int8' of torch.complex128"),
+        ({"storage": P(None, None, "shard")}, r"mix'\] \[7, 7\] with .*the tensor has 2"),
     ],
 )
 def test_what_no_complex_leaf_can_be_is_refused_by_leaf(policy: dict[str, Any], message: str) -> None:
