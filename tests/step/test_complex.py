@@ -16,7 +16,7 @@ from torch import Tensor
 from toys import step_of
 
 import fnshard as fs
-from fnshard import CheckpointError, LayoutSpec, P, SpecError, StateError, TraceError
+from fnshard import CheckpointError, LayoutSpec, OptimizerError, P, SpecError, StateError, TraceError
 from fnshard.runtime.files import tensorfile
 
 MODEL = MODELS["complex_leaves"]()
@@ -116,6 +116,12 @@ def test_a_complex_leaf_and_a_real_one_of_its_pairs_are_two_leaves(tmp_path: Any
         fs.checkpoint.restore_params(tmp_path / "a", halves)
 
 
+@pytest.mark.parametrize("optimizer", [fs.optim.muon(0.1), fs.optim.soap(0.1)], ids=["muon", "soap"])
+def test_no_matrices_are_made_of_pairs(optimizer: Any) -> None:
+    with pytest.raises(OptimizerError, match=r"params\['z'\] is complex(?s:.*)by_path"):
+        step_of(lambda p, x: x, {"z": torch.ones(4) * 1j}, optimizer=optimizer)
+
+
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
@@ -185,6 +191,28 @@ def test_a_complex_buffer_that_is_written_to_is_stored() -> None:
         torch.testing.assert_close(state.params["seen"], expected)
 
     fs.simulate(mesh, run)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [fs.optim.adafactor(0.1), fs.optim.adamw_8bit(0.1, block=2)], ids=["adafactor", "adamw8"]
+)
+def test_state_of_other_shapes_than_leaves_is_split_with_them(optimizer: Any) -> None:
+    params = {"z": torch.randn(5, 3, dtype=torch.complex128)}
+    loss = lambda p, x: (p["z"].abs().square() * x.mean()).sum()  # noqa: E731
+    rows, full = torch.arange(1.0, 5.0, dtype=torch.float64), {}
+    for ranks in (1, 2):
+        mesh = fs.make_mesh(shard=ranks, simulated=True)
+        specs = fs.match_specs(params, [("*", LayoutSpec(P("shard")))])
+        step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optimizer, backend="eager")
+
+        def run(rank: int, step: Any = step, specs: Any = specs, mesh: Any = mesh) -> Tensor:
+            state = step.init(params)
+            for _ in range(3):
+                state, _ = step(state, sharded.part([rows], rank, mesh.size)[0])
+            return fs.unshard(state.params, specs, mesh)["z"]
+
+        full[ranks] = fs.simulate(mesh, run)[0]
+    torch.testing.assert_close(full[2], full[1], rtol=0, atol=1e-10)
 
 
 def test_what_computes_with_pairs_is_what_computes_with_their_own_leaf() -> None:
