@@ -154,12 +154,10 @@ class Manifest:
             for position in found.data:
                 _check_position(position)
             # Complex leaves were once saved as such, and their state with them.
-            old = [
-                n for n, leaf in found.leaves.items() if n[:7] == "params/" and leaf.dtype in ("C64", "C128")
-            ]
-            if old:
+            complexes = {n for n, leaf in found.leaves.items() if leaf.dtype in ("C64", "C128")}
+            if old := tuple(n.removeprefix("params/") for n in complexes if n.startswith("params/")):
                 pairs = {n: leaf.in_pairs() for n, leaf in found.leaves.items()}
-                return replace(found, leaves=pairs, complex=tuple(n.removeprefix("params/") for n in old))
+                found = replace(found, leaves=pairs, complex=old)
             return found
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             raise Corrupt(

@@ -109,8 +109,7 @@ class ResolvedSpecs:
 
     def tree_of(self, blocks: Mapping[str, Tensor]) -> Any:
         """The inverse of `blocks_of`."""
-        shown = self.shown(blocks)
-        return tree.unflatten([shown[p] for p in self.stored], self.structure)
+        return tree.unflatten(map(self.shown(blocks).__getitem__, self.stored), self.structure)
 
     @property
     def incomplete(self) -> list[str]:

@@ -380,8 +380,8 @@ class Step(Compiled):
         loss = summary.loss.to(env[LOSS_TANGENT].dtype)
         self._say_if_not_finite("without an optimizer", loss, grads, "gradients")
         aux = bound.scalars.aux_tree(summary, env)
-        shown, structure = self.resolved.shown(grads), self.resolved.structure.of_gradients
-        ordered = [shown.get(path) for path in self.resolved.stored]
+        grads, structure = self.resolved.shown(grads), self.resolved.structure.of_gradients
+        ordered = map(grads.get, self.resolved.stored)
         return (loss if aux is None else (loss, aux)), tree.unflatten(ordered, structure)
 
     def _advance(self, state: TrainState, bound: Bound, env: dict[str, Any]) -> tuple[TrainState, Metrics]:
