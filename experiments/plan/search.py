@@ -284,7 +284,7 @@ class Planner:
         front = self._fronts[key]
         front = replace(front, plan=plan_of(optimizer, resolved, mesh, options).for_program(front.program))
         lowering = replace(options.lowering, remat=knobs.remat, prefetch=(1, 1), overlap=1)
-        stages = schedule_for(front, resolved.paired, mesh, lowering, self._kernels, False)
+        stages = schedule_for(front, resolved.stored, mesh, lowering, self._kernels, False)
         chosen, sizes = replace(options, lowering=lowering), bytes_of_batch(Arguments(batch, {}))
         return Lowered(stages, chosen, optimizer=optimizer, batch_bytes=sizes)
 

@@ -47,7 +47,7 @@ def check_elementwise(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mes
     """Refuse an optimizer whose rules would see blocks of leaves and look at more than one element.
 
     Args:
-        specs: of leaves as a step works with them (`ResolvedSpecs.paired`).
+        specs: of stored tensors.
 
     Raises:
         OptimizerError: it names leaves, operators and lines.

@@ -32,11 +32,7 @@ Slots = Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
 
 
 def slots_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh) -> Slots:
-    """Shapes and dtypes of the optimizer's state on this rank, by path and slot, master copies included.
-
-    Args:
-        specs: of leaves as they rest, or as a step works with them (`ResolvedSpecs.paired`); so is the state.
-    """
+    """Shapes and dtypes of the optimizer's state on this rank, by path and slot, master copies included."""
     out, wrong = {}, []
     known: dict[Any, tuple[dict[str, tuple[tuple[int, ...], torch.dtype]], list[str]]] = {}
     for path, spec in specs.items():

@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fnshard import tree
 from fnshard.checkpoint.blocks import all_chunks, load_blocks, problems
 from fnshard.checkpoint.coordination import Failed, agreed, group_of, texts
 from fnshard.checkpoint.manifest_file import Manifest
@@ -232,17 +231,16 @@ def restore_params(
             check_codecs_alike(resolved.leaves, found.leaves)
             specs = resolved
         else:
-            some = {p: s for p, s in resolved.stored.items() if any(fnmatch.fnmatchcase(p, g) for g in globs)}
+            some = {p: s for p, s in resolved.seen.items() if any(fnmatch.fnmatchcase(p, g) for g in globs)}
             saved = {n: leaf for n, leaf in saved.items() if n.removeprefix("params/") in some}
             if not some:
                 near = "".join(nearest(g, resolved.stored) for g in globs)
                 raise CheckpointError(f"only={only!r} matches no leaf of the specs{near}.")
             specs = ResolvedSpecs.of(some)
-        specs = resolved_as_saved(specs, found.leaves)
+        specs = resolved_as_saved(specs, found)
         masters = {n: leaf for n, leaf in found.leaves.items() if n.startswith("optimizer/")}
-        blocks = blank_params(specs.stored, on, disk_dir)
-        leaves = checked_param_leaves(blocks, specs.stored, on)
-        params = tree.unflatten(blocks.values(), specs.structure)
+        params = specs.tree_of(blank_params(specs.stored, on, disk_dir))
+        leaves = checked_param_leaves(params, specs, on)
         return params, restore_targets(leaves, saved | masters, set())
 
     def fill(folder: Path, found: Manifest, group: Any) -> Any:

@@ -21,7 +21,7 @@ from fnshard.checkpoint.loader_state import decode
 from fnshard.runtime.files import tensorfile
 from fnshard.runtime.files.folder import DATA, flush_directory
 from fnshard.runtime.files.json_reader import Count, reader
-from fnshard.runtime.files.tensorfile import STATE_DTYPES, Corrupt, open_regular
+from fnshard.runtime.files.tensorfile import STATE_DTYPES, STATE_NAMES, Corrupt, open_regular
 
 NAME, SEAL = "manifest.json", "manifest.json.sha256"
 FORMAT = "fnshard checkpoint 3"
@@ -60,6 +60,13 @@ class SavedLeaf:
     spec: str
     chunks: tuple[Chunk, ...]
 
+    def in_pairs(self) -> SavedLeaf:
+        """Complex numbers as pairs of real ones, which are the same bytes; real ones as they are."""
+        if not (dtype := STATE_DTYPES[self.dtype]).is_complex:
+            return self
+        chunks = [replace(c, offset=(*c.offset, 0), shape=(*c.shape, 2)) for c in self.chunks]
+        return SavedLeaf((*self.shape, 2), STATE_NAMES[dtype.to_real()], self.spec, tuple(chunks))
+
     def chunk_bytes(self, chunk: Chunk) -> int:
         """Of a chunk's data in its file."""
         return math.prod(chunk.shape) * STATE_DTYPES[self.dtype].itemsize
@@ -95,6 +102,7 @@ class Manifest:
         config: the resolved configuration, if any.
         metrics: numbers that came with the save.
         versions: of torch.
+        complex: paths of the parameters, here pairs of real numbers, that are complex ones to their model.
         number: the number that its directory was named by; None where it had another name.
     """
 
@@ -108,6 +116,7 @@ class Manifest:
     config: Any
     metrics: Mapping[str, float]
     versions: Mapping[str, str]
+    complex: tuple[str, ...] = ()
     format: str = FORMAT
     number: int | None = None
 
@@ -144,6 +153,11 @@ class Manifest:
                     raise ValueError(f"{name}: a chunk in {min(odd)!r}, which is not among its files")
             for position in found.data:
                 _check_position(position)
+            # Complex leaves were once saved as such, and their state with them.
+            complexes = {n for n, leaf in found.leaves.items() if leaf.dtype in ("C64", "C128")}
+            if old := tuple(n.removeprefix("params/") for n in complexes if n.startswith("params/")):
+                pairs = {n: leaf.in_pairs() for n, leaf in found.leaves.items()}
+                found = replace(found, leaves=pairs, complex=old)
             return found
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
             raise Corrupt(

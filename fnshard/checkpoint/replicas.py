@@ -134,7 +134,7 @@ class Replicas:
             CheckpointError: it does not fit into the memory that is free.
         """
         mesh = self.mesh
-        self._specs = ResolvedSpecs.of(state.where[0]).stored
+        self._specs = ResolvedSpecs.of(state.where[0])
         leaves = state_leaves(state, self._specs, mesh)
         mine = assigned(leaves, mesh)
         own_bytes = sum(leaf.block.nbytes for leaf in mine.values())
@@ -152,7 +152,7 @@ class Replicas:
             step=0, seed=0, mesh={"axes": axes, "data_axes": list(mesh.data_axes)},
             leaves={name: leaf.saved_as() for name, leaf in leaves.items()},
             files={}, specs={}, data=(), config=None, metrics={},
-            versions={"torch": str(torch.__version__)},
+            versions={"torch": str(torch.__version__)}, complex=tuple(sorted(self._specs.complex)),
         )  # fmt: skip
 
     def _check_room(self) -> None:

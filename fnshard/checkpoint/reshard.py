@@ -14,6 +14,7 @@ from fnshard.checkpoint.coordination import all_or_none
 from fnshard.checkpoint.state_leaves import (
     LocalLeaf,
     RestoreTarget,
+    check_complex_alike,
     param_leaves,
     path_of,
     restore_targets,
@@ -81,7 +82,8 @@ def reshard(
     after = ResolvedSpecs.of(after).align(before.tree)
     old, before, plain = _decoded(state, before, after)
     compare_paths(before.stored, plain.stored)
-    leaves = state_leaves(old, before.stored, mesh)
+    check_complex_alike(plain.complex, before.complex)
+    leaves = state_leaves(old, before, mesh)
     new, targets = _blank(old, leaves, plain, target, disk_dir)
     del old
     state.consume(by="fs.reshard")
@@ -112,10 +114,10 @@ def averaged(state: TrainState, name: str = "ema", *, disk_dir: str | None = Non
     >>> state.params["w"], fs.averaged(state).params["w"]
     (tensor([0., 0.]), tensor([0.7500, 0.7500]))
     """
-    specs, mesh = state.where
-    trained, averages = ResolvedSpecs.of(specs).stored, ema_params(state.opt_state, name)
+    (specs, mesh), averages = state.where, ema_params(state.opt_state, name)
+    resolved = ResolvedSpecs.of(specs)
     on_disk = "host" if disk_dir is None else "disk"
-    after = {path: trained[path] for path in averages}
+    after = {path: resolved.stored[path] for path in averages}
     after = {
         p: replace(
             s, memory=on_disk if s.memory == "disk" else s.memory,
@@ -127,7 +129,7 @@ def averaged(state: TrainState, name: str = "ema", *, disk_dir: str | None = Non
         p: replace(s, storage=s.optimizer, storage_dtype=averages[p].dtype, memory=s.optimizer_memory)
         for p, s in after.items()
     }
-    moved = reshard(averages, before, after, mesh, disk_dir=disk_dir)
+    moved = resolved.shown(reshard(averages, before, after, mesh, disk_dir=disk_dir))
     leaves, structure = tree.flatten_with_paths(state.params)
     params = tree.unflatten([moved.get(path, leaf) for path, leaf in leaves.items()], structure)
     return TrainState(state.step.clone(), params, {}, {}, state.seed.clone(), where=state.where)
@@ -141,9 +143,8 @@ def _blank(
     params = blank_params(named, mesh, disk_dir)
     slots = blank_slots(saved_slots(saved, named, mesh), named, mesh, disk_dir)
     scale = {k: v.clone() for k, v in state.loss_scale.items()}
-    tree_of_blocks = tree.unflatten(params.values(), specs.structure)
     new = TrainState(
-        state.step.clone(), tree_of_blocks, slots, scale, state.seed.clone(), where=(specs.tree, mesh),
+        state.step.clone(), specs.tree_of(params), slots, scale, state.seed.clone(), where=(specs.tree, mesh),
         data=state.data, slot_shapes=state.slot_shapes,
     )  # fmt: skip
     targets: dict[str, list[RestoreTarget]] = {}

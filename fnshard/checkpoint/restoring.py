@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from fnshard import tree
 from fnshard.checkpoint.blocks import load_blocks
 from fnshard.checkpoint.coordination import agreed
 from fnshard.checkpoint.loader_state import decode
@@ -52,12 +51,12 @@ def state_filler(
     resolved, on = specs_and_mesh(step_or_specs, mesh)
 
     def blank(found: Manifest) -> TrainState:
-        specs = resolved_as_saved(resolved, found.leaves)
+        specs = resolved_as_saved(resolved, found)
         if isinstance(step_or_specs, Step):
             return step_or_specs.blank(specs.tree)
         named = specs.stored
         slots = blank_slots(saved_slots(found.leaves, named, on), named, on, disk_dir)
-        params = tree.unflatten(blank_params(named, on, disk_dir).values(), specs.structure)
+        params = specs.tree_of(blank_params(named, on, disk_dir))
         scale = {n: n.partition("/")[2] for n in found.leaves if n.startswith("loss_scale/")}
         loss_scale = {k: torch.zeros((), dtype=STATE_DTYPES[found.leaves[n].dtype]) for n, k in scale.items()}
         zero = torch.zeros((), dtype=torch.int64)
@@ -69,7 +68,7 @@ def state_filler(
         check_codecs_alike(resolved.leaves, found.leaves)
         state = blank(found)
         specs = ResolvedSpecs.of(state.where[0])
-        leaves = state_leaves(state, specs.stored, on)
+        leaves = state_leaves(state, specs, on)
         # A scale that was not saved begins anew.
         scaled = any(n.startswith("loss_scale/") for n in found.leaves)
         leaves = {n: h for n, h in leaves.items() if scaled or not n.startswith("loss_scale/")}

@@ -137,8 +137,8 @@ def save_job(
         if specs is None:
             fix = "save(path, state) of a TrainState; of a tree of blocks also specs=step.specs, mesh=mesh."
             raise CheckpointError(f"a {type(state).__name__} does not say how it is laid out.", fix=fix)
-        named, training = ResolvedSpecs.of(specs).stored, isinstance(state, TrainState)
-        leaves = state_leaves(state, named, mesh) if training else checked_param_leaves(state, named, mesh)
+        resolved, training = ResolvedSpecs.of(specs), isinstance(state, TrainState)
+        leaves = (state_leaves if training else checked_param_leaves)(state, resolved, mesh)
         directory, numbers = AtomicDirectory(final), _numbers(metrics)
         if keep is not None:
             _check_keep(keep, directory.final, numbers)
@@ -147,7 +147,8 @@ def save_job(
             "step": int(state.step) if training else 0,
             "seed": int(state.seed) if training else 0,
             "mesh": {"axes": axes, "data_axes": list(mesh.data_axes)},
-            "specs": {path: repr(spec) for path, spec in named.items()},
+            "specs": {path: repr(spec) for path, spec in resolved.stored.items()},
+            "complex": tuple(sorted(resolved.complex)),
             "config": encode(config, "config"),
             "metrics": numbers,
             "versions": {"torch": str(torch.__version__)},

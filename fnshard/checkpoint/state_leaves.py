@@ -5,7 +5,7 @@ Names are `params/<path>`, `optimizer/<path>/<slot>` and `loss_scale/<name>`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fnshard import tree
 from fnshard.analysis.slots import Slots
-from fnshard.checkpoint.manifest_file import Chunk, SavedLeaf
+from fnshard.checkpoint.manifest_file import Chunk, Manifest, SavedLeaf
 from fnshard.compiler.ir.values import MASTER
 from fnshard.errors import CheckpointError, leaves
 from fnshard.layout.codecs import CODECS
@@ -57,18 +57,18 @@ class RestoreTarget(LocalLeaf):
     source: str = ""
 
 
-def checked_param_leaves(params: Any, specs: Specs, mesh: Mesh) -> dict[str, LocalLeaf]:
+def checked_param_leaves(params: Any, specs: ResolvedSpecs, mesh: Mesh) -> dict[str, LocalLeaf]:
     """Of a tree of stored blocks."""
-    named = tree.flatten_with_paths(params)[0]
-    compare_paths(specs, named)
-    check_blocks(specs, named, mesh)
-    return param_leaves({p: named[p].detach() for p in specs}, specs)
+    named, stored = specs.blocks_of(params), specs.stored
+    compare_paths(stored, named)
+    check_blocks(stored, named, mesh)
+    return param_leaves({p: named[p].detach() for p in stored}, stored)
 
 
-def state_leaves(state: TrainState, specs: Specs, mesh: Mesh) -> dict[str, LocalLeaf]:
+def state_leaves(state: TrainState, specs: ResolvedSpecs, mesh: Mesh) -> dict[str, LocalLeaf]:
     """Of all tensors of a state but its two counters."""
     scale = {f"loss_scale/{k}": LocalLeaf((), P(), v) for k, v in state.loss_scale.items()}
-    slots = slot_leaves(state.opt_state, state.slot_shapes, specs, mesh)
+    slots = slot_leaves(state.opt_state, state.slot_shapes, specs.stored, mesh)
     return checked_param_leaves(state.params, specs, mesh) | slots | scale
 
 
@@ -109,17 +109,19 @@ def path_of(name: str) -> str:
     return rest.rpartition("/")[0] if kind == "optimizer" else rest
 
 
-def resolved_as_saved(specs: ResolvedSpecs, saved: Mapping[str, SavedLeaf]) -> ResolvedSpecs:
+def resolved_as_saved(specs: ResolvedSpecs, found: Manifest) -> ResolvedSpecs:
     """Specs that know their shapes: their own, or else the saved parameters'."""
+    saved, named = found.leaves, specs.stored
     if specs.complete:
+        check_complex_alike(specs.complex, named.keys() & set(found.complex))
         return specs
-    named = specs.stored
     missing = [f"params/{p}" for p in named if f"params/{p}" not in saved]
     if missing:
         raise CheckpointError("the checkpoint is of another model; it has not:", missing[:20])
-    of = [saved[f"params/{p}"] for p in named]
-    shapes = [torch.empty(leaf.shape, dtype=STATE_DTYPES[leaf.dtype], device="meta") for leaf in of]
-    return specs.resolve(tree.unflatten(shapes, specs.structure))
+    of = {p: saved[f"params/{p}"] for p in named}
+    shapes = {p: torch.empty(s.shape, dtype=STATE_DTYPES[s.dtype], device="meta") for p, s in of.items()}
+    shapes |= {p: torch.view_as_complex(shapes[p]) for p in shapes.keys() & set(found.complex)}
+    return specs.resolve(tree.unflatten(shapes.values(), specs.structure))
 
 
 def saved_slots(saved: Mapping[str, SavedLeaf], specs: Specs, mesh: Mesh) -> Slots:
@@ -189,6 +191,13 @@ def restore_targets(
             "fs.checkpoint.restore_params(path, step, only=...).",
         )
     return out
+
+
+def check_complex_alike(here: Set[str], there: Set[str]) -> None:
+    """Refuse leaves that are complex on one side alone, and real numbers [..., 2] on the other."""
+    if wrong := [f"params/{p} is complex {'here' if p in here else 'there'} alone" for p in here ^ there]:
+        fix = "specs of leaves that are complex where the saved ones are."
+        raise CheckpointError("real numbers [..., 2] are no complex ones:", some_of(sorted(wrong)), fix)
 
 
 def check_codecs_alike(specs: Specs, saved: Mapping[str, SavedLeaf]) -> None:

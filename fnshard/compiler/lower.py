@@ -87,7 +87,7 @@ def trace_and_split(
         batch: one micro-batch of this rank.
         plan: what the step is to do, whatever `fn` returns.
     """
-    stored = specs.paired
+    stored = specs.stored
     shapes = {p: (tuple(s.shape), s.compute_dtype) for p, s in stored.items()}
     with TRACING, torch.inference_mode(False), torch.enable_grad():  # whatever mode the caller is in
         program = trace(
@@ -158,7 +158,7 @@ def lower(
         if getattr(error, "placed", True):
             raise
         front = trace_and_split(fn, specs, batch, mesh, plan, replace(options, sources=True))
-    return schedule_for(front, specs.paired, mesh, options)
+    return schedule_for(front, specs.stored, mesh, options)
 
 
 def run_passes(schedule: Schedule, passes: Sequence[Pass], verified: bool = False) -> Schedule:

@@ -159,8 +159,9 @@ def save(
         source = _config(config, model)
         known = read_config(source) if isinstance(source, Path) else source
         resolved = _resolved(specs, mesh)
-        compare_paths(resolved.stored, blocks)
-        check_blocks(resolved.stored, blocks, mesh)
+        own = resolved.blocks_of(stored)
+        compare_paths(resolved.stored, own)
+        check_blocks(resolved.stored, own, mesh)
         named = resolved.leaves
         plan = leaves_to_write(blocks, named, family_of(known, model, named), dtype, names=names)
         check_config(known, model, {leaf.path: leaf.spec.shape for leaf in plan})

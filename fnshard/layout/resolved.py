@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fnshard import tree
 from fnshard.errors import SpecError, TraceError, leaves
 from fnshard.layout.codecs import check_codecs, decoded, is_coded, parts_of
-from fnshard.layout.pairs import as_complex, is_complex, paired_specs
+from fnshard.layout.pairs import as_pairs, check_complex, is_complex, pairs_of
 from fnshard.layout.rules import check_tree
 from fnshard.layout.spec import LayoutSpec, P, is_spec
 from fnshard.layout.units import numeric
@@ -25,8 +26,8 @@ _ABSENT = object()
 class ResolvedSpecs:
     """A spec tree and its specs by path.
 
-    `stored` and `structure` are of the stored tensors, in which a coded leaf is replaced by its parts;
-    `paired` of the same as a step works with them, in which complex ones are pairs of real numbers.
+    `stored` and `structure` are of the stored tensors, in which a coded leaf is replaced by its parts, and a
+    complex one by pairs of real numbers.
 
     Args:
         tree: the spec tree.
@@ -67,7 +68,7 @@ class ResolvedSpecs:
         """`{path: spec}` of the stored tensors.
 
         Raises:
-            SpecError: leaves that cannot be coded.
+            SpecError: leaves that cannot be coded, or are complex in some of their dtypes alone.
         """
         return self._stored[0]
 
@@ -78,28 +79,37 @@ class ResolvedSpecs:
 
     @cached_property
     def _stored(self) -> tuple[dict[str, LayoutSpec], tree.TreeDef]:
-        if not any(map(is_coded, self.leaves.values())):
-            return self.leaves, self.leaf_structure
         check_codecs(self.leaves)
-        parts = [parts_of(s) if is_coded(s) else s for s in self.leaves.values()]
+        check_complex(self.leaves)
+        if not (self.complex or any(map(is_coded, self.leaves.values()))):
+            return self.leaves, self.leaf_structure
+        parts = [
+            parts_of(s) if is_coded(s) else pairs_of(s) if is_complex(s) else s for s in self.leaves.values()
+        ]
         return tree.flatten_with_paths(tree.unflatten(parts, self.leaf_structure), is_leaf=is_spec)
 
     @cached_property
-    def paired(self) -> Mapping[str, LayoutSpec]:
-        """`{path: spec}` of the stored tensors as a step works with them; `stored` where none is complex.
+    def complex(self) -> frozenset[str]:
+        """Paths of the leaves that `fn` and the user see as complex numbers."""
+        return frozenset(p for p, s in self.leaves.items() if is_complex(s))
 
-        Raises:
-            SpecError: leaves that cannot be coded, or are complex in some of their dtypes alone.
-        """
-        return paired_specs(self.stored)
+    @property
+    def seen(self) -> dict[str, LayoutSpec]:
+        """`stored`, with complex leaves as `fn` and the user see them."""
+        return self.stored | {p: self.leaves[p] for p in self.complex}
 
-    def rested(self, named: Mapping[str, Tensor | None]) -> list[Tensor | None]:
-        """Tensors of a step in the order of `stored`, as they rest in a tree: complex leaves are complex.
+    def blocks_of(self, params: Any) -> dict[str, Any]:
+        """The stored tensors of a user's tree, by path."""
+        named, pairs = tree.flatten_with_paths(params)[0], self.complex
+        return {p: as_pairs(v) if p in pairs and isinstance(v, Tensor) else v for p, v in named.items()}
 
-        Args:
-            named: by path; no entry is None.
-        """
-        return [as_complex(named.get(p)) if is_complex(s) else named.get(p) for p, s in self.stored.items()]
+    def shown(self, blocks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Stored tensors by path as a user sees them."""
+        return {p: torch.view_as_complex(v) if p in self.complex else v for p, v in blocks.items()}
+
+    def tree_of(self, blocks: Mapping[str, Tensor]) -> Any:
+        """The inverse of `blocks_of`."""
+        return tree.unflatten(map(self.shown(blocks).__getitem__, self.stored), self.structure)
 
     @property
     def incomplete(self) -> list[str]:
@@ -183,21 +193,20 @@ class ResolvedSpecs:
                 "batch or in the tree (trainable=False).",
             )
 
-    def decoded(self, params: Any) -> Any:
-        """The tree that `fn` sees, from one of full stored tensors; coded leaves come in `compute_dtype`."""
-        full, specs = tree.flatten_with_paths(params)[0], self.leaves.items()
+    def decoded(self, blocks: Mapping[str, Tensor]) -> Any:
+        """The tree that `fn` sees, from full stored tensors; coded leaves come in `compute_dtype`."""
+        full, specs = self.shown(blocks), self.leaves.items()
         values = [decoded(full, p, s, s.compute_dtype) if is_coded(s) else full[p] for p, s in specs]
         return tree.unflatten(values, self.leaf_structure)
 
     def decoding(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`fn` as a function of full stored tensors, complex ones in pairs."""
-        if not any(is_coded(s) or is_complex(s) for s in self.leaves.values()):
+        """`fn` as a function of full stored tensors."""
+        if self.stored is self.leaves:
             return fn
 
         @functools.wraps(fn)
         def of_parts(params: Any, *batch: Any, **keywords: Any) -> Any:
-            full = tree.unflatten(self.rested(tree.flatten_with_paths(params)[0]), self.structure)
-            seen = self.decoded(full)
+            seen = self.decoded(tree.flatten_with_paths(params)[0])
             values = tree.flatten_with_paths(seen)[0]
             versions = {p: values[p]._version for p, s in self.leaves.items() if is_coded(s)}
             result = fn(seen, *batch, **keywords)

@@ -126,7 +126,7 @@ class ProgramCache:
 
     def _take(self, specs: ResolvedSpecs) -> None:
         if specs.complete:
-            check_specs(specs.paired, self.mesh)
+            check_specs(specs.seen, self.mesh)
         self.specs = specs
 
     def lower(self, batch: Batch) -> Lowered:

@@ -443,7 +443,7 @@ class Search:
     def lower(self, choice: Choice, *, verified: bool = True) -> Lowered:
         """A plan on paper."""
         step, front = self._front(choice.accumulate)
-        specs = ResolvedSpecs.of(self.specs_of(choice)).paired
+        specs = ResolvedSpecs.of(self.specs_of(choice)).stored
         options = self.options_of(choice)
         depths = {"prefetch": (choice.ahead, choice.ahead), "overlap": choice.ahead}
         lowering = replace(step.options.lowering, remat=options["remat"], **depths)

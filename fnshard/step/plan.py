@@ -119,8 +119,8 @@ def plan_of(optimizer: Optimizer | None, specs: ResolvedSpecs, mesh: Mesh, optio
         norms=norms,
         scalars=norms + len(REPORTED),
         barrier=stands_between,
-        owner_work=owner_work_of(optimizer, specs.paired, mesh) if optimizer is not None else {},
-        sums=sums_of(optimizer, specs.paired, mesh) if optimizer is not None else {},
+        owner_work=owner_work_of(optimizer, specs.stored, mesh) if optimizer is not None else {},
+        sums=sums_of(optimizer, specs.stored, mesh) if optimizer is not None else {},
     )
 
 
@@ -137,7 +137,7 @@ def scalars_of(
         outputs=program.outputs,
         results=segments.results,
         mesh=mesh,
-        specs=specs.paired,
+        specs=specs.stored,
         accumulate=options.accumulate,
         norms=plan_of(optimizer, specs, mesh, options).norms,
         flags=REPORTED,

@@ -20,7 +20,6 @@ from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.custom_gradient import counting
 from fnshard.compiler.ir.program import Limit, replay
 from fnshard.compiler.ir.values import Kind, ValueName
-from fnshard.layout.pairs import as_pairs
 from fnshard.layout.resolved import compare_paths
 from fnshard.layout.spec import summed_axes
 from fnshard.mesh import Mesh, make_mesh
@@ -179,7 +178,7 @@ class Runner:
                 values = [env.get(n.of(micro), env.get(n)) for n in names]
                 mine += float(replay(bound.counting, values)[0])
         every = self.rank.comm.gather_object(repr(mine))
-        ranks = self.mesh.group_ranks(summed_axes(self.cache.specs.paired.values(), self.mesh))
+        ranks = self.mesh.group_ranks(summed_axes(self.cache.specs.stored.values(), self.mesh))
         return sum(float(every[rank]) for rank in ranks)
 
     def _compare_rows(self, batch: Arguments) -> None:
@@ -210,7 +209,7 @@ class Runner:
         items, compiled = items_of(lowered.program), lowered.compiled is not None
         rank.agreement = check_agreement(rank.comm, lowered.schedule, settings, items, compiled, rows)
         if self.compares_replicas:
-            compare_values(rank.comm, blocks, specs.paired, given)
+            compare_values(rank.comm, blocks, specs.stored, given)
         constants = lowered.program.constants
         if self._parts and constants:
             read = {f"a tensor {list(v.shape)} that `fn` closes over, {n},": v for n, v in constants.items()}
@@ -239,7 +238,7 @@ class Runner:
         if self.cache.trains:
             scalars = scalars_of(lowered.program, lowered.segments, self.optimizer, specs, mesh, options)
         if self.optimizer is not None:
-            updater = Updater(self.optimizer, specs.paired, mesh, mesh.rank, self._fused)
+            updater = Updater(self.optimizer, specs.stored, mesh, mesh.rank, self._fused)
         context = ExecutorContext(
             lowered.schedule, lowered.compiled, rank.comm, mesh.rank, scalars, updater,
             transfers=rank.transfers, watch=rank.observer,
@@ -262,22 +261,22 @@ class Runner:
         return bound
 
     def _blocks(self, params: Any) -> dict[str, Tensor]:
-        """This rank's stored blocks by path, in the order of the specs; complex ones as pairs."""
+        """This rank's stored blocks by path, in the order of the specs."""
         resolved, before = self.cache.specs, self._checked
         specs, structure = resolved.stored, resolved.structure
         blocks, form = tree.flatten(params)
         # At every step, and not by identity: a tensor's `.data` may have been assigned.
         found = [(v.shape, v.dtype, v.device) if isinstance(v, Tensor) else type(v) for v in blocks]
-        if form != structure or before[0] is not specs or before[1] != found:
-            named = tree.flatten_with_paths(params)[0]
-            compare_paths(specs, named)
-            resolved.check_constants(params)
-            check_blocks(specs, named, self.mesh)
-            if form == structure:
-                self._checked = specs, found
+        changed = form != structure or before[0] is not specs or before[1] != found
+        if changed or resolved.complex:
+            named = resolved.blocks_of(params)
+            if changed:
+                compare_paths(specs, named)
+                resolved.check_constants(params)
+                check_blocks(specs, named, self.mesh)
+                if form == structure:
+                    self._checked = specs, found
             blocks = [named[p] for p in specs]
-        if resolved.paired is not specs:
-            blocks = list(map(as_pairs, blocks))
         # A schedule writes in place, which torch refuses for what requires grad.
         return dict(zip(specs, [v.detach() if v.requires_grad else v for v in blocks], strict=True))
 

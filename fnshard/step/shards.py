@@ -18,8 +18,7 @@ from fnshard.compiler.deferred.deferred_init import recipe_of, values_of
 from fnshard.compiler.schedule.buckets import make_buckets
 from fnshard.errors import SpecError, StateError, leaves
 from fnshard.functional import make_functional
-from fnshard.layout.codecs import Unfit, check_codecs, encoded, is_coded, parts_of
-from fnshard.layout.pairs import as_complex, as_pairs, is_complex, paired_specs
+from fnshard.layout.codecs import Unfit, encoded, is_coded, parts_of
 from fnshard.layout.partition import block_shape, side_by_side
 from fnshard.layout.resolved import PathLeaf, ResolvedSpecs, compare_paths
 from fnshard.layout.rules import check_params
@@ -124,7 +123,7 @@ def unshard(
             "step.specs of a step that has seen the full leaves, or match_specs(params, rules).",
         )
     named = resolved.stored
-    given = {p: None if v is _GAP else v for p, v in tree.flatten_with_paths(shards)[0].items()}
+    given = {p: None if v is _GAP else v for p, v in resolved.blocks_of(shards).items()}
     if layout == "optimizer":  # by path, of the leaves that train alone
         given = dict.fromkeys((p for p, s in named.items() if not s.trainable), None) | given
         compare_paths(named, given)
@@ -133,8 +132,9 @@ def unshard(
     check_blocks(named, given, mesh, fix=_UNSHARD)
     out = gather_full({p: given[p] for p in named}, named, mesh, connection(mesh))
     if layout != "storage":  # a coded leaf, which has no gradient, is one leaf of these
-        return tree.unflatten([out.get(p) for p in resolved.leaves], resolved.leaf_structure.of_gradients)
-    return resolved.decoded(tree.unflatten([out[p] for p in named], resolved.structure))
+        full = resolved.shown(out)
+        return tree.unflatten([full.get(p) for p in resolved.leaves], resolved.leaf_structure.of_gradients)
+    return resolved.decoded(out)
 
 
 def gather_full(
@@ -142,18 +142,17 @@ def gather_full(
 ) -> dict[str, Tensor]:
     """The full leaves of stored blocks, on the mesh's device, in the blocks' dtypes. A collective."""
     out: dict[str, Tensor] = {}
-    split = {p: s for p, s in paired_specs(specs).items() if mesh.ordered(s.storage.axes)}
+    split = {p: s for p, s in specs.items() if mesh.ordered(s.storage.axes)}
     with torch.no_grad():
         stored = lambda s: s.storage.contiguous  # noqa: E731
         for bucket in make_buckets(split, mesh, stored, lambda s: s.storage_dtype, "unshard"):
             packer = Packer(bucket, mesh, mesh.rank)
             flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
-            packer.pack_blocks({p: as_pairs(blocks[p]) for p in bucket.paths}, flat)
+            packer.pack_blocks({p: blocks[p] for p in bucket.paths}, flat)
             handle = comm.all_gather(flat, bucket.axes)
             rows = packer.unpack_rows(handle.wait(), bucket.dtype)
             out |= {p: side_by_side(v, split[p].storage, mesh, inverse=True) for p, v in rows.items()}
             handle.release()
-    out = {p: as_complex(full) if is_complex(specs[p]) else full for p, full in out.items()}
     return out | {p: blocks[p].to(mesh.device, copy=True) for p in specs if p not in out}
 
 
@@ -229,6 +228,7 @@ def init_params(
     check_params(named)
     if seed is not None and (is_module or not trains):
         check_is_used(seed, named)
+    check_specs(resolved.seen, mesh)
     specs = dict(resolved.leaves)
     for path, spec in specs.items() if trains else ():
         if spec.has_master:
@@ -241,8 +241,6 @@ def _blocks(
     named: Mapping[str, Tensor], specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | None, seed: int
 ) -> list[Any]:
     """This rank's blocks of full leaves, in the specs' order; deferred ones are made one by one."""
-    check_codecs(specs)
-    check_specs(paired_specs(specs), mesh)
     check_directory(disk_dir, [p for p, s in specs.items() if s.memory == "disk"])
     wrong = [
         f"params[{p!r}] is {list(named[p].shape)}, its spec was made for {list(spec.shape)}"
@@ -264,16 +262,16 @@ def _blocks(
     return [blocks[path] for path in specs]
 
 
-def narrowed(shards: Any, specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | None) -> Any:
+def narrowed(shards: Any, resolved: ResolvedSpecs, mesh: Mesh, disk_dir: str | None) -> Any:
     """Blocks in the dtype that they are stored in, once the master copies have been taken of them."""
-    blocks, structure = tree.flatten_with_paths(shards)
-    stored = {
+    specs = resolved.stored
+    stored = resolved.shown({
         p: b if b.dtype == specs[p].storage_dtype else stored_at_rest(b, specs[p], mesh, disk_dir)
-        for p, b in blocks.items()
-    }
-    for path, given in given_to(blocks).items():
+        for p, b in resolved.blocks_of(shards).items()
+    })  # fmt: skip
+    for path, given in given_to(shards).items():
         _mark(stored[path], given)
-    return tree.unflatten(stored.values(), structure)
+    return tree.unflatten(stored.values(), tree.flatten(shards)[1])
 
 
 def cut_out(leaf: Tensor, spec: LayoutSpec, mesh: Mesh, disk_dir: str | None) -> Any:

@@ -77,7 +77,8 @@ class TrainState:
         step: 0-d int64 on the host, the number of steps made; those skipped by dynamic loss scaling too.
         params: the parameter tree of stored shards (padded blocks, see `LayoutSpec.storage`).
         opt_state: `{path: {slot: block}}`, in `LayoutSpec.optimizer`; "master" is the copy in
-            `optimizer_dtype` where that differs from storage.
+            `optimizer_dtype` where that differs from storage. That of a complex leaf is of its real and
+            imaginary parts, [..., 2].
         loss_scale: `{"scale": 0-d fp32, "good_steps": 0-d int64, "skipped_steps": 0-d int64}` where the
             scale is dynamic, else empty.
         seed: 0-d int64; random ops draw from (seed, step, rank, micro-batch).

@@ -27,9 +27,8 @@ from fnshard.compiler.lower import Front, LowerOptions
 from fnshard.compiler.place.strategies import ContextAttention, Residual
 from fnshard.compiler.schedule.build import AccumulateMode
 from fnshard.compiler.schedule.passes import Pass
-from fnshard.errors import SpecError, StateError, leaves
+from fnshard.errors import OptimizerError, SpecError, StateError, leaves
 from fnshard.functional import make_functional
-from fnshard.layout.pairs import as_pairs, slots_at_rest
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
 from fnshard.layout.spec import summed_axes
 from fnshard.losses import Mean
@@ -158,7 +157,7 @@ class Step(Compiled):
         """
         check_seed(seed)
         self._cache.follow(blocks)
-        named, specs = tree.flatten_with_paths(blocks)[0], self.resolved.stored
+        named, specs = self.resolved.blocks_of(blocks), self.resolved.stored
         compare_paths(specs, named)
         check_blocks(specs, named, self.mesh)
         check_directory(self.options.disk_dir, [p for p, s in specs.items() if s.optimizer_memory == "disk"])
@@ -169,11 +168,10 @@ class Step(Compiled):
         if self.optimizer is None:
             return shards
         self._check_optimizer()
-        specs, mesh, disk_dir = self.resolved.stored, self.mesh, self.options.disk_dir
-        blocks = {p: as_pairs(v) for p, v in tree.flatten_with_paths(shards)[0].items()}
-        slots = init_slots(self.optimizer, blocks, self.resolved.paired, mesh, mesh.rank, disk_dir)
-        slots = {p: slots_at_rest(own, specs[p]) for p, own in slots.items()}
-        shards = narrowed(shards, specs, mesh, disk_dir)
+        resolved, mesh, disk_dir = self.resolved, self.mesh, self.options.disk_dir
+        blocks = resolved.blocks_of(shards)
+        slots = init_slots(self.optimizer, blocks, resolved.stored, mesh, mesh.rank, disk_dir)
+        shards = narrowed(shards, resolved, mesh, disk_dir)
         step, number = torch.zeros((), dtype=torch.int64), torch.tensor(seed, dtype=torch.int64)
         return self._state(step, shards, slots, number)
 
@@ -194,8 +192,7 @@ class Step(Compiled):
         params = blank_params(specs, mesh, self.options.disk_dir)
         slots = blank_slots(self._slots, specs, mesh, self.options.disk_dir)
         step, seed = (torch.zeros((), dtype=torch.int64) for _ in range(2))
-        blocks = tree.unflatten(params.values(), self.resolved.structure)
-        return self._state(step, blocks, slots, seed)
+        return self._state(step, self.resolved.tree_of(params), slots, seed)
 
     def _state(self, step: Tensor, blocks: Any, slots: Any, seed: Tensor) -> TrainState:
         shapes = slot_shapes(self.optimizer, self.resolved.stored)
@@ -256,10 +253,7 @@ class Step(Compiled):
         if not training:
             return self._gradients(bound, bound.run(env | {CONTROL: control}))
         state = state.consume()
-        opt_state = state.opt_state
-        if self.resolved.paired is not self.resolved.stored:
-            opt_state = {p: {n: as_pairs(v) for n, v in own.items()} for p, own in opt_state.items()}
-        env |= zip(slots(opt_state), opt_state.values(), strict=True)
+        env |= zip(slots(state.opt_state), state.opt_state.values(), strict=True)
         env[CONTROL] = control.started(torch.tensor(self._scale.updates(number, state.loss_scale)))
         stored = {n.path: env[n] for n in bound.lowered.schedule.inputs if n.kind is Kind.STORED}
         return self._advance(state, bound, bound.run(env), stored)
@@ -334,9 +328,9 @@ class Step(Compiled):
         """Refuse, once, an optimizer that may not update these leaves; warn where its updates are lost."""
         if self._checked_updates:
             return
-        check_elementwise(self.optimizer, self.resolved.paired, self.mesh)
+        check_elementwise(self.optimizer, self.resolved.stored, self.mesh)
         if self.mesh.rank == 0:
-            warn_of_lost_updates(self.optimizer, self.resolved.paired)
+            warn_of_lost_updates(self.optimizer, self.resolved.stored)
         self._checked_updates = True
 
     @property
@@ -348,7 +342,7 @@ class Step(Compiled):
     def _divisor(self, bound: Bound, env: dict[str, Any]) -> float:
         """What gradients are divided by on the way: the number of parts, or a Mean's count or item bound."""
         if bound.lowered.program.outputs.count is None:
-            ranks = self.mesh.axes_size(summed_axes(self.resolved.paired.values(), self.mesh))
+            ranks = self.mesh.axes_size(summed_axes(self.resolved.stored.values(), self.mesh))
             return float(ranks * self.options.accumulate)
         return self._runner.count(bound, env) or float(self._runner.rank.agreement.items)
 
@@ -359,6 +353,12 @@ class Step(Compiled):
                 self.optimizer,
                 {p: len(specs[p].shape) for p in self.resolved.trainable if split(specs[p].optimizer.axes)},
             )
+            for path in filter(self.resolved.complex.__contains__, self.resolved.trainable):
+                if self.optimizer.of(path, len(specs[path].shape)).whole is not None:
+                    raise OptimizerError(
+                        f"{self.optimizer} is for real matrices, and params[{path!r}] is complex.",
+                        fix=f"({path!r}, fs.optim.adamw(3e-4)) as a rule of fs.optim.by_path(...).",
+                    )
             _ = self._slots  # refuses those that the layouts cut in two
             self._check_updates()
 
@@ -378,12 +378,13 @@ class Step(Compiled):
         grads: dict[str, Tensor] = {}
         for path, block in blocks.items():
             scaled = block if factor is None else block * factor.to(block.device)
-            grads[path] = scaled.to(self.resolved.paired[path].storage_dtype)
+            grads[path] = scaled.to(self.resolved.stored[path].storage_dtype)
         loss = summary.loss.to(env[LOSS_TANGENT].dtype)
         self._say_if_not_finite("without an optimizer", loss, list(grads.items()), "gradients")
         aux = bound.scalars.aux_tree(summary, env)
-        structure = self.resolved.structure.of_gradients
-        return (loss if aux is None else (loss, aux)), tree.unflatten(self.resolved.rested(grads), structure)
+        grads, structure = self.resolved.shown(grads), self.resolved.structure.of_gradients
+        ordered = map(grads.get, self.resolved.stored)
+        return (loss if aux is None else (loss, aux)), tree.unflatten(ordered, structure)
 
     def _advance(
         self, state: TrainState, bound: Bound, env: dict[str, Any], stored: Mapping[str, Tensor]

@@ -14,6 +14,7 @@ from torch import Tensor
 import fnshard as fs
 from fnshard.checkpoint.state_leaves import state_leaves
 from fnshard.errors import OptimizerError
+from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.optim import (
     adafactor,
     adamw,
@@ -105,7 +106,7 @@ def full_state(state: fs.TrainState) -> dict[str, Tensor]:
     """Whole leaves of a state, by name, as this rank's parts of them say: the rest is nan."""
     specs, mesh = state.where
     out = {}
-    for name, leaf in state_leaves(state, specs, mesh).items():
+    for name, leaf in state_leaves(state, ResolvedSpecs.of(specs), mesh).items():
         out[name] = torch.full(leaf.shape, torch.nan, dtype=torch.float64)
         for start, part in leaf.parts(mesh):
             where = tuple(slice(at, at + n) for at, n in zip(start, part.shape, strict=True))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,8 @@ from torch import Tensor
 from toys import step_of
 
 import fnshard as fs
-from fnshard import CheckpointError, LayoutSpec, P, SpecError, StateError, TraceError
+from fnshard import CheckpointError, LayoutSpec, OptimizerError, P, SpecError, StateError, TraceError
+from fnshard.runtime.files import tensorfile
 
 MODEL = MODELS["complex_leaves"]()
 SGD = fs.optim.sgd(0.05, momentum=0.9, nesterov=True, weight_decay=0.1)
@@ -34,8 +38,8 @@ def saved(model: Any, folder: Any, **policy: Any) -> tuple[Any, Any, Any]:
 def test_they_are_saved_restored_and_moved_as_they_are(model: Any, tmp_path: Any) -> None:
     step, specs, state = saved(model, tmp_path / "a")
     kinds = {n: leaf.dtype for n, leaf in fs.checkpoint.manifest(tmp_path / "a").leaves.items()}
-    complex_name = "C128" if model is MODEL else "C64"
-    assert kinds["params/layers.0.mix"] == kinds["optimizer/layers.0.mix/mu"] == complex_name
+    real_name = "F64" if model is MODEL else "F32"
+    assert kinds["params/layers.0.mix"] == kinds["optimizer/layers.0.mix/mu"] == real_name
     wide = fs.match_specs(
         model.params,
         [("*mix", LayoutSpec(optimizer_dtype=torch.complex128)), ("*", LayoutSpec(memory="host"))],
@@ -57,6 +61,41 @@ def test_they_are_saved_restored_and_moved_as_they_are(model: Any, tmp_path: Any
     assert other(fs.reshard(state, specs, wide), *model.batch(1))[1]["loss"].isfinite()
 
 
+BEFORE = Path(__file__).parent.parent / "checkpoint" / "complex_before"
+RULES = [
+    ("a.z", LayoutSpec(P("shard"), optimizer_dtype=torch.complex128)), ("seen", LayoutSpec(buffers=True)),
+    ("*", LayoutSpec()),
+]  # fmt: skip
+
+
+def test_what_was_saved_as_complex_numbers_opens_bit_for_bit() -> None:
+    """Two ranks wrote it when states and files had complex optimizer state."""
+    kinds = {"a.z": ((5, 3), torch.complex64), "b.z": ((4,), torch.complex128), "w": ((3, 2), torch.float32),
+             "c.z": ((6, 2), torch.complex64), "seen": ((2,), torch.complex64)}  # fmt: skip
+    params = {p: torch.ones(shape, dtype=dtype) for p, (shape, dtype) in kinds.items()}
+    params["seen"] = torch.nn.Buffer(params["seen"])
+    loss = lambda p, x: sum((v.abs() * x.mean()).square().sum() for v in p.values())  # noqa: E731
+    own = [("b.*", fs.optim.adafactor(0.1)), ("c.*", fs.optim.adamw_8bit(0.1, block=2))]
+    step = fs.shard_step(
+        loss, fs.match_specs(params, RULES), mesh=fs.make_mesh(shard=1, device="cpu"), backend="eager",
+        optimizer=fs.optim.chain(fs.optim.by_path(*own, ("*", fs.optim.adamw(0.1))), fs.optim.ema(0.5)),
+    )  # fmt: skip
+    written = json.loads((BEFORE / "manifest.json").read_text())["leaves"]
+    unknown = {p: LayoutSpec() for p in params} | {"a.z": RULES[0][1], "seen": LayoutSpec(trainable=False)}
+    for state in (fs.checkpoint.restore(BEFORE, step), fs.checkpoint.restore(BEFORE, unknown)):
+        found = {f"params/{p}": v for p, v in state.params.items()}
+        found |= {f"optimizer/{p}/{n}": v for p, own in state.opt_state.items() for n, v in own.items()}
+        assert found.keys() == written.keys()
+        for name, block in found.items():
+            data = b""
+            for chunk in sorted(written[name]["chunks"], key=lambda chunk: chunk["offset"]):
+                size = math.prod(chunk["shape"]) * tensorfile.STATE_DTYPES[written[name]["dtype"]].itemsize
+                data += (BEFORE / chunk["file"]).read_bytes()[chunk["at"] : chunk["at"] + size]
+            assert bytes(tensorfile.bytes_of(block)) == data, name
+        assert {p: (tuple(v.shape), v.dtype) for p, v in state.params.items()} == kinds
+    assert step(fs.checkpoint.restore(BEFORE, step), torch.ones(2))[1]["loss"].isfinite()
+
+
 def test_files_of_hugging_face_have_complex64_alone(tmp_path: Any) -> None:
     _, specs, state = saved(sharded.as_float(MODEL), tmp_path / "a")
     fs.hf.save(state, tmp_path / "hf")
@@ -70,11 +109,17 @@ def test_a_complex_leaf_and_a_real_one_of_its_pairs_are_two_leaves(tmp_path: Any
     saved(MODEL, tmp_path / "a")
     real = {p: torch.view_as_real(v) if v.is_complex() else v for p, v in MODEL.params.items()}
     specs = fs.match_specs(real, [("*", LayoutSpec())])
-    with pytest.raises(CheckpointError, match=r"layers.0.filter is \[7, 2\] here and \[7\] there"):
+    with pytest.raises(CheckpointError, match=r"layers.0.filter is complex there alone"):
         fs.checkpoint.restore_params(tmp_path / "a", specs)
     halves = fs.match_specs({p: v.real for p, v in MODEL.params.items()}, [("*", LayoutSpec())])
-    with pytest.raises(CheckpointError, match=r"layers.0.filter is torch.float64 here and C128 there"):
+    with pytest.raises(CheckpointError, match=r"layers.0.filter is complex there alone"):
         fs.checkpoint.restore_params(tmp_path / "a", halves)
+
+
+@pytest.mark.parametrize("optimizer", [fs.optim.muon(0.1), fs.optim.soap(0.1)], ids=["muon", "soap"])
+def test_no_matrices_are_made_of_pairs(optimizer: Any) -> None:
+    with pytest.raises(OptimizerError, match=r"params\['z'\] is complex(?s:.*)by_path"):
+        step_of(lambda p, x: x, {"z": torch.ones(4) * 1j}, optimizer=optimizer)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +131,7 @@ def test_a_complex_leaf_and_a_real_one_of_its_pairs_are_two_leaves(tmp_path: Any
             r"optimizer_dtype=torch.float32\n.*Fix: optimizer_dtype=torch.com",
         ),
         ({"codec": "int8", "trainable": False}, r"mix'\] \[7, 7\] with codec='int8' of torch.complex128"),
+        ({"storage": P(None, None, "shard")}, r"mix'\] \[7, 7\] with .*the tensor has 2"),
     ],
 )
 def test_what_no_complex_leaf_can_be_is_refused_by_leaf(policy: dict[str, Any], message: str) -> None:
@@ -145,6 +191,28 @@ def test_a_complex_buffer_that_is_written_to_is_stored() -> None:
         torch.testing.assert_close(state.params["seen"], expected)
 
     fs.simulate(mesh, run)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [fs.optim.adafactor(0.1), fs.optim.adamw_8bit(0.1, block=2)], ids=["adafactor", "adamw8"]
+)
+def test_state_of_other_shapes_than_leaves_is_split_with_them(optimizer: Any) -> None:
+    params = {"z": torch.randn(5, 3, dtype=torch.complex128)}
+    loss = lambda p, x: (p["z"].abs().square() * x.mean()).sum()  # noqa: E731
+    rows, full = torch.arange(1.0, 5.0, dtype=torch.float64), {}
+    for ranks in (1, 2):
+        mesh = fs.make_mesh(shard=ranks, simulated=True)
+        specs = fs.match_specs(params, [("*", LayoutSpec(P("shard")))])
+        step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optimizer, backend="eager")
+
+        def run(rank: int, step: Any = step, specs: Any = specs, mesh: Any = mesh) -> Tensor:
+            state = step.init(params)
+            for _ in range(3):
+                state, _ = step(state, sharded.part([rows], rank, mesh.size)[0])
+            return fs.unshard(state.params, specs, mesh)["z"]
+
+        full[ranks] = fs.simulate(mesh, run)[0]
+    torch.testing.assert_close(full[2], full[1], rtol=0, atol=1e-10)
 
 
 def test_what_computes_with_pairs_is_what_computes_with_their_own_leaf() -> None:

@@ -95,9 +95,9 @@ def traced(fn: Any, params: Mapping[str, Tensor], batch: Sequence[Tensor]) -> Pr
     """The program of `fn(params, *batch)` on one device."""
     mesh = fs.make_mesh(abstract=True)
     specs = ResolvedSpecs.of(fs.presets.no_shard(params, mesh)).resolve(params)
-    shapes = {p: (tuple(s.shape), s.compute_dtype) for p, s in specs.paired.items()}
+    shapes = {p: (tuple(s.shape), s.compute_dtype) for p, s in specs.stored.items()}
     return trace(
-        fn, shapes, specs.structure, specs.paired, Arguments.of(batch), device=torch.device("cpu"), mesh=mesh
+        fn, shapes, specs.structure, specs.stored, Arguments.of(batch), device=torch.device("cpu"), mesh=mesh
     )
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 import fnshard as fs
 from fnshard.checkpoint.state_leaves import state_leaves
 from fnshard.errors import CheckpointError
+from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.runtime.files import tensorfile
 from fnshard.runtime.packing import local_block
 
@@ -88,7 +89,7 @@ def known(step: Any, number_of_steps: int = 7) -> fs.TrainState:
     """This rank's part of the known state after so many steps, in a step's layout."""
     state = step.init(params(), seed=11)
     state.step.fill_(number_of_steps)
-    leaves = state_leaves(state, *state.where)
+    leaves = state_leaves(state, ResolvedSpecs.of(state.where[0]), state.where[1])
     for name, value in expected(state).items():
         leaves[name].block.copy_(value)
     return state
@@ -98,7 +99,7 @@ def expected(state: fs.TrainState) -> dict[str, Tensor]:
     """What every leaf of a state must be, by name, layout and step: masters are their parameters."""
     specs, mesh = state.where
     out, steps = {}, int(state.step)
-    for name, leaf in state_leaves(state, specs, mesh).items():
+    for name, leaf in state_leaves(state, ResolvedSpecs.of(specs), mesh).items():
         kind, _, rest = name.partition("/")
         path = rest if kind == "params" else rest.rpartition("/")[0]
         source = path if kind == "params" or rest.endswith("/master") else name
@@ -113,7 +114,7 @@ def expected(state: fs.TrainState) -> dict[str, Tensor]:
 def differences(state: fs.TrainState) -> list[str]:
     """Names of the leaves that are not what they must be, to the bit."""
     specs, mesh = state.where
-    leaves = state_leaves(state, specs, mesh)
+    leaves = state_leaves(state, ResolvedSpecs.of(specs), mesh)
     return [name for name, value in expected(state).items() if not torch.equal(leaves[name].block, value)]
 
 

@@ -14,7 +14,6 @@ from fnshard.compiler.ir.values import CONTROL, CONTROL_ON_HOST, MASTER
 from fnshard.compiler.schedule.buckets import Bucket
 from fnshard.compiler.schedule.instructions import OwnerWork, SumShapes
 from fnshard.errors import OptimizerError
-from fnshard.layout.pairs import as_pairs, is_complex, slots_at_rest
 from fnshard.layout.partition import block_shape, block_slices, boxes, slot_layout
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
@@ -385,11 +384,11 @@ def slot_shapes(
 def made_slots(
     optimizer: Optimizer, path: str, spec: LayoutSpec, mesh: Mesh | None = None
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of the state of a leaf, or of a rank's block of it, as it rests."""
+    """Shapes and dtypes of the state of a leaf, or of a rank's block of it."""
     shape = spec.shape if mesh is None else block_shape(spec.shape, spec.optimizer, mesh)
-    block = as_pairs(torch.empty(shape, dtype=spec.optimizer_dtype, device="meta"))
+    block = torch.empty(shape, dtype=spec.optimizer_dtype, device="meta")
     made = init_block(optimizer, path, block, spec, mesh) | ({MASTER: block} if spec.has_master else {})
-    return {n: (tuple(v.shape), v.dtype) for n, v in slots_at_rest(made, spec).items()}
+    return {n: (tuple(v.shape), v.dtype) for n, v in made.items()}
 
 
 def init_block(
@@ -398,16 +397,9 @@ def init_block(
     """The state of a block of a leaf; of what owners alone read, this rank's share. No mesh: of the leaf."""
     if mesh is None:
         return optimizer.init_leaf(path, block)
-    shape = (*spec.shape, 2) if is_complex(spec) else spec.shape
-    whole_shapes = optimizer.whole_shapes(path, shape)
-    if whole_shapes and is_complex(spec):
-        raise OptimizerError(
-            f"{optimizer} is for real matrices, and params[{path!r}] is complex.",
-            fix=f"({path!r}, fs.optim.adamw(3e-4)) as a rule of fs.optim.by_path(...).",
-        )
     wholes = {}
-    for name, whole in whole_shapes.items():
-        layout = slot_layout(whole, shape, spec.optimizer, mesh)
+    for name, whole in optimizer.whole_shapes(path, spec.shape).items():
+        layout = slot_layout(whole, spec.shape, spec.optimizer, mesh)
         if layout is None or mesh.ordered(layout.axes) != mesh.ordered(spec.optimizer.axes):
             raise OptimizerError(
                 f"{optimizer}: {name} {list(whole)} is no state of matrices of params[{path!r}] "
