@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fnshard.compiler.deferred.draws import trunc_normal_
 from fnshard.compiler.deferred.tape import CPU, RecordedCall, Tape, leaves_of, map_leaves
 from fnshard.compiler.ir.program import arguments_of, storage_id
 from fnshard.errors import StateError
 
 META = torch.device("meta")
-_MARK = 0x7F5A_0000_0000_0000
+MARK = 0x7F5A_0000_0000_0000  # the generator's seed in a block
 _SEEDED = "leave it out: step.init(model, seed=) seeds what the constructors draw."
 _DECIDE = "decide by the configuration or by shapes; step.init draws the numbers later, from its seed."
 
@@ -66,7 +67,8 @@ class Recorder(TorchDispatchMode):
         kept = value.detach().clone()
         made = torch.empty_strided(kept.shape, kept.stride(), dtype=kept.dtype, device=META)
         memory = storage_id(made)
-        self.tape.add(RecordedCall(kept.clone, (), {}, (), (memory,), {0: made.detach()}), [memory])
+        call = RecordedCall(self.constant, (), {}, (), (memory,), {0: made.detach()}, constant=kept)
+        self.tape.add(call, [memory])
         return made
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,6 +93,8 @@ class Recorder(TorchDispatchMode):
             return self._at_once(op, args, kwargs, random)
         if kwargs.get("generator") is not None:
             raise _refusal(f"{op} draws from a generator of its own", _SEEDED)
+        if random:
+            self._check_seed()
         on_meta = dict(kwargs)
         if takes_device and (device is not None or not inputs):
             on_meta["device"] = META
@@ -113,10 +117,12 @@ class Recorder(TorchDispatchMode):
         if generator is not None:
             raise _refusal("trunc_normal_ draws from a generator of its own", _SEEDED)
         whole = (storage_id(tensor),) if _is_whole(tensor) else ()
+        self._check_seed()
         with self.pause():
             alias = tensor.detach()
-        call = RecordedCall(original, (alias, *args), {}, overwrites=whole)
-        self._append(call, [storage_id(tensor)], random=True)
+        given = dict(zip(("mean", "std", "a", "b"), args, strict=True))
+        call = RecordedCall(trunc_normal_, (alias,), given, overwrites=whole, random=True)
+        self.tape.add(call, [storage_id(tensor)])
         return tensor
 
     def _check(self, op: Any, inputs: list[Tensor], written: list[Tensor]) -> None:
@@ -159,26 +165,15 @@ class Recorder(TorchDispatchMode):
         new = set(map(storage_id, made.values()))
         call = RecordedCall(
             op, args, kwargs, tuple(read), tuple(new | (whole - read)), made,
-            blank="empty" in name, default_dtype=torch.get_default_dtype(),
+            random=random, blank="empty" in name, default_dtype=torch.get_default_dtype(),
         )  # fmt: skip
-        self._append(call, [*map(storage_id, written), *new], random)
+        self.tape.add(call, [*map(storage_id, written), *new])
         return result
 
-    def _append(self, call: RecordedCall, writes: list[int], random: bool) -> None:
-        """Note a call. In the place of each draw the generator gets a mark, which no seed and no restored
-        state leaves as it is."""
-        if random:
-            if torch.default_generator.initial_seed() != _MARK + self._last:
-                raise _refusal("a constructor sets torch's random state", _SEEDED)
-            call.follows = self._last
-        number = self.tape.add(call, writes)
-        if random:
-            self.mark(number)
-
-    def mark(self, number: int) -> None:
-        """The generator is in the state after this call."""
-        self._last = number
-        torch.default_generator.manual_seed(_MARK + number)
+    def _check_seed(self) -> None:
+        """Refuse to draw from a seed that the constructor sets: the generator has the block's until then."""
+        if torch.default_generator.initial_seed() != MARK:
+            raise _refusal("a constructor sets torch's random state", _SEEDED)
 
 
 def _is_whole(value: Tensor) -> bool:

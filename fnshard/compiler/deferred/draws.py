@@ -1,0 +1,103 @@
+"""Draws: random numbers of a leaf as functions of a key and of each element's place in memory alone.
+
+So any part of a leaf is drawn by itself, and is what it is in the whole. An operator that is not among these
+draws its tensor whole, from a generator that the key seeds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnshard.compiler.ir.bits import GOLDEN, mix, shift, signed
+
+Draw = Callable[[Tensor, torch.dtype], Tensor]  # of random bits, in fp32 or fp64
+_RUN = 1 << 15  # elements that are drawn at once: what they take stays in cache
+
+
+def key_of(seed: int, path: str, number: int) -> int:
+    """The key of a leaf's random operator."""
+    digest = hashlib.blake2b(f"{seed} {number} {path}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def fill(out: Tensor, start: int, strides: Sequence[int], key: int, draw: Draw) -> None:
+    """Draw a tensor, or the part of one that begins at `start` of its memory and has these strides."""
+    row = out[0].numel() if out.dim() else 1
+    if out.numel() > _RUN and row > _RUN:
+        for i, part in enumerate(out):
+            fill(part, start + i * strides[0], strides[1:], key, draw)
+        return
+    rows = max(_RUN // max(row, 1), 1) if out.dim() else 1
+    dtype = torch.promote_types(out.dtype, torch.float32)
+    for i, part in enumerate(out.split(rows) if out.dim() else [out]):
+        at = start + i * rows * strides[0] if out.dim() else start
+        state = torch.tensor(signed(key + (at + 1) * GOLDEN))
+        for size, stride in zip(part.shape, strides, strict=True):
+            state = state.unsqueeze(-1) + torch.arange(size) * signed(stride * GOLDEN)
+        part.copy_(draw(mix(state), dtype))
+
+
+def _unit(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiples of 2^-24, or 2^-53, in [0, 1)."""
+    digits = 53 if dtype == torch.float64 else 24
+    return shift(bits, 64 - digits).to(dtype) * 2.0**-digits
+
+
+def normal(mean: float, std: float) -> Draw:
+    def draw(bits: Tensor, dtype: torch.dtype) -> Tensor:
+        if dtype == torch.float64:
+            u, turn = 1 - _unit(bits, dtype), _unit(mix(bits + GOLDEN), dtype)
+        else:  # 32 bits each
+            u, turn = (shift(bits, 32).float() + 0.5) * 2.0**-32, (bits & 0xFFFFFFFF).float() * 2.0**-32
+        return u.log_().mul_(-2).sqrt_().mul_(turn.mul_(2 * math.pi).cos_()).mul_(std).add_(mean)
+
+    return draw
+
+
+def uniform(low: float, high: float) -> Draw:
+    def draw(bits: Tensor, dtype: torch.dtype) -> Tensor:
+        return _unit(bits, dtype).mul_(high - low).add_(low)
+
+    return draw
+
+
+def truncated(mean: float, std: float, low: float, high: float) -> Draw:
+    """A normal distribution between two bounds, by the inverse of its distribution function."""
+    # What lies above the mean alone is drawn below it: there the function has its digits.
+    sign = -1.0 if low > mean else 1.0
+    first, last = sorted(sign * (bound - mean) / std for bound in (low, high))
+    below, share = (0.5 * math.erfc(-z / 2**0.5) for z in (first, last))
+
+    def draw(bits: Tensor, dtype: torch.dtype) -> Tensor:
+        u = (_unit(bits, torch.float64) + 2.0**-54).mul_(share - below).add_(below)
+        return torch.special.ndtri(u).mul_(sign * std).add_(mean).clamp_(low, high)
+
+    return draw
+
+
+def trunc_normal_(tensor: Tensor, mean: float, std: float, a: float, b: float) -> None:
+    """Stands for torch's, which draws until all values are in range, in a log."""
+    raise NotImplementedError
+
+
+def draw_of(name: str, given: Mapping[str, Any], dtype: torch.dtype) -> Draw | None:
+    """How a random operator draws its elements; None: it has no way to draw one without the others.
+
+    Args:
+        given: its arguments by name.
+    """
+    if not dtype.is_floating_point:
+        return None
+    if name == "trunc_normal_":
+        return truncated(given["mean"], given["std"], given["a"], given["b"])
+    if name in ("normal_", "randn", "randn_like"):
+        return normal(given.get("mean", 0.0), given.get("std", 1.0))
+    if name in ("uniform_", "rand", "rand_like"):
+        return uniform(given.get("from", 0.0), given.get("to", 1.0))
+    return None
