@@ -22,8 +22,8 @@ from torch.overrides import resolve_name
 
 from fnshard.compiler.deferred.draws import key_of
 from fnshard.compiler.deferred.recorder import MARK, META, Functions, Recorder
-from fnshard.compiler.deferred.tape import Memories, Space, Tape, leaves_of
-from fnshard.compiler.deferred.window import Window, describe
+from fnshard.compiler.deferred.tape import Memories, RecordedCall, Tape, leaves_of
+from fnshard.compiler.deferred.window import can_be_cut, cut, describe
 from fnshard.compiler.ir.containers import Contents
 from fnshard.compiler.ir.program import WRITES, storage_id
 from fnshard.errors import StateError, leaves
@@ -148,9 +148,7 @@ class Values:
         self._named = named
         self._recipes = {p: recipe for p, leaf in named.items() if (recipe := recipe_of(leaf)) is not None}
         self._slices = {p: r.tape.slice(storage_id(r.alias)) for p, r in self._recipes.items()}
-        unset = [
-            p for p, r in self._recipes.items() if all(r.tape.calls[n].blank for n in self._slices[p])
-        ]
+        unset = [p for p, r in self._recipes.items() if all(r.tape.calls[n].blank for n in self._slices[p])]
         if unset:
             raise StateError(
                 f"the constructor leaves {leaves(len(unset))} unset:",
@@ -184,23 +182,21 @@ class Values:
 
     def can_be_cut(self, path: str) -> bool:
         """Whether a part of the leaf can be made without the rest."""
-        recipe = self._recipes.get(path)
-        if recipe is None or recipe.alias.numel() < 2:
-            return False
-        window = Window(recipe.alias, [slice(None)] * recipe.alias.dim())
-        return all(window.allows(recipe.tape.calls[n]) for n in self._slices[path])
+        return path in self._recipes and can_be_cut(self._recipes[path].alias, self._calls(path))
 
     def part(self, path: str, box: Sequence[slice]) -> Tensor:
         """A part of a leaf that can be cut."""
-        return self._run(path, Window(self._recipes[path].alias, box))
+        return cut(self._recipes[path].alias, box, lambda window: self._run(path, window))
 
     def checksum(self, path: str) -> int:
         """Of how a leaf that can be cut is made."""
-        tape, numbers = self._recipes[path].tape, self._slices[path]
-        keys = [self._keys[id(tape)].get(n) for n in numbers]
-        return zlib.crc32(str([keys, *(describe(tape.calls[n]) for n in numbers)]).encode())
+        keys = [self._keys[id(self._recipes[path].tape)].get(n) for n in self._slices[path]]
+        return zlib.crc32(str([keys, *map(describe, self._calls(path))]).encode())
 
-    def _run(self, path: str, space: Space) -> Tensor:
+    def _calls(self, path: str) -> list[RecordedCall]:
+        return [self._recipes[path].tape.calls[n] for n in self._slices[path]]
+
+    def _run(self, path: str, space: Memories) -> Tensor:
         recipe = self._recipes[path]
         with _generator_lock:
             return recipe.tape.run(recipe.alias, self._slices[path], space, self._keys[id(recipe.tape)])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,21 +26,16 @@ def key_of(seed: int, path: str, number: int) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def fill(out: Tensor, start: int, strides: Sequence[int], key: int, draw: Draw) -> None:
-    """Draw a tensor, or the part of one that begins at `start` of its memory and has these strides."""
-    row = out[0].numel() if out.dim() else 1
-    if out.numel() > _RUN and row > _RUN:
-        for i, part in enumerate(out):
-            fill(part, start + i * strides[0], strides[1:], key, draw)
-        return
-    rows = max(_RUN // max(row, 1), 1) if out.dim() else 1
-    dtype = torch.promote_types(out.dtype, torch.float32)
-    for i, part in enumerate(out.split(rows) if out.dim() else [out]):
-        at = start + i * rows * strides[0] if out.dim() else start
-        state = torch.tensor(signed(key + (at + 1) * GOLDEN))
-        for size, stride in zip(part.shape, strides, strict=True):
-            state = state.unsqueeze(-1) + torch.arange(size) * signed(stride * GOLDEN)
-        part.copy_(draw(mix(state), dtype))
+def fill(out: Tensor, start: int, key: int, draw: Draw) -> None:
+    """Draw a tensor whose first element is at `start` of its memory, or the run of one that begins there."""
+    flat = out.view(-1) if out.is_contiguous() else torch.empty(out.numel(), dtype=out.dtype)
+    states = torch.arange(min(_RUN, flat.numel())) * GOLDEN
+    for at in range(0, flat.numel(), _RUN):
+        part = flat[at : at + _RUN]
+        bits = mix(states[: part.numel()] + signed(key + (start + at + 1) * GOLDEN))
+        part.copy_(draw(bits, torch.promote_types(out.dtype, torch.float32)))
+    if not out.is_contiguous():
+        out.copy_(flat.view(out.shape))
 
 
 def _unit(bits: Tensor, dtype: torch.dtype) -> Tensor:

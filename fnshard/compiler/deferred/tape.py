@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -132,7 +132,7 @@ class Tape:
             return None
         return self.run(alias, numbers, Memories(), {})
 
-    def run(self, alias: Tensor, numbers: Sequence[int], space: Space, keys: Mapping[int, int]) -> Tensor:
+    def run(self, alias: Tensor, numbers: Sequence[int], space: Memories, keys: Mapping[int, int]) -> Tensor:
         """What calls make of a tensor; of other memories no more is kept than the calls to come use.
 
         Args:
@@ -147,21 +147,11 @@ class Tape:
             return space.show(alias)
 
 
-class Space(Protocol):
-    """Where calls run: what it holds by memory, in whichever form."""
-
-    held: dict[int, Any]
-
-    def execute(self, call: RecordedCall, key: int | None) -> None: ...
-
-    def show(self, alias: Tensor) -> Tensor: ...
-
-
-class Memories(Space):
+class Memories:
     """Memories as the constructor has them, whole."""
 
     def __init__(self) -> None:
-        self.held: dict[int, torch.UntypedStorage] = {}
+        self.held: dict[int, Any] = {}
 
     def show(self, alias: Tensor) -> Tensor:
         """What a tensor on the meta device shows, of a real memory."""
@@ -174,7 +164,7 @@ class Memories(Space):
     def execute(self, call: RecordedCall, key: int | None) -> None:
         if call.random and (draw := call.draw()) is not None:
             alias, how = draw
-            fill(self.show(alias), alias.storage_offset(), alias.stride(), key, how)
+            fill(self.show(alias), alias.storage_offset(), key, how)
             return
         args, kwargs = map_leaves((call.args, call.kwargs), Tensor, self.show)
         with torch.random.fork_rng(devices=[], enabled=call.random):
