@@ -368,19 +368,16 @@ def test_ranks_that_make_other_leaves_are_told() -> None:
     """A constructor that depends on the rank, or a seed that does."""
     mesh = fs.make_mesh(shard=2, simulated=True)
 
-    def run(rank: int, std: float, seed: int) -> None:
+    def run(std: float, seed: int) -> None:
         model = deferred(lambda: Holds(lambda m: nn.init.normal_(m.layer.weight, std=std)))
-        apply, params = fs.make_functional(model)
-        specs = fs.presets.full_shard(params, mesh)
-        step = fs.shard_step(
-            lambda p, x: p["layer.weight"].sum() * x.sum(), specs, mesh=mesh, backend="eager"
-        )
+        specs = fs.presets.full_shard(fs.make_functional(model)[1], mesh)
+        step = fs.shard_step(lambda p, x: (p["layer.weight"] @ x).sum(), specs, mesh=mesh, backend="eager")
         step(step.init(model, seed=seed), torch.ones(2, 2))
 
-    fs.simulate(mesh, lambda rank: run(rank, 1.0, 1))
-    for std, seed in ((lambda r: 1.0 + r, lambda r: 1), (lambda r: 1.0, lambda r: r)):
+    fs.simulate(mesh, lambda rank: run(1.0, 1))
+    for other in (lambda rank: run(1.0 + rank, 1), lambda rank: run(1.0, rank)):
         with pytest.raises(fs.AgreementError, match=r"layer\.weight"):
-            fs.simulate(mesh, lambda rank, std=std, seed=seed: run(rank, std(rank), seed(rank)))
+            fs.simulate(mesh, other)
 
 
 def test_the_default_dtype_is_that_of_the_constructor() -> None:
@@ -490,9 +487,9 @@ class Holds(nn.Module):
 
 
 OUTSIDE = torch.zeros(2, 2)
-READS = (
-    r"reads a value that depends on random numbers.*test_deferred.py:\d+.*layer.weight.*shapes.*with values"
-)
+LEAF = r"which fs.deferred\(\) cannot record.*test_deferred.py:\d+.*'layer.weight'.*Fix: .*with values"
+READS = f"reads a value that depends on random numbers, {LEAF}"
+OWN = f"draws from a generator of its own, {LEAF}"
 
 
 @pytest.mark.parametrize(
@@ -504,12 +501,9 @@ READS = (
         (lambda m: m.layer.weight.nonzero(), READS),
         (
             lambda m: torch.manual_seed(0) and m.layer.weight.data.normal_(),
-            "sets torch's.*layer.weight.*Fix: leave it out",
+            f"state, and aten.normal_.*{LEAF}",
         ),
-        (
-            lambda m: m.layer.weight.data.normal_(generator=torch.Generator()),
-            "a generator of its own.*layer.weight",
-        ),
+        (lambda m: m.layer.weight.data.normal_(generator=torch.Generator()), OWN),
         (lambda m: nn.init.trunc_normal_(m.layer.weight, generator=torch.Generator()), OWN),
         (lambda m: OUTSIDE.copy_(m.layer.weight), r"copy_\.default writes to a tensor with values.*clone"),
         (lambda m: OUTSIDE.normal_(), r"aten\.normal_\.default writes to a tensor with values"),

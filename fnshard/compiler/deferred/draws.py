@@ -45,6 +45,8 @@ def _unit(bits: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def normal(mean: float, std: float) -> Draw:
+    """A normal distribution, by the transform of Box and Muller (1958)."""
+
     def draw(bits: Tensor, dtype: torch.dtype) -> Tensor:
         if dtype == torch.float64:
             u, turn = 1 - _unit(bits, dtype), _unit(mix(bits + GOLDEN), dtype)
@@ -56,6 +58,8 @@ def normal(mean: float, std: float) -> Draw:
 
 
 def uniform(low: float, high: float) -> Draw:
+    """All numbers of a range equally often."""
+
     def draw(bits: Tensor, dtype: torch.dtype) -> Tensor:
         return _unit(bits, dtype).mul_(high - low).add_(low)
 
