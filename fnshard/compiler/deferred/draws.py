@@ -44,7 +44,7 @@ def _unit(bits: Tensor, dtype: torch.dtype) -> Tensor:
     return shift(bits, 64 - digits).to(dtype) * 2.0**-digits
 
 
-def normal(mean: float, std: float) -> Draw:
+def normal(mean: float = 0.0, std: float = 1.0) -> Draw:
     """A normal distribution, by the transform of Box and Muller (1958)."""
 
     def draw(bits: Tensor, dtype: torch.dtype) -> Tensor:
@@ -57,7 +57,7 @@ def normal(mean: float, std: float) -> Draw:
     return draw
 
 
-def uniform(low: float, high: float) -> Draw:
+def uniform(low: float = 0.0, high: float = 1.0) -> Draw:
     """All numbers of a range equally often."""
 
     def draw(bits: Tensor, dtype: torch.dtype) -> Tensor:
@@ -80,23 +80,18 @@ def truncated(mean: float, std: float, low: float, high: float) -> Draw:
     return draw
 
 
-def trunc_normal_(tensor: Tensor, mean: float, std: float, a: float, b: float) -> None:
-    """Stands for torch's, which draws until all values are in range, in a log."""
-    raise NotImplementedError
+_DRAWS: dict[str, tuple[Callable[..., Draw], tuple[str, ...]]] = {
+    "normal_": (normal, ("mean", "std")),
+    "uniform_": (uniform, ("from", "to")),
+    "trunc_normal_": (truncated, ("mean", "std", "a", "b")),
+    **dict.fromkeys(("randn", "randn_like"), (normal, ())),
+    **dict.fromkeys(("rand", "rand_like"), (uniform, ())),
+}
 
 
 def draw_of(name: str, given: Mapping[str, Any], dtype: torch.dtype) -> Draw | None:
-    """How a random operator draws its elements; None: it has no way to draw one without the others.
-
-    Args:
-        given: its arguments by name.
-    """
-    if not dtype.is_floating_point:
+    """How a random operator draws its elements, given its arguments; None: not one without the others."""
+    if name not in _DRAWS or not dtype.is_floating_point:
         return None
-    if name == "trunc_normal_":
-        return truncated(given["mean"], given["std"], given["a"], given["b"])
-    if name in ("normal_", "randn", "randn_like"):
-        return normal(given.get("mean", 0.0), given.get("std", 1.0))
-    if name in ("uniform_", "rand", "rand_like"):
-        return uniform(given.get("from", 0.0), given.get("to", 1.0))
-    return None
+    kind, arguments = _DRAWS[name]
+    return kind(*(given[argument] for argument in arguments))

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fnshard.compiler.deferred.draws import trunc_normal_
 from fnshard.compiler.deferred.tape import CPU, RecordedCall, Tape, leaves_of, map_leaves
 from fnshard.compiler.ir.program import arguments_of, storage_id
 from fnshard.errors import StateError
@@ -126,7 +125,7 @@ class Recorder(TorchDispatchMode):
         with self.pause():
             alias = tensor.detach()
         given = dict(zip(("mean", "std", "a", "b"), args, strict=True))
-        call = RecordedCall(trunc_normal_, (alias,), given, overwrites=whole, random=True)
+        call = RecordedCall(torch.nn.init.trunc_normal_, (alias,), given, overwrites=whole, random=True)
         self.tape.add(call, [storage_id(tensor)])
         return tensor
 

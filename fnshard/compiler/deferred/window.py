@@ -54,15 +54,11 @@ class Window(Memories):
 def can_be_cut(leaf: Tensor, calls: Sequence[RecordedCall]) -> bool:
     """Whether windows of a leaf can be made, which these calls make."""
     widths: dict[int, int] = {}
-    for alias in (leaf, *(a for call in calls for a in call.aliases)):  # each memory is of one kind of number
+    for alias in [leaf, *(a for call in calls for a in call.aliases)]:  # none is seen in two types
         width = widths.setdefault(storage_id(alias), alias.element_size())
         if alias.is_complex() or alias.element_size() != width or not alias.is_contiguous():
             return False
-    return (
-        leaf.dim() > 0
-        and not _is_number(leaf)
-        and all(_is_by_elements(call, *_place(leaf)) for call in calls)
-    )
+    return not _is_number(leaf) and all(_is_by_elements(call, *_place(leaf)) for call in calls)
 
 
 def _is_by_elements(call: RecordedCall, first: int, last: int) -> bool:
@@ -108,6 +104,8 @@ def cut(leaf: Tensor, box: Sequence[slice], make: Callable[[Window], Tensor]) ->
     ranges = [range(*s.indices(size)) for s, size in zip(box, leaf.shape, strict=True)]
     if not all(ranges):
         return torch.empty([len(r) for r in ranges], dtype=leaf.dtype)
+    if not ranges:
+        return make(Window(*_place(leaf)))[0]
     dim = max((d for d, r in enumerate(ranges) if len(r) < leaf.shape[d]), default=0)
     while dim and len(ranges[dim]) * math.prod(leaf.shape[dim + 1 :]) < _SHORT:
         dim -= 1
