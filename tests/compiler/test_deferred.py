@@ -467,6 +467,12 @@ class Holds(nn.Module):
         act(self)
 
 
+def forked(module: Any) -> None:
+    with torch.random.fork_rng(devices=[]):
+        module.layer.weight.data.normal_()
+    module.layer.weight.data.normal_()
+
+
 OUTSIDE = torch.zeros(2, 2)
 LEAF = r"which fs.deferred\(\) cannot record.*test_deferred.py:\d+.*'layer.weight'.*Fix: .*with values"
 READS = f"reads a value that depends on random numbers, {LEAF}"
@@ -484,6 +490,7 @@ OWN = f"draws from a generator of its own, {LEAF}"
             lambda m: torch.manual_seed(0) and m.layer.weight.data.normal_(),
             f"state, and aten.normal_.*{LEAF}",
         ),
+        (forked, f"state, and aten.normal_.*{LEAF}"),
         (lambda m: m.layer.weight.data.normal_(generator=torch.Generator()), OWN),
         (lambda m: nn.init.trunc_normal_(m.layer.weight, generator=torch.Generator()), OWN),
         (lambda m: OUTSIDE.copy_(m.layer.weight), r"copy_\.default writes to a tensor with values.*clone"),

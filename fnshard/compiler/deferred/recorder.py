@@ -24,7 +24,7 @@ from fnshard.compiler.ir.program import arguments_of, storage_id
 from fnshard.errors import StateError
 
 META = torch.device("meta")
-MARK = 0x7F5A_0000_0000_0000  # the generator's seed in a block
+MARK = 0x7F5A_0000_0000_0000  # the generator's seed when a block begins
 _SEEDED = "leave it out: step.init(model, seed=) seeds what the constructors draw."
 _DECIDE = "decide by the configuration or by shapes; step.init draws the numbers later, from its seed."
 _WAY_OUT = "Or build the module with values, outside of the block."
@@ -45,6 +45,7 @@ class Recorder(TorchDispatchMode):
         self.tape = Tape()
         self.modules: dict[int, nn.Module] = {}
         self.paused = False
+        self.draws = 0
 
     def meet(self, module: nn.Module, name: str, value: Any) -> None:
         """Note a module, which registers something."""
@@ -191,9 +192,11 @@ class Recorder(TorchDispatchMode):
         return StateError(f"{headline}, which fs.deferred() cannot record:", lines, f"{fix} {_WAY_OUT}")
 
     def _check_seed(self, op: Any, tensors: Sequence[Tensor]) -> None:
-        """Refuse to draw from a seed that the constructor sets: the generator has the block's until then."""
-        if torch.default_generator.initial_seed() != MARK:
+        """Refuse to draw from a state that the constructor sets: each draw leaves a mark for the next one."""
+        if torch.default_generator.initial_seed() != MARK + self.draws:
             raise self.refusal(f"a constructor sets torch's random state, and {op} draws", _SEEDED, tensors)
+        self.draws += 1
+        torch.default_generator.manual_seed(MARK + self.draws)
 
 
 def _is_whole(value: Tensor) -> bool:
