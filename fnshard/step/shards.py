@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from fnshard import tree
 from fnshard.analysis.slots import Slots
-from fnshard.compiler.deferred.deferred_init import recipe_of, values_of
+from fnshard.compiler.deferred.deferred_init import Values, recipe_of
 from fnshard.compiler.schedule.buckets import make_buckets
 from fnshard.errors import SpecError, StateError, leaves
 from fnshard.functional import make_functional
 from fnshard.layout.codecs import Unfit, encoded, is_coded, parts_of
-from fnshard.layout.partition import block_shape, side_by_side
+from fnshard.layout.partition import block_shape, boxes, side_by_side
 from fnshard.layout.resolved import PathLeaf, ResolvedSpecs, compare_paths
 from fnshard.layout.rules import check_params
 from fnshard.layout.spec import LayoutSpec, check_specs, is_spec
@@ -40,12 +40,11 @@ def shard(
 
     Moves nothing between ranks: every rank must hold the same full tree, bit for bit, which its first step
     compares. Leaves of a module built under
-    `deferred` are made one at a time, of which only the block is kept.
+    `deferred` are made one at a time, the block alone where that can be.
 
     Args:
         disk_dir: directory for leaves with memory="disk".
-        seed: of deferred leaves, which are those of `torch.manual_seed(seed)` and their constructor;
-            default 0.
+        seed: of deferred leaves, which are functions of it and of their paths; default 0.
 
     Raises:
         SpecError: specs that do not fit the tree or the mesh.
@@ -215,7 +214,7 @@ def init_params(
 
     Args:
         source: its leaves have values, or recipes (`deferred`).
-        seed: of deferred leaves, as `torch.manual_seed` before their constructors. Default 0.
+        seed: of deferred leaves (`deferred`). Default 0.
         disk_dir: for leaves that rest on disk.
         trains: there is an optimizer: the seed is of the random ops of all steps to come, too, and leaves
             with a wider master copy come in its dtype, for it to keep (`narrowed`).
@@ -240,7 +239,7 @@ def init_params(
 def _blocks(
     named: Mapping[str, Tensor], specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | None, seed: int
 ) -> list[Any]:
-    """This rank's blocks of full leaves, in the specs' order; deferred ones are made one by one."""
+    """This rank's blocks of full leaves, in the specs' order; of deferred ones no more than it needs."""
     check_directory(disk_dir, [p for p, s in specs.items() if s.memory == "disk"])
     wrong = [
         f"params[{p!r}] is {list(named[p].shape)}, its spec was made for {list(spec.shape)}"
@@ -251,15 +250,21 @@ def _blocks(
         raise StateError(
             f"{leaves(len(wrong))} of other shapes than their specs:", wrong, "pass full leaves."
         )
-    unfit, blocks = Unfit(), dict[str, Any]()
-
-    def take(path: str, leaf: Tensor) -> None:
-        unfit.look(path, specs[path], leaf)  # the whole leaf, so that all ranks refuse it
-        blocks[path] = cut_out(leaf, specs[path], mesh, disk_dir)
-
-    values_of(named, seed, take)
+    unfit, blocks, values = Unfit(), [], Values(named, seed)
+    for path, spec in specs.items():
+        if is_coded(spec) or not values.can_be_cut(path):
+            leaf = values.of(path)
+            unfit.look(path, spec, leaf)  # the whole leaf, so that all ranks refuse it
+            blocks.append(cut_out(leaf, spec, mesh, disk_dir))
+            continue
+        block = torch.zeros(block_shape(spec.shape, spec.storage, mesh), dtype=named[path].dtype)
+        for full, own in boxes(spec.shape, spec.storage, mesh):
+            block[own] = values.part(path, full)
+        blocks.append(stored_at_rest(block, spec, mesh, disk_dir))
+        if mesh.kind != "abstract" and mesh.ordered(spec.storage.axes):
+            _mark(blocks[-1], values.checksum(path))
     unfit.refuse()
-    return [blocks[path] for path in specs]
+    return blocks
 
 
 def narrowed(shards: Any, resolved: ResolvedSpecs, mesh: Mesh, disk_dir: str | None) -> Any:

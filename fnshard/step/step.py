@@ -126,10 +126,9 @@ class Step(Compiled):
         an optimizer: the parameter shards alone.
 
         Args:
-            source: an `nn.Module` built under `fs.deferred()`, whose leaves become what its constructor makes
-                them under `torch.manual_seed(seed)` on a CPU, bit for bit; or one with values; or a full tree
-                of values. A constructor that draws 2**32 numbers or more is followed in distribution, the
-                same on every mesh: a rank draws its own rows alone.
+            source: an `nn.Module` built under `fs.deferred()`, whose leaves are made as its constructor says:
+                random numbers are functions of the seed, the leaf's path and the element's place; or a
+                module with values; or a full tree of values.
             seed: of these values, and of the random ops of all steps to come; default 0. For a module with
                 values, whose numbers it would not change, it is an error; of a tree, it is of the steps.
 
@@ -420,7 +419,7 @@ class Step(Compiled):
         """
         if self.mesh.device_type != "cpu":
             return ()
-        specs = self.resolved.paired
+        specs = self.resolved.stored
         blocks = [(p, stored[p]) for p in self.resolved.trainable if specs[p].memory != "disk"]
         if whole:
             return blocks

@@ -1,22 +1,22 @@
-"""Deferred initialisation: bit for bit what building on one CPU gives, in the memory of one leaf."""
+"""Deferred initialisation: values by seed and path, on every mesh, of the constructors' distributions."""
 
 from __future__ import annotations
 
 import copy
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fnshard as fs
-from fnshard import StateError
+from fnshard import LayoutSpec, P, StateError
+from fnshard.compiler.deferred.deferred_init import Values
+from fnshard.compiler.deferred.draws import fill, normal, truncated, uniform
+from fnshard.compiler.ir.bits import GOLDEN, mix, signed
 
 transformers = pytest.importorskip("transformers")
 
@@ -144,6 +144,27 @@ class Orthogonal(nn.Module):
         self.unit = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))
 
 
+class Drawn(nn.Module):
+    """What no window makes: complex numbers, other distributions, columns, scales; single numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        noise = torch.randn(5)
+        self.number, self.one = nn.Parameter(noise[2].clone()), nn.Parameter(torch.randn(1))
+        self.last = nn.Parameter(noise[4], requires_grad=False)
+        self.empty, self.turned = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.randn(16, 3).t())
+        self.complex = nn.Parameter(torch.randn(40, 3, dtype=torch.complex64))
+        self.rare = nn.Parameter(torch.empty(40, 30).bernoulli_(0.3))
+        self.dropped = nn.Parameter(nn.functional.dropout(torch.ones(40, 30)))
+        self.choice = nn.Buffer(torch.randint(0, 9, (40, 30)))
+        self.columns, self.scaled = (
+            nn.Parameter(torch.zeros(6, 4)),
+            nn.Parameter(torch.randn(20, 3) * noise[:3]),
+        )
+        nn.init.normal_(self.columns.data[:, 1:3])
+        self.last_channels = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+
+
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "tied": Gpt,
     "depth": Scaled,
@@ -151,6 +172,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "buffers": Tables,
     "nested": Nested,
     "orthogonal": Orthogonal,
+    "drawn": Drawn,
 }
 SIZES = {"vocab_size": 37, "hidden_size": 12, "intermediate_size": 20}
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2}
@@ -161,6 +183,9 @@ HUGGING_FACE: dict[str, Callable[[], nn.Module]] = {
     ),
     "gpt2": lambda: CAUSAL(
         transformers.GPT2Config(vocab_size=37, n_embd=12, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    ),
+    "opt": lambda: CAUSAL(
+        transformers.OPTConfig(vocab_size=37, hidden_size=12, ffn_dim=20, word_embed_proj_dim=12, **LAYERS)
     ),
     "t5": lambda: transformers.T5ForConditionalGeneration._from_config(
         transformers.T5Config(vocab_size=37, d_model=12, d_kv=6, d_ff=20, num_layers=2, num_heads=2)
@@ -195,28 +220,153 @@ def whole(model: nn.Module, world: int, seed: int) -> list[dict[str, Tensor]]:
     return fs.simulate(mesh, lambda rank: fs.unshard(step.init(model, seed=seed), specs, mesh))
 
 
-# ------------------------------------------------------------------ bit for bit
+def alone(make: Callable[[], nn.Module], seed: int = 7) -> dict[str, Tensor]:
+    """Whole leaves, on one rank."""
+    return whole(deferred(make), 1, seed)[0]
+
+
+# ------------------------------------------------------------------ draws
+
+
+def test_bits_are_those_of_splitmix64() -> None:
+    """Published numbers for the seed 1234567."""
+    states = torch.tensor([signed(1234567 + i * GOLDEN) for i in (1, 2, 3)])
+    expected = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert [int(bits) % 2**64 for bits in mix(states)] == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("draw", "distribution"),
+    [
+        (normal(0.5, 2.0), lambda x: 0.5 * torch.erfc((0.5 - x) / 8**0.5)),
+        (uniform(-1.0, 3.0), lambda x: (x + 1) / 4),
+        (truncated(0.0, 1.0, -1.0, 3.0), lambda x: (_below(x) - _below(-1)) / (_below(3) - _below(-1))),
+        (truncated(0.0, 1.0, 8.0, 9.0), lambda x: (_below(-8) - _below(-x)) / (_below(-8) - _below(-9))),
+    ],
+)
+def test_draws_have_their_distribution(draw: Any, distribution: Any, dtype: torch.dtype) -> None:
+    """By Kolmogorov and Smirnov's distance, which is below 2 / sqrt(n) but once in 1500; a part is a part."""
+    whole = torch.empty(100_000, dtype=dtype)
+    fill(whole, 0, 3, draw)
+    shares = distribution(whole.double().sort().values)
+    even = (torch.arange(len(whole)) + 0.5) / len(whole)
+    assert (shares - even).abs().max() < 2 / len(whole) ** 0.5
+    neighbours = torch.corrcoef(torch.stack([whole[:-1], whole[1:]]).double())[0, 1]
+    assert abs(neighbours) < 4 / len(whole) ** 0.5
+    part = torch.empty(40_000, dtype=dtype)
+    fill(part, 33_333, 3, draw)
+    assert torch.equal(part, whole[33_333:73_333])
+
+
+def _below(x: Any) -> Tensor:
+    return 0.5 * torch.erfc(-torch.as_tensor(x, dtype=torch.float64) / 2**0.5)
+
+
+# ------------------------------------------------------------------ values
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_shards_are_what_building_on_one_cpu_gives(name: str) -> None:
-    model, expected = deferred(EVERY[name]), built(EVERY[name], seed=7)
-    for world in (1, 2, 4):
-        for got in whole(model, world, seed=7):
-            same(got, expected)
+def test_leaves_are_what_their_constructors_say_on_every_mesh(name: str) -> None:
+    """Equal where no random number is drawn, and else in mean, deviation and bounds."""
+    model, real, other = deferred(EVERY[name]), built(EVERY[name], 7), built(EVERY[name], 8)
+    first, *more = (got for world in (1, 2, 4) for got in whole(model, world, seed=7))
+    for got in more:
+        same(got, first)
+    for path, leaf in first.items():
+        assert leaf.shape == real[path].shape and leaf.dtype == real[path].dtype
+        if torch.equal(real[path], other[path]):
+            assert torch.equal(leaf, real[path]), path
+            continue
+        a, b = leaf.to(torch.complex128).real, real[path].to(torch.complex128).real
+        assert torch.equal(a == 0, b == 0) or name in ("orthogonal", "drawn"), path  # what is set to zero
+        if leaf.numel() >= 64:
+            assert abs(a.std() / b.std() - 1) < 4 / leaf.numel() ** 0.5, path
+            assert abs(a.mean() - b.mean()) < 6 * b.std() / leaf.numel() ** 0.5, path
+            assert 0.5 < a.abs().max() / b.abs().max() < 2, path
 
 
-def test_blocks_of_threads_do_not_mix() -> None:
-    """Simulated ranks each build their own."""
+def test_boxes_are_parts_of_the_whole() -> None:
+    """Of any layout, of what can be cut: all but what is drawn or computed as a whole."""
+    for name, make in EVERY.items():
+        params = fs.make_functional(deferred(make))[1]
+        values = Values(params, seed=3)
+        large = [p for p, leaf in params.items() if leaf.numel() > 100]
+        cut = [p for p in large if values.can_be_cut(p)]
+        assert name in ("buffers", "orthogonal", "drawn") or cut == large
+        for path in cut[:12]:
+            leaf = values.of(path)
+            for low, high in ((0, 1), (0.2, 0.7), (0.5, 0.5)):
+                for dims in range(leaf.dim()):
+                    box = [slice(int(low * n), math.ceil(high * n)) for n in leaf.shape[dims:]]
+                    box = [slice(None)] * dims + box
+                    assert torch.equal(values.part(path, box), leaf[tuple(box)]), (path, box)
+
+
+@pytest.mark.parametrize(
+    "layout", [P(None, fs.Fused("tensor", 3)), P("a", "b"), P(None, ("b", "a")), P("a", None, "b")]
+)
+def test_layouts_over_several_dims(layout: P) -> None:
+    model = deferred(lambda: nn.Conv2d(6, 5, 3))
+    expected = whole(model, 1, 2)[0]
+    mesh = fs.make_mesh(a=2, b=2, tensor=2, simulated=True)
+    params = fs.make_functional(model)[1]
+    compute = P() if layout == layout.contiguous else layout
+    specs = fs.match_specs(params, [("bias", LayoutSpec()), ("*", LayoutSpec(layout, compute=compute))])
+    for got in fs.simulate(mesh, lambda _: fs.unshard(fs.shard(params, specs, mesh, seed=2), specs, mesh)):
+        same(got, expected)
+
+
+def test_values_depend_on_seed_and_path_alone() -> None:
+    """Not on what else is built, drawn before, or drawn over."""
+
+    class More(Gpt):
+        def __init__(self) -> None:
+            torch.randn(5)
+            super().__init__()
+            self.extra = nn.Linear(7, 7)
+            nn.init.normal_(self.head.weight, std=0.02)
+
+    got, more = alone(Gpt), alone(More)
+    same({p: more[p] for p in got}, got)
+    drawn = [p for p, leaf in got.items() if leaf.std() > 0 and leaf.numel() > 30]
+    other = alone(Gpt, seed=8)
+    assert not any(torch.equal(got[p], other[p]) for p in drawn)
+    assert not torch.equal(got["blocks.0.linear1.weight"], got["blocks.1.linear1.weight"])
+
+
+def test_hard_initialisers() -> None:
+    """Copies are equal, matrices orthogonal or sparse, padding rows zero; torch's generator is left alone."""
+    before = torch.get_rng_state()
+    nested, matrices, opt = alone(MODULES["nested"]), alone(MODULES["orthogonal"]), alone(HUGGING_FACE["opt"])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(nested["encoder.layers.0.linear1.weight"], nested["encoder.layers.2.linear1.weight"])
+    assert torch.equal(nested["copied.weight"][0], nested["shared.0.weight"][0])
+    for padded, row in ((nested["padded.weight"], 1), (opt["model.decoder.embed_tokens.weight"], 1)):
+        assert [i for i, values in enumerate(padded) if not values.any()] == [row]
+    assert "lm_head.weight" not in opt  # it is tied
+    for i, part in enumerate(nested["fused"].chunk(3)):
+        assert 0.5 < part.std() / (i + 1) < 1.6
+    tall, wide = matrices["tall.weight"], matrices["wide.weight"] / 2
+    assert torch.allclose(tall.T @ tall, torch.eye(4), atol=1e-5)
+    assert torch.allclose(wide @ wide.T, torch.eye(4), atol=1e-5)
+    assert ((matrices["sparse.weight"] == 0).sum(0) == 3).all()
+
+
+def test_ranks_that_make_other_leaves_are_told() -> None:
+    """A constructor that depends on the rank, or a seed that does; each thread builds its own module."""
     mesh = fs.make_mesh(shard=2, simulated=True)
 
-    def run(rank: int) -> dict[str, Tensor]:
-        model = deferred(MODULES["vit"])
+    def run(std: float, seed: int) -> None:
+        model = deferred(lambda: Holds(lambda m: nn.init.normal_(m.layer.weight, std=std)))
         specs = fs.presets.full_shard(fs.make_functional(model)[1], mesh)
-        return fs.unshard(fs.shard(fs.make_functional(model)[1], specs, mesh, seed=1), specs, mesh)
+        step = fs.shard_step(lambda p, x: (p["layer.weight"] @ x).sum(), specs, mesh=mesh, backend="eager")
+        step(step.init(model, seed=seed), torch.ones(2, 2))
 
-    for got in fs.simulate(mesh, run):
-        same(got, built(MODULES["vit"], 1))
+    fs.simulate(mesh, lambda rank: run(1.0, 1))
+    for other in (lambda rank: run(1.0 + rank, 1), lambda rank: run(1.0, rank)):
+        with pytest.raises(fs.AgreementError, match=r"layer\.weight"):
+            fs.simulate(mesh, other)
 
 
 def test_the_default_dtype_is_that_of_the_constructor() -> None:
@@ -229,59 +379,38 @@ def test_the_default_dtype_is_that_of_the_constructor() -> None:
             self.register_buffer("root", torch.arange(5).sqrt())
             torch.set_default_dtype(torch.float32)
 
-    same(whole(deferred(Halves), 1, 2)[0], built(Halves, 2))
+    got, real = alone(Halves), built(Halves, 2)
+    assert [leaf.dtype for leaf in got.values()] == [torch.bfloat16] * 4
+    same({p: got[p] for p in ("halved", "root")}, {p: real[p] for p in ("halved", "root")})
 
 
-def test_torchs_own_generator_is_left_alone() -> None:
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    whole(deferred(MODULES["vit"]), 2, 1)
-    assert torch.equal(torch.rand(3), expected)
+def test_a_rank_makes_nothing_larger_than_its_block() -> None:
+    """Leaves of a million numbers, drawn twice, scaled when all are drawn, cast, over 16 ranks."""
 
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(2))
+            self.apply(lambda m: nn.init.normal_(m.weight) if isinstance(m, nn.Linear) else None)
+            with torch.no_grad():
+                for layer in self.layers:
+                    layer.weight *= 0.5
+            self.to(torch.bfloat16)
 
-def test_memory_is_that_of_one_leaf() -> None:
-    """Six leaves of 16 MB, drawn twice, and scaled when all are drawn; a shard is a thousandth."""
-    leaf, total, grown = measured()
-    assert total == 6 * leaf
-    assert 0.9 * leaf < grown < 1.5 * leaf
+    class Largest(TorchDispatchMode):
+        numel = 0
 
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = op(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and not out.is_meta:
+                self.numel = max(self.numel, out.untyped_storage().nbytes() // out.element_size())
+            return out
 
-def measured() -> list[float]:
-    """Bytes of `Deep`'s largest leaf, of all its leaves, and by how much a process grows that shards them."""
-    path = os.pathsep.join(filter(None, sys.path))  # helpers of the tests among them
-    # What is freed goes back to the system.
-    env = {**os.environ, "PYTHONPATH": path, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-    run = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=200, env=env)
-    assert run.returncode == 0, run.stderr[-2000:]
-    return [float(word) for word in run.stdout.splitlines()[-1].split()]
-
-
-class Deep(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(2048, 2048, bias=False) for _ in range(6))
-        self.apply(lambda m: nn.init.normal_(m.weight) if isinstance(m, nn.Linear) else None)
-        with torch.no_grad():
-            for layer in self.layers:
-                layer.weight *= 0.5
-
-
-def measure() -> None:
-    """See `measured`."""
-
-    def status(key: str) -> int:
-        lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        return 1024 * int(lines[key].split()[0])
-
-    mesh = fs.make_mesh(shard=1024, abstract=True, device="cpu")
+    mesh = fs.make_mesh(shard=16, abstract=True)
     params = fs.make_functional(deferred(Deep))[1]
-    specs = fs.presets.full_shard(params, mesh)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what it holds now
-    before = status("VmRSS")
-    fs.shard(params, specs, mesh)
-    bytes_of = [leaf.nbytes for leaf in params.values()]
-    print(max(bytes_of), sum(bytes_of), status("VmHWM") - before)
+    with Largest() as largest:
+        fs.shard(params, fs.presets.full_shard(params, mesh), mesh)
+    assert largest.numel == 1024 * 1024 // 16
 
 
 # ------------------------------------------------------------------ the module after the block
@@ -312,18 +441,18 @@ def test_leaves_that_have_values_keep_them() -> None:
 def test_a_copy_has_its_recipes_too() -> None:
     model = copy.deepcopy(deferred(Gpt))
     assert model.head.weight is model.wte.weight
-    same(whole(model, 1, 3)[0], built(Gpt, 3))
+    same(whole(model, 1, 3)[0], alone(Gpt, 3))
 
 
 def test_blocks_nest_and_models_of_two_make_one_tree() -> None:
     with fs.deferred():
         first, second = nn.Linear(3, 3), deferred(lambda: nn.Linear(3, 3))
-    for model, seeded in ((first, nn.Linear), (second, lambda *s: (nn.Linear(*s), nn.Linear(*s))[1])):
-        same(whole(model, 1, 5)[0], built(lambda seeded=seeded: seeded(3, 3), 5))
+    for model in (first, second):
+        same(whole(model, 1, 5)[0], alone(lambda: nn.Linear(3, 3), 5))
     params = {f"{n}.{p}": v for n in "ab" for p, v in fs.make_functional(deferred(Gpt))[1].items()}
     mesh = fs.make_mesh(shard=1)
     got = fs.shard(params, fs.presets.no_shard(params, mesh), mesh, seed=2)
-    assert torch.equal(got["a.wte.weight"], got["b.wte.weight"])
+    assert not torch.equal(got["a.wte.weight"], got["b.wte.weight"])
 
 
 # ------------------------------------------------------------------ what is refused
@@ -339,14 +468,15 @@ class Holds(nn.Module):
 
 
 def forked(module: Any) -> None:
-    module.layer.weight.data.normal_()
     with torch.random.fork_rng(devices=[]):
         module.layer.weight.data.normal_()
     module.layer.weight.data.normal_()
 
 
 OUTSIDE = torch.zeros(2, 2)
-READS = r"reads a value that depends on random numbers.*test_deferred.py:\d+.*shapes"
+LEAF = r"which fs.deferred\(\) cannot record.*test_deferred.py:\d+.*'layer.weight'.*Fix: .*with values"
+READS = f"reads a value that depends on random numbers, {LEAF}"
+OWN = f"draws from a generator of its own, {LEAF}"
 
 
 @pytest.mark.parametrize(
@@ -356,10 +486,13 @@ READS = r"reads a value that depends on random numbers.*test_deferred.py:\d+.*sh
         (lambda m: m.layer.weight.tolist(), READS),
         (lambda m: m.layer.weight.detach().numpy(), READS),
         (lambda m: m.layer.weight.nonzero(), READS),
-        (lambda m: torch.manual_seed(0) and m.layer.weight.data.normal_(), "sets torch's.*Fix: leave it out"),
-        (forked, "sets torch's random state.*Fix: leave it out"),
-        (lambda m: m.layer.weight.data.normal_(generator=torch.Generator()), "a generator of its own"),
-        (lambda m: nn.init.trunc_normal_(m.layer.weight, generator=torch.Generator()), "of its own"),
+        (
+            lambda m: torch.manual_seed(0) and m.layer.weight.data.normal_(),
+            f"state, and aten.normal_.*{LEAF}",
+        ),
+        (forked, f"state, and aten.normal_.*{LEAF}"),
+        (lambda m: m.layer.weight.data.normal_(generator=torch.Generator()), OWN),
+        (lambda m: nn.init.trunc_normal_(m.layer.weight, generator=torch.Generator()), OWN),
         (lambda m: OUTSIDE.copy_(m.layer.weight), r"copy_\.default writes to a tensor with values.*clone"),
         (lambda m: OUTSIDE.normal_(), r"aten\.normal_\.default writes to a tensor with values"),
     ],
@@ -457,7 +590,3 @@ def test_a_seed_that_changes_nothing_is_refused() -> None:
         fs.shard(params, specs, mesh, seed=1)
     step = fs.shard_step(lambda p, x: x.sum(), specs, mesh=mesh, optimizer=fs.optim.sgd(0.1), backend="eager")
     assert int(step.init(params, seed=3).seed) == 3  # of the random ops to come
-
-
-if __name__ == "__main__":
-    measure()

@@ -7,7 +7,9 @@ leaves of their modules are placeholders that carry their recipes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +20,17 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 from torch.overrides import resolve_name
 
-from fnshard.compiler.deferred.recorder import META, Functions, Recorder
-from fnshard.compiler.deferred.tape import START, Take, Tape, generator_lock, leaves_of
+from fnshard.compiler.deferred.draws import key_of
+from fnshard.compiler.deferred.recorder import MARK, META, Functions, Recorder
+from fnshard.compiler.deferred.tape import Memories, RecordedCall, Tape, leaves_of
+from fnshard.compiler.deferred.window import can_be_cut, cut, describe
 from fnshard.compiler.ir.containers import Contents
-from fnshard.compiler.ir.program import WRITES
+from fnshard.compiler.ir.program import WRITES, storage_id
 from fnshard.errors import StateError, leaves
 
 __all__ = ["deferred"]
 
+_generator_lock = threading.Lock()  # torch's default generator belongs to all threads, simulated ranks too
 _here = threading.local()  # `recorder`: the one of the block that this thread is in
 
 
@@ -34,9 +39,15 @@ def deferred() -> Iterator[None]:
     """Modules built in this block take no memory, and `step.init(model, seed=s)` fills them in.
 
     What the constructors do to parameters and buffers is recorded and done at `step.init` (or `fs.shard`),
-    one leaf at a time, of which a rank keeps its own block. The values are bit for bit those of
-    `torch.manual_seed(s)` and the same constructors on a CPU. A rank draws the random numbers of the whole
-    model, as building it does.
+    one leaf at a time. A random operator draws from the seed, the path of the leaf that it is for, and its
+    number among those of that leaf: the values have the distribution that the constructors say, are the same
+    on every mesh, and depend on no other leaf. Copies of a leaf that the constructors make are equal. The
+    numbers of `torch.manual_seed(s)` and the same constructors are others: build the module with values to
+    have those.
+
+    A rank makes only its own block of a leaf that normal, uniform or constant fills (`torch.nn.init.normal_`,
+    `trunc_normal_`, `kaiming_uniform_`, ...) and elementwise operators make, of which parts may be set. Of
+    others (`orthogonal_`, `sparse_`) it makes the whole, one at a time, and keeps its block.
 
     All that is to be done to the module belongs into the block, `model.apply(init)` and `model.to(dtype)`
     too; after it a write to a leaf is refused. Blocks nest. An operator whose result depends on the number of
@@ -55,8 +66,7 @@ def deferred() -> Iterator[None]:
     device(type='meta')
     >>> specs = fs.match_specs(params, [("*", fs.LayoutSpec())])
     >>> shards = fs.shard(params, specs, fs.make_mesh(shard=1), seed=7)
-    >>> _ = torch.manual_seed(7)
-    >>> torch.equal(shards["weight"], torch.nn.Linear(3, 2).weight)
+    >>> bool(shards["weight"].abs().max() <= 3**-0.5)  # as Linear says
     True
     """
     if getattr(_here, "recorder", None) is not None:
@@ -64,13 +74,13 @@ def deferred() -> Iterator[None]:
         return
     recorder = Recorder()
     # A block marks the default generator, which belongs to all threads.
-    with generator_lock, mock.patch.object(_here, "recorder", recorder, create=True):
+    with _generator_lock, mock.patch.object(_here, "recorder", recorder, create=True):
         with ExitStack() as stack:
             for register in _REGISTRATIONS:
                 stack.callback(register(recorder.meet).remove)
             stack.enter_context(recorder.one_truncation())
             stack.enter_context(torch.random.fork_rng(devices=[]))
-            recorder.mark(START)
+            torch.default_generator.manual_seed(MARK)
             stack.enter_context(recorder)
             stack.enter_context(Functions(recorder))
             yield
@@ -117,36 +127,79 @@ def on_meta(leaf: Tensor) -> Tensor:
     return plain
 
 
-def values_of(named: Mapping[str, Tensor], seed: int, take: Take) -> None:
-    """Hand each leaf to `take` with its values: its own, or those of its recipe; one of these at a time.
+class Values:
+    """The values of a tree's leaves: their own, or those of their recipes under a seed.
 
     Raises:
         StateError: leaves on the meta device that carry no recipe; leaves that their module's constructor
             leaves unset.
     """
-    check_closed()
-    bare = [p for p, leaf in named.items() if leaf.is_meta and recipe_of(leaf) is None]
-    if bare:
-        raise StateError(
-            f"{leaves(len(bare))} on the meta device without values, or a record of how to make them:",
-            [f"params[{p!r}] {list(named[p].shape)}" for p in bare[:8]] + ["..."] * (len(bare) > 8),
-            "build the module in `with fs.deferred():` instead of torch.device('meta'), which loses what "
-            "its constructor does, and pass the module or the tree of make_functional as it is.",
-        )
-    recorded: dict[int, tuple[Tape, dict[str, Tensor]]] = {}
-    for path, leaf in named.items():
-        recipe = recipe_of(leaf)
-        if recipe is None:
-            take(path, leaf.detach())
-        else:
-            recorded.setdefault(id(recipe.tape), (recipe.tape, {}))[1][path] = recipe.alias
-    unset = [p for tape, aliases in recorded.values() for p in tape.replay(aliases, seed, take)]
-    if unset:
-        raise StateError(
-            f"the constructor leaves {leaves(len(unset))} unset:",
-            [f"params[{p!r}] {list(named[p].shape)}" for p in unset],
-            "set what torch.empty makes, in the fs.deferred() block; buffers too.",
-        )
+
+    def __init__(self, named: Mapping[str, Tensor], seed: int):
+        check_closed()
+        bare = [p for p, leaf in named.items() if leaf.is_meta and recipe_of(leaf) is None]
+        if bare:
+            raise StateError(
+                f"{leaves(len(bare))} on the meta device without values, or a record of how to make them:",
+                [f"params[{p!r}] {list(named[p].shape)}" for p in bare[:8]] + ["..."] * (len(bare) > 8),
+                "build the module in `with fs.deferred():` instead of torch.device('meta'), which loses what "
+                "its constructor does, and pass the module or the tree of make_functional as it is.",
+            )
+        self._named = named
+        self._recipes = {p: recipe for p, leaf in named.items() if (recipe := recipe_of(leaf)) is not None}
+        self._slices = {p: r.tape.slice(storage_id(r.alias)) for p, r in self._recipes.items()}
+        unset = [p for p, r in self._recipes.items() if all(r.tape.calls[n].blank for n in self._slices[p])]
+        if unset:
+            raise StateError(
+                f"the constructor leaves {leaves(len(unset))} unset:",
+                [f"params[{p!r}] {list(named[p].shape)}" for p in unset],
+                "set what torch.empty makes, in the fs.deferred() block; buffers too.",
+            )
+        self._keys = self._derive_keys(seed)
+
+    def _derive_keys(self, seed: int) -> dict[int, dict[int, int]]:
+        """By tape, the keys of its random calls: each is of the leaf that it draws, or else of the first that
+        depends on it, and has a number among those."""
+        owners: dict[tuple[int, int], str] = {}
+        for draws_itself in (True, False):
+            for path, recipe in self._recipes.items():
+                for number in self._slices[path]:
+                    call = recipe.tape.calls[number]
+                    if call.random and (not draws_itself or storage_id(recipe.alias) in call.memories):
+                        owners.setdefault((id(recipe.tape), number), path)
+        keys: dict[int, dict[int, int]] = {id(r.tape): {} for r in self._recipes.values()}
+        counts: Counter[str] = Counter()
+        for (tape, number), path in sorted(owners.items()):
+            keys[tape][number] = key_of(seed, path, counts[path])
+            counts[path] += 1
+        return keys
+
+    def of(self, path: str) -> Tensor:
+        """A whole leaf."""
+        if path not in self._recipes:
+            return self._named[path].detach()
+        return self._run(path, Memories())
+
+    def can_be_cut(self, path: str) -> bool:
+        """Whether a part of the leaf can be made without the rest."""
+        return path in self._recipes and can_be_cut(self._recipes[path].alias, self._calls(path))
+
+    def part(self, path: str, box: Sequence[slice]) -> Tensor:
+        """A part of a leaf that can be cut."""
+        return cut(self._recipes[path].alias, box, lambda window: self._run(path, window))
+
+    def checksum(self, path: str) -> int:
+        """Of how a leaf that can be cut is made."""
+        keys = [self._keys[id(self._recipes[path].tape)].get(n) for n in self._slices[path]]
+        return zlib.crc32(str([keys, *map(describe, self._calls(path))]).encode())
+
+    def _calls(self, path: str) -> list[RecordedCall]:
+        return [self._recipes[path].tape.calls[n] for n in self._slices[path]]
+
+    def _run(self, path: str, space: Memories) -> Tensor:
+        recipe = self._recipes[path]
+        with _generator_lock:
+            return recipe.tape.run(recipe.alias, self._slices[path], space, self._keys[id(recipe.tape)])
 
 
 def check_closed() -> None:

@@ -7,7 +7,7 @@ random number changes; who reads another is refused.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,10 @@ from fnshard.compiler.ir.program import arguments_of, storage_id
 from fnshard.errors import StateError
 
 META = torch.device("meta")
-_MARK = 0x7F5A_0000_0000_0000
+MARK = 0x7F5A_0000_0000_0000  # the generator's seed when a block begins
 _SEEDED = "leave it out: step.init(model, seed=) seeds what the constructors draw."
 _DECIDE = "decide by the configuration or by shapes; step.init draws the numbers later, from its seed."
+_WAY_OUT = "Or build the module with values, outside of the block."
 
 # Operators that set the tensor they are called on without reading it.
 _FILLS = frozenset({
@@ -44,6 +45,7 @@ class Recorder(TorchDispatchMode):
         self.tape = Tape()
         self.modules: dict[int, nn.Module] = {}
         self.paused = False
+        self.draws = 0
 
     def meet(self, module: nn.Module, name: str, value: Any) -> None:
         """Note a module, which registers something."""
@@ -66,7 +68,8 @@ class Recorder(TorchDispatchMode):
         kept = value.detach().clone()
         made = torch.empty_strided(kept.shape, kept.stride(), dtype=kept.dtype, device=META)
         memory = storage_id(made)
-        self.tape.add(RecordedCall(kept.clone, (), {}, (), (memory,), {0: made.detach()}), [memory])
+        call = RecordedCall(torch.clone, (), {}, (), (memory,), {0: made.detach()}, constant=kept)
+        self.tape.add(call, [memory])
         return made
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,20 +87,26 @@ class Recorder(TorchDispatchMode):
         if self.paused or not (known or makes or draws):
             return op(*args, **kwargs)
         if device is not None and device.type not in ("cpu", "meta"):
-            raise _refusal(f"{op} on {device}", "build on the CPU: step.init puts the values where they go.")
+            raise self.refusal(
+                f"{op} on {device}", "build on the CPU: step.init puts the values where they go."
+            )
         self._check(op, inputs, _written(op, args, kwargs))
         args, kwargs = map_leaves((args, kwargs), Tensor, lambda v: v if self.knows(v) else self.constant(v))
         if any(tag in op.tags for tag in _UNKNOWN_SHAPE):
             return self._at_once(op, args, kwargs, random)
         if kwargs.get("generator") is not None:
-            raise _refusal(f"{op} draws from a generator of its own", _SEEDED)
+            raise self.refusal(f"{op} draws from a generator of its own", _SEEDED, inputs)
+        if random:
+            self._check_seed(op, inputs)
         on_meta = dict(kwargs)
         if takes_device and (device is not None or not inputs):
             on_meta["device"] = META
         try:
             result = op(*args, **on_meta)
         except NotImplementedError as error:
-            raise _refusal(f"{op} has no rule for meta tensors", "use another operator there.") from error
+            raise self.refusal(
+                f"{op} has no rule for meta tensors", "use another operator there.", inputs
+            ) from error
         return self._record(op, args, on_meta, result, random)
 
     def one_truncation(self) -> AbstractContextManager[Any]:
@@ -111,29 +120,31 @@ class Recorder(TorchDispatchMode):
         if not self.knows(tensor):
             return original(tensor, *args, generator=generator)
         if generator is not None:
-            raise _refusal("trunc_normal_ draws from a generator of its own", _SEEDED)
+            raise self.refusal("trunc_normal_ draws from a generator of its own", _SEEDED, [tensor])
         whole = (storage_id(tensor),) if _is_whole(tensor) else ()
+        self._check_seed("trunc_normal_", [tensor])
         with self.pause():
             alias = tensor.detach()
-        call = RecordedCall(original, (alias, *args), {}, overwrites=whole)
-        self._append(call, [storage_id(tensor)], random=True)
+        given = dict(zip(("mean", "std", "a", "b"), args, strict=True))
+        call = RecordedCall(torch.nn.init.trunc_normal_, (alias,), given, overwrites=whole, random=True)
+        self.tape.add(call, [storage_id(tensor)])
         return tensor
 
     def _check(self, op: Any, inputs: list[Tensor], written: list[Tensor]) -> None:
         real = [v for v in inputs if not self.knows(v)]
         if any(v.is_meta for v in real):
             fix = "make it without device='meta'; the block makes everything there anyhow."
-            raise _refusal(f"{op} reads a tensor on the meta device that holds no values", fix)
+            raise self.refusal(f"{op} reads a tensor on the meta device that holds no values", fix, inputs)
         if any(v is w for v in real for w in written):
             fix = "make that tensor inside the block, as torch.tensor(array) does, or write to a clone."
-            raise _refusal(f"{op} writes to a tensor with values, made outside or by numpy,", fix)
+            raise self.refusal(f"{op} writes to a tensor with values, made outside or by numpy,", fix, inputs)
 
     def _at_once(self, op: Any, args: Any, kwargs: Any, random: bool) -> Any:
         """The results of an operator that must be run to know their shapes or what Python is to do."""
         tensors = leaves_of((args, kwargs), Tensor)
         values = {id(v): self.value(v) for v in tensors}
         if random or any(v is None for v in values.values()) or _written(op, args, kwargs):
-            raise _refusal(f"{op} reads a value that depends on random numbers", _DECIDE)
+            raise self.refusal(f"{op} reads a value that depends on random numbers", _DECIDE, tensors)
         args, kwargs = map_leaves((args, kwargs), Tensor, lambda v: values[id(v)])
         return map_leaves(op(*args, **kwargs), Tensor, self.constant)
 
@@ -159,26 +170,33 @@ class Recorder(TorchDispatchMode):
         new = set(map(storage_id, made.values()))
         call = RecordedCall(
             op, args, kwargs, tuple(read), tuple(new | (whole - read)), made,
-            blank="empty" in name, default_dtype=torch.get_default_dtype(),
+            random=random, blank="empty" in name, default_dtype=torch.get_default_dtype(),
         )  # fmt: skip
-        self._append(call, [*map(storage_id, written), *new], random)
+        self.tape.add(call, [*map(storage_id, written), *new])
         return result
 
-    def _append(self, call: RecordedCall, writes: list[int], random: bool) -> None:
-        """Note a call. In the place of each draw the generator gets a mark, which no seed and no restored
-        state leaves as it is."""
-        if random:
-            if torch.default_generator.initial_seed() != _MARK + self._last:
-                raise _refusal("a constructor sets torch's random state", _SEEDED)
-            call.follows = self._last
-        number = self.tape.add(call, writes)
-        if random:
-            self.mark(number)
+    def refusal(self, headline: str, fix: str, tensors: Sequence[Tensor] = ()) -> StateError:
+        """With the line of the constructor, and the leaves that tensors depend on."""
+        ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+        frames = [f for f in traceback.extract_stack() if not f.filename.startswith(ours)]
+        lines = [f"{frames[-1].filename}:{frames[-1].lineno}  {frames[-1].line}"]
+        memories = {storage_id(t) for t in tensors if self.knows(t)}
+        calls = [self.tape.calls[n] for memory in memories for n in self.tape.slice(memory)]
+        memories = memories.union(*(call.memories for call in calls))
+        paths: dict[int, str] = {}  # the module's that was begun last has the longest
+        for module in self.modules.values():
+            for path, leaf in (*module.named_parameters(), *module.named_buffers()):
+                if not nn.parameter.is_lazy(leaf) and self.knows(leaf) and storage_id(leaf) in memories:
+                    paths[id(leaf)] = max(path, paths.get(id(leaf), ""), key=len)
+        lines += [f"of the leaf {path!r}" for path in paths.values()]
+        return StateError(f"{headline}, which fs.deferred() cannot record:", lines, f"{fix} {_WAY_OUT}")
 
-    def mark(self, number: int) -> None:
-        """The generator is in the state after this call."""
-        self._last = number
-        torch.default_generator.manual_seed(_MARK + number)
+    def _check_seed(self, op: Any, tensors: Sequence[Tensor]) -> None:
+        """Refuse to draw from a state that the constructor sets: each draw leaves a mark for the next one."""
+        if torch.default_generator.initial_seed() != MARK + self.draws:
+            raise self.refusal(f"a constructor sets torch's random state, and {op} draws", _SEEDED, tensors)
+        self.draws += 1
+        torch.default_generator.manual_seed(MARK + self.draws)
 
 
 def _is_whole(value: Tensor) -> bool:
@@ -212,7 +230,9 @@ class Functions(TorchFunctionMode):
 def _with_values(recorder: Recorder, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     value = recorder.value(tensor)
     if value is None:
-        raise _refusal(f"{resolve_name(func)} reads a value that depends on random numbers", _DECIDE)
+        raise recorder.refusal(
+            f"{resolve_name(func)} reads a value that depends on random numbers", _DECIDE, [tensor]
+        )
     return func(value, *args, **kwargs)
 
 
@@ -248,11 +268,3 @@ _RULES: dict[Any, Callable[..., Any]] = {
     Tensor.new_tensor: lambda _, func, x, *args, **k: torch.tensor(*args, **{"dtype": x.dtype, **k}),
     Tensor.__setitem__: _set_item,
 }
-
-
-def _refusal(headline: str, fix: str) -> StateError:
-    """With the line of the constructor."""
-    ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-    frames = [f for f in traceback.extract_stack() if not f.filename.startswith(ours)]
-    line = f"{frames[-1].filename}:{frames[-1].lineno}  {frames[-1].line}"
-    return StateError(f"{headline}, which fs.deferred() cannot record:", [line], fix)

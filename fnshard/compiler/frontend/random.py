@@ -16,30 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from fnshard.compiler.ir.bits import GOLDEN, mix, shift
 from fnshard.losses.linear import wide
 
 _LIB = torch.library.Library("fnshard", "DEF")
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MIX1 = _signed(0xBF58476D1CE4E5B9)
-_MIX2 = _signed(0x94D049BB133111EB)
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def mix(x: Tensor) -> Tensor:
-    """splitmix64's finaliser, elementwise on int64."""
-    x = (x ^ _shift(x, 30)) * _MIX1
-    x = (x ^ _shift(x, 27)) * _MIX2
-    return x ^ _shift(x, 31)
 
 
 Strides = list[int] | None  # how far apart elements are in the whole draw that they are a part of
@@ -79,7 +59,7 @@ def _unit(
     """Multiples of 2^-digits in [0, 1), exact in `dtype`, which computes in fp32 if it is a half type."""
     digits = _DIGITS[dtype]
     wide = torch.promote_types(dtype, torch.float32)
-    return _shift(_bits(key, shape, stream, strides=strides), 64 - digits).to(wide) * 2.0**-digits
+    return shift(_bits(key, shape, stream, strides=strides), 64 - digits).to(wide) * 2.0**-digits
 
 
 def _by_parts(draw: Callable[..., Tensor], key: Tensor, shape: list[int], dtype: torch.dtype) -> Tensor:
@@ -127,9 +107,9 @@ def _integers(key: Tensor, low: int, high: int, shape: list[int], dtype: torch.d
     for stream in range(draws):
         bits = _bits(key, shape, stream, draws)
         last = value
-        value = _shift(bits, 1) % span + low if even else bits.clamp(low, high - 1)
+        value = shift(bits, 1) % span + low if even else bits.clamp(low, high - 1)
         if last is not None:
-            hit = _shift(bits, 1) < even if even else value == bits
+            hit = shift(bits, 1) < even if even else value == bits
             value = torch.where(hit, value, last)
     return value.to(dtype)
 
@@ -355,5 +335,5 @@ def derive_keys(seed: int, step: int, rank: int, micro: int, count: int) -> Tens
     state = torch.tensor([seed, step, rank, micro], dtype=torch.int64)
     key = torch.tensor(0, dtype=torch.int64)
     for part in state:
-        key = mix(key * _GOLDEN + part + 1)
-    return mix(torch.arange(1, count + 1, dtype=torch.int64) * _GOLDEN + key)
+        key = mix(key * GOLDEN + part + 1)
+    return mix(torch.arange(1, count + 1, dtype=torch.int64) * GOLDEN + key)

@@ -1,0 +1,97 @@
+"""Draws: random numbers of a leaf as functions of a key and of each element's place in memory alone.
+
+So any part of a leaf is drawn by itself, and is what it is in the whole. An operator that is not among these
+draws its tensor whole, from a generator that the key seeds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnshard.compiler.ir.bits import GOLDEN, mix, shift, signed
+
+Draw = Callable[[Tensor, torch.dtype], Tensor]  # of random bits, in fp32 or fp64
+_RUN = 1 << 15  # elements that are drawn at once: what they take stays in cache
+
+
+def key_of(seed: int, path: str, number: int) -> int:
+    """The key of a leaf's random operator."""
+    digest = hashlib.blake2b(f"{seed} {number} {path}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def fill(out: Tensor, start: int, key: int, draw: Draw) -> None:
+    """Draw a tensor whose first element is at `start` of its memory, or the run of one that begins there."""
+    flat = out.view(-1) if out.is_contiguous() else torch.empty(out.numel(), dtype=out.dtype)
+    states = torch.arange(min(_RUN, flat.numel())) * GOLDEN
+    for at in range(0, flat.numel(), _RUN):
+        part = flat[at : at + _RUN]
+        bits = mix(states[: part.numel()] + signed(key + (start + at + 1) * GOLDEN))
+        part.copy_(draw(bits, torch.promote_types(out.dtype, torch.float32)))
+    if not out.is_contiguous():
+        out.copy_(flat.view(out.shape))
+
+
+def _unit(bits: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiples of 2^-24, or 2^-53, in [0, 1)."""
+    digits = 53 if dtype == torch.float64 else 24
+    return shift(bits, 64 - digits).to(dtype) * 2.0**-digits
+
+
+def normal(mean: float = 0.0, std: float = 1.0) -> Draw:
+    """A normal distribution, by the transform of Box and Muller (1958)."""
+
+    def draw(bits: Tensor, dtype: torch.dtype) -> Tensor:
+        if dtype == torch.float64:
+            u, turn = 1 - _unit(bits, dtype), _unit(mix(bits + GOLDEN), dtype)
+        else:  # 32 bits each
+            u, turn = (shift(bits, 32).float() + 0.5) * 2.0**-32, (bits & 0xFFFFFFFF).float() * 2.0**-32
+        return u.log_().mul_(-2).sqrt_().mul_(turn.mul_(2 * math.pi).cos_()).mul_(std).add_(mean)
+
+    return draw
+
+
+def uniform(low: float = 0.0, high: float = 1.0) -> Draw:
+    """All numbers of a range equally often."""
+
+    def draw(bits: Tensor, dtype: torch.dtype) -> Tensor:
+        return _unit(bits, dtype).mul_(high - low).add_(low)
+
+    return draw
+
+
+def truncated(mean: float, std: float, low: float, high: float) -> Draw:
+    """A normal distribution between two bounds, by the inverse of its distribution function."""
+    # What lies above the mean alone is drawn below it: there the function has its digits.
+    sign = -1.0 if low > mean else 1.0
+    first, last = sorted(sign * (bound - mean) / std for bound in (low, high))
+    below, share = (0.5 * math.erfc(-z / 2**0.5) for z in (first, last))
+
+    def draw(bits: Tensor, dtype: torch.dtype) -> Tensor:
+        u = (_unit(bits, torch.float64) + 2.0**-54).mul_(share - below).add_(below)
+        return torch.special.ndtri(u).mul_(sign * std).add_(mean).clamp_(low, high)
+
+    return draw
+
+
+_DRAWS: dict[str, tuple[Callable[..., Draw], tuple[str, ...]]] = {
+    "normal_": (normal, ("mean", "std")),
+    "uniform_": (uniform, ("from", "to")),
+    "trunc_normal_": (truncated, ("mean", "std", "a", "b")),
+    **dict.fromkeys(("randn", "randn_like"), (normal, ())),
+    **dict.fromkeys(("rand", "rand_like"), (uniform, ())),
+}
+
+
+def draw_of(name: str, given: Mapping[str, Any], dtype: torch.dtype) -> Draw | None:
+    """How a random operator draws its elements, given its arguments; None: not one without the others."""
+    if name not in _DRAWS or not dtype.is_floating_point:
+        return None
+    kind, arguments = _DRAWS[name]
+    return kind(*(given[argument] for argument in arguments))

@@ -1,0 +1,118 @@
+"""Window: a run of a leaf's elements, made without the rest of them.
+
+It is made where the leaf lies in one piece, and every call that it depends on is elementwise, over one run of
+memory each (a padding row that is set to zero). The same element of another memory is at the same place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnshard.compiler.deferred.draws import fill
+from fnshard.compiler.deferred.tape import Memories, RecordedCall, map_leaves, run_call
+from fnshard.compiler.ir.program import storage_id
+
+_CONSTANTS = {"empty": 0, "zeros": 0, "ones": 1, "full": None}  # None: an argument says it
+_ELEMENTWISE = {"copy_", "_to_copy", "fill_", "zero_", "masked_fill_", "masked_fill"}
+_SHORT = 1 << 12  # runs of fewer elements are made together with what lies between them
+
+
+class Window(Memories):
+    """What memories have from element `first` to `last`; and whole ones, of a single number."""
+
+    def __init__(self, first: int, last: int):
+        super().__init__()
+        self.first, self.last = first, last
+
+    def show(self, alias: Tensor) -> Tensor:
+        memory = storage_id(alias)
+        if _is_number(alias):
+            return self.held.setdefault(memory, torch.zeros((), dtype=alias.dtype)).view([1][: alias.dim()])
+        if memory not in self.held:
+            self.held[memory] = torch.zeros(self.last - self.first, dtype=alias.dtype)
+        start, end = (min(max(at, self.first), self.last) for at in _place(alias))
+        return self.held[memory][start - self.first : end - self.first]
+
+    def execute(self, call: RecordedCall, key: int | None) -> None:
+        if call.random:
+            alias, how = call.draw()
+            fill(self.show(alias), max(alias.storage_offset(), self.first), key, how)
+        elif (constant := _constant(call)) is not None:
+            self.show(call.makes[0]).fill_(constant)
+        else:
+            args, kwargs = map_leaves((call.args, call.kwargs), Tensor, self.show)
+            made = run_call(call, args, kwargs)
+            self.held.update({storage_id(alias): made for alias in call.makes.values()})
+
+
+def can_be_cut(leaf: Tensor, calls: Sequence[RecordedCall]) -> bool:
+    """Whether windows of a leaf can be made, which these calls make."""
+    widths: dict[int, int] = {}
+    for alias in [leaf, *(a for call in calls for a in call.aliases)]:  # none is seen in two types
+        width = widths.setdefault(storage_id(alias), alias.element_size())
+        if alias.is_complex() or alias.element_size() != width or not alias.is_contiguous():
+            return False
+    return not _is_number(leaf) and all(_is_by_elements(call, *_place(leaf)) for call in calls)
+
+
+def _is_by_elements(call: RecordedCall, first: int, last: int) -> bool:
+    """Whether a call makes each element of a run without the others."""
+    large = [a for a in call.aliases if not _is_number(a)]
+    if call.random:
+        return bool(large) and call.draw() is not None
+    made = [_place(a) for a in call.makes.values() if not _is_number(a)]
+    if not all(start <= first and last <= end for start, end in made):
+        return False
+    if call.constant is not None or _constant(call) is not None:
+        return call.constant is None or not large
+    by_elements = call.name in _ELEMENTWISE or torch.Tag.pointwise in call.op.tags
+    return by_elements and len({_place(a) for a in large}) < 2
+
+
+def _constant(call: RecordedCall) -> Any:
+    """What each element of a new memory is; None: a call makes it of others."""
+    if not call.makes:
+        return None
+    name = call.name.removeprefix("new_").removesuffix("_like")
+    name = "empty" if name == "empty_strided" else name
+    return call.given["fill_value"] if name == "full" else _CONSTANTS.get(name)
+
+
+def _is_number(alias: Tensor) -> bool:
+    """It is all of its memory, and a single number."""
+    return alias.numel() == 1 and alias.untyped_storage().nbytes() == alias.element_size()
+
+
+def _place(alias: Tensor) -> tuple[int, int]:
+    return alias.storage_offset(), alias.storage_offset() + alias.numel()
+
+
+def describe(call: RecordedCall) -> str:
+    """A call of a leaf that can be cut, as text that other processes have too."""
+    args, kwargs = map_leaves((call.args, call.kwargs), Tensor, _place)
+    return f"{call.name} {args} {kwargs} {None if call.constant is None else call.constant.tolist()}"
+
+
+def cut(leaf: Tensor, box: Sequence[slice], make: Callable[[Window], Tensor]) -> Tensor:
+    """A box of a leaf, of runs that `make` makes: as few as may be, and of little else."""
+    ranges = [range(*s.indices(size)) for s, size in zip(box, leaf.shape, strict=True)]
+    if not all(ranges):
+        return torch.empty([len(r) for r in ranges], dtype=leaf.dtype)
+    if not ranges:
+        return make(Window(*_place(leaf)))[0]
+    dim = max((d for d, r in enumerate(ranges) if len(r) < leaf.shape[d]), default=0)
+    while dim and len(ranges[dim]) * math.prod(leaf.shape[dim + 1 :]) < _SHORT:
+        dim -= 1
+    run = [len(ranges[dim]), *leaf.shape[dim + 1 :]]
+    parts = []
+    for outer in itertools.product(*ranges[:dim]):
+        first = leaf[(*outer, ranges[dim].start)].storage_offset()
+        parts.append(make(Window(first, first + math.prod(run))).view(run))
+    joined = parts[0] if len(parts) == 1 else torch.stack(parts)
+    return joined.view([*(len(r) for r in ranges[:dim]), *run])[(..., *box[dim + 1 :])]
