@@ -77,6 +77,7 @@ def _generated(
     if on_cpu:
         with V.set_fake_mode(mode) if mode is not None else nullcontext():
             widen_sums(module.graph)
+        module.recompile()  # Inductor's cache on disk knows a graph by its code
     flat = module.graph.output_node().args[0]
     # Strides of all outputs are kept as traced: the backward was traced with them.
     module.graph.output_node().meta["user_visible_output_idxs"] = list(range(len(flat)))
