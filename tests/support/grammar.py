@@ -554,7 +554,10 @@ IN_PLACE: dict[str, Row] = {
     "addcmul_": lambda g: f"{(a := g.act())}.addcmul_({g.like(a)}, {g.like(a)}, value=0.4)",
     "addcdiv_": lambda g: f"{(a := g.act())}.addcdiv_({g.like(a)}, {g.like(a)}.square() + 0.8, value=0.4)",
     "addmm_": lambda g: f"{(a := g.act(2, 2))}.addmm_({g.leaf(a.shape[0], 2)}, {g.leaf(2, a.shape[1])})",
-    "baddbmm_": lambda g: f"{(a := g.act(3, 3))}.baddbmm_({g.like(a)}, {g.leaf(a.shape[0], a.shape[2], a.shape[2])})",
+    # Of leaves: where a factor shares the result's memory, torch's own kernel reads what it has written already.
+    "baddbmm_": lambda g: (
+        f"{(a := g.act(3, 3))}.baddbmm_({g.leaf(a.shape[0], a.shape[1], 2)}, {g.leaf(a.shape[0], 2, a.shape[2])})"
+    ),
     "addbmm_": lambda g: f"{(a := g.act(2, 2))}.addbmm_({g.leaf(2, a.shape[0], 1)}, {g.leaf(2, 1, a.shape[1])})",
     "addmv_": lambda g: f"{(a := g.act(1, 1))}.addmv_({g.leaf(a.shape[0], 2)}, {g.leaf(2)})",
     "addr_": lambda g: f"{(a := g.act(2, 2))}.addr_({g.leaf(a.shape[0])}, {g.leaf(a.shape[1])})",
