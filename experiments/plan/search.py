@@ -4,7 +4,8 @@ A plan's step is lowered at two small depths, with two and three micro-batches, 
 layers are alike, so time and memory are affine in both. The plan that is chosen is lowered in full.
 
 How much is recomputed is no knob of the descent. For every setting of the other knobs it is found by
-bisection: recomputing less is faster and takes more memory, so the best share is the largest that fits.
+bisection: recomputing less is faster and takes more memory, but for some per cent in tiny models, so the best
+share is about the largest that fits.
 `remat="offload"` is not tried.
 """
 

@@ -142,10 +142,10 @@ def _tracebacks(text: str) -> Iterator[tuple[str, list[re.Match[str]], str]]:
     """Yield the head, the frames and the rest of each traceback in a text, the exception's own words, which
     may have lines like frames in them. Together these are the text."""
     heads = list(_HEAD.finditer(text))
-    first = heads[0].start() if heads else len(text)
-    if first:
-        yield "", [], text[:first]
-    for head, end in zip(heads, [*(h.start() for h in heads[1:]), len(text)], strict=True):
+    starts = [*(h.start() for h in heads), len(text)]
+    if starts[0]:
+        yield "", [], text[: starts[0]]  # a message that no traceback comes with
+    for head, end in zip(heads, starts[1:], strict=True):
         frames, at = [], head.end()
         while frame := _FRAME.match(text, at, end):
             frames.append(frame)
