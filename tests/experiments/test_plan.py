@@ -151,7 +151,7 @@ def test_recomputation_is_as_little_as_fits() -> None:
         tight = replace(planner.config, device_gb=budget / 1e9 + 1e-9)
         found = replace(planner, config=tight).within_budget(knobs)
         least = min(c.seconds for c in tried if c.peak_bytes <= budget)
-        # Of a model so small bytes and time go up and down by 3% as the share grows: bisection misses as much.
+        # Bytes and time of so small a model are not monotone in the share: bisection may miss some 3%.
         assert found.peak_bytes <= budget and found.seconds <= least * 1.03
 
 
