@@ -324,7 +324,7 @@ class Planner:
         while self.cost(found := self.exact(best.knobs)) > self.cost(best):
             self.seen[best.knobs] = found  # carried on from few layers, it looked better than it is
             best = self.descend(self.within_budget(best.knobs))
-        return best
+        return found
 
     def cost(self, candidate: Candidate) -> tuple[float, float, float]:
         """Return what the search makes small."""
