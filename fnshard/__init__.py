@@ -20,14 +20,15 @@ ranks: `fs.launch(main, ranks=2)`, or `torchrun`. README.md is the way in, `dir(
 #   losses/      Mean, Whole, losses of language models    optim/  contract, optimizers, schedules, scaling
 #   compiler/    ir (Program, guard), deferred (modules without memory), frontend (fn to Program),
 #                rewrites (of a Program's graph), place (over tensor and context axes), kernels (split, remat,
-#                differentiate, Inductor), schedule (instructions, build, passes, verify), lower (the list)
+#                differentiate, Inductor), schedule (instructions, build, passes, verify), options
+#                (StepOptions, of shard_step, lower and fit), buckets (of lengths), lower (the list)
 #   runtime/     collectives (gloo, NCCL, shared memory, simulated), packing, tiers, files; executor: a loop
 #                over a schedule's instructions
 #   analysis/    memory (the ledger: a dry run of the instructions' own bindings), timeline, traffic,
 #                flops, hardware: before a step runs
 #   step/        shard_step, Step (`fnshard/step/__init__.py` follows a call to the wire); plan (of specs and
 #                options), cache and programs (by batch, and by what `fn` reads: the guard), runner, lowered
-#                (stages, compiled); buckets (of lengths), state, shards, agreement, fit
+#                (stages, compiled); state, shards, agreement, fit
 #   checkpoint/  save, restore (onto any mesh: restoring, blocks), reshard (in memory), replicas
 #   hf/          Hugging Face's format    adapters/  LoRA, PEFT
 #   debug/       check, nan_hunt, check_stale, profile    plot/  pictures
@@ -50,10 +51,12 @@ from fnshard.adapters.lora import lora
 from fnshard.adapters.norms import sync_batch_norm
 from fnshard.analysis.hardware import Hardware
 from fnshard.checkpoint.reshard import averaged, reshard
+from fnshard.compiler.buckets import Buckets
 from fnshard.compiler.deferred.deferred_init import deferred
 from fnshard.compiler.frontend.exchange import all_gather, constrain, psum
 from fnshard.compiler.frontend.limits import bounded
 from fnshard.compiler.kernels.document_attention import attention
+from fnshard.compiler.options import StepOptions
 from fnshard.compiler.schedule import passes
 from fnshard.debug import profile
 from fnshard.errors import (
@@ -80,7 +83,6 @@ from fnshard.losses import Mean, Sequence, Whole
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.optim import schedules
 from fnshard.runtime.collectives.simulated import simulate
-from fnshard.step.buckets import Buckets
 from fnshard.step.fit import fit
 from fnshard.step.shards import shard, unshard
 from fnshard.step.state import TrainState
@@ -92,7 +94,8 @@ __version__ = "0.1.0"
 __all__ = [
     "AgreementError", "Buckets", "BudgetError", "CheckpointError", "CollectiveError", "FnshardError",
     "Fused", "Hardware", "LaunchError", "LayoutSpec", "Mean", "Mesh", "OptimizerError", "P",
-    "ScheduleError", "Sequence", "SpecError", "StateError", "TraceError", "TrainState", "Whole",
+    "ScheduleError", "Sequence", "SpecError", "StateError", "StepOptions", "TraceError", "TrainState",
+    "Whole",
     "adapters", "all_gather", "attention", "averaged", "bounded", "checkpoint", "codecs", "constrain",
     "debug", "deferred", "errors", "fit", "hf", "launch", "lockstep", "lora", "losses", "make_functional",
     "make_mesh", "match_specs", "optim", "passes", "plot", "presets", "profile", "psum", "reshard",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,13 @@ class Plan:
     """
 
     specs: Any
-    options: Mapping[str, Any]
+    options: fs.StepOptions
     found: fs.Fit | None = None
     hardware: fs.Hardware | None = None
 
     @property
     def accumulate(self) -> int:
-        return self.options["accumulate"]
+        return self.options.accumulate
 
 
 def axis_of(name: str, mesh: fs.Mesh) -> str | None:
@@ -85,13 +85,13 @@ def plan_of(
             fn, params, mesh, batch=batch, device_bytes=int(run.device_gb * 1e9), hardware=planned_for,
             optimizer=optimizer, specs=specs(fs.presets.full_shard), **options,
         )  # fmt: skip
-        return Plan(found.specs, {**found.options, **exact}, found, planned_for)
+        return Plan(found.specs, replace(found.options, **exact), found, planned_for)
     tiers = {name: getattr(strategy, name) for name in ("memory", "optimizer_memory", "update_on")}
     options |= {
         "accumulate": run.accumulate, "remat": strategy.remat, "disk_dir": run.disk_dir,
         "prefetch": (strategy.prefetch_forward, strategy.prefetch_backward),
     }  # fmt: skip
-    return Plan(specs(fs.presets.PRESETS[strategy.name], **tiers), options | exact)
+    return Plan(specs(fs.presets.PRESETS[strategy.name], **tiers), fs.StepOptions(**options, **exact))
 
 
 def _agreed(*args: Any, **options: Any) -> fs.Fit:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +25,7 @@ class Paper:
     Args:
         device_bytes: what the step may take of a rank's device.
         subject: what it trains.
-        specs, options: the arguments of `shard_step`.
+        specs, options: what `shard_step` is given.
         found: the search, if `strategy=auto` made one.
     """
 
@@ -36,7 +35,7 @@ class Paper:
     subject: Subject
     mesh: fs.Mesh
     specs: Any
-    options: Mapping[str, Any]
+    options: fs.StepOptions
     lowered: Lowered
     memory: MemoryAnalysis
     over: MemoryTimeline
@@ -89,7 +88,7 @@ def explain(config: ExplainConfig) -> Paper:
     loss_fn, params, batch = subject.loss, subject.params, subject.batch(config.rows)
     optimizer = make_optimizer(config.optimizer, ScheduleConfig(name="constant"), 1, subject.undecayed)
     how = {"tensor": axis_of("tensor", mesh), **dtypes_of(config.precision)}
-    options = {"grad_norm": True, **config.mesh.options}
+    options = fs.StepOptions(grad_norm=True, **config.mesh.options)
     strategy = config.strategy
     if strategy.name == AUTO:
         found = fs.fit(
@@ -103,8 +102,10 @@ def explain(config: ExplainConfig) -> Paper:
             specs = fs.presets.PRESETS[strategy.name](params, mesh, **how, **tiers)
         else:
             specs = specs_of(config.specs, params, dtypes_of(config.precision) | tiers)
-        prefetch = strategy.prefetch_forward, strategy.prefetch_backward
-        options |= {"accumulate": config.run.accumulate, "remat": strategy.remat, "prefetch": prefetch}
+        options = replace(
+            options, accumulate=config.run.accumulate, remat=strategy.remat,
+            prefetch=(strategy.prefetch_forward, strategy.prefetch_backward),
+        )  # fmt: skip
         step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=optimizer, **options)
         lowered = step.lower(params, *batch)
     # CPU ranks talk through shared memory, as the main job's do; a plan was found without it.

@@ -53,7 +53,7 @@ def summary(paper: Paper) -> dict[str, str]:
     again = time.hardware_flops / max(time.model_flops, 1) - 1
     near = paper.hardware.ranks_per_node
     tokens = f", {big(paper.tokens_per_step)} tokens" if subject.unit == "token" else ""
-    micro = f" in {paper.options['accumulate']} micro-batches" if paper.options["accumulate"] > 1 else ""
+    micro = f" in {paper.options.accumulate} micro-batches" if paper.options.accumulate > 1 else ""
     over = _listed({"to the device": paper.traffic.to_device_bytes, "from it": paper.traffic.to_host_bytes})
     resting = {"on the host": memory.host_resident_bytes, "on the disk": memory.disk_resident_bytes}
     waits = {
@@ -133,7 +133,7 @@ def plan_line(paper: Paper) -> str:
         return f"strategy=auto: {paper.found.chosen.choice}"
     layout = strategy.name if paper.config.specs is None else "by specs"
     tiers = {"memory": strategy.memory, "optimizer memory": strategy.optimizer_memory}
-    forward, backward = paper.options["prefetch"]
+    forward, backward = paper.options.prefetch
     return ", ".join([
         layout,
         f"remat={strategy.remat!r}" if strategy.remat != "none" else "no remat",

@@ -284,10 +284,10 @@ class Planner:
             self._fronts[key] = step.front(*batch)
         front = self._fronts[key]
         front = replace(front, plan=plan_of(optimizer, resolved, mesh, options).for_program(front.program))
-        lowering = replace(options.lowering, remat=knobs.remat, prefetch=(1, 1), overlap=1)
-        stages = schedule_for(front, resolved.stored, mesh, lowering, self._kernels, False)
-        chosen, sizes = replace(options, lowering=lowering), bytes_of_batch(Arguments(batch, {}))
-        return Lowered(stages, chosen, optimizer=optimizer, batch_bytes=sizes)
+        options = replace(options, remat=knobs.remat, prefetch=(1, 1), overlap=1)
+        stages = schedule_for(front, resolved.stored, mesh, options, self._kernels, False)
+        sizes = bytes_of_batch(Arguments(batch, {}))
+        return Lowered(stages, options, optimizer=optimizer, batch_bytes=sizes)
 
     # -------------------------------------------------------------- the search
     def is_too_small(self) -> bool:

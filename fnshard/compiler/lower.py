@@ -14,12 +14,12 @@ from fnshard.compiler.ir.arguments import Arguments, sequence_dims
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.kernels.differentiate import Kernel, differentiate_all, kernel_key
 from fnshard.compiler.kernels.inductor import TRACING
-from fnshard.compiler.kernels.remat import Remat, policies
+from fnshard.compiler.kernels.remat import policies
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.kernels.split import split
+from fnshard.compiler.options import StepOptions
 from fnshard.compiler.place.experts import place_experts
 from fnshard.compiler.place.place import place_axes
-from fnshard.compiler.place.strategies import ContextAttention, Residual
 from fnshard.compiler.rewrites.fp8 import fp8_products
 from fnshard.compiler.schedule.build import Plan, build
 from fnshard.compiler.schedule.ir import Schedule
@@ -29,29 +29,6 @@ from fnshard.errors import FnshardError, ScheduleError, TraceError
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
-
-
-@dataclass(frozen=True)
-class LowerOptions:
-    """What a lowering depends on besides a function, its specs, batch, mesh and plan.
-
-    Args:
-        prefetch, overlap: depths of the default passes, as `passes.default` takes them.
-        passes: take the place of the default ones.
-        remat, save: what segments keep for their backward; see `compiler.kernels.remat`.
-        residual, context_attention, expert_capacity: see `compiler.place`.
-        sources: nodes keep where in the user's code they come from.
-    """
-
-    prefetch: tuple[int, int] = (1, 1)
-    overlap: int = 1
-    passes: tuple[Pass, ...] | None = None
-    remat: Remat = "none"
-    save: tuple[str, ...] = ()
-    residual: Residual = "split"
-    context_attention: ContextAttention = "auto"
-    expert_capacity: float | None = None
-    sources: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,7 +56,7 @@ def trace_and_split(
     batch: Arguments | Sequence[Any],
     mesh: Mesh,
     plan: Plan,
-    options: LowerOptions,
+    options: StepOptions,
 ) -> Front:
     """The stages that look at `fn`.
 
@@ -111,7 +88,7 @@ def schedule_for(
     front: Front,
     specs: Mapping[str, LayoutSpec],
     mesh: Mesh,
-    options: LowerOptions,
+    options: StepOptions,
     known: MutableMapping[str, Kernel] | None = None,
     verified: bool = True,
 ) -> Stages:
@@ -146,7 +123,7 @@ def lower(
     batch: Arguments | Sequence[Any],
     mesh: Mesh,
     plan: Plan,
-    options: LowerOptions,
+    options: StepOptions,
 ) -> Stages:
     """All stages for one batch shape; needs no device and no process group.
 

@@ -132,8 +132,7 @@ def nan_hunt(
             fix="step = fs.shard_step(...).",
         )
     batch = arguments_for(step.fn, batch, keywords)
-    sources = replace(step.options.lowering, sources=True)
-    eager = partial(_replay, step.replay(backend="eager", lowering=sources), state, batch, rng)
+    eager = partial(_replay, step.replay(backend="eager", sources=True), state, batch, rng)
     if step.options.backend == "eager":
         first, loss = eager()
     else:

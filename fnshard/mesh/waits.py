@@ -29,6 +29,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from fnshard.errors import CollectiveError, report
 
+DEFAULT_TIMEOUT = 600.0  # seconds: a peer may be compiling its first step
 LOOK_S = 1.0  # how often a rank that waits looks at what the others do
 ROLL_S = 2.0  # all who wait for one silent rank run out of time at about the same moment
 STOP_S = 5.0  # that a rank which was asked to end waits for peers that are idle

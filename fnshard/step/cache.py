@@ -17,6 +17,7 @@ from fnshard.compiler.frontend.trace import flatten_batch
 from fnshard.compiler.ir.arguments import Arguments, signature_of
 from fnshard.compiler.kernels.inductor import warm_up
 from fnshard.compiler.lower import Front, lower, trace_and_split
+from fnshard.compiler.options import StepOptions
 from fnshard.compiler.schedule.build import Plan
 from fnshard.errors import StateError, TraceError
 from fnshard.layout.resolved import ResolvedSpecs
@@ -35,7 +36,7 @@ from fnshard.step.batches import (
     split_batch,
 )
 from fnshard.step.lowered import CompileStats, Lowered
-from fnshard.step.plan import FORWARD, Options, plan_of
+from fnshard.step.plan import FORWARD, fill_depths, plan_of
 from fnshard.step.programs import Programs, announce, fits
 
 LENGTHS = 64  # programs of a step with `shapes` that are kept, at least: sequences may differ in length
@@ -54,7 +55,7 @@ class ProgramCache:
         fn: Callable[..., Any],
         specs: Any,
         mesh: Mesh,
-        options: Options,
+        options: StepOptions,
         optimizer: Optimizer | None = None,
         *,
         trains: bool = True,
@@ -68,7 +69,8 @@ class ProgramCache:
         if not callable(fn):
             raise TraceError(f"`fn` is a function of (params, *batch), not {type(fn).__name__}.")
         check_mesh(mesh)
-        self.fn, self.mesh, self.options, self.trains = fn, mesh, options, trains
+        self.fn, self.mesh, self.trains = fn, mesh, trains
+        self.options = fill_depths(options, mesh)
         self._signature = signature_of(fn)
         context = mesh.axis_size("context") if "context" in mesh.names else 1
         self.shapes = options.shapes and options.shapes.of_function(self._signature, context)
@@ -148,7 +150,7 @@ class ProgramCache:
         self.stats.traces += 1
         if self.mesh.kind != "abstract":
             warm_up(self.mesh.device_type, self.options.backend)
-        stages = lower(self.fn, self.specs, micro, self.mesh, self._plan, self.options.lowering)
+        stages = lower(self.fn, self.specs, micro, self.mesh, self._plan, self.options)
         return Lowered(
             stages, self.options, None, self.optimizer, bytes_of_batch(batch),
             stats=self.stats, first=not len(self.programs),
@@ -161,7 +163,7 @@ class ProgramCache:
     def front(self, batch: Batch, **changes: Any) -> Front:
         """The stages that look at `fn` alone, for this rank's batch; nothing of it is kept."""
         micro = next(split_batch(batch, self.options.accumulate))
-        options = replace(self.options.lowering, **changes)
+        options = replace(self.options, **changes)
         with self.lock:
             return trace_and_split(self.fn, self.specs, micro, self.mesh, self._plan, options)
 

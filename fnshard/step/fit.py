@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import glob
 import heapq
-import inspect
 import itertools
 import math
 import sys
@@ -29,6 +28,7 @@ from fnshard.analysis.timeline import Timeline
 from fnshard.compiler.ir.arguments import Arguments, arguments_for
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.lower import Front, schedule_for
+from fnshard.compiler.options import StepOptions, read_options
 from fnshard.errors import BudgetError, OptimizerError, SpecError, StateError, is_number
 from fnshard.layout import presets
 from fnshard.layout.resolved import ResolvedSpecs
@@ -38,10 +38,11 @@ from fnshard.optim.contract import Optimizer
 from fnshard.optim.optimizers import adamw
 from fnshard.step.batches import bytes_of_batch, check_arguments, split_batch
 from fnshard.step.lowered import Lowered
-from fnshard.step.step import Step, shard_step
+from fnshard.step.step import Step
 
 __all__ = ["fit"]
 
+CHOSEN = ("accumulate", "remat", "save", "prefetch", "overlap")  # options that `fit` gives
 OPTIMIZER = ("device", "streamed", "host")
 RECOMPUTE = (0.5, "unit", "unit+offload")  # what a recomputed unit does, from most memory to most time
 
@@ -113,7 +114,7 @@ class Fit:
     """
 
     specs: Any
-    options: Mapping[str, Any]
+    options: StepOptions
     chosen: Candidate
     device_bytes: int
     rejected: tuple[tuple[Candidate, str], ...]
@@ -207,7 +208,7 @@ def fit(
         optimizer: default AdamW.
         specs: where to start from; layouts and dtypes are taken as they are. Default `presets.full_shard`.
             With `ranks` a function of a mesh.
-        options: of `shard_step`, but for those that are chosen here.
+        options: the fields of `StepOptions`, but for those that are chosen here (`CHOSEN`).
 
     Raises:
         BudgetError: nothing fits; says the smallest budget that would do, what the memory goes to, and which
@@ -375,22 +376,23 @@ class Search:
         work: _Work | None = None,
         **options: Any,
     ):
-        _check_arguments(params, mesh, batch, hardware, options)
-        self.fn, self.mesh, self.batch, self.options = fn, mesh, tuple(batch), options
+        wrong = _wrong_arguments(params, mesh, batch, hardware, options)
+        self.options = read_options("fit", options, wrong)
+        self.fn, self.mesh, self.batch = fn, mesh, tuple(batch)
         self.hardware = Hardware.of(hardware)
         self.optimizer = adamw(1e-3) if optimizer is None else optimizer
         self.arguments = arguments_for(fn, self.batch, keywords)
         check_arguments(fn, self.arguments)
         base = presets.full_shard(params, mesh) if specs is None else specs
-        step = shard_step(fn, base, mesh=mesh, optimizer=self.optimizer, **options)
+        step = Step(fn, base, mesh, self.optimizer, self.options)
         step.resolve(params)
         self.base = step.specs
         self.divisors = _divisors(self.arguments)
-        self.fronts: dict[int, tuple[Step, Front]] = {}
+        self.fronts: dict[int, Front] = {}
         self.kernels, self.work = {} if kernels is None else kernels, work
         self.seen: dict[Choice, Candidate] = {}
         self.units = self._units()
-        exchanges = self._front(self.divisors[0])[1].segments.exchanges
+        exchanges = self._front(self.divisors[0]).segments.exchanges
         if any(set(each.axes) & set(mesh.data_axes) for each in exchanges):
             self.divisors = self.divisors[:1]
 
@@ -398,21 +400,19 @@ class Search:
         """Units that may be recomputed or kept, in order: all but the last segment's, whose backward follows
         its forward at once.
         """
-        front = self._front(self.divisors[0])[1]
+        front = self._front(self.divisors[0])
         segments = [s for s in front.segments.segments if s.units]
         last = segments[-1].units if segments else ()
         found = dict.fromkeys(u for s in segments for u in s.units)
         return tuple(u for u in found if u not in last)
 
-    def _front(self, accumulate: int) -> tuple[Step, Front]:
+    def _front(self, accumulate: int) -> Front:
         """What all plans with so many micro-batches share."""
         if accumulate not in self.fronts:
-            step = shard_step(
-                self.fn, self.base, mesh=self.mesh, optimizer=self.optimizer, accumulate=accumulate,
-                **self.options,
-            )  # fmt: skip
+            options = replace(self.options, accumulate=accumulate)
+            step = Step(self.fn, self.base, self.mesh, self.optimizer, options)
             front = self.arguments.call(step.front)
-            self.fronts[accumulate] = step, front
+            self.fronts[accumulate] = front
             if self.work is not None:
                 self.work.lines += len(front.program.graph.nodes)
         return self.fronts[accumulate]
@@ -433,24 +433,20 @@ class Search:
 
         return tree.map(chosen, self.base, is_leaf=is_spec)
 
-    def options_of(self, choice: Choice) -> dict[str, Any]:
-        """The options of `shard_step`."""
+    def options_of(self, choice: Choice) -> StepOptions:
+        """The options of a plan."""
         units = self.units[: choice.recomputed]
         remat = {glob.escape(u): choice.remat for u in units} if units else "none"
         depths = {"prefetch": choice.ahead, "overlap": choice.ahead} if self._chooses_depth else {}
-        return {**self.options, "accumulate": choice.accumulate, "remat": remat, **depths}
+        return replace(self.options, accumulate=choice.accumulate, remat=remat, **depths)
 
     def lower(self, choice: Choice, *, verified: bool = True) -> Lowered:
         """A plan on paper."""
-        step, front = self._front(choice.accumulate)
+        front, options = self._front(choice.accumulate), self.options_of(choice)
         specs = ResolvedSpecs.of(self.specs_of(choice)).stored
-        options = self.options_of(choice)
-        depths = {"prefetch": (choice.ahead, choice.ahead), "overlap": choice.ahead}
-        lowering = replace(step.options.lowering, remat=options["remat"], **depths)
-        stages = schedule_for(front, specs, self.mesh, lowering, self.kernels, verified)
-        chosen = replace(step.options, lowering=lowering)
+        stages = schedule_for(front, specs, self.mesh, options, self.kernels, verified)
         sizes = bytes_of_batch(self.arguments)
-        return Lowered(stages, chosen, optimizer=self.optimizer, batch_bytes=sizes)
+        return Lowered(stages, options, optimizer=self.optimizer, batch_bytes=sizes)
 
     def look(self, choice: Choice) -> Candidate:
         """A plan's peak and time; each is lowered once."""
@@ -524,7 +520,7 @@ class Search:
     @property
     def _chooses_depth(self) -> bool:
         """Whether nobody gives the passes, which have a depth of their own."""
-        return self.options.get("passes") is None
+        return self.options.passes is None
 
     @property
     def _gathers(self) -> bool:
@@ -657,13 +653,16 @@ def _divisors(batch: Arguments) -> list[int]:
     return [d for d in range(1, most + 1) if most % d == 0]
 
 
-def _check_arguments(params: Any, mesh: Any, batch: Any, hardware: Any, options: Mapping[str, Any]) -> None:
-    """Refuse what `fit` does not take."""
-    chosen = {"accumulate", "remat", "save", "prefetch", "overlap"}
-    known = set(inspect.signature(shard_step).parameters) - {"fn", "specs", "mesh", "optimizer"} - chosen
-    wrong = [f"{name}=: fit chooses it; leave it out" for name in options if name in chosen]
-    unknown = [name for name in options if name not in known | chosen]
-    wrong += [f"{name}=: no option of shard_step ({', '.join(sorted(known))})" for name in unknown]
+def _wrong_arguments(
+    params: Any, mesh: Any, batch: Any, hardware: Any, options: Mapping[str, Any]
+) -> list[str]:
+    """Return what is wrong with arguments of `fit`, a line each."""
+    usual = StepOptions()
+    wrong = [
+        f"{name}={options[name]!r}: fit chooses it; leave it out"
+        for name in CHOSEN
+        if name in options and options[name] != usual[name]
+    ]
     if isinstance(params, nn.Module):
         wrong.append("params is a module: apply, params = fs.make_functional(module)")
     if not isinstance(mesh, Mesh):
@@ -674,5 +673,4 @@ def _check_arguments(params: Any, mesh: Any, batch: Any, hardware: Any, options:
         )
     if not isinstance(hardware, str | Hardware):
         wrong.append(f"hardware={hardware!r}: a name such as 'h100', or a Hardware")
-    if wrong:
-        raise SpecError("invalid arguments of fit:", wrong)
+    return wrong

@@ -26,12 +26,13 @@ from fnshard.compiler.kernels.attention import backends
 from fnshard.compiler.kernels.inductor import Boxed, Graphs, compile_graphs, graphs_of, share_of
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.lower import Stages
+from fnshard.compiler.options import StepOptions
 from fnshard.compiler.schedule.instructions import TRANSFER, Run
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.errors import BudgetError, SpecError, is_number
 from fnshard.mesh.process_group import place_on_host
 from fnshard.optim.contract import Optimizer
-from fnshard.step.plan import Options
+from fnshard.runtime.executor.fused_update import is_compiled
 
 KnownKernels = dict[tuple[str, bool], Boxed]  # by name, and whether it is the backward
 
@@ -62,7 +63,7 @@ class Lowered:
     """
 
     stages: Stages
-    options: Options
+    options: StepOptions
     compiled: Compiled | None = None
     optimizer: Optimizer | None = None
     batch_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -187,7 +188,8 @@ class Lowered:
 
     @property
     def _fused_update(self) -> bool:
-        return self.options.compiles_update(self.optimizer, self.schedule.mesh.device_type)
+        options, device_type = self.options, self.schedule.mesh.device_type
+        return is_compiled(options.update, self.optimizer, options.backend, device_type)
 
     def _tokens(self) -> int | None:
         """Of one step on all ranks: where all int64 leaves of the batch with two dims, as they are before

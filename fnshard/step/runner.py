@@ -27,7 +27,7 @@ from fnshard.runtime.collectives.base import Collectives
 from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.executor.context import ExecutorContext, Watch
 from fnshard.runtime.executor.execute import bind, cut_batch
-from fnshard.runtime.executor.fused_update import FusedUpdates
+from fnshard.runtime.executor.fused_update import FusedUpdates, is_compiled
 from fnshard.runtime.executor.scalars import Scalars
 from fnshard.runtime.executor.update import Updater
 from fnshard.runtime.readback import Reading
@@ -138,7 +138,8 @@ class Runner:
         self._parts = self.mesh.ordered(set(self.mesh.names) - set(self.mesh.data_axes))
         self._ranks: dict[int, RankState] = {}
         self._checked: tuple[Any, list[Any]] = None, []  # specs, and what blocks were that fitted them
-        compiled = self.options.compiles_update(self.optimizer, self.mesh.device_type)
+        options, device_type = self.options, self.mesh.device_type
+        compiled = is_compiled(options.update, self.optimizer, options.backend, device_type)
         self._fused = FusedUpdates(self.optimizer, self.options.inductor) if compiled else None
 
     @property

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +21,8 @@ from fnshard import tree
 from fnshard.analysis.elementwise import check_elementwise
 from fnshard.analysis.slots import Slots, check_slots, slots_of
 from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT, SCALARS, Kind, slots
-from fnshard.compiler.kernels.inductor import inductor_options
-from fnshard.compiler.kernels.remat import Remat
-from fnshard.compiler.lower import Front, LowerOptions
-from fnshard.compiler.place.strategies import ContextAttention, Residual
-from fnshard.compiler.schedule.build import AccumulateMode
-from fnshard.compiler.schedule.passes import Pass
+from fnshard.compiler.lower import Front
+from fnshard.compiler.options import StepOptions, read_options, takes_options
 from fnshard.errors import OptimizerError, SpecError, StateError, leaves
 from fnshard.functional import make_functional
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
@@ -36,17 +32,15 @@ from fnshard.mesh import Mesh, make_mesh
 from fnshard.optim.contract import Optimizer, check_kind
 from fnshard.optim.contract import check as check_optimizer
 from fnshard.optim.loss_scale import LossScale, exact_seed
-from fnshard.runtime.collectives.base import DEFAULT_TIMEOUT
 from fnshard.runtime.executor.context import Watch
 from fnshard.runtime.executor.control import StepControl
 from fnshard.runtime.executor.scalars import rescale
 from fnshard.runtime.executor.update import init_slots, slot_shapes
 from fnshard.runtime.readback import Reading
 from fnshard.runtime.tiers import check_directory
-from fnshard.step.buckets import Buckets
 from fnshard.step.cache import ProgramCache
 from fnshard.step.lowered import CompileStats, Lowered
-from fnshard.step.plan import FLAGS, Backend, Options, UpdateMode, default_depth, loss_scale_of
+from fnshard.step.plan import FLAGS, loss_scale_of
 from fnshard.step.programs import name_of
 from fnshard.step.rounding import warn_of_lost_updates
 from fnshard.step.runner import Bound, Runner
@@ -79,7 +73,12 @@ class Step(Compiled):
     """A compiled training step; made by `shard_step`."""
 
     def __init__(
-        self, fn: Callable[..., Any], specs: Any, mesh: Mesh, optimizer: Optimizer | None, options: Options
+        self,
+        fn: Callable[..., Any],
+        specs: Any,
+        mesh: Mesh,
+        optimizer: Optimizer | None,
+        options: StepOptions,
     ):
         check_kind(optimizer)
         super().__init__(ProgramCache(fn, specs, mesh, options, optimizer))
@@ -285,7 +284,7 @@ class Step(Compiled):
         """A second step of the same function to run a state through again; nothing of this one changes.
 
         Args:
-            options: fields of `Options` to change.
+            options: fields of `StepOptions` to change.
         """
         other = Step(self.fn, self.specs, self.mesh, self.optimizer, replace(self.options, **options))
         if other.options == self.options:  # it runs the very kernels of this one
@@ -474,33 +473,14 @@ def _lines_of(block: Tensor) -> Sequence[Tensor]:
     return block.select(-1, 0), block.select(-2, 0)
 
 
+@takes_options
 def shard_step(
     fn: Callable[..., Any],
     specs: Any,
     *,
     mesh: Mesh | None = None,
     optimizer: Optimizer | None = None,
-    accumulate: int = 1,
-    accumulate_mode: AccumulateMode = "reduce",
-    prefetch: int | tuple[int, int] | None = None,
-    overlap: int | None = None,
-    passes: Sequence[Pass] | None = None,
-    backend: Backend = "inductor",
-    mode: str | None = None,
-    options: Mapping[str, Any] | None = None,
-    loss_scale: float | Literal["dynamic"] | None = None,
-    grad_norm: bool = False,
-    remat: Remat = "none",
-    save: Sequence[str] = (),
-    disk_dir: str | None = None,
-    deterministic: bool = False,
-    update: UpdateMode = "auto",
-    residual: Residual = "split",
-    shapes: Buckets | None = None,
-    context_attention: ContextAttention = "auto",
-    expert_capacity: float | None = None,
-    cache: int = 8,
-    timeout: float = DEFAULT_TIMEOUT,
+    **options: Any,
 ) -> Step:
     """Compile `fn(params, *batch) -> loss` and its specs into a sharded step.
 
@@ -516,46 +496,8 @@ def shard_step(
         specs: a tree of `LayoutSpec`, from `match_specs` or a preset.
         mesh: default one axis "shard" over all ranks there are.
         optimizer: see `fnshard.optim`.
-        accumulate: micro-batches per step; batch leaves are cut along dim 0, unless `Whole`.
-        accumulate_mode: "reduce" every micro-batch, or accumulate "local" full gradients and reduce once.
-        prefetch: how many kernels ahead gathers are issued, (forward, backward); 0 is none. None is 1, and 0
-            for CPU ranks that share memory, whose collectives run on the thread that computes.
-        overlap: how many kernels later reductions are waited for, and updates, which GPUs compute on a stream
-            of their own where nothing global stands before them (clipping, an `fs.Mean`); None as with
-            `prefetch`.
-        passes: functions from a schedule to a schedule, in the place of `prefetch` and `overlap`:
-            `fs.passes.default(prefetch=2) + [mine]`. The schedule is verified behind each of them.
-        backend: "inductor", or "eager": the same graphs uncompiled.
-        mode, options: as `torch.compile` takes them, but for those that make CUDA graphs, which are an error.
-        loss_scale: a number, "dynamic", or None: dynamic where a leaf trains in fp16. With a dynamic scale,
-            and no other, a step that overflows is skipped: it is no update, for the optimizer's count and for
-            the rate's schedule; what `fn` has written to leaves is stored all the same, as BatchNorm's
-            statistics are in torch. The host then waits for its norm, and a device idles before updates.
-        grad_norm: put the global gradient norm into the metrics (clipping does anyway).
-        remat: what is kept for the backward: "none" (all that it wants), "unit" (a unit's inputs; the rest
-            is computed again), "offload" (all, on the host), "unit+offload", a fraction of what it wants; or
-            a dict from unit globs to these, where units that no glob matches keep everything.
-        save: with "unit", ops whose results are kept all the same: "matmul", "attention", "aten.mm", globs.
-        disk_dir: an existing directory for what rests on disk (`LayoutSpec.memory`, `optimizer_memory`).
-        deterministic: torch's deterministic algorithms alone, and no benchmarks in Inductor: the same bits
-            again on the same GPUs. An op that has none is an error. CPUs give the same bits without.
-        update: "compiled": Inductor makes one kernel of a unit's update, casts and stored copies in it;
-            "eager": torch's fused optimizers. "auto" compiles on accelerators with backend "inductor", where
-            the optimizer has `numbers`. What the host updates is updated eagerly.
-        residual: what activations are between layers that a tensor axis splits (`LayoutSpec.compute`):
-            "split" along the sequence (sequence parallelism: less memory, as many bytes), or "whole".
-        context_attention: how attention runs over a sequence that the "context" axis splits: "ulysses", by
-            all-to-alls from sequence to heads and back; "gather", each rank's queries with all keys and
-            values; "ring", keys and values go round the ranks, one block at a time, and what is kept of them
-            is the rank's own (Liu et al. 2023; no dropout). "auto" is what moves the fewest bytes of whole
-            attention over heads, rows or gathered keys.
-        expert_capacity: room for the rows that a rank sends to each other's experts, where a data axis splits
-            stacks of experts (`LayoutSpec.compute`), as a multiple of an even share. None: for all rows, so
-            any routing fits; with less, a step that needs more is a StateError, and says how much.
-        shapes: pads batches to few lengths, `fs.Buckets([256, 512], pad={"labels": -100, "*": 0})`.
-        cache: how many programs are kept compiled, by batch shape and by the values that `fn` reads; with
-            `shapes` at least 64.
-        timeout: seconds after which a silent peer is an error.
+        options: the fields of `StepOptions`, which says what each of them does: `accumulate`, `remat`,
+            `prefetch`, `backend`, `passes`, ... An instance is passed whole as `**options`.
 
     >>> import torch
     >>> from fnshard import LayoutSpec, match_specs
@@ -568,30 +510,13 @@ def shard_step(
     Gradients come in `storage_dtype`; leaves that do not train have None. They are whole with
     `fs.unshard(grads, specs, mesh, layout="gradient")`.
     """
-    mesh = mesh or make_mesh()
-    usual = default_depth(mesh)
-    ahead, later = usual if prefetch is None else prefetch, usual if overlap is None else overlap
-    depth = (ahead, ahead) if isinstance(ahead, int) else ahead
-    saved = save if isinstance(save, str) else tuple(save)
-    if passes is not None and (prefetch, overlap) != (None, None):
-        raise SpecError(
-            "shard_step(passes=) takes the place of prefetch= and overlap=, and both are given.",
-            fix="passes=fs.passes.default(prefetch=(2, 2), overlap=1) + [mine].",
-        )
-    own = tuple(passes) if isinstance(passes, list | tuple) else passes
-    chosen = Options(
-        accumulate, accumulate_mode,
-        LowerOptions(depth, later, own, remat, saved, residual, context_attention, expert_capacity),
-        backend, inductor_options(mode, options), loss_scale, grad_norm, cache, timeout, disk_dir,
-        deterministic, update, shapes,
-    )  # fmt: skip
-    return Step(fn, specs, mesh, optimizer, chosen)
+    return Step(fn, specs, mesh or make_mesh(), optimizer, read_options("shard_step", options))
 
 
 class Forward(Compiled):
     """A compiled forward; made by `shard_forward`."""
 
-    def __init__(self, fn: Callable[..., Any], specs: Any, mesh: Mesh, options: Options):
+    def __init__(self, fn: Callable[..., Any], specs: Any, mesh: Mesh, options: StepOptions):
         super().__init__(ProgramCache(fn, specs, mesh, options, trains=False))
 
     def lower(self, params: Any, /, *batch: Any, **keywords: Any) -> Lowered:
@@ -620,28 +545,22 @@ class Forward(Compiled):
         return tree.unflatten([made[kind](*rest) for kind, *rest in outputs.aux], outputs.aux_structure)
 
 
-def shard_forward(
-    fn: Callable[..., Any],
-    specs: Any,
-    *,
-    mesh: Mesh | None = None,
-    prefetch: int = 1,
-    backend: Backend = "inductor",
-    mode: str | None = None,
-    options: Mapping[str, Any] | None = None,
-    deterministic: bool = False,
-    context_attention: ContextAttention = "auto",
-    expert_capacity: float | None = None,
-    shapes: Buckets | None = None,
-    cache: int = 8,
-    timeout: float = DEFAULT_TIMEOUT,
-) -> Forward:
+OF_TRAINING = (
+    "accumulate", "accumulate_mode", "overlap", "loss_scale", "grad_norm", "remat", "save", "disk_dir",
+    "update",
+)  # fmt: skip
+
+
+@takes_options
+def shard_forward(fn: Callable[..., Any], specs: Any, *, mesh: Mesh | None = None, **options: Any) -> Forward:
     """Compile `fn(params, *batch) -> outputs` for sharded parameters.
 
     `forward(params, *batch)` takes this rank's stored blocks (or a TrainState) and its slice of the
     batch, and returns `fn`'s outputs for that slice: any pytree of tensors.
 
-    Args: as `shard_step`'s.
+    Args:
+        fn, specs, mesh: as `shard_step`'s.
+        options: the fields of `StepOptions`, but for those of a backward and an update.
 
     `forward.lower(params, *batch).compile_async()` compiles while steps run.
 
@@ -652,15 +571,12 @@ def shard_forward(
     >>> shard_forward(lambda p, x: p["w"] * x, specs, backend="eager")(params, torch.arange(3.0))
     tensor([0., 1., 2.])
     """
-    chosen = Options(
-        lowering=LowerOptions(
-            (prefetch, prefetch),
-            context_attention=context_attention,
-            expert_capacity=expert_capacity,
-        ),
-        backend=backend, inductor=inductor_options(mode, options), deterministic=deterministic, cache=cache,
-        timeout=timeout, shapes=shapes,
-    )  # fmt: skip
+    chosen, usual = read_options("shard_forward", options), StepOptions()
+    unused = [f"{name}={chosen[name]!r}" for name in OF_TRAINING if chosen[name] != usual[name]]
+    if unused:
+        raise SpecError(
+            "a forward has no backward and no update, and so no use for:", unused, "leave them out."
+        )
     return Forward(fn, specs, mesh or make_mesh(), chosen)
 
 

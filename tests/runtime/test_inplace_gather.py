@@ -24,7 +24,7 @@ from fnshard.runtime.collectives.connect import connect, connection
 from fnshard.runtime.collectives.messages import PAGE
 from fnshard.runtime.collectives.shared_memory import Units
 from fnshard.runtime.packing import Packer, local_block
-from fnshard.step.plan import default_depth
+from fnshard.step.plan import fill_depths
 
 NUMEL = 3 * PAGE // 4  # of a rank's part: whole pages of fp32
 UNIT = 4 * NUMEL  # bytes of it
@@ -189,9 +189,11 @@ def _watched(rank: int, clip: bool) -> dict[str, Any]:
     if clip:
         optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(1.0), optimizer)
     step = sharded.make_step(mesh, model, sharded.specs_of(model, "full_shard", mesh), optimizer)
-    lowering = step.options.lowering  # nothing would travel during a kernel; elsewhere it does
-    assert (lowering.prefetch, lowering.overlap) == ((0, 0), 0)
-    assert {default_depth(make_mesh(shard=2, **{kind: True})) for kind in ("simulated", "abstract")} == {1}
+    options = step.options  # nothing would travel during a kernel; elsewhere it does
+    assert (options.prefetch, options.overlap) == ((0, 0), 0)
+    for kind in ("simulated", "abstract"):
+        elsewhere = fill_depths(fs.StepOptions(), make_mesh(shard=2, **{kind: True}))
+        assert (elsewhere.prefetch, elsewhere.overlap) == ((1, 1), 1)
     state, batch = step.init(model.params), sharded.part(model.batch(0), rank, 2)
     buckets = step.lower(model.params, *batch).schedule.buckets
     shared = connection(mesh)

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from fnshard.errors import CollectiveError
 from fnshard.mesh import Mesh
-from fnshard.mesh.waits import DUTY, Place, lost, peers, ranks_text
+from fnshard.mesh.waits import DEFAULT_TIMEOUT, DUTY, Place, lost, peers, ranks_text
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -47,7 +47,6 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 Transport = Literal["auto", "p2p", "native"]
 Started = tuple[Sequence[Any], Callable[[], Any]]  # torch's `Work`s, and what to make of their outputs
 
-DEFAULT_TIMEOUT = 600.0  # seconds: a peer may be compiling its first step
 SLACK_S = 10.0
 GONE_S = 2.0  # until the process of a peer that closed its connections is gone
 _made = itertools.count()
