@@ -153,8 +153,8 @@ def test_all_mistakes_are_told_at_once() -> None:
         fit(search_of("wide").fn, torch.nn.Linear(2, 2), None, **wrong)
     found = str(refused.value)
     for part in (
-        "remat='unit': fit chooses it", "colour=: no option", "make_functional", "mesh=None", "batch is Tensor",
-        "hardware=3",
+        "remat='unit': fit chooses it", "colour=: no option", "make_functional", "mesh=None",
+        "batch is Tensor", "hardware=3",
     ):  # fmt: skip
         assert part in found
     with pytest.raises(SpecError, match="a number of bytes, more than 0"):
