@@ -1,7 +1,7 @@
-"""Every command of every README does what it is there for; a table says how each is made short.
+"""Every command of README and the guide does what it is there for; a table says how each is made short.
 
 A command that needs several nodes, SLURM, a GPU or a network is composed and checked, and not run. One that
-is not in the table is an error: a new line of a README comes with a row here.
+is not in the table is an error: a new command of a page comes with a row here.
 """
 # ruff: noqa: E501  (a command is a line, as it is printed)
 
@@ -17,7 +17,7 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from commands import ROOT, commands, readmes, run_command
+from commands import ROOT, commands, documents, run_command
 
 from experiments import train
 from experiments.bench import command as bench
@@ -210,10 +210,10 @@ TABLE = {
         Row("device=cpu", needs="a GPU")
     ),
 }  # fmt: skip
-SHOWN = {command: path for path in readmes() for command in commands(path.read_text(encoding="utf-8"))}
+SHOWN = {command: path for path in documents() for command in commands(path.read_text(encoding="utf-8"))}
 
 
-def test_every_command_of_a_readme_has_a_row_and_every_row_a_command() -> None:
+def test_every_command_of_a_page_has_a_row_and_every_row_a_command() -> None:
     assert {c: str(p.relative_to(ROOT)) for c, p in SHOWN.items() if c not in TABLE} == {}
     assert [command for command in TABLE if command not in SHOWN] == []
 
@@ -228,7 +228,7 @@ def _lines(path: Path, *rows: dict[str, Any]) -> Path:
 
 @pytest.fixture(scope="module")
 def things(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What READMEs name and a reader has: `{as printed: where it is here}`."""
+    """What pages name and a reader has: `{as printed: where it is here}`."""
     from tuning import write_llama
 
     home = tmp_path_factory.mktemp("things")
@@ -289,7 +289,7 @@ def test_a_command_runs(command: str, things: dict[str, str], tmp_path: Path) ->
 
 
 def _as_printed(command: str) -> str:
-    """The lines below a command in its README, as a pattern in which `...` is anything."""
+    """The lines below a command on its page, as a pattern in which `...` is anything."""
     shown = SHOWN[command].read_text(encoding="utf-8").split(f"{command}\n", 1)[1].split("\n\n", 1)[0]
     return r"\n".join(
         re.escape(line.removeprefix("    ")).replace(r"\.\.\.", ".*") for line in shown.splitlines()

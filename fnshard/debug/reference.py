@@ -274,8 +274,9 @@ def _gap(a: Tensor, b: Tensor) -> float:
 def check_stale(step: Step, state: Any, /, *batch: Any, **keywords: Any) -> None:
     """Trace `fn` again, and compare what it does now with the program that the step runs for this batch.
 
-    A step compares, before it runs, much of what `fn` reads besides its arguments (README, Limits). This
-    compares everything, files and environment included, as only a trace can. Needs no device.
+    A step compares, before it runs, much of what `fn` reads besides its arguments, but not all of it
+    (`experiments/guide/limits.md`). This compares everything, files and environment included, as only a trace
+    can. It needs no device.
 
     Args:
         state: as the step takes it.

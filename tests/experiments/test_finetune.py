@@ -270,9 +270,9 @@ def test_buffers_are_counted_as_no_parameters(model, data, tmp_path, method):
 
 
 def test_the_rate_that_nobody_names_is_by_method_objective_and_size():
-    """As README's table has it."""
+    """As the guide's table has it."""
     table = re.search(
-        r"\| base \|.*\n\|---.*\n((?:\|.*\n)+)", (ROOT / "experiments/finetune/README.md").read_text()
+        r"\| base \|.*\n\|---.*\n((?:\|.*\n)+)", (ROOT / "experiments/guide/finetuning.md").read_text()
     )
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in table[1].splitlines()]
     columns = (("sft", "full"), ("sft", "lora"), ("dpo", "full"), ("dpo", "qlora4"),

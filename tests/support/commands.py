@@ -1,4 +1,4 @@
-"""The commands that the READMEs show, and processes to run them in.
+"""The commands that README and the guide show, and processes to run them in.
 
 Importing torch for each command and for each of its ranks would take longer than what they do. So a command
 is forked by the server that forks the ranks of pools (`ranks`), and its ranks from the command's own process.
@@ -38,10 +38,11 @@ OUTPUT = {"stdout": ".stdout.txt", "stderr": ".stderr.txt"}
 INLINE = re.compile(r"`([^`\n]+)`")
 
 
-def readmes() -> list[Path]:
-    """Every README of the repository."""
-    folders = (p for p in sorted(ROOT.iterdir()) if p.is_dir() and not p.name.startswith("."))
-    return [ROOT / "README.md", *(path for folder in folders for path in sorted(folder.rglob("README.md")))]
+def documents() -> list[Path]:
+    """Return README, every README below it and every page of the guide."""
+    experiments = ROOT / "experiments"
+    below = [*sorted(experiments.rglob("README.md")), *sorted((experiments / "guide").glob("*.md"))]
+    return [ROOT / "README.md", *below]
 
 
 def commands(text: str) -> Iterator[str]:
