@@ -1,4 +1,4 @@
-"""fnshard: a small sharding compiler for PyTorch.
+"""A sharding compiler for PyTorch: a pure function and one layout per leaf become a compiled training step.
 
     mesh = fs.make_mesh(shard=-1)                          # ranks on named axes; -1: all there are
     apply, params = fs.make_functional(model)              # apply(params, *args), {path: tensor}
@@ -7,44 +7,38 @@
     state = step.init(model, seed=0)                       # loss_fn(params, *batch) -> loss
     state, metrics = step(state, *batch)
 
-Before it runs, `step.lower(params, *batch)` has its schedule (`as_text`), memory, traffic and time. Several
-ranks: `fs.launch(main, ranks=2)`, or `torchrun`. README.md is the way in, `dir(fs)` all there is.
-"""
+Before it runs, `step.lower(params, *batch)` has its schedule (`as_text`), memory, traffic and time.
+Several ranks are started by `fs.launch(main, ranks=2)`, or by `torchrun`. README.md and the pages of
+`experiments/guide` are the way in, and `dir(fs)` lists all public names.
 
-# The map; a folder imports only from those above it (`tests/test_house.py` holds it):
-#
-#   front        errors, tree (pytrees), mesh (ranks on named axes, joining and leaving them); functional
-#                (make_functional, an nn.Module as a function)
-#   layout/      partition (P, blocks), spec (LayoutSpec), rules (match_specs), resolved (specs by path),
-#                presets, tensor, units, codecs
-#   losses/      Mean, Whole, losses of language models    optim/  contract, optimizers, schedules, scaling
-#   compiler/    ir (Program, guard), deferred (modules without memory), frontend (fn to Program),
-#                rewrites (of a Program's graph), place (over tensor and context axes), kernels (split, remat,
-#                differentiate, Inductor), schedule (instructions, build, passes, verify), options
-#                (StepOptions, of shard_step, lower and fit), buckets (of lengths), lower (the list)
-#   runtime/     collectives (gloo, NCCL, shared memory, simulated), packing, tiers, files; executor: a loop
-#                over a schedule's instructions
-#   analysis/    memory (the ledger: a dry run of the instructions' own bindings), timeline, traffic,
-#                flops, hardware: before a step runs
-#   step/        shard_step, Step (`fnshard/step/__init__.py` follows a call to the wire); plan (of specs and
-#                options), cache and programs (by batch, and by what `fn` reads: the guard), runner, lowered
-#                (stages, compiled); state, shards, agreement, fit
-#   checkpoint/  save, restore (onto any mesh: restoring, blocks), reshard (in memory), replicas
-#   hf/          Hugging Face's format    adapters/  LoRA, PEFT
-#   debug/       check, nan_hunt, check_stale, profile    plot/  pictures
-#   launcher/    ranks of one machine, their restarts, post-mortems
-#
-# A change to what a step does is a pass over its schedule (`compiler.schedule.passes`, listed in its
-# `default`; `shard_step(passes=)` takes one from outside), a new kind of line a class of
-# `compiler.schedule.instructions`; a new way to store leaves a function in `layout.presets`; a new
-# optimizer an `optim.Optimizer` (`whole=` if it sees whole matrices, `sums=` if it sums over leaves); a
-# new storage format a codec; a rewrite of the traced graph a function of `compiler.rewrites`, named in
-# `rewrite` of `compiler.frontend.trace`, or, where it reads specs (fp8), a call in `trace_and_split` of
-# `compiler.lower`; an operator's rule over tensor and context axes one of `compiler.place`: none of them
-# touches the rest. `tests/test_extending.py` adds most of these from outside. Objectives of fine-tuning
-# are outside: a row of `OBJECTIVE_KINDS` in `experiments/finetune/config.py`, and of rewards a function of
-# that name in `losses.policy`. One schedule serves all ranks (verify, transports and
-# `Schedule.communication`, which they agree on): that is what a pipeline axis has to change.
+# The map
+
+A folder imports only from those above it (`tests/test_house.py` holds it).
+
+- `errors`, `tree`, `mesh/`: errors with a way out; pytrees; ranks on named axes, joining and leaving
+  them.
+- `layout/`: what a leaf's layout means: `P`, `LayoutSpec`, rules, presets, units, codecs.
+- `losses/`, `optim/`: means, and losses of language models; optimizers, rates, loss scaling.
+- `functional`: `make_functional`, an `nn.Module` as a function.
+- `compiler/`: `options` (`StepOptions`), `deferred` (modules without memory), `frontend` (`fn` to a
+  Program), `rewrites` of its graph, `place` (what each value is over tensor and context axes), `kernels`
+  (the Program cut into segments, which are differentiated and compiled), `schedule` (instructions, their
+  order, passes, checks). `lower` lists these stages.
+- `runtime/`: collectives (gloo, NCCL, shared memory, simulated), files, tiers of memory, and the
+  executor, a loop over the instructions of a schedule.
+- `analysis/`: memory, time, traffic and FLOPs of a step before it runs.
+- `step/`: `shard_step` and `Step`, whose module follows a call to the wire; states, lengths, `fit`.
+- `checkpoint/`, `hf/`, `adapters/`: saving and restoring onto any mesh; Hugging Face's format; LoRA.
+- `debug/`, `plot/`, `launcher/`: comparing with plain autograd, hunting NaN, profiling; pictures; ranks
+  of one machine.
+
+To change what a step does, write a pass over its schedule (`fs.passes`); for a new kind of line, a class
+of `compiler.schedule.instructions`. A new layout is a function that makes specs, a new storage format a
+codec, a new optimizer an `fs.optim.Optimizer`. A rewrite of the traced graph is a function of
+`compiler.rewrites`, and what an operator does over tensor and context axes is a rule in `compiler.place`.
+None of these touches the rest, and `tests/test_extending.py` adds most of them from outside. One schedule
+serves all ranks.
+"""
 
 from fnshard import adapters, checkpoint, debug, errors, hf, losses, optim, plot, tree
 from fnshard.adapters.lora import lora

@@ -91,6 +91,8 @@ TABLE = {
     "pip install -e '.[experiments,finetune]'": Row(needs=INSTALL),
     "pip install -e '.[tensorboard,wandb,mlflow]'": Row(needs=INSTALL),
     "pytest": Row(needs="itself"),
+    "python train.py": Row(needs="a script, and test_guide.py"),
+    "torchrun --nproc-per-node 8 train.py": Row(needs="eight ranks"),
     "wandb sync wandb/offline-run-*": Row(needs="a network"),
     "mlflow ui --backend-store-uri mlruns": Row(needs="a browser"),
     # -- train
