@@ -19,11 +19,11 @@ A folder imports only from those above it (`tests/test_house.py` holds it).
   them.
 - `layout/`: what a leaf's layout means: `P`, `LayoutSpec`, rules, presets, units, codecs.
 - `losses/`, `optim/`: means, and losses of language models; optimizers, rates, loss scaling.
-- `functional`: `make_functional`, an `nn.Module` as a function.
 - `compiler/`: `options` (`StepOptions`), `deferred` (modules without memory), `frontend` (`fn` to a
   Program), `rewrites` of its graph, `place` (what each value is over tensor and context axes), `kernels`
   (the Program cut into segments, which are differentiated and compiled), `schedule` (instructions, their
-  order, passes, checks). `lower` lists these stages.
+  order, passes, checks). `lower` lists these stages. `functional`, above most of them, makes a function
+  of an `nn.Module`.
 - `runtime/`: collectives (gloo, NCCL, shared memory, simulated), files, tiers of memory, and the
   executor, a loop over the instructions of a schedule.
 - `analysis/`: memory, time, traffic and FLOPs of a step before it runs.

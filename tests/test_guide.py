@@ -58,8 +58,9 @@ def run(page: Path, namespace: dict[str, Any]) -> None:
 # ------------------------------------------------------------------ the README
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_and_the_log_are_short() -> None:
     assert len(README.read_text(encoding="utf-8").split()) <= 1000
+    assert len(LOG.read_text(encoding="utf-8").splitlines()) <= 400
 
 
 def run_script(folder: Path) -> str:

@@ -19,4 +19,5 @@ def test_pdoc_builds_without_a_warning(tmp_path: Path) -> None:
     packages = {n for n in fnshard.__all__ if f"fnshard.{n}" in sys.modules}
     assert "optim" in packages and packages <= {page.stem for page in (tmp_path / "fnshard").glob("*.html")}
     text = (tmp_path / "fnshard.html").read_text(encoding="utf-8")
+    assert text.index(">The map<") < text.index('<section id="AgreementError">')  # it opens the reference
     assert text.count("Arguments:</h6>") > 10  # Google's docstrings are parsed
