@@ -76,13 +76,13 @@ def test_the_script_of_the_readme_trains_saves_and_goes_on(tmp_path: Path) -> No
     quick = script.replace("adamw(3e-3))", 'adamw(3e-3), backend="eager")')
     assert quick != script
     (tmp_path / "train.py").write_text(quick.replace("epochs=5", "epochs=1"))
-    first = [float(loss) for loss in re.findall(r"^20 (\S+)$", run_script(tmp_path), re.M)]
-    assert len(first) == 1 and fs.checkpoint.all_steps(tmp_path / "checkpoints") == [20]
+    first = [float(loss) for loss in re.findall(r"^10 (\S+)$", run_script(tmp_path), re.M)]
+    assert len(first) == 1 and fs.checkpoint.all_steps(tmp_path / "checkpoints") == [10]
     (tmp_path / "train.py").write_text(quick.replace("epochs=5", "epochs=2"))
     printed = re.findall(r"^(\d+) (\S+)$", run_script(tmp_path), re.M)
-    assert [int(done) for done, _ in printed] == [40, 60]
+    assert [int(done) for done, _ in printed] == [20, 30]
     assert float(printed[-1][1]) < first[0]
-    assert fs.checkpoint.all_steps(tmp_path / "checkpoints") == [40, 60]
+    assert fs.checkpoint.all_steps(tmp_path / "checkpoints") == [20, 30]
 
 
 def test_its_error_and_its_schedule_are_what_is_printed() -> None:
