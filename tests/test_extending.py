@@ -49,10 +49,10 @@ def loss_fn(params: dict[str, Tensor], x: Tensor) -> Tensor:
 def signum(lr: Any) -> fs.optim.Optimizer:
     rate = schedules.as_schedule(lr)
 
-    def leaf(path: str, grad: Tensor, slots: Any, param: Tensor, info: Any) -> Any:
-        return -rate(info.step) * grad.sign(), {}
+    def update(path: str, grad: Tensor, slots: Any, param: Tensor, step: Any) -> Any:
+        return -step.host(rate) * grad.sign(), {}
 
-    return fs.optim.Optimizer(f"signum(lr={lr})", leaf)
+    return fs.optim.Optimizer(f"signum(lr={lr})", lambda path, param: {}, update)
 
 
 def staircase(peak: float, every: int) -> Callable[[Tensor], Tensor]:

@@ -72,7 +72,7 @@ def run_script(folder: Path) -> str:
 
 def test_the_script_of_the_readme_trains_saves_and_goes_on(tmp_path: Path) -> None:
     """Both ranks read with workers; the second start begins where the first has saved."""
-    (script,) = blocks(README)
+    script, _ = blocks(README)
     quick = script.replace("adamw(3e-3))", 'adamw(3e-3), backend="eager")')
     assert quick != script
     (tmp_path / "train.py").write_text(quick.replace("epochs=5", "epochs=1"))
@@ -107,6 +107,26 @@ def test_its_error_and_its_schedule_are_what_is_printed() -> None:
     step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=fs.optim.adamw(3e-3))
     lines = step.lower(params, torch.zeros(8, 33, dtype=torch.long)).as_text().splitlines()
     assert [line for line in schedule.splitlines() if line not in lines] == []
+
+
+def test_the_optimizer_of_the_readme_is_the_same_on_two_ranks() -> None:
+    namespace: dict[str, Any] = {"torch": torch, "fs": fs}
+    exec(compile(blocks(README)[1], str(README), "exec"), namespace)
+    params, x = {"w": torch.randn(3, 4, dtype=torch.float64)}, torch.randn(4, 4, dtype=torch.float64)
+
+    def train_on(mesh: fs.Mesh, _: int = 0) -> torch.Tensor:
+        specs, lamb = fs.presets.full_shard(params, mesh), namespace["lamb"](0.1)
+        loss_fn = lambda p, x: (x @ p["w"].T).square().mean()  # noqa: E731
+        step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=lamb, backend="eager")
+        state = step.init(params)
+        for _ in range(3):
+            state, _ = step(state, x)
+        return fs.unshard(state.params, specs, mesh)["w"]
+
+    two = fs.make_mesh(shard=2, simulated=True)
+    one = train_on(fs.make_mesh(shard=1))
+    for each in fs.simulate(two, partial(train_on, two)):
+        torch.testing.assert_close(each, one, rtol=1e-12, atol=1e-12)
 
 
 def test_the_command_for_the_suite_is_what_ci_runs() -> None:

@@ -33,6 +33,8 @@ FLOORS = [
     "compiler.rewrites",
     "compiler.frontend",
     "compiler.kernels",
+    "compiler.place",
+    "compiler.update",
     "compiler.schedule",
     "compiler",
     "runtime.files",
@@ -58,8 +60,15 @@ PRIVATE = {
     },
     "fnshard.compiler.schedule.instructions.leaves": {"torch._foreach_copy_", "torch._foreach_div_"},
     "fnshard.compiler.rewrites.fp8": {"torch._scaled_mm"},
-    "fnshard.optim.contract": {"torch._foreach_copy_", "torch._foreach_mul_"},
-    "fnshard.optim.optimizers": {"torch._foreach_lerp_", "torch._fused_adamw_", "torch._fused_sgd_"},
+    "fnshard.compiler.schedule.instructions.updates": {"torch._foreach_copy_"},
+    "fnshard.compiler.update.slots": {"torch._subclasses"},
+    "fnshard.compiler.update.trace": {"torch._subclasses"},
+    "fnshard.optim.fused": {
+        "torch._foreach_copy_",
+        "torch._foreach_mul_",
+        "torch._fused_adamw_",
+        "torch._fused_sgd_",
+    },
     "fnshard.optim.sums": {"torch._foreach_norm"},
     "fnshard.runtime.packing": {"torch._foreach_copy_"},
     "fnshard.runtime.tiers": {"torch._foreach_copy_"},
@@ -113,9 +122,13 @@ PRIVATE = {
         "torch.ops.aten._efficientzerotensor",
     },
     "fnshard.compiler.kernels.inductor": {"torch._guards", "torch._inductor"},
-    "fnshard.runtime.executor.fused_update": {"torch._inductor", "torch._subclasses"},  # its decompositions
+    "fnshard.runtime.executor.compiled_update": {
+        "torch._inductor",  # its decompositions
+        "torch._subclasses",
+    },
+    "fnshard.runtime.executor.fused_update": {"torch._foreach_copy_"},
     "fnshard.analysis.footprint": {"torch._subclasses"},
-    "fnshard.analysis.slots": {"torch._subclasses", "torch.utils._python_dispatch"},
+    "fnshard.analysis.updates": {"torch._subclasses"},
     "fnshard.analysis.storages": {"torch.utils._python_dispatch"},
 }
 

@@ -280,6 +280,7 @@ KERNELS = (
     ("products", re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|triton_tem", re.I)),
 )
 VERBS = {"run": "elementwise", "update": "update", "overlapped_update": "update", "norms": "update",
+         "reduce_update": "update", "stack_update": "update", "compute_stack": "update",
          "reduce_scalars": "update", "": "other"}  # fmt: skip
 # Milliseconds of a step that are expected of an H200, bf16, 2 rows of 4096.
 KINDS = {"products": "78", "attention": "22 to 33", "elementwise": "17", "update": "7 to 8",

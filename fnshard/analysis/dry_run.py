@@ -2,16 +2,14 @@
 
 What the bindings are bound to stands in for the executor's: collectives that send nothing (`transport`),
 kernels that give what their graphs would (`footprint`), an optimizer that takes what its update would
-(`slots`), and packing that moves nothing, as how much it takes does not depend on how many rows there are.
+(`updates`), and packing that moves nothing, as how much it takes does not depend on how many rows there are.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partialmethod
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,26 +19,28 @@ from fnshard.analysis.footprint import CallArgument, Footprint
 from fnshard.analysis.storages import UNCOUNTED, Storage, StorageTracker, category_of, tensors_of
 from fnshard.analysis.transport import Counting
 from fnshard.compiler.ir.values import CONTROL, SCALARS, ValueName
-from fnshard.compiler.schedule.buckets import Bucket, Piece, of_owner
+from fnshard.compiler.schedule.buckets import Bucket, Piece, row_of_rank
 from fnshard.compiler.schedule.instructions import (
+    Action,
     Env,
     Free,
     Gather,
     Instruction,
     OverlappedUpdate,
-    OwnerWork,
+    Parts,
     Reduced,
     Run,
-    SumShapes,
     Update,
     Wait,
 )
 from fnshard.compiler.schedule.ir import Schedule
-from fnshard.layout.partition import block_shape, block_slices
+from fnshard.compiler.update.steps import flow_of, stacks_of
+from fnshard.compiler.update.trace import PARAM
+from fnshard.layout.partition import block_slices
 from fnshard.mesh import Mesh
 from fnshard.optim.sums import CAST
 from fnshard.runtime.host_worker import PENDING
-from fnshard.runtime.packing import Parts, contiguous_strides, padded, parts_of
+from fnshard.runtime.packing import contiguous_strides, padded, parts_of
 from fnshard.runtime.tiers import Transfer, each
 
 # Lines whose bindings make no tensors themselves, and those of their Waits: a mode would only cost time.
@@ -60,11 +60,10 @@ class DryContext:
     tracker: StorageTracker
     comm: Counting
     footprint: FootprintOf
-    update_bytes: Callable[[Bucket, str, bool, int], int]
+    update_bytes: Callable[[Sequence[str], int, bool], int]
     rank: int
     freed: None = None
     worker: None = None
-    update_stream: None = None
     packers: dict[str, Packing] = field(default_factory=dict)
     sizes: dict[ValueName, int] = field(default_factory=dict)
 
@@ -87,13 +86,19 @@ class DryContext:
     def later(self, line: Instruction) -> Callable[[Callable[[], None]], None]:
         return lambda call: call()
 
+    def beside(self, action: Action) -> Action:
+        return action
+
+    def join(self, beside: None) -> None:
+        pass
+
     def packer(self, bucket: str) -> Packing:
         if bucket not in self.packers:
             self.packers[bucket] = Packing(self.schedule.buckets[bucket], self)
         return self.packers[bucket]
 
-    def owners(self, bucket: str) -> DryOwners:
-        return DryOwners(self.schedule.buckets[bucket], self)
+    def stacks(self, bucket: str) -> DryStacks:
+        return DryStacks(self.schedule.buckets[bucket], self)
 
     def run(self, env: Env) -> None:
         """All lines, on an environment of tensors that the tracker follows."""
@@ -205,13 +210,13 @@ class Packing:
         pass
 
 
-class DryOwners:
-    """`runtime.packing.Owners`, likewise."""
+class DryStacks:
+    """`runtime.packing.Stacks`, likewise."""
 
     def __init__(self, bucket: Bucket, context: DryContext) -> None:
         ranks = context.mesh.group_ranks(bucket.axes, context.rank)
         self.bucket, self._context = bucket, context
-        self._mine = of_owner(bucket, ranks.index(context.rank), len(ranks))
+        self._mine = row_of_rank(bucket, ranks.index(context.rank), len(ranks))
 
     def blocks(self, flat: Tensor) -> Parts:
         return parts_of(self.bucket, {p.key: block for p, block in _blocks(self.bucket, flat)})
@@ -232,41 +237,52 @@ class DryUpdater:
 
     context: DryContext
 
-    def bind(self, paths: tuple[str, ...], number: int = 0, *, stage: str = "bind") -> Callable[..., None]:
-        return lambda *_: self._update(paths, stage, number)
+    @property
+    def skip(self) -> bool:
+        """No step on paper is skipped."""
+        return False
 
-    bind_end = partialmethod(bind, stage="bind_end")
-    bind_summed = partialmethod(bind, stage="bind_summed")
-    bind_sums = partialmethod(bind, stage="bind_sums")
+    def bind(self, paths: tuple[str, ...], number: int) -> Callable[..., Parts]:
+        schedule = self.context.schedule
 
-    def pack_sums(self, parts: None, shapes: SumShapes, dtype: torch.dtype) -> Tensor:
-        size = sum(math.prod(shape) for own in shapes.values() for shape in own.values())
-        return self._new((size,), dtype)
+        def update(
+            blocks: Mapping[str, Tensor],
+            slots: Mapping[str, Any],
+            params: Mapping[str, Tensor],
+            made: Parts,
+            _: Any,
+        ) -> Parts:
+            spec, line, out = schedule.specs[paths[0]], self.context.tracker.line, {}
+            if spec.updated_on == "device" or self.context.mesh.device_type == "cpu":
+                taken = self.context.update_bytes(paths, number, SCALARS in line.reads)
+                self.context.tracker.look(workspace=taken)
+            for path in paths:
+                derived, out[path] = schedule.families[path].derived, {}
+                for name, source in flow_of(derived, number).keeps.items():
+                    out[path][name] = self._kept(path, source, slots, params)
+            return out
 
-    def unpack_sums(self, flat: Tensor, shapes: SumShapes) -> dict[str, dict[str, Tensor]]:
-        return {p: {n: self._new(s, flat.dtype) for n, s in own.items()} for p, own in shapes.items()}
+        return update
 
-    def bind_begin(self, paths: tuple[str, ...]) -> Callable[..., Parts]:
-        specs, mesh, line = self.context.schedule.specs, self.context.mesh, self.context.tracker.line
+    def _kept(self, path: str, name: str, slots: Any, params: Any) -> Tensor:
+        """Return a value that a stretch hands on: state as it is, or a new tensor."""
+        slot = name.removeprefix("old slots.")
+        if slot in slots[path]:
+            return slots[path][slot]
+        if name == f"old {PARAM}" and path in params:
+            return params[path]
+        return self._new(*self.context.schedule.families[path].described(name))
 
-        def begin(_: Any, slots: Mapping[str, Any], *__: Any) -> Parts:
-            self._update(paths, "bind_begin")
-            blocks = {p: block_shape(specs[p].shape, specs[p].optimizer, mesh) for p in paths}
-            dtypes = zip(paths, line.dtypes, strict=True)
-            return {p: {**slots[p], "": self._new(blocks[p], dtype)} for p, dtype in dtypes}
+    def bind_whole(self, bucket: Bucket) -> Callable[[Parts, Parts, Any], Parts]:
+        def compute(parts: Parts, *_: Any) -> Parts:
+            out = {}
+            for path in parts:
+                _, back = stacks_of(self.context.schedule.families[path].derived)
+                named = zip(back.receives, back.shapes, back.dtypes, strict=True)
+                out[path] = {name: self._new(shape, dtype) for name, shape, dtype in named}
+            return out
 
-        return begin
-
-    def turn(self, path: str, work: OwnerWork, control: Any) -> str:
-        return list(work.graphs)[-1]
-
-    def _update(self, paths: tuple[str, ...], stage: str, number: int = 0) -> None:
-        spec, line = self.context.schedule.specs[paths[0]], self.context.tracker.line
-        bucket = self.context.schedule.buckets[line.bucket]
-        bucket = replace(bucket, pieces=tuple(p for p in bucket.pieces if p.path in paths))
-        if spec.updated_on == "device" or self.context.mesh.device_type == "cpu":
-            taken = self.context.update_bytes(bucket, stage, SCALARS in line.reads, number)
-            self.context.tracker.look(workspace=taken)
+        return compute
 
     def control(self, env: Env, bucket: Bucket) -> tuple[DryUpdater, None]:
         return self, None

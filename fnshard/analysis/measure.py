@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import optree
@@ -27,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fnshard.mesh import Mesh
+from fnshard.mesh.host import control_groups
 from fnshard.runtime.collectives.base import Collectives, Handle
 from fnshard.runtime.collectives.connect import connection
 
@@ -329,30 +329,3 @@ def memory_bytes(device: torch.device, ranks: int) -> int:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return min([total, *(limit for limit, _ in control_groups())]) // ranks
     return torch.accelerator.get_memory_info(device)[1]
-
-
-def control_groups(root: Path = Path("/")) -> list[tuple[int, int]]:
-    """(limit, used) bytes of this process's control groups and those around them (cgroups 2 and 1), where
-    they have a limit."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top, most, used = (
-            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
-            if controllers
-            else ("", "memory.max", "memory.current")
-        )
-        inside = Path(group.lstrip("/"))
-        for folder in (inside, *inside.parents):  # a container may see its own group as the top
-            place = root / "sys/fs/cgroup" / top / folder
-            try:
-                found.append((int((place / most).read_text()), int((place / used).read_text())))
-            except (OSError, ValueError):  # not mounted here, or "max"
-                continue
-    return found

@@ -10,7 +10,6 @@ steps, random keys are).
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from types import FunctionType
@@ -21,7 +20,6 @@ from torch import Tensor
 
 from fnshard.analysis.dry_run import DryContext
 from fnshard.analysis.footprint import Compiled, constant_bytes, footprint_of
-from fnshard.analysis.slots import Slots, Updates, size_of, slots_of
 from fnshard.analysis.storages import (
     ACTIVATIONS,
     BUFFERS,
@@ -38,15 +36,17 @@ from fnshard.analysis.storages import (
 )
 from fnshard.analysis.tables import columns, megabytes
 from fnshard.analysis.transport import Counting, TransportKind
+from fnshard.analysis.updates import UpdateMemory, size_of
 from fnshard.compiler.ir.program import Program
-from fnshard.compiler.ir.values import LOSS_TANGENT, Kind, ValueName
+from fnshard.compiler.ir.values import LOSS_TANGENT, MASTER, Kind, ValueName
 from fnshard.compiler.schedule.instructions import Env
 from fnshard.compiler.schedule.ir import Schedule
+from fnshard.compiler.update.family import Family
+from fnshard.compiler.update.slots import Slots
 from fnshard.errors import report
 from fnshard.layout.partition import block_shape
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
-from fnshard.optim.contract import Optimizer
 
 
 @dataclass(frozen=True)
@@ -164,27 +164,25 @@ def measure(
     schedule: Schedule,
     program: Program,
     batch_bytes: Mapping[str, int],
-    optimizer: Optimizer | None,
     compiled: Compiled | None,
     transport: TransportKind,
-    fused_update: bool,
+    compiled_update: bool,
 ) -> Ledger:
     """Run the schedule's bindings on tensors without data.
 
     Args:
         program: for its inputs.
         batch_bytes: of the whole batch's leaves on this rank, by name.
-        optimizer: None where gradients are returned.
         compiled: the kernels, if they have been compiled by Inductor.
         transport: how ranks talk.
-        fused_update: updates are compiled.
+        compiled_update: updates are compiled.
     """
     mesh = schedule.mesh
     tracker = StorageTracker(mesh.device_type)
     comm = Counting(mesh, transport, tracker)
-    slots = slots_of(optimizer, schedule.specs, mesh) if optimizer else {}
-    known = _UPDATES.setdefault(optimizer, {}) if optimizer else {}
-    updates = Updates(schedule, optimizer, slots, known, fused_update)
+    slots = {
+        path: _blocks_of(family, schedule.specs[path], mesh) for path, family in schedule.families.items()
+    }
     context = DryContext(
         schedule,
         tracker,
@@ -192,7 +190,7 @@ def measure(
         footprint=lambda name, backward, entries: footprint_of(
             schedule.kernels[name], backward, entries, compiled, mesh.device_type
         ),
-        update_bytes=updates.bytes,
+        update_bytes=UpdateMemory(schedule, slots, compiled_update).bytes,
         rank=mesh.rank,
     )
     env, constants = _inputs(tracker, schedule, program, batch_bytes, slots)
@@ -220,6 +218,14 @@ def measure(
         kernels="eager" if eager else "inductor",
     )
     return Ledger(analysis, MemoryTimeline(moments), context.sizes)
+
+
+def _blocks_of(
+    family: Family, spec: LayoutSpec, mesh: Mesh
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shapes and dtypes of a leaf's state on a rank, its master copy included."""
+    master = {MASTER: (block_shape(spec.shape, spec.optimizer, mesh), spec.optimizer_dtype)}
+    return {**family.blocks, **(master if spec.has_master else {})}
 
 
 def _inputs(
@@ -275,6 +281,3 @@ def _leaves(specs: Mapping[str, LayoutSpec], slots: Slots, mesh: Mesh) -> dict[s
         }
         for path, s in specs.items()
     }
-
-
-_UPDATES: weakref.WeakKeyDictionary[Optimizer, dict[Any, int]] = weakref.WeakKeyDictionary()

@@ -234,7 +234,7 @@ class StorageTracker(TorchDispatchMode):
             record.category = record.category or category
 
 
-_SENT = (Kind.NORMS, Kind.SENT, Kind.SUMS, Kind.WRITTEN, Kind.FLIGHT)
+_SENT = (Kind.NORMS, Kind.UPDATED, Kind.WRITTEN, Kind.FLIGHT)
 
 
 def category_of(name: ValueName) -> str:

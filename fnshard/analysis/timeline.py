@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from fnshard.analysis.flops import GraphCost, graph_cost
@@ -43,11 +44,13 @@ from fnshard.compiler.schedule.instructions import (
     ToDevice,
     ToHost,
     Update,
-    UpdateBegin,
     Wait,
 )
 from fnshard.compiler.schedule.ir import Price, Schedule
+from fnshard.compiler.update.steps import flow_of
+from fnshard.compiler.update.trace import GRAD, UPDATE, Branch
 from fnshard.layout.partition import block_shape
+from fnshard.runtime.executor.compiled_update import is_compilable
 from fnshard.runtime.host_worker import PENDING
 
 # How much longer kernels take, as a share of the time of an update that reads and writes memory next to them:
@@ -62,14 +65,14 @@ class HardwarePricer:
     Args:
         sizes: bytes of values, by name (`Ledger.sizes`).
         fused: kernels are compiled by Inductor; else every operator runs by itself.
-        fused_update: an update is compiled, and moves gradients, state and stored copies once.
+        compiled_update: an update is compiled, and moves gradients, state and stored copies once.
     """
 
     schedule: Schedule
     hardware: Hardware
     sizes: Mapping[ValueName, int]
     fused: bool = True
-    fused_update: bool = False
+    compiled_update: bool = False
 
     def __post_init__(self) -> None:
         self._links: dict[tuple[str, ...], tuple[Link, int]] = {}
@@ -89,11 +92,19 @@ class HardwarePricer:
             self._kernels[key] = Price(cost.seconds(h), host)
         return self._kernels[key]
 
-    def graphs(self, graphs: Sequence[tuple[fx.GraphModule, float]]) -> Price:
-        """Graphs that run one after another, operator by operator, each in its share of all steps."""
-        h, costs = self.hardware, [(graph_cost(g, fused=False), share) for g, share in graphs if share]
-        host = h.instruction_seconds + sum(c.host_seconds(h) * share for c, share in costs)
-        return Price(sum(c.seconds(h) * share for c, share in costs), host)
+    def graphs(self, graphs: Sequence[fx.GraphModule]) -> Price:
+        """Return what graphs take that run one after another, operator by operator.
+
+        Of a `torch.cond` the second side is counted, the usual one where the first is taken every n steps.
+        """
+        waiting, costs = list(graphs), []
+        while waiting:
+            graph = waiting.pop()
+            costs.append(graph_cost(graph, fused=False))
+            waiting += [n.target.false for n in graph.graph.nodes if isinstance(n.target, Branch)]
+        h = self.hardware
+        host = h.instruction_seconds + sum(cost.host_seconds(h) for cost in costs)
+        return Price(sum(cost.seconds(h) for cost in costs), host)
 
     def bucket(self, line: OfBucket) -> Bucket:
         return self.schedule.buckets[line.bucket]
@@ -170,30 +181,34 @@ class HardwarePricer:
         spec = self.schedule.specs[name.path]
         return (spec.memory if name.kind is Kind.STORED else spec.optimizer_memory) == "disk"
 
-    def update_bytes(self, line: Update | UpdateBegin) -> float:
-        """Gradient, parameter and slots are read, the latter two written; and casts, where not fused."""
+    def update_bytes(self, line: Update) -> float:
+        """Return what a stretch of updates reads and writes: gradients, state and what was made before; and
+        casts, where these are not a part of a compiled update."""
         bucket, specs, mesh = self.schedule.buckets[line.bucket], self.schedule.specs, self.schedule.mesh
         size = 0.0
-        if isinstance(line, UpdateBegin):  # state that goes to owners is written when it has come back
-            buckets = self.schedule.buckets.values()
-            sent_on = [p for b in buckets for p in b.pieces if p.slot and p.path in line.paths]
-            size -= 2.0 * sum(p.numel * specs[p.path].optimizer_dtype.itemsize for p in sent_on)
         for path, its_slots in zip(line.paths, slots(line.paths), strict=True):
-            spec = specs[path]
+            spec, family = specs[path], self.schedule.families[path]
+            derived = family.derived
             count = math.prod(block_shape(spec.shape, spec.optimizer, mesh))
             own, at_rest, sent = (
                 d.itemsize for d in (spec.optimizer_dtype, spec.storage_dtype, bucket.dtype)
             )
-            size += 2 * (self.sizes[its_slots] + (0 if spec.has_master else count * own))
-            if self.fused_update and spec.updated_on == "device":
-                size += count * (sent + at_rest * spec.has_master)
-                continue
-            size += count * own
-            size += count * (own + at_rest) * (spec.optimizer_dtype != spec.storage_dtype)
-            size += count * (own + sent) * (spec.optimizer_dtype != bucket.dtype)
+            step, flow = derived.steps[line.number], flow_of(derived, line.number)
+            size += sum(math.prod(s) * d.itemsize for n in (*step.reads, *step.writes)
+                        for s, d in [derived.values.get(n, ((0,), torch.uint8))])  # fmt: skip
+            fused = self.compiled_update and spec.updated_on == "device" and is_compilable(family)
+            if GRAD in step.reads or line.number == 0:
+                size += count * sent if fused else count * own
+                size += 0 if fused else count * (own + sent) * (spec.optimizer_dtype != bucket.dtype)
+            if UPDATE in flow.commits:
+                size += 2 * (self.sizes[its_slots] + (0 if spec.has_master else count * own))
+                if fused:
+                    size += count * at_rest * spec.has_master
+                else:
+                    size += count * (own + at_rest) * (spec.optimizer_dtype != spec.storage_dtype)
         return size
 
-    def update(self, line: Update | UpdateBegin) -> Price:
+    def update(self, line: Update) -> Price:
         size, h = self.update_bytes(line), self.hardware
         if self.schedule.specs[line.paths[0]].updated_on == "host":
             disk = sum(self.bytes_of((n,)) for n in line.reads + line.writes if self.rests_on_disk(n))

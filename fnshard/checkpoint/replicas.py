@@ -30,7 +30,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fnshard.analysis.measure import control_groups
 from fnshard.checkpoint.blocks import assigned, chunk_reads, write_blocks
 from fnshard.checkpoint.coordination import Failed, agreed, group_of, texts
 from fnshard.checkpoint.loader_state import encode
@@ -40,6 +39,7 @@ from fnshard.checkpoint.saving import copy_to_host
 from fnshard.checkpoint.state_leaves import host_copies, state_leaves
 from fnshard.errors import CheckpointError
 from fnshard.layout.resolved import ResolvedSpecs
+from fnshard.mesh.host import control_groups
 from fnshard.mesh.process_group import attempt, launcher
 from fnshard.runtime.collectives.base import failing
 from fnshard.runtime.files.folder import data_file, memory_directory

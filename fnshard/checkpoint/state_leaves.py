@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fnshard import tree
-from fnshard.analysis.slots import Slots
 from fnshard.checkpoint.manifest_file import Chunk, Manifest, SavedLeaf
 from fnshard.compiler.ir.values import MASTER
+from fnshard.compiler.update.slots import Slots
 from fnshard.errors import CheckpointError, leaves
 from fnshard.layout.codecs import CODECS
 from fnshard.layout.partition import P, block_shape, boxes, slot_layout
@@ -86,9 +86,10 @@ def slot_leaves(
         spec = specs[path]
         for name, value in slots.items():
             own, whole = tuple(value.shape), shapes.get(path, {}).get(name)
-            if whole is None:
+            known = whole is not None
+            if not known:
                 whole = spec.shape if own == block_shape(spec.shape, spec.optimizer, mesh) else own
-            layout = slot_layout(whole, spec.shape, spec.optimizer, mesh)
+            layout = slot_layout(whole, spec.shape, spec.optimizer, mesh) or (P() if known else None)
             if layout is not None and own == block_shape(whole, layout, mesh):
                 out[f"optimizer/{path}/{name}"] = LocalLeaf(whole, layout, value)
             else:

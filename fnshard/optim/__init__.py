@@ -1,8 +1,8 @@
 """Optimizers: the contract, `adamw`, `muon`, `soap` and others, chains of them, schedules, loss scaling."""
 
 from fnshard.optim.compact import adafactor, adamw_8bit
-from fnshard.optim.contract import Optimizer, StepInfo
 from fnshard.optim.muon import muon
+from fnshard.optim.optimizer import Optimizer, Step
 from fnshard.optim.optimizers import (
     OPTIMIZERS,
     adamw,
@@ -20,7 +20,7 @@ from fnshard.optim.optimizers import (
 from fnshard.optim.soap import soap
 
 __all__ = [
-    "OPTIMIZERS", "Optimizer", "StepInfo", "adafactor", "adamw", "adamw_8bit", "by_path", "chain",
+    "OPTIMIZERS", "Optimizer", "Step", "adafactor", "adamw", "adamw_8bit", "by_path", "chain",
     "clip_by_global_norm", "ema", "ema_params", "lars", "lion", "muon", "register", "schedule_free_adamw",
     "sgd", "soap",
 ]  # fmt: skip

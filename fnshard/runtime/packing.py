@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnshard.compiler.schedule.buckets import Bucket, Piece, of_owner
+from fnshard.compiler.schedule.buckets import Bucket, Piece, row_of_rank
+from fnshard.compiler.schedule.instructions import Parts
 from fnshard.layout.partition import P, block_shape, block_slices, side_by_side
 from fnshard.mesh import Mesh
 
@@ -36,9 +37,12 @@ class Packer:
         own = list(zip(bucket.pieces, slices[self._here], strict=True))
         self._mine = {piece.key: (where, piece.block) for piece, where in own}
         self._blocks = _Cuts.of([(p.offset, p.numel) for p in bucket.pieces], bucket.numel)
-        runs = [all(not p.layout.of(d) for d in range(1, len(p.shape))) for p in bucket.pieces]
         extents = [  # [rank][leaf]: elements that are not padding
             [math.prod(s.stop - s.start for s in leaf) for leaf in row] for row in slices
+        ]
+        runs = [  # what several ranks have the same part of is no row of runs
+            all(not p.layout.of(d) for d in range(1, len(p.shape))) and sum(have) == math.prod(p.shape)
+            for p, have in zip(bucket.pieces, zip(*extents, strict=True), strict=True)
         ]
         self._runs = [i for i, run in enumerate(runs) if run]
         self._row_runs = [
@@ -154,18 +158,18 @@ class Packer:
         }
 
 
-class Owners:
-    """Moves leaves that ranks own: a row [numel / n] for each owner, of one rank's blocks of its leaves and
-    of slots that go with them; all by path and slot, "" for the leaf itself."""
+class Stacks:
+    """A mover of leaves that single ranks compute whole: a row [numel / n] for each of them, of one rank's
+    blocks of its leaves; all by path and name."""
 
     def __init__(self, bucket: Bucket, mesh: Mesh, rank: int):
         self.bucket = bucket
         ranks = mesh.group_ranks(bucket.axes, rank)
-        self._ranks, self._mine = len(ranks), of_owner(bucket, ranks.index(rank), len(ranks))
+        self._ranks, self._mine = len(ranks), row_of_rank(bucket, ranks.index(rank), len(ranks))
         self._packer = Packer(self._mine, mesh, rank)
 
     def blocks(self, flat: Tensor) -> Parts:
-        """Views of all rows, one padded block per leaf and slot."""
+        """Return views of all rows, one padded block per value of a leaf."""
         views = {p.key: flat[p.offset : p.offset + p.numel].view(p.block) for p in self.bucket.pieces}
         return parts_of(self.bucket, views)
 
@@ -177,7 +181,7 @@ class Owners:
         )
 
     def wholes(self, rows: Tensor) -> Parts:
-        """Every rank's row of what this rank owns -> whole leaves."""
+        """Every rank's row of what this rank computes -> whole leaves."""
         if not self._mine.pieces:
             return {}
         leaves = self._packer.unpack_rows(rows.view(self._ranks, -1).unbind(0), rows.dtype)
@@ -190,11 +194,8 @@ class Owners:
             self._packer.pack_full(flat, out)
 
 
-Parts = dict[str, dict[str, Tensor]]
-
-
 def parts_of(bucket: Bucket, tensors: Mapping[Any, Tensor]) -> Parts:
-    """Tensors of pieces, by path and slot."""
+    """Return tensors of pieces by path and name."""
     out: Parts = {path: {} for path in bucket.paths}
     for piece in bucket.pieces:
         out[piece.path][piece.slot] = tensors[piece.key]

@@ -18,7 +18,7 @@ from torch import Tensor
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.errors import AgreementError, leaves, stable_repr
 from fnshard.layout.spec import LayoutSpec
-from fnshard.optim.contract import Optimizer, StepInfo
+from fnshard.optim.optimizer import Optimizer, Step, update_leaf
 from fnshard.runtime.collectives.base import Collectives
 
 
@@ -88,12 +88,11 @@ def optimizer_text(optimizer: Optimizer | None, specs: Mapping[str, LayoutSpec])
     grad = param * 3 - 1
     out = stable_repr(optimizer)
     for count in _PROBED:
-        info = StepInfo(torch.tensor(count), grad.norm())
+        step = Step(torch.tensor(count), grad.norm())
         try:
-            update = optimizer.update(
-                {path: grad}, {path: optimizer.init_leaf(path, param)}, {path: param}, info
-            )
-            numbers = {**optimizer.metrics(info), "update": update[0][path].sum()}
+            rule = optimizer.of(path, shape)
+            update, _ = update_leaf(rule, path, grad, rule.init(path, param), param, step)
+            numbers = {**optimizer.values(step), "update": update.sum()}
             text = ", ".join(f"{name} {float(value):.9e}" for name, value in numbers.items())
         except Exception as error:  # of the user's function, which may not run on such a leaf or so late
             text = type(error).__name__

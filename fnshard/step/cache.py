@@ -23,7 +23,7 @@ from fnshard.errors import StateError, TraceError
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import check_specs
 from fnshard.mesh import Mesh, check_mesh
-from fnshard.optim.contract import Optimizer
+from fnshard.optim.optimizer import Optimizer
 from fnshard.runtime.executor.execute import cut_batch
 from fnshard.step.batches import (
     Batch,

@@ -29,12 +29,12 @@ from fnshard.compiler.ir.arguments import Arguments, arguments_for
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.lower import Front, schedule_for
 from fnshard.compiler.options import StepOptions, read_options
-from fnshard.errors import BudgetError, OptimizerError, SpecError, StateError, is_number
+from fnshard.errors import BudgetError, SpecError, StateError, is_number
 from fnshard.layout import presets
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec, is_spec
 from fnshard.mesh import Mesh, make_mesh
-from fnshard.optim.contract import Optimizer
+from fnshard.optim.optimizer import Optimizer
 from fnshard.optim.optimizers import adamw
 from fnshard.step.batches import bytes_of_batch, check_arguments, split_batch
 from fnshard.step.lowered import Lowered
@@ -267,7 +267,7 @@ def _over_meshes(
                 fn, params, mesh, batch=part.positional, keywords=part.keywords, specs=base,
                 kernels=kernels, work=work, **how,
             )  # fmt: skip
-        except (SpecError, StateError, OptimizerError, UserWarning) as error:
+        except (SpecError, StateError, UserWarning) as error:
             why[mesh] = str(error).splitlines()[0]
             continue
         free = search.look(search._free(Choice(accumulate=search.divisors[0])))

@@ -31,8 +31,8 @@ from fnshard.compiler.schedule.instructions import TRANSFER, Run
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.errors import BudgetError, SpecError, is_number
 from fnshard.mesh.process_group import place_on_host
-from fnshard.optim.contract import Optimizer
-from fnshard.runtime.executor.fused_update import is_compiled
+from fnshard.optim.optimizer import Optimizer
+from fnshard.runtime.executor.compiled_update import is_compiled
 
 KnownKernels = dict[tuple[str, bool], Boxed]  # by name, and whether it is the backward
 
@@ -140,8 +140,8 @@ class Lowered:
         key = kind, self.compiled is None
         if key not in self.ledgers:
             self.ledgers[key] = measure(
-                self.schedule, self.program, self.batch_bytes, self.optimizer, self.compiled, kind,
-                self._fused_update,
+                self.schedule, self.program, self.batch_bytes, self.compiled, kind,
+                self._compiled_update,
             )  # fmt: skip
         return self.ledgers[key]
 
@@ -183,13 +183,14 @@ class Lowered:
             SpecError: neither.
         """
         fused = self.options.backend == "inductor"
-        pricer = HardwarePricer(self.schedule, Hardware.of(hardware), self.sizes, fused, self._fused_update)
+        found = Hardware.of(hardware)
+        pricer = HardwarePricer(self.schedule, found, self.sizes, fused, self._compiled_update)
         return simulate(pricer, self._tokens())
 
     @property
-    def _fused_update(self) -> bool:
+    def _compiled_update(self) -> bool:
         options, device_type = self.options, self.schedule.mesh.device_type
-        return is_compiled(options.update, self.optimizer, options.backend, device_type)
+        return self.optimizer is not None and is_compiled(options.update, options.backend, device_type)
 
     def _tokens(self) -> int | None:
         """Of one step on all ranks: where all int64 leaves of the batch with two dims, as they are before

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import torch
 
-from fnshard.analysis.slots import owner_work_of, sums_of
 from fnshard.analysis.transport import kind_of
 from fnshard.compiler.ir.program import Program
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.options import StepOptions
 from fnshard.compiler.schedule.build import Plan
+from fnshard.compiler.update.family import families_of
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.mesh import Mesh
-from fnshard.optim.contract import Optimizer
 from fnshard.optim.loss_scale import LossScale
+from fnshard.optim.optimizer import Optimizer
 from fnshard.runtime.executor.scalars import Scalars
 from fnshard.step.agreement import optimizer_text
 
@@ -45,9 +45,9 @@ def loss_scale_of(optimizer: Optimizer | None, specs: ResolvedSpecs, options: St
 
 def plan_of(optimizer: Optimizer | None, specs: ResolvedSpecs, mesh: Mesh, options: StepOptions) -> Plan:
     """What a training step does, whatever `fn` returns."""
-    needs = optimizer.needs if optimizer is not None else frozenset()
+    families = families_of(optimizer, specs.stored, mesh) if optimizer is not None else {}
     dynamic = loss_scale_of(optimizer, specs, options).dynamic
-    stands_between = "global_norm" in needs or dynamic
+    stands_between = any(family.needs_norm for family in families.values()) or dynamic
     norms = stands_between or options.grad_norm
     return Plan(
         accumulate=options.accumulate,
@@ -56,8 +56,7 @@ def plan_of(optimizer: Optimizer | None, specs: ResolvedSpecs, mesh: Mesh, optio
         norms=norms,
         scalars=norms + len(REPORTED),
         barrier=stands_between,
-        owner_work=owner_work_of(optimizer, specs.stored, mesh) if optimizer is not None else {},
-        sums=sums_of(optimizer, specs.stored, mesh) if optimizer is not None else {},
+        families=families,
     )
 
 

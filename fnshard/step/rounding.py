@@ -10,16 +10,17 @@ import torch
 
 from fnshard.errors import leaves, report
 from fnshard.layout.spec import LayoutSpec
-from fnshard.optim.contract import Optimizer, StepInfo
+from fnshard.optim.optimizer import Optimizer, Step, update_leaf
 
+COUNTS = (0, *(2**n for n in range(21)))  # at which rates are looked at: a schedule's largest, nearly
 USUAL = 0.1  # Weights of this size are to move; most of a model's are smaller, those of norms are 1.
 
 
 def warn_of_lost_updates(optimizer: Optimizer, specs: Mapping[str, LayoutSpec]) -> None:
     """Warn, once for all leaves, where updates are too small to move a number of the optimizer's dtype.
 
-    Nothing is said where the size of updates depends on that of gradients (`sgd`), where the rate is a
-    function of one's own, and of optimizers that look at whole leaves.
+    Nothing is said where the size of updates depends on that of gradients (`sgd`), and of optimizers that
+    tell no rate among their `values`.
     """
     lost, largest = {}, 0.0
     known: dict[Any, float | None] = {}
@@ -27,9 +28,10 @@ def warn_of_lost_updates(optimizer: Optimizer, specs: Mapping[str, LayoutSpec]) 
         dtype = spec.optimizer_dtype
         if not spec.trainable or dtype.itemsize >= 4:
             continue
-        key = len(spec.shape), optimizer.settings(path)
+        rule = optimizer.of(path, spec.shape)
+        key = len(spec.shape), rule, rule.settings(path)
         if key not in known:
-            known[key] = usual_update(optimizer.of(path, len(spec.shape)), path, len(spec.shape))
+            known[key] = usual_update(rule, path, len(spec.shape))
         size, half = known[key], torch.finfo(dtype).eps / 2
         if size and size < half * USUAL:  # At a rate of 0 nothing is lost.
             lost[path] = (
@@ -54,24 +56,21 @@ def warn_of_lost_updates(optimizer: Optimizer, specs: Mapping[str, LayoutSpec]) 
 def usual_update(rule: Optimizer, path: str, dims: int) -> float | None:
     """Return the size of an update at the largest rate; None where it depends on gradients, or is not known.
 
-    It is that of the first update whose rate is above 0, of parameters that are 0.
+    It is that of the first update whose rate is above 0, of a parameter of usual size.
     """
-    rate = rule.rate
-    if rate is None or not rate.most or rule.whole is not None or rule.sums:
-        return None
-    step = next((n for n in map(torch.tensor, (0, 1, 2, 10, 100, 1000)) if rate(n) > 0), None)
-    if step is None:
-        return None
-    param, sizes = torch.zeros([1] * dims), []
-    for slope in (1e-3, 1e-2):
-        grad = torch.full_like(param, slope)
-        info = StepInfo(step, global_norm=grad.double().norm())
-        try:
-            state = rule.init_leaf(path, param)
-            update, _ = rule.update_leaf(path, grad, state, param, rule.given(path, info), None)
-        except Exception:  # a rule of the user's in a chain, which may not run on such a leaf
+    try:
+        rates = {n: float(rule.values(Step(torch.tensor(n), torch.ones(())))["lr"]) for n in COUNTS}
+        first = next((n for n, rate in rates.items() if rate > 0), None)
+        if first is None:
             return None
-        sizes.append(float(update.abs().max()))
+        param, sizes = torch.full([1] * dims, USUAL), []
+        for slope in (1e-3, 1e-2):
+            grad = torch.full_like(param, slope)
+            step = Step(torch.tensor(first), grad.double().norm())
+            update, _ = update_leaf(rule, path, grad, rule.init(path, param), param, step)
+            sizes.append(float(update.abs().max()))
+    except Exception:  # an optimizer of the user's, which may not run on such a leaf
+        return None
     if abs(sizes[1] - sizes[0]) > 0.1 * sizes[0]:
         return None
-    return sizes[0] * rate.most / float(rate(step))
+    return sizes[0] * max(rates.values()) / rates[first]

@@ -25,9 +25,9 @@ from fnshard.layout.spec import summed_axes
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.runtime.collectives.base import Collectives
 from fnshard.runtime.collectives.connect import connection
+from fnshard.runtime.executor.compiled_update import CompiledUpdates, is_compiled
 from fnshard.runtime.executor.context import ExecutorContext, Watch
 from fnshard.runtime.executor.execute import bind, cut_batch
-from fnshard.runtime.executor.fused_update import FusedUpdates, is_compiled
 from fnshard.runtime.executor.scalars import Scalars
 from fnshard.runtime.executor.update import Updater
 from fnshard.runtime.readback import Reading
@@ -138,9 +138,8 @@ class Runner:
         self._parts = self.mesh.ordered(set(self.mesh.names) - set(self.mesh.data_axes))
         self._ranks: dict[int, RankState] = {}
         self._checked: tuple[Any, list[Any]] = None, []  # specs, and what blocks were that fitted them
-        options, device_type = self.options, self.mesh.device_type
-        compiled = is_compiled(options.update, self.optimizer, options.backend, device_type)
-        self._fused = FusedUpdates(self.optimizer, self.options.inductor) if compiled else None
+        compiled = is_compiled(self.options.update, self.options.backend, self.mesh.device_type)
+        self._compiled = CompiledUpdates(self.options.inductor) if compiled else None
 
     @property
     def rank(self) -> RankState:
@@ -239,7 +238,7 @@ class Runner:
         if self.cache.trains:
             scalars = scalars_of(lowered.program, lowered.segments, self.optimizer, specs, mesh, options)
         if self.optimizer is not None:
-            updater = Updater(self.optimizer, specs.stored, mesh, mesh.rank, self._fused)
+            updater = Updater(lowered.schedule.families, specs.stored, mesh, mesh.rank, self._compiled)
         context = ExecutorContext(
             lowered.schedule, lowered.compiled, rank.comm, mesh.rank, scalars, updater,
             transfers=rank.transfers, watch=rank.observer,

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from fnshard import tree
-from fnshard.analysis.slots import Slots
 from fnshard.compiler.deferred.deferred_init import Values, recipe_of
 from fnshard.compiler.schedule.buckets import make_buckets
+from fnshard.compiler.update.slots import Slots
 from fnshard.errors import SpecError, StateError, leaves
 from fnshard.functional import make_functional
 from fnshard.layout.codecs import Unfit, encoded, is_coded, parts_of

@@ -18,24 +18,23 @@ import torch
 from torch import Tensor, nn
 
 from fnshard import tree
-from fnshard.analysis.elementwise import check_elementwise
-from fnshard.analysis.slots import Slots, check_slots, slots_of
 from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT, SCALARS, Kind, slots
 from fnshard.compiler.lower import Front
 from fnshard.compiler.options import StepOptions, read_options, takes_options
+from fnshard.compiler.update.family import families_of
+from fnshard.compiler.update.slots import Slots, slot_blocks, slot_shapes
 from fnshard.errors import OptimizerError, SpecError, StateError, leaves
 from fnshard.functional import make_functional
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
 from fnshard.layout.spec import summed_axes
 from fnshard.losses import Mean
 from fnshard.mesh import Mesh, make_mesh
-from fnshard.optim.contract import Optimizer, check_kind
-from fnshard.optim.contract import check as check_optimizer
 from fnshard.optim.loss_scale import LossScale, exact_seed
+from fnshard.optim.optimizer import Optimizer
+from fnshard.optim.optimizers import check_kind
 from fnshard.runtime.executor.context import Watch
 from fnshard.runtime.executor.control import StepControl
 from fnshard.runtime.executor.scalars import rescale
-from fnshard.runtime.executor.update import init_slots, slot_shapes
 from fnshard.runtime.readback import Reading
 from fnshard.runtime.tiers import check_directory
 from fnshard.step.cache import ProgramCache
@@ -45,6 +44,7 @@ from fnshard.step.programs import name_of
 from fnshard.step.rounding import warn_of_lost_updates
 from fnshard.step.runner import Bound, Runner
 from fnshard.step.shards import blank_params, blank_slots, check_blocks, check_seed, init_params, narrowed
+from fnshard.step.slots import check_slots, init_slots
 from fnshard.step.state import Metrics, TrainState, check_state, checked_rng
 
 __all__ = ["Forward", "Step", "lockstep", "shard_forward", "shard_step"]
@@ -320,15 +320,23 @@ class Step(Compiled):
 
     @cached_property
     def _slots(self) -> Slots:
-        return slots_of(self.optimizer, self.resolved.stored, self.mesh)
+        return slot_blocks(self.optimizer, self.resolved.stored, self.mesh)
 
     def _check_updates(self) -> None:
         """Refuse, once, an optimizer that may not update these leaves; warn where its updates are lost."""
         if self._checked_updates:
             return
-        check_elementwise(self.optimizer, self.resolved.stored, self.mesh)
+        specs = self.resolved.stored
+        for path in filter(self.resolved.complex.__contains__, self.resolved.trainable):
+            *shape, pair = specs[path].shape
+            if self.optimizer.of(path, (*shape, pair)) is not self.optimizer.of(path, shape):
+                raise OptimizerError(
+                    f"{self.optimizer} chooses by shapes of real leaves, and params[{path!r}] is complex.",
+                    fix=f"({path!r}, fs.optim.adamw(3e-4)) as a rule of fs.optim.by_path(...).",
+                )
+        families_of(self.optimizer, specs, self.mesh)  # refuses what cannot be traced
         if self.mesh.rank == 0:
-            warn_of_lost_updates(self.optimizer, self.resolved.stored)
+            warn_of_lost_updates(self.optimizer, specs)
         self._checked_updates = True
 
     @property
@@ -346,18 +354,6 @@ class Step(Compiled):
 
     def _check_optimizer(self) -> None:
         if self.optimizer is not None and self.resolved.complete:
-            specs, split = self.resolved.stored, self.mesh.ordered
-            check_optimizer(
-                self.optimizer,
-                {p: len(specs[p].shape) for p in self.resolved.trainable if split(specs[p].optimizer.axes)},
-            )
-            for path in filter(self.resolved.complex.__contains__, self.resolved.trainable):
-                if self.optimizer.of(path, len(specs[path].shape)).whole is not None:
-                    raise OptimizerError(
-                        f"{self.optimizer} is for real matrices, and params[{path!r}] is complex.",
-                        fix=f"({path!r}, fs.optim.adamw(3e-4)) as a rule of fs.optim.by_path(...).",
-                    )
-            _ = self._slots  # refuses those that the layouts cut in two
             self._check_updates()
 
     def _check_slots(self, state: dict[str, dict[str, Tensor]]) -> None:
@@ -393,7 +389,7 @@ class Step(Compiled):
         if summary.norm is not None:
             factor = control.rescale(summary)
             metrics["grad_norm"] = summary.norm if factor is None else summary.norm * factor
-        metrics.update(self.optimizer.metrics(control.info), **self._scale.metrics(loss_scale))
+        metrics.update(self.optimizer.values(control.step), **self._scale.metrics(loss_scale))
         aux = bound.scalars.aux_tree(summary, env)
         if aux is not None:
             metrics["aux"] = aux

@@ -37,6 +37,7 @@ from fnshard.compiler.schedule.instructions import (
     ToHost,
     Update,
 )
+from fnshard.mesh.host import control_groups
 
 H100 = Hardware.named("h100")
 
@@ -144,7 +145,7 @@ def test_every_instruction_says_all_about_itself() -> None:
     """`bind`, `memory` and `price`; of those that issue something, what its Wait does, too."""
     kinds = {k for k in vars(lines).values() if isinstance(k, type) and issubclass(k, Instruction)}
     kinds -= {Instruction, lines.OfBucket}
-    assert len(kinds) == 26
+    assert len(kinds) == 25
     for kind in kinds:
         methods = ["bind", "price"] + ["bind_wait"] * (kind.lane != lines.COMPUTE)
         assert [m for m in methods if getattr_static(kind, m) is getattr_static(Instruction, m)] == [], kind
@@ -320,8 +321,8 @@ def test_limits_of_control_groups(name: str, tmp_path: Path) -> None:
         (path.parent / {"memory.max": "memory.current"}.get(path.name, "memory.usage_in_bytes")).write_text(
             "5"
         )
-    assert sorted(measuring.control_groups(tmp_path)) == [(limit, 5) for limit in expected]
-    assert measuring.control_groups(tmp_path / "nowhere") == []
+    assert sorted(control_groups(tmp_path)) == [(limit, 5) for limit in expected]
+    assert control_groups(tmp_path / "nowhere") == []
 
 
 def test_ranks_of_one_host_share_its_memory_and_heed_a_limit() -> None:

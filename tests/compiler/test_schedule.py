@@ -19,6 +19,7 @@ from fnshard.compiler.schedule.instructions import (
     OverlappedUpdate,
     Publish,
     ReduceScatter,
+    ReduceUpdate,
     Run,
     Update,
     Wait,
@@ -292,12 +293,15 @@ def test_what_is_updated_in_the_order_of_the_schedule(options: dict[str, Any]) -
 
 
 def test_optimizers_that_sum_and_that_do_not_share_a_bucket() -> None:
+    """Leaves of one form are updated together, each form by lines of its own."""
     params = {"a.w": torch.ones(16, 8), "a.bias": torch.ones(8), "a.v": torch.ones(16, 8, 8)}
     rules = ("*bias", fs.optim.adamw(1e-3)), ("*v", fs.optim.lars(1e-3)), ("*", fs.optim.adafactor(1e-3))
     low = lower(lambda p, x: (x @ p["a.w"] + p["a.bias"] + p["a.v"].sum()).sum(), params, torch.ones(8, 16),
                 ranks=2, optimizer=fs.optim.by_path(*rules))  # fmt: skip
     updates = lines(low, Update)
-    assert len({line.bucket for line in updates}) == 1 and len(updates) == 3
+    assert len({line.bucket for line in updates}) == 1 and len({line.paths for line in updates}) == 3
+    summed = [line.paths for line in lines(low, ReduceUpdate)]
+    assert {path for paths in summed for path in paths} == {"a.w", "a.v"}
 
 
 def _mean(p: Any, x: Any) -> fs.Mean:

@@ -68,9 +68,10 @@ def test_optimizers_that_sum_over_leaves(kind: str, optimizer: Any) -> None:
 
     def updated(dtype: torch.dtype) -> Tensor:
         param, grad = (each.view(-1, 1024).to(dtype) for each in (numbers(kind), numbers(kind).flip(0)))
-        info = fs.optim.StepInfo(torch.tensor(3))
-        slots = optimizer.init({"w": param})
-        return optimizer.update({"w": grad}, slots, {"w": param}, info)[0]["w"].double()
+        update, _ = optimizer.update(
+            "w", grad, optimizer.init("w", param), param, fs.optim.Step(torch.tensor(3))
+        )
+        return update.double()
 
     torch.testing.assert_close(updated(torch.float32), updated(torch.float64), rtol=2 * RTOL, atol=0)
 

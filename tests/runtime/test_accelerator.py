@@ -234,9 +234,13 @@ def test_a_deterministic_step_is_so_where_it_is_traced_compiled_and_run(monkeypa
         note("trace")
         return (x @ p["w"]).sum()
 
-    def leaf(path, grad, slots, param, info):
+    def rate(count):
         note("run")
-        return -grad, {}
+        return 0.1
+
+    own = fs.optim.Optimizer(
+        "own()", lambda path, param: {}, lambda path, grad, slots, param, step: (-step.host(rate) * grad, {})
+    )
 
     mesh, params = fs.make_mesh(shard=2, simulated=True), {"w": torch.ones(4, 4)}
     compile_graphs = lowered.compile_graphs
@@ -244,7 +248,7 @@ def test_a_deterministic_step_is_so_where_it_is_traced_compiled_and_run(monkeypa
         lowered, "compile_graphs", lambda *a, **k: (note("compile"), compile_graphs(*a, **k))[1]
     )
     step = fs.shard_step(
-        loss, fs.presets.full_shard(params, mesh), mesh=mesh, optimizer=fs.optim.Optimizer("own()", leaf),
+        loss, fs.presets.full_shard(params, mesh), mesh=mesh, optimizer=own,
         backend="eager", deterministic=True,
     )  # fmt: skip
     fs.simulate(mesh, lambda rank: step(step.init(params), torch.ones(2, 4)))

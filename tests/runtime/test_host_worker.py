@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from threading import Event, current_thread
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 import sharded
 import torch
 from tiered import CLIPPED, FEATURES, PRESETS, TIERS, Adversary, expected, model_of
+from torch import Tensor
 
 import fnshard as fs
 from fnshard.errors import StateError
+from fnshard.runtime.executor.update import Updater
 from fnshard.runtime.host_worker import Worker
 from fnshard.runtime.tiers import Transfers
 from fnshard.step import runner
@@ -56,21 +59,40 @@ def test_updates_off_the_launching_thread_are_the_same(
     assert (used or tier == "streamed") and all(name.startswith("fnshard-host") for name in used)
 
 
-def trained_by_hand(leaf: Any, worker: type[Worker], blocks: int = 2) -> tuple[Any, fs.TrainState, Any]:
+def count_updates(path: str, grad: Tensor, slots: Any, param: Tensor, step: Any) -> Any:
+    return -grad, {"seen": slots["seen"] + 1}
+
+
+def trained_by_hand(
+    monkeypatch: pytest.MonkeyPatch, before: Callable[[str], None], worker: type[Worker], blocks: int = 2
+) -> tuple[Any, fs.TrainState, Tensor]:
+    """A step on the host, its state and a batch; each update first calls `before` with its leaf's path."""
+    bind = Updater.bind
+
+    def bind_watched(self: Updater, paths: Any, number: int) -> Any:
+        update = bind(self, paths, number)
+        return lambda *args: [before(path) for path in paths] and update(*args)
+
+    monkeypatch.setattr(Updater, "bind", bind_watched)
     params = {f"l.{n}.w": torch.ones(4, 4) for n in range(blocks)}
     mesh = fs.make_mesh(shard=1, device="cpu")
     specs = fs.presets.full_shard(params, mesh, optimizer_memory="host")
+    optimizer = fs.optim.Optimizer(
+        "own()", lambda path, param: {"seen": torch.zeros_like(param)}, count_updates
+    )
     with mock.patch.object(runner, "Transfers", with_worker(Transfers, worker)):
         step = fs.shard_step(
             lambda p, x: (sum(w.tanh().sum() for w in p.values()) * x).sum(), specs, mesh=mesh,
-            optimizer=fs.optim.Optimizer("own()", leaf, slots={"seen": torch.zeros_like}), backend="eager",
+            optimizer=optimizer, backend="eager",
         )  # fmt: skip
         state = step.init(params)
         step._runner.rank  # noqa: B018  (connects)
     return step, state, torch.ones(2)
 
 
-def test_the_launching_thread_waits_where_the_step_ends_and_not_at_an_update() -> None:
+def test_the_launching_thread_waits_where_the_step_ends_and_not_at_an_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     launched = Event()
 
     class Launching(Worker):
@@ -78,27 +100,27 @@ def test_the_launching_thread_waits_where_the_step_ends_and_not_at_an_update() -
             launched.set()  # no update is done before
             super().wait()
 
-    def leaf(path: str, grad: Any, slots: Any, param: Any, info: Any) -> Any:
+    def wait(path: str) -> None:
         assert launched.wait(20)
-        return -grad, {"seen": slots["seen"] + 1}
 
-    step, state, x = trained_by_hand(leaf, Launching)
+    step, state, x = trained_by_hand(monkeypatch, wait, Launching)
     before = {p: v.clone() for p, v in state.params.items()}
     state, _ = step(state, x)
     assert all(slots["seen"].eq(1).all() for slots in state.opt_state.values())
     assert not any(torch.equal(v, before[p]) for p, v in state.params.items())
 
 
-def test_an_update_that_fails_there_fails_the_step_and_no_later_one_is_made() -> None:
+def test_an_update_that_fails_there_fails_the_step_and_no_later_one_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     made: list[str] = []
 
-    def leaf(path: str, grad: Any, slots: Any, param: Any, info: Any) -> Any:
+    def fail_first(path: str) -> None:
         made.append(path)
         if len(made) == 1:
             raise ZeroDivisionError("by the optimizer")
-        return -grad, {"seen": slots["seen"] + 1}
 
-    step, state, x = trained_by_hand(leaf, Worker, blocks=3)
+    step, state, x = trained_by_hand(monkeypatch, fail_first, Worker, blocks=3)
     params = {p: v.clone() for p, v in state.params.items()}
     with pytest.raises(ZeroDivisionError, match="by the optimizer") as reported:
         step(state, x)

@@ -144,8 +144,8 @@ def test_muon_has_whole_experts_on_every_rank():
     for got in trained(model, {"expert": 2}, muon):
         assert_same(got, expected)
     schedule = lowered({"expert": 2}, optimizer=muon).schedule
-    owned = [p for name, b in schedule.buckets.items() if name.startswith("owners/") for p in b.paths]
-    assert owned and not any("experts" in path for path in owned)
+    stacked = [p for name, b in schedule.buckets.items() if name.startswith("stack/") for p in b.paths]
+    assert stacked and not any("experts" in path for path in stacked)
 
 
 def lowered(

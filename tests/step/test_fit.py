@@ -259,11 +259,14 @@ def test_a_search_over_meshes_is_the_same_on_a_slow_machine(monkeypatch: pytest.
     assert str(over(2)) == str(expected) and not expected.cut_short
 
 
-def test_a_mesh_whose_parts_an_optimizer_cannot_update_is_passed_by() -> None:
-    scaled = lambda path, grad, slots, param, info: (-grad / grad.norm(), {})  # noqa: E731
-    plan = over(2, optimizer=fs.optim.Optimizer("own()", scaled))
-    assert str(plan.mesh) == "(replicate=2, shard=1)"
-    assert any("more than one element" in why for mesh, why in plan.meshes if str(mesh) == "(shard=2)")
+def test_an_optimizer_of_ones_own_that_looks_at_whole_leaves_has_every_mesh() -> None:
+    scaled = lambda path, grad, slots, param, step: (-grad / grad.norm(), {})  # noqa: E731
+    own, plain = (
+        over(2, optimizer=each)
+        for each in (fs.optim.Optimizer("own()", lambda path, param: {}, scaled), fs.optim.sgd(0.1))
+    )
+    assert [mesh for mesh, _ in own.meshes] == [mesh for mesh, _ in plain.meshes]
+    assert all("slower" in why for _, why in own.meshes), own.meshes
 
 
 def test_passes_of_ones_own_are_what_the_plan_hands_on() -> None:

@@ -41,6 +41,8 @@ SMALL = {
     "schedule_free": optim.schedule_free_adamw(1e-5),
     "a chain": optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-5), optim.ema(0.9)),
     "scaled": optim.adamw(1e-3, lr_scale=0.01),
+    "a function": optim.adamw(lambda step: 1e-5),
+    "whole matrices": optim.muon(1e-5),
 }
 
 
@@ -60,17 +62,22 @@ SILENT: dict[str, tuple[Any, dict[str, Any]]] = {
     "no rate at all": (optim.adamw(0.0), {}),
     "gradients decide": (optim.sgd(1e-5), {}),
     "clipped gradients decide": (optim.chain(optim.clip_by_global_norm(1.0), optim.sgd(1e-5, 0.9)), {}),
-    "a function": (optim.adamw(lambda step: 1e-5), {}),
     "a table that ends": (optim.adamw(lambda step: torch.full((3,), 1e-5)[step]), {}),
-    "whole matrices": (optim.muon(1e-5, adamw=optim.adamw(1e-2)), {}),
+    "parameters decide": (optim.adafactor(1e-2), {}),
+    "trust ratios": (optim.lars(10.0), {}),
     "a chain with one's own": (
         optim.chain(
-            optim.Optimizer("own()", lambda path, grad, *_: (grad.view(2, -1).view_as(grad), {})),
+            optim.Optimizer(
+                "own()", lambda *_: {}, lambda path, grad, *_: (grad.view(2, -1).view_as(grad), {})
+            ),
             optim.adamw(1e-5),
         ),
         {"ranks": 1},
     ),
-    "one's own": (optim.Optimizer("own()", lambda path, grad, *_: (-1e-5 * grad.sign(), {})), {}),
+    "one's own": (
+        optim.Optimizer("own()", lambda *_: {}, lambda path, grad, *_: (-1e-5 * grad.sign(), {})),
+        {},
+    ),
 }
 
 

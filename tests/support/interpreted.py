@@ -29,8 +29,9 @@ import fnshard as fs
 from fnshard.compiler.kernels import attention
 from fnshard.compiler.kernels.inductor import compile_graph
 from fnshard.compiler.schedule.instructions import Update
+from fnshard.compiler.schedule.ir import Schedule
 from fnshard.layout.partition import block_shape
-from fnshard.runtime.executor.fused_update import Leaf, form_of, update_graph
+from fnshard.runtime.executor.compiled_update import LeafForm, form_of, update_graph
 
 OPTIONS = {"compile_threads": 1, "force_disable_caches": True}
 
@@ -207,21 +208,21 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.after(x)), approximate="tanh"))
 
 
-def updates(found: Any) -> dict[tuple[Leaf, ...], tuple[str, ...]]:
-    """The distinct compiled updates of a step, and paths of the first unit that has one."""
-    schedule, optimizer, out = found.schedule, found.optimizer, {}
+def updates(schedule: Schedule) -> dict[tuple[LeafForm, ...], tuple[str, ...]]:
+    """Return the distinct compiled updates of a step, and the paths of the first unit that has each."""
+    out: dict[tuple[LeafForm, ...], tuple[str, ...]] = {}
     for line in schedule.instructions:
         if not isinstance(line, Update):
             continue
-        bucket, leaves = schedule.buckets[line.bucket], []
-        for path in bucket.paths:
-            spec = schedule.specs[path]
-            dtypes = [bucket.dtype, spec.optimizer_dtype, spec.storage_dtype]
-            dtypes += [spec.optimizer_dtype] * len(optimizer.slots)
+        leaves = []
+        for path in line.paths:
+            spec, family = schedule.specs[path], schedule.families[path]
             block = block_shape(spec.shape, spec.optimizer, schedule.mesh)
-            forms = tuple(form_of(torch.empty(block, dtype=dtype, device="meta")) for dtype in dtypes)
-            leaves.append(Leaf(tuple(optimizer.slots), optimizer.settings(path), 0, True, forms))
-        out.setdefault(tuple(leaves), bucket.paths)
+            dtypes = schedule.buckets[line.bucket].dtype, spec.optimizer_dtype, spec.storage_dtype
+            kinds = [*((block, dtype) for dtype in dtypes), *family.blocks.values()]
+            forms = tuple(form_of(torch.empty(shape, dtype=d, device="meta")) for shape, d in kinds)
+            leaves.append(LeafForm(family, True, forms))
+        out.setdefault(tuple(leaves), line.paths)
     return out
 
 
@@ -240,8 +241,8 @@ def graphs(dtype: torch.dtype) -> Iterator[tuple[str, bool, Callable[[], fx.Grap
         yield f"{kernel.name} forwards", False, kernel.forward
         if kernel.backward is not None:
             yield f"{kernel.name} backwards", True, kernel.backward
-    for leaves, paths in updates(found).items():
-        yield f"update of {paths}", False, update_graph(optimizer, paths, leaves, torch.device("cpu"))
+    for leaves, paths in updates(found.schedule).items():
+        yield f"update of {paths}", False, update_graph(leaves, torch.device("cpu"))
 
 
 def drawn(like: Tensor, draw: torch.Generator) -> Tensor:

@@ -30,8 +30,7 @@ class Kind(StrEnum):
     REDUCED = "r:"  # a bucket's gradients, summed over ranks
     ACCUMULATED = "a:"  # a bucket's whole gradients, summed over micro-batches
     NORMS = "n:"  # of a bucket's gradients
-    SENT = "w:"  # what updates send to the owners of whole leaves and get back, by path
-    SUMS = "u:"  # what an optimizer sums over a bucket's leaves, by path and name
+    UPDATED = "u:"  # what one stretch of an update hands on to the next, by path and name
     FLIGHT = "~"  # a collective or transfer that is not waited for yet
     HOST = "h:"  # a copy on the host
     LOADED = "t:"  # a copy on the device of what rests on the host or on disk

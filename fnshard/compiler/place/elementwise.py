@@ -11,6 +11,7 @@ from torch import Tensor
 from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Split
 from fnshard.compiler.place.strategies import Call, OpStrategy, broadcast, rule
 from fnshard.compiler.rewrites.pure import WITH_VALUES
+from fnshard.optim.fused import DECOMPOSITIONS
 
 aten, own = torch.ops.aten, torch.ops.fnshard
 
@@ -70,7 +71,7 @@ rule(
     aten.float_power.Tensor_Scalar, aten.subtract.Tensor, aten.multiply.Tensor, aten.divide.Tensor,
     aten.positive.default, aten.log_sigmoid.default, aten.conj.default, aten._conj.default,
     aten.resolve_conj.default, aten.complex.default, aten.polar.default, own.rounded.default,
-    aten.fill.Scalar, aten.fill.Tensor, WITH_VALUES,
+    aten.fill.Scalar, aten.fill.Tensor, WITH_VALUES, *DECOMPOSITIONS,
 )(elementwise)  # fmt: skip
 
 

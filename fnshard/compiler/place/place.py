@@ -37,6 +37,7 @@ from fnshard.compiler.place.strategies import (
     Axis,
     Call,
     ContextAttention,
+    Elsewhere,
     OpStrategy,
     Residual,
     local_arguments,
@@ -89,14 +90,19 @@ def place_axes(
 
 def place(program: Program, axis: Axis) -> Program:
     """The program of each rank along `axis`."""
-    placer = _Placer(remove_writes(program), axis)
+    return place_values(remove_writes(program), axis)[0]
+
+
+def place_values(program: Program, axis: Axis) -> tuple[Program, dict[fx.Node, Value]]:
+    """The same of a program without writes, and what each of its values has become."""
+    placer = _Placer(program, axis)
     with program.fake_mode, torch.enable_grad():
         placer.walk()
-        return placer.placed()
+        return placer.placed(), placer.values
 
 
 @dataclass(frozen=True)
-class _Value:
+class Value:
     """A value that is placed: its node, what it is, and the whole (fake) value.
 
     `node`: a tuple of values where an op's several results are placed each by itself. `of_leaf`: it is made
@@ -113,7 +119,7 @@ class _Value:
 class _Placer:
     program: Program
     axis: Axis
-    values: dict[fx.Node, _Value] = field(default_factory=dict)
+    values: dict[fx.Node, Value] = field(default_factory=dict)
     converted: dict[tuple[fx.Node, Placement], fx.Node] = field(default_factory=dict)
     gathered: list[str] = field(default_factory=list)
     record: Record = field(init=False)
@@ -130,7 +136,7 @@ class _Placer:
         for new, node, each in zip(inputs, self.program.placeholders, self.program.inputs, strict=True):
             placement = self.axis.inputs.get(each, REPLICATED)
             split = each.kind == "leaf" and isinstance(placement, Split)
-            self.values[node] = _Value(new, placement, node.meta["val"], split)
+            self.values[node] = Value(new, placement, node.meta["val"], split)
             self.record.values[new] = placement, node.meta["val"]
         for node, each in zip(self.program.placeholders, self.program.inputs, strict=True):
             value, to = self.values[node], self.axis.sliced.get(each)
@@ -156,13 +162,13 @@ class _Placer:
             self.values[node] = self.run(node)
 
     # -------------------------------------------------------------- one op
-    def run(self, node: fx.Node) -> _Value:
+    def run(self, node: fx.Node) -> Value:
         sources = [self.values[n] for n in operands_of(node)]
         is_op = isinstance(node.target, OpOverload)
         default = _Placer.op if is_op and sources else _Placer.replicated
         return _SPECIAL.get(node.target if is_op else type(node.target), default)(self, node, sources)
 
-    def op(self, node: fx.Node, sources: Sequence[_Value]) -> _Value:
+    def op(self, node: fx.Node, sources: Sequence[Value]) -> Value:
         """By the cheapest of its strategies, or by the smaller ops that it is made of."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.values[n].whole)
         placements = tuple(s.placement for s in sources)
@@ -194,7 +200,7 @@ class _Placer:
             self.record.calls.append((call, strategy, tuple(reads), new))
             return self.recorded(new, strategy.output, value, of_leaf)
         results = [self.recorded(n, strategy.output, v, of_leaf) for n, v in zip(new, value, strict=True)]
-        return _Value(tuple(results), strategy.output, value, of_leaf)
+        return Value(tuple(results), strategy.output, value, of_leaf)
 
     def called(self, node: fx.Node, call: Call, strategy: OpStrategy, reads: Sequence[fx.Node]) -> Any:
         """The op on this rank's parts, or what the strategy runs in its place."""
@@ -205,20 +211,20 @@ class _Placer:
         key = call.key, strategy.inputs, strategy.output
         return self.write.inline(key, strategy.run, [self.local_index(), *fakes], [self.index, *reads])
 
-    def recorded(self, new: fx.Node, placement: Placement, whole: Any, of_leaf: bool = False) -> _Value:
+    def recorded(self, new: fx.Node, placement: Placement, whole: Any, of_leaf: bool = False) -> Value:
         """A new value, which `check` will see."""
         self.record.values[new] = placement, whole
-        return _Value(new, placement, whole, of_leaf)
+        return Value(new, placement, whole, of_leaf)
 
     # -------------------------------------------------------------- special targets
-    def outgoing(self, node: fx.Node, sources: Sequence[_Value]) -> _Value:
+    def outgoing(self, node: fx.Node, sources: Sequence[Value]) -> Value:
         """For one exchange alone it comes right before it, after what that converts."""
         (value,) = sources
         if [user.target for user in node.users] == [EXCHANGE]:
             return value
         return self.recorded(self.call(OUTGOING, (value.node,)), value.placement, value.whole, value.of_leaf)
 
-    def constrained(self, node: fx.Node, sources: Sequence[_Value]) -> _Value:
+    def constrained(self, node: fx.Node, sources: Sequence[Value]) -> Value:
         """As `fn` says of this axis; as it is where it says nothing.
 
         Raises:
@@ -239,7 +245,7 @@ class _Placer:
         new = self.call(CONSTRAIN, (self.convert(value, to), list(axes), list(dims)))  # for the other axes
         return self.recorded(new, to, value.whole, value.of_leaf)
 
-    def replicated(self, node: fx.Node, sources: Sequence[_Value]) -> _Value:
+    def replicated(self, node: fx.Node, sources: Sequence[Value]) -> Value:
         """An op that takes whole values, or a write that no op without one replaces."""
         cost = sum(self.cost(s, REPLICATED) for s in sources)
         if cost > sum(map(self.least, sources)):
@@ -248,7 +254,20 @@ class _Placer:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(reads))
         return self.recorded(self.call(node.target, args, kwargs), REPLICATED, node.meta["val"])
 
-    def on_the_first(self, node: fx.Node, sources: Sequence[_Value]) -> _Value:
+    def elsewhere(self, node: fx.Node, sources: Sequence[Value]) -> Value:
+        """On whole values, each of which is sent as it lies. Parts of a sum are summed first."""
+        reads = [self.convert(s, REPLICATED) if isinstance(s.placement, Partial) else s.node for s in sources]
+        to = [each.get(self.axis.name, REPLICATED) for each in node.target.results]
+        pairs = zip(node.target.values, to, strict=True)
+        target = replace(node.target, values=tuple(local_value(v, p, self.axis.ranks) for v, p in pairs))
+        new = self.call(target, tuple(reads))
+        results = [
+            self.recorded(self.call(operator.getitem, (new, i)), placement, whole)
+            for i, (placement, whole) in enumerate(zip(to, node.target.values, strict=True))
+        ]
+        return Value(tuple(results), REPLICATED, node.target.values)
+
+    def on_the_first(self, node: fx.Node, sources: Sequence[Value]) -> Value:
         """A gradient that `fn` computes by itself, which need not be linear in the one that it is given.
 
         The results are a sum of which the first rank alone has a part: it is given their whole gradient, and
@@ -266,9 +285,9 @@ class _Placer:
             value = self.call(operator.getitem, (made, i)) if many else made
             part = self.call(aten.where.ScalarOther, (first, value, 0))
             results.append(self.recorded(part, PARTIAL, whole))
-        return _Value(tuple(results), PARTIAL, node.meta["val"]) if many else results[0]
+        return Value(tuple(results), PARTIAL, node.meta["val"]) if many else results[0]
 
-    def inlined(self, node: fx.Node, body: fx.Graph) -> _Value:
+    def inlined(self, node: fx.Node, body: fx.Graph) -> Value:
         """What an op does in smaller ops, placed in its stead."""
         outside = dict(zip(body.find_nodes(op="placeholder"), operands_of(node), strict=True))
         self.values |= {inner: self.values[n] for inner, n in outside.items()}
@@ -281,10 +300,10 @@ class _Placer:
         returned = body.output_node().args[0]
         if isinstance(returned, fx.Node):
             return self.values[returned]
-        return _Value(tuple(self.values[n] for n in returned), REPLICATED, node.meta["val"])
+        return Value(tuple(self.values[n] for n in returned), REPLICATED, node.meta["val"])
 
     # -------------------------------------------------------------- conversions
-    def preference(self, sources: Sequence[_Value], strategy: OpStrategy, value: Any) -> tuple[float, int]:
+    def preference(self, sources: Sequence[Value], strategy: OpStrategy, value: Any) -> tuple[float, int]:
         """What a strategy costs, parts that are then to be summed among it; of equal ones the one that takes
         what is split as it is."""
         changed = [s.placement for s, to in zip(sources, strategy.inputs, strict=True) if s.placement != to]
@@ -292,28 +311,31 @@ class _Placer:
         later = value.numel() * value.element_size() if summed else 0
         return self.wire_bytes(sources, strategy) + later, sum(p != REPLICATED for p in changed)
 
-    def wire_bytes(self, sources: Sequence[_Value], strategy: OpStrategy) -> float:
+    def wire_bytes(self, sources: Sequence[Value], strategy: OpStrategy) -> float:
         return sum(map(self.cost, sources, strategy.inputs))
 
-    def cost(self, value: _Value, to: Placement) -> float:
+    def cost(self, value: Value, to: Placement) -> float:
         """Bytes on the wire, of all ranks' parts."""
-        now, scale = value.placement, OF_LEAVES if value.of_leaf else 1.0
+        now = value.placement
+        scale = OF_LEAVES if value.of_leaf and not self.axis.update else 1.0
         if now == to or (value.node, to) in self.converted:
             return 0.0
         size = value.whole.numel() * value.whole.element_size() * scale
         if isinstance(to, Partial):
             return NEVER
-        if isinstance(to, Split) and not fits(value.whole.shape, to, self.axis.ranks):
+        if isinstance(to, Split) and not fits(value.whole.shape, to, self.axis.ranks, self.axis.update):
             return NEVER
         if isinstance(now, Partial):
-            if to == REPLICATED:
+            if to == REPLICATED or self.axis.update:
                 return 2.0 * size
             return size if self.axis.residual == "split" and now == PARTIAL else NEVER
         if not isinstance(now, Split):
             return 0.0  # a slice
-        return size / self.axis.ranks if isinstance(to, Split) and now.dim != to.dim else size
+        if isinstance(to, Split) and now.dim != to.dim and not self.axis.update:
+            return size / self.axis.ranks
+        return size
 
-    def least(self, value: _Value) -> float:
+    def least(self, value: Value) -> float:
         """Bytes on the wire of a sum's parts, however it is summed."""
         if not isinstance(value.placement, Partial):
             return 0.0
@@ -324,9 +346,10 @@ class _Placer:
         """What has been summed is a sum to all that read it from here on."""
         value = self.values[node]
         if isinstance(value.placement, Partial) and not isinstance(to, Partial):
+            to = REPLICATED if self.axis.update else to
             self.values[node] = replace(value, node=self.convert(value, to), placement=to)
 
-    def convert(self, value: _Value, to: Placement) -> fx.Node:
+    def convert(self, value: Value, to: Placement) -> fx.Node:
         """The value as `to`, made once."""
         if value.placement == to:
             return value.node
@@ -335,9 +358,10 @@ class _Placer:
             self.converted[key] = self.conversion(value, to)
         return self.converted[key]
 
-    def conversion(self, value: _Value, to: Placement) -> fx.Node:
+    def conversion(self, value: Value, to: Placement) -> fx.Node:
         now, write = value.placement, self.write
-        if isinstance(now, Split) and isinstance(to, Split) and now.dim == to.dim:
+        same_dim = isinstance(now, Split) and isinstance(to, Split) and now.dim == to.dim
+        if same_dim or (self.axis.update and isinstance(to, Split) and now != REPLICATED):
             whole = replace(value, node=self.convert(value, REPLICATED), placement=REPLICATED)
             return self.convert(whole, to)
         meta, write.meta = write.meta, {k: v for k, v in write.meta.items() if k != "autocast"}
@@ -359,6 +383,10 @@ class _Placer:
         out = []
         for number, node in enumerate(self.program.results):
             value, due = self.values[node], REPLICATED
+            if self.axis.update:
+                self.write.follow(
+                    node
+                )  # what is gathered for a result is gathered for the node that makes it
             if number in summed and value.placement == PARTIAL:
                 out.append(self.call(aten.mul.Tensor, (value.node, self.axis.ranks)))
             else:
@@ -369,7 +397,7 @@ class _Placer:
 
     def placed(self) -> Program:
         """The new program, its values propagated."""
-        if self.gathered:
+        if self.gathered and not self.axis.update:
             warnings.warn(
                 report(
                     f"{len(self.gathered)} op(s) have no rule for a split dim, and take whole values over "
@@ -401,8 +429,9 @@ class _Placer:
 
 
 # What is no op with strategies of its own: by its target, or the type of that.
-_SPECIAL: dict[Any, Callable[[_Placer, fx.Node, Sequence[_Value]], _Value]] = {
+_SPECIAL: dict[Any, Callable[[_Placer, fx.Node, Sequence[Value]], Value]] = {
     OUTGOING: _Placer.outgoing,
     CONSTRAIN: _Placer.constrained,
     CustomGradient: _Placer.on_the_first,
+    Elsewhere: _Placer.elsewhere,
 }

@@ -55,12 +55,12 @@ Placement = Replicated | Split | Partial
 REPLICATED, PARTIAL = Replicated(), Partial()
 
 
-def fits(shape: Sequence[int], split: Split, ranks: int) -> bool:
-    """Whether a tensor can be split so, each rank with some of it."""
+def fits(shape: Sequence[int], split: Split, ranks: int, empty: bool = False) -> bool:
+    """Whether a tensor can be split so, each rank with some of it (`empty`: or with padding alone)."""
     if split.dim >= len(shape) or shape[split.dim] % split.outer or math.prod(shape) == 0:
         return False
     size = shape[split.dim] // split.outer
-    return -(-size // ranks) * (ranks - 1) < size
+    return empty or -(-size // ranks) * (ranks - 1) < size
 
 
 def divides(shape: Sequence[int], split: Split, ranks: int) -> bool:
@@ -86,8 +86,13 @@ def local_value(whole: Tensor, placement: Placement, ranks: int) -> Tensor:
     return whole.new_empty(local_shape(whole.shape, placement, ranks)).requires_grad_(whole.requires_grad)
 
 
-def through_view(split: Split, before: Sequence[int], after: Sequence[int], ranks: int) -> Split | None:
+def through_view(
+    split: Split, before: Sequence[int], after: Sequence[int], ranks: int, empty: bool = False
+) -> Split | None:
     """Where a split dim is after a `view` to another shape; None where no dim holds it.
+
+    Args:
+        empty: as of `fits`.
 
     >>> through_view(Split(1), (4, 6), (24,), 2), through_view(Split(0, outer=4), (24,), (4, 6), 2)
     (Split(dim=0, outer=4), Split(dim=1, outer=1))
@@ -107,7 +112,7 @@ def through_view(split: Split, before: Sequence[int], after: Sequence[int], rank
             if (
                 not even
                 and math.prod(after[dim + 1 : into[-1] + 1]) == below
-                and fits(after, after_view, ranks)
+                and fits(after, after_view, ranks, empty)
             ):
                 return after_view
         return None

@@ -40,7 +40,7 @@ def contraction(
             kept, size = label in result, (sizes[label],)
             if not kept and (added or not divides(size, Split(0, outer), call.ranks)):
                 continue
-            if not fits(size, Split(0, outer), call.ranks):
+            if not fits(size, Split(0, outer), call.ranks, call.axis.update):
                 continue
             pairs = zip(operands, call.tensors, strict=True)
             inputs = tuple(operand(labels, t, label, outer) for labels, t in pairs)

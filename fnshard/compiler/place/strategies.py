@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, fx
 from torch.fx.node import map_aggregate
 
@@ -29,6 +30,9 @@ class Axis:
         residual: "split": where parts are summed, the sum may be split along another dim (sequence
             parallelism, Korthikanti et al. 2022); "whole": it is on all ranks.
         attention: how it runs over a sequence that this axis splits.
+        update: the program is an optimizer's: ranks may have nothing of a leaf, padding may hold anything,
+            and what is split costs its bytes where all of it is needed. Ranks sum and gather, and each takes
+            its part of what all have; nothing is scattered.
     """
 
     name: str
@@ -38,6 +42,26 @@ class Axis:
     sliced: Mapping[Input, Split] = field(default_factory=dict)
     later: int = 1
     attention: ContextAttention = "auto"
+    update: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Elsewhere:
+    """A call that another rank runs for all of them, on whole values: the target of a node.
+
+    It reads values as they are split, and its results are split as it says.
+
+    Args:
+        results: of each result the placement by axis.
+        values: a fake of each result, as large as it is after the axes that were placed.
+    """
+
+    results: tuple[Mapping[str, Placement], ...]
+    values: tuple[Tensor, ...]
+    __name__ = "elsewhere"  # fx prints targets by their names
+
+    def __call__(self, *reads: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(v) for v in self.values)
 
 
 @dataclass(frozen=True)
@@ -124,7 +148,9 @@ class Call:
         for dim in sorted(range(len(shape)), key=lambda d: (d == len(shape) - 1, -shape[d])):
             for outer in outers if dims is None or dim in dims else ():
                 split = Split(dim, outer)
-                if fits(shape, split, self.ranks) and not (even and not divides(shape, split, self.ranks)):
+                if fits(shape, split, self.ranks, self.axis.update) and not (
+                    even and not divides(shape, split, self.ranks)
+                ):
                     yield split
 
     def part(self, shape: Sequence[int], split: Split) -> int:

@@ -20,7 +20,7 @@ aten, own = torch.ops.aten, torch.ops.fnshard
 def _view(call: Call) -> Iterator[OpStrategy]:
     before = call.tensors[0].shape
     for split in call.splits(before):
-        after_view = through_view(split, before, call.shape, call.ranks)
+        after_view = through_view(split, before, call.shape, call.ranks, call.axis.update)
         if after_view is not None:
             to = call.local(after_view)
             yield OpStrategy((split,), after_view, run=lambda index, x, *_, to=to: x.reshape(to))
@@ -109,7 +109,8 @@ def _cut(call: Call, split: Split, dim: int, start: int, end: int) -> tuple[Spli
     if start % block == 0 and end % block == 0 and start < end:
         return Split(dim, (end - start) // block), start // block * part, end // block * part
     rest = [end - start if d == dim else size for d, size in enumerate(shape)]
-    if split.outer == 1 and start == 0 and fits(rest, split, call.ranks) and call.part(rest, split) == part:
+    some = fits(rest, split, call.ranks, call.axis.update)
+    if split.outer == 1 and start == 0 and some and call.part(rest, split) == part:
         return split, 0, part  # all but some of the last rank's
     return None
 
@@ -139,7 +140,7 @@ def _slice(call: Call) -> Iterator[OpStrategy]:
         if (found := _cut(call, split, dim, start, last)) is not None:
             after, first, end = found
             take = lambda index, x, first=first, end=end: aten.slice(x, dim, first, end, step)  # noqa: E731
-            if split == Split(dim) and last < size:
+            if split == Split(dim) and last < size and not call.axis.update:
                 take = _without_last(dim, call.part(shape, split) * call.ranks - last, call.ranks)
             yield OpStrategy((split,), after, run=take)
     yield OpStrategy((PARTIAL,), PARTIAL)

@@ -48,7 +48,7 @@ class Writer:
 
     def follow(self, node: fx.Node) -> None:
         """The next nodes are of a node of the program."""
-        self.meta = {k: node.meta[k] for k in ("autocast", "stack_trace") if k in node.meta}
+        self.meta = {k: node.meta[k] for k in ("autocast", "stack_trace", "origin") if k in node.meta}
 
     def call(self, target: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> fx.Node:
         node = self.graph.call_function(target, args, dict(kwargs or {}))

@@ -7,6 +7,7 @@ is summed, and is cut off before `fn`, a checkpoint or a norm can see it.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,8 +24,10 @@ ALIGN_bytes = 128
 
 @dataclass(frozen=True)
 class Piece:
-    """One leaf's place in a bucket: full shape, padded block shape, offset in elements. `slot`: of a slot of
-    its state, which goes to the leaf's owner with it."""
+    """One leaf's place in a bucket: full shape, padded block shape, offset in elements.
+
+    `slot`: the name of one of several values of the leaf, where an update sends these.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -58,7 +61,7 @@ class Bucket:
     @property
     def paths(self) -> tuple[str, ...]:
         """The leaves in it."""
-        return tuple(p.path for p in self.pieces if not p.slot)
+        return tuple(dict.fromkeys(p.path for p in self.pieces))
 
     @property
     def row_bytes(self) -> int:
@@ -149,78 +152,92 @@ def _aligned(sizes: Sequence[int], dtype: torch.dtype) -> tuple[list[int], int]:
     return starts, at if end > step else end
 
 
-Part = tuple[str, tuple[int, ...], P]  # of what goes to an owner: "" or a slot, its full shape, its layout
+Part = tuple[str, tuple[int, ...], P]  # one value of a leaf's stack: its name, full shape, layout
 
 
-def owner_buckets(
+def stack_buckets(
     reduced: Sequence[Bucket],
-    dtypes: Mapping[str, torch.dtype],
-    parts: Mapping[str, Sequence[Part]],
+    parts: Mapping[str, tuple[Sequence[Part], Sequence[Part]]],
+    dtypes: Mapping[str, tuple[torch.dtype, torch.dtype]],
+    axes: Mapping[str, tuple[str, ...]],
     specs: Mapping[str, LayoutSpec],
     mesh: Mesh,
-) -> dict[str, list[Bucket]]:
-    """What goes to the owners of whole leaves, by the reduced bucket after which all of it is there.
+) -> dict[str, list[tuple[Bucket, Bucket]]]:
+    """Spread leaves that are computed whole over ranks: what travels there and back, by the reduced bucket
+    after which all of it is there.
 
-    Each of n ranks owns one of n leaves of one shape; as many such groups as there are travel together. What
+    Each of n ranks takes one of n leaves of one form; as many such groups as there are travel together. What
     is left at the end is spread over the ranks as evenly as it can be: a rank's row may have gaps.
 
     Args:
         reduced: in the order in which their gradients arrive.
-        dtypes: by path, of what is sent of leaves that have owners.
-        parts: by path, what is sent: the leaf itself first.
+        parts, dtypes: by path, of what is sent to the rank that computes a leaf, and of what it sends back.
+        axes: by path, whose ranks share the work.
     """
-    waiting: dict[Any, dict[Any, list[str]]] = {}  # by what travels together, then by shape
-    out: dict[str, list[Bucket]] = {}
+    waiting: dict[Any, dict[Any, list[str]]] = {}  # by what travels together, then by form
+    out: dict[str, list[tuple[Bucket, Bucket]]] = {}
     for bucket in reduced:
-        for path in (p for p in bucket.paths if p in dtypes):
+        for path in (p for p in bucket.paths if p in parts):
             spec = specs[path]
-            layout = spec.optimizer.contiguous
             tiers = spec.updated_on, spec.optimizer_memory, spec.memory
-            together = mesh.ordered(layout.axes), dtypes[path], tiers
-            waiting.setdefault(together, {}).setdefault(tuple(parts[path]), []).append(path)
-        for together, shapes in waiting.items():
-            n, last = mesh.axes_size(together[0]), bucket is reduced[-1]
-            rows: list[list[tuple[str, Part]]] = [[] for _ in range(n)]
+            together = axes[path], dtypes[path], tiers
+            form = tuple(parts[path][0]), tuple(parts[path][1])
+            waiting.setdefault(together, {}).setdefault(form, []).append(path)
+        for (over, (there, back), _), forms in waiting.items():
+            n, last = mesh.axes_size(over), bucket is reduced[-1]
+            rows: list[list[tuple[str, Any]]] = [[] for _ in range(n)]  # of each rank: paths and their forms
             turn = 0
-            for own_parts, paths in shapes.items():
+            for form, paths in forms.items():
                 while len(paths) >= n or (last and paths):
                     some = [paths.pop(0) for _ in range(min(n, len(paths)))]
                     own = ["" for _ in range(n)]
                     for path in some:
                         own[turn % n], turn = path, turn + 1
                     for row, path in zip(rows, own, strict=True):
-                        row += [(path, part) for part in own_parts]
+                        row.append((path, form))
             if rows[0]:
-                names = {b.name for some in out.values() for b in some}
-                name = _unused(bucket.name.replace("reduce", "owners", 1), names)
-                made = _owned(name, bucket.unit, *together[:2], rows, mesh)
-                out.setdefault(bucket.name, []).append(made)
+                names = {b.name for some in out.values() for pair in some for b in pair}
+                name = _unused(bucket.name.replace("reduce", "stack", 1), names)
+                pair = [
+                    _stacked(f"{name}{mark}", bucket.unit, over, dtype, rows, mesh, side)
+                    for side, (mark, dtype) in enumerate((("", there), (" back", back)))
+                ]
+                out.setdefault(bucket.name, []).append((pair[0], pair[1]))
     return out
 
 
-def _owned(
+def _stacked(
     name: str, unit: str, axes: tuple[str, ...], dtype: torch.dtype,
-    rows: Sequence[Sequence[tuple[str, Part]]], mesh: Mesh,
+    rows: Sequence[Sequence[tuple[str, Any]]], mesh: Mesh, side: int,
 ) -> Bucket:  # fmt: skip
-    """The bucket of rows, one for each owner: paths, or "", and what is sent of them."""
-    blocks = [block_shape(shape, layout, mesh) for _, (_, shape, layout) in rows[0]]
+    """Return the bucket of what goes to each rank's row of leaves (side 0), or comes back (1)."""
+    values = [[(path, part) for path, form in row for part in form[side]] for row in rows]
+    blocks = [block_shape(shape, layout, mesh) for _, (_, shape, layout) in values[0]]
     starts, numel = _aligned([math.prod(b) for b in blocks], dtype)
     pieces = tuple(
         Piece(path, shape, layout, block, owner * numel + start, slot)
-        for owner, row in enumerate(rows)
+        for owner, row in enumerate(values)
         for (path, (slot, shape, layout)), block, start in zip(row, blocks, starts, strict=True)
         if path
     )
     return Bucket(name, unit, axes, dtype, pieces, numel * len(rows))
 
 
-def of_owner(bucket: Bucket, place: int, ranks: int) -> Bucket:
+def row_of_rank(bucket: Bucket, place: int, ranks: int) -> Bucket:
     """The leaves that one of the ranks owns, in its row."""
     numel = bucket.numel // ranks
     mine = [p for p in bucket.pieces if p.offset // numel == place]
     return replace(
         bucket, pieces=tuple(replace(p, offset=p.offset - place * numel) for p in mine), numel=numel
     )
+
+
+def common_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """Return what values of these dtypes travel as together: integers lose nothing next to numbers
+    of 32 bits."""
+    wide = functools.reduce(torch.promote_types, dtypes)
+    mixed = wide.is_floating_point and not all(dtype.is_floating_point for dtype in dtypes)
+    return torch.float64 if mixed and torch.int64 in dtypes else wide
 
 
 def wire_dtype(spec: LayoutSpec) -> torch.dtype:

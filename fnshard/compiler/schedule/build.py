@@ -7,50 +7,59 @@ accumulation, written out.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
-
-import torch
 
 from fnshard.compiler.ir.program import Outputs, Program
 from fnshard.compiler.ir.values import LOSS_TANGENT, SCALARS, SCALES, Kind, ValueName, slots, stored
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.kernels.segments import Exchanged, Segment, Segments, last_first
 from fnshard.compiler.schedule.aggregate import aggregate
-from fnshard.compiler.schedule.buckets import Bucket, make_buckets, owner_buckets, summed_whole, wire_dtype
+from fnshard.compiler.schedule.buckets import (
+    Bucket,
+    common_dtype,
+    make_buckets,
+    stack_buckets,
+    summed_whole,
+    wire_dtype,
+)
 from fnshard.compiler.schedule.instructions import (
     Accumulate,
     AllReduce,
     Cast,
+    ComputeStack,
     Gather,
     Instruction,
     Local,
     Names,
     Norms,
-    OwnerWork,
     Publish,
     ReduceScalars,
     ReduceScatter,
+    ReduceUpdate,
     Run,
     Scales,
+    StackUpdate,
     Update,
-    UpdateBegin,
-    UpdateExchange,
-    UpdateSums,
-    UpdateWhole,
     Wait,
     Zeros,
 )
 from fnshard.compiler.schedule.instructions.exchange import exchange
 from fnshard.compiler.schedule.instructions.kernels import added
 from fnshard.compiler.schedule.ir import Schedule, with_wait
+from fnshard.compiler.update.derive import Compute, Reduce, Stack
+from fnshard.compiler.update.family import Family
+from fnshard.compiler.update.steps import flow_of, form_of, stacks_of
+from fnshard.compiler.update.trace import GRAD, UPDATE
 from fnshard.layout.spec import LayoutSpec, summed_axes
 from fnshard.mesh import Mesh
 
 AccumulateMode = Literal["reduce", "local"]
 _SCALARS_FLIGHT = ValueName(Kind.FLIGHT, "scalars")
+
+
+Made = Mapping[ValueName, Set[str]]  # what an update has made: by the line's result, the values in it
 
 
 @dataclass(frozen=True)
@@ -66,8 +75,7 @@ class Plan:
         scalars: how many numbers ride on ReduceScalars besides what `fn` returns.
         barrier: something global that is made of gradients (a norm, an overflow flag) stands between the
             last of them and the first update.
-        owner_work: by path, what is computed of whole leaves, by owners where ranks send parts to these.
-        sums: by path, shapes of what updates sum over leaves that are split, by round and name.
+        families: by path, how each leaf that trains is updated.
         rows: of this rank's batch, by which the new values of buffers are averaged.
         counted: updates need the scalars of the forward (a Mean's count), which are summed before the
             backward, so that updates stay in it.
@@ -79,8 +87,7 @@ class Plan:
     norms: bool = False
     barrier: bool = False
     counted: bool = False
-    owner_work: Mapping[str, OwnerWork] = field(default_factory=dict)
-    sums: Mapping[str, Sequence[Mapping[str, tuple[int, ...]]]] = field(default_factory=dict)
+    families: Mapping[str, Family] = field(default_factory=dict)
     scalars: int = 0
     differentiate: bool = True
     rows: int = 1
@@ -117,6 +124,11 @@ def build(
     if plan.differentiate:
         b.finish()
     return b.schedule()
+
+
+def read_of(made: Made, values: Set[str]) -> Names:
+    """Return the results that hold some of these values."""
+    return tuple(name for name, own in made.items() if own & values)
 
 
 @dataclass
@@ -165,15 +177,28 @@ class _Builder:
         self.active = self._active()
         self.complete = self._completion()
         self.arriving = sorted(self.reduces, key=lambda b: -(self.complete[b.name] or 0))
-        self.sent = {p: work for p, work in self.plan.owner_work.items() if work.parts}
-        dtypes = {p: work.dtype for p, work in self.sent.items()}
-        parts = {
-            path: [(slot, shape, layout.contiguous) for slot, shape, layout in work.parts]
-            for path, work in self.sent.items()
-        }
-        self.owned = owner_buckets(self.arriving, dtypes, parts, self.whole, self.mesh)
+        self.stacks = self._stacks()
         self.reduced: dict[str, ValueName] = {}
+        self.sent: dict[str, Made] = {}  # by path, what is made of a leaf before it is computed whole
         self.local: dict[str, ValueName] = {}
+
+    def _stacks(self) -> dict[str, list[tuple[Bucket, Bucket]]]:
+        """Return what goes to the ranks that compute whole leaves and back, by the last reduced bucket."""
+        parts, dtypes, axes = {}, {}, {}
+        for path, family in self.plan.families.items():
+            there, back = stacks_of(family.derived)
+            if there is not None:
+                sides = (there.sends, there), (back.receives, back)
+                parts[path] = tuple(
+                    [
+                        (name, shape, layout.contiguous)
+                        for name, shape, layout in zip(names, side.shapes, side.layouts, strict=True)
+                    ]
+                    for names, side in sides
+                )
+                dtypes[path] = tuple(common_dtype(side.dtypes) for _, side in sides)
+                axes[path] = there.axes
+        return stack_buckets(self.arriving, parts, dtypes, axes, self.whole, self.mesh)
 
     def _is_alias(self, path: str) -> bool:
         """Whether the stored leaf is what `fn` sees: nothing to gather, nothing to cast."""
@@ -452,88 +477,116 @@ class _Builder:
         self.scalars_wait()
 
     def updates(self) -> None:
-        bucket_of = {p: b.name for b in self.reduces for p in b.paths}
+        """Write out the optimizer: each bucket's leaves, those together whose updates exchange alike."""
         for bucket in self.arriving:
-            begun = tuple(p for p in bucket.paths if p in self.sent)
-            summed = tuple(p for p in bucket.paths if p in self.plan.sums)
-            plain = tuple(p for p in bucket.paths if p not in begun and p not in summed)
-            if begun:
-                self.begin(bucket, begun)
-            groups = [(paths, self.summed_over(bucket, paths)) for paths in self.alike(summed)]
-            for paths, sums in [(plain, ()), *groups] if plain else groups:
-                self.update(bucket, paths, (self.reduced[bucket.name], *sums))
-            for owned in self.owned.get(bucket.name, ()):
-                names = dict.fromkeys(ValueName(Kind.SENT, bucket_of[p]) for p in owned.paths)
-                self.update(owned, owned.paths, (self.by_owners(owned, tuple(names)),))
+            groups: dict[Any, list[str]] = {}
+            for path in bucket.paths:
+                groups.setdefault(form_of(self.plan.families[path].derived), []).append(path)
+            for number, paths in enumerate(groups.values()):
+                self.stretches(bucket, tuple(paths), number)
+            for there, back in self.stacks.get(bucket.name, ()):
+                self.stack(there, back)
         for bucket in self.publishes:
             shards, flight = stored(bucket.paths), ValueName(Kind.FLIGHT, bucket.name)
             publish = Publish(bucket.unit, "update", shards, (flight,), bucket=bucket.name)
             self.lines += with_wait(publish, *shards)
 
-    def alike(self, paths: Sequence[str]) -> list[tuple[str, ...]]:
-        """Leaves apart whose updates sum over other axes, or in another number of rounds."""
-        groups: dict[Any, list[str]] = {}
-        for path in paths:
-            axes = self.mesh.ordered(self.whole[path].optimizer.axes)
-            groups.setdefault((axes, len(self.plan.sums[path])), []).append(path)
-        return list(map(tuple, groups.values()))
+    def stretches(self, bucket: Bucket, paths: tuple[str, ...], group: int) -> None:
+        """Write out the updates of leaves of one form, up to where they are sent to be computed whole."""
+        steps = self.plan.families[paths[0]].derived.steps
+        end = next((i for i, step in enumerate(steps) if isinstance(step, Stack)), len(steps))
+        made = self.steps(bucket, paths, range(end), f"{group}", {self.reduced[bucket.name]: {GRAD}})
+        if end < len(steps):
+            self.sent |= dict.fromkeys(paths, made)
 
-    def summed_over(self, bucket: Bucket, paths: tuple[str, ...]) -> Names:
-        """What updates sum over leaves, round by round."""
-        out: Names = ()
-        axes = self.mesh.ordered(self.whole[paths[0]].optimizer.axes)
-        wide = [self.whole[p].optimizer_dtype for p in paths]
-        dtype = functools.reduce(torch.promote_types, wide, torch.float32)
-        for number in range(len(self.plan.sums[paths[0]])):
-            version = f" {paths[0]}#{number}"
-            flight, made = (ValueName(kind, bucket.name, version) for kind in (Kind.FLIGHT, Kind.SUMS))
-            shapes = {p: self.plan.sums[p][number] for p in paths}
-            reads = (self.reduced[bucket.name], *self.state_reads(paths), *out)
-            sums = UpdateSums(
-                bucket.unit, "update", reads, (flight,), bucket=bucket.name, paths=paths, axes=axes,
-                number=number, dtype=dtype, shapes=shapes,
-            )  # fmt: skip
-            self.lines += with_wait(sums, made)
-            out = (*out, made)
-        return out
+    def steps(
+        self, bucket: Bucket, paths: tuple[str, ...], numbers: Sequence[int], group: str, made: Made
+    ) -> Made:
+        """Write out some steps of leaves of one form.
 
-    def update(self, bucket: Bucket, paths: tuple[str, ...], made: Names) -> None:
-        """The optimizer on leaves of which the gradients, or what owners have made of them, are there."""
-        writes = (*stored(paths), *slots(paths))
-        reads = (made[0], *self.state_reads(paths), *made[1:])
-        work = {p: own for p in paths if (own := self.plan.owner_work.get(p)) and not own.parts}
-        where = {"bucket": bucket.name, "paths": paths, "work": work}
-        self.lines.append(Update(bucket.unit, "update", reads, writes, **where))
+        Args:
+            made: what was made of the leaves before: by the line's result, the values in it.
+
+        Returns:
+            `made`, with what these steps have made.
+        """
+        derived = {path: self.plan.families[path].derived for path in paths}
+        where = {"unit": bucket.unit, "phase": "update", "bucket": bucket.name, "paths": paths}
+        for number in numbers:
+            name = ValueName(Kind.UPDATED, bucket.name, f" {group}#{number}")
+            own = {path: each.steps[number] for path, each in derived.items()}
+            step = own[paths[0]]
+            if isinstance(step, Reduce):
+                sent = [derived[p].values[n] for p, each in own.items() for n in each.sends]
+                flight = ValueName(Kind.FLIGHT, bucket.name, f" {group}#{number}")
+                reads = read_of(made, {n for each in own.values() for n in each.sends})
+                line = ReduceUpdate(
+                    **where, reads=reads, writes=(flight,), axes=step.axes, how=step.how,
+                    dtype=common_dtype([dtype for _, dtype in sent]),
+                    sends={p: each.sends for p, each in own.items()},
+                    receives={p: each.receives for p, each in own.items()},
+                    shapes={p: tuple(derived[p].values[n][0] for n in each.sends) for p, each in own.items()},
+                )  # fmt: skip
+                self.lines += with_wait(line, name)
+                made = made | {name: {n for each in own.values() for n in each.receives}}
+                continue
+            flows = [flow_of(each, number) for each in derived.values()]
+            commits = {n for flow in flows for n in flow.commits}
+            keeps = {n for flow in flows for n in flow.keeps}
+            taken = {n for flow in flows for n in (*flow.commits.values(), *flow.keeps.values())}
+            reads = read_of(made, {n for each in own.values() for n in each.reads} | taken)
+            writes = stored(paths) if UPDATE in commits else ()
+            writes += slots(paths) if commits - {UPDATE} or writes else ()
+            writes += (name,) if keeps else ()
+            if not writes:  # of leaves without numbers alone
+                continue
+            self.lines.append(
+                Update(
+                    **where, reads=(*reads, *self.state_reads(paths)), writes=writes, number=number, work=own
+                )
+            )
+            # The gradient may be scaled in place: who reads it later has a copy.
+            made = {n: values for n, values in made.items() if n.kind is not Kind.REDUCED} | {name: keeps}
+        return made
 
     def state_reads(self, paths: tuple[str, ...]) -> Names:
-        """What an update of leaves reads besides gradients."""
+        """Return what an update of leaves reads besides gradients."""
         scalars = (SCALARS,) if self.plan.barrier or self.plan.counted else ()
         spec = self.specs[paths[0]]
         # On the host, of a leaf that the device stores, the optimizer reads its own master copy.
         params = () if spec.updated_on == "host" and spec.memory == "device" else stored(paths)
         return (*params, *slots(paths), *scalars)
 
-    def begin(self, bucket: Bucket, paths: tuple[str, ...]) -> None:
-        """The optimizer on leaves that have owners, up to what these need."""
-        reads = (self.reduced[bucket.name], *self.state_reads(paths))
-        writes = (ValueName(Kind.SENT, bucket.name), *slots(paths))
-        dtypes = tuple(self.sent[p].dtype for p in paths)
-        self.lines.append(
-            UpdateBegin(bucket.unit, "update", reads, writes, bucket=bucket.name, paths=paths, dtypes=dtypes)
+    def stack(self, there: Bucket, back: Bucket) -> None:
+        """Write out what is computed of whole leaves: to the ranks that do so, back, the rest of updates."""
+        derived = {path: self.plan.families[path].derived for path in there.paths}
+        work = {p: next(s for s in d.steps if isinstance(s, Compute) and s.whole) for p, d in derived.items()}
+        sends = {n for d in derived.values() for n in stacks_of(d)[0].sends}
+        receives = {n for d in derived.values() for n in stacks_of(d)[1].receives}
+        parts = tuple(dict.fromkeys(n for path in there.paths for n in read_of(self.sent[path], sends)))
+        alike = {n for compute in work.values() for n in compute.reads} - sends
+        known = tuple(dict.fromkeys(n for path in there.paths for n in read_of(self.sent[path], alike)))
+        sent, whole, received = (
+            ValueName(Kind.UPDATED, bucket.name, mark)
+            for bucket, mark in ((there, ""), (there, "#whole"), (back, ""))
         )
-
-    def by_owners(self, bucket: Bucket, sent: Names) -> ValueName:
-        """To the owners, what they compute, and back."""
-        there, made, back = (ValueName(Kind.SENT, bucket.name, v) for v in ("", "#whole", "#back"))
-        to, fro = (ValueName(Kind.FLIGHT, bucket.name, v) for v in ("", "#back"))
-        where = {"unit": bucket.unit, "phase": "update", "bucket": bucket.name}
-        work = {p: self.sent[p] for p in bucket.paths}
+        to, fro = (ValueName(Kind.FLIGHT, bucket.name) for bucket in (there, back))
+        where = {"unit": there.unit, "phase": "update"}
         self.lines += [
-            *with_wait(UpdateExchange(**where, reads=sent, writes=(to,)), there),
-            UpdateWhole(**where, reads=(there,), writes=(made,), work=work),
-            *with_wait(UpdateExchange(**where, reads=(made,), writes=(fro,), back=True), back),
+            *with_wait(StackUpdate(**where, bucket=there.name, reads=parts, writes=(to,)), sent),
+            ComputeStack(**where, bucket=there.name, reads=(sent, *known), writes=(whole,), work=work),
+            *with_wait(
+                StackUpdate(**where, bucket=back.name, reads=(whole,), writes=(fro,), back=True), received
+            ),
         ]
-        return back
+        groups: dict[Any, list[str]] = {}
+        for path in there.paths:
+            groups.setdefault(form_of(derived[path]), []).append(path)
+        for number, paths in enumerate(groups.values()):
+            steps = derived[paths[0]].steps
+            start = next(i for i, s in enumerate(steps) if isinstance(s, Stack) and s.back) + 1
+            made = {n: own for path in paths for n, own in self.sent[path].items()} | {received: receives}
+            self.steps(back, tuple(paths), range(start, len(steps)), f"{number}", made)
 
     def schedule(self) -> Schedule:
         last = self.plan.accumulate - 1
@@ -548,7 +601,7 @@ class _Builder:
             *stored(self.specs),
             *(n for n in named if n.kind is not Kind.STORED and (n not in made or n.kind is Kind.SLOTS)),
         ]
-        of_updates = (b for some in self.owned.values() for b in some) if self.plan.update else ()
+        of_updates = (b for some in self.stacks.values() for pair in some for b in pair)
         moved = (*self.gathers, *self.reduces, *self.publishes, *of_updates, *self.aggregated)
         return Schedule(
             tuple(self.lines),
@@ -561,4 +614,5 @@ class _Builder:
             self.plan.accumulate,
             scalars=self.plan.scalars + (len(self.outputs.summed) if self.plan.differentiate else 0),
             reduced=dict(self.reduced),
+            families=self.plan.families,
         )

@@ -24,6 +24,7 @@ from fnshard.compiler.ir.program import short_dtype
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.schedule.buckets import Bucket
+from fnshard.compiler.update.family import Family
 from fnshard.errors import ScheduleError
 from fnshard.layout.spec import LayoutSpec, summed_axes
 from fnshard.mesh import Mesh
@@ -63,9 +64,11 @@ class Context(Protocol):
     @property
     def worker(self) -> Any: ...
 
-    @property
-    def update_stream(self) -> Any:
-        """The stream of updates next to kernels; None where there is one stream."""
+    def beside(self, action: Action) -> Callable[[Env], Any]:
+        """Return an action that runs next to kernels where the device has streams, for `join`."""
+
+    def join(self, beside: Any) -> None:
+        """Let kernels from here on see what an action beside them has done."""
 
     def later(self, line: Instruction) -> Callable[[Callable[[], None]], None]:
         """How a part of a line is run: at once, or by the worker."""
@@ -73,7 +76,7 @@ class Context(Protocol):
     def packer(self, bucket: str) -> Any:
         """What packs the bucket of this name into flat rows."""
 
-    def owners(self, bucket: str) -> Any:
+    def stacks(self, bucket: str) -> Any:
         """What packs the bucket of this name, whose rows are of leaves that ranks own."""
 
 
@@ -340,8 +343,8 @@ class Schedule:
     names the step returns, never dropped. `kernels`, `buckets` by name. `planned`: how many units'
     gathered leaves may be alive at once, besides a tiny one and those that are kept on purpose. `scalars`:
     how many numbers ReduceScalars sums, in fp64. `reduced`: by bucket, the value that holds its gradients at
-    the end. `offloaded`, `recomputed`: segments that keep on the host what they keep for their backward, and
-    those that keep nothing but their inputs.
+    the end. `families`: by path, how leaves that train are updated. `offloaded`, `recomputed`: segments that
+    keep on the host what they keep for their backward, and those that keep nothing but their inputs.
     """
 
     instructions: tuple[Instruction, ...]
@@ -355,6 +358,7 @@ class Schedule:
     planned: int = 1
     scalars: int = 0
     reduced: Mapping[str, ValueName] = field(default_factory=dict)
+    families: Mapping[str, Family] = field(default_factory=dict)
     offloaded: frozenset[int] = frozenset()
     recomputed: frozenset[int] = frozenset()
 

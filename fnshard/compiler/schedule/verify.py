@@ -23,9 +23,9 @@ from fnshard.compiler.schedule.instructions import (
     Instruction,
     Norms,
     ReduceScalars,
+    ReduceUpdate,
     Run,
-    UpdateExchange,
-    UpdateSums,
+    StackUpdate,
     Wait,
 )
 from fnshard.compiler.schedule.instructions.kernels import tiny_runs
@@ -153,7 +153,7 @@ def _copied(issue: Instruction, name: ValueName) -> bool:
         name.kind in (Kind.GRADIENT, Kind.ACCUMULATED, Kind.NORMS, Kind.REDUCED)
         or name.is_copy(Kind.LOADED, Kind.STORED)
         or name == SCALES  # which the flight holds
-        or isinstance(issue, AggregateBuffers | Exchange | ReduceScalars | UpdateExchange | UpdateSums)
+        or isinstance(issue, AggregateBuffers | Exchange | ReduceScalars | ReduceUpdate | StackUpdate)
     )
 
 
@@ -161,7 +161,7 @@ def _sums(schedule: Schedule) -> list[str]:
     """Buckets whose gradients are summed over too many axes or too few."""
     found: dict[tuple[str, str], list[str]] = {}
     for line in schedule.instructions:
-        of_gradients = line.lane == COMMUNICATION and not isinstance(line, UpdateSums)
+        of_gradients = line.lane == COMMUNICATION and not isinstance(line, ReduceUpdate)
         if of_gradients and getattr(line, "bucket", "") in schedule.reduced:
             found.setdefault((line.bucket, line.phase), []).extend(line.axes_of(schedule))
     problems = []

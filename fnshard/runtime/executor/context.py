@@ -9,16 +9,18 @@ from typing import Any
 
 import torch
 
+from fnshard.compiler.ir.values import CONTROL, CONTROL_ON_STREAM
 from fnshard.compiler.kernels.inductor import Boxed
 from fnshard.compiler.schedule.instructions import (
     Accumulate,
     Action,
+    Env,
     Free,
     Instruction,
     Norms,
+    ReduceUpdate,
+    StackUpdate,
     Update,
-    UpdateBegin,
-    UpdateSums,
 )
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.mesh import Mesh
@@ -26,7 +28,7 @@ from fnshard.runtime.collectives.base import Collectives
 from fnshard.runtime.executor.scalars import Scalars
 from fnshard.runtime.executor.update import Updater
 from fnshard.runtime.host_worker import Worker
-from fnshard.runtime.packing import Owners, Packer
+from fnshard.runtime.packing import Packer, Stacks
 from fnshard.runtime.tiers import Transfers
 
 Watch = Callable[[int, Instruction, Action], Action]  # (line number, line, what it does) -> what is done
@@ -49,7 +51,7 @@ class ExecutorContext:
     freed: Callable[[str, Any], None] | None = None
     transfers: Transfers | None = None
     watch: Watch | None = None
-    packers: dict[str, Packer | Owners] = field(default_factory=dict)
+    packers: dict[str, Packer | Stacks] = field(default_factory=dict)
 
     @property
     def mesh(self) -> Mesh:
@@ -62,13 +64,35 @@ class ExecutorContext:
     @cached_property
     def worker(self) -> Worker | None:
         """Who runs what is `on_host`; nobody where lines are watched, or an update communicates."""
-        owned = any(isinstance(line, UpdateBegin | UpdateSums) for line in self.schedule.instructions)
-        alone = self.transfers is None or self.watch is not None or owned
+        exchanged = any(isinstance(line, ReduceUpdate | StackUpdate) for line in self.schedule.instructions)
+        alone = self.transfers is None or self.watch is not None or exchanged
         return None if alone else self.transfers.worker
 
-    @property
-    def update_stream(self) -> Any:
-        return None if self.transfers is None else self.transfers.updates
+    def beside(self, action: Action) -> Callable[[Env], Any]:
+        """Return an action on the stream of updates, which gives the event behind it; the action itself where
+        there is one stream."""
+        stream, device = None if self.transfers is None else self.transfers.updates, self.device
+        if stream is None:
+            return action
+
+        def run(env: Env) -> Any:
+            # What is made once a step is made once on each stream.
+            control, own = env[CONTROL], env.get(CONTROL_ON_STREAM, (None, None))
+            if own[0] is not control:
+                own = env[CONTROL_ON_STREAM] = control, control.on_stream()
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                action({**env, CONTROL: own[1]})
+                event = torch.cuda.Event()
+                event.record(stream)
+            return event
+
+        return run
+
+    def join(self, beside: Any) -> None:
+        """Let the compute stream wait for an event, if there is one."""
+        if beside is not None:
+            torch.cuda.current_stream(self.device).wait_event(beside)
 
     def later(self, line: Instruction) -> Callable[[Callable[[], None]], None]:
         """How a part of a line is run: by the worker where there is one and the line is `on_host`."""
@@ -90,7 +114,7 @@ class ExecutorContext:
             self.packers[bucket] = Packer(self.schedule.buckets[bucket], self.mesh, self.rank)
         return self.packers[bucket]
 
-    def owners(self, bucket: str) -> Owners:
+    def stacks(self, bucket: str) -> Stacks:
         if bucket not in self.packers:
-            self.packers[bucket] = Owners(self.schedule.buckets[bucket], self.mesh, self.rank)
+            self.packers[bucket] = Stacks(self.schedule.buckets[bucket], self.mesh, self.rank)
         return self.packers[bucket]

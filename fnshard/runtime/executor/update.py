@@ -1,10 +1,9 @@
-"""Update: one bucket's reduced gradients -> the optimizer, in place on stored shards and slots."""
+"""Update: the optimizer's programs on one bucket's reduced gradients, in place on stored shards and slots."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,56 +11,62 @@ from torch import Tensor
 
 from fnshard.compiler.ir.values import CONTROL, CONTROL_ON_HOST, MASTER
 from fnshard.compiler.schedule.buckets import Bucket
-from fnshard.compiler.schedule.instructions import OwnerWork, SumShapes
-from fnshard.errors import OptimizerError
-from fnshard.layout.partition import block_shape, block_slices, boxes, slot_layout
+from fnshard.compiler.schedule.instructions import Parts
+from fnshard.compiler.update.derive import Compute
+from fnshard.compiler.update.family import Family
+from fnshard.compiler.update.steps import Flow, flow_of, is_state, stacks_of
+from fnshard.compiler.update.trace import GRAD, PARAM, UPDATE
+from fnshard.layout.partition import P, block_shape, block_slices, side_by_side
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
-from fnshard.optim.contract import Changed, Optimizer, Slots, StepInfo, Tensors
+from fnshard.runtime.executor.compiled_update import CompiledUpdates, is_compilable
 from fnshard.runtime.executor.control import StepControl
-from fnshard.runtime.executor.fused_update import FusedUpdates
-from fnshard.runtime.packing import Parts, padded
-from fnshard.runtime.tiers import rest
+from fnshard.runtime.executor.fused_update import Leaves, find_fused, run_fused
+from fnshard.runtime.packing import padded
+from fnshard.runtime.tiers import send
 
-# gradients, slots, parameters, and the step's control
-UpdateOf = Callable[[Tensors, Slots, Tensors, StepControl], None]
-BeginOf = Callable[[Tensors, Slots, Tensors, StepControl], Parts]
+Tensors = Mapping[str, Tensor]
+# gradients, slots, parameters, what was made before, the step's control -> what later stretches read
+UpdateOf = Callable[[Tensors, Mapping[str, Tensors], Tensors, Parts, StepControl], Parts]
+Slices = tuple[slice, ...] | None  # None: the whole
 
 
 @dataclass(frozen=True)
 class Place:
-    """How one leaf's optimizer block lies in its stored and its gradient block; padding cut off.
-
-    `stored`, `gradient`: slices of the local tensors, or None for the whole. `valid`: extent of the
-    part of the optimizer block that is not padding, or None where nothing is padded; `slots`: likewise of the
-    slots that are not of the leaf's shape.
-    """
-
-    stored: tuple[slice, ...] | None
-    gradient: tuple[slice, ...] | None
-    valid: tuple[slice, ...] | None
-    slots: Mapping[str, tuple[slice, ...]] = field(default_factory=dict)
-
-
-def place(
-    spec: LayoutSpec, mesh: Mesh, rank: int, slots: Mapping[str, tuple[int, ...]] | None = None
-) -> Place:
-    """Where a rank's optimizer block lies in what it stores and reduces.
+    """How one leaf's optimizer block lies in its stored and its gradient block.
 
     Args:
-        slots: shapes of whole slots that are not of the leaf's shape.
+        block: the shape of the optimizer's block, padded.
+        stored, gradient: slices of the local tensors that it is, padding cut off.
+        valid: the part of the block that is not padding.
+        slots: likewise of the slots that are not of the leaf's shape.
+    """
+
+    block: tuple[int, ...]
+    stored: Slices
+    gradient: Slices
+    valid: Slices
+    slots: Mapping[str, Slices] = field(default_factory=dict)
+
+
+def place(spec: LayoutSpec, mesh: Mesh, rank: int, slots: Mapping[str, tuple[tuple[int, ...], P]]) -> Place:
+    """Return where a rank's optimizer block lies in what it stores and reduces.
+
+    Args:
+        slots: whole shapes and layouts of the slots that are not of the leaf's shape.
     """
     here = mesh.coordinate(rank)
-    extents = {}
-    for name, shape in (slots or {}).items():
-        layout = slot_layout(shape, spec.shape, spec.optimizer, mesh)
-        extents[name] = _extent(block_slices(shape, layout.contiguous, mesh, here))
+    extents = {
+        name: _extent(block_slices(shape, layout.contiguous, mesh, here))
+        for name, (shape, layout) in slots.items()
+    }
     spec = spec.local(mesh)
     mine = block_slices(spec.shape, spec.optimizer, mesh, here)
     block, extent = block_shape(spec.shape, spec.optimizer, mesh), _extent(mine)
     whole = all(s.stop == b for s, b in zip(extent, block, strict=True))
     sliced = None if whole else extent
     return Place(
+        block=block,
         stored=sliced if spec.storage == spec.optimizer else mine,
         gradient=sliced if spec.gradient == spec.optimizer else mine,
         valid=sliced,
@@ -70,223 +75,254 @@ def place(
 
 
 def _extent(mine: Sequence[slice]) -> tuple[slice, ...]:
-    """The part of a rank's block that is not padding, of where that lies in the whole."""
+    """Return the part of a rank's block that is not padding, of where that lies in the whole."""
     return tuple(slice(0, s.stop - s.start) for s in mine)
+
+
+def cut(tensor: Tensor, slices: Slices) -> Tensor:
+    """Return a view of a part of a tensor, or the tensor."""
+    return tensor if slices is None else tensor[slices]
+
+
+@dataclass(frozen=True, eq=False)
+class LeafStep:
+    """One stretch of one leaf's update.
+
+    Args:
+        place: where the leaf's blocks lie.
+        compute, flow: what is computed, and what becomes of it.
+    """
+
+    path: str
+    family: Family
+    place: Place
+    compute: Compute
+    flow: Flow
 
 
 @dataclass
 class Updater:
-    """Runs the optimizer of one step on whatever buckets the schedule says, in its order.
+    """Runs the optimizer of one step on whatever leaves the schedule says, in its order.
 
-    `fused`: where updates are compiled; those on the host never are.
+    Args:
+        families: by path, how leaves are updated.
+        specs: of stored tensors.
+        compiled: where updates on the device are compiled.
     """
 
-    optimizer: Optimizer
+    families: Mapping[str, Family]
     specs: Mapping[str, LayoutSpec]
     mesh: Mesh
     rank: int
-    fused: FusedUpdates | None = None
+    compiled: CompiledUpdates | None = None
     places: dict[str, Place] = field(default_factory=dict)
+    _constants: dict[Any, Tensor] = field(default_factory=dict)
 
-    def bind(self, paths: tuple[str, ...]) -> UpdateOf:
-        """A function that updates leaves of one bucket from their reduced blocks, where these lie."""
-        self._locate(paths)
-        compiled = self.fused is not None and self.specs[paths[0]].updated_on == "device"
-        fused = tuple(p for p in paths if compiled and self._rule(p).compilable)
-        plain = tuple(p for p in paths if p not in fused)
-        parts = ((self._bind_fused, fused), (self._bind_plain, plain))
-        updates = [bind(some) for bind, some in parts if some]
+    def bind(self, paths: Sequence[str], number: int) -> UpdateOf:
+        """Return a function that runs step `number` of leaves' updates on their blocks, where these lie."""
+        leaves = [self._leaf(path, number) for path in paths]
+        compiled = [leaf for leaf in leaves if self._compiles(leaf)]
+        fused: dict[Family, list[LeafStep]] = {}
+        for leaf in leaves:
+            if leaf not in compiled and self._fuses(leaf):
+                fused.setdefault(leaf.family, []).append(leaf)
+        leaves = [leaf for leaf in leaves if leaf not in compiled and leaf.family not in fused]
 
-        def update(*args: Any) -> None:
-            for each in updates:
-                each(*args)
-
-        return update
-
-    def _bind_plain(self, paths: tuple[str, ...]) -> UpdateOf:
-        """The same, not compiled."""
-        shapes = {p: tuple(self.specs[p].shape) for p in paths}
-        if all(self._plain(p) for p in paths):
-
-            def update_plain(blocks: Tensors, slots: Slots, params: Tensors, control: StepControl) -> None:
-                if not control.skip:
-                    info = control.info.of_shapes(shapes)
-                    self.optimizer.apply({p: blocks[p] for p in paths}, slots, params, info)
-
-            return update_plain
-
-        def update(blocks: Tensors, slots: Slots, params: Tensors, control: StepControl) -> None:
+        def update(
+            blocks: Tensors, slots: Mapping[str, Tensors], params: Tensors, made: Parts, control: StepControl
+        ) -> Parts:
             if control.skip:
-                return
-            grads = {p: _cut(blocks[p], self.places[p].gradient) for p in paths}
-            own_slots, targets = self._state(paths, slots, params)
-            self.optimizer.apply(grads, own_slots, targets, control.info.of_shapes(shapes))
-            self._store(paths, slots, params, targets)
-
-        return update
-
-    def bind_begin(self, paths: tuple[str, ...]) -> BeginOf:
-        """A function that runs an update up to what is sent to the owners of leaves: padded blocks, and slots
-        as they are."""
-        self._locate(paths)
-        specs = {p: self.specs[p] for p in paths}
-        shapes = {p: block_shape(s.shape, s.optimizer, self.mesh) for p, s in specs.items()}
-
-        def begin(blocks: Tensors, slots: Slots, params: Tensors, control: StepControl) -> Parts:
-            own_slots, targets = self._state(paths, slots, params)
+                return {}
+            if compiled:
+                self._run_compiled(compiled, blocks, slots, params, control)
+            for family, some in fused.items():
+                self._run_fused(family, some, blocks, slots, params, control)
             out = {}
-            for path in paths:
-                rule, info = self._rule(path), control.info
-                grad, own = _cut(blocks[path], self.places[path].gradient), own_slots[path]
-                given = rule.given(path, info)
-                sent, new = rule.begin_leaf(path, grad, own, targets[path], given, info.grad_scale)
-                state = {name: slots[path][name] for name in rule.whole_slots if name in slots[path]}
-                out[path] = {"": padded(sent, shapes[path]), **state}
-                if not control.skip:
-                    _write(own, new)
+            for leaf in leaves:
+                path = leaf.path
+                out[path] = self._run(
+                    leaf, blocks.get(path), slots[path], params.get(path), made.get(path, {}), control
+                )
             return out
 
-        return begin
-
-    def bind_end(self, paths: tuple[str, ...]) -> UpdateOf:
-        """A function that updates leaves, and slots, from what their owners have made: padded blocks."""
-
-        def end(
-            path: str, parts: Mapping[str, Tensor], own: Tensors, target: Tensor, info: StepInfo
-        ) -> Changed:
-            rule, made = self._rule(path), {n: self._slot(path, n, value) for n, value in parts.items()}
-            update = made.pop("").to(target.device)
-            change, new = rule.end_leaf(path, update, own, target, rule.given(path, info))
-            return change, new | made
-
-        return self._bind_by_leaf(paths, end)
-
-    def turn(self, path: str, work: OwnerWork, control: StepControl) -> str:
-        """Which of a leaf's graphs its owner runs in this step."""
-        rule = self._rule(path)
-        return rule.turn_of(rule.given(path, control.info))
-
-    def bind_sums(self, paths: tuple[str, ...], number: int = 0) -> Callable[..., Iterator[Any]]:
-        """A function that makes one round of sums over this rank's blocks of leaves: (path, sums by name)."""
-        self._locate(paths)
-        shapes = {p: tuple(self.specs[p].shape) for p in paths}
-
-        def sums(
-            blocks: Tensors, slots: Slots, params: Tensors, control: StepControl, earlier: Slots
-        ) -> Iterator[tuple[str, dict[str, Tensor]]]:
-            own_slots, targets = self._state(paths, slots, params)
-            info = replace(control.info, shapes=shapes)
-            for path in paths:
-                rule, grad = self._rule(path), _cut(blocks[path], self.places[path].gradient)
-                own, given = {**own_slots[path], **earlier.get(path, {})}, rule.given(path, info)
-                yield path, rule.sum_leaf(number, path, grad, own, targets[path], given, info.grad_scale)
-
-        return sums
-
-    def pack_sums(self, parts: Iterable[Any], shapes: SumShapes, dtype: torch.dtype) -> Tensor:
-        """This rank's parts of whole sums, flat, zero elsewhere."""
-        size = sum(math.prod(s) for own in shapes.values() for s in own.values())
-        flat = torch.zeros(size, dtype=dtype, device=self.mesh.device)
-        views = _views(flat, shapes)
-        for path, made in parts:
-            for name, part in made.items():
-                for full, mine in self._boxes(path, shapes[path][name]):
-                    views[path][name][full] = part[mine]
-        return flat
-
-    def unpack_sums(self, flat: Tensor, shapes: SumShapes) -> dict[str, dict[str, Tensor]]:
-        """What this rank's block of each leaf needs of whole sums, by path and name."""
-        out: dict[str, dict[str, Tensor]] = {}
-        for path, own in _views(flat, shapes).items():
-            out[path] = {}
-            for name, full in own.items():
-                layout = slot_layout(
-                    full.shape, self.specs[path].shape, self.specs[path].optimizer, self.mesh
-                )
-                where = self._boxes(path, tuple(full.shape))
-                part = full.new_empty(block_shape(full.shape, layout, self.mesh))
-                for theirs, mine in where:
-                    part[mine] = full[theirs]
-                extent = tuple(slice(0, max(m[d].stop for _, m in where)) for d in range(full.dim()))
-                out[path][name] = part[extent]
-        return out
-
-    def bind_summed(self, paths: tuple[str, ...]) -> Callable[..., None]:
-        """As `bind`, of leaves over which all ranks have summed what their updates need: by path, last."""
-
-        def update(
-            path: str, block: Tensor, own: Tensors, target: Tensor, info: StepInfo, sums: Slots
-        ) -> Changed:
-            rule, grad = self._rule(path), _cut(block, self.places[path].gradient)
-            totals, given = {n: v.to(target.device) for n, v in sums[path].items()}, rule.given(path, info)
-            return rule.update_leaf(path, grad, own, target, given, info.grad_scale, totals)
-
-        return self._bind_by_leaf(paths, update)
-
-    def _bind_by_leaf(self, paths: tuple[str, ...], change_of: Callable[..., Changed]) -> Callable[..., None]:
-        """A function that updates leaves one by one.
-
-        Args:
-            change_of: of a path, what came for it, its slots, parameter, StepInfo and what follows the
-                step's control: the update and the slots that change.
-        """
-        self._locate(paths)
-        shapes = {p: tuple(self.specs[p].shape) for p in paths}
-
-        def update(
-            blocks: Mapping[str, Any], slots: Slots, params: Tensors, control: StepControl, *more: Any
-        ) -> None:
-            if control.skip:
-                return
-            info = replace(control.info, shapes=shapes)
-            own_slots, targets = self._state(paths, slots, params)
-            for path in paths:
-                change, new = change_of(path, blocks[path], own_slots[path], targets[path], info, *more)
-                targets[path].add_(change)
-                _write(own_slots[path], new)
-            self._store(paths, slots, params, targets)
-
         return update
 
-    def _boxes(self, path: str, shape: tuple[int, ...]) -> list[tuple[Any, Any]]:
-        """Where this rank's part of a sum over a leaf lies in the whole sum, box by box."""
-        spec = self.specs[path]
-        layout = slot_layout(shape, spec.shape, spec.optimizer, self.mesh)
-        return boxes(shape, layout, self.mesh, self.mesh.coordinate(self.rank))
+    def bind_whole(self, bucket: Bucket) -> Callable[[Parts, Parts, StepControl], Parts]:
+        """Return a function that computes the whole leaves that this rank is sent, with values that all ranks
+        have made of them."""
+        work = {}
+        for path in bucket.paths:
+            derived = self.families[path].derived
+            work[path] = next(s for s in derived.steps if isinstance(s, Compute) and s.whole)
 
-    def _rule(self, path: str) -> Optimizer:
-        return self.optimizer.of(path, len(self.specs[path].shape))
+        def compute(parts: Parts, made: Parts, control: StepControl) -> Parts:
+            out = {}
+            for path, sent in parts.items() if not control.skip else ():
+                there, back = stacks_of(self.families[path].derived)
+                values = self._as_computed(path, made.get(path, {}))
+                for name, to, layout, dtype in zip(
+                    there.sends, there.receives, there.layouts, there.dtypes, strict=True
+                ):
+                    values[to] = side_by_side(sent[name].to(dtype), layout, self.mesh, inverse=True)
+                step = work[path]
+                given = [values[n] if n in values else self._number(path, n, control) for n in step.reads]
+                values |= zip(step.writes, step.graph(*given), strict=True)
+                out[path] = {
+                    to: side_by_side(values[name], layout, self.mesh)
+                    for name, to, layout in zip(back.sends, back.receives, back.layouts, strict=True)
+                }
+            return out
 
-    def _locate(self, paths: Sequence[str]) -> None:
-        shapes = slot_shapes(self.optimizer, {p: self.specs[p] for p in paths})
-        for path in paths:
-            self.places[path] = place(self.specs[path], self.mesh, self.rank, shapes.get(path))
+        return compute
 
-    def _state(
-        self, paths: Sequence[str], slots: Slots, params: Tensors
-    ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
-        """Slots and what is updated (parameters or their masters), padding cut off."""
-        own_slots, targets = {}, {}
-        for path in paths:
-            where = self.places[path]
-            own_slots[path] = {k: self._slot(path, k, v) for k, v in slots[path].items()}
-            master = own_slots[path].pop(MASTER, None)
-            targets[path] = _cut(params[path], where.stored) if master is None else master
-        return own_slots, targets
+    def _compiles(self, leaf: LeafStep) -> bool:
+        """Return whether a leaf is updated by a kernel of Inductor's: on the device, and without padding."""
+        on_device = self.specs[leaf.path].updated_on == "device"
+        has_work = bool(leaf.compute.reads) and leaf.place.valid is None
+        return self.compiled is not None and on_device and has_work and is_compilable(leaf.family)
 
-    def _slot(self, path: str, name: str, value: Tensor) -> Tensor:
-        """Without its padding."""
-        where = self.places[path]
-        return _cut(value, where.slots.get(name, where.valid))
+    def _fuses(self, leaf: LeafStep) -> bool:
+        """Return whether a leaf is updated by an operator in place, with others of its family."""
+        return find_fused(leaf.family) is not None
 
-    def _store(self, paths: Sequence[str], slots: Slots, params: Tensors, targets: Tensors) -> None:
-        """Masters to what is stored, where that is here."""
-        for path in paths:
-            if MASTER in slots[path] and path in params:
-                _cut(params[path], self.places[path].stored).copy_(targets[path])
+    def _run_fused(
+        self, family: Family, leaves: Sequence[LeafStep], blocks: Tensors, slots: Mapping[str, Tensors],
+        params: Tensors, control: StepControl,
+    ) -> None:  # fmt: skip
+        targets, copies = [], {}
+        for number, leaf in enumerate(leaves):
+            stored, master = params.get(leaf.path), slots[leaf.path].get(MASTER)
+            targets.append(
+                cut(stored, leaf.place.stored) if master is None else cut(master, leaf.place.valid)
+            )
+            if master is not None and stored is not None:
+                copies[number] = cut(stored, leaf.place.stored)
+        own = Leaves(
+            targets,
+            [cut(blocks[leaf.path], leaf.place.gradient) for leaf in leaves],
+            {
+                name: [
+                    cut(slots[leaf.path][name], leaf.place.slots.get(name, leaf.place.valid))
+                    for leaf in leaves
+                ]
+                for name in family.slots
+            },
+            copies,
+        )
+        path = leaves[0].path
+        run_fused(find_fused(family), own, lambda name: self._number(path, name, control), control.scale)
+
+    def _run_compiled(
+        self, leaves: Sequence[LeafStep], blocks: Tensors, slots: Mapping[str, Tensors], params: Tensors,
+        control: StepControl,
+    ) -> None:  # fmt: skip
+        tensors, copied = [], []
+        for leaf in leaves:
+            where, own = leaf.place, slots[leaf.path]
+            stored = cut(params[leaf.path], where.stored)
+            both = [own[MASTER], stored] if MASTER in own else [stored]
+            copied.append(MASTER in own)
+            grad = cut(blocks[leaf.path], where.gradient)
+            tensors.append([grad, *both, *(own[name] for name in leaf.family.slots)])
+        self.compiled.run([leaf.family for leaf in leaves], tensors, copied, control)
+
+    def _run(
+        self, leaf: LeafStep, block: Tensor | None, slots: Tensors, stored: Tensor | None, made: Tensors,
+        control: StepControl,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """Run one stretch of a leaf's update: write what is final, return what is read later."""
+        where = leaf.place
+        master = slots.get(MASTER)
+        target = cut(stored, where.stored) if master is None else cut(master, where.valid)
+
+        # State as it is before the update is "old NAME", whatever results are called.
+        reads = [f"old {name}" if is_state(name) else name for name in leaf.compute.reads]
+        known = self._as_computed(leaf.path, made)
+        for name in (*reads, *leaf.flow.keeps.values()):
+            if name == f"old {PARAM}":
+                known[name] = padded(target, where.block) if master is None else master
+            elif name.startswith("old slots."):
+                known[name] = slots[name.removeprefix("old slots.")]
+            elif name == GRAD and GRAD not in known:
+                known[name] = self._gradient(block, where, target.dtype, control, GRAD in leaf.flow.keeps)
+            elif name in reads and name not in known:
+                known[name] = self._number(leaf.path, name, control)
+        known |= zip(leaf.compute.writes, leaf.compute.graph(*[known[name] for name in reads]), strict=True)
+
+        for name, source in leaf.flow.commits.items():
+            if name == UPDATE:
+                target.add_(cut(known[source], where.valid))
+                if master is not None and stored is not None:
+                    cut(stored, where.stored).copy_(target)
+                continue
+            slot = name.removeprefix("slots.")
+            extent = where.slots.get(slot, where.valid)
+            cut(slots[slot], extent).copy_(cut(known[source], extent))
+        return {name: known[source] for name, source in leaf.flow.keeps.items()}
+
+    def _gradient(
+        self, block: Tensor, where: Place, dtype: torch.dtype, control: StepControl, is_kept: bool
+    ) -> Tensor:
+        """Return the optimizer's block of a gradient, in fp32 at least, scaled in place where that can be.
+
+        Args:
+            is_kept: later stretches read it, when the bucket's memory is used again.
+        """
+        own = cut(block, where.gradient)
+        grad = padded(own.to(torch.promote_types(dtype, torch.float32), copy=is_kept), where.block)
+        return grad if control.scale is None else grad.mul_(send(control.scale, grad.device))
+
+    def _as_computed(self, path: str, made: Tensors) -> dict[str, Tensor]:
+        """Return values in the dtypes that they are computed in: some have travelled in that of others."""
+        described = self.families[path].derived.values
+        return {n: v.to(described[n][1]) if n in described else v for n, v in made.items()}
+
+    def _number(self, path: str, name: str, control: StepControl) -> Tensor:
+        """Return what an update reads besides its leaf: a number of the step, a constant, a rank's place."""
+        family, device = self.families[path], self.device(path)
+        kind, _, rest = name.partition(".")
+        if kind == "number":
+            return control.once((family, device), lambda: self._numbers(family, device, control))[int(rest)]
+        if kind == "constant":
+            key = family, name, device
+            if key not in self._constants:
+                self._constants[key] = family.traced.constants[name].to(device)
+            return self._constants[key]
+        axes = tuple(rest.split(","))
+        if (axes, device) not in self._constants:
+            ranks = self.mesh.group_ranks(axes, self.rank)
+            here, place = self.mesh.coordinate(self.rank), 0
+            for axis in axes:
+                place = place * self.mesh.axis_size(axis) + here[axis]
+            assert len(ranks) > place
+            self._constants[axes, device] = torch.tensor(place, device=device)
+        return self._constants[axes, device]
+
+    def _numbers(self, family: Family, device: torch.device, control: StepControl) -> list[Tensor]:
+        """Return a family's numbers of this step. A 0-d tensor on the host may meet tensors of any device,
+        and what `torch.cond` looks at stays there."""
+        return [n if n.device == device or n.device.type == "cpu" else send(n, device)
+                for n in family.traced.prologue.numbers(control.step)]  # fmt: skip
+
+    def device(self, path: str) -> torch.device:
+        """Return where a leaf is updated."""
+        on_host = self.specs[path].updated_on == "host"
+        return torch.device("cpu") if on_host else self.mesh.device
+
+    def _leaf(self, path: str, number: int) -> LeafStep:
+        family, spec = self.families[path], self.specs[path]
+        if path not in self.places:
+            odd = {
+                n: (slot.shape, family.layouts[n])
+                for n, slot in family.slots.items()
+                if slot.shape != tuple(spec.shape)
+            }
+            self.places[path] = place(spec, self.mesh, self.rank, odd)
+        step, flow = family.derived.steps[number], flow_of(family.derived, number)
+        return LeafStep(path, family, self.places[path], step, flow)
 
     def control(self, env: dict[str, Any], bucket: Bucket) -> tuple[StepControl, Any]:
-        """What the bucket's update reads of the step, and the event after which it is there, if any.
+        """Return what the bucket's update reads of the step, and the event after which it is there, if any.
 
         For an update on the host it is sent there, once before the scalars are known and once after.
         """
@@ -300,148 +336,10 @@ class Updater:
             sent = env[CONTROL_ON_HOST] = control, on_host, event
         return sent[1:]
 
-    def _bind_fused(self, paths: tuple[str, ...]) -> UpdateOf:
-        """The same, compiled. A bucket's leaves are of one dtype on the wire, and may differ in all else."""
-        places, names = self.places, {}
-        for path in paths:
-            made = made_slots(self.optimizer, path, self.specs[path], self.mesh)
-            names[path] = tuple(n for n in made if n != MASTER)
-        empty = {
-            p for p in paths
-            if 0 in self.specs[p].shape or any(s.start == s.stop for s in places[p].valid or ())
-        }  # fmt: skip
-        parts: list[tuple[list[str], Callable[..., None]]] = []
-        for copied in (False, True):
-            mine = [p for p in paths if self.specs[p].has_master is copied and p not in empty]
-            if mine:
-                parts.append((mine, self.fused.bind({p: names[p] for p in mine}, copied)))
-
-        def tensors(path: str, blocks: Tensors, slots: Slots, params: Tensors) -> list[Tensor]:
-            where, own_slots = places[path], slots[path]
-            own = [_cut(params[path], where.stored)]
-            if MASTER in own_slots:
-                own.insert(0, _cut(own_slots[MASTER], where.valid))
-            return [
-                _cut(blocks[path], where.gradient),
-                *own,
-                *(self._slot(path, n, own_slots[n]) for n in names[path]),
-            ]
-
-        def update(blocks: Tensors, slots: Slots, params: Tensors, control: StepControl) -> None:
-            if control.skip:
-                return
-            for mine, run in parts:
-                run({p: tensors(p, blocks, slots, params) for p in mine}, control.info)
-
-        return update
-
     def stored_part(self, path: str, stored: Tensor) -> Tensor:
-        """The part of a stored leaf that its optimizer block holds, padding cut off."""
-        return _cut(stored, self.places[path].stored)
+        """Return the part of a stored leaf that its optimizer block holds, padding cut off."""
+        return cut(stored, self.places[path].stored)
 
     def valid_part(self, path: str, block: Tensor) -> Tensor:
-        """An optimizer block without its padding."""
-        return _cut(block, self.places[path].valid)
-
-    def _plain(self, path: str) -> bool:
-        """Whether gradient, slots and stored block are the optimizer's as they are."""
-        spec = self.specs[path]
-        one_dtype = spec.storage_dtype == spec.optimizer_dtype == spec.reduce_dtype
-        return one_dtype and not spec.has_master and self.places[path] == Place(None, None, None)
-
-
-def _views(flat: Tensor, shapes: SumShapes) -> dict[str, dict[str, Tensor]]:
-    sizes = [math.prod(s) for own in shapes.values() for s in own.values()]
-    parts = iter(flat.split_with_sizes(sizes))
-    return {p: {n: next(parts).view(s) for n, s in own.items()} for p, own in shapes.items()}
-
-
-def _write(slots: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
-    for name, value in new.items():
-        slots[name].copy_(value)
-
-
-def _cut(tensor: Tensor, slices: tuple[slice, ...] | None) -> Tensor:
-    return tensor if slices is None else tensor[slices]
-
-
-def slot_shapes(
-    optimizer: Optimizer, specs: Mapping[str, LayoutSpec]
-) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Shapes of whole slots, by path, of those that are not of their leaves' shape."""
-    out: dict[str, dict[str, tuple[int, ...]]] = {}
-    known: dict[Any, dict[str, tuple[int, ...]]] = {}
-    for path, spec in specs.items():
-        key = spec.shape, spec.optimizer_dtype, optimizer.settings(path)
-        if spec.trainable and key not in known:
-            made = {n: shape for n, (shape, _) in made_slots(optimizer, path, spec).items()}
-            known[key] = {n: shape for n, shape in made.items() if shape != spec.shape}
-        if spec.trainable and known[key]:
-            out[path] = known[key]
-    return out
-
-
-def made_slots(
-    optimizer: Optimizer, path: str, spec: LayoutSpec, mesh: Mesh | None = None
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of the state of a leaf, or of a rank's block of it."""
-    shape = spec.shape if mesh is None else block_shape(spec.shape, spec.optimizer, mesh)
-    block = torch.empty(shape, dtype=spec.optimizer_dtype, device="meta")
-    made = init_block(optimizer, path, block, spec, mesh) | ({MASTER: block} if spec.has_master else {})
-    return {n: (tuple(v.shape), v.dtype) for n, v in made.items()}
-
-
-def init_block(
-    optimizer: Optimizer, path: str, block: Tensor, spec: LayoutSpec, mesh: Mesh | None
-) -> dict[str, Tensor]:
-    """The state of a block of a leaf; of what owners alone read, this rank's share. No mesh: of the leaf."""
-    if mesh is None:
-        return optimizer.init_leaf(path, block)
-    wholes = {}
-    for name, whole in optimizer.whole_shapes(path, spec.shape).items():
-        layout = slot_layout(whole, spec.shape, spec.optimizer, mesh)
-        if layout is None or mesh.ordered(layout.axes) != mesh.ordered(spec.optimizer.axes):
-            raise OptimizerError(
-                f"{optimizer}: {name} {list(whole)} is no state of matrices of params[{path!r}] "
-                f"{list(spec.shape)}.", fix="as many dims as the leaf's, all but the last two equal to "
-                "these, the last two above 1.",
-            )  # fmt: skip
-        wholes[name] = block_shape(whole, layout, mesh)
-    return optimizer.init_leaf(path, block, wholes)
-
-
-def init_slots(
-    optimizer: Optimizer,
-    params: Mapping[str, Tensor],
-    specs: Mapping[str, LayoutSpec],
-    mesh: Mesh,
-    rank: int,
-    disk_dir: str | None = None,
-) -> dict[str, dict[str, Tensor]]:
-    """Optimizer state for this rank's blocks, where it rests, and master copies where there are any.
-
-    `params`: stored blocks of all leaves; leaves that do not train get none. One leaf's state at a time is
-    outside its tier.
-    """
-    trained = {p: s for p, s in specs.items() if s.trainable}
-    optimizer.check({path: len(spec.shape) for path, spec in trained.items()})
-    out = {}
-    for path, spec in trained.items():
-        block = optimizer_block(params[path], spec, mesh, rank).to(spec.optimizer_dtype)
-        slots = init_block(optimizer, path, block, spec, mesh)
-        if spec.has_master:
-            slots[MASTER] = block.clone() if spec.optimizer_memory == "device" else block
-        out[path] = {k: rest(v, spec.optimizer_memory, mesh.device, disk_dir) for k, v in slots.items()}
-    return out
-
-
-def optimizer_block(stored: Tensor, spec: LayoutSpec, mesh: Mesh, rank: int) -> Tensor:
-    """The optimizer's padded block of a stored leaf."""
-    if spec.storage == spec.optimizer:
-        return stored
-    where = place(spec, mesh, rank)
-    block = torch.zeros(
-        block_shape(spec.shape, spec.optimizer, mesh), dtype=stored.dtype, device=stored.device
-    )
-    _cut(block, where.valid).copy_(stored[where.stored])
-    return block
+        """Return an optimizer block without its padding."""
+        return cut(block, self.places[path].valid)

@@ -13,16 +13,14 @@ from fnshard.compiler.schedule.instructions.kernels import Add, Free, Run, Zeros
 from fnshard.compiler.schedule.instructions.leaves import Cast, Gather, Publish, Scales
 from fnshard.compiler.schedule.instructions.transfers import ToDevice, ToHost
 from fnshard.compiler.schedule.instructions.updates import (
+    ComputeStack,
     Norms,
     OverlappedUpdate,
-    OwnerWork,
+    Parts,
     ReduceScalars,
-    SumShapes,
+    ReduceUpdate,
+    StackUpdate,
     Update,
-    UpdateBegin,
-    UpdateExchange,
-    UpdateSums,
-    UpdateWhole,
 )
 from fnshard.compiler.schedule.ir import (
     COMMUNICATION,
@@ -41,8 +39,8 @@ from fnshard.compiler.schedule.ir import (
 
 __all__ = [
     "COMMUNICATION", "COMPUTE", "HOST", "LANES", "OPTIMIZER", "TRANSFER", "Accumulate", "Action", "Add",
-    "AggregateBuffers", "AllReduce", "Cast", "Env", "Exchange", "Free", "Gather", "Instruction", "Local",
-    "Names", "Norms", "OfBucket", "OverlappedUpdate", "OwnerWork", "Publish", "ReduceScalars",
-    "ReduceScatter", "Reduced", "Run", "Scales", "StoreBuffers", "SumShapes", "ToDevice", "ToHost", "Update",
-    "UpdateBegin", "UpdateExchange", "UpdateSums", "UpdateWhole", "Wait", "Zeros",
+    "AggregateBuffers", "AllReduce", "Cast", "ComputeStack", "Env", "Exchange", "Free", "Gather",
+    "Instruction", "Local", "Names", "Norms", "OfBucket", "OverlappedUpdate", "Parts", "Publish",
+    "ReduceScalars", "ReduceScatter", "ReduceUpdate", "Reduced", "Run", "Scales", "StackUpdate",
+    "StoreBuffers", "ToDevice", "ToHost", "Update", "Wait", "Zeros",
 ]  # fmt: skip

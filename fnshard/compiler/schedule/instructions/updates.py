@@ -1,18 +1,18 @@
-"""Updates: the end of a step: norms, the sum of scalars, the optimizer and what owners compute for it."""
+"""Updates: the end of a step: norms, the sum of scalars, the optimizer and what it exchanges."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from fnshard.compiler.ir.values import CONTROL, CONTROL_ON_STREAM, MASTER, Kind, ValueName
-from fnshard.compiler.schedule.buckets import Part, of_owner
+from fnshard.compiler.ir.values import CONTROL, MASTER, Kind, ValueName
+from fnshard.compiler.schedule.buckets import row_of_rank
 from fnshard.compiler.schedule.ir import (
     COMMUNICATION,
     OPTIMIZER,
@@ -30,8 +30,7 @@ from fnshard.compiler.schedule.ir import (
     on_arrival,
     reduced_names,
 )
-from fnshard.layout.partition import side_by_side
-from fnshard.mesh import Mesh
+from fnshard.compiler.update.derive import Compute
 
 
 @dataclass(frozen=True)
@@ -96,131 +95,74 @@ class ReduceScalars(Instruction):
         return pricer.copy(size, **pricer.collective("all_reduce", self.axes_of(pricer.schedule), size))
 
 
+Parts = dict[str, dict[str, Tensor]]  # tensors of an update, by path and name
+
+
 @dataclass(frozen=True)
-class _OfOptimizer(OfBucket):
-    """Reads gradients, then the slots and the parameters of its leaves."""
+class Update(OfBucket):
+    """A stretch of the optimizer on leaves of one bucket, from one exchange to the next, in place.
+
+    It reads gradients, parameters (but where the host updates its master copies), slots, the scalars it must
+    wait for, and what stretches before it and their exchanges have made; in the order of `paths`.
+
+    Args:
+        number: which stretch of the leaves' families it is.
+        work: by path, what is computed.
+    """
+
+    number: int = 0
+    work: Mapping[str, Compute] = field(default_factory=dict, compare=False, repr=False)
 
     def on_host(self, schedule: Schedule) -> bool:
         return schedule.specs[self.paths[0]].updated_on == "host"
 
+    @property
+    def overwrites(self) -> Names:
+        """Gradients are scaled in place."""
+        return reduced_names(self.reads)
+
+    def aliases(self) -> Mapping[ValueName, Names]:
+        """A master copy that is sent to the device is the slot's own memory; what is handed on may be state,
+        and is no gradient."""
+        gradients = reduced_names(self.reads)
+        state = tuple(n for n in self.reads if n not in gradients)
+        out = {}
+        for name in self.writes:
+            if name.kind is Kind.UPDATED:
+                out[name] = state
+            elif not name.is_state:
+                out[name] = tuple(n for n in state if n.original.kind is Kind.SLOTS and n.path == name.path)
+        return out
+
     def _named(self, kind: Kind) -> dict[str, ValueName]:
         return {n.path: n for n in self.reads if n.original.kind is kind}
 
-    def _bind_inputs(self, context: Context) -> Callable[[Env], Callable[[], tuple[Any, ...]]]:
-        """What begins to bring a step's control to where the update is, and gives what waits for it: blocks
-        (or what owners have made), slots and parameters by path, and the control.
+    def bind(self, context: Context) -> Action:
+        bucket, updater, later = bucket_of(self, context), context.updater, context.later(self)
+        update = updater.bind(self.paths, self.number)
+        gradients = reduced_names(self.reads)
+        earlier = [n for n in self.reads if n.kind is Kind.UPDATED]
+        own_slots, params = self._named(Kind.SLOTS), self._named(Kind.STORED)
+        handed_on = next((n for n in self.writes if n.kind is Kind.UPDATED), None)
+        commits = self.writes[0].original.kind is Kind.STORED
+        masters = dict(zip(self.paths, self.writes, strict=False)) if commits and not params else {}
 
-        There are no parameters where master copies are updated.
-        """
-        bucket, updater, source = bucket_of(self, context), context.updater, self.reads[0]
-        state_names = [self._named(kind) for kind in (Kind.SLOTS, Kind.STORED)]
-
-        def begin(env: Env) -> Callable[[], tuple[Any, ...]]:
+        def run(env: Env) -> None:
             control, event = updater.control(env, bucket)
 
-            def inputs() -> tuple[Any, ...]:
+            def call() -> None:
                 if event is not None:
                     event.synchronize()
-                state = [{p: env[n] for p, n in names.items()} for names in state_names]
-                blocks = env[source] if source.original.kind is Kind.SENT else env[source].blocks
-                return blocks, *state, control
+                blocks = {p: block for n in gradients for p, block in env[n].blocks.items()}
+                made = join_parts([env[n] for n in earlier])
+                state = [{p: env[n] for p, n in names.items()} for names in (own_slots, params)]
+                out = update(blocks, *state, made, control)
+                if handed_on is not None:
+                    env[handed_on] = out
+                for path, name in masters.items():
+                    env[name] = updater.valid_part(path, state[0][path][MASTER])
 
-            return inputs
-
-        return begin
-
-
-@dataclass(frozen=True, eq=False)
-class OwnerWork:
-    """What is computed of a whole leaf: one of `graphs` takes `parts`, sent in `dtype`, and returns as many.
-
-    `graphs`: by turn (`Optimizer.turns`), with the share of steps that have it. `parts`: none where no rank
-    sends anything, as each has whole matrices.
-    """
-
-    dtype: torch.dtype
-    parts: tuple[Part, ...]
-    graphs: Mapping[str, tuple[fx.GraphModule, float]]
-
-    def of(self, parts: Mapping[str, Tensor], turn: str, mesh: Mesh) -> dict[str, Tensor]:
-        """Of tensors in which each rank's parts lie side by side, as those of the results do."""
-        layouts = {name: layout for name, _, layout in self.parts}
-        whole = [side_by_side(parts[name], layout, mesh, inverse=True) for name, layout in layouts.items()]
-        made = zip(layouts.items(), self.graphs[turn][0](*whole), strict=True)
-        return {name: side_by_side(value, layout, mesh) for (name, layout), value in made}
-
-
-SumShapes = Mapping[str, Mapping[str, tuple[int, ...]]]
-
-
-@dataclass(frozen=True)
-class UpdateSums(_OfOptimizer):
-    """Issue: one round of what the optimizer sums over leaves, of all ranks of `axes`, which split them.
-    `shapes`: of whole sums, by path and name."""
-
-    lane, trips, outgoing = COMMUNICATION, 2, True
-
-    number: int = 0
-    dtype: torch.dtype = torch.float32
-    shapes: SumShapes = field(default_factory=dict, compare=False, repr=False)
-
-    def wire_bytes(self, schedule: Schedule) -> int:
-        return self.dtype.itemsize * sum(math.prod(s) for own in self.shapes.values() for s in own.values())
-
-    def bind(self, context: Context) -> Action:
-        updater, (flight,), inputs = context.updater, self.writes, self._bind_inputs(context)
-        sums, earlier = updater.bind_sums(self.paths, self.number), sums_read(self)
-        send = partial(context.comm.all_reduce, axes=self.axes)
-
-        def run(env: Env) -> None:
-            parts = sums(*inputs(env)(), earlier(env))
-            env[flight] = send(updater.pack_sums(parts, self.shapes, self.dtype))
-
-        return run
-
-    @classmethod
-    def bind_wait(cls, wait: Wait, context: Context) -> Action:
-        """This rank's parts of the sums, by path and name."""
-        (flight,), (out,) = wait.reads, wait.writes
-        shapes, unpack = context.schedule.issues[flight].shapes, context.updater.unpack_sums
-
-        def take(env: Env, flat: Tensor) -> None:
-            env[out] = unpack(flat.clone(), shapes)
-
-        return on_arrival(wait, take)
-
-    def price(self, pricer: Pricer) -> Price:
-        flight = pricer.collective("all_reduce", self.axes, self.wire_bytes(pricer.schedule))
-        return pricer.copy(pricer.bytes_of(self.reads), **flight)
-
-
-def sums_read(line: UpdateSums | Update) -> Callable[[Env], dict[str, dict[str, Tensor]]]:
-    """What earlier rounds have summed, by path and name."""
-    names = [n for n in line.reads if n.original.kind is Kind.SUMS]
-
-    def read(env: Env) -> dict[str, dict[str, Tensor]]:
-        return {p: {k: v for n in names for k, v in env[n][p].items()} for p in line.paths} if names else {}
-
-    return read
-
-
-@dataclass(frozen=True)
-class UpdateBegin(_OfOptimizer):
-    """The optimizer on leaves that have owners, up to what it sends to these: slots change in place, and the
-    blocks to be sent are made, in `dtypes`, next to slots that are sent too (`runtime.packing.Parts`)."""
-
-    dtypes: tuple[torch.dtype, ...] = ()
-
-    def aliases(self) -> Mapping[ValueName, Names]:
-        """What is sent may be the gradients themselves, and are the slots themselves."""
-        return {self.writes[0]: self.reads}
-
-    def bind(self, context: Context) -> Action:
-        begin, inputs = context.updater.bind_begin(self.paths), self._bind_inputs(context)
-        out, *_ = self.writes
-
-        def run(env: Env) -> None:
-            env[out] = begin(*inputs(env)())
+            later(call)
 
         return run
 
@@ -228,9 +170,110 @@ class UpdateBegin(_OfOptimizer):
         return pricer.update(self)
 
 
+def join_parts(parts: Sequence[Parts]) -> Parts:
+    """Return what several lines have made of leaves, by path and name."""
+    out: Parts = {}
+    for each in parts:
+        for path, own in each.items():
+            out[path] = {**out.get(path, {}), **own}
+    return out
+
+
+class Nothing:
+    """The flight of an exchange in a step that updates nothing, on all ranks alike."""
+
+    def wait(self) -> None:
+        return None
+
+    def release(self) -> None:
+        return None
+
+
 @dataclass(frozen=True)
-class UpdateExchange(OfBucket):
-    """Issue: every rank's blocks of leaves to the leaves' owners; or `back`, of what these have made."""
+class ReduceUpdate(OfBucket):
+    """Issue: values of an update, small ones mostly, summed over all ranks of `axes`, which split the leaves.
+
+    Args:
+        how: "sum" or "max".
+        sends, receives: names of the values, by path.
+        shapes: of the values, by path.
+        dtype: in which they travel.
+    """
+
+    lane, trips, outgoing = COMMUNICATION, 2, True
+
+    how: str = "sum"
+    dtype: torch.dtype = torch.float32
+    sends: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False, repr=False)
+    receives: Mapping[str, tuple[str, ...]] = field(default_factory=dict, compare=False, repr=False)
+    shapes: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def numel(self) -> int:
+        return sum(math.prod(shape) for own in self.shapes.values() for shape in own)
+
+    def wire_bytes(self, schedule: Schedule) -> int:
+        ranks = schedule.mesh.axes_size(self.axes)
+        return self.dtype.itemsize * self.numel * (ranks if self.how == "max" else 1)
+
+    def sent_share(self, ranks: int) -> Fraction:
+        return Fraction((1 if self.how == "max" else 2) * (ranks - 1), ranks)
+
+    def wire_text(self, schedule: Schedule, shapes: bool = False) -> str:
+        return f"{self.how} {self.dtype} {self.numel} {self.paths}"
+
+    def bind(self, context: Context) -> Action:
+        comm, (flight,) = context.comm, self.writes
+        issue = comm.all_gather if self.how == "max" else comm.all_reduce
+
+        def run(env: Env) -> None:
+            if env[CONTROL].skip:
+                env[flight] = Nothing()
+                return
+            flat = comm.send_buffer(self.numel, self.dtype, self.axes)
+            made = join_parts([env[name] for name in self.reads])
+            values = [made[p][n] for p in self.paths for n in self.sends[p]]
+            parts = flat.split_with_sizes([v.numel() for v in values])
+            torch._foreach_copy_(list(parts), [v.reshape(-1) for v in values])
+            env[flight] = issue(flat, self.axes)
+
+        return run
+
+    @classmethod
+    def bind_wait(cls, wait: Wait, context: Context) -> Action:
+        """The sums, by path and name."""
+        (flight,), (out,) = wait.reads, wait.writes
+        issue: ReduceUpdate = context.schedule.issues[flight]
+
+        def take(env: Env, result: Any) -> None:
+            if result is None:
+                env[out] = {}
+                return
+            whole = torch.stack(list(result)).amax(0) if issue.how == "max" else result.clone()
+            env[out] = issue.unpack(whole)
+
+        return on_arrival(wait, take)
+
+    def unpack(self, flat: Tensor) -> Parts:
+        """Return views of the values in a flat tensor, by path and name."""
+        sizes = [math.prod(shape) for path in self.paths for shape in self.shapes[path]]
+        parts = iter(flat.split_with_sizes(sizes))
+        return {
+            path: {
+                n: next(parts).view(s) for n, s in zip(self.receives[path], self.shapes[path], strict=True)
+            }
+            for path in self.paths
+        }
+
+    def price(self, pricer: Pricer) -> Price:
+        verb = "gather" if self.how == "max" else "all_reduce"
+        flight = pricer.collective(verb, self.axes, self.wire_bytes(pricer.schedule))
+        return pricer.copy(2.0 * self.dtype.itemsize * self.numel, **flight)
+
+
+@dataclass(frozen=True)
+class StackUpdate(OfBucket):
+    """Issue: every rank's blocks of leaves to the rank that computes each of them whole; or `back`."""
 
     lane, trips, outgoing = COMMUNICATION, 1, True
 
@@ -241,24 +284,27 @@ class UpdateExchange(OfBucket):
 
     def bind(self, context: Context) -> Action:
         bucket, comm, (flight,) = bucket_of(self, context), context.comm, self.writes
-        owners = context.owners(self.bucket)
-        pack = owners.pack_wholes if self.back else owners.pack_blocks
+        stacks = context.stacks(self.bucket)
+        pack = stacks.pack_wholes if self.back else stacks.pack_blocks
 
         def run(env: Env) -> None:
+            if env[CONTROL].skip:
+                env[flight] = Nothing()
+                return
             flat = comm.send_buffer(bucket.numel, bucket.dtype, bucket.axes)
-            pack({path: sent for name in self.reads for path, sent in env[name].items()}, flat)
+            pack(join_parts([env[name] for name in self.reads]), flat)
             env[flight] = comm.all_to_all(flat, bucket.axes)
 
         return run
 
     @classmethod
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
-        """This rank's blocks by path and slot; or the whole leaves that it owns."""
-        (out,), owners = wait.writes, context.owners(wait.bucket)
-        unpack = owners.blocks if context.schedule.issues[wait.reads[0]].back else owners.wholes
+        """This rank's blocks by path and name; or the whole leaves that it computes."""
+        (out,), stacks = wait.writes, context.stacks(wait.bucket)
+        unpack = stacks.blocks if context.schedule.issues[wait.reads[0]].back else stacks.wholes
 
-        def take(env: Env, rows: Tensor) -> None:
-            env[out] = unpack(rows)
+        def take(env: Env, rows: Tensor | None) -> None:
+            env[out] = {} if rows is None else unpack(rows)
 
         return on_arrival(wait, take)
 
@@ -273,76 +319,28 @@ class UpdateExchange(OfBucket):
 
 
 @dataclass(frozen=True)
-class UpdateWhole(OfBucket):
-    """Each owner computes what its leaves need as a whole: `work`, by path."""
+class ComputeStack(OfBucket):
+    """What updates need whole leaves for: each rank computes the leaves that it has been sent.
 
-    work: Mapping[str, OwnerWork] = field(default_factory=dict, compare=False, repr=False)
+    Args:
+        work: by path, what is computed.
+    """
+
+    work: Mapping[str, Compute] = field(default_factory=dict, compare=False, repr=False)
 
     def bind(self, context: Context) -> Action:
-        (source,), (out,), mesh, turn = self.reads, self.writes, context.mesh, context.updater.turn
+        (source, *known), (out,) = self.reads, self.writes
+        compute = context.updater.bind_whole(bucket_of(self, context))
 
         def run(env: Env) -> None:
-            env[out] = {
-                path: self.work[path].of(parts, turn(path, self.work[path], env[CONTROL]), mesh)
-                for path, parts in env[source].items()
-            }
+            env[out] = compute(env[source], join_parts([env[name] for name in known]), env[CONTROL])
 
         return run
 
     def price(self, pricer: Pricer) -> Price:
         bucket = pricer.bucket(self)
-        first = of_owner(bucket, 0, pricer.schedule.mesh.axes_size(bucket.axes))
-        return pricer.graphs([each for path in first.paths for each in self.work[path].graphs.values()])
-
-
-@dataclass(frozen=True)
-class Update(_OfOptimizer):
-    """The optimizer on leaves of one bucket, in place: reads the gradients (or what owners have made of
-    them), the parameters (but where the host updates its master copies), slots, and the scalars it must wait
-    for; in the order of `paths`. `work`: by path, what it computes of whole matrices.
-    """
-
-    work: Mapping[str, OwnerWork] = field(default_factory=dict, compare=False, repr=False)
-
-    @property
-    def overwrites(self) -> Names:
-        """Gradients are scaled in place."""
-        return reduced_names(self.reads)
-
-    def aliases(self) -> Mapping[ValueName, Names]:
-        """A master copy that is sent to the device is the slot's own memory."""
-        return {n: tuple(s for s in self.reads if s.original.kind is Kind.SLOTS and s.path == n.path)
-                for n in self.writes if not n.is_state}  # fmt: skip
-
-    def bind(self, context: Context) -> Action:
-        updater, later, inputs = context.updater, context.later(self), self._bind_inputs(context)
-        owned = self.reads[0].original.kind is Kind.SENT
-        summed = any(n.original.kind is Kind.SUMS for n in self.reads)
-        bind = updater.bind_end if owned else updater.bind_summed if summed else updater.bind
-        update, sums = bind(self.paths), sums_read(self)
-        alone = not self._named(Kind.STORED)  # master copies
-        masters = dict(zip(self.paths, self.writes[: len(self.paths)], strict=True)) if alone else {}
-
-        def run(env: Env) -> None:
-            given = inputs(env)
-
-            def call() -> None:
-                blocks, slots, params, control = given()
-                update(blocks, slots, params, control, *([sums(env)] if summed else []))
-                for path, out in masters.items():
-                    env[out] = updater.valid_part(path, slots[path][MASTER])
-
-            later(call)
-
-        return run
-
-    def price(self, pricer: Pricer) -> Price:
-        price = pricer.update(self)
-        if not self.work:
-            return price
-        work = pricer.graphs([each for own in self.work.values() for each in own.graphs.values()])
-        seconds = price.device_seconds + work.device_seconds, price.host_seconds + work.host_seconds
-        return replace(price, device_seconds=seconds[0], host_seconds=seconds[1])
+        first = row_of_rank(bucket, 0, pricer.schedule.mesh.axes_size(bucket.axes))
+        return pricer.graphs([self.work[path].graph for path in first.paths])
 
 
 @dataclass(frozen=True)
@@ -359,33 +357,15 @@ class OverlappedUpdate(Update):
         return tuple(n for n in self.reads if n.is_state)
 
     def bind(self, context: Context) -> Action:
-        update, (flight,), stream = super().bind(context), self.writes, context.update_stream
-        device = context.device
+        update, (flight,) = context.beside(super().bind(context)), self.writes
 
         def run(env: Env) -> None:
-            env[flight] = None
-            if stream is None:
-                update(env)
-                return
-            control, own = env[CONTROL], env.get(CONTROL_ON_STREAM, (None, None))
-            if own[0] is not control:
-                own = env[CONTROL_ON_STREAM] = control, control.on_stream()
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                update({**env, CONTROL: own[1]})
-                env[flight] = torch.cuda.Event()
-                env[flight].record(stream)
+            env[flight] = update(env)
 
         return run
 
     @classmethod
     def bind_wait(cls, wait: Wait, context: Context) -> Action:
         """The compute stream sees new parameters and slots."""
-        (flight,), device = wait.reads, context.device
-
-        def run(env: Env) -> None:
-            event = env.pop(flight)
-            if event is not None:
-                torch.cuda.current_stream(device).wait_event(event)
-
-        return run
+        (flight,) = wait.reads
+        return lambda env: context.join(env.pop(flight))

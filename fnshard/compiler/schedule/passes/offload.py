@@ -22,8 +22,6 @@ from fnshard.compiler.schedule.instructions import (
     ToDevice,
     ToHost,
     Update,
-    UpdateBegin,
-    UpdateSums,
     Wait,
 )
 from fnshard.compiler.schedule.ir import Schedule, with_wait
@@ -63,7 +61,7 @@ class _State:
 
     def __post_init__(self) -> None:
         lines = self.schedule.instructions
-        self.updates = {i.bucket: i for i in lines if isinstance(i, UpdateBegin | UpdateSums | Update)}
+        self.updates = {i.bucket: i for i in lines if isinstance(i, Update) and i.number == 0}
         self.normed = any(isinstance(i, Norms) for i in lines)
         finals = {n for i in lines if not isinstance(i, AllReduce) for n in i.reads} | set(
             self.schedule.outputs

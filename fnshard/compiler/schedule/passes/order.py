@@ -8,21 +8,20 @@ from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.schedule.instructions import (
     COMMUNICATION,
     Accumulate,
+    ComputeStack,
     Free,
     Instruction,
     Norms,
     Publish,
+    ReduceUpdate,
     Run,
+    StackUpdate,
     Update,
-    UpdateBegin,
-    UpdateExchange,
-    UpdateSums,
-    UpdateWhole,
     Wait,
 )
 from fnshard.compiler.schedule.ir import Schedule, follow_aliases
 
-_UPDATES = UpdateBegin | UpdateExchange | UpdateSums | UpdateWhole | Update
+_UPDATES = Update | ReduceUpdate | StackUpdate | ComputeStack
 
 
 def update_in_backward(schedule: Schedule) -> Schedule:
@@ -39,7 +38,7 @@ def update_in_backward(schedule: Schedule) -> Schedule:
 
 
 def _moves(line: Instruction) -> bool:
-    waits = isinstance(line, Wait) and line.is_for(Publish, UpdateExchange, UpdateSums)
+    waits = isinstance(line, Wait) and line.is_for(Publish, ReduceUpdate, StackUpdate)
     return waits or isinstance(line, Norms | _UPDATES | Publish)
 
 

@@ -56,10 +56,13 @@ def _overlaps(wait: Wait, later: Sequence[Instruction]) -> bool:
 
 
 def _alone(line: Instruction, schedule: Schedule) -> bool:
-    """Whether it is an Update that reads nothing but a bucket's gradients and state, all on the device."""
+    """Whether it is a whole Update that reads a bucket's gradients and state alone, all on the device, and is
+    limited by memory: products of its own would take their time from kernels'."""
     kinds = (Kind.REDUCED, Kind.SLOTS, Kind.STORED)
-    plain = type(line) is Update and not line.work and all(n.kind in kinds for n in line.reads)
-    return plain and not line.on_host(schedule)
+    if type(line) is not Update or not all(n.kind in kinds for n in (*line.reads, *line.writes)):
+        return False
+    has_products = any(schedule.families[path].derived.flops for path in line.paths)
+    return not has_products and not line.on_host(schedule)
 
 
 def wait_late(schedule: Schedule) -> Schedule:

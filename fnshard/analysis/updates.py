@@ -1,0 +1,118 @@
+"""Updates: the memory that a stretch of an update takes, found by running it on tensors without data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fnshard.analysis.storages import INPUTS, StorageTracker, tensors_of
+from fnshard.compiler.schedule.ir import Schedule
+from fnshard.compiler.update.derive import Compute
+from fnshard.compiler.update.family import Family
+from fnshard.compiler.update.slots import Slots
+from fnshard.compiler.update.steps import flow_of
+from fnshard.layout.partition import block_shape
+from fnshard.optim.optimizer import Step
+from fnshard.runtime.executor.compiled_update import is_compilable
+from fnshard.runtime.executor.control import StepControl
+from fnshard.runtime.executor.fused_update import find_fused
+from fnshard.runtime.executor.update import Updater
+
+
+@dataclass
+class UpdateMemory:
+    """What the updates of a schedule take besides what they change.
+
+    Args:
+        slots: shapes and dtypes of the state on this rank.
+        compiled: updates on the device are compiled, and take nothing.
+    """
+
+    schedule: Schedule
+    slots: Slots
+    compiled: bool = False
+    known: dict[Any, int] = field(default_factory=dict)
+
+    def bytes(self, paths: Sequence[str], number: int, barrier: bool) -> int:
+        """Return what one stretch of the updates of leaves takes, on the device that updates them.
+
+        Leaves are updated one after the other, so that it is what the largest one takes; those of an operator
+        in place together.
+
+        Args:
+            barrier: whether the step's scalars are known by then: gradients may be scaled by them.
+        """
+        largest, fused = 0, dict[Family, int]()
+        for path in paths:
+            spec, family = self.schedule.specs[path], self.schedule.families[path]
+            if self.compiled and spec.updated_on == "device" and is_compilable(family):
+                continue
+            if find_fused(family) is None:
+                largest = max(largest, self._of_leaf(path, number, barrier))
+            elif self._sum_dtype(path) != spec.optimizer_dtype:  # gradients are cast first
+                block = block_shape(spec.shape, spec.optimizer, self.schedule.mesh)
+                fused[family] = fused.get(family, 0) + size_of(block, spec.optimizer_dtype)
+        return max([largest, *fused.values()])
+
+    def _of_leaf(self, path: str, number: int, barrier: bool) -> int:
+        spec, family = self.schedule.specs[path], self.schedule.families[path]
+        key = family, number, barrier, spec.storage, spec.gradient, spec.storage_dtype, self._sum_dtype(path)
+        if key not in self.known:
+            self.known[key] = self._run(path, number, barrier)
+        return self.known[key]
+
+    def _run(self, path: str, number: int, barrier: bool) -> int:
+        spec, mesh, family = self.schedule.specs[path], self.schedule.mesh, self.schedule.families[path]
+        # Fakes of a device that torch was not built for cannot be written to.
+        device = torch.device("cuda" if mesh.device_type == "cuda" and torch.cuda.is_available() else "cpu")
+        nodes = family.traced.placeholders if family.traced else {}
+        like = [node.meta["val"].dtype for name, node in nodes.items() if name.startswith("number.")]
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            numbers = [torch.empty((), dtype=dtype) for dtype in like]
+            updater = Updater({path: family}, {path: spec}, mesh, mesh.rank)
+            update = updater.bind((path,), number)
+            block = torch.empty(
+                block_shape(spec.shape, spec.gradient, mesh), dtype=self._sum_dtype(path), device=device
+            )
+            stored = torch.empty(
+                block_shape(spec.shape, spec.storage, mesh), dtype=spec.storage_dtype, device=device
+            )
+            own_slots = {n: torch.empty(s, dtype=d, device=device) for n, (s, d) in self.slots[path].items()}
+            params = {} if spec.updated_on == "host" and spec.memory == "device" else {path: stored}
+            made = {path: made_by(family, number)} if number else {}
+            scale = torch.empty((), dtype=torch.float64, device=device) if barrier else None
+            control = StepControl(step=Step(torch.tensor(0)), scale=scale)
+            control.once((family, updater.device(path)), lambda: numbers)
+            tracker = StorageTracker(mesh.device_type)
+            for value in tensors_of([block, stored, own_slots, made]):
+                tracker.adopt(value, INPUTS, size=0)
+            with tracker:
+                out = update({path: block}, {path: own_slots}, params, made, control)
+                kept = sum(t.nbytes for t in tensors_of(out))
+        return max(tracker.peak.bytes - kept, 0)
+
+    def _sum_dtype(self, path: str) -> torch.dtype:
+        spec = self.schedule.specs[path]
+        return spec.sum_dtype if self.schedule.accumulate > 1 else spec.reduce_dtype
+
+
+def made_by(family: Family, number: int) -> dict[str, torch.Tensor]:
+    """Return tensors like all that steps before this one have handed on, by name."""
+    named = {}
+    for before, step in enumerate(family.derived.steps[:number]):
+        if not isinstance(step, Compute):
+            named |= {name: name for name in step.receives}
+        elif not step.whole:
+            named |= flow_of(family.derived, before).keeps
+    kinds = {name: family.described(source) for name, source in named.items()}
+    return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kinds.items()}
+
+
+def size_of(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Return the bytes of a dense tensor."""
+    return math.prod(shape) * dtype.itemsize

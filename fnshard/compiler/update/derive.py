@@ -1,0 +1,377 @@
+"""Derive: the traced update of one whole leaf -> what each rank runs on its block, with exchanges between.
+
+`place` types every value over the axes that split the leaf: what is elementwise stays local, sums and maxima
+over split dims become reductions. What needs whole matrices runs on one rank for each leaf, between two
+exchanges of stacks (`whole`), where that is cheaper than what `place` alone finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from fnshard.compiler.ir.program import OpOverload
+from fnshard.compiler.place.strategies import Elsewhere
+from fnshard.compiler.update.cuts import Edge, minimum_cut
+from fnshard.compiler.update.reductions import How, Placed, place_update, reduced
+from fnshard.compiler.update.splits import Splits, bytes_of, find_axes
+from fnshard.compiler.update.trace import PARAM, UPDATE, Traced
+from fnshard.compiler.update.whole import Region, find_region, find_whole
+from fnshard.layout.partition import P, block_shape
+from fnshard.mesh import Mesh
+
+
+@dataclass(frozen=True, eq=False)
+class Compute:
+    """What a rank computes between two exchanges, of its (padded) blocks.
+
+    Args:
+        graph: takes `reads` in order, and returns a tuple of `writes`.
+        reads: the update's inputs, values "v0", "v1", ..., and "index.AXES", this rank's number along these
+            axes, int64 0-d.
+        writes: values, and results "update", "slots.NAME".
+        whole: it runs once for each leaf, on the rank that has it whole, of what the stack received and of
+            values that all ranks have.
+    """
+
+    graph: fx.GraphModule
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """The sum of all ranks' values along axes, or their maximum."""
+
+    how: How
+    axes: tuple[str, ...]
+    sends: tuple[str, ...]
+    receives: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Blocks of a leaf -> whole tensors on the one rank along `axes` that computes them; `back`: the inverse.
+
+    Args:
+        sends: values, and inputs of the update; whole values where it goes back.
+        receives: values; of what goes back results too.
+        layouts, shapes, dtypes: of each, how its blocks lie (all have what is `P()`), and the whole shape.
+    """
+
+    sends: tuple[str, ...]
+    receives: tuple[str, ...]
+    layouts: tuple[P, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    axes: tuple[str, ...]
+    back: bool = False
+
+
+Described = tuple[tuple[int, ...], torch.dtype]
+
+
+@dataclass(frozen=True, eq=False)
+class Derived:
+    """The update of a leaf that is split.
+
+    Args:
+        steps: computations and exchanges in turn. A result is written after the last read of the input of its
+            name. Exchanges between the same computations stand together.
+        values: shapes and dtypes of values: local ones, and whole ones of what a stack receives and what is
+            computed of it.
+        sent_bytes: that a rank sends for one leaf, on the average over many of them.
+        flops: of products and decompositions that a rank computes for one leaf, likewise.
+    """
+
+    steps: tuple[Compute | Reduce | Stack, ...]
+    values: Mapping[str, Described]
+    sent_bytes: float
+    flops: float
+
+    @property
+    def price(self) -> float:
+        """Bytes, and FLOPs as bytes."""
+        return self.sent_bytes + self.flops / FLOPS_OF_A_BYTE
+
+
+FLOPS_OF_A_BYTE = 1000.0  # computed while a link sends a byte: 50 TFLOP/s and 50 GB/s, 1 TFLOP/s and 1 GB/s
+
+
+def derive(traced: Traced, shape: Sequence[int], layouts: Mapping[str, P], mesh: Mesh) -> Derived:
+    """Return what each rank runs for a leaf.
+
+    Args:
+        shape: of the whole leaf.
+        layouts: of "grad", "param", "update" and each "slots.NAME".
+    """
+    shapes = {name: tuple(node.meta["val"].shape) for name, node in traced.placeholders.items()}
+    shapes[UPDATE] = tuple(shape)
+    splits = find_axes(shapes, {name: lies for name, lies in layouts.items() if name in shapes}, mesh)
+    local = place_update(traced, traced.graph, splits)
+    marked = find_whole(traced, local, splits, first=True)
+    if not marked:
+        return write_steps(local, splits)
+    plans = []
+    while True:
+        region = find_region(traced, local, marked, splits)
+        placed = place_update(traced, region.outside, splits)
+        plans.append(write_steps(placed, splits, region))
+        more = find_whole(traced, placed, splits) - marked
+        if not more:
+            break
+        marked |= more
+    best = min(plans, key=lambda plan: plan.price)
+    sent = sum(reduced_bytes(node, mesh) for node in local.graph.nodes)
+    if splits.apart or best.price < sent:
+        return best
+    return min(best, write_steps(local, splits), key=lambda plan: plan.price)
+
+
+# ------------------------------------------------------------------ steps
+@dataclass(frozen=True, eq=False)
+class Order:
+    """When the nodes of a placed update are computed.
+
+    Args:
+        inputs: names of the placeholders.
+        elsewhere: the node that is computed on whole values.
+        returned: its results, and their numbers.
+        depth: of each node, how many exchanges are behind it; two for what is computed elsewhere.
+        results: by depth, what is written there.
+        direct: results that come back from elsewhere as they are.
+    """
+
+    graph: fx.Graph
+    inputs: Mapping[fx.Node, str]
+    elsewhere: fx.Node | None
+    returned: Mapping[fx.Node, int]
+    depth: Mapping[fx.Node, int]
+    results: Mapping[int, Sequence[tuple[str, fx.Node]]]
+    direct: Mapping[fx.Node, str]
+
+    @property
+    def at(self) -> int | None:
+        """The depth behind which blocks are sent to where they are whole."""
+        return None if self.elsewhere is None else self.depth[self.elsewhere] - 2
+
+    @property
+    def last(self) -> int:
+        """The depth behind which nothing is exchanged."""
+        return max([0, *self.results, *self.depth.values()])
+
+    def is_local(self, node: fx.Node) -> bool:
+        """Whether ranks compute a node on their blocks."""
+        exchanged = node.target is reduced or node is self.elsewhere or node in self.returned
+        return node.op == "call_function" and not exchanged
+
+    def sends(self, depth: int) -> list[fx.Node]:
+        """Return the values of a depth that are sent."""
+        sent = [n.args[0] for n in self.graph.nodes if n.target is reduced]
+        sent += [] if self.elsewhere is None else list(self.elsewhere.args)
+        return [n for n in dict.fromkeys(sent) if self.depth[n] == depth]
+
+
+def sort_by_depth(placed: Placed) -> Order:
+    """Find when each node can be computed, and when results can be written."""
+    graph = placed.graph
+    inputs = dict(zip(graph.find_nodes(op="placeholder"), placed.inputs, strict=True))
+    elsewhere = next((n for n in graph.nodes if isinstance(n.target, Elsewhere)), None)
+    returned = {} if elsewhere is None else {n: n.args[1] for n in elsewhere.users}
+    depth: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        behind = max((depth[n] for n in node.all_input_nodes), default=0)
+        depth[node] = behind + (1 if node.target is reduced else 2 if node is elsewhere else 0)
+    if elsewhere is not None:
+        at = depth[elsewhere] - 2
+        if not any(n.target is reduced and depth[n] == at + 2 for n in graph.nodes):
+            # Nothing is sent of what could be computed meanwhile: it is computed with what comes back.
+            for node in graph.nodes:
+                if depth[node] == at + 1 and node.target is not reduced and node.op != "output":
+                    depth[node] = at + 2
+
+    # A result is written when the input of its name has been read for the last time.
+    last = {}
+    for node, name in inputs.items():
+        read = [depth[u] for u in node.users if u.op == "call_function"]
+        last[name] = max(read, default=0)
+    last[UPDATE] = last[PARAM]
+    results: dict[int, list[tuple[str, fx.Node]]] = {}
+    direct: dict[fx.Node, str] = {}
+    outputs = graph.output_node().args[0]
+    for name, node in zip(placed.outputs, outputs, strict=True):
+        alone = len(node.users) == 1 and outputs.count(node) == 1
+        if node in returned and alone and last[name] <= depth[node]:
+            direct[node] = name
+        else:
+            results.setdefault(max(depth[node], last[name]), []).append((name, node))
+    return Order(graph, inputs, elsewhere, returned, depth, results, direct)
+
+
+def assign_nodes(order: Order) -> list[tuple[list[fx.Node], list[fx.Node]]]:
+    """Return for each depth the nodes that are computed there, and those of them that are kept for later.
+
+    What a later depth reads of an earlier one is kept, or computed anew of the update's inputs: a minimum cut
+    finds what takes the fewest bytes of memory traffic.
+    """
+    replaced = {name: when for when, pairs in order.results.items() for name, _ in pairs}
+    if UPDATE in replaced:
+        replaced[PARAM] = replaced[UPDATE]
+    kept: set[fx.Node] = set()
+    parts: list[list[fx.Node]] = []
+    for now in range(order.last, -1, -1):
+        due = {n for _, n in order.results.get(now, ())} | set(order.sends(now))
+        due |= {n for n in kept if order.depth[n] == now}
+        behind = set(due)
+        for node in reversed(order.graph.nodes):
+            if node in behind and order.is_local(node):
+                behind.update(node.all_input_nodes)
+        own = {n for n in behind if order.is_local(n) and order.depth[n] == now}
+        read = {n for node in own for n in node.all_input_nodes}
+        earlier = behind - own
+        edges: list[Edge] = []
+        for node in earlier:
+            size = bytes_of(node.meta["val"])
+            price: float | None = (1 if node in kept else 2) * size
+            if not order.is_local(node):
+                price = 0 if node in read else size
+                if replaced.get(order.inputs.get(node), now) < now:
+                    price = None
+            if not order.is_local(node) or flops_of(node):
+                edges.append(("inputs", (node, "in"), None))
+            edges.append(((node, "in"), (node, "out"), price))
+            edges += [
+                ((node, "out"), (u, "in"), None) for u in node.users if u in earlier and order.is_local(u)
+            ]
+            if node in due or any(u in own for u in node.users):
+                edges.append(((node, "out"), "here", None))
+        before = (
+            minimum_cut(edges, "inputs", "here", outermost="sink")
+            if any(map(order.is_local, earlier))
+            else set()
+        )
+        again = {n for n in earlier if order.is_local(n) and (n, "in") not in before}
+        if before:
+            kept |= {
+                n for n in earlier if order.is_local(n) and (n, "in") in before and (n, "out") not in before
+            }
+        parts.append([n for n in order.graph.nodes if n in own or n in again])
+    parts.reverse()
+    return [
+        (nodes, [n for n in nodes if n in kept and order.depth[n] == now]) for now, nodes in enumerate(parts)
+    ]
+
+
+def write_steps(placed: Placed, splits: Splits, region: Region | None = None) -> Derived:
+    """Cut a placed update where exchanges stand."""
+    order = sort_by_depth(placed)
+    mesh, at, elsewhere = splits.mesh, order.at, order.elsewhere
+    names, values = {**order.inputs, **order.direct}, {}
+
+    def new(shape: Sequence[int], dtype: torch.dtype) -> str:
+        values[f"v{len(values)}"] = tuple(shape), dtype
+        return f"v{len(values) - 1}"
+
+    def name_of(node: fx.Node) -> str:
+        """Return what steps call a value that is not computed where it is read."""
+        if node not in names:
+            value, shape = node.meta["val"], node.meta["val"].shape
+            if (number := order.returned.get(node)) is not None:
+                shape = block_shape(region.values[number].shape, region.layouts[number], mesh)
+            names[node] = new(shape, value.dtype)
+        return names[node]
+
+    steps: list[Compute | Reduce | Stack] = []
+    whole_reads: list[str] = []
+    flops = sent = 0.0
+    share = (splits.ranks - 1) / splits.ranks
+    for now, (nodes, kept) in enumerate(assign_nodes(order)):
+        if at is not None and now == at + 1:
+            writes = [new(value.shape, value.dtype) for value in region.values]
+            graph = fx.GraphModule({}, region.graph)
+            steps.append(Compute(graph, tuple(whole_reads), tuple(writes), whole=True))
+            flops += sum(map(flops_of, region.graph.nodes)) / splits.ranks
+
+        leaving = [n for n in dict.fromkeys([*kept, *order.sends(now)]) if order.is_local(n)]
+        written = [*((name_of(n), n) for n in leaving), *order.results.get(now, ())]
+        if written:
+            steps.append(write_compute(nodes, written, name_of))
+            flops += sum(map(flops_of, nodes))
+
+        exchanges: dict[tuple[How, tuple[str, ...]], list[fx.Node]] = {}
+        for node in order.graph.nodes:
+            if node.target is reduced and order.depth[node] == now + 1:
+                exchanges.setdefault((node.args[1], node.args[2]), []).append(node)
+        for (how, axes), reductions in exchanges.items():
+            sends = tuple(name_of(n.args[0]) for n in reductions)
+            steps.append(Reduce(how, axes, sends, tuple(map(name_of, reductions))))
+            sent += sum(reduced_bytes(n, mesh) for n in reductions)
+
+        if at is not None and now == at:
+            stacked = []
+            reads = zip(elsewhere.args, region.reads, region.lie(placed, splits), strict=True)
+            for node, read, layout in reads:
+                whole = read.meta["val"]
+                whole_reads.append(new(whole.shape, whole.dtype) if layout.axes else name_of(node))
+                if layout.axes:
+                    stacked.append((name_of(node), whole_reads[-1], layout, tuple(whole.shape), whole.dtype))
+                    sent += share * bytes_of(whole) / mesh.axes_size(mesh.ordered(layout.axes))
+            columns = list(zip(*stacked, strict=True)) or [()] * 5
+            steps.append(Stack(*columns, splits.axes))
+        elif at is not None and now == at + 1:
+            stacked = []
+            for node, number in sorted(order.returned.items(), key=lambda pair: pair[1]):
+                layout, whole = region.layouts[number], region.values[number]
+                stacked.append((writes[number], name_of(node), layout, tuple(whole.shape), whole.dtype))
+                sent += share * bytes_of(whole) / (splits.ranks if layout.axes else 1)
+            steps.append(Stack(*zip(*stacked, strict=True), splits.axes, back=True))
+    return Derived(tuple(steps), values, sent, flops)
+
+
+def write_compute(
+    nodes: Sequence[fx.Node], writes: Sequence[tuple[str, fx.Node]], name_of: Callable[[fx.Node], str]
+) -> Compute:
+    """Write the nodes that give `writes`, of inputs and of values that come from elsewhere."""
+    needed = {n for _, n in writes}
+    for node in reversed(nodes):
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    nodes = [n for n in nodes if n in needed]
+    here, graph, env = set(nodes), fx.Graph(), {}
+    outside = dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in here)
+    outside |= dict.fromkeys(n for _, n in writes if n not in here)
+    reads = tuple(map(name_of, outside))
+    for node, name in zip(outside, reads, strict=True):
+        env[node] = graph.placeholder(name.replace(".", "_").replace(",", "_"))
+        env[node].meta["val"] = node.meta["val"]
+    for node in nodes:
+        env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(tuple(env[n] for _, n in writes))
+    return Compute(fx.GraphModule({}, graph), reads, tuple(n for n, _ in writes))
+
+
+def reduced_bytes(node: fx.Node, mesh: Mesh) -> float:
+    """Return the bytes that a rank sends for a reduction."""
+    if node.target is not reduced:
+        return 0.0
+    ranks = mesh.axes_size(node.args[2])
+    return 2 * (ranks - 1) / ranks * bytes_of(node.meta["val"])
+
+
+def flops_of(node: fx.Node) -> float:
+    """Return the FLOPs of a product, or of a decomposition of matrices."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return 0.0
+    if "linalg" in str(target) and node.all_input_nodes:
+        value = node.all_input_nodes[0].meta["val"]
+        return 10.0 * value.numel() * min(value.shape[-2:], default=0) if value.dim() > 1 else 0.0
+    if target.overloadpacket not in flop_registry:
+        return 0.0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return float(flop_registry[target.overloadpacket](*args, **kwargs, out_val=node.meta["val"]))

@@ -1,0 +1,150 @@
+"""Slots: the state that an optimizer keeps of each leaf, found by tracing its `init` on the whole leaf."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fnshard.compiler.ir.values import MASTER
+from fnshard.compiler.kernels.inductor import TRACING
+from fnshard.compiler.update.trace import Explained, refuse_random
+from fnshard.errors import OptimizerError
+from fnshard.layout.partition import P, block_shape, slot_layout
+from fnshard.layout.spec import LayoutSpec
+from fnshard.mesh import Mesh
+from fnshard.optim.optimizer import Optimizer
+
+aten = torch.ops.aten
+Slots = Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]  # shapes and dtypes, by path and name
+
+# By optimizer: what was traced, which does not depend on layouts; `fit` lowers many of these.
+KNOWN: weakref.WeakKeyDictionary[Optimizer, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """One tensor of a leaf's state, before any update.
+
+    Args:
+        shape, dtype: of the whole.
+        fill: every number of it; None where it is none that all share.
+        copied: it is the parameter, in `dtype`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    fill: float | None = None
+    copied: bool = False
+
+    def layout(self, spec: LayoutSpec, mesh: Mesh) -> P:
+        """Return how it lies over ranks, as state of a leaf of that spec; whole where it has another form."""
+        return slot_layout(self.shape, spec.shape, spec.optimizer, mesh) or P()
+
+    def block(self, spec: LayoutSpec, mesh: Mesh) -> tuple[int, ...]:
+        """Return the shape of a rank's padded block of it."""
+        return block_shape(self.shape, self.layout(spec, mesh), mesh)
+
+
+def slot_blocks(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mesh) -> Slots:
+    """Return shapes and dtypes of the state on a rank, by path and name, master copies included."""
+    out = {}
+    for path, spec in specs.items():
+        if spec.trainable:
+            own = slots_of_leaf(optimizer.of(path, spec.shape), path, spec.shape, spec.optimizer_dtype)
+            out[path] = {name: (slot.block(spec, mesh), slot.dtype) for name, slot in own.items()}
+            if spec.has_master:
+                out[path][MASTER] = block_shape(spec.shape, spec.optimizer, mesh), spec.optimizer_dtype
+    return out
+
+
+def slot_shapes(
+    optimizer: Optimizer, specs: Mapping[str, LayoutSpec]
+) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return by path the whole shapes of slots that are not of their leaf's shape."""
+    out = {}
+    for path, spec in specs.items():
+        if spec.trainable:
+            own = slots_of_leaf(optimizer.of(path, spec.shape), path, spec.shape, spec.optimizer_dtype)
+            odd = {name: slot.shape for name, slot in own.items() if slot.shape != tuple(spec.shape)}
+            out |= {path: odd} if odd else {}
+    return out
+
+
+def slots_of_leaf(rule: Optimizer, path: str, shape: Sequence[int], dtype: torch.dtype) -> dict[str, Slot]:
+    """Return the state that an optimizer keeps of a leaf, by name.
+
+    Raises:
+        OptimizerError: `init` computes it of the parameter's values, which ranks have parts of.
+    """
+    known = KNOWN.setdefault(rule, {})
+    key = "slots", rule.settings(path), tuple(shape), dtype
+    if key not in known:
+        known[key] = _trace_init(rule, path, shape, dtype)
+    return known[key]
+
+
+def _trace_init(rule: Optimizer, path: str, shape: Sequence[int], dtype: torch.dtype) -> dict[str, Slot]:
+    names: list[str] = []
+
+    def init(param: Tensor) -> list[Tensor]:
+        made = rule.init(path, param)
+        names[:] = made
+        return list(made.values())
+
+    with Explained(rule, path), TRACING, FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        module = make_fx(torch.func.functionalize(init))(torch.empty(tuple(shape), dtype=dtype))
+    refuse_random(rule, path, module.graph)
+    (param,) = module.graph.find_nodes(op="placeholder")
+    out, wrong = {}, []
+    for name, node in zip(names, module.graph.output_node().args[0], strict=True):
+        value, source, fill = node.meta["val"], _copied_from(node), _fill_of(node)
+        out[name] = Slot(tuple(value.shape), value.dtype, fill, source is param and fill is None)
+        if fill is None and source is not param and _reads_values(node, param):
+            wrong.append(f"params[{path!r}]: slot {name!r}")
+    if wrong:
+        raise OptimizerError(
+            f"{rule} begins with state that it computes of the parameters' values:",
+            wrong,
+            "let init fill tensors, torch.zeros_like(param), or copy it, param.clone(); compute in update: "
+            "there, step.count is 0 at first.",
+        )
+    return out
+
+
+_COPIES = {aten.clone.default, aten._to_copy.default, aten.alias.default, aten.detach.default}
+_FILLS = {
+    aten.zeros_like.default: 0.0, aten.ones_like.default: 1.0, aten.new_zeros.default: 0.0,
+    aten.new_ones.default: 1.0, aten.zeros.default: 0.0, aten.ones.default: 1.0,
+}  # fmt: skip
+_FULLS = {aten.full_like.default, aten.new_full.default, aten.full.default}
+_SHAPED = {*_FILLS, *_FULLS, aten.empty_like.default, aten.new_empty.default}
+
+
+def _copied_from(node: fx.Node) -> fx.Node:
+    """Return what a value is a copy of, or the value itself."""
+    while node.op == "call_function" and node.target in _COPIES:
+        (node,) = node.all_input_nodes
+    return node
+
+
+def _fill_of(node: fx.Node) -> float | None:
+    """Return the number that a tensor is filled with, or None."""
+    node = _copied_from(node)
+    if node.target in _FULLS and isinstance(node.args[-1], int | float):
+        return float(node.args[-1])
+    return _FILLS.get(node.target)
+
+
+def _reads_values(node: fx.Node, param: fx.Node) -> bool:
+    """Whether a value is computed of the numbers of the parameter, and not of its shape alone."""
+    if node is param:
+        return True
+    read = [] if node.target in _SHAPED else node.all_input_nodes
+    return any(_reads_values(each, param) for each in read)

@@ -1,0 +1,98 @@
+"""Splits: the axes over which an update is placed, and how its tensors are split over these."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from fnshard.compiler.ir.program import tensors_in
+from fnshard.compiler.place.placement import Split
+from fnshard.compiler.update.trace import PARAM
+from fnshard.layout.partition import P
+from fnshard.mesh import Mesh
+
+
+@dataclass(frozen=True, eq=False)
+class Splits:
+    """How the tensors of an update are split.
+
+    Args:
+        flat: tuples of mesh axes, each of which is one axis to `place`.
+        of: by tensor and flat axis, the split.
+        apart: tensors whose blocks are no splits over these axes: whole ranks alone can read them.
+    """
+
+    mesh: Mesh
+    shapes: Mapping[str, tuple[int, ...]]
+    layouts: Mapping[str, P]
+    flat: tuple[tuple[str, ...], ...]
+    of: Mapping[str, Mapping[str, Split]]
+    apart: frozenset[str]
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """All axes that split something, in the mesh's order."""
+        return self.mesh.ordered([a for layout in self.layouts.values() for a in layout.axes])
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share a leaf."""
+        return self.mesh.axes_size(self.axes)
+
+    def size(self, flat: str) -> int:
+        """Ranks along a flat axis."""
+        return self.mesh.axes_size(flat.split(","))
+
+
+def find_axes(shapes: Mapping[str, tuple[int, ...]], layouts: Mapping[str, P], mesh: Mesh) -> Splits:
+    """Find the axes to place over. Those that split one dim are one, unless a slot is split otherwise."""
+    leaf, elementary = layouts[PARAM], []
+    for dim in range(len(leaf.parts)):
+        axes = [a for a in leaf.of(dim) if mesh.axis_size(a) > 1]
+        groups = [axes[:1], axes[1:]] if leaf.fused(dim) > 1 else [axes]
+        elementary.append([tuple(g) for g in groups if g])
+    rank_of = mesh.names.index
+    together = sorted((g for groups in elementary for g in groups), key=lambda g: rank_of(g[0]))
+    alone = sorted(((a,) for g in together for a in g), key=lambda g: rank_of(g[0]))
+    found = []
+    for flat in (tuple(together), tuple(alone)):
+        of = {name: split_over(shapes[name], layout, flat, mesh) for name, layout in layouts.items()}
+        apart = frozenset(name for name, each in of.items() if each is None)
+        found.append(Splits(mesh, shapes, layouts, flat, {n: s or {} for n, s in of.items()}, apart))
+    return min(found, key=lambda splits: len(splits.apart))
+
+
+def split_over(
+    shape: Sequence[int], layout: P, flat: Sequence[tuple[str, ...]], mesh: Mesh
+) -> dict[str, Split] | None:
+    """Return the splits of a tensor by flat axis; None if they do not give its blocks."""
+    out = {}
+    for dim, size in enumerate(shape):
+        rest = tuple(a for a in layout.of(dim) if mesh.axis_size(a) > 1)
+        fused = layout.fused(dim) if rest and rest[0] == layout.of(dim)[0] else 1
+        parts = []
+        for axes in flat:
+            if rest and rest[: len(axes)] == axes:
+                parts.append(axes)
+                rest = rest[len(axes) :]
+        ranks = mesh.axes_size([a for axes in parts for a in axes])
+        if rest or (len(parts) > 1 and size % ranks) or math.prod(shape) == 0:
+            return None
+        if fused > 1 and (len(parts[0]) > 1 or size % (fused * mesh.axes_size(parts[0]))):
+            return None
+        for number, axes in enumerate(parts):
+            out[name_of(axes)] = Split(dim, 1 if number else fused)
+    return out
+
+
+def name_of(axes: Sequence[str]) -> str:
+    """Return what `place` calls axes that are one."""
+    return ",".join(axes)
+
+
+def bytes_of(value: Any) -> int:
+    """Return the bytes of a value, or of several."""
+    return sum(v.numel() * v.element_size() for v in tensors_in(value))

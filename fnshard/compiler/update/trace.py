@@ -1,0 +1,365 @@
+"""Trace: an optimizer's update of one whole leaf -> a graph of ATen ops.
+
+A family is what leaves of one shape, dtype and setting share: it is traced once. What the update computes of
+the step's numbers alone (rates, bias corrections) is cut off, as a prologue that runs once a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+
+from fnshard import tree
+from fnshard.compiler.ir.program import WRITES, OpOverload, mutated_args
+from fnshard.compiler.kernels.inductor import TRACING
+from fnshard.errors import OptimizerError
+from fnshard.optim.optimizer import Optimizer, Step, as_number, update_leaf
+
+GRAD, PARAM, UPDATE = "grad", "param", "update"
+
+
+def slot_name(name: str) -> str:
+    """Return what graphs call a slot."""
+    return f"slots.{name}"
+
+
+@dataclass(frozen=True, eq=False)
+class Prologue:
+    """What an update computes of a step's numbers.
+
+    Args:
+        graph: from (count, norm, *results of `functions`) to the numbers that the update reads.
+        functions: of the count, run on the host.
+        norm: whether the numbers depend on the norm of all gradients.
+    """
+
+    graph: fx.GraphModule
+    functions: tuple[Callable[[Tensor], Any], ...]
+    norm: bool
+
+    def numbers(self, step: Step) -> tuple[Tensor, ...]:
+        """Return the numbers of one step, 0-d."""
+        norm = step.global_norm if self.norm else torch.zeros((), dtype=torch.float64)
+        return self.graph(step.count, norm, *(as_number(f(step.count)) for f in self.functions))
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """The update of one whole leaf.
+
+    Args:
+        graph: composite ATen ops; `meta["val"]` of a node is its fake value.
+        inputs: names of the placeholders: "grad", "param", "slots.NAME", "number.I", "constant.I".
+        outputs: names of the results: "update", then "slots.NAME" of those that change.
+        constants: tensors of the update's own, by name.
+    """
+
+    graph: fx.Graph
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    constants: Mapping[str, Tensor]
+    prologue: Prologue
+    fake_mode: FakeTensorMode = field(repr=False)
+
+    @property
+    def placeholders(self) -> dict[str, fx.Node]:
+        """The placeholders by name."""
+        return dict(zip(self.inputs, self.graph.find_nodes(op="placeholder"), strict=True))
+
+    @property
+    def results(self) -> dict[str, fx.Node]:
+        """The nodes of the results by name."""
+        return dict(zip(self.outputs, self.graph.output_node().args[0], strict=True))
+
+
+Described = tuple[tuple[int, ...], torch.dtype]
+
+
+def trace_update(
+    optimizer: Optimizer, path: str, shape: Sequence[int], dtype: torch.dtype, grad_dtype: torch.dtype,
+    slots: Mapping[str, Described],
+) -> Traced:  # fmt: skip
+    """Trace the update of a whole leaf.
+
+    Args:
+        optimizer: the one that the leaf has (`Optimizer.of`).
+        dtype: of the parameter that is updated.
+        grad_dtype: of the gradient as it comes.
+        slots: shapes and dtypes of the whole slots.
+
+    Raises:
+        OptimizerError: the update writes in place, reads values, draws random numbers, or returns what is no
+            update.
+    """
+    names = list(slots)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad():
+        grad, param = torch.empty(tuple(shape), dtype=grad_dtype), torch.empty(tuple(shape), dtype=dtype)
+        state = [torch.empty(tuple(s), dtype=d) for s, d in slots.values()]
+        count, norm = torch.empty((), dtype=torch.int64), torch.empty((), dtype=torch.float64)
+
+    functions: list[Callable[[Tensor], Any]] = []
+    outputs: list[str] = []
+
+    def run(evaluate: Callable[[Any, Tensor], Tensor], *given: Tensor) -> list[Tensor]:
+        grad, param, *own, count, norm = given
+        step = Step(count, norm, evaluate)
+        slots_here = dict(zip(names, own, strict=True))
+        update, new = update_leaf(optimizer, path, grad, slots_here, param, step)
+        outputs[:] = [UPDATE, *(slot_name(n) for n in new)]
+        return [update, *new.values()]
+
+    def evaluate(function: Callable[[Tensor], Any], count: Tensor) -> Tensor:
+        functions.append(function)
+        return torch.empty((), dtype=torch.float64)
+
+    with Explained(optimizer, path), TRACING, mock.patch.object(torch, "cond", _trace_both):
+        with mode, torch.no_grad():
+            run(evaluate, grad, param, *state, count, norm)  # which functions of the count it asks for
+            numbers = [torch.empty((), dtype=torch.float64) for _ in functions]
+
+        def traced(*given: Tensor) -> list[Tensor]:
+            own, values = given[: len(given) - len(numbers)], iter(given[len(given) - len(numbers) :])
+            return run(lambda function, count: next(values), *own)
+
+        pure = torch.func.functionalize(traced, remove="mutations")
+        with mode, torch.no_grad():
+            module = make_fx(pure)(grad, param, *state, count, norm, *numbers)
+    module.graph.eliminate_dead_code()
+    _refuse_impure(optimizer, path, module.graph, names)
+    inputs = [
+        GRAD,
+        PARAM,
+        *map(slot_name, names),
+        "count",
+        "norm",
+        *(f"host.{i}" for i in range(len(functions))),
+    ]
+    constants = _lift_constants(module, inputs)
+    prologue = _cut_prologue(module, inputs, tuple(functions))
+    _fold_branches(module.graph)
+    return Traced(module.graph, tuple(inputs), tuple(outputs), constants, prologue, mode)
+
+
+class Explained:
+    """Says which leaf and what to do, where an update does not run on fakes."""
+
+    def __init__(self, optimizer: Optimizer, path: str):
+        self.optimizer, self.path = optimizer, path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if isinstance(error, Exception) and not isinstance(error, OptimizerError):
+            raise OptimizerError(
+                f"{self.optimizer} cannot be traced on params[{self.path!r}] ({kind.__name__}: {error})",
+                fix="write init and update without float(), .item() and branches on values of tensors: "
+                "torch.where or torch.cond chooses by values, step.host(function) by the number of the step.",
+            ) from error
+
+
+def _refuse_impure(optimizer: Optimizer, path: str, graph: fx.Graph, names: Sequence[str]) -> None:
+    """Refuse writes to what the update is given, and random numbers that no key decides."""
+    called = dict(
+        zip(
+            graph.find_nodes(op="placeholder"), [GRAD, PARAM, *(f"slots[{n!r}]" for n in names)], strict=False
+        )
+    )
+    written = [called[n] for node in graph.nodes for n in mutated_args(node) if n in called]
+    if written:
+        raise OptimizerError(
+            f"{optimizer} writes in place to {', '.join(dict.fromkeys(written))} of params[{path!r}].",
+            fix="return new tensors: slots['m'].lerp(grad, 0.1), and not slots['m'].lerp_(grad, 0.1).",
+        )
+    refuse_random(optimizer, path, graph)
+
+
+def refuse_random(optimizer: Optimizer, path: str, graph: fx.Graph) -> None:
+    """Refuse random numbers that no key decides.
+
+    Raises:
+        OptimizerError: names the op and the leaf.
+    """
+    random = [
+        node.target for node in graph.nodes
+        if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    ]  # fmt: skip
+    if random:
+        raise OptimizerError(
+            f"{optimizer} draws random numbers for params[{path!r}] ({random[0]}), and each mesh would draw "
+            "others.",
+            fix="keep a key among the slots, and make numbers of it and of the element's place by integer "
+            "arithmetic.",
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Branch:
+    """One of two graphs of the same tensors, by a 0-d bool: `torch.cond` as the target of one node."""
+
+    true: fx.GraphModule
+    false: fx.GraphModule
+    __name__ = "branch"  # fx prints targets by their names
+
+    def __call__(self, condition: Tensor, *tensors: Tensor) -> list[Tensor]:
+        """Run one of the graphs; without data both, whose memory is to be seen. A condition on a device is
+        waited for."""
+        is_true = isinstance(condition, FakeTensor) or bool(condition)
+        if isinstance(condition, FakeTensor):
+            self.false(*tensors)
+        made = (self.true if is_true else self.false)(*tensors)
+        return [value.contiguous() for value in made]  # as the trace says that they lie
+
+
+# What a trace has of torch.cond, until its two sides are folded into a Branch.
+LIBRARY = torch.library.Library("fnshard", "FRAGMENT")
+LIBRARY.define("one_of(Tensor condition, Tensor[] true, Tensor[] false) -> Tensor[]")
+LIBRARY.impl(
+    "one_of",
+    lambda condition, true, false: [torch.empty_like(v, memory_format=torch.contiguous_format) for v in true],
+    "CompositeExplicitAutograd",
+)
+ONE_OF = torch.ops.fnshard.one_of.default
+
+
+class _Side(TorchFunctionMode):
+    """Refuses what a side of a `torch.cond` would write for the other too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, Any] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if WRITES.fullmatch(name) and args and isinstance(args[0], Tensor) and id(args[0]) not in self.made:
+            raise TypeError(f"a side of a torch.cond writes by {name} to a tensor from outside: return it")
+        out = func(*args, **(kwargs or {}))
+        self.made |= {id(v): v for v in (out if isinstance(out, tuple | list) else [out])}
+        return out
+
+
+def _trace_both(
+    pred: Tensor, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any] = ()
+) -> Any:
+    """Take the place of `torch.cond` in a trace: both sides stand in the graph, and `_fold_branches` parts
+    them. (torch's own needs Dynamo, which takes seconds a leaf.)"""
+    with _Side():
+        true, structure = tree.flatten(true_fn(*operands))
+    with _Side():
+        false, other = tree.flatten(false_fn(*operands))
+    forms = [[(v.shape, v.dtype) if isinstance(v, Tensor) else v for v in side] for side in (true, false)]
+    if structure != other or forms[0] != forms[1]:
+        raise TypeError(
+            f"the two sides of a torch.cond return {forms[0]} and {forms[1]}: let them return tensors of the "
+            "same names, shapes and dtypes"
+        )
+    return tree.unflatten(ONE_OF(pred, true, false), structure)
+
+
+def _fold_branches(graph: fx.Graph) -> None:
+    """Move what one side of a `torch.cond` reads alone into a graph of its own, which runs if it is taken."""
+    while choices := graph.find_nodes(op="call_function", target=ONE_OF):
+        chosen = choices[-1]
+        condition, true, false = chosen.args
+        own: list[list[fx.Node]] = []
+        for side, others in ((true, (*false, condition)), (false, (*true, condition))):
+            mine: dict[fx.Node, None] = {}
+            for node in reversed(list(graph.nodes)):
+                users = {*node.users}
+                if node in side and node not in others:
+                    users -= {chosen}
+                elif not users:
+                    continue
+                if node.op == "call_function" and users <= mine.keys():
+                    mine[node] = None
+            own.append(list(reversed(mine)))
+
+        # Both graphs take all that either reads.
+        read = [v for nodes in own for node in nodes for v in node.all_input_nodes] + [*true, *false]
+        operands = [v for v in dict.fromkeys(read) if v not in own[0] and v not in own[1]]
+        bodies = []
+        for side, nodes in zip((true, false), own, strict=True):
+            body = fx.Graph()
+            made = {v: body.placeholder(f"operand_{i}") for i, v in enumerate(operands)}
+            for outer, inner in made.items():
+                inner.meta = dict(outer.meta)
+            for node in nodes:
+                made[node] = body.node_copy(node, made.__getitem__)
+            body.output([made[v] for v in side])
+            _fold_branches(body)
+            bodies.append(fx.GraphModule({}, body))
+        chosen.target, chosen.args = Branch(*bodies), (condition, *operands)
+        for nodes in own:
+            for node in reversed(nodes):
+                graph.erase_node(node)
+
+
+def _lift_constants(module: fx.GraphModule, inputs: list[str]) -> dict[str, Tensor]:
+    """Make tensors that the update holds by itself into inputs."""
+    graph, constants = module.graph, {}
+    last = graph.find_nodes(op="placeholder")[-1]
+    for node in graph.find_nodes(op="get_attr"):
+        value = getattr(module, node.target)
+        name = f"constant.{len(constants)}"
+        with graph.inserting_after(last):
+            last = graph.placeholder(name.replace(".", "_"))
+        last.meta = {"val": node.meta.get("val", value), **node.meta}
+        node.replace_all_uses_with(last)
+        graph.erase_node(node)
+        constants[name] = value
+        inputs.append(name)
+    return constants
+
+
+def _cut_prologue(
+    module: fx.GraphModule, inputs: list[str], functions: tuple[Callable[[Tensor], Any], ...]
+) -> Prologue:
+    """Cut off what depends on the step's numbers alone; the graph takes what it reads of that as inputs."""
+    graph, placeholders = module.graph, module.graph.find_nodes(op="placeholder")
+    of_step = [
+        n
+        for n, name in zip(placeholders, inputs, strict=True)
+        if name in ("count", "norm") or name.startswith("host.")
+    ]
+    alone = set(of_step)
+    for node in graph.nodes:
+        if (
+            node.op == "call_function"
+            and node.all_input_nodes
+            and all(n in alone for n in node.all_input_nodes)
+        ):
+            value = node.meta.get("val")
+            if isinstance(value, Tensor) and value.dim() == 0:
+                alone.add(node)
+    read = [n for n in graph.nodes if n in alone and any(u not in alone for u in n.users)]
+
+    prologue, made = fx.Graph(), {}
+    for node in graph.nodes:
+        if node in alone:
+            made[node] = prologue.node_copy(node, made.__getitem__)
+    prologue.output(tuple(made[n] for n in read))
+    prologue.eliminate_dead_code()
+
+    last = placeholders[-1]
+    for number, node in enumerate(read):
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"number_{number}")
+        last.meta = dict(node.meta)
+        node.replace_all_uses_with(last, delete_user_cb=lambda user: user not in alone)
+        inputs.append(f"number.{number}")
+    for node in reversed(list(graph.nodes)):
+        if node in alone:
+            graph.erase_node(node)
+    names = dict(zip(placeholders, inputs, strict=False))
+    gone = {names[n] for n in of_step}
+    inputs[:] = [n for n in inputs if n not in gone]
+    uses_norm = any(made[n].users for n in of_step if names[n] == "norm")
+    return Prologue(fx.GraphModule(module, prologue), functions, uses_norm)

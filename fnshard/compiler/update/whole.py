@@ -1,0 +1,314 @@
+"""Whole: the part of an update that needs whole matrices, on one rank for each leaf.
+
+Products over a split dim, decompositions, sorts and branches are to be computed where a leaf is whole. What
+is computed with them there is chosen by bytes: two minimum cuts find what is sent to that rank and what comes
+back. Of cuts of equal bytes the outermost ones are taken: a norm right before the products, or after them,
+then needs no sum of its own, and as each rank has its share of leaves, work on a whole leaf is no more than
+the same on blocks of all of them.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fnshard.compiler.ir.program import ANY_STRIDES, tensors_in
+from fnshard.compiler.place.elementwise import elementwise
+from fnshard.compiler.place.placement import Placement, Split
+from fnshard.compiler.place.rules import rule_of
+from fnshard.compiler.place.strategies import Elsewhere
+from fnshard.compiler.update.cuts import Edge, minimum_cut
+from fnshard.compiler.update.reductions import Placed
+from fnshard.compiler.update.splits import Splits, bytes_of, name_of, split_over
+from fnshard.compiler.update.trace import Traced
+from fnshard.errors import ScheduleError
+from fnshard.layout.partition import Fused, P, like_leaf
+
+aten = torch.ops.aten
+
+# Products, and which of their arguments is contracted along its last dim.
+PRODUCTS = {
+    aten.mm.default: 0, aten.bmm.default: 0, aten.matmul.default: 0, aten.mv.default: 0, aten.dot.default: 0,
+    aten.vdot.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1, aten.addmv.default: 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """What runs on whole values, and the update without it.
+
+    Args:
+        graph: of whole values: takes `reads`, returns a tuple.
+        reads: nodes of `outside`.
+        layouts, values: how results lie when they are back, and fakes of them.
+        outside: the update, with a node whose target is `Elsewhere`.
+        apart: names of those reads that are inputs whose blocks are no splits.
+    """
+
+    graph: fx.Graph
+    reads: tuple[fx.Node, ...]
+    layouts: tuple[P, ...]
+    values: tuple[Tensor, ...]
+    outside: fx.Graph
+    apart: Mapping[fx.Node, str]
+
+    def lie(self, placed: Placed, splits: Splits) -> list[P]:
+        """Return how each of `reads` lies, once `outside` is placed.
+
+        Raises:
+            ScheduleError: as no layout says.
+        """
+        out = []
+        for node in self.reads:
+            if node in self.apart:
+                out.append(splits.layouts[self.apart[node]])
+            else:
+                out.append(layout_of(node.meta["val"].shape, placed.where[node], splits))
+            if out[-1] is None:
+                shown = ", ".join(f"{p} over {axes}" for axes, p in placed.where[node].items())
+                raise ScheduleError(f"{node}: a value that is sent whole is {shown}, which is no layout.")
+        return out
+
+
+# ------------------------------------------------------------------ which nodes
+def find_whole(traced: Traced, placed: Placed, splits: Splits, first: bool = False) -> set[str]:
+    """Find the nodes that `place` has gathered whole values for, those that sum products over a split dim,
+    and what reads or makes tensors whose blocks are no splits; by the names that they have in the trace.
+
+    Args:
+        first: leave out what is elementwise, if there are others: it needs no whole values, and has gathered
+            some because of the others.
+    """
+    whole = {node.name: node for node in traced.graph.nodes}
+    found = {node.meta["gathers"] for node in placed.graph.nodes if "gathers" in node.meta}
+    if first:
+        found = {name for name in found if rule_of(whole[name].target) is not elementwise} or found
+    for node in placed.graph.nodes:
+        source = whole.get(node.meta.get("origin"))
+        is_product = source is not None and node.target in PRODUCTS and source.target in PRODUCTS
+        if is_product and contracted(node) < contracted(source):
+            found.add(source.name)
+    for name, node in traced.placeholders.items():
+        if name in splits.apart:
+            found |= {user.name for user in node.users if user.op == "call_function"}
+    for name, node in traced.results.items():
+        if name in splits.apart and node.op == "call_function":
+            found.add(node.name)
+    return found
+
+
+def contracted(product: fx.Node) -> int:
+    """Return how long the dim is that a product sums over."""
+    return product.args[PRODUCTS[product.target]].meta["val"].shape[-1]
+
+
+# ------------------------------------------------------------------ the region
+def find_region(traced: Traced, placed: Placed, marked: Collection[str], splits: Splits) -> Region:
+    """Find what is computed on whole values, so that the fewest bytes are sent, and cut it out.
+
+    Args:
+        placed: the update by placement alone, of whose values it says how they lie.
+        marked: names of the nodes that need whole values.
+    """
+    graph, prices = traced.graph, Prices(traced, placed, splits)
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    before, after = set(), set()  # what marked nodes depend on, and what depends on them
+    for node in calls:
+        if node.name in marked or any(n in after for n in node.all_input_nodes):
+            after.add(node)
+    for node in reversed(graph.nodes):
+        if node.op != "output" and any(u.name in marked or u in before for u in node.users):
+            before.add(node)
+    core = {node for node in calls if node.name in marked or (node in before and node in after)}
+    before, after = before - core, after - core
+
+    # The way in: a value that is computed on all ranks and read by the region is sent.
+    edges: list[Edge] = []
+    for node in before:
+        if node.op == "placeholder":
+            edges.append(("inputs", (node, "in"), None))
+        edges.append(((node, "in"), (node, "out"), prices.sent(node)))
+        edges += [((node, "out"), (u, "in"), None) for u in node.users if u in before]
+        edges += [((node, "out"), "core", None) for u in node.users if u in core]
+    outside = minimum_cut(edges, "inputs", "core", outermost="sink")
+    inside = core | {node for node in before if (node, "in") not in outside and node.op == "call_function"}
+    read = {n for node in inside for n in node.all_input_nodes if n not in inside}
+
+    # The way out: what follows may be computed before it is sent back, where what it reads beside is cheap.
+    # What all ranks have is free, and a sum of what has come back is not.
+    edges = []
+    results = set(graph.output_node().args[0])
+    for node in core | after:
+        back = [u for u in node.users if u in after]
+        edges.append(("core" if node in core else (node, "out"), (node, "back"), prices.returned(node)))
+        edges += [((node, "back"), (u, "out"), None) for u in back]
+        if node in results:
+            edges.append(((node, "back"), "results", None))
+        if node in after:
+            beside = {n for n in node.all_input_nodes if n not in after and n not in inside and n not in read}
+            edges += [((node, "out"), (n, "read"), None) for n in beside]
+            edges += [((node, "out"), (n, "out"), None) for n in node.all_input_nodes if n in after]
+            edges.append(("core", (node, "out"), prices.summed(node)))
+    for node in graph.nodes:
+        if node.op == "output" or node in after or node in inside or node in read:
+            continue
+        price = prices.sent(node) if prices.is_split(node) else 0.0
+        if node.op == "placeholder":
+            edges.append(((node, "read"), "results", price))
+        else:
+            edges.append(((node, "read"), (node, "made"), price))
+            beside = {n for n in node.all_input_nodes if n not in inside and n not in read}
+            edges += [((node, "made"), (n, "read"), None) for n in beside]
+    within = minimum_cut(edges, "core", "results", outermost="source")
+    inside |= {node for node in calls if (node, "out") in within or (node, "made") in within}
+    return cut_out(traced, inside, core | {n for n in after if n in inside}, prices)
+
+
+def cut_out(traced: Traced, inside: set[fx.Node], owned: set[fx.Node], prices: Prices) -> Region:
+    """Cut nodes out of an update; `owned`: those of them that nothing outside computes too."""
+    nodes = [n for n in traced.graph.nodes if n.op != "output"]
+    read = (n for node in nodes if node in inside for n in node.all_input_nodes)
+    reads = list(dict.fromkeys(n for n in read if n not in inside))
+    whole, env = fx.Graph(), {}
+    for node in reads:
+        env[node] = whole.placeholder(node.name)
+        env[node].meta = {"val": node.meta["val"]}
+    for node in nodes:
+        if node in inside:
+            env[node] = whole.node_copy(node, env.__getitem__)
+            env[node].target = ANY_STRIDES.get(node.target, node.target)
+
+    outputs = dict(zip(traced.outputs, traced.graph.output_node().args[0], strict=True))
+    returned: list[tuple[fx.Node, str | None, P]] = []  # by which result it is read, and how it lies
+    for node in nodes:
+        if node not in owned:
+            continue
+        apart = [name for name, n in outputs.items() if n is node and name in prices.splits.apart]
+        returned += [(node, name, prices.splits.layouts[name]) for name in apart]
+        others = [u for u in node.users if u.op != "output" and u not in inside]
+        if others or any(n is node and name not in apart for name, n in outputs.items()):
+            returned.append((node, None, prices.layout(node)))
+    whole.output(tuple(env[n] for n, _, _ in returned))
+
+    outside, new = fx.Graph(), {}
+    splits = prices.splits
+    for node in nodes:
+        if node not in owned and all(n in new for n in node.all_input_nodes):
+            new[node] = outside.node_copy(node, new.__getitem__)
+    by_axis = tuple(
+        {} if name is not None else split_over(n.meta["val"].shape, layout, splits.flat, splits.mesh) or {}
+        for n, name, layout in returned
+    )
+    target = Elsewhere(by_axis, tuple(n.meta["val"] for n, _, _ in returned))
+    elsewhere = outside.call_function(target, tuple(new[n] for n in reads))
+    elsewhere.meta["val"] = target.values
+    made: dict[Any, fx.Node] = {}
+    for number, (node, name, _) in enumerate(returned):
+        made[node, name] = outside.call_function(operator.getitem, (elsewhere, number))
+        made[node, name].meta["val"] = node.meta["val"]
+        if name is None:
+            new[node] = made[node, name]
+    for node in nodes:
+        if node not in owned and node not in new:
+            new[node] = outside.node_copy(node, new.__getitem__)
+    outside.output(tuple(made.get((n, name)) or new[n] for name, n in outputs.items()))
+    outside.eliminate_dead_code()
+    apart = {new[n]: name for name, n in traced.placeholders.items() if name in splits.apart}
+    layouts = tuple(layout for _, _, layout in returned)
+    return Region(whole, elsewhere.args, layouts, target.values, outside, apart)
+
+
+# ------------------------------------------------------------------ bytes
+@dataclass(frozen=True, eq=False)
+class Prices:
+    """What it costs that a value of an update is sent to the rank that has the leaf, or comes back."""
+
+    traced: Traced
+    placed: Placed
+    splits: Splits
+
+    def sent(self, node: fx.Node) -> float | None:
+        """Return the bytes that a rank sends for one leaf; None if it cannot be sent."""
+        value = node.meta["val"]
+        if not isinstance(value, Tensor):
+            return None
+        ranks = self.splits.ranks
+        share = (ranks - 1) / ranks
+        if self.name_of(node) in self.splits.apart:
+            return share * bytes_of(value) / ranks
+        if not self.is_split(node):
+            return self.reductions[node]
+        lies = self.placed.where[node]
+        if layout_of(value.shape, lies, self.splits) is None:
+            return None
+        parts = math.prod(self.splits.size(name) for name, p in lies.items() if isinstance(p, Split))
+        return share * bytes_of(value) / parts
+
+    def is_split(self, node: fx.Node) -> bool:
+        """Whether ranks have parts of a value."""
+        split = any(isinstance(p, Split) for p in self.placed.where[node].values())
+        return split or self.name_of(node) in self.splits.apart
+
+    def summed(self, node: fx.Node) -> float:
+        """Return the bytes that it takes if a node, of values that came back, is a sum over what is split."""
+        value = node.meta["val"]
+        sizes = [v.numel() for n in node.all_input_nodes for v in tensors_in(n.meta["val"])]
+        if not isinstance(value, Tensor) or value.numel() >= max(sizes, default=0):
+            return 0.0
+        return 2 * (self.splits.ranks - 1) / self.splits.ranks * bytes_of(value)
+
+    @cached_property
+    def reductions(self) -> dict[fx.Node, float]:
+        """The bytes of the reductions that values which all ranks have depend on."""
+        out, ranks = {}, self.splits.ranks
+        split = set(filter(self.is_split, self.placed.where))
+        for node in self.traced.graph.nodes:
+            of_blocks = any(n in split for n in node.all_input_nodes)
+            own = 2 * (ranks - 1) / ranks * bytes_of(node.meta.get("val")) if of_blocks else 0.0
+            out[node] = max([own, *(out[n] for n in node.all_input_nodes if n not in split)])
+        return out
+
+    def returned(self, node: fx.Node) -> float | None:
+        """Return the bytes that a rank sends back for one leaf; None if it cannot be sent."""
+        value, ranks = node.meta["val"], self.splits.ranks
+        if not isinstance(value, Tensor):
+            return None
+        layout = self.layout(node)
+        return (ranks - 1) / ranks * bytes_of(value) / (ranks if layout.axes else 1)
+
+    def layout(self, node: fx.Node) -> P:
+        """Return how a value lies when it comes back: as the result that it is, or as the leaf."""
+        splits, shape = self.splits, tuple(node.meta["val"].shape)
+        for name, result in self.traced.results.items():
+            if result is node and name not in splits.apart:
+                return splits.layouts[name]
+        found = like_leaf(shape, splits.shapes["param"], splits.layouts["param"], splits.mesh)
+        if found is None or split_over(shape, found, splits.flat, splits.mesh) is None:
+            return P()
+        return found
+
+    def name_of(self, node: fx.Node) -> str | None:
+        """Return the name of an input."""
+        return next((name for name, n in self.traced.placeholders.items() if n is node), None)
+
+
+def layout_of(shape: Sequence[int], lies: Mapping[str, Placement], splits: Splits) -> P | None:
+    """Return the layout of a value by its placements; None where there is none."""
+    parts: list[list[Any]] = [[] for _ in shape]
+    for axes in splits.flat:
+        to = lies.get(name_of(axes))
+        if isinstance(to, Split):
+            first = Fused(axes[0], to.outer) if to.outer > 1 else axes[0]
+            if to.outer > 1 and (parts[to.dim] or len(axes) > 1):
+                return None
+            parts[to.dim] += [first, *axes[1:]]
+    layout = P(*map(tuple, parts))
+    given = {name: p for name, p in lies.items() if isinstance(p, Split)}
+    return layout if split_over(shape, layout, splits.flat, splits.mesh) == given else None

@@ -1,0 +1,218 @@
+"""Optimizer: the update of one whole leaf, in plain torch. How it is sharded is derived (`compiler.update`).
+
+    def sign_sgd(lr):
+        def update(path, grad, slots, param, step):
+            mean = slots["mean"].lerp(grad, 0.1)
+            return -lr * mean.sign() * param.norm(), {"mean": mean}
+
+        init = lambda path, param: {"mean": torch.zeros_like(param)}
+        return fs.optim.Optimizer("sign_sgd", init, update)
+
+Sums, norms, products and decompositions of matrices are those of the whole leaf, on every mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnshard.errors import OptimizerError
+from fnshard.optim.schedules import PathRules
+
+__all__ = ["Optimizer", "Step", "apply_updates", "init_slots"]
+
+Slots = Mapping[str, Tensor]
+Update = tuple[Tensor, dict[str, Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """The numbers of one step that an update may read: 0-d tensors.
+
+    Args:
+        count: int64, how many updates were made before this one. A step that loss scaling skips is none.
+        norm: L2 norm of all gradients of all ranks; read it as `global_norm`.
+        evaluate: calls a function of `count`; see `host`.
+
+    >>> step = Step(torch.tensor(3))
+    >>> step.host(lambda count: 0.5 ** int(count))
+    tensor(0.1250, dtype=torch.float64)
+    """
+
+    count: Tensor
+    norm: Tensor | None = None
+    evaluate: Callable[[Callable[[Tensor], Any], Tensor], Tensor] | None = field(default=None, repr=False)
+
+    @property
+    def global_norm(self) -> Tensor:
+        """The norm of all gradients, before anything has changed them.
+
+        Raises:
+            OptimizerError: behind a transform that has changed the gradients, in a `chain`.
+        """
+        if self.norm is None:
+            raise OptimizerError(
+                "step.global_norm is the norm of the gradients, and something before has changed these.",
+                fix="put clip_by_global_norm(...) first in the chain.",
+            )
+        return self.norm
+
+    def host(self, function: Callable[[Tensor], Any]) -> Tensor:
+        """Return `function(count)`, computed on the host once a step, as a 0-d fp64 tensor.
+
+        The function may branch on the number and convert it, which code that is traced cannot: rates by
+        schedule are such functions.
+        """
+        if self.evaluate is not None:
+            return self.evaluate(function, self.count)
+        return as_number(function(self.count))
+
+
+def as_number(value: Any) -> Tensor:
+    """Return a Python number or a 0-d tensor as a 0-d fp64 tensor."""
+    return value.to(torch.float64) if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Optimizer:
+    """An optimizer of one device and whole leaves; `name` is the call that makes it.
+
+    Args:
+        init: `(path, param) -> {name: tensor}`, the state of a leaf. Slots of the leaf's shape (or of size 1
+            along some dims) are split as the leaf is. It may copy the parameter, and read nothing else of its
+            values.
+        update: `(path, grad, slots, param, step) -> (update, slots)`, pure; `param + update` is the new
+            parameter. Slots that it does not return stay. It sees fp32 (fp64 where the leaf is of that), and
+            gradients that the loss scale is divided out of. Whatever of the step it reads is a 0-d tensor of
+            `Step`; a branch is `torch.where`, or `torch.cond` where one side is dear.
+        rules: all that `init` and `update` take from the path: leaves for which these say the same numbers
+            share a trace. None: nothing is promised, and each leaf has its own.
+        values: 0-d tensors for the step's metrics, such as `lr`.
+        choose: `(path, shape) -> Optimizer`, of an optimizer that leaves each leaf to another one.
+
+    >>> def update(path, grad, slots, param, step):
+    ...     return -0.1 * grad / grad.norm(), {}
+    >>> half = Optimizer("normalized()", init=lambda path, param: {}, update=update)
+    >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([3.0, 4.0])}
+    >>> apply_updates(half, grads, init_slots(half, params), params, Step(torch.tensor(0)))[0]
+    {'w': tensor([0.9400, 0.9200])}
+    """
+
+    name: str
+    init: Callable[[str, Tensor], dict[str, Tensor]]
+    update: Callable[[str, Tensor, Slots, Tensor, Step], Update]
+    rules: Sequence[PathRules] | None = None
+    values: Callable[[Step], dict[str, Tensor]] = lambda step: {}
+    choose: Callable[[str, Sequence[int]], Optimizer] | None = None
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def of(self, path: str, shape: Sequence[int]) -> Optimizer:
+        """Return the optimizer that a leaf of this path and shape has."""
+        return self if self.choose is None else self.choose(path, shape).of(path, shape)
+
+    def settings(self, path: str) -> Any:
+        """Return what tells leaves of one shape apart: the numbers of the rules, or the path itself."""
+        return path if self.rules is None else tuple(rule(path) for rule in self.rules)
+
+    def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
+        """Check the rules by path against the shapes of all leaves that are trained.
+
+        Raises:
+            OptimizerError: a rule that decides for no leaf, or a leaf without one.
+        """
+        for rule in self.rules or ():
+            rule.check(shapes)
+        if self.choose is not None:
+            parts: dict[Optimizer, dict[str, Sequence[int]]] = {}
+            for path, shape in shapes.items():
+                parts.setdefault(self.choose(path, shape), {})[path] = shape
+            for part, own in parts.items():
+                part.check(own)
+
+
+@torch.no_grad()
+def init_slots(optimizer: Optimizer, params: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+    """Return the state of whole leaves, by path.
+
+    Raises:
+        OptimizerError: a rule by path that decides for no leaf, or a leaf without one.
+    """
+    optimizer.check({path: param.shape for path, param in params.items()})
+    return {path: optimizer.of(path, param.shape).init(path, param) for path, param in params.items()}
+
+
+@torch.no_grad()
+def apply_updates(
+    optimizer: Optimizer,
+    grads: Mapping[str, Tensor],
+    slots: Mapping[str, Slots],
+    params: Mapping[str, Tensor],
+    step: Step,
+    scale: Tensor | None = None,
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """Return new parameters and new slots of whole leaves on one device.
+
+    Args:
+        scale: gradients are multiplied by it first, and so is their norm.
+    """
+    if scale is not None and step.norm is not None:
+        step = replace(step, norm=step.norm * scale)
+    out, new = {}, {}
+    for path, grad in grads.items():
+        param = params[path]
+        update, changed = update_leaf(optimizer, path, grad, slots[path], param, step, scale)
+        out[path] = param + update
+        new[path] = {**slots[path], **changed}
+    return out, new
+
+
+def update_leaf(
+    optimizer: Optimizer, path: str, grad: Tensor, slots: Slots, param: Tensor, step: Step,
+    scale: Tensor | None = None,
+) -> Update:  # fmt: skip
+    """Return the update of one leaf and the slots that change, computed in fp32 at least, in their dtypes."""
+    wide = torch.promote_types(param.dtype, torch.float32)
+    grad = grad.to(wide)
+    if scale is not None:
+        grad = grad * scale.to(wide)
+    state = {n: v.to(wide) if v.is_floating_point() else v for n, v in slots.items()}
+    own = optimizer.of(path, param.shape)
+    made = own.update(path, grad, state, param.to(wide), step)
+    check_update(own, path, made, param, slots)
+    update, new = made
+    return update.to(param.dtype), {n: v.to(slots[n].dtype) for n, v in new.items()}
+
+
+def check_update(optimizer: Optimizer, path: str, made: Any, param: Tensor, slots: Slots) -> None:
+    """Check that an update has returned an update of the leaf and slots of it.
+
+    Raises:
+        OptimizerError: says what is of another type, name, shape or kind of numbers. Floats may be wider.
+    """
+    leaf = f"params[{path!r}] {list(param.shape)}"
+    fix = (
+        "update(path, grad, slots, param, step) returns (update, slots): a tensor of the leaf's shape, and a "
+        "dict of those slots that change, of the shapes and dtypes that init gives them."
+    )
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)):
+        kind = "one tensor" if isinstance(made, Tensor) else type(made).__name__
+        raise OptimizerError(f"{optimizer} returns {kind} for {leaf}.", fix=fix)
+    update, new = made
+    wrong = [f"slot {name!r} is none that init makes" for name in new if name not in slots]
+    pairs = {"the update": (update, param)}
+    pairs |= {f"slot {name!r}": (value, slots[name]) for name, value in new.items() if name in slots}
+    for what, (value, like) in pairs.items():
+        if not isinstance(value, Tensor):
+            wrong.append(f"{what} is {type(value).__name__}, and no tensor")
+        elif value.shape != like.shape:
+            wrong.append(f"{what} is {list(value.shape)}, and not {list(like.shape)}")
+        elif value.dtype != like.dtype and not (value.is_floating_point() and like.is_floating_point()):
+            wrong.append(f"{what} is {value.dtype}, and not {like.dtype}")
+    if wrong:
+        raise OptimizerError(f"{optimizer} returns what is no update of {leaf}:", wrong, fix)

@@ -1,0 +1,180 @@
+"""Compiled update: the updates of a bucket's leaves as one kernel of Inductor's, in place.
+
+The kernel reads the reduced gradients in their dtype on the wire, and writes the parameters (or their master
+copies), the slots and the stored copies. With bf16 gradients and storage next to fp32 state that is 28 bytes
+a parameter for AdamW, where a cast of the gradient, torch's fused kernel and a copy of the master move 46.
+The step's numbers (rates, bias corrections, the clip factor) are a vector of inputs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fnshard.compiler.kernels.inductor import TRACING, Boxed, compile_graph
+from fnshard.compiler.update.family import Family
+from fnshard.compiler.update.trace import GRAD, PARAM, UPDATE, Branch
+from fnshard.optim.fused import DECOMPOSITIONS
+from fnshard.runtime.executor.control import StepControl
+from fnshard.runtime.tiers import send
+
+Form = tuple[tuple[int, ...], torch.dtype, tuple[int, ...]]  # shape, dtype, strides
+
+
+def is_compiled(update: str, backend: str, device_type: str) -> bool:
+    """Return whether updates are compiled where a step has the option `update`."""
+    return update == "compiled" or (update == "auto" and backend == "inductor" and device_type != "cpu")
+
+
+def is_compilable(family: Family) -> bool:
+    """Return whether an update is one graph that asks nobody: no exchange, no branch, no rank's place."""
+    step, *others = family.derived.steps
+    chooses = any(isinstance(node.target, Branch) for node in step.graph.graph.nodes)
+    return not others and not chooses and not any(name.startswith("index.") for name in step.reads)
+
+
+@dataclass(frozen=True)
+class LeafForm:
+    """One leaf of a bucket as a compiled update sees it; equal leaves are updated by equal code.
+
+    Args:
+        copied: whether the parameter is a master copy, and the stored one is written too.
+        tensors_like: of gradient, parameter, the stored copy and the slots.
+    """
+
+    family: Family
+    copied: bool
+    tensors_like: tuple[Form, ...]
+
+
+def form_of(value: Tensor) -> Form:
+    """Return what code is made for."""
+    return tuple(value.shape), value.dtype, value.stride()
+
+
+def numbers_of(family: Family, control: StepControl, wide: torch.dtype, device: torch.device) -> Tensor:
+    """Return a family's numbers of this step, and after them the factor of its gradients: [n + 1]."""
+
+    def make() -> Tensor:
+        flat = [*family.traced.prologue.numbers(control.step)]
+        flat.append(torch.ones((), dtype=torch.float64) if control.scale is None else control.scale)
+        return torch.stack([send(n.double(), device) for n in flat]).to(wide)
+
+    return control.once((family, wide, device), make)
+
+
+def update_graph(leaves: Sequence[LeafForm], device: torch.device) -> fx.GraphModule:
+    """Return the update of leaves like these, of a vector of numbers for each family and the tensors of each
+    leaf in the order of `LeafForm.tensors_like`. All but gradients and numbers are written to.
+    """
+    from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    families = list(dict.fromkeys(leaf.family for leaf in leaves))
+
+    def update(*values: Tensor) -> list[Tensor]:
+        vectors, rest = dict(zip(families, values, strict=False)), iter(values[len(families) :])
+        out = []
+        for leaf in leaves:
+            (step,) = leaf.family.derived.steps
+            *numbers, scale = vectors[leaf.family].unbind()
+            grad, param, *others = (next(rest) for _ in leaf.tensors_like)
+            copies, slots = others[: leaf.copied], others[leaf.copied :]
+            wide = torch.promote_types(param.dtype, torch.float32)
+            given = {GRAD: grad.to(wide) * scale, PARAM: param}
+            given |= {f"slots.{n}": v for n, v in zip(leaf.family.slots, slots, strict=True)}
+            given |= {f"number.{i}": n for i, n in enumerate(numbers)}
+            given |= {n: v.to(device) for n, v in leaf.family.traced.constants.items()}
+            results = step.graph(*[given[n] for n in step.reads])
+            given |= dict(zip(step.writes, results, strict=True))
+            new = param + given[UPDATE]
+            out += [
+                new,
+                *(new.to(c.dtype) for c in copies),
+                *(given[f"slots.{n}"] for n in leaf.family.slots),
+            ]
+        return out
+
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        fakes = [
+            torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            for leaf in leaves
+            for shape, dtype, stride in leaf.tensors_like
+        ]
+        vectors = []
+        for family in families:
+            count = sum(name.startswith("number.") for name in family.traced.inputs)
+            like = next(leaf.tensors_like[1] for leaf in leaves if leaf.family is family)
+            wide = torch.promote_types(like[1], torch.float32)
+            vectors.append(torch.empty(count + 1, dtype=wide, device=device))
+        pure = torch.func.functionalize(update, remove="mutations_and_views")
+        with TRACING:
+            table = {**select_decomp_table(), **DECOMPOSITIONS}
+            module = make_fx(pure, decomposition_table=table)(*vectors, *fakes)
+    _write_back(module, [leaf.tensors_like for leaf in leaves], len(families))
+    return module
+
+
+def _write_back(module: fx.GraphModule, tensors_like: Sequence[Sequence[Form]], firsts: int) -> None:
+    """Let what the graph returns be written to the inputs that it is new values of."""
+    inputs = module.graph.find_nodes(op="placeholder")[firsts:]
+    targets = []
+    for each in tensors_like:
+        mine, inputs = inputs[: len(each)], inputs[len(each) :]
+        targets += mine[1:]
+    output = module.graph.output_node()
+    with module.graph.inserting_before(output):
+        for target, value in zip(targets, output.args[0], strict=True):
+            written = module.graph.call_function(torch.ops.aten.copy_.default, (target, value))
+            written.meta["val"] = target.meta["val"]
+    output.args = ((),)
+    module.recompile()
+
+
+@dataclass
+class CompiledUpdates:
+    """The compiled updates of one step, by what they were compiled for; simulated ranks share them.
+
+    Args:
+        options: of Inductor.
+    """
+
+    options: Mapping[str, Any]
+    made: dict[tuple[LeafForm, ...], Boxed] = field(default_factory=dict)
+    _lock: Any = field(default_factory=threading.Lock)
+
+    def get(self, leaves: tuple[LeafForm, ...], device: torch.device) -> Boxed:
+        """Return the kernel for leaves like these; it is compiled where there is none."""
+        if leaves not in self.made:
+            with self._lock:
+                if leaves not in self.made:
+                    graph = update_graph(leaves, device)
+                    self.made[leaves] = compile_graph(
+                        graph, backend="inductor", options=self.options, is_backward=False
+                    )
+        return self.made[leaves]
+
+    def run(self, families: Sequence[Family], tensors: Sequence[Sequence[Tensor]], copied: Sequence[bool],
+            control: StepControl) -> None:  # fmt: skip
+        """Update leaves.
+
+        Args:
+            tensors: of each leaf, in the order of `LeafForm.tensors_like`.
+            copied: whether each has a master copy and a stored one.
+        """
+        leaves = tuple(
+            LeafForm(family, copy, tuple(map(form_of, own)))
+            for family, own, copy in zip(families, tensors, copied, strict=True)
+        )
+        device = tensors[0][0].device
+        kernel, vectors = self.get(leaves, device), {}
+        for leaf in leaves:
+            wide = torch.promote_types(leaf.tensors_like[1][1], torch.float32)
+            vectors.setdefault(leaf.family, numbers_of(leaf.family, control, wide, device))
+        kernel([*vectors.values(), *(value for own in tensors for value in own)])

@@ -1,0 +1,155 @@
+"""The trace of an update equals the update, for all optimizers; what cannot be traced is refused."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from foreign import FOREIGN
+from optimizers import ALL, assert_close, make_step, plain_cond, random_tree
+from torch import Tensor, fx
+
+from fnshard.compiler.update.trace import Branch, Traced, trace_update
+from fnshard.errors import OptimizerError
+from fnshard.optim import Optimizer, Step, adamw
+from fnshard.optim.fused import ADAMW
+from fnshard.optim.optimizer import init_slots, update_leaf
+
+SHAPES = {"embed.w": (7, 3), "a.norm.w": (5,), "a.w": (4, 6), "b.scalar": (), "experts.w": (2, 3, 4)}
+EVERY = {**ALL, **FOREIGN}
+
+
+def trace(optimizer: Optimizer, path: str, param: Tensor, slots: Mapping[str, Tensor]) -> Traced:
+    described = {name: (tuple(slot.shape), slot.dtype) for name, slot in slots.items()}
+    own = optimizer.of(path, param.shape)
+    return trace_update(own, path, param.shape, param.dtype, param.dtype, described)
+
+
+def run(traced: Traced, grad: Tensor, slots: Mapping[str, Tensor], param: Tensor, step: Step) -> Any:
+    """Return what the traced graph makes of these: the update, and the slots that change."""
+    numbers = {f"number.{i}": value for i, value in enumerate(traced.prologue.numbers(step))}
+    given = {"grad": grad, "param": param, **numbers, **traced.constants}
+    given |= {f"slots.{name}": slot for name, slot in slots.items()}
+    results = fx.Interpreter(fx.GraphModule({}, traced.graph)).run(*(given[n] for n in traced.inputs))
+    update, *new = results
+    return update, {n.removeprefix("slots."): v for n, v in zip(traced.outputs[1:], new, strict=True)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", EVERY)
+def test_a_traced_update_is_the_update(name: str, dtype: torch.dtype) -> None:
+    """Of three steps, the later ones of which start from slots that are not zero."""
+    optimizer, params = EVERY[name], random_tree(0, SHAPES, dtype)
+    slots = init_slots(optimizer, params)
+    graphs = {path: trace(optimizer, path, params[path], slots[path]) for path in params}
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-2
+    for count in range(3):
+        grads = random_tree(100 + count, SHAPES, dtype)
+        step = make_step(count, grads)
+        with plain_cond():
+            made = {p: update_leaf(optimizer, p, grads[p], slots[p], params[p], step) for p in params}
+        for path, (update, new) in made.items():
+            found, changed = run(graphs[path], grads[path], slots[path], params[path], step)
+            assert_close({"update": found, **changed}, {"update": update, **new}, tolerance, tolerance)
+        params = {path: params[path] + update for path, (update, _) in made.items()}
+        slots = {path: {**slots[path], **new} for path, (_, new) in made.items()}
+
+
+def test_an_update_of_adamw_is_one_node_and_what_the_step_decides_is_cut_off() -> None:
+    param = torch.zeros(4, 3)
+    traced = trace(adamw(1e-2, weight_decay=0.1, lr_scale=0.5), "w", param, {"mu": param, "nu": param})
+    called = [n.target for n in traced.graph.find_nodes(op="call_function", target=ADAMW)]
+    assert called == [ADAMW]
+    assert {n.target for n in traced.graph.nodes if n.op == "call_function"} == {ADAMW, operator.getitem}
+    numbers = [float(number) for number in traced.prologue.numbers(Step(torch.tensor(2)))]
+    assert sorted(numbers) == pytest.approx([0.005, (1 - 0.999**3) ** 0.5, 1 - 0.9**3, 2], abs=1e-15)
+    assert not traced.prologue.norm
+
+
+def test_sides_of_a_cond_are_graphs_that_run_where_they_are_taken() -> None:
+    """Also one within another, and what both read stays outside."""
+    param = torch.rand(3, 3, dtype=torch.float64)
+
+    def update(path: str, grad: Tensor, slots: Any, param: Tensor, step: Step) -> Any:
+        both = grad @ grad.T
+        inner = lambda: torch.cond(step.count > 5, lambda: torch.linalg.qr(both)[0], lambda: both.T)  # noqa: E731
+        made = torch.cond(step.count == 0, lambda: torch.linalg.eigh(both)[1], inner)
+        return made, {}
+
+    traced = trace(Optimizer("sides()", lambda path, param: {}, update), "w", param, {})
+    names = lambda graph: [n.name for n in graph.nodes if n.op == "call_function"]  # noqa: E731
+    (outer,) = [n.target for n in traced.graph.nodes if isinstance(n.target, Branch)]
+    assert not [n for n in names(traced.graph) if "eigh" in n or "qr" in n]
+    assert [n for n in names(traced.graph) if n.startswith("mm")] == ["mm"]
+    assert any("eigh" in n for n in names(outer.true.graph))
+    (inner,) = [n.target for n in outer.false.graph.nodes if isinstance(n.target, Branch)]
+    assert any("qr" in n for n in names(inner.true.graph)) and not names(inner.false.graph)[1:]
+    for count in (0, 1, 6):
+        with plain_cond():
+            expected = update("w", param, {}, param, Step(torch.tensor(count)))[0]
+        torch.testing.assert_close(run(traced, param, {}, param, Step(torch.tensor(count)))[0], expected)
+
+
+# ------------------------------------------------------------------ mistakes
+
+
+def own(update: Any, **slots: Any) -> Optimizer:
+    """An optimizer whose update is a function of gradient, slots, parameter and step."""
+    init = lambda path, param: {name: make(param) for name, make in slots.items()}  # noqa: E731
+    return Optimizer("own()", init, lambda path, *args: update(*args))
+
+
+MEAN = {"mean": torch.zeros_like}
+KEY = {"key": lambda param: torch.zeros(1, 1, dtype=torch.int64)}
+MISTAKES: dict[str, tuple[Optimizer, str]] = {  # and what the error names beside the leaf
+    "another shape": (own(lambda g, s, p, step: (g.sum(0), {})), r"the update is \[3\], and not \[4, 3\]"),
+    "no tensor": (own(lambda g, s, p, step: (0.5, {})), "the update is float"),
+    "another kind": (own(lambda g, s, p, step: ((g > 0).int(), {})), "the update is torch.int32"),
+    "complex": (own(lambda g, s, p, step: (torch.fft.fft(g), {})), "the update is torch.complex64"),
+    "no pair": (own(lambda g, s, p, step: -g), r"returns one tensor.*returns \(update, slots\)"),
+    "slots of another shape": (
+        own(lambda g, s, p, step: (-g, {"mean": g.mean(0)}), **MEAN), r"slot 'mean' is \[3\], and not \[4",
+    ),
+    "slots of another kind": (
+        own(lambda g, s, p, step: (-g, {"key": s["key"] * 0.5}), **KEY),
+        "slot 'key' is torch.float32, and not torch.int64",
+    ),
+    "slots that no tensors are": (own(lambda g, s, p, step: (-g, {"mean": 1}), **MEAN), "slot 'mean' is int"),
+    "slots that init does not make": (own(lambda g, s, p, step: (-g, {"nu": g})), "slot 'nu' is none"),
+    "in place": (
+        own(lambda g, s, p, step: (-s["mean"].lerp_(g, 0.1), {}), **MEAN),
+        r"in place to slots\['mean'\].*return new tensors",
+    ),
+    "in place of the gradient": (own(lambda g, s, p, step: (g.mul_(-0.1), {})), "in place to grad"),
+    "in place of the parameter": (own(lambda g, s, p, step: (p.sub_(g) * 0, {})), "in place to param"),
+    "in place of a view": (own(lambda g, s, p, step: (p[0].sub_(1) + g, {})), "in place to param"),
+    "random numbers": (own(lambda g, s, p, step: (g * torch.randn_like(g), {})), "random.*keep a key"),
+    "dropout": (own(lambda g, s, p, step: (torch.nn.functional.dropout(g), {})), "random.*keep a key"),
+    "a value": (own(lambda g, s, p, step: (g / float(p.abs().max()), {})), r"float\(\).*torch.where"),
+    "an item": (own(lambda g, s, p, step: (g * g.sum().item(), {})), r"\.item\(\)"),
+    "a branch": (own(lambda g, s, p, step: (g if g.sum() > 0 else -g, {})), "torch.where or torch.cond"),
+    "a branch by the step": (own(lambda g, s, p, step: (g if step.count > 9 else -g, {})), r"step.host\("),
+    "numpy": (own(lambda g, s, p, step: (torch.from_numpy(g.numpy()), {})), "numpy"),
+    "sides of a cond": (
+        own(lambda g, s, p, step: (torch.cond(step.count > 0, lambda: g, lambda: g[0]), {})),
+        "two sides of a torch.cond.*same names",
+    ),
+    "a write in a cond": (
+        own(lambda g, s, p, step: (torch.cond(step.count > 0, lambda: p.add_(g), lambda: g), {})),
+        "a side of a torch.cond writes.*add_",
+    ),
+    "it fails": (own(lambda g, s, p, step: (g.nothing, {})), "AttributeError"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MISTAKES)
+def test_what_is_no_update_is_refused(kind: str) -> None:
+    optimizer, words = MISTAKES[kind]
+    param = torch.zeros(4, 3)
+    with pytest.raises(OptimizerError, match=rf"(?s)^own\(\).*{words}") as error:
+        trace(optimizer, "a.w", param, optimizer.init("a.w", param))
+    text = str(error.value)
+    assert "params['a.w']" in text and "Fix:" in text and len(text) < 800
