@@ -1,10 +1,15 @@
 """The commands, `python -m experiments.NAME`, and below them what they are made of."""
 
+import gc
 import logging
 import os
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+AS_RANK = "--as-rank"  # what a rank of a job is started with
+if sys.argv[1:2] == [AS_RANK]:
+    gc.disable()  # imports free nothing: to look for what they might have freed takes a tenth of the start
 # What other packages log at every start, and nobody who runs a command can use: by logger, a part of it.
 NOISE = {
     "torch.utils.cpp_extension": "No CUDA runtime is found",

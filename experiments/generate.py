@@ -7,25 +7,31 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from pydantic import NonNegativeInt
+from yaml import YAMLError
 
-from experiments.cli.main import exiting
-from experiments.cli.schema import build
-from experiments.configs.checks import configuration, targets_in
-from experiments.configs.train import (
-    AUTO,
-    ConfigError,
-    MeshConfig,
-    StrategyConfig,
-    TrackerConfig,
-    TrainConfig,
-)
-from experiments.data.files import read_sealed
+import fnshard as fs
+from experiments import finetune, train
+from experiments.data.prepared import open_prepared
+from experiments.lib.checks import ConfigError, configuration, targets_in
+from experiments.lib.compose import build, exit_with
+from experiments.lib.config import AUTO, MeshConfig, StrategyConfig, TrackerConfig, TrainConfig
+from experiments.lib.files import read_sealed
+from experiments.lib.folder import CHECKPOINTS, has_numbered, newest_step
+from experiments.lib.launch import place
+from experiments.lib.metrics import Goal
+from experiments.lib.own import make_task
+from experiments.lib.plan import make_optimizer
+from experiments.lib.run import mean_over
+from experiments.tuning.config import FinetuneConfig
+from fnshard.errors import report
 
 QUOTED = re.compile(r"""("|').*\1""", re.DOTALL)
 
@@ -52,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     values = {key: value[1:-1] if QUOTED.fullmatch(value) else value
               for key, _, value in (argument.partition("=") for argument in arguments)}  # fmt: skip
-    exiting(lambda: generate(build(values, GenerateConfig)))
+    exit_with(lambda: generate(build(values, GenerateConfig)))
 
 
 def generate(config: GenerateConfig) -> None:
@@ -61,33 +67,80 @@ def generate(config: GenerateConfig) -> None:
     Raises:
         ConfigError: the folder is no run's, or holds no checkpoint.
     """
-    import fnshard as fs
-    from experiments.training.resume import CHECKPOINTS, has_numbered, newest_step
-
     folder = Path(config.run)
-    setup = _setup(config, folder)
+    saved = place(read_run(config, folder), world=1)
+    parts = of_training(saved) if isinstance(saved, TrainConfig) else of_tuning(saved, config)
     if newest_step(folder) is None and not has_numbered(folder / CHECKPOINTS):  # else `restore` says why
         raise ConfigError(
             f"run={config.run}: no checkpoint is in it. Fix: the folder of a run that has saved."
         )
-    state = fs.checkpoint.restore(folder / CHECKPOINTS, setup.step, setup.mesh)
+    state = fs.checkpoint.restore(folder / CHECKPOINTS, parts.step, parts.step.mesh)
     print(f"step {int(state.step)} of {folder.resolve()}", flush=True)
     if config.held_out:
-        value, more = setup.evaluate(state.params)
-        print(f"held-out {setup.goal.label}: {value:.3f}", flush=True)
+        value, more = parts.evaluate(state.params)
+        print(f"held-out {parts.goal.label}: {value:.3f}", flush=True)
         for name, each in more.items():
             print(f"held-out {name.replace('_', ' ')}: {each:.4g}", flush=True)
-    if sampled := setup.sample(state.params):
+    if sampled := parts.sample(state.params):
         print(f"\n{sampled}", flush=True)
 
 
-def _setup(config: GenerateConfig, folder: Path) -> Any:
-    """The `training.run.Setup` of a run on one rank: what its step does not need is left out."""
-    from experiments.cli.job import placed
-    from experiments.data.prepared import open_prepared
-    from experiments.finetune.config import FinetuneConfig
-    from fnshard.errors import report
+@dataclass(frozen=True)
+class Parts:
+    """What is needed of a job besides its loop.
 
+    Args:
+        step: which knows what a checkpoint holds.
+        evaluate: the goal's number on held-out data, and more numbers by name, of parameters.
+        sample: text that the model writes; empty where it writes none.
+    """
+
+    step: Any
+    goal: Goal
+    evaluate: Callable[[Any], tuple[float, Mapping[str, float]]]
+    sample: Callable[[Any], str]
+
+
+def of_training(config: TrainConfig) -> Parts:
+    """Make the parts of a run of `experiments.train`, as that does."""
+    mesh = fs.make_mesh(**config.mesh.axes, device=config.run.device)
+    data, task = train.open_data(config), make_task(config)
+    optimizer = make_optimizer(config.optimizer, config.schedule, config.run.steps, task.undecayed)
+    plan = train.make_plan(config, task, data, mesh, optimizer)
+    step = fs.shard_step(task.loss, plan.specs, mesh=mesh, optimizer=optimizer, **plan.options)
+    forward = fs.shard_forward(task.measured, plan.specs, **train.forward_options(config, mesh))
+    sampler = train.make_sampler(config, task, plan, mesh)
+
+    def evaluate(params: Any) -> tuple[float, Mapping[str, float]]:
+        return mean_over(forward, params, train.held_out_rows(data, plan, mesh), mesh.device)
+
+    def sample(params: Any) -> str:
+        is_text = sampler is not None and config.run.sampled
+        return train.sample(config, data, sampler, params, mesh) if is_text else ""
+
+    return Parts(step, train.goal_of(config, data), evaluate, sample)
+
+
+def of_tuning(config: FinetuneConfig, asked: GenerateConfig) -> Parts:
+    """Make the parts of a run of `experiments.finetune`, as that does."""
+    for name in ("train", "held_out"):
+        prepared = getattr(config.data, name)
+        if prepared is None:
+            raise ConfigError(
+                f"run={asked.run}: its data are not prepared: data.{name} is null in its config.yaml. "
+                "Fix: name the folder of a run that has begun."
+            )
+        open_prepared(prepared, read_all=True)
+    parts = finetune.build(config, only_prompt=asked.prompt is not None)
+    return Parts(parts.step, parts.goal, parts.evaluate, parts.sample)
+
+
+def read_run(config: GenerateConfig, folder: Path) -> Any:
+    """Return the configuration of a run for one rank: what its step does not need is left out.
+
+    Raises:
+        ConfigError: the folder is no run's; or its configuration names code, and `own_code` is not said.
+    """
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"run={config.run}: is no folder of a run. Fix: what a run prints after results:.")
     values = read_config(folder)
@@ -97,9 +150,8 @@ def _setup(config: GenerateConfig, folder: Path) -> Any:
         raise ConfigError(
             report(f"run={config.run}: its configuration names code, which would run:", code, fix)
         )
-    tunes = "method" in values
     try:
-        saved = build(values, FinetuneConfig if tunes else TrainConfig)
+        saved = build(values, FinetuneConfig if "method" in values else TrainConfig)
     except ConfigError as error:
         raise ConfigError(f"run={config.run}: config.yaml is of no run of this version: {error}") from None
     asked = {"prompt": config.prompt, "sample_tokens": config.tokens}
@@ -107,25 +159,9 @@ def _setup(config: GenerateConfig, folder: Path) -> Any:
         saved.run, device=config.device, device_gb=None, disk_dir=None, accumulate=1, replicas=0,
         replica_every=1, **{name: value for name, value in asked.items() if value is not None},
     )  # fmt: skip
-    alone = replace(
+    return replace(
         saved, run=run, mesh=MeshConfig(shard=1), strategy=StrategyConfig(), tracker=TrackerConfig()
     )
-    if tunes:
-        from experiments.finetune.loop import prepare
-
-        for name in ("train", "held_out"):
-            place = getattr(saved.data, name)
-            if place is None:
-                raise ConfigError(
-                    f"run={config.run}: its data are not prepared: data.{name} is null in its config.yaml. "
-                    "Fix: name the folder of a run that has begun."
-                )
-            open_prepared(place, read_all=True)
-
-        return prepare(placed(alone, world=1), only_prompt=config.prompt is not None)
-    from experiments.training.loop import prepare as prepared
-
-    return prepared(placed(alone, world=1))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -134,10 +170,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it is not what was written, or no configuration.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
     path = folder / "config.yaml"
     text = read_sealed(path)
     try:

@@ -1,15 +1,35 @@
-"""The main job: `python -m experiments.train`, or the same under `torchrun`.
+"""Train a language model from text, or a model, data and loss of your own, sharded over ranks.
 
-What needs torch is imported where it is used: a mistake in a command line is reported before that has loaded.
+    python -m experiments.train experiment=laptop                      # two ranks on a CPU, or all GPUs
+    torchrun --nproc-per-node 8 -m experiments.train model=1b          # ranks that torchrun starts
+
+What happens, in order: `main` composes the command line and checks all of it (`lib.compose`, `lib.config`),
+sees what this machine has, takes the run's folder and starts the ranks (`lib.launch`). Each of them calls
+`train`, below, which goes on from the run's newest checkpoint, if it has one, to the last step. What a run is
+besides its steps (folder, rows, trackers, checkpoints, SIGTERM, NaN) is `lib.run`. The same command again
+goes on with what was not finished.
 """
 
 from __future__ import annotations
 
-from experiments.cli.command_spec import CommandSpec, Job
-from experiments.cli.main import main
-from experiments.configs.train import TrainConfig
+from collections.abc import Iterator
+from typing import Any
 
-SPEC = CommandSpec(
+import fnshard as fs
+from experiments.data.text import Dataset, open_dataset
+from experiments.lib.compose import Command
+from experiments.lib.config import TrainConfig
+from experiments.lib.decoder import Sampler, last_logits, safe
+from experiments.lib.files import write_text
+from experiments.lib.folder import RunFolder
+from experiments.lib.launch import Job, main
+from experiments.lib.metrics import HELD_OUT, METRICS, Goal, comparison, draw_run
+from experiments.lib.own import OwnData, Task, check_targets, make_task, own_data
+from experiments.lib.plan import Plan, axis_of, dtypes_of, make_optimizer, plan_of, specs_of
+from experiments.lib.run import Run, mean_over
+from fnshard.launcher.rank import Stop
+
+COMMAND = Command(
     "train",
     TrainConfig,
     "Train a small language model from text, sharded over ranks: as many as there are GPUs, or two on the "
@@ -27,17 +47,165 @@ SPEC = CommandSpec(
 
 
 def prepare(config: TrainConfig) -> TrainConfig:
-    """As it is, if its data are there, and what its `_target_`s name."""
-    from experiments.training.dataset import open_dataset
-    from experiments.training.own import check_targets
-
+    """Find, before a rank starts, what is wrong with data and code that the configuration names."""
     check_targets(config)
     if not isinstance(config.data, dict):
         open_dataset(config)
     return config
 
 
-JOB = Job(SPEC, "experiments.train", "experiments.training.loop:train", prepare)
+def train(config: TrainConfig, folder: RunFolder, overrides: list[str], stop: Stop) -> None:
+    """Train on this rank; rank 0 writes everything to the run's folder, and prints its path."""
+    with Run("train", config, folder, overrides, stop) as run:
+        # The mesh: ranks by axes. Those along data axes take other rows.
+        mesh = fs.make_mesh(**config.mesh.axes, device=config.run.device)
+
+        # The data: batches of this rank's rows, and held-out ones of as many rows as a step holds at once.
+        data = open_data(config)
+
+        # The model and its loss as pure functions; values come with the first state.
+        task = make_task(config)
+
+        # The plan: how each parameter is stored, gathered and reduced, and what is recomputed or moved
+        # elsewhere.
+        optimizer = make_optimizer(config.optimizer, config.schedule, config.run.steps, task.undecayed)
+        plan = make_plan(config, task, data, mesh, optimizer)
+
+        # The step, and forwards of the same parameters that measure and write.
+        step = fs.shard_step(task.loss, plan.specs, mesh=mesh, optimizer=optimizer, **plan.options)
+        forward = fs.shard_forward(task.measured, plan.specs, **forward_options(config, mesh))
+        sampler = make_sampler(config, task, plan, mesh)
+
+        # Restore: the newest checkpoint's state and place in the data, or the first of both.
+        state, loader = run.restore(
+            step, lambda: data.loader(mesh), lambda: step.init(task.init, seed=config.run.seed)
+        )
+        goal = goal_of(config, data)
+        run.begin(state, plan, goal, data.tokens, data.unit)
+
+        def measure(number: int, state: fs.TrainState) -> float:
+            with run.spent.on("evaluation"):
+                loss, more = mean_over(forward, state.params, held_out_rows(data, plan, mesh), mesh.device)
+            return run.report_held_out(number, loss, more)
+
+        # The loop. A process that was killed may have been so before it had measured, or after.
+        held_out = measure(run.first - 1, state) if run.first > 1 and run.measures(run.first - 1) else None
+        for number in run.numbers():
+            with run.spent.on("data"):
+                batch = next(loader)
+            state = run.make_step(number, state, batch)
+
+            # What measures and samples is compiled while the model trains: after all of it is traced.
+            if number == run.first:
+                with run.spent.on("lowering"):
+                    lowered = [forward.lower(state, *next(held_out_rows(data, plan, mesh)))]
+                    lowered += [sampler.lower(state)] if sampler and config.run.sampled else []
+                    for each in lowered:
+                        each.compile_async()
+
+            # NaN ends the run, and SIGTERM to any rank does after this step.
+            run.settle(number, state)
+            if run.watch.fault:
+                del state  # its memory is needed to find where that arose
+                raise run.watch.diverged()
+
+            # Held-out loss and checkpoint, if they are due.
+            held_out = measure(number, state) if run.measures(number) else None
+            run.save(number, state, loader, held_out)
+
+        if run.stops:
+            run.end_early(int(state.step))
+            return
+
+        # The end: a sample, what else the loss gives, the last checkpoint.
+        run.report.close()
+        sampled, more = "", {}
+        with run.spent.on("samples"):
+            if sampler is not None and config.run.sampled:
+                sampled = sample(config, data, sampler, state.params, mesh)
+        if config.objective is not None:  # of text a loss is all there is, and known
+            with run.spent.on("evaluation"):
+                _, more = mean_over(forward, state.params, held_out_rows(data, plan, mesh), mesh.device)
+        with run.spent.on("saves"):
+            fs.checkpoint.wait()
+        if mesh.rank != 0:
+            return
+
+        # Results, on rank 0: the curve, tables of pairs and triples to compare with, the totals.
+        with run.spent.on("reports"):
+            tables = data.tables()
+            draw_run(run.folder / METRICS, goal, tables, run.folder / "loss.png", "loss of a training run")
+        if sampled:
+            write_text(run.folder / "sample.txt", sampled)
+        measured = {goal.held_out: held_out, **{HELD_OUT + n: v for n, v in more.items()}, **tables}
+        closing = run.finish(measured, sample="sample.txt")
+        shown = filter(None, [comparison(held_out, goal, tables), sampled, closing])
+        print("\n\n".join(shown) + f"\nresults: {run.folder}", flush=True)
+
+
+# ----------------------------------------------------- parts, which `experiments.generate` takes, too
+
+
+def open_data(config: TrainConfig) -> Dataset | OwnData:
+    """Open text, shards of tokens, or the data of a `_target_`."""
+    return own_data(config.data, config.run.seed) if isinstance(config.data, dict) else open_dataset(config)
+
+
+def make_plan(
+    config: TrainConfig, task: Task, data: Dataset | OwnData, mesh: fs.Mesh, optimizer: fs.optim.Optimizer
+) -> Plan:
+    """Plan a step by the configuration's strategy; specs are by its rules, where it has some."""
+
+    def specs(preset: Any, **policy: Any) -> Any:
+        policy = dtypes_of(config.precision) | policy
+        if config.specs is None:
+            return preset(task.params, mesh, tensor=axis_of("tensor", mesh), **policy)
+        return specs_of(config.specs, task.params, policy)
+
+    return plan_of(
+        config.strategy, config.run, task.loss, task.params, mesh, optimizer,
+        batch=next(data.loader(mesh)), specs=specs, hardware=config.hardware.name, along=config.mesh.options,
+    )  # fmt: skip
+
+
+def forward_options(config: Any, mesh: fs.Mesh) -> dict[str, Any]:
+    """Return the options of `fs.shard_forward`."""
+    run = config.run
+    return {
+        "mesh": mesh, "backend": run.backend, "deterministic": run.deterministic, "timeout": run.timeout_s,
+        **config.mesh.options,
+    }  # fmt: skip
+
+
+def make_sampler(config: TrainConfig, task: Task, plan: Plan, mesh: fs.Mesh) -> Sampler | None:
+    """Make what writes text; None where the data are no text."""
+    if config.objective is not None:
+        return None
+    logits = fs.shard_forward(last_logits(task.apply), plan.specs, **forward_options(config, mesh))
+    return Sampler(logits, config.context, mesh.device)
+
+
+def goal_of(config: TrainConfig, data: Dataset | OwnData) -> Goal:
+    """Return what the run is judged by. A loss of one's own has the unit that its author knows."""
+    return Goal() if config.objective is not None else Goal(unit=f"nats per {data.unit}")
+
+
+def held_out_rows(data: Dataset | OwnData, plan: Plan, mesh: fs.Mesh) -> Iterator[tuple[Any, ...]]:
+    """Return this rank's held-out batches, of as many rows as a step holds at once: that much memory there
+    is."""
+    return data.held_out(mesh, data.rows // mesh.data_size // plan.accumulate)
+
+
+def sample(config: TrainConfig, data: Dataset, sampler: Sampler, params: Any, mesh: fs.Mesh) -> str:
+    """Return the prompt and what follows it; each rank draws its own."""
+    prompt = data.encode(config.run.prompt)
+    (drawn,) = sampler(params, [prompt], config.run.sampled, config.run.seed + mesh.data_rank)
+    return safe(data.decode([*prompt, *drawn]))
+
+
+JOB = Job(COMMAND, prepare, train)
 
 if __name__ == "__main__":
-    main(JOB)
+    from experiments import train as job  # under its own name: launchers of sweeps send it to other processes
+
+    main(job.JOB)

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 from commands import OUTPUT, ROOT, documents, start_command
+from runs import validate
 
 import fnshard as fs
-from experiments import train
-from experiments.cli.validation import validate
-from experiments.finetune import job as finetune
+from experiments import finetune, train
 
 README, LOG = (ROOT / name for name in ("README.md", "experiments/LOG.md"))
 GUIDE = ROOT / "experiments" / "guide"
@@ -227,7 +226,7 @@ def test_every_row_of_coming_from_runs(here: str, first_script: Any) -> None:
         exec(compile(here, "coming-from.md", "exec"), fresh(first_script))
         return
     _, _, module, *overrides = shlex.split(here)
-    assert validate(JOBS[module].spec, overrides) is not None
+    assert validate(JOBS[module].command, overrides) is not None
 
 
 def test_all_the_systems_are_there() -> None:

@@ -18,17 +18,16 @@ from typing import Any
 
 import pytest
 from commands import ROOT, commands, documents, run_command
+from runs import validate
 
-from experiments import train
+from experiments import finetune, train
 from experiments.bench import command as bench
-from experiments.cli.validation import validate
 from experiments.data.tokenizer import ByteTokenizer
 from experiments.evaluate import config as evaluate
 from experiments.explain import config as explain
-from experiments.finetune import job as finetune
-from experiments.finetune.vision_models import image_files, write_model
 from experiments.plan import config as plan
 from experiments.tokenize import config as tokenize
+from experiments.tuning.vision_models import image_files, write_model
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,13 @@ class Row:
 
 
 SPECS = {
-    "experiments.train": train.SPEC,
-    "experiments.finetune": finetune.JOB.spec,
-    "experiments.explain": explain.SPEC,
-    "experiments.plan": plan.SPEC,
-    "experiments.bench": bench.SPEC,
-    "experiments.evaluate": evaluate.SPEC,
-    "experiments.tokenize": tokenize.SPEC,
+    "experiments.train": train.COMMAND,
+    "experiments.finetune": finetune.JOB.command,
+    "experiments.explain": explain.COMMAND,
+    "experiments.plan": plan.COMMAND,
+    "experiments.bench": bench.COMMAND,
+    "experiments.evaluate": evaluate.COMMAND,
+    "experiments.tokenize": tokenize.COMMAND,
 }
 SMALL = "model.width=16 model.layers=1 model.context=16 data.held_out_rows=4 run.backend=eager"
 BRIEF = f"{SMALL} data.rows=4 run.steps=2 run.sample_tokens=1"
@@ -70,9 +69,9 @@ TINY_SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1
 TINY = Row(
     TUNE.short.removeprefix("model=/models/llama data.context=96 "),
     patches=(
-        ("experiments.finetune.base_models.PRETRAINING", {"steps": 2, "sample_tokens": 0}),
-        ("experiments.finetune.base_models.WARMING", {"steps": 2, "sample_tokens": 0}),
-        ("experiments.finetune.base_models.RANDOM", {"tiny": TINY_SIZES}),
+        ("experiments.tuning.base_models.PRETRAINING", {"steps": 2, "sample_tokens": 0}),
+        ("experiments.tuning.base_models.WARMING", {"steps": 2, "sample_tokens": 0}),
+        ("experiments.tuning.base_models.RANDOM", {"tiny": TINY_SIZES}),
     ),
 )
 SEES = Row("data.context=128 data.rows=4 data.held_out_rows=2 run.steps=2 run.held_out_every=2 "

@@ -26,10 +26,10 @@ def main() -> None:
     """Read the command line by Hydra, or by hand where Hydra is not installed, as on a bare GPU machine."""
     if importlib.util.find_spec("hydra") is None:
         return start(read(sys.argv[1:]), Path("outputs", "bench").resolve())
-    from experiments.bench.command import SPEC
-    from experiments.cli.main import answer
+    from experiments.bench.command import COMMAND
+    from experiments.lib.compose import answer
 
-    answer(SPEC, start)
+    answer(COMMAND, start)
 
 
 if __name__ == "__main__":

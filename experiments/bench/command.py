@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from experiments.bench.config import BenchConfig, complete
-from experiments.cli.command_spec import CommandSpec
+from experiments.lib.compose import Command
 
-SPEC = CommandSpec(
+COMMAND = Command(
     "bench",
     BenchConfig,
     "Measurements of fnshard, a case at a time.",

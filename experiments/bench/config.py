@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from experiments.configs.checks import ConfigError, configuration, out_of_range, refusal, with_defaults
-from experiments.configs.decoders import DecoderConfig, decoder, names
+from experiments.bench.sizes import decoder, names
+from experiments.lib.checks import ConfigError, configuration, out_of_range, refusal, with_defaults
+from experiments.lib.decoder import DecoderConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FNSHARD = ("full_shard", "shard_grad_op", "no_shard")

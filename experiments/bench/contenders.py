@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 
 import fnshard as fs
 from experiments.bench.config import FNSHARD, BenchConfig
-from experiments.training.decoder import Decoder, next_token_loss
+from experiments.lib.decoder import Decoder, next_token_loss
 from fnshard.runtime.collectives.connect import connection
 
 ADAMW = {"lr": 3e-4, "weight_decay": 0.1}

@@ -37,8 +37,8 @@ from experiments.bench import peers, ranks
 from experiments.bench.config import BenchConfig, read
 from experiments.bench.contenders import Plan, Training, batches, make_task, repeated
 from experiments.bench.measure import Result, say, timed
-from experiments.configs.checks import ConfigError
-from experiments.data.files import read_json, write_json
+from experiments.lib.checks import ConfigError
+from experiments.lib.files import read_json, write_json
 from fnshard.debug.profile import DEVICE, LAUNCHES, PREFIX
 from fnshard.mesh.process_group import leave_group
 from fnshard.plot.scales import byte_text, digits

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from experiments.bench.config import CASES, BenchConfig
-from experiments.data.files import write_json
+from experiments.lib.files import write_json
 from fnshard.analysis.tables import columns
 
 Work = Callable[[], Any]

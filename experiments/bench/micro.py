@@ -21,8 +21,8 @@ import fnshard as fs
 from experiments import ROOT
 from experiments.bench.config import BenchConfig
 from experiments.bench.measure import Result, interleaved, say
-from experiments.training.decoder import Decoder, DecoderConfig, loss_function
-from experiments.training.metrics_file import METRICS, read_rows
+from experiments.lib.decoder import Decoder, DecoderConfig, loss_function
+from experiments.lib.metrics import METRICS, read_rows
 from fnshard.compiler.ir.values import CONTROL, LOSS_TANGENT
 from fnshard.compiler.schedule.instructions import Run
 from fnshard.runtime.collectives.base import Done

@@ -17,8 +17,8 @@ from experiments.bench.config import BenchConfig, complete
 from experiments.bench.contenders import BenchTask, Plan, Training, ddp, make_task
 from experiments.bench.measure import Result, interleaved, rank_correlation, ratio, say
 from experiments.bench.peers import Found, Maker, memory_of, started
-from experiments.configs.checks import ConfigError
-from experiments.configs.decoders import names
+from experiments.bench.sizes import names
+from experiments.lib.checks import ConfigError
 
 APART = 0.10  # by which two plans differ in time before their order counts
 

@@ -21,8 +21,7 @@ import torch
 import fnshard as fs
 from experiments.bench.config import BenchConfig
 from experiments.bench.measure import Result, rank_correlation, say
-from experiments.configs.decoders import DecoderConfig
-from experiments.training.decoder import Decoder, loss_function
+from experiments.lib.decoder import Decoder, DecoderConfig, loss_function
 from fnshard.analysis.calibrate import Observation, changed, fitted
 from fnshard.analysis.hardware import Hardware
 

@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from experiments.cli.main import exiting
 from experiments.compare.outcome import found
 from experiments.compare.table import write
-from experiments.configs.checks import ConfigError, unmakeable
+from experiments.lib.checks import ConfigError, unmakeable
+from experiments.lib.compose import exit_with
 
 OUT = "outputs/compare"
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--direction", choices=("minimize", "maximize"), help="which of it is better")
     args = parser.parse_args(arguments)
     is_maximised = None if args.direction is None else args.direction == "maximize"
-    exiting(lambda: compare(args.run_dir, args.metric, Path(args.out), is_maximised))
+    exit_with(lambda: compare(args.run_dir, args.metric, Path(args.out), is_maximised))
 
 
 def compare(places: Sequence[str], metric: str | None, out: Path, is_maximised: bool | None = None) -> None:

@@ -14,12 +14,11 @@ from typing import Any
 
 import yaml
 
-from experiments.configs.measured import RUN
-from experiments.configs.train import ConfigError
-from experiments.data.files import DamagedError, read_json, read_record
-from experiments.training.goal import Goal, is_held_out
-from experiments.training.metrics_file import METRICS, read_rows
-from experiments.training.result import RESULT, STOPPED, read_result
+from experiments.lib.checks import ConfigError
+from experiments.lib.files import DamagedError, read_json, read_record
+from experiments.lib.folder import RESULT, STOPPED, read_result
+from experiments.lib.metrics import METRICS, Goal, is_held_out, read_rows
+from experiments.lib.record import RUN
 from fnshard.errors import report
 
 IDENTITY, OVERRIDES = "identity.json", Path(".hydra", "overrides.yaml")

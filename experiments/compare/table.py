@@ -11,9 +11,8 @@ from pathlib import Path
 from textwrap import shorten
 
 from experiments.compare.outcome import FAILED, OK, Outcome
-from experiments.configs.train import ConfigError
-from experiments.training.goal import HELD_OUT, Goal, grows
-from experiments.training.metrics_file import smooth
+from experiments.lib.checks import ConfigError
+from experiments.lib.metrics import HELD_OUT, Goal, grows, smooth
 from fnshard.analysis.tables import columns
 
 # Columns besides the goal's and what else was measured on held-out data, as they follow these.

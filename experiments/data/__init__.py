@@ -14,8 +14,8 @@ For fine-tuning, samples:
     train, = prepare("mine.jsonl", open_directory(model), RecordPolicy("samples", 256), cache=folder)
     loader = Loader(Samples(open_prepared(train.folder)), rows=8, rank=rank, ranks=ranks)
 
-For pre-training, `windows` of bytes of text (`stdlib_text`), or of shards of tokens (`shards`), which
-`python -m experiments.tokenize` writes:
+For pre-training, windows of bytes of `text`, or of `shards` of tokens, which `python -m experiments.tokenize`
+writes:
 
     loader = Loader(Windows(open_shards("shards/train"), context=256), rows=8, rank=rank, ranks=ranks)
 

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.configs.train import MULTIPLE
 from experiments.data.loader import order
 from experiments.data.prepared import Prepared
+from experiments.lib.config import MULTIPLE
 from fnshard.losses import IGNORE
 
 Batch = dict[str, Tensor]

@@ -19,8 +19,8 @@ from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 
-from experiments.data.files import write_lines
-from experiments.data.stdlib_text import is_held_out, source_files, standard_library
+from experiments.data.text import is_held_out, source_files, standard_library
+from experiments.lib.files import write_lines
 
 HELD_OUT_PERCENT = 10
 SIDES = (False, True)  # whether it is held out

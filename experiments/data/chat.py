@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from experiments.data.fields import DETAIL, LEARNED, OF_A_MESSAGE, THOUGHTS, Messages, learned_of
-from experiments.data.files import LineError
 from experiments.data.tokenizer import DirectoryTokenizer
+from experiments.lib.files import LineError
 
 Sample = tuple[np.ndarray, np.ndarray]  # token ids (uint32), and whether each is learned (uint8)
 Span = tuple[int, int]  # characters of a text

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from experiments.data.files import LineError
+from experiments.lib.files import LineError
 
 Record = Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experiments.configs.train import ConfigError
-from experiments.data.files import LineError, read_json
 from experiments.data.model_files import LOCAL
+from experiments.lib.checks import ConfigError
+from experiments.lib.files import LineError, read_json
 from fnshard.errors import MissingExtraError
 
 

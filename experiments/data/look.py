@@ -8,9 +8,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from experiments.configs.train import ConfigError
 from experiments.data.fields import kinds_of
-from experiments.data.files import LineError
+from experiments.lib.checks import ConfigError
+from experiments.lib.files import LineError
 
 KINDS = "JSONL (one object a line), a list of JSON, Parquet; or a folder of save_to_disk"
 ONE, SEVERAL = "state.json", "dataset_dict.json"  # files in a folder of `save_to_disk`: one split, or several

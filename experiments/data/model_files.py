@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.configs.train import ConfigError
-from experiments.data.files import first_few, read_json
+from experiments.lib.checks import ConfigError
+from experiments.lib.files import first_few, read_json
 from fnshard.errors import report
 
 MEND = "take the config.json that the model was saved with."

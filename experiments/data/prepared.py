@@ -17,18 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.configs.train import ConfigError
 from experiments.data.chat import Sample, hidden_fields, is_rendered
 from experiments.data.fields import has_nulls, has_objects, kinds_of, read
-from experiments.data.files import (
-    DamagedError,
-    LineError,
-    commit_folder,
-    differences,
-    digests_of,
-    read_record,
-    write_record,
-)
 from experiments.data.records import NEEDS, encode, images_in, row_of, with_images
 from experiments.data.rows import (
     Dataset,
@@ -41,6 +31,16 @@ from experiments.data.rows import (
     rows_of,
 )
 from experiments.data.tokenizer import DirectoryTokenizer
+from experiments.lib.checks import ConfigError
+from experiments.lib.files import (
+    DamagedError,
+    LineError,
+    commit_folder,
+    differences,
+    digests_of,
+    read_record,
+    write_record,
+)
 from fnshard.errors import report
 
 FORMAT = 8  # another number where files mean something else: another key

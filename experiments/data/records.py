@@ -12,8 +12,8 @@ import numpy as np
 
 from experiments.data.chat import Sample, conversation, is_rendered, opening, parts, rendered
 from experiments.data.fields import DETAIL, LEARNED, Exchange, Record, read
-from experiments.data.files import LineError
 from experiments.data.tokenizer import DirectoryTokenizer
+from experiments.lib.files import LineError
 
 
 def sample(record: Record, tokenizer: DirectoryTokenizer) -> list[Sample]:

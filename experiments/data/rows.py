@@ -10,9 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from experiments.configs.train import ConfigError
-from experiments.data.files import LineError
 from experiments.data.look import PARQUET, SEVERAL, look
+from experiments.lib.checks import ConfigError
+from experiments.lib.files import LineError
 from fnshard.errors import MissingExtraError
 
 Dataset = Any  # `datasets.Dataset`

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments.configs.train import ConfigError
-from experiments.data.files import DamagedError, differences, read_record, write_bytes, write_record
+from experiments.lib.checks import ConfigError
+from experiments.lib.files import DamagedError, differences, read_record, write_bytes, write_record
 from fnshard.errors import report
 
 COMMAND, TOKENIZER = "tokenize.json", "tokenizer"  # next to folders of shards: what wrote them, and with what

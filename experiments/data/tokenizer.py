@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments.configs.train import ConfigError
-from experiments.data.files import first_few, read_json, write_json
+from experiments.data.images import open_images
 from experiments.data.model_files import LOCAL
+from experiments.lib.checks import ConfigError
+from experiments.lib.files import first_few, read_json, write_json
 from fnshard.errors import MissingExtraError, report
 
 FILE, CONFIG, TEMPLATE_FILE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -247,8 +248,6 @@ def open_directory(directory: str | Path) -> DirectoryTokenizer:
         hf.chat_template = ("{{ bos_token }}" if begin else "") + PLAIN
     images = None
     if any((folder / name).is_file() for name in PROCESSORS):
-        from experiments.data.images import open_images  # and with it torch
-
         images = open_images(folder, hf)
     identity = [hf.backend_tokenizer.to_str(), begin, stops, hf.chat_template]
     identity = json.dumps(identity if images is None else [*identity, images.hf.to_json_string()])

@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from experiments.cli.main import answer
-from experiments.evaluate.config import SPEC, EvaluateConfig
-
-
-def start(config: EvaluateConfig, folder: Path) -> None:
-    """Torch is imported here: a mistake in a command line does not wait for it."""
-    from experiments.evaluate.run import evaluate
-
-    evaluate(config, folder)
-
+from experiments.evaluate.config import COMMAND
+from experiments.evaluate.run import evaluate
+from experiments.lib.compose import answer
 
 if __name__ == "__main__":
-    answer(SPEC, start)
+    answer(COMMAND, evaluate)

@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from experiments.cli.command_spec import CONF, CommandSpec
-from experiments.configs.checks import configuration
-from experiments.configs.train import AUTO, ConfigError
+from experiments.lib.checks import ConfigError, configuration
+from experiments.lib.compose import CONF, Command
+from experiments.lib.config import AUTO
 
 HARNESS = "lm-eval"  # a format of tasks that are that package's own
 FORMATS = ("mmlu", "arc", "hellaswag", "gsm8k", "ceval", HARNESS)
@@ -60,7 +60,7 @@ def check_tasks(tasks: tuple[str, ...], shots: int = 0) -> None:
         raise ConfigError("\n  ".join(wrong))
 
 
-SPEC = CommandSpec(
+COMMAND = Command(
     "evaluate",
     EvaluateConfig,
     "Measure a language model on public benchmarks, from files of yours. The same command again goes on "

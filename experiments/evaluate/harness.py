@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from experiments.configs.train import ConfigError
 from experiments.evaluate.config import EvaluateConfig
 from experiments.evaluate.scorer import Scorer
+from experiments.lib.checks import ConfigError
 from fnshard.errors import MissingExtraError
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.configs.train import ConfigError
 from experiments.data.look import LOOKED, PARQUET, foreign
+from experiments.lib.checks import ConfigError
 from fnshard.errors import MissingExtraError
 
 Record = Mapping[str, Any]

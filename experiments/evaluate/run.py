@@ -15,10 +15,13 @@ import torch
 
 import fnshard as fs
 from experiments import python_path
-from experiments.configs.checks import attempt
-from experiments.configs.machine import CPU_RANKS, device_of
-from experiments.configs.train import AUTO, ConfigError
-from experiments.data.files import (
+from experiments.data.tokenizer import DirectoryTokenizer, open_directory
+from experiments.evaluate.config import HARNESS, EvaluateConfig
+from experiments.evaluate.scorer import Scorer
+from experiments.evaluate.tasks import Task, tasks_of
+from experiments.lib.checks import ConfigError, attempt
+from experiments.lib.config import AUTO
+from experiments.lib.files import (
     SUM,
     UNREADABLE,
     DamagedError,
@@ -30,11 +33,9 @@ from experiments.data.files import (
     write_record,
     write_text,
 )
-from experiments.data.tokenizer import DirectoryTokenizer, open_directory
-from experiments.evaluate.config import HARNESS, EvaluateConfig
-from experiments.evaluate.scorer import Scorer
-from experiments.evaluate.tasks import Task, tasks_of
-from experiments.finetune.lm import LanguageModel, from_directory
+from experiments.lib.launch import CPU_RANKS, device_of, find_accelerators
+from experiments.tuning.base_models import directory_of_model, open_model
+from experiments.tuning.lm import LanguageModel, from_directory
 
 RESULTS, OF = "results.json", "of.json"
 
@@ -47,10 +48,7 @@ def evaluate(config: EvaluateConfig, folder: Path) -> None:
             named; a folder with answers of something else.
         LaunchError: a rank failed.
     """
-    from experiments.cli.job import accelerators
-    from experiments.finetune.base_models import directory_of_model, open_model
-
-    there = accelerators()
+    there = find_accelerators()
     device = device_of("device", config.device, there)
     most = there.get(device)
     if most is not None and (config.ranks or most) > most:

@@ -14,9 +14,9 @@ from torch import Tensor
 import fnshard as fs
 from experiments.data.tokenizer import DirectoryTokenizer
 from experiments.evaluate.tasks import STOPS, Question, Task, graded
-from experiments.finetune.decode import first_of, next_of
-from experiments.finetune.lm import LanguageModel
-from experiments.finetune.rollout import TOGETHER, Rollouts
+from experiments.tuning.decode import first_of, next_of
+from experiments.tuning.lm import LanguageModel
+from experiments.tuning.rollout import TOGETHER, Rollouts
 from fnshard.losses import IGNORE
 
 WIDTH = 64  # rows are as wide as this times a power of two: one program for each

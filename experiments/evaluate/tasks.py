@@ -17,12 +17,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from experiments.configs.checks import attempt
-from experiments.configs.train import ConfigError
-from experiments.data.files import first_few
 from experiments.data.records import last_number
 from experiments.evaluate.records import LETTERS, Record, RecordError, read_records
 from experiments.evaluate.subjects import CEVAL_SUBJECTS
+from experiments.lib.checks import ConfigError, attempt
+from experiments.lib.files import first_few
 from fnshard.errors import report
 
 STOPS = ("Question:", "</s>", "<|im_end|>")  # what ends a generated answer

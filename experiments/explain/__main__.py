@@ -6,13 +6,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from experiments.cli.main import answer, exiting
-from experiments.configs.checks import ConfigError
-from experiments.data.files import write_text
 from experiments.explain import words
-from experiments.explain.config import SPEC, ExplainConfig
+from experiments.explain.config import COMMAND, ExplainConfig
 from experiments.explain.paper import explain
 from experiments.explain.waste import waste
+from experiments.lib.checks import ConfigError
+from experiments.lib.compose import answer, exit_with
+from experiments.lib.files import write_text
 from fnshard import plot
 
 
@@ -43,9 +43,9 @@ def write_waste(arguments: list[str]) -> None:
 def main(arguments: list[str]) -> None:
     """Explain the run that the one argument names, or a configuration."""
     if any(each.startswith("run=") for each in arguments):
-        exiting(lambda: write_waste(arguments))
+        exit_with(lambda: write_waste(arguments))
     else:
-        answer(SPEC, write)
+        answer(COMMAND, write)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,12 @@ from typing import Any
 
 from pydantic import PositiveFloat, PositiveInt
 
-from experiments.cli.command_spec import CommandSpec
-from experiments.configs.checks import configuration
-from experiments.configs.train import (
+from experiments.lib.checks import configuration
+from experiments.lib.compose import Command
+from experiments.lib.config import (
     AUTO,
     AdamWConfig,
     DataConfig,
-    DecoderConfig,
     HardwareConfig,
     MeshConfig,
     PrecisionConfig,
@@ -30,6 +29,7 @@ from experiments.configs.train import (
     specs_twice,
     uneven_splits,
 )
+from experiments.lib.decoder import DecoderConfig
 
 PER_PARAMETER = 20  # tokens of a compute-optimal run (Hoffmann et al., 2022)
 
@@ -143,7 +143,7 @@ class ExplainConfig:
         return self.run.accumulate if rows is None else rows // self.mesh.data_ranks
 
 
-SPEC = CommandSpec(
+COMMAND = Command(
     "explain",
     ExplainConfig,
     "What a configuration comes to, without training and without the devices: bytes, traffic, time, "

@@ -6,12 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import fnshard as fs
-from experiments.configs.plan import axis_of, dtypes_of, hardware_of
-from experiments.configs.train import AUTO, ScheduleConfig
 from experiments.explain.config import PER_PARAMETER, ExplainConfig
 from experiments.explain.subject import Subject, subject_of
-from experiments.training.loop import specs_of
-from experiments.training.steps import make_optimizer
+from experiments.lib.config import AUTO, ScheduleConfig
+from experiments.lib.plan import axis_of, dtypes_of, hardware_of, make_optimizer, specs_of
 from fnshard.analysis.memory import MemoryAnalysis, MemoryTimeline
 from fnshard.analysis.timeline import Timeline
 from fnshard.analysis.traffic import Traffic

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import fnshard as fs
-from experiments.configs.checks import TARGET
-from experiments.configs.train import DecoderConfig
-from experiments.training.decoder import Decoder, loss_function
-from experiments.training.loop import task_of
-from experiments.training.own import own_data
+from experiments.lib.checks import TARGET
+from experiments.lib.decoder import Decoder, DecoderConfig, loss_function
+from experiments.lib.own import make_task, own_data
 
 UNDECAYED = ("*norm*", "embed.*")  # as the main job has it
 
@@ -62,7 +60,7 @@ def subject_of(config: Any, layers: int | None = None) -> Subject:
         words += f"context {sizes.context:,}"
         batch = _texts(sizes.context)
         return Subject(loss, params, batch, UNDECAYED, sizes.parameters, sizes.context, "token", words)
-    task = task_of(config)
+    task = make_task(config)
     named, structure = fs.tree.flatten_with_paths(task.params)
     size = sum(leaf.numel() for leaf in named.values() if leaf.requires_grad or not _is_buffer(leaf, task))
     params = fs.tree.unflatten(map(_without_values, named.values()), structure)

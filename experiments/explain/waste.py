@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from experiments.cli import schema
-from experiments.configs.checks import ConfigError, targets_in
-from experiments.configs.measured import DAMAGED, LINES, RUN, measured_run
-from experiments.configs.train import AUTO, MEASURED
-from experiments.data.files import read_record
 from experiments.explain.config import ExplainConfig
 from experiments.explain.paper import Paper, explain
-from experiments.training.run_record import PARTS
+from experiments.lib.checks import ConfigError, targets_in
+from experiments.lib.compose import build
+from experiments.lib.config import AUTO, MEASURED
+from experiments.lib.files import read_record
+from experiments.lib.record import DAMAGED, LINES, PARTS, RUN, measured_run
 from fnshard.analysis.tables import columns
 from fnshard.compiler.schedule.instructions import Run
 from fnshard.errors import FnshardError
@@ -108,7 +107,7 @@ def _paper(config: Mapping[str, Any], folder: Path) -> Paper:
         "specs": config.get("specs"), "data": {"rows": rows}, "run": {"accumulate": run["accumulate"]},
         "hardware": {"name": f"{MEASURED}{folder}"},
     }  # fmt: skip
-    return explain(schema.build(values, ExplainConfig))
+    return explain(build(values, ExplainConfig))
 
 
 def _step(measured: float, predicted: float, paper: Paper | None, is_measured: bool) -> str:

@@ -11,13 +11,13 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 
 import fnshard as fs
-from experiments.cli.main import answer
-from experiments.configs.plan import hardware_of
-from experiments.configs.train import StrategyConfig, TrainConfig
-from experiments.data.files import write_json, write_text
 from experiments.explain.config import PER_PARAMETER, without_effect
 from experiments.explain.words import big, counted, over_nodes
-from experiments.plan.config import DEVICE_SHARE, IN_PLAN, SPEC, PlanConfig
+from experiments.lib.compose import answer
+from experiments.lib.config import StrategyConfig, TrainConfig
+from experiments.lib.files import write_json, write_text
+from experiments.lib.plan import hardware_of
+from experiments.plan.config import COMMAND, DEVICE_SHARE, IN_PLAN, PlanConfig
 from experiments.plan.search import PARTS, Candidate, Knobs, Planner
 from fnshard.analysis.hardware import Hardware, mfu
 from fnshard.plot.scales import byte_text, digits, rough, time_text
@@ -337,4 +337,4 @@ def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 if __name__ == "__main__":
-    answer(SPEC, write)
+    answer(COMMAND, write)

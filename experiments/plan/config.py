@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import PositiveFloat, PositiveInt
 
-from experiments.cli.command_spec import CommandSpec
-from experiments.configs.checks import configuration
-from experiments.configs.train import (
+from experiments.explain.config import PER_PARAMETER, PaperShardsConfig, PaperTextConfig, not_on_paper
+from experiments.lib.checks import configuration
+from experiments.lib.compose import Command
+from experiments.lib.config import (
     AdamWConfig,
-    DecoderConfig,
     Dtype,
     HardwareConfig,
     MeshConfig,
@@ -27,7 +27,7 @@ from experiments.configs.train import (
     nameless_sizes,
     uneven_splits,
 )
-from experiments.explain.config import PER_PARAMETER, PaperShardsConfig, PaperTextConfig, not_on_paper
+from experiments.lib.decoder import DecoderConfig
 
 if TYPE_CHECKING:
     from experiments.explain.subject import Subject
@@ -139,7 +139,7 @@ class PlanConfig:
         return not uneven_splits(self.model, mesh) if self.is_decoder else mesh.tensor * mesh.context == 1
 
 
-SPEC = CommandSpec(
+COMMAND = Command(
     "plan",
     PlanConfig,
     "The fastest plan for a model on so many devices: axes, micro-batches, what is recomputed and what rests "

@@ -20,11 +20,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import fnshard as fs
-from experiments.configs.plan import axis_of, dtypes_of
-from experiments.configs.train import MeshConfig, ScheduleConfig
 from experiments.explain.words import counted
+from experiments.lib.config import MeshConfig, ScheduleConfig
+from experiments.lib.plan import axis_of, dtypes_of, make_optimizer
 from experiments.plan.config import DEVICE_SHARE, PlanConfig
-from experiments.training.steps import make_optimizer
 from fnshard.analysis.memory import MemoryTimeline
 from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.lower import Front, schedule_for

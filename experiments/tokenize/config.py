@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 
-from experiments.cli.command_spec import CommandSpec
-from experiments.configs.checks import configuration
+from experiments.lib.checks import configuration
+from experiments.lib.compose import Command
 
 
 def _listed(value: Any) -> Any:
@@ -46,7 +46,7 @@ class TokenizeConfig:
     broken: Literal["refuse", "skip"] = "refuse"
 
 
-SPEC = CommandSpec(
+COMMAND = Command(
     "tokenize",
     TokenizeConfig,
     "Text files to shards of tokens, for data=shards of the main job; goes on where it was stopped.",

@@ -18,8 +18,12 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from experiments.configs.train import ConfigError
-from experiments.data.files import (
+from experiments.data.rows import Dataset, library
+from experiments.data.shards import COMMAND, TOKENIZER, TOKENIZER_FILES, Shards, describe, open_shards
+from experiments.data.text import is_held_out, source_files, standard_library
+from experiments.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from experiments.lib.checks import ConfigError
+from experiments.lib.files import (
     DamagedError,
     commit_folder,
     differences,
@@ -29,10 +33,6 @@ from experiments.data.files import (
     read_record,
     write_record,
 )
-from experiments.data.rows import Dataset, library
-from experiments.data.shards import COMMAND, TOKENIZER, TOKENIZER_FILES, Shards, describe, open_shards
-from experiments.data.stdlib_text import is_held_out, source_files, standard_library
-from experiments.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from experiments.tokenize.config import TokenizeConfig
 from fnshard.errors import report
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import fnshard as fs
 from experiments.bench.measure import live_bytes
-from experiments.training.decoder import Decoder, DecoderConfig, next_token_loss
+from experiments.lib.decoder import Decoder, DecoderConfig, next_token_loss
 from fnshard.compiler.frontend.exchange import EXCHANGE
 from fnshard.runtime.collectives.connect import connect, connection
 from fnshard.step.lowered import Lowered

@@ -17,12 +17,13 @@ from commands import run_command
 from experiments import ROOT
 from experiments.bench import micro, plans, published
 from experiments.bench.checkpoint import compare
-from experiments.bench.command import SPEC
+from experiments.bench.command import COMMAND
 from experiments.bench.config import CASES, FNSHARD, TORCH, read
 from experiments.bench.contenders import CONTENDERS
 from experiments.bench.measure import Heap, interleaved, live_bytes, ratio, timed
-from experiments.configs.decoders import DecoderConfig, decoder, names
-from experiments.configs.train import ConfigError
+from experiments.bench.sizes import decoder, names
+from experiments.lib.checks import ConfigError
+from experiments.lib.decoder import DecoderConfig
 
 MB = 2**20
 
@@ -30,31 +31,34 @@ MB = 2**20
 
 
 def test_null_depends_on_the_case_and_the_device():
-    config = SPEC.read({})
+    config = COMMAND.read({})
     assert (config.case, config.ranks, config.size, config.dtype) == ("peers", 2, "25m", "fp32")
-    assert (config.reduce_dtype, SPEC.read({"dtype": "bf16"}).reduce_dtype) == (torch.float32, torch.bfloat16)
-    assert [SPEC.read({"case": c}).rows for c in ("peers", "memory")] == [1, 4]
-    assert SPEC.read({"case": "memory", "rows": 3}).rows == 3
+    assert (config.reduce_dtype, COMMAND.read({"dtype": "bf16"}).reduce_dtype) == (
+        torch.float32,
+        torch.bfloat16,
+    )
+    assert [COMMAND.read({"case": c}).rows for c in ("peers", "memory")] == [1, 4]
+    assert COMMAND.read({"case": "memory", "rows": 3}).rows == 3
 
 
 def test_all_mistakes_in_one_error():
     wrong = {"size": "9b", "dtype": "fp8", "contenders": ["ddp", "horovod"], "rounds": 0}
     with pytest.raises(ConfigError, match="4 problems") as caught:
-        SPEC.read(wrong)
+        COMMAND.read(wrong)
     for key in ("size=9b", "dtype=fp8", "contenders=horovod", "rounds=0"):
         assert key in str(caught.value)
     with pytest.raises(ConfigError, match=f"case=speed: one of {', '.join(CASES)}"):
-        SPEC.read({"case": "speed"})
+        COMMAND.read({"case": "speed"})
     with pytest.raises(ConfigError, match=r"plans=zero4: 'zero4' is none of .*, and the name not ddp"):
-        plans.chosen(SPEC.read({"case": "memory", "plans": ["zero4"]}))
+        plans.chosen(COMMAND.read({"case": "memory", "plans": ["zero4"]}))
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match=r"no CUDA device.*Fix: device=cpu"):
-            SPEC.read({"device": "cuda"})
+            COMMAND.read({"device": "cuda"})
     assert {*TORCH, *FNSHARD} == {*CONTENDERS}
 
 
 def test_a_rank_reads_the_configuration_that_was_composed():
-    config = SPEC.read({"case": "executor", "parts": ["tiny"], "overrides": "a=1 'b=2'"})
+    config = COMMAND.read({"case": "executor", "parts": ["tiny"], "overrides": "a=1 'b=2'"})
     assert read(config.words()) == config
 
 
@@ -224,7 +228,7 @@ def test_starts_of_two_checkouts_take_turns(tmp_path, monkeypatch):
         return float(len(made))
 
     monkeypatch.setattr(micro, "train", train)
-    config = SPEC.read({"case": "starts", "rounds": 2, "checkout": str(tmp_path / "before")})
+    config = COMMAND.read({"case": "starts", "rounds": 2, "checkout": str(tmp_path / "before")})
     found = micro.starts(config, tmp_path)
     assert [name for name, _ in made] == [ROOT.name, ROOT.name, "before", "before"] * 2
     assert made[0][1] == made[1][1] != made[2][1]  # the second start finds the caches of the first

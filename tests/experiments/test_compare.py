@@ -15,11 +15,10 @@ from runs import leave_run
 from experiments.compare.__main__ import main as compare
 from experiments.compare.outcome import FAILED, OK, Outcome, found, jobs_of, outcome_of
 from experiments.compare.table import as_text, differences, draw, names_of, ranked, write, write_csv
-from experiments.configs.train import ConfigError
-from experiments.data.files import write_json
-from experiments.training.goal import Goal
-from experiments.training.metrics_file import METRICS, smooth
-from experiments.training.result import write_result
+from experiments.lib.checks import ConfigError
+from experiments.lib.files import write_json
+from experiments.lib.folder import write_result
+from experiments.lib.metrics import METRICS, Goal, smooth
 
 # ------------------------------------------------------------------ outcomes
 

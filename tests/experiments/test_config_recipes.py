@@ -11,21 +11,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import run_in
+from runs import run_in, validate
 
-from experiments.bench.command import SPEC as BENCH
-from experiments.cli.command_spec import CONF, CommandSpec
-from experiments.cli.main import main
-from experiments.cli.validation import help_of, validate
-from experiments.configs.machine import place
-from experiments.finetune.job import SPEC as FINETUNE
-from experiments.tokenize.config import SPEC as TOKENIZE
+from experiments import train
+from experiments.bench.command import COMMAND as BENCH
+from experiments.finetune import COMMAND as FINETUNE
+from experiments.lib.compose import CONF, Command, help_of
+from experiments.lib.folder import read_result
+from experiments.lib.launch import main, place
+from experiments.tokenize.config import COMMAND as TOKENIZE
 from experiments.tokenize.config import TokenizeConfig
 from experiments.tokenize.job import tokenize
+from experiments.train import COMMAND as TRAIN
 from experiments.train import JOB
-from experiments.train import SPEC as TRAIN
-from experiments.training import loop
-from experiments.training.result import read_result
 from fnshard.launcher.rank import Stop
 
 SPECS = (TRAIN, FINETUNE, BENCH, TOKENIZE)
@@ -39,11 +37,11 @@ SMALL = (
 LONG = {"laptop", "hybrid", "small_memory", "ddp", "fsdp2", "zero1", "sft_full", "sft_lora", "qlora4", "dpo"}
 
 
-def recipes(form: CommandSpec) -> list[str]:
+def recipes(form: Command) -> list[str]:
     return sorted(path.stem for path in (form.conf / "experiment").glob("*.yaml"))
 
 
-def some(form: CommandSpec) -> list:
+def some(form: Command) -> list:
     return [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in recipes(form)]
 
 
@@ -63,7 +61,7 @@ def test_a_recipe_trains_for_two_steps(name, text, tmp_path, monkeypatch):
     root = () if name == "shards" else (f"data.root={text}",)
     asked = validate(TRAIN, [f"experiment={name}", *SMALL, *root])
     config = JOB.prepare(place(asked, accelerators={}))
-    loop.train(config, run_in(tmp_path / "run"), [], Stop())
+    train.train(config, run_in(tmp_path / "run"), [], Stop())
     result = read_result(tmp_path / "run")
     assert result["status"] == "ok" and math.isfinite(result["held_out_loss"])
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

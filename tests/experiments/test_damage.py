@@ -24,10 +24,19 @@ from made_data import stream_of, tokenize_config
 from runs import RUN, compose, config_of, leave_checkpoint, run_in
 
 import fnshard as fs
+from experiments import finetune, train
 from experiments.compare.outcome import outcome_of
-from experiments.configs.measured import measured_run
-from experiments.configs.train import ConfigError, ShardsConfig
-from experiments.data.files import (
+from experiments.data.loader import Loader
+from experiments.data.prepared import RecordPolicy, open_prepared, prepare
+from experiments.data.shards import HEADER, SUMS, BLOCK_bytes, open_shards
+from experiments.data.text import Windows, open_tokens
+from experiments.evaluate.run import answered
+from experiments.evaluate.tasks import Question, Task
+from experiments.generate import read_config
+from experiments.lib import metrics, report
+from experiments.lib.checks import ConfigError
+from experiments.lib.config import ShardsConfig
+from experiments.lib.files import (
     SUM,
     DamagedError,
     checksum,
@@ -38,26 +47,24 @@ from experiments.data.files import (
     write_record,
     write_sealed,
 )
-from experiments.data.loader import Loader
-from experiments.data.prepared import RecordPolicy, open_prepared, prepare
-from experiments.data.shards import HEADER, SUMS, BLOCK_bytes, open_shards
-from experiments.data.windows import Windows
-from experiments.evaluate.run import answered
-from experiments.evaluate.tasks import Question, Task
-from experiments.finetune import base_models
-from experiments.finetune import job as finetune_job
-from experiments.finetune.base_models import directory_of
-from experiments.generate import read_config
+from experiments.lib.folder import (
+    CHECKPOINTS,
+    IDENTITY,
+    RESULT,
+    claim,
+    identity_of,
+    is_finished,
+    read_result,
+    write_result,
+)
+from experiments.lib.metrics import METRICS, read_rows
+from experiments.lib.record import RunRecord, measured_run
+from experiments.lib.report import Report
+from experiments.lib.run import restore
 from experiments.tokenize import job
 from experiments.tokenize.job import tokenize
-from experiments.training import loop, metrics_file, report
-from experiments.training.checkpoints import restored
-from experiments.training.dataset import open_tokens
-from experiments.training.metrics_file import METRICS, read_rows
-from experiments.training.report import Report
-from experiments.training.result import RESULT, read_result, write_result
-from experiments.training.resume import CHECKPOINTS, IDENTITY, claimed, finished, identity_of
-from experiments.training.run_record import RunRecord
+from experiments.tuning import base_models
+from experiments.tuning.base_models import directory_of
 from fnshard.launcher.rank import Stop
 
 STEPS = 12
@@ -141,8 +148,8 @@ def run_folder(folder: Path) -> Subject:
 
     def look(copy: Path):
         said = io.StringIO()
-        ended = finished(copy, config)
-        with claimed(config, copy, chosen=True):
+        ended = is_finished(copy, config)
+        with claim(config, copy, chosen=True):
             outcome = replace(outcome_of(copy, ""), folder=Path())
             values, run = read_config(copy), measured_run(copy)
             known = RunRecord(copy, {})._known
@@ -213,7 +220,7 @@ def test_a_damaged_row_costs_that_row_alone_and_is_told_of(summed, tmp_path):
             first.step(number, {"loss": 1 / number, "lr": 0.1}, 0.5)
         first.finish("stopped")
     if not summed:  # what an older version leaves
-        (tmp_path / metrics_file.SUMS).unlink()
+        (tmp_path / metrics.SUMS).unlink()
     lines = (tmp_path / METRICS).read_text().splitlines(keepends=True)
     lines[2] = lines[2].replace('"step": 3', '"step": 3x')
     if summed:
@@ -246,7 +253,7 @@ def test_rows_that_a_resumed_run_dropped_are_not_missing(tmp_path):
         wrong: list[str] = []
         assert len(list(read_rows(tmp_path / METRICS, 2**63, wrong))) == 5 and wrong == []
         again.step(6, {"loss": 1.0, "lr": 0.1}, 0.5)
-        with (tmp_path / metrics_file.SUMS).open("a") as sums:
+        with (tmp_path / metrics.SUMS).open("a") as sums:
             sums.write("0badcafe\n")
         again.close()
 
@@ -285,28 +292,28 @@ def test_checksums_that_are_lost_cost_no_rows(left, tmp_path):
         for number in range(1, 9):
             first.step(number, {"loss": 1 / number, "lr": 0.1}, 0.5)
         first.finish("stopped")
-    sums = (tmp_path / metrics_file.SUMS).read_text().splitlines(keepends=True)
-    (tmp_path / metrics_file.SUMS).write_text("".join(sums[:left]))
+    sums = (tmp_path / metrics.SUMS).read_text().splitlines(keepends=True)
+    (tmp_path / metrics.SUMS).write_text("".join(sums[:left]))
     wrong: list[str] = []
     assert len(list(read_rows(tmp_path / METRICS, 8, wrong))) == 8
-    assert len(wrong) == 1 and f"{metrics_file.SUMS}: {left} checksums of 8 lines" in wrong[0]
+    assert len(wrong) == 1 and f"{metrics.SUMS}: {left} checksums of 8 lines" in wrong[0]
     report_of(tmp_path, 8, stream=io.StringIO()).close()
-    assert (tmp_path / metrics_file.SUMS).read_text() == "".join(sums)
+    assert (tmp_path / metrics.SUMS).read_text() == "".join(sums)
 
 
 @pytest.fixture
 def no_picture(monkeypatch):
-    monkeypatch.setattr(loop, "draw_run", lambda *_, **__: None)
+    monkeypatch.setattr(train, "draw_run", lambda *_, **__: None)
 
 
 @pytest.mark.usefixtures("no_picture")
 def test_a_run_whose_metrics_are_gone_ends(tmp_path, capfd):
     config = config_of("run.steps=2", "run.save_every=1", "model.layers=1", "run.sample_tokens=0")
-    loop.train(config, run_in(tmp_path), [], Stop())
+    train.train(config, run_in(tmp_path), [], Stop())
     assert "loss" in read_result(tmp_path)
-    for name in (METRICS, metrics_file.SUMS, RESULT):
+    for name in (METRICS, metrics.SUMS, RESULT):
         (tmp_path / name).unlink()
-    loop.train(config, run_in(tmp_path), [], Stop())
+    train.train(config, run_in(tmp_path), [], Stop())
     result = read_result(tmp_path)
     assert result["status"] == "ok" and "held_out_loss" in result and "loss" not in result
     assert f"{tmp_path / METRICS} is missing" in capfd.readouterr().err
@@ -364,17 +371,17 @@ def test_a_command_whose_folder_is_deleted_fails(tmp_path):
 
 def test_a_damaged_identity_is_no_other_run_in_silence(cwd, capsys):
     config, folder = config_of(), cwd / "outputs" / "day" / "first"
-    with claimed(config, folder, chosen=False):
+    with claim(config, folder, chosen=False):
         leave_checkpoint(folder)
     text = (folder / IDENTITY).read_text()
     (folder / IDENTITY).write_text(text.replace('"seed": 0', '"seed": 1'))
-    with claimed(config, folder.with_name("second"), chosen=False) as run:
+    with claim(config, folder.with_name("second"), chosen=False) as run:
         assert Path(run.folder).name == "second"
     said = capsys.readouterr().err
     assert str(folder / IDENTITY) in said and f"hydra.run.dir={folder}" in said
     with (
         pytest.raises(ConfigError, match=rf"{IDENTITY}[\s\S]*Fix: delete it"),
-        claimed(config, folder, chosen=True),
+        claim(config, folder, chosen=True),
     ):
         pass
 
@@ -384,14 +391,14 @@ def test_a_damaged_identity_is_no_other_run_in_silence(cwd, capsys):
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_in_silence(tmp_path, cwd, capsys):
     config = config_of("run.steps=2", "run.save_every=1", "model.layers=1", "run.sample_tokens=0")
     folder = tmp_path / "outputs" / "day" / "run"
-    loop.train(config, run_in(folder), [], Stop())
+    train.train(config, run_in(folder), [], Stop())
     for path in (folder / CHECKPOINTS).glob("*/manifest.json"):
         path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(fs.errors.CheckpointError, match="is not what was written"):
-        loop.train(config, run_in(folder), [], Stop())
+        train.train(config, run_in(folder), [], Stop())
     (folder / RESULT).unlink()
     write_record(folder / IDENTITY, identity_of(config))
-    with claimed(config, folder.with_name("other"), chosen=False) as run:
+    with claim(config, folder.with_name("other"), chosen=False) as run:
         assert Path(run.folder).name == "other"
     assert f"no checkpoint in {folder / CHECKPOINTS} is whole" in capsys.readouterr().err
 
@@ -409,6 +416,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_in_silence(
 )
 def test_a_position_in_the_data_that_is_none_is_one_error(data, match, numbered, tmp_path):
     class Made:
+        mesh = SimpleNamespace(rank=0)
         gather_strings = staticmethod(lambda text: [text])
 
     loader = Loader(Windows(numbered(212, 4), 5), rows=8)
@@ -420,7 +428,7 @@ def test_a_position_in_the_data_that_is_none_is_one_error(data, match, numbered,
         mock.patch.object(fs.checkpoint, "restore", lambda *_: state),
         pytest.raises(ConfigError, match=match),
     ):
-        restored(tmp_path, None, Made, SimpleNamespace(rank=0), loader)
+        restore(tmp_path, None, Made, loader)
 
 
 @pytest.mark.parametrize(
@@ -622,7 +630,7 @@ def test_a_record_reads_as_it_was_written_or_not_at_all(values, tmp_path):
 
 @pytest.mark.long
 def test_a_base_that_is_damaged_is_made_anew(cwd, capsys):
-    config = compose("model=tiny", spec=finetune_job.SPEC)
+    config = compose("model=tiny", spec=finetune.COMMAND)
     folder = Path(directory_of(config))
     (weights,) = folder.glob("*.safetensors")
     before = weights.read_bytes()

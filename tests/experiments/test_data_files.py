@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_data import ASSISTANT, BYTES, SYSTEM, USER, shown
 
-from experiments.configs.train import ConfigError
 from experiments.data import builtin, prepared, rows
-from experiments.data.files import LineError
 from experiments.data.prepared import RecordPolicy, open_prepared, prepare
 from experiments.data.records import KINDS
 from experiments.data.tokenizer import open_directory
+from experiments.lib.checks import ConfigError
+from experiments.lib.files import LineError
 from fnshard.errors import MissingExtraError
 
 # ------------------------------------------------------------------ what lines mean

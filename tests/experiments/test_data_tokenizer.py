@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_data import CHATML, EVERY_BYTE, MARKED, TALK, learned_text
 
-from experiments.configs.train import ConfigError
 from experiments.data.chat import conversation, opening
-from experiments.data.files import LineError
 from experiments.data.records import sample
 from experiments.data.tokenizer import FILE, ByteTokenizer, load_tokenizer, open_directory
+from experiments.lib.checks import ConfigError
+from experiments.lib.files import LineError
 from fnshard.errors import MissingExtraError
 
 # ------------------------------------------------------------------ bytes

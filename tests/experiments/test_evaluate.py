@@ -19,16 +19,16 @@ from commands import run_command
 from runs import rows_of, run_in
 from tuning import config_of, write_llama
 
-from experiments.cli.command_spec import MISTAKES
-from experiments.configs.train import ConfigError
+from experiments import finetune
 from experiments.data.tokenizer import ByteTokenizer, open_directory
 from experiments.evaluate import run, tasks
 from experiments.evaluate.config import FORMATS, HARNESS, EvaluateConfig, check_tasks
 from experiments.evaluate.scorer import Scorer
 from experiments.evaluate.subjects import CEVAL_SUBJECTS
 from experiments.evaluate.tasks import Question, graded, task_of, tasks_of
-from experiments.finetune import job, loop
-from experiments.training.result import read_result
+from experiments.lib.checks import ConfigError
+from experiments.lib.compose import MISTAKES
+from experiments.lib.folder import read_result
 from fnshard.launcher.rank import Stop
 
 transformers = pytest.importorskip("transformers")
@@ -590,7 +590,7 @@ def test_tasks_that_name_nothing_are_one_error(tmp_path):
 def test_a_fine_tuned_model_is_evaluated_before_during_and_after(model, data, files, tmp_path):
     task = f"arc:{files['arc']}"
     config = config_of(model, data, tmp_path, f"run.evaluate=[{task}]", "data.context=48")
-    loop.finetune(config, run_in(tmp_path / "run"), [], Stop())
+    finetune.finetune(config, run_in(tmp_path / "run"), [], Stop())
     alone = measured(model, tmp_path / "alone", task)["arc/acc"]["value"]
     before = json.loads((tmp_path / "run" / "before.json").read_text())
     assert before["held_out_arc/acc"] == pytest.approx(alone)
@@ -599,4 +599,4 @@ def test_a_fine_tuned_model_is_evaluated_before_during_and_after(model, data, fi
     assert read_result(tmp_path / "run")["held_out_arc/acc"] == rows[-1]["held_out_arc/acc"]
     wrong = replace(config, run=replace(config.run, evaluate=("arc:none.jsonl", "lm-eval:arc_easy")))
     with pytest.raises(ConfigError, match=r"run\.evaluate: none\.jsonl: there is no such file"):
-        job.prepare(wrong)
+        finetune.prepare(wrong)

@@ -18,11 +18,11 @@ from torch import Tensor
 from tuning import config_of, tuned
 
 import fnshard as fs
-from experiments.configs.train import ConfigError
-from experiments.finetune import loop
-from experiments.finetune.base_models import EXPORTED, directory_of
-from experiments.finetune.lm import LanguageModel, of
-from experiments.finetune.tuning import tuning_of
+from experiments import finetune
+from experiments.lib.checks import ConfigError
+from experiments.tuning.base_models import EXPORTED, directory_of
+from experiments.tuning.lm import LanguageModel, of
+from experiments.tuning.tuning import tuning_of
 from fnshard.errors import SpecError, StateError, TraceError
 
 transformers = pytest.importorskip("transformers")
@@ -202,11 +202,12 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(tmp_path_factory.mktemp("mixture"))
         from runs import compose
 
-        from experiments.finetune import base_models, job
+        from experiments import finetune
+        from experiments.tuning import base_models
 
         small = base_models.RANDOM["tiny-moe"] | {"num_hidden_layers": 1, "hidden_size": 32}
         patch.setattr(base_models, "RANDOM", {"tiny-moe": small})
-        return Path(directory_of(compose("model=tiny-moe", "data.context=48", spec=job.SPEC)))
+        return Path(directory_of(compose("model=tiny-moe", "data.context=48", spec=finetune.COMMAND)))
 
 
 @pytest.mark.parametrize(
@@ -224,7 +225,7 @@ def test_a_mixture_is_tuned_exported_and_opened(mixture, data, tmp_path, chosen)
     config = config_of(mixture, data, tmp_path, *chosen, "optimizer.lr=0.01", "run.steps=3")
     folder = tmp_path / "run"
     tuned(0, config, folder)
-    result, before = (json.loads((folder / name).read_text()) for name in ("result.json", loop.BEFORE))
+    result, before = (json.loads((folder / name).read_text()) for name in ("result.json", finetune.BEFORE))
     assert result["held_out_loss"] < before["held_out_loss"]
     opened = transformers.AutoModelForCausalLM.from_pretrained(folder / EXPORTED).eval()
     plain = dict(transformers.AutoModelForCausalLM.from_pretrained(mixture).named_parameters())
@@ -271,7 +272,7 @@ def test_a_model_without_experts_has_no_expert_axis(model, data, tmp_path):
 def test_adapters_of_experts_have_no_files_of_their_own(mixture, data, tmp_path):
     config = config_of(mixture, data, tmp_path, "method.targets=experts", "export=adapters")
     with pytest.raises(ConfigError, match="adapters of experts are not written as PEFT's"):
-        loop.prepare(config)
+        finetune.build(config)
 
 
 def test_the_load_balance_is_transformers_and_of_all_ranks():

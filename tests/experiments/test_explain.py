@@ -8,21 +8,20 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import compose
+from runs import compose, validate
 
-from experiments.cli.validation import validate
-from experiments.configs.checks import ConfigError
 from experiments.explain import words
 from experiments.explain.__main__ import write
-from experiments.explain.config import SPEC, ExplainConfig
+from experiments.explain.config import COMMAND, ExplainConfig
 from experiments.explain.paper import Paper, explain
 from experiments.explain.waste import _paper
+from experiments.lib.checks import ConfigError
 from fnshard.analysis.hardware import mfu
 from fnshard.errors import BudgetError
 
 
 def config_of(*overrides: str) -> ExplainConfig:
-    return compose(*overrides, spec=SPEC)
+    return compose(*overrides, spec=COMMAND)
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +111,7 @@ def test_what_does_not_fit_is_reported_and_what_would_is_found() -> None:
 )
 def test_mistakes_are_reported(overrides: list[str], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        validate(SPEC, overrides)
+        validate(COMMAND, overrides)
     assert expected in str(caught.value) and len(str(caught.value).splitlines()) == 1
 
 
@@ -122,7 +121,7 @@ OWN = ("model._target_=own_task.linear", "model.width=64", "data._target_=own_ta
 
 @pytest.mark.parametrize("more", [(), ("optimizer=soap",), ("specs=[[w,shard],[b,null]]",)], ids=str)
 def test_a_model_of_ones_own_is_explained_as_train_takes_it(more: tuple[str, ...]) -> None:
-    found = explain(validate(SPEC, [*OWN, *more, "data.rows=6"]))
+    found = explain(validate(COMMAND, [*OWN, *more, "data.rows=6"]))
     text = words.as_text(found)
     assert found.subject.parameters == 65 and found.config.rows == 3 and "rows a day" in text
     assert "tokens" not in text and "own_task.linear" in text
@@ -130,12 +129,12 @@ def test_a_model_of_ones_own_is_explained_as_train_takes_it(more: tuple[str, ...
 
 def test_buffers_are_no_parameters_and_text_has_tokens() -> None:
     own = ("model._target_=own_task.Embedder", "model.context=8", "model.vocab=256", "precision=fp32")
-    found = explain(validate(SPEC, [*own, "mesh.shard=2"]))
+    found = explain(validate(COMMAND, [*own, "mesh.shard=2"]))
     assert found.subject.parameters == 256 * 8 and found.tokens_per_step == 2 * 8
 
 
 def test_recipes_of_train_are_explained_and_what_has_no_effect_is_said() -> None:
-    config = validate(SPEC, ["experiment=laptop", "mesh.shard=4", "model.layers=1"])
+    config = validate(COMMAND, ["experiment=laptop", "mesh.shard=4", "model.layers=1"])
     assert config.mesh.shard == 4 and config.run.device_gb is None
     idle = words.without_effect(config)
     assert {"run.steps", "run.device"} <= set(idle) and "run.accumulate" not in idle

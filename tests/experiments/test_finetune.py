@@ -18,19 +18,20 @@ from runs import DOUBLE, ROOT, KilledError, compose, killed_at, rows_of, run_in,
 from tuning import SMALL, STEPS, config_of, tuned
 
 import fnshard as fs
-from experiments.cli.job import start
-from experiments.configs.train import ConfigError
+from experiments import finetune
 from experiments.data.chat import conversation
 from experiments.data.tokenizer import open_directory
-from experiments.finetune import base_models, dataset, job, loop, objectives
-from experiments.finetune.base_models import directory_of
-from experiments.finetune.config import FinetuneConfig
-from experiments.finetune.lm import from_directory
-from experiments.finetune.method import default_rate
-from experiments.finetune.tuning import Tuning, tuning_of
 from experiments.generate import main as generate
-from experiments.training.result import read_result
-from experiments.training.run import begin
+from experiments.lib.checks import ConfigError
+from experiments.lib.folder import read_result
+from experiments.lib.launch import start
+from experiments.tuning import base_models, dataset, objectives
+from experiments.tuning.base_models import directory_of
+from experiments.tuning.config import FinetuneConfig
+from experiments.tuning.export import ADAPTERS, export
+from experiments.tuning.lm import from_directory
+from experiments.tuning.method import default_rate
+from experiments.tuning.tuning import Tuning, tuning_of
 from fnshard.launcher.rank import Stop
 
 transformers = pytest.importorskip("transformers")
@@ -57,10 +58,10 @@ def test_a_run_leaves_what_it_promises(model, data, tmp_path, capfd, method, obj
                        f"optimizer.lr={rate}", "schedule=constant", "schedule.warmup=0",
                        f"export={'merged' if method == 'full' else 'both'}")  # fmt: skip
     folder = tmp_path / "run"
-    loop.finetune(config, run_in(folder), [], Stop())
+    finetune.finetune(config, run_in(folder), [], Stop())
     result, shown = read_result(folder), capfd.readouterr().out
     assert result["status"] == "ok"
-    before = json.loads((folder / loop.BEFORE).read_text())
+    before = json.loads((folder / finetune.BEFORE).read_text())
     assert result["held_out_loss"] < before["held_out_loss"]
     samples = (folder / "samples.txt").read_text()
     assert samples in shown and "before:" in shown and samples.startswith("<|begin|>")  # as a role would be
@@ -81,7 +82,7 @@ def test_a_run_leaves_what_it_promises(model, data, tmp_path, capfd, method, obj
     if method == "lora":
         import peft
 
-        adapted = peft.PeftModel.from_pretrained(untouched, folder / loop.ADAPTERS).eval()
+        adapted = peft.PeftModel.from_pretrained(untouched, folder / ADAPTERS).eval()
         torch.testing.assert_close(adapted(ids).logits, after, atol=1e-5, rtol=1e-5)
 
 
@@ -90,9 +91,9 @@ def test_killed_and_started_again_it_is_the_same(model, data, tmp_path, monkeypa
     """Bit for bit, with dropout in the adapters and codes beneath them, at the rate that nobody named."""
     config = config_of(model, data, tmp_path, f"objective={objective}", "method=qlora4", "method.dropout=0.1")
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    setup = loop.prepare(config)  # lowered once for all three
-    monkeypatch.setattr(loop, "prepare", lambda _: setup)
-    loop.finetune(config, run_in(whole), [], Stop())
+    setup = finetune.build(config)  # lowered once for all three
+    monkeypatch.setattr(finetune, "build", lambda *_: setup)
+    finetune.finetune(config, run_in(whole), [], Stop())
 
     with monkeypatch.context() as patch, pytest.raises(KilledError, match=r"^$"):
         killed_at(patch, 4)
@@ -140,12 +141,12 @@ def test_noise_rates_and_scales_change_what_is_trained_and_not_what_is_measured(
         "noise": ("method.neftune=5",),
         "dora": ("method.dora=true", "method.b_rate=16"),
     }.items():
-        setup = loop.prepare(config_of(model, data, tmp_path, "run.steps=1", *more))
-        state = setup.first_state()
+        setup = finetune.build(config_of(model, data, tmp_path, "run.steps=1", *more))
+        state = setup.make_state()
         assert setup.evaluate(state.params)[0] == pytest.approx(
             finals.setdefault("at first", setup.evaluate(state.params)[0])
         )
-        state, metrics = setup.step(state, *next(setup.loader()))
+        state, metrics = setup.step(state, *next(setup.make_loader()))
         moved = fs.tree.flatten_with_paths(state.params["adapters"])[0]
         finals[name] = (
             metrics.numbers()["loss"],
@@ -165,19 +166,21 @@ def test_what_is_in_the_way_is_kept(model, data, tmp_path, capfd):
     folder = tmp_path / "run"
     (folder / base_models.EXPORTED).parent.mkdir()
     shutil.copytree(model, folder / base_models.EXPORTED)
-    (folder / loop.BEFORE).write_text(json.dumps({"of": "another", "answers": ["x"], "held_out_loss": 7.0}))
+    (folder / finetune.BEFORE).write_text(
+        json.dumps({"of": "another", "answers": ["x"], "held_out_loss": 7.0})
+    )
     asked = ("objective=dpo", "method=lora", "export=merged", "run.sample_tokens=0", "run.steps=2",
              "run.save_every=1", "run.held_out_every=1")  # fmt: skip
     config = config_of(folder / base_models.EXPORTED, {**data, "pairs": few}, tmp_path, *asked)
-    loop.finetune(config, run_in(folder), [], Stop())
+    finetune.finetune(config, run_in(folder), [], Stop())
     result = read_result(folder)
-    before = json.loads((folder / loop.BEFORE).read_text())
+    before = json.loads((folder / finetune.BEFORE).read_text())
     assert before["held_out_loss"] == pytest.approx(math.log(2)) and math.isfinite(result["held_out_loss"])
     kept = folder / f"{base_models.EXPORTED}.1"
     assert (kept / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
     assert (folder / base_models.EXPORTED / "model.safetensors").exists()
     config = replace(config, model=str(kept))
-    loop.finetune(
+    finetune.finetune(
         config, replace(run_in(tmp_path / "on"), source=str(folder / "checkpoints" / "1")), [], Stop()
     )
     shown = capfd.readouterr().out
@@ -192,9 +195,9 @@ def test_packed_rows_are_told_apart(model, data, tmp_path, pack):
     (batch,) = next(given.loader(config, mesh))
     assert ("documents" in batch) == pack
     params = fs.hf.load(model, fs.presets.full_shard(lm.params, mesh), mesh, model=lm.model)
-    loss, _ = loop.OBJECTIVES["sft"](Tuning(lm, config.method, lm.params), config.objective, training=True)(
-        params, batch
-    )
+    loss, _ = finetune.OBJECTIVES["sft"](
+        Tuning(lm, config.method, lm.params), config.objective, training=True
+    )(params, batch)
     alone, count = 0.0, 0
     documents = batch.get("documents", torch.ones_like(batch["tokens"]))
     for row, numbers in enumerate(documents):
@@ -214,7 +217,7 @@ def test_pairs_are_compared_by_their_rows(model, data, tmp_path, name):
     loaded = fs.hf.load(model, fs.presets.full_shard(lm.params, mesh), mesh, model=lm.model)
     adapters = fs.tree.map(lambda v: torch.full_like(v, 0.03), tuning.params["adapters"])
     params = {"base": loaded, "adapters": adapters}
-    loss, aux = loop.OBJECTIVES[name](tuning, config.objective, training=False)(params, batch)
+    loss, aux = finetune.OBJECTIVES[name](tuning, config.objective, training=False)(params, batch)
     sums = []
     for of in (tuning.policy, tuning.reference):
         for side in ("chosen", "rejected"):
@@ -248,21 +251,21 @@ def test_files_and_directories_that_are_not_what_they_should_be(model, data, tmp
     }
     for overrides, message in cases.items():
         with pytest.raises(ConfigError, match=message):
-            config = compose(*SMALL, *overrides.split(), spec=job.SPEC)
-            start(job.JOB, config, tmp_path / "run", [], chosen=True)
+            config = compose(*SMALL, *overrides.split(), spec=finetune.COMMAND)
+            start(finetune.JOB, config, tmp_path / "run", [], chosen=True)
     assert not (tmp_path / "run" / "ranks").exists()
     config = config_of(model, data, tmp_path, "method.rank=99")
     with pytest.raises(ConfigError, match=r"(?s)method\.rank=99: .*rank=99 is more than 16"):
-        loop.prepare(config)
+        finetune.build(config)
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_buffers_are_counted_as_no_parameters(model, data, tmp_path, method):
     """A rotary table is none, neither of a base nor of what trains."""
-    setup = loop.prepare(config_of(model, data, tmp_path, f"method={method}"))
-    tables = sum(buffer.numel() for buffer in setup.tuning.lm.model.buffers())
-    whole = sum(leaf.numel() for leaf in setup.tuning.lm.model.parameters())
-    adapters = sum(leaf.numel() for parts in setup.tuning.params.get("adapters", {}).values()
+    setup = finetune.build(config_of(model, data, tmp_path, f"method={method}"))
+    tables = sum(buffer.numel() for buffer in setup.planned.tuning.lm.model.buffers())
+    whole = sum(leaf.numel() for leaf in setup.planned.tuning.lm.model.parameters())
+    adapters = sum(leaf.numel() for parts in setup.planned.tuning.params.get("adapters", {}).values()
                    for leaf in parts.values()) if method == "lora" else 0  # fmt: skip
     why = setup.planned.why
     assert tables > 0 and f"of {whole + adapters:,} parameters train" in why
@@ -295,7 +298,9 @@ def test_a_model_of_the_hub_is_taken_from_the_local_cache(model, tmp_path, monke
         shutil.copy(file, place_of / "blobs" / str(number))
         (snapshot / file.name).symlink_to(f"../../blobs/{number}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    assert base_models.directory_of(compose(*SMALL, "model=acme/tiny", spec=job.SPEC)) == str(snapshot)
+    assert base_models.directory_of(compose(*SMALL, "model=acme/tiny", spec=finetune.COMMAND)) == str(
+        snapshot
+    )
     specs = fs.presets.full_shard(from_directory(snapshot).params, mesh := fs.make_mesh(shard=1))
     assert fs.hf.load(snapshot, specs, mesh, model=from_directory(snapshot).model)
 
@@ -310,11 +315,12 @@ def test_the_tiny_base_is_made_once_of_text_without_docstrings(tmp_path, monkeyp
         return "ok"
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("experiments.cli.job.start", started)
+    monkeypatch.setattr("experiments.tuning.base_models.start", started)
     configs = [
-        compose(*SMALL, more, spec=job.SPEC) for more in ("method=qlora4", "mesh.shard=2", "run.seed=1")
+        compose(*SMALL, more, spec=finetune.COMMAND)
+        for more in ("method=qlora4", "mesh.shard=2", "run.seed=1")
     ]
-    first, again, other = (base_models.pretrained(config, job.JOB) for config in configs)
+    first, again, other = (base_models.pretrained(config, finetune.JOB) for config in configs)
     assert first == again != other and [config.run.seed for config in made] == [0, 1]
     assert {(config.mesh.ranks, config.method.name, config.model) for config in made} == {(2, "full", "tiny")}
     files = map(Path, (made[0].data.train, made[0].data.held_out))
@@ -323,9 +329,9 @@ def test_the_tiny_base_is_made_once_of_text_without_docstrings(tmp_path, monkeyp
     assert not any(ast.get_docstring(ast.parse(text).body[0]) for side in texts for text in side)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "1")
-    assert base_models.pretrained(configs[0], job.JOB) == first
+    assert base_models.pretrained(configs[0], finetune.JOB) == first
     with pytest.raises(ConfigError, match=r"which torchrun's ranks cannot start\. Fix: run `python -m exp"):
-        base_models.pretrained(compose(*SMALL, "run.seed=2", spec=job.SPEC), job.JOB)
+        base_models.pretrained(compose(*SMALL, "run.seed=2", spec=finetune.COMMAND), finetune.JOB)
 
 
 def test_one_template_in_training_sampling_and_the_exported_model(model, data, tmp_path):
@@ -340,13 +346,14 @@ def test_one_template_in_training_sampling_and_the_exported_model(model, data, t
     lines = [[{**talk[0], "content": f"{n}+1="}, {**talk[1], "content": f"{n + 1}"}] for n in range(1, 40)]
     path.write_text("".join(json.dumps({"messages": line}) + "\n" for line in lines))
     config = config_of(bare, data | {"samples": path}, tmp_path, "export=both", "run.prompt='1+1='")
-    setup = loop.prepare(config)
+    setup = finetune.build(config)
     trained = [setup.data.train.sample(n)[0].tolist() for n in range(setup.data.train.samples)]
     asked = setup.shown.examples[-1].prompt
     assert any(tokens[: len(asked)] == asked for tokens in trained)
-    state, _, _ = begin(setup, run_in(tmp_path / "run"))
-    loop.export(setup, state, tmp_path / "run")
-    for name in (base_models.EXPORTED, loop.ADAPTERS):
+    state = setup.make_state()
+    run_in(tmp_path / "run")
+    export(setup.config, setup.planned, setup.data, state, setup.step, tmp_path / "run")
+    for name in (base_models.EXPORTED, ADAPTERS):
         theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / name)
         ids = theirs.apply_chat_template(talk, return_dict=False)
         assert ids in trained
@@ -358,4 +365,4 @@ def test_one_template_in_training_sampling_and_the_exported_model(model, data, t
 def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"(?s)not installed:.*transformers.*fnshard\[finetune\]"):
-        directory_of(compose(*SMALL, spec=job.SPEC))
+        directory_of(compose(*SMALL, spec=finetune.COMMAND))

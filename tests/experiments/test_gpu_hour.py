@@ -17,10 +17,10 @@ import torch
 
 from experiments import ROOT
 from experiments.bench import gpu
-from experiments.bench.command import SPEC
+from experiments.bench.command import COMMAND
 from experiments.bench.gpu import PARTS, split
 
-CONFIG = SPEC.read({"case": "gpu"})
+CONFIG = COMMAND.read({"case": "gpu"})
 COMPILE = ("limit", "fsdp2_compiled")  # minutes each
 ON_CPU = [
     name for name, part in PARTS.items()

@@ -1,4 +1,4 @@
-"""`experiments.finetune.lm`: causal language models of transformers as pure functions."""
+"""`experiments.tuning.lm`: causal language models of transformers as pure functions."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import fnshard as fs
-from experiments.configs.train import ConfigError
-from experiments.finetune import lm
+from experiments.lib.checks import ConfigError
+from experiments.tuning import lm
 from fnshard.errors import StateError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

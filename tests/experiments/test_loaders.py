@@ -15,9 +15,8 @@ import fnshard as fs
 from experiments.data import loader as loading
 from experiments.data.batches import Samples, fill, pack, width_of
 from experiments.data.loader import Loader, permuted, place_of
-from experiments.data.stdlib_text import ByteStream
+from experiments.data.text import ByteStream, Windows
 from experiments.data.tokenizer import ByteTokenizer
-from experiments.data.windows import Windows
 from fnshard.losses import IGNORE
 from fnshard.mesh import simulated_rank
 

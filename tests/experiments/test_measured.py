@@ -8,17 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import config_of, run_in
+from runs import config_of, run_in, validate
 from toys import llama, lower
 
 import fnshard as fs
-from experiments.cli.validation import validate
-from experiments.configs.checks import ConfigError
-from experiments.configs.measured import LINES, RUN, measured_hardware, measured_run, prediction_of
-from experiments.configs.plan import hardware_of
-from experiments.explain.config import SPEC
+from experiments import train
+from experiments.explain.config import COMMAND
 from experiments.explain.waste import neighbours, waste
-from experiments.training import loop
+from experiments.lib.checks import ConfigError
+from experiments.lib.plan import hardware_of
+from experiments.lib.record import LINES, RUN, measured_hardware, measured_run, prediction_of
 from fnshard.analysis.calibrate import fitted, scaled
 from fnshard.launcher.rank import Stop
 
@@ -85,10 +84,10 @@ def test_runs_with_other_ranks_on_a_host_say_nothing(tmp_path: Path) -> None:
 
 
 def test_the_command_line_takes_a_folder_of_runs(tmp_path: Path) -> None:
-    config = validate(SPEC, [f"hardware=measured:{tmp_path}"])
+    config = validate(COMMAND, [f"hardware=measured:{tmp_path}"])
     assert config.hardware.name == f"measured:{tmp_path}"
     with pytest.raises(ConfigError, match=r"hardware\.name=measured:: Input should be"):
-        validate(SPEC, ["hardware=measured:"])
+        validate(COMMAND, ["hardware=measured:"])
 
 
 # ------------------------------------------------------------------ this machine
@@ -99,8 +98,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Two runs of the main job on this machine, of other sizes; the first with a profile."""
     folders = tmp_path_factory.mktemp("first"), tmp_path_factory.mktemp("second")
     more = ("run.save_every=0", "run.steps=8", "run.sample_tokens=2")
-    loop.train(config_of("run.profile=3", "run.backend=inductor", *more), run_in(folders[0]), [], Stop())
-    loop.train(config_of("data.rows=64", "model.layers=3", *more), run_in(folders[1]), [], Stop())
+    train.train(config_of("run.profile=3", "run.backend=inductor", *more), run_in(folders[0]), [], Stop())
+    train.train(config_of("data.rows=64", "model.layers=3", *more), run_in(folders[1]), [], Stop())
     return folders
 
 
@@ -156,6 +155,6 @@ def test_a_prediction_that_is_far_off_says_how_it_learns(tmp_path: Path, factor,
 
 def test_a_host_tier_is_left_with_all_that_goes_with_it() -> None:
     """One key alone would be refused."""
-    config = validate(SPEC, ["strategy.optimizer_memory=host", "strategy.update_on=host"])
+    config = validate(COMMAND, ["strategy.optimizer_memory=host", "strategy.update_on=host"])
     changes = dict(neighbours(config))
     assert changes["strategy.optimizer_memory=device strategy.update_on=null"].strategy.update_on is None

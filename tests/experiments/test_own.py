@@ -15,20 +15,21 @@ import numpy as np
 import pytest
 import torch
 from commands import run_command
-from runs import rows_of, run_in
+from runs import rows_of, run_in, validate
 from torch import Tensor
 
 import fnshard as fs
-from experiments import ROOT
-from experiments.cli import job
-from experiments.cli.main import main
-from experiments.cli.validation import validate
-from experiments.configs.machine import place
-from experiments.configs.train import ConfigError, TrainConfig
-from experiments.train import JOB, SPEC
-from experiments.training import loop
-from experiments.training.own import Items, made
-from experiments.training.result import read_result, write_result
+from experiments import ROOT, train
+from experiments.generate import of_training
+from experiments.lib import launch as jobs
+from experiments.lib.checks import ConfigError
+from experiments.lib.config import TrainConfig
+from experiments.lib.folder import read_result, write_result
+from experiments.lib.launch import main, place
+from experiments.lib.own import Items, make_target, make_task
+from experiments.lib.plan import specs_of
+from experiments.lib.run import Run
+from experiments.train import COMMAND, JOB
 from fnshard.launcher.rank import Stop
 
 EXAMPLE = ROOT / "experiments" / "examples" / "own_research"
@@ -85,7 +86,7 @@ OWN = (*HERE.split(), "model.width=3", "data.count=32", "data.rows=32", "data.he
 
 
 def config_of(*words: str) -> TrainConfig:
-    return JOB.prepare(place(validate(SPEC, [*OWN, *words]), accelerators={}))
+    return JOB.prepare(place(validate(COMMAND, [*OWN, *words]), accelerators={}))
 
 
 def test_an_error_of_ones_own_data_has_its_file_and_line():
@@ -96,17 +97,17 @@ def test_an_error_of_ones_own_data_has_its_file_and_line():
         items.batch(np.array([1, 5]))
     target = {"_target_": f"{__name__}.points", "count": "many"}
     with pytest.raises(ConfigError, match=rf"(?s)points'?: TypeError: .* \({re.escape(__file__)}:\d+\)"):
-        made("data", target)
+        make_target("data", target)
 
 
 def test_functions_of_ones_own_train_and_resume(tmp_path, monkeypatch):
     """A function in the place of a module, a weighted `Mean`, more numbers, a tracker, rules of specs."""
     specs = "specs=[[w,shard],[b,null]]"
     config = config_of(specs, f"tracker.own=[{{_target_: {__name__}.Memory}}]")
-    assert loop.prepare(config).plan.specs["w"].storage == fs.P("shard")
-    assert loop.prepare(config).plan.specs["b"].storage == fs.P()
+    specs, fields = specs_of(config.specs, linear(3)[1], {}), ("w", "b")
+    assert [specs[name].storage for name in fields] == [fs.P("shard"), fs.P()]
     Memory.rows.clear()
-    loop.train(config, run_in(tmp_path / "whole"), [], Stop())
+    train.train(config, run_in(tmp_path / "whole"), [], Stop())
     result, rows = read_result(tmp_path / "whole"), rows_of(tmp_path / "whole")
     losses = [row["loss"] for row in rows if "loss" in row]
     assert len(losses) == 4 and losses[-1] < losses[0] and result["held_out_worst"] > 0
@@ -114,11 +115,11 @@ def test_functions_of_ones_own_train_and_resume(tmp_path, monkeypatch):
     assert result["goal"] == {"name": "loss", "unit": "", "is_maximised": False}
     assert not (tmp_path / "whole" / "sample.txt").exists()
     assert [row["step"] for row in Memory.rows if "loss" in row] == [1, 2, 3, 4]
-    params, expected = {"w": torch.zeros(3, 1), "b": torch.zeros(1)}, loop.prepare(config)
-    x, y = next(expected.loader())
+    params = {"w": torch.zeros(3, 1), "b": torch.zeros(1)}
+    x, y = next(train.open_data(config).loader(fs.make_mesh(shard=1, device="cpu")))
     assert losses[0] == pytest.approx(((linear(3)[0](params, x) - y) ** 2).mean().item(), rel=1e-5)
 
-    real, calls = loop.TrainSetup.batch, iter(range(100))
+    real, calls = Run.make_step, iter(range(100))
 
     def dies(*args: Any) -> Any:
         if next(calls) == 3:
@@ -126,15 +127,15 @@ def test_functions_of_ones_own_train_and_resume(tmp_path, monkeypatch):
         return real(*args)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(loop.TrainSetup, "batch", dies)
-        loop.train(config, run_in(tmp_path / "broken"), [], Stop())
-    loop.train(config, run_in(tmp_path / "broken"), [], Stop())
+        patch.setattr(Run, "make_step", dies)
+        train.train(config, run_in(tmp_path / "broken"), [], Stop())
+    train.train(config, run_in(tmp_path / "broken"), [], Stop())
     assert losses == [row["loss"] for row in rows_of(tmp_path / "broken") if "loss" in row]
 
 
 def held_out(rank: int, config: TrainConfig) -> float:
-    setup = loop.prepare(config)
-    return setup.evaluate(setup.first_state().params)[0]
+    parts = of_training(config)
+    return parts.evaluate(parts.step.init(make_task(config).init).params)[0]
 
 
 def test_two_ranks_measure_what_one_does(ranks):
@@ -160,7 +161,7 @@ def test_what_does_not_import_or_fit_is_one_error_before_a_rank_starts(words, me
     if "data._target_=builtins.dict" in words:
         given = [word for word in given if not word.startswith("data.count")]
     with pytest.raises(ConfigError, match=message):
-        JOB.prepare(place(validate(SPEC, [*given, *words]), accelerators={}))
+        JOB.prepare(place(validate(COMMAND, [*given, *words]), accelerators={}))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +175,7 @@ def test_what_does_not_import_or_fit_is_one_error_before_a_rank_starts(words, me
 def test_what_does_not_go_together_is_refused(words, message):
     given = [word for word in OWN if not (words == ["~objective"] and word.startswith("objective"))]
     with pytest.raises(ConfigError, match=message):
-        validate(SPEC, given if words == ["~objective"] else [*given, *words])
+        validate(COMMAND, given if words == ["~objective"] else [*given, *words])
 
 
 RECIPE = """# @package _global_
@@ -194,7 +195,7 @@ def recipe(tmp_path) -> str:
 
 @pytest.mark.parametrize("more", [(), ("model.width=8",), ("optimizer=soap",)], ids=str)
 def test_a_target_of_a_recipe_stands_in_the_place_of_the_groups_file(recipe, more):
-    config = validate(SPEC, [recipe, "experiment=mine", *more])
+    config = validate(COMMAND, [recipe, "experiment=mine", *more])
     width = 8 if "model.width=8" in more else 64
     assert config.model == {"_target_": "own_task.linear", "width": width}
     assert config.data == {"_target_": "own_task.points", "count": 8}
@@ -203,7 +204,7 @@ def test_a_target_of_a_recipe_stands_in_the_place_of_the_groups_file(recipe, mor
 
 def test_a_recipe_with_its_own_model_and_a_choice_of_another_are_refused(recipe):
     with pytest.raises(ConfigError, match=r"model=tiny: the recipe has its own model.*Fix: leave out"):
-        validate(SPEC, [recipe, "experiment=mine", "model=tiny"])
+        validate(COMMAND, [recipe, "experiment=mine", "model=tiny"])
 
 
 @pytest.mark.parametrize(
@@ -227,9 +228,11 @@ def test_the_job_gets_what_the_recipe_says_and_a_mistake_leaves_no_folder(
 
     def launch(command: list[str], **_: Any) -> None:
         got.append(json.loads(Path(command[-1]).read_text())["config"])
+        said = (Path(command[-1]).parent / ".hydra" / "overrides.yaml").read_text()
+        assert said == "".join(f"- {word}\n" for word in (*words, *SMALL))  # which a comparison shows
         write_result(Path(command[-1]).parent, status="ok")
 
-    monkeypatch.setattr(job, "launch", launch)
+    monkeypatch.setattr(jobs, "launch", launch)
     if code is None:
         main(JOB)
         assert got[0]["model"] == {"_target_": "own_task.linear", "width": 64} and len(got[0]["data"]) == 2
@@ -242,7 +245,7 @@ def test_the_job_gets_what_the_recipe_says_and_a_mistake_leaves_no_folder(
 
 def test_a_rule_that_matches_nothing_is_named():
     with pytest.raises(ConfigError, match=r"specs: 1 rule\(s\) match no leaf.*\n.*'\*norm\*'"):
-        loop.prepare(config_of('specs=[["*norm*",null],["*",shard]]'))
+        of_training(config_of('specs=[["*norm*",null],["*",shard]]'))
 
 
 def test_the_worked_example_is_swept_from_its_own_folder(tmp_path):

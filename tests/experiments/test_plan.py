@@ -13,20 +13,19 @@ from typing import Any
 
 import own_task
 import pytest
-from runs import compose
+from runs import compose, validate
 
-from experiments.cli.command_spec import CONF
-from experiments.cli.main import answer
-from experiments.cli.validation import validate
-from experiments.configs.train import ConfigError, StrategyConfig
-from experiments.explain.config import SPEC as EXPLAIN
+from experiments.explain.config import COMMAND as EXPLAIN
 from experiments.explain.paper import explain
+from experiments.lib.checks import ConfigError
+from experiments.lib.compose import CONF, answer
+from experiments.lib.config import StrategyConfig
 from experiments.plan import __main__ as command
 from experiments.plan import search
 from experiments.plan.__main__ import as_text, days_of, numbers, picture, planned, rivals, too_big, write
-from experiments.plan.config import SPEC
+from experiments.plan.config import COMMAND
 from experiments.plan.search import TIERS, Knobs, Planner
-from experiments.train import SPEC as TRAIN
+from experiments.train import COMMAND as TRAIN
 from fnshard.analysis.hardware import Hardware
 from fnshard.errors import BudgetError
 
@@ -39,7 +38,7 @@ H100 = Hardware.named("h100")
 HERE = "own_task"  # a module of tests/support
 
 
-def config_of(*overrides: str, spec: Any = SPEC) -> Any:
+def config_of(*overrides: str, spec: Any = COMMAND) -> Any:
     return compose(*MODEL, *overrides, spec=spec)
 
 
@@ -236,7 +235,7 @@ def test_the_picture_of_plans_has_a_title_units_and_numbers_that_do_not_meet(tmp
 def test_a_plan_takes_a_model_of_ones_own_and_a_recipe() -> None:
     own = (f"model._target_={HERE}.linear", "model.width=64", f"data._target_={HERE}.points", "data.count=8",
            f"objective._target_={HERE}.squares", "precision=fp32", "devices=2", "data.rows=4")  # fmt: skip
-    config = validate(SPEC, [*own, "experiment=laptop"])
+    config = validate(COMMAND, [*own, "experiment=laptop"])
     planner, best = planned(config, H100, print)
     text = as_text(planner, best)
     assert config.parameters == 65 and "65 parameters" in text and "rows a second" in text
@@ -245,7 +244,7 @@ def test_a_plan_takes_a_model_of_ones_own_and_a_recipe() -> None:
     said = as_text(replace(planner, config=replace(config, tokens=1e6)), best)
     assert "1e6 rows: " in said and "a parameter" not in said and "tokens" not in said
     with pytest.raises(ConfigError, match=r"days=3: .*tokens="):
-        validate(SPEC, [*own, "days=3"])
+        validate(COMMAND, [*own, "days=3"])
     assert "model.context" not in str(too_big(replace(planner, config=replace(config, most_devices=1)), best))
     assert "run.steps" in text and {k.shard * k.replicate for k in planner.seen} == {2}
 
@@ -255,7 +254,7 @@ def test_the_peak_of_a_model_of_ones_own_is_that_of_its_whole_step() -> None:
     own_task.Counted.reads = 0
     own = (f"model._target_={HERE}.Deep", "model.width=64", "model.depth=8", f"data._target_={HERE}.counted",
            "data.width=64", f"objective._target_={HERE}.squares", "precision=fp32", "rows=12")  # fmt: skip
-    config = validate(SPEC, own)
+    config = validate(COMMAND, own)
     planner = Planner(config, 2, H100)
     for knobs in (
         Knobs(1, 2, micro_rows=2),
@@ -279,7 +278,7 @@ def printed_run(monkeypatch: pytest.MonkeyPatch, folder: Path, knobs: Knobs, *wo
     monkeypatch.setattr(command, "planned", found)
     monkeypatch.setattr(command, "picture", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["plan", *words, f"hydra.run.dir={folder}"])
-    answer(SPEC, write)
+    answer(COMMAND, write)
     (line,) = [x for x in (folder / "plan.txt").read_text().splitlines() if x.startswith("run  ")]
     return kept[0], validate(TRAIN, shlex.split(line)[4:])
 

@@ -7,13 +7,13 @@ import json
 import pytest
 from made_data import ASSISTANT, MARKED, SYSTEM, USER
 
-from experiments.configs.train import ConfigError
 from experiments.data.fields import COUNTS, NAMES, REFUSED
-from experiments.data.files import LineError
 from experiments.data.prepared import RecordPolicy, prepare
 from experiments.data.records import KINDS, NEEDS, last_number
 from experiments.data.tokenizer import open_directory
-from experiments.finetune.dataset import marked
+from experiments.lib.checks import ConfigError
+from experiments.lib.files import LineError
+from experiments.tuning.dataset import marked
 
 TEMPLATE = (
     "{% if tools %}T{{ tools | tojson }}\n{% endif %}{% if style is defined %}S{{ style }}\n{% endif %}"

@@ -22,18 +22,17 @@ from runs import (
     config_of,
     differences,
     killed_at,
-    remembered_setups,
+    remembered_steps,
     rows_of,
     run_in,
     timeless,
 )
 
 import fnshard as fs
-from experiments.configs.train import ConfigError
-from experiments.training import loop
-from experiments.training.metrics_file import METRICS
-from experiments.training.result import read_result
-from experiments.training.resume import CHECKPOINTS, RunFolder, claimed, memory_name, source_of
+from experiments import train
+from experiments.lib.checks import ConfigError
+from experiments.lib.folder import CHECKPOINTS, RunFolder, claim, memory_name, read_result, source_of
+from experiments.lib.metrics import METRICS
 from fnshard.errors import CheckpointError
 from fnshard.launcher.rank import Stop
 from fnshard.mesh.process_group import ATTEMPT
@@ -45,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("lowered_once")
 @pytest.fixture(scope="module")
 def unbroken(lowered_once: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("unbroken")
-    loop.train(config_of(), run_in(folder), [], Stop())
+    train.train(config_of(), run_in(folder), [], Stop())
     return folder
 
 
@@ -71,10 +70,10 @@ def test_killed_and_started_again(unbroken, tmp_path, monkeypatch, capfd, how, a
     with monkeypatch.context() as patch:
         killed_at(patch, at, before_save=before_save)
         with pytest.raises(KilledError, match=r"^$"):
-            loop.train(config, run_in(tmp_path), [], Stop())
+            train.train(config, run_in(tmp_path), [], Stop())
     fs.checkpoint.wait()
     capfd.readouterr()
-    loop.train(config, run_in(tmp_path), [], Stop())
+    train.train(config, run_in(tmp_path), [], Stop())
     said = capfd.readouterr().out
     assert (f"resume: step {goes_on} of {tmp_path / CHECKPOINTS}" in said) == bool(goes_on)
     assert ("resume: nothing to go on from" in said) != bool(goes_on)
@@ -86,9 +85,9 @@ def test_killed_again_and_again(unbroken, tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             killed_at(patch, at)
             with pytest.raises(KilledError, match=r"^$"):
-                loop.train(config_of(), run_in(tmp_path), [], Stop())
+                train.train(config_of(), run_in(tmp_path), [], Stop())
     for _ in range(2):  # finished, it stays as it is
-        loop.train(config_of(), run_in(tmp_path), [], Stop())
+        train.train(config_of(), run_in(tmp_path), [], Stop())
         assert differences(unbroken, tmp_path) == []
 
 
@@ -109,14 +108,14 @@ def test_with_replicas_no_step_is_made_again(unbroken, tmp_path, monkeypatch, ca
         with monkeypatch.context() as patch:
             killed_at(patch, at)
             with pytest.raises(KilledError, match=r"^$"):
-                loop.train(config_of("run.replicas=1"), run, [], Stop())
+                train.train(config_of("run.replicas=1"), run, [], Stop())
     assert re.findall(r"resume: step (\d+) of (.*)", capfd.readouterr().out) == [
         (at, str(memory)) for at in ("2", "6", "7")
     ]
     for part in memory.glob("*/*.json"):
         part.write_bytes(part.read_bytes()[:-20])
     monkeypatch.setenv(ATTEMPT, "1")
-    loop.train(config_of("run.replicas=1"), run, [], Stop())
+    train.train(config_of("run.replicas=1"), run, [], Stop())
     printed = capfd.readouterr().out
     assert not memory.exists()
     assert f"replicas: no step is complete in memory, going on from {run.root}\n" in printed
@@ -128,14 +127,14 @@ def test_with_replicas_no_step_is_made_again(unbroken, tmp_path, monkeypatch, ca
 @pytest.mark.parametrize("at", [1, STEPS - 1])
 def test_asked_to_stop(unbroken, tmp_path, capfd, at):
     """The step is finished and saved; no held-out loss is waited for; the next start has them all."""
-    loop.train(config_of(), run_in(tmp_path), [], After(at))
+    train.train(config_of(), run_in(tmp_path), [], After(at))
     said = capfd.readouterr().out
     at += 1  # the flag reaches all ranks a step later
     assert f"stopped: step {at} of {STEPS} is saved; the same command goes on from there" in said
     assert f"run.resume={tmp_path}" in said
     assert read_result(tmp_path) == {"status": "stopped", "overrides": [], "step": at}
     assert fs.checkpoint.all_steps(tmp_path / CHECKPOINTS)[-1] == at
-    loop.train(config_of(), run_in(tmp_path), [], Stop())
+    train.train(config_of(), run_in(tmp_path), [], Stop())
     assert differences(unbroken, tmp_path) == []
 
 
@@ -143,13 +142,13 @@ def test_a_torn_checkpoint_is_passed_over(unbroken, tmp_path, monkeypatch, capfd
     with monkeypatch.context() as patch:
         killed_at(patch, 10)
         with pytest.raises(KilledError, match=r"^$"):
-            loop.train(config_of(), run_in(tmp_path), [], Stop())
+            train.train(config_of(), run_in(tmp_path), [], Stop())
     (data,) = (tmp_path / CHECKPOINTS / "8").glob("*.safetensors")
     content = bytearray(data.read_bytes())
     content[-5] ^= 4
     data.write_bytes(content)
     with pytest.warns(fs.errors.CheckpointWarning, match="is not what was written"):
-        loop.train(config_of(), run_in(tmp_path), [], Stop())
+        train.train(config_of(), run_in(tmp_path), [], Stop())
     assert f"resume: step 4 of {tmp_path}" in capfd.readouterr().out
     assert differences(unbroken, tmp_path) == []
 
@@ -163,7 +162,7 @@ def test_a_save_that_fails_is_reported_and_training_continues(unbroken, tmp_path
         return save(path, *args, **how)
 
     monkeypatch.setattr(fs.checkpoint, "save", full)
-    loop.train(config_of("run.keep=9"), run_in(tmp_path), [], Stop())
+    train.train(config_of("run.keep=9"), run_in(tmp_path), [], Stop())
     assert "not saved, training goes on: cannot save 8: no space left" in capfd.readouterr().err
     assert fs.checkpoint.all_steps(tmp_path / CHECKPOINTS) == [4, 12, STEPS]
     assert differences(unbroken, tmp_path) == []
@@ -173,19 +172,19 @@ def test_a_save_that_fails_is_reported_and_training_continues(unbroken, tmp_path
 def test_a_last_save_that_fails_fails_the_run(cwd, how):
     """Nobody would write it again; the run stays unfinished."""
     config = config_of("run.save_every=0", f"run.async_save={str(how == 'async').lower()}")
-    with claimed(config, cwd / "r", chosen=False) as run:
+    with claim(config, cwd / "r", chosen=False) as run:
         (cwd / "r" / CHECKPOINTS).touch()
         with pytest.raises(CheckpointError, match=rf"cannot save {cwd}/r/{CHECKPOINTS}/{STEPS}:\n  rank 0: "):
-            loop.train(config, run, [], Stop())
+            train.train(config, run, [], Stop())
         assert read_result(cwd / "r")["status"] != "ok"
         assert json.loads((cwd / "r" / "run.json").read_text())["status"] == "failed"
 
 
 def test_only_at_the_end_and_what_stays(tmp_path):
-    loop.train(config_of("run.save_every=0"), run_in(tmp_path / "end"), [], Stop())
+    train.train(config_of("run.save_every=0"), run_in(tmp_path / "end"), [], Stop())
     assert fs.checkpoint.all_steps(tmp_path / "end" / CHECKPOINTS) == [STEPS]
     more = ("run.save_every=1", "run.keep=1", "run.keep_every=5", "run.keep_best=1")
-    loop.train(config_of(*more), run_in(tmp_path / "more"), [], Stop())
+    train.train(config_of(*more), run_in(tmp_path / "more"), [], Stop())
     rows = [json.loads(line) for line in (tmp_path / "more" / METRICS).read_text().splitlines()]
     best = min((r["held_out_loss"], r["step"]) for r in rows if "held_out_loss" in r)[1]
     assert fs.checkpoint.all_steps(tmp_path / "more" / CHECKPOINTS) == sorted({5, 10, STEPS, best})
@@ -197,7 +196,7 @@ def test_from_another_runs_checkpoint(unbroken, tmp_path, capfd):
     assert source == str(unbroken / CHECKPOINTS)
     assert source_of(str(unbroken / CHECKPOINTS / "12")) == str(unbroken / CHECKPOINTS / "12")
     run = replace(run_in(tmp_path), source=str(unbroken / CHECKPOINTS / "12"))
-    loop.train(config_of("optimizer.lr=0.02"), run, [], Stop())
+    train.train(config_of("optimizer.lr=0.02"), run, [], Stop())
     assert f"resume: step 12 of {unbroken / CHECKPOINTS / '12'}" in capfd.readouterr().out
     before, after = (rows_of(f) for f in (unbroken, tmp_path))
     assert after[:14] == before[:14] and [r["step"] for r in after] == [r["step"] for r in before]
@@ -205,9 +204,11 @@ def test_from_another_runs_checkpoint(unbroken, tmp_path, capfd):
     assert after[-2]["loss"] == before[-2]["loss"]  # it is before the update
     assert after[-1] != before[-1]
     with pytest.raises(ConfigError, match=r"cannot go on from .*rows: saved 8, here 4"):
-        loop.train(config_of("data.rows=4"), replace(run_in(tmp_path / "rows"), source=source), [], Stop())
+        train.train(config_of("data.rows=4"), replace(run_in(tmp_path / "rows"), source=source), [], Stop())
     with pytest.raises(CheckpointError, match="is of another model"):
-        loop.train(config_of("model.width=32"), replace(run_in(tmp_path / "wide"), source=source), [], Stop())
+        train.train(
+            config_of("model.width=32"), replace(run_in(tmp_path / "wide"), source=source), [], Stop()
+        )
 
 
 # ------------------------------------------------------------------ two ranks
@@ -221,8 +222,8 @@ def on_two(rank: int, folder: str, async_save: str, stop_at: int, stops: int) ->
     stop = After(stop_at) if rank == stops else Stop()
     config = compose(*RUN, "mesh.shard=2", f"run.async_save={async_save}")
     Path(folder).mkdir(exist_ok=True)
-    with remembered_setups(ON_RANK):
-        loop.train(config, RunFolder(folder), [], stop)
+    with remembered_steps(ON_RANK):
+        train.train(config, RunFolder(folder), [], stop)
     fs.checkpoint.wait()
 
 
@@ -235,7 +236,7 @@ def test_any_rank_that_is_asked_stops_all(ranks: Any, tmp_path: Path) -> None:
         ranks(2).run(on_two, str(two), async_save, at, stops)
         assert read_result(two)["status"] == "stopped"
     assert read_result(two)["step"] == 3 + 1 + 4 + 1
-    loop.train(config_of(), replace(run_in(one), source=str(two / CHECKPOINTS)), [], Stop())
+    train.train(config_of(), replace(run_in(one), source=str(two / CHECKPOINTS)), [], Stop())
     ranks(2).run(on_two, str(two), "true", 99, 0)
     assert differences(whole, two) == []
     losses = [
@@ -252,7 +253,7 @@ SPLIT = (*RUN, "model.layers=1", "run.steps=2", "run.save_every=1", "run.held_ou
 
 
 def split_in_two(rank: int, folder: str, source: str, axis: str) -> None:
-    loop.train(compose(*SPLIT, "mesh.shard=1", axis), RunFolder(folder, source=source), [], Stop())
+    train.train(compose(*SPLIT, "mesh.shard=1", axis), RunFolder(folder, source=source), [], Stop())
 
 
 @pytest.mark.long
@@ -260,7 +261,7 @@ def split_in_two(rank: int, folder: str, source: str, axis: str) -> None:
 def test_ranks_that_split_the_same_rows_are_one_rank(ranks: Any, tmp_path: Path, axis: str) -> None:
     """They resume its checkpoint. What loaders give them is test_loaders', numbers are test_matrix's."""
     one, two = tmp_path / "one", tmp_path / "two"
-    loop.train(compose(*SPLIT, "mesh.shard=1"), run_in(one), [], Stop())
+    train.train(compose(*SPLIT, "mesh.shard=1"), run_in(one), [], Stop())
     ranks(2).run(split_in_two, str(run_in(two).folder), str(one / CHECKPOINTS / "1"), axis)
     expected = timeless(one)
     assert len(expected) == 2 + 1

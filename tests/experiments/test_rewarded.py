@@ -18,18 +18,19 @@ from torch import Tensor
 from tuning import STEPS, config_of, tuned
 
 import fnshard as fs
-from experiments.configs.train import ConfigError
+from experiments import finetune
 from experiments.data.prepared import RecordPolicy, prepare
 from experiments.data.tokenizer import ByteTokenizer, open_directory
-from experiments.finetune import lm, loop
-from experiments.finetune.dataset import FinetuneData
-from experiments.finetune.decode import decode_of, draw, first_of, next_of, prefill_of
-from experiments.finetune.rewarded import RewardedBatches
-from experiments.finetune.rewards import REWARDS, Weighted, checked, rewards_of
-from experiments.finetune.rollout import Rollouts
-from experiments.finetune.tasks import solved, task_files, warming_files
-from experiments.training import steps
-from experiments.training.result import read_result
+from experiments.lib.checks import ConfigError
+from experiments.lib.folder import read_result
+from experiments.lib.run import Run
+from experiments.tuning import lm
+from experiments.tuning.dataset import FinetuneData
+from experiments.tuning.decode import decode_of, draw, first_of, next_of, prefill_of
+from experiments.tuning.rewarded import RewardedBatches
+from experiments.tuning.rewards import REWARDS, Weighted, checked, rewards_of
+from experiments.tuning.rollout import Rollouts
+from experiments.tuning.tasks import solved, task_files, warming_files
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt2"]
@@ -384,8 +385,8 @@ def test_a_run_is_rewarded_and_resumes_bit_for_bit(model, data, tmp_path, monkey
         config, objective=replace(config.objective, reward=[{"name": "length", "most": 1}, "exact"])
     )
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    setup = loop.prepare(config)
-    monkeypatch.setattr(loop, "prepare", lambda _: setup)
+    setup = finetune.build(config)
+    monkeypatch.setattr(finetune, "build", lambda *_: setup)
     tuned(0, config, whole)
     result = read_result(whole)
     assert result["status"] == "ok" and "held_out_loss" not in result
@@ -412,7 +413,7 @@ def test_a_run_is_rewarded_and_resumes_bit_for_bit(model, data, tmp_path, monkey
             tuned(0, config, broken)
 
     killed(Rollouts, "_keep", 6)
-    killed(steps, "one_step", 2)
+    killed(Run, "make_step", 2)
     tuned(0, config, broken)
     assert timeless(whole) == timeless(broken)
 
@@ -439,4 +440,4 @@ def test_two_ranks_draw_what_one_does(ranks, model, data, tmp_path, objective, a
 def test_a_prompt_that_leaves_no_room_is_refused(model, data, tmp_path):
     config = config_of(model, data, tmp_path, "objective=grpo", "objective.tokens=61")
     with pytest.raises(ConfigError, match=r"objective.tokens=61, and 64 is"):
-        loop.prepare(config)
+        finetune.build(config)

@@ -14,15 +14,12 @@ from typing import Any
 import pytest
 from runs import config_of, leave_checkpoint
 
-from experiments.configs.machine import process_began
-from experiments.configs.train import ConfigError
-from experiments.data.files import write_record
-from experiments.training.goal import Goal
-from experiments.training.metrics_file import METRICS
-from experiments.training.report import Progress, Report
-from experiments.training.result import write_result
-from experiments.training.resume import CHECKPOINTS, IDENTITY, claimed, finished
-from experiments.training.run_record import RunRecord, TimeSpent, in_words
+from experiments.lib.checks import ConfigError
+from experiments.lib.files import write_record
+from experiments.lib.folder import CHECKPOINTS, IDENTITY, claim, is_finished, write_result
+from experiments.lib.metrics import METRICS, Goal
+from experiments.lib.record import RunRecord, TimeSpent, in_words, process_began
+from experiments.lib.report import Progress, Report
 
 # ------------------------------------------------------------------ the report
 
@@ -146,35 +143,34 @@ def day(cwd: Path) -> Path:
 
 def test_the_same_configuration_goes_on_in_its_folder(cwd, day):
     asked = config_of()
-    with claimed(asked, day / "first", chosen=False) as run:
+    with claim(asked, day / "first", chosen=False) as run:
         assert (run.folder, run.source) == (str(day / "first"), None)
         leave_checkpoint(day / "first")
     free = ("timeout_s=9", "save_every=7", "async_save=true", "keep=5", "max_restarts=0")
-    (day / "second" / ".hydra").mkdir(parents=True)
-    with claimed(config_of(*(f"run.{f}" for f in free)), day / "second", chosen=False) as run:
+    with claim(config_of(*(f"run.{f}" for f in free)), day / "second", chosen=False) as run:
         assert run.folder == str(day / "first") and not (day / "second").exists()
     for other in ("optimizer.lr=0.1", "run.seed=1", "run.steps=99", "mesh.shard=2"):
-        with claimed(config_of(other), day / "other", chosen=False) as run:
+        with claim(config_of(other), day / "other", chosen=False) as run:
             assert run.folder == str(day / "other")
-    with claimed(asked, day / "third", chosen=False) as run:
+    with claim(asked, day / "third", chosen=False) as run:
         assert run.folder == str(day / "first")
         write_result(Path(run.folder), status="ok", overrides=[])
-    with claimed(asked, day / "fourth", chosen=False) as run:
+    with claim(asked, day / "fourth", chosen=False) as run:
         assert run.folder == str(day / "fourth")
 
 
 def test_never_begins_anew_and_is_gone_on_with_itself(cwd, day):
     for name in ("first", "second"):
-        with claimed(config_of("run.resume=never"), day / name, chosen=False) as run:
+        with claim(config_of("run.resume=never"), day / name, chosen=False) as run:
             assert run.folder == str(day / name)
             leave_checkpoint(day / name)
-    with claimed(config_of(), day / "third", chosen=False) as run:
+    with claim(config_of(), day / "third", chosen=False) as run:
         assert run.folder == str(day / "second")
 
 
 def test_nothing_saved_is_nothing_to_go_on_from(cwd, day):
     for name in ("first", "second"):
-        with claimed(config_of(), day / name, chosen=False) as run:
+        with claim(config_of(), day / name, chosen=False) as run:
             assert run.folder == str(day / name)
             (day / name / CHECKPOINTS / ".4.saving").mkdir(parents=True)
 
@@ -196,7 +192,7 @@ def test_what_says_that_a_run_is_unfinished_outlives_a_power_cut(cwd, monkeypatc
     noted("fsync", lambda fd: os.readlink(f"/proc/self/fd/{fd}"))
     noted("replace", lambda _, to: to)
     noted("mkdir", lambda path, *_: path)
-    with claimed(config_of(), day / "time", chosen=False) as run:
+    with claim(config_of(), day / "time", chosen=False) as run:
         leave_checkpoint(Path(run.folder))
         path = Path(run.folder, IDENTITY)
         at = done.index(("replace", str(path)))
@@ -208,40 +204,40 @@ def test_what_says_that_a_run_is_unfinished_outlives_a_power_cut(cwd, monkeypatc
 
 
 def test_a_run_that_is_still_at_work_is_left_alone(cwd, capfd, day):
-    with claimed(config_of(), day / "first", chosen=False):
+    with claim(config_of(), day / "first", chosen=False):
         leave_checkpoint(day / "first")
-        with claimed(config_of(), day / "second", chosen=False) as run:
+        with claim(config_of(), day / "second", chosen=False) as run:
             assert run.folder == str(day / "second")
         assert f"{day / 'first'} is still at work" in capfd.readouterr().err
         with (
             pytest.raises(
                 ConfigError, match=r"another process is at work in .*first. Fix: await or end it, or another"
             ),
-            claimed(config_of(), day / "first", chosen=True),
+            claim(config_of(), day / "first", chosen=True),
         ):
             pass
-    with claimed(config_of(), day / "third", chosen=False) as run:
+    with claim(config_of(), day / "third", chosen=False) as run:
         assert run.folder == str(day / "first")
 
 
 def test_a_folder_that_the_command_names(cwd, day):
     for _ in range(2):
-        with claimed(config_of(), day / "named", chosen=True) as run:
+        with claim(config_of(), day / "named", chosen=True) as run:
             assert run.folder == str(day / "named")
     leave_checkpoint(day / "named", 40)
-    with claimed(config_of("run.save_every=1"), day / "named", chosen=True) as run:
+    with claim(config_of("run.save_every=1"), day / "named", chosen=True) as run:
         assert run.folder == str(day / "named")
     with (
         pytest.raises(ConfigError, match=r"(?s)of another configuration, the newest of step 40:\n"
                       r"  optimizer.lr: 0.004 there, 0.1 here\nFix: another hydra.run.dir"),
-        claimed(config_of("optimizer.lr=0.1"), day / "named", chosen=True),
+        claim(config_of("optimizer.lr=0.1"), day / "named", chosen=True),
     ):  # fmt: skip
         pass
     with (
         pytest.raises(
             ConfigError, match=r"run.resume=never: .*named holds checkpoints, the newest of step 40"
         ),
-        claimed(config_of("run.resume=never"), day / "named", chosen=True),
+        claim(config_of("run.resume=never"), day / "named", chosen=True),
     ):
         pass
 
@@ -249,30 +245,30 @@ def test_a_folder_that_the_command_names(cwd, day):
 def test_a_path_is_where_a_new_run_starts_and_its_own_checkpoints_come_first(cwd, day):
     leave_checkpoint(cwd / "source")
     asked = config_of("run.resume=source")
-    with claimed(asked, day / "first", chosen=False) as run:
+    with claim(asked, day / "first", chosen=False) as run:
         assert (run.folder, run.source) == (str(day / "first"), str(cwd / "source" / CHECKPOINTS))
         leave_checkpoint(day / "first")
-    with claimed(config_of(), day / "other", chosen=False) as run:
+    with claim(config_of(), day / "other", chosen=False) as run:
         assert (run.folder, run.source) == (str(day / "other"), None)
     (cwd / "source").rename(cwd / "gone")
-    with claimed(asked, day / "second", chosen=False) as run:
+    with claim(asked, day / "second", chosen=False) as run:
         assert run.folder == str(day / "first")
         write_result(Path(run.folder), status="ok", overrides=[])
     with (
         pytest.raises(
             ConfigError, match=r"run\.resume=source: no whole checkpoint is there\. Fix: the folder"
         ),
-        claimed(asked, day / "third", chosen=False),
+        claim(asked, day / "third", chosen=False),
     ):
         pass
 
 
 def test_a_finished_run_of_a_sweep_is_known(tmp_path):
     config = config_of()
-    with claimed(config, tmp_path, chosen=True):
-        assert not finished(tmp_path, config)
+    with claim(config, tmp_path, chosen=True):
+        assert not is_finished(tmp_path, config)
         write_result(tmp_path, status="ok", overrides=[])
-    assert finished(tmp_path, config) and finished(tmp_path, config_of("run.keep=9"))
-    assert not finished(tmp_path, config_of("run.seed=9"))
+    assert is_finished(tmp_path, config) and is_finished(tmp_path, config_of("run.keep=9"))
+    assert not is_finished(tmp_path, config_of("run.seed=9"))
     write_result(tmp_path, status="stopped", overrides=[])
-    assert not finished(tmp_path, config)
+    assert not is_finished(tmp_path, config)

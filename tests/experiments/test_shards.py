@@ -15,17 +15,16 @@ from runs import SMALL, compose, rows_of
 
 import fnshard as fs
 from experiments import train
-from experiments.configs.machine import place
-from experiments.configs.train import ConfigError
 from experiments.data.shards import HEADER, check_vocab, open_shards
-from experiments.data.stdlib_text import is_held_out
+from experiments.data.text import is_held_out, open_tokens, table_losses
 from experiments.data.tokenizer import load_tokenizer
+from experiments.lib.checks import ConfigError
+from experiments.lib.folder import RunFolder
+from experiments.lib.launch import place
 from experiments.tokenize import job
-from experiments.tokenize.config import SPEC
+from experiments.tokenize.config import COMMAND
 from experiments.tokenize.job import find, split, tokenize
-from experiments.training.dataset import open_tokens, table_losses
-from experiments.training.loop import train as run_training
-from experiments.training.resume import RunFolder
+from experiments.train import train as run_training
 from fnshard.launcher.rank import Stop
 
 
@@ -171,7 +170,7 @@ def test_what_cannot_be_tokenised(texts, shard_folder, tmp_path):
         tokenize(tokenize_config(texts / "sub", texts))
     with pytest.raises(ConfigError, match=r"(?s)shards of another command:.*shard_mb: 0.01 there, 0.02 here"):
         tokenize(tokenize_config(shard_folder, texts, shard_mb=0.02))
-    assert SPEC.read({"out": "o", "files": "a"}).files == ("a",)
+    assert COMMAND.read({"out": "o", "files": "a"}).files == ("a",)
 
 
 @pytest.mark.parametrize(

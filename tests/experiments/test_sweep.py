@@ -18,16 +18,14 @@ from omegaconf import OmegaConf
 from runs import SMALL, compose, leave_run
 from slurm import install
 
-from experiments.cli import job, slurm, worker
-from experiments.cli.main import main
-from experiments.cli.sweep import TABLE, objective
 from experiments.compare.outcome import jobs_of
-from experiments.configs.train import ConfigError
+from experiments.compare.sweep import TABLE
+from experiments.lib import launch
+from experiments.lib.checks import ConfigError
+from experiments.lib.folder import identity_of, objective, read_result, write_result
+from experiments.lib.launch import main
+from experiments.lib.metrics import METRICS, Goal
 from experiments.train import JOB
-from experiments.training.goal import Goal
-from experiments.training.metrics_file import METRICS
-from experiments.training.result import read_result, write_result
-from experiments.training.resume import identity_of
 from fnshard.launcher.local import LaunchError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,9 +34,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # ------------------------------------------------------------------ launchers
 
 
-def test_a_launcher_without_a_sweep_is_refused():
-    with pytest.raises(ConfigError, match=r"a launcher \(joblib\) starts the jobs of a sweep.*Fix: add --mu"):
-        job._check_used("joblib")
+def test_a_launcher_without_a_sweep_is_refused(error_of):
+    shown = error_of(JOB, "launcher=joblib")
+    assert re.search(r"a launcher \(joblib\) starts the jobs of a sweep.*Fix: add --mu", shown)
 
 
 # ------------------------------------------------------------------ whole sweeps, without ranks
@@ -62,7 +60,7 @@ def sweep(
         return "ok"
 
     ran: list[str] = []
-    monkeypatch.setattr(job, "start", started)
+    monkeypatch.setattr(launch, "start", started)
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: str) -> tuple[Any, Path]:
@@ -83,7 +81,7 @@ def test_a_command_that_srun_starts_on_several_nodes_is_refused(monkeypatch):
     monkeypatch.setenv("SLURM_STEP_ID", "0")
     monkeypatch.setenv("SLURM_STEP_NUM_NODES", "2")
     with pytest.raises(ConfigError, match=r"on 2 nodes\. Fix: launcher=slurm .*; or, .* srun"):
-        job.run(JOB, None)
+        launch.run(JOB)
 
 
 def test_each_node_of_a_slurm_job_runs_one_agent(monkeypatch):
@@ -91,12 +89,12 @@ def test_each_node_of_a_slurm_job_runs_one_agent(monkeypatch):
     for name, value in step.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "slurm")
-    agent = slurm.torchrun(ranks=8, max_restarts=3)
+    agent = launch.torchrun(ranks=8, max_restarts=3)
     assert agent[2:8] == ["--nnodes", "2", "--nproc-per-node", "8", "--max-restarts", "3"]
     assert agent[-1] == "gpu07:21007"
     monkeypatch.setenv("SLURM_NTASKS", "4")
     with pytest.raises(ConfigError, match=r"4 tasks on 2 nodes; .* Fix: hydra\.launcher\.tasks_per_node=1"):
-        slurm.torchrun(ranks=8, max_restarts=3)
+        launch.torchrun(ranks=8, max_restarts=3)
 
 
 def test_ranks_on_several_nodes_know_their_command(tmp_path, monkeypatch):
@@ -105,18 +103,18 @@ def test_ranks_on_several_nodes_know_their_command(tmp_path, monkeypatch):
 
     def agent(command: list[str], **_: Any) -> SimpleNamespace:
         values = json.loads(Path(command[-1]).read_text())
-        with worker._run_of(JOB, values) as run:
+        with launch.find_folder(JOB, values) as run:
             begun.append((run.began, run.makes))
         write_result(tmp_path, status="ok", overrides=[])
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setenv("SLURM_NODEID", "0")
-    monkeypatch.setattr(job.slurm, "nodes", lambda: 2)
-    monkeypatch.setattr(job.slurm, "torchrun", lambda *_: ["-m", "torchrun"])
-    monkeypatch.setattr(job.subprocess, "run", agent)
-    monkeypatch.setattr(job, "placed", lambda requested, nodes: requested)
+    monkeypatch.setattr(launch, "nodes", lambda: 2)
+    monkeypatch.setattr(launch, "torchrun", lambda *_: ["-m", "torchrun"])
+    monkeypatch.setattr(launch.subprocess, "run", agent)
+    monkeypatch.setattr(launch, "place", lambda requested, nodes: requested)
     asked = compose(*TINY, "mesh.shard=2")
-    assert job.start(JOB, asked, tmp_path, [], chosen=True, began=12.5, makes="a base") == "ok"
+    assert launch.start(JOB, asked, tmp_path, [], chosen=True, began=12.5, makes="a base") == "ok"
     assert begun == [(12.5, "a base")]
 
 
@@ -124,10 +122,10 @@ def test_a_worker_whose_sweep_died_before_its_job_begins_ends(tmp_path, monkeypa
     """Of joblib's, which imports for seconds first: nobody would see its run."""
     runtime = SimpleNamespace(output_dir=tmp_path, choices={"hydra/launcher": "joblib"})
     here = SimpleNamespace(runtime=runtime, overrides=SimpleNamespace(task=[]), mode=RunMode.MULTIRUN)
-    monkeypatch.setattr(job.HydraConfig, "get", lambda: here)
+    monkeypatch.setattr(launch.HydraConfig, "get", lambda: here)
     if (pid := os.fork()) == 0:
         try:
-            job._one(JOB, OmegaConf.create(), sweep=0)
+            launch.run_of_sweep(JOB, 0, OmegaConf.create())
         finally:
             os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,16 +13,14 @@ import pytest
 from matplotlib import image
 from runs import compose
 
-from experiments.configs.train import ConfigError, TrackerConfig
-from experiments.data.files import write_text
-from experiments.trackers import feed as feeds
-from experiments.trackers.base import Row, RunInfo, Tracker
-from experiments.trackers.feed import Feed
-from experiments.trackers.registry import check_installed, chosen
-from experiments.training import report as reports
-from experiments.training.metrics_file import METRICS
-from experiments.training.report import Report
-from experiments.training.run_record import RunRecord
+from experiments.lib import trackers as feeds
+from experiments.lib.checks import ConfigError
+from experiments.lib.config import TrackerConfig
+from experiments.lib.files import write_text
+from experiments.lib.metrics import METRICS
+from experiments.lib.record import RunRecord
+from experiments.lib.report import Report
+from experiments.lib.trackers import Feed, Row, RunInfo, Tracker, check_installed, choose_trackers
 
 FACTS = {
     "command": "python -m experiments.train",
@@ -47,20 +43,14 @@ def rows_of(first: int, last: int) -> list[Row]:
 def process(folder: Path, tracker: Tracker, rows: Sequence[Row], end: str = "") -> None:
     """One process's part of a run, whose file has these rows; without an `end` it is killed."""
     write_text(folder / METRICS, "".join(json.dumps(row) + "\n" for row in rows))
-    feed = Feed("kept", tracker, folder / METRICS, print, every_s=0.01)
-    feed.start(FACTS)
+    feed = Feed("kept", tracker, folder / METRICS, FACTS, print)
+    feed.follow(at_once=True)
     if end:
         files = [folder / "loss.png", folder / "sample.txt"]
         image.imsave(files[0], numpy.linspace(0, 1, 16).reshape(4, 4))
         files[1].write_text("def f():\n    pass\n")
         feed.finish(end, files, seconds=1.5)
-        feed.join(time.monotonic() + 60)
-        assert not feed.failed
-    else:
-        note, deadline = folder / feeds.FOLDER / "kept.json", time.monotonic() + 60
-        while not note.exists() or json.loads(note.read_text())["rows"] < len(rows):
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+    assert not feed.failed
 
 
 def whole(folder: Path, make: Callable[[], Tracker], killed: Callable[[], None] = lambda: None) -> None:
@@ -83,7 +73,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    whole(tmp_path, lambda: chosen(TrackerConfig(tensorboard=True))["tensorboard"])
+    whole(tmp_path, lambda: choose_trackers(TrackerConfig(tensorboard=True))["tensorboard"])
     read = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert set(read.Tags()["scalars"]) == {"loss", "lr", "held_out_loss"}
     assert [(e.step, e.value) for e in read.Scalars("loss")] == LOSSES
@@ -98,7 +88,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mlflow")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run").mkdir()
-    whole(tmp_path / "run", lambda: chosen(TrackerConfig(mlflow=True, project="mine"))["mlflow"])
+    whole(tmp_path / "run", lambda: choose_trackers(TrackerConfig(mlflow=True, project="mine"))["mlflow"])
 
     from mlflow.tracking import MlflowClient
 
@@ -123,7 +113,9 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import wandb
 
     # A process of wandb's own writes; it ends with the one that started it.
-    whole(tmp_path, lambda: chosen(TrackerConfig(wandb=True, project="mine"))["wandb"], wandb.teardown)
+    whole(
+        tmp_path, lambda: choose_trackers(TrackerConfig(wandb=True, project="mine"))["wandb"], wandb.teardown
+    )
     wandb.teardown()
     files = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     records = [record for file in files for record in wandb_records(file)]
@@ -206,30 +198,41 @@ def test_rows_come_once_and_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [row["artifact"] for row in third.rows[-2:]] == ["loss.png", "sample.txt"]
 
 
-def test_a_tracker_that_fails_or_hangs_is_reported_once_and_dropped(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_tracker_that_fails_is_reported_once_and_dropped(tmp_path: Path) -> None:
     """Training goes on; the others get all rows, also of a line that is only begun when they look."""
-    shown, fine, free = io.StringIO(), InMemory(), threading.Event()
-    trackers = {"full": InMemory(full), "hangs": InMemory(lambda: free.wait(60)), "fine": fine}
-    monkeypatch.setattr(reports, "FINISH_S", 0.5)
-    report = Report(tmp_path, 6, 10, RunRecord(tmp_path, {}), stream=shown, trackers=trackers)
+    shown, fine, broken = io.StringIO(), InMemory(), InMemory(full)
+    report = Report(
+        tmp_path, 6, 10, RunRecord(tmp_path, {}), stream=shown, trackers={"full": broken, "fine": fine}
+    )
+    for feed in report._feeds:
+        feed.every_s = 0.0
     for number in range(1, 7):
         report._file.write('{"step": 0, ')
         report._file.flush()
-        time.sleep(0.01)
+        report._feeds[1].follow()
         report._file.write('"lr": 0.5}\n')
         report.step(number, {"loss": 1.0, "lr": 0.1}, 0.5)
-        report.sync()
     report.close()
     report.finish("ok")
-    free.set()
-    assert sorted(line for line in shown.getvalue().splitlines() if "tracker" in line) == [
-        f"tracker {name} gets no more rows, training goes on: {why} (all numbers are in metrics.jsonl)"
-        for name, why in {
-            "full": "OSError: [Errno 28] No space left on device",
-            "hangs": "it does not answer",
-        }.items()
+    assert [line for line in shown.getvalue().splitlines() if "tracker" in line] == [
+        "tracker full gets no more rows, training goes on: OSError: [Errno 28] No space left on device "
+        "(all numbers are in metrics.jsonl)"
     ]
     assert [row["step"] for row in fine.rows if row["step"]] == list(range(1, 7)) and fine.ended == "ok"
+    assert len(broken.rows) == 4 and broken.ended == ""
+
+
+def test_rows_are_handed_over_in_batches_while_steps_are_made(tmp_path: Path) -> None:
+    """A tracker is begun when it gets its first rows, which is not before the run has made a step."""
+    tracker = InMemory()
+    report = Report(tmp_path, 6, 10, RunRecord(tmp_path, {}), stream=io.StringIO(), trackers={"t": tracker})
+    report.step(1, {"loss": 1.0, "lr": 0.1}, 0.5)
+    assert not hasattr(tracker, "run") and tracker.rows == []
+    report.step(2, {"loss": 1.0, "lr": 0.1}, 0.5)
+    report.sync()
+    assert [row["step"] for row in tracker.rows] == [1, 2]
+    report.close()
+    report.finish("ok")
 
 
 # ------------------------------------------------------------------ choosing
@@ -238,9 +241,9 @@ def test_a_tracker_that_fails_or_hangs_is_reported_once_and_dropped(tmp_path: Pa
 def test_several_are_chosen_by_name() -> None:
     config = compose("tracker=[tensorboard,mlflow]").tracker
     assert config == TrackerConfig(tensorboard=True, mlflow=True)
-    assert list(chosen(config)) == ["tensorboard", "mlflow"]
+    assert list(choose_trackers(config)) == ["tensorboard", "mlflow"]
     assert compose("tracker=wandb", "tracker.project=x").tracker == TrackerConfig(wandb=True, project="x")
-    assert compose().tracker == TrackerConfig() and chosen(TrackerConfig()) == {}
+    assert compose().tracker == TrackerConfig() and choose_trackers(TrackerConfig()) == {}
 
 
 def test_what_is_not_installed_is_said_before_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,13 +16,12 @@ from commands import run_command
 from runs import SMALL, compose, rows_of
 
 import fnshard as fs
-from experiments.cli import schema
-from experiments.configs import plan
-from experiments.configs import train as configs
-from experiments.configs.machine import place
-from experiments.configs.train import ConfigError
-from experiments.training.decoder import Decoder, DecoderConfig
-from experiments.training.sample import Sampler, last_logits
+from experiments.lib import compose as schema
+from experiments.lib import config as configs
+from experiments.lib import plan
+from experiments.lib.checks import ConfigError
+from experiments.lib.decoder import Decoder, DecoderConfig, Sampler, last_logits
+from experiments.lib.launch import place
 from fnshard.functional import make_functional
 from fnshard.step.fit import Choice
 
@@ -158,7 +157,7 @@ def agreement_of(rank: int, other: Choice | None) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fs, "fit", fit)
         with pytest.raises(fs.AgreementError, match="ranks planned differently:") as error:
-            plan._agreed()
+            plan._agree()
     return str(error.value)
 
 

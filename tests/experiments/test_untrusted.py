@@ -17,29 +17,28 @@ import numpy as np
 import pytest
 import torch
 from commands import run_command
-from runs import compose, leave_run
+from runs import compose, leave_run, validate
 from tuning import SMALL, write_llama
 
 import fnshard as fs
-from experiments.cli.command_spec import is_mistake, text_of
-from experiments.cli.validation import validate
-from experiments.configs.checks import ConfigError, targets_in
+from experiments import finetune
 from experiments.data import chat, shards
-from experiments.data.files import read_json
 from experiments.data.model_files import wrong_numbers
 from experiments.data.prepared import open_prepared
 from experiments.data.tokenizer import load_tokenizer, open_directory
 from experiments.evaluate import run as evaluation
 from experiments.evaluate.config import EvaluateConfig
 from experiments.explain.waste import waste
-from experiments.finetune import job
-from experiments.finetune.base_models import open_model
-from experiments.finetune.rewards import model_reward, rewards_of
-from experiments.finetune.vision_models import write_model
 from experiments.generate import GenerateConfig, generate
-from experiments.train import SPEC
-from experiments.training.metrics_file import read_rows
-from experiments.training.result import read_result
+from experiments.lib.checks import ConfigError, targets_in
+from experiments.lib.compose import is_mistake, text_of
+from experiments.lib.files import read_json
+from experiments.lib.folder import read_result
+from experiments.lib.metrics import read_rows
+from experiments.train import COMMAND
+from experiments.tuning.base_models import open_model
+from experiments.tuning.rewards import model_reward, rewards_of
+from experiments.tuning.vision_models import write_model
 from fnshard.errors import FnshardError
 
 transformers = pytest.importorskip("transformers")
@@ -283,7 +282,7 @@ RUNS: dict[str, Callable[[Path], None]] = {
 
 def test_a_run_whose_data_are_not_prepared_is_one_error(guarded: Path) -> None:
     folder = leave_run(guarded / "run")
-    values = asdict(compose("run.device=cpu", "mesh.shard=1", spec=job.SPEC))
+    values = asdict(compose("run.device=cpu", "mesh.shard=1", spec=finetune.COMMAND))
     config_yaml(json.dumps({**values, "data": {**values["data"], "train": None, "held_out": None}}))(folder)
     with pytest.raises(ConfigError, match=r"data\.train"):
         generate(GenerateConfig(run=str(folder)))
@@ -319,7 +318,7 @@ def test_code_is_found_however_deep_it_lies() -> None:
 def test_a_pickled_configuration_is_not_run_again(tmp_path: Path) -> None:
     (tmp_path / "config.pickle").write_bytes(pickle.dumps(Bomb()))
     with pytest.raises(ConfigError, match=r"is a pickle.*overrides\.yaml"):
-        validate(SPEC, ["--experimental-rerun", str(tmp_path / "config.pickle")])
+        validate(COMMAND, ["--experimental-rerun", str(tmp_path / "config.pickle")])
 
 
 def test_nothing_in_prepared_data_shards_and_checkpoints_is_unpickled(guarded: Path) -> None:
@@ -447,9 +446,9 @@ def test_what_a_model_cannot_have_is_one_error_before_ranks(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     chosen = str(write_llama(tmp_path / "own")) if model == "own" else model
-    config = compose(*SMALL, f"model={chosen}", *wrong, spec=job.SPEC)
+    config = compose(*SMALL, f"model={chosen}", *wrong, spec=finetune.COMMAND)
     with pytest.raises((ConfigError, OSError)) as error:
-        job.prepare(replace(config, run=replace(config.run, device="cpu")))
+        finetune.prepare(replace(config, run=replace(config.run, device="cpu")))
     assert is_mistake(error.value)
     text = text_of(error.value)
     assert re.search(rf"(?s){says}", text) and len(text) < 3000

@@ -18,13 +18,15 @@ from torch import Tensor
 from tuning import config_of
 
 import fnshard as fs
-from experiments.configs.train import ConfigError
+from experiments import finetune
 from experiments.data.images import opened
 from experiments.data.tokenizer import open_directory
-from experiments.finetune import loop, vision_models
-from experiments.finetune.base_models import EXPORTED
-from experiments.finetune.lm import from_directory, of
-from experiments.finetune.vision_models import TINY, image_files, write_model
+from experiments.lib.checks import ConfigError
+from experiments.tuning import vision_models
+from experiments.tuning.base_models import EXPORTED
+from experiments.tuning.export import ADAPTERS
+from experiments.tuning.lm import from_directory, of
+from experiments.tuning.vision_models import TINY, image_files, write_model
 from fnshard.launcher.rank import Stop
 
 transformers = pytest.importorskip("transformers")
@@ -191,7 +193,7 @@ def test_records_say_their_images_in_three_ways(folders, pictures, tmp_path):
     )
     config = config_of(folders["tiny-qwen2-vl"], {"samples": path}, tmp_path, "data.context=128",
                        f"data.held_out={path}")  # fmt: skip
-    data = loop.opened(config, from_directory(config.model).vision)
+    data = finetune.opened(config, from_directory(config.model).vision)
     tokens, learned = data.train.sample(0)
     assert data.tokenizer.decode(tokens[learned == 1], control=True) == "noise<|end|>"
     for number in range(3):
@@ -236,7 +238,7 @@ def test_images_that_nothing_looks_at_are_refused(folders, model, pictures, tmp_
             folders["tiny-llava"], {"samples": path}, tmp_path, "data.context=64", "data.rows=16", override
         )
         with pytest.raises(ConfigError, match=why):
-            loop.opened(config, from_directory(config.model).vision)
+            finetune.opened(config, from_directory(config.model).vision)
 
 
 def test_images_that_changed_after_they_were_prepared_are_named(folders, pictures, tmp_path):
@@ -245,7 +247,7 @@ def test_images_that_changed_after_they_were_prepared_are_named(folders, picture
     opened(pictures[2]).save(picture)
     path = written(tmp_path, *[{"images": ["a.png"], "prompt": "a", "response": "b"}] * 2)
     config = config_of(folders["tiny-qwen2-vl"], {"samples": path}, tmp_path, "data.context=64")
-    data = loop.opened(config, from_directory(config.model).vision)
+    data = finetune.opened(config, from_directory(config.model).vision)
     data.rows.batch(torch.arange(1).numpy())
     Image.new("RGB", (16, 16)).save(picture)
     with pytest.raises(ConfigError, match=r"a\.png: 1 features for \d+ image tokens"):
@@ -285,11 +287,11 @@ def test_what_is_tuned_is_exported_and_opened(folders, shapes, pictures, tmp_pat
     config = config_of(folders[name], {"samples": shapes}, tmp_path, "data.context=128", "run.steps=2",
                        "run.held_out_every=2", *chosen)  # fmt: skip
     folder = tmp_path / "run"
-    loop.finetune(config, run_in(folder), [], Stop())
+    finetune.finetune(config, run_in(folder), [], Stop())
     shown = capfd.readouterr().out
     assert "<image>*" in shown or "<|image_pad|>*" in shown
     result = json.loads((folder / "result.json").read_text())
-    assert result["held_out_loss"] < json.loads((folder / loop.BEFORE).read_text())["held_out_loss"]
+    assert result["held_out_loss"] < json.loads((folder / finetune.BEFORE).read_text())["held_out_loss"]
 
     tuned, kept = folder / EXPORTED, open_directory(folders[name])
     after = transformers.AutoModelForImageTextToText.from_pretrained(tuned).eval()
@@ -308,7 +310,7 @@ def test_what_is_tuned_is_exported_and_opened(folders, shapes, pictures, tmp_pat
     if "method=lora" in chosen:
         peft = pytest.importorskip("peft")
         base = transformers.AutoModelForImageTextToText.from_pretrained(folders[name])
-        adapted = peft.PeftModel.from_pretrained(base, folder / loop.ADAPTERS).eval()
+        adapted = peft.PeftModel.from_pretrained(base, folder / ADAPTERS).eval()
         logits = logits_of_transformers(adapted.base_model.model, tokenizer.images, ids, paths)
         torch.testing.assert_close(logits, ours[0], atol=1e-4, rtol=1e-4)
 
@@ -317,10 +319,10 @@ def test_globs_that_match_nothing_are_refused(folders, shapes, tmp_path):
     wrong = ("method=full", "method.freeze=*nothing*")
     config = config_of(folders["tiny-llava"], {"samples": shapes}, tmp_path, "data.context=192", *wrong)
     with pytest.raises(ConfigError, match=r"method\.freeze=\*nothing\*"):
-        loop.prepare(config)
+        finetune.build(config)
     config = config_of(folders["tiny-llava"], {"samples": shapes}, tmp_path, "data.context=192",
                        "method.targets=all-linear|experts")  # fmt: skip
     with pytest.raises(ConfigError, match=r"(?s)method\.targets=all-linear\|experts.*matches no leaf by"):
-        loop.prepare(config)
+        finetune.build(config)
     with pytest.raises(ValueError, match="freeze"):
         config_of(folders["tiny-llava"], {"samples": shapes}, tmp_path, "method.freeze=*")

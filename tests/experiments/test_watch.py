@@ -13,13 +13,13 @@ import torch
 from runs import RUN, After, compose, config_of, run_in
 
 import fnshard as fs
-from experiments.training import loop, steps
-from experiments.training.metrics_file import METRICS
-from experiments.training.result import read_result
-from experiments.training.resume import CHECKPOINTS, RunFolder
-from experiments.training.run_record import PARTS, RunRecord, git_of, in_words
-from experiments.training.run_record import RUN as RUN_FILE
-from experiments.training.watchdog import DivergedError, fault_of, is_finite
+from experiments import train
+from experiments.lib import plan
+from experiments.lib.folder import CHECKPOINTS, RunFolder, read_result
+from experiments.lib.metrics import METRICS
+from experiments.lib.record import PARTS, RunRecord, git_of, in_words
+from experiments.lib.record import RUN as RUN_FILE
+from experiments.lib.watchdog import DivergedError, fault_of, is_finite
 from fnshard.launcher.rank import Stop
 
 pytestmark = pytest.mark.usefixtures("lowered_once")
@@ -39,10 +39,10 @@ def losses_in(folder: Path) -> list[float]:
 
 def test_a_run_records_what_it_is_and_what_it_took(tmp_path: Path, capfd: Any) -> None:
     """Stopped after step 5 and resumed: two processes, one run."""
-    loop.train(config_of(), run_in(tmp_path), ["run.steps=13"], After(4))
+    train.train(config_of(), run_in(tmp_path), ["run.steps=13"], After(4))
     stopped = record_of(tmp_path)
     assert stopped["status"] == "stopped" and stopped["totals"]["steps"] == 5
-    loop.train(config_of(), run_in(tmp_path), ["run.steps=13"], Stop())
+    train.train(config_of(), run_in(tmp_path), ["run.steps=13"], Stop())
     record, result = record_of(tmp_path), read_result(tmp_path)
     assert record["status"] == "ok" and record["command"] == "python -m experiments.train run.steps=13"
     assert record["seed"] == 0 and record["config"]["run"]["steps"] == 13
@@ -112,7 +112,7 @@ FAR = ("optimizer.lr=1e30", "optimizer.clip=null", "schedule=constant")
 def rates(monkeypatch: pytest.MonkeyPatch, at: int, bad: float) -> None:
     """From step `at` (the first is 1) on the rate is `bad`."""
     good, bad = torch.tensor([1e-3, bad], dtype=torch.float64)
-    monkeypatch.setattr(steps, "make_rate", lambda *_: lambda step: torch.where(step + 1 >= at, bad, good))
+    monkeypatch.setattr(plan, "make_rate", lambda *_: lambda step: torch.where(step + 1 >= at, bad, good))
 
 
 def test_nan_is_hunted_down_from_the_newest_checkpoint(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
@@ -121,7 +121,7 @@ def test_nan_is_hunted_down_from_the_newest_checkpoint(tmp_path: Path, monkeypat
     config = config_of("optimizer.clip=null", "run.seed=1")
     # What overflows first, and whether the loss or a gradient shows it, is the processor's kernels' choice.
     with pytest.raises(DivergedError, match=r"step 7: (loss|grad_norm) is nan") as caught:
-        loop.train(config, run_in(tmp_path), [], Stop())
+        train.train(config, run_in(tmp_path), [], Stop())
     text = str(caught.value)
     assert re.search(r"In step 7: (inf|NaN) arose at line \d+: \w+ [\w.]+ (run|update) .*\n +in ", text), text
     assert "looked for in" in text and "Fix: " in text
@@ -139,7 +139,7 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path: Path, monkeypatch: 
     config = config_of("optimizer.clip=null", "run.seed=2", f"run.save_every={save_every}")
     at = 3 if save_every else 4
     with pytest.raises(DivergedError, match=f"^step {at}: ") as caught:
-        loop.train(config, run_in(tmp_path), [], Stop())
+        train.train(config, run_in(tmp_path), [], Stop())
     assert "In step 3: " in str(caught.value) and "update" in str(caught.value)
     saved = fs.checkpoint.all_steps(tmp_path / CHECKPOINTS)
     assert saved == ([1, 2] if save_every else [])
@@ -151,9 +151,9 @@ def test_stop_only_ends_and_off_goes_on(tmp_path: Path, monkeypatch: Any, capfd:
     rates(monkeypatch, 2, 1e30)
     more = ("optimizer.clip=null", "run.seed=3", "run.steps=5", "run.sample_tokens=0")
     with pytest.raises(DivergedError, match=r"^step 3: (loss|grad_norm) is nan"):
-        loop.train(config_of(*more, "run.watch=stop"), run_in(tmp_path / "stop"), [], Stop())
+        train.train(config_of(*more, "run.watch=stop"), run_in(tmp_path / "stop"), [], Stop())
     assert "looking for" not in capfd.readouterr().err
-    loop.train(config_of(*more, "run.watch=off"), run_in(tmp_path / "off"), [], Stop())
+    train.train(config_of(*more, "run.watch=off"), run_in(tmp_path / "off"), [], Stop())
     assert len(losses_in(tmp_path / "off")) == 5
 
 
@@ -162,7 +162,7 @@ def diverges(rank: int, folder: str) -> tuple[str, list[int]]:
     config = compose(*RUN, *FAR, "mesh.shard=2", "run.save_every=1")
     Path(folder).mkdir(exist_ok=True)
     try:
-        loop.train(config, RunFolder(folder), [], Stop())
+        train.train(config, RunFolder(folder), [], Stop())
     except DivergedError as error:
         return str(error).partition("\n(looked")[0], fs.checkpoint.all_steps(Path(folder) / CHECKPOINTS)
     return "", []
@@ -200,7 +200,7 @@ def test_a_state_is_finite_or_not(bad: float, of: str) -> None:
 
 def test_profile_traces_steps_after_the_first(tmp_path: Path, capfd: Any) -> None:
     config = config_of("run.profile=2", "run.steps=5", "run.save_every=0", "run.seed=5")
-    loop.train(config, run_in(tmp_path), [], Stop())
+    train.train(config, run_in(tmp_path), [], Stop())
     events = json.loads((tmp_path / "profile" / "trace.json").read_text())["traceEvents"]
     names = [e["name"] for e in events if e.get("name", "").startswith("fnshard ")]
     lines = (tmp_path / "schedule.txt").read_text().splitlines()[1:]
@@ -215,5 +215,5 @@ def test_profile_traces_steps_after_the_first(tmp_path: Path, capfd: Any) -> Non
 
 def test_a_run_too_short_for_its_profile_traces_what_there_is(tmp_path: Path, capfd: Any) -> None:
     config = config_of("run.profile=9", "run.steps=5", "run.save_every=0", "run.seed=5")
-    loop.train(config, run_in(tmp_path), [], Stop())
+    train.train(config, run_in(tmp_path), [], Stop())
     assert "steps traced: 3" in capfd.readouterr().err

@@ -9,10 +9,8 @@ import pytest
 import torch
 from made_data import stream
 
-from experiments.data import stdlib_text
-from experiments.data.stdlib_text import SEPARATOR, ByteStream
-from experiments.data.windows import cut, held_out_starts
-from experiments.training import dataset
+from experiments.data import text as dataset
+from experiments.data.text import SEPARATOR, ByteStream, cut, held_out_starts
 
 # ------------------------------------------------------------------ text
 
@@ -30,10 +28,10 @@ def folder(tmp_path):
 
 
 def test_split_is_by_file_and_complete(folder):
-    names = stdlib_text.source_files(folder)
+    names = dataset.source_files(folder)
     assert len(names) == 60 and not any("tests" in name for name in names) and names == sorted(names)
-    for side, text in zip((False, True), stdlib_text.load_text(folder, held_out_percent=30), strict=True):
-        mine = [name for name in names if stdlib_text.is_held_out(name, 30) == side]
+    for side, text in zip((False, True), dataset.load_text(folder, held_out_percent=30), strict=True):
+        mine = [name for name in names if dataset.is_held_out(name, 30) == side]
         parts = bytes(text.values.tolist()).split(bytes([SEPARATOR]))
         assert parts == [*((folder / name).read_bytes() for name in mine), b""] and len(parts) > 5
 
@@ -42,9 +40,9 @@ def test_split_is_by_file_and_complete(folder):
 def test_too_little_text_is_refused(tmp_path, suffix):
     (tmp_path / "one.py").write_text("x = 1\n")
     with pytest.raises(ValueError, match=r"/dev/zero is no folder\. Fix: name one as data\.root"):
-        stdlib_text.load_text(type(tmp_path)("/dev/zero"))
+        dataset.load_text(type(tmp_path)("/dev/zero"))
     with pytest.raises(ValueError, match=r"hold \d bytes to train on .* Fix: name a folder with more text"):
-        stdlib_text.load_text(tmp_path, suffix=suffix)
+        dataset.load_text(tmp_path, suffix=suffix)
 
 
 # ------------------------------------------------------------------ batches

@@ -19,7 +19,7 @@ import pytest
 from launched import environment, ranks_of
 from runs import SMALL
 
-from experiments.training.metrics_file import METRICS
+from experiments.lib.metrics import METRICS
 
 TRAIN = (*SMALL, "run.sample_tokens=0", "run.steps=120", "run.save_every=10", "run.held_out_every=120")
 PATIENCE_S = 200

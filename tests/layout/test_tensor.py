@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fnshard as fs
-from experiments.configs.decoders import DecoderConfig
-from experiments.training.decoder import Decoder
+from experiments.lib.decoder import Decoder, DecoderConfig
 from fnshard import LayoutSpec, P, SpecError
 from fnshard.layout.partition import Fused, block_shape, block_slices, boxes, side_by_side
 from fnshard.layout.presets import PRESETS

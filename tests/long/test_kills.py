@@ -19,9 +19,8 @@ from runs import differences
 
 import fnshard as fs
 from experiments import ROOT
-from experiments.training.metrics_file import METRICS
-from experiments.training.result import write_result
-from experiments.training.resume import CHECKPOINTS
+from experiments.lib.folder import CHECKPOINTS, write_result
+from experiments.lib.metrics import METRICS
 
 KILLS, STEPS = int(os.environ.get("KILLS", "3")), os.environ.get("STEPS", "60")
 

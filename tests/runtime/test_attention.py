@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import fx
 
 import fnshard as fs
-from experiments.training import run_record
+from experiments.lib import record
 from fnshard.analysis.workspace import workspace_bytes
 from fnshard.step import lowered
 
@@ -47,7 +47,7 @@ def attending(dtype: torch.dtype, *, length: int, head: int, mask: bool) -> lowe
 )
 def test_steps_for_cuda_attend_as_cuda_does(dtype, length, head, mask, kernel):
     found = attending(dtype, length=length, head=head, mask=mask)
-    assert found.attention == {kernel: 2} == run_record.StepWork.of(found, None).attention
+    assert found.attention == {kernel: 2} == record.StepWork.of(found, None).attention
     assert f"2 {kernel} attentions" in repr(found)
     graphs = [k.backward.graph for k in found.kernels.values()]
     backward = [n for graph in graphs for n in graph.nodes if "attention" in str(n.target)]

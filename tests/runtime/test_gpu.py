@@ -14,7 +14,7 @@ from sharded import train as shard_train
 from torch import Tensor
 
 import fnshard as fs
-from experiments.training.decoder import Decoder, DecoderConfig, next_token_loss
+from experiments.lib.decoder import Decoder, DecoderConfig, next_token_loss
 
 pytestmark = [
     pytest.mark.gpu,

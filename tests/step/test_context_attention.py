@@ -16,7 +16,7 @@ from tensor_models import ROWS, WIDTH, T, decoder
 from torch import Tensor
 
 import fnshard as fs
-from experiments.training.decoder import Decoder, DecoderConfig, next_token_loss
+from experiments.lib.decoder import Decoder, DecoderConfig, next_token_loss
 from fnshard.compiler.frontend.exchange import OUTGOING
 from fnshard.compiler.schedule.instructions import Exchange, Run
 

@@ -19,8 +19,7 @@ from sharded import assert_same, by_steps, make_step, simulate
 from torch import nn
 
 import fnshard as fs
-from experiments.configs.decoders import DecoderConfig
-from experiments.training.decoder import Decoder, loss_function
+from experiments.lib.decoder import Decoder, DecoderConfig, loss_function
 from fnshard.compiler.schedule.instructions import Exchange
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

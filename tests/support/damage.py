@@ -13,7 +13,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from experiments.configs.train import ConfigError
+from experiments.lib.checks import ConfigError
 from fnshard.errors import FnshardError
 
 FLIPS, CUTS = 200, 48

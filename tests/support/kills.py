@@ -19,9 +19,8 @@ from runs import differences, rows_of
 
 import fnshard as fs
 from experiments import ROOT
-from experiments.training.metrics_file import METRICS
-from experiments.training.result import read_result
-from experiments.training.resume import CHECKPOINTS
+from experiments.lib.folder import CHECKPOINTS, read_result
+from experiments.lib.metrics import METRICS
 from fnshard.errors import CheckpointError
 
 POLL_S, SLOW_S, PATIENCE_S = 0.002, 0.02, 120.0

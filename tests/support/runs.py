@@ -3,27 +3,26 @@ are equal bit for bit."""
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import hydra
 import pytest
 import torch
 
 import fnshard as fs
-from experiments import ROOT
-from experiments.cli.command_spec import CommandSpec
-from experiments.configs.train import TrainConfig
-from experiments.train import SPEC
-from experiments.training import loop, steps
-from experiments.training.metrics_file import METRICS
-from experiments.training.result import read_result, write_result
-from experiments.training.resume import CHECKPOINTS, RunFolder, identity_of
-from experiments.training.run_record import VARIES
+from experiments import ROOT, train
+from experiments.lib.compose import Command, Composed, compose_values, from_shell, open_hydra, read
+from experiments.lib.config import TrainConfig
+from experiments.lib.folder import CHECKPOINTS, RunFolder, identity_of, read_result, write_result
+from experiments.lib.metrics import METRICS
+from experiments.lib.record import VARIES
+from experiments.lib.run import Run
+from experiments.train import COMMAND
 from fnshard.launcher.rank import Stop
 
 STEPS = 13
@@ -45,11 +44,18 @@ DOUBLE = tuple(f"precision.{part}=float64" for part in ("storage", "compute", "r
 TIMES = ("tokens_per_s", "seconds", *VARIES)  # what two equal runs differ in
 
 
-def compose(*overrides: str, spec: CommandSpec = SPEC) -> Any:
+def compose(*overrides: str, spec: Command = COMMAND) -> Any:
     """A command's configuration, composed."""
-    spec.register()
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(spec.conf)):
-        return spec.read_composed(hydra.compose(spec.name, overrides=list(overrides)))
+    with open_hydra(spec):
+        return read(spec, compose_values(spec, overrides))
+
+
+def validate(command: Command, arguments: Sequence[str]) -> Any:
+    """The configuration that a command line means; None of a sweep, and of what Hydra answers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [command.name])
+        found = from_shell(command, list(arguments))
+    return found.config if isinstance(found, Composed) else None
 
 
 def config_of(*overrides: str) -> TrainConfig:
@@ -84,42 +90,56 @@ class KilledError(Exception):
 
 def killed_at(monkeypatch: pytest.MonkeyPatch, number: int, *, before_save: bool = False) -> None:
     """Training ends without another word in step `number`; or after it, before it is saved."""
-    step, save = steps.one_step, steps.Saver.save
+    step, save = Run.make_step, Run.save
 
-    def stepped(*args: Any) -> Any:
-        if args[2] == number and not before_save:
+    def stepped(self: Run, at: int, *args: Any) -> Any:
+        if at == number and not before_save:
             raise KilledError
-        return step(*args)
+        return step(self, at, *args)
 
-    def saved(self: Any, at: int, *args: Any) -> None:
+    def saved(self: Run, at: int, *args: Any) -> None:
         if at == number and before_save:
             raise KilledError
         save(self, at, *args)
 
-    monkeypatch.setattr(steps, "one_step", stepped)
-    monkeypatch.setattr(steps.Saver, "save", saved)
+    monkeypatch.setattr(Run, "make_step", stepped)
+    monkeypatch.setattr(Run, "save", saved)
 
 
 @pytest.fixture(scope="module")
 def lowered_once() -> Iterator[None]:
     """Steps of equal runs are lowered once in this process, and losses are not drawn."""
-    with remembered_setups({}):
+    with remembered_steps({}):
         yield
 
 
 @contextmanager
-def remembered_setups(known: dict[str, loop.TrainSetup]) -> Iterator[None]:
-    """Equal configurations are prepared once; `known` keeps what was, on a rank of a pool from run to run."""
-    prepare = loop.prepare
+def remembered_steps(known: dict[str, list[Any]]) -> Iterator[None]:
+    """Equal configurations make their steps and forwards once; `known` keeps them, on a rank of a pool from
+    run to run."""
+    whole = train.train
 
-    def prepared(config: TrainConfig) -> loop.TrainSetup:
-        key = json.dumps(identity_of(config))
-        known[key] = known.get(key) or prepare(config)
-        return replace(known[key], config=config)
+    def trained(config: TrainConfig, *args: Any) -> None:
+        kept = known.setdefault(json.dumps(identity_of(config)), [])
+        number = itertools.count()
+
+        def once(make: Callable[..., Any]) -> Callable[..., Any]:
+            def again(*args: Any, **how: Any) -> Any:
+                at = next(number)
+                if at == len(kept):
+                    kept.append(make(*args, **how))
+                return kept[at]
+
+            return again
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("shard_step", "shard_forward"):
+                patch.setattr(fs, name, once(getattr(fs, name)))
+            whole(config, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "prepare", prepared)
-        patch.setattr(loop, "draw_run", lambda *_, **__: None)
+        patch.setattr(train, "train", trained)
+        patch.setattr(train, "draw_run", lambda *_, **__: None)
         yield
 
 

@@ -10,10 +10,11 @@ import pytest
 import torch
 from runs import compose, run_in
 
-from experiments.configs.machine import place
+from experiments import finetune
 from experiments.data.tokenizer import ByteTokenizer
-from experiments.finetune import dataset, job, loop
-from experiments.finetune.config import OBJECTIVE_KINDS, FinetuneConfig
+from experiments.lib.launch import place
+from experiments.tuning import dataset
+from experiments.tuning.config import OBJECTIVE_KINDS, FinetuneConfig
 from fnshard.launcher.rank import Stop
 
 transformers = pytest.importorskip("transformers")
@@ -62,7 +63,7 @@ def config_of(model: Path, data: dict[str, Path], where: Path, *overrides: str) 
     chosen = next((o.partition("=")[2] for o in overrides if o.startswith("objective=")), "sft")
     train = data[OBJECTIVE_KINDS[chosen].records]
     named = (f"model={model}", f"data.train={train}")
-    config = place(compose(*SMALL, *named, *overrides, spec=job.SPEC), accelerators={})
+    config = place(compose(*SMALL, *named, *overrides, spec=finetune.COMMAND), accelerators={})
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(where)
         return dataset.prepared(config)
@@ -70,4 +71,4 @@ def config_of(model: Path, data: dict[str, Path], where: Path, *overrides: str) 
 
 def tuned(rank: int, config: FinetuneConfig, folder: str | Path) -> None:
     """On this rank, from what the folder holds."""
-    loop.finetune(config, run_in(Path(folder)), [], Stop())
+    finetune.finetune(config, run_in(Path(folder)), [], Stop())

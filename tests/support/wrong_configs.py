@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from experiments.cli import job
-from experiments.cli.command_spec import Job
-from experiments.cli.main import main
+from experiments.lib import launch
+from experiments.lib.launch import Job, main
 
 
 def split(line: str) -> list[str]:
@@ -26,7 +25,7 @@ def error_of(tmp_path, monkeypatch, capfd):
         monkeypatch.chdir(tmp_path)
         monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
         monkeypatch.setattr(sys, "argv", [command.name, *arguments])
-        monkeypatch.setattr(job, "launch", lambda *_, **__: pytest.fail("ranks were started"))
+        monkeypatch.setattr(launch, "launch", lambda *_, **__: pytest.fail("ranks were started"))
         with pytest.raises(SystemExit, match=r"^2$"):
             main(command)
         shown = capfd.readouterr()

@@ -1,0 +1,31 @@
+"""The sizes of `conf/model` by name, read without Hydra or a YAML library, which a bare machine lacks."""
+
+from __future__ import annotations
+
+import json
+
+from experiments import ROOT
+from experiments.lib.decoder import DecoderConfig
+
+MODELS = ROOT / "conf" / "model"
+
+
+def names() -> list[str]:
+    """What there is.
+
+    >>> "1b" in names()
+    True
+    """
+    return sorted(path.stem for path in MODELS.glob("*.yaml"))
+
+
+def decoder(name: str) -> DecoderConfig:
+    """The file of that name: lines of `key: number`, and comments.
+
+    >>> decoder("8b").layers
+    32
+    """
+    lines = (MODELS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    pairs = [line.split("#")[0].split(":") for line in lines if line.split("#")[0].strip()]
+    sizes = {key.strip(): value for key, value in pairs if key != "defaults"}
+    return DecoderConfig(**{key: json.loads(value) for key, value in sizes.items()})

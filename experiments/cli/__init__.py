@@ -1,1 +1,0 @@
-"""The command line: what it may say, checked before Hydra composes and torch loads."""

@@ -1,0 +1,39 @@
+"""The table of all runs of a `--multirun`, at its end: Hydra calls it back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from experiments.compare.outcome import jobs_of, outcome_of
+from experiments.compare.table import write
+
+TABLE, STEM = "table.txt", "sweep"
+
+
+def print_table(sweep: Path, metric: str | None = None) -> int:
+    """Print the table of all jobs, sorted by `metric`, and leave it in the sweep's folder with a CSV and a
+    picture of their curves. How many failed."""
+    outcomes = [outcome_of(folder, folder.name) for folder in jobs_of(sweep)]
+    known = any(metric in outcome.numbers for outcome in outcomes)
+    text, ranking = write(outcomes, metric if known else None, sweep, STEM, TABLE)
+    print(f"\n{text}\nresults: {sweep}", flush=True)
+    if not known and metric is not None:
+        print(
+            f"hydra.callbacks.table.metric={metric}: no run has it; sorted by {ranking.metric}.", flush=True
+        )
+    return ranking.failed
+
+
+class SweepTable(Callback):
+    """The table at a sweep's end. The exit code is 1 if a run failed."""
+
+    def __init__(self, metric: str | None = None) -> None:
+        self._metric = metric
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        if print_table(Path(config.hydra.sweep.dir).resolve(), self._metric):
+            raise SystemExit(1)  # Hydra turns a callback's Exception into a warning

@@ -1,1 +1,0 @@
-"""Configurations as frozen dataclasses, and what they come to on this machine."""

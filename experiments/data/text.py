@@ -1,0 +1,323 @@
+"""What a run trains on, and its held-out loss is of: windows of a stream of tokens, of text as bytes or of
+shards."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import fnshard as fs
+from experiments.data.loader import Loader, place_of
+from experiments.data.shards import TOKENIZER, check_tokenizer, check_vocab, open_shards
+from experiments.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from experiments.lib.checks import ConfigError, attempt
+from experiments.lib.config import ShardsConfig, TrainConfig
+
+VOCAB = 256  # of bytes
+STRENGTH = 16.0  # in counts: a larger one trusts the shorter context more; 4 to 64 hardly differ
+MOST_COUNTED = 2**25  # tokens that tables are counted on: the first of them
+# Tests repeat themselves and tables of them; what is installed next to the library differs by machine.
+SKIP = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+SEPARATOR = 0  # one byte that no source file holds ends every file
+Batch = tuple[Tensor, Tensor]
+
+
+class TokenStream(Protocol):
+    """Tokens one after the other: `Shards`, `ByteStream`.
+
+    `key`: equal for equal tokens. `tokens`: how many.
+    """
+
+    key: str
+    tokens: int
+
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """`length` tokens from each of `starts` on; int64 [starts, length]."""
+
+
+def cut(stream: TokenStream, starts: np.ndarray, context: int) -> Batch:
+    """Inputs and the tokens that follow them; int64 [starts, T] each."""
+    rows = torch.from_numpy(stream.windows(starts, context + 1))  # [rows, T + 1]
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def held_out_starts(length: int, rows: int, context: int) -> Tensor:
+    """`rows` windows spread evenly over a stream of `length`, the same in every run; int64 [rows].
+
+    Starts at 2 or later, so that a trigram table has its context at every target.
+    """
+    return torch.linspace(2, length - context - 1, rows, dtype=torch.float64).long()
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The rows of a stream, `context` tokens each, for a `Loader`.
+
+    A window's last token is the next one's first: every token but the first is a target once an epoch; what
+    is left after the last window is none.
+
+    Raises:
+        ValueError: no window in the stream.
+    """
+
+    stream: TokenStream
+    context: int
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"{self.stream.tokens} tokens are too few: a window takes {self.context + 1}.")
+
+    @property
+    def count(self) -> int:
+        return (self.stream.tokens - 1) // self.context
+
+    @property
+    def key(self) -> Mapping[str, Any]:
+        return {"data": self.stream.key, "context": self.context}
+
+    def batch(self, numbers: np.ndarray) -> Batch:
+        """Windows by number; int64 [numbers, T] twice."""
+        return cut(self.stream, numbers * self.context, self.context)
+
+
+# ------------------------------------------------------------------ text files as bytes
+
+
+@dataclass(frozen=True)
+class ByteStream:
+    """Bytes as tokens: what `windows` draws from. `values`: uint8 [bytes]; a file ends in a `SEPARATOR`."""
+
+    values: Tensor
+
+    @cached_property
+    def key(self) -> str:
+        return f"{crc32(self.values.numpy()):08x}"
+
+    @property
+    def tokens(self) -> int:
+        return self.values.numel()
+
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """`length` bytes from each of `starts` on; int64 [starts, length]."""
+        return self.values.numpy()[starts[:, None] + np.arange(length)].astype(np.int64)
+
+
+def standard_library() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def source_files(root: Path, suffix: str = ".py") -> list[str]:
+    """Names below `root` with `suffix`, with forward slashes, sorted; `SKIP`ped folders left out."""
+    names = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [f for f in folders if f not in SKIP]
+        names += [(Path(folder) / f).relative_to(root).as_posix() for f in files if f.endswith(suffix)]
+    return sorted(names)
+
+
+def is_held_out(name: str, percent: int) -> bool:
+    """Whether a file is held out: by a hash of its name, so that other files never move it.
+
+    >>> is_held_out("asyncio/runners.py", 0), is_held_out("asyncio/runners.py", 100)
+    (False, True)
+    """
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) % 100 < percent
+
+
+def load_text(
+    root: Path | None = None, *, suffix: str = ".py", held_out_percent: int = 10, least: int = 1
+) -> tuple[ByteStream, ByteStream]:
+    """The files below `root` (default: the standard library) in the order of their names, split by file: what
+    is trained on, and what is held out.
+
+    Raises:
+        ValueError: no such folder, or one side of the split holds fewer than `least` bytes.
+    """
+    root = root or standard_library()
+    if not root.is_dir():
+        raise ValueError(f"{root} is no folder. Fix: name one as data.root.")
+    sides: tuple[list[str], list[str]] = [], []
+    for name in source_files(root, suffix):
+        sides[is_held_out(name, held_out_percent)].append(name)
+    train, held_out = (ByteStream(_join(root, names)) for names in sides)
+    if min(train.tokens, held_out.tokens) < least:
+        raise ValueError(
+            f"{root}: the files that end in {suffix!r} hold {train.tokens} bytes to train on "
+            f"({len(sides[0])} files) and {held_out.tokens} held out ({len(sides[1])} files); each side "
+            f"needs {least}. Fix: name a folder with more text as data.root, or change data.held_out_percent."
+        )
+    return train, held_out
+
+
+def _join(root: Path, names: list[str]) -> Tensor:
+    joined = bytearray()
+    for name in names:
+        joined += (root / name).read_bytes()
+        joined.append(SEPARATOR)
+    return torch.frombuffer(joined, dtype=torch.uint8) if joined else torch.empty(0, dtype=torch.uint8)
+
+
+# ------------------------------------------------------------------ the data of a run
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Two streams of tokens.
+
+    `tokenizer`: of the streams, None where it is not known; `unit`: what a token is, "byte" or "token".
+    """
+
+    config: TrainConfig
+    train: TokenStream
+    measured: TokenStream
+    tokenizer: Tokenizer | None
+    unit: str
+
+    @property
+    def starts(self) -> Tensor:
+        """Where the held-out windows begin; int64 [rows]."""
+        return held_out_starts(self.measured.tokens, self.config.data.held_out_rows, self.config.context)
+
+    def loader(self, mesh: fs.Mesh) -> Loader:
+        """This rank's batches, from the first step on."""
+        windows = Windows(self.train, self.config.context)
+        return Loader(windows, self.config.data.rows, self.config.run.seed, **place_of(mesh))
+
+    @property
+    def rows(self) -> int:
+        """Of the global batch."""
+        return self.config.data.rows
+
+    @property
+    def tokens(self) -> int:
+        """Of one step."""
+        return self.rows * self.config.context
+
+    def held_out(self, mesh: fs.Mesh, rows: int) -> Iterator[Batch]:
+        """This rank's held-out windows, at most so many at once; int64 [rows, T] twice."""
+        mine = self.starts.chunk(mesh.data_size)[mesh.data_rank]
+        for starts in mine.split(math.gcd(len(mine), rows)):
+            yield cut(self.measured, starts.numpy(), self.config.context)
+
+    def tables(self) -> dict[str, float]:
+        """Losses of n-gram tables at exactly the targets of the held-out windows, nats; none where tokens are
+        not bytes.
+
+        They see the bytes before a window too, the model does not: the comparison favours the tables.
+        """
+        if self.unit != "byte":
+            return {}
+        train = self.train.windows(np.zeros(1, np.int64), min(self.train.tokens, MOST_COUNTED))
+        # Each window, and the two tokens before its first target.
+        windows = self.measured.windows(self.starts.numpy() - 2, self.config.context + 3)
+        targets = torch.arange(windows.size).reshape(windows.shape)[:, 3:].flatten()
+        return table_losses(_as_bytes(train), _as_bytes(windows), targets)
+
+    def encode(self, text: str) -> list[int]:
+        """A text's tokens; without a tokenizer, the first held-out token stands for any text."""
+        tokens = self.tokenizer.encode(text) if self.tokenizer else []
+        return tokens or self.measured.windows(np.zeros(1, np.int64), 1)[0].tolist()
+
+    def decode(self, tokens: list[int]) -> str:
+        """Tokens as text; without a tokenizer, numbers."""
+        return self.tokenizer.decode(tokens) if self.tokenizer else " ".join(map(str, tokens))
+
+
+def _as_bytes(tokens: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.where(tokens < VOCAB, tokens, 0).astype(np.uint8).reshape(-1))
+
+
+def open_dataset(config: TrainConfig) -> Dataset:
+    """What a configuration names.
+
+    Raises:
+        ConfigError: it is not there, is not whole, or too little for one window; or holds tokens that the
+            model does not know.
+    """
+    if isinstance(config.data, ShardsConfig):
+        return open_tokens(config)
+    text = config.data
+    try:
+        streams = load_text(
+            Path(text.root) if text.root else None,
+            suffix=text.suffix,
+            held_out_percent=text.held_out_percent,
+            least=config.context + 3,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return Dataset(config, *streams, ByteTokenizer(), "byte")
+
+
+def open_tokens(config: TrainConfig) -> Dataset:
+    """The shards below `data.root`, and the tokenizer next to them."""
+    root, least = Path(config.data.root), config.context + 3
+    wrong: list[str] = []
+    opened = [attempt(lambda name=name: open_shards(root / name), wrong) for name in ("train", "held_out")]
+    found = [shards for shards in opened if shards is not None]
+    wrong += [
+        f"{s.folder}: {s.tokens} tokens; one window of model.context={config.context} needs {least}."
+        for s in found
+        if s.tokens < least
+    ]
+    attempt(lambda: check_vocab(found, config.vocab), wrong)
+    if len({s.tokenizer for s in found}) > 1:
+        wrong.append(f"{root}: train and held_out are of two tokenizers. Fix: write them together.")
+    tokenizer, before = None, len(wrong)
+    attempt(lambda: check_tokenizer(root), wrong)
+    if len(wrong) == before and (root / TOKENIZER).is_dir():
+        tokenizer = attempt(lambda: load_tokenizer(root / TOKENIZER), wrong)
+    if tokenizer and any(s.tokenizer not in (None, tokenizer.key) for s in found):
+        wrong.append(f"{root / TOKENIZER} is not the tokenizer that the shards were made with.")
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    in_bytes = found[0].tokenizer == ByteTokenizer().key
+    return Dataset(config, *found, tokenizer, "byte" if in_bytes else "token")
+
+
+# ------------------------------------------------------------------ tables: what a model has to beat
+
+
+def table_losses(train: Tensor, held_out: Tensor, at: Tensor) -> dict[str, float]:
+    """Mean -log p of the bytes `held_out[at]`, in nats, by tables of pairs and of triples in `train`.
+
+    p(c | ab) = (n(abc) + s p(c | b)) / (n(ab) + s), down to p(c) and 1 / V: a Dirichlet prior centred on the
+    shorter context (MacKay and Peto, 1995), so a proper distribution for every context, seen or not.
+
+    Args:
+        train, held_out: uint8 [bytes].
+        at: int64 positions, 2 or more: a table reads the bytes before them.
+    """
+    p = torch.full(at.shape, 1.0 / VOCAB, dtype=torch.float64)
+    losses = {}
+    for order, name in enumerate(("unigram", "bigram", "trigram"), 1):
+        counts = count(train, order)
+        index = tuple(held_out[at - back].long() for back in range(order - 1, -1, -1))
+        here, total = counts[index].double(), counts.sum(-1)[index[:-1]].double()
+        p = (here + STRENGTH * p) / (total + STRENGTH)
+        losses[name] = -p.log().mean().item()
+    return {name: losses[name] for name in ("bigram", "trigram")}
+
+
+def count(stream: Tensor, order: int) -> Tensor:
+    """How often each run of `order` bytes occurs; int32 [V] * order.
+
+    >>> count(torch.tensor([1, 2, 1, 2], dtype=torch.uint8), 2)[1, 2].item()
+    2
+    """
+    codes = torch.zeros(stream.numel() - order + 1, dtype=torch.int32)
+    for back in range(order):
+        codes.mul_(VOCAB).add_(stream[back : back + codes.numel()])
+    return torch.bincount(codes, minlength=VOCAB**order).to(torch.int32).reshape((VOCAB,) * order)

@@ -1,0 +1,382 @@
+"""Fine-tune a causal language model, whole or by adapters, sharded over ranks.
+
+    python -m experiments.finetune model=FOLDER data.train=my.jsonl    # two ranks on a CPU, or all GPUs
+    torchrun --nproc-per-node 8 -m experiments.finetune model=FOLDER   # ranks that torchrun starts
+
+What happens, in order: `main` composes the command line and checks all of it (`lib.compose`,
+`tuning.config`), `prepare` finds the model's directory and tokenises the data, and the ranks are started
+(`lib.launch`). Each of them calls `finetune`, below, which goes on from the run's newest checkpoint, if it
+has one, to the last step. What a run is besides its steps is `lib.run`, and what the objectives, methods and
+rewards are is in `tuning`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+import fnshard as fs
+from experiments.data.loader import Loader, place_of
+from experiments.data.rows import readable
+from experiments.evaluate.config import check_tasks
+from experiments.evaluate.scorer import Scorer
+from experiments.evaluate.tasks import Task, tasks_of
+from experiments.lib.checks import ConfigError, attempt
+from experiments.lib.compose import CONF, Command
+from experiments.lib.decoder import Sampler, last_logits
+from experiments.lib.files import DamagedError, read_record, write_record, write_text
+from experiments.lib.folder import RunFolder
+from experiments.lib.launch import Job, main
+from experiments.lib.metrics import HELD_OUT, METRICS, Goal, draw_run
+from experiments.lib.run import Run, mean_over
+from experiments.tuning.base_models import PRETRAINED, check_pretrained, directory_of, pretrained, warmed
+from experiments.tuning.config import FinetuneConfig
+from experiments.tuning.dataset import FinetuneData, Shown, opened, prepared, window_of
+from experiments.tuning.export import export
+from experiments.tuning.lm import LanguageModel, from_directory
+from experiments.tuning.method import MethodPlan, choose_method
+from experiments.tuning.objectives import OBJECTIVES
+from experiments.tuning.rewarded import RewardedBatches, RewardedData, rewarded_batches
+from experiments.tuning.rewards import rewards_of
+from experiments.tuning.tuning import first_state
+from fnshard.launcher.rank import Stop
+
+BEFORE, SAMPLES = "before.json", "samples.txt"
+WIDTHS = 8  # what a batch of answers is a multiple of
+Measured = dict[str, Any]  # held-out numbers by name, and "answers"
+
+COMMAND = Command(
+    "finetune",
+    FinetuneConfig,
+    "Fine-tune a causal language model, whole or by adapters, on JSONL files of prompts and responses (or of "
+    "pairs, objective=dpo; or of prompts whose answers are rewarded, objective=grpo). "
+    "With nothing said: a tiny base and docstrings of Python's own library.",
+    {
+        "python -m experiments.finetune experiment=sft_lora run.steps=50": (
+            "a whole recipe; what follows it changes it"
+        ),
+        "python -m experiments.finetune model=FOLDER data.train=my.jsonl method=qlora4 precision=bf16": (
+            "a model and data of your own, the base as 4-bit codes"
+        ),
+        "python -m experiments.finetune --multirun method=full,lora,qlora8 run.steps=100": (
+            "a sweep: three runs, and a table of them"
+        ),
+    },
+    CONF / "finetune",  # a group that is called "model", as the main job has, would take `model=` for its own
+)
+
+
+def prepare(config: FinetuneConfig) -> FinetuneConfig:
+    """Find, before a rank starts, what is wrong with what the configuration names; return it with directories
+    in the place of names: of the model, and of tokenised data."""
+    model, data, tasks = config.model, config.data, config.run.evaluate
+    wrong: list[str] = []
+    for path in filter(None, (data.train, data.held_out)):
+        attempt(partial(readable, path), wrong)
+    if tasks:
+        attempt(lambda: [check_tasks(tasks), *tasks_of(tasks)], of_tasks := [])
+        wrong += [f"run.evaluate: {each}" for each in of_tasks]
+    if model == PRETRAINED:
+        attempt(lambda: check_pretrained(config), wrong)
+    else:
+        model = attempt(lambda: directory_of(config), wrong)
+    reward = config.objective.reward or ("exact" if data.train else "solved")
+    attempt(lambda: rewards_of(reward), wrong)  # a mistake is refused before anything runs
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+
+    # A base of no name is made by a run of its own.
+    if model == PRETRAINED:
+        model = pretrained(config, JOB)
+        if config.objective.kind.data == "prompts" and data.train is None:
+            model = warmed(config, model, JOB)
+    tokens = config.objective.tokens or (128 if data.train else 4)
+    objective = replace(config.objective, reward=reward, tokens=tokens)
+    return prepared(replace(config, model=model, objective=objective))
+
+
+def finetune(config: FinetuneConfig, folder: RunFolder, overrides: list[str], stop: Stop) -> None:
+    """Tune on this rank; rank 0 writes everything to the run's folder, and prints its path.
+
+    Args:
+        config: its model is a directory, its data are folders of `prepared`.
+    """
+    with Run("finetune", config, folder, overrides, stop) as run:
+        # Mesh, model, data, plan, step, and what measures: see `build`. The rate that nobody named is known
+        # now.
+        parts = build(config)
+        run.config = config = parts.config
+        mesh, step, goal = parts.mesh, parts.step, parts.goal
+
+        # Restore: the newest checkpoint's state and place in the data, or the first of both.
+        state, loader = run.restore(step, parts.make_loader, parts.make_state)
+        run.begin(state, parts.planned.plan, goal, parts.tokens, "token")
+        if mesh.rank == 0 and not folder.makes:
+            introduce(parts, state)
+
+        # The model as it is, measured while a thread compiles the step.
+        with run.spent.on("lowering"):
+            step.lower(state, parts.batch).compile_async()
+        before = measure_first(parts, run, state)
+
+        def measure(number: int, state: fs.TrainState) -> float:
+            with run.spent.on("evaluation"):
+                value, more = parts.evaluate(state.params)
+            return run.report_held_out(number, value, more)
+
+        # The loop. A process that was killed may have been so before it had measured, or after.
+        held_out = measure(run.first - 1, state) if run.first > 1 and run.measures(run.first - 1) else None
+        for number in run.numbers():
+            with run.spent.on("data"):
+                batch = next(loader)
+            if (
+                parts.rewarded is not None
+            ):  # the model draws answers to a batch's prompts, and they are rewarded
+                with run.spent.on("rollouts"):
+                    batch = (parts.rewarded.batch(state, *batch),)
+            state = run.make_step(number, state, batch)
+
+            # NaN ends the run, and SIGTERM to any rank does after this step.
+            run.settle(number, state)
+            if run.watch.fault:
+                del state  # its memory is needed to find where that arose
+                raise run.watch.diverged()
+
+            # Held-out loss and checkpoint, if they are due.
+            held_out = measure(number, state) if run.measures(number) else None
+            run.save(number, state, loader, held_out)
+
+        if run.stops:
+            run.end_early(int(state.step))
+            return
+
+        # The end: the tuned model is measured and exported, the last checkpoint is on the disk.
+        run.report.close()
+        after = measure_all(parts, run, state)
+        with run.spent.on("export"):
+            written = export(config, parts.planned, parts.data, state, step, run.folder)
+        with run.spent.on("saves"):
+            fs.checkpoint.wait()
+        if mesh.rank != 0:
+            return
+
+        # Results, on rank 0: answers before and after, the curve, the totals.
+        table = parts.shown.table({"before": before["answers"], "after": after["answers"]})
+        if table:
+            write_text(run.folder / SAMPLES, table)
+        with run.spent.on("reports"):
+            title = f"{goal.name} of fine-tuning by {config.objective.name}"
+            draw_run(run.folder / METRICS, goal, {}, run.folder / f"{goal.name}.png", title)
+        numbers = {name: value for name, value in after.items() if name != "answers"}
+        closing = run.finish(numbers, sample=SAMPLES)
+        lines = [_changed(name, before.get(name), value) for name, value in numbers.items()]
+        if folder.makes:  # for another command, whose results stand at its end
+            print("\n".join([*lines, f"{folder.makes} is made\n"]), flush=True)
+        else:
+            lines += [*written, closing, f"results: {run.folder}"]
+            print(f"\n{table}\n" + "\n".join(lines), flush=True)
+
+
+# ------------------------------------------------------------------ what a run is made of
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a tuning run; `experiments.generate` reads a checkpoint into it, too.
+
+    Args:
+        config: with the peak rate that was chosen.
+        planned: what trains, and the plan of a step.
+        held_out: the objective as a forward.
+        shown: prompts whose answers people see.
+        batch: one of the shape of all.
+        rewarded: what draws answers and rewards them, where that is the objective.
+        tasks, scorer: public benchmarks of `run.evaluate`, and what measures by them.
+    """
+
+    config: FinetuneConfig
+    mesh: fs.Mesh
+    planned: MethodPlan
+    data: FinetuneData
+    step: Any
+    held_out: Any
+    shown: Shown
+    batch: Any
+    rewarded: RewardedBatches | None
+    tasks: tuple[Task, ...]
+    scorer: Scorer
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of one step, of all ranks."""
+        if self.rewarded is not None:
+            return self.rewarded.of.answers * self.rewarded.of.ranks * self.rewarded.of.width
+        sides = 2 if self.data.train.kind == "pairs" else 1
+        return self.config.data.rows * self.data.rows.width * sides
+
+    @property
+    def goal(self) -> Goal:
+        """The loss of samples is in nats per token; losses of pairs and rewards have no unit of their own."""
+        kind = self.config.objective.kind.data
+        if kind == "prompts":
+            return Goal("reward", is_maximised=True)
+        return Goal(unit="nats per token" if kind == "samples" else "")
+
+    def make_loader(self) -> Loader:
+        """Make this rank's batches, from the first step on."""
+        return self.data.loader(self.config, self.mesh)
+
+    def make_state(self) -> fs.TrainState:
+        """Make the state before the first step: the base from its directory, adapters from the seed."""
+        model, seed, planned = self.config.model, self.config.run.seed, self.planned
+        return first_state(planned.tuning, self.step, planned.plan.specs, self.mesh, model, seed)
+
+    def evaluate(self, params: Any) -> tuple[float, dict[str, float]]:
+        """Return the goal's number on held-out data: the objective's mean, or the mean reward; and more
+        numbers by name, those of tasks as `{task/metric: mean}`. All ranks call it together."""
+        if self.rewarded is not None:
+            more = self.rewarded.mean_rewards(params)
+            value = more.pop(self.goal.name)
+        else:
+            rows = self.config.data.rows // self.planned.plan.accumulate  # as a training step holds at once
+            place = place_of(self.mesh)
+            batches = self.data.measured.once(rows, self.config.data.held_out_rows, **place)
+            value, more = mean_over(self.held_out, params, zip(batches), self.mesh.device)
+        for task in self.tasks:
+            results = [result for _, result in self.scorer.results(params, task)]
+            sums = {metric: sum(result[metric] for result in results) for metric in task.metrics}
+            every = list(map(json.loads, self.step.gather_strings(json.dumps(sums))))
+            alike = self.mesh.size // self.mesh.data_size  # ranks that have the same rows
+            count = len(task.questions) * alike
+            more |= {f"{task.name}/{metric}": sum(each[metric] for each in every) / count for metric in sums}
+        return value, more
+
+    def sample(self, params: Any) -> str:
+        """Return prompts and the model's answers."""
+        return self.shown.table({"answer": self.shown.answers(params)})
+
+
+def build(config: FinetuneConfig, only_prompt: bool = False) -> Parts:
+    """Make all that a run consists of but its state. With `only_prompt` no other is shown than
+    `run.prompt`."""
+    # The mesh: ranks by axes. Those along data axes take other rows.
+    run = config.run
+    mesh = fs.make_mesh(**config.mesh.axes, device=run.device)
+
+    # The model of the directory as pure functions; values come with the first state.
+    lm = replace(from_directory(config.model), fp32_head=config.objective.fp32_head)
+
+    # The data, and one batch: where answers are rewarded, a blank one of the shape of all.
+    data = opened(config, lm.vision)
+    if config.objective.kind.data == "prompts":
+        multiple = math.lcm(WIDTHS, config.mesh.context)
+        prompts = RewardedData(config, data, mesh.data_size, multiple, mesh.device)
+        prompts.check(lm)
+        batch = prompts.blank()
+    else:
+        prompts, (batch,) = None, next(data.loader(config, mesh))
+
+    # The method (what trains), the plan (how each leaf is stored, gathered and reduced), the peak rate.
+    planned = choose_method(config, lm, mesh, batch)
+    tuning, specs = planned.tuning, planned.plan.specs
+    config = replace(config, optimizer=replace(config.optimizer, lr=planned.rate))
+
+    # The step, and forwards of the same leaves: the objective on held-out data, and answers that are shown.
+    objective = OBJECTIVES[config.objective.name]
+    loss = objective(tuning, config.objective, training=True)
+    step = fs.shard_step(loss, specs, mesh=mesh, optimizer=planned.optimizer, **planned.plan.options)
+    how = {
+        "mesh": mesh, "backend": run.backend, "deterministic": run.deterministic, "timeout": run.timeout_s,
+        **config.mesh.options,
+    }  # fmt: skip
+    held_out = fs.shard_forward(objective(tuning, config.objective, training=False), specs, **how)
+    examples = data.examples(run, lm.context)[-1 if only_prompt else 0 :]
+    hidden = lm.hidden if not data.measured.images else partial(_hidden_of_images, lm)
+    answer = fs.shard_forward(tuning.policy(last_logits(hidden, lm.unembed)), specs, **how)
+    window = window_of(examples, run.sampled, lm.context)
+    images = data.images_of(examples, window, mesh.device)
+    sampler = Sampler(answer, window, mesh.device, temperature=0.0, more=images)
+    shown = Shown(sampler, data.tokenizer, examples, run.sampled)
+
+    # What draws answers and rewards them; what measures tasks.
+    rewarded = None if prompts is None else rewarded_batches(prompts, tuning, step, specs, mesh, how)
+    tasks = tuple(tasks_of(run.evaluate))
+    longest = max((len(q.choices) for task in tasks for q in task.questions), default=1)
+    scorer = Scorer(
+        lm, data.tokenizer, mesh, lambda fn: fs.shard_forward(tuning.policy(fn), specs, **how),
+        rows=max(config.data.rows // mesh.data_size, longest),
+    )  # fmt: skip
+    return Parts(config, mesh, planned, data, step, held_out, shown, batch, rewarded, tasks, scorer)
+
+
+def _hidden_of_images(lm: LanguageModel, params: Any, tokens: torch.Tensor, images: Any) -> torch.Tensor:
+    return lm.hidden(params, tokens, images=images)
+
+
+# ------------------------------------------------------------------ before the first step, and after the last
+
+
+def introduce(parts: Parts, state: fs.TrainState) -> None:
+    """Print, on rank 0, what trains, and on what."""
+    shown = parts.data.shown(colour=sys.stdout.isatty())
+    drawn = "" if parts.rewarded is None else f"{parts.rewarded}\n"
+    print(
+        f"{parts.planned.why}\n{parts.planned.tuning.codes(state.params)}{drawn}data: {parts.data.train}\n"
+        f"the first of them; what is learned stands between « and »:\n{shown}\n",
+        flush=True,
+    )
+
+
+def measure_first(parts: Parts, run: Run, state: fs.TrainState) -> Measured:
+    """Return what the model was before the first step: measured now, or by the process that began the run."""
+    config, path = parts.config, run.folder / BEFORE
+    of = [config.model, config.objective.name, config.data.held_out, config.run.prompt, config.run.sampled]
+    of += config.run.evaluate
+    try:
+        known = read_record(path) or {}
+    except DamagedError as error:
+        if parts.mesh.rank == 0:
+            print(f"{error} It counts as none.", file=sys.stderr, flush=True)
+        known = {}
+    known = known if known.get("of") == of else {}  # another configuration's
+    is_fresh = parts.step.gather_strings("" if int(state.step) or known else "fresh")[0]
+    if is_fresh:
+        values = {"of": of, **measure_all(parts, run, state)}
+        if parts.mesh.rank == 0:
+            write_record(path, values)
+        return values
+    # A run that goes on from another one's checkpoint has none.
+    return known or {"answers": ["-"] * len(parts.shown.examples)}
+
+
+def measure_all(parts: Parts, run: Run, state: fs.TrainState) -> Measured:
+    """Measure the goal's number on held-out data, perplexity, and answers; all ranks call it together."""
+    with run.spent.on("evaluation"):
+        loss, more = parts.evaluate(state.params)
+    values: Measured = {parts.goal.held_out: loss}
+    if parts.config.objective.name == "sft":
+        values["perplexity"] = math.exp(min(loss, 700.0))
+    values |= {HELD_OUT + name: value for name, value in more.items()}
+    with run.spent.on("samples"):
+        return values | {"answers": parts.shown.answers(state.params)}
+
+
+def _changed(name: str, old: float | None, new: float) -> str:
+    shown = name.replace("_", " ").replace("held out", "held-out")
+    return f"{shown}: {new:.3f}" if old is None else f"{shown}: {old:.3f} before, {new:.3f} after"
+
+
+JOB = Job(COMMAND, prepare, finetune)
+
+if __name__ == "__main__":
+    from experiments import (
+        finetune as job,  # under its own name: launchers of sweeps send it to other processes
+    )
+
+    main(job.JOB)

@@ -1,0 +1,1 @@
+"""Parts that the commands share: configuration, launch, run folder, metrics, trackers, models."""

@@ -1,0 +1,131 @@
+"""Parts that the configurations of all commands share; without pydantic, which a bare machine lacks."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar, dataclass_transform
+
+from experiments import ROOT
+
+T = TypeVar("T")
+
+TARGET = "_target_"  # Hydra's: the dotted name of what is called with the other keys
+
+
+def targets_in(values: Any, key: str = "") -> list[str]:
+    """Return where values name code that would run, at any depth.
+
+    >>> targets_in({"model": {"_target_": "mine.Net", "width": 8}, "tracker": {"own": [{"_target_": "a.B"}]}})
+    ['model._target_=mine.Net', 'tracker.own.0._target_=a.B']
+    """
+    pairs: Iterable[tuple[Any, Any]] = ()
+    if isinstance(values, Mapping):
+        pairs = values.items()
+    elif isinstance(values, list | tuple):
+        pairs = enumerate(values)
+    found: list[str] = []
+    for name, value in pairs:
+        at = f"{key}.{name}".removeprefix(".")
+        found += [f"{at}={value!s:.80}"] if name == TARGET else targets_in(value, at)
+    return found
+
+
+def flat(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of nested mappings, by dotted keys."""
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            yield from flat(value, f"{key}.{name}".removeprefix("."))
+    else:
+        yield key, values
+
+
+def unmakeable(place: str) -> str:
+    """Why a folder cannot be made, or written; "" if it can.
+
+    >>> unmakeable("outputs/today"), unmakeable("/dev/null/x"), unmakeable("")
+    ('', '/dev/null is no folder', 'names no folder')
+    """
+    if not place.strip():
+        return "names no folder"
+    path = Path(place).absolute()
+    there = next(p for p in (path, *path.parents) if p.exists())
+    if not there.is_dir():
+        return f"{there} is no folder"
+    return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to"
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def configuration(cls: type[T]) -> type[T]:
+    """Make a frozen dataclass by keyword, whose keys and types pydantic checks: no others, numbers finite."""
+    cls.__pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False, "coerce_numbers_to_str": True}
+    return dataclass(frozen=True, kw_only=True)(cls)
+
+
+class ConfigError(ValueError):
+    """The configuration is wrong; the message lists every problem."""
+
+
+def describe(error: BaseException) -> str:
+    """Return what an error of the user's own code says, and the file and line in that code."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
+    libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    others = tuple(f"{path}{os.sep}" for path in (*libraries, ROOT / "fnshard", ROOT / "experiments"))
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith("<")]
+    own = [each for each in frames if not each.filename.startswith(others)]
+    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {error}{place}"
+
+
+def refusal(problems: Sequence[str]) -> ConfigError:
+    """All problems in one error; one alone in one line.
+
+    >>> print(refusal(["run.steps=0: must be 1 or more."]))
+    run.steps=0: must be 1 or more.
+    >>> print(refusal(["run.steps=0: must be 1 or more.", "mesh.z: no such key."]))
+    the configuration has 2 problems:
+      run.steps=0: must be 1 or more.
+      mesh.z: no such key.
+    """
+    if len(problems) == 1:
+        return ConfigError(problems[0])
+    return ConfigError("\n  ".join([f"the configuration has {len(problems)} problems:", *problems]))
+
+
+def attempt(make: Callable[[], T], wrong: list[str]) -> T | None:
+    """Return what `make` gives; or None, and add what its ConfigError says to `wrong`."""
+    try:
+        return make()
+    except ConfigError as error:
+        wrong.append(str(error))
+        return None
+
+
+def with_defaults(config: T, defaults: Mapping[str, Any]) -> T:
+    """The dataclass with these values where it has None."""
+    return replace(config, **{k: v for k, v in defaults.items() if getattr(config, k) is None})
+
+
+def out_of_range(config: object, choices: Mapping[str, Iterable[str]], least: Mapping[str, int]) -> list[str]:
+    """Which values, or members of a list, are none of their choices or below their bound; None is neither."""
+    problems = []
+    for name, known in choices.items():
+        problems += [
+            f"{name}={v}: one of {', '.join(known)}." for v in _members(config, name) if v not in known
+        ]
+        problems += [f"{name}: at least one of {', '.join(known)}."] * (getattr(config, name) == ())
+    for name, bound in least.items():
+        problems += [f"{name}={v}: must be {bound} or more." for v in _members(config, name) if v < bound]
+    return problems
+
+
+def _members(config: object, name: str) -> tuple[Any, ...]:
+    value = getattr(config, name)
+    return value if isinstance(value, tuple) else () if value is None else (value,)

@@ -1,0 +1,606 @@
+"""A command line as a configuration: Hydra composes it, once, and pydantic checks all keys and values of it.
+
+Hydra gets plain mappings of the dataclasses' defaults: OmegaConf's typed nodes would stop at the first wrong
+value. Keys that nobody knows are added, too, so that pydantic reports them with all other mistakes, in one
+error.
+
+A mistake in a command line is one message and exit code 2, before anything is made or started; what goes
+wrong later is exit code 1, and a bug has its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import errno
+import os
+import re
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hydra
+import yaml
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ValueType
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import TypeAdapter, ValidationError
+
+from experiments import ROOT
+from experiments.lib.checks import TARGET, ConfigError, flat, refusal
+from experiments.lib.config import MEASURED, TrainConfig
+from fnshard.errors import BudgetError, FnshardError, MissingExtraError, OptimizerError, SpecError, TraceError
+
+CONF = ROOT / "conf"
+SHARED = CONF / "shared"  # groups that several commands have
+OWN = ("model", "data", "optimizer")  # groups in whose place a `_target_` may stand
+OBJECTIVE = "objective"  # which may be one, too, and of the main job is no group of files
+OWN_GROUP = re.compile(rf"(\w+)=(\{{.*\b{TARGET}:.*\}})", re.DOTALL)
+OWN_KEY = re.compile(rf"(\w+(?:\.\w+)*)\.{TARGET}=.*", re.DOTALL)
+SWEPT = 64  # values of an argument of a sweep that are checked before it starts; each job checks its own
+MISSING = "???"  # OmegaConf's mark of a value that has to be set
+
+MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
+MISTAKES = (ConfigError, HydraException, OmegaConfBaseException, yaml.YAMLError,
+            BudgetError, MissingExtraError, OptimizerError, SpecError, TraceError)  # fmt: skip
+# A folder that cannot be written, a full disk: of the machine, not of the program.
+OF_THE_MACHINE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR,
+                  errno.EEXIST, errno.ENOENT)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command of `experiments/`.
+
+    Args:
+        name: of its configuration, `NAME.yaml`, and of its module.
+        config: the dataclass of the configuration.
+        about: what it does, for `--help`.
+        examples: command lines and their purpose, for `--help`.
+        conf: the folder of its configuration; groups of `conf/shared` are found from any.
+        complete: checks a configuration of the right keys and types further, and fills in what depends on its
+            other values.
+    """
+
+    name: str
+    config: type
+    about: str
+    examples: Mapping[str, str] = field(default_factory=dict)
+    conf: Path = CONF
+    complete: Callable[[Any], Any] = lambda config: config
+
+    def read(self, values: Mapping[str, Any]) -> Any:
+        """Return the configuration of plain values.
+
+        Raises:
+            ConfigError: unknown keys, wrong types; or values that cannot be.
+        """
+        return self.complete(build(values, self.config))
+
+
+@dataclass(frozen=True)
+class Composed:
+    """A command line that is right.
+
+    Args:
+        config: what it means.
+        folder: where its results go, which nobody has made yet.
+        overrides: its arguments.
+        hydra: Hydra's own part.
+        is_chosen: whether the command line names the folder.
+    """
+
+    config: Any
+    folder: Path
+    overrides: list[str]
+    hydra: DictConfig
+    is_chosen: bool
+
+
+# ------------------------------------------------------------------ from a shell to a task
+
+
+def answer(command: Command, task: Callable[[Any, Path], Any], *also: type[Exception]) -> None:
+    """Run the command line of a command that starts no ranks by itself.
+
+    Args:
+        task: what it does with its configuration and the folder for its results.
+        also: exceptions that are one line besides mistakes; all else is a bug, with its traceback.
+    """
+
+    def one(composed: DictConfig) -> Any:
+        return task(read(command, composed), Path(HydraConfig.get().runtime.output_dir).resolve())
+
+    def run() -> None:
+        composed = from_shell(command)
+        if isinstance(composed, Composed):
+            task(composed.config, composed.folder)
+        elif composed:
+            run_sweep(command, one)
+
+    exit_with(run, *also)
+
+
+def from_shell(command: Command, arguments: Sequence[str] | None = None) -> Composed | bool:
+    """Compose and check arguments, by default those of this process.
+
+    Returns:
+        A run; or whether there are several, `--multirun`, which Hydra is to compose one by one. Help and
+        other flags are answered here.
+
+    Raises:
+        ConfigError: what is wrong with it.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("-cd", "--config-dir")
+    parser.add_argument("--experimental-rerun")
+    sys.argv[1:] = sys.argv[1:] if arguments is None else arguments
+    known, arguments = parser.parse_known_args(sys.argv[1:])
+    if known.help:
+        print(help_of(command))
+        return False
+    if known.experimental_rerun:
+        raise ConfigError(
+            f"--experimental-rerun {known.experimental_rerun}: is a pickle, and what is in it runs when it "
+            "is read. Fix: the command line of the run, in its .hydra/overrides.yaml."
+        )
+    if any(each.startswith("-") for each in arguments):  # --cfg, --info, --hydra-help: nothing runs
+        sys.argv[1:] = force(
+            put_own_in_place(sys.argv[1:]), tuple(f"{group}." for group in (*OWN, OBJECTIVE))
+        )
+        run_sweep(command, lambda composed: None)
+        return False
+    if known.multirun:
+        own = check_sweep(command, arguments, known.config_dir)
+        sys.argv[1:] = force(put_own_in_place(sys.argv[1:]), own)
+        return True
+    return compose(command, arguments, known.config_dir)
+
+
+def run_sweep(command: Command, task: Callable[[DictConfig], Any]) -> None:
+    """Let Hydra run `task` for each run of `sys.argv`; its exceptions come out as they are."""
+    register(command.config, f"{command.name}_schema")
+    before = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # exceptions of Hydra's own are passed on, too
+    try:
+        hydra.main(version_base="1.3", config_path=str(command.conf), config_name=command.name)(task)()
+    finally:
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if before is not None:
+            os.environ["HYDRA_FULL_ERROR"] = before
+
+
+def exit_with(run: Callable[[], None], *also: type[Exception]) -> None:
+    """Run, and end the process with the exit code of the outcome; `also` as of `answer`."""
+    try:
+        run()
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except Exception as error:
+        code = MISTAKE if is_mistake(error) else FAILURE
+        expected = code == MISTAKE or is_outside(error) or isinstance(error, also)
+        if os.environ.get("HYDRA_FULL_ERROR") == "1" or not expected:
+            raise
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(f"error: {text_of(error)}", file=sys.stderr, flush=True)
+        sys.exit(code)
+
+
+def is_mistake(error: Exception) -> bool:
+    """Return whether the user's configuration is wrong."""
+    return isinstance(error, MISTAKES) or (isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG)
+
+
+def is_outside(error: Exception) -> bool:
+    """Return whether something else than the program failed: a rank, a disk, an agreement."""
+    return isinstance(error, FnshardError) or (isinstance(error, OSError) and error.errno in OF_THE_MACHINE)
+
+
+def text_of(error: Exception) -> str:
+    """Return what an exception says, of OmegaConf's with the key that it is about."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        name = str(error.filename)
+        return f"{name:.60}...: no file has a name of {len(name)} characters."
+    if isinstance(error, OmegaConfBaseException):
+        return f"{error.full_key}: {str(error).splitlines()[0]}." if error.full_key else str(error)
+    cause = error.__cause__
+    return f"{error}\n{cause}" if isinstance(cause, OmegaConfBaseException) else str(error).strip()
+
+
+# ------------------------------------------------------------------ composing
+
+
+def compose(command: Command, arguments: Sequence[str], config_dir: str | None = None) -> Composed:
+    """Compose and check the command line of one run.
+
+    Args:
+        config_dir: a folder with files of groups, besides the command's own.
+
+    Raises:
+        ConfigError: what Hydra refuses of it; or all keys and values that are wrong.
+    """
+    with open_hydra(command, config_dir):
+        composed = compose_values(command, arguments)
+        with_hydra = composed.hydra
+        folder = Path(with_hydra.run.dir).resolve()
+        with_hydra.overrides.task = [each for each in arguments if not each.startswith("hydra")]
+        with_hydra.runtime.output_dir = str(folder)
+        HydraConfig.instance().set_config(composed)  # for what looks there, as resolvers do
+        config = read(command, composed)
+    os.environ.update({name: str(value) for name, value in with_hydra.job.env_set.items()})
+    is_chosen = any(each.startswith("hydra.run.dir=") for each in arguments)
+    return Composed(config, folder, list(with_hydra.overrides.task), with_hydra, is_chosen)
+
+
+def read(command: Command, composed: DictConfig) -> Any:
+    """Return the configuration of what Hydra has composed.
+
+    Raises:
+        ConfigError: unknown keys, wrong types, values that cannot be; or a value refers to one that is
+            missing.
+    """
+    return command.read(plain_values(command, composed))
+
+
+@contextmanager
+def open_hydra(command: Command, config_dir: str | None = None) -> Iterator[None]:
+    """Open Hydra on the files of a command; what it refuses becomes a ConfigError.
+
+    Raises:
+        ConfigError: `config_dir` is none; what is raised in the block for a user's mistake.
+    """
+    register(command.config, f"{command.name}_schema")
+    if config_dir is not None and not Path(config_dir).is_dir():
+        raise ConfigError(f"--config-dir={config_dir}: is no directory.")
+    SharedGroups.more = None if config_dir is None else Path(config_dir).resolve()
+    try:
+        with hydra.initialize_config_dir(str(command.conf), job_name=command.name, version_base="1.3"):
+            yield
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(text_of(error).replace("'++", "'")) from None
+    except RecursionError:
+        raise ConfigError("the command line is nested too deeply.") from None
+    finally:
+        SharedGroups.more = None
+
+
+def compose_values(command: Command, arguments: Sequence[str]) -> DictConfig:
+    """Compose arguments inside of `open_hydra`. A key that does not exist is added: pydantic reports it with
+    all other mistakes."""
+    groups = {path.name for folder in (command.conf, SHARED) for path in folder.iterdir() if path.is_dir()}
+    forced = []
+    for argument in put_own_in_place(arguments):
+        key, is_value, _ = argument.partition("=")
+        is_plain = is_value and not key.startswith(("+", "~", "hydra.", "hydra/")) and "@" not in key
+        forced.append(f"++{argument}" if is_plain and key not in groups else argument)
+    try:
+        composed = hydra.compose(command.name, forced, return_hydra_config=True)
+        if gone := find_groups_to_drop(composed, lambda more: hydra.compose(command.name, [*forced, *more])):
+            composed = hydra.compose(command.name, [*forced, *gone], return_hydra_config=True)
+    except ConfigError:
+        raise
+    except ValueError as error:  # a choice that is no name, a file that is no text
+        raise ConfigError(f"{' '.join(arguments)}: {error}") from None
+    return composed
+
+
+def force(arguments: Sequence[str], starts: tuple[str, ...]) -> list[str]:
+    """Return the arguments, where keys that begin so are added if they are not there.
+
+    >>> force(["model.depth=3", "run.steps=2"], ("model.",))
+    ['++model.depth=3', 'run.steps=2']
+    """
+    return [f"++{each}" if each.startswith(starts) and "=" in each else each for each in arguments]
+
+
+def put_own_in_place(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments, where a group that is a `_target_` replaces the defaults of the group, and what
+    is measured is a name.
+
+    >>> put_own_in_place(["optimizer={_target_: mine.lion, lr: 1e-4}"])
+    ['~optimizer', '+optimizer={_target_: mine.lion, lr: 1e-4}']
+    >>> put_own_in_place(["model._target_=mine.Net", "model.width=8"])
+    ['~model', '++model._target_=mine.Net', '++model.width=8']
+    >>> put_own_in_place(["objective.reward._target_=mine.reward", "objective.reward.most=3", "run.steps=2"])
+    ['++objective.reward._target_=mine.reward', '++objective.reward.most=3', 'run.steps=2']
+    >>> put_own_in_place(["hardware=measured:outputs"])
+    ['hardware.name=measured:outputs']
+    """
+    arguments = [re.sub(f"^hardware=(?={MEASURED})", "hardware.name=", each) for each in arguments]
+    own = {found[1] for found in map(OWN_KEY.fullmatch, arguments) if found}
+    out = [f"~{group}" for group in OWN if group in own]
+    for argument in arguments:
+        found, (key, is_value, _) = OWN_GROUP.fullmatch(argument), argument.partition("=")
+        if found:
+            out += [f"++{argument}"] if found[1] == OBJECTIVE else [f"~{found[1]}", f"+{argument}"]
+        else:
+            below = is_value and any(key.startswith(f"{each}.") for each in own)
+            out.append(f"++{argument}" if below else argument)
+    return out
+
+
+def find_groups_to_drop(composed: DictConfig, load: Callable[[list[str]], DictConfig]) -> list[str]:
+    """Return the overrides that take away the files of groups in whose place a recipe has a `_target_`: it is
+    called with the recipe's keys, and not with those of the group's default.
+
+    Args:
+        load: composes the same once more, with more overrides.
+
+    Raises:
+        ConfigError: the command line chooses a file of such a group, too.
+    """
+    out = []
+    for group in OWN:
+        values = composed.get(group)
+        if not isinstance(values, DictConfig) or TARGET not in values:
+            continue
+        if composed.hydra.runtime.choices.get(group) is None:
+            continue
+        if TARGET not in (load([f"~{group}"]).get(group) or {}):
+            continue  # the file has it
+        said = [o for o in composed.hydra.overrides.task if o.startswith(f"{group}=")]
+        if said:
+            raise ConfigError(
+                f"{said[0]}: the recipe has its own {group}, {values[TARGET]}. Fix: leave out {said[0]}, or "
+                "the recipe."
+            )
+        out.append(f"~{group}")
+    return out
+
+
+def plain_values(command: Command, composed: DictConfig) -> dict[str, Any]:
+    """Return what Hydra has composed as plain values, without Hydra's own part.
+
+    Raises:
+        ConfigError: a value refers to one that is missing.
+    """
+    here = GlobalHydra.instance()
+    in_sweep = HydraConfig.initialized() and here.is_initialized() and "hydra" not in composed
+    if in_sweep and any(TARGET in (composed.get(group) or {}) for group in OWN):
+        # One of the runs that Hydra starts: it has composed the files of groups that a recipe stands in place
+        # of.
+        task = list(HydraConfig.get().overrides.task)
+        whole = hydra.compose(command.name, task, return_hydra_config=True)
+        gone = find_groups_to_drop(whole, lambda more: hydra.compose(command.name, [*task, *more]))
+        composed = hydra.compose(command.name, [*task, *gone]) if gone else composed
+    try:
+        own = OmegaConf.masked_copy(composed, [name for name in composed if name != "hydra"])
+        return OmegaConf.to_container(own, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(text_of(error)) from None
+
+
+def check_sweep(command: Command, arguments: Sequence[str], config_dir: str | None = None) -> tuple[str, ...]:
+    """Check a sweep before it starts, by so many runs that each value of each argument is in one.
+
+    Returns:
+        How keys begin of groups that are a `_target_`: what is called may take more keys than the files name.
+
+    Raises:
+        ConfigError: as `compose`, of all of them.
+    """
+    own, problems = set[str](), list[str]()
+    with open_hydra(command, config_dir):
+        parser = OverridesParser.create()
+        choices: list[list[str]] = []
+        for argument in arguments:
+            (override,) = parser.parse_overrides([argument]) if not OWN_GROUP.fullmatch(argument) else (None,)
+            if override is None or not override.is_sweep_override():
+                choices.append([argument])
+            elif override.value_type != ValueType.INTERVAL_SWEEP:
+                values = islice(override.sweep_string_iterator(), SWEPT)
+                choices.append([f"{override.get_key_element()}={value}" for value in values])
+        for i in range(max(map(len, choices), default=1)):
+            chosen = [texts[min(i, len(texts) - 1)] for texts in choices]
+            values = plain_values(command, compose_values(command, chosen))
+            own |= {f"{name}." for name, each in values.items() if isinstance(each, dict) and TARGET in each}
+            # What one value has to be beside another's is for each run to say.
+            problems += [each.text for each in check(values, command.config)[1] if not each.is_rule]
+    if problems:
+        raise refusal(list(dict.fromkeys(problems)))
+    return tuple(own)
+
+
+def help_of(command: Command) -> str:
+    """Return what `--help` prints: what the command does, groups and their choices, keys with their
+    defaults."""
+    with open_hydra(command):
+        composed = hydra.compose(command.name, return_hydra_config=True)
+        groups = sorted(name for name in composed.hydra.runtime.choices if not name.startswith("hydra"))
+        loader = GlobalHydra.instance().config_loader()
+        choices = "\n".join(f"  {group}: {', '.join(loader.get_group_options(group))}" for group in groups)
+        defaults = OmegaConf.to_yaml(OmegaConf.masked_copy(composed, [n for n in composed if n != "hydra"]))
+    source = command.config.__module__.replace(".", "/")
+    parts = [
+        textwrap.fill(command.about, 100),
+        f"  python -m experiments.{command.name} [GROUP=CHOICE] [KEY=VALUE] ...",
+        f"Groups:\n{choices}" if choices else "",
+        f"Keys and their defaults (their meaning: {source}.py):\n{textwrap.indent(defaults, '  ')}".rstrip(),
+        "\n".join(["Examples:", *(f"  {line}\n    {text}" for line, text in command.examples.items())]),
+        "Flags: --multirun (a run for every combination of KEY=A,B), --cfg job (show the whole\n"
+        "configuration, and run nothing), --config-dir DIR (with files of groups); others: --hydra-help",
+    ]
+    return "\n\n".join(filter(None, parts))
+
+
+# ------------------------------------------------------------------ defaults, for Hydra
+
+
+class SharedGroups(SearchPathPlugin):
+    """Adds `conf/shared` to Hydra's search path: the groups that several commands have; and the folder
+    `more`."""
+
+    more: Path | None = None
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append(provider="fnshard", path=f"file://{SHARED}")
+        if self.more is not None:
+            search_path.append(provider="command-line", path=f"file://{self.more}")
+
+
+def register(kind: type = TrainConfig, name: str = "train_schema") -> None:
+    """Store the defaults of a configuration's dataclass in Hydra's `ConfigStore`.
+
+    Files of groups that choose among dataclasses, or give what has no default, begin with
+    `defaults: [/schema/NAME@_here_]`.
+    """
+    Plugins.instance().register(SharedGroups)
+    store, top = ConfigStore.instance(), defaults(kind)
+    for group, kinds in _groups_of(kind).items():
+        has_alternatives = len(_options_of(kind)[group]) > 1
+        if has_alternatives:
+            top.pop(group)
+        for each in kinds:
+            node = defaults(each)
+            if has_alternatives or MISSING in node.values():
+                store.store(group="schema", name=getattr(each, "name", group), node=node)
+    store.store(name=name, node=top)
+
+
+def defaults(kind: type) -> dict[str, Any]:
+    """The defaults of a dataclass as nested plain values, `???` where there is none."""
+    groups, out = _groups_of(kind), {}
+    for each in dataclasses.fields(kind):
+        value = MISSING if each.default is dataclasses.MISSING else each.default
+        plain = list(value) if type(value) is tuple else value
+        out[each.name] = defaults(groups[each.name][0]) if each.name in groups else plain
+    return out
+
+
+@cache
+def _options_of(kind: type) -> dict[str, tuple[Any, ...]]:
+    """The members of each field's union, or its type alone."""
+    unions = (typing.Union, types.UnionType)
+    hints = typing.get_type_hints(kind).items()
+    return {n: typing.get_args(h) if typing.get_origin(h) in unions else (h,) for n, h in hints}
+
+
+@cache
+def _groups_of(kind: type) -> dict[str, list[type]]:
+    """The fields that are dataclasses, or one of several of them."""
+    groups = {name: list(filter(dataclasses.is_dataclass, o)) for name, o in _options_of(kind).items()}
+    return {name: kinds for name, kinds in groups.items() if kinds}
+
+
+def _chosen(kind: type, group: str, value: Any) -> type | None:
+    """The dataclass that a group's value is of, by `name`; None where it may be, and is, a `_target_`."""
+    kinds, values = _groups_of(kind)[group], value if isinstance(value, Mapping) else {}
+    if TARGET in values and len(_options_of(kind)[group]) > len(kinds):
+        return None
+    return next((each for each in kinds if getattr(each, "name", None) == values.get("name")), kinds[0])
+
+
+def _known(kind: type, values: Mapping[str, Any]) -> list[str]:
+    """The dotted keys that there are; of alternatives, those of the dataclass that `values` choose."""
+    known = defaults(kind)
+    chosen = {group: _chosen(kind, group, values.get(group)) for group in _groups_of(kind)}
+    known |= {group: defaults(each) for group, each in chosen.items() if each is not None}
+    return [key for key, _ in flat(known)]
+
+
+# ------------------------------------------------------------------ the check, by pydantic
+
+
+class Problem(NamedTuple):
+    """A mistake in a key; or (`is_rule`) in several of them together."""
+
+    text: str
+    is_rule: bool = False
+
+
+def build(values: Mapping[str, Any], kind: type = TrainConfig) -> Any:
+    """Make the dataclasses from nested mappings.
+
+    Raises:
+        ConfigError: unknown or missing keys, wrong types, values out of range; all of them at once.
+    """
+    config, problems = check(values, kind)
+    if problems:
+        raise refusal([problem.text for problem in problems])
+    return config
+
+
+def check(values: Mapping[str, Any], kind: type) -> tuple[Any, list[Problem]]:
+    """The dataclasses, None if something is wrong, and every problem."""
+    try:
+        return _adapter(kind).validate_python(_without_missing(values)), []
+    except ValidationError as error:
+        return None, list(_problems(error, kind, values))
+
+
+@cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def _without_missing(values: Any) -> Any:
+    if isinstance(values, Mapping):
+        return {k: _without_missing(v) for k, v in values.items() if not isinstance(v, str) or v != MISSING}
+    return values
+
+
+def _problems(error: ValidationError, kind: type, values: Mapping[str, Any]) -> Iterator[Problem]:
+    known, seen = _known(kind, values), set()
+    for each in error.errors(include_url=False):
+        parts = [str(part) for part in each["loc"]]
+        group = parts[0] if len(parts) > 1 else ""
+        if group in _groups_of(kind) and len(_options_of(kind)[group]) > 1:  # of alternatives
+            branch, chosen = parts.pop(1), _chosen(kind, group, values.get(group))
+            others = [k.__name__ for k in _groups_of(kind)[group] if k is not chosen]
+            if branch in others or (chosen and branch != chosen.__name__):
+                continue
+        key = ".".join(part for part in parts if part.isidentifier() and part != "str")  # not of a tuple
+        if each["type"] == "value_error":
+            yield from (Problem(text, is_rule=True) for text in str(each["ctx"]["error"]).split("\n  "))
+        elif each["type"] == "unexpected_keyword_argument":
+            found = flat(each["input"], key)
+            yield from (Problem(f"{at}={_shown(v)}: {_no_such_key(at, known)}") for at, v in found)
+        elif key not in seen:
+            seen.add(key)
+            value = MISSING if each["type"] == "missing" else _shown(each["input"])
+            yield Problem(f"{key}={value}: {_message(each)}")
+
+
+def _shown(value: Any) -> Any:
+    return "null" if value is None else value
+
+
+def _no_such_key(key: str, known: list[str]) -> str:
+    """The message about a key that does not exist: which is meant (the same name elsewhere, or what looks
+    most alike), and which there are."""
+    at, _, last = key.rpartition(".")
+    while at and not any(k.startswith(f"{at}.") for k in known):
+        at = at.rpartition(".")[0]
+    below = [k.removeprefix(f"{at}.").partition(".")[0] for k in known if not at or k.startswith(f"{at}.")]
+    same = [k for k in known if k.rpartition(".")[2] == last]
+    meant = same or difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+    hint = f"Did you mean {meant[0]}? " if meant else ""
+    return f"no such key. {hint}{at or 'The top'} has {', '.join(dict.fromkeys(below))}."
+
+
+def _message(error: Mapping[str, Any]) -> str:
+    """Pydantic's own, with the choice that was probably meant."""
+    if error["type"] == "dataclass_type":
+        return "expected keys below it."
+    choices = re.findall("'([^']*)'", error["ctx"]["expected"]) if error["type"] == "literal_error" else []
+    meant = difflib.get_close_matches(str(error["input"]), choices, n=1)
+    return f"{error['msg']}." + (f" Did you mean {meant[0]}?" if meant else "")

@@ -1,0 +1,247 @@
+"""Files: written completely or not at all, and compared with what was written before they are used.
+
+An error of the system names the file. A *record* is a JSON object that holds its own checksum; a folder of
+files is compared with the sizes and checksums that `digests_of` gave. CRC-32 guards against damage, not
+against somebody who changes a file and its checksum.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from experiments.lib.checks import ConfigError
+from fnshard.runtime.files.folder import flush_directory, flush_file, make_directory
+
+LOCK = "run.lock"
+SUM = "crc32"  # the last key of a record
+SEAL = "# crc32 of what follows: "
+PIECE_bytes = 16 << 20  # what is read of a file at once
+UNREADABLE = (ValueError, RecursionError)  # what `json.loads` raises
+
+
+class LineError(ValueError):
+    """A record cannot be used; the message says why."""
+
+
+class DamagedError(ConfigError):
+    """A file does not hold what was written to it. One rank alone may find it."""
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """An OSError in here that names no file names this one: `write` and `flush` do not say what they fill."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def write_text(path: Path, text: str | Iterable[str], *, durable: bool = False) -> None:
+    """Write aside, then rename: who reads the file finds all of it, or what was there before.
+
+    Args:
+        durable: it outlives a power cut, too.
+    """
+    parts = [text] if isinstance(text, str) else text
+    _write_aside(path, (part.encode() for part in parts), durable=durable)
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write aside, then rename, as `write_text`; it outlives a power cut."""
+    _write_aside(path, [content], durable=True)
+
+
+def _write_aside(path: Path, parts: Iterable[bytes], *, durable: bool) -> None:
+    make_directory(path.parent)
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with naming(path), partial.open("wb") as file:
+            file.writelines(parts)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    if durable:
+        flush_directory(path.parent)
+
+
+def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
+    """JSONL, at its own path; another process may be writing the same."""
+    aside = path.with_name(f"{path.name}.{uuid4().hex[:8]}")
+    write_text(aside, (f"{json.dumps(record, ensure_ascii=False)}\n" for record in records))
+    return aside.replace(path)
+
+
+def write_json(path: Path, values: Any, *, durable: bool = False) -> None:
+    write_text(path, json.dumps(values, indent=1) + "\n", durable=durable)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object that a file holds; {} where there is no such file, or it holds none."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, *UNREADABLE):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def write_record(path: Path, values: Mapping[str, Any], *, durable: bool = False) -> None:
+    """Write an object with its checksum, for `read_record`."""
+    write_json(path, {**values, SUM: checksum(values)}, durable=durable)
+
+
+def checksum(values: Mapping[str, Any]) -> str:
+    """Return the CRC-32 of an object as JSON; it is the same for what JSON reads back.
+
+    >>> checksum({"a": (1, 0.1)}) == checksum({"a": [1, 0.1]})
+    True
+    """
+    return f"{zlib.crc32(json.dumps(values).encode()):08x}"
+
+
+def read_record(path: Path, *, sealed: bool = False) -> dict[str, Any] | None:
+    """Read what `write_record` wrote; None where there is no such file.
+
+    Args:
+        sealed: an object without a checksum is refused, too; else it is one that an older version wrote.
+
+    Raises:
+        DamagedError: the file holds something else; the message has the path, and no way out yet.
+    """
+    try:
+        values = json.loads(path.read_bytes())
+        if not isinstance(values, dict):
+            raise ValueError(f"it holds a {type(values).__name__}, no object")
+        last = next(reversed(values), None)  # its checksum, if it has one; the name may be what is damaged
+        rest = {name: value for name, value in values.items() if name != last}
+        fits = values.get(last) == checksum(rest)
+        if (fits or SUM in values) and not (fits and last == SUM):
+            raise ValueError("its checksum differs")
+        if sealed and not fits:
+            raise ValueError("it has no checksum")
+        return rest if fits else values
+    except FileNotFoundError:
+        return None
+    except UNREADABLE as error:
+        raise DamagedError(f"{path} is not what was written ({error}).") from None
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read ({error.strerror}).") from None
+
+
+def write_sealed(path: Path, text: str) -> None:
+    """Write a text whose first line is a comment with the checksum of the rest, for `read_sealed`."""
+    write_text(path, f"{SEAL}{zlib.crc32(text.encode()):08x}\n{text}")
+
+
+def read_sealed(path: Path) -> str:
+    """Read what `write_sealed` wrote; a text without such a first line is an older version's.
+
+    Raises:
+        DamagedError: the file holds something else.
+    """
+    try:
+        text = path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise DamagedError(f"{path} is not what was written ({error}).") from None
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read ({error.strerror}).") from None
+    head, _, rest = text.partition("\n")
+    found = f"{zlib.crc32(rest.encode()):08x}"
+    # The words before the checksum may be what is damaged.
+    is_sealed = head.startswith(SEAL) or head.endswith(found)
+    if SEAL.startswith(text) or (is_sealed and head != f"{SEAL}{found}"):
+        raise DamagedError(
+            f"{path} is not what was written (its checksum differs). Fix: put it back; or, if you changed "
+            "it, delete its first line."
+        )
+    return rest if is_sealed else text
+
+
+def digest_of(path: Path) -> list[int]:
+    """Return the size and the CRC-32 of a file, which is read a piece at a time."""
+    size, found = 0, 0
+    with path.open("rb") as file:
+        while piece := file.read(PIECE_bytes):
+            size, found = size + len(piece), zlib.crc32(piece, found)
+    return [size, found]
+
+
+def digests_of(folder: Path) -> dict[str, list[int]]:
+    """Return `digest_of` each file in a folder and below it, by its path there."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): digest_of(path) for path in files}
+
+
+def differences(folder: Path, digests: Mapping[str, Sequence[int]], *, read_all: bool) -> list[str]:
+    """Say which files of a folder are not what `digests_of` saw there.
+
+    Args:
+        read_all: every byte is read; else sizes alone are compared.
+    """
+    wrong = []
+    for name, (size, found) in digests.items():
+        path = folder / name
+        try:
+            there = path.stat().st_size
+            if there != size:
+                wrong.append(f"{name}: {there} of {size} bytes")
+            elif read_all and digest_of(path)[1] != found:
+                wrong.append(f"{name}: its checksum differs")
+        except OSError as error:
+            wrong.append(f"{name}: {error.strerror}")
+    return wrong
+
+
+def commit_folder(aside: Path, final: Path) -> None:
+    """Give a folder its name, when all files in it outlive a power cut; one that has the name stays."""
+    for path in aside.rglob("*"):
+        (flush_directory if path.is_dir() else flush_file)(path)
+    flush_directory(aside)
+    try:
+        aside.rename(final)
+    except OSError:
+        if not final.exists():
+            raise
+    flush_directory(final.parent)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[bool]:
+    """Hold a folder as long as the block runs, and say whether this process does: another may hold it. A
+    process that is killed gives it back."""
+    with (folder / LOCK).open("a") as file:
+        free = True
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            free = False
+        except OSError:  # a file system without locks
+            pass
+        yield free
+
+
+def first_few(lines: Sequence[str], most: int) -> list[str]:
+    """Some lines of a message, and how many are left out.
+
+    >>> first_few(["a", "b", "c"], 1)
+    ['a', 'and 2 more']
+    """
+    return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
+
+
+def append(path: Path, text: str) -> None:
+    with naming(path), path.open("a", encoding="utf-8") as file:
+        file.write(text)

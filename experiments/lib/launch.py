@@ -1,0 +1,565 @@
+"""Jobs of ranks: from a command line to the ranks that do its work.
+
+`python -m experiments.train` composes the configuration and checks it against this machine, takes a folder,
+writes both into `job.json` there and starts a process for each rank: the same command, with `--as-rank
+job.json` in the place of its arguments. Ranks compose nothing. Under `torchrun`, whose processes are ranks
+already, each composes, and rank 0 takes the folder; so it does where SLURM starts one torchrun a node.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import gc
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from experiments import AS_RANK, python_path
+from experiments.lib.checks import ConfigError
+from experiments.lib.compose import (
+    Command,
+    Composed,
+    build,
+    compose,
+    exit_with,
+    from_shell,
+    is_mistake,
+    is_outside,
+    read,
+    run_sweep,
+    text_of,
+)
+from experiments.lib.config import AUTO, NEVER, rows_of
+from experiments.lib.files import DamagedError, read_json, write_json
+from experiments.lib.folder import (
+    RESULT,
+    STOPPED,
+    RunFolder,
+    claim,
+    discard,
+    is_finished,
+    newest_step,
+    objective,
+    read_result,
+    write_result,
+)
+from experiments.lib.metrics import METRICS, read_rows
+from experiments.lib.record import process_began
+from experiments.lib.trackers import check_installed
+from experiments.lib.watchdog import DivergedError
+from fnshard.checkpoint.replicas import most_copies
+from fnshard.errors import (
+    BudgetError,
+    CheckpointError,
+    OptimizerError,
+    SpecError,
+    TraceError,
+    report,
+)
+from fnshard.launcher.local import LaunchError, launch, under_launcher
+from fnshard.launcher.rank import LOGS, Stop, end_with_parent, run_rank
+from fnshard.mesh.process_group import leave_group
+
+LOCAL, SIDE_BY_SIDE = "basic", "joblib"  # Hydra's names of launchers
+CPU_RANKS = 2  # where there is no accelerator and nobody says how many
+FIRST_PORT, PORTS = 20_000, 10_000  # of the rendezvous under SLURM: one of these by the job's number
+# What depends on inputs that are equal on all ranks.
+ALIKE = (SpecError, TraceError, OptimizerError, HydraException)
+REFUSAL = "refused.json"  # why the ranks ended together; the process that started them reads it
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # of a disk, not of the program
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command whose work ranks do together.
+
+    Args:
+        command: its command line; the configuration has `run`, `mesh` and `data`, as `TrainConfig` does.
+        prepare: what is done before ranks start, with the configuration on this machine; gives the one for
+            the ranks. Mistakes in what the configuration names (files, directories) are found here.
+        work: what a rank does, of (configuration, `RunFolder`, overrides, `Stop`).
+    """
+
+    command: Command
+    prepare: Callable[[Any], Any]
+    work: Callable[[Any, RunFolder, list[str], Stop], None]
+
+    @property
+    def name(self) -> str:
+        return self.command.name
+
+
+# ------------------------------------------------------------------ the process that a person starts
+
+
+def main(job: Job) -> None:
+    """Run the command line of a job; or be one of its ranks."""
+    if sys.argv[1:2] == [AS_RANK]:
+        be_rank(job, json.loads(Path(sys.argv[2]).read_text(encoding="utf-8")))
+    exit_with(lambda: run(job))
+
+
+def run(job: Job) -> None:
+    """Answer a command line: by one run, or by a sweep of runs that Hydra's launcher starts."""
+    if under_launcher():
+        record(be_rank_of_torchrun)(job)  # torchrun shows the error, whichever rank ends first
+        return
+    if nodes() > 1:
+        raise ConfigError(
+            f"srun starts this command on {nodes()} nodes. Fix: launcher=slurm hydra.launcher.nodes= with "
+            "--multirun, outside of srun; or, inside of an allocation, torchrun: srun --ntasks-per-node 1 "
+            "torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 --rdzv-backend c10d --rdzv-id $SLURM_JOB_ID "
+            "--rdzv-endpoint FIRST_NODE:29400 -m experiments.train."
+        )
+    composed = from_shell(job.command)
+    if isinstance(composed, Composed):
+        refuse_launcher(composed)
+        start(
+            job, composed.config, composed.folder, composed.overrides,
+            chosen=composed.is_chosen, began=process_began(),
+        )  # fmt: skip
+    elif composed:
+        try:
+            run_sweep(job.command, partial(run_of_sweep, job, os.getpid()))
+        except Exception:
+            # Hydra makes no table of a sweep that breaks, as a search does in which every trial fails.
+            last = HydraConfig.instance().cfg
+            if last is not None and Path(last.hydra.sweep.dir).is_dir():
+                instantiate(last.hydra.callbacks.table).on_multirun_end(last)
+            raise
+
+
+def refuse_launcher(composed: Composed) -> None:
+    """See that a single run names no launcher."""
+    launcher = composed.hydra.runtime.choices["hydra/launcher"]
+    if launcher != LOCAL:
+        raise ConfigError(
+            f"a launcher ({launcher}) starts the jobs of a sweep, and this is a single run. Fix: add "
+            "--multirun, for one job, too; or leave the launcher out."
+        )
+
+
+def run_of_sweep(job: Job, sweep: int, composed: DictConfig) -> float | None:
+    """Do one run of a `--multirun`, in whatever process its launcher has it, and return what a search is
+    after.
+
+    Args:
+        sweep: the process of the command.
+    """
+    here = HydraConfig.get()
+    folder, launcher = Path(here.runtime.output_dir).resolve(), here.runtime.choices["hydra/launcher"]
+    overrides = list(here.overrides.task)
+    if launcher == SIDE_BY_SIDE and os.getpid() != sweep:
+        end_with_parent(signal.SIGTERM, sweep)  # a worker would finish its job, unseen
+    try:  # a run that fails must not take the table of all runs with it
+        requested = read(job.command, composed)
+        if requested.run.resume != NEVER and is_finished(folder, requested):
+            print(f"resume: {folder} is finished", flush=True)
+        elif start(job, requested, folder, overrides, chosen=True) == STOPPED and launcher == LOCAL:
+            raise SystemExit(0)  # so is the sweep
+    except Exception as error:
+        known = is_mistake(error) or is_outside(error)
+        text = f"error: {text_of(error)}" if known else "".join(traceback.format_exception(error))
+        print(text, file=sys.stderr, flush=True)
+        reason = "" if known else f"{type(error).__name__}: {error}".splitlines()[0]
+        with suppress(OSError):  # on a full disk
+            write_result(folder, status="failed", overrides=overrides, error=text, reason=reason)
+    direction = getattr(here.sweeper, "direction", None) or "minimize"
+    is_said = any(o.lstrip("+").startswith("hydra.sweeper.direction=") for o in here.overrides.hydra)
+    name = str(getattr(direction, "name", direction))
+    return objective(folder, here.callbacks.table.metric, name, is_said=is_said)
+
+
+def start(
+    job: Job, requested: Any, fresh: Path, overrides: list[str], *,
+    chosen: bool, began: float | None = None, makes: str = "",
+) -> str:  # fmt: skip
+    """Start a run's ranks and wait for them; results go to `fresh`, or to where the run goes on.
+
+    Args:
+        chosen: the command names the folder.
+        began: when the command began, in seconds of `time.time`; None: now, as of a job of a sweep.
+        makes: as of `RunFolder`.
+
+    Returns:
+        The result's status, "ok" or "stopped".
+
+    Raises:
+        ConfigError: what cannot be on this machine, see `place`; what `job.prepare` finds; no checkpoint
+            where `run.resume` says; and nothing was started. Or ranks found that no plan fits into
+            `run.device_gb`.
+        LaunchError: a rank failed; or a checkpoint could not be read or written.
+    """
+    began = time.time() if began is None else began
+    if (several := nodes()) > 1:
+        return start_on_nodes(
+            job, requested, fresh, overrides, several, chosen=chosen, began=began, makes=makes
+        )
+
+    # What the machine has, what the configuration names.
+    config = job.prepare(place(requested))
+
+    # The folder, which is another process's until the block is left; in it all that the ranks are told.
+    with claim(requested, fresh, chosen=chosen) as found:
+        own, folder = replace(found, began=began, makes=makes), Path(found.folder)
+        write_overrides(folder, overrides)
+        for name in (REFUSAL, RESULT):
+            (folder / name).unlink(missing_ok=True)
+        write_json(folder / "job.json", {**job_values(config, overrides), "run": dataclasses.asdict(own)})
+
+        # The ranks.
+        try:
+            launch(
+                rank_command(job, folder / "job.json"),
+                ranks=config.mesh.ranks,
+                logs=folder / "ranks",
+                env={"PYTHONPATH": python_path()},
+                max_restarts=config.run.max_restarts,
+            )
+        except KeyboardInterrupt:
+            reached = max((row["step"] for row in read_rows(folder / METRICS, sys.maxsize)), default=0)
+            saved = newest_step(folder)
+            goes_on = f"goes on from {saved}" if saved else "begins anew: nothing was saved"
+            print(f"\ninterrupted: step {reached}; the same command {goes_on}", file=sys.stderr, flush=True)
+            raise
+        except LaunchError as error:
+            if not folder.is_dir():
+                raise LaunchError(
+                    f"{folder} was deleted while the run was at work in it: nothing of it is left. Fix: the "
+                    "same command begins anew."
+                ) from None
+            refused = read_json(folder / REFUSAL)
+            if refused.get("mistake") and discard(found):
+                raise ConfigError(refused["message"]) from None
+            kind = ConfigError if refused.get("mistake") else LaunchError
+            known = kind(refused["message"]) if refused else error
+            with suppress(OSError):  # the disk may be what failed
+                write_result(folder, status="failed", overrides=overrides, error=str(known))
+            raise known from None
+        return read_result(folder)["status"]
+
+
+def job_values(config: Any, overrides: list[str]) -> dict[str, Any]:
+    return {"config": dataclasses.asdict(config), "overrides": overrides}
+
+
+def rank_command(job: Job, job_file: Path) -> list[str]:
+    """Return what a rank of a job is started with."""
+    return [sys.executable, "-u", "-m", f"experiments.{job.name}", AS_RANK, str(job_file)]
+
+
+def write_overrides(folder: Path, overrides: list[str]) -> None:
+    """Write the arguments of a single run where Hydra writes those of a run of a sweep."""
+    path = folder / ".hydra" / "overrides.yaml"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(OmegaConf.to_yaml(OmegaConf.create(overrides)), encoding="utf-8")
+
+
+# ------------------------------------------------------------------ this machine
+
+
+def place(
+    config: Any, *, accelerators: Mapping[str, int] | None = None, world: int | None = None, nodes: int = 1
+) -> Any:
+    """Return `config` with `run.device`, `mesh.shard` and `precision` filled in from what there is.
+
+    Args:
+        accelerators: devices by type, `{"cuda": 8}`; None: those of this machine.
+        world: ranks that already run (under `torchrun`); None: they are to be started here.
+        nodes: machines like this one that the ranks are to be started on, equally many on each.
+
+    Raises:
+        ConfigError: a tracker that is not installed; more ranks than devices, axes that do not multiply to
+            the ranks there are, or do not divide over the nodes, more replicas than these can hold, a batch
+            that does not divide over ranks and micro-batches, a `run.disk_dir` that is not there.
+    """
+    accelerators = find_accelerators() if accelerators is None else accelerators
+    check_installed(config.tracker)
+    disk_dir = config.run.disk_dir
+    if disk_dir is not None and not os.path.isdir(disk_dir):
+        raise ConfigError(f"run.disk_dir={disk_dir!r} is no directory. Fix: make it, or name another.")
+    device, mesh = device_of("run.device", config.run.device, accelerators), config.mesh
+
+    # Ranks: as many as the mesh asks for, or as there are.
+    fixed = mesh.replicate * mesh.expert * mesh.tensor * mesh.context
+    there = world or nodes * (CPU_RANKS if device == "cpu" else accelerators[device])
+    if mesh.shard is None:
+        if there % fixed and (world or fixed < there):
+            raise ConfigError(
+                f"{_product(mesh)} does not divide {there} ranks. "
+                "Fix: another mesh.replicate, or say mesh.shard too."
+            )
+        mesh = replace(mesh, shard=max(1, there // fixed))
+    ranks = mesh.ranks
+    product = f"{_product(mesh)} asks for {_count(ranks, 'rank')}"
+    if world and ranks != world:
+        raise ConfigError(f"{product}; {world} were started. Fix: torchrun --nproc-per-node {ranks}.")
+    if device != "cpu" and not world and ranks > there:
+        where = "this machine has" if nodes == 1 else f"{nodes} nodes have"
+        has = _count(there, f"{device} device")
+        raise ConfigError(f"{product}; {where} {has}. Fix: a smaller mesh, or run.device=cpu.")
+    if ranks % nodes:
+        raise ConfigError(
+            f"{product}, which do not divide over {nodes} nodes. Fix: mesh.shard={max(1, there // fixed)}."
+        )
+    most = most_copies(nodes)
+    if config.run.replicas > most and not world:
+        raise ConfigError(
+            f"run.replicas={config.run.replicas}: {_count(nodes, 'node')} can hold {most}. "
+            f"Fix: run.replicas={most}, or more nodes."
+        )
+
+    # Rows divide over the ranks that take other ones.
+    over = _count(mesh.data_ranks, "rank") + " that take other rows" * (mesh.ranks > mesh.data_ranks)
+    micro = f" times run.accumulate={config.run.accumulate}" if config.run.accumulate > 1 else ""
+    parts = {
+        "rows": (mesh.data_ranks * config.run.accumulate, over + micro),
+        "held_out_rows": (mesh.data_ranks, over),
+    }
+    wrong, fixes = [], []
+    for name, (divisor, shown) in parts.items():
+        rows = rows_of(config.data)[name]
+        if rows % divisor:
+            wrong.append(f"data.{name}={rows} does not divide over {shown}.")
+            fixes.append(f"data.{name}={math.ceil(rows / divisor) * divisor}")
+    if wrong:
+        raise ConfigError(report("the batch cannot be cut:", wrong, " ".join(fixes)))
+
+    sums = ranks > 1 or config.run.accumulate > 1 or config.strategy.name == AUTO
+    return replace(
+        config,
+        mesh=mesh,
+        run=replace(config.run, device=device),
+        precision=config.precision.on(device, sums),
+    )
+
+
+def find_accelerators() -> dict[str, int]:
+    """Return the devices of this machine by type: `{"cuda": 8}`, or nothing."""
+    if not torch.accelerator.is_available():
+        return {}
+    return {torch.accelerator.current_accelerator().type: torch.accelerator.device_count()}
+
+
+def device_of(key: str, asked: str, accelerators: Mapping[str, int]) -> str:
+    """Return the type of device that a key asks for: "auto" is the accelerator, where there is one.
+
+    Raises:
+        ConfigError: this machine has none of it.
+    """
+    device = next(iter(accelerators), "cpu") if asked == AUTO else asked
+    if device != "cpu" and device not in accelerators:
+        has = ", ".join(["cpu", *accelerators])
+        raise ConfigError(f"{key}={asked}: this machine has {has}. Fix: {key}=auto.")
+    return device
+
+
+def _product(mesh: Any) -> str:
+    """Return the axes that are named, and those that split, as a message has them."""
+    sizes = {"replicate": mesh.replicate, "shard": mesh.shard}
+    split = {name: getattr(mesh, name) for name in ("expert", "tensor", "context")}
+    sizes |= {name: size for name, size in split.items() if size > 1}
+    return " times ".join(f"mesh.{name}={size}" for name, size in sizes.items() if size is not None)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" + ("" if number == 1 else "s")
+
+
+# ------------------------------------------------------------------ SLURM: several nodes
+
+
+def nodes() -> int:
+    """Return the nodes of the job step that this process is a task of; 1 outside of `srun`."""
+    return int(os.environ.get("SLURM_STEP_NUM_NODES", "1")) if "SLURM_STEP_ID" in os.environ else 1
+
+
+def start_on_nodes(
+    job: Job, requested: Any, fresh: Path, overrides: list[str], nodes: int, *,
+    chosen: bool, began: float, makes: str,
+) -> str:  # fmt: skip
+    """Do what `start` does on each node of a SLURM job: torchrun starts the ranks, which meet on the first
+    node, and rank 0 takes the run's folder."""
+    config = place(requested, nodes=nodes)
+    job_file = fresh / f"job.{os.environ['SLURM_NODEID']}.json"
+    run = {"requested": dataclasses.asdict(requested), "fresh": str(fresh), "chosen": chosen}
+    run |= {"began": began, "makes": makes}
+    write_json(job_file, {**job_values(config, overrides), **run})
+    agent = torchrun(config.mesh.ranks // nodes, config.run.max_restarts)
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    if subprocess.run([sys.executable, *agent, *rank_command(job, job_file)[2:]], env=environment).returncode:
+        raise LaunchError(f"the ranks on {nodes} nodes failed: the output of torchrun says why.")
+    return read_result(fresh)["status"]
+
+
+def torchrun(ranks: int, max_restarts: int) -> list[str]:
+    """Return what Python runs on each node of a job of submitit's, before the ranks' own arguments.
+
+    Args:
+        ranks: of a node.
+
+    Raises:
+        ConfigError: not one task a node.
+    """
+    from submitit import JobEnvironment  # the extra `slurm`, which has started this job
+
+    job = JobEnvironment()
+    if job.num_tasks != job.num_nodes:
+        raise ConfigError(
+            f"SLURM started {job.num_tasks} tasks on {job.num_nodes} nodes; each starts all ranks of its "
+            "node. Fix: hydra.launcher.tasks_per_node=1."
+        )
+    number = job.raw_job_id
+    return [
+        "-m", "torch.distributed.run", "--nnodes", str(job.num_nodes), "--nproc-per-node", str(ranks),
+        "--max-restarts", str(max_restarts), "--rdzv-backend", "c10d", "--rdzv-id", number,
+        "--rdzv-endpoint", f"{job.hostnames[0]}:{FIRST_PORT + int(number) % PORTS}",
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------ a rank
+
+
+def be_rank_of_torchrun(job: Job) -> NoReturn:
+    """Compose the command line, and be a rank of it."""
+    arguments = sys.argv[1:]
+    flags = [a for a in arguments if a.startswith("-")]
+    if flags:
+        raise ConfigError(f"under torchrun only key=value arguments are taken, not {' '.join(flags)}.")
+    composed = compose(job.command, arguments)
+    refuse_launcher(composed)
+    config = place(composed.config, world=int(os.environ["WORLD_SIZE"]))
+    requested = {"requested": dataclasses.asdict(composed.config), "fresh": str(composed.folder)}
+    be_rank(job, {**job_values(config, arguments), **requested, "chosen": composed.is_chosen})
+
+
+def be_rank(job: Job, values: Mapping[str, Any]) -> NoReturn:
+    """Join the other ranks, do the job's work, leave.
+
+    Args:
+        values: `config` (nested dicts of a configuration on this machine), `overrides`; and `run` (of a
+            `RunFolder`), or what finds it: `requested` (the configuration before it was placed), `fresh`,
+            `chosen`; and perhaps `began` and `makes` of the command that started these ranks.
+    """
+    import torch._dynamo  # noqa: F401  (the first operator of any step brings it: here no other rank waits)
+
+    gc.freeze()
+    gc.enable()  # see `experiments`
+    config, stop = build(values["config"], job.command.config), Stop()
+
+    def work() -> None:
+        try:
+            with find_folder(job, values) as run:
+                if int(os.environ.get("RANK", "0")) == 0 and LOGS in os.environ:
+                    for name in (REFUSAL, RESULT):  # an earlier attempt's
+                        _refusal().with_name(name).unlink(missing_ok=True)
+                own = config if "run" in values else prepare_on_ranks(job, config)
+                job.work(own, run, list(values["overrides"]), stop)
+        except BudgetError as error:
+            end_together(f"run.device_gb={config.run.device_gb:g}: {error}", mistake=True)
+        except DamagedError as error:  # perhaps here alone, as below
+            sys.exit(f"error: {error}")
+        except (CheckpointError, ConfigError, DivergedError, *ALIKE) as error:
+            end_together(str(error), mistake=is_mistake(error))
+        except OSError as error:  # here alone: the others end when this rank does
+            if error.errno not in FULL:
+                raise
+            sys.exit(no_room(error))
+
+    run_rank(work, device_type=config.run.device, timeout_s=config.run.timeout_s, stop=stop)
+
+
+def prepare_on_ranks(job: Job, config: Any) -> Any:
+    """Return what `job.prepare` makes of the configuration, where no process of ours stands above the ranks:
+    the first of each machine prepares, the others find it done."""
+    problem = ""
+    for local in (True, False):
+        if local == (os.environ.get("LOCAL_RANK", "0") == "0"):
+            try:
+                config = job.prepare(config)
+            except ConfigError as error:
+                problem = str(error)
+        problems = [problem]
+        if dist.is_initialized():
+            problems = [""] * dist.get_world_size()
+            dist.all_gather_object(problems, problem)
+        if any(problems):
+            raise ConfigError(next(filter(None, problems)))
+    return config
+
+
+@contextmanager
+def find_folder(job: Job, values: Mapping[str, Any]) -> Iterator[RunFolder]:
+    """Yield the run's folder as this rank was told; or (under `torchrun`, on many nodes) as rank 0 finds
+    it."""
+    if "run" in values:
+        yield RunFolder(**values["run"])
+        return
+    answer: list[Any] = [None, ""]
+    command = {"began": values.get("began", process_began()), "makes": values.get("makes", "")}
+    with ExitStack() as stack:
+        if int(os.environ.get("RANK", "0")) == 0:
+            try:
+                requested, fresh = build(values["requested"], job.command.config), Path(values["fresh"])
+                found = stack.enter_context(claim(requested, fresh, chosen=values["chosen"]))
+                write_overrides(Path(found.folder), list(values["overrides"]))
+                answer[0] = dataclasses.asdict(found) | command
+            except ConfigError as error:
+                answer[1] = str(error)
+        if dist.is_initialized():
+            dist.broadcast_object_list(answer, src=0)
+        if answer[0] is None:
+            end_together(answer[1], mistake=True)
+        yield RunFolder(**answer[0])
+
+
+def no_room(error: OSError) -> str:
+    """Return an error of a disk in words: path, and the way out.
+
+    >>> print(no_room(OSError(28, "No space left on device", "run/metrics.jsonl")))
+    cannot write run/metrics.jsonl: No space left on device.
+    Fix: make room, or another hydra.run.dir; the same command goes on from the newest checkpoint.
+    """
+    fix = "make room, or another hydra.run.dir; the same command goes on from the newest checkpoint."
+    return report(f"cannot write {error.filename or 'a file'}: {error.strerror}.", fix=fix)
+
+
+def end_together(message: str, *, mistake: bool) -> NoReturn:
+    """End all ranks with exit code 1; the reason goes to a file for the process that started them, or to
+    stderr where none of ours did."""
+    code: int | str = 1
+    if int(os.environ.get("RANK", "0")) == 0:
+        if LOGS in os.environ:
+            try:
+                write_json(_refusal(), {"message": message, "mistake": mistake})
+            except OSError:  # on a full disk
+                code = message
+        else:
+            print(f"error: {message}", file=sys.stderr, flush=True)
+    leave_group()  # no rank ends before it has the reason
+    sys.exit(code)
+
+
+def _refusal() -> Path:
+    return Path(os.environ[LOGS]).parent / REFUSAL

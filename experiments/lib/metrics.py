@@ -1,0 +1,292 @@
+"""The numbers of a run: which of them it is judged by, the rows of `metrics.jsonl`, their totals, their
+picture.
+
+Next to `metrics.jsonl` the file `metrics.crc32` has the checksum of every line, before that line is written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+import sys
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.lib.files import UNREADABLE, first_few, naming
+
+METRICS, SUMS = "metrics.jsonl", "metrics.crc32"
+RECENT, LOSSES = 1000, 64  # steps whose seconds and numbers are kept
+SUM = re.compile(rb"[0-9a-f]{8}")
+SHOWN = 8  # lines that a message names
+SMOOTH = 60  # points of a smoothed curve, at most
+HELD_OUT = "held_out_"  # stands before the name of what is measured on held-out data
+# Words in the names of numbers of which more is better, and less. Of others nobody knows.
+GROWING = ("accuracy", "acc", "match", "reward", "rewards", "margin", "margins", "mfu", "per_s", "f1", "auc",
+           "bleu", "rouge", "recall", "iou")  # fmt: skip
+SHRINKING = ("loss", "perplexity", "bigram", "trigram", "nll", "error", "mae", "mse", "rmse", "wer", "kl",
+             "seconds", "s", "bytes")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The number that a run is after.
+
+    Args:
+        name: of the number in the rows of training steps; on held-out data it is `held_out_NAME`.
+        unit: what the number counts, as "nats per byte"; empty where nobody has said it.
+        is_maximised: whether more is better.
+    """
+
+    name: str = "loss"
+    unit: str = ""
+    is_maximised: bool = False
+
+    @property
+    def held_out(self) -> str:
+        """The name of the number on held-out data."""
+        return HELD_OUT + self.name
+
+    @property
+    def label(self) -> str:
+        """The number with its unit, as an axis has it.
+
+        >>> Goal(unit="nats per byte").label, Goal("reward", is_maximised=True).label
+        ('loss, nats per byte', 'reward')
+        """
+        return ", ".join(filter(None, [self.name, self.unit]))
+
+    @property
+    def aim(self) -> str:
+        """The words for what the run does about the number.
+
+        >>> Goal(unit="nats per byte").aim, Goal("reward", is_maximised=True).aim
+        ('minimises the loss, in nats per byte', 'maximises the reward')
+        """
+        verb = "maximises" if self.is_maximised else "minimises"
+        return f"{verb} the {self.name}" + (f", in {self.unit}" if self.unit else "")
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def of(values: Any) -> Goal | None:
+        """Read what `as_dict` gave; None where it is something else, as of a run of an earlier version."""
+        try:
+            goal = Goal(**values)
+        except TypeError:
+            return None
+        kinds = isinstance(goal.name, str), isinstance(goal.unit, str), isinstance(goal.is_maximised, bool)
+        return goal if all(kinds) else None
+
+
+def grows(name: str, goal: Goal | None = None) -> bool | None:
+    """Return whether more of a number is better: the goal says it of its own, words say it of others. None
+    where nobody has said it.
+
+    >>> grows("held_out_accuracy"), grows("held_out_arc/acc_norm"), grows("loss"), grows("held_out_loss")
+    (True, True, False, False)
+    >>> grows("held_out_worst")
+    >>> grows("held_out_yield", Goal("yield", is_maximised=True))
+    True
+    """
+    if goal is not None and name.removeprefix(HELD_OUT) == goal.name:
+        return goal.is_maximised
+    words = name.removeprefix(HELD_OUT).replace("/", "_").lower().split("_")
+    known = [any(f"_{word}_" in f"_{'_'.join(words)}_" for word in side) for side in (GROWING, SHRINKING)]
+    return None if not any(known) else known[0]
+
+
+def is_held_out(row: Mapping[str, Any]) -> bool:
+    """Return whether a row of metrics was measured on held-out data."""
+    return any(name.startswith(HELD_OUT) for name in row)
+
+
+# ------------------------------------------------------------------ rows
+
+
+def line_of(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Return a row's line of `metrics.jsonl`, and the line of `metrics.crc32` that stands for it."""
+    line = json.dumps(row) + "\n"
+    return line, f"{zlib.crc32(line.encode()):08x}\n"
+
+
+def read_rows(path: Path | None, made: int, wrong: list[str] | None = None) -> Iterator[dict[str, Any]]:
+    """Read the rows of a metrics file up to step `made`, without the held-out loss after that step: a resumed
+    run measures it again.
+
+    A line that is not what was written, or no row, is left out. So is a last line without its end, as a
+    killed process leaves one. Where there are fewer checksums than lines, these are not compared with them.
+
+    Args:
+        wrong: gets texts for damaged lines and for rows that are missing, when all rows are read.
+    """
+    if path is None:
+        return
+    count = 0  # before the checksums are read: a run that is at work writes more of both meanwhile
+    if path.exists():
+        with path.open("rb") as lines:
+            count = sum(line.endswith(b"\n") for line in lines)
+    try:
+        found = [int(each, 16) for each in SUM.findall((path.parent / SUMS).read_bytes())]
+        sums = np.sort(np.array(found, np.uint32))
+    except OSError:  # of an older version
+        found, sums = [], None
+    if not path.exists():
+        if wrong is not None and found:
+            wrong.append(f"{path} is missing")
+        return
+    if sums is not None and len(found) < count:  # they are what is damaged
+        sums = None
+        if wrong is not None:
+            few = f"{len(found)} checksums of {count} lines"
+            wrong.append(f"{path.parent / SUMS}: {few}: whether these are as they were written is not known")
+    damaged, missing, last, ended = [], [], 0, not found
+    with path.open("rb") as lines:
+        for number, line in enumerate(islice(lines, count), 1):
+            row = _row_of(line, sums)
+            ended = ended or (row is not None and zlib.crc32(line) == found[-1])
+            if row is None:
+                damaged.append(str(number))
+            elif row["step"] < made or (row["step"] == made and not is_held_out(row)):
+                if not is_held_out(row):
+                    if row["step"] > last + 1:
+                        missing.append(f"{last + 1} to {row['step'] - 1}")
+                    last = max(last, row["step"])
+                yield row
+    if wrong is not None and damaged:
+        wrong.append(f"{path}: damaged lines are left out: {', '.join(first_few(damaged, SHOWN))}")
+    if wrong is not None and missing:
+        wrong.append(f"{path}: no rows of steps {', '.join(first_few(missing, SHOWN))}")
+    # A run that is killed may have written a checksum without its line, of a step after `made`.
+    if wrong is not None and last < made and sums is not None and not (ended or damaged):
+        wrong.append(f"{path}: the last row that was written is missing")
+
+
+def _row_of(line: bytes, sums: np.ndarray | None) -> dict[str, Any] | None:
+    """Return the row that a line holds; None if it is not among the lines that were written, or no row."""
+    if sums is not None:
+        own = zlib.crc32(line)
+        at = int(np.searchsorted(sums, own))
+        if at == len(sums) or int(sums[at]) != own:
+            return None
+    try:
+        row = json.loads(line)
+    except UNREADABLE:
+        return None
+    numbers = isinstance(row, dict) and all(
+        type(value) in (int, float)
+        for name, value in row.items()
+        if name in ("loss", "seconds") or is_held_out({name: value})
+    )
+    return row if numbers and type(row.get("step")) is int else None
+
+
+@dataclass
+class Totals:
+    """The sums that a report takes of all rows.
+
+    Args:
+        goal: what the run is judged by.
+        reached: the last step.
+        seconds: of all steps.
+        recent: seconds of each of the last steps.
+        losses: of the last steps.
+        trained: the goal's number in the last steps.
+    """
+
+    goal: Goal = Goal()
+    reached: int = 0
+    seconds: float = 0.0
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=LOSSES))
+    trained: deque[float] = field(default_factory=lambda: deque(maxlen=LOSSES))
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        self.reached = max(self.reached, row["step"])
+        if "loss" in row:
+            self.losses.append(row["loss"])
+        if self.goal.name in row:
+            self.trained.append(row[self.goal.name])
+        if "seconds" in row:
+            self.seconds += row["seconds"]
+            self.recent.append(row["seconds"])
+
+    def step_seconds(self, last: int = RECENT) -> float:
+        """The median of the last steps: the first one after each start compiles. NaN where there is none."""
+        recent = list(self.recent)[-last:]
+        return statistics.median(recent) if recent else math.nan
+
+
+def smooth(curve: Sequence[tuple[float, float]], parts: int) -> tuple[list[tuple[float, float]], int]:
+    """Return at most `parts` points, each the mean of so many of the curve's, and of how many.
+
+    >>> smooth([(1, 4.0), (2, 2.0), (3, 1.0), (4, 1.0)], parts=2)
+    ([(1.5, 3.0), (3.5, 1.0)], 2)
+    """
+    size = max(1, math.ceil(len(curve) / parts))
+    cut = [curve[i : i + size] for i in range(0, len(curve), size)]
+    return [tuple(sum(p) / len(part) for p in zip(*part, strict=True)) for part in cut], size
+
+
+# ------------------------------------------------------------------ pictures and words
+
+
+def draw_run(
+    metrics: Path, goal: Goal, tables: Mapping[str, float], path: Path, title: str = "training"
+) -> None:
+    """Draw the goal's number by step, in training and on held-out data, with a level line for each n-gram
+    table. Of a long run the mean of some steps is drawn over what each step gave, and the legend says of
+    how many."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure  # pyplot takes twice the time to load
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    trained, measured = [], []
+    for row in read_rows(metrics, sys.maxsize):
+        if goal.held_out in row:
+            measured.append((row["step"], row[goal.held_out]))
+        elif goal.name in row:
+            trained.append((row["step"], row[goal.name]))
+    means, size = smooth(trained, SMOOTH)
+    if size > 1:
+        axes.plot(*zip(*trained, strict=True), lw=0.5, alpha=0.3, color="tab:blue")
+    if means:
+        label = "training" + (f", mean of {size} steps" if size > 1 else ", each step")
+        axes.plot(*zip(*means, strict=True), lw=1.4, color="tab:blue", label=label)
+    if measured:
+        axes.plot(*zip(*measured, strict=True), "o-", lw=1.4, color="tab:orange", label="held-out")
+    for (name, loss), color in zip(tables.items(), ("tab:gray", "tab:brown"), strict=False):
+        axes.axhline(loss, ls="--", lw=1, color=color, label=f"{name} table, held-out")
+    axes.set(xlabel="step", ylabel=goal.label, title=title)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.25)
+    axes.legend()
+    with naming(path):
+        figure.savefig(path, dpi=120)
+
+
+def comparison(value: float, goal: Goal, tables: Mapping[str, float]) -> str:
+    """Return the model next to the tables, in one line.
+
+    >>> comparison(2.0, Goal(unit="nats per byte"), {"bigram": 2.4, "trigram": 1.8})
+    'held-out loss, nats per byte: model 2.000 (below the bigram table); bigram 2.400, trigram 1.800'
+    >>> comparison(0.75, Goal("reward", is_maximised=True), {})
+    'held-out reward: model 0.750'
+    """
+    if not tables:
+        return f"held-out {goal.label}: model {value:.3f}"
+    below = [name for name, loss in tables.items() if value < loss]
+    verdict = f"below the {' and the '.join(below)} table" if below else "above every table"
+    others = ", ".join(f"{name} {loss:.3f}" for name, loss in tables.items())
+    return f"held-out {goal.label}: model {value:.3f} ({verdict}); {others}"

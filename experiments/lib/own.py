@@ -1,0 +1,223 @@
+"""The model, the data and the loss that train: a decoder that learns next tokens; or those of one's own, by
+`_target_`."""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+import fnshard as fs
+from experiments.data.loader import Loader, place_of
+from experiments.lib.checks import TARGET, ConfigError, attempt, describe, refusal
+from experiments.lib.config import OWN_ROWS, TrainConfig, rows_of
+from experiments.lib.decoder import Decoder, next_token_loss
+from fnshard.losses import Mean
+
+Loss = Callable[..., tuple[Mean, dict[str, Mean]]]
+
+
+def make_target(group: str, values: Mapping[str, Any], *arguments: Any, partly: bool = False) -> Any:
+    """Return what a `_target_` makes of the other keys; with `partly` it is called later, with more
+    arguments.
+
+    Raises:
+        ConfigError: it does not import, or does not take these keys, or fails.
+    """
+    try:
+        return instantiate(dict(values), *arguments, _convert_="all", _partial_=partly)
+    except InstantiationException as error:
+        said = " ".join(str(error).splitlines()[:2])
+        if (own := describe(error)).endswith(")"):  # its file and line
+            said = f"{said.partition(':')[0].partition(', set env var')[0]}: {own}"
+        raise ConfigError(f"{group}.{TARGET}={values[TARGET]}: {said}") from error
+
+
+@dataclass(frozen=True)
+class Items:
+    """Items of a map-style data set, for a `Loader`: `default_collate` makes batches of them."""
+
+    items: Any
+    key: Mapping[str, Any]
+
+    @property
+    def count(self) -> int:
+        return len(self.items)
+
+    def batch(self, numbers: np.ndarray) -> tuple[Any, ...]:
+        items = []
+        for number in map(int, numbers):
+            try:
+                items.append(self.items[number])
+            except Exception as error:  # the user's own code
+                raise ConfigError(f"data: item {number}: {describe(error)}") from error
+        try:
+            batch = default_collate(items)
+        except Exception as error:
+            first = ", ".join(map(str, numbers[:8].tolist()))
+            raise ConfigError(
+                f"data: the items {first}{', ...' if len(numbers) > 8 else ''} make no batch: "
+                f"{type(error).__name__}: {error}. Fix: give all of them equal shapes and types."
+            ) from error
+        return tuple(batch) if isinstance(batch, list | tuple) else (batch,)
+
+
+@dataclass(frozen=True)
+class OwnData:
+    """Two map-style data sets: what is trained on, and what the held-out loss is of.
+
+    Args:
+        rows: of the global batch.
+        held_out_rows: as many are measured, at most.
+    """
+
+    train: Items
+    measured: Items
+    rows: int
+    held_out_rows: int
+    seed: int
+    unit: str = "row"
+
+    @property
+    def tokens(self) -> int:
+        """The rows of one step."""
+        return self.rows
+
+    def loader(self, mesh: fs.Mesh) -> Loader:
+        """This rank's batches, from the first step on."""
+        return Loader(self.train, self.rows, self.seed, **place_of(mesh))
+
+    def held_out(self, mesh: fs.Mesh, rows: int) -> Iterator[tuple[Any, ...]]:
+        """This rank's held-out batches, of as many rows on each; what does not fill one is left out."""
+        count = min(self.measured.count, self.held_out_rows)
+        for first in range(0, count - rows * mesh.data_size + 1, rows * mesh.data_size):
+            yield self.measured.batch(first + mesh.data_rank * rows + np.arange(rows))
+
+    def tables(self) -> dict[str, float]:
+        """There are none."""
+        return {}
+
+
+def own_data(values: Mapping[str, Any], seed: int) -> OwnData:
+    """The data that a `_target_` gives: `(train, held_out)`, each with `len()` and `[number]`.
+
+    Raises:
+        ConfigError: as `make_target`; it gives something else, or fewer rows than a batch has.
+    """
+    target = {name: value for name, value in values.items() if name not in OWN_ROWS}
+    rows, held_out_rows = rows_of(values).values()
+    pair, of = make_target("data", target), f"data.{TARGET}={values[TARGET]}"
+    whole = isinstance(pair, tuple | list) and len(pair) == 2
+    if not whole or not all(hasattr(each, "__len__") and hasattr(each, "__getitem__") for each in pair):
+        raise ConfigError(f"{of}: expected (train, held_out), two data sets with len() and [number].")
+    if (least := min(map(len, pair))) < rows:
+        raise ConfigError(f"{of}: a data set of {least} items, and a batch is of data.rows={rows}.")
+    key = {"data": json.dumps(target, sort_keys=True, default=str)}
+    return OwnData(Items(pair[0], key), Items(pair[1], key), rows, held_out_rows, seed)
+
+
+def model_of(values: Mapping[str, Any]) -> Any:
+    """Return what a `_target_` gives: a module, or the pair `(apply, params)` that a function returns."""
+    model = make_target("model", values)
+    if isinstance(model, nn.Module) or (isinstance(model, tuple) and len(model) == 2 and callable(model[0])):
+        return model
+    raise ConfigError(f"model.{TARGET}={values[TARGET]}: expected a module, or (apply, params).")
+
+
+def of_rows(loss: Callable[..., Any], apply: Callable[..., Any]) -> Loss:
+    """`fn(params, *batch)` of a loss `(model, *batch)`, with exact means over all ranks' rows.
+
+    The loss gives a mean over the batch's rows or an `fs.Mean`, or a pair of it and a dict of more of them.
+    """
+
+    def mean_loss(params: Any, *batch: Any) -> tuple[Mean, dict[str, Mean]]:
+        rows = float(next(len(leaf) for leaf in fs.tree.flatten(batch)[0] if isinstance(leaf, Tensor)))
+        found = loss(partial(apply, params), *batch)
+        value, aux = found if isinstance(found, tuple) else (found, {})
+        mean = lambda v: v if isinstance(v, Mean) else Mean(v * rows, rows)  # noqa: E731
+        return mean(value), {name: mean(each) for name, each in aux.items()}
+
+    return mean_loss
+
+
+def check_targets(config: TrainConfig) -> None:
+    """Make what `_target_`s name, or see that it imports, before a rank starts.
+
+    Raises:
+        ConfigError: as `make_target`, `own_data` and `model_of`; of all groups.
+    """
+    makes: list[Callable[[], Any]] = []
+    if isinstance(config.model, dict):
+        makes.append(lambda: _without_values(config.model))
+    if isinstance(config.data, dict):
+        makes.append(lambda: own_data(config.data, 0))
+    others = {"objective": config.objective, "optimizer": config.optimizer}
+    named = [(group, each) for group, each in others.items() if isinstance(each, dict)]
+    named += [("tracker.own", each) for each in config.tracker.own]
+    makes += [partial(make_target, group, each, partly=True) for group, each in named]
+    wrong: list[str] = []
+    for make in makes:
+        attempt(make, wrong)
+    if wrong:
+        raise refusal(wrong)
+
+
+def _without_values(model: Mapping[str, Any]) -> Any:
+    """Return what `model_of` does; a module's values are for its ranks to make."""
+    with fs.deferred():
+        return model_of(model)
+
+
+# ------------------------------------------------------------------ what trains
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model as a pure function, and its loss.
+
+    Args:
+        init: what `step.init` takes.
+        apply, params: as of `fs.make_functional`.
+        loss: of a step; `measured` is the same in `Mean`s.
+        undecayed: globs of leaves that do not decay.
+    """
+
+    init: Any
+    apply: Callable[..., Any]
+    params: Any
+    loss: Callable[..., Any]
+    measured: Callable[..., Any]
+    undecayed: tuple[str, ...]
+
+
+def make_task(config: TrainConfig) -> Task:
+    """A decoder that learns next tokens, or what `_target_`s name."""
+    with fs.deferred():
+        model = model_of(config.model) if isinstance(config.model, dict) else Decoder(config.model)
+    if not isinstance(model, nn.Module):  # whose values nobody makes later
+        model = model_of(config.model)
+    apply, params = fs.make_functional(model) if isinstance(model, nn.Module) else model
+    init = model if isinstance(model, nn.Module) else params
+    if config.objective is not None:
+        loss = of_rows(make_target("objective", config.objective, partly=True), apply)
+        vectors = (
+            glob.escape(p) for p, leaf in fs.tree.flatten_with_paths(params)[0].items() if leaf.dim() < 2
+        )
+        return Task(init, apply, params, loss, loss, tuple(vectors))
+
+    def next_token(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        return next_token_loss(model(tokens), targets)
+
+    def loss_fn(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        return next_token(partial(apply, params), tokens, targets)
+
+    return Task(init, apply, params, loss_fn, of_rows(next_token, apply), ("*norm*", "embed.*"))

@@ -1,0 +1,243 @@
+"""The plan of a step by the configuration: specs and options of the step; `strategy=auto` lets `fnshard.fit`
+choose them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hydra.utils import instantiate
+
+import fnshard as fs
+from experiments.lib.checks import ConfigError
+from experiments.lib.config import (
+    AUTO,
+    MEASURED,
+    AdamWConfig,
+    PrecisionConfig,
+    RunConfig,
+    ScheduleConfig,
+    SGDConfig,
+    StrategyConfig,
+)
+from experiments.lib.files import append, write_json, write_text
+from experiments.lib.record import measured_hardware
+from fnshard.analysis.hardware import TABLE
+from fnshard.errors import report
+from fnshard.step.lowered import Lowered
+
+PLAN, MEMORY = "plan.json", "memory.txt"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`shard_step(fn, specs, mesh=..., optimizer=..., **options)`.
+
+    `found`: the search, if there was one; `hardware`: what it planned for.
+    """
+
+    specs: Any
+    options: fs.StepOptions
+    found: fs.Fit | None = None
+    hardware: fs.Hardware | None = None
+
+    @property
+    def accumulate(self) -> int:
+        return self.options.accumulate
+
+
+def axis_of(name: str, mesh: fs.Mesh) -> str | None:
+    """Return what presets take as `tensor=` and `expert=`."""
+    return name if name in mesh.names else None
+
+
+def dtypes_of(precision: PrecisionConfig) -> dict[str, Any]:
+    """The dtypes of a `LayoutSpec`, by field, fp32 for null; and what has a scale in fp8."""
+    named = {field: name for field, name in vars(precision).items() if field != "scaling"}
+    dtypes = {f"{field}_dtype": getattr(torch, name or "float32") for field, name in named.items()}
+    return dtypes | {"scaling": precision.scaling}
+
+
+def plan_of(
+    strategy: StrategyConfig,
+    run: RunConfig,
+    fn: Callable[..., Any],
+    params: Any,
+    mesh: fs.Mesh,
+    optimizer: fs.optim.Optimizer,
+    *,
+    batch: tuple[Any, ...],
+    specs: Callable[..., Any],
+    hardware: str = AUTO,
+    along: Mapping[str, Any] | None = None,
+) -> Plan:
+    """A strategy as specs and options of the step; the same on every rank, as its inputs are.
+
+    Args:
+        batch: this rank's of one step; may be meta.
+        specs: from a preset, and fields of `LayoutSpec` for all leaves that train.
+        hardware: whose speed `strategy=auto` plans for, see `hardware_of`.
+        along: options of the step by `MeshConfig.options`.
+
+    Raises:
+        BudgetError: `strategy=auto`, and nothing fits.
+        AgreementError: `strategy=auto`, and ranks planned differently.
+    """
+    options = {
+        "accumulate_mode": run.accumulate_mode, "backend": run.backend, "timeout": run.timeout_s,
+        "grad_norm": True, **(along or {}),
+    }  # fmt: skip
+    exact = {"deterministic": run.deterministic}
+    if strategy.name == AUTO:
+        planned_for = hardware_of(hardware, mesh)
+        found = _agree(
+            fn, params, mesh, batch=batch, device_bytes=int(run.device_gb * 1e9), hardware=planned_for,
+            optimizer=optimizer, specs=specs(fs.presets.full_shard), **options,
+        )  # fmt: skip
+        return Plan(found.specs, replace(found.options, **exact), found, planned_for)
+    tiers = {name: getattr(strategy, name) for name in ("memory", "optimizer_memory", "update_on")}
+    options |= {
+        "accumulate": run.accumulate, "remat": strategy.remat, "disk_dir": run.disk_dir,
+        "prefetch": (strategy.prefetch_forward, strategy.prefetch_backward),
+    }  # fmt: skip
+    return Plan(specs(fs.presets.PRESETS[strategy.name], **tiers), fs.StepOptions(**options, **exact))
+
+
+def _agree(*args: Any, **options: Any) -> fs.Fit:
+    """`fs.fit` on every rank, and each compares its plan with the others': none acts, or gives up, alone."""
+    try:
+        found: fs.Fit | fs.BudgetError = fs.fit(*args, **options)
+        mine = repr(found.chosen.choice)
+    except fs.BudgetError as error:
+        found, mine = error, str(error)
+    if dist.is_initialized():
+        plans: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(plans, mine)
+        if len(set(plans)) > 1:
+            wrong = [f"rank {rank}: {plan}" for rank, plan in enumerate(plans)]
+            raise fs.AgreementError(report("ranks planned differently:", wrong))
+    if isinstance(found, fs.BudgetError):
+        raise found
+    return found
+
+
+def hardware_of(name: str, mesh: fs.Mesh | None = None) -> fs.Hardware:
+    """Whose speed to plan for: by name, measured together by all ranks, what runs of a folder have measured,
+    or by what the device of `mesh` is called.
+
+    Raises:
+        ConfigError: no run below the folder of `measured:FOLDER` says what it measured.
+    """
+    if name == "measure":
+        return fs.Hardware.measure(mesh)
+    if name.startswith(MEASURED):
+        return measured_hardware(name.removeprefix(MEASURED))
+    if name != AUTO:
+        return fs.Hardware.named(name)
+    if mesh.device_type == "cpu":
+        return fs.Hardware.named("cpu")
+    called = torch.cuda.get_device_name() if mesh.device_type == "cuda" else ""
+    return fs.Hardware.of_gpu(called) or fs.Hardware.named("h100")
+
+
+def write_plan(plan: Plan, folder: Path) -> None:
+    """Print what was chosen and why, and leave it in `plan.json`; nothing where nothing was chosen."""
+    if plan.found is None:
+        return
+    values = {"hardware": plan.hardware.name, **plan.found.as_dict()}
+    write_json(folder / PLAN, values)
+    print(f"planned for {plan.hardware.name}: {plan.found}", flush=True)
+
+
+def write_memory(lowered: Lowered, folder: Path) -> None:
+    """The ledger of a step before it ran, in `memory.txt`, and its peak on screen."""
+    analysis = lowered.memory_analysis()
+    write_text(folder / MEMORY, f"{analysis}\n")
+    elsewhere = [
+        f"{size / 1e6:.1f} MB on the {tier}"
+        for tier, size in (("host", analysis.host_bytes), ("disk", analysis.disk_bytes))
+        if size
+    ]
+    parts = ", ".join([f"{analysis.peak_bytes / 1e6:.1f} MB on its device", *elsewhere])
+    print(f"a rank's memory in a step, by prediction: {parts} (what it goes to: {MEMORY})", flush=True)
+
+
+def append_compiled(lowered: Lowered, folder: Path) -> None:
+    """After the first step: what the generated kernels take, if there are any."""
+    analysis = lowered.memory_analysis()
+    if analysis.kernels == "eager":
+        return
+    append(folder / MEMORY, f"\nwith the kernels that were compiled:\n{analysis}\n")
+
+
+def specs_of(rules: Any, params: Any, policy: Mapping[str, Any]) -> Any:
+    """Specs by `TrainConfig.specs`; `policy`: fields of the leaves whose rules do not have them.
+
+    Raises:
+        ConfigError: a rule matches nothing, or a leaf no rule.
+    """
+    try:
+        return fs.match_specs(params, [(of, rule_of(how, policy)) for of, how in rules])
+    except fs.errors.SpecError as error:
+        raise ConfigError(f"specs: {error}") from None
+
+
+def rule_of(how: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A rule of `TrainConfig.specs`, with other fields where it has none, as `fs.match_specs` takes it.
+
+    >>> rule_of("shard", {"memory": "host"}), rule_of({"storage": [None, "shard"]}, {"memory": "device"})
+    ({'memory': 'host', 'storage': ['shard']}, {'memory': 'device', 'storage': [None, 'shard']})
+    """
+    return {**fields, **({"storage": [how]} if isinstance(how, str) else how or {})}
+
+
+# ------------------------------------------------------------------ the optimizer
+
+
+def make_optimizer(
+    chosen: AdamWConfig | SGDConfig | dict[str, Any],
+    schedule: ScheduleConfig,
+    steps: int,
+    undecayed: tuple[str, ...],
+    rates: Any = 1.0,
+) -> fs.optim.Optimizer:
+    """Clipping, then the optimizer named; leaves that `undecayed`'s globs match do not decay, and `rates` are
+    adamw's `lr_scale`. Or what a `_target_` makes by itself of the rate, if it has an `lr`, and of its other
+    keys."""
+    if isinstance(chosen, dict):
+        rate = {"lr": make_rate(schedule, chosen["lr"], steps)} if "lr" in chosen else {}
+        others = {name: value for name, value in chosen.items() if name != "lr"}
+        return instantiate(others, _convert_="all", _partial_=True)(**rate)  # Hydra takes no rate as it is
+    rate = make_rate(schedule, chosen.lr, steps)
+    decay = [*((glob, 0.0) for glob in undecayed), ("*", chosen.weight_decay)]
+    if isinstance(chosen, AdamWConfig):
+        made = fs.optim.adamw(
+            rate, b1=chosen.b1, b2=chosen.b2, eps=chosen.eps, weight_decay=decay, lr_scale=rates
+        )
+    else:
+        made = fs.optim.sgd(rate, momentum=chosen.momentum, nesterov=chosen.nesterov, weight_decay=decay)
+    return made if chosen.clip is None else fs.optim.chain(fs.optim.clip_by_global_norm(chosen.clip), made)
+
+
+def make_rate(shape: ScheduleConfig, peak: float, steps: int) -> fs.schedules.RateSchedule:
+    """The learning rate by step: the configuration's fractions as steps and rates."""
+    if shape.name == "constant":
+        return fs.schedules.constant(peak)
+    phases = {"warmup": math.floor(shape.warmup * steps), "total": steps, "floor": shape.floor * peak}
+    if shape.name == "wsd":
+        phases["decay"] = math.floor(shape.decay * steps)
+    return fs.schedules.SCHEDULES[shape.name](peak=peak, **phases)
+
+
+def peak_of(planned: fs.Hardware | None, mesh: fs.Mesh) -> fs.Hardware | None:
+    """The hardware whose peak an MFU is a share of: one that was measured, or a GPU that the table knows."""
+    if planned is not None and not planned.name.startswith(tuple(TABLE)):
+        return planned
+    if mesh.device_type != "cuda":
+        return None  # the table's CPU is nobody's
+    return fs.Hardware.of_gpu(torch.cuda.get_device_name())

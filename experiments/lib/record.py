@@ -1,0 +1,546 @@
+"""The record of a run: what it is, what it takes, and what was predicted of that: `run.json`, written at
+every checkpoint and at the end, and the traces of `run.profile`."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import math
+import os
+import platform
+import resource
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fnshard as fs
+from experiments.lib.checks import ConfigError
+from experiments.lib.config import MEASURED
+from experiments.lib.files import DamagedError, first_few, read_record, write_record, write_text
+from experiments.lib.metrics import METRICS
+from fnshard.analysis.calibrate import Observation, changed, corrected
+from fnshard.analysis.hardware import TABLE, mfu
+from fnshard.analysis.timeline import Timeline
+from fnshard.errors import MissingExtraError, report
+from fnshard.step.lowered import Lowered
+
+PACKAGES = (
+    "fnshard", "torch", "numpy", "hydra-core", "safetensors", "transformers", "tensorboard", "wandb",
+    "mlflow-skinny",
+)  # fmt: skip
+# What the seconds of a command go to: all of them, "other" is the rest. "start" is from the command's first
+# moment to the job's first step: imports, launch, data, model. "lowering" traces and plans a step, "compile"
+# generates its kernels, with which the first step runs; a run that compiles nothing has none of it.
+PARTS = (
+    "start", "lowering", "compile", "steps", "data", "rollouts", "evaluation", "samples", "saves", "export",
+    "tracing", "reports", "other",
+)  # fmt: skip
+# What of a result differs from run to run of one configuration.
+VARIES = (
+    "mfu",
+    "measured_peak_bytes",
+    "process_peak_bytes",
+    "predicted_peak_bytes",
+    *(f"{name}_s" for name in PARTS),
+)
+HERE = Path(__file__).resolve()
+RUN, LINES = "run.json", Path("profile", "lines.json")  # of a run's folder
+DAMAGED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+MOST = 5  # damaged files that an error names
+FOLDER, TRACE, TEXT, PICTURE = LINES.parent, "trace.json", "timeline.txt", "timeline.png"
+FIRST = 3  # step of a process: the first compiles, the second is where memory is measured
+
+
+# ------------------------------------------------------------------ facts
+
+
+def facts_of(config: Any, job: str, overrides: Sequence[str], mesh: fs.Mesh, hosts: Sequence[str]) -> dict:
+    """Return what a run is: command, seed, configuration, code, packages, machine.
+
+    Args:
+        job: the module of `experiments` that was started.
+        hosts: of all ranks.
+    """
+    return {
+        "command": shlex.join(["python", "-m", f"experiments.{job}", *overrides]),
+        "seed": config.run.seed,
+        "git": git_of(HERE),
+        "packages": {"python": platform.python_version(), **packages()},
+        "hardware": {**machine(mesh), "ranks": mesh.size, "hosts": sorted(set(hosts))},
+        "config": dataclasses.asdict(config),
+    }
+
+
+def git_of(file: Path) -> dict[str, Any] | None:
+    """The commit of a file's repository, and whether tracked files have been changed since; None where git
+    does not track the file: an installed copy may lie in somebody else's repository."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", *arguments]
+        return subprocess.run(
+            command, cwd=file.parent, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", file.name)
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return {"revision": git("rev-parse", "HEAD"), "dirty": bool(changed)}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def packages() -> dict[str, str]:
+    """Return the versions of those of `PACKAGES` that are installed."""
+    found = {}
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    # The metadata of PyPI's builds leave out what torch itself says: the CUDA that it was built for.
+    return found | {"torch": torch.__version__}
+
+
+def machine(mesh: fs.Mesh) -> dict[str, Any]:
+    """The device of this rank and the host it is on."""
+    found = {
+        "device": mesh.device_type,
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+        "threads": torch.get_num_threads(),
+    }
+    if mesh.device_type == "cuda":
+        gpu = torch.cuda.get_device_properties(mesh.device)
+        found |= {"gpu": gpu.name, "gpu_memory_bytes": gpu.total_memory, "cuda": torch.version.cuda}
+    return found
+
+
+# ------------------------------------------------------------------ time and work
+
+
+def process_began() -> float:
+    """Return when this process began, in seconds of `time.time`: before it had imported anything. Where the
+    system does not say it, return the time now."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        ticks = int(fields[19])  # from the machine's start to this process's
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return time.time()
+    return time.time() - age
+
+
+@dataclass
+class TimeSpent:
+    """All seconds since this was made, by what they went to: one of `PARTS`. Of nested blocks the inner one
+    counts, so that no second counts twice. Seconds that passed before this was made are added to `seconds`.
+
+    >>> ticks = iter([0.0, 1.0, 3.0, 6.0, 10.0, 15.0])
+    >>> spent = TimeSpent(clock=lambda: next(ticks))
+    >>> with spent.on("evaluation"), spent.on("samples"):
+    ...     pass
+    >>> {part: seconds for part, seconds in spent.parts().items() if seconds}
+    {'evaluation': 6.0, 'samples': 3.0, 'other': 6.0}
+    """
+
+    clock: Callable[[], float] = time.perf_counter
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+
+    def __post_init__(self) -> None:
+        self._since, self._open = self.clock(), ["other"]
+
+    @contextmanager
+    def on(self, part: str) -> Iterator[None]:
+        self._turn()
+        self._open.append(part)
+        try:
+            yield
+        finally:
+            self._turn()
+            self._open.pop()
+
+    def parts(self) -> dict[str, float]:
+        self._turn()
+        return dict(self.seconds)
+
+    def between_steps(self) -> float:
+        """Return the seconds that neither steps took nor what is done once, before the first of them."""
+        once = ("start", "lowering", "compile", "steps")
+        return sum(seconds for part, seconds in self.parts().items() if part not in once)
+
+    @staticmethod
+    def since(folder: Path, began: float) -> tuple[TimeSpent, float]:
+        """Return the time of a process that works on the run of a folder, and when it begins to count.
+
+        That is when the command began; or this process, where an earlier one of the same command, as before a
+        restart, has counted from there; or now, where a program of one's own calls the job.
+        """
+        if not began:
+            return TimeSpent(), 0.0
+        try:
+            known = known_of(folder)
+        except DamagedError:  # which is said where the record is read to go on with
+            known = {}
+        if any(each.get("began") == began for each in known.get("attempts", [])):
+            began = process_began()
+        spent = TimeSpent()
+        spent.seconds["start"] = max(0.0, time.time() - began)
+        return spent, began
+
+    def _turn(self) -> None:
+        since, self._since = self._since, self.clock()
+        self.seconds[self._open[-1]] += self._since - since
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """The prediction of a step, for one rank.
+
+    `peak_flops`: per second, of the hardware; NaN where it is not known. `attention`: how many of one forward
+    are which of torch's kernels. `prediction`: of its time, as `run.json` keeps it.
+    """
+
+    model_flops: float
+    ranks: int
+    peak_bytes: int
+    peak_flops: float = math.nan
+    attention: Mapping[str, int] = field(default_factory=dict)
+    prediction: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(lowered: Any, hardware: fs.Hardware | None, predicted_for: fs.Hardware | None = None) -> StepWork:
+        """Read off a lowered step; any hardware has the same FLOPs.
+
+        Args:
+            hardware: whose peak an MFU is a share of.
+            predicted_for: whose speed its time is predicted with.
+        """
+        timeline = lowered.timeline(hardware or "cpu")
+        peak = math.nan if hardware is None else timeline.peak_flops
+        peak_bytes = lowered.memory_analysis().peak_bytes
+        predicted = {} if predicted_for is None else prediction_of(lowered, predicted_for)
+        return StepWork(timeline.model_flops, timeline.ranks, peak_bytes, peak, lowered.attention, predicted)
+
+    def mfu(self, seconds: float) -> float:
+        """Return that of a step that takes so long, as `fnshard.analysis.hardware.mfu` defines it."""
+        return mfu(self.model_flops, seconds, self.peak_flops)
+
+
+def peak_memory(device_type: str) -> dict[str, int]:
+    """Return the peak bytes of this process: on a GPU what was allocated there, which a prediction can be
+    compared with; on a CPU all that the process took, Python and torch included, which it cannot."""
+    if device_type == "cuda":
+        return {"measured_peak_bytes": torch.cuda.max_memory_allocated()}
+    return {"process_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+
+
+def known_of(folder: Path) -> dict[str, Any]:
+    """Read what earlier processes have left in `run.json`; nothing where there is none.
+
+    Raises:
+        DamagedError: it is no record of a run.
+    """
+    known = read_record(folder / RUN) or {}
+    attempts, totals = known.get("attempts", []), known.get("totals", {})
+    is_record = isinstance(attempts, list) and isinstance(totals, dict)
+    for each in attempts if is_record else ():
+        numbers = isinstance(each, dict) and isinstance(each.get("spent_s"), dict)
+        is_record &= numbers and all(
+            type(value) in (int, float) for value in (each.get("seconds"), *each["spent_s"].values())
+        )
+    if not is_record:
+        raise DamagedError(f"{folder / RUN} is no record of a run.")
+    return known
+
+
+@dataclass
+class RunRecord:
+    """`run.json`: the facts, one entry for each process that has worked on the run, and their sum."""
+
+    folder: Path
+    facts: Mapping[str, Any]
+    made: int = 0
+    spent: TimeSpent = field(default_factory=TimeSpent)
+    began: float = 0.0  # when the command of this process began, by the clock of the host
+
+    def __post_init__(self) -> None:
+        self._started = time.strftime("%Y-%m-%dT%H:%M:%S%z")
+        try:
+            self._known = known_of(self.folder)
+            if not self._known and self.made and (self.folder / METRICS).exists():
+                raise DamagedError(f"{self.folder / RUN} is missing.")
+        except DamagedError as error:
+            print(f"{error} What earlier processes took is not known.", file=sys.stderr, flush=True)
+            self._known = {}
+
+    def write(
+        self,
+        status: str,
+        step: int,
+        attention: Mapping[str, int] | None = None,
+        prediction: Mapping[str, Any] | None = None,
+        **measured: float,
+    ) -> dict[str, Any]:
+        """The run after step `step`. What is NaN is not known, and what was known before stays.
+
+        Args:
+            attention: of `StepWork`; None: not known yet.
+            prediction: of `StepWork`, with the seconds that a step has taken (`measured_s`).
+
+        Returns:
+            The totals over all processes.
+        """
+        parts = self.spent.parts()
+        attempt = {
+            "started": self._started,
+            "began": self.began,
+            "revision": (self.facts.get("git") or {}).get("revision"),
+            "steps": [self.made, step],
+            "seconds": round(sum(parts.values()), 4),
+            "spent_s": {name: round(seconds, 4) for name, seconds in parts.items()},
+        }
+        attempts = [*self._known.get("attempts", []), attempt]
+        totals = {**self._known.get("totals", {}), "steps": step}
+        totals["seconds"] = round(sum(each["seconds"] for each in attempts), 4)
+        for name in PARTS:
+            totals[f"{name}_s"] = round(sum(each["spent_s"].get(name, 0.0) for each in attempts), 4)
+        totals |= {name: value for name, value in measured.items() if math.isfinite(value)}
+        values = {
+            "status": status, "totals": totals, "attempts": attempts,
+            "attention": self._known.get("attention") if attention is None else dict(attention),
+            "prediction": self._known.get("prediction") if prediction is None else dict(prediction),
+        }  # fmt: skip
+        write_record(self.folder / RUN, values | dict(self.facts))
+        return totals
+
+
+def varying(totals: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers of `VARIES`, for the result."""
+    return {name: totals[name] for name in VARIES if name in totals}
+
+
+def speed_name(unit: str) -> str:
+    """Return the name of a run's speed in its rows: text is counted in tokens, of bytes or of others.
+
+    >>> speed_name("byte"), speed_name("row")
+    ('tokens_per_s', 'rows_per_s')
+    """
+    return "tokens_per_s" if unit in ("byte", "token") else f"{unit}s_per_s"
+
+
+def in_words(totals: Mapping[str, Any]) -> str:
+    """Return the totals in two lines.
+
+    >>> print(in_words({"steps": 9, "seconds": 20.0, "compile_s": 5.0, "steps_s": 12.0,
+    ...     "evaluation_s": 2.0, "saves_s": 1.0, "tracing_s": 0.0, "tokens_per_s": 1200.0, "mfu": 0.25,
+    ...     "predicted_peak_bytes": 2e6, "measured_peak_bytes": 3e6}))
+    9 steps in 20.0 s, 1,200 tokens/s, MFU 25.0%; peak memory of the device 3.0 MB, predicted 2.0 MB
+    spent on: compile 5.0 s (25%), steps 12.0 s (60%), evaluation 2.0 s (10%), saves 1.0 s (5%)
+    """
+    seconds = max(totals["seconds"], 1e-9)
+    head = [f"{totals['steps']} steps in {seconds:.1f} s"]
+    head += [f"{v:,.0f} {n.removesuffix('_per_s')}/s" for n, v in totals.items() if n.endswith("_per_s")]
+    head += [f"MFU {totals['mfu']:.1%}"] if "mfu" in totals else []
+    sizes = {name: f"{totals[name] / 1e6:.1f} MB" for name in totals if name.endswith("_peak_bytes")}
+    memory = ""
+    if "predicted_peak_bytes" in sizes:
+        predicted = sizes["predicted_peak_bytes"]
+        measured = sizes.get("measured_peak_bytes")
+        memory = f"; a step needs {predicted} of each rank's memory, by prediction"
+        if measured is not None:
+            memory = f"; peak memory of the device {measured}, predicted {predicted}"
+    parts = [(name, totals.get(f"{name}_s", 0.0)) for name in PARTS]
+    shares = (f"{name} {each:.1f} s ({each / seconds:.0%})" for name, each in parts if each >= 0.05)
+    return f"{', '.join(head)}{memory}\nspent on: {', '.join(shares)}"
+
+
+# ------------------------------------------------------------------ predicted and measured
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """One run. `hardware`: what it was predicted for; `machine`: what it ran on; `kinds`: of a run with a
+    profile, kinds of lines."""
+
+    hardware: Mapping[str, Any]
+    machine: Mapping[str, Any]
+    step: Observation
+    kinds: tuple[Observation, ...] = ()
+
+
+def prediction_of(lowered: Lowered, hardware: fs.Hardware) -> dict[str, Any]:
+    """Return what `run.json` keeps of a step before it runs."""
+    found = {name: lowered.timeline(each).step_seconds for name, each in changed(hardware).items()}
+    return {"hardware": hardware.as_dict(), "predicted_s": found}
+
+
+def lines_of(lowered: Lowered, hardware: fs.Hardware, measured: Timeline) -> dict[str, Any]:
+    """Return what a profile keeps: predicted and measured seconds of each line of the schedule, and of each
+    kind of line, of which those that were predicted count for `measured_hardware`."""
+    lines = lowered.schedule.instructions
+    waits = fs.profile.exposed(measured)
+    seconds = [_by_line(lowered.timeline(hardware)), _by_line(measured)]
+    kinds = fs.profile.by_kind(measured, lines)
+    found: dict[str, dict[str, float]] = {}
+    for constant, each in changed(hardware).items():
+        for kind, value in fs.profile.by_kind(lowered.timeline(each), lines).items():
+            found.setdefault(kind, {})[constant] = value
+    return {
+        "lines": [
+            {
+                "kind": fs.profile.kind_of(line), "unit": line.unit, "phase": line.phase,
+                "predicted_s": seconds[0].get(n, 0.0), "measured_s": seconds[1].get(n, 0.0),
+                "exposed_s": waits.get(n, 0.0),
+            }
+            for n, line in enumerate(lines)
+        ],
+        "kinds": [
+            {"kind": kind, "predicted_s": values, "measured_s": kinds[kind]}
+            for kind, values in found.items() if kinds.get(kind) and all(values.values())
+        ],
+    }  # fmt: skip
+
+
+def _by_line(timeline: Timeline) -> dict[int, float]:
+    out: dict[int, float] = {}
+    for span in timeline.spans:
+        out[span.index] = out.get(span.index, 0.0) + span.end - span.start
+    return out
+
+
+def measured_run(folder: Path) -> MeasuredRun | None:
+    """Return what a run has measured; None if it made no second step, or is of a version that kept nothing.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: a file is damaged.
+    """
+    record = read_record(folder / RUN) or {}
+    found, there = record.get("prediction") or {}, record.get("hardware", {})
+    if found.get("measured_s") is None:
+        return None
+    machine = {name: there.get(name) for name in ("device", "gpu", "gpu_memory_bytes", "cores")}
+    machine["ranks_of_host"] = there.get("ranks", 1) / max(1, len(there.get("hosts", ())))
+    step = Observation(found["predicted_s"], float(found["measured_s"]))
+    if not step.predicted[""] > 0:
+        raise ValueError("nothing was predicted")
+    kinds: tuple[Observation, ...] = ()
+    if (folder / LINES).exists():
+        profile = read_record(folder / LINES) or {}
+        values, _ = profile["kinds"], (profile["lines"], profile["exposed_s"])
+        total = sum(each["predicted_s"][""] for each in values)
+        kinds = tuple(
+            Observation(v["predicted_s"], v["measured_s"], v["predicted_s"][""] / total) for v in values
+        )
+    return MeasuredRun(found["hardware"], machine, step, kinds)
+
+
+def measured_hardware(place: str) -> fs.Hardware:
+    """The hardware of the newest run in a folder or below it, as all runs there have measured it that ran on
+    such a machine, with as many ranks on a host.
+
+    Raises:
+        ConfigError: no run says what it measured, or a file of one is damaged.
+    """
+    folders = sorted(
+        (path.parent for path in Path(place).rglob(RUN)), key=lambda f: (f / RUN).stat().st_mtime
+    )
+    runs, damaged = [], []
+    for folder in folders:
+        try:
+            runs.append(measured_run(folder))
+        except DAMAGED as error:
+            damaged.append(f"{folder}: {type(error).__name__}: {error}")
+    if damaged:
+        fix = "another folder, or remove what cannot be read."
+        raise ConfigError(
+            report(f"hardware={MEASURED}{place}: runs are damaged:", first_few(damaged, MOST), fix)
+        )
+    known = [run for run in runs if run is not None]
+    if not known:
+        raise ConfigError(
+            f"hardware={MEASURED}{place}: no run in it says what it measured; those of experiments.train and "
+            "experiments.finetune do, from their second step on."
+        )
+    last = known[-1]
+    base = fs.Hardware.from_dict(last.hardware)
+    base = replace(base, memory_bytes=last.machine["gpu_memory_bytes"] or base.memory_bytes)
+    alike = [r for r in known if (r.hardware, r.machine) == (last.hardware, last.machine)]
+    name = f"{base.name} as {len(alike)} run{'s' if len(alike) > 1 else ''} measured"
+    return corrected(base, [(run.step, *run.kinds) for run in alike], name)
+
+
+# ------------------------------------------------------------------ traces
+
+
+@dataclass
+class Tracer:
+    """Traces `steps` steps of this process; all ranks do, so that who is waited for can be seen.
+
+    Args:
+        lowered: the step; `hardware`: what its prediction is for; `base`: what `run.json` predicts with.
+        folder: of the run.
+    """
+
+    step: Any
+    steps: int
+    lowered: Any
+    hardware: fs.Hardware
+    base: fs.Hardware
+    folder: Path
+    _traced: int = 0
+    _open: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        self._predicted = self.lowered.timeline(self.hardware)  # before the step is compiled
+
+    @contextmanager
+    def on(self, here: int) -> Iterator[None]:
+        """Around the `here`th step of this process."""
+        if here == FIRST:
+            self._open.enter_context(fs.profile.traced(self.step, self._trace))
+        yield
+        self._traced += FIRST <= here < FIRST + self.steps
+
+    def done(self, here: int) -> bool:
+        """Whether the `here`th step of this process is the last one that is traced."""
+        return here == FIRST + self.steps - 1
+
+    @property
+    def _trace(self) -> Path:
+        """The file of this rank; rank 0's stays, others' are read and removed."""
+        rank = self.step.mesh.rank
+        return self.folder / FOLDER / (f"rank-{rank}.json" if rank else TRACE)
+
+    def write(self) -> str:
+        """End the trace and write what is measured; returns a line about it, or nothing where nothing was.
+
+        All ranks call it together.
+        """
+        self._open.close()
+        if not self._traced:
+            return ""
+        folder, predicted = self.folder / FOLDER, self._predicted
+        measured = fs.profile.measured(self._trace, self.lowered, self.hardware)
+        waited = self.step.gather_strings(str(measured.exposed_communication_seconds))
+        if self.step.mesh.rank:
+            self._trace.unlink()
+            return ""
+        values = lines_of(self.lowered, self.base, measured)
+        write_record(self.folder / LINES, {**values, "exposed_s": [float(text) for text in waited]})
+        name = self.hardware.name
+        nominal = f"; predicted with the nominal speeds of {name}: hardware=measure takes this machine's"
+        note = nominal if name in TABLE else ""
+        head = f"{self._traced} steps traced, medians{note}"
+        table = fs.profile.table(self.lowered, predicted, measured)
+        text = "\n\n".join([head, table, f"predicted:\n{predicted}", f"measured:\n{measured}"])
+        write_text(folder / TEXT, f"{text}\n")
+        with suppress(MissingExtraError):  # without matplotlib
+            fs.plot.timeline(predicted, folder / PICTURE, measured=measured)
+        where = f"in {folder / TRACE} (for ui.perfetto.dev) and {folder / TEXT}"
+        return f"steps traced: {self._traced}, {where}{note}"

@@ -1,0 +1,303 @@
+"""The report of a run while it is at work: progress lines, `metrics.jsonl`, trackers."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+from experiments.lib.files import DamagedError, naming, write_bytes, write_text
+from experiments.lib.metrics import METRICS, SUMS, Goal, Totals, line_of, read_rows
+from experiments.lib.record import RunRecord, StepWork, in_words, peak_memory, speed_name
+from experiments.lib.trackers import Feed, Tracker
+
+LINES = 20  # of how far a whole run is
+HINT_S = 10.0  # between two lines about what happens before a step
+WINDOW = 20  # steps that the shown speed is of
+OTHERS = 4  # numbers of a progress line besides the goal's, the rate and the norm, at most
+
+
+@dataclass
+class Progress:
+    """Steps of a run, `made` of them by earlier processes.
+
+    `between`: the seconds so far that neither steps nor compiling took.
+    """
+
+    stream: TextIO
+    steps: int
+    made: int = 0
+    between: Callable[[], float] = lambda: 0.0
+
+    def __post_init__(self) -> None:
+        self._hinted, self._later_s = -math.inf, 0.0
+        self._open = ExitStack()
+        self._open.enter_context(_log_to(self._hint))
+
+    def step(self, number: int, text: str, seconds: float) -> None:
+        """Step `number` is done, `text` describes it; only some are printed."""
+        first = number == self.made + 1  # it compiles: its time says nothing of later ones
+        self._later_s = -self.between() if first else self._later_s + seconds
+        if first or number == self.steps or number % max(1, self.steps // LINES) == 0:
+            self.say(f"step {number}/{self.steps}, {text}, left {self._left(number)}")
+
+    def say(self, text: str) -> None:
+        print(text, file=self.stream, flush=True)
+
+    def close(self) -> None:
+        """Show nothing more of what is logged; may be called again."""
+        self._open.close()
+
+    def _hint(self, text: str) -> None:
+        if time.monotonic() - self._hinted > HINT_S:
+            self._hinted = time.monotonic()
+            self.say(text)
+
+    def _left(self, number: int) -> str:
+        made = number - self.made - 1
+        if made == 0:
+            return "?"
+        left = round((self._later_s + self.between()) / made * (self.steps - number))
+        return f"{left // 60}:{left % 60:02d}"
+
+
+@contextmanager
+def _log_to(show: Callable[[str], None]) -> Iterator[None]:
+    """Let `show` get what fnshard logs, in a block: a first step takes a while to be lowered and compiled."""
+    logger, handler = logging.getLogger("fnshard"), logging.Handler(logging.INFO)
+    handler.emit = lambda record: show(record.getMessage())
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False  # else it would be printed twice where logging is set up
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+
+
+# ------------------------------------------------------------------ reports
+
+
+class Silent:
+    """The report of every rank but 0."""
+
+    def nothing(self, *_: Any, **__: Any) -> None:
+        """Do nothing: rank 0 alone reports."""
+
+    __enter__ = __exit__ = step = held_out = say = sync = close = finish = nothing
+
+
+@dataclass
+class Report:
+    """Rank 0's report: one row of `metrics.jsonl` a step, and some lines on how far it is.
+
+    Args:
+        folder: of the run.
+        steps: in the run.
+        tokens: per step, of all ranks; or rows, where `unit` says so.
+        record: `run.json`; it has the facts that trackers get.
+        made: steps that were made before; rows of later ones, by an earlier process, are dropped.
+        earlier: the file with their rows.
+        trackers: by name; they get all rows, too.
+        device_type: whose memory is measured.
+        goal: what the run is judged by.
+        unit: what `tokens` counts.
+    """
+
+    folder: Path
+    steps: int
+    tokens: int
+    record: RunRecord
+    made: int = 0
+    earlier: Path | None = None
+    stream: TextIO = field(default_factory=lambda: sys.stderr)
+    trackers: Mapping[str, Tracker] = field(default_factory=dict)
+    device_type: str = "cpu"
+    goal: Goal = Goal()
+    unit: str = "token"
+    totals: Totals = field(init=False)
+    work: StepWork | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        path, self.totals = self.folder / METRICS, Totals(self.goal)
+        self._progress = Progress(self.stream, self.steps, self.made, self.record.spent.between_steps)
+        self._take_over(path)
+        self._file = path.open("a", encoding="utf-8")
+        self._sums = (self.folder / SUMS).open("a", encoding="utf-8")
+        self._opened = os.fstat(self._file.fileno())
+        facts = self.record.facts
+        self._feeds = [Feed(name, tracker, path, facts, self.say) for name, tracker in self.trackers.items()]
+        self._write("running")  # a run that is killed early has said what it is
+        self._finished = False
+
+    def _take_over(self, path: Path) -> None:
+        """Write the rows of earlier processes anew; if some are damaged or missing, say so, and keep the file
+        as it was under another name."""
+        wrong: list[str] = []
+        row = None
+        for row in read_rows(self.earlier, self.made, wrong):
+            self.totals.add(row)
+        if self.totals.reached < self.made and self.earlier is not None:
+            wrong.append(f"{self.earlier}: no rows of steps {self.totals.reached + 1} to {self.made}")
+        elif self.made and self.earlier is None:
+            wrong.append(f"{path} is missing: the steps up to {self.made} have no rows")
+        for each in wrong:
+            self.say(each)
+        if wrong and path.exists():
+            kept = path.with_name(f"{METRICS}.damaged")
+            kept.write_bytes(path.read_bytes())
+            self.say(f"the run goes on without them; the file as it was is {kept}")
+        # Where this process is killed in between, the checksums are those of more lines, and of the last one.
+        sums = self.folder / SUMS
+        if row is not None:
+            before = sums.read_bytes() if sums.exists() else b""
+            write_bytes(sums, before + b"\n" + line_of(row)[1].encode())
+        kept = [read_rows(self.earlier, self.made) for _ in range(2)]
+        write_text(path, (line_of(row)[0] for row in kept[0]), durable=True)
+        write_text(sums, (line_of(row)[1] for row in kept[1]), durable=True)
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(self, _: Any, error: BaseException | None, *__: Any) -> None:
+        """A run that breaks off has failed."""
+        # On a full disk the first error counts.
+        with suppress(OSError) if error is not None else nullcontext():
+            self.close()
+            if not self._finished and self.folder.is_dir():
+                self.finish("failed")
+
+    def step(self, number: int, values: Mapping[str, float], seconds: float) -> None:
+        """Step `number` (from 1) took `seconds` and gave `values`."""
+        speed = {speed_name(self.unit): float(f"{self.tokens / seconds:.8g}")}
+        self._row(step=number, **values, **speed, seconds=float(f"{seconds:.8g}"))
+        self._progress.step(number, self._text(values), seconds)
+
+    def held_out(self, number: int, value: float, more: Mapping[str, float]) -> None:
+        """Report the goal's number on held-out data after step `number`, and what else was measured there."""
+        found = {self.goal.held_out: value, **more}
+        self._row(step=number, **found)
+        shown = ", ".join(f"{name.replace('_', ' ')} {each:.3f}" for name, each in found.items())
+        self.say(f"step {number}/{self.steps}, {shown.replace('held out', 'held-out')}")
+
+    def say(self, text: str) -> None:
+        self._progress.say(text)
+
+    def sync(self) -> None:
+        """Make the rows outlive a power cut, as the checkpoint does that is written next."""
+        self._check_folder()
+        for name, file in ((SUMS, self._sums), (METRICS, self._file)):
+            with naming(self.folder / name):
+                os.fsync(file.fileno())
+        self._write("running")
+        for feed in self._feeds:
+            feed.follow(at_once=True)
+
+    def close(self) -> None:
+        self._progress.close()
+        for name, file in ((SUMS, self._sums), (METRICS, self._file)):
+            with naming(self.folder / name):
+                file.close()
+
+    def finish(self, status: str, artifacts: Sequence[Path] = (), **summary: Any) -> dict[str, Any]:
+        """The run, or this process's part of it, has ended: "ok", "stopped" or "failed".
+
+        Args:
+            artifacts: files for the trackers.
+            summary: numbers for them besides the totals.
+
+        Returns:
+            The totals of `run.json`.
+        """
+        if status != "failed":
+            self._check_folder()
+        self._finished = True
+        totals = self._write(status)
+        for feed in self._feeds:
+            feed.finish(status, artifacts, **{**totals, **summary})
+        return totals
+
+    def closing(self, totals: Mapping[str, Any]) -> str:
+        """Return the totals in words."""
+        return in_words(totals)
+
+    def _write(self, status: str) -> dict[str, Any]:
+        totals, work, seconds = self.totals, self.work, self.totals.step_seconds()
+        measured = {
+            speed_name(self.unit): self.tokens / seconds,
+            "loss": totals.losses[-1] if totals.losses else math.nan,
+            **peak_memory(self.device_type),
+        }
+        if work is not None:
+            measured |= {
+                "mfu": work.mfu(seconds),
+                f"flops_per_{'token' if self.unit == 'byte' else self.unit}": work.model_flops
+                * work.ranks
+                / self.tokens,
+                "predicted_peak_bytes": work.peak_bytes,
+            }
+        known = work is not None and math.isfinite(seconds)
+        predicted = {**work.prediction, "measured_s": seconds} if known else None
+        return self.record.write(status, self._reached, work and work.attention, predicted, **measured)
+
+    @property
+    def _reached(self) -> int:
+        return self.totals.reached or self.made
+
+    def _row(self, **row: Any) -> None:
+        self._check_folder()
+        self.totals.add(row)
+        line, checksum = line_of(row)
+        # A run that dies leaves all its rows, and trackers read them.
+        for name, file, text in ((SUMS, self._sums, checksum), (METRICS, self._file, line)):
+            with naming(self.folder / name):
+                file.write(text)
+                file.flush()
+        for feed in self._feeds:
+            feed.follow()
+
+    def _check_folder(self) -> None:
+        """See that the file that rows go to is still the one of its name."""
+        path = self.folder / METRICS
+        try:
+            if os.path.samestat(os.stat(path), self._opened):
+                return
+        except FileNotFoundError:
+            pass
+        what = f"{path} was deleted or replaced" if self.folder.is_dir() else f"{self.folder} was deleted"
+        raise DamagedError(
+            f"{what} while the run was at work in it; rows that follow would be lost. Fix: the same command "
+            "goes on from the newest checkpoint that is left, or begins anew."
+        )
+
+    def _text(self, values: Mapping[str, float]) -> str:
+        name = self.goal.name
+        shown = [f"{name} {values[name]:.3f}", f"lr {values['lr']:.1e}"]
+        if "grad_norm" in values:
+            shown.append(f"grad norm {values['grad_norm']:.2f}")
+        others = [n for n in values if n not in (name, "loss", "lr", "grad_norm")][:OTHERS]
+        shown += [f"{each.replace('_', ' ')} {values[each]:.4g}" for each in others]
+        seconds, speed = self.totals.step_seconds(WINDOW), speed_name(self.unit).removesuffix("_per_s")
+        shown.append(f"{self.tokens / seconds:,.0f} {speed}/s")
+        mfu = self.work.mfu(seconds) if self.work is not None else math.nan
+        return ", ".join(shown if math.isnan(mfu) else [*shown, f"MFU {mfu:.1%}"])
+
+
+def metrics_next_to(folder: Path, found: str) -> Path | None:
+    """The metrics of the run whose checkpoint is resumed: its own, or those of another folder.
+
+    Args:
+        found: a checkpoint, or the directory of a run's checkpoints; empty: nothing is resumed.
+    """
+    places = [folder, Path(found).parent, Path(found).parent.parent] if found else []
+    return next((place / METRICS for place in places if (place / METRICS).exists()), None)

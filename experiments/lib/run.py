@@ -1,0 +1,433 @@
+"""Run: what a job does around its steps, on each rank: folder, record, report, signals, checkpoints,
+watchdog."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import OmegaConf
+
+import fnshard as fs
+from experiments.data.loader import Loader
+from experiments.lib.checks import ConfigError
+from experiments.lib.config import AUTO
+from experiments.lib.files import append, write_sealed, write_text
+from experiments.lib.folder import STOPPED, RunFolder, has_numbered, memory_name, write_result
+from experiments.lib.metrics import HELD_OUT, Goal
+from experiments.lib.plan import MEMORY, Plan, append_compiled, hardware_of, peak_of, write_memory, write_plan
+from experiments.lib.record import RunRecord, StepWork, TimeSpent, Tracer, facts_of, speed_name, varying
+from experiments.lib.report import Report, Silent, metrics_next_to
+from experiments.lib.trackers import choose_trackers
+from experiments.lib.watchdog import Watchdog
+from fnshard.checkpoint.replicas import most_copies
+from fnshard.errors import CheckpointError
+from fnshard.launcher.rank import Stop
+from fnshard.losses import Mean
+
+METRIC = "held_out"  # of checkpoints: what the best ones are kept by
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step that may be under way on the device, and what it will report."""
+
+    number: int
+    metrics: Any
+    seconds: float
+
+
+class Run:
+    """A run of a job on one rank, from its start in this process to its end. All ranks call its methods
+    together.
+
+        with Run("train", config, folder, overrides, stop) as run:
+            ...  # mesh, data, model, plan, step
+            state, loader = run.restore(step, data.loader, lambda: step.init(model))
+            run.begin(state, plan, goal, tokens, unit)
+            for number in run.numbers():
+                state = run.make_step(number, state, next(loader))
+                run.settle(number, state)
+                run.save(number, state, loader, held_out)
+            run.finish(measured, sample="sample.txt")
+
+    Its state: what the process has spent its time on, the step that was launched last and whose numbers
+    nobody has read yet, and what `settle` has found of the step before.
+
+    Args:
+        job: the module of `experiments` that was started.
+        config: on this machine; it has `run` and `tracker`, as `TrainConfig` does.
+        folder: the run's, which no other process works in.
+        overrides: the arguments of the command line.
+        stop: once it is asked on any rank, all finish the step, save, and end.
+    """
+
+    def __init__(self, job: str, config: Any, folder: RunFolder, overrides: list[str], stop: Stop):
+        self.job, self.config, self.place, self.overrides, self.stop = job, config, folder, overrides, stop
+        self.folder = Path(folder.folder)
+        self.spent, self._began = TimeSpent.since(self.folder, folder.began)
+        self._starting = ExitStack()
+        self._starting.enter_context(self.spent.on("start"))
+        self.report: Report | Silent = Silent()
+        self.replicas: fs.checkpoint.Replicas | None = None
+        self.tracer: Tracer | None = None
+        self.stops = self._saves = self._copies = False
+        self._launched: list[Launched] = []  # at most the last step
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """A run that breaks off has a row for every step whose numbers have arrived, and has failed."""
+        if self._launched:
+            with suppress(RuntimeError, OSError):
+                self._report_rows(self._read(wait=False))
+        self.report.__exit__(kind, error, trace)
+
+    # ------------------------------------------------------------------ the start
+
+    def restore(
+        self,
+        step: Any,
+        make_loader: Callable[[], Loader],
+        make_state: Callable[[], fs.TrainState],
+    ) -> tuple[fs.TrainState, Loader]:
+        """Return the state to go on from, and a loader that stands after the batches it has seen: of the
+        run's newest checkpoint, or of a replica in memory, or of the checkpoint that `run.resume` names; else
+        the first.
+
+        Raises:
+            CheckpointError: none there is whole, or fits the model and the optimizer.
+            ConfigError: what was saved has seen other batches.
+        """
+        run, self._step, self.mesh = self.config.run, step, step.mesh
+        if run.replicas:  # or as many as the nodes that are left can hold
+            nodes = step.mesh.size // int(os.environ.get("LOCAL_WORLD_SIZE", step.mesh.size))
+            copies = min(run.replicas, most_copies(nodes))
+            name = memory_name(self.folder)
+            self.replicas = fs.checkpoint.Replicas(step, name, copies=copies, timeout=run.timeout_s)
+
+        def begin(replicas: fs.checkpoint.Replicas | None = None) -> tuple[fs.TrainState, Loader, str]:
+            loader = make_loader()
+            state, found = restore(self.place.root, self.place.source, step, loader, replicas)
+            return make_state() if state is None else state, loader, found
+
+        self._begin_again = lambda: begin()[:2]  # for the watchdog
+        state, loader, self._found = begin(self.replicas)
+        if self.mesh.rank == 0 and self._found:
+            print(f"resume: step {int(state.step)} of {self._found}", flush=True)
+        elif self.mesh.rank == 0 and run.resume == AUTO and not self.place.makes:
+            print("resume: nothing to go on from, a new run", flush=True)
+        return state, loader
+
+    def begin(self, state: fs.TrainState, plan: Plan, goal: Goal, tokens: int, unit: str) -> None:
+        """Open the run's files, and say what it is.
+
+        Args:
+            tokens: of one step, of all ranks.
+            unit: what one of them is, "byte", "token" or "row".
+        """
+        config, made = self.config, int(state.step)
+        self.plan, self.goal, self.first = plan, goal, made + 1
+        hosts = self._step.gather_strings(socket.gethostname())
+        if self.mesh.rank == 0:
+            values = OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config)))
+            write_sealed(self.folder / "config.yaml", values)
+            facts = facts_of(config, self.job, self.overrides, self.mesh, hosts) | {"goal": goal.as_dict()}
+            record = RunRecord(self.folder, facts, made, self.spent, self._began)
+            self.report = Report(
+                self.folder, config.run.steps, tokens, record, made,
+                metrics_next_to(self.folder, self._found), trackers=choose_trackers(config.tracker),
+                device_type=self.mesh.device_type, goal=goal, unit=unit,
+            )  # fmt: skip
+            if not self.place.makes:
+                print(f"goal: the run {goal.aim}", flush=True)
+            write_plan(plan, self.folder)
+        self.watch = Watchdog(self._step, config.run.watch, self._begin_again, self.report.say)
+        self._step.clear_flag("stop")
+        if self.replicas is not None:
+            self.replicas.start(state)
+        self._starting.close()
+
+    # ------------------------------------------------------------------ the loop
+
+    def numbers(self) -> Iterator[int]:
+        """Yield the numbers of the steps that are left; those after one at which a rank was asked to stop are
+        for the next process."""
+        for number in range(self.first, self.config.run.steps + 1):
+            if self.stop.asked:
+                self._step.raise_flag("stop")
+            yield number
+            if self.stops:
+                break
+        if self.replicas is not None:  # the last state is on disk
+            fs.checkpoint.wait()
+            self.replicas.close()
+        self._write_trace()
+
+    def make_step(self, number: int, state: fs.TrainState, batch: tuple[Any, ...]) -> fs.TrainState:
+        """Make step `number`, and report the numbers of the step before.
+
+        The device works on this step while the host reads those, so it never waits for the host. The seconds
+        are those from the call of a step until the one before it is done: on a device that is busy, what a
+        step takes there.
+
+        Raises:
+            SpecError, TraceError, ...: as of `fs.shard_step`.
+        """
+        step, spent, here = self._step, self.spent, number - self.first + 1
+        on_gpu, is_first, is_writer = self.mesh.device_type == "cuda", here == 1, self.mesh.rank == 0
+        doing = "compile" if is_first and self.config.run.backend != "eager" else "steps"
+        lowered = None
+
+        # Before the first step: its schedule and its memory, as they are predicted.
+        if is_first and (is_writer or self.config.run.profile):
+            with spent.on("lowering"):
+                lowered = step.lower(state, *batch)
+                planned, base = self.plan.hardware, hardware_of(AUTO, self.mesh)
+                if profile := self.config.run.profile:
+                    self.tracer = Tracer(step, profile, lowered, planned or base, base, self.folder)
+                if is_writer:
+                    write_text(self.folder / "schedule.txt", lowered.as_text() + "\n")
+                    write_memory(lowered, self.folder)
+                    self.report.work = StepWork.of(lowered, peak_of(planned, self.mesh), base)
+        if here == 2 and on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+
+        # The step.
+        tracing = nullcontext() if self.tracer is None else self.tracer.on(here)
+        with tracing, spent.on(doing):
+            began = time.perf_counter()
+            state, metrics = step(state, *batch)
+            before = self._read()
+            seconds = time.perf_counter() - began
+        self._report_rows(before)
+        self._launched.append(Launched(number, metrics, seconds))
+        if is_first:  # nobody waits for what is prepared next
+            with spent.on(doing):
+                self._report_rows(self._read())
+
+        # After the first step, and the second: what they took.
+        if lowered is not None and is_writer:
+            with spent.on("reports"):
+                append_compiled(lowered, self.folder)
+            if self.replicas is not None:
+                self._add_memory(
+                    f"replicas: {self.replicas.node_bytes / 1e6:.1f} MB of each node's host memory"
+                )
+        if here == 2 and on_gpu and is_writer:
+            self._add_memory(f"measured peak of a step: {torch.cuda.max_memory_allocated() / 1e6:.1f} MB")
+        if self.tracer is not None and self.tracer.done(here):
+            self._write_trace()
+        return state
+
+    def settle(self, number: int, state: fs.TrainState) -> None:
+        """See what follows from step `number`: whether all ranks are to stop after it (`stops`), and whether
+        its numbers and a state that is to be saved are finite (`watch.fault`)."""
+        run = self.config.run
+        self.stops = self._step.flag_raised("stop")
+        self._saves = number == run.steps or (run.save_every > 0 and number % run.save_every == 0)
+        self._copies = self.replicas is not None and number % run.replica_every == 0
+        if self.stops or self._saves or self._copies or self.measures(number):
+            self._report_rows(self._read())
+        if self.stops or self._saves:
+            with self.spent.on("saves"):
+                self.watch.before_save(state, number)
+
+    def measures(self, number: int) -> bool:
+        """Return whether the model is measured on held-out data after step `number`."""
+        run = self.config.run
+        return not self.stops and (number % run.held_out_every == 0 or number == run.steps)
+
+    def report_held_out(self, number: int, value: float, more: Mapping[str, float]) -> float:
+        """Report the goal's number on held-out data after step `number`, and what else was measured; return
+        it."""
+        self.report.held_out(number, value, {HELD_OUT + name: each for name, each in more.items()})
+        return value
+
+    def save(self, number: int, state: fs.TrainState, loader: Loader, held_out: float | None) -> None:
+        """Save step `number`, if it is to be saved: to the memory of other nodes, to the run's folder; with
+        the goal's number on held-out data if there is one for it. Where the run stops here, it is on the disk
+        when this returns.
+
+        A step that cannot be written, and is not the last, is reported: training continues, and what was
+        saved before is still there.
+
+        Raises:
+            CheckpointError: the last step cannot be written: nobody would write it again. In the background
+                `fs.checkpoint.wait` raises it.
+        """
+        run = self.config.run
+        if not (self.stops or self._saves or self._copies):
+            return
+        keep = fs.checkpoint.Keep(
+            last=run.keep, every=run.keep_every, best=run.keep_best, metric=METRIC,
+            mode="max" if self.goal.is_maximised else "min",
+        )  # fmt: skip
+        how = {
+            "data": loader, "config": dataclasses.asdict(self.config), "keep": keep, "timeout": run.timeout_s,
+            "metrics": {} if held_out is None else {METRIC: held_out},
+        }  # fmt: skip
+        path = self.place.root / str(number)
+        with self.spent.on("saves"):
+            if self._copies and not self.stops:
+                self.replicas.save(state, loader)
+            if not (self.stops or self._saves):
+                return
+            self.report.sync()
+            self._or_warn(fs.checkpoint.wait)
+            if self.stops:
+                fs.checkpoint.save(path, state, **how)
+                return
+            save = fs.checkpoint.save_async if run.async_save else fs.checkpoint.save
+            write = partial(save, path, state, **how)
+            if number == run.steps:
+                write()
+            else:
+                self._or_warn(write)
+
+    def _or_warn(self, work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except CheckpointError as error:  # on all ranks
+            if self.mesh.rank == 0:
+                print(f"not saved, training goes on: {error}", file=sys.stderr, flush=True)
+
+    def _read(self, *, wait: bool = True) -> list[tuple[Launched, dict[str, float]]]:
+        """Return the numbers of the step that was launched last, once; without `wait`, only if they have
+        arrived."""
+        rows = [(each, each.metrics.numbers()) for each in self._launched if wait or each.metrics.ready]
+        self._launched.clear()
+        return rows
+
+    def _report_rows(self, rows: list[tuple[Launched, dict[str, float]]]) -> None:
+        """Give what was read to the report and to the watchdog."""
+        for launched, values in rows:
+            with self.spent.on("reports"):
+                self.report.step(launched.number, values, launched.seconds)
+            self.watch.look(launched.number, values)
+
+    def _add_memory(self, text: str) -> None:
+        append(self.folder / MEMORY, f"\n{text}\n")
+        self.report.say(text)
+
+    def _write_trace(self) -> None:
+        if self.tracer is not None:
+            with self.spent.on("tracing"):
+                text = self.tracer.write()
+            self.tracer = None
+            if text:
+                self.report.say(text)
+
+    # ------------------------------------------------------------------ the end
+
+    def end_early(self, number: int) -> None:
+        """Report that the run has stopped before its end, after step `number`, and how to go on."""
+        self.report.close()
+        if self.mesh.rank != 0:
+            return
+        self.report.finish(STOPPED)
+        write_result(self.folder, status=STOPPED, overrides=self.overrides, step=number)
+        print(
+            f"stopped: step {number} of {self.config.run.steps} is saved; the same command goes on from "
+            f"there, another one with run.resume={self.folder}",
+            flush=True,
+        )
+
+    def finish(self, measured: Mapping[str, float], *, sample: str) -> str:
+        """Leave the run's result, on rank 0.
+
+        Args:
+            measured: what the job has measured at the end.
+            sample: the name of the file of samples, for the trackers.
+
+        Returns:
+            Its time and memory, as text.
+        """
+        rows, goal, speed = self.report.totals, self.goal, speed_name(self.report.unit)
+        losses, trained = list(rows.losses)[-20:], list(rows.trained)[-20:]
+        summary = {
+            "loss": statistics.mean(losses) if losses else math.nan,
+            goal.name: statistics.mean(trained) if trained else math.nan,
+            **measured,
+            speed: self.report.tokens / rows.step_seconds(),
+        }
+        # Where metrics were lost, and no step was left to make, the rows' numbers are not known.
+        unknown = {n for n in ("loss", goal.name, speed) if math.isnan(summary[n]) and not losses}
+        summary = {name: value for name, value in summary.items() if name not in unknown}
+        names = (f"{goal.name}.png", sample, "config.yaml", "schedule.txt")
+        artifacts = [self.folder / name for name in names]
+        totals = self.report.finish("ok", [a for a in artifacts if a.exists()], **summary)
+        values = {**summary, "seconds": totals["seconds"], **varying(totals)}  # of the run, not of its steps
+        write_result(self.folder, status="ok", overrides=self.overrides, goal=goal.as_dict(), **values)
+        return self.report.closing(totals)
+
+
+def restore(
+    root: Path, source: str | None, step: Any, loader: Any, replicas: fs.checkpoint.Replicas | None = None
+) -> tuple[fs.TrainState | None, str]:
+    """Return the state to go on from, and the directory it was found in; None where there is no checkpoint.
+
+    The newest of memory and `root`, else of `source`. The loader stands after the batches that were seen.
+
+    Raises:
+        CheckpointError, ConfigError: as of `Run.restore`.
+    """
+    mesh = step.mesh
+    steps = fs.checkpoint.all_steps(root) if mesh.rank == 0 else []
+    # Where none is whole `restore` says what is wrong: the run must not begin anew in silence.
+    found = str(root if steps or (mesh.rank == 0 and has_numbered(root)) else source or "")
+    newest, found = json.loads(step.gather_strings(json.dumps([max(steps, default=-1), found]))[0])
+    state = None if replicas is None else replicas.restore(newer_than=newest)
+    if replicas is not None and replicas.lost and mesh.rank == 0:
+        print(f"replicas: no step is complete in memory, going on from {found or 'the start'}", flush=True)
+    if state is not None:
+        found = str(replicas.memory)
+    elif found:
+        state = fs.checkpoint.restore(found, step, mesh)
+    if state is None:
+        return None, ""
+    try:
+        loader.load_state_dict(state.data or {**loader.state_dict(), "step": int(state.step)})
+        if loader.step != int(state.step):  # a step takes one batch
+            raise ValueError(f"its loader has drawn {loader.step} batches, its step is {int(state.step)}.")
+    except ValueError as error:
+        raise ConfigError(f"cannot go on from {found}: {error}") from None
+    return state, found
+
+
+def mean_over(
+    forward: Callable[..., Any], params: Any, batches: Iterable[Any], device: torch.device
+) -> tuple[float, dict[str, float]]:
+    """Return the loss of all batches of all ranks, and the means of its `aux`; exact means, not means of
+    means."""
+    sums: dict[str, torch.Tensor] = {}
+    for batch in batches:
+        loss, aux = forward(params, *batch)  # which sends it to the device
+        for name, mean in {"": loss, **aux}.items():
+            sums[name] = sums.get(name, torch.zeros((), device=device)) + _both(mean, device)
+    sums = {name: both.cpu() for name, both in sums.items()}
+    if dist.is_initialized():
+        for both in sums.values():
+            dist.all_reduce(both)
+    means = {name: (both[0] / both[1].clamp(min=1)).item() for name, both in sums.items()}
+    return means.pop("", math.nan), means
+
+
+def _both(mean: Mean, device: torch.device) -> torch.Tensor:
+    both = mean.total, mean.count
+    return torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in both])

@@ -1,0 +1,317 @@
+"""Trackers: a run's numbers in TensorBoard, Weights & Biases or MLflow, besides its `metrics.jsonl`.
+
+Their libraries are imported when a run gives them its first rows, and never otherwise. A new one is a class
+and a row of `TRACKERS` here, and a field of `TrackerConfig`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+from hydra.utils import instantiate
+
+from experiments.lib.checks import TARGET, ConfigError, flat
+from experiments.lib.config import TrackerConfig
+from experiments.lib.files import DamagedError, read_record, write_record
+from fnshard.errors import report
+
+Row = Mapping[str, Any]  # of metrics.jsonl: "step", and numbers by name
+FOLDER = "trackers"  # of the run's folder: for each tracker a file of how many rows it has
+EVERY_S = 1.0  # between two looks at the file: many rows at once cost less
+BATCH = 1000  # rows, or numbers, that are logged at once
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """The facts that a tracker gets at the start of a process.
+
+    `facts`: of `lib.record`. `id`: what the tracker's `start` returned in an earlier
+    process of this run, empty in the first.
+    """
+
+    folder: Path
+    facts: Mapping[str, Any]
+    id: str = ""
+
+
+class Tracker(Protocol):
+    """Somewhere to write a run's numbers. Anything it raises ends the tracker, and not the run."""
+
+    def start(self, run: RunInfo) -> str:
+        """Begin, or resume the run named `run.id`; returns the name that the next process resumes."""
+
+    def log(self, rows: Sequence[Row]) -> None:
+        """Rows in order; they outlive this process when this returns."""
+
+    def artifact(self, path: Path) -> None:
+        """A file of the run's folder: a text or a picture."""
+
+    def finish(self, status: str, summary: Mapping[str, Any]) -> None:
+        """The process ends: the run is "ok", "stopped" (it may be resumed) or "failed"."""
+
+
+def numbers(row: Row) -> dict[str, float]:
+    """The numbers of a row, without its step."""
+    return {name: float(value) for name, value in row.items() if name != "step"}
+
+
+@dataclass
+class Feed:
+    """A tracker, and how many rows of a run's `metrics.jsonl` it has. A tracker that raises is reported once,
+    and training goes on without it.
+
+    What the tracker has is noted. A resumed run writes the rows after its checkpoint again, as they were, so
+    the next process skips that many. Rows that were logged when the process was killed, but not noted, are
+    logged again, with equal values.
+
+    Args:
+        metrics: the file of rows; others append to it.
+        facts: what the tracker is told of the run.
+        say: gets the line of a tracker that fails.
+    """
+
+    name: str
+    tracker: Tracker
+    metrics: Path
+    facts: Mapping[str, Any]
+    say: Callable[[str], None]
+    every_s: float = EVERY_S
+    failed: str = field(default="", init=False)
+
+    def __post_init__(self) -> None:
+        self._looked, self._file, self._read, self._logged = time.monotonic(), None, 0, 0
+        self._note = self.metrics.parent / FOLDER / f"{self.name}.json"
+
+    def follow(self, *, at_once: bool = False) -> None:
+        """Hand the tracker the rows that are new in the file; often enough, if not `at_once`."""
+        if at_once or time.monotonic() >= self._looked + self.every_s:
+            self._attempt(self._log)
+            self._looked = time.monotonic()
+
+    def finish(self, status: str, artifacts: Sequence[Path] = (), **summary: Any) -> None:
+        """All rows are written, and the run, or this process's part of it, has ended."""
+
+        def end() -> None:
+            self._log()
+            for path in artifacts:
+                self.tracker.artifact(path)
+            self.tracker.finish(status, summary)
+            self._file.close()
+
+        self._attempt(end)
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        if self.failed:
+            return
+        try:
+            work()
+        except Exception as error:  # whatever the tracker's library raises
+            self.failed = f"{type(error).__name__}: {error}".splitlines()[0]
+            self.say(
+                f"tracker {self.name} gets no more rows, training goes on: {self.failed} "
+                "(all numbers are in metrics.jsonl)"
+            )
+
+    def _log(self) -> None:
+        if self._file is None:
+            try:
+                known = read_record(self._note) or {}
+            except DamagedError as error:
+                self.say(f"{error} Tracker {self.name} begins a run anew.")
+                known = {}
+            self._logged = known.get("rows", 0)
+            self._id = self.tracker.start(RunInfo(self.metrics.parent, self.facts, known.get("id", "")))
+            write_record(self._note, {"id": self._id, "rows": self._logged})
+            self._file = self.metrics.open("rb")
+        while rows := list(islice(_rows(self._file), BATCH)):
+            new = rows[max(0, self._logged - self._read) :]
+            self._read += len(rows)
+            if new:
+                self.tracker.log(new)
+                self._logged = self._read
+                write_record(self._note, {"id": self._id, "rows": self._logged})
+
+
+def _rows(file: BinaryIO) -> Iterator[Row]:
+    """Yield the rows after where the file stands; a line that is only begun is left for later."""
+    while (line := file.readline()).endswith(b"\n"):
+        yield json.loads(line)
+    file.seek(-len(line), 1)
+
+
+# ------------------------------------------------------------------ TensorBoard
+
+
+class TensorBoard:
+    """Scalars by name and step, texts and pictures. `tensorboard --logdir` of a folder of runs shows all."""
+
+    def start(self, run: RunInfo) -> str:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer, self._step = SummaryWriter(str(run.folder / "tensorboard")), 0
+        if not run.id:
+            self._text("run", json.dumps(run.facts, indent=1))
+        return "tensorboard"
+
+    def log(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            self._step = row["step"]
+            for name, value in numbers(row).items():
+                self._writer.add_scalar(name, value, self._step)
+        self._writer.flush()
+
+    def artifact(self, path: Path) -> None:
+        if path.suffix == ".png":
+            from matplotlib import image
+
+            self._writer.add_image(path.stem, image.imread(path)[..., :3], self._step, dataformats="HWC")
+        else:
+            self._text(path.name, path.read_text(encoding="utf-8", errors="replace"))
+
+    def finish(self, status: str, summary: Mapping[str, Any]) -> None:
+        self._text("result", json.dumps({"status": status, **summary}, indent=1))
+        self._writer.close()
+
+    def _text(self, name: str, text: str) -> None:
+        indented = "".join(f"    {line}\n" for line in text.splitlines())  # Markdown shows it unchanged
+        self._writer.add_text(name, indented, self._step)
+
+
+# ------------------------------------------------------------------ Weights & Biases
+
+# Output is in ranks/rank0.log, and the facts have code, packages and machine.
+QUIET = {
+    "silent": True, "console": "off", "disable_git": True, "save_code": False, "x_save_requirements": False,
+    "x_disable_stats": True, "x_disable_machine_info": True, "symlink": False,
+}  # fmt: skip
+
+
+class WandB:
+    """One run of `project`; a process that resumes it adds a folder of its own with the same id.
+
+    Offline unless `WANDB_MODE` says otherwise: no login, no network, no question.
+    """
+
+    def __init__(self, project: str):
+        self._project = project
+
+    def start(self, run: RunInfo) -> str:
+        import wandb
+
+        name, folder, facts = run.id or uuid.uuid4().hex[:8], str(run.folder), dict(run.facts)
+        mode = os.environ.get("WANDB_MODE", "offline")
+        self._run = wandb.init(
+            project=self._project, id=name, name=run.folder.name, dir=folder, resume="allow",
+            reinit="create_new", config={**facts.pop("config", {}), "facts": facts},
+            settings=wandb.Settings(mode=mode, root_dir=folder, **QUIET),
+        )  # fmt: skip
+        self._run.define_metric("*", step_metric="step")
+        return name
+
+    def log(self, rows: Sequence[Row]) -> None:
+        """`step` is a number among the others: a row of a held-out loss has the step of the row before."""
+        for row in rows:
+            self._run.log({**numbers(row), "step": row["step"]})
+
+    def artifact(self, path: Path) -> None:
+        import wandb
+
+        if path.suffix == ".png":
+            self._run.log({f"pictures/{path.stem}": wandb.Image(str(path))})
+        else:
+            self._run.save(str(path), base_path=str(path.parent), policy="now")
+
+    def finish(self, status: str, summary: Mapping[str, Any]) -> None:
+        self._run.summary.update({"status": status, **summary})
+        self._run.finish(exit_code=int(status == "failed"))
+
+
+# ------------------------------------------------------------------ MLflow
+
+LONGEST, PARAMS = 6000, 100  # characters of a parameter, and parameters that are logged at once
+STATES = {"ok": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+
+
+class MLflow:
+    """One run of the experiment `experiment`.
+
+    Args:
+        store: a folder, relative to where the job was started; or a URI, such as sqlite:///runs.db.
+    """
+
+    def __init__(self, experiment: str, store: str):
+        self._experiment, self._store = experiment, store
+
+    def start(self, run: RunInfo) -> str:
+        # MLflow 3 needs a switch for stores of files, and would report its use to its makers.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        store = self._store if "://" in self._store else Path(self._store).resolve().as_uri()
+        self._client, self._run = MlflowClient(tracking_uri=store), run.id
+        if run.id:
+            self._client.update_run(run.id, "RUNNING")
+            return run.id
+        known = self._client.get_experiment_by_name(self._experiment)
+        at = known.experiment_id if known else self._client.create_experiment(self._experiment)
+        git = run.facts.get("git") or {}
+        tags = {"mlflow.source.git.commit": git["revision"]} if git else {}
+        self._run = self._client.create_run(at, run_name=run.folder.name, tags=tags).info.run_id
+        params = [Param(name, str(value)[:LONGEST]) for name, value in flat(run.facts)]
+        for first in range(0, len(params), PARAMS):
+            self._client.log_batch(self._run, params=params[first : first + PARAMS])
+        return self._run
+
+    def log(self, rows: Sequence[Row]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [
+            Metric(name, value, now, row["step"]) for row in rows for name, value in numbers(row).items()
+        ]
+        for first in range(0, len(metrics), BATCH):
+            self._client.log_batch(self._run, metrics[first : first + BATCH])
+
+    def artifact(self, path: Path) -> None:
+        self._client.log_artifact(self._run, str(path))
+
+    def finish(self, status: str, summary: Mapping[str, Any]) -> None:
+        for name, value in flat({"status": status, **summary}):
+            self._client.set_tag(self._run, f"result.{name}", value)
+        self._client.set_terminated(self._run, STATES[status])
+
+
+# ------------------------------------------------------------------ by name
+
+# By the package's name, which is also the extra's and the field's of TrackerConfig.
+TRACKERS: dict[str, Callable[[TrackerConfig], Tracker]] = {
+    "tensorboard": lambda config: TensorBoard(),
+    "wandb": lambda config: WandB(config.project),
+    "mlflow": lambda config: MLflow(config.project, config.store),
+}
+
+
+def choose_trackers(config: TrackerConfig) -> dict[str, Tracker]:
+    """The trackers that a configuration names, by name."""
+    own = {each[TARGET]: instantiate(each) for each in config.own}
+    return {name: make(config) for name, make in TRACKERS.items() if getattr(config, name)} | own
+
+
+def check_installed(config: TrackerConfig) -> None:
+    """Refuse trackers whose packages are not installed, before a rank starts."""
+    missing = [n for n in TRACKERS if getattr(config, n) and importlib.util.find_spec(n) is None]
+    if missing:
+        problems = [f"tracker={name}: the package {name} is not installed." for name in missing]
+        fix = f"pip install 'fnshard[{','.join(missing)}]'; metrics.jsonl is written in any case."
+        raise ConfigError(report("packages of these trackers are missing:", problems, fix))

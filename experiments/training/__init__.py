@@ -1,1 +1,0 @@
-"""Training jobs: loops, steps, reports, checkpoints, resume."""

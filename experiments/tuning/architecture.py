@@ -1,0 +1,165 @@
+"""What a model of transformers consists of, observed where it can be: names differ by architecture."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from experiments.lib.checks import ConfigError
+from fnshard.errors import report
+
+KINDS = ("full_attention", "sliding_attention")  # of layers that can be masked by hand
+CACHES = ("cache", "past_key_values")  # a trunk's parameter since transformers 5.24, and before
+
+
+def no_decoder(name: str, *why: str) -> ConfigError:
+    """The error for a model that is none of ours."""
+    return ConfigError(
+        report(
+            f"{name} is no causal language model that can be tuned here:",
+            why,
+            "take a decoder whose layers all attend causally (Llama, Qwen, Mistral, Gemma, GPT-2), dense or "
+            "of experts as Mixtral, Qwen3-MoE, OLMoE and gpt-oss have them.",
+        )
+    )
+
+
+def trunk_of(model: nn.Module) -> str:
+    """The path of the module that is all but the head; of a model that sees it is the part that writes."""
+    if not hasattr(model.config, "vision_config"):
+        return model.base_model_prefix
+    decoder = model.get_decoder()
+    return next(name for name, module in model.named_modules() if module is decoder)
+
+
+def check_decoder(model: nn.Module) -> None:
+    """Refuse what is no causal decoder, or none that can be masked and cached by hand."""
+    config, prefix = getattr(model, "config", None), getattr(model, "base_model_prefix", "")
+    trunk = getattr(model, prefix, None) if prefix else None
+    if config is None or not isinstance(trunk, nn.Module) or model.get_output_embeddings() is None:
+        raise no_decoder(type(model).__name__, "it is no trunk with a head over a vocabulary")
+    trunk, config = model.get_submodule(trunk_of(model)), config.get_text_config()
+    wrong = []
+    causal = [m.is_causal for m in trunk.modules() if hasattr(m, "is_causal")]
+    if getattr(config, "is_encoder_decoder", False):
+        wrong.append("it is an encoder with a decoder")
+    elif not all(causal) or not getattr(config, "is_causal", True):
+        wrong.append("it is an encoder: tokens see those after them")
+    elif len(causal) < config.num_hidden_layers:
+        wrong.append(f"{config.num_hidden_layers - len(causal)} of its layers have no causal attention")
+    other = sorted(set(getattr(config, "layer_types", None) or ()) - set(KINDS))
+    wrong += [f"layers of the kind {kind!r}, whose masks are not known here" for kind in other]
+    taken = inspect.signature(trunk.forward).parameters
+    needed = ("attention_mask", "position_ids")
+    wrong += [f"its trunk takes no {name}" for name in needed if name not in taken]
+    if not taken.keys() & set(CACHES):
+        wrong.append(f"its trunk takes no {' and no '.join(CACHES)}")
+    attention = getattr(config, "_attn_implementation", None)
+    if attention not in ("sdpa", "eager", "fnshard"):
+        wrong.append(f"its attention is {attention!r}, not 'sdpa' or 'eager'")
+    if getattr(config, "alibi", False):
+        wrong.append("its positions are slopes of attention (ALiBi)")
+    convolved = [f"{n}.weight" for n, m in trunk.named_modules() if isinstance(m, nn.Conv1d)]
+    known = {*experts_of(trunk), *convolved}
+    odd = [f"{n} {list(p.shape)}" for n, p in trunk.named_parameters() if p.dim() > 2 and n not in known]
+    wrong += [f"{odd[0]} and {len(odd) - 1} more are of experts of another kind"] if odd else []
+    if wrong:
+        raise no_decoder(type(model).__name__, *wrong)
+
+
+def cache_parameter(trunk: nn.Module) -> str:
+    """Which of `CACHES` a trunk that was checked takes."""
+    return next(name for name in CACHES if name in inspect.signature(trunk.forward).parameters)
+
+
+def experts_of(trunk: nn.Module) -> dict[str, bool]:
+    """Leaves with a matrix of each expert, and whether these are [in, out]; paths are the trunk's."""
+    return {
+        f"{name}.{key}": getattr(module, "is_transposed", False)
+        for name, module in trunk.named_modules()
+        for key, leaf in module.named_parameters(recurse=False)
+        if name.split(".")[-1] == "experts" and leaf.dim() == 3
+    }
+
+
+def windows_of(trunk: nn.Module, config: Any) -> dict[str, int | None]:
+    """{kind of layers: how many keys, its own included, a query sees}; None: all before it.
+
+    Configurations have windows that their models never look at: what counts is whether it makes such masks.
+    """
+    names = inspect.unwrap(type(trunk).forward).__code__.co_names
+    window = getattr(config, "sliding_window", None) if _WINDOWED in names else None
+    if window is None:
+        return {KINDS[0]: None}
+    kinds = getattr(config, "layer_types", None) or KINDS[1:]
+    return {kind: window if kind == KINDS[1] else None for kind in sorted(set(kinds))}
+
+
+_WINDOWED = "create_sliding_window_causal_mask"  # of transformers
+
+
+class StatelessCache:
+    """Keeps nothing. With it, models know that a row is one sequence, and ask for plain causal attention.
+
+    Without a cache they look for packed documents in the positions, and build a T x T mask when traced.
+    """
+
+    is_compileable = False
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """What the layer is to attend to."""
+        return keys, values
+
+    def get_seq_length(self, layer: int = 0) -> int:
+        return 0
+
+    def get_query_offset(self, layer: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, queries: int, layer: int = 0) -> tuple[int, int]:
+        """How many keys there are, and the position of the first."""
+        return queries, 0
+
+
+class _Watch(TorchFunctionMode):
+    """Which results are `F.linear` of some values and a weight, without a bias."""
+
+    def __init__(self, inputs: Tensor, weight: Tensor):
+        super().__init__()
+        self.weight = weight
+        self.inputs = [inputs]  # and its slices; kept, so that an id is never used twice
+        self.products: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is Tensor.__getitem__ and any(args[0] is g for g in self.inputs):
+            self.inputs.append(out)
+        if func is F.linear and any(args[0] is g for g in self.inputs) and args[1] is self.weight:
+            if len(args) < 3 or args[2] is None:
+                self.products.append(out)
+        elif func is Tensor.__getitem__ and any(args[0] is p for p in self.products):
+            self.products.append(out)
+        return out
+
+
+def is_plain(rest: Callable[..., Any], leaves: Mapping[str, Tensor], head: str) -> bool:
+    """Whether logits are the product of hidden states and the head, and nothing more: seen, not guessed.
+
+    Softcaps, scales and biases have other names in every architecture.
+
+    Args:
+        rest: all after the trunk, as a function of the leaves.
+        leaves: on meta.
+        head: the path of the head.
+    """
+    weight = leaves[head]
+    inputs = torch.empty(1, 2, weight.shape[1], dtype=weight.dtype, device="meta")
+    with torch.no_grad(), _Watch(inputs, weight) as watch:
+        logits = rest(leaves, inputs_embeds=inputs, use_cache=False).logits
+    return any(logits is product for product in watch.products)

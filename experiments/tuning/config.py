@@ -1,0 +1,190 @@
+"""The configuration of a fine-tuning job; `configs.train` has the groups it shares with the main job."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from experiments.lib.checks import configuration
+from experiments.lib.config import (
+    AUTO,
+    MULTIPLE,
+    AdamWConfig,
+    Fraction,
+    HardwareConfig,
+    MeshConfig,
+    PrecisionConfig,
+    RunConfig,
+    ScheduleConfig,
+    SGDConfig,
+    StrategyConfig,
+    TrackerConfig,
+    misfits,
+)
+
+METHODS = ("full", "lora", "qlora8", "qlora4")  # from the most memory to the least
+ALL_LINEAR, VISION_LINEAR, EXPERTS = "all-linear", "vision-linear", "experts"  # of method.targets
+
+
+@configuration
+class MethodConfig:
+    """What trains: all (`full`) but what `freeze` names by globs, joined by "|"; or adapters (`lora`) with a
+    base that is frozen, as it is or as codes.
+
+    `targets`: globs of leaves, joined by "|", or among them "all-linear", every matrix of the layers, and
+    "vision-linear", every one of what a model sees with, and "experts". `rank_stabilised`: rsLoRA;
+    `dora`: DoRA.
+    `b_rate`: how many times A's rate B has (LoRA+, Hayou et al. 2024: 16). `neftune`: of the noise on
+    embeddings in training (NEFTune, Jain et al. 2023: 5).
+    """
+
+    name: Literal[METHODS] = "lora"
+    rank: PositiveInt = 8
+    alpha: PositiveFloat = 16.0
+    targets: str = ALL_LINEAR
+    freeze: str | None = None
+    dropout: Fraction = 0.0
+    rank_stabilised: bool = False
+    dora: bool = False
+    b_rate: PositiveFloat = 1.0
+    neftune: NonNegativeFloat = 0.0
+
+
+@dataclass(frozen=True)
+class ObjectiveKind:
+    """What an objective needs: `data` of "samples", "pairs" or "prompts", whose answers are drawn and
+    rewarded; perhaps the `reference`, the model as it was; `values`, a value head. `beta`: its default."""
+
+    data: str
+    reference: bool = False
+    beta: float = 0.1
+    values: bool = False
+
+    @property
+    def records(self) -> str:
+        """What its files hold."""
+        return "pairs" if self.data == "pairs" else "samples"
+
+
+REWARDED = ObjectiveKind("prompts", beta=0.0)
+OBJECTIVE_KINDS = {
+    "sft": ObjectiveKind("samples"),
+    "dpo": ObjectiveKind("pairs", reference=True),
+    "ipo": ObjectiveKind("pairs", reference=True),
+    "orpo": ObjectiveKind("pairs"),
+    "simpo": ObjectiveKind("pairs", beta=2.0),
+    **dict.fromkeys(("grpo", "dr_grpo", "bnpo", "dapo", "gspo"), REWARDED),
+    "ppo": replace(REWARDED, values=True),
+}
+
+
+@configuration
+class ObjectiveConfig:
+    """`sft`: the likelihood of responses; the others are of `fs.losses.policy`.
+
+    Of pairs: the chosen above the rejected, by `beta` (null: its paper's), `label_smoothing` of dpo and
+    `margin` of simpo. Of rewards: `group` answers to each prompt, of at most `tokens` tokens (null: 128, of
+    the built-in tasks 4), are drawn at `temperature` and `top_p`. `reward`: a name, a mapping with _target_,
+    a reward model's directory, or a list of these, whose sum counts (null: exact). `beta` weighs the KL to
+    the model as it was, `lam` is of ppo's advantages. `fp32_head`: logits in fp32 whatever the rest is.
+    `gather_once`: ranks hold the whole model while they draw a step's answers, and not a layer at a time for
+    each token; null: where it takes a quarter of a device's memory at most. `balance` weighs the load balance
+    of a mixture of experts (sft; Switch Transformer: 0.01).
+    """
+
+    name: Literal[tuple(OBJECTIVE_KINDS)] = "sft"
+    beta: NonNegativeFloat | None = None
+    group: Annotated[int, Field(ge=2)] = 16
+    tokens: PositiveInt | None = None
+    temperature: PositiveFloat = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    reward: str | dict[str, Any] | list[str | dict[str, Any]] | None = None
+    lam: Annotated[float, Field(ge=0, le=1)] = 0.95
+    fp32_head: bool = False
+    gather_once: bool | None = None
+    balance: NonNegativeFloat = 0.0
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    margin: NonNegativeFloat = 1.0
+
+    @property
+    def kind(self) -> ObjectiveKind:
+        kind = OBJECTIVE_KINDS[self.name]
+        return replace(kind, reference=True) if kind.data == "prompts" and self.beta else kind
+
+
+@configuration
+class FinetuneDataConfig:
+    """Files that `experiments.data.rows` reads; null: docstrings of Python's standard library.
+
+    `held_out: null` with a `train` of your own: one in 20 of its records. `rows` of the global batch,
+    `context` tokens each; `pack`: several samples to a row. `too_long`, `broken`: what is done about samples
+    that are longer than the context, and about records that cannot be used.
+    """
+
+    train: str | None = None
+    held_out: str | None = None
+    context: Annotated[int, Field(ge=8)] = 256
+    rows: PositiveInt = 8
+    held_out_rows: PositiveInt = 32
+    pack: bool = True
+    too_long: Literal["refuse", "skip", "truncate"] = "refuse"
+    broken: Literal["refuse", "skip"] = "refuse"
+
+    def __post_init__(self) -> None:
+        if self.train is None and self.held_out is not None:
+            raise ValueError("data.held_out: without data.train there is nothing it is held out of.")
+
+
+@configuration
+class FinetuneConfig:
+    """The whole configuration of a fine-tuning job.
+
+    `model`: a Hugging Face model directory; or "stdlib", a tiny base that a short pre-training on the
+    standard library's text makes; or "tiny" and "100m", which are random. `export`: what is written at the
+    end; "auto" is the adapters where there are some, the whole model otherwise.
+    """
+
+    method: MethodConfig
+    objective: ObjectiveConfig
+    strategy: StrategyConfig
+    precision: PrecisionConfig
+    optimizer: AdamWConfig | SGDConfig
+    schedule: ScheduleConfig
+    run: RunConfig
+    hardware: HardwareConfig
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    data: FinetuneDataConfig = field(default_factory=FinetuneDataConfig)
+    model: str = "stdlib"
+    export: Literal["auto", "adapters", "merged", "both", "none"] = AUTO
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+
+    def __post_init__(self) -> None:
+        wrong = misfits(self.strategy, self.run)
+        most = math.gcd(self.data.context, MULTIPLE, self.mesh.context)
+        if most < self.mesh.context:
+            wrong.append(
+                f"mesh.context={self.mesh.context}: has to divide data.context={self.data.context} and "
+                f"{MULTIPLE}, of which rows that are not packed are multiples. Fix: mesh.context={most}."
+            )
+        idle = [n for n, v in {"dora": self.method.dora, "b_rate": self.method.b_rate != 1}.items() if v]
+        if self.method.name == "full" and idle:
+            wrong.append(
+                f"method.{' and method.'.join(idle)}: method=full has no adapters; leave the default."
+            )
+        if self.method.name != "full" and self.method.freeze is not None:
+            wrong.append(
+                f"method.freeze: method={self.method.name} trains adapters alone; leave the default."
+            )
+        if isinstance(self.optimizer, SGDConfig) and self.method.b_rate != 1:
+            wrong.append("method.b_rate: is of AdamW's rates. Fix: optimizer=adamw.")
+        if self.method.name == "full" and self.export in ("adapters", "both"):
+            wrong.append(f"export={self.export}: method=full has no adapters. Fix: export=merged.")
+        if isinstance(self.optimizer, SGDConfig) and self.optimizer.lr is None:
+            wrong.append("optimizer.lr=null: the defaults are AdamW's. Fix: optimizer.lr=0.1.")
+        if not self.data.pack and self.objective.kind.data == "pairs":
+            wrong.append("data.pack=false: pairs are never packed; leave the default.")
+        if wrong:
+            raise ValueError("\n  ".join(wrong))

@@ -1,0 +1,281 @@
+"""The data of a fine-tuning job, tokenised, and prompts whose answers people see."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby, takewhile
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import fnshard as fs
+from experiments.data.batches import Samples
+from experiments.data.builtin import pair_files, sft_files
+from experiments.data.chat import is_rendered, opening, rendered
+from experiments.data.loader import Loader, place_of
+from experiments.data.prepared import Prepared, RecordPolicy, open_prepared, prepare
+from experiments.data.tokenizer import DirectoryTokenizer, Tokenizer, open_directory
+from experiments.lib.checks import ConfigError, attempt
+from experiments.lib.config import MULTIPLE, RunConfig
+from experiments.lib.decoder import Sampler, safe
+from experiments.tuning.config import FinetuneConfig
+from experiments.tuning.rewards import needs_of
+from experiments.tuning.tasks import task_files
+from experiments.tuning.vision import Vision
+from experiments.tuning.vision_models import image_files
+from fnshard.errors import report
+
+DATA = Path("outputs", "data")
+MOST_SHOWN = 600  # characters of one stretch of a sample that is shown
+OPENING = 32  # tokens of plain text that are shown as a prompt
+SHOWN = 4  # held-out prompts
+BUILT_IN: dict[str, Callable[[Path], tuple[Path, Path]]] = {
+    "samples": sft_files, "pairs": pair_files, "prompts": task_files,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Example:
+    """A held-out prompt, and its author's answer.
+
+    Args:
+        row: the record of a prompt, as rewards are given it.
+    """
+
+    prompt: list[int]
+    answer: list[int]
+    images: Sequence[str] = ()
+    row: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Samples by their numbers alone, for a `Loader`: their answers are drawn when they are needed."""
+
+    prepared: Prepared
+
+    @property
+    def count(self) -> int:
+        return self.prepared.records
+
+    @property
+    def key(self) -> Mapping[str, Any]:
+        return {"data": self.prepared.key, "prompts": True}
+
+    def batch(self, numbers: np.ndarray) -> tuple[torch.Tensor]:
+        return (torch.from_numpy(numbers.astype(np.int64)),)
+
+
+@dataclass(frozen=True)
+class FinetuneData:
+    """Data that is tokenised already.
+
+    `rows`: what batches are of; `measured`: what the held-out loss is of.
+    """
+
+    tokenizer: DirectoryTokenizer
+    train: Prepared
+    held_out: Prepared
+    rows: Samples | Prompts
+    measured: Samples
+
+    def loader(self, config: FinetuneConfig, mesh: fs.Mesh) -> Loader:
+        """Batches of rows; of prompts their numbers."""
+        return Loader(self.rows, config.data.rows, config.run.seed, **place_of(mesh))
+
+    def examples(self, run: RunConfig, limit: int | None) -> list[Example]:
+        """Prompts from all over the held-out data, of pairs with the chosen answer, and after them the one
+        that `run.prompt` names: where the model learns conversations, as a user's message. None if no token
+        is asked for.
+
+        Args:
+            limit: tokens that the model was made for; of longer prompts the end is shown.
+        """
+        if not run.sampled:
+            return []
+        step = 2 if self.held_out.kind == "pairs" else 1
+        there = self.held_out.records
+        numbers = np.unique(np.linspace(0, there - 1, min(SHOWN, there)).astype(int)) * step
+        found = [self.example(self.held_out, int(n)) for n in numbers]
+        if run.prompt is not None:
+            found.append(Example(self._asked(run.prompt), []))
+        most = None if limit is None else max(1, limit - run.sampled)
+        if most is not None:  # a prompt without its beginning lacks an image
+            found = [e for e in found if not e.images or len(e.prompt) <= most]
+        return [replace(e, prompt=e.prompt if most is None else e.prompt[-most:]) for e in found]
+
+    def images_of(self, examples: Sequence[Example], width: int, device: torch.device) -> tuple[Any, ...]:
+        """The images of prompts in rows of `width` tokens, as `LanguageModel.hidden` takes them."""
+        if self.measured.images is None or not examples:
+            return ()
+        tokens = torch.zeros(len(examples), width, dtype=torch.int64)
+        for row, example in zip(tokens, examples, strict=True):
+            row[: len(example.prompt)] = torch.tensor(example.prompt)
+        images = self.measured.images([list(example.images) for example in examples], tokens)
+        return ({name: part.to(device) for name, part in images.items()},)
+
+    def shown(self, colour: bool = False) -> str:
+        """The first sample of the training data as the model sees it, of pairs both; see `marked`."""
+        numbers = range(2 if self.train.kind == "pairs" else 1)
+        return "\n".join(marked(self.tokenizer, *self.train.sample(n), colour=colour) for n in numbers)
+
+    def _asked(self, prompt: str) -> list[int]:
+        """A prompt as the model has learned them."""
+        if is_rendered(self.tokenizer, prompt):
+            return rendered(self.tokenizer, prompt, [])[0].tolist()
+        if self.train.chats:
+            return opening(self.tokenizer, [{"role": "user", "content": prompt}])
+        return [*self.tokenizer.begin, *self.tokenizer.encode(prompt)]
+
+    def example(self, data: Prepared, number: int) -> Example:
+        """A sample's prompt, and what follows it."""
+        tokens, learned = data.sample(number)
+        start = np.argmax(learned) if learned.any() else np.int64(len(tokens))  # a prompt without an answer
+        first = int(self._prompts(start, np.int64(len(tokens))))
+        after = np.flatnonzero(learned[first:] == 0)
+        last = first + int(after[0]) if len(after) else len(tokens)
+        return Example(
+            tokens[:first].tolist(), tokens[first:last].tolist(), data.images_of(number), data.row_of(number)
+        )
+
+    def longest_prompt(self, data: Prepared) -> int:
+        """Tokens of a sample's prompt, at most."""
+        every = np.arange(data.samples)
+        return int(self._prompts(data.first_learned(), data.lengths(every) + 1).max())
+
+    def _prompts(self, first: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Tokens of prompts, by where the first learned token is; of plain text what it begins with."""
+        plain = first <= len(self.tokenizer.begin)
+        return np.where(plain, np.clip(lengths // 2, 1, OPENING), first)
+
+
+def marked(tokenizer: Tokenizer, tokens: np.ndarray, learned: np.ndarray, *, colour: bool = False) -> str:
+    """A sample's text with its control tokens; what is learned stands between « and », the rest is not.
+
+    Args:
+        tokens, learned: as `Prepared.sample` gives them. The first is never a target.
+        colour: what is learned is green, too, as terminals take it.
+
+    >>> from experiments.data.tokenizer import ByteTokenizer
+    >>> marked(ByteTokenizer(), np.array([256, 104, 105, 257]), np.array([0, 0, 1, 1]))
+    '<|begin|>h«i<|end|>»'
+    """
+    out, targets = [], [False, *map(bool, learned[1:])]
+    for is_target, group in groupby(zip(targets, tokens.tolist(), strict=True), key=itemgetter(0)):
+        text = brief(safe(tokenizer.decode([token for _, token in group], control=True)))
+        text = text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]} [{len(text) - MOST_SHOWN} more] "
+        green = f"\x1b[32m«{text}»\x1b[0m" if colour else f"«{text}»"
+        out.append(green if is_target else text)
+    return "".join(out)
+
+
+def prepared(config: FinetuneConfig) -> FinetuneConfig:
+    """The configuration with folders of tokenised data in the place of files. Its model is a directory.
+
+    Raises:
+        ConfigError: a file that cannot be read, and all lines of it that cannot be used.
+    """
+    tokenizer, data = open_directory(config.model), config.data
+    kind, cache = config.objective.kind, (DATA / "prepared").resolve()
+    needs = needs_of(config.objective.reward) if kind.data == "prompts" else ()
+    policy = RecordPolicy(kind.data, data.context, data.broken, data.too_long, needs)
+    files = [data.train, data.held_out]
+    if data.train is None:
+        sees = tokenizer.images and kind.data == "samples"
+        make, of = (image_files, "images") if sees else (BUILT_IN[kind.data], "stdlib")
+        files = list(map(str, make((DATA / of).resolve())))
+    split, folders, wrong = files[1] is None, [], []
+    for path in files[:1] if split else files:
+        found = attempt(partial(prepare, path, tokenizer, policy, cache=cache, split=split), wrong)
+        folders += [str(each.folder) for each in found or ()]
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return replace(config, data=replace(data, train=folders[0], held_out=folders[1]))
+
+
+def opened(config: FinetuneConfig, vision: Vision | None = None) -> FinetuneData:
+    """The data of a configuration, and of a model that may see.
+
+    Raises:
+        ConfigError: images where nothing looks at them.
+    """
+    train, held_out = open_prepared(config.data.train), open_prepared(config.data.held_out)
+    tokenizer, of = open_directory(config.model), config.objective.kind.data
+    packs, images = config.data.pack and of == "samples", None
+    if train.images or held_out.images:
+        wrong = {
+            f"model={config.model} does not see": vision is None,
+            f"objective={config.objective.name} draws answers to texts alone": of != "samples",
+            f"mesh.context={config.mesh.context}: images are not split": config.mesh.context > 1,
+        }
+        if any(wrong.values()):
+            ways = "objective=sft, mesh.context=1, and a model that sees."
+            raise ConfigError(
+                report("the data have images:", [w for w, is_so in wrong.items() if is_so], ways)
+            )
+        images = partial(vision.rows, tokenizer.images)
+    rows = Prompts(train) if of == "prompts" else Samples(train, packs, images)
+    return FinetuneData(tokenizer, train, held_out, rows, Samples(held_out, images=images))
+
+
+# ------------------------------------------------------------------ answers
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Prompts whose answers people see; greedy, so that two answers differ by the model alone."""
+
+    sampler: Sampler
+    tokenizer: DirectoryTokenizer
+    examples: Sequence[Example]
+    tokens: int
+
+    def answers(self, params: object) -> list[str]:
+        """The model's answers, on every rank; all ranks call it together, each with the same prompts."""
+        if not self.examples:
+            return []
+        drawn = self.sampler(params, [example.prompt for example in self.examples], self.tokens)
+        ends = set(self.tokenizer.stops)
+        return [self.tokenizer.decode(list(takewhile(lambda t: t not in ends, row))) for row in drawn]
+
+    def table(self, answers: Mapping[str, Sequence[str]]) -> str:
+        """Prompts with answers by whose they are, and with their authors' own, as people read them."""
+        lines = []
+        for number, example in enumerate(self.examples):
+            own = self.tokenizer.decode(example.answer) or "-"
+            texts = {**{who: told[number] for who, told in answers.items()}, "author": own}
+            # Roles are control tokens, as a rule.
+            lines.append(brief(safe(self.tokenizer.decode(example.prompt, control=True))))
+            lines += [f"  {f'{who}:':<7} {_line(text)}" for who, text in texts.items()]
+            lines.append("")
+        return "\n".join(lines)
+
+
+def brief(text: str) -> str:
+    """A text in which many equal control tokens, as an image has them, are one with their number.
+
+    >>> brief("<image><image><image><image>?")
+    '<image>*4?'
+    """
+    return re.sub(r"(<[^<>]+>)\1{3,}", lambda found: f"{found[1]}*{len(found[0]) // len(found[1])}", text)
+
+
+def _line(text: str) -> str:
+    return safe(text).replace("\n", "\\n")
+
+
+def window_of(examples: Sequence[Example], tokens: int, limit: int | None) -> int:
+    """Tokens that these prompts and their answers take, as a multiple that a context axis divides.
+
+    Args:
+        limit: tokens that the model was made for.
+    """
+    longest = max([len(e.prompt) for e in examples], default=1) + tokens
+    return min(-(-longest // MULTIPLE) * MULTIPLE, limit or sys.maxsize)

@@ -1,0 +1,405 @@
+"""A causal language model of transformers as pure functions: hidden states, the head, losses."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+import fnshard as fs
+from experiments.data.model_files import MEND, attention_of, read_model_config
+from experiments.lib.checks import ConfigError
+from experiments.lib.files import read_json
+from experiments.tuning.architecture import (
+    StatelessCache,
+    cache_parameter,
+    check_decoder,
+    experts_of,
+    is_plain,
+    no_decoder,
+    trunk_of,
+    windows_of,
+)
+from experiments.tuning.vision import Vision, vision_of
+from fnshard.errors import StateError, report
+from fnshard.functional import aliases
+from fnshard.hf.reading import check_directory, quantised_by
+from fnshard.layout.resolved import ResolvedSpecs
+from fnshard.losses import IGNORE, linear_token_losses
+
+Mask = Tensor | dict[str, Tensor] | None
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """Made by `of`, `from_config` or `from_directory`; dropout is off.
+
+    Args:
+        model: the module, which may be on meta, in eval mode.
+        apply, params: of `fs.make_functional(model)`. All functions here take these leaves.
+        plain_head: logits are `hidden @ head.T`, and nothing else is done to them.
+        windows: how far back layers of a kind see; None: to the beginning.
+        fp32_head: whether logits are computed in fp32 whatever the rest is, which keeps the sampler's and the
+            trainer's log-probabilities together (MiniMax-M1, 2025).
+        noise: on embeddings (NEFTune).
+        vision: of a model that sees.
+    """
+
+    model: nn.Module
+    apply: Callable[..., Any]
+    params: dict[str, Tensor]
+    plain_head: bool
+    windows: Mapping[str, int | None]
+    fp32_head: bool
+    noise: float
+    vision: Vision | None
+    _trunk: _Part
+    _embedding: _Part
+    _rest: _Part
+    _head: str
+    _cache: str  # the trunk's parameter
+
+    @property
+    def context(self) -> int | None:
+        """The most tokens that the model was made for, where it says."""
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+
+    @property
+    def vocab(self) -> int:
+        return self.params[self._head].shape[0]
+
+    def matrices(self) -> list[str]:
+        """Paths of all weights that the trunk's layers multiply by: neither embeddings nor the head."""
+        return [*self._weights(nn.Linear), *self.transposed()]
+
+    def vision_matrices(self) -> list[str]:
+        """Those of all that is neither the trunk nor the head; none where nothing sees."""
+        skipped = (f"{trunk_of(self.model)}.", self._head)
+        linear = [f"{n}.weight" for n, m in self.model.named_modules() if isinstance(m, nn.Linear)]
+        return [p for p in linear if p in self.params and not p.startswith(skipped)] if self.vision else []
+
+    def transposed(self) -> list[str]:
+        """Those of `matrices` and `experts` that are stored [in, out], as GPT-2's are."""
+        from transformers.pytorch_utils import Conv1D
+
+        return [*self._weights(Conv1D), *(path for path, turned in self._experts().items() if turned)]
+
+    def experts(self) -> list[str]:
+        """Leaves that have a matrix of each expert; none of a dense model."""
+        return list(self._experts())
+
+    def _experts(self) -> dict[str, bool]:
+        trunk = trunk_of(self.model)
+        found = experts_of(self.model.get_submodule(trunk))
+        return {f"{trunk}.{path}": turned for path, turned in found.items()}
+
+    def _weights(self, kind: type[nn.Module]) -> list[str]:
+        start = f"{trunk_of(self.model)}."
+        owners = [n for n, m in self.model.named_modules() if isinstance(m, kind) and n.startswith(start)]
+        paths = [f"{name}.weight" for name in owners]
+        return [path for path in paths if path in self.params and path != self._head]
+
+    def run(
+        self, params: Any, tokens: Tensor, positions: Tensor | None, mask: Mask,
+        cache: StatelessCache | None, routers: list[Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The trunk's output after the final norm, [B, T, D].
+
+        Args:
+            tokens: int64 [B, T]; or what they are embedded as, [B, T, D].
+            positions: int64 [B, T], or [B, 3, T] of a trunk that has three; None counts from 0.
+            mask: of `mask`, or None for what the model itself would do with this cache.
+            routers: takes the logits of each layer's router, [B T, E].
+        """
+        if self.noise and not tokens.is_floating_point():
+            tokens = self._noisy(self.embed(params, tokens))
+        if positions is not None and positions.dim() > 2:
+            positions = positions.movedim(1, 0)
+        given = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
+        more = {} if routers is None else {"output_router_logits": True}
+        out = self._trunk(
+            params, position_ids=positions, attention_mask=mask, use_cache=cache is not None,
+            **{given: tokens, self._cache: cache}, **more,
+        )  # fmt: skip
+        if routers is not None:
+            routers.extend(out.router_logits)
+        return out.last_hidden_state
+
+    def embed(self, params: Any, tokens: Tensor) -> Tensor:
+        """Tokens [B, T] as the trunk sees them, [B, T, D]."""
+        return self._embedding(params, tokens)
+
+    def _noisy(self, embedded: Tensor) -> Tensor:
+        """With uniform noise in [-1, 1] times noise / sqrt(T D)."""
+        scale = self.noise / math.sqrt(embedded.shape[-2] * embedded.shape[-1])
+        return embedded + (2 * torch.rand_like(embedded) - 1) * scale
+
+    def hidden(
+        self,
+        params: Any,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        images: Mapping[str, Tensor] | None = None,
+        routers: list[Tensor] | None = None,
+    ) -> Tensor:
+        """The trunk's output after the final norm, [B, T, D]: no logits.
+
+        Args:
+            tokens: int64 [B, T].
+            positions: int64 [B, T], of each token in its document; None counts from 0.
+            documents: int64 [B, T]: which document of its row a token is of, 0 for padding. Documents do not
+                see each other (`fs.attention`). None: a row is one sequence, with torch's own causal kernel.
+            images: of `Vision.rows`; None: no token stands for one.
+            routers: as of `run`.
+        """
+        if images is not None:
+            embedded = self.embed(params, tokens)
+            embedded = self._noisy(embedded) if self.noise else embedded
+            tokens = self.vision.merged(params, embedded, tokens, images)
+            positions = images.get("positions", positions)
+        if documents is None:
+            return self.run(params, tokens, positions, None, StatelessCache(), routers)
+        if self.model.config._attn_implementation != "eager":
+            return self.run(params, tokens, positions, documents[:, None, None], None, routers)
+        index = torch.arange(tokens.shape[1], device=tokens.device)
+        distance = index[:, None] - index  # [T, T]: how far a key is before a query
+        real = documents[:, None, :] != 0
+        see = (documents[:, :, None] == documents[:, None, :]) & real & (distance >= 0)
+        # Padding sees itself: a softmax over nothing would be NaN, and so would every gradient.
+        mask = self.mask(params, (see | (distance == 0))[:, None], distance)
+        return self.run(params, tokens, positions, mask, None, routers)
+
+    def mask(self, params: Any, see: Tensor, distance: Tensor) -> Mask:
+        """What a trunk is told to attend to: a mask, or one for each kind of layers that there is.
+
+        Args:
+            see: bool [B, 1, queries, keys]: what queries may see of the past.
+            distance: how far keys are before queries; windows as wide as all keys do not count.
+        """
+        masks: dict[str, Tensor] = {}
+        narrow = {kind: w for kind, w in self.windows.items() if w is not None and w < distance.shape[-1]}
+        for kind in self.windows:
+            seen = see & (distance < narrow[kind]) if kind in narrow else see
+            dtype = params[self._head].dtype  # of what is added
+            masks[kind] = torch.zeros_like(seen, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+        return masks if len(masks) > 1 and narrow else next(iter(masks.values()))
+
+    def head(self, params: Any) -> Tensor:
+        """The matrix of logits, [V, D]: lm_head.weight, or the embedding it is tied to.
+
+        It is not all there is to logits where `plain_head` is False.
+        """
+        return params[self._head]
+
+    def unembed(self, params: Any, hidden: Tensor) -> Tensor:
+        """Hidden states [B, T, D] -> logits [B, T, V], as the model itself makes them."""
+        hidden, head = self._widened(hidden, self.head(params))
+        params = {**params, self._head: head}
+        return self._rest(params, inputs_embeds=hidden, use_cache=False).logits
+
+    def _widened(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        wide = self.fp32_head and tensors[0].dtype.itemsize < 4
+        return tuple(t.float() for t in tensors) if wide else tensors
+
+    def logits(self, params: Any, *batch: Any, **more: Any) -> Tensor:
+        """[B, T, V]; arguments as of `hidden`."""
+        return self.unembed(params, self.hidden(params, *batch, **more))
+
+    def losses(self, params: Any, hidden: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
+        """-log p of every target after hidden states [B, T, D]: [B, T] in fp32 or wider, 0 where it is
+        `IGNORE`.
+
+        Where the head is plain, few tokens' logits are there at once.
+
+        Args:
+            targets: int64 [B, T]: what follows each token.
+            temperature: logits are divided by it.
+        """
+        if self.plain_head:
+            hidden, head = self._widened(hidden, self.head(params))
+            hidden = hidden if temperature == 1.0 else hidden / temperature
+            return linear_token_losses(hidden, head, targets)
+        hidden = torch.where((targets != IGNORE).unsqueeze(-1), hidden, 0.0)  # padding may hold NaN
+        flat = self.unembed(params, hidden).flatten(0, 1)
+        flat = flat.float() if flat.dtype.itemsize < 4 else flat
+        losses = F.cross_entropy(flat / temperature, targets.flatten(), ignore_index=IGNORE, reduction="none")
+        return losses.view(targets.shape)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some module of a model as a pure function of the model's leaves."""
+
+    apply: Callable[..., Any]
+    paths: Mapping[str, str]  # {its own name of a leaf: the model's}
+
+    @classmethod
+    def make(cls, module: nn.Module, prefix: str, tied: Mapping[str, str]) -> _Part:
+        apply, params = fs.make_functional(module)
+        return cls(apply, {name: tied.get(prefix + name, prefix + name) for name in params})
+
+    def __call__(self, params: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.apply({name: params[path] for name, path in self.paths.items()}, *args, **kwargs)
+
+
+class _KnownTrunk(nn.Module):
+    """Stands for the trunk where its output is known."""
+
+    def forward(self, *args: Any, inputs_embeds: Tensor, **kwargs: Any) -> Any:
+        return _Output(inputs_embeds)
+
+
+@dataclass(frozen=True)
+class _Output:
+    """Of a trunk, of any class: nothing but the hidden states is there."""
+
+    last_hidden_state: Tensor
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> Tensor | None:
+        return self.last_hidden_state if index == 0 else None
+
+
+# ------------------------------------------------------------------ how one is made
+
+
+def of(model: nn.Module) -> LanguageModel:
+    """A causal language model of transformers, which is put into eval mode."""
+    check_decoder(model)
+    model.eval()
+    if model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation(fs.hf.register_attention())
+    if experts_of(model.get_submodule(trunk_of(model))):
+        model.set_experts_implementation("grouped_mm")  # whose shapes do not depend on what goes where
+    config, prefix, inner = model.config.get_text_config(), model.base_model_prefix, trunk_of(model)
+    apply, params = fs.make_functional(model)
+    tied = aliases(model)
+    trunk = _Part.make(model.get_submodule(inner), f"{inner}.", tied)
+    beheaded = copy.copy(model)
+    vars(beheaded)["_modules"] = {**model._modules, prefix: _KnownTrunk()}
+    rest = _Part.make(beheaded, "", tied)
+    weight = model.get_output_embeddings().weight
+    head = next(path for path, leaf in model.named_parameters() if leaf is weight)
+    try:
+        plain = is_plain(rest, {p: v.detach().to("meta") for p, v in params.items()}, head)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise no_decoder(type(model).__name__, f"its head reaches into its trunk ({error})") from error
+    inner = model.get_submodule(inner)
+    windows, cache = windows_of(inner, config), cache_parameter(inner)
+    embedding = model.get_input_embeddings()
+    name = next(name for name, module in model.named_modules() if module is embedding)
+    embed = _Part.make(embedding, f"{name}.", tied)
+    vision = vision_of(model, tied, _Part.make)
+    return LanguageModel(
+        model, apply, params, plain, windows, False, 0.0, vision, trunk, embed, rest, head, cache
+    )
+
+
+def from_config(config: Any, dtype: torch.dtype = torch.float32) -> LanguageModel:
+    """Built under `fs.deferred`, by a configuration of transformers.
+
+    Args:
+        dtype: of the leaves.
+
+    Raises:
+        ConfigError: as `of`; no such class of models.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    config = copy.deepcopy(config)  # transformers writes the dtype into it
+    if getattr(config, "is_encoder_decoder", False):
+        raise no_decoder(type(config).__name__, "it is an encoder with a decoder")
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    if type(config) not in kind._model_mapping:
+        raise no_decoder(type(config).__name__, "transformers has no model of it that writes texts")
+    try:
+        with fs.deferred():
+            how = {"attn_implementation": attention_of(config), "experts_implementation": None}
+            model = kind.from_config(config, dtype=dtype, trust_remote_code=False, **how)
+        return of(model)
+    except ConfigError:
+        raise
+    except Exception as error:  # of every kind: a configuration may hold anything
+        what = f"{type(error).__name__}: {_line(error)}"
+        raise ConfigError(report(f"config.json makes no {type(config).__name__}:", [what], MEND)) from error
+
+
+def from_directory(path: str | Path, dtype: torch.dtype = torch.float32) -> LanguageModel:
+    """Built under `fs.deferred`, by the config.json of a model directory; `fs.hf.load` reads its weights.
+
+    Nothing is fetched, and no code of the directory is run.
+
+    Raises:
+        ConfigError: as `of`; no directory, no config.json, no weights, an unknown configuration.
+    """
+    folder = Path(path)
+    wrong = [] if folder.is_dir() else ["it is no directory"]
+    if folder.is_dir():
+        names = {p.name for p in folder.iterdir()}
+        wrong += ["there is no config.json"] if "config.json" not in names else []
+        wrong += ["there are no *.safetensors files"] if not any(folder.glob("*.safetensors")) else []
+        check_codes(folder)
+    if wrong:
+        raise ConfigError(_unreadable(folder, wrong))
+    try:
+        return from_config(read_model_config(folder), dtype)
+    except ConfigError as error:  # which has its own way out
+        raise ConfigError(f"model={folder}: {error}") from error
+
+
+def check_weights(path: str | Path, lm: LanguageModel) -> None:
+    """See that the files of a directory have each of the model's weights.
+
+    Raises:
+        ConfigError: files that are damaged, or of another model than config.json says.
+    """
+    specs = ResolvedSpecs.of(fs.match_specs(lm.params, [("*", fs.LayoutSpec())])).leaves
+    try:
+        check_directory(Path(path), specs, lm.model)
+    except StateError as error:
+        raise ConfigError(report(f"model={path}:", [str(error)])) from None
+
+
+def check_codes(folder: Path) -> None:
+    """Refuse a directory whose weights are codes of a quantisation.
+
+    Raises:
+        ConfigError: which, and what to name in its place.
+    """
+    if "quantization_config" not in read_json(folder / "config.json"):
+        return
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as file:
+                codes = quantised_by(file.keys())
+        except (OSError, SafetensorError):
+            continue  # which who reads the weights names
+        if codes:
+            raise ConfigError(
+                f"model={folder}: {path.name} holds codes of {codes[0]}, as {codes[1]!r}. "
+                "Fix: name the directory that it was made from; method=qlora4 makes codes of it itself."
+            )
+
+
+def _line(error: Exception) -> str:
+    return f"{(str(error).strip() or type(error).__name__).splitlines()[0]:.300}"
+
+
+def _unreadable(folder: Path, problems: list[str]) -> str:
+    return report(
+        f"{str(folder)!r} is no model directory:",
+        problems,
+        "name a local directory, with config.json and model.safetensors, as save_pretrained of transformers "
+        "writes it (of a model on the hub: what huggingface_hub.snapshot_download returns).",
+    )

@@ -1,0 +1,254 @@
+"""Learning from rewards: the leaves that train answer prompts, and what a step takes is made of that."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import fnshard as fs
+from experiments.data.loader import order
+from experiments.data.tokenizer import DirectoryTokenizer
+from experiments.lib.checks import ConfigError
+from experiments.tuning.config import FinetuneConfig
+from experiments.tuning.dataset import Example, FinetuneData
+from experiments.tuning.decode import first_of, next_of
+from experiments.tuning.lm import LanguageModel
+from experiments.tuning.objectives import values_of
+from experiments.tuning.rewards import Weighted, checked, rewards_of
+from experiments.tuning.rollout import TOGETHER, Answers, Rollouts
+from experiments.tuning.tuning import Tuning
+from fnshard.losses import IGNORE
+from fnshard.losses.policy import gae, group_advantages
+
+AT_ONCE = 256  # answers that a rank draws at once, at most
+
+
+@dataclass(frozen=True)
+class RewardedData:
+    """Prompts of both sides of the data, and the shape of a batch.
+
+    Args:
+        ranks: along the data axes.
+        multiple: of a batch's width.
+        device: where a reward model computes.
+    """
+
+    config: FinetuneConfig
+    data: FinetuneData
+    ranks: int
+    multiple: int
+    device: torch.device
+
+    @property
+    def answers(self) -> int:
+        """Of this rank in a step."""
+        return self.config.data.rows // self.ranks * self.config.objective.group
+
+    @property
+    def names(self) -> list[str]:
+        """Of rewards, where there are several."""
+        return [each.name for each in self.rewards] if len(self.rewards) > 1 else []
+
+    @cached_property
+    def rewards(self) -> tuple[Weighted, ...]:
+        """Of the configuration."""
+        return rewards_of(self.config.objective.reward, self.device)
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of a prompt."""
+        return max(map(self.data.longest_prompt, (self.data.train, self.data.held_out)))
+
+    @property
+    def width(self) -> int:
+        """Positions of a row: the prompt and the answer, but for its last token."""
+        wide = self.longest + self.config.objective.tokens - 1
+        return -(-wide // self.multiple) * self.multiple
+
+    def check(self, lm: LanguageModel) -> None:
+        """Refuse prompts that leave no room for an answer."""
+        most = self.config.objective.tokens
+        if lm.context is not None and self.longest + most > lm.context:
+            raise ConfigError(
+                f"a prompt has {self.longest} tokens, an answer may have objective.tokens={most}, and "
+                f"{lm.context} is what the model was made for. Fix: fewer tokens, or leave such prompts out."
+            )
+
+    def blank(self) -> Mapping[str, Tensor]:
+        """A batch of nothing, of the shape of all."""
+        shape, values = (self.answers, self.width), self.config.objective.kind.values
+        floats = ["sampler", "entropy", *(["values", "returns"] if values else [])]
+        return {
+            **{name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")},
+            **{name: torch.zeros(shape) for name in floats},
+            "advantages": torch.zeros(shape if values else (self.answers, 1)),
+            "rewards": torch.zeros(self.answers),
+            "each": {f"reward_{name}": torch.zeros(self.answers) for name in self.names},
+        }
+
+
+@dataclass(frozen=True)
+class RewardedBatches:
+    """Makes a step's batch, and measures the held-out data; all ranks call its methods together.
+
+    Args:
+        exchange: one string of each rank to all.
+        gather: makes of the leaves of a step those that answers are drawn from.
+        gathered: bytes that a rank has of them, all at once; None: a layer at a time.
+        values: of the tokens of a batch, where the objective has a value head.
+    """
+
+    of: RewardedData
+    rollouts: Rollouts
+    rewards: tuple[Weighted, ...]
+    mesh: fs.Mesh
+    exchange: Callable[[str], list[str]]
+    gather: Callable[[Any], Any]
+    gathered: int | None = None
+    values: Any = None
+
+    def __str__(self) -> str:
+        how = "gathering the model a layer at a time"
+        if self.gathered is not None:
+            how = f"holding the whole model meanwhile, {self.gathered / 1e6:.1f} MB"
+        return f"answers: each rank draws {self.rollouts.rows} at a time, {how}"
+
+    def batch(self, state: fs.TrainState, numbers: Tensor) -> Mapping[str, Tensor]:
+        """Draw answers to prompts, reward them, and lay them out as `objectives.policy_gradient` takes
+        them.
+
+        What is drawn depends on the run's seed, the step and the prompt: the same on any mesh, and after a
+        restart.
+        """
+        config, data = self.of.config, self.of.data
+        group, step = config.objective.group, int(state.step)
+        examples = [data.example(data.train, n) for n in numbers.tolist() for _ in range(group)]
+        drawn = [self._numbers(step, n, group) for n in numbers.tolist()]
+        params = self.gather(state.params)
+        answers = self.rollouts(params, [e.prompt for e in examples], torch.cat(drawn))
+        del params
+        each = self._rewards(examples, answers, [example.row for example in examples])
+        rewards = sum(torch.tensor(each[own.name]) * own.weight for own in self.rewards)
+        shown = {f"reward_{name}": torch.tensor(values) for name, values in each.items()}
+        batch = {**self._rows(examples, answers), "rewards": rewards, "each": shown if len(each) > 1 else {}}
+        if self.values is not None:
+            return {**batch, **self._estimates(state.params, batch)}
+        advantages = group_advantages(rewards, group, scale=config.objective.name != "dr_grpo")
+        return {**batch, "advantages": advantages[:, None]}
+
+    def _estimates(self, params: Any, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Values before the step, and what generalised advantage estimation makes of them."""
+        values, mask = self.values(params, batch["tokens"]).cpu().float(), batch["targets"] != IGNORE
+        last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))
+        rewards = torch.where(last, batch["rewards"][:, None], 0.0)
+        advantages, returns = gae(rewards, values, mask, lam=self.of.config.objective.lam)
+        return {"values": values, "advantages": advantages, "returns": returns}
+
+    def mean_rewards(self, params: Any) -> dict[str, float]:
+        """Return the mean `reward` of answers to held-out prompts, drawn as in training, over all ranks: the
+        weighted sum that training counts; and where it has several parts each as `reward_NAME`."""
+        data, most = self.of.data, self.of.config.data.held_out_rows
+        numbers = order(data.held_out.records, 0, 0, min(most, data.held_out.records))
+        mine = numbers[self.mesh.data_rank :: self.mesh.data_size]
+        examples = [data.example(data.held_out, int(n)) for n in mine]
+        drawn = torch.cat([self._numbers(0, int(n), 1) for n in mine]) if len(mine) else torch.zeros(0, 0)
+        answers = self.rollouts(self.gather(params), [e.prompt for e in examples], drawn)
+        found = self._rewards(examples, answers, [example.row for example in examples])
+        sums = {name: math.fsum(values) for name, values in found.items()}
+        every = list(map(json.loads, self.exchange(json.dumps(sums))))
+        ranks = self.mesh.size // self.mesh.data_size  # that hold the same rows
+        means = {name: math.fsum(each[name] for each in every) / ranks / len(numbers) for name in sums}
+        whole = math.fsum(own.weight * means[own.name] for own in self.rewards)
+        parts = {f"reward_{name}": value for name, value in means.items()} if len(means) > 1 else {}
+        return {"reward": whole, **parts}
+
+    def _numbers(self, step: int, prompt: int, group: int) -> Tensor:
+        draw = np.random.default_rng([self.of.config.run.seed, step, prompt])
+        return torch.from_numpy(draw.random((group, self.rollouts.length)))
+
+    def _rewards(
+        self, examples: Sequence[Example], answers: Answers, records: Sequence[Mapping[str, Any]]
+    ) -> dict[str, list[float]]:
+        """Reward answers, by name of the reward.
+
+        Args:
+            records: of the prompts, as `Prepared.row_of` has them.
+        """
+        if not examples:
+            return {own.name: [] for own in self.rewards}
+        tokenizer, ends = self.of.data.tokenizer, self.rollouts.stops
+        plain = lambda ids: tokenizer.decode([t for t in ids if t not in ends])  # noqa: E731
+        drawn = answers.texts()
+        prompts, rows = [], []
+        for example, ids, record in zip(examples, drawn, records, strict=True):
+            prompt, is_rendered = _prompt_text(tokenizer, example.prompt)
+            row = {"response": plain(example.answer), **record, "prompt": prompt}
+            if is_rendered:
+                row.setdefault("messages", None)
+            if row.get("messages"):
+                said = tokenizer.decode([t for t in ids if t not in ends], control=True)
+                row["conversation"] = [*row["messages"], {"role": "assistant", "content": said}]
+            elif is_rendered:
+                row["conversation"] = prompt + tokenizer.decode(ids, control=True)
+            prompts.append(prompt)
+            rows.append(row)
+        texts = {False: list(map(plain, drawn)), True: [tokenizer.decode(ids, control=True) for ids in drawn]}
+        return {own.name: checked(own.reward, prompts, texts[own.control], rows) for own in self.rewards}
+
+    def _rows(self, examples: Sequence[Example], answers: Answers) -> Mapping[str, Tensor]:
+        batch = self.of.blank()
+        batch["targets"].fill_(IGNORE)
+        for row, (example, tokens) in enumerate(zip(examples, answers.texts(), strict=True)):
+            whole, first = torch.tensor([*example.prompt, *tokens]), len(example.prompt) - 1
+            batch["tokens"][row, : len(whole) - 1] = whole[:-1]
+            batch["targets"][row, first : len(whole) - 1] = whole[first + 1 :]
+            for name, values in (("sampler", answers.logprobs), ("entropy", answers.entropy)):
+                batch[name][row, first : len(whole) - 1] = values[row, : len(tokens)]
+        return batch
+
+
+def rewarded_batches(
+    of: RewardedData, tuning: Tuning, step: Any, specs: Any, mesh: fs.Mesh, how: Mapping[str, Any]
+) -> RewardedBatches:
+    """On compiled forwards of the step's own leaves; `how`: options of `fs.shard_forward`."""
+    config, stops = of.config.objective, frozenset(of.data.tokenizer.stops)
+    slots, exchange = of.longest + config.tokens, step.gather_strings
+    size = sum(leaf.nbytes for leaf in fs.tree.flatten_with_paths(tuning.params)[0].values())
+    once = _fits(size, mesh) if config.gather_once is None else config.gather_once
+    once = exchange(str(once)) == ["True"] * mesh.size
+    whole = tuning.specs(mesh, of.config.precision, fs.presets.no_shard) if once else specs
+    drawing, count = (config.temperature, config.top_p), min(TOGETHER, config.tokens)
+    prefill = fs.shard_forward(tuning.policy(first_of(tuning.lm, slots, *drawing)), whole, **how)
+    decode = fs.shard_forward(tuning.policy(next_of(tuning.lm, count, *drawing)), whole, **how)
+    rollouts = Rollouts(
+        prefill, decode, count, min(of.answers, AT_ONCE), of.longest, config.tokens, stops,
+        (lambda text: [text]) if once else exchange, mesh.device,
+    )  # fmt: skip
+    values = fs.shard_forward(values_of(tuning), specs, **how) if config.kind.values else None
+    gather = (lambda blocks: fs.reshard(blocks, specs, whole, mesh)) if once else (lambda blocks: blocks)
+    return RewardedBatches(of, rollouts, of.rewards, mesh, exchange, gather, size if once else None, values)
+
+
+def _prompt_text(tokenizer: DirectoryTokenizer, ids: Sequence[int]) -> tuple[str, bool]:
+    """Return a prompt's text, and whether a chat template has rendered it: then its control tokens are
+    spelled, since they say who speaks."""
+    begin = len(tokenizer.begin) if tuple(ids[: len(tokenizer.begin)]) == tokenizer.begin else 0
+    text = tokenizer.decode(ids[begin:])
+    is_rendered = tokenizer.decode(ids[begin:], control=True) != text
+    return (tokenizer.decode(ids, control=True), True) if is_rendered else (text, False)
+
+
+def _fits(size: int, mesh: fs.Mesh) -> bool:
+    """Whether a rank may hold the whole model: where that takes a quarter of its device at most."""
+    if mesh.device_type == "cuda":
+        return 4 * size <= torch.cuda.mem_get_info()[1]
+    return 4 * size * mesh.size <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

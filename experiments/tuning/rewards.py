@@ -1,0 +1,234 @@
+"""Rewards: functions (prompts, answers, rows) -> a number for each answer.
+
+`prompts`: texts; those that a chat template has rendered are with their control tokens. `answers`: texts
+without control tokens; with all of them, the end of the answer too, where a reward says `control: true`.
+
+`rows`: the records, all of their fields, among these
+
+- `prompt` and `response`: texts; "" where the record has no response;
+- `messages`: the conversation that asks for the answer; of a text one message of a user, and None of a text
+  that a chat template has rendered;
+- `conversation`: the same with the answer behind it, whose control tokens are spelled.
+
+A reward of one's own is named by `_target_`; the directory of a model is one, too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.data.fields import words_of
+from experiments.data.model_files import LOCAL, WEIGHTS, check_reward_model, read_model_config
+from experiments.data.records import last_number
+from experiments.lib.checks import TARGET, ConfigError, describe
+from experiments.lib.files import first_few
+from experiments.lib.own import make_target
+from experiments.tuning.tasks import solved
+from fnshard.errors import report
+
+Rows = Sequence[Mapping[str, Any]]
+Reward = Callable[[Sequence[str], Sequence[str], Rows], Sequence[float]]
+
+
+def exact(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
+    """1 for the record's response, but for the blanks around it."""
+    return [float(a.strip() == row["response"].strip()) for a, row in zip(answers, rows, strict=True)]
+
+
+def number(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
+    """1 where the last number of an answer is the last one of the record's response (GSM8K's measure)."""
+    found = [(last_number(a), last_number(row["response"])) for a, row in zip(answers, rows, strict=True)]
+    return [float(mine is not None and mine == theirs) for mine, theirs in found]
+
+
+def form(prompts: Sequence[str], answers: Sequence[str], rows: Rows, *, pattern: str) -> list[float]:
+    """1 for an answer that a regular expression matches as a whole."""
+    return [float(re.fullmatch(pattern, answer.strip(), re.DOTALL) is not None) for answer in answers]
+
+
+def length(prompts: Sequence[str], answers: Sequence[str], rows: Rows, *, most: int) -> list[float]:
+    """1 for an answer of at most so many characters, less by the share that it is longer."""
+    return [min(1.0, most / max(len(answer), 1)) for answer in answers]
+
+
+def places(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
+    """The share of the response's characters that stand where they do in the record's."""
+    pairs = [(answer, row["response"]) for answer, row in zip(answers, rows, strict=True)]
+    return [sum(map(str.__eq__, *both)) / max(map(len, (*both, " "))) for both in pairs]
+
+
+REWARDS: Mapping[str, Reward] = {"exact": exact, "number": number, "format": form, "length": length,
+                                 "places": places, "solved": solved}  # fmt: skip
+NEEDS = {"exact": "response", "places": "response", "solved": "response", "number": "number"}
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A reward, its name in metrics, what it counts in the sum, and whether it reads answers with their
+    control tokens."""
+
+    name: str
+    reward: Reward
+    weight: float = 1.0
+    control: bool = False
+
+
+def needs_of(chosen: Any) -> tuple[str, ...]:
+    """Return what the records' own answers have to hold for these rewards, as `records.NEEDS` has it."""
+    every = chosen if isinstance(chosen, list | tuple) else [chosen]
+    names = [each.get("name") if isinstance(each, Mapping) else each for each in every]
+    return tuple(sorted({NEEDS[name] for name in names if name in NEEDS}))
+
+
+def rewards_of(chosen: Any, device: torch.device | str = "cpu") -> tuple[Weighted, ...]:
+    """Rewards by name, by mappings of `_target_` (or `name`), `weight`, `control` and arguments, or by
+    directories: one, or a list of them.
+
+    Args:
+        device: where models compute.
+
+    Raises:
+        ConfigError: there is none of this name, it does not import, or takes other arguments; no such model;
+            two of one name.
+    """
+    found = tuple(_weighted(c, device) for c in (chosen if isinstance(chosen, list | tuple) else [chosen]))
+    names = [each.name for each in found]
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(f"objective.reward: rewards of different names, not {', '.join(names) or 'none'}.")
+    return found
+
+
+def _weighted(chosen: str | Mapping[str, Any], device: torch.device | str) -> Weighted:
+    how = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
+    weight = how.pop("weight", 1.0)
+    if not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise ConfigError(f"objective.reward: weight={weight}: expected a number.")
+    control = how.pop("control", False)
+    if not isinstance(control, bool):
+        raise ConfigError(f"objective.reward: control={control}: expected true or false.")
+    if TARGET in how:
+        reward = make_target("objective.reward", how, partly=True)
+        return Weighted(how[TARGET].rpartition(".")[2], reward, weight, control)
+    name = str(how.pop("name", None))
+    if os.path.isdir(name):  # False of a name that is too long, too
+        if how or control:
+            said = ", ".join([*how, *(["control"] if control else [])])
+            raise ConfigError(
+                f"objective.reward={name}: {said}: a model reads the conversation in its own chat template. "
+                "Fix: leave it out; name and weight are known."
+            )
+        return Weighted(Path(name).name, model_reward(name, device), weight)
+    if name not in REWARDS:
+        raise ConfigError(
+            f"objective.reward={name:.200}: one of {', '.join(REWARDS)}, a mapping with _target_, or "
+            "the directory of a model that gives a number."
+        )
+    try:
+        inspect.signature(REWARDS[name]).bind((), (), (), **how)
+        re.compile(how.get("pattern", ""))
+        if "most" in how and (type(how["most"]) is not int or how["most"] < 1):
+            raise TypeError("most: expected a whole number from 1")
+    except (TypeError, re.error, RecursionError, OverflowError) as error:
+        said = ", ".join(f"{key}={value!r}" for key, value in how.items())
+        raise ConfigError(f"objective.reward={name}: {error}; said was {said or 'nothing'}.") from None
+    return Weighted(name, partial(REWARDS[name], **how), weight, control)
+
+
+def model_reward(folder: str, device: torch.device | str) -> Reward:
+    """Return the number that a reward model of transformers gives, a sequence classifier with one label,
+    which each rank holds whole. It reads the conversation in its own chat template.
+
+    Raises:
+        ConfigError: the directory holds none.
+    """
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    check_reward_model(Path(folder))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, **LOCAL)
+        config = read_model_config(Path(folder))
+        model = AutoModelForSequenceClassification.from_pretrained(folder, config=config, **WEIGHTS)
+    except Exception as error:  # of every kind: the files may hold anything
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"objective.reward={folder}: {line}") from error
+    if model.config.num_labels != 1:
+        raise ConfigError(f"objective.reward={folder}: it has {model.config.num_labels} labels; expected: 1.")
+    model.to(device).eval().requires_grad_(False)
+
+    def ids_of(prompt: str, answer: str, row: Mapping[str, Any]) -> torch.Tensor:
+        turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        turns = row.get("conversation") or turns
+        if isinstance(turns, str):  # a text that a chat template has rendered
+            ids = tokenizer(turns, add_special_tokens=False, return_tensors="pt")["input_ids"]
+            if not set(ids[0].tolist()) & set(tokenizer.all_special_ids):
+                raise ConfigError(
+                    f"objective.reward={folder}: the records hold texts of another chat template. "
+                    "Fix: write them as messages, of which the reward model's own template makes its text."
+                )
+            return ids
+        turns = [{**turn, "content": words_of(turn)} for turn in turns]
+        if tokenizer.chat_template:
+            return tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)["input_ids"]
+        if len(turns) > 2:
+            raise ConfigError(
+                f"objective.reward={folder}: it has no chat template, and a prompt is one of several "
+                "messages. Fix: write one into its tokenizer_config.json, or take prompts that are texts."
+            )
+        return tokenizer("".join(turn["content"] for turn in turns), return_tensors="pt")["input_ids"]
+
+    def reward(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
+        numbers = []
+        for each in zip(prompts, answers, rows, strict=True):  # alone: no padding to get wrong
+            numbers.append(model(ids_of(*each).to(model.device)).logits.item())
+        return numbers
+
+    return reward
+
+
+def checked(reward: Reward, prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
+    """One finite number for each answer.
+
+    Raises:
+        ConfigError: the reward gives something else, by prompt; or raises.
+    """
+    try:
+        found = list(reward(prompts, answers, rows))
+    except ConfigError:
+        raise
+    except Exception as error:  # the user's own code
+        raise ConfigError(f"objective.reward: {describe(error)}") from error
+    if len(found) != len(prompts):
+        what = f"{len(found)} numbers for {len(prompts)} answers"
+        raise ConfigError(f"objective.reward: {what}, the first of them to {_short(prompts[0])}.")
+    numbers, wrong = [], []
+    for prompt, answer, value in zip(prompts, answers, found, strict=True):
+        try:
+            numbers.append(float(value))
+        except (TypeError, ValueError):
+            wrong.append(f"{_short(prompt)} -> {_short(answer)}: {_short(value)}")
+    if wrong:
+        raise ConfigError(report("objective.reward: expected numbers, got:", first_few(wrong, 10)))
+    wrong = [
+        f"{_short(prompts[n])} -> {_short(answers[n])}: {v}"
+        for n, v in enumerate(numbers)
+        if not math.isfinite(v)
+    ]
+    if wrong:
+        raise ConfigError(report("objective.reward: numbers that are not finite:", first_few(wrong, 10)))
+    return numbers
+
+
+def _short(value: Any) -> str:
+    """Return a value as an error shows it: the end of a prompt says more of it than its beginning."""
+    text = repr(value)
+    return text if len(text) <= 120 else f"{text[:40]}...{text[-77:]}"

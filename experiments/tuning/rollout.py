@@ -1,0 +1,156 @@
+"""Rollouts: answers that the sharded leaves which train give to prompts, with the log-probabilities of their
+tokens. There is no second copy of the weights, and no server."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from experiments.tuning.decode import Drawn
+from fnshard.step.step import Forward
+
+TOGETHER = 8  # tokens of a row that a program draws, as a rule
+REFILL = 4  # prompts that wait are prefilled once a quarter of the rows is free
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Of N prompts, on the host; what comes after an answer's end is 0.
+
+    Args:
+        tokens: int64 [N, T].
+        lengths: int64 [N]: tokens that were drawn, the one that ends an answer included.
+        logprobs: fp32 [N, T], of the tokens, by the model at the temperature they were drawn at.
+        entropy: fp32 [N, T], of what they were drawn from.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    logprobs: Tensor
+    entropy: Tensor
+
+    def texts(self) -> list[list[int]]:
+        """The tokens of each."""
+        return [row[:n] for row, n in zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)]
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Draws answers; all ranks call it together, each with prompts of its own and as many as it likes.
+
+    Rows whose answer has ended take the next prompt, so that long answers hold up no others.
+
+    Args:
+        prefill, decode: of `decode.first_of` and `next_of`, with one `temperature` and `top_p`: tokens are
+            drawn from the likeliest, as many as have this probability together (Holtzman et al. 2020), and
+            their log-probabilities are of the whole distribution. A temperature of 0 takes the likeliest.
+        count: tokens of a row that `decode` draws in a call.
+        rows: prompts that are answered at once.
+        width: the longest prompt.
+        length: the most tokens of an answer.
+        stops: tokens that end one.
+        agree: one string of each rank to all, where forwards are collectives: ranks end together.
+    """
+
+    prefill: Forward
+    decode: Forward
+    count: int
+    rows: int
+    width: int
+    length: int
+    stops: frozenset[int]
+    agree: Callable[[str], list[str]]
+    device: torch.device
+
+    def __call__(self, params: Any, prompts: Sequence[Sequence[int]], numbers: Tensor) -> Answers:
+        """Answers to prompts.
+
+        Args:
+            numbers: fp64 [N, length] in [0, 1): what tokens are drawn by. An answer depends on its own alone,
+                not on which prompts share a batch with it, up to rounding.
+        """
+        shape = len(prompts), self.length
+        answers = Answers(
+            torch.zeros(shape, dtype=torch.int64), torch.zeros(shape[0], dtype=torch.int64),
+            torch.zeros(shape), torch.zeros(shape),
+        )  # fmt: skip
+        numbers = F.pad(numbers, (0, self.count))
+        waiting, cache = deque(range(len(prompts))), None
+        owner = np.full(self.rows, -1)  # which prompt a row answers
+        tokens, positions = np.zeros((2, self.rows), np.int64)
+        while True:
+            free = np.flatnonzero(owner < 0)
+            wants = bool(waiting) and (len(free) * REFILL >= self.rows)
+            said = self.agree(f"{int(wants)}{int(bool(waiting) or len(free) < self.rows)}")
+            if not any(each[1] == "1" for each in said):
+                return answers
+            if any(each[0] == "1" for each in said):  # a rank that has no more prompts joins in
+                fresh = free[: len(waiting)]
+                owner[fresh] = [waiting.popleft() for _ in fresh]
+                drawn, new = self._begin(params, prompts, owner, fresh, numbers)
+                cache = new if cache is None else _merged(cache, new, fresh, self.device)
+                for row in fresh:
+                    positions[row] = len(prompts[owner[row]])
+                self._keep(drawn, answers, fresh, owner, tokens)
+                continue
+            busy = np.flatnonzero(owner >= 0)
+            own = np.zeros((self.rows, self.count))
+            if len(busy):
+                at = answers.lengths[owner[busy], None] + torch.arange(self.count)
+                own[busy] = numbers[torch.from_numpy(owner[busy])[:, None], at].numpy()
+            drawn, cache = self.decode(params, *self._there(tokens, positions, own), cache)
+            positions[busy] += self.count
+            self._keep(drawn, answers, busy, owner, tokens)
+
+    def _there(self, *arrays: np.ndarray) -> list[Tensor]:
+        return [torch.from_numpy(array.copy()).to(self.device) for array in arrays]
+
+    def _begin(
+        self, params: Any, prompts: Sequence[Sequence[int]], owner: np.ndarray, fresh: Sequence[int],
+        numbers: Tensor,
+    ) -> tuple[Drawn, Any]:  # fmt: skip
+        """Prefill the rows that are new; the others are looked at by nobody."""
+        padded, last = np.zeros((self.rows, self.width), np.int64), np.zeros(self.rows, np.int64)
+        own = np.zeros((self.rows, 1))
+        for row in fresh:
+            prompt = prompts[owner[row]]
+            padded[row, : len(prompt)], last[row] = prompt, len(prompt) - 1
+            own[row] = numbers[owner[row], 0]
+        return self.prefill(params, *self._there(padded, last, own))
+
+    def _keep(
+        self, drawn: Drawn, answers: Answers, rows: np.ndarray, owner: np.ndarray, tokens: np.ndarray
+    ) -> None:
+        """What some rows have drawn, up to their ends; answers that have ended leave their rows."""
+        if not len(rows):
+            return
+        found, logprobs, entropy = (part.cpu()[torch.from_numpy(rows)] for part in drawn)
+        whose = torch.from_numpy(owner[rows])
+        stops = torch.isin(found, torch.tensor(sorted(self.stops), dtype=torch.int64))
+        at = answers.lengths[whose, None] + torch.arange(found.shape[1])
+        kept = (stops.cumsum(1) - stops.long() == 0) & (at < self.length)
+        to = whose[:, None].expand_as(at)[kept], at[kept]
+        for of, values in ((answers.tokens, found), (answers.logprobs, logprobs), (answers.entropy, entropy)):
+            of[to] = values[kept]
+        answers.lengths[whose] += kept.sum(1)
+        tokens[rows] = found[:, -1].numpy()
+        ended = (kept & stops).any(1) | (answers.lengths[whose] == self.length)
+        owner[rows[ended.numpy()]] = -1
+
+
+def _merged(cache: Any, new: Any, rows: Sequence[int], device: torch.device) -> Any:
+    """Some rows of the new one."""
+    taken = torch.zeros(len(new[0][0]), 1, 1, 1, dtype=torch.bool)
+    taken[list(rows)] = True
+    taken = taken.to(device)
+    return [
+        tuple(torch.where(taken, n, o) for n, o in zip(*each, strict=True))
+        for each in zip(new, cache, strict=True)
+    ]

@@ -1,0 +1,164 @@
+"""Vision: the tower of a model that sees, as a pure function of pixels in rows of one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fnshard as fs
+from experiments.data.images import KINDS, Images
+from experiments.lib.checks import ConfigError
+
+FLASH = "fnshard_flash"  # to an attention with "flash" in its name towers pass the bounds of images
+LEAST = {"patches": 64, "tiles": 1}  # of a row; then powers of two
+
+
+@dataclass(frozen=True)
+class Vision:
+    """A model's images: `features` of them stand where a text has the image token.
+
+    Args:
+        layout: of the model's images, see `ImageKind`.
+        token: that stands for a feature.
+        tower: `fn(the model's leaves, pixels) -> [B, F, D]`.
+        model: with the tower, the trunk and no head.
+    """
+
+    layout: str
+    token: int
+    tower: Callable[[Any, Mapping[str, Tensor]], Tensor]
+    model: nn.Module
+
+    def merged(self, params: Any, embedded: Tensor, tokens: Tensor, pixels: Mapping[str, Tensor]) -> Tensor:
+        """Embeddings [B, T, D] with the features of a row's images, in their order, at its image tokens."""
+        features = self.tower(params, pixels).to(embedded.dtype)
+        here = tokens == self.token
+        index = (here.cumsum(1) - 1).clamp(0, features.shape[1] - 1)
+        index = index[..., None].expand(-1, -1, features.shape[-1])
+        return torch.where(here[..., None], features.gather(1, index), embedded)
+
+    def rows(self, images: Images, paths: list[list[str]], tokens: Tensor) -> dict[str, Tensor]:
+        """The images of rows, as `tower` takes them: padded to a power of two that holds the longest, and
+        so in few shapes. A row without images has padding alone.
+
+        Args:
+            paths: of each row's images.
+            tokens: int64 [B, T], for their positions.
+
+        Raises:
+            ConfigError: an image that is not there, or not what it was when the data were prepared.
+        """
+        made = [images.pixels(each) for each in paths]
+        sizes = [len(each["pixels"]) for each in made if each]
+        size = LEAST[self.layout]
+        while size < max(sizes, default=1):
+            size *= 2
+        blank = images.blank() if not all(made) else {}
+        for row, each, of in zip(tokens, made, paths, strict=True):
+            there, wanted = images.features(each) if each else 0, int((row == self.token).sum())
+            if there != wanted:
+                raise ConfigError(
+                    f"{', '.join(of)}: {there} features for {wanted} image tokens. "
+                    "Fix: the images are not those that the data were prepared of; prepare them anew (remove "
+                    "outputs/data/prepared)."
+                )
+        rows = [self._row(each or blank, row, size) for each, row in zip(made, tokens, strict=True)]
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def _row(self, found: Mapping[str, Tensor], tokens: Tensor, size: int) -> dict[str, Tensor]:
+        pad = lambda x: F.pad(x, (0, 0) * (x.dim() - 1) + (0, size - len(x)))  # noqa: E731
+        row = {name: pad(part) for name, part in found.items() if name not in ("grid", "order")}
+        if "order" in found:
+            every = torch.arange(size // (self.model.visual.spatial_merge_size**2))
+            row["order"] = torch.cat([found["order"], every[len(found["order"]) :]])
+        if "grid" in found:
+            here = (tokens == self.token)[None].int()
+            grid = found["grid"] if here.any() else None
+            row["positions"] = self.model.get_rope_index(tokens[None], here, image_grid_thw=grid)[0][:, 0]
+        return row
+
+
+def vision_of(model: nn.Module, tied: Mapping[str, str], part: Callable[..., Any]) -> Vision | None:
+    """Of a model of transformers; None where it has no images.
+
+    Args:
+        part: makes a pure function of the model's leaves of a module, a prefix and `tied`.
+
+    Raises:
+        ConfigError: images of a kind that is not known here.
+    """
+    config = model.config
+    if getattr(config, "vision_config", None) is None:
+        return None
+    kind = KINDS.get(config.model_type)
+    if kind is None:
+        raise ConfigError(
+            f"{type(model).__name__}: images of the kind {config.model_type!r} are not known here. "
+            f"Fix: a model of {', '.join(KINDS)}."
+        )
+    prefix = model.base_model_prefix
+    inner = getattr(model, prefix)
+    if kind.layout == "patches":
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(FLASH, _attend)
+        inner.visual.config._attn_implementation = FLASH
+    tower = part(_Tower(prefix, inner, RUN[kind.layout]), "", tied)
+    return Vision(kind.layout, config.image_token_id, tower, inner)
+
+
+class _Tower(nn.Module):
+    """A model that is asked for its features alone."""
+
+    def __init__(self, prefix: str, inner: nn.Module, run: Callable[..., Tensor]):
+        super().__init__()
+        self.add_module(prefix, inner)
+        self.run = lambda images: run(inner, images)
+
+    def forward(self, images: Mapping[str, Tensor]) -> Tensor:
+        return self.run(images)
+
+
+def _tiles(model: nn.Module, images: Mapping[str, Tensor]) -> Tensor:
+    """Of tiles of one size, [B, N, C, H, W]."""
+    pixels = images["pixels"]
+    tiles = pixels.flatten(0, 1).to(next(model.parameters()).dtype)
+    if hasattr(model, "connector"):  # what it looks for among its tiles, padding, is known here
+        features = model.connector(model.vision_model(pixel_values=tiles).last_hidden_state)
+    else:
+        features = torch.stack(list(model.get_image_features(pixel_values=tiles).pooler_output))
+    return features.reshape(len(pixels), -1, features.shape[-1])
+
+
+def _patches(model: nn.Module, images: Mapping[str, Tensor]) -> Tensor:
+    """Of patches, [B, P, K]; of all rows at once, where each image is a document of its own."""
+    pixels = images["pixels"]
+    rows, size = pixels.shape[:2]
+    merged = model.visual.spatial_merge_size**2
+    start = torch.arange(rows, device=pixels.device)[:, None] * size
+    bounds = {"cu_seqlens": (images["documents"] + start).flatten(), "max_seqlen": 0}
+    if "order" in images:
+        bounds |= {
+            "window_index": (images["order"] + start // merged).flatten(),
+            "cu_window_seqlens": (images["windows"] + start).flatten(), "max_window_seqlen": 0,
+        }  # fmt: skip
+    patches = pixels.flatten(0, 1).to(next(model.parameters()).dtype)
+    made = model.visual(patches, grid_thw=None, position_ids=images["places"].flatten(0, 1), **bounds)
+    return made.pooler_output.view(rows, size // merged, -1)
+
+
+RUN = {"patches": _patches, "tiles": _tiles}
+
+
+def _attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *,
+    cu_seq_lens_q: Tensor, scaling: float, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """In place of their bounds it takes which image each of the patches is of: that has one shape."""
+    made = fs.attention(query, key, value, causal=False, documents=cu_seq_lens_q[None], scale=scaling)
+    return made.transpose(1, 2).contiguous(), None
