@@ -27,7 +27,8 @@ A folder imports only from those above it (`tests/test_house.py` holds it).
 - `runtime/`: collectives (gloo, NCCL, shared memory, simulated), files, tiers of memory, and the
   executor, a loop over the instructions of a schedule.
 - `analysis/`: memory, time, traffic and FLOPs of a step before it runs.
-- `step/`: `shard_step` and `Step`, whose module follows a call to the wire; states, lengths, `fit`.
+- `step/`: `shard_step` and `Step`, whose module follows a call to the wire; states, lengths. `search/`:
+  one walk through plans by their price, which `fit` and `experiments.plan` take.
 - `checkpoint/`, `hf/`, `adapters/`: saving and restoring onto any mesh; Hugging Face's format; LoRA.
 - `debug/`, `plot/`, `launcher/`: comparing with plain autograd, hunting NaN, profiling; pictures; ranks
   of one machine.
@@ -77,7 +78,7 @@ from fnshard.losses import Mean, Sequence, Whole
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.optim import schedules
 from fnshard.runtime.collectives.simulated import simulate
-from fnshard.step.fit import fit
+from fnshard.search.fit import fit
 from fnshard.step.shards import shard, unshard
 from fnshard.step.state import TrainState
 from fnshard.step.step import lockstep, shard_forward, shard_step

@@ -19,6 +19,7 @@ from fnshard.analysis.tables import columns
 from fnshard.compiler.schedule.instructions import Run
 from fnshard.errors import FnshardError
 from fnshard.plot.scales import byte_text, time_text
+from fnshard.search.price import price
 
 WORTH = 0.01  # of a step, below which nothing is shown
 MOST = 6  # lines, and changes, that are shown
@@ -169,14 +170,16 @@ def _lines(profile: Mapping[str, Any], total: float, overlaps: bool) -> str:
 def _changes(paper: Paper) -> str:
     """The changes of one key that make most tokens a second, by prediction, and fit."""
     found = []
+    now = price(paper.config, paper.memory, paper.timeline)
     for words, config in neighbours(paper.config):
         try:
-            other = explain(config)
+            on_paper = explain(config)
         except FnshardError:  # no such step, as it would say if somebody asked for it
             continue
-        gain = other.tokens_per_day / paper.tokens_per_day - 1
-        if other.fits and gain >= WORTH:
-            extra = other.memory.peak_bytes - paper.memory.peak_bytes
+        other = price(config, on_paper.memory, on_paper.timeline)
+        gain = now.slower_than(other)
+        if other.fits(paper.device_bytes) and gain >= WORTH:
+            extra = other.peak_bytes - now.peak_bytes
             more = f"{byte_text(abs(extra))} {'more' if extra > 0 else 'less'} on the device"
             found.append((gain, (f"  {words}", f"{gain:+.1%}", more if extra else "")))
     if not found:

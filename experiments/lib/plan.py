@@ -88,24 +88,24 @@ def plan_of(
         BudgetError: `strategy=auto`, and nothing fits.
         AgreementError: `strategy=auto`, and ranks planned differently.
     """
-    options = {
-        "accumulate_mode": run.accumulate_mode, "backend": run.backend, "timeout": run.timeout_s,
-        "grad_norm": True, **(along or {}),
-    }  # fmt: skip
-    exact = {"deterministic": run.deterministic}
+    options = fs.StepOptions(
+        accumulate_mode=run.accumulate_mode, backend=run.backend, timeout=run.timeout_s, grad_norm=True,
+        **(along or {}),
+    )  # fmt: skip
     if strategy.name == AUTO:
         planned_for = hardware_of(hardware, mesh)
         found = _agree(
             fn, params, mesh, batch=batch, device_bytes=int(run.device_gb * 1e9), hardware=planned_for,
             optimizer=optimizer, specs=specs(fs.presets.full_shard), **options,
         )  # fmt: skip
-        return Plan(found.specs, replace(found.options, **exact), found, planned_for)
+        options = replace(found.options, deterministic=run.deterministic)
+        return Plan(found.specs, options, found, planned_for)
     tiers = {name: getattr(strategy, name) for name in ("memory", "optimizer_memory", "update_on")}
-    options |= {
-        "accumulate": run.accumulate, "remat": strategy.remat, "disk_dir": run.disk_dir,
-        "prefetch": (strategy.prefetch_forward, strategy.prefetch_backward),
-    }  # fmt: skip
-    return Plan(specs(fs.presets.PRESETS[strategy.name], **tiers), fs.StepOptions(**options, **exact))
+    options = replace(
+        options, accumulate=run.accumulate, remat=strategy.remat, disk_dir=run.disk_dir,
+        prefetch=(strategy.prefetch_forward, strategy.prefetch_backward), deterministic=run.deterministic,
+    )  # fmt: skip
+    return Plan(specs(fs.presets.PRESETS[strategy.name], **tiers), options)
 
 
 def _agree(*args: Any, **options: Any) -> fs.Fit:

@@ -1,12 +1,10 @@
-"""Search: plans of a decoder on paper, and the descent to the fastest that fits.
+"""Search: the plans of a configuration on so many devices, which `fnshard.search.walk` walks through.
 
 A plan's step is lowered at two small depths, with two and three micro-batches, and carried on from there:
 layers are alike, so time and memory are affine in both. The plan that is chosen is lowered in full.
 
-How much is recomputed is no knob of the descent. For every setting of the other knobs it is found by
-bisection: recomputing less is faster and takes more memory, but for some per cent in tiny models, so the best
-share is about the largest that fits.
-`remat="offload"` is not tried.
+How much is recomputed is the dial of a plan, in 200ths of what a backward reads. `remat="offload"` is not
+tried.
 """
 
 from __future__ import annotations
@@ -14,8 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,15 +23,21 @@ from experiments.lib.plan import axis_of, dtypes_of, make_optimizer
 from experiments.plan.config import DEVICE_SHARE, PlanConfig
 from fnshard.analysis.memory import MemoryTimeline
 from fnshard.compiler.ir.arguments import Arguments
+from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.lower import Front, schedule_for
 from fnshard.compiler.schedule.instructions import Run
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.plot.scales import byte_text, rough, time_text
+from fnshard.search.price import PARTS, Candidate, price
+from fnshard.search.walk import Dial, Move, Walk, Work
 from fnshard.step.batches import bytes_of_batch
 from fnshard.step.lowered import Lowered
 from fnshard.step.plan import plan_of
 
 DEPTHS = (4, 5)  # numbers of layers that are lowered
+FAMILIES = 6  # of plans, whose traces are kept
+AXES = ("replicate", "shard", "tensor", "context")
+SHARES = 200  # what a segment keeps for its backward is chosen in so many parts of what the backward reads
 TIERS = {  # of the optimizer's state
     "device": {},
     "streamed": {"optimizer_memory": "host", "update_on": "device"},
@@ -66,6 +69,11 @@ class Knobs:
         return MeshConfig(**{n: getattr(self, n) for n in ("replicate", "shard", "tensor", "context")})
 
     @property
+    def effort(self) -> tuple[float, ...]:
+        """What is done to save memory."""
+        return ((self.optimizer != "device") + 1 - {"none": 1.0, "unit": 0.0}.get(self.remat, self.remat),)
+
+    @property
     def preset(self) -> str:
         """The name of one in `fnshard.presets`, and of a strategy."""
         return "hybrid_shard" if self.replicate > 1 else "shard_grad_op" if self.keep else "full_shard"
@@ -89,56 +97,61 @@ class Knobs:
         return " ".join(f"{key}={value}" for key, value in words.items())
 
 
-PARTS = {  # of a step, in seconds: what a plan may lose by
-    "compute": "computing",
-    "communication": "waiting for collectives",
-    "transfer": "waiting for the host link",
-    "host": "waiting for the host",  # its updates and launches: what is left
-}
+@dataclass
+class Family:
+    """What plans share whose micro-batches are split and shaped alike: traces by depth, and kernels."""
 
-
-Move = Callable[[Knobs], Knobs | None]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A plan and what is predicted of it: bytes of a device and of the host, seconds of a step and what they
-    go to (`PARTS`), and the model's FLOPs of a rank."""
-
-    knobs: Knobs
-    peak_bytes: float
-    host_bytes: float
-    seconds: float
-    parts: Mapping[str, float] = field(compare=False)
-    flops: float = 0.0
-    peak_flops: float = 1.0
-
-    def cost(self, budget: int) -> tuple[float, float, int]:
-        """What the search makes small: bytes too many, then time to a microsecond, then what is done."""
-        done = (self.knobs.optimizer != "device") + 1 - kept_share(self.knobs.remat)
-        return max(0.0, self.peak_bytes - budget), round(self.seconds, 6), done
+    fronts: dict[int, Front] = field(default_factory=dict)
+    kernels: dict[str, Kernel] = field(default_factory=dict)
 
 
 @dataclass
 class Planner:
-    """The plans of one configuration on so many devices; remembers those it has looked at."""
+    """The plans of one configuration on so many devices, a `walk.Space`; remembers those it has looked at."""
 
     config: PlanConfig
     devices: int
     hardware: fs.Hardware
+    work: Work = field(default_factory=Work)
     seen: dict[Knobs, Candidate] = field(default_factory=dict)
-    progress: Progress = field(default_factory=lambda: Progress())
-    _fronts: dict[Any, Front] = field(default_factory=dict)
-    _kernels: dict[str, Any] = field(default_factory=dict)
+    _families: dict[Any, Family] = field(default_factory=dict)
 
     @property
     def budget(self) -> int:
         gigabytes = self.config.device_gb
         return int(DEVICE_SHARE * self.hardware.memory_bytes if gigabytes is None else gigabytes * 1e9)
 
+    @property
+    def walk(self) -> Walk:
+        """The search through these plans."""
+        return Walk(self, self.budget, self.work, self.seen, self.describe)
+
+    def best(self, say: Callable[[str], None] = lambda text: None) -> Candidate:
+        """Return the fastest plan that fits, see `Walk.run`, priced with all its layers.
+
+        Raises:
+            BudgetError: the devices cannot share the rows.
+        """
+        splits = len(list(self.splits()))
+        if not splits:
+            raise fs.BudgetError(self.nothing())
+        self.work = Work(say)
+        self.work.tell(f"{counted(splits, 'way')} to split {counted(self.devices, 'device')}")
+        walk = self.walk
+        best = walk.run()
+        self.work.tell("the best plan is priced with all its layers")
+        while walk.cost(found := self.exact(best.choice)) > walk.cost(best):
+            self.seen[best.choice] = found  # carried on from few layers, it looked better than it is
+            best = walk.descend(walk.within_budget(best.choice))
+        return found
+
+    def is_too_small(self) -> bool:
+        """Return whether not even the plans that save most memory fit."""
+        return not any(self.walk.look(knobs).fits(self.budget) for knobs in self.frugal())
+
     # -------------------------------------------------------------- which plans there are
-    def valid(self, knobs: Knobs) -> bool:
-        """Whether the axes divide what they split, and all rows are taken."""
+    def is_valid(self, knobs: Knobs) -> bool:
+        """Return whether the axes divide what they split, and all rows are taken."""
         axes = knobs.replicate * knobs.shard * knobs.tensor * knobs.context
         rows, own = self.config.batch_rows, knobs.data_ranks * knobs.micro_rows
         return (
@@ -148,25 +161,57 @@ class Planner:
             and self.config.is_split(knobs.mesh)
         )  # fmt: skip
 
-    def starts(self) -> Iterator[Knobs]:
-        """For each way to split rows' sequences and matrices, all other ranks a shard."""
+    def splits(self) -> Iterator[Knobs]:
+        """Yield each way to split rows' sequences and matrices, all other ranks a shard; rows one by one."""
         near = self.hardware.ranks_per_node
         least = max(near, self.devices // math.gcd(self.devices, self.config.batch_rows))  # that share a row
-        for tensor, context in (
-            (t, c) for t in _divisors(self.devices) for c in _divisors(self.devices // t)
-        ):
-            data = self.devices // tensor // context
-            if tensor * context > least:
-                continue
-            knobs = Knobs(1, data, tensor, context, remat="unit")
-            if self.valid(knobs):
-                yield knobs
+        for tensor in _divisors(self.devices):
+            for context in _divisors(self.devices // tensor):
+                knobs = Knobs(1, self.devices // tensor // context, tensor, context)
+                if tensor * context <= least and self.is_valid(knobs):
+                    yield knobs
+
+    def starts(self) -> Iterator[Knobs]:
+        """Yield plans for `splits`, with as many rows at a time as fit where all is kept.
+
+        More ranks for a sequence, or for a matrix, are not looked at where fewer are slower than a plan that
+        fits even with room for all: they exchange more.
+        """
+        for _, splits in itertools.groupby(self.splits(), lambda knobs: knobs.tensor):
+            slow: list[bool] = []
+            for knobs in splits:
+                rows = list(reversed(_divisors(self.config.batch_rows // knobs.data_ranks)))
+                dial = Dial(len(rows) - 1, lambda level, k=knobs, r=rows: replace(k, micro_rows=r[level]))
+                most = self.walk.look(dial.at(0))
+                known = [c.seconds for c in self.seen.values() if c.fits(self.budget) and c is not most]
+                slow.append(most.seconds >= min(known, default=math.inf))
+                yield most.choice if slow[-1] else self.walk.least_that_fits(dial, math.inf).choice
+                if slow[-1]:
+                    break
+            if slow[0]:
+                break
+
+    def frugal(self) -> list[Knobs]:
+        return [replace(knobs, remat="unit", optimizer="host") for knobs in self.splits()]
+
+    def dials(self, knobs: Knobs) -> list[Dial]:
+        def at(level: int) -> Knobs:
+            remat = {0: "none", SHARES: "unit"}.get(level, (SHARES - level) / SHARES)
+            return replace(knobs, remat=remat)
+
+        return [Dial(SHARES, at)]
+
+    def refinements(self, knobs: Knobs) -> list[Dial]:
+        return []
+
+    def adjustments(self, knobs: Knobs) -> list[Knobs]:
+        return []
 
     def moves(self) -> dict[str, list[Move]]:
         """Return the steps along each knob; a factor goes from one axis to another.
 
-        Recomputation is not among them: `within_budget` finds its share for each plan. A step gives None
-        where there is none, and may give a plan that is not valid: two of them together may be.
+        A step gives None where there is none, and may give a plan that is not valid: two of them together may
+        be.
         """
 
         def set_knob(name: str, value: Any) -> Move:
@@ -202,28 +247,11 @@ class Planner:
             ],
         }  # fmt: skip
 
-    def steps(self, knobs: Knobs, moves: Iterable[Move]) -> list[Knobs]:
-        """Return the valid plans that are one of these moves away."""
-        found = dict.fromkeys(move(knobs) for move in moves)
-        return [k for k in found if k is not None and k != knobs and self.valid(k)]
-
-    def pairs(self, knobs: Knobs) -> list[Knobs]:
-        """Return the valid plans that are two moves away, whether or not one of the two alone is valid."""
-        moves = [move for each in self.moves().values() for move in each]
-        near = {knobs, *self.steps(knobs, moves)}
-        first = [k for k in dict.fromkeys(move(knobs) for move in moves) if k is not None and k != knobs]
-        both = dict.fromkeys(move(k) for k in first for move in moves)
-        return [k for k in both if k is not None and k not in near and self.valid(k)]
-
     # -------------------------------------------------------------- what is predicted of one
-    def look(self, knobs: Knobs) -> Candidate:
-        """A plan's bytes and time, carried on from few layers and micro-batches."""
-        if knobs in self.seen:
-            return self.seen[knobs]
+    def price(self, knobs: Knobs) -> Candidate:
+        """Return a plan's bytes and time, carried on from few layers and micro-batches."""
         layers = self.config.layers
-        depths = DEPTHS if layers > DEPTHS[1] else (layers,)
-        self.seen[knobs] = self._predicted(knobs, depths)
-        return self.seen[knobs]
+        return self._predicted(knobs, DEPTHS if layers > DEPTHS[1] else (layers,))
 
     def exact(self, knobs: Knobs) -> Candidate:
         """The same, of all layers."""
@@ -240,23 +268,19 @@ class Planner:
                 by_count[count]["peak"] = max(v for n, v in found.items() if isinstance(n, tuple))
         found = _line(by_count, micro)
         parts = {name: found[name] for name in PARTS}
-        others = (found[n] for n in ("peak", "host_bytes", "seconds"))
-        return Candidate(knobs, *others, parts, found["flops"], found["peak_flops"])
+        totals = (found[name] for name in ("peak", "seconds", "host_bytes"))
+        return Candidate(knobs, *totals, parts, found["flops"], found["peak_flops"])
 
     def micro_batches(self, knobs: Knobs) -> int:
         return self.config.batch_rows // knobs.data_ranks // knobs.micro_rows
 
-    def measured(self, knobs: Knobs, layers: int, micro: int) -> dict[str, float]:
+    def measured(self, knobs: Knobs, layers: int, micro: int) -> dict[Any, float]:
+        """Return the price of a step of so many layers and micro-batches, and its bytes by `_moments`."""
         lowered = self.lowered(knobs, layers, micro)
-        memory, time = lowered.memory_analysis(), lowered.timeline(self.hardware)
-        compute = time.busy_seconds.get("compute", 0.0)
-        return _moments(lowered.memory_timeline(), layers) | {
-            "peak": memory.peak_bytes, "host_bytes": memory.host_bytes, "seconds": time.step_seconds,
-            "compute": compute, "communication": time.exposed_communication_seconds,
-            "transfer": time.exposed_transfer_seconds,
-            "host": max(0.0, time.step_seconds - compute - time.exposed_communication_seconds
-                        - time.exposed_transfer_seconds),
-            "flops": time.model_flops, "peak_flops": time.peak_flops,
+        found = price(knobs, lowered.memory_analysis(), lowered.timeline(self.hardware))
+        return _moments(lowered.memory_timeline(), layers) | found.parts | {
+            "peak": found.peak_bytes, "seconds": found.seconds, "host_bytes": found.host_bytes,
+            "flops": found.flops, "peak_flops": found.peak_flops,
         }  # fmt: skip
 
     def mesh(self, knobs: Knobs) -> fs.Mesh:
@@ -278,113 +302,29 @@ class Planner:
         step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optimizer, accumulate=micro, grad_norm=True)
         step.resolve(params)
         resolved, options = ResolvedSpecs.of(step.specs), step.options
-        key = knobs.tensor, knobs.context, knobs.micro_rows, mesh.names, layers, micro
-        if key not in self._fronts:
-            self._fronts[key] = step.front(*batch)
-        front = self._fronts[key]
+        family = self._family(knobs.tensor, knobs.context, knobs.micro_rows, mesh.names)
+        if layers not in family.fronts:
+            family.fronts[layers] = step.front(*batch)
+        front = family.fronts[layers]
         front = replace(front, plan=plan_of(optimizer, resolved, mesh, options).for_program(front.program))
         options = replace(options, remat=knobs.remat, prefetch=(1, 1), overlap=1)
-        stages = schedule_for(front, resolved.stored, mesh, options, self._kernels, False)
+        stages = schedule_for(front, resolved.stored, mesh, options, family.kernels, False)
         sizes = bytes_of_batch(Arguments(batch, {}))
         return Lowered(stages, options, optimizer=optimizer, batch_bytes=sizes)
 
-    # -------------------------------------------------------------- the search
-    def is_too_small(self) -> bool:
-        """Whether not even the plans that save most memory fit."""
-        frugal = [replace(k, remat="unit", optimizer="host") for k in self.starts()]
-        return all(self.look(k).peak_bytes > self.budget for k in frugal)
+    def _family(self, *key: Any) -> Family:
+        """Return what such plans share; of a few families alone, as traces take memory."""
+        self._families[key] = self._families.pop(key, None) or Family()
+        for oldest in list(self._families)[:-FAMILIES]:
+            del self._families[oldest]
+        return self._families[key]
 
-    def best(self, say: Callable[[str], None] = lambda text: None) -> Candidate:
-        """Return the fastest plan that fits: no neighbour, one or two moves away, is faster and fits.
-
-        Where nothing fits it is the plan that lacks least. Descends from the two best of `starts`, one for
-        each split of sequences and matrices; from the second where it is nearly as good, or nothing fits.
-
-        Raises:
-            BudgetError: the devices cannot share the rows.
-        """
-        starts = list(self.starts())
-        if not starts:
-            raise fs.BudgetError(self.nothing())
-        ways = f"{counted(len(starts), 'way')} to split {counted(self.devices, 'device')}"
-        say(f"{ways}; the first price takes some seconds, as its kernels are traced")
-        self.progress = Progress(say)
-        begun = []
-        for knobs in starts:
-            begun.append(self.look(knobs))
-            self._say(begun[-1])
-        nearest = sorted(begun, key=self.cost)[:2]
-        first, *second = sorted((self.within_budget(c.knobs) for c in nearest), key=self.cost)
-        best = self.descend(first)
-        for other in second:
-            if best.peak_bytes > self.budget or other.seconds < RIVALRY * first.seconds:
-                best = min(best, self.descend(other), key=self.cost)
-        say("the best plan is priced with all its layers")
-        while self.cost(found := self.exact(best.knobs)) > self.cost(best):
-            self.seen[best.knobs] = found  # carried on from few layers, it looked better than it is
-            best = self.descend(self.within_budget(best.knobs))
-        return found
-
-    def cost(self, candidate: Candidate) -> tuple[float, float, float]:
-        """Return what the search makes small."""
-        return candidate.cost(self.budget)
-
-    def descend(self, best: Candidate) -> Candidate:
-        """Return the plan at which no move, and no two of them, is better.
-
-        One knob after another takes its best value. Two are moved together only when no single one helps.
-        """
-        while True:
-            begun = best
-            for moves in self.moves().values():
-                while True:  # a knob goes on in a direction that pays
-                    better = self.improve(best, self.steps(best.knobs, moves))
-                    if better is best:
-                        break
-                    best = better
-                    self._say(best)
-            if best is begun:
-                best = self.improve(best, self.pairs(best.knobs))
-                if best is begun:
-                    return best
-                self._say(best)
-
-    def improve(self, best: Candidate, others: Iterable[Knobs]) -> Candidate:
-        """Return the best of a plan and of others, each with the recomputation that it needs."""
-        for knobs in others:
-            best = min(best, self.within_budget(knobs, best), key=self.cost)
-            self.progress.count(len(self.seen), best)
-        return best
-
-    def within_budget(self, knobs: Knobs, rival: Candidate | None = None) -> Candidate:
-        """Return this plan with the least recomputation that fits, or with all of it if none does.
-
-        The share that is kept is found to a 200th. What recomputes less is faster, so the smallest share that
-        does not fit bounds all that do: bisection ends where they can be no faster than what is known.
-
-        Args:
-            rival: another plan; one that fits is a bound, too.
-        """
-        most = self.look(replace(knobs, remat="none"))
-        fits = rival is not None and rival.peak_bytes <= self.budget
-        limit = rival.seconds if fits else math.inf
-        if most.peak_bytes <= self.budget or most.seconds >= limit:
-            return most
-        best = self.look(replace(knobs, remat="unit"))
-        if best.peak_bytes > self.budget:
-            return best
-        low, high, bound = 0, SHARES, most.seconds
-        while high - low > 1 and bound < min(limit, best.seconds) * (1 - CLOSE):
-            middle = (low + high) // 2
-            found = self.look(replace(knobs, remat=middle / SHARES))
-            if found.peak_bytes <= self.budget:
-                low, best = middle, min(best, found, key=self.cost)
-            else:
-                high, bound = middle, found.seconds
-        return best
-
-    def _say(self, found: Candidate) -> None:
-        self.progress.say(f"{brief(found, self.budget)}: {found.knobs.overrides(self.config.batch_rows)}")
+    # -------------------------------------------------------------- what is said
+    def describe(self, found: Candidate) -> str:
+        """Return time and bytes of a plan in a few words, and what it is."""
+        lacks = "" if found.fits(self.budget) else ", which is too much"
+        words = found.choice.overrides(self.config.batch_rows)
+        return f"{time_text(rough(found.seconds))}, {byte_text(found.peak_bytes)}{lacks}: {words}"
 
     def nothing(self) -> str:
         rows, parts = self.config.batch_rows, self.devices
@@ -393,41 +333,6 @@ class Planner:
             f"a rank has whole rows, and at most {self.hardware.ranks_per_node} share its matrices. "
             f"Fix: rows={math.lcm(rows, parts)}, or devices={math.gcd(rows, parts)}."
         )
-
-
-AXES = ("replicate", "shard", "tensor", "context")
-SHARES = 200  # what a segment keeps for its backward is chosen in so many parts of what the backward reads
-CLOSE = 5e-4  # plans whose times differ by less are as fast
-RIVALRY = 1.15  # the descent from the second start is left out where it begins slower by more
-SILENCE_S = 5.0  # at most, between two lines
-
-
-@dataclass
-class Progress:
-    """Lines about a search: what it finds at once, and how far it is every few seconds."""
-
-    say_line: Callable[[str], None] = lambda text: None
-    last: float = field(default_factory=time.monotonic)
-
-    def say(self, text: str) -> None:
-        self.say_line(text)
-        self.last = time.monotonic()
-
-    def count(self, priced: int, best: Candidate) -> None:
-        """Say how many plans were priced, if nothing was said for some seconds."""
-        if time.monotonic() - self.last > SILENCE_S:
-            self.say(f"{counted(priced, 'plan')} priced, the best {time_text(rough(best.seconds))}")
-
-
-def brief(found: Candidate, budget: int) -> str:
-    """Return time and bytes of a plan in a few words."""
-    lacks = "" if found.peak_bytes <= budget else ", which is too much"
-    return f"{time_text(rough(found.seconds))}, {byte_text(found.peak_bytes)}{lacks}"
-
-
-def kept_share(remat: str | float) -> float:
-    """Return the share of what a backward reads that is kept for it, and not recomputed."""
-    return {"none": 1.0, "unit": 0.0}.get(remat, remat)
 
 
 def _moments(timeline: MemoryTimeline, layers: int) -> dict[Any, float]:

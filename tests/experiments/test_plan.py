@@ -20,14 +20,15 @@ from experiments.explain.paper import explain
 from experiments.lib.checks import ConfigError
 from experiments.lib.compose import CONF, answer
 from experiments.lib.config import StrategyConfig
-from experiments.plan import __main__ as command
-from experiments.plan import search
-from experiments.plan.__main__ import as_text, days_of, numbers, picture, planned, rivals, too_big, write
+from experiments.plan import report, search
+from experiments.plan.__main__ import write
 from experiments.plan.config import COMMAND
+from experiments.plan.report import as_text, days_of, numbers, picture, planned, rivals, too_big
 from experiments.plan.search import TIERS, Knobs, Planner
 from experiments.train import COMMAND as TRAIN
 from fnshard.analysis.hardware import Hardware
 from fnshard.errors import BudgetError
+from fnshard.search.price import PARTS, Candidate
 
 MODEL = (
     "model.width=64", "model.layers=7", "model.heads=4", "model.kv_heads=2", "model.context=64",
@@ -62,7 +63,7 @@ def test_few_layers_say_what_all_need(knobs: Knobs) -> None:
     """Time, bytes on the device and on the host, to rounding: seven layers and four micro-batches, of four
     and five layers, two and three micro-batches. What is streamed from the host may look larger."""
     planner = planner_of(8, "rows=32")
-    near, exact = planner.look(knobs), planner.exact(knobs)
+    near, exact = planner.walk.look(knobs), planner.exact(knobs)
     assert near.seconds == pytest.approx(exact.seconds, rel=1e-9)
     alike = near.peak_bytes == exact.peak_bytes
     assert alike or (knobs.optimizer == "streamed" and near.peak_bytes > exact.peak_bytes)
@@ -75,8 +76,8 @@ def test_more_micro_batches_are_so_many_more() -> None:
     planner = planner_of(2, "rows=16")
     knobs = Knobs(1, 2, remat="unit")
     whole = planner.measured(knobs, 7, 8)
-    assert planner.look(knobs).seconds == pytest.approx(whole["seconds"], rel=1e-9)
-    assert planner.look(knobs).peak_bytes == max(v for n, v in whole.items() if isinstance(n, tuple))
+    assert planner.walk.look(knobs).seconds == pytest.approx(whole["seconds"], rel=1e-9)
+    assert planner.walk.look(knobs).peak_bytes == max(v for n, v in whole.items() if isinstance(n, tuple))
 
 
 def test_the_line_that_is_printed_is_the_plan() -> None:
@@ -114,7 +115,7 @@ def neighbours_of(planner: Planner, knobs: Knobs) -> list[Knobs]:
         *({"optimizer": t} for t in TIERS),
     ]  # fmt: skip
     both = [{}, *changes, *(a | b for a in changes for b in changes)]
-    return [k for c in both if planner.valid(k := replace(knobs, **c))]
+    return [k for c in both if planner.is_valid(k := replace(knobs, **c))]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +127,7 @@ def test_no_neighbour_is_faster_and_fits(devices: int, budget: float) -> None:
     best, draw = planner.best(), random.Random(devices)
     assert best.peak_bytes <= planner.budget
     few = 30 if (devices, budget) == SEARCHES[0] else NEIGHBOURS
-    for knobs in draw.choices(neighbours_of(planner, best.knobs), k=few):
+    for knobs in draw.choices(neighbours_of(planner, best.choice), k=few):
         each = planner.exact(replace(knobs, remat=round(draw.random(), 3)))
         assert each.peak_bytes > planner.budget or each.seconds >= best.seconds * (1 - 1e-3), each
 
@@ -134,21 +135,30 @@ def test_no_neighbour_is_faster_and_fits(devices: int, budget: float) -> None:
 def test_two_moves_of_which_one_alone_is_not_valid_are_a_pair() -> None:
     planner = planner_of(8, "rows=8")
     rows = planner.moves()["rows"]
-    assert planner.steps(Knobs(1, 8), rows) == []  # a rank has one row
-    pairs = planner.pairs(Knobs(1, 8))
+    assert planner.walk.steps(Knobs(1, 8), rows) == []  # a rank has one row
+    pairs = planner.walk.pairs(Knobs(1, 8))
     assert Knobs(1, 4, 2, micro_rows=2) in pairs and Knobs(1, 2, 2, 2) in pairs
-    assert Knobs(2, 4) in planner.pairs(Knobs(1, 8, keep=True))
+    assert Knobs(2, 4) in planner.walk.pairs(Knobs(1, 8, keep=True))
+
+
+def test_a_walk_begins_with_all_rows_and_at_no_split_that_a_lesser_one_rules_out() -> None:
+    roomy, tight = (planner_of(4, "rows=16", FEW, f"device_gb={gb}") for gb in (1.0, 1e-6))
+    begun = list(roomy.starts())
+    assert begun[0] == Knobs(1, 4, micro_rows=4) and len(begun) < len(list(roomy.splits()))
+    assert list(roomy.starts()) == begun  # also when these have prices
+    nothing_fits = list(tight.starts())
+    assert [replace(k, micro_rows=1) for k in nothing_fits] == nothing_fits == list(tight.splits())
 
 
 def test_recomputation_is_as_little_as_fits() -> None:
     planner = planner_of(1, "rows=64", "model.layers=5")
     knobs = Knobs(1, 1, micro_rows=64)
     shares = [k / 40 for k in range(41)]
-    tried = [planner.look(replace(knobs, remat=share)) for share in shares]
+    tried = [planner.walk.look(replace(knobs, remat=share)) for share in shares]
     assert tried[-1].peak_bytes > tried[0].peak_bytes
     for budget in sorted({c.peak_bytes for c in tried})[:-1]:
         tight = replace(planner.config, device_gb=budget / 1e9 + 1e-9)
-        found = replace(planner, config=tight).within_budget(knobs)
+        found = replace(planner, config=tight).walk.within_budget(knobs)
         least = min(c.seconds for c in tried if c.peak_bytes <= budget)
         # Bytes and time of so small a model are not monotone in the share: bisection may miss some 3%.
         assert found.peak_bytes <= budget and found.seconds <= least * 1.03
@@ -158,7 +168,7 @@ def test_a_budget_is_kept_and_costs_time() -> None:
     free, tight = (planner_of(1, "rows=8", f"device_gb={gb}", FEW) for gb in (1.0, 0.0015))
     fast, small = free.best(), tight.best()
     assert small.peak_bytes <= tight.budget < fast.peak_bytes and fast.seconds < small.seconds
-    assert len({c.knobs for c in rivals(tight, small)}) == 5
+    assert len({c.choice for c in rivals(tight, small)}) == 5
     said = as_text(tight, small, "model=own")
     assert "too many" in said and "slower" in said and "experiments.train model=own strategy=" in said
 
@@ -168,10 +178,12 @@ def test_a_narrower_optimizer_is_tried_where_it_is_allowed(monkeypatch: pytest.M
     monkeypatch.setattr(search, "TIERS", {"device": {}})
     planner = planner_of(1, "rows=2", "optimizer_dtypes=[bfloat16]", FEW)
     least = Knobs(1, 1, remat="unit")
-    wide, narrow = (planner.look(replace(least, optimizer_dtype=d)).peak_bytes for d in (None, "bfloat16"))
+    wide, narrow = (
+        planner.walk.look(replace(least, optimizer_dtype=d)).peak_bytes for d in (None, "bfloat16")
+    )
     planner.config = replace(planner.config, device_gb=(wide + narrow) / 2e9)
     best = planner.best()
-    assert best.knobs.optimizer_dtype == "bfloat16" and best.peak_bytes <= planner.budget
+    assert best.choice.optimizer_dtype == "bfloat16" and best.peak_bytes <= planner.budget
 
 
 def test_the_fewest_devices_for_so_many_days(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,8 +227,8 @@ def test_the_picture_of_plans_has_a_title_units_and_numbers_that_do_not_meet(tmp
 
     planner = planner_of(8)
     for number, share in enumerate((0.0, 0.4, 0.7, 1.0)):
-        knobs, sizes = replace(Knobs(1, 8), micro_rows=2**number), (2e9 * spread**share, 0.0)
-        planner.seen[knobs] = search.Candidate(knobs, *sizes, 1.3 * spread ** (1 - share), {})
+        knobs, size = replace(Knobs(1, 8), micro_rows=2**number), 2e9 * spread**share
+        planner.seen[knobs] = Candidate(knobs, size, 1.3 * spread ** (1 - share))
     kept = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **options: kept.append(self))
     picture(planner, next(iter(planner.seen.values())), tmp_path / "plan.png")
@@ -239,7 +251,7 @@ def test_a_plan_takes_a_model_of_ones_own_and_a_recipe() -> None:
     planner, best = planned(config, H100, print)
     text = as_text(planner, best)
     assert config.parameters == 65 and "65 parameters" in text and "rows a second" in text
-    assert "tokens" not in text and best.knobs.tensor == best.knobs.context == 1
+    assert "tokens" not in text and best.choice.tensor == best.choice.context == 1
     assert "training" not in text and "$" not in text and numbers(planner, best)["days"] is None
     said = as_text(replace(planner, config=replace(config, tokens=1e6)), best)
     assert "1e6 rows: " in said and "a parameter" not in said and "tokens" not in said
@@ -262,7 +274,7 @@ def test_the_peak_of_a_model_of_ones_own_is_that_of_its_whole_step() -> None:
         Knobs(2, 1, micro_rows=4),
     ):
         whole = planner.lowered(knobs, 1, planner.micro_batches(knobs)).memory_analysis()
-        assert planner.look(knobs).peak_bytes == planner.exact(knobs).peak_bytes == whole.peak_bytes
+        assert planner.walk.look(knobs).peak_bytes == planner.exact(knobs).peak_bytes == whole.peak_bytes
     assert config.parameters == 8 * 64 * 65 and own_task.Counted.reads == 1
 
 
@@ -272,11 +284,11 @@ def printed_run(monkeypatch: pytest.MonkeyPatch, folder: Path, knobs: Knobs, *wo
 
     def found(config: Any, hardware: Any, say: Any) -> tuple[Planner, Any]:
         kept.append(config)
-        parts = dict.fromkeys(search.PARTS, 0.5)
-        return Planner(config, 8, H100), search.Candidate(knobs, 1e9, 0.0, 2.0, parts)
+        parts = dict.fromkeys(PARTS, 0.5)
+        return Planner(config, 8, H100), Candidate(knobs, 1e9, 2.0, parts=parts)
 
-    monkeypatch.setattr(command, "planned", found)
-    monkeypatch.setattr(command, "picture", lambda *_: None)
+    monkeypatch.setattr(report, "planned", found)
+    monkeypatch.setattr(report, "picture", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["plan", *words, f"hydra.run.dir={folder}"])
     answer(COMMAND, write)
     (line,) = [x for x in (folder / "plan.txt").read_text().splitlines() if x.startswith("run  ")]

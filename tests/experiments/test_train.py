@@ -23,7 +23,7 @@ from experiments.lib.checks import ConfigError
 from experiments.lib.decoder import Decoder, DecoderConfig, Sampler, last_logits
 from experiments.lib.launch import place
 from fnshard.functional import make_functional
-from fnshard.step.fit import Choice
+from fnshard.search.space import Choice
 
 ROOT = Path(__file__).resolve().parents[2]
 # ------------------------------------------------------------------ configuration
@@ -145,11 +145,14 @@ def test_impossible_meshes_are_refused(overrides, machine, message):
 # ------------------------------------------------------------------ plans of several ranks
 
 
+PAPER = fs.make_mesh(shard=2, abstract=True)
+
+
 def agreement_of(rank: int, other: Choice | None) -> str:
     """What this rank is told where rank 1 plans something else, or finds nothing that fits."""
 
     def fit() -> SimpleNamespace:
-        choice = other if rank else Choice()
+        choice = other if rank else Choice(PAPER)
         if choice is None:
             raise fs.BudgetError("nothing fits")
         return SimpleNamespace(chosen=SimpleNamespace(choice=choice))
@@ -161,7 +164,7 @@ def agreement_of(rank: int, other: Choice | None) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(("other", "shown"), [(Choice(ahead=2), "ahead=2"), (None, "nothing fits")])
+@pytest.mark.parametrize(("other", "shown"), [(Choice(PAPER, ahead=2), "ahead=2"), (None, "nothing fits")])
 def test_no_rank_acts_on_a_plan_or_gives_up_alone(ranks, other, shown):
     first, second = ranks(2).run(agreement_of, other)
     assert first == second and "rank 0: Choice(" in first and shown in first.partition("rank 1: ")[2]

@@ -30,7 +30,7 @@ COLLECTIVE_TIMEOUT_S = 60.0
 # Ranks are forked from a process that has imported what they need, and has no threads.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["torch._inductor.compile_fx", "torch.distributed", "fnshard", "hypothesis", "experiments.finetune.job",
+    ["torch._inductor.compile_fx", "torch.distributed", "fnshard", "hypothesis", "experiments.finetune",
      "transformers.models.llama.modeling_llama", "matplotlib.figure"]
 )  # fmt: skip
 GRACE_S = 5.0  # what the other ranks get to answer once one has failed

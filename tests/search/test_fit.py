@@ -18,9 +18,10 @@ from toys import Llama
 import fnshard as fs
 from experiments.bench.measure import live_bytes
 from fnshard.errors import BudgetError, SpecError
-from fnshard.step.fit import Search, fit
+from fnshard.search.fit import Fit, find, fit, make_space
+from fnshard.search.space import MeshPlans
 
-fit_module = importlib.import_module("fnshard.step.fit")
+fit_module, walk_module = map(importlib.import_module, ("fnshard.search.fit", "fnshard.search.walk"))
 
 # blocks, width, hidden, rows, time, ranks, hardware, dtype of compute
 SETTINGS = {
@@ -33,6 +34,21 @@ SETTINGS = {
 }
 BUDGETS = {"wide": 2}  # in the suite
 ALL = dict.fromkeys(SETTINGS, 34)  # over 200 triples, by hand
+
+
+class Search:
+    """The plans of one mesh, with prices that searches for several budgets share."""
+
+    def __init__(self, fn: Any, params: Any, mesh: fs.Mesh, **how: Any):
+        self.space, self.seen = make_space(fn, params, mesh, **how), {}
+        self.fn, self.mesh, self.batch = fn, mesh, how["batch"]
+
+    def fit(self, budget: Any) -> Fit:
+        return find(self.space, budget, self.seen)
+
+    @property
+    def plans(self) -> MeshPlans:
+        return self.space.on(self.mesh)
 
 
 @cache
@@ -85,8 +101,8 @@ def fit_many(name: str, budgets: int) -> None:
             continue
         fitted += 1
         assert plan.lowered.memory_analysis().peak_bytes == plan.peak_bytes <= budget
-        for choice in search.neighbours(plan.chosen.choice):
-            other = search.look(choice)
+        for choice in search.space.adjustments(plan.chosen.choice):
+            other = search.seen[choice]
             # Sums of the same seconds in another order are no difference.
             slower = other.seconds >= plan.seconds * (1 - 1e-9)
             assert other.peak_bytes > budget or slower, (plan, other)
@@ -99,7 +115,9 @@ def test_a_plan_is_what_shard_step_takes() -> None:
     search = search_of("wide")
     plan = search.fit(int(search.fit(1 << 40).peak_bytes * 0.85))
     assert plan.chosen.choice.recomputed
-    step = fs.shard_step(search.fn, plan.specs, mesh=search.mesh, optimizer=search.optimizer, **plan.options)
+    step = fs.shard_step(
+        search.fn, plan.specs, mesh=search.mesh, optimizer=search.space.optimizer, **plan.options
+    )
     _, params = fs.make_functional(Llama(2, 256, 512, 4, 2, 256))
     lowered = step.lower(params, *search.batch)
     assert lowered.as_text() == plan.lowered.as_text()
@@ -128,7 +146,7 @@ def test_a_plan_runs_within_its_budget() -> None:
     mesh, optimizer = fs.make_mesh(shard=1), fs.optim.adamw(1e-3)
     how = {"batch": (tokens,), "hardware": "cpu", "optimizer": optimizer, "backend": "eager"}
     search = Search(loss, params, mesh, **how)
-    plain = fs.shard_step(loss, search.base, mesh=mesh, optimizer=optimizer, backend="eager")
+    plain = fs.shard_step(loss, search.plans.base, mesh=mesh, optimizer=optimizer, backend="eager")
     budget = plain.lower(params, tokens).memory_analysis().peak_bytes // 2
     plan = search.fit(budget)
     step = fs.shard_step(loss, plan.specs, mesh=mesh, optimizer=optimizer, **plan.options)
@@ -163,7 +181,7 @@ def test_all_mistakes_are_told_at_once() -> None:
 
 def test_what_rests_on_disk_stays_there() -> None:
     other = search_of("wide")
-    specs = {p: replace(s, memory="disk", optimizer_memory="disk") for p, s in other.base.items()}
+    specs = {p: replace(s, memory="disk", optimizer_memory="disk") for p, s in other.plans.base.items()}
     params = {p: torch.empty(s.shape, dtype=s.storage_dtype, device="meta") for p, s in specs.items()}
     search = Search(other.fn, params, other.mesh, batch=other.batch, specs=specs)
     tiers = {(s.memory, s.optimizer_memory) for s in search.fit(1 << 40).specs.values()}
@@ -180,8 +198,8 @@ def test_micro_batches_on_a_tensor_axis() -> None:
 
     specs = fs.presets.no_shard(params, mesh, tensor="tensor")
     how = {"mesh": mesh, "batch": (torch.ones(4, 4),), "specs": specs}
-    assert len(Search(loss, params, **how).divisors) > 1
-    assert len(Search(partial(loss, sums=fs.psum), params, **how).divisors) == 1
+    assert len(Search(loss, params, **how).plans.divisors) > 1
+    assert len(Search(partial(loss, sums=fs.psum), params, **how).plans.divisors) == 1
 
 
 # ------------------------------------------------------------------ meshes too
@@ -255,7 +273,9 @@ def test_a_search_over_meshes_ends_and_says_what_it_is_at(
 def test_a_search_over_meshes_is_the_same_on_a_slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each look at the clock is an hour after the one before."""
     expected = over(2)
-    monkeypatch.setattr(fit_module, "time", SimpleNamespace(monotonic=count(0.0, 3600.0).__next__))
+    late = SimpleNamespace(monotonic=count(0.0, 3600.0).__next__)
+    monkeypatch.setattr(fit_module, "time", late)
+    monkeypatch.setattr(walk_module, "time", late)
     assert str(over(2)) == str(expected) and not expected.cut_short
 
 

@@ -1,0 +1,340 @@
+"""Report: the best plan in words, numbers and a picture; what it takes, and why its rivals lose."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+
+import fnshard as fs
+from experiments.explain.config import PER_PARAMETER, without_effect
+from experiments.explain.words import big, counted, over_nodes
+from experiments.lib.config import StrategyConfig, TrainConfig
+from experiments.lib.files import write_json, write_text
+from experiments.lib.plan import hardware_of
+from experiments.plan.config import DEVICE_SHARE, IN_PLAN, PlanConfig
+from experiments.plan.search import Knobs, Planner
+from fnshard.analysis.hardware import Hardware, mfu
+from fnshard.plot.scales import byte_text, digits, rough, time_text
+from fnshard.search.price import PARTS, Candidate
+
+RIVALS = 5
+WIDE = 10  # from so many times the least on, an axis is logarithmic
+# Keys of the main job, and groups, whose values are the plan's.
+DECIDED = ("strategy", "mesh", "specs", "data.rows", "run.accumulate", "run.accumulate_mode", "run.device_gb",
+           "run.disk_dir")  # fmt: skip
+Say = Callable[[str], None]
+
+
+def write_plan(config: PlanConfig, folder: Path) -> None:
+    """Print the best plan and why, and leave it in a folder with a picture of all that were looked at."""
+    hardware = hardware_of(config.hardware.name)
+    config = replace(config, precision=config.precision.on("cuda" if hardware.overlap else "cpu", sums=True))
+
+    def say(text: str) -> None:
+        print(f"  {text}", flush=True)
+
+    planner, best = planned(config, hardware, say)
+    text = as_text(planner, best, _given())
+    print(text, flush=True)
+    write_text(folder / "plan.txt", text + "\n")
+    write_json(folder / "plan.json", numbers(planner, best))
+    picture(planner, best, folder / "plan.png")
+    print(f"\nresults: {folder}", flush=True)
+
+
+def _given() -> str:
+    """Return the arguments of this command line that the main job takes, too, as a shell takes them; without
+    what the plan decides. The precision is always among them, as the main job has another default."""
+    if not HydraConfig.initialized():
+        return ""
+    here = HydraConfig.get()
+    own = {each.name for each in fields(PlanConfig)} - {each.name for each in fields(TrainConfig)}
+    left = []
+    for override in here.overrides.task:
+        key = override.lstrip("+~").partition("=")[0].partition("@")[0]
+        if key not in own and not any(key == name or key.startswith(f"{name}.") for name in DECIDED):
+            left.append(override)
+    folders = [each.path for each in here.runtime.config_sources if each.provider == "command-line"]
+    precision = here.runtime.choices.get("precision")
+    if precision is not None and not any(o.startswith("precision=") for o in left):
+        left.append(f"precision={precision}")
+    return shlex.join([*(f"--config-dir={path}" for path in folders), *left])
+
+
+def run_line(knobs: Knobs, config: PlanConfig, given: str) -> str:
+    """Return the command of the main job that runs a plan. Where a recipe has other values than the plan, the
+    plan's are said, also those that are the main job's defaults.
+
+    Args:
+        given: arguments of the search that the main job takes, too.
+    """
+    words = knobs.overrides(config.batch_rows).split()
+    known = {word.partition("=")[0] for word in words}
+    run = {"accumulate": 1, "accumulate_mode": "reduce", "device_gb": None, "disk_dir": None}
+    plan = {
+        "strategy": vars(StrategyConfig(name=knobs.preset, remat=knobs.remat, **knobs.tiers)),
+        "mesh": vars(knobs.mesh),
+        "run": run,
+    }
+    for group, values in plan.items():
+        for name, value in values.items():
+            key, before = f"{group}.{name}", getattr(getattr(config, group), name)
+            if key not in known and name != "name" and before != value:
+                words.append(f"{key}={'null' if value is None else value}")
+    words += ["specs=null"] if config.specs is not None else []
+    return " ".join(filter(None, ("python -m experiments.train", given, *words)))
+
+
+def planned(config: PlanConfig, hardware: Hardware, say: Say) -> tuple[Planner, Candidate]:
+    """The best plan on so many devices; or on the fewest that are done in so many days.
+
+    Raises:
+        BudgetError: none fits, or is fast enough; says what would.
+    """
+    if config.days is None:
+        planner = Planner(config, config.devices, hardware)
+        best = planner.best(say)
+        if best.peak_bytes > planner.budget:
+            raise too_big(planner, best)
+        return planner, best
+    slow = "no number of devices that divides the rows of a step was tried"
+    for devices in _doubled(config, hardware):
+        say(counted(devices, "device"))
+        planner = Planner(config, devices, hardware)
+        if planner.is_too_small():
+            slow = f"{counted(devices, 'device')} cannot hold the model"
+            continue
+        best = planner.best(say)
+        took = days_of(planner, best)
+        if best.peak_bytes <= planner.budget and took <= config.days:
+            return planner, best
+        slow = f"{counted(devices, 'device')} would take {digits(took)} days"
+    raise fs.BudgetError(
+        f"{big(config.budget)} {config.unit}s are not read in {config.days:g} days: {slow}. Fix: more rows "
+        f"in a step (rows={2 * config.batch_rows}), more days, or most_devices={2 * config.most_devices}."
+    )
+
+
+def _doubled(config: PlanConfig, hardware: Hardware) -> list[int]:
+    """Numbers of devices, from the first that could be fast enough: at six tenths of the data sheet."""
+    sheet = 0.6 * max(hardware.peak_flops.values())
+    least = 6 * config.parameters * config.budget / (sheet * 86_400 * config.days)
+    found = [2**n for n in range(config.most_devices.bit_length())]
+    return [n for n in found if n >= least and n <= config.most_devices]
+
+
+def too_big(planner: Planner, best: Candidate) -> fs.BudgetError:
+    """What lacks least, and the fewest devices that hold it."""
+    config, more = planner.config, planner.devices
+    while more < config.most_devices:
+        more *= 2
+        if not Planner(config, more, planner.hardware).is_too_small():
+            fix = f"devices={more}"
+            break
+    else:
+        shorter = "shorter rows (model.context)" if config.unit == "token" else "smaller items"
+        fix = f"another model or {shorter}"
+    return fs.BudgetError(
+        f"nothing fits on {counted(planner.devices, 'device')}: the plan that lacks least takes "
+        f"{byte_text(best.peak_bytes)} of {byte_text(planner.budget)} "
+        f"({best.choice.overrides(config.batch_rows)}). Fix: {fix}."
+    )
+
+
+# ------------------------------------------------------------------ words and numbers
+
+
+def days_of(planner: Planner, candidate: Candidate) -> float:
+    """Of the whole training."""
+    config = planner.config
+    return candidate.seconds * config.budget / (config.batch_rows * config.row_tokens) / 86_400
+
+
+def as_text(planner: Planner, best: Candidate, given: str = "") -> str:
+    """Return what is said of a plan: what it is, what it takes and costs, and why its rivals lose.
+
+    What is predicted of time has two digits and, where published steps were compared, the interval of most of
+    them.
+
+    Args:
+        given: as of `run_line`.
+    """
+    config, hardware = planner.config, planner.hardware
+    unit, context = config.unit, f", context {config.row_tokens:,}" if config.unit == "token" else ""
+    tokens = config.batch_rows * config.row_tokens
+    micro, price = planner.micro_batches(best.choice), config.hardware.price_per_hour
+    shares = hardware.spread or ()
+
+    def between(value: float, text: Callable[[float], str]) -> str:
+        ends = [text(value * share) for share in shares]
+        return text(value) + (f" ({' to '.join(ends)})" if ends else "")
+
+    training = {}
+    if config.budget is not None:
+        days = days_of(planner, best)
+        took = between(86_400 * days, duration_text)
+        if price is not None:
+            total = between(days, lambda d: f"${big(rough(price * 24 * d * planner.devices))}")
+            took += f", {total} at ${price:g} an hour for each device"
+        a_parameter = "" if config.tokens else f" ({PER_PARAMETER} a parameter)"
+        training["training"] = f"{big(config.budget)} {unit}s{a_parameter}: {took}"
+    parts = [f"{time_text(rough(s))} {PARTS[n]}" for n, s in best.parts.items() if s >= 0.005 * best.seconds]
+    used = mfu(best.flops, best.seconds, best.peak_flops)
+    utilisation = f"MFU {used:.0%}"
+    if shares:
+        utilisation += f" ({' to '.join(f'{used / share:.0%}' for share in reversed(shares))})"
+    near, far = (f"{big(rough(link.gather.best / 1e9))} GB/s" for link in (hardware.node, hardware.network))
+    links = f"assumed to send {near} from a device within a node of {hardware.ranks_per_node}"
+    if planner.devices > hardware.ranks_per_node:
+        links += f", {far} between nodes"
+    over = over_nodes(planner.mesh(best.choice), hardware)
+    rows = {
+        "model": f"{config.parameters:,} parameters{context}",
+        "devices": f"{planner.devices:,} × {hardware.name}; {over}",
+        "links": links,
+        "batch": f"{config.batch_rows:,} rows{f', {big(tokens)} tokens' if unit == 'token' else ''}; a rank "
+        f"has {micro} times {counted(best.choice.micro_rows, 'row')}",
+        "plan": best.choice.overrides(config.batch_rows),
+        "peak memory": f"{byte_text(best.peak_bytes)} of {byte_text(planner.budget)}"
+        + (f", {byte_text(best.host_bytes)} on the host" if best.host_bytes else ""),
+        "left over": left_over(planner, best),
+        "step time": f"{between(best.seconds, duration_text)}, {utilisation}: {', '.join(parts)}",
+        "speed": f"{big(rough(tokens / best.seconds / planner.devices))} {unit}s a second on each device",
+        **training,
+        "not in it": "restarts, saves, evaluation, loading of data; plans with a pipeline or with experts",
+        "run": run_line(best.choice, config, given),
+    }  # fmt: skip
+    wide = max(map(len, rows)) + 2
+    lines = [f"{name.ljust(wide)}{text}" for name, text in rows.items()]
+    idle = without_effect(config, IN_PLAN) + (["specs"] if config.specs is not None else [])
+    if idle:
+        lines.append(f"chosen by the plan, or without effect on it: {', '.join(idle)}")
+    others = rivals(planner, best)
+    lines += ["", f"rivals, of {len(planner.seen)} plans looked at:"]
+    lines += [
+        f"  {c.choice.overrides(config.batch_rows)}\n    {why(c, best, planner.budget)}" for c in others
+    ]
+    return "\n".join(lines)
+
+
+def duration_text(seconds: float) -> str:
+    """Return a time in two digits, in days, hours or less.
+
+    >>> duration_text(20_000_000), duration_text(12_096), duration_text(59.35)
+    ('230 days', '3.4 hours', '59 s')
+    """
+    for unit, name in ((86_400, "days"), (3_600, "hours")):
+        if seconds >= 2 * unit:
+            return f"{digits(rough(seconds / unit))} {name}"
+    return time_text(rough(seconds))
+
+
+def left_over(planner: Planner, best: Candidate) -> str:
+    """Say why a plan leaves memory unused: what would make it faster takes more than there is."""
+    left, sheet = planner.budget - best.peak_bytes, planner.hardware.memory_bytes
+    faster = [c for c in planner.seen.values() if c.seconds < best.seconds and c.peak_bytes > planner.budget]
+    said = f"{byte_text(left)}: "
+    if faster:
+        nearest = min(faster, key=lambda c: c.peak_bytes)
+        more = byte_text(nearest.peak_bytes - planner.budget)
+        said += f"the smallest plan that is faster needs {more} more than there is"
+    else:
+        said += "no plan that was looked at is faster, whatever it takes"
+    if planner.config.device_gb is None:
+        said += (
+            f"; a step may take {DEVICE_SHARE:.0%} of {byte_text(sheet)} (device_gb=), "
+            "the rest is the allocator's and NCCL's"
+        )
+    return said
+
+
+def rivals(planner: Planner, best: Candidate) -> list[Candidate]:
+    """Return plans that were not taken, each with the best recomputation that was tried for it.
+
+    These are the fastest that fit, and the fastest that do not.
+    """
+    by_frame: dict[Knobs, Candidate] = {}
+    for candidate in planner.seen.values():
+        frame = replace(candidate.choice, remat="none")
+        by_frame[frame] = min(by_frame.get(frame, candidate), candidate, key=planner.walk.cost)
+    others = [c for f, c in by_frame.items() if f != replace(best.choice, remat="none")]
+    others.sort(key=lambda c: c.seconds)
+    fit = [c for c in others if c.peak_bytes <= planner.budget]
+    too_large = [c for c in others if c.peak_bytes > planner.budget and c.seconds < best.seconds]
+    shown = too_large[: max(2, RIVALS - len(fit))]
+    return [*fit[: RIVALS - len(shown)], *shown]
+
+
+def why(candidate: Candidate, best: Candidate, budget: int) -> str:
+    """Why a plan was not taken."""
+    slower = candidate.slower_than(best)
+    gaps = {n: candidate.parts[n] - best.parts[n] for n in PARTS}
+    most = max(gaps, key=gaps.__getitem__)
+    much = f"{digits(rough(abs(100 * slower)))}% {'slower' if slower > 0 else 'faster'}"
+    if candidate.peak_bytes > budget:
+        return f"{byte_text(candidate.peak_bytes - budget)} too many ({much})"
+    if slower < 5e-4:
+        return f"as fast, {byte_text(candidate.peak_bytes)}"
+    return f"{much}: {time_text(rough(gaps[most]))} more {PARTS[most]}; {byte_text(candidate.peak_bytes)}"
+
+
+def numbers(planner: Planner, best: Candidate) -> dict[str, Any]:
+    """Plain values, of the best plan first and of all others."""
+    config, rows = planner.config, planner.config.batch_rows
+
+    def plain(c: Candidate) -> dict[str, Any]:
+        values = {name: value for name, value in vars(c).items() if name != "choice"}
+        return {**values, "knobs": vars(c.choice), "parts": dict(c.parts), "run": c.choice.overrides(rows)}
+
+    return {
+        "hardware": planner.hardware.name, "devices": planner.devices, "budget_bytes": planner.budget,
+        "rows": rows, "tokens": config.budget,
+        "days": None if config.budget is None else days_of(planner, best),
+        "interval": planner.hardware.spread, "best": plain(best),
+        "looked_at": [plain(c) for c in planner.seen.values()],
+    }  # fmt: skip
+
+
+def picture(planner: Planner, best: Candidate, path: Path) -> None:
+    """Memory against time of all plans that were looked at, and those that no other beats in both."""
+    import matplotlib.pyplot as plt
+    from matplotlib import ticker
+
+    some = sorted(planner.seen.values(), key=lambda c: c.peak_bytes)
+    figure, axes = plt.subplots(figsize=(6.5, 4.8), layout="constrained")
+    axes.scatter([c.peak_bytes / 1e9 for c in some], [c.seconds for c in some], s=12, label="looked at")
+    front = pareto(some)
+    axes.step(
+        [c.peak_bytes / 1e9 for c in front], [c.seconds for c in front], where="post", label="not beaten"
+    )
+    axes.scatter([best.peak_bytes / 1e9], [best.seconds], s=60, marker="*", label="chosen", zorder=3)
+    axes.axvline(planner.budget / 1e9, linewidth=0.8, linestyle="--", label="budget")
+    title = f"{len(some)} plans for {planner.devices:,} × {planner.hardware.name}, by prediction"
+    axes.set(xlabel="peak memory of a device, GB", ylabel="time of a step, s", title=title)
+    sizes, times = [planner.budget, *(c.peak_bytes for c in some)], [c.seconds for c in some]
+    for axis, scale, values in ((axes.xaxis, axes.set_xscale, sizes), (axes.yaxis, axes.set_yscale, times)):
+        span = max(values) / min(values)
+        if span > WIDE:
+            scale("log")
+            # Few numbers, so that they do not meet, and none at a minor tick.
+            axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5) if span < 1e4 else (1,)))
+            axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.set_minor_formatter(ticker.NullFormatter())
+    axes.grid(alpha=0.25)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Of plans in the order of their memory, those that are faster than all that take less."""
+    out: list[Candidate] = []
+    for each in candidates:
+        if not out or each.seconds < out[-1].seconds:
+            out.append(each)
+    return out

@@ -1,0 +1,305 @@
+"""Fit: the fastest plan whose predicted peak is within a budget, found on paper."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from fnshard.analysis.hardware import Hardware
+from fnshard.analysis.timeline import Timeline
+from fnshard.compiler.ir.arguments import arguments_for
+from fnshard.compiler.options import StepOptions, read_options
+from fnshard.errors import BudgetError, SpecError, is_number
+from fnshard.layout import presets
+from fnshard.mesh import Mesh
+from fnshard.optim.optimizer import Optimizer
+from fnshard.optim.optimizers import adamw
+from fnshard.search.price import Candidate
+from fnshard.search.space import Choice, FunctionSpace, meshes_of, preset_for
+from fnshard.search.walk import Walk, Work
+from fnshard.step.batches import check_arguments
+from fnshard.step.lowered import Lowered
+
+__all__ = ["Fit", "fit"]
+
+CHOSEN = ("accumulate", "remat", "save", "prefetch", "overlap")  # options that `fit` gives
+LIMIT_LINES = 50_000  # of programs and schedules, that a search over meshes makes: a minute's work or so
+QUIET_s = 3.0  # between two lines on the console, and before the first
+NOT_LOOKED_AT = "not looked at, the search was cut short; fit(..., mesh=) looks at one mesh"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What `fit` chose.
+
+    `specs`, `mesh` and `options` are what `shard_step(fn, specs, mesh=mesh, optimizer=..., **options)` takes;
+    `lowered` is that step on paper, `timeline` its predicted run. `rejected`: the plans that differ in one
+    decision, with why they were not taken; `meshes`: the other meshes of as many ranks, likewise.
+    `cut_short`: whether that search ended before it was through, so that a faster plan may be left.
+    """
+
+    specs: Any
+    options: StepOptions
+    chosen: Candidate
+    device_bytes: int
+    rejected: tuple[tuple[Candidate, str], ...]
+    lowered: Lowered = field(repr=False)
+    timeline: Timeline = field(repr=False)
+    mesh: Mesh
+    looked_at: int = 0
+    meshes: tuple[tuple[Mesh, str], ...] = ()
+    cut_short: bool = False
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted, on the device."""
+        return self.chosen.peak_bytes
+
+    @property
+    def seconds(self) -> float:
+        """Of one step, predicted."""
+        return self.chosen.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings."""
+        return {
+            "plan": {name: value for name, value in vars(self.chosen.choice).items() if name != "mesh"},
+            "peak_bytes": self.peak_bytes,
+            "host_bytes": self.chosen.host_bytes,
+            "device_bytes": self.device_bytes,
+            "seconds": self.seconds,
+            "interval": self.timeline.interval,
+            "mfu": self.timeline.mfu,
+            "rejected": [
+                {"plan": str(c.choice), "peak_bytes": c.peak_bytes, "seconds": c.seconds, "why": why}
+                for c, why in self.rejected
+            ],
+            "looked_at": self.looked_at,
+            "cut_short": self.cut_short,
+            "mesh": dict(zip(self.mesh.names, self.mesh.sizes, strict=True)),
+            "meshes": [{"mesh": str(mesh), "why": why} for mesh, why in self.meshes],
+        }
+
+    def __str__(self) -> str:
+        cut = ", where the search was cut short" * self.cut_short
+        lines = [f"within {size(self.device_bytes)}, of {self.looked_at} plans looked at{cut}:"]
+        between = [f"{s * 1e3:.1f}" for s in self.timeline.interval or ()]
+        why = [f"on {self.mesh}"] * bool(self.meshes) + [f"{' to '.join(between)} ms"] * bool(between)
+        lines.append(f"  {row(self.chosen)}  <- " + ", ".join(["chosen", *why]))
+        lines += [f"  {row(candidate)}: {why}" for candidate, why in self.rejected]
+        lines += [f"  on {mesh}: {why}" for mesh, why in self.meshes]
+        return "\n".join(lines)
+
+
+def row(candidate: Candidate) -> str:
+    """Return a plan and its price in one line."""
+    host = f" ({size(candidate.host_bytes)} there)" if candidate.host_bytes else ""
+    return f"{size(candidate.peak_bytes):>10} {candidate.seconds * 1e3:10.1f} ms  {candidate.choice}{host}"
+
+
+def size(nbytes: float) -> str:
+    """Return bytes in the unit that shows some digits.
+
+    >>> size(79_820_000_000), size(5_300_000)
+    ('79.820 GB', '5.300 MB')
+    """
+    return f"{nbytes / 1e9:.3f} GB" if abs(nbytes) >= 1e9 else f"{nbytes / 1e6:.3f} MB"
+
+
+def fit(
+    fn: Callable[..., Any],
+    params: Any,
+    mesh: Mesh | None = None,
+    *,
+    batch: Sequence[Any],
+    ranks: int | None = None,
+    keywords: Mapping[str, Any] | None = None,
+    device_bytes: int | None = None,
+    hardware: Hardware | str = "h100",
+    optimizer: Optimizer | None = None,
+    specs: Any = None,
+    **options: Any,
+) -> Fit:
+    """Return the fastest specs and remat whose predicted peak is at most `device_bytes`.
+
+    With `ranks` the search over meshes makes so many plans that it takes about a minute, the same ones on
+    every rank and machine. It says on the console what it is at, and names in `meshes` what it left out. A
+    batch is not cut into micro-batches where `fn` has an exchange (`fs.psum`) over a data axis: that is
+    another function.
+
+    Args:
+        fn, params: as `shard_step` and `Step.lower` take them; `params` may be meta.
+        mesh: may be abstract.
+        batch: this rank's batch of one step, all micro-batches; may be meta. With `ranks` that of all ranks.
+        ranks: in place of a mesh: all ways to split so many ranks into `replicate`, `shard` and, within a
+            node, `tensor` are looked at.
+        keywords: of the batch, what `fn` takes by name.
+        device_bytes: of one rank's device; default all that `hardware` has.
+        hardware: what the time is predicted for; a `Hardware` or the name of one.
+        optimizer: default AdamW.
+        specs: where to start from; layouts and dtypes are taken as they are. Default `presets.full_shard`.
+            With `ranks` a function of a mesh.
+        options: the fields of `StepOptions`, but for those that are chosen here.
+
+    Raises:
+        BudgetError: nothing fits; says the smallest budget that would do, what the memory goes to, and which
+            one dimension to change.
+
+    >>> import torch
+    >>> from fnshard import make_mesh
+    >>> params = {"a.w": torch.ones(64, 64, device="meta"), "b.w": torch.ones(64, 64, device="meta")}
+    >>> def loss(p, x):
+    ...     return torch.tanh(x @ p["a.w"]).matmul(p["b.w"]).square().mean()
+    >>> plan = fit(loss, params, make_mesh(shard=4, abstract=True), batch=(torch.ones(8, 64),))
+    >>> plan.options["remat"], plan.peak_bytes < 1e6
+    ('none', True)
+    """
+    space = make_space(
+        fn, params, mesh, batch=batch, ranks=ranks, keywords=keywords, hardware=hardware, optimizer=optimizer,
+        specs=specs, **options,
+    )  # fmt: skip
+    return find(space, space.hardware.memory_bytes if device_bytes is None else device_bytes)
+
+
+def make_space(
+    fn: Callable[..., Any],
+    params: Any,
+    mesh: Mesh | None = None,
+    *,
+    batch: Sequence[Any],
+    ranks: int | None = None,
+    keywords: Mapping[str, Any] | None = None,
+    hardware: Hardware | str = "h100",
+    optimizer: Optimizer | None = None,
+    specs: Any = None,
+    **options: Any,
+) -> FunctionSpace:
+    """Return the plans that `fit` chooses from; takes what it takes, but for the budget.
+
+    Raises:
+        SpecError: all that is wrong with the arguments.
+    """
+    if ranks is not None:
+        whole = type(ranks) is int and ranks >= 1
+        if mesh is not None or not whole or not (specs is None or callable(specs)):
+            raise SpecError(f"ranks={ranks!r}: a whole number from 1, for which fit chooses the mesh.",
+                            fix="leave mesh= out, and give specs= as a function of a mesh.")  # fmt: skip
+    usual = StepOptions()
+    wrong = [
+        f"{name}={options[name]!r}: fit chooses it; leave it out"
+        for name in CHOSEN
+        if name in options and options[name] != usual[name]
+    ]
+    if isinstance(params, nn.Module):
+        wrong.append("params is a module: apply, params = fs.make_functional(module)")
+    if ranks is None and not isinstance(mesh, Mesh):
+        wrong.append(f"mesh={mesh!r}: make one with fs.make_mesh(shard=8, abstract=True)")
+    if not isinstance(batch, tuple | list):
+        wrong.append(
+            f"batch is {type(batch).__name__}: a tuple of the arguments of `fn` after the parameters"
+        )
+    if not isinstance(hardware, str | Hardware):
+        wrong.append(f"hardware={hardware!r}: a name such as 'h100', or a Hardware")
+    given = read_options("fit", options, wrong)
+    hardware = Hardware.of(hardware)
+    arguments = arguments_for(fn, tuple(batch), keywords)
+    check_arguments(fn, arguments)
+    if ranks is not None:
+        meshes = tuple(meshes_of(ranks, hardware.ranks_per_node))
+        layouts = specs if specs is not None else lambda mesh: preset_for(params, mesh)
+        began = time.monotonic()
+
+        def say(text: str) -> None:
+            print(f"fit, {time.monotonic() - began:.0f} s: {text}", file=sys.stderr, flush=True)
+
+        work = Work(say, LIMIT_LINES, QUIET_s)
+    else:
+        meshes, work = (mesh,), Work()
+        layouts = lambda mesh: presets.full_shard(params, mesh) if specs is None else specs  # noqa: E731
+    optimizer = adamw(1e-3) if optimizer is None else optimizer
+    return FunctionSpace(fn, params, arguments, meshes, layouts, optimizer, hardware, given, work)
+
+
+def find(space: FunctionSpace, budget: int, seen: dict[Choice, Candidate] | None = None) -> Fit:
+    """Return the fastest plan of a space within a budget.
+
+    Args:
+        seen: plans with their prices, of searches for other budgets.
+
+    Raises:
+        BudgetError: nothing fits.
+    """
+    if not is_number(budget) or budget <= 0:
+        raise SpecError(f"device_bytes={budget!r}: a number of bytes, more than 0.")
+    walk = Walk(space, budget, space.work, {} if seen is None else seen, row)
+    best = walk.run()
+    if best is None or not best.fits(budget):
+        raise nothing_fits(space, walk, best)
+    plans, mesh = space.on(best.choice.mesh), best.choice.mesh
+    around = [walk.seen[c] for c in space.adjustments(best.choice) if c in walk.seen]
+    around.sort(key=lambda c: (not c.fits(budget), c.seconds))
+    others = tuple((other, why) for other, why in reasons(space, walk, best).items() if other != mesh)
+    lowered = space.lower(best.choice)
+    return Fit(
+        plans.specs_of(best.choice), plans.options_of(best.choice), best, budget,
+        tuple((c, why_not(c, best, budget)) for c in around), lowered, lowered.timeline(space.hardware),
+        mesh, len(walk.seen), others, space.work.is_up() or NOT_LOOKED_AT in dict(others).values(),
+    )  # fmt: skip
+
+
+def why_not(candidate: Candidate, best: Candidate, budget: int) -> str:
+    """Return why a plan was not taken."""
+    if not candidate.fits(budget):
+        return f"{size(candidate.peak_bytes - budget)} too many"
+    slower = candidate.slower_than(best)
+    return f"fits, {slower:.1%} slower" if slower > 0 else "fits, as fast"
+
+
+def reasons(space: FunctionSpace, walk: Walk, best: Candidate | None) -> dict[Mesh, str]:
+    """Return why each mesh was not taken: the best of its plans that were looked at.
+
+    Args:
+        best: the plan that was; None where none fits.
+    """
+    why: dict[Mesh, str] = {}
+    for mesh in space.meshes:
+        own = [c for c in walk.seen.values() if c.choice.mesh == mesh]
+        if not own:
+            why[mesh] = space.left_out.get(mesh, NOT_LOOKED_AT)
+            continue
+        found, free = min(own, key=walk.cost), min(own, key=lambda c: c.seconds)
+        lacks = size(found.peak_bytes - walk.budget)
+        if best is not None and found.fits(walk.budget):
+            why[mesh] = f"{found.slower_than(best):.1%} slower"
+        elif best is not None and free.seconds >= best.seconds:
+            why[mesh] = f"at least {free.slower_than(best):.1%} slower"
+        else:
+            why[mesh] = f"nothing fits into {size(walk.budget)}: {lacks} too many"
+    return why
+
+
+def nothing_fits(space: FunctionSpace, walk: Walk, least: Candidate | None) -> BudgetError:
+    """Return the error of a budget that is too small: the least that would do, and what it goes to."""
+    if len(space.meshes) > 1 or least is None:
+        causes = [f"{mesh}: {cause}" for mesh, cause in reasons(space, walk, None).items()]
+        return BudgetError(
+            f"nothing fits on {space.meshes[0].size} ranks, whatever the mesh:",
+            causes,
+            "more ranks, or rows that they divide.",
+        )
+    analysis = space.lower(least.choice).memory_analysis()
+    largest = sorted(analysis.peak.items(), key=lambda item: -item[1])[:3]
+    return BudgetError(
+        f"nothing fits into {size(walk.budget)}: the most frugal plan takes {size(least.peak_bytes)} "
+        f"({least.choice}). Its peak, in instruction {analysis.at} ({analysis.line}), is made of:",
+        [f"{name}: {size(count)}" for name, count in largest],
+        f"a budget of {size(math.ceil(least.peak_bytes / 1e6) * 1e6)} would do; or change one thing: "
+        f"more ranks (the mesh has {space.meshes[0].size}) for shards and state, smaller units "
+        "(fnshard.units) for gathered units and gradients, a shorter sequence for activations.",
+    )

@@ -1,0 +1,350 @@
+"""Space: the plans of a function, its parameters and a batch, on one mesh or on all meshes of so many ranks.
+
+A plan says for each unit whether it is recomputed and whether it stays gathered, what rests on the host, how
+many micro-batches a step has and whether anything is prefetched. Each one that is looked at is lowered in
+full.
+"""
+
+from __future__ import annotations
+
+import glob
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from fnshard import tree
+from fnshard.analysis.hardware import Hardware
+from fnshard.compiler.ir.arguments import Arguments
+from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.lower import Front, schedule_for
+from fnshard.compiler.options import StepOptions
+from fnshard.errors import OptimizerError, SpecError, StateError
+from fnshard.layout import presets
+from fnshard.layout.resolved import ResolvedSpecs
+from fnshard.layout.spec import LayoutSpec, is_spec
+from fnshard.mesh import Mesh, make_mesh
+from fnshard.optim.optimizer import Optimizer
+from fnshard.search.price import Candidate, price
+from fnshard.search.walk import Dial, Move, Work
+from fnshard.step.batches import bytes_of_batch, split_batch
+from fnshard.step.lowered import Lowered
+from fnshard.step.step import Step
+
+OPTIMIZER = ("device", "streamed", "host")
+RECOMPUTE = (0.5, "unit", "unit+offload")  # what a recomputed unit does, from most memory to most time
+AXES = ("replicate", "shard", "tensor")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One plan of a function.
+
+    Args:
+        mesh: what it runs on.
+        accumulate: micro-batches in a step.
+        remat: what recomputed units do.
+        recomputed: how many units are, from the first on.
+        kept: how many units stay gathered between forward and backward, from the last on.
+        optimizer: where its state rests and is updated: "device"; "host"; or "streamed", which rests on the
+            host and is updated on the device.
+        parameters_on_host: whether stored shards rest there.
+        ahead: how many kernels ahead gathers are issued, and later reductions waited for.
+    """
+
+    mesh: Mesh
+    accumulate: int = 1
+    remat: str | float = RECOMPUTE[0]
+    recomputed: int = 0
+    kept: int = 0
+    optimizer: str = "device"
+    parameters_on_host: bool = False
+    ahead: int = 1
+
+    @property
+    def effort(self) -> tuple[int, ...]:
+        """What is done to save memory."""
+        moved = (self.optimizer != "device") + self.parameters_on_host
+        return moved, self.accumulate, self.recomputed, -self.kept
+
+    def __str__(self) -> str:
+        optimizer = {"device": [], "host": ["optimizer"], "streamed": ["optimizer (streamed)"]}[
+            self.optimizer
+        ]
+        where = optimizer + (["parameters"] if self.parameters_on_host else [])
+        parts = [f"{self.accumulate} micro-batch{'es' if self.accumulate > 1 else ''}"]
+        parts.append(f"{self.recomputed} units remat={self.remat!r}" if self.recomputed else "no remat")
+        parts.append(f"{self.kept} units kept gathered" if self.kept else "all resharded")
+        parts += [f"{' and '.join(where)} on the host"] if where else []
+        return ", ".join(parts) + ("" if self.ahead else ", no prefetch")
+
+
+@dataclass
+class FunctionSpace:
+    """The plans of a function; a `walk.Space`.
+
+    Args:
+        batch: of one step, all micro-batches: of this rank, or of all ranks where there are several meshes.
+        meshes: those that there are to choose from. On several, a plan becomes another by a factor that goes
+            from one axis to another.
+        specs: the layouts to start from on a mesh.
+        work: what lowerings are counted in.
+    """
+
+    fn: Callable[..., Any]
+    params: Any
+    batch: Arguments
+    meshes: tuple[Mesh, ...]
+    specs: Callable[[Mesh], Any]
+    optimizer: Optimizer
+    hardware: Hardware
+    options: StepOptions
+    work: Work = field(default_factory=Work)
+    left_out: dict[Mesh, str] = field(default_factory=dict)
+    _plans: dict[Mesh, MeshPlans | None] = field(default_factory=dict)
+    _kernels: dict[str, Kernel] = field(default_factory=dict)  # meshes whose programs are alike share these
+
+    def on(self, mesh: Mesh) -> MeshPlans | None:
+        """Return the plans on a mesh, of which a front is traced once; None where there can be none, and
+        `left_out` says why."""
+        if mesh not in self._plans:
+            self._plans[mesh] = None
+            try:
+                self._plans[mesh] = self._plans_on(mesh)
+            except (SpecError, StateError, OptimizerError, UserWarning) as error:
+                if len(self.meshes) == 1:
+                    raise
+                self.left_out[mesh] = str(error).splitlines()[0]
+        return self._plans[mesh]
+
+    def _plans_on(self, mesh: Mesh) -> MeshPlans:
+        part = self.batch
+        if len(self.meshes) > 1:
+            part = next(split_batch(self.batch, mesh.data_size, "parts for ranks"))
+        with warnings.catch_warnings():
+            if len(self.meshes) > 1:
+                warnings.simplefilter("error", UserWarning)  # leaves that an axis leaves whole
+            base = self.specs(mesh)
+        step = Step(self.fn, base, mesh, self.optimizer, self.options)
+        step.resolve(self.params)
+        return MeshPlans(step, part, self.work, self._kernels)
+
+    # -------------------------------------------------------------- what a walk asks for
+    def starts(self) -> Iterator[Choice]:
+        for number, mesh in enumerate(self.meshes, 1):
+            self.work.murmur(f"mesh {number} of {len(self.meshes)}, {mesh}")
+            if self.on(mesh) is not None:
+                yield Choice(mesh)
+
+    def is_valid(self, choice: Choice) -> bool:
+        plans = self.on(choice.mesh)
+        return plans is not None and choice.accumulate in plans.divisors
+
+    def moves(self) -> dict[str, list[Move]]:
+        def set_field(name: str, value: Any) -> Move:
+            return lambda choice: replace(choice, **{name: value}) if self.on(choice.mesh).has(name) else None
+
+        def cut(by: int) -> Move:
+            def move(choice: Choice) -> Choice | None:
+                divisors = self.on(choice.mesh).divisors
+                at = divisors.index(choice.accumulate) + by if choice.accumulate in divisors else -1
+                return replace(choice, accumulate=divisors[at]) if 0 <= at < len(divisors) else None
+
+            return move
+
+        return {
+            "micro-batches": [cut(1), cut(-1)],
+            "optimizer": [set_field("optimizer", each) for each in OPTIMIZER],
+            "parameters": [set_field("parameters_on_host", each) for each in (False, True)],
+            "ahead": [set_field("ahead", each) for each in (1, 0)],
+            "mesh": self._hand_overs(),
+        }
+
+    def _hand_overs(self) -> list[Move]:
+        """Moves of a factor from one axis to another, between the meshes that there are."""
+        by_sizes = (
+            {tuple(_sizes(mesh).values()): mesh for mesh in self.meshes} if len(self.meshes) > 1 else {}
+        )
+
+        def hand_over(prime: int, source: str, target: str) -> Move:
+            def move(choice: Choice) -> Choice | None:
+                sizes = _sizes(choice.mesh)
+                if sizes[source] % prime:
+                    return None
+                sizes[source] //= prime
+                sizes[target] *= prime
+                mesh = by_sizes.get(tuple(sizes.values()))
+                return None if mesh is None or self.on(mesh) is None else replace(choice, mesh=mesh)
+
+            return move
+
+        ranks = max((mesh.size for mesh in by_sizes.values()), default=1)
+        primes = [p for p in range(2, ranks + 1) if ranks % p == 0 and all(p % q for q in range(2, p))]
+        return [hand_over(p, *pair) for p in primes for pair in itertools.permutations(AXES, 2)]
+
+    def dials(self, choice: Choice) -> list[Dial]:
+        """Units are gathered again, one after the other from the first on, then recomputed likewise; a dial
+        for each way to recompute."""
+        plans = self.on(choice.mesh)
+        count = len(plans.units)
+        kept = count if plans.gathers else 0
+
+        def dial(remat: str | float) -> Dial:
+            def at(level: int) -> Choice:
+                again = max(0, level - kept)
+                way = remat if again else RECOMPUTE[0]
+                return replace(choice, remat=way, recomputed=again, kept=max(0, kept - level))
+
+            return Dial(kept + count, at)
+
+        return [dial(remat) for remat in RECOMPUTE]
+
+    def refinements(self, choice: Choice) -> list[Dial]:
+        """What recomputation saved too much may keep units gathered."""
+        plans = self.on(choice.mesh)
+        count = len(plans.units)
+        if not choice.recomputed or not plans.gathers:
+            return []
+        return [Dial(count, lambda level: replace(choice, kept=count - level))]
+
+    def adjustments(self, choice: Choice) -> list[Choice]:
+        """Return the plans on the same mesh that differ in one decision."""
+        plans = self.on(choice.mesh)
+        count, moves = len(plans.units), self.moves()
+        out = [move(choice) for name in ("micro-batches",) for move in moves[name]]
+        out += [replace(choice, recomputed=n) for n in (choice.recomputed - 1, choice.recomputed + 1)
+                if 0 <= n <= count]  # fmt: skip
+        out += [replace(choice, kept=n) for n in (choice.kept - 1, choice.kept + 1)
+                if 0 <= n <= count and plans.gathers]  # fmt: skip
+        out += [replace(choice, remat=remat) for remat in RECOMPUTE if choice.recomputed]
+        out += [move(choice) for name in ("optimizer", "parameters", "ahead") for move in moves[name]]
+        plain = [c if c.recomputed else replace(c, remat=RECOMPUTE[0]) for c in out if c is not None]
+        return [c for c in dict.fromkeys(plain) if c != choice]
+
+    def frugal(self) -> Iterator[Choice]:
+        for mesh in self.meshes:
+            if (plans := self.on(mesh)) is not None:
+                rest = {"optimizer": "host"} if plans.has("optimizer") else {}
+                for on_host in (False, True) if plans.has("parameters_on_host") else (False,):
+                    base = Choice(mesh, plans.divisors[-1], parameters_on_host=on_host,
+                                  ahead=0 if plans.has("ahead") else 1, **rest)  # fmt: skip
+                    yield from (dial.at(dial.levels) for dial in self.dials(base))
+
+    def price(self, choice: Choice) -> Candidate:
+        self.work.murmur(f"{choice} on {choice.mesh}")
+        lowered = self.lower(choice, verified=False)
+        self.work.count(len(lowered.schedule.instructions))
+        return price(choice, lowered.memory_analysis(), lowered.timeline(self.hardware))
+
+    def lower(self, choice: Choice, *, verified: bool = True) -> Lowered:
+        """Return a plan on paper."""
+        return self.on(choice.mesh).lower(choice, verified)
+
+
+class MeshPlans:
+    """What the plans of a function on one mesh share: layouts to start from, units, traces.
+
+    `base`: the specs to start from. `divisors`: how many equal micro-batches the batch can be cut into.
+    `units`: those that may be recomputed or kept, in order.
+    """
+
+    def __init__(self, step: Step, batch: Arguments, work: Work, kernels: dict[str, Kernel]):
+        self._step, self.base, self._batch = step, step.specs, batch
+        self._work, self._kernels = work, kernels
+        self._fronts: dict[int, Front] = {}
+        self.divisors = _divisors(batch)
+        front = self._front(1)
+        # A batch is not cut where `fn` has an exchange over a data axis: that is another function.
+        if any(set(each.axes) & set(step.mesh.data_axes) for each in front.segments.exchanges):
+            self.divisors = [1]
+        # The last segment's backward follows its forward at once: its units are neither recomputed nor kept.
+        segments = [s for s in front.segments.segments if s.units]
+        last = segments[-1].units if segments else ()
+        found = dict.fromkeys(u for s in segments for u in s.units)
+        self.units = tuple(u for u in found if u not in last)
+        specs = tree.flatten(self.base, is_spec)[0]
+        self.gathers = any(step.mesh.ordered(s.storage.axes) for s in specs)
+        trained = [s for s in specs if s.trainable]
+        self._movable = {
+            "optimizer": any(s.optimizer_memory == "device" for s in trained),
+            "parameters_on_host": any(s.memory == "device" for s in trained),
+            "ahead": step.options.passes is None,  # passes of one's own have a depth of their own
+        }
+
+    def has(self, name: str) -> bool:
+        """Return whether plans may differ in such a field of `Choice`."""
+        return self._movable[name]
+
+    def _front(self, accumulate: int) -> Front:
+        """Return what all plans with so many micro-batches share."""
+        if accumulate not in self._fronts:
+            step = self._step
+            options = replace(step.options, accumulate=accumulate)
+            cut = Step(step.fn, self.base, step.mesh, step.optimizer, options)
+            self._fronts[accumulate] = self._batch.call(cut.front)
+            self._work.made += len(self._fronts[accumulate].program.graph.nodes)
+        return self._fronts[accumulate]
+
+    def specs_of(self, choice: Choice) -> Any:
+        """Return the spec tree of a plan."""
+        kept = set(self.units[len(self.units) - choice.kept :])
+
+        def chosen(spec: LayoutSpec) -> LayoutSpec:
+            # What the caller rests on the host or on disk stays there.
+            changes: dict[str, Any] = {"reshard": spec.unit not in kept} if spec.unit in self.units else {}
+            if choice.optimizer != "device" and spec.trainable and spec.optimizer_memory == "device":
+                place = "device" if choice.optimizer == "streamed" else "host"
+                changes |= {"optimizer_memory": "host", "update_on": place}
+            if choice.parameters_on_host and spec.memory == "device":
+                changes["memory"] = "host"
+            return replace(spec, **changes)
+
+        return tree.map(chosen, self.base, is_leaf=is_spec)
+
+    def options_of(self, choice: Choice) -> StepOptions:
+        """Return the options of a plan."""
+        units = self.units[: choice.recomputed]
+        remat = {glob.escape(u): choice.remat for u in units} if units else "none"
+        depths = {"prefetch": choice.ahead, "overlap": choice.ahead} if self.has("ahead") else {}
+        return replace(self._step.options, accumulate=choice.accumulate, remat=remat, **depths)
+
+    def lower(self, choice: Choice, verified: bool) -> Lowered:
+        front, options = self._front(choice.accumulate), self.options_of(choice)
+        specs, mesh = ResolvedSpecs.of(self.specs_of(choice)).stored, self._step.mesh
+        stages = schedule_for(front, specs, mesh, options, self._kernels, verified)
+        sizes = bytes_of_batch(self._batch)
+        return Lowered(stages, options, optimizer=self._step.optimizer, batch_bytes=sizes)
+
+
+def meshes_of(ranks: int, near: int) -> Iterator[Mesh]:
+    """Yield the meshes of so many ranks, those that shard most first; the ranks of a tensor group are
+    neighbours in a node of `near`."""
+    divisors = [d for d in range(1, ranks + 1) if ranks % d == 0]
+    for tensor in (d for d in divisors if d <= near):
+        for shard in reversed([d for d in divisors if ranks // tensor % d == 0]):
+            axes = {"replicate": ranks // tensor // shard, "shard": shard, "tensor": tensor}
+            axes = {n: size for n, size in axes.items() if size > 1 or n == "shard"}
+            yield make_mesh(**axes, abstract=True, device="cpu")
+
+
+def preset_for(params: Any, mesh: Mesh) -> Any:
+    """Return the specs of the preset that goes with a mesh's axes."""
+    preset = presets.hybrid_shard if "replicate" in mesh.names else presets.full_shard
+    return preset(params, mesh, tensor="tensor" if "tensor" in mesh.names else None)
+
+
+def _sizes(mesh: Mesh) -> dict[str, int]:
+    return {name: mesh.axis_size(name) if name in mesh.names else 1 for name in AXES}
+
+
+def _divisors(batch: Arguments) -> list[int]:
+    """Return how many equal micro-batches the batch can be cut into."""
+    named = tree.flatten_with_paths(batch)[0]
+    rows = [v.shape[0] for v in named.values() if isinstance(v, Tensor) and v.dim()]
+    scalars = any(isinstance(v, Tensor) and not v.dim() for v in named.values())
+    most = math.gcd(*rows) if rows and not scalars else 1
+    return [d for d in range(1, most + 1) if most % d == 0]
