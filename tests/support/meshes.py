@@ -27,12 +27,12 @@ F64 = torch.float64
 ROWS, STEPS = 16, 3
 # Two models: both have an embedding and a vector, one a matrix and a scalar, one a stack and few rows.
 SHAPES = {
-    "wide": {"embed.weight": (7, 5), "a.weight": (5, 8), "norm.bias": (8,), "scale": ()},
+    "wide": {"embed.weight": (7, 5), "a.weight": (5, 8), "norm.bias": (8,), "scale": (), "empty": (0, 3)},
     "stacked": {"embed.weight": (7, 5), "a.short": (3, 5), "norm.bias": (5,), "experts.w": (4, 3, 5)},
 }
 # Gradients have the rank of both their sides: else rounding decides about a part of SOAP's bases.
 SQUARE = {
-    "wide": {"embed.weight": (7, 5), "a.weight": (5, 5), "norm.bias": (5,), "scale": ()},
+    "wide": {"embed.weight": (7, 5), "a.weight": (5, 5), "norm.bias": (5,), "scale": (), "empty": (0, 3)},
     "stacked": {"embed.weight": (7, 5), "a.short": (3, 3), "norm.bias": (5,), "experts.w": (4, 3, 3)},
 }
 
@@ -71,6 +71,10 @@ MESHES: Mapping[str, tuple[Mapping[str, int], Mapping[str, Any]]] = {
         {"tensor": {"embed.weight": fs.P("tensor"), "a.weight": fs.P(None, "tensor"),
                     "a.short": fs.P(None, "tensor")}},
     ),
+    "sides": (
+        {"shard": 2, "tensor": 2},
+        {"tensor": {"a.weight": fs.P(None, fs.Fused("tensor", 2)), "a.short": fs.P(None, "tensor")}},
+    ),
     "experts": ({"shard": 2, "expert": 2}, {"expert": "expert"}),
 }  # fmt: skip
 # Presets: those whose names are not here are of `fs.presets`. With replicas, `full_shard` lies over two
@@ -100,13 +104,14 @@ def make_model(shapes: Mapping[str, Sequence[int]], skips: bool = False) -> Mode
     params = {p: torch.randn(s, dtype=F64, generator=generator) for p, s in shapes.items()}
 
     def loss(params: Any, x: Tensor) -> fs.Mean:
+        x = x.to(params["embed.weight"].dtype)
         hidden = torch.tanh(x @ params["embed.weight"])  # [B, 5]
         if "a.weight" in params:
             hidden = torch.tanh(hidden @ params["a.weight"])
         hidden = hidden + params["norm.bias"]
         total = hidden.square().sum()
         if "scale" in params:
-            total = total + hidden.sin().sum() * params["scale"]
+            total = total + hidden.sin().sum() * params["scale"] + params["empty"].sum()
         if "a.short" in params:
             short, experts = params["a.short"], params["experts.w"]
             out = hidden[:, : short.shape[1]] @ short.T  # [B, 3]
@@ -164,12 +169,14 @@ def make_step(
 
 def train_ranks(
     name: str, mesh: str, preset: str, tier: str = "device", leaves: str = "wide", skips: bool = False,
-    **options: Any,
+    dtypes: Mapping[str, torch.dtype] | None = None, **options: Any,
 ) -> Result:  # fmt: skip
     """Return what simulated ranks make of the same, put together; what several have must agree."""
     axes, layouts = MESHES[mesh]
     made = fs.make_mesh(**axes, simulated=True)
-    step, model = make_step(name, made, preset, {**layouts, **TIERS[tier]}, leaves, skips, **options)
+    step, model = make_step(
+        name, made, preset, {**layouts, **TIERS[tier], **(dtypes or {})}, leaves, skips, **options
+    )
     return put_together([parts for _, parts in fs.simulate(made, lambda rank: run_rank(made, step, model))])
 
 
@@ -214,7 +221,9 @@ def put_together(parts: Sequence[Mapping[str, Tensor]]) -> Result:
             continue
         path, _, slot = rest.rpartition("/")
         if slot == MASTER:
-            assert torch.equal(whole, out.params[path]), f"{name}: it is not the parameter"
+            narrow = out.params[path]
+            as_stored = whole if torch.equal(whole, narrow) else whole.bfloat16().double()
+            assert torch.equal(as_stored, narrow), f"{name}: it is not the parameter"
         else:
             out.slots.setdefault(path, {})[slot] = whole
     return out
