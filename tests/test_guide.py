@@ -69,6 +69,7 @@ def run_script(folder: Path) -> str:
     return printed
 
 
+@pytest.mark.timeout(600)  # four ranks and eight readers in turn, on two cores that may be busy
 def test_the_script_of_the_readme_trains_saves_and_goes_on(tmp_path: Path) -> None:
     """Both ranks read with workers; the second start begins where the first has saved."""
     script, _ = blocks(README)
