@@ -223,14 +223,15 @@ def test_nan_hunt_of_an_update() -> None:
     def plant(context: ExecutorContext) -> ExecutorContext:
         right = context.updater.bind
 
-        def bind(bucket: Any) -> Any:
-            update = right(bucket)
+        def bind(paths: Any, number: int) -> Any:
+            update = right(paths, number)
 
-            def wrong(blocks: Any, slots: Any, params: Any, *rest: Any) -> None:
-                update(blocks, slots, params, *rest)
+            def wrong(blocks: Any, slots: Any, params: Any, *rest: Any) -> Any:
+                made = update(blocks, slots, params, *rest)
                 for path, stored in params.items():
                     if path == "layers.0.w":
                         stored.div_(0.0)
+                return made
 
             return wrong
 
