@@ -148,7 +148,9 @@ def train_whole(name: str, leaves: str = "wide", skips: bool = False, steps: int
         if not all(g.isfinite().all() for g in grads.values()):
             continue
         step = Step(torch.tensor(count), optimizers.norm_of(grads))
-        params, slots = apply_updates(optimizer, grads, slots, params, step)
+        some = {path: grad for path, grad in grads.items() if grad.numel()}  # not every rule takes none
+        new = apply_updates(optimizer, some, slots, params, step)
+        params, slots = params | new[0], slots | new[1]
         count += 1
     return Result(params, slots)
 

@@ -45,16 +45,15 @@ def flow_of(derived: Derived, number: int) -> Flow:
         elif made == number:
             keeps[waits] = result
 
-    # What later steps read of this one. The gradient is scaled once, and then handed on; what is sent of the
-    # state goes out from the first stretch.
+    # What later steps read of this one. The gradient is scaled once, and then handed on; state that is sent,
+    # or read where leaves are whole, goes out from the first stretch.
     first = number == min(computes)
     here = {*computes[number].writes, *((GRAD,) if first else ())}
     for step in derived.steps[number + 1 :]:
-        if isinstance(step, Compute):
-            keeps |= {n: n for n in step.reads if n in here}
-        else:
-            keeps |= {n: n for n in step.sends if n in here and not is_state(n)}
-            keeps |= {n: f"old {n}" for n in step.sends if first and is_state(n)}
+        names = step.reads if isinstance(step, Compute) else step.sends
+        keeps |= {n: n for n in names if n in here and not is_state(n)}
+        if first and not (isinstance(step, Compute) and not step.whole):
+            keeps |= {n: f"old {n}" for n in names if is_state(n)}
     return Flow(commits, keeps)
 
 
