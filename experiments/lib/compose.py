@@ -151,6 +151,7 @@ def from_shell(command: Command, arguments: Sequence[str] | None = None) -> Comp
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("-c", "--cfg")
     parser.add_argument("-cd", "--config-dir")
     parser.add_argument("--experimental-rerun")
     sys.argv[1:] = sys.argv[1:] if arguments is None else arguments
@@ -163,7 +164,7 @@ def from_shell(command: Command, arguments: Sequence[str] | None = None) -> Comp
             f"--experimental-rerun {known.experimental_rerun}: is a pickle, and what is in it runs when it "
             "is read. Fix: the command line of the run, in its .hydra/overrides.yaml."
         )
-    if any(each.startswith("-") for each in arguments):  # --cfg, --info, --hydra-help: nothing runs
+    if known.cfg or any(each.startswith("-") for each in arguments):  # --info, --hydra-help: nothing runs
         sys.argv[1:] = force(
             put_own_in_place(sys.argv[1:]), tuple(f"{group}." for group in (*OWN, OBJECTIVE))
         )

@@ -211,8 +211,8 @@ class Walk:
         """Return the plan at which no move, and no two of them, is better.
 
         One knob after another takes its best value. Two are moved together only when no single one helps,
-        and, where memory is no matter, only if one of the two alone is no plan. Last the plans beside it are
-        looked at as they are.
+        and, where nothing faster takes too much, only if one of the two alone is no plan. Last the plans
+        beside it are looked at as they are.
         """
         while not self.ends(best):
             begun = best
@@ -224,7 +224,8 @@ class Walk:
                     best = better
                     self.work.murmur(self.describe(best))
             if best is begun:
-                is_pressed = any(c.seconds < best.seconds for c in self.seen.values())
+                faster = (c for c in self.seen.values() if c.seconds < best.seconds)
+                is_pressed = any(not c.fits(self.budget) for c in faster)
                 best = self.improve(best, self.pairs(best.choice, is_pressed))
             if best is begun:
                 best = self.adjust(best)

@@ -112,6 +112,7 @@ def test_other_flags_of_hydra_work(tmp_path, monkeypatch, capfd):
     for arguments, said in {
         ("-h",): help_of(TRAIN) + "\n",
         ("--cfg", "job", "run.steps=7"): "steps: 7",
+        ("-c", "job", "run.steps=8"): "steps: 8",
         ("--hydra-help",): "Hydra",
     }.items():
         monkeypatch.setattr(sys, "argv", ["train", *arguments])
