@@ -160,8 +160,8 @@ def train_between(
 @pytest.mark.parametrize(
     ("names", "last"),
     [
-        (["adafactor", "soap"], {"tensor": 2}),
-        pytest.param(["muon", "adamw_8bit", "shampoo"], {"tensor": 2, "shard": 2}, marks=pytest.mark.long),
+        (["adafactor", "adamw_8bit"], {"tensor": 2}),
+        pytest.param(["muon", "soap", "shampoo"], {"tensor": 2, "shard": 2}, marks=pytest.mark.long),
     ],
     ids=["two", "four"],
 )
@@ -169,9 +169,10 @@ def test_training_goes_on_on_another_mesh(
     names: list[str], last: dict[str, int], ranks: Any, tmp_path: Path
 ) -> None:
     """A step on two ranks, one on one, and one on another mesh, with files between."""
-    ranks(2).run(train_between, names, {"shard": 2}, "zero2", 0, str(tmp_path))
+    ranks(2).run(train_between, names, {"shard": 2}, "zero2", 0, str(tmp_path), timeout=250.0)
     train_between(0, names, {"shard": 1}, "no_shard", 1, str(tmp_path))
-    found = ranks(math.prod(last.values())).run(train_between, names, last, "full_shard", 2, str(tmp_path))
+    pool = ranks(math.prod(last.values()))
+    found = pool.run(train_between, names, last, "full_shard", 2, str(tmp_path), timeout=250.0)
     for number, name in enumerate(names):
         assert_same(put_together([of_rank[number] for of_rank in found]), truth(name, LEAVES, False))
 
