@@ -184,8 +184,9 @@ class Planner:
                 dial = Dial(len(rows) - 1, lambda level, k=knobs, r=rows: replace(k, micro_rows=r[level]))
                 most = self.walk.look(dial.at(0))
                 known = [c.seconds for c in self.seen.values() if c.fits(self.budget) and c is not most]
-                slow.append(most.seconds >= min(known, default=math.inf))
-                yield most.choice if slow[-1] else self.walk.least_that_fits(dial, math.inf).choice
+                limit = min(known, default=math.inf)
+                slow.append(most.seconds >= limit)
+                yield most.choice if slow[-1] else self.walk.least_that_fits(dial, limit).choice
                 if slow[-1]:
                     break
             if slow[0]:
