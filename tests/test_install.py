@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-(SCRIPT,) = re.findall(r"```python\n(.*?)```", README, re.S)
+SCRIPT, _ = re.findall(r"```python\n(.*?)```", README, re.S)
 
 
 @pytest.mark.parametrize("command", [(sys.executable,), ("basedpyright", "--level", "error")])
