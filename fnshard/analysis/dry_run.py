@@ -18,6 +18,7 @@ from torch import Tensor
 from fnshard.analysis.footprint import CallArgument, Footprint
 from fnshard.analysis.storages import UNCOUNTED, Storage, StorageTracker, category_of, tensors_of
 from fnshard.analysis.transport import Counting
+from fnshard.analysis.updates import UpdateMemory
 from fnshard.compiler.ir.values import CONTROL, SCALARS, ValueName
 from fnshard.compiler.schedule.buckets import Bucket, Piece, row_of_rank
 from fnshard.compiler.schedule.instructions import (
@@ -52,15 +53,15 @@ FootprintOf = Callable[[str, bool, Sequence[CallArgument]], Footprint]
 class DryContext:
     """What the lines are bound to; see `compiler.schedule.ir.Context`.
 
-    `footprint`: of a kernel (by name, backward or not). `update_bytes`: what an Update of a bucket takes
-    besides what it changes. `sizes`: bytes of all values that there were, by name.
+    `footprint`: of a kernel (by name, backward or not). `updates`: what updates take besides what they
+    change. `sizes`: bytes of all values that there were, by name.
     """
 
     schedule: Schedule
     tracker: StorageTracker
     comm: Counting
     footprint: FootprintOf
-    update_bytes: Callable[[Sequence[str], int, bool], int]
+    updates: UpdateMemory
     rank: int
     freed: None = None
     worker: None = None
@@ -254,7 +255,7 @@ class DryUpdater:
         ) -> Parts:
             spec, line, out = schedule.specs[paths[0]], self.context.tracker.line, {}
             if spec.updated_on == "device" or self.context.mesh.device_type == "cpu":
-                taken = self.context.update_bytes(paths, number, SCALARS in line.reads)
+                taken = self.context.updates.bytes(paths, number, SCALARS in line.reads)
                 self.context.tracker.look(workspace=taken)
             for path in paths:
                 derived, out[path] = schedule.families[path].derived, {}
@@ -277,6 +278,7 @@ class DryUpdater:
         def compute(parts: Parts, *_: Any) -> Parts:
             out = {}
             for path in parts:
+                self.context.tracker.look(workspace=self.context.updates.bytes_of_whole(path))
                 _, back = stacks_of(self.context.schedule.families[path].derived)
                 named = zip(back.receives, back.shapes, back.dtypes, strict=True)
                 out[path] = {name: self._new(shape, dtype) for name, shape, dtype in named}

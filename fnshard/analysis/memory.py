@@ -190,7 +190,7 @@ def measure(
         footprint=lambda name, backward, entries: footprint_of(
             schedule.kernels[name], backward, entries, compiled, mesh.device_type
         ),
-        update_bytes=UpdateMemory(schedule, slots, compiled_update).bytes,
+        updates=UpdateMemory(schedule, slots, compiled_update),
         rank=mesh.rank,
     )
     env, constants = _inputs(tracker, schedule, program, batch_bytes, slots)

@@ -15,7 +15,7 @@ from fnshard.compiler.schedule.ir import Schedule
 from fnshard.compiler.update.derive import Compute
 from fnshard.compiler.update.family import Family
 from fnshard.compiler.update.slots import Slots
-from fnshard.compiler.update.steps import flow_of
+from fnshard.compiler.update.steps import flow_of, stacks_of
 from fnshard.layout.partition import block_shape
 from fnshard.optim.optimizer import Step
 from fnshard.runtime.executor.compiled_update import is_compilable
@@ -95,6 +95,27 @@ class UpdateMemory:
                 out = update({path: block}, {path: own_slots}, params, made, control)
                 kept = sum(t.nbytes for t in tensors_of(out))
         return max(tracker.peak.bytes - kept, 0)
+
+    def bytes_of_whole(self, path: str) -> int:
+        """Return what it takes to compute a whole leaf, besides what was sent and what goes back."""
+        family = self.schedule.families[path]
+        key = family, "whole"
+        if key not in self.known:
+            step = next(s for s in family.derived.steps if isinstance(s, Compute) and s.whole)
+            there, _ = stacks_of(family.derived)
+            kinds = dict(zip(there.receives, zip(there.shapes, there.dtypes, strict=True), strict=True))
+            inputs = {n: node.meta["val"] for n, node in family.traced.placeholders.items()}
+            kinds |= {n: (tuple(v.shape), v.dtype) for n, v in inputs.items() if n in step.reads}
+            tracker = StorageTracker(self.schedule.mesh.device_type)
+            with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+                kinds |= {n: family.derived.values[n] for n in step.reads if n not in kinds}
+                given = [torch.empty(shape, dtype=dtype) for shape, dtype in map(kinds.get, step.reads)]
+                for value in given:
+                    tracker.adopt(value, INPUTS, size=0)
+                with tracker:
+                    kept = sum(t.nbytes for t in tensors_of(step.graph(*given)))
+            self.known[key] = max(tracker.peak.bytes - kept, 0)
+        return self.known[key]
 
     def _sum_dtype(self, path: str) -> torch.dtype:
         spec = self.schedule.specs[path]

@@ -257,6 +257,7 @@ class Clip:
     max_norm: float
 
     def factor(self, step: Step) -> Tensor:
+        """Return what gradients are multiplied by."""
         return torch.clamp(self.max_norm / (step.global_norm + 1e-6), max=1.0)
 
     def __call__(self, path: str, grad: Tensor, slots: Slots, param: Tensor, step: Step) -> Update:
@@ -335,6 +336,7 @@ class Chain:
     members: tuple[Optimizer, ...]
 
     def init(self, path: str, param: Tensor) -> dict[str, Tensor]:
+        """Return the slots of all members, by the chain's names."""
         own = [member.init(path, param) for member in self.members]
         names = self.name_slots([list(slots) for slots in own])
         return {

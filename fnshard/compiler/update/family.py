@@ -65,7 +65,6 @@ def families_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mes
         OptimizerError: names the leaf that an update or its state is wrong for, and what to write instead.
     """
     trained = {path: spec for path, spec in specs.items() if spec.trainable}
-    optimizer.check({path: tuple(spec.shape) for path, spec in trained.items()})
     out = {}
     for path, spec in trained.items():
         rule, shape, dtype = optimizer.of(path, spec.shape), tuple(spec.shape), spec.optimizer_dtype
