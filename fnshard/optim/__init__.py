@@ -2,7 +2,7 @@
 
 from fnshard.optim.compact import adafactor, adamw_8bit
 from fnshard.optim.muon import muon
-from fnshard.optim.optimizer import Optimizer, Step
+from fnshard.optim.optimizer import Optimizer, Step, apply_updates, init_slots
 from fnshard.optim.optimizers import (
     OPTIMIZERS,
     adamw,
@@ -20,7 +20,7 @@ from fnshard.optim.optimizers import (
 from fnshard.optim.soap import soap
 
 __all__ = [
-    "OPTIMIZERS", "Optimizer", "Step", "adafactor", "adamw", "adamw_8bit", "by_path", "chain",
-    "clip_by_global_norm", "ema", "ema_params", "lars", "lion", "muon", "register", "schedule_free_adamw",
-    "sgd", "soap",
+    "OPTIMIZERS", "Optimizer", "Step", "adafactor", "adamw", "adamw_8bit", "apply_updates", "by_path",
+    "chain", "clip_by_global_norm", "ema", "ema_params", "init_slots", "lars", "lion", "muon", "register",
+    "schedule_free_adamw", "sgd", "soap",
 ]  # fmt: skip

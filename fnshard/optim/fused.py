@@ -197,6 +197,10 @@ def prepare_gradients(grads: list[Tensor], params: list[Tensor], scale: Tensor |
     The kernels' own `grad_scale` is not used: it divides, is read as fp32, and writes the quotient back, so
     it costs the same traffic as one foreach multiplication and loses digits in fp64.
     """
+    if scale is not None and grads and grads[0].dtype.itemsize > params[0].dtype.itemsize:
+        # A short dtype would overflow before a loss scale is divided out.
+        torch._foreach_mul_(grads, scale.to(grads[0].dtype))
+        scale = None
     out = [
         g if g.dtype == p.dtype and g.is_contiguous() else torch.empty_like(p)
         for g, p in zip(grads, params, strict=True)

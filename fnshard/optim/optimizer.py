@@ -13,8 +13,9 @@ Sums, norms, products and decompositions of matrices are those of the whole leaf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -56,8 +57,9 @@ class Step:
         """
         if self.norm is None:
             raise OptimizerError(
-                "step.global_norm is the norm of the gradients, and something before has changed these.",
-                fix="put clip_by_global_norm(...) first in the chain.",
+                "step.global_norm is the norm of the gradients; this Step has none, or something before has "
+                "changed the gradients.",
+                fix="put clip_by_global_norm(...) first in the chain; give a Step of your own its norm.",
             )
         return self.norm
 
@@ -111,6 +113,11 @@ class Optimizer:
 
     def __repr__(self) -> str:
         return self.name
+
+    @cached_property
+    def traces(self) -> dict[Hashable, Any]:
+        """What a compiler has found out about it, by leaf; it goes when the optimizer does."""
+        return {}
 
     def of(self, path: str, shape: Sequence[int]) -> Optimizer:
         """Return the optimizer that a leaf of this path and shape has."""
@@ -181,7 +188,9 @@ def update_leaf(
     grad = grad.to(wide)
     if scale is not None:
         grad = grad * scale.to(wide)
-    state = {n: v.to(wide) if v.is_floating_point() else v for n, v in slots.items()}
+    state = {
+        n: v.to(torch.promote_types(v.dtype, wide)) if v.is_floating_point() else v for n, v in slots.items()
+    }
     own = optimizer.of(path, param.shape)
     made = own.update(path, grad, state, param.to(wide), step)
     check_update(own, path, made, param, slots)

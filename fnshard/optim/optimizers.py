@@ -5,6 +5,7 @@ Each is a function of one whole leaf in plain torch; the contract is `fnshard.op
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -224,12 +225,15 @@ def schedule_free_adamw(
     rate, decays, scales = hyperparameters(lr, weight_decay, lr_scale)
     sums = [(0.0, 0.0)]  # by step: the largest rate so far, and the sum of its squares
 
+    lock = threading.Lock()  # simulated ranks, and the host's worker, are threads
+
     def share(count: Tensor) -> float:
         """Return the newest point's weight in the average: points weigh as the square of the largest rate."""
-        while len(sums) < int(count) + 2:
-            most = max(sums[-1][0], float(rate(torch.tensor(len(sums) - 1))))
-            sums.append((most, sums[-1][1] + most**2))
-        most, total = sums[int(count) + 1]
+        with lock:
+            while len(sums) < int(count) + 2:
+                most = max(sums[-1][0], float(rate(torch.tensor(len(sums) - 1))))
+                sums.append((most, sums[-1][1] + most**2))
+            most, total = sums[int(count) + 1]
         return most**2 / total if total else 0.0
 
     def init(path: str, param: Tensor) -> dict[str, Tensor]:
@@ -439,6 +443,10 @@ def check_kind(optimizer: object) -> None:
         kind = getattr(optimizer, "__name__", repr(optimizer) if word else type_name)
         fix = way if word else counterpart(optimizer)
         raise OptimizerError(f"optimizer= is {kind}, and no optimizer of fs.optim.", fix=fix)
+    for part in optimizer.choose.parts if isinstance(optimizer.choose, Choice) else ():
+        check_kind(part)
+    if optimizer.choose is not None:
+        return
     members = optimizer.update.members if isinstance(optimizer.update, Chain) else (optimizer,)
     if all(isinstance(member.update, Clip | Average) for member in members):
         before = [f"{m}" for m in members if isinstance(m.update, Clip)]

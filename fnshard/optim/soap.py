@@ -120,10 +120,7 @@ def soap(
         else:
             mu, nu, made = torch.where(is_first, slots["mu"], mu), torch.where(is_first, slots["nu"], nu), []
 
-        bias = step.host(
-            lambda count: (1 - b2 ** int(count)) ** 0.5 / (1 - b1 ** int(count)) if count else 0.0
-        )
-        lr = step.host(rate)
+        lr, bias = step.host(rate), step.host(correct_bias)
         change = lr * bias * change
         change = torch.where(is_first, 0.0, -change - lr * weight_decay * (param - change))
         new = {f"{side}_basis": basis for side, basis in zip(sides, made, strict=True)}

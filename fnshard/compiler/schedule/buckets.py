@@ -237,7 +237,7 @@ def common_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:
     of 32 bits."""
     wide = functools.reduce(torch.promote_types, dtypes)
     mixed = wide.is_floating_point and not all(dtype.is_floating_point for dtype in dtypes)
-    return torch.float64 if mixed and torch.int64 in dtypes else wide
+    return torch.float64 if mixed and {torch.int32, torch.int64} & {*dtypes} else wide
 
 
 def wire_dtype(spec: LayoutSpec) -> torch.dtype:

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from fnshard.compiler.kernels.inductor import TRACING
 from fnshard.compiler.update.derive import Compute, Derived, derive
-from fnshard.compiler.update.slots import KNOWN, Slot, slots_of_leaf
+from fnshard.compiler.update.slots import Slot, slots_of_leaf
 from fnshard.compiler.update.trace import GRAD, PARAM, UPDATE, Traced, slot_name, trace_update
 from fnshard.layout.partition import P, block_shape
 from fnshard.layout.spec import LayoutSpec
@@ -64,27 +65,36 @@ def families_of(optimizer: Optimizer, specs: Mapping[str, LayoutSpec], mesh: Mes
     Raises:
         OptimizerError: names the leaf that an update or its state is wrong for, and what to write instead.
     """
-    trained = {path: spec for path, spec in specs.items() if spec.trainable}
     out = {}
-    for path, spec in trained.items():
-        rule, shape, dtype = optimizer.of(path, spec.shape), tuple(spec.shape), spec.optimizer_dtype
-        known, setting = KNOWN.setdefault(rule, {}), rule.settings(path)
-        key = "family", setting, shape, dtype, spec.optimizer, mesh.names, mesh.sizes
-        if key not in known:
-            slots = slots_of_leaf(rule, path, shape, dtype)
-            traced = None if 0 in shape else trace_of(rule, path, spec, slots)
-            layouts = {name: slot.layout(spec, mesh) for name, slot in slots.items()}
-            blocks = {name: (slot.block(spec, mesh), slot.dtype) for name, slot in slots.items()}
-            derived = _derive(traced, layouts, spec, mesh)
-            block = block_shape(shape, spec.optimizer, mesh)
-            known[key] = Family(rule, slots, layouts, blocks, block, dtype, traced, derived)
-        out[path] = known[key]
+    with TRACING:  # simulated ranks are threads, and share what was found out
+        for path, spec in specs.items():
+            if spec.trainable:
+                out[path] = family_of(optimizer.of(path, spec.shape), path, spec, mesh)
     return out
+
+
+def family_of(rule: Optimizer, path: str, spec: LayoutSpec, mesh: Mesh) -> Family:
+    """Return the family of one leaf, which is made for the first of those that are alike.
+
+    Args:
+        rule: the optimizer that the leaf has.
+    """
+    known, shape, dtype = rule.traces, tuple(spec.shape), spec.optimizer_dtype
+    key = "family", rule.settings(path), shape, dtype, spec.optimizer, mesh.names, mesh.sizes
+    if key not in known:
+        slots = slots_of_leaf(rule, path, shape, dtype)
+        traced = None if 0 in shape else trace_of(rule, path, spec, slots)
+        layouts = {name: slot.layout(spec, mesh) for name, slot in slots.items()}
+        blocks = {name: (slot.block(spec, mesh), slot.dtype) for name, slot in slots.items()}
+        derived = _derive(traced, layouts, spec, mesh)
+        block = block_shape(shape, spec.optimizer, mesh)
+        known[key] = Family(rule, slots, layouts, blocks, block, dtype, traced, derived)
+    return known[key]
 
 
 def trace_of(rule: Optimizer, path: str, spec: LayoutSpec, slots: Mapping[str, Slot]) -> Traced:
     """Return the update of a whole leaf, traced once for all layouts."""
-    known, shape, dtype = KNOWN.setdefault(rule, {}), tuple(spec.shape), spec.optimizer_dtype
+    known, shape, dtype = rule.traces, tuple(spec.shape), spec.optimizer_dtype
     key = "trace", rule.settings(path), shape, dtype
     if key not in known:
         described = {name: (slot.shape, slot.dtype) for name, slot in slots.items()}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -23,9 +21,6 @@ from fnshard.optim.optimizer import Optimizer
 
 aten = torch.ops.aten
 Slots = Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]  # shapes and dtypes, by path and name
-
-# By optimizer: what was traced, which does not depend on layouts; `fit` lowers many of these.
-KNOWN: weakref.WeakKeyDictionary[Optimizer, dict[Any, Any]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +78,7 @@ def slots_of_leaf(rule: Optimizer, path: str, shape: Sequence[int], dtype: torch
     Raises:
         OptimizerError: `init` computes it of the parameter's values, which ranks have parts of.
     """
-    known = KNOWN.setdefault(rule, {})
+    known = rule.traces
     key = "slots", rule.settings(path), tuple(shape), dtype
     if key not in known:
         known[key] = _trace_init(rule, path, shape, dtype)
@@ -108,6 +103,11 @@ def _trace_init(rule: Optimizer, path: str, shape: Sequence[int], dtype: torch.d
         out[name] = Slot(tuple(value.shape), value.dtype, fill, source is param and fill is None)
         if fill is None and source is not param and _reads_values(node, param):
             wrong.append(f"params[{path!r}]: slot {name!r}")
+    if MASTER in names:
+        raise OptimizerError(
+            f"{rule} keeps a slot {MASTER!r} of params[{path!r}], which is what a master copy is called.",
+            fix="another name.",
+        )
     if wrong:
         raise OptimizerError(
             f"{rule} begins with state that it computes of the parameters' values:",

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from fnshard import tree
-from fnshard.compiler.ir.program import WRITES, OpOverload, mutated_args
+from fnshard.compiler.ir.program import WRITES, OpOverload, mutated_args, storage_id
 from fnshard.compiler.kernels.inductor import TRACING
 from fnshard.errors import OptimizerError
 from fnshard.optim.optimizer import Optimizer, Step, as_number, update_leaf
@@ -116,7 +116,12 @@ def trace_update(
         outputs[:] = [UPDATE, *(slot_name(n) for n in new)]
         return [update, *new.values()]
 
-    def evaluate(function: Callable[[Tensor], Any], count: Tensor) -> Tensor:
+    def evaluate(function: Callable[[Tensor], Any], given: Tensor) -> Tensor:
+        if given is not count:
+            raise OptimizerError(
+                f"{optimizer} asks for step.host(function) of a Step whose count is not the step's own.",
+                fix="change the count in the function: step.host(lambda count: f(count % 10)).",
+            )
         functions.append(function)
         return torch.empty((), dtype=torch.float64)
 
@@ -142,6 +147,7 @@ def trace_update(
         "norm",
         *(f"host.{i}" for i in range(len(functions))),
     ]
+    _copy_aliases(module.graph, inputs, outputs)
     constants = _lift_constants(module, inputs)
     prologue = _cut_prologue(module, inputs, tuple(functions))
     _fold_branches(module.graph)
@@ -300,6 +306,24 @@ def _fold_branches(graph: fx.Graph) -> None:
         for nodes in own:
             for node in reversed(nodes):
                 graph.erase_node(node)
+
+
+def _copy_aliases(graph: fx.Graph, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+    """Copy results that are memory of another input: a slot that becomes the parameter, or another slot,
+    would be written after that has changed."""
+    owners = {
+        storage_id(node.meta["val"]): name
+        for node, name in zip(graph.find_nodes(op="placeholder"), inputs, strict=True)
+    }
+    output = graph.output_node()
+    results = list(output.args[0])
+    for number, (node, name) in enumerate(zip(results, outputs, strict=True)):
+        owner = owners.get(storage_id(node.meta["val"]))
+        if owner is not None and not (node.op == "placeholder" and owner == name):
+            with graph.inserting_before(output):
+                results[number] = graph.call_function(torch.ops.aten.clone.default, (node,))
+            results[number].meta = dict(node.meta)
+    output.args = (results,)
 
 
 def _lift_constants(module: fx.GraphModule, inputs: list[str]) -> dict[str, Tensor]:

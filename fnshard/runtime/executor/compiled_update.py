@@ -33,10 +33,15 @@ def is_compiled(update: str, backend: str, device_type: str) -> bool:
 
 
 def is_compilable(family: Family) -> bool:
-    """Return whether an update is one graph that asks nobody: no exchange, no branch, no rank's place."""
+    """Return whether an update is one graph that asks nobody: no exchange, no branch, no rank's place; and
+    hands no state on (Inductor drops the copy that keeps a slot from what replaces it)."""
     step, *others = family.derived.steps
-    chooses = any(isinstance(node.target, Branch) for node in step.graph.graph.nodes)
-    return not others and not chooses and not any(name.startswith("index.") for name in step.reads)
+    graph = step.graph.graph
+    chooses = any(isinstance(node.target, Branch) for node in graph.nodes)
+    results = graph.output_node().args[0]
+    clone = torch.ops.aten.clone.default
+    hands_on = any(n.target is clone and n.args[0].op == "placeholder" for n in results)
+    return not (others or chooses or hands_on or any(name.startswith("index.") for name in step.reads))
 
 
 @dataclass(frozen=True)
@@ -58,15 +63,22 @@ def form_of(value: Tensor) -> Form:
     return tuple(value.shape), value.dtype, value.stride()
 
 
-def numbers_of(family: Family, control: StepControl, wide: torch.dtype, device: torch.device) -> Tensor:
-    """Return a family's numbers of this step, and after them the factor of its gradients: [n + 1]."""
+def kinds_of(family: Family) -> dict[str, torch.dtype]:
+    """Return the dtypes of the step's numbers that an update reads, by name, in order."""
+    nodes = family.traced.placeholders
+    return {name: node.meta["val"].dtype for name, node in nodes.items() if name.startswith("number.")}
+
+
+def numbers_of(family: Family, control: StepControl, device: torch.device) -> Tensor:
+    """Return a family's numbers of this step, and after them the factor of its gradients: fp64 [n + 1], which
+    holds counts and truth values, too."""
 
     def make() -> Tensor:
         flat = [*family.traced.prologue.numbers(control.step)]
         flat.append(torch.ones((), dtype=torch.float64) if control.scale is None else control.scale)
-        return torch.stack([send(n.double(), device) for n in flat]).to(wide)
+        return torch.stack([send(n.double(), device) for n in flat])
 
-    return control.once((family, wide, device), make)
+    return control.once((family, "vector", device), make)
 
 
 def update_graph(leaves: Sequence[LeafForm], device: torch.device) -> fx.GraphModule:
@@ -89,7 +101,9 @@ def update_graph(leaves: Sequence[LeafForm], device: torch.device) -> fx.GraphMo
             wide = torch.promote_types(param.dtype, torch.float32)
             given = {GRAD: grad.to(wide) * scale, PARAM: param}
             given |= {f"slots.{n}": v for n, v in zip(leaf.family.slots, slots, strict=True)}
-            given |= {f"number.{i}": n for i, n in enumerate(numbers)}
+            for name, number in zip(kinds_of(leaf.family), numbers, strict=True):
+                kind = kinds_of(leaf.family)[name]
+                given[name] = number.to(wide if kind.is_floating_point else kind)
             given |= {n: v.to(device) for n, v in leaf.family.traced.constants.items()}
             results = step.graph(*[given[n] for n in step.reads])
             given |= dict(zip(step.writes, results, strict=True))
@@ -109,10 +123,7 @@ def update_graph(leaves: Sequence[LeafForm], device: torch.device) -> fx.GraphMo
         ]
         vectors = []
         for family in families:
-            count = sum(name.startswith("number.") for name in family.traced.inputs)
-            like = next(leaf.tensors_like[1] for leaf in leaves if leaf.family is family)
-            wide = torch.promote_types(like[1], torch.float32)
-            vectors.append(torch.empty(count + 1, dtype=wide, device=device))
+            vectors.append(torch.empty(len(kinds_of(family)) + 1, dtype=torch.float64, device=device))
         pure = torch.func.functionalize(update, remove="mutations_and_views")
         with TRACING:
             table = {**select_decomp_table(), **DECOMPOSITIONS}
@@ -175,6 +186,5 @@ class CompiledUpdates:
         device = tensors[0][0].device
         kernel, vectors = self.get(leaves, device), {}
         for leaf in leaves:
-            wide = torch.promote_types(leaf.tensors_like[1][1], torch.float32)
-            vectors.setdefault(leaf.family, numbers_of(leaf.family, control, wide, device))
+            vectors.setdefault(leaf.family, numbers_of(leaf.family, control, device))
         kernel([*vectors.values(), *(value for own in tensors for value in own)])

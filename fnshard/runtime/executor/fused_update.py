@@ -6,8 +6,8 @@ found by its graph. On the eager backend it then runs as torch's own fused optim
 
 from __future__ import annotations
 
-import functools
 import operator
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -43,9 +43,17 @@ class FusedUpdate:
     writes: tuple[str, ...] = ()
 
 
-@functools.lru_cache(maxsize=1024)
 def find_fused(family: Family) -> FusedUpdate | None:
     """Return how the operator in a family's update runs in place; None where that would be another update."""
+    if family not in FOUND:
+        FOUND[family] = _find_fused(family)
+    return FOUND[family]
+
+
+FOUND: weakref.WeakKeyDictionary[Family, FusedUpdate | None] = weakref.WeakKeyDictionary()
+
+
+def _find_fused(family: Family) -> FusedUpdate | None:
     (step, *others) = family.derived.steps
     nodes = [n for n in step.graph.graph.nodes if n.target in IN_PLACE]
     if others or len(nodes) != 1:
@@ -56,12 +64,12 @@ def find_fused(family: Family) -> FusedUpdate | None:
 
     # Its arguments are inputs; the gradient may be scaled by numbers.
     arguments, factors = [], []
-    for argument in node.args:
+    for number, argument in enumerate(node.args):
         if not isinstance(argument, fx.Node):
             arguments.append(argument)
             continue
         source = _cast_of(argument)
-        while source.target is aten.mul.Tensor and names.get(source.args[1], "").startswith("number."):
+        while number == 1 and source.target is aten.mul.Tensor and is_number(source.args[1], names):
             factors.append(names[source.args[1]])
             source = _cast_of(source.args[0])
         if source not in names:
@@ -77,10 +85,15 @@ def find_fused(family: Family) -> FusedUpdate | None:
     if any(outputs.get(name) is not made.get(i) for i, name in enumerate(written)):
         return None
 
-    # The rest may read the new parameter, and nothing that is overwritten.
+    # The rest may read the new parameter, and nothing that is overwritten: the gradient is spoiled.
     rest = {name: value for name, value in results.items() if name not in written}
-    found = _graph_of_rest(step.graph, node, made[0], names, rest, {PARAM, *written})
+    found = _graph_of_rest(step.graph, node, made[0], names, rest, {PARAM, GRAD, *written})
     return None if found is None else FusedUpdate(node.target, tuple(arguments), tuple(factors), *found)
+
+
+def is_number(value: Any, names: Mapping[fx.Node, str]) -> bool:
+    """Return whether an argument is a number of the step."""
+    return isinstance(value, fx.Node) and names.get(value, "").startswith("number.")
 
 
 def _cast_of(node: fx.Node) -> fx.Node:

@@ -163,7 +163,8 @@ class Updater:
                 for name, to, layout, dtype in zip(
                     there.sends, there.receives, there.layouts, there.dtypes, strict=True
                 ):
-                    values[to] = side_by_side(sent[name].to(dtype), layout, self.mesh, inverse=True)
+                    part = sent[name].to(self.device(path), dtype)
+                    values[to] = side_by_side(part, layout, self.mesh, inverse=True)
                 step = work[path]
                 given = [values[n] if n in values else self._number(path, n, control) for n in step.reads]
                 values |= zip(step.writes, step.graph(*given), strict=True)
@@ -249,6 +250,14 @@ class Updater:
                 known[name] = self._number(leaf.path, name, control)
         known |= zip(leaf.compute.writes, leaf.compute.graph(*[known[name] for name in reads]), strict=True)
 
+        # What is kept must not change with the state, or the bucket, that it is a view of.
+        owned = {t.untyped_storage()._cdata for t in (*slots.values(), target, block) if t is not None}
+        kept = {}
+        for name, source in leaf.flow.keeps.items():
+            value = known[source]
+            is_view = not source.startswith("old ") and value.untyped_storage()._cdata in owned
+            kept[name] = value.clone() if is_view else value
+
         for name, source in leaf.flow.commits.items():
             if name == UPDATE:
                 target.add_(cut(known[source], where.valid))
@@ -258,7 +267,7 @@ class Updater:
             slot = name.removeprefix("slots.")
             extent = where.slots.get(slot, where.valid)
             cut(slots[slot], extent).copy_(cut(known[source], extent))
-        return {name: known[source] for name, source in leaf.flow.keeps.items()}
+        return kept
 
     def _gradient(
         self, block: Tensor, where: Place, dtype: torch.dtype, control: StepControl, is_kept: bool
@@ -273,9 +282,10 @@ class Updater:
         return grad if control.scale is None else grad.mul_(send(control.scale, grad.device))
 
     def _as_computed(self, path: str, made: Tensors) -> dict[str, Tensor]:
-        """Return values in the dtypes that they are computed in: some have travelled in that of others."""
-        described = self.families[path].derived.values
-        return {n: v.to(described[n][1]) if n in described else v for n, v in made.items()}
+        """Return values in the dtypes that they are computed in, and where: some have travelled as others,
+        and all over the device."""
+        described, device = self.families[path].derived.values, self.device(path)
+        return {n: v.to(device, described[n][1] if n in described else v.dtype) for n, v in made.items()}
 
     def _number(self, path: str, name: str, control: StepControl) -> Tensor:
         """Return what an update reads besides its leaf: a number of the step, a constant, a rank's place."""
