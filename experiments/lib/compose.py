@@ -55,6 +55,7 @@ OBJECTIVE = "objective"  # which may be one, too, and of the main job is no grou
 OWN_GROUP = re.compile(rf"(\w+)=(\{{.*\b{TARGET}:.*\}})", re.DOTALL)
 OWN_KEY = re.compile(rf"(\w+(?:\.\w+)*)\.{TARGET}=.*", re.DOTALL)
 SWEPT = 64  # values of an argument of a sweep that are checked before it starts; each job checks its own
+SHOWN = {"--cfg", "--info", "--hydra-help", "--shell-completion"}  # flags that Hydra answers; nothing runs
 MISSING = "???"  # OmegaConf's mark of a value that has to be set
 
 MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
@@ -152,9 +153,18 @@ def from_shell(command: Command, arguments: Sequence[str] | None = None) -> Comp
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("-m", "--multirun", action="store_true")
     parser.add_argument("-c", "--cfg")
+    parser.add_argument("-i", "--info", nargs="?", const="all")
+    parser.add_argument("--hydra-help", action="store_true")
+    parser.add_argument("-sc", "--shell-completion", action="store_true")
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("-p", "--package")
     parser.add_argument("-cd", "--config-dir")
+    # Refused below; if they were not known here, `-cn` would be `-c` with the value `n`.
+    parser.add_argument("-cn", "--config-name")
+    parser.add_argument("-cp", "--config-path")
     parser.add_argument("--experimental-rerun")
-    sys.argv[1:] = sys.argv[1:] if arguments is None else arguments
+    given = sys.argv[1:] if arguments is None else arguments
+    sys.argv[1:] = [each for each in given if each not in ("-r", "--run")]  # a run is what happens anyway
     known, arguments = parser.parse_known_args(sys.argv[1:])
     if known.help:
         print(help_of(command))
@@ -164,7 +174,22 @@ def from_shell(command: Command, arguments: Sequence[str] | None = None) -> Comp
             f"--experimental-rerun {known.experimental_rerun}: is a pickle, and what is in it runs when it "
             "is read. Fix: the command line of the run, in its .hydra/overrides.yaml."
         )
-    if known.cfg or any(each.startswith("-") for each in arguments):  # --info, --hydra-help: nothing runs
+    flags = {
+        f"--{name.replace('_', '-')}" for name, value in vars(known).items() if value not in (None, False)
+    }
+    unknown = sorted(flags & {"--config-name", "--config-path"})
+    unknown += [each for each in arguments if each.startswith("-")]
+    if unknown:
+        raise ConfigError(
+            f"{unknown[0]}: this command has no such flag. Fix: leave it out; --help shows the flags, and "
+            "--config-dir DIR adds files of your own."
+        )
+    if "--cfg" not in flags and (alone := sorted(flags & {"--resolve", "--package"})):
+        raise ConfigError(f"{alone[0]}: is for --cfg. Fix: add --cfg job.")
+    asked = sorted(flags & {"--multirun", *SHOWN})
+    if len(asked) > 1:
+        raise ConfigError(f"{' and '.join(asked)}: only one of them can be answered. Fix: leave one out.")
+    if flags & SHOWN:
         sys.argv[1:] = force(
             put_own_in_place(sys.argv[1:]), tuple(f"{group}." for group in (*OWN, OBJECTIVE))
         )

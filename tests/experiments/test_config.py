@@ -106,6 +106,11 @@ ALONE_TRAIN = {
     "optimizer={_target_: 5}": r"^error: optimizer=.*: expected a dotted name as _target_",
     "model={_target_: mine.Model, context: 8}": r"model\.vocab=None: a model of one's own names its vocab",
     "--config-dir nowhere": r"--config-dir=nowhere: is no directory",
+    "--config-name other run.steps=2": r"^error: --config-name: this command has no such flag\. Fix: ",
+    "-cp there": r"^error: --config-path: this command has no such flag",
+    "--verbose": r"^error: --verbose: this command has no such flag",
+    "--resolve run.steps=2": r"^error: --resolve: is for --cfg\. Fix: add --cfg job\.",
+    "--multirun --cfg job": r"^error: --cfg and --multirun: only one of them can be answered",
 }
 WRONG_FINETUNE = {
     "method.rnak=4 method.alpha=big model.width=64": (
@@ -166,6 +171,8 @@ def test_right_command_lines_are_taken(tmp_path):
         assert validate(TRAIN.command, split(line)) is not None, line
     assert validate(TRAIN.command, ["--multirun", "run.seed=range(3)", "strategy=zero1,zero2"]) is None
     assert validate(TRAIN.command, ["--cfg", "job", "run.steps=0"]) is None  # it is to be looked at
+    for flag in ("-r", "--run"):
+        assert validate(TRAIN.command, [flag, "run.steps=3"]).run.steps == 3
     folder = recipe_of(tmp_path, "run:\n  steps: 7\n  seed: 1\n")
     found = validate(TRAIN.command, ["--config-dir", folder, "experiment=mine", "run.seed=2"])
     assert (found.run.steps, found.run.seed, found.run.sampled) == (7, 2, 14)
