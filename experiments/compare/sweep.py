@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from experiments.compare.outcome import jobs_of, outcome_of
 from experiments.compare.table import write
+from experiments.lib.launch import Sweep
 
 TABLE, STEM = "table.txt", "sweep"
 
@@ -33,6 +34,9 @@ class SweepTable(Callback):
 
     def __init__(self, metric: str | None = None) -> None:
         self._metric = metric
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        Sweep.begun = config
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         if print_table(Path(config.hydra.sweep.dir).resolve(), self._metric):

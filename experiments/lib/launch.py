@@ -86,6 +86,7 @@ FIRST_PORT, PORTS = 20_000, 10_000  # of the rendezvous under SLURM: one of thes
 # What depends on inputs that are equal on all ranks.
 ALIKE = (SpecError, TraceError, OptimizerError, HydraException)
 REFUSAL = "refused.json"  # why the ranks ended together; the process that started them reads it
+NO_TRIAL = "No trials are completed"  # Optuna's error where every trial of a search has failed
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # of a disk, not of the program
 
 
@@ -107,6 +108,12 @@ class Job:
     @property
     def name(self) -> str:
         return self.command.name
+
+
+class Sweep:
+    """The sweep that this process has begun: its table's callback sets it, before the first job."""
+
+    begun: DictConfig | None = None
 
 
 # ------------------------------------------------------------------ the process that a person starts
@@ -139,13 +146,17 @@ def run(job: Job) -> None:
             chosen=composed.is_chosen, began=process_began(),
         )  # fmt: skip
     elif composed:
+        Sweep.begun = None
         try:
             run_sweep(job.command, partial(run_of_sweep, job, os.getpid()))
-        except Exception:
+        except Exception as error:
             # Hydra makes no table of a sweep that breaks, as a search does in which every trial fails.
-            last = HydraConfig.instance().cfg
+            last = Sweep.begun
             if last is not None and Path(last.hydra.sweep.dir).is_dir():
-                instantiate(last.hydra.callbacks.table).on_multirun_end(last)
+                with suppress(SystemExit):
+                    instantiate(last.hydra.callbacks.table).on_multirun_end(last)
+            if NO_TRIAL in str(error):  # each trial has said by itself why it failed
+                sys.exit(1)
             raise
 
 

@@ -182,6 +182,15 @@ def test_a_search_goes_on_after_a_failed_trial(sweep):
     assert sweep(*arguments, "hydra.sweep.dir=multirun/a/search") == (1, [], folder)
 
 
+def test_a_search_in_which_every_trial_fails_has_its_table(sweep, capsys):
+    search = ("hydra/sweeper=search_lr", "hydra.sweeper.n_trials=2")
+    code, ran, folder = sweep(*search, "run.seed=13")
+    shown = capsys.readouterr()
+    assert code == 1 and ran == []
+    assert (folder / TABLE).read_text() in shown.out and "\n2 of 2 not finished\n" in shown.out
+    assert "Traceback" not in shown.err and "No trials" not in shown.err
+
+
 def test_the_objective_is_of_finished_runs(tmp_path):
     assert objective(tmp_path) is None
     write_result(tmp_path, status="stopped", overrides=[], held_out_loss=2.0)
