@@ -426,7 +426,7 @@ def check_sweep(command: Command, arguments: Sequence[str], config_dir: str | No
     """
     own, problems = set[str](), list[str]()
     with open_hydra(command, config_dir):
-        parser = OverridesParser.create()
+        parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         choices: list[list[str]] = []
         for argument in arguments:
             (override,) = parser.parse_overrides([argument]) if not OWN_GROUP.fullmatch(argument) else (None,)

@@ -170,6 +170,7 @@ def test_right_command_lines_are_taken(tmp_path):
     ):
         assert validate(TRAIN.command, split(line)) is not None, line
     assert validate(TRAIN.command, ["--multirun", "run.seed=range(3)", "strategy=zero1,zero2"]) is None
+    assert validate(TRAIN.command, ["--multirun", "strategy=glob(zero*)"]) is None
     assert validate(TRAIN.command, ["--cfg", "job", "run.steps=0"]) is None  # it is to be looked at
     for flag in ("-r", "--run"):
         assert validate(TRAIN.command, [flag, "run.steps=3"]).run.steps == 3
