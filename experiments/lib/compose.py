@@ -312,12 +312,11 @@ def open_hydra(command: Command, config_dir: str | None = None) -> Iterator[None
 def compose_values(command: Command, arguments: Sequence[str]) -> DictConfig:
     """Compose arguments inside of `open_hydra`. A key that does not exist is added: pydantic reports it with
     all other mistakes."""
-    groups = {path.name for folder in (command.conf, SHARED) for path in folder.iterdir() if path.is_dir()}
-    forced = []
+    loader, forced = GlobalHydra.instance().config_loader(), []
     for argument in put_own_in_place(arguments):
         key, is_value, _ = argument.partition("=")
         is_plain = is_value and not key.startswith(("+", "~", "hydra.", "hydra/")) and "@" not in key
-        forced.append(f"++{argument}" if is_plain and key not in groups else argument)
+        forced.append(f"++{argument}" if is_plain and not loader.get_group_options(key) else argument)
     try:
         composed = hydra.compose(command.name, forced, return_hydra_config=True)
         if gone := find_groups_to_drop(composed, lambda more: hydra.compose(command.name, [*forced, *more])):

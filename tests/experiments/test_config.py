@@ -181,6 +181,12 @@ def test_right_command_lines_are_taken(tmp_path):
         256,
         9,
     ]
+    folder = recipe_of(tmp_path / "sizes", "defaults:\n  - /size: flat\n")  # a group that only it has
+    (Path(folder) / "size").mkdir()
+    for name, layers in {"flat": 1, "deep": 9}.items():
+        (Path(folder) / "size" / f"{name}.yaml").write_text(f"# @package model\nlayers: {layers}\n")
+    found = validate(TRAIN.command, ["--config-dir", folder, "experiment=mine", "size=deep"])
+    assert found.model.layers == 9
     with pytest.raises(ConfigError, match=r"^processes=many: Input should be a valid integer"):
         validate(TOKENIZE, ["out=there", "processes=many"])
     with pytest.raises(ConfigError, match=r"^out=\?\?\?: Field required\.$"):
