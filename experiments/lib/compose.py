@@ -313,6 +313,12 @@ def compose_values(command: Command, arguments: Sequence[str]) -> DictConfig:
     """Compose arguments inside of `open_hydra`. A key that does not exist is added: pydantic reports it with
     all other mistakes."""
     loader, forced = GlobalHydra.instance().config_loader(), []
+    for override in OverridesParser.create().parse_overrides(arguments):
+        if override.is_sweep_override():
+            raise ConfigError(
+                f"{override.input_line}: several values are a sweep. Fix: --multirun; or quotes for text, "
+                "[a,b] for a list."
+            )
     for argument in put_own_in_place(arguments):
         key, is_value, _ = argument.partition("=")
         is_plain = is_value and not key.startswith(("+", "~", "hydra.", "hydra/")) and "@" not in key

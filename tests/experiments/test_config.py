@@ -86,7 +86,9 @@ WRONG_TRAIN = {
         r"run\.accumulate=2: strategy=auto chooses the micro-batches",
         r"to divide model\.heads=4 and model\.kv_heads=2.*\. Fix: mesh\.tensor=2\.",
     ),
-    "run.steps=5,10 run.seed=range(3)": (r"'run\.steps=5,10'(?s:.*)add --multirun",),
+    "run.steps=5,10 run.seed=range(3)": (
+        r"run\.steps=5,10: several values are a sweep\. Fix: --multirun; or quotes for text, \[a,b\] for",
+    ),
     "--multirun strategy=zero1,zer2": (r"Could not find 'strategy/zer2'",),
     "--multirun run.steps=2,many run.seed=1": (r"run\.steps=many: Input should be a valid integer",),
     "--multirun optimizer=adamw,sgd optimizer.b1=0.8": (r"optimizer\.b1=0\.8: no such key",),
