@@ -14,7 +14,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,11 +111,12 @@ def discard(run: RunFolder) -> bool:
     if not run.made or (rows.exists() and rows.stat().st_size) or any(run.root.glob("*")):
         return False
     shutil.rmtree(folder, ignore_errors=True)
-    for above in folder.parents:
-        if not above.is_relative_to(run.made) or any(above.iterdir()):
-            break
-        above.rmdir()
-    return True
+    with suppress(OSError):  # another process may be at work above it; why the run ended matters more
+        for above in folder.parents:
+            if not above.is_relative_to(run.made) or any(above.iterdir()):
+                break
+            above.rmdir()
+    return not folder.exists()
 
 
 def _is_finished(folder: Path) -> bool:

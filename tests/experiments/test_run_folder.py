@@ -16,7 +16,15 @@ from runs import config_of, leave_checkpoint
 
 from experiments.lib.checks import ConfigError
 from experiments.lib.files import write_record
-from experiments.lib.folder import CHECKPOINTS, IDENTITY, claim, is_finished, write_result
+from experiments.lib.folder import (
+    CHECKPOINTS,
+    IDENTITY,
+    RunFolder,
+    claim,
+    discard,
+    is_finished,
+    write_result,
+)
 from experiments.lib.metrics import METRICS, Goal
 from experiments.lib.record import RunRecord, TimeSpent, in_words, process_began
 from experiments.lib.report import Progress, Report
@@ -272,3 +280,14 @@ def test_a_finished_run_of_a_sweep_is_known(tmp_path):
     assert not is_finished(tmp_path, config_of("run.seed=9"))
     write_result(tmp_path, status="stopped", overrides=[])
     assert not is_finished(tmp_path, config)
+
+
+def test_a_folder_is_discarded_though_those_above_it_cannot_be(tmp_path, monkeypatch):
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    folder = tmp_path / "new" / "run"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(Path, "rmdir", refuse)
+    assert discard(RunFolder(str(folder), made=str(tmp_path / "new")))
+    assert list((tmp_path / "new").iterdir()) == []
