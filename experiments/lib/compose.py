@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import difflib
 import errno
+import logging
 import os
 import re
 import sys
@@ -127,6 +128,7 @@ def answer(command: Command, task: Callable[[Any, Path], Any], *also: type[Excep
     """
 
     def one(composed: DictConfig) -> Any:
+        logging.getLogger("fnshard").setLevel(logging.WARNING)  # else Hydra shows how far a lowering is
         return task(read(command, composed), Path(HydraConfig.get().runtime.output_dir).resolve())
 
     def run() -> None:

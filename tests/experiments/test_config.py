@@ -19,12 +19,13 @@ from experiments import NOISE
 from experiments.finetune import JOB as FINETUNE
 from experiments.lib import launch as jobs
 from experiments.lib.checks import ConfigError
-from experiments.lib.compose import CONF, open_hydra, put_own_in_place
+from experiments.lib.compose import CONF, answer, open_hydra, put_own_in_place
 from experiments.lib.config import HARDWARE, SCHEDULES, STRATEGIES
 from experiments.lib.files import locked
 from experiments.lib.launch import main
 from experiments.lib.metrics import METRICS
 from experiments.tokenize.config import COMMAND as TOKENIZE
+from experiments.tokenize.config import TokenizeConfig
 from experiments.train import JOB as TRAIN
 from fnshard.analysis.hardware import TABLE
 from fnshard.launcher.local import LaunchError
@@ -212,6 +213,25 @@ def test_what_nobody_can_use_is_not_shown(name):
     logger.warning("something else")
     logger.removeHandler(handler)
     assert shown == ["something else"]
+
+
+def test_the_library_tells_nothing_of_a_sweep_of_a_command_without_ranks(tmp_path, monkeypatch, capfd):
+    """Hydra shows what is logged from INFO on, of the jobs of a sweep."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tokenize", "--multirun", "out=one,two"])
+    library, began = logging.getLogger("fnshard"), []
+
+    def task(config: TokenizeConfig, _: Path) -> None:
+        began.append(config.out)
+        logging.getLogger("fnshard.step").info("pass 3 of 5")
+        logging.getLogger("fnshard.step").warning("a slow kernel")
+
+    try:
+        answer(TOKENIZE, task)
+    finally:
+        library.setLevel(logging.NOTSET)
+    shown = "".join(capfd.readouterr())
+    assert began == ["one", "two"] and "pass 3 of 5" not in shown and "a slow kernel" in shown
 
 
 # ------------------------------------------------------------------ processes, and errors that come later
