@@ -269,8 +269,16 @@ def compose(command: Command, arguments: Sequence[str], config_dir: str | None =
     with open_hydra(command, config_dir):
         composed = compose_values(command, arguments)
         with_hydra = composed.hydra
+
+        # Hydra has seen keys with `++`: it is told what the command line says.
+        said = {each: re.split("[=@]", each.lstrip("+~"))[0] for each in arguments}
+        task = [each for each in arguments if not said[each].startswith(("hydra.", "hydra/"))]
+        name = with_hydra.job.config.override_dirname
+        named = sorted(each for each in task if said[each] not in name.exclude_keys)
+        with_hydra.overrides.task = task
+        with_hydra.job.override_dirname = name.item_sep.join(named).replace("=", name.kv_sep)
+
         folder = Path(with_hydra.run.dir).resolve()
-        with_hydra.overrides.task = [each for each in arguments if not each.startswith("hydra")]
         with_hydra.runtime.output_dir = str(folder)
         HydraConfig.instance().set_config(composed)  # for what looks there, as resolvers do
         config = read(command, composed)

@@ -19,7 +19,7 @@ from experiments import NOISE
 from experiments.finetune import JOB as FINETUNE
 from experiments.lib import launch as jobs
 from experiments.lib.checks import ConfigError
-from experiments.lib.compose import CONF, answer, open_hydra, put_own_in_place
+from experiments.lib.compose import CONF, answer, from_shell, open_hydra, put_own_in_place
 from experiments.lib.config import HARDWARE, SCHEDULES, STRATEGIES
 from experiments.lib.files import locked
 from experiments.lib.launch import main
@@ -194,6 +194,19 @@ def test_right_command_lines_are_taken(tmp_path):
         validate(TOKENIZE, ["out=there", "processes=many"])
     with pytest.raises(ConfigError, match=r"^out=\?\?\?: Field required\.$"):
         validate(TOKENIZE, [])
+
+
+def test_a_folder_can_be_named_as_the_command_line_is(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train"])
+    monkeypatch.setenv("LEVEL", "0")
+    folder = "hydra.run.dir='there/${hydra.job.override_dirname}'"
+    several = ["strategy=zero2", "++run.steps=2", "run.seed=3", "+hydra.job.env_set.LEVEL=3", folder]
+    composed = from_shell(TRAIN.command, several)
+    assert composed.folder.name == "++run.steps=2,run.seed=3,strategy=zero2"
+    assert composed.overrides == several[:3]
+    keys = "hydra.job.config.override_dirname.exclude_keys=[run.seed,run.steps]"
+    separators = "hydra.job.config.override_dirname.kv_sep=-"
+    assert from_shell(TRAIN.command, [*several, keys, separators]).folder.name == "strategy-zero2"
 
 
 def test_a_reward_of_ones_own_is_named_key_by_key():
