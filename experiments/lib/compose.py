@@ -448,7 +448,11 @@ def check_sweep(command: Command, arguments: Sequence[str], config_dir: str | No
             if override is None or not override.is_sweep_override():
                 choices.append([argument])
             elif override.value_type != ValueType.INTERVAL_SWEEP:
-                values = islice(override.sweep_string_iterator(), SWEPT)
+                values = list(islice(override.sweep_string_iterator(), SWEPT))
+                if not values:
+                    raise ConfigError(
+                        f"{argument}: no value is meant by it. Fix: a pattern or range that has some."
+                    )
                 choices.append([f"{override.get_key_element()}={value}" for value in values])
         for i in range(max(map(len, choices), default=1)):
             chosen = [texts[min(i, len(texts) - 1)] for texts in choices]

@@ -113,6 +113,7 @@ ALONE_TRAIN = {
     "-cp there": r"^error: --config-path: this command has no such flag",
     "--verbose": r"^error: --verbose: this command has no such flag",
     "--resolve run.steps=2": r"^error: --resolve: is for --cfg\. Fix: add --cfg job\.",
+    "--multirun strategy=glob(zer2*) run.steps=2": r"^error: strategy=glob\(zer2\*\): no value is meant",
     "--multirun --cfg job": r"^error: --cfg and --multirun: only one of them can be answered",
 }
 WRONG_FINETUNE = {
