@@ -74,7 +74,7 @@ class UpdateMemory:
         like = [node.meta["val"].dtype for name, node in nodes.items() if name.startswith("number.")]
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             numbers = [torch.empty((), dtype=dtype) for dtype in like]
-            updater = Updater({path: family}, {path: spec}, mesh, mesh.rank)
+            updater = Updater({path: family}, {path: spec}, mesh, mesh.rank, without_data=device)
             update = updater.bind((path,), number)
             block = torch.empty(
                 block_shape(spec.shape, spec.gradient, mesh), dtype=self._sum_dtype(path), device=device

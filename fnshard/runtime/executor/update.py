@@ -108,6 +108,7 @@ class Updater:
         families: by path, how leaves are updated.
         specs: of stored tensors.
         compiled: where updates on the device are compiled.
+        without_data: where all tensors are in a run on fakes, whose memory is counted.
     """
 
     families: Mapping[str, Family]
@@ -115,6 +116,7 @@ class Updater:
     mesh: Mesh
     rank: int
     compiled: CompiledUpdates | None = None
+    without_data: torch.device | None = None
     places: dict[str, Place] = field(default_factory=dict)
     _constants: dict[Any, Tensor] = field(default_factory=dict)
 
@@ -316,6 +318,8 @@ class Updater:
 
     def device(self, path: str) -> torch.device:
         """Return where a leaf is updated."""
+        if self.without_data is not None:
+            return self.without_data
         on_host = self.specs[path].updated_on == "host"
         return torch.device("cpu") if on_host else self.mesh.device
 
