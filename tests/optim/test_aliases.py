@@ -52,10 +52,21 @@ def seen(path, grad, slots, param, step):
     return update, {**new, "seen": slots["seen"].lerp(grad, 0.5)}
 
 
+def ahead(path, grad, slots, param, step):
+    own = {n: slots[n] for n in ("mu", "nu")}
+    update, new = ADAMW.update(path, grad, own, param, step)
+    return update, {**new, "far": torch.add(param, update, alpha=2), "twice": param + param}
+
+
+def rounded(path, grad, slots, param, step):
+    update, new = ADAMW.update(path, grad, slots, param, step)
+    return update.bfloat16().to(param.dtype), new
+
+
 ADAMW = adamw(1e-2)
 UPDATES = {
     "prev": previous, "h0 h1": history, "a b": swap, "m": view, "": chooses, "mu nu": reset,
-    "mu nu seen": seen,
+    "mu nu seen": seen, "mu nu far twice": ahead, "nu mu": rounded,
 }  # fmt: skip
 PARAMS = {"w": torch.linspace(-1, 1, 30, dtype=torch.float64).view(5, 6), "b": torch.ones(3).double()}
 X = torch.linspace(-2, 2, 48, dtype=torch.float64).view(8, 6).sin()

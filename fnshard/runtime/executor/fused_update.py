@@ -97,9 +97,13 @@ def is_number(value: Any, names: Mapping[fx.Node, str]) -> bool:
 
 
 def _cast_of(node: fx.Node) -> fx.Node:
-    """Return what a node is a cast of, or the node."""
+    """Return what a node is a cast of, or the node; not through a dtype that rounds on the way."""
     while node.target in _CASTS:
-        node = node.args[0]
+        inner = node.args[0]
+        rounded = inner.meta["val"].dtype.itemsize < node.meta["val"].dtype.itemsize
+        if rounded and inner.op != "placeholder":
+            break
+        node = inner
     return node
 
 
@@ -117,10 +121,9 @@ def _graph_of_rest(
     needed, waiting = set(), list(results.values())
     while waiting:
         node = waiting.pop()
-        summed = node.target is aten.add.Tensor and [
-            n for n in map(_cast_of, node.all_input_nodes) if n is not update
-        ]
-        if summed and len(summed) == 1 and names.get(summed[0]) == PARAM:
+        terms = [_cast_of(n) for n in node.args if isinstance(n, fx.Node)]
+        others = [names.get(n) for n in terms if n is not update]
+        if node.target is aten.add.Tensor and not node.kwargs and len(terms) == 2 and others == [PARAM]:
             sources[node] = NEW
         elif node in names:
             sources[node] = names[node]
