@@ -18,6 +18,7 @@ from experiments.lib.decoder import DecoderConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FNSHARD = ("full_shard", "shard_grad_op", "no_shard")
+MUON = ("muon", "muon_no_shard")  # of fnshard, where all matrices are made orthogonal
 TORCH = ("ddp", "fsdp2", "fsdp2_compiled", "limit")
 
 
@@ -180,7 +181,7 @@ def complete(config: BenchConfig) -> BenchConfig:
         raise ConfigError(f"device={config.device}: one of cpu, cuda.")
     config = with_defaults(config, CUDA if config.device == "cuda" else CPU | CASES[config.case].defaults)
     choices = {
-        "size": names(), "dtype": DTYPES, "reduce": DTYPES, "contenders": (*TORCH, *FNSHARD),
+        "size": names(), "dtype": DTYPES, "reduce": DTYPES, "contenders": (*TORCH, *FNSHARD, *MUON),
         "backend": ("inductor", "eager"), "clock": ("wall", "cpu"),
     }  # fmt: skip
     counts = ("ranks", "rounds", "steps", "warmup", "rows", "length", "every", "tensor", "context")

@@ -158,11 +158,18 @@ def limit(task: BenchTask) -> Contender:
 # ------------------------------------------------------------------ fnshard
 
 
+OPTIMIZERS = {
+    "adamw": functools.partial(fs.optim.adamw, **ADAMW),
+    "muon": functools.partial(fs.optim.muon, 1e-3),
+}
+
+
 @dataclass(frozen=True)
 class Plan:
     """One way in which fnshard trains.
 
     Args:
+        optimizer: a name of `OPTIMIZERS`.
         clip: the bound of the gradients' global norm, for which all of them wait.
         dropout: of the logits.
         one_unit: the whole model is one unit, not each block one.
@@ -171,6 +178,7 @@ class Plan:
     """
 
     preset: str = "full_shard"
+    optimizer: str = "adamw"
     clip: float | None = None
     dropout: float = 0.0
     one_unit: bool = False
@@ -198,7 +206,7 @@ class Training:
             compute_dtype=config.compute_dtype, reduce_dtype=config.reduce_dtype,
             storage_dtype=config.store_dtype, optimizer_dtype=torch.float32, **plan.tiers,
         )  # fmt: skip
-        optimizer = fs.optim.adamw(**ADAMW)
+        optimizer = OPTIMIZERS[plan.optimizer]()
         if plan.clip is not None:
             optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(plan.clip), optimizer)
         options = {"backend": config.backend, **plan.options}
@@ -230,6 +238,8 @@ CONTENDERS: dict[str, Callable[[BenchTask], Contender | Training]] = {
     "fsdp2_compiled": functools.partial(fsdp2, compiled=True),
     "limit": limit,
     **{name: functools.partial(Training, plan=Plan(name)) for name in FNSHARD},
+    "muon": functools.partial(Training, plan=Plan(optimizer="muon")),
+    "muon_no_shard": functools.partial(Training, plan=Plan("no_shard", optimizer="muon")),
 }
 
 
