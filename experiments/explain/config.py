@@ -62,7 +62,7 @@ class PaperShardsConfig(ShardsConfig):
 
 
 # Keys of the main job that a step on paper depends on; a recipe may have others, which have no effect on it.
-ON_PAPER = {"run": ("accumulate", "device_gb"), "data": ("rows",)}
+ON_PAPER = {"run": ("accumulate", "micro_order", "device_gb"), "data": ("rows",)}
 
 
 def without_effect(config: Any, on_paper: Mapping[str, Sequence[str]] = ON_PAPER) -> list[str]:

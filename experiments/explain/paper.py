@@ -101,7 +101,8 @@ def explain(config: ExplainConfig) -> Paper:
         else:
             specs = specs_of(config.specs, params, dtypes_of(config.precision) | tiers)
         options = replace(
-            options, accumulate=config.run.accumulate, remat=strategy.remat,
+            options, accumulate=config.run.accumulate, micro_order=config.run.micro_order,
+            remat=strategy.remat,
             prefetch=(strategy.prefetch_forward, strategy.prefetch_backward),
         )  # fmt: skip
         step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=optimizer, **options)

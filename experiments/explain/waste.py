@@ -105,7 +105,8 @@ def _paper(config: Mapping[str, Any], folder: Path) -> Paper:
     """The run's step on paper, with the speed that it has measured."""
     rows, run = config["data"]["rows"], config["run"]
     values = {name: config[name] for name in SHARED} | {
-        "specs": config.get("specs"), "data": {"rows": rows}, "run": {"accumulate": run["accumulate"]},
+        "specs": config.get("specs"), "data": {"rows": rows},
+        "run": {name: run[name] for name in ("accumulate", "micro_order") if name in run},
         "hardware": {"name": f"{MEASURED}{folder}"},
     }  # fmt: skip
     return explain(build(values, ExplainConfig))

@@ -102,8 +102,9 @@ def plan_of(
         return Plan(found.specs, options, found, planned_for)
     tiers = {name: getattr(strategy, name) for name in ("memory", "optimizer_memory", "update_on")}
     options = replace(
-        options, accumulate=run.accumulate, remat=strategy.remat, disk_dir=run.disk_dir,
-        prefetch=(strategy.prefetch_forward, strategy.prefetch_backward), deterministic=run.deterministic,
+        options, accumulate=run.accumulate, micro_order=run.micro_order, remat=strategy.remat,
+        disk_dir=run.disk_dir, prefetch=(strategy.prefetch_forward, strategy.prefetch_backward),
+        deterministic=run.deterministic,
     )  # fmt: skip
     return Plan(specs(fs.presets.PRESETS[strategy.name], **tiers), options)
 

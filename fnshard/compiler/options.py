@@ -15,6 +15,7 @@ from fnshard.compiler.kernels.remat import check as check_remat
 from fnshard.compiler.place.strategies import ContextAttention, Residual
 from fnshard.compiler.schedule.build import AccumulateMode
 from fnshard.compiler.schedule.passes import Pass
+from fnshard.compiler.schedule.tasks import MicroOrder
 from fnshard.errors import SpecError, counts, is_number, misfits, nearest, one_of
 from fnshard.mesh.waits import DEFAULT_TIMEOUT
 from fnshard.optim.loss_scale import LossScale
@@ -36,6 +37,11 @@ class StepOptions(Mapping[str, Any]):
     Args:
         accumulate: micro-batches per step; batch leaves are cut along dim 0, unless `Whole`.
         accumulate_mode: "reduce" every micro-batch, or accumulate "local" full gradients and reduce once.
+        micro_order: "depth": each micro-batch runs forward and backward before the next. "breadth": all run
+            through one unit before the next unit, so that a unit's leaves are gathered once forward and once
+            backward, and its gradients are summed in fp32 and reduced once, however many micro-batches there
+            are (Lamy-Poirier 2022). What the backward needs is kept for all of them: with `remat="unit"` the
+            units' inputs, with "unit+offload" on the host.
         prefetch: how many kernels ahead gathers are issued, (forward, backward); 0 is none. None is 1, and 0
             for CPU ranks that share memory, whose collectives run on the thread that computes.
         overlap: how many kernels later reductions are waited for, and updates, which GPUs compute on a stream
@@ -87,6 +93,7 @@ class StepOptions(Mapping[str, Any]):
 
     accumulate: int = 1
     accumulate_mode: AccumulateMode = "reduce"
+    micro_order: MicroOrder = "depth"
     prefetch: int | tuple[int, int] | None = None
     overlap: int | None = None
     passes: Sequence[Pass] | None = None
@@ -144,7 +151,8 @@ class StepOptions(Mapping[str, Any]):
 
 _EXPECTED = {
     "accumulate": counts(1, "a whole number of micro-batches"),
-    "accumulate_mode": one_of(*get_args(AccumulateMode)), "backend": one_of(*get_args(Backend)),
+    "accumulate_mode": one_of(*get_args(AccumulateMode)), "micro_order": one_of(*get_args(MicroOrder)),
+    "backend": one_of(*get_args(Backend)),
     "update": one_of(*get_args(UpdateMode)), "residual": one_of(*get_args(Residual)),
     "context_attention": one_of(*get_args(ContextAttention)),
     "expert_capacity": (lambda v: v is None or (is_number(v) and v > 0), "a number above 0, or None"),

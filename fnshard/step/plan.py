@@ -52,6 +52,7 @@ def plan_of(optimizer: Optimizer | None, specs: ResolvedSpecs, mesh: Mesh, optio
     return Plan(
         accumulate=options.accumulate,
         accumulate_mode=options.accumulate_mode,
+        micro_order=options.micro_order,
         update=optimizer is not None,
         norms=norms,
         scalars=norms + len(REPORTED),

@@ -542,7 +542,8 @@ class Forward(Compiled):
 
 
 OF_TRAINING = (
-    "accumulate", "accumulate_mode", "overlap", "loss_scale", "grad_norm", "remat", "save", "disk_dir",
+    "accumulate", "accumulate_mode", "micro_order", "overlap",
+    "loss_scale", "grad_norm", "remat", "save", "disk_dir",
     "update",
 )  # fmt: skip
 

@@ -208,16 +208,17 @@ def test_predicted_bytes_of_exchanges_are_those_of_real_ranks(ranks: Any, kind: 
 @given(
     name=st.sampled_from(sorted(MODELS)),
     remat=st.sampled_from(["none", "unit", 0.5]),
-    accumulate=st.sampled_from([1, 3]),
+    accumulate=st.sampled_from([(1, "depth"), (3, "depth"), (3, "breadth")]),
     optimizer=st.sampled_from([fs.optim.adamw(1e-3), fs.optim.sgd(0.1, momentum=0.9)]),
     policy=st.sampled_from([{}, HOST]),
 )
 def test_the_walk_of_any_program_is_what_its_steps_do(
-    name: str, remat: Any, accumulate: int, optimizer: Any, policy: dict[str, Any]
+    name: str, remat: Any, accumulate: tuple[int, Any], optimizer: Any, policy: dict[str, Any]
 ) -> None:
     model, mesh = model_of(name), fs.make_mesh(shard=1, device="cpu")
     specs = sharded.specs_of(model, "full_shard", mesh, **policy)
-    step = sharded.make_step(mesh, model, specs, optimizer, remat=remat, accumulate=accumulate)
+    how = dict(zip(("accumulate", "micro_order"), accumulate, strict=True))
+    step = sharded.make_step(mesh, model, specs, optimizer, remat=remat, **how)
     lowered, real = follow(step, model.params, *model.batch(0))
     # Not in the ledger: a dozen tensors of one number, and 592 bytes of complex leaves on the host.
     assert lowered.memory_analysis().peak_bytes == pytest.approx(real.peak, rel=0.02, abs=768)

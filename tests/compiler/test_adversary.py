@@ -59,6 +59,7 @@ MODES: Mapping[str, Mapping[str, Any]] = {
     "once": {},
     "reduce": {"accumulate": 3, "accumulate_mode": "reduce"},
     "local": {"accumulate": 3, "accumulate_mode": "local"},
+    "breadth": {"accumulate": 3, "micro_order": "breadth"},
 }
 STEPS = 2
 

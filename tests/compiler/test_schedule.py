@@ -237,12 +237,15 @@ def test_reshard_per_unit() -> None:
         ("reduce", "zero2", 0, 3 * 4),
         ("local", "no_shard", 0, 4),
         ("reduce", "no_shard", 0, 3 * 4),
+        ("breadth", "full_shard", 4 + 3, 4),
+        ("breadth", "shard_grad_op", 4, 4),
+        ("breadth", "zero2", 0, 4),
+        ("breadth", "no_shard", 0, 4),
     ],
 )
 def test_collectives_under_accumulation(mode: str, preset: str, gathers: int, reduces: int) -> None:
-    low = lower(
-        loss, chain(4), torch.zeros(6, WIDTH), ranks=2, preset=preset, accumulate=3, accumulate_mode=mode
-    )
+    how = {"micro_order": mode} if mode == "breadth" else {"accumulate_mode": mode}
+    low = lower(loss, chain(4), torch.zeros(6, WIDTH), ranks=2, preset=preset, accumulate=3, **how)
     counts = low.schedule.counts()
     assert counts.get("gather", 0) == gathers
     assert counts.get("reduce_scatter", 0) + counts.get("all_reduce", 0) == reduces

@@ -91,6 +91,7 @@ COMPILED = {"update": "compiled"}  # the rest eager: it is quicker
     [
         ("full_shard", {}),
         ("zero2", {"accumulate": 2, "accumulate_mode": "local"}),
+        ("zero2", {"accumulate": 2, "micro_order": "breadth"}),
         ("full_shard", {"policy": {"optimizer_memory": "host"}}),
     ],
 )

@@ -84,7 +84,15 @@ def cases() -> dict[str, dict[str, Any]]:
     tiers = {"device": {}} | {n: t for n, t in TIERS.items() if "disk" not in t.values()}
     turns = {
         "remat": cycle(("none", "offload", "unit", "unit+offload", 0.5)),
-        "accumulating": cycle(({}, {"accumulate": 2}, {}, {"accumulate": 2, "accumulate_mode": "local"})),
+        "accumulating": cycle(
+            (
+                {},
+                {"accumulate": 2},
+                {},
+                {"accumulate": 2, "accumulate_mode": "local"},
+                {"accumulate": 2, "micro_order": "breadth"},
+            )
+        ),
         "optimizer": cycle((ADAMW, CLIPPED, CLIPPED)),
         "depth": cycle(({}, {"prefetch": 2, "overlap": 2}, {"prefetch": 0, "overlap": 0})),
         "dtypes": cycle(({}, BF16)),

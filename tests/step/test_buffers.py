@@ -214,24 +214,30 @@ def same(got: tuple[Any, Any], expected: tuple[Any, Any], atol: float = ATOL) ->
         )
 
 
-CASES = [  # two of each model
+CASES = [  # three of each model
     (name, *case)
     for number, name in enumerate(MODELS)
     for case in (
-        [("ddp", 1, "none"), ("full_shard", 2, "unit")],
-        [("zero2", 2, "none"), ("hybrid", 1, "unit")],
+        [
+            ("ddp", 1, "none", "depth"),
+            ("full_shard", 2, "unit", "depth"),
+            ("full_shard", 2, "none", "breadth"),
+        ],
+        [("zero2", 2, "none", "depth"), ("hybrid", 1, "unit", "depth"), ("zero2", 2, "unit", "breadth")],
     )[number % 2]
 ]
 
 
-@pytest.mark.parametrize(("name", "preset", "accumulate", "remat"), CASES)
-def test_state_equals_plain_torch(name: str, preset: str, accumulate: int, remat: str) -> None:
+@pytest.mark.parametrize(("name", "preset", "accumulate", "remat", "order"), CASES)
+def test_state_equals_plain_torch(name: str, preset: str, accumulate: int, remat: str, order: str) -> None:
+    """Statistics go from one micro-batch to the next, in whichever order units run."""
     model, (strategy, axes) = model_of(name), PRESETS[preset]
     expected = plain(model, 2, accumulate)
     trained = {p for p, v in model.named_parameters() if v.requires_grad}
     changed = {p for p, v in model.state_dict().items() if not torch.equal(v, expected[0][p])}
     assert changed - trained, "a model that writes nothing"
-    for got in simulated(model, strategy, axes, accumulate=accumulate, remat=remat):
+    how = {"accumulate": accumulate, "remat": remat, "micro_order": order}
+    for got in simulated(model, strategy, axes, **how):
         same(got, expected)
 
 

@@ -115,7 +115,7 @@ FACTORS: Mapping[str, tuple[Any, ...]] = {
     "optimizer": tuple(RULES),
     "remat": ("none", "unit", 0.5, "offload", "unit+offload"),
     "policy": ({}, HOST, {"optimizer_memory": "host", "update_on": "device"}, {"compute_dtype": "bfloat16"}),
-    "accumulate": ((1, "reduce"), (2, "reduce"), (2, "local")),
+    "accumulate": ((1, "reduce"), (2, "reduce"), (2, "local"), (2, "breadth"), (4, "breadth")),
     "depth": ((0, 0), (1, 1), (2, 2)),  # prefetch, overlap
     "residual": ("split", "whole"),
     "loss_scale": (None, 128.0),
@@ -233,7 +233,8 @@ def made(row: Row, mesh: fs.Mesh) -> tuple[Model, Any, Any]:
     specs = specs_of(model, row["preset"], mesh, **policy)
     accumulate, mode = row["accumulate"]
     options = {
-        "remat": row["remat"], "accumulate": accumulate, "accumulate_mode": mode, "prefetch": row["depth"][0],
+        "remat": row["remat"], "accumulate": accumulate, "prefetch": row["depth"][0],
+        **({"micro_order": mode} if mode == "breadth" else {"accumulate_mode": mode}),
         "overlap": row["depth"][1], "residual": row["residual"], "loss_scale": row["loss_scale"],
         "grad_norm": row["grad_norm"], "context_attention": row["attention"],
     }  # fmt: skip

@@ -31,7 +31,10 @@ def grads_on(world, loss, params, specs_of, *batch, **options):
     return fs.simulate(mesh, run)[0]
 
 
-@pytest.mark.parametrize(("world", "mode"), [(1, "local"), (2, "reduce"), (2, "local")])
+@pytest.mark.parametrize(
+    ("world", "mode"),
+    [(1, "local"), (2, "reduce"), (2, "local"), (1, "breadth"), (2, "breadth")],
+)
 def test_any_leaf_name_works(world, mode):
     names = ["w#1", "w", "a+b", "l.0.w@3", "l.0.w@3+", "g:x", "l.1.a#0@2"]
     params = {n: torch.randn(3, 3, dtype=torch.float64) for n in names}
@@ -42,7 +45,8 @@ def test_any_leaf_name_works(world, mode):
         return (x - t).pow(2).mean()
 
     expected = torch.func.grad(loss)(params, X, T)
-    got = grads_on(world, loss, params, fs.presets.full_shard, X, T, accumulate=2, accumulate_mode=mode)
+    how = {"micro_order": mode} if mode == "breadth" else {"accumulate_mode": mode}
+    got = grads_on(world, loss, params, fs.presets.full_shard, X, T, accumulate=2, **how)
     assert all((got[n] - expected[n]).abs().max() < 1e-12 for n in names)
 
 
@@ -190,10 +194,14 @@ def _counted(p, x):
     return fs.Mean(y.sum(), (x > 0).sum())
 
 
-@pytest.mark.parametrize(("accumulate", "accumulate_mode"), [(1, "reduce"), (2, "reduce"), (2, "local")])
-def test_a_count_is_summed_before_the_backward(accumulate, accumulate_mode):
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"accumulate": 2}, {"accumulate": 2, "accumulate_mode": "local"},
+     {"accumulate": 2, "micro_order": "breadth"}],
+)  # fmt: skip
+def test_a_count_is_summed_before_the_backward(how):
     """It is known after the forward: updates stay in the backward, and gradients live for a moment."""
-    how = {"accumulate": accumulate, "accumulate_mode": accumulate_mode}
+    accumulate = how.get("accumulate", 1)
     mean = lambda p, x: run_chain(p, x).mean()  # noqa: E731
     plain, counted = (list(lower(f, chain(6), rows(), **how).schedule.instructions) for f in (mean, _counted))
 

@@ -43,8 +43,8 @@ _RULES = {
     torch.int64: (None, "sum", "rank0", "local"),
 }
 DEFAULTS = {
-    "accumulate": 1, "accumulate_mode": "reduce", "prefetch": (1, 1), "overlap": 1, "remat": "none",
-    "grad_norm": False,
+    "accumulate": 1, "accumulate_mode": "reduce", "micro_order": "depth", "prefetch": (1, 1),
+    "overlap": 1, "remat": "none", "grad_norm": False,
 }  # fmt: skip
 
 
@@ -426,6 +426,7 @@ def cases(
     options: dict[str, Any] = {
         "accumulate": draw(st.sampled_from([1, 1, 2, 3])),
         "accumulate_mode": draw(st.sampled_from(["reduce", "local"])),
+        "micro_order": draw(st.sampled_from(["depth", "breadth"])),
         "prefetch": (draw(st.integers(0, 3)), draw(st.integers(0, 3))),
         "overlap": draw(st.integers(0, 5)),
         "remat": draw(st.sampled_from(["none", "none", "unit", "offload", "unit+offload", 0.5])),

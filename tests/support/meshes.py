@@ -90,6 +90,7 @@ ACCUMULATE: Mapping[str, Mapping[str, Any]] = {
     "once": {},
     "reduce": {"accumulate": 2, "accumulate_mode": "reduce"},
     "local": {"accumulate": 2, "accumulate_mode": "local"},
+    "breadth": {"accumulate": 2, "micro_order": "breadth"},
 }
 
 

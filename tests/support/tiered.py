@@ -32,6 +32,7 @@ FEATURES: Mapping[str, tuple[Any, Mapping[str, Any]]] = {
     "clip": (CLIPPED, {}),
     "reduce": (CLIPPED, {"accumulate": 3}),
     "local": (fs.optim.adamw(3e-3, weight_decay=0.1), {"accumulate": 3, "accumulate_mode": "local"}),
+    "breadth": (CLIPPED, {"accumulate": 3, "micro_order": "breadth"}),
 }
 CPU = torch.device("cpu")
 

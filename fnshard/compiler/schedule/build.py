@@ -2,7 +2,8 @@
 
 Every segment gathers what it reads right before it runs, forward and backward; every reduction is
 waited for at once; all updates come at the end. The chain rule across segments is plain reverse
-accumulation, written out.
+accumulation, written out. `tasks` says in which order micro-batches run; where several run through a
+stretch of the program in one round, they share what it gathers, and its gradients are reduced once.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ from fnshard.compiler.schedule.instructions import (
 from fnshard.compiler.schedule.instructions.exchange import exchange
 from fnshard.compiler.schedule.instructions.kernels import added
 from fnshard.compiler.schedule.ir import Schedule, with_wait
+from fnshard.compiler.schedule.tasks import MicroOrder, Round, Task, order_tasks
 from fnshard.compiler.update.derive import Compute, Reduce, Stack
 from fnshard.compiler.update.family import Family
 from fnshard.compiler.update.steps import flow_of, form_of, stacks_of
@@ -70,6 +72,7 @@ class Plan:
         accumulate: micro-batches in one step.
         accumulate_mode: "reduce" each micro-batch's gradients into the sharded accumulator, or
             accumulate "local" full gradients and reduce once.
+        micro_order: "depth", or "breadth", which accumulates locally whatever `accumulate_mode` says.
         update: run the optimizer (else return the gradients).
         norms: reduce squared norms with the scalars.
         scalars: how many numbers ride on ReduceScalars besides what `fn` returns.
@@ -83,6 +86,7 @@ class Plan:
 
     accumulate: int = 1
     accumulate_mode: AccumulateMode = "reduce"
+    micro_order: MicroOrder = "depth"
     update: bool = True
     norms: bool = False
     barrier: bool = False
@@ -113,14 +117,10 @@ def build(
 ) -> Schedule:
     """The plain schedule of one step; `kernels`: of each segment."""
     b = _Builder(segments, kernels, outputs, specs, mesh, plan)
-    for micro in range(plan.accumulate):
-        b.forward(micro)
-        if micro == plan.accumulate - 1:
-            b.lines += b.aggregations
-        if plan.differentiate:
-            if micro == plan.accumulate - 1 and not (plan.barrier or plan.norms):
-                b.scalars_issue()
-            b.backward(micro)
+    for tasks in b.rounds:
+        b.held = {} if len(tasks) > 1 else None
+        for task in tasks:
+            b.backward(task) if task.backward else b.forward(task)
     if plan.differentiate:
         b.finish()
     return b.schedule()
@@ -181,6 +181,21 @@ class _Builder:
         self.reduced: dict[str, ValueName] = {}
         self.sent: dict[str, Made] = {}  # by path, what is made of a leaf before it is computed whole
         self.local: dict[str, ValueName] = {}
+        self.tangents: dict[int, dict[ValueName, ValueName]] = {}  # by micro-batch
+        self.gradients: dict[
+            int, dict[str, ValueName]
+        ] = {}  # by micro-batch and path, what is not summed yet
+        self.held: dict[str, dict[str, ValueName]] | None = None  # by bucket, what this round has gathered
+        self.rounds = self._rounds()
+
+    def _rounds(self) -> list[Round]:
+        """Return the tasks of the step."""
+        plan, made = self.plan, {n: s.index for s in self.segments.segments for n in s.outputs}
+        made |= {e.received: e.after for e in self.segments.exchanges}
+        written = [(path, made[name]) for name, path in self.written.items() if name in made]
+        return order_tasks(
+            self.segments.segments, written, plan.accumulate, plan.micro_order, plan.differentiate
+        )
 
     def _stacks(self) -> dict[str, list[tuple[Bucket, Bucket]]]:
         """Return what goes to the ranks that compute whole leaves and back, by the last reduced bucket."""
@@ -254,7 +269,8 @@ class _Builder:
 
     # -------------------------------------------------------------- leaves
     def fetch(self, segment: Segment, paths: Sequence[str], phase: str, micro: int) -> dict[str, ValueName]:
-        """Gather the buckets that hold `paths`; returns the name each leaf goes by.
+        """Gather the buckets that hold `paths`, but for those that the round has gathered before; returns the
+        name each leaf goes by.
 
         Behind the first micro-batch, a leaf that `fn` writes to is what the micro-batch before has written.
         """
@@ -264,6 +280,9 @@ class _Builder:
         paths = [p for p in paths if p not in names]
         names |= {n.path: n for n in stored(p for p in paths if p not in self.gather_of)}
         for bucket in dict.fromkeys(self.gather_of[p] for p in paths if p in self.gather_of):
+            if self.held is not None and bucket.name in self.held:
+                names = self.held[bucket.name] | names
+                continue
             shards = stored(bucket.paths)
             fresh = tuple(ValueName(Kind.GATHERED, p, f"#{version}") for p in bucket.paths)
             scales = (SCALES,) if self.specs[bucket.paths[0]].wire_dtype is not None else ()
@@ -273,7 +292,10 @@ class _Builder:
                 self.lines += with_wait(gather, *fresh)
             else:
                 self.lines.append(Cast(bucket.unit, phase, shards + scales, fresh, bucket=bucket.name))
-            names = dict(zip(bucket.paths, fresh, strict=True)) | names  # besides what is written
+            gathered = dict(zip(bucket.paths, fresh, strict=True))
+            if self.held is not None:
+                self.held[bucket.name] = gathered
+            names = gathered | names  # besides what is written
         return names
 
     # -------------------------------------------------------------- forward
@@ -286,11 +308,11 @@ class _Builder:
             largest = Scales("-", phase, stored(paths), (flight,), paths=paths, axes=axes)
             self.lines += with_wait(largest, SCALES)
 
-    def forward(self, micro: int) -> None:
-        phase = self.phase("forward", micro)
-        if micro == 0:
+    def forward(self, task: Task) -> None:
+        micro, phase = task.micro, self.phase("forward", task.micro)
+        if micro == 0 and task.segments[0].index == 0:
             self.scales(phase)
-        for segment in self.segments.segments:
+        for segment in task.segments:
             kernel = self.kernels[segment.index]
             names = self.fetch(segment, segment.leaves, phase, micro)
             reads = tuple(self.read(n, names, micro) for n in segment.inputs)
@@ -307,6 +329,10 @@ class _Builder:
             for each in self.exchanges[segment.index]:
                 names = self.value(each.sent, micro), self.value(each.received, micro)
                 self.lines += exchange(each, self.mesh, self.unit(segment), phase, *names)
+        if task.is_last and task.segments[-1] is self.segments.segments[-1]:
+            self.lines += self.aggregations
+            if self.plan.differentiate and not (self.plan.barrier or self.plan.norms):
+                self.scalars_issue()
 
     def read(self, name: ValueName, leaves: Mapping[str, ValueName], micro: int) -> ValueName:
         return leaves[name.path] if name.kind is Kind.LEAF else self.value(name, micro)
@@ -316,22 +342,27 @@ class _Builder:
         return tuple(ValueName(Kind.VALUE, f"x{segment.index}.{i}", micro=index) for i in range(count))
 
     # -------------------------------------------------------------- backward
-    def backward(self, micro: int) -> None:
-        phase = self.phase("backward", micro)
-        tangents = {self.segments.results[self.outputs.loss]: LOSS_TANGENT}
-        grads: dict[str, ValueName] = {}
-        for segment in reversed(self.segments.segments):
+    def backward(self, task: Task) -> None:
+        micro, phase = task.micro, self.phase("backward", task.micro)
+        tangents = self.tangents.setdefault(micro, {self.segments.results[self.outputs.loss]: LOSS_TANGENT})
+        grads = self.gradients.setdefault(micro, {})
+        for segment in reversed(task.segments):
             for each in last_first(self.exchanges[segment.index]):
                 self.exchange_back(each, self.unit(segment), phase, micro, tangents)
             if segment.index in self.active:
                 self.backward_of(segment, micro, phase, tangents, grads)
             done = [b for b in self.reduces if self.complete[b.name] == segment.index]
             for bucket in done:
-                self.reduce(bucket, micro, phase, grads)
-            if done and self.plan.counted and micro == self.plan.accumulate - 1:
+                self.reduce(bucket, task, phase, grads)
+            if done and self.plan.counted and task.is_last:
                 self.scalars_wait()
-        for bucket in self.reduces:
-            if self.complete[bucket.name] is None and micro == self.plan.accumulate - 1:
+        # A leaf whose gradient other chunks add to is whole: one sum of it lives, not one a micro-batch.
+        for bucket in [
+            b for b in self.reduces if self.held is not None and not grads.keys().isdisjoint(b.paths)
+        ]:
+            self.accumulate(bucket, micro, phase, grads, f"@{task.segments[0].index}")
+        if task.is_last and task.segments[0] is self.segments.segments[0]:
+            for bucket in [b for b in self.reduces if self.complete[b.name] is None]:
                 name = ValueName(Kind.REDUCED, bucket.name)
                 self.lines.append(Local(bucket.unit, phase, (), (name,), bucket=bucket.name))
                 self.reduced[bucket.name] = name
@@ -395,25 +426,22 @@ class _Builder:
         return tangents[name]
 
     # -------------------------------------------------------------- gradients
-    def reduce(self, bucket: Bucket, micro: int, phase: str, grads: Mapping[str, ValueName]) -> None:
-        last = micro == self.plan.accumulate - 1
-        paths = tuple(p for p in bucket.paths if p in grads)
-        reads = tuple(grads[p] for p in paths)
-        if self.plan.accumulate > 1 and self.plan.accumulate_mode == "local":
-            before = self.local.get(bucket.name)
-            name = ValueName(Kind.ACCUMULATED, bucket.name, micro=micro)
-            reads += (before,) if before else ()
-            self.lines.append(
-                Accumulate(
-                    bucket.unit, phase, reads, (name,), bucket=bucket.name, paths=paths, first=before is None
-                )
-            )
-            self.local[bucket.name] = name
-            reads, paths = (name,), ()
-            if not last:
+    def reduce(self, bucket: Bucket, task: Task, phase: str, grads: dict[str, ValueName]) -> None:
+        """Sum a bucket's gradients over ranks, once no segment adds to them; or keep them for micro-batches
+        that follow."""
+        micro, accumulated = task.micro, self.plan.accumulate > 1
+        is_local = accumulated and (self.held is not None or self.plan.accumulate_mode == "local")
+        if is_local:
+            self.accumulate(bucket, micro, phase, grads)
+            if not task.is_last:
                 return
+        if bucket.name in self.local:
+            reads, paths = (self.local[bucket.name],), ()
+        else:
+            paths = tuple(p for p in bucket.paths if p in grads)
+            reads = tuple(grads[p] for p in paths)
         name = self.sum_over_ranks(bucket, phase, reads, paths, micro)
-        if self.plan.accumulate > 1 and self.plan.accumulate_mode == "reduce":
+        if accumulated and not is_local:
             before = self.reduced.get(bucket.name)
             total = ValueName(Kind.REDUCED, bucket.name, f"+{micro}")
             self.lines.append(
@@ -424,6 +452,21 @@ class _Builder:
             )  # fmt: skip
             name = total
         self.reduced[bucket.name] = name
+
+    def accumulate(
+        self, bucket: Bucket, micro: int, phase: str, grads: dict[str, ValueName], version: str = ""
+    ) -> None:
+        """Add the gradients of a bucket's leaves to this rank's own sum over micro-batches."""
+        before, paths = self.local.get(bucket.name), tuple(p for p in bucket.paths if p in grads)
+        reads = tuple(grads.pop(p) for p in paths)
+        name = ValueName(Kind.ACCUMULATED, bucket.name, version, micro=micro)
+        self.lines.append(
+            Accumulate(
+                bucket.unit, phase, (*reads, before) if before else reads, (name,),
+                bucket=bucket.name, paths=paths, first=before is None,
+            )
+        )  # fmt: skip
+        self.local[bucket.name] = name
 
     def sum_over_ranks(
         self, bucket: Bucket, phase: str, reads: Names, paths: tuple[str, ...], micro: int
@@ -615,4 +658,9 @@ class _Builder:
             scalars=self.plan.scalars + (len(self.outputs.summed) if self.plan.differentiate else 0),
             reduced=dict(self.reduced),
             families=self.plan.families,
-        )
+            rounds={
+                (segment.index, task.backward): number
+                for number, tasks in enumerate(self.rounds) if len(tasks) > 1
+                for task in tasks for segment in task.segments
+            },
+        )  # fmt: skip

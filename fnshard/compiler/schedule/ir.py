@@ -345,6 +345,8 @@ class Schedule:
     how many numbers ReduceScalars sums, in fp64. `reduced`: by bucket, the value that holds its gradients at
     the end. `families`: by path, how leaves that train are updated. `offloaded`, `recomputed`: segments that
     keep on the host what they keep for their backward, and those that keep nothing but their inputs.
+    `rounds`: by segment and whether it is its backward, the number of the round in which all micro-batches
+    run it one after another; none where each runs alone.
     """
 
     instructions: tuple[Instruction, ...]
@@ -361,6 +363,7 @@ class Schedule:
     families: Mapping[str, Family] = field(default_factory=dict)
     offloaded: frozenset[int] = frozenset()
     recomputed: frozenset[int] = frozenset()
+    rounds: Mapping[tuple[int, bool], int] = field(default_factory=dict)
 
     def with_instructions(self, instructions: list[Instruction]) -> Schedule:
         """The same schedule with other lines."""

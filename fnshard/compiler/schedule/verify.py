@@ -28,7 +28,7 @@ from fnshard.compiler.schedule.instructions import (
     StackUpdate,
     Wait,
 )
-from fnshard.compiler.schedule.instructions.kernels import tiny_runs
+from fnshard.compiler.schedule.instructions.kernels import end_rounds, tiny_runs
 from fnshard.compiler.schedule.ir import Schedule, follow_aliases
 from fnshard.errors import ScheduleError
 
@@ -206,12 +206,12 @@ def _missing_duals(schedule: Schedule) -> list[str]:
 
 
 def _too_many_units(schedule: Schedule) -> list[str]:
-    """A resharded unit alive, from issue to free, that none of the next `planned` kernels reads; where one of
-    these is tiny, nor does the one after them.
+    """A resharded unit alive, from issue to free, that no kernel of the next `planned` rounds reads; where a
+    kernel of these is tiny, nor does one of the round after them.
 
-    So at most the units of that many kernels are alive; a kernel may read several.
+    So at most the units of that many rounds are alive; a kernel may read several.
     """
-    tiny = tiny_runs(schedule)
+    tiny, ends = tiny_runs(schedule), end_rounds(schedule)
     runs = [line for line in schedule.instructions if isinstance(line, Run)]
     kept = {b.name for b in schedule.buckets.values() if not all(schedule.specs[p].reshard for p in b.paths)}
     alive: dict[str, str] = {}  # value or flight -> unit
@@ -224,7 +224,9 @@ def _too_many_units(schedule: Schedule) -> list[str]:
             alive |= dict.fromkeys(line.writes, line.unit)
         if isinstance(line, Run):
             units = set(alive.values())
-            count = schedule.planned + (not tiny.isdisjoint(runs[: schedule.planned]))
+            last = [number for number, run in enumerate(runs, 1) if run in ends][: schedule.planned + 1]
+            count = last[: schedule.planned][-1]
+            count = count if tiny.isdisjoint(runs[:count]) else last[-1]
             read = [n for run in runs[:count] for n in run.reads if n.kind is Kind.GATHERED]
             planned_units = {schedule.specs[n.path].unit for n in read}
             runs.pop(0)

@@ -271,7 +271,10 @@ class Accumulate(OfBucket):
                 return
             total = env.pop(before)
             for path, gradient in new.items():
-                total[path].add_(gradient)
+                if path in total:
+                    total[path].add_(gradient)
+                else:  # other segments read this leaf of the bucket
+                    total[path] = gradient.to(specs[path].sum_dtype, copy=True)
             env[out] = total
 
         return run

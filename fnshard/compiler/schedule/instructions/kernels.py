@@ -67,6 +67,14 @@ class Run(Instruction):
         return pricer.kernel(self)
 
 
+def end_rounds(schedule: Schedule) -> frozenset[Run]:
+    """Return the kernels that are the last of their round: all, where each micro-batch runs alone."""
+    runs = [line for line in schedule.instructions if isinstance(line, Run)]
+    rounds = [schedule.rounds.get((run.segment, run.backward), -1 - n) for n, run in enumerate(runs)]
+    following = [*rounds[1:], None]
+    return frozenset(r for r, own, next_one in zip(runs, rounds, following, strict=True) if own != next_one)
+
+
 @dataclass(frozen=True)
 class Free(Instruction):
     """Drop values; nothing reads them any more."""

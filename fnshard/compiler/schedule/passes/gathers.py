@@ -7,7 +7,7 @@ from dataclasses import replace
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.derived import SMALL
 from fnshard.compiler.schedule.instructions import Cast, Exchange, Gather, Instruction, Run, ToDevice, Wait
-from fnshard.compiler.schedule.instructions.kernels import tiny_runs
+from fnshard.compiler.schedule.instructions.kernels import end_rounds, tiny_runs
 from fnshard.compiler.schedule.ir import Schedule, with_wait
 
 
@@ -69,9 +69,10 @@ def prefetch(schedule: Schedule, forward: int, backward: int) -> Schedule:
     one more.
 
     The depth bounds what is alive: at most depth + 1 resharded units at once (FSDP's
-    `limit_all_gathers`), and a tiny one: a norm before a head hides no gather of the head. 0 is none.
+    `limit_all_gathers`), and a tiny one: a norm before a head hides no gather of the head. 0 is none. The
+    kernels of one round count as one.
     """
-    tiny = tiny_runs(schedule)
+    tiny, ends = tiny_runs(schedule), end_rounds(schedule)
     sent = {n for line in schedule.instructions if isinstance(line, Gather) for n in line.reads}
     out: list[Instruction] = []
     for line in schedule.instructions:
@@ -79,7 +80,7 @@ def prefetch(schedule: Schedule, forward: int, backward: int) -> Schedule:
         moving = _moving(line, sent)
         if moving and depth:
             extra = isinstance(line, ToDevice) and any(n.kind is Kind.STORED for n in line.reads)
-            out.insert(_place(out, line, depth + extra, tiny), line)
+            out.insert(_place(out, line, depth + extra, tiny, ends), line)
         else:
             out.append(line)
     planned = 1 + max(forward, backward)
@@ -93,8 +94,10 @@ def _moving(line: Instruction, sent: set[str]) -> bool:
     return isinstance(line, Gather) or (isinstance(line, ToDevice) and not line.into)
 
 
-def _place(lines: list[Instruction], moved: Instruction, depth: int, tiny: frozenset[Run]) -> int:
-    """The earliest place that passes `depth` runs and one of `tiny`, no write to what is read, and no reader
+def _place(
+    lines: list[Instruction], moved: Instruction, depth: int, tiny: frozenset[Run], ends: frozenset[Run]
+) -> int:
+    """The earliest place that passes `depth` rounds and one of `tiny`, no write to what is read, and no reader
     of the version before: two versions of a leaf are never alive at once.
     """
     free = True
@@ -114,7 +117,7 @@ def _place(lines: list[Instruction], moved: Instruction, depth: int, tiny: froze
         if overtakes or reads.intersection(line.writes):
             break
         if isinstance(line, Run):
-            passes, free = free and line in tiny, free and line not in tiny
+            passes, free = line not in ends or (free and line in tiny), free and line not in tiny
             if (depth == 0 and not passes) or any(earlier(n) for n in line.reads):
                 break
             depth -= not passes

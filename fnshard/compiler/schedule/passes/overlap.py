@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.schedule.instructions import Exchange, Instruction, OverlappedUpdate, Run, Update, Wait
+from fnshard.compiler.schedule.instructions.kernels import end_rounds
 from fnshard.compiler.schedule.ir import Schedule, with_wait
 
 
@@ -15,11 +16,11 @@ def overlap(schedule: Schedule, depth: int) -> Schedule:
     all that rests on it, below `depth` more kernels.
 
     So a unit's gradients travel while the next unit's backward computes; at most `depth` + 1
-    buckets of full gradients are in flight. A kernel is never moved: what it reads is waited for in time,
+    buckets of full gradients are in flight. The kernels of one round count as one. A kernel is never moved: what it reads is waited for in time,
     and no gather overtakes a kernel.
     """
     permuted = {i.writes[0] for i in schedule.instructions if isinstance(i, Exchange) and i.of_kind.permutes}
-    queue = _Queue(depth, permuted)
+    queue = _Queue(depth, permuted, end_rounds(schedule))
     for line in schedule.instructions:
         queue.feed(line)
     queue.flush()
@@ -31,13 +32,15 @@ def overlap_updates(schedule: Schedule, depth: int) -> Schedule:
     streams, all that the update reads and writes rests there, and a kernel is the next to depend on it."""
     if not depth or schedule.mesh.device_type != "cuda":
         return schedule
-    lines = schedule.instructions
+    lines, ends = schedule.instructions, end_rounds(schedule)
     waiting: dict[Wait, int] = {}
     out: list[Instruction] = []
     for number, line in enumerate(lines):
         due = [w for w, left in waiting.items() if not left or _depends(line, w)]
         out += due
-        waiting = {w: left - isinstance(line, Run) for w, left in waiting.items() if w not in due}
+        waiting = {
+            w: left - (isinstance(line, Run) and line in ends) for w, left in waiting.items() if w not in due
+        }
         if _alone(line, schedule):
             same = {f.name: getattr(line, f.name) for f in fields(line)}
             flight = ValueName(Kind.FLIGHT, f"update {line.bucket}")
@@ -97,8 +100,8 @@ def issue_early(schedule: Schedule) -> Schedule:
 
 
 class _Queue:
-    def __init__(self, depth: int, also: Collection[ValueName]):
-        self.depth, self.also = depth, also
+    def __init__(self, depth: int, also: Collection[ValueName], ends: Collection[Run]):
+        self.depth, self.also, self.ends = depth, also, ends
         self.out: list[Instruction] = []
         self.waiting: list[tuple[int, list[Instruction]]] = []
 
@@ -113,7 +116,7 @@ class _Queue:
             self.waiting.append((self.depth, [line]))
             return
         self.out.append(line)
-        if isinstance(line, Run):
+        if isinstance(line, Run) and line in self.ends:
             self.tick()
 
     def waited_for_by(self, line: Instruction) -> list[Instruction]:
