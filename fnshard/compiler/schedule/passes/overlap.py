@@ -16,8 +16,8 @@ def overlap(schedule: Schedule, depth: int) -> Schedule:
     all that rests on it, below `depth` more kernels.
 
     So a unit's gradients travel while the next unit's backward computes; at most `depth` + 1
-    buckets of full gradients are in flight. The kernels of one round count as one. A kernel is never moved: what it reads is waited for in time,
-    and no gather overtakes a kernel.
+    buckets of full gradients are in flight. The kernels of one round count as one. A kernel is never moved:
+    what it reads is waited for in time, and no gather overtakes a kernel.
     """
     permuted = {i.writes[0] for i in schedule.instructions if isinstance(i, Exchange) and i.of_kind.permutes}
     queue = _Queue(depth, permuted, end_rounds(schedule))
