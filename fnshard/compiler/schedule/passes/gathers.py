@@ -97,8 +97,8 @@ def _moving(line: Instruction, sent: set[str]) -> bool:
 def _place(
     lines: list[Instruction], moved: Instruction, depth: int, tiny: frozenset[Run], ends: frozenset[Run]
 ) -> int:
-    """Return the earliest place that passes `depth` rounds and one of `tiny`, no write to what is read, and no
-    reader of the version before: two versions of a leaf are never alive at once.
+    """Return the earliest place that passes `depth` rounds and one of `tiny`, no write to what is read, and
+    no reader of the version before: two versions of a leaf are never alive at once.
     """
     free = True
     reads = set(moved.reads)
