@@ -237,7 +237,7 @@ def test_reshard_per_unit() -> None:
         ("reduce", "zero2", 0, 3 * 4),
         ("local", "no_shard", 0, 4),
         ("reduce", "no_shard", 0, 3 * 4),
-        ("breadth", "full_shard", 4 + 3, 4),
+        ("breadth", "full_shard", 6, 4),
         ("breadth", "shard_grad_op", 4, 4),
         ("breadth", "zero2", 0, 4),
         ("breadth", "no_shard", 0, 4),
