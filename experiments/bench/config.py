@@ -20,6 +20,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 FNSHARD = ("full_shard", "shard_grad_op", "no_shard")
 MUON = ("muon", "muon_no_shard")  # of fnshard, where all matrices are made orthogonal
 TORCH = ("ddp", "fsdp2", "fsdp2_compiled", "limit")
+MICRO = ("fsdp2_local", "full_shard_breadth")  # that move less where `accumulate` is above 1
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ class BenchConfig:
         tensor, context: axes of fnshard's mesh, next to "shard".
         backend: of fnshard, and of the loss of torch's contenders.
         rows, length: of one rank's batch of tokens.
+        accumulate: of peers, micro-batches that a rank's rows are cut into. DDP sums them up locally, FSDP2
+            only as "fsdp2_local" (`set_requires_gradient_sync`), fnshard only as "full_shard_breadth".
         rounds: timed samples of each contender, each of `steps` steps; `warmup` steps come before, of which
             the first compiles. A GPU takes several steps, so that they are launched without a pause.
         contenders: of peers.
@@ -105,6 +108,7 @@ class BenchConfig:
     backend: str = "inductor"
     rows: int | None = None
     length: int | None = None
+    accumulate: int = 1
     rounds: int | None = None
     steps: int | None = None
     warmup: int = 3
@@ -181,14 +185,17 @@ def complete(config: BenchConfig) -> BenchConfig:
         raise ConfigError(f"device={config.device}: one of cpu, cuda.")
     config = with_defaults(config, CUDA if config.device == "cuda" else CPU | CASES[config.case].defaults)
     choices = {
-        "size": names(), "dtype": DTYPES, "reduce": DTYPES, "contenders": (*TORCH, *FNSHARD, *MUON),
+        "size": names(), "dtype": DTYPES, "reduce": DTYPES, "contenders": (*TORCH, *FNSHARD, *MUON, *MICRO),
         "backend": ("inductor", "eager"), "clock": ("wall", "cpu"),
     }  # fmt: skip
-    counts = ("ranks", "rounds", "steps", "warmup", "rows", "length", "every", "tensor", "context")
+    counts = ("ranks", "rounds", "steps", "warmup", "rows", "length", "every", "tensor", "context",
+              "accumulate")  # fmt: skip
     problems = out_of_range(config, choices, dict.fromkeys(counts, 1) | {"losses": 0, "memory": 0})
     if not problems and config.ranks % (config.tensor * config.context):
         split = f"tensor={config.tensor} times context={config.context}"
         problems.append(f"ranks={config.ranks}: {split} does not divide them.")
+    if not problems and config.rows % config.accumulate:
+        problems.append(f"accumulate={config.accumulate}: does not divide rows={config.rows}.")
     if config.device == "cuda" and not torch.cuda.is_available():
         problems.append("device=cuda: this machine has no CUDA device that torch can use. Fix: device=cpu.")
     elif config.device == "cuda" and config.ranks != 1:

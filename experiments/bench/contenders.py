@@ -86,7 +86,13 @@ def ddp(task: BenchTask) -> Contender:
     if task.config.reduce_dtype == torch.bfloat16:
         model.register_comm_hook(None, _in_bf16)
     autocast = functools.partial(torch.autocast, device.type, task.config.compute_dtype, task.is_mixed)
-    return _trained(task, model, autocast)
+
+    @contextlib.contextmanager
+    def context(is_last: bool) -> Iterator[None]:
+        with contextlib.nullcontext() if is_last else model.no_sync(), autocast():
+            yield
+
+    return _trained(task, model, context)
 
 
 def _in_bf16(state, bucket):  # DDP inspects annotations, and takes no strings for them
@@ -94,8 +100,11 @@ def _in_bf16(state, bucket):  # DDP inspects annotations, and takes no strings f
     return bf16_compress_hook(state, bucket)
 
 
-def fsdp2(task: BenchTask, compiled: bool = False) -> Contender:
-    """`fully_shard` on every block and the root, its defaults; eager, or blocks compiled, as its loss is."""
+def fsdp2(task: BenchTask, compiled: bool = False, local: bool = False) -> Contender:
+    """`fully_shard` on every block and the root, its defaults; eager, or blocks compiled, as its loss is.
+
+    `local`: gradients of micro-batches are summed whole, and reduced with the last.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model, mesh = copy.deepcopy(task.model).to(task.mesh.device), task.mesh.device_mesh
@@ -106,23 +115,40 @@ def fsdp2(task: BenchTask, compiled: bool = False) -> Contender:
             block.compile(fullgraph=True)
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    return _trained(task, model, contextlib.nullcontext)
+
+    def context(is_last: bool) -> contextlib.AbstractContextManager[None]:
+        if local:
+            model.set_requires_gradient_sync(is_last)
+        return contextlib.nullcontext()
+
+    return _trained(task, model, context)
 
 
-def _trained(task: BenchTask, model: nn.Module, context: Callable[[], Any]) -> Contender:
+def _trained(task: BenchTask, model: nn.Module, context: Callable[[bool], Any]) -> Contender:
+    """Train a module as torch's users do.
+
+    Args:
+        context: around the forward of a micro-batch, of which it is told whether it is the last.
+    """
+    parts = task.config.accumulate
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW, fused=True)
     loss_of = next_token_loss
     if task.config.backend == "inductor":  # as fnshard's is
         loss_of = torch.compile(loss_of, fullgraph=True)
 
     def run(tokens: Tensor, targets: Tensor) -> Tensor:
-        with context():
-            logits = model(tokens)
-        loss = loss_of(logits, targets)
-        loss.backward()
+        total = torch.zeros((), device=tokens.device)
+        for number, (rows, its_targets) in enumerate(
+            zip(tokens.chunk(parts), targets.chunk(parts), strict=True), 1
+        ):
+            with context(number == parts):
+                logits = model(rows)
+            loss = loss_of(logits, its_targets) / parts
+            loss.backward()
+            total += loss.detach()
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach()
+        return total
 
     return Contender(run)
 
@@ -209,7 +235,7 @@ class Training:
         optimizer = OPTIMIZERS[plan.optimizer]()
         if plan.clip is not None:
             optimizer = fs.optim.chain(fs.optim.clip_by_global_norm(plan.clip), optimizer)
-        options = {"backend": config.backend, **plan.options}
+        options = {"backend": config.backend, "accumulate": config.accumulate, **plan.options}
         self.step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=optimizer, **options)
         self.begin()
 
@@ -236,8 +262,10 @@ CONTENDERS: dict[str, Callable[[BenchTask], Contender | Training]] = {
     "ddp": ddp,
     "fsdp2": fsdp2,
     "fsdp2_compiled": functools.partial(fsdp2, compiled=True),
+    "fsdp2_local": functools.partial(fsdp2, local=True),
     "limit": limit,
     **{name: functools.partial(Training, plan=Plan(name)) for name in FNSHARD},
+    "full_shard_breadth": functools.partial(Training, plan=Plan(options={"micro_order": "breadth"})),
     "muon": functools.partial(Training, plan=Plan(optimizer="muon")),
     "muon_no_shard": functools.partial(Training, plan=Plan("no_shard", optimizer="muon")),
 }
