@@ -72,12 +72,16 @@ def _made(derived: Derived) -> dict[str, int]:
 
 
 def form_of(derived: Derived) -> Hashable:
-    """Return what leaves have alike whose updates run side by side: the kinds of their steps."""
+    """Return what leaves have alike whose updates run side by side: the kinds of their steps, and when the
+    parameter and slots are written."""
     forms: list[Hashable] = []
-    for step in derived.steps:
+    for number, step in enumerate(derived.steps):
         match step:
+            case Compute(whole=True):
+                forms.append("whole")
             case Compute():
-                forms.append(("compute", step.whole))
+                commits = flow_of(derived, number).commits
+                forms.append(("compute", UPDATE in commits, any(name != UPDATE for name in commits)))
             case Reduce():
                 forms.append((step.how, step.axes))
             case Stack():
