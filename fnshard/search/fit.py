@@ -28,7 +28,7 @@ from fnshard.step.lowered import Lowered
 
 __all__ = ["Fit", "fit"]
 
-CHOSEN = ("accumulate", "remat", "save", "prefetch", "overlap")  # options that `fit` gives
+CHOSEN = ("accumulate", "micro_order", "remat", "save", "prefetch", "overlap")  # options that `fit` gives
 LIMIT_LINES = 50_000  # of programs and schedules, that a search over meshes makes: a minute's work or so
 QUIET_s = 3.0  # between two lines on the console, and before the first
 NOT_LOOKED_AT = "not looked at, the search was cut short; fit(..., mesh=) looks at one mesh"

@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.lower import Front, schedule_for
 from fnshard.compiler.options import StepOptions
+from fnshard.compiler.schedule.tasks import MicroOrder
 from fnshard.errors import OptimizerError, SpecError, StateError
 from fnshard.layout import presets
 from fnshard.layout.resolved import ResolvedSpecs
@@ -47,6 +48,7 @@ class Choice:
     Args:
         mesh: what it runs on.
         accumulate: micro-batches in a step.
+        order: in which these run, as `StepOptions.micro_order` says.
         remat: what recomputed units do.
         recomputed: how many units are, from the first on.
         kept: how many units stay gathered between forward and backward, from the last on.
@@ -58,6 +60,7 @@ class Choice:
 
     mesh: Mesh
     accumulate: int = 1
+    order: MicroOrder = "depth"
     remat: str | float = RECOMPUTE[0]
     recomputed: int = 0
     kept: int = 0
@@ -69,14 +72,15 @@ class Choice:
     def effort(self) -> tuple[int, ...]:
         """What is done to save memory."""
         moved = (self.optimizer != "device") + self.parameters_on_host
-        return moved, self.accumulate, self.recomputed, -self.kept
+        return moved, self.accumulate, self.order != "depth", self.recomputed, -self.kept
 
     def __str__(self) -> str:
         optimizer = {"device": [], "host": ["optimizer"], "streamed": ["optimizer (streamed)"]}[
             self.optimizer
         ]
         where = optimizer + (["parameters"] if self.parameters_on_host else [])
-        parts = [f"{self.accumulate} micro-batch{'es' if self.accumulate > 1 else ''}"]
+        together = " breadth-first" if self.order == "breadth" else ""
+        parts = [f"{self.accumulate} micro-batch{'es' if self.accumulate > 1 else ''}{together}"]
         parts.append(f"{self.recomputed} units remat={self.remat!r}" if self.recomputed else "no remat")
         parts.append(f"{self.kept} units kept gathered" if self.kept else "all resharded")
         parts += [f"{' and '.join(where)} on the host"] if where else []
@@ -142,7 +146,8 @@ class FunctionSpace:
 
     def is_valid(self, choice: Choice) -> bool:
         plans = self.on(choice.mesh)
-        return plans is not None and choice.accumulate in plans.divisors
+        is_cut = choice.accumulate > 1 or choice.order == "depth"
+        return plans is not None and choice.accumulate in plans.divisors and is_cut
 
     def moves(self) -> dict[str, list[Move]]:
         def set_field(name: str, value: Any) -> Move:
@@ -158,6 +163,7 @@ class FunctionSpace:
 
         return {
             "micro-batches": [cut(1), cut(-1)],
+            "order": [lambda c, order=order: replace(c, order=order) for order in get_args(MicroOrder)],
             "optimizer": [set_field("optimizer", each) for each in OPTIMIZER],
             "parameters": [set_field("parameters_on_host", each) for each in (False, True)],
             "ahead": [set_field("ahead", each) for each in (1, 0)],
@@ -215,7 +221,7 @@ class FunctionSpace:
         """Return the plans on the same mesh that differ in one decision."""
         plans = self.on(choice.mesh)
         count, moves = len(plans.units), self.moves()
-        out = [move(choice) for name in ("micro-batches",) for move in moves[name]]
+        out = [move(choice) for name in ("micro-batches", "order") for move in moves[name]]
         out += [replace(choice, recomputed=n) for n in (choice.recomputed - 1, choice.recomputed + 1)
                 if 0 <= n <= count]  # fmt: skip
         out += [replace(choice, kept=n) for n in (choice.kept - 1, choice.kept + 1)
@@ -223,7 +229,7 @@ class FunctionSpace:
         out += [replace(choice, remat=remat) for remat in RECOMPUTE if choice.recomputed]
         out += [move(choice) for name in ("optimizer", "parameters", "ahead") for move in moves[name]]
         plain = [c if c.recomputed else replace(c, remat=RECOMPUTE[0]) for c in out if c is not None]
-        return [c for c in dict.fromkeys(plain) if c != choice]
+        return [c for c in dict.fromkeys(plain) if c != choice and self.is_valid(c)]
 
     def frugal(self) -> Iterator[Choice]:
         for mesh in self.meshes:
@@ -309,11 +315,13 @@ class MeshPlans:
         """Return the options of a plan."""
         units = self.units[: choice.recomputed]
         remat = {glob.escape(u): choice.remat for u in units} if units else "none"
-        depths = {"prefetch": choice.ahead, "overlap": choice.ahead} if self.has("ahead") else {}
-        return replace(self._step.options, accumulate=choice.accumulate, remat=remat, **depths)
+        how = {"prefetch": choice.ahead, "overlap": choice.ahead} if self.has("ahead") else {}
+        how |= {"accumulate": choice.accumulate, "micro_order": choice.order}
+        return replace(self._step.options, remat=remat, **how)
 
     def lower(self, choice: Choice, verified: bool) -> Lowered:
         front, options = self._front(choice.accumulate), self.options_of(choice)
+        front = replace(front, plan=replace(front.plan, micro_order=choice.order))
         specs, mesh = ResolvedSpecs.of(self.specs_of(choice)).stored, self._step.mesh
         stages = schedule_for(front, specs, mesh, options, self._kernels, verified)
         sizes = bytes_of_batch(self._batch)

@@ -296,3 +296,24 @@ def test_passes_of_ones_own_are_what_the_plan_hands_on() -> None:
     assert (plan.options.prefetch, plan.options.overlap) == (None, None)
     step = fs.shard_step(loss, plan.specs, mesh=mesh, optimizer=fs.optim.adamw(1e-3), **plan.options)
     assert step.lower(params, tokens).memory_analysis().peak_bytes == plan.peak_bytes
+
+
+def test_micro_batches_that_wait_for_links_run_breadth_first() -> None:
+    """Few rows fit at a time: gathers and reductions of each would be most of a step."""
+    with torch.device("meta"):
+        model = Llama(4, 64, 128, 4, 2, 256)
+        tokens = torch.zeros(4, 256, dtype=torch.int64)
+    apply, params = fs.make_functional(model)
+
+    def loss(params: Any, tokens: Any) -> Any:
+        logits = apply(params, tokens).float()  # [B, T, V]
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+    mesh = fs.make_mesh(shard=16, abstract=True, device="cpu")
+    how = {"batch": (tokens,), "hardware": "h100", "specs": fs.presets.full_shard(params, mesh)}
+    search = Search(loss, params, mesh, **how)
+    roomy = search.fit(1 << 40)
+    tight = search.fit(int(0.45 * roomy.peak_bytes))
+    assert tight.options.accumulate > 1 and tight.options.micro_order == "breadth", str(tight)
+    depth = replace(tight.chosen.choice, order="depth")
+    assert search.space.price(depth).seconds > 1.05 * tight.seconds
