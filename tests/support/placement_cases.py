@@ -288,6 +288,11 @@ _WINDOWS = [
     (aten.linalg_slogdet.default, f(6, 3, 3)),
     (aten.linalg_det.default, f(6, 3, 3)),
     (aten.linalg_matrix_exp.default, f(6, 3, 3)),
+    (aten.linalg_cholesky_ex.default, Draw("definite", (6, 3, 3))),
+    (aten.linalg_inv_ex.default, Draw("definite", (6, 3, 3))),
+    (aten._linalg_eigh.default, Draw("definite", (6, 3, 3))),
+    (aten._linalg_slogdet.default, f(6, 3, 3)),
+    (aten._linalg_det.default, f(6, 3, 3)),
 ]  # fmt: skip
 
 _REDUCTIONS = [

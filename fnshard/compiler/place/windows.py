@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Split
+from fnshard.compiler.place.placement import PARTIAL, REPLICATED, Split, divides
 from fnshard.compiler.place.strategies import Call, OpStrategy, moved, rule
 
 aten = torch.ops.aten
@@ -79,11 +79,25 @@ def _of_last(count: int, *names: str) -> None:
 _of_last(1, "max_pool1d", "avg_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d")
 _of_last(
     2, "tril", "triu", "upsample_nearest2d", "upsample_bilinear2d", "upsample_bicubic2d", "max_pool2d",
-    "avg_pool2d", "adaptive_avg_pool2d", "adaptive_max_pool2d",
-    "linalg_cholesky", "linalg_inv", "linalg_qr", "linalg_eigh", "linalg_svd", "linalg_slogdet", "linalg_det",
-    "linalg_matrix_exp", "reflection_pad2d", "replication_pad2d",
+    "avg_pool2d", "adaptive_avg_pool2d", "adaptive_max_pool2d", "reflection_pad2d", "replication_pad2d",
 )  # fmt: skip
 _of_last(
     3, "max_pool3d", "avg_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d", "pixel_shuffle",
     "pixel_unshuffle",
 )  # fmt: skip
+
+
+@rule(
+    aten.linalg_cholesky.default, aten.linalg_inv.default, aten.linalg_qr.default, aten.linalg_eigh.default,
+    aten.linalg_svd.default, aten.linalg_slogdet.default, aten.linalg_det.default,
+    aten.linalg_matrix_exp.default,
+    # As an update has them, taken apart.
+    aten.linalg_cholesky_ex.default, aten.linalg_inv_ex.default, aten._linalg_eigh.default,
+    aten._linalg_svd.default, aten._linalg_slogdet.default, aten._linalg_det.default,
+)  # fmt: skip
+def _decomposition(call: Call) -> Iterator[OpStrategy]:
+    """Each matrix of a stack by itself. In an update no padding, which may have no decomposition."""
+    (matrices,) = call.tensors
+    for way in moved(call, range(matrices.dim() - 2), linear=False):
+        if not call.axis.update or divides(matrices.shape, way.inputs[0], call.ranks):
+            yield way

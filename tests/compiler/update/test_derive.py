@@ -454,6 +454,23 @@ def test_matrices_that_are_whole_anyway_are_not_sent():
         assert kinds(derived) == (["local"] if optimizer.name == "muon" else kinds(derived))
 
 
+def polar():
+    """The orthogonal factor of each matrix."""
+
+    def update(path, grad, slots, param, step):
+        left, _, right = torch.linalg.svd(grad, full_matrices=False)
+        return -0.1 * left @ right, {}
+
+    return Optimizer("polar", lambda path, param: {}, update)
+
+
+@pytest.mark.parametrize("make", [shampoo, lambda: shampoo("qr"), polar], ids=["eigh", "qr", "svd"])
+def test_matrices_of_a_stack_are_decomposed_where_they_lie(make):
+    """Where the stack is split in equal parts: padding may have no decomposition."""
+    assert "stack" not in kinds(check(make(), (8, 3, 4), P("shard"), mesh_of(**ONE)))
+    assert "stack" in kinds(check(make(), (3, 3, 4), P("shard"), mesh_of(**ONE)))
+
+
 def test_only_what_products_read_is_sent():
     derived = derived_for(soap(), (16, 32), P("shard"), mesh_of(**ONE))[2]
     there = next(step for step in derived.steps if isinstance(step, Stack))
