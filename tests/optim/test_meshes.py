@@ -23,7 +23,8 @@ from fnshard.compiler.schedule.instructions import ComputeStack, ReduceScalars, 
 from fnshard.compiler.update.derive import flops_of
 
 LAYOUTS = {
-    "mesh": list(MESHES), "preset": PRESETS, "leaves": list(SHAPES), "tier": list(TIERS),
+    "mesh": [name for name in MESHES if name != "context"], "preset": PRESETS, "leaves": list(SHAPES),
+    "tier": list(TIERS),
     "accumulate": list(ACCUMULATE), "remat": ["none", "unit"], "skips": [False, True], "overlap": [0, 1],
 }  # fmt: skip
 # Those from papers, and some of each kind of this package's.
@@ -82,6 +83,25 @@ def test_every_mesh_trains_as_one_device(row: dict[str, Any]) -> None:
         p for p, leaf in start.items() if leaf.numel() and (leaf - expected.params[p]).abs().max() < 1e-4
     }
     assert not still
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "preset", "leaves"),
+    [
+        ("adafactor", "context", "full_shard", "wide"),
+        ("muon", "context", "zero1", "stacked"),
+        ("lamb", "four", "full_shard", "complex"),
+        ("adafactor", "context", "zero2", "complex"),
+        pytest.param("shampoo", "context", "shard_grad_op", "wide", marks=pytest.mark.long),
+        pytest.param("soap", "context", "full_shard", "stacked", marks=pytest.mark.long),
+        pytest.param("clip_adamw_ema", "hybrid", "hybrid_shard", "complex", marks=pytest.mark.long),
+        pytest.param("adamw_8bit", "hybrid", "full_shard", "complex", marks=pytest.mark.long),
+    ],
+)
+def test_context_axes_and_complex_leaves_train_as_one_device(
+    name: str, mesh: str, preset: str, leaves: str
+) -> None:
+    assert_same(meshes.train_ranks(name, mesh, preset, leaves=leaves), truth(name, leaves, False))
 
 
 def test_the_short_rows_meet_all_layouts_and_optimizers() -> None:

@@ -30,6 +30,8 @@ SHAPES = {
     "wide": {"embed.weight": (7, 5), "a.weight": (5, 8), "norm.bias": (8,), "scale": (), "empty": (0, 3)},
     "stacked": {"embed.weight": (7, 5), "a.short": (3, 5), "norm.bias": (5,), "experts.w": (4, 3, 5)},
 }
+# One has leaves of complex numbers, which optimizers see as pairs.
+COMPLEX = {"embed.weight": (7, 5), "norm.bias": (5,), "z.mix": (5, 3), "z.scale": ()}
 # Gradients have the rank of both their sides: else rounding decides about a part of SOAP's bases.
 SQUARE = {
     "wide": {"embed.weight": (7, 5), "a.weight": (5, 5), "norm.bias": (5,), "scale": (), "empty": (0, 3)},
@@ -76,6 +78,7 @@ MESHES: Mapping[str, tuple[Mapping[str, int], Mapping[str, Any]]] = {
         {"tensor": {"a.weight": fs.P(None, fs.Fused("tensor", 2)), "a.short": fs.P(None, "tensor")}},
     ),
     "experts": ({"shard": 2, "expert": 2}, {"expert": "expert"}),
+    "context": ({"shard": 2, "context": 2}, {}),
 }  # fmt: skip
 # Presets: those whose names are not here are of `fs.presets`. With replicas, `full_shard` lies over two
 # axes on one dim, and of `hybrid_shard` over one.
@@ -96,13 +99,16 @@ ACCUMULATE: Mapping[str, Mapping[str, Any]] = {
 
 def shapes_of(name: str, leaves: str) -> Mapping[str, tuple[int, ...]]:
     """Return the shapes of the leaves that an optimizer is tried on."""
-    return (SQUARE if "soap" in name else SHAPES)[leaves]
+    return COMPLEX if leaves == "complex" else (SQUARE if "soap" in name else SHAPES)[leaves]
 
 
 def make_model(shapes: Mapping[str, Sequence[int]], skips: bool = False) -> Model:
     """Return a model of leaves of these shapes; `skips`: the gradients of the second batch are not finite."""
     generator = torch.Generator().manual_seed(0)
-    params = {p: torch.randn(s, dtype=F64, generator=generator) for p, s in shapes.items()}
+    params = {
+        p: torch.randn(s, dtype=torch.complex128 if p.startswith("z.") else F64, generator=generator)
+        for p, s in shapes.items()
+    }
 
     def loss(params: Any, x: Tensor) -> fs.Mean:
         x = x.to(params["embed.weight"].dtype)
@@ -113,6 +119,9 @@ def make_model(shapes: Mapping[str, Sequence[int]], skips: bool = False) -> Mode
         total = hidden.square().sum()
         if "scale" in params:
             total = total + hidden.sin().sum() * params["scale"] + params["empty"].sum()
+        if "z.mix" in params:
+            turned = hidden.to(torch.complex128) @ params["z.mix"] * params["z.scale"]
+            total = total + turned.real.sin().sum() + turned.imag.square().sum()
         if "a.short" in params:
             short, experts = params["a.short"], params["experts.w"]
             out = hidden[:, : short.shape[1]] @ short.T  # [B, 3]
@@ -140,10 +149,12 @@ class Result:
 def train_whole(name: str, leaves: str = "wide", skips: bool = False, steps: int = STEPS) -> Result:
     """Return what an optimizer makes of whole leaves, in plain torch."""
     optimizer, model = EVERY[name], make_model(shapes_of(name, leaves), skips)
-    params, slots, count = dict(model.params), init_slots(optimizer, model.params), 0
+    pairs = {path for path, value in model.params.items() if value.is_complex()}
+    params = {p: torch.view_as_real(v) if p in pairs else v for p, v in model.params.items()}
+    slots, count = init_slots(optimizer, params), 0
     for batch in model.batches(steps):
         own = {path: value.clone().requires_grad_() for path, value in params.items()}
-        mean = model.loss(own, *batch)
+        mean = model.loss({p: torch.view_as_complex(v) if p in pairs else v for p, v in own.items()}, *batch)
         loss = mean.total / mean.count
         grads = dict(zip(own, torch.autograd.grad(loss, list(own.values())), strict=True))
         if not all(g.isfinite().all() for g in grads.values()):
