@@ -113,7 +113,7 @@ class UpdateMemory:
                 for value in given:
                     tracker.adopt(value, INPUTS, size=0)
                 with tracker:
-                    kept = sum(t.nbytes for t in tensors_of(step.graph(*given)))
+                    kept = sum(t.nbytes for t in tensors_of(step.run(*given)))
             self.known[key] = max(tracker.peak.bytes - kept, 0)
         return self.known[key]
 

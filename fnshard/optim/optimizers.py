@@ -360,7 +360,7 @@ class Chain:
         return out
 
     def __call__(self, path: str, grad: Tensor, slots: Slots, param: Tensor, step: Step) -> Update:
-        like = torch.empty(param.shape, dtype=param.dtype, device="meta")
+        like = torch.empty_like(param, device="meta")
         names = self.name_slots([list(member.init(path, like)) for member in self.members])
         new: dict[str, Tensor] = {}
         for member, outer in zip(self.members, names, strict=True):

@@ -24,7 +24,7 @@ from fnshard.layout.spec import LayoutSpec
 
 aten = torch.ops.aten
 convert, exchange, slice_part = Writer.convert, Writer.exchange, Writer.slice
-results = placing._Placer.results
+results = placing.Placer.results
 Plant = Callable[[], AbstractContextManager[Any]]
 
 
@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[Plant, str]] = {
         lambda: mock.patch.dict(RULES, {aten.slice.Tensor: shifted}), "program placed over 'tensor'"
     ),
     "a part of the loss is the loss": (
-        lambda: mock.patch.object(placing._Placer, "results", unscaled), "is returned"
+        lambda: mock.patch.object(placing.Placer, "results", unscaled), "is returned"
     ),
     "a gradient is not summed over tensor": (
         lambda: mock.patch.object(

@@ -231,12 +231,12 @@ def test_muon_sends_blocks_there_and_back_and_spreads_its_work(ranks: int) -> No
             for rank in range(ranks):
                 own = row_of_rank(schedule.buckets[line.bucket], rank, ranks)
                 computed += own.paths
-                nodes = [n for path in own.paths for n in line.work[path].graph.graph.nodes]
+                nodes = [n for path in own.paths for n in line.work[path].graph.nodes]
                 flops[rank] += sum(map(flops_of, nodes))
     assert sorted(computed) == sorted(f"layers.{n}.w" for n in range(48))
     assert 0 < flops[0] == max(flops) <= 1.05 * sum(flops) / ranks
     elsewhere = (n for line in schedule.instructions if isinstance(line, Update)
-                 for work in line.work.values() for n in work.graph.graph.nodes)  # fmt: skip
+                 for work in line.work.values() for n in work.graph.nodes)  # fmt: skip
     assert not any(map(flops_of, elsewhere))
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+import threading
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,10 +12,14 @@ import pytest
 import torch
 from foreign import FOREIGN
 from optimizers import ALL, assert_close, make_step, plain_cond, random_tree
-from torch import Tensor, fx
+from torch import Tensor, cond, fx
 
+import fnshard as fs
+from fnshard.compiler.frontend.control_flow import dynamo_patch
+from fnshard.compiler.update.family import families_of
 from fnshard.compiler.update.trace import Branch, Traced, trace_update
 from fnshard.errors import OptimizerError
+from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.optim import Optimizer, Step, adamw
 from fnshard.optim.fused import ADAMW
 from fnshard.optim.optimizer import init_slots, update_leaf
@@ -91,6 +97,68 @@ def test_sides_of_a_cond_are_graphs_that_run_where_they_are_taken() -> None:
         with plain_cond():
             expected = update("w", param, {}, param, Step(torch.tensor(count)))[0]
         torch.testing.assert_close(run(traced, param, {}, param, Step(torch.tensor(count)))[0], expected)
+
+
+def test_a_cond_of_another_thread_is_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While an update is traced, which may have imported `cond` by its name."""
+    owner, name, _ = dynamo_patch()
+    asked, true = [], torch.tensor(True)
+
+    def ask_dynamo(*_: Any, **__: Any) -> Any:
+        asked.append(threading.get_ident())
+        return lambda *_: None
+
+    def update(path: str, grad: Tensor, slots: Any, param: Tensor, step: Step) -> Any:
+        other = threading.Thread(target=cond, args=(true, lambda: true, lambda: true))
+        other.start()
+        other.join()
+        return cond(step.count > 0, lambda: -grad, lambda: grad), {}
+
+    monkeypatch.setattr(owner, name, ask_dynamo)
+    traced = trace(Optimizer("threads()", lambda path, param: {}, update), "w", torch.zeros(2), {})
+    assert [n.target for n in traced.graph.nodes if isinstance(n.target, Branch)]
+    assert asked and threading.get_ident() not in asked
+    assert getattr(owner, name) is ask_dynamo
+
+
+ONES = torch.ones(6)
+SIZES = {  # how often three shapes are traced, and what the update computes
+    "elementwise": (1, lambda grad, m: m.lerp(grad, 0.1).sign()),
+    "of a shape": (3, lambda grad, m: grad / grad.shape[0]),
+    "of dims": (3, lambda grad, m: -grad if grad.dim() > 1 else grad),
+    "of a size that is written down": (3, lambda grad, m: grad * torch.full((6,), 2.0)),
+    "of a tensor from outside": (3, lambda grad, m: grad * ONES),
+    "of rows": (3, lambda grad, m: grad / grad.sum(-1, keepdim=True)),
+}
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_an_update_that_asks_for_no_size_is_traced_once(kind: str) -> None:
+    """What it computes of leaves of each shape is right, and so is their state."""
+    traces, change = SIZES[kind]
+    calls = Counter()
+
+    def init(path: str, param: Tensor) -> Any:
+        calls["init"] += 1
+        return {"m": torch.ones_like(param)}
+
+    def update(path: str, grad: Tensor, slots: Any, param: Tensor, step: Step) -> Any:
+        calls["update"] += 1
+        made = change(grad, slots["m"])
+        return made, {"m": slots["m"] + made * step.host(lambda count: 0.5)}
+
+    optimizer, mesh = Optimizer("counts()", init, update, rules=()), fs.make_mesh(shard=2, abstract=True)
+    params = {"a": torch.rand(4, 6), "b": torch.rand(6), "c": torch.rand(3, 6)}
+    specs = ResolvedSpecs.of(fs.presets.full_shard(params, mesh)).resolve(params).stored
+    families = families_of(optimizer, specs, mesh)
+    assert calls == {"init": 1, "update": traces}
+    step = Step(torch.tensor(0))
+    for path, param in params.items():
+        family, slots = families[path], {"m": torch.rand(param.shape)}
+        assert family.slots["m"].shape == param.shape and family.slots["m"].fill == 1
+        found, new = run(family.traced, param, slots, param, step)
+        expected, changed = update_leaf(optimizer, path, param, slots, param, step)
+        assert_close({"update": found, **new}, {"update": expected, **changed})
 
 
 # ------------------------------------------------------------------ mistakes

@@ -6,8 +6,11 @@ of its inputs, NaN among it, reaches neither results nor gradients.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._higher_order_ops.utils as utils
@@ -25,15 +28,31 @@ Function = Callable[..., Any]
 
 def patches() -> Iterator[tuple[Any, str, Patch]]:
     """What is patched while a trace runs: these operators are traced as they stand, without Dynamo."""
-    if hasattr(utils, "_hop_compile_and_call"):
-        yield utils, "_hop_compile_and_call", _called
-    else:  # before torch 2.12
-        yield torch, "compile", _uncompiled
+    yield dynamo_patch()
     import torch.nn.attention.flex_attention as flex_attention  # here: 15 ms that few need
 
     # torch differentiates it on a GPU alone; plain operators are differentiated anywhere.
     yield flex_attention, "_validate_device", while_tracing(lambda *_: None)
     yield flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", lambda *_: True
+
+
+def dynamo_patch() -> tuple[Any, str, Patch]:
+    """Return the patch by which `torch.cond` and its like are called as they stand.
+
+    No mode of a thread sees such a call before Dynamo is asked to compile it.
+    """
+    if hasattr(utils, "_hop_compile_and_call"):
+        return utils, "_hop_compile_and_call", _called
+    return torch, "compile", _uncompiled  # before torch 2.12
+
+
+@contextmanager
+def without_dynamo() -> Iterator[None]:
+    """Let this thread call `torch.cond` and its like as they stand; other threads have torch's own."""
+    tracer, (owner, name, patch) = threading.get_ident(), dynamo_patch()
+    patched = patch(getattr(owner, name), lambda: threading.get_ident() == tracer)
+    with mock.patch.object(owner, name, patched):
+        yield
 
 
 @while_tracing

@@ -90,15 +90,7 @@ def place_axes(
 
 def place(program: Program, axis: Axis) -> Program:
     """The program of each rank along `axis`."""
-    return place_values(remove_writes(program), axis)[0]
-
-
-def place_values(program: Program, axis: Axis) -> tuple[Program, dict[fx.Node, Value]]:
-    """The same of a program without writes, and what each of its values has become."""
-    placer = _Placer(program, axis)
-    with program.fake_mode, torch.enable_grad():
-        placer.walk()
-        return placer.placed(), placer.values
+    return Placer.of(remove_writes(program), axis).placed()
 
 
 @dataclass(frozen=True)
@@ -116,7 +108,9 @@ class Value:
 
 
 @dataclass
-class _Placer:
+class Placer:
+    """The walk over a program without writes: what each of its values is, and the graph that comes of it."""
+
     program: Program
     axis: Axis
     values: dict[fx.Node, Value] = field(default_factory=dict)
@@ -128,6 +122,14 @@ class _Placer:
         device = self.program.placeholders[0].meta["val"].device
         self.write = Writer(self.axis.name, self.axis.ranks, device)
         self.graph, self.call = self.write.graph, self.write.call
+
+    @classmethod
+    def of(cls, program: Program, axis: Axis) -> Placer:
+        """Walk over a program."""
+        placer = cls(program, axis)
+        with program.fake_mode, torch.enable_grad():
+            placer.walk()
+        return placer
 
     def walk(self) -> None:
         inputs = [self.graph.placeholder(node.name) for node in self.program.placeholders]
@@ -165,7 +167,7 @@ class _Placer:
     def run(self, node: fx.Node) -> Value:
         sources = [self.values[n] for n in operands_of(node)]
         is_op = isinstance(node.target, OpOverload)
-        default = _Placer.op if is_op and sources else _Placer.replicated
+        default = Placer.op if is_op and sources else Placer.replicated
         return _SPECIAL.get(node.target if is_op else type(node.target), default)(self, node, sources)
 
     def op(self, node: fx.Node, sources: Sequence[Value]) -> Value:
@@ -409,10 +411,13 @@ class _Placer:
             )
         axis, inputs = self.axis, list(self.program.inputs)
         wholes = zip(self.program.placeholders, inputs, strict=True)
-        fakes = [local_value(n.meta["val"], axis.inputs.get(i, REPLICATED), axis.ranks) for n, i in wholes]
+        with self.program.fake_mode:
+            fakes = [
+                local_value(n.meta["val"], axis.inputs.get(i, REPLICATED), axis.ranks) for n, i in wholes
+            ]
+            fakes += [self.local_index()] if self.index.users else []
         if self.index.users:
             inputs.append(Input("axis", axis.name))
-            fakes.append(self.local_index())
         else:
             self.graph.erase_node(self.index)
         eliminate_dead_code(self.graph)
@@ -421,7 +426,8 @@ class _Placer:
             if sent.target is EXCHANGE and len(sent.users) == 1:  # nobody else reads what that has made
                 node.replace_all_uses_with(sent)
                 self.graph.erase_node(node)
-        self.record.check(self.graph, lambda: propagate(self.graph, fakes))
+        with self.program.fake_mode, torch.enable_grad():
+            self.record.check(self.graph, lambda: propagate(self.graph, fakes))
         return replace(self.program, graph=self.graph, inputs=tuple(inputs))
 
     def local_index(self) -> Tensor:
@@ -429,9 +435,9 @@ class _Placer:
 
 
 # What is no op with strategies of its own: by its target, or the type of that.
-_SPECIAL: dict[Any, Callable[[_Placer, fx.Node, Sequence[Value]], Value]] = {
-    OUTGOING: _Placer.outgoing,
-    CONSTRAIN: _Placer.constrained,
-    CustomGradient: _Placer.on_the_first,
-    Elsewhere: _Placer.elsewhere,
+_SPECIAL: dict[Any, Callable[[Placer, fx.Node, Sequence[Value]], Value]] = {
+    OUTGOING: Placer.outgoing,
+    CONSTRAIN: Placer.constrained,
+    CustomGradient: Placer.on_the_first,
+    Elsewhere: Placer.elsewhere,
 }

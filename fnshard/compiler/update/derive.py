@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -38,10 +39,15 @@ class Compute:
             values that all ranks have.
     """
 
-    graph: fx.GraphModule
+    graph: fx.Graph
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     whole: bool = False
+
+    @cached_property
+    def run(self) -> fx.GraphModule:
+        """The graph as a function; on paper nobody needs its code."""
+        return fx.GraphModule({}, self.graph)
 
 
 @dataclass(frozen=True)
@@ -127,8 +133,8 @@ def derive(traced: Traced, shape: Sequence[int], layouts: Mapping[str, P], mesh:
             break
         marked |= more
     best = min(plans, key=lambda plan: plan.price)
-    sent = sum(reduced_bytes(node, mesh) for node in local.graph.nodes)
-    if splits.apart or best.price < sent:
+    # What `place` alone finds is written out where it may be cheaper.
+    if splits.apart or 2 * best.price < local.about_sent:
         return best
     return min(best, write_steps(local, splits), key=lambda plan: plan.price)
 
@@ -293,8 +299,7 @@ def write_steps(placed: Placed, splits: Splits, region: Region | None = None) ->
     for now, (nodes, kept) in enumerate(assign_nodes(order)):
         if at is not None and now == at + 1:
             writes = [new(value.shape, value.dtype) for value in region.values]
-            graph = fx.GraphModule({}, region.graph)
-            steps.append(Compute(graph, tuple(whole_reads), tuple(writes), whole=True))
+            steps.append(Compute(region.graph, tuple(whole_reads), tuple(writes), whole=True))
             flops += sum(map(flops_of, region.graph.nodes)) / splits.ranks
 
         leaving = [n for n in dict.fromkeys([*kept, *order.sends(now)]) if order.is_local(n)]
@@ -352,7 +357,7 @@ def write_compute(
     for node in nodes:
         env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(tuple(env[n] for _, n in writes))
-    return Compute(fx.GraphModule({}, graph), reads, tuple(n for n, _ in writes))
+    return Compute(graph, reads, tuple(n for n, _ in writes))
 
 
 def reduced_bytes(node: fx.Node, mesh: Mesh) -> float:

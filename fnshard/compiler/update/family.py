@@ -93,13 +93,21 @@ def family_of(rule: Optimizer, path: str, spec: LayoutSpec, mesh: Mesh) -> Famil
 
 
 def trace_of(rule: Optimizer, path: str, spec: LayoutSpec, slots: Mapping[str, Slot]) -> Traced:
-    """Return the update of a whole leaf, traced once for all layouts."""
+    """Return the update of a whole leaf, traced once for all layouts; if it is elementwise and asks for no
+    shape, once for all shapes too."""
     known, shape, dtype = rule.traces, tuple(spec.shape), spec.optimizer_dtype
     key = "trace", rule.settings(path), shape, dtype
-    if key not in known:
+    any_shape = None
+    if shape and all(slot.shape == shape for slot in slots.values()):
+        any_shape = "trace", rule.settings(path), dtype, tuple((n, s.dtype) for n, s in slots.items())
+    if key not in known and any_shape in known:
+        known[key] = known[any_shape].resize(shape)
+    elif key not in known:
         described = {name: (slot.shape, slot.dtype) for name, slot in slots.items()}
         wide = torch.promote_types(dtype, torch.float32)
-        known[key] = trace_update(rule, path, shape, dtype, wide, described)
+        known[key] = traced = trace_update(rule, path, shape, dtype, wide, described)
+        if any_shape and traced.is_elementwise and not traced.asks and not traced.constants:
+            known[any_shape] = traced
     return known[key]
 
 
@@ -121,4 +129,4 @@ def _nothing() -> Compute:
     """Return a stretch that computes nothing."""
     graph = fx.Graph()
     graph.output(())
-    return Compute(fx.GraphModule(torch.nn.Module(), graph), (), ())
+    return Compute(graph, (), ())

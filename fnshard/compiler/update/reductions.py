@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
 
 from fnshard.compiler.frontend.exchange import EXCHANGE, OUTGOING
-from fnshard.compiler.ir.program import ANY_STRIDES, Input, Outputs, Program, propagate
-from fnshard.compiler.place.place import place_values
-from fnshard.compiler.place.placement import Placement
+from fnshard.compiler.ir.program import ANY_STRIDES, Input, Outputs, Program, eliminate_dead_code
+from fnshard.compiler.place.place import Placer
+from fnshard.compiler.place.placement import REPLICATED, Placement, local_shape
 from fnshard.compiler.place.strategies import Axis, Elsewhere
-from fnshard.compiler.update.splits import Splits, name_of
-from fnshard.compiler.update.trace import Traced
+from fnshard.compiler.update.splits import Splits, bytes_of, name_of
+from fnshard.compiler.update.trace import PARAM, Traced
 from fnshard.layout.partition import block_shape
 
 aten = torch.ops.aten
@@ -24,18 +25,63 @@ How = Literal["sum", "max"]
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """An update as each rank runs it: a graph with `reduced` and `Elsewhere` nodes.
+    """An update as each rank runs it.
 
     Args:
-        inputs: names of the placeholders.
         outputs: names of the results.
         where: by node of the update, the placement over each flat axis.
+        program: as it is but for the last flat axis.
+        last: the walk over the last flat axis; None where there is none.
     """
 
-    graph: fx.Graph
-    inputs: tuple[str, ...]
+    splits: Splits
     outputs: tuple[str, ...]
     where: Mapping[fx.Node, Mapping[str, Placement]]
+    program: Program
+    last: Placer | None
+
+    @cached_property
+    def walked(self) -> list[fx.Node]:
+        """The nodes that ranks run, exchanges among them, as they are before anybody has run them."""
+        graph = self.program.graph if self.last is None else self.last.graph
+        eliminate_dead_code(graph)
+        return list(graph.nodes)
+
+    def shape_of(self, node: fx.Node) -> tuple[int, ...] | None:
+        """Return the shape of what a rank has of a walked value; None within an exchange."""
+        if self.last is None:
+            return tuple(node.meta["val"].shape)
+        placement, whole = self.last.record.values.get(node, (None, None))
+        return None if whole is None else local_shape(whole.shape, placement, self.last.axis.ranks)
+
+    @property
+    def about_sent(self) -> float:
+        """What a rank sends along the one flat axis, about: of several, and where nothing is split, 0."""
+        if self.last is None or len(self.splits.flat) > 1:
+            return 0.0
+        ranks, record, alive = self.last.axis.ranks, self.last.record, set(self.walked)
+        wholes = [
+            record.values[new][1]
+            for _, new, now, _ in record.conversions
+            if new in alive and now != REPLICATED
+        ]
+        return 2 * (ranks - 1) / ranks * sum(map(bytes_of, wholes))
+
+    @cached_property
+    def _finished(self) -> tuple[fx.Graph, tuple[str, ...]]:
+        program = self.program if self.last is None else self.last.placed()
+        with program.fake_mode, torch.no_grad():
+            return as_reductions(program, self.splits)
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The graph, checked, with `reduced` and `Elsewhere` nodes."""
+        return self._finished[0]
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the placeholders."""
+        return self._finished[1]
 
 
 def reduced(x: Tensor, how: How, axes: tuple[str, ...]) -> Tensor:
@@ -45,6 +91,9 @@ def reduced(x: Tensor, how: How, axes: tuple[str, ...]) -> Tensor:
 
 def place_update(traced: Traced, graph: fx.Graph, splits: Splits) -> Placed:
     """Place a graph of the update's inputs and results over all axes that split something."""
+    if graph is traced.graph and traced.is_elementwise and not splits.apart:
+        traced = traced.resize(block_shape(splits.shapes[PARAM], splits.layouts[PARAM], splits.mesh))
+        graph, splits = traced.graph, replace(splits, flat=())
     env: dict[fx.Node, fx.Node] = {}
     copy = fx.Graph()
     copy.output(copy.graph_copy(graph, env))
@@ -57,42 +106,60 @@ def place_update(traced: Traced, graph: fx.Graph, splits: Splits) -> Placed:
     program = Program(copy, inputs, {}, outputs, traced.fake_mode)
     now = dict(env)
     where: dict[fx.Node, dict[str, Placement]] = {node: {} for node in env}
+    last = None
     for axes in splits.flat:
+        program = program if last is None else last.placed()
         own = {Input("leaf", n): of[name_of(axes)] for n, of in splits.of.items() if name_of(axes) in of}
         axis = Axis(name_of(axes), splits.mesh.axes_size(axes), own, residual="whole", update=True)
-        program, values = place_values(program, axis)
+        last = Placer.of(program, axis)
         for node, current in now.items():
-            if (value := values.get(current)) is not None:
+            if (value := last.values.get(current)) is not None:
                 where[node][axis.name] = value.placement
                 now[node] = value.node
-    with traced.fake_mode, torch.no_grad():
-        graph, names = as_reductions(program, splits)
-    return Placed(graph, names, traced.outputs, where)
+    return Placed(splits, traced.outputs, where, program, last)
+
+
+def is_maximum(exchange: fx.Node) -> bool:
+    """Whether an exchange gathers parts of a maximum, which the only reader of it takes."""
+    sent, kind, *_ = exchange.args
+    users = list(exchange.users)
+    of_all = [u.target for u in users] == [aten.amax.default] and users[0].args[1] == [0]
+    sent = sent.args[0] if sent.target is OUTGOING else sent
+    return kind == "all_gather" and of_all and sent.target is aten.unsqueeze.default
 
 
 def as_reductions(program: Program, splits: Splits) -> tuple[fx.Graph, tuple[str, ...]]:
     """Write every exchange as a reduction; nodes that are equal become one."""
     graph, env, known = fx.Graph(), {}, {}
     names = [i.name if i.kind != "axis" else f"index.{i.name}" for i in program.inputs]
-    fakes, cut_out = [], any(isinstance(n.target, Elsewhere) for n in program.graph.nodes)
+    cut_out = any(isinstance(n.target, Elsewhere) for n in program.graph.nodes)
     for name, node in zip(names, program.placeholders, strict=True):
         env[node] = known[name] = graph.placeholder(node.name)
         value = node.meta["val"]
         if name in splits.apart and cut_out:  # else it is read as if it were whole
             value = value.new_empty(block_shape(value.shape, splits.layouts[name], splits.mesh))
-        fakes.append(value)
+        env[node].meta["val"] = value
     for axes in splits.flat:
         name = f"index.{name_of(axes)}"
         if name not in known:
             known[name] = graph.placeholder(name.replace(".", "_").replace(",", "_"))
+            known[name].meta["val"] = torch.empty((), dtype=torch.int64)
             names.append(name)
-            fakes.append(torch.empty((), dtype=torch.int64))
 
-    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def write(target: Any, args: Any, kwargs: Any, like: fx.Node | None = None) -> fx.Node:
+        """Write a node, once; its value is that of the node `like`."""
         key = target, repr((args, kwargs))
         if key not in known:
-            known[key] = graph.call_function(target, args, kwargs)
+            known[key] = node = graph.call_function(target, args, kwargs)
+            if like is None:
+                args, kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+                node.meta["val"] = target(*args, **kwargs)
+            else:
+                node.meta["val"] = like.meta["val"]
         return known[key]
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return write(target, args, kwargs)
 
     def reduce(x: fx.Node, how: How, axes: str) -> fx.Node:
         over = axes.split(",")
@@ -111,7 +178,6 @@ def as_reductions(program: Program, splits: Splits) -> tuple[fx.Graph, tuple[str
         parts = call(aten.where.ScalarOther, mine, call(aten.unsqueeze.default, x, dim), 0)
         shape = [s * ranks if d == dim else s for d, s in enumerate(local.shape)]
         x = reduce(call(aten.reshape.default, parts, shape), "sum", axes)
-        x.meta["gathers"] = node.meta.get("origin")
         return call(aten.to.dtype, x, torch.bool) if local.dtype == torch.bool else x
 
     for node in program.graph.nodes:
@@ -122,12 +188,11 @@ def as_reductions(program: Program, splits: Splits) -> tuple[fx.Graph, tuple[str
         elif node.target is EXCHANGE:
             sent, kind, axes, dim, ranks = node.args
             x, local = env[sent], sent.meta["val"]
-            users = list(node.users)
-            of_maximum = [u.target for u in users] == [aten.amax.default] and users[0].args[1] == [0]
-            if kind == "all_gather" and of_maximum and x.target is aten.unsqueeze.default:
+            if is_maximum(node):
                 x, boolean = x.args[0], local.dtype == torch.bool
                 top = reduce(call(aten.to.dtype, x, torch.uint8) if boolean else x, "max", axes)
-                env[users[0]] = call(aten.to.dtype, top, torch.bool) if boolean else top
+                (user,) = node.users
+                env[user] = call(aten.to.dtype, top, torch.bool) if boolean else top
             elif kind == "psum":
                 env[node] = reduce(x, "sum", axes)
             else:
@@ -136,9 +201,8 @@ def as_reductions(program: Program, splits: Splits) -> tuple[fx.Graph, tuple[str
                 env[node].meta["origin"] = node.meta.get("origin")
         elif node not in env:
             args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-            env[node] = call(node.target, *args, **kwargs)
+            env[node] = write(node.target, args, kwargs, like=node)
             env[node].meta.setdefault("origin", node.meta.get("origin"))
     graph.output(tuple(env[n] for n in program.results))
     graph.eliminate_dead_code()
-    propagate(graph, fakes)
     return graph, tuple(names)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fnshard.compiler.ir.values import MASTER
 from fnshard.compiler.kernels.inductor import TRACING
-from fnshard.compiler.update.trace import Explained, refuse_random
+from fnshard.compiler.update.trace import Explained, Watch, refuse_random, trace_without_writes
 from fnshard.errors import OptimizerError
 from fnshard.layout.partition import P, block_shape, slot_layout
 from fnshard.layout.spec import LayoutSpec
@@ -78,31 +77,40 @@ def slots_of_leaf(rule: Optimizer, path: str, shape: Sequence[int], dtype: torch
     Raises:
         OptimizerError: `init` computes it of the parameter's values, which ranks have parts of.
     """
-    known = rule.traces
-    key = "slots", rule.settings(path), tuple(shape), dtype
-    if key not in known:
-        known[key] = _trace_init(rule, path, shape, dtype)
+    known, shape = rule.traces, tuple(shape)
+    key, any_shape = (("slots", rule.settings(path), each, dtype) for each in (shape, None))
+    if key not in known and shape and any_shape in known:
+        known[key] = {name: replace(slot, shape=shape) for name, slot in known[any_shape].items()}
+    elif key not in known:
+        known[key], is_like_any = _trace_init(rule, path, shape, dtype)
+        if is_like_any and shape:
+            known[any_shape] = known[key]
     return known[key]
 
 
-def _trace_init(rule: Optimizer, path: str, shape: Sequence[int], dtype: torch.dtype) -> dict[str, Slot]:
+def _trace_init(
+    rule: Optimizer, path: str, shape: Sequence[int], dtype: torch.dtype
+) -> tuple[dict[str, Slot], bool]:
+    """Return the state of a leaf, and whether that of a leaf of any other shape is like it."""
     names: list[str] = []
+    watch = Watch()
 
     def init(param: Tensor) -> list[Tensor]:
-        made = rule.init(path, param)
+        made = watch.see(rule.init)(path, param)
         names[:] = made
         return list(made.values())
 
     with Explained(rule, path), TRACING, FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        module = make_fx(torch.func.functionalize(init))(torch.empty(tuple(shape), dtype=dtype))
+        module = trace_without_writes(init, torch.empty(tuple(shape), dtype=dtype))
     refuse_random(rule, path, module.graph)
     (param,) = module.graph.find_nodes(op="placeholder")
-    out, wrong = {}, []
+    out, wrong, is_like_any = {}, [], not watch.asks
     for name, node in zip(names, module.graph.output_node().args[0], strict=True):
         value, source, fill = node.meta["val"], _copied_from(node), _fill_of(node)
         out[name] = Slot(tuple(value.shape), value.dtype, fill, source is param and fill is None)
         if fill is None and source is not param and _reads_values(node, param):
             wrong.append(f"params[{path!r}]: slot {name!r}")
+        is_like_any &= source is param or (source.target in _LIKE and source.args[0] is param)
     if MASTER in names:
         raise OptimizerError(
             f"{rule} keeps a slot {MASTER!r} of params[{path!r}], which is what a master copy is called.",
@@ -115,7 +123,7 @@ def _trace_init(rule: Optimizer, path: str, shape: Sequence[int], dtype: torch.d
             "let init fill tensors, torch.zeros_like(param), or copy it, param.clone(); compute in update: "
             "there, step.count is 0 at first.",
         )
-    return out
+    return out, is_like_any
 
 
 _COPIES = {aten.clone.default, aten._to_copy.default, aten.alias.default, aten.detach.default}
@@ -123,6 +131,7 @@ _FILLS = {
     aten.zeros_like.default: 0.0, aten.ones_like.default: 1.0, aten.new_zeros.default: 0.0,
     aten.new_ones.default: 1.0, aten.zeros.default: 0.0, aten.ones.default: 1.0,
 }  # fmt: skip
+_LIKE = {aten.zeros_like.default, aten.ones_like.default, aten.full_like.default}
 _FULLS = {aten.full_like.default, aten.new_full.default, aten.full.default}
 _SHAPED = {*_FILLS, *_FULLS, aten.empty_like.default, aten.new_empty.default}
 

@@ -6,10 +6,11 @@ the step's numbers alone (rates, bias corrections) is cut off, as a prologue tha
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, fx
@@ -18,8 +19,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from fnshard import tree
-from fnshard.compiler.ir.program import WRITES, OpOverload, mutated_args, storage_id
+from fnshard.compiler.frontend.control_flow import without_dynamo
+from fnshard.compiler.ir.program import WRITES, OpOverload, mutated_args, storage_id, tensors_of
 from fnshard.compiler.kernels.inductor import TRACING
+from fnshard.compiler.place.elementwise import elementwise
+from fnshard.compiler.place.rules import rule_of
 from fnshard.errors import OptimizerError
 from fnshard.optim.optimizer import Optimizer, Step, as_number, update_leaf
 
@@ -41,14 +45,19 @@ class Prologue:
         norm: whether the numbers depend on the norm of all gradients.
     """
 
-    graph: fx.GraphModule
+    graph: fx.Graph
     functions: tuple[Callable[[Tensor], Any], ...]
     norm: bool
+
+    @cached_property
+    def run(self) -> fx.GraphModule:
+        """The graph as a function; on paper nobody needs its code."""
+        return fx.GraphModule({}, self.graph)
 
     def numbers(self, step: Step) -> tuple[Tensor, ...]:
         """Return the numbers of one step, 0-d."""
         norm = step.global_norm if self.norm else torch.zeros((), dtype=torch.float64)
-        return self.graph(step.count, norm, *(as_number(f(step.count)) for f in self.functions))
+        return self.run(step.count, norm, *(as_number(f(step.count)) for f in self.functions))
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +69,7 @@ class Traced:
         inputs: names of the placeholders: "grad", "param", "slots.NAME", "number.I", "constant.I".
         outputs: names of the results: "update", then "slots.NAME" of those that change.
         constants: tensors of the update's own, by name.
+        asks: the update has looked at more of its tensors than their dtypes, such as their sizes.
     """
 
     graph: fx.Graph
@@ -67,6 +77,7 @@ class Traced:
     outputs: tuple[str, ...]
     constants: Mapping[str, Tensor]
     prologue: Prologue
+    asks: bool
     fake_mode: FakeTensorMode = field(repr=False)
 
     @property
@@ -78,6 +89,27 @@ class Traced:
     def results(self) -> dict[str, fx.Node]:
         """The nodes of the results by name."""
         return dict(zip(self.outputs, self.graph.output_node().args[0], strict=True))
+
+    @cached_property
+    def is_elementwise(self) -> bool:
+        """Whether all that it computes is computed of each element by itself, and of numbers."""
+        shapes = {(), tuple(self.placeholders[PARAM].meta["val"].shape)}
+        return all(
+            {tuple(v.shape) for v in tensors_of(node)} <= shapes
+            and (node.target is operator.getitem or rule_of(node.target) is elementwise)
+            for node in self.graph.nodes
+            if node.op == "call_function"
+        ) and all({tuple(v.shape) for v in tensors_of(node)} <= shapes for node in self.placeholders.values())
+
+    def resize(self, shape: Sequence[int]) -> Traced:
+        """Return the elementwise update of a leaf, or of a block, of another shape."""
+        graph, copies = fx.Graph(), {}
+        graph.output(graph.graph_copy(self.graph, copies))
+        with self.fake_mode:
+            for node in copies.values():
+                resized = [v.new_empty(tuple(shape)) if v.dim() else v for v in tensors_of(node)]
+                node.meta["val"] = resized[0] if isinstance(node.meta["val"], Tensor) else tuple(resized)
+        return replace(self, graph=graph)
 
 
 Described = tuple[tuple[int, ...], torch.dtype]
@@ -108,50 +140,45 @@ def trace_update(
     functions: list[Callable[[Tensor], Any]] = []
     outputs: list[str] = []
 
-    def run(evaluate: Callable[[Any, Tensor], Tensor], *given: Tensor) -> list[Tensor]:
-        grad, param, *own, count, norm = given
-        step = Step(count, norm, evaluate)
+    def run(grad: Tensor, param: Tensor, *given: Tensor) -> list[Tensor]:
+        *own, count, norm = given
+        functions.clear()
+
+        def evaluate(function: Callable[[Tensor], Any], of: Tensor) -> Tensor:
+            if of is not count:
+                raise OptimizerError(
+                    f"{optimizer} asks for step.host(function) of a Step whose count is not the step's own.",
+                    fix="change the count in the function: step.host(lambda count: f(count % 10)).",
+                )
+            functions.append(function)
+            return ON_HOST(count, len(functions) - 1)
+
         slots_here = dict(zip(names, own, strict=True))
+        step = Step(count, norm, evaluate)
         update, new = update_leaf(optimizer, path, grad, slots_here, param, step)
         outputs[:] = [UPDATE, *(slot_name(n) for n in new)]
         return [update, *new.values()]
 
-    def evaluate(function: Callable[[Tensor], Any], given: Tensor) -> Tensor:
-        if given is not count:
-            raise OptimizerError(
-                f"{optimizer} asks for step.host(function) of a Step whose count is not the step's own.",
-                fix="change the count in the function: step.host(lambda count: f(count % 10)).",
-            )
-        functions.append(function)
-        return torch.empty((), dtype=torch.float64)
-
-    with Explained(optimizer, path), TRACING, mock.patch.object(torch, "cond", _trace_both):
-        with mode, torch.no_grad():
-            run(evaluate, grad, param, *state, count, norm)  # which functions of the count it asks for
-            numbers = [torch.empty((), dtype=torch.float64) for _ in functions]
-
-        def traced(*given: Tensor) -> list[Tensor]:
-            own, values = given[: len(given) - len(numbers)], iter(given[len(given) - len(numbers) :])
-            return run(lambda function, count: next(values), *own)
-
-        pure = torch.func.functionalize(traced, remove="mutations")
-        with mode, torch.no_grad():
-            module = make_fx(pure)(grad, param, *state, count, norm, *numbers)
-    module.graph.eliminate_dead_code()
-    _refuse_impure(optimizer, path, module.graph, names)
-    inputs = [
-        GRAD,
-        PARAM,
-        *map(slot_name, names),
-        "count",
-        "norm",
-        *(f"host.{i}" for i in range(len(functions))),
-    ]
-    _copy_aliases(module.graph, inputs, outputs)
+    watch = Watch()
+    optimizer = replace(optimizer, update=watch.see(optimizer.update))
+    with Explained(optimizer, path), TRACING, without_dynamo(), mode, torch.no_grad():
+        module = trace_without_writes(run, grad, param, *state, count, norm)
+    graph, inputs = module.graph, [GRAD, PARAM, *map(slot_name, names), "count", "norm"]
+    graph.eliminate_dead_code()
+    _refuse_impure(optimizer, path, graph, names)
+    _copy_aliases(graph, inputs, outputs)
     constants = _lift_constants(module, inputs)
-    prologue = _cut_prologue(module, inputs, tuple(functions))
-    _fold_branches(module.graph)
-    return Traced(module.graph, tuple(inputs), tuple(outputs), constants, prologue, mode)
+    prologue = _cut_prologue(graph, inputs, functions)
+    _fold_branches(graph)
+    return Traced(graph, tuple(inputs), tuple(outputs), constants, prologue, watch.asks, mode)
+
+
+def trace_without_writes(function: Callable[..., Any], *given: Tensor) -> fx.GraphModule:
+    """Trace a function. One that writes to what it has made is traced again, writes taken out."""
+    module = make_fx(function)(*given)
+    if any(mutated_args(node) for node in module.graph.nodes):
+        module = make_fx(torch.func.functionalize(function))(*given)
+    return module
 
 
 class Explained:
@@ -225,8 +252,18 @@ class Branch:
         return [value.contiguous() for value in made]  # as the trace says that they lie
 
 
-# What a trace has of torch.cond, until its two sides are folded into a Branch.
 LIBRARY = torch.library.Library("fnshard", "FRAGMENT")
+
+# What a trace has of `step.host(function)`, until the prologue is cut off.
+LIBRARY.define("on_host(Tensor count, int function) -> Tensor")
+LIBRARY.impl(
+    "on_host",
+    lambda count, function: torch.empty((), dtype=torch.float64, device=count.device),
+    "CompositeExplicitAutograd",
+)
+ON_HOST = torch.ops.fnshard.on_host.default
+
+# What a trace has of torch.cond, until its two sides are folded into a Branch.
 LIBRARY.define("one_of(Tensor condition, Tensor[] true, Tensor[] false) -> Tensor[]")
 LIBRARY.impl(
     "one_of",
@@ -234,6 +271,35 @@ LIBRARY.impl(
     "CompositeExplicitAutograd",
 )
 ONE_OF = torch.ops.fnshard.one_of.default
+
+
+class Watch(TorchFunctionMode):
+    """Sees what an optimizer's functions call on this thread, and traces both sides of a `torch.cond`.
+
+    `asks`: whether they have asked for more of a tensor than a dtype or a device, such as its shape.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asks = False
+
+    def see(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that is watched."""
+
+        def call(*args: Any) -> Any:
+            with self:
+                return function(*args)
+
+        return call
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.higher_order.cond:
+            with self:
+                return _trace_both(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        made = out if isinstance(out, tuple | list) and len(out) else [out]  # a shape is a tuple, too
+        self.asks |= not all(isinstance(value, Tensor | torch.dtype | torch.device) for value in made)
+        return out
 
 
 class _Side(TorchFunctionMode):
@@ -255,8 +321,7 @@ class _Side(TorchFunctionMode):
 def _trace_both(
     pred: Tensor, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any] = ()
 ) -> Any:
-    """Take the place of `torch.cond` in a trace: both sides stand in the graph, and `_fold_branches` parts
-    them. (torch's own needs Dynamo, which takes seconds a leaf.)"""
+    """Let both sides of a `torch.cond` stand in the graph; `_fold_branches` parts them."""
     with _Side():
         true, structure = tree.flatten(true_fn(*operands))
     with _Side():
@@ -344,46 +409,36 @@ def _lift_constants(module: fx.GraphModule, inputs: list[str]) -> dict[str, Tens
 
 
 def _cut_prologue(
-    module: fx.GraphModule, inputs: list[str], functions: tuple[Callable[[Tensor], Any], ...]
+    graph: fx.Graph, inputs: list[str], functions: Sequence[Callable[[Tensor], Any]]
 ) -> Prologue:
     """Cut off what depends on the step's numbers alone; the graph takes what it reads of that as inputs."""
-    graph, placeholders = module.graph, module.graph.find_nodes(op="placeholder")
-    of_step = [
-        n
-        for n, name in zip(placeholders, inputs, strict=True)
-        if name in ("count", "norm") or name.startswith("host.")
-    ]
-    alone = set(of_step)
+    named = dict(zip(inputs, graph.find_nodes(op="placeholder"), strict=True))
+    count, norm = named["count"], named["norm"]
+    alone = {count: None, norm: None}
     for node in graph.nodes:
-        if (
-            node.op == "call_function"
-            and node.all_input_nodes
-            and all(n in alone for n in node.all_input_nodes)
-        ):
+        if node.op == "call_function" and node.all_input_nodes and alone.keys() >= {*node.all_input_nodes}:
             value = node.meta.get("val")
             if isinstance(value, Tensor) and value.dim() == 0:
-                alone.add(node)
-    read = [n for n in graph.nodes if n in alone and any(u not in alone for u in n.users)]
+                alone[node] = None
+    read = [node for node in alone if any(user not in alone for user in node.users)]
 
-    prologue, made = fx.Graph(), {}
-    for node in graph.nodes:
-        if node in alone:
+    hosts, prologue = [node for node in alone if node.target is ON_HOST], fx.Graph()
+    made = {node: prologue.placeholder(node.name) for node in (count, norm, *hosts)}
+    for node in alone:
+        if node not in made:
             made[node] = prologue.node_copy(node, made.__getitem__)
-    prologue.output(tuple(made[n] for n in read))
+    prologue.output(tuple(made[node] for node in read))
     prologue.eliminate_dead_code()
 
-    last = placeholders[-1]
+    last = graph.find_nodes(op="placeholder")[-1]
     for number, node in enumerate(read):
         with graph.inserting_after(last):
             last = graph.placeholder(f"number_{number}")
         last.meta = dict(node.meta)
         node.replace_all_uses_with(last, delete_user_cb=lambda user: user not in alone)
         inputs.append(f"number.{number}")
-    for node in reversed(list(graph.nodes)):
-        if node in alone:
-            graph.erase_node(node)
-    names = dict(zip(placeholders, inputs, strict=False))
-    gone = {names[n] for n in of_step}
-    inputs[:] = [n for n in inputs if n not in gone]
-    uses_norm = any(made[n].users for n in of_step if names[n] == "norm")
-    return Prologue(fx.GraphModule(module, prologue), functions, uses_norm)
+    for node in reversed(alone):
+        graph.erase_node(node)
+    inputs.remove("count")
+    inputs.remove("norm")
+    return Prologue(prologue, tuple(functions[node.args[1]] for node in hosts), bool(made[norm].users))

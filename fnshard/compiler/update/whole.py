@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fnshard.compiler.frontend.exchange import EXCHANGE
 from fnshard.compiler.ir.program import ANY_STRIDES, tensors_in
 from fnshard.compiler.place.elementwise import elementwise
 from fnshard.compiler.place.placement import Placement, Split
 from fnshard.compiler.place.rules import rule_of
 from fnshard.compiler.place.strategies import Elsewhere
 from fnshard.compiler.update.cuts import Edge, minimum_cut
-from fnshard.compiler.update.reductions import Placed
+from fnshard.compiler.update.reductions import Placed, is_maximum
 from fnshard.compiler.update.splits import Splits, bytes_of, name_of, split_over
 from fnshard.compiler.update.trace import Traced
 from fnshard.errors import ScheduleError
@@ -87,14 +88,17 @@ def find_whole(traced: Traced, placed: Placed, splits: Splits, first: bool = Fal
             some because of the others.
     """
     whole = {node.name: node for node in traced.graph.nodes}
-    found = {node.meta["gathers"] for node in placed.graph.nodes if "gathers" in node.meta}
+    nodes = placed.walked
+    gathers = [n for n in nodes if n.target is EXCHANGE and n.args[1] == "all_gather" and not is_maximum(n)]
+    found = {node.meta["origin"] for node in gathers}
     if first:
         found = {name for name in found if rule_of(whole[name].target) is not elementwise} or found
-    for node in placed.graph.nodes:
+    for node in nodes:
         source = whole.get(node.meta.get("origin"))
-        is_product = source is not None and node.target in PRODUCTS and source.target in PRODUCTS
-        if is_product and contracted(node) < contracted(source):
-            found.add(source.name)
+        if source is not None and node.target in PRODUCTS and source.target in PRODUCTS:
+            shape = placed.shape_of(summed_argument(node))
+            if shape is not None and shape[-1] < summed_argument(source).meta["val"].shape[-1]:
+                found.add(source.name)
     for name, node in traced.placeholders.items():
         if name in splits.apart:
             found |= {user.name for user in node.users if user.op == "call_function"}
@@ -104,9 +108,9 @@ def find_whole(traced: Traced, placed: Placed, splits: Splits, first: bool = Fal
     return found
 
 
-def contracted(product: fx.Node) -> int:
-    """Return how long the dim is that a product sums over."""
-    return product.args[PRODUCTS[product.target]].meta["val"].shape[-1]
+def summed_argument(product: fx.Node) -> fx.Node:
+    """Return the argument of a product over whose last dim it sums."""
+    return product.args[PRODUCTS[product.target]]
 
 
 # ------------------------------------------------------------------ the region

@@ -36,7 +36,7 @@ def is_compilable(family: Family) -> bool:
     """Return whether an update is one graph that asks nobody: no exchange, no branch, no rank's place; and
     hands no state on (Inductor drops the copy that keeps a slot from what replaces it)."""
     step, *others = family.derived.steps
-    graph = step.graph.graph
+    graph = step.graph
     chooses = any(isinstance(node.target, Branch) for node in graph.nodes)
     results = graph.output_node().args[0]
     clone = torch.ops.aten.clone.default
@@ -105,7 +105,7 @@ def update_graph(leaves: Sequence[LeafForm], device: torch.device) -> fx.GraphMo
                 kind = kinds_of(leaf.family)[name]
                 given[name] = number.to(wide if kind.is_floating_point else kind)
             given |= {n: v.to(device) for n, v in leaf.family.traced.constants.items()}
-            results = step.graph(*[given[n] for n in step.reads])
+            results = step.run(*[given[n] for n in step.reads])
             given |= dict(zip(step.writes, results, strict=True))
             new = param + given[UPDATE]
             out += [

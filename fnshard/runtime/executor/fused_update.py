@@ -55,10 +55,10 @@ FOUND: weakref.WeakKeyDictionary[Family, FusedUpdate | None] = weakref.WeakKeyDi
 
 def _find_fused(family: Family) -> FusedUpdate | None:
     (step, *others) = family.derived.steps
-    nodes = [n for n in step.graph.graph.nodes if n.target in IN_PLACE]
+    nodes = [n for n in step.graph.nodes if n.target in IN_PLACE]
     if others or len(nodes) != 1:
         return None
-    node, graph = nodes[0], step.graph.graph
+    node, graph = nodes[0], step.graph
     names = dict(zip(graph.find_nodes(op="placeholder"), step.reads, strict=True))
     results = dict(zip(step.writes, graph.output_node().args[0], strict=True))
 
@@ -87,7 +87,7 @@ def _find_fused(family: Family) -> FusedUpdate | None:
 
     # The rest may read the new parameter, and nothing that is overwritten: the gradient is spoiled.
     rest = {name: value for name, value in results.items() if name not in written}
-    found = _graph_of_rest(step.graph, node, made[0], names, rest, {PARAM, GRAD, *written})
+    found = _graph_of_rest(graph, node, made[0], names, rest, {PARAM, GRAD, *written})
     return None if found is None else FusedUpdate(node.target, tuple(arguments), tuple(factors), *found)
 
 
@@ -108,7 +108,7 @@ def _cast_of(node: fx.Node) -> fx.Node:
 
 
 def _graph_of_rest(
-    module: fx.GraphModule, fused: fx.Node, update: fx.Node, names: Mapping[fx.Node, str],
+    update: fx.Graph, fused: fx.Node, change: fx.Node, names: Mapping[fx.Node, str],
     results: Mapping[str, fx.Node], overwritten: set[str],
 ) -> tuple[fx.GraphModule | None, tuple[str, ...], tuple[str, ...]] | None:  # fmt: skip
     """Return the graph of further results, from the new parameter ("new") and other inputs, with what it
@@ -122,12 +122,12 @@ def _graph_of_rest(
     while waiting:
         node = waiting.pop()
         terms = [_cast_of(n) for n in node.args if isinstance(n, fx.Node)]
-        others = [names.get(n) for n in terms if n is not update]
+        others = [names.get(n) for n in terms if n is not change]
         if node.target is aten.add.Tensor and not node.kwargs and len(terms) == 2 and others == [PARAM]:
             sources[node] = NEW
         elif node in names:
             sources[node] = names[node]
-        elif node is fused or node is update:
+        elif node is fused or node is change:
             return None
         elif node not in needed:
             needed.add(node)
@@ -138,11 +138,11 @@ def _graph_of_rest(
     graph = fx.Graph()
     inputs = {name: graph.placeholder(name.replace(".", "_")) for name in dict.fromkeys(sources.values())}
     env = {node: inputs[name] for node, name in sources.items()}
-    for node in module.graph.nodes:
+    for node in update.nodes:
         if node in needed:
             env[node] = graph.node_copy(node, env.__getitem__)
     graph.output(tuple(env[node] for node in results.values()))
-    return fx.GraphModule(module, graph), tuple(inputs), tuple(results)
+    return fx.GraphModule({}, graph), tuple(inputs), tuple(results)
 
 
 @dataclass(frozen=True, eq=False)

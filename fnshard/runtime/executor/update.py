@@ -169,7 +169,7 @@ class Updater:
                     values[to] = side_by_side(part, layout, self.mesh, inverse=True)
                 step = work[path]
                 given = [values[n] if n in values else self._number(path, n, control) for n in step.reads]
-                values |= zip(step.writes, step.graph(*given), strict=True)
+                values |= zip(step.writes, step.run(*given), strict=True)
                 out[path] = {
                     to: side_by_side(values[name], layout, self.mesh)
                     for name, to, layout in zip(back.sends, back.receives, back.layouts, strict=True)
@@ -250,7 +250,7 @@ class Updater:
                 known[name] = self._gradient(block, where, target.dtype, control, GRAD in leaf.flow.keeps)
             elif name in reads and name not in known:
                 known[name] = self._number(leaf.path, name, control)
-        known |= zip(leaf.compute.writes, leaf.compute.graph(*[known[name] for name in reads]), strict=True)
+        known |= zip(leaf.compute.writes, leaf.compute.run(*[known[name] for name in reads]), strict=True)
 
         # What is kept must not change with the state, or the bucket, that it is a view of.
         owned = {t.untyped_storage()._cdata for t in (*slots.values(), target, block) if t is not None}

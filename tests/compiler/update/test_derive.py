@@ -279,7 +279,7 @@ class Ranks:
                 for rank in [*owners] if step.whole else range(len(env)):
                     given = env[rank] | owners[rank] if step.whole else env[rank]
                     given |= {r: self.index(rank, r[6:]) for r in step.reads if r.startswith("index.")}
-                    made = step.graph(*(given[r] for r in step.reads))
+                    made = step.run(*(given[r] for r in step.reads))
                     for name, value in zip(step.writes, made, strict=True):
                         shape, dtype = self.described(name)
                         assert (tuple(value.shape), value.dtype) == (shape, dtype), name

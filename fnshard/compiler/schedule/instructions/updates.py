@@ -340,7 +340,7 @@ class ComputeStack(OfBucket):
     def price(self, pricer: Pricer) -> Price:
         bucket = pricer.bucket(self)
         first = row_of_rank(bucket, 0, pricer.schedule.mesh.axes_size(bucket.axes))
-        return pricer.graphs([self.work[path].graph for path in first.paths])
+        return pricer.graphs([self.work[path].run for path in first.paths])
 
 
 @dataclass(frozen=True)
