@@ -258,19 +258,18 @@ class DryUpdater:
                 taken = self.context.updates.bytes(paths, number, SCALARS in line.reads)
                 self.context.tracker.look(workspace=taken)
             for path in paths:
-                derived, out[path] = schedule.families[path].derived, {}
-                for name, source in flow_of(derived, number).keeps.items():
-                    out[path][name] = self._kept(path, source, slots, params)
+                keeps = flow_of(schedule.families[path].derived, number).keeps
+                out[path] = {name: self._kept(path, name, slots, params) for name in keeps}
             return out
 
         return update
 
     def _kept(self, path: str, name: str, slots: Any, params: Any) -> Tensor:
         """Return a value that a stretch hands on: state as it is, or a new tensor."""
-        slot = name.removeprefix("old slots.")
-        if slot in slots[path]:
+        slot = name.removeprefix("slots.")
+        if slot != name:
             return slots[path][slot]
-        if name == f"old {PARAM}" and path in params:
+        if name == PARAM and path in params:
             return params[path]
         return self._new(*self.context.schedule.families[path].described(name))
 

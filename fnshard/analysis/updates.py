@@ -124,13 +124,13 @@ class UpdateMemory:
 
 def made_by(family: Family, number: int) -> dict[str, torch.Tensor]:
     """Return tensors like all that steps before this one have handed on, by name."""
-    named = {}
+    names = dict[str, None]()
     for before, step in enumerate(family.derived.steps[:number]):
         if not isinstance(step, Compute):
-            named |= {name: name for name in step.receives}
+            names |= dict.fromkeys(step.receives)
         elif not step.whole:
-            named |= flow_of(family.derived, before).keeps
-    kinds = {name: family.described(source) for name, source in named.items()}
+            names |= dict.fromkeys(flow_of(family.derived, before).keeps)
+    kinds = {name: family.described(name) for name in names}
     return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in kinds.items()}
 
 

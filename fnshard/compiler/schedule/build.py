@@ -576,8 +576,7 @@ class _Builder:
             flows = [flow_of(each, number) for each in derived.values()]
             commits = {n for flow in flows for n in flow.commits}
             keeps = {n for flow in flows for n in flow.keeps}
-            taken = {n for flow in flows for n in (*flow.commits.values(), *flow.keeps.values())}
-            reads = read_of(made, {n for each in own.values() for n in each.reads} | taken)
+            reads = read_of(made, {n for each in own.values() for n in each.reads} | commits | keeps)
             writes = stored(paths) if UPDATE in commits else ()
             writes += slots(paths) if commits - {UPDATE} or writes else ()
             writes += (name,) if keeps else ()

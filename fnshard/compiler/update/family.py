@@ -47,7 +47,6 @@ class Family:
 
     def described(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Return the shape and dtype, on a rank, of a value, of state, the gradient or the update."""
-        name = name.removeprefix("old ")
         if name in self.derived.values:
             return self.derived.values[name]
         slot = name.removeprefix("slots.")

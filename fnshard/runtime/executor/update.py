@@ -238,37 +238,36 @@ class Updater:
         master = slots.get(MASTER)
         target = cut(stored, where.stored) if master is None else cut(master, where.valid)
 
-        # State as it is before the update is "old NAME", whatever results are called.
-        reads = [f"old {name}" if is_state(name) else name for name in leaf.compute.reads]
-        known = self._as_computed(leaf.path, made)
-        for name in (*reads, *leaf.flow.keeps.values()):
-            if name == f"old {PARAM}":
-                known[name] = padded(target, where.block) if master is None else master
-            elif name.startswith("old slots."):
-                known[name] = slots[name.removeprefix("old slots.")]
+        reads, known, state = leaf.compute.reads, self._as_computed(leaf.path, made), {}
+        for name in (*reads, *leaf.flow.keeps):
+            if name == PARAM:
+                state[name] = padded(target, where.block) if master is None else master
+            elif is_state(name):
+                state[name] = slots[name.removeprefix("slots.")]
             elif name == GRAD and GRAD not in known:
                 known[name] = self._gradient(block, where, target.dtype, control, GRAD in leaf.flow.keeps)
             elif name in reads and name not in known:
                 known[name] = self._number(leaf.path, name, control)
-        known |= zip(leaf.compute.writes, leaf.compute.run(*[known[name] for name in reads]), strict=True)
+        given = [state[name] if is_state(name) else known[name] for name in reads]
+        known |= zip(leaf.compute.writes, leaf.compute.run(*given), strict=True)
 
-        # What is kept must not change with the state, or the bucket, that it is a view of.
+        # What is kept must not change with the state, or the bucket, that it is a view of. State itself is
+        # kept as it is: it is sent before it is written.
         owned = {t.untyped_storage()._cdata for t in (*slots.values(), target, block) if t is not None}
-        kept = {}
-        for name, source in leaf.flow.keeps.items():
-            value = known[source]
-            is_view = not source.startswith("old ") and value.untyped_storage()._cdata in owned
-            kept[name] = value.clone() if is_view else value
+        kept = {name: state[name] if is_state(name) else known[name] for name in leaf.flow.keeps}
+        for name, value in kept.items():
+            if not is_state(name) and value.untyped_storage()._cdata in owned:
+                kept[name] = value.clone()
 
-        for name, source in leaf.flow.commits.items():
+        for name in leaf.flow.commits:
             if name == UPDATE:
-                target.add_(cut(known[source], where.valid))
+                target.add_(cut(known[name], where.valid))
                 if master is not None and stored is not None:
                     cut(stored, where.stored).copy_(target)
                 continue
             slot = name.removeprefix("slots.")
             extent = where.slots.get(slot, where.valid)
-            cut(slots[slot], extent).copy_(cut(known[source], extent))
+            cut(slots[slot], extent).copy_(cut(known[name], extent))
         return kept
 
     def _gradient(
