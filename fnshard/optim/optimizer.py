@@ -192,10 +192,22 @@ def update_leaf(
         n: v.to(torch.promote_types(v.dtype, wide)) if v.is_floating_point() else v for n, v in slots.items()
     }
     own = optimizer.of(path, param.shape)
+    if param.dim() == 0:
+        step = narrow_numbers(step, wide)
     made = own.update(path, grad, state, param.to(wide), step)
     check_update(own, path, made, param, slots)
     update, new = made
     return update.to(param.dtype), {n: v.to(slots[n].dtype) for n, v in new.items()}
+
+
+def narrow_numbers(step: Step, dtype: torch.dtype) -> Step:
+    """Return a step whose numbers are of a dtype. Next to a leaf that is one number, those in fp64 would make
+    fp64 of what is computed; next to larger tensors a number decides about no dtype."""
+    return replace(
+        step,
+        norm=None if step.norm is None else step.norm.to(dtype),
+        evaluate=lambda function, count: replace(step, count=count).host(function).to(dtype),
+    )
 
 
 def check_update(optimizer: Optimizer, path: str, made: Any, param: Tensor, slots: Slots) -> None:

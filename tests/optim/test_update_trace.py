@@ -161,6 +161,28 @@ def test_an_update_that_asks_for_no_size_is_traced_once(kind: str) -> None:
         assert_close({"update": found, **new}, {"update": expected, **changed})
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_leaf_of_one_number_is_updated_as_one_of_several(dtype: torch.dtype) -> None:
+    """In fp32, though numbers of a step are of fp64 and of no dims either. (`lerp` takes one dtype alone.)"""
+
+    def update(path: str, grad: Tensor, slots: Any, param: Tensor, step: Step) -> Any:
+        change = grad * step.host(lambda count: 0.1 / (1 + int(count))) / step.global_norm
+        return -change, {"mean": slots["mean"].lerp(change, 0.5)}
+
+    optimizer = Optimizer("numbers()", lambda path, param: {"mean": torch.zeros_like(param)}, update)
+    step = Step(torch.tensor(2), torch.tensor(3.0, dtype=torch.float64))
+    found = []
+    for shape in ((), (1,)):
+        param, slots = torch.full(shape, 0.7, dtype=dtype), {"mean": torch.full(shape, 0.3, dtype=dtype)}
+        traced = trace(optimizer, "w", param, slots)
+        made = {node.meta["val"].dtype for node in traced.graph.nodes if node.op == "call_function"}
+        assert made <= {dtype, torch.float32}
+        update_of_leaf, new = update_leaf(optimizer, "w", param, slots, param, step)
+        assert_close({"update": run(traced, param, slots, param, step)[0]}, {"update": update_of_leaf})
+        found.append({"update": update_of_leaf.view(1), "mean": new["mean"].view(1)})
+    assert_close(*found, atol=1e-7, rtol=1e-7)
+
+
 # ------------------------------------------------------------------ mistakes
 
 
