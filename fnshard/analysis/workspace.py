@@ -115,6 +115,11 @@ def _columns(x: Tensor, out: Tensor, weight: Tensor, transposed: bool) -> int:
     return x.shape[0] * channels * window * math.prod(narrow.shape[2:]) * x.dtype.itemsize
 
 
+def _index(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
+    """Indices in int64."""
+    return sum(i.numel() * 8 for i in args[1] if i is not None and i.dtype == torch.int32)
+
+
 def _index_put(args: Args, kwargs: Mapping[str, Any], out: Any) -> int:
     into, _, values = args[:3]
     return values.numel() * into.dtype.itemsize if values.dtype != into.dtype else 0
@@ -184,6 +189,8 @@ _RULES: dict[tuple[str, str], Rule] = {
     ("cpu", "gather"): lambda args, kwargs, out: out.numel() * 4 if args[0].dtype in HALVES else 0,
     ("cpu", "scatter"): lambda args, kwargs, out: args[0].numel() * 4 if args[0].dtype in HALVES else 0,
     ("cpu", "where"): lambda args, kwargs, out: _promotion(args[1:], out),
+    ("cpu", "index"): _index,
+    ("cuda", "index"): _index,
     ("cpu", "index_put"): _index_put,
     ("cpu", "index_put_"): _index_put,
     ("cpu", "logsumexp"): lambda args, kwargs, out: args[0].nbytes,  # the exponentials
