@@ -213,23 +213,33 @@ class Hardware:
         return Hardware.from_dict(measure(mesh, clock))
 
     def link(self, ranks: tuple[int, ...]) -> Link:
-        """Of a group of ranks: within a node, or through the network.
-
-        A ring of a group that has several ranks on each node sends through all their adapters at once (NCCL's
-        parallel rings). In an all-to-all each rank sends to those of other nodes through its own adapter, and
-        the rest stays within the node. Neither is faster than within the node.
-        """
-        nodes = {rank // self.ranks_per_node for rank in ranks}
-        if len(nodes) <= 1:
+        """Of a group of ranks: within a node, or through the network by its `adapters`, which is never faster
+        than within the node."""
+        if self.adapters("gather", ranks) == math.inf:
             return self.node
-        n, per_node = len(ranks), len(ranks) / len(nodes)
 
         def through(name: str) -> Curve:
             outer, inner = getattr(self.network, name), getattr(self.node, name)
-            adapters = (n - 1) / (n - per_node) if name == "all_to_all" else per_node
+            adapters = self.adapters(name, ranks)
             return Curve(tuple((size, min(rate * adapters, inner.at(size))) for size, rate in outer.points))
 
         return Link(self.network.latency_seconds, **{name: through(name) for name in COLLECTIVES})
+
+    def adapters(self, name: str, ranks: tuple[int, ...]) -> float:
+        """Return how many adapters carry what one rank of a group sends: its own carries one part of so many.
+
+        A ring of a group that has several ranks on each node sends through all their adapters at once (NCCL's
+        parallel rings). In an all-to-all each rank sends to those of other nodes through its own adapter, and
+        the rest stays within the node. Within a node the number is infinite: no adapter carries anything.
+
+        Args:
+            name: of the collective, one of `COLLECTIVES`.
+        """
+        nodes = {rank // self.ranks_per_node for rank in ranks}
+        if len(nodes) == 1:
+            return math.inf
+        per_node = len(ranks) / len(nodes)
+        return (len(ranks) - 1) / (len(ranks) - per_node) if name == "all_to_all" else per_node
 
     def rate_of(self, curves: Mapping[str, Curve], dtype: str) -> Curve:
         """By dtype; fp8 that is not in the table is emulated in bf16, others go at fp32's rate."""

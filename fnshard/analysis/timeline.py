@@ -1,12 +1,21 @@
-"""Timeline: a simulated run of a schedule on lanes: compute, communication, transfer, the optimizer next to
+"""Timeline: a simulated run of a schedule on lanes: compute, communicators, transfer, the optimizer next to
 kernels, the host's updates.
 
 The host issues lines in order and runs ahead; a lane does one thing at a time, in the order of issue; a
 collective starts when what it sends is packed, a transfer when what it reads is there; a Wait holds the
-compute lane until its flight is done. The host itself stands still for gradients that it sums or updates
-with, for a copy from or to the disk tier (pageable memory; CUDA returns when it is done), and where an update
-on the host reads numbers of the step (its count, the summed scalars) that the device makes: once for each.
-Where nothing overlaps (a CPU), all lanes share one clock.
+compute lane until its flight is done. Each communicator is a lane: a process group carries one collective
+after another, and the groups of other axes, or of sums besides gathers, run side by side as their streams do
+on a device. What they share is the links. A rank has one within its node and one to other nodes, and a link
+serves flights one at a time, in the order of issue, each for as long as its bytes take there: an exchange
+within a node does not wait for a gather between nodes, and two gathers between nodes do wait for one another.
+A group with several ranks on each of several nodes keeps both links busy, each with its share of the bytes.
+The time in which ranks meet holds no link. (NCCL's flights share a link's rate instead of queueing: the last
+of them lands at the same time, and only a small one behind a large one lands earlier than here.)
+
+The host itself stands still for gradients that it sums or updates with, for a copy from or to the disk tier
+(pageable memory; CUDA returns when it is done), and where an update on the host reads numbers of the step
+(its count, the summed scalars) that the device makes: once for each. Where nothing overlaps (a CPU), all
+lanes share one clock.
 
 What a line takes: kernels are counted by `flops`; packing, casts and updates by their bytes; collectives by
 the algorithm bandwidth of rings: (n - 1) / n of a buffer for a gather, a scatter or an all-to-all, twice that
@@ -50,6 +59,7 @@ from fnshard.compiler.schedule.ir import Price, Schedule
 from fnshard.compiler.update.steps import flow_of
 from fnshard.compiler.update.trace import GRAD, UPDATE, Branch
 from fnshard.layout.partition import block_shape
+from fnshard.runtime.collectives.base import purpose_of
 from fnshard.runtime.executor.compiled_update import is_compilable
 from fnshard.runtime.host_worker import PENDING
 
@@ -75,7 +85,7 @@ class HardwarePricer:
     compiled_update: bool = False
 
     def __post_init__(self) -> None:
-        self._links: dict[tuple[str, ...], tuple[Link, int]] = {}
+        self._links: dict[tuple[str, tuple[str, ...]], tuple[Link, int, float]] = {}
         self._kernels: dict[tuple[str, bool], Price] = {}
 
     def counted(self, line: Run) -> GraphCost:
@@ -146,17 +156,27 @@ class HardwarePricer:
 
     def collective(self, verb: str, axes: tuple[str, ...], size: float) -> dict[str, Any]:
         """The flight of `size` bytes, the whole buffer."""
-        if axes not in self._links:
-            ranks = self.schedule.mesh.group_ranks(axes, 0)
-            self._links[axes] = self.hardware.link(ranks), len(ranks)
-        link, n = self._links[axes]
+        if (verb, axes) not in self._links:
+            ranks, h = self.schedule.mesh.group_ranks(axes, 0), self.hardware
+            self._links[verb, axes] = h.link(ranks), len(ranks), h.adapters(verb, ranks)
+        link, n, adapters = self._links[verb, axes]
         if n == 1:
             return {}
-        share = (2 if verb == "all_reduce" else 1) * (n - 1) / n
-        rate = getattr(link, verb)
+        sent = (2 if verb == "all_reduce" else 1) * (n - 1) / n * size
         # Meeting takes as long as a tree is deep; what is carried does not depend on it.
-        seconds = link.latency_seconds * math.ceil(math.log2(n)) + rate.seconds(share * size)
-        return {"lane": COMMUNICATION, "flight_seconds": seconds}
+        seconds = link.latency_seconds * math.ceil(math.log2(n)) + getattr(link, verb).seconds(sent)
+        leaving = 1 / adapters  # the share of the bytes that goes to other nodes through this rank's adapter
+        shares = {"node": 1 - leaving, "network": leaving}
+        link_seconds = {
+            name: share * getattr(getattr(self.hardware, name), verb).seconds(sent)
+            for name, share in shares.items()
+            if share
+        }
+        communicator = f"{purpose_of(verb)} over {', '.join(axes)}"
+        return {
+            "lane": COMMUNICATION, "flight_seconds": seconds, "communicator": communicator,
+            "link_seconds": link_seconds,
+        }  # fmt: skip
 
     def transfer(self, line: ToDevice | ToHost) -> Price:
         """Over the host link; what rests on disk over the disk, too, and with the host waiting."""
@@ -222,7 +242,10 @@ class HardwarePricer:
 
 @dataclass(frozen=True)
 class Span:
-    """One stretch of a lane: what line `index` of the schedule does there; seconds since the step began."""
+    """One stretch of a lane: what line `index` of the schedule does there; seconds since the step began.
+
+    `communicator`: which lane of all for communication, where these run side by side.
+    """
 
     index: int
     lane: str
@@ -231,12 +254,14 @@ class Span:
     verb: str
     unit: str
     phase: str
+    communicator: str = ""
 
 
 @dataclass(frozen=True)
 class Timeline:
     """A step as it should run; prints as a short table.
 
+    `busy_seconds`: how long a lane has anything to do; of communication how long any communicator has.
     `exposed_*_seconds`: how long compute stood still for a collective, or a transfer. `model_flops`: of
     forward and backward without recomputation; `hardware_flops`: with it; both of one rank and one step.
     `peak_flops`: of one device, per second, in the dtype of most FLOPs; NaN where nobody knows it.
@@ -293,9 +318,7 @@ def simulate(pricer: HardwarePricer, tokens: int | None) -> Timeline:
     clock = _Together() if hardware.overlap else _OneClock()
     for index, line in enumerate(schedule.instructions):
         clock.step(index, line, line.price(pricer))
-    busy = dict.fromkeys(LANES, 0.0)
-    for span in clock.spans:
-        busy[span.lane] += span.end - span.start
+    busy = {lane: time_alone([s for s in clock.spans if s.lane == lane]) for lane in LANES}
     seconds = clock.end()
     model, spent, dtype = _flops(pricer)
     peak = hardware.peak_flops.get(dtype) or hardware.peak_flops["f32"]
@@ -313,6 +336,18 @@ def simulate(pricer: HardwarePricer, tokens: int | None) -> Timeline:
         None if tokens is None or not seconds else tokens / seconds,
         None if hardware.spread is None else tuple(seconds * share for share in hardware.spread),
     )
+
+
+def time_alone(spans: Sequence[Span], covering: Sequence[Span] = ()) -> float:
+    """Return how long any of some spans runs while none of those that are `covering` does."""
+    edges = [(s.start, 1, 0) for s in spans] + [(s.end, -1, 0) for s in spans]
+    edges += [(s.start, 0, 1) for s in covering] + [(s.end, 0, -1) for s in covering]
+    total, mine, others, before = 0.0, 0, 0, 0.0
+    for at, a, b in sorted(edges):
+        if mine and not others:
+            total += at - before
+        mine, others, before = mine + a, others + b, at
+    return total
 
 
 def _flops(pricer: HardwarePricer) -> tuple[float, float, str]:
@@ -346,9 +381,12 @@ class _Clock:
     ready: dict[str, float] = field(default_factory=dict)
     exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LANES, 0.0))
 
-    def note(self, index: int, line: Instruction, lane: str, start: float, seconds: float) -> float:
+    def note(
+        self, index: int, line: Instruction, lane: str, start: float, seconds: float, communicator: str = ""
+    ) -> float:
         if seconds > 0:
-            self.spans.append(Span(index, lane, start, start + seconds, line.verb, line.unit, line.phase))
+            about = line.verb, line.unit, line.phase
+            self.spans.append(Span(index, lane, start, start + seconds, *about, communicator))
         return start + seconds
 
 
@@ -373,6 +411,7 @@ class _OneClock(_Clock):
 class _Together(_Clock):
     """Lanes of their own; `host` is the thread that launches, and what the host computes is the worker's.
 
+    `free`: when a lane is, and when a communicator; `free_links`: when a link between ranks is.
     `numbers_sent`: which numbers of the step the host has been sent. `pending`: when the worker is done with
     what it was given last. `began`: when what is in flight did.
     """
@@ -380,6 +419,7 @@ class _Together(_Clock):
     host: float = 0.0
     pending: list[float] = field(default_factory=list)
     free: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LANES, 0.0))
+    free_links: dict[str, float] = field(default_factory=dict)
     numbers_sent: set[bool] = field(default_factory=set)
     began: dict[str, float] = field(default_factory=dict)
 
@@ -404,13 +444,20 @@ class _Together(_Clock):
             self.free[COMPUTE] = self.note(index, line, COMPUTE, start, seconds)
         if price.flight_seconds:
             # What goes out was computed on the compute lane; what comes in gets memory that was freed there.
-            start = max(self.host, self.free[price.lane], there, self.free[COMPUTE])
-            self.free[price.lane] = self.note(index, line, price.lane, start, price.flight_seconds)
-            self.ready |= dict.fromkeys(line.writes, self.free[price.lane])
+            queue = price.communicator or price.lane
+            start = issued = max(self.host, self.free.get(queue, 0.0), there, self.free[COMPUTE])
+            for name, seconds in price.link_seconds.items():
+                # A link goes on with the next flight, also where this one still waits for its other link.
+                begins = max(issued, self.free_links.get(name, 0.0))
+                self.free_links[name] = begins + seconds
+                start = max(start, begins)
+            end = self.note(index, line, price.lane, start, price.flight_seconds, price.communicator)
+            self.free[queue] = end
+            self.ready |= dict.fromkeys(line.writes, end)
             self.began |= dict.fromkeys(line.writes, start)
             if price.blocking:
-                self._expose(price.lane, self.free[price.lane])
-                self.host = self.free[price.lane]
+                self._expose(price.lane, end)
+                self.host = end
 
     def _numbers(self, line: Instruction) -> float:
         """When an update on the host has the step's numbers: copied after all that compute was given so

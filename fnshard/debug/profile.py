@@ -25,7 +25,7 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from fnshard.analysis.hardware import Hardware
-from fnshard.analysis.timeline import Span, Timeline
+from fnshard.analysis.timeline import Span, Timeline, time_alone
 from fnshard.compiler.schedule.instructions import (
     COMMUNICATION,
     COMPUTE,
@@ -206,41 +206,31 @@ def _timeline(
     hardware: Any,
 ) -> Timeline:
     """Medians over the steps."""
+    paper = lowered.timeline(Hardware.of(hardware or "cpu"))  # FLOPs are the same on any
+    communicators = {(s.index, s.lane): s.communicator for s in paper.spans}
     spans = []
     for (number, lane), intervals in stretches.items():
         line = lowered.schedule.instructions[number]
         start = statistics.median(s for s, _ in intervals) * MICRO
         end = start + statistics.median(d for _, d in intervals) * MICRO
-        spans.append(Span(number, lane, start, end, line.verb, line.unit, line.phase))
+        about = line.verb, line.unit, line.phase
+        spans.append(Span(number, lane, start, end, *about, communicators.get((number, lane), "")))
     spans.sort(key=lambda s: (s.start, s.index))
-    paper = lowered.timeline(Hardware.of(hardware or "cpu"))  # FLOPs are the same on any
     busy = [s for s in spans if s.lane in (COMPUTE, HOST)]
     tokens = paper.tokens_per_second
     return Timeline(
         "measured" if hardware is None else f"{paper.hardware}, measured",
         seconds,
         tuple(spans),
-        {lane: sum(s.end - s.start for s in spans if s.lane == lane) for lane in LANES},
-        _alone([s for s in spans if s.lane == COMMUNICATION], busy),
-        _alone([s for s in spans if s.lane == TRANSFER], busy),
+        {lane: time_alone([s for s in spans if s.lane == lane]) for lane in LANES},
+        time_alone([s for s in spans if s.lane == COMMUNICATION], busy),
+        time_alone([s for s in spans if s.lane == TRANSFER], busy),
         paper.model_flops,
         paper.hardware_flops,
         math.nan if hardware is None else paper.peak_flops,
         paper.ranks,
         None if tokens is None else tokens * paper.step_seconds / seconds,
     )
-
-
-def _alone(spans: Sequence[Span], covering: Sequence[Span]) -> float:
-    """How long some spans run while none of the others does."""
-    edges = [(s.start, 1, 0) for s in spans] + [(s.end, -1, 0) for s in spans]
-    edges += [(s.start, 0, 1) for s in covering] + [(s.end, 0, -1) for s in covering]
-    total, mine, others, before = 0.0, 0, 0, 0.0
-    for at, a, b in sorted(edges):
-        if mine and not others:
-            total += at - before
-        mine, others, before = mine + a, others + b, at
-    return total
 
 
 def table(lowered: Lowered, predicted: Timeline, measured: Timeline) -> str:
@@ -277,7 +267,7 @@ def exposed(timeline: Timeline) -> dict[int, float]:
     out: dict[int, float] = {}
     for span in timeline.spans:
         if span.lane in (COMMUNICATION, TRANSFER):
-            out[span.index] = out.get(span.index, 0.0) + _alone([span], busy)
+            out[span.index] = out.get(span.index, 0.0) + time_alone([span], busy)
     return out
 
 

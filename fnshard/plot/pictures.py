@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fnshard.analysis.timeline import Span, Timeline
+from fnshard.compiler.schedule.instructions import LANES
 from fnshard.errors import MissingExtraError, SpecError
 from fnshard.plot.scales import byte_text, byte_unit, time_text, time_unit
 
@@ -127,7 +128,7 @@ def timeline(timeline: Timeline, path: str | Path, *, measured: Timeline | None 
     shown |= {} if measured is None else {"measured": check(measured)}
     longest = max(each.step_seconds for each in shown.values())
     scale, unit = time_unit(longest)
-    lanes = {name: busy_lanes(each) for name, each in shown.items()}
+    lanes = {name: spans_by_lane(each) for name, each in shown.items()}
     heights = [max(len(rows), 1) for rows in lanes.values()]
     figure, grid = figure_of(
         11, 0.9 + sum(0.6 + 0.8 * h for h in heights), len(shown), sharex=True, height_ratios=heights
@@ -136,7 +137,7 @@ def timeline(timeline: Timeline, path: str | Path, *, measured: Timeline | None 
 
     colours: dict[str, str] = {}
     for axes, (name, each) in zip(grid.flat, shown.items(), strict=True):
-        colours |= _draw_lanes(axes, each, lanes[name], scale, longest)
+        colours |= _draw_lanes(axes, lanes[name], scale, longest)
         axes.set_title(f"{name}: {headline(each)}" if name else headline(each), fontsize=11, loc="left")
     grid.flat[0].set_xlim(0, longest * scale or 1)
     grid.flat[-1].set_xlabel(f"{unit} since the step began")
@@ -156,9 +157,12 @@ def check(timeline: Any) -> Timeline:
     return timeline
 
 
-def busy_lanes(timeline: Timeline) -> list[str]:
-    """The lanes that have any work."""
-    return [lane for lane, seconds in timeline.busy_seconds.items() if seconds]
+def spans_by_lane(timeline: Timeline) -> dict[str, list[Span]]:
+    """Return the spans of the lanes that have any, by a lane's name; each communicator is a lane."""
+    lanes: dict[str, list[Span]] = {}
+    for span in sorted(timeline.spans, key=lambda s: LANES.index(s.lane)):
+        lanes.setdefault(span.communicator or span.lane, []).append(span)
+    return lanes
 
 
 def headline(timeline: Timeline) -> str:
@@ -183,13 +187,12 @@ def span_name(span: Span) -> str:
 
 
 def _draw_lanes(
-    axes: Any, timeline: Timeline, lanes: list[str], scale: float, longest: float
+    axes: Any, lanes: Mapping[str, Sequence[Span]], scale: float, longest: float
 ) -> Mapping[str, str]:
     """Draw the bars of all lanes on an axis of `longest` seconds; return the colours by name."""
     colours: dict[str, str] = {}
     thin = longest * scale / 200
-    for place, lane in enumerate(lanes):
-        spans = [s for s in timeline.spans if s.lane == lane]
+    for place, (lane, spans) in enumerate(lanes.items()):
         bars = [(s.start * scale, (s.end - s.start) * scale) for s in spans]
         if lane == "compute":
             faces = [PHASES.get(span_name(s), COLOURS[7]) for s in spans]

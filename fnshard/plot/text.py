@@ -25,7 +25,15 @@ from fnshard.layout.partition import P, block_shape, boxes
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec, check_specs
 from fnshard.mesh import Mesh
-from fnshard.plot.pictures import busy_lanes, check, headline, memory_series, phase_runs, span_name, totals_of
+from fnshard.plot.pictures import (
+    check,
+    headline,
+    memory_series,
+    phase_runs,
+    span_name,
+    spans_by_lane,
+    totals_of,
+)
 from fnshard.plot.scales import byte_text, byte_unit, digits, ranks_text, time_unit
 
 __all__ = ["leaf", "memory", "timeline", "tree"]
@@ -159,11 +167,10 @@ def timeline(timeline: Any, *, width: int = 72) -> str:
     Raises:
         SpecError: something else.
     """
-    lanes, seconds = busy_lanes(check(timeline)), timeline.step_seconds
+    lanes, seconds = spans_by_lane(check(timeline)), timeline.step_seconds
     left = max(map(len, lanes), default=0)
     out, used = [headline(timeline)], dict[str, None]()
-    for lane in lanes:
-        spans = [s for s in timeline.spans if s.lane == lane]
+    for lane, spans in lanes.items():
         used |= dict.fromkeys(map(span_name, spans))
         out.append(f"{lane.ljust(left)} |{_lane(spans, seconds, width)}|")
     scale, unit = time_unit(seconds)

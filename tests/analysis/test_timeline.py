@@ -46,13 +46,14 @@ def lowered(
         {"optimizer_memory": tier} if tier != "stored" else {"memory": "host", "optimizer_memory": "host"}
     )
     more = {"accumulate": accumulate, "prefetch": prefetch, "remat": remat, "policy": policy}
-    return lower(loss, chain(BLOCKS, WIDTH), rows(WIDTH), ranks=ranks, preset=preset, device=device, **more)
+    axes = {"replicate": 2, "shard": ranks} if preset == "hybrid_shard" else {"shard": ranks}
+    return lower(loss, chain(BLOCKS, WIDTH), rows(WIDTH), ranks=axes, preset=preset, device=device, **more)
 
 
 plans = st.builds(
     lowered,
-    st.sampled_from(["full_shard", "shard_grad_op", "zero2", "zero1", "no_shard"]),
-    st.sampled_from([1, 2, 16]),
+    st.sampled_from(["full_shard", "shard_grad_op", "zero2", "zero1", "no_shard", "hybrid_shard"]),
+    st.sampled_from([1, 2, 8, 16]),
     st.sampled_from([1, 2]),
     st.sampled_from([0, 1, 2]),
     st.sampled_from(["none", "unit", "offload"]),
@@ -82,10 +83,11 @@ def machines(draw: Any) -> Hardware:
 @given(plans, machines())
 def test_a_lane_does_one_thing_at_a_time(low: Lowered, hardware: Hardware) -> None:
     got = low.timeline(hardware)
-    for lane in got.busy_seconds:
-        spans = [s for s in got.spans if s.lane == lane]
+    for lane in {(s.lane, s.communicator) for s in got.spans}:
+        spans = [s for s in got.spans if (s.lane, s.communicator) == lane]
         assert all(a.end <= b.start + 1e-12 for a, b in itertools.pairwise(spans))
-        assert got.step_seconds >= got.busy_seconds[lane] * (1 - 1e-9)
+        assert bool(lane[1]) == (lane[0] == COMMUNICATION and hardware.overlap)
+    assert all(got.step_seconds >= seconds * (1 - 1e-9) for seconds in got.busy_seconds.values())
     assert all(0 <= s.start <= s.end <= got.step_seconds * (1 + 1e-9) for s in got.spans)
 
 

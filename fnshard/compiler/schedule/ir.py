@@ -86,7 +86,9 @@ class Price:
 
     `device_seconds`: on the compute lane (on the host's, where `on_host`), before what it sends off.
     `flight_seconds`: of what it sends off, on `lane`. `host_seconds`: until the host is at the next line;
-    where `blocking`, the host then waits for the flight too.
+    where `blocking`, the host then waits for the flight too. `communicator`: of a collective, the process
+    group that carries its flights, one after another. `link_seconds`: for how long a flight keeps each link
+    between ranks busy, by the link's name.
     """
 
     device_seconds: float = 0.0
@@ -95,6 +97,8 @@ class Price:
     flight_seconds: float = 0.0
     on_host: bool = False
     blocking: bool = False
+    communicator: str = ""
+    link_seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 class Pricer(Protocol):

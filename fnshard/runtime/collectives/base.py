@@ -182,6 +182,11 @@ def describe(name: str, mesh: Mesh, axes: Axes) -> str:
     return f"{name} over ({', '.join(axes)}) of ranks {ranks}, on rank {mesh.rank}"
 
 
+def purpose_of(name: str) -> str:
+    """Return which group carries a collective of this name: "reduce" for sums, "gather" for all else."""
+    return "reduce" if "reduce" in name else "gather"
+
+
 def several(mesh: Mesh, axes: Axes) -> tuple[str, ...]:
     """Those of the axes along which there is more than one rank."""
     return tuple(a for a in axes if mesh.axis_size(a) > 1)
@@ -353,7 +358,7 @@ class Group:
         ranks, what = self.mesh.group_ranks(axes), partial(describe, name, self.mesh, axes)
         blame = partial(_blame, ranks)
         with failing(what, blame):
-            works, take = start(*self.group(axes, "reduce" if "reduce" in name else "gather"))
+            works, take = start(*self.group(axes, purpose_of(name)))
 
         def wait() -> None:
             for work in works:
@@ -395,7 +400,8 @@ class Group:
         not in too. Torch sorts the ranks of a group, hence the second value.
 
         Args:
-            purpose: "gather" or "reduce".
+            purpose: what `purpose_of` returns. NCCL's have a group each, and so a communicator and a stream:
+                a gather does not wait for a reduction. Gloo's share one.
         """
         backend = dist.get_default_backend_for_device(self.mesh.device_type)
         axes = tuple(axes)
