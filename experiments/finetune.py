@@ -142,8 +142,8 @@ def finetune(config: FinetuneConfig, folder: RunFolder, overrides: list[str], st
                     batch = (parts.rewarded.batch(state, *batch),)
             state = run.make_step(number, state, batch)
 
-            # NaN ends the run, and SIGTERM to any rank does after this step.
-            run.settle(number, state)
+            # NaN ends the run, and SIGTERM to any rank does after this step. Replicas are copied.
+            run.settle(number, state, loader)
             if run.watch.fault:
                 del state  # its memory is needed to find where that arose
                 raise run.watch.diverged()

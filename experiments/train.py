@@ -103,8 +103,8 @@ def train(config: TrainConfig, folder: RunFolder, overrides: list[str], stop: St
                     for each in lowered:
                         each.compile_async()
 
-            # NaN ends the run, and SIGTERM to any rank does after this step.
-            run.settle(number, state)
+            # NaN ends the run, and SIGTERM to any rank does after this step. Replicas are copied.
+            run.settle(number, state, loader)
             if run.watch.fault:
                 del state  # its memory is needed to find where that arose
                 raise run.watch.diverged()

@@ -57,6 +57,11 @@ OWN_GROUP = re.compile(rf"(\w+)=(\{{.*\b{TARGET}:.*\}})", re.DOTALL)
 OWN_KEY = re.compile(rf"(\w+(?:\.\w+)*)\.{TARGET}=.*", re.DOTALL)
 SWEPT = 64  # values of an argument of a sweep that are checked before it starts; each job checks its own
 SHOWN = {"--cfg", "--info", "--hydra-help", "--shell-completion"}  # flags that Hydra answers; nothing runs
+# Hydra's keys that act in a single run, which Hydra composes and does not start; the others are of its own
+# runs, those of a sweep.
+ACTING = ("hydra.run.dir", "hydra.job.env_set", "hydra.job.name", "hydra.job.config.override_dirname",
+          "hydra.searchpath", "hydra/launcher")  # fmt: skip
+LOCAL = "basic"  # Hydra's name of the launcher that a single run has
 MISSING = "???"  # OmegaConf's mark of a value that has to be set
 
 MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130  # exit codes
@@ -191,15 +196,22 @@ def from_shell(command: Command, arguments: Sequence[str] | None = None) -> Comp
     asked = sorted(flags & {"--multirun", *SHOWN})
     if len(asked) > 1:
         raise ConfigError(f"{' and '.join(asked)}: only one of them can be answered. Fix: leave one out.")
+    before = [each for each in sys.argv[1:] if each not in arguments]  # Hydra's parser takes flags first
     if flags & SHOWN:
-        sys.argv[1:] = force(
-            put_own_in_place(sys.argv[1:]), tuple(f"{group}." for group in (*OWN, OBJECTIVE))
-        )
+        # Values that cannot be are shown, too, but no keys that nobody has.
+        own: tuple[str, ...] = ()
+        if known.cfg or known.info:
+            with open_hydra(command, known.config_dir):
+                values = plain_values(command, compose_values(command, arguments))
+            if unknown := [each.text for each in check(values, command.config)[1] if each.kind == "key"]:
+                raise refusal(unknown)
+            own = starts_of_own(values)
+        sys.argv[1:] = [*before, *force(put_own_in_place(arguments), own)]
         run_sweep(command, lambda composed: None)
         return False
     if known.multirun:
         own = check_sweep(command, arguments, known.config_dir)
-        sys.argv[1:] = force(put_own_in_place(sys.argv[1:]), own)
+        sys.argv[1:] = [*before, *force(put_own_in_place(arguments), own)]
         return True
     return compose(command, arguments, known.config_dir)
 
@@ -264,17 +276,35 @@ def compose(command: Command, arguments: Sequence[str], config_dir: str | None =
         config_dir: a folder with files of groups, besides the command's own.
 
     Raises:
-        ConfigError: what Hydra refuses of it; or all keys and values that are wrong.
+        ConfigError: what Hydra refuses of it; a key of Hydra's that does nothing in a single run; or all keys
+            and values that are wrong.
     """
+    keys = {each: re.split("[=@]", each.lstrip("+~"))[0] for each in arguments}
+    of_hydra = [each for each in arguments if keys[each].startswith(("hydra.", "hydra/"))]
+    idle = [
+        each
+        for each in of_hydra
+        if not any(keys[each] == a or keys[each].startswith(f"{a}.") for a in ACTING)
+    ]
     with open_hydra(command, config_dir):
         composed = compose_values(command, arguments)
         with_hydra = composed.hydra
+        launcher = with_hydra.runtime.choices["hydra/launcher"]
+        if launcher != LOCAL:
+            raise ConfigError(
+                f"a launcher ({launcher}) starts the jobs of a sweep, and this is a single run. Fix: add "
+                "--multirun, for one job, too; or leave the launcher out."
+            )
+        if idle:
+            raise ConfigError(
+                f"{' '.join(idle)}: does nothing in a single run. Fix: leave it out, or add --multirun, for "
+                f"one job, too; of Hydra's keys a single run has {', '.join(ACTING[:-1])}."
+            )
 
         # Hydra has seen keys with `++`: it is told what the command line says.
-        said = {each: re.split("[=@]", each.lstrip("+~"))[0] for each in arguments}
-        task = [each for each in arguments if not said[each].startswith(("hydra.", "hydra/"))]
+        task = [each for each in arguments if each not in of_hydra]
         name = with_hydra.job.config.override_dirname
-        named = sorted(each for each in task if said[each] not in name.exclude_keys)
+        named = sorted(each for each in task if keys[each] not in name.exclude_keys)
         with_hydra.overrides.task = task
         with_hydra.job.override_dirname = name.item_sep.join(named).replace("=", name.kv_sep)
 
@@ -312,7 +342,7 @@ def open_hydra(command: Command, config_dir: str | None = None) -> Iterator[None
         with hydra.initialize_config_dir(str(command.conf), job_name=command.name, version_base="1.3"):
             yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(text_of(error).replace("'++", "'")) from None
+        raise ConfigError(text_of(error)) from None
     except RecursionError:
         raise ConfigError("the command line is nested too deeply.") from None
     finally:
@@ -457,12 +487,18 @@ def check_sweep(command: Command, arguments: Sequence[str], config_dir: str | No
         for i in range(max(map(len, choices), default=1)):
             chosen = [texts[min(i, len(texts) - 1)] for texts in choices]
             values = plain_values(command, compose_values(command, chosen))
-            own |= {f"{name}." for name, each in values.items() if isinstance(each, dict) and TARGET in each}
+            own |= {*starts_of_own(values)}
             # What one value has to be beside another's is for each run to say.
-            problems += [each.text for each in check(values, command.config)[1] if not each.is_rule]
+            problems += [each.text for each in check(values, command.config)[1] if each.kind != "rule"]
     if problems:
         raise refusal(list(dict.fromkeys(problems)))
     return tuple(own)
+
+
+def starts_of_own(values: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return how the keys begin of groups that are a `_target_`: what is called may take more keys than the
+    files name."""
+    return tuple(f"{name}." for name, each in values.items() if isinstance(each, dict) and TARGET in each)
 
 
 def help_of(command: Command) -> str:
@@ -566,10 +602,10 @@ def _known(kind: type, values: Mapping[str, Any]) -> list[str]:
 
 
 class Problem(NamedTuple):
-    """A mistake in a key; or (`is_rule`) in several of them together."""
+    """A mistake: a "key" that nobody knows, the "value" of one, or a "rule" for several together."""
 
     text: str
-    is_rule: bool = False
+    kind: str = "value"
 
 
 def build(values: Mapping[str, Any], kind: type = TrainConfig) -> Any:
@@ -615,10 +651,10 @@ def _problems(error: ValidationError, kind: type, values: Mapping[str, Any]) -> 
                 continue
         key = ".".join(part for part in parts if part.isidentifier() and part != "str")  # not of a tuple
         if each["type"] == "value_error":
-            yield from (Problem(text, is_rule=True) for text in str(each["ctx"]["error"]).split("\n  "))
+            yield from (Problem(text, "rule") for text in str(each["ctx"]["error"]).split("\n  "))
         elif each["type"] == "unexpected_keyword_argument":
             found = flat(each["input"], key)
-            yield from (Problem(f"{at}={_shown(v)}: {_no_such_key(at, known)}") for at, v in found)
+            yield from (Problem(f"{at}={_shown(v)}: {_no_such_key(at, known)}", "key") for at, v in found)
         elif key not in seen:
             seen.add(key)
             value = MISSING if each["type"] == "missing" else _shown(each["input"])

@@ -37,6 +37,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from experiments import AS_RANK, python_path
 from experiments.lib.checks import ConfigError
 from experiments.lib.compose import (
+    LOCAL,
+    MISTAKE,
     Command,
     Composed,
     build,
@@ -80,12 +82,13 @@ from fnshard.launcher.local import LaunchError, launch, under_launcher
 from fnshard.launcher.rank import LOGS, Stop, end_with_parent, run_rank
 from fnshard.mesh.process_group import leave_group
 
-LOCAL, SIDE_BY_SIDE = "basic", "joblib"  # Hydra's names of launchers
+SIDE_BY_SIDE = "joblib"  # Hydra's name of a launcher
 CPU_RANKS = 2  # where there is no accelerator and nobody says how many
 FIRST_PORT, PORTS = 20_000, 10_000  # of the rendezvous under SLURM: one of these by the job's number
 # What depends on inputs that are equal on all ranks.
 ALIKE = (SpecError, TraceError, OptimizerError, HydraException)
 REFUSAL = "refused.json"  # why the ranks ended together; the process that started them reads it
+PATIENCE_S = 30.0  # for torchrun to end a rank whose command line is wrong
 NO_TRIAL = "No trials are completed"  # Optuna's error where every trial of a search has failed
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # of a disk, not of the program
 
@@ -140,7 +143,6 @@ def run(job: Job) -> None:
         )
     composed = from_shell(job.command)
     if isinstance(composed, Composed):
-        refuse_launcher(composed)
         start(
             job, composed.config, composed.folder, composed.overrides,
             chosen=composed.is_chosen, began=process_began(),
@@ -158,16 +160,6 @@ def run(job: Job) -> None:
             if NO_TRIAL in str(error):  # each trial has said by itself why it failed
                 sys.exit(1)
             raise
-
-
-def refuse_launcher(composed: Composed) -> None:
-    """See that a single run names no launcher."""
-    launcher = composed.hydra.runtime.choices["hydra/launcher"]
-    if launcher != LOCAL:
-        raise ConfigError(
-            f"a launcher ({launcher}) starts the jobs of a sweep, and this is a single run. Fix: add "
-            "--multirun, for one job, too; or leave the launcher out."
-        )
 
 
 def run_of_sweep(job: Job, sweep: int, composed: DictConfig) -> float | None:
@@ -455,12 +447,21 @@ def torchrun(ranks: int, max_restarts: int) -> list[str]:
 def be_rank_of_torchrun(job: Job) -> NoReturn:
     """Compose the command line, and be a rank of it."""
     arguments = sys.argv[1:]
-    flags = [a for a in arguments if a.startswith("-")]
-    if flags:
-        raise ConfigError(f"under torchrun only key=value arguments are taken, not {' '.join(flags)}.")
-    composed = compose(job.command, arguments)
-    refuse_launcher(composed)
-    config = place(composed.config, world=int(os.environ["WORLD_SIZE"]))
+    try:
+        flags = [a for a in arguments if a.startswith("-")]
+        if flags:
+            raise ConfigError(f"under torchrun only key=value arguments are taken, not {' '.join(flags)}.")
+        composed = compose(job.command, arguments)
+        config = place(composed.config, world=int(os.environ["WORLD_SIZE"]))
+    except Exception as error:
+        if not is_mistake(error) or os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise  # torchrun shows the traceback
+        # All ranks have this command line: the first of each machine says what is wrong with it, and torchrun
+        # ends the others when that one has ended.
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(PATIENCE_S)
+        print(f"error: {text_of(error)}", file=sys.stderr, flush=True)
+        sys.exit(MISTAKE)
     requested = {"requested": dataclasses.asdict(composed.config), "fresh": str(composed.folder)}
     be_rank(job, {**job_values(config, arguments), **requested, "chosen": composed.is_chosen})
 

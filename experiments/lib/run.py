@@ -61,7 +61,7 @@ class Run:
             run.begin(state, plan, goal, tokens, unit)
             for number in run.numbers():
                 state = run.make_step(number, state, next(loader))
-                run.settle(number, state)
+                run.settle(number, state, loader)
                 run.save(number, state, loader, held_out)
             run.finish(measured, sample="sample.txt")
 
@@ -85,7 +85,7 @@ class Run:
         self.report: Report | Silent = Silent()
         self.replicas: fs.checkpoint.Replicas | None = None
         self.tracer: Tracer | None = None
-        self.stops = self._saves = self._copies = False
+        self.stops = self._saves = False
         self._launched: list[Launched] = []  # at most the last step
 
     def __enter__(self) -> Run:
@@ -235,18 +235,21 @@ class Run:
             self._write_trace()
         return state
 
-    def settle(self, number: int, state: fs.TrainState) -> None:
+    def settle(self, number: int, state: fs.TrainState, loader: Loader) -> None:
         """See what follows from step `number`: whether all ranks are to stop after it (`stops`), and whether
-        its numbers and a state that is to be saved are finite (`watch.fault`)."""
+        its numbers and a state that is to be saved are finite (`watch.fault`). One that is goes to the memory
+        of other nodes at once: a rank that is killed while the model is measured costs no step."""
         run = self.config.run
         self.stops = self._step.flag_raised("stop")
         self._saves = number == run.steps or (run.save_every > 0 and number % run.save_every == 0)
-        self._copies = self.replicas is not None and number % run.replica_every == 0
-        if self.stops or self._saves or self._copies or self.measures(number):
+        copies = self.replicas is not None and number % run.replica_every == 0
+        if self.stops or self._saves or copies or self.measures(number):
             self._report_rows(self._read())
-        if self.stops or self._saves:
-            with self.spent.on("saves"):
+        with self.spent.on("saves"):
+            if self.stops or self._saves:
                 self.watch.before_save(state, number)
+            if copies and not self.stops and not self.watch.fault:
+                self.replicas.save(state, loader)
 
     def measures(self, number: int) -> bool:
         """Return whether the model is measured on held-out data after step `number`."""
@@ -260,9 +263,8 @@ class Run:
         return value
 
     def save(self, number: int, state: fs.TrainState, loader: Loader, held_out: float | None) -> None:
-        """Save step `number`, if it is to be saved: to the memory of other nodes, to the run's folder; with
-        the goal's number on held-out data if there is one for it. Where the run stops here, it is on the disk
-        when this returns.
+        """Save step `number` to the run's folder, if it is to be saved, with the goal's number on held-out
+        data, if there is one. Where the run stops here, it is on the disk when this returns.
 
         A step that cannot be written, and is not the last, is reported: training continues, and what was
         saved before is still there.
@@ -272,7 +274,7 @@ class Run:
                 `fs.checkpoint.wait` raises it.
         """
         run = self.config.run
-        if not (self.stops or self._saves or self._copies):
+        if not (self.stops or self._saves):
             return
         keep = fs.checkpoint.Keep(
             last=run.keep, every=run.keep_every, best=run.keep_best, metric=METRIC,
@@ -284,10 +286,6 @@ class Run:
         }  # fmt: skip
         path = self.place.root / str(number)
         with self.spent.on("saves"):
-            if self._copies and not self.stops:
-                self.replicas.save(state, loader)
-            if not (self.stops or self._saves):
-                return
             self.report.sync()
             self._or_warn(fs.checkpoint.wait)
             if self.stops:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from fnshard.errors import report
 Row = Mapping[str, Any]  # of metrics.jsonl: "step", and numbers by name
 FOLDER = "trackers"  # of the run's folder: for each tracker a file of how many rows it has
 EVERY_S = 1.0  # between two looks at the file: many rows at once cost less
+ANSWERS_S = 60.0  # how long a tracker may take for what it is asked
 BATCH = 1000  # rows, or numbers, that are logged at once
 
 
@@ -44,7 +46,8 @@ class RunInfo:
 
 
 class Tracker(Protocol):
-    """Somewhere to write a run's numbers. Anything it raises ends the tracker, and not the run."""
+    """Somewhere to write a run's numbers. Where a method raises, or takes longer than `ANSWERS_S`, the
+    tracker is left alone from then on, and the run goes on."""
 
     def start(self, run: RunInfo) -> str:
         """Begin, or resume the run named `run.id`; returns the name that the next process resumes."""
@@ -66,8 +69,8 @@ def numbers(row: Row) -> dict[str, float]:
 
 @dataclass
 class Feed:
-    """A tracker, and how many rows of a run's `metrics.jsonl` it has. A tracker that raises is reported once,
-    and training goes on without it.
+    """A tracker, and how many rows of a run's `metrics.jsonl` it has. A tracker that raises or hangs is
+    reported once, and training goes on without it.
 
     What the tracker has is noted. A resumed run writes the rows after its checkpoint again, as they were, so
     the next process skips that many. Rows that were logged when the process was killed, but not noted, are
@@ -85,6 +88,7 @@ class Feed:
     facts: Mapping[str, Any]
     say: Callable[[str], None]
     every_s: float = EVERY_S
+    answers_s: float = ANSWERS_S
     failed: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
@@ -112,10 +116,21 @@ class Feed:
     def _attempt(self, work: Callable[[], None]) -> None:
         if self.failed:
             return
-        try:
-            work()
-        except Exception as error:  # whatever the tracker's library raises
-            self.failed = f"{type(error).__name__}: {error}".splitlines()[0]
+
+        def attempt() -> None:
+            try:
+                work()
+                reasons.append("")
+            except Exception as error:  # whatever the tracker's library raises
+                reasons.append(f"{type(error).__name__}: {error}".splitlines()[0])
+
+        # In a thread, which may be left behind: a library that waits for its server cannot be interrupted.
+        reasons: list[str] = []
+        thread = threading.Thread(target=attempt, name=f"tracker {self.name}", daemon=True)
+        thread.start()
+        thread.join(self.answers_s)
+        self.failed = reasons[0] if reasons else f"it has not answered for {self.answers_s:g} s"
+        if self.failed:
             self.say(
                 f"tracker {self.name} gets no more rows, training goes on: {self.failed} "
                 "(all numbers are in metrics.jsonl)"

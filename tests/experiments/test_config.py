@@ -95,7 +95,13 @@ WRONG_TRAIN = {
     "--multirun optimizer=adamw,sgd optimizer.b1=0.8": (r"optimizer\.b1=0\.8: no such key",),
 }
 ALONE_TRAIN = {
-    "+run.steps=5": r"An item is already at 'run\.steps'\.\nEither remove \+ prefix: 'run\.steps=5'",
+    "+run.steps=5": r"Either remove \+ prefix: 'run\.steps=5'\nOr add a second \+ .*: '\+\+run\.steps=5'",
+    "hydra.mode=MULTIRUN run.steps=2": r"^error: hydra\.mode=MULTIRUN: does nothing.*Fix: .*--multirun",
+    "hydra.verbose=true +hydra.job.chdir=true hydra.run.dir=x": (
+        r"^error: hydra\.verbose=true \+hydra\.job\.chdir=true: does nothing in a single run"
+    ),
+    "hydra/sweeper=optuna": r"^error: hydra/sweeper=optuna: does nothing in a single run",
+    "launcher=joblib": r"^error: a launcher \(joblib\) starts the jobs of a sweep.*Fix: add --multirun",
     "model.width=${nope}": r"^error: model\.width: Interpolation key 'nope' not found\.$",
     "strategy.memory=disk": r"run\.disk_dir=None: what rests on disk needs a directory",
     "strategy=auto run.device_gb=1 strategy.remat=unit": r"strategy=auto chooses remat by itself",
@@ -114,6 +120,7 @@ ALONE_TRAIN = {
     "--verbose": r"^error: --verbose: this command has no such flag",
     "--resolve run.steps=2": r"^error: --resolve: is for --cfg\. Fix: add --cfg job\.",
     "--multirun strategy=glob(zer2*) run.steps=2": r"^error: strategy=glob\(zer2\*\): no value is meant",
+    "--cfg job model.wdith=5 run.steps=0": r"^error: model\.wdith=5: no such key\. Did you mean model\.wid",
     "--multirun --cfg job": r"^error: --cfg and --multirun: only one of them can be answered",
 }
 WRONG_FINETUNE = {
@@ -168,7 +175,8 @@ def test_a_wrong_file_is_one_error(tmp_path_factory, error_of, text, message):
 def test_right_command_lines_are_taken(tmp_path):
     """Whatever looks odd, and is not."""
     for line in (
-        "run.steps='5' run.async_save=yes optimizer.lr=1 run.prompt=5 strategy.remat=0.5 hydra.verbose=true",
+        "run.steps='5' run.async_save=yes optimizer.lr=1 run.prompt=5 strategy.remat=0.5",
+        "hydra/launcher=basic hydra.job.name=other hydra.searchpath=[]",
         "strategy.remat={layers.*:unit} mesh={shard: 2} ++run.steps=5 run.seed=${run.steps} run={keep: 3}",
         "hydra.run.dir=there run.steps=2 run.steps=3 +hydra.job.env_set.LEVEL=3",
     ):
@@ -259,6 +267,22 @@ def test_from_a_shell_a_mistake_is_one_line(tmp_path):
     message = "error: run.stpes=5: no such key. Did you mean run.steps?"
     assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith(message), done.stderr
     assert len(done.stderr.splitlines()) == 1 and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_under_torchrun_a_mistake_is_one_line_of_the_first_rank(monkeypatch, tmp_path, capfd, local_rank):
+    """What torchrun shows of a rank that ends so is not a traceback of ours."""
+    waited = []
+    for name, value in {"RANK": local_rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    monkeypatch.setattr(sys, "argv", ["train", "run.stpes=5"])
+    monkeypatch.setattr(jobs.time, "sleep", waited.append)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(TRAIN)
+    assert len(waited) == local_rank and list(tmp_path.iterdir()) == []
+    shown = capfd.readouterr().err.splitlines()
+    assert len(shown) == 1 and shown[0].startswith("error: run.stpes=5: no such key. Did you mean run.steps?")
 
 
 @pytest.mark.parametrize(

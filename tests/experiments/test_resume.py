@@ -104,13 +104,13 @@ def test_with_replicas_no_step_is_made_again(unbroken, tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(fs.checkpoint.Replicas, "save", saved)
     memory /= f"fnshard-memory-{memory_name(Path(run.folder))}"
-    for at in (3, 7, 8, STEPS):
+    for at, after_held_out in ((3, False), (7, False), (8, True), (STEPS, False)):
         with monkeypatch.context() as patch:
-            killed_at(patch, at)
+            killed_at(patch, at, before_save=after_held_out)
             with pytest.raises(KilledError, match=r"^$"):
                 train.train(config_of("run.replicas=1"), run, [], Stop())
     assert re.findall(r"resume: step (\d+) of (.*)", capfd.readouterr().out) == [
-        (at, str(memory)) for at in ("2", "6", "7")
+        (at, str(memory)) for at in ("2", "6", "8")
     ]
     for part in memory.glob("*/*.json"):
         part.write_bytes(part.read_bytes()[:-20])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,19 @@ def test_a_tracker_that_fails_is_reported_once_and_dropped(tmp_path: Path) -> No
     ]
     assert [row["step"] for row in fine.rows if row["step"]] == list(range(1, 7)) and fine.ended == "ok"
     assert len(broken.rows) == 4 and broken.ended == ""
+
+
+def test_a_tracker_that_hangs_is_reported_once_and_left_alone(tmp_path: Path) -> None:
+    """A library may wait for its server for ever: no row waits for it a second time."""
+    said, answered = [], threading.Event()
+    tracker = InMemory(answered.wait)
+    feed = Feed("slow", tracker, tmp_path / METRICS, FACTS, said.append, answers_s=0.05)
+    for last in (2, 3, 4):
+        write_text(tmp_path / METRICS, "".join(json.dumps(row) + "\n" for row in rows_of(1, last)))
+        feed.follow(at_once=True)
+    feed.finish("ok")
+    answered.set()
+    assert len(said) == 1 and "tracker slow" in said[0] and "0.05 s" in said[0] and tracker.ended == ""
 
 
 def test_rows_are_handed_over_in_batches_while_steps_are_made(tmp_path: Path) -> None:
