@@ -35,12 +35,12 @@ from experiments.lib.folder import RunFolder
 from experiments.lib.launch import Job, main
 from experiments.lib.metrics import HELD_OUT, METRICS, Goal, draw_run
 from experiments.lib.run import Run, mean_over
-from experiments.tuning.base_models import PRETRAINED, check_pretrained, directory_of, pretrained, warmed
 from experiments.tuning.config import FinetuneConfig
 from experiments.tuning.dataset import FinetuneData, Shown, opened, prepared, window_of
 from experiments.tuning.export import export
 from experiments.tuning.lm import LanguageModel, from_directory
 from experiments.tuning.method import MethodPlan, choose_method
+from experiments.tuning.model_directory import BASES, directory_of, keep_base
 from experiments.tuning.objectives import OBJECTIVES
 from experiments.tuning.rewarded import RewardedBatches, RewardedData, rewarded_batches
 from experiments.tuning.rewards import rewards_of
@@ -75,27 +75,26 @@ COMMAND = Command(
 def prepare(config: FinetuneConfig) -> FinetuneConfig:
     """Find, before a rank starts, what is wrong with what the configuration names; return it with directories
     in the place of names: of the model, and of tokenised data."""
-    model, data, tasks = config.model, config.data, config.run.evaluate
+    data, run, tasks = config.data, config.run, config.run.evaluate
     wrong: list[str] = []
     for path in filter(None, (data.train, data.held_out)):
         attempt(partial(readable, path), wrong)
     if tasks:
         attempt(lambda: [check_tasks(tasks), *tasks_of(tasks)], of_tasks := [])
         wrong += [f"run.evaluate: {each}" for each in of_tasks]
-    if model == PRETRAINED:
-        attempt(lambda: check_pretrained(config), wrong)
-    else:
-        model = attempt(lambda: directory_of(config), wrong)
+    is_base = config.model in BASES
+    model = None if is_base else attempt(lambda: directory_of(config), wrong)
     reward = config.objective.reward or ("exact" if data.train else "solved")
     attempt(lambda: rewards_of(reward), wrong)  # a mistake is refused before anything runs
     if wrong:
         raise ConfigError("\n".join(wrong))
 
-    # A base of no name is made by a run of its own.
-    if model == PRETRAINED:
-        model = pretrained(config, JOB)
-        if config.objective.kind.data == "prompts" and data.train is None:
-            model = warmed(config, model, JOB)
+    # A base is kept; another command makes it, once. Built-in prompts want one that has seen such.
+    if is_base:
+        of_tasks = config.objective.kind.data == "prompts" and data.train is None and config.model == "stdlib"
+        name = "tasks" if of_tasks else config.model
+        base = keep_base(name, f"run.backend={run.backend}", f"run.device={run.device}")
+        model = directory_of(replace(config, model=base))
     tokens = config.objective.tokens or (128 if data.train else 4)
     objective = replace(config.objective, reward=reward, tokens=tokens)
     return prepared(replace(config, model=model, objective=objective))
@@ -117,7 +116,7 @@ def finetune(config: FinetuneConfig, folder: RunFolder, overrides: list[str], st
         # Restore: the newest checkpoint's state and place in the data, or the first of both.
         state, loader = run.restore(step, parts.make_loader, parts.make_state)
         run.begin(state, parts.planned.plan, goal, parts.tokens, "token")
-        if mesh.rank == 0 and not folder.makes:
+        if mesh.rank == 0:
             introduce(parts, state)
 
         # The model as it is, measured while a thread compiles the step.
@@ -176,11 +175,8 @@ def finetune(config: FinetuneConfig, folder: RunFolder, overrides: list[str], st
         numbers = {name: value for name, value in after.items() if name != "answers"}
         closing = run.finish(numbers, sample=SAMPLES)
         lines = [_changed(name, before.get(name), value) for name, value in numbers.items()]
-        if folder.makes:  # for another command, whose results stand at its end
-            print("\n".join([*lines, f"{folder.makes} is made\n"]), flush=True)
-        else:
-            lines += [*written, closing, f"results: {run.folder}"]
-            print(f"\n{table}\n" + "\n".join(lines), flush=True)
+        lines += [*written, closing, f"results: {run.folder}"]
+        print(f"\n{table}\n" + "\n".join(lines), flush=True)
 
 
 # ------------------------------------------------------------------ what a run is made of

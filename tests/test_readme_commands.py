@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,13 +22,15 @@ from commands import ROOT, commands, documents, run_command
 from runs import validate
 
 from experiments import finetune, train
+from experiments.bases import write_model
 from experiments.bench import command as bench
+from experiments.data.builtin import image_files
 from experiments.data.tokenizer import ByteTokenizer
 from experiments.evaluate import config as evaluate
 from experiments.explain import config as explain
 from experiments.plan import config as plan
 from experiments.tokenize import config as tokenize
-from experiments.tuning.vision_models import image_files, write_model
+from experiments.tuning.model_directory import KEPT
 
 
 @dataclass(frozen=True)
@@ -39,14 +42,14 @@ class Row:
         quick: it is run in the suite, the one of an entry point that no other file runs; the others with `-m long`.
         needs: what is not here; with it the command is composed and checked, and not run.
         code: its exit code.
-        patches: constants of modules, by dotted name, where no argument makes it short.
+        bases: bases that would be made first, in whose place a small model stands.
     """
 
     short: str = ""
     quick: bool = False
     needs: str = ""
     code: int = 0
-    patches: tuple[tuple[str, Any], ...] = ()
+    bases: tuple[str, ...] = ()
 
 
 SPECS = {
@@ -65,15 +68,7 @@ TUNE = Row(
     "model=/models/llama data.context=96 data.rows=4 data.held_out_rows=2 run.steps=2 run.held_out_every=2 "
     "run.sample_tokens=2 run.backend=eager"
 )
-TINY_SIZES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-TINY = Row(
-    TUNE.short.removeprefix("model=/models/llama data.context=96 "),
-    patches=(
-        ("experiments.tuning.base_models.PRETRAINING", {"steps": 2, "sample_tokens": 0}),
-        ("experiments.tuning.base_models.WARMING", {"steps": 2, "sample_tokens": 0}),
-        ("experiments.tuning.base_models.RANDOM", {"tiny": TINY_SIZES}),
-    ),
-)
+TINY = Row(TUNE.short.removeprefix("model=/models/llama data.context=96 "), bases=("stdlib", "tasks"))
 SEES = Row("data.context=128 data.rows=4 data.held_out_rows=2 run.steps=2 run.held_out_every=2 "
            "run.sample_tokens=2 run.backend=eager")  # fmt: skip
 PAPER = Row("model.layers=2")
@@ -260,11 +255,8 @@ def things(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def _run(arguments: str, folder: Path, row: Row = Row()) -> CompletedProcess[str]:
-    options = {
-        "env": {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "inductor")},
-        "patches": dict(row.patches),
-    }
-    done = run_command(shlex.split(arguments), folder, timeout=270 if row.quick else 1700, **options)
+    env = {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent / "inductor")}
+    done = run_command(shlex.split(arguments), folder, timeout=270 if row.quick else 1700, env=env)
     assert done.returncode == row.code, f"python -m {arguments}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
     return done
 
@@ -282,6 +274,8 @@ def test_a_command_runs(command: str, things: dict[str, str], tmp_path: Path) ->
     row = TABLE[command]
     line = f"{command} {row.short}".replace("torchrun", "-m torch.distributed.run --standalone")
     line = re.sub("|".join(map(re.escape, things)), lambda found: things[found[0]], line)
+    for name in row.bases:
+        shutil.copytree(things["/models/llama"], tmp_path / KEPT / name)
     done = _run(line.partition("-m ")[2], tmp_path, row)
     shown = done.stdout + done.stderr
     assert shown.strip()

@@ -1,4 +1,5 @@
-"""Real examples every machine has: functions of the standard library and what their authors say they do.
+"""Examples every machine has: functions of the standard library and what their authors say they do, and
+images of shapes.
 
 A prompt is a signature and an opened docstring, the response the docstring's summary of one line:
 
@@ -11,6 +12,7 @@ Files are held out by their names, as for the main job; what both sides have in 
 from __future__ import annotations
 
 import ast
+import random
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +30,9 @@ MOST = {False: 2000, True: 200}  # functions, held out or not
 LONGEST = 240  # bytes of prompt and response
 MOST_TEXTS = {False: 8_000, True: 400}  # functions of plain text
 SHORTEST = 12  # characters of a response; "Run." teaches nothing
+IMAGES, IMAGES_HELD_OUT = 1200, 64
+COLOURS = {"red": (214, 40, 40), "green": (40, 160, 60), "blue": (40, 80, 210), "black": (20, 20, 20)}
+SHAPES = ("circle", "square", "triangle")
 
 
 @dataclass(frozen=True)
@@ -128,3 +133,39 @@ def _functions_in(tree: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDef]:
             yield node
         elif isinstance(node, ast.ClassDef):
             yield from _functions_in(node)
+
+
+def image_files(folder: str | Path) -> tuple[Path, Path]:
+    """Write images of shapes, one or two to a question, and `train_images.jsonl`, `held_out_images.jsonl`."""
+    from PIL import Image, ImageDraw
+
+    folder, draw, records = Path(folder), random.Random(0), []
+    (folder / "images").mkdir(parents=True, exist_ok=True)
+    kinds = [(colour, shape) for colour in COLOURS for shape in SHAPES]
+    paths = []
+    for number in range(IMAGES):
+        colour, shape = draw.choice(kinds)
+        width, height = draw.randrange(24, 65, 8), draw.randrange(24, 65, 8)
+        image = Image.new("RGB", (width, height), (draw.randrange(200, 256),) * 3)
+        size = draw.randrange(14, min(width, height) - 4)
+        left, top = draw.randrange(width - size), draw.randrange(height - size)
+        box, pen = (left, top, left + size, top + size), ImageDraw.Draw(image)
+        corners = [(left, top + size), (left + size, top + size), (left + size // 2, top)]
+        {
+            "circle": lambda: pen.ellipse(box, COLOURS[colour]),  # noqa: B023
+            "square": lambda: pen.rectangle(box, COLOURS[colour]),  # noqa: B023
+            "triangle": lambda: pen.polygon(corners, COLOURS[colour]),  # noqa: B023
+        }[shape]()
+        path = Path("images") / f"{number}.png"
+        image.save(folder / path)
+        paths.append((str(path), f"{colour} {shape}"))
+    for number, (path, said) in enumerate(paths):
+        if number % 4:
+            records.append({"images": [path], "prompt": "<image>What is it?", "response": said})
+        else:
+            own_side = paths[:IMAGES_HELD_OUT] if number < IMAGES_HELD_OUT else paths[IMAGES_HELD_OUT:]
+            other, second = draw.choice(own_side)
+            asked = "<image><image>What are they?"
+            records.append({"images": [path, other], "prompt": asked, "response": f"{said}, {second}"})
+    train = write_lines(folder / "train_images.jsonl", records[IMAGES_HELD_OUT:])
+    return train, write_lines(folder / "held_out_images.jsonl", records[:IMAGES_HELD_OUT])

@@ -34,8 +34,8 @@ from experiments.lib.files import (
     write_text,
 )
 from experiments.lib.launch import CPU_RANKS, device_of, find_accelerators
-from experiments.tuning.base_models import directory_of_model, open_model
 from experiments.tuning.lm import LanguageModel, from_directory
+from experiments.tuning.model_directory import find_directory, open_model
 
 RESULTS, OF = "results.json", "of.json"
 
@@ -54,7 +54,7 @@ def evaluate(config: EvaluateConfig, folder: Path) -> None:
     if most is not None and (config.ranks or most) > most:
         raise ConfigError(f"ranks={config.ranks}: this machine has {most} of {device}. Fix: ranks=null.")
     config = replace(
-        config, model=str(directory_of_model(config.model)), device=device,
+        config, model=str(find_directory(config.model)), device=device,
         ranks=config.ranks or most or CPU_RANKS,
     )  # fmt: skip
     own = [text for text in config.tasks if not text.startswith(f"{HARNESS}:")]

@@ -45,14 +45,12 @@ class RunFolder:
     Args:
         source: what it starts from where it has no checkpoint of its own.
         began: when the command began, by the clock of its host; 0 where nobody has said it.
-        makes: what another command needs and lets this run make; empty for a run of its own.
         made: the first folder on the way to it that this command had to make; empty where all were there.
     """
 
     folder: str
     source: str | None = None
     began: float = 0.0
-    makes: str = ""
     made: str = ""
 
     @property

@@ -194,15 +194,13 @@ def run_of_sweep(job: Job, sweep: int, composed: DictConfig) -> float | None:
 
 
 def start(
-    job: Job, requested: Any, fresh: Path, overrides: list[str], *,
-    chosen: bool, began: float | None = None, makes: str = "",
-) -> str:  # fmt: skip
+    job: Job, requested: Any, fresh: Path, overrides: list[str], *, chosen: bool, began: float | None = None
+) -> str:
     """Start a run's ranks and wait for them; results go to `fresh`, or to where the run goes on.
 
     Args:
         chosen: the command names the folder.
         began: when the command began, in seconds of `time.time`; None: now, as of a job of a sweep.
-        makes: as of `RunFolder`.
 
     Returns:
         The result's status, "ok" or "stopped".
@@ -215,16 +213,14 @@ def start(
     """
     began = time.time() if began is None else began
     if (several := nodes()) > 1:
-        return start_on_nodes(
-            job, requested, fresh, overrides, several, chosen=chosen, began=began, makes=makes
-        )
+        return start_on_nodes(job, requested, fresh, overrides, several, chosen=chosen, began=began)
 
     # What the machine has, what the configuration names.
     config = job.prepare(place(requested))
 
     # The folder, which is another process's until the block is left; in it all that the ranks are told.
     with claim(requested, fresh, chosen=chosen) as found:
-        own, folder = replace(found, began=began, makes=makes), Path(found.folder)
+        own, folder = replace(found, began=began), Path(found.folder)
         write_overrides(folder, overrides)
         for name in (REFUSAL, RESULT):
             (folder / name).unlink(missing_ok=True)
@@ -399,15 +395,13 @@ def nodes() -> int:
 
 
 def start_on_nodes(
-    job: Job, requested: Any, fresh: Path, overrides: list[str], nodes: int, *,
-    chosen: bool, began: float, makes: str,
-) -> str:  # fmt: skip
+    job: Job, requested: Any, fresh: Path, overrides: list[str], nodes: int, *, chosen: bool, began: float
+) -> str:
     """Do what `start` does on each node of a SLURM job: torchrun starts the ranks, which meet on the first
     node, and rank 0 takes the run's folder."""
     config = place(requested, nodes=nodes)
     job_file = fresh / f"job.{os.environ['SLURM_NODEID']}.json"
-    run = {"requested": dataclasses.asdict(requested), "fresh": str(fresh), "chosen": chosen}
-    run |= {"began": began, "makes": makes}
+    run = {"requested": dataclasses.asdict(requested), "fresh": str(fresh), "chosen": chosen, "began": began}
     write_json(job_file, {**job_values(config, overrides), **run})
     agent = torchrun(config.mesh.ranks // nodes, config.run.max_restarts)
     environment = {**os.environ, "PYTHONPATH": python_path()}
@@ -472,7 +466,7 @@ def be_rank(job: Job, values: Mapping[str, Any]) -> NoReturn:
     Args:
         values: `config` (nested dicts of a configuration on this machine), `overrides`; and `run` (of a
             `RunFolder`), or what finds it: `requested` (the configuration before it was placed), `fresh`,
-            `chosen`; and perhaps `began` and `makes` of the command that started these ranks.
+            `chosen`; and perhaps `began` of the command that started these ranks.
     """
     import torch._dynamo  # noqa: F401  (the first operator of any step brings it: here no other rank waits)
 
@@ -529,14 +523,13 @@ def find_folder(job: Job, values: Mapping[str, Any]) -> Iterator[RunFolder]:
         yield RunFolder(**values["run"])
         return
     answer: list[Any] = [None, ""]
-    command = {"began": values.get("began", process_began()), "makes": values.get("makes", "")}
     with ExitStack() as stack:
         if int(os.environ.get("RANK", "0")) == 0:
             try:
                 requested, fresh = build(values["requested"], job.command.config), Path(values["fresh"])
                 found = stack.enter_context(claim(requested, fresh, chosen=values["chosen"]))
                 write_overrides(Path(found.folder), list(values["overrides"]))
-                answer[0] = dataclasses.asdict(found) | command
+                answer[0] = dataclasses.asdict(found) | {"began": values.get("began", process_began())}
             except ConfigError as error:
                 answer[1] = str(error)
         if dist.is_initialized():

@@ -130,7 +130,7 @@ class Run:
         state, loader, self._found = begin(self.replicas)
         if self.mesh.rank == 0 and self._found:
             print(f"resume: step {int(state.step)} of {self._found}", flush=True)
-        elif self.mesh.rank == 0 and run.resume == AUTO and not self.place.makes:
+        elif self.mesh.rank == 0 and run.resume == AUTO:
             print("resume: nothing to go on from, a new run", flush=True)
         return state, loader
 
@@ -154,8 +154,7 @@ class Run:
                 metrics_next_to(self.folder, self._found), trackers=choose_trackers(config.tracker),
                 device_type=self.mesh.device_type, goal=goal, unit=unit,
             )  # fmt: skip
-            if not self.place.makes:
-                print(f"goal: the run {goal.aim}", flush=True)
+            print(f"goal: the run {goal.aim}", flush=True)
             write_plan(plan, self.folder)
         self.watch = Watchdog(self._step, config.run.watch, self._begin_again, self.report.say)
         self._step.clear_flag("stop")

@@ -142,9 +142,9 @@ class FinetuneDataConfig:
 class FinetuneConfig:
     """The whole configuration of a fine-tuning job.
 
-    `model`: a Hugging Face model directory; or "stdlib", a tiny base that a short pre-training on the
-    standard library's text makes; or "tiny" and "100m", which are random. `export`: what is written at the
-    end; "auto" is the adapters where there are some, the whole model otherwise.
+    `model`: a Hugging Face model directory, a model of its cache, or a base that `experiments.bases` makes.
+    `export`: what is written at the end; "auto" is the adapters where there are some, the whole model
+    otherwise.
     """
 
     method: MethodConfig

@@ -17,7 +17,7 @@ import torch
 
 import fnshard as fs
 from experiments.data.batches import Samples
-from experiments.data.builtin import pair_files, sft_files
+from experiments.data.builtin import image_files, pair_files, sft_files
 from experiments.data.chat import is_rendered, opening, rendered
 from experiments.data.loader import Loader, place_of
 from experiments.data.prepared import Prepared, RecordPolicy, open_prepared, prepare
@@ -29,7 +29,6 @@ from experiments.tuning.config import FinetuneConfig
 from experiments.tuning.rewards import needs_of
 from experiments.tuning.tasks import task_files
 from experiments.tuning.vision import Vision
-from experiments.tuning.vision_models import image_files
 from fnshard.errors import report
 
 DATA = Path("outputs", "data")

@@ -12,13 +12,12 @@ import torch
 
 import fnshard as fs
 from experiments.lib.config import AUTO
-from experiments.tuning.base_models import EXPORTED
 from experiments.tuning.config import FinetuneConfig
 from experiments.tuning.dataset import FinetuneData
 from experiments.tuning.method import MethodPlan
 from fnshard.hf.reading import read_config
 
-ADAPTERS = "adapters"
+EXPORTED, ADAPTERS = "model", "adapters"  # in a run's folder
 
 
 def export(

@@ -21,10 +21,10 @@ import torch
 from commands import OUTPUT, start_command
 from damage import CUTS, FLIPS, Subject, campaign, damages
 from made_data import stream_of, tokenize_config
-from runs import RUN, compose, config_of, leave_checkpoint, run_in
+from runs import RUN, config_of, leave_checkpoint, run_in
 
 import fnshard as fs
-from experiments import finetune, train
+from experiments import train
 from experiments.compare.outcome import outcome_of
 from experiments.data.loader import Loader
 from experiments.data.prepared import RecordPolicy, open_prepared, prepare
@@ -41,7 +41,6 @@ from experiments.lib.files import (
     DamagedError,
     checksum,
     commit_folder,
-    digests_of,
     read_record,
     read_sealed,
     write_record,
@@ -63,8 +62,6 @@ from experiments.lib.report import Report
 from experiments.lib.run import restore
 from experiments.tokenize import job
 from experiments.tokenize.job import tokenize
-from experiments.tuning import base_models
-from experiments.tuning.base_models import directory_of
 from fnshard.launcher.rank import Stop
 
 STEPS = 12
@@ -501,23 +498,6 @@ def test_prepared_data_that_are_damaged_are_prepared_anew(subjects, tmp_path, ca
     assert subject.look(place) == expected
 
 
-def test_a_damaged_base_goes_aside_before_it_is_deleted(tmp_path, monkeypatch):
-    """Another process that looks for it finds all of it or none."""
-    folder = tmp_path / "base"
-    folder.mkdir()
-    (folder / "a").write_text("a")
-    write_record(base_models._digests(folder), digests_of(folder))
-    assert base_models._is_whole(folder)
-    (folder / "a").write_text("b")
-    there = []
-    remove = shutil.rmtree
-    monkeypatch.setattr(
-        base_models.shutil, "rmtree", lambda *a, **k: (there.append(folder.exists()), remove(*a, **k))
-    )
-    assert not base_models._is_whole(folder) and there == [False]
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_prepared_data_and_shards_are_on_the_disk_before_they_have_their_names(tmp_path, monkeypatch):
     done = []
     sync, rename = os.fsync, Path.rename
@@ -626,15 +606,3 @@ def test_a_record_reads_as_it_was_written_or_not_at_all(values, tmp_path):
     assert read_record(path) == {"x": 1}
     with pytest.raises(DamagedError, match="has no checksum"):
         read_record(path, sealed=True)
-
-
-@pytest.mark.long
-def test_a_base_that_is_damaged_is_made_anew(cwd, capsys):
-    config = compose("model=tiny", spec=finetune.COMMAND)
-    folder = Path(directory_of(config))
-    (weights,) = folder.glob("*.safetensors")
-    before = weights.read_bytes()
-    assert Path(directory_of(config)) == folder and str(folder) not in capsys.readouterr().err
-    spoil(weights)
-    assert Path(directory_of(config)) == folder and weights.read_bytes() == before
-    assert f"{folder} is not what was written ({weights.name}" in capsys.readouterr().err

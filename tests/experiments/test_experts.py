@@ -18,10 +18,12 @@ from torch import Tensor
 from tuning import config_of, tuned
 
 import fnshard as fs
-from experiments import finetune
+from experiments import bases, finetune
+from experiments.bases import make_base
 from experiments.lib.checks import ConfigError
-from experiments.tuning.base_models import EXPORTED, directory_of
+from experiments.tuning.export import EXPORTED
 from experiments.tuning.lm import LanguageModel, of
+from experiments.tuning.model_directory import find_directory
 from experiments.tuning.tuning import tuning_of
 from fnshard.errors import SpecError, StateError, TraceError
 
@@ -200,14 +202,10 @@ def test_an_expert_that_is_not_there_is_named(tmp_path):
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("mixture"))
-        from runs import compose
-
-        from experiments import finetune
-        from experiments.tuning import base_models
-
-        small = base_models.RANDOM["tiny-moe"] | {"num_hidden_layers": 1, "hidden_size": 32}
-        patch.setattr(base_models, "RANDOM", {"tiny-moe": small})
-        return Path(directory_of(compose("model=tiny-moe", "data.context=48", spec=finetune.COMMAND)))
+        small = bases.RANDOM["tiny-moe"] | {"num_hidden_layers": 1, "hidden_size": 32}
+        patch.setattr(bases, "RANDOM", {"tiny-moe": small})
+        make_base(["tiny-moe"], [])
+        return find_directory("tiny-moe").resolve()
 
 
 @pytest.mark.parametrize(

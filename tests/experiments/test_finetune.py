@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import re
@@ -10,6 +9,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,13 +25,13 @@ from experiments.generate import main as generate
 from experiments.lib.checks import ConfigError
 from experiments.lib.folder import read_result
 from experiments.lib.launch import start
-from experiments.tuning import base_models, dataset, objectives
-from experiments.tuning.base_models import directory_of
-from experiments.tuning.config import FinetuneConfig
-from experiments.tuning.export import ADAPTERS, export
+from experiments.tuning import dataset, model_directory, objectives
+from experiments.tuning.export import ADAPTERS, EXPORTED, export
 from experiments.tuning.lm import from_directory
 from experiments.tuning.method import default_rate
+from experiments.tuning.model_directory import directory_of, keep_base
 from experiments.tuning.tuning import Tuning, tuning_of
+from fnshard.errors import LaunchError
 from fnshard.launcher.rank import Stop
 
 transformers = pytest.importorskip("transformers")
@@ -69,11 +69,11 @@ def test_a_run_leaves_what_it_promises(model, data, tmp_path, capfd, method, obj
     assert re.search(r"<\|begin\|>\d\+\d=«\d+<\|end\|>»", shown)  # what is learned of an example
     assert len([r for r in rows_of(folder) if "loss" in r]) == STEPS
     ids = torch.arange(3, 23).view(2, 10)
-    merged = transformers.AutoModelForCausalLM.from_pretrained(folder / base_models.EXPORTED).eval()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(folder / EXPORTED).eval()
     after = merged(ids).logits
     untouched = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
     assert (after - untouched(ids).logits).abs().max() > 1e-3
-    assert (folder / base_models.EXPORTED / "tokenizer.json").exists()
+    assert (folder / EXPORTED / "tokenizer.json").exists()
     generate([f"run={folder}", "prompt='<|user|>1+1='", "tokens=2"])
     again = capfd.readouterr().out
     label = "loss" if objective == "dpo" else "loss, nats per token"  # a loss of pairs has no unit
@@ -164,21 +164,21 @@ def test_what_is_in_the_way_is_kept(model, data, tmp_path, capfd):
     few = tmp_path / "few.jsonl"
     few.write_text("".join(data["pairs"].read_text().splitlines(keepends=True)[:25]))
     folder = tmp_path / "run"
-    (folder / base_models.EXPORTED).parent.mkdir()
-    shutil.copytree(model, folder / base_models.EXPORTED)
+    (folder / EXPORTED).parent.mkdir()
+    shutil.copytree(model, folder / EXPORTED)
     (folder / finetune.BEFORE).write_text(
         json.dumps({"of": "another", "answers": ["x"], "held_out_loss": 7.0})
     )
     asked = ("objective=dpo", "method=lora", "export=merged", "run.sample_tokens=0", "run.steps=2",
              "run.save_every=1", "run.held_out_every=1")  # fmt: skip
-    config = config_of(folder / base_models.EXPORTED, {**data, "pairs": few}, tmp_path, *asked)
+    config = config_of(folder / EXPORTED, {**data, "pairs": few}, tmp_path, *asked)
     finetune.finetune(config, run_in(folder), [], Stop())
     result = read_result(folder)
     before = json.loads((folder / finetune.BEFORE).read_text())
     assert before["held_out_loss"] == pytest.approx(math.log(2)) and math.isfinite(result["held_out_loss"])
-    kept = folder / f"{base_models.EXPORTED}.1"
+    kept = folder / f"{EXPORTED}.1"
     assert (kept / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
-    assert (folder / base_models.EXPORTED / "model.safetensors").exists()
+    assert (folder / EXPORTED / "model.safetensors").exists()
     config = replace(config, model=str(kept))
     finetune.finetune(
         config, replace(run_in(tmp_path / "on"), source=str(folder / "checkpoints" / "1")), [], Stop()
@@ -298,40 +298,43 @@ def test_a_model_of_the_hub_is_taken_from_the_local_cache(model, tmp_path, monke
         shutil.copy(file, place_of / "blobs" / str(number))
         (snapshot / file.name).symlink_to(f"../../blobs/{number}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    assert base_models.directory_of(compose(*SMALL, "model=acme/tiny", spec=finetune.COMMAND)) == str(
-        snapshot
-    )
+    assert directory_of(compose(*SMALL, "model=acme/tiny", spec=finetune.COMMAND)) == str(snapshot)
     specs = fs.presets.full_shard(from_directory(snapshot).params, mesh := fs.make_mesh(shard=1))
     assert fs.hf.load(snapshot, specs, mesh, model=from_directory(snapshot).model)
 
 
-def test_the_tiny_base_is_made_once_of_text_without_docstrings(tmp_path, monkeypatch):
-    """By a job of its own, whatever the method and the mesh; one that is there serves torchrun, too."""
-    made = []
+def test_a_base_is_made_once_by_a_command_of_its_own(tmp_path, monkeypatch, capfd):
+    """What follows looks for mistakes in it; one that is there serves torchrun, too."""
+    asked = []
 
-    def started(job: Any, config: FinetuneConfig, folder: Path, *args: Any, **options: Any) -> str:
-        made.append(config)
-        (folder / base_models.EXPORTED).mkdir()
-        return "ok"
+    def command(words: list[str], **_: Any) -> SimpleNamespace:
+        asked.append(words[1:])
+        Path("outputs", "bases", words[3]).mkdir(parents=True)
+        return SimpleNamespace(returncode=0)
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("experiments.tuning.base_models.start", started)
-    configs = [
-        compose(*SMALL, more, spec=finetune.COMMAND)
-        for more in ("method=qlora4", "mesh.shard=2", "run.seed=1")
-    ]
-    first, again, other = (base_models.pretrained(config, finetune.JOB) for config in configs)
-    assert first == again != other and [config.run.seed for config in made] == [0, 1]
-    assert {(config.mesh.ranks, config.method.name, config.model) for config in made} == {(2, "full", "tiny")}
-    files = map(Path, (made[0].data.train, made[0].data.held_out))
-    texts = [[json.loads(line)["text"] for line in file.read_text().splitlines()] for file in files]
-    assert [len(side) for side in texts] == [8000, 400]
-    assert not any(ast.get_docstring(ast.parse(text).body[0]) for side in texts for text in side)
+    monkeypatch.setattr(model_directory.subprocess, "run", command)
+    for words, name in {(): "stdlib", ("objective=grpo",): "tasks", ("model=tiny",): "tiny"}.items():
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=rf"bases/{name}' is no model directory"):
+                finetune.prepare(compose(*SMALL, *words, spec=finetune.COMMAND))
+        settings = ["run.backend=eager", "run.device=cpu"]
+        assert asked.pop() == ["-m", "experiments.bases", name, *settings] and not asked
+        assert f"python -m experiments.bases {name}" in capfd.readouterr().out
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "1")
-    assert base_models.pretrained(configs[0], finetune.JOB) == first
-    with pytest.raises(ConfigError, match=r"which torchrun's ranks cannot start\. Fix: run `python -m exp"):
-        base_models.pretrained(compose(*SMALL, "run.seed=2", spec=finetune.COMMAND), finetune.JOB)
+    assert keep_base("tiny") == str(tmp_path / "outputs" / "bases" / "tiny")
+    with pytest.raises(
+        ConfigError, match=r"torchrun's ranks cannot start\. Fix: `python -m experiments\.bases"
+    ):
+        keep_base("100m")
+
+
+def test_a_base_that_was_not_made_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(model_directory.subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1))
+    with pytest.raises(LaunchError, match=r"stdlib(?s:.*)Fix: "):
+        keep_base("stdlib")
 
 
 def test_one_template_in_training_sampling_and_the_exported_model(model, data, tmp_path):
@@ -353,7 +356,7 @@ def test_one_template_in_training_sampling_and_the_exported_model(model, data, t
     state = setup.make_state()
     run_in(tmp_path / "run")
     export(setup.config, setup.planned, setup.data, state, setup.step, tmp_path / "run")
-    for name in (base_models.EXPORTED, ADAPTERS):
+    for name in (EXPORTED, ADAPTERS):
         theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / name)
         ids = theirs.apply_chat_template(talk, return_dict=False)
         assert ids in trained

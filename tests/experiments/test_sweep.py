@@ -97,14 +97,13 @@ def test_each_node_of_a_slurm_job_runs_one_agent(monkeypatch):
         launch.torchrun(ranks=8, max_restarts=3)
 
 
-def test_ranks_on_several_nodes_know_their_command(tmp_path, monkeypatch):
-    """When it began, and whether another one needs what the run makes."""
+def test_ranks_on_several_nodes_know_when_their_command_began(tmp_path, monkeypatch):
     begun: list[Any] = []
 
     def agent(command: list[str], **_: Any) -> SimpleNamespace:
         values = json.loads(Path(command[-1]).read_text())
         with launch.find_folder(JOB, values) as run:
-            begun.append((run.began, run.makes))
+            begun.append(run.began)
         write_result(tmp_path, status="ok", overrides=[])
         return SimpleNamespace(returncode=0)
 
@@ -114,8 +113,8 @@ def test_ranks_on_several_nodes_know_their_command(tmp_path, monkeypatch):
     monkeypatch.setattr(launch.subprocess, "run", agent)
     monkeypatch.setattr(launch, "place", lambda requested, nodes: requested)
     asked = compose(*TINY, "mesh.shard=2")
-    assert launch.start(JOB, asked, tmp_path, [], chosen=True, began=12.5, makes="a base") == "ok"
-    assert begun == [(12.5, "a base")]
+    assert launch.start(JOB, asked, tmp_path, [], chosen=True, began=12.5) == "ok"
+    assert begun == [12.5]
 
 
 def test_a_worker_whose_sweep_died_before_its_job_begins_ends(tmp_path, monkeypatch):

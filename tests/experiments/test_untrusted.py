@@ -22,6 +22,7 @@ from tuning import SMALL, write_llama
 
 import fnshard as fs
 from experiments import finetune
+from experiments.bases import write_model
 from experiments.data import chat, shards
 from experiments.data.model_files import wrong_numbers
 from experiments.data.prepared import open_prepared
@@ -36,9 +37,8 @@ from experiments.lib.files import read_json
 from experiments.lib.folder import read_result
 from experiments.lib.metrics import read_rows
 from experiments.train import COMMAND
-from experiments.tuning.base_models import open_model
+from experiments.tuning.model_directory import open_model
 from experiments.tuning.rewards import model_reward, rewards_of
-from experiments.tuning.vision_models import write_model
 from fnshard.errors import FnshardError
 
 transformers = pytest.importorskip("transformers")

@@ -18,15 +18,14 @@ from torch import Tensor
 from tuning import config_of
 
 import fnshard as fs
-from experiments import finetune
+from experiments import bases, finetune
+from experiments.bases import SEEING, write_model
+from experiments.data.builtin import image_files
 from experiments.data.images import opened
 from experiments.data.tokenizer import open_directory
 from experiments.lib.checks import ConfigError
-from experiments.tuning import vision_models
-from experiments.tuning.base_models import EXPORTED
-from experiments.tuning.export import ADAPTERS
+from experiments.tuning.export import ADAPTERS, EXPORTED
 from experiments.tuning.lm import from_directory, of
-from experiments.tuning.vision_models import TINY, image_files, write_model
 from fnshard.launcher.rank import Stop
 
 transformers = pytest.importorskip("transformers")
@@ -39,9 +38,9 @@ COUNTS = (2, 1, 0, 1)  # images in the rows of a batch
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A directory of each family, with fewer blocks of text."""
-    made = {name: tmp_path_factory.mktemp(name) for name in TINY}
-    few = {**vision_models._TEXT, "num_hidden_layers": 2}
-    with torch.random.fork_rng(), mock.patch.object(vision_models, "_TEXT", few):
+    made = {name: tmp_path_factory.mktemp(name) for name in SEEING}
+    few = {**bases._TEXT, "num_hidden_layers": 2}
+    with torch.random.fork_rng(), mock.patch.object(bases, "_TEXT", few):
         for name, folder in made.items():
             torch.manual_seed(0)
             write_model(name, folder)
@@ -91,7 +90,7 @@ FEW = {("tiny-llava", 1), ("tiny-qwen2.5-vl", 2)}
 @pytest.mark.parametrize(
     ("name", "axes"),
     [pytest.param(name, axes, id=f"{name}-{axes}", marks=[] if (name, n) in FEW else pytest.mark.long)
-     for name in TINY for n, axes in enumerate(MESHES)],
+     for name in SEEING for n, axes in enumerate(MESHES)],
 )  # fmt: skip
 def test_gradients_are_those_of_plain_autograd(folders, pictures, monkeypatch, name, axes):
     """Rows of several images and of none, of many sizes; ranks whose rows have other shapes."""

@@ -1,0 +1,138 @@
+"""The directory of the model that `model=` names: one of yours, of the Hugging Face cache, or a base that is
+kept."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from experiments import python_path
+from experiments.data.model_files import read_model_config
+from experiments.data.tokenizer import DirectoryTokenizer, open_directory
+from experiments.lib.checks import ConfigError, attempt
+from experiments.tuning.config import FinetuneConfig
+from experiments.tuning.lm import LanguageModel, check_weights, from_directory
+from experiments.tuning.tuning import check_method
+from fnshard.errors import LaunchError, report
+from fnshard.launcher.local import under_launcher
+from fnshard.launcher.rank import end_with_parent
+
+KEPT = Path("outputs", "bases")  # what `experiments.bases` makes
+BASES = (
+    "stdlib", "tasks", "tiny", "100m", "tiny-moe", "tiny-llava", "tiny-smolvlm", "tiny-qwen2-vl",
+    "tiny-qwen2.5-vl",
+)  # fmt: skip
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # of a model on the hub: organisation and name
+
+
+def directory_of(config: FinetuneConfig) -> str:
+    """Return the directory of the configuration's model.
+
+    Raises:
+        ConfigError: as `find_directory` and `open_model`; a method that the model cannot have, or a context
+            that is longer than it was made for.
+    """
+    path = find_directory(config.model)
+    lm, _ = open_model(path)
+    check_method(config, lm)
+    if lm.context is not None and config.data.context > lm.context:
+        raise ConfigError(
+            f"model={config.model}: data.context={config.data.context}, and it was made for {lm.context} "
+            f"positions. Fix: data.context={lm.context}."
+        )
+    return str(path.resolve())
+
+
+def keep_base(name: str, *settings: str) -> str:
+    """Return the directory of a base; where it is not there yet, `python -m experiments.bases` makes it.
+
+    Args:
+        settings: of the run that trains it, KEY=VALUE.
+
+    Raises:
+        ConfigError: this process is a rank of torchrun's, which starts no run.
+            Or a package that language models need is not installed.
+        LaunchError: the command failed, and has said why.
+    """
+    check_installed()
+    folder = (KEPT / name).resolve()
+    if not folder.is_dir():
+        command = ["-m", "experiments.bases", name, *settings]
+        if under_launcher():
+            raise ConfigError(
+                f"the base {name!r} is made by a command that torchrun's ranks cannot start. Fix: "
+                f"`python {' '.join(command)}` once, or name a model directory."
+            )
+        print(f"model={name}: `python {' '.join(command)}` makes it, once, in {folder}", flush=True)
+        made = subprocess.run(
+            [sys.executable, *command], env={**os.environ, "PYTHONPATH": python_path()},
+            preexec_fn=partial(end_with_parent, signal.SIGTERM, os.getpid()),
+        )  # fmt: skip
+        if made.returncode or not folder.is_dir():
+            raise LaunchError(f"the base {name!r} was not made. Fix: the same command goes on with it.")
+    return str(folder)
+
+
+def check_installed() -> None:
+    """Refuse to go on without the packages that language models need."""
+    if missing := [name for name in ("transformers", "datasets", "jinja2") if find_spec(name) is None]:
+        raise ConfigError(report("not installed:", missing, "pip install 'fnshard[finetune]'."))
+
+
+def find_directory(model: str) -> Path:
+    """Return a directory, that of a base that was made before, or of a model of the hub that was downloaded
+    before: nothing is fetched.
+
+    Raises:
+        ConfigError: there is none; a package that language models need is not installed.
+    """
+    check_installed()
+    for folder in (Path(model), KEPT / model):
+        if folder.is_dir():
+            return folder
+    known = f"a model directory, or {', '.join(BASES)}, which `python -m experiments.bases NAME` makes"
+    if not HUB_ID.fullmatch(model):
+        raise ConfigError(f"model={model}: no directory is there. Fix: {known}.")
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError) as error:
+        raise ConfigError(
+            report(
+                f"model={model}: no directory is there, and no model of this name in the Hugging Face cache "
+                f"({constants.HF_HUB_CACHE}); a run fetches nothing.",
+                fix=f"download it first with `hf download {model}`; or {known}.",
+            )
+        ) from error
+
+
+def open_model(path: str | Path) -> tuple[LanguageModel, DirectoryTokenizer]:
+    """Open a model directory before any rank does: all that does not fit together shows here.
+
+    Raises:
+        ConfigError: it holds no model that can be used here, no tokenizer, weights of another model, or a
+            tokenizer with more ids than the model has rows.
+    """
+    wrong: list[str] = []
+    lm = attempt(partial(from_directory, path), wrong)
+    tokenizer, config = None, Path(path) / "config.json"
+    # A tokenizer is opened by config.json, too: what is wrong with it is said once.
+    if lm is not None or not config.is_file() or attempt(partial(read_model_config, config.parent), []):
+        tokenizer = attempt(partial(open_directory, path), wrong)
+    if lm is not None:
+        attempt(partial(check_weights, path, lm), wrong)
+    if lm is not None and tokenizer is not None and tokenizer.vocab > lm.vocab:
+        ids, fix = tokenizer.vocab - 1, "the tokenizer that the model was made with."
+        line = f"its tokenizer has ids up to {ids}, its embedding {lm.vocab} rows"
+        wrong.append(report(f"model={path}:", [line], fix))
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return lm, tokenizer

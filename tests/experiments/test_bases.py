@@ -1,0 +1,74 @@
+"""The models that fine-tuning is tried on: random ones, and those that a run of fine-tuning trains."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import compose
+
+from experiments import bases, finetune
+from experiments.bases import TRAINED, make_base
+from experiments.lib.checks import ConfigError
+from experiments.lib.files import locked
+from experiments.tuning.config import FinetuneConfig
+from experiments.tuning.export import EXPORTED
+from experiments.tuning.model_directory import BASES, KEPT, directory_of
+
+pytest.importorskip("transformers")
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def test_each_name_has_a_recipe() -> None:
+    assert {*BASES} == {*TRAINED, *bases.RANDOM, *bases.SEEING}
+    for names in ([], ["stdlib", "tiny"], ["mine"]):
+        with pytest.raises(ConfigError, match=r"one of stdlib, tasks, tiny"):
+            make_base(names, [])
+
+
+def test_bases_are_made_once_one_after_another(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the one before; of text without docstrings, which is what is tuned later."""
+    begun: list[FinetuneConfig] = []
+
+    def start(job: Any, config: FinetuneConfig, folder: Path, *_: Any, chosen: bool) -> str:
+        assert job is finetune.JOB and chosen and Path(config.model, "config.json").exists()
+        begun.append(config)
+        (folder / EXPORTED).mkdir()
+        (folder / EXPORTED / "config.json").write_text("{}")
+        return bases.STOPPED if len(begun) == 1 else "ok"
+
+    monkeypatch.setattr(bases, "RANDOM", {"tiny": SIZES})
+    monkeypatch.setattr(bases, "start", start)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        make_base(["tasks"], ["run.backend=eager"])
+    assert [path.name for path in KEPT.iterdir() if (path / "config.json").exists()] == ["tiny"]
+    (KEPT / "runs" / "stdlib" / EXPORTED / "config.json").unlink()
+    (KEPT / "runs" / "stdlib" / EXPORTED).rmdir()
+    for _ in range(2):
+        make_base(["tasks"], ["run.backend=eager"])
+    assert [Path(config.model).name for config in begun] == ["tiny", "tiny", "stdlib"]
+    assert {(config.method.name, config.export, config.run.backend) for config in begun} == {
+        ("full", "merged", "eager")
+    }
+    directory_of(compose("model=tiny", spec=finetune.COMMAND))
+    files = (begun[0].data.train, begun[0].data.held_out)
+    texts = [[json.loads(line)["text"] for line in Path(f).read_text().splitlines()] for f in files]
+    assert [len(side) for side in texts] == [8000, 400]
+    assert not any(ast.get_docstring(ast.parse(text).body[0]) for side in texts for text in side[:500])
+
+
+def test_two_processes_make_one_after_another(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second finds what the first has made."""
+    (KEPT / "tiny").mkdir(parents=True)
+    waits: list[float] = []
+    with locked(KEPT):
+        monkeypatch.setattr(
+            bases.time, "sleep", lambda s: waits.append(s) or (_ for _ in ()).throw(TimeoutError)
+        )
+        with pytest.raises(TimeoutError):
+            make_base(["tiny"], [])
+    make_base(["tiny"], [])
+    assert len(waits) == 1 and list((KEPT / "tiny").iterdir()) == []
