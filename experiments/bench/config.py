@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from experiments.bench.sizes import decoder, names
-from experiments.lib.checks import ConfigError, configuration, out_of_range, refusal, with_defaults
+from experiments.lib.checks import ConfigError, configuration, refusal
 from experiments.lib.decoder import DecoderConfig
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -183,14 +183,24 @@ def complete(config: BenchConfig) -> BenchConfig:
         raise ConfigError(f"case={config.case}: one of {', '.join(CASES)}.")
     if config.device not in ("cpu", "cuda"):
         raise ConfigError(f"device={config.device}: one of cpu, cuda.")
-    config = with_defaults(config, CUDA if config.device == "cuda" else CPU | CASES[config.case].defaults)
+    defaults = CUDA if config.device == "cuda" else CPU | CASES[config.case].defaults
+    config = replace(config, **{name: v for name, v in defaults.items() if getattr(config, name) is None})
     choices = {
         "size": names(), "dtype": DTYPES, "reduce": DTYPES, "contenders": (*TORCH, *FNSHARD, *MUON, *MICRO),
         "backend": ("inductor", "eager"), "clock": ("wall", "cpu"),
     }  # fmt: skip
     counts = ("ranks", "rounds", "steps", "warmup", "rows", "length", "every", "tensor", "context",
               "accumulate")  # fmt: skip
-    problems = out_of_range(config, choices, dict.fromkeys(counts, 1) | {"losses": 0, "memory": 0})
+    least = dict.fromkeys(counts, 1) | {"losses": 0, "memory": 0}
+    problems = []
+    for name, value in vars(config).items():
+        values = value if isinstance(value, tuple) else () if value is None else (value,)
+        if name in choices:
+            known = choices[name]
+            problems += [f"{name}={v}: one of {', '.join(known)}." for v in values if v not in known]
+            problems += [f"{name}: at least one of {', '.join(known)}."] if value == () else []
+        elif name in least:
+            problems += [f"{name}={v}: must be {least[name]} or more." for v in values if v < least[name]]
     if not problems and config.ranks % (config.tensor * config.context):
         split = f"tensor={config.tensor} times context={config.context}"
         problems.append(f"ranks={config.ranks}: {split} does not divide them.")

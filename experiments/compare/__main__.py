@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.compare.outcome import found
 from experiments.compare.table import write
-from experiments.lib.checks import ConfigError, unmakeable
+from experiments.lib.checks import ConfigError
 from experiments.lib.compose import exit_with
 
 OUT = "outputs/compare"
@@ -30,9 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def compare(places: Sequence[str], metric: str | None, out: Path, is_maximised: bool | None = None) -> None:
-    why = unmakeable(str(out))
-    if why:
-        raise ConfigError(f"--out={out}: {why}.")
+    there = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"--out={out}: {there} is no folder that can be written to. Fix: another --out.")
     outcomes, empty = found(places)
     text, _ = write(outcomes, metric, out, "compare", "compare.txt", is_maximised)
     if empty:

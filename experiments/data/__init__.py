@@ -5,7 +5,7 @@ For fine-tuning, samples:
 | module | what |
 |---|---|
 | `tokenizer`, `chat` | the built-in byte tokenizer, those of model directories; conversations as tokens |
-| `look`, `rows` | what a file is that holds no records; files as rows of `datasets` |
+| `rows` | files as rows of `datasets` |
 | `fields`, `records` | what records call their parts; the samples, pairs and prompts that they describe |
 | `prepared` | records tokenised once into a folder that all ranks map; all their mistakes |
 | `batches` | samples in rows, and rows as tensors |

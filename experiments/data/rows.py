@@ -10,12 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from experiments.data.look import PARQUET, SEVERAL, look
 from experiments.lib.checks import ConfigError
 from experiments.lib.files import LineError
 from fnshard.errors import MissingExtraError
 
 Dataset = Any  # `datasets.Dataset`
+ONE, SEVERAL = "state.json", "dataset_dict.json"  # files in a folder of `save_to_disk`: one split, or several
+PARQUET, BOM = b"PAR1", b"\xef\xbb\xbf"
+LOOKED = 1 << 20  # bytes of the beginning of a file that are looked at
 # Columns of files of JSON, whose records have fields of all kinds; no table has such names.
 LINE, JSON = "line of the file", "json of the line"
 DEEPEST = 100  # lists and objects in each other
@@ -43,13 +45,32 @@ def library() -> Any:
 
 
 def readable(path: str | Path) -> Path:
-    """Return a name of data that was looked at, and not read.
+    """Return a name of data that begins as records do; what is wrong with one of them is said by its line.
 
     Raises:
-        ConfigError: it is no file of records; see `look`.
+        ConfigError: there is no such file or folder, it is empty, or begins as something else.
     """
-    path = Path(path)
-    look(path)
+    path, wrong = Path(path), ""
+    if os.path.isdir(path):  # False of a name that is too long, too
+        if not ((path / ONE).is_file() or (path / SEVERAL).is_file()):
+            wrong = "is a folder, and none of save_to_disk"
+    elif not os.path.isfile(path):
+        wrong = "there is no such file"
+    else:
+        try:
+            with path.open("rb") as file:
+                start = file.read(LOOKED).removeprefix(BOM).strip()
+            if not start:
+                wrong = "there are no data in it"
+            elif not start.startswith((PARQUET, b"{", b"[")):
+                wrong = f"holds no records, it begins with {start[:16]!r}"
+        except OSError as error:
+            wrong = f"cannot be read ({error.strerror})"
+    if wrong:
+        raise ConfigError(
+            f"{path}: {wrong}. Fix: name a file of records: JSONL (one object a line), a list of JSON, "
+            "Parquet; or a folder of save_to_disk."
+        )
     return path
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from experiments.data.look import LOOKED, PARQUET, foreign
+from experiments.data.rows import PARQUET
 from experiments.lib.checks import ConfigError
 from fnshard.errors import MissingExtraError
 
@@ -39,8 +39,6 @@ def read_records(path: Path) -> Iterator[tuple[str, Record | RecordError]]:
     if data.startswith(PARQUET):
         yield from _rows_of_parquet(path)
         return
-    if what := foreign(data[:LOOKED]):
-        raise ConfigError(f"{path}: {what}")
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -6,7 +6,7 @@ import os
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, dataclass_transform
 
@@ -42,21 +42,6 @@ def flat(values: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from flat(value, f"{key}.{name}".removeprefix("."))
     else:
         yield key, values
-
-
-def unmakeable(place: str) -> str:
-    """Why a folder cannot be made, or written; "" if it can.
-
-    >>> unmakeable("outputs/today"), unmakeable("/dev/null/x"), unmakeable("")
-    ('', '/dev/null is no folder', 'names no folder')
-    """
-    if not place.strip():
-        return "names no folder"
-    path = Path(place).absolute()
-    there = next(p for p in (path, *path.parents) if p.exists())
-    if not there.is_dir():
-        return f"{there} is no folder"
-    return "" if os.access(there, os.W_OK | os.X_OK) else f"{there} cannot be written to"
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -106,26 +91,3 @@ def attempt(make: Callable[[], T], wrong: list[str]) -> T | None:
     except ConfigError as error:
         wrong.append(str(error))
         return None
-
-
-def with_defaults(config: T, defaults: Mapping[str, Any]) -> T:
-    """The dataclass with these values where it has None."""
-    return replace(config, **{k: v for k, v in defaults.items() if getattr(config, k) is None})
-
-
-def out_of_range(config: object, choices: Mapping[str, Iterable[str]], least: Mapping[str, int]) -> list[str]:
-    """Which values, or members of a list, are none of their choices or below their bound; None is neither."""
-    problems = []
-    for name, known in choices.items():
-        problems += [
-            f"{name}={v}: one of {', '.join(known)}." for v in _members(config, name) if v not in known
-        ]
-        problems += [f"{name}: at least one of {', '.join(known)}."] * (getattr(config, name) == ())
-    for name, bound in least.items():
-        problems += [f"{name}={v}: must be {bound} or more." for v in _members(config, name) if v < bound]
-    return problems
-
-
-def _members(config: object, name: str) -> tuple[Any, ...]:
-    value = getattr(config, name)
-    return value if isinstance(value, tuple) else () if value is None else (value,)
