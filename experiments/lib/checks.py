@@ -7,7 +7,6 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar, dataclass_transform
 
 from experiments import ROOT
