@@ -3,11 +3,14 @@
     python -m experiments.finetune model=FOLDER data.train=my.jsonl    # two ranks on a CPU, or all GPUs
     torchrun --nproc-per-node 8 -m experiments.finetune model=FOLDER   # ranks that torchrun starts
 
-What happens, in order: `main` composes the command line and checks all of it (`lib.compose`,
-`tuning.config`), `prepare` finds the model's directory and tokenises the data, and the ranks are started
-(`lib.launch`). Each of them calls `finetune`, below, which goes on from the run's newest checkpoint, if it
-has one, to the last step. What a run is besides its steps is `lib.run`, and what the objectives, methods and
-rewards are is in `tuning`.
+What happens, in order: `main` (`lib.launch`) composes the command line and checks all of it (`lib.compose`,
+whose dataclasses are in `tuning.config`); `prepare`, below, finds the model's directory and tokenises the
+data; the ranks are started. Each of them calls `finetune`, which makes the parts of the run (`build`), and
+goes on from its newest checkpoint, if it has one, to the last step.
+
+Where to look: what a run is besides its steps (folder, rows, trackers, checkpoints, SIGTERM, NaN) is in
+`lib.run`, as for `experiments.train`; what trains, and the peak rate, in `tuning.method`; losses in
+`tuning.objectives`; answers that are drawn and rewarded in `tuning.rewarded`.
 """
 
 from __future__ import annotations
@@ -36,13 +39,13 @@ from experiments.lib.launch import Job, main
 from experiments.lib.metrics import HELD_OUT, METRICS, Goal, draw_run
 from experiments.lib.run import Run, mean_over
 from experiments.tuning.config import FinetuneConfig
-from experiments.tuning.dataset import FinetuneData, Shown, opened, prepared, window_of
+from experiments.tuning.dataset import FinetuneData, Shown, open_data, prepare_data, window_of
 from experiments.tuning.export import export
 from experiments.tuning.lm import LanguageModel, from_directory
 from experiments.tuning.method import MethodPlan, choose_method
 from experiments.tuning.model_directory import BASES, directory_of, keep_base
 from experiments.tuning.objectives import OBJECTIVES
-from experiments.tuning.rewarded import RewardedBatches, RewardedData, rewarded_batches
+from experiments.tuning.rewarded import RewardedBatches, RewardedData, make_rewarded_batches
 from experiments.tuning.rewards import rewards_of
 from experiments.tuning.tuning import first_state
 from fnshard.launcher.rank import Stop
@@ -97,7 +100,7 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
         model = directory_of(replace(config, model=base))
     tokens = config.objective.tokens or (128 if data.train else 4)
     objective = replace(config.objective, reward=reward, tokens=tokens)
-    return prepared(replace(config, model=model, objective=objective))
+    return prepare_data(replace(config, model=model, objective=objective))
 
 
 def finetune(config: FinetuneConfig, folder: RunFolder, overrides: list[str], stop: Stop) -> None:
@@ -107,8 +110,7 @@ def finetune(config: FinetuneConfig, folder: RunFolder, overrides: list[str], st
         config: its model is a directory, its data are folders of `prepared`.
     """
     with Run("finetune", config, folder, overrides, stop) as run:
-        # Mesh, model, data, plan, step, and what measures: see `build`. The rate that nobody named is known
-        # now.
+        # Mesh, model, data, plan, step, and what measures. The rate that nobody named is known now.
         parts = build(config)
         run.config = config = parts.config
         mesh, step, goal = parts.mesh, parts.step, parts.goal
@@ -141,11 +143,11 @@ def finetune(config: FinetuneConfig, folder: RunFolder, overrides: list[str], st
                     batch = (parts.rewarded.batch(state, *batch),)
             state = run.make_step(number, state, batch)
 
-            # NaN ends the run, and SIGTERM to any rank does after this step. Replicas are copied.
+            # NaN ends the run, and so does SIGTERM to any rank. Other nodes get a copy if it is wanted.
             run.settle(number, state, loader)
             if run.watch.fault:
                 del state  # its memory is needed to find where that arose
-                raise run.watch.diverged()
+                raise run.watch.diagnose()
 
             # Held-out loss and checkpoint, if they are due.
             held_out = measure(number, state) if run.measures(number) else None
@@ -269,7 +271,7 @@ def build(config: FinetuneConfig, only_prompt: bool = False) -> Parts:
     lm = replace(from_directory(config.model), fp32_head=config.objective.fp32_head)
 
     # The data, and one batch: where answers are rewarded, a blank one of the shape of all.
-    data = opened(config, lm.vision)
+    data = open_data(config, lm.vision)
     if config.objective.kind.data == "prompts":
         multiple = math.lcm(WIDTHS, config.mesh.context)
         prompts = RewardedData(config, data, mesh.data_size, multiple, mesh.device)
@@ -301,7 +303,7 @@ def build(config: FinetuneConfig, only_prompt: bool = False) -> Parts:
     shown = Shown(sampler, data.tokenizer, examples, run.sampled)
 
     # What draws answers and rewards them; what measures tasks.
-    rewarded = None if prompts is None else rewarded_batches(prompts, tuning, step, specs, mesh, how)
+    rewarded = None if prompts is None else make_rewarded_batches(prompts, tuning, step, specs, mesh, how)
     tasks = tuple(tasks_of(run.evaluate))
     longest = max((len(q.choices) for task in tasks for q in task.questions), default=1)
     scorer = Scorer(

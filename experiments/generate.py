@@ -87,7 +87,7 @@ def generate(config: GenerateConfig) -> None:
 
 @dataclass(frozen=True)
 class Parts:
-    """What is needed of a job besides its loop.
+    """The parts of a job that are needed besides its loop.
 
     Args:
         step: which knows what a checkpoint holds.

@@ -3,11 +3,16 @@
     python -m experiments.train experiment=laptop                      # two ranks on a CPU, or all GPUs
     torchrun --nproc-per-node 8 -m experiments.train model=1b          # ranks that torchrun starts
 
-What happens, in order: `main` composes the command line and checks all of it (`lib.compose`, `lib.config`),
-sees what this machine has, takes the run's folder and starts the ranks (`lib.launch`). Each of them calls
-`train`, below, which goes on from the run's newest checkpoint, if it has one, to the last step. What a run is
-besides its steps (folder, rows, trackers, checkpoints, SIGTERM, NaN) is `lib.run`. The same command again
-goes on with what was not finished.
+What happens, in order: `main` (`lib.launch`) composes the command line and checks all of it (`lib.compose`,
+whose dataclasses are in `lib.config`), sees what this machine has, takes the run's folder and starts the
+ranks. Each of them calls `train`, below, which goes on from the run's newest checkpoint, if it has one, to
+the last step. What a run is besides its steps (folder, rows, trackers, checkpoints, SIGTERM, NaN) is
+`lib.run`. The same command again goes on with what was not finished.
+
+Where to look: a key `run.steps=9` is `config.run.steps`; a `_target_` becomes a model, data or a loss in
+`lib.own`, an optimizer in `lib.plan`; checkpoints are read by `Run.restore` and written by `Run.save`;
+SIGTERM sets `stop.asked`, of which `Run.numbers` tells all ranks before a step, and `Run.settle` behind it
+ends the loop.
 """
 
 from __future__ import annotations
@@ -83,6 +88,7 @@ def train(config: TrainConfig, folder: RunFolder, overrides: list[str], stop: St
         goal = goal_of(config, data)
         run.begin(state, plan, goal, data.tokens, data.unit)
 
+        # What measures the model on held-out data, where `Run.measures` says so.
         def measure(number: int, state: fs.TrainState) -> float:
             with run.spent.on("evaluation"):
                 loss, more = mean_over(forward, state.params, held_out_rows(data, plan, mesh), mesh.device)
@@ -103,11 +109,11 @@ def train(config: TrainConfig, folder: RunFolder, overrides: list[str], stop: St
                     for each in lowered:
                         each.compile_async()
 
-            # NaN ends the run, and SIGTERM to any rank does after this step. Replicas are copied.
+            # NaN ends the run, and so does SIGTERM to any rank. Other nodes get a copy if it is wanted.
             run.settle(number, state, loader)
             if run.watch.fault:
                 del state  # its memory is needed to find where that arose
-                raise run.watch.diverged()
+                raise run.watch.diagnose()
 
             # Held-out loss and checkpoint, if they are due.
             held_out = measure(number, state) if run.measures(number) else None

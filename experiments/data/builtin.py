@@ -86,7 +86,7 @@ def _texts(held_out: bool) -> Iterator[str]:
 
 
 def _files(held_out: bool) -> list[Path]:
-    """Of one side, in the order of a hash of their names: a mixture."""
+    """Return the files of one side, in the order of a hash of their names: a mixture."""
     root = standard_library()
     names = [n for n in source_files(root) if is_held_out(n, HELD_OUT_PERCENT) == held_out]
     return [root / name for name in sorted(names, key=lambda n: sha256(n.encode()).digest())]
@@ -127,7 +127,7 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def _functions_in(tree: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDef]:
-    """Of modules and classes; those inside functions are left out."""
+    """Yield the functions of modules and classes; those inside functions are left out."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef):
             yield node

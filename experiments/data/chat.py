@@ -58,8 +58,8 @@ def conversation(
     if not MARKED.search(tokenizer.hf.get_chat_template(tools=tools)):
         text = _text(tokenizer, shown, how)
         spans = _spans(tokenizer, shown, learns, how, text)
-        return rendered(
-            tokenizer, *(tokenizer.images.expanded(text, spans, paths) if paths else (text, spans))
+        return encode_rendered(
+            tokenizer, *(tokenizer.images.expand(text, spans, paths) if paths else (text, spans))
         )
 
     encoded = _render(
@@ -87,16 +87,16 @@ def conversation(
     if not paths:
         return ids.astype(np.uint32), learned.astype(np.uint8)
     spans = [(int(starts[n]), int(stops[n])) for n in np.flatnonzero(learned)]
-    return rendered(tokenizer, *tokenizer.images.expanded(_text(tokenizer, shown, how), spans, paths))
+    return encode_rendered(tokenizer, *tokenizer.images.expand(_text(tokenizer, shown, how), spans, paths))
 
 
 def parts(message: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Of a message whose content is a list of them: texts and images."""
+    """Return the parts of a message whose content is a list of them: texts and images."""
     content = message.get("content")
     return content if isinstance(content, list) else []
 
 
-def rendered(tokenizer: DirectoryTokenizer, text: str, spans: Sequence[tuple[int, int]]) -> Sample:
+def encode_rendered(tokenizer: DirectoryTokenizer, text: str, spans: Sequence[tuple[int, int]]) -> Sample:
     """A text that a chat template has made: its control tokens are read, and nothing is added.
 
     `spans`: from where to where it is learned.
@@ -320,7 +320,7 @@ def _spans(
 
 
 def _end(tokenizer: DirectoryTokenizer, text: str, start: int) -> int:
-    """Where an answer ends: with its last end token, whatever a template writes after it."""
+    """Return where an answer ends: with its last end token, whatever a template writes after it."""
     ends = tokenizer.hf.convert_ids_to_tokens(list(tokenizer.stops))
     return max((at + len(end) for end in ends if (at := text.rfind(end, start)) >= 0), default=len(text))
 
@@ -365,5 +365,5 @@ def _controls(tokenizer: DirectoryTokenizer) -> re.Pattern[str]:
 
 @lru_cache(maxsize=8)
 def _spelling(texts: Sequence[str]) -> re.Pattern[str]:
-    """What finds any of some texts; nothing, if there are none."""
+    """Return what finds any of some texts; nothing, if there are none."""
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")

@@ -77,7 +77,7 @@ TURNS = ("user", "assistant")
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a record says: what is asked, and the answers to it.
+    """An exchange, which a record says: what is asked, and the answers to it.
 
     Args:
         prompt: a text or messages, which are not learned; None where nothing is asked.

@@ -19,7 +19,7 @@ from fnshard.errors import MissingExtraError
 
 @dataclass(frozen=True)
 class ImageKind:
-    """How a family of models takes its images.
+    """A way in which a family of models takes its images.
 
     Args:
         layout: "tiles" of one size, or "patches", as many as an image has.
@@ -45,10 +45,10 @@ class Images:
     token: str
     kind: ImageKind
 
-    def expanded(
+    def expand(
         self, text: str, spans: Sequence[tuple[int, int]], paths: Sequence[str]
     ) -> tuple[str, list[tuple[int, int]]]:
-        """A text with as many image tokens as its images have features, and the spans in it.
+        """Return a text with as many image tokens as its images have features, and the spans in it.
 
         Raises:
             LineError: an image that cannot be opened, a template that does not show all images.
@@ -62,7 +62,7 @@ class Images:
             [],
         )  # of each token its end, and how much longer `out` is there
         for path, part in zip(paths, parts[1:], strict=True):
-            out, at = out + self.kind.text(self, opened(path)), at + len(self.token)
+            out, at = out + self.kind.text(self, open_image(path)), at + len(self.token)
             ends.append((at, len(out) - at))
             out, at = out + part, at + len(part)
 
@@ -78,20 +78,20 @@ class Images:
             ConfigError: an image that cannot be opened.
         """
         try:
-            images = [opened(path) for path in paths]
+            images = [open_image(path) for path in paths]
         except LineError as error:
             raise ConfigError(f"{error}.") from None
         return self._pixels(images) if images else {}
 
     def blank(self) -> dict[str, Tensor]:
-        """What stands for the images of a row that has none: its tower runs for the others' sake."""
+        """Return what stands for the images of a row that has none: its tower runs for the others' sake."""
         from PIL import Image
 
         made = self._pixels([Image.new("RGB", (64, 64))])
         return {name: part if name == "grid" else torch.zeros_like(part[:0]) for name, part in made.items()}
 
     def features(self, found: Mapping[str, Tensor]) -> int:
-        """How many a row's images have."""
+        """Return how many features a row's images have."""
         many = len(found["pixels"])
         return many * self._of_tile if self.kind.layout == "tiles" else many // self.merged
 
@@ -129,8 +129,8 @@ class Images:
         return found
 
 
-def opened(path: str) -> Any:
-    """An image, upright and in RGB.
+def open_image(path: str) -> Any:
+    """Open an image, upright and in RGB.
 
     Raises:
         LineError: it is not there, or no image.

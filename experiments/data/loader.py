@@ -67,7 +67,8 @@ class Loader:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands, in JSON's values; independent of the mesh, so another one can resume."""
+        """Return where the loader stands, in JSON's values; independent of the mesh, so another one can
+        resume."""
         return {**self.source.key, "seed": self.seed, "rows": self.rows, "step": self.step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -151,7 +151,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class RecordPolicy:
-    """What becomes of records.
+    """A policy: what becomes of records.
 
     Args:
         kind: "samples", "pairs" or "prompts": what `records` makes of one.

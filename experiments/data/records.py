@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.data.chat import Sample, conversation, is_rendered, opening, parts, rendered
+from experiments.data.chat import Sample, conversation, encode_rendered, is_rendered, opening, parts
 from experiments.data.fields import DETAIL, LEARNED, Exchange, Record, read
 from experiments.data.tokenizer import DirectoryTokenizer
 from experiments.lib.files import LineError
@@ -43,8 +43,8 @@ def encode(said: Exchange, kind: str, tokenizer: DirectoryTokenizer) -> list[Sam
     """Tokenise what a record says.
 
     Texts are taken as they are; those that spell a control token of the tokenizer are of a chat template (see
-    `chat.rendered`). Where any of it is messages, or stands beside tools or a system's text, the texts are
-    messages of a user and an assistant, and the chat template writes all of it.
+    `chat.encode_rendered`). Where any of it is messages, or stands beside tools or a system's text, the texts
+    are messages of a user and an assistant, and the chat template writes all of it.
     """
     turns = [turn for part in (said.prompt, *said.answers) if isinstance(part, list) for turn in part]
     if kind == "pairs" and any(part.get("type") != "text" for turn in turns for part in parts(turn)):
@@ -54,7 +54,7 @@ def encode(said: Exchange, kind: str, tokenizer: DirectoryTokenizer) -> list[Sam
         for part, is_learned in said.segments:
             spans += [(len(text), len(text) + len(part))] if is_learned else []
             text += part
-        return [rendered(tokenizer, text, spans)]
+        return [encode_rendered(tokenizer, text, spans)]
     if kind == "prompts":
         return [_ask(tokenizer, said)]
     if said.is_chat:
@@ -62,13 +62,13 @@ def encode(said: Exchange, kind: str, tokenizer: DirectoryTokenizer) -> list[Sam
     elif said.prompt is None:
         (text,) = said.answers
         if is_rendered(tokenizer, text):
-            return [rendered(tokenizer, text, [(0, len(text))])]
+            return [encode_rendered(tokenizer, text, [(0, len(text))])]
         return [_join(tokenizer.begin, [*tokenizer.encode(text), tokenizer.eos])]
     elif is_rendered(tokenizer, said.prompt, *said.answers):
         # The end of a response that does not say its own is written as ever.
         end = tokenizer.hf.convert_ids_to_tokens(tokenizer.eos)
         texts = [said.prompt + each + ("" if is_rendered(tokenizer, each) else end) for each in said.answers]
-        found = [rendered(tokenizer, text, [(len(said.prompt), len(text))]) for text in texts]
+        found = [encode_rendered(tokenizer, text, [(len(said.prompt), len(text))]) for text in texts]
     else:
         begin = [*tokenizer.begin, *tokenizer.encode(said.prompt)]
         found = [_join(begin, [*tokenizer.encode_after(each), tokenizer.eos]) for each in said.answers]
@@ -86,7 +86,7 @@ def _ask(tokenizer: DirectoryTokenizer, said: Exchange) -> Sample:
     if said.is_chat:
         ids = opening(tokenizer, _as_messages(said.prompt, "user"), said.tools, said.options)
     elif is_rendered(tokenizer, said.prompt):
-        ids = rendered(tokenizer, said.prompt, [])[0].tolist()
+        ids = encode_rendered(tokenizer, said.prompt, [])[0].tolist()
     else:
         ids = [*tokenizer.begin, *tokenizer.encode(said.prompt)]
     return _join(ids, [t for words in said.answers for t in (*tokenizer.encode_after(words), tokenizer.eos)])

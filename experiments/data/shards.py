@@ -63,7 +63,7 @@ class Shards:
 
     @cached_property
     def tokens(self) -> int:
-        """In all arrays."""
+        """Return the tokens of all arrays."""
         return sum(self.files.values())
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
@@ -217,7 +217,7 @@ def describe(folder: Path, **known: Any) -> Shards:
 
 
 def _lengths(folder: Path) -> dict[str, int]:
-    """How many tokens each array of a folder has."""
+    """Return how many tokens each array of a folder has."""
     found, wrong = {}, []
     for path in sorted(folder.glob("*.npy")):
         try:

@@ -1,5 +1,5 @@
-"""What a run trains on, and its held-out loss is of: windows of a stream of tokens, of text as bytes or of
-shards."""
+"""Text: windows of a stream of tokens, of text as bytes or of shards, that a run trains on and measures
+by."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class TokenStream(Protocol):
 
 
 def cut(stream: TokenStream, starts: np.ndarray, context: int) -> Batch:
-    """Inputs and the tokens that follow them; int64 [starts, T] each."""
+    """Return inputs and the tokens that follow them; int64 [starts, T] each."""
     rows = torch.from_numpy(stream.windows(starts, context + 1))  # [rows, T + 1]
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
 def held_out_starts(length: int, rows: int, context: int) -> Tensor:
-    """`rows` windows spread evenly over a stream of `length`, the same in every run; int64 [rows].
+    """Return `rows` windows spread evenly over a stream of `length`, the same in every run; int64 [rows].
 
     Starts at 2 or later, so that a trigram table has its context at every target.
     """
@@ -119,7 +119,7 @@ def standard_library() -> Path:
 
 
 def source_files(root: Path, suffix: str = ".py") -> list[str]:
-    """Names below `root` with `suffix`, with forward slashes, sorted; `SKIP`ped folders left out."""
+    """Return names below `root` with `suffix`, with forward slashes, sorted; `SKIP`ped folders left out."""
     names = []
     for folder, folders, files in os.walk(root):
         folders[:] = [f for f in folders if f not in SKIP]
@@ -128,7 +128,7 @@ def source_files(root: Path, suffix: str = ".py") -> list[str]:
 
 
 def is_held_out(name: str, percent: int) -> bool:
-    """Whether a file is held out: by a hash of its name, so that other files never move it.
+    """Return whether a file is held out: by a hash of its name, so that other files never move it.
 
     >>> is_held_out("asyncio/runners.py", 0), is_held_out("asyncio/runners.py", 100)
     (False, True)
@@ -139,8 +139,8 @@ def is_held_out(name: str, percent: int) -> bool:
 def load_text(
     root: Path | None = None, *, suffix: str = ".py", held_out_percent: int = 10, least: int = 1
 ) -> tuple[ByteStream, ByteStream]:
-    """The files below `root` (default: the standard library) in the order of their names, split by file: what
-    is trained on, and what is held out.
+    """Read the files below `root` (default: the standard library) in the order of their names, split by file:
+    what is trained on, and what is held out.
 
     Raises:
         ValueError: no such folder, or one side of the split holds fewer than `least` bytes.
@@ -187,33 +187,33 @@ class Dataset:
 
     @property
     def starts(self) -> Tensor:
-        """Where the held-out windows begin; int64 [rows]."""
+        """Return where the held-out windows begin; int64 [rows]."""
         return held_out_starts(self.measured.tokens, self.config.data.held_out_rows, self.config.context)
 
     def loader(self, mesh: fs.Mesh) -> Loader:
-        """This rank's batches, from the first step on."""
+        """Make this rank's batches, from the first step on."""
         windows = Windows(self.train, self.config.context)
         return Loader(windows, self.config.data.rows, self.config.run.seed, **place_of(mesh))
 
     @property
     def rows(self) -> int:
-        """Of the global batch."""
+        """Return the rows of the global batch."""
         return self.config.data.rows
 
     @property
     def tokens(self) -> int:
-        """Of one step."""
+        """Return the tokens of one step."""
         return self.rows * self.config.context
 
     def held_out(self, mesh: fs.Mesh, rows: int) -> Iterator[Batch]:
-        """This rank's held-out windows, at most so many at once; int64 [rows, T] twice."""
+        """Yield this rank's held-out windows, at most so many at once; int64 [rows, T] twice."""
         mine = self.starts.chunk(mesh.data_size)[mesh.data_rank]
         for starts in mine.split(math.gcd(len(mine), rows)):
             yield cut(self.measured, starts.numpy(), self.config.context)
 
     def tables(self) -> dict[str, float]:
-        """Losses of n-gram tables at exactly the targets of the held-out windows, nats; none where tokens are
-        not bytes.
+        """Return losses of n-gram tables at exactly the targets of the held-out windows, nats; none where
+        tokens are not bytes.
 
         They see the bytes before a window too, the model does not: the comparison favours the tables.
         """
@@ -226,12 +226,12 @@ class Dataset:
         return table_losses(_as_bytes(train), _as_bytes(windows), targets)
 
     def encode(self, text: str) -> list[int]:
-        """A text's tokens; without a tokenizer, the first held-out token stands for any text."""
+        """Return a text's tokens; without a tokenizer, the first held-out token stands for any text."""
         tokens = self.tokenizer.encode(text) if self.tokenizer else []
         return tokens or self.measured.windows(np.zeros(1, np.int64), 1)[0].tolist()
 
     def decode(self, tokens: list[int]) -> str:
-        """Tokens as text; without a tokenizer, numbers."""
+        """Return tokens as text; without a tokenizer, as numbers."""
         return self.tokenizer.decode(tokens) if self.tokenizer else " ".join(map(str, tokens))
 
 
@@ -240,7 +240,7 @@ def _as_bytes(tokens: np.ndarray) -> Tensor:
 
 
 def open_dataset(config: TrainConfig) -> Dataset:
-    """What a configuration names.
+    """Open the data that a configuration names.
 
     Raises:
         ConfigError: it is not there, is not whole, or too little for one window; or holds tokens that the
@@ -262,7 +262,7 @@ def open_dataset(config: TrainConfig) -> Dataset:
 
 
 def open_tokens(config: TrainConfig) -> Dataset:
-    """The shards below `data.root`, and the tokenizer next to them."""
+    """Open the shards below `data.root`, and the tokenizer next to them."""
     root, least = Path(config.data.root), config.context + 3
     wrong: list[str] = []
     opened = [attempt(lambda name=name: open_shards(root / name), wrong) for name in ("train", "held_out")]
@@ -291,7 +291,8 @@ def open_tokens(config: TrainConfig) -> Dataset:
 
 
 def table_losses(train: Tensor, held_out: Tensor, at: Tensor) -> dict[str, float]:
-    """Mean -log p of the bytes `held_out[at]`, in nats, by tables of pairs and of triples in `train`.
+    """Return the mean -log p of the bytes `held_out[at]`, in nats, by tables of pairs and of triples in
+    `train`.
 
     p(c | ab) = (n(abc) + s p(c | b)) / (n(ab) + s), down to p(c) and 1 / V: a Dirichlet prior centred on the
     shorter context (MacKay and Peto, 1995), so a proper distribution for every context, seen or not.
@@ -312,7 +313,7 @@ def table_losses(train: Tensor, held_out: Tensor, at: Tensor) -> dict[str, float
 
 
 def count(stream: Tensor, order: int) -> Tensor:
-    """How often each run of `order` bytes occurs; int32 [V] * order.
+    """Count how often each run of `order` bytes occurs; int32 [V] * order.
 
     >>> count(torch.tensor([1, 2, 1, 2], dtype=torch.uint8), 2)[1, 2].item()
     2

@@ -55,8 +55,8 @@ class Scorer:
     def logprobs(
         self, params: Any, groups: Sequence[Sequence[Pair]]
     ) -> Iterator[tuple[int, list[tuple[float, bool]]]]:
-        """Of this rank's groups: number, and of each pair the log-probability of what follows its context and
-        whether that is the likeliest."""
+        """Yield of this rank's groups: number, and of each pair the log-probability of what follows its
+        context and whether that is the likeliest."""
         rows = max([self.rows, *map(len, groups)])
         lengths = [max(len(a) + len(b) for a, b in group) - 1 for group in groups]
         for width, mine in self._rounds(lengths, [len(group) for group in groups], rows):
@@ -73,7 +73,7 @@ class Scorer:
             yield from ((number, list(islice(both, len(groups[number])))) for number in mine)
 
     def answers(self, params: Any, prompts: Sequence[str], tokens: int) -> Iterator[tuple[int, str]]:
-        """Of this rank's prompts: number, and a greedy answer."""
+        """Yield of this rank's prompts: number, and a greedy answer."""
         most = (self.lm.context or 2**31) - tokens
         encoded = [self.encode(prompt)[-most:] for prompt in prompts]
         stops, count = frozenset(self.tokenizer.stops), min(TOGETHER, tokens)
@@ -90,7 +90,7 @@ class Scorer:
                 yield number, self.tokenizer.decode([t for t in row if t not in stops])
 
     def encode(self, text: str) -> list[int]:
-        """As the model's tokenizer encodes a text that nothing comes before."""
+        """Encode a text that nothing comes before, as the model's tokenizer does."""
         return [*self.tokenizer.begin, *self.tokenizer.encode(text)]
 
     def pair(self, context: str, after: str) -> Pair:

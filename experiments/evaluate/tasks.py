@@ -31,7 +31,7 @@ SHOWN = 10  # records of a file in an error
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked.
+    """A question that is asked.
 
     Args:
         prompt: what an answer follows.

@@ -69,7 +69,7 @@ def describe(error: BaseException) -> str:
 
 
 def refusal(problems: Sequence[str]) -> ConfigError:
-    """All problems in one error; one alone in one line.
+    """Return one error of all problems; one alone stands in one line.
 
     >>> print(refusal(["run.steps=0: must be 1 or more."]))
     run.steps=0: must be 1 or more.

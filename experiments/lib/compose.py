@@ -558,7 +558,7 @@ def register(kind: type = TrainConfig, name: str = "train_schema") -> None:
 
 
 def defaults(kind: type) -> dict[str, Any]:
-    """The defaults of a dataclass as nested plain values, `???` where there is none."""
+    """Return the defaults of a dataclass as nested plain values, `???` where there is none."""
     groups, out = _groups_of(kind), {}
     for each in dataclasses.fields(kind):
         value = MISSING if each.default is dataclasses.MISSING else each.default
@@ -569,7 +569,7 @@ def defaults(kind: type) -> dict[str, Any]:
 
 @cache
 def _options_of(kind: type) -> dict[str, tuple[Any, ...]]:
-    """The members of each field's union, or its type alone."""
+    """Return the members of each field's union, or its type alone."""
     unions = (typing.Union, types.UnionType)
     hints = typing.get_type_hints(kind).items()
     return {n: typing.get_args(h) if typing.get_origin(h) in unions else (h,) for n, h in hints}
@@ -577,13 +577,14 @@ def _options_of(kind: type) -> dict[str, tuple[Any, ...]]:
 
 @cache
 def _groups_of(kind: type) -> dict[str, list[type]]:
-    """The fields that are dataclasses, or one of several of them."""
+    """Return the fields that are dataclasses, or one of several of them."""
     groups = {name: list(filter(dataclasses.is_dataclass, o)) for name, o in _options_of(kind).items()}
     return {name: kinds for name, kinds in groups.items() if kinds}
 
 
 def _chosen(kind: type, group: str, value: Any) -> type | None:
-    """The dataclass that a group's value is of, by `name`; None where it may be, and is, a `_target_`."""
+    """Return the dataclass that a group's value is of, by `name`; None where it may be, and is, a
+    `_target_`."""
     kinds, values = _groups_of(kind)[group], value if isinstance(value, Mapping) else {}
     if TARGET in values and len(_options_of(kind)[group]) > len(kinds):
         return None
@@ -591,7 +592,7 @@ def _chosen(kind: type, group: str, value: Any) -> type | None:
 
 
 def _known(kind: type, values: Mapping[str, Any]) -> list[str]:
-    """The dotted keys that there are; of alternatives, those of the dataclass that `values` choose."""
+    """Return the dotted keys that there are; of alternatives, those of the dataclass that `values` choose."""
     known = defaults(kind)
     chosen = {group: _chosen(kind, group, values.get(group)) for group in _groups_of(kind)}
     known |= {group: defaults(each) for group, each in chosen.items() if each is not None}
@@ -621,7 +622,7 @@ def build(values: Mapping[str, Any], kind: type = TrainConfig) -> Any:
 
 
 def check(values: Mapping[str, Any], kind: type) -> tuple[Any, list[Problem]]:
-    """The dataclasses, None if something is wrong, and every problem."""
+    """Return the dataclasses, None if something is wrong, and every problem."""
     try:
         return _adapter(kind).validate_python(_without_missing(values)), []
     except ValidationError as error:
@@ -666,8 +667,8 @@ def _shown(value: Any) -> Any:
 
 
 def _no_such_key(key: str, known: list[str]) -> str:
-    """The message about a key that does not exist: which is meant (the same name elsewhere, or what looks
-    most alike), and which there are."""
+    """Return the message about a key that does not exist: which is meant (the same name elsewhere, or what
+    looks most alike), and which there are."""
     at, _, last = key.rpartition(".")
     while at and not any(k.startswith(f"{at}.") for k in known):
         at = at.rpartition(".")[0]
@@ -679,7 +680,7 @@ def _no_such_key(key: str, known: list[str]) -> str:
 
 
 def _message(error: Mapping[str, Any]) -> str:
-    """Pydantic's own, with the choice that was probably meant."""
+    """Return pydantic's own message, with the choice that was probably meant."""
     if error["type"] == "dataclass_type":
         return "expected keys below it."
     choices = re.findall("'([^']*)'", error["ctx"]["expected"]) if error["type"] == "literal_error" else []

@@ -392,13 +392,13 @@ def nameless_sizes(model: Any, data: Any, objective: Any) -> list[str]:
 
 
 def rows_of(data: Any) -> dict[str, int]:
-    """`rows` and `held_out_rows` of a group, or of a `_target_`."""
+    """Return `rows` and `held_out_rows` of a group, or of a `_target_`."""
     own = isinstance(data, dict)
     return {n: data.get(n, least) if own else getattr(data, n) for n, least in OWN_ROWS.items()}
 
 
 def misfits(strategy: StrategyConfig, run: RunConfig) -> list[str]:
-    """Options of `run` that the strategy has no use for, or lacks."""
+    """Return what is wrong with options of `run`: the strategy has no use for them, or lacks them."""
     wrong = []
     auto, tiers = strategy.name == AUTO, (strategy.memory, strategy.optimizer_memory)
     if auto and run.device_gb is None:
@@ -417,7 +417,7 @@ def misfits(strategy: StrategyConfig, run: RunConfig) -> list[str]:
 
 
 def uneven_splits(model: DecoderConfig, mesh: MeshConfig) -> list[str]:
-    """Axes that do not divide what they split of a model.
+    """Return what is wrong with axes that do not divide what they split of a model.
 
     >>> sizes = DecoderConfig(width=64, layers=2, heads=4, kv_heads=2, context=128)
     >>> uneven_splits(sizes, MeshConfig(tensor=4))

@@ -122,7 +122,7 @@ def _is_finished(folder: Path) -> bool:
 
 
 def _can_resume(folder: Path) -> bool:
-    """Whether a checkpoint is there, or a replica in memory."""
+    """Return whether a checkpoint is there, or a replica in memory."""
     return fs.checkpoint.latest(folder / CHECKPOINTS) is not None or in_memory(memory_name(folder))
 
 
@@ -132,7 +132,7 @@ def has_numbered(root: Path) -> bool:
 
 
 def newest_step(folder: Path) -> int | None:
-    """The step that a run goes on from on disk, if it has saved any."""
+    """Return the step that a run goes on from on disk, if it has saved any."""
     return max(fs.checkpoint.all_steps(folder / CHECKPOINTS), default=None)
 
 
@@ -161,7 +161,7 @@ def is_finished(folder: Path, requested: Any) -> bool:
 
 
 def source_of(resume: str) -> str:
-    """The checkpoint, or the directory of checkpoints, that `run.resume=PATH` means."""
+    """Return the checkpoint, or the directory of checkpoints, that `run.resume=PATH` means."""
     folder = Path(resume).resolve()
     path = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
     if fs.checkpoint.latest(path) is None:
@@ -173,7 +173,7 @@ def source_of(resume: str) -> str:
 
 
 def _check_chosen(folder: Path, identity: Mapping[str, Any], resume: str) -> None:
-    """A folder that holds checkpoints is resumed, or left alone."""
+    """See that a folder that holds checkpoints is one to resume; else it is left alone."""
     steps = fs.checkpoint.all_steps(folder / CHECKPOINTS)
     if not steps and has_numbered(folder / CHECKPOINTS) and not _can_resume(folder):
         raise ConfigError(

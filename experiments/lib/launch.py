@@ -1,9 +1,13 @@
 """Jobs of ranks: from a command line to the ranks that do its work.
 
-`python -m experiments.train` composes the configuration and checks it against this machine, takes a folder,
-writes both into `job.json` there and starts a process for each rank: the same command, with `--as-rank
-job.json` in the place of its arguments. Ranks compose nothing. Under `torchrun`, whose processes are ranks
-already, each composes, and rank 0 takes the folder; so it does where SLURM starts one torchrun a node.
+`python -m experiments.train` composes the configuration and checks it against this machine (`place`), takes a
+folder, writes both into `job.json` there and starts a process for each rank (`start`): the same command, with
+`--as-rank job.json` in the place of its arguments. Ranks compose nothing (`be_rank`). Under `torchrun`, whose
+processes are ranks already, each composes, and rank 0 takes the folder; so it does where SLURM starts one
+torchrun a node.
+
+SIGTERM to the process of the command goes on to the ranks (`fnshard.launcher.local`), each of which notes it
+in a `Stop`; the job saves and ends after its step. What a rank finds wrong ends all of them (`end_together`).
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class OwnData:
 
 
 def own_data(values: Mapping[str, Any], seed: int) -> OwnData:
-    """The data that a `_target_` gives: `(train, held_out)`, each with `len()` and `[number]`.
+    """Make the data that a `_target_` gives: `(train, held_out)`, each with `len()` and `[number]`.
 
     Raises:
         ConfigError: as `make_target`; it gives something else, or fewer rows than a batch has.
@@ -134,7 +134,7 @@ def model_of(values: Mapping[str, Any]) -> Any:
 
 
 def of_rows(loss: Callable[..., Any], apply: Callable[..., Any]) -> Loss:
-    """`fn(params, *batch)` of a loss `(model, *batch)`, with exact means over all ranks' rows.
+    """Make `fn(params, *batch)` of a loss `(model, *batch)`, with exact means over all ranks' rows.
 
     The loss gives a mean over the batch's rows or an `fs.Mean`, or a pair of it and a dict of more of them.
     """
@@ -200,7 +200,7 @@ class Task:
 
 
 def make_task(config: TrainConfig) -> Task:
-    """A decoder that learns next tokens, or what `_target_`s name."""
+    """Make a decoder that learns next tokens, or what `_target_`s name."""
     with fs.deferred():
         model = model_of(config.model) if isinstance(config.model, dict) else Decoder(config.model)
     if not isinstance(model, nn.Module):  # whose values nobody makes later

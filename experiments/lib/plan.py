@@ -57,7 +57,7 @@ def axis_of(name: str, mesh: fs.Mesh) -> str | None:
 
 
 def dtypes_of(precision: PrecisionConfig) -> dict[str, Any]:
-    """The dtypes of a `LayoutSpec`, by field, fp32 for null; and what has a scale in fp8."""
+    """Return the dtypes of a `LayoutSpec`, by field, fp32 for null; and what has a scale in fp8."""
     named = {field: name for field, name in vars(precision).items() if field != "scaling"}
     dtypes = {f"{field}_dtype": getattr(torch, name or "float32") for field, name in named.items()}
     return dtypes | {"scaling": precision.scaling}
@@ -76,7 +76,7 @@ def plan_of(
     hardware: str = AUTO,
     along: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """A strategy as specs and options of the step; the same on every rank, as its inputs are.
+    """Make specs and options of the step by a strategy; the same on every rank, as its inputs are.
 
     Args:
         batch: this rank's of one step; may be meta.
@@ -110,7 +110,7 @@ def plan_of(
 
 
 def _agree(*args: Any, **options: Any) -> fs.Fit:
-    """`fs.fit` on every rank, and each compares its plan with the others': none acts, or gives up, alone."""
+    """Run `fs.fit` on every rank, and compare the plans: no rank acts, or gives up, alone."""
     try:
         found: fs.Fit | fs.BudgetError = fs.fit(*args, **options)
         mine = repr(found.chosen.choice)
@@ -128,8 +128,8 @@ def _agree(*args: Any, **options: Any) -> fs.Fit:
 
 
 def hardware_of(name: str, mesh: fs.Mesh | None = None) -> fs.Hardware:
-    """Whose speed to plan for: by name, measured together by all ranks, what runs of a folder have measured,
-    or by what the device of `mesh` is called.
+    """Return whose speed to plan for: by name, measured together by all ranks, what runs of a folder have
+    measured, or by what the device of `mesh` is called.
 
     Raises:
         ConfigError: no run below the folder of `measured:FOLDER` says what it measured.
@@ -156,7 +156,7 @@ def write_plan(plan: Plan, folder: Path) -> None:
 
 
 def write_memory(lowered: Lowered, folder: Path) -> None:
-    """The ledger of a step before it ran, in `memory.txt`, and its peak on screen."""
+    """Write the ledger of a step before it runs into `memory.txt`, and print its peak."""
     analysis = lowered.memory_analysis()
     write_text(folder / MEMORY, f"{analysis}\n")
     elsewhere = [
@@ -169,7 +169,7 @@ def write_memory(lowered: Lowered, folder: Path) -> None:
 
 
 def append_compiled(lowered: Lowered, folder: Path) -> None:
-    """After the first step: what the generated kernels take, if there are any."""
+    """Append what the generated kernels take, if there are any: it is known after the first step."""
     analysis = lowered.memory_analysis()
     if analysis.kernels == "eager":
         return
@@ -177,7 +177,7 @@ def append_compiled(lowered: Lowered, folder: Path) -> None:
 
 
 def specs_of(rules: Any, params: Any, policy: Mapping[str, Any]) -> Any:
-    """Specs by `TrainConfig.specs`; `policy`: fields of the leaves whose rules do not have them.
+    """Make specs by `TrainConfig.specs`; `policy`: fields of the leaves whose rules do not have them.
 
     Raises:
         ConfigError: a rule matches nothing, or a leaf no rule.
@@ -189,7 +189,8 @@ def specs_of(rules: Any, params: Any, policy: Mapping[str, Any]) -> Any:
 
 
 def rule_of(how: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A rule of `TrainConfig.specs`, with other fields where it has none, as `fs.match_specs` takes it.
+    """Return a rule of `TrainConfig.specs`, with other fields where it has none, as `fs.match_specs` takes
+    it.
 
     >>> rule_of("shard", {"memory": "host"}), rule_of({"storage": [None, "shard"]}, {"memory": "device"})
     ({'memory': 'host', 'storage': ['shard']}, {'memory': 'device', 'storage': [None, 'shard']})
@@ -207,9 +208,9 @@ def make_optimizer(
     undecayed: tuple[str, ...],
     rates: Any = 1.0,
 ) -> fs.optim.Optimizer:
-    """Clipping, then the optimizer named; leaves that `undecayed`'s globs match do not decay, and `rates` are
-    adamw's `lr_scale`. Or what a `_target_` makes by itself of the rate, if it has an `lr`, and of its other
-    keys."""
+    """Make the optimizer named, after clipping; leaves that `undecayed`'s globs match do not decay, and
+    `rates` are adamw's `lr_scale`. Or what a `_target_` makes by itself of the rate, if it has an `lr`, and
+    of its other keys."""
     if isinstance(chosen, dict):
         rate = {"lr": make_rate(schedule, chosen["lr"], steps)} if "lr" in chosen else {}
         others = {name: value for name, value in chosen.items() if name != "lr"}
@@ -226,7 +227,7 @@ def make_optimizer(
 
 
 def make_rate(shape: ScheduleConfig, peak: float, steps: int) -> fs.schedules.RateSchedule:
-    """The learning rate by step: the configuration's fractions as steps and rates."""
+    """Make the learning rate by step, of the configuration's fractions."""
     if shape.name == "constant":
         return fs.schedules.constant(peak)
     phases = {"warmup": math.floor(shape.warmup * steps), "total": steps, "floor": shape.floor * peak}
@@ -236,7 +237,8 @@ def make_rate(shape: ScheduleConfig, peak: float, steps: int) -> fs.schedules.Ra
 
 
 def peak_of(planned: fs.Hardware | None, mesh: fs.Mesh) -> fs.Hardware | None:
-    """The hardware whose peak an MFU is a share of: one that was measured, or a GPU that the table knows."""
+    """Return the hardware whose peak an MFU is a share of: one that was measured, or a GPU that the table
+    knows."""
     if planned is not None and not planned.name.startswith(tuple(TABLE)):
         return planned
     if mesh.device_type != "cuda":

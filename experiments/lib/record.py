@@ -80,8 +80,8 @@ def facts_of(config: Any, job: str, overrides: Sequence[str], mesh: fs.Mesh, hos
 
 
 def git_of(file: Path) -> dict[str, Any] | None:
-    """The commit of a file's repository, and whether tracked files have been changed since; None where git
-    does not track the file: an installed copy may lie in somebody else's repository."""
+    """Return the commit of a file's repository, and whether tracked files have been changed since; None where
+    git does not track the file: an installed copy may lie in somebody else's repository."""
 
     def git(*arguments: str) -> str:
         command = ["git", *arguments]
@@ -108,7 +108,7 @@ def packages() -> dict[str, str]:
 
 
 def machine(mesh: fs.Mesh) -> dict[str, Any]:
-    """The device of this rank and the host it is on."""
+    """Return the device of this rank and the host it is on."""
     found = {
         "device": mesh.device_type,
         "cores": os.cpu_count(),
@@ -287,7 +287,7 @@ class RunRecord:
         prediction: Mapping[str, Any] | None = None,
         **measured: float,
     ) -> dict[str, Any]:
-        """The run after step `step`. What is NaN is not known, and what was known before stays.
+        """Write the run after step `step`. What is NaN is not known, and what was known before stays.
 
         Args:
             attention: of `StepWork`; None: not known yet.
@@ -321,7 +321,7 @@ class RunRecord:
 
 
 def varying(totals: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers of `VARIES`, for the result."""
+    """Return the numbers of `VARIES`, for the result."""
     return {name: totals[name] for name in VARIES if name in totals}
 
 
@@ -441,8 +441,8 @@ def measured_run(folder: Path) -> MeasuredRun | None:
 
 
 def measured_hardware(place: str) -> fs.Hardware:
-    """The hardware of the newest run in a folder or below it, as all runs there have measured it that ran on
-    such a machine, with as many ranks on a host.
+    """Return the hardware of the newest run in a folder or below it, as all runs there have measured it that
+    ran on such a machine, with as many ranks on a host.
 
     Raises:
         ConfigError: no run says what it measured, or a file of one is damaged.
@@ -501,14 +501,14 @@ class Tracer:
 
     @contextmanager
     def on(self, here: int) -> Iterator[None]:
-        """Around the `here`th step of this process."""
+        """Trace the `here`th step of this process in the block, if it is to be traced."""
         if here == FIRST:
             self._open.enter_context(fs.profile.traced(self.step, self._trace))
         yield
         self._traced += FIRST <= here < FIRST + self.steps
 
     def done(self, here: int) -> bool:
-        """Whether the `here`th step of this process is the last one that is traced."""
+        """Return whether the `here`th step of this process is the last one that is traced."""
         return here == FIRST + self.steps - 1
 
     @property

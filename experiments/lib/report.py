@@ -294,7 +294,7 @@ class Report:
 
 
 def metrics_next_to(folder: Path, found: str) -> Path | None:
-    """The metrics of the run whose checkpoint is resumed: its own, or those of another folder.
+    """Return the metrics of the run whose checkpoint is resumed: its own, or those of another folder.
 
     Args:
         found: a checkpoint, or the directory of a run's checkpoints; empty: nothing is resumed.

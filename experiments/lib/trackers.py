@@ -63,7 +63,7 @@ class Tracker(Protocol):
 
 
 def numbers(row: Row) -> dict[str, float]:
-    """The numbers of a row, without its step."""
+    """Return the numbers of a row, without its step."""
     return {name: float(value) for name, value in row.items() if name != "step"}
 
 
@@ -102,7 +102,8 @@ class Feed:
             self._looked = time.monotonic()
 
     def finish(self, status: str, artifacts: Sequence[Path] = (), **summary: Any) -> None:
-        """All rows are written, and the run, or this process's part of it, has ended."""
+        """Hand the tracker all rows that are left, and the result: the run, or this process's part of it, has
+        ended."""
 
         def end() -> None:
             self._log()
@@ -318,7 +319,7 @@ TRACKERS: dict[str, Callable[[TrackerConfig], Tracker]] = {
 
 
 def choose_trackers(config: TrackerConfig) -> dict[str, Tracker]:
-    """The trackers that a configuration names, by name."""
+    """Make the trackers that a configuration names, by name."""
     own = {each[TARGET]: instantiate(each) for each in config.own}
     return {name: make(config) for name, make in TRACKERS.items() if getattr(config, name)} | own
 

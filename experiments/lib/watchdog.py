@@ -128,7 +128,7 @@ class Watchdog:
         if self.mode != "off" and not self.fault and not is_finite(self.step, state):
             self.fault, self._number = "parameters or optimizer state are not finite", number
 
-    def diverged(self) -> DivergedError:
+    def diagnose(self) -> DivergedError:
         """Return what ends the run, on all ranks; nobody keeps the bad state any more."""
         number = self._number
         head = f"step {number}: {self.fault}; nothing of it is saved."

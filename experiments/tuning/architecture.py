@@ -1,4 +1,4 @@
-"""What a model of transformers consists of, observed where it can be: names differ by architecture."""
+"""Architecture: the parts of a model of transformers, observed where they can be: names differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CACHES = ("cache", "past_key_values")  # a trunk's parameter since transformers 
 
 
 def no_decoder(name: str, *why: str) -> ConfigError:
-    """The error for a model that is none of ours."""
+    """Return the error for a model that is none of ours."""
     return ConfigError(
         report(
             f"{name} is no causal language model that can be tuned here:",
@@ -31,7 +31,8 @@ def no_decoder(name: str, *why: str) -> ConfigError:
 
 
 def trunk_of(model: nn.Module) -> str:
-    """The path of the module that is all but the head; of a model that sees it is the part that writes."""
+    """Return the path of the module that is all but the head; of a model that sees it is the part that
+    writes."""
     if not hasattr(model.config, "vision_config"):
         return model.base_model_prefix
     decoder = model.get_decoder()
@@ -74,12 +75,12 @@ def check_decoder(model: nn.Module) -> None:
 
 
 def cache_parameter(trunk: nn.Module) -> str:
-    """Which of `CACHES` a trunk that was checked takes."""
+    """Return which of `CACHES` a trunk that was checked takes."""
     return next(name for name in CACHES if name in inspect.signature(trunk.forward).parameters)
 
 
 def experts_of(trunk: nn.Module) -> dict[str, bool]:
-    """Leaves with a matrix of each expert, and whether these are [in, out]; paths are the trunk's."""
+    """Return leaves with a matrix of each expert, and whether these are [in, out]; paths are the trunk's."""
     return {
         f"{name}.{key}": getattr(module, "is_transposed", False)
         for name, module in trunk.named_modules()
@@ -113,7 +114,7 @@ class StatelessCache:
     is_compileable = False
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        """What the layer is to attend to."""
+        """Return what the layer is to attend to."""
         return keys, values
 
     def get_seq_length(self, layer: int = 0) -> int:
@@ -123,7 +124,7 @@ class StatelessCache:
         return 0
 
     def get_mask_sizes(self, queries: int, layer: int = 0) -> tuple[int, int]:
-        """How many keys there are, and the position of the first."""
+        """Return how many keys there are, and the position of the first."""
         return queries, 0
 
 
@@ -149,7 +150,8 @@ class _Watch(TorchFunctionMode):
 
 
 def is_plain(rest: Callable[..., Any], leaves: Mapping[str, Tensor], head: str) -> bool:
-    """Whether logits are the product of hidden states and the head, and nothing more: seen, not guessed.
+    """Return whether logits are the product of hidden states and the head, and nothing more: seen, not
+    guessed.
 
     Softcaps, scales and biases have other names in every architecture.
 

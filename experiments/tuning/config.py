@@ -31,8 +31,8 @@ ALL_LINEAR, VISION_LINEAR, EXPERTS = "all-linear", "vision-linear", "experts"  #
 
 @configuration
 class MethodConfig:
-    """What trains: all (`full`) but what `freeze` names by globs, joined by "|"; or adapters (`lora`) with a
-    base that is frozen, as it is or as codes.
+    """The method, which says what trains: all (`full`) but what `freeze` names by globs, joined by "|"; or
+    adapters (`lora`) with a base that is frozen, as it is or as codes.
 
     `targets`: globs of leaves, joined by "|", or among them "all-linear", every matrix of the layers, and
     "vision-linear", every one of what a model sees with, and "experts". `rank_stabilised`: rsLoRA;
@@ -55,8 +55,9 @@ class MethodConfig:
 
 @dataclass(frozen=True)
 class ObjectiveKind:
-    """What an objective needs: `data` of "samples", "pairs" or "prompts", whose answers are drawn and
-    rewarded; perhaps the `reference`, the model as it was; `values`, a value head. `beta`: its default."""
+    """A kind of objectives, by what it needs: `data` of "samples", "pairs" or "prompts", whose answers are
+    drawn and rewarded; perhaps the `reference`, the model as it was; `values`, a value head. `beta`: its
+    default."""
 
     data: str
     reference: bool = False
@@ -65,7 +66,7 @@ class ObjectiveKind:
 
     @property
     def records(self) -> str:
-        """What its files hold."""
+        """Return what its files hold."""
         return "pairs" if self.data == "pairs" else "samples"
 
 

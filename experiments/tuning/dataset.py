@@ -18,7 +18,7 @@ import torch
 import fnshard as fs
 from experiments.data.batches import Samples
 from experiments.data.builtin import image_files, pair_files, sft_files
-from experiments.data.chat import is_rendered, opening, rendered
+from experiments.data.chat import encode_rendered, is_rendered, opening
 from experiments.data.loader import Loader, place_of
 from experiments.data.prepared import Prepared, RecordPolicy, open_prepared, prepare
 from experiments.data.tokenizer import DirectoryTokenizer, Tokenizer, open_directory
@@ -74,7 +74,7 @@ class Prompts:
 
 @dataclass(frozen=True)
 class FinetuneData:
-    """Data that is tokenised already.
+    """The data of a run, which are tokenised already.
 
     `rows`: what batches are of; `measured`: what the held-out loss is of.
     """
@@ -86,7 +86,7 @@ class FinetuneData:
     measured: Samples
 
     def loader(self, config: FinetuneConfig, mesh: fs.Mesh) -> Loader:
-        """Batches of rows; of prompts their numbers."""
+        """Make batches of rows; of prompts their numbers."""
         return Loader(self.rows, config.data.rows, config.run.seed, **place_of(mesh))
 
     def examples(self, run: RunConfig, limit: int | None) -> list[Example]:
@@ -104,7 +104,7 @@ class FinetuneData:
         numbers = np.unique(np.linspace(0, there - 1, min(SHOWN, there)).astype(int)) * step
         found = [self.example(self.held_out, int(n)) for n in numbers]
         if run.prompt is not None:
-            found.append(Example(self._asked(run.prompt), []))
+            found.append(Example(self._encode_asked(run.prompt), []))
         most = None if limit is None else max(1, limit - run.sampled)
         if most is not None:  # a prompt without its beginning lacks an image
             found = [e for e in found if not e.images or len(e.prompt) <= most]
@@ -121,14 +121,15 @@ class FinetuneData:
         return ({name: part.to(device) for name, part in images.items()},)
 
     def shown(self, colour: bool = False) -> str:
-        """The first sample of the training data as the model sees it, of pairs both; see `marked`."""
+        """Return the first sample of the training data as the model sees it, of pairs both; see
+        `mark_learned`."""
         numbers = range(2 if self.train.kind == "pairs" else 1)
-        return "\n".join(marked(self.tokenizer, *self.train.sample(n), colour=colour) for n in numbers)
+        return "\n".join(mark_learned(self.tokenizer, *self.train.sample(n), colour=colour) for n in numbers)
 
-    def _asked(self, prompt: str) -> list[int]:
-        """A prompt as the model has learned them."""
+    def _encode_asked(self, prompt: str) -> list[int]:
+        """Encode a prompt as the model has learned them."""
         if is_rendered(self.tokenizer, prompt):
-            return rendered(self.tokenizer, prompt, [])[0].tolist()
+            return encode_rendered(self.tokenizer, prompt, [])[0].tolist()
         if self.train.chats:
             return opening(self.tokenizer, [{"role": "user", "content": prompt}])
         return [*self.tokenizer.begin, *self.tokenizer.encode(prompt)]
@@ -145,7 +146,7 @@ class FinetuneData:
         )
 
     def longest_prompt(self, data: Prepared) -> int:
-        """Tokens of a sample's prompt, at most."""
+        """Return the most tokens that a sample's prompt has."""
         every = np.arange(data.samples)
         return int(self._prompts(data.first_learned(), data.lengths(every) + 1).max())
 
@@ -155,15 +156,18 @@ class FinetuneData:
         return np.where(plain, np.clip(lengths // 2, 1, OPENING), first)
 
 
-def marked(tokenizer: Tokenizer, tokens: np.ndarray, learned: np.ndarray, *, colour: bool = False) -> str:
-    """A sample's text with its control tokens; what is learned stands between « and », the rest is not.
+def mark_learned(
+    tokenizer: Tokenizer, tokens: np.ndarray, learned: np.ndarray, *, colour: bool = False
+) -> str:
+    """Return a sample's text with its control tokens; what is learned stands between « and », the rest is
+    not.
 
     Args:
         tokens, learned: as `Prepared.sample` gives them. The first is never a target.
         colour: what is learned is green, too, as terminals take it.
 
     >>> from experiments.data.tokenizer import ByteTokenizer
-    >>> marked(ByteTokenizer(), np.array([256, 104, 105, 257]), np.array([0, 0, 1, 1]))
+    >>> mark_learned(ByteTokenizer(), np.array([256, 104, 105, 257]), np.array([0, 0, 1, 1]))
     '<|begin|>h«i<|end|>»'
     """
     out, targets = [], [False, *map(bool, learned[1:])]
@@ -175,8 +179,9 @@ def marked(tokenizer: Tokenizer, tokens: np.ndarray, learned: np.ndarray, *, col
     return "".join(out)
 
 
-def prepared(config: FinetuneConfig) -> FinetuneConfig:
-    """The configuration with folders of tokenised data in the place of files. Its model is a directory.
+def prepare_data(config: FinetuneConfig) -> FinetuneConfig:
+    """Tokenise the data of a configuration, and return it with their folders in the place of files. Its model
+    is a directory.
 
     Raises:
         ConfigError: a file that cannot be read, and all lines of it that cannot be used.
@@ -199,8 +204,8 @@ def prepared(config: FinetuneConfig) -> FinetuneConfig:
     return replace(config, data=replace(data, train=folders[0], held_out=folders[1]))
 
 
-def opened(config: FinetuneConfig, vision: Vision | None = None) -> FinetuneData:
-    """The data of a configuration, and of a model that may see.
+def open_data(config: FinetuneConfig, vision: Vision | None = None) -> FinetuneData:
+    """Open the data of a configuration whose data are tokenised, for a model that may see.
 
     Raises:
         ConfigError: images where nothing looks at them.
@@ -237,7 +242,7 @@ class Shown:
     tokens: int
 
     def answers(self, params: object) -> list[str]:
-        """The model's answers, on every rank; all ranks call it together, each with the same prompts."""
+        """Draw the model's answers, on every rank; all ranks call it together, each with the same prompts."""
         if not self.examples:
             return []
         drawn = self.sampler(params, [example.prompt for example in self.examples], self.tokens)
@@ -245,7 +250,7 @@ class Shown:
         return [self.tokenizer.decode(list(takewhile(lambda t: t not in ends, row))) for row in drawn]
 
     def table(self, answers: Mapping[str, Sequence[str]]) -> str:
-        """Prompts with answers by whose they are, and with their authors' own, as people read them."""
+        """Return prompts with answers by whose they are, and with their authors' own, as people read them."""
         lines = []
         for number, example in enumerate(self.examples):
             own = self.tokenizer.decode(example.answer) or "-"
@@ -271,7 +276,7 @@ def _line(text: str) -> str:
 
 
 def window_of(examples: Sequence[Example], tokens: int, limit: int | None) -> int:
-    """Tokens that these prompts and their answers take, as a multiple that a context axis divides.
+    """Return the tokens that these prompts and their answers take, as a multiple that a context axis divides.
 
     Args:
         limit: tokens that the model was made for.

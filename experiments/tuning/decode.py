@@ -24,7 +24,7 @@ Drawn = tuple[Tensor, Tensor, Tensor]  # tokens, their log-probabilities, entrop
 
 
 class _Recorded(StatelessCache):
-    """Of a whole prompt: causal attention among its tokens, whose keys and values are kept."""
+    """The cache of a whole prompt: attention is causal among its tokens, whose keys and values are kept."""
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
@@ -35,7 +35,7 @@ class _Recorded(StatelessCache):
 
 
 class _Extended(_Recorded):
-    """Of one more token in each row, at the row's position."""
+    """The cache of one more token in each row, at the row's position."""
 
     def __init__(self, cache: Cache, positions: Tensor):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is left of a tuning run in the Hugging Face format: adapters, the whole model."""
+"""Export: the results of a tuning run in the Hugging Face format, adapters or the whole model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def export(
             data.tokenizer.save(folder / ADAPTERS)
         lines.append(f"adapters, as PEFT reads them: {folder / ADAPTERS}")
     if kinds in ("merged", "both"):
-        blocks, specs = _merged(planned, state)
+        blocks, specs = _merge_adapters(planned, state)
         final = folder / EXPORTED
         aside = folder / f".{EXPORTED}.writing"
         if mesh.rank == 0:  # of an attempt that was cut off
@@ -60,7 +60,8 @@ def export(
 
 
 def _take_place(made: Path, final: Path) -> None:
-    """Rename; what has the name already is kept under another one: it may be somebody's only copy."""
+    """Rename a folder; what has the name already is kept under another one: it may be somebody's only
+    copy."""
     if os.path.lexists(final):
         others = (final.with_name(f"{final.name}.{n}") for n in itertools.count(1))
         os.rename(final, next(path for path in others if not os.path.lexists(path)))
@@ -74,7 +75,7 @@ def stored_dtype(directory: str) -> torch.dtype | None:
     return named if isinstance(named, torch.dtype) else None
 
 
-def _merged(planned: MethodPlan, state: fs.TrainState) -> tuple[Any, Any]:
+def _merge_adapters(planned: MethodPlan, state: fs.TrainState) -> tuple[Any, Any]:
     """Return the model with its adapters merged into it, and its specs."""
     tuning, specs = planned.tuning, planned.plan.specs
     if tuning.lora is not None:

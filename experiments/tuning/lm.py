@@ -40,7 +40,7 @@ Mask = Tensor | dict[str, Tensor] | None
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """Made by `of`, `from_config` or `from_directory`; dropout is off.
+    """A causal language model; made by `of`, `from_config` or `from_directory`; dropout is off.
 
     Args:
         model: the module, which may be on meta, in eval mode.
@@ -77,17 +77,19 @@ class LanguageModel:
         return self.params[self._head].shape[0]
 
     def matrices(self) -> list[str]:
-        """Paths of all weights that the trunk's layers multiply by: neither embeddings nor the head."""
+        """Return the paths of all weights that the trunk's layers multiply by: neither embeddings nor the
+        head."""
         return [*self._weights(nn.Linear), *self.transposed()]
 
     def vision_matrices(self) -> list[str]:
-        """Those of all that is neither the trunk nor the head; none where nothing sees."""
+        """Return the paths of all matrices that are neither the trunk's nor the head; none where nothing
+        sees."""
         skipped = (f"{trunk_of(self.model)}.", self._head)
         linear = [f"{n}.weight" for n, m in self.model.named_modules() if isinstance(m, nn.Linear)]
         return [p for p in linear if p in self.params and not p.startswith(skipped)] if self.vision else []
 
     def transposed(self) -> list[str]:
-        """Those of `matrices` and `experts` that are stored [in, out], as GPT-2's are."""
+        """Return those of `matrices` and `experts` that are stored [in, out], as GPT-2's are."""
         from transformers.pytorch_utils import Conv1D
 
         return [*self._weights(Conv1D), *(path for path, turned in self._experts().items() if turned)]
@@ -120,7 +122,7 @@ class LanguageModel:
             routers: takes the logits of each layer's router, [B T, E].
         """
         if self.noise and not tokens.is_floating_point():
-            tokens = self._noisy(self.embed(params, tokens))
+            tokens = self._add_noise(self.embed(params, tokens))
         if positions is not None and positions.dim() > 2:
             positions = positions.movedim(1, 0)
         given = "inputs_embeds" if tokens.is_floating_point() else "input_ids"
@@ -137,8 +139,8 @@ class LanguageModel:
         """Tokens [B, T] as the trunk sees them, [B, T, D]."""
         return self._embedding(params, tokens)
 
-    def _noisy(self, embedded: Tensor) -> Tensor:
-        """With uniform noise in [-1, 1] times noise / sqrt(T D)."""
+    def _add_noise(self, embedded: Tensor) -> Tensor:
+        """Add uniform noise in [-1, 1] times noise / sqrt(T D)."""
         scale = self.noise / math.sqrt(embedded.shape[-2] * embedded.shape[-1])
         return embedded + (2 * torch.rand_like(embedded) - 1) * scale
 
@@ -163,8 +165,8 @@ class LanguageModel:
         """
         if images is not None:
             embedded = self.embed(params, tokens)
-            embedded = self._noisy(embedded) if self.noise else embedded
-            tokens = self.vision.merged(params, embedded, tokens, images)
+            embedded = self._add_noise(embedded) if self.noise else embedded
+            tokens = self.vision.merge(params, embedded, tokens, images)
             positions = images.get("positions", positions)
         if documents is None:
             return self.run(params, tokens, positions, None, StatelessCache(), routers)
@@ -179,7 +181,7 @@ class LanguageModel:
         return self.run(params, tokens, positions, mask, None, routers)
 
     def mask(self, params: Any, see: Tensor, distance: Tensor) -> Mask:
-        """What a trunk is told to attend to: a mask, or one for each kind of layers that there is.
+        """Make what a trunk is told to attend to: a mask, or one for each kind of layers that there is.
 
         Args:
             see: bool [B, 1, queries, keys]: what queries may see of the past.
@@ -202,11 +204,11 @@ class LanguageModel:
 
     def unembed(self, params: Any, hidden: Tensor) -> Tensor:
         """Hidden states [B, T, D] -> logits [B, T, V], as the model itself makes them."""
-        hidden, head = self._widened(hidden, self.head(params))
+        hidden, head = self._widen(hidden, self.head(params))
         params = {**params, self._head: head}
         return self._rest(params, inputs_embeds=hidden, use_cache=False).logits
 
-    def _widened(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def _widen(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         wide = self.fp32_head and tensors[0].dtype.itemsize < 4
         return tuple(t.float() for t in tensors) if wide else tensors
 
@@ -225,7 +227,7 @@ class LanguageModel:
             temperature: logits are divided by it.
         """
         if self.plain_head:
-            hidden, head = self._widened(hidden, self.head(params))
+            hidden, head = self._widen(hidden, self.head(params))
             hidden = hidden if temperature == 1.0 else hidden / temperature
             return linear_token_losses(hidden, head, targets)
         hidden = torch.where((targets != IGNORE).unsqueeze(-1), hidden, 0.0)  # padding may hold NaN
@@ -260,7 +262,7 @@ class _KnownTrunk(nn.Module):
 
 @dataclass(frozen=True)
 class _Output:
-    """Of a trunk, of any class: nothing but the hidden states is there."""
+    """The output of a trunk, of any class: nothing but the hidden states is there."""
 
     last_hidden_state: Tensor
 
@@ -275,7 +277,7 @@ class _Output:
 
 
 def of(model: nn.Module) -> LanguageModel:
-    """A causal language model of transformers, which is put into eval mode."""
+    """Make one of a causal language model of transformers, which is put into eval mode."""
     check_decoder(model)
     model.eval()
     if model.config._attn_implementation == "sdpa":
@@ -307,7 +309,7 @@ def of(model: nn.Module) -> LanguageModel:
 
 
 def from_config(config: Any, dtype: torch.dtype = torch.float32) -> LanguageModel:
-    """Built under `fs.deferred`, by a configuration of transformers.
+    """Build one under `fs.deferred`, by a configuration of transformers.
 
     Args:
         dtype: of the leaves.
@@ -336,7 +338,7 @@ def from_config(config: Any, dtype: torch.dtype = torch.float32) -> LanguageMode
 
 
 def from_directory(path: str | Path, dtype: torch.dtype = torch.float32) -> LanguageModel:
-    """Built under `fs.deferred`, by the config.json of a model directory; `fs.hf.load` reads its weights.
+    """Build one under `fs.deferred`, by the config.json of a model directory; `fs.hf.load` reads its weights.
 
     Nothing is fetched, and no code of the directory is run.
 

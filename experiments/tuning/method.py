@@ -33,7 +33,7 @@ RATES: Mapping[tuple[str, str], Sequence[tuple[float, float]]] = {
 
 
 def default_rate(objective: str, method: str, parameters: int) -> float:
-    """The peak rate where none is named.
+    """Return the peak rate where none is named.
 
     Args:
         objective: a name of `OBJECTIVE_KINDS`.
@@ -52,7 +52,8 @@ EMBEDDING = re.compile(r"embed|\bwte\b|\bwpe\b")
 
 @dataclass(frozen=True)
 class MethodPlan:
-    """What trains, by which plan, and why; `rate`: the peak, as it was named or by default."""
+    """The method of a run: what trains, by which plan, and why; `rate`: the peak, as it was named or by
+    default."""
 
     tuning: Tuning
     optimizer: fs.optim.Optimizer
@@ -62,7 +63,7 @@ class MethodPlan:
 
 
 def choose_method(config: FinetuneConfig, lm: LanguageModel, mesh: fs.Mesh, batch: Any) -> MethodPlan:
-    """The configuration's method and strategy; the same on every rank.
+    """Choose by the configuration's method and strategy; the same on every rank.
 
     Raises:
         BudgetError: nothing fits into `run.device_gb`.
@@ -81,7 +82,7 @@ def choose_method(config: FinetuneConfig, lm: LanguageModel, mesh: fs.Mesh, batc
 
 
 def _optimizer(config: FinetuneConfig, tuning: Tuning) -> fs.optim.Optimizer:
-    """Norms, biases and embeddings do not decay."""
+    """Make the optimizer; norms, biases and embeddings do not decay."""
     named = tree.flatten_with_paths(tuning.params)[0]
     trained = {p: v for p, v in named.items() if v.requires_grad}
     still = [p for p, v in trained.items() if v.dim() < 2 or EMBEDDING.search(p.partition(".")[2])]
@@ -94,7 +95,7 @@ def _optimizer(config: FinetuneConfig, tuning: Tuning) -> fs.optim.Optimizer:
 
 
 def rate_of(config: FinetuneConfig, tuning: Tuning) -> float:
-    """The peak rate: the configuration's, or the default of this method, objective and base."""
+    """Return the peak rate: the configuration's, or the default of this method, objective and base."""
     if config.optimizer.lr is not None:
         return config.optimizer.lr
     return default_rate(config.objective.name, tuning.method.name, _size_of_base(tuning))

@@ -23,7 +23,7 @@ from experiments.tuning.dataset import Example, FinetuneData
 from experiments.tuning.decode import first_of, next_of
 from experiments.tuning.lm import LanguageModel
 from experiments.tuning.objectives import values_of
-from experiments.tuning.rewards import Weighted, checked, rewards_of
+from experiments.tuning.rewards import Weighted, rewards_of, run_reward
 from experiments.tuning.rollout import TOGETHER, Answers, Rollouts
 from experiments.tuning.tuning import Tuning
 from fnshard.losses import IGNORE
@@ -50,17 +50,17 @@ class RewardedData:
 
     @property
     def answers(self) -> int:
-        """Of this rank in a step."""
+        """Return the number of this rank's answers in a step."""
         return self.config.data.rows // self.ranks * self.config.objective.group
 
     @property
     def names(self) -> list[str]:
-        """Of rewards, where there are several."""
+        """Return the names of rewards, where there are several."""
         return [each.name for each in self.rewards] if len(self.rewards) > 1 else []
 
     @cached_property
     def rewards(self) -> tuple[Weighted, ...]:
-        """Of the configuration."""
+        """Return the rewards of the configuration."""
         return rewards_of(self.config.objective.reward, self.device)
 
     @cached_property
@@ -202,7 +202,7 @@ class RewardedBatches:
             prompts.append(prompt)
             rows.append(row)
         texts = {False: list(map(plain, drawn)), True: [tokenizer.decode(ids, control=True) for ids in drawn]}
-        return {own.name: checked(own.reward, prompts, texts[own.control], rows) for own in self.rewards}
+        return {own.name: run_reward(own.reward, prompts, texts[own.control], rows) for own in self.rewards}
 
     def _rows(self, examples: Sequence[Example], answers: Answers) -> Mapping[str, Tensor]:
         batch = self.of.blank()
@@ -216,10 +216,10 @@ class RewardedBatches:
         return batch
 
 
-def rewarded_batches(
+def make_rewarded_batches(
     of: RewardedData, tuning: Tuning, step: Any, specs: Any, mesh: fs.Mesh, how: Mapping[str, Any]
 ) -> RewardedBatches:
-    """On compiled forwards of the step's own leaves; `how`: options of `fs.shard_forward`."""
+    """Make batches on compiled forwards of the step's own leaves; `how`: options of `fs.shard_forward`."""
     config, stops = of.config.objective, frozenset(of.data.tokenizer.stops)
     slots, exchange = of.longest + config.tokens, step.gather_strings
     size = sum(leaf.nbytes for leaf in fs.tree.flatten_with_paths(tuning.params)[0].values())

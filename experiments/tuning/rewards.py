@@ -101,14 +101,14 @@ def rewards_of(chosen: Any, device: torch.device | str = "cpu") -> tuple[Weighte
         ConfigError: there is none of this name, it does not import, or takes other arguments; no such model;
             two of one name.
     """
-    found = tuple(_weighted(c, device) for c in (chosen if isinstance(chosen, list | tuple) else [chosen]))
+    found = tuple(_weigh(c, device) for c in (chosen if isinstance(chosen, list | tuple) else [chosen]))
     names = [each.name for each in found]
     if not names or len(set(names)) < len(names):
         raise ConfigError(f"objective.reward: rewards of different names, not {', '.join(names) or 'none'}.")
     return found
 
 
-def _weighted(chosen: str | Mapping[str, Any], device: torch.device | str) -> Weighted:
+def _weigh(chosen: str | Mapping[str, Any], device: torch.device | str) -> Weighted:
     how = {"name": chosen} if isinstance(chosen, str) else dict(chosen)
     weight = how.pop("weight", 1.0)
     if not isinstance(weight, int | float) or not math.isfinite(weight):
@@ -195,7 +195,7 @@ def model_reward(folder: str, device: torch.device | str) -> Reward:
     return reward
 
 
-def checked(reward: Reward, prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
+def run_reward(reward: Reward, prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
     """One finite number for each answer.
 
     Raises:

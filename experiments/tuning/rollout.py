@@ -22,7 +22,7 @@ REFILL = 4  # prompts that wait are prefilled once a quarter of the rows is free
 
 @dataclass(frozen=True)
 class Answers:
-    """Of N prompts, on the host; what comes after an answer's end is 0.
+    """The answers to N prompts, on the host; what comes after an answer's end is 0.
 
     Args:
         tokens: int64 [N, T].
@@ -95,7 +95,7 @@ class Rollouts:
                 fresh = free[: len(waiting)]
                 owner[fresh] = [waiting.popleft() for _ in fresh]
                 drawn, new = self._begin(params, prompts, owner, fresh, numbers)
-                cache = new if cache is None else _merged(cache, new, fresh, self.device)
+                cache = new if cache is None else _merge_caches(cache, new, fresh, self.device)
                 for row in fresh:
                     positions[row] = len(prompts[owner[row]])
                 self._keep(drawn, answers, fresh, owner, tokens)
@@ -128,7 +128,7 @@ class Rollouts:
     def _keep(
         self, drawn: Drawn, answers: Answers, rows: np.ndarray, owner: np.ndarray, tokens: np.ndarray
     ) -> None:
-        """What some rows have drawn, up to their ends; answers that have ended leave their rows."""
+        """Keep what some rows have drawn, up to their ends; answers that have ended leave their rows."""
         if not len(rows):
             return
         found, logprobs, entropy = (part.cpu()[torch.from_numpy(rows)] for part in drawn)
@@ -145,7 +145,7 @@ class Rollouts:
         owner[rows[ended.numpy()]] = -1
 
 
-def _merged(cache: Any, new: Any, rows: Sequence[int], device: torch.device) -> Any:
+def _merge_caches(cache: Any, new: Any, rows: Sequence[int], device: torch.device) -> Any:
     """Some rows of the new one."""
     taken = torch.zeros(len(new[0][0]), 1, 1, 1, dtype=torch.bool)
     taken[list(rows)] = True

@@ -25,7 +25,8 @@ def task_files(folder: str | Path) -> tuple[Path, Path]:
 
 
 def warming_files(folder: str | Path) -> tuple[Path, Path]:
-    """The same problems as a careless hand answers them: of five answers in six the last character lacks."""
+    """Write the same problems as a careless hand answers them: of five answers in six the last character
+    lacks."""
     held_out, train = _problems()
     draw = random.Random(1)
     careless = [(prompt, answer if draw.random() < 1 / 6 else answer[:-1]) for prompt, answer in train]
@@ -73,7 +74,7 @@ def _written(folder: str | Path, name: str, problems: list[tuple[str, str]]) -> 
 
 
 def _makes(text: str, target: int, numbers: list[str]) -> bool:
-    """Whether an expression of these numbers, each once, is the target. Only + - * are evaluated."""
+    """Return whether an expression of these numbers, each once, is the target. Only + - * are evaluated."""
     if not re.fullmatch(r"[\d+\-* ()]{1,40}", text) or sorted(re.findall(r"\d+", text)) != numbers:
         return False
     try:

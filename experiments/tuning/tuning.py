@@ -44,29 +44,31 @@ class Tuning:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Where in the tree the model's leaves are; "" is the tree itself."""
+        """Return where in the tree the model's leaves are; "" is the tree itself."""
         if self.lora is not None:
             return ("base",)
         return tuple(name for name in ("policy", "reference") if name in self.params) or ("",)
 
     @property
     def stacked(self) -> bool:
-        """Whether adapters have a matrix for each expert, for which PEFT's files have no place here."""
+        """Return whether adapters have a matrix for each expert, for which PEFT's files have no place
+        here."""
         adapters = self.params.get("adapters", {}) if self.lora is not None else {}
         return any(parts["a"].dim() > 2 for parts in adapters.values())
 
     def policy(self, fn: Fn, *, training: bool = False) -> Fn:
-        """`fn(the model's leaves, ...)` as a function of the tree: the model as it is tuned."""
+        """Make `fn(the model's leaves, ...)` a function of the tree: the model as it is tuned."""
         if self.lora is not None:
             return with_adapters(fn, self.lora if training else replace(self.lora, dropout=0.0))
         return _of(fn, self.models[0])
 
     def reference(self, fn: Fn) -> Fn:
-        """The same of the model as it was."""
+        """Make `fn(the model's leaves, ...)` a function of the tree: the model as it was."""
         return _of(fn, self.models[-1])
 
     def specs(self, mesh: fs.Mesh, precision: PrecisionConfig, preset: Fn, **policy: Any) -> Any:
-        """Specs by a preset of `fs.presets`; what is frozen rests in the dtype that it is computed in."""
+        """Make specs by a preset of `fs.presets`; what is frozen rests in the dtype that it is computed
+        in."""
         named, structure = tree.flatten_with_paths(self.params)
         units = fs.units.numeric(self.params)
         dtypes = dtypes_of(precision)
@@ -104,7 +106,7 @@ class Tuning:
         return found | {p: P(*found[p].parts[:1]) for p in self.coded}
 
     def codes(self, blocks: Any) -> str:
-        """A line on what a rank holds of the coded leaves; nothing where there are none."""
+        """Return a line on what a rank holds of the coded leaves; nothing where there are none."""
         if not self.coded:
             return ""
         leaves = tree.flatten_with_paths(blocks)[0]
@@ -119,7 +121,7 @@ def _of(fn: Fn, place: str) -> Fn:
 
 
 def tuning_of(config: FinetuneConfig, lm: LanguageModel) -> Tuning:
-    """The configuration's method, for a model.
+    """Make the configuration's method, for a model.
 
     Raises:
         ConfigError: targets that the model has not, a rank that is more than its matrices are wide.
@@ -165,7 +167,7 @@ def check_method(config: FinetuneConfig, lm: LanguageModel) -> None:
 
 
 def _adapters(chosen: MethodConfig, lm: LanguageModel) -> dict[str, Any]:
-    """The arguments of `fs.lora`, of a method for a model."""
+    """Return the arguments of `fs.lora`, of a method for a model."""
     named = {ALL_LINEAR: lm.matrices(), VISION_LINEAR: lm.vision_matrices(), EXPERTS: lm.experts()}
     targets = [path for part in chosen.targets.split("|") for path in named.get(part) or [part]]
     paths = set(matched_leaves("targets", targets, lm.params))
@@ -185,13 +187,13 @@ def _partly_frozen(params: dict[str, torch.Tensor], globs: str | None) -> dict[s
 
 
 def _value_head(lm: LanguageModel) -> dict[str, torch.Tensor]:
-    """A row that makes a token's value of its hidden state; at first 0, on every rank."""
+    """Make a row that makes a token's value of its hidden state; at first 0, on every rank."""
     head = lm.head(lm.params)
     return {"weight": torch.nn.Parameter(torch.zeros(head.shape[1], dtype=head.dtype))}
 
 
 def _frozen(leaf: torch.Tensor) -> torch.Tensor:
-    """The same leaf, as one that does not train."""
+    """Return a copy of a leaf that does not train."""
     if not isinstance(leaf, torch.nn.Parameter):
         return leaf
     made = torch.nn.Parameter(leaf.detach(), requires_grad=False)
@@ -200,7 +202,7 @@ def _frozen(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def first_state(tuning: Tuning, step: Any, specs: Any, mesh: fs.Mesh, path: str, seed: int) -> fs.TrainState:
-    """The state before the first step: the model from its directory, each rank its own shards alone."""
+    """Make the state before the first step: the model from its directory, each rank its own shards alone."""
     blocks: Any = {}
     try:
         for place in tuning.models:

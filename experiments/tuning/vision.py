@@ -34,8 +34,9 @@ class Vision:
     tower: Callable[[Any, Mapping[str, Tensor]], Tensor]
     model: nn.Module
 
-    def merged(self, params: Any, embedded: Tensor, tokens: Tensor, pixels: Mapping[str, Tensor]) -> Tensor:
-        """Embeddings [B, T, D] with the features of a row's images, in their order, at its image tokens."""
+    def merge(self, params: Any, embedded: Tensor, tokens: Tensor, pixels: Mapping[str, Tensor]) -> Tensor:
+        """Return embeddings [B, T, D] with the features of a row's images, in their order, at its image
+        tokens."""
         features = self.tower(params, pixels).to(embedded.dtype)
         here = tokens == self.token
         index = (here.cumsum(1) - 1).clamp(0, features.shape[1] - 1)
@@ -43,8 +44,8 @@ class Vision:
         return torch.where(here[..., None], features.gather(1, index), embedded)
 
     def rows(self, images: Images, paths: list[list[str]], tokens: Tensor) -> dict[str, Tensor]:
-        """The images of rows, as `tower` takes them: padded to a power of two that holds the longest, and
-        so in few shapes. A row without images has padding alone.
+        """Make the images of rows, as `tower` takes them: padded to a power of two that holds the longest,
+        and so in few shapes. A row without images has padding alone.
 
         Args:
             paths: of each row's images.
@@ -84,7 +85,7 @@ class Vision:
 
 
 def vision_of(model: nn.Module, tied: Mapping[str, str], part: Callable[..., Any]) -> Vision | None:
-    """Of a model of transformers; None where it has no images.
+    """Return the vision of a model of transformers; None where it has no images.
 
     Args:
         part: makes a pure function of the model's leaves of a module, a prefix and `tied`.
@@ -125,7 +126,7 @@ class _Tower(nn.Module):
 
 
 def _tiles(model: nn.Module, images: Mapping[str, Tensor]) -> Tensor:
-    """Of tiles of one size, [B, N, C, H, W]."""
+    """Run a tower on tiles of one size, [B, N, C, H, W]."""
     pixels = images["pixels"]
     tiles = pixels.flatten(0, 1).to(next(model.parameters()).dtype)
     if hasattr(model, "connector"):  # what it looks for among its tiles, padding, is known here
@@ -136,7 +137,7 @@ def _tiles(model: nn.Module, images: Mapping[str, Tensor]) -> Tensor:
 
 
 def _patches(model: nn.Module, images: Mapping[str, Tensor]) -> Tensor:
-    """Of patches, [B, P, K]; of all rows at once, where each image is a document of its own."""
+    """Run a tower on patches, [B, P, K]; of all rows at once, where each image is a document of its own."""
     pixels = images["pixels"]
     rows, size = pixels.shape[:2]
     merged = model.visual.spatial_merge_size**2
@@ -159,6 +160,6 @@ def _attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *,
     cu_seq_lens_q: Tensor, scaling: float, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """In place of their bounds it takes which image each of the patches is of: that has one shape."""
+    """Attend. In place of their bounds it takes which image each of the patches is of: that has one shape."""
     made = fs.attention(query, key, value, causal=False, documents=cu_seq_lens_q[None], scale=scaling)
     return made.transpose(1, 2).contiguous(), None

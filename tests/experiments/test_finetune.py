@@ -191,7 +191,7 @@ def test_what_is_in_the_way_is_kept(model, data, tmp_path, capfd):
 def test_packed_rows_are_told_apart(model, data, tmp_path, pack):
     """What the step is given: the loss of a batch is that of its samples, each alone."""
     config = config_of(model, data, tmp_path, "method=full", f"data.pack={pack}")
-    mesh, lm, given = fs.make_mesh(shard=1, device="cpu"), from_directory(model), dataset.opened(config)
+    mesh, lm, given = fs.make_mesh(shard=1, device="cpu"), from_directory(model), dataset.open_data(config)
     (batch,) = next(given.loader(config, mesh))
     assert ("documents" in batch) == pack
     params = fs.hf.load(model, fs.presets.full_shard(lm.params, mesh), mesh, model=lm.model)
@@ -211,7 +211,7 @@ def test_packed_rows_are_told_apart(model, data, tmp_path, pack):
 @pytest.mark.parametrize("name", ["dpo", "ipo", "orpo", "simpo"])
 def test_pairs_are_compared_by_their_rows(model, data, tmp_path, name):
     config = config_of(model, data, tmp_path, "method=lora", f"objective={name}", "objective.beta=0.7")
-    mesh, lm, given = fs.make_mesh(shard=1, device="cpu"), from_directory(model), dataset.opened(config)
+    mesh, lm, given = fs.make_mesh(shard=1, device="cpu"), from_directory(model), dataset.open_data(config)
     (batch,) = next(given.loader(config, mesh))
     tuning = tuning_of(config, lm)
     loaded = fs.hf.load(model, fs.presets.full_shard(lm.params, mesh), mesh, model=lm.model)

@@ -13,7 +13,7 @@ from experiments.data.records import KINDS, NEEDS, last_number
 from experiments.data.tokenizer import open_directory
 from experiments.lib.checks import ConfigError
 from experiments.lib.files import LineError
-from experiments.tuning.dataset import marked
+from experiments.tuning.dataset import mark_learned
 
 TEMPLATE = (
     "{% if tools %}T{{ tools | tojson }}\n{% endif %}{% if style is defined %}S{{ style }}\n{% endif %}"
@@ -30,7 +30,7 @@ def chat(directory):
 
 def written(tokenizer, record, kind="samples"):
     """What is made of a record; what is learned stands between « and »."""
-    return [marked(tokenizer, *each) for each in KINDS[kind](record, tokenizer)]
+    return [mark_learned(tokenizer, *each) for each in KINDS[kind](record, tokenizer)]
 
 
 def user(text, **more):
@@ -351,7 +351,7 @@ def test_tables_and_lines_give_equal_tokens(chat, tmp_path):
             prepare(tmp_path / each, chat, RecordPolicy("samples", 999), cache=tmp_path / f"{each}.cache")[0]
             for each in (f"{name}.jsonl", f"{name}.parquet", name)
         ]
-        every = [[marked(chat, *data.sample(n)) for n in range(data.samples)] for data in found]
+        every = [[mark_learned(chat, *data.sample(n)) for n in range(data.samples)] for data in found]
         assert every[0] == every[1] == every[2] and len(every[0]) == len(of_file)
     assert '«f({"a": null})' in every[0][0]
 
@@ -368,7 +368,7 @@ def test_objects_whose_order_is_the_tables_are_a_counted_line(chat, tmp_path, ca
         ]  # fmt: skip
         datasets.Dataset.from_list(records).to_parquet(tmp_path / name)
         data = prepare(tmp_path / name, chat, RecordPolicy("samples", 999), cache=tmp_path / "cache")[0]
-        every = [marked(chat, *data.sample(n)) for n in range(2)]
+        every = [mark_learned(chat, *data.sample(n)) for n in range(2)]
         kept = all(json.dumps(each) in text for each, text in zip(arguments, every, strict=True))
         assert kept is (name == "texts")
         assert ("order and types" in str(data)) is (name == "objects")
@@ -379,7 +379,7 @@ def test_nulls_that_a_table_would_not_have_are_counted(chat, tmp_path, capsys):
     calls = [{"function": {"name": "f", "arguments": {"a": None}}}]
     path.write_text(json.dumps({"messages": [USER, {"role": "assistant", "tool_calls": calls}]}))
     data = prepare(path, chat, RecordPolicy("samples", 99), cache=tmp_path / "cache")[0]
-    assert "«f({})" in marked(chat, *data.sample(0))
+    assert "«f({})" in mark_learned(chat, *data.sample(0))
     assert "null" in str(data) and "null" in capsys.readouterr().err
 
 

@@ -28,7 +28,7 @@ from experiments.tuning import lm
 from experiments.tuning.dataset import FinetuneData
 from experiments.tuning.decode import decode_of, draw, first_of, next_of, prefill_of
 from experiments.tuning.rewarded import RewardedBatches
-from experiments.tuning.rewards import REWARDS, Weighted, checked, rewards_of
+from experiments.tuning.rewards import REWARDS, Weighted, rewards_of, run_reward
 from experiments.tuning.rollout import Rollouts
 from experiments.tuning.tasks import solved, task_files, warming_files
 
@@ -182,7 +182,7 @@ def ones(prompts: Any, answers: Any, rows: Any, *, value: float = 1.0) -> list[f
 )
 def test_a_reward_that_gives_something_else_is_one_error(reward: Any, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        checked(reward, ["one", "two"], ["a", "b"], row("") * 2)
+        run_reward(reward, ["one", "two"], ["a", "b"], row("") * 2)
     assert message in str(error.value) and "float()" not in str(error.value)
 
 
@@ -194,14 +194,14 @@ def test_an_error_of_ones_own_reward_has_its_file_and_line(tmp_path: Path, monke
     monkeypatch.syspath_prepend(tmp_path)
     (made,) = rewards_of({"_target_": "of_mine.reward"})
     with pytest.raises(ConfigError, match=re.escape(f"({tmp_path / 'of_mine.py'}:4)")):
-        checked(made.reward, ["one"], ["a"], row(""))
+        run_reward(made.reward, ["one"], ["a"], row(""))
     with pytest.raises(ConfigError, match=re.escape(f"({tmp_path / 'of_yours.py'}:2)")):
         rewards_of({"_target_": "of_theirs.reward"})
 
 
 def test_a_reward_of_ones_own_is_named_by_its_path() -> None:
     (made,) = rewards_of({"_target_": "test_rewarded.ones", "value": 0.25})
-    assert made.name == "ones" and checked(made.reward, ["p"], ["a"], row("")) == [0.25]
+    assert made.name == "ones" and run_reward(made.reward, ["p"], ["a"], row("")) == [0.25]
     for wrong, message in {
         "exakt": "exakt: one of exact",
         "a" * 300: "one of exact",
@@ -236,7 +236,7 @@ def test_no_word_of_a_reward_is_passed_over(tmp_path, wrong, keys):
 def test_errors_of_a_reward_show_the_ends_of_long_prompts():
     for reward in (lambda *_: ["x"], lambda *_: [float("nan")], lambda *_: []):
         with pytest.raises(ConfigError) as error:
-            checked(reward, ["long " * 9999 + "asked?"], ["said " * 9999], row(""))
+            run_reward(reward, ["long " * 9999 + "asked?"], ["said " * 9999], row(""))
         assert len(str(error.value)) < 600 and "asked?" in str(error.value)
 
 
@@ -250,7 +250,7 @@ def test_a_reward_model_is_a_directory(model, tmp_path):
     ByteTokenizer().save(tmp_path)
     (made,) = rewards_of(str(tmp_path))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    numbers = checked(made.reward, ["1+1=", "longer, 1+1="], ["2", "3"], row("") * 2)
+    numbers = run_reward(made.reward, ["1+1=", "longer, 1+1="], ["2", "3"], row("") * 2)
     for number, prompt, answer in zip(numbers, ("1+1=", "longer, 1+1="), "23", strict=True):
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
         ids = tokenizer.apply_chat_template(turns, return_tensors="pt", return_dict=True)

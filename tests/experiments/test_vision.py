@@ -21,7 +21,7 @@ import fnshard as fs
 from experiments import bases, finetune
 from experiments.bases import SEEING, write_model
 from experiments.data.builtin import image_files
-from experiments.data.images import opened
+from experiments.data.images import open_image
 from experiments.data.tokenizer import open_directory
 from experiments.lib.checks import ConfigError
 from experiments.tuning.export import ADAPTERS, EXPORTED
@@ -65,7 +65,7 @@ def rows_of_images(images: Any, hf: Any, pictures: list[str]) -> list[tuple[list
     for count in COUNTS:
         paths = [left.pop() for _ in range(count)]
         text = f"{images.token}ab".join(["of ", *[""] * count])
-        expanded, _ = images.expanded(text, [], paths) if paths else (text, [])
+        expanded, _ = images.expand(text, [], paths) if paths else (text, [])
         rows.append((hf(expanded, add_special_tokens=False).input_ids, paths))
     return rows
 
@@ -74,7 +74,7 @@ def logits_of_transformers(model: Any, images: Any, ids: list[int], paths: list[
     """The logits of one row alone, as the model itself makes them."""
     seen = {}
     if paths:
-        each = [opened(path) for path in paths]
+        each = [open_image(path) for path in paths]
         nested = hasattr(model.config, "scale_factor")
         seen = dict(images.hf(images=[each] if nested else each, return_tensors="pt"))
         seen["pixel_values"] = seen["pixel_values"].to(model.dtype)
@@ -146,7 +146,7 @@ def test_few_shapes_are_made_of_many(folders, pictures):
         lm, tokenizer = from_directory(folders[name]), open_directory(folders[name])
         images = tokenizer.images
         for paths, size in zip((pictures, pictures[:3], []), sizes, strict=True):
-            text = images.expanded(f" {images.token}" * len(paths), [], paths)[0]
+            text = images.expand(f" {images.token}" * len(paths), [], paths)[0]
             tokens = torch.tensor([tokenizer.hf(f"{text} ").input_ids])
             assert lm.vision.rows(images, [paths], tokens)["pixels"].shape[:2] == (1, size)
 
@@ -163,8 +163,8 @@ def test_image_tokens_are_those_of_the_processor(folders, pictures, name):
         )  # fmt: skip
     else:
         processor = transformers.Idefics3Processor(images.hf, tokenizer.hf, image_seq_len=4)
-    expected = processor(text=[text], images=[opened(path) for path in pictures[:2]]).input_ids[0]
-    expanded, spans = images.expanded(text, [(0, 1), (len(text) - 1, len(text))], pictures[:2])
+    expected = processor(text=[text], images=[open_image(path) for path in pictures[:2]]).input_ids[0]
+    expanded, spans = images.expand(text, [(0, 1), (len(text) - 1, len(text))], pictures[:2])
     assert tokenizer.hf(expanded).input_ids == expected
     assert [expanded[start:end] for start, end in spans] == ["a", "c"]
 
@@ -192,7 +192,7 @@ def test_records_say_their_images_in_three_ways(folders, pictures, tmp_path):
     )
     config = config_of(folders["tiny-qwen2-vl"], {"samples": path}, tmp_path, "data.context=128",
                        f"data.held_out={path}")  # fmt: skip
-    data = finetune.opened(config, from_directory(config.model).vision)
+    data = finetune.open_data(config, from_directory(config.model).vision)
     tokens, learned = data.train.sample(0)
     assert data.tokenizer.decode(tokens[learned == 1], control=True) == "noise<|end|>"
     for number in range(3):
@@ -237,16 +237,16 @@ def test_images_that_nothing_looks_at_are_refused(folders, model, pictures, tmp_
             folders["tiny-llava"], {"samples": path}, tmp_path, "data.context=64", "data.rows=16", override
         )
         with pytest.raises(ConfigError, match=why):
-            finetune.opened(config, from_directory(config.model).vision)
+            finetune.open_data(config, from_directory(config.model).vision)
 
 
 def test_images_that_changed_after_they_were_prepared_are_named(folders, pictures, tmp_path):
     """A row has room for the features of the image that was there."""
     picture = tmp_path / "a.png"
-    opened(pictures[2]).save(picture)
+    open_image(pictures[2]).save(picture)
     path = written(tmp_path, *[{"images": ["a.png"], "prompt": "a", "response": "b"}] * 2)
     config = config_of(folders["tiny-qwen2-vl"], {"samples": path}, tmp_path, "data.context=64")
-    data = finetune.opened(config, from_directory(config.model).vision)
+    data = finetune.open_data(config, from_directory(config.model).vision)
     data.rows.batch(torch.arange(1).numpy())
     Image.new("RGB", (16, 16)).save(picture)
     with pytest.raises(ConfigError, match=r"a\.png: 1 features for \d+ image tokens"):

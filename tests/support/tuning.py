@@ -66,7 +66,7 @@ def config_of(model: Path, data: dict[str, Path], where: Path, *overrides: str) 
     config = place(compose(*SMALL, *named, *overrides, spec=finetune.COMMAND), accelerators={})
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(where)
-        return dataset.prepared(config)
+        return dataset.prepare_data(config)
 
 
 def tuned(rank: int, config: FinetuneConfig, folder: str | Path) -> None:
