@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import json
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from runs import compose
 
 from experiments import bases, finetune
 from experiments.bases import TRAINED, make_base
+from experiments.data.builtin import _texts
 from experiments.lib.checks import ConfigError
 from experiments.lib.files import locked
 from experiments.tuning.config import FinetuneConfig
@@ -30,17 +31,19 @@ def test_each_name_has_a_recipe() -> None:
 
 
 def test_bases_are_made_once_one_after_another(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the one before; of text without docstrings, which is what is tuned later."""
     begun: list[FinetuneConfig] = []
 
     def start(job: Any, config: FinetuneConfig, folder: Path, *_: Any, chosen: bool) -> str:
         assert job is finetune.JOB and chosen and Path(config.model, "config.json").exists()
         begun.append(config)
-        (folder / EXPORTED).mkdir()
+        (folder / EXPORTED).mkdir(parents=True)
         (folder / EXPORTED / "config.json").write_text("{}")
         return bases.STOPPED if len(begun) == 1 else "ok"
 
     monkeypatch.setattr(bases, "RANDOM", {"tiny": SIZES})
+    for name, (base, _, settings) in TRAINED.items():
+        write_files = lambda folder: (folder / "train", folder / "held_out")  # noqa: E731
+        monkeypatch.setitem(TRAINED, name, (base, write_files, settings))
     monkeypatch.setattr(bases, "start", start)
     with pytest.raises(SystemExit, match=r"^0$"):
         make_base(["tasks"], ["run.backend=eager"])
@@ -53,11 +56,14 @@ def test_bases_are_made_once_one_after_another(cwd: Path, monkeypatch: pytest.Mo
     assert {(config.method.name, config.export, config.run.backend) for config in begun} == {
         ("full", "merged", "eager")
     }
+    assert begun[2].data.train.endswith("runs/tasks/train")
     directory_of(compose("model=tiny", spec=finetune.COMMAND))
-    files = (begun[0].data.train, begun[0].data.held_out)
-    texts = [[json.loads(line)["text"] for line in Path(f).read_text().splitlines()] for f in files]
-    assert [len(side) for side in texts] == [8000, 400]
-    assert not any(ast.get_docstring(ast.parse(text).body[0]) for side in texts for text in side[:500])
+
+
+def test_a_base_sees_no_docstrings() -> None:
+    """They are what it is tuned on later."""
+    texts = [*islice(_texts(False), 50), *islice(_texts(True), 50)]
+    assert len({*texts}) > 90 and not any(ast.get_docstring(ast.parse(text).body[0]) for text in texts)
 
 
 def test_two_processes_make_one_after_another(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,8 +97,8 @@ WRONG_TRAIN = {
 ALONE_TRAIN = {
     "+run.steps=5": r"Either remove \+ prefix: 'run\.steps=5'\nOr add a second \+ .*: '\+\+run\.steps=5'",
     "hydra.mode=MULTIRUN run.steps=2": r"^error: hydra\.mode=MULTIRUN: does nothing.*Fix: .*--multirun",
-    "hydra.verbose=true +hydra.job.chdir=true hydra.run.dir=x": (
-        r"^error: hydra\.verbose=true \+hydra\.job\.chdir=true: does nothing in a single run"
+    "hydra.verbose=true ++hydra.job.chdir=true hydra.run.dir=x": (
+        r"^error: hydra\.verbose=true \+\+hydra\.job\.chdir=true: does nothing in a single run"
     ),
     "hydra/sweeper=optuna": r"^error: hydra/sweeper=optuna: does nothing in a single run",
     "launcher=joblib": r"^error: a launcher \(joblib\) starts the jobs of a sweep.*Fix: add --multirun",

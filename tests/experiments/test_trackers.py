@@ -228,9 +228,10 @@ def test_a_tracker_that_hangs_is_reported_once_and_left_alone(tmp_path: Path) ->
     said, answered = [], threading.Event()
     tracker = InMemory(answered.wait)
     feed = Feed("slow", tracker, tmp_path / METRICS, FACTS, said.append, answers_s=0.05)
-    for last in (2, 3, 4):
-        write_text(tmp_path / METRICS, "".join(json.dumps(row) + "\n" for row in rows_of(1, last)))
-        feed.follow(at_once=True)
+    with (tmp_path / METRICS).open("a") as file:
+        for step in (2, 3, 4):
+            print(json.dumps({"step": step, "loss": 1.0}), file=file, flush=True)
+            feed.follow(at_once=True)
     feed.finish("ok")
     answered.set()
     assert len(said) == 1 and "tracker slow" in said[0] and "0.05 s" in said[0] and tracker.ended == ""
