@@ -244,7 +244,7 @@ def test_files_and_directories_that_are_not_what_they_should_be(model, data, tmp
     (narrow / "config.json").write_text(json.dumps(config))
     cases = {
         "model=nowhere data.train=none.jsonl": r"(?s)none\.jsonl: there is no such file.*model=nowhere: no "
-        r"directory is there\. Fix: .*stdlib, tiny",
+        r"directory is there\. Fix: .*stdlib, tasks, tiny",
         f"model={model} data.context=65": r"data\.context=65, and it was made for 64 positions",
         f"model={narrow}": r"its tokenizer has ids up to 261, its embedding 40 rows",
         "model=acme/nothing": r"(?s)no model of this name in the Hugging Face cache \(.*`hf download acme/n",
