@@ -213,3 +213,7 @@ _SAID = (
     "{% for part in message['content'] %}{{ 'SHOWN' if part['type'] == 'image' else part['text'] }}"
     "{% endfor %}{% endset %}{% endif %}"
 )
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import runpy
+import sys
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,12 @@ from experiments.tuning.model_directory import BASES, KEPT, directory_of
 
 pytest.importorskip("transformers")
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def test_help_names_all(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["bases", "--help"])
+    runpy.run_module("experiments.bases", run_name="__main__")
+    assert ", ".join(BASES) in capsys.readouterr().out
 
 
 def test_each_name_has_a_recipe() -> None:
