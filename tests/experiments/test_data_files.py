@@ -246,7 +246,6 @@ OF_ONE_ERROR = {  # what begins as records do, and holds none
     "python": "".join(f"{r}\n" for r in MANY[:9]),
     "texts": '["a",\n"b"]',
     "an empty list": "[]",
-    "utf16 without a mark": LINES[:99].encode("utf-16-le").decode(),
 }
 
 
