@@ -99,9 +99,10 @@ class Knobs:
 
 @dataclass
 class Family:
-    """What plans share whose micro-batches are split and shaped alike: traces by depth, and kernels."""
+    """What plans share whose micro-batches are split and shaped alike: traces by depth and axes, and
+    kernels."""
 
-    fronts: dict[int, Front] = field(default_factory=dict)
+    fronts: dict[Any, Front] = field(default_factory=dict)
     kernels: dict[str, Kernel] = field(default_factory=dict)
 
 
@@ -115,6 +116,7 @@ class Planner:
     work: Work = field(default_factory=Work)
     seen: dict[Knobs, Candidate] = field(default_factory=dict)
     _families: dict[Any, Family] = field(default_factory=dict)
+    _optimizers: dict[Any, fs.optim.Optimizer] = field(default_factory=dict)
 
     @property
     def budget(self) -> int:
@@ -298,20 +300,28 @@ class Planner:
         precision = replace(precision, optimizer=knobs.optimizer_dtype or precision.optimizer)
         how = {"tensor": axis_of("tensor", mesh), **dtypes_of(precision), **knobs.tiers}
         specs = fs.presets.PRESETS[knobs.preset](params, mesh, **how)
-        constant = ScheduleConfig(name="constant")
-        optimizer = make_optimizer(self.config.optimizer, constant, 1, subject.undecayed)
+        optimizer = self._optimizer(subject.undecayed)
         step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optimizer, accumulate=micro, grad_norm=True)
         step.resolve(params)
         resolved, options = ResolvedSpecs.of(step.specs), step.options
-        family = self._family(knobs.tensor, knobs.context, knobs.micro_rows, mesh.names)
-        if layers not in family.fronts:
-            family.fronts[layers] = step.front(*batch)
-        front = family.fronts[layers]
+        family = self._family(knobs.tensor, knobs.context, knobs.micro_rows)
+        # A function of one's own may look at the axes over which rows are split; the decoder does not.
+        traced = layers, () if self.config.is_decoder else (mesh.names, mesh.sizes)
+        if traced not in family.fronts:
+            family.fronts[traced] = step.front(*batch)
+        front = family.fronts[traced]
         front = replace(front, plan=plan_of(optimizer, resolved, mesh, options).for_program(front.program))
         options = replace(options, remat=knobs.remat, prefetch=(1, 1), overlap=1)
         stages = schedule_for(front, resolved.stored, mesh, options, family.kernels, False)
         sizes = bytes_of_batch(Arguments(batch, {}))
         return Lowered(stages, options, optimizer=optimizer, batch_bytes=sizes)
+
+    def _optimizer(self, undecayed: tuple[str, ...]) -> fs.optim.Optimizer:
+        """Return the optimizer that all plans share, and with it the traces of its updates."""
+        if undecayed not in self._optimizers:
+            constant = ScheduleConfig(name="constant")
+            self._optimizers[undecayed] = make_optimizer(self.config.optimizer, constant, 1, undecayed)
+        return self._optimizers[undecayed]
 
     def _family(self, *key: Any) -> Family:
         """Return what such plans share; of a few families alone, as traces take memory."""

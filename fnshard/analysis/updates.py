@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from fnshard.runtime.executor.control import StepControl
 from fnshard.runtime.executor.fused_update import find_fused
 from fnshard.runtime.executor.update import Updater
 
+# Bytes by family, for as long as that lives: schedules of one optimizer and mesh share them.
+_KNOWN: weakref.WeakKeyDictionary[Family, dict[Any, int]] = weakref.WeakKeyDictionary()
+
 
 @dataclass
 class UpdateMemory:
@@ -36,7 +40,6 @@ class UpdateMemory:
     schedule: Schedule
     slots: Slots
     compiled: bool = False
-    known: dict[Any, int] = field(default_factory=dict)
 
     def bytes(self, paths: Sequence[str], number: int, barrier: bool) -> int:
         """Return what one stretch of the updates of leaves takes, on the device that updates them.
@@ -60,11 +63,14 @@ class UpdateMemory:
         return max([largest, *fused.values()])
 
     def _of_leaf(self, path: str, number: int, barrier: bool) -> int:
-        spec, family = self.schedule.specs[path], self.schedule.families[path]
-        key = family, number, barrier, spec.storage, spec.gradient, spec.storage_dtype, self._sum_dtype(path)
-        if key not in self.known:
-            self.known[key] = self._run(path, number, barrier)
-        return self.known[key]
+        spec, mesh = self.schedule.specs[path], self.schedule.mesh
+        known = _KNOWN.setdefault(self.schedule.families[path], {})
+        layouts = tuple(spec.shape), spec.storage, spec.gradient, spec.optimizer
+        dtypes = spec.storage_dtype, self._sum_dtype(path)
+        key = number, barrier, layouts, dtypes, spec.memory, spec.updated_on, mesh.device_type, mesh.rank
+        if key not in known:
+            known[key] = self._run(path, number, barrier)
+        return known[key]
 
     def _run(self, path: str, number: int, barrier: bool) -> int:
         spec, mesh, family = self.schedule.specs[path], self.schedule.mesh, self.schedule.families[path]
@@ -99,8 +105,8 @@ class UpdateMemory:
     def bytes_of_whole(self, path: str) -> int:
         """Return what it takes to compute a whole leaf, besides what was sent and what goes back."""
         family = self.schedule.families[path]
-        key = family, "whole"
-        if key not in self.known:
+        known, key = _KNOWN.setdefault(family, {}), (self.schedule.mesh.device_type, "whole")
+        if key not in known:
             step = next(s for s in family.derived.steps if isinstance(s, Compute) and s.whole)
             there, _ = stacks_of(family.derived)
             kinds = dict(zip(there.receives, zip(there.shapes, there.dtypes, strict=True), strict=True))
@@ -114,8 +120,8 @@ class UpdateMemory:
                     tracker.adopt(value, INPUTS, size=0)
                 with tracker:
                     kept = sum(t.nbytes for t in tensors_of(step.run(*given)))
-            self.known[key] = max(tracker.peak.bytes - kept, 0)
-        return self.known[key]
+            known[key] = max(tracker.peak.bytes - kept, 0)
+        return known[key]
 
     def _sum_dtype(self, path: str) -> torch.dtype:
         spec = self.schedule.specs[path]

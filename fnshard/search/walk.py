@@ -19,7 +19,9 @@ from typing import Any, Protocol
 from fnshard.search.price import Candidate
 
 CLOSE = 5e-4  # plans whose times differ by less are as fast
-RIVALRY = 1.15  # the descent from the second start is left out where it begins slower by more
+# The descent from the second start is left out where it begins slower by more, or where nothing is faster,
+# whatever it takes.
+RIVALRY = 1.15
 SILENCE_S = 5.0  # between two lines of a search that takes long
 
 Move = Callable[[Any], Any]  # from a plan to another; None where there is none
@@ -123,7 +125,7 @@ class Walk:
 
         Where nothing fits it is the plan that lacks least; None where there is no plan at all.
         """
-        # Begin at the best two starts, the second only where it is nearly as good.
+        # Begin at the best two starts, the second only where it is nearly as good and memory decides.
         begun: list[Candidate] = []
         for choice in self.space.starts():
             rival = min(begun, key=self.cost, default=None)
@@ -137,7 +139,8 @@ class Walk:
         self.work.tell(self.describe(first))
         best = self.descend(first)
         for other in others[:1]:
-            if not best.fits(self.budget) or other.seconds < RIVALRY * first.seconds:
+            rivals = self.is_pressed(best) and other.seconds < RIVALRY * first.seconds
+            if rivals or not best.fits(self.budget):
                 best = min(best, self.descend(other), key=self.cost)
 
         # A descent may end in a hollow: what saves all that can be, or was seen on the way, may be better.
@@ -151,6 +154,10 @@ class Walk:
     def cost(self, candidate: Candidate) -> tuple[float, ...]:
         """Return what the search makes small."""
         return candidate.cost(self.budget)
+
+    def is_pressed(self, best: Candidate) -> bool:
+        """Return whether a plan that is faster takes too much: with more room the best would be another."""
+        return any(not c.fits(self.budget) and c.seconds < best.seconds for c in self.seen.values())
 
     def ends(self, best: Candidate, share: float = 1.0) -> bool:
         """Return whether a share of the work is done, and there is a plan to be content with."""
@@ -191,9 +198,12 @@ class Walk:
         search ends where these can be no faster than `limit`, or than what fits.
         """
         low, high = 0, dial.levels
-        short, best = self.look(dial.at(low)), self.look(dial.at(high))
-        if short.fits(self.budget) or not best.fits(self.budget):
-            return short if short.fits(self.budget) else best
+        short = self.look(dial.at(low))
+        if short.fits(self.budget):
+            return short
+        best = self.look(dial.at(high))
+        if not best.fits(self.budget):
+            return best
         enough, halves = best, False
         while high - low > 1 and short.seconds < min(limit, best.seconds) * (1 - CLOSE):
             share = (short.peak_bytes - self.budget) / max(short.peak_bytes - enough.peak_bytes, 1)
@@ -224,9 +234,7 @@ class Walk:
                     best = better
                     self.work.murmur(self.describe(best))
             if best is begun:
-                faster = (c for c in self.seen.values() if c.seconds < best.seconds)
-                is_pressed = any(not c.fits(self.budget) for c in faster)
-                best = self.improve(best, self.pairs(best.choice, is_pressed))
+                best = self.improve(best, self.pairs(best.choice, self.is_pressed(best)))
             if best is begun:
                 best = self.adjust(best)
             if best is begun:

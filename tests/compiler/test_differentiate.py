@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from kernels import no_kernels
 from toys import ROWS, WIDTH, assert_same_grads, chain, llama, lower, rows, run_chain, step_of
 
 import fnshard as fs
 from fnshard.compiler.kernels.canonical import Source
-from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.kernels.differentiate import Kernel, differentiate
+from fnshard.compiler.kernels.remat import Policy
 from fnshard.step.lowered import Lowered
 
 
@@ -53,6 +55,20 @@ def test_forward_and_backward_are_those_of_the_source() -> None:
         kept["tangent"] = dict(zip(kernel.tangents, tangents, strict=True))
         grads = kernel.backward(*[kept[r.kind][r.index] for r in kernel.backward_inputs])
         torch.testing.assert_close(list(grads), list(expected))
+
+
+def test_a_kernel_does_not_depend_on_which_policies_came_before() -> None:
+    """All policies part one joint graph, which is traced once for them."""
+    policies = [Policy(0.5), Policy(0.0, save=("matmul",))]
+
+    def texts(order: list[Policy]) -> dict[Policy, str]:
+        source = max(sources(*llama(1)), key=lambda each: len(each.code))
+        with no_kernels():
+            made = {p: differentiate(source, p, trainable=True, target="cpu") for p in order}
+        return {policy: kernel.as_text() for policy, kernel in made.items()}
+
+    expected = texts(policies)
+    assert len(set(expected.values())) == 2 and texts(policies[::-1]) == expected
 
 
 def test_leaves_are_named_not_saved() -> None:

@@ -31,10 +31,11 @@ from fnshard.errors import BudgetError
 from fnshard.search.price import PARTS, Candidate
 
 MODEL = (
-    "model.width=64", "model.layers=7", "model.heads=4", "model.kv_heads=2", "model.context=64",
+    "model.width=64", "model.layers=6", "model.heads=4", "model.kv_heads=2", "model.context=64",
     "model.vocab=128", "model.mlp=128",
 )  # fmt: skip
 FEW = "model.layers=1"  # so few are lowered as they are
+EIGHTHS = 8  # parts of what a backward reads, where every part is tried
 H100 = Hardware.named("h100")
 HERE = "own_task"  # a module of tests/support
 
@@ -60,7 +61,7 @@ PLANS = [
     ids=str,
 )
 def test_few_layers_say_what_all_need(knobs: Knobs) -> None:
-    """Time, bytes on the device and on the host, to rounding: seven layers and four micro-batches, of four
+    """Time, bytes on the device and on the host, to rounding: six layers and four micro-batches, of four
     and five layers, two and three micro-batches. What is streamed from the host may look larger."""
     planner = planner_of(8, "rows=32")
     near, exact = planner.walk.look(knobs), planner.exact(knobs)
@@ -71,31 +72,37 @@ def test_few_layers_say_what_all_need(knobs: Knobs) -> None:
     assert near.parts == pytest.approx(exact.parts, rel=1e-6, abs=1e-9)
 
 
+def test_plans_that_differ_in_tiers_and_recomputation_share_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner, plain = planner_of(2, "rows=2", FEW), Knobs(1, 2)
+    planner.walk.look(plain)
+    for place in ("fnshard.step.cache.trace_and_split", "fnshard.compiler.update.family.trace_update"):
+        monkeypatch.setattr(place, None)
+    others = Knobs(1, 2, keep=True, optimizer="host"), Knobs(2, 1, remat="unit"), Knobs(1, 2, remat=0.5)
+    assert all(planner.walk.look(each).seconds > 0 for each in others)
+
+
 def test_more_micro_batches_are_so_many_more() -> None:
     """Of a whole lowering with all eight."""
-    planner = planner_of(2, "rows=16")
+    planner = planner_of(2, "rows=16", "model.layers=4")
     knobs = Knobs(1, 2, remat="unit")
-    whole = planner.measured(knobs, 7, 8)
+    whole = planner.measured(knobs, 4, 8)
     assert planner.walk.look(knobs).seconds == pytest.approx(whole["seconds"], rel=1e-9)
-    assert planner.walk.look(knobs).peak_bytes == max(v for n, v in whole.items() if isinstance(n, tuple))
+    assert planner.walk.look(knobs).peak_bytes == whole["peak"]
 
 
 def test_the_line_that_is_printed_is_the_plan() -> None:
     """`explain` predicts for it what the search did."""
-    planner = planner_of(8, "rows=32", two := "model.layers=2")
+    planner = planner_of(8, "rows=16", two := "model.layers=2")
     for knobs in (
-        Knobs(1, 4, 2, remat="unit"),
-        Knobs(2, 4, optimizer="host"),
-        Knobs(1, 8, keep=True, remat=0.5),
-        Knobs(1, 8, optimizer_dtype="bfloat16"),
+        Knobs(2, 4, optimizer="host", remat=0.5),
+        Knobs(1, 4, 2, micro_rows=2, remat="unit", keep=True, optimizer_dtype="bfloat16"),
     ):
-        found = explain(config_of(two, *knobs.overrides(32).split(), spec=EXPLAIN))
+        found = explain(config_of(two, *knobs.overrides(16).split(), spec=EXPLAIN))
         exact = planner.exact(knobs)
         assert found.memory.peak_bytes == exact.peak_bytes
         assert found.timeline.step_seconds == pytest.approx(exact.seconds, rel=1e-9)
 
 
-NEIGHBOURS = 300
 SEARCHES = [(2, 0.0005), *((n, b) for n in (1, 4, 8) for b in (0.002, 0.001, 0.0007))]
 
 
@@ -118,18 +125,26 @@ def neighbours_of(planner: Planner, knobs: Knobs) -> list[Knobs]:
     return [k for c in both if planner.is_valid(k := replace(knobs, **c))]
 
 
-@pytest.mark.parametrize(
-    ("devices", "budget"), [SEARCHES[0], *(pytest.param(*s, marks=pytest.mark.long) for s in SEARCHES[1:])]
-)
-def test_no_neighbour_is_faster_and_fits(devices: int, budget: float) -> None:
-    """Neighbours are drawn: one or two knobs change, the share that is recomputed is a number of its own."""
-    planner = planner_of(devices, f"rows={4 * devices}", f"device_gb={budget}", FEW)
-    best, draw = planner.best(), random.Random(devices)
+def check_neighbours(planner: Planner, draw: random.Random, count: int, shares: list[float]) -> None:
+    """One or two knobs change, and what is recomputed to one of these shares."""
+    best = planner.best()
     assert best.peak_bytes <= planner.budget
-    few = 30 if (devices, budget) == SEARCHES[0] else NEIGHBOURS
-    for knobs in draw.choices(neighbours_of(planner, best.choice), k=few):
-        each = planner.exact(replace(knobs, remat=round(draw.random(), 3)))
+    for knobs in draw.choices(neighbours_of(planner, best.choice), k=count):
+        each = planner.exact(replace(knobs, remat=draw.choice(shares)))
         assert each.peak_bytes > planner.budget or each.seconds >= best.seconds * (1 - 1e-3), each
+
+
+def test_no_neighbour_is_faster_and_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "SHARES", EIGHTHS)
+    planner = planner_of(1, "rows=4", "device_gb=0.0007", FEW)
+    check_neighbours(planner, random.Random(1), 20, [0.0, 1.0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("devices", "budget"), SEARCHES)
+def test_of_many_neighbours_none_is_faster_and_fits(devices: int, budget: float) -> None:
+    planner = planner_of(devices, f"rows={4 * devices}", f"device_gb={budget}", FEW)
+    check_neighbours(planner, random.Random(devices), 300, [k / 1000 for k in range(1001)])
 
 
 def test_two_moves_of_which_one_alone_is_not_valid_are_a_pair() -> None:
@@ -150,23 +165,27 @@ def test_a_walk_begins_with_all_rows_and_at_no_split_that_a_lesser_one_rules_out
     assert [replace(k, micro_rows=1) for k in nothing_fits] == nothing_fits == list(tight.splits())
 
 
-def test_recomputation_is_as_little_as_fits() -> None:
-    planner = planner_of(1, "rows=64", "model.layers=5")
+def test_recomputation_is_as_little_as_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "SHARES", EIGHTHS)
+    planner = planner_of(1, "rows=64", "model.layers=3")
     knobs = Knobs(1, 1, micro_rows=64)
-    shares = [k / 40 for k in range(41)]
+    shares = [k / EIGHTHS for k in range(EIGHTHS + 1)]
     tried = [planner.walk.look(replace(knobs, remat=share)) for share in shares]
     assert tried[-1].peak_bytes > tried[0].peak_bytes
     for budget in sorted({c.peak_bytes for c in tried})[:-1]:
         tight = replace(planner.config, device_gb=budget / 1e9 + 1e-9)
         found = replace(planner, config=tight).walk.within_budget(knobs)
         least = min(c.seconds for c in tried if c.peak_bytes <= budget)
-        # Bytes and time of so small a model are not monotone in the share: bisection may miss some 3%.
-        assert found.peak_bytes <= budget and found.seconds <= least * 1.03
+        # Bytes and time of so small a model are not monotone in the share: bisection may miss some percent.
+        assert found.peak_bytes <= budget and found.seconds <= least * 1.05
 
 
-def test_a_budget_is_kept_and_costs_time() -> None:
-    free, tight = (planner_of(1, "rows=8", f"device_gb={gb}", FEW) for gb in (1.0, 0.0015))
-    fast, small = free.best(), tight.best()
+def test_a_budget_is_kept_and_costs_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "SHARES", EIGHTHS)
+    free = planner_of(1, "rows=4", "device_gb=1", FEW)
+    fast = free.best()
+    tight = replace(free, config=replace(free.config, device_gb=0.8e-9 * fast.peak_bytes))
+    small = tight.best()
     assert small.peak_bytes <= tight.budget < fast.peak_bytes and fast.seconds < small.seconds
     assert len({c.choice for c in rivals(tight, small)}) == 5
     said = as_text(tight, small, "model=own")
@@ -175,6 +194,7 @@ def test_a_budget_is_kept_and_costs_time() -> None:
 
 def test_a_narrower_optimizer_is_tried_where_it_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else fits: the budget lies between the smallest plans in both dtypes."""
+    monkeypatch.setattr(search, "SHARES", 1)  # all or nothing is recomputed
     monkeypatch.setattr(search, "TIERS", {"device": {}})
     planner = planner_of(1, "rows=2", "optimizer_dtypes=[bfloat16]", FEW)
     least = Knobs(1, 1, remat="unit")
@@ -187,23 +207,26 @@ def test_a_narrower_optimizer_is_tried_where_it_is_allowed(monkeypatch: pytest.M
 
 
 def test_the_fewest_devices_for_so_many_days(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "SHARES", 1)  # all or nothing is recomputed
-    monkeypatch.setattr(search, "TIERS", {name: TIERS[name] for name in ("device", "host")})
-    wide = ("model.width=2048", "model.mlp=8192", "model.context=2048", FEW)
-    config, said = config_of("days=0.14", "tokens=1e10", "rows=2", "most_devices=2", *wide), []
+    """Where twice the devices are twice as fast."""
+    fake = lambda self, knobs, depths: Candidate(knobs, 1e3, 2e-4 / self.devices)  # noqa: E731
+    monkeypatch.setattr(Planner, "_predicted", fake)
+    config, said = config_of("days=0.14", "tokens=1e10", "rows=2", "most_devices=2"), []
+    made: list[Planner] = []
+    monkeypatch.setattr(report, "Planner", lambda *args: made.append(Planner(*args)) or made[-1])
     planner, best = planned(config, H100, said.append)
-    assert planner.devices > 1 and days_of(planner, best) <= 0.14
-    fewer = Planner(config, planner.devices // 2, H100)
-    assert days_of(fewer, fewer.best()) > 0.14
+    fewer = made[-2]
+    assert planner.devices == 2 * fewer.devices > 1 and days_of(planner, best) <= 0.14
+    assert all(days_of(fewer, c) > 0.14 for c in fewer.seen.values() if c.fits(fewer.budget))
     with pytest.raises(BudgetError, match=r"not read in 1e-09 days.*Fix: more rows"):
         planned(replace(config, days=1e-9), H100, said.append)
 
 
-def test_mistakes_are_named() -> None:
+def test_mistakes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "SHARES", 1)  # all or nothing is recomputed
     with pytest.raises(BudgetError, match=r"7 devices cannot share 8 rows.*Fix: rows=56, or devices=1"):
         planner_of(7, "rows=8").best()
     with pytest.raises(BudgetError, match=r"nothing fits on 1 device:.*takes .* kB of .*Fix: devices=\d+"):
-        planned(config_of("devices=1", "rows=8", "device_gb=0.0003", FEW), H100, print)
+        planned(config_of("devices=1", "rows=4", "device_gb=0.0003", FEW), H100, print)
 
 
 def test_what_the_command_leaves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,10 +7,12 @@ backward.
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -88,6 +90,18 @@ class Kernel:
     __str__ = as_text
 
 
+@dataclass(frozen=True, eq=False)
+class Joint:
+    """A segment's forward and backward in one graph, before it is said what is kept between the two.
+
+    Without a backward it is the forward alone (`is_differentiable` is False).
+    """
+
+    module: fx.GraphModule
+    mode: FakeTensorMode
+    is_differentiable: bool
+
+
 def differentiate(source: Source, policy: Policy, *, trainable: bool, target: str) -> Kernel:
     """Forward and backward of one source, without a name.
 
@@ -99,8 +113,43 @@ def differentiate(source: Source, policy: Policy, *, trainable: bool, target: st
     """
     # Imported here: they bring Dynamo and Inductor, which take seconds; `import fnshard` should not.
     import torch._functorch.config as functorch_config
-    from torch._functorch.aot_autograd import aot_export_joint_simple
     from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.virtualized import V
+    from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+
+    traced = trace_joint(source, trainable, target)
+    mode = traced.mode
+    context = torch._guards.tracing(torch._guards.TracingContext(mode))
+    with context, _use_lazy_graph_module(True), mode, V.set_fake_mode(mode):
+        joint = _make_graph_module(traced.module, copy.deepcopy(traced.module.graph))  # it is rewritten here
+        if not traced.is_differentiable:
+            _flatten_signature(joint)
+            return Kernel("", source, joint, None, (), (), ())
+        kept = _must_save(joint, source, policy.save) if policy.save else ()
+        _must_recompute(joint, source)
+        rounds = hide_rounding(joint.graph)
+        # At 0 the partitioner saves inputs and heeds no tags; with tags on every op it has no choice left.
+        with functorch_config.patch(
+            activation_memory_budget=1.0 if kept else policy.budget, ban_recompute_materialized_backward=False
+        ):
+            forward, backward = min_cut_rematerialization_partition(
+                joint,
+                (),
+                num_fwd_outputs=len(source.outputs),
+                static_lifetime_input_indices=[i for i, a in enumerate(source.inputs) if a.kind == "leaf"],
+            )
+    for graph in (forward.graph, backward.graph) if rounds else ():
+        show_rounding(graph)
+    for node in [*forward.graph.nodes, *backward.graph.nodes]:
+        if isinstance(node.target, _Unseeded):
+            node.target = node.target.op
+    return replace(_kernel(source, forward, backward), kept=kept)
+
+
+@lru_cache(maxsize=16)  # a search makes kernels of a few sources by many policies
+def trace_joint(source: Source, trainable: bool, target: str) -> Joint:
+    """Trace the forward and the backward of one source; arguments as of `differentiate`."""
+    from torch._functorch.aot_autograd import aot_export_joint_simple
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
     from torch._inductor.virtualized import V
@@ -134,28 +183,7 @@ def differentiate(source: Source, policy: Policy, *, trainable: bool, target: st
             # torch 2.14. A node stays the derivative of what it was.
             for node in numbers.keys() & set(joint.graph.nodes):
                 node.meta["seq_nr"] = numbers[node]
-        if not differentiable:
-            _flatten_signature(joint)
-            return Kernel("", source, joint, None, (), (), ())
-        kept = _must_save(joint, source, policy.save) if policy.save else ()
-        _must_recompute(joint, source)
-        rounds = hide_rounding(joint.graph)
-        # At 0 the partitioner saves inputs and heeds no tags; with tags on every op it has no choice left.
-        with functorch_config.patch(
-            activation_memory_budget=1.0 if kept else policy.budget, ban_recompute_materialized_backward=False
-        ):
-            forward, backward = min_cut_rematerialization_partition(
-                joint,
-                (),
-                num_fwd_outputs=len(source.outputs),
-                static_lifetime_input_indices=[i for i, a in enumerate(source.inputs) if a.kind == "leaf"],
-            )
-    for graph in (forward.graph, backward.graph) if rounds else ():
-        show_rounding(graph)
-    for node in [*forward.graph.nodes, *backward.graph.nodes]:
-        if isinstance(node.target, _Unseeded):
-            node.target = node.target.op
-    return replace(_kernel(source, forward, backward), kept=kept)
+    return Joint(joint, mode, differentiable)
 
 
 def kernel_key(source: str, policy: Policy) -> str:
