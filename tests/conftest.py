@@ -9,6 +9,7 @@ import torch
 from kernels import FOLDER, remember_kernels
 from ranks import ranks  # noqa: F401  (a fixture)
 from saved import restoring, roots, short_blocks  # noqa: F401  (fixtures)
+from updates import share_updates
 
 CACHE = tempfile.TemporaryDirectory(prefix="fnshard-tests-")
 os.environ["XDG_CACHE_HOME"] = CACHE.name  # jobs find what others of this session compiled, and nothing else
@@ -16,6 +17,7 @@ torch.set_num_threads(1)
 gc.set_threshold(20_000, 20, 20)  # lowering makes many objects: the default takes a tenth of the suite
 remember_kernels(os.environ.setdefault(FOLDER, CACHE.name + "/kernels"))
 os.makedirs(os.environ[FOLDER], exist_ok=True)
+share_updates()
 
 # Workers begin with these, lest one of them is left with a long one when the other has ended.
 LONGEST = (

@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kernels import FOLDER, remember_kernels
+from updates import share_updates
 
 COLLECTIVE_TIMEOUT_S = 60.0
 # Ranks are forked from a process that has imported what they need, and has no threads.
@@ -142,6 +143,7 @@ def _worker(pipe: Connection, rank: int, world: int, folder: str, kernels: str) 
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
     remember_kernels(kernels)
+    share_updates()
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(os.path.join(folder, "store"), world),
