@@ -35,6 +35,27 @@ def small_heap() -> None:
     gc.freeze()
 
 
+class Failures:
+    """Prints each failure at once; pytest shows all of them when the last test has ended."""
+
+    def __init__(self, config: pytest.Config):
+        self.plugins = config.pluginmanager
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Print one that this process is told of; a worker has no terminal."""
+        terminal = self.plugins.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            terminal.ensure_newline()
+            terminal.write_sep("_", f"{report.when} of {report.nodeid}", red=True)
+            terminal.write_line(report.longreprtext)
+            terminal.flush()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Add what this suite shows besides pytest's own lines."""
+    config.pluginmanager.register(Failures(config))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, and in their order."""
     place = {name: number for number, name in enumerate(LONGEST)}
