@@ -9,6 +9,7 @@ import torch
 from kernels import FOLDER, remember_kernels
 from ranks import ranks  # noqa: F401  (a fixture)
 from saved import restoring, roots, short_blocks  # noqa: F401  (fixtures)
+from updates import share_updates
 
 CACHE = tempfile.TemporaryDirectory(prefix="fnshard-tests-")
 os.environ["XDG_CACHE_HOME"] = CACHE.name  # jobs find what others of this session compiled, and nothing else
@@ -16,6 +17,7 @@ torch.set_num_threads(1)
 gc.set_threshold(20_000, 20, 20)  # lowering makes many objects: the default takes a tenth of the suite
 remember_kernels(os.environ.setdefault(FOLDER, CACHE.name + "/kernels"))
 os.makedirs(os.environ[FOLDER], exist_ok=True)
+share_updates()
 
 # Workers begin with these, lest one of them is left with a long one when the other has ended.
 LONGEST = (
@@ -31,6 +33,27 @@ def small_heap() -> None:
     """Collections look at what the module at hand made alone: all of a worker's would take them seconds."""
     gc.collect()
     gc.freeze()
+
+
+class Failures:
+    """Prints each failure at once; pytest shows all of them when the last test has ended."""
+
+    def __init__(self, config: pytest.Config):
+        self.plugins = config.pluginmanager
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Print one that this process is told of; a worker has no terminal."""
+        terminal = self.plugins.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            terminal.ensure_newline()
+            terminal.write_sep("_", f"{report.when} of {report.nodeid}", red=True)
+            terminal.write_line(report.longreprtext)
+            terminal.flush()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Add what this suite shows besides pytest's own lines."""
+    config.pluginmanager.register(Failures(config))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

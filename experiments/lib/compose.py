@@ -362,7 +362,9 @@ def compose_values(command: Command, arguments: Sequence[str]) -> DictConfig:
     for argument in put_own_in_place(arguments):
         key, is_value, _ = argument.partition("=")
         is_plain = is_value and not key.startswith(("+", "~", "hydra.", "hydra/")) and "@" not in key
-        forced.append(f"++{argument}" if is_plain and not loader.get_group_options(key) else argument)
+        # Groups are folders, whose names have no dots. To look for one takes Hydra a copy of all it knows.
+        is_group = "." not in key and loader.get_group_options(key)
+        forced.append(f"++{argument}" if is_plain and not is_group else argument)
     try:
         composed = hydra.compose(command.name, forced, return_hydra_config=True)
         if gone := find_groups_to_drop(composed, lambda more: hydra.compose(command.name, [*forced, *more])):

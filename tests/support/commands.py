@@ -27,6 +27,7 @@ import torch
 from hydra.core.global_hydra import GlobalHydra
 from kernels import FOLDER, remember_kernels
 from ranks import CONTEXT
+from updates import share_updates
 
 from fnshard.launcher import local
 from fnshard.mesh.process_group import LAUNCHER
@@ -194,6 +195,7 @@ def _become(
         torch.set_num_threads(int(env.get("OMP_NUM_THREADS", 1)))
         if folder := env.get(FOLDER):
             remember_kernels(folder)
+            share_updates()
         tempfile.tempdir = None
         GlobalHydra.instance().clear()
         local.subprocess = forking(popen_here)

@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kernels import FOLDER, remember_kernels
+from updates import share_updates
 
 COLLECTIVE_TIMEOUT_S = 60.0
 # Ranks are forked from a process that has imported what they need, and has no threads.
@@ -64,9 +65,13 @@ class Pool:
         if not self._processes:
             self._start()
         request = pickle.dumps((fn, args))
-        for pipe in self._pipes:
-            pipe.send_bytes(request)
-        replies = self._replies(timeout, set(lost))
+        try:
+            for pipe in self._pipes:
+                pipe.send_bytes(request)
+            replies = self._replies(timeout, set(lost))
+        except BaseException:  # the test's time is up: what ranks answer later is no answer to the next one
+            self.kill()
+            raise
         failures = {r: text for r, (kind, text) in replies.items() if kind != "ok" and r not in lost}
         if lost or len(replies) < self.world or (failures and not self._agreed(replies)):
             self.kill()
@@ -142,6 +147,7 @@ def _worker(pipe: Connection, rank: int, world: int, folder: str, kernels: str) 
     os.environ.update(GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
     remember_kernels(kernels)
+    share_updates()
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(os.path.join(folder, "store"), world),

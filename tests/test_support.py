@@ -1,0 +1,65 @@
+"""What tests share keeps them apart: pools of ranks, and optimizers that share their traces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fnshard.optim import Optimizer, adamw, chain, clip_by_global_norm, ema, muon, schedules, sgd, soap
+
+
+def give_back(rank: int, value: int) -> int:
+    return value
+
+
+def test_a_run_that_is_broken_off_leaves_no_answer_for_the_next(
+    ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A test whose time is up is left by an exception, while its ranks go on."""
+    pool = ranks(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "_replies", lambda *_: pytest.fail("the time is up"))
+        with pytest.raises(pytest.fail.Exception):
+            pool.run(give_back, 1)
+    assert pool.run(give_back, 2) == [2]
+
+
+def make_all(lr: float) -> list[Optimizer]:
+    """Return what a matrix has of optimizers of several kinds."""
+    several = sgd(lr), adamw(lr), muon(lr), soap(lr), chain(clip_by_global_norm(lr), muon(lr), ema(lr))
+    return [each.of("layers.w", (4, 4)) for each in several]
+
+
+SIGN = 1.0
+
+
+def make_own(factor: float) -> Optimizer:
+    def update(path, grad, slots, param, step):
+        return SIGN * factor * grad, {}
+
+    return Optimizer("own()", lambda path, param: {}, update)
+
+
+def test_equal_optimizers_share_their_traces_and_others_do_not() -> None:
+    for one, equal, other in zip(make_all(0.125), make_all(0.125), make_all(0.25), strict=True):
+        assert one.traces is equal.traces and one.traces is not other.traces
+    rates = [schedules.warmup_cosine(0.1, 1, total) for total in (5, 5, 6)]
+    first, second, third = (adamw(rate).traces for rate in rates)
+    assert first is second and first is not third
+
+
+def test_optimizers_of_other_values_of_a_global_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, again, other = make_own(2.0).traces, make_own(2.0).traces, make_own(3.0).traces
+    monkeypatch.setattr(f"{__name__}.SIGN", -1.0)
+    assert first is again and make_own(2.0).traces is not first and other is not first
+
+
+def test_optimizers_share_nothing_under_another_default_dtype() -> None:
+    first = sgd(0.125).traces
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert sgd(0.125).traces is not first
+    finally:
+        torch.set_default_dtype(torch.float32)
