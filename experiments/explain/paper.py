@@ -102,7 +102,7 @@ def explain(config: ExplainConfig) -> Paper:
             specs = specs_of(config.specs, params, dtypes_of(config.precision) | tiers)
         options = replace(
             options, accumulate=config.run.accumulate, micro_order=config.run.micro_order,
-            remat=strategy.remat,
+            remat=strategy.remat, overlap=strategy.overlap,
             prefetch=(strategy.prefetch_forward, strategy.prefetch_backward),
         )  # fmt: skip
         step = fs.shard_step(loss_fn, specs, mesh=mesh, optimizer=optimizer, **options)

@@ -139,6 +139,7 @@ def plan_line(paper: Paper) -> str:
         f"remat={strategy.remat!r}" if strategy.remat != "none" else "no remat",
         *(f"{name} on the {tier}" for name, tier in tiers.items() if tier != "device"),
         f"gathers {forward} and {backward} kernels ahead in forward and backward",
+        *([] if strategy.overlap is None else [f"reductions {strategy.overlap} kernels later"]),
         f"{dtypes.storage} stored, {dtypes.compute} computed, {dtypes.reduce} reduced",
     ])  # fmt: skip
 

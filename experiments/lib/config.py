@@ -100,13 +100,15 @@ class MeshConfig:
 class StrategyConfig:
     """A preset of `fnshard.presets`, how many units are gathered ahead, and what saves memory.
 
-    `remat`, `memory`, `optimizer_memory`, `update_on`: as `shard_step` and `LayoutSpec` take them. `auto` is
-    no preset: all of these are found by `fnshard.fit`.
+    `overlap`: how many kernels later reductions are waited for; null is what `shard_step` chooses. `remat`,
+    `memory`, `optimizer_memory`, `update_on`: as `shard_step` and `LayoutSpec` take them. `auto` is no
+    preset: all of these are found by `fnshard.fit`.
     """
 
     name: Literal[STRATEGIES] = "full_shard"
     prefetch_forward: NonNegativeInt = 1
     prefetch_backward: NonNegativeInt = 1
+    overlap: NonNegativeInt | None = None
     remat: Any = "none"
     memory: Tier = "device"
     optimizer_memory: Tier = "device"

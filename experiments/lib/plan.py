@@ -104,6 +104,7 @@ def plan_of(
     options = replace(
         options, accumulate=run.accumulate, micro_order=run.micro_order, remat=strategy.remat,
         disk_dir=run.disk_dir, prefetch=(strategy.prefetch_forward, strategy.prefetch_backward),
+        overlap=strategy.overlap,
         deterministic=run.deterministic,
     )  # fmt: skip
     return Plan(specs(fs.presets.PRESETS[strategy.name], **tiers), options)

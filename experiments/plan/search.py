@@ -28,13 +28,13 @@ from fnshard.compiler.lower import Front, schedule_for
 from fnshard.compiler.schedule.instructions import Run
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.plot.scales import byte_text, rough, time_text
-from fnshard.search.price import PARTS, Candidate, price
+from fnshard.search.price import DEEPEST, PARTS, Candidate, price
 from fnshard.search.walk import Dial, Move, Walk, Work
 from fnshard.step.batches import bytes_of_batch
 from fnshard.step.lowered import Lowered
 from fnshard.step.plan import plan_of
 
-DEPTHS = (4, 5)  # numbers of layers that are lowered
+DEPTHS = (4, 5)  # numbers of layers that are lowered; more where kernels further ahead count
 FAMILIES = 6  # of plans, whose traces are kept
 AXES = ("replicate", "shard", "tensor", "context")
 SHARES = 200  # what a segment keeps for its backward is chosen in so many parts of what the backward reads
@@ -48,7 +48,8 @@ TIERS = {  # of the optimizer's state
 @dataclass(frozen=True)
 class Knobs:
     """One plan. `micro_rows`: of a rank's micro-batch; `keep`: leaves stay gathered until their backward;
-    `optimizer_dtype`: None is the precision's."""
+    `optimizer_dtype`: None is the precision's; `prefetch`, `overlap`: how many kernels ahead gathers are
+    issued, and later reductions waited for."""
 
     replicate: int = 1
     shard: int = 1
@@ -59,6 +60,8 @@ class Knobs:
     keep: bool = False
     optimizer: str = "device"
     optimizer_dtype: str | None = None
+    prefetch: int = 1
+    overlap: int = 1
 
     @property
     def data_ranks(self) -> int:
@@ -72,6 +75,11 @@ class Knobs:
     def effort(self) -> tuple[float, ...]:
         """What is done to save memory."""
         return ((self.optimizer != "device") + 1 - {"none": 1.0, "unit": 0.0}.get(self.remat, self.remat),)
+
+    @property
+    def reach(self) -> int:
+        """How many layers, with its own, hold what is gathered and reduced during a kernel."""
+        return max(self.prefetch, self.overlap) + 1
 
     @property
     def preset(self) -> str:
@@ -91,6 +99,9 @@ class Knobs:
             **{f"mesh.{n}": v for n in ("replicate", "tensor", "context") if (v := getattr(self, n)) > 1},
             **({"strategy.remat": self.remat} if self.remat != "none" else {}),
             **{f"strategy.{name}": value for name, value in self.tiers.items()},
+            **({f"strategy.prefetch_{way}": self.prefetch for way in ("forward", "backward")}
+               if self.prefetch != 1 else {}),
+            **({"strategy.overlap": self.overlap} if self.overlap != 1 else {}),
             **({"run.accumulate": accumulate} if accumulate > 1 else {}),
             **({"precision.optimizer": self.optimizer_dtype} if self.optimizer_dtype else {}),
         }  # fmt: skip
@@ -237,11 +248,21 @@ class Planner:
 
             return move
 
+        def go_ahead(name: str, by: int) -> Move:
+            def move(knobs: Knobs) -> Knobs | None:
+                depth, found = getattr(knobs, name) + by, self.seen.get(knobs)
+                may_pay = by < 0 or (found is not None and found.waits_for_collectives())
+                is_depth = 1 <= depth <= DEEPEST and self.hardware.overlap
+                return replace(knobs, **{name: depth}) if is_depth and may_pay else None
+
+            return move
+
         primes = _primes(self.config.batch_rows)
         return {
             "rows": [step(prime) for prime in primes for step in (take_rows, leave_rows)],
             "optimizer": [set_knob("optimizer", tier) for tier in TIERS],
             "keep": [set_knob("keep", keep) for keep in (False, True)],
+            "ahead": [go_ahead(name, by) for name in ("prefetch", "overlap") for by in (1, -1)],
             "dtype": [set_knob("optimizer_dtype", d) for d in (None, *self.config.optimizer_dtypes)],
             "axes": [
                 hand_over(prime, source, target)
@@ -253,8 +274,8 @@ class Planner:
     # -------------------------------------------------------------- what is predicted of one
     def price(self, knobs: Knobs) -> Candidate:
         """Return a plan's bytes and time, carried on from few layers and micro-batches."""
-        layers = self.config.layers
-        return self._predicted(knobs, DEPTHS if layers > DEPTHS[1] else (layers,))
+        layers, depths = self.config.layers, tuple(depth + 2 * (knobs.reach - 2) for depth in DEPTHS)
+        return self._predicted(knobs, depths if layers > depths[-1] else (layers,))
 
     def exact(self, knobs: Knobs) -> Candidate:
         """The same, of all layers."""
@@ -281,7 +302,7 @@ class Planner:
         """Return the price of a step of so many layers and micro-batches, and its bytes by `_moments`."""
         lowered = self.lowered(knobs, layers, micro)
         found = price(knobs, lowered.memory_analysis(), lowered.timeline(self.hardware))
-        return _moments(lowered.memory_timeline(), layers) | found.parts | {
+        return _moments(lowered.memory_timeline(), layers, knobs.reach) | found.parts | {
             "peak": found.peak_bytes, "seconds": found.seconds, "host_bytes": found.host_bytes,
             "flops": found.flops, "peak_flops": found.peak_flops,
         }  # fmt: skip
@@ -311,7 +332,7 @@ class Planner:
             family.fronts[traced] = step.front(*batch)
         front = family.fronts[traced]
         front = replace(front, plan=plan_of(optimizer, resolved, mesh, options).for_program(front.program))
-        options = replace(options, remat=knobs.remat, prefetch=(1, 1), overlap=1)
+        options = replace(options, remat=knobs.remat, prefetch=(knobs.prefetch,) * 2, overlap=knobs.overlap)
         stages = schedule_for(front, resolved.stored, mesh, options, family.kernels, False)
         sizes = bytes_of_batch(Arguments(batch, {}))
         return Lowered(stages, options, optimizer=optimizer, batch_bytes=sizes)
@@ -346,10 +367,10 @@ class Planner:
         )
 
 
-def _moments(timeline: MemoryTimeline, layers: int) -> dict[Any, float]:
+def _moments(timeline: MemoryTimeline, layers: int, reach: int) -> dict[Any, float]:
     """Bytes of the device by line. A line is named by the unit of the kernel before it, a layer as counted
-    from the first, and from the last; after the last kernel by its own. Two layers from either end are alike
-    at all depths: what is gathered and reduced during a kernel is of its neighbours."""
+    from the first, and from the last; after the last kernel by its own. `reach` layers from either end are
+    alike at all depths: what is gathered and reduced during a kernel is of its neighbours."""
     lines = [moment.instruction for moment in timeline.moments]
     last = max((n for n, line in enumerate(lines) if isinstance(line, Run)), default=0)
     out: dict[Any, float] = {}
@@ -360,17 +381,17 @@ def _moments(timeline: MemoryTimeline, layers: int) -> dict[Any, float]:
             kernel = line.phase, line.unit
         phase, unit = kernel if n <= last else (line.verb, line.unit)
         nth = counts[phase, unit] = counts.get((phase, unit), 0) + 1
-        out |= {(phase, name, nth): float(moment.bytes) for name in _numbered(unit, layers)}
+        out |= {(phase, name, nth): float(moment.bytes) for name in _numbered(unit, layers, reach)}
     return out
 
 
-def _numbered(unit: str, layers: int) -> list[Any]:
+def _numbered(unit: str, layers: int, reach: int) -> list[Any]:
     """A unit by its name; a layer by how far it is from the first and from the last, where it is near."""
     found = re.fullmatch(r"layers\.(\d+)", unit)
     if found is None:
         return [unit]
     number = int(found[1])
-    return [n for n in (number, number - layers) if -2 <= n < 2]
+    return [n for n in (number, number - layers) if -reach <= n < reach]
 
 
 def _line(points: Mapping[int, Mapping[Any, float]], at: int) -> dict[Any, float]:

@@ -16,6 +16,9 @@ PARTS = {  # of a step, in seconds: what a plan may lose by
     "host": "waiting for the host",  # its updates and launches: what is left
 }
 
+DEEPEST = 3  # kernels that gathers are issued ahead, and reductions waited for later, at most
+WORTH = 0.01  # the share of a step that waits for collectives, from which on one kernel more is tried
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -47,6 +50,10 @@ class Candidate:
     def fits(self, budget: float) -> bool:
         """Return whether its peak is within a budget of bytes."""
         return self.peak_bytes <= budget
+
+    def waits_for_collectives(self) -> bool:
+        """Return whether it waits for collectives for so long that one more kernel ahead may pay."""
+        return self.parts.get("communication", 0.0) > WORTH * self.seconds
 
     def slower_than(self, other: Candidate) -> float:
         """Return by which share of another plan's time this one takes longer; below 0 where it is faster."""

@@ -1,8 +1,8 @@
 """Space: the plans of a function, its parameters and a batch, on one mesh or on all meshes of so many ranks.
 
 A plan says for each unit whether it is recomputed and whether it stays gathered, what rests on the host, how
-many micro-batches a step has and whether anything is prefetched. Each one that is looked at is lowered in
-full.
+many micro-batches a step has and how many kernels ahead leaves are gathered. Each one that is looked at is
+lowered in full.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec, is_spec
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.optim.optimizer import Optimizer
-from fnshard.search.price import Candidate, price
+from fnshard.search.price import DEEPEST, Candidate, price
 from fnshard.search.walk import Dial, Move, Work
 from fnshard.step.batches import bytes_of_batch, split_batch
 from fnshard.step.lowered import Lowered
@@ -84,7 +84,8 @@ class Choice:
         parts.append(f"{self.recomputed} units remat={self.remat!r}" if self.recomputed else "no remat")
         parts.append(f"{self.kept} units kept gathered" if self.kept else "all resharded")
         parts += [f"{' and '.join(where)} on the host"] if where else []
-        return ", ".join(parts) + ("" if self.ahead else ", no prefetch")
+        ahead = {0: ["no prefetch"], 1: []}.get(self.ahead, [f"{self.ahead} kernels ahead"])
+        return ", ".join(parts + ahead)
 
 
 @dataclass
@@ -110,6 +111,7 @@ class FunctionSpace:
     work: Work = field(default_factory=Work)
     left_out: dict[Mesh, str] = field(default_factory=dict)
     _plans: dict[Mesh, MeshPlans | None] = field(default_factory=dict)
+    _waiting: set[Choice] = field(default_factory=set)  # for collectives, so that going further ahead may pay
     _kernels: dict[str, Kernel] = field(default_factory=dict)  # meshes whose programs are alike share these
 
     def on(self, mesh: Mesh) -> MeshPlans | None:
@@ -161,12 +163,21 @@ class FunctionSpace:
 
             return move
 
+        def go_ahead(by: int) -> Move:
+            def move(choice: Choice) -> Choice | None:
+                ahead, plans = choice.ahead + by, self.on(choice.mesh)
+                may_pay = by < 0 or choice.ahead == 0 or choice in self._waiting
+                is_depth = 0 <= ahead <= DEEPEST and plans.has("ahead")
+                return replace(choice, ahead=ahead) if is_depth and may_pay else None
+
+            return move
+
         return {
             "micro-batches": [cut(1), cut(-1)],
             "order": [lambda c, order=order: replace(c, order=order) for order in get_args(MicroOrder)],
             "optimizer": [set_field("optimizer", each) for each in OPTIMIZER],
             "parameters": [set_field("parameters_on_host", each) for each in (False, True)],
-            "ahead": [set_field("ahead", each) for each in (1, 0)],
+            "ahead": [go_ahead(1), go_ahead(-1)],
             "mesh": self._hand_overs(),
         }
 
@@ -244,7 +255,10 @@ class FunctionSpace:
         self.work.murmur(f"{choice} on {choice.mesh}")
         lowered = self.lower(choice, verified=False)
         self.work.count(len(lowered.schedule.instructions))
-        return price(choice, lowered.memory_analysis(), lowered.timeline(self.hardware))
+        found = price(choice, lowered.memory_analysis(), lowered.timeline(self.hardware))
+        if self.hardware.overlap and found.waits_for_collectives():
+            self._waiting.add(choice)
+        return found
 
     def lower(self, choice: Choice, *, verified: bool = True) -> Lowered:
         """Return a plan on paper."""

@@ -165,6 +165,44 @@ def test_a_walk_begins_with_all_rows_and_at_no_split_that_a_lesser_one_rules_out
     assert [replace(k, micro_rows=1) for k in nothing_fits] == nothing_fits == list(tight.splits())
 
 
+def test_a_step_goes_further_ahead_only_where_it_waits_for_collectives() -> None:
+    """By one kernel at a time, and to three at most; the main job is told to go as far."""
+    planner, knobs = planner_of(8, "rows=8"), Knobs(1, 8)
+
+    def ahead_of(knobs: Knobs, waiting: float) -> set[tuple[int, int]]:
+        planner.seen[knobs] = Candidate(knobs, 1e9, 1.0, parts={"communication": waiting})
+        steps = planner.walk.steps(knobs, planner.moves()["ahead"])
+        return {(k.prefetch, k.overlap) for k in steps}
+
+    assert ahead_of(knobs, 0.0) == set() and ahead_of(knobs, 0.5) == {(2, 1), (1, 2)}
+    assert ahead_of(replace(knobs, prefetch=3, overlap=2), 0.5) == {(2, 2), (3, 1), (3, 3)}
+    assert ahead_of(replace(knobs, prefetch=3, overlap=2), 0.0) == {(2, 2), (3, 1)}
+    planner.hardware = Hardware.named("cpu")  # nothing runs beside a kernel
+    assert ahead_of(knobs, 0.5) == set()
+
+
+def test_the_line_of_a_plan_that_goes_further_ahead_is_that_plan() -> None:
+    planner = planner_of(8, "rows=8", two := "model.layers=2")
+    words = (knobs := Knobs(1, 8, prefetch=2, overlap=3)).overrides(8).split()
+    run = config_of(two, "model.vocab=256", *words, spec=TRAIN).strategy
+    found = explain(config_of(two, *words, spec=EXPLAIN))
+    assert (run.prefetch_forward, run.prefetch_backward, run.overlap) == (2, 2, 3)
+    exact = planner.exact(knobs)
+    assert found.memory.peak_bytes == exact.peak_bytes
+    assert found.timeline.step_seconds == pytest.approx(exact.seconds, rel=1e-9)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ahead", [(2, 1), (1, 2), (2, 2), (3, 3)], ids=str)
+def test_few_layers_say_what_all_need_further_ahead(ahead: tuple[int, int]) -> None:
+    planner = planner_of(8, "rows=8", "model.layers=12")
+    for knobs in (Knobs(1, 8), Knobs(1, 4, 2, remat="unit")):
+        knobs = replace(knobs, prefetch=ahead[0], overlap=ahead[1])
+        near, exact = planner.walk.look(knobs), planner.exact(knobs)
+        assert near.seconds == pytest.approx(exact.seconds, rel=1e-9)
+        assert near.peak_bytes == exact.peak_bytes
+
+
 def test_recomputation_is_as_little_as_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "SHARES", EIGHTHS)
     planner = planner_of(1, "rows=64", "model.layers=3")

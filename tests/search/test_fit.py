@@ -17,6 +17,7 @@ from toys import Llama
 
 import fnshard as fs
 from experiments.bench.measure import live_bytes
+from fnshard.analysis.hardware import Link
 from fnshard.errors import BudgetError, SpecError
 from fnshard.search.fit import Fit, find, fit, make_space
 from fnshard.search.space import MeshPlans
@@ -287,6 +288,20 @@ def test_an_optimizer_of_ones_own_that_looks_at_whole_leaves_has_every_mesh() ->
     )
     assert [mesh for mesh, _ in own.meshes] == [mesh for mesh, _ in plain.meshes]
     assert all("slower" in why for _, why in own.meshes), own.meshes
+
+
+def test_a_plan_goes_further_ahead_only_where_it_waits_for_collectives() -> None:
+    mesh, (loss, params, tokens) = fs.make_mesh(shard=8, abstract=True, device="cpu"), small(1)
+    h100 = fs.Hardware.named("h100")
+    furthest = {}
+    for name, hardware in {
+        "fast": replace(h100, node=Link.even(0.0, 1e15)), "slow": replace(h100, node=Link.even(0.0, 1e8)),
+        "one clock": fs.Hardware.named("cpu"),
+    }.items():  # fmt: skip
+        seen: dict[Any, Any] = {}
+        find(make_space(loss, params, mesh, batch=(tokens,), hardware=hardware), 1 << 40, seen)
+        furthest[name] = max(choice.ahead for choice in seen)
+    assert furthest["fast"] == furthest["one clock"] == 1 < furthest["slow"] <= 3
 
 
 def test_passes_of_ones_own_are_what_the_plan_hands_on() -> None:
