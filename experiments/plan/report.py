@@ -25,8 +25,8 @@ from fnshard.search.price import PARTS, Candidate
 RIVALS = 5
 WIDE = 10  # from so many times the least on, an axis is logarithmic
 # Keys of the main job, and groups, whose values are the plan's.
-DECIDED = ("strategy", "mesh", "specs", "data.rows", "run.accumulate", "run.accumulate_mode", "run.device_gb",
-           "run.disk_dir")  # fmt: skip
+DECIDED = ("strategy", "mesh", "specs", "data.rows", "run.accumulate", "run.accumulate_mode",
+           "run.micro_order", "run.device_gb", "run.disk_dir")  # fmt: skip
 Say = Callable[[str], None]
 
 
@@ -75,7 +75,8 @@ def run_line(knobs: Knobs, config: PlanConfig, given: str) -> str:
     """
     words = knobs.overrides(config.batch_rows).split()
     known = {word.partition("=")[0] for word in words}
-    run = {"accumulate": 1, "accumulate_mode": "reduce", "device_gb": None, "disk_dir": None}
+    run = {"accumulate": 1, "accumulate_mode": "reduce", "micro_order": "depth", "device_gb": None,
+           "disk_dir": None}  # fmt: skip
     plan = {
         "strategy": vars(StrategyConfig(name=knobs.preset, remat=knobs.remat, **knobs.tiers)),
         "mesh": vars(knobs.mesh),

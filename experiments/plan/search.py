@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
 import fnshard as fs
 from experiments.explain.words import counted
@@ -26,6 +26,7 @@ from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.lower import Front, schedule_for
 from fnshard.compiler.schedule.instructions import Run
+from fnshard.compiler.schedule.tasks import MicroOrder
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.plot.scales import byte_text, rough, time_text
 from fnshard.search.price import DEEPEST, PARTS, Candidate, price
@@ -47,15 +48,22 @@ TIERS = {  # of the optimizer's state
 
 @dataclass(frozen=True)
 class Knobs:
-    """One plan. `micro_rows`: of a rank's micro-batch; `keep`: leaves stay gathered until their backward;
-    `optimizer_dtype`: None is the precision's; `prefetch`, `overlap`: how many kernels ahead gathers are
-    issued, and later reductions waited for."""
+    """One plan.
+
+    Args:
+        micro_rows: of a rank's micro-batch.
+        order: in which micro-batches run, see `StepOptions.micro_order`.
+        keep: leaves stay gathered until their backward.
+        optimizer_dtype: None is the precision's.
+        prefetch, overlap: how many kernels ahead gathers are issued, and later reductions waited for.
+    """
 
     replicate: int = 1
     shard: int = 1
     tensor: int = 1
     context: int = 1
     micro_rows: int = 1
+    order: MicroOrder = "depth"
     remat: str | float = "none"
     keep: bool = False
     optimizer: str = "device"
@@ -103,6 +111,7 @@ class Knobs:
                if self.prefetch != 1 else {}),
             **({"strategy.overlap": self.overlap} if self.overlap != 1 else {}),
             **({"run.accumulate": accumulate} if accumulate > 1 else {}),
+            **({"run.micro_order": self.order} if self.order != "depth" else {}),
             **({"precision.optimizer": self.optimizer_dtype} if self.optimizer_dtype else {}),
         }  # fmt: skip
         return " ".join(f"{key}={value}" for key, value in words.items())
@@ -171,6 +180,7 @@ class Planner:
             axes == self.devices and rows % own == 0
             and knobs.tensor <= self.hardware.ranks_per_node
             and not (knobs.keep and knobs.replicate > 1)
+            and (knobs.order == "depth" or rows > own)
             and self.config.is_split(knobs.mesh)
         )  # fmt: skip
 
@@ -260,6 +270,7 @@ class Planner:
         primes = _primes(self.config.batch_rows)
         return {
             "rows": [step(prime) for prime in primes for step in (take_rows, leave_rows)],
+            "order": [set_knob("order", order) for order in get_args(MicroOrder)],
             "optimizer": [set_knob("optimizer", tier) for tier in TIERS],
             "keep": [set_knob("keep", keep) for keep in (False, True)],
             "ahead": [go_ahead(name, by) for name in ("prefetch", "overlap") for by in (1, -1)],
@@ -322,7 +333,8 @@ class Planner:
         how = {"tensor": axis_of("tensor", mesh), **dtypes_of(precision), **knobs.tiers}
         specs = fs.presets.PRESETS[knobs.preset](params, mesh, **how)
         optimizer = self._optimizer(subject.undecayed)
-        step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optimizer, accumulate=micro, grad_norm=True)
+        micro_batches = {"accumulate": micro, "micro_order": knobs.order}
+        step = fs.shard_step(loss, specs, mesh=mesh, optimizer=optimizer, grad_norm=True, **micro_batches)
         step.resolve(params)
         resolved, options = ResolvedSpecs.of(step.specs), step.options
         family = self._family(knobs.tensor, knobs.context, knobs.micro_rows)

@@ -51,13 +51,14 @@ def planner_of(devices: int, *overrides: str) -> Planner:
 PLANS = [
     Knobs(1, 8), Knobs(1, 8, remat="unit"), Knobs(1, 8, remat=0.5, micro_rows=2), Knobs(1, 8, keep=True),
     Knobs(2, 4, optimizer="host"), Knobs(2, 4, optimizer="streamed", remat="unit"), Knobs(1, 4, 2),
-    Knobs(1, 2, 2, 2, remat="unit", optimizer="host"), Knobs(2, 2, 2, micro_rows=2), Knobs(8, 1),
+    Knobs(1, 8, order="breadth", remat="unit"), Knobs(1, 2, 2, 2, remat="unit", optimizer="host"),
+    Knobs(2, 2, 2, micro_rows=2), Knobs(8, 1),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "knobs",
-    [pytest.param(k, marks=[] if n == 5 else pytest.mark.long) for n, k in enumerate(PLANS)],
+    [pytest.param(k, marks=[] if n in (5, 7) else pytest.mark.long) for n, k in enumerate(PLANS)],
     ids=str,
 )
 def test_few_layers_say_what_all_need(knobs: Knobs) -> None:
@@ -96,6 +97,7 @@ def test_the_line_that_is_printed_is_the_plan() -> None:
     for knobs in (
         Knobs(2, 4, optimizer="host", remat=0.5),
         Knobs(1, 4, 2, micro_rows=2, remat="unit", keep=True, optimizer_dtype="bfloat16"),
+        Knobs(1, 8, order="breadth", remat="unit"),
     ):
         found = explain(config_of(two, *knobs.overrides(16).split(), spec=EXPLAIN))
         exact = planner.exact(knobs)
