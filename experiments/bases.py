@@ -14,8 +14,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,9 +64,7 @@ def make_base(names: Sequence[str], settings: Sequence[str]) -> None:
     if len(names) != 1 or names[0] not in BASES:
         raise ConfigError(f"{' '.join(names) or 'no name'}: one of {', '.join(BASES)}.")
     KEPT.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        while not stack.enter_context(locked(KEPT)):  # another process makes one, perhaps this one
-            time.sleep(1.0)
+    with wait_for_lock(KEPT):  # another process may make one, perhaps this one
         needed = [names[0]]
         while needed[0] in TRAINED:
             needed.insert(0, TRAINED[needed[0]][0])
@@ -79,6 +77,21 @@ def make_base(names: Sequence[str], settings: Sequence[str]) -> None:
             else:
                 write_base(name, folder)
             print(f"the base {name} is in {folder}", flush=True)
+
+
+@contextmanager
+def wait_for_lock(folder: Path) -> Iterator[None]:
+    """Hold a folder as long as the block runs, once no other process does."""
+    told = False
+    while True:
+        with locked(folder) as free:
+            if free:
+                yield
+                return
+        if not told:
+            print(f"another process makes a base in {folder}: waiting for it", flush=True)
+        told = True
+        time.sleep(1.0)
 
 
 def train_base(name: str, folder: Path, settings: Sequence[str]) -> None:

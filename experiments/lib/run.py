@@ -236,12 +236,16 @@ class Run:
 
     def settle(self, number: int, state: fs.TrainState, loader: Loader) -> None:
         """See what follows from step `number`: whether all ranks are to stop after it (`stops`), and whether
-        its numbers and a state that is to be saved are finite (`watch.fault`). One that is goes to the memory
-        of other nodes at once: a rank that is killed while the model is measured costs no step."""
+        its numbers and a state that is to be saved are finite (`watch.fault`).
+
+        A finite state is copied to other nodes' memory at once: a rank that is killed while the model is
+        measured costs no step. The last state goes to disk alone, so that a run which goes on from memory has
+        a step left to make and to save.
+        """
         run = self.config.run
         self.stops = self._step.flag_raised("stop")
         self._saves = number == run.steps or (run.save_every > 0 and number % run.save_every == 0)
-        copies = self.replicas is not None and number % run.replica_every == 0
+        copies = self.replicas is not None and number % run.replica_every == 0 and number < run.steps
         if self.stops or self._saves or copies or self.measures(number):
             self._report_rows(self._read())
         with self.spent.on("saves"):

@@ -122,7 +122,7 @@ class Feed:
             try:
                 work()
                 reasons.append("")
-            except Exception as error:  # whatever the tracker's library raises
+            except BaseException as error:  # whatever the tracker's library raises, SystemExit too
                 reasons.append(f"{type(error).__name__}: {error}".splitlines()[0])
 
         # In a thread, which may be left behind: a library that waits for its server cannot be interrupted.
@@ -148,7 +148,7 @@ class Feed:
             self._id = self.tracker.start(RunInfo(self.metrics.parent, self.facts, known.get("id", "")))
             write_record(self._note, {"id": self._id, "rows": self._logged})
             self._file = self.metrics.open("rb")
-        while rows := list(islice(_rows(self._file), BATCH)):
+        while not self.failed and (rows := list(islice(_rows(self._file), BATCH))):
             new = rows[max(0, self._logged - self._read) :]
             self._read += len(rows)
             if new:

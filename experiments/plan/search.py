@@ -296,7 +296,10 @@ class Planner:
         """Carried on from steps of so many layers; which of a step's moments is the peak changes with the
         depth, so each of them is."""
         micro, by_count = self.micro_batches(knobs), {}
-        for count in (2, 3) if micro > 3 else (micro,):  # gradients are summed from the second on
+        # Gradients are summed from the second micro-batch on. Breadth-first they hide what is gathered and
+        # reduced once, so that time is no line in their number.
+        is_line = micro > 3 and knobs.order == "depth"
+        for count in (2, 3) if is_line else (micro,):
             found = _line({d: self.measured(knobs, d, count) for d in depths}, self.config.layers)
             by_count[count] = {n: v for n, v in found.items() if isinstance(n, str)}
             if len(depths) > 1:  # else the peak is known, and no layer stands for others

@@ -41,6 +41,13 @@ class UpdateMemory:
     slots: Slots
     compiled: bool = False
 
+    def __post_init__(self) -> None:
+        # Leaves whose shards of gradients are summed over micro-batches, in a dtype of their own.
+        sums = [
+            name for name, value in self.schedule.reduced.items() if value.original.version.startswith("+")
+        ]
+        self._summed = {path for name in sums for path in self.schedule.buckets[name].paths}
+
     def bytes(self, paths: Sequence[str], number: int, barrier: bool) -> int:
         """Return what one stretch of the updates of leaves takes, on the device that updates them.
 
@@ -125,7 +132,7 @@ class UpdateMemory:
 
     def _sum_dtype(self, path: str) -> torch.dtype:
         spec = self.schedule.specs[path]
-        return spec.sum_dtype if self.schedule.accumulate > 1 else spec.reduce_dtype
+        return spec.sum_dtype if path in self._summed else spec.reduce_dtype
 
 
 def made_by(family: Family, number: int) -> dict[str, torch.Tensor]:

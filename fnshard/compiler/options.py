@@ -39,10 +39,11 @@ class StepOptions(Mapping[str, Any]):
         accumulate_mode: "reduce" every micro-batch, or accumulate "local" full gradients and reduce once.
         micro_order: "depth": each micro-batch runs forward and backward before the next. "breadth": all run
             through one unit before the next unit, so that a unit's leaves are gathered once forward and once
-            backward, and its gradients are summed in fp32 and reduced once, however many micro-batches there
-            are (Lamy-Poirier 2022). What the backward needs is kept for all of them: with `remat="unit"` the
-            units' inputs, with "unit+offload" on the host.
-        prefetch: how many kernels ahead gathers are issued, (forward, backward); 0 is none. None is 1, and 0
+            backward, and its gradients are summed by each rank and reduced once, however many micro-batches
+            there are (Lamy-Poirier 2022); `accumulate_mode` has no effect. What the backward needs is kept
+            for all of them: with `remat="unit"` the units' inputs, with "unit+offload" on the host.
+        prefetch: how many kernels ahead gathers are issued, (forward, backward); 0 is none. All kernels of a
+            unit count as one where micro-batches run breadth-first, here and for `overlap`. None is 1, and 0
             for CPU ranks that share memory, whose collectives run on the thread that computes.
         overlap: how many kernels later reductions are waited for, and updates, which GPUs compute on a stream
             of their own where nothing global stands before them (clipping, an `fs.Mean`); None as with

@@ -55,7 +55,8 @@ def test_every_segment_runs_once_for_each_micro_batch_and_way_behind_what_it_rea
     for path, writer in written:
         assert {where[s.index] for s in segments if path in s.leaves} <= {where[writer]}
     for one, other in itertools.pairwise(segments):
-        assert where[one.index] == where[other.index] or not set(one.units) & set(other.units)
+        units, more = set(one.units), set(other.units)
+        assert where[one.index] == where[other.index] or not (more <= units or (units and units <= more))
 
     ran = []
     for task in itertools.chain.from_iterable(order_tasks(segments, written, accumulate, order)):
@@ -127,3 +128,29 @@ def test_one_gradient_of_a_tied_leaf_is_alive_at_a_time() -> None:
         alive -= set(line.drops)
     own = [i for i in lines if isinstance(i, Accumulate) and path in i.paths]
     assert most == 1 and len(own) == 8 and own[0].first and not any(i.first for i in own[1:])
+
+
+def shared(p: Any, x: Any) -> Any:
+    """Every unit reads one leaf besides its own."""
+    for path in list(p)[:-1]:
+        x = torch.tanh(x @ (p[path] * p["scale"]))
+    return x.square().mean()
+
+
+def test_units_that_share_a_leaf_are_chunks_of_their_own() -> None:
+    params = {f"layers.{i}.w": torch.zeros(WIDTH, WIDTH) for i in range(3)} | {"scale": torch.ones(WIDTH)}
+    how = {"accumulate": 2, "micro_order": "breadth", "ranks": 2}
+    low = lower(shared, params, torch.zeros(4, WIDTH), **how)
+    runs = [(i.segment, i.backward) for i in low.schedule.instructions if isinstance(i, Run)]
+    assert runs[:4] == [(0, False), (0, False), (1, False), (1, False)]
+
+
+def test_what_a_micro_batch_keeps_on_the_host_comes_back_for_its_own_kernel() -> None:
+    """A load is issued one kernel ahead, and not a round."""
+    low = lowered(loss, 4, remat="unit+offload", prefetch=1, overlap=1)
+    lines, alive, most = low.schedule.instructions, set(), 0
+    for line in lines:
+        alive |= {n for n in line.writes if n.is_copy(Kind.LOADED, Kind.VALUE)}
+        most = max(most, len(alive))
+        alive -= set(line.drops)
+    assert 0 < most <= 2

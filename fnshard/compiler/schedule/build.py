@@ -356,7 +356,8 @@ class _Builder:
                 self.reduce(bucket, task, phase, grads)
             if done and self.plan.counted and task.is_last:
                 self.scalars_wait()
-        # A leaf whose gradient other chunks add to is whole: one sum of it lives, not one a micro-batch.
+        # Other chunks will add to these leaves: sum now, so that one full gradient lives, not one for each
+        # micro-batch.
         for bucket in [
             b for b in self.reduces if self.held is not None and not grads.keys().isdisjoint(b.paths)
         ]:

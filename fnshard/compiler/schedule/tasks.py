@@ -27,7 +27,7 @@ class Task:
     Args:
         segments: the stretch; a backward runs through it from its end.
         micro: the number of the micro-batch.
-        is_last: no task behind it runs the same way through the same segments.
+        is_last: it is the last micro-batch that runs through these segments in this direction.
     """
 
     segments: Sequence[Segment]
@@ -36,7 +36,7 @@ class Task:
     is_last: bool
 
 
-Round = tuple[Task, ...]
+Round = tuple[Task, ...]  # tasks that run one after another and share what they gather
 
 
 def order_tasks(
@@ -53,10 +53,10 @@ def order_tasks(
         accumulate: how many micro-batches there are.
         differentiate: False leaves the backward out.
     """
-    micros, ways = range(accumulate), (False, True) if differentiate else (False,)
+    micros, directions = range(accumulate), (False, True) if differentiate else (False,)
     if order == "depth" or accumulate == 1:
         last = accumulate - 1
-        return [(Task(segments, m, backward, m == last),) for m in micros for backward in ways]
+        return [(Task(segments, m, backward, m == last),) for m in micros for backward in directions]
 
     def run(chunk: Sequence[Segment], micro: int, backward: bool) -> Task:
         return Task(chunk, micro, backward, micro == accumulate - 1)
@@ -66,22 +66,22 @@ def order_tasks(
     backward = [tuple(run(chunk, m, True) for m in micros) for chunk in reversed(chunks)]
     # The backward of the last chunk needs nothing but its forward, so that the logits of one micro-batch live
     # at a time.
-    turn = tuple(run(end, m, way) for m in micros for way in ways)
-    return [*forward, turn, *(backward if differentiate else ())]
+    last_round = tuple(run(end, m, backward) for m in micros for backward in directions)
+    return [*forward, last_round, *(backward if differentiate else ())]
 
 
 def make_chunks(segments: Sequence[Segment], written: Iterable[tuple[str, int]]) -> list[tuple[Segment, ...]]:
     """Cut a program into the shortest stretches that all micro-batches may run through before the next one.
 
-    Segments that follow one another and read leaves of one unit stay together: an exchange may part them.
-    So do those between the first reader of a leaf that `fn` writes to and its writer, because a micro-batch
-    reads what the one before has written.
+    Consecutive segments of one unit stay together: an exchange has cut the unit in two. A segment that reads
+    no leaves stays with the one before it. So do all segments between the first reader of a leaf that `fn`
+    writes to and its writer, because a micro-batch reads what the one before has written.
     """
-    joined = {
-        later.index
-        for earlier, later in itertools.pairwise(segments)
-        if set(earlier.units) & set(later.units)
-    }
+    joined = set[int]()
+    for earlier, later in itertools.pairwise(segments):
+        before, units = set(earlier.units), set(later.units)
+        if units <= before or (before and before <= units):
+            joined.add(later.index)
     for path, writer in written:
         readers = [s.index for s in segments if path in s.leaves]
         first, last = min([*readers, writer]), max([*readers, writer])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -213,6 +214,8 @@ def _too_many_units(schedule: Schedule) -> list[str]:
     """
     tiny, ends = tiny_runs(schedule), end_rounds(schedule)
     runs = [line for line in schedule.instructions if isinstance(line, Run)]
+    last = [number for number, run in enumerate(runs) if run in ends]  # of each round
+    at = 0  # the kernel that comes next
     kept = {b.name for b in schedule.buckets.values() if not all(schedule.specs[p].reshard for p in b.paths)}
     alive: dict[str, str] = {}  # value or flight -> unit
     problems = []
@@ -224,12 +227,12 @@ def _too_many_units(schedule: Schedule) -> list[str]:
             alive |= dict.fromkeys(line.writes, line.unit)
         if isinstance(line, Run):
             units = set(alive.values())
-            last = [number for number, run in enumerate(runs, 1) if run in ends][: schedule.planned + 1]
-            count = last[: schedule.planned][-1]
-            count = count if tiny.isdisjoint(runs[:count]) else last[-1]
-            read = [n for run in runs[:count] for n in run.reads if n.kind is Kind.GATHERED]
+            rounds = last[bisect_left(last, at) :][: schedule.planned + 1]
+            stop = rounds[: schedule.planned][-1] + 1
+            stop = stop if tiny.isdisjoint(runs[at:stop]) else rounds[-1] + 1
+            read = [n for run in runs[at:stop] for n in run.reads if n.kind is Kind.GATHERED]
             planned_units = {schedule.specs[n.path].unit for n in read}
-            runs.pop(0)
+            at += 1
             if not units <= planned_units:
                 problems.append(
                     f"{number}: {len(units)} units are gathered ({', '.join(sorted(units))}), "

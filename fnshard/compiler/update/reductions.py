@@ -91,7 +91,9 @@ def reduced(x: Tensor, how: How, axes: tuple[str, ...]) -> Tensor:
 
 def place_update(traced: Traced, graph: fx.Graph, splits: Splits) -> Placed:
     """Place a graph of the update's inputs and results over all axes that split something."""
-    if graph is traced.graph and traced.is_elementwise and not splits.apart:
+    # A constant of the leaf's shape has to be cut as the leaf is, so that its update is placed in full.
+    has_constants = any(value.dim() for value in traced.constants.values())
+    if graph is traced.graph and traced.is_elementwise and not splits.apart and not has_constants:
         traced = traced.resize(block_shape(splits.shapes[PARAM], splits.layouts[PARAM], splits.mesh))
         graph, splits = traced.graph, replace(splits, flat=())
     env: dict[fx.Node, fx.Node] = {}

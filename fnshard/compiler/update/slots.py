@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fnshard.compiler.frontend.control_flow import without_dynamo
 from fnshard.compiler.ir.values import MASTER
 from fnshard.compiler.kernels.inductor import TRACING
 from fnshard.compiler.update.trace import Explained, Watch, refuse_random, trace_without_writes
@@ -100,7 +101,8 @@ def _trace_init(
         names[:] = made
         return list(made.values())
 
-    with Explained(rule, path), TRACING, FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with Explained(rule, path), TRACING, without_dynamo(), mode, torch.no_grad():
         module = trace_without_writes(init, torch.empty(tuple(shape), dtype=dtype))
     refuse_random(rule, path, module.graph)
     (param,) = module.graph.find_nodes(op="placeholder")

@@ -249,7 +249,15 @@ class Branch:
         if isinstance(condition, FakeTensor):
             self.false(*tensors)
         made = (self.true if is_true else self.false)(*tensors)
-        return [value.contiguous() for value in made]  # as the trace says that they lie
+        # As the trace says that they lie, and in memory of their own: a side may return what it was given,
+        # which the update then writes to.
+        given = {value.untyped_storage()._cdata for value in tensors}
+        return [
+            value.clone(memory_format=torch.contiguous_format)
+            if value.untyped_storage()._cdata in given
+            else value.contiguous()
+            for value in made
+        ]
 
 
 LIBRARY = torch.library.Library("fnshard", "FRAGMENT")
@@ -311,7 +319,9 @@ class _Side(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if WRITES.fullmatch(name) and args and isinstance(args[0], Tensor) and id(args[0]) not in self.made:
+        changed = args[:1] if WRITES.fullmatch(name) else ()
+        written = tree.flatten([*changed, (kwargs or {}).get("out")])[0]
+        if any(isinstance(value, Tensor) and id(value) not in self.made for value in written):
             raise TypeError(f"a side of a torch.cond writes by {name} to a tensor from outside: return it")
         out = func(*args, **(kwargs or {}))
         self.made |= {id(v): v for v in (out if isinstance(out, tuple | list) else [out])}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -280,6 +281,9 @@ class Accumulate(OfBucket):
         return run
 
     def price(self, pricer: Pricer) -> Price:
-        sizes = pricer.leaf_bytes if self._of_full_gradients else pricer.block_bytes
-        size = (2.0 if self.first else 3.0) * sizes(pricer.bucket(self), "sum_dtype")
-        return pricer.here_or_on_host(self, size)
+        if self._of_full_gradients:
+            specs = pricer.schedule.specs
+            size = float(sum(math.prod(specs[p].shape) * specs[p].sum_dtype.itemsize for p in self.paths))
+        else:
+            size = pricer.block_bytes(pricer.bucket(self), "sum_dtype")
+        return pricer.here_or_on_host(self, (2.0 if self.first else 3.0) * size)

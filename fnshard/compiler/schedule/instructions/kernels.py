@@ -75,6 +75,11 @@ def end_rounds(schedule: Schedule) -> frozenset[Run]:
     return frozenset(r for r, own, next_one in zip(runs, rounds, following, strict=True) if own != next_one)
 
 
+def of_one_micro_batch(names: Names) -> bool:
+    """Return whether these are values of the program, or copies of them, and no leaves or gradients."""
+    return all(n.original.kind in (Kind.VALUE, Kind.TANGENT) for n in names)
+
+
 @dataclass(frozen=True)
 class Free(Instruction):
     """Drop values; nothing reads them any more."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.derived import SMALL
 from fnshard.compiler.schedule.instructions import Cast, Exchange, Gather, Instruction, Run, ToDevice, Wait
-from fnshard.compiler.schedule.instructions.kernels import end_rounds, tiny_runs
+from fnshard.compiler.schedule.instructions.kernels import end_rounds, of_one_micro_batch, tiny_runs
 from fnshard.compiler.schedule.ir import Schedule, with_wait
 
 
@@ -70,7 +70,7 @@ def prefetch(schedule: Schedule, forward: int, backward: int) -> Schedule:
 
     The depth bounds what is alive: at most depth + 1 resharded units at once (FSDP's
     `limit_all_gathers`), and a tiny one: a norm before a head hides no gather of the head. 0 is none. The
-    kernels of one round count as one.
+    kernels of one round count as one, but for what belongs to one micro-batch.
     """
     tiny, ends = tiny_runs(schedule), end_rounds(schedule)
     sent = {n for line in schedule.instructions if isinstance(line, Gather) for n in line.reads}
@@ -80,7 +80,8 @@ def prefetch(schedule: Schedule, forward: int, backward: int) -> Schedule:
         moving = _moving(line, sent)
         if moving and depth:
             extra = isinstance(line, ToDevice) and any(n.kind is Kind.STORED for n in line.reads)
-            out.insert(_place(out, line, depth + extra, tiny, ends), line)
+            each = None if of_one_micro_batch(line.reads) else ends
+            out.insert(_place(out, line, depth + extra, tiny, each), line)
         else:
             out.append(line)
     planned = 1 + max(forward, backward)
@@ -95,10 +96,17 @@ def _moving(line: Instruction, sent: set[str]) -> bool:
 
 
 def _place(
-    lines: list[Instruction], moved: Instruction, depth: int, tiny: frozenset[Run], ends: frozenset[Run]
+    lines: list[Instruction],
+    moved: Instruction,
+    depth: int,
+    tiny: frozenset[Run],
+    ends: frozenset[Run] | None,
 ) -> int:
     """Return the earliest place that passes `depth` rounds and one of `tiny`, no write to what is read, and
     no reader of the version before: two versions of a leaf are never alive at once.
+
+    Args:
+        ends: the last kernels of rounds; None: each kernel counts.
     """
     free = True
     reads = set(moved.reads)
@@ -117,7 +125,8 @@ def _place(
         if overtakes or reads.intersection(line.writes):
             break
         if isinstance(line, Run):
-            passes, free = line not in ends or (free and line in tiny), free and line not in tiny
+            within = ends is not None and line not in ends
+            passes, free = within or (free and line in tiny), free and line not in tiny
             if (depth == 0 and not passes) or any(earlier(n) for n in line.reads):
                 break
             depth -= not passes

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.schedule.instructions import Exchange, Instruction, OverlappedUpdate, Run, Update, Wait
-from fnshard.compiler.schedule.instructions.kernels import end_rounds
+from fnshard.compiler.schedule.instructions.kernels import end_rounds, of_one_micro_batch
 from fnshard.compiler.schedule.ir import Schedule, with_wait
 
 
@@ -16,8 +16,9 @@ def overlap(schedule: Schedule, depth: int) -> Schedule:
     all that rests on it, below `depth` more kernels.
 
     So a unit's gradients travel while the next unit's backward computes; at most `depth` + 1
-    buckets of full gradients are in flight. The kernels of one round count as one. A kernel is never moved:
-    what it reads is waited for in time, and no gather overtakes a kernel.
+    buckets of full gradients are in flight. The kernels of one round count as one, but for what belongs to
+    one micro-batch. A kernel is never moved: what it reads is waited for in time, and no gather overtakes a
+    kernel.
     """
     permuted = {i.writes[0] for i in schedule.instructions if isinstance(i, Exchange) and i.of_kind.permutes}
     queue = _Queue(depth, permuted, end_rounds(schedule))
@@ -103,7 +104,7 @@ class _Queue:
     def __init__(self, depth: int, also: Collection[ValueName], ends: Collection[Run]):
         self.depth, self.also, self.ends = depth, also, ends
         self.out: list[Instruction] = []
-        self.waiting: list[tuple[int, list[Instruction]]] = []
+        self.waiting: list[tuple[int, list[Instruction]]] = []  # rounds, or kernels, that are left; lines
 
     def feed(self, line: Instruction) -> None:
         while isinstance(line, Run) and self.waited_for_by(line):
@@ -116,21 +117,25 @@ class _Queue:
             self.waiting.append((self.depth, [line]))
             return
         self.out.append(line)
-        if isinstance(line, Run) and line in self.ends:
-            self.tick()
+        if isinstance(line, Run):
+            self.tick(line in self.ends)
 
     def waited_for_by(self, line: Instruction) -> list[Instruction]:
         """The first of the delayed groups that `line` must stay after, or []."""
         groups = (group for _, group in self.waiting)
         return next((group for group in groups if any(_depends(line, other) for other in group)), [])
 
-    def tick(self) -> None:
-        self.waiting = [(left - 1, group) for left, group in self.waiting]
-        while self.waiting and self.waiting[0][0] <= 0:
-            self.release()
+    def tick(self, ends_round: bool) -> None:
+        """Count a kernel, of which what belongs to one micro-batch counts each, and all else rounds."""
+        self.waiting = [
+            (left - (ends_round or of_one_micro_batch(group[0].writes)), group)
+            for left, group in self.waiting
+        ]
+        while due := [number for number, (left, _) in enumerate(self.waiting) if left <= 0]:
+            self.release(due[0])
 
-    def release(self) -> None:
-        _, (first, *rest) = self.waiting.pop(0)
+    def release(self, number: int = 0) -> None:
+        _, (first, *rest) = self.waiting.pop(number)
         self.out.append(first)
         for line in rest:
             self.feed(line)
