@@ -92,10 +92,12 @@ def prepare(config: FinetuneConfig) -> FinetuneConfig:
     if wrong:
         raise ConfigError("\n".join(wrong))
 
-    # A base is kept; another command makes it, once. Built-in prompts want one that has seen such.
+    # A base is kept; another command makes it, once. Built-in prompts need one that was trained on such.
     if is_base:
         of_tasks = config.objective.kind.data == "prompts" and data.train is None and config.model == "stdlib"
         name = "tasks" if of_tasks else config.model
+        if name in ("stdlib", "tasks"):  # what does not fit the model shows before it is trained
+            directory_of(replace(config, model=keep_base("tiny")))
         base = keep_base(name, f"run.backend={run.backend}", f"run.device={run.device}")
         model = directory_of(replace(config, model=base))
     tokens = config.objective.tokens or (128 if data.train else 4)

@@ -202,7 +202,7 @@ def update_leaf(
 
 def narrow_numbers(step: Step, dtype: torch.dtype) -> Step:
     """Return a step whose numbers are of a dtype. Next to a leaf that is one number, those in fp64 would make
-    fp64 of what is computed; next to larger tensors a number decides about no dtype."""
+    fp64 of what is computed; next to larger tensors a 0-d number does not change the dtype."""
     return replace(
         step,
         norm=None if step.norm is None else step.norm.to(dtype),
