@@ -86,17 +86,13 @@ def content_of(thing: Any, within: tuple[Any, ...] = ()) -> Hashable:
         read = {
             name: thing.__globals__[name] for name in _names_in(thing.__code__) if name in thing.__globals__
         }
-        return thing.__code__, *cells, defaults, *((name, _itself(value)) for name, value in read.items())
+        return thing.__code__, *cells, defaults, *((name, Itself(value)) for name, value in read.items())
     if isinstance(thing, functools._lru_cache_wrapper):
         return "cached", content_of(thing.__wrapped__, inner)
     if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
         fields = (getattr(thing, field.name) for field in dataclasses.fields(thing))
         return type(thing), *(content_of(field, inner) for field in fields)
-    return _itself(thing)
-
-
-def _itself(thing: Any) -> Itself:
-    """Return a key that no other object has; not even the same one later, where its content may change."""
+    # What may change equals not even itself later; a module's constants are taken to be constant.
     return Itself(object() if isinstance(thing, dict | list | set | bytearray | torch.Tensor) else thing)
 
 

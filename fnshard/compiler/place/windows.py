@@ -96,7 +96,7 @@ _of_last(
     aten._linalg_svd.default, aten._linalg_slogdet.default, aten._linalg_det.default,
 )  # fmt: skip
 def _decomposition(call: Call) -> Iterator[OpStrategy]:
-    """Place each matrix of a stack by itself. In an update only even splits, because padding may be singular."""
+    """Place each matrix of a stack by itself. In an update only even splits: padding may be singular."""
     (matrices,) = call.tensors
     for way in moved(call, range(matrices.dim() - 2), linear=False):
         if not call.axis.update or divides(matrices.shape, way.inputs[0], call.ranks):
