@@ -424,6 +424,12 @@ def test_ends_of_a_generation_that_are_none_are_passed_over(tmp_path: Path, valu
     assert open_directory(tmp_path).stops == (257,)
 
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which bases are kept from test to test."""
+    return tmp_path_factory.mktemp("place")
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -442,9 +448,10 @@ def test_ends_of_a_generation_that_are_none_are_passed_over(tmp_path: Path, valu
 )  # fmt: skip
 @pytest.mark.parametrize("model", ["own", "stdlib"])
 def test_what_a_model_cannot_have_is_one_error_before_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, wrong: list[str], says: str
+    tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch, model: str, wrong: list[str], says: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    """And before a base is trained: the random one that this begins with is made, once."""
+    monkeypatch.chdir(place)
     chosen = str(write_llama(tmp_path / "own")) if model == "own" else model
     config = compose(*SMALL, f"model={chosen}", *wrong, spec=finetune.COMMAND)
     with pytest.raises((ConfigError, OSError)) as error:
@@ -452,7 +459,8 @@ def test_what_a_model_cannot_have_is_one_error_before_ranks(
     assert is_mistake(error.value)
     text = text_of(error.value)
     assert re.search(rf"(?s){says}", text) and len(text) < 3000
-    assert not (tmp_path / "outputs").exists()
+    made = place / "outputs" / "bases"
+    assert not (made / "stdlib").exists() and not (made / "runs").exists()
 
 
 LONG = "x" * 5000
