@@ -182,9 +182,8 @@ class _Builder:
         self.sent: dict[str, Made] = {}  # by path, what is made of a leaf before it is computed whole
         self.local: dict[str, ValueName] = {}
         self.tangents: dict[int, dict[ValueName, ValueName]] = {}  # by micro-batch
-        self.gradients: dict[
-            int, dict[str, ValueName]
-        ] = {}  # by micro-batch and path, what is not summed yet
+        # By micro-batch and path, what is not summed yet.
+        self.gradients: dict[int, dict[str, ValueName]] = {}
         self.held: dict[str, dict[str, ValueName]] | None = None  # by bucket, what this round has gathered
         self.rounds = self._rounds()
 
@@ -356,12 +355,12 @@ class _Builder:
                 self.reduce(bucket, task, phase, grads)
             if done and self.plan.counted and task.is_last:
                 self.scalars_wait()
-        # Other chunks will add to these leaves: sum now, so that one full gradient lives, not one for each
+        # Other chunks will add to what is left: sum now, so that one full gradient lives, not one for each
         # micro-batch.
-        for bucket in [
-            b for b in self.reduces if self.held is not None and not grads.keys().isdisjoint(b.paths)
-        ]:
-            self.accumulate(bucket, micro, phase, grads, f"@{task.segments[0].index}")
+        if self.held is not None:
+            for bucket in self.reduces:
+                if not grads.keys().isdisjoint(bucket.paths):
+                    self.accumulate(bucket, micro, phase, grads, f"@{task.segments[0].index}")
         if task.is_last and task.segments[0] is self.segments.segments[0]:
             for bucket in [b for b in self.reduces if self.complete[b.name] is None]:
                 name = ValueName(Kind.REDUCED, bucket.name)
