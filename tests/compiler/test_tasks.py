@@ -13,7 +13,7 @@ from toys import WIDTH, chain, lower, run_chain
 
 from fnshard.compiler.ir.values import Kind, ValueName
 from fnshard.compiler.kernels.segments import Segment
-from fnshard.compiler.schedule.instructions import Accumulate, Gather, ReduceScatter, Run
+from fnshard.compiler.schedule.instructions import Accumulate, Gather, ReduceScatter, Run, ToDevice, Wait
 from fnshard.compiler.schedule.tasks import make_chunks, order_tasks
 
 
@@ -148,9 +148,9 @@ def test_units_that_share_a_leaf_are_chunks_of_their_own() -> None:
 def test_what_a_micro_batch_keeps_on_the_host_comes_back_for_its_own_kernel() -> None:
     """A load is issued one kernel ahead, and not a round."""
     low = lowered(loss, 4, remat="unit+offload", prefetch=1, overlap=1)
-    lines, alive, most = low.schedule.instructions, set(), 0
-    for line in lines:
-        alive |= {n for n in line.writes if n.is_copy(Kind.LOADED, Kind.VALUE)}
-        most = max(most, len(alive))
-        alive -= set(line.drops)
+    flying, most = set(), 0
+    for line in low.schedule.instructions:
+        flying |= set(line.writes) if isinstance(line, ToDevice) else set()
+        most = max(most, len(flying))
+        flying -= set(line.reads) if isinstance(line, Wait) else set()
     assert 0 < most <= 2
