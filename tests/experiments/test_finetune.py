@@ -19,6 +19,7 @@ from tuning import SMALL, STEPS, config_of, tuned
 
 import fnshard as fs
 from experiments import finetune
+from experiments.bases import write_base
 from experiments.data.chat import conversation
 from experiments.data.tokenizer import open_directory
 from experiments.generate import main as generate
@@ -304,7 +305,8 @@ def test_a_model_of_the_hub_is_taken_from_the_local_cache(model, tmp_path, monke
 
 
 def test_a_base_is_made_once_by_a_command_of_its_own(tmp_path, monkeypatch, capfd):
-    """What follows looks for mistakes in it; one that is there serves torchrun, too."""
+    """What follows looks for mistakes in it; one that is there serves torchrun, too. Those that are trained
+    have "tiny" before them: what does not fit shows in it."""
     asked = []
 
     def command(words: list[str], **_: Any) -> SimpleNamespace:
@@ -314,7 +316,9 @@ def test_a_base_is_made_once_by_a_command_of_its_own(tmp_path, monkeypatch, capf
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(model_directory.subprocess, "run", command)
-    for words, name in {(): "stdlib", ("objective=grpo",): "tasks", ("model=tiny",): "tiny"}.items():
+    (kept := tmp_path / "outputs" / "bases").mkdir(parents=True)
+    write_base("tiny", kept / "tiny")
+    for words, name in {(): "stdlib", ("objective=grpo",): "tasks", ("model=100m",): "100m"}.items():
         for _ in range(2):
             with pytest.raises(ConfigError, match=rf"bases/{name}' is no model directory"):
                 finetune.prepare(compose(*SMALL, *words, spec=finetune.COMMAND))
@@ -323,11 +327,11 @@ def test_a_base_is_made_once_by_a_command_of_its_own(tmp_path, monkeypatch, capf
         assert f"python -m experiments.bases {name}" in capfd.readouterr().out
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.setenv(name, "1")
-    assert keep_base("tiny") == str(tmp_path / "outputs" / "bases" / "tiny")
+    assert keep_base("tiny") == str(kept / "tiny")
     with pytest.raises(
         ConfigError, match=r"torchrun's ranks cannot start\. Fix: `python -m experiments\.bases"
     ):
-        keep_base("100m")
+        keep_base("tiny-moe")
 
 
 def test_a_base_that_was_not_made_is_an_error(tmp_path, monkeypatch):
