@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from fnshard.errors import SpecError, leaves, misfits, one_of
 from fnshard.layout.partition import P, block_shape, every_rank_has_some
-from fnshard.mesh import COMPUTE_AXES, Mesh, check_mesh
+from fnshard.mesh import COMPUTE_AXES, PIPELINE, Mesh, check_mesh
 
 __all__ = ["LayoutSpec"]
 
@@ -81,6 +81,9 @@ class LayoutSpec:
             new values differ by rank: the "mean" over ranks, by their rows; "sum" adds all ranks' changes;
             "rank0" takes the first rank's; "local" leaves each rank its own, of which a checkpoint holds the
             first rank's. None is "mean" for floats and "rank0" for others. After tf.VariableAggregation.
+        chunk: which chunk of a pipelined program has the leaf, counted in the program's order: stage
+            `chunk % mesh.stages` alone stores it. "all": every stage does, and its gradient is summed over
+            them. No layout names the axis "pipeline".
         shape: the full shape, filled in by `resolve`.
 
     >>> LayoutSpec(P("shard"), compute_dtype=torch.bfloat16).storage
@@ -106,6 +109,7 @@ class LayoutSpec:
     reshard: bool = True
     buffers: bool = False
     aggregation: Aggregation | None = None
+    chunk: int | Literal["all"] = "all"
     shape: tuple[int, ...] | None = None
 
     def __new__(cls, *args: Any, **fields: Any) -> Self:
@@ -203,6 +207,7 @@ _EXPECTED = {
     "scaling": one_of(*get_args(Scaling)),
     "memory": one_of(*get_args(Memory)), "optimizer_memory": one_of(*get_args(Memory)),
     "aggregation": one_of(*get_args(Aggregation), None), "update_on": one_of("host", "device", None),
+    "chunk": (lambda v: v == "all" or (type(v) is int and v >= 0), 'a chunk from 0 on, or "all"'),
 }  # fmt: skip
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
@@ -279,6 +284,21 @@ def is_spec(value: Any) -> bool:
     return isinstance(value, LayoutSpec)
 
 
+def stage_of(spec: LayoutSpec, mesh: Mesh) -> int | None:
+    """Return the stage that stores a leaf; None: all do.
+
+    >>> from fnshard.mesh import make_mesh
+    >>> stage_of(LayoutSpec(chunk=3), make_mesh(pipeline=2, abstract=True))
+    1
+    """
+    return None if spec.chunk == "all" else spec.chunk % mesh.stages
+
+
+def is_here(spec: LayoutSpec, mesh: Mesh, rank: int | None = None) -> bool:
+    """Say whether a rank (default: this one) stores a leaf; on a mesh without a pipeline all ranks do."""
+    return stage_of(spec, mesh) in (None, mesh.stage if rank is None else mesh.stage_of(rank))
+
+
 def summed_axes(specs: Iterable[LayoutSpec], mesh: Mesh) -> tuple[str, ...]:
     """The axes over whose ranks losses are averaged and gradients are summed: those that split the batch by
     rows or along its sequence, or leaves in any layout. Along any other all ranks do the same."""
@@ -290,7 +310,7 @@ def check_specs(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
     """Check that all specs fit the mesh; one error lists all that do not.
 
     Raises:
-        SpecError: an unknown axis, a `P` longer than the tensor, a `compute` that is not major in storage or
+        SpecError: an unknown axis or "pipeline", a `P` longer than the tensor, a `compute` that is not major in storage or
             does not divide, layouts of storage, gradient and optimizer that no collective joins, an
             untrainable dtype.
     """
@@ -317,7 +337,12 @@ def _unfit_layouts(spec: LayoutSpec, mesh: Mesh) -> list[tuple[str, str]]:
     for field in ("storage", "gradient", "optimizer", "compute"):
         layout, out = getattr(spec, field), list[tuple[str, str]]()
         for axis in layout.axes:
-            if axis not in mesh.names:
+            if axis == PIPELINE:
+                fix = (
+                    f"leave {PIPELINE!r} out: chunk says which stage stores a leaf, chunk='all' that all do."
+                )
+                out.append((f"{field}={layout!r}: {axis!r} splits the program, and no leaf", fix))
+            elif axis not in mesh.names:
                 what = f"{layout!r}: the mesh has no axis {axis!r} (it has: {', '.join(mesh.names)})"
                 close = difflib.get_close_matches(axis, mesh.names, n=1)
                 meant = f" ({close[0]!r}?)" if close else ""

@@ -22,7 +22,8 @@ __all__ = ["Mesh", "make_mesh"]
 
 Kind = Literal["local", "group", "simulated", "abstract"]
 
-COMPUTE_AXES = ("tensor", "context")
+PIPELINE = "pipeline"
+COMPUTE_AXES = ("tensor", "context", PIPELINE)
 
 _simulated = threading.local()
 
@@ -67,6 +68,34 @@ class Mesh:
     def data_rank(self) -> int:
         """Which slice of the batch this rank takes, of `data_size`."""
         return self.group_ranks(self.data_axes).index(self.rank)
+
+    @property
+    def stages(self) -> int:
+        """Ranks along the axis "pipeline", each of which runs some chunks of the program; 1 without it."""
+        return self.axis_size(PIPELINE) if PIPELINE in self.names else 1
+
+    @property
+    def stage(self) -> int:
+        """Which stage this rank runs, of `stages`."""
+        return self.stage_of(self.rank)
+
+    def stage_of(self, rank: int) -> int:
+        """Return the stage that a rank runs.
+
+        >>> mesh = make_mesh(pipeline=2, shard=4, abstract=True)
+        >>> mesh.stages, mesh.stage_of(5)
+        (2, 1)
+        """
+        return self.coordinate(rank).get(PIPELINE, 0)
+
+    def partner(self, stage: int, rank: int | None = None) -> int:
+        """Return the rank of another stage whose other coordinates are those of `rank` (default: this one).
+
+        >>> make_mesh(pipeline=2, shard=4, abstract=True).partner(1, rank=3)
+        7
+        """
+        here = self.coordinate(rank)
+        return self.rank_of({**here, PIPELINE: stage} if PIPELINE in self.names else here)
 
     @property
     def device(self) -> torch.device:
@@ -135,7 +164,8 @@ def make_mesh(
 
     Args:
         data_axes: the axes (or the one axis) whose ranks take other rows of the batch; default all but
-            "tensor" and "context", which split what is computed of the same rows (`LayoutSpec.compute`).
+            "tensor" and "context", which split what is computed of the same rows (`LayoutSpec.compute`), and
+            "pipeline", which splits the program by depth (`LayoutSpec.chunk`).
         device: "cpu", "cuda", ...; default the accelerator if there is one, else, and if simulated, "cpu".
         abstract: no process group and no devices, any size: for `lower` alone.
         simulated: the ranks are threads of this process (tests, debugging).
@@ -167,6 +197,11 @@ def make_mesh(
         raise SpecError(
             f"data_axes names {', '.join(map(repr, unknown))}, which the mesh does not have.",
             fix=f"name some of: {', '.join(names)}.",
+        )
+    if PIPELINE in chosen:
+        raise SpecError(
+            f"data_axes names {PIPELINE!r}, whose ranks take the same rows of the batch.",
+            fix="leave it out, or call an axis that splits rows by another name, as 'replicate'.",
         )
     if abstract or simulated:
         return Mesh(names, sizes, chosen, device_type, "abstract" if abstract else "simulated")

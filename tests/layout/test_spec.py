@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fnshard as fs
 from fnshard import LayoutSpec, P, SpecError
 from fnshard.layout.partition import Fused, block_shape, block_slices
-from fnshard.layout.spec import check_specs
+from fnshard.layout.spec import check_specs, is_here, stage_of
 
 MESH = fs.make_mesh(replicate=2, shard=4, abstract=True)
 
@@ -322,3 +322,37 @@ def test_specs_are_copied_and_pickled_as_ever():
     spec = LayoutSpec(P("shard"), compute_dtype=torch.bfloat16)
     for again in (pickle.loads(pickle.dumps(spec)), copy.deepcopy(spec), dataclasses.replace(spec)):
         assert again == spec
+
+
+# ------------------------------------------------------------------ chunks of a pipeline
+
+
+def test_a_chunk_is_of_one_stage_and_all_of_every() -> None:
+    mesh = fs.make_mesh(pipeline=2, shard=2, abstract=True)
+    assert (mesh.stages, MESH.stages, mesh.data_axes) == (2, 1, ("shard",))
+    assert [mesh.stage_of(rank) for rank in range(4)] == [0, 0, 1, 1]
+    assert [mesh.partner(1, rank) for rank in range(4)] == [2, 3, 2, 3]
+    assert [stage_of(LayoutSpec(chunk=c), mesh) for c in (0, 1, 2, "all")] == [0, 1, 0, None]
+    assert [is_here(resolved(chunk=3), mesh, rank) for rank in range(4)] == [False, False, True, True]
+    assert is_here(LayoutSpec(chunk=3), MESH, 5) and is_here(LayoutSpec(), mesh, 3)
+
+
+@pytest.mark.parametrize("chunk", [-1, True, 1.0, "first", None])
+def test_what_is_no_chunk_is_refused(chunk: Any) -> None:
+    with pytest.raises(SpecError, match=r'chunk=.*: a chunk from 0 on, or "all"'):
+        LayoutSpec(chunk=chunk)
+
+
+def test_the_pipeline_axis_splits_neither_leaves_nor_rows() -> None:
+    mesh = fs.make_mesh(pipeline=2, shard=2, abstract=True)
+    specs = {
+        "a": resolved(P("pipeline")),
+        "b": resolved(SHARD, optimizer=P(None, "pipeline")),
+        "c": resolved(),
+    }
+    with pytest.raises(SpecError) as error:
+        check_specs(specs, mesh)
+    assert "params['a']" in str(error.value) and "params['b']" in str(error.value)
+    assert "params['c']" not in str(error.value) and "chunk" in str(error.value)
+    with pytest.raises(SpecError, match="take the same rows"):
+        fs.make_mesh(pipeline=2, data_axes="pipeline", abstract=True)
