@@ -310,9 +310,9 @@ def check_specs(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:
     """Check that all specs fit the mesh; one error lists all that do not.
 
     Raises:
-        SpecError: an unknown axis or "pipeline", a `P` longer than the tensor, a `compute` that is not major in storage or
-            does not divide, layouts of storage, gradient and optimizer that no collective joins, an
-            untrainable dtype.
+        SpecError: an unknown axis or "pipeline", a `P` longer than the tensor, a `compute` that is not major
+            in storage or does not divide, layouts of storage, gradient and optimizer that no collective
+            joins, an untrainable dtype.
     """
     check_mesh(mesh)
     if not specs:
