@@ -12,7 +12,7 @@ from fnshard.compiler.ir.values import SCALES, Kind, ValueName
 from fnshard.compiler.kernels.canonical import Source
 from fnshard.compiler.kernels.derived import Derived, derived
 from fnshard.compiler.kernels.differentiate import Kernel
-from fnshard.compiler.schedule.buckets import summed_whole
+from fnshard.compiler.schedule.buckets import gradient_axes, summed_whole
 from fnshard.compiler.schedule.instructions import (
     COMMUNICATION,
     COMPUTE,
@@ -166,9 +166,11 @@ def _sums(schedule: Schedule) -> list[str]:
         if of_gradients and getattr(line, "bucket", "") in schedule.reduced:
             found.setdefault((line.bucket, line.phase), []).extend(line.axes_of(schedule))
     problems = []
+    for name in schedule.reduced if schedule.mesh.stages > 1 else ():
+        if name not in {bucket for bucket, _ in found}:  # a sum over no axis at all
+            found[name, "backward"] = []
     for (name, phase), axes in found.items():
-        split = schedule.specs[schedule.buckets[name].paths[0]].compute.axes
-        expected = sorted(a for a in schedule.summed_axes if a not in split)
+        expected = sorted(gradient_axes(schedule.buckets[name], schedule.specs, schedule.summed_axes))
         if sorted(axes) != expected:
             over, due = (", ".join(each) or "no axis" for each in (axes, expected))
             problems.append(f"{phase}: {name} is summed over {over}, where {due} is due")

@@ -71,10 +71,11 @@ class ReduceScalars(Instruction):
     def bind(self, context: Context) -> Action:
         """Pack this rank's numbers; issue."""
         axes, (flight,) = self.axes_of(context.schedule), self.writes
-        norms = [n for n in self.reads if n.kind is Kind.NORMS]
+        norms, own = [n for n in self.reads if n.kind is Kind.NORMS], frozenset(self.reads)
 
         def run(env: Env) -> None:
-            env[flight] = context.comm.all_reduce(context.scalars.pack(env, [env[n] for n in norms]), axes)
+            vector = context.scalars.pack(env, [env[n] for n in norms], own)
+            env[flight] = context.comm.all_reduce(vector, axes)
 
         return run
 
