@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,10 +25,10 @@ from fnshard.compiler.rewrites.fp8 import fp8_products
 from fnshard.compiler.schedule.build import Plan, build, find_active
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.compiler.schedule.passes import Pass, default, insert_frees
-from fnshard.compiler.schedule.stages import plan_stages
+from fnshard.compiler.schedule.stages import assign_chunks, plan_stages
 from fnshard.compiler.schedule.together import together
 from fnshard.compiler.schedule.verify import verify
-from fnshard.errors import FnshardError, ScheduleError, TraceError
+from fnshard.errors import FnshardError, ScheduleError, SpecError, TraceError, report
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
@@ -155,7 +156,29 @@ def lower(
         if getattr(error, "placed", True):
             raise
         front = trace_and_split(fn, specs, batch, mesh, plan, replace(options, sources=True))
+    if mesh.stages > 1:
+        try:
+            assign_chunks(front.segments, specs.stored, mesh)
+        except SpecError:  # it is raised below, with lines
+            front = trace_and_split(fn, specs, batch, mesh, plan, replace(options, sources=True))
+        _warn_of_bubble(plan, mesh)
     return schedule_for(front, specs.stored, mesh, options)
+
+
+def _warn_of_bubble(plan: Plan, mesh: Mesh) -> None:
+    """Say so where stages of a pipeline have fewer micro-batches than there are stages."""
+    stages, micros = mesh.stages, plan.accumulate
+    if not plan.differentiate or micros >= stages:
+        return
+    idle, less = ((stages - 1) / (count + stages - 1) for count in (micros, 4 * stages))
+    warnings.warn(
+        report(
+            f"accumulate={micros}, on {stages} stages of a pipeline: they have nothing to do for {idle:.0%} of "
+            "a step.",
+            fix=f"accumulate={4 * stages} leaves {less:.0%}; batches are cut into as many micro-batches.",
+        ),
+        stacklevel=2,
+    )
 
 
 def run_passes(schedule: Schedule, passes: Sequence[Pass], verified: bool = False) -> Schedule:

@@ -155,37 +155,45 @@ def order_stages(
     """
     chunks, stages = len(stage_of), max(stage_of) + 1
     ways = (False, True) if differentiate else (False,)
-    following = {(c, b): 0 for c in range(chunks) for b in ways}  # by chunk and way, the micro-batch that is next
+    following = {(c, b): 0 for c in range(chunks) for b in ways}  # by chunk and way, the next micro-batch
     done: dict[tuple[int, int, bool], float] = {}  # by task, when it ends
     free, held = [0.0] * stages, [0] * stages
     out: list[Slot] = []
 
-    def ready(chunk: int, micro: int, backward: bool) -> float | None:
-        """Return when all that a task needs is done; None: not all of it is planned yet."""
+    def ready(chunk: int, backward: bool) -> float | None:
+        """Return when all is done that the next task of a chunk needs; None: that is not planned yet."""
+        micro, neighbour = following[chunk, backward], chunk + 1 if backward else chunk - 1
         before = [(chunk, micro, False)] if backward else []
-        neighbour = chunk + 1 if backward else chunk - 1
         before += [(neighbour, micro, backward)] if 0 <= neighbour < chunks else []
         return max((done[b] for b in before), default=0.0) if all(b in done for b in before) else None
 
-    def rank(task: tuple[int, int, bool], begins: float) -> tuple[Any, ...]:
-        """Sort what could run: first what begins first; of a stage's chunks the one that a group of micro-batches
-        as large as the pipeline has to go through next."""
-        chunk, micro, backward = task
-        return begins, backward, micro // stages, -chunk if backward else chunk, micro
-
-    while following:
-        able = {(c, m, b): at for (c, b), m in following.items() if (at := ready(c, m, b)) is not None}
-        begins = {task: max(at, free[stage_of[task[0]]]) for task, at in able.items()}
-        roomy = [t for t in begins if t[2] or room is None or held[stage_of[t[0]]] < room[stage_of[t[0]]]]
-        task = min(roomy or begins, key=lambda t: rank(t, begins[t]))
-        chunk, micro, backward = task
-        stage, end = stage_of[chunk], begins[task] + costs(chunk, backward)
-        out.append(Slot(chunk, micro, backward, begins[task], end))
-        done[task] = free[stage] = end
+    able = {task: at for task in following if (at := ready(*task)) is not None}
+    while able:
+        begins = {(c, b): max(at, free[stage_of[c]]) for (c, b), at in able.items()}
+        with_room = [
+            (c, b) for c, b in able if b or room is None or held[stage_of[c]] < room[stage_of[c]]
+        ]
+        # First what begins first; of a stage's chunks the one that a group of micro-batches as large as the
+        # pipeline has to go through next.
+        chunk, backward = min(
+            with_room or able,
+            key=lambda t: (
+                begins[t], t[1], following[t] // stages, -t[0] if t[1] else t[0], following[t]
+            ),
+        )  # fmt: skip
+        micro, stage, start = following[chunk, backward], stage_of[chunk], begins[chunk, backward]
+        end = start + costs(chunk, backward)
+        out.append(Slot(chunk, micro, backward, start, end))
+        done[chunk, micro, backward] = free[stage] = end
         held[stage] += -1 if backward else 1
         following[chunk, backward] += 1
         if micro == micros - 1:
             del following[chunk, backward]
+        neighbour = chunk - 1 if backward else chunk + 1
+        for task in ((chunk, backward), (neighbour, backward), (chunk, True)):
+            able.pop(task, None)
+            if task in following and (at := ready(*task)) is not None:
+                able[task] = at
     return sorted(out, key=lambda slot: (slot.end, slot.start, slot.chunk))
 
 

@@ -68,9 +68,7 @@ class Message(Instruction):
 
 @dataclass(frozen=True)
 class Send(Message):
-    """Issue: values -> the rank of another stage that is like this one otherwise; they live until its Wait."""
-
-    reads_until_waited = True
+    """Issue: values -> the rank of another stage that is like this one otherwise. Transports copy them."""
 
     @property
     def detail(self) -> str:
@@ -84,7 +82,7 @@ class Send(Message):
         rank, what = context.mesh.partner(self.stage, context.rank), self.shown
 
         def run(env: Env) -> None:
-            env[flight] = comm.send([env[n].contiguous() for n in names], rank, what)
+            env[flight] = comm.send([env[n] for n in names], rank, what)
 
         return run
 
