@@ -13,6 +13,9 @@ ranks that share hosts, `fnshard.runtime.collectives.shared_memory`). All keep o
 - Every handle is waited for, and a gather's is released; every send buffer is sent.
 - A backend whose ranks write to one memory (`Shared`) has `gather_leaves` and `reduce_pair` too, one with
   torch's own collectives (`Group`) `gather_blocks` and `reduce_leaves`: what they read lives until the wait.
+- Messages from one rank to another of the pipeline (`send`, `recv`) are received in the order in which they
+  are sent, whatever else either end does. A send copies, so that nothing ever waits for its receiver.
+- On a pipeline, whose ranks come to their collectives in different orders, `open_groups` comes first.
 - A peer that dies, leaves or stays silent for `timeout` seconds is a `CollectiveError`, never a hang. On
   accelerators NCCL's watchdog ends the process instead, which the launcher reports.
 """
@@ -22,7 +25,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,9 +36,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fnshard.errors import CollectiveError
-from fnshard.mesh import Mesh
+from fnshard.mesh import PIPELINE, Mesh
 from fnshard.mesh.waits import DEFAULT_TIMEOUT, DUTY, Place, lost, peers, ranks_text
 
+Likes = Sequence[tuple[tuple[int, ...], torch.dtype]]  # shapes and dtypes of a message's tensors
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 Axes = Sequence[str]
@@ -47,6 +51,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 Transport = Literal["auto", "p2p", "native"]
 Started = tuple[Sequence[Any], Callable[[], Any]]  # torch's `Work`s, and what to make of their outputs
 
+MESSAGE_TAG = 1  # of gloo: collectives from rank to rank have 0
 SLACK_S = 10.0
 GONE_S = 2.0  # until the process of a peer that closed its connections is gone
 _made = itertools.count()
@@ -91,6 +96,21 @@ class Collectives(Protocol):
 
     def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
         """[k] on each rank -> [k], the sum; may be written into `flat` and be it."""
+
+    def send(self, tensors: Sequence[Tensor], rank: int, what: str) -> Handle[None]:
+        """Send tensors of any shapes and dtypes to a rank of another stage, which takes them by `recv`.
+
+        `what`: the name of the message, the same at both ends.
+        """
+
+    def recv(self, likes: Likes, rank: int, what: str) -> Handle[list[Tensor]]:
+        """Receive what a rank of another stage sends: contiguous tensors that the caller owns."""
+
+    def flush(self) -> None:
+        """Wait until the peers have what was sent, where it would be lost if this process ended."""
+
+    def open_groups(self, groups: Iterable[Axes]) -> None:
+        """Make the groups over these axes, and those of messages. A collective of the whole mesh."""
 
     def gather_object(self, text: str) -> list[str]:
         """One small string of every rank of the mesh, by rank, when all have come here."""
@@ -151,6 +171,21 @@ def failing(what: Callable[[], str], blame: Callable[[str], str] | None = None) 
     except RuntimeError as error:
         line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CollectiveError(lost(what(), blame(line) if blame else line)) from error
+
+
+def message_text(likes: Likes, what: str) -> str:
+    """What both ends of a message must agree on."""
+    return f"{what}: " + ", ".join(f"{list(shape)} {dtype}" for shape, dtype in likes)
+
+
+def likes_of(tensors: Sequence[Tensor]) -> Likes:
+    """Shapes and dtypes of a message's tensors."""
+    return [(tuple(t.shape), t.dtype) for t in tensors]
+
+
+def describe_message(verb: str, what: str, sender: int, receiver: int) -> str:
+    """`recv of micro 1 h from rank 0 to rank 2`."""
+    return f"{verb} of {what} from rank {sender} to rank {receiver}"
 
 
 def kind_text(name: str, count: int, dtype: torch.dtype) -> str:
@@ -236,6 +271,20 @@ def from_place(parts: Sequence[Tensor], place: int, distance: int) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Sent:
+    """A message whose copies live until its receiver has them, which gloo tells who waits for it alone."""
+
+    works: Sequence[Any]
+    copies: Sequence[Tensor]
+    what: str
+    receiver: int
+
+    def is_over(self) -> bool:
+        """Say, without waiting, whether the copies may go."""
+        return all(work.is_completed() for work in self.works)
+
+
+@dataclass(frozen=True)
 class Group:
     """Torch's own collectives, asynchronous, on sub-groups that are made at their first use.
 
@@ -247,6 +296,7 @@ class Group:
     timeout: float = DEFAULT_TIMEOUT
     peer_to_peer: bool = False
     groups: dict[tuple[tuple[str, ...], str], Any] = field(default_factory=dict, compare=False, repr=False)
+    under_way: list[Sent] = field(default_factory=list, compare=False, repr=False)
     name: str = field(default_factory=lambda: f"connection {next(_made)}", compare=False, repr=False)
 
     def send_buffer(self, numel: int, dtype: torch.dtype, axes: Axes, rows: int = 1) -> Tensor:
@@ -339,6 +389,83 @@ class Group:
 
         return self._issue("all_reduce", axes, flat, start)
 
+    def send(self, tensors: Sequence[Tensor], rank: int, what: str) -> Handle[None]:
+        here = self.mesh.rank
+        # The copies let the sender go on, on a stream too: two stages that send to each other and waited for
+        # their receivers would wait for each other.
+        copies = [t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
+        self.under_way[:] = [sent for sent in self.under_way if not sent.is_over()]
+        text = describe_message("send", what, here, rank)
+        with failing(lambda: text, partial(_blame, [rank])):
+            group = self._direction(here, rank)
+            flat = [as_bytes(t.view(-1)) for t in copies if t.numel()]
+            works = [dist.isend(t, rank, group=group, tag=MESSAGE_TAG) for t in flat]
+        self._count(here, rank, "sent")
+        self.under_way.append(Sent(works, copies, text, rank))
+        return Done(None)
+
+    def recv(self, likes: Likes, rank: int, what: str) -> Handle[list[Tensor]]:
+        here = self.mesh.rank
+        out = [torch.empty(shape, dtype=dtype, device=self.mesh.device) for shape, dtype in likes]
+        text = describe_message("recv", what, rank, here)
+        blame = partial(_blame, [rank])
+        with failing(lambda: text, blame):
+            group = self._direction(rank, here)
+            flat = [as_bytes(t.view(-1)) for t in out if t.numel()]
+            works = [dist.irecv(t, rank, group=group, tag=MESSAGE_TAG) for t in flat]
+        channel, number = self._count(rank, here, "received", "sent")
+        wait = self._waiter(works, Place("", "", channel, number, [rank]), lambda: text)
+
+        def finish() -> list[Tensor]:
+            with failing(lambda: text, blame):
+                wait()
+            return out
+
+        return Pending(finish)
+
+    def flush(self) -> None:
+        for sent in self.under_way:
+            channel, number = self._channel(self.mesh.rank, sent.receiver, "received"), -1
+            number += peers().come.get(self._channel(self.mesh.rank, sent.receiver, "sent"), 0)
+            place = Place("", "", channel, number, [sent.receiver])
+            wait = self._waiter(sent.works, place, lambda sent=sent: sent.what)
+            with failing(lambda sent=sent: sent.what, partial(_blame, [sent.receiver])):
+                wait()
+        self.under_way.clear()
+
+    def open_groups(self, groups: Iterable[Axes], messages: bool = True) -> None:
+        for axes in sorted({tuple(axes) for axes in groups if self.mesh.axes_size(axes) > 1}):
+            for purpose in ("gather", "reduce"):
+                self.group(axes, purpose)
+        if messages and self.mesh.stages > 1:
+            for purpose in ("up", "down"):
+                self.group((PIPELINE,), purpose)
+
+    def _direction(self, sender: int, receiver: int) -> Any:
+        """Return the group that carries messages this way. NCCL runs those of a pair one behind the other,
+        so that a send and a receive would wait for each other in one."""
+        return self.group((PIPELINE,), "up" if sender < receiver else "down")[0]
+
+    def _channel(self, sender: int, receiver: int, what: str) -> str:
+        return f"{self.name} {sender}>{receiver} {what}"
+
+    def _count(self, sender: int, receiver: int, mine: str, peer: str = "") -> tuple[str, int]:
+        """Count a message at this end; return the channel in which the peer counts it, and its number."""
+        come, channel = peers().come, self._channel(sender, receiver, mine)
+        come[channel] = number = come.get(channel, 0) + 1
+        return self._channel(sender, receiver, peer), number - 1
+
+    def _waiter(self, works: Sequence[Any], place: Place, what: Callable[[], str]) -> Callable[[], None]:
+        """Return what waits for works: this rank on the CPU, else the device's own stream."""
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        if self.mesh.device_type != "cpu":
+            return wait
+        return partial(peers().run, wait, place, self.timeout, what)
+
     def _exchange(self, sent: Sequence[Tensor], axes: Axes, group: Any) -> tuple[list[Any], list[Tensor]]:
         """Send `sent[j]` to the j-th rank of the group; the works, and what each rank sent to this one."""
         works, got = [], list(sent)
@@ -359,16 +486,9 @@ class Group:
         blame = partial(_blame, ranks)
         with failing(what, blame):
             works, take = start(*self.group(axes, purpose_of(name)))
-
-        def wait() -> None:
-            for work in works:
-                work.wait()
-
-        if self.mesh.device_type == "cpu":  # a device's own stream waits, and this rank goes on
-            here, channel = peers(), f"{self.name} {','.join(axes)}"
-            here.come[channel] = number = here.come.get(channel, 0) + 1
-            place = Place("", "", channel, number - 1, ranks)
-            wait = partial(here.run, wait, place, self.timeout, what)
+        here, channel = peers(), f"{self.name} {','.join(axes)}"
+        here.come[channel] = number = here.come.get(channel, 0) + 1
+        wait = self._waiter(works, Place("", "", channel, number - 1, ranks), what)
 
         def finish() -> Any:
             with failing(what, blame):
@@ -400,8 +520,8 @@ class Group:
         not in too. Torch sorts the ranks of a group, hence the second value.
 
         Args:
-            purpose: what `purpose_of` returns. NCCL's have a group each, and so a communicator and a stream:
-                a gather does not wait for a reduction. Gloo's share one.
+            purpose: what `purpose_of` returns, or the direction of messages. NCCL's have a group each, and so
+                a communicator and a stream: a gather does not wait for a reduction. Gloo's share one.
         """
         backend = dist.get_default_backend_for_device(self.mesh.device_type)
         axes = tuple(axes)

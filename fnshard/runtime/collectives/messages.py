@@ -113,6 +113,20 @@ class Host:
     name: str  # of the connection
     peers: Peers
 
+    def meet(self, missing: Missing, where: Place, what: Callable[[], str]) -> None:
+        """Wait until nobody is missing.
+
+        Raises:
+            CollectiveError: `what` failed, because somebody will not come.
+        """
+        for _ in range(SPINS):
+            if not missing():
+                return
+            os.sched_yield()
+        with Wait(self.peers, where, self.timeout) as wait:
+            if cause := self.wait(missing, wait):
+                raise CollectiveError(lost(what(), cause))
+
     def wait(self, missing: Missing, wait: Wait) -> str:
         """Until nobody is missing, else why somebody will not come."""
         waits = self.memories[self.rank].words(WAITS, 1)
@@ -324,14 +338,8 @@ class Message:
         def missing() -> list[int]:
             return [memory.rank for place, memory in enumerate(memories) if not ready(place)]
 
-        for _ in range(SPINS):
-            if not missing():
-                return
-            os.sched_yield()
         where = Place("", "", self.channel.name, self.number, [m.rank for m in memories])
-        with Wait(host.peers, where, host.timeout) as wait:
-            if cause := host.wait(missing, wait):
-                raise CollectiveError(lost(self.what(), cause))
+        host.meet(missing, where, self.what)
 
     def what(self) -> str:
         return describe(self.name, self.channel.mesh, self.channel.axes)

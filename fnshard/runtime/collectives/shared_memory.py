@@ -25,7 +25,7 @@ import math
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
 from typing import Any
@@ -33,13 +33,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fnshard.mesh import Mesh
+from fnshard.mesh import PIPELINE, Mesh
 from fnshard.mesh.waits import host, peers
 from fnshard.runtime.collectives.base import (
     Axes,
     Done,
     Group,
     Handle,
+    Likes,
+    Pending,
     disconnect,
     from_place,
     rows_of_place,
@@ -47,6 +49,7 @@ from fnshard.runtime.collectives.base import (
     sum_rows,
     summed_row,
 )
+from fnshard.runtime.collectives.mail import Mailbox
 from fnshard.runtime.collectives.messages import (
     GROUP_BYTES,
     KIND,
@@ -81,9 +84,9 @@ def group_names(mesh: Mesh) -> list[tuple[str, ...]]:
 
 
 def address_space(mesh: Mesh) -> int:
-    """Bytes of a memory's address space: control words, what is packed to be gathered and to be reduced, and
-    the leaves that each group gathers in place."""
-    return (3 + len(group_names(mesh))) * REGION
+    """Bytes of a memory's address space: control words, what is packed to be gathered and to be reduced, the
+    leaves that each group gathers in place, and messages to other stages."""
+    return (3 + len(group_names(mesh)) + (mesh.stages > 1)) * REGION
 
 
 def head_bytes(groups: int) -> int:
@@ -187,7 +190,7 @@ def _sent(name: str, make: Callable[..., Any], scattered: bool = False) -> Calla
     def collective(shared: Shared, flat: Tensor, axes: Axes, *how: int) -> Handle[Any]:
         if not shared.shares_memory(axes):
             return getattr(shared.base, name)(flat, axes, *how)
-        message = shared.send(name, flat, axes, scattered)
+        message = shared.issue(name, flat, axes, scattered)
         result = make(message.parts(), message.channel.here, *how)
         message.release()
         return Done(result)
@@ -211,6 +214,10 @@ class Shared:
     channels: dict[tuple[str, ...], Channel] = field(default_factory=dict)
     units: dict[tuple[str, ...], Units] = field(default_factory=dict)
     together: dict[tuple[str, ...], bool] = field(default_factory=dict)
+    mail: Mailbox = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mail = Mailbox(self.host, (3 + len(group_names(self.mesh))) * REGION, self.mesh.size)
 
     reduce_scatter = _sent("reduce_scatter", summed_row, scattered=True)
     all_to_all = _sent("all_to_all", rows_of_place, scattered=True)
@@ -234,14 +241,14 @@ class Shared:
     def all_gather(self, flat: Tensor, axes: Axes) -> Handle[list[Tensor]]:
         if not self.shares_memory(axes):
             return self.base.all_gather(flat, axes)
-        message = self.send("all_gather", flat, axes)
+        message = self.issue("all_gather", flat, axes)
         return Done(message.parts(), message.release)
 
     def all_reduce(self, flat: Tensor, axes: Axes) -> Handle[Tensor]:
         if not self.shares_memory(axes):
             return self.base.all_reduce(flat, axes)
         is_slot = self.packed(flat) is not None  # which is no place for a result
-        message = self.send("all_reduce", flat, axes)
+        message = self.issue("all_reduce", flat, axes)
         parts, result = message.parts(), torch.empty_like(flat) if is_slot else flat
         if message.nbytes <= SMALL_BYTES:
             sum_rows(parts, result)
@@ -284,12 +291,30 @@ class Shared:
         add(row, out)
         return Done(out)
 
+    def send(self, tensors: Sequence[Tensor], rank: int, what: str) -> Handle[None]:
+        if not self.shares_memory((PIPELINE,)):
+            return self.base.send(tensors, rank, what)
+        self.mail.send(tensors, rank, what)
+        return Done(None)
+
+    def recv(self, likes: Likes, rank: int, what: str) -> Handle[list[Tensor]]:
+        if not self.shares_memory((PIPELINE,)):
+            return self.base.recv(likes, rank, what)
+        return Pending(self.mail.recv(likes, rank, what))
+
+    def flush(self) -> None:
+        self.base.flush()  # what lies in memory stays there for as long as a receiver maps it
+
+    def open_groups(self, groups: Iterable[Axes]) -> None:
+        apart = [axes for axes in groups if not self.shares_memory(axes)]
+        self.base.open_groups(apart, messages=not self.shares_memory((PIPELINE,)))
+
     def gather_object(self, text: str) -> list[str]:
         return self.base.gather_object(text)
 
     def transport_bytes(self) -> int:
         """What was ever touched of this rank's memory, and its part of leaves gathered in place."""
-        own = sum(s.top - s.floor for s in (self.gathers, self.reductions))
+        own = sum(s.top - s.floor for s in (self.gathers, self.reductions)) + self.mail.bytes_used()
         head = head_bytes(len(group_names(self.mesh)))
         return head + own + sum(units.bytes_used() for units in self.units.values())
 
@@ -299,7 +324,10 @@ class Shared:
         disconnect(self)
         if self.host.memories:
             self.own.words(WAITS, 1)[0] = -1 - self.host.rank
-        for kept in (self.channels, self.units, self.host.memories, self.gathers.live, self.reductions.live):
+        for kept in (
+            self.channels, self.units, self.host.memories, self.gathers.live, self.reductions.live,
+            self.mail.slots.live,
+        ):  # fmt: skip
             kept.clear()
         self.base.close()
 
@@ -321,7 +349,7 @@ class Shared:
         start = self.own.offset_of(flat)
         return self.gathers.packed_at(start, flat.nbytes) or self.reductions.packed_at(start, flat.nbytes)
 
-    def send(self, name: str, flat: Tensor, axes: Axes, scattered: bool = False) -> Message:
+    def issue(self, name: str, flat: Tensor, axes: Axes, scattered: bool = False) -> Message:
         """Issue a message, from where `flat` lies if that is a slot."""
         slot = self.packed(flat)
         if slot is None:

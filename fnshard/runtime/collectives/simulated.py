@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextvars
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -34,11 +34,15 @@ from fnshard.runtime.collectives.base import (
     Axes,
     Done,
     Handle,
+    Likes,
     Pending,
     check_alike,
     describe,
+    describe_message,
     from_place,
     kind_text,
+    likes_of,
+    message_text,
     rows_of_place,
     several,
     sum_rows,
@@ -117,6 +121,7 @@ class _Session:
     turn: threading.Condition = field(default_factory=threading.Condition)
     counts: dict[Hashable, int] = field(default_factory=dict)  # of each rank's exchanges in each group
     exchanges: dict[Hashable, dict[int, _Post]] = field(default_factory=dict)  # that not all have issued
+    messages: dict[Hashable, _Post] = field(default_factory=dict)  # sent, and not received yet
     results: dict[int, Any] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
     failure: BaseException | None = None
@@ -221,6 +226,44 @@ class Simulated:
         if self._adversary == "early" and not isinstance(handle, Done):
             poison(flat)
         return handle
+
+    def send(self, tensors: Sequence[Tensor], rank: int, what: str) -> Handle[None]:
+        session, name = self._session(), self._message("send", self.mesh.rank, rank)
+        post = session.messages[name] = _Post(message_text(likes_of(tensors), what))
+
+        def read() -> None:
+            post.value = [t.detach().clone(memory_format=torch.contiguous_format) for t in tensors]
+            session.announce()
+
+        if session.adversary == "late":
+            return Pending(read, tensors)
+        read()
+        return Pending(lambda: None)
+
+    def recv(self, likes: Likes, rank: int, what: str) -> Handle[list[Tensor]]:
+        session, here = self._session(), self.mesh.rank
+        name, text = self._message("recv", rank, here), describe_message("recv", what, rank, here)
+
+        def finish() -> list[Tensor]:
+            session.wait(lambda: name in session.messages, rank, text)
+            post = session.messages[name]
+            check_alike(text, {rank: post.kind, here: message_text(likes, what)})
+            session.wait(lambda: post.value is not None, rank, text)
+            return session.messages.pop(name).value
+
+        return Pending(finish)
+
+    def _message(self, end: str, sender: int, receiver: int) -> Hashable:
+        """Name the next message from one rank to another, as its sender or its receiver counts it."""
+        counts, pair = self._session().counts, (self.mesh.names, self.mesh.sizes, sender, receiver)
+        number = counts[end, pair] = counts.get((end, pair), 0) + 1
+        return pair, number
+
+    def flush(self) -> None:
+        pass
+
+    def open_groups(self, groups: Iterable[Axes]) -> None:
+        pass
 
     def gather_object(self, text: str) -> list[str]:
         if self.mesh.size == 1:

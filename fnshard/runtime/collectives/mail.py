@@ -1,0 +1,133 @@
+"""Mail: messages from one rank to another of a host, through memory that both see.
+
+A sender writes a message into a slot of its own memory, says in a *ring* where it lies, and goes on; the
+receiver copies it out when it waits for it, and counts it. Both count messages of each ordered pair of ranks.
+A ring has so many rows that no pipeline fills it; a slot is used again when its message was taken.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fnshard.errors import CollectiveError
+from fnshard.mesh.waits import Place
+from fnshard.runtime.collectives.base import Likes, check_alike, describe_message, likes_of, message_text
+from fnshard.runtime.collectives.messages import PAGE, Host, Memory, Slots, Words, fence
+
+TAKEN, SENT = range(2)  # words before a ring's rows: what this rank took from the peer, and sent to it
+OFFSET, KIND = range(2)  # of a row
+RING = 4096  # messages of a pair under way at once
+RING_BYTES = -(-8 * (2 + 2 * RING) // PAGE) * PAGE
+ALIGNED = 64  # bytes: what kernels may take for granted of a tensor
+
+
+@dataclass(frozen=True)
+class Letter:
+    """The use of a slot by a message that is under way; `taken` says whether its receiver has it."""
+
+    taken: Callable[[], bool]
+    finished: bool = False  # nobody waits for a receiver: a sender takes more memory instead
+
+    def free(self) -> bool:
+        """Whether no rank will read it."""
+        return self.taken()
+
+
+@dataclass(eq=False)
+class Mailbox:
+    """One rank's messages to and from the ranks of its host that it may write to.
+
+    Args:
+        start: where in each memory the rings begin, one for each rank of the mesh; slots lie behind them.
+        sent, received: how many messages there were so far, by the other rank.
+        awaited: the numbers of those that were not taken yet.
+    """
+
+    host: Host
+    start: int
+    ranks: int
+    sent: dict[int, int] = field(default_factory=dict)
+    received: dict[int, int] = field(default_factory=dict)
+    awaited: dict[int, set[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.slots = Slots(self.start + self.ranks * RING_BYTES)
+
+    def send(self, tensors: Sequence[Tensor], rank: int, what: str) -> None:
+        """Copy a message to where its receiver finds it."""
+        own, number = self.host.memories[self.host.rank], self.sent.get(rank, 0)
+        mine, theirs = self._words(own, rank), self._words(self.host.memories[rank], self.host.rank)
+        if number - theirs[TAKEN] >= RING:
+            text = describe_message("send", what, self.host.rank, rank)
+            raise CollectiveError(f"{text}: {RING} messages before it were not taken; fewer micro-batches.")
+        likes = likes_of(tensors)
+        starts, nbytes = _places(likes)
+        slot = self.slots.fit(nbytes, grow=True)
+        for at, tensor in zip(starts, tensors, strict=True):
+            flat = own.flat(slot.start + at, tensor.nbytes, tensor.dtype)
+            flat.view(tensor.shape).copy_(tensor.detach())
+        slot.use = Letter(lambda: theirs[TAKEN] > number)
+        row = 2 + 2 * (number % RING)
+        mine[row + OFFSET], mine[row + KIND] = slot.start, _kind(likes, what)
+        fence()
+        self.sent[rank] = mine[SENT] = number + 1
+        self.host.peers.come[self._name(self.host.rank, rank)] = number + 1
+
+    def recv(self, likes: Likes, rank: int, what: str) -> Callable[[], list[Tensor]]:
+        """Count the next message from a rank; return what waits for it and copies it out."""
+        here, sender = self.host.rank, self.host.memories[rank]
+        number = self.received.get(rank, 0)
+        self.received[rank] = number + 1
+        awaited = self.awaited.setdefault(rank, set())
+        awaited.add(number)
+        theirs, mine = self._words(sender, here), self._words(self.host.memories[here], rank)
+        text = describe_message("recv", what, rank, here)
+
+        def take() -> list[Tensor]:
+            where = Place("", "", self._name(rank, here), number, [rank])
+            self.host.meet(lambda: [] if theirs[SENT] > number else [rank], where, lambda: text)
+            fence()  # the row is no older than the count
+            row = 2 + 2 * (number % RING)
+            if theirs[row + KIND] != _kind(likes, what):
+                check_alike(text, {rank: "another message", here: message_text(likes, what)})
+            starts, _ = _places(likes)
+            out = [torch.empty(shape, dtype=dtype) for shape, dtype in likes]
+            for at, tensor in zip(starts, out, strict=True):
+                tensor.view(-1).copy_(sender.flat(theirs[row] + at, tensor.nbytes, tensor.dtype))
+            fence()
+            awaited.remove(number)
+            mine[TAKEN] = min(awaited, default=self.received[rank])
+            return out
+
+        return take
+
+    def bytes_used(self) -> int:
+        """Memory that was ever touched."""
+        return self.slots.top - self.slots.floor + len(self.sent) * RING_BYTES
+
+    def _words(self, memory: Memory, peer: int) -> Words:
+        """What a memory's rank says of its messages with a peer."""
+        return memory.words(self.start + peer * RING_BYTES, RING_BYTES // 8)
+
+    def _name(self, sender: int, receiver: int) -> str:
+        return f"{self.host.name} {sender}>{receiver}"
+
+
+def _places(likes: Likes) -> tuple[list[int], int]:
+    """Where the tensors of a message lie in its slot, and how long it is."""
+    starts, end = [], 0
+    for shape, dtype in likes:
+        starts.append(end)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        end += -(-size // ALIGNED) * ALIGNED
+    return starts, end
+
+
+def _kind(likes: Likes, what: str) -> int:
+    """What both ends must agree on, as a number."""
+    return zlib.crc32(message_text(likes, what).encode())
