@@ -20,6 +20,7 @@ from fnshard.errors import SpecError
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
 
+SHOWN = 12  # leaves of an error
 WAYS_OUT = (
     'chunk="all" in the spec of a leaf that several stages read (a tied embedding, a table): each stage then '
     'holds it, and its gradients are summed, rules=[("embed.weight", LayoutSpec(P("shard"), chunk="all"))]. '
@@ -129,9 +130,10 @@ def assign_chunks(segments: Segments, specs: Mapping[str, LayoutSpec], mesh: Mes
             latest, reader = chunk_of[highest], f"params[{highest!r}]"
         found.append(latest if chunk_of else None)
     if wrong:
+        shown = [*wrong[:SHOWN], f"and {len(wrong) - SHOWN} more"][: len(wrong) + (len(wrong) > SHOWN)]
         raise SpecError(
             f"`fn` does not read the leaves of {mesh.stages} stages one stage after another:",
-            list(dict.fromkeys(wrong)),
+            shown,
             WAYS_OUT,
         )
     chunks = _fill(found)

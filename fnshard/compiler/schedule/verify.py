@@ -174,8 +174,9 @@ def _sums(schedule: Schedule) -> list[str]:
         if of_gradients and getattr(line, "bucket", "") in schedule.reduced:
             found.setdefault((line.bucket, line.phase), []).extend(line.axes_of(schedule))
     problems = []
-    for name in schedule.reduced if schedule.mesh.stages > 1 else ():
-        if name not in {bucket for bucket, _ in found}:  # a sum over no axis at all
+    for name in schedule.reduced:
+        shared = schedule.mesh.stages > 1 and schedule.specs[schedule.buckets[name].paths[0]].chunk == "all"
+        if shared and name not in {bucket for bucket, _ in found}:  # a tie that nothing sums
             found[name, "backward"] = []
     for (name, phase), axes in found.items():
         expected = sorted(gradient_axes(schedule.buckets[name], schedule.specs, schedule.summed_axes))
