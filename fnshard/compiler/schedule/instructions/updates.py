@@ -74,7 +74,8 @@ class ReduceScalars(Instruction):
         norms = [n for n in self.reads if n.kind is Kind.NORMS]
 
         def run(env: Env) -> None:
-            env[flight] = context.comm.all_reduce(context.scalars.pack(env, [env[n] for n in norms]), axes)
+            vector = context.scalars.pack(env, [env[n] for n in norms], self.reads)
+            env[flight] = context.comm.all_reduce(vector, axes)
 
         return run
 
