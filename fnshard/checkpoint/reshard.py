@@ -156,7 +156,7 @@ def _of_all_stages(leaves: Mapping[str, LocalLeaf], mesh: Mesh) -> dict[str, Sav
         return known
     texts = connection(mesh).gather_object(json.dumps({n: (s.shape, s.dtype) for n, s in known.items()}))
     every = {name: what for text in texts for name, what in json.loads(text).items()}
-    return {name: SavedLeaf(tuple(shape), dtype, "") for name, (shape, dtype) in sorted(every.items())}
+    return {name: SavedLeaf(tuple(shape), dtype, "", ()) for name, (shape, dtype) in sorted(every.items())}
 
 
 def _blank(

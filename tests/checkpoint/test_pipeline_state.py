@@ -1,4 +1,4 @@
-"""The state of a pipeline: each stage has its own leaves, and files, full trees and other meshes see them all."""
+"""The state of a pipeline: each stage has its own leaves; files, full trees and other meshes see them all."""
 
 from __future__ import annotations
 
