@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,16 +49,21 @@ from fnshard.compiler.schedule.instructions import (
     Names,
     OfBucket,
     ReduceScatter,
+    Recv,
     Run,
+    Send,
     ToDevice,
     ToHost,
     Update,
     Wait,
 )
+from fnshard.compiler.schedule.instructions.messages import pair_of
 from fnshard.compiler.schedule.ir import Price, Schedule
+from fnshard.compiler.schedule.together import together
 from fnshard.compiler.update.steps import flow_of
 from fnshard.compiler.update.trace import GRAD, UPDATE, Branch
 from fnshard.layout.partition import block_shape
+from fnshard.mesh import PIPELINE
 from fnshard.runtime.collectives.base import purpose_of
 from fnshard.runtime.executor.compiled_update import is_compilable
 from fnshard.runtime.host_worker import PENDING
@@ -178,6 +183,18 @@ class HardwarePricer:
             "link_seconds": link_seconds,
         }  # fmt: skip
 
+    def message(self, stage: int, size: float) -> dict[str, Any]:
+        """The flight of `size` bytes to a rank of another stage, in a queue of its own."""
+        mesh, here = self.schedule.mesh, self.schedule.stage
+        ranks = mesh.partner(here, 0), mesh.partner(stage, 0)
+        link = self.hardware.link(ranks)
+        seconds = link.all_to_all.seconds(size)
+        name = "node" if self.hardware.adapters("all_to_all", ranks) == math.inf else "network"
+        return {
+            "lane": COMMUNICATION, "flight_seconds": link.latency_seconds + seconds,
+            "communicator": f"messages from stage {here} to {stage}", "link_seconds": {name: seconds},
+        }  # fmt: skip
+
     def transfer(self, line: ToDevice | ToHost) -> Price:
         """Over the host link; what rests on disk over the disk, too, and with the host waiting."""
         h = self.hardware
@@ -257,6 +274,9 @@ class Span:
     communicator: str = ""
 
 
+_NOT_PLAIN = ("spans", "stages", "bubble_seconds")
+
+
 @dataclass(frozen=True)
 class Timeline:
     """A step as it should run; prints as a short table.
@@ -266,6 +286,8 @@ class Timeline:
     forward and backward without recomputation; `hardware_flops`: with it; both of one rank and one step.
     `peak_flops`: of one device, per second, in the dtype of most FLOPs; NaN where nobody knows it.
     `interval`: seconds between which most steps lay that were compared (`Hardware.spread`), where some were.
+    `bubble_seconds`: in a pipeline, how long compute stood still for other stages. `stages`: of each stage; the
+    rest is then of the stage that computes longest, but for FLOPs and the bubble, which are means.
     """
 
     hardware: str
@@ -280,11 +302,20 @@ class Timeline:
     ranks: int
     tokens_per_second: float | None = None
     interval: tuple[float, float] | None = None
+    bubble_seconds: float = 0.0
+    stages: tuple[Timeline, ...] = field(default=(), repr=False)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, without the spans."""
-        out = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "spans"}
+        out = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in _NOT_PLAIN}
+        if self.stages:
+            out |= {"bubble": self.bubble, "stages": [stage.as_dict() for stage in self.stages]}
         return out | {"busy_seconds": dict(self.busy_seconds), "mfu": self.mfu}
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step in which stages wait for one another."""
+        return self.bubble_seconds / self.step_seconds if self.step_seconds else 0.0
 
     @property
     def mfu(self) -> float:
@@ -299,6 +330,7 @@ class Timeline:
             ("  exposed communication", self.exposed_communication_seconds),
             ("  exposed transfer", self.exposed_transfer_seconds),
         ]
+        rows += [("  bubble", self.bubble_seconds)] if self.stages else []
         lines = [f"{self.ranks} x {self.hardware}"]
         lines += [f"{name:24s} {s * 1e3:12.3f} ms  {s / step:6.1%}" for name, s in rows]
         if self.interval is not None:
@@ -314,12 +346,56 @@ class Timeline:
 
 def simulate(pricer: HardwarePricer, tokens: int | None) -> Timeline:
     """Simulate the pricer's schedule; `tokens`: of one step, all ranks together, if known."""
-    schedule, hardware = pricer.schedule, pricer.hardware
-    clock = _Together() if hardware.overlap else _OneClock()
-    for index, line in enumerate(schedule.instructions):
+    clock = _Together() if pricer.hardware.overlap else _OneClock()
+    for index, line in enumerate(pricer.schedule.instructions):
         clock.step(index, line, line.price(pricer))
+    return _timeline(pricer, clock, clock.end(), tokens)
+
+
+def simulate_stages(pricers: Sequence[HardwarePricer], tokens: int | None) -> Timeline:
+    """Simulate the stages of a pipeline side by side, a rank of each.
+
+    What a stage receives is there when the other has sent it and it has travelled; a collective over the
+    pipeline ends when it does on the stage that comes last.
+
+    Args:
+        pricers: of the stages' schedules.
+        tokens: of one step, all ranks together, if known.
+    """
+    schedules = [pricer.schedule for pricer in pricers]
+    clocks = [_Together() if pricer.hardware.overlap else _OneClock() for pricer in pricers]
+    numbers: dict[tuple[Any, ...], int] = {}  # by kind of meeting and stage, how many there were
+    landed: dict[tuple[Any, ...], float] = {}  # by meeting, when it is over
+    due: dict[tuple[int, str], tuple[Any, ...]] = {}  # by stage and flight, the meeting that it is a part of
+    for stage, index in together(schedules):
+        line, clock = schedules[stage].instructions[index], clocks[stage]
+        if isinstance(line, Wait) and (stage, line.reads[0]) in due:
+            clock.hold(line.reads[0], landed[due[stage, line.reads[0]]])
+        clock.step(index, line, line.price(pricers[stage]))
+        if line.lane != COMMUNICATION or PIPELINE not in line.axes_of(schedules[stage]):
+            continue
+        kind = ("message", *pair_of(line, stage)) if isinstance(line, Send | Recv) else ("meeting",)
+        number = numbers[kind, stage] = numbers.get((kind, stage), -1) + 1
+        if not isinstance(line, Recv):
+            end = clock.landing(line.writes[0])
+            landed[kind, number] = max(landed.get((kind, number), 0.0), end)
+        if not isinstance(line, Send):
+            due[stage, line.writes[0]] = kind, number
+    seconds = max(clock.end() for clock in clocks)
+    stages = tuple(_timeline(p, clock, seconds, tokens) for p, clock in zip(pricers, clocks, strict=True))
+    slowest = max(stages, key=lambda each: each.busy_seconds[COMPUTE])
+
+    def mean(name: str) -> float:
+        return sum(getattr(each, name) for each in stages) / len(stages)
+
+    means = ("model_flops", "hardware_flops", "bubble_seconds")
+    return replace(slowest, stages=stages, **{name: mean(name) for name in means})
+
+
+def _timeline(pricer: HardwarePricer, clock: _Clock, seconds: float, tokens: int | None) -> Timeline:
+    """Sum up what a clock has seen in a step of so many seconds."""
+    hardware = pricer.hardware
     busy = {lane: time_alone([s for s in clock.spans if s.lane == lane]) for lane in LANES}
-    seconds = clock.end()
     model, spent, dtype = _flops(pricer)
     peak = hardware.peak_flops.get(dtype) or hardware.peak_flops["f32"]
     return Timeline(
@@ -332,9 +408,10 @@ def simulate(pricer: HardwarePricer, tokens: int | None) -> Timeline:
         model,
         spent,
         peak,
-        schedule.mesh.size,
+        pricer.schedule.mesh.size,
         None if tokens is None or not seconds else tokens / seconds,
         None if hardware.spread is None else tuple(seconds * share for share in hardware.spread),
+        bubble_seconds=clock.idle,
     )
 
 
@@ -380,6 +457,8 @@ class _Clock:
     spans: list[Span] = field(default_factory=list)
     ready: dict[str, float] = field(default_factory=dict)
     exposed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LANES, 0.0))
+    idle: float = 0.0  # seconds in which compute waits for other stages of a pipeline
+    held: set[str] = field(default_factory=set)  # flights that other stages are a part of
 
     def note(
         self, index: int, line: Instruction, lane: str, start: float, seconds: float, communicator: str = ""
@@ -402,6 +481,15 @@ class _OneClock(_Clock):
         if price.flight_seconds:
             self.now = self.note(index, line, price.lane, self.now, price.flight_seconds)
             self.exposed[price.lane] += price.flight_seconds
+
+    def landing(self, flight: str) -> float:
+        """Return when a flight that this rank has issued is over."""
+        return self.now
+
+    def hold(self, flight: str, until: float) -> None:
+        """Wait for other stages."""
+        self.idle += max(0.0, until - self.now)
+        self.now = max(self.now, until)
 
     def end(self) -> float:
         return self.now
@@ -473,8 +561,20 @@ class _Together(_Clock):
         self.ready |= dict.fromkeys(line.writes, there)
         if line.is_for(ToDevice) and all(n.kind is Kind.STORED for n in line.writes):
             return
-        self._expose(line.of.lane, there)
+        if line.reads[0] in self.held:
+            self.idle += max(0.0, there - max(self.host, self.free[COMPUTE]))
+        else:
+            self._expose(line.of.lane, there)
         self.free[COMPUTE] = max(self.free[COMPUTE], there)
+
+    def landing(self, flight: str) -> float:
+        """Return when a flight that this rank has issued is over."""
+        return self.ready.get(flight, self.host)
+
+    def hold(self, flight: str, until: float) -> None:
+        """Let a flight take as long as it does on other stages, whose compute waits for it."""
+        self.ready[flight] = max(self.ready.get(flight, 0.0), until)
+        self.held.add(flight)
 
     def _expose(self, lane: str, until: float) -> None:
         """Count how long compute has nothing to do until then."""

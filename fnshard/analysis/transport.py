@@ -198,6 +198,17 @@ class Counting:
         pieces = n if self.kind == "shared" and flat.nbytes > SMALL_BYTES else 1
         return self._made(Flight(lambda: self._sum(numel, dtype, n, pieces, into), until_release=kept))
 
+    def send(self, tensors: Sequence[Tensor], rank: int, what: str) -> Handle[None]:
+        """See `Collectives`. Copies are on their way until another task has run."""
+        copies = [self._new(t.numel(), t.dtype) for t in tensors]
+        return Flight(lambda: None, until_wait=copies)
+
+    def recv(
+        self, likes: Sequence[tuple[tuple[int, ...], torch.dtype]], rank: int, what: str
+    ) -> Handle[list[Tensor]]:
+        received = [self.tracker.new(shape, dtype) for shape, dtype in likes]
+        return Flight(lambda: received)
+
     def gather_leaves(
         self, runs: Sequence[tuple[int, int]], total: int, dtype: torch.dtype, write: Any, axes: Axes
     ) -> Handle[list[Tensor]] | None:

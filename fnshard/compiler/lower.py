@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,11 +22,13 @@ from fnshard.compiler.options import StepOptions
 from fnshard.compiler.place.experts import place_experts
 from fnshard.compiler.place.place import place_axes
 from fnshard.compiler.rewrites.fp8 import fp8_products
-from fnshard.compiler.schedule.build import Plan, build
+from fnshard.compiler.schedule.build import Plan, build, find_active
 from fnshard.compiler.schedule.ir import Schedule
 from fnshard.compiler.schedule.passes import Pass, default, insert_frees
+from fnshard.compiler.schedule.stages import assign_chunks, plan_stages
+from fnshard.compiler.schedule.together import together
 from fnshard.compiler.schedule.verify import verify
-from fnshard.errors import FnshardError, ScheduleError, TraceError
+from fnshard.errors import FnshardError, ScheduleError, SpecError, TraceError, report
 from fnshard.layout.resolved import ResolvedSpecs
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh
@@ -42,12 +45,20 @@ class Front:
 
 @dataclass(frozen=True)
 class Stages:
-    """What each stage made of the one before, for reading."""
+    """What each stage of lowering made of the one before, for reading.
+
+    `schedules`: one, or one for each stage of a pipeline.
+    """
 
     program: Program
     segments: Segments
     kernels: Mapping[str, Kernel]
-    schedule: Schedule
+    schedules: tuple[Schedule, ...]
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the stage that this rank runs."""
+        return self.schedules[self.schedules[0].mesh.stage]
 
 
 def trace_and_split(
@@ -79,7 +90,11 @@ def trace_and_split(
         program = place_experts(program, stored, mesh, options.expert_capacity)
         program = place_axes(program, stored, mesh, options.residual, sequences, options.context_attention)
         local = {p: s.local(mesh) for p, s in stored.items()}
-        cuts = frozenset(p for p, s in local.items() if s.trainable or mesh.ordered(s.storage.axes))
+        cuts = frozenset(
+            p
+            for p, s in local.items()
+            if s.trainable or mesh.ordered(s.storage.axes) or (mesh.stages > 1 and s.chunk != "all")
+        )
         segments = split(program, stored, cuts, mesh.ordered(mesh.data_axes))
         return Front(program, segments, plan.for_program(program))
 
@@ -104,17 +119,23 @@ def schedule_for(
         kernels = differentiate_all(
             segments, kept, trainable=plan.differentiate, known=known, target=mesh.device_type
         )
-    keys = [kernel_key(s.source, p) for s, p in zip(segments.segments, kept, strict=True)]
-    schedule = replace(
-        build(segments, [kernels[k] for k in keys], program.outputs, specs, mesh, plan),
-        offloaded=frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.offload),
-        recomputed=frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.budget == 0),
-    )
-    if options.passes is None:
-        schedule = run_passes(schedule, default(options.prefetch, options.overlap))
-    else:
-        schedule = run_passes(schedule, options.passes, verified=True)
-    return Stages(program, segments, kernels, verify(schedule) if verified else schedule)
+    each = [kernels[kernel_key(s.source, p)] for s, p in zip(segments.segments, kept, strict=True)]
+    offloaded = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.offload)
+    recomputed = frozenset(s.index for s, p in zip(segments.segments, kept, strict=True) if p.budget == 0)
+    active = find_active(segments, each, program.outputs) if plan.differentiate else set()
+    stages = plan_stages(segments, each, active, program.outputs, specs, mesh)
+    schedules = []
+    for stage in range(mesh.stages):
+        schedule = build(segments, each, program.outputs, specs, mesh, plan, stages, stage)
+        schedule = replace(schedule, offloaded=offloaded, recomputed=recomputed)
+        if options.passes is None:
+            schedule = run_passes(schedule, default(options.prefetch, options.overlap))
+        else:
+            schedule = run_passes(schedule, options.passes, verified=True)
+        schedules.append(verify(schedule) if verified else schedule)
+    if verified and mesh.stages > 1:
+        together(schedules)
+    return Stages(program, segments, kernels, tuple(schedules))
 
 
 def lower(
@@ -135,7 +156,29 @@ def lower(
         if getattr(error, "placed", True):
             raise
         front = trace_and_split(fn, specs, batch, mesh, plan, replace(options, sources=True))
+    if mesh.stages > 1:
+        try:
+            assign_chunks(front.segments, specs.stored, mesh)
+        except SpecError:  # it is raised below, with lines
+            front = trace_and_split(fn, specs, batch, mesh, plan, replace(options, sources=True))
+        _warn_of_bubble(plan, mesh)
     return schedule_for(front, specs.stored, mesh, options)
+
+
+def _warn_of_bubble(plan: Plan, mesh: Mesh) -> None:
+    """Say so where stages of a pipeline have fewer micro-batches than there are stages."""
+    stages, micros = mesh.stages, plan.accumulate
+    if not plan.differentiate or micros >= stages:
+        return
+    idle, less = ((stages - 1) / (count + stages - 1) for count in (micros, 4 * stages))
+    warnings.warn(
+        report(
+            f"accumulate={micros}, on {stages} stages of a pipeline: they have nothing to do for {idle:.0%} of "
+            "a step.",
+            fix=f"accumulate={4 * stages} leaves {less:.0%}; batches are cut into as many micro-batches.",
+        ),
+        stacklevel=2,
+    )
 
 
 def run_passes(schedule: Schedule, passes: Sequence[Pass], verified: bool = False) -> Schedule:

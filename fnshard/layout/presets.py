@@ -6,6 +6,7 @@ import fnmatch
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from glob import escape
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,9 +15,10 @@ from torch import Tensor, nn
 from fnshard import tree
 from fnshard.errors import SpecError, leaves, report
 from fnshard.layout.partition import P, block_shape
-from fnshard.layout.rules import Rule, check_params, match_specs
+from fnshard.layout.rules import Rule, check_params, find_units, match_specs
 from fnshard.layout.spec import FP8, LayoutSpec, check_fields, fits_fp8, is_buffer
 from fnshard.layout.tensor import tensor_layouts
+from fnshard.layout.units import numeric
 from fnshard.mesh import Mesh, check_mesh
 
 __all__ = [
@@ -37,17 +39,19 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
         units: Callable[[Any], Mapping[str, str]] | None = None,
         tensor: str | Mapping[str, P] | None = None,
         expert: str | None = None,
+        chunks: int = 1,
         **policy: Any,
     ) -> Any:
         named, _ = tree.flatten_with_paths(params)
         check_mesh(mesh)
         check_params(named)
-        check_fields("a preset", policy, ("rules", "units", "tensor", "expert"))
+        check_fields("a preset", policy, ("rules", "units", "tensor", "expert", "chunks"))
         own: list[Rule] = []
         free = {p: v for p, v in named.items() if not any(fnmatch.fnmatchcase(p, glob) for glob, _ in rules)}
         coded = bool(policy.get("codec"))
         narrow = policy.get("compute_dtype") == FP8 and policy.get("trainable") is not False
         computes = {**_computes(named, free, tensor, mesh, coded), **_stacks(free, expert, mesh, policy)}
+        chunk_of = cut_chunks(free, find_units(units or numeric, params, named), mesh, chunks)
         stay: list[str] = []
         for path, leaf in free.items():
             compute = computes.get(path, P())
@@ -57,7 +61,7 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
             else:
                 split = leaf.shape[:1] if coded else leaf.shape  # rows are coded one by one
                 layout = best_split(split, over, mesh, compute)
-            fields = {"compute": compute, **layouts(layout), **policy}
+            fields = {"compute": compute, **layouts(layout), "chunk": chunk_of.get(path, "all"), **policy}
             if narrow and not _in_fp8(path, leaf, compute):
                 fields["compute_dtype"] = torch.bfloat16
                 stay += [f"params[{path!r}] {list(leaf.shape)}"] * (leaf.dim() == 2)
@@ -77,6 +81,9 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
         "            it does not divide stay whole, with a warning.\n"
         '        expert: a data axis that splits stacks of experts, leaves [E, M, N] with "experts" in\n'
         "            their path, while they compute (expert parallelism): see `LayoutSpec.compute`.\n"
+        "        chunks: how many chunks each stage of a pipeline runs. Units are cut into them in the order of\n"
+        "            the tree, of about as many bytes each. A leaf that several stages read (a tied embedding)\n"
+        '            takes a rule with LayoutSpec(chunk="all").\n'
         "        policy: further LayoutSpec fields for all leaves, such as compute_dtype. Of float8_e4m3fn\n"
         "            embeddings, heads, and what is no matrix of multiples of 16 or does not train, stay in\n"
         "            bf16.\n"
@@ -181,6 +188,67 @@ def _stacks(
             "name take rules=[(glob, LayoutSpec(...))].",
         )
     return stacks
+
+
+def cut_chunks(
+    free: Mapping[str, Tensor], unit_of: Mapping[str, str], mesh: Mesh, chunks: int
+) -> dict[str, int]:
+    """Return the chunk of each leaf in a pipeline: units in the order of the tree, evenly by their bytes.
+
+    Leaves that are missing are of all stages: the tables of units that hold buffers alone.
+
+    Args:
+        free: the leaves that no rule takes.
+        chunks: of each stage.
+
+    Raises:
+        SpecError: fewer units than chunks.
+
+    >>> from fnshard.mesh import make_mesh
+    >>> leaves = {f"layers.{i}.w": torch.empty(4, 4) for i in range(6)}
+    >>> units = {path: path[:-2] for path in leaves}
+    >>> list(cut_chunks(leaves, units, make_mesh(pipeline=3, abstract=True), 1).values())
+    [0, 0, 1, 1, 2, 2]
+    """
+    if type(chunks) is not int or chunks < 1:
+        raise SpecError(f"chunks={chunks!r}: a whole number of chunks for each stage, at least 1.")
+    count = mesh.stages * chunks
+    if mesh.stages == 1:
+        return {}
+    sizes: dict[str, int] = {}
+    for path, leaf in free.items():
+        if not is_buffer(leaf) and (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
+            unit = unit_of[getattr(leaf, "adapts", path)]
+            sizes[unit] = sizes.get(unit, 0) + leaf.numel() * leaf.element_size()
+    if len(sizes) < count:
+        raise SpecError(
+            f"{mesh.stages} stages of {chunks} {'chunk' if chunks == 1 else 'chunks'} need {count} units, and "
+            f"the tree has {len(sizes)}: {', '.join([*sizes][:8]) or 'none'}.",
+            fix="a smaller pipeline, fewer chunks, or smaller units (units=).",
+        )
+    bounds = _cut_evenly([*sizes.values()], count)
+    chunk_of = {unit: sum(bound <= place for bound in bounds) for place, unit in enumerate(sizes)}
+    units = {path: unit_of[getattr(leaf, "adapts", path)] for path, leaf in free.items()}
+    return {path: chunk_of[unit] for path, unit in units.items() if unit in chunk_of}
+
+
+def _cut_evenly(sizes: Sequence[int], count: int) -> list[int]:
+    """Return where all but the first of `count` runs of sizes begin, so that the squares of their sums are
+    least."""
+    sums = [0, *accumulate(sizes)]
+    # By how many of the sizes are in runs, the least sum of squares, and where the runs begin.
+    best: list[tuple[float, list[int]] | None] = [(0.0, [])] + [None] * len(sizes)
+    for run in range(1, count + 1):
+        following: list[tuple[float, list[int]] | None] = [None] * (len(sizes) + 1)
+        for end in range(run, len(sizes) + 1):
+            options = [
+                (best[start][0] + float(sums[end] - sums[start]) ** 2, [*best[start][1], start])
+                for start in range(run - 1, end)
+                if best[start] is not None
+            ]
+            following[end] = min(options)
+        best = following
+    return best[-1][1][1:]
 
 
 def best_split(shape: Sequence[int], axes: tuple[str, ...], mesh: Mesh, compute: P | None = None) -> P:

@@ -48,7 +48,7 @@ def match_specs(
     named, structure = tree.flatten_with_paths(params)
     check_params(named)
     rules = _checked(rules)
-    unit_of = _units(units or numeric, params, named)
+    unit_of = find_units(units or numeric, params, named)
     tied = tied_names(named)
     used = _tied_hits(tied, rules)
     uncovered: list[str] = []
@@ -76,7 +76,12 @@ def match_specs(
     return tree.unflatten(specs, structure)
 
 
-def _units(policy: Any, params: Any, named: Mapping[str, Tensor]) -> Mapping[str, str]:
+def find_units(policy: Any, params: Any, named: Mapping[str, Tensor]) -> Mapping[str, str]:
+    """Return the unit of each leaf, as a unit policy says.
+
+    Raises:
+        SpecError: the policy is none, or names no unit for a leaf.
+    """
     fix = "see fnshard.units, or units=lambda params: {path: unit name, for every leaf}."
     if not callable(policy):
         raise SpecError(f"units is a function from the parameter tree, not {type(policy).__name__}.", fix=fix)
@@ -171,7 +176,9 @@ def _apply_rule(spec: LayoutSpec, leaf: Tensor) -> LayoutSpec:
     floating = leaf.dtype.is_floating_point or leaf.dtype.is_complex
     if spec.buffers or (floating and not is_buffer(leaf)):
         return spec
-    return LayoutSpec(unit=spec.unit, trainable=False, reshard=spec.reshard, aggregation=spec.aggregation)
+    return LayoutSpec(
+        unit=spec.unit, trainable=False, reshard=spec.reshard, aggregation=spec.aggregation, chunk=spec.chunk
+    )
 
 
 def check_params(named: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from fnshard.analysis.footprint import Compiled
 from fnshard.analysis.hardware import Hardware
 from fnshard.analysis.memory import Ledger, MemoryAnalysis, MemoryTimeline, made_of, measure
 from fnshard.analysis.tables import megabytes
-from fnshard.analysis.timeline import HardwarePricer, Timeline, simulate
+from fnshard.analysis.timeline import HardwarePricer, Timeline, simulate, simulate_stages
 from fnshard.analysis.traffic import Traffic, analyse
 from fnshard.analysis.transport import TransportKind, kind_of
 from fnshard.compiler.frontend.contexts import deterministic
@@ -27,8 +27,9 @@ from fnshard.compiler.kernels.inductor import Boxed, Graphs, compile_graphs, gra
 from fnshard.compiler.kernels.segments import Segments
 from fnshard.compiler.lower import Stages
 from fnshard.compiler.options import StepOptions
-from fnshard.compiler.schedule.instructions import TRANSFER, Run
+from fnshard.compiler.schedule.instructions import COMMUNICATION, TRANSFER, Run
 from fnshard.compiler.schedule.ir import Schedule
+from fnshard.compiler.schedule.together import together
 from fnshard.errors import BudgetError, SpecError, is_number
 from fnshard.mesh.process_group import place_on_host
 from fnshard.optim.optimizer import Optimizer
@@ -58,7 +59,7 @@ class Lowered:
         batch_bytes: of this rank's batch, by leaf.
         stats: counts what is compiled.
         first: no other batch was lowered before; ranks compile in turn when it first runs.
-        ledgers: those that were made, by transport and whether the kernels were compiled.
+        ledgers: those that were made, by transport, whether the kernels were compiled, and stage.
         ahead: kernels that a thread compiles.
     """
 
@@ -104,21 +105,39 @@ class Lowered:
 
     @property
     def schedule(self) -> Schedule:
-        """The ordered instructions."""
+        """The ordered instructions; in a pipeline of the stage that this rank runs."""
         return self.stages.schedule
+
+    @property
+    def schedules(self) -> tuple[Schedule, ...]:
+        """The schedules of all stages; one without a pipeline."""
+        return self.stages.schedules
+
+    def communication(self) -> list[str]:
+        """Return the sequence of collectives and messages, shapes too, as every rank must hold it: of all
+        stages, in an order in which they can be done (`together`)."""
+        if len(self.schedules) == 1:
+            return list(self.schedule.communication(shapes=True))
+        lines = [schedule.instructions for schedule in self.schedules]
+        places = [(s, n) for s, n in together(self.schedules) if lines[s][n].lane == COMMUNICATION]
+        feeds = [iter(schedule.communication(shapes=True)) for schedule in self.schedules]
+        return [f"stage {stage}: {next(feeds[stage])}" for stage, _ in places]
 
     @property
     def attention(self) -> dict[str, int]:
         """How many attentions of one forward were frozen as which of torch's kernels: `{"cudnn": 12}`."""
-        runs = [line for line in self.schedule.instructions if isinstance(line, Run) and not line.backward]
-        each = {name: backends(k.source.graph, k.forward.graph) for name, k in self.schedule.kernels.items()}
+        lines = [line for schedule in self.schedules for line in schedule.instructions]
+        runs = [line for line in lines if isinstance(line, Run) and not line.backward]
+        each = {k.name: backends(k.source.graph, k.forward.graph) for k in self.kernels.values()}
         return dict(sum((each[run.kernel] for run in runs), Counter()))
 
     def as_text(self) -> str:
-        """The schedule, a line per instruction."""
-        return self.schedule.as_text()
+        """The schedule, a line per instruction; in a pipeline of each stage."""
+        return "\n\n".join(schedule.as_text() for schedule in self.schedules)
 
-    def memory_analysis(self, *, transport: TransportKind | None = None) -> MemoryAnalysis:
+    def memory_analysis(
+        self, *, transport: TransportKind | None = None, stage: int | None = None
+    ) -> MemoryAnalysis:
         """Bytes of one rank: the peak and what it is made of, between steps, host and disk, by leaf.
 
         After `compile` with Inductor its generated code is counted, fusion and all; before, or with the
@@ -126,34 +145,47 @@ class Lowered:
 
         Args:
             transport: "shared" (CPU ranks of one host), "p2p", "native"; None looks at the mesh.
+            stage: of a pipeline, whose ranks; None is the stage with the highest peak.
 
         Raises:
-            SpecError: another transport.
+            SpecError: another transport, or no such stage.
         """
-        return self._ledger(transport).analysis
+        return self._ledger(transport, stage).analysis
 
-    def memory_timeline(self, *, transport: TransportKind | None = None) -> MemoryTimeline:
+    def memory_timeline(
+        self, *, transport: TransportKind | None = None, stage: int | None = None
+    ) -> MemoryTimeline:
         """Bytes by category at every instruction of the schedule, each at its worst moment."""
-        return self._ledger(transport).timeline
+        return self._ledger(transport, stage).timeline
 
-    def _ledger(self, transport: TransportKind | None = None) -> Ledger:
-        kinds = get_args(TransportKind)
+    def _ledger(self, transport: TransportKind | None = None, stage: int | None = None) -> Ledger:
+        """Return what a stage takes, the fullest where none is named."""
+        kinds, stages = get_args(TransportKind), len(self.schedules)
         if transport is not None and transport not in kinds:
             raise SpecError(f"transport={transport!r}: one of {', '.join(map(repr, kinds))}, or None.")
+        if stage is not None and stage not in range(stages):
+            raise SpecError(f"stage={stage!r}: a number from 0 to {stages - 1}, or None for the fullest.")
+        if stage is None:
+            ledgers = [self._ledger(transport, each) for each in range(stages)]
+            return max(ledgers, key=lambda ledger: ledger.analysis.peak_bytes)
         kind = transport or kind_of(self.schedule.mesh)
-        key = kind, self.compiled is None
+        key = kind, self.compiled is None, stage
         if key not in self.ledgers:
             self.ledgers[key] = measure(
-                self.schedule, self.program, self.batch_bytes, self.compiled, kind,
+                self.schedules[stage], self.program, self.batch_bytes, self.compiled, kind,
                 self._compiled_update,
             )  # fmt: skip
         return self.ledgers[key]
 
+    def sizes_of(self, stage: int) -> Mapping[ValueName, int]:
+        """Return the bytes of all values of a stage, by name; they depend on no transport and no compiler."""
+        known = next((ledger for key, ledger in self.ledgers.items() if key[2] == stage), None)
+        return (known or self._ledger(stage=stage)).sizes
+
     @property
     def sizes(self) -> Mapping[ValueName, int]:
-        """Bytes of all values of the step, by name; they depend on no transport and no compiler."""
-        ledger = next(iter(self.ledgers.values()), None) or self._ledger()
-        return ledger.sizes
+        """Bytes of all values of the step, by name; in a pipeline those of this rank's stage."""
+        return self.sizes_of(self.schedule.stage)
 
     def assert_fits(self, bytes: float) -> None:
         """Refuse a step whose peak on the device is above `bytes`; for tests of one's own.
@@ -169,16 +201,26 @@ class Lowered:
             detail = f", {megabytes(bytes)} MB are allowed ({megabytes(peak - bytes)} MB too many)"
             raise BudgetError(made_of(analysis, detail))
 
-    def comm_analysis(self) -> Traffic:
+    def comm_analysis(self, *, stage: int | None = None) -> Traffic:
         """Bytes on the wire of one step: by collective, axes, unit and phase, and transfers to the host.
 
         `analysis["gather"]["bytes"]`: of whole buffers; see `analysis.traffic`.
+
+        Args:
+            stage: of a pipeline, whose ranks; None is the one whose ranks send most.
         """
-        transfers = any(line.lane == TRANSFER for line in self.schedule.instructions)
-        return analyse(self.schedule, self.sizes if transfers else {})
+        stages = range(len(self.schedules)) if stage is None else (stage,)
+        return max([self._traffic(each) for each in stages], key=lambda traffic: traffic.sent_bytes)
+
+    def _traffic(self, stage: int) -> Traffic:
+        schedule = self.schedules[stage]
+        transfers = any(line.lane == TRANSFER for line in schedule.instructions)
+        return analyse(schedule, self.sizes_of(stage) if transfers else {})
 
     def timeline(self, hardware: Hardware | str) -> Timeline:
         """A simulated run on `hardware`: step time, what is exposed, MFU; see `analysis.timeline`.
+
+        In a pipeline all stages run side by side: `Timeline.stages` has each, `bubble` how idle they are.
 
         Args:
             hardware: a `Hardware`, or the name of one ("h100").
@@ -188,8 +230,13 @@ class Lowered:
         """
         fused = self.options.backend == "inductor"
         found = Hardware.of(hardware)
-        pricer = HardwarePricer(self.schedule, found, self.sizes, fused, self._compiled_update)
-        return simulate(pricer, self._tokens())
+        pricers = [
+            HardwarePricer(schedule, found, self.sizes_of(stage), fused, self._compiled_update)
+            for stage, schedule in enumerate(self.schedules)
+        ]
+        if len(pricers) == 1:
+            return simulate(pricers[0], self._tokens())
+        return simulate_stages(pricers, self._tokens())
 
     @property
     def _compiled_update(self) -> bool:

@@ -17,7 +17,7 @@ import torch
 
 from fnshard.layout.partition import P, block_shape
 from fnshard.layout.spec import LayoutSpec
-from fnshard.mesh import Mesh
+from fnshard.mesh import PIPELINE, Mesh
 
 ALIGN_bytes = 128
 
@@ -113,13 +113,22 @@ def _place(
     return pieces, total
 
 
+def gradient_axes(
+    bucket: Bucket, specs: Mapping[str, LayoutSpec], axes: Sequence[str]
+) -> tuple[str, ...]:
+    """Those of `axes`, over which gradients are summed, that the bucket's are summed over: none that splits its
+    leaves while they compute, and not the pipeline where one stage alone has them."""
+    spec = specs[bucket.paths[0]]
+    apart = (*spec.compute.axes, *(() if spec.chunk == "all" else (PIPELINE,)))
+    return tuple(a for a in axes if a not in apart)
+
+
 def summed_whole(bucket: Bucket, specs: Mapping[str, LayoutSpec], axes: Sequence[str]) -> tuple[str, ...]:
     """Those of `axes`, over which gradients are summed, whose ranks then have the same.
 
     That is no axis of the bucket, and none that splits its leaves while they compute.
     """
-    split = (*bucket.axes, *specs[bucket.paths[0]].compute.axes)
-    return tuple(a for a in axes if a not in split)
+    return tuple(a for a in gradient_axes(bucket, specs, axes) if a not in bucket.axes)
 
 
 def end_to_end(bucket: Bucket, mesh: Mesh) -> bool:

@@ -4,17 +4,22 @@ Every segment gathers what it reads right before it runs, forward and backward; 
 waited for at once; all updates come at the end. The chain rule across segments is plain reverse
 accumulation, written out. `tasks` says in which order micro-batches run; where several run through a
 stretch of the program in one round, they share what it gathers, and its gradients are reduced once.
+
+In a pipeline there is a schedule for each stage. Each is written by walking through the tasks of all stages in
+their one order: the stage's own are written out, with what they send; behind another's task stands the Recv of
+what that sends here. What is received is waited for where it is read first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fnshard.compiler.ir.program import Outputs, Program
 from fnshard.compiler.ir.values import LOSS_TANGENT, SCALARS, SCALES, Kind, ValueName, slots, stored
 from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.kernels.canonical import Argument
 from fnshard.compiler.kernels.segments import Exchanged, Segment, Segments, last_first
 from fnshard.compiler.schedule.aggregate import aggregate
 from fnshard.compiler.schedule.buckets import (
@@ -38,9 +43,11 @@ from fnshard.compiler.schedule.instructions import (
     Publish,
     ReduceScalars,
     ReduceScatter,
+    Recv,
     ReduceUpdate,
     Run,
     Scales,
+    Send,
     StackUpdate,
     Update,
     Wait,
@@ -49,12 +56,13 @@ from fnshard.compiler.schedule.instructions import (
 from fnshard.compiler.schedule.instructions.exchange import exchange
 from fnshard.compiler.schedule.instructions.kernels import added
 from fnshard.compiler.schedule.ir import Schedule, with_wait
-from fnshard.compiler.schedule.tasks import MicroOrder, Round, Task, order_tasks
+from fnshard.compiler.schedule.stages import Message, StagePlan, one_stage
+from fnshard.compiler.schedule.tasks import MicroOrder, Round, Task, order_pipeline, order_tasks
 from fnshard.compiler.update.derive import Compute, Reduce, Stack
 from fnshard.compiler.update.family import Family
 from fnshard.compiler.update.steps import flow_of, form_of, stacks_of
 from fnshard.compiler.update.trace import GRAD, UPDATE
-from fnshard.layout.spec import LayoutSpec, summed_axes
+from fnshard.layout.spec import LayoutSpec, stage_of, summed_axes
 from fnshard.mesh import Mesh
 
 AccumulateMode = Literal["reduce", "local"]
@@ -114,16 +122,45 @@ def build(
     specs: Mapping[str, LayoutSpec],
     mesh: Mesh,
     plan: Plan,
+    stages: StagePlan | None = None,
+    stage: int = 0,
 ) -> Schedule:
-    """The plain schedule of one step; `kernels`: of each segment."""
-    b = _Builder(segments, kernels, outputs, specs, mesh, plan)
+    """Return the plain schedule of one step, of one stage of it in a pipeline.
+
+    Args:
+        kernels: of each segment.
+        stages: how stages share the program, see `plan_stages`; None where one runs all of it.
+        stage: which one's schedule.
+    """
+    stages = stages or one_stage(segments)
+    if stages.stages > 1:
+        # Ranks of all stages meet in the sums of scalars: they stand at the end, in one order, as do updates
+        # that read them.
+        plan = replace(plan, barrier=plan.barrier or plan.counted, counted=False)
+    b = _Builder(segments, kernels, outputs, specs, mesh, plan, stages, stage)
     for tasks in b.rounds:
         b.held = {} if len(tasks) > 1 else None
         for task in tasks:
-            b.backward(task) if task.backward else b.forward(task)
+            b.write(task)
+    b.receive_results()
     if plan.differentiate:
         b.finish()
     return b.schedule()
+
+
+def find_active(segments: Segments, kernels: Sequence[Kernel], outputs: Outputs) -> set[int]:
+    """Return the segments whose backward runs: some output of theirs reaches the loss."""
+    exchanges, reached = segments.exchanges_after(), {segments.results[outputs.loss]}
+    active: set[int] = set()
+    for segment in reversed(segments.segments):
+        kernel = kernels[segment.index]
+        reached.update(e.sent for e in last_first(exchanges[segment.index]) if e.received in reached)
+        if kernel.backward is None or not kernel.grads:
+            continue
+        if any(segment.outputs[i] in reached for i in kernel.tangents):
+            active.add(segment.index)
+            reached |= {segment.inputs[i] for i in kernel.grads}
+    return active
 
 
 def read_of(made: Made, values: Set[str]) -> Names:
@@ -139,16 +176,23 @@ class _Builder:
     specs: Mapping[str, LayoutSpec]
     mesh: Mesh
     plan: Plan
+    stages: StagePlan
+    stage: int
     lines: list[Instruction] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.whole, self.specs = self.specs, {p: s.local(self.mesh) for p, s in self.specs.items()}
         self.summed = summed_axes(self.specs.values(), self.mesh)
-        read = {p for s in self.segments.segments for p in s.leaves}
+        self.whole = {p: s for p, s in self.specs.items() if stage_of(s, self.mesh) in (None, self.stage)}
+        self.specs = {p: s.local(self.mesh) for p, s in self.whole.items()}
+        self.piped = self.stages.stages > 1
+        stage_by = self.stages.stage_of
+        self.own = [s for s in self.segments.segments if stage_by[s.index] == self.stage]
+        read = {p for s in self.own for p in s.leaves}
         moved = {p: s for p, s in self.specs.items() if p in read and not self._is_alias(p)}
         trained = {p: s for p, s in self.specs.items() if s.trainable}
         self.gathers = make_buckets(
-            moved, self.mesh, lambda s: s.storage, wire_dtype, "gather", apart=lambda s: s.compute_dtype
+            moved, self.mesh, lambda s: s.storage, wire_dtype, "gather",
+            apart=lambda s: (s.compute_dtype, self.chunk(s)),
         )
         self.reduces = make_buckets(
             trained,
@@ -156,7 +200,7 @@ class _Builder:
             lambda s: s.gradient,
             lambda s: s.reduce_dtype,
             "reduce",
-            apart=lambda s: (s.memory, s.optimizer_memory, s.updated_on, s.compute.axes),
+            apart=lambda s: (s.memory, s.optimizer_memory, s.updated_on, s.compute.axes, self.chunk(s)),
         )
         ordered = self.mesh.ordered
         published = {
@@ -165,16 +209,19 @@ class _Builder:
             if self.plan.update and ordered(s.optimizer.axes) and not ordered(s.storage.axes)
         }
         self.publishes = make_buckets(
-            published, self.mesh, lambda s: s.optimizer, lambda s: s.storage_dtype, "publish"
+            published, self.mesh, lambda s: s.optimizer, lambda s: s.storage_dtype, "publish", self.chunk
         )
         self.gather_of = {p: b for b in self.gathers for p in b.paths}
         self.written = {self.segments.results[i]: p for p, i in self.outputs.writes.items()}
-        last = {p: self.value(n, self.plan.accumulate - 1) for n, p in self.written.items()}
+        here = {n: p for n, p in self.written.items() if p in self.specs}
+        last = {p: self.value(n, self.plan.accumulate - 1) for n, p in here.items()}
         self.aggregated, self.aggregations, self.stores = aggregate(
             last, self.segments.alike, self.specs, self.mesh, self.plan.rows
         )
         self.exchanges = self.segments.exchanges_after()
-        self.active = self._active()
+        self.active = (
+            find_active(self.segments, self.kernels, self.outputs) if self.plan.differentiate else set()
+        )
         self.complete = self._completion()
         self.arriving = sorted(self.reduces, key=lambda b: -(self.complete[b.name] or 0))
         self.stacks = self._stacks()
@@ -185,10 +232,18 @@ class _Builder:
         # By micro-batch and path, what is not summed yet.
         self.gradients: dict[int, dict[str, ValueName]] = {}
         self.held: dict[str, dict[str, ValueName]] | None = None  # by bucket, what this round has gathered
+        self.sending: list[Wait] = []  # for what the last task of this stage has sent
+        self.coming: dict[ValueName, Wait] = {}  # what was sent here and is not waited for
+        # By micro-batch and value, cotangents that other stages have sent.
+        self.arriving_tangents: dict[tuple[int, ValueName], list[ValueName]] = {}
         self.rounds = self._rounds()
 
     def _rounds(self) -> list[Round]:
-        """Return the tasks of the step."""
+        """Return the tasks of the step, of all stages."""
+        if self.piped:
+            return [(task,) for task in order_pipeline(
+                self.stages.chunks, self.plan.accumulate, self.plan.micro_order, self.plan.differentiate
+            )]
         plan, made = self.plan, {n: s.index for s in self.segments.segments for n in s.outputs}
         made |= {e.received: e.after for e in self.segments.exchanges}
         written = [(path, made[name]) for name, path in self.written.items() if name in made]
@@ -199,7 +254,7 @@ class _Builder:
     def _stacks(self) -> dict[str, list[tuple[Bucket, Bucket]]]:
         """Return what goes to the ranks that compute whole leaves and back, by the last reduced bucket."""
         parts, dtypes, axes = {}, {}, {}
-        for path, family in self.plan.families.items():
+        for path, family in self.families.items():
             there, back = stacks_of(family.derived)
             if there is not None:
                 sides = (there.sends, there), (back.receives, back)
@@ -214,6 +269,15 @@ class _Builder:
                 axes[path] = there.axes
         return stack_buckets(self.arriving, parts, dtypes, axes, self.whole, self.mesh)
 
+    @property
+    def families(self) -> dict[str, Family]:
+        """Those of this stage's leaves."""
+        return {p: f for p, f in self.plan.families.items() if p in self.specs}
+
+    def chunk(self, spec: LayoutSpec) -> object:
+        """What leaves of one bucket have in common in a pipeline."""
+        return spec.chunk if self.piped else None
+
     def _is_alias(self, path: str) -> bool:
         """Whether the stored leaf is what `fn` sees: nothing to gather, nothing to cast."""
         spec = self.specs[path]
@@ -223,26 +287,10 @@ class _Builder:
             and spec.compute_dtype == spec.storage_dtype
         )
 
-    def _active(self) -> set[int]:
-        """Segments whose backward runs: some output of theirs reaches the loss."""
-        if not self.plan.differentiate:
-            return set()
-        reached = {self.segments.results[self.outputs.loss]}
-        active: set[int] = set()
-        for segment in reversed(self.segments.segments):
-            kernel = self.kernels[segment.index]
-            reached.update(e.sent for e in last_first(self.exchanges[segment.index]) if e.received in reached)
-            if kernel.backward is None or not kernel.grads:
-                continue
-            if any(segment.outputs[i] in reached for i in kernel.tangents):
-                active.add(segment.index)
-                reached |= {segment.inputs[i] for i in kernel.grads}
-        return active
-
     def _completion(self) -> dict[str, int | None]:
         """For each reduce bucket the segment whose backward makes its last gradient; None: never used."""
         first: dict[str, int] = {}
-        for segment in self.segments.segments:
+        for segment in self.own:
             if segment.index in self.active:
                 for i in self.kernels[segment.index].grads:
                     name = segment.inputs[i]
@@ -297,6 +345,84 @@ class _Builder:
             names = gathered | names  # besides what is written
         return names
 
+    # -------------------------------------------------------------- stages
+    def write(self, task: Task) -> None:
+        """Write out a task of this stage; of another, what it sends here."""
+        if task.stage != self.stage:
+            self.receive(task)
+            return
+        # What the task before has sent is on its way for a task by now.
+        sent, self.sending = self.sending, []
+        self.backward(task) if task.backward else self.forward(task)
+        self.lines += sent
+
+    def send(self, segment: Segment, task: Task, phase: str) -> None:
+        """Send what other stages read of a segment's results, or their cotangents."""
+        micro = task.micro
+        for message in self.stages.behind(segment, task.backward, task.is_last):
+            names = tuple(self.value(n, micro) for n in message.values)
+            if task.backward:
+                for n in message.values:
+                    self.settle(n, micro, self.unit(segment), phase)
+                names = tuple(self.tangents[micro][n] for n in message.values)
+            sent = self.message(Send, message, message.target, segment, micro, phase, reads=names)
+            self.sending += with_wait(sent)[1:]
+            self.lines.append(sent)
+
+    def receive(self, task: Task) -> None:
+        """Make room for what a task of another stage sends here."""
+        micro = task.micro
+        phase = self.phase("backward" if task.backward else "forward", micro)
+        for segment in reversed(task.segments) if task.backward else task.segments:
+            for message in self.stages.behind(segment, task.backward, task.is_last):
+                if message.target != self.stage:
+                    continue
+                names = tuple(self.value(n, micro) for n in message.values)
+                if task.backward:
+                    names = tuple(
+                        ValueName(Kind.TANGENT, n.path, f"@stage {message.source}", micro=self.index(micro))
+                        for n in message.values
+                    )
+                    for n, tangent in zip(message.values, names, strict=True):
+                        self.arriving_tangents.setdefault((micro, n), []).append(tangent)
+                come = self.message(Recv, message, message.source, segment, micro, phase)
+                self.lines.append(come)
+                self.coming |= dict.fromkeys(names, with_wait(come, *names)[1])
+
+    def message(
+        self, kind: type[Send] | type[Recv], message: Message, stage: int, segment: Segment, micro: int,
+        phase: str, reads: Names = (),
+    ) -> Send | Recv:  # fmt: skip
+        """Return one end of a message."""
+        values = tuple(self.value(n, micro) for n in message.values)
+        if message.backward:
+            values = tuple(ValueName(Kind.TANGENT, n.path, micro=self.index(micro)) for n in message.values)
+        likes = tuple(Argument.of(self.segments.values[n], "value") for n in message.values)
+        flight = ValueName(Kind.FLIGHT, f"{', '.join(values)} from {message.source} to {message.target}")
+        return kind(
+            self.unit(segment), phase, reads, (flight,), stage=stage, values=values, likes=likes
+        )
+
+    def wait_for(self, names: Iterable[ValueName]) -> None:
+        """Wait for those of the values that are on their way here."""
+        for name in names:
+            if name in self.coming:
+                wait = self.coming[name]
+                self.lines.append(wait)
+                for made in wait.writes:
+                    del self.coming[made]
+
+    def settle(self, name: ValueName, micro: int, unit: str, phase: str) -> None:
+        """Add the cotangents that other stages have sent to this stage's own."""
+        for tangent in self.arriving_tangents.pop((micro, name), ()):
+            self.wait_for([tangent])
+            self.lines += added(self.tangents[micro], name, tangent, unit, phase)
+
+    def receive_results(self) -> None:
+        """Wait for what `fn` returns and other stages have made; nothing is under way any more."""
+        self.lines += self.sending
+        self.wait_for(list(self.coming))
+
     # -------------------------------------------------------------- forward
     def scales(self, phase: str) -> None:
         """Of the leaves that are gathered in eight bits."""
@@ -309,12 +435,13 @@ class _Builder:
 
     def forward(self, task: Task) -> None:
         micro, phase = task.micro, self.phase("forward", task.micro)
-        if micro == 0 and task.segments[0].index == 0:
+        if micro == 0 and task.segments[0] is self.own[0]:
             self.scales(phase)
         for segment in task.segments:
             kernel = self.kernels[segment.index]
             names = self.fetch(segment, segment.leaves, phase, micro)
             reads = tuple(self.read(n, names, micro) for n in segment.inputs)
+            self.wait_for(reads)
             saved = self.saved(segment, micro) if segment.index in self.active else ()
             writes = tuple(self.value(n, micro) for n in segment.outputs) + saved
             unread = (ValueName(Kind.VALUE, f"_{n.path}", micro=n.micro) for n in self.saved(segment, micro))
@@ -327,11 +454,18 @@ class _Builder:
             )  # fmt: skip
             for each in self.exchanges[segment.index]:
                 names = self.value(each.sent, micro), self.value(each.received, micro)
+                self.wait_for(names[:1])
                 self.lines += exchange(each, self.mesh, self.unit(segment), phase, *names)
-        if task.is_last and task.segments[-1] is self.segments.segments[-1]:
+            self.send(segment, task, phase)
+        if task.is_last and task.segments[-1] is self.own[-1]:
             self.lines += self.aggregations
-            if self.plan.differentiate and not (self.plan.barrier or self.plan.norms):
+            if self.plan.differentiate and not self.scalars_late:
                 self.scalars_issue()
+
+    @property
+    def scalars_late(self) -> bool:
+        """Whether scalars are summed behind the last backward: they have norms, or stages meet there."""
+        return self.plan.barrier or self.plan.norms or self.piped
 
     def read(self, name: ValueName, leaves: Mapping[str, ValueName], micro: int) -> ValueName:
         return leaves[name.path] if name.kind is Kind.LEAF else self.value(name, micro)
@@ -343,26 +477,30 @@ class _Builder:
     # -------------------------------------------------------------- backward
     def backward(self, task: Task) -> None:
         micro, phase = task.micro, self.phase("backward", task.micro)
-        tangents = self.tangents.setdefault(micro, {self.segments.results[self.outputs.loss]: LOSS_TANGENT})
+        loss = self.segments.results[self.outputs.loss]
+        seeded = {loss: LOSS_TANGENT} if self.stages.home.get(loss, self.stage) == self.stage else {}
+        tangents = self.tangents.setdefault(micro, seeded)
         grads = self.gradients.setdefault(micro, {})
         for segment in reversed(task.segments):
             for each in last_first(self.exchanges[segment.index]):
+                self.settle(each.received, micro, self.unit(segment), phase)
                 self.exchange_back(each, self.unit(segment), phase, micro, tangents)
             if segment.index in self.active:
                 self.backward_of(segment, micro, phase, tangents, grads)
-            done = [b for b in self.reduces if self.complete[b.name] == segment.index]
+            self.send(segment, task, phase)
+            done = [b for b in self.reduces if self.complete[b.name] == segment.index and not self.is_shared(b)]
             for bucket in done:
                 self.reduce(bucket, task, phase, grads)
             if done and self.plan.counted and task.is_last:
                 self.scalars_wait()
         # Other chunks will add to what is left: sum now, so that one full gradient lives, not one for each
         # micro-batch.
-        if self.held is not None:
+        if self.held is not None or self.accumulates:
             for bucket in self.reduces:
                 if not grads.keys().isdisjoint(bucket.paths):
                     self.accumulate(bucket, micro, phase, grads, f"@{task.segments[0].index}")
-        if task.is_last and task.segments[0] is self.segments.segments[0]:
-            for bucket in [b for b in self.reduces if self.complete[b.name] is None]:
+        if task.is_last and task.segments[0] is self.own[0]:
+            for bucket in [b for b in self.reduces if self.complete[b.name] is None and not self.is_shared(b)]:
                 name = ValueName(Kind.REDUCED, bucket.name)
                 self.lines.append(Local(bucket.unit, phase, (), (name,), bucket=bucket.name))
                 self.reduced[bucket.name] = name
@@ -418,6 +556,7 @@ class _Builder:
         tangents: dict[ValueName, ValueName],
     ) -> ValueName:  # fmt: skip
         name = segment.outputs[index]
+        self.settle(name, micro, unit, phase)
         if name not in tangents:
             zero = ValueName(Kind.TANGENT, name.path, micro=self.index(micro))
             like = self.kernels[segment.index].source.outputs[index]
@@ -426,11 +565,31 @@ class _Builder:
         return tangents[name]
 
     # -------------------------------------------------------------- gradients
+    @property
+    def accumulates(self) -> bool:
+        """Whether each rank sums gradients over micro-batches before ranks sum them."""
+        return self.plan.accumulate > 1 and (self.piped or self.plan.accumulate_mode == "local")
+
+    def is_shared(self, bucket: Bucket) -> bool:
+        """Whether its leaves are of all stages, which meet to sum their gradients."""
+        return self.piped and self.specs[bucket.paths[0]].chunk == "all"
+
+    def reduce_shared(self) -> None:
+        """Sum the gradients of leaves of all stages, in one order on all of them, behind the last backward."""
+        micro = self.plan.accumulate - 1
+        phase, grads = self.phase("backward", micro), self.gradients.get(0, {})
+        for bucket in filter(self.is_shared, self.reduces):
+            paths = tuple(p for p in bucket.paths if p in grads)
+            reads = tuple(grads[p] for p in paths)
+            if bucket.name in self.local:
+                reads, paths = (self.local[bucket.name],), ()
+            self.reduced[bucket.name] = self.sum_over_ranks(bucket, phase, reads, paths, micro)
+
     def reduce(self, bucket: Bucket, task: Task, phase: str, grads: dict[str, ValueName]) -> None:
         """Sum a bucket's gradients over ranks, once no segment adds to them; or keep them for micro-batches
         that follow."""
         micro, accumulated = task.micro, self.plan.accumulate > 1
-        is_local = accumulated and (self.held is not None or self.plan.accumulate_mode == "local")
+        is_local = accumulated and (self.held is not None or self.accumulates)
         if is_local:
             self.accumulate(bucket, micro, phase, grads)
             if not task.is_last:
@@ -491,7 +650,8 @@ class _Builder:
 
     # -------------------------------------------------------------- the end of the step
     def scalars_issue(self, norms: Names = ()) -> None:
-        names = dict.fromkeys(self.segments.results[i] for i in self.outputs.summed)
+        results = dict.fromkeys(self.segments.results[i] for i in self.outputs.summed)
+        names = [n for n in results if self.stages.home.get(n, self.stage) == self.stage]
         reads = [self.value(n, m) for m in range(self.plan.accumulate) for n in names]
         self.lines.append(ReduceScalars("-", "update", (*reads, *norms), (_SCALARS_FLIGHT,)))
 
@@ -502,8 +662,9 @@ class _Builder:
             self.lines.append(wait)
 
     def finish(self) -> None:
+        self.reduce_shared()
         self.lines += self.stores
-        if self.plan.barrier or self.plan.norms:
+        if self.scalars_late:
             norms = []
             for bucket in self.reduces if self.plan.norms else ():
                 reads, name = (self.reduced[bucket.name],), ValueName(Kind.NORMS, bucket.name)
@@ -647,7 +808,7 @@ class _Builder:
         moved = (*self.gathers, *self.reduces, *self.publishes, *of_updates, *self.aggregated)
         return Schedule(
             tuple(self.lines),
-            {k.name: k for k in self.kernels},
+            {self.kernels[s.index].name: self.kernels[s.index] for s in self.own},
             {b.name: b for b in moved},
             self.specs,
             self.mesh,
@@ -656,7 +817,8 @@ class _Builder:
             self.plan.accumulate,
             scalars=self.plan.scalars + (len(self.outputs.summed) if self.plan.differentiate else 0),
             reduced=dict(self.reduced),
-            families=self.plan.families,
+            families=self.families,
+            stage=self.stage,
             rounds={
                 (segment.index, task.backward): number
                 for number, tasks in enumerate(self.rounds) if len(tasks) > 1

@@ -122,6 +122,8 @@ class Pricer(Protocol):
 
     def collective(self, verb: str, axes: tuple[str, ...], size: float) -> dict[str, Any]: ...
 
+    def message(self, stage: int, size: float) -> dict[str, Any]: ...
+
     def here_or_on_host(self, line: Instruction, size: float) -> Price: ...
 
     def kernel(self, line: Any) -> Price: ...
@@ -350,7 +352,8 @@ class Schedule:
     the end. `families`: by path, how leaves that train are updated. `offloaded`, `recomputed`: segments that
     keep on the host what they keep for their backward, and those that keep nothing but their inputs.
     `rounds`: by segment and whether it is its backward, the number of the round in which all micro-batches
-    run it one after another; none where each runs alone.
+    run it one after another; none where each runs alone. `stage`: of a pipeline, which runs it; `specs`,
+    `kernels`, `buckets` and `families` are then the stage's own.
     """
 
     instructions: tuple[Instruction, ...]
@@ -368,6 +371,7 @@ class Schedule:
     offloaded: frozenset[int] = frozenset()
     recomputed: frozenset[int] = frozenset()
     rounds: Mapping[tuple[int, bool], int] = field(default_factory=dict)
+    stage: int = 0
 
     def with_instructions(self, instructions: list[Instruction]) -> Schedule:
         """The same schedule with other lines."""
@@ -383,7 +387,8 @@ class Schedule:
     def as_text(self) -> str:
         """One line per instruction: number, phase, unit, verb, what, bytes on the wire."""
         size = f"{len(self.instructions)} instructions, {len(self.kernels)} kernels"
-        head = f"# schedule on mesh {self.mesh}: {size}"
+        stage = f", stage {self.stage}" if self.mesh.stages > 1 else ""
+        head = f"# schedule on mesh {self.mesh}{stage}: {size}"
         widths = [
             max((len(getattr(i, a)) for i in self.instructions), default=0) for a in ("phase", "unit", "verb")
         ]
@@ -417,7 +422,7 @@ class Schedule:
 
     @property
     def summed_axes(self) -> tuple[str, ...]:
-        """The axes over whose ranks losses are averaged."""
+        """The axes over whose ranks gradients and scalars are summed."""
         return summed_axes(self.specs.values(), self.mesh)
 
     def __str__(self) -> str:

@@ -6,14 +6,20 @@ one begins, and gathers every leaf for itself. Breadth-first runs all micro-batc
 program before the next chunk (Lamy-Poirier 2022, "Breadth-First Pipeline Parallelism"): a leaf is gathered
 once for all of them and its gradient is reduced once, while the activations between chunks are kept for every
 micro-batch.
+
+In a pipeline the tasks of all stages are one list: each stage runs its own of it in this order, and what is
+sent behind a task is received by others at the same place of the list. A list scheduler makes it
+(`order_stages`): it gives 1F1B (Narayanan et al. 2019), GPipe (Huang et al. 2019) where nothing limits how
+many micro-batches are under way, and interleaved stages (Narayanan et al. 2021) where a stage has several
+chunks.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from fnshard.compiler.kernels.segments import Segment
 
@@ -28,12 +34,14 @@ class Task:
         segments: the stretch; a backward runs through it from its end.
         micro: the number of the micro-batch.
         is_last: it is the last micro-batch that runs through these segments in this direction.
+        stage: of a pipeline, which runs it.
     """
 
     segments: Sequence[Segment]
     micro: int
     backward: bool
     is_last: bool
+    stage: int = 0
 
 
 Round = tuple[Task, ...]  # tasks that run one after another and share what they gather
@@ -93,3 +101,116 @@ def make_chunks(segments: Sequence[Segment], written: Iterable[tuple[str, int]])
         else:
             chunks.append([segment])
     return [tuple(chunk) for chunk in chunks]
+
+
+def order_pipeline(
+    chunks: Sequence[tuple[int, Sequence[Segment]]],
+    accumulate: int,
+    order: MicroOrder = "depth",
+    differentiate: bool = True,
+) -> list[Task]:
+    """Return the tasks of all stages of a pipeline, in one order.
+
+    Args:
+        chunks: consecutive segments, with the stage that runs them.
+        order: "depth" limits the micro-batches that are under way, "breadth" does not.
+    """
+    stage_of = [stage for stage, _ in chunks]
+    room = usual_room(max(stage_of) + 1, len(chunks)) if order == "depth" else None
+    return [
+        Task(chunks[slot.chunk][1], slot.micro, slot.backward, slot.micro == accumulate - 1, stage_of[slot.chunk])
+        for slot in order_stages(stage_of, accumulate, room, differentiate=differentiate)
+    ]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A task of a pipeline, by the number of its chunk, and when it would run."""
+
+    chunk: int
+    micro: int
+    backward: bool
+    start: float
+    end: float
+
+
+def order_stages(
+    stage_of: Sequence[int],
+    micros: int,
+    room: Sequence[int] | None,
+    costs: Callable[[int, bool], float] = lambda chunk, backward: 2.0 if backward else 1.0,
+    differentiate: bool = True,
+) -> list[Slot]:
+    """Return the tasks of all stages, in the order in which they would be done.
+
+    Time goes on from task to task: of the stages, the one whose next task can begin first takes it. Of two
+    that could begin, a forward goes first while the stage has room for one more micro-batch: so the stages
+    behind it have work sooner. Without room it waits for a backward.
+
+    Args:
+        stage_of: by chunk, the stage that runs it.
+        room: by stage, how many forwards it may have run whose backward it has not; None: any number.
+        costs: seconds of a chunk, or any unit, one way.
+        differentiate: False leaves the backward out.
+    """
+    chunks, stages = len(stage_of), max(stage_of) + 1
+    ways = (False, True) if differentiate else (False,)
+    following = {(c, b): 0 for c in range(chunks) for b in ways}  # by chunk and way, the next micro-batch
+    done: dict[tuple[int, int, bool], float] = {}  # by task, when it ends
+    free, held = [0.0] * stages, [0] * stages
+    out: list[Slot] = []
+
+    def ready(chunk: int, backward: bool) -> float | None:
+        """Return when all is done that the next task of a chunk needs; None: that is not planned yet."""
+        micro, neighbour = following[chunk, backward], chunk + 1 if backward else chunk - 1
+        before = [(chunk, micro, False)] if backward else []
+        before += [(neighbour, micro, backward)] if 0 <= neighbour < chunks else []
+        return max((done[b] for b in before), default=0.0) if all(b in done for b in before) else None
+
+    able = {task: at for task in following if (at := ready(*task)) is not None}
+    while able:
+        begins = {(c, b): max(at, free[stage_of[c]]) for (c, b), at in able.items()}
+        with_room = [
+            (c, b) for c, b in able if b or room is None or held[stage_of[c]] < room[stage_of[c]]
+        ]
+        # First what begins first; of a stage's chunks the one that a group of micro-batches as large as the
+        # pipeline has to go through next.
+        chunk, backward = min(
+            with_room or able,
+            key=lambda t: (
+                begins[t], t[1], following[t] // stages, -t[0] if t[1] else t[0], following[t]
+            ),
+        )  # fmt: skip
+        micro, stage, start = following[chunk, backward], stage_of[chunk], begins[chunk, backward]
+        end = start + costs(chunk, backward)
+        out.append(Slot(chunk, micro, backward, start, end))
+        done[chunk, micro, backward] = free[stage] = end
+        held[stage] += -1 if backward else 1
+        following[chunk, backward] += 1
+        if micro == micros - 1:
+            del following[chunk, backward]
+        neighbour = chunk - 1 if backward else chunk + 1
+        for task in ((chunk, backward), (neighbour, backward), (chunk, True)):
+            able.pop(task, None)
+            if task in following and (at := ready(*task)) is not None:
+                able[task] = at
+    return sorted(out, key=lambda slot: (slot.end, slot.start, slot.chunk))
+
+
+def usual_room(stages: int, chunks: int) -> list[int]:
+    """Return how many micro-batches each stage has under way at most, so that none waits for another: that is
+    1F1B's, or with several chunks a stage the number of interleaved ones.
+
+    >>> usual_room(4, 4), usual_room(2, 4)
+    ([4, 3, 2, 1], [5, 3])
+    """
+    each = chunks // stages
+    if each <= 1:
+        return [stages - stage for stage in range(stages)]
+    return [2 * (stages - stage - 1) + (each - 1) * stages + 1 for stage in range(stages)]
+
+
+def bubble(slots: Sequence[Slot], stage_of: Sequence[int]) -> float:
+    """Return which share of their time stages have nothing to do."""
+    end, stages = max(slot.end for slot in slots), max(stage_of) + 1
+    return 1 - sum(slot.end - slot.start for slot in slots) / (stages * end)

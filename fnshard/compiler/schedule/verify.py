@@ -12,7 +12,7 @@ from fnshard.compiler.ir.values import SCALES, Kind, ValueName
 from fnshard.compiler.kernels.canonical import Source
 from fnshard.compiler.kernels.derived import Derived, derived
 from fnshard.compiler.kernels.differentiate import Kernel
-from fnshard.compiler.schedule.buckets import summed_whole
+from fnshard.compiler.schedule.buckets import gradient_axes, summed_whole
 from fnshard.compiler.schedule.instructions import (
     COMMUNICATION,
     COMPUTE,
@@ -25,7 +25,9 @@ from fnshard.compiler.schedule.instructions import (
     Norms,
     ReduceScalars,
     ReduceUpdate,
+    Recv,
     Run,
+    Send,
     StackUpdate,
     Wait,
 )
@@ -61,7 +63,8 @@ def verify(schedule: Schedule) -> Schedule:
     - no buffer of the host's pool is read, or given back again, by way of a view once it was given back;
     - whatever is alive at the end is an output;
     - a gradient is summed over each axis once that does not split its leaf, and over no other; a norm counts
-      every element once; where the result of an exchange has a cotangent, what was sent has one.
+      every element once; where the result of an exchange has a cotangent, what was sent has one, and where a
+      value of another stage has one, it is sent back; no leaf of another stage is read.
 
     Raises:
         ScheduleError: a bug in a pass.
@@ -81,6 +84,7 @@ def verify(schedule: Schedule) -> Schedule:
     ]  # fmt: skip
     state.problems += _too_many_units(schedule) + _double_gathers(schedule)
     state.problems += _sums(schedule) + _counts(schedule) + _missing_duals(schedule)
+    state.problems += _unanswered(schedule)
     if not state.problems:  # it takes every kernel to read what it should
         state.problems += _kept_leaves(schedule)
     if state.problems:
@@ -91,7 +95,9 @@ def verify(schedule: Schedule) -> Schedule:
 def _check_line(state: _State, number: int, line: Instruction, schedule: Schedule) -> None:
     here = f"{number}: {line.verb} {line.detail}"
     for name in line.reads:
-        if name not in state.live:
+        if name.leaf and name.leaf not in schedule.specs:
+            state.problems.append(f"{here}: reads {name}, a leaf of another stage")
+        elif name not in state.live:
             state.problems.append(f"{here}: reads {name}, which is not alive")
         _check_memory(state, here, line, name, schedule)
     for name in (n for n in line.drops if isinstance(line, Free) and n.is_pooled):
@@ -154,7 +160,9 @@ def _copied(issue: Instruction, name: ValueName) -> bool:
         name.kind in (Kind.GRADIENT, Kind.ACCUMULATED, Kind.NORMS, Kind.REDUCED)
         or name.is_copy(Kind.LOADED, Kind.STORED)
         or name == SCALES  # which the flight holds
-        or isinstance(issue, AggregateBuffers | Exchange | ReduceScalars | ReduceUpdate | StackUpdate)
+        or isinstance(
+            issue, AggregateBuffers | Exchange | ReduceScalars | ReduceUpdate | Send | StackUpdate
+        )
     )
 
 
@@ -166,9 +174,11 @@ def _sums(schedule: Schedule) -> list[str]:
         if of_gradients and getattr(line, "bucket", "") in schedule.reduced:
             found.setdefault((line.bucket, line.phase), []).extend(line.axes_of(schedule))
     problems = []
+    for name in schedule.reduced if schedule.mesh.stages > 1 else ():
+        if name not in {bucket for bucket, _ in found}:  # a sum over no axis at all
+            found[name, "backward"] = []
     for (name, phase), axes in found.items():
-        split = schedule.specs[schedule.buckets[name].paths[0]].compute.axes
-        expected = sorted(a for a in schedule.summed_axes if a not in split)
+        expected = sorted(gradient_axes(schedule.buckets[name], schedule.specs, schedule.summed_axes))
         if sorted(axes) != expected:
             over, due = (", ".join(each) or "no axis" for each in (axes, expected))
             problems.append(f"{phase}: {name} is summed over {over}, where {due} is due")
@@ -204,6 +214,23 @@ def _missing_duals(schedule: Schedule) -> list[str]:
         if key in tangents and (*key, line.of_kind.dual, line.axes) not in back:
             problems.append(f"{line.detail}: the cotangent of {received} is not exchanged back")
     return problems
+
+
+def _unanswered(schedule: Schedule) -> list[str]:
+    """Values of other stages whose cotangents are not sent back."""
+    lines = schedule.instructions
+    tangents = {(n.path, n.micro) for line in lines for n in line.writes if n.kind is Kind.TANGENT}
+    back = {(n.path, n.micro, i.stage) for i in lines if isinstance(i, Send) for n in i.values}
+    return [
+        f"{line.verb} {line.detail}: the cotangent of {name} is not sent back"
+        for line in lines
+        if isinstance(line, Recv)
+        for name, like in zip(line.values, line.likes, strict=True)
+        if name.kind is not Kind.TANGENT
+        and like.requires_grad
+        and (name.path, name.micro) in tangents
+        and (name.path, name.micro, line.stage) not in back
+    ]
 
 
 def _too_many_units(schedule: Schedule) -> list[str]:

@@ -11,6 +11,7 @@ from fnshard.compiler.schedule.instructions.gradients import (
 )
 from fnshard.compiler.schedule.instructions.kernels import Add, Free, Run, Zeros
 from fnshard.compiler.schedule.instructions.leaves import Cast, Gather, Publish, Scales
+from fnshard.compiler.schedule.instructions.messages import Recv, Send
 from fnshard.compiler.schedule.instructions.transfers import ToDevice, ToHost
 from fnshard.compiler.schedule.instructions.updates import (
     ComputeStack,
@@ -40,7 +41,7 @@ from fnshard.compiler.schedule.ir import (
 __all__ = [
     "COMMUNICATION", "COMPUTE", "HOST", "LANES", "OPTIMIZER", "TRANSFER", "Accumulate", "Action", "Add",
     "AggregateBuffers", "AllReduce", "Cast", "ComputeStack", "Env", "Exchange", "Free", "Gather",
-    "Instruction", "Local", "Names", "Norms", "OfBucket", "OverlappedUpdate", "Parts", "Publish",
-    "ReduceScalars", "ReduceScatter", "ReduceUpdate", "Reduced", "Run", "Scales", "StackUpdate",
+    "Instruction", "Local", "Names", "Norms", "OfBucket", "OverlappedUpdate", "Parts", "Publish", "Recv",
+    "ReduceScalars", "ReduceScatter", "ReduceUpdate", "Reduced", "Run", "Scales", "Send", "StackUpdate",
     "StoreBuffers", "ToDevice", "ToHost", "Update", "Wait", "Zeros",
 ]  # fmt: skip

@@ -166,7 +166,7 @@ class AllReduce(OfBucket):
 
     @property
     def _of_blocks(self) -> bool:
-        return self.reads[0].kind is Kind.REDUCED
+        return bool(self.reads) and self.reads[0].kind is Kind.REDUCED
 
     def bind(self, context: Context) -> Action:
         """Pack, or send the row that is there."""

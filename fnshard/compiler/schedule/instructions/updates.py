@@ -71,10 +71,10 @@ class ReduceScalars(Instruction):
     def bind(self, context: Context) -> Action:
         """Pack this rank's numbers; issue."""
         axes, (flight,) = self.axes_of(context.schedule), self.writes
-        norms = [n for n in self.reads if n.kind is Kind.NORMS]
+        norms, own = [n for n in self.reads if n.kind is Kind.NORMS], frozenset(self.reads)
 
         def run(env: Env) -> None:
-            vector = context.scalars.pack(env, [env[n] for n in norms], self.reads)
+            vector = context.scalars.pack(env, [env[n] for n in norms], own)
             env[flight] = context.comm.all_reduce(vector, axes)
 
         return run

@@ -1,0 +1,139 @@
+"""Messages: what the stages of a pipeline send one another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fnshard.compiler.ir.program import short_dtype
+from fnshard.compiler.kernels.canonical import Argument
+from fnshard.compiler.schedule.ir import (
+    COMMUNICATION,
+    Action,
+    Context,
+    Env,
+    Instruction,
+    Names,
+    Price,
+    Pricer,
+    Schedule,
+    Wait,
+    on_arrival,
+)
+from fnshard.mesh import PIPELINE
+
+
+@dataclass(frozen=True)
+class Message(Instruction):
+    """One end of a message between two stages: `stage` is the other one.
+
+    `values`: what travels, named alike at both ends. `likes`: shapes and dtypes of these.
+    """
+
+    lane = COMMUNICATION
+
+    stage: int = 0
+    values: Names = ()
+    likes: tuple[Argument, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in self.likes)
+
+    @property
+    def shown(self) -> str:
+        pairs = zip(self.values, self.likes, strict=True)
+        return ", ".join(f"{n} {short_dtype(a.dtype)}[{', '.join(map(str, a.shape))}]" for n, a in pairs)
+
+    def axes_of(self, schedule: Schedule) -> tuple[str, ...]:
+        return (PIPELINE,)
+
+    def sent_share(self, ranks: int) -> Fraction:
+        return Fraction(1)
+
+    def wire_text(self, schedule: Schedule, shapes: bool = False) -> str:
+        dtypes = [short_dtype(a.dtype) for a in self.likes]
+        return f"stage {self.stage} {self.shown if shapes else f'{[*self.values]} {dtypes}'}"
+
+    @classmethod
+    def wait_detail(cls, wait: Wait) -> str:
+        return wait.reads[0].path
+
+
+@dataclass(frozen=True)
+class Send(Message):
+    """Issue: values -> the rank of another stage that is like this one otherwise. Transports copy them."""
+
+    @property
+    def detail(self) -> str:
+        return f"{self.shown} to stage {self.stage}"
+
+    def wire_bytes(self, schedule: Schedule) -> int:
+        return self.size_bytes
+
+    def bind(self, context: Context) -> Action:
+        comm, names, (flight,) = context.comm, self.reads, self.writes
+        rank, what = context.mesh.partner(self.stage, context.rank), self.shown
+
+        def run(env: Env) -> None:
+            env[flight] = comm.send([env[n] for n in names], rank, what)
+
+        return run
+
+    @classmethod
+    def bind_wait(cls, wait: Wait, context: Context) -> Action:
+        return on_arrival(wait, lambda env, _: None)
+
+    def price(self, pricer: Pricer) -> Price:
+        return pricer.copy(0.0, **pricer.message(self.stage, float(self.size_bytes)))
+
+
+@dataclass(frozen=True)
+class Recv(Message):
+    """Issue: room for what the rank of another stage sends; the Wait makes the values of it."""
+
+    @property
+    def detail(self) -> str:
+        return f"{self.shown} from stage {self.stage}"
+
+    def bind(self, context: Context) -> Action:
+        comm, (flight,) = context.comm, self.writes
+        rank, what = context.mesh.partner(self.stage, context.rank), self.shown
+        shapes = [(a.shape, a.dtype) for a in self.likes]
+
+        def run(env: Env) -> None:
+            env[flight] = comm.recv(shapes, rank, what)
+
+        return run
+
+    @classmethod
+    def bind_wait(cls, wait: Wait, context: Context) -> Action:
+        """The values, with the strides that kernels were compiled for."""
+        names, likes = wait.writes, context.schedule.issues[wait.reads[0]].likes
+
+        def take(env: Env, tensors: Sequence[Tensor]) -> None:
+            for name, like, value in zip(names, likes, tensors, strict=True):
+                env[name] = _as_strided_like(value, like)
+
+        return on_arrival(wait, take)
+
+    def price(self, pricer: Pricer) -> Price:
+        return pricer.compute(0.0, 0.0)
+
+
+def _as_strided_like(value: Tensor, like: Argument) -> Tensor:
+    if value.stride() == like.stride or value.numel() < 2:
+        return value
+    out = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=value.device)
+    return out.copy_(value)
+
+
+def pair_of(line: Any, stage: int) -> tuple[int, int]:
+    """Return the stages that a message of `stage` goes from and to."""
+    return (stage, line.stage) if isinstance(line, Send) else (line.stage, stage)

@@ -1,0 +1,255 @@
+"""Stages: which stage of a pipeline runs which part of a program, and what stages send one another, as data.
+
+A spec says of which chunk a leaf is, and stage = chunk mod stages. A segment is of the chunk of the leaves
+that it reads; one that reads only leaves of all stages goes with the segment before it. What a segment makes
+and another stage reads is sent straight there, once for each micro-batch and reader; its cotangent comes back
+from each stage that read it, when that has added up its own part. All of this follows from the program and
+its specs alone, so that every stage finds the same messages in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fnshard.compiler.ir.program import Outputs
+from fnshard.compiler.ir.values import Kind, ValueName
+from fnshard.compiler.kernels.differentiate import Kernel
+from fnshard.compiler.kernels.segments import Segment, Segments, last_first
+from fnshard.errors import SpecError
+from fnshard.layout.spec import LayoutSpec
+from fnshard.mesh import Mesh
+
+WAYS_OUT = (
+    'chunk="all" in the spec of a leaf that several stages read (a tied embedding, a table): each stage then '
+    'holds it, and its gradients are summed, rules=[("embed.weight", LayoutSpec(P("shard"), chunk="all"))]. '
+    "Else number chunks in the order in which `fn` reads their leaves."
+)
+
+
+@dataclass(frozen=True)
+class Message:
+    """Values of the program that one stage sends another behind a segment.
+
+    `values`: as the program names them; of a backward, those whose cotangents are sent. `last_only`: they are
+    results that `fn` returns, of which the last micro-batch's are kept.
+    """
+
+    source: int
+    target: int
+    values: tuple[ValueName, ...]
+    backward: bool = False
+    last_only: bool = False
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """How stages share a program.
+
+    Args:
+        chunks: consecutive segments, with the stage that runs them.
+        stage_of: by segment.
+        messages: by segment and whether it is its backward, what is sent behind it.
+        home: by value, the stage that makes it.
+    """
+
+    stages: int
+    chunks: tuple[tuple[int, tuple[Segment, ...]], ...]
+    stage_of: Mapping[int, int]
+    home: Mapping[ValueName, int]
+    messages: Mapping[tuple[int, bool], tuple[Message, ...]] = field(default_factory=dict)
+
+    def behind(self, segment: Segment, backward: bool, is_last: bool) -> list[Message]:
+        """Return what is sent behind a segment of one micro-batch."""
+        messages = self.messages.get((segment.index, backward), ())
+        return [m for m in messages if is_last or not m.last_only]
+
+
+def one_stage(segments: Segments) -> StagePlan:
+    """Return the plan of a mesh without a pipeline: one stage runs all."""
+    stage_of = {s.index: 0 for s in segments.segments}
+    return StagePlan(1, ((0, segments.segments),), stage_of, dict.fromkeys(homes(segments, stage_of), 0))
+
+
+def plan_stages(
+    segments: Segments,
+    kernels: Sequence[Kernel],
+    active: Iterable[int],
+    outputs: Outputs,
+    specs: Mapping[str, LayoutSpec],
+    mesh: Mesh,
+) -> StagePlan:
+    """Share a program among the stages of a mesh.
+
+    Args:
+        kernels: of each segment.
+        active: segments whose backward runs.
+
+    Raises:
+        SpecError: see `assign_chunks`; a leaf that `fn` writes to and another stage, or every one, holds.
+    """
+    if mesh.stages == 1:
+        return one_stage(segments)
+    chunk_of = assign_chunks(segments, specs, mesh)
+    stage_of = {s.index: chunk % mesh.stages for s, chunk in zip(segments.segments, chunk_of, strict=True)}
+    chunks = tuple(
+        (chunk % mesh.stages, tuple(s for s, c in zip(segments.segments, chunk_of, strict=True) if c == chunk))
+        for chunk in dict.fromkeys(chunk_of)
+    )
+    home = homes(segments, stage_of)
+    _check_writes(segments, outputs, specs, home, mesh)
+    messages: dict[tuple[int, bool], list[Message]] = {}
+    for key, message in _forward_messages(segments, stage_of, home, outputs):
+        messages.setdefault(key, []).append(message)
+    for key, message in _backward_messages(segments, kernels, set(active), stage_of, home, outputs):
+        messages.setdefault(key, []).append(message)
+    return StagePlan(mesh.stages, chunks, stage_of, home, {k: tuple(m) for k, m in messages.items()})
+
+
+def assign_chunks(segments: Segments, specs: Mapping[str, LayoutSpec], mesh: Mesh) -> list[int]:
+    """Return the chunk of each segment.
+
+    Raises:
+        SpecError: leaves of two chunks that one segment reads; a program that reads chunks in another order
+            than theirs; a stage without a segment.
+    """
+    found: list[int | None] = []
+    wrong: list[str] = []
+    latest, reader = 0, ""  # the highest chunk so far, and a leaf of it
+    for segment in segments.segments:
+        chunk_of = {p: specs[p].chunk for p in segment.leaves if specs[p].chunk != "all"}
+        highest = max(chunk_of, key=chunk_of.__getitem__, default="")
+        for path, chunk in chunk_of.items():
+            where = f"params[{path!r}] of chunk {chunk} is read{_line_of(segments, segment, path)}"
+            if chunk < latest:
+                wrong.append(f"{where}, after {reader} of chunk {latest}")
+            elif chunk < chunk_of[highest]:
+                wrong.append(f"{where}, together with params[{highest!r}] of chunk {chunk_of[highest]}")
+        if chunk_of and chunk_of[highest] >= latest:
+            latest, reader = chunk_of[highest], f"params[{highest!r}]"
+        found.append(latest if chunk_of else None)
+    if wrong:
+        raise SpecError(
+            f"`fn` does not read the leaves of {mesh.stages} stages one stage after another:",
+            list(dict.fromkeys(wrong)),
+            WAYS_OUT,
+        )
+    chunks = _fill(found)
+    read = {chunk % mesh.stages for chunk in chunks if chunk is not None}
+    if missing := [stage for stage in range(mesh.stages) if stage not in read]:
+        raise SpecError(
+            f"{len(missing)} of {mesh.stages} stages have nothing to run: `fn` reads no leaf of theirs.",
+            [f"stage {stage}: {_leaves_of(stage, specs, mesh)}" for stage in missing],
+            "presets give each stage units, fs.presets.full_shard(params, mesh); in specs of your own "
+            "LayoutSpec(chunk=0), 1, ... says it by leaf. A mesh needs no more stages than there are units.",
+        )
+    return chunks
+
+
+def _fill(found: Sequence[int | None]) -> list[int | None]:
+    """Give each segment without a chunk that of the one before it, the first ones that of the next."""
+    latest = next((chunk for chunk in found if chunk is not None), None)
+    out = []
+    for chunk in found:
+        latest = latest if chunk is None else chunk
+        out.append(latest)
+    return out
+
+
+def _leaves_of(stage: int, specs: Mapping[str, LayoutSpec], mesh: Mesh) -> str:
+    own = [f"params[{p!r}]" for p, s in specs.items() if s.chunk != "all" and s.chunk % mesh.stages == stage]
+    more = f" and {len(own) - 3} more" * (len(own) > 3)
+    return f"has {', '.join(own[:3])}{more}, which `fn` does not read" if own else "no leaf is of its chunks"
+
+
+def _line_of(segments: Segments, segment: Segment, path: str) -> str:
+    """Return where `fn` reads a leaf in a segment, if lines were kept."""
+    graph = segments.sources[segment.source].graph
+    inputs = zip(graph.find_nodes(op="placeholder"), segment.inputs, strict=True)
+    users = [user for node, n in inputs if n.kind is Kind.LEAF and n.path == path for user in node.users]
+    line = next((user.meta["stack_trace"] for user in users if user.meta.get("stack_trace")), "")
+    return f" at {line}" if line else ""
+
+
+def _check_writes(
+    segments: Segments, outputs: Outputs, specs: Mapping[str, LayoutSpec], home: Mapping[ValueName, int],
+    mesh: Mesh,
+) -> None:  # fmt: skip
+    """Refuse leaves that `fn` writes to on another stage than theirs: micro-batches hand a leaf on in order."""
+    wrong = []
+    for path, index in outputs.writes.items():
+        made, chunk = home.get(segments.results[index], 0), specs[path].chunk
+        if chunk == "all":
+            wrong.append(f'params[{path!r}] has chunk="all", and stage {made} writes to it')
+        elif chunk % mesh.stages != made:
+            wrong.append(f"params[{path!r}] of stage {chunk % mesh.stages} is written by stage {made}")
+    if wrong:
+        raise SpecError(
+            "`fn` writes to leaves that other stages hold:",
+            wrong,
+            "give a buffer the chunk of the unit that writes to it: LayoutSpec(chunk=...).",
+        )
+
+
+def homes(segments: Segments, stage_of: Mapping[int, int]) -> dict[ValueName, int]:
+    """Return the stage that makes each value of the program."""
+    out = {name: stage_of[s.index] for s in segments.segments for name in s.outputs}
+    return out | {e.received: stage_of[e.after] for e in segments.exchanges}
+
+
+def _forward_messages(
+    segments: Segments, stage_of: Mapping[int, int], home: Mapping[ValueName, int], outputs: Outputs
+) -> list[tuple[tuple[int, bool], Message]]:
+    """Return what is sent behind each segment's forward: what other stages read, and results."""
+    readers: dict[ValueName, set[int]] = {}
+    for segment in segments.segments:
+        for name in segment.inputs:
+            readers.setdefault(name, set()).add(stage_of[segment.index])
+    for each in segments.exchanges:
+        readers.setdefault(each.sent, set()).add(stage_of[each.after])
+    returned = {segments.results[index] for index in outputs.returned}
+    after = segments.exchanges_after()
+    stages, out = sorted(set(stage_of.values())), []
+    for segment in segments.segments:
+        here = stage_of[segment.index]
+        made = [*segment.outputs, *(e.received for e in after[segment.index])]
+        for stage in (s for s in stages if s != here):
+            read = tuple(n for n in made if stage in readers.get(n, ()))
+            results = tuple(n for n in made if n in returned and n not in read)
+            for values, last_only in ((read, False), (results, True)):
+                if values:
+                    message = Message(here, stage, values, last_only=last_only)
+                    out.append(((segment.index, False), message))
+    return out
+
+
+def _backward_messages(
+    segments: Segments, kernels: Sequence[Kernel], active: set[int], stage_of: Mapping[int, int],
+    home: Mapping[ValueName, int], outputs: Outputs,
+) -> list[tuple[tuple[int, bool], Message]]:  # fmt: skip
+    """Return what is sent behind each segment's backward: cotangents that a stage has added up."""
+    if outputs.loss is None:
+        return []
+    after, has_tangent = segments.exchanges_after(), {segments.results[outputs.loss]}
+    last: dict[tuple[ValueName, int], int] = {}  # by value and stage, the segment that adds to its cotangent last
+    for segment in reversed(segments.segments):
+        added = []
+        for each in last_first(after[segment.index]):
+            if each.received in has_tangent and each.like.requires_grad:
+                added.append(each.sent)
+                has_tangent.add(each.sent)
+        if segment.index in active:
+            added += [segment.inputs[index] for index in kernels[segment.index].grads]
+            has_tangent.update(added)
+        last |= {(n, stage_of[segment.index]): segment.index for n in added if n.kind is not Kind.LEAF}
+    # What makes a value and has no backward does not ask for its cotangent.
+    asked = {s.outputs[i] for s in segments.segments if s.index in active for i in kernels[s.index].tangents}
+    asked |= {e.received for e in segments.exchanges if e.like.requires_grad}
+    sent: dict[tuple[int, int, int], list[ValueName]] = {}
+    for (name, stage), index in last.items():
+        if home[name] != stage and name in asked:
+            sent.setdefault((index, stage, home[name]), []).append(name)
+    return [
+        ((index, True), Message(stage, target, tuple(names), backward=True))
+        for (index, stage, target), names in sent.items()
+    ]

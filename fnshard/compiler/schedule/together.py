@@ -1,0 +1,157 @@
+"""Together: the schedules of a pipeline's stages, merged line by line. It is the proof that no run deadlocks.
+
+A stage has no choices: it does its lines one after another. A line can be done when those that it meets are
+there: the Wait of a message needs the other end to be issued, and a collective over the pipeline needs all
+stages to have come to it. Whatever else a line reads its own stage has made before (`verify`). If the merge
+comes to the end of all schedules, so does every run, however fast its stages are; if it does not, it shows
+the circle in which stages wait for one another. The merged order is also the one in which the timeline walks,
+and the text that ranks agree on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fnshard.compiler.schedule.instructions import COMMUNICATION, Recv, Send, Wait
+from fnshard.compiler.schedule.instructions.messages import Message, pair_of
+from fnshard.compiler.schedule.ir import Instruction, Schedule
+from fnshard.errors import ScheduleError
+from fnshard.mesh import PIPELINE
+
+Place = tuple[int, int]  # a stage and the number of one of its lines
+
+
+def together(schedules: Sequence[Schedule]) -> list[Place]:
+    """Merge the schedules of all stages; return (stage, line) in an order in which they can be done.
+
+    Raises:
+        ScheduleError: stages that wait for one another, with the lines at which they do; messages that the two
+            ends do not have alike; a collective over the pipeline that stages do not come to in one order.
+    """
+    merge = _Merge(schedules)
+    while not merge.is_done():
+        # A line of each stage at a time, so that the text shows what stages do side by side.
+        if not sum([merge.advance(stage) for stage in range(len(schedules))]) and not merge.meet():
+            raise ScheduleError(
+                "the stages of the pipeline wait for one another for ever:",
+                merge.circle(),
+                "this is a bug of ours, or of a pass that moves Sends, Recvs or their Waits.",
+            )
+    if merge.problems:
+        raise ScheduleError(f"{len(merge.problems)} faults between stages:", merge.problems[:20])
+    return merge.order
+
+
+@dataclass
+class _Merge:
+    """How far each stage has come.
+
+    `issued`: by the stages that messages go from and to, and end, those that were issued, in order. `numbers`:
+    by stage and flight, which of these it is.
+    """
+
+    schedules: Sequence[Schedule]
+    order: list[Place] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    issued: dict[tuple[int, int, type], list[Message]] = field(default_factory=dict)
+    numbers: dict[tuple[int, str], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.at = [0] * len(self.schedules)
+
+    def line(self, stage: int) -> Instruction | None:
+        """Return the line that a stage is at; None behind its last."""
+        lines = self.schedules[stage].instructions
+        return lines[self.at[stage]] if self.at[stage] < len(lines) else None
+
+    def is_done(self) -> bool:
+        """Say whether all stages are, and note messages that nobody takes."""
+        if any(self.line(stage) is not None for stage in range(len(self.schedules))):
+            return False
+        for (source, target, kind), sent in self.issued.items():
+            other = self.issued.get((source, target, Recv if kind is Send else Send), [])
+            for line in sent[len(other) :]:
+                self.problems.append(
+                    f"{line.verb} {line.detail}, from stage {source} to {target}, has no other end"
+                )
+        return True
+
+    def advance(self, stage: int) -> bool:
+        """Do the line that a stage is at, if it can be done alone."""
+        line = self.line(stage)
+        if line is None or self.is_met(line, stage) or self.waits_for(line, stage) is not None:
+            return False
+        self.do(stage)
+        return True
+
+    def do(self, stage: int) -> None:
+        line = self.line(stage)
+        self.order.append((stage, self.at[stage]))
+        self.at[stage] += 1
+        if isinstance(line, Message):
+            self.issue(line, stage)
+
+    def issue(self, line: Message, stage: int) -> None:
+        """Note a message, and compare it with its other end if that is there."""
+        source, target = pair_of(line, stage)
+        if not 0 <= line.stage < len(self.schedules) or line.stage == stage:
+            self.problems.append(f"{line.verb} {line.detail}: stage {stage} has no such other stage")
+        mine = self.issued.setdefault((source, target, type(line)), [])
+        number = self.numbers[stage, line.writes[0]] = len(mine)
+        mine.append(line)
+        other = self.issued.get((source, target, Recv if isinstance(line, Send) else Send), [])
+        if number < len(other) and other[number].shown != line.shown:
+            sent, got = (line, other[number]) if isinstance(line, Send) else (other[number], line)
+            self.problems.append(
+                f"stage {source} sends {sent.shown}, where stage {target} receives {got.shown}"
+            )
+
+    def is_met(self, line: Instruction, stage: int) -> bool:
+        """Say whether ranks of all stages meet in a line."""
+        schedule = self.schedules[stage]
+        of_all = line.lane == COMMUNICATION and not isinstance(line, Message)
+        return of_all and PIPELINE in line.axes_of(schedule)
+
+    def meet(self) -> bool:
+        """Do the collective over the pipeline that all stages are at; False if they are not."""
+        stages = range(len(self.schedules))
+        lines = [self.line(stage) for stage in stages]
+        if not all(line is not None and self.is_met(line, s) for s, line in zip(stages, lines, strict=True)):
+            return False
+        texts = [self.text(line, s) for s, line in zip(stages, lines, strict=True)]
+        for stage, text in zip(stages, texts, strict=True):
+            if text != texts[0]:
+                self.problems.append(f"stage {stage} comes to {text}, where stage 0 comes to {texts[0]}")
+        for stage in stages:
+            self.do(stage)
+        return True
+
+    def text(self, line: Instruction, stage: int) -> str:
+        """Return what a collective must have alike on all stages."""
+        schedule, bucket = self.schedules[stage], getattr(line, "bucket", "")
+        what = line.wire_text(schedule) if bucket else f"{schedule.scalars} numbers"
+        return f"{line.verb} over {', '.join(line.axes_of(schedule))} of {what}"
+
+    def waits_for(self, line: Instruction, stage: int) -> int | None:
+        """Return the stage whose end of a message a line needs, if that was not issued yet."""
+        if not (isinstance(line, Wait) and line.is_for(Message)):
+            return None
+        issue = self.schedules[stage].issues[line.reads[0]]
+        source, target = pair_of(issue, stage)
+        other = self.issued.get((source, target, Recv if isinstance(issue, Send) else Send), [])
+        return issue.stage if self.numbers[stage, line.reads[0]] >= len(other) else None
+
+    def circle(self) -> list[str]:
+        """Say at which line each stage stands, and for whom it waits."""
+        out = []
+        for stage in range(len(self.schedules)):
+            line = self.line(stage)
+            if line is None:
+                out.append(f"stage {stage} is at its end")
+                continue
+            where = f"stage {stage}, line {self.at[stage]}: {line.phase} {line.unit} {line.verb} {line.detail}"
+            other = self.waits_for(line, stage)
+            whom = "all stages" if other is None else f"stage {other}"
+            out.append(f"{where} waits for {whom}")
+        return out
