@@ -99,10 +99,6 @@ class Lowered:
         """The distinct segments, differentiated."""
         return self.stages.kernels
 
-    def communication(self) -> list[str]:
-        """Return what ranks issue, a line each with its shapes: what they agree on."""
-        return list(self.schedule.communication(shapes=True))
-
     @property
     def schedule(self) -> Schedule:
         """The ordered instructions; in a pipeline of the stage that this rank runs."""
