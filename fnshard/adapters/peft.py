@@ -26,12 +26,13 @@ from fnshard.checkpoint.coordination import all_or_none
 from fnshard.errors import StateError, leaves
 from fnshard.layout.codecs import block_of, is_coded
 from fnshard.layout.resolved import ResolvedSpecs
+from fnshard.layout.spec import is_here
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.connect import connection
 from fnshard.runtime.files.folder import flush_directory, flush_file
 from fnshard.runtime.packing import local_block
 from fnshard.step.runner import laid_out
-from fnshard.step.shards import unshard
+from fnshard.step.shards import foreign_block, unshard
 
 __all__ = ["load", "merge", "save"]
 
@@ -66,13 +67,17 @@ def merge(params: Any, settings: Lora, specs: Any = None, mesh: Mesh | None = No
     out = []
     with torch.no_grad():
         for path, spec in base.leaves.items():
+            changes = path in settings.targets
+            whole = _whole(stored, base, path, mesh) if changes and settings.dora else None
+            if not is_here(spec, mesh):
+                out.append(foreign_block(replace(spec, codec=None), mesh))
+                continue
             block = block_of(stored, path, spec)
-            if path in settings.targets:
+            if changes:
                 full = _update(adapters[path], settings, path)
                 update = local_block(full.to(block.device), spec.storage, mesh)
                 block = block.to(update.dtype) + update
                 if settings.dora:
-                    whole = _whole(stored, base, path, mesh)
                     scale = _scale(whole, adapters[path], settings, path in settings.transposed)
                     block = block * local_block(scale.to(block.device).expand_as(full), spec.storage, mesh)
                 block = block.to(spec.storage_dtype)
@@ -374,8 +379,10 @@ def _row_norms(whole: Tensor, turned: bool) -> Tensor:
 def _whole(stored: Any, base: ResolvedSpecs, path: str, mesh: Mesh | None) -> Tensor:
     """A leaf of the base, decoded. A collective."""
     spec = base.leaves[path]
-    block = block_of(stored, path, spec)
-    return unshard({path: block}, {path: replace(spec, codec=None)}, mesh)[path]
+    plain = replace(spec, codec=None)
+    here = mesh is None or is_here(spec, mesh)
+    block = block_of(stored, path, spec) if here else foreign_block(plain, mesh)
+    return unshard({path: block}, {path: plain}, mesh)[path]
 
 
 def _peft_name(leaf: str, part: str) -> str:

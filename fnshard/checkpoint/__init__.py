@@ -27,6 +27,7 @@ from fnshard.checkpoint.state_leaves import (
     checked_param_leaves,
     resolved_as_saved,
     restore_targets,
+    specs_here,
 )
 from fnshard.errors import CheckpointError, CheckpointWarning, nearest
 from fnshard.layout.resolved import ResolvedSpecs
@@ -241,7 +242,8 @@ def restore_params(
         masters = {n: leaf for n, leaf in found.leaves.items() if n.startswith("optimizer/")}
         params = specs.tree_of(blank_params(specs.stored, on, disk_dir))
         leaves = checked_param_leaves(params, specs, on)
-        return params, restore_targets(leaves, saved | masters, set())
+        foreign = specs.stored.keys() - specs_here(specs.stored, on).keys()
+        return params, restore_targets(leaves, saved | masters, set(), foreign)
 
     def fill(folder: Path, found: Manifest, group: Any) -> Any:
         params, targets = agreed(group, f"restoring {folder}", lambda: made(found))

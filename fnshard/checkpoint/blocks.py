@@ -24,7 +24,7 @@ from fnshard.checkpoint.coordination import all_ranks
 from fnshard.checkpoint.manifest_file import Chunk, DataFile, Manifest, SavedLeaf, merged
 from fnshard.checkpoint.state_leaves import LocalLeaf, RestoreTarget, some_of
 from fnshard.layout.partition import P
-from fnshard.mesh import Mesh
+from fnshard.mesh import PIPELINE, Mesh
 from fnshard.runtime.files.folder import AtomicDirectory, data_file
 from fnshard.runtime.files.tensorfile import (
     PASSING,
@@ -69,7 +69,7 @@ def save_blocks(
     def finish(written: list[tuple[DataFile | None, dict[str, SavedLeaf]]]) -> None:
         alike = all(position == positions[0] for position in positions)
         files = {data_file(rank): file for rank, (file, _) in enumerate(written) if file is not None}
-        saved = merged([leaves for _, leaves in written])
+        saved = merged([leaves for _, leaves in written], [mesh.stage_of(r) for r in range(mesh.size)])
         data = tuple(positions[:1] if alike else positions)
         Manifest(leaves=saved, files=files, data=data, **fields).write(directory.saving)
         directory.commit()
@@ -88,12 +88,14 @@ def assigned(leaves: Mapping[str, LocalLeaf], mesh: Mesh) -> dict[str, LocalLeaf
     ['a', 'c']
     """
     loads: dict[tuple[int, ...], dict[int, int]] = {}  # bytes of each rank of a group
-    groups: dict[P, tuple[int, ...]] = {}
+    groups: dict[tuple[P, bool], tuple[int, ...]] = {}
     mine = {}
     for name, leaf in sorted(leaves.items(), key=lambda item: (-item[1].block.nbytes, item[0])):
-        if leaf.layout not in groups:
-            groups[leaf.layout] = mesh.group_ranks([a for a in mesh.names if a not in leaf.layout.axes])
-        holders = groups[leaf.layout]
+        kind = leaf.layout, leaf.on_all_stages
+        if kind not in groups:
+            apart = {*leaf.layout.axes, *([] if leaf.on_all_stages else [PIPELINE])}
+            groups[kind] = mesh.group_ranks([a for a in mesh.names if a not in apart])
+        holders = groups[kind]
         load = loads.setdefault(holders, dict.fromkeys(holders, 0))
         rank = min(holders, key=load.__getitem__)
         load[rank] += leaf.block.nbytes

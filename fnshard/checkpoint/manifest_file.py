@@ -176,11 +176,17 @@ class Manifest:
             raise Corrupt("; ".join(wrong))
 
 
-def merged(parts: Sequence[Mapping[str, SavedLeaf]]) -> dict[str, SavedLeaf]:
-    """The leaves of which each rank has written some chunks, or none; rank 0 is the first."""
-    wrong = {name for part in parts for name in part if name not in parts[0]}
+def merged(parts: Sequence[Mapping[str, SavedLeaf]], stages: Sequence[int]) -> dict[str, SavedLeaf]:
+    """The leaves of which each rank has written some chunks, or none; rank 0 is the first.
+
+    Args:
+        stages: by rank, the stage of a pipeline that it runs: those of one have the same leaves.
+    """
+    first = {stage: parts[stages.index(stage)] for stage in stages}
+    wrong = {n for part, stage in zip(parts, stages, strict=True) for n in part.keys() ^ first[stage].keys()}
+    leaves = {name: leaf for part in first.values() for name, leaf in part.items()}
     found = {}
-    for name, leaf in parts[0].items():
+    for name, leaf in leaves.items():
         here = [part[name] for part in parts if name in part]
         alike = {(each.shape, each.dtype, each.spec) for each in here}
         chunks = sorted((c for each in here for c in each.chunks), key=lambda chunk: chunk.offset)

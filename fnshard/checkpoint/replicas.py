@@ -11,7 +11,6 @@ for complete that is not. Gemini (Wang et al., SOSP 2023) has the same placement
 from __future__ import annotations
 
 import json
-import math
 import os
 import shutil
 import socket
@@ -39,6 +38,7 @@ from fnshard.checkpoint.saving import copy_to_host
 from fnshard.checkpoint.state_leaves import host_copies, state_leaves
 from fnshard.errors import CheckpointError
 from fnshard.layout.resolved import ResolvedSpecs
+from fnshard.mesh import Mesh
 from fnshard.mesh.host import control_groups
 from fnshard.mesh.process_group import attempt, launcher
 from fnshard.runtime.collectives.base import failing
@@ -329,9 +329,11 @@ def _replica_of(folder: str, parts: Mapping[str, _Part]) -> _Replica | None:
     """Of the parts of one save; None where some block or some rank's position is not among them."""
     try:
         read = [from_json(Manifest, json.loads(parts[name][0])) for name in sorted(parts)]
-        if len(read) < math.prod(read[0].mesh["axes"].values()):
+        axes = read[0].mesh["axes"]
+        mesh = Mesh(tuple(axes), tuple(axes.values()), (), kind="abstract")
+        if len(read) < mesh.size:
             return None
-        saved = merged([part.leaves for part in read])
+        saved = merged([part.leaves for part in read], [mesh.stage_of(r) for r in range(len(read))])
     except (ValueError, RecursionError):
         return None
     files = {name: file for part in read for name, file in part.files.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from fnshard import tree
 from fnshard.checkpoint.coordination import all_or_none
+from fnshard.checkpoint.manifest_file import SavedLeaf
 from fnshard.checkpoint.state_leaves import (
     LocalLeaf,
     RestoreTarget,
@@ -20,17 +22,20 @@ from fnshard.checkpoint.state_leaves import (
     restore_targets,
     saved_slots,
     slot_leaves,
+    specs_here,
     state_leaves,
 )
 from fnshard.errors import SpecError
 from fnshard.layout.codecs import Unfit, block_of, check_codecs, is_coded, parts_of
+from fnshard.layout.partition import P, slot_layout
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.optim.optimizers import ema_params
 from fnshard.runtime.collectives.connect import connection
+from fnshard.runtime.files.tensorfile import STATE_DTYPES
 from fnshard.runtime.packing import local_block
-from fnshard.step.shards import blank_params, blank_slots, gather_full, stored_at_rest
+from fnshard.step.shards import blank_params, blank_slots, foreign_block, gather_full, stored_at_rest
 from fnshard.step.state import TrainState
 
 __all__ = ["averaged", "reshard"]
@@ -84,10 +89,14 @@ def reshard(
     compare_paths(before.stored, plain.stored)
     check_complex_alike(plain.complex, before.complex)
     leaves = state_leaves(old, before, mesh)
-    new, targets = _blank(old, leaves, plain, target, disk_dir)
+    known = _of_all_stages(leaves, mesh)
+    new, targets = _blank(old, known, plain, target, disk_dir)
     del old
     state.consume(by="fs.reshard")
-    _move(leaves, targets, before.stored, mesh, target)
+    if max(mesh.stages, target.stages) > 1:
+        _move_between_stages(leaves, known, targets, before.stored, mesh, target)
+    else:
+        _move(leaves, targets, before.stored, mesh, target)
     return _coded(new, plain, after, target, disk_dir)
 
 
@@ -117,7 +126,8 @@ def averaged(state: TrainState, name: str = "ema", *, disk_dir: str | None = Non
     (specs, mesh), averages = state.where, ema_params(state.opt_state, name)
     resolved = ResolvedSpecs.of(specs)
     on_disk = "host" if disk_dir is None else "disk"
-    after = {path: resolved.stored[path] for path in averages}
+    here = specs_here(resolved.stored, mesh)
+    after = {p: resolved.stored[p] for p in resolved.trainable if p in averages or p not in here}
     after = {
         p: replace(
             s, memory=on_disk if s.memory == "disk" else s.memory,
@@ -126,30 +136,53 @@ def averaged(state: TrainState, name: str = "ema", *, disk_dir: str | None = Non
         for p, s in after.items()
     }  # fmt: skip
     before = {
-        p: replace(s, storage=s.optimizer, storage_dtype=averages[p].dtype, memory=s.optimizer_memory)
+        p: replace(
+            s, storage=s.optimizer, memory=s.optimizer_memory,
+            storage_dtype=averages[p].dtype if p in averages else s.optimizer_dtype,
+        )
         for p, s in after.items()
-    }
-    moved = resolved.shown(reshard(averages, before, after, mesh, disk_dir=disk_dir))
+    }  # fmt: skip
+    blocks = {p: averages[p] if p in averages else foreign_block(s, mesh) for p, s in before.items()}
+    moved = resolved.shown(reshard(blocks, before, after, mesh, disk_dir=disk_dir))
     leaves, structure = tree.flatten_with_paths(state.params)
     params = tree.unflatten([moved.get(path, leaf) for path, leaf in leaves.items()], structure)
     return TrainState(state.step.clone(), params, {}, {}, state.seed.clone(), where=state.where)
 
 
+def _of_all_stages(leaves: Mapping[str, LocalLeaf], mesh: Mesh) -> dict[str, SavedLeaf]:
+    """Return what the leaves of all ranks are, in one order on all of them. A collective on a pipeline."""
+    known = {n: leaf.saved_as() for n, leaf in leaves.items()}
+    if mesh.stages == 1:
+        return known
+    texts = connection(mesh).gather_object(json.dumps({n: (s.shape, s.dtype) for n, s in known.items()}))
+    every = {name: what for text in texts for name, what in json.loads(text).items()}
+    return {name: SavedLeaf(tuple(shape), dtype, "", ()) for name, (shape, dtype) in sorted(every.items())}
+
+
 def _blank(
-    state: TrainState, leaves: Mapping[str, LocalLeaf], specs: ResolvedSpecs, mesh: Mesh, disk_dir: str | None
+    state: TrainState,
+    saved: Mapping[str, SavedLeaf],
+    specs: ResolvedSpecs,
+    mesh: Mesh,
+    disk_dir: str | None,
 ) -> tuple[TrainState, dict[str, list[RestoreTarget]]]:
-    """A state in other specs, to be filled; and which of its leaves come from which old one."""
-    saved, named = {n: leaf.saved_as() for n, leaf in leaves.items()}, specs.stored
+    """A state in other specs, to be filled; and which of its leaves come from which old one.
+
+    `saved`: what the old leaves are, by name.
+    """
+    named = specs.stored
+    here = specs_here(named, mesh)
     params = blank_params(named, mesh, disk_dir)
-    slots = blank_slots(saved_slots(saved, named, mesh), named, mesh, disk_dir)
+    slots = blank_slots(saved_slots(saved, here, mesh), named, mesh, disk_dir)
     scale = {k: v.clone() for k, v in state.loss_scale.items()}
     new = TrainState(
         state.step.clone(), specs.tree_of(params), slots, scale, state.seed.clone(), where=(specs.tree, mesh),
         data=state.data, slot_shapes=state.slot_shapes,
     )  # fmt: skip
     targets: dict[str, list[RestoreTarget]] = {}
-    blank = param_leaves(params, named) | slot_leaves(slots, state.slot_shapes, named, mesh)
-    for leaf in restore_targets(blank, saved, set(specs.trainable)).values():
+    blank = param_leaves(params, named, mesh) | slot_leaves(slots, state.slot_shapes, named, mesh)
+    foreign = named.keys() - here.keys()
+    for leaf in restore_targets(blank, saved, set(specs.trainable), foreign).values():
         targets.setdefault(leaf.source, []).append(leaf)
     return new, targets
 
@@ -175,6 +208,32 @@ def _move(
                 full = gather_full({name: full}, {name: spec}, mesh, comm)[name]
             for leaf in found:
                 leaf.block.copy_(full if split and stays else local_block(full, leaf.layout, to))
+
+
+def _move_between_stages(
+    leaves: dict[str, LocalLeaf],
+    known: Mapping[str, SavedLeaf],
+    targets: Mapping[str, Sequence[RestoreTarget]],
+    specs: Mapping[str, LayoutSpec],
+    mesh: Mesh,
+    to: Mesh,
+) -> None:
+    """Fill the new state, leaf by leaf: all ranks have each of them whole for a moment."""
+    comm = connection(mesh)
+    with torch.no_grad():
+        for name, saved in known.items():
+            if name.startswith("loss_scale/"):  # which all ranks have, and keep
+                continue
+            spec, dtype = specs[path_of(name)], STATE_DTYPES[saved.dtype]
+            layout = spec.storage
+            if name.startswith("optimizer/"):
+                layout = slot_layout(saved.shape, spec.shape, spec.optimizer, mesh) or P()
+            spec = replace(spec, shape=saved.shape, storage=layout, storage_dtype=dtype)
+            old = leaves.pop(name, None)
+            block = foreign_block(spec, mesh) if old is None else old.block
+            full = gather_full({name: block}, {name: spec}, mesh, comm)[name]
+            for leaf in targets.get(name, ()):
+                leaf.block.copy_(local_block(full, leaf.layout, to))
 
 
 def _decoded(

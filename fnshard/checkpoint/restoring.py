@@ -20,6 +20,7 @@ from fnshard.checkpoint.state_leaves import (
     restore_targets,
     saved_slot_shapes,
     saved_slots,
+    specs_here,
     state_leaves,
 )
 from fnshard.errors import CheckpointWarning
@@ -55,7 +56,7 @@ def state_filler(
         if isinstance(step_or_specs, Step):
             return step_or_specs.blank(specs.tree)
         named = specs.stored
-        slots = blank_slots(saved_slots(found.leaves, named, on), named, on, disk_dir)
+        slots = blank_slots(saved_slots(found.leaves, specs_here(named, on), on), named, on, disk_dir)
         params = specs.tree_of(blank_params(named, on, disk_dir))
         scale = {n: n.partition("/")[2] for n in found.leaves if n.startswith("loss_scale/")}
         loss_scale = {k: torch.zeros((), dtype=STATE_DTYPES[found.leaves[n].dtype]) for n, k in scale.items()}
@@ -72,7 +73,8 @@ def state_filler(
         # A scale that was not saved begins anew.
         scaled = any(n.startswith("loss_scale/") for n in found.leaves)
         leaves = {n: h for n, h in leaves.items() if scaled or not n.startswith("loss_scale/")}
-        return state, restore_targets(leaves, found.leaves, set(specs.trainable))
+        foreign = specs.stored.keys() - specs_here(specs.stored, on).keys()
+        return state, restore_targets(leaves, found.leaves, set(specs.trainable), foreign)
 
     def fill(
         folder: Path, found: Manifest, group: Any, fetch: Callable[[Targets], None] | None = None

@@ -147,7 +147,7 @@ def save_job(
             "step": int(state.step) if training else 0,
             "seed": int(state.seed) if training else 0,
             "mesh": {"axes": axes, "data_axes": list(mesh.data_axes)},
-            "specs": {path: repr(spec) for path, spec in resolved.stored.items()},
+            "specs": {path: repr(replace(spec, chunk="all")) for path, spec in resolved.stored.items()},
             "complex": tuple(sorted(resolved.complex)),
             "config": encode(config, "config"),
             "metrics": numbers,

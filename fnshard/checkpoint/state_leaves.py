@@ -5,7 +5,7 @@ Names are `params/<path>`, `optimizer/<path>/<slot>` and `loss_scale/<name>`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from fnshard.errors import CheckpointError, leaves
 from fnshard.layout.codecs import CODECS
 from fnshard.layout.partition import P, block_shape, boxes, slot_layout
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
-from fnshard.layout.spec import LayoutSpec
+from fnshard.layout.spec import LayoutSpec, is_here
 from fnshard.mesh import Mesh
 from fnshard.runtime.files.tensorfile import STATE_DTYPES, STATE_NAMES
 from fnshard.step.shards import check_blocks
@@ -33,11 +33,12 @@ SlotShapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 @dataclass(frozen=True)
 class LocalLeaf:
     """One rank's block of a leaf: `block`, padded, is the part of the full tensor that `layout` says; `shape`
-    is the full tensor's."""
+    is the full tensor's. Of a pipeline's leaves a rank has those of its stage and those of all."""
 
     shape: tuple[int, ...]
     layout: P
     block: Tensor
+    on_all_stages: bool = True
 
     def parts(self, mesh: Mesh) -> list[tuple[tuple[int, ...], Tensor]]:
         """The block without its padding, in boxes of the full tensor: where each begins there, and a view."""
@@ -62,7 +63,7 @@ def checked_param_leaves(params: Any, specs: ResolvedSpecs, mesh: Mesh) -> dict[
     named, stored = specs.blocks_of(params), specs.stored
     compare_paths(stored, named)
     check_blocks(stored, named, mesh)
-    return param_leaves({p: named[p].detach() for p in stored}, stored)
+    return param_leaves({p: named[p].detach() for p in stored}, stored, mesh)
 
 
 def state_leaves(state: TrainState, specs: ResolvedSpecs, mesh: Mesh) -> dict[str, LocalLeaf]:
@@ -72,9 +73,15 @@ def state_leaves(state: TrainState, specs: ResolvedSpecs, mesh: Mesh) -> dict[st
     return checked_param_leaves(state.params, specs, mesh) | slots | scale
 
 
-def param_leaves(blocks: Mapping[str, Tensor], specs: Specs) -> dict[str, LocalLeaf]:
+def param_leaves(blocks: Mapping[str, Tensor], specs: Specs, mesh: Mesh) -> dict[str, LocalLeaf]:
     """By name, unchecked."""
-    return {f"params/{p}": LocalLeaf(s.shape, s.storage, blocks[p]) for p, s in specs.items()}
+    here = specs_here(specs, mesh).items()
+    return {f"params/{p}": LocalLeaf(s.shape, s.storage, blocks[p], s.chunk == "all") for p, s in here}
+
+
+def specs_here(specs: Specs, mesh: Mesh) -> dict[str, LayoutSpec]:
+    """Return the specs of the leaves that this rank's stage has."""
+    return {p: s for p, s in specs.items() if is_here(s, mesh)}
 
 
 def slot_leaves(
@@ -91,7 +98,7 @@ def slot_leaves(
                 whole = spec.shape if own == block_shape(spec.shape, spec.optimizer, mesh) else own
             layout = slot_layout(whole, spec.shape, spec.optimizer, mesh) or (P() if known else None)
             if layout is not None and own == block_shape(whole, layout, mesh):
-                out[f"optimizer/{path}/{name}"] = LocalLeaf(whole, layout, value)
+                out[f"optimizer/{path}/{name}"] = LocalLeaf(whole, layout, value, spec.chunk == "all")
             else:
                 odd.append(f"{path!r}: {name} {list(value.shape)} of a leaf {list(spec.shape)}")
     if odd:
@@ -161,7 +168,10 @@ def saved_slot_shapes(saved: Mapping[str, SavedLeaf], specs: Specs) -> dict[str,
 
 
 def restore_targets(
-    leaves_here: Mapping[str, LocalLeaf], saved: Mapping[str, SavedLeaf], trained: set[str]
+    leaves_here: Mapping[str, LocalLeaf],
+    saved: Mapping[str, SavedLeaf],
+    trained: set[str],
+    foreign: Collection[str] = (),
 ) -> dict[str, RestoreTarget]:
     """From which saved leaf each is to be filled.
 
@@ -170,6 +180,7 @@ def restore_targets(
 
     Args:
         trained: paths of the leaves whose state would be missed.
+        foreign: paths of the leaves that other stages have.
     """
     wrong, out = [], {}
     for name, leaf in leaves_here.items():
@@ -181,8 +192,9 @@ def restore_targets(
         elif _kind(leaf.block.dtype) != _kind(STATE_DTYPES[saved[source].dtype]):
             wrong.append(f"{name} is {leaf.block.dtype} here and {saved[source].dtype} there")
         else:
-            out[name] = RestoreTarget(leaf.shape, leaf.layout, leaf.block, source)
-    lost = [n for n in saved if n not in leaves_here and _missed(n, trained)]
+            out[name] = RestoreTarget(leaf.shape, leaf.layout, leaf.block, leaf.on_all_stages, source)
+    elsewhere = {n for n in saved if path_of(n) in foreign}
+    lost = [n for n in saved if n not in leaves_here and n not in elsewhere and _missed(n, trained)]
     wrong += [f"{n} {list(saved[n].shape)} is in the checkpoint alone" for n in lost]
     if wrong:
         raise CheckpointError(

@@ -27,10 +27,10 @@ from fnshard.hf.names import (
 )
 from fnshard.layout.codecs import Unfit, is_coded
 from fnshard.layout.partition import Slices, block_shape, boxes
-from fnshard.layout.spec import LayoutSpec
+from fnshard.layout.spec import LayoutSpec, is_here
 from fnshard.mesh import Mesh
 from fnshard.runtime.files.tensorfile import DTYPES
-from fnshard.step.shards import cut_out, stored_at_rest, zeros
+from fnshard.step.shards import cut_out, foreign_block, stored_at_rest, zeros
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -400,6 +400,8 @@ def load_block(
     if isinstance(source, Tensor):
         unfit.look(path, spec, source)
         return cut_out(source, spec, mesh, disk_dir)
+    if not is_here(spec, mesh):
+        return foreign_block(spec, mesh)
     shape = block_shape(spec.shape, spec.storage, mesh)
     if is_coded(spec):  # its rows are in memory as they were while they are coded
         block = torch.zeros(shape, dtype=spec.storage_dtype)

@@ -23,7 +23,7 @@ from fnshard.hf.reading import INDEX, SINGLE, read_config
 from fnshard.layout.codecs import block_of
 from fnshard.layout.pairs import as_pairs
 from fnshard.layout.partition import boxes
-from fnshard.layout.spec import LayoutSpec
+from fnshard.layout.spec import LayoutSpec, is_here, stage_of
 from fnshard.mesh import Mesh
 from fnshard.runtime.collectives.base import Collectives
 from fnshard.runtime.files.folder import flush_directory, flush_file
@@ -133,9 +133,19 @@ def write_leaves(
     first, put = mesh.rank == 0, None
     try:
         put = all_ranks(files.__enter__ if first else None)
+        if mesh.stages > 1:
+            comm.open_groups([mesh.ordered(leaf.spec.storage.axes) for leaf in plan])
         for leaf in plan:
-            full = torch.empty(leaf.spec.shape, dtype=leaf.dtype) if first else None
-            gather_leaf(leaf.make(), leaf.spec, mesh, comm, full)
+            # The first rank of the leaf's stage gathers it; rank 0, which writes it, may be of another one.
+            home = mesh.partner(stage_of(leaf.spec, mesh) or 0, rank=0)
+            full = torch.empty(leaf.spec.shape, dtype=leaf.dtype) if mesh.rank in (0, home) else None
+            if is_here(leaf.spec, mesh):
+                gather_leaf(leaf.make(), leaf.spec, mesh, comm, full if mesh.rank == home else None)
+            if home and mesh.rank == home:
+                comm.send([full], 0, f"leaf {leaf.path}")
+                comm.flush()
+            elif home and first:
+                (full,) = comm.recv([(tuple(full.shape), full.dtype)], home, f"leaf {leaf.path}").wait()
             all_ranks(partial(_put, put, leaf, full) if first else None)
         all_ranks(partial(files.__exit__, None, None, None) if first else None)
     except BaseException as error:

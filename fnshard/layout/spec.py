@@ -299,11 +299,30 @@ def is_here(spec: LayoutSpec, mesh: Mesh, rank: int | None = None) -> bool:
     return stage_of(spec, mesh) in (None, mesh.stage if rank is None else mesh.stage_of(rank))
 
 
+def stored_shape(spec: LayoutSpec, mesh: Mesh) -> tuple[int, ...]:
+    """Return the shape of this rank's stored block: padded, and without elements of another stage's leaf.
+
+    >>> from fnshard.mesh import make_mesh
+    >>> mesh = make_mesh(pipeline=2, shard=2, abstract=True)
+    >>> specs = [LayoutSpec(P("shard"), chunk=c).resolve(torch.empty(5, 3), "unit") for c in (0, 1)]
+    >>> [stored_shape(spec, mesh) for spec in specs]
+    [(3, 3), (0, 3)]
+    """
+    # The last dim stays: of a complex leaf it is that of its pairs.
+    return block_shape(spec.shape, spec.storage, mesh) if is_here(spec, mesh) else (0, *spec.shape[-1:])
+
+
 def summed_axes(specs: Iterable[LayoutSpec], mesh: Mesh) -> tuple[str, ...]:
-    """The axes over whose ranks losses are averaged and gradients are summed: those that split the batch by
-    rows or along its sequence, or leaves in any layout. Along any other all ranks do the same."""
+    """The axes over whose ranks losses and gradients are summed: those that split the batch by rows or along
+    its sequence, the program by depth, or leaves in any layout. Along any other all ranks do the same."""
     named = {a for s in specs for p in (s.compute, s.storage, s.gradient, s.optimizer) for a in p.axes}
     return mesh.ordered({*mesh.data_axes, *COMPUTE_AXES, *named})
+
+
+def averaged_axes(specs: Iterable[LayoutSpec], mesh: Mesh) -> tuple[str, ...]:
+    """Return those of `summed_axes` whose ranks each have a part of the loss: of a pipeline's stages one has
+    all of it."""
+    return tuple(axis for axis in summed_axes(specs, mesh) if axis != PIPELINE)
 
 
 def check_specs(specs: Mapping[str, LayoutSpec], mesh: Mesh) -> None:

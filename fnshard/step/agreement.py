@@ -15,9 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fnshard.compiler.schedule.ir import Schedule
 from fnshard.errors import AgreementError, leaves, stable_repr
-from fnshard.layout.spec import LayoutSpec
+from fnshard.layout.spec import LayoutSpec, is_here
 from fnshard.optim.optimizer import Optimizer, Step, update_leaf
 from fnshard.runtime.collectives.base import Collectives
 
@@ -36,12 +35,14 @@ class Agreement(NamedTuple):
 
 
 def check_agreement(
-    comm: Collectives, schedule: Schedule, settings: Mapping[str, str], items: float, compiled: bool = False,
-    rows: int | None = None,
+    comm: Collectives, lines: Sequence[str], settings: Mapping[str, str], items: float,
+    compiled: bool = False, rows: int | None = None,
 ) -> Agreement:  # fmt: skip
     """Compare schedules, and whatever else must be alike, over all ranks. A collective.
 
     Args:
+        lines: the communication of a step, of all stages of a pipeline: each rank runs one of them, and has
+            lowered them all.
         settings: `{name: text}` of what else must be alike: optimizer, loss scale, seed.
         items, compiled: of this rank, what `Agreement` has of all.
         rows: of this rank's batch, where each rank's loss counts alike; None where a `Mean` counts items, or
@@ -50,8 +51,8 @@ def check_agreement(
     Raises:
         AgreementError: on every rank, naming those that differ and what does.
     """
-    program = {f"collective {i}": line for i, line in enumerate(schedule.communication(shapes=True))}
-    program |= {"mesh": str(schedule.mesh), "accumulate": str(schedule.accumulate), **settings}
+    program = {f"collective {i}": line for i, line in enumerate(lines)}
+    program |= {"mesh": str(comm.mesh), **settings}
     text = json.dumps(program)
     mine = hashlib.sha256(text.encode()).hexdigest(), items, compiled, rows
     every = [json.loads(t) for t in comm.gather_object(json.dumps(mine))]
@@ -117,7 +118,8 @@ def compare_values(
     alike = {p: s for p, s in specs.items() if s.trainable or s.aggregation != "local"}
     shared = {p: mesh.ordered(s.storage.axes) for p, s in alike.items()}
     shared = {p: axes for p, axes in shared.items() if mesh.axes_size(axes) < mesh.size}
-    sums = zip(shared.items(), _checksums([blocks[p] for p in shared]), strict=True)
+    own = {p: axes for p, axes in shared.items() if is_here(specs[p], mesh)}
+    sums = zip(own.items(), _checksums([blocks[p] for p in own]), strict=True)
     mine = {p: {str([here[a] for a in axes]): value} for (p, axes), value in sums}
     for path in alike.keys() & given.keys():
         mine.setdefault(path, {})["whole"] = str(given[path])

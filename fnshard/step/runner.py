@@ -20,8 +20,9 @@ from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.custom_gradient import counting
 from fnshard.compiler.ir.program import Limit, replay
 from fnshard.compiler.ir.values import Kind, ValueName
+from fnshard.compiler.schedule.ir import COMMUNICATION
 from fnshard.layout.resolved import compare_paths
-from fnshard.layout.spec import summed_axes
+from fnshard.layout.spec import averaged_axes
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.runtime.collectives.base import Collectives
 from fnshard.runtime.collectives.connect import connection
@@ -178,7 +179,7 @@ class Runner:
                 values = [env.get(n.of(micro), env.get(n)) for n in names]
                 mine += float(replay(bound.counting, values)[0])
         every = self.rank.comm.gather_object(repr(mine))
-        ranks = self.mesh.group_ranks(summed_axes(self.cache.specs.stored.values(), self.mesh))
+        ranks = self.mesh.group_ranks(averaged_axes(self.cache.specs.stored.values(), self.mesh))
         return sum(float(every[rank]) for rank in ranks)
 
     def _compare_rows(self, batch: Arguments) -> None:
@@ -203,11 +204,15 @@ class Runner:
         Args:
             rows: of this rank's batch, where all ranks must have as many.
         """
-        rank, specs, settings = self.rank, self.cache.specs, {}
+        rank, specs = self.rank, self.cache.specs
+        settings = {"accumulate": str(lowered.options.accumulate)}
         if self.cache.trains and self.mesh.size > 1:
-            settings = settings_of(self.optimizer, specs, self.options, seed, step)
+            settings |= settings_of(self.optimizer, specs, self.options, seed, step)
         items, compiled = items_of(lowered.program), lowered.compiled is not None
-        rank.agreement = check_agreement(rank.comm, lowered.schedule, settings, items, compiled, rows)
+        rank.agreement = check_agreement(rank.comm, lowered.communication(), settings, items, compiled, rows)
+        if self.mesh.stages > 1:  # whose ranks come to their collectives in different orders
+            lines = [(s, line) for s in lowered.schedules for line in s.instructions]
+            rank.comm.open_groups([line.axes_of(s) for s, line in lines if line.lane == COMMUNICATION])
         if self.compares_replicas:
             compare_values(rank.comm, blocks, specs.stored, given)
         constants = lowered.program.constants

@@ -1,6 +1,7 @@
 """Shards: make this rank's blocks of a parameter tree, put them together again, and check them.
 
-Each rank makes only its own blocks, and their numbers do not depend on the mesh.
+Each rank makes only its own blocks, and their numbers do not depend on the mesh. Of a *foreign* leaf, which
+another stage of a pipeline has, a rank's block is a tensor without elements.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from fnshard.compiler.update.slots import Slots
 from fnshard.errors import SpecError, StateError, leaves
 from fnshard.functional import make_functional
 from fnshard.layout.codecs import Unfit, encoded, is_coded, parts_of
-from fnshard.layout.partition import block_shape, boxes, side_by_side
+from fnshard.layout.partition import boxes, side_by_side
 from fnshard.layout.resolved import PathLeaf, ResolvedSpecs, compare_paths
 from fnshard.layout.rules import check_params
-from fnshard.layout.spec import LayoutSpec, check_specs, is_spec
+from fnshard.layout.spec import LayoutSpec, check_specs, is_here, is_spec, stage_of, stored_shape
 from fnshard.mesh import Mesh, check_mesh
 from fnshard.runtime.collectives.base import Collectives
 from fnshard.runtime.collectives.connect import connection
@@ -89,6 +90,14 @@ def stored_at_rest(block: Tensor, spec: LayoutSpec, mesh: Mesh, disk_dir: str | 
     return rest(block.to(spec.storage_dtype), spec.memory, mesh.device, disk_dir)
 
 
+def foreign_block(spec: LayoutSpec, mesh: Mesh) -> Any:
+    """Return what stands for a leaf that another stage has; of a coded leaf, the dict of its parts."""
+    if is_coded(spec):
+        return {name: foreign_block(part, mesh) for name, part in parts_of(spec).items()}
+    device = mesh.device if spec.memory == "device" else torch.device("cpu")
+    return torch.empty(stored_shape(spec, mesh), dtype=spec.storage_dtype, device=device)
+
+
 def unshard(
     shards: Any,
     specs: Any,
@@ -125,6 +134,8 @@ def unshard(
     given = {p: None if v is _GAP else v for p, v in resolved.blocks_of(shards).items()}
     if layout == "optimizer":  # by path, of the leaves that train alone
         given = dict.fromkeys((p for p, s in named.items() if not s.trainable), None) | given
+        foreign = {p: _stored_as(s, layout) for p, s in named.items() if s.trainable and not is_here(s, mesh)}
+        given = {p: foreign_block(s, mesh) for p, s in foreign.items()} | given
         compare_paths(named, given)
     if layout != "storage":
         named = {p: _stored_as(s, layout) for p, s in named.items() if given[p] is not None}
@@ -139,9 +150,15 @@ def unshard(
 def gather_full(
     blocks: Mapping[str, Tensor], specs: Mapping[str, LayoutSpec], mesh: Mesh, comm: Collectives
 ) -> dict[str, Tensor]:
-    """The full leaves of stored blocks, on the mesh's device, in the blocks' dtypes. A collective."""
+    """The full leaves of stored blocks, on the mesh's device, in the blocks' dtypes. A collective.
+
+    A leaf of one stage of a pipeline is gathered there, and sent to the others.
+    """
     out: dict[str, Tensor] = {}
-    split = {p: s for p, s in specs.items() if mesh.ordered(s.storage.axes)}
+    here = {p: s for p, s in specs.items() if is_here(s, mesh)}
+    split = {p: s for p, s in here.items() if mesh.ordered(s.storage.axes)}
+    if mesh.stages > 1:
+        comm.open_groups([mesh.ordered(s.storage.axes) for s in specs.values()])
     with torch.no_grad():
         stored = lambda s: s.storage.contiguous  # noqa: E731
         for bucket in make_buckets(split, mesh, stored, lambda s: s.storage_dtype, "unshard"):
@@ -152,7 +169,17 @@ def gather_full(
             rows = packer.unpack_rows(handle.wait(), bucket.dtype)
             out |= {p: side_by_side(v, split[p].storage, mesh, inverse=True) for p, v in rows.items()}
             handle.release()
-    return out | {p: blocks[p].to(mesh.device, copy=True) for p in specs if p not in out}
+        out |= {p: blocks[p].to(mesh.device, copy=True) for p in here if p not in out}
+        for path, home in {p: stage_of(s, mesh) for p, s in specs.items()}.items():
+            what = f"leaf {path}"
+            if home == mesh.stage and mesh.stages > 1:
+                for stage in {*range(mesh.stages)} - {home}:
+                    comm.send([out[path]], mesh.partner(stage), what)
+                comm.flush()  # a stage does not run ahead of those that take its leaves
+            elif path not in here:
+                like = tuple(specs[path].shape), blocks[path].dtype
+                (out[path],) = comm.recv([like], mesh.partner(home), what).wait()
+    return {path: out[path] for path in specs}
 
 
 _GAP = PathLeaf("no gradient")
@@ -187,7 +214,7 @@ def check_blocks(
     wrong = []
     for path, spec in specs.items():
         block, dtype = blocks[path], spec.storage_dtype
-        shape = block_shape(spec.shape, spec.storage, mesh)
+        shape = stored_shape(spec, mesh)
         where = mesh.device_type if spec.memory == "device" else "cpu"
         if not isinstance(block, Tensor):
             wrong.append(f"params[{path!r}] is {type(block).__name__}, expected a tensor")
@@ -252,12 +279,15 @@ def _blocks(
         )
     unfit, blocks, values = Unfit(), [], Values(named, seed)
     for path, spec in specs.items():
+        if not is_here(spec, mesh) and not is_coded(spec):
+            blocks.append(foreign_block(spec, mesh))
+            continue
         if is_coded(spec) or not values.can_be_cut(path):
             leaf = values.of(path)
             unfit.look(path, spec, leaf)  # the whole leaf, so that all ranks refuse it
             blocks.append(cut_out(leaf, spec, mesh, disk_dir))
             continue
-        block = torch.zeros(block_shape(spec.shape, spec.storage, mesh), dtype=named[path].dtype)
+        block = torch.zeros(stored_shape(spec, mesh), dtype=named[path].dtype)
         for full, own in boxes(spec.shape, spec.storage, mesh):
             block[own] = values.part(path, full)
         blocks.append(stored_at_rest(block, spec, mesh, disk_dir))
@@ -270,8 +300,14 @@ def _blocks(
 def narrowed(shards: Any, resolved: ResolvedSpecs, mesh: Mesh, disk_dir: str | None) -> Any:
     """Blocks in the dtype that they are stored in, once the master copies have been taken of them."""
     specs = resolved.stored
+
+    def narrow(block: Tensor, spec: LayoutSpec) -> Any:
+        if not is_here(spec, mesh):
+            return foreign_block(spec, mesh)
+        return stored_at_rest(block, spec, mesh, disk_dir)
+
     stored = resolved.shown({
-        p: b if b.dtype == specs[p].storage_dtype else stored_at_rest(b, specs[p], mesh, disk_dir)
+        p: b if b.dtype == specs[p].storage_dtype else narrow(b, specs[p])
         for p, b in resolved.blocks_of(shards).items()
     })  # fmt: skip
     for path, given in given_to(shards).items():
@@ -281,6 +317,8 @@ def narrowed(shards: Any, resolved: ResolvedSpecs, mesh: Mesh, disk_dir: str | N
 
 def cut_out(leaf: Tensor, spec: LayoutSpec, mesh: Mesh, disk_dir: str | None) -> Any:
     """This rank's stored block of a full leaf; it has the leaf's checksum, for ranks to compare at a step."""
+    if not is_here(spec, mesh):
+        return foreign_block(spec, mesh)
     block = stored_at_rest(local_block(leaf, spec.storage, mesh), spec, mesh, disk_dir)
     if mesh.kind != "abstract" and mesh.ordered(spec.storage.axes):
         _mark(block, checksum(leaf))
@@ -302,8 +340,12 @@ def given_to(params: Any) -> dict[str, int]:
 def blank_params(specs: Mapping[str, LayoutSpec], mesh: Mesh, disk_dir: str | None) -> dict[str, Tensor]:
     """Zeros where each leaf's stored block rests."""
     check_directory(disk_dir, [p for p, s in specs.items() if "disk" in (s.memory, s.optimizer_memory)])
-    shapes = {p: block_shape(s.shape, s.storage, mesh) for p, s in specs.items()}
-    return {p: zeros(shapes[p], s.storage_dtype, s.memory, mesh, disk_dir) for p, s in specs.items()}
+    return {
+        p: zeros(stored_shape(s, mesh), s.storage_dtype, s.memory, mesh, disk_dir)
+        if is_here(s, mesh)
+        else foreign_block(s, mesh)
+        for p, s in specs.items()
+    }
 
 
 def blank_slots(

@@ -10,7 +10,7 @@ from torch import Tensor
 from fnshard.compiler.ir.values import MASTER
 from fnshard.compiler.update.slots import Slots, slots_of_leaf
 from fnshard.errors import StateError, leaves
-from fnshard.layout.spec import LayoutSpec
+from fnshard.layout.spec import LayoutSpec, is_here
 from fnshard.mesh import Mesh
 from fnshard.optim.optimizer import Optimizer
 from fnshard.runtime.executor.update import cut, place
@@ -32,12 +32,14 @@ def init_slots(
     One leaf's state at a time is outside its tier.
 
     Args:
-        params: stored blocks of all leaves; leaves that do not train get no state.
+        params: stored blocks of all leaves; those that do not train, or that another stage has, get no state.
     """
     trained = {path: spec for path, spec in specs.items() if spec.trainable}
     optimizer.check({path: tuple(spec.shape) for path, spec in trained.items()})
     out = {}
     for path, spec in trained.items():
+        if not is_here(spec, mesh, rank):
+            continue
         block = optimizer_block(params[path], spec, mesh, rank).to(spec.optimizer_dtype)
         slots = init_block(optimizer, path, block, spec, mesh, rank)
         if spec.has_master:

@@ -26,7 +26,7 @@ from fnshard.compiler.update.slots import Slots, slot_blocks, slot_shapes
 from fnshard.errors import OptimizerError, SpecError, StateError, leaves
 from fnshard.functional import make_functional
 from fnshard.layout.resolved import ResolvedSpecs, compare_paths
-from fnshard.layout.spec import summed_axes
+from fnshard.layout.spec import averaged_axes, is_here
 from fnshard.losses import Mean
 from fnshard.mesh import Mesh, make_mesh
 from fnshard.optim.loss_scale import LossScale, exact_seed
@@ -43,7 +43,15 @@ from fnshard.step.plan import FLAGS, loss_scale_of
 from fnshard.step.programs import name_of
 from fnshard.step.rounding import warn_of_lost_updates
 from fnshard.step.runner import Bound, Runner
-from fnshard.step.shards import blank_params, blank_slots, check_blocks, check_seed, init_params, narrowed
+from fnshard.step.shards import (
+    blank_params,
+    blank_slots,
+    check_blocks,
+    check_seed,
+    foreign_block,
+    init_params,
+    narrowed,
+)
 from fnshard.step.slots import check_slots, init_slots
 from fnshard.step.state import Metrics, TrainState, check_state, checked_rng
 
@@ -319,8 +327,14 @@ class Step(Compiled):
         return self._runner.rank.last
 
     @cached_property
-    def _slots(self) -> Slots:
+    def _slots_of_all(self) -> Slots:
         return slot_blocks(self.optimizer, self.resolved.stored, self.mesh)
+
+    @property
+    def _slots(self) -> Slots:
+        """Of the leaves that this rank's stage has: simulated ranks share a step."""
+        specs = self.resolved.stored
+        return {p: own for p, own in self._slots_of_all.items() if is_here(specs[p], self.mesh)}
 
     def _check_updates(self) -> None:
         """Refuse, once, an optimizer that may not update these leaves; warn where its updates are lost."""
@@ -348,7 +362,7 @@ class Step(Compiled):
     def _divisor(self, bound: Bound, env: dict[str, Any]) -> float:
         """What gradients are divided by on the way: the number of parts, or a Mean's count or item bound."""
         if bound.lowered.program.outputs.count is None:
-            ranks = self.mesh.axes_size(summed_axes(self.resolved.stored.values(), self.mesh))
+            ranks = self.mesh.axes_size(averaged_axes(self.resolved.stored.values(), self.mesh))
             return float(ranks * self.options.accumulate)
         return self._runner.count(bound, env) or float(self._runner.rank.agreement.items)
 
@@ -373,6 +387,9 @@ class Step(Compiled):
         for path, block in blocks.items():
             scaled = block if factor is None else block * factor.to(block.device)
             grads[path] = scaled.to(self.resolved.stored[path].storage_dtype)
+        for path in self.resolved.trainable:
+            if not is_here(spec := self.resolved.stored[path], self.mesh):
+                grads[path] = foreign_block(replace(spec, memory="device"), self.mesh)
         loss = summary.loss.to(env[LOSS_TANGENT].dtype)
         self._say_if_not_finite("without an optimizer", loss, list(grads.items()), "gradients")
         aux = bound.scalars.aux_tree(summary, env)
@@ -415,7 +432,8 @@ class Step(Compiled):
         if self.mesh.device_type != "cpu":
             return ()
         specs = self.resolved.stored
-        blocks = [(p, stored[p]) for p in self.resolved.trainable if specs[p].memory != "disk"]
+        trained = [p for p in self.resolved.trainable if p in stored]
+        blocks = [(p, stored[p]) for p in trained if specs[p].memory != "disk"]
         if whole:
             return blocks
         return [(path, line) for path, block in blocks for line in _lines_of(block)]

@@ -107,7 +107,7 @@ class Collectives(Protocol):
         """Receive what a rank of another stage sends: contiguous tensors that the caller owns."""
 
     def flush(self) -> None:
-        """Wait until the peers have what was sent, where it would be lost if this process ended."""
+        """Wait until the peers have what was sent; simulated ranks have it."""
 
     def open_groups(self, groups: Iterable[Axes]) -> None:
         """Make the groups over these axes, and those of messages. A collective of the whole mesh."""

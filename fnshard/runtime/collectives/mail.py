@@ -102,9 +102,20 @@ class Mailbox:
             fence()
             awaited.remove(number)
             mine[TAKEN] = min(awaited, default=self.received[rank])
+            self.host.peers.come[f"{self._name(rank, here)} taken"] = mine[TAKEN]
             return out
 
         return take
+
+    def flush(self) -> None:
+        """Wait until the receivers have taken what was sent."""
+        here = self.host.rank
+        for rank, number in self.sent.items():
+            theirs = self._words(self.host.memories[rank], here)
+            where = Place("", "", f"{self._name(here, rank)} taken", number - 1, [rank])
+            text = describe_message("send", f"message {number}", here, rank)
+            missing = lambda theirs=theirs, rank=rank, n=number: [] if theirs[TAKEN] >= n else [rank]  # noqa: E731
+            self.host.meet(missing, where, lambda text=text: text)
 
     def bytes_used(self) -> int:
         """Memory that was ever touched."""

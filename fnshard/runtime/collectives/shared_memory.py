@@ -303,7 +303,8 @@ class Shared:
         return Pending(self.mail.recv(likes, rank, what))
 
     def flush(self) -> None:
-        self.base.flush()  # what lies in memory stays there for as long as a receiver maps it
+        self.mail.flush()
+        self.base.flush()
 
     def open_groups(self, groups: Iterable[Axes]) -> None:
         apart = [axes for axes in groups if not self.shares_memory(axes)]

@@ -33,6 +33,8 @@ def bind(context: ExecutorContext) -> Callable[[Env], Env]:
         actions = [_after_worker(a, context) if w else a for a, w in zip(actions, waits, strict=True)]
     if context.watch is not None:
         actions = [context.watch(n, lines[n], a) for n, a in enumerate(actions)]
+    # A stage that ended before others took its messages would take them along.
+    flush = context.comm.flush if context.mesh.stages > 1 else None
     finish = context.transfers.finish if context.transfers else None
 
     def run(env: Env) -> Env:
@@ -42,6 +44,8 @@ def bind(context: ExecutorContext) -> Callable[[Env], Env]:
                 action(env)
             if worker is not None:
                 worker.wait()
+            if flush is not None:
+                flush()
         except CollectiveError as error:
             raise CollectiveError(f"{_where(lines[number], number)}: {error}") from error
         except torch.OutOfMemoryError as error:

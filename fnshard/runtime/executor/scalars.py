@@ -6,7 +6,7 @@ Losses, counts, aux scalars, squared norms and flags ride on one all-reduce, so 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from fnshard import tree
 from fnshard.compiler.ir.program import Limit, Outputs
 from fnshard.compiler.ir.values import CONTROL
 from fnshard.compiler.schedule.buckets import Bucket
-from fnshard.layout.spec import LayoutSpec, summed_axes
+from fnshard.layout.spec import LayoutSpec, averaged_axes
 from fnshard.mesh import Mesh
 from fnshard.optim.sums import sum_squares
 from fnshard.runtime.tiers import send
@@ -82,26 +82,32 @@ class Scalars:
 
     @property
     def _ranks(self) -> int:
-        return self.mesh.axes_size(summed_axes(self.specs.values(), self.mesh))
+        return self.mesh.axes_size(averaged_axes(self.specs.values(), self.mesh))
 
-    def pack(self, env: Mapping[str, Any], norms: Sequence[Tensor]) -> Tensor:
-        """fp64 vector of this rank's summands."""
-        parts = [self._over_micros(env, i) for i in self.outputs.summed]
+    def pack(self, env: Mapping[str, Any], norms: Sequence[Tensor], own: Collection[str]) -> Tensor:
+        """Return the fp64 vector of this rank's summands.
+
+        Args:
+            norms: squared norms of gradients; none on a stage where nothing trains.
+            own: the results that this rank's stage makes; the summands of others are zero here.
+        """
+        device = self.mesh.device
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        parts = [self._over_micros(env, i, own, zero) for i in self.outputs.summed]
         if self.norms:
-            device = parts[0].device
-            parts.append(torch.stack([send(n, device) for n in norms]).sum())
-        device = parts[0].device
+            parts.append(torch.stack([send(n, device) for n in norms] or [zero]).sum())
         # `full` is a kernel; a number copied to an accelerator would make the host wait for it.
         for flag in self.flags:
             value = env[CONTROL].flags.get(flag, 0.0)
             parts.append(torch.full((), value, dtype=torch.float64, device=device))
         return torch.stack(parts)
 
-    def _over_micros(self, env: Mapping[str, Any], index: int) -> Tensor:
+    def _over_micros(self, env: Mapping[str, Any], index: int, own: Collection[str], zero: Tensor) -> Tensor:
         name = self.results[index]
-        if self.accumulate == 1:
-            return env[name].double()
-        return torch.stack([env[name.of(m)].double() for m in range(self.accumulate)]).sum()
+        names = [name] if self.accumulate == 1 else [name.of(m) for m in range(self.accumulate)]
+        if not any(n in own for n in names):
+            return zero
+        return torch.stack([env[n].double() for n in names]).sum()
 
     def unpack(self, vector: Tensor) -> Summary:
         """Read the summed vector."""
