@@ -257,7 +257,7 @@ def split_in_two(rank: int, folder: str, source: str, axis: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("axis", ["mesh.context=2", "mesh.tensor=2"])
+@pytest.mark.parametrize("axis", ["mesh.context=2", "mesh.tensor=2", "mesh.pipeline=2"])
 def test_ranks_that_split_the_same_rows_are_one_rank(ranks: Any, tmp_path: Path, axis: str) -> None:
     """They resume its checkpoint. What loaders give them is test_loaders', numbers are test_matrix's."""
     one, two = tmp_path / "one", tmp_path / "two"
