@@ -302,7 +302,7 @@ class DryUpdater:
             self.context.tracker.look(workspace=max(casts, default=0))
         return self._new((), torch.float64)
 
-    def pack(self, env: Env, norms: Any) -> Tensor:
+    def pack(self, env: Env, norms: Any, own: Any) -> Tensor:
         return self._new((self.context.schedule.scalars,), torch.float64)
 
     def unpack(self, vector: Tensor) -> Tensor:
