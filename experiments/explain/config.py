@@ -26,6 +26,7 @@ from experiments.lib.config import (
     Target,
     TrackerConfig,
     nameless_sizes,
+    refuse_pipeline,
     specs_twice,
     uneven_splits,
 )
@@ -105,7 +106,7 @@ class ExplainConfig:
     tokens: PositiveFloat | None = None
 
     def __post_init__(self) -> None:
-        wrong = not_on_paper(self.hardware, self.optimizer)
+        wrong = not_on_paper(self.hardware, self.optimizer) + refuse_pipeline(self.mesh, "this page")
         if self.strategy.name == AUTO and self.run.accumulate != 1:
             key = f"run.accumulate={self.run.accumulate}"
             wrong.append(f"{key}: strategy=auto chooses the micro-batches; leave 1, and say data.rows.")

@@ -63,7 +63,8 @@ class MeshConfig:
     Ranks along `replicate`, `shard` and `expert` take other rows; those along `expert` have other experts of
     a mixture, too, to which rows go, with room as `expert_capacity` says (`shard_step`). Those along `tensor`
     and `context` split the matrices and the sequences of the same rows; attention over these runs as
-    `context_attention` says.
+    `context_attention` says. Those along `pipeline` each have some of the layers, through which the rows of
+    `run.accumulate` micro-batches pass.
     """
 
     replicate: PositiveInt = 1
@@ -71,13 +72,16 @@ class MeshConfig:
     expert: PositiveInt = 1
     tensor: PositiveInt = 1
     context: PositiveInt = 1
+    pipeline: PositiveInt = 1
     context_attention: Literal["auto", "ulysses", "gather", "ring"] = "auto"
     expert_capacity: PositiveFloat | None = None
 
     @property
     def axes(self) -> dict[str, int]:
-        """The axes that `fnshard.make_mesh` takes; those of a tensor group are neighbours."""
-        sizes = {"replicate": self.replicate, "shard": self.shard or 1}
+        """The axes that `fnshard.make_mesh` takes; those of a tensor group are neighbours, and stages, which
+        send the least, lie farthest from each other."""
+        stages = {"pipeline": self.pipeline} if self.pipeline > 1 else {}
+        sizes = stages | {"replicate": self.replicate, "shard": self.shard or 1}
         split = {"expert": self.expert, "context": self.context, "tensor": self.tensor}
         return sizes | {name: size for name, size in split.items() if size > 1}
 
@@ -353,6 +357,7 @@ class TrainConfig:
         wrong += unnamed
         if isinstance(self.model, DecoderConfig):
             wrong += uneven_splits(self.model, self.mesh)
+        wrong += unpiped(self.mesh, self.strategy, self.model)
         if not isinstance(self.optimizer, dict) and self.optimizer.lr is None:
             wrong.append("optimizer.lr=null: only fine-tuning has defaults. Fix: optimizer.lr=4e-3.")
         if isinstance(self.data, DataConfig) and not unnamed and self.vocab < 256:
@@ -416,6 +421,29 @@ def misfits(strategy: StrategyConfig, run: RunConfig) -> list[str]:
     if "disk" not in tiers and run.disk_dir is not None:
         wrong.append(f"run.disk_dir={run.disk_dir!r}: nothing rests on disk (strategy.optimizer_memory).")
     return wrong
+
+
+def unpiped(mesh: MeshConfig, strategy: StrategyConfig, model: Any) -> list[str]:
+    """Return what a pipeline has no way for: a search, and a table that two stages read."""
+    if mesh.pipeline == 1:
+        return []
+    wrong = []
+    if strategy.name == AUTO:
+        wrong.append(
+            f"mesh.pipeline={mesh.pipeline}: strategy=auto looks at no pipelines. Fix: strategy=full_shard."
+        )
+    if isinstance(model, DecoderConfig) and model.tied:
+        wrong.append(
+            f"mesh.pipeline={mesh.pipeline}: the first stage and the last read a tied embedding. "
+            "Fix: model.tied=false."
+        )
+    return wrong
+
+
+def refuse_pipeline(mesh: MeshConfig, job: str) -> list[str]:
+    """Return what is wrong with a mesh for a job that runs no pipelines."""
+    fix = "Fix: mesh.pipeline=1, and mesh.shard or mesh.tensor."
+    return [f"mesh.pipeline={mesh.pipeline}: {job} runs no pipelines. {fix}"] * (mesh.pipeline > 1)
 
 
 def uneven_splits(model: DecoderConfig, mesh: MeshConfig) -> list[str]:

@@ -381,7 +381,7 @@ def device_of(key: str, asked: str, accelerators: Mapping[str, int]) -> str:
 def _product(mesh: Any) -> str:
     """Return the axes that are named, and those that split, as a message has them."""
     sizes = {"replicate": mesh.replicate, "shard": mesh.shard}
-    split = {name: getattr(mesh, name) for name in ("expert", "tensor", "context")}
+    split = {name: getattr(mesh, name) for name in ("pipeline", "expert", "tensor", "context")}
     sizes |= {name: size for name, size in split.items() if size > 1}
     return " times ".join(f"mesh.{name}={size}" for name, size in sizes.items() if size is not None)
 

@@ -25,6 +25,7 @@ from experiments.lib.config import (
     Target,
     TrackerConfig,
     nameless_sizes,
+    refuse_pipeline,
     uneven_splits,
 )
 from experiments.lib.decoder import DecoderConfig
@@ -74,7 +75,7 @@ class PlanConfig:
     device_gb: PositiveFloat | None = None
 
     def __post_init__(self) -> None:
-        wrong = not_on_paper(self.hardware, self.optimizer)
+        wrong = not_on_paper(self.hardware, self.optimizer) + refuse_pipeline(self.mesh, "the search")
         wrong += nameless_sizes(self.model, self.data, self.objective)
         if self.days is not None and self.tokens is None and self.unit == "row":
             wrong.append(f"days={self.days:g}: of data of one's own, say how many rows are read: tokens=1e9.")

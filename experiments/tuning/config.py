@@ -23,6 +23,7 @@ from experiments.lib.config import (
     StrategyConfig,
     TrackerConfig,
     misfits,
+    refuse_pipeline,
 )
 
 METHODS = ("full", "lora", "qlora8", "qlora4")  # from the most memory to the least
@@ -163,7 +164,7 @@ class FinetuneConfig:
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
 
     def __post_init__(self) -> None:
-        wrong = misfits(self.strategy, self.run)
+        wrong = misfits(self.strategy, self.run) + refuse_pipeline(self.mesh, "fine-tuning")
         most = math.gcd(self.data.context, MULTIPLE, self.mesh.context)
         if most < self.mesh.context:
             wrong.append(
