@@ -213,13 +213,13 @@ def cut_chunks(
     if type(chunks) is not int or chunks < 1:
         raise SpecError(f"chunks={chunks!r}: a whole number of chunks for each stage, at least 1.")
     count = mesh.stages * chunks
-    if mesh.stages == 1:
-        return {}
     sizes: dict[str, int] = {}
     for path, leaf in free.items():
         if not is_buffer(leaf) and (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
             unit = unit_of[getattr(leaf, "adapts", path)]
             sizes[unit] = sizes.get(unit, 0) + leaf.numel() * leaf.element_size()
+    if mesh.stages == 1 or not sizes:
+        return {}
     if len(sizes) < count:
         raise SpecError(
             f"{mesh.stages} stages of {chunks} {'chunk' if chunks == 1 else 'chunks'} need {count} units, and "
