@@ -20,7 +20,7 @@ from fnshard.compiler.ir.arguments import Arguments
 from fnshard.compiler.ir.custom_gradient import counting
 from fnshard.compiler.ir.program import Limit, replay
 from fnshard.compiler.ir.values import Kind, ValueName
-from fnshard.compiler.schedule.ir import COMMUNICATION
+from fnshard.compiler.schedule.instructions import COMMUNICATION, Send
 from fnshard.layout.resolved import compare_paths
 from fnshard.layout.spec import averaged_axes
 from fnshard.mesh import Mesh, make_mesh
@@ -211,8 +211,12 @@ class Runner:
         items, compiled = items_of(lowered.program), lowered.compiled is not None
         rank.agreement = check_agreement(rank.comm, lowered.communication(), settings, items, compiled, rows)
         if self.mesh.stages > 1:  # whose ranks come to their collectives in different orders
-            lines = [(s, line) for s in lowered.schedules for line in s.instructions]
-            rank.comm.open_groups([line.axes_of(s) for s, line in lines if line.lane == COMMUNICATION])
+            groups, pairs = set(), set()
+            for stage, schedule in enumerate(lowered.schedules):
+                issued = [line for line in schedule.instructions if line.lane == COMMUNICATION]
+                groups |= {line.axes_of(schedule) for line in issued}
+                pairs |= {(stage, line.stage) for line in issued if isinstance(line, Send)}
+            rank.comm.open_groups(groups, pairs)
         if self.compares_replicas:
             compare_values(rank.comm, blocks, specs.stored, given)
         constants = lowered.program.constants

@@ -75,13 +75,13 @@ def test_chunks_are_every_part_once_and_ranks_read_their_own(layout: Any, tmp_pa
         with simulated_rank(rank):
             parts.append({"params/w": part_of(leaf, mesh, rank)})
     files = {f"rank-{rank:05d}.safetensors": DataFile(1 << 20, 8, 0) for rank in range(mesh.size)}
-    Manifest(leaves=merged(parts), files=files, **FIELDS).write(tmp_path)
+    Manifest(leaves=merged(parts, [0] * len(parts)), files=files, **FIELDS).write(tmp_path)
     found = Manifest.read(tmp_path)
     seen = np.zeros(shape, int)
     for chunk in found.leaves["params/w"].chunks:
         seen[tuple(slice(o, o + n) for o, n in zip(chunk.offset, chunk.shape, strict=True))] += 1
     assert (seen == 1).all()
-    target = RestoreTarget(shape, spec, leaf.block, "params/w")
+    target = RestoreTarget(shape, spec, leaf.block, source="params/w")
     for rank in range(mesh.size):
         with simulated_rank(rank):
             read = sum(read.target.numel() for read in chunk_reads({"params/w": target}, found, mesh))
@@ -94,7 +94,7 @@ def test_ranks_that_hold_different_states_are_told() -> None:
     other = LocalLeaf((4,), P("shard"), torch.ones(4)).saved_as()
     for parts in ([{"a": whole}, {"a": other}], [{"a": whole}, {"a": whole, "b": whole}], [{"a": other}]):
         with pytest.raises(ValueError, match=r"ranks hold different states: [ab]"):
-            merged(parts)
+            merged(parts, [0] * len(parts))
 
 
 @dataclass(frozen=True)
@@ -365,3 +365,13 @@ def test_kept_are_the_last_the_multiples_and_the_best(
 def test_a_keep_that_cannot_be(wrong: Any) -> None:
     with pytest.raises(CheckpointError, match=rf"{next(iter(wrong))}="):
         Keep(**wrong)
+
+
+def test_stages_have_leaves_of_their_own_and_ranks_of_one_the_same() -> None:
+    """ "b" is of the second stage, whose two ranks both name it."""
+    leaf = LocalLeaf((4,), P(), torch.ones(4))
+    whole = leaf.saved_as([Chunk((0,), (4,), "rank-00000.safetensors", 8, (0,))])
+    found = merged([{"a": whole}, {"a": leaf.saved_as()}, {"b": whole}, {"b": leaf.saved_as()}], [0, 0, 1, 1])
+    assert list(found) == ["a", "b"] and all(len(each.chunks) == 1 for each in found.values())
+    with pytest.raises(ValueError, match="ranks hold different states: b"):
+        merged([{"a": whole}, {"a": leaf.saved_as()}, {"b": whole}, {}], [0, 0, 1, 1])

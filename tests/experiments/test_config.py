@@ -87,6 +87,10 @@ WRONG_TRAIN = {
         r"run\.accumulate=2: strategy=auto chooses the micro-batches",
         r"to divide model\.heads=4 and model\.kv_heads=2.*\. Fix: mesh\.tensor=2\.",
     ),
+    "strategy=auto run.device_gb=1 mesh.pipeline=2 model.tied=true": (
+        r"mesh\.pipeline=2: strategy=auto looks at no pipelines\. Fix: strategy=full_shard",
+        r"mesh\.pipeline=2: .* read a tied embedding\. Fix: model\.tied=false",
+    ),
     "run.steps=5,10 run.seed=range(3)": (
         r"run\.steps=5,10: several values are a sweep\. Fix: --multirun; or quotes for text, \[a,b\] for",
     ),
@@ -131,7 +135,8 @@ WRONG_FINETUNE = {
     ),
     "+run._target_=os.system": (r"run\._target_=os\.system: no such key\.",),
     "optimizer=sgd run.device_gb=24 objective=dpo "
-    "data.pack=false method=full export=adapters mesh.context=5": (
+    "data.pack=false method=full export=adapters mesh.context=5 mesh.pipeline=2": (
+        r"mesh\.pipeline=2: fine-tuning runs no pipelines\. Fix: mesh\.pipeline=1",
         r"optimizer\.lr=null: the defaults are AdamW's",
         r"run\.device_gb=24: a budget is for strategy=auto",
         r"data\.pack=false: pairs are never packed",

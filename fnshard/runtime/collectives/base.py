@@ -109,8 +109,11 @@ class Collectives(Protocol):
     def flush(self) -> None:
         """Wait until the peers have what was sent; simulated ranks have it."""
 
-    def open_groups(self, groups: Iterable[Axes]) -> None:
-        """Make the groups over these axes, and those of messages. A collective of the whole mesh."""
+    def open_groups(self, groups: Iterable[Axes], pairs: Iterable[tuple[int, int]] = ()) -> None:
+        """Make the groups over these axes, and what carries messages. A collective of the whole mesh.
+
+        `pairs`: stages of which the first one is to send to the second before they meet otherwise.
+        """
 
     def gather_object(self, text: str) -> list[str]:
         """One small string of every rank of the mesh, by rank, when all have come here."""
@@ -433,13 +436,21 @@ class Group:
                 wait()
         self.under_way.clear()
 
-    def open_groups(self, groups: Iterable[Axes], messages: bool = True) -> None:
+    def open_groups(self, groups: Iterable[Axes], pairs: Iterable[tuple[int, int]] = ()) -> None:
         for axes in sorted({tuple(axes) for axes in groups if self.mesh.axes_size(axes) > 1}):
             for purpose in ("gather", "reduce"):
                 self.group(axes, purpose)
-        if messages and self.mesh.stages > 1:
-            for purpose in ("up", "down"):
-                self.group((PIPELINE,), purpose)
+        for purpose in ("up", "down") if self.mesh.stages > 1 else ():
+            self.group((PIPELINE,), purpose)
+        if self.mesh.device_type == "cpu":
+            return
+        # NCCL connects a pair at its first message, for which both ends wait: here, all pairs in one order.
+        for sender, receiver in sorted(pairs):
+            word = torch.zeros(1, device=self.mesh.device)
+            if self.mesh.stage == sender:
+                self.send([word], self.mesh.partner(receiver), "the first message")
+            elif self.mesh.stage == receiver:
+                self.recv(likes_of([word]), self.mesh.partner(sender), "the first message").wait()
 
     def _direction(self, sender: int, receiver: int) -> Any:
         """Return the group that carries messages this way. NCCL runs those of a pair one behind the other,

@@ -306,9 +306,10 @@ class Shared:
         self.mail.flush()
         self.base.flush()
 
-    def open_groups(self, groups: Iterable[Axes]) -> None:
+    def open_groups(self, groups: Iterable[Axes], pairs: Iterable[tuple[int, int]] = ()) -> None:
         apart = [axes for axes in groups if not self.shares_memory(axes)]
-        self.base.open_groups(apart, messages=not self.shares_memory((PIPELINE,)))
+        if apart or not self.shares_memory((PIPELINE,)):
+            self.base.open_groups(apart, pairs)
 
     def gather_object(self, text: str) -> list[str]:
         return self.base.gather_object(text)

@@ -262,7 +262,7 @@ class Simulated:
     def flush(self) -> None:
         pass
 
-    def open_groups(self, groups: Iterable[Axes]) -> None:
+    def open_groups(self, groups: Iterable[Axes], pairs: Iterable[tuple[int, int]] = ()) -> None:
         pass
 
     def gather_object(self, text: str) -> list[str]:
