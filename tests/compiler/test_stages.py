@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -67,7 +68,7 @@ def test_every_task_runs_once_behind_what_it_reads(
         assert neighbour not in place or place[neighbour] < number
     for stage in range(stages):  # a stage does one thing at a time
         own = sorted((s.start, s.end) for s in slots if stage_of[s.chunk] == stage)
-        assert all(one[1] <= other[0] for one, other in zip(own, own[1:], strict=False))
+        assert all(one[1] <= other[0] for one, other in itertools.pairwise(own))
 
 
 def text_of(slots: Any, stage_of: list[int], stage: int) -> str:

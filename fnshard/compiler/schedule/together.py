@@ -27,7 +27,7 @@ def together(schedules: Sequence[Schedule]) -> list[Place]:
 
     Raises:
         ScheduleError: stages that wait for one another, with the lines at which they do; messages that the
-            two ends do not have alike; a collective over the pipeline that stages do not come to in one order.
+            two ends do not have alike; a collective over the pipeline that stages come to in other orders.
     """
     merge = _Merge(schedules)
     while not merge.is_done():
