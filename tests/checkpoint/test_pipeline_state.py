@@ -12,6 +12,7 @@ import saved
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn import functional as F
 
 import fnshard as fs
 from fnshard import LayoutSpec, P, checkpoint
@@ -243,3 +244,28 @@ def test_model_files_have_the_leaves_of_all_stages(ranks, tmp_path):
             files.append(load_file(tmp_path / name_of(axes) / "model.safetensors"))
     for each, path in itertools.product(files, saved.SHAPES):
         assert torch.equal(each[path], files[-1][path]), path
+
+
+# ------------------------------------------------------------------ adapters and codes
+@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("codec", [None, "int8"])
+def test_adapters_are_merged_on_their_stages(dora, codec):
+    made = torch.Generator().manual_seed(0)
+    base = {f"{i}.w": torch.randn(shape, generator=made) for i, shape in enumerate([(8, 6), (6, 8)])}
+    fn, params = fs.lora(
+        lambda p, x: F.linear(F.linear(x, p["0.w"]), p["1.w"]), base, rank=2, alpha=2, targets="*", dora=dora
+    )
+    for leaf in fs.tree.flatten(params["adapters"])[0]:
+        leaf.data.normal_(generator=made)
+
+    def merged_on(mesh: fs.Mesh) -> Any:
+        rules = [(f"*{i}.w*", LayoutSpec(P("shard"), chunk=i)) for i in range(2)]
+        frozen = {"codec": codec, "trainable": False}
+        rules = [(f"base.{g}", replace(s, **frozen)) for g, s in rules] + rules
+        specs = fs.match_specs(params, rules)
+        return fs.unshard(*fs.adapters.merge(fs.shard(params, specs, mesh), fn.lora, specs, mesh), mesh)
+
+    mesh, expected = fs.make_mesh(pipeline=2, shard=2, simulated=True), merged_on(fs.make_mesh(shard=1))
+    for found in fs.simulate(mesh, lambda rank: merged_on(mesh)):
+        for path, value in expected.items():
+            torch.testing.assert_close(found[path], value)
