@@ -210,8 +210,8 @@ def make_optimizer(
     rates: Any = 1.0,
 ) -> fs.optim.Optimizer:
     """Make the optimizer named, after clipping; leaves that `undecayed`'s globs match do not decay, and
-    `rates` are adamw's `lr_scale`. A `_target_` is called with its keys, `lr` as a schedule of the rate; it is
-    neither clipped nor told what does not decay."""
+    `rates` are adamw's `lr_scale`. A `_target_` is called with its keys, `lr` as a schedule of the rate; it
+    is neither clipped nor told what does not decay."""
     if isinstance(chosen, dict):
         rate = {"lr": make_rate(schedule, chosen["lr"], steps)} if "lr" in chosen else {}
         others = {name: value for name, value in chosen.items() if name != "lr"}
