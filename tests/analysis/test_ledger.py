@@ -143,8 +143,9 @@ def test_predicted_bytes_are_those_of_real_ranks(ranks: Any, case: Case) -> None
     ],
 )
 def test_predicted_bytes_have_what_is_computed_of_stacks(ranks: Any, optimizer: str, policy: str) -> None:
-    # SOAP's peak is where stacks are sent. A slot of shared memory that holds one (1.7 MB here, a tenth of the
-    # peak) is used again earlier or later than foreseen, as its readers come; one rank alone is foreseen to 1%.
+    # SOAP's peak is where stacks are sent. A slot of shared memory that holds one (1.7 MB here, a tenth of
+    # the peak) is used again earlier or later than foreseen, as its readers come; one rank alone is foreseen
+    # to 1%.
     close = 0.12 if optimizer == "soap" else CLOSE
     check_case(ranks(2), ("full_shard", "unit", policy, 1), "eager", optimizer=optimizer, close=close)
 
