@@ -38,7 +38,7 @@ of `compiler.schedule.instructions`. A new layout is a function that makes specs
 codec, a new optimizer an `fs.optim.Optimizer`. A rewrite of the traced graph is a function of
 `compiler.rewrites`, and what an operator does over tensor and context axes is a rule in `compiler.place`.
 None of these touches the rest, and `tests/test_extending.py` adds most of them from outside. One schedule
-serves all ranks.
+serves all ranks, or in a pipeline all ranks of a stage (`compiler.schedule.stages`).
 """
 
 from fnshard import adapters, checkpoint, debug, errors, hf, losses, optim, plot, tree

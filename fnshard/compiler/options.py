@@ -41,7 +41,10 @@ class StepOptions(Mapping[str, Any]):
             through one unit before the next unit, so that a unit's leaves are gathered once forward and once
             backward, and its gradients are summed by each rank and reduced once, however many micro-batches
             there are (Lamy-Poirier 2022); `accumulate_mode` has no effect. What the backward needs is kept
-            for all of them: with `remat="unit"` the units' inputs, with "unit+offload" on the host.
+            for all of them: with `remat="unit"` the units' inputs, with "unit+offload" on the host. On a mesh
+            with an axis "pipeline" each stage runs the micro-batches that have come to it, and sums their
+            gradients before ranks do: "depth" limits how many are under way (1F1B, interleaved where a stage
+            has several chunks), "breadth" does not (GPipe).
         prefetch: how many kernels ahead gathers are issued, (forward, backward); 0 is none. All kernels of a
             unit count as one where micro-batches run breadth-first, here and for `overlap`. None is 1, and 0
             for CPU ranks that share memory, whose collectives run on the thread that computes.

@@ -200,6 +200,8 @@ def make_space(
         wrong.append("params is a module: apply, params = fs.make_functional(module)")
     if ranks is None and not isinstance(mesh, Mesh):
         wrong.append(f"mesh={mesh!r}: make one with fs.make_mesh(shard=8, abstract=True)")
+    if isinstance(mesh, Mesh) and mesh.stages > 1:
+        wrong.append(f"mesh={mesh}: fit looks at no pipelines; lower(...).timeline(...) prices one")
     if not isinstance(batch, tuple | list):
         wrong.append(
             f"batch is {type(batch).__name__}: a tuple of the arguments of `fn` after the parameters"

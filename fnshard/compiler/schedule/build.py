@@ -56,7 +56,7 @@ from fnshard.compiler.schedule.instructions import (
 from fnshard.compiler.schedule.instructions.exchange import exchange
 from fnshard.compiler.schedule.instructions.kernels import added
 from fnshard.compiler.schedule.ir import Schedule, with_wait
-from fnshard.compiler.schedule.stages import Message, StagePlan, one_stage
+from fnshard.compiler.schedule.stages import Crossing, StagePlan, one_stage
 from fnshard.compiler.schedule.tasks import MicroOrder, Round, Task, order_pipeline, order_tasks
 from fnshard.compiler.update.derive import Compute, Reduce, Stack
 from fnshard.compiler.update.family import Family
@@ -366,13 +366,13 @@ class _Builder:
     def send(self, segment: Segment, task: Task, phase: str) -> None:
         """Send what other stages read of a segment's results, or their cotangents."""
         micro = task.micro
-        for message in self.stages.behind(segment, task.backward, task.is_last):
-            names = tuple(self.value(n, micro) for n in message.values)
+        for crossing in self.stages.behind(segment, task.backward, task.is_last):
+            names = tuple(self.value(n, micro) for n in crossing.values)
             if task.backward:
-                for n in message.values:
+                for n in crossing.values:
                     self.settle(n, micro, self.unit(segment), phase)
-                names = tuple(self.tangents[micro][n] for n in message.values)
-            sent = self.message(Send, message, message.target, segment, micro, phase, reads=names)
+                names = tuple(self.tangents[micro][n] for n in crossing.values)
+            sent = self.end_of(Send, crossing, crossing.target, segment, micro, phase, reads=names)
             self.sending += with_wait(sent)[1:]
             self.lines.append(sent)
 
@@ -381,31 +381,31 @@ class _Builder:
         micro = task.micro
         phase = self.phase("backward" if task.backward else "forward", micro)
         for segment in reversed(task.segments) if task.backward else task.segments:
-            for message in self.stages.behind(segment, task.backward, task.is_last):
-                if message.target != self.stage:
+            for crossing in self.stages.behind(segment, task.backward, task.is_last):
+                if crossing.target != self.stage:
                     continue
-                names = tuple(self.value(n, micro) for n in message.values)
+                names = tuple(self.value(n, micro) for n in crossing.values)
                 if task.backward:
                     names = tuple(
-                        ValueName(Kind.TANGENT, n.path, f"@stage {message.source}", micro=self.index(micro))
-                        for n in message.values
+                        ValueName(Kind.TANGENT, n.path, f"@stage {crossing.source}", micro=self.index(micro))
+                        for n in crossing.values
                     )
-                    for n, tangent in zip(message.values, names, strict=True):
+                    for n, tangent in zip(crossing.values, names, strict=True):
                         self.arriving_tangents.setdefault((micro, n), []).append(tangent)
-                come = self.message(Recv, message, message.source, segment, micro, phase)
+                come = self.end_of(Recv, crossing, crossing.source, segment, micro, phase)
                 self.lines.append(come)
                 self.coming |= dict.fromkeys(names, with_wait(come, *names)[1])
 
-    def message(
-        self, kind: type[Send] | type[Recv], message: Message, stage: int, segment: Segment, micro: int,
+    def end_of(
+        self, kind: type[Send] | type[Recv], crossing: Crossing, stage: int, segment: Segment, micro: int,
         phase: str, reads: Names = (),
     ) -> Send | Recv:  # fmt: skip
         """Return one end of a message."""
-        values = tuple(self.value(n, micro) for n in message.values)
-        if message.backward:
-            values = tuple(ValueName(Kind.TANGENT, n.path, micro=self.index(micro)) for n in message.values)
-        likes = tuple(Argument.of(self.segments.values[n], "value") for n in message.values)
-        flight = ValueName(Kind.FLIGHT, f"{', '.join(values)} from {message.source} to {message.target}")
+        values = tuple(self.value(n, micro) for n in crossing.values)
+        if crossing.backward:
+            values = tuple(ValueName(Kind.TANGENT, n.path, micro=self.index(micro)) for n in crossing.values)
+        likes = tuple(Argument.of(self.segments.values[n], "value") for n in crossing.values)
+        flight = ValueName(Kind.FLIGHT, f"{', '.join(values)} from {crossing.source} to {crossing.target}")
         return kind(self.unit(segment), phase, reads, (flight,), stage=stage, values=values, likes=likes)
 
     def wait_for(self, names: Iterable[ValueName]) -> None:

@@ -29,7 +29,7 @@ WAYS_OUT = (
 
 
 @dataclass(frozen=True)
-class Message:
+class Crossing:
     """Values of the program that one stage sends another behind a segment.
 
     `values`: as the program names them; of a backward, those whose cotangents are sent. `last_only`: they are
@@ -50,7 +50,7 @@ class StagePlan:
     Args:
         chunks: consecutive segments, with the stage that runs them.
         stage_of: by segment.
-        messages: by segment and whether it is its backward, what is sent behind it.
+        crossings: by segment and whether it is its backward, what is sent behind it.
         home: by value, the stage that makes it.
     """
 
@@ -58,12 +58,12 @@ class StagePlan:
     chunks: tuple[tuple[int, tuple[Segment, ...]], ...]
     stage_of: Mapping[int, int]
     home: Mapping[ValueName, int]
-    messages: Mapping[tuple[int, bool], tuple[Message, ...]] = field(default_factory=dict)
+    crossings: Mapping[tuple[int, bool], tuple[Crossing, ...]] = field(default_factory=dict)
 
-    def behind(self, segment: Segment, backward: bool, is_last: bool) -> list[Message]:
+    def behind(self, segment: Segment, backward: bool, is_last: bool) -> list[Crossing]:
         """Return what is sent behind a segment of one micro-batch."""
-        messages = self.messages.get((segment.index, backward), ())
-        return [m for m in messages if is_last or not m.last_only]
+        crossings = self.crossings.get((segment.index, backward), ())
+        return [m for m in crossings if is_last or not m.last_only]
 
 
 def one_stage(segments: Segments) -> StagePlan:
@@ -102,12 +102,12 @@ def plan_stages(
     )
     home = homes(segments, stage_of)
     _check_writes(segments, outputs, specs, home, mesh)
-    messages: dict[tuple[int, bool], list[Message]] = {}
-    for key, message in _forward_messages(segments, stage_of, home, outputs):
-        messages.setdefault(key, []).append(message)
-    for key, message in _backward_messages(segments, kernels, set(active), stage_of, home, outputs):
-        messages.setdefault(key, []).append(message)
-    return StagePlan(mesh.stages, chunks, stage_of, home, {k: tuple(m) for k, m in messages.items()})
+    crossings: dict[tuple[int, bool], list[Crossing]] = {}
+    for key, crossing in _forward_crossings(segments, stage_of, home, outputs):
+        crossings.setdefault(key, []).append(crossing)
+    for key, crossing in _backward_crossings(segments, kernels, set(active), stage_of, home, outputs):
+        crossings.setdefault(key, []).append(crossing)
+    return StagePlan(mesh.stages, chunks, stage_of, home, {k: tuple(m) for k, m in crossings.items()})
 
 
 def assign_chunks(segments: Segments, specs: Mapping[str, LayoutSpec], mesh: Mesh) -> list[int]:
@@ -202,9 +202,9 @@ def homes(segments: Segments, stage_of: Mapping[int, int]) -> dict[ValueName, in
     return out | {e.received: stage_of[e.after] for e in segments.exchanges}
 
 
-def _forward_messages(
+def _forward_crossings(
     segments: Segments, stage_of: Mapping[int, int], home: Mapping[ValueName, int], outputs: Outputs
-) -> list[tuple[tuple[int, bool], Message]]:
+) -> list[tuple[tuple[int, bool], Crossing]]:
     """Return what is sent behind each segment's forward: what other stages read, and results."""
     readers: dict[ValueName, set[int]] = {}
     for segment in segments.segments:
@@ -223,15 +223,15 @@ def _forward_messages(
             results = tuple(n for n in made if n in returned and n not in read)
             for values, last_only in ((read, False), (results, True)):
                 if values:
-                    message = Message(here, stage, values, last_only=last_only)
-                    out.append(((segment.index, False), message))
+                    crossing = Crossing(here, stage, values, last_only=last_only)
+                    out.append(((segment.index, False), crossing))
     return out
 
 
-def _backward_messages(
+def _backward_crossings(
     segments: Segments, kernels: Sequence[Kernel], active: set[int], stage_of: Mapping[int, int],
     home: Mapping[ValueName, int], outputs: Outputs,
-) -> list[tuple[tuple[int, bool], Message]]:  # fmt: skip
+) -> list[tuple[tuple[int, bool], Crossing]]:  # fmt: skip
     """Return what is sent behind each segment's backward: cotangents that a stage has added up."""
     if outputs.loss is None:
         return []
@@ -257,6 +257,6 @@ def _backward_messages(
         if home[name] != stage and name in asked:
             sent.setdefault((index, stage, home[name]), []).append(name)
     return [
-        ((index, True), Message(stage, target, tuple(names), backward=True))
+        ((index, True), Crossing(stage, target, tuple(names), backward=True))
         for (index, stage, target), names in sent.items()
     ]
