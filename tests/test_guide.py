@@ -77,12 +77,12 @@ def test_the_script_of_the_readme_trains_saves_and_goes_on(tmp_path: Path) -> No
     assert quick != script
     (tmp_path / "train.py").write_text(quick.replace("epochs=5", "epochs=1"))
     first = [float(loss) for loss in re.findall(r"^10 (\S+)$", run_script(tmp_path), re.M)]
-    assert len(first) == 1 and fs.checkpoint.all_steps(tmp_path / "checkpoints") == [10]
+    assert len(first) == 1 and fs.checkpoint.all_steps(tmp_path / "checkpoints") == [10, 16]
     (tmp_path / "train.py").write_text(quick.replace("epochs=5", "epochs=2"))
     printed = re.findall(r"^(\d+) (\S+)$", run_script(tmp_path), re.M)
-    assert [int(done) for done, _ in printed] == [20, 30]
+    assert [int(done) for done, _ in printed] == [20, 30, 32]
     assert float(printed[-1][1]) < first[0]
-    assert fs.checkpoint.all_steps(tmp_path / "checkpoints") == [20, 30]
+    assert fs.checkpoint.all_steps(tmp_path / "checkpoints") == [30, 32]
 
 
 def test_its_error_and_its_schedule_are_what_is_printed() -> None:

@@ -150,10 +150,10 @@ class PrecisionConfig:
 
 @configuration
 class AdamWConfig:
-    """`fnshard.optim.adamw`; no decay on norms and embeddings. `clip: null` clips nothing; `lr: null` is for
-    fine-tuning, which has defaults."""
+    """`fnshard.optim.adamw`, or `adamw_8bit`; no decay on norms and embeddings. `clip: null` clips nothing;
+    `lr: null` is for fine-tuning, which has defaults."""
 
-    name: Literal["adamw"] = "adamw"
+    name: Literal["adamw", "adamw_8bit"] = "adamw"
     lr: PositiveFloat | None = 4e-3
     b1: Fraction = 0.9
     b2: Fraction = 0.95

@@ -210,8 +210,8 @@ def make_optimizer(
     rates: Any = 1.0,
 ) -> fs.optim.Optimizer:
     """Make the optimizer named, after clipping; leaves that `undecayed`'s globs match do not decay, and
-    `rates` are adamw's `lr_scale`. Or what a `_target_` makes by itself of the rate, if it has an `lr`, and
-    of its other keys."""
+    `rates` are adamw's `lr_scale`. A `_target_` is called with its keys, `lr` as a schedule of the rate; it
+    is neither clipped nor told what does not decay."""
     if isinstance(chosen, dict):
         rate = {"lr": make_rate(schedule, chosen["lr"], steps)} if "lr" in chosen else {}
         others = {name: value for name, value in chosen.items() if name != "lr"}
@@ -219,7 +219,7 @@ def make_optimizer(
     rate = make_rate(schedule, chosen.lr, steps)
     decay = [*((glob, 0.0) for glob in undecayed), ("*", chosen.weight_decay)]
     if isinstance(chosen, AdamWConfig):
-        made = fs.optim.adamw(
+        made = getattr(fs.optim, chosen.name)(
             rate, b1=chosen.b1, b2=chosen.b2, eps=chosen.eps, weight_decay=decay, lr_scale=rates
         )
     else:

@@ -282,7 +282,9 @@ class Report:
 
     def _text(self, values: Mapping[str, float]) -> str:
         name = self.goal.name
-        shown = [f"{name} {values[name]:.3f}", f"lr {values['lr']:.1e}"]
+        shown = [f"{name} {values[name]:.3f}"]
+        if "lr" in values:  # an optimizer of the user's need not report it
+            shown.append(f"lr {values['lr']:.1e}")
         if "grad_norm" in values:
             shown.append(f"grad norm {values['grad_norm']:.2f}")
         others = [n for n in values if n not in (name, "loss", "lr", "grad_norm")][:OTHERS]

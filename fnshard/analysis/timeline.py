@@ -48,8 +48,8 @@ from fnshard.compiler.schedule.instructions import (
     Instruction,
     Names,
     OfBucket,
-    ReduceScatter,
     Recv,
+    ReduceScatter,
     Run,
     Send,
     ToDevice,
@@ -286,8 +286,8 @@ class Timeline:
     forward and backward without recomputation; `hardware_flops`: with it; both of one rank and one step.
     `peak_flops`: of one device, per second, in the dtype of most FLOPs; NaN where nobody knows it.
     `interval`: seconds between which most steps lay that were compared (`Hardware.spread`), where some were.
-    `bubble_seconds`: in a pipeline, how long compute stood still for other stages. `stages`: of each stage; the
-    rest is then of the stage that computes longest, but for FLOPs and the bubble, which are means.
+    `bubble_seconds`: in a pipeline, how long compute stood still for other stages. `stages`: of each stage;
+    the rest is then of the stage that computes longest, but for FLOPs and the bubble, which are means.
     """
 
     hardware: str

@@ -21,6 +21,7 @@ from fnshard.compiler.frontend import random
 from fnshard.compiler.ir.program import OpOverload
 from fnshard.compiler.kernels import block_attention
 from fnshard.losses import linear
+from fnshard.optim.fused import DECOMPOSITIONS
 
 Args = Sequence[Any]
 HALVES = (torch.bfloat16, torch.float16)
@@ -209,7 +210,10 @@ _OPERATORS = (
     block_attention.block_attention, block_attention.block_attention_backward,
     random.dropout_attention, random.dropout_attention_backward,
 )  # fmt: skip
-_CODE: dict[OpOverload, Callable[..., Any]] = {each._opoverload: each._init_fn for each in _OPERATORS}
+_CODE: dict[OpOverload, Callable[..., Any]] = {
+    **{each._opoverload: each._init_fn for each in _OPERATORS},
+    **DECOMPOSITIONS,  # next to other operators, an update by AdamW or SGD runs by its formula
+}
 _CHUNKS = {  # where hidden states and the tokens at once stand among the arguments; a rank has one part
     linear.token_parts._opoverload: (0, 3),
     linear.token_parts_backward._opoverload: (3, 6),

@@ -173,8 +173,8 @@ def _warn_of_bubble(plan: Plan, mesh: Mesh) -> None:
     idle, less = ((stages - 1) / (count + stages - 1) for count in (micros, 4 * stages))
     warnings.warn(
         report(
-            f"accumulate={micros}, on {stages} stages of a pipeline: they have nothing to do for {idle:.0%} of "
-            "a step.",
+            f"accumulate={micros}, on {stages} stages of a pipeline: they have nothing to do for {idle:.0%} "
+            "of a step.",
             fix=f"accumulate={4 * stages} leaves {less:.0%}; batches are cut into as many micro-batches.",
         ),
         stacklevel=2,

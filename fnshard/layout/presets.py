@@ -81,9 +81,9 @@ def _preset(layouts: Layouts, axes: Callable[[Mesh], tuple[str, ...]], doc: str)
         "            it does not divide stay whole, with a warning.\n"
         '        expert: a data axis that splits stacks of experts, leaves [E, M, N] with "experts" in\n'
         "            their path, while they compute (expert parallelism): see `LayoutSpec.compute`.\n"
-        "        chunks: how many chunks each stage of a pipeline runs. Units are cut into them in the order of\n"
-        "            the tree, of about as many bytes each. A leaf that several stages read (a tied embedding)\n"
-        '            takes a rule with LayoutSpec(chunk="all").\n'
+        "        chunks: how many chunks each stage of a pipeline runs: units in the order of the tree, of\n"
+        "            about as many bytes each. A leaf that several stages read (a tied embedding) takes a\n"
+        '            rule with LayoutSpec(chunk="all").\n'
         "        policy: further LayoutSpec fields for all leaves, such as compute_dtype. Of float8_e4m3fn\n"
         "            embeddings, heads, and what is no matrix of multiples of 16 or does not train, stay in\n"
         "            bf16.\n"
@@ -222,8 +222,8 @@ def cut_chunks(
         return {}
     if len(sizes) < count:
         raise SpecError(
-            f"{mesh.stages} stages of {chunks} {'chunk' if chunks == 1 else 'chunks'} need {count} units, and "
-            f"the tree has {len(sizes)}: {', '.join([*sizes][:8]) or 'none'}.",
+            f"{mesh.stages} stages of {chunks} {'chunk' if chunks == 1 else 'chunks'} need {count} units, "
+            f"and the tree has {len(sizes)}: {', '.join([*sizes][:8]) or 'none'}.",
             fix="a smaller pipeline, fewer chunks, or smaller units (units=).",
         )
     bounds = _cut_evenly([*sizes.values()], count)

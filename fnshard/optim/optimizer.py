@@ -3,10 +3,10 @@
     def sign_sgd(lr):
         def update(path, grad, slots, param, step):
             mean = slots["mean"].lerp(grad, 0.1)
-            return -lr * mean.sign() * param.norm(), {"mean": mean}
+            return -step.host(lr) * mean.sign() * param.norm(), {"mean": mean}
 
         init = lambda path, param: {"mean": torch.zeros_like(param)}
-        return fs.optim.Optimizer("sign_sgd", init, update)
+        return fs.optim.Optimizer("sign_sgd", init, update, rules=())
 
 Sums, norms, products and decompositions of matrices are those of the whole leaf, on every mesh.
 """
@@ -40,8 +40,8 @@ class Step:
         evaluate: calls a function of `count`; see `host`.
 
     >>> step = Step(torch.tensor(3))
-    >>> step.host(lambda count: 0.5 ** int(count))
-    tensor(0.1250, dtype=torch.float64)
+    >>> step.host(lambda count: 0.5 ** int(count)), step.host(0.1)
+    (tensor(0.1250, dtype=torch.float64), tensor(0.1000, dtype=torch.float64))
     """
 
     count: Tensor
@@ -63,12 +63,15 @@ class Step:
             )
         return self.norm
 
-    def host(self, function: Callable[[Tensor], Any]) -> Tensor:
-        """Return `function(count)`, computed on the host once a step, as a 0-d fp64 tensor.
+    def host(self, function: Callable[[Tensor], Any] | float) -> Tensor:
+        """Return `function(count)`, computed on the host once a step, or a number, as a 0-d fp64 tensor.
 
-        The function may branch on the number and convert it, which code that is traced cannot: rates by
-        schedule are such functions.
+        The function may branch on the count and convert it, which code that is traced cannot: rates by
+        schedule are such functions. Cast the result, `.to(param.dtype)`, where an operator wants operands of
+        one dtype; arithmetic next to the leaf takes it as it comes.
         """
+        if not callable(function):
+            return as_number(function)
         if self.evaluate is not None:
             return self.evaluate(function, self.count)
         return as_number(function(self.count))
@@ -85,20 +88,22 @@ class Optimizer:
 
     Args:
         init: `(path, param) -> {name: tensor}`, the state of a leaf. Slots of the leaf's shape (or of size 1
-            along some dims) are split as the leaf is. It may copy the parameter, and read nothing else of its
-            values.
+            along some dims, or shorter by a whole factor) are split as the leaf is, square ones of a matrix's
+            sides by their rows; others are whole on every rank. It may copy the parameter, and read nothing
+            else of its values.
         update: `(path, grad, slots, param, step) -> (update, slots)`, pure; `param + update` is the new
             parameter. Slots that it does not return stay. It sees fp32 (fp64 where the leaf is of that), and
             gradients that the loss scale is divided out of. Whatever of the step it reads is a 0-d tensor of
             `Step`; a branch is `torch.where`, or `torch.cond` where one side is dear.
         rules: all that `init` and `update` take from the path: leaves for which these say the same numbers
-            share a trace. None: nothing is promised, and each leaf has its own.
-        values: 0-d tensors for the step's metrics, such as `lr`.
+            share a trace. `()` where they do not read it. None: nothing is promised, and each leaf is traced
+            by itself, which is slow for many.
+        values: 0-d tensors for the step's metrics, such as `lr`, which progress lines show.
         choose: `(path, shape) -> Optimizer`, of an optimizer that leaves each leaf to another one.
 
     >>> def update(path, grad, slots, param, step):
     ...     return -0.1 * grad / grad.norm(), {}
-    >>> half = Optimizer("normalized()", init=lambda path, param: {}, update=update)
+    >>> half = Optimizer("normalized()", init=lambda path, param: {}, update=update, rules=())
     >>> params, grads = {"w": torch.ones(2)}, {"w": torch.tensor([3.0, 4.0])}
     >>> apply_updates(half, grads, init_slots(half, params), params, Step(torch.tensor(0)))[0]
     {'w': tensor([0.9400, 0.9200])}

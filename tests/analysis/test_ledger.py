@@ -56,6 +56,7 @@ OPTIMIZERS = {
     "adamw": fs.optim.adamw(1e-3),
     "muon": fs.optim.muon(1e-3),
     "soap": fs.optim.soap(1e-3, precondition_frequency=1),
+    "adamw_8bit": fs.optim.adamw_8bit(1e-3),
 }
 
 
@@ -142,12 +143,14 @@ def test_predicted_bytes_are_those_of_real_ranks(ranks: Any, case: Case) -> None
     ],
 )
 def test_predicted_bytes_have_what_is_computed_of_stacks(ranks: Any, optimizer: str, policy: str) -> None:
-    # SOAP's peak is where stacks are sent (one rank alone is foreseen to 1%): up to 11% too much.
+    # SOAP's peak is where stacks are sent. A slot of shared memory that holds one (1.7 MB here, a tenth of
+    # the peak) is used again earlier or later than foreseen, as its readers come; one rank alone is foreseen
+    # to 1%.
     close = 0.12 if optimizer == "soap" else CLOSE
     check_case(ranks(2), ("full_shard", "unit", policy, 1), "eager", optimizer=optimizer, close=close)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "soap"])
+@pytest.mark.parametrize("optimizer", ["muon", "soap", "adamw_8bit"])
 def test_predicted_bytes_have_what_a_rank_computes_of_whole_matrices(optimizer: str) -> None:
     params, mesh = {"w": torch.ones(256, 512)}, fs.make_mesh(shard=1, device="cpu")
     step = fs.shard_step(

@@ -113,10 +113,8 @@ def _place(
     return pieces, total
 
 
-def gradient_axes(
-    bucket: Bucket, specs: Mapping[str, LayoutSpec], axes: Sequence[str]
-) -> tuple[str, ...]:
-    """Those of `axes`, over which gradients are summed, that the bucket's are summed over: none that splits its
+def gradient_axes(bucket: Bucket, specs: Mapping[str, LayoutSpec], axes: Sequence[str]) -> tuple[str, ...]:
+    """Return those of `axes`, over which gradients are summed, that sum the bucket's: none that splits its
     leaves while they compute, and not the pipeline where one stage alone has them."""
     spec = specs[bucket.paths[0]]
     apart = (*spec.compute.axes, *(() if spec.chunk == "all" else (PIPELINE,)))

@@ -5,9 +5,9 @@ waited for at once; all updates come at the end. The chain rule across segments 
 accumulation, written out. `tasks` says in which order micro-batches run; where several run through a
 stretch of the program in one round, they share what it gathers, and its gradients are reduced once.
 
-In a pipeline there is a schedule for each stage. Each is written by walking through the tasks of all stages in
-their one order: the stage's own are written out, with what they send; behind another's task stands the Recv of
-what that sends here. What is received is waited for where it is read first.
+In a pipeline there is a schedule for each stage. Each is written by walking through the tasks of all stages
+in their one order: the stage's own are written out, with what they send; behind another's task stands the
+Recv of what that sends here. What is received is waited for where it is read first.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, Literal
 
 from fnshard.compiler.ir.program import Outputs, Program
 from fnshard.compiler.ir.values import LOSS_TANGENT, SCALARS, SCALES, Kind, ValueName, slots, stored
-from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.kernels.canonical import Argument
+from fnshard.compiler.kernels.differentiate import Kernel
 from fnshard.compiler.kernels.segments import Exchanged, Segment, Segments, last_first
 from fnshard.compiler.schedule.aggregate import aggregate
 from fnshard.compiler.schedule.buckets import (
@@ -41,9 +41,9 @@ from fnshard.compiler.schedule.instructions import (
     Names,
     Norms,
     Publish,
+    Recv,
     ReduceScalars,
     ReduceScatter,
-    Recv,
     ReduceUpdate,
     Run,
     Scales,
@@ -191,7 +191,11 @@ class _Builder:
         moved = {p: s for p, s in self.specs.items() if p in read and not self._is_alias(p)}
         trained = {p: s for p, s in self.specs.items() if s.trainable}
         self.gathers = make_buckets(
-            moved, self.mesh, lambda s: s.storage, wire_dtype, "gather",
+            moved,
+            self.mesh,
+            lambda s: s.storage,
+            wire_dtype,
+            "gather",
             apart=lambda s: (s.compute_dtype, self.chunk(s)),
         )
         self.reduces = make_buckets(
@@ -241,9 +245,12 @@ class _Builder:
     def _rounds(self) -> list[Round]:
         """Return the tasks of the step, of all stages."""
         if self.piped:
-            return [(task,) for task in order_pipeline(
-                self.stages.chunks, self.plan.accumulate, self.plan.micro_order, self.plan.differentiate
-            )]
+            return [
+                (task,)
+                for task in order_pipeline(
+                    self.stages.chunks, self.plan.accumulate, self.plan.micro_order, self.plan.differentiate
+                )
+            ]
         plan, made = self.plan, {n: s.index for s in self.segments.segments for n in s.outputs}
         made |= {e.received: e.after for e in self.segments.exchanges}
         written = [(path, made[name]) for name, path in self.written.items() if name in made]
@@ -399,9 +406,7 @@ class _Builder:
             values = tuple(ValueName(Kind.TANGENT, n.path, micro=self.index(micro)) for n in message.values)
         likes = tuple(Argument.of(self.segments.values[n], "value") for n in message.values)
         flight = ValueName(Kind.FLIGHT, f"{', '.join(values)} from {message.source} to {message.target}")
-        return kind(
-            self.unit(segment), phase, reads, (flight,), stage=stage, values=values, likes=likes
-        )
+        return kind(self.unit(segment), phase, reads, (flight,), stage=stage, values=values, likes=likes)
 
     def wait_for(self, names: Iterable[ValueName]) -> None:
         """Wait for those of the values that are on their way here."""
@@ -488,7 +493,9 @@ class _Builder:
             if segment.index in self.active:
                 self.backward_of(segment, micro, phase, tangents, grads)
             self.send(segment, task, phase)
-            done = [b for b in self.reduces if self.complete[b.name] == segment.index and not self.is_shared(b)]
+            done = [
+                b for b in self.reduces if self.complete[b.name] == segment.index and not self.is_shared(b)
+            ]
             for bucket in done:
                 self.reduce(bucket, task, phase, grads)
             if done and self.plan.counted and task.is_last:
@@ -500,7 +507,9 @@ class _Builder:
                 if not grads.keys().isdisjoint(bucket.paths):
                     self.accumulate(bucket, micro, phase, grads, f"@{task.segments[0].index}")
         if task.is_last and task.segments[0] is self.own[0]:
-            for bucket in [b for b in self.reduces if self.complete[b.name] is None and not self.is_shared(b)]:
+            for bucket in [
+                b for b in self.reduces if self.complete[b.name] is None and not self.is_shared(b)
+            ]:
                 name = ValueName(Kind.REDUCED, bucket.name)
                 self.lines.append(Local(bucket.unit, phase, (), (name,), bucket=bucket.name))
                 self.reduced[bucket.name] = name
@@ -575,7 +584,7 @@ class _Builder:
         return self.piped and self.specs[bucket.paths[0]].chunk == "all"
 
     def reduce_shared(self) -> None:
-        """Sum the gradients of leaves of all stages, in one order on all of them, behind the last backward."""
+        """Sum the gradients of leaves of all stages, in one order, behind the last backward."""
         micro = self.plan.accumulate - 1
         phase, grads = self.phase("backward", micro), self.gradients.get(0, {})
         for bucket in filter(self.is_shared, self.reduces):

@@ -94,7 +94,10 @@ def plan_stages(
     chunk_of = assign_chunks(segments, specs, mesh)
     stage_of = {s.index: chunk % mesh.stages for s, chunk in zip(segments.segments, chunk_of, strict=True)}
     chunks = tuple(
-        (chunk % mesh.stages, tuple(s for s, c in zip(segments.segments, chunk_of, strict=True) if c == chunk))
+        (
+            chunk % mesh.stages,
+            tuple(s for s, c in zip(segments.segments, chunk_of, strict=True) if c == chunk),
+        )
         for chunk in dict.fromkeys(chunk_of)
     )
     home = homes(segments, stage_of)
@@ -177,7 +180,7 @@ def _check_writes(
     segments: Segments, outputs: Outputs, specs: Mapping[str, LayoutSpec], home: Mapping[ValueName, int],
     mesh: Mesh,
 ) -> None:  # fmt: skip
-    """Refuse leaves that `fn` writes to on another stage than theirs: micro-batches hand a leaf on in order."""
+    """Refuse leaves that `fn` writes to on another stage than theirs: micro-batches hand them on in order."""
     wrong = []
     for path, index in outputs.writes.items():
         made, chunk = home.get(segments.results[index], 0), specs[path].chunk
@@ -233,7 +236,9 @@ def _backward_messages(
     if outputs.loss is None:
         return []
     after, has_tangent = segments.exchanges_after(), {segments.results[outputs.loss]}
-    last: dict[tuple[ValueName, int], int] = {}  # by value and stage, the segment that adds to its cotangent last
+    last: dict[
+        tuple[ValueName, int], int
+    ] = {}  # by value and stage, the segment that adds to its cotangent last
     for segment in reversed(segments.segments):
         added = []
         for each in last_first(after[segment.index]):

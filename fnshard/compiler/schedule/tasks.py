@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from fnshard.compiler.kernels.segments import Segment
 
@@ -118,7 +118,13 @@ def order_pipeline(
     stage_of = [stage for stage, _ in chunks]
     room = usual_room(max(stage_of) + 1, len(chunks)) if order == "depth" else None
     return [
-        Task(chunks[slot.chunk][1], slot.micro, slot.backward, slot.micro == accumulate - 1, stage_of[slot.chunk])
+        Task(
+            chunks[slot.chunk][1],
+            slot.micro,
+            slot.backward,
+            slot.micro == accumulate - 1,
+            stage_of[slot.chunk],
+        )
         for slot in order_stages(stage_of, accumulate, room, differentiate=differentiate)
     ]
 
@@ -170,9 +176,7 @@ def order_stages(
     able = {task: at for task in following if (at := ready(*task)) is not None}
     while able:
         begins = {(c, b): max(at, free[stage_of[c]]) for (c, b), at in able.items()}
-        with_room = [
-            (c, b) for c, b in able if b or room is None or held[stage_of[c]] < room[stage_of[c]]
-        ]
+        with_room = [(c, b) for c, b in able if b or room is None or held[stage_of[c]] < room[stage_of[c]]]
         # First what begins first; of a stage's chunks the one that a group of micro-batches as large as the
         # pipeline has to go through next.
         chunk, backward = min(

@@ -26,8 +26,8 @@ def together(schedules: Sequence[Schedule]) -> list[Place]:
     """Merge the schedules of all stages; return (stage, line) in an order in which they can be done.
 
     Raises:
-        ScheduleError: stages that wait for one another, with the lines at which they do; messages that the two
-            ends do not have alike; a collective over the pipeline that stages do not come to in one order.
+        ScheduleError: stages that wait for one another, with the lines at which they do; messages that the
+            two ends do not have alike; a collective over the pipeline that stages come to in other orders.
     """
     merge = _Merge(schedules)
     while not merge.is_done():
@@ -47,8 +47,8 @@ def together(schedules: Sequence[Schedule]) -> list[Place]:
 class _Merge:
     """How far each stage has come.
 
-    `issued`: by the stages that messages go from and to, and end, those that were issued, in order. `numbers`:
-    by stage and flight, which of these it is.
+    `issued`: by the stages that messages go from and to, and end, those that were issued, in order.
+    `numbers`: by stage and flight, which of these it is.
     """
 
     schedules: Sequence[Schedule]
@@ -150,7 +150,9 @@ class _Merge:
             if line is None:
                 out.append(f"stage {stage} is at its end")
                 continue
-            where = f"stage {stage}, line {self.at[stage]}: {line.phase} {line.unit} {line.verb} {line.detail}"
+            where = (
+                f"stage {stage}, line {self.at[stage]}: {line.phase} {line.unit} {line.verb} {line.detail}"
+            )
             other = self.waits_for(line, stage)
             whom = "all stages" if other is None else f"stage {other}"
             out.append(f"{where} waits for {whom}")

@@ -23,9 +23,9 @@ from fnshard.compiler.schedule.instructions import (
     Gather,
     Instruction,
     Norms,
+    Recv,
     ReduceScalars,
     ReduceUpdate,
-    Recv,
     Run,
     Send,
     StackUpdate,
@@ -160,9 +160,7 @@ def _copied(issue: Instruction, name: ValueName) -> bool:
         name.kind in (Kind.GRADIENT, Kind.ACCUMULATED, Kind.NORMS, Kind.REDUCED)
         or name.is_copy(Kind.LOADED, Kind.STORED)
         or name == SCALES  # which the flight holds
-        or isinstance(
-            issue, AggregateBuffers | Exchange | ReduceScalars | ReduceUpdate | Send | StackUpdate
-        )
+        or isinstance(issue, AggregateBuffers | Exchange | ReduceScalars | ReduceUpdate | Send | StackUpdate)
     )
 
 
