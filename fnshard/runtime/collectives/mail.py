@@ -114,7 +114,10 @@ class Mailbox:
             theirs = self._words(self.host.memories[rank], here)
             where = Place("", "", f"{self._name(here, rank)} taken", number - 1, [rank])
             text = describe_message("send", f"message {number}", here, rank)
-            missing = lambda theirs=theirs, rank=rank, n=number: [] if theirs[TAKEN] >= n else [rank]  # noqa: E731
+
+            def missing(theirs: Words = theirs, rank: int = rank, number: int = number) -> list[int]:
+                return [] if theirs[TAKEN] >= number else [rank]
+
             self.host.meet(missing, where, lambda text=text: text)
 
     def bytes_used(self) -> int:
