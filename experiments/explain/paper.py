@@ -9,7 +9,8 @@ import fnshard as fs
 from experiments.explain.config import PER_PARAMETER, ExplainConfig
 from experiments.explain.subject import Subject, subject_of
 from experiments.lib.config import AUTO, ScheduleConfig
-from experiments.lib.plan import axis_of, dtypes_of, hardware_of, make_optimizer, specs_of
+from experiments.lib.plan import axis_of, dtypes_of, hardware_of, specs_of
+from experiments.lib.task import make_optimizer
 from fnshard.analysis.memory import MemoryAnalysis, MemoryTimeline
 from fnshard.analysis.timeline import Timeline
 from fnshard.analysis.traffic import Traffic

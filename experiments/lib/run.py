@@ -29,7 +29,15 @@ from experiments.lib.config import AUTO
 from experiments.lib.files import append, write_sealed, write_text
 from experiments.lib.folder import STOPPED, RunFolder, has_numbered, memory_name, write_result
 from experiments.lib.metrics import HELD_OUT, Goal
-from experiments.lib.plan import MEMORY, Plan, append_compiled, hardware_of, peak_of, write_memory, write_plan
+from experiments.lib.plan import (
+    MEMORY,
+    Plan,
+    append_compiled,
+    hardware_of,
+    peak_of,
+    write_memory,
+    write_search,
+)
 from experiments.lib.record import RunRecord, StepWork, TimeSpent, Tracer, facts_of, speed_name, varying
 from experiments.lib.report import Report, Silent, metrics_next_to
 from experiments.lib.trackers import choose_trackers
@@ -123,7 +131,7 @@ class Run:
 
         def begin(replicas: fs.checkpoint.Replicas | None = None) -> tuple[fs.TrainState, Loader, str]:
             loader = make_loader()
-            state, found = restore(self.place.root, self.place.source, step, loader, replicas)
+            state, found = restore_newest(self.place.root, self.place.source, step, loader, replicas)
             return make_state() if state is None else state, loader, found
 
         self._begin_again = lambda: begin()[:2]  # for the watchdog
@@ -155,7 +163,7 @@ class Run:
                 device_type=self.mesh.device_type, goal=goal, unit=unit,
             )  # fmt: skip
             print(f"goal: the run {goal.aim}", flush=True)
-            write_plan(plan, self.folder)
+            write_search(plan, self.folder)
         self.watch = Watchdog(self._step, config.run.watch, self._begin_again, self.report.say)
         self._step.clear_flag("stop")
         if self.replicas is not None:
@@ -378,7 +386,7 @@ class Run:
         return self.report.closing(totals)
 
 
-def restore(
+def restore_newest(
     root: Path, source: str | None, step: Any, loader: Any, replicas: fs.checkpoint.Replicas | None = None
 ) -> tuple[fs.TrainState | None, str]:
     """Return the state to go on from, and the directory it was found in; None where there is no checkpoint.

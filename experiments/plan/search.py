@@ -19,7 +19,8 @@ from typing import Any, get_args
 import fnshard as fs
 from experiments.explain.words import counted
 from experiments.lib.config import MeshConfig, ScheduleConfig
-from experiments.lib.plan import axis_of, dtypes_of, make_optimizer
+from experiments.lib.plan import axis_of, dtypes_of
+from experiments.lib.task import make_optimizer
 from experiments.plan.config import DEVICE_SHARE, PlanConfig
 from fnshard.analysis.memory import MemoryTimeline
 from fnshard.compiler.ir.arguments import Arguments

@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 import fnshard as fs
-from experiments.lib.plan import Plan, make_optimizer, plan_of
+from experiments.lib.plan import Plan, plan_step
+from experiments.lib.task import make_optimizer
 from experiments.tuning.config import OBJECTIVE_KINDS, FinetuneConfig
 from experiments.tuning.lm import LanguageModel
 from experiments.tuning.objectives import OBJECTIVES
@@ -22,7 +23,7 @@ from fnshard import tree
 # or not: QLoRA's (Dettmers et al. 2023, table 9). All of a model: Alpaca's and Llama 2's. DPO: Zephyr's
 # (Tunstall et al. 2023). Below 50M parameters, the tiny bases here: 5e-3 was tried, the rest are guesses.
 TINY, LARGE = 5e7, 2e10
-RATES: Mapping[tuple[str, str], Sequence[tuple[float, float]]] = {
+DEFAULT_RATES: Mapping[tuple[str, str], Sequence[tuple[float, float]]] = {
     ("samples", "full"): ((TINY, 1e-3), (3e9, 2e-5), (LARGE, 1e-5), (math.inf, 5e-6)),
     ("samples", "adapters"): ((TINY, 5e-3), (LARGE, 2e-4), (math.inf, 1e-4)),
     ("pairs", "full"): ((TINY, 1e-4), (math.inf, 5e-7)),
@@ -43,7 +44,7 @@ def default_rate(objective: str, method: str, parameters: int) -> float:
     >>> default_rate("sft", "qlora4", 8_000_000_000), default_rate("dpo", "full", 8_000_000_000)
     (0.0002, 5e-07)
     """
-    rows = RATES[OBJECTIVE_KINDS[objective].data, "full" if method == "full" else "adapters"]
+    rows = DEFAULT_RATES[OBJECTIVE_KINDS[objective].data, "full" if method == "full" else "adapters"]
     return next(rate for below, rate in rows if parameters < below)
 
 
@@ -73,7 +74,7 @@ def choose_method(config: FinetuneConfig, lm: LanguageModel, mesh: fs.Mesh, batc
     optimizer = _optimizer(config, tuning)
     loss = OBJECTIVES[config.objective.name](tuning, config.objective, training=True)
     specs = partial(tuning.specs, mesh, config.precision)
-    plan = plan_of(
+    plan = plan_step(
         config.strategy, config.run, loss, tuning.params, mesh, optimizer,
         batch=(batch,), specs=specs, hardware=config.hardware.name, along=config.mesh.options,
     )  # fmt: skip

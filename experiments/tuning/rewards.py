@@ -32,7 +32,7 @@ from experiments.data.model_files import LOCAL, WEIGHTS, check_reward_model, rea
 from experiments.data.records import last_number
 from experiments.lib.checks import TARGET, ConfigError, describe
 from experiments.lib.files import first_few
-from experiments.lib.own import make_target
+from experiments.lib.task import make_target
 from experiments.tuning.tasks import solved
 from fnshard.errors import report
 

@@ -64,7 +64,7 @@ class Step:
         return self.norm
 
     def host(self, function: Callable[[Tensor], Any] | float) -> Tensor:
-        """Return `function(count)`, computed on the host once a step, as a 0-d fp64 tensor; a number as it is.
+        """Return `function(count)`, computed on the host once a step, as a 0-d fp64 tensor; a number stays.
 
         The function may branch on the count and convert it, which code that is traced cannot: rates by
         schedule are such functions. Cast the result, `.to(param.dtype)`, where an operator wants operands of

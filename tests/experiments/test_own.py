@@ -25,10 +25,10 @@ from experiments.lib import launch as jobs
 from experiments.lib.checks import ConfigError
 from experiments.lib.config import TrainConfig
 from experiments.lib.folder import read_result, write_result
-from experiments.lib.launch import main, place
-from experiments.lib.own import Items, make_target, make_task
+from experiments.lib.launch import fit_to_machine, main
 from experiments.lib.plan import specs_of
 from experiments.lib.run import Run
+from experiments.lib.task import Items, make_target, make_task
 from experiments.train import COMMAND, JOB
 from fnshard.launcher.rank import Stop
 
@@ -86,7 +86,7 @@ OWN = (*HERE.split(), "model.width=3", "data.count=32", "data.rows=32", "data.he
 
 
 def config_of(*words: str) -> TrainConfig:
-    return JOB.prepare(place(validate(COMMAND, [*OWN, *words]), accelerators={}))
+    return JOB.prepare(fit_to_machine(validate(COMMAND, [*OWN, *words]), accelerators={}))
 
 
 def test_an_error_of_ones_own_data_has_its_file_and_line():
@@ -161,7 +161,7 @@ def test_what_does_not_import_or_fit_is_one_error_before_a_rank_starts(words, me
     if "data._target_=builtins.dict" in words:
         given = [word for word in given if not word.startswith("data.count")]
     with pytest.raises(ConfigError, match=message):
-        JOB.prepare(place(validate(COMMAND, [*given, *words]), accelerators={}))
+        JOB.prepare(fit_to_machine(validate(COMMAND, [*given, *words]), accelerators={}))
 
 
 @pytest.mark.parametrize(
