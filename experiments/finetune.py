@@ -51,7 +51,7 @@ from experiments.tuning.tuning import first_state
 from fnshard.launcher.rank import Stop
 
 BEFORE, SAMPLES = "before.json", "samples.txt"
-WIDTHS = 8  # what a batch of answers is a multiple of
+WIDTHS = 8  # the positions of a row of answers are a multiple of it
 Measured = dict[str, Any]  # held-out numbers by name, and "answers"
 
 COMMAND = Command(

@@ -9,10 +9,11 @@ ranks. Each of them calls `train`, below, which goes on from the run's newest ch
 the last step. What a run is besides its steps (folder, rows, trackers, checkpoints, SIGTERM, NaN) is
 `lib.run`. The same command again goes on with what was not finished.
 
-Where to look: a key `run.steps=9` is `config.run.steps`; a `_target_` becomes a model, data or a loss in
-`lib.own`, an optimizer in `lib.plan`; checkpoints are read by `Run.restore` and written by `Run.save`;
-SIGTERM sets `stop.asked`, of which `Run.numbers` tells all ranks before a step, and `Run.settle` behind it
-ends the loop.
+Where to look: a key `run.steps=9` is `config.run.steps`; a `_target_` becomes a model, data, a loss or an
+optimizer in `lib.task`; checkpoints are read by `Run.restore` and written by `Run.save`. SIGTERM sets
+`stop.asked`, and `Run.numbers` raises a flag of it before the next step. The flag travels with that step, so
+that all ranks know of it behind the one after, where `Run.settle` says that the loop ends and `Run.save`
+saves.
 """
 
 from __future__ import annotations

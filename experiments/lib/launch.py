@@ -7,8 +7,8 @@
 so it does where SLURM starts one torchrun a node.
 
 SIGTERM to the process of the command goes on to the ranks (`fnshard.launcher.local`), each of which notes it
-in a `Stop`; the job tells all ranks with its next step, saves after that one and ends. What a rank finds
-wrong ends all of them (`end_together`).
+in a `Stop`; the job tells all ranks with its next step, saves after the one that follows, and ends. What a
+rank finds wrong ends all of them (`end_together`).
 """
 
 from __future__ import annotations

@@ -70,7 +70,14 @@ class Run:
             for number in run.numbers():
                 state = run.make_step(number, state, next(loader))
                 run.settle(number, state, loader)
+                if run.watch.fault:  # NaN
+                    del state
+                    raise run.watch.diagnose()
+                held_out = measure(number, state) if run.measures(number) else None
                 run.save(number, state, loader, held_out)
+            if run.stops:  # SIGTERM
+                run.end_early(int(state.step))
+                return
             run.finish(measured, sample="sample.txt")
 
     Its state: what the process has spent its time on, the step that was launched last and whose numbers
@@ -81,7 +88,8 @@ class Run:
         config: on this machine; it has `run` and `tracker`, as `TrainConfig` does.
         folder: the run's, which no other process works in.
         overrides: the arguments of the command line.
-        stop: once it is asked on any rank, all finish the step, save, and end.
+        stop: once it is asked on any rank, all make the next step, by which they tell each other, and one
+            more, save, and end.
     """
 
     def __init__(self, job: str, config: Any, folder: RunFolder, overrides: list[str], stop: Stop):
@@ -100,7 +108,8 @@ class Run:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """A run that breaks off has a row for every step whose numbers have arrived, and has failed."""
+        """Write a row for every step whose numbers have arrived, and say of a run that breaks off that it has
+        failed."""
         if self._launched:
             with suppress(RuntimeError, OSError):
                 self._report_rows(self._read(wait=False))
@@ -173,8 +182,8 @@ class Run:
     # ------------------------------------------------------------------ the loop
 
     def numbers(self) -> Iterator[int]:
-        """Yield the numbers of the steps that are left; those after one at which a rank was asked to stop are
-        for the next process."""
+        """Yield the numbers of the steps that are left, until all ranks know that one of them was asked to
+        stop: the others are for the next process."""
         for number in range(self.first, self.config.run.steps + 1):
             if self.stop.asked:
                 self._step.raise_flag("stop")

@@ -1,4 +1,4 @@
-"""The configuration of a fine-tuning job; `configs.train` has the groups it shares with the main job."""
+"""The configuration of a fine-tuning job; `lib.config` has the groups it shares with the main job."""
 
 from __future__ import annotations
 

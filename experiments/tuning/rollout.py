@@ -146,7 +146,7 @@ class Rollouts:
 
 
 def _merge_caches(cache: Any, new: Any, rows: Sequence[int], device: torch.device) -> Any:
-    """Some rows of the new one."""
+    """Return a cache with these rows of the new one, and all others of the old one."""
     taken = torch.zeros(len(new[0][0]), 1, 1, 1, dtype=torch.bool)
     taken[list(rows)] = True
     taken = taken.to(device)

@@ -148,7 +148,7 @@ class Order:
         inputs: names of the placeholders.
         elsewhere: the node that is computed on whole values.
         returned: its results, and their numbers.
-        depth: of each node, how many exchanges are behind it; two for what is computed elsewhere.
+        depth: of each node, how many exchanges come before it; two for what is computed elsewhere.
         results: by depth, what is written there.
         direct: results that come back from elsewhere as they are.
     """

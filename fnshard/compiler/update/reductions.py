@@ -30,7 +30,7 @@ class Placed:
     Args:
         outputs: names of the results.
         where: by node of the update, the placement over each flat axis.
-        program: as it is but for the last flat axis.
+        program: the update, placed over all flat axes but the last.
         last: the walk over the last flat axis; None where there is none.
     """
 

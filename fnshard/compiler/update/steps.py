@@ -1,4 +1,4 @@
-"""Steps: what runs of a derived update when, and what each stretch hands on to later ones."""
+"""Steps: in which order the parts of a derived update run, and what each stretch hands on to later ones."""
 
 from __future__ import annotations
 
