@@ -36,6 +36,7 @@ from experiments.lib.files import DamagedError, read_record, write_record, write
 from experiments.lib.folder import RunFolder
 from experiments.lib.launch import Job, main
 from experiments.lib.metrics import HELD_OUT, METRICS, Goal, draw_run
+from experiments.lib.plan import forward_options
 from experiments.lib.run import Run, mean_over
 from experiments.tuning.config import FinetuneConfig
 from experiments.tuning.dataset import FinetuneData, Shown, open_data, prepare_data, window_of
@@ -289,10 +290,7 @@ def build(config: FinetuneConfig, only_prompt: bool = False) -> Parts:
 
     # The step, and forwards of the same leaves: the objective on held-out data, and answers that are shown.
     step = fs.shard_step(loss, specs, mesh=mesh, optimizer=planned.optimizer, **planned.plan.options)
-    how = {
-        "mesh": mesh, "backend": run.backend, "deterministic": run.deterministic, "timeout": run.timeout_s,
-        **config.mesh.options,
-    }  # fmt: skip
+    how = forward_options(config, mesh)
     held_out = fs.shard_forward(objective(tuning, config.objective, training=False), specs, **how)
     examples = data.examples(run, lm.context)[-1 if only_prompt else 0 :]
     hidden = lm.hidden if not data.measured.images else partial(_hidden_of_images, lm)

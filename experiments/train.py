@@ -30,7 +30,7 @@ from experiments.lib.files import write_text
 from experiments.lib.folder import RunFolder
 from experiments.lib.launch import Job, main
 from experiments.lib.metrics import HELD_OUT, METRICS, Goal, comparison, draw_run
-from experiments.lib.plan import Plan, axis_of, dtypes_of, plan_step, specs_of
+from experiments.lib.plan import Plan, axis_of, dtypes_of, forward_options, plan_step, specs_of
 from experiments.lib.run import Run, mean_over
 from experiments.lib.task import TargetData, Task, check_targets, make_data, make_optimizer, make_task
 from fnshard.launcher.rank import Stop
@@ -173,15 +173,6 @@ def make_plan(
         config.strategy, config.run, task.loss, task.params, mesh, optimizer,
         batch=next(data.loader(mesh)), specs=specs, hardware=config.hardware.name, along=config.mesh.options,
     )  # fmt: skip
-
-
-def forward_options(config: Any, mesh: fs.Mesh) -> dict[str, Any]:
-    """Return the options of `fs.shard_forward`."""
-    run = config.run
-    return {
-        "mesh": mesh, "backend": run.backend, "deterministic": run.deterministic, "timeout": run.timeout_s,
-        **config.mesh.options,
-    }  # fmt: skip
 
 
 def make_sampler(config: TrainConfig, task: Task, plan: Plan, mesh: fs.Mesh) -> Sampler | None:

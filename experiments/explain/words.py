@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import fnshard as fs
 from experiments.explain.config import PER_PARAMETER, without_effect
 from experiments.explain.paper import Paper
+from experiments.lib.checks import counted
 from fnshard import plot
 from fnshard.analysis.tables import columns
 from fnshard.plot.scales import byte_text, digits, time_text
@@ -101,15 +102,6 @@ def over_nodes(mesh: fs.Mesh, hardware: fs.Hardware) -> str:
     }  # fmt: skip
     near = {name: "within a node" if n == 1 else f"over {n:,} nodes" for name, n in found.items()}
     return ", ".join(f"{name} {where}" for name, where in near.items()) or "one device"
-
-
-def counted(number: int, of: str) -> str:
-    """A number and what it counts.
-
-    >>> counted(1, "way"), counted(4096, "device")
-    ('1 way', '4,096 devices')
-    """
-    return f"{number:,} {of}{'s' if number != 1 else ''}"
 
 
 def _listed(sizes: Mapping[str, int]) -> list[str]:

@@ -258,9 +258,6 @@ class RunConfig:
 
     `sample_tokens`: of the sample at the end; null: 256, and in a short run two for each step.
 
-    `evaluate`: of fine-tuning, tasks as of `experiments.evaluate`, FORMAT:FILE, that are measured with each
-    held-out loss, before the first step and after the last.
-
     `profile`: so many steps are traced into `profile/`. `watch`: what is done about NaN: "hunt" ends the run
     and says where it arose, "stop" only ends it, "off" does nothing.
     """
@@ -273,7 +270,6 @@ class RunConfig:
     backend: Literal["inductor", "eager"] = "inductor"
     device: str = AUTO
     held_out_every: PositiveInt = 200
-    evaluate: tuple[str, ...] = ()
     sample_tokens: NonNegativeInt | None = None
     prompt: str | None = "def "
     timeout_s: PositiveFloat = 600.0
@@ -346,8 +342,6 @@ class TrainConfig:
             for name, rows in rows_of(self.data).items()
             if type(rows) is not int or rows < 1
         ]
-        if self.run.evaluate:
-            wrong.append("run.evaluate: tasks are for language models with tokenizers; leave none.")
         wrong += specs_twice(self.strategy, self.specs)
         unnamed = nameless_sizes(self.model, self.data, self.objective)
         wrong += unnamed

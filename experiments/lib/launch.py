@@ -40,7 +40,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from experiments import AS_RANK, python_path
-from experiments.lib.checks import ConfigError
+from experiments.lib.checks import ConfigError, counted
 from experiments.lib.compose import (
     LOCAL,
     MISTAKE,
@@ -316,12 +316,12 @@ def fit_to_machine(
             )
         mesh = replace(mesh, shard=max(1, there // fixed))
     ranks = mesh.ranks
-    product = f"{_product(mesh)} asks for {_count(ranks, 'rank')}"
+    product = f"{_product(mesh)} asks for {counted(ranks, 'rank')}"
     if world and ranks != world:
         raise ConfigError(f"{product}; {world} were started. Fix: torchrun --nproc-per-node {ranks}.")
     if device != "cpu" and not world and ranks > there:
         where = "this machine has" if nodes == 1 else f"{nodes} nodes have"
-        has = _count(there, f"{device} device")
+        has = counted(there, f"{device} device")
         raise ConfigError(f"{product}; {where} {has}. Fix: a smaller mesh, or run.device=cpu.")
     if ranks % nodes:
         raise ConfigError(
@@ -330,12 +330,12 @@ def fit_to_machine(
     most = most_copies(nodes)
     if config.run.replicas > most and not world:
         raise ConfigError(
-            f"run.replicas={config.run.replicas}: {_count(nodes, 'node')} can hold {most}. "
+            f"run.replicas={config.run.replicas}: {counted(nodes, 'node')} can hold {most}. "
             f"Fix: run.replicas={most}, or more nodes."
         )
 
     # Rows divide over the ranks that take other ones.
-    over = _count(mesh.data_ranks, "rank") + " that take other rows" * (mesh.ranks > mesh.data_ranks)
+    over = counted(mesh.data_ranks, "rank") + " that take other rows" * (mesh.ranks > mesh.data_ranks)
     micro = f" times run.accumulate={config.run.accumulate}" if config.run.accumulate > 1 else ""
     parts = {
         "rows": (mesh.data_ranks * config.run.accumulate, over + micro),
@@ -363,7 +363,7 @@ def find_accelerators() -> dict[str, int]:
     """Return the devices of this machine by type: `{"cuda": 8}`, or nothing."""
     if not torch.accelerator.is_available():
         return {}
-    return {torch.accelerator.current_accelerator().type: torch.accelerator.device_count()}
+    return {torch.accelerator.current_accelerator().type: torch.accelerator.devicecounted()}
 
 
 def device_of(key: str, asked: str, accelerators: Mapping[str, int]) -> str:
@@ -385,10 +385,6 @@ def _product(mesh: Any) -> str:
     split = {name: getattr(mesh, name) for name in ("expert", "tensor", "context")}
     sizes |= {name: size for name, size in split.items() if size > 1}
     return " times ".join(f"mesh.{name}={size}" for name, size in sizes.items() if size is not None)
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}" + ("" if number == 1 else "s")
 
 
 # ------------------------------------------------------------------ SLURM: several nodes

@@ -15,7 +15,6 @@ import fnshard as fs
 from experiments.lib.checks import ConfigError
 from experiments.lib.config import AUTO, MEASURED, PrecisionConfig, RunConfig, StrategyConfig
 from experiments.lib.files import append, write_json, write_text
-from experiments.lib.record import measured_hardware
 from fnshard.analysis.hardware import TABLE
 from fnshard.errors import report
 from fnshard.step.lowered import Lowered
@@ -99,6 +98,15 @@ def plan_step(
     return Plan(specs(fs.presets.PRESETS[strategy.name], **tiers), options)
 
 
+def forward_options(config: Any, mesh: fs.Mesh) -> dict[str, Any]:
+    """Return the options of `fs.shard_forward`, of a configuration with `run` and `mesh`."""
+    run = config.run
+    return {
+        "mesh": mesh, "backend": run.backend, "deterministic": run.deterministic, "timeout": run.timeout_s,
+        **config.mesh.options,
+    }  # fmt: skip
+
+
 def _agree(*args: Any, **options: Any) -> fs.Fit:
     """Run `fs.fit` on every rank, and compare the plans: no rank acts, or gives up, alone."""
     try:
@@ -127,6 +135,8 @@ def hardware_of(name: str, mesh: fs.Mesh | None = None) -> fs.Hardware:
     if name == "measure":
         return fs.Hardware.measure(mesh)
     if name.startswith(MEASURED):
+        from experiments.lib.measured import measured_hardware  # others need none of it
+
         return measured_hardware(name.removeprefix(MEASURED))
     if name != AUTO:
         return fs.Hardware.named(name)

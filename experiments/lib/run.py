@@ -16,7 +16,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ from experiments.lib.plan import (
     write_memory,
     write_search,
 )
-from experiments.lib.record import RunRecord, StepWork, TimeSpent, Tracer, facts_of, speed_name, varying
+from experiments.lib.record import RunRecord, StepWork, TimeSpent, facts_of, speed_name, varying
 from experiments.lib.report import Report, Silent, metrics_next_to
 from experiments.lib.trackers import choose_trackers
 from experiments.lib.watchdog import Watchdog
@@ -46,6 +46,9 @@ from fnshard.checkpoint.replicas import most_copies
 from fnshard.errors import CheckpointError
 from fnshard.launcher.rank import Stop
 from fnshard.losses import Mean
+
+if TYPE_CHECKING:
+    from experiments.lib.measured import Tracer
 
 METRIC = "held_out"  # of checkpoints: what the best ones are kept by
 
@@ -216,6 +219,8 @@ class Run:
                 lowered = step.lower(state, *batch)
                 planned, base = self.plan.hardware, hardware_of(AUTO, self.mesh)
                 if profile := self.config.run.profile:
+                    from experiments.lib.measured import Tracer
+
                     self.tracer = Tracer(step, profile, lowered, planned or base, base, self.folder)
                 if is_writer:
                     write_text(self.folder / "schedule.txt", lowered.as_text() + "\n")

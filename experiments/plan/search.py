@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import fnshard as fs
-from experiments.explain.words import counted
+from experiments.lib.checks import counted
 from experiments.lib.config import MeshConfig, ScheduleConfig
 from experiments.lib.plan import axis_of, dtypes_of
 from experiments.lib.task import make_optimizer

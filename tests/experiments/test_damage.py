@@ -56,8 +56,9 @@ from experiments.lib.folder import (
     read_result,
     write_result,
 )
+from experiments.lib.measured import measured_run
 from experiments.lib.metrics import METRICS, read_rows
-from experiments.lib.record import RunRecord, measured_run
+from experiments.lib.record import RunRecord
 from experiments.lib.report import Report
 from experiments.lib.run import restore_newest
 from experiments.tokenize import job
