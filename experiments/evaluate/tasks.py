@@ -50,7 +50,7 @@ class Question:
 
     @property
     def solution(self) -> str:
-        """As a shot shows it."""
+        """Return the right answer as a shot shows it."""
         return f" {self.choices[self.answer] if self.choices else self.answer}"
 
 
@@ -321,7 +321,7 @@ def _gsm8k(record: Record) -> Question:
 
 
 def _opening(words: str, names: Mapping[str, str]) -> Callable[[str], str]:
-    """What a question begins with, of its subject."""
+    """Return what makes the words that a question begins with, of its subject."""
     return lambda subject: words.format(names.get(subject, subject.replace("_", " "))) + "\n\n"
 
 

@@ -18,7 +18,7 @@ from experiments.lib.task import UNDECAYED, make_data, make_task
 
 @dataclass(frozen=True)
 class Subject:
-    """What a step on paper trains.
+    """A step on paper trains this.
 
     Args:
         loss, params: as `fs.shard_step` and `lower` take them; the leaves have shapes and no values.

@@ -39,7 +39,7 @@ HINTS = {
 
 
 def waste(folder: Path) -> str:
-    """What is said of a run.
+    """Return what is said of a run.
 
     Raises:
         ConfigError: it is no run's folder, or one of its files is damaged.

@@ -48,7 +48,7 @@ def as_text(paper: Paper) -> str:
 
 
 def summary(paper: Paper) -> dict[str, str]:
-    """What most people ask, a line each."""
+    """Return the answers to what most people ask, a line each."""
     config, time, memory = paper.config, paper.timeline, paper.memory
     subject, each = paper.subject, time.model_flops * config.mesh.ranks / max(paper.tokens_per_step, 1)
     again = time.hardware_flops / max(time.model_flops, 1) - 1
@@ -159,7 +159,7 @@ def memory_table(paper: Paper) -> Table:
 
 
 def traffic_table(paper: Paper) -> Table:
-    """What one rank sends, by collective, axes and phase; then transfers."""
+    """Tabulate what one rank sends, by collective, axes and phase; then transfers."""
     sums: dict[tuple[str, str, str], list[int]] = {}
     for row in paper.traffic.rows:
         axes = ", ".join(row.axes) or "host link"

@@ -1,4 +1,4 @@
-"""What runs have measured of what was predicted: the traces of `run.profile`, and hardware as runs of a
+"""Measured: what runs found of what was predicted, the traces of `run.profile`, and hardware as runs of a
 folder have measured it (`hardware=measured:FOLDER`). A run without these needs nothing of this module."""
 
 from __future__ import annotations

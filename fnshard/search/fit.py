@@ -36,7 +36,7 @@ NOT_LOOKED_AT = "not looked at, the search was cut short; fit(..., mesh=) looks 
 
 @dataclass(frozen=True)
 class Fit:
-    """What `fit` chose.
+    """A choice of `fit`.
 
     `specs`, `mesh` and `options` are what `shard_step(fn, specs, mesh=mesh, optimizer=..., **options)` takes;
     `lowered` is that step on paper, `timeline` its predicted run. `rejected`: the plans that differ in one

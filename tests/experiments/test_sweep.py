@@ -111,7 +111,7 @@ def test_ranks_on_several_nodes_know_when_their_command_began(tmp_path, monkeypa
     monkeypatch.setattr(launch, "nodes", lambda: 2)
     monkeypatch.setattr(launch, "torchrun", lambda *_: ["-m", "torchrun"])
     monkeypatch.setattr(launch.subprocess, "run", agent)
-    monkeypatch.setattr(launch, "place", lambda requested, nodes: requested)
+    monkeypatch.setattr(launch, "fit_to_machine", lambda requested, nodes: requested)
     asked = compose(*TINY, "mesh.shard=2")
     assert launch.start(JOB, asked, tmp_path, [], chosen=True, began=12.5) == "ok"
     assert begun == [12.5]

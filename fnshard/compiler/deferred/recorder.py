@@ -176,7 +176,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def refusal(self, headline: str, fix: str, tensors: Sequence[Tensor] = ()) -> StateError:
-        """With the line of the constructor, and the leaves that tensors depend on."""
+        """Make the error, with the line of the constructor, and the leaves that tensors depend on."""
         ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
         frames = [f for f in traceback.extract_stack() if not f.filename.startswith(ours)]
         lines = [f"{frames[-1].filename}:{frames[-1].lineno}  {frames[-1].line}"]

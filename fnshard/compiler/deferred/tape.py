@@ -70,7 +70,7 @@ class RecordedCall:
 
     @property
     def name(self) -> str:
-        """Of the operator, without its overload."""
+        """Return the name of the operator, without its overload."""
         schema = getattr(self.op, "_schema", None)
         return schema.name.partition("::")[2] if schema else self.op.__name__
 

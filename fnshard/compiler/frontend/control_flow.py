@@ -79,7 +79,7 @@ class _Branch(TorchFunctionMode):
         self.gates: dict[int, tuple[Tensor, Tensor]] = {}
 
     def gate(self, value: Any) -> Any:
-        """The same numbers, after the gate."""
+        """Return the same numbers, after the gate."""
         if not isinstance(value, Tensor) or id(value) in self.own or not value.requires_grad:
             return value
         if id(value) not in self.gates:

@@ -68,7 +68,7 @@ class ExchangeKind:
         return (dim if self.splits else None, (to if self.splits else dim) if self.joins else None)
 
     def dual_dims(self, dim: int, to: int) -> tuple[int, int]:
-        """Of its dual, where they are `dim` and `to` here."""
+        """Return the dims of its dual, where they are `dim` and `to` here."""
         if self.permutes:
             return -dim, to
         return (to, dim) if self.splits and self.joins else (dim, to)

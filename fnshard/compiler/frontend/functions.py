@@ -65,7 +65,7 @@ Here = Callable[[], bool]
 
 
 class _State(threading.local):
-    """Of `apply`s that run: which was called last, in which grad mode, and which has returned."""
+    """The state of `apply`s that run: which was called last, in which grad mode, and which has returned."""
 
     gradients: Sequence[Tensor] = ()  # of the backward that is traced
     called: Any = None
@@ -254,7 +254,7 @@ def _applied(cls: Any, forward: Callable[..., Any], args: tuple[Any, ...], enabl
 
 
 def _mark(ctx: Any, output: Any, dirty: Sequence[Tensor]) -> None:
-    """Of the context that `apply` has made: its outputs need gradients where those of the trace do."""
+    """Mark the context that `apply` has made: its outputs need gradients where those of the trace do."""
     outputs = output if isinstance(output, tuple) else (output,)
     ctx.mark_dirty(*dirty)
     ctx.mark_non_differentiable(*(o for o in outputs if isinstance(o, Tensor) and not o.requires_grad))

@@ -47,7 +47,7 @@ _state = threading.local()
 
 
 def _set(**state: Any) -> AbstractContextManager[Any]:
-    """Of this thread."""
+    """Set the state of this thread in a block."""
     return mock.patch.multiple(_state, **state, create=True)
 
 

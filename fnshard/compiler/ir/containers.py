@@ -102,7 +102,7 @@ def holds(value: Any, others: Mapping[int, Any]) -> bool:
 
 
 def read(owner: Any) -> dict[Any, Any]:
-    """What a container holds, by key."""
+    """Return what a container holds, by key."""
     if is_a(owner, dict):  # past what a subclass makes of it: some load modules when they are read
         return dict(dict.items(owner))
     if is_a(owner, (set, frozenset)):

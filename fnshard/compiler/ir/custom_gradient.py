@@ -50,7 +50,7 @@ class CustomGradient:
         return self.name
 
     def __str__(self) -> str:
-        """The same for the same graph."""
+        """Return a text that is the same for the same graph."""
         return f"{self.name}.backward#{self._digest}"
 
     @cached_property

@@ -35,7 +35,7 @@ class Input:
 
     @property
     def value_name(self) -> ValueName:
-        """What segments and schedules call it."""
+        """Return what segments and schedules call it."""
         return ValueName(Kind(f"{self.kind}:"), self.name)
 
 

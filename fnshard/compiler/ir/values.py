@@ -74,7 +74,7 @@ class ValueName(str):
 
     @property
     def original(self) -> ValueName:
-        """What this is a copy of, or the name itself."""
+        """Return what this is a copy of, or the name itself."""
         return self if self.source is None else self.source
 
     @property

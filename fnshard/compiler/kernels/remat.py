@@ -62,7 +62,7 @@ GROUPS = {
 
 
 def check(remat: Any, save: Any) -> list[str]:
-    """What is wrong with these arguments of a step, a line each."""
+    """Return what is wrong with these arguments of a step, a line each."""
     choices = (
         f"one of {', '.join(map(repr, NAMED))}, a fraction from 0 to 1, or a dict from unit globs to those"
     )

@@ -285,7 +285,7 @@ def _family(units: frozenset[str]) -> str:
 
 
 def _place(cuts: list[_Cut]) -> list[int]:
-    """Of equally cheap positions, the one that makes blocks alike.
+    """Choose, of equally cheap positions, the one that makes blocks alike.
 
     Inside a family (block to block) the earliest. Into its first and out of its last block, where the
     first and the last block then begin and end as the others do.

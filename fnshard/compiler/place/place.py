@@ -171,7 +171,7 @@ class Placer:
         return _SPECIAL.get(node.target if is_op else type(node.target), default)(self, node, sources)
 
     def op(self, node: fx.Node, sources: Sequence[Value]) -> Value:
-        """By the cheapest of its strategies, or by the smaller ops that it is made of."""
+        """Place an op by the cheapest of its strategies, or by the smaller ops that it is made of."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.values[n].whole)
         placements = tuple(s.placement for s in sources)
         value, line = node.meta["val"], node.meta.get("stack_trace", "")
@@ -227,7 +227,7 @@ class Placer:
         return self.recorded(self.call(OUTGOING, (value.node,)), value.placement, value.whole, value.of_leaf)
 
     def constrained(self, node: fx.Node, sources: Sequence[Value]) -> Value:
-        """As `fn` says of this axis; as it is where it says nothing.
+        """Place a value as `fn` says of this axis; leave it as it is where `fn` says nothing.
 
         Raises:
             TraceError: the dim cannot be split over the axis.

@@ -206,7 +206,7 @@ def rule(*targets: Any) -> Callable[[Rule], Rule]:
 
 
 def moved(call: Call, order: Sequence[int | None], linear: bool = True) -> Iterator[OpStrategy]:
-    """Of an op that only moves dims of its first tensor, or works along some of them.
+    """Yield strategies of an op that only moves dims of its first tensor, or works along some of them.
 
     Args:
         order: for each dim of the result the one of the tensor, or None. A dim that is in no place must be

@@ -52,7 +52,7 @@ WITH_VALUES = torch.ops.fnshard.with_values.default  # the values of one tensor,
 
 
 def remove_writes(program: Program) -> Program:
-    """The same program without a `Write`, but for those that no ops that are known here replace."""
+    """Return the same program without a `Write`, but for those that no ops that are known here replace."""
     if not any(isinstance(node.target, Write) for node in program.graph.nodes):
         return program
     graph = fx.Graph()

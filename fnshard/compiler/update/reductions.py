@@ -56,7 +56,8 @@ class Placed:
 
     @property
     def about_sent(self) -> float:
-        """What a rank sends along the one flat axis, about: of several, and where nothing is split, 0."""
+        """Return about what a rank sends along the one flat axis: of several, and where nothing is split,
+        0."""
         if self.last is None or len(self.splits.flat) > 1:
             return 0.0
         ranks, record, alive = self.last.axis.ranks, self.last.record, set(self.walked)

@@ -232,7 +232,7 @@ def cut_out(traced: Traced, inside: set[fx.Node], owned: set[fx.Node], prices: P
 # ------------------------------------------------------------------ bytes
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """What it costs that a value of an update is sent to the rank that has the leaf, or comes back."""
+    """Return what it costs that a value of an update is sent to the rank that has the leaf, or comes back."""
 
     traced: Traced
     placed: Placed
