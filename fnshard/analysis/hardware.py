@@ -88,7 +88,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Link:
-    """What joins the ranks of a group: seconds to meet, and bytes per second that one rank sends (and
+    """A link that joins the ranks of a group: seconds to meet, and bytes per second that one rank sends (and
     receives at the same time) in a collective, by bytes moved."""
 
     latency_seconds: float
@@ -108,7 +108,7 @@ COLLECTIVES = tuple(f.name for f in fields(Link)[1:])  # that a link has a rate 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What one rank has to work with.
+    """The hardware that one rank has to work with.
 
     Args:
         memory_bytes: of the rank's device.

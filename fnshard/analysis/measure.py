@@ -274,7 +274,7 @@ class _Bench:
 
     # -------------------------------------------------------------- collectives
     def links(self, mesh: Mesh | None, copy: dict[str, Any]) -> dict[str, Any]:
-        """What the transport costs besides packing and unpacking; without peers, what memory gives."""
+        """Return what the transport costs besides packing and unpacking; without peers, what memory gives."""
         axes = mesh.ordered(mesh.names) if mesh else ()
         if self.comm is None or not axes:
             link = {"latency_seconds": 1e-6} | dict.fromkeys(_collectives(1), copy)

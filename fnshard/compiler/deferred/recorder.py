@@ -38,7 +38,8 @@ _UNKNOWN_SHAPE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shap
 
 
 class Recorder(TorchDispatchMode):
-    """What is known in the block: the memories there are, the modules, the log; it notes operators."""
+    """A recorder of operators, and what is known in the block: the memories there are, the modules, the
+    log."""
 
     def __init__(self) -> None:
         super().__init__()

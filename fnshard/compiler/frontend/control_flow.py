@@ -27,7 +27,7 @@ Function = Callable[..., Any]
 
 
 def patches() -> Iterator[tuple[Any, str, Patch]]:
-    """What is patched while a trace runs: these operators are traced as they stand, without Dynamo."""
+    """Yield what is patched while a trace runs: these operators are traced as they stand, without Dynamo."""
     yield dynamo_patch()
     import torch.nn.attention.flex_attention as flex_attention  # here: 15 ms that few need
 

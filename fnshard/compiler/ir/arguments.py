@@ -16,7 +16,7 @@ from fnshard import losses, tree
 
 @dataclass(frozen=True, eq=False)
 class Arguments:
-    """What `fn` is called with after the parameters. Paths begin with the position or the keyword.
+    """The arguments of `fn` after the parameters. Paths begin with the position or the keyword.
 
     `fn` sees keywords in the order in which they are here.
 

@@ -31,7 +31,7 @@ _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "optree", "fnshard", "
 
 @dataclass(slots=True, eq=False)
 class Container:
-    """What holds values and can be changed, and all that it held when it was found."""
+    """A container of values that can be changed, and all that it held when it was found."""
 
     owner: Any
     before: dict[Any, Any] = field(init=False)

@@ -41,7 +41,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Limit:
-    """What `fn` has a fixed number of: by how much more it needs is a result, 0 if that is enough.
+    """A limit of what `fn` has a fixed number of: by how much more it needs is a result, 0 if that is enough.
 
     `result`: its index. `op`, `place`: who needs it, and in which line of the user's code.
     """

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 
 class Kind(StrEnum):
-    """What a name stands for; the value is how the name begins."""
+    """A kind of value that a name stands for; the enum's value is how the name begins."""
 
     LEAF = "leaf:"  # an input of a program: in a schedule it is STORED or GATHERED
     BATCH = "batch:"

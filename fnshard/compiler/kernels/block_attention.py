@@ -260,7 +260,8 @@ def padded(kind: str, *tensors: Tensor) -> list[Tensor]:
 
 
 def _stand_in(of_sums: Tensor, of_weights: Tensor) -> Tensor:
-    """What fused kernels take for the result, of which they need the product with its gradient alone."""
+    """Return what fused kernels take for the result, of which they need the product with its gradient
+    alone."""
     largest = of_sums.abs().amax(-1, keepdim=True)
     largest = torch.where(largest == 0, 1.0, largest)
     unit = of_sums / largest

@@ -24,7 +24,7 @@ Remat = Kept | float | Mapping[str, Kept | float]
 
 @dataclass(frozen=True)
 class Policy:
-    """What one segment keeps.
+    """A policy of what one segment keeps.
 
     Args:
         budget: fraction of what the backward wants; 0 keeps nothing but the segment's inputs.

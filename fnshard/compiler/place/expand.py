@@ -39,7 +39,8 @@ def expansion(*targets: Any) -> Callable[[Callable], Callable]:
 
 
 def expanded(call: Call, autocast: bool) -> fx.Graph | None:
-    """What a call of an op does, in smaller ops, as a graph of its tensors; None where that is not known.
+    """Return what a call of an op does, in smaller ops, as a graph of its tensors; None where that is not
+    known.
 
     Args:
         autocast: the call's mode is not the graph's, whose tensors are cast to the dtype of the result.

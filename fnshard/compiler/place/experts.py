@@ -233,7 +233,7 @@ class _Experts:
         return _Placed(self.call(node.target, args, kwargs), route=route)
 
     def of_stacks(self, node: fx.Node, sources: Sequence[_Placed]) -> _Placed | None:
-        """What is computed of each expert alone: as of a leaf that is split along its first dim."""
+        """Return what is computed of each expert alone: as of a leaf that is split along its first dim."""
         if not all(s.stack for s in sources) or not isinstance(node.target, OpOverload):
             return None
         find = rule_of(node.target)
@@ -247,7 +247,7 @@ class _Experts:
         return None
 
     def of_rows(self, node: fx.Node, sources: Sequence[_Placed]) -> _Placed | None:
-        """What is computed of each row alone, where the rows are."""
+        """Return what is computed of each row alone, where the rows are."""
         routes = {s.route for s in sources}
         if len(routes) > 1 or not isinstance(node.target, OpOverload):
             return None

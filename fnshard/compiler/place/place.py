@@ -290,7 +290,7 @@ class Placer:
         return Value(tuple(results), PARTIAL, node.meta["val"]) if many else results[0]
 
     def inlined(self, node: fx.Node, body: fx.Graph) -> Value:
-        """What an op does in smaller ops, placed in its stead."""
+        """Return what an op does in smaller ops, placed in its stead."""
         outside = dict(zip(body.find_nodes(op="placeholder"), operands_of(node), strict=True))
         self.values |= {inner: self.values[n] for inner, n in outside.items()}
         meta = {k: v for k, v in self.write.meta.items() if k != "autocast"}
@@ -306,8 +306,8 @@ class Placer:
 
     # -------------------------------------------------------------- conversions
     def preference(self, sources: Sequence[Value], strategy: OpStrategy, value: Any) -> tuple[float, int]:
-        """What a strategy costs, parts that are then to be summed among it; of equal ones the one that takes
-        what is split as it is."""
+        """Return what a strategy costs, parts that are then to be summed among it; of equal ones the one that
+        takes what is split as it is."""
         changed = [s.placement for s, to in zip(sources, strategy.inputs, strict=True) if s.placement != to]
         summed = strategy.output == PARTIAL and PARTIAL not in strategy.inputs and isinstance(value, Tensor)
         later = value.numel() * value.element_size() if summed else 0
@@ -375,8 +375,8 @@ class Placer:
 
     # -------------------------------------------------------------- the end
     def results(self) -> list[fx.Node]:
-        """What the program returns: sums of all ranks' parts, and whole values; as the leaf itself what is
-        written to one.
+        """Return what the program returns: sums of all ranks' parts, and whole values; as the leaf itself
+        what is written to one.
 
         Ranks' losses and scalars are averaged, so that a part counts for as many as there are ranks.
         """

@@ -221,7 +221,7 @@ def moved(call: Call, order: Sequence[int | None], linear: bool = True) -> Itera
 
 
 def broadcast(shape: Sequence[int], to: Sequence[int], split: Split) -> Placement:
-    """What an operand is where the result is split, and it is broadcast to it."""
+    """Return what an operand is where the result is split, and it is broadcast to it."""
     dim = split.dim - (len(to) - len(shape))
     return Split(dim, split.outer) if dim >= 0 and shape[dim] != 1 else REPLICATED
 

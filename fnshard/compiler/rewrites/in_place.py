@@ -101,7 +101,7 @@ def _check_expanded(graph: fx.Graph) -> None:
 
 
 def _before_expand(node: fx.Node, target: fx.Node) -> tuple[fx.Node, bool]:
-    """What a write of one number everywhere goes to: the tensor that was expanded shows it, too.
+    """Return what a write of one number everywhere goes to: the tensor that was expanded shows it, too.
 
     Returns the tensor, and whether a `detach` stands between it and the target.
     """

@@ -28,7 +28,7 @@ from fnshard.mesh import Mesh
 
 @dataclass(frozen=True, eq=False)
 class Compute:
-    """What a rank computes between two exchanges, of its (padded) blocks.
+    """A graph that a rank computes between two exchanges, of its (padded) blocks.
 
     Args:
         graph: takes `reads` in order, and returns a tuple of `writes`.

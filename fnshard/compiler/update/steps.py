@@ -11,7 +11,7 @@ from fnshard.compiler.update.trace import GRAD, PARAM, UPDATE
 
 @dataclass(frozen=True)
 class Flow:
-    """What becomes of the values of one stretch of a leaf's update.
+    """A stretch of a leaf's update, and what becomes of its values.
 
     Of `-lr * m / m.norm(), {"m": m}` with `m = slots["m"].lerp(grad, 0.1)` the first stretch makes the square
     of a norm, "v0", which is summed over ranks to "v1". It commits nothing and keeps ("v0", "grad"); the

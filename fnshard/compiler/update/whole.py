@@ -43,7 +43,7 @@ PRODUCTS = {
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """What runs on whole values, and the update without it.
+    """A region that runs on whole values, and the update without it.
 
     Args:
         graph: of whole values: takes `reads`, returns a tuple.
