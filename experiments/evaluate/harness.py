@@ -72,7 +72,7 @@ def _until(text: str, how: dict[str, Any]) -> str:
 
 @cache
 def _known_tasks() -> Any:
-    """Those of the harness, whose thousands of files take ten seconds to read."""
+    """Return the tasks of the harness, whose thousands of files take ten seconds to read."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager()

@@ -305,7 +305,7 @@ def _hellaswag(record: Record) -> Question:
 
 
 def _plain(text: str) -> str:
-    """Without the marks of WikiHow's articles."""
+    """Return a text without the marks of WikiHow's articles."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
