@@ -1,5 +1,5 @@
-"""The model, the data and the loss that train: a decoder that learns next tokens; or those of one's own, by
-`_target_`."""
+"""The task of a run: model, data and loss (a decoder that learns next tokens; or those of one's own, by
+`_target_`), and the optimizer."""
 
 from __future__ import annotations
 

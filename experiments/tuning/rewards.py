@@ -69,7 +69,7 @@ def places(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[f
     return [sum(map(str.__eq__, *both)) / max(map(len, (*both, " "))) for both in pairs]
 
 
-def solved(prompts: Sequence[str], answers: Sequence[str], rows: Sequence[Mapping[str, str]]) -> list[float]:
+def solved(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
     """A reward: 1 for the record's response, and for any expression that makes the number."""
     return [float(_is_right(*each)) for each in zip(prompts, answers, rows, strict=True)]
 
