@@ -23,16 +23,14 @@ from typing import Any
 import torch
 
 from experiments import finetune
-from experiments.data.builtin import text_files
+from experiments.data.builtin import text_files, warming_files
 from experiments.data.tokenizer import TEMPLATE, ByteTokenizer
 from experiments.lib.checks import ConfigError
 from experiments.lib.compose import compose, exit_with
 from experiments.lib.files import commit_folder, locked, write_json
 from experiments.lib.folder import STOPPED
 from experiments.lib.launch import CPU_RANKS, device_of, find_accelerators, start
-from experiments.tuning.export import EXPORTED
-from experiments.tuning.model_directory import BASES, KEPT
-from experiments.tuning.tasks import warming_files
+from experiments.tuning.model_directory import BASES, EXPORTED, KEPT
 
 # {base: what it is trained from, what writes its text, the run's settings}. "tasks" has seen the built-in
 # tasks and a careless way to answer them: some 15% are right, and rewards have something to choose from.

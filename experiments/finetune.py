@@ -27,9 +27,8 @@ import torch
 import fnshard as fs
 from experiments.data.loader import Loader, place_of
 from experiments.data.rows import readable
-from experiments.evaluate.config import check_tasks
 from experiments.evaluate.scorer import Scorer
-from experiments.evaluate.tasks import Task, tasks_of
+from experiments.evaluate.tasks import Task, check_tasks, tasks_of
 from experiments.lib.checks import ConfigError, attempt
 from experiments.lib.compose import CONF, Command
 from experiments.lib.decoder import Sampler, last_logits
@@ -37,21 +36,20 @@ from experiments.lib.files import DamagedError, read_record, write_record, write
 from experiments.lib.folder import RunFolder
 from experiments.lib.launch import Job, main
 from experiments.lib.metrics import HELD_OUT, METRICS, Goal, draw_run
+from experiments.lib.plan import forward_options
 from experiments.lib.run import Run, mean_over
 from experiments.tuning.config import FinetuneConfig
 from experiments.tuning.dataset import FinetuneData, Shown, open_data, prepare_data, window_of
-from experiments.tuning.export import export
 from experiments.tuning.lm import LanguageModel, from_directory
-from experiments.tuning.method import MethodPlan, choose_method
-from experiments.tuning.model_directory import BASES, directory_of, keep_base
+from experiments.tuning.method import MethodPlan, first_state, plan_method, tuning_of
+from experiments.tuning.model_directory import BASES, directory_of, export, keep_base
 from experiments.tuning.objectives import OBJECTIVES
 from experiments.tuning.rewarded import RewardedBatches, RewardedData, make_rewarded_batches
 from experiments.tuning.rewards import rewards_of
-from experiments.tuning.tuning import first_state
 from fnshard.launcher.rank import Stop
 
 BEFORE, SAMPLES = "before.json", "samples.txt"
-WIDTHS = 8  # what a batch of answers is a multiple of
+WIDTHS = 8  # the positions of a row of answers are a multiple of it
 Measured = dict[str, Any]  # held-out numbers by name, and "answers"
 
 COMMAND = Command(
@@ -163,7 +161,7 @@ def finetune(config: FinetuneConfig, folder: RunFolder, overrides: list[str], st
         run.report.close()
         after = measure_all(parts, run, state)
         with run.spent.on("export"):
-            written = export(config, parts.planned, parts.data, state, step, run.folder)
+            written = export(config, parts.planned, parts.data.tokenizer, state, step, run.folder)
         with run.spent.on("saves"):
             fs.checkpoint.wait()
         if mesh.rank != 0:
@@ -282,19 +280,17 @@ def build(config: FinetuneConfig, only_prompt: bool = False) -> Parts:
     else:
         prompts, (batch,) = None, next(data.loader(config, mesh))
 
-    # The method (what trains), the plan (how each leaf is stored, gathered and reduced), the peak rate.
-    planned = choose_method(config, lm, mesh, batch)
-    tuning, specs = planned.tuning, planned.plan.specs
+    # The method (what trains), its loss, the plan (how each leaf is stored, gathered and reduced), the peak
+    # rate.
+    tuning, objective = tuning_of(config, lm), OBJECTIVES[config.objective.name]
+    loss = objective(tuning, config.objective, training=True)
+    planned = plan_method(config, tuning, loss, mesh, batch)
+    specs = planned.plan.specs
     config = replace(config, optimizer=replace(config.optimizer, lr=planned.rate))
 
     # The step, and forwards of the same leaves: the objective on held-out data, and answers that are shown.
-    objective = OBJECTIVES[config.objective.name]
-    loss = objective(tuning, config.objective, training=True)
     step = fs.shard_step(loss, specs, mesh=mesh, optimizer=planned.optimizer, **planned.plan.options)
-    how = {
-        "mesh": mesh, "backend": run.backend, "deterministic": run.deterministic, "timeout": run.timeout_s,
-        **config.mesh.options,
-    }  # fmt: skip
+    how = forward_options(config, mesh)
     held_out = fs.shard_forward(objective(tuning, config.objective, training=False), specs, **how)
     examples = data.examples(run, lm.context)[-1 if only_prompt else 0 :]
     hidden = lm.hidden if not data.measured.images else partial(_hidden_of_images, lm)

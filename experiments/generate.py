@@ -25,11 +25,10 @@ from experiments.lib.compose import build, exit_with
 from experiments.lib.config import AUTO, MeshConfig, StrategyConfig, TrackerConfig, TrainConfig
 from experiments.lib.files import read_sealed
 from experiments.lib.folder import CHECKPOINTS, has_numbered, newest_step
-from experiments.lib.launch import place
+from experiments.lib.launch import fit_to_machine
 from experiments.lib.metrics import Goal
-from experiments.lib.own import make_task
-from experiments.lib.plan import make_optimizer
 from experiments.lib.run import mean_over
+from experiments.lib.task import make_optimizer, make_task
 from experiments.tuning.config import FinetuneConfig
 from fnshard.errors import report
 
@@ -68,7 +67,7 @@ def generate(config: GenerateConfig) -> None:
         ConfigError: the folder is no run's, or holds no checkpoint.
     """
     folder = Path(config.run)
-    saved = place(read_run(config, folder), world=1)
+    saved = fit_to_machine(read_run(config, folder), world=1)
     parts = of_training(saved) if isinstance(saved, TrainConfig) else of_tuning(saved, config)
     if newest_step(folder) is None and not has_numbered(folder / CHECKPOINTS):  # else `restore` says why
         raise ConfigError(

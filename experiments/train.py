@@ -9,10 +9,11 @@ ranks. Each of them calls `train`, below, which goes on from the run's newest ch
 the last step. What a run is besides its steps (folder, rows, trackers, checkpoints, SIGTERM, NaN) is
 `lib.run`. The same command again goes on with what was not finished.
 
-Where to look: a key `run.steps=9` is `config.run.steps`; a `_target_` becomes a model, data or a loss in
-`lib.own`, an optimizer in `lib.plan`; checkpoints are read by `Run.restore` and written by `Run.save`;
-SIGTERM sets `stop.asked`, of which `Run.numbers` tells all ranks before a step, and `Run.settle` behind it
-ends the loop.
+Where to look: a key `run.steps=9` is `config.run.steps`; a `_target_` becomes a model, data, a loss or an
+optimizer in `lib.task`; checkpoints are read by `Run.restore` and written by `Run.save`. SIGTERM sets
+`stop.asked`, and `Run.numbers` raises a flag of it before the next step. The flag travels with that step, so
+that all ranks know of it behind the one after, where `Run.settle` says that the loop ends and `Run.save`
+saves.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from experiments.lib.files import write_text
 from experiments.lib.folder import RunFolder
 from experiments.lib.launch import Job, main
 from experiments.lib.metrics import HELD_OUT, METRICS, Goal, comparison, draw_run
-from experiments.lib.own import OwnData, Task, check_targets, make_task, own_data
-from experiments.lib.plan import Plan, axis_of, dtypes_of, make_optimizer, plan_of, specs_of
+from experiments.lib.plan import Plan, axis_of, dtypes_of, forward_options, plan_step, specs_of
 from experiments.lib.run import Run, mean_over
+from experiments.lib.task import TargetData, Task, check_targets, make_data, make_optimizer, make_task
 from fnshard.launcher.rank import Stop
 
 COMMAND = Command(
@@ -152,13 +153,13 @@ def train(config: TrainConfig, folder: RunFolder, overrides: list[str], stop: St
 # ----------------------------------------------------- parts, which `experiments.generate` takes, too
 
 
-def open_data(config: TrainConfig) -> Dataset | OwnData:
+def open_data(config: TrainConfig) -> Dataset | TargetData:
     """Open text, shards of tokens, or the data of a `_target_`."""
-    return own_data(config.data, config.run.seed) if isinstance(config.data, dict) else open_dataset(config)
+    return make_data(config.data, config.run.seed) if isinstance(config.data, dict) else open_dataset(config)
 
 
 def make_plan(
-    config: TrainConfig, task: Task, data: Dataset | OwnData, mesh: fs.Mesh, optimizer: fs.optim.Optimizer
+    config: TrainConfig, task: Task, data: Dataset | TargetData, mesh: fs.Mesh, optimizer: fs.optim.Optimizer
 ) -> Plan:
     """Plan a step by the configuration's strategy; specs are by its rules, where it has some."""
 
@@ -168,19 +169,10 @@ def make_plan(
             return preset(task.params, mesh, tensor=axis_of("tensor", mesh), **policy)
         return specs_of(config.specs, task.params, policy)
 
-    return plan_of(
+    return plan_step(
         config.strategy, config.run, task.loss, task.params, mesh, optimizer,
         batch=next(data.loader(mesh)), specs=specs, hardware=config.hardware.name, along=config.mesh.options,
     )  # fmt: skip
-
-
-def forward_options(config: Any, mesh: fs.Mesh) -> dict[str, Any]:
-    """Return the options of `fs.shard_forward`."""
-    run = config.run
-    return {
-        "mesh": mesh, "backend": run.backend, "deterministic": run.deterministic, "timeout": run.timeout_s,
-        **config.mesh.options,
-    }  # fmt: skip
 
 
 def make_sampler(config: TrainConfig, task: Task, plan: Plan, mesh: fs.Mesh) -> Sampler | None:
@@ -191,12 +183,12 @@ def make_sampler(config: TrainConfig, task: Task, plan: Plan, mesh: fs.Mesh) -> 
     return Sampler(logits, config.context, mesh.device)
 
 
-def goal_of(config: TrainConfig, data: Dataset | OwnData) -> Goal:
+def goal_of(config: TrainConfig, data: Dataset | TargetData) -> Goal:
     """Return what the run is judged by. A loss of one's own has the unit that its author knows."""
     return Goal() if config.objective is not None else Goal(unit=f"nats per {data.unit}")
 
 
-def held_out_rows(data: Dataset | OwnData, plan: Plan, mesh: fs.Mesh) -> Iterator[tuple[Any, ...]]:
+def held_out_rows(data: Dataset | TargetData, plan: Plan, mesh: fs.Mesh) -> Iterator[tuple[Any, ...]]:
     """Return this rank's held-out batches, of as many rows as a step holds at once: that much memory there
     is."""
     return data.held_out(mesh, data.rows // mesh.data_size // plan.accumulate)

@@ -67,7 +67,7 @@ class CheckpointWarning(UserWarning):
 
 
 class DebugError(FnshardError, AssertionError):
-    """What a check of `fs.debug` found: a difference, or a compilation too many. `report`: its findings."""
+    """A check of `fs.debug` found a difference, or a compilation too many. `report`: its findings."""
 
     def __init__(self, headline: str, failures: Sequence[str] = (), fix: str = "", *, report: object = None):
         super().__init__(headline, failures, fix)

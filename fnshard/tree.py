@@ -154,7 +154,7 @@ class TreeDef:
 
     @property
     def of_gradients(self) -> TreeDef:
-        """The same with None for each constant, which has no gradient."""
+        """Return the same with None for each constant, which has no gradient."""
         return replace(self, constants=tuple((i, None) for i, _ in self.constants))
 
     def __eq__(self, other: object) -> bool:
@@ -183,7 +183,8 @@ DENSE = (
 
 
 def unusual(value: Tensor) -> str:
-    """What a tensor is that has no strides, shape or plain numbers, "nested" say; "" of the usual ones."""
+    """Return what a tensor is that has no strides, shape or plain numbers, "nested" say; "" of the usual
+    ones."""
     if isinstance(value, nn.parameter.UninitializedTensorMixin):
         return "without a shape yet"
     kind, name = type(value), str(value.layout).removeprefix("torch.")
@@ -202,7 +203,7 @@ def is_constant(value: Any) -> bool:
 
 
 def is_same(then: Any, now: Any) -> bool:
-    """The same object, or the same constant: 1, True and 1.0 are three.
+    """Return whether two leaves are one object, or one constant: 1, True and 1.0 are three.
 
     >>> is_same(frozenset([0, 8]), frozenset([8, 0])), is_same((1, 2), (1, 2.0))
     (True, False)
@@ -213,7 +214,7 @@ def is_same(then: Any, now: Any) -> bool:
 
 
 def constant_text(constant: Any) -> str:
-    """What is equal for the same constants: a set's own text depends on how it was made."""
+    """Return what is equal for the same constants: a set's own text depends on how it was made."""
     if isinstance(constant, tuple | frozenset):
         texts = [constant_text(value) for value in constant]
         texts = sorted(texts) if isinstance(constant, frozenset) else texts
@@ -326,7 +327,7 @@ def _flatten(tree: Any, is_leaf: Callable[[Any], bool] | None) -> tuple[list[Any
 
 @lru_cache(maxsize=256)
 def _paths(nodes: optree.PyTreeSpec) -> tuple[str, ...]:
-    """Of all leaves, constants too."""
+    """Return the paths of all leaves, constants too."""
     paths = tuple(".".join(_name(entry) for entry in accessor) or "value" for accessor in nodes.accessors())
     alike = [repr(path) for path, count in Counter(paths).items() if count > 1]
     if alike:
@@ -355,10 +356,10 @@ def _without(values: Sequence[Any], static: tuple[tuple[int, Any], ...]) -> Sequ
 
 
 def _name(entry: Any) -> str:
-    """Of a step into a node: the field's of a named tuple, where its entry is an index."""
+    """Return the name of a step into a node: the field's of a named tuple, where its entry is an index."""
     return str(getattr(entry, "field", entry.entry))
 
 
 def _key(key: Any) -> str:
-    """The same of torch's."""
+    """Return the name of a step into a node, of torch's entries."""
     return next((str(getattr(key, a)) for a in ("key", "idx", "name") if hasattr(key, a)), str(key))

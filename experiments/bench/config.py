@@ -145,14 +145,14 @@ class BenchConfig:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Of fnshard's mesh."""
+        """Return the axes of fnshard's mesh."""
         split = {"context": self.context, "tensor": self.tensor}
         shard = self.ranks // self.context // self.tensor
         return {"shard": shard, **{name: size for name, size in split.items() if size > 1}}
 
     @property
     def tokens(self) -> int:
-        """Of one step, all ranks together."""
+        """Count the tokens of one step, of all ranks together."""
         return self.axes["shard"] * self.rows * self.length
 
     def words(self) -> list[str]:

@@ -43,7 +43,8 @@ class BenchTask:
 
 
 def make_task(config: BenchConfig) -> BenchTask:
-    """The same initial parameters on every rank; drawn on the device, which is faster than a CPU."""
+    """Make the task, with the same initial parameters on every rank; they are drawn on the device, which is
+    faster than a CPU."""
     torch.manual_seed(config.seed)
     with torch.device(config.device):
         model = Decoder(replace(config.model, context=max(config.length, config.model.context))).cpu()
@@ -154,7 +155,7 @@ def _trained(task: BenchTask, model: nn.Module, context: Callable[[bool], Any]) 
 
 
 def limit(task: BenchTask) -> Contender:
-    """What no sharded step is faster than: the whole model under `torch.compile` in every rank, no
+    """Make what no sharded step is faster than: the whole model under `torch.compile` in every rank, no
     communication, and the optimizer on this rank's share of the leaves."""
     model = copy.deepcopy(task.model).to(task.mesh.device, task.config.compute_dtype)
     leaves = sorted(model.parameters(), key=torch.numel, reverse=True)

@@ -84,7 +84,7 @@ class Trained(Training):
         self.make_step = repeated(self, self.batches)
 
     def seconds(self, samples: int = 5, steps: int = 1) -> float:
-        """Of a step: the median of samples of several steps each."""
+        """Return the seconds of a step: the median of samples of several steps each."""
         return median(timed(self.make_step, steps=steps, device=self.config.device) for _ in range(samples))
 
 
@@ -173,14 +173,14 @@ def contender(name: str, rows: int, config: BenchConfig, folder: Path) -> Found:
 
 
 def clock_and_power(config: BenchConfig) -> list[str]:
-    """Of the GPU, right after what was timed."""
+    """Return the clock and the power of the GPU, right after what was timed."""
     query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader"]
     return subprocess.getoutput(" ".join(query)).splitlines()[:1] if config.device == "cuda" else []
 
 
 def ceilings(config: BenchConfig, folder: Path) -> Found:
-    """What the device reaches of itself: products, a copy, each kernel of attention forward and backward; and
-    what a stream of lower priority hides of a copy behind products, as it would of updates."""
+    """Measure what the device reaches of itself: products, a copy, each kernel of attention forward and
+    backward; and what a stream of lower priority hides of a copy behind products, as it would of updates."""
     on_cpu, width = config.device == "cpu", config.model.width // config.model.heads
     make = partial(torch.randn, dtype=config.compute_dtype, device=config.device)
     a = make(*(2 * [512 if on_cpu else 8192]))
@@ -213,7 +213,7 @@ def two_streams(a: torch.Tensor) -> None:
 
 
 def seconds_of(work: Callable[[], Any], config: BenchConfig) -> float:
-    """Of a call, warm: the median of five samples of ten."""
+    """Return the seconds of a warm call: the median of five samples of ten."""
     work()
     return median(timed(work, steps=10, device=config.device) for _ in range(5))
 
@@ -234,7 +234,7 @@ def equal_bits(config: BenchConfig, folder: Path) -> Found:
 
 
 def saves(config: BenchConfig, folder: Path) -> Found:
-    """What saves in the background take: the call, the step during it, all until it is on disk."""
+    """Measure what saves in the background take: the call, the step during it, all until it is on disk."""
     training = Trained(config)
     for _ in range(3):
         training.make_step()

@@ -34,7 +34,7 @@ Work = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Result:
-    """What a case found.
+    """A case's findings.
 
     Args:
         rows: of its table; the first is the head.
@@ -88,7 +88,7 @@ def barrier() -> None:
 
 
 def over_ranks(numbers: Sequence[float], how: Any = dist.ReduceOp.MAX) -> list[float]:
-    """Of all ranks, entry by entry: the largest, or what `how` says."""
+    """Reduce numbers over all ranks, entry by entry: to the largest, or as `how` says."""
     values = torch.tensor(numbers, dtype=torch.float64)
     if dist.is_initialized():
         dist.all_reduce(values, how)
@@ -204,7 +204,7 @@ class AllocationLog:
 
 
 def live_bytes(make: Callable[[], Work], device: torch.device, steps: int = 6) -> AllocationLog:
-    """What `make()` and the step it returns hold; the first step (it compiles) is not looked at.
+    """Log what `make()` and the step it returns hold; the first step (it compiles) is not looked at.
 
     On a CPU every allocation since before `make` is followed through the profiler's `[memory]`
     events, so that what lives longer than a step is counted as well.

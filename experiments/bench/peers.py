@@ -198,7 +198,7 @@ def row(config: BenchConfig, name: str, found: dict[str, Found]) -> Found:
 
 
 def model_flops(config: BenchConfig) -> float:
-    """Of one rank's step, as `fnshard.analysis.hardware.mfu` counts them."""
+    """Count the FLOPs of one rank's step as `fnshard.analysis.hardware.mfu` does."""
     return config.model.flops_per_token(config.length) * config.tokens / config.ranks
 
 

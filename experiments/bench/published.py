@@ -38,7 +38,7 @@ CONSTANTS = ("matmul", "attention", "memory", "wire")  # that are fitted
 
 @dataclass(frozen=True)
 class PublishedRow:
-    """What somebody has measured: `rate` in tokens a second and device; `axes` of the mesh."""
+    """A measurement that somebody has published: `rate` in tokens a second and device; `axes` of the mesh."""
 
     source: str
     name: str

@@ -21,7 +21,7 @@ TIMEOUT_S = 600.0  # after which a silent rank is an error
 
 
 def environment(config: BenchConfig) -> dict[str, str]:
-    """Of the processes of a case."""
+    """Return the environment of the processes of a case."""
     threads = {"OMP_NUM_THREADS": "1"} if config.device == "cpu" else {}
     return {"PYTHONPATH": python_path(), **CUBLAS, **threads}
 
@@ -47,7 +47,7 @@ def join(config: BenchConfig, group: bool = True) -> None:
 
 
 def main(folder: Path, config: BenchConfig) -> None:
-    """What a rank does."""
+    """Be a rank: join the others, and show what the case found."""
     join(config)
     show(config, folder)
 

@@ -11,7 +11,7 @@ MODELS = ROOT / "conf" / "model"
 
 
 def names() -> list[str]:
-    """What there is.
+    """Return the names of the sizes that there are.
 
     >>> "1b" in names()
     True

@@ -59,7 +59,7 @@ class Ranking:
 
     @property
     def units(self) -> list[str]:
-        """What the goal's numbers of these runs count, where the metric is one of them."""
+        """Return what the goal's numbers of these runs count, where the metric is one of them."""
         names = (self.goal.name, self.goal.held_out)
         return sorted({each.goal.unit for each in self.outcomes if self.metric in names and each.numbers})
 
@@ -93,7 +93,7 @@ def ranked(
 
 
 def differences(outcomes: Sequence[Outcome]) -> dict[Path, str]:
-    """By folder, the overrides that not all runs have in common."""
+    """Return, by folder, the overrides that not all runs have in common."""
     return {folder: " ".join(own) or "-" for folder, own in _own_overrides(outcomes).items()}
 
 
@@ -253,7 +253,7 @@ def _in_words(overrides: Sequence[str]) -> str:
 
 
 def _label(ranking: Ranking, outcome: Outcome, name: str) -> str:
-    """What distinguishes a run, and its result."""
+    """Return what distinguishes a run, and its result."""
     name = name if len(name) <= LABEL else f"{name[: LABEL - 3]}..."
     value, metric = outcome.numbers.get(ranking.metric), ranking.metric.replace("_", " ")
     notes = [] if value is None else [f"{metric.replace('held out', 'held-out')} {value:.4g}"]

@@ -1,5 +1,5 @@
-"""Examples every machine has: functions of the standard library and what their authors say they do, and
-images of shapes.
+"""Examples every machine has: functions of the standard library and what their authors say they do, images of
+shapes, and tasks whose answers are rewarded.
 
 A prompt is a signature and an opened docstring, the response the docstring's summary of one line:
 
@@ -12,6 +12,7 @@ Files are held out by their names, as for the main job; what both sides have in 
 from __future__ import annotations
 
 import ast
+import itertools
 import random
 import warnings
 from collections.abc import Iterator
@@ -33,6 +34,8 @@ SHORTEST = 12  # characters of a response; "Run." teaches nothing
 IMAGES, IMAGES_HELD_OUT = 1200, 64
 COLOURS = {"red": (214, 40, 40), "green": (40, 160, 60), "blue": (40, 80, 210), "black": (20, 20, 20)}
 SHAPES = ("circle", "square", "triangle")
+ONE_IN, DRAWN = 12, 8000  # of tasks one problem in so many is held out; of the others so many are drawn
+OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 
 @dataclass(frozen=True)
@@ -169,3 +172,63 @@ def image_files(folder: str | Path) -> tuple[Path, Path]:
             records.append({"images": [path, other], "prompt": asked, "response": f"{said}, {second}"})
     train = write_lines(folder / "train_images.jsonl", records[IMAGES_HELD_OUT:])
     return train, write_lines(folder / "held_out_images.jsonl", records[:IMAGES_HELD_OUT])
+
+
+# ------------------------------------------------------------------ tasks
+
+
+def task_files(folder: str | Path) -> tuple[Path, Path]:
+    """Write `train_tasks.jsonl` and `held_out_tasks.jsonl`, which share no problem: digits reversed, sorted,
+    summed, and two numbers of which a third is made (as in countdown)."""
+    held_out, train = _draw_problems()
+    return _write_problems(folder, "train_tasks", train), _write_problems(folder, "held_out_tasks", held_out)
+
+
+def warming_files(folder: str | Path) -> tuple[Path, Path]:
+    """Write the same problems as a careless hand answers them: of five answers in six the last character
+    lacks."""
+    held_out, train = _draw_problems()
+    draw = random.Random(1)
+    careless = [(prompt, answer if draw.random() < 1 / 6 else answer[:-1]) for prompt, answer in train]
+    careless = [(prompt, answer) for prompt, answer in careless if answer]
+    train = _write_problems(folder, "train_warming", careless)
+    return train, _write_problems(folder, "held_out_warming", held_out)
+
+
+def _draw_problems() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Return one in `ONE_IN` of all problems, and draws of the others, as many of each kind."""
+    draw, held_out, kinds = random.Random(0), [], []
+    for kind in (_reverse_digits, _sort_digits, _sum_digits, _make_numbers):
+        problems = list(dict(kind()).items())
+        draw.shuffle(problems)
+        share = len(problems) // ONE_IN
+        held_out += problems[:share]
+        kinds.append(problems[share:])
+    return held_out, [draw.choice(kinds[number % len(kinds)]) for number in range(DRAWN)]
+
+
+def _digits(count: int, base: int) -> Iterator[str]:
+    return map("".join, itertools.product(map(str, range(base)), repeat=count))
+
+
+def _reverse_digits() -> Iterator[tuple[str, str]]:
+    return ((f"rev {text}=", text[::-1]) for text in _digits(3, 10))
+
+
+def _sort_digits() -> Iterator[tuple[str, str]]:
+    return ((f"sort {text}=", "".join(sorted(text))) for text in _digits(3, 10))
+
+
+def _sum_digits() -> Iterator[tuple[str, str]]:
+    return ((f"sum {text}=", str(sum(map(int, text)))) for text in _digits(3, 7))
+
+
+def _make_numbers() -> Iterator[tuple[str, str]]:
+    for small, large in itertools.combinations_with_replacement(range(1, 10), 2):
+        for sign in "+-*" if small * large > 18 else "+-":  # which of them it is shows in the number
+            yield f"make {OPERATORS[sign](large, small)}: {small}{large}=", f"{large}{sign}{small}"
+
+
+def _write_problems(folder: str | Path, name: str, problems: list[tuple[str, str]]) -> Path:
+    records = ({"prompt": prompt, "response": response} for prompt, response in problems)
+    return write_lines(Path(folder, f"{name}.jsonl"), records)

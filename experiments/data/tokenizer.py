@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from experiments.data.images import open_images
-from experiments.data.model_files import LOCAL
 from experiments.lib.checks import ConfigError
 from experiments.lib.files import first_few, read_json, write_json
 from fnshard.errors import MissingExtraError, report
@@ -214,6 +212,10 @@ def open_directory(directory: str | Path) -> DirectoryTokenizer:
         )
         state = "it holds:" if folder.is_dir() else "it is no folder."
         raise ConfigError(report(f"{folder} holds no {FILE}; {state}", first_few(there, 8), fix))
+    # What opens a model's directory is not imported for bytes.
+    from experiments.data.images import open_images
+    from experiments.data.model_files import LOCAL
+
     try:
         from transformers import AutoTokenizer
     except ImportError as error:

@@ -6,12 +6,10 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from experiments.lib.checks import ConfigError, configuration
+from experiments.evaluate.tasks import check_tasks
+from experiments.lib.checks import configuration
 from experiments.lib.compose import CONF, Command
 from experiments.lib.config import AUTO
-
-HARNESS = "lm-eval"  # a format of tasks that are that package's own
-FORMATS = ("mmlu", "arc", "hellaswag", "gsm8k", "ceval", HARNESS)
 
 
 @configuration
@@ -41,23 +39,6 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         check_tasks(self.tasks, self.shots)
-
-
-def check_tasks(tasks: tuple[str, ...], shots: int = 0) -> None:
-    """Refuse tasks that name no format, or no file for their shots.
-
-    Raises:
-        ConfigError: of all of them.
-    """
-    wrong = [] if tasks else ["tasks: name some, as tasks=[arc:FILE,gsm8k:FILE]."]
-    for task in tasks:
-        kind, *files = task.split(":")
-        if kind not in FORMATS or not files or not files[0] or len(files) > 2:
-            wrong.append(f"tasks={task}: expected FORMAT:FILE, with a format of {', '.join(FORMATS)}.")
-        elif shots and kind != HARNESS and len(files) == 1:
-            wrong.append(f"shots={shots}: {task} names no file of shots. Fix: {task}:FILE.")
-    if wrong:
-        raise ConfigError("\n  ".join(wrong))
 
 
 COMMAND = Command(

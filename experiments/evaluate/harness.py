@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class HarnessModel:
-    """What a model of the harness answers. All ranks run the harness, and share what it asks of this."""
+    """A model as the harness asks it. All ranks run the harness, and share the questions."""
 
     def __init__(self, scorer: Scorer, params: Any):
         super().__init__()
@@ -25,7 +25,7 @@ class HarnessModel:
         self.gather = scorer.forward(lambda params: 0).gather_strings
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
-        """Of (context, continuation)."""
+        """Return the log-likelihood of each (context, continuation), and whether it is the likeliest."""
         pairs = [self.scorer.pair(*request.args) for request in requests]
         begin = list(self.scorer.tokenizer.begin or self.scorer.tokenizer.stops[:1])  # of an empty context
         groups = [[(context or begin, after)] for context, after in pairs]
@@ -33,7 +33,8 @@ class HarnessModel:
         return [tuple(each) for each in self._all(mine, len(requests))]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
-        """Of whole texts, of which the last tokens count if they are longer than the model's context."""
+        """Return the log-likelihood of whole texts, of which the last tokens count if they are longer than
+        the model's context."""
         begin = list(self.scorer.tokenizer.begin or self.scorer.tokenizer.stops[:1])
         groups = [[(begin, self.scorer.tokenizer.encode(*request.args))] for request in requests]
         mine = {number: found[0][0] for number, found in self.scorer.logprobs(self.params, groups)}
@@ -71,7 +72,7 @@ def _until(text: str, how: dict[str, Any]) -> str:
 
 @cache
 def _known_tasks() -> Any:
-    """Those of the harness, whose thousands of files take ten seconds to read."""
+    """Return the tasks of the harness, whose thousands of files take ten seconds to read."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager()

@@ -16,9 +16,9 @@ import torch
 import fnshard as fs
 from experiments import python_path
 from experiments.data.tokenizer import DirectoryTokenizer, open_directory
-from experiments.evaluate.config import HARNESS, EvaluateConfig
+from experiments.evaluate.config import EvaluateConfig
 from experiments.evaluate.scorer import Scorer
-from experiments.evaluate.tasks import Task, tasks_of
+from experiments.evaluate.tasks import HARNESS, Task, tasks_of
 from experiments.lib.checks import ConfigError, attempt
 from experiments.lib.config import AUTO
 from experiments.lib.files import (

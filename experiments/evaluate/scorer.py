@@ -14,9 +14,8 @@ from torch import Tensor
 import fnshard as fs
 from experiments.data.tokenizer import DirectoryTokenizer
 from experiments.evaluate.tasks import STOPS, Question, Task, graded
-from experiments.tuning.decode import first_of, next_of
 from experiments.tuning.lm import LanguageModel
-from experiments.tuning.rollout import TOGETHER, Rollouts
+from experiments.tuning.rollout import TOGETHER, Rollouts, first_of, next_of
 from fnshard.losses import IGNORE
 
 WIDTH = 64  # rows are as wide as this times a power of two: one program for each

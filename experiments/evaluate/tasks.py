@@ -19,13 +19,13 @@ from typing import Any
 
 from experiments.data.records import last_number
 from experiments.evaluate.records import LETTERS, Record, RecordError, read_records
-from experiments.evaluate.subjects import CEVAL_SUBJECTS
 from experiments.lib.checks import ConfigError, attempt
 from experiments.lib.files import first_few
 from fnshard.errors import report
 
 STOPS = ("Question:", "</s>", "<|im_end|>")  # what ends a generated answer
 MARK = "####"  # what stands before the number of a right answer
+HARNESS = "lm-eval"  # a format of tasks that are that package's own
 SHOWN = 10  # records of a file in an error
 
 
@@ -50,7 +50,7 @@ class Question:
 
     @property
     def solution(self) -> str:
-        """As a shot shows it."""
+        """Return the right answer as a shot shows it."""
         return f" {self.choices[self.answer] if self.choices else self.answer}"
 
 
@@ -66,6 +66,24 @@ class Task:
     name: str
     questions: tuple[Question, ...]
     metrics: tuple[str, ...]
+
+
+def check_tasks(tasks: Sequence[str], shots: int = 0) -> None:
+    """Refuse tasks that name no format, or no file for their shots.
+
+    Raises:
+        ConfigError: of all of them.
+    """
+    wrong = [] if tasks else ["tasks: name some, as tasks=[arc:FILE,gsm8k:FILE]."]
+    for task in tasks:
+        kind, *files = task.split(":")
+        if kind not in (*FORMATS, HARNESS) or not files or not files[0] or len(files) > 2:
+            formats = ", ".join((*FORMATS, HARNESS))
+            wrong.append(f"tasks={task}: expected FORMAT:FILE, with a format of {formats}.")
+        elif shots and kind != HARNESS and len(files) == 1:
+            wrong.append(f"shots={shots}: {task} names no file of shots. Fix: {task}:FILE.")
+    if wrong:
+        raise ConfigError("\n  ".join(wrong))
 
 
 def tasks_of(texts: Sequence[str], shots: int = 0, limit: int | None = None) -> list[Task]:
@@ -287,7 +305,7 @@ def _hellaswag(record: Record) -> Question:
 
 
 def _plain(text: str) -> str:
-    """Without the marks of WikiHow's articles."""
+    """Return a text without the marks of WikiHow's articles."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
@@ -303,10 +321,65 @@ def _gsm8k(record: Record) -> Question:
 
 
 def _opening(words: str, names: Mapping[str, str]) -> Callable[[str], str]:
-    """What a question begins with, of its subject."""
+    """Return what makes the words that a question begins with, of its subject."""
     return lambda subject: words.format(names.get(subject, subject.replace("_", " "))) + "\n\n"
 
 
+# The subjects of C-Eval by the names of its files, in the words of its prompts.
+CEVAL_SUBJECTS: Mapping[str, str] = {
+    "computer_network": "计算机网络",
+    "operating_system": "操作系统",
+    "computer_architecture": "计算机组成",
+    "college_programming": "大学编程",
+    "college_physics": "大学物理",
+    "college_chemistry": "大学化学",
+    "advanced_mathematics": "高等数学",
+    "probability_and_statistics": "概率统计",
+    "discrete_mathematics": "离散数学",
+    "electrical_engineer": "注册电气工程师",
+    "metrology_engineer": "注册计量师",
+    "high_school_mathematics": "高中数学",
+    "high_school_physics": "高中物理",
+    "high_school_chemistry": "高中化学",
+    "high_school_biology": "高中生物",
+    "middle_school_mathematics": "初中数学",
+    "middle_school_biology": "初中生物",
+    "middle_school_physics": "初中物理",
+    "middle_school_chemistry": "初中化学",
+    "veterinary_medicine": "兽医学",
+    "college_economics": "大学经济学",
+    "business_administration": "工商管理",
+    "marxism": "马克思主义基本原理",
+    "mao_zedong_thought": "毛泽东思想和中国特色社会主义理论体系概论",
+    "education_science": "教育学",
+    "teacher_qualification": "教师资格",
+    "high_school_politics": "高中政治",
+    "high_school_geography": "高中地理",
+    "middle_school_politics": "初中政治",
+    "middle_school_geography": "初中地理",
+    "modern_chinese_history": "近代史纲要",
+    "ideological_and_moral_cultivation": "思想道德修养与法律基础",
+    "logic": "逻辑学",
+    "law": "法学",
+    "chinese_language_and_literature": "中国语言文学",
+    "art_studies": "艺术学",
+    "professional_tour_guide": "导游资格",
+    "legal_professional": "法律职业资格",
+    "high_school_chinese": "高中语文",
+    "high_school_history": "高中历史",
+    "middle_school_history": "初中历史",
+    "civil_servant": "公务员",
+    "sports_science": "体育学",
+    "plant_protection": "植物保护",
+    "basic_medicine": "基础医学",
+    "clinical_medicine": "临床医学",
+    "urban_and_rural_planner": "注册城乡规划师",
+    "accountant": "注册会计师",
+    "fire_engineer": "注册消防工程师",
+    "environmental_impact_assessment_engineer": "环境影响评价工程师",
+    "tax_accountant": "税务师",
+    "physician": "医师资格",
+}
 MMLU = "The following are multiple choice questions (with answers) about {}."
 CEVAL = "以下是中国关于{}的单项选择题，请选出其中的正确答案。"
 # {format: (a record's question, what a question about a subject begins with)}

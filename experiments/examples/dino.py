@@ -47,7 +47,7 @@ def batch(generator: torch.Generator) -> Tensor:
 
 
 def train(steps: int = 400, backend: str = "inductor") -> list[float]:
-    """What each rank runs; the loss in every step, the mean over all rows."""
+    """Run on each rank; return the loss of every step, the mean over all rows."""
     mesh = fs.make_mesh(shard=-1)  # joins the ranks that were started together
     torch.manual_seed(0)
     apply, params = fs.make_functional(fs.sync_batch_norm(Dino()))

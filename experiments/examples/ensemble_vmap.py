@@ -31,7 +31,7 @@ def network() -> nn.Module:
 
 
 def train(steps: int = 1000, backend: str = "inductor") -> list[float]:
-    """What each rank runs; the loss in every step, the mean over all members."""
+    """Run on each rank; return the loss of every step, the mean over all members."""
     mesh = fs.make_mesh(shard=-1)  # joins the ranks that were started together
     torch.manual_seed(0)
     stacked, _ = stack_module_state([network() for _ in range(MEMBERS)])  # {"0.weight": [MEMBERS, WIDTH, 1]}

@@ -38,7 +38,7 @@ class GPT(nn.Module):
 
 
 def train(steps: int = 200, backend: str = "inductor") -> list[float]:
-    """What each rank runs; the loss is the mean over all of them, equal on every rank."""
+    """Run on each rank; the loss is the mean over all of them, equal on every rank."""
     mesh = fs.make_mesh(shard=-1)  # joins the ranks that were started together
     with fs.deferred():  # allocates nothing; each rank then fills its own shards
         model = GPT()

@@ -46,7 +46,7 @@ def batch(generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def train(steps: int = 4000, backend: str = "inductor") -> list[float]:
-    """What each rank runs; in every step, how far made points are from the nearest centre."""
+    """Run on each rank; return for every step how far made points are from the nearest centre."""
     mesh = fs.make_mesh(shard=-1)  # joins the ranks that were started together
     with fs.deferred():  # allocates nothing; each rank then fills its own shards
         model = Pair()

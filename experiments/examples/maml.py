@@ -23,7 +23,7 @@ def tasks(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def train(steps: int = 2000, backend: str = "inductor") -> list[float]:
-    """What each rank runs; the loss is the error after the inner steps, the mean over all tasks."""
+    """Run on each rank; the loss is the error after the inner steps, the mean over all tasks."""
     mesh = fs.make_mesh(shard=-1)  # joins the ranks that were started together
     with fs.deferred():  # allocates nothing; each rank then fills its own shards
         model = nn.Sequential(

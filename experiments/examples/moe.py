@@ -66,7 +66,7 @@ def batch(step: int, part: int) -> tuple[Tensor, Tensor]:
 
 
 def train(steps: int = 300, backend: str = "inductor") -> list[float]:
-    """What each of two ranks runs; one process takes both parts of a batch as micro-batches."""
+    """Run on each of two ranks; one process takes both parts of a batch as micro-batches."""
     mesh = fs.make_mesh(shard=-1)  # joins the ranks that were started together
     with fs.deferred():
         model = Model()

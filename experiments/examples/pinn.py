@@ -15,12 +15,12 @@ WIDTH, POINTS, RATE = 32, 256, 0.1
 
 
 def solution(x: Tensor, t: Tensor) -> Tensor:
-    """What the network is to find."""
+    """Return the solution that the network is to find."""
     return torch.exp(-RATE * math.pi**2 * t) * torch.sin(math.pi * x)
 
 
 def train(steps: int = 2000, backend: str = "inductor") -> list[float]:
-    """What each rank runs; the loss in every step. The error is the root mean square to the solution."""
+    """Run on each rank; return the loss of every step. The error is the root mean square to the solution."""
     mesh = fs.make_mesh(shard=-1)  # joins the ranks that were started together
     with fs.deferred():  # allocates nothing; each rank then fills its own shards
         model = nn.Sequential(

@@ -36,7 +36,7 @@ PER_PARAMETER = 20  # tokens of a compute-optimal run (Hoffmann et al., 2022)
 
 
 def not_on_paper(hardware: HardwareConfig, optimizer: AdamWConfig | SGDConfig | dict[str, Any]) -> list[str]:
-    """What only a job can find out by itself."""
+    """Return what a configuration leaves open that only a job can find out by itself, in words."""
     wrong = []
     if hardware.name == AUTO:
         wrong.append("hardware=auto: a job looks what it runs on; here say which, or hardware=measure.")
@@ -122,7 +122,7 @@ class ExplainConfig:
             raise ValueError("\n  ".join(wrong))
 
     def _uncut(self) -> list[str]:
-        """Why the batch cannot be cut into the ranks' micro-batches."""
+        """Return why the batch cannot be cut into the ranks' micro-batches, in words."""
         parts = self.mesh.data_ranks * self.run.accumulate
         rows = self.batch_rows
         if rows is None or rows % parts == 0:
@@ -134,12 +134,12 @@ class ExplainConfig:
 
     @property
     def batch_rows(self) -> int | None:
-        """Of the global batch, where somebody has said how many."""
+        """Return the rows of the global batch, where somebody has said how many."""
         return self.data.get("rows") if isinstance(self.data, dict) else self.data.rows
 
     @property
     def rows(self) -> int:
-        """Of one rank's batch, all micro-batches."""
+        """Return the rows of one rank's batch, all micro-batches."""
         rows = self.batch_rows
         return self.run.accumulate if rows is None else rows // self.mesh.data_ranks
 

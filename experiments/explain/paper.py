@@ -9,7 +9,8 @@ import fnshard as fs
 from experiments.explain.config import PER_PARAMETER, ExplainConfig
 from experiments.explain.subject import Subject, subject_of
 from experiments.lib.config import AUTO, ScheduleConfig
-from experiments.lib.plan import axis_of, dtypes_of, hardware_of, make_optimizer, specs_of
+from experiments.lib.plan import axis_of, dtypes_of, hardware_of, specs_of
+from experiments.lib.task import make_optimizer
 from fnshard.analysis.memory import MemoryAnalysis, MemoryTimeline
 from fnshard.analysis.timeline import Timeline
 from fnshard.analysis.traffic import Traffic
@@ -52,7 +53,7 @@ class Paper:
 
     @property
     def tokens_per_day(self) -> float:
-        """Of all ranks, predicted."""
+        """Return the tokens, or rows, that all ranks read in a day, by prediction."""
         return 86_400 * self.tokens_per_step / self.timeline.step_seconds
 
     @property
@@ -62,12 +63,12 @@ class Paper:
 
     @property
     def device_hours(self) -> float:
-        """Of the whole training, all ranks together."""
+        """Return the hours that the whole training takes, of all devices together."""
         return 24 * self.config.mesh.ranks * self.budget / self.tokens_per_day
 
     @property
     def cost(self) -> float | None:
-        """Of the whole training, if a price is known."""
+        """Return the price of the whole training; None where no price of an hour is known."""
         price = self.config.hardware.price_per_hour
         return None if price is None else price * self.device_hours
 

@@ -13,14 +13,12 @@ from torch import Tensor, nn
 import fnshard as fs
 from experiments.lib.checks import TARGET
 from experiments.lib.decoder import Decoder, DecoderConfig, loss_function
-from experiments.lib.own import make_task, own_data
-
-UNDECAYED = ("*norm*", "embed.*")  # as the main job has it
+from experiments.lib.task import UNDECAYED, make_data, make_task
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What a step on paper trains.
+    """A step on paper trains this.
 
     Args:
         loss, params: as `fs.shard_step` and `lower` take them; the leaves have shapes and no values.
@@ -70,7 +68,7 @@ def subject_of(config: Any, layers: int | None = None) -> Subject:
         text = f"{words}, context {model['context']:,}"
         batch = _texts(model["context"])
         return Subject(task.loss, params, batch, task.undecayed, size, model["context"], "token", text)
-    one = own_data({**config.data, "rows": 1}, 0).train.batch(np.arange(1))
+    one = make_data({**config.data, "rows": 1}, 0).train.batch(np.arange(1))
 
     def rows(count: int) -> tuple[Any, ...]:
         def repeat(leaf: Any) -> Any:

@@ -14,7 +14,8 @@ from experiments.lib.checks import ConfigError, targets_in
 from experiments.lib.compose import build
 from experiments.lib.config import AUTO, MEASURED
 from experiments.lib.files import read_record
-from experiments.lib.record import DAMAGED, LINES, PARTS, RUN, measured_run
+from experiments.lib.measured import DAMAGED, LINES, measured_run
+from experiments.lib.record import PARTS, RUN
 from fnshard.analysis.tables import columns
 from fnshard.compiler.schedule.instructions import Run
 from fnshard.errors import FnshardError
@@ -38,7 +39,7 @@ HINTS = {
 
 
 def waste(folder: Path) -> str:
-    """What is said of a run.
+    """Return what is said of a run.
 
     Raises:
         ConfigError: it is no run's folder, or one of its files is damaged.

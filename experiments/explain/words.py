@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import fnshard as fs
 from experiments.explain.config import PER_PARAMETER, without_effect
 from experiments.explain.paper import Paper
+from experiments.lib.checks import counted
 from fnshard import plot
 from fnshard.analysis.tables import columns
 from fnshard.plot.scales import byte_text, digits, time_text
@@ -47,7 +48,7 @@ def as_text(paper: Paper) -> str:
 
 
 def summary(paper: Paper) -> dict[str, str]:
-    """What most people ask, a line each."""
+    """Return the answers to what most people ask, a line each."""
     config, time, memory = paper.config, paper.timeline, paper.memory
     subject, each = paper.subject, time.model_flops * config.mesh.ranks / max(paper.tokens_per_step, 1)
     again = time.hardware_flops / max(time.model_flops, 1) - 1
@@ -101,15 +102,6 @@ def over_nodes(mesh: fs.Mesh, hardware: fs.Hardware) -> str:
     }  # fmt: skip
     near = {name: "within a node" if n == 1 else f"over {n:,} nodes" for name, n in found.items()}
     return ", ".join(f"{name} {where}" for name, where in near.items()) or "one device"
-
-
-def counted(number: int, of: str) -> str:
-    """A number and what it counts.
-
-    >>> counted(1, "way"), counted(4096, "device")
-    ('1 way', '4,096 devices')
-    """
-    return f"{number:,} {of}{'s' if number != 1 else ''}"
 
 
 def _listed(sizes: Mapping[str, int]) -> list[str]:
@@ -167,7 +159,7 @@ def memory_table(paper: Paper) -> Table:
 
 
 def traffic_table(paper: Paper) -> Table:
-    """What one rank sends, by collective, axes and phase; then transfers."""
+    """Tabulate what one rank sends, by collective, axes and phase; then transfers."""
     sums: dict[tuple[str, str, str], list[int]] = {}
     for row in paper.traffic.rows:
         axes = ", ".join(row.axes) or "host link"

@@ -54,6 +54,15 @@ class ConfigError(ValueError):
     """The configuration is wrong; the message lists every problem."""
 
 
+def counted(number: int, of: str) -> str:
+    """Return a number and what it counts.
+
+    >>> counted(1, "way"), counted(4096, "device")
+    ('1 way', '4,096 devices')
+    """
+    return f"{number:,} {of}{'s' if number != 1 else ''}"
+
+
 def describe(error: BaseException) -> str:
     """Return what an error of the user's own code says, and the file and line in that code."""
     while error.__cause__ is not None:

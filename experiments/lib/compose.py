@@ -1,4 +1,5 @@
-"""A command line as a configuration: Hydra composes it, once, and pydantic checks all keys and values of it.
+"""A command line as a configuration: Hydra composes it, and pydantic checks all keys and values of it. Where
+a recipe has a `_target_` in the place of a group, Hydra composes it again, without the file of that group.
 
 Hydra gets plain mappings of the dataclasses' defaults: OmegaConf's typed nodes would stop at the first wrong
 value. Keys that nobody knows are added, too, so that pydantic reports them with all other mistakes, in one
@@ -51,16 +52,17 @@ from fnshard.errors import BudgetError, FnshardError, MissingExtraError, Optimiz
 
 CONF = ROOT / "conf"
 SHARED = CONF / "shared"  # groups that several commands have
-OWN = ("model", "data", "optimizer")  # groups in whose place a `_target_` may stand
+TARGET_GROUPS = ("model", "data", "optimizer")  # groups in whose place a `_target_` may stand
 OBJECTIVE = "objective"  # which may be one, too, and of the main job is no group of files
-OWN_GROUP = re.compile(rf"(\w+)=(\{{.*\b{TARGET}:.*\}})", re.DOTALL)
-OWN_KEY = re.compile(rf"(\w+(?:\.\w+)*)\.{TARGET}=.*", re.DOTALL)
+TARGET_VALUE = re.compile(rf"(\w+)=(\{{.*\b{TARGET}:.*\}})", re.DOTALL)
+TARGET_KEY = re.compile(rf"(\w+(?:\.\w+)*)\.{TARGET}=.*", re.DOTALL)
 SWEPT = 64  # values of an argument of a sweep that are checked before it starts; each job checks its own
 SHOWN = {"--cfg", "--info", "--hydra-help", "--shell-completion"}  # flags that Hydra answers; nothing runs
 # Hydra's keys that act in a single run, which Hydra composes and does not start; the others are of its own
 # runs, those of a sweep.
 ACTING = ("hydra.run.dir", "hydra.job.env_set", "hydra.job.name", "hydra.job.config.override_dirname",
-          "hydra.searchpath", "hydra/launcher")  # fmt: skip
+          "hydra.searchpath")  # fmt: skip
+LAUNCHER = "hydra/launcher"  # is refused by itself, unless it is the one that a single run has
 LOCAL = "basic"  # Hydra's name of the launcher that a single run has
 MISSING = "???"  # OmegaConf's mark of a value that has to be set
 
@@ -110,26 +112,23 @@ class Composed:
         config: what it means.
         folder: where its results go, which nobody has made yet.
         overrides: its arguments.
-        hydra: Hydra's own part.
         is_chosen: whether the command line names the folder.
     """
 
     config: Any
     folder: Path
     overrides: list[str]
-    hydra: DictConfig
     is_chosen: bool
 
 
 # ------------------------------------------------------------------ from a shell to a task
 
 
-def answer(command: Command, task: Callable[[Any, Path], Any], *also: type[Exception]) -> None:
+def answer(command: Command, task: Callable[[Any, Path], Any]) -> None:
     """Run the command line of a command that starts no ranks by itself.
 
     Args:
         task: what it does with its configuration and the folder for its results.
-        also: exceptions that are one line besides mistakes; all else is a bug, with its traceback.
     """
 
     def one(composed: DictConfig) -> Any:
@@ -143,7 +142,7 @@ def answer(command: Command, task: Callable[[Any, Path], Any], *also: type[Excep
         elif composed:
             run_sweep(command, one)
 
-    exit_with(run, *also)
+    exit_with(run)
 
 
 def from_shell(command: Command, arguments: Sequence[str] | None = None) -> Composed | bool:
@@ -199,19 +198,19 @@ def from_shell(command: Command, arguments: Sequence[str] | None = None) -> Comp
     before = [each for each in sys.argv[1:] if each not in arguments]  # Hydra's parser takes flags first
     if flags & SHOWN:
         # Values that cannot be are shown, too, but no keys that nobody has.
-        own: tuple[str, ...] = ()
+        prefixes: tuple[str, ...] = ()
         if known.cfg or known.info:
             with open_hydra(command, known.config_dir):
                 values = plain_values(command, compose_values(command, arguments))
             if unknown := [each.text for each in check(values, command.config)[1] if each.kind == "key"]:
                 raise refusal(unknown)
-            own = starts_of_own(values)
-        sys.argv[1:] = [*before, *force(put_own_in_place(arguments), own)]
+            prefixes = find_target_prefixes(values)
+        sys.argv[1:] = [*before, *force(put_targets_in_place(arguments), prefixes)]
         run_sweep(command, lambda composed: None)
         return False
     if known.multirun:
-        own = check_sweep(command, arguments, known.config_dir)
-        sys.argv[1:] = [*before, *force(put_own_in_place(arguments), own)]
+        prefixes = check_sweep(command, arguments, known.config_dir)
+        sys.argv[1:] = [*before, *force(put_targets_in_place(arguments), prefixes)]
         return True
     return compose(command, arguments, known.config_dir)
 
@@ -229,15 +228,15 @@ def run_sweep(command: Command, task: Callable[[DictConfig], Any]) -> None:
             os.environ["HYDRA_FULL_ERROR"] = before
 
 
-def exit_with(run: Callable[[], None], *also: type[Exception]) -> None:
-    """Run, and end the process with the exit code of the outcome; `also` as of `answer`."""
+def exit_with(run: Callable[[], None]) -> None:
+    """Run, and end the process with the exit code of the outcome."""
     try:
         run()
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except Exception as error:
         code = MISTAKE if is_mistake(error) else FAILURE
-        expected = code == MISTAKE or is_outside(error) or isinstance(error, also)
+        expected = code == MISTAKE or is_outside(error)
         if os.environ.get("HYDRA_FULL_ERROR") == "1" or not expected:
             raise
         if int(os.environ.get("RANK", "0")) == 0:
@@ -284,12 +283,12 @@ def compose(command: Command, arguments: Sequence[str], config_dir: str | None =
     idle = [
         each
         for each in of_hydra
-        if not any(keys[each] == a or keys[each].startswith(f"{a}.") for a in ACTING)
+        if not any(keys[each] == a or keys[each].startswith(f"{a}.") for a in (*ACTING, LAUNCHER))
     ]
     with open_hydra(command, config_dir):
         composed = compose_values(command, arguments)
         with_hydra = composed.hydra
-        launcher = with_hydra.runtime.choices["hydra/launcher"]
+        launcher = with_hydra.runtime.choices[LAUNCHER]
         if launcher != LOCAL:
             raise ConfigError(
                 f"a launcher ({launcher}) starts the jobs of a sweep, and this is a single run. Fix: add "
@@ -298,7 +297,7 @@ def compose(command: Command, arguments: Sequence[str], config_dir: str | None =
         if idle:
             raise ConfigError(
                 f"{' '.join(idle)}: does nothing in a single run. Fix: leave it out, or add --multirun, for "
-                f"one job, too; of Hydra's keys a single run has {', '.join(ACTING[:-1])}."
+                f"one job, too; of Hydra's keys a single run has {', '.join(ACTING)}."
             )
 
         # Hydra has seen keys with `++`: it is told what the command line says.
@@ -314,7 +313,7 @@ def compose(command: Command, arguments: Sequence[str], config_dir: str | None =
         config = read(command, composed)
     os.environ.update({name: str(value) for name, value in with_hydra.job.env_set.items()})
     is_chosen = any(each.startswith("hydra.run.dir=") for each in arguments)
-    return Composed(config, folder, list(with_hydra.overrides.task), with_hydra, is_chosen)
+    return Composed(config, folder, list(with_hydra.overrides.task), is_chosen)
 
 
 def read(command: Command, composed: DictConfig) -> Any:
@@ -359,7 +358,7 @@ def compose_values(command: Command, arguments: Sequence[str]) -> DictConfig:
                 f"{override.input_line}: several values are a sweep. Fix: --multirun; or quotes for text, "
                 "[a,b] for a list."
             )
-    for argument in put_own_in_place(arguments):
+    for argument in put_targets_in_place(arguments):
         key, is_value, _ = argument.partition("=")
         is_plain = is_value and not key.startswith(("+", "~", "hydra.", "hydra/")) and "@" not in key
         # Groups are folders, whose names have no dots. To look for one takes Hydra a copy of all it knows.
@@ -376,37 +375,37 @@ def compose_values(command: Command, arguments: Sequence[str]) -> DictConfig:
     return composed
 
 
-def force(arguments: Sequence[str], starts: tuple[str, ...]) -> list[str]:
+def force(arguments: Sequence[str], prefixes: tuple[str, ...]) -> list[str]:
     """Return the arguments, where keys that begin so are added if they are not there.
 
     >>> force(["model.depth=3", "run.steps=2"], ("model.",))
     ['++model.depth=3', 'run.steps=2']
     """
-    return [f"++{each}" if each.startswith(starts) and "=" in each else each for each in arguments]
+    return [f"++{each}" if each.startswith(prefixes) and "=" in each else each for each in arguments]
 
 
-def put_own_in_place(arguments: Sequence[str]) -> list[str]:
+def put_targets_in_place(arguments: Sequence[str]) -> list[str]:
     """Return the arguments, where a group that is a `_target_` replaces the defaults of the group, and what
     is measured is a name.
 
-    >>> put_own_in_place(["optimizer={_target_: mine.lion, lr: 1e-4}"])
+    >>> put_targets_in_place(["optimizer={_target_: mine.lion, lr: 1e-4}"])
     ['~optimizer', '+optimizer={_target_: mine.lion, lr: 1e-4}']
-    >>> put_own_in_place(["model._target_=mine.Net", "model.width=8"])
+    >>> put_targets_in_place(["model._target_=mine.Net", "model.width=8"])
     ['~model', '++model._target_=mine.Net', '++model.width=8']
-    >>> put_own_in_place(["objective.reward._target_=mine.reward", "objective.reward.most=3", "run.steps=2"])
-    ['++objective.reward._target_=mine.reward', '++objective.reward.most=3', 'run.steps=2']
-    >>> put_own_in_place(["hardware=measured:outputs"])
+    >>> put_targets_in_place(["objective.reward._target_=mine.reward", "objective.reward.most=3"])
+    ['++objective.reward._target_=mine.reward', '++objective.reward.most=3']
+    >>> put_targets_in_place(["hardware=measured:outputs"])
     ['hardware.name=measured:outputs']
     """
     arguments = [re.sub(f"^hardware=(?={MEASURED})", "hardware.name=", each) for each in arguments]
-    own = {found[1] for found in map(OWN_KEY.fullmatch, arguments) if found}
-    out = [f"~{group}" for group in OWN if group in own]
+    targets = {found[1] for found in map(TARGET_KEY.fullmatch, arguments) if found}
+    out = [f"~{group}" for group in TARGET_GROUPS if group in targets]
     for argument in arguments:
-        found, (key, is_value, _) = OWN_GROUP.fullmatch(argument), argument.partition("=")
+        found, (key, is_value, _) = TARGET_VALUE.fullmatch(argument), argument.partition("=")
         if found:
             out += [f"++{argument}"] if found[1] == OBJECTIVE else [f"~{found[1]}", f"+{argument}"]
         else:
-            below = is_value and any(key.startswith(f"{each}.") for each in own)
+            below = is_value and any(key.startswith(f"{each}.") for each in targets)
             out.append(f"++{argument}" if below else argument)
     return out
 
@@ -422,7 +421,7 @@ def find_groups_to_drop(composed: DictConfig, load: Callable[[list[str]], DictCo
         ConfigError: the command line chooses a file of such a group, too.
     """
     out = []
-    for group in OWN:
+    for group in TARGET_GROUPS:
         values = composed.get(group)
         if not isinstance(values, DictConfig) or TARGET not in values:
             continue
@@ -448,7 +447,7 @@ def plain_values(command: Command, composed: DictConfig) -> dict[str, Any]:
     """
     here = GlobalHydra.instance()
     in_sweep = HydraConfig.initialized() and here.is_initialized() and "hydra" not in composed
-    if in_sweep and any(TARGET in (composed.get(group) or {}) for group in OWN):
+    if in_sweep and any(TARGET in (composed.get(group) or {}) for group in TARGET_GROUPS):
         # One of the runs that Hydra starts: it has composed the files of groups that a recipe stands in place
         # of.
         task = list(HydraConfig.get().overrides.task)
@@ -456,8 +455,8 @@ def plain_values(command: Command, composed: DictConfig) -> dict[str, Any]:
         gone = find_groups_to_drop(whole, lambda more: hydra.compose(command.name, [*task, *more]))
         composed = hydra.compose(command.name, [*task, *gone]) if gone else composed
     try:
-        own = OmegaConf.masked_copy(composed, [name for name in composed if name != "hydra"])
-        return OmegaConf.to_container(own, resolve=True)
+        values = OmegaConf.masked_copy(composed, [name for name in composed if name != "hydra"])
+        return OmegaConf.to_container(values, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(text_of(error)) from None
 
@@ -471,12 +470,13 @@ def check_sweep(command: Command, arguments: Sequence[str], config_dir: str | No
     Raises:
         ConfigError: as `compose`, of all of them.
     """
-    own, problems = set[str](), list[str]()
+    prefixes, problems = set[str](), list[str]()
     with open_hydra(command, config_dir):
         parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
         choices: list[list[str]] = []
         for argument in arguments:
-            (override,) = parser.parse_overrides([argument]) if not OWN_GROUP.fullmatch(argument) else (None,)
+            is_target = TARGET_VALUE.fullmatch(argument)
+            (override,) = (None,) if is_target else parser.parse_overrides([argument])
             if override is None or not override.is_sweep_override():
                 choices.append([argument])
             elif override.value_type != ValueType.INTERVAL_SWEEP:
@@ -489,15 +489,15 @@ def check_sweep(command: Command, arguments: Sequence[str], config_dir: str | No
         for i in range(max(map(len, choices), default=1)):
             chosen = [texts[min(i, len(texts) - 1)] for texts in choices]
             values = plain_values(command, compose_values(command, chosen))
-            own |= {*starts_of_own(values)}
+            prefixes |= {*find_target_prefixes(values)}
             # What one value has to be beside another's is for each run to say.
             problems += [each.text for each in check(values, command.config)[1] if each.kind != "rule"]
     if problems:
         raise refusal(list(dict.fromkeys(problems)))
-    return tuple(own)
+    return tuple(prefixes)
 
 
-def starts_of_own(values: Mapping[str, Any]) -> tuple[str, ...]:
+def find_target_prefixes(values: Mapping[str, Any]) -> tuple[str, ...]:
     """Return how the keys begin of groups that are a `_target_`: what is called may take more keys than the
     files name."""
     return tuple(f"{name}." for name, each in values.items() if isinstance(each, dict) and TARGET in each)

@@ -27,7 +27,7 @@ from experiments.lib.decoder import DecoderConfig
 from fnshard.analysis.hardware import TABLE
 from fnshard.compiler.kernels.remat import check
 from fnshard.layout.presets import PRESETS
-from fnshard.optim.schedules import SCHEDULES as RATES
+from fnshard.optim import schedules
 
 AUTO = "auto"  # of strategies: `fnshard.fit` chooses, within run.device_gb; of hardware: what is here
 NEVER = "never"  # of run.resume
@@ -35,7 +35,7 @@ MULTIPLE = 32  # of the positions of padded rows
 STRATEGIES = (*PRESETS, AUTO)
 HARDWARE = (AUTO, *sorted(TABLE), "measure")
 MEASURED = "measured:"  # and a folder of runs: hardware as these have measured it
-SCHEDULES = tuple(RATES)
+SCHEDULES = tuple(schedules.SCHEDULES)
 
 
 Tier = Literal["device", "host", "disk"]
@@ -51,7 +51,7 @@ def _names_its_target(values: dict[str, Any]) -> dict[str, Any]:
 
 # In place of a group's dataclass: hydra.utils.instantiate calls what `_target_` names with the other keys.
 Target = Annotated[dict[str, Any], AfterValidator(_names_its_target)]
-OWN_ROWS = {"rows": 8, "held_out_rows": 128}  # of `data`, where it is one
+TARGET_ROWS = {"rows": 8, "held_out_rows": 128}  # of `data`, where it is one
 
 # ------------------------------------------------------------------ one dataclass per group
 
@@ -262,9 +262,6 @@ class RunConfig:
 
     `sample_tokens`: of the sample at the end; null: 256, and in a short run two for each step.
 
-    `evaluate`: of fine-tuning, tasks as of `experiments.evaluate`, FORMAT:FILE, that are measured with each
-    held-out loss, before the first step and after the last.
-
     `profile`: so many steps are traced into `profile/`. `watch`: what is done about NaN: "hunt" ends the run
     and says where it arose, "stop" only ends it, "off" does nothing.
     """
@@ -277,7 +274,6 @@ class RunConfig:
     backend: Literal["inductor", "eager"] = "inductor"
     device: str = AUTO
     held_out_every: PositiveInt = 200
-    evaluate: tuple[str, ...] = ()
     sample_tokens: NonNegativeInt | None = None
     prompt: str | None = "def "
     timeout_s: PositiveFloat = 600.0
@@ -324,7 +320,7 @@ class TrainConfig:
     has one, is the rate by step that `schedule` makes of it.
 
     `data` with one gives `(train, held_out)`, two map-style data sets; its keys `rows` and `held_out_rows`,
-    of which `OWN_ROWS` are the defaults, are not passed on. Then `objective` has one, too: a loss
+    of which `TARGET_ROWS` are the defaults, are not passed on. Then `objective` has one, too: a loss
     `(model, *batch)`; and `model` is any module, or gives `(apply, params)`. `specs`: rules `[glob, how]` in
     the place of the strategy's preset; `how` is null (whole on every rank), an axis that splits dim 0, or
     fields of `LayoutSpec`.
@@ -350,8 +346,6 @@ class TrainConfig:
             for name, rows in rows_of(self.data).items()
             if type(rows) is not int or rows < 1
         ]
-        if self.run.evaluate:
-            wrong.append("run.evaluate: tasks are for language models with tokenizers; leave none.")
         wrong += specs_twice(self.strategy, self.specs)
         unnamed = nameless_sizes(self.model, self.data, self.objective)
         wrong += unnamed
@@ -401,7 +395,7 @@ def nameless_sizes(model: Any, data: Any, objective: Any) -> list[str]:
 def rows_of(data: Any) -> dict[str, int]:
     """Return `rows` and `held_out_rows` of a group, or of a `_target_`."""
     own = isinstance(data, dict)
-    return {n: data.get(n, least) if own else getattr(data, n) for n, least in OWN_ROWS.items()}
+    return {n: data.get(n, least) if own else getattr(data, n) for n, least in TARGET_ROWS.items()}
 
 
 def misfits(strategy: StrategyConfig, run: RunConfig) -> list[str]:

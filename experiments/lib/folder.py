@@ -273,7 +273,7 @@ def _is_result(values: dict[str, Any]) -> bool:
     return needed and all(isinstance(values.get(name, kind()), kind) for name, kind in kinds.items())
 
 
-def objective(
+def search_value(
     folder: Path, metric: str | None = None, direction: str = "minimize", *, is_said: bool = False
 ) -> float | None:
     """Return the number of the run in `folder` that a search optimises, with the sign by which the search's

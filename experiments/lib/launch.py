@@ -1,13 +1,14 @@
 """Jobs of ranks: from a command line to the ranks that do its work.
 
-`python -m experiments.train` composes the configuration and checks it against this machine (`place`), takes a
-folder, writes both into `job.json` there and starts a process for each rank (`start`): the same command, with
-`--as-rank job.json` in the place of its arguments. Ranks compose nothing (`be_rank`). Under `torchrun`, whose
-processes are ranks already, each composes, and rank 0 takes the folder; so it does where SLURM starts one
-torchrun a node.
+`python -m experiments.train` composes the configuration and checks it against this machine
+(`fit_to_machine`), takes a folder, writes both into `job.json` there and starts a process for each rank
+(`start`): the same command, with `--as-rank job.json` in the place of its arguments. Ranks compose nothing
+(`be_rank`). Under `torchrun`, whose processes are ranks already, each composes, and rank 0 takes the folder;
+so it does where SLURM starts one torchrun a node.
 
 SIGTERM to the process of the command goes on to the ranks (`fnshard.launcher.local`), each of which notes it
-in a `Stop`; the job saves and ends after its step. What a rank finds wrong ends all of them (`end_together`).
+in a `Stop`; the job tells all ranks with its next step, saves after the one that follows, and ends. What a
+rank finds wrong ends all of them (`end_together`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from experiments import AS_RANK, python_path
-from experiments.lib.checks import ConfigError
+from experiments.lib.checks import ConfigError, counted
 from experiments.lib.compose import (
     LOCAL,
     MISTAKE,
@@ -65,8 +66,8 @@ from experiments.lib.folder import (
     discard,
     is_finished,
     newest_step,
-    objective,
     read_result,
+    search_value,
     write_result,
 )
 from experiments.lib.metrics import METRICS, read_rows
@@ -194,7 +195,7 @@ def run_of_sweep(job: Job, sweep: int, composed: DictConfig) -> float | None:
     direction = getattr(here.sweeper, "direction", None) or "minimize"
     is_said = any(o.lstrip("+").startswith("hydra.sweeper.direction=") for o in here.overrides.hydra)
     name = str(getattr(direction, "name", direction))
-    return objective(folder, here.callbacks.table.metric, name, is_said=is_said)
+    return search_value(folder, here.callbacks.table.metric, name, is_said=is_said)
 
 
 def start(
@@ -210,8 +211,8 @@ def start(
         The result's status, "ok" or "stopped".
 
     Raises:
-        ConfigError: what cannot be on this machine, see `place`; what `job.prepare` finds; no checkpoint
-            where `run.resume` says; and nothing was started. Or ranks found that no plan fits into
+        ConfigError: what cannot be on this machine, see `fit_to_machine`; what `job.prepare` finds; no
+            checkpoint where `run.resume` says; and nothing was started. Or ranks found that no plan fits into
             `run.device_gb`.
         LaunchError: a rank failed; or a checkpoint could not be read or written.
     """
@@ -220,7 +221,7 @@ def start(
         return start_on_nodes(job, requested, fresh, overrides, several, chosen=chosen, began=began)
 
     # What the machine has, what the configuration names.
-    config = job.prepare(place(requested))
+    config = job.prepare(fit_to_machine(requested))
 
     # The folder, which is another process's until the block is left; in it all that the ranks are told.
     with claim(requested, fresh, chosen=chosen) as found:
@@ -282,7 +283,7 @@ def write_overrides(folder: Path, overrides: list[str]) -> None:
 # ------------------------------------------------------------------ this machine
 
 
-def place(
+def fit_to_machine(
     config: Any, *, accelerators: Mapping[str, int] | None = None, world: int | None = None, nodes: int = 1
 ) -> Any:
     """Return `config` with `run.device`, `mesh.shard` and `precision` filled in from what there is.
@@ -315,12 +316,12 @@ def place(
             )
         mesh = replace(mesh, shard=max(1, there // fixed))
     ranks = mesh.ranks
-    product = f"{_product(mesh)} asks for {_count(ranks, 'rank')}"
+    product = f"{_product(mesh)} asks for {counted(ranks, 'rank')}"
     if world and ranks != world:
         raise ConfigError(f"{product}; {world} were started. Fix: torchrun --nproc-per-node {ranks}.")
     if device != "cpu" and not world and ranks > there:
         where = "this machine has" if nodes == 1 else f"{nodes} nodes have"
-        has = _count(there, f"{device} device")
+        has = counted(there, f"{device} device")
         raise ConfigError(f"{product}; {where} {has}. Fix: a smaller mesh, or run.device=cpu.")
     if ranks % nodes:
         raise ConfigError(
@@ -329,12 +330,12 @@ def place(
     most = most_copies(nodes)
     if config.run.replicas > most and not world:
         raise ConfigError(
-            f"run.replicas={config.run.replicas}: {_count(nodes, 'node')} can hold {most}. "
+            f"run.replicas={config.run.replicas}: {counted(nodes, 'node')} can hold {most}. "
             f"Fix: run.replicas={most}, or more nodes."
         )
 
     # Rows divide over the ranks that take other ones.
-    over = _count(mesh.data_ranks, "rank") + " that take other rows" * (mesh.ranks > mesh.data_ranks)
+    over = counted(mesh.data_ranks, "rank") + " that take other rows" * (mesh.ranks > mesh.data_ranks)
     micro = f" times run.accumulate={config.run.accumulate}" if config.run.accumulate > 1 else ""
     parts = {
         "rows": (mesh.data_ranks * config.run.accumulate, over + micro),
@@ -362,7 +363,7 @@ def find_accelerators() -> dict[str, int]:
     """Return the devices of this machine by type: `{"cuda": 8}`, or nothing."""
     if not torch.accelerator.is_available():
         return {}
-    return {torch.accelerator.current_accelerator().type: torch.accelerator.device_count()}
+    return {torch.accelerator.current_accelerator().type: torch.accelerator.devicecounted()}
 
 
 def device_of(key: str, asked: str, accelerators: Mapping[str, int]) -> str:
@@ -386,10 +387,6 @@ def _product(mesh: Any) -> str:
     return " times ".join(f"mesh.{name}={size}" for name, size in sizes.items() if size is not None)
 
 
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}" + ("" if number == 1 else "s")
-
-
 # ------------------------------------------------------------------ SLURM: several nodes
 
 
@@ -403,7 +400,7 @@ def start_on_nodes(
 ) -> str:
     """Do what `start` does on each node of a SLURM job: torchrun starts the ranks, which meet on the first
     node, and rank 0 takes the run's folder."""
-    config = place(requested, nodes=nodes)
+    config = fit_to_machine(requested, nodes=nodes)
     job_file = fresh / f"job.{os.environ['SLURM_NODEID']}.json"
     run = {"requested": dataclasses.asdict(requested), "fresh": str(fresh), "chosen": chosen, "began": began}
     write_json(job_file, {**job_values(config, overrides), **run})
@@ -450,7 +447,7 @@ def be_rank_of_torchrun(job: Job) -> NoReturn:
         if flags:
             raise ConfigError(f"under torchrun only key=value arguments are taken, not {' '.join(flags)}.")
         composed = compose(job.command, arguments)
-        config = place(composed.config, world=int(os.environ["WORLD_SIZE"]))
+        config = fit_to_machine(composed.config, world=int(os.environ["WORLD_SIZE"]))
     except Exception as error:
         if not is_mistake(error) or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise  # torchrun shows the traceback
@@ -469,7 +466,7 @@ def be_rank(job: Job, values: Mapping[str, Any]) -> NoReturn:
 
     Args:
         values: `config` (nested dicts of a configuration on this machine), `overrides`; and `run` (of a
-            `RunFolder`), or what finds it: `requested` (the configuration before it was placed), `fresh`,
+            `RunFolder`), or what finds it: `requested` (the configuration as the command has it), `fresh`,
             `chosen`; and perhaps `began` of the command that started these ranks.
     """
     import torch._dynamo  # noqa: F401  (the first operator of any step brings it: here no other rank waits)

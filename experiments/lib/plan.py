@@ -3,7 +3,6 @@ choose them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,22 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from hydra.utils import instantiate
 
 import fnshard as fs
 from experiments.lib.checks import ConfigError
-from experiments.lib.config import (
-    AUTO,
-    MEASURED,
-    AdamWConfig,
-    PrecisionConfig,
-    RunConfig,
-    ScheduleConfig,
-    SGDConfig,
-    StrategyConfig,
-)
+from experiments.lib.config import AUTO, MEASURED, PrecisionConfig, RunConfig, StrategyConfig
 from experiments.lib.files import append, write_json, write_text
-from experiments.lib.record import measured_hardware
 from fnshard.analysis.hardware import TABLE
 from fnshard.errors import report
 from fnshard.step.lowered import Lowered
@@ -63,7 +51,7 @@ def dtypes_of(precision: PrecisionConfig) -> dict[str, Any]:
     return dtypes | {"scaling": precision.scaling}
 
 
-def plan_of(
+def plan_step(
     strategy: StrategyConfig,
     run: RunConfig,
     fn: Callable[..., Any],
@@ -110,6 +98,15 @@ def plan_of(
     return Plan(specs(fs.presets.PRESETS[strategy.name], **tiers), options)
 
 
+def forward_options(config: Any, mesh: fs.Mesh) -> dict[str, Any]:
+    """Return the options of `fs.shard_forward`, of a configuration with `run` and `mesh`."""
+    run = config.run
+    return {
+        "mesh": mesh, "backend": run.backend, "deterministic": run.deterministic, "timeout": run.timeout_s,
+        **config.mesh.options,
+    }  # fmt: skip
+
+
 def _agree(*args: Any, **options: Any) -> fs.Fit:
     """Run `fs.fit` on every rank, and compare the plans: no rank acts, or gives up, alone."""
     try:
@@ -138,6 +135,8 @@ def hardware_of(name: str, mesh: fs.Mesh | None = None) -> fs.Hardware:
     if name == "measure":
         return fs.Hardware.measure(mesh)
     if name.startswith(MEASURED):
+        from experiments.lib.measured import measured_hardware  # others need none of it
+
         return measured_hardware(name.removeprefix(MEASURED))
     if name != AUTO:
         return fs.Hardware.named(name)
@@ -147,7 +146,7 @@ def hardware_of(name: str, mesh: fs.Mesh | None = None) -> fs.Hardware:
     return fs.Hardware.of_gpu(called) or fs.Hardware.named("h100")
 
 
-def write_plan(plan: Plan, folder: Path) -> None:
+def write_search(plan: Plan, folder: Path) -> None:
     """Print what was chosen and why, and leave it in `plan.json`; nothing where nothing was chosen."""
     if plan.found is None:
         return
@@ -197,44 +196,6 @@ def rule_of(how: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
     ({'memory': 'host', 'storage': ['shard']}, {'memory': 'device', 'storage': [None, 'shard']})
     """
     return {**fields, **({"storage": [how]} if isinstance(how, str) else how or {})}
-
-
-# ------------------------------------------------------------------ the optimizer
-
-
-def make_optimizer(
-    chosen: AdamWConfig | SGDConfig | dict[str, Any],
-    schedule: ScheduleConfig,
-    steps: int,
-    undecayed: tuple[str, ...],
-    rates: Any = 1.0,
-) -> fs.optim.Optimizer:
-    """Make the optimizer named, after clipping; leaves that `undecayed`'s globs match do not decay, and
-    `rates` are adamw's `lr_scale`. A `_target_` is called with its keys, `lr` as a schedule of the rate; it
-    is neither clipped nor told what does not decay."""
-    if isinstance(chosen, dict):
-        rate = {"lr": make_rate(schedule, chosen["lr"], steps)} if "lr" in chosen else {}
-        others = {name: value for name, value in chosen.items() if name != "lr"}
-        return instantiate(others, _convert_="all", _partial_=True)(**rate)  # Hydra takes no rate as it is
-    rate = make_rate(schedule, chosen.lr, steps)
-    decay = [*((glob, 0.0) for glob in undecayed), ("*", chosen.weight_decay)]
-    if isinstance(chosen, AdamWConfig):
-        made = getattr(fs.optim, chosen.name)(
-            rate, b1=chosen.b1, b2=chosen.b2, eps=chosen.eps, weight_decay=decay, lr_scale=rates
-        )
-    else:
-        made = fs.optim.sgd(rate, momentum=chosen.momentum, nesterov=chosen.nesterov, weight_decay=decay)
-    return made if chosen.clip is None else fs.optim.chain(fs.optim.clip_by_global_norm(chosen.clip), made)
-
-
-def make_rate(shape: ScheduleConfig, peak: float, steps: int) -> fs.schedules.RateSchedule:
-    """Make the learning rate by step, of the configuration's fractions."""
-    if shape.name == "constant":
-        return fs.schedules.constant(peak)
-    phases = {"warmup": math.floor(shape.warmup * steps), "total": steps, "floor": shape.floor * peak}
-    if shape.name == "wsd":
-        phases["decay"] = math.floor(shape.decay * steps)
-    return fs.schedules.SCHEDULES[shape.name](peak=peak, **phases)
 
 
 def peak_of(planned: fs.Hardware | None, mesh: fs.Mesh) -> fs.Hardware | None:

@@ -16,7 +16,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,16 @@ from experiments.lib.config import AUTO
 from experiments.lib.files import append, write_sealed, write_text
 from experiments.lib.folder import STOPPED, RunFolder, has_numbered, memory_name, write_result
 from experiments.lib.metrics import HELD_OUT, Goal
-from experiments.lib.plan import MEMORY, Plan, append_compiled, hardware_of, peak_of, write_memory, write_plan
-from experiments.lib.record import RunRecord, StepWork, TimeSpent, Tracer, facts_of, speed_name, varying
+from experiments.lib.plan import (
+    MEMORY,
+    Plan,
+    append_compiled,
+    hardware_of,
+    peak_of,
+    write_memory,
+    write_search,
+)
+from experiments.lib.record import RunRecord, StepWork, TimeSpent, facts_of, speed_name, varying
 from experiments.lib.report import Report, Silent, metrics_next_to
 from experiments.lib.trackers import choose_trackers
 from experiments.lib.watchdog import Watchdog
@@ -38,6 +46,9 @@ from fnshard.checkpoint.replicas import most_copies
 from fnshard.errors import CheckpointError
 from fnshard.launcher.rank import Stop
 from fnshard.losses import Mean
+
+if TYPE_CHECKING:
+    from experiments.lib.measured import Tracer
 
 METRIC = "held_out"  # of checkpoints: what the best ones are kept by
 
@@ -62,7 +73,14 @@ class Run:
             for number in run.numbers():
                 state = run.make_step(number, state, next(loader))
                 run.settle(number, state, loader)
+                if run.watch.fault:  # NaN
+                    del state
+                    raise run.watch.diagnose()
+                held_out = measure(number, state) if run.measures(number) else None
                 run.save(number, state, loader, held_out)
+            if run.stops:  # SIGTERM
+                run.end_early(int(state.step))
+                return
             run.finish(measured, sample="sample.txt")
 
     Its state: what the process has spent its time on, the step that was launched last and whose numbers
@@ -73,7 +91,8 @@ class Run:
         config: on this machine; it has `run` and `tracker`, as `TrainConfig` does.
         folder: the run's, which no other process works in.
         overrides: the arguments of the command line.
-        stop: once it is asked on any rank, all finish the step, save, and end.
+        stop: once it is asked on any rank, all make the next step, by which they tell each other, and one
+            more, save, and end.
     """
 
     def __init__(self, job: str, config: Any, folder: RunFolder, overrides: list[str], stop: Stop):
@@ -92,7 +111,8 @@ class Run:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """A run that breaks off has a row for every step whose numbers have arrived, and has failed."""
+        """Write a row for every step whose numbers have arrived, and say of a run that breaks off that it has
+        failed."""
         if self._launched:
             with suppress(RuntimeError, OSError):
                 self._report_rows(self._read(wait=False))
@@ -123,7 +143,7 @@ class Run:
 
         def begin(replicas: fs.checkpoint.Replicas | None = None) -> tuple[fs.TrainState, Loader, str]:
             loader = make_loader()
-            state, found = restore(self.place.root, self.place.source, step, loader, replicas)
+            state, found = restore_newest(self.place.root, self.place.source, step, loader, replicas)
             return make_state() if state is None else state, loader, found
 
         self._begin_again = lambda: begin()[:2]  # for the watchdog
@@ -155,7 +175,7 @@ class Run:
                 device_type=self.mesh.device_type, goal=goal, unit=unit,
             )  # fmt: skip
             print(f"goal: the run {goal.aim}", flush=True)
-            write_plan(plan, self.folder)
+            write_search(plan, self.folder)
         self.watch = Watchdog(self._step, config.run.watch, self._begin_again, self.report.say)
         self._step.clear_flag("stop")
         if self.replicas is not None:
@@ -165,8 +185,8 @@ class Run:
     # ------------------------------------------------------------------ the loop
 
     def numbers(self) -> Iterator[int]:
-        """Yield the numbers of the steps that are left; those after one at which a rank was asked to stop are
-        for the next process."""
+        """Yield the numbers of the steps that are left, until all ranks know that one of them was asked to
+        stop: the others are for the next process."""
         for number in range(self.first, self.config.run.steps + 1):
             if self.stop.asked:
                 self._step.raise_flag("stop")
@@ -199,6 +219,8 @@ class Run:
                 lowered = step.lower(state, *batch)
                 planned, base = self.plan.hardware, hardware_of(AUTO, self.mesh)
                 if profile := self.config.run.profile:
+                    from experiments.lib.measured import Tracer
+
                     self.tracer = Tracer(step, profile, lowered, planned or base, base, self.folder)
                 if is_writer:
                     write_text(self.folder / "schedule.txt", lowered.as_text() + "\n")
@@ -378,7 +400,7 @@ class Run:
         return self.report.closing(totals)
 
 
-def restore(
+def restore_newest(
     root: Path, source: str | None, step: Any, loader: Any, replicas: fs.checkpoint.Replicas | None = None
 ) -> tuple[fs.TrainState | None, str]:
     """Return the state to go on from, and the directory it was found in; None where there is no checkpoint.

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from experiments.lib.checks import TARGET
 from experiments.lib.compose import answer
 from experiments.plan.config import COMMAND, PlanConfig
 
 
 def write(config: PlanConfig, folder: Path) -> None:
     """Print the best plan and why, and leave it in a folder with a picture of all that were looked at."""
+    is_own = isinstance(config.model, dict)
+    model = config.model[TARGET] if is_own else f"a model of {config.model.parameters:,} parameters"
+    rows = f"{config.batch_rows:,} rows"
+    rows += f" of {config.row_tokens:,} tokens" if config.unit == "token" else ""
     many = f"{config.devices:,} ×" if config.days is None else "the fewest"
-    print(f"looking for the fastest plan on {many} {config.hardware.name}", flush=True)
+    print(
+        f"looking for the fastest plan of {model}, {rows} in a step, on {many} {config.hardware.name} "
+        "(model=, rows=, devices= and hardware= choose others)",
+        flush=True,
+    )
     # Behind the first line, as it takes seconds.
     from experiments.plan.report import write_plan
 

@@ -26,6 +26,7 @@ from experiments.lib.config import (
     TrackerConfig,
     nameless_sizes,
     refuse_pipeline,
+    rows_of,
     uneven_splits,
 )
 from experiments.lib.decoder import DecoderConfig
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 BATCH_TOKENS = 4_000_000  # about so many in a step, where nothing is said
 DEVICE_SHARE = 0.9  # of a device's memory that a step may take, where nothing is said
-OWN_ROWS = 8  # of a step of one's own model and data, where nothing is said; as in the main job
 # Keys of the main job that a plan depends on; a recipe may have others, which the plan chooses or leaves out.
 IN_PLAN = {"run": (), "data": ("rows",), "mesh": (), "strategy": ()}
 
@@ -132,8 +132,8 @@ class PlanConfig:
     @property
     def batch_rows(self) -> int:
         """Return the rows of a step, of all ranks: as they are said for the plan, or in a recipe."""
-        said = self.data.get("rows", OWN_ROWS) if isinstance(self.data, dict) else self.data.rows
-        return self.rows or said or 2 ** max(0, round(math.log2(BATCH_TOKENS / self.row_tokens)))
+        said = self.rows or rows_of(self.data)["rows"]
+        return said or 2 ** max(0, round(math.log2(BATCH_TOKENS / self.row_tokens)))
 
     def is_split(self, mesh: MeshConfig) -> bool:
         """Whether axes can split the model so: of one's own model nobody knows what divides it."""

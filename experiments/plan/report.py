@@ -12,7 +12,8 @@ from hydra.core.hydra_config import HydraConfig
 
 import fnshard as fs
 from experiments.explain.config import PER_PARAMETER, without_effect
-from experiments.explain.words import big, counted, over_nodes
+from experiments.explain.words import big, over_nodes
+from experiments.lib.checks import counted
 from experiments.lib.config import StrategyConfig, TrainConfig
 from experiments.lib.files import write_json, write_text
 from experiments.lib.plan import hardware_of
@@ -92,7 +93,7 @@ def run_line(knobs: Knobs, config: PlanConfig, given: str) -> str:
 
 
 def planned(config: PlanConfig, hardware: Hardware, say: Say) -> tuple[Planner, Candidate]:
-    """The best plan on so many devices; or on the fewest that are done in so many days.
+    """Find the best plan on so many devices; or on the fewest that are done in so many days.
 
     Raises:
         BudgetError: none fits, or is fast enough; says what would.
@@ -122,7 +123,8 @@ def planned(config: PlanConfig, hardware: Hardware, say: Say) -> tuple[Planner, 
 
 
 def _doubled(config: PlanConfig, hardware: Hardware) -> list[int]:
-    """Numbers of devices, from the first that could be fast enough: at six tenths of the data sheet."""
+    """Return numbers of devices, from the first that could be fast enough: at six tenths of the data
+    sheet."""
     sheet = 0.6 * max(hardware.peak_flops.values())
     least = 6 * config.parameters * config.budget / (sheet * 86_400 * config.days)
     found = [2**n for n in range(config.most_devices.bit_length())]
@@ -130,7 +132,8 @@ def _doubled(config: PlanConfig, hardware: Hardware) -> list[int]:
 
 
 def too_big(planner: Planner, best: Candidate) -> fs.BudgetError:
-    """What lacks least, and the fewest devices that hold it."""
+    """Make the error that nothing fits: it names the plan that lacks least, and the fewest devices that hold
+    it."""
     config, more = planner.config, planner.devices
     while more < config.most_devices:
         more *= 2
@@ -151,7 +154,7 @@ def too_big(planner: Planner, best: Candidate) -> fs.BudgetError:
 
 
 def days_of(planner: Planner, candidate: Candidate) -> float:
-    """Of the whole training."""
+    """Return how many days the whole training takes by a plan."""
     config = planner.config
     return candidate.seconds * config.budget / (config.batch_rows * config.row_tokens) / 86_400
 
@@ -272,7 +275,7 @@ def rivals(planner: Planner, best: Candidate) -> list[Candidate]:
 
 
 def why(candidate: Candidate, best: Candidate, budget: int) -> str:
-    """Why a plan was not taken."""
+    """Say why a plan was not taken."""
     slower = candidate.slower_than(best)
     gaps = {n: candidate.parts[n] - best.parts[n] for n in PARTS}
     most = max(gaps, key=gaps.__getitem__)
@@ -285,7 +288,7 @@ def why(candidate: Candidate, best: Candidate, budget: int) -> str:
 
 
 def numbers(planner: Planner, best: Candidate) -> dict[str, Any]:
-    """Plain values, of the best plan first and of all others."""
+    """Return plain values, of the best plan first and of all others."""
     config, rows = planner.config, planner.config.batch_rows
 
     def plain(c: Candidate) -> dict[str, Any]:
@@ -302,7 +305,8 @@ def numbers(planner: Planner, best: Candidate) -> dict[str, Any]:
 
 
 def picture(planner: Planner, best: Candidate, path: Path) -> None:
-    """Memory against time of all plans that were looked at, and those that no other beats in both."""
+    """Draw memory against time of all plans that were looked at, and mark those that no other beats in
+    both."""
     import matplotlib.pyplot as plt
     from matplotlib import ticker
 
@@ -333,7 +337,7 @@ def picture(planner: Planner, best: Candidate, path: Path) -> None:
 
 
 def pareto(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Of plans in the order of their memory, those that are faster than all that take less."""
+    """Return, of plans in the order of their memory, those that are faster than all that take less."""
     out: list[Candidate] = []
     for each in candidates:
         if not out or each.seconds < out[-1].seconds:

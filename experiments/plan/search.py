@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 import fnshard as fs
-from experiments.explain.words import counted
+from experiments.lib.checks import counted
 from experiments.lib.config import MeshConfig, ScheduleConfig
-from experiments.lib.plan import axis_of, dtypes_of, make_optimizer
+from experiments.lib.plan import axis_of, dtypes_of
+from experiments.lib.task import make_optimizer
 from experiments.plan.config import DEVICE_SHARE, PlanConfig
 from fnshard.analysis.memory import MemoryTimeline
 from fnshard.compiler.ir.arguments import Arguments
@@ -81,26 +82,26 @@ class Knobs:
 
     @property
     def effort(self) -> tuple[float, ...]:
-        """What is done to save memory."""
+        """Return what is done to save memory, as numbers: of plans that are as fast the least is chosen."""
         return ((self.optimizer != "device") + 1 - {"none": 1.0, "unit": 0.0}.get(self.remat, self.remat),)
 
     @property
     def reach(self) -> int:
-        """How many layers, with its own, hold what is gathered and reduced during a kernel."""
+        """Return how many layers, with its own, hold what is gathered and reduced during a kernel."""
         return max(self.prefetch, self.overlap) + 1
 
     @property
     def preset(self) -> str:
-        """The name of one in `fnshard.presets`, and of a strategy."""
+        """Return the name of one in `fnshard.presets`, which is a strategy's, too."""
         return "hybrid_shard" if self.replicate > 1 else "shard_grad_op" if self.keep else "full_shard"
 
     @property
     def tiers(self) -> dict[str, str]:
-        """Fields of `LayoutSpec`, and of a strategy."""
+        """Return where state rests, as fields of `LayoutSpec` and of a strategy."""
         return TIERS[self.optimizer]
 
     def overrides(self, rows: int) -> str:
-        """What `experiments.train` and `experiments.explain` take."""
+        """Return the plan as arguments of `experiments.train` and `experiments.explain`."""
         accumulate = rows // self.data_ranks // self.micro_rows
         words = {
             "strategy": self.preset, "mesh.shard": self.shard, "data.rows": rows,
@@ -119,8 +120,8 @@ class Knobs:
 
 @dataclass
 class Family:
-    """What plans share whose micro-batches are split and shaped alike: traces by depth and axes, and
-    kernels."""
+    """Traces by depth and axes, and kernels, which plans share whose micro-batches are split and shaped
+    alike."""
 
     fronts: dict[Any, Front] = field(default_factory=dict)
     kernels: dict[str, Kernel] = field(default_factory=dict)
@@ -128,7 +129,8 @@ class Family:
 
 @dataclass
 class Planner:
-    """The plans of one configuration on so many devices, a `walk.Space`; remembers those it has looked at."""
+    """The plans of one configuration on so many devices, a `walk.Space`; it remembers those that it has
+    looked at."""
 
     config: PlanConfig
     devices: int
@@ -145,7 +147,7 @@ class Planner:
 
     @property
     def walk(self) -> Walk:
-        """The search through these plans."""
+        """Return the search through these plans."""
         return Walk(self, self.budget, self.work, self.seen, self.describe)
 
     def best(self, say: Callable[[str], None] = lambda text: None) -> Candidate:
@@ -216,25 +218,30 @@ class Planner:
                 break
 
     def frugal(self) -> list[Knobs]:
+        """Return the plans of each split that recompute all and rest the optimizer on the host."""
         return [replace(knobs, remat="unit", optimizer="host") for knobs in self.splits()]
 
     def dials(self, knobs: Knobs) -> list[Dial]:
+        """Return the dial that recomputes a larger share of the layers at each level."""
+
         def at(level: int) -> Knobs:
             remat = {0: "none", SHARES: "unit"}.get(level, (SHARES - level) / SHARES)
             return replace(knobs, remat=remat)
 
         return [Dial(SHARES, at)]
 
-    def refinements(self, knobs: Knobs) -> list[Dial]:
+    def returning_dials(self, knobs: Knobs) -> list[Dial]:
+        """Return none: a share of the layers that is recomputed has no second dial."""
         return []
 
-    def adjustments(self, knobs: Knobs) -> list[Knobs]:
+    def neighbours(self, knobs: Knobs) -> list[Knobs]:
+        """Return none: all decisions are moves."""
         return []
 
     def moves(self) -> dict[str, list[Move]]:
-        """Return the steps along each knob; a factor goes from one axis to another.
+        """Return the moves by decision; a factor goes from one axis to another.
 
-        A step gives None where there is none, and may give a plan that is not valid: two of them together may
+        A move gives None where there is none, and may give a plan that is not valid: two of them together may
         be.
         """
 
@@ -289,12 +296,12 @@ class Planner:
         return self._predicted(knobs, depths if layers > depths[-1] else (layers,))
 
     def exact(self, knobs: Knobs) -> Candidate:
-        """The same, of all layers."""
+        """Return a plan's bytes and time, of all layers."""
         return self._predicted(knobs, (self.config.layers,))
 
     def _predicted(self, knobs: Knobs, depths: tuple[int, ...]) -> Candidate:
-        """Carried on from steps of so many layers; which of a step's moments is the peak changes with the
-        depth, so each of them is."""
+        """Return a plan's bytes and time, carried on from steps of so many layers; which of a step's moments
+        is the peak changes with the depth, so each of them is carried on."""
         micro, by_count = self.micro_batches(knobs), {}
         # Gradients are summed from the second micro-batch on. Breadth-first they hide what is gathered and
         # reduced once, so that time is no line in their number.
@@ -322,12 +329,13 @@ class Planner:
         }  # fmt: skip
 
     def mesh(self, knobs: Knobs) -> fs.Mesh:
-        """Axes that split nothing are left out; those that exchange most lie in one node, as the last."""
+        """Make the plan's mesh: axes that split nothing are left out; those that exchange most lie in one
+        node, as the last."""
         axes = {n: s for n, s in knobs.mesh.axes.items() if s > 1 or n == "shard"}
         return fs.make_mesh(**axes, device="cuda" if self.hardware.overlap else "cpu", abstract=True)
 
     def lowered(self, knobs: Knobs, layers: int, micro: int) -> Lowered:
-        """The step of so many layers and micro-batches; traces are shared by plans that trace alike."""
+        """Lower the step of so many layers and micro-batches; plans that trace alike share traces."""
         mesh = self.mesh(knobs)
         subject = self.config.subject(layers)
         loss, params, batch = subject.loss, subject.params, subject.batch(knobs.micro_rows * micro)
@@ -383,9 +391,9 @@ class Planner:
 
 
 def _moments(timeline: MemoryTimeline, layers: int, reach: int) -> dict[Any, float]:
-    """Bytes of the device by line. A line is named by the unit of the kernel before it, a layer as counted
-    from the first, and from the last; after the last kernel by its own. `reach` layers from either end are
-    alike at all depths: what is gathered and reduced during a kernel is of its neighbours."""
+    """Return the bytes of the device by line. A line is named by the unit of the kernel before it, a layer as
+    counted from the first, and from the last; after the last kernel by its own. `reach` layers from either
+    end are alike at all depths: what is gathered and reduced during a kernel is of its neighbours."""
     lines = [moment.instruction for moment in timeline.moments]
     last = max((n for n, line in enumerate(lines) if isinstance(line, Run)), default=0)
     out: dict[Any, float] = {}
@@ -401,7 +409,8 @@ def _moments(timeline: MemoryTimeline, layers: int, reach: int) -> dict[Any, flo
 
 
 def _numbered(unit: str, layers: int, reach: int) -> list[Any]:
-    """A unit by its name; a layer by how far it is from the first and from the last, where it is near."""
+    """Return the names of a unit: its own; of a layer how far it is from the first and from the last, where
+    it is near."""
     found = re.fullmatch(r"layers\.(\d+)", unit)
     if found is None:
         return [unit]
@@ -410,7 +419,8 @@ def _numbered(unit: str, layers: int, reach: int) -> list[Any]:
 
 
 def _line(points: Mapping[int, Mapping[Any, float]], at: int) -> dict[Any, float]:
-    """Values at one place of lines through two, of those that both have; or of the one that is known."""
+    """Return values at one place of lines through two points, of those that both have; with one point, its
+    values."""
     (first, a), *more = points.items()
     if not more:
         return dict(a)
@@ -424,5 +434,5 @@ def _divisors(n: int) -> list[int]:
 
 
 def _primes(n: int) -> list[int]:
-    """The prime factors, each once."""
+    """Return the prime factors, each once."""
     return [p for p in _divisors(n) if p > 1 and all(p % q for q in range(2, math.isqrt(p) + 1))]

@@ -211,7 +211,7 @@ def _processes(asked: int | None, most: int) -> int | None:
 def _command(
     config: TokenizeConfig, tokenizer: Tokenizer, sides: Mapping[str, Sequence[TextFile]]
 ) -> dict[str, Any]:
-    """What the shards' bytes depend on."""
+    """Return what the shards' bytes depend on."""
     files = [[side, str(s.path), s.name, s.size, s.stamp] for side in SIDES for s in sides[side]]
     own = {"format": FORMAT, "tokenizer": tokenizer.key, "shard_mb": config.shard_mb, "broken": config.broken}
     return {**own, "files": hashlib.sha256(json.dumps(files).encode()).hexdigest()}

@@ -1,4 +1,4 @@
-"""The configuration of a fine-tuning job; `configs.train` has the groups it shares with the main job."""
+"""The configuration of a fine-tuning job; `lib.config` has the groups it shares with the main job."""
 
 from __future__ import annotations
 
@@ -141,6 +141,14 @@ class FinetuneDataConfig:
 
 
 @configuration
+class FinetuneRunConfig(RunConfig):
+    """The main job's `RunConfig`, and `evaluate`: tasks as of `experiments.evaluate`, FORMAT:FILE, that are
+    measured with each held-out loss, before the first step and after the last."""
+
+    evaluate: tuple[str, ...] = ()
+
+
+@configuration
 class FinetuneConfig:
     """The whole configuration of a fine-tuning job.
 
@@ -155,7 +163,7 @@ class FinetuneConfig:
     precision: PrecisionConfig
     optimizer: AdamWConfig | SGDConfig
     schedule: ScheduleConfig
-    run: RunConfig
+    run: FinetuneRunConfig
     hardware: HardwareConfig
     mesh: MeshConfig = field(default_factory=MeshConfig)
     data: FinetuneDataConfig = field(default_factory=FinetuneDataConfig)

@@ -1,28 +1,37 @@
-"""The directory of the model that `model=` names: one of yours, of the Hugging Face cache, or a base that is
-kept."""
+"""Model directories, in the Hugging Face format: the one that `model=` names (yours, of the Hugging Face
+cache, or a base that is kept), and the one that a run writes (adapters, or the whole model)."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import torch
+
+import fnshard as fs
 from experiments import python_path
 from experiments.data.model_files import read_model_config
 from experiments.data.tokenizer import DirectoryTokenizer, open_directory
 from experiments.lib.checks import ConfigError, attempt
+from experiments.lib.config import AUTO
 from experiments.tuning.config import FinetuneConfig
 from experiments.tuning.lm import LanguageModel, check_weights, from_directory
-from experiments.tuning.tuning import check_method
+from experiments.tuning.method import MethodPlan, check_method
 from fnshard.errors import LaunchError, report
+from fnshard.hf.reading import read_config
 from fnshard.launcher.local import under_launcher
 from fnshard.launcher.rank import end_with_parent
 
+EXPORTED, ADAPTERS = "model", "adapters"  # in a run's folder
 KEPT = Path("outputs", "bases")  # what `experiments.bases` makes
 BASES = (
     "stdlib", "tasks", "tiny", "100m", "tiny-moe", "tiny-llava", "tiny-smolvlm", "tiny-qwen2-vl",
@@ -136,3 +145,70 @@ def open_model(path: str | Path) -> tuple[LanguageModel, DirectoryTokenizer]:
     if wrong:
         raise ConfigError("\n".join(wrong))
     return lm, tokenizer
+
+
+# ------------------------------------------------------------------ the directory that a run writes
+
+
+def export(
+    config: FinetuneConfig,
+    planned: MethodPlan,
+    tokenizer: DirectoryTokenizer,
+    state: fs.TrainState,
+    step: Any,
+    folder: Path,
+) -> list[str]:
+    """Write what the configuration asks for, in the Hugging Face format; all ranks call it together.
+
+    Returns:
+        What was written, a line each.
+    """
+    tuning, mesh = planned.tuning, step.mesh
+    kinds = config.export
+    if kinds == AUTO:
+        kinds = "merged" if tuning.lora is None or tuning.stacked else "adapters"
+    lines = []
+    if kinds in ("adapters", "both") and tuning.lora is not None:
+        fs.adapters.save(state, folder / ADAPTERS, tuning.lora, base=config.model)
+        if mesh.rank == 0:
+            tokenizer.save(folder / ADAPTERS)
+        lines.append(f"adapters, as PEFT reads them: {folder / ADAPTERS}")
+    if kinds in ("merged", "both"):
+        blocks, specs = _merge_adapters(planned, state)
+        final = folder / EXPORTED
+        aside = folder / f".{EXPORTED}.writing"
+        if mesh.rank == 0:  # of an attempt that was cut off
+            shutil.rmtree(aside, ignore_errors=True)
+        step.gather_strings("")  # no rank writes before it is gone
+        dtype = stored_dtype(config.model)
+        fs.hf.save(blocks, aside, specs, mesh, model=tuning.lm.model, config=config.model, dtype=dtype)
+        if mesh.rank == 0:
+            tokenizer.save(aside)  # with the chat template that was learned by
+            _take_place(aside, final)
+        lines.append(f"the tuned model, as transformers reads it: {final}")
+    return lines
+
+
+def _take_place(made: Path, final: Path) -> None:
+    """Rename a folder; what has the name already is kept under another one: it may be somebody's only
+    copy."""
+    if os.path.lexists(final):
+        others = (final.with_name(f"{final.name}.{n}") for n in itertools.count(1))
+        os.rename(final, next(path for path in others if not os.path.lexists(path)))
+    os.rename(made, final)
+
+
+def stored_dtype(directory: str) -> torch.dtype | None:
+    """Return the dtype that a model directory's configuration says its weights are of."""
+    config = read_config(Path(directory))
+    named = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."), None)
+    return named if isinstance(named, torch.dtype) else None
+
+
+def _merge_adapters(planned: MethodPlan, state: fs.TrainState) -> tuple[Any, Any]:
+    """Return the model with its adapters merged into it, and its specs."""
+    tuning, specs = planned.tuning, planned.plan.specs
+    if tuning.lora is not None:
+        return fs.adapters.merge(state, tuning.lora)
+    place = tuning.models[0]
+    return (state.params[place], specs[place]) if place else (state.params, specs)

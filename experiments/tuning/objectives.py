@@ -12,7 +12,7 @@ from torch import Tensor
 import fnshard as fs
 from experiments.tuning.config import OBJECTIVE_KINDS, ObjectiveConfig
 from experiments.tuning.lm import LanguageModel
-from experiments.tuning.tuning import Tuning
+from experiments.tuning.method import Tuning
 from fnshard.losses import IGNORE, Mean
 from fnshard.losses.policy import PolicyInputs
 

@@ -20,12 +20,11 @@ from experiments.data.tokenizer import DirectoryTokenizer
 from experiments.lib.checks import ConfigError
 from experiments.tuning.config import FinetuneConfig
 from experiments.tuning.dataset import Example, FinetuneData
-from experiments.tuning.decode import first_of, next_of
 from experiments.tuning.lm import LanguageModel
+from experiments.tuning.method import Tuning
 from experiments.tuning.objectives import values_of
 from experiments.tuning.rewards import Weighted, rewards_of, run_reward
-from experiments.tuning.rollout import TOGETHER, Answers, Rollouts
-from experiments.tuning.tuning import Tuning
+from experiments.tuning.rollout import TOGETHER, Answers, Rollouts, first_of, next_of
 from fnshard.losses import IGNORE
 from fnshard.losses.policy import gae, group_advantages
 

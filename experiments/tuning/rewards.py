@@ -15,6 +15,7 @@ A reward of one's own is named by `_target_`; the directory of a model is one, t
 
 from __future__ import annotations
 
+import ast
 import inspect
 import math
 import os
@@ -27,15 +28,16 @@ from typing import Any
 
 import torch
 
+from experiments.data.builtin import OPERATORS
 from experiments.data.fields import words_of
 from experiments.data.model_files import LOCAL, WEIGHTS, check_reward_model, read_model_config
 from experiments.data.records import last_number
 from experiments.lib.checks import TARGET, ConfigError, describe
 from experiments.lib.files import first_few
-from experiments.lib.own import make_target
-from experiments.tuning.tasks import solved
+from experiments.lib.task import make_target
 from fnshard.errors import report
 
+MAKE = re.compile(r"make (\d+): (\d)(\d)=")  # a prompt of the built-in tasks
 Rows = Sequence[Mapping[str, Any]]
 Reward = Callable[[Sequence[str], Sequence[str], Rows], Sequence[float]]
 
@@ -65,6 +67,35 @@ def places(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[f
     """The share of the response's characters that stand where they do in the record's."""
     pairs = [(answer, row["response"]) for answer, row in zip(answers, rows, strict=True)]
     return [sum(map(str.__eq__, *both)) / max(map(len, (*both, " "))) for both in pairs]
+
+
+def solved(prompts: Sequence[str], answers: Sequence[str], rows: Rows) -> list[float]:
+    """A reward: 1 for the record's response, and for any expression that makes the number."""
+    return [float(_is_right(*each)) for each in zip(prompts, answers, rows, strict=True)]
+
+
+def _is_right(prompt: str, answer: str, row: Mapping[str, str]) -> bool:
+    task = MAKE.search(prompt)
+    if task is None:
+        return answer.strip() == row["response"].strip()
+    return _makes(answer.strip(), int(task[1]), sorted(task.groups()[1:]))
+
+
+def _makes(text: str, target: int, numbers: list[str]) -> bool:
+    """Return whether an expression of these numbers, each once, is the target. Only + - * are evaluated."""
+    if not re.fullmatch(r"[\d+\-* ()]{1,40}", text) or sorted(re.findall(r"\d+", text)) != numbers:
+        return False
+    try:
+        return _value(ast.parse(text, mode="eval").body) == target
+    except (SyntaxError, KeyError, AttributeError, RecursionError):
+        return False
+
+
+def _value(node: Any) -> int:
+    if isinstance(node, ast.Constant):
+        return node.value
+    operator = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}[type(node.op)]
+    return OPERATORS[operator](_value(node.left), _value(node.right))
 
 
 REWARDS: Mapping[str, Reward] = {"exact": exact, "number": number, "format": form, "length": length,

@@ -53,12 +53,12 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """What the update counts."""
+        """Return what the update counts."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What PEFT's files have of each target."""
+        """Return what PEFT's files have of each target."""
         return ("a", "b", "magnitude") if self.dora else ("a", "b")
 
 
@@ -197,7 +197,7 @@ def init_adapters(
 
 
 def _frozen(leaf: Tensor, trains: bool) -> Tensor:
-    """The same leaf, marked as one that does not train (or does)."""
+    """Return the same leaf, marked as one that does not train (or does)."""
     if is_buffer(leaf) or not leaf.is_floating_point():
         return leaf
     made = nn.Parameter(leaf.detach(), requires_grad=trains)
@@ -298,7 +298,8 @@ class _Adapted(TorchFunctionMode):
 
 
 def row_scale(weight: Tensor, adapter: Mapping[str, Tensor], settings: Lora, transposed: bool) -> Tensor:
-    """What DoRA multiplies each row of W + s B A by, [rows]; its norms have no gradient, as in the paper.
+    """Return what DoRA multiplies each row of W + s B A by, [rows]; its norms have no gradient, as in the
+    paper.
 
     Args:
         weight: W, or its transpose.

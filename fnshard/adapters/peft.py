@@ -93,7 +93,7 @@ def _update(adapter: Mapping[str, Tensor], settings: Lora, path: str) -> Tensor:
 
 
 def _scale(whole: Tensor, adapter: Mapping[str, Tensor], settings: Lora, turned: bool) -> Tensor:
-    """What DoRA multiplies a leaf's rows by, as the leaf lies."""
+    """Return what DoRA multiplies a leaf's rows by, as the leaf lies."""
     adapter = {name: value.to(whole.device) for name, value in adapter.items()}
     scale = row_scale(whole, adapter, settings, turned)
     return scale if turned else scale[:, None]
@@ -319,7 +319,7 @@ def _shown(value: Any) -> str:
 
 
 def _foreign(name: str) -> str:
-    """What a tensor is that no leaf takes."""
+    """Return what a tensor is that no leaf takes."""
     kinds = {
         "lora_embedding_": "an adapter of an embedding",
         "lora_magnitude_vector": "DoRA's, and use_dora is false; or no such leaf",
@@ -337,7 +337,7 @@ def _fits(parts: Mapping[str, Tensor], shape: tuple[int, ...], settings: Lora, t
 
 
 def _shapes(shape: tuple[int, ...], settings: Lora, turned: bool) -> dict[str, tuple[int, ...]]:
-    """Of A, B and DoRA's norms, if it is a matrix."""
+    """Return the shapes of A, B and DoRA's norms, if it is a matrix."""
     if len(shape) != 2:
         return {}
     rows, columns = shape[::-1] if turned else shape

@@ -56,7 +56,7 @@ class Observation:
         return saved / (1 - 1 / STEP)
 
     def seconds(self, by: Mapping[str, float]) -> float:
-        """What is predicted where constants are so many times as large: exact where nothing overlaps. Where
+        """Predict the seconds where constants are so many times as large: exact where nothing overlaps. Where
         things do, shares may come to more than all; a thousandth is left."""
         base = self.predicted[""]
         return max(base / 1000, base + sum(self.share(c) * (1 / value - 1) for c, value in by.items()))
@@ -93,7 +93,7 @@ def changed(hardware: Hardware, constants: Sequence[str] = tuple(CONSTANTS)) -> 
 def fitted(
     observations: Sequence[Observation], constants: Sequence[str] = tuple(CONSTANTS)
 ) -> dict[str, float]:
-    """By what constants are to be multiplied, so that predictions come nearest to what was measured.
+    """Return by what constants are to be multiplied, so that predictions come nearest to what was measured.
 
     >>> step = Observation({"": 1.0, "matmul": 1 / STEP, "wire": 1.0}, measured=2.0)
     >>> {c: round(v, 2) for c, v in fitted([step], ["matmul", "wire"]).items()}

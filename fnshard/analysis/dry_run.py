@@ -51,7 +51,7 @@ FootprintOf = Callable[[str, bool, Sequence[CallArgument]], Footprint]
 
 @dataclass
 class DryContext:
-    """What the lines are bound to; see `compiler.schedule.ir.Context`.
+    """A context that lines are bound to without devices; see `compiler.schedule.ir.Context`.
 
     `footprint`: of a kernel (by name, backward or not). `updates`: what updates take besides what they
     change. `sizes`: bytes of all values that there were, by name.

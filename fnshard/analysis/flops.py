@@ -66,7 +66,7 @@ class GraphCost:
 
     @property
     def flops(self) -> float:
-        """Of matmuls, convolutions and attention."""
+        """Count the FLOPs of matmuls, convolutions and attention."""
         return sum(w.flops for w in self.work)
 
     @property
@@ -148,7 +148,8 @@ def _is_other_block(node: fx.Node) -> bool:
 
 
 def flops_of(node: fx.Node) -> float:
-    """Of one node, by torch's formulas on its shapes; 0 for what neither multiplies matrices nor attends."""
+    """Count the FLOPs of one node, by torch's formulas on its shapes; 0 for what neither multiplies matrices
+    nor attends."""
     if not isinstance(node.target, OpOverload):
         return 0.0
     if _is_attention(node):
@@ -301,7 +302,7 @@ class _Counter:
         return Work("memory", "f32", 0.0, sum(reads.values()), written, cheap, costly)
 
     def _readers(self, node: fx.Node) -> set[fx.Node]:
-        """What reads a value, itself or through views."""
+        """Return what reads a value, itself or through views."""
         out, queue = set(), list(node.users)
         while queue:
             user = queue.pop()

@@ -66,7 +66,7 @@ class Footprint:
 
 
 def eager_footprint(module: fx.GraphModule, entries: Sequence[CallArgument], device: str) -> Footprint:
-    """Of a graph run node by node (`backend="eager"`).
+    """Return the footprint of a graph run node by node (`backend="eager"`).
 
     Args:
         device: the type of device that it will run on; traced for an abstract mesh, it is on the CPU.
@@ -83,7 +83,7 @@ _KNOWN: weakref.WeakKeyDictionary[fx.GraphModule, dict[Any, tuple[Footprint, Any
 def footprint_of(
     kernel: Kernel, backward: bool, entries: Sequence[CallArgument], compiled: Compiled | None, device: str
 ) -> Footprint:
-    """Of one kernel's call on a type of device; each is worked out once.
+    """Return the footprint of one kernel's call on a type of device; each is worked out once.
 
     Of Inductor's code for it, but where that is no Python wrapper (C++ wrappers, CUDA graphs).
     """
@@ -118,7 +118,8 @@ def constant_bytes(module: fx.GraphModule) -> int:
 def call_footprint(
     run: Boxed, likes: Sequence[Tensor], entries: Sequence[CallArgument], tracker: StorageTracker
 ) -> Footprint:
-    """Of any boxed callable, on fakes that look like `likes` and share storages as `entries` say."""
+    """Return the footprint of any boxed callable, on fakes that look like `likes` and share storages as
+    `entries` say."""
     with FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False), torch.no_grad():
         args = _arguments(likes, entries)
         numbers = {
@@ -137,7 +138,7 @@ def call_footprint(
 def _footprint(
     tracker: StorageTracker, results: Sequence[Tensor], numbers: Mapping[Storage, int]
 ) -> Footprint:
-    """Of the call that returned `results`; `numbers`: of the arguments' storages."""
+    """Return the footprint of the call that returned `results`; `numbers`: of the arguments' storages."""
     peak, places, outputs = tracker.peak, {}, []
     for value in results:
         record = tracker.alive.get(value.untyped_storage()._cdata)  # None: a constant's
@@ -175,7 +176,7 @@ def _arguments(likes: Sequence[Tensor], entries: Sequence[CallArgument]) -> list
 
 
 def _stand_in(name: str, value: Any, tracker: StorageTracker) -> Any:
-    """What a global of generated code is in its stead: kernels are silent, allocations fake."""
+    """Return what stands in for a global of generated code: kernels are silent, allocations fake."""
     if name.startswith("empty_strided_"):
         device = name.removeprefix("empty_strided_").removesuffix("_pinned")
         return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)

@@ -62,7 +62,7 @@ class Curve:
 
     @staticmethod
     def flat(rate: float) -> Curve:
-        """The same rate at all sizes."""
+        """Return a curve of the same rate at all sizes."""
         return Curve(((1.0, float(rate)),))
 
     def at(self, size: float) -> float:
@@ -77,7 +77,7 @@ class Curve:
         return below + share * (above - below)
 
     def seconds(self, size: float) -> float:
-        """Of `size` units."""
+        """Return the seconds that `size` units take."""
         return size / self.at(size) if size > 0 else 0.0
 
     @property
@@ -88,7 +88,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Link:
-    """What joins the ranks of a group: seconds to meet, and bytes per second that one rank sends (and
+    """A link that joins the ranks of a group: seconds to meet, and bytes per second that one rank sends (and
     receives at the same time) in a collective, by bytes moved."""
 
     latency_seconds: float
@@ -108,7 +108,7 @@ COLLECTIVES = tuple(f.name for f in fields(Link)[1:])  # that a link has a rate 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What one rank has to work with.
+    """The hardware that one rank has to work with.
 
     Args:
         memory_bytes: of the rank's device.
@@ -189,7 +189,7 @@ class Hardware:
 
     @staticmethod
     def of_gpu(name: str) -> Hardware | None:
-        """What the table says of a GPU that calls itself `name`; None if it is not in there.
+        """Return what the table says of a GPU that calls itself `name`; None if it is not in there.
 
         >>> Hardware.of_gpu("NVIDIA A100-SXM4-40GB").name
         'a100-40gb'
@@ -213,8 +213,8 @@ class Hardware:
         return Hardware.from_dict(measure(mesh, clock))
 
     def link(self, ranks: tuple[int, ...]) -> Link:
-        """Of a group of ranks: within a node, or through the network by its `adapters`, which is never faster
-        than within the node."""
+        """Return the link of a group of ranks: within a node, or through the network by its `adapters`, which
+        is never faster than within the node."""
         if self.adapters("gather", ranks) == math.inf:
             return self.node
 
@@ -242,7 +242,8 @@ class Hardware:
         return (len(ranks) - 1) / (len(ranks) - per_node) if name == "all_to_all" else per_node
 
     def rate_of(self, curves: Mapping[str, Curve], dtype: str) -> Curve:
-        """By dtype; fp8 that is not in the table is emulated in bf16, others go at fp32's rate."""
+        """Return the curve of a dtype; fp8 that is not in the table is emulated in bf16, others go at fp32's
+        rate."""
         emulated = "bf16" if dtype.startswith("float8") else "f32"
         return curves.get(dtype) or curves.get(emulated) or curves["f32"]
 

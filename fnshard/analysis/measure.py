@@ -78,7 +78,7 @@ class _Bench:
 
     @cached_property
     def ranks_here(self) -> int:
-        """Of the mesh, on this host."""
+        """Count the ranks of the mesh on this host."""
         here = socket.gethostname()
         return 1 if self.comm is None else self.comm.gather_object(here).count(here)
 
@@ -246,7 +246,7 @@ class _Bench:
 
     # -------------------------------------------------------------- calls
     def calls(self) -> dict[str, Any]:
-        """What the host spends on starting work."""
+        """Measure what the host spends on starting work."""
         a, out = self.random(8, 8), self.random(8, 8)
         host = torch.device("cpu")
         launch = self.seconds(lambda: torch.mm(a, a, out=out), host)
@@ -274,7 +274,7 @@ class _Bench:
 
     # -------------------------------------------------------------- collectives
     def links(self, mesh: Mesh | None, copy: dict[str, Any]) -> dict[str, Any]:
-        """What the transport costs besides packing and unpacking; without peers, what memory gives."""
+        """Return what the transport costs besides packing and unpacking; without peers, what memory gives."""
         axes = mesh.ordered(mesh.names) if mesh else ()
         if self.comm is None or not axes:
             link = {"latency_seconds": 1e-6} | dict.fromkeys(_collectives(1), copy)
@@ -313,7 +313,8 @@ class _Bench:
 
 
 def _collectives(n: int) -> dict[str, tuple[str, int, float]]:
-    """By rate of a link: the collective, in how many rows it takes what is sent, how often that is sent."""
+    """Return, by rate of a link, the collective, in how many rows it takes what is sent, how often that is
+    sent."""
     share = (n - 1) / n
     return {
         "gather": ("all_gather", 1, n - 1.0),
@@ -324,7 +325,7 @@ def _collectives(n: int) -> dict[str, tuple[str, int, float]]:
 
 
 def memory_bytes(device: torch.device, ranks: int) -> int:
-    """Of one rank's device; a CPU's memory is shared by the ranks of its host."""
+    """Return the memory of one rank's device; a CPU's is shared by the ranks of its host."""
     if device.type == "cpu":
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return min([total, *(limit for limit, _ in control_groups())]) // ranks

@@ -51,7 +51,7 @@ from fnshard.mesh import Mesh
 
 @dataclass(frozen=True)
 class MemoryAnalysis:
-    """What a step takes of one rank's memory, in bytes.
+    """The bytes that a step takes of one rank's memory.
 
     `peak_bytes`: on the device at the worst moment, which is inside instruction number `at`, `line`;
     `peak`: what it is made of, by category. `resident`: between steps, by category, without the batch.
@@ -153,7 +153,7 @@ _WAYS_OUT = {
 
 @dataclass(frozen=True)
 class Ledger:
-    """What `measure` found. `sizes`: bytes of all values of the step, by name."""
+    """The findings of `measure`. `sizes`: bytes of all values of the step, by name."""
 
     analysis: MemoryAnalysis
     timeline: MemoryTimeline
@@ -271,7 +271,8 @@ def _inputs(
 
 
 def _leaves(specs: Mapping[str, LayoutSpec], slots: Slots, mesh: Mesh) -> dict[str, dict[str, int]]:
-    """By path: bytes of the stored shard, the optimizer's slots, the gathered leaf, the gradient shard."""
+    """Return, by path, the bytes of the stored shard, the optimizer's slots, the gathered leaf, the gradient
+    shard."""
     return {
         path: {
             "stored": size_of(block_shape(s.shape, s.storage, mesh), s.storage_dtype),

@@ -80,7 +80,7 @@ class Peak:
 
 
 class StorageTracker(TorchDispatchMode):
-    """What is alive, line by line.
+    """A tracker of the storages that are alive, line by line.
 
     `device`: the type of device that the lines are for; the tensors have no data. `categories`: bytes on the
     device of what earlier lines made. `worst`: the most so far on the host and on disk. `peak`: the worst
@@ -116,7 +116,7 @@ class StorageTracker(TorchDispatchMode):
         return out
 
     def follow(self, value: Tensor) -> Storage:
-        """What is known of a tensor's storage; an unknown one has just been made."""
+        """Return what is known of a tensor's storage; an unknown one has just been made."""
         storage = value.untyped_storage()
         address = storage._cdata
         if address not in self.alive:
@@ -136,7 +136,7 @@ class StorageTracker(TorchDispatchMode):
         return value
 
     def _size(self, storage: Any, tier: str) -> int:
-        """What an allocation takes of memory."""
+        """Return what an allocation takes of memory."""
         size = storage.nbytes()
         on_cuda = tier == "device" and self.device == "cuda"
         return -(-size // CUDA_BLOCK_bytes) * CUDA_BLOCK_bytes if on_cuda else size
@@ -238,7 +238,7 @@ _SENT = (Kind.NORMS, Kind.UPDATED, Kind.WRITTEN, Kind.FLIGHT)
 
 
 def category_of(name: ValueName) -> str:
-    """What memory is for that a schedule's value of this name lies in."""
+    """Return what memory is for that a schedule's value of this name lies in."""
     kind = name.original.kind
     if kind in (Kind.GRADIENT, Kind.REDUCED, Kind.ACCUMULATED):
         return GRADIENTS

@@ -319,7 +319,7 @@ class Timeline:
 
     @property
     def mfu(self) -> float:
-        """As `hardware.mfu` defines it."""
+        """Return the MFU as `hardware.mfu` defines it."""
         return mfu(self.model_flops, self.step_seconds, self.peak_flops)
 
     def __str__(self) -> str:
@@ -452,7 +452,7 @@ def _flops(pricer: HardwarePricer) -> tuple[float, float, str]:
 
 @dataclass
 class _Clock:
-    """What has happened so far. `ready`: when a value in flight, or one made on the host, is there."""
+    """The clocks so far. `ready`: when a value in flight, or one made on the host, is there."""
 
     spans: list[Span] = field(default_factory=list)
     ready: dict[str, float] = field(default_factory=dict)

@@ -59,7 +59,7 @@ class Traffic(Mapping[str, dict[str, int]]):
 
     @property
     def sent_bytes(self) -> int:
-        """What this rank sends to others in a step, scalars left out."""
+        """Return what this rank sends to others in a step, scalars left out."""
         return sum(r.sent_bytes for r in self.rows if r.axes)
 
     @property

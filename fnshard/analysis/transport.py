@@ -50,7 +50,8 @@ def kind_of(mesh: Mesh) -> TransportKind:
 
 @dataclass(eq=False)
 class SharedSlot:
-    """What holds a slot of shared memory: a message that no peer is late with. `views`: its tensors alive."""
+    """A message that holds a slot of shared memory, and that no peer is late with. `views`: its tensors
+    alive."""
 
     views: int = 1
     finished = False

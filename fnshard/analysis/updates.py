@@ -30,7 +30,7 @@ _KNOWN: weakref.WeakKeyDictionary[Family, dict[Any, int]] = weakref.WeakKeyDicti
 
 @dataclass
 class UpdateMemory:
-    """What the updates of a schedule take besides what they change.
+    """The memory that the updates of a schedule take besides what they change.
 
     Args:
         slots: shapes and dtypes of the state on this rank.

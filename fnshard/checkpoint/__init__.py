@@ -254,7 +254,7 @@ def restore_params(
 
 
 def _newest(path: Path, fill: Callable[[Path, Manifest, Any], Any], mesh: Mesh, timeout: float | None) -> Any:
-    """What `fill` makes of the newest complete checkpoint, the same one on all ranks."""
+    """Return what `fill` makes of the newest complete checkpoint, the same one on all ranks."""
     before = wait_for_save()
     if before is not None:
         warnings.warn(str(before), CheckpointWarning, stacklevel=3)

@@ -164,7 +164,7 @@ def load_blocks(
 
 
 def chunk_reads(targets: Mapping[str, RestoreTarget], manifest: Manifest, mesh: Mesh) -> Iterator[ChunkRead]:
-    """What this rank reads: the overlap of each saved chunk with its own boxes."""
+    """Return what this rank reads: the overlap of each saved chunk with its own boxes."""
     for target in targets.values():
         saved = manifest.leaves[target.source]
         dtype = STATE_DTYPES[saved.dtype]

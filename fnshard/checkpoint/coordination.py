@@ -21,7 +21,7 @@ Cause = tuple[str, bool]  # why a rank failed, and whether what it read is corru
 
 
 class Failed(Exception):
-    """What went wrong, by rank; the same on all ranks."""
+    """Return what went wrong, by rank; the same on all ranks."""
 
     def __init__(self, causes: Mapping[int, Cause]):
         self.causes = causes
@@ -38,7 +38,8 @@ class Failed(Exception):
 
 
 def group_of(mesh: Mesh, timeout: float | None, purpose: str = "checkpoint") -> Exchange | None:
-    """What ranks exchange words through for this purpose, apart from others; None in a process of one."""
+    """Return what ranks exchange words through for this purpose, apart from others; None in a process of
+    one."""
     if mesh.kind in ("simulated", "abstract"):
         raise CheckpointError(
             f"mesh {mesh} is {mesh.kind}: its ranks are no processes that could write.",
@@ -51,7 +52,7 @@ def group_of(mesh: Mesh, timeout: float | None, purpose: str = "checkpoint") -> 
 
 
 def texts(group: Exchange | None, text: str) -> list[str]:
-    """What every rank says."""
+    """Return what every rank says."""
     return [text] if group is None else [t.decode() for t in group(text.encode())]
 
 

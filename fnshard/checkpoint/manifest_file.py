@@ -61,14 +61,15 @@ class SavedLeaf:
     chunks: tuple[Chunk, ...]
 
     def in_pairs(self) -> SavedLeaf:
-        """Complex numbers as pairs of real ones, which are the same bytes; real ones as they are."""
+        """Return the leaf with complex numbers as pairs of real ones, which are the same bytes; with real
+        ones as it is."""
         if not (dtype := STATE_DTYPES[self.dtype]).is_complex:
             return self
         chunks = [replace(c, offset=(*c.offset, 0), shape=(*c.shape, 2)) for c in self.chunks]
         return SavedLeaf((*self.shape, 2), STATE_NAMES[dtype.to_real()], self.spec, tuple(chunks))
 
     def chunk_bytes(self, chunk: Chunk) -> int:
-        """Of a chunk's data in its file."""
+        """Count the bytes of a chunk's data in its file."""
         return math.prod(chunk.shape) * STATE_DTYPES[self.dtype].itemsize
 
     def check(self, name: str = "") -> None:
@@ -132,7 +133,8 @@ class Manifest:
 
     @staticmethod
     def read(folder: Path) -> Manifest:
-        """Of a checkpoint, checked against its seal and in itself; the data files are not looked at.
+        """Read the manifest of a checkpoint, and check it against its seal and in itself; the data files are
+        not looked at.
 
         Raises:
             Corrupt: says what is wrong with which file.

@@ -326,7 +326,8 @@ class _Replica:
 
 
 def _replica_of(folder: str, parts: Mapping[str, _Part]) -> _Replica | None:
-    """Of the parts of one save; None where some block or some rank's position is not among them."""
+    """Return the replica of the parts of one save; None where some block or some rank's position is not among
+    them."""
     try:
         read = [from_json(Manifest, json.loads(parts[name][0])) for name in sorted(parts)]
         axes = read[0].mesh["axes"]

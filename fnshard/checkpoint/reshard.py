@@ -50,7 +50,7 @@ def reshard(
     to: Mesh | None = None,
     disk_dir: str | None = None,
 ) -> Any:
-    """The same state in another layout, without a file. A collective; the old state is consumed.
+    """Return the same state in another layout, without a file. A collective; the old state is consumed.
 
     A leaf is gathered by the ranks it is split over, and each cuts its block; old and new state are there
     together. dtypes, tiers and master copies go as in `fnshard.checkpoint.restore`. A leaf whose codec
@@ -257,7 +257,7 @@ def _decoded(
 
 
 def _plain(spec: LayoutSpec) -> LayoutSpec:
-    """The same leaf uncoded, for a moment, and so not on disk."""
+    """Return the spec of the same leaf uncoded, for a moment, and so not on disk."""
     if spec.codec is None:
         return spec
     return replace(spec, codec=None, memory="host" if spec.memory == "disk" else spec.memory)

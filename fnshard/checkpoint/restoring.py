@@ -35,7 +35,7 @@ Targets = Mapping[str, RestoreTarget]
 
 
 def specs_and_mesh(step_or_specs: Any, mesh: Mesh | None) -> tuple[ResolvedSpecs, Mesh]:
-    """Of a step; or of a spec tree, on this mesh or the default one."""
+    """Return the specs and the mesh of a step; or of a spec tree, on this mesh or the default one."""
     if isinstance(step_or_specs, Step):
         return step_or_specs.resolved, step_or_specs.mesh
     check_mesh(on := mesh or make_mesh())

@@ -92,7 +92,8 @@ def name_problem(folder: Path, found: Manifest) -> str:
 
 
 def candidates(root: Path) -> list[Path]:
-    """What may be checkpoints, the newest first; also one that stepped aside for a save that was killed."""
+    """Return what may be checkpoints, the newest first; also one that stepped aside for a save that was
+    killed."""
     root = root.absolute()
     if not root.is_dir():
         aside = root.with_name(f".{root.name}.old")
@@ -136,7 +137,7 @@ def _number(folder: Path) -> int | None:
 
 
 def _metrics(folder: Path) -> Mapping[str, float]:
-    """What came with a save; empty where it cannot be read."""
+    """Return what came with a save; empty where it cannot be read."""
     try:
         return Manifest.read(folder).metrics
     except (Corrupt, OSError):

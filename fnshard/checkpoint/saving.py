@@ -44,7 +44,7 @@ class SaveJob:
     keep: Keep | None
 
     def staged(self) -> SaveJob:
-        """The same of copies on the host."""
+        """Return the same job of copies on the host."""
         copies = host_copies(self.leaves)
         copy_to_host([(copies[name].block, leaf.block) for name, leaf in self.leaves.items()])
         return replace(self, leaves=copies)

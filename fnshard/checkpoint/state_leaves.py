@@ -59,7 +59,7 @@ class RestoreTarget(LocalLeaf):
 
 
 def checked_param_leaves(params: Any, specs: ResolvedSpecs, mesh: Mesh) -> dict[str, LocalLeaf]:
-    """Of a tree of stored blocks."""
+    """Check a tree of stored blocks against the specs, and return its leaves by name."""
     named, stored = specs.blocks_of(params), specs.stored
     compare_paths(stored, named)
     check_blocks(stored, named, mesh)
@@ -67,14 +67,14 @@ def checked_param_leaves(params: Any, specs: ResolvedSpecs, mesh: Mesh) -> dict[
 
 
 def state_leaves(state: TrainState, specs: ResolvedSpecs, mesh: Mesh) -> dict[str, LocalLeaf]:
-    """Of all tensors of a state but its two counters."""
+    """Return the leaves of all tensors of a state but its two counters, by name."""
     scale = {f"loss_scale/{k}": LocalLeaf((), P(), v) for k, v in state.loss_scale.items()}
     slots = slot_leaves(state.opt_state, state.slot_shapes, specs.stored, mesh)
     return checked_param_leaves(state.params, specs, mesh) | slots | scale
 
 
 def param_leaves(blocks: Mapping[str, Tensor], specs: Specs, mesh: Mesh) -> dict[str, LocalLeaf]:
-    """By name, unchecked."""
+    """Return the leaves of blocks of parameters by name, unchecked: those of this rank's stage."""
     here = specs_here(specs, mesh).items()
     return {f"params/{p}": LocalLeaf(s.shape, s.storage, blocks[p], s.chunk == "all") for p, s in here}
 
@@ -87,7 +87,8 @@ def specs_here(specs: Specs, mesh: Mesh) -> dict[str, LayoutSpec]:
 def slot_leaves(
     state: Mapping[str, Mapping[str, Tensor]], shapes: SlotShapes, specs: Specs, mesh: Mesh
 ) -> dict[str, LocalLeaf]:
-    """By name. `shapes`: of whole slots that are not of their leaves' shape."""
+    """Return the leaves of an optimizer's slots by name. `shapes`: of whole slots that are not of their
+    leaves' shape."""
     out, odd = {}, []
     for path, slots in state.items():
         spec = specs[path]
@@ -112,7 +113,7 @@ def slot_leaves(
 
 
 def path_of(name: str) -> str:
-    """Of the leaf that a name is about: "params/a.w" and "optimizer/a.w/mu" are of "a.w"."""
+    """Return the path of the leaf that a name is about: "params/a.w" and "optimizer/a.w/mu" are of "a.w"."""
     kind, _, rest = name.partition("/")
     return rest.rpartition("/")[0] if kind == "optimizer" else rest
 
@@ -157,7 +158,7 @@ def saved_slots(saved: Mapping[str, SavedLeaf], specs: Specs, mesh: Mesh) -> Slo
 
 
 def saved_slot_shapes(saved: Mapping[str, SavedLeaf], specs: Specs) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Of the whole slots that were saved and are not of their leaves' shape."""
+    """Return the shapes of the whole slots that were saved and are not of their leaves' shape."""
     out: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, leaf in saved.items():
         kind, _, rest = name.partition("/")
@@ -238,18 +239,18 @@ def check_codecs_alike(specs: Specs, saved: Mapping[str, SavedLeaf]) -> None:
 
 
 def some_of(lines: list[str], most: int = 20) -> list[str]:
-    """As many as one error names, and how many more there are."""
+    """Return as many lines as one error names, and one that says how many more there are."""
     return lines[:most] + ([f"and {len(lines) - most} more"] if len(lines) > most else [])
 
 
 def host_copies(leaves: Mapping[str, LocalLeaf]) -> dict[str, LocalLeaf]:
-    """The same leaves with memory of the host, to be filled."""
+    """Return the same leaves with memory of the host, to be filled."""
     empty = {n: torch.empty(leaf.block.shape, dtype=leaf.block.dtype) for n, leaf in leaves.items()}
     return {n: replace(leaf, block=empty[n]) for n, leaf in leaves.items()}
 
 
 def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
-    """Of what numbers: floats are cast to other floats, not to counts."""
+    """Return of what kind a dtype's numbers are: floats are cast to other floats, not to counts."""
     return dtype.is_floating_point, dtype.is_complex, dtype == torch.bool
 
 

@@ -127,7 +127,7 @@ class Buckets:
         return tree.unflatten(leaves, structure)
 
     def _dims(self, batch: Arguments) -> dict[str, tuple[int, ...]]:
-        """Of the leaves to pad, and of those that no pattern names."""
+        """Return the dims of the leaves to pad, and of those that no pattern names."""
         kept = {glob for glob, value in self.pad.items() if value is None}
         return {n: dims for n, dims in sequence_dims(batch).items() if self._glob(n) not in kept}
 
@@ -136,7 +136,7 @@ class Buckets:
         return next((glob for glob in self.pad if any(fnmatch.fnmatchcase(n, glob) for n in names)), None)
 
     def _names(self, name: str) -> tuple[str, ...]:
-        """Of a leaf: by position, and by the parameter of `fn`."""
+        """Return the names of a leaf: by position, and by the parameter of `fn`."""
         place, dot, path = name.partition(".")
         if not place.isdigit() or int(place) >= len(self.parameters):
             return (name,)

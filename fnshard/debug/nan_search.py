@@ -72,7 +72,7 @@ class NonFinite:
 
 @dataclass(frozen=True)
 class NanReport:
-    """What `fs.debug.nan_hunt` found, the first place in the schedule; false where all is finite."""
+    """The finding of `fs.debug.nan_hunt`, the first place in the schedule; false where all is finite."""
 
     first: NonFinite | None
     step: int
@@ -166,7 +166,7 @@ def _replay(
 
 @dataclass
 class NonFiniteTracker:
-    """What one rank sees of a replay: how well each value is, and where one first got worse.
+    """One rank's view of a replay: how well each value is, and where one first got worse.
 
     `ill`: whether the loss, a gradient or the state is not finite in the end, or was not to begin with.
     """
@@ -179,7 +179,7 @@ class NonFiniteTracker:
     ill: bool = False
 
     def watch(self, number: int, line: Instruction, action: Action) -> Action:
-        """What the replay runs in an instruction's place."""
+        """Return what the replay runs in an instruction's place."""
 
         def watched(env: Env) -> None:
             if number == 0:
@@ -199,7 +199,7 @@ class NonFiniteTracker:
         return watched
 
     def begin(self, env: Env) -> None:
-        """What was there before the step. A float batch may hold -inf: that is a mask."""
+        """Look at what was there before the step. A float batch may hold -inf: that is a mask."""
         for name, value in env.items():
             if name == CONTROL:
                 continue
@@ -211,7 +211,7 @@ class NonFiniteTracker:
                     self.ill |= name.is_state
 
     def look(self, number: int, line: Instruction, args: list[Tensor] | None, env: Env) -> None:
-        """What an instruction wrote, against what it read."""
+        """Compare what an instruction wrote with what it read."""
         before = worst_health([self.kinds.get(n, "") for n in line.reads])
         news = []
         for name in line.writes:
@@ -371,7 +371,7 @@ def _line(node: fx.Node) -> str:
 
 
 def tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """What a value holds, by leaf, slot or field; a tensor is itself, under "". In flight: nothing."""
+    """Return what a value holds, by leaf, slot or field; a tensor is itself, under "". In flight: nothing."""
     if isinstance(value, Tensor):
         yield "", value
     elif isinstance(value, Reduced):

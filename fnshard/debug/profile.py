@@ -55,7 +55,7 @@ Event = Mapping[str, Any]
 
 
 def span_name(number: int, line: Instruction) -> str:
-    """What an instruction is called in a trace: its line of the schedule, phase, unit and verb."""
+    """Return what an instruction is called in a trace: its line of the schedule, phase, unit and verb."""
     return f"{PREFIX} {number} {line.phase} {line.unit} {line.verb}"
 
 
@@ -165,7 +165,8 @@ def _steps(spans: Sequence[Event]) -> list[list[Event]]:
 
 
 def _launched(events: Sequence[Event], hosts: Sequence[Event]) -> dict[int, list[Event]] | None:
-    """By the identity of a span, what its launches did on the device; None where the trace has no device."""
+    """Return, by the identity of a span, what its launches did on the device; None where the trace has no
+    device."""
     worked = [e for e in events if e.get("cat") in DEVICE]
     if not worked:
         return None
@@ -262,7 +263,8 @@ def by_kind(timeline: Timeline, lines: Sequence[Instruction]) -> dict[str, float
 
 
 def exposed(timeline: Timeline) -> dict[int, float]:
-    """By line of the schedule: seconds of its collectives and transfers in which nothing is computed."""
+    """Return, by line of the schedule, the seconds of its collectives and transfers in which nothing is
+    computed."""
     busy = [s for s in timeline.spans if s.lane in (COMPUTE, HOST)]
     out: dict[int, float] = {}
     for span in timeline.spans:
@@ -272,7 +274,7 @@ def exposed(timeline: Timeline) -> dict[int, float]:
 
 
 def kind_of(line: Instruction) -> str:
-    """What a line does: its verb, or that of what it waits for; of a kernel which way it runs."""
+    """Return what a line does: its verb, or that of what it waits for; of a kernel which way it runs."""
     if isinstance(line, Run):
         return f"run {'backward' if line.backward else 'forward'}"
     return (line.of if isinstance(line, Wait) else line).verb

@@ -54,7 +54,7 @@ class GradientError:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `fs.debug.check` found. `leaves`: worst first; true where all are within the tolerance."""
+    """The findings of `fs.debug.check`. `leaves`: worst first; true where all are within the tolerance."""
 
     mesh: Mesh = field(repr=False)
     loss: GradientError

@@ -192,7 +192,7 @@ def _resolved(specs: Any, mesh: Mesh) -> ResolvedSpecs:
 
 
 def _config(config: Any, model: nn.Module | None) -> Mapping[str, Any] | Path:
-    """As a dict, empty where there is none, or a path that is there."""
+    """Return the configuration as a dict, empty where there is none, or as a path that is there."""
     own = getattr(model, "config", None)
     if config is None and hasattr(own, "to_dict"):
         return {**own.to_dict(), "architectures": [type(model).__name__]}

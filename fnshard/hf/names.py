@@ -39,7 +39,7 @@ _ROTARY = ("*rotary_emb.*inv_freq",)  # and the original ones, one for each kind
 
 @dataclass(frozen=True)
 class Family:
-    """What must be known of an architecture; a leaf's name is its path but for this.
+    """The facts that must be known of an architecture; a leaf's name is its path but for this.
 
     Args:
         prefix: the module that some files leave out, and some models are: "model" of "model.layers.0"; this
@@ -65,7 +65,7 @@ class Family:
         return self.experts.get(name, ()) if module == "experts" else ()
 
     def name(self, path: str) -> str:
-        """What the files call a leaf."""
+        """Return what the files call a leaf."""
         for part, other in {f"{tree.COMPILED}.": "", **self.renamed}.items():
             path = path.replace(part, other)
         return path
@@ -243,7 +243,7 @@ DTYPES = frozenset({"dtype", "torch_dtype"})  # how transformers 5 and earlier o
 
 
 def given_name(path: str, names: Names) -> Named | None:
-    """What `names=` calls a leaf; None where it does not say."""
+    """Return what `names=` calls a leaf; None where it does not say."""
     named = names(path) if callable(names) else names.get(path) if names is not None else None
     if named is not None and not isinstance(named, str | Transposed):
         raise StateError(
@@ -254,7 +254,7 @@ def given_name(path: str, names: Names) -> Named | None:
 
 
 def possible_names(path: str, family: Family) -> list[str]:
-    """What files may call a leaf, the likeliest first."""
+    """Return what files may call a leaf, the likeliest first."""
     out: list[str] = []
     start = f"{family.prefix}."
     for own in [path, *(other for other, stored in family.tied.items() if stored == path)]:

@@ -227,7 +227,7 @@ class LeafSource:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the leaf."""
+        """Return the shape of the leaf."""
         return self.saved.shape[::-1] if self.transposed else self.saved.shape
 
     def read(self, slices: Slices) -> Tensor:
@@ -246,7 +246,7 @@ def match_tensors(
     missing: Mapping[str, Tensor],
     ignore: Sequence[str],
 ) -> tuple[dict[str, LeafSource], dict[str, Tensor]]:
-    """What fills each leaf: a tensor of the files, or a full value."""
+    """Return what fills each leaf: a tensor of the files, or a full value."""
     if codes := quantised_by(n for n in tensors if not any(fnmatch.fnmatchcase(n, g) for g in ignore)):
         raise StateError(
             f"the files hold codes of {codes[0]}, as {codes[1]!r}, which are not decoded.",

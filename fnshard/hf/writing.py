@@ -64,7 +64,7 @@ class LeafToWrite:
 
     @property
     def names(self) -> list[str]:
-        """Of the tensors; of each expert its matrices in turn."""
+        """Return the names of the tensors; of each expert its matrices in turn."""
         prefix = self.name.rpartition(".")[0]
         experts = range(self.spec.shape[0]) if self.experts else ()
         return [f"{prefix}.{e}.{part}.weight" for e in experts for part in self.experts] or [self.name]

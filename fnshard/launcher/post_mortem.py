@@ -154,7 +154,7 @@ def _tracebacks(text: str) -> Iterator[tuple[str, list[re.Match[str]], str]]:
 
 
 def _exception_lines(text: str) -> list[str]:
-    """What the last exception says: its type and message, which may be of several lines."""
+    """Return what the last exception says: its type and message, which may be of several lines."""
     *_, (_, _, message) = _tracebacks(text.rstrip())
     return [line for line in message.splitlines() if not line.startswith("    ")] or [text.splitlines()[-1]]
 

@@ -86,7 +86,8 @@ def _add_products(total: Tensor, one: Tensor, other: Tensor) -> None:
 def token_parts(
     hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, parts: int
 ) -> tuple[Tensor, Tensor]:
-    """Of each token and part of the vocabulary: the log-sum-exp of its logits, and the target's logit.
+    """Return, of each token and part of the vocabulary, the log-sum-exp of its logits, and the target's
+    logit.
 
     Args:
         hidden: [N, D].

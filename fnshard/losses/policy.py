@@ -36,7 +36,8 @@ MOST_GAP = 20.0  # Of larger differences of log-probabilities the exponential, 5
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """What every loss of rewards reads, token by token; float tensors [B, T] where no other shape is named.
+    """The inputs of every loss of rewards, token by token; float tensors [B, T] where no other shape is
+    named.
 
     Args:
         logprobs: log-probabilities of the sampled tokens by the policy that trains.
@@ -339,7 +340,7 @@ def _over_tokens(inputs: PolicyInputs, each: Tensor) -> Mean:
 
 
 def _over_sequences(inputs: PolicyInputs, each: Tensor) -> Mean:
-    """Of the sequences that have a token."""
+    """Return the mean over the sequences that have a token."""
     lengths = inputs.lengths()
     means = inputs.sums(each) / lengths.clamp(min=1)
     return Mean(means.sum(), (lengths > 0).sum(), bound=float(lengths.numel()))

@@ -121,7 +121,7 @@ class Optimizer:
 
     @cached_property
     def traces(self) -> dict[Hashable, Any]:
-        """What a compiler has found out about it, by leaf; it goes when the optimizer does."""
+        """Keep what a compiler has found out about it, by leaf; it goes when the optimizer does."""
         return {}
 
     def of(self, path: str, shape: Sequence[int]) -> Optimizer:

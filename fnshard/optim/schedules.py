@@ -69,7 +69,7 @@ def _kind(value: object) -> str:
 
 
 def constant(value: float) -> RateSchedule:
-    """The same value at every step."""
+    """Make a schedule of the same value at every step."""
     text = call_text("constant", value=value)
     return RateSchedule(text, lambda step: torch.tensor(value, dtype=torch.float64), most=value)
 

@@ -36,7 +36,7 @@ NOT_LOOKED_AT = "not looked at, the search was cut short; fit(..., mesh=) looks 
 
 @dataclass(frozen=True)
 class Fit:
-    """What `fit` chose.
+    """A choice of `fit`.
 
     `specs`, `mesh` and `options` are what `shard_step(fn, specs, mesh=mesh, optimizer=..., **options)` takes;
     `lowered` is that step on paper, `timeline` its predicted run. `rejected`: the plans that differ in one
@@ -63,7 +63,7 @@ class Fit:
 
     @property
     def seconds(self) -> float:
-        """Of one step, predicted."""
+        """Return the seconds of one step, by prediction."""
         return self.chosen.seconds
 
     def as_dict(self) -> dict[str, Any]:
@@ -126,7 +126,8 @@ def fit(
     specs: Any = None,
     **options: Any,
 ) -> Fit:
-    """Return the fastest specs and remat whose predicted peak is at most `device_bytes`.
+    """Return the fastest plan whose predicted peak is at most `device_bytes`: its specs, micro-batches and
+    their order, remat, prefetch and, with `ranks`, its mesh.
 
     With `ranks` the search over meshes makes so many plans that it takes about a minute, the same ones on
     every rank and machine. It says on the console what it is at, and names in `meshes` what it left out. A
@@ -244,7 +245,7 @@ def find(space: FunctionSpace, budget: int, seen: dict[Choice, Candidate] | None
     if best is None or not best.fits(budget):
         raise nothing_fits(space, walk, best)
     plans, mesh = space.on(best.choice.mesh), best.choice.mesh
-    around = [walk.seen[c] for c in space.adjustments(best.choice) if c in walk.seen]
+    around = [walk.seen[c] for c in space.neighbours(best.choice) if c in walk.seen]
     around.sort(key=lambda c: (not c.fits(budget), c.seconds))
     others = tuple((other, why) for other, why in reasons(space, walk, best).items() if other != mesh)
     lowered = space.lower(best.choice)

@@ -70,7 +70,7 @@ class Choice:
 
     @property
     def effort(self) -> tuple[int, ...]:
-        """What is done to save memory."""
+        """Return what is done to save memory, as numbers: of plans that are as fast the least is chosen."""
         moved = (self.optimizer != "device") + self.parameters_on_host
         return moved, self.accumulate, self.order != "depth", self.recomputed, -self.kept
 
@@ -141,17 +141,22 @@ class FunctionSpace:
 
     # -------------------------------------------------------------- what a walk asks for
     def starts(self) -> Iterator[Choice]:
+        """Yield the plan of each mesh that saves nothing."""
         for number, mesh in enumerate(self.meshes, 1):
             self.work.murmur(f"mesh {number} of {len(self.meshes)}, {mesh}")
             if self.on(mesh) is not None:
                 yield Choice(mesh)
 
     def is_valid(self, choice: Choice) -> bool:
+        """Return whether the batch can be cut so; one micro-batch has no order but "depth"."""
         plans = self.on(choice.mesh)
         is_cut = choice.accumulate > 1 or choice.order == "depth"
         return plans is not None and choice.accumulate in plans.divisors and is_cut
 
     def moves(self) -> dict[str, list[Move]]:
+        """Return the moves by decision: more or fewer micro-batches, their order, what rests on the host, how
+        far ahead units are gathered, a factor from one axis of the mesh to another."""
+
         def set_field(name: str, value: Any) -> Move:
             return lambda choice: replace(choice, **{name: value}) if self.on(choice.mesh).has(name) else None
 
@@ -204,8 +209,8 @@ class FunctionSpace:
         return [hand_over(p, *pair) for p in primes for pair in itertools.permutations(AXES, 2)]
 
     def dials(self, choice: Choice) -> list[Dial]:
-        """Units are gathered again, one after the other from the first on, then recomputed likewise; a dial
-        for each way to recompute."""
+        """Return a dial for each way to recompute: its levels gather units again, one after the other from
+        the first on, then recompute them likewise."""
         plans = self.on(choice.mesh)
         count = len(plans.units)
         kept = count if plans.gathers else 0
@@ -220,15 +225,15 @@ class FunctionSpace:
 
         return [dial(remat) for remat in RECOMPUTE]
 
-    def refinements(self, choice: Choice) -> list[Dial]:
-        """What recomputation saved too much may keep units gathered."""
+    def returning_dials(self, choice: Choice) -> list[Dial]:
+        """Return the dial that keeps units gathered again, where recomputation saved too much."""
         plans = self.on(choice.mesh)
         count = len(plans.units)
         if not choice.recomputed or not plans.gathers:
             return []
         return [Dial(count, lambda level: replace(choice, kept=count - level))]
 
-    def adjustments(self, choice: Choice) -> list[Choice]:
+    def neighbours(self, choice: Choice) -> list[Choice]:
         """Return the plans on the same mesh that differ in one decision."""
         plans = self.on(choice.mesh)
         count, moves = len(plans.units), self.moves()
@@ -243,6 +248,7 @@ class FunctionSpace:
         return [c for c in dict.fromkeys(plain) if c != choice and self.is_valid(c)]
 
     def frugal(self) -> Iterator[Choice]:
+        """Yield the plans of each mesh that save all they can, with and without parameters on the host."""
         for mesh in self.meshes:
             if (plans := self.on(mesh)) is not None:
                 rest = {"optimizer": "host"} if plans.has("optimizer") else {}
@@ -252,6 +258,7 @@ class FunctionSpace:
                     yield from (dial.at(dial.levels) for dial in self.dials(base))
 
     def price(self, choice: Choice) -> Candidate:
+        """Lower a plan and return its predicted bytes and seconds."""
         self.work.murmur(f"{choice} on {choice.mesh}")
         lowered = self.lower(choice, verified=False)
         self.work.count(len(lowered.schedule.instructions))
@@ -261,12 +268,12 @@ class FunctionSpace:
         return found
 
     def lower(self, choice: Choice, *, verified: bool = True) -> Lowered:
-        """Return a plan on paper."""
+        """Lower the step of a plan; nothing is compiled."""
         return self.on(choice.mesh).lower(choice, verified)
 
 
 class MeshPlans:
-    """What the plans of a function on one mesh share: layouts to start from, units, traces.
+    """A mesh's plans share this: layouts to start from, units, traces.
 
     `base`: the specs to start from. `divisors`: how many equal micro-batches the batch can be cut into.
     `units`: those that may be recomputed or kept, in order.

@@ -36,13 +36,18 @@ class Dial:
 
 
 class Space(Protocol):
-    """The plans that there are. They are hashable; `Candidate.choice` says what else they have."""
+    """The plans that there are. They are hashable; `Candidate.choice` says what else they have.
+
+    A plan becomes another by a move (a coarse decision), or by turning a dial (how much it saves); its
+    neighbours, which differ in one fine decision, are looked at last.
+    """
 
     def starts(self) -> Sequence[Any]:
         """Return the plans that a walk may begin at; it goes on from the best two."""
 
     def moves(self) -> Mapping[str, Sequence[Move]]:
-        """Return the moves by knob. A move may give a plan that is not valid: two together may be."""
+        """Return the moves by the decision that they change. A move may give a plan that is not valid: two
+        together may be."""
 
     def is_valid(self, choice: Any) -> bool:
         """Return whether there is such a plan."""
@@ -50,11 +55,12 @@ class Space(Protocol):
     def dials(self, choice: Any) -> Sequence[Dial]:
         """Return the ways in which a plan can save memory, at least one; all begin at the same plan."""
 
-    def refinements(self, choice: Any) -> Sequence[Dial]:
-        """Return dials of a plan whose own dial is set, that give back what it saved too much."""
+    def returning_dials(self, choice: Any) -> Sequence[Dial]:
+        """Return dials of a plan whose own dial is set, by which it gets back what it saved too much."""
 
-    def adjustments(self, choice: Any) -> Sequence[Any]:
-        """Return plans beside one that are looked at as they are, at the end of a walk."""
+    def neighbours(self, choice: Any) -> Sequence[Any]:
+        """Return the plans that differ from one in one decision; they are priced as they are, no dial is
+        turned."""
 
     def frugal(self) -> Sequence[Any]:
         """Return the plans that save all they can, for a budget into which nothing fits otherwise."""
@@ -121,7 +127,7 @@ class Walk:
     describe: Callable[[Candidate], str] = str
 
     def run(self) -> Candidate | None:
-        """Return the fastest plan that fits: no neighbour, one or two moves away, is faster and fits.
+        """Return the fastest plan that fits: no plan one or two moves away is faster and fits.
 
         Where nothing fits it is the plan that lacks least; None where there is no plan at all.
         """
@@ -186,7 +192,7 @@ class Walk:
             if dial.levels:
                 best = min(best, self.least_that_fits(dial, limit), key=self.cost)
                 limit = min(limit, best.seconds) if best.fits(self.budget) else limit
-        for dial in self.space.refinements(best.choice) if best.fits(self.budget) else ():
+        for dial in self.space.returning_dials(best.choice) if best.fits(self.budget) else ():
             best = min(best, self.least_that_fits(dial, math.inf), key=self.cost)
         return best
 
@@ -221,8 +227,8 @@ class Walk:
         """Return the plan at which no move, and no two of them, is better.
 
         One knob after another takes its best value. Two are moved together only when no single one helps,
-        and, where nothing faster takes too much, only if one of the two alone is no plan. Last the plans
-        beside it are looked at as they are.
+        and, where nothing faster takes too much, only if one of the two alone is no plan. Last its neighbours
+        are looked at.
         """
         while not self.ends(best):
             begun = best
@@ -236,7 +242,7 @@ class Walk:
             if best is begun:
                 best = self.improve(best, self.pairs(best.choice, self.is_pressed(best)))
             if best is begun:
-                best = self.adjust(best)
+                best = self.look_around(best)
             if best is begun:
                 break
         return best
@@ -250,9 +256,9 @@ class Walk:
             self.work.murmur(f"{len(self.seen)} plans priced, the best {self.describe(best)}")
         return best
 
-    def adjust(self, best: Candidate) -> Candidate:
-        """Return the best of a plan and of those beside it, as they are."""
-        for choice in self.space.adjustments(best.choice):
+    def look_around(self, best: Candidate) -> Candidate:
+        """Return the best of a plan and of its neighbours."""
+        for choice in self.space.neighbours(best.choice):
             if choice in self.seen or not self.ends(best):
                 best = min(best, self.look(choice), key=self.cost)
         return best

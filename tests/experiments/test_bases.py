@@ -17,8 +17,7 @@ from experiments.data.builtin import _texts
 from experiments.lib.checks import ConfigError
 from experiments.lib.files import locked
 from experiments.tuning.config import FinetuneConfig
-from experiments.tuning.export import EXPORTED
-from experiments.tuning.model_directory import BASES, KEPT
+from experiments.tuning.model_directory import BASES, EXPORTED, KEPT
 
 pytest.importorskip("transformers")
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -19,7 +19,7 @@ from experiments import NOISE
 from experiments.finetune import JOB as FINETUNE
 from experiments.lib import launch as jobs
 from experiments.lib.checks import ConfigError
-from experiments.lib.compose import CONF, answer, from_shell, open_hydra, put_own_in_place
+from experiments.lib.compose import CONF, answer, from_shell, open_hydra, put_targets_in_place
 from experiments.lib.config import HARDWARE, SCHEDULES, STRATEGIES
 from experiments.lib.files import locked
 from experiments.lib.launch import main
@@ -225,7 +225,7 @@ def test_a_folder_can_be_named_as_the_command_line_is(monkeypatch):
 
 def test_a_reward_of_ones_own_is_named_key_by_key():
     words = ["objective=grpo", "objective.reward._target_=mine.reward", "objective.reward.most=3"]
-    config = compose(*put_own_in_place(words), spec=FINETUNE.command)  # as Hydra takes them
+    config = compose(*put_targets_in_place(words), spec=FINETUNE.command)  # as Hydra takes them
     assert validate(FINETUNE.command, words).objective.reward == config.objective.reward
     assert config.objective.reward == {"_target_": "mine.reward", "most": 3}
 

@@ -18,7 +18,7 @@ from experiments.bench.command import COMMAND as BENCH
 from experiments.finetune import COMMAND as FINETUNE
 from experiments.lib.compose import CONF, Command, help_of
 from experiments.lib.folder import read_result
-from experiments.lib.launch import main, place
+from experiments.lib.launch import fit_to_machine, main
 from experiments.tokenize.config import COMMAND as TOKENIZE
 from experiments.tokenize.config import TokenizeConfig
 from experiments.tokenize.job import tokenize
@@ -60,7 +60,7 @@ def test_a_recipe_trains_for_two_steps(name, text, tmp_path, monkeypatch):
         tokenize(TokenizeConfig(out="shards", files=(str(text),), processes=1, held_out_percent=20))
     root = () if name == "shards" else (f"data.root={text}",)
     asked = validate(TRAIN, [f"experiment={name}", *SMALL, *root])
-    config = JOB.prepare(place(asked, accelerators={}))
+    config = JOB.prepare(fit_to_machine(asked, accelerators={}))
     train.train(config, run_in(tmp_path / "run"), [], Stop())
     result = read_result(tmp_path / "run")
     assert result["status"] == "ok" and math.isfinite(result["held_out_loss"])
@@ -77,7 +77,7 @@ def test_a_recipe_trains_for_two_steps(name, text, tmp_path, monkeypatch):
 def test_a_recipe_is_whole_and_takes_overrides(form, name):
     """On a machine with eight GPUs."""
     asked = validate(form, [f"experiment={name}"])
-    place(asked, accelerators={"cpu": 1} if name == "laptop" else {"cuda": 8})
+    fit_to_machine(asked, accelerators={"cpu": 1} if name == "laptop" else {"cuda": 8})
     again = validate(form, [f"experiment={name}", "run.steps=10", "optimizer.lr=0.5"])
     assert (again.run.steps, again.optimizer.lr) == (10, 0.5)
 

@@ -56,10 +56,11 @@ from experiments.lib.folder import (
     read_result,
     write_result,
 )
+from experiments.lib.measured import measured_run
 from experiments.lib.metrics import METRICS, read_rows
-from experiments.lib.record import RunRecord, measured_run
+from experiments.lib.record import RunRecord
 from experiments.lib.report import Report
-from experiments.lib.run import restore
+from experiments.lib.run import restore_newest
 from experiments.tokenize import job
 from experiments.tokenize.job import tokenize
 from fnshard.launcher.rank import Stop
@@ -425,7 +426,7 @@ def test_a_position_in_the_data_that_is_none_is_one_error(data, match, numbered,
         mock.patch.object(fs.checkpoint, "restore", lambda *_: state),
         pytest.raises(ConfigError, match=match),
     ):
-        restore(tmp_path, None, Made, loader)
+        restore_newest(tmp_path, None, Made, loader)
 
 
 @pytest.mark.parametrize(

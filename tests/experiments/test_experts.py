@@ -21,10 +21,9 @@ import fnshard as fs
 from experiments import bases, finetune
 from experiments.bases import make_base
 from experiments.lib.checks import ConfigError
-from experiments.tuning.export import EXPORTED
 from experiments.tuning.lm import LanguageModel, of
-from experiments.tuning.model_directory import find_directory
-from experiments.tuning.tuning import tuning_of
+from experiments.tuning.method import tuning_of
+from experiments.tuning.model_directory import EXPORTED, find_directory
 from fnshard.errors import SpecError, StateError, TraceError
 
 transformers = pytest.importorskip("transformers")

@@ -27,11 +27,9 @@ from experiments.lib.checks import ConfigError
 from experiments.lib.folder import read_result
 from experiments.lib.launch import start
 from experiments.tuning import dataset, model_directory, objectives
-from experiments.tuning.export import ADAPTERS, EXPORTED, export
 from experiments.tuning.lm import from_directory
-from experiments.tuning.method import default_rate
-from experiments.tuning.model_directory import directory_of, keep_base
-from experiments.tuning.tuning import Tuning, tuning_of
+from experiments.tuning.method import Tuning, default_rate, tuning_of
+from experiments.tuning.model_directory import ADAPTERS, EXPORTED, directory_of, export, keep_base
 from fnshard.errors import LaunchError
 from fnshard.launcher.rank import Stop
 
@@ -359,7 +357,7 @@ def test_one_template_in_training_sampling_and_the_exported_model(model, data, t
     assert any(tokens[: len(asked)] == asked for tokens in trained)
     state = setup.make_state()
     run_in(tmp_path / "run")
-    export(setup.config, setup.planned, setup.data, state, setup.step, tmp_path / "run")
+    export(setup.config, setup.planned, setup.data.tokenizer, state, setup.step, tmp_path / "run")
     for name in (EXPORTED, ADAPTERS):
         theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / name)
         ids = theirs.apply_chat_template(talk, return_dict=False)

@@ -13,10 +13,10 @@ from made_data import CONTEXT, COUNT, equal, joined, stream
 
 import fnshard as fs
 from experiments.data import loader as loading
-from experiments.data.batches import Samples, fill, pack, width_of
 from experiments.data.loader import Loader, permuted, place_of
 from experiments.data.text import ByteStream, Windows
 from experiments.data.tokenizer import ByteTokenizer
+from experiments.tuning.dataset import Samples, fill, pack, width_of
 from fnshard.losses import IGNORE
 from fnshard.mesh import simulated_rank
 

@@ -16,8 +16,9 @@ from experiments import train
 from experiments.explain.config import COMMAND
 from experiments.explain.waste import neighbours, waste
 from experiments.lib.checks import ConfigError
+from experiments.lib.measured import LINES, measured_hardware, measured_run
 from experiments.lib.plan import hardware_of
-from experiments.lib.record import LINES, RUN, measured_hardware, measured_run, prediction_of
+from experiments.lib.record import RUN, prediction_of
 from fnshard.analysis.calibrate import fitted, scaled
 from fnshard.launcher.rank import Stop
 

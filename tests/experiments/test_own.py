@@ -25,10 +25,10 @@ from experiments.lib import launch as jobs
 from experiments.lib.checks import ConfigError
 from experiments.lib.config import TrainConfig
 from experiments.lib.folder import read_result, write_result
-from experiments.lib.launch import main, place
-from experiments.lib.own import Items, make_target, make_task
+from experiments.lib.launch import fit_to_machine, main
 from experiments.lib.plan import specs_of
 from experiments.lib.run import Run
+from experiments.lib.task import Items, make_optimizer, make_target, make_task
 from experiments.train import COMMAND, JOB
 from fnshard.launcher.rank import Stop
 
@@ -50,6 +50,24 @@ def points(count: int, width: int = 3) -> tuple[Any, Any]:
 def squares(model: Any, x: Tensor, y: Tensor, weight: float = 1.0) -> Any:
     errors = (model(x) - y).square()
     return fs.Mean(weight * errors.sum(), float(errors.numel())), {"worst": errors.amax()}
+
+
+def lamb(lr: Any, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-6, decay: float = 0.01) -> Any:
+    """The guide's LAMB, by a user who gives no `values` for the metrics."""
+
+    def init(path: str, param: Tensor) -> dict[str, Tensor]:
+        return {"mean": torch.zeros_like(param), "square": torch.zeros_like(param)}
+
+    def update(path: str, grad: Tensor, slots: Any, param: Tensor, step: fs.optim.Step) -> Any:
+        mean = slots["mean"].lerp(grad, 1 - b1)
+        square = slots["square"].lerp(grad.square(), 1 - b2)
+        first, second = (step.host(lambda count, b=b: 1 - b ** (int(count) + 1)) for b in (b1, b2))
+        change = mean / first / ((square / second).sqrt() + eps) + decay * param
+        ratio = param.norm() / change.norm()
+        ratio = torch.where(ratio.isfinite() & (ratio > 0), ratio, 1.0)
+        return -step.host(lr) * ratio * change, {"mean": mean, "square": square}
+
+    return fs.optim.Optimizer(f"lamb(lr={lr})", init, update, rules=())
 
 
 class Memory:
@@ -86,7 +104,7 @@ OWN = (*HERE.split(), "model.width=3", "data.count=32", "data.rows=32", "data.he
 
 
 def config_of(*words: str) -> TrainConfig:
-    return JOB.prepare(place(validate(COMMAND, [*OWN, *words]), accelerators={}))
+    return JOB.prepare(fit_to_machine(validate(COMMAND, [*OWN, *words]), accelerators={}))
 
 
 def test_an_error_of_ones_own_data_has_its_file_and_line():
@@ -133,6 +151,40 @@ def test_functions_of_ones_own_train_and_resume(tmp_path, monkeypatch):
     assert losses == [row["loss"] for row in rows_of(tmp_path / "broken") if "loss" in row]
 
 
+def test_an_optimizer_of_ones_own_that_reports_no_rate_trains(tmp_path, capfd):
+    words = [f"optimizer={{_target_: {__name__}.lamb, lr: 0.1}}", "schedule.warmup=0.5", "run.steps=2"]
+    own = [word for word in OWN if not word.startswith(("optimizer", "run.steps"))]
+    config = fit_to_machine(validate(COMMAND, [*own, *words]), accelerators={})
+    train.train(config, run_in(tmp_path), [], Stop())
+    rows = [row for row in rows_of(tmp_path) if "loss" in row]
+    assert [row["step"] for row in rows] == [1, 2] and rows[1]["loss"] < rows[0]["loss"]
+    assert "lr" not in rows[0] and "step 2/2, loss" in capfd.readouterr().err
+
+
+def moved(chosen: str, *words: str) -> dict[str, Tensor]:
+    """What two updates of an optimizer of the configuration, by a large and a small gradient, add to
+    leaves."""
+    config = validate(COMMAND, [f"optimizer={chosen}", "schedule=constant", *words])
+    optimizer = make_optimizer(config.optimizer, config.schedule, 2, ("*norm*",))
+    start = {"w": torch.full((4, 64), 2.0), "norm.weight": torch.full((64,), 2.0)}
+    params, slots = start, fs.optim.init_slots(optimizer, start)
+    for count, size in enumerate((100.0, 0.5)):
+        grads = {"w": torch.full((4, 64), size), "norm.weight": torch.zeros(64)}
+        step = fs.optim.Step(torch.tensor(count), norm=grads["w"].norm())
+        params, slots = fs.optim.apply_updates(optimizer, grads, slots, params, step)
+    return {path: params[path] - leaf for path, leaf in start.items()}
+
+
+def test_adamw_in_eight_bits_is_clipped_and_spares_norms_as_adamw_does():
+    eight, wide = moved("adamw_8bit", "optimizer.lr=0.01"), moved("adamw", "optimizer.lr=0.01")
+    assert not eight["norm.weight"].any() and not wide["norm.weight"].any()
+    torch.testing.assert_close(eight["w"], wide["w"], rtol=2e-2, atol=0)
+    unclipped = moved("adamw_8bit", "optimizer.lr=0.01", "optimizer.clip=null")
+    assert (unclipped["w"] - eight["w"]).abs().min() > 0.1 * eight["w"].abs().max()
+    undecayed = moved("adamw_8bit", "optimizer.lr=0.01", "optimizer.weight_decay=0")
+    assert (undecayed["w"] > eight["w"]).all()
+
+
 def held_out(rank: int, config: TrainConfig) -> float:
     parts = of_training(config)
     return parts.evaluate(parts.step.init(make_task(config).init).params)[0]
@@ -161,7 +213,7 @@ def test_what_does_not_import_or_fit_is_one_error_before_a_rank_starts(words, me
     if "data._target_=builtins.dict" in words:
         given = [word for word in given if not word.startswith("data.count")]
     with pytest.raises(ConfigError, match=message):
-        JOB.prepare(place(validate(COMMAND, [*given, *words]), accelerators={}))
+        JOB.prepare(fit_to_machine(validate(COMMAND, [*given, *words]), accelerators={}))
 
 
 @pytest.mark.parametrize(

@@ -341,6 +341,21 @@ def test_the_peak_of_a_model_of_ones_own_is_that_of_its_whole_step() -> None:
     assert config.parameters == 8 * 64 * 65 and own_task.Counted.reads == 1
 
 
+def test_the_first_line_says_what_is_planned(monkeypatch, capsys, tmp_path) -> None:
+    monkeypatch.setattr(report, "write_plan", lambda *_: None)
+    config = validate(COMMAND, [])
+    write(config, tmp_path)
+    said = capsys.readouterr().out
+    assert f"a model of {config.model.parameters:,} parameters" in said and "8 × h100" in said
+    assert f"{config.batch_rows:,} rows of {config.model.context:,} tokens in a step" in said
+    assert config.devices == 8 and config.hardware.name == "h100"
+    own = ["model._target_=own_task.Embedder", "model.context=8", "model.vocab=300", "days=3", "rows=64"]
+    write(validate(COMMAND, own), tmp_path)
+    assert (
+        "plan of own_task.Embedder, 64 rows of 8 tokens in a step, on the fewest" in capsys.readouterr().out
+    )
+
+
 def printed_run(monkeypatch: pytest.MonkeyPatch, folder: Path, knobs: Knobs, *words: str) -> tuple[Any, Any]:
     """What the command plans for, and what train composes of the line that it prints."""
     kept = []

@@ -19,6 +19,7 @@ from tuning import STEPS, config_of, tuned
 
 import fnshard as fs
 from experiments import finetune
+from experiments.data.builtin import task_files, warming_files
 from experiments.data.prepared import RecordPolicy, prepare
 from experiments.data.tokenizer import ByteTokenizer, open_directory
 from experiments.lib.checks import ConfigError
@@ -26,11 +27,9 @@ from experiments.lib.folder import read_result
 from experiments.lib.run import Run
 from experiments.tuning import lm
 from experiments.tuning.dataset import FinetuneData
-from experiments.tuning.decode import decode_of, draw, first_of, next_of, prefill_of
 from experiments.tuning.rewarded import RewardedBatches
-from experiments.tuning.rewards import REWARDS, Weighted, rewards_of, run_reward
-from experiments.tuning.rollout import Rollouts
-from experiments.tuning.tasks import solved, task_files, warming_files
+from experiments.tuning.rewards import REWARDS, Weighted, rewards_of, run_reward, solved
+from experiments.tuning.rollout import Rollouts, decode_of, draw, first_of, next_of, prefill_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 DECODERS = ["llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3", "gpt2"]

@@ -20,7 +20,7 @@ from experiments.data.text import is_held_out, open_tokens, table_losses
 from experiments.data.tokenizer import load_tokenizer
 from experiments.lib.checks import ConfigError
 from experiments.lib.folder import RunFolder
-from experiments.lib.launch import place
+from experiments.lib.launch import fit_to_machine
 from experiments.tokenize import job
 from experiments.tokenize.config import COMMAND
 from experiments.tokenize.job import find, split, tokenize
@@ -223,7 +223,7 @@ def trained_on(shard_folder: Path, *more: str):
         "data=shards", f"data.root={shard_folder}", "model.vocab=264", "run.steps=4", "run.held_out_every=2",
         "run.save_every=2", "mesh.shard=1", "model.layers=1", *more,
     )  # fmt: skip
-    return train.prepare(place(compose(*SMALL, *overrides), accelerators={}))
+    return train.prepare(fit_to_machine(compose(*SMALL, *overrides), accelerators={}))
 
 
 def test_a_run_on_shards_and_one_that_is_cut_off(shard_folder, tmp_path, capsys):

@@ -22,7 +22,7 @@ from experiments.compare.outcome import jobs_of
 from experiments.compare.sweep import TABLE
 from experiments.lib import launch
 from experiments.lib.checks import ConfigError
-from experiments.lib.folder import identity_of, objective, read_result, write_result
+from experiments.lib.folder import identity_of, read_result, search_value, write_result
 from experiments.lib.launch import main
 from experiments.lib.metrics import METRICS, Goal
 from experiments.train import JOB
@@ -111,7 +111,7 @@ def test_ranks_on_several_nodes_know_when_their_command_began(tmp_path, monkeypa
     monkeypatch.setattr(launch, "nodes", lambda: 2)
     monkeypatch.setattr(launch, "torchrun", lambda *_: ["-m", "torchrun"])
     monkeypatch.setattr(launch.subprocess, "run", agent)
-    monkeypatch.setattr(launch, "place", lambda requested, nodes: requested)
+    monkeypatch.setattr(launch, "fit_to_machine", lambda requested, nodes: requested)
     asked = compose(*TINY, "mesh.shard=2")
     assert launch.start(JOB, asked, tmp_path, [], chosen=True, began=12.5) == "ok"
     assert begun == [12.5]
@@ -175,7 +175,7 @@ def test_a_search_goes_on_after_a_failed_trial(sweep):
     statuses = [read_result(f)["status"] for f in jobs_of(folder)]
     assert len(statuses) == 6 and set(statuses) == {"ok", "failed"} and code == 1
     best = OmegaConf.load(folder / "optimization_results.yaml")
-    values = [objective(f) for f in jobs_of(folder) if objective(f) is not None]
+    values = [search_value(f) for f in jobs_of(folder) if search_value(f) is not None]
     assert best.best_value == min(values) and len(ran) == len(values)
     assert (folder / TABLE).exists()
     assert sweep(*arguments, "hydra.sweep.dir=multirun/a/search") == (1, [], folder)
@@ -191,22 +191,22 @@ def test_a_search_in_which_every_trial_fails_has_its_table(sweep, capsys):
 
 
 def test_the_objective_is_of_finished_runs(tmp_path):
-    assert objective(tmp_path) is None
+    assert search_value(tmp_path) is None
     write_result(tmp_path, status="stopped", overrides=[], held_out_loss=2.0)
-    assert objective(tmp_path) is None
+    assert search_value(tmp_path) is None
     write_result(tmp_path, status="ok", overrides=[], held_out_loss=2, accuracy=0.5)
-    assert (objective(tmp_path), objective(tmp_path, "accuracy", "maximize")) == (2.0, 0.5)
-    assert objective(tmp_path, "accuracy") == -0.5  # a search that minimises finds the best one, too
-    assert objective(tmp_path, "accuracy", is_said=True) == 0.5  # who wrote minimize wants the least
+    assert (search_value(tmp_path), search_value(tmp_path, "accuracy", "maximize")) == (2.0, 0.5)
+    assert search_value(tmp_path, "accuracy") == -0.5  # a search that minimises finds the best one, too
+    assert search_value(tmp_path, "accuracy", is_said=True) == 0.5  # who wrote minimize wants the least
     assert (
-        objective(tmp_path, direction="maximize")
-        == objective(tmp_path, None, "maximize", is_said=True)
+        search_value(tmp_path, direction="maximize")
+        == search_value(tmp_path, None, "maximize", is_said=True)
         == -2.0
     )
     goal = Goal("reward", is_maximised=True)
     write_result(tmp_path, status="ok", overrides=[], held_out_reward=0.25, goal=goal.as_dict())
-    assert (objective(tmp_path), objective(tmp_path, direction="maximize")) == (-0.25, 0.25)
-    assert objective(tmp_path, "bleu") is None
+    assert (search_value(tmp_path), search_value(tmp_path, direction="maximize")) == (-0.25, 0.25)
+    assert search_value(tmp_path, "bleu") is None
 
 
 # ------------------------------------------------------------------ real jobs

@@ -21,7 +21,7 @@ from experiments.lib import config as configs
 from experiments.lib import plan
 from experiments.lib.checks import ConfigError
 from experiments.lib.decoder import Decoder, DecoderConfig, Sampler, last_logits
-from experiments.lib.launch import place
+from experiments.lib.launch import fit_to_machine
 from fnshard.functional import make_functional
 from fnshard.search.space import Choice
 
@@ -41,7 +41,7 @@ GROUPS = ("model", "strategy", "precision", "optimizer", "schedule", "data", "ru
 @pytest.mark.parametrize("choice", [f"{group}={name}" for group in GROUPS for name in options(group)])
 def test_every_file_of_conf_composes(choice):
     needs = {"strategy=auto": ["run.device_gb=24"], "data=shards": ["data.root=shards"]}
-    placed = place(compose(choice, *needs.get(choice, [])), accelerators={})
+    placed = fit_to_machine(compose(choice, *needs.get(choice, [])), accelerators={})
     assert schema.build(dataclasses.asdict(placed)) == placed  # as a rank reads it back
     group, name = choice.split("=")
     if group in ("optimizer", "schedule") or (group == "strategy" and name in configs.STRATEGIES):
@@ -73,7 +73,7 @@ def test_remat_is_a_name_a_number_or_a_mapping():
 
 def placed(*overrides: str, gpus: int = 0, world: int | None = None, nodes: int = 1) -> configs.TrainConfig:
     accelerators = {"cuda": gpus} if gpus else {}
-    return place(compose(*overrides), accelerators=accelerators, world=world, nodes=nodes)
+    return fit_to_machine(compose(*overrides), accelerators=accelerators, world=world, nodes=nodes)
 
 
 @pytest.mark.parametrize(

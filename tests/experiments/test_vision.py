@@ -24,8 +24,8 @@ from experiments.data.builtin import image_files
 from experiments.data.images import open_image
 from experiments.data.tokenizer import open_directory
 from experiments.lib.checks import ConfigError
-from experiments.tuning.export import ADAPTERS, EXPORTED
 from experiments.tuning.lm import from_directory, of
+from experiments.tuning.model_directory import ADAPTERS, EXPORTED
 from fnshard.launcher.rank import Stop
 
 transformers = pytest.importorskip("transformers")

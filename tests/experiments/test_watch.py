@@ -14,7 +14,7 @@ from runs import RUN, After, compose, config_of, run_in
 
 import fnshard as fs
 from experiments import train
-from experiments.lib import plan
+from experiments.lib import task
 from experiments.lib.folder import CHECKPOINTS, RunFolder, read_result
 from experiments.lib.metrics import METRICS
 from experiments.lib.record import PARTS, RunRecord, git_of, in_words
@@ -112,7 +112,7 @@ FAR = ("optimizer.lr=1e30", "optimizer.clip=null", "schedule=constant")
 def rates(monkeypatch: pytest.MonkeyPatch, at: int, bad: float) -> None:
     """From step `at` (the first is 1) on the rate is `bad`."""
     good, bad = torch.tensor([1e-3, bad], dtype=torch.float64)
-    monkeypatch.setattr(plan, "make_rate", lambda *_: lambda step: torch.where(step + 1 >= at, bad, good))
+    monkeypatch.setattr(task, "make_rate", lambda *_: lambda step: torch.where(step + 1 >= at, bad, good))
 
 
 def test_nan_is_hunted_down_from_the_newest_checkpoint(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:

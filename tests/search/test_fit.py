@@ -102,7 +102,7 @@ def fit_many(name: str, budgets: int) -> None:
             continue
         fitted += 1
         assert plan.lowered.memory_analysis().peak_bytes == plan.peak_bytes <= budget
-        for choice in search.space.adjustments(plan.chosen.choice):
+        for choice in search.space.neighbours(plan.chosen.choice):
             other = search.seen[choice]
             # Sums of the same seconds in another order are no difference.
             slower = other.seconds >= plan.seconds * (1 - 1e-9)

@@ -58,10 +58,10 @@ class Toy:
     def dials(self, plan: Plan) -> list[Dial]:
         return [Dial(LEVELS, lambda level: replace(plan, saved=level))]
 
-    def refinements(self, plan: Plan) -> list[Dial]:
+    def returning_dials(self, plan: Plan) -> list[Dial]:
         return []
 
-    def adjustments(self, plan: Plan) -> list[Plan]:
+    def neighbours(self, plan: Plan) -> list[Plan]:
         return [replace(plan, saved=n) for n in (plan.saved - 1, plan.saved + 1) if 0 <= n <= LEVELS]
 
     def frugal(self) -> list[Plan]:

@@ -12,7 +12,7 @@ from runs import compose, run_in
 
 from experiments import finetune
 from experiments.data.tokenizer import ByteTokenizer
-from experiments.lib.launch import place
+from experiments.lib.launch import fit_to_machine
 from experiments.tuning import dataset
 from experiments.tuning.config import OBJECTIVE_KINDS, FinetuneConfig
 from fnshard.launcher.rank import Stop
@@ -63,7 +63,7 @@ def config_of(model: Path, data: dict[str, Path], where: Path, *overrides: str) 
     chosen = next((o.partition("=")[2] for o in overrides if o.startswith("objective=")), "sft")
     train = data[OBJECTIVE_KINDS[chosen].records]
     named = (f"model={model}", f"data.train={train}")
-    config = place(compose(*SMALL, *named, *overrides, spec=finetune.COMMAND), accelerators={})
+    config = fit_to_machine(compose(*SMALL, *named, *overrides, spec=finetune.COMMAND), accelerators={})
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(where)
         return dataset.prepare_data(config)

@@ -59,7 +59,7 @@ class Shapes:
 
 
 def shapes(train: int, held_out: int, noise: float) -> tuple[Shapes, Shapes]:
-    """What is trained on, and what is measured; they share no picture."""
+    """Make the pictures to train on, and those to measure on; they share none."""
     return Shapes(train, 0, noise), Shapes(held_out, 10**9, noise)
 
 

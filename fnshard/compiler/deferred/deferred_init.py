@@ -158,8 +158,8 @@ class Values:
         self._keys = self._derive_keys(seed)
 
     def _derive_keys(self, seed: int) -> dict[int, dict[int, int]]:
-        """By tape, the keys of its random calls: each is of the leaf that it draws, or else of the first that
-        depends on it, and has a number among those."""
+        """Return, by tape, the keys of its random calls: each is of the leaf that it draws, or else of the
+        first that depends on it, and has a number among those."""
         owners: dict[tuple[int, int], str] = {}
         for draws_itself in (True, False):
             for path, recipe in self._recipes.items():
@@ -189,7 +189,7 @@ class Values:
         return cut(self._recipes[path].alias, box, lambda window: self._run(path, window))
 
     def checksum(self, path: str) -> int:
-        """Of how a leaf that can be cut is made."""
+        """Return the checksum of how a leaf that can be cut is made."""
         keys = [self._keys[id(self._recipes[path].tape)].get(n) for n in self._slices[path]]
         return zlib.crc32(str([keys, *map(describe, self._calls(path))]).encode())
 

@@ -38,7 +38,8 @@ _UNKNOWN_SHAPE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shap
 
 
 class Recorder(TorchDispatchMode):
-    """What is known in the block: the memories there are, the modules, the log; it notes operators."""
+    """A recorder of operators, and what is known in the block: the memories there are, the modules, the
+    log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +177,7 @@ class Recorder(TorchDispatchMode):
         return result
 
     def refusal(self, headline: str, fix: str, tensors: Sequence[Tensor] = ()) -> StateError:
-        """With the line of the constructor, and the leaves that tensors depend on."""
+        """Make the error, with the line of the constructor, and the leaves that tensors depend on."""
         ours = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
         frames = [f for f in traceback.extract_stack() if not f.filename.startswith(ours)]
         lines = [f"{frames[-1].filename}:{frames[-1].lineno}  {frames[-1].line}"]

@@ -70,7 +70,7 @@ class RecordedCall:
 
     @property
     def name(self) -> str:
-        """Of the operator, without its overload."""
+        """Return the name of the operator, without its overload."""
         schema = getattr(self.op, "_schema", None)
         return schema.name.partition("::")[2] if schema else self.op.__name__
 
@@ -133,7 +133,7 @@ class Tape:
         return self.run(alias, numbers, Memories(), {})
 
     def run(self, alias: Tensor, numbers: Sequence[int], space: Memories, keys: Mapping[int, int]) -> Tensor:
-        """What calls make of a tensor; of other memories no more is kept than the calls to come use.
+        """Return what calls make of a tensor; of other memories no more is kept than the calls to come use.
 
         Args:
             keys: of the random calls, by number.
@@ -154,7 +154,7 @@ class Memories:
         self.held: dict[int, Any] = {}
 
     def show(self, alias: Tensor) -> Tensor:
-        """What a tensor on the meta device shows, of a real memory."""
+        """Return what a tensor on the meta device shows, of a real memory."""
         if storage_id(alias) not in self.held:
             self.held[storage_id(alias)] = torch.UntypedStorage(alias.untyped_storage().nbytes())
         value = torch.empty(0, dtype=alias.dtype, device=CPU)

@@ -24,7 +24,7 @@ _SHORT = 1 << 12  # runs of fewer elements are made together with what lies betw
 
 
 class Window(Memories):
-    """What memories have from element `first` to `last`; and whole ones, of a single number."""
+    """A window on memories, from element `first` to `last`; on whole ones, of a single number."""
 
     def __init__(self, first: int, last: int):
         super().__init__()
@@ -76,7 +76,7 @@ def _is_by_elements(call: RecordedCall, first: int, last: int) -> bool:
 
 
 def _constant(call: RecordedCall) -> Any:
-    """What each element of a new memory is; None: a call makes it of others."""
+    """Return what each element of a new memory is; None: a call makes it of others."""
     if not call.makes:
         return None
     name = call.name.removeprefix("new_").removesuffix("_like")

@@ -91,7 +91,7 @@ def _check_products() -> None:
 
 
 class Surroundings:
-    """What `fn` can reach besides its arguments, and what it writes there.
+    """The surroundings of `fn`: what it can reach besides its arguments, and what it writes there.
 
     A context: where the block fails, tensors that were written to in it have their numbers back.
     """

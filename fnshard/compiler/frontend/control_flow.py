@@ -27,7 +27,7 @@ Function = Callable[..., Any]
 
 
 def patches() -> Iterator[tuple[Any, str, Patch]]:
-    """What is patched while a trace runs: these operators are traced as they stand, without Dynamo."""
+    """Yield what is patched while a trace runs: these operators are traced as they stand, without Dynamo."""
     yield dynamo_patch()
     import torch.nn.attention.flex_attention as flex_attention  # here: 15 ms that few need
 
@@ -79,7 +79,7 @@ class _Branch(TorchFunctionMode):
         self.gates: dict[int, tuple[Tensor, Tensor]] = {}
 
     def gate(self, value: Any) -> Any:
-        """The same numbers, after the gate."""
+        """Return the same numbers, after the gate."""
         if not isinstance(value, Tensor) or id(value) in self.own or not value.requires_grad:
             return value
         if id(value) not in self.gates:

@@ -29,7 +29,7 @@ __all__ = ["all_gather", "constrain", "psum"]
 
 @dataclass(frozen=True)
 class ExchangeKind:
-    """What ranks make of a value that each of them has.
+    """A kind of exchange: what ranks make of a value that each of them has.
 
     Args:
         collective: of `Collectives`, which carries it.
@@ -68,7 +68,7 @@ class ExchangeKind:
         return (dim if self.splits else None, (to if self.splits else dim) if self.joins else None)
 
     def dual_dims(self, dim: int, to: int) -> tuple[int, int]:
-        """Of its dual, where they are `dim` and `to` here."""
+        """Return the dims of its dual, where they are `dim` and `to` here."""
         if self.permutes:
             return -dim, to
         return (to, dim) if self.splits and self.joins else (dim, to)
@@ -84,7 +84,7 @@ class ExchangeKind:
         return tuple(s // ranks if self.splits and d == dim else s for d, s in enumerate(shape))
 
     def received(self, shape: Sequence[int], dim: int, to: int, ranks: int) -> tuple[int, ...]:
-        """What each rank then has.
+        """Return what each rank then has.
 
         >>> KINDS["all_to_all"].received((4, 6, 8), dim=2, to=1, ranks=2)
         (4, 12, 4)

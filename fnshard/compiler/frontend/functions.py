@@ -65,7 +65,7 @@ Here = Callable[[], bool]
 
 
 class _State(threading.local):
-    """Of `apply`s that run: which was called last, in which grad mode, and which has returned."""
+    """The state of `apply`s that run: which was called last, in which grad mode, and which has returned."""
 
     gradients: Sequence[Tensor] = ()  # of the backward that is traced
     called: Any = None
@@ -79,7 +79,7 @@ _WRAPPED_ONCE = once_differentiable(lambda: None).__code__
 
 
 def patches(hooks: OrderedDict[int, Tensor]) -> Iterator[tuple[Any, str, Patch]]:
-    """What is patched while a trace runs.
+    """Yield what is patched while a trace runs.
 
     Args:
         hooks: takes the value of every hook; to be outputs of the trace, for `rewrites.hooks`.
@@ -232,7 +232,8 @@ def _has_setup_context(cls: Any) -> bool:
 
 
 def _applied(cls: Any, forward: Callable[..., Any], args: tuple[Any, ...], enabled: bool) -> Any:
-    """What `cls.apply` calls as `forward`, of a context or not, where the caller's grad mode is `enabled`."""
+    """Return what `cls.apply` calls as `forward`, of a context or not, where the caller's grad mode is
+    `enabled`."""
     if not issubclass(cls, torch.autograd.Function):  # by functorch, for one of its levels
         # functorch turns gradients on again for the levels beneath its own.
         with mock.patch.object(_state, "no_gradient", _state.no_gradient or not enabled):
@@ -254,7 +255,7 @@ def _applied(cls: Any, forward: Callable[..., Any], args: tuple[Any, ...], enabl
 
 
 def _mark(ctx: Any, output: Any, dirty: Sequence[Tensor]) -> None:
-    """Of the context that `apply` has made: its outputs need gradients where those of the trace do."""
+    """Mark the context that `apply` has made: its outputs need gradients where those of the trace do."""
     outputs = output if isinstance(output, tuple) else (output,)
     ctx.mark_dirty(*dirty)
     ctx.mark_non_differentiable(*(o for o in outputs if isinstance(o, Tensor) and not o.requires_grad))
@@ -354,7 +355,7 @@ def _is_smooth(value: Tensor) -> bool:
 
 
 def _checked(name: str, found: Any, args: Sequence[Any]) -> list[Tensor | None]:
-    """What a backward returned, one for each argument of the forward.
+    """Return what a backward returned, one for each argument of the forward.
 
     Raises:
         TraceError: too few or too many, no tensors, or of other shapes.

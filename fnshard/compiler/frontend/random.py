@@ -130,7 +130,7 @@ def _dropout(
 
 
 def dropout_factors(x: Tensor, key: Tensor, p: float, strides: Strides = None) -> Tensor:
-    """What dropout multiplies `x` by."""
+    """Return what dropout multiplies `x` by."""
     return _dropout(torch.ones_like(x), key, p, strides)
 
 
@@ -143,7 +143,8 @@ def _features(x: Tensor) -> list[int]:
 
 
 def _alpha_dropout(x: Tensor, key: Tensor, p: float, features: bool, strides: Strides = None) -> Tensor:
-    """As in Klambauer et al. 2017: what is dropped takes SELU's lower limit, mean and variance are kept."""
+    """Drop as in Klambauer et al. 2017: what is dropped takes SELU's lower limit, mean and variance are
+    kept."""
     if p >= 1.0:
         return x * 0
     keep = _unit(key, _features(x) if features else list(x.shape), strides=strides) >= p
@@ -185,7 +186,7 @@ def dropout_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, draw: Tensor, p: float, is_causal: bool,
     scale: float, strides: list[int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """As `attention_like` says.
+    """Attend as `attention_like` says.
 
     Args:
         query, key, value: [..., T, D], [..., S, D], [..., S, V].

@@ -114,7 +114,7 @@ def trace(
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What is traced; see `trace`."""
+    """A function to be traced, and how; see `trace`."""
 
     fn: Callable[..., Any]
     shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -127,7 +127,7 @@ class Source:
 
     @property
     def runs(self) -> Callable[..., Any]:
-        """What can run: `fn`, and the functions in its parameter tree."""
+        """Return what can run: `fn`, and the functions in its parameter tree."""
         functions = [v for _, v in self.structure.constants if callable(v)]
         return partial(self.fn, *functions) if functions else self.fn
 
@@ -164,7 +164,8 @@ class Fakes:
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """What the tracer has recorded, and how many of its results, the last ones, are gradient hooks."""
+    """A graph that the tracer has recorded, and how many of its results, the last ones, are gradient
+    hooks."""
 
     graph_module: fx.GraphModule
     hooks: int
@@ -190,7 +191,7 @@ class Traced:
     copied: Sequence[Tensor]
 
     def examples(self) -> list[Tensor]:
-        """What a graph is run on: a write would make a batch leaf's own fake require grad."""
+        """Return what a graph is run on: a write would make a batch leaf's own fake require grad."""
         return [v if i.kind == "leaf" else v.detach() for i, v in self.values.items()]
 
 
@@ -221,7 +222,7 @@ class _Flat:
         return values
 
     def padded(self, run: Callable[..., list[Tensor]], *values: list[Tensor]) -> list[Tensor]:
-        """What takes its place where lengths depend on data."""
+        """Return what takes its place where lengths depend on data."""
         self.outputs, results = self.limits.append(self.outputs, run(*values))
         return results
 
@@ -336,7 +337,7 @@ def _rows(batch: Arguments) -> int:
 
 
 def _read_outputs(result: Any, loss: bool) -> tuple[Outputs, list[Tensor]]:
-    """What `fn` returned as flat tensors, and how they lie in it.
+    """Return what `fn` returned as flat tensors, and how they lie in it.
 
     Args:
         loss: it is a loss, or `(loss, aux)`; else any tree.

@@ -47,7 +47,7 @@ _state = threading.local()
 
 
 def _set(**state: Any) -> AbstractContextManager[Any]:
-    """Of this thread."""
+    """Set the state of this thread in a block."""
     return mock.patch.multiple(_state, **state, create=True)
 
 
@@ -79,7 +79,7 @@ def is_of_a_level(value: Tensor) -> bool:
 
 
 def patches() -> Iterator[tuple[Any, str, Patch]]:
-    """What is patched while a trace runs: functorch's entries beneath the public names."""
+    """Yield what is patched while a trace runs: functorch's entries beneath the public names."""
     yield apis, "vmap_impl", _replayed
     yield eager_transforms, "grad_impl", _replayed
     yield eager_transforms, "grad_and_value_impl", _replayed

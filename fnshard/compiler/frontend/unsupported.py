@@ -165,8 +165,8 @@ class Calls(TorchFunctionMode):
             raise
 
     def _there(self, name: str, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """What `fn` closes over, or makes without a word on where, where its arguments are: a tensor on the
-        host would keep the host waiting for it in every step."""
+        """Return what `fn` closes over, or makes without a word on where, where its arguments are: a tensor
+        on the host would keep the host waiting for it in every step."""
         if name in _MADE and "device" not in kwargs:
             return args, kwargs | {"device": self.device}
         kinds = {t.device.type for t in leaves_of((args, kwargs), torch.Tensor)}

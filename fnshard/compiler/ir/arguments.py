@@ -16,7 +16,7 @@ from fnshard import losses, tree
 
 @dataclass(frozen=True, eq=False)
 class Arguments:
-    """What `fn` is called with after the parameters. Paths begin with the position or the keyword.
+    """The arguments of `fn` after the parameters. Paths begin with the position or the keyword.
 
     `fn` sees keywords in the order in which they are here.
 
@@ -40,7 +40,8 @@ class Arguments:
         return tree.flatten_with_paths(self, constants=True)
 
     def in_order_of(self, signature: inspect.Signature | None) -> Arguments:
-        """The same by position where a signature has a place for it, else by keyword, in its order."""
+        """Return the same arguments by position where a signature has a place for them, else by keyword, in
+        its order."""
         if not self.keywords or signature is None:
             return self
         try:
@@ -79,7 +80,7 @@ def fold_lists(named: Mapping[str, Any], is_number: Callable[[Any], bool]) -> di
 
 
 def signature_of(fn: Callable[..., Any]) -> inspect.Signature | None:
-    """What `fn` itself takes, not what it wraps; None where nobody knows."""
+    """Return what `fn` itself takes, not what it wraps; None where nobody knows."""
     try:
         return inspect.signature(fn, follow_wrapped=False)
     except (TypeError, ValueError):

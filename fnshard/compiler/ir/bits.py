@@ -21,7 +21,7 @@ def shift(x: Tensor, bits: int) -> Tensor:
 
 
 def mix(x: Tensor) -> Tensor:
-    """What the generator gives in a state, elementwise."""
+    """Return what the generator gives in a state, elementwise."""
     x = (x ^ shift(x, 30)) * _MIX1
     x = (x ^ shift(x, 27)) * _MIX2
     return x ^ shift(x, 31)

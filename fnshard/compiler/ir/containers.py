@@ -31,7 +31,7 @@ _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "optree", "fnshard", "
 
 @dataclass(slots=True, eq=False)
 class Container:
-    """What holds values and can be changed, and all that it held when it was found."""
+    """A container of values that can be changed, and all that it held when it was found."""
 
     owner: Any
     before: dict[Any, Any] = field(init=False)
@@ -102,7 +102,7 @@ def holds(value: Any, others: Mapping[int, Any]) -> bool:
 
 
 def read(owner: Any) -> dict[Any, Any]:
-    """What a container holds, by key."""
+    """Return what a container holds, by key."""
     if is_a(owner, dict):  # past what a subclass makes of it: some load modules when they are read
         return dict(dict.items(owner))
     if is_a(owner, (set, frozenset)):

@@ -50,7 +50,7 @@ class CustomGradient:
         return self.name
 
     def __str__(self) -> str:
-        """The same for the same graph."""
+        """Return a text that is the same for the same graph."""
         return f"{self.name}.backward#{self._digest}"
 
     @cached_property
@@ -65,7 +65,8 @@ class CustomGradient:
 
 
 def counting(program: Program) -> fx.Graph | None:
-    """What a Mean counts, of the program's inputs, where a `CustomGradient` has to be given the mean's own.
+    """Return what a Mean counts, of the program's inputs, where a `CustomGradient` has to be given the mean's
+    own.
 
     None where there is no such, or where the count depends on more than the batch.
     """
@@ -84,7 +85,7 @@ def counting(program: Program) -> fx.Graph | None:
 
 
 class Attach(torch.autograd.Function):
-    """What autograd sees of a `CustomGradient`."""
+    """A function of autograd in the place of a `CustomGradient`."""
 
     generate_vmap_rule = True
 

@@ -133,7 +133,7 @@ def refused_at(headline: str, found: Sequence[tuple[fx.Node, str]], fix: str) ->
 
 
 def way_out(name: str, otherwise: str = _VALUE) -> str:
-    """What to do instead of a torch function that needs values."""
+    """Return what to do instead of a torch function that needs values."""
     return _BY_FUNCTION.get(name, otherwise)
 
 

@@ -235,7 +235,7 @@ class Guard:
 
 
 def changes(before: Mapping[str, Entry], now: Mapping[str, Entry]) -> list[Change]:
-    """What differs between the entries of two walks."""
+    """Return what differs between the entries of two walks."""
     pairs = ((p, *(e.get(p, (None, None, ABSENT))[2] for e in (before, now))) for p in {**before, **now})
     return [change for change in pairs if not _is_alike(*change[1:])]
 

@@ -35,13 +35,13 @@ class Input:
 
     @property
     def value_name(self) -> ValueName:
-        """What segments and schedules call it."""
+        """Return what segments and schedules call it."""
         return ValueName(Kind(f"{self.kind}:"), self.name)
 
 
 @dataclass(frozen=True)
 class Limit:
-    """What `fn` has a fixed number of: by how much more it needs is a result, 0 if that is enough.
+    """A limit of what `fn` has a fixed number of: by how much more it needs is a result, 0 if that is enough.
 
     `result`: its index. `op`, `place`: who needs it, and in which line of the user's code.
     """

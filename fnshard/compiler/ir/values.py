@@ -14,7 +14,7 @@ from typing import Any, Self
 
 
 class Kind(StrEnum):
-    """What a name stands for; the value is how the name begins."""
+    """A kind of value that a name stands for; the enum's value is how the name begins."""
 
     LEAF = "leaf:"  # an input of a program: in a schedule it is STORED or GATHERED
     BATCH = "batch:"
@@ -74,7 +74,7 @@ class ValueName(str):
 
     @property
     def original(self) -> ValueName:
-        """What this is a copy of, or the name itself."""
+        """Return what this is a copy of, or the name itself."""
         return self if self.source is None else self.source
 
     @property

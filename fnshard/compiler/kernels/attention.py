@@ -35,7 +35,7 @@ _FUSED = {
 
 
 def backends(source: fx.Graph, forward: fx.Graph) -> Counter[str]:
-    """What the attentions of a kernel were frozen as, and how many; "math" is no kernel of its own.
+    """Return what the attentions of a kernel were frozen as, and how many; "math" is no kernel of its own.
 
     Args:
         source: as `fn` has them.

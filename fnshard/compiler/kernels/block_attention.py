@@ -143,7 +143,8 @@ def block_attention(
 
 
 def _seen(top: Tensor, source: Tensor, is_causal: bool, first: bool) -> Tensor:
-    """With a causal mask queries see all of another block, or nothing of one that lies after it."""
+    """Return the largest scores that queries see in another block: with a causal mask those of all of it, or
+    none of one that lies after it."""
     return torch.where(source >= 0, top, _NEVER) if is_causal and not first else top
 
 
@@ -220,7 +221,7 @@ def of_shared_heads(grad: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _bias(query: Tensor, key: Tensor, mask: Tensor | None, source: Tensor, blocks: int) -> Tensor | None:
-    """What is added to the scores of a block [.., .., T, S]."""
+    """Return what is added to the scores of a block [.., .., T, S]."""
     if mask is None:
         return None
     if mask.shape[-1] > 1:
@@ -251,7 +252,7 @@ def _fused(query: Tensor, mask: Tensor | None) -> str:
 
 
 def padded(kind: str, *tensors: Tensor) -> list[Tensor]:
-    """Of four dims and one head size, padded by zeros."""
+    """Return the tensors with four dims and one head size, padded by zeros."""
     most = max(t.shape[-1] for t in tensors)
     most += -most % 8 if kind == "cuda" else 0
     wider = (t if t.shape[-1] == most else F.pad(t, (0, most - t.shape[-1])) for t in tensors)
@@ -259,7 +260,8 @@ def padded(kind: str, *tensors: Tensor) -> list[Tensor]:
 
 
 def _stand_in(of_sums: Tensor, of_weights: Tensor) -> Tensor:
-    """What fused kernels take for the result, of which they need the product with its gradient alone."""
+    """Return what fused kernels take for the result, of which they need the product with its gradient
+    alone."""
     largest = of_sums.abs().amax(-1, keepdim=True)
     largest = torch.where(largest == 0, 1.0, largest)
     unit = of_sums / largest

@@ -16,7 +16,7 @@ from fnshard.compiler.ir.values import Kind, ValueName
 
 @dataclass(frozen=True)
 class Argument:
-    """What is known of a segment's input or output."""
+    """A segment's input or output, and what is known of it."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

@@ -57,7 +57,7 @@ def has_own_gradient(node: fx.Node) -> bool:
 def derived(
     graph: fx.Graph, leaves: Mapping[fx.Node, str | None], constants: Collection[fx.Node] = ()
 ) -> Derived:
-    """Of a whole program or of one segment.
+    """Return what is derived of a whole program or of one segment.
 
     Args:
         leaves: placeholders that are leaves, and their units (None: a leaf that is nowhere gathered).

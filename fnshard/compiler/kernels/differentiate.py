@@ -37,7 +37,7 @@ from fnshard.errors import SpecError, TraceError
 
 @dataclass(frozen=True)
 class Ref:
-    """What a backward kernel reads: ("input" | "output" | "saved" | "tangent", index)."""
+    """A reference to what a backward kernel reads: ("input" | "output" | "saved" | "tangent", index)."""
 
     kind: str
     index: int
@@ -187,7 +187,8 @@ def trace_joint(source: Source, trainable: bool, target: str) -> Joint:
 
 
 def kernel_key(source: str, policy: Policy) -> str:
-    """What segments that share a kernel have in common; a source's own key where it keeps everything."""
+    """Return what segments that share a kernel have in common; a source's own key where it keeps
+    everything."""
     return f"{source} {policy.key}".strip()
 
 
@@ -267,7 +268,8 @@ def _laid_out(value: Tensor, traced: Argument) -> Tensor:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """What only shows where ops are taken apart: derivatives of unknown shape, writes torch cannot undo."""
+    """Refuse what only shows where ops are taken apart: derivatives of unknown shape, writes torch cannot
+    undo."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -285,7 +287,7 @@ def _refusals() -> Iterator[None]:
 
 
 def _check_joint(joint: fx.GraphModule) -> None:
-    """What only shows beneath the composite ops: random numbers, and ops with side effects."""
+    """Refuse what only shows beneath the composite ops: random numbers, and ops with side effects."""
     holds = torch.ops.aten._assert_tensor_metadata.default  # already; torch 2.11 cannot partition it
     for check in joint.graph.find_nodes(op="call_function", target=holds):
         joint.graph.erase_node(check)

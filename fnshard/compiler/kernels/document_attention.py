@@ -281,7 +281,7 @@ def _lengths(documents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sides(window: int, is_causal: bool) -> dict[str, int]:
-    """Of the flash kernel's window."""
+    """Return the sides of the flash kernel's window."""
     if not window:
         return {}
     return {"window_size_left": window - 1, "window_size_right": 0 if is_causal else window - 1}

@@ -61,7 +61,7 @@ def compile_graph(
 def _generated(
     module: fx.GraphModule, options: Mapping[str, Any], is_backward: bool
 ) -> tuple[Boxed, Callable[[], None]]:
-    """What Inductor makes of a graph, and what waits for its C++: before the first call."""
+    """Return what Inductor makes of a graph, and what waits for its C++: before the first call."""
     if not any(n.op == "call_function" for n in module.graph.nodes):
         return _eager(module), lambda: None  # returns its inputs: nothing to compile
     from torch._inductor import config as inductor_config

@@ -24,7 +24,7 @@ Remat = Kept | float | Mapping[str, Kept | float]
 
 @dataclass(frozen=True)
 class Policy:
-    """What one segment keeps.
+    """A policy of what one segment keeps.
 
     Args:
         budget: fraction of what the backward wants; 0 keeps nothing but the segment's inputs.
@@ -62,7 +62,7 @@ GROUPS = {
 
 
 def check(remat: Any, save: Any) -> list[str]:
-    """What is wrong with these arguments of a step, a line each."""
+    """Return what is wrong with these arguments of a step, a line each."""
     choices = (
         f"one of {', '.join(map(repr, NAMED))}, a fraction from 0 to 1, or a dict from unit globs to those"
     )

@@ -77,7 +77,7 @@ class Segments:
     exchanges: tuple[Exchanged, ...] = ()
 
     def exchanges_after(self) -> dict[int, list[Exchanged]]:
-        """By the index of the segment they stand after."""
+        """Return the exchanges by the index of the segment they stand after."""
         return {s.index: [e for e in self.exchanges if e.after == s.index] for s in self.segments}
 
     def as_text(self) -> str:

@@ -74,7 +74,7 @@ def _alike(program: Program, specs: Mapping[str, LayoutSpec], data_axes: tuple[s
 
 @dataclass(frozen=True)
 class _Facts:
-    """What cutting needs to know of each node.
+    """The facts of each node that cutting needs.
 
     `units`: those it reads, itself or through lazy nodes. `lazy`: made again where they are read. `deferred`:
     made once: small derived values, by unit where they rest on one (`terms`), else on demand; exchanges and
@@ -285,7 +285,7 @@ def _family(units: frozenset[str]) -> str:
 
 
 def _place(cuts: list[_Cut]) -> list[int]:
-    """Of equally cheap positions, the one that makes blocks alike.
+    """Choose, of equally cheap positions, the one that makes blocks alike.
 
     Inside a family (block to block) the earliest. Into its first and out of its last block, where the
     first and the last block then begin and end as the others do.

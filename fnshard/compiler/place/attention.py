@@ -118,7 +118,7 @@ def _shared_attention(
 
 
 def _drawn_attention(call: Call, split: Split, index: Tensor, *tensors: Tensor, **changes: Any) -> Tensor:
-    """With the dropout of whole scores."""
+    """Attend with the dropout of whole scores."""
     *tensors, key = tensors
     scores = (*call.tensors[0].shape[:-1], call.tensors[1].shape[-2])
     key = key_at(key, first_drawn(call, index, split, scores))

@@ -40,7 +40,7 @@ EXCHANGES: dict[tuple[type, type], str | None] = {
 
 @dataclass(frozen=True)
 class Record:
-    """What a walk did along an axis of `ranks`, of which `index` is this rank's.
+    """A record of what a walk did along an axis of `ranks`, of which `index` is this rank's.
 
     `values`: of each node its placement and the whole (fake) value. `calls`: each op with its strategy, what
     it reads and its node. `conversions`: node, result, and both placements. `results`: of each output whether
@@ -144,7 +144,7 @@ class Record:
 
 
 def _behind(source: fx.Node, result: fx.Node) -> list[fx.Node]:
-    """What lies between a value and what was made of it, and what else that reads."""
+    """Return what lies between a value and what was made of it, and what else that reads."""
     seen, stack, found = {source}, [result], []
     while stack:
         node = stack.pop()

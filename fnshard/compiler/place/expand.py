@@ -39,7 +39,8 @@ def expansion(*targets: Any) -> Callable[[Callable], Callable]:
 
 
 def expanded(call: Call, autocast: bool) -> fx.Graph | None:
-    """What a call of an op does, in smaller ops, as a graph of its tensors; None where that is not known.
+    """Return what a call of an op does, in smaller ops, as a graph of its tensors; None where that is not
+    known.
 
     Args:
         autocast: the call's mode is not the graph's, whose tensors are cast to the dtype of the result.
@@ -102,7 +103,7 @@ def _conv(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None, *mo
 # ------------------------------------------------------------------ parts
 @expansion(aten.split_with_sizes.default, aten.split.sizes)
 def _pieces(call: Call, x: Tensor, sizes: Sequence[int], dim: int = 0) -> list[Tensor]:
-    """Of matrices side by side, several in one piece, as queries and then keys and values."""
+    """Split matrices that lie side by side, several in one piece, as queries and then keys and values."""
     ends = list(itertools.accumulate(sizes))
     return [aten.slice(x, dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
@@ -187,7 +188,7 @@ def _vector_norm(
 
 @expansion(aten.cumsum.default)
 def _cumsum(call: Call, x: Tensor, dim: int, *, dtype: Any = None) -> Tensor | None:
-    """Of each rank's run, and the sums of those before it."""
+    """Sum each rank's run, and add the sums of those before it."""
     if x.dim() == 0 or x.shape[dim] % call.ranks or x.shape[dim] == call.ranks:
         return None
     at = dim % x.dim()
@@ -290,7 +291,7 @@ def _nll_loss(
 def _token_parts(
     call: Call, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int, parts: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Of one part what each rank's part of it has, without all logits at once where these are even."""
+    """Make of one part what each rank's part of it has, without all logits at once where these are even."""
     if parts != 1:
         return None
     if weight.shape[0] % call.ranks:

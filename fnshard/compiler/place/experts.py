@@ -66,8 +66,8 @@ def place_experts(
 
 # ------------------------------------------------------------------ where rows go
 def departures(ends: Tensor, rows: int, experts: int, ranks: int, room: int) -> tuple[Tensor, ...]:
-    """Of rows that are sorted by expert: which fill the room for each rank, how many each expert gets, where
-    each row comes back to, and how many have no room.
+    """Return, of rows that are sorted by expert, which fill the room for each rank, how many each expert
+    gets, where each row comes back to, and how many have no room.
 
     Args:
         ends: [experts], where each expert's rows end.
@@ -91,8 +91,8 @@ def departures(ends: Tensor, rows: int, experts: int, ranks: int, room: int) -> 
 
 
 def arrivals(counts: Tensor, ranks: int, room: int) -> tuple[Tensor, ...]:
-    """Of rows as they came, each rank's sorted by expert: their order by expert, back from there, and where
-    each expert's rows end.
+    """Return, of rows as they came, each rank's sorted by expert, their order by expert, back from there, and
+    where each expert's rows end.
 
     Args:
         counts: int64 [ranks * experts of this rank], how many came of each rank for each.
@@ -233,7 +233,7 @@ class _Experts:
         return _Placed(self.call(node.target, args, kwargs), route=route)
 
     def of_stacks(self, node: fx.Node, sources: Sequence[_Placed]) -> _Placed | None:
-        """What is computed of each expert alone: as of a leaf that is split along its first dim."""
+        """Return what is computed of each expert alone: as of a leaf that is split along its first dim."""
         if not all(s.stack for s in sources) or not isinstance(node.target, OpOverload):
             return None
         find = rule_of(node.target)
@@ -247,7 +247,7 @@ class _Experts:
         return None
 
     def of_rows(self, node: fx.Node, sources: Sequence[_Placed]) -> _Placed | None:
-        """What is computed of each row alone, where the rows are."""
+        """Return what is computed of each row alone, where the rows are."""
         routes = {s.route for s in sources}
         if len(routes) > 1 or not isinstance(node.target, OpOverload):
             return None

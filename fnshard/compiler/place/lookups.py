@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def _of_own_rows(call: Call, dims: Sequence[int], more: int = 0, **changes: Any) -> Iterator[OpStrategy]:
-    """Of what is looked up in a dim that is split each rank finds what it has, and the sum has all.
+    """Look up in a dim that is split: each rank finds what it has, and the sum has all.
 
     Args:
         dims: of the first tensor, each looked up by one of the tensors after it.
@@ -43,7 +43,7 @@ def _of_own_rows(call: Call, dims: Sequence[int], more: int = 0, **changes: Any)
 
 @rule(aten.embedding.default)
 def _embedding(call: Call) -> Iterator[OpStrategy]:
-    """Of a table split by rows, each rank looks up what it has, and the sum has all."""
+    """Split a table by rows: each rank looks up what it has, and the sum has all."""
     table, indices = call.tensors
     if not call["scale_grad_by_freq"]:
         for split in call.splits(indices.shape):

@@ -171,7 +171,7 @@ class Placer:
         return _SPECIAL.get(node.target if is_op else type(node.target), default)(self, node, sources)
 
     def op(self, node: fx.Node, sources: Sequence[Value]) -> Value:
-        """By the cheapest of its strategies, or by the smaller ops that it is made of."""
+        """Place an op by the cheapest of its strategies, or by the smaller ops that it is made of."""
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: self.values[n].whole)
         placements = tuple(s.placement for s in sources)
         value, line = node.meta["val"], node.meta.get("stack_trace", "")
@@ -227,7 +227,7 @@ class Placer:
         return self.recorded(self.call(OUTGOING, (value.node,)), value.placement, value.whole, value.of_leaf)
 
     def constrained(self, node: fx.Node, sources: Sequence[Value]) -> Value:
-        """As `fn` says of this axis; as it is where it says nothing.
+        """Place a value as `fn` says of this axis; leave it as it is where `fn` says nothing.
 
         Raises:
             TraceError: the dim cannot be split over the axis.
@@ -290,7 +290,7 @@ class Placer:
         return Value(tuple(results), PARTIAL, node.meta["val"]) if many else results[0]
 
     def inlined(self, node: fx.Node, body: fx.Graph) -> Value:
-        """What an op does in smaller ops, placed in its stead."""
+        """Return what an op does in smaller ops, placed in its stead."""
         outside = dict(zip(body.find_nodes(op="placeholder"), operands_of(node), strict=True))
         self.values |= {inner: self.values[n] for inner, n in outside.items()}
         meta = {k: v for k, v in self.write.meta.items() if k != "autocast"}
@@ -306,8 +306,8 @@ class Placer:
 
     # -------------------------------------------------------------- conversions
     def preference(self, sources: Sequence[Value], strategy: OpStrategy, value: Any) -> tuple[float, int]:
-        """What a strategy costs, parts that are then to be summed among it; of equal ones the one that takes
-        what is split as it is."""
+        """Return what a strategy costs, parts that are then to be summed among it; of equal ones the one that
+        takes what is split as it is."""
         changed = [s.placement for s, to in zip(sources, strategy.inputs, strict=True) if s.placement != to]
         summed = strategy.output == PARTIAL and PARTIAL not in strategy.inputs and isinstance(value, Tensor)
         later = value.numel() * value.element_size() if summed else 0
@@ -375,8 +375,8 @@ class Placer:
 
     # -------------------------------------------------------------- the end
     def results(self) -> list[fx.Node]:
-        """What the program returns: sums of all ranks' parts, and whole values; as the leaf itself what is
-        written to one.
+        """Return what the program returns: sums of all ranks' parts, and whole values; as the leaf itself
+        what is written to one.
 
         Ranks' losses and scalars are averaged, so that a part counts for as many as there are ranks.
         """

@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Replicated:
-    """The same on all ranks."""
+    """A value that is the same on all ranks."""
 
     def __str__(self) -> str:
         return "R"

@@ -17,7 +17,7 @@ aten, own = torch.ops.aten, torch.ops.fnshard
 def contraction(
     call: Call, operands: Sequence[str], result: str, along: str | None = None
 ) -> Iterator[OpStrategy]:
-    """Of operands whose dims have labels: split along one of the result's, or a part of a sum over another.
+    """Split operands whose dims have labels: along one of the result's, or into parts of a sum over another.
 
     Labels in capitals are of a tensor that is added (a bias). A dim of size 1 is broadcast.
 

@@ -55,7 +55,7 @@ def _sum(call: Call) -> Iterator[OpStrategy]:
 
 @rule(aten.mean.default, aten.mean.dim)
 def _mean(call: Call) -> Iterator[OpStrategy]:
-    """Of a split dim, each part's mean by its share of all."""
+    """Weigh each part's mean by its share of a split dim."""
     for strategy in _reduced(call, PARTIAL):
         yield (
             replace(strategy, run=_share_of_mean(call, strategy)) if strategy.output == PARTIAL else strategy
@@ -116,14 +116,14 @@ LOSSES = (
 
 @rule(*LOSSES)
 def _loss(call: Call) -> Iterator[OpStrategy]:
-    """Of each element, where nothing is reduced; else by its expansion."""
+    """Place the loss of each element, where nothing is reduced; else its expansion is placed."""
     if call["reduction"] == 0:
         yield from elementwise(call)
 
 
 @rule(aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default)
 def _of_targets(call: Call) -> Iterator[OpStrategy]:
-    """Of each row, where nothing is reduced; else by its expansion."""
+    """Place the loss of each row, where nothing is reduced; else its expansion is placed."""
     value, target = call.tensors[:2]
     classes = target.shape == value.shape  # of probabilities
     if call["reduction"] == 0 and call["weight"] is None and value.dim() > 1:

@@ -206,7 +206,7 @@ def rule(*targets: Any) -> Callable[[Rule], Rule]:
 
 
 def moved(call: Call, order: Sequence[int | None], linear: bool = True) -> Iterator[OpStrategy]:
-    """Of an op that only moves dims of its first tensor, or works along some of them.
+    """Yield strategies of an op that only moves dims of its first tensor, or works along some of them.
 
     Args:
         order: for each dim of the result the one of the tensor, or None. A dim that is in no place must be
@@ -221,7 +221,7 @@ def moved(call: Call, order: Sequence[int | None], linear: bool = True) -> Itera
 
 
 def broadcast(shape: Sequence[int], to: Sequence[int], split: Split) -> Placement:
-    """What an operand is where the result is split, and it is broadcast to it."""
+    """Return what an operand is where the result is split, and it is broadcast to it."""
     dim = split.dim - (len(to) - len(shape))
     return Split(dim, split.outer) if dim >= 0 and shape[dim] != 1 else REPLICATED
 

@@ -82,7 +82,7 @@ def _expand(call: Call) -> Iterator[OpStrategy]:
 
 @rule(aten.repeat.default)
 def _repeat(call: Call) -> Iterator[OpStrategy]:
-    """Of a dim that is repeated the blocks lie one after another."""
+    """Place a repetition; the blocks of a dim that is repeated lie one after another."""
     more = len(call["repeats"]) - call.tensors[0].dim()
     for split in call.splits(call.tensors[0].shape):
         dim = split.dim + more
@@ -148,7 +148,7 @@ def _slice(call: Call) -> Iterator[OpStrategy]:
 
 @rule(aten.select.int)
 def _select(call: Call) -> Iterator[OpStrategy]:
-    """Of a split dim, one rank has what is selected."""
+    """Select from a split dim: one rank has what is selected."""
     shape = call.tensors[0].shape
     dim = call["dim"] % len(shape)
     yield from moved(call, [d for d in range(len(shape)) if d != dim])

@@ -51,7 +51,7 @@ def _group_norm(call: Call) -> Iterator[OpStrategy]:
 
 @rule(aten.batch_norm.default)
 def _batch_norm(call: Call) -> Iterator[OpStrategy]:
-    """By channels; along the batch where nothing is averaged over it. Running statistics stay whole."""
+    """Split channels; the batch too, where nothing is averaged over it. Running statistics stay whole."""
     if call["training"] and call["running_mean"] is not None:
         return
     if not call["training"]:

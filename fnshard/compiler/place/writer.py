@@ -133,7 +133,7 @@ class Writer:
         return self.call(aten.reshape.default, (node, list(local_shape(shape, to, ranks))))
 
     def padded(self, node: fx.Node, sizes: Sequence[int], dim: int) -> fx.Node:
-        """With its last number again, without a gradient, so that nothing is infinite that was not."""
+        """Pad with the last number again, without a gradient, so that nothing is infinite that was not."""
         count = -sizes[dim] % self.ranks
         last = self.call(aten.slice.Tensor, (node, dim, sizes[dim] - 1, sizes[dim]))
         shape = [*sizes[:dim], count, *sizes[dim + 1 :]]

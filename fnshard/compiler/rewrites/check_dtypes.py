@@ -61,7 +61,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 
 def _named(node: fx.Node, names: dict[fx.Node, object]) -> str:
-    """What it is, and the leaf or batch leaf that it is made of, if of that alone and in its dtype."""
+    """Return what it is, and the leaf or batch leaf that it is made of, if of that alone and in its dtype."""
     text, source = describe(node.meta["val"]), node
     while source not in names and len(source.all_input_nodes) == 1:
         source = source.all_input_nodes[0]

@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 
 def functionalize(graph: fx.Graph) -> fx.Graph:
-    """The same program without writes; `graph` itself where it has none.
+    """Return the same program without writes; `graph` itself where it has none.
 
     Args:
         graph: its nodes carry fake values, whose storages say what shares memory. Those of the result are
@@ -101,7 +101,7 @@ def _check_expanded(graph: fx.Graph) -> None:
 
 
 def _before_expand(node: fx.Node, target: fx.Node) -> tuple[fx.Node, bool]:
-    """What a write of one number everywhere goes to: the tensor that was expanded shows it, too.
+    """Return what a write of one number everywhere goes to: the tensor that was expanded shows it, too.
 
     Returns the tensor, and whether a `detach` stands between it and the target.
     """
@@ -482,7 +482,7 @@ _KEPT = ("autocast", "nn_module_stack", "stack_trace")
 
 
 def _bases(graph: fx.Graph) -> dict[int, fx.Node]:
-    """By memory, the first tensor in it."""
+    """Return, by memory, the first tensor in it."""
     bases: dict[int, fx.Node] = {}
     for node in graph.nodes:
         if isinstance(node.meta.get("val"), Tensor):

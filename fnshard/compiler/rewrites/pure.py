@@ -52,7 +52,7 @@ WITH_VALUES = torch.ops.fnshard.with_values.default  # the values of one tensor,
 
 
 def remove_writes(program: Program) -> Program:
-    """The same program without a `Write`, but for those that no ops that are known here replace."""
+    """Return the same program without a `Write`, but for those that no ops that are known here replace."""
     if not any(isinstance(node.target, Write) for node in program.graph.nodes):
         return program
     graph = fx.Graph()
@@ -314,7 +314,7 @@ _NORMS = {aten.batch_norm.default: _batch_norm, aten.instance_norm.default: _ins
 
 # ------------------------------------------------------------------ views
 def _looks(node: fx.Node, source: fx.Node, trial: Trial, alias: _Alias, read: Any) -> _Alias | list[_Alias]:
-    """What is seen of an alias through the view that a node is, or through each of its views."""
+    """Return what is seen of an alias through the view that a node is, or through each of its views."""
     rest, kwargs = read(node.args), read(dict(node.kwargs))
     if node.args[0] is not source:
         raise _Unknown(node.target)

@@ -28,7 +28,7 @@ from fnshard.mesh import Mesh
 
 @dataclass(frozen=True, eq=False)
 class Compute:
-    """What a rank computes between two exchanges, of its (padded) blocks.
+    """A graph that a rank computes between two exchanges, of its (padded) blocks.
 
     Args:
         graph: takes `reads` in order, and returns a tuple of `writes`.
@@ -148,7 +148,7 @@ class Order:
         inputs: names of the placeholders.
         elsewhere: the node that is computed on whole values.
         returned: its results, and their numbers.
-        depth: of each node, how many exchanges are behind it; two for what is computed elsewhere.
+        depth: of each node, how many exchanges come before it; two for what is computed elsewhere.
         results: by depth, what is written there.
         direct: results that come back from elsewhere as they are.
     """

@@ -20,7 +20,7 @@ from fnshard.optim.optimizer import Optimizer
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """What leaves of one shape, dtype, layout and setting share.
+    """A family of leaves of one shape, dtype, layout and setting, and what they share.
 
     Args:
         optimizer: the one that these leaves have.

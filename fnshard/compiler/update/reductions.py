@@ -30,7 +30,7 @@ class Placed:
     Args:
         outputs: names of the results.
         where: by node of the update, the placement over each flat axis.
-        program: as it is but for the last flat axis.
+        program: the update, placed over all flat axes but the last.
         last: the walk over the last flat axis; None where there is none.
     """
 
@@ -56,7 +56,8 @@ class Placed:
 
     @property
     def about_sent(self) -> float:
-        """What a rank sends along the one flat axis, about: of several, and where nothing is split, 0."""
+        """Return about what a rank sends along the one flat axis: of several, and where nothing is split,
+        0."""
         if self.last is None or len(self.splits.flat) > 1:
             return 0.0
         ranks, record, alive = self.last.axis.ranks, self.last.record, set(self.walked)

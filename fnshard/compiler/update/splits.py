@@ -22,7 +22,8 @@ class Splits:
     Args:
         flat: tuples of mesh axes, each of which is one axis to `place`.
         of: by tensor and flat axis, the split.
-        apart: tensors whose blocks are no splits over these axes: whole ranks alone can read them.
+        apart: tensors whose blocks are no splits over these axes: only a rank that has the whole leaf can
+            read them.
     """
 
     mesh: Mesh

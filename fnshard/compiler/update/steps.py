@@ -1,4 +1,4 @@
-"""Steps: what runs of a derived update when, and what each stretch hands on to later ones."""
+"""Steps: in which order the parts of a derived update run, and what each stretch hands on to later ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fnshard.compiler.update.trace import GRAD, PARAM, UPDATE
 
 @dataclass(frozen=True)
 class Flow:
-    """What becomes of the values of one stretch of a leaf's update.
+    """A stretch of a leaf's update, and what becomes of its values.
 
     Of `-lr * m / m.norm(), {"m": m}` with `m = slots["m"].lerp(grad, 0.1)` the first stretch makes the square
     of a norm, "v0", which is summed over ranks to "v1". It commits nothing and keeps ("v0", "grad"); the

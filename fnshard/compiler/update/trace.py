@@ -37,7 +37,7 @@ def slot_name(name: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Prologue:
-    """What an update computes of a step's numbers.
+    """The part of an update that computes with a step's numbers alone.
 
     Args:
         graph: from (count, norm, *results of `functions`) to the numbers that the update reads.

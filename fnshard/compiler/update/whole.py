@@ -43,7 +43,7 @@ PRODUCTS = {
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """What runs on whole values, and the update without it.
+    """A region that runs on whole values, and the update without it.
 
     Args:
         graph: of whole values: takes `reads`, returns a tuple.
@@ -232,7 +232,7 @@ def cut_out(traced: Traced, inside: set[fx.Node], owned: set[fx.Node], prices: P
 # ------------------------------------------------------------------ bytes
 @dataclass(frozen=True, eq=False)
 class Prices:
-    """What it costs that a value of an update is sent to the rank that has the leaf, or comes back."""
+    """Return what it costs that a value of an update is sent to the rank that has the leaf, or comes back."""
 
     traced: Traced
     placed: Placed

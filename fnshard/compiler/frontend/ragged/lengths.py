@@ -218,12 +218,12 @@ def op_name(node: fx.Node) -> str:
 
 
 def symbols(expression: Any) -> set[Any]:
-    """Of a sympy expression or an int."""
+    """Return the symbols of a sympy expression or an int."""
     return getattr(expression, "free_symbols", set())
 
 
 def _most(expression: Any, sizes: Mapping[Any, int]) -> int:
-    """What an expression of lengths, each between 0 and its size, is at most."""
+    """Return what an expression of lengths, each between 0 and its size, is at most."""
     if expression.is_Symbol or expression.is_Integer:
         return _evaluated(expression, sizes)
     operation = _operation(expression)

@@ -194,7 +194,8 @@ def _selected(c: RaggedOp, mask: fx.Node, length: Any) -> tuple[Tensor, ...]:
 
 
 def _gated(c: RaggedOp, value: Tensor, length: Any) -> Tensor:
-    """What was selected; 1 where nothing was, so that a logarithm of what is left out spoils no gradient."""
+    """Return what was selected; 1 where nothing was, so that a logarithm of what is left out spoils no
+    gradient."""
     count = c.ragged.count(length)
     floats = value.is_floating_point() and isinstance(count, Tensor)
     return torch.where(count > 0, value, 1) if floats else value

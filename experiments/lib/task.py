@@ -1,10 +1,11 @@
-"""The model, the data and the loss that train: a decoder that learns next tokens; or those of one's own, by
-`_target_`."""
+"""The task of a run: model, data and loss (a decoder that learns next tokens; or those of one's own, by
+`_target_`), and the optimizer."""
 
 from __future__ import annotations
 
 import glob
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,11 +20,19 @@ from torch.utils.data import default_collate
 import fnshard as fs
 from experiments.data.loader import Loader, place_of
 from experiments.lib.checks import TARGET, ConfigError, attempt, describe, refusal
-from experiments.lib.config import OWN_ROWS, TrainConfig, rows_of
+from experiments.lib.config import (
+    TARGET_ROWS,
+    AdamWConfig,
+    ScheduleConfig,
+    SGDConfig,
+    TrainConfig,
+    rows_of,
+)
 from experiments.lib.decoder import Decoder, next_token_loss
 from fnshard.losses import Mean
 
 Loss = Callable[..., tuple[Mean, dict[str, Mean]]]
+UNDECAYED = ("*norm*", "embed.*")  # leaves of a decoder that do not decay
 
 
 def make_target(group: str, values: Mapping[str, Any], *arguments: Any, partly: bool = False) -> Any:
@@ -72,7 +81,7 @@ class Items:
 
 
 @dataclass(frozen=True)
-class OwnData:
+class TargetData:
     """Two map-style data sets: what is trained on, and what the held-out loss is of.
 
     Args:
@@ -107,13 +116,13 @@ class OwnData:
         return {}
 
 
-def own_data(values: Mapping[str, Any], seed: int) -> OwnData:
+def make_data(values: Mapping[str, Any], seed: int) -> TargetData:
     """Make the data that a `_target_` gives: `(train, held_out)`, each with `len()` and `[number]`.
 
     Raises:
         ConfigError: as `make_target`; it gives something else, or fewer rows than a batch has.
     """
-    target = {name: value for name, value in values.items() if name not in OWN_ROWS}
+    target = {name: value for name, value in values.items() if name not in TARGET_ROWS}
     rows, held_out_rows = rows_of(values).values()
     pair, of = make_target("data", target), f"data.{TARGET}={values[TARGET]}"
     whole = isinstance(pair, tuple | list) and len(pair) == 2
@@ -122,10 +131,10 @@ def own_data(values: Mapping[str, Any], seed: int) -> OwnData:
     if (least := min(map(len, pair))) < rows:
         raise ConfigError(f"{of}: a data set of {least} items, and a batch is of data.rows={rows}.")
     key = {"data": json.dumps(target, sort_keys=True, default=str)}
-    return OwnData(Items(pair[0], key), Items(pair[1], key), rows, held_out_rows, seed)
+    return TargetData(Items(pair[0], key), Items(pair[1], key), rows, held_out_rows, seed)
 
 
-def model_of(values: Mapping[str, Any]) -> Any:
+def make_model(values: Mapping[str, Any]) -> Any:
     """Return what a `_target_` gives: a module, or the pair `(apply, params)` that a function returns."""
     model = make_target("model", values)
     if isinstance(model, nn.Module) or (isinstance(model, tuple) and len(model) == 2 and callable(model[0])):
@@ -133,7 +142,7 @@ def model_of(values: Mapping[str, Any]) -> Any:
     raise ConfigError(f"model.{TARGET}={values[TARGET]}: expected a module, or (apply, params).")
 
 
-def of_rows(loss: Callable[..., Any], apply: Callable[..., Any]) -> Loss:
+def average_over_rows(loss: Callable[..., Any], apply: Callable[..., Any]) -> Loss:
     """Make `fn(params, *batch)` of a loss `(model, *batch)`, with exact means over all ranks' rows.
 
     The loss gives a mean over the batch's rows or an `fs.Mean`, or a pair of it and a dict of more of them.
@@ -153,13 +162,13 @@ def check_targets(config: TrainConfig) -> None:
     """Make what `_target_`s name, or see that it imports, before a rank starts.
 
     Raises:
-        ConfigError: as `make_target`, `own_data` and `model_of`; of all groups.
+        ConfigError: as `make_target`, `make_data` and `make_model`; of all groups.
     """
     makes: list[Callable[[], Any]] = []
     if isinstance(config.model, dict):
         makes.append(lambda: _without_values(config.model))
     if isinstance(config.data, dict):
-        makes.append(lambda: own_data(config.data, 0))
+        makes.append(lambda: make_data(config.data, 0))
     others = {"objective": config.objective, "optimizer": config.optimizer}
     named = [(group, each) for group, each in others.items() if isinstance(each, dict)]
     named += [("tracker.own", each) for each in config.tracker.own]
@@ -172,9 +181,9 @@ def check_targets(config: TrainConfig) -> None:
 
 
 def _without_values(model: Mapping[str, Any]) -> Any:
-    """Return what `model_of` does; a module's values are for its ranks to make."""
+    """Return what `make_model` does; a module's values are for its ranks to make."""
     with fs.deferred():
-        return model_of(model)
+        return make_model(model)
 
 
 # ------------------------------------------------------------------ what trains
@@ -202,13 +211,13 @@ class Task:
 def make_task(config: TrainConfig) -> Task:
     """Make a decoder that learns next tokens, or what `_target_`s name."""
     with fs.deferred():
-        model = model_of(config.model) if isinstance(config.model, dict) else Decoder(config.model)
+        model = make_model(config.model) if isinstance(config.model, dict) else Decoder(config.model)
     if not isinstance(model, nn.Module):  # whose values nobody makes later
-        model = model_of(config.model)
+        model = make_model(config.model)
     apply, params = fs.make_functional(model) if isinstance(model, nn.Module) else model
     init = model if isinstance(model, nn.Module) else params
     if config.objective is not None:
-        loss = of_rows(make_target("objective", config.objective, partly=True), apply)
+        loss = average_over_rows(make_target("objective", config.objective, partly=True), apply)
         vectors = (
             glob.escape(p) for p, leaf in fs.tree.flatten_with_paths(params)[0].items() if leaf.dim() < 2
         )
@@ -220,4 +229,42 @@ def make_task(config: TrainConfig) -> Task:
     def loss_fn(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
         return next_token(partial(apply, params), tokens, targets)
 
-    return Task(init, apply, params, loss_fn, of_rows(next_token, apply), ("*norm*", "embed.*"))
+    return Task(init, apply, params, loss_fn, average_over_rows(next_token, apply), UNDECAYED)
+
+
+# ------------------------------------------------------------------ the optimizer
+
+
+def make_optimizer(
+    chosen: AdamWConfig | SGDConfig | dict[str, Any],
+    schedule: ScheduleConfig,
+    steps: int,
+    undecayed: tuple[str, ...],
+    rates: Any = 1.0,
+) -> fs.optim.Optimizer:
+    """Make the optimizer that is named, after clipping; leaves that `undecayed`'s globs match do not decay,
+    and `rates` are adamw's `lr_scale`. A `_target_` is called with its keys, `lr` as a schedule of the rate;
+    it is neither clipped nor told what does not decay."""
+    if isinstance(chosen, dict):
+        rate = {"lr": make_rate(schedule, chosen["lr"], steps)} if "lr" in chosen else {}
+        others = {name: value for name, value in chosen.items() if name != "lr"}
+        return instantiate(others, _convert_="all", _partial_=True)(**rate)  # Hydra takes no rate as it is
+    rate = make_rate(schedule, chosen.lr, steps)
+    decay = [*((glob, 0.0) for glob in undecayed), ("*", chosen.weight_decay)]
+    if isinstance(chosen, AdamWConfig):
+        made = getattr(fs.optim, chosen.name)(
+            rate, b1=chosen.b1, b2=chosen.b2, eps=chosen.eps, weight_decay=decay, lr_scale=rates
+        )
+    else:
+        made = fs.optim.sgd(rate, momentum=chosen.momentum, nesterov=chosen.nesterov, weight_decay=decay)
+    return made if chosen.clip is None else fs.optim.chain(fs.optim.clip_by_global_norm(chosen.clip), made)
+
+
+def make_rate(shape: ScheduleConfig, peak: float, steps: int) -> fs.schedules.RateSchedule:
+    """Make the learning rate by step, of the configuration's fractions."""
+    if shape.name == "constant":
+        return fs.schedules.constant(peak)
+    phases = {"warmup": math.floor(shape.warmup * steps), "total": steps, "floor": shape.floor * peak}
+    if shape.name == "wsd":
+        phases["decay"] = math.floor(shape.decay * steps)
+    return fs.schedules.SCHEDULES[shape.name](peak=peak, **phases)

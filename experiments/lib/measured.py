@@ -1,0 +1,204 @@
+"""Measured: what runs found of what was predicted, the traces of `run.profile`, and hardware as runs of a
+folder have measured it (`hardware=measured:FOLDER`). A run without these needs nothing of this module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import fnshard as fs
+from experiments.lib.checks import ConfigError
+from experiments.lib.config import MEASURED
+from experiments.lib.files import first_few, read_record, write_record, write_text
+from experiments.lib.record import RUN
+from fnshard.analysis.calibrate import Observation, changed, corrected
+from fnshard.analysis.hardware import TABLE
+from fnshard.analysis.timeline import Timeline
+from fnshard.errors import MissingExtraError, report
+from fnshard.step.lowered import Lowered
+
+LINES = Path("profile", "lines.json")  # of a run's folder
+DAMAGED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+MOST = 5  # damaged files that an error names
+FOLDER, TRACE, TEXT, PICTURE = LINES.parent, "trace.json", "timeline.txt", "timeline.png"
+FIRST = 3  # step of a process: the first compiles, the second is where memory is measured
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """One run. `hardware`: what it was predicted for; `machine`: what it ran on; `kinds`: of a run with a
+    profile, kinds of lines."""
+
+    hardware: Mapping[str, Any]
+    machine: Mapping[str, Any]
+    step: Observation
+    kinds: tuple[Observation, ...] = ()
+
+
+def lines_of(lowered: Lowered, hardware: fs.Hardware, measured: Timeline) -> dict[str, Any]:
+    """Return what a profile keeps: predicted and measured seconds of each line of the schedule, and of each
+    kind of line, of which those that were predicted count for `measured_hardware`."""
+    lines = lowered.schedule.instructions
+    waits = fs.profile.exposed(measured)
+    seconds = [_by_line(lowered.timeline(hardware)), _by_line(measured)]
+    kinds = fs.profile.by_kind(measured, lines)
+    found: dict[str, dict[str, float]] = {}
+    for constant, each in changed(hardware).items():
+        for kind, value in fs.profile.by_kind(lowered.timeline(each), lines).items():
+            found.setdefault(kind, {})[constant] = value
+    return {
+        "lines": [
+            {
+                "kind": fs.profile.kind_of(line), "unit": line.unit, "phase": line.phase,
+                "predicted_s": seconds[0].get(n, 0.0), "measured_s": seconds[1].get(n, 0.0),
+                "exposed_s": waits.get(n, 0.0),
+            }
+            for n, line in enumerate(lines)
+        ],
+        "kinds": [
+            {"kind": kind, "predicted_s": values, "measured_s": kinds[kind]}
+            for kind, values in found.items() if kinds.get(kind) and all(values.values())
+        ],
+    }  # fmt: skip
+
+
+def _by_line(timeline: Timeline) -> dict[int, float]:
+    out: dict[int, float] = {}
+    for span in timeline.spans:
+        out[span.index] = out.get(span.index, 0.0) + span.end - span.start
+    return out
+
+
+def measured_run(folder: Path) -> MeasuredRun | None:
+    """Return what a run has measured; None if it made no second step, or is of a version that kept nothing.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: a file is damaged.
+    """
+    record = read_record(folder / RUN) or {}
+    found, there = record.get("prediction") or {}, record.get("hardware", {})
+    if found.get("measured_s") is None:
+        return None
+    machine = {name: there.get(name) for name in ("device", "gpu", "gpu_memory_bytes", "cores")}
+    machine["ranks_of_host"] = there.get("ranks", 1) / max(1, len(there.get("hosts", ())))
+    step = Observation(found["predicted_s"], float(found["measured_s"]))
+    if not step.predicted[""] > 0:
+        raise ValueError("nothing was predicted")
+    kinds: tuple[Observation, ...] = ()
+    if (folder / LINES).exists():
+        profile = read_record(folder / LINES) or {}
+        values, _ = profile["kinds"], (profile["lines"], profile["exposed_s"])
+        total = sum(each["predicted_s"][""] for each in values)
+        kinds = tuple(
+            Observation(v["predicted_s"], v["measured_s"], v["predicted_s"][""] / total) for v in values
+        )
+    return MeasuredRun(found["hardware"], machine, step, kinds)
+
+
+def measured_hardware(place: str) -> fs.Hardware:
+    """Return the hardware of the newest run in a folder or below it, as all runs there have measured it that
+    ran on such a machine, with as many ranks on a host.
+
+    Raises:
+        ConfigError: no run says what it measured, or a file of one is damaged.
+    """
+    folders = sorted(
+        (path.parent for path in Path(place).rglob(RUN)), key=lambda f: (f / RUN).stat().st_mtime
+    )
+    runs, damaged = [], []
+    for folder in folders:
+        try:
+            runs.append(measured_run(folder))
+        except DAMAGED as error:
+            damaged.append(f"{folder}: {type(error).__name__}: {error}")
+    if damaged:
+        fix = "another folder, or remove what cannot be read."
+        raise ConfigError(
+            report(f"hardware={MEASURED}{place}: runs are damaged:", first_few(damaged, MOST), fix)
+        )
+    known = [run for run in runs if run is not None]
+    if not known:
+        raise ConfigError(
+            f"hardware={MEASURED}{place}: no run in it says what it measured; those of experiments.train and "
+            "experiments.finetune do, from their second step on."
+        )
+    last = known[-1]
+    base = fs.Hardware.from_dict(last.hardware)
+    base = replace(base, memory_bytes=last.machine["gpu_memory_bytes"] or base.memory_bytes)
+    alike = [r for r in known if (r.hardware, r.machine) == (last.hardware, last.machine)]
+    name = f"{base.name} as {len(alike)} run{'s' if len(alike) > 1 else ''} measured"
+    return corrected(base, [(run.step, *run.kinds) for run in alike], name)
+
+
+# ------------------------------------------------------------------ traces
+
+
+@dataclass
+class Tracer:
+    """Traces `steps` steps of this process; all ranks do, so that who is waited for can be seen.
+
+    Args:
+        lowered: the step; `hardware`: what its prediction is for; `base`: what `run.json` predicts with.
+        folder: of the run.
+    """
+
+    step: Any
+    steps: int
+    lowered: Any
+    hardware: fs.Hardware
+    base: fs.Hardware
+    folder: Path
+    _traced: int = 0
+    _open: ExitStack = field(default_factory=ExitStack)
+
+    def __post_init__(self) -> None:
+        self._predicted = self.lowered.timeline(self.hardware)  # before the step is compiled
+
+    @contextmanager
+    def on(self, here: int) -> Iterator[None]:
+        """Trace the `here`th step of this process in the block, if it is to be traced."""
+        if here == FIRST:
+            self._open.enter_context(fs.profile.traced(self.step, self._trace))
+        yield
+        self._traced += FIRST <= here < FIRST + self.steps
+
+    def done(self, here: int) -> bool:
+        """Return whether the `here`th step of this process is the last one that is traced."""
+        return here == FIRST + self.steps - 1
+
+    @property
+    def _trace(self) -> Path:
+        """The file of this rank; rank 0's stays, others' are read and removed."""
+        rank = self.step.mesh.rank
+        return self.folder / FOLDER / (f"rank-{rank}.json" if rank else TRACE)
+
+    def write(self) -> str:
+        """End the trace and write what is measured; returns a line about it, or nothing where nothing was.
+
+        All ranks call it together.
+        """
+        self._open.close()
+        if not self._traced:
+            return ""
+        folder, predicted = self.folder / FOLDER, self._predicted
+        measured = fs.profile.measured(self._trace, self.lowered, self.hardware)
+        waited = self.step.gather_strings(str(measured.exposed_communication_seconds))
+        if self.step.mesh.rank:
+            self._trace.unlink()
+            return ""
+        values = lines_of(self.lowered, self.base, measured)
+        write_record(self.folder / LINES, {**values, "exposed_s": [float(text) for text in waited]})
+        name = self.hardware.name
+        nominal = f"; predicted with the nominal speeds of {name}: hardware=measure takes this machine's"
+        note = nominal if name in TABLE else ""
+        head = f"{self._traced} steps traced, medians{note}"
+        table = fs.profile.table(self.lowered, predicted, measured)
+        text = "\n\n".join([head, table, f"predicted:\n{predicted}", f"measured:\n{measured}"])
+        write_text(folder / TEXT, f"{text}\n")
+        with suppress(MissingExtraError):  # without matplotlib
+            fs.plot.timeline(predicted, folder / PICTURE, measured=measured)
+        where = f"in {folder / TRACE} (for ui.perfetto.dev) and {folder / TEXT}"
+        return f"steps traced: {self._traced}, {where}{note}"
