@@ -153,7 +153,7 @@ def lower(
     if mesh.stages > 1 and specs.complex:
         raise SpecError(
             f"complex leaves on {mesh.stages} stages of a pipeline, which are not tried yet:",
-            [f"params[{path!r}]" for path in specs.complex],
+            [f"params[{path!r}]" for path in sorted(specs.complex)],
             "a mesh without the axis 'pipeline'.",
         )
     try:
