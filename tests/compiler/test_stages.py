@@ -374,13 +374,6 @@ def test_fewer_units_than_chunks_are_refused_and_fewer_micro_batches_than_stages
         lower(loss, chain(4), torch.zeros(4, WIDTH), ranks={"pipeline": 2, "shard": 1}, accumulate=1)
 
 
-def test_complex_leaves_are_refused() -> None:
-    model, mesh = model_of("complex_leaves"), fs.make_mesh(pipeline=2, abstract=True)
-    specs = fs.presets.full_shard(model.params, mesh)
-    with pytest.raises(SpecError, match="complex leaves on 2 stages"):
-        sharded.make_step(mesh, model, specs, ADAMW).lower(model.params, *model.batch(0))
-
-
 def test_a_written_leaf_of_all_stages_is_refused() -> None:
     params = chain(2) | {"seen": nn.Buffer(torch.zeros(WIDTH))}
 
