@@ -414,7 +414,6 @@ CASES: list[tuple[str, str, dict[str, int], int, dict[str, Any]]] = [
     ("dense_skips", "zero2", {"pipeline": 4}, 3, {}),  # every stage reads of every other
     ("unet", "no_shard", {"pipeline": 2, "shard": 2}, 3, {}),
     ("masked_mean", "full_shard", {"pipeline": 2, "shard": 2}, 3, {}),
-    ("complex_leaves", "full_shard", {"pipeline": 2, "shard": 2}, 3, {}),
     ("odd_leaves", "full_shard", {"pipeline": 2, "shard": 2}, 3, {}),
     ("frozen", "full_shard", {"pipeline": 2, "shard": 2}, 3, {}),
 ]  # fmt: skip
