@@ -150,12 +150,6 @@ def lower(
 
     Lines of code are kept where something is refused alone: `fn` is traced once more, for the message.
     """
-    if mesh.stages > 1 and specs.complex:
-        raise SpecError(
-            f"complex leaves on {mesh.stages} stages of a pipeline, which are not tried yet:",
-            [f"params[{path!r}]" for path in sorted(specs.complex)],
-            "a mesh without the axis 'pipeline'.",
-        )
     try:
         front = trace_and_split(fn, specs, batch, mesh, plan, options)
     except TraceError as error:

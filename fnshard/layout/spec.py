@@ -300,16 +300,15 @@ def is_here(spec: LayoutSpec, mesh: Mesh, rank: int | None = None) -> bool:
 
 
 def stored_shape(spec: LayoutSpec, mesh: Mesh) -> tuple[int, ...]:
-    """Return the shape of this rank's stored block: padded, and without elements of another stage's leaf.
+    """Return the shape of this rank's stored block: padded; of another stage's leaf a stack of none of it.
 
     >>> from fnshard.mesh import make_mesh
     >>> mesh = make_mesh(pipeline=2, shard=2, abstract=True)
     >>> specs = [LayoutSpec(P("shard"), chunk=c).resolve(torch.empty(5, 3), "unit") for c in (0, 1)]
     >>> [stored_shape(spec, mesh) for spec in specs]
-    [(3, 3), (0, 3)]
+    [(3, 3), (0, 5, 3)]
     """
-    # The last dim stays: of a complex leaf it is that of its pairs.
-    return block_shape(spec.shape, spec.storage, mesh) if is_here(spec, mesh) else (0, *spec.shape[-1:])
+    return block_shape(spec.shape, spec.storage, mesh) if is_here(spec, mesh) else (0, *spec.shape)
 
 
 def summed_axes(specs: Iterable[LayoutSpec], mesh: Mesh) -> tuple[str, ...]:

@@ -416,6 +416,7 @@ CASES: list[tuple[str, str, dict[str, int], int, dict[str, Any]]] = [
     ("masked_mean", "full_shard", {"pipeline": 2, "shard": 2}, 3, {}),
     ("odd_leaves", "full_shard", {"pipeline": 2, "shard": 2}, 3, {}),
     ("frozen", "full_shard", {"pipeline": 2, "shard": 2}, 3, {}),
+    ("complex_leaves", "full_shard", {"pipeline": 2, "shard": 2}, 3, {}),
 ]  # fmt: skip
 POLICY = ("chunks", "rules", "tensor", "memory", "optimizer_memory")
 
