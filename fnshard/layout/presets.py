@@ -212,13 +212,14 @@ def cut_chunks(
     """
     if type(chunks) is not int or chunks < 1:
         raise SpecError(f"chunks={chunks!r}: a whole number of chunks for each stage, at least 1.")
+    if mesh.stages == 1:
+        return {}
     count = mesh.stages * chunks
     sizes: dict[str, int] = {}
     for path, leaf in free.items():
         if not is_buffer(leaf) and (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
-            unit = unit_of[getattr(leaf, "adapts", path)]
-            sizes[unit] = sizes.get(unit, 0) + leaf.numel() * leaf.element_size()
-    if mesh.stages == 1 or not sizes:
+            sizes[unit_of[path]] = sizes.get(unit_of[path], 0) + leaf.numel() * leaf.element_size()
+    if not sizes:
         return {}
     if len(sizes) < count:
         raise SpecError(
@@ -228,8 +229,7 @@ def cut_chunks(
         )
     bounds = _cut_evenly([*sizes.values()], count)
     chunk_of = {unit: sum(bound <= place for bound in bounds) for place, unit in enumerate(sizes)}
-    units = {path: unit_of[getattr(leaf, "adapts", path)] for path, leaf in free.items()}
-    return {path: chunk_of[unit] for path, unit in units.items() if unit in chunk_of}
+    return {path: chunk_of[unit_of[path]] for path in free if unit_of[path] in chunk_of}
 
 
 def _cut_evenly(sizes: Sequence[int], count: int) -> list[int]:
