@@ -22,7 +22,8 @@ A folder imports only from those above it (`tests/test_house.py` holds it).
 - `compiler/`: `options` (`StepOptions`), `deferred` (modules without memory), `frontend` (`fn` to a
   Program), `rewrites` of its graph, `place` (what each value is over tensor and context axes), `kernels`
   (the Program cut into segments, which are differentiated and compiled), `schedule` (instructions, their
-  order, passes, checks). `lower` lists these stages. `functional`, above most of them, makes a function
+  order, passes, checks; in a pipeline one schedule for each stage, merged by `together`). `lower` lists
+  these stages. `functional`, above most of them, makes a function
   of an `nn.Module`.
 - `runtime/`: collectives (gloo, NCCL, shared memory, simulated), files, tiers of memory, and the
   executor, a loop over the instructions of a schedule.
