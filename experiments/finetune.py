@@ -136,9 +136,8 @@ def finetune(config: FinetuneConfig, folder: RunFolder, overrides: list[str], st
         for number in run.numbers():
             with run.spent.on("data"):
                 batch = next(loader)
-            if (
-                parts.rewarded is not None
-            ):  # the model draws answers to a batch's prompts, and they are rewarded
+            # The model draws answers to a batch's prompts, and they are rewarded.
+            if parts.rewarded is not None:
                 with run.spent.on("rollouts"):
                     batch = (parts.rewarded.batch(state, *batch),)
             state = run.make_step(number, state, batch)
@@ -371,8 +370,7 @@ def _changed(name: str, old: float | None, new: float) -> str:
 JOB = Job(COMMAND, prepare, finetune)
 
 if __name__ == "__main__":
-    from experiments import (
-        finetune as job,  # under its own name: launchers of sweeps send it to other processes
-    )
+    # Under its own name: launchers of sweeps send it to other processes.
+    from experiments import finetune as job
 
     main(job.JOB)

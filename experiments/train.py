@@ -12,7 +12,7 @@ the last step. What a run is besides its steps (folder, rows, trackers, checkpoi
 Where to look: a key `run.steps=9` is `config.run.steps`; a `_target_` becomes a model, data, a loss or an
 optimizer in `lib.task`; checkpoints are read by `Run.restore` and written by `Run.save`. SIGTERM sets
 `stop.asked`, and `Run.numbers` raises a flag of it before the next step. The flag travels with that step, so
-that all ranks know of it behind the one after, where `Run.settle` says that the loop ends and `Run.save`
+that all ranks know of it one step later, where `Run.settle` says that the loop ends and `Run.save`
 saves.
 """
 

@@ -7,7 +7,7 @@ import tempfile
 import pytest
 import torch
 from kernels import FOLDER, remember_kernels
-from ranks import ranks  # noqa: F401  (a fixture)
+from ranks import pools, ranks, renew_pools  # noqa: F401  (fixtures)
 from saved import restoring, roots, short_blocks  # noqa: F401  (fixtures)
 from updates import share_updates
 

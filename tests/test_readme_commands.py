@@ -152,6 +152,10 @@ TABLE = {
     "c10d --rdzv-id $SLURM_JOB_ID --rdzv-endpoint $(scontrol show hostnames | head -1):29400 -m experiments.train model=1b data.rows=16": (
         Row(needs=SLURM)
     ),
+    "srun --cpus-per-task=$SLURM_CPUS_PER_TASK torchrun --nnodes $SLURM_NNODES --nproc-per-node 8 --rdzv-backend "
+    "c10d --rdzv-id $SLURM_JOB_ID --rdzv-endpoint $(scontrol show hostnames | head -1):29400 train.py": (
+        Row(needs=SLURM)
+    ),
     # -- examples
     "python -m experiments.examples.mlp": Row(),
     "python -m experiments.examples.vit": Row(),

@@ -363,7 +363,7 @@ def find_accelerators() -> dict[str, int]:
     """Return the devices of this machine by type: `{"cuda": 8}`, or nothing."""
     if not torch.accelerator.is_available():
         return {}
-    return {torch.accelerator.current_accelerator().type: torch.accelerator.devicecounted()}
+    return {torch.accelerator.current_accelerator().type: torch.accelerator.device_count()}
 
 
 def device_of(key: str, asked: str, accelerators: Mapping[str, int]) -> str:

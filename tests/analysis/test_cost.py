@@ -145,7 +145,7 @@ def test_every_instruction_says_all_about_itself() -> None:
     """`bind`, `memory` and `price`; of those that issue something, what its Wait does, too."""
     kinds = {k for k in vars(lines).values() if isinstance(k, type) and issubclass(k, Instruction)}
     kinds -= {Instruction, lines.OfBucket}
-    assert len(kinds) == 25
+    assert len(kinds) == 27
     for kind in kinds:
         methods = ["bind", "price"] + ["bind_wait"] * (kind.lane != lines.COMPUTE)
         assert [m for m in methods if getattr_static(kind, m) is getattr_static(Instruction, m)] == [], kind

@@ -16,7 +16,7 @@ import torch
 from cases import AXES, PLACED, Case, cases, check, check_halves, on_rank
 from hypothesis import HealthCheck, event, given, settings
 from programs import Program, programs
-from ranks import ranks  # noqa: F401  (a fixture)
+from ranks import pools, ranks, renew_pools  # noqa: F401  (fixtures)
 
 from fnshard import P
 

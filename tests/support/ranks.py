@@ -34,6 +34,7 @@ CONTEXT.set_forkserver_preload(
     ["torch._inductor.compile_fx", "torch.distributed", "fnshard", "hypothesis", "experiments.finetune",
      "transformers.models.llama.modeling_llama", "matplotlib.figure"]
 )  # fmt: skip
+MOST_SERVED = 8  # requests, behind which a pool is not taken over by another module
 GRACE_S = 5.0  # what the other ranks get to answer once one has failed
 
 
@@ -49,6 +50,7 @@ class Pool:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
         self._folder = ""
+        self.served = 0  # requests since it started
 
     def run(
         self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0, lost: Sequence[int] = ()
@@ -65,6 +67,7 @@ class Pool:
         if not self._processes:
             self._start()
         request = pickle.dumps((fn, args))
+        self.served += 1
         try:
             for pipe in self._pipes:
                 pipe.send_bytes(request)
@@ -96,7 +99,7 @@ class Pool:
             process.join()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self.served = [], [], 0
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> None:
@@ -179,13 +182,25 @@ def _answer(request: bytes, rank: int) -> bytes:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], Pool]]:
-    """`ranks(world)`: the session's warm pool of that size."""
+def pools() -> Iterator[dict[int, Pool]]:
+    """The session's warm pools by their size."""
     pools: dict[int, Pool] = {}
-
-    def of(world: int) -> Pool:
-        return pools.setdefault(world, Pool(world))
-
-    yield of
+    yield pools
     for each in pools.values():
         each.close()
+
+
+@pytest.fixture(scope="session")
+def ranks(pools: dict[int, Pool]) -> Callable[[int], Pool]:
+    """`ranks(world)`: the session's warm pool of that size."""
+    return lambda world: pools.setdefault(world, Pool(world))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def renew_pools(pools: dict[int, Pool]) -> Iterator[None]:
+    """End pools that have served many requests with the module: each mesh has left threads of gloo's, which
+    wake a hundred times a second."""
+    yield
+    for each in pools.values():
+        if each.served > MOST_SERVED:
+            each.close()

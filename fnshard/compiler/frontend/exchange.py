@@ -109,7 +109,11 @@ _LIB.impl("outgoing", lambda x: x.clone(memory_format=torch.contiguous_format), 
 
 @torch.library.custom_op("fnshard::exchange", mutates_args=())
 def _exchange(x: Tensor, kind: str, axes: str, dim: int, ranks: int, to: int = 0) -> Tensor:
-    raise RuntimeError("an exchange is a line of a schedule, and runs in no kernel.")
+    # It is traced, and never run; a constant tensor alone is computed while `fn` is traced.
+    raise TraceError(
+        f"`fn` calls fs.{kind} of a tensor {list(x.shape)} that does not depend on its arguments.",
+        fix="pass the number itself, fs.psum(y.numel()), or compute the tensor of the batch, (y >= 0).sum().",
+    )
 
 
 @_exchange.register_fake
