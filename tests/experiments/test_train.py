@@ -21,7 +21,7 @@ from experiments.lib import config as configs
 from experiments.lib import plan
 from experiments.lib.checks import ConfigError
 from experiments.lib.decoder import Decoder, DecoderConfig, Sampler, last_logits
-from experiments.lib.launch import fit_to_machine
+from experiments.lib.launch import find_accelerators, fit_to_machine
 from fnshard.functional import make_functional
 from fnshard.search.space import Choice
 
@@ -111,6 +111,14 @@ def test_ranks_are_all_there_are_or_as_many_as_asked(overrides, gpus, world, exp
 def test_precision_is_what_the_device_is_fast_in_with_an_fp32_optimizer(overrides, gpus, expected):
     found = placed(*overrides, gpus=gpus).precision
     assert (found.storage, found.compute, found.reduce) == expected and found.optimizer == "float32"
+
+
+def test_the_devices_of_a_machine_are_counted(monkeypatch):
+    """By torch's own names, which a machine without any never asks for."""
+    assert find_accelerators() == {} or torch.accelerator.is_available()
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    assert find_accelerators() == {"cuda": torch.accelerator.device_count()}
 
 
 def test_several_nodes_have_the_ranks_of_all():
