@@ -327,6 +327,7 @@ def test_what_is_ready_goes_together_and_equal_blocks_share_kernels() -> None:
         (lambda x: fs.psum(x, ("shard", "shard")), "fs.psum over 'shard', 'shard', which mesh"),
         (lambda x: fs.psum(x > 0), "fs.psum of booleans"),
         (lambda x: fs.psum([x]), "fs.psum of list"),
+        (lambda x: x * fs.psum(torch.tensor(len(x))), r"fs.psum of a tensor \[\] .*Fix: .*fs.psum\(y.numel"),
         (lambda x: fs.psum(x[x > 0].shape[0]), r"fs.psum of SymInt.*\nFix: .*fs.psum\(mask.sum\(\)\)"),
         (Summed.apply, "fs.psum in a gradient hook or in the backward"),
         (lambda x: fs.all_gather(x, 2), r"fs.all_gather along dim 2 of \[4, 4\]"),
