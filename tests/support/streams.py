@@ -275,7 +275,12 @@ class Nccl:
         )
         yield mock.patch.object(dist, "all_to_all_single", exchange)
         yield mock.patch.object(dist, "all_reduce", reduce)
-        yield mock.patch.multiple(base, _all_gather=gather, _reduce_scatter=scatter, peers=mock.Mock())
+        yield mock.patch.multiple(
+            base,
+            _all_gather=gather,
+            _reduce_scatter=scatter,
+            peers=mock.Mock(return_value=mock.Mock(come={})),
+        )
         yield mock.patch.object(Group, "gather_object", everywhere)
         yield mock.patch.object(connect, "connect", lambda mesh, timeout: Group(mesh, timeout))
 
