@@ -35,7 +35,7 @@ from fnshard.step.plan import scalars_of
 
 
 def executor(config: BenchConfig, folder: Path) -> Result:
-    """Measure what the executor itself costs, for each unit and phase, and for each leaf of a step.
+    """What does the executor itself cost, for each unit and phase, and for each leaf of a step?
 
     Kernels and collectives do nothing: what is left is packing, unpacking, bookkeeping and the loop. The last
     row is a whole step of 200 tiny leaves in one unit, its checks, inputs and metrics included.

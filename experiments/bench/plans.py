@@ -66,8 +66,7 @@ PREDICT = {  # by ranks; a name says all, see `variant`
 
 
 def run(config: BenchConfig, folder: Path) -> Result:
-    """Measure what saves memory, at what cost in time, and whether bytes, times and the order of plans are as
-    predicted.
+    """What saves memory, and at what cost in time? Are bytes, times and the order of plans as predicted?
 
     Every round measures the machine anew and runs a step of each plan, so that both see it in the same moods.
     Nothing is fitted to a plan.
