@@ -111,7 +111,7 @@ def tiny(config: BenchConfig, folder: Path) -> Found:
 
 
 def pytest(config: BenchConfig, folder: Path, which: Sequence[str], **env: str) -> Found:
-    """How many tests passed, and the names of those that failed; the part's log says so test by test. The
+    """Count the tests that pass, and name those that fail; the part's log says so test by test. The
     plugins that `pyproject.toml` names need not be there."""
     command = [sys.executable, "-m", "pytest", "-v", "-rfE", "--tb=no", "-o", "addopts=", *which]
     output: list[str] = []

@@ -1,6 +1,6 @@
 """Shards: a folder of `.npy` arrays of token ids, mapped.
 
-Next to them lies a CRC-32 of each `BLOCK_bytes` of each array. A block is compared with it when a process
+Next to them lies a CRC-32 of each `BLOCK_BYTES` of each array. A block is compared with it when a process
 touches it first: all of 1 GB takes about 0.2 s, spread over the steps that read it, and a window in a fresh
 block 0.02 ms more. Opening shards compares sizes, and the first block of each array.
 """
@@ -26,7 +26,7 @@ from fnshard.errors import report
 COMMAND, TOKENIZER = "tokenize.json", "tokenizer"  # next to folders of shards: what wrote them, and with what
 TOKENIZER_FILES = "tokenizer_files"  # of the command: the digests of the tokenizer's files
 HEADER, SUMS = "shards.json", "shards.crc32"
-BLOCK_bytes = 2**17  # what one checksum is of: no more than the system reads ahead
+BLOCK_BYTES = 2**17  # what one checksum is of: no more than the system reads ahead
 ANEW = f"write the shards anew; where the arrays are your own, delete {HEADER} and {SUMS}."
 BLOCK = 2**22  # tokens that are looked through at once
 
@@ -100,15 +100,15 @@ class Shards:
         """Compare the blocks that hold these tokens with their checksums, each once."""
         tokens, seen = self._arrays[array], self._seen[array]
         first, last = (tokens.offset + at * tokens.itemsize for at in (start, stop - 1))
-        first, last = first // BLOCK_bytes, last // BLOCK_bytes
+        first, last = first // BLOCK_BYTES, last // BLOCK_BYTES
         if seen[first : last + 1].all():
             return
         for block in range(first, last + 1):
-            found = zlib.crc32(self._bytes[array][block * BLOCK_bytes : (block + 1) * BLOCK_bytes])
+            found = zlib.crc32(self._bytes[array][block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES])
             if found != self._sums[array][block]:
                 path = self.folder / list(self.files)[array]
                 raise DamagedError(
-                    f"{path} is not what was written: bytes from {block * BLOCK_bytes} on (checksum differs)."
+                    f"{path} is not what was written: bytes from {block * BLOCK_BYTES} on (checksum differs)."
                     f" Fix: {ANEW}"
                 )
             seen[block] = True
@@ -122,7 +122,7 @@ class Shards:
     def _sums(self) -> list[np.ndarray]:
         """The checksums of each array's blocks."""
         content = (self.folder / SUMS).read_bytes()
-        counts = [-(-size // BLOCK_bytes) for size in self.sizes.values()]
+        counts = [-(-size // BLOCK_BYTES) for size in self.sizes.values()]
         if len(content) != 4 * sum(counts) or zlib.crc32(content) != self.sums:
             raise DamagedError(f"{self.folder / SUMS} is not what was written. Fix: {ANEW}")
         return np.split(np.frombuffer(content, "<u4"), list(accumulate(counts))[:-1])
@@ -198,7 +198,7 @@ def describe(folder: Path, **known: Any) -> Shards:
     sums: list[int] = []
     for name in files:
         array, content = np.load(folder / name, mmap_mode="r"), np.memmap(folder / name, np.uint8, "r")
-        sums += [zlib.crc32(content[at : at + BLOCK_bytes]) for at in range(0, len(content), BLOCK_bytes)]
+        sums += [zlib.crc32(content[at : at + BLOCK_BYTES]) for at in range(0, len(content), BLOCK_BYTES)]
         for start in range(0, len(array), BLOCK):
             block = array[start : start + BLOCK]
             largest = max(largest, int(block.max()))

@@ -23,7 +23,7 @@ from fnshard.runtime.files.folder import flush_directory, flush_file, make_direc
 LOCK = "run.lock"
 SUM = "crc32"  # the last key of a record
 SEAL = "# crc32 of what follows: "
-PIECE_bytes = 16 << 20  # what is read of a file at once
+PIECE_BYTES = 16 << 20  # what is read of a file at once
 UNREADABLE = (ValueError, RecursionError)  # what `json.loads` raises
 
 
@@ -174,7 +174,7 @@ def digest_of(path: Path) -> list[int]:
     """Return the size and the CRC-32 of a file, which is read a piece at a time."""
     size, found = 0, 0
     with path.open("rb") as file:
-        while piece := file.read(PIECE_bytes):
+        while piece := file.read(PIECE_BYTES):
             size, found = size + len(piece), zlib.crc32(piece, found)
     return [size, found]
 

@@ -241,7 +241,7 @@ def _counted(number: int, of: str) -> str:
 
 
 def _print_end(out: Path, found: Sequence[Shards], seconds: float) -> None:
-    """Where the shards are, and what they hold."""
+    """Print where the shards are, and what they hold."""
     for shards in found:
         broken = f", {shards.broken} broken" if shards.broken else ""
         held = f"{_counted(shards.tokens, 'token')}, {_counted(shards.documents or 0, 'document')}{broken}"

@@ -44,7 +44,7 @@ class Work:
     unseen: float = 0.0
 
     def seconds(self, hardware: Hardware) -> float:
-        """On the device, the host's part apart."""
+        """Return what it takes on the device, without the host's part."""
         streamed = hardware.memory.seconds(self.read_bytes + self.written_bytes)
         if self.kind == "scatter":
             worked = self.written_bytes / hardware.scatter
@@ -71,11 +71,11 @@ class GraphCost:
 
     @property
     def model_flops(self) -> float:
-        """Without those that no query sees."""
+        """Count the FLOPs without those of keys that no query sees."""
         return sum(w.flops - w.unseen for w in self.work)
 
     def flops_by_dtype(self) -> dict[str, float]:
-        """The same, by the dtype that is multiplied."""
+        """Count the FLOPs by the dtype that is multiplied."""
         out: dict[str, float] = {}
         for w in self.work:
             if w.flops:
@@ -90,7 +90,7 @@ class GraphCost:
         return sum(w.seconds(hardware) for w in self.work)
 
     def host_seconds(self, hardware: Hardware) -> float:
-        """To start it all."""
+        """Return what the host takes to start all of it."""
         return hardware.kernel_seconds + self.launches * hardware.launch_seconds
 
 

@@ -37,7 +37,7 @@ SAMPLES, SAMPLE_s = 5, 6e-3
 MATMULS, LENGTHS = (64, 128, 256, 512), (128, 256, 512, 1024)
 COUNTS = (1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)  # elements streamed
 DISK_bytes_per_s = 1e9
-COLD_bytes = 256 << 20  # more than the caches of a core's share hold
+COLD_BYTES = 256 << 20  # more than the caches of a core's share hold
 ROWS = (1 << 10, 1 << 15, 1 << 18, 1 << 20, 1 << 22)  # elements of a rank's part of a collective
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
 Points = list[tuple[float, float]]
@@ -73,7 +73,7 @@ class _Bench:
 
     @property
     def large(self) -> int:
-        """How much more an accelerator is given than a CPU, along one dim."""
+        """Return how much more work an accelerator is given than a CPU, along one dim."""
         return 1 if self.device.type == "cpu" else 8
 
     @cached_property
@@ -230,8 +230,8 @@ class _Bench:
         return 8.0 * count, (8.0 + 6.0) * count / (self.seconds(copy) + self.seconds(cast))
 
     def _cold(self, size: int) -> int:
-        """How many buffers of `size` bytes to go around, so that each has left the caches again."""
-        return max(1, min(2048, COLD_bytes * (1 + (self.large > 1)) // size))
+        """Return how many buffers of `size` bytes take turns, so that each has left the caches again."""
+        return max(1, min(2048, COLD_BYTES * (1 + (self.large > 1)) // size))
 
     def _update(self, count: int, device: torch.device) -> tuple[float, float]:
         """Bytes and bytes/s of the fused AdamW in fp32, cold: four tensors read, three written."""

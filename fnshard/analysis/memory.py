@@ -84,7 +84,7 @@ class MemoryAnalysis:
 
     @property
     def resident_bytes(self) -> int:
-        """On the device, between steps."""
+        """Count the bytes on the device between steps."""
         return sum(self.resident.values())
 
     def as_dict(self) -> dict[str, Any]:

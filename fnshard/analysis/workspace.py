@@ -153,7 +153,7 @@ def _chunk_of_scores(query: Tensor, key: Tensor, mask: Tensor | None) -> int:
     if fused or query.device.type == "cuda":
         return 0
     scores = query.numel() // query.shape[-1] * key.shape[-2] * linear.wide(query.dtype).itemsize
-    return 2 * min(block_attention.CHUNK_bytes, scores)
+    return 2 * min(block_attention.CHUNK_BYTES, scores)
 
 
 def _document(query: Tensor, *tensors: Tensor) -> int:

@@ -27,9 +27,9 @@ from fnshard.layout.partition import P
 from fnshard.mesh import PIPELINE, Mesh
 from fnshard.runtime.files.folder import AtomicDirectory, data_file
 from fnshard.runtime.files.tensorfile import (
+    BLOCK_BYTES,
     PASSING,
     STATE_DTYPES,
-    BLOCK_bytes,
     Corrupt,
     TensorToWrite,
     open_regular,
@@ -188,8 +188,8 @@ def all_chunks(manifest: Manifest) -> Iterator[ChunkRead]:
         for chunk in leaf.chunks:
             size = leaf.chunk_bytes(chunk)
             flat = replace(chunk, shape=(size,))
-            for start in range(0, size, BLOCK_bytes):
-                nowhere = torch.empty(min(BLOCK_bytes, size - start), dtype=torch.uint8, device="meta")
+            for start in range(0, size, BLOCK_BYTES):
+                nowhere = torch.empty(min(BLOCK_BYTES, size - start), dtype=torch.uint8, device="meta")
                 yield ChunkRead(name, flat, torch.uint8, (start,), nowhere)
 
 

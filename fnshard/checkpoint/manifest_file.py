@@ -25,7 +25,7 @@ from fnshard.runtime.files.tensorfile import STATE_DTYPES, STATE_NAMES, Corrupt,
 
 NAME, SEAL = "manifest.json", "manifest.json.sha256"
 FORMAT = "fnshard checkpoint 3"
-LIMIT_bytes = 2 << 30
+LIMIT_BYTES = 2 << 30
 SHOWN = 20  # leaves that an error names
 
 
@@ -82,7 +82,7 @@ class SavedLeaf:
             box = list(zip(chunk.offset, chunk.shape, self.shape, strict=True))
             if any(start + size > whole for start, size, whole in box):
                 raise ValueError(f"{name}a chunk that is not in it")
-            if len(chunk.crc32) != -(-self.chunk_bytes(chunk) // tensorfile.BLOCK_bytes):
+            if len(chunk.crc32) != -(-self.chunk_bytes(chunk) // tensorfile.BLOCK_BYTES):
                 raise ValueError(f"{name}checksums of other blocks")
         numbers, places = sum(math.prod(c.shape) for c in self.chunks), {c.offset for c in self.chunks}
         if numbers != math.prod(self.shape) or len(places) != len(self.chunks):
@@ -219,7 +219,7 @@ def _seal(digest: str) -> bytes:
 def _content(folder: Path, name: str) -> bytes:
     with open(open_regular(folder, name), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if size > LIMIT_bytes:
+        if size > LIMIT_BYTES:
             raise Corrupt(f"{name} is {size} bytes long")
         return file.read()
 

@@ -28,7 +28,7 @@ from fnshard.runtime.files.folder import AtomicDirectory, as_path
 from fnshard.step.runner import laid_out
 from fnshard.step.state import TrainState
 
-PIECE_bytes = 64 << 20  # that goes through a pinned buffer
+PIECE_BYTES = 64 << 20  # that goes through a pinned buffer
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def copy_to_host(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     away = [(copy, block) for copy, block in pairs if block.device.type != "cpu" and block.numel()]
     if away:
         device = away[0][1].device.type
-        size = min(PIECE_bytes, max(block.nbytes for _, block in away))
+        size = min(PIECE_BYTES, max(block.nbytes for _, block in away))
         buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         copy_through(away, buffers, lambda: torch.Event(device))
 

@@ -29,7 +29,7 @@ from fnshard.runtime.collectives.base import Collectives
 from fnshard.runtime.files.folder import flush_directory, flush_file
 from fnshard.runtime.files.tensorfile import NAMES, TensorToWrite, bytes_of, file_layout
 
-PIECE_bytes = 64 << 20  # that one collective moves, unless one row of all ranks is more
+PIECE_BYTES = 64 << 20  # that one collective moves, unless one row of all ranks is more
 FORMAT = {"format": "pt"}  # without it transformers refuses a file
 COPIED = (
     "config.json", "generation_config.json", "tokenizer*", "vocab.*", "merges.txt", "special_tokens_map.json",
@@ -173,7 +173,7 @@ def gather_leaf(block: Tensor, spec: LayoutSpec, mesh: Mesh, comm: Collectives, 
     ranks = mesh.group_ranks(axes)
     parts_of = [boxes(spec.shape, spec.storage, mesh, mesh.coordinate(rank)) for rank in ranks]
     block, full = as_pairs(block), None if out is None else as_pairs(out)
-    step = max(1, PIECE_bytes // (len(ranks) * block[0].nbytes))
+    step = max(1, PIECE_BYTES // (len(ranks) * block[0].nbytes))
     for low in range(0, block.shape[0], step):
         piece = block[low : low + step]
         flat = comm.send_buffer(piece.numel(), piece.dtype, axes)

@@ -16,17 +16,17 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 # Of logits at once, if nobody says: as they come, and in fp32. A GPU wants products of thousands of rows.
-CHUNK_bytes = {"cpu": 1 << 27, "cuda": 1 << 30}
+CHUNK_BYTES = {"cpu": 1 << 27, "cuda": 1 << 30}
 RUN_numbers = 1 << 22  # of a half type's gradient at once, where it is added by runs of rows
 
 
 def chunk_of(tokens: int, vocabulary: int, chunk: int, dtype: torch.dtype, device: str) -> int:
-    """The number of tokens at once: `chunk`, or as many as have `CHUNK_bytes` of logits.
+    """The number of tokens at once: `chunk`, or as many as have `CHUNK_BYTES` of logits.
 
     >>> [chunk_of(8192, 32_768, 0, torch.bfloat16, device) for device in ("cpu", "cuda")]
     [682, 5461]
     """
-    most = CHUNK_bytes.get(device, CHUNK_bytes["cpu"])
+    most = CHUNK_BYTES.get(device, CHUNK_BYTES["cpu"])
     return max(1, min(tokens, chunk or most // max(vocabulary * logit_bytes(dtype), 1)))
 
 

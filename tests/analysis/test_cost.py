@@ -274,7 +274,7 @@ def quick() -> Any:
         "LENGTHS": (32, 64),
         "COUNTS": (1 << 10, 1 << 11, 1 << 12, 1 << 14),
         "ROWS": (64, 4096),
-        "COLD_bytes": 1 << 16,
+        "COLD_BYTES": 1 << 16,
     }
     return mock.patch.multiple(measuring, SAMPLES=1, SAMPLE_s=1e-6, **sizes)
 

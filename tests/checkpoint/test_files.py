@@ -265,7 +265,7 @@ def written(path: Path, named: dict[str, Tensor], metadata: Any = None) -> tenso
 @given(FILES, st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=2), st.integers(1, 40))
 def test_the_library_reads_what_we_write(tmp_path: Path, named: Any, metadata: Any, block: int) -> None:
     path = tmp_path / "ours.safetensors"
-    with mock.patch.object(tensorfile, "BLOCK_bytes", block):
+    with mock.patch.object(tensorfile, "BLOCK_BYTES", block):
         done = written(path, named, metadata)
     back = load_file(path)
     assert {n: bits(t) for n, t in back.items()} == {n: bits(t) for n, t in named.items()}
@@ -311,7 +311,7 @@ def test_any_range_is_read_right_or_refused(tmp_path: Path, data: Any) -> None:
     path.write_bytes(bytes(before) + on_disk + b"\0" * data.draw(st.integers(0, 3)))
     out = bytearray(b"?" * count)
     hit = flipped is not None and start // block <= flipped // 8 // block < -(-(start + count) // block)
-    with mock.patch.object(tensorfile, "BLOCK_bytes", block), opened(path) as fd:
+    with mock.patch.object(tensorfile, "BLOCK_BYTES", block), opened(path) as fd:
         try:
             read_checked(fd, before, size, crc32, start, memoryview(out))
         except Corrupt as error:

@@ -25,7 +25,7 @@ MODELS = {  # blocks, width, hidden, heads, kv heads, vocabulary; tokens; axes
         for blocks in (4, 126)
     },
 }
-LIMIT_s, LIMIT_bytes = 60.0, 4e9
+LIMIT_s, LIMIT_BYTES = 60.0, 4e9
 
 
 def measured(name: str) -> dict[str, float]:
@@ -63,7 +63,7 @@ def test_70b_on_1024_ranks_from_a_meta_tree(blocks: int) -> None:
     expected = 2 * 2 * got["parameters"] - 2 * 2 * VOCAB * WIDTH
     assert expected <= got["gathered_bytes"] <= 1.01 * expected
     assert got["seconds"] < LIMIT_s * blocks / BLOCKS
-    assert got["grown_bytes"] < LIMIT_bytes * blocks / BLOCKS
+    assert got["grown_bytes"] < LIMIT_BYTES * blocks / BLOCKS
 
 
 def measure(name: str) -> dict[str, float]:

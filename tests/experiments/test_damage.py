@@ -28,7 +28,7 @@ from experiments import train
 from experiments.compare.outcome import outcome_of
 from experiments.data.loader import Loader
 from experiments.data.prepared import RecordPolicy, open_prepared, prepare
-from experiments.data.shards import HEADER, SUMS, BLOCK_bytes, open_shards
+from experiments.data.shards import BLOCK_BYTES, HEADER, SUMS, open_shards
 from experiments.data.text import Windows, open_tokens
 from experiments.evaluate.run import answered
 from experiments.evaluate.tasks import Question, Task
@@ -519,16 +519,16 @@ def test_a_block_of_a_shard_is_compared_when_it_is_read_first(tmp_path):
         np.save(tmp_path / f"{number}.npy", part)
     assert open_shards(tmp_path) == open_shards(tmp_path)
     path = tmp_path / "1.npy"
-    spoil(path, 5 * BLOCK_bytes + 17)
+    spoil(path, 5 * BLOCK_BYTES + 17)
     found = open_shards(tmp_path)
     starts = np.array([0, 299_990, 300_001, 700_000])
     assert (found.windows(starts, 100) == tokens[starts[:, None] + np.arange(100)]).all()
-    inside = 300_001 + 5 * BLOCK_bytes // 2
-    with pytest.raises(DamagedError, match=rf"{path} is not what was written: bytes from {5 * BLOCK_bytes}"):
+    inside = 300_001 + 5 * BLOCK_BYTES // 2
+    with pytest.raises(DamagedError, match=rf"{path} is not what was written: bytes from {5 * BLOCK_BYTES}"):
         found.windows(np.array([inside]), 10)
     with pytest.raises(DamagedError, match=str(path)):
         open_shards(tmp_path).check(read_all=True)
-    spoil(path, 5 * BLOCK_bytes + 17)
+    spoil(path, 5 * BLOCK_BYTES + 17)
     (tmp_path / HEADER).unlink()
     with pytest.raises(DamagedError, match=rf"{HEADER} is missing. Fix: [\s\S]*delete"):
         open_shards(tmp_path)

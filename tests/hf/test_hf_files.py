@@ -73,7 +73,7 @@ def test_a_leaf_is_gathered_a_piece_at_a_time(layout: P) -> None:
         writing.gather_leaf(block, specs["w"], mesh, connection(mesh), whole)
         return whole
 
-    with mock.patch.object(writing, "PIECE_bytes", 256), mock.patch.object(Simulated, "send_buffer", counted):
+    with mock.patch.object(writing, "PIECE_BYTES", 256), mock.patch.object(Simulated, "send_buffer", counted):
         _, whole = fs.simulate(mesh, run)
     assert torch.equal(whole, params["w"].bfloat16())
     assert sent == ([] if layout == P() else [128] * 32)
@@ -103,7 +103,7 @@ def test_loaded_and_saved_again_is_bitwise_the_same(tmp_path: Path, axes: Any, p
         same(blocks, fs.shard(PARAMS, specs, mesh, disk_dir=str(tmp_path)))
         fs.hf.save(blocks, tmp_path / "out", specs, mesh, max_file_bytes=300)
 
-    with mock.patch.object(writing, "PIECE_bytes", 64):
+    with mock.patch.object(writing, "PIECE_BYTES", 64):
         fs.simulate(mesh, run)
     same(tensors_of(tmp_path / "out"), PARAMS)
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
@@ -193,7 +193,7 @@ def processes(rank: int, folder: str, world: int) -> int:
     meta = {n: torch.empty(shape, device="meta") for n, shape in shapes.items()}
     specs = fs.match_specs(meta, [("[135].*", LayoutSpec(P("shard"))), ("*", LayoutSpec(P(None, "shard")))])
     big = {n: torch.full((1024, 4096), float(rank)) for n in shapes}
-    with mock.patch.object(writing, "PIECE_bytes", 1 << 20):
+    with mock.patch.object(writing, "PIECE_BYTES", 1 << 20):
         before = peak(reset=True)
         fs.hf.save(big, into / "big", specs, mesh)
         saving = peak() - before

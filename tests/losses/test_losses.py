@@ -136,7 +136,7 @@ def test_its_peak_is_a_seventh_of_all_logits_at_once(
     """As the allocator saw it, with fewer tokens and words than there are, and chunks that are as large a
     share."""
     tokens, width, vocabulary = 2048 // 4, 512 // 4, 128_256 // 8
-    monkeypatch.setitem(fused.CHUNK_bytes, "cpu", fused.CHUNK_bytes["cpu"] // 32)
+    monkeypatch.setitem(fused.CHUNK_BYTES, "cpu", fused.CHUNK_BYTES["cpu"] // 32)
     monkeypatch.setattr(fused, "RUN_numbers", fused.RUN_numbers // 32)
     draw = torch.Generator().manual_seed(0)
     hidden, head = (torch.randn(n, width, generator=draw) for n in (tokens, vocabulary))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import fnshard as fs
 from fnshard import LayoutSpec, P
-from fnshard.compiler.schedule.buckets import ALIGN_bytes, make_buckets
+from fnshard.compiler.schedule.buckets import ALIGN_BYTES, make_buckets
 from fnshard.runtime.packing import Packer, local_block
 
 AXES = [(), ("a",), ("b",), ("a", "b"), ("b", "a")]
@@ -94,9 +94,9 @@ def test_leaves_start_at_aligned_places_and_dtypes_do_not_mix():
     buckets = make_buckets(specs, mesh, lambda s: s.storage, lambda s: s.storage_dtype, "gather")
     assert [b.paths for b in buckets] == [("l.0.a", "l.0.b"), ("l.0.c",)]
     for bucket in buckets:
-        assert all(p.offset * bucket.dtype.itemsize % ALIGN_bytes == 0 for p in bucket.pieces)
+        assert all(p.offset * bucket.dtype.itemsize % ALIGN_BYTES == 0 for p in bucket.pieces)
     assert [b.row_bytes for b in buckets] == [
-        2 * ALIGN_bytes,
+        2 * ALIGN_BYTES,
         4,
     ]  # so that each row starts at one; scalars do not
 

@@ -40,7 +40,7 @@ def test_by_blocks_it_is_what_it_is_spelled_out(monkeypatch: Any, kind: str) -> 
     found = []
     for long in (T * T + 1, T * T):
         monkeypatch.setattr(draws, "LONG", long)
-        monkeypatch.setattr(draws, "BLOCK_bytes", 5 * 8 * 8 * T)  # five queries at once
+        monkeypatch.setattr(draws, "BLOCK_BYTES", 5 * 8 * 8 * T)  # five queries at once
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
         out = dropped(*leaves, **form)
         found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
@@ -66,7 +66,7 @@ def test_half_types_are_summed_in_fp32(monkeypatch: Any) -> None:
 
 def test_the_mask_is_the_same_over_any_split_and_in_the_backward(monkeypatch: Any) -> None:
     monkeypatch.setattr(draws, "LONG", 1)
-    monkeypatch.setattr(draws, "BLOCK_bytes", 5 * 8 * 8 * T)
+    monkeypatch.setattr(draws, "BLOCK_BYTES", 5 * 8 * 8 * T)
     random = torch.Generator().manual_seed(0)
     params = {n: torch.randn(2 * D, 2 * D, generator=random, dtype=torch.float64) for n in ("q", "k", "v")}
     x = torch.randn(4, T, 2 * D, generator=random, dtype=torch.float64)

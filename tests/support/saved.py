@@ -246,7 +246,7 @@ def restored(folder: Path, step: Any) -> tuple[Any, Any]:
 def small_blocks() -> Iterator[None]:
     """Leaves of 60 bytes have several checksums, as leaves of gigabytes do."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensorfile, "BLOCK_bytes", 32)
+        patch.setattr(tensorfile, "BLOCK_BYTES", 32)
         yield
 
 

@@ -166,7 +166,7 @@ def _bernoulli(
 # Flash kernels draw their masks from hidden state. A mask here is a hash of a key and an element's place, so
 # that any block of it can be made by itself, and drawn again in the backward: nothing is [T, S].
 
-BLOCK_bytes = 1 << 24  # of scores at once; random bits of them take several times as many
+BLOCK_BYTES = 1 << 24  # of scores at once; random bits of them take several times as many
 LONG = 1 << 20  # scores of a row and head, from which on they are made block by block
 
 
@@ -257,7 +257,7 @@ def _flops_backward(
 def _blocks(query: Tensor, key: Tensor) -> Iterator[slice]:
     length = query.shape[-2]
     row = math.prod(query.shape[:-2]) * key.shape[-2] * query.element_size()
-    rows = max(1, min(length, BLOCK_bytes // max(row, 1)))
+    rows = max(1, min(length, BLOCK_BYTES // max(row, 1)))
     return (slice(at, min(at + rows, length)) for at in range(0, length, rows))
 
 

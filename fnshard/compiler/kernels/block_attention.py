@@ -22,7 +22,7 @@ from fnshard.losses.linear import wide
 aten = torch.ops.aten
 _NEVER = -torch.inf
 LARGEST = 64.0  # that a mask adds to all scores of a query; a log-sum-exp loses six bits of its digits
-CHUNK_bytes = 1 << 28  # of scores at once, where no fused kernel runs
+CHUNK_BYTES = 1 << 28  # of scores at once, where no fused kernel runs
 
 _LIB = torch.library.Library("fnshard", "FRAGMENT")
 _LIB.define(
@@ -274,7 +274,7 @@ def _chunks(
     """Runs of queries, and their scores."""
     made = wide(query.dtype)
     row = query.shape[:-2].numel() * key.shape[-2] * made.itemsize
-    step = max(1, CHUNK_bytes // max(row, 1))
+    step = max(1, CHUNK_BYTES // max(row, 1))
     columns = torch.arange(key.shape[-2], device=key.device)
     for low in range(0, query.shape[-2], step):
         rows = slice(low, low + step)

@@ -19,7 +19,7 @@ from fnshard.layout.partition import P, block_shape
 from fnshard.layout.spec import LayoutSpec
 from fnshard.mesh import PIPELINE, Mesh
 
-ALIGN_bytes = 128
+ALIGN_BYTES = 128
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def _aligned(sizes: Sequence[int], dtype: torch.dtype) -> tuple[list[int], int]:
 
     What is shorter than 128 bytes ends where it ends: a scalar is no reason to send so many.
     """
-    step = max(1, ALIGN_bytes // dtype.itemsize)
+    step = max(1, ALIGN_BYTES // dtype.itemsize)
     starts, at, end = [], 0, 0
     for size in sizes:
         starts.append(at)

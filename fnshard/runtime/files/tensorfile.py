@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-BLOCK_bytes = 8 << 20  # what one checksum covers: the least that is read to trust any of it
+BLOCK_BYTES = 8 << 20  # what one checksum covers: the least that is read to trust any of it
 # What the system may say of a file that is as it was: nothing to take an older one for.
 PASSING = (
     errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN,
@@ -63,7 +63,7 @@ class TensorToWrite:
 @dataclass(frozen=True)
 class WrittenFile:
     """A file that was written: its size, its header's, and CRC-32s: of the header, and by tensor of each
-    `BLOCK_bytes` of its data. `at`: where each tensor's data begins in the file."""
+    `BLOCK_BYTES` of its data. `at`: where each tensor's data begins in the file."""
 
     bytes: int
     header_bytes: int
@@ -96,8 +96,8 @@ def write(
             if tuple(tensor.shape) != e.shape or tensor.dtype != e.dtype:
                 raise ValueError(f"{e.name}: {list(tensor.shape)} {tensor.dtype}, announced as {e}")
             data, sums = bytes_of(tensor), []
-            for start in range(0, len(data), BLOCK_bytes):
-                part = data[start : start + BLOCK_bytes]
+            for start in range(0, len(data), BLOCK_BYTES):
+                part = data[start : start + BLOCK_BYTES]
                 sums.append(zlib.crc32(part))
                 _write_all(fd, part)
             crcs[e.name] = tuple(sums)
@@ -186,8 +186,8 @@ def read_checked(fd: int, at: int, size: int, crc32: Sequence[int], start: int, 
         crc32: of each of its blocks.
     """
     end = start + len(out)
-    for index in range(start // BLOCK_bytes, -(-end // BLOCK_bytes)):
-        low, high = index * BLOCK_bytes, min((index + 1) * BLOCK_bytes, size)
+    for index in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+        low, high = index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, size)
         inside = start <= low and high <= end
         block = out[low - start : high - start] if inside else memoryview(bytearray(high - low))
         read_exactly(fd, at + low, block)
